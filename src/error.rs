@@ -1,0 +1,70 @@
+//! The failures that a caller can act on, each with its exit code and the next thing to do.
+//!
+//! Everything else travels as `anyhow::Error` with context that names the file, tensor or layer.
+
+use std::path::PathBuf;
+
+/// A failure with a known way out. Found again in an `anyhow::Error` by `downcast_ref`.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("no NVIDIA GPU can be used: {reason}\n  {hint}")]
+    NoGpu { reason: String, hint: String },
+
+    #[error("model '{model}' is not on this machine\n  {hint}")]
+    ModelNotFound { model: String, hint: String },
+
+    #[error(
+        "there is no repository '{repo}' at {endpoint} (or it is private)\n  check the name; for a private one set HF_TOKEN"
+    )]
+    RepositoryNotFound { repo: String, endpoint: String },
+
+    #[error("repository '{repo}' has no revision '{revision}'")]
+    RevisionNotFound { repo: String, revision: String },
+
+    #[error(
+        "access to '{repo}' is restricted\n  accept its licence at {endpoint}/{repo}, then set HF_TOKEN to a token that may read it"
+    )]
+    Gated { repo: String, endpoint: String },
+
+    #[error("offline: {what}\n  unset HF_HUB_OFFLINE to allow the network")]
+    Offline { what: String },
+
+    #[error(
+        "the hub at {endpoint} cannot be reached: {cause}\n  check the network, or set HF_ENDPOINT to a mirror"
+    )]
+    Network { endpoint: String, cause: String },
+
+    #[error(
+        "no room on the disk of {path}: {needed_bytes} bytes needed, {free_bytes} free\n  free some space, or set INFERNO_CACHE to another disk"
+    )]
+    DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
+
+    #[error("architecture '{found}' is not supported\n  supported: {supported}")]
+    UnsupportedArchitecture { found: String, supported: String },
+
+    #[error(
+        "{what} needs {needed_bytes} bytes of memory on {device}, {free_bytes} are free\n  try a smaller --context, or free memory on the device"
+    )]
+    OutOfMemory { what: String, device: String, needed_bytes: u64, free_bytes: u64 },
+
+    #[error(
+        "the prompt has {prompt_tokens} tokens, the context holds {context_tokens}\n  raise --context (this model allows {limit_tokens}) or shorten the prompt"
+    )]
+    ContextFull { prompt_tokens: usize, context_tokens: usize, limit_tokens: usize },
+}
+
+impl Error {
+    /// The process's exit code. 1 is any other failure, 2 is usage (clap), 130 is Ctrl-C.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
+            Error::Gated { .. } => 4,
+            Error::Offline { .. } | Error::Network { .. } => 5,
+            Error::DiskFull { .. } => 6,
+            Error::UnsupportedArchitecture { .. } => 7,
+            Error::OutOfMemory { .. } => 8,
+            Error::ContextFull { .. } => 9,
+            Error::NoGpu { .. } => 10,
+        }
+    }
+}

@@ -1,0 +1,11 @@
+//! inferno: open-weight language models on one NVIDIA GPU.
+//!
+//! Shape letters used throughout: T tokens in this pass, S cached length, H query heads, K key/value heads, G = H/K,
+//! D head dim, C hidden size, F intermediate size, E experts, N experts chosen per token, V vocabulary.
+
+pub mod chat;
+pub mod error;
+pub mod hub;
+pub mod tokenizer;
+
+pub use error::Error;
