@@ -202,8 +202,8 @@ impl TextStream {
         };
         if !new.is_empty() {
             self.ids.drain(..self.given);
-            self.given = self.ids.len();
         }
+        self.given = self.ids.len();
         Ok(new)
     }
 }
