@@ -29,9 +29,7 @@ pub enum Error {
     #[error("offline: {what}\n  unset HF_HUB_OFFLINE to allow the network")]
     Offline { what: String },
 
-    #[error(
-        "the hub at {endpoint} cannot be reached: {cause}\n  check the network, or set HF_ENDPOINT to a mirror"
-    )]
+    #[error("the hub at {endpoint} cannot be reached: {cause}\n  check the network, or set HF_ENDPOINT to a mirror")]
     Network { endpoint: String, cause: String },
 
     #[error(

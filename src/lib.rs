@@ -4,8 +4,13 @@
 //! D head dim, C hidden size, F intermediate size, E experts, N experts chosen per token, V vocabulary.
 
 pub mod chat;
+pub mod device;
 pub mod error;
 pub mod hub;
+pub mod kernels;
+pub mod models;
+pub mod nn;
 pub mod tokenizer;
+pub mod weights;
 
 pub use error::Error;

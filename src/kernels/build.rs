@@ -1,1 +1,73 @@
-fn main(){}
+//! Compiles every `.cu` beside this file into one fat binary (machine code for the built architecture, PTX for later
+//! ones), so that nothing is compiled by the driver at start-up. Does nothing without the feature `cuda`.
+//!
+//! nvcc: $NVCC, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin. Architecture: $CUDA_COMPUTE_CAP (such as 90),
+//! else the GPU that nvidia-smi reports, else 80.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const KERNELS: &[&str] = &["attention", "experts", "rope", "swiglu", "topk"];
+
+fn main() {
+    println!("cargo::rerun-if-changed=src/kernels");
+    for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_COMPUTE_CAP"] {
+        println!("cargo::rerun-if-env-changed={variable}");
+    }
+    if std::env::var_os("CARGO_FEATURE_CUDA").is_none() {
+        return;
+    }
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let nvcc = find_nvcc();
+    let capability = compute_capability();
+    println!("cargo::rustc-env=INFERNO_COMPUTE_CAP={capability}");
+    let children: Vec<_> = KERNELS
+        .iter()
+        .map(|name| {
+            let source = Path::new("src/kernels").join(format!("{name}.cu"));
+            let target = out.join(format!("{name}.fatbin"));
+            let child = Command::new(&nvcc)
+                .args(["-fatbin", "-O3", "-std=c++17", "-lineinfo", "-Isrc/kernels"])
+                .arg(format!("-gencode=arch=compute_{capability},code=[compute_{capability},sm_{capability}]"))
+                .arg("-o")
+                .arg(target)
+                .arg(&source)
+                .spawn();
+            (name, child)
+        })
+        .collect();
+    for (name, child) in children {
+        let status = child.and_then(|mut child| child.wait());
+        match status {
+            Ok(status) if status.success() => {}
+            Ok(status) => panic!("{} failed on {name}.cu: {status}", nvcc.display()),
+            Err(error) => panic!(
+                "cannot run {} ({error}): the feature `cuda` needs a CUDA toolkit; set CUDA_HOME to its folder",
+                nvcc.display()
+            ),
+        }
+    }
+}
+
+fn find_nvcc() -> PathBuf {
+    if let Some(nvcc) = std::env::var_os("NVCC") {
+        return nvcc.into();
+    }
+    let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(std::env::var_os).map(PathBuf::from);
+    let folders = homes.map(|home| home.join("bin"));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut candidates: Vec<PathBuf> = folders.chain(std::env::split_paths(&path)).collect();
+    candidates.push("/usr/local/cuda/bin".into());
+    let found = candidates.into_iter().map(|folder| folder.join("nvcc")).find(|nvcc| nvcc.exists());
+    found.unwrap_or_else(|| "nvcc".into())
+}
+
+fn compute_capability() -> String {
+    if let Ok(capability) = std::env::var("CUDA_COMPUTE_CAP") {
+        return capability.trim().replace('.', "");
+    }
+    let query = Command::new("nvidia-smi").args(["--query-gpu=compute_cap", "--format=csv,noheader"]).output();
+    let text = query.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    let lowest = text.lines().map(|line| line.trim().replace('.', "")).filter(|cap| !cap.is_empty()).min();
+    lowest.unwrap_or_else(|| "80".into())
+}

@@ -1,0 +1,123 @@
+//! Causal grouped-query attention over a cache, with an optional sliding window and optional sinks.
+//!
+//! A sink is a learned logit per head that takes part in the softmax and contributes no value (openai/gpt-oss,
+//! `gpt_oss/torch/model.py`, `sdpa`). A window of w lets position i see keys i-w+1 ..= i.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use rayon::prelude::*;
+
+use super::{elements, to_f32};
+
+/// Where the queries stand and what they see.
+#[derive(Clone, Copy, Debug)]
+pub struct Sight {
+    /// Position of the first query; query t stands at position + t.
+    pub position: usize,
+    /// Keys in sight, the query's own included; `None` for all.
+    pub window: Option<usize>,
+    /// Factor on q·k, usually 1/sqrt(D).
+    pub scale: f32,
+}
+
+/// q [T, H, D]; k, v [S, K, D] of q's dtype, where position p lies in row p mod S and every position in sight has been
+/// written; sinks [H] f32. Returns [T, H, D].
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, sight: Sight) -> Result<Tensor> {
+    let (tokens, heads, head_dim) = q.dims3()?;
+    let (rows, kv_heads, kv_dim) = k.dims3()?;
+    if kv_dim != head_dim || k.dims() != v.dims() || kv_heads == 0 || heads % kv_heads != 0 || head_dim > 256 {
+        bail!("attention: q {:?}, k {:?}, v {:?} (head_dim at most 256)", q.dims(), k.dims(), v.dims());
+    }
+    if k.dtype() != q.dtype() || v.dtype() != q.dtype() {
+        bail!("attention: q is {:?}, k {:?}, v {:?}", q.dtype(), k.dtype(), v.dtype());
+    }
+    if let Some(sinks) = sinks
+        && (sinks.dims() != [heads] || sinks.dtype() != DType::F32)
+    {
+        bail!("attention: sinks are {:?} {:?}, expected F32 [{heads}]", sinks.dtype(), sinks.dims());
+    }
+    // Rows of the cache are reused: the oldest key that the first query sees must still be there after the last write.
+    let in_sight = sight.window.unwrap_or(usize::MAX).min(sight.position + 1) + tokens - 1;
+    if in_sight > rows {
+        bail!("attention: {in_sight} positions in sight, the cache has {rows} rows");
+    }
+    match q.device() {
+        Device::Cpu => {
+            let sinks = sinks.map(Tensor::to_vec1::<f32>).transpose()?;
+            let (queries, k, v) = (to_f32(q)?, to_f32(k)?, to_f32(v)?);
+            let ((queries, ql), (k, kl), (v, vl)) =
+                (queries.storage_and_layout(), k.storage_and_layout(), v.storage_and_layout());
+            let shape = Shape { tokens, heads, kv_heads, head_dim, rows };
+            let (queries, k, v) = (elements(&queries, ql)?, elements(&k, kl)?, elements(&v, vl)?);
+            let out = reference(queries, k, v, sinks.as_deref(), shape, sight);
+            Tensor::from_vec(out, (tokens, heads, head_dim), &Device::Cpu)?.to_dtype(q.dtype())
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            use super::cuda::{Arg, launch, module, suffix};
+            // SAFETY: the kernel writes D elements for each of the T·H blocks.
+            let out = unsafe { Tensor::empty((tokens, heads, head_dim), q.dtype(), q.device())? };
+            let args = [
+                Arg::tensor(q)?,
+                Arg::tensor(k)?,
+                Arg::tensor(v)?,
+                Arg::optional(sinks)?,
+                Arg::tensor(&out)?,
+                heads.into(),
+                kv_heads.into(),
+                head_dim.into(),
+                rows.into(),
+                sight.position.into(),
+                sight.window.unwrap_or(0).into(),
+                sight.scale.into(),
+            ];
+            let name = format!("attention_{}", suffix(q.dtype())?);
+            // SAFETY: shapes and dtypes checked above; rows are taken modulo S.
+            unsafe { launch(device, &module!("attention"), &name, (tokens, heads, 1), 128, 0, &args)? };
+            Ok(out)
+        }
+        #[allow(unreachable_patterns)]
+        _ => super::unsupported("attention", q),
+    }
+}
+
+/// Sizes for [`reference`]: T, H, K, D, S.
+#[derive(Clone, Copy)]
+pub struct Shape {
+    pub tokens: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub rows: usize,
+}
+
+/// The same in plain Rust: scores, softmax with the sink in its denominator, weighted values.
+pub fn reference(q: &[f32], k: &[f32], v: &[f32], sinks: Option<&[f32]>, shape: Shape, sight: Sight) -> Vec<f32> {
+    let Shape { tokens, heads, kv_heads, head_dim, rows } = shape;
+    let mut out = vec![0f32; tokens * heads * head_dim];
+    out.par_chunks_exact_mut(head_dim).enumerate().for_each(|(row, out)| {
+        let (token, head) = (row / heads, row % heads);
+        let kv_head = head / (heads / kv_heads);
+        let last = sight.position + token;
+        let first = sight.window.map_or(0, |window| (last + 1).saturating_sub(window));
+        let query = &q[row * head_dim..][..head_dim];
+        let slot = |position: usize| ((position % rows) * kv_heads + kv_head) * head_dim;
+        let scores: Vec<f32> =
+            (first..=last).map(|position| dot(query, &k[slot(position)..][..head_dim]) * sight.scale).collect();
+        let sink = sinks.map(|sinks| sinks[head]);
+        let top = scores.iter().copied().chain(sink).fold(f32::NEG_INFINITY, f32::max);
+        let mut total = sink.map_or(0.0, |sink| (sink - top).exp());
+        for (position, score) in (first..=last).zip(&scores) {
+            let weight = (score - top).exp();
+            total += weight;
+            for (out, value) in out.iter_mut().zip(&v[slot(position)..][..head_dim]) {
+                *out += weight * value;
+            }
+        }
+        out.iter_mut().for_each(|value| *value /= total);
+    });
+    out
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}

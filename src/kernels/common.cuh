@@ -1,0 +1,27 @@
+// Shared by every kernel: conversions between storage types and f32, warp reductions.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T> __device__ __forceinline__ T from_float(float x);
+template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+    return x;
+}
+
+// Instantiates a kernel `name<T>` for every compute dtype as extern "C" symbols is not possible for templates, so each
+// .cu file defines its kernels through this macro: FOR_EACH_DTYPE(DEFINE) calls DEFINE(type, suffix).
+#define FOR_EACH_DTYPE(DEFINE) \
+    DEFINE(float, f32)         \
+    DEFINE(__half, f16)        \
+    DEFINE(__nv_bfloat16, bf16)

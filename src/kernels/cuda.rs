@@ -1,0 +1,160 @@
+//! Launching our kernels on candle's tensors: modules loaded once a device, arguments passed as device addresses.
+//!
+//! Every launch goes to the stream of the candle device, and candle frees memory in that stream's order. So a tensor may
+//! be dropped as soon as the launch is queued, and no launch needs an event.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
+use candle_core::cuda_backend::cudarc::driver::{
+    CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg,
+};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
+use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice, DeviceId, WrapErr};
+use candle_core::{DType, Result, Storage, Tensor, bail};
+
+/// One compiled `.cu`.
+pub struct Module {
+    pub name: &'static str,
+    pub fatbin: &'static [u8],
+}
+
+/// The module compiled from `$name.cu`.
+macro_rules! module {
+    ($name:literal) => {
+        $crate::kernels::cuda::Module {
+            name: $name,
+            fatbin: include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".fatbin")),
+        }
+    };
+}
+pub(crate) use module;
+
+type Modules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
+
+/// Loaded modules by device. Process-wide, as the driver's own registry of contexts and modules is.
+fn modules() -> &'static Mutex<Modules> {
+    static MODULES: OnceLock<Mutex<Modules>> = OnceLock::new();
+    MODULES.get_or_init(Mutex::default)
+}
+
+fn function(device: &CudaDevice, module: &Module, name: &str) -> Result<CudaFunction> {
+    let mut modules = modules().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let loaded = match modules.get(&(device.id(), module.name)) {
+        Some(loaded) => loaded.clone(),
+        None => {
+            let binary = Ptx::from_binary(module.fatbin.to_vec());
+            let loaded = match device.cuda_stream().context().load_module(binary) {
+                Ok(loaded) => loaded,
+                Err(error) => bail!(
+                    "the kernels were built for compute capability {} and do not load on this GPU ({error}): \
+                     rebuild with CUDA_COMPUTE_CAP set to this GPU's",
+                    env!("INFERNO_COMPUTE_CAP")
+                ),
+            };
+            modules.insert((device.id(), module.name), loaded.clone());
+            loaded
+        }
+    };
+    loaded.load_function(name).w()
+}
+
+/// The device address of a contiguous CUDA tensor's first element.
+pub fn address(tensor: &Tensor) -> Result<CUdeviceptr> {
+    if !tensor.is_contiguous() {
+        bail!("a kernel got a tensor that is not contiguous: {:?}, strides {:?}", tensor.shape(), tensor.stride());
+    }
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cuda(storage) = &*storage else { bail!("a CUDA kernel got a tensor on {:?}", tensor.device()) };
+    let stream = storage.device.cuda_stream();
+    let base = match &storage.slice {
+        CudaStorageSlice::U8(s) => s.device_ptr(&stream).0,
+        CudaStorageSlice::U32(s) => s.device_ptr(&stream).0,
+        CudaStorageSlice::F32(s) => s.device_ptr(&stream).0,
+        CudaStorageSlice::BF16(s) => s.device_ptr(&stream).0,
+        CudaStorageSlice::F16(s) => s.device_ptr(&stream).0,
+        _ => bail!("no kernel takes tensors of {:?}", tensor.dtype()),
+    };
+    Ok(base + (layout.start_offset() * tensor.dtype().size_in_bytes()) as CUdeviceptr)
+}
+
+/// The suffix of the kernel for a dtype.
+pub fn suffix(dtype: DType) -> Result<&'static str> {
+    match dtype {
+        DType::F32 => Ok("f32"),
+        DType::F16 => Ok("f16"),
+        DType::BF16 => Ok("bf16"),
+        other => bail!("no kernel computes in {other:?}"),
+    }
+}
+
+/// One kernel argument.
+pub enum Arg {
+    Address(CUdeviceptr),
+    Int(i32),
+    Float(f32),
+}
+
+impl Arg {
+    pub fn tensor(tensor: &Tensor) -> Result<Self> {
+        Ok(Arg::Address(address(tensor)?))
+    }
+
+    /// The tensor's address, or null.
+    pub fn optional(tensor: Option<&Tensor>) -> Result<Self> {
+        tensor.map_or(Ok(Arg::Address(0)), Arg::tensor)
+    }
+}
+
+impl From<usize> for Arg {
+    fn from(value: usize) -> Self {
+        Arg::Int(value as i32)
+    }
+}
+
+impl From<f32> for Arg {
+    fn from(value: f32) -> Self {
+        Arg::Float(value)
+    }
+}
+
+/// Queues a kernel on the device's stream.
+///
+/// # Safety
+/// The arguments must match the kernel's signature, and every address must be valid for what the kernel reads and writes.
+pub unsafe fn launch(
+    device: &CudaDevice,
+    module: &Module,
+    name: &str,
+    grid: (usize, usize, usize),
+    block: usize,
+    shared_bytes: usize,
+    args: &[Arg],
+) -> Result<()> {
+    if grid.0 == 0 || grid.1 == 0 || grid.2 == 0 {
+        return Ok(());
+    }
+    let function = function(device, module, name)?;
+    let stream = device.cuda_stream();
+    let mut builder = stream.launch_builder(&function);
+    for arg in args {
+        match arg {
+            Arg::Address(value) => push(&mut builder, value),
+            Arg::Int(value) => push(&mut builder, value),
+            Arg::Float(value) => push(&mut builder, value),
+        }
+    }
+    let config = LaunchConfig {
+        grid_dim: (grid.0 as u32, grid.1 as u32, grid.2 as u32),
+        block_dim: (block as u32, 1, 1),
+        shared_mem_bytes: shared_bytes as u32,
+    };
+    // SAFETY: passed on to the caller.
+    unsafe { builder.launch(config) }.w()?;
+    Ok(())
+}
+
+fn push<'a, T: DeviceRepr>(builder: &mut candle_core::cuda_backend::cudarc::driver::LaunchArgs<'a>, value: &'a T) {
+    builder.arg(value);
+}

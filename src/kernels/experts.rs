@@ -1,0 +1,209 @@
+//! Matrix products of routed experts, on MXFP4 weights as they are stored (no unpacked copy) or on dense ones.
+//!
+//! MXFP4 (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale. Layout as in openai/gpt-oss-20b: blocks
+//! [E, R, C/32, 16], two values a byte, the even element in the low nibble; scales [E, R, C/32], value 2^(byte - 127).
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+use rayon::prelude::*;
+
+use super::{elements, to_f32};
+
+/// Values in one MXFP4 block.
+pub const BLOCK: usize = 32;
+
+/// E2M1 by nibble.
+pub const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+/// From this many (token, expert) pairs on, each expert's weights are read once a tile rather than once a pair.
+#[cfg(feature = "cuda")]
+const GEMM_FROM_PAIRS: usize = 64;
+
+/// The stacked weight matrices of all experts, each [R, C].
+#[derive(Clone, Debug)]
+pub enum ExpertWeights {
+    /// blocks [E, R, C/32, 16] u8, scales [E, R, C/32] u8.
+    Mxfp4 { blocks: Tensor, scales: Tensor },
+    /// [E, R, C] of the compute dtype.
+    Dense(Tensor),
+}
+
+impl ExpertWeights {
+    /// (E, R, C).
+    pub fn dims(&self) -> Result<(usize, usize, usize)> {
+        match self {
+            ExpertWeights::Mxfp4 { blocks, scales } => {
+                let (experts, rows, groups, bytes) = blocks.dims4()?;
+                if bytes != BLOCK / 2 || scales.dims() != [experts, rows, groups] {
+                    bail!("MXFP4 blocks {:?} do not go with scales {:?}", blocks.dims(), scales.dims());
+                }
+                Ok((experts, rows, groups * BLOCK))
+            }
+            ExpertWeights::Dense(weights) => weights.dims3(),
+        }
+    }
+}
+
+/// out[t, n] = W[ids[t, n]] · x + bias[ids[t, n]].
+///
+/// x [T, C], shared by a token's experts, or [T, N, C]; ids [T, N] u32, each below E; bias [E, R] of x's dtype.
+/// C must be a multiple of 32. Returns [T, N, R].
+pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>, ids: &Tensor) -> Result<Tensor> {
+    let (experts, rows, columns) = weights.dims()?;
+    let (tokens, chosen) = ids.dims2()?;
+    let pairs_per_x = if x.dims() == [tokens, columns] {
+        chosen
+    } else if x.dims() == [tokens, chosen, columns] {
+        1
+    } else {
+        bail!("expert_matmul: x {:?} does not go with ids {:?} and weights of {columns} columns", x.dims(), ids.dims())
+    };
+    if ids.dtype() != DType::U32 || columns % BLOCK != 0 {
+        bail!(
+            "expert_matmul: ids are {:?} (U32 needed), {columns} columns (a multiple of {BLOCK} needed)",
+            ids.dtype()
+        );
+    }
+    if let Some(bias) = bias
+        && (bias.dims() != [experts, rows] || bias.dtype() != x.dtype())
+    {
+        bail!(
+            "expert_matmul: bias is {:?} {:?}, expected {:?} [{experts}, {rows}]",
+            bias.dtype(),
+            bias.dims(),
+            x.dtype()
+        );
+    }
+    if let ExpertWeights::Dense(dense) = weights
+        && dense.dtype() != x.dtype()
+    {
+        bail!("expert_matmul: weights are {:?}, x is {:?}", dense.dtype(), x.dtype());
+    }
+    match x.device() {
+        Device::Cpu => {
+            let ids = ids.flatten_all()?.to_vec1::<u32>()?;
+            let bias = bias.map(|bias| to_f32(bias)?.flatten_all()?.to_vec1::<f32>()).transpose()?;
+            let values = to_f32(x)?;
+            let (values, layout) = values.storage_and_layout();
+            let out = reference(elements(&values, layout)?, weights, bias.as_deref(), &ids, pairs_per_x)?;
+            Tensor::from_vec(out, (tokens, chosen, rows), &Device::Cpu)?.to_dtype(x.dtype())
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            use super::cuda::{Arg, launch, module, suffix};
+            let suffix = suffix(x.dtype())?;
+            let pairs = tokens * chosen;
+            // SAFETY: both paths write R elements for each of the T·N pairs.
+            let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
+            let (kind, first, second) = match weights {
+                ExpertWeights::Mxfp4 { blocks, scales } => ("mxfp4", Arg::tensor(blocks)?, Arg::tensor(scales)?),
+                ExpertWeights::Dense(dense) => ("dense", Arg::tensor(dense)?, Arg::optional(None)?),
+            };
+            let (bias, input, output) = (Arg::optional(bias)?, Arg::tensor(x)?, Arg::tensor(&out)?);
+            let module = module!("experts");
+            if pairs < GEMM_FROM_PAIRS || suffix == "f32" {
+                let args = [
+                    first,
+                    second,
+                    bias,
+                    input,
+                    Arg::tensor(ids)?,
+                    output,
+                    rows.into(),
+                    columns.into(),
+                    pairs_per_x.into(),
+                ];
+                let name = format!("expert_gemv_{kind}_{suffix}");
+                // A grid is at most 65,535 high, so the pairs must be fewer; the chunk size of prefill sees to it.
+                // SAFETY: shapes and dtypes checked above; ids are below E by the contract.
+                unsafe { launch(device, &module, &name, (rows.div_ceil(8), pairs, 1), 256, 0, &args)? };
+            } else {
+                // SAFETY: sort_by_expert writes all pairs and all E + 1 offsets.
+                let sorted = unsafe { Tensor::empty(pairs, ids.dtype(), x.device())? };
+                // SAFETY: as above.
+                let offsets = unsafe { Tensor::empty(experts + 1, ids.dtype(), x.device())? };
+                let args =
+                    [Arg::tensor(ids)?, Arg::tensor(&sorted)?, Arg::tensor(&offsets)?, pairs.into(), experts.into()];
+                // SAFETY: shapes checked above; E is at most 1024 (`topk_softmax` refuses more).
+                unsafe { launch(device, &module, "sort_by_expert", (1, 1, 1), 1024, 0, &args)? };
+                let args = [
+                    first,
+                    second,
+                    bias,
+                    input,
+                    Arg::tensor(&sorted)?,
+                    Arg::tensor(&offsets)?,
+                    output,
+                    rows.into(),
+                    columns.into(),
+                    pairs_per_x.into(),
+                    experts.into(),
+                ];
+                let name = format!("expert_gemm_{kind}_{suffix}");
+                let grid = (rows.div_ceil(64), pairs.div_ceil(64) + experts, 1);
+                // SAFETY: shapes and dtypes checked above; the grid covers the most tiles there can be.
+                unsafe { launch(device, &module, &name, grid, 128, 0, &args)? };
+            }
+            Ok(out)
+        }
+        #[allow(unreachable_patterns)]
+        _ => super::unsupported("expert_matmul", x),
+    }
+}
+
+/// The same in plain Rust; x has one row for each `pairs_per_x` entries of `ids`.
+pub fn reference(
+    x: &[f32],
+    weights: &ExpertWeights,
+    bias: Option<&[f32]>,
+    ids: &[u32],
+    pairs_per_x: usize,
+) -> Result<Vec<f32>> {
+    let (_, rows, columns) = weights.dims()?;
+    let mut out = vec![0f32; ids.len() * rows];
+    let each = |compute: &(dyn Fn(usize, &[f32]) -> f32 + Sync), out: &mut [f32]| {
+        out.par_iter_mut().enumerate().for_each(|(index, out)| {
+            let (pair, row) = (index / rows, index % rows);
+            let expert_row = ids[pair] as usize * rows + row;
+            let x = &x[pair / pairs_per_x * columns..][..columns];
+            *out = compute(expert_row, x) + bias.map_or(0.0, |bias| bias[expert_row]);
+        });
+    };
+    match weights {
+        ExpertWeights::Mxfp4 { blocks, scales } => {
+            let ((blocks, b), (scales, s)) = (blocks.storage_and_layout(), scales.storage_and_layout());
+            let (blocks, scales) = (elements::<u8>(&blocks, b)?, elements::<u8>(&scales, s)?);
+            let groups = columns / BLOCK;
+            let dot = |row: usize, x: &[f32]| {
+                let blocks = blocks[row * groups * 16..][..groups * 16].chunks_exact(16);
+                let scales = &scales[row * groups..][..groups];
+                let groups = blocks.zip(scales).zip(x.chunks_exact(BLOCK));
+                groups.map(|((block, scale), x)| block_dot(block, x) * e8m0(*scale)).sum()
+            };
+            each(&dot, &mut out);
+        }
+        ExpertWeights::Dense(dense) => {
+            let dense = to_f32(dense)?;
+            let (dense, layout) = dense.storage_and_layout();
+            let dense = elements::<f32>(&dense, layout)?;
+            let dot = |row: usize, x: &[f32]| {
+                dense[row * columns..][..columns].iter().zip(x).map(|(weight, x)| weight * x).sum()
+            };
+            each(&dot, &mut out);
+        }
+    }
+    Ok(out)
+}
+
+fn block_dot(block: &[u8], x: &[f32]) -> f32 {
+    let pairs = block.iter().zip(x.chunks_exact(2));
+    pairs.map(|(byte, x)| E2M1[(byte & 15) as usize] * x[0] + E2M1[(byte >> 4) as usize] * x[1]).sum()
+}
+
+/// The value of an E8M0 scale: 2^(byte - 127), NaN for 255.
+pub fn e8m0(byte: u8) -> f32 {
+    match byte {
+        0 => f32::from_bits(0x0040_0000),
+        255 => f32::NAN,
+        _ => f32::from_bits((byte as u32) << 23),
+    }
+}

@@ -1,0 +1,31 @@
+//! The operations that inferno brings itself. Each is a twin: `x.rs` has the public op (checked shapes and dtypes), the
+//! launch, and `reference`, the same in plain Rust on f32; `x.cu` has the CUDA kernel. On a CPU the op runs its reference.
+
+pub mod attention;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod experts;
+pub mod rope;
+pub mod swiglu;
+pub mod topk;
+
+use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};
+
+/// The tensor as contiguous f32; no copy if it is that already. The way into every CPU reference.
+pub(crate) fn to_f32(tensor: &Tensor) -> Result<Tensor> {
+    tensor.to_dtype(DType::F32)?.contiguous()
+}
+
+/// The elements of a contiguous CPU tensor, from what its `storage_and_layout` returns.
+pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) -> Result<&'s [T]> {
+    match (storage, layout.contiguous_offsets()) {
+        (Storage::Cpu(storage), Some((start, end))) => Ok(&storage.as_slice::<T>()?[start..end]),
+        _ => bail!("expected a contiguous tensor on the CPU"),
+    }
+}
+
+/// An op got a tensor on a device that it has no code for.
+#[cfg_attr(feature = "cuda", allow(dead_code))]
+pub(crate) fn unsupported<T>(op: &str, tensor: &Tensor) -> Result<T> {
+    bail!("{op} has no implementation for {:?}", tensor.device().location())
+}

@@ -1,0 +1,17 @@
+// gpt-oss's clamped SwiGLU over interleaved rows: out = g·sigmoid(alpha·g)·(u + 1), g = min(x[2i], limit), u = clamp(x[2i+1]).
+//   x [R, 2F], out [R, F]; n = R·F; grid ceil(n / 256), block 256; bytes moved: 3·n·sizeof(T)
+#include "common.cuh"
+
+template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const float gate = fminf(to_float(x[2 * (size_t)i]), limit);
+    const float up = fminf(fmaxf(to_float(x[2 * (size_t)i + 1]), -limit), limit);
+    out[i] = from_float<T>(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
+}
+
+#define DEFINE(T, SUFFIX)                                                                                \
+    extern "C" __global__ void clamped_swiglu_##SUFFIX(const T* x, T* out, int n, float alpha, float limit) { \
+        clamped_swiglu<T>(x, out, n, alpha, limit);                                                      \
+    }
+FOR_EACH_DTYPE(DEFINE)

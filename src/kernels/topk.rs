@@ -1,0 +1,59 @@
+//! Expert routing on the device: the N largest router logits of each token and their softmax.
+//!
+//! gpt-oss takes the softmax over the chosen logits only (openai/gpt-oss, `gpt_oss/torch/model.py`, `MLPBlock.forward`).
+
+#[cfg(feature = "cuda")]
+use candle_core::DType;
+use candle_core::{Device, Result, Tensor, bail};
+
+use super::{elements, to_f32};
+
+/// logits [T, E] → ids [T, N] u32 in falling order of their logits (equal ones: lower expert first), weights [T, N] f32
+/// that sum to one.
+pub fn topk_softmax(logits: &Tensor, chosen: usize) -> Result<(Tensor, Tensor)> {
+    let (tokens, experts) = logits.dims2()?;
+    if chosen == 0 || chosen > experts || chosen > 32 || experts > 1024 {
+        bail!("topk_softmax: cannot choose {chosen} of {experts} experts (at most 32 of 1024)");
+    }
+    match logits.device() {
+        Device::Cpu => {
+            let values = to_f32(logits)?;
+            let (values, layout) = values.storage_and_layout();
+            let (ids, weights) = reference(elements(&values, layout)?, experts, chosen);
+            let shape = (tokens, chosen);
+            Ok((Tensor::from_vec(ids, shape, &Device::Cpu)?, Tensor::from_vec(weights, shape, &Device::Cpu)?))
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            use super::cuda::{Arg, launch, module, suffix};
+            // SAFETY: the kernel writes N ids and N weights for each of the T tokens.
+            let ids = unsafe { Tensor::empty((tokens, chosen), DType::U32, logits.device())? };
+            // SAFETY: as above.
+            let weights = unsafe { Tensor::empty((tokens, chosen), DType::F32, logits.device())? };
+            let args =
+                [Arg::tensor(logits)?, Arg::tensor(&ids)?, Arg::tensor(&weights)?, experts.into(), chosen.into()];
+            let name = format!("topk_softmax_{}", suffix(logits.dtype())?);
+            // SAFETY: shapes and dtypes checked above.
+            unsafe { launch(device, &module!("topk"), &name, (tokens, 1, 1), 32, 0, &args)? };
+            Ok((ids, weights))
+        }
+        #[allow(unreachable_patterns)]
+        _ => super::unsupported("topk_softmax", logits),
+    }
+}
+
+/// The same in plain Rust. A NaN logit sorts last.
+pub fn reference(logits: &[f32], experts: usize, chosen: usize) -> (Vec<u32>, Vec<f32>) {
+    let (mut ids, mut weights) = (Vec::new(), Vec::new());
+    for row in logits.chunks_exact(experts) {
+        let key = |&expert: &usize| if row[expert].is_nan() { f32::NEG_INFINITY } else { row[expert] };
+        let mut order: Vec<usize> = (0..experts).collect();
+        order.sort_by(|a, b| key(b).partial_cmp(&key(a)).unwrap_or(std::cmp::Ordering::Equal).then(a.cmp(b)));
+        order.truncate(chosen);
+        let exps: Vec<f32> = order.iter().map(|&expert| (row[expert] - row[order[0]]).exp()).collect();
+        let total: f32 = exps.iter().sum();
+        weights.extend(exps.iter().map(|e| e / total));
+        ids.extend(order.iter().map(|&expert| expert as u32));
+    }
+    (ids, weights)
+}

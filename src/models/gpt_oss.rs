@@ -1,0 +1,181 @@
+//! gpt-oss (openai/gpt-oss, `gpt_oss/torch/model.py`; transformers `modeling_gpt_oss.py`): routed experts in MXFP4,
+//! attention sinks, a sliding window on alternating layers, YaRN.
+
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use serde::Deserialize;
+use serde_json::Value;
+
+use super::{Architecture, Family, Sizes};
+use crate::nn::attention::{Attention, AttentionConfig, Sinks};
+use crate::nn::decoder::{Decoder, Frame};
+use crate::nn::kv_cache::LayerSpec;
+use crate::nn::linear::Bias;
+use crate::nn::mlp::{ExpertsConfig, ExpertsMlp, Mlp};
+use crate::nn::rope::{Frequencies, RopeConfig, Rotary};
+use crate::weights::Weights;
+
+pub const FAMILY: Family = Family { model_type: "gpt_oss", architecture: "GptOssForCausalLM", read };
+
+/// config.json.
+#[derive(Debug, Deserialize)]
+struct Config {
+    vocab_size: usize,
+    hidden_size: usize,
+    intermediate_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    num_key_value_heads: usize,
+    head_dim: usize,
+    num_local_experts: usize,
+    #[serde(alias = "experts_per_token")]
+    num_experts_per_tok: usize,
+    sliding_window: Option<usize>,
+    layer_types: Option<Vec<LayerType>>,
+    max_position_embeddings: usize,
+    #[serde(default = "default_eps")]
+    rms_norm_eps: f64,
+    #[serde(default = "default_swiglu_limit")]
+    swiglu_limit: f32,
+    #[serde(default = "default_attention_bias")]
+    attention_bias: bool,
+    #[serde(default)]
+    tie_word_embeddings: bool,
+    #[serde(flatten)]
+    rope: RopeConfig,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "snake_case")]
+enum LayerType {
+    SlidingAttention,
+    FullAttention,
+}
+
+fn default_eps() -> f64 {
+    1e-5
+}
+
+fn default_swiglu_limit() -> f32 {
+    7.0
+}
+
+fn default_attention_bias() -> bool {
+    true
+}
+
+fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
+    let method = json["quantization_config"]["quant_method"].as_str();
+    if let Some(method) = method.filter(|&method| method != "mxfp4") {
+        bail!("quantisation '{method}' is not supported for gpt_oss (mxfp4, or none)");
+    }
+    // Original exports carry both spellings of the same number, which serde would call a duplicate.
+    if let Some(fields) = json.as_object_mut().filter(|fields| fields.contains_key("num_experts_per_tok")) {
+        fields.remove("experts_per_token");
+    }
+    let config: Config = serde_json::from_value(json)?;
+    config.check()?;
+    Ok(Box::new(config))
+}
+
+impl Config {
+    fn check(&self) -> Result<()> {
+        Sizes {
+            hidden_size: self.hidden_size,
+            layers: self.num_hidden_layers,
+            heads: self.num_attention_heads,
+            kv_heads: self.num_key_value_heads,
+            head_dim: self.head_dim,
+            intermediate_size: self.intermediate_size,
+            vocab_size: self.vocab_size,
+            max_position_embeddings: self.max_position_embeddings,
+        }
+        .check()?;
+        let (chosen, experts) = (self.num_experts_per_tok, self.num_local_experts);
+        if chosen == 0 || chosen > experts || chosen > 32 || experts > 1024 {
+            bail!("cannot choose {chosen} of {experts} experts");
+        }
+        if self.hidden_size % 32 != 0 || self.intermediate_size % 32 != 0 {
+            bail!("hidden_size and intermediate_size must be multiples of the MXFP4 block of 32");
+        }
+        let types = self.layer_types.as_ref().map_or(self.num_hidden_layers, Vec::len);
+        if types != self.num_hidden_layers {
+            bail!("{types} layer_types for {} layers", self.num_hidden_layers);
+        }
+        if self.sliding_window == Some(0) {
+            bail!("sliding_window is 0");
+        }
+        self.frequencies()?;
+        Ok(())
+    }
+
+    fn frequencies(&self) -> Result<Frequencies> {
+        self.rope.frequencies(self.head_dim, self.max_position_embeddings, 150_000.0)
+    }
+
+    /// Even layers slide unless `layer_types` says otherwise.
+    fn layer_type(&self, layer: usize) -> LayerType {
+        let by_parity = if layer % 2 == 0 { LayerType::SlidingAttention } else { LayerType::FullAttention };
+        self.layer_types.as_ref().map_or(by_parity, |types| types[layer])
+    }
+
+    /// Attention and MLP of one layer.
+    fn parts(&self, weights: &Weights, spec: LayerSpec, rotary: Arc<Rotary>) -> Result<(Attention, Mlp)> {
+        let bias = Bias::from(self.attention_bias);
+        let attention = AttentionConfig {
+            hidden_size: self.hidden_size,
+            heads: self.num_attention_heads,
+            spec,
+            qkv_bias: bias,
+            o_bias: bias,
+            sinks: Sinks::With,
+        };
+        let experts = ExpertsConfig {
+            hidden_size: self.hidden_size,
+            intermediate_size: self.intermediate_size,
+            experts: self.num_local_experts,
+            chosen: self.num_experts_per_tok,
+            swiglu_limit: self.swiglu_limit,
+        };
+        let attention = Attention::load(&weights.at("self_attn"), attention, rotary)?;
+        let experts = ExpertsMlp::load(&weights.at("mlp"), experts)?;
+        Ok((attention, Mlp::Experts(experts)))
+    }
+}
+
+impl Architecture for Config {
+    fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    fn max_position_embeddings(&self) -> usize {
+        self.max_position_embeddings
+    }
+
+    fn cache_layers(&self) -> Vec<LayerSpec> {
+        let window = |layer| match self.layer_type(layer) {
+            LayerType::SlidingAttention => self.sliding_window,
+            LayerType::FullAttention => None,
+        };
+        (0..self.num_hidden_layers)
+            .map(|layer| LayerSpec {
+                kv_heads: self.num_key_value_heads,
+                head_dim: self.head_dim,
+                window: window(layer),
+            })
+            .collect()
+    }
+
+    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
+        let frame = Frame {
+            vocab_size: self.vocab_size,
+            hidden_size: self.hidden_size,
+            rms_norm_eps: self.rms_norm_eps,
+            tie_word_embeddings: self.tie_word_embeddings,
+            frequencies: self.frequencies()?,
+            cache_layers: self.cache_layers(),
+        };
+        Decoder::load(weights, context, frame, |weights, spec, rotary| self.parts(weights, spec, rotary))
+    }
+}

@@ -1,0 +1,114 @@
+//! The families: one file each, and one line in [`FAMILIES`].
+
+pub mod gpt_oss;
+pub mod llama;
+
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::error::Error;
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::LayerSpec;
+use crate::weights::Weights;
+
+/// Every family that can be loaded.
+const FAMILIES: &[&Family] = &[&gpt_oss::FAMILY, &llama::FAMILY];
+
+/// How a family is recognised and read.
+pub struct Family {
+    /// `model_type` in config.json.
+    pub model_type: &'static str,
+    /// `architectures` in config.json, for files without a model_type.
+    pub architecture: &'static str,
+    /// Reads and checks config.json.
+    pub read: fn(Value) -> Result<Box<dyn Architecture>>,
+}
+
+/// A model's config, checked, before any weight is touched.
+pub trait Architecture {
+    /// V
+    fn vocab_size(&self) -> usize;
+    /// The longest context the model was made for.
+    fn max_position_embeddings(&self) -> usize;
+    /// What each layer keeps in the cache.
+    fn cache_layers(&self) -> Vec<LayerSpec>;
+    /// Assembles the model for contexts of up to `context` positions.
+    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder>;
+}
+
+/// A snapshot's config.json as its family reads it.
+pub struct ModelConfig {
+    pub family: &'static Family,
+    pub architecture: Box<dyn Architecture>,
+    /// `mxfp4` or the like; `None` for plain floats.
+    pub quantisation: Option<String>,
+}
+
+/// Reads config.json of a snapshot. Fails with [`Error::UnsupportedArchitecture`] for a family that is not listed.
+pub fn read_config(dir: &Path) -> Result<ModelConfig> {
+    let path = dir.join("config.json");
+    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let json: Value = serde_json::from_str(&text).with_context(|| format!("broken {}", path.display()))?;
+    let quantisation = json["quantization_config"]["quant_method"].as_str().map(str::to_string);
+    let family = find_family(&json)?;
+    let architecture = (family.read)(json).with_context(|| format!("cannot use {}", path.display()))?;
+    Ok(ModelConfig { family, architecture, quantisation })
+}
+
+fn find_family(json: &Value) -> Result<&'static Family> {
+    let model_type = json["model_type"].as_str();
+    let architecture = json["architectures"][0].as_str();
+    let known = |family: &&&Family| match (model_type, architecture) {
+        (Some(model_type), _) => family.model_type == model_type,
+        (None, Some(architecture)) => family.architecture == architecture,
+        (None, None) => false,
+    };
+    FAMILIES.iter().find(known).copied().ok_or_else(|| {
+        let found = model_type.or(architecture).unwrap_or("(config.json names none)").to_string();
+        let supported = FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
+        Error::UnsupportedArchitecture { found, supported }.into()
+    })
+}
+
+/// The sizes that every family has, checked for what would otherwise fail late or not at all.
+pub(crate) struct Sizes {
+    pub hidden_size: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub intermediate_size: usize,
+    pub vocab_size: usize,
+    pub max_position_embeddings: usize,
+}
+
+impl Sizes {
+    pub fn check(&self) -> Result<()> {
+        let named = [
+            ("hidden_size", self.hidden_size),
+            ("num_hidden_layers", self.layers),
+            ("num_attention_heads", self.heads),
+            ("num_key_value_heads", self.kv_heads),
+            ("head_dim", self.head_dim),
+            ("intermediate_size", self.intermediate_size),
+            ("vocab_size", self.vocab_size),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ];
+        // 2^24 of anything is beyond every real model and keeps all products of these within a u64.
+        if let Some((name, value)) = named.into_iter().find(|&(_, value)| value == 0 || value > 1 << 24) {
+            bail!("{name} is {value}");
+        }
+        if self.layers > 4096 {
+            bail!("num_hidden_layers is {}", self.layers);
+        }
+        if self.heads % self.kv_heads != 0 {
+            bail!("{} attention heads cannot share {} key/value heads", self.heads, self.kv_heads);
+        }
+        if self.head_dim > 256 || self.head_dim % 2 != 0 {
+            bail!("head_dim is {}, supported are even ones up to 256", self.head_dim);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,87 @@
+//! Self-attention of one layer: projections, RoPE, cache, attention, output projection.
+
+use std::sync::Arc;
+
+use anyhow::Result;
+use candle_core::{DType, Tensor};
+
+use super::decoder::Pass;
+use super::kv_cache::{KvCache, LayerSpec};
+use super::linear::{Bias, Linear};
+use super::rope::Rotary;
+use crate::kernels::attention::{Sight, attention};
+use crate::weights::Weights;
+
+/// Sizes and options of a layer's attention.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionConfig {
+    pub hidden_size: usize,
+    pub heads: usize,
+    pub spec: LayerSpec,
+    pub qkv_bias: Bias,
+    pub o_bias: Bias,
+    pub sinks: Sinks,
+}
+
+/// Whether a layer has a learned sink logit per head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sinks {
+    With,
+    Without,
+}
+
+pub struct Attention {
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    o_proj: Linear,
+    /// f32 [H]
+    sinks: Option<Tensor>,
+    rotary: Arc<Rotary>,
+    config: AttentionConfig,
+}
+
+impl Attention {
+    pub fn load(weights: &Weights, config: AttentionConfig, rotary: Arc<Rotary>) -> Result<Self> {
+        let AttentionConfig { hidden_size, heads, spec, qkv_bias, o_bias, sinks } = config;
+        let (q_size, kv_size) = (heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+        Ok(Self {
+            q_proj: Linear::load(&weights.at("q_proj"), hidden_size, q_size, qkv_bias)?,
+            k_proj: Linear::load(&weights.at("k_proj"), hidden_size, kv_size, qkv_bias)?,
+            v_proj: Linear::load(&weights.at("v_proj"), hidden_size, kv_size, qkv_bias)?,
+            o_proj: Linear::load(&weights.at("o_proj"), q_size, hidden_size, o_bias)?,
+            sinks: (sinks == Sinks::With).then(|| weights.float_as("sinks", &[heads], DType::F32)).transpose()?,
+            rotary,
+            config,
+        })
+    }
+
+    /// x [T, C] of all sequences of the pass → [T, C]; keys and values go to each sequence's cache.
+    pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, caches: &mut [&mut KvCache]) -> Result<Tensor> {
+        let (tokens, _) = x.dims2()?;
+        let LayerSpec { kv_heads, head_dim, window } = self.config.spec;
+        let heads = self.config.heads;
+
+        // 1. project and rotate
+        let q = self.q_proj.forward(x)?.reshape((tokens, heads, head_dim))?;
+        let k = self.k_proj.forward(x)?.reshape((tokens, kv_heads, head_dim))?;
+        let v = self.v_proj.forward(x)?.reshape((tokens, kv_heads, head_dim))?;
+        let q = self.rotary.forward(&q, pass.positions())?;
+        let k = self.rotary.forward(&k, pass.positions())?;
+
+        // 2. attend, each sequence over its own cache
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        let mut outputs = Vec::with_capacity(caches.len());
+        for (span, cache) in pass.spans().zip(caches.iter_mut()) {
+            let rows = |tensor: &Tensor| tensor.narrow(0, span.start, span.len())?.contiguous();
+            let position = cache.len();
+            let cached = cache.write(layer, &rows(&k)?, &rows(&v)?)?;
+            let sight = Sight { position, window, scale };
+            outputs.push(attention(&rows(&q)?, cached.k(), cached.v(), self.sinks.as_ref(), sight)?);
+        }
+
+        // 3. project back
+        let y = if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(&outputs, 0)? };
+        self.o_proj.forward(&y.reshape((tokens, heads * head_dim))?)
+    }
+}

@@ -1,0 +1,192 @@
+//! The pre-norm decoder that all families assemble, and its eager forward pass.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use anyhow::{Result, bail};
+use candle_core::{DType, Device, Tensor};
+
+use super::attention::Attention;
+use super::kv_cache::{KvCache, LayerSpec};
+use super::linear::{Bias, Linear};
+use super::mlp::Mlp;
+use super::norm::RmsNorm;
+use super::rope::{Frequencies, Rotary};
+use crate::weights::Weights;
+
+/// Tokens of one or more sequences, to be run through the model in one pass.
+#[derive(Clone, Debug)]
+pub struct Batch<'b> {
+    /// All sequences' tokens, one after the other.
+    pub ids: &'b [u32],
+    /// How many tokens each sequence has in this pass; their positions follow what its cache holds.
+    pub tokens: &'b [usize],
+    pub logits: LogitsOf,
+}
+
+/// Which rows of logits a pass returns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogitsOf {
+    /// The last token of each sequence.
+    Last,
+    /// Every token.
+    All,
+}
+
+impl<'b> Batch<'b> {
+    /// One sequence.
+    pub fn one(ids: &'b [u32], logits: LogitsOf, tokens: &'b [usize; 1]) -> Self {
+        Self { ids, tokens, logits }
+    }
+}
+
+/// What the layers need to know of a pass.
+pub struct Pass {
+    /// u32 [T]
+    positions: Tensor,
+    spans: Vec<Range<usize>>,
+}
+
+impl Pass {
+    fn new(batch: &Batch, caches: &[&mut KvCache], device: &Device) -> Result<Self> {
+        if batch.tokens.len() != caches.len() || batch.tokens.iter().sum::<usize>() != batch.ids.len() {
+            bail!("a batch of {:?} tokens for {} caches and {} ids", batch.tokens, caches.len(), batch.ids.len());
+        }
+        let mut spans = Vec::new();
+        let mut positions = Vec::with_capacity(batch.ids.len());
+        for (&tokens, cache) in batch.tokens.iter().zip(caches) {
+            cache.check_room(tokens)?;
+            spans.push(positions.len()..positions.len() + tokens);
+            positions.extend((cache.len()..cache.len() + tokens).map(|position| position as u32));
+        }
+        let count = positions.len();
+        Ok(Self { positions: Tensor::from_vec(positions, count, device)?, spans })
+    }
+
+    /// Position of every token, u32 [T].
+    pub fn positions(&self) -> &Tensor {
+        &self.positions
+    }
+
+    /// Each sequence's rows among the T tokens.
+    pub fn spans(&self) -> impl Iterator<Item = Range<usize>> {
+        self.spans.iter().cloned()
+    }
+}
+
+/// One layer: x + attention(norm(x)), then x + mlp(norm(x)).
+struct Layer {
+    input_layernorm: RmsNorm,
+    self_attn: Attention,
+    post_attention_layernorm: RmsNorm,
+    mlp: Mlp,
+}
+
+impl Layer {
+    fn forward(&self, x: &Tensor, index: usize, pass: &Pass, caches: &mut [&mut KvCache]) -> Result<Tensor> {
+        let attended = self.self_attn.forward(&self.input_layernorm.forward(x)?, index, pass, caches)?;
+        let x = (x + attended)?;
+        let fed = self.mlp.forward(&self.post_attention_layernorm.forward(&x)?)?;
+        Ok((x + fed)?)
+    }
+}
+
+/// What all decoders have around and inside their layers, besides attention and MLP.
+pub struct Frame {
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub rms_norm_eps: f64,
+    /// Whether the embedding is the output head as well.
+    pub tie_word_embeddings: bool,
+    pub frequencies: Frequencies,
+    pub cache_layers: Vec<LayerSpec>,
+}
+
+/// A whole model.
+pub struct Decoder {
+    /// [V, C]
+    embed_tokens: Tensor,
+    layers: Vec<Layer>,
+    norm: RmsNorm,
+    lm_head: Linear,
+    cache_layers: Vec<LayerSpec>,
+}
+
+impl Decoder {
+    /// Loads `model.*` and `lm_head` by their Hugging Face names, for contexts of up to `context` positions. `parts`
+    /// loads attention and MLP of the layer at the given place.
+    pub fn load(
+        weights: &Weights,
+        context: usize,
+        frame: Frame,
+        parts: impl Fn(&Weights, LayerSpec, Arc<Rotary>) -> Result<(Attention, Mlp)>,
+    ) -> Result<Self> {
+        let Frame { vocab_size, hidden_size, rms_norm_eps: eps, tie_word_embeddings, frequencies, cache_layers } =
+            frame;
+        let model = weights.at("model");
+        let rotary = Arc::new(Rotary::new(&frequencies, context, weights.device())?);
+        let layer = |(index, spec): (usize, &LayerSpec)| -> Result<Layer> {
+            let weights = model.at(format!("layers.{index}"));
+            let (self_attn, mlp) = parts(&weights, *spec, rotary.clone())?;
+            Ok(Layer {
+                input_layernorm: RmsNorm::load(&weights.at("input_layernorm"), hidden_size, eps)?,
+                self_attn,
+                post_attention_layernorm: RmsNorm::load(&weights.at("post_attention_layernorm"), hidden_size, eps)?,
+                mlp,
+            })
+        };
+        let embed_tokens = model.float("embed_tokens.weight", &[vocab_size, hidden_size])?;
+        Ok(Self {
+            layers: cache_layers.iter().enumerate().map(layer).collect::<Result<_>>()?,
+            norm: RmsNorm::load(&model.at("norm"), hidden_size, eps)?,
+            lm_head: if tie_word_embeddings {
+                Linear::tied(embed_tokens.clone())
+            } else {
+                Linear::load(&weights.at("lm_head"), hidden_size, vocab_size, Bias::Without)?
+            },
+            embed_tokens,
+            cache_layers,
+        })
+    }
+
+    /// What each layer keeps in the cache.
+    pub fn cache_layers(&self) -> &[LayerSpec] {
+        &self.cache_layers
+    }
+
+    /// Runs a batch; writes each sequence's cache. Returns logits f32 [rows, V], rows as `batch.logits` says.
+    pub fn forward(&self, batch: &Batch, caches: &mut [&mut KvCache]) -> Result<Tensor> {
+        self.forward_tapped(batch, caches, &mut |_, _| Ok(()))
+    }
+
+    /// The same; `tap` sees the residual stream [T, C] after each layer.
+    pub fn forward_tapped(
+        &self,
+        batch: &Batch,
+        caches: &mut [&mut KvCache],
+        tap: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
+    ) -> Result<Tensor> {
+        let device = self.embed_tokens.device();
+        let vocab_size = self.embed_tokens.dim(0)?;
+        if let Some(id) = batch.ids.iter().find(|&&id| id as usize >= vocab_size) {
+            bail!("token id {id} is outside the model's vocabulary of {vocab_size}");
+        }
+        let pass = Pass::new(batch, caches, device)?;
+        let ids = Tensor::new(batch.ids, device)?;
+        let mut x = self.embed_tokens.index_select(&ids, 0)?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            x = layer.forward(&x, index, &pass, caches)?;
+            tap(index, &x)?;
+        }
+        for (&tokens, cache) in batch.tokens.iter().zip(caches.iter_mut()) {
+            cache.advance(tokens);
+        }
+        if batch.logits == LogitsOf::Last {
+            let last: Vec<Tensor> =
+                pass.spans().map(|span| x.narrow(0, span.end - 1, 1)).collect::<candle_core::Result<_>>()?;
+            x = Tensor::cat(&last, 0)?;
+        }
+        let logits = self.lm_head.forward(&self.norm.forward(&x.contiguous()?)?)?;
+        Ok(logits.to_dtype(DType::F32)?)
+    }
+}

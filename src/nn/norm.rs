@@ -1,0 +1,23 @@
+//! RMSNorm (arXiv 1910.07467): x / sqrt(mean(x²) + eps) · w, computed in f32.
+
+use anyhow::Result;
+use candle_core::Tensor;
+
+use crate::weights::Weights;
+
+pub struct RmsNorm {
+    weight: Tensor,
+    eps: f32,
+}
+
+impl RmsNorm {
+    /// `weight` [C].
+    pub fn load(weights: &Weights, size: usize, eps: f64) -> Result<Self> {
+        Ok(Self { weight: weights.float("weight", &[size])?, eps: eps as f32 })
+    }
+
+    /// x [.., C] → the same shape.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(candle_nn::ops::rms_norm(x, &self.weight, self.eps)?)
+    }
+}

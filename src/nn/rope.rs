@@ -1,0 +1,150 @@
+//! Rotary embeddings: the frequencies of each scaling rule, as transformers computes them
+//! (`modeling_rope_utils.py`), in both spellings of config.json.
+
+use std::f32::consts::PI;
+
+use anyhow::{Result, bail};
+use candle_core::{Device, Tensor};
+use serde::Deserialize;
+
+use crate::kernels;
+
+/// The rope fields of a config.json: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`.
+#[derive(Clone, Debug, Default, Deserialize)]
+pub struct RopeConfig {
+    rope_theta: Option<f64>,
+    rope_scaling: Option<Parameters>,
+    rope_parameters: Option<Parameters>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+struct Parameters {
+    #[serde(alias = "type")]
+    rope_type: Option<String>,
+    rope_theta: Option<f64>,
+    factor: Option<f64>,
+    original_max_position_embeddings: Option<usize>,
+    low_freq_factor: Option<f64>,
+    high_freq_factor: Option<f64>,
+    beta_fast: Option<f64>,
+    beta_slow: Option<f64>,
+    truncate: Option<bool>,
+    attention_factor: Option<f64>,
+    mscale: Option<f64>,
+    mscale_all_dim: Option<f64>,
+}
+
+/// How one model turns positions into angles.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Frequencies {
+    /// Radians per position for each rotated pair, f32 [R/2].
+    pub inv_freq: Vec<f32>,
+    /// Factor on cos and sin (YaRN's concentration); 1 for the other rules.
+    pub attention_factor: f32,
+}
+
+impl RopeConfig {
+    /// `dim` rotated dims of a head; `max_position_embeddings` stands in for a missing original length.
+    pub fn frequencies(&self, dim: usize, max_position_embeddings: usize, default_theta: f64) -> Result<Frequencies> {
+        let none = Parameters::default();
+        let parameters = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref()).unwrap_or(&none);
+        let theta = parameters.rope_theta.or(self.rope_theta).unwrap_or(default_theta) as f32;
+        if !(theta.is_finite() && theta > 0.0) || dim == 0 || dim % 2 != 0 {
+            bail!("config.json: rope over {dim} dims with rope_theta {theta} is not possible");
+        }
+        let plain: Vec<f32> = (0..dim / 2).map(|i| 1.0 / theta.powf((2 * i) as f32 / dim as f32)).collect();
+        let original = parameters.original_max_position_embeddings.unwrap_or(max_position_embeddings);
+        let factor = || match parameters.factor {
+            Some(factor) if factor.is_finite() && factor >= 1.0 => Ok(factor),
+            other => bail!("config.json: rope scaling needs a factor of at least 1, found {other:?}"),
+        };
+        match parameters.rope_type.as_deref().unwrap_or("default") {
+            "default" | "mrope" => Ok(Frequencies { inv_freq: plain, attention_factor: 1.0 }),
+            "linear" => {
+                let factor = factor()? as f32;
+                Ok(Frequencies { inv_freq: plain.iter().map(|f| f / factor).collect(), attention_factor: 1.0 })
+            }
+            "llama3" => Ok(llama3(plain, parameters, factor()? as f32, original as f32)),
+            "yarn" => yarn(plain, parameters, factor()?, theta as f64, original as f64),
+            other => bail!("config.json: rope scaling '{other}' is not supported (default, linear, llama3, yarn)"),
+        }
+    }
+}
+
+/// Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between blended.
+fn llama3(plain: Vec<f32>, parameters: &Parameters, factor: f32, original: f32) -> Frequencies {
+    let low = parameters.low_freq_factor.unwrap_or(1.0) as f32;
+    let high = parameters.high_freq_factor.unwrap_or(4.0) as f32;
+    let scale = |frequency: f32| {
+        let wavelength = 2.0 * PI / frequency;
+        if wavelength > original / low {
+            frequency / factor
+        } else if wavelength < original / high {
+            frequency
+        } else {
+            let smooth = (original / wavelength - low) / (high - low);
+            (1.0 - smooth) * frequency / factor + smooth * frequency
+        }
+    };
+    Frequencies { inv_freq: plain.into_iter().map(scale).collect(), attention_factor: 1.0 }
+}
+
+/// YaRN (arXiv 2309.00071): a ramp between interpolated and plain frequencies, and a concentration factor.
+fn yarn(plain: Vec<f32>, parameters: &Parameters, factor: f64, theta: f64, original: f64) -> Result<Frequencies> {
+    let dim = 2 * plain.len();
+    let concentration = |scale: f64, mscale: f64| if scale <= 1.0 { 1.0 } else { 0.1 * mscale * scale.ln() + 1.0 };
+    let attention_factor = match (parameters.attention_factor, parameters.mscale, parameters.mscale_all_dim) {
+        (Some(given), _, _) => given,
+        (None, Some(mscale), Some(all)) if mscale != 0.0 && all != 0.0 => {
+            concentration(factor, mscale) / concentration(factor, all)
+        }
+        _ => concentration(factor, 1.0),
+    };
+    // The dimension that turns `rotations` times within the original context.
+    let dimension =
+        |rotations: f64| dim as f64 * (original / (rotations * 2.0 * std::f64::consts::PI)).ln() / (2.0 * theta.ln());
+    let given = |value: Option<f64>, default: f64| value.filter(|value| *value != 0.0).unwrap_or(default);
+    let mut low = dimension(given(parameters.beta_fast, 32.0));
+    let mut high = dimension(given(parameters.beta_slow, 1.0));
+    if parameters.truncate.unwrap_or(true) {
+        (low, high) = (low.floor(), high.ceil());
+    }
+    let (low, mut high) = (low.max(0.0), high.min(dim as f64 - 1.0));
+    if low == high {
+        high += 0.001;
+    }
+    let blend = |(i, frequency): (usize, &f32)| {
+        let ramp = ((i as f32 - low as f32) / (high - low) as f32).clamp(0.0, 1.0);
+        let interpolated = 1.0 / (factor as f32 * (1.0 / frequency));
+        interpolated * ramp + frequency * (1.0 - ramp)
+    };
+    Ok(Frequencies {
+        inv_freq: plain.iter().enumerate().map(blend).collect(),
+        attention_factor: attention_factor as f32,
+    })
+}
+
+/// cos and sin of every position of a context, on the device.
+pub struct Rotary {
+    /// f32 [P, R/2]
+    cos: Tensor,
+    sin: Tensor,
+}
+
+impl Rotary {
+    /// Tables for positions below `positions`. They take positions × R × 4 bytes.
+    pub fn new(frequencies: &Frequencies, positions: usize, device: &Device) -> Result<Self> {
+        let half = frequencies.inv_freq.len();
+        let angle = |i: usize| (i / half) as f32 * frequencies.inv_freq[i % half];
+        let table = |f: fn(f32) -> f32| {
+            let values: Vec<f32> = (0..positions * half).map(|i| f(angle(i)) * frequencies.attention_factor).collect();
+            Tensor::from_vec(values, (positions, half), device)
+        };
+        Ok(Self { cos: table(f32::cos)?, sin: table(f32::sin)? })
+    }
+
+    /// x [T, H, D], positions [T] u32 → [T, H, D].
+    pub fn forward(&self, x: &Tensor, positions: &Tensor) -> Result<Tensor> {
+        Ok(kernels::rope::rope(x, &self.cos, &self.sin, positions)?)
+    }
+}

@@ -1,0 +1,105 @@
+//! Checkpoints: tensors by their Hugging Face names, each checked for dtype and shape before it is used.
+
+pub mod mxfp4;
+mod safetensors;
+
+use std::cell::Cell;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Device, Tensor};
+
+pub use safetensors::{Checkpoint, TensorInfo};
+
+/// A place in a checkpoint from which a layer takes its tensors, and where they go.
+#[derive(Clone)]
+pub struct Weights<'c> {
+    checkpoint: &'c Checkpoint,
+    prefix: String,
+    device: Device,
+    dtype: DType,
+    loaded: &'c Loaded<'c>,
+}
+
+/// Counts bytes as they are loaded and tells whoever shows progress.
+pub struct Loaded<'p> {
+    bytes: Cell<u64>,
+    report: &'p dyn Fn(u64),
+}
+
+impl<'p> Loaded<'p> {
+    /// `report` is called with the total so far after each tensor.
+    pub fn new(report: &'p dyn Fn(u64)) -> Self {
+        Self { bytes: Cell::new(0), report }
+    }
+
+    fn add(&self, bytes: u64) {
+        self.bytes.set(self.bytes.get() + bytes);
+        (self.report)(self.bytes.get());
+    }
+}
+
+impl<'c> Weights<'c> {
+    /// Float tensors will be converted to `dtype` on `device`.
+    pub fn new(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, loaded: &'c Loaded<'c>) -> Self {
+        Self { checkpoint, prefix: String::new(), device: device.clone(), dtype, loaded }
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The place `name` under this one.
+    pub fn at(&self, name: impl std::fmt::Display) -> Self {
+        Self { prefix: self.full_name(&name.to_string()), ..self.clone() }
+    }
+
+    fn full_name(&self, name: &str) -> String {
+        if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
+    }
+
+    pub fn contains(&self, name: &str) -> bool {
+        self.checkpoint.info(&self.full_name(name)).is_some()
+    }
+
+    /// A float tensor (F32, F16 or BF16 in the file) of exactly this shape, in the compute dtype.
+    pub fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
+        self.float_as(name, shape, self.dtype)
+    }
+
+    /// A float tensor of exactly this shape in a dtype of the caller's choice.
+    pub fn float_as(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let name = self.full_name(name);
+        let tensor = self.load(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
+        tensor.to_dtype(dtype).with_context(|| format!("cannot convert {name} to {dtype:?}"))
+    }
+
+    /// A U8 tensor of exactly this shape.
+    pub fn bytes(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
+        self.load(&self.full_name(name), &[DType::U8], shape)
+    }
+
+    fn load(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<Tensor> {
+        let view = self.checkpoint.view(name)?;
+        let found = format!("found {} {:?} in {}", view.info.dtype, view.info.shape, view.file.display());
+        let Some(dtype) = view.info.candle_dtype().filter(|dtype| dtypes.contains(dtype)) else {
+            bail!("tensor {name}: expected one of {dtypes:?}, {found}");
+        };
+        if view.info.shape != shape {
+            bail!("tensor {name}: expected shape {shape:?}, {found}");
+        }
+        let tensor = Tensor::from_raw_buffer(view.bytes, dtype, shape, &self.device)
+            .with_context(|| format!("cannot load tensor {name} from {}", view.file.display()))?;
+        self.loaded.add(view.bytes.len() as u64);
+        Ok(tensor)
+    }
+}
+
+/// Opens the checkpoint in a snapshot directory.
+pub fn open(dir: &Path) -> Result<Checkpoint> {
+    Checkpoint::open(dir)
+}

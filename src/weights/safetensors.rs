@@ -1,0 +1,176 @@
+//! safetensors files of a snapshot, mapped into memory: one `model.safetensors`, or the shards of an index.
+//!
+//! The safetensors crate checks the header (length, overlaps, holes, shape × dtype against offsets, end of file); here
+//! the index is checked: shard names stay in the snapshot, every tensor lies in the shard that the index says.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow, bail};
+use candle_core::DType;
+use memmap2::Mmap;
+use safetensors::SafeTensors;
+use safetensors::tensor::Dtype;
+use serde::Deserialize;
+
+/// The checkpoint of a snapshot: which tensors there are, and their bytes.
+pub struct Checkpoint {
+    files: Vec<MappedFile>,
+    tensors: BTreeMap<String, TensorInfo>,
+}
+
+struct MappedFile {
+    path: PathBuf,
+    map: Mmap,
+}
+
+/// What a header says of one tensor.
+#[derive(Clone, Debug)]
+pub struct TensorInfo {
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    file: usize,
+    /// In the file.
+    start: usize,
+    end: usize,
+}
+
+impl TensorInfo {
+    pub fn bytes(&self) -> usize {
+        self.end - self.start
+    }
+
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// The candle dtype, for those that a model is stored in.
+    pub fn candle_dtype(&self) -> Option<DType> {
+        match self.dtype {
+            Dtype::F32 => Some(DType::F32),
+            Dtype::F16 => Some(DType::F16),
+            Dtype::BF16 => Some(DType::BF16),
+            Dtype::U8 => Some(DType::U8),
+            _ => None,
+        }
+    }
+}
+
+/// One tensor's bytes where they lie.
+pub struct View<'c> {
+    pub info: &'c TensorInfo,
+    pub file: &'c Path,
+    pub bytes: &'c [u8],
+}
+
+const SINGLE: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: HashMap<String, String>,
+}
+
+impl Checkpoint {
+    /// Maps the files and reads their headers; no tensor is touched.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let index_path = dir.join(INDEX);
+        if !index_path.exists() {
+            let path = dir.join(SINGLE);
+            if !path.exists() {
+                bail!("no weights in {}: neither {SINGLE} nor {INDEX} is there", dir.display());
+            }
+            return Self::from_files(vec![path]);
+        }
+        let text =
+            std::fs::read_to_string(&index_path).with_context(|| format!("cannot read {}", index_path.display()))?;
+        let index: Index =
+            serde_json::from_str(&text).with_context(|| format!("broken index {}", index_path.display()))?;
+        let mut names: Vec<&String> = index.weight_map.values().collect();
+        names.sort();
+        names.dedup();
+        for name in &names {
+            if !is_plain_file_name(name) {
+                bail!("{} names the shard {name:?}, which is not a file of this folder", index_path.display());
+            }
+            if !dir.join(name).exists() {
+                bail!("shard {name} is missing from {} (download the model again)", dir.display());
+            }
+        }
+        let checkpoint = Self::from_files(names.iter().map(|name| dir.join(name)).collect())?;
+        for (tensor, shard) in &index.weight_map {
+            let found = checkpoint.tensors.get(tensor).map(|info| &checkpoint.files[info.file].path);
+            match found {
+                Some(path) if path.file_name().is_some_and(|name| name == shard.as_str()) => {}
+                Some(path) => bail!("tensor {tensor}: the index places it in {shard}, it lies in {}", path.display()),
+                None => bail!("tensor {tensor}: the index places it in {shard}, it is not there"),
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    fn from_files(paths: Vec<PathBuf>) -> Result<Self> {
+        let mut files = Vec::new();
+        let mut tensors = BTreeMap::new();
+        for path in paths {
+            let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
+            // SAFETY: the file is only read. Another process that truncates it while it is mapped ends this one, as with
+            // every mapped file; snapshots are written once and renamed into place.
+            let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
+            let (header, metadata) = SafeTensors::read_metadata(&map)
+                .map_err(|error| anyhow!("{} is no valid safetensors file: {error}", path.display()))?;
+            let data = header + 8;
+            for (name, info) in metadata.tensors() {
+                let (start, end) = (data + info.data_offsets.0, data + info.data_offsets.1);
+                let entry = TensorInfo { dtype: info.dtype, shape: info.shape.clone(), file: files.len(), start, end };
+                if tensors.insert(name.clone(), entry).is_some() {
+                    bail!("tensor {name} is in two shards, the second is {}", path.display());
+                }
+            }
+            files.push(MappedFile { path, map });
+        }
+        Ok(Self { files, tensors })
+    }
+
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    /// All tensors by name.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
+        self.tensors.iter().map(|(name, info)| (name.as_str(), info))
+    }
+
+    /// Bytes of all tensors.
+    pub fn bytes(&self) -> u64 {
+        self.tensors.values().map(|info| info.bytes() as u64).sum()
+    }
+
+    /// Number of parameters: elements, two for each byte of packed MXFP4 blocks, none for its scales.
+    pub fn parameters(&self) -> u64 {
+        let count = |(name, info): (&String, &TensorInfo)| match info.dtype {
+            Dtype::U8 if name.ends_with("_blocks") => 2 * info.elements() as u64,
+            Dtype::U8 if name.ends_with("_scales") => 0,
+            _ => info.elements() as u64,
+        };
+        self.tensors.iter().map(count).sum()
+    }
+
+    /// A tensor's bytes.
+    pub fn view(&self, name: &str) -> Result<View<'_>> {
+        let Some(info) = self.tensors.get(name) else {
+            let near: Vec<_> = self.files.iter().map(|file| file.path.display().to_string()).collect();
+            bail!("tensor {name} is missing from {}", near.join(", "));
+        };
+        let file = &self.files[info.file];
+        Ok(View { info, file: &file.path, bytes: &file.map[info.start..info.end] })
+    }
+}
+
+/// A name of a file in the snapshot itself: no folders, no parent, no absolute path.
+fn is_plain_file_name(name: &str) -> bool {
+    let mut parts = Path::new(name).components();
+    matches!((parts.next(), parts.next()), (Some(std::path::Component::Normal(_)), None))
+        && !name.contains(['\\', '\0'])
+}
