@@ -27,7 +27,8 @@ template <typename T> struct Dense {
 };
 
 // One lane's share of the dot product of weight row `row` (of all E·R) with x: 32-element groups lane, lane + 32, ..
-template <typename T> __device__ float lane_dot(const Mxfp4& w, size_t row, const T* x, int groups, int lane) {
+template <typename T> __device__ float lane_dot(const Mxfp4& w, size_t row, const T* x, int columns, int lane) {
+    const int groups = columns / 32;
     float sum = 0.0f;
     for (int g = lane; g < groups; g += 32) {
         const uint4 packed = *reinterpret_cast<const uint4*>(w.blocks + (row * groups + g) * 16);
@@ -40,9 +41,9 @@ template <typename T> __device__ float lane_dot(const Mxfp4& w, size_t row, cons
     }
     return sum;
 }
-template <typename T> __device__ float lane_dot(const Dense<T>& w, size_t row, const T* x, int groups, int lane) {
+template <typename T> __device__ float lane_dot(const Dense<T>& w, size_t row, const T* x, int columns, int lane) {
     float sum = 0.0f;
-    for (int i = lane; i < groups * 32; i += 32) sum += to_float(w.weights[row * groups * 32 + i]) * to_float(x[i]);
+    for (int i = lane; i < columns; i += 32) sum += to_float(w.weights[row * columns + i]) * to_float(x[i]);
     return sum;
 }
 
@@ -52,7 +53,7 @@ __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids,
     const int pair = blockIdx.y, row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     const size_t expert_row = (size_t)ids[pair] * rows + row;
-    float sum = warp_sum(lane_dot(w, expert_row, x + (size_t)(pair / pairs_per_x) * columns, columns / 32, lane));
+    float sum = warp_sum(lane_dot(w, expert_row, x + (size_t)(pair / pairs_per_x) * columns, columns, lane));
     if (lane == 0) out[(size_t)pair * rows + row] = from_float<T>(sum + (bias ? to_float(bias[expert_row]) : 0.0f));
 }
 

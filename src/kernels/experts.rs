@@ -46,7 +46,7 @@ impl ExpertWeights {
 /// out[t, n] = W[ids[t, n]] · x + bias[ids[t, n]].
 ///
 /// x [T, C], shared by a token's experts, or [T, N, C]; ids [T, N] u32, each below E; bias [E, R] of x's dtype.
-/// C must be a multiple of 32. Returns [T, N, R].
+/// Returns [T, N, R].
 pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>, ids: &Tensor) -> Result<Tensor> {
     let (experts, rows, columns) = weights.dims()?;
     let (tokens, chosen) = ids.dims2()?;
@@ -57,11 +57,8 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
     } else {
         bail!("expert_matmul: x {:?} does not go with ids {:?} and weights of {columns} columns", x.dims(), ids.dims())
     };
-    if ids.dtype() != DType::U32 || columns % BLOCK != 0 {
-        bail!(
-            "expert_matmul: ids are {:?} (U32 needed), {columns} columns (a multiple of {BLOCK} needed)",
-            ids.dtype()
-        );
+    if ids.dtype() != DType::U32 {
+        bail!("expert_matmul: ids are {:?}, expected U32", ids.dtype());
     }
     if let Some(bias) = bias
         && (bias.dims() != [experts, rows] || bias.dtype() != x.dtype())
@@ -100,7 +97,8 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
             };
             let (bias, input, output) = (Arg::optional(bias)?, Arg::tensor(x)?, Arg::tensor(&out)?);
             let module = module!("experts");
-            if pairs < GEMM_FROM_PAIRS || suffix == "f32" {
+            let tiled = pairs >= GEMM_FROM_PAIRS && x.dtype() != DType::F32 && columns % BLOCK == 0;
+            if !tiled {
                 let args = [
                     first,
                     second,

@@ -96,9 +96,6 @@ impl Config {
         if chosen == 0 || chosen > experts || chosen > 32 || experts > 1024 {
             bail!("cannot choose {chosen} of {experts} experts");
         }
-        if self.hidden_size % 32 != 0 || self.intermediate_size % 32 != 0 {
-            bail!("hidden_size and intermediate_size must be multiples of the MXFP4 block of 32");
-        }
         let types = self.layer_types.as_ref().map_or(self.num_hidden_layers, Vec::len);
         if types != self.num_hidden_layers {
             bail!("{types} layer_types for {} layers", self.num_hidden_layers);

@@ -1,6 +1,6 @@
 //! Stacked expert matrices as gpt-oss checkpoints store them: packed MXFP4, or dense where a fine-tune was unpacked.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use super::Weights;
 use crate::kernels::experts::{BLOCK, ExpertWeights};
@@ -13,6 +13,9 @@ pub fn experts(
     (experts, rows, columns): (usize, usize, usize),
 ) -> Result<ExpertWeights> {
     if weights.contains(&format!("{name}_blocks")) {
+        if columns % BLOCK != 0 {
+            bail!("{name}: {columns} columns are no multiple of the MXFP4 block of {BLOCK}");
+        }
         let groups = columns / BLOCK;
         let blocks = weights.bytes(&format!("{name}_blocks"), &[experts, rows, groups, BLOCK / 2])?;
         let scales = weights.bytes(&format!("{name}_scales"), &[experts, rows, groups])?;

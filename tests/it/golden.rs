@@ -1,0 +1,230 @@
+//! Every family against transformers' own numbers (`tests/golden/make.py`): logits, the residual stream after each layer,
+//! greedy continuations; whole and in chunks, cached and uncached, one sequence and two in a batch.
+
+use std::collections::HashMap;
+
+use candle_core::{DType, Device, Tensor, safetensors};
+use inferno::models;
+use inferno::nn::decoder::{Batch, Decoder, LogitsOf};
+use inferno::nn::kv_cache::KvCache;
+use inferno::nn::rope::RopeConfig;
+use inferno::weights::{Checkpoint, Loaded, Weights};
+
+use crate::support::{devices, golden, relative_error, values};
+
+const CASES: &[&str] = &["gpt_oss", "gpt_oss_new", "llama2", "llama3", "llama_new"];
+const CONTEXT: usize = 160;
+
+struct Case {
+    decoder: Decoder,
+    device: Device,
+    dtype: DType,
+    ids: Vec<u32>,
+    golden: HashMap<String, Tensor>,
+}
+
+fn load(case: &str, device: &Device, dtype: DType) -> Case {
+    let dir = golden(case);
+    let checkpoint = Checkpoint::open(&dir).unwrap();
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let weights = Weights::new(&checkpoint, device, dtype, &loaded);
+    let config = models::read_config(&dir).unwrap();
+    let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
+    let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
+    let ids = integers(&golden["ids"]);
+    Case { decoder, device: device.clone(), dtype, ids, golden }
+}
+
+fn integers(tensor: &Tensor) -> Vec<u32> {
+    tensor.to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect()
+}
+
+impl Case {
+    fn cache(&self, chunk: usize) -> KvCache {
+        KvCache::new(self.decoder.cache_layers(), CONTEXT, chunk, self.dtype, &self.device).unwrap()
+    }
+
+    /// All logits of `ids`, run in chunks of the given size.
+    fn logits(&self, ids: &[u32], chunk: usize) -> Vec<f32> {
+        let mut cache = self.cache(chunk);
+        let mut logits = Vec::new();
+        for part in ids.chunks(chunk) {
+            let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::All };
+            logits.extend(values(&self.decoder.forward(&batch, &mut [&mut cache]).unwrap()));
+        }
+        logits
+    }
+
+    /// Largest relative error that a dtype may show against the f32 reference. f32 is the requirement of exactness;
+    /// the others are a few roundings (2^-8 and 2^-11) through three or four layers.
+    fn tolerance(&self) -> f32 {
+        match self.dtype {
+            DType::F32 => 1e-4,
+            DType::F16 => 2e-2,
+            _ => 6e-2,
+        }
+    }
+}
+
+fn each_case(test: impl Fn(&str, Case)) {
+    for (device, dtype) in devices() {
+        for case in CASES {
+            test(&format!("{case} on {:?} in {dtype:?}", device.location()), load(case, &device, dtype));
+        }
+    }
+}
+
+#[test]
+fn logits_and_every_layer_agree_with_transformers() {
+    each_case(|name, case| {
+        let mut cache = case.cache(case.ids.len());
+        let batch = Batch { ids: &case.ids, tokens: &[case.ids.len()], logits: LogitsOf::All };
+        let mut taps = Vec::new();
+        let mut tap = |_: usize, x: &Tensor| {
+            taps.push(values(x));
+            Ok(())
+        };
+        let logits = case.decoder.forward_tapped(&batch, &mut [&mut cache], &mut tap).unwrap();
+        for (layer, tap) in taps.iter().enumerate() {
+            let error = relative_error(tap, &values(&case.golden[&format!("hidden.{layer}")]));
+            assert!(error < case.tolerance(), "{name}: layer {layer} is off by {error:e}");
+        }
+        let error = relative_error(&values(&logits), &values(&case.golden["logits"]));
+        println!("{name}: logits off by {error:e}");
+        assert!(error < case.tolerance(), "{name}: logits are off by {error:e}");
+    });
+}
+
+#[test]
+fn mean_nll_agrees_with_transformers() {
+    each_case(|name, case| {
+        let vocab = case.golden["logits"].dim(1).unwrap();
+        let nll = |logits: &[f32]| {
+            let rows = logits.chunks_exact(vocab).zip(&case.ids[1..]);
+            let losses: Vec<f64> = rows
+                .map(|(row, &next)| {
+                    let sum: f64 = row.iter().map(|&logit| (logit as f64).exp()).sum();
+                    sum.ln() - row[next as usize] as f64
+                })
+                .collect();
+            losses.iter().sum::<f64>() / losses.len() as f64
+        };
+        let (got, want) = (nll(&case.logits(&case.ids, case.ids.len())), nll(&values(&case.golden["logits"])));
+        let tolerance = if case.dtype == DType::F32 { 1e-4 } else { 3e-2 };
+        assert!((got - want).abs() < tolerance, "{name}: mean NLL {got}, transformers {want}");
+    });
+}
+
+#[test]
+fn greedy_tokens_agree_with_transformers() {
+    // Rounding may rightly flip a near tie in the short dtypes, so this holds in f32 only.
+    each_case(|name, case| {
+        if case.dtype != DType::F32 {
+            return;
+        }
+        let mut ids = integers(&case.golden["greedy_prompt"]);
+        let want = integers(&case.golden["greedy"]);
+        let mut cache = case.cache(ids.len());
+        let mut got = Vec::new();
+        while got.len() < want.len() {
+            let batch = Batch { ids: &ids, tokens: &[ids.len()], logits: LogitsOf::Last };
+            let logits = values(&case.decoder.forward(&batch, &mut [&mut cache]).unwrap());
+            let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32;
+            got.push(best);
+            ids = vec![best];
+        }
+        assert_eq!(got, want, "{name}");
+    });
+}
+
+/// Different paths through the same arithmetic: sums in another order, no more.
+fn assert_same(name: &str, what: &str, case: &Case, got: &[f32], want: &[f32]) {
+    let error = relative_error(got, want);
+    let tolerance = if case.dtype == DType::F32 { 2e-5 } else { case.tolerance() };
+    assert!(error < tolerance, "{name}: {what} differs by {error:e}");
+}
+
+#[test]
+fn chunks_give_what_the_whole_gives() {
+    each_case(|name, case| {
+        let whole = case.logits(&case.ids, case.ids.len());
+        for chunk in [1, 5, 7, 16, 33] {
+            assert_same(name, &format!("prefill in chunks of {chunk}"), &case, &case.logits(&case.ids, chunk), &whole);
+        }
+    });
+}
+
+#[test]
+fn a_batch_of_two_gives_what_each_gives_alone() {
+    each_case(|name, case| {
+        let (first, second) = (&case.ids[..19], &case.ids[7..20]);
+        let (mut a, mut b) = (case.cache(64), case.cache(64));
+        // The second sequence is already under way when the batch comes.
+        let start = Batch { ids: &second[..4], tokens: &[4], logits: LogitsOf::All };
+        let mut of_second = values(&case.decoder.forward(&start, &mut [&mut b]).unwrap());
+        let ids = [first, &second[4..]].concat();
+        let batch = Batch { ids: &ids, tokens: &[first.len(), second.len() - 4], logits: LogitsOf::All };
+        let both = values(&case.decoder.forward(&batch, &mut [&mut a, &mut b]).unwrap());
+        let split = both.len() / ids.len() * first.len();
+        of_second.extend(&both[split..]);
+        assert_same(name, "the first of two", &case, &both[..split], &case.logits(first, 64));
+        assert_same(name, "the second of two", &case, &of_second, &case.logits(second, 64));
+    });
+}
+
+#[test]
+fn going_back_in_the_cache_gives_what_a_fresh_one_gives() {
+    each_case(|name, case| {
+        let vocab = case.golden["logits"].dim(1).unwrap();
+        let fresh = case.logits(&case.ids, 8);
+        for (checkpoint, target) in [(20, 20), (20, 23), (41, 41), (6, 9), (0, 12), (30, 10)] {
+            let mut cache = case.cache(8);
+            let run = |cache: &mut KvCache, ids: &[u32]| {
+                let mut logits = Vec::new();
+                for part in ids.chunks(8) {
+                    let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::All };
+                    logits.extend(values(&case.decoder.forward(&batch, &mut [cache]).unwrap()));
+                }
+                logits
+            };
+            run(&mut cache, &case.ids[..checkpoint]);
+            cache.set_checkpoint().unwrap();
+            // Another continuation, long enough to overwrite the rings.
+            let other: Vec<u32> = case.ids.iter().rev().copied().collect();
+            run(&mut cache, &case.ids[checkpoint..(checkpoint + 3).max(target)]);
+            run(&mut cache, &other[..40]);
+            let left = cache.go_back(target).unwrap();
+            assert!(left == target || left == checkpoint || left == 0, "{name}: {left} positions left");
+            assert!(left > 0 || checkpoint > target || checkpoint == 0, "{name}: the checkpoint was not used");
+            let got = run(&mut cache, &case.ids[left..]);
+            let what = format!("back to {target} (checkpoint at {checkpoint}, {left} left)");
+            assert_same(name, &what, &case, &got, &fresh[left * vocab..]);
+        }
+    });
+}
+
+#[test]
+fn rope_frequencies_agree_with_transformers() {
+    let text = std::fs::read_to_string(golden("rope.json")).unwrap();
+    let file: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let variants = file["variants"].as_array().unwrap();
+    assert!(variants.len() > 10);
+    for variant in variants {
+        let (name, config) = (&variant["name"], &variant["config"]);
+        let size = |field: &str| config[field].as_u64().map(|value| value as usize);
+        let dim =
+            size("head_dim").unwrap_or_else(|| size("hidden_size").unwrap() / size("num_attention_heads").unwrap());
+        let rope: RopeConfig = serde_json::from_value(config.clone()).unwrap();
+        let theta = if config["model_type"] == "gpt_oss" { 150_000.0 } else { 10_000.0 };
+        let got = rope.frequencies(dim, size("max_position_embeddings").unwrap(), theta).unwrap();
+        let want: Vec<f32> =
+            variant["inv_freq"].as_array().unwrap().iter().map(|value| value.as_f64().unwrap() as f32).collect();
+        assert_eq!(got.inv_freq.len(), want.len(), "{name}");
+        for (got, want) in got.inv_freq.iter().zip(&want) {
+            assert!((got - want).abs() <= 4.0 * f32::EPSILON * want, "{name}: {got} {want}");
+        }
+        let scaling = variant["attention_scaling"].as_f64().unwrap() as f32;
+        assert!((got.attention_factor - scaling).abs() <= 1e-6, "{name}");
+    }
+}

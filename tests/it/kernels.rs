@@ -1,0 +1,266 @@
+//! Every CUDA kernel against its reference, with outliers, odd sizes and poisoned padding; and the references against
+//! values worked out elsewhere.
+
+use candle_core::{DType, Device, Tensor, safetensors};
+use inferno::kernels::attention::{Sight, attention};
+use inferno::kernels::experts::{E2M1, ExpertWeights, e8m0, expert_matmul};
+use inferno::kernels::rope::rope;
+use inferno::kernels::swiglu::clamped_swiglu;
+use inferno::kernels::topk::topk_softmax;
+
+use crate::support::{devices, golden, relative_error, values};
+
+/// A small generator of repeatable values; tests need no better one.
+struct Noise(u64);
+
+impl Noise {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        self.0 >> 33
+    }
+
+    /// About normal, one in fifty an outlier.
+    fn float(&mut self) -> f32 {
+        let unit: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
+        if self.next() % 50 == 0 { unit * 40.0 } else { unit }
+    }
+
+    /// Values that the dtype holds exactly, so that only the arithmetic differs.
+    fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
+        let count = shape.iter().product();
+        let values: Vec<f32> = (0..count).map(|_| self.float()).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()
+    }
+
+    fn bytes(&mut self, shape: &[usize], range: std::ops::Range<u64>) -> Tensor {
+        let count = shape.iter().product();
+        let values: Vec<u8> =
+            (0..count).map(|_| (range.start + self.next() % (range.end - range.start)) as u8).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    }
+}
+
+fn rounding(dtype: DType) -> f32 {
+    match dtype {
+        DType::F32 => 2e-6,
+        DType::F16 => 1e-3,
+        _ => 8e-3,
+    }
+}
+
+fn on(tensor: &Tensor, device: &Device, dtype: DType) -> Tensor {
+    tensor.to_dtype(dtype).unwrap().to_device(device).unwrap()
+}
+
+fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
+    assert_eq!(got.dims(), want.dims(), "{what}");
+    let error = relative_error(&values(got), &values(want));
+    assert!(error <= tolerance, "{what}: off by {error:e}, allowed {tolerance:e}");
+}
+
+#[test]
+fn rope_agrees_with_its_reference() {
+    for (device, dtype) in devices() {
+        for (tokens, heads, head_dim, rotated) in [(1, 1, 2, 2), (3, 5, 64, 64), (17, 3, 10, 6), (130, 8, 128, 128)] {
+            let mut noise = Noise(1);
+            let x = noise.tensor(&[tokens, heads, head_dim], dtype);
+            let (cos, sin) = (noise.tensor(&[400, rotated / 2], dtype), noise.tensor(&[400, rotated / 2], dtype));
+            let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
+            let positions = Tensor::new(positions, &Device::Cpu).unwrap();
+            let want = rope(&x, &cos, &sin, &positions).unwrap();
+            let f32_on = |tensor: &Tensor| on(tensor, &device, DType::F32);
+            let positions = positions.to_device(&device).unwrap();
+            let got = rope(&on(&x, &device, dtype), &f32_on(&cos), &f32_on(&sin), &positions).unwrap();
+            assert_close("rope", &got, &want, rounding(dtype));
+        }
+    }
+}
+
+#[test]
+fn clamped_swiglu_agrees_with_its_reference() {
+    for (device, dtype) in devices() {
+        for shape in [[1, 1, 2], [3, 4, 64], [1, 5, 1026]] {
+            let x = Noise(2).tensor(&shape, dtype);
+            let got = clamped_swiglu(&on(&x, &device, dtype), 7.0).unwrap();
+            assert_close("clamped_swiglu", &got, &clamped_swiglu(&x, 7.0).unwrap(), rounding(dtype));
+        }
+    }
+}
+
+#[test]
+fn clamped_swiglu_clamps_as_gpt_oss_does() {
+    // gate 7 clamped from 9, linear -7 from -8: 7·σ(11.914)·(-6); gate -20 is not clamped from below.
+    let x = Tensor::new(&[9f32, -8.0, -20.0, 3.0], &Device::Cpu).unwrap();
+    let got = values(&clamped_swiglu(&x, 7.0).unwrap());
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    let want = [7.0 * sigmoid(7.0 * 1.702) * -6.0, -20.0 * sigmoid(-20.0 * 1.702) * 4.0];
+    for (got, want) in got.iter().zip(want) {
+        assert!((*got as f64 - want).abs() < 1e-5 * want.abs().max(1e-6), "{got} {want}");
+    }
+}
+
+#[test]
+fn topk_softmax_agrees_with_its_reference() {
+    for (device, dtype) in devices() {
+        for (tokens, experts, chosen) in [(1, 32, 4), (7, 128, 4), (65, 5, 3), (2, 3, 3), (9, 1000, 32)] {
+            let logits = Noise(3).tensor(&[tokens, experts], dtype);
+            let (want_ids, want) = topk_softmax(&logits, chosen).unwrap();
+            let (ids, weights) = topk_softmax(&on(&logits, &device, dtype), chosen).unwrap();
+            let list = |ids: &Tensor| ids.flatten_all().unwrap().to_vec1::<u32>().unwrap();
+            assert_eq!(list(&ids), list(&want_ids), "{tokens} {experts} {chosen}");
+            assert_close("topk_softmax", &weights, &want, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn topk_softmax_breaks_ties_downwards_and_survives_nan() {
+    for (device, dtype) in devices() {
+        let logits = Tensor::new(&[[1f32, 2.0, f32::NAN, 2.0, 0.5, 2.0]], &Device::Cpu).unwrap();
+        let (ids, weights) = topk_softmax(&on(&logits, &device, dtype), 4).unwrap();
+        assert_eq!(ids.to_vec2::<u32>().unwrap(), [[1, 3, 5, 0]]);
+        let total: f32 = values(&weights).iter().sum();
+        assert!((total - 1.0).abs() < 1e-6);
+    }
+}
+
+#[test]
+fn attention_agrees_with_its_reference() {
+    // tokens, heads, kv heads, head dim, rows, position, window, sinks
+    let cases = [
+        (1, 1, 1, 2, 1, 0, None, false),
+        (1, 8, 2, 64, 300, 250, None, true),
+        (5, 6, 3, 10, 40, 35, None, false),
+        (1, 64, 8, 64, 160, 1000, Some(128), true),
+        (33, 4, 2, 80, 160, 500, Some(128), true),
+        (7, 6, 2, 128, 20, 0, Some(3), true),
+        (130, 2, 1, 256, 257, 127, Some(128), false),
+    ];
+    for (device, dtype) in devices() {
+        for (tokens, heads, kv_heads, head_dim, rows, position, window, with_sinks) in cases {
+            let mut noise = Noise(4);
+            let q = noise.tensor(&[tokens, heads, head_dim], dtype);
+            let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
+            let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
+            // Rows that no position in sight lies in hold NaN: whoever reads one shows it.
+            let first = window.map_or(0, |window: usize| (position + 1usize).saturating_sub(window));
+            let seen: Vec<f32> = (0..rows)
+                .map(|row| if (first..position + tokens).any(|p| p % rows == row) { 0.0 } else { f32::NAN })
+                .collect();
+            let poison = Tensor::from_vec(seen, (rows, 1, 1), &Device::Cpu).unwrap();
+            let (k, v) = (k.broadcast_add(&poison).unwrap(), v.broadcast_add(&poison).unwrap());
+            let sinks = with_sinks.then(|| noise.tensor(&[heads], DType::F32));
+            let sight = Sight { position, window, scale: 1.0 / (head_dim as f32).sqrt() };
+            let want = attention(&q, &k, &v, sinks.as_ref(), sight).unwrap();
+            let sinks = sinks.map(|sinks| on(&sinks, &device, DType::F32));
+            let [q, k, v] = [q, k, v].map(|tensor| on(&tensor, &device, dtype));
+            let got = attention(&q, &k, &v, sinks.as_ref(), sight).unwrap();
+            let what = format!("attention T {tokens} H {heads} K {kv_heads} D {head_dim} at {position} {dtype:?}");
+            assert_close(&what, &got, &want, 2.0 * rounding(dtype));
+        }
+    }
+}
+
+#[test]
+fn attention_refuses_a_cache_that_has_lost_what_it_sees() {
+    let zeros = |shape: (usize, usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+    let sight = Sight { position: 100, window: Some(16), scale: 1.0 };
+    assert!(attention(&zeros((4, 2, 8)), &zeros((19, 1, 8)), &zeros((19, 1, 8)), None, sight).is_ok());
+    assert!(attention(&zeros((4, 2, 8)), &zeros((18, 1, 8)), &zeros((18, 1, 8)), None, sight).is_err());
+}
+
+#[test]
+fn expert_matmul_agrees_with_its_reference() {
+    // tokens, chosen, experts, rows, columns; the last ones are past the switch to the tiled kernel
+    let cases = [
+        (1, 4, 32, 130, 96),
+        (3, 2, 5, 7, 32),
+        (15, 4, 7, 65, 64),
+        (16, 4, 3, 64, 64),
+        (33, 3, 5, 70, 160),
+        (200, 4, 32, 129, 96),
+        (131, 1, 2, 200, 2880),
+        (70, 2, 3, 20, 2880),
+    ];
+    for (device, dtype) in devices() {
+        for (tokens, chosen, experts, rows, columns) in cases {
+            let mut noise = Noise(5);
+            let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
+            let scales = noise.bytes(&[experts, rows, columns / 32], 118..126);
+            let dense = noise.tensor(&[experts, rows, columns], dtype);
+            let bias = noise.tensor(&[experts, rows], dtype);
+            let ids: Vec<u32> = (0..tokens * chosen).map(|_| (noise.next() % experts as u64) as u32).collect();
+            let ids = Tensor::from_vec(ids, (tokens, chosen), &Device::Cpu).unwrap();
+            let shared = noise.tensor(&[tokens, columns], dtype);
+            let own = noise.tensor(&[tokens, chosen, columns], dtype);
+            let packed = ExpertWeights::Mxfp4 { blocks: blocks.clone(), scales: scales.clone() };
+            let packed_there = ExpertWeights::Mxfp4 {
+                blocks: blocks.to_device(&device).unwrap(),
+                scales: scales.to_device(&device).unwrap(),
+            };
+            let dense_there = ExpertWeights::Dense(on(&dense, &device, dtype));
+            let pairs = [(packed, packed_there), (ExpertWeights::Dense(dense), dense_there)];
+            for (here, there) in pairs {
+                for (x, bias) in [(&shared, Some(&bias)), (&own, None)] {
+                    let want = expert_matmul(x, &here, bias, &ids).unwrap();
+                    let bias_there = bias.map(|bias| on(bias, &device, dtype));
+                    let ids_there = ids.to_device(&device).unwrap();
+                    let got = expert_matmul(&on(x, &device, dtype), &there, bias_there.as_ref(), &ids_there).unwrap();
+                    let what = format!("expert_matmul {tokens}x{chosen} of {experts}, {rows}x{columns}, {dtype:?}");
+                    assert_close(&what, &got, &want, rounding(dtype));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn mxfp4_decodes_every_nibble_at_every_scale() {
+    assert_eq!(e8m0(127), 1.0);
+    assert_eq!(e8m0(0), 2f32.powi(-127));
+    assert_eq!(e8m0(254), 2f32.powi(127));
+    assert!(e8m0(255).is_nan());
+    for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
+        // One row an expert per scale byte; x picks out one element each time.
+        let scales: Vec<u8> = vec![0, 1, 2, 100, 126, 127, 128, 200, 251];
+        let experts = scales.len();
+        let nibbles: Vec<u8> = (0..16u8).map(|i| (2 * (i % 8) + 1) << 4 | 2 * (i % 8)).collect();
+        let blocks = Tensor::from_vec(nibbles.repeat(experts), (experts, 1, 1, 16), &device).unwrap();
+        let scale_bytes = Tensor::from_vec(scales.clone(), (experts, 1, 1), &device).unwrap();
+        let weights = ExpertWeights::Mxfp4 { blocks, scales: scale_bytes };
+        let ids: Vec<u32> = (0..32 * experts).map(|i| (i % experts) as u32).collect();
+        let ids = Tensor::from_vec(ids, (32, experts), &device).unwrap();
+        let picks = Tensor::eye(32, dtype, &device).unwrap();
+        let got = values(&expert_matmul(&picks, &weights, None, &ids).unwrap());
+        for (element, row) in got.chunks_exact(experts).enumerate() {
+            for (value, scale) in row.iter().zip(&scales) {
+                assert_eq!(*value, E2M1[element % 16] * e8m0(*scale), "element {element}, scale {scale}");
+            }
+        }
+    }
+}
+
+#[test]
+fn mxfp4_agrees_with_transformers() {
+    let file = safetensors::load(golden("mxfp4.safetensors"), &Device::Cpu).unwrap();
+    let (experts, rows, columns) = file["expected"].dims3().unwrap();
+    for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
+        let [blocks, scales] = ["blocks", "scales"].map(|name| file[name].to_device(&device).unwrap());
+        let weights = ExpertWeights::Mxfp4 { blocks, scales };
+        // Multiplying by unit vectors reads the weights out, column by column.
+        let picks = Tensor::eye(columns, dtype, &device).unwrap();
+        let ids: Vec<u32> = (0..columns * experts).map(|i| (i % experts) as u32).collect();
+        let ids = Tensor::from_vec(ids, (columns, experts), &device).unwrap();
+        let got = expert_matmul(&picks, &weights, None, &ids).unwrap().permute((1, 2, 0)).unwrap();
+        let (got, want) = (values(&got), values(&file["expected"]));
+        // A NaN or infinite weight makes its whole row one here (0 · NaN); such rows have to be that in both.
+        for row in 0..experts * rows {
+            let (got, want) = (&got[row * columns..][..columns], &want[row * columns..][..columns]);
+            if want.iter().all(|value| value.is_finite()) {
+                assert_eq!(got, want, "row {row}");
+            } else {
+                assert!(got.iter().any(|value| !value.is_finite()), "row {row}");
+            }
+        }
+    }
+}

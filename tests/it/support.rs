@@ -1,0 +1,40 @@
+//! What several tests share: where fixtures lie, which device is tested, closeness.
+
+use std::path::PathBuf;
+
+use candle_core::{DType, Device, Tensor};
+use inferno::device::{self, DeviceChoice};
+
+/// A folder of `tests/golden`. INFERNO_GOLDEN moves it, for a test binary that has been carried to another machine.
+pub fn golden(case: &str) -> PathBuf {
+    let root = std::env::var_os("INFERNO_GOLDEN").map(PathBuf::from);
+    root.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden"))).join(case)
+}
+
+/// The CPU in f32 always; with the feature `cuda` the first GPU too, in the dtypes that kernels compute in.
+pub fn devices() -> Vec<(Device, DType)> {
+    let mut devices = vec![(Device::Cpu, DType::F32)];
+    if cfg!(feature = "cuda") {
+        match device::open(DeviceChoice::FirstCuda) {
+            Ok(gpu) => devices.extend([DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype))),
+            Err(error) => println!("no GPU tested: {error}"),
+        }
+    }
+    devices
+}
+
+/// Largest |got - want| over the largest |want|.
+pub fn relative_error(got: &[f32], want: &[f32]) -> f32 {
+    assert_eq!(got.len(), want.len(), "lengths differ");
+    let scale = want.iter().fold(0f32, |scale, value| scale.max(value.abs()));
+    let error = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0f32, |a, b| {
+        // `max` would drop a NaN.
+        if a.is_nan() || b.is_nan() { f32::NAN } else { a.max(b) }
+    });
+    error / scale
+}
+
+/// All elements as f32.
+pub fn values(tensor: &Tensor) -> Vec<f32> {
+    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
