@@ -1,1 +1,291 @@
+//! Models by name: found on this machine, or fetched from a Hugging Face hub.
+//!
+//! A model becomes a [`Snapshot`], a directory of files at one commit. Two caches are looked at, inferno's own and the
+//! one shared with Python's tools; only the first is written to. A plain directory works wherever a name does.
 
+mod cache;
+mod fetch;
+mod names;
+mod remote;
+mod select;
+mod settings;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+
+use crate::Error;
+use cache::{Cache, INDEX, Need, RepoDir};
+use fetch::Wanted;
+use remote::Remote;
+use select::{RemoteFile, Weights};
+pub use settings::Settings;
+
+/// The revision meant when none is given.
+const MAIN: &str = "main";
+
+/// A model's files on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// `org/name`, or the directory as it was given.
+    pub name: String,
+    /// The commit; none for a plain directory.
+    pub revision: Option<String>,
+    /// The directory that holds the files.
+    pub path: PathBuf,
+    pub source: Source,
+}
+
+/// Where a snapshot comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// inferno's own cache.
+    Inferno,
+    /// The cache shared with Python's tools.
+    HuggingFace,
+    /// A directory that a person named.
+    Directory,
+    /// The demo model inside the binary.
+    BuiltIn,
+}
+
+/// Hears how a download goes. Every method does nothing unless overridden; `&()` is a listener that never listens.
+pub trait Progress: Sync {
+    /// Nothing is fetched: all that was asked for lies in this snapshot.
+    fn already_there(&self, _snapshot: &Snapshot) {}
+    /// All files of the snapshot with their sizes in bytes, in the order of fetching, whether on disk or not.
+    fn start(&self, _files: &[(String, u64)]) {}
+    /// `done_bytes` of `name` are on disk. May go back, when a server cannot resume. Equal to the size: finished.
+    fn file(&self, _name: &str, _done_bytes: u64) {}
+}
+
+impl Progress for () {}
+
+/// The caches on this machine and the hub they are filled from.
+pub struct Hub {
+    settings: Settings,
+}
+
+impl Hub {
+    /// As the environment says: INFERNO_CACHE, HF_HOME and its kin, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
+    pub fn from_env() -> Result<Self> {
+        Ok(Self::new(Settings::from_env()?))
+    }
+
+    pub fn new(settings: Settings) -> Self {
+        Self { settings }
+    }
+
+    /// inferno's own cache, where downloads go. Need not exist yet.
+    pub fn cache_dir(&self) -> &Path {
+        &self.settings.cache
+    }
+
+    /// Finds a model that is here in full: a directory, or `org/name` (also `org/name@revision`, or a `name` that only
+    /// one model has) in either cache. Never uses the network.
+    pub fn find(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
+        self.find_needing(model, revision, Need::Weights)
+    }
+
+    /// As [`find`](Self::find), for work on text alone: config.json and tokenizer.json will do, weights may be absent.
+    pub fn find_tokenizer(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
+        self.find_needing(model, revision, Need::Text)
+    }
+
+    fn find_needing(&self, model: &str, revision: Option<&str>, need: Need) -> Result<Snapshot> {
+        let not_found = |hint: String| anyhow::Error::from(Error::ModelNotFound { model: model.to_string(), hint });
+        let dir = Path::new(model);
+        if dir.join("config.json").is_file() {
+            if let Some(revision) = revision {
+                bail!("{model} is a directory, which has no revision '{revision}'");
+            }
+            let path = dir.to_path_buf();
+            return Ok(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory });
+        }
+        let (name, revision) = names::split_revision(model, revision)?;
+        if !names::is_repo(name) {
+            return Err(not_found(match dir.is_dir() {
+                true => format!("the directory {model} holds no config.json"),
+                false => {
+                    "write org/name as on huggingface.co, or a directory; `inferno list` shows what is here".into()
+                }
+            }));
+        }
+        if let Some(snapshot) = self.look_up(name, revision, need) {
+            return Ok(snapshot);
+        }
+
+        // Another spelling of one model's name is enough.
+        let on_disk: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
+        let same = |other: &&String| {
+            let last = other.rsplit('/').next().unwrap_or(other);
+            other.eq_ignore_ascii_case(name) || last.eq_ignore_ascii_case(name)
+        };
+        let alike: Vec<Snapshot> =
+            on_disk.iter().filter(same).filter_map(|other| self.look_up(other, revision, need)).collect();
+        match &alike[..] {
+            [one] => return Ok(one.clone()),
+            [] => {}
+            several => {
+                let names: Vec<&str> = several.iter().map(|snapshot| snapshot.name.as_str()).collect();
+                return Err(not_found(format!("several models have that name: {}", names.join(", "))));
+            }
+        }
+        Err(not_found(self.hint(name, revision, need)))
+    }
+
+    /// What to do about a model that is not here.
+    fn hint(&self, name: &str, revision: Option<&str>, need: Need) -> String {
+        let at = revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
+        let download = format!("inferno download {name}{at}");
+        let lacking = self.caches().iter().find_map(|(cache, _)| {
+            let repo = cache.repo(name);
+            let commit = repo.commit(revision.unwrap_or(MAIN)).or_else(|| repo.commits().into_iter().next())?;
+            cache::missing(&repo.snapshot(&commit), need)
+        });
+        if let Some(file) = lacking {
+            return format!("only a part of it is here ({file} is missing); to fetch the rest: {download}");
+        }
+        let whole: BTreeSet<String> = self.list().into_iter().flatten().map(|snapshot| snapshot.name).collect();
+        let whole: Vec<String> = whole.into_iter().collect();
+        let near = names::nearest(name, &whole).filter(|near| *near != name);
+        let near = near.map(|near| format!("\n  or is it '{near}', which is here?")).unwrap_or_default();
+        match name.contains('/') {
+            true => format!("{download}{near}"),
+            false => format!("inferno download ORG/{name}{at}, with the organisation it belongs to{near}"),
+        }
+    }
+
+    /// Every whole model in both caches, sorted by name: of each, the snapshot that [`find`](Self::find) gives, and
+    /// those that other refs lead to. What is only partly downloaded is left out.
+    pub fn list(&self) -> Result<Vec<Snapshot>> {
+        let names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
+        let mut found = Vec::new();
+        for name in &names {
+            let first = self.look_up(name, None, Need::Weights);
+            let mut commits: BTreeSet<String> =
+                self.caches().iter().flat_map(|(cache, _)| cache.repo(name).referenced()).collect();
+            if let Some(commit) = first.as_ref().and_then(|snapshot| snapshot.revision.as_ref()) {
+                commits.remove(commit);
+            }
+            found.extend(first);
+            found.extend(commits.iter().filter_map(|commit| self.at_commit(name, commit, Need::Weights)));
+        }
+        Ok(found)
+    }
+
+    /// Fetches a model at `revision` (a branch, tag or commit; else the newest) into inferno's cache, going on where an
+    /// earlier attempt stopped. Fetches nothing if either cache has it all. `include` are glob patterns that replace
+    /// the choice of weights.
+    pub fn download(
+        &self,
+        repo: &str,
+        revision: Option<&str>,
+        include: &[String],
+        progress: &dyn Progress,
+    ) -> Result<Snapshot> {
+        let (name, revision) = names::split_revision(repo, revision)?;
+        if !names::is_repo(name) {
+            bail!("{name:?} is not the name of a repository: write org/name, as in openai/gpt-oss-20b");
+        }
+        let weights = Weights::new(include)?;
+        if self.settings.offline {
+            return match self.look_up(name, revision, Need::Weights) {
+                Some(snapshot) if include.is_empty() => {
+                    progress.already_there(&snapshot);
+                    Ok(snapshot)
+                }
+                _ => {
+                    Err(Error::Offline { what: format!("'{name}' cannot be downloaded (HF_HUB_OFFLINE is set)") }
+                        .into())
+                }
+            };
+        }
+
+        let revision = revision.unwrap_or(MAIN);
+        let remote = Remote::new(&self.settings, name, revision);
+        let listing = remote.listing()?;
+        let commit = &listing.commit;
+        let repo = self.own().repo(name);
+
+        let index = match weights {
+            Weights::Safetensors => self.index(&remote, name, commit, &listing.files)?,
+            Weights::Matching(_) => None,
+        };
+        let files = select::choose(name, &listing.files, &weights, index.as_deref())?;
+        for (cache, source) in self.caches() {
+            let path = cache.repo(name).snapshot(commit);
+            if files.iter().all(|file| is_present(&path, file)) {
+                // Also when it lies in the shared cache, so that both caches agree on what the newest commit is.
+                repo.write_ref(revision, commit)?;
+                let snapshot = Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source };
+                progress.already_there(&snapshot);
+                return Ok(snapshot);
+            }
+        }
+
+        let files = files.into_iter().map(|file| Wanted::new(&remote, commit, file)).collect::<Result<Vec<_>>>()?;
+        let needed_bytes =
+            files.iter().fold(0, |sum: u64, file| sum.saturating_add(file.bytes - file.present_bytes(&repo)));
+        fetch::check_space(&self.settings.cache, needed_bytes)?;
+        progress.start(&files.iter().map(|file| (file.name.clone(), file.bytes)).collect::<Vec<_>>());
+        for file in &files {
+            fetch::fetch(&remote, commit, &repo, file, &mut |done_bytes| progress.file(&file.name, done_bytes))?;
+            repo.link(commit, &file.name, &file.etag)?;
+        }
+        repo.write_ref(revision, commit)?;
+        let path = repo.snapshot(commit);
+        Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: Source::Inferno })
+    }
+
+    /// The contents of the shard index: from either cache, else from the hub; none if the repository has none.
+    fn index(&self, remote: &Remote, name: &str, commit: &str, files: &[RemoteFile]) -> Result<Option<Vec<u8>>> {
+        let Some(file) = files.iter().find(|file| file.name == INDEX) else { return Ok(None) };
+        for (cache, _) in self.caches() {
+            let dir = cache.repo(name).snapshot(commit);
+            if is_present(&dir, file) {
+                return Ok(Some(fs::read(dir.join(INDEX))?));
+            }
+        }
+        let repo = self.own().repo(name);
+        let wanted = Wanted::new(remote, commit, file.clone())?;
+        fetch::check_space(&self.settings.cache, wanted.bytes)?;
+        fetch::fetch(remote, commit, &repo, &wanted, &mut |_| {})?;
+        repo.link(commit, INDEX, &wanted.etag)?;
+        Ok(Some(fs::read(repo.snapshot(commit).join(INDEX))?))
+    }
+
+    /// A repository's snapshot at a revision. Without one: at main, else the newest that is whole.
+    fn look_up(&self, name: &str, revision: Option<&str>, need: Need) -> Option<Snapshot> {
+        let repos: Vec<RepoDir> = self.caches().iter().map(|(cache, _)| cache.repo(name)).collect();
+        let known = repos.iter().filter_map(|repo| repo.commit(revision.unwrap_or(MAIN)));
+        let others = repos.iter().flat_map(|repo| repo.commits()).filter(|_| revision.is_none());
+        known.chain(others).find_map(|commit| self.at_commit(name, &commit, need))
+    }
+
+    fn at_commit(&self, name: &str, commit: &str, need: Need) -> Option<Snapshot> {
+        self.caches().into_iter().find_map(|(cache, source)| {
+            let path = cache.repo(name).snapshot(commit);
+            let whole = cache::missing(&path, need).is_none();
+            whole.then(|| Snapshot { name: name.to_string(), revision: Some(commit.to_string()), path, source })
+        })
+    }
+
+    fn own(&self) -> Cache {
+        Cache { root: self.settings.cache.clone() }
+    }
+
+    /// Both caches, in the order they are looked at.
+    fn caches(&self) -> [(Cache, Source); 2] {
+        let shared = Cache { root: self.settings.shared_cache.clone() };
+        [(self.own(), Source::Inferno), (shared, Source::HuggingFace)]
+    }
+}
+
+/// Whether a snapshot directory has a file, in the size that the hub tells.
+fn is_present(dir: &Path, file: &RemoteFile) -> bool {
+    let data = fs::metadata(dir.join(&file.name));
+    data.is_ok_and(|data| data.is_file() && file.bytes.is_none_or(|bytes| data.len() == bytes))
+}
