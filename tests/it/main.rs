@@ -1,0 +1,3 @@
+//! One integration binary: a file for each area.
+
+mod hub;
