@@ -97,7 +97,7 @@ impl Hub {
     fn find_needing(&self, model: &str, revision: Option<&str>, need: Need) -> Result<Snapshot> {
         let not_found = |hint: String| anyhow::Error::from(Error::ModelNotFound { model: model.to_string(), hint });
         let dir = Path::new(model);
-        if dir.join("config.json").is_file() {
+        if !model.is_empty() && dir.join("config.json").is_file() {
             if let Some(revision) = revision {
                 bail!("{model} is a directory, which has no revision '{revision}'");
             }

@@ -1,0 +1,502 @@
+//! The hub against a small fake one on 127.0.0.1. Nothing here touches the network or the caches of whoever runs it.
+
+mod fake;
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use inferno::Error;
+use inferno::hub::{Hub, Progress, Settings, Snapshot, Source};
+use tempfile::TempDir;
+
+use fake::{COMMIT, FakeHub, INDEX, REPO, SHARDS, etag, pattern};
+
+/// Two empty caches, and a hub that uses them.
+struct Machine {
+    dir: TempDir,
+    endpoint: String,
+}
+
+impl Machine {
+    fn new(endpoint: String) -> Self {
+        Self { dir: TempDir::new().unwrap(), endpoint }
+    }
+
+    fn settings(&self) -> Settings {
+        Settings {
+            cache: self.dir.path().join("own"),
+            shared_cache: self.dir.path().join("shared"),
+            endpoint: self.endpoint.clone(),
+            token: None,
+            offline: false,
+        }
+    }
+
+    fn hub(&self) -> Hub {
+        Hub::new(self.settings())
+    }
+
+    fn with_token(&self) -> Hub {
+        Hub::new(Settings { token: Some("hf_secret".to_string()), ..self.settings() })
+    }
+
+    fn offline(&self) -> Hub {
+        Hub::new(Settings { offline: true, ..self.settings() })
+    }
+
+    fn repo(&self) -> PathBuf {
+        self.dir.path().join("own/models--org--tiny-model")
+    }
+
+    /// Puts a snapshot into a cache by hand, as another tool would have.
+    fn place(&self, cache: &str, repo: &str, commit: &str, files: &[(&str, &[u8])]) -> PathBuf {
+        let repo = self.dir.path().join(cache).join(format!("models--{}", repo.replace('/', "--")));
+        let snapshot = repo.join("snapshots").join(commit);
+        fs::create_dir_all(&snapshot).unwrap();
+        fs::create_dir_all(repo.join("refs")).unwrap();
+        for (name, bytes) in files {
+            fs::write(snapshot.join(name), bytes).unwrap();
+        }
+        fs::write(repo.join("refs/main"), commit).unwrap();
+        snapshot
+    }
+}
+
+const WHOLE: [(&str, &[u8]); 3] =
+    [("config.json", b"{}"), ("tokenizer.json", b"{}"), ("model.safetensors", b"weights")];
+
+/// Writes down what it hears.
+#[derive(Default)]
+struct Heard(Mutex<Vec<String>>);
+
+impl Progress for Heard {
+    fn already_there(&self, snapshot: &Snapshot) {
+        self.0.lock().unwrap().push(format!("already there: {:?}", snapshot.source));
+    }
+    fn start(&self, files: &[(String, u64)]) {
+        self.0.lock().unwrap().push(format!(
+            "start {} files, {} bytes",
+            files.len(),
+            files.iter().map(|f| f.1).sum::<u64>()
+        ));
+    }
+    fn file(&self, name: &str, done_bytes: u64) {
+        self.0.lock().unwrap().push(format!("{name} {done_bytes}"));
+    }
+}
+
+impl Heard {
+    fn all(self) -> Vec<String> {
+        self.0.into_inner().unwrap()
+    }
+}
+
+fn failure(result: anyhow::Result<Snapshot>) -> (String, u8) {
+    let error = result.unwrap_err();
+    let code = error.downcast_ref::<Error>().map_or(1, Error::exit_code);
+    (format!("{error:#}"), code)
+}
+
+fn names_in(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn downloads_what_a_model_needs_in_the_hugging_face_layout() {
+    let fake = FakeHub::sharded();
+    let machine = Machine::new(fake.endpoint());
+    let heard = Heard::default();
+    let snapshot = machine.hub().download(REPO, None, &[], &heard).unwrap();
+    let path = machine.repo().join("snapshots").join(COMMIT);
+    let expected =
+        Snapshot { name: REPO.into(), revision: Some(COMMIT.into()), path: path.clone(), source: Source::Inferno };
+    assert_eq!(snapshot, expected);
+
+    let wanted =
+        ["chat_template.jinja", "config.json", "generation_config.json", SHARDS[0], SHARDS[1], INDEX, "tokenizer.json"];
+    assert_eq!(names_in(&path), wanted);
+    let world = fake.world.lock().unwrap().clone();
+    for name in wanted {
+        let target = format!("../../blobs/{}", etag(&world.files[name]));
+        assert_eq!(fs::read_link(path.join(name)).unwrap(), Path::new(&target), "{name}");
+        assert_eq!(fs::read(path.join(name)).unwrap(), world.files[name], "{name}");
+    }
+    assert_eq!(fs::read_to_string(machine.repo().join("refs/main")).unwrap(), COMMIT);
+    assert_eq!(names_in(&machine.repo().join("refs")), ["main"]);
+    assert_eq!(names_in(&machine.repo().join("blobs")).len(), wanted.len());
+
+    let heard = heard.all();
+    let bytes: usize = wanted.iter().map(|name| world.files[*name].len()).sum();
+    assert_eq!(heard[0], format!("start 7 files, {bytes} bytes"));
+    assert_eq!(heard.last().unwrap(), &format!("{} 100000", SHARDS[1]));
+    assert_eq!(machine.hub().find(REPO, None).unwrap(), expected);
+    assert_eq!(machine.hub().list().unwrap(), [expected]);
+}
+
+#[test]
+fn a_second_download_fetches_nothing() {
+    let fake = FakeHub::sharded();
+    let machine = Machine::new(fake.endpoint());
+    let first = machine.hub().download(REPO, None, &[], &()).unwrap();
+    fake.lines();
+    let heard = Heard::default();
+    assert_eq!(machine.hub().download(REPO, None, &[], &heard).unwrap(), first);
+    assert_eq!(fake.lines(), [format!("GET /api/models/{REPO}/revision/main?blobs=true")]);
+    assert_eq!(heard.all(), ["already there: Inferno"]);
+}
+
+#[test]
+fn a_new_commit_shares_the_files_that_stayed() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    machine.hub().download(REPO, None, &[], &()).unwrap();
+    fake.lines();
+    let newer = "f".repeat(40);
+    fake.change(|world| {
+        world.commit = newer.clone();
+        world.files.insert("config.json".into(), b"{\"new\":1}".to_vec());
+    });
+    let snapshot = machine.hub().download(REPO, None, &[], &()).unwrap();
+    assert_eq!(snapshot.revision.as_deref(), Some(newer.as_str()));
+    assert_eq!(fake.lines()[1..], [format!("GET /{REPO}/resolve/{newer}/config.json")]);
+    assert_eq!(machine.hub().find(REPO, None).unwrap(), snapshot);
+    let older = machine.hub().find(&format!("{REPO}@{COMMIT}"), None).unwrap();
+    assert_eq!(older.revision.as_deref(), Some(COMMIT));
+    assert_eq!(machine.hub().find(REPO, Some(&COMMIT[..8])).unwrap(), older);
+}
+
+#[test]
+fn goes_on_where_an_earlier_attempt_stopped() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let weights = pattern(50_000, 3);
+    let blobs = machine.repo().join("blobs");
+    let partial = blobs.join(format!("{}.incomplete", etag(&weights)));
+    for does_ranges in [true, false] {
+        fs::create_dir_all(&blobs).unwrap();
+        fs::write(&partial, &weights[..20_000]).unwrap();
+        fake.change(|world| world.does_ranges = does_ranges);
+        let snapshot = machine.hub().download(REPO, None, &[], &()).unwrap();
+        assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=20000-")));
+        assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights, "ranges: {does_ranges}");
+        assert!(!partial.exists());
+        fs::remove_dir_all(machine.repo()).unwrap();
+    }
+    // All of it, or too much of it, but never renamed.
+    for left in [weights.clone(), pattern(60_000, 9)] {
+        fs::create_dir_all(&blobs).unwrap();
+        fs::write(&partial, &left).unwrap();
+        let snapshot = machine.hub().download(REPO, None, &[], &()).unwrap();
+        assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights);
+        fs::remove_dir_all(machine.repo()).unwrap();
+    }
+}
+
+#[test]
+fn a_broken_connection_is_resumed() {
+    let fake = FakeHub::single();
+    fake.change(|world| world.cut_once = Some(30_000));
+    let machine = Machine::new(fake.endpoint());
+    let snapshot = machine.hub().download(REPO, None, &[], &()).unwrap();
+    assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
+    assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=30000-")));
+}
+
+#[test]
+fn two_downloads_at_once_do_not_mix() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let hubs = [machine.hub(), machine.hub()];
+    std::thread::scope(|scope| {
+        for hub in &hubs {
+            scope.spawn(|| hub.download(REPO, None, &[], &()).unwrap());
+        }
+    });
+    let snapshot = machine.hub().find(REPO, None).unwrap();
+    assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
+}
+
+#[test]
+fn a_listing_without_sizes_is_completed_by_head_requests() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    for storage in [None, Some("http://localhost:1".to_string())] {
+        let redirected = storage.is_some();
+        fake.change(|world| (world.tells_sizes, world.storage) = (false, storage));
+        let heard = Heard::default();
+        if redirected {
+            // Sizes come from the redirect itself; then nobody listens where the files are.
+            fs::remove_dir_all(machine.repo()).unwrap();
+            assert_eq!(failure(machine.hub().download(REPO, None, &[], &heard)).1, 5);
+        } else {
+            let snapshot = machine.hub().download(REPO, None, &[], &heard).unwrap();
+            assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
+        }
+        assert_eq!(heard.all()[0], "start 3 files, 50004 bytes");
+        assert!(fake.lines().contains(&format!("HEAD /{REPO}/resolve/{COMMIT}/model.safetensors")));
+    }
+}
+
+#[test]
+fn the_token_stays_with_the_endpoint() {
+    let (fake, storage) = (FakeHub::single(), FakeHub::single());
+    // Another host by name, though the same machine.
+    fake.change(|world| world.storage = Some(format!("http://localhost:{}", storage.port)));
+    let machine = Machine::new(fake.endpoint());
+    machine.with_token().download(REPO, None, &[], &()).unwrap();
+    assert!(fake.heads().iter().all(|head| head.to_lowercase().contains("authorization: bearer hf_secret")));
+    let there = storage.heads();
+    assert_eq!(there.len(), 2, "config.json and tokenizer.json are one blob here");
+    assert!(there.iter().all(|head| !head.contains("hf_secret")), "{there:?}");
+}
+
+#[test]
+fn refusals_of_the_hub() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let download = || failure(machine.hub().download(REPO, Some("v9"), &[], &()));
+    for (status, code, body, exit_code, said) in [
+        (401, "RepoNotFound", "", 3, "there is no repository"),
+        (401, "", "", 3, "there is no repository"),
+        (404, "", "{\"error\":\"Repository not found\"}", 3, "there is no repository"),
+        (404, "RevisionNotFound", "", 3, "has no revision 'v9'"),
+        (404, "", "{\"error\":\"Invalid rev id: v9\"}", 3, "has no revision 'v9'"),
+        (401, "GatedRepo", "", 4, "accept its licence"),
+        (403, "GatedRepo", "", 4, "accept its licence"),
+        (429, "", "", 5, "HTTP 429"),
+        (503, "", "", 5, "HTTP 503"),
+    ] {
+        fake.change(|world| world.listing_refused = Some((status, code, body)));
+        let (message, code) = download();
+        assert_eq!(code, exit_code, "{status} {message}");
+        assert!(message.contains(said), "{status} {message}");
+    }
+    fake.change(|world| world.listing_refused = Some((200, "", "<html>log in</html>")));
+    assert!(download().0.contains("did not answer as a model hub does"));
+    // Gated repositories are listed for everyone; their files are what is kept.
+    fake.change(|world| (world.listing_refused, world.files_refused) = (None, Some((403, "GatedRepo"))));
+    assert_eq!(download().1, 4);
+    fake.change(|world| world.files_refused = Some((401, "")));
+    let (message, code) = failure(machine.with_token().download(REPO, None, &[], &()));
+    assert_eq!(code, 4);
+    assert!(!message.contains("hf_secret"));
+    assert!(machine.hub().find(REPO, None).is_err(), "no ref or snapshot is left behind");
+}
+
+#[test]
+fn no_network() {
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let machine = Machine::new(format!("http://127.0.0.1:{closed}"));
+    let (message, code) = failure(machine.hub().download(REPO, None, &[], &()));
+    assert_eq!(code, 5);
+    assert!(message.contains(&format!("127.0.0.1:{closed}")), "{message}");
+}
+
+#[test]
+fn offline_uses_what_is_here_and_asks_nobody() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let (message, code) = failure(machine.offline().download(REPO, None, &[], &()));
+    assert_eq!(code, 5);
+    assert!(message.contains("offline") && message.contains(REPO), "{message}");
+    let here = machine.hub().download(REPO, None, &[], &()).unwrap();
+    fake.lines();
+    let heard = Heard::default();
+    assert_eq!(machine.offline().download(REPO, None, &[], &heard).unwrap(), here);
+    assert_eq!(heard.all(), ["already there: Inferno"]);
+    assert!(fake.lines().is_empty());
+}
+
+#[test]
+fn names_that_lead_elsewhere_are_refused() {
+    let outside = |machine: &Machine| {
+        let mut names = names_in(machine.dir.path());
+        names.retain(|name| name != "own");
+        names
+    };
+    for shard in ["../../../../escaped", "/tmp/inferno-escaped", "a\\\\..\\\\b"] {
+        let index = format!(r#"{{"weight_map":{{"a":"{shard}"}}}}"#);
+        let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (INDEX, index.as_bytes())]);
+        let machine = Machine::new(fake.endpoint());
+        let (message, _) = failure(machine.hub().download(REPO, None, &[], &()));
+        assert!(message.contains("refused"), "{message}");
+        assert!(outside(&machine).is_empty());
+        assert!(!Path::new("/tmp/inferno-escaped").exists());
+    }
+    for name in ["../config.json", "/tmp/inferno-escaped", "a/../../b", "a\\b", "a\u{0}b"] {
+        let fake = FakeHub::single();
+        fake.change(|world| drop(world.files.insert(name.to_string(), b"{}".to_vec())));
+        let machine = Machine::new(fake.endpoint());
+        let (message, _) = failure(machine.hub().download(REPO, None, &[], &()));
+        assert!(message.contains("refused"), "{message}");
+        assert!(names_in(machine.dir.path()).is_empty());
+    }
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    fake.change(|world| world.claimed_etag = Some("../../etag"));
+    assert!(failure(machine.hub().download(REPO, None, &[], &())).0.contains("refused"));
+    fake.change(|world| (world.claimed_etag, world.commit) = (None, "../../../commit".to_string()));
+    assert!(failure(machine.hub().download(REPO, None, &[], &())).0.contains("refused"));
+    assert!(names_in(machine.dir.path()).is_empty());
+}
+
+#[test]
+fn names_that_people_give_are_checked_first() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    for repo in ["", "a/b/c", "../x", "a b/c", "org/..", "https://huggingface.co/org/name"] {
+        let (message, _) = failure(machine.hub().download(repo, None, &[], &()));
+        assert!(message.contains("write org/name"), "{message}");
+    }
+    assert!(failure(machine.hub().download(REPO, Some("../x"), &[], &())).0.contains("is not a revision"));
+    assert!(fake.lines().is_empty());
+}
+
+#[test]
+fn include_replaces_the_weights() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let include = ["*.gguf".to_string()];
+    let snapshot = machine.hub().download(REPO, Some("refs/pr/1"), &include, &()).unwrap();
+    assert_eq!(names_in(&snapshot.path), ["config.json", "gguf", "tokenizer.json"]);
+    assert_eq!(fs::read(snapshot.path.join("gguf/model.Q4.gguf")).unwrap(), b"GGUF");
+    let link = fs::read_link(snapshot.path.join("gguf/model.Q4.gguf")).unwrap();
+    assert!(link.starts_with("../../../blobs"), "{}", link.display());
+    assert_eq!(fake.lines()[0], format!("GET /api/models/{REPO}/revision/refs%2Fpr%2F1?blobs=true"));
+    assert_eq!(fs::read_to_string(machine.repo().join("refs/refs/pr/1")).unwrap(), COMMIT);
+    // Text can be tokenized with it, but it is no model to run.
+    assert_eq!(machine.hub().find_tokenizer(REPO, None).unwrap(), snapshot);
+    let (message, _) = failure(machine.hub().find(REPO, None));
+    assert!(message.contains("model.safetensors is missing"), "{message}");
+    assert!(machine.hub().list().unwrap().is_empty());
+    let nothing = machine.hub().download(REPO, None, &["*.onnx".to_string()], &());
+    assert!(failure(nothing).0.contains("nothing in 'org/tiny-model' matches"));
+}
+
+#[test]
+fn other_formats_are_named() {
+    let fake = FakeHub::start(&[("config.json", b"{}"), ("a.gguf", b"GGUF"), ("pytorch_model.bin", b"pickle")]);
+    let machine = Machine::new(fake.endpoint());
+    let (message, _) = failure(machine.hub().download(REPO, None, &[], &()));
+    assert!(message.contains("no safetensors") && message.contains(".gguf, .bin"), "{message}");
+}
+
+#[test]
+fn a_full_disk_is_noticed_before_the_download() {
+    let fake = FakeHub::single();
+    fake.change(|world| world.claimed_bytes = Some(1 << 60));
+    let machine = Machine::new(fake.endpoint());
+    let (message, code) = failure(machine.hub().download(REPO, None, &[], &()));
+    assert_eq!(code, 6, "{message}");
+    assert_eq!(fake.lines().len(), 1, "only the listing was asked for");
+}
+
+#[test]
+fn the_shared_cache_is_used_without_a_download() {
+    let fake = FakeHub::single();
+    let world = fake.world.lock().unwrap().clone();
+    let machine = Machine::new(fake.endpoint());
+    let files: Vec<(&str, &[u8])> =
+        ["config.json", "tokenizer.json", "model.safetensors"].map(|name| (name, &world.files[name][..])).to_vec();
+    let path = machine.place("shared", REPO, COMMIT, &files);
+    let found = machine.hub().find(REPO, None).unwrap();
+    let expected = Snapshot { name: REPO.into(), revision: Some(COMMIT.into()), path, source: Source::HuggingFace };
+    assert_eq!(found, expected);
+    assert_eq!(machine.hub().list().unwrap(), std::slice::from_ref(&expected));
+    let heard = Heard::default();
+    assert_eq!(machine.hub().download(REPO, None, &[], &heard).unwrap(), expected);
+    assert_eq!(heard.all(), ["already there: HuggingFace"]);
+    assert_eq!(fake.lines().len(), 1, "only the listing was asked for");
+
+    // In part, or cut short, is not there.
+    fs::write(expected.path.join("model.safetensors"), b"short").unwrap();
+    assert_eq!(machine.hub().download(REPO, None, &[], &()).unwrap().source, Source::Inferno);
+}
+
+#[test]
+fn the_newest_commit_wins_in_whichever_cache_it_lies() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let old = "a".repeat(40);
+    machine.place("own", REPO, &old, &WHOLE);
+    let world = fake.world.lock().unwrap().clone();
+    let files: Vec<(&str, &[u8])> =
+        ["config.json", "tokenizer.json", "model.safetensors"].map(|name| (name, &world.files[name][..])).to_vec();
+    machine.place("shared", REPO, COMMIT, &files);
+    assert_eq!(machine.hub().find(REPO, None).unwrap().revision, Some(old.clone()));
+    machine.hub().download(REPO, None, &[], &()).unwrap();
+    assert_eq!(machine.hub().find(REPO, None).unwrap().revision.as_deref(), Some(COMMIT));
+}
+
+#[test]
+fn directories_are_models_too() {
+    let machine = Machine::new("http://127.0.0.1:1".to_string());
+    let dir = machine.dir.path().join("some model");
+    fs::create_dir(&dir).unwrap();
+    let name = dir.to_str().unwrap();
+    let (message, code) = failure(machine.hub().find(name, None));
+    assert_eq!(code, 3);
+    assert!(message.contains("no config.json"), "{message}");
+    fs::write(dir.join("config.json"), "{}").unwrap();
+    let found = machine.hub().find(name, None).unwrap();
+    assert_eq!(found, Snapshot { name: name.into(), revision: None, path: dir.clone(), source: Source::Directory });
+    assert!(machine.hub().find(name, Some("v1")).is_err());
+}
+
+#[test]
+fn hints_for_a_model_that_is_not_here() {
+    let machine = Machine::new("http://127.0.0.1:1".to_string());
+    let hub = machine.hub();
+    let missing = |model: &str, revision| {
+        let (message, code) = failure(hub.find(model, revision));
+        assert_eq!(code, 3, "{message}");
+        message
+    };
+    assert!(missing("openai/gpt-oss-20b", None).ends_with("\n  inferno download openai/gpt-oss-20b"));
+    assert!(missing("openai/gpt-oss-20b@v1", None).ends_with("inferno download openai/gpt-oss-20b --revision v1"));
+    assert!(missing("", None).contains("write org/name"));
+    assert!(hub.list().unwrap().is_empty());
+
+    machine.place("own", "openai/gpt-oss-20b", COMMIT, &WHOLE);
+    assert_eq!(hub.find("gpt-oss-20b", None).unwrap().name, "openai/gpt-oss-20b");
+    assert_eq!(hub.find("OpenAI/GPT-OSS-20B", None).unwrap().name, "openai/gpt-oss-20b");
+    assert!(missing("openai/gpt-os-20b", None).contains("or is it 'openai/gpt-oss-20b'"));
+    assert!(missing("gpt-os-20b", None).contains("or is it 'openai/gpt-oss-20b'"));
+    assert!(missing("meta-llama/Llama-3.2-1B", None).ends_with("inferno download meta-llama/Llama-3.2-1B"));
+    assert!(missing("openai/gpt-oss-20b", Some("v2")).ends_with("--revision v2"));
+    machine.place("shared", "unsloth/gpt-oss-20b", COMMIT, &WHOLE);
+    assert!(missing("gpt-oss-20b", None).contains("openai/gpt-oss-20b, unsloth/gpt-oss-20b"));
+
+    machine.place("shared", "org/part", COMMIT, &WHOLE[..2]);
+    assert!(missing("org/part", None).contains("model.safetensors is missing"));
+    let names: Vec<String> = hub.list().unwrap().into_iter().map(|snapshot| snapshot.name).collect();
+    assert_eq!(names, ["openai/gpt-oss-20b", "unsloth/gpt-oss-20b"]);
+    let index = format!(r#"{{"weight_map":{{"a":"{}","b":"{}"}}}}"#, SHARDS[0], SHARDS[1]);
+    machine.place("own", "org/part", COMMIT, &[WHOLE[0], WHOLE[1], (INDEX, index.as_bytes()), (SHARDS[0], b"x")]);
+    assert!(missing("org/part", None).contains(&format!("{} is missing", SHARDS[1])));
+    machine.place("own", "org/part", COMMIT, &[(SHARDS[1], b"x")]);
+    assert!(hub.find("org/part", None).is_ok());
+}
+
+#[test]
+fn a_download_that_stopped_is_no_model_yet() {
+    let fake = FakeHub::sharded();
+    // The listing knows the second shard, the storage has lost it.
+    fake.change(|world| world.lost = Some(SHARDS[1]));
+    let machine = Machine::new(fake.endpoint());
+    let (message, _) = failure(machine.hub().download(REPO, None, &[], &()));
+    assert!(message.contains("does not have it"), "{message}");
+    assert!(!machine.repo().join("refs").exists());
+    let (message, code) = failure(machine.hub().find(REPO, None));
+    assert_eq!(code, 3);
+    assert!(message.contains("only a part of it is here") && message.contains(SHARDS[1]), "{message}");
+    fake.change(|world| world.lost = None);
+    fake.lines();
+    machine.hub().download(REPO, None, &[], &()).unwrap();
+    assert_eq!(fake.lines()[1..], [format!("GET /{REPO}/resolve/{COMMIT}/{}", SHARDS[1])]);
+}
