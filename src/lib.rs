@@ -4,13 +4,21 @@
 //! D head dim, C hidden size, F intermediate size, E experts, N experts chosen per token, V vocabulary.
 
 pub mod chat;
+#[doc(hidden)]
+pub mod cli;
+#[doc(hidden)]
+pub mod commands;
 pub mod device;
+pub mod engine;
 pub mod error;
 pub mod hub;
 pub mod kernels;
 pub mod models;
 pub mod nn;
+#[doc(hidden)]
+pub mod repl;
 pub mod tokenizer;
 pub mod weights;
 
+pub use engine::{Chunk, Engine, FinishReason, GenerateOptions, LoadOptions, SamplingParams};
 pub use error::Error;

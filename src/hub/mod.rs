@@ -4,6 +4,7 @@
 //! one shared with Python's tools; only the first is written to. A plain directory works wherever a name does.
 
 mod cache;
+pub mod demo;
 mod fetch;
 mod names;
 mod remote;
@@ -104,6 +105,9 @@ impl Hub {
             let path = dir.to_path_buf();
             return Ok(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory });
         }
+        if model == demo::NAME {
+            return demo::materialise(&self.settings.cache);
+        }
         let (name, revision) = names::split_revision(model, revision)?;
         if !names::is_repo(name) {
             return Err(not_found(match dir.is_dir() {
@@ -159,7 +163,7 @@ impl Hub {
     }
 
     /// Every whole model in both caches, sorted by name: of each, the snapshot that [`find`](Self::find) gives, and
-    /// those that other refs lead to. What is only partly downloaded is left out.
+    /// those that other refs lead to; last, the built-in demo. What is only partly downloaded is left out.
     pub fn list(&self) -> Result<Vec<Snapshot>> {
         let names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let mut found = Vec::new();
@@ -173,6 +177,8 @@ impl Hub {
             found.extend(first);
             found.extend(commits.iter().filter_map(|commit| self.at_commit(name, commit, Need::Weights)));
         }
+        // Last, and only if it can be written: a cache on a read-only disk can still be listed.
+        found.extend(demo::materialise(&self.settings.cache));
         Ok(found)
     }
 

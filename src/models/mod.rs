@@ -57,6 +57,13 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     Ok(ModelConfig { family, architecture, quantisation })
 }
 
+/// What config.json says the model is, supported or not; none if it cannot be read.
+pub fn declared_type(dir: &Path) -> Option<String> {
+    let text = std::fs::read_to_string(dir.join("config.json")).ok()?;
+    let json: Value = serde_json::from_str(&text).ok()?;
+    json["model_type"].as_str().or(json["architectures"][0].as_str()).map(str::to_string)
+}
+
 fn find_family(json: &Value) -> Result<&'static Family> {
     let model_type = json["model_type"].as_str();
     let architecture = json["architectures"][0].as_str();

@@ -157,6 +157,15 @@ impl Checkpoint {
         self.tensors.iter().map(count).sum()
     }
 
+    /// The dtype that most bytes are in, in lower case.
+    pub fn main_dtype(&self) -> Option<String> {
+        let mut bytes: BTreeMap<String, usize> = BTreeMap::new();
+        for info in self.tensors.values() {
+            *bytes.entry(info.dtype.to_string().to_lowercase()).or_default() += info.bytes();
+        }
+        bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype)
+    }
+
     /// A tensor's bytes.
     pub fn view(&self, name: &str) -> Result<View<'_>> {
         let Some(info) = self.tensors.get(name) else {

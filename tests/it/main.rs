@@ -1,6 +1,11 @@
 //! One integration binary, so that a CUDA build's tests are one file to carry to a machine with a GPU.
 
+mod cli;
+mod engine;
+mod floors;
+mod full_size;
 mod golden;
 mod hub;
 mod kernels;
 mod support;
+mod terminal;

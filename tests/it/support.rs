@@ -38,3 +38,9 @@ pub fn relative_error(got: &[f32], want: &[f32]) -> f32 {
 pub fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
+
+/// The demo's files as they lie in the repository.
+pub fn demo_dir() -> PathBuf {
+    let moved = std::env::var_os("INFERNO_DEMO").map(PathBuf::from);
+    moved.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo")))
+}

@@ -1,0 +1,59 @@
+//! The command line: which verb, and what a failure says and returns.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::commands::{download, list, perplexity, play, tokenize};
+use crate::error::Error;
+
+const AFTER_HELP: &str = "\
+Try it without a GPU:   inferno play demo --device cpu
+With one:               inferno download openai/gpt-oss-20b
+                        inferno play openai/gpt-oss-20b
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 access restricted, 5 offline or network,
+            6 disk full, 7 unsupported model, 8 out of memory, 9 context full, 10 no GPU, 130 interrupted";
+
+/// Runs open-weight language models on an NVIDIA GPU, in the terminal.
+#[derive(Parser)]
+#[command(name = "inferno", version, after_help = AFTER_HELP)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Download(download::Args),
+    List(list::Args),
+    Play(Box<play::Args>),
+    Perplexity(perplexity::Args),
+    Tokenize(tokenize::Args),
+}
+
+/// Runs the command line of this process.
+pub fn main() -> ExitCode {
+    let run = match Cli::parse().command {
+        Command::Download(args) => download::run(args),
+        Command::List(args) => list::run(args),
+        Command::Play(args) => play::run(*args),
+        Command::Perplexity(args) => perplexity::run(args),
+        Command::Tokenize(args) => tokenize::run(args),
+    };
+    match run {
+        Ok(code) => code,
+        // Whoever read our output has had enough (`| head`): not a failure of ours.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::from(error.downcast_ref::<Error>().map_or(1, Error::exit_code))
+        }
+    }
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        cause.downcast_ref::<std::io::Error>().is_some_and(|io| io.kind() == std::io::ErrorKind::BrokenPipe)
+    })
+}

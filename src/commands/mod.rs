@@ -1,0 +1,140 @@
+//! One file a verb: its flags, its help, its `run`. Here, the flags that several verbs share.
+
+pub mod download;
+pub mod list;
+pub mod perplexity;
+pub mod play;
+pub mod tokenize;
+
+use std::io::IsTerminal;
+
+use anyhow::Result;
+use candle_core::DType;
+use clap::ValueEnum;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::device::{DeviceChoice, DeviceInfo};
+use crate::engine::{Engine, LoadOptions, SamplingParams};
+use crate::hub::Snapshot;
+
+/// Where and how a model is loaded.
+#[derive(clap::Args)]
+pub struct LoadArgs {
+    /// Branch, tag or commit of the model
+    #[arg(long, value_name = "REV")]
+    revision: Option<String>,
+    /// cuda, cuda:N, or cpu (for development and the demo model)
+    #[arg(long, default_value = "cuda", value_name = "DEVICE")]
+    device: DeviceChoice,
+    /// What to compute in [default: bf16 on a GPU, f32 on a CPU]
+    #[arg(long, value_name = "DTYPE")]
+    dtype: Option<Dtype>,
+    /// Tokens to make room for, prompt and answers together [default: what fits, up to 32768]
+    #[arg(long, value_name = "TOKENS")]
+    context: Option<usize>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Dtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl LoadArgs {
+    pub fn revision(&self) -> Option<&str> {
+        self.revision.as_deref()
+    }
+
+    /// Loads a snapshot, with a progress bar and a line about the device on stderr.
+    pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
+        let bar = ProgressBar::with_draw_target(Some(0), stderr_target());
+        bar.set_style(style("loading {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}"));
+        let engine = Engine::load(
+            &snapshot.path,
+            &LoadOptions {
+                device: self.device,
+                dtype: self.dtype.map(|dtype| match dtype {
+                    Dtype::F32 => DType::F32,
+                    Dtype::F16 => DType::F16,
+                    Dtype::Bf16 => DType::BF16,
+                }),
+                context: self.context,
+                progress: &|bytes, total| {
+                    bar.set_length(total);
+                    bar.set_position(bytes);
+                },
+                on_device: &|info: &DeviceInfo| bar.suspend(|| note(&info.to_string())),
+            },
+        );
+        bar.finish_and_clear();
+        engine
+    }
+}
+
+/// How tokens are chosen; what is not given is the model's own default.
+#[derive(clap::Args)]
+pub struct SamplingArgs {
+    /// 0 always takes the likeliest token
+    #[arg(long)]
+    temperature: Option<f32>,
+    /// Only the K likeliest tokens; 0 for all
+    #[arg(long, value_name = "K")]
+    top_k: Option<usize>,
+    /// Only the likeliest tokens whose probabilities reach P
+    #[arg(long, value_name = "P")]
+    top_p: Option<f32>,
+    /// Only tokens at least P times as likely as the likeliest
+    #[arg(long, value_name = "P")]
+    min_p: Option<f32>,
+    /// Makes tokens that were already there less likely; 1 for none
+    #[arg(long, value_name = "X")]
+    repetition_penalty: Option<f32>,
+    /// Taken off for each time a token was generated
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    frequency_penalty: Option<f32>,
+    /// Taken off once for each token that was generated
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    presence_penalty: Option<f32>,
+    /// Same seed, same text [default: another each time]
+    #[arg(long)]
+    seed: Option<u64>,
+}
+
+impl SamplingArgs {
+    /// The model's defaults, with what was given put over them.
+    pub fn over(&self, defaults: &SamplingParams) -> SamplingParams {
+        SamplingParams {
+            temperature: self.temperature.unwrap_or(defaults.temperature),
+            top_k: self.top_k.unwrap_or(defaults.top_k),
+            top_p: self.top_p.unwrap_or(defaults.top_p),
+            min_p: self.min_p.unwrap_or(defaults.min_p),
+            repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
+            frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
+            presence_penalty: self.presence_penalty.unwrap_or(defaults.presence_penalty),
+            seed: self.seed.unwrap_or_else(fresh_seed),
+        }
+    }
+}
+
+/// A seed that differs from run to run, short enough to type again.
+fn fresh_seed() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |now| now.as_micros() as u64) % 1_000_000_007
+}
+
+/// A remark for the person at the terminal: dim, on stderr, and only if that is a terminal.
+fn note(text: &str) {
+    if std::io::stderr().is_terminal() {
+        eprintln!("{}", crate::repl::style::dim(text, crate::repl::style::stderr_colour()));
+    }
+}
+
+/// Progress bars are drawn on a terminal only.
+fn stderr_target() -> ProgressDrawTarget {
+    if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() }
+}
+
+fn style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
+}

@@ -1,0 +1,231 @@
+//! `inferno play`: one answer for a script, or a chat for a person.
+
+use std::io::{IsTerminal, Read, Write};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context, Result, bail};
+
+use super::list::{self, Model};
+use super::{LoadArgs, SamplingArgs, note};
+use crate::chat::{Channel, Message, ReasoningEffort, RenderOptions};
+use crate::engine::{Engine, FinishReason, GenerateOptions, Summary};
+use crate::hub::{Hub, Snapshot};
+use crate::repl::{self, Reasoning, Session, style};
+
+/// Chat with a model, or get one answer with --prompt
+#[derive(clap::Args)]
+pub struct Args {
+    /// Name or directory of a model; `demo` is built in [default: choose from a list]
+    model: Option<String>,
+    /// Answer this and exit; without it, piped standard input is the prompt
+    #[arg(long, short, value_name = "TEXT")]
+    prompt: Option<String>,
+    /// Instructions for the model
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+    /// How much the model thinks before it answers: low, medium or high
+    #[arg(long, default_value = "medium", value_name = "EFFORT")]
+    reasoning: ReasoningEffort,
+    /// Do not show what the model thinks
+    #[arg(long)]
+    hide_reasoning: bool,
+    /// End an answer after this many tokens
+    #[arg(long, value_name = "TOKENS")]
+    max_tokens: Option<usize>,
+    /// End an answer at this text; may be given again
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Continue the text of the prompt, without a chat format
+    #[arg(long)]
+    raw: bool,
+    /// Go on after the model's own end of text
+    #[arg(long)]
+    ignore_eos: bool,
+    /// Print one JSON object: text, reasoning, tokens, finish_reason, usage, stats
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    sampling: SamplingArgs,
+    #[command(flatten)]
+    load: LoadArgs,
+}
+
+pub fn run(args: Args) -> Result<ExitCode> {
+    let prompt = one_shot_prompt(&args)?;
+    let hub = Hub::from_env()?;
+    let snapshot = match &args.model {
+        Some(model) => hub.find(model, args.load.revision())?,
+        None if prompt.is_none() => match choose(&hub)? {
+            Some(snapshot) => snapshot,
+            None => return Ok(ExitCode::SUCCESS),
+        },
+        None => bail!("name a model: inferno play MODEL --prompt TEXT (`inferno list` shows what is here)"),
+    };
+    let engine = args.load.load(&snapshot)?;
+    introduce(&snapshot, &engine);
+
+    let mut options = GenerateOptions::new(args.sampling.over(engine.defaults()));
+    options.max_tokens = args.max_tokens;
+    options.stop = args.stop;
+    options.ignore_eos = args.ignore_eos;
+    if let Some(problem) = options.sampling.problem() {
+        bail!(problem);
+    }
+    let cancel = Arc::new(AtomicBool::new(false));
+    options.cancel = Some(cancel.clone());
+    let session = Session {
+        engine,
+        options,
+        render: RenderOptions {
+            tools: Vec::new(),
+            reasoning_effort: args.reasoning,
+            date: today(),
+            add_generation_prompt: true,
+        },
+        messages: args.system.map(Message::system).into_iter().collect(),
+        reasoning: if args.hide_reasoning { Reasoning::Hidden } else { Reasoning::Shown },
+        raw: args.raw,
+    };
+    match prompt {
+        Some(prompt) if args.json => answer_json(session, &snapshot, &prompt),
+        Some(prompt) => answer(session, &prompt),
+        None => repl::run(session, cancel),
+    }
+}
+
+/// Today as YYYY-MM-DD, in the local time zone.
+pub fn today() -> String {
+    jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
+}
+
+/// The prompt of a one-shot call: `--prompt`, or else standard input if it is piped. With `--prompt` the pipe is left
+/// alone: a script's standard input may never end.
+fn one_shot_prompt(args: &Args) -> Result<Option<String>> {
+    if args.prompt.is_some() {
+        return Ok(args.prompt.clone());
+    }
+    if std::io::stdin().is_terminal() {
+        anyhow::ensure!(!args.json, "--json needs a prompt: give --prompt TEXT, or pipe one in");
+        return Ok(None);
+    }
+    let mut piped = String::new();
+    std::io::stdin().read_to_string(&mut piped).context("standard input is not UTF-8 text")?;
+    // A text to continue is taken to the letter; after a question, the line end that `echo` adds means nothing.
+    let piped = if args.raw { piped.as_str() } else { piped.trim_end_matches(['\n', '\r']) };
+    anyhow::ensure!(!piped.is_empty(), "there is no prompt: give --prompt TEXT, or pipe one in");
+    Ok(Some(piped.to_string()))
+}
+
+/// Lists what is on disk and asks which.
+fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
+    let snapshots = hub.list()?;
+    let models: Vec<Model> = snapshots.iter().map(Model::read).collect();
+    eprint!("{}", list::table(&models));
+    loop {
+        eprint!("which? [1-{}] ", models.len());
+        let mut line = String::new();
+        if std::io::stdin().read_line(&mut line)? == 0 || line.trim() == "q" {
+            return Ok(None);
+        }
+        let line = line.trim();
+        let number = line.parse::<usize>().ok().filter(|number| (1..=snapshots.len()).contains(number));
+        let by_name = snapshots.iter().position(|snapshot| snapshot.name == line);
+        match number.map(|number| number - 1).or(by_name) {
+            Some(index) => return Ok(Some(snapshots[index].clone())),
+            None => eprintln!("a number from 1 to {}, a name, or q to leave", models.len()),
+        }
+    }
+}
+
+fn introduce(snapshot: &Snapshot, engine: &Engine) {
+    let info = engine.info();
+    note(&format!(
+        "{}: {} {}, {} parameters, {} of weights and {} of cache for {} tokens, loaded in {:.1} s",
+        snapshot.name,
+        info.family,
+        info.quantisation.as_deref().unwrap_or("unquantised"),
+        list::count(info.parameters),
+        list::size(info.weight_bytes),
+        list::size(info.cache_bytes),
+        engine.context(),
+        info.load_s,
+    ));
+    if let Some(line) = crate::hub::demo::notice(snapshot) {
+        note(line);
+    }
+}
+
+/// The answer alone on stdout; reasoning and the stats line on stderr, for a person who looks on.
+fn answer(mut session: Session, prompt: &str) -> Result<ExitCode> {
+    repl::stop_on_ctrl_c(&session.options)?;
+    let watched = std::io::stderr().is_terminal();
+    let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
+    let (to_terminal, colour) = (std::io::stdout().is_terminal(), style::stderr_colour());
+    let show_reasoning = watched && session.reasoning == Reasoning::Shown;
+    let (mut thinking, mut ended_line) = (false, true);
+    let turn = session.turn(prompt, &mut |delta| {
+        match delta.channel {
+            Channel::Reasoning if show_reasoning => {
+                thinking = true;
+                write!(err, "{}", style::dim(&style::printable(&delta.text), colour))?;
+                err.flush()?;
+            }
+            Channel::Answer => {
+                if std::mem::take(&mut thinking) {
+                    write!(err, "\n\n")?;
+                }
+                ended_line = delta.text.ends_with('\n');
+                if to_terminal {
+                    out.write_all(style::printable(&delta.text).as_bytes())?;
+                } else {
+                    out.write_all(delta.text.as_bytes())?;
+                }
+                out.flush()?;
+            }
+            _ => {}
+        }
+        Ok(())
+    })?;
+    if !ended_line {
+        writeln!(out)?;
+    }
+    out.flush()?;
+    drop(err);
+    note(&style::stats(&turn.summary));
+    Ok(exit_code(&turn.summary))
+}
+
+fn answer_json(mut session: Session, snapshot: &Snapshot, prompt: &str) -> Result<ExitCode> {
+    repl::stop_on_ctrl_c(&session.options)?;
+    let load_s = session.engine.info().load_s;
+    let seed = session.options.sampling.seed;
+    let turn = session.turn(prompt, &mut |_| Ok(()))?;
+    let Summary { finish_reason, prompt_tokens, completion_tokens, ttft_s, tok_per_s, .. } = turn.summary;
+    let tool_calls: Vec<_> = turn.summary.tool_calls.iter().map(serde_json::to_value).collect::<Result<_, _>>()?;
+    let mut object = serde_json::json!({
+        "text": turn.text,
+        "reasoning": turn.reasoning,
+        "tokens": turn.tokens,
+        "finish_reason": finish_reason,
+        "usage": { "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens },
+        "stats": { "ttft_s": ttft_s, "tok_per_s": tok_per_s, "load_s": load_s },
+        "model": snapshot.name,
+        "seed": seed,
+    });
+    if !tool_calls.is_empty() {
+        object["tool_calls"] = tool_calls.into();
+    }
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{object}")?;
+    out.flush()?;
+    Ok(exit_code(&turn.summary))
+}
+
+fn exit_code(summary: &Summary) -> ExitCode {
+    match summary.finish_reason {
+        FinishReason::Interrupted => ExitCode::from(130),
+        _ => ExitCode::SUCCESS,
+    }
+}

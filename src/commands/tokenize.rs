@@ -1,0 +1,105 @@
+//! `inferno tokenize`
+
+use std::io::{Read, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail};
+
+use super::play::today;
+use crate::chat::{Message, ReasoningEffort, RenderOptions};
+use crate::engine::Language;
+use crate::hub::Hub;
+use crate::tokenizer::Controls;
+
+/// Show a text or a conversation as a model reads it
+#[derive(clap::Args)]
+pub struct Args {
+    /// Name or directory of a model; its weights are not needed
+    model: String,
+    /// The text [default: standard input]
+    text: Option<String>,
+    /// Read the text from a file
+    #[arg(long, value_name = "PATH", conflicts_with = "text")]
+    file: Option<PathBuf>,
+    /// Read a conversation: a JSON array of OpenAI-style messages, or an object with `messages` and `tools`
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["text", "file"])]
+    chat: Option<PathBuf>,
+    /// Do not open the assistant's turn at the end of a conversation
+    #[arg(long, requires = "chat")]
+    no_generation_prompt: bool,
+    /// How much the model is told to think: low, medium or high
+    #[arg(long, default_value = "medium", requires = "chat", value_name = "EFFORT")]
+    reasoning: ReasoningEffort,
+    /// The day a conversation is told it is, YYYY-MM-DD [default: today]
+    #[arg(long, requires = "chat", value_name = "DATE")]
+    date: Option<String>,
+    /// Branch, tag or commit of the model
+    #[arg(long, value_name = "REV")]
+    revision: Option<String>,
+    /// Print JSON: ids, pieces and the rendered text
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(args: Args) -> Result<ExitCode> {
+    let snapshot = Hub::from_env()?.find_tokenizer(&args.model, args.revision.as_deref())?;
+    let language = Language::load(&snapshot.path)?;
+    let (ids, rendered) = match &args.chat {
+        Some(path) => {
+            let (messages, tools) = read_conversation(path)?;
+            let options = RenderOptions {
+                tools,
+                reasoning_effort: args.reasoning,
+                date: args.date.clone().unwrap_or_else(today),
+                add_generation_prompt: !args.no_generation_prompt,
+            };
+            let rendered = language.render(&messages, &options)?;
+            (rendered.ids, rendered.text)
+        }
+        None => {
+            let text = read_text(&args)?;
+            (language.tokenizer.encode(&text, Controls::Default)?, text)
+        }
+    };
+    let pieces: Vec<String> = ids.iter().map(|&id| language.tokenizer.token(id).unwrap_or_default()).collect();
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        writeln!(out, "{}", serde_json::json!({ "ids": ids, "pieces": pieces, "rendered": rendered }))?;
+    } else {
+        for (id, piece) in ids.iter().zip(&pieces) {
+            writeln!(out, "{id:>8}  {piece}")?;
+        }
+    }
+    out.flush()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn read_text(args: &Args) -> Result<String> {
+    if let Some(text) = &args.text {
+        return Ok(text.clone());
+    }
+    if let Some(path) = &args.file {
+        return std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()));
+    }
+    let mut text = String::new();
+    std::io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
+    Ok(text)
+}
+
+fn read_conversation(path: &PathBuf) -> Result<(Vec<Message>, Vec<serde_json::Value>)> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let json: serde_json::Value =
+        serde_json::from_str(&text).with_context(|| format!("{} is no JSON", path.display()))?;
+    let (messages, tools) = match json {
+        serde_json::Value::Object(mut fields) => (fields.remove("messages"), fields.remove("tools")),
+        list => (Some(list), None),
+    };
+    let Some(messages) = messages else { bail!("{} has no messages", path.display()) };
+    let messages = serde_json::from_value(messages).with_context(|| format!("{}: broken messages", path.display()))?;
+    let tools = match tools {
+        None | Some(serde_json::Value::Null) => Vec::new(),
+        Some(tools) => serde_json::from_value(tools).with_context(|| format!("{}: broken tools", path.display()))?,
+    };
+    Ok((messages, tools))
+}

@@ -1,0 +1,219 @@
+//! From a snapshot directory to an engine: what it needs is known before anything is allocated.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Device};
+use serde_json::Value;
+
+use super::{Engine, Language, SamplingParams};
+use crate::device::{self, DeviceChoice, DeviceInfo};
+use crate::error::Error;
+use crate::models;
+use crate::nn::kv_cache::{self, KvCache, LayerSpec};
+use crate::weights::{Checkpoint, Loaded, Weights};
+
+/// How to load a model.
+pub struct LoadOptions<'o> {
+    pub device: DeviceChoice,
+    /// What to compute in; bf16 on a GPU and f32 on a CPU if not given.
+    pub dtype: Option<DType>,
+    /// Positions to make room for; if not given, as many as the model and the memory allow, up to 32,768.
+    pub context: Option<usize>,
+    /// Hears bytes loaded and bytes in all.
+    pub progress: &'o dyn Fn(u64, u64),
+    /// Hears about the device once it is open.
+    pub on_device: &'o dyn Fn(&DeviceInfo),
+}
+
+impl Default for LoadOptions<'_> {
+    fn default() -> Self {
+        let (device, dtype, context) = (DeviceChoice::default(), None, None);
+        Self { device, dtype, context, progress: &|_, _| (), on_device: &|_| () }
+    }
+}
+
+/// What was loaded.
+#[derive(Clone, Debug)]
+pub struct ModelInfo {
+    pub family: &'static str,
+    pub quantisation: Option<String>,
+    pub parameters: u64,
+    pub vocab_size: usize,
+    /// The longest context that the model was made for.
+    pub max_context: usize,
+    pub dtype: DType,
+    pub device: DeviceInfo,
+    /// On the device.
+    pub weight_bytes: u64,
+    pub cache_bytes: u64,
+    pub load_s: f64,
+}
+
+const DEFAULT_CONTEXT: usize = 32_768;
+/// A context that is chosen for want of memory is no smaller than this.
+const SMALLEST_CONTEXT: usize = 2048;
+
+/// Tokens in one pass of prefill: more is faster until the matrix units are full, and takes more memory.
+fn chunk_size(device: &Device) -> usize {
+    if device.is_cuda() { 2048 } else { 256 }
+}
+
+impl Engine {
+    /// Loads the snapshot in `dir`. Fails before allocating if the model is not supported or does not fit.
+    pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
+        let started = Instant::now();
+        let config = models::read_config(dir)?;
+        let architecture = &config.architecture;
+        let checkpoint = Checkpoint::open(dir)?;
+        let language = Language::load(dir)?;
+        let device = device::open(options.device)?;
+        let device_info = device::info(&device)?;
+        (options.on_device)(&device_info);
+        let dtype = options.dtype.unwrap_or_else(|| device::default_dtype(&device));
+
+        let layers = architecture.cache_layers();
+        let need = Need {
+            weight_bytes: weight_bytes(&checkpoint, dtype),
+            layers: &layers,
+            chunk: chunk_size(&device),
+            dtype,
+            max_context: architecture.max_position_embeddings(),
+        };
+        let context = need.choose_context(options.context, &device_info)?;
+        let chunk = need.chunk.min(context);
+
+        let total = checkpoint.bytes();
+        let report = |bytes| (options.progress)(bytes, total);
+        let loaded = Loaded::new(&report);
+        let weights = Weights::new(&checkpoint, &device, dtype, &loaded);
+        let decoder = architecture.build(&weights, context)?;
+        let cache = KvCache::new(&layers, context, chunk, dtype, &device)?;
+        device.synchronize()?;
+
+        let generation = read_json(dir, "generation_config.json")?;
+        let stop_ids = stop_ids(dir, &generation, &language)?;
+        let info = ModelInfo {
+            family: config.family.model_type,
+            quantisation: config.quantisation,
+            parameters: checkpoint.parameters(),
+            vocab_size: architecture.vocab_size(),
+            max_context: architecture.max_position_embeddings(),
+            dtype,
+            device: device_info,
+            weight_bytes: need.weight_bytes,
+            cache_bytes: need.cache_bytes(context),
+            load_s: started.elapsed().as_secs_f64(),
+        };
+        let defaults = default_sampling(&generation);
+        Ok(Self { language, decoder, cache, cached: Vec::new(), device, stop_ids, defaults, info })
+    }
+}
+
+/// Bytes of the weights once loaded: floats in the compute dtype, packed ones as they are.
+fn weight_bytes(checkpoint: &Checkpoint, dtype: DType) -> u64 {
+    let bytes = |info: &crate::weights::TensorInfo| match info.candle_dtype() {
+        Some(DType::U8) | None => info.bytes() as u64,
+        Some(_) => (info.elements() * dtype.size_in_bytes()) as u64,
+    };
+    checkpoint.tensors().map(|(_, info)| bytes(info)).sum()
+}
+
+/// What a model takes.
+struct Need<'l> {
+    weight_bytes: u64,
+    layers: &'l [LayerSpec],
+    chunk: usize,
+    dtype: DType,
+    max_context: usize,
+}
+
+impl Need<'_> {
+    fn cache_bytes(&self, context: usize) -> u64 {
+        kv_cache::bytes(self.layers, context, self.chunk.min(context), self.dtype)
+    }
+
+    /// Everything, with room for the activations of one chunk.
+    fn bytes(&self, context: usize) -> u64 {
+        const WORKSPACE: u64 = 1 << 30;
+        let workspace = if self.chunk > 256 { WORKSPACE } else { WORKSPACE / 8 };
+        self.weight_bytes + self.cache_bytes(context) + workspace
+    }
+
+    /// The context asked for, or the largest up to the default that fits.
+    fn choose_context(&self, asked: Option<usize>, device: &DeviceInfo) -> Result<usize> {
+        let fits = |context| device.total_bytes == 0 || self.bytes(context) <= device.free_bytes;
+        let context = match asked {
+            Some(0) => bail!("a context of 0 tokens has no room for anything"),
+            Some(asked) if asked > self.max_context => {
+                bail!("--context {asked} is more than the {} that this model was made for", self.max_context)
+            }
+            Some(asked) => asked,
+            None => {
+                let mut context = self.max_context.min(DEFAULT_CONTEXT);
+                while !fits(context) && context > SMALLEST_CONTEXT {
+                    context = (context / 2).max(SMALLEST_CONTEXT.min(self.max_context));
+                }
+                context
+            }
+        };
+        if fits(context) {
+            return Ok(context);
+        }
+        Err(Error::OutOfMemory {
+            what: format!("this model with a context of {context} tokens"),
+            device: device.name.clone(),
+            needed_bytes: self.bytes(context),
+            free_bytes: device.free_bytes,
+        }
+        .into())
+    }
+}
+
+/// A JSON file of the snapshot; null if it is not there.
+fn read_json(dir: &Path, name: &str) -> Result<Value> {
+    let path = dir.join(name);
+    match std::fs::read_to_string(&path) {
+        Ok(text) => serde_json::from_str(&text).with_context(|| format!("broken {}", path.display())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
+        Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
+    }
+}
+
+/// The union of all that names an end: taking one file's word alone makes some models talk without end.
+fn stop_ids(dir: &Path, generation: &Value, language: &Language) -> Result<Vec<u32>> {
+    let mut ids = BTreeSet::new();
+    for json in [&read_json(dir, "config.json")?, generation] {
+        match &json["eos_token_id"] {
+            Value::Array(several) => ids.extend(several.iter().filter_map(Value::as_u64)),
+            one => ids.extend(one.as_u64()),
+        }
+    }
+    let mut ids: BTreeSet<u32> = ids.into_iter().filter_map(|id| u32::try_from(id).ok()).collect();
+    let tokenizer_config = read_json(dir, "tokenizer_config.json")?;
+    let eos = &tokenizer_config["eos_token"];
+    let eos = eos.as_str().or_else(|| eos["content"].as_str());
+    ids.extend(eos.and_then(|eos| language.tokenizer.token_id(eos)));
+    ids.extend(language.chat.iter().flat_map(|chat| chat.stop_ids()));
+    Ok(ids.into_iter().collect())
+}
+
+/// generation_config.json's sampling. `do_sample` absent or false means greedy, as in transformers.
+fn default_sampling(generation: &Value) -> SamplingParams {
+    let greedy = SamplingParams::greedy();
+    let number = |name: &str| generation[name].as_f64().map(|value| value as f32);
+    let repetition_penalty = number("repetition_penalty").unwrap_or(greedy.repetition_penalty);
+    if generation["do_sample"].as_bool() != Some(true) {
+        return SamplingParams { repetition_penalty, ..greedy };
+    }
+    SamplingParams {
+        temperature: number("temperature").unwrap_or(1.0),
+        top_k: generation["top_k"].as_u64().unwrap_or(0) as usize,
+        top_p: number("top_p").unwrap_or(1.0),
+        min_p: number("min_p").unwrap_or(0.0),
+        repetition_penalty,
+        ..greedy
+    }
+}

@@ -1,0 +1,247 @@
+//! The engine: a snapshot loaded onto a device, generating.
+
+mod generate;
+mod load;
+pub mod sampler;
+mod stop;
+
+use std::path::Path;
+
+use anyhow::{Result, bail};
+use candle_core::{D, DType, Device, Tensor};
+
+pub use generate::{Chunk, FinishReason, GenerateOptions, Generation, Summary};
+pub use load::{LoadOptions, ModelInfo};
+pub use sampler::SamplingParams;
+pub use stop::StopStrings;
+
+use crate::chat::{ChatFormat, Message, RenderOptions, Rendered};
+use crate::nn::decoder::{Batch, Decoder, LogitsOf};
+use crate::nn::kv_cache::KvCache;
+use crate::tokenizer::{Controls, TextStream, Tokenizer};
+use generate::Reader;
+
+/// A model's words without its weights: tokenizer and chat format.
+pub struct Language {
+    pub tokenizer: Tokenizer,
+    pub chat: Option<ChatFormat>,
+}
+
+impl Language {
+    /// Needs the tokenizer and config files of a snapshot only.
+    pub fn load(dir: &Path) -> Result<Self> {
+        let tokenizer = Tokenizer::from_dir(dir)?;
+        let chat = ChatFormat::load(dir, &tokenizer)?;
+        Ok(Self { tokenizer, chat })
+    }
+
+    /// Renders a conversation. Fails for a model without a chat format.
+    pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
+        let Some(chat) = &self.chat else {
+            bail!("this model has no chat format: it continues text (use --raw)");
+        };
+        chat.render(&self.tokenizer, messages, options)
+    }
+}
+
+/// A loaded model.
+///
+/// ```
+/// use inferno::chat::{Message, ReasoningEffort, RenderOptions};
+/// use inferno::device::DeviceChoice;
+/// use inferno::{Engine, GenerateOptions, LoadOptions, hub};
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let snapshot = hub::Hub::from_env()?.find("demo", None)?;
+/// let mut engine = Engine::load(&snapshot.path, &LoadOptions { device: DeviceChoice::Cpu, ..Default::default() })?;
+/// let render = RenderOptions {
+///     tools: Vec::new(),
+///     reasoning_effort: ReasoningEffort::Medium,
+///     date: "2026-01-31".into(),
+///     add_generation_prompt: true,
+/// };
+/// let options = GenerateOptions::new(engine.defaults().clone());
+/// for chunk in engine.chat(&[Message::user("How do I list my models?")], &render, options)? {
+///     print!("{}", chunk?.answer());
+/// }
+/// # Ok(())
+/// # }
+/// ```
+pub struct Engine {
+    language: Language,
+    decoder: Decoder,
+    cache: KvCache,
+    /// The tokens whose keys and values the cache holds.
+    cached: Vec<u32>,
+    device: Device,
+    stop_ids: Vec<u32>,
+    defaults: SamplingParams,
+    info: ModelInfo,
+}
+
+/// What reading a prompt came to.
+struct Prefilled {
+    cached_tokens: usize,
+    /// Of the last token; none if it was cancelled.
+    logits: Option<Vec<f32>>,
+}
+
+/// Rows of logits computed at once for perplexity: each row has the size of the vocabulary, in f32.
+const NLL_ROWS: usize = 256;
+
+impl Engine {
+    /// What was loaded, and how.
+    pub fn info(&self) -> &ModelInfo {
+        &self.info
+    }
+
+    /// Sampling as the model's generation_config.json has it; greedy where it says nothing.
+    pub fn defaults(&self) -> &SamplingParams {
+        &self.defaults
+    }
+
+    pub fn language(&self) -> &Language {
+        &self.language
+    }
+
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.language.tokenizer
+    }
+
+    /// Positions there is room for.
+    pub fn context(&self) -> usize {
+        self.cache.context()
+    }
+
+    /// Positions in use.
+    pub fn cached_tokens(&self) -> usize {
+        self.cached.len()
+    }
+
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Whether `token` ends a text: the union of what config.json, generation_config.json, the tokenizer and the chat
+    /// format name.
+    pub fn is_stop(&self, token: u32) -> bool {
+        self.stop_ids.contains(&token)
+    }
+
+    /// Answers a conversation.
+    pub fn chat(
+        &mut self,
+        messages: &[Message],
+        render: &RenderOptions,
+        options: GenerateOptions,
+    ) -> Result<Generation<'_>> {
+        let rendered = self.language.render(messages, render)?;
+        let Some(chat) = &self.language.chat else { bail!("this model has no chat format") };
+        let parser = chat.parser(&self.language.tokenizer, &rendered);
+        Generation::start(self, &rendered.ids, Reader::Chat(Box::new(parser)), options)
+    }
+
+    /// Continues a text: no template, everything generated is answer.
+    pub fn complete(&mut self, text: &str, options: GenerateOptions) -> Result<Generation<'_>> {
+        let ids = self.tokenizer().encode(text, Controls::Default)?;
+        self.complete_ids(&ids, options)
+    }
+
+    /// Continues token ids.
+    pub fn complete_ids(&mut self, ids: &[u32], options: GenerateOptions) -> Result<Generation<'_>> {
+        Generation::start(self, ids, Reader::Raw(TextStream::new()), options)
+    }
+
+    /// Forgets the cached tokens: the next prompt is read from its start.
+    pub fn forget(&mut self) {
+        self.cached.clear();
+    }
+
+    /// Reads a prompt, from where it parts from what the cache holds.
+    fn prefill(&mut self, prompt: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Prefilled> {
+        // At least the last token is run, for its logits.
+        let common = prompt[..prompt.len() - 1].iter().zip(&self.cached).take_while(|(a, b)| a == b).count();
+        let cached_tokens = self.cache.go_back(common.min(self.cached.len()))?;
+        self.cached.truncate(cached_tokens);
+        let mut logits = None;
+        let chunks = prompt[cached_tokens..].chunks(self.cache.chunk());
+        let last = chunks.len() - 1;
+        for (index, chunk) in chunks.enumerate() {
+            if cancelled() {
+                return Ok(Prefilled { cached_tokens, logits: None });
+            }
+            let of_chunk = self.forward_tensor(chunk, LogitsOf::Last)?;
+            if index == last {
+                logits = Some(of_chunk.flatten_all()?.to_vec1()?);
+            }
+        }
+        self.cache.set_checkpoint()?;
+        Ok(Prefilled { cached_tokens, logits })
+    }
+
+    /// Runs tokens after the cached ones. Returns logits on the host.
+    fn forward(&mut self, ids: &[u32], logits: LogitsOf) -> Result<Vec<f32>> {
+        Ok(self.forward_tensor(ids, logits)?.flatten_all()?.to_vec1()?)
+    }
+
+    fn forward_tensor(&mut self, ids: &[u32], logits: LogitsOf) -> Result<Tensor> {
+        if self.cached.is_empty() {
+            self.cache.go_back(0)?;
+        }
+        let batch = Batch { ids, tokens: &[ids.len()], logits };
+        let logits = self.decoder.forward(&batch, &mut [&mut self.cache])?;
+        self.cached.extend(ids);
+        Ok(logits)
+    }
+
+    /// Logits f32 [T, V] of every position of `ids`, which must fit in the context. Takes T × V × 4 bytes on the device.
+    pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {
+        self.forget();
+        let rows: Vec<Tensor> = ids
+            .chunks(self.cache.chunk())
+            .map(|chunk| self.forward_tensor(chunk, LogitsOf::All))
+            .collect::<Result<_>>()?;
+        Ok(Tensor::cat(&rows, 0)?)
+    }
+
+    /// Negative log-likelihood (natural log) of each token after the first, given those before it. What is longer than
+    /// the context is read in windows that overlap by half, so that each token is judged with at least half a context
+    /// behind it.
+    pub fn negative_log_likelihood(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
+        let vocab_size = self.info.vocab_size;
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
+            bail!("token id {id} is outside the model's vocabulary of {vocab_size}");
+        }
+        if ids.len() < 2 {
+            bail!("a text of {} tokens has no token to judge: two are needed", ids.len());
+        }
+        let window = self.context();
+        let mut losses = Vec::with_capacity(ids.len() - 1);
+        let mut start = 0;
+        while losses.len() + 1 < ids.len() {
+            let end = (start + window).min(ids.len());
+            let of_window = self.window_nll(&ids[start..end])?;
+            // The window judges tokens start+1 ..; those already judged had more behind them there.
+            let known = losses.len() - start;
+            losses.extend(&of_window[known..]);
+            start = end - (window / 2).min(end);
+        }
+        Ok(losses)
+    }
+
+    fn window_nll(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
+        self.forget();
+        let mut losses = Vec::with_capacity(ids.len() - 1);
+        for (index, inputs) in ids[..ids.len() - 1].chunks(NLL_ROWS.min(self.cache.chunk())).enumerate() {
+            let first = index * NLL_ROWS.min(self.cache.chunk());
+            let targets = &ids[first + 1..first + 1 + inputs.len()];
+            let logits = self.forward_tensor(inputs, LogitsOf::All)?;
+            let targets = Tensor::new(targets, &self.device)?.unsqueeze(1)?;
+            let chosen = logits.gather(&targets, D::Minus1)?.squeeze(1)?;
+            let nll = (logits.log_sum_exp(D::Minus1)? - chosen)?;
+            losses.extend(nll.to_dtype(DType::F32)?.to_vec1::<f32>()?);
+        }
+        self.forget();
+        Ok(losses)
+    }
+}

@@ -1,0 +1,200 @@
+//! From logits to a token: penalties, temperature, top-k, top-p, min-p, in transformers' order, and a draw that depends
+//! on the seed and the position alone, so that the same seed gives the same text.
+
+use std::collections::HashMap;
+
+/// How tokens are chosen. `SamplingParams::greedy()` is the neutral element of each.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// 0 takes the likeliest token.
+    pub temperature: f32,
+    /// Only the k likeliest; 0 for all.
+    pub top_k: usize,
+    /// Only the likeliest whose probabilities sum to p; 1 for all.
+    pub top_p: f32,
+    /// Only those at least this fraction as likely as the likeliest; 0 for all.
+    pub min_p: f32,
+    /// Divides the logits of tokens seen in prompt or answer (arXiv 1909.05858); 1 for none.
+    pub repetition_penalty: f32,
+    /// Subtracted from a token's logit for each time it was generated (OpenAI); 0 for none.
+    pub frequency_penalty: f32,
+    /// Subtracted once from the logit of each generated token (OpenAI); 0 for none.
+    pub presence_penalty: f32,
+    pub seed: u64,
+}
+
+impl SamplingParams {
+    pub fn greedy() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            seed: 0,
+        }
+    }
+
+    /// The first value that is out of its range, in words.
+    pub fn problem(&self) -> Option<String> {
+        let checks = [
+            ("temperature", self.temperature, 0.0, 100.0),
+            ("top-p", self.top_p, 0.0, 1.0),
+            ("min-p", self.min_p, 0.0, 1.0),
+            ("repetition-penalty", self.repetition_penalty, 0.01, 100.0),
+            ("frequency-penalty", self.frequency_penalty, -100.0, 100.0),
+            ("presence-penalty", self.presence_penalty, -100.0, 100.0),
+        ];
+        let bad = checks.into_iter().find(|(_, value, low, high)| !(low..=high).contains(&value));
+        bad.map(|(name, value, low, high)| format!("{name} is {value}, it must lie between {low} and {high}"))
+    }
+}
+
+/// Chooses the tokens of one generation.
+pub struct Sampler {
+    params: SamplingParams,
+    seen: HashMap<u32, Seen>,
+    drawn: u64,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Seen {
+    generated: u32,
+}
+
+impl Sampler {
+    /// `prompt` counts for the repetition penalty.
+    pub fn new(params: SamplingParams, prompt: &[u32]) -> Self {
+        let seen = prompt.iter().map(|&id| (id, Seen::default())).collect();
+        Self { params, seen, drawn: 0 }
+    }
+
+    /// The next token. `logits` [V] are changed in place.
+    pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
+        self.penalise(logits);
+        let token = if self.params.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };
+        self.seen.entry(token).or_default().generated += 1;
+        token
+    }
+
+    fn penalise(&self, logits: &mut [f32]) {
+        let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
+        if repetition_penalty == 1.0 && frequency_penalty == 0.0 && presence_penalty == 0.0 {
+            return;
+        }
+        for (&id, seen) in &self.seen {
+            let Some(logit) = logits.get_mut(id as usize) else { continue };
+            *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
+            if seen.generated > 0 {
+                *logit -= frequency_penalty * seen.generated as f32 + presence_penalty;
+            }
+        }
+    }
+
+    fn draw(&mut self, logits: &[f32]) -> u32 {
+        let candidates = candidates(logits, &self.params);
+        let total: f64 = candidates.iter().map(|c| c.weight).sum();
+        let mut left = uniform(self.params.seed, self.drawn) * total;
+        self.drawn += 1;
+        for candidate in &candidates {
+            left -= candidate.weight;
+            if left < 0.0 {
+                return candidate.id;
+            }
+        }
+        candidates.last().map_or_else(|| argmax(logits), |candidate| candidate.id)
+    }
+}
+
+/// A token that may be drawn, with its weight relative to the likeliest token's 1.
+#[derive(Clone, Copy, Debug)]
+pub struct Candidate {
+    pub id: u32,
+    pub weight: f64,
+}
+
+/// What is left of the distribution after temperature, top-k, top-p and min-p. Likeliest first if anything was cut.
+pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
+    let top = logits.iter().copied().filter(|logit| !logit.is_nan()).fold(f32::NEG_INFINITY, f32::max);
+    if top == f32::NEG_INFINITY {
+        return Vec::new();
+    }
+    let weigh = |(id, &logit): (usize, &f32)| Candidate {
+        id: id as u32,
+        weight: if logit == top { 1.0 } else { ((logit - top) as f64 / params.temperature.max(1e-6) as f64).exp() },
+    };
+    let mut all: Vec<Candidate> = logits.iter().enumerate().map(weigh).filter(|c| c.weight > 0.0).collect();
+    if params.top_k > 0 {
+        keep_likeliest(&mut all, params.top_k);
+    }
+    if params.top_p < 1.0 {
+        keep_nucleus(&mut all, params.top_p as f64);
+    }
+    if params.min_p > 0.0 {
+        all.retain(|candidate| candidate.weight >= params.min_p as f64);
+    }
+    all
+}
+
+/// Likeliest first; equal ones by id, so that the order does not depend on the sort.
+fn by_weight(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
+    b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
+}
+
+fn keep_likeliest(candidates: &mut Vec<Candidate>, count: usize) {
+    if count < candidates.len() {
+        candidates.select_nth_unstable_by(count, by_weight);
+        candidates.truncate(count);
+    }
+    candidates.sort_unstable_by(by_weight);
+}
+
+/// The fewest of the likeliest whose probabilities reach p, at least one. A vocabulary has 200,000 entries and a nucleus
+/// a few dozen, so ever larger heads are sorted rather than everything.
+fn keep_nucleus(candidates: &mut Vec<Candidate>, p: f64) {
+    let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
+    let mut head = 64.min(candidates.len());
+    loop {
+        if head < candidates.len() {
+            candidates.select_nth_unstable_by(head, by_weight);
+        }
+        candidates[..head].sort_unstable_by(by_weight);
+        let mut sum = 0.0;
+        let reached = candidates[..head].iter().position(|candidate| {
+            sum += candidate.weight;
+            sum >= target
+        });
+        match reached {
+            Some(last) => return candidates.truncate(last + 1),
+            None if head == candidates.len() => return,
+            None => head = (head * 8).min(candidates.len()),
+        }
+    }
+}
+
+/// The likeliest token; the first of equals. NaN never wins.
+pub fn argmax(logits: &[f32]) -> u32 {
+    let mut best = 0;
+    for (id, &logit) in logits.iter().enumerate() {
+        if logit > logits[best] || logits[best].is_nan() {
+            best = id;
+        }
+    }
+    best as u32
+}
+
+/// A number in [0, 1) from a seed and a counter: SplitMix64 (Steele et al., OOPSLA 2014) at that point of its sequence.
+fn uniform(seed: u64, counter: u64) -> f64 {
+    const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
+    let mix = |mut z: u64| {
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    };
+    // Mixed twice: neighbouring seeds would otherwise walk the same sequence, one step apart.
+    let start = mix(seed.wrapping_add(GOLDEN));
+    let bits = mix(start.wrapping_add(counter.wrapping_add(1).wrapping_mul(GOLDEN)));
+    (bits >> 11) as f64 / (1u64 << 53) as f64
+}

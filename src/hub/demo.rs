@@ -1,0 +1,65 @@
+//! The demo model: a small trained gpt-oss inside the binary, written to the cache like any other model.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::{Snapshot, Source};
+
+/// The name it goes by.
+pub const NAME: &str = "demo";
+
+macro_rules! asset {
+    ($name:literal) => {
+        ($name, include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo/", $name)))
+    };
+}
+
+const FILES: &[(&str, &[u8])] = &[
+    asset!("config.json"),
+    asset!("generation_config.json"),
+    asset!("tokenizer.json"),
+    asset!("tokenizer_config.json"),
+    asset!("special_tokens_map.json"),
+    asset!("model.safetensors"),
+];
+
+/// An honest line about the demo model, for whoever starts it.
+pub fn notice(snapshot: &Snapshot) -> Option<&'static str> {
+    (snapshot.source == Source::BuiltIn).then_some(
+        "this is the built-in demo: a tiny model trained on questions about inferno; it knows little else, and errs",
+    )
+}
+
+/// The demo's snapshot under `cache`, written if it is not there. Another version of the binary writes another one.
+pub fn materialise(cache: &Path) -> Result<Snapshot> {
+    let revision = revision();
+    let snapshots = cache.join(NAME);
+    let path = snapshots.join(&revision);
+    if !path.exists() {
+        let write = || -> std::io::Result<()> {
+            // Written aside and renamed, so that no one ever sees half of it.
+            fs::create_dir_all(&snapshots)?;
+            let aside = snapshots.join(format!(".{revision}.{}", std::process::id()));
+            fs::create_dir_all(&aside)?;
+            for (name, bytes) in FILES {
+                fs::write(aside.join(name), bytes)?;
+            }
+            match fs::rename(&aside, &path) {
+                // Another process was quicker.
+                Err(_) if path.exists() => fs::remove_dir_all(&aside),
+                result => result,
+            }
+        };
+        write().with_context(|| format!("cannot write the demo model to {}", path.display()))?;
+    }
+    Ok(Snapshot { name: NAME.to_string(), revision: Some(revision), path, source: Source::BuiltIn })
+}
+
+/// A hash of the files (FNV-1a, 64 bits), in place of a commit.
+fn revision() -> String {
+    let bytes = FILES.iter().flat_map(|(_, bytes)| bytes.iter());
+    let hash = bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, &byte| (hash ^ byte as u64).wrapping_mul(0x0100_0000_01b3));
+    format!("{hash:016x}")
+}

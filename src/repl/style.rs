@@ -1,0 +1,60 @@
+//! What the terminal shows: dimming, figures, and nothing that a model could smuggle in.
+
+use std::io::IsTerminal;
+
+use crate::engine::{FinishReason, Summary};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Colour {
+    On,
+    Off,
+}
+
+/// On for a terminal that can, unless NO_COLOR is set (no-color.org).
+pub fn stderr_colour() -> Colour {
+    let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
+    if std::io::stderr().is_terminal() && !refused && !dumb { Colour::On } else { Colour::Off }
+}
+
+/// Dimmed text.
+pub fn dim(text: &str, colour: Colour) -> String {
+    match colour {
+        Colour::On if !text.is_empty() => format!("\x1b[2m{text}\x1b[22m"),
+        _ => text.to_string(),
+    }
+}
+
+/// Text without control characters other than line break and tab: a model's output must not move the cursor, set the
+/// window's title, or write to the clipboard. Characters that reorder what is seen go too.
+pub fn printable(text: &str) -> String {
+    let harmless = |c: &char| match c {
+        '\n' | '\t' => true,
+        '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}' => false,
+        c => !c.is_control(),
+    };
+    text.chars().filter(harmless).collect()
+}
+
+/// `57 tokens · 31.2 tok/s · first token after 0.21 s · context 312 of 4096`
+pub fn stats(summary: &Summary) -> String {
+    let tokens = if summary.completion_tokens == 1 { "token" } else { "tokens" };
+    let mut parts = vec![format!("{} {tokens}", summary.completion_tokens)];
+    if summary.tok_per_s > 0.0 {
+        parts.push(format!("{:.1} tok/s", summary.tok_per_s));
+    }
+    parts.push(format!("first token after {:.2} s", summary.ttft_s));
+    parts.push(format!("context {} of {}", summary.context_used, summary.context));
+    match summary.finish_reason {
+        FinishReason::Interrupted => parts.push("stopped".into()),
+        FinishReason::Length if summary.context_used >= summary.context => {
+            parts.push("the context is full: /clear starts anew".into());
+        }
+        FinishReason::Length => parts.push("cut at --max-tokens".into()),
+        FinishReason::Stop | FinishReason::ToolCalls => {}
+    }
+    if summary.malformed > 0 {
+        parts.push("the model broke its chat format".into());
+    }
+    parts.join(" · ")
+}

@@ -1,0 +1,342 @@
+//! The program as a person or a script runs it: what it prints where, what it returns, and how it takes bad input.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::support::demo_dir;
+
+/// The program, with caches of its own and no network.
+fn inferno(home: &TempDir) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_inferno"));
+    for variable in ["HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "XDG_STATE_HOME"] {
+        command.env_remove(variable);
+    }
+    command.env("HOME", home.path()).env("INFERNO_CACHE", home.path().join("models"));
+    // A port that nothing listens on.
+    command.env("HF_ENDPOINT", "http://127.0.0.1:1").stdin(Stdio::null());
+    command
+}
+
+fn run(args: &[&str]) -> Output {
+    inferno(&TempDir::new().unwrap()).args(args).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// It failed with this code and a message that has all of these words, and did not panic.
+fn assert_fails(output: &Output, code: i32, words: &[&str]) {
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{message}");
+    assert!(message.starts_with("error: "), "{message}");
+    for word in words {
+        assert!(message.contains(word), "no {word:?} in: {message}");
+    }
+}
+
+const CPU: &[&str] = &["--device", "cpu"];
+
+fn ask(model: &Path, more: &[&str]) -> Output {
+    let model = model.to_str().unwrap();
+    run(&[&["play", model, "--prompt", "How do I download a model?"], CPU, more].concat())
+}
+
+/// A copy of the demo's snapshot to be spoilt.
+fn copy_of_demo() -> (TempDir, PathBuf) {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("model");
+    fs::create_dir(&path).unwrap();
+    for entry in fs::read_dir(demo_dir()).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), path.join(entry.file_name())).unwrap();
+    }
+    (folder, path)
+}
+
+/// A copy whose config.json was changed.
+fn demo_with_config(change: impl FnOnce(&mut Value)) -> (TempDir, PathBuf) {
+    let (folder, path) = copy_of_demo();
+    let file = path.join("config.json");
+    let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    change(&mut config);
+    fs::write(file, config.to_string()).unwrap();
+    (folder, path)
+}
+
+#[test]
+fn one_shot_prints_the_answer_alone() {
+    let output = run(&["play", "demo", "--device", "cpu", "--prompt", "How do I download a model?"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let answer = text(&output.stdout);
+    assert!(answer.contains("inferno download") && answer.ends_with('\n') && !answer.contains("<|"), "{answer}");
+    assert_eq!(text(&output.stderr), "", "nothing is said where no one looks on");
+}
+
+#[test]
+fn standard_input_is_the_prompt() {
+    let home = TempDir::new().unwrap();
+    let mut child = inferno(&home)
+        .args(["play", "demo", "--device", "cpu"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(b"How do I list my models?\n").unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success());
+    assert!(text(&output.stdout).contains("inferno list"), "{}", text(&output.stdout));
+}
+
+#[test]
+fn json_has_all_that_a_script_needs() {
+    let output = ask(&demo_dir(), &["--json", "--seed", "7", "--temperature", "0"]);
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(json["text"].as_str().unwrap().contains("inferno download"));
+    assert!(!json["reasoning"].as_str().unwrap().is_empty());
+    assert_eq!(json["finish_reason"], "stop");
+    assert_eq!(json["seed"], 7);
+    let tokens = json["tokens"].as_array().unwrap();
+    assert_eq!(json["usage"]["completion_tokens"], tokens.len());
+    assert!(json["usage"]["prompt_tokens"].as_u64().unwrap() > 20);
+    for figure in ["ttft_s", "tok_per_s", "load_s"] {
+        assert!(json["stats"][figure].as_f64().unwrap() > 0.0, "{figure}");
+    }
+    assert_eq!(json["model"], demo_dir().to_str().unwrap());
+}
+
+#[test]
+fn raw_continues_the_text_and_eos_can_be_ignored() {
+    let output = run(&[
+        "play",
+        "demo",
+        "--device",
+        "cpu",
+        "--raw",
+        "--prompt",
+        "To download",
+        "--max-tokens",
+        "60",
+        "--ignore-eos",
+        "--json",
+    ]);
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(json["tokens"].as_array().unwrap().len(), 60);
+    assert_eq!(json["finish_reason"], "length");
+    let ids = run(&["tokenize", "demo", "To download", "--json"]);
+    let ids: Value = serde_json::from_slice(&ids.stdout).unwrap();
+    assert_eq!(json["usage"]["prompt_tokens"], ids["ids"].as_array().unwrap().len());
+}
+
+#[test]
+fn list_shows_the_demo() {
+    let table = text(&run(&["list"]).stdout);
+    assert!(table.contains("demo") && table.contains("gpt_oss") && table.contains("mxfp4"), "{table}");
+    let json: Value = serde_json::from_slice(&run(&["list", "--json"]).stdout).unwrap();
+    let demo = &json[0];
+    for field in ["name", "revision", "family", "quantisation", "parameters", "size_bytes", "path"] {
+        assert!(!demo[field].is_null(), "{field}");
+    }
+    assert!(demo["size_bytes"].as_u64().unwrap() < 8_000_000);
+}
+
+#[test]
+fn tokenize_shows_texts_and_conversations() {
+    let home = TempDir::new().unwrap();
+    let output = run(&["tokenize", "demo", "Hello <|start|>", "--json"]);
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(json["ids"].as_array().unwrap().len(), json["pieces"].as_array().unwrap().len());
+    assert_eq!(json["pieces"].as_array().unwrap().last().unwrap(), "<|start|>");
+
+    let chat = home.path().join("chat.json");
+    fs::write(&chat, r#"[{"role":"user","content":"Say <|end|> twice"}]"#).unwrap();
+    let chat = chat.to_str().unwrap();
+    let pieces = |more: &[&str]| {
+        let output = run(&[&["tokenize", "demo", "--chat", chat, "--date", "2026-01-31", "--json"], more].concat());
+        let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+        (json["rendered"].as_str().unwrap().to_string(), json["pieces"].to_string())
+    };
+    let (rendered, tokens) = pieces(&[]);
+    assert!(rendered.contains("Current date: 2026-01-31") && rendered.ends_with("<|start|>assistant"), "{rendered}");
+    // Two messages end, the system's and the user's: the one that was typed is no control token.
+    assert_eq!(tokens.matches("<|end|>").count(), 2, "{tokens}");
+    assert!(!pieces(&["--no-generation-prompt"]).0.ends_with("assistant"));
+}
+
+#[test]
+fn perplexity_reports_every_token() {
+    let home = TempDir::new().unwrap();
+    let file = home.path().join("text.txt");
+    fs::write(&file, "A token is a piece of a word. ".repeat(30)).unwrap();
+    let file = file.to_str().unwrap();
+    let output = run(&["perplexity", "demo", "--device", "cpu", "--file", file, "--json"]);
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let nll = json["nll"].as_array().unwrap();
+    assert_eq!(nll.len() as u64 + 1, json["tokens"].as_u64().unwrap());
+    let mean = nll.iter().map(|nll| nll.as_f64().unwrap()).sum::<f64>() / nll.len() as f64;
+    assert!((mean - json["mean_nll"].as_f64().unwrap()).abs() < 1e-6);
+    assert!((mean.exp() / json["perplexity"].as_f64().unwrap() - 1.0).abs() < 1e-6);
+}
+
+#[test]
+fn no_gpu_is_an_error_with_a_way_out() {
+    if cfg!(feature = "cuda") {
+        return;
+    }
+    let output = run(&["play", "demo", "--prompt", "hello"]);
+    assert_fails(&output, 10, &["no NVIDIA GPU", "--features cuda", "--device cpu"]);
+    assert_fails(&run(&["play", "demo", "--prompt", "hello", "--device", "cuda:1"]), 10, &["GPU"]);
+    assert_eq!(run(&["play", "demo", "--prompt", "hello", "--device", "tpu"]).status.code(), Some(2));
+}
+
+#[test]
+fn models_that_are_not_there_say_how_to_get_them() {
+    let output = run(&["play", "openai/gpt-oss-20b", "--device", "cpu", "--prompt", "hello"]);
+    assert_fails(&output, 3, &["openai/gpt-oss-20b", "inferno download openai/gpt-oss-20b"]);
+    let home = TempDir::new().unwrap();
+    let output = inferno(&home).args(["download", "org/model"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
+    assert_fails(&output, 5, &["offline", "HF_HUB_OFFLINE"]);
+    let output = run(&["download", "not a name"]);
+    assert_fails(&output, 1, &["org/name"]);
+}
+
+#[test]
+fn broken_weights_are_named() {
+    let weights = "model.safetensors";
+    // Truncated at several points: in the length, in the header, in the data.
+    for length in [0, 5, 8, 1000, 100_000] {
+        let (_folder, path) = copy_of_demo();
+        let file = fs::OpenOptions::new().write(true).open(path.join(weights)).unwrap();
+        file.set_len(length).unwrap();
+        assert_fails(&ask(&path, &[]), 1, &[weights]);
+    }
+    // A header that lies: longer than the file, absurdly long, no JSON, other offsets.
+    let rewrite = |change: &dyn Fn(Vec<u8>) -> Vec<u8>| {
+        let (folder, path) = copy_of_demo();
+        let bytes = fs::read(path.join(weights)).unwrap();
+        fs::write(path.join(weights), change(bytes)).unwrap();
+        let output = ask(&path, &[]);
+        drop(folder);
+        output
+    };
+    let with_length = |length: u64| move |bytes: Vec<u8>| [&length.to_le_bytes(), &bytes[8..]].concat();
+    assert_fails(&rewrite(&with_length(1 << 30)), 1, &[weights]);
+    assert_fails(&rewrite(&with_length(u64::MAX)), 1, &[weights]);
+    assert_fails(&rewrite(&with_length(64)), 1, &[weights]);
+    let replace = |from: &'static str, to: &'static str| {
+        assert_eq!(from.len(), to.len());
+        move |mut bytes: Vec<u8>| {
+            let at = bytes.windows(from.len()).position(|window| window == from.as_bytes()).unwrap();
+            bytes[at..at + from.len()].copy_from_slice(to.as_bytes());
+            bytes
+        }
+    };
+    assert_fails(&rewrite(&replace("\"data_offsets\":[0,", "\"data_offsets\":[1,")), 1, &[weights]);
+    assert_fails(&rewrite(&replace("\"dtype\":\"BF16\"", "\"dtype\":\"F8XX\"")), 1, &[weights]);
+    // A tensor under another name is missing under its own.
+    let renamed = rewrite(&replace("model.norm.weight", "model.nrom.weight"));
+    assert_fails(&renamed, 1, &["model.norm.weight", "missing", weights]);
+    let (_folder, path) = copy_of_demo();
+    fs::remove_file(path.join(weights)).unwrap();
+    assert_fails(&ask(&path, &[]), 1, &["no weights", weights]);
+}
+
+#[test]
+fn wrong_shapes_are_named_with_what_was_expected() {
+    let (_folder, path) = demo_with_config(|config| {
+        let size = config["vocab_size"].as_u64().unwrap();
+        config["vocab_size"] = (size + 1).into();
+    });
+    assert_fails(&ask(&path, &[]), 1, &["model.embed_tokens.weight", "expected shape", "found", "model.safetensors"]);
+}
+
+#[test]
+fn impossible_configs_are_refused() {
+    let cases: [(&str, Value, &str); 9] = [
+        ("num_attention_heads", 0.into(), "num_attention_heads"),
+        ("hidden_size", (-4).into(), "config.json"),
+        ("num_hidden_layers", 1_000_000_000u64.into(), "num_hidden_layers"),
+        ("num_key_value_heads", 5.into(), "heads"),
+        ("num_experts_per_tok", 99.into(), "experts"),
+        ("layer_types", serde_json::json!(["full_attention"]), "layer_types"),
+        ("layer_types", serde_json::json!(["mamba"]), "mamba"),
+        ("rope_scaling", serde_json::json!({"rope_type": "spiral", "factor": 2.0}), "spiral"),
+        ("quantization_config", serde_json::json!({"quant_method": "abc"}), "abc"),
+    ];
+    for (field, value, word) in cases {
+        let (_folder, path) = demo_with_config(|config| config[field] = value.clone());
+        assert_fails(&ask(&path, &[]), 1, &[word]);
+    }
+    let (_folder, path) = demo_with_config(|config| config["model_type"] = "mamba2".into());
+    assert_fails(&ask(&path, &[]), 7, &["mamba2", "gpt_oss", "llama"]);
+    let (_folder, path) = copy_of_demo();
+    fs::write(path.join("config.json"), "{").unwrap();
+    assert_fails(&ask(&path, &[]), 1, &["config.json"]);
+}
+
+#[test]
+fn shards_that_are_missing_or_elsewhere_are_refused() {
+    let index = |shard: &str| {
+        let (folder, path) = copy_of_demo();
+        let index = serde_json::json!({ "metadata": {}, "weight_map": { "model.norm.weight": shard } });
+        fs::write(path.join("model.safetensors.index.json"), index.to_string()).unwrap();
+        let output = ask(&path, &[]);
+        drop(folder);
+        output
+    };
+    assert_fails(&index("model-00001-of-00002.safetensors"), 1, &["model-00001-of-00002.safetensors", "missing"]);
+    for outside in ["../model.safetensors", "/etc/passwd", "a/../../b.safetensors", "..", ""] {
+        assert_fails(&index(outside), 1, &["not a file of this folder"]);
+    }
+    let (_folder, path) = copy_of_demo();
+    let index = serde_json::json!({ "weight_map": { "model.missing.weight": "model.safetensors" } });
+    fs::write(path.join("model.safetensors.index.json"), index.to_string()).unwrap();
+    assert_fails(&ask(&path, &[]), 1, &["model.missing.weight", "not there"]);
+}
+
+#[test]
+fn broken_tokenizers_are_named() {
+    for broken in
+        ["", "{}", "[1, 2", r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0},"merges":[["b","c"]]}}"#]
+    {
+        let (_folder, path) = copy_of_demo();
+        fs::write(path.join("tokenizer.json"), broken).unwrap();
+        assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);
+    }
+    let (_folder, path) = copy_of_demo();
+    fs::remove_file(path.join("tokenizer.json")).unwrap();
+    assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);
+}
+
+#[test]
+fn a_prompt_longer_than_the_context_says_so() {
+    let long = "download ".repeat(500);
+    let output = run(&["play", "demo", "--device", "cpu", "--context", "128", "--prompt", &long]);
+    assert_fails(&output, 9, &["context holds 128", "--context"]);
+    assert_fails(&ask(&demo_dir(), &["--context", "99999999"]), 1, &["--context", "99999999"]);
+    assert_fails(&ask(&demo_dir(), &["--temperature", "-1"]), 1, &["temperature"]);
+}
+
+#[test]
+fn a_reader_that_leaves_early_is_no_failure() {
+    let home = TempDir::new().unwrap();
+    let mut child = inferno(&home)
+        .args(["play", "demo", "--device", "cpu", "--prompt", "How do I download a model?", "--ignore-eos"])
+        .args(["--max-tokens", "400", "--temperature", "2"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut first = [0u8; 1];
+    let mut stdout = child.stdout.take().unwrap();
+    stdout.read_exact(&mut first).unwrap();
+    drop(stdout);
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stderr), "");
+}

@@ -1,0 +1,94 @@
+//! The chat as a person meets it, in a real (pseudo) terminal.
+
+use std::process::Command;
+
+use rexpect::session::{PtySession, spawn_command};
+use tempfile::TempDir;
+
+fn play(home: &TempDir, args: &[&str]) -> PtySession {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_inferno"));
+    for variable in ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_STATE_HOME", "NO_COLOR"] {
+        command.env_remove(variable);
+    }
+    command.env("HOME", home.path()).env("INFERNO_CACHE", home.path().join("models")).env("TERM", "xterm-256color");
+    command.arg("play").args(args).args(["--device", "cpu"]);
+    // Generous: a debug build on a busy machine.
+    spawn_command(command, Some(60_000)).unwrap()
+}
+
+/// Waits for `text` and returns what came before it.
+fn expect(session: &mut PtySession, text: &str) -> String {
+    session.exp_string(text).unwrap_or_else(|error| panic!("waiting for {text:?}: {error}"))
+}
+
+#[test]
+fn a_conversation_streams_remembers_and_ends() {
+    let home = TempDir::new().unwrap();
+    let mut chat = play(&home, &["demo"]);
+    let banner = expect(&mut chat, ">>> ");
+    assert!(banner.contains("built-in demo") && banner.contains("/help"), "{banner}");
+
+    chat.send_line("My name is Ada").unwrap();
+    let first = expect(&mut chat, "tok/s");
+    assert!(first.contains("Ada"), "{first}");
+    assert!(first.contains("\u{1b}[2m"), "thoughts are dimmed: {first}");
+    expect(&mut chat, ">>> ");
+
+    chat.send_line("What is my name?").unwrap();
+    let second = expect(&mut chat, "tok/s");
+    assert!(second.contains("name is Ada"), "{second}");
+    expect(&mut chat, ">>> ");
+
+    chat.send_line("/stats").unwrap();
+    let stats = expect(&mut chat, ">>> ");
+    assert!(stats.contains("gpt_oss") && stats.contains("harmony"), "{stats}");
+
+    chat.send_line("/exit").unwrap();
+    chat.exp_eof().unwrap();
+    let history = home.path().join(".local/state/inferno/history");
+    assert!(std::fs::read_to_string(history).unwrap().contains("My name is Ada"));
+}
+
+#[test]
+fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
+    let home = TempDir::new().unwrap();
+    // Without an end of text this answer would fill the whole context.
+    let mut chat = play(&home, &["demo", "--ignore-eos", "--context", "4096"]);
+    expect(&mut chat, ">>> ");
+    chat.send_line("How do I download a model?").unwrap();
+    expect(&mut chat, "inferno download");
+    chat.send_control('c').unwrap();
+    expect(&mut chat, "stopped");
+    expect(&mut chat, ">>> ");
+    // Still in the chat, which goes on.
+    chat.send_line("/set temperature 0.5").unwrap();
+    expect(&mut chat, "temperature is 0.5");
+    expect(&mut chat, ">>> ");
+    chat.send_control('c').unwrap();
+    expect(&mut chat, "once more");
+    chat.send_control('c').unwrap();
+    chat.exp_eof().unwrap();
+}
+
+#[test]
+fn without_a_model_it_asks_which() {
+    let home = TempDir::new().unwrap();
+    let mut chat = play(&home, &[]);
+    let table = expect(&mut chat, "which? [1-1] ");
+    assert!(table.contains("demo"), "{table}");
+    chat.send_line("7").unwrap();
+    expect(&mut chat, "a number from 1 to 1");
+    expect(&mut chat, "which?");
+    chat.send_line("1").unwrap();
+    expect(&mut chat, ">>> ");
+    chat.send_line("\"\"\"How do I").unwrap();
+    expect(&mut chat, "... ");
+    chat.send_line("list my models?\"\"\"").unwrap();
+    expect(&mut chat, "inferno list");
+    expect(&mut chat, ">>> ");
+    chat.send_line("/nonsense").unwrap();
+    expect(&mut chat, "no command /nonsense");
+    expect(&mut chat, ">>> ");
+    chat.send_control('d').unwrap();
+    chat.exp_eof().unwrap();
+}
