@@ -1,0 +1,3 @@
+//! One integration binary: every test file is a module of it, so the crate links once.
+
+mod chat;
