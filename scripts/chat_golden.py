@@ -1,0 +1,285 @@
+#!/usr/bin/env python3
+"""Makes tests/golden/chat.json: what reference implementations make of a few conversations.
+
+    TIKTOKEN_ENCODINGS_BASE=DIR python scripts/chat_golden.py FIXTURES tests/golden/chat.json
+    python scripts/chat_golden.py FIXTURES --show TEMPLATE CONVERSATION     # the whole text, to compare by eye
+
+Needs transformers 5 (its template environment renders the fixtures' chat_templates/*.jinja) and openai-harmony (renders
+the same conversations for gpt-oss; DIR holds o200k_base.tiktoken). The templates and what they say are under their
+models' licences, so only FNV-1a hashes and lengths of rendered texts are kept; harmony's ids are kept whole, its text
+is either ours or a quotation from its Apache-licensed source.
+"""
+
+import copy
+import json
+import re
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+import transformers
+from transformers.utils import chat_template_utils
+
+DATE = "2025-06-28"
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Gets the weather of a place.\nNever of two.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"type": "string", "description": "City & country, e.g. <Köln>"},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"], "default": "celsius"},
+                "days": {"type": "integer", "default": 1},
+            },
+            "required": ["place"],
+        },
+    },
+}
+CLOCK = {
+    "type": "function",
+    "function": {"name": "get_time", "description": "The time.", "parameters": {"type": "object", "properties": {}}},
+}
+COMPLEX = {
+    "type": "function",
+    "function": {
+        "name": "kitchen_sink",
+        "description": "Everything at once.",
+        "parameters": {
+            "type": "object",
+            "description": "the parameters",
+            "properties": {
+                "plain": {"type": "string", "title": "PLAIN", "description": "a text", "examples": ["a", "b", 3]},
+                "maybe": {"type": "string", "nullable": True, "default": "the default"},
+                "either": {"type": ["integer", "string", "null"], "default": 1.5},
+                "choice": {
+                    "oneOf": [
+                        {"type": "string", "default": "x", "description": "a choice"},
+                        {"type": "number", "description": "a number", "nullable": True},
+                        {"type": "string", "enum": ["p", "q"], "default": "p"},
+                    ],
+                    "description": "a choice",
+                    "default": 20,
+                },
+                "other": {"oneOf": [{"type": "boolean", "description": "yes or no"}, {"type": "object"}], "default": "q"},
+                "list": {"type": "array", "items": {"oneOf": [{"type": "integer"}, {"type": "string", "default": "d"}]}},
+                "untyped": {"description": "anything"},
+                "bare": {"type": "array"},
+                "nested": {
+                    "type": "object",
+                    "description": "inside",
+                    "properties": {"flag": {"type": "boolean", "default": False}, "m": {"type": "object", "properties": {"k": {"enum": ["z"], "type": "string", "default": "z"}}}},
+                    "required": ["flag"],
+                    "default": {"flag": True, "list": [1, "zwei"]},
+                },
+            },
+            "required": ["plain", "choice"],
+        },
+    },
+}
+
+
+def call(name, arguments, id="abcdefghi"):
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+SYSTEM = {"role": "system", "content": "Be brief.\n"}
+ASK = {"role": "user", "content": " What is 2 + 2? "}
+THINK = {"role": "assistant", "content": "<think>\nTwo and two.\n</think>\n\nIt is 4."}
+ANSWER = {"role": "assistant", "content": "It is 4."}
+REASONED = {"role": "assistant", "content": "It is 4.", "reasoning_content": "Two and two."}
+MORE = {"role": "user", "content": "And 9 / 2? «Größe» 中文 🙂 <b>&amp;</b>"}
+WANT = {"role": "user", "content": "Weather in Köln?"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [call("get_weather", {"place": "Köln", "days": 2})]}
+CALL_REASONED = {**CALL, "reasoning_content": "A tool is needed."}
+CALL_PREAMBLE = {**CALL_REASONED, "content": "I look it up."}
+RESULT = {"role": "tool", "name": "get_weather", "tool_call_id": "abcdefghi", "content": '{"sunny": true, "t": 20.5}'}
+SUNNY = {"role": "assistant", "content": "Sunny."}
+
+CONVERSATIONS = {
+    "user": ([ASK], None),
+    "system": ([SYSTEM, ASK], None),
+    "developer": ([{"role": "developer", "content": "Be brief."}, ASK], None),
+    "turns": ([SYSTEM, ASK, ANSWER, MORE], None),
+    "ends-with-answer": ([SYSTEM, ASK, ANSWER], None),
+    "think-in-content": ([SYSTEM, ASK, THINK, MORE], None),
+    "reasoning": ([SYSTEM, ASK, REASONED, MORE], None),
+    "reasoning-last": ([ASK, REASONED], None),
+    "tools": ([SYSTEM, WANT], [WEATHER, CLOCK]),
+    "tools-no-system": ([WANT], [WEATHER]),
+    "tool-schema": ([WANT], [COMPLEX]),
+    "tool-call": ([SYSTEM, WANT, CALL, RESULT], [WEATHER]),
+    "tool-call-reasoned": ([WANT, CALL_REASONED, RESULT], [WEATHER, CLOCK]),
+    "tool-call-preamble": ([WANT, CALL_PREAMBLE, RESULT], [WEATHER]),
+    "tool-call-answered": ([SYSTEM, WANT, CALL_REASONED, RESULT, SUNNY, MORE], [WEATHER]),
+    "two-calls": (
+        [WANT, {**CALL, "tool_calls": [call("get_weather", {"place": "Köln"}), call("get_time", {}, "123456789")]}, RESULT,
+         {"role": "tool", "tool_call_id": "123456789", "content": "12:00"}],
+        [WEATHER, CLOCK],
+    ),
+    "bad-order": ([ASK, MORE], None),
+}
+
+# Special tokens of the template's models. Gemma, Mistral and Llama begin with one; Qwen has none.
+TOKENS = {
+    "google": ("<bos>", "<eos>"),
+    "meta": ("<|begin_of_text|>", "<|eot_id|>"),
+    "mistral": ("<s>", "</s>"),
+    "Mistral": ("<s>", "</s>"),
+    "deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "microsoft": ("<s>", "<|endoftext|>"),
+    "openai": ("<|startoftext|>", "<|return|>"),
+    "NousResearch": ("<|begin_of_text|>", "<|im_end|>"),
+    "Qwen": (None, "<|im_end|>"),
+    "HuggingFaceTB": (None, "<|im_end|>"),
+}
+
+
+def fnv1a(text):
+    value = 0xCBF29CE484222325
+    for byte in text.encode():
+        value = (value ^ byte) * 0x100000001B3 % 2**64
+    return f"{value:016x}"
+
+
+class Pinned(datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.fromisoformat(DATE)
+
+
+def messages_for(source, messages, string_arguments):
+    """As inferno passes them: reasoning under the names that the template reads, null content where it tells that from
+    an empty one."""
+    out = []
+    for message in copy.deepcopy(messages):
+        reasoning = message.pop("reasoning_content", None)
+        for key in ["reasoning_content", "reasoning", "thinking"]:
+            if reasoning is not None and re.search(rf"\b{key}\b", source):
+                message[key] = reasoning
+        if message["role"] == "developer" and "developer" not in source:
+            message["role"] = "system"
+        if message.get("tool_calls") and not message["content"] and "content'] is none" in source:
+            message["content"] = None
+        if string_arguments:
+            for tool_call in message.get("tool_calls", []):
+                tool_call["function"]["arguments"] = json.dumps(tool_call["function"]["arguments"], ensure_ascii=False)
+        out.append(message)
+    return out
+
+
+def render(path, name, add_generation_prompt):
+    source = path.read_text()
+    messages, tools = CONVERSATIONS[name]
+    bos, eos = next(tokens for prefix, tokens in TOKENS.items() if path.name.startswith(prefix))
+    special = {key: token for key, token in [("bos_token", bos), ("eos_token", eos)] if token}
+    failure = None
+    for string_arguments in [False, True]:
+        try:
+            rendered, _ = chat_template_utils.render_jinja_template(
+                conversations=[messages_for(source, messages, string_arguments)], tools=tools, chat_template=source,
+                add_generation_prompt=add_generation_prompt, **special)
+            return rendered[0]
+        except jinja2.exceptions.UndefinedError:
+            failure = failure or {"error": "broken"}
+        except jinja2.exceptions.TemplateError:
+            return {"error": "refused"}
+        except (TypeError, RecursionError):
+            failure = failure or {"error": "broken"}
+    return failure
+
+
+def harmony_messages(messages, tools):
+    """The conversation in openai-harmony's own terms, by the rules of its docs/format.md."""
+    import openai_harmony as h
+
+    system = h.SystemContent.new().with_reasoning_effort(h.ReasoningEffort.MEDIUM).with_conversation_start_date(DATE)
+    out = [h.Message.from_role_and_content(h.Role.SYSTEM, system)]
+    messages = list(messages)
+    developer = h.DeveloperContent.new()
+    if messages[0]["role"] in ("system", "developer"):
+        developer = developer.with_instructions(messages.pop(0)["content"])
+    if tools:
+        functions = [tool["function"] for tool in tools]
+        developer = developer.with_function_tools(
+            [h.ToolDescription.new(f["name"], f["description"], parameters=f["parameters"]) for f in functions])
+    if developer.instructions or tools:
+        out.append(h.Message.from_role_and_content(h.Role.DEVELOPER, developer))
+    names = {}
+
+    def assistant(text, channel):
+        return h.Message.from_role_and_content(h.Role.ASSISTANT, text).with_channel(channel)
+
+    for message in messages:
+        if message["role"] == "user":
+            out.append(h.Message.from_role_and_content(h.Role.USER, message["content"]))
+        elif message["role"] == "assistant":
+            calls = message.get("tool_calls", [])
+            if message.get("reasoning_content"):
+                out.append(assistant(message["reasoning_content"], "analysis"))
+            if message["content"]:
+                out.append(assistant(message["content"], "commentary" if calls else "final"))
+            for one in calls:
+                names[one["id"]] = one["function"]["name"]
+                arguments = json.dumps(one["function"]["arguments"], ensure_ascii=False)
+                out.append(assistant(arguments, "commentary").with_recipient("functions." + one["function"]["name"])
+                           .with_content_type("<|constrain|>json"))
+        else:
+            author = h.Author.new(h.Role.TOOL, "functions." + names[message["tool_call_id"]])
+            out.append(h.Message.from_author_and_content(author, message["content"])
+                       .with_channel("commentary").with_recipient("assistant"))
+    return h.Conversation.from_messages(out)
+
+
+def harmony_ids(name, add_generation_prompt):
+    import openai_harmony as h
+
+    encoding = h.load_harmony_encoding(h.HarmonyEncodingName.HARMONY_GPT_OSS)
+    conversation = harmony_messages(*CONVERSATIONS[name])
+    if add_generation_prompt:
+        return encoding.render_conversation_for_completion(conversation, h.Role.ASSISTANT)
+    return encoding.render_conversation(conversation)
+
+
+def main():
+    fixtures = Path(sys.argv[1])
+    chat_template_utils.datetime = Pinned
+    if sys.argv[2] == "--show":
+        for add in [True, False]:
+            if sys.argv[3] == "harmony":
+                import openai_harmony as h
+                text = h.load_harmony_encoding(h.HarmonyEncodingName.HARMONY_GPT_OSS).decode(harmony_ids(sys.argv[4], add))
+            else:
+                text = render(fixtures / "chat_templates" / f"{sys.argv[3]}.jinja", sys.argv[4], add)
+            print(f"=== add_generation_prompt={add}", text, sep="\n")
+        return
+    templates = {}
+    for path in sorted((fixtures / "chat_templates").glob("*.jinja")):
+        bos, eos = next(tokens for prefix, tokens in TOKENS.items() if path.name.startswith(prefix))
+        cases = []
+        for name in CONVERSATIONS:
+            for add in [True, False]:
+                text = render(path, name, add)
+                case = {"conversation": name, "add_generation_prompt": add}
+                case |= text if isinstance(text, dict) else {"fnv1a": fnv1a(text), "bytes": len(text.encode())}
+                cases.append(case)
+        templates[path.stem] = {"bos_token": bos, "eos_token": eos, "cases": cases}
+    harmony = [
+        {"conversation": name, "add_generation_prompt": add, "ids": harmony_ids(name, add)}
+        for name in CONVERSATIONS for add in [True, False]
+    ]
+    golden = {
+        "made_by": f"scripts/chat_golden.py, transformers {transformers.__version__}, jinja2 {jinja2.__version__}, openai-harmony 0.0.8",
+        "date": DATE,
+        "conversations": {name: {"messages": m, "tools": t or []} for name, (m, t) in CONVERSATIONS.items()},
+        "templates": templates,
+        "harmony": harmony,
+    }
+    Path(sys.argv[2]).write_text(json.dumps(golden, ensure_ascii=False, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+//! Conversation messages in OpenAI's JSON shape, as clients send them and as chat templates expect them.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::{Map, Value, json};
+
+use super::python;
+
+/// Who speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Role {
+    System,
+    Developer,
+    User,
+    Assistant,
+    #[serde(alias = "function")]
+    Tool,
+}
+
+impl Role {
+    /// The role as templates and harmony write it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Role::System => "system",
+            Role::Developer => "developer",
+            Role::User => "user",
+            Role::Assistant => "assistant",
+            Role::Tool => "tool",
+        }
+    }
+}
+
+/// How long a reasoning model thinks. There is no «off»: gpt-oss was not trained for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ReasoningEffort {
+    Low,
+    #[default]
+    Medium,
+    High,
+}
+
+impl fmt::Display for ReasoningEffort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ReasoningEffort::Low => "low",
+            ReasoningEffort::Medium => "medium",
+            ReasoningEffort::High => "high",
+        })
+    }
+}
+
+impl FromStr for ReasoningEffort {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "low" => Ok(ReasoningEffort::Low),
+            "medium" => Ok(ReasoningEffort::Medium),
+            "high" => Ok(ReasoningEffort::High),
+            other => Err(format!("unknown reasoning effort '{other}': low, medium or high")),
+        }
+    }
+}
+
+/// One message of a conversation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Message {
+    pub role: Role,
+    /// The text. Empty where the JSON had null, as it often is beside tool calls.
+    pub content: String,
+    /// What an assistant thought before it answered.
+    pub reasoning: Option<String>,
+    /// What an assistant asks to be run.
+    pub tool_calls: Vec<ToolCall>,
+    /// Which call a tool message answers.
+    pub tool_call_id: Option<String>,
+    /// The speaker's name; in a tool message, the function's.
+    pub name: Option<String>,
+}
+
+impl Message {
+    pub fn new(role: Role, content: impl Into<String>) -> Self {
+        Self {
+            role,
+            content: content.into(),
+            reasoning: None,
+            tool_calls: Vec::new(),
+            tool_call_id: None,
+            name: None,
+        }
+    }
+
+    pub fn system(content: impl Into<String>) -> Self {
+        Self::new(Role::System, content)
+    }
+
+    pub fn user(content: impl Into<String>) -> Self {
+        Self::new(Role::User, content)
+    }
+
+    pub fn assistant(content: impl Into<String>) -> Self {
+        Self::new(Role::Assistant, content)
+    }
+}
+
+/// A function that an assistant asks to be run.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ToolCall {
+    pub id: Option<String>,
+    /// The function's own name, without harmony's `functions.` before it.
+    pub name: String,
+    /// The arguments as the model wrote them: JSON most of the time, but nothing promises it.
+    pub arguments: String,
+}
+
+/// Unknown keys are ignored: clients send many that no chat format has a place for.
+#[derive(Deserialize)]
+struct WireMessage {
+    role: Role,
+    #[serde(default)]
+    content: Option<WireContent>,
+    #[serde(default)]
+    reasoning_content: Option<String>,
+    #[serde(default)]
+    reasoning: Option<String>,
+    #[serde(default)]
+    thinking: Option<String>,
+    #[serde(default)]
+    tool_calls: Option<Vec<WireToolCall>>,
+    #[serde(default)]
+    tool_call_id: Option<String>,
+    #[serde(default)]
+    name: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "content is neither a string, null nor an array of {\"type\": \"text\"} parts")]
+enum WireContent {
+    Text(String),
+    Parts(Vec<WirePart>),
+}
+
+#[derive(Deserialize)]
+struct WirePart {
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(default)]
+    text: Option<String>,
+}
+
+/// `{"id", "type", "function": {"name", "arguments"}}`, or flat as in OpenAI's Responses API.
+#[derive(Deserialize)]
+struct WireToolCall {
+    #[serde(default)]
+    id: Option<String>,
+    #[serde(default)]
+    function: Option<WireFunction>,
+    #[serde(default)]
+    name: Option<String>,
+    #[serde(default)]
+    arguments: Option<Value>,
+}
+
+#[derive(Deserialize)]
+struct WireFunction {
+    name: String,
+    #[serde(default)]
+    arguments: Option<Value>,
+}
+
+impl<'de> Deserialize<'de> for Message {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let wire = WireMessage::deserialize(deserializer)?;
+        let content = match wire.content {
+            None => String::new(),
+            Some(WireContent::Text(text)) => text,
+            Some(WireContent::Parts(parts)) => {
+                let mut content = String::new();
+                for part in parts {
+                    match part.text {
+                        Some(text) if matches!(part.kind.as_str(), "text" | "input_text" | "output_text") => {
+                            content.push_str(&text)
+                        }
+                        _ => return Err(D::Error::custom(format!("only text content is supported, not '{}'", part.kind))),
+                    }
+                }
+                content
+            }
+        };
+        let tool_calls = wire.tool_calls.unwrap_or_default().into_iter().map(ToolCall::try_from);
+        Ok(Self {
+            role: wire.role,
+            content,
+            reasoning: wire.reasoning_content.or(wire.reasoning).or(wire.thinking),
+            tool_calls: tool_calls.collect::<Result<_, _>>().map_err(D::Error::custom)?,
+            tool_call_id: wire.tool_call_id,
+            name: wire.name,
+        })
+    }
+}
+
+impl TryFrom<WireToolCall> for ToolCall {
+    type Error = &'static str;
+
+    fn try_from(wire: WireToolCall) -> Result<Self, Self::Error> {
+        let (name, arguments) = match (wire.function, wire.name) {
+            (Some(function), _) => (function.name, function.arguments),
+            (None, Some(name)) => (name, wire.arguments),
+            (None, None) => return Err("a tool call without a function name"),
+        };
+        let arguments = match arguments {
+            None => String::new(),
+            Some(Value::String(text)) => text,
+            Some(value) => python::json_dumps(&value),
+        };
+        Ok(Self { id: wire.id, name, arguments })
+    }
+}
+
+impl Serialize for ToolCall {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut call = Map::new();
+        if let Some(id) = &self.id {
+            call.insert("id".into(), json!(id));
+        }
+        call.insert("type".into(), json!("function"));
+        call.insert("function".into(), json!({ "name": self.name, "arguments": self.arguments }));
+        call.serialize(serializer)
+    }
+}
+
+impl Serialize for Message {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut message = Map::new();
+        message.insert("role".into(), json!(self.role.as_str()));
+        message.insert("content".into(), json!(self.content));
+        let optional = [
+            ("reasoning_content", &self.reasoning),
+            ("tool_call_id", &self.tool_call_id),
+            ("name", &self.name),
+        ];
+        for (key, value) in optional {
+            if let Some(value) = value {
+                message.insert(key.into(), json!(value));
+            }
+        }
+        if !self.tool_calls.is_empty() {
+            message.insert("tool_calls".into(), json!(self.tool_calls));
+        }
+        message.serialize(serializer)
+    }
+}

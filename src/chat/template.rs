@@ -1,0 +1,313 @@
+//! The Jinja chat template that a model brings along.
+//!
+//! Set up as transformers 5 does (`utils/chat_template_utils.py`): trim_blocks, lstrip_blocks, its `tojson`,
+//! `raise_exception`, `strftime_now` and `{% generation %}`, the tokenizer's special tokens by name. A template is code
+//! from the internet: it gets no files, limited steps, limited depth and limited output.
+
+use std::io;
+use std::path::Path;
+
+use anyhow::{Context, Result, anyhow, bail};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Serde;
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
+use serde_json::{Map, Value as Json, json};
+
+use super::injection::Marker;
+use super::message::{Message, ReasoningEffort, Role};
+use super::{RenderOptions, Rendered, template_functions};
+use crate::tokenizer::Tokenizer;
+
+/// Steps of the template machine: some hundred times what a long conversation takes, about a second.
+const FUEL: u64 = 20_000_000;
+const MAX_DEPTH: usize = 200;
+const MAX_OUTPUT_BYTES: usize = 64 << 20;
+const NAME: &str = "chat_template";
+
+/// Tags that a model writes itself: templates look for them in its earlier answers, to take reasoning out.
+const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
+
+pub struct Template {
+    /// The file that it stands in.
+    file: String,
+    /// Compiled, or why it cannot be. Whoever renders hears of it; reading a model without chatting needs no template.
+    environment: std::result::Result<Environment<'static>, String>,
+    /// `bos_token` and its like, for those that the tokenizer has.
+    special_tokens: Vec<(String, String)>,
+    dialect: Dialect,
+}
+
+/// What a template knows of, judged by the words in it.
+struct Dialect {
+    developer_role: bool,
+    /// Which names for reasoning it reads.
+    reasoning_keys: Vec<&'static str>,
+    /// Whether it tells an absent content (beside tool calls) from an empty one.
+    null_content: bool,
+}
+
+impl Template {
+    /// None when the snapshot has no template.
+    pub fn load(dir: &Path) -> Result<Option<Self>> {
+        let config = read_json(&dir.join("tokenizer_config.json"))?;
+        let path = dir.join("chat_template.jinja");
+        let (file, source) = if path.exists() {
+            let source = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+            ("chat_template.jinja", source)
+        } else {
+            let Some(source) = config.get("chat_template").and_then(named_template) else { return Ok(None) };
+            ("tokenizer_config.json", source.to_string())
+        };
+        let special_map = read_json(&dir.join("special_tokens_map.json"))?;
+        let special_tokens = special_tokens(&config, &special_map);
+        let dialect = Dialect {
+            developer_role: has_word(&source, "developer"),
+            reasoning_keys: ["reasoning_content", "reasoning", "thinking"]
+                .into_iter()
+                .filter(|key| has_word(&source, key))
+                .collect(),
+            null_content: ["content is none", "content is not none", "'] is none", "'] is not none"]
+                .iter()
+                .any(|test| source.contains(test) && source.contains("content")),
+        };
+        let environment = environment(source).map_err(|error| explain(file, &error));
+        Ok(Some(Self { file: file.to_string(), environment, special_tokens, dialect }))
+    }
+
+    pub fn name(&self) -> &str {
+        &self.file
+    }
+
+    pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
+        let tools = Json::Array(options.tools.clone());
+        let written = messages.iter().flat_map(texts_of).chain(strings_of(&tools));
+        let marker = Marker::new(tokenizer, written.collect::<Vec<_>>().into_iter())?;
+        let tools = map_strings(&tools, &|text| marker.mark(text, &[]));
+
+        // transformers passes what it is given, but OpenAI's arguments are JSON in a string, and nearly every template
+        // wants the object. Those few that want the string fail on the object.
+        let objects = self.run(messages, &tools, options, &marker, Arguments::Objects);
+        let has_calls = messages.iter().any(|message| !message.tool_calls.is_empty());
+        let text = match objects {
+            Err(error) if has_calls && error.is::<Broken>() => {
+                self.run(messages, &tools, options, &marker, Arguments::Strings).map_err(|_| error)?
+            }
+            result => result?,
+        };
+        let (ids, text) = marker.encode(text)?;
+        Ok(Rendered { ids, text })
+    }
+
+    fn run(
+        &self,
+        messages: &[Message],
+        tools: &Json,
+        options: &RenderOptions,
+        marker: &Marker,
+        arguments: Arguments,
+    ) -> Result<String> {
+        let environment = self.environment.as_ref().map_err(|cause| anyhow!("{cause}"))?;
+        let messages: Vec<Json> =
+            messages.iter().map(|message| self.message(message, marker, arguments)).collect();
+        let tools = if options.tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
+        let mut context = vec![
+            ("messages".to_string(), Value::from(Serde(&messages))),
+            ("tools".to_string(), tools),
+            ("documents".to_string(), Value::from(())),
+            ("add_generation_prompt".to_string(), Value::from(options.add_generation_prompt)),
+            ("strftime_now".to_string(), template_functions::strftime_now(options.date.clone())),
+        ];
+        context.extend(self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str()))));
+        // Some templates refuse efforts that they do not know, so only one that was asked for is passed on.
+        if options.reasoning_effort != ReasoningEffort::Medium {
+            context.push(("reasoning_effort".into(), Value::from(options.reasoning_effort.to_string())));
+        }
+        let context = Value::from_pairs(context);
+        let mut out = LimitedOutput(Vec::new());
+        let template = environment.get_template(NAME)?;
+        if let Err(error) = template.render_captured_to(context, &mut out) {
+            return Err(match template_functions::raised(&error) {
+                Some(message) => anyhow!("the chat template ({}) refuses this conversation: {message}", self.file),
+                None if error.kind() == ErrorKind::OutOfFuel => {
+                    anyhow!("{} (stopped after {FUEL} steps)", explain(&self.file, &error))
+                }
+                None => Broken(explain(&self.file, &error)).into(),
+            });
+        }
+        Ok(String::from_utf8(out.0)?)
+    }
+
+    /// A message as the dictionary that templates expect: what is absent has no key.
+    fn message(&self, message: &Message, marker: &Marker, arguments: Arguments) -> Json {
+        let allowed = if message.role == Role::Assistant { &ASSISTANT_TAGS[..] } else { &[] };
+        let mark = |text: &str| marker.mark(text, allowed);
+        let role = match message.role {
+            Role::Developer if !self.dialect.developer_role => Role::System,
+            role => role,
+        };
+        let mut dict = Map::new();
+        dict.insert("role".into(), json!(role.as_str()));
+        let absent = self.dialect.null_content && message.content.is_empty() && !message.tool_calls.is_empty();
+        dict.insert("content".into(), if absent { Json::Null } else { json!(mark(&message.content)) });
+        for (key, value) in [("name", &message.name), ("tool_call_id", &message.tool_call_id)] {
+            if let Some(value) = value {
+                dict.insert(key.into(), json!(mark(value)));
+            }
+        }
+        if let Some(reasoning) = &message.reasoning {
+            for key in &self.dialect.reasoning_keys {
+                dict.insert((*key).into(), json!(mark(reasoning)));
+            }
+        }
+        if !message.tool_calls.is_empty() {
+            let calls = message.tool_calls.iter().map(|call| {
+                let mut dict = Map::new();
+                if let Some(id) = &call.id {
+                    dict.insert("id".into(), json!(mark(id)));
+                }
+                dict.insert("type".into(), json!("function"));
+                let parsed = serde_json::from_str::<Json>(&call.arguments).ok().filter(Json::is_object);
+                let arguments = match parsed.filter(|_| arguments == Arguments::Objects) {
+                    Some(object) => map_strings(&object, &mark),
+                    None => json!(mark(&call.arguments)),
+                };
+                dict.insert("function".into(), json!({ "name": mark(&call.name), "arguments": arguments }));
+                Json::Object(dict)
+            });
+            dict.insert("tool_calls".into(), calls.collect());
+        }
+        Json::Object(dict)
+    }
+}
+
+/// How a tool call's arguments are passed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Arguments {
+    Objects,
+    Strings,
+}
+
+/// An error of the template, not a refusal: worth a second try with other arguments.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Broken(String);
+
+fn environment(source: String) -> std::result::Result<Environment<'static>, Error> {
+    let mut environment = Environment::new();
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_fuel(Some(FUEL));
+    environment.set_recursion_limit(MAX_DEPTH);
+    template_functions::install(&mut environment);
+    environment.add_template_owned(NAME, template_functions::replace_generation_tags(&source))?;
+    Ok(environment)
+}
+
+/// The file, the line and the cause, of which there may be several.
+fn explain(file: &str, error: &Error) -> String {
+    let line = error.line().map(|line| format!(", line {line}")).unwrap_or_default();
+    let mut text = format!("the chat template ({file}{line}) failed: {}", error.kind());
+    if let Some(detail) = error.detail() {
+        text.push_str(&format!(": {detail}"));
+    }
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        text.push_str(&format!(": {cause}"));
+        source = cause.source();
+    }
+    text
+}
+
+/// Memory that refuses to grow without end.
+struct LimitedOutput(Vec<u8>);
+
+impl io::Write for LimitedOutput {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.0.len() + bytes.len() > MAX_OUTPUT_BYTES {
+            return Err(io::Error::other(format!("more than {MAX_OUTPUT_BYTES} bytes of output")));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// An absent file is an empty object: none of these files is required.
+fn read_json(path: &Path) -> Result<Json> {
+    if !path.exists() {
+        return Ok(json!({}));
+    }
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let value: Json = serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))?;
+    if !value.is_object() {
+        bail!("{} holds no JSON object", path.display());
+    }
+    Ok(value)
+}
+
+/// `chat_template` is a string, or a list of `{name, template}` of which the default is ours.
+fn named_template(value: &Json) -> Option<&str> {
+    let source = match value {
+        Json::Array(list) => {
+            let is_default = |entry: &&Json| entry["name"] == "default";
+            list.iter().find(is_default).or(list.first())?["template"].as_str()
+        }
+        value => value.as_str(),
+    };
+    source.filter(|source| !source.is_empty())
+}
+
+/// tokenizer_config.json's special tokens, else special_tokens_map.json's: strings, or objects with the string inside.
+fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
+    let names = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+    let token = |name: &str| {
+        let value = config.get(name).or_else(|| map.get(name))?;
+        value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_string)
+    };
+    names.iter().filter_map(|name| Some((name.to_string(), token(name)?))).collect()
+}
+
+/// Whether `word` stands in `source` as a whole identifier.
+fn has_word(source: &str, word: &str) -> bool {
+    let is_part = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
+    source.match_indices(word).any(|(at, _)| {
+        !is_part(source[..at].chars().next_back()) && !is_part(source[at + word.len()..].chars().next())
+    })
+}
+
+/// Everything in a message that someone else wrote.
+fn texts_of(message: &Message) -> Vec<&str> {
+    let mut texts = vec![message.content.as_str()];
+    let optional = [&message.reasoning, &message.tool_call_id, &message.name];
+    texts.extend(optional.into_iter().flatten().map(String::as_str));
+    for call in &message.tool_calls {
+        texts.extend([call.name.as_str(), call.arguments.as_str()]);
+        texts.extend(call.id.as_deref());
+    }
+    texts
+}
+
+fn strings_of(value: &Json) -> Vec<&str> {
+    match value {
+        Json::String(text) => vec![text],
+        Json::Array(items) => items.iter().flat_map(strings_of).collect(),
+        Json::Object(map) => {
+            map.iter().flat_map(|(key, value)| std::iter::once(key.as_str()).chain(strings_of(value))).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn map_strings(value: &Json, change: &dyn Fn(&str) -> String) -> Json {
+    match value {
+        Json::String(text) => Json::String(change(text)),
+        Json::Array(items) => items.iter().map(|item| map_strings(item, change)).collect(),
+        Json::Object(map) => {
+            Json::Object(map.iter().map(|(key, value)| (change(key), map_strings(value, change))).collect())
+        }
+        other => other.clone(),
+    }
+}

@@ -1,0 +1,140 @@
+//! What chat templates expect of Jinja beyond minijinja: transformers' own functions, and Python where it shows.
+
+use anyhow::Result;
+use minijinja::value::{Kwargs, ValueKind, from_args};
+use minijinja::{Environment, Error, ErrorKind, State, Value};
+use minijinja_contrib::pycompat::unknown_method_callback;
+
+use super::python;
+
+pub fn install(environment: &mut Environment<'static>) {
+    environment.set_unknown_method_callback(method);
+    environment.add_filter("tojson", tojson);
+    environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
+    });
+    // A string is a sequence of characters in Python, and templates rely on the answer.
+    environment.add_test("iterable", |value: &Value| value.kind() == ValueKind::String || value.try_iter().is_ok());
+    environment.add_test("sequence", |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq));
+}
+
+/// A template's own objection, made with `raise_exception`.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
+
+/// What `raise_exception` was called with, if that is what went wrong.
+pub fn raised(error: &Error) -> Option<String> {
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        if let Some(Raised(message)) = cause.downcast_ref() {
+            return Some(message.clone());
+        }
+        source = cause.source();
+    }
+    None
+}
+
+/// `strftime_now(format)`, with the session's date in the place of now: the hour is midnight, so that a prompt's
+/// beginning stays the same from turn to turn.
+pub fn strftime_now(date: String) -> Value {
+    Value::from_function(move |format: String| -> Result<String, Error> {
+        let failed = |error: jiff::Error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}"));
+        let date: jiff::civil::Date = date.parse().map_err(failed)?;
+        jiff::fmt::strtime::format(&format, date.at(0, 0, 0, 0)).map_err(failed)
+    })
+}
+
+/// `json.dumps` with transformers' defaults: nothing escaped for HTML, nothing escaped for ASCII, keys in their order.
+fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<Value, Error> {
+    let failed = |error: String| Error::new(ErrorKind::InvalidOperation, format!("tojson: {error}"));
+    if value.is_undefined() {
+        return Err(failed("the value is undefined".into()));
+    }
+    let ensure_ascii = ensure_ascii.or(options.get("ensure_ascii")?).unwrap_or(false);
+    let indent = match options.get::<Option<Value>>("indent")? {
+        None => None,
+        Some(value) if value.is_none() => None,
+        Some(value) => match value.as_str() {
+            Some(text) => Some(text.to_string()),
+            None => Some(" ".repeat(usize::try_from(value)?.min(64))),
+        },
+    };
+    let separators = match options.get::<Option<Value>>("separators")? {
+        Some(value) if !value.is_none() => {
+            Some((value.get_item_by_index(0)?.to_string(), value.get_item_by_index(1)?.to_string()))
+        }
+        _ => None,
+    };
+    let sort_keys = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
+    options.assert_all_used()?;
+    let mut json = serde_json::to_value(value).map_err(|error| failed(error.to_string()))?;
+    if sort_keys {
+        json.sort_all_objects();
+    }
+    let text = python::dumps(&json, python::Style { indent, separators }).map_err(|error| failed(error.to_string()))?;
+    Ok(Value::from(if ensure_ascii { escape_non_ascii(&text) } else { text }))
+}
+
+fn escape_non_ascii(text: &str) -> String {
+    let mut out = String::new();
+    for c in text.chars() {
+        if c.is_ascii() {
+            out.push(c);
+        } else {
+            out.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));
+        }
+    }
+    out
+}
+
+/// Methods of Python's strings and dictionaries: minijinja's, and those that templates use beside them.
+fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
+    let Some(text) = value.as_str() else { return unknown_method_callback(state, value, method, args) };
+    match method {
+        "removeprefix" => {
+            let (prefix,): (&str,) = from_args(args)?;
+            Ok(Value::from(text.strip_prefix(prefix).unwrap_or(text)))
+        }
+        "removesuffix" => {
+            let (suffix,): (&str,) = from_args(args)?;
+            Ok(Value::from(text.strip_suffix(suffix).unwrap_or(text)))
+        }
+        "rsplit" => {
+            let (separator, limit): (&str, Option<usize>) = from_args(args)?;
+            let mut parts: Vec<&str> = text.rsplitn(limit.map_or(usize::MAX, |limit| limit + 1), separator).collect();
+            parts.reverse();
+            Ok(parts.into_iter().collect())
+        }
+        "partition" => {
+            let (separator,): (&str,) = from_args(args)?;
+            let (before, found, after) = match text.split_once(separator) {
+                Some((before, after)) => (before, separator, after),
+                None => (text, "", ""),
+            };
+            Ok([before, found, after].into_iter().collect())
+        }
+        _ => unknown_method_callback(state, value, method, args),
+    }
+}
+
+/// Turns `{% generation %}` blocks, with which transformers finds the assistant's tokens for training, into plain
+/// scopes. Whitespace control and line numbers stay as they are.
+pub fn replace_generation_tags(source: &str) -> String {
+    let mut out = String::with_capacity(source.len());
+    let mut rest = source;
+    while let Some(start) = rest.find("{%") {
+        let (before, tag) = rest.split_at(start);
+        out.push_str(before);
+        let end = tag.find("%}").map_or(tag.len(), |end| end + 2);
+        let (tag, after) = tag.split_at(end);
+        match tag.trim_start_matches(['{', '%', '-', '+']).trim_end_matches(['}', '%', '-', '+']).trim() {
+            "generation" => out.push_str(&tag.replace("generation", "with")),
+            "endgeneration" => out.push_str(&tag.replace("endgeneration", "endwith")),
+            _ => out.push_str(tag),
+        }
+        rest = after;
+    }
+    out.push_str(rest);
+    out
+}
