@@ -27,7 +27,10 @@ pub struct HarmonyParser {
 
 enum State {
     Header(Header),
-    Content { channel: Channel, stream: TextStream },
+    Content {
+        channel: Channel,
+        stream: TextStream,
+    },
     /// A message has ended; `<|start|>` should come.
     Between,
 }
@@ -386,7 +389,12 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
         return Words { rest: text, ..Words::default() };
     }
     if let Some(recipient) = second.strip_prefix("to=") {
-        return Words { name: Some(first), recipient: Some(recipient), rest: after_second.unwrap_or_default(), undecided: false };
+        return Words {
+            name: Some(first),
+            recipient: Some(recipient),
+            rest: after_second.unwrap_or_default(),
+            undecided: false,
+        };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
         // Nothing but a role so far; a word that is no role we know is content if nothing more comes.

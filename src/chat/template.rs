@@ -107,8 +107,7 @@ impl Template {
         arguments: Arguments,
     ) -> Result<String> {
         let environment = self.environment.as_ref().map_err(|cause| anyhow!("{cause}"))?;
-        let messages: Vec<Json> =
-            messages.iter().map(|message| self.message(message, marker, arguments)).collect();
+        let messages: Vec<Json> = messages.iter().map(|message| self.message(message, marker, arguments)).collect();
         let tools = if options.tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
         let mut context = vec![
             ("messages".to_string(), Value::from(Serde(&messages))),
@@ -273,9 +272,9 @@ fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
 /// Whether `word` stands in `source` as a whole identifier.
 fn has_word(source: &str, word: &str) -> bool {
     let is_part = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
-    source.match_indices(word).any(|(at, _)| {
-        !is_part(source[..at].chars().next_back()) && !is_part(source[at + word.len()..].chars().next())
-    })
+    source
+        .match_indices(word)
+        .any(|(at, _)| !is_part(source[..at].chars().next_back()) && !is_part(source[at + word.len()..].chars().next()))
 }
 
 /// Everything in a message that someone else wrote.

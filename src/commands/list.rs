@@ -20,7 +20,7 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
-    let models: Vec<Model> = Hub::from_env()?.list()?.iter().map(Model::read).collect();
+    let models: Vec<Model> = super::playable(&Hub::from_env()?)?.iter().map(Model::read).collect();
     let mut out = std::io::stdout().lock();
     if args.json {
         serde_json::to_writer_pretty(&mut out, &models)?;

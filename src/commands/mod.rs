@@ -15,7 +15,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::device::{DeviceChoice, DeviceInfo};
 use crate::engine::{Engine, LoadOptions, SamplingParams};
-use crate::hub::Snapshot;
+use crate::hub::{Hub, Snapshot, demo};
 
 /// Where and how a model is loaded.
 #[derive(clap::Args)]
@@ -115,6 +115,13 @@ impl SamplingArgs {
             seed: self.seed.unwrap_or_else(fresh_seed),
         }
     }
+}
+
+/// Every model that can be played: those in the caches, and last the built-in demo, unless the cache cannot be written.
+fn playable(hub: &Hub) -> Result<Vec<Snapshot>> {
+    let mut snapshots = hub.list()?;
+    snapshots.extend(hub.find(demo::NAME, None));
+    Ok(snapshots)
 }
 
 /// A seed that differs from run to run, short enough to type again.

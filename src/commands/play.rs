@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Context, Result, bail};
 
 use super::list::{self, Model};
-use super::{LoadArgs, SamplingArgs, note};
+use super::{LoadArgs, SamplingArgs, note, playable};
 use crate::chat::{Channel, Message, ReasoningEffort, RenderOptions};
 use crate::engine::{Engine, FinishReason, GenerateOptions, Summary};
 use crate::hub::{Hub, Snapshot};
@@ -120,7 +120,7 @@ fn one_shot_prompt(args: &Args) -> Result<Option<String>> {
 
 /// Lists what is on disk and asks which.
 fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
-    let snapshots = hub.list()?;
+    let snapshots = playable(hub)?;
     let models: Vec<Model> = snapshots.iter().map(Model::read).collect();
     eprint!("{}", list::table(&models));
     loop {

@@ -163,7 +163,7 @@ impl Hub {
     }
 
     /// Every whole model in both caches, sorted by name: of each, the snapshot that [`find`](Self::find) gives, and
-    /// those that other refs lead to; last, the built-in demo. What is only partly downloaded is left out.
+    /// those that other refs lead to. What is only partly downloaded is left out.
     pub fn list(&self) -> Result<Vec<Snapshot>> {
         let names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let mut found = Vec::new();
@@ -177,8 +177,6 @@ impl Hub {
             found.extend(first);
             found.extend(commits.iter().filter_map(|commit| self.at_commit(name, commit, Need::Weights)));
         }
-        // Last, and only if it can be written: a cache on a read-only disk can still be listed.
-        found.extend(demo::materialise(&self.settings.cache));
         Ok(found)
     }
 

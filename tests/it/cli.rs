@@ -319,7 +319,7 @@ fn a_prompt_longer_than_the_context_says_so() {
     let output = run(&["play", "demo", "--device", "cpu", "--context", "128", "--prompt", &long]);
     assert_fails(&output, 9, &["context holds 128", "--context"]);
     assert_fails(&ask(&demo_dir(), &["--context", "99999999"]), 1, &["--context", "99999999"]);
-    assert_fails(&ask(&demo_dir(), &["--temperature", "-1"]), 1, &["temperature"]);
+    assert_fails(&ask(&demo_dir(), &["--temperature=-1"]), 1, &["temperature"]);
 }
 
 #[test]

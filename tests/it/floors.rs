@@ -4,7 +4,8 @@ use std::path::Path;
 
 /// From the ground up.
 const FLOORS: &[&[&str]] = &[
-    &["error", "device", "diag"],
+    &["error"],
+    &["device"],
     &["kernels", "hub", "tokenizer"],
     &["weights", "chat"],
     &["nn"],
