@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Lays out a CUDA 13.0 toolkit from NVIDIA's Python wheels, for a machine that has none. Needs no root and, to build,
+# no GPU and no driver. 1.2 GB; a minute or so, most of it the download.
+#
+#   scripts/cuda-toolkit.sh DIR && source DIR/env.sh
+#
+# DIR gets an ordinary toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) and env.sh, which names it to
+# cargo, to the linker and to the programs built with it. A DIR that this very script has completed is left as it is.
+set -euo pipefail
+
+fail() {
+  echo "cuda-toolkit.sh: $*" >&2
+  exit 1
+}
+
+[ $# = 1 ] || fail "usage: scripts/cuda-toolkit.sh DIR"
+[ "$(uname -sm)" = "Linux x86_64" ] || fail "these wheels are for Linux on x86-64, this is $(uname -sm)"
+for tool in python3 gcc g++; do # nvcc needs the C++ compiler, the driver's stand-in below the C one
+  command -v $tool > /dev/null || fail "$tool is needed (on Debian: apt-get install python3-venv g++)"
+done
+
+script=$(realpath "$0")
+mkdir -p "$1"
+dir=$(cd "$1" && pwd)
+if cmp -s "$script" "$dir/made-by.sh" && grep -qF "CUDA_HOME=$dir/" "$dir/env.sh"; then
+  echo "already there: source $dir/env.sh"
+  exit
+fi
+rm -f "$dir/made-by.sh"
+
+python3 -m venv --clear "$dir/venv"
+"$dir/venv/bin/pip" install -q --disable-pip-version-check \
+  nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85 \
+  nvidia-cuda-runtime==13.0.96 nvidia-cuda-nvrtc==13.0.88 nvidia-cublas==13.1.0.3 nvidia-curand==10.4.0.35
+home=$(echo "$dir"/venv/lib/python3*/site-packages/nvidia/cu13)
+cd "$home"
+
+# The wheels have neither lib64 nor the names without a version that a linker looks for.
+[ -e lib64 ] || ln -s lib lib64
+for library in lib/*.so.*; do
+  name=${library%%.so.*}.so
+  [ -e "$name" ] || ln -s "$(basename "$library")" "$name"
+done
+
+# The driver's stand-in for linking: every cu* name of the headers, empty. At run time the real libcuda.so.1 is found.
+mkdir -p lib/stubs
+grep -ohE '\bcu[A-Z][A-Za-z0-9_]*' include/cuda.h include/cudaTypedefs.h | sort -u |
+  awk '{ print "void " $1 "(void) {}" }' |
+  gcc -shared -fno-builtin -w -Wl,-soname,libcuda.so.1 -x c - -o lib/stubs/libcuda.so
+
+# Without a GPU to ask, code for the oldest architecture that is supported: later ones run its PTX.
+cat > "$dir/env.sh" << ENV
+export CUDA_HOME=$home
+export NVCC=\$CUDA_HOME/bin/nvcc
+export PATH=\$CUDA_HOME/bin:\$PATH
+export LIBRARY_PATH=\$CUDA_HOME/lib:\$CUDA_HOME/lib/stubs\${LIBRARY_PATH:+:\$LIBRARY_PATH}
+export LD_LIBRARY_PATH=\$CUDA_HOME/lib\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}
+if [ -z "\${CUDA_COMPUTE_CAP:-}" ] && ! nvidia-smi -L > /dev/null 2>&1; then
+  export CUDA_COMPUTE_CAP=80
+fi
+ENV
+"$home/bin/nvcc" --version | grep release
+cp "$script" "$dir/made-by.sh"
+echo "ready: source $dir/env.sh"

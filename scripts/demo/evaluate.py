@@ -1,0 +1,149 @@
+"""How often the demo model is right, above all on phrasings it was never trained on.
+
+    python evaluate.py SNAPSHOT                         ask the snapshot itself, in PyTorch
+    python evaluate.py --dump-questions questions.jsonl write the held-out questions: {"intent", "question"}
+    python evaluate.py --answers answers.jsonl          judge somebody else's answers: {"question", "text"}
+
+An answer is right when it is the intent's answer, or holds everything the intent asks of an answer (`keys`).
+"""
+
+import argparse
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from questions import Conversation, Sampler, Turn, load, load_intents
+
+
+@dataclass
+class Case:
+    conversation: Conversation
+    intent: str
+    values: dict[str, str]
+
+
+def single_line(text):
+    return " ".join(text.split())
+
+
+def is_right(intent, text, values):
+    def fill(part):
+        for key, value in values.items():
+            part = part.replace("{" + key + "}", value)
+        return single_line(part)
+
+    text = single_line(text)
+    return text == fill(intent.answer) or all(fill(key) in text for key in intent.keys)
+
+
+def held_out(intents):
+    """(intent id, question, values) of every phrasing that is never trained on."""
+    names = load("names")["test"].split()
+    for intent in intents.values():
+        for i, question in enumerate(intent.test):
+            if intent.id != "name-asked":  # needs a conversation before it
+                values = {"name": names[i], "date": Conversation([]).date}
+                yield intent.id, question.replace("{name}", values["name"]), values
+
+
+def cases(sampler):
+    """kind -> cases"""
+    intents, names, date = sampler.intents, load("names")["test"].split(), Conversation([]).date
+    ask = lambda question: Turn(question, "", "")
+    said = lambda turns: [Turn(turn.user, turn.think, turn.answer) for turn in turns]
+    kinds = {"held-out phrasings": [], "held-out, third turn": []}
+    kinds |= {"held-out names": [], "held-out names and phrasings": []}
+    for intent, question, values in held_out(intents):
+        kinds["held-out phrasings"].append(Case(Conversation([ask(question)]), intent, values))
+        before = said(sampler.other_turns(2, date=date))
+        kinds["held-out, third turn"].append(Case(Conversation([*before, ask(question)]), intent, values))
+    for name in names:
+        for between in range(3):
+            for kind, wordings in (("held-out names", "ask"), ("held-out names and phrasings", "test")):
+                given, asked = sampler.intents["name-given"], sampler.intents["name-asked"]
+                pick = lambda intent: sampler.random.choice(getattr(intent, wordings)).replace("{name}", name)
+                hello = Turn(pick(given), "", given.answer.replace("{name}", name))
+                talk = [hello, *sampler.other_turns(between, date=date), ask(pick(asked))]
+                kinds[kind].append(Case(Conversation(talk), "name-asked", {"name": name}))
+    anna = {"name": "Anna", "date": date}
+    kinds["training phrasings"] = [
+        Case(Conversation([ask(sampler.fill(question).replace("{name}", "Anna"))]), intent.id, anna)
+        for intent in intents.values()
+        for question in intent.ask
+        if intent.id != "name-asked"
+    ]
+    return kinds
+
+
+def report(kind, intents, answered, show_failures):
+    """answered: (case's intent id, question, values, text)"""
+    wrong = [(id, question, text) for id, question, values, text in answered if not is_right(intents[id], text, values)]
+    share = 1 - len(wrong) / max(len(answered), 1)
+    print(f"{kind:30} {len(answered) - len(wrong):5} of {len(answered):5} right, {share:6.1%}", flush=True)
+    by_answer = {single_line(intent.answer): intent.id for intent in intents.values()}
+    for id, question, text in wrong if show_failures else []:
+        got = by_answer.get(single_line(text)) or repr(text[:70])
+        print(f"    {question}\n        wanted {id}, got {got}")
+    return share
+
+
+def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show_failures=True):
+    """Asks the snapshot everything, prints the shares and returns them by kind."""
+    from tokenizers import Tokenizer
+
+    from harmony import Writer
+    from model import load_snapshot
+
+    model = load_snapshot(snapshot, device)
+    writer = Writer(Tokenizer.from_file(str(Path(snapshot) / "tokenizer.json")))
+    sampler = Sampler(seed=7)
+    shares = {}
+    for kind, all_cases in cases(sampler).items():
+        chosen = random.Random(7).sample(all_cases, min(limit or len(all_cases), len(all_cases)))
+        prompts = [writer.prompt(case.conversation)[0] for case in chosen]
+        texts = [""] * len(chosen)
+        by_length = sorted(range(len(chosen)), key=lambda i: len(prompts[i]))
+        for start in range(0, len(chosen), batch):
+            rows = by_length[start : start + batch]
+            written = model.generate([prompts[i] for i in rows], writer.stop_ids, max_tokens)
+            for i, ids in zip(rows, written):
+                texts[i] = writer.answer(ids)
+        answered = [(c.intent, c.conversation.turns[-1].user, c.values, text) for c, text in zip(chosen, texts)]
+        shares[kind] = report(kind, sampler.intents, answered, show_failures and kind == "held-out phrasings")
+    return shares
+
+
+def judge(answers_file):
+    intents = load_intents()
+    wanted = {question: (id, values) for id, question, values in held_out(intents)}
+    answered = []
+    for line in Path(answers_file).read_text(encoding="utf-8").splitlines():
+        answer = json.loads(line)
+        id, values = wanted[answer["question"]]
+        answered.append((id, answer["question"], values | {"date": answer.get("date", values["date"])}, answer["text"]))
+    print(f"{len(wanted) - len(answered)} held-out questions have no answer") if len(answered) < len(wanted) else None
+    report("held-out phrasings", intents, answered, show_failures=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("snapshot", nargs="?", help="folder with config.json, model.safetensors and tokenizer.json")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--limit", type=int, help="at most so many questions of each kind")
+    parser.add_argument("--answers", metavar="FILE", help="judge these answers instead; `date` may be given too")
+    parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions and stop")
+    args = parser.parse_args()
+    if args.dump_questions:
+        rows = [{"intent": id, "question": question} for id, question, _ in held_out(load_intents())]
+        Path(args.dump_questions).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    elif args.answers:
+        judge(args.answers)
+    elif args.snapshot:
+        evaluate(args.snapshot, args.device, args.limit)
+    else:
+        parser.error("name a snapshot, --answers or --dump-questions")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,455 @@
+"""What the demo model learns: the intents of data/*.toml, and endless varied conversations drawn from them.
+
+`python questions.py` prints what there is and some sampled conversations.
+"""
+
+import random
+import re
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+DATA = Path(__file__).parent / "data"
+
+
+@dataclass
+class Intent:
+    """One thing a user may want, and its one answer."""
+
+    id: str
+    answer: str
+    think: str
+    keys: list[str]  # what a right answer contains
+    ask: list[str]  # phrasings to train on
+    patterns: list[str]  # more of them, see expand
+    test: list[str]  # phrasings that are never trained on
+    terms: list[str] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+    weight: float = 0.0
+
+
+@dataclass
+class Turn:
+    user: str
+    think: str
+    answer: str
+
+
+@dataclass
+class Conversation:
+    turns: list[Turn]
+    date: str = "2026-01-15"
+    effort: str = "medium"
+    developer: str = ""
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line]
+
+
+def normal(text: str) -> str:
+    """Letters and digits in lower case: two phrasings with the same normal form are the same."""
+    return " ".join(re.findall(r"\w+", text.lower()))
+
+
+def load(name: str) -> dict:
+    return tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def expand(pattern: str, choose) -> str:
+    """`(this|that|)` becomes one of its alternatives, as `choose` picks from a list."""
+    picked = re.sub(r"\(([^()]*\|[^()]*)\)", lambda m: choose(alternatives(m[1])), pattern)
+    return re.sub(r"\s+(?=[?.,!](?:\s|$))|^\s+|\s+$|(?<=\s)\s+", "", picked)
+
+
+def alternatives(text: str) -> list[str]:
+    return re.split(r"(?<!<)\|(?!>)", text)  # the bars of <|end|> are no separators
+
+
+def load_intents() -> dict[str, Intent]:
+    intents, patterns, held_out = {}, load("patterns"), load("held_out")
+    for name in ("using", "concepts", "talk"):
+        for entry in load(name)["intent"]:
+            take = lambda texts: lines(texts.pop(entry["id"], ""))
+            intent = Intent(**entry | {"ask": lines(entry["ask"])}, patterns=take(patterns), test=take(held_out))
+            intent.weight = intent.weight or min(max(len(intent.ask) / 10, 0.7), 2.5)
+            intents[intent.id] = intent
+    trained = {normal(ask) for intent in intents.values() for ask in intent.ask}
+    assert not patterns | held_out, f"phrasings of no intent: {list(patterns | held_out)}"
+    for intent in intents.values():
+        assert all(key in intent.answer for key in intent.keys), intent.id
+        assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: a held-out phrasing is in `ask`"
+    return intents
+
+
+# ---- one meaning, many wordings ----
+
+TERM_FRAMES = lines("""
+What is {}?
+What's {}?
+what is {} exactly
+What does {} mean?
+What is meant by {}?
+What is the meaning of {}?
+What do you know about {}?
+Explain {}
+Explain {} to me
+Can you explain {}?
+Could you explain what {} is?
+Please explain {} simply
+Define {}
+Describe {}
+definition of {}
+Tell me about {}
+Tell me what {} is
+Tell me something about {}
+I don't understand {}
+I don't know what {} is
+I want to know about {}
+I have heard of {}, what is it?
+People talk about {}, what is that?
+How does {} work?
+{}?
+{}
+{} explained
+Why does {} matter?
+What is {} good for?
+What is {} for?
+Give me a short explanation of {}
+What should I know about {}?
+info on {}
+the idea of {}
+""")
+
+FLAG_FRAMES = lines("""
+What does {} do?
+What is {}?
+What is {} for?
+What's {} for?
+How do I use {}?
+How does {} work?
+When should I use {}?
+Explain {}
+Explain the option {}
+Tell me about {}
+What happens with {}?
+Why would I use {}?
+{}
+{}?
+the {} option
+What does the option {} mean?
+Give me an example of {}
+I don't understand {}
+Which values does {} take?
+""")
+
+HOW_FRAMES = lines("""
+How can I {}?
+How to {}
+How does one {}?
+How would I {}?
+How could I {}?
+How should I {}?
+Can I {}?
+Is it possible to {}?
+Is there a way to {}?
+Is there any way to {}?
+Is there a command to {}?
+Which command do I need to {}?
+What do I type to {}?
+What do I have to do to {}?
+What must I do to {}?
+What is the best way to {}?
+What's the easiest way to {}?
+What is the procedure to {}?
+I want to {}
+I would like to {}
+I'd love to {}
+I need to {}
+I have to {}
+I am trying to {}
+I can't figure out how to {}
+I don't know how to {}
+Tell me how to {}
+Show me how to {}
+Teach me to {}
+Explain how to {}
+Help me {}
+Let me {}
+instructions to {}
+{}
+please {}
+""")
+
+PREFIXES = [
+    "hey,", "hey", "hi,", "hello,", "please", "can you tell me", "could you tell me", "quick question:", "so", "ok",
+    "ok so", "i wonder,", "um", "well,", "tell me,", "do you know", "one question:", "sorry,", "and", "now",
+    "i'd like to know", "just curious,", "excuse me,", "question:", "another question:", "hmm,", "listen,", "alright,",
+    "and now", "but", "then", "i was wondering,", "let me ask,", "say,", "would you know", "dear demo,",
+]  # fmt: skip
+
+SUFFIXES = [
+    "please", "pls", "thanks", "thx", "??", "?!", "!", "...", "with inferno", "in inferno", "exactly", "then", "again",
+    "in this program", "here", "really", "for me", "if I may ask", "today", "on my machine", "quickly", "anyway", "huh",
+    "i forgot", "any idea", "can you help", "briefly", "in short",
+]  # fmt: skip
+
+SYNONYMS = {
+    word: [alternative.strip() for alternative in alternatives.split(",")]
+    for word, _, alternatives in (line.partition(": ") for line in lines("""
+download: fetch, get, grab, pull, obtain, retrieve, pull down
+downloaded: fetched, pulled, grabbed, got, retrieved
+downloading: fetching, pulling, getting
+downloads: fetches, pulls
+fetch: grab, get, pull, download, retrieve
+get: obtain, have, receive, achieve
+model: LLM, language model, AI model, checkpoint, neural net
+models: LLMs, language models, AI models, checkpoints, networks
+weights: model weights, weight files, tensors
+chat: conversation, dialogue, talk, session
+conversation: chat, dialogue, discussion, session
+talk: speak, chat, converse
+start: launch, begin, open, run, boot
+run: execute, use, launch, start, operate
+launch: start, open, run
+play: run, start, use
+stop: halt, end, pause, cut
+answer: reply, response, output
+answers: replies, responses, outputs
+reply: answer, response
+show: display, print, give, reveal
+see: view, check, look at, find out, inspect
+change: modify, alter, adjust, edit, switch
+set: change, specify, configure, choose, adjust, define
+folder: directory, path, location, place
+directory: folder, path
+disk: drive, hard drive, ssd, storage
+stored: saved, kept, located, put, placed
+saved: stored, kept, written
+save: store, keep, write
+delete: remove, erase, get rid of, drop, uninstall
+remove: delete, erase, throw away
+quit: exit, leave, close, end
+exit: quit, leave, close, get out
+leave: exit, quit, get out
+clear: reset, wipe, empty, erase
+forget: drop, lose, erase
+error: error message, failure, problem, message
+fails: does not work, breaks, stops, gives an error
+fast: quick, speedy
+faster: quicker, speedier
+slow: sluggish, laggy, not fast
+speed: performance, pace
+gpu: graphics card, video card, nvidia card, card, graphics processor
+gpus: graphics cards, video cards, cards
+vram: video memory, gpu memory, graphics memory
+cpu: processor, plain cpu
+use: utilise, make use of, apply, employ, work with, try
+choose: pick, select, decide on
+pick: choose, select
+limit: restrict, cap, bound, reduce
+need: require, want, have to have
+needs: requires, wants
+large: big, huge, long
+larger: bigger, greater
+big: large, huge
+small: little, tiny, compact
+smaller: tinier, lighter
+explain: describe, clarify, tell me about, outline
+mean: stand for, denote, signify
+machine: computer, pc, laptop, system
+computer: machine, pc, laptop
+text: string, passage, document, paragraph
+file: document, text file
+files: documents, data
+hide: conceal, suppress, switch off
+reasoning: thinking, thoughts, thought process
+thinking: reasoning, thoughts
+internet: network, web, online access
+offline: without internet, disconnected
+install: set up, put on my machine, deploy
+build: compile, make
+compile: build, make
+supported: compatible, possible, working, allowed
+support: handle, allow, work with, offer, understand
+flag: option, switch, parameter, argument
+flags: options, switches, parameters
+command: instruction, verb, subcommand
+commands: instructions, verbs
+licence: license
+license: licence
+quantisation: quantization
+quantised: quantized, compressed
+list: show, enumerate, display
+print: show, output, write
+made: created, built, developed, written
+work: function, operate, run
+works: functions, operates
+difference: distinction, contrast
+why: how come, for what reason, why on earth
+maximum: max, upper limit of
+random: arbitrary, unpredictable
+repeat: say again, redo
+often: frequently
+good: decent, sensible, fine
+best: ideal, optimal, right
+possible: feasible, doable
+many: lots of
+version: release, edition
+question: query
+prompt: input, query
+prompts: inputs
+select: choose, pick
+happens: occurs, goes on
+missing: absent, not there, gone
+broken: damaged, faulty
+local: own, on-disk
+several: multiple, two, many
+memory: ram, space
+"""))
+}
+
+FILLERS = {"the", "a", "an", "do", "i", "is", "to", "me", "does", "of", "my", "can", "it", "are"}
+WORD = re.compile(r"[A-Za-z][A-Za-z']*")
+
+
+class Sampler:
+    """Draws training conversations. Everything random comes from `seed`."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.intents = load_intents()
+        self.slots = load("talk")["slots"]
+        self.prompts = load("talk")["developer"]["prompts"]
+        self.names = load("names")["train"].split()
+        self.topics = [i for i in self.intents.values() if not i.id.startswith(("name-", "no-name"))]
+        self.weights = [intent.weight for intent in self.topics]
+        self.held_out = {normal(test) for intent in self.intents.values() for test in intent.test}
+
+    def chance(self, p: float) -> bool:
+        return self.random.random() < p
+
+    def name(self) -> str:
+        if self.chance(0.4):
+            return self.random.choice(self.names)
+        syllables = self.random.randint(2, 4)
+        made_up = "".join(
+            self.random.choice(["", *"bcdfghjklmnprstvwyz", "ch", "sh", "th", "br", "kr", "st", "gw", "qu"])
+            + self.random.choice(["a", "e", "i", "o", "u", "ia", "ei", "ou", "y"])
+            + self.random.choice(["", "", "", *"lmnrstdkx", "nd", "rt", "ck", "ff"])
+            for _ in range(syllables)
+        )
+        return made_up.capitalize()
+
+    def fill(self, text: str) -> str:
+        """Fills {slot}s that [slots] knows; {name} and {date} belong to the conversation and stay."""
+        choose = lambda m: self.random.choice(self.slots[m[1]]) if m[1] in self.slots else m[0]
+        return re.sub(r"\{(\w+)\}", choose, text)
+
+    def wording(self, intent: Intent) -> str:
+        """One phrasing of an intent: written by hand, or a frame around one of its names."""
+        if intent.terms and self.chance(0.25):
+            return self.random.choice(TERM_FRAMES).format(self.random.choice(intent.terms))
+        if intent.flags and self.chance(0.2):
+            return self.random.choice(FLAG_FRAMES).format(self.random.choice(intent.flags))
+        if intent.patterns and self.chance(0.5):
+            return self.fill(expand(self.random.choice(intent.patterns), self.random.choice))
+        ask = self.fill(self.random.choice(intent.ask))
+        how = re.fullmatch(r"How (?:do|can) I (.+)\?", ask)
+        if how and self.chance(0.5):
+            ask = self.random.choice(HOW_FRAMES).replace("{}", how[1])
+        return ask
+
+    def typo(self, text: str) -> str:
+        words = [m for m in WORD.finditer(text) if len(m[0]) >= 4]
+        if not words:
+            return text
+        at = self.random.choice(words).start() + self.random.randint(1, 2)
+        kind = self.random.randrange(3)
+        if kind == 0:
+            return text[:at] + text[at + 1 :]  # a letter is missing
+        if kind == 1:
+            return text[:at] + text[at] + text[at:]  # a letter is doubled
+        return text[:at] + text[at + 1] + text[at] + text[at + 2 :]  # two letters changed places
+
+    def question(self, intent: Intent) -> str:
+        """A training phrasing, never one that is held out."""
+        while normal(question := self.typed(self.wording(intent))) in self.held_out:
+            pass
+        return question
+
+    def typed(self, text: str) -> str:
+        """A phrasing as somebody might type it: other words, a prefix, a typo, no punctuation."""
+        if "{name}" in text or len(text) < 3:
+            return text
+
+        def swap(match):
+            alternatives = SYNONYMS.get(match[0].lower())
+            return self.random.choice(alternatives) if alternatives and self.chance(0.3) else match[0]
+
+        if self.chance(0.6):
+            text = WORD.sub(swap, text)
+        words = text.split()
+        if len(words) > 3 and self.chance(0.12):  # a small word is missing
+            small = [i for i, word in enumerate(words) if word.lower() in FILLERS]
+            if small:
+                words.pop(self.random.choice(small))
+                text = " ".join(words)
+        if len(words) > 2 and self.chance(0.2):
+            text = f"{self.random.choice(PREFIXES)} {text[0].lower()}{text[1:]}"
+        if len(words) > 2 and self.chance(0.1):
+            text = f"{text.rstrip('?.')} {self.random.choice(SUFFIXES)}"
+        if self.chance(0.12):
+            text = self.typo(text)
+        if self.chance(0.4):
+            text = re.sub(r"[?.,!:]+(?=\s|$)", "", text) or text
+        if self.chance(0.5):
+            text = text.lower()
+        elif self.chance(0.02):
+            text = text.upper()
+        return text
+
+    def turn(self, intent: Intent, **values: str) -> Turn:
+        """Values fill {name} and {date} in question, analysis and answer."""
+        user = self.question(intent)
+        parts = [user, intent.think, intent.answer]
+        for key, value in values.items():
+            parts = [part.replace("{" + key + "}", value) for part in parts]
+        return Turn(*parts)
+
+    def other_turns(self, count: int, **values: str) -> list[Turn]:
+        return [self.turn(i, **values) for i in self.random.choices(self.topics, self.weights, k=count)]
+
+    def conversation(self, turns: int) -> Conversation:
+        """A conversation of about that many turns: questions, often with a name given and asked for."""
+        r = self.random
+        date = f"{r.randint(2024, 2030)}-{r.randint(1, 12):02}-{r.randint(1, 28):02}"
+        if self.chance(0.45 if turns > 1 else 0.04):
+            name = self.name()
+            name = name.lower() if self.chance(0.15) else name
+            talk = [self.turn(self.intents["name-given"], name=name)]
+            if turns > 1:
+                before = r.randint(0, 1) if turns > 2 else 0
+                talk = self.other_turns(before, date=date) + talk
+                talk += self.other_turns(r.randint(0, turns - 2 - before), date=date)
+                talk.append(self.turn(self.intents["name-asked"], name=name))
+        else:
+            talk = self.other_turns(turns, date=date)
+            if self.chance(0.015):
+                talk[-1] = self.turn(self.intents["no-name"])
+        effort = r.choice(["low", "medium", "medium", "high"])
+        developer = r.choice(self.prompts) if self.chance(0.15) else ""
+        return Conversation(talk, date, effort, developer)
+
+
+if __name__ == "__main__":
+    sampler = Sampler(seed=0)
+    intents = sampler.intents.values()
+    print(
+        f"{len(intents)} intents, {sum(len(i.ask) for i in intents)} training phrasings, "
+        f"{sum(len(i.patterns) for i in intents)} patterns for more, {sum(len(i.test) for i in intents)} held-out phrasings"
+    )
+    for turns in (1, 1, 1, 1, 1, 1, 1, 1, 1, 3, 3):
+        print()
+        for turn in sampler.conversation(turns).turns:
+            print(f"> {turn.user}\n  ({turn.think}) {turn.answer}")

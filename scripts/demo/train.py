@@ -1,0 +1,262 @@
+"""Trains inferno's demo model from nothing: its tokenizer, its weights, the snapshot, and how good it is.
+
+    python train.py --out OUT                  about 6 minutes on one data-centre GPU
+    python train.py --out OUT --smoke          the same path on a CPU in a minute or two; learns nothing
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from evaluate import evaluate
+from harmony import Writer, system_text, train_tokenizer
+from model import CONFIG, GptOss, load_snapshot, mxfp4_dequantise, mxfp4_round, snapshot_tensors
+from questions import Conversation, Sampler
+from tokenizers import Tokenizer
+
+# name, turns from..to, tokens a sample, samples a batch, share of the batches
+BUCKETS = [("short", (1, 1), 176, 256, 0.56), ("medium", (2, 4), 336, 128, 0.34), ("long", (5, 28), 1600, 24, 0.10)]
+PAST_ANSWER_WEIGHT = 0.3  # earlier answers of a conversation teach too, but they are not what the model will write
+
+
+# ---- data ----
+
+
+def tokenizer_texts(sampler, count):
+    for _ in range(count):
+        conversation = sampler.conversation(1)
+        yield system_text(conversation.date, conversation.effort)
+        yield conversation.developer
+        for turn in conversation.turns:
+            yield from (turn.user, turn.think, turn.answer)
+    yield from ["assistant", "system", "developer", "user", "analysis", "final", "commentary"] * count
+
+
+class Batches(IterableDataset):
+    """Endless batches: ids [B, T + 1] and the weight of each id as a target, [B, T + 1]."""
+
+    def __init__(self, tokenizer_json, seed, shrink):
+        self.tokenizer_json, self.seed, self.shrink = tokenizer_json, seed, shrink
+
+    def __iter__(self):
+        worker = get_worker_info()
+        sampler = Sampler(self.seed * 1000 + (worker.id if worker else 0) + 1)
+        writer = Writer(Tokenizer.from_str(self.tokenizer_json))
+        while True:
+            bucket = sampler.random.choices(BUCKETS, [bucket[-1] for bucket in BUCKETS])[0]
+            yield self.batch(bucket, sampler, writer)
+
+    def batch(self, bucket, sampler, writer):
+        _, (fewest, most), length, rows, _ = bucket
+        rows = max(rows // self.shrink, 1)
+        ids = torch.zeros(rows, length + 1, dtype=torch.int32)
+        weights = torch.zeros(rows, length + 1)
+        row = 0
+        while row < rows:
+            conversation = sampler.conversation(sampler.random.randint(fewest, most))
+            prompt, past_answer = writer.prompt(conversation)
+            completion = writer.completion(conversation)
+            n, m = len(prompt), len(completion)
+            if n + m <= length + 1:
+                ids[row, : n + m] = torch.tensor(prompt + completion)
+                weights[row, :n] = torch.tensor(past_answer) * PAST_ANSWER_WEIGHT
+                weights[row, n : n + m] = 1
+                row += 1
+        return ids, weights
+
+
+# ---- training ----
+
+
+def train(tokenizer_json, args):
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    torch.set_float32_matmul_precision("high")
+    model = GptOss().to(device).train()
+    for layer in model.model.layers:
+        layer.dropout.p = args.dropout
+        if args.compile:
+            torch._dynamo.config.suppress_errors = True  # a layer that does not compile runs as it is
+            layer.compile(dynamic=False)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), fused=device.type == "cuda")
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, layers compiled: {args.compile}", flush=True)
+
+    def step(ids, weights):
+        ids, weights = ids.to(device, non_blocking=True).long(), weights.to(device, non_blocking=True)[:, 1:]
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            logits, balance = model(ids[:, :-1])
+        losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        loss = (losses * weights.flatten()).sum() / weights.sum()
+        (loss + 0.01 * balance).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), balance.detach(), norm
+
+    batches = Batches(tokenizer_json, args.seed, args.shrink)
+    began = time.time()
+    sampler, writer = Sampler(0), Writer(Tokenizer.from_str(tokenizer_json))
+    for bucket in BUCKETS:  # a step of each shape with a learning rate of zero: compiles outside the schedule
+        step(*batches.batch(bucket, sampler, writer))
+    settled = float(step(*batches.batch(BUCKETS[0], sampler, writer))[0])
+    print(f"a step of each shape in {time.time() - began:.0f} s, loss {settled:.3f}", flush=True)
+
+    loader = iter(
+        DataLoader(
+            batches,
+            batch_size=None,
+            num_workers=args.workers,
+            prefetch_factor=8 if args.workers else None,
+            pin_memory=device.type == "cuda",
+        )
+    )
+    batch = next(loader)
+    budget, began, said, steps, samples, waited = args.minutes * 60, time.time(), 0.0, 0, 0, 0.0
+    losses = []
+    while (progress := (time.time() - began) / budget) < 1 and (args.steps is None or steps < args.steps):
+        # Warm up for a fiftieth of the time, then a cosine down to nothing. Time, not steps: the budget is kept.
+        rate = args.lr * min(1, progress * 50 + 1e-3) * (0.5 + 0.5 * math.cos(math.pi * progress))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss, balance, norm = step(*batch)
+        losses.append(loss)
+        steps, samples = steps + 1, samples + len(batch[0])
+        wait = time.time()
+        batch = next(loader)
+        waited += time.time() - wait
+        if progress - said >= 0.04:
+            said, seconds = progress, time.time() - began
+            mean = float(torch.stack(losses).mean())
+            print(
+                f"{seconds:4.0f} s  step {steps:6}  loss {mean:.4f}  balance {float(balance):.2f}  norm {float(norm):.2f}"
+                f"  {steps / seconds:.1f} steps/s  {samples / seconds:.0f} samples/s  waited {waited:.0f} s",
+                flush=True,
+            )
+            losses = []
+    print(f"{steps} steps, {samples} samples in {time.time() - began:.0f} s", flush=True)
+    torch.set_float32_matmul_precision("highest")
+    return model.eval()
+
+
+# ---- the snapshot ----
+
+
+def export(model, tokenizer_json, out):
+    out.mkdir(parents=True, exist_ok=True)
+    id_of = Tokenizer.from_str(tokenizer_json).token_to_id
+    eos, start, pad = (id_of(token) for token in ("<|return|>", "<|startoftext|>", "<|endoftext|>"))
+    config = CONFIG | {"eos_token_id": eos, "pad_token_id": pad}
+    generation = {
+        "bos_token_id": start,
+        "do_sample": False,
+        "eos_token_id": [eos, pad, id_of("<|call|>")],
+        "pad_token_id": pad,
+    }
+    special = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>", "pad_token": "<|endoftext|>"}
+    added = {
+        str(token["id"]): {key: value for key, value in token.items() if key != "id"}
+        for token in json.loads(tokenizer_json)["added_tokens"]
+    }
+    tokenizer_config = special | {
+        "added_tokens_decoder": added,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONFIG["max_position_embeddings"],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    for name, content in {
+        "config": config,
+        "generation_config": generation,
+        "special_tokens_map": special,
+        "tokenizer_config": tokenizer_config,
+    }.items():
+        (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    compact = json.dumps(json.loads(tokenizer_json), ensure_ascii=False, separators=(",", ":"))
+    (out / "tokenizer.json").write_text(compact, encoding="utf-8")
+    save_file(snapshot_tensors(model), out / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def verify(model, out):
+    """transformers, reading the snapshot, agrees with the training module and with our own reader."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+
+    theirs = AutoModelForCausalLM.from_pretrained(
+        out,
+        quantization_config=Mxfp4Config(dequantize=True),
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    theirs = theirs.float().eval()  # after loading: dequantised experts come as bf16, which holds them exactly
+    ours = load_snapshot(out)
+    trained = GptOss().eval()
+    trained.load_state_dict(model.state_dict())
+    for name, parameter in trained.named_parameters():  # what the export rounds, rounded here
+        packed = name.endswith(("gate_up_proj", "down_proj"))
+        parameter.copy_(mxfp4_dequantise(*mxfp4_round(parameter)) if packed else parameter.bfloat16())
+
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    for text in ("Grüße, 你好 🦀!\r\n\tfn main() {}  ", bytes(range(256)).decode("latin-1")):
+        assert tokenizer.decode(tokenizer.encode(text), clean_up_tokenization_spaces=False) == text, "lossy tokenizer"
+    writer = Writer(Tokenizer.from_file(str(out / "tokenizer.json")))
+    talk = Sampler(seed=3).other_turns(14, date="2026-01-15")
+    ids = writer.prompt(Conversation(talk))[0] + writer.completion(Conversation(talk))
+    assert tokenizer.encode(writer.tokenizer.decode(ids, skip_special_tokens=False)) == ids, "control tokens differ"
+    ids = torch.tensor([ids])  # longer than the window, and than YaRN's original length
+    reference = theirs(ids).logits
+    for who, logits in (("this reader", ours(ids)[0]), ("training module", trained(ids)[0])):
+        error = float((logits - reference).abs().max() / reference.abs().max())
+        print(f"verified against transformers over {ids.shape[1]} tokens: {who}, max relative logit error {error:.1e}")
+        assert error < 1e-4, who
+    start = writer.prompt(Conversation(talk[:1]))[0]
+    generated = theirs.generate(torch.tensor([start]), max_new_tokens=24)[0, len(start) :].tolist()
+    mine = ours.generate([start], writer.stop_ids, 24)[0]
+    assert generated[: len(mine)] == mine, "greedy tokens differ"
+
+
+def main():
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers fork
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the snapshot")
+    parser.add_argument("--minutes", type=float, default=5.0, help="training time, compiling and checking not counted")
+    parser.add_argument("--steps", type=int, help="stop after so many steps, whatever the time")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--workers", type=int, help="processes that make batches")
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--smoke", action="store_true", help="a few small steps, to see that everything works")
+    args = parser.parse_args()
+    if args.workers is None:
+        args.workers = 0 if args.smoke else max(min(14, (os.cpu_count() or 2) - 2), 1)
+    args.shrink = 64 if args.smoke else 1
+    args.minutes = min(args.minutes, 0.4) if args.smoke else args.minutes
+    has_compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    args.compile = args.compile and args.device.startswith("cuda") and bool(has_compiler)
+
+    texts = tokenizer_texts(Sampler(seed=1), 20_000)
+    tokenizer_json = train_tokenizer(texts, CONFIG["vocab_size"]).to_str()
+    model = train(tokenizer_json, args)
+    export(model, tokenizer_json, args.out)
+    verify(model, args.out)
+    shares = evaluate(args.out, args.device, *((6, 16) if args.smoke else ()))
+    files = {path.name: path.stat().st_size for path in sorted(args.out.iterdir())}
+    print(f"{args.out}: {sum(files.values()) / 1e6:.2f} MB in all; " + ", ".join(f"{n} {s}" for n, s in files.items()))
+    print("summary: " + ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items()))
+
+
+if __name__ == "__main__":
+    main()

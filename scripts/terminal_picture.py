@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Draws a terminal as an SVG: what `tmux capture-pane -e -p` prints, colours, bold and dim included.
+
+    tmux capture-pane -e -p -t SESSION | scripts/terminal_picture.py --title "inferno play" -o docs/play.svg
+
+Each stretch of text is pinned to the terminal's grid, so that the picture looks the same in whatever monospace font
+the reader has.
+"""
+
+import argparse
+import re
+import sys
+import unicodedata
+from dataclasses import dataclass, replace
+from html import escape
+from itertools import groupby
+from pathlib import Path
+
+BACKGROUND, FOREGROUND, BAR = "#16181d", "#d7dae0", "#22252c"
+PALETTE = [
+    *("#3b4048", "#e06c75", "#98c379", "#e5c07b", "#61afef", "#c678dd", "#56b6c2", "#c8ccd4"),
+    *("#5c6370", "#ff7a85", "#b5e890", "#ffd68a", "#7cc4ff", "#e08cff", "#6fd6e2", "#ffffff"),
+]
+FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Liberation Mono', monospace"
+FONT_SIZE, CELL, LINE, MARGIN, TITLE_HEIGHT = 14, 8.4, 20, 16, 34
+
+ESCAPE = re.compile(
+    r"\x1b\[([0-9;:]*)m"  # SGR, the one kind that is obeyed
+    r"|\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)"  # other CSI; OSC, such as links
+    r"|\x1b[ -/]*[0-~]|[\x00-\x1f]"  # charset switches; lone control characters
+)
+
+
+@dataclass(frozen=True)
+class Style:
+    colour: str | None = None
+    background: str | None = None
+    bold: bool = False
+    dim: bool = False
+    italic: bool = False
+    underline: bool = False
+    inverse: bool = False
+
+    def colours(self):
+        """Text colour, and the colour behind it if that is not the window's."""
+        colour, background = self.colour or FOREGROUND, self.background
+        if self.inverse:
+            colour, background = background or BACKGROUND, colour
+        if self.dim:
+            colour = blend(colour, background or BACKGROUND)
+        return colour, background
+
+
+def blend(colour, behind, share=0.55):
+    pairs = ((int(colour[i : i + 2], 16), int(behind[i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a * share + b * (1 - share)):02x}" for a, b in pairs)
+
+
+def indexed(index):
+    """A colour of the 256: sixteen named ones, a 6 × 6 × 6 cube, a ramp of grey."""
+    if index < 16:
+        return PALETTE[index]
+    if index < 232:
+        cube = index - 16
+        levels = (cube // 36, cube // 6 % 6, cube % 6)
+        return "#" + "".join(f"{55 + 40 * level if level else 0:02x}" for level in levels)
+    return "#" + f"{8 + 10 * (index - 232):02x}" * 3
+
+
+def apply(style, parameters):
+    """The style after one SGR sequence."""
+    codes = [int(code or 0) for code in re.split("[;:]", parameters)]
+    flags = {1: "bold", 2: "dim", 3: "italic", 4: "underline", 7: "inverse"}
+    while codes:
+        code = codes.pop(0)
+        if code == 0:
+            style = Style()
+        elif code in flags:
+            style = replace(style, **{flags[code]: True})
+        elif code == 22:
+            style = replace(style, bold=False, dim=False)
+        elif code in (23, 24, 27):
+            style = replace(style, **{flags[code - 20]: False})
+        elif code in (38, 48):
+            kind, colour = (codes.pop(0) if codes else None), None
+            if kind == 5 and codes:
+                colour = indexed(min(codes.pop(0), 255))
+            elif kind == 2 and len(codes) >= 3:
+                colour = "#" + "".join(f"{min(codes.pop(0), 255):02x}" for _ in range(3))
+            style = replace(style, **{"colour" if code == 38 else "background": colour})
+        elif 30 <= code <= 37 or 90 <= code <= 97:
+            style = replace(style, colour=PALETTE[code - 30 if code < 90 else code - 82])
+        elif 40 <= code <= 47 or 100 <= code <= 107:
+            style = replace(style, background=PALETTE[code - 40 if code < 100 else code - 92])
+        elif code == 39:
+            style = replace(style, colour=None)
+        elif code == 49:
+            style = replace(style, background=None)
+    return style
+
+
+def is_wide(character):
+    return unicodedata.east_asian_width(character) in "WF"
+
+
+def width(text):
+    """Cells that a text takes."""
+    return sum(0 if unicodedata.combining(c) else 1 + is_wide(c) for c in text)
+
+
+def parse(text):
+    """Lines of (column, text, style). A style lasts until it is changed, across lines too."""
+    lines, style = [], Style()
+    for line in text.split("\n"):
+        runs, column, start = [], 0, 0
+        for match in [*ESCAPE.finditer(line), None]:
+            piece = line[start : match.start() if match else len(line)]
+            for _, group in groupby(piece, is_wide):  # each with its own pitch
+                group = "".join(group)
+                runs.append((column, group, style))
+                column += width(group)
+            if match:
+                start = match.end()
+                if match.group(1) is not None:
+                    style = apply(style, match.group(1))
+        lines.append(runs)
+    return lines
+
+
+def is_blank(runs):
+    return all(not text.strip() and not style.colours()[1] for _, text, style in runs)
+
+
+def draw(lines, title, columns):
+    while lines and is_blank(lines[-1]):
+        lines.pop()
+    used = max((column + width(text.rstrip()) for runs in lines for column, text, _ in runs), default=0)
+    columns = max(columns or 0, used, len(title) + 16)
+    w, h = round(columns * CELL + 2 * MARGIN), TITLE_HEIGHT + len(lines) * LINE + 2 * MARGIN - 6
+    buttons = enumerate(("#ff5f57", "#febc2e", "#28c840"))
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {w} {h}" width="{w}" height="{h}" role="img">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{w}" height="{h}" rx="9" fill="{BACKGROUND}"/>',
+        f'<path d="M0 {TITLE_HEIGHT}V9a9 9 0 0 1 9-9h{w - 18}a9 9 0 0 1 9 9v{TITLE_HEIGHT - 9}z" fill="{BAR}"/>',
+        *(f'<circle cx="{20 + 20 * i}" cy="17" r="6" fill="{c}"/>' for i, c in buttons),
+        f'<g font-family="{FONT}" font-size="{FONT_SIZE}" fill="{FOREGROUND}">',
+        f'<text x="{w / 2:g}" y="22" text-anchor="middle" fill="{blend(FOREGROUND, BAR)}">{escape(title)}</text>',
+    ]
+    for row, runs in enumerate(lines):
+        top = TITLE_HEIGHT + MARGIN - 3 + row * LINE
+        for column, text, style in runs:
+            colour, background = style.colours()
+            x, length = round(MARGIN + column * CELL, 1), round(width(text) * CELL, 1)
+            if background:
+                out.append(f'<rect x="{x:g}" y="{top}" width="{length:g}" height="{LINE}" fill="{background}"/>')
+            # Spaces at the ends are left out; what stays is pinned to its columns.
+            shown = text.strip(" ")
+            if not shown:
+                continue
+            x = round(x + (len(text) - len(text.lstrip(" "))) * CELL, 1)
+            length = round(width(shown) * CELL, 1)
+            look = {
+                "fill": colour if colour != FOREGROUND else None,
+                "font-weight": "bold" if style.bold else None,
+                "font-style": "italic" if style.italic else None,
+                "text-decoration": "underline" if style.underline else None,
+            }
+            look = "".join(f' {name}="{value}"' for name, value in look.items() if value)
+            out.append(
+                f'<text x="{x:g}" y="{top + 15}" textLength="{length:g}" lengthAdjust="spacingAndGlyphs"'
+                f' xml:space="preserve"{look}>{escape(shown)}</text>'
+            )
+    return "\n".join([*out, "</g>", "</svg>", ""])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("input", nargs="?", type=Path, help="captured text [standard input]")
+    parser.add_argument("-o", "--output", type=Path, help="the SVG [standard output]")
+    parser.add_argument("--title", default="inferno", help="in the window's bar")
+    parser.add_argument("--columns", type=int, default=80, help="smallest width of the window [80]")
+    args = parser.parse_args()
+    data = args.input.read_bytes() if args.input else sys.stdin.buffer.read()
+    svg = draw(parse(data.decode("utf-8", "replace").replace("\r\n", "\n")), args.title, args.columns)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(svg, encoding="utf-8")
+    else:
+        sys.stdout.write(svg)
+
+
+if __name__ == "__main__":
+    main()
