@@ -84,14 +84,7 @@ pub struct Message {
 
 impl Message {
     pub fn new(role: Role, content: impl Into<String>) -> Self {
-        Self {
-            role,
-            content: content.into(),
-            reasoning: None,
-            tool_calls: Vec::new(),
-            tool_call_id: None,
-            name: None,
-        }
+        Self { role, content: content.into(), reasoning: None, tool_calls: Vec::new(), tool_call_id: None, name: None }
     }
 
     pub fn system(content: impl Into<String>) -> Self {
@@ -185,7 +178,12 @@ impl<'de> Deserialize<'de> for Message {
                         Some(text) if matches!(part.kind.as_str(), "text" | "input_text" | "output_text") => {
                             content.push_str(&text)
                         }
-                        _ => return Err(D::Error::custom(format!("only text content is supported, not '{}'", part.kind))),
+                        _ => {
+                            return Err(D::Error::custom(format!(
+                                "only text content is supported, not '{}'",
+                                part.kind
+                            )));
+                        }
                     }
                 }
                 content
@@ -238,11 +236,8 @@ impl Serialize for Message {
         let mut message = Map::new();
         message.insert("role".into(), json!(self.role.as_str()));
         message.insert("content".into(), json!(self.content));
-        let optional = [
-            ("reasoning_content", &self.reasoning),
-            ("tool_call_id", &self.tool_call_id),
-            ("name", &self.name),
-        ];
+        let optional =
+            [("reasoning_content", &self.reasoning), ("tool_call_id", &self.tool_call_id), ("name", &self.name)];
         for (key, value) in optional {
             if let Some(value) = value {
                 message.insert(key.into(), json!(value));

@@ -66,9 +66,10 @@ impl Template {
                 .into_iter()
                 .filter(|key| has_word(&source, key))
                 .collect(),
-            null_content: ["content is none", "content is not none", "'] is none", "'] is not none"]
+            null_content: [".content", "'content']", "\"content\"]"]
                 .iter()
-                .any(|test| source.contains(test) && source.contains("content")),
+                .flat_map(|content| [format!("{content} is none"), format!("{content} is not none")])
+                .any(|test| source.contains(&test)),
         };
         let environment = environment(source).map_err(|error| explain(file, &error));
         Ok(Some(Self { file: file.to_string(), environment, special_tokens, dialect }))
@@ -107,8 +108,7 @@ impl Template {
         arguments: Arguments,
     ) -> Result<String> {
         let environment = self.environment.as_ref().map_err(|cause| anyhow!("{cause}"))?;
-        let messages: Vec<Json> =
-            messages.iter().map(|message| self.message(message, marker, arguments)).collect();
+        let messages: Vec<Json> = messages.iter().map(|message| self.message(message, marker, arguments)).collect();
         let tools = if options.tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
         let mut context = vec![
             ("messages".to_string(), Value::from(Serde(&messages))),
@@ -273,9 +273,9 @@ fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
 /// Whether `word` stands in `source` as a whole identifier.
 fn has_word(source: &str, word: &str) -> bool {
     let is_part = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
-    source.match_indices(word).any(|(at, _)| {
-        !is_part(source[..at].chars().next_back()) && !is_part(source[at + word.len()..].chars().next())
-    })
+    source
+        .match_indices(word)
+        .any(|(at, _)| !is_part(source[..at].chars().next_back()) && !is_part(source[at + word.len()..].chars().next()))
 }
 
 /// Everything in a message that someone else wrote.

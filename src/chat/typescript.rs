@@ -110,8 +110,7 @@ fn object(schema: &Value, indent: &str) -> String {
         out.push_str(&format!("{indent}// {description}\n"));
     }
     out.push_str("{\n");
-    let required: Vec<&str> =
-        list(schema, "required").into_iter().flatten().filter_map(Value::as_str).collect();
+    let required: Vec<&str> = list(schema, "required").into_iter().flatten().filter_map(Value::as_str).collect();
     for (key, property) in schema.get("properties").and_then(Value::as_object).into_iter().flatten() {
         let key = if required.contains(&key.as_str()) { key.clone() } else { format!("{key}?") };
         property_of(&mut out, &key, property, indent);
