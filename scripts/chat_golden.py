@@ -244,6 +244,20 @@ def harmony_ids(name, add_generation_prompt):
     return encoding.render_conversation(conversation)
 
 
+SNAPSHOTS = ["Llama-3.1-8B-Instruct", "DeepSeek-R1-Distill-Llama-8B", "TinyLlama-1.1B-Chat-v1.0", "Qwen2.5", "phi-3-mini"]
+
+
+def snapshot_case(directory, name):
+    """Ids by the published tokenizer.json itself: transformers 5.17 rebuilds a tokenizer for tokenizer_class
+    LlamaTokenizerFast, and what it makes of DeepSeek-R1-Distill-Llama drops every space and newline."""
+    text = transformers.AutoTokenizer.from_pretrained(directory).apply_chat_template(
+        CONVERSATIONS[name][0], add_generation_prompt=True, tokenize=False)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+    ids = fast(text, add_special_tokens=False)["input_ids"]
+    case = {"conversation": name, "add_generation_prompt": True}
+    return case | {"tokens": len(ids), "fnv1a": fnv1a(" ".join(map(str, ids)))}
+
+
 def main():
     fixtures = Path(sys.argv[1])
     chat_template_utils.datetime = Pinned
@@ -277,6 +291,7 @@ def main():
         "conversations": {name: {"messages": m, "tools": t or []} for name, (m, t) in CONVERSATIONS.items()},
         "templates": templates,
         "harmony": harmony,
+        "snapshots": {d: [snapshot_case(fixtures / d, n) for n in ["user", "turns", "think-in-content"]] for d in SNAPSHOTS},
     }
     Path(sys.argv[2]).write_text(json.dumps(golden, ensure_ascii=False, separators=(",", ":")) + "\n")
 

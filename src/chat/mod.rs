@@ -11,6 +11,7 @@ use anyhow::Result;
 use crate::tokenizer::Tokenizer;
 
 mod harmony;
+mod harmony_header;
 mod harmony_parser;
 mod injection;
 mod message;
@@ -58,7 +59,7 @@ pub enum ChatFormat {
 pub struct HarmonyFormat(Harmony);
 
 /// A Jinja template that came with the model.
-pub struct TemplateFormat(Template);
+pub struct TemplateFormat(Box<Template>);
 
 impl ChatFormat {
     /// The chat format of the snapshot in `dir`: harmony when the vocabulary has its control tokens, else
@@ -67,7 +68,7 @@ impl ChatFormat {
         if let Some(harmony) = Harmony::find(tokenizer) {
             return Ok(Some(ChatFormat::Harmony(HarmonyFormat(harmony))));
         }
-        Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat(template))))
+        Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat(Box::new(template)))))
     }
 
     /// `harmony`, or the file that the template stands in.
@@ -96,10 +97,10 @@ impl ChatFormat {
     }
 
     /// A parser for what is generated after `prompt`.
-    pub fn parser(&self, tokenizer: &Tokenizer, prompt: &Rendered) -> Parser {
+    pub fn parser(&self, _tokenizer: &Tokenizer, prompt: &Rendered) -> Parser {
         Parser(match self {
             ChatFormat::Harmony(format) => ParserKind::Harmony(Box::new(HarmonyParser::new(format.0))),
-            ChatFormat::Template(_) => ParserKind::Tagged(Box::new(TaggedParser::new(tokenizer, &prompt.text))),
+            ChatFormat::Template(_) => ParserKind::Tagged(Box::new(TaggedParser::new(&prompt.text))),
         })
     }
 }

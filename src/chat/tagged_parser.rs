@@ -36,7 +36,7 @@ pub struct TaggedParser {
 
 impl TaggedParser {
     /// `prompt`: the rendered conversation. Templates of reasoning models often end it with `<think>` already.
-    pub fn new(_tokenizer: &Tokenizer, prompt: &str) -> Self {
+    pub fn new(prompt: &str) -> Self {
         let prompt = prompt.trim_end();
         let thinking = prompt.ends_with(THINK);
         Self {

@@ -66,9 +66,10 @@ impl Template {
                 .into_iter()
                 .filter(|key| has_word(&source, key))
                 .collect(),
-            null_content: ["content is none", "content is not none", "'] is none", "'] is not none"]
+            null_content: [".content", "'content']", "\"content\"]"]
                 .iter()
-                .any(|test| source.contains(test) && source.contains("content")),
+                .flat_map(|content| [format!("{content} is none"), format!("{content} is not none")])
+                .any(|test| source.contains(&test)),
         };
         let environment = environment(source).map_err(|error| explain(file, &error));
         Ok(Some(Self { file: file.to_string(), environment, special_tokens, dialect }))

@@ -1,0 +1,154 @@
+//! Chat formats: conversations to ids, generated ids to channels.
+//!
+//! Most tests run on a tiny tokenizer made here. Those against real tokenizers and templates look for them in
+//! `$INFERNO_FIXTURES` and say so when they skip; their expected values in `tests/golden/chat.json` come from
+//! `scripts/chat_golden.py`.
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use inferno::chat::{Channel, ChatFormat, Delta, Message, ReasoningEffort, RenderOptions, Rendered, ToolCall};
+use inferno::tokenizer::{Controls, Tokenizer};
+use serde_json::{Value, json};
+
+mod golden;
+mod harmony;
+mod malformed;
+mod messages;
+mod tagged;
+mod template;
+
+const HARMONY: [&str; 9] = [
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|constrain|>",
+    "<|endoftext|>",
+    "<|reserved|>",
+];
+
+/// A byte-level tokenizer whose only entries are the 256 bytes, with `special` and `plain` added tokens after them:
+/// every character is at least one token of its own, so whatever can be split across tokens is.
+fn byte_tokenizer(special: &[&str], plain: &[&str]) -> Tokenizer {
+    // GPT-2's printable stand-ins for the bytes.
+    let printable = |b: &u32| (33..=126).contains(b) || (161..=172).contains(b) || (174..=255).contains(b);
+    let mut vocab = serde_json::Map::new();
+    let mut next = 256;
+    for byte in 0..256u32 {
+        let stand_in = if printable(&byte) { byte } else { next };
+        next += u32::from(!printable(&byte));
+        vocab.insert(char::from_u32(stand_in).unwrap().to_string(), json!(byte));
+    }
+    let added = special.iter().map(|s| (s, true)).chain(plain.iter().map(|s| (s, false)));
+    let added: Vec<Value> = added
+        .enumerate()
+        .map(|(i, (content, special))| {
+            json!({"id": 256 + i, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                   "normalized": false, "special": special})
+        })
+        .collect();
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+    let file = json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
+        "pre_tokenizer": byte_level, "post_processor": null, "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                  "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []},
+    });
+    Tokenizer::from_bytes(file.to_string().as_bytes()).unwrap()
+}
+
+fn harmony_tokenizer() -> &'static Tokenizer {
+    static TOKENIZER: OnceLock<Tokenizer> = OnceLock::new();
+    TOKENIZER.get_or_init(|| byte_tokenizer(&HARMONY, &[]))
+}
+
+fn harmony_format(tokenizer: &Tokenizer) -> ChatFormat {
+    ChatFormat::load(Path::new("/nonexistent"), tokenizer).unwrap().expect("harmony")
+}
+
+/// gpt-oss's own tokenizer, loaded once: it takes a while.
+fn gpt_oss() -> Option<&'static Tokenizer> {
+    static TOKENIZER: OnceLock<Option<Tokenizer>> = OnceLock::new();
+    TOKENIZER.get_or_init(|| Some(Tokenizer::from_dir(&fixtures()?.join("gpt-oss-20b")).unwrap())).as_ref()
+}
+
+fn fixtures() -> Option<PathBuf> {
+    let dir = std::env::var_os("INFERNO_FIXTURES").map(PathBuf::from);
+    if dir.is_none() {
+        eprintln!("skipped: INFERNO_FIXTURES is not set");
+    }
+    dir
+}
+
+fn options() -> RenderOptions {
+    RenderOptions {
+        tools: Vec::new(),
+        reasoning_effort: ReasoningEffort::Medium,
+        date: "2025-06-28".into(),
+        add_generation_prompt: true,
+    }
+}
+
+/// What a parser made of some text, control tokens spelled out: the deltas joined by channel.
+struct Parsed {
+    deltas: Vec<(Channel, String)>,
+    tool_calls: Vec<ToolCall>,
+    malformed: usize,
+}
+
+impl Parsed {
+    fn of(&self, channel: Channel) -> String {
+        self.deltas.iter().filter(|(c, _)| *c == channel).map(|(_, text)| text.as_str()).collect()
+    }
+
+    fn answer(&self) -> String {
+        self.of(Channel::Answer)
+    }
+
+    fn reasoning(&self) -> String {
+        self.of(Channel::Reasoning)
+    }
+}
+
+fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u32]) -> Parsed {
+    let mut parser = format.parser(tokenizer, &Rendered { ids: Vec::new(), text: prompt.into() });
+    let mut deltas: Vec<(Channel, String)> = Vec::new();
+    let mut take = |new: Vec<Delta>| {
+        for Delta { channel, text } in new {
+            assert!(!text.is_empty(), "an empty delta");
+            match deltas.last_mut().filter(|(last, _)| *last == channel) {
+                Some((_, joined)) => joined.push_str(&text),
+                None => deltas.push((channel, text)),
+            }
+        }
+    };
+    for &id in ids {
+        take(parser.push(tokenizer, id).unwrap());
+    }
+    take(parser.finish(tokenizer).unwrap());
+    assert_eq!(parser.finish(tokenizer).unwrap(), [], "finish gives everything once");
+    Parsed { deltas, tool_calls: parser.tool_calls().to_vec(), malformed: parser.malformed() }
+}
+
+fn parse(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, text: &str) -> Parsed {
+    parse_ids(format, tokenizer, prompt, &tokenizer.encode(text, Controls::Parse).unwrap())
+}
+
+/// A small generator of numbers, the same on every run.
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) as usize % limit
+    }
+}
+
+fn messages(value: Value) -> Vec<Message> {
+    serde_json::from_value(value).unwrap()
+}

@@ -1,0 +1,243 @@
+//! Harmony as models generate it, which is not always harmony.
+
+use super::*;
+use Channel::{Answer, Reasoning, ToolCall as Call};
+
+fn parse_harmony(text: &str) -> Parsed {
+    let tokenizer = harmony_tokenizer();
+    parse(&harmony_format(tokenizer), tokenizer, "<|start|>assistant", text)
+}
+
+/// The channels and texts that come of a generation after `<|start|>assistant`.
+fn check(text: &str, expected: &[(Channel, &str)]) -> Parsed {
+    let parsed = parse_harmony(text);
+    let deltas: Vec<(Channel, &str)> = parsed.deltas.iter().map(|(channel, text)| (*channel, text.as_str())).collect();
+    assert_eq!(deltas, expected, "{text}");
+    parsed
+}
+
+fn call(name: &str, arguments: &str) -> ToolCall {
+    ToolCall { id: None, name: name.into(), arguments: arguments.into() }
+}
+
+#[test]
+fn well_formed() {
+    let text = "<|channel|>analysis<|message|>Hm. 🙂<|end|><|start|>assistant<|channel|>final<|message|>It is 4.";
+    for end in ["", "<|return|>", "<|end|>", "<|end|><|return|>", "<|endoftext|>"] {
+        let parsed = check(&format!("{text}{end}"), &[(Reasoning, "Hm. 🙂"), (Answer, "It is 4.")]);
+        assert_eq!(parsed.malformed, 0);
+    }
+    let empty = check("<|channel|>final<|message|><|return|>", &[]);
+    assert_eq!(empty.malformed, 0);
+}
+
+#[test]
+fn tool_calls_with_the_recipient_in_either_place() {
+    let arguments = "{\"x\": \"<ä>\"}";
+    for header in [
+        "<|channel|>commentary to=functions.f <|constrain|>json",
+        "<|channel|>commentary to=functions.f<|constrain|>json",
+        "<|channel|>commentary to=functions.f <|constrain|> json",
+        "<|channel|>commentary to=functions.f json",
+        "<|channel|>commentary json to=functions.f",
+        "<|channel|>commentary to=functions.f",
+        " to=functions.f<|channel|>commentary <|constrain|>json",
+        " to=functions.f<|channel|>commentary<|constrain|>json",
+        " to=functions.f<|channel|>commentary code",
+        " to=functions.f<|channel|>analysis",
+        "<|channel|>analysis to=functions.f code",
+        "<|channel|>analysis<|message|><|end|><|start|>assistant to=functions.f<|channel|>commentary",
+    ] {
+        let parsed = check(&format!("{header}<|message|>{arguments}<|call|>"), &[(Call, arguments)]);
+        assert_eq!(parsed.tool_calls, [call("f", arguments)], "{header}");
+        assert_eq!(parsed.malformed, 0, "{header}");
+    }
+    // No arguments is a call as well, and a namespace of its own stays.
+    let parsed = check("<|channel|>analysis to=browser.search code<|message|><|call|>", &[]);
+    assert_eq!(parsed.tool_calls, [call("browser.search", "")]);
+}
+
+#[test]
+fn what_is_said_before_a_call_is_for_the_person() {
+    let parsed = check(
+        "<|channel|>commentary<|message|>I look it up.<|end|>\
+         <|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+        &[(Answer, "I look it up."), (Call, "{}")],
+    );
+    assert_eq!((parsed.tool_calls.len(), parsed.malformed), (1, 0));
+    check("<|channel|>commentary to=assistant<|message|>Hello<|end|>", &[(Answer, "Hello")]);
+    check("<|channel|>commentary to=user<|message|>Hello<|end|>", &[(Answer, "Hello")]);
+}
+
+#[test]
+fn no_header_at_all() {
+    for text in
+        ["Hello.", "I can't help with that.", "assistants are many", "to be or not to be", "as", "assistant", "你好"]
+    {
+        let parsed = check(text, &[(Answer, text)]);
+        assert_eq!(parsed.malformed, 1, "{text}");
+        check(&format!("{text}<|return|>"), &[(Answer, text)]);
+    }
+    check("<|message|>Hello<|return|>", &[(Answer, "Hello")]);
+}
+
+#[test]
+fn missing_message() {
+    check("<|channel|>final Hello there, you<|return|>", &[(Answer, "Hello there, you")]);
+    check("<|channel|>commentary Hello<|end|>", &[(Answer, "Hello")]);
+    check("<|channel|>final你好<|end|>", &[(Answer, "你好")]);
+    check("<|channel|>finalHello<|end|>", &[(Answer, "Hello")]);
+    check(
+        "<|channel|>analysis We think.<|end|><|start|>assistant<|channel|>final<|message|>Yes<|return|>",
+        &[(Reasoning, "We think."), (Answer, "Yes")],
+    );
+    check("<|channel|>analysis We think<|channel|>final<|message|>Yes", &[(Reasoning, "We think"), (Answer, "Yes")]);
+    check(
+        "<|channel|>analysis We think<|start|>assistant<|channel|>final<|message|>Yes",
+        &[(Reasoning, "We think"), (Answer, "Yes")],
+    );
+    check("<|start|>assistant Hello there<|return|>", &[(Answer, "Hello there")]);
+    let parsed =
+        check("<|channel|>commentary to=functions.f <|constrain|>json{\"a\": 1}<|call|>", &[(Call, "{\"a\": 1}")]);
+    assert_eq!(parsed.tool_calls, [call("f", "{\"a\": 1}")]);
+    let parsed = check("<|channel|>commentary to=functions.f {\"a\": 1}<|call|>", &[(Call, "{\"a\": 1}")]);
+    assert_eq!(parsed.tool_calls, [call("f", "{\"a\": 1}")]);
+}
+
+#[test]
+fn missing_or_doubled_markers() {
+    let both = [(Reasoning, "Hm."), (Answer, "Yes.")];
+    for text in [
+        "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|><|start|><|start|>assistant<|channel|>final<|message|>Yes.",
+        "<|start|>assistant<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|><|channel|>final<|message|>Yes.",
+        "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Yes.<|return|><|return|>",
+        "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Yes.",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>final<|message|>Yes.",
+        "<|channel|>analysis<|message|>Hm.<|end|>assistant<|channel|>final<|message|>Yes.",
+        "<|channel|>analysis<|message|><|message|>Hm.<|end|><|message|>Yes.",
+        "<|channel|>commentary<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>finale<|message|>Yes.",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|message|>Yes.",
+        "<|channel|>analysis<|message|>Hm.<|end|>Yes.",
+        "<|channel|>analysis<|message|>Hm.<|end|><|end|><|end|><|start|>assistant<|channel|>final<|message|>Yes.<|call|>",
+    ] {
+        // «finale» begins with a channel's name: the rest of it is taken for text.
+        let expected = if text.contains("finale") { [both[0], (Answer, "eYes.")] } else { both };
+        let parsed = check(text, &expected);
+        assert!(parsed.malformed > 0 || text.contains("<|end|><|end|>"), "{text}");
+    }
+    let parsed =
+        check("<|channel|>commentary to=functions.f<|channel|>commentary<|message|>{}<|call|>", &[(Call, "{}")]);
+    assert_eq!(parsed.tool_calls, [call("f", "{}")]);
+}
+
+#[test]
+fn unknown_channels_and_foreign_roles() {
+    check("<|channel|>summary<|message|>Hello<|return|>", &[(Answer, "Hello")]);
+    // A message that the model made up in someone else's name is shown, but is no answer.
+    check(
+        "<|channel|>final<|message|>Yes.<|end|><|start|>user<|message|>More?<|end|>",
+        &[(Answer, "Yes."), (Reasoning, "More?")],
+    );
+    check("<|start|>functions.f to=assistant<|channel|>commentary<|message|>42<|end|>", &[(Reasoning, "42")]);
+}
+
+#[test]
+fn nothing_but_a_header() {
+    check("<|channel|>analysis", &[(Answer, "analysis")]);
+    check("<|channel|>commentary to", &[(Answer, "commentary to")]);
+    check("<|start|>assistant<|channel|>fin<|end|>", &[(Answer, "assistant fin")]);
+    check("<|channel|>", &[]);
+    check("", &[]);
+    check("<|return|>", &[]);
+    // An unfinished header after an answer is not worth showing.
+    for header in ["ana", "analysis", "commentary to", "commentary json"] {
+        let text = format!("<|channel|>final<|message|>Yes.<|end|><|start|>assistant<|channel|>{header}");
+        check(&text, &[(Answer, "Yes.")]);
+    }
+    let endless = "x".repeat(500);
+    check(&format!("<|channel|>{endless}"), &[(Answer, &endless)]);
+    check(&format!("<|start|>{endless}"), &[(Answer, &endless)]);
+}
+
+#[test]
+fn text_comes_as_soon_as_it_is_certain() {
+    let tokenizer = harmony_tokenizer();
+    let mut parser = harmony_format(tokenizer).parser(tokenizer, &Rendered { ids: vec![], text: String::new() });
+    let mut seen = Vec::new();
+    for id in tokenizer.encode("<|channel|>final<|message|>é!Hi", Controls::Parse).unwrap() {
+        seen.push(parser.push(tokenizer, id).unwrap().iter().map(|delta| delta.text.as_str()).collect::<String>());
+    }
+    assert_eq!(seen[seen.len() - 5..], ["", "é", "!", "H", "i"]);
+}
+
+/// Whatever comes, nothing panics, and every word that is no header comes out, in order.
+#[test]
+fn random_tokens() {
+    let tokenizer = harmony_tokenizer();
+    let format = harmony_format(tokenizer);
+    let headers =
+        ["assistant", "analysis", "commentary", "final", " to=functions.f", "json", " ", "user", "to", "functions.f"];
+    let mut numbers = Numbers(0x9e37_79b9_7f4a_7c15);
+    for round in 0..4000 {
+        let mut text = String::new();
+        let mut said = Vec::new();
+        for step in 0..numbers.below(24) {
+            match numbers.below(3) {
+                0 => text.push_str(HARMONY[numbers.below(HARMONY.len())]),
+                1 => text.push_str(headers[numbers.below(headers.len())]),
+                // Two words cannot be a content type, and the brackets set them apart.
+                _ => {
+                    let words = format!("[{round} {step}]");
+                    text.push_str(&words);
+                    said.push(words);
+                }
+            }
+        }
+        let mut ids = tokenizer.encode(&text, Controls::Parse).unwrap();
+        if round % 4 == 0 {
+            // Ids that the tokenizer has nothing for, and bytes that are no text.
+            ids.insert(numbers.below(ids.len() + 1), 9_999_999);
+            ids.insert(numbers.below(ids.len() + 1), 0xff);
+            said.clear();
+        }
+        let parsed = parse_ids(&format, tokenizer, "<|start|>assistant", &ids);
+        let all: String = parsed.deltas.iter().map(|(_, text)| text.as_str()).collect();
+        let mut at = 0;
+        for words in said {
+            match all[at..].find(&words) {
+                Some(found) => at += found + words.len(),
+                None => panic!("{words} is lost\n{text}\n{:?}", parsed.deltas),
+            }
+        }
+        let spoke = text.chars().any(|c| !c.is_whitespace()) && ids.iter().any(|id| *id > 32 && *id < 256);
+        let called = !parsed.tool_calls.is_empty();
+        let finished_empty = text.contains("<|message|>");
+        assert!(!spoke || called || finished_empty || !all.is_empty(), "nothing came of {text}");
+    }
+}
+
+#[test]
+fn the_librarys_own_vectors() {
+    let (Some(fixtures), Some(tokenizer)) = (fixtures(), gpt_oss()) else { return };
+    let format = harmony_format(tokenizer);
+    let read = |name: &str| std::fs::read_to_string(fixtures.join(format!("vectors/harmony/{name}.txt"))).unwrap();
+    let ids = |name: &str| read(name).split_whitespace().map(|id| id.parse().unwrap()).collect::<Vec<u32>>();
+    let prompt = "<|start|>assistant";
+
+    let parsed = parse_ids(&format, tokenizer, prompt, &ids("test_simple_reasoning_response"));
+    assert_eq!(parsed.reasoning(), "User asks: \"What is 2 + 2?\" Simple arithmetic. Provide answer.");
+    assert_eq!((parsed.answer().as_str(), parsed.malformed), ("2 + 2 = 4.", 0));
+
+    let parsed = parse_ids(&format, tokenizer, prompt, &ids("test_simple_tool_call"));
+    assert_eq!(parsed.reasoning(), "User asks: \"What is the weather in Tokyo?\" We need to use lookup_weather tool.");
+    assert_eq!(parsed.tool_calls, [call("lookup_weather", "{\"location\": \"Tokyo\"}")]);
+
+    let parsed = parse(&format, tokenizer, prompt, read("test_streamable_parser").trim_end());
+    let arguments = "{\"query\": \"current US president July 2025\", \"topn\": 10, \"source\": \"news\"}";
+    assert_eq!(parsed.tool_calls, [call("browser.search", arguments)]);
+    assert!(parsed.reasoning().starts_with("User asks \"Who is"));
+    assert!(parsed.reasoning().ends_with("{\"result\": \"https://openai.com/\"}"));
+    // Ids past the tokenizer's last are legal for the model.
+    let parsed = parse_ids(&format, tokenizer, prompt, &[200005, 17196, 200008, 201000, 17, 201087, 200002]);
+    assert_eq!(parsed.answer(), "2");
+}

@@ -1,0 +1,121 @@
+//! What models with a template generate: answers, reasoning, tool calls.
+
+use super::*;
+use Channel::{Answer, Reasoning, ToolCall as Call};
+
+const TAGS: [&str; 4] = ["<think>", "</think>", "<tool_call>", "</tool_call>"];
+
+fn format(tokenizer: &Tokenizer) -> ChatFormat {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("chat_template.jinja"), "").unwrap();
+    ChatFormat::load(dir.path(), tokenizer).unwrap().unwrap()
+}
+
+/// With tags as tokens of their own, and as plain text.
+fn tokenizers() -> [Tokenizer; 2] {
+    [byte_tokenizer(&["<|im_end|>"], &TAGS), byte_tokenizer(&["<|im_end|>"], &[])]
+}
+
+fn check(prompt: &str, text: &str, expected: &[(Channel, &str)]) {
+    for tokenizer in tokenizers() {
+        let parsed = parse(&format(&tokenizer), &tokenizer, prompt, text);
+        let deltas: Vec<(Channel, &str)> =
+            parsed.deltas.iter().map(|(channel, text)| (*channel, text.as_str())).collect();
+        assert_eq!(deltas, expected, "{text}");
+    }
+}
+
+#[test]
+fn reasoning_by_token_and_by_text() {
+    let asked = "<|im_start|>assistant\n";
+    check(asked, "Hello\n\n", &[(Answer, "Hello\n\n")]);
+    check(asked, "<think>\nHm.\n\nSo.\n</think>\n\nYes.<|im_end|>", &[(Reasoning, "Hm.\n\nSo."), (Answer, "Yes.")]);
+    check(asked, "\n<think>Hm.</think>Yes", &[(Reasoning, "Hm."), (Answer, "Yes")]);
+    check(asked, "<think>\n\n</think>\n\nYes", &[(Answer, "Yes")]);
+    check(asked, "<think>\nHm, a < b and 1 << 2 </", &[(Reasoning, "Hm, a < b and 1 << 2 </")]);
+    check(asked, "<thin", &[(Answer, "<thin")]);
+    check(asked, "  <b>", &[(Answer, "  <b>")]);
+    check(asked, " ", &[(Answer, " ")]);
+}
+
+#[test]
+fn a_prompt_that_opens_the_reasoning() {
+    for prompt in ["<|Assistant|><think>\n", "<think>", "<think>\n\n"] {
+        check(prompt, "Hm.\n</think>\n\nYes.", &[(Reasoning, "Hm."), (Answer, "Yes.")]);
+        check(prompt, "Hm", &[(Reasoning, "Hm")]);
+        check(prompt, "</think>\n\n\nYes", &[(Answer, "\nYes")]);
+    }
+    check("<think>\n\n</think>\n\n", "Yes", &[(Answer, "Yes")]);
+}
+
+#[test]
+fn an_answer_may_speak_of_tags() {
+    // As text only: as a token of its own it is never a word.
+    let tokenizer = byte_tokenizer(&[], &[]);
+    let text = "<think>Hm.</think>Write <think> first, </think> last, then <tool_call>.";
+    let parsed = parse(&format(&tokenizer), &tokenizer, "", text);
+    assert_eq!(parsed.reasoning(), "Hm.");
+    assert_eq!(parsed.answer(), "Write <think> first, </think> last, then <tool_call>.");
+}
+
+#[test]
+fn tool_calls() {
+    let [tokenizer, _] = tokenizers();
+    let text = "<think>Hm</think>Let me see.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": [1, 2]}}\n</tool_call>\n\
+                <tool_call>\n{\"name\": \"g\"}\n</tool_call><tool_call>broken";
+    let parsed = parse(&format(&tokenizer), &tokenizer, "", text);
+    assert_eq!(parsed.answer(), "Let me see.\n");
+    let names: Vec<_> = parsed.tool_calls.iter().map(|call| (call.name.as_str(), call.arguments.as_str())).collect();
+    assert_eq!(names, [("f", "{\"x\": [1, 2]}"), ("g", ""), ("", "broken")]);
+    assert!(parsed.malformed > 0);
+    assert!(parsed.deltas.iter().any(|(channel, _)| *channel == Call));
+}
+
+#[test]
+fn control_tokens_are_never_text() {
+    let tokenizer = byte_tokenizer(&["<|im_start|>", "<|im_end|>"], &TAGS);
+    let parsed = parse(&format(&tokenizer), &tokenizer, "", "One<|im_end|> two</think></tool_call><|im_start|>!");
+    assert_eq!(parsed.answer(), "One two!");
+}
+
+#[test]
+fn random_tokens() {
+    let pieces = [
+        "<think>",
+        "</think>",
+        "<th",
+        "</",
+        "ink>",
+        "\n",
+        " ",
+        "<|im_end|>",
+        "é",
+        "\u{1F642}",
+        "<tool_call>",
+        "</tool_call>",
+    ];
+    let mut numbers = Numbers(0x2545_f491_4f6c_dd1d);
+    for tokenizer in tokenizers() {
+        let format = format(&tokenizer);
+        for round in 0..2000 {
+            let mut text = String::new();
+            let mut said = Vec::new();
+            for step in 0..numbers.below(20) {
+                if numbers.below(3) == 0 {
+                    let word = format!("[{round}.{step}]");
+                    text.push_str(&word);
+                    said.push(word);
+                } else {
+                    text.push_str(pieces[numbers.below(pieces.len())]);
+                }
+            }
+            let prompt = if round % 2 == 0 { "<think>\n" } else { "" };
+            let parsed = parse(&format, &tokenizer, prompt, &text);
+            let all: String = parsed.deltas.iter().map(|(_, text)| text.as_str()).collect();
+            for word in said {
+                assert!(all.contains(&word), "{word} is lost\n{text:?}\n{:?}", parsed.deltas);
+            }
+            assert!(!all.contains("<|im_end|>"));
+        }
+    }
+}
