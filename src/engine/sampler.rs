@@ -71,7 +71,7 @@ impl Sampler {
         Self { params, seen, drawn: 0 }
     }
 
-    /// The next token. `logits` [V] are changed in place.
+    /// The next token. `logits` \[V\] are changed in place.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         self.penalise(logits);
         let token = if self.params.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };

@@ -7,6 +7,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
@@ -136,12 +137,19 @@ impl RepoDir {
         }
         let path = self.path.join("refs").join(revision);
         create_dir(path.parent().unwrap_or(&path))?;
-        let mut temporary = path.clone().into_os_string();
-        temporary.push(format!(".{}", std::process::id()));
+        let temporary = aside(&path);
         fs::write(&temporary, commit)
             .and_then(|()| fs::rename(&temporary, &path))
             .with_context(|| format!("cannot write {}", path.display()))
     }
+}
+
+/// A name beside `path` that no other process or thread uses: for what is written first and then renamed.
+pub(super) fn aside(path: &Path) -> PathBuf {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let mut name = path.as_os_str().to_os_string();
+    name.push(format!(".{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
+    name.into()
 }
 
 /// The first thing that a snapshot folder lacks, or nothing if it is whole.

@@ -41,7 +41,7 @@ pub fn materialise(cache: &Path) -> Result<Snapshot> {
         let write = || -> std::io::Result<()> {
             // Written aside and renamed, so that no one ever sees half of it.
             fs::create_dir_all(&snapshots)?;
-            let aside = snapshots.join(format!(".{revision}.{}", std::process::id()));
+            let aside = super::cache::aside(&path);
             fs::create_dir_all(&aside)?;
             for (name, bytes) in FILES {
                 fs::write(aside.join(name), bytes)?;

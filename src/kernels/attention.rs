@@ -19,8 +19,8 @@ pub struct Sight {
     pub scale: f32,
 }
 
-/// q [T, H, D]; k, v [S, K, D] of q's dtype, where position p lies in row p mod S and every position in sight has been
-/// written; sinks [H] f32. Returns [T, H, D].
+/// q \[T, H, D\]; k, v \[S, K, D\] of q's dtype, where position p lies in row p mod S and every position in sight has been
+/// written; sinks \[H\] f32. Returns \[T, H, D\].
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, sight: Sight) -> Result<Tensor> {
     let (tokens, heads, head_dim) = q.dims3()?;
     let (rows, kv_heads, kv_dim) = k.dims3()?;
@@ -80,7 +80,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, sig
     }
 }
 
-/// Sizes for [`reference`]: T, H, K, D, S.
+/// Sizes for [`reference()`]: T, H, K, D, S.
 #[derive(Clone, Copy)]
 pub struct Shape {
     pub tokens: usize,

@@ -5,6 +5,7 @@ pub mod attention;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod experts;
+pub mod matmul;
 pub mod rope;
 pub mod swiglu;
 pub mod topk;

@@ -9,7 +9,7 @@ use super::{elements, to_f32};
 
 /// Rotates the first 2·cols(cos) dims of every head; the others pass through.
 ///
-/// x [T, H, D] of f32, f16 or bf16; cos, sin [P, R/2] f32; positions [T] u32, each below P. Returns [T, H, D].
+/// x \[T, H, D\] of f32, f16 or bf16; cos, sin \[P, R/2\] f32; positions \[T\] u32, each below P. Returns \[T, H, D\].
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, positions: &Tensor) -> Result<Tensor> {
     let (tokens, heads, head_dim) = x.dims3()?;
     let (_, half) = cos.dims2()?;

@@ -1,4 +1,4 @@
-//! The families: one file each, and one line in [`FAMILIES`].
+//! The families: one file each, and one line in `FAMILIES`.
 
 pub mod gpt_oss;
 pub mod llama;

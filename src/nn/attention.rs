@@ -35,10 +35,12 @@ pub struct Attention {
     k_proj: Linear,
     v_proj: Linear,
     o_proj: Linear,
-    /// f32 [H]
+    /// f32 `[H]`
     sinks: Option<Tensor>,
     rotary: Arc<Rotary>,
     config: AttentionConfig,
+    /// Of the projections, the cache, and the product of queries and keys.
+    dtype: DType,
 }
 
 impl Attention {
@@ -53,21 +55,23 @@ impl Attention {
             sinks: (sinks == Sinks::With).then(|| weights.float_as("sinks", &[heads], DType::F32)).transpose()?,
             rotary,
             config,
+            dtype: weights.dtype(),
         })
     }
 
-    /// x [T, C] of all sequences of the pass → [T, C]; keys and values go to each sequence's cache.
+    /// x \[T, C\] f32 of all sequences of the pass → \[T, C\] f32; keys and values go to each sequence's cache.
     pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let LayerSpec { kv_heads, head_dim, window } = self.config.spec;
         let heads = self.config.heads;
 
         // 1. project and rotate
-        let q = self.q_proj.forward(x)?.reshape((tokens, heads, head_dim))?;
-        let k = self.k_proj.forward(x)?.reshape((tokens, kv_heads, head_dim))?;
-        let v = self.v_proj.forward(x)?.reshape((tokens, kv_heads, head_dim))?;
-        let q = self.rotary.forward(&q, pass.positions())?;
-        let k = self.rotary.forward(&k, pass.positions())?;
+        let x = x.to_dtype(self.dtype)?;
+        let q = self.q_proj.forward(&x)?.reshape((tokens, heads, head_dim))?;
+        let k = self.k_proj.forward(&x)?.reshape((tokens, kv_heads, head_dim))?;
+        let v = self.v_proj.forward(&x)?.reshape((tokens, kv_heads, head_dim))?.to_dtype(self.dtype)?;
+        let q = self.rotary.forward(&q, pass.positions())?.to_dtype(self.dtype)?;
+        let k = self.rotary.forward(&k, pass.positions())?.to_dtype(self.dtype)?;
 
         // 2. attend, each sequence over its own cache
         let scale = 1.0 / (head_dim as f32).sqrt();

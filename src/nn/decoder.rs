@@ -42,7 +42,7 @@ impl<'b> Batch<'b> {
 
 /// What the layers need to know of a pass.
 pub struct Pass {
-    /// u32 [T]
+    /// u32 `[T]`
     positions: Tensor,
     spans: Vec<Range<usize>>,
 }
@@ -63,7 +63,7 @@ impl Pass {
         Ok(Self { positions: Tensor::from_vec(positions, count, device)?, spans })
     }
 
-    /// Position of every token, u32 [T].
+    /// Position of every token, u32 \[T\].
     pub fn positions(&self) -> &Tensor {
         &self.positions
     }
@@ -74,7 +74,8 @@ impl Pass {
     }
 }
 
-/// One layer: x + attention(norm(x)), then x + mlp(norm(x)).
+/// One layer: x + attention(norm(x)), then x + mlp(norm(x)). x, the residual stream, is f32 whatever the dtype computed
+/// in: it is a sum over all layers, and each rounding would stay in it.
 struct Layer {
     input_layernorm: RmsNorm,
     self_attn: Attention,
@@ -104,7 +105,7 @@ pub struct Frame {
 
 /// A whole model.
 pub struct Decoder {
-    /// [V, C]
+    /// `[V, C]`
     embed_tokens: Tensor,
     layers: Vec<Layer>,
     norm: RmsNorm,
@@ -154,12 +155,12 @@ impl Decoder {
         &self.cache_layers
     }
 
-    /// Runs a batch; writes each sequence's cache. Returns logits f32 [rows, V], rows as `batch.logits` says.
+    /// Runs a batch; writes each sequence's cache. Returns logits f32 \[rows, V\], rows as `batch.logits` says.
     pub fn forward(&self, batch: &Batch, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         self.forward_tapped(batch, caches, &mut |_, _| Ok(()))
     }
 
-    /// The same; `tap` sees the residual stream [T, C] after each layer.
+    /// The same; `tap` sees the residual stream, f32 \[T, C\], after each layer.
     pub fn forward_tapped(
         &self,
         batch: &Batch,
@@ -173,7 +174,7 @@ impl Decoder {
         }
         let pass = Pass::new(batch, caches, device)?;
         let ids = Tensor::new(batch.ids, device)?;
-        let mut x = self.embed_tokens.index_select(&ids, 0)?;
+        let mut x = self.embed_tokens.index_select(&ids, 0)?.to_dtype(DType::F32)?;
         for (index, layer) in self.layers.iter().enumerate() {
             x = layer.forward(&x, index, &pass, caches)?;
             tap(index, &x)?;
@@ -186,7 +187,7 @@ impl Decoder {
                 pass.spans().map(|span| x.narrow(0, span.end - 1, 1)).collect::<candle_core::Result<_>>()?;
             x = Tensor::cat(&last, 0)?;
         }
-        let logits = self.lm_head.forward(&self.norm.forward(&x.contiguous()?)?)?;
-        Ok(logits.to_dtype(DType::F32)?)
+        let x = self.norm.forward(&x.contiguous()?)?;
+        self.lm_head.forward(&x.to_dtype(self.embed_tokens.dtype())?)
     }
 }

@@ -1,8 +1,9 @@
 //! y = x·Wᵀ + b.
 
 use anyhow::Result;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
+use crate::kernels::matmul::matmul_f32;
 use crate::weights::Weights;
 
 /// Whether a projection has a bias; the config says, not the file.
@@ -19,27 +20,33 @@ impl From<bool> for Bias {
 }
 
 pub struct Linear {
-    /// [out, in]
+    /// `[out, in]`
     weight: Tensor,
+    /// f32 `[out]`
     bias: Option<Tensor>,
 }
 
 impl Linear {
-    /// `weight` [out, in] and, `With` a bias, `bias` [out].
+    /// `weight` \[out, in\] and, `With` a bias, `bias` \[out\].
     pub fn load(weights: &Weights, input: usize, output: usize, bias: Bias) -> Result<Self> {
-        let weight = weights.float("weight", &[output, input])?;
-        let bias = (bias == Bias::With).then(|| weights.float("bias", &[output])).transpose()?;
+        Self::load_as(weights, input, output, bias, weights.dtype())
+    }
+
+    /// The same with the weight in a dtype of the caller's choice, which inputs must have too.
+    pub fn load_as(weights: &Weights, input: usize, output: usize, bias: Bias, dtype: DType) -> Result<Self> {
+        let weight = weights.float_as("weight", &[output, input], dtype)?;
+        let bias = (bias == Bias::With).then(|| weights.float_as("bias", &[output], DType::F32)).transpose()?;
         Ok(Self { weight, bias })
     }
 
-    /// A layer on a weight [out, in] that another layer owns: tied embeddings.
+    /// A layer on a weight \[out, in\] that another layer owns: tied embeddings.
     pub fn tied(weight: Tensor) -> Self {
         Self { weight, bias: None }
     }
 
-    /// x [T, in] → [T, out].
+    /// x \[T, in\] of the weight's dtype → \[T, out\] f32.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let y = x.matmul(&self.weight.t()?)?;
+        let y = matmul_f32(x, &self.weight)?;
         Ok(match &self.bias {
             Some(bias) => y.broadcast_add(bias)?,
             None => y,

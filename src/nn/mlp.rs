@@ -15,7 +15,7 @@ pub enum Mlp {
 }
 
 impl Mlp {
-    /// x [T, C] → [T, C].
+    /// x \[T, C\] f32 → \[T, C\] f32.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Mlp::Gated(mlp) => mlp.forward(x),
@@ -29,6 +29,7 @@ pub struct GatedMlp {
     gate_proj: Linear,
     up_proj: Linear,
     down_proj: Linear,
+    dtype: DType,
 }
 
 impl GatedMlp {
@@ -37,12 +38,14 @@ impl GatedMlp {
             gate_proj: Linear::load(&weights.at("gate_proj"), hidden_size, intermediate_size, bias)?,
             up_proj: Linear::load(&weights.at("up_proj"), hidden_size, intermediate_size, bias)?,
             down_proj: Linear::load(&weights.at("down_proj"), intermediate_size, hidden_size, bias)?,
+            dtype: weights.dtype(),
         })
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let gated = (candle_nn::ops::silu(&self.gate_proj.forward(x)?)? * self.up_proj.forward(x)?)?;
-        self.down_proj.forward(&gated)
+        let x = x.to_dtype(self.dtype)?;
+        let gated = (candle_nn::ops::silu(&self.gate_proj.forward(&x)?)? * self.up_proj.forward(&x)?)?;
+        self.down_proj.forward(&gated.to_dtype(self.dtype)?)
     }
 }
 
@@ -58,14 +61,15 @@ pub struct ExpertsConfig {
 
 /// A router and its experts, with gpt-oss's clamped SwiGLU on interleaved gate and linear rows.
 pub struct ExpertsMlp {
+    /// In f32: a rounding here may send a token to another expert.
     router: Linear,
-    /// [E, 2F, C]
+    /// `[E, 2F, C]`
     gate_up_proj: ExpertWeights,
-    /// [E, 2F]
+    /// `[E, 2F]`
     gate_up_bias: Tensor,
-    /// [E, C, F]
+    /// `[E, C, F]`
     down_proj: ExpertWeights,
-    /// [E, C]
+    /// `[E, C]`
     down_bias: Tensor,
     config: ExpertsConfig,
 }
@@ -75,7 +79,7 @@ impl ExpertsMlp {
         let ExpertsConfig { hidden_size, intermediate_size, experts, .. } = config;
         let stacks = weights.at("experts");
         Ok(Self {
-            router: Linear::load(&weights.at("router"), hidden_size, experts, Bias::With)?,
+            router: Linear::load_as(&weights.at("router"), hidden_size, experts, Bias::With, DType::F32)?,
             gate_up_proj: mxfp4::experts(&stacks, "gate_up_proj", (experts, 2 * intermediate_size, hidden_size))?,
             gate_up_bias: stacks.float("gate_up_proj_bias", &[experts, 2 * intermediate_size])?,
             down_proj: mxfp4::experts(&stacks, "down_proj", (experts, hidden_size, intermediate_size))?,
@@ -87,12 +91,12 @@ impl ExpertsMlp {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         // 1. route: ids [T, N], weights [T, N] f32
         let (ids, weights) = topk_softmax(&self.router.forward(x)?, self.config.chosen)?;
+        let x = x.to_dtype(self.gate_up_bias.dtype())?;
         // 2. each chosen expert's MLP: [T, N, 2F] → [T, N, F] → [T, N, C]
-        let gate_up = expert_matmul(x, &self.gate_up_proj, Some(&self.gate_up_bias), &ids)?;
+        let gate_up = expert_matmul(&x, &self.gate_up_proj, Some(&self.gate_up_bias), &ids)?;
         let gated = clamped_swiglu(&gate_up, self.config.swiglu_limit)?;
         let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids)?;
         // 3. mix in f32: [T, N, C] → [T, C]
-        let mixed = down.to_dtype(DType::F32)?.broadcast_mul(&weights.unsqueeze(2)?)?.sum(1)?;
-        Ok(mixed.to_dtype(x.dtype())?)
+        Ok(down.to_dtype(DType::F32)?.broadcast_mul(&weights.unsqueeze(2)?)?.sum(1)?)
     }
 }

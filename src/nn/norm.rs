@@ -1,7 +1,7 @@
 //! RMSNorm (arXiv 1910.07467): x / sqrt(mean(x²) + eps) · w, computed in f32.
 
 use anyhow::Result;
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use crate::weights::Weights;
 
@@ -11,12 +11,12 @@ pub struct RmsNorm {
 }
 
 impl RmsNorm {
-    /// `weight` [C].
+    /// `weight` \[C\].
     pub fn load(weights: &Weights, size: usize, eps: f64) -> Result<Self> {
-        Ok(Self { weight: weights.float("weight", &[size])?, eps: eps as f32 })
+        Ok(Self { weight: weights.float_as("weight", &[size], DType::F32)?, eps: eps as f32 })
     }
 
-    /// x [.., C] → the same shape.
+    /// x \[.., C\] f32 → the same.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         Ok(candle_nn::ops::rms_norm(x, &self.weight, self.eps)?)
     }

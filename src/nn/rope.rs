@@ -37,7 +37,7 @@ struct Parameters {
 /// How one model turns positions into angles.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Frequencies {
-    /// Radians per position for each rotated pair, f32 [R/2].
+    /// Radians per position for each rotated pair, f32 \[R/2\].
     pub inv_freq: Vec<f32>,
     /// Factor on cos and sin (YaRN's concentration); 1 for the other rules.
     pub attention_factor: f32,
@@ -126,7 +126,7 @@ fn yarn(plain: Vec<f32>, parameters: &Parameters, factor: f64, theta: f64, origi
 
 /// cos and sin of every position of a context, on the device.
 pub struct Rotary {
-    /// f32 [P, R/2]
+    /// f32 `[P, R/2]`
     cos: Tensor,
     sin: Tensor,
 }
@@ -143,7 +143,7 @@ impl Rotary {
         Ok(Self { cos: table(f32::cos)?, sin: table(f32::sin)? })
     }
 
-    /// x [T, H, D], positions [T] u32 → [T, H, D].
+    /// x \[T, H, D\], positions \[T\] u32 → \[T, H, D\].
     pub fn forward(&self, x: &Tensor, positions: &Tensor) -> Result<Tensor> {
         Ok(kernels::rope::rope(x, &self.cos, &self.sin, positions)?)
     }

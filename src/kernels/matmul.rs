@@ -1,0 +1,65 @@
+//! y = x·Wᵀ with the sum kept in f32: a projection's result is rounded once, after its bias, and not twice; logits are
+//! not rounded at all.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+/// x [T, C] and w [R, C] of one dtype (f32, f16 or bf16) → [T, R] f32.
+pub fn matmul_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
+    if columns != w_columns || x.dtype() != w.dtype() {
+        bail!("matmul_f32: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+    }
+    match x.device() {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) if x.dtype() != DType::F32 => cublas(device, x, w),
+        Device::Cpu if x.dtype() != DType::F32 => x.to_dtype(DType::F32)?.matmul(&w.to_dtype(DType::F32)?.t()?),
+        _ => x.matmul(&w.t()?),
+    }
+}
+
+/// candle's own product rounds to the inputs' dtype; cuBLAS can write the f32 that it sums in.
+#[cfg(feature = "cuda")]
+fn cublas(device: &candle_core::cuda_backend::CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    use candle_core::cuda_backend::WrapErr;
+    use candle_core::cuda_backend::cudarc::cublas::{result, sys};
+
+    use super::cuda::address;
+
+    let ((tokens, columns), (rows, _)) = (x.dims2()?, w.dims2()?);
+    // SAFETY: the product below writes all T·R elements (beta is 0).
+    let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
+    let dtype = match x.dtype() {
+        DType::F16 => sys::cudaDataType::CUDA_R_16F,
+        DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
+        other => bail!("matmul_f32: no product of {other:?}"),
+    };
+    let (alpha, beta) = (1.0f32, 0.0f32);
+    // cuBLAS counts in columns: outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, each leading dimension a row of ours.
+    // SAFETY: `address` checked that the tensors are contiguous and on the device; the sizes are theirs; the handle is
+    // bound to the device's stream.
+    unsafe {
+        result::gemm_ex(
+            *device.cublas_handle().handle(),
+            sys::cublasOperation_t::CUBLAS_OP_T,
+            sys::cublasOperation_t::CUBLAS_OP_N,
+            rows as i32,
+            tokens as i32,
+            columns as i32,
+            (&alpha as *const f32).cast(),
+            address(w)? as *const _,
+            dtype,
+            columns as i32,
+            address(x)? as *const _,
+            dtype,
+            columns as i32,
+            (&beta as *const f32).cast(),
+            address(&out)? as *mut _,
+            sys::cudaDataType::CUDA_R_32F,
+            rows as i32,
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
+        )
+    }
+    .w()?;
+    Ok(out)
+}
