@@ -113,7 +113,7 @@ impl Config {
 
     /// Even layers slide unless `layer_types` says otherwise.
     fn layer_type(&self, layer: usize) -> LayerType {
-        let by_parity = if layer % 2 == 0 { LayerType::SlidingAttention } else { LayerType::FullAttention };
+        let by_parity = if layer.is_multiple_of(2) { LayerType::SlidingAttention } else { LayerType::FullAttention };
         self.layer_types.as_ref().map_or(by_parity, |types| types[layer])
     }
 

@@ -110,10 +110,10 @@ impl Sizes {
         if self.layers > 4096 {
             bail!("num_hidden_layers is {}", self.layers);
         }
-        if self.heads % self.kv_heads != 0 {
+        if !self.heads.is_multiple_of(self.kv_heads) {
             bail!("{} attention heads cannot share {} key/value heads", self.heads, self.kv_heads);
         }
-        if self.head_dim > 256 || self.head_dim % 2 != 0 {
+        if self.head_dim > 256 || !self.head_dim.is_multiple_of(2) {
             bail!("head_dim is {}, supported are even ones up to 256", self.head_dim);
         }
         Ok(())

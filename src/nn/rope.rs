@@ -49,7 +49,7 @@ impl RopeConfig {
         let none = Parameters::default();
         let parameters = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref()).unwrap_or(&none);
         let theta = parameters.rope_theta.or(self.rope_theta).unwrap_or(default_theta) as f32;
-        if !(theta.is_finite() && theta > 0.0) || dim == 0 || dim % 2 != 0 {
+        if !(theta.is_finite() && theta > 0.0) || dim == 0 || !dim.is_multiple_of(2) {
             bail!("config.json: rope over {dim} dims with rope_theta {theta} is not possible");
         }
         let plain: Vec<f32> = (0..dim / 2).map(|i| 1.0 / theta.powf((2 * i) as f32 / dim as f32)).collect();

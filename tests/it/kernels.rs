@@ -22,7 +22,7 @@ impl Noise {
     /// About normal, one in fifty an outlier.
     fn float(&mut self) -> f32 {
         let unit: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
-        if self.next() % 50 == 0 { unit * 40.0 } else { unit }
+        if self.next().is_multiple_of(50) { unit * 40.0 } else { unit }
     }
 
     /// Values that the dtype holds exactly, so that only the arithmetic differs.
@@ -225,7 +225,7 @@ fn mxfp4_decodes_every_nibble_at_every_scale() {
         // One row an expert per scale byte; x picks out one element each time.
         let scales: Vec<u8> = vec![0, 1, 2, 100, 126, 127, 128, 200, 251];
         let experts = scales.len();
-        let nibbles: Vec<u8> = (0..16u8).map(|i| (2 * (i % 8) + 1) << 4 | 2 * (i % 8)).collect();
+        let nibbles: Vec<u8> = (0..16u8).map(|i| ((2 * (i % 8) + 1) << 4) | (2 * (i % 8))).collect();
         let blocks = Tensor::from_vec(nibbles.repeat(experts), (experts, 1, 1, 16), &device).unwrap();
         let scale_bytes = Tensor::from_vec(scales.clone(), (experts, 1, 1), &device).unwrap();
         let weights = ExpertWeights::Mxfp4 { blocks, scales: scale_bytes };
