@@ -116,7 +116,7 @@ fn show_turn(session: &mut Session, line: &str) -> Result<()> {
     for call in &turn.summary.tool_calls {
         writeln!(out, "{}", style::dim(&format!("[asks for the tool {}]", call.name), colour))?;
     }
-    writeln!(out, "{}", style::dim(&style::stats(&turn.summary), colour))?;
+    writeln!(out, "{}\n", style::dim(&style::stats(&turn.summary), colour))?;
     Ok(out.flush()?)
 }
 
