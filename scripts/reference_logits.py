@@ -36,7 +36,10 @@ def main():
     ids = torch.randint(0, min(config["vocab_size"], 200_000), (args.tokens,), generator=generator)
     out = {"ids": ids}
     for name, dtype in [("bf16", torch.bfloat16), ("f32", torch.float32)]:
-        model = model.to(dtype)
+        # Parameters only: `model.to` would round the buffers too, and with them the frequencies of the rotary embedding.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        assert all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point())
         with torch.no_grad():
             logits = model(ids[None].cuda(), use_cache=False).logits[0]
         out[name] = logits.float().cpu().contiguous()

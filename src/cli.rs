@@ -1,11 +1,13 @@
 //! The command line: which verb, and what a failure says and returns.
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
 use crate::commands::{download, list, perplexity, play, tokenize};
 use crate::error::Error;
+use crate::repl::style::printable;
 
 const AFTER_HELP: &str = "\
 Try it without a GPU:   inferno play demo --device cpu
@@ -46,7 +48,8 @@ pub fn main() -> ExitCode {
         // Whoever read our output has had enough (`| head`): not a failure of ours.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            // Messages quote files that anyone may have written. And a closed stderr is no reason to panic.
+            let _ = writeln!(std::io::stderr(), "error: {}", printable(&format!("{error:#}")));
             ExitCode::from(error.downcast_ref::<Error>().map_or(1, Error::exit_code))
         }
     }

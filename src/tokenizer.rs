@@ -177,6 +177,13 @@ impl TextStream {
         Self { ids: Vec::new(), given: 0 }
     }
 
+    /// A stream that goes on where `ids` end: in SentencePiece vocabularies a first word has no space before it, a later
+    /// one has.
+    pub fn after(ids: &[u32]) -> Self {
+        let context = &ids[ids.len().saturating_sub(4)..];
+        Self { ids: context.to_vec(), given: context.len() }
+    }
+
     /// Text that became complete with `id`, possibly empty.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.ids.push(id);
@@ -200,9 +207,8 @@ impl TextStream {
             // The context itself ended in a forced, incomplete character: count characters instead.
             None => now.chars().skip(before.chars().count()).collect(),
         };
-        if !new.is_empty() {
-            self.ids.drain(..self.given);
-        }
+        // Ids without text are no context worth keeping.
+        self.ids.drain(..if new.is_empty() { self.ids.len().saturating_sub(MAX_HELD) } else { self.given });
         self.given = self.ids.len();
         Ok(new)
     }

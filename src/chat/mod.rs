@@ -97,7 +97,7 @@ impl ChatFormat {
     }
 
     /// A parser for what is generated after `prompt`.
-    pub fn parser(&self, _tokenizer: &Tokenizer, prompt: &Rendered) -> Parser {
+    pub fn parser(&self, prompt: &Rendered) -> Parser {
         Parser(match self {
             ChatFormat::Harmony(format) => ParserKind::Harmony(Box::new(HarmonyParser::new(format.0))),
             ChatFormat::Template(_) => ParserKind::Tagged(Box::new(TaggedParser::new(&prompt.text))),

@@ -2,7 +2,8 @@
 //!
 //! Set up as transformers 5 does (`utils/chat_template_utils.py`): trim_blocks, lstrip_blocks, its `tojson`,
 //! `raise_exception`, `strftime_now` and `{% generation %}`, the tokenizer's special tokens by name. A template is code
-//! from the internet: it gets no files, limited steps, limited depth and limited output.
+//! from the internet: it gets no files, limited steps, limited depth and limited output. (Memory it can still waste:
+//! nothing in minijinja bounds a string that a loop keeps doubling.)
 
 use std::io;
 use std::path::Path;

@@ -102,7 +102,8 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
         }
         "rsplit" => {
             let (separator, limit): (&str, Option<usize>) = from_args(args)?;
-            let mut parts: Vec<&str> = text.rsplitn(limit.map_or(usize::MAX, |limit| limit + 1), separator).collect();
+            let mut parts: Vec<&str> =
+                text.rsplitn(limit.map_or(usize::MAX, |limit| limit.saturating_add(1)), separator).collect();
             parts.reverse();
             Ok(parts.into_iter().collect())
         }

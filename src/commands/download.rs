@@ -1,6 +1,7 @@
 //! `inferno download`
 
 use std::collections::HashMap;
+use std::io::Write;
 use std::process::ExitCode;
 use std::sync::Mutex;
 
@@ -27,8 +28,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let bars = Bars::new();
     let snapshot = Hub::from_env()?.download(&args.repo, args.revision.as_deref(), &args.include, &bars)?;
     bars.finish();
-    eprintln!("{} is in {}", snapshot.name, snapshot.path.display());
-    eprintln!("chat with it: inferno play {}", snapshot.name);
+    let mut err = std::io::stderr();
+    writeln!(err, "{} is in {}", snapshot.name, snapshot.path.display())?;
+    writeln!(err, "chat with it: inferno play {}", snapshot.name)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -61,7 +63,7 @@ impl Bars {
 
 impl Progress for Bars {
     fn already_there(&self, _: &Snapshot) {
-        eprintln!("nothing to fetch, it is all here");
+        let _ = writeln!(std::io::stderr(), "nothing to fetch, it is all here");
     }
 
     fn start(&self, files: &[(String, u64)]) {

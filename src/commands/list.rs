@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use crate::hub::{Hub, Snapshot};
 use crate::models;
+use crate::repl::style::printable;
 use crate::weights::Checkpoint;
 
 /// Show the models on this machine
@@ -23,8 +24,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let models: Vec<Model> = super::playable(&Hub::from_env()?)?.iter().map(Model::read).collect();
     let mut out = std::io::stdout().lock();
     if args.json {
-        serde_json::to_writer_pretty(&mut out, &models)?;
-        writeln!(out)?;
+        writeln!(out, "{}", serde_json::to_string_pretty(&models)?)?;
     } else {
         write!(out, "{}", table(&models))?;
     }
@@ -94,7 +94,8 @@ pub fn table(models: &[Model]) -> String {
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let line = |row: &[String; 8]| {
         let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
-        format!("{}\n", cells.join("  ").trim_end())
+        // Family and quantisation come from a downloaded file.
+        format!("{}\n", printable(cells.join("  ").trim_end()))
     };
     rows.iter().map(line).collect()
 }

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use super::list::{self, Model};
 use super::{LoadArgs, SamplingArgs, note, playable};
 use crate::chat::{Channel, Message, ReasoningEffort, RenderOptions};
-use crate::engine::{Engine, FinishReason, GenerateOptions, Summary};
+use crate::engine::{Engine, FinishReason, GenerateOptions, SamplingParams, Summary};
 use crate::hub::{Hub, Snapshot};
 use crate::repl::{self, Reasoning, Session, style};
 
@@ -54,6 +54,9 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let prompt = one_shot_prompt(&args)?;
+    if let Some(problem) = args.sampling.over(&SamplingParams::greedy()).problem() {
+        bail!(problem);
+    }
     let hub = Hub::from_env()?;
     let snapshot = match &args.model {
         Some(model) => hub.find(model, args.load.revision())?,
@@ -70,9 +73,6 @@ pub fn run(args: Args) -> Result<ExitCode> {
     options.max_tokens = args.max_tokens;
     options.stop = args.stop;
     options.ignore_eos = args.ignore_eos;
-    if let Some(problem) = options.sampling.problem() {
-        bail!(problem);
-    }
     let cancel = Arc::new(AtomicBool::new(false));
     options.cancel = Some(cancel.clone());
     let session = Session {
@@ -121,6 +121,7 @@ fn one_shot_prompt(args: &Args) -> Result<Option<String>> {
 /// Lists what is on disk and asks which.
 fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
     let snapshots = playable(hub)?;
+    anyhow::ensure!(!snapshots.is_empty(), "there is no model here; fetch one: inferno download openai/gpt-oss-20b");
     let models: Vec<Model> = snapshots.iter().map(Model::read).collect();
     eprint!("{}", list::table(&models));
     loop {
@@ -191,6 +192,9 @@ fn answer(mut session: Session, prompt: &str) -> Result<ExitCode> {
         writeln!(out)?;
     }
     out.flush()?;
+    if turn.text.is_empty() && turn.summary.finish_reason == FinishReason::Length {
+        writeln!(err, "warning: all {} tokens went into thinking; raise --max-tokens", turn.summary.completion_tokens)?;
+    }
     drop(err);
     note(&style::stats(&turn.summary));
     Ok(exit_code(&turn.summary))

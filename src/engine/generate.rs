@@ -139,7 +139,14 @@ impl<'e> Generation<'e> {
             .into());
         }
         let cancelled = || options.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed));
-        let read = engine.prefill(prompt, &cancelled)?;
+        let read = match engine.prefill(prompt, &cancelled) {
+            Ok(read) => read,
+            Err(error) => {
+                // What the cache holds past an error is unknown.
+                engine.forget();
+                return Err(error);
+            }
+        };
         let finish = read.logits.is_none().then_some(FinishReason::Interrupted);
         Ok(Self {
             sampler: Sampler::new(options.sampling.clone(), prompt),
@@ -190,6 +197,9 @@ impl<'e> Generation<'e> {
 
     /// Samples a token, reads it, and runs the model on it unless it is the last.
     fn step(&mut self) -> Result<Chunk> {
+        if self.logits.iter().all(|logit| logit.is_nan()) {
+            anyhow::bail!("the model's logits are not numbers: its weights are broken, or too large for this --dtype");
+        }
         let token = self.sampler.sample(&mut self.logits);
         self.generated += 1;
         self.last_token = Instant::now();

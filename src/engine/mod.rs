@@ -137,7 +137,7 @@ impl Engine {
     ) -> Result<Generation<'_>> {
         let rendered = self.language.render(messages, render)?;
         let Some(chat) = &self.language.chat else { bail!("this model has no chat format") };
-        let parser = chat.parser(&self.language.tokenizer, &rendered);
+        let parser = chat.parser(&rendered);
         Generation::start(self, &rendered.ids, Reader::Chat(Box::new(parser)), options)
     }
 
@@ -149,12 +149,14 @@ impl Engine {
 
     /// Continues token ids.
     pub fn complete_ids(&mut self, ids: &[u32], options: GenerateOptions) -> Result<Generation<'_>> {
-        Generation::start(self, ids, Reader::Raw(TextStream::new()), options)
+        let stream = TextStream::after(ids);
+        Generation::start(self, ids, Reader::Raw(stream), options)
     }
 
     /// Forgets the cached tokens: the next prompt is read from its start.
     pub fn forget(&mut self) {
         self.cached.clear();
+        self.cache.reset();
     }
 
     /// Reads a prompt, from where it parts from what the cache holds.
@@ -185,16 +187,13 @@ impl Engine {
     }
 
     fn forward_tensor(&mut self, ids: &[u32], logits: LogitsOf) -> Result<Tensor> {
-        if self.cached.is_empty() {
-            self.cache.go_back(0)?;
-        }
         let batch = Batch { ids, tokens: &[ids.len()], logits };
         let logits = self.decoder.forward(&batch, &mut [&mut self.cache])?;
         self.cached.extend(ids);
         Ok(logits)
     }
 
-    /// Logits f32 [T, V] of every position of `ids`, which must fit in the context. Takes T × V × 4 bytes on the device.
+    /// Logits f32 [T, V] of every position of `ids`, which must fit in the context. Takes twice T × V × 4 bytes on the device.
     pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.forget();
         let rows: Vec<Tensor> = ids
@@ -216,6 +215,9 @@ impl Engine {
             bail!("a text of {} tokens has no token to judge: two are needed", ids.len());
         }
         let window = self.context();
+        if window < 2 {
+            bail!("a context of {window} tokens has no token to judge: two are needed");
+        }
         let mut losses = Vec::with_capacity(ids.len() - 1);
         let mut start = 0;
         while losses.len() + 1 < ids.len() {

@@ -95,7 +95,7 @@ impl RepoDir {
                 if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
                     walk(&entry.path(), commits);
                 } else if let Ok(commit) = fs::read_to_string(entry.path()) {
-                    commits.insert(commit.trim().to_string());
+                    commits.extend(Some(commit.trim().to_string()).filter(|commit| names::is_commit(commit)));
                 }
             }
         }

@@ -73,7 +73,8 @@ pub(super) fn fetch(
         return Ok(());
     }
 
-    let mut failures = 0;
+    // Attempts since the file last grew past all earlier ones: a server that cannot resume may break anywhere.
+    let (mut failures, mut most) = (0, 0);
     loop {
         let start = output.seek(SeekFrom::End(0)).with_context(|| format!("cannot read {}", path.display()))?;
         if start == file.bytes {
@@ -84,7 +85,8 @@ pub(super) fn fetch(
             Err(Stop::Final(error)) => return Err(error),
             Err(Stop::Broken(cause)) => {
                 let done = output.metadata().map_or(start, |data| data.len());
-                failures = if done > start { 1 } else { failures + 1 };
+                failures = if done > most.max(start) { 1 } else { failures + 1 };
+                most = most.max(done);
                 if failures > MAX_FAILURES {
                     let cause = format!(
                         "{} stopped at {done} of {} bytes: {cause} (what is here is kept; the same command goes on)",

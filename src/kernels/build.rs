@@ -68,6 +68,7 @@ fn compute_capability() -> String {
     }
     let query = Command::new("nvidia-smi").args(["--query-gpu=compute_cap", "--format=csv,noheader"]).output();
     let text = query.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
-    let lowest = text.lines().map(|line| line.trim().replace('.', "")).filter(|cap| !cap.is_empty()).min();
-    lowest.unwrap_or_else(|| "80".into())
+    // Without a driver nvidia-smi prints a sentence instead.
+    let lowest = text.lines().filter_map(|line| line.trim().replace('.', "").parse::<u32>().ok()).min();
+    lowest.unwrap_or(80).to_string()
 }

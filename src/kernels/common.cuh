@@ -19,8 +19,8 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// Instantiates a kernel `name<T>` for every compute dtype as extern "C" symbols is not possible for templates, so each
-// .cu file defines its kernels through this macro: FOR_EACH_DTYPE(DEFINE) calls DEFINE(type, suffix).
+// A template has no extern "C" name, so each .cu file defines its kernels through this macro: FOR_EACH_DTYPE(DEFINE)
+// expands DEFINE(type, suffix) for every dtype computed in.
 #define FOR_EACH_DTYPE(DEFINE) \
     DEFINE(float, f32)         \
     DEFINE(__half, f16)        \

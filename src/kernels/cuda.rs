@@ -108,8 +108,9 @@ impl Arg {
 }
 
 impl From<usize> for Arg {
+    /// Kernels count in i32. No tensor of a real model has a dimension beyond it; a wrapped one would read anywhere.
     fn from(value: usize) -> Self {
-        Arg::Int(value as i32)
+        Arg::Int(i32::try_from(value).expect("a kernel's size fits 31 bits"))
     }
 }
 

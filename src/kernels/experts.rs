@@ -33,7 +33,8 @@ impl ExpertWeights {
         match self {
             ExpertWeights::Mxfp4 { blocks, scales } => {
                 let (experts, rows, groups, bytes) = blocks.dims4()?;
-                if bytes != BLOCK / 2 || scales.dims() != [experts, rows, groups] {
+                let u8s = blocks.dtype() == DType::U8 && scales.dtype() == DType::U8;
+                if !u8s || bytes != BLOCK / 2 || scales.dims() != [experts, rows, groups] {
                     bail!("MXFP4 blocks {:?} do not go with scales {:?}", blocks.dims(), scales.dims());
                 }
                 Ok((experts, rows, groups * BLOCK))
@@ -45,7 +46,7 @@ impl ExpertWeights {
 
 /// out[t, n] = W[ids[t, n]] · x + bias[ids[t, n]].
 ///
-/// x [T, C], shared by a token's experts, or [T, N, C]; ids [T, N] u32, each below E; bias [E, R] of x's dtype.
+/// x [T, C], shared by a token's experts, or [T, N, C]; ids [T, N] u32, each below E (on a GPU this is not checked); bias [E, R] of x's dtype.
 /// Returns [T, N, R].
 pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>, ids: &Tensor) -> Result<Tensor> {
     let (experts, rows, columns) = weights.dims()?;
@@ -57,8 +58,9 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
     } else {
         bail!("expert_matmul: x {:?} does not go with ids {:?} and weights of {columns} columns", x.dims(), ids.dims())
     };
-    if ids.dtype() != DType::U32 {
-        bail!("expert_matmul: ids are {:?}, expected U32", ids.dtype());
+    // A grid is at most 65,535 high and the sort has room for 1,024 experts.
+    if ids.dtype() != DType::U32 || experts > 1024 || tokens * chosen > 65_535 {
+        bail!("expert_matmul: {tokens} x {chosen} ids of {:?} (U32, at most 65,535), {experts} experts", ids.dtype());
     }
     if let Some(bias) = bias
         && (bias.dims() != [experts, rows] || bias.dtype() != x.dtype())
@@ -111,7 +113,6 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
                     pairs_per_x.into(),
                 ];
                 let name = format!("expert_gemv_{kind}_{suffix}");
-                // A grid is at most 65,535 high, so the pairs must be fewer; the chunk size of prefill sees to it.
                 // SAFETY: shapes and dtypes checked above; ids are below E by the contract.
                 unsafe { launch(device, &module, &name, (rows.div_ceil(8), pairs, 1), 256, 0, &args)? };
             } else {
@@ -121,7 +122,7 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
                 let offsets = unsafe { Tensor::empty(experts + 1, ids.dtype(), x.device())? };
                 let args =
                     [Arg::tensor(ids)?, Arg::tensor(&sorted)?, Arg::tensor(&offsets)?, pairs.into(), experts.into()];
-                // SAFETY: shapes checked above; E is at most 1024 (`topk_softmax` refuses more).
+                // SAFETY: shapes and E checked above.
                 unsafe { launch(device, &module, "sort_by_expert", (1, 1, 1), 1024, 0, &args)? };
                 let args = [
                     first,

@@ -1,6 +1,6 @@
 // Rotary position embedding, split-half layout: pair i is (x[i], x[i + R/2]), R = rotated dims; dims from R on pass through.
 //   x, out [T, H, D]; cos, sin f32 [P, R/2]; positions u32 [T]
-//   grid (T, H), block 128; bytes moved: 2·T·H·D·sizeof(T)
+//   grid (T, H), block 64; bytes moved: 2·T·H·D·sizeof(T)
 #include "common.cuh"
 
 template <typename T>

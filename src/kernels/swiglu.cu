@@ -5,8 +5,9 @@
 template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    const float gate = fminf(to_float(x[2 * (size_t)i]), limit);
-    const float up = fminf(fmaxf(to_float(x[2 * (size_t)i + 1]), -limit), limit);
+    // Comparisons, not fminf and fmaxf, which would turn a NaN into the limit.
+    const float g = to_float(x[2 * (size_t)i]), u = to_float(x[2 * (size_t)i + 1]);
+    const float gate = g > limit ? limit : g, up = u > limit ? limit : u < -limit ? -limit : u;
     out[i] = from_float<T>(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
 }
 

@@ -93,15 +93,18 @@ impl Config {
         }
         .check()?;
         let (chosen, experts) = (self.num_experts_per_tok, self.num_local_experts);
-        if chosen == 0 || chosen > experts || chosen > 32 || experts > 1024 {
+        if chosen == 0 || chosen > experts || chosen > 31 || experts > 1024 {
             bail!("cannot choose {chosen} of {experts} experts");
         }
         let types = self.layer_types.as_ref().map_or(self.num_hidden_layers, Vec::len);
         if types != self.num_hidden_layers {
             bail!("{types} layer_types for {} layers", self.num_hidden_layers);
         }
-        if self.sliding_window == Some(0) {
-            bail!("sliding_window is 0");
+        if let Some(window) = self.sliding_window.filter(|window| !(1..=1 << 24).contains(window)) {
+            bail!("sliding_window is {window}");
+        }
+        if self.swiglu_limit.is_nan() || self.swiglu_limit <= 0.0 {
+            bail!("swiglu_limit is {}", self.swiglu_limit);
         }
         self.frequencies()?;
         Ok(())

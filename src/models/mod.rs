@@ -103,12 +103,12 @@ impl Sizes {
             ("vocab_size", self.vocab_size),
             ("max_position_embeddings", self.max_position_embeddings),
         ];
-        // 2^24 of anything is beyond every real model and keeps all products of these within a u64.
+        // 2^24 of anything is beyond every real model and keeps products of two of these within a u64.
         if let Some((name, value)) = named.into_iter().find(|&(_, value)| value == 0 || value > 1 << 24) {
             bail!("{name} is {value}");
         }
-        if self.layers > 4096 {
-            bail!("num_hidden_layers is {}", self.layers);
+        if self.layers > 4096 || self.heads > 1 << 16 {
+            bail!("num_hidden_layers is {}, num_attention_heads {}", self.layers, self.heads);
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
             bail!("{} attention heads cannot share {} key/value heads", self.heads, self.kv_heads);

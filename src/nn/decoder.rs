@@ -111,6 +111,8 @@ pub struct Decoder {
     norm: RmsNorm,
     lm_head: Linear,
     cache_layers: Vec<LayerSpec>,
+    /// Positions that the rotary tables reach to.
+    context: usize,
 }
 
 impl Decoder {
@@ -147,6 +149,7 @@ impl Decoder {
             },
             embed_tokens,
             cache_layers,
+            context,
         })
     }
 
@@ -171,6 +174,9 @@ impl Decoder {
         let vocab_size = self.embed_tokens.dim(0)?;
         if let Some(id) = batch.ids.iter().find(|&&id| id as usize >= vocab_size) {
             bail!("token id {id} is outside the model's vocabulary of {vocab_size}");
+        }
+        if let Some(cache) = caches.iter().find(|cache| cache.context() > self.context) {
+            bail!("a cache of {} positions for a model loaded for {}", cache.context(), self.context);
         }
         let pass = Pass::new(batch, caches, device)?;
         let ids = Tensor::new(batch.ids, device)?;

@@ -27,8 +27,12 @@ impl LayerSpec {
 
 /// Bytes that a cache of these layers takes.
 pub fn bytes(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType) -> u64 {
-    let elements = |layer: &LayerSpec| 2 * layer.rows(context, chunk) * layer.kv_heads * layer.head_dim;
-    layers.iter().map(|layer| (elements(layer) * dtype.size_in_bytes()) as u64).sum()
+    let elements = |layer: &LayerSpec| {
+        let row = 2 * layer.kv_heads as u64 * layer.head_dim as u64;
+        row.saturating_mul(layer.rows(context, chunk) as u64)
+    };
+    let bytes = |layer| elements(layer).saturating_mul(dtype.size_in_bytes() as u64);
+    layers.iter().map(bytes).fold(0, u64::saturating_add)
 }
 
 /// The cache of one sequence.
@@ -46,6 +50,8 @@ pub struct LayerCache {
     k: Tensor,
     v: Tensor,
     window: Option<usize>,
+    /// The first position that is still held: rows are reused, and going back does not bring them back.
+    oldest: usize,
 }
 
 /// The rows of the sliding layers that position `len` and later ones can see.
@@ -60,7 +66,7 @@ impl KvCache {
         let layer = |spec: &LayerSpec| {
             let shape = (spec.rows(context, chunk), spec.kv_heads, spec.head_dim);
             let (k, v) = (Tensor::zeros(shape, dtype, device)?, Tensor::zeros(shape, dtype, device)?);
-            Ok(LayerCache { k, v, window: spec.window })
+            Ok(LayerCache { k, v, window: spec.window, oldest: 0 })
         };
         let layers = layers.iter().map(layer).collect::<Result<_>>()?;
         Ok(Self { layers, context, chunk, len: 0, checkpoint: None })
@@ -106,6 +112,13 @@ impl KvCache {
         Ok(layer)
     }
 
+    /// Forgets everything.
+    pub fn reset(&mut self) {
+        self.len = 0;
+        self.checkpoint = None;
+        self.layers.iter_mut().for_each(|layer| layer.oldest = 0);
+    }
+
     /// Counts `tokens` written positions.
     pub fn advance(&mut self, tokens: usize) {
         self.len += tokens;
@@ -122,19 +135,19 @@ impl KvCache {
     /// follows `len`. Returns how many positions are left.
     pub fn go_back(&mut self, len: usize) -> Result<usize> {
         let len = len.min(self.len);
-        let written = self.len;
-        if self.layers.iter().all(|layer| layer.can_go_back(written, len)) {
+        if self.layers.iter().all(|layer| layer.holds_what_is_seen_at(len)) {
             self.len = len;
         } else if let Some(checkpoint) = self.checkpoint.take_if(|checkpoint| checkpoint.len <= len) {
             for (layer, rows) in self.layers.iter_mut().zip(&checkpoint.rows) {
                 if let Some((k, v)) = rows {
-                    layer.write(checkpoint.len - k.dim(0)?, k, v)?;
+                    layer.oldest = checkpoint.len - k.dim(0)?;
+                    layer.write(layer.oldest, k, v)?;
                 }
             }
             self.len = checkpoint.len;
             self.checkpoint = Some(checkpoint);
         } else {
-            self.len = 0;
+            self.reset();
         }
         self.checkpoint.take_if(|checkpoint| checkpoint.len > self.len);
         Ok(self.len)
@@ -166,6 +179,7 @@ impl LayerCache {
             self.v.slice_set(&v.narrow(0, done, count)?.contiguous()?, 0, row)?;
             done += count;
         }
+        self.oldest = self.oldest.max((position + tokens).saturating_sub(rows));
         Ok(())
     }
 
@@ -174,10 +188,9 @@ impl LayerCache {
         self.window.map(|window| window - 1)
     }
 
-    /// Whether, with `written` positions behind it, the layer still holds all that position `len` sees.
-    fn can_go_back(&self, written: usize, len: usize) -> bool {
-        let oldest_needed = self.past().map_or(0, |past| len.saturating_sub(past));
-        written.saturating_sub(self.rows()) <= oldest_needed
+    /// Whether the layer still holds all that position `len` sees.
+    fn holds_what_is_seen_at(&self, len: usize) -> bool {
+        self.oldest <= self.past().map_or(0, |past| len.saturating_sub(past))
     }
 
     /// A copy of the rows that position `len` sees; `None` for a full layer, which keeps them anyway.
@@ -194,8 +207,8 @@ impl LayerCache {
             if head < count {
                 parts.push(tensor.narrow(0, 0, count - head)?);
             }
-            // `cat` of one tensor would share its memory with the ring.
-            Ok(if parts.len() == 1 { parts[0].copy()? } else { Tensor::cat(&parts, 0)? })
+            // `cat` of one tensor would share its memory with the ring, and `copy` would take all of the ring along.
+            Ok(if parts.len() == 1 { parts[0].force_contiguous()? } else { Tensor::cat(&parts, 0)? })
         };
         Ok(Some((copy(&self.k)?, copy(&self.v)?)))
     }

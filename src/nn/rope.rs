@@ -19,8 +19,10 @@ pub struct RopeConfig {
 
 #[derive(Clone, Debug, Default, Deserialize)]
 struct Parameters {
-    #[serde(alias = "type")]
     rope_type: Option<String>,
+    /// The older name; files that were saved again have both.
+    #[serde(rename = "type")]
+    old_type: Option<String>,
     rope_theta: Option<f64>,
     factor: Option<f64>,
     original_max_position_embeddings: Option<usize>,
@@ -58,7 +60,8 @@ impl RopeConfig {
             Some(factor) if factor.is_finite() && factor >= 1.0 => Ok(factor),
             other => bail!("config.json: rope scaling needs a factor of at least 1, found {other:?}"),
         };
-        match parameters.rope_type.as_deref().unwrap_or("default") {
+        let rope_type = parameters.rope_type.as_deref().or(parameters.old_type.as_deref());
+        match rope_type.unwrap_or("default") {
             "default" | "mrope" => Ok(Frequencies { inv_freq: plain, attention_factor: 1.0 }),
             "linear" => {
                 let factor = factor()? as f32;

@@ -62,7 +62,7 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
                 // An error (a prompt too long, a GPU out of memory) costs the turn, not the conversation.
                 match show_turn(&mut session, &line) {
                     Ok(()) => interrupted = cancel.load(Ordering::Relaxed),
-                    Err(error) => eprintln!("error: {error:#}"),
+                    Err(error) => eprintln!("error: {}", style::printable(&format!("{error:#}"))),
                 }
             }
         }
@@ -114,7 +114,7 @@ fn show_turn(session: &mut Session, line: &str) -> Result<()> {
     })?;
     writeln!(out)?;
     for call in &turn.summary.tool_calls {
-        writeln!(out, "{}", style::dim(&format!("[asks for the tool {}]", call.name), colour))?;
+        writeln!(out, "{}", style::dim(&format!("[asks for the tool {}]", style::printable(&call.name)), colour))?;
     }
     writeln!(out, "{}\n", style::dim(&style::stats(&turn.summary), colour))?;
     Ok(out.flush()?)

@@ -4,7 +4,6 @@ pub mod mxfp4;
 mod safetensors;
 
 use std::cell::Cell;
-use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
@@ -97,9 +96,4 @@ impl<'c> Weights<'c> {
         self.loaded.add(view.bytes.len() as u64);
         Ok(tensor)
     }
-}
-
-/// Opens the checkpoint in a snapshot directory.
-pub fn open(dir: &Path) -> Result<Checkpoint> {
-    Checkpoint::open(dir)
 }

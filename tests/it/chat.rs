@@ -114,7 +114,7 @@ impl Parsed {
 }
 
 fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u32]) -> Parsed {
-    let mut parser = format.parser(tokenizer, &Rendered { ids: Vec::new(), text: prompt.into() });
+    let mut parser = format.parser(&Rendered { ids: Vec::new(), text: prompt.into() });
     let mut deltas: Vec<(Channel, String)> = Vec::new();
     let mut take = |new: Vec<Delta>| {
         for Delta { channel, text } in new {

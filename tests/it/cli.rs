@@ -257,7 +257,9 @@ fn wrong_shapes_are_named_with_what_was_expected() {
 
 #[test]
 fn impossible_configs_are_refused() {
-    let cases: [(&str, Value, &str); 9] = [
+    let cases: [(&str, Value, &str); 11] = [
+        ("swiglu_limit", (-1.0).into(), "swiglu_limit"),
+        ("sliding_window", (u64::MAX - 254).into(), "sliding_window"),
         ("num_attention_heads", 0.into(), "num_attention_heads"),
         ("hidden_size", (-4).into(), "config.json"),
         ("num_hidden_layers", 1_000_000_000u64.into(), "num_hidden_layers"),

@@ -102,7 +102,8 @@ fn full_size_figures() {
     let mut engine = engine;
     for (prompt_tokens, rounds) in [(1, 2), (512, 3), (2048, 3), (6000, 2)] {
         for round in 0..rounds {
-            let prompt: Vec<u32> = (0..prompt_tokens).map(|i| (i * 7919 + round * 31 + 5) % 200_000).collect();
+            let prompt: Vec<u32> =
+                (0..prompt_tokens).map(|i| (i * 7919 + round * 31 + 5) % info.vocab_size as u32).collect();
             let mut options = GenerateOptions::new(SamplingParams::greedy());
             options.max_tokens = Some(128);
             options.ignore_eos = true;

@@ -204,6 +204,49 @@ fn going_back_in_the_cache_gives_what_a_fresh_one_gives() {
     });
 }
 
+/// Many turns in a row: reading on, going back, checkpoints, in an order that no one would think of.
+#[test]
+fn any_way_through_the_cache_gives_what_a_fresh_one_gives() {
+    each_case(|name, case| {
+        let vocab = case.golden["logits"].dim(1).unwrap() as u64;
+        let mut state = 7u64;
+        let mut random = move |below: usize| {
+            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            ((state >> 33) % below as u64) as usize
+        };
+        for round in 0..8 {
+            let (mut cache, mut ids) = (case.cache(8), Vec::new());
+            for _ in 0..12 {
+                match random(4) {
+                    0 if !ids.is_empty() => cache.set_checkpoint().unwrap(),
+                    1 if !ids.is_empty() => {
+                        let target = random(ids.len() + 1);
+                        let left = cache.go_back(target).unwrap();
+                        assert!(left <= target, "{name}");
+                        ids.truncate(left);
+                    }
+                    _ => {
+                        let more = (1 + random(30)).min(CONTEXT - 2 - ids.len());
+                        let new: Vec<u32> = (0..more).map(|_| random(vocab as usize) as u32).collect();
+                        for part in new.chunks(8) {
+                            let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::Last };
+                            case.decoder.forward(&batch, &mut [&mut cache]).unwrap();
+                        }
+                        ids.extend(new);
+                    }
+                }
+                assert_eq!(cache.len(), ids.len(), "{name}");
+            }
+            let next = [random(vocab as usize) as u32];
+            let batch = Batch { ids: &next, tokens: &[1], logits: LogitsOf::Last };
+            let got = values(&case.decoder.forward(&batch, &mut [&mut cache]).unwrap());
+            ids.extend(next);
+            let fresh = case.logits(&ids, 8);
+            assert_same(name, &format!("round {round}"), &case, &got, &fresh[fresh.len() - vocab as usize..]);
+        }
+    });
+}
+
 #[test]
 fn rope_frequencies_agree_with_transformers() {
     let text = std::fs::read_to_string(golden("rope.json")).unwrap();

@@ -101,6 +101,15 @@ fn clamped_swiglu_clamps_as_gpt_oss_does() {
 }
 
 #[test]
+fn a_nan_stays_a_nan_in_clamped_swiglu() {
+    for (device, dtype) in devices() {
+        let x = Tensor::new(&[f32::NAN, 1.0, 1.0, f32::NAN, 1.0, 1.0], &Device::Cpu).unwrap();
+        let got = values(&clamped_swiglu(&on(&x, &device, dtype), 7.0).unwrap());
+        assert!(got[0].is_nan() && got[1].is_nan() && got[2].is_finite(), "{got:?}");
+    }
+}
+
+#[test]
 fn topk_softmax_agrees_with_its_reference() {
     for (device, dtype) in devices() {
         for (tokens, experts, chosen) in [(1, 32, 4), (7, 128, 4), (65, 5, 3), (2, 3, 3), (9, 1000, 32)] {

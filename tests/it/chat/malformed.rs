@@ -162,7 +162,7 @@ fn nothing_but_a_header() {
 #[test]
 fn text_comes_as_soon_as_it_is_certain() {
     let tokenizer = harmony_tokenizer();
-    let mut parser = harmony_format(tokenizer).parser(tokenizer, &Rendered { ids: vec![], text: String::new() });
+    let mut parser = harmony_format(tokenizer).parser(&Rendered { ids: vec![], text: String::new() });
     let mut seen = Vec::new();
     for id in tokenizer.encode("<|channel|>final<|message|>é!Hi", Controls::Parse).unwrap() {
         seen.push(parser.push(tokenizer, id).unwrap().iter().map(|delta| delta.text.as_str()).collect::<String>());
