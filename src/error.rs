@@ -29,11 +29,13 @@ pub enum Error {
     #[error("offline: {what}\n  unset HF_HUB_OFFLINE to allow the network")]
     Offline { what: String },
 
-    #[error("the hub at {endpoint} cannot be reached: {cause}\n  check the network, or set HF_ENDPOINT to a mirror")]
+    #[error("the hub at {endpoint} does not deliver: {cause}\n  check the network, or set HF_ENDPOINT to a mirror")]
     Network { endpoint: String, cause: String },
 
     #[error(
-        "no room on the disk of {path}: {needed_bytes} bytes needed, {free_bytes} free\n  free some space, or set INFERNO_CACHE to another disk"
+        "no room on the disk of {path}: {:.1} MB needed, {:.1} MB free\n  free some space, or set INFERNO_CACHE to another disk",
+        *needed_bytes as f64 / 1e6,
+        *free_bytes as f64 / 1e6
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
@@ -41,20 +43,32 @@ pub enum Error {
     UnsupportedArchitecture { found: String, supported: String },
 
     #[error(
-        "{what} needs {needed_bytes} bytes of memory on {device}, {free_bytes} are free\n  try a smaller --context, or free memory on the device"
+        "{what} needs {:.1} GB of memory on {device}, {:.1} GB are free\n  try a smaller --context, or free memory on the device",
+        *needed_bytes as f64 / 1e9,
+        *free_bytes as f64 / 1e9
     )]
     OutOfMemory { what: String, device: String, needed_bytes: u64, free_bytes: u64 },
 
+    /// A way of calling that cannot work, whatever is on the machine.
+    #[error("{0}")]
+    Usage(String),
+
     #[error(
-        "the prompt has {prompt_tokens} tokens, the context holds {context_tokens}\n  raise --context (this model allows {limit_tokens}) or shorten the prompt"
+        "the prompt has {prompt_tokens} tokens, the context holds {context_tokens}\n  {}",
+        if context_tokens < limit_tokens {
+            format!("shorten it, or raise --context (this model allows {limit_tokens})")
+        } else {
+            "shorten it: this model allows no more".to_string()
+        }
     )]
     ContextFull { prompt_tokens: usize, context_tokens: usize, limit_tokens: usize },
 }
 
 impl Error {
-    /// The process's exit code. 1 is any other failure, 2 is usage (clap), 130 is Ctrl-C.
+    /// The process's exit code. 1 is any other failure, 2 is usage (clap's too), 130 is Ctrl-C.
     pub fn exit_code(&self) -> u8 {
         match self {
+            Error::Usage(_) => 2,
             Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
             Error::Gated { .. } => 4,
             Error::Offline { .. } | Error::Network { .. } => 5,

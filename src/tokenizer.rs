@@ -3,9 +3,10 @@
 //! A thin wrapper over Hugging Face `tokenizers`. Some crafted files make that library panic (its issue #2094), so
 //! loading and encoding run behind `catch_unwind`; a broken file is an error that names it, never a crash.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::{Mutex, Once};
 
 use anyhow::{Context, Result, anyhow, bail};
 
@@ -152,9 +153,27 @@ fn looks_like_control(content: &str) -> bool {
     inner.is_some_and(|inner| !inner.is_empty() && !inner.contains(char::is_whitespace))
 }
 
+thread_local! {
+    /// Whether a panic on this thread will be caught and reported as an error.
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
 /// Runs a call into `tokenizers`, turning its errors and its panics into errors.
 fn guarded<T, E: std::fmt::Display>(what: &str, call: impl FnOnce() -> Result<T, E>) -> Result<T> {
-    match catch_unwind(AssertUnwindSafe(call)) {
+    // A caught panic has already printed its message by then; here nobody is to see it.
+    static QUIET: Once = Once::new();
+    QUIET.call_once(|| {
+        let loud = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !GUARDED.get() {
+                loud(info);
+            }
+        }));
+    });
+    let before = GUARDED.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(call));
+    GUARDED.set(before);
+    match result {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => bail!("{what} failed: {error}"),
         Err(_) => bail!("{what} failed: the tokenizer is inconsistent (its library panicked)"),

@@ -111,7 +111,7 @@ impl Header {
     }
 }
 
-const CHANNELS: [&str; 3] = ["analysis", "commentary", "final"];
+pub const CHANNELS: [&str; 3] = ["analysis", "commentary", "final"];
 
 impl Reading {
     /// Read as a header that `<|message|>` has closed: what was undecided was part of it.

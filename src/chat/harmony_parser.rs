@@ -7,7 +7,7 @@
 use anyhow::Result;
 
 use super::harmony::Harmony;
-use super::harmony_header::{Header, Opening, Reading, push_words};
+use super::harmony_header::{CHANNELS, Header, Opening, Reading, push_words};
 use super::message::ToolCall;
 use super::{Channel, Delta};
 use crate::tokenizer::{TextStream, Tokenizer};
@@ -205,6 +205,12 @@ impl HarmonyParser {
             State::Header(header) => {
                 let reading = header.read(tokenizer)?;
                 if header.is_fresh() {
+                    return Ok(());
+                }
+                // Cut off in a header that was right so far: nothing was said, and nothing is wrong.
+                let words = reading.words.trim_start();
+                let started = CHANNELS.iter().any(|channel| channel.starts_with(words) || words.starts_with(channel));
+                if ending == Ending::Generation && header.channel.is_some() && reading.rest.is_empty() && started {
                     return Ok(());
                 }
                 self.malformed += 1;

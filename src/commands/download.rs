@@ -26,11 +26,15 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let bars = Bars::new();
-    let snapshot = Hub::from_env()?.download(&args.repo, args.revision.as_deref(), &args.include, &bars)?;
+    let hub = Hub::from_env()?;
+    let snapshot = hub.download(&args.repo, args.revision.as_deref(), &args.include, &bars)?;
     bars.finish();
     let mut err = std::io::stderr();
     writeln!(err, "{} is in {}", snapshot.name, snapshot.path.display())?;
-    writeln!(err, "chat with it: inferno play {}", snapshot.name)?;
+    // Only a part may have been asked for.
+    if hub.find(&snapshot.name, None).is_ok() {
+        writeln!(err, "chat with it: inferno play {}", snapshot.name)?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 

@@ -130,6 +130,11 @@ fn fresh_seed() -> u64 {
     now.map_or(0, |now| now.as_micros() as u64) % 1_000_000_007
 }
 
+/// Today as YYYY-MM-DD, in the local time zone.
+fn today() -> String {
+    jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
+}
+
 /// A remark for the person at the terminal: dim, on stderr, and only if that is a terminal.
 fn note(text: &str) {
     if std::io::stderr().is_terminal() {

@@ -5,12 +5,13 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 
 use super::list::{self, Model};
-use super::{LoadArgs, SamplingArgs, note, playable};
+use super::{LoadArgs, SamplingArgs, note, playable, today};
 use crate::chat::{Channel, Message, ReasoningEffort, RenderOptions};
 use crate::engine::{Engine, FinishReason, GenerateOptions, SamplingParams, Summary};
+use crate::error::Error;
 use crate::hub::{Hub, Snapshot};
 use crate::repl::{self, Reasoning, Session, style};
 
@@ -55,7 +56,7 @@ pub struct Args {
 pub fn run(args: Args) -> Result<ExitCode> {
     let prompt = one_shot_prompt(&args)?;
     if let Some(problem) = args.sampling.over(&SamplingParams::greedy()).problem() {
-        bail!(problem);
+        return Err(usage(problem));
     }
     let hub = Hub::from_env()?;
     let snapshot = match &args.model {
@@ -64,7 +65,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
             Some(snapshot) => snapshot,
             None => return Ok(ExitCode::SUCCESS),
         },
-        None => bail!("name a model: inferno play MODEL --prompt TEXT (`inferno list` shows what is here)"),
+        None => {
+            return Err(usage("name a model: inferno play MODEL --prompt TEXT (`inferno list` shows what is here)"));
+        }
     };
     let engine = args.load.load(&snapshot)?;
     introduce(&snapshot, &engine);
@@ -95,27 +98,26 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
 }
 
-/// Today as YYYY-MM-DD, in the local time zone.
-pub fn today() -> String {
-    jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
-}
-
 /// The prompt of a one-shot call: `--prompt`, or else standard input if it is piped. With `--prompt` the pipe is left
 /// alone: a script's standard input may never end.
 fn one_shot_prompt(args: &Args) -> Result<Option<String>> {
-    if args.prompt.is_some() {
-        return Ok(args.prompt.clone());
-    }
-    if std::io::stdin().is_terminal() {
-        anyhow::ensure!(!args.json, "--json needs a prompt: give --prompt TEXT, or pipe one in");
-        return Ok(None);
+    let none = || usage("there is no prompt: give --prompt TEXT, or pipe one in");
+    match &args.prompt {
+        Some(prompt) if prompt.is_empty() => return Err(none()),
+        Some(prompt) => return Ok(Some(prompt.clone())),
+        None if std::io::stdin().is_terminal() && args.json => return Err(none()),
+        None if std::io::stdin().is_terminal() => return Ok(None),
+        None => {}
     }
     let mut piped = String::new();
     std::io::stdin().read_to_string(&mut piped).context("standard input is not UTF-8 text")?;
     // A text to continue is taken to the letter; after a question, the line end that `echo` adds means nothing.
     let piped = if args.raw { piped.as_str() } else { piped.trim_end_matches(['\n', '\r']) };
-    anyhow::ensure!(!piped.is_empty(), "there is no prompt: give --prompt TEXT, or pipe one in");
-    Ok(Some(piped.to_string()))
+    if piped.is_empty() { Err(none()) } else { Ok(Some(piped.to_string())) }
+}
+
+fn usage(problem: impl Into<String>) -> anyhow::Error {
+    Error::Usage(problem.into()).into()
 }
 
 /// Lists what is on disk and asks which.

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 
-use super::play::today;
+use super::today;
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
 use crate::engine::Language;
 use crate::hub::Hub;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use candle_core::{DType, Device};
 use serde_json::Value;
 
@@ -89,9 +89,17 @@ impl Engine {
         let report = |bytes| (options.progress)(bytes, total);
         let loaded = Loaded::new(&report);
         let weights = Weights::new(&checkpoint, &device, dtype, &loaded);
-        let decoder = architecture.build(&weights, context)?;
-        let cache = KvCache::new(&layers, context, chunk, dtype, &device)?;
-        device.synchronize()?;
+        let allocate = || -> Result<_> {
+            let decoder = architecture.build(&weights, context)?;
+            let cache = KvCache::new(&layers, context, chunk, dtype, &device)?;
+            device.synchronize()?;
+            Ok((decoder, cache))
+        };
+        // Another process may have taken the memory since it was counted.
+        let (decoder, cache) = allocate().map_err(|error| match format!("{error:#}").contains("OUT_OF_MEMORY") {
+            true => need.out_of_memory(context, &device_info),
+            false => error,
+        })?;
 
         let generation = read_json(dir, "generation_config.json")?;
         let stop_ids = stop_ids(dir, &generation, &language)?;
@@ -146,9 +154,11 @@ impl Need<'_> {
     fn choose_context(&self, asked: Option<usize>, device: &DeviceInfo) -> Result<usize> {
         let fits = |context| device.total_bytes == 0 || self.bytes(context) <= device.free_bytes;
         let context = match asked {
-            Some(0) => bail!("a context of 0 tokens has no room for anything"),
+            Some(0) => return Err(Error::Usage("--context 0 has no room for anything".into()).into()),
             Some(asked) if asked > self.max_context => {
-                bail!("--context {asked} is more than the {} that this model was made for", self.max_context)
+                let limit = self.max_context;
+                let problem = format!("--context {asked} is more than the {limit} that this model was made for");
+                return Err(Error::Usage(problem).into());
             }
             Some(asked) => asked,
             None => {
@@ -159,16 +169,13 @@ impl Need<'_> {
                 context
             }
         };
-        if fits(context) {
-            return Ok(context);
-        }
-        Err(Error::OutOfMemory {
-            what: format!("this model with a context of {context} tokens"),
-            device: device.name.clone(),
-            needed_bytes: self.bytes(context),
-            free_bytes: device.free_bytes,
-        }
-        .into())
+        if fits(context) { Ok(context) } else { Err(self.out_of_memory(context, device)) }
+    }
+
+    fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> anyhow::Error {
+        let what = format!("this model with a context of {context} tokens");
+        let (needed_bytes, free_bytes) = (self.bytes(context), device.free_bytes);
+        Error::OutOfMemory { what, device: device.name.clone(), needed_bytes, free_bytes }.into()
     }
 }
 

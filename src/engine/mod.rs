@@ -38,7 +38,7 @@ impl Language {
     /// Renders a conversation. Fails for a model without a chat format.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let Some(chat) = &self.chat else {
-            bail!("this model has no chat format: it continues text (use --raw)");
+            bail!("this model has no chat format, it continues texts: inferno play MODEL --raw");
         };
         chat.render(&self.tokenizer, messages, options)
     }

@@ -188,6 +188,8 @@ fn copy(
 
 /// Fails early if the disk cannot take `needed_bytes` more.
 pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
+    // Where the folder cannot even be made, that is what is wrong.
+    create_dir(dir)?;
     match free_bytes(dir) {
         Some(free_bytes) if free_bytes < needed_bytes => {
             Err(Error::DiskFull { path: dir.to_path_buf(), needed_bytes, free_bytes }.into())

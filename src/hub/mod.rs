@@ -90,7 +90,7 @@ impl Hub {
         self.find_needing(model, revision, Need::Weights)
     }
 
-    /// As [`find`](Self::find), for work on text alone: config.json and tokenizer.json will do, weights may be absent.
+    /// As [`find`](Self::find), for work on text alone: tokenizer.json will do in a directory, weights may be absent.
     pub fn find_tokenizer(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_needing(model, revision, Need::Text)
     }
@@ -98,7 +98,8 @@ impl Hub {
     fn find_needing(&self, model: &str, revision: Option<&str>, need: Need) -> Result<Snapshot> {
         let not_found = |hint: String| anyhow::Error::from(Error::ModelNotFound { model: model.to_string(), hint });
         let dir = Path::new(model);
-        if !model.is_empty() && dir.join("config.json").is_file() {
+        let enough = if need == Need::Text { "tokenizer.json" } else { "config.json" };
+        if !model.is_empty() && dir.join(enough).is_file() {
             if let Some(revision) = revision {
                 bail!("{model} is a directory, which has no revision '{revision}'");
             }
@@ -111,7 +112,7 @@ impl Hub {
         let (name, revision) = names::split_revision(model, revision)?;
         if !names::is_repo(name) {
             return Err(not_found(match dir.is_dir() {
-                true => format!("the directory {model} holds no config.json"),
+                true => format!("the directory {model} holds no {enough}"),
                 false => {
                     "write org/name as on huggingface.co, or a directory; `inferno list` shows what is here".into()
                 }
@@ -190,9 +191,15 @@ impl Hub {
         include: &[String],
         progress: &dyn Progress,
     ) -> Result<Snapshot> {
+        if repo == demo::NAME {
+            let snapshot = demo::materialise(&self.settings.cache)?;
+            progress.already_there(&snapshot);
+            return Ok(snapshot);
+        }
         let (name, revision) = names::split_revision(repo, revision)?;
         if !names::is_repo(name) {
-            bail!("{name:?} is not the name of a repository: write org/name, as in openai/gpt-oss-20b");
+            let problem = format!("{name:?} is not the name of a repository: write org/name, as in openai/gpt-oss-20b");
+            return Err(Error::Usage(problem).into());
         }
         let weights = Weights::new(include)?;
         if self.settings.offline {

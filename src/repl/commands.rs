@@ -84,7 +84,11 @@ fn set(text: &str, session: &mut Session) -> Result<String, String> {
         return Err(problem);
     }
     session.options.sampling = sampling;
-    Ok(format!("{name} is {value}"))
+    Ok(match value {
+        "show" => "thoughts are shown".to_string(),
+        "hide" => "thoughts are hidden".to_string(),
+        value => format!("{name} is {value}"),
+    })
 }
 
 fn parse<T: FromStr>(value: &str) -> Result<T, String> {
@@ -114,14 +118,14 @@ fn settings(session: &Session) -> String {
 fn stats(session: &Session) -> String {
     let info = session.engine.info();
     let format = session.engine.language().chat.as_ref().map_or("none", |chat| chat.name());
-    let gb = |bytes: u64| format!("{:.2} GB", bytes as f64 / 1e9);
+    let mb = |bytes: u64| format!("{:.1} MB", bytes as f64 / 1e6);
     [
         ("model", format!("{} {}", info.family, info.quantisation.as_deref().unwrap_or("unquantised"))),
         ("parameters", info.parameters.to_string()),
         ("device", info.device.name.clone()),
         ("dtype", format!("{:?}", info.dtype).to_lowercase()),
-        ("weights", gb(info.weight_bytes)),
-        ("cache", format!("{} for {} tokens", gb(info.cache_bytes), session.engine.context())),
+        ("weights", mb(info.weight_bytes)),
+        ("cache", format!("{} for {} tokens", mb(info.cache_bytes), session.engine.context())),
         ("context used", session.engine.cached_tokens().to_string()),
         ("chat format", format.to_string()),
         ("messages", session.messages.len().to_string()),

@@ -16,6 +16,7 @@ use rustyline::{Config, DefaultEditor};
 
 use crate::chat::Channel;
 use crate::engine::GenerateOptions;
+use crate::error::Error;
 pub use session::{Reasoning, Session, Turn};
 
 /// Chats until the person leaves. `cancel` is the flag in the session's options that ends a generation.
@@ -62,6 +63,10 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
                 // An error (a prompt too long, a GPU out of memory) costs the turn, not the conversation.
                 match show_turn(&mut session, &line) {
                     Ok(()) => interrupted = cancel.load(Ordering::Relaxed),
+                    Err(error) if matches!(error.downcast_ref(), Some(Error::ContextFull { .. })) => {
+                        let context = session.engine.context();
+                        eprintln!("this would outgrow the context of {context} tokens: /clear starts anew");
+                    }
                     Err(error) => eprintln!("error: {}", style::printable(&format!("{error:#}"))),
                 }
             }
@@ -93,6 +98,8 @@ fn show_turn(session: &mut Session, line: &str) -> Result<()> {
     let colour = std::io::stdout().is_terminal() && style::stderr_colour() == style::Colour::On;
     let colour = if colour { style::Colour::On } else { style::Colour::Off };
     let mut out = std::io::stdout().lock();
+    // Without dimming, words have to tell thoughts from the answer.
+    let (thinking, answering) = if colour == style::Colour::On { ("", "") } else { ("[thinking] ", "[answer] ") };
     let mut last = None;
     let show_reasoning = session.reasoning == Reasoning::Shown;
     let turn = session.turn(line, &mut |delta| {
@@ -101,13 +108,18 @@ fn show_turn(session: &mut Session, line: &str) -> Result<()> {
             Channel::Reasoning if !show_reasoning => return Ok(()),
             Channel::Answer => {
                 if last == Some(Channel::Reasoning) {
-                    write!(out, "\n\n")?;
+                    write!(out, "\n\n{answering}")?;
                 }
                 // A model's leading line breaks would only open a gap after its thoughts.
                 let text = if last == Some(Channel::Answer) { text.as_str() } else { text.trim_start_matches('\n') };
                 write!(out, "{text}")?;
             }
-            Channel::Reasoning | Channel::ToolCall => write!(out, "{}", style::dim(&text, colour))?,
+            Channel::Reasoning | Channel::ToolCall => {
+                if last.is_none() {
+                    write!(out, "{thinking}")?;
+                }
+                write!(out, "{}", style::dim(&text, colour))?;
+            }
         }
         last = Some(delta.channel);
         Ok(out.flush()?)

@@ -134,6 +134,15 @@ fn raw_continues_the_text_and_eos_can_be_ignored() {
 }
 
 #[test]
+fn an_answer_cut_off_in_its_header_is_empty() {
+    for tokens in ["1", "2", "3"] {
+        let output = ask(&demo_dir(), &["--json", "--max-tokens", tokens]);
+        let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!((json["text"].as_str(), json["finish_reason"].as_str()), (Some(""), Some("length")), "{tokens}");
+    }
+}
+
+#[test]
 fn list_shows_the_demo() {
     let table = text(&run(&["list"]).stdout);
     assert!(table.contains("demo") && table.contains("gpt_oss") && table.contains("mxfp4"), "{table}");
@@ -202,7 +211,7 @@ fn models_that_are_not_there_say_how_to_get_them() {
     let output = inferno(&home).args(["download", "org/model"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
     assert_fails(&output, 5, &["offline", "HF_HUB_OFFLINE"]);
     let output = run(&["download", "not a name"]);
-    assert_fails(&output, 1, &["org/name"]);
+    assert_fails(&output, 2, &["org/name"]);
 }
 
 #[test]
@@ -310,6 +319,13 @@ fn broken_tokenizers_are_named() {
         fs::write(path.join("tokenizer.json"), broken).unwrap();
         assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);
     }
+    // This one makes the tokenizer library panic (its issue 2094): caught, and nothing of it shows.
+    let panics = r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[["a","b"]]}}"#;
+    let (_folder, path) = copy_of_demo();
+    fs::write(path.join("tokenizer.json"), panics).unwrap();
+    let output = ask(&path, &[]);
+    assert_fails(&output, 1, &["broken tokenizer", "tokenizer.json"]);
+    assert!(!text(&output.stderr).contains("panicked at"), "{}", text(&output.stderr));
     let (_folder, path) = copy_of_demo();
     fs::remove_file(path.join("tokenizer.json")).unwrap();
     assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);
@@ -320,8 +336,10 @@ fn a_prompt_longer_than_the_context_says_so() {
     let long = "download ".repeat(500);
     let output = run(&["play", "demo", "--device", "cpu", "--context", "128", "--prompt", &long]);
     assert_fails(&output, 9, &["context holds 128", "--context"]);
-    assert_fails(&ask(&demo_dir(), &["--context", "99999999"]), 1, &["--context", "99999999"]);
-    assert_fails(&ask(&demo_dir(), &["--temperature=-1"]), 1, &["temperature"]);
+    assert_fails(&ask(&demo_dir(), &["--context", "99999999"]), 2, &["--context", "99999999"]);
+    assert_fails(&ask(&demo_dir(), &["--temperature=-1"]), 2, &["temperature"]);
+    assert_fails(&ask(&demo_dir(), &["--top-p", "nan"]), 2, &["top-p"]);
+    assert_fails(&run(&["play", "demo", "--device", "cpu"]), 2, &["no prompt"]);
 }
 
 #[test]

@@ -204,6 +204,33 @@ fn going_back_in_the_cache_gives_what_a_fresh_one_gives() {
     });
 }
 
+/// Going back does not bring back what the rings have overwritten: after a second step back they must know it still.
+#[test]
+fn going_back_twice_does_not_find_overwritten_rows() {
+    each_case(|name, case| {
+        let vocab = case.golden["logits"].dim(1).unwrap();
+        let fresh = case.logits(&case.ids[..60.min(case.ids.len())], 8);
+        let last = case.ids.len().min(60);
+        let run = |cache: &mut KvCache, ids: &[u32]| {
+            let mut logits = Vec::new();
+            for part in ids.chunks(8) {
+                let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::All };
+                logits.extend(values(&case.decoder.forward(&batch, &mut [cache]).unwrap()));
+            }
+            logits
+        };
+        for step in 1..16 {
+            let mut cache = case.cache(8);
+            run(&mut cache, &case.ids[..last]);
+            let first = cache.go_back(last - 5).unwrap();
+            run(&mut cache, &case.ids[first..first + 1]);
+            let left = cache.go_back((first + 1).saturating_sub(step)).unwrap();
+            let got = run(&mut cache, &case.ids[left..last]);
+            assert_same(name, &format!("{step} steps back"), &case, &got, &fresh[left * vocab..]);
+        }
+    });
+}
+
 /// Many turns in a row: reading on, going back, checkpoints, in an order that no one would think of.
 #[test]
 fn any_way_through_the_cache_gives_what_a_fresh_one_gives() {
@@ -220,13 +247,16 @@ fn any_way_through_the_cache_gives_what_a_fresh_one_gives() {
                 match random(4) {
                     0 if !ids.is_empty() => cache.set_checkpoint().unwrap(),
                     1 if !ids.is_empty() => {
-                        let target = random(ids.len() + 1);
+                        // Mostly a little, as within what a ring still holds.
+                        let far = [4, 9, 14, ids.len() + 1][random(4)];
+                        let target = ids.len() - random(far.min(ids.len() + 1));
                         let left = cache.go_back(target).unwrap();
                         assert!(left <= target, "{name}");
                         ids.truncate(left);
                     }
                     _ => {
-                        let more = (1 + random(30)).min(CONTEXT - 2 - ids.len());
+                        let most = if random(2) == 0 { 4 } else { 30 };
+                        let more = (1 + random(most)).min(CONTEXT - 2 - ids.len());
                         let new: Vec<u32> = (0..more).map(|_| random(vocab as usize) as u32).collect();
                         for part in new.chunks(8) {
                             let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::Last };

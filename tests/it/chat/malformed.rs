@@ -143,8 +143,11 @@ fn unknown_channels_and_foreign_roles() {
 
 #[test]
 fn nothing_but_a_header() {
-    check("<|channel|>analysis", &[(Answer, "analysis")]);
-    check("<|channel|>commentary to", &[(Answer, "commentary to")]);
+    // Cut off by a limit in a header that was right so far: there is no answer, and the model did nothing wrong.
+    check("<|channel|>ana", &[]);
+    check("<|channel|>analysis", &[]);
+    check("<|channel|>commentary to", &[]);
+    // Ended there by the model itself: the words are all there is.
     check("<|start|>assistant<|channel|>fin<|end|>", &[(Answer, "assistant fin")]);
     check("<|channel|>", &[]);
     check("", &[]);
