@@ -210,7 +210,11 @@ impl HarmonyParser {
                 // Cut off in a header that was right so far: nothing was said, and nothing is wrong.
                 let words = reading.words.trim_start();
                 let started = CHANNELS.iter().any(|channel| channel.starts_with(words) || words.starts_with(channel));
-                if ending == Ending::Generation && header.channel.is_some() && reading.rest.is_empty() && started {
+                if ending == Ending::Generation
+                    && header.channel.is_some()
+                    && started
+                    && (reading.rest.is_empty() || reading.undecided)
+                {
                     return Ok(());
                 }
                 self.malformed += 1;
