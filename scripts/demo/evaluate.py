@@ -53,11 +53,16 @@ def cases(sampler):
     ask = lambda question: Turn(question, "", "")
     said = lambda turns: [Turn(turn.user, turn.think, turn.answer) for turn in turns]
     kinds = {"held-out phrasings": [], "held-out, third turn": []}
-    kinds |= {"held-out names": [], "held-out names and phrasings": []}
+    kinds |= {"held-out, after a name": [], "held-out names": [], "held-out names and phrasings": []}
     for intent, question, values in held_out(intents):
         kinds["held-out phrasings"].append(Case(Conversation([ask(question)]), intent, values))
         before = said(sampler.other_turns(2, date=date))
         kinds["held-out, third turn"].append(Case(Conversation([*before, ask(question)]), intent, values))
+        given, name = intents["name-given"], sampler.random.choice(names)
+        fill = lambda text: text.replace("{name}", name)
+        hello = Turn(fill(sampler.random.choice(given.ask)), "", fill(given.answer))
+        if intent not in ("name-given", "name-asked", "no-name"):
+            kinds["held-out, after a name"].append(Case(Conversation([hello, ask(question)]), intent, values))
     for name in names:
         for between in range(3):
             for kind, wordings in (("held-out names", "ask"), ("held-out names and phrasings", "test")):

@@ -429,10 +429,12 @@ class Sampler:
             name = name.lower() if self.chance(0.15) else name
             talk = [self.turn(self.intents["name-given"], name=name)]
             if turns > 1:
+                # The name is asked for at any point, or never: knowing it must not decide what a question is about.
                 before = r.randint(0, 1) if turns > 2 else 0
-                talk = self.other_turns(before, date=date) + talk
-                talk += self.other_turns(r.randint(0, turns - 2 - before), date=date)
-                talk.append(self.turn(self.intents["name-asked"], name=name))
+                rest = self.other_turns(r.randint(1, turns - 1 - before), date=date)
+                if self.chance(0.6):
+                    rest[r.randrange(len(rest))] = self.turn(self.intents["name-asked"], name=name)
+                talk = self.other_turns(before, date=date) + talk + rest
         else:
             talk = self.other_turns(turns, date=date)
             if self.chance(0.015):
