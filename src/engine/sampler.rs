@@ -55,19 +55,15 @@ impl SamplingParams {
 /// Chooses the tokens of one generation.
 pub struct Sampler {
     params: SamplingParams,
-    seen: HashMap<u32, Seen>,
+    /// How often each token of prompt and answer was generated; 0 for those of the prompt alone.
+    seen: HashMap<u32, u32>,
     drawn: u64,
-}
-
-#[derive(Clone, Copy, Default)]
-struct Seen {
-    generated: u32,
 }
 
 impl Sampler {
     /// `prompt` counts for the repetition penalty.
     pub fn new(params: SamplingParams, prompt: &[u32]) -> Self {
-        let seen = prompt.iter().map(|&id| (id, Seen::default())).collect();
+        let seen = prompt.iter().map(|&id| (id, 0)).collect();
         Self { params, seen, drawn: 0 }
     }
 
@@ -75,7 +71,7 @@ impl Sampler {
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         self.penalise(logits);
         let token = if self.params.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };
-        self.seen.entry(token).or_default().generated += 1;
+        *self.seen.entry(token).or_default() += 1;
         token
     }
 
@@ -84,11 +80,11 @@ impl Sampler {
         if repetition_penalty == 1.0 && frequency_penalty == 0.0 && presence_penalty == 0.0 {
             return;
         }
-        for (&id, seen) in &self.seen {
+        for (&id, &generated) in &self.seen {
             let Some(logit) = logits.get_mut(id as usize) else { continue };
             *logit = if *logit > 0.0 { *logit / repetition_penalty } else { *logit * repetition_penalty };
-            if seen.generated > 0 {
-                *logit -= frequency_penalty * seen.generated as f32 + presence_penalty;
+            if generated > 0 {
+                *logit -= frequency_penalty * generated as f32 + presence_penalty;
             }
         }
     }

@@ -45,15 +45,19 @@ impl Case {
         KvCache::new(self.decoder.cache_layers(), CONTEXT, chunk, self.dtype, &self.device).unwrap()
     }
 
-    /// All logits of `ids`, run in chunks of the given size.
-    fn logits(&self, ids: &[u32], chunk: usize) -> Vec<f32> {
-        let mut cache = self.cache(chunk);
+    /// All logits of `ids`, read after what the cache holds, in chunks of its size.
+    fn run(&self, cache: &mut KvCache, ids: &[u32]) -> Vec<f32> {
         let mut logits = Vec::new();
-        for part in ids.chunks(chunk) {
+        for part in ids.chunks(cache.chunk()) {
             let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::All };
-            logits.extend(values(&self.decoder.forward(&batch, &mut [&mut cache]).unwrap()));
+            logits.extend(values(&self.decoder.forward(&batch, &mut [cache]).unwrap()));
         }
         logits
+    }
+
+    /// The same with a fresh cache.
+    fn logits(&self, ids: &[u32], chunk: usize) -> Vec<f32> {
+        self.run(&mut self.cache(chunk), ids)
     }
 
     /// Largest relative error that a dtype may show against the f32 reference. f32 is the requirement of exactness;
@@ -180,24 +184,16 @@ fn going_back_in_the_cache_gives_what_a_fresh_one_gives() {
         let fresh = case.logits(&case.ids, 8);
         for (checkpoint, target) in [(20, 20), (20, 23), (41, 41), (6, 9), (0, 12), (30, 10)] {
             let mut cache = case.cache(8);
-            let run = |cache: &mut KvCache, ids: &[u32]| {
-                let mut logits = Vec::new();
-                for part in ids.chunks(8) {
-                    let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::All };
-                    logits.extend(values(&case.decoder.forward(&batch, &mut [cache]).unwrap()));
-                }
-                logits
-            };
-            run(&mut cache, &case.ids[..checkpoint]);
+            case.run(&mut cache, &case.ids[..checkpoint]);
             cache.set_checkpoint().unwrap();
             // Another continuation, long enough to overwrite the rings.
             let other: Vec<u32> = case.ids.iter().rev().copied().collect();
-            run(&mut cache, &case.ids[checkpoint..(checkpoint + 3).max(target)]);
-            run(&mut cache, &other[..40]);
+            case.run(&mut cache, &case.ids[checkpoint..(checkpoint + 3).max(target)]);
+            case.run(&mut cache, &other[..40]);
             let left = cache.go_back(target).unwrap();
             assert!(left == target || left == checkpoint || left == 0, "{name}: {left} positions left");
             assert!(left > 0 || checkpoint > target || checkpoint == 0, "{name}: the checkpoint was not used");
-            let got = run(&mut cache, &case.ids[left..]);
+            let got = case.run(&mut cache, &case.ids[left..]);
             let what = format!("back to {target} (checkpoint at {checkpoint}, {left} left)");
             assert_same(name, &what, &case, &got, &fresh[left * vocab..]);
         }
@@ -211,21 +207,13 @@ fn going_back_twice_does_not_find_overwritten_rows() {
         let vocab = case.golden["logits"].dim(1).unwrap();
         let fresh = case.logits(&case.ids[..60.min(case.ids.len())], 8);
         let last = case.ids.len().min(60);
-        let run = |cache: &mut KvCache, ids: &[u32]| {
-            let mut logits = Vec::new();
-            for part in ids.chunks(8) {
-                let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::All };
-                logits.extend(values(&case.decoder.forward(&batch, &mut [cache]).unwrap()));
-            }
-            logits
-        };
         for step in 1..16 {
             let mut cache = case.cache(8);
-            run(&mut cache, &case.ids[..last]);
+            case.run(&mut cache, &case.ids[..last]);
             let first = cache.go_back(last - 5).unwrap();
-            run(&mut cache, &case.ids[first..first + 1]);
+            case.run(&mut cache, &case.ids[first..first + 1]);
             let left = cache.go_back((first + 1).saturating_sub(step)).unwrap();
-            let got = run(&mut cache, &case.ids[left..last]);
+            let got = case.run(&mut cache, &case.ids[left..last]);
             assert_same(name, &format!("{step} steps back"), &case, &got, &fresh[left * vocab..]);
         }
     });
