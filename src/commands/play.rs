@@ -90,6 +90,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         messages: args.system.map(Message::system).into_iter().collect(),
         reasoning: if args.hide_reasoning { Reasoning::Hidden } else { Reasoning::Shown },
         raw: args.raw,
+        turns: 0,
     };
     match prompt {
         Some(prompt) if args.json => answer_json(session, &snapshot, &prompt),

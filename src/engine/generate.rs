@@ -229,11 +229,17 @@ impl<'e> Generation<'e> {
 
     /// Passes the answer through the stop strings; the other channels pass as they are.
     fn until_stop(&mut self, deltas: Vec<Delta>) -> Vec<Delta> {
-        let pass = |delta: Delta| {
-            let text = if delta.channel == Channel::Answer { self.stop.push(&delta.text) } else { delta.text };
-            (!text.is_empty()).then_some(Delta { channel: delta.channel, text })
-        };
-        deltas.into_iter().filter_map(pass).collect()
+        let mut passed = Vec::new();
+        for delta in deltas {
+            if delta.channel == Channel::Answer {
+                passed.extend(answer(self.stop.push(&delta.text)));
+            } else {
+                // What was held back came before this.
+                passed.extend(answer(self.stop.finish()));
+                passed.push(delta);
+            }
+        }
+        passed
     }
 
     /// What parser and stop strings still hold.

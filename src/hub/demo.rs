@@ -36,7 +36,9 @@ pub fn materialise(cache: &Path) -> Result<Snapshot> {
     let revision = revision();
     let snapshots = cache.join(NAME);
     let path = snapshots.join(&revision);
-    if !path.exists() {
+    let whole =
+        |(name, bytes): &(&str, &[u8])| fs::metadata(path.join(name)).is_ok_and(|m| m.len() == bytes.len() as u64);
+    if !FILES.iter().all(whole) {
         let write = || -> std::io::Result<()> {
             // Written aside and renamed, so that no one ever sees half of it.
             fs::create_dir_all(&snapshots)?;
@@ -45,9 +47,11 @@ pub fn materialise(cache: &Path) -> Result<Snapshot> {
             for (name, bytes) in FILES {
                 fs::write(aside.join(name), bytes)?;
             }
+            // What is there is not whole: a cleaner or a power cut took some of it.
+            let _ = fs::remove_dir_all(&path);
             match fs::rename(&aside, &path) {
                 // Another process was quicker.
-                Err(_) if path.exists() => fs::remove_dir_all(&aside),
+                Err(_) if FILES.iter().all(whole) => fs::remove_dir_all(&aside),
                 result => result,
             }
         };

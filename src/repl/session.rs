@@ -21,6 +21,8 @@ pub struct Session {
     pub reasoning: Reasoning,
     /// Continue texts instead of answering messages.
     pub raw: bool,
+    /// How many turns there have been. Each draws with a seed of its own: asked again, a model may answer otherwise.
+    pub turns: u64,
 }
 
 /// What a turn brought.
@@ -37,7 +39,9 @@ impl Session {
     pub fn turn(&mut self, text: &str, show: &mut dyn FnMut(&Delta) -> Result<()>) -> Result<Turn> {
         let mut messages = self.messages.clone();
         messages.push(Message::user(text));
-        let options = self.options.clone();
+        let mut options = self.options.clone();
+        options.sampling.seed = options.sampling.seed.wrapping_add(self.turns);
+        self.turns += 1;
         let mut generation = match self.raw {
             true => self.engine.complete(text, options)?,
             false => self.engine.chat(&messages, &self.render, options)?,

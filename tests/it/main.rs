@@ -10,3 +10,4 @@ mod hub;
 mod kernels;
 mod support;
 mod terminal;
+mod tokenizer;
