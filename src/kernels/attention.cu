@@ -1,16 +1,17 @@
 // Causal attention over a key/value cache, grouped queries, optional window and sinks.
 //   q, out [T, H, D]; k, v [S, K, D] (position p lies in row p mod S); sinks f32 [H] or null; D <= 256
-//   grid (T, H), block 128: four warps share the keys of one query head; each keeps an online softmax, merged at the end.
+//   grid (T, H), block 32·W: W warps share the keys of one query head; each keeps an online softmax, merged at the end.
+//   W is 4 where there are many queries, 32 where few must hide the latency of many keys; shared: W·(D + 2) floats.
 //   bytes moved: about 2·T·H·L·D·sizeof(T) from L2, L = keys in sight (no reuse between heads: a plain kernel, right first)
 #include "common.cuh"
 
-constexpr int WARPS = 4, MAX_LANE_DIMS = 8;
+constexpr int MAX_LANE_DIMS = 8;
 
 template <typename T>
 __device__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out, int heads, int kv_heads, int head_dim,
                           int rows, int position, int window, float scale) {
     const int token = blockIdx.x, head = blockIdx.y, kv_head = head / (heads / kv_heads);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int last = position + token;                                      // this query's own position
     const int first = window > 0 && last >= window ? last - window + 1 : 0;  // oldest key in sight
     const size_t base = ((size_t)token * heads + head) * head_dim;
@@ -23,7 +24,7 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
         sum[i] = 0.0f;
     }
     float top = -INFINITY, total = 0.0f;
-    for (int p = first + warp; p <= last; p += WARPS) {
+    for (int p = first + warp; p <= last; p += warps) {
         const size_t row = ((size_t)(p % rows) * kv_heads + kv_head) * head_dim;
         float score = 0.0f;
 #pragma unroll
@@ -43,22 +44,24 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
         top = new_top;
     }
 
-    __shared__ float tops[WARPS], totals[WARPS], sums[WARPS][32 * MAX_LANE_DIMS];
+    extern __shared__ float shared[];
+    float *tops = shared, *totals = shared + warps, *sums = shared + 2 * warps;
     if (lane == 0) tops[warp] = top, totals[warp] = total;
 #pragma unroll
-    for (int i = 0; i < MAX_LANE_DIMS; ++i) sums[warp][lane + 32 * i] = sum[i];
+    for (int i = 0; i < MAX_LANE_DIMS; ++i) {
+        const int d = lane + 32 * i;
+        if (d < head_dim) sums[warp * head_dim + d] = sum[i];
+    }
     __syncthreads();
     // The sink is a logit without a value: it only takes its share of the softmax.
     float block_top = sinks ? sinks[head] : -INFINITY;
-    for (int w = 0; w < WARPS; ++w) block_top = fmaxf(block_top, tops[w]);
-    float share[WARPS], block_total = sinks ? expf(sinks[head] - block_top) : 0.0f;
-    for (int w = 0; w < WARPS; ++w) {
-        share[w] = expf(tops[w] - block_top);  // zero for a warp that saw no key
-        block_total += totals[w] * share[w];
-    }
+    for (int w = 0; w < warps; ++w) block_top = fmaxf(block_top, tops[w]);
+    float block_total = sinks ? expf(sinks[head] - block_top) : 0.0f;
+    // A warp that saw no key has a share of exp(-inf), which is zero.
+    for (int w = 0; w < warps; ++w) block_total += totals[w] * expf(tops[w] - block_top);
     for (int d = threadIdx.x; d < head_dim; d += blockDim.x) {
         float value = 0.0f;
-        for (int w = 0; w < WARPS; ++w) value += sums[w][d] * share[w];
+        for (int w = 0; w < warps; ++w) value += sums[w * head_dim + d] * expf(tops[w] - block_top);
         out[base + d] = from_float<T>(value / block_total);
     }
 }

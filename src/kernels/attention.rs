@@ -70,9 +70,12 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, sig
                 sight.window.unwrap_or(0).into(),
                 sight.scale.into(),
             ];
+            // Few blocks: more warps in each, so that enough loads are under way. Many: small blocks waste less.
+            let warps = if tokens * heads <= 512 { 32 } else { 4 };
+            let shared = warps * (head_dim + 2) * size_of::<f32>();
             let name = format!("attention_{}", suffix(q.dtype())?);
             // SAFETY: shapes and dtypes checked above; rows are taken modulo S.
-            unsafe { launch(device, &module!("attention"), &name, (tokens, heads, 1), 128, 0, &args)? };
+            unsafe { launch(device, &module!("attention"), &name, (tokens, heads, 1), 32 * warps, shared, &args)? };
             Ok(out)
         }
         #[allow(unreachable_patterns)]

@@ -145,6 +145,9 @@ fn attention_agrees_with_its_reference() {
         (33, 4, 2, 80, 160, 500, Some(128), true),
         (7, 6, 2, 128, 20, 0, Some(3), true),
         (130, 2, 1, 256, 257, 127, Some(128), false),
+        (1, 8, 8, 256, 3000, 2900, None, true),
+        (50, 16, 4, 64, 300, 250, None, true),
+        (300, 3, 1, 40, 427, 64, Some(128), true),
     ];
     for (device, dtype) in devices() {
         for (tokens, heads, kv_heads, head_dim, rows, position, window, with_sinks) in cases {
