@@ -1,11 +1,15 @@
 //! Choosing the device. Inference is for NVIDIA GPUs: without one, this is an error that says what to do next, never a
 //! silent fallback. The CPU is an explicit choice for development, tests and the demo model.
 
+mod facts;
+
 use std::fmt;
 use std::str::FromStr;
 
 use anyhow::Result;
 use candle_core::{DType, Device};
+
+pub use facts::{GpuFacts, GpuState};
 
 use crate::error::Error;
 

@@ -3,14 +3,17 @@
 //!
 //! nvcc: $NVCC, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin. Architecture: $CUDA_COMPUTE_CAP (such as 90),
 //! else the GPU that nvidia-smi reports, else 80.
+//!
+//! Also tells the crate which commit it is built from, as INFERNO_COMMIT.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const KERNELS: &[&str] = &["attention", "experts", "rope", "swiglu", "topk"];
+const KERNELS: &[&str] = &["attention", "bandwidth", "experts", "rope", "swiglu", "topk"];
 
 fn main() {
     println!("cargo::rerun-if-changed=src/kernels");
+    println!("cargo::rustc-env=INFERNO_COMMIT={}", commit());
     for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_COMPUTE_CAP"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
@@ -21,6 +24,11 @@ fn main() {
     let nvcc = find_nvcc();
     let capability = compute_capability();
     println!("cargo::rustc-env=INFERNO_COMPUTE_CAP={capability}");
+    // A new commit runs this script again, mostly with the same kernels.
+    let (stamp, inputs) = (out.join("inputs"), inputs(&nvcc, &capability));
+    if std::fs::read(&stamp).is_ok_and(|of_last_run| of_last_run == inputs) {
+        return;
+    }
     let children: Vec<_> = KERNELS
         .iter()
         .map(|name| {
@@ -47,6 +55,41 @@ fn main() {
             ),
         }
     }
+    std::fs::write(&stamp, inputs).expect("OUT_DIR can be written");
+}
+
+/// All that the fat binaries are made from.
+fn inputs(nvcc: &Path, capability: &str) -> Vec<u8> {
+    let entries = std::fs::read_dir("src/kernels").expect("src/kernels can be read").flatten();
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+    files.retain(|path| {
+        let extension = path.extension().and_then(|extension| extension.to_str());
+        matches!(extension, Some("cu" | "cuh")) || path.ends_with("build.rs")
+    });
+    files.sort();
+    let mut inputs = format!("{} {capability}\n", nvcc.display()).into_bytes();
+    inputs.extend(files.iter().flat_map(|path| std::fs::read(path).unwrap_or_default()));
+    inputs
+}
+
+/// The short hash of the checked out commit; `unknown` outside a clone. A packaged crate may lie in another project's
+/// clone, so only a `.git` right here counts.
+fn commit() -> String {
+    let git = |args: &[&str]| {
+        let output = Command::new("git").args(args).output().ok().filter(|output| output.status.success())?;
+        Some(String::from_utf8(output.stdout).ok()?.trim().to_string())
+    };
+    if !Path::new(".git").exists() {
+        return "unknown".into();
+    }
+    // Git adds a line to the first at every commit and checkout; the second is for clones that keep no such log.
+    for watched in ["logs/HEAD", "HEAD"].iter().filter_map(|name| git(&["rev-parse", "--git-path", name])) {
+        // A path that does not exist would run this script every time.
+        if Path::new(&watched).exists() {
+            println!("cargo::rerun-if-changed={watched}");
+        }
+    }
+    git(&["rev-parse", "--short", "HEAD"]).unwrap_or_else(|| "unknown".into())
 }
 
 fn find_nvcc() -> PathBuf {

@@ -6,7 +6,7 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::{elements, to_f32};
+use super::{bytes, elements, to_f32};
 
 /// Values in one MXFP4 block.
 pub const BLOCK: usize = 32;
@@ -40,6 +40,14 @@ impl ExpertWeights {
                 Ok((experts, rows, groups * BLOCK))
             }
             ExpertWeights::Dense(weights) => weights.dims3(),
+        }
+    }
+
+    /// Bytes of all experts.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            ExpertWeights::Mxfp4 { blocks, scales } => bytes(blocks) + bytes(scales),
+            ExpertWeights::Dense(weights) => bytes(weights),
         }
     }
 }

@@ -1,7 +1,8 @@
-//! The operations that inferno brings itself. Each is a twin: `x.rs` has the public op (checked shapes and dtypes), the
+//! The operations that inferno brings itself. Each but `bandwidth`, which only measures, is a twin: `x.rs` has the public op (checked shapes and dtypes), the
 //! launch, and `reference`, the same in plain Rust on f32; `x.cu` has the CUDA kernel. On a CPU the op runs its reference.
 
 pub mod attention;
+pub mod bandwidth;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod experts;
@@ -15,6 +16,11 @@ use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};
 /// The tensor as contiguous f32; no copy if it is that already. The way into every CPU reference.
 pub(crate) fn to_f32(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_dtype(DType::F32)?.contiguous()
+}
+
+/// Bytes of the elements, without what a view leaves out.
+pub(crate) fn bytes(tensor: &Tensor) -> u64 {
+    (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
 }
 
 /// The elements of a contiguous CPU tensor, from what its `storage_and_layout` returns.
