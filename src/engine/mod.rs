@@ -1,5 +1,6 @@
 //! The engine: a snapshot loaded onto a device, generating.
 
+mod bench;
 mod generate;
 mod load;
 pub mod sampler;
@@ -10,6 +11,7 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use candle_core::{D, DType, Device, Tensor};
 
+pub use bench::{KernelTime, LaunchCounts, StepBytes};
 pub use generate::{Chunk, FinishReason, GenerateOptions, Generation, Summary};
 pub use load::{LoadOptions, ModelInfo};
 pub use sampler::SamplingParams;

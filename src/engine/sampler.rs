@@ -182,7 +182,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
 }
 
 /// A number in [0, 1) from a seed and a counter: SplitMix64 (Steele et al., OOPSLA 2014) at that point of its sequence.
-fn uniform(seed: u64, counter: u64) -> f64 {
+pub(super) fn uniform(seed: u64, counter: u64) -> f64 {
     const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
     let mix = |mut z: u64| {
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

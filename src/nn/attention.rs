@@ -9,7 +9,10 @@ use super::decoder::Pass;
 use super::kv_cache::{KvCache, LayerSpec};
 use super::linear::{Bias, Linear};
 use super::rope::Rotary;
-use crate::kernels::attention::{Sight, attention};
+use crate::kernels::{
+    self,
+    attention::{Sight, attention},
+};
 use crate::weights::Weights;
 
 /// Sizes and options of a layer's attention.
@@ -57,6 +60,12 @@ impl Attention {
             config,
             dtype: weights.dtype(),
         })
+    }
+
+    /// Bytes of the weights.
+    pub fn bytes(&self) -> u64 {
+        let projections = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
+        projections.map(Linear::bytes).iter().sum::<u64>() + self.sinks.as_ref().map_or(0, kernels::bytes)
     }
 
     /// x \[T, C\] f32 of all sequences of the pass → \[T, C\] f32; keys and values go to each sequence's cache.

@@ -12,6 +12,7 @@ use super::linear::{Bias, Linear};
 use super::mlp::Mlp;
 use super::norm::RmsNorm;
 use super::rope::{Frequencies, Rotary};
+use crate::kernels;
 use crate::weights::Weights;
 
 /// Tokens of one or more sequences, to be run through the model in one pass.
@@ -90,6 +91,11 @@ impl Layer {
         let fed = self.mlp.forward(&self.post_attention_layernorm.forward(&x)?)?;
         Ok((x + fed)?)
     }
+
+    fn step_bytes(&self) -> u64 {
+        let norms = self.input_layernorm.bytes() + self.post_attention_layernorm.bytes();
+        norms + self.self_attn.bytes() + self.mlp.step_bytes()
+    }
 }
 
 /// What all decoders have around and inside their layers, besides attention and MLP.
@@ -156,6 +162,12 @@ impl Decoder {
     /// What each layer keeps in the cache.
     pub fn cache_layers(&self) -> &[LayerSpec] {
         &self.cache_layers
+    }
+
+    /// Bytes of the weights that one token meets: every dense one once, the chosen experts, one row of the embedding.
+    pub fn step_bytes(&self) -> u64 {
+        let row = kernels::bytes(&self.embed_tokens) / self.embed_tokens.dims()[0] as u64;
+        row + self.layers.iter().map(Layer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
     }
 
     /// Runs a batch; writes each sequence's cache. Returns logits f32 \[rows, V\], rows as `batch.logits` says.

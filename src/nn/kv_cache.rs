@@ -35,6 +35,15 @@ pub fn bytes(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType) -
     layers.iter().map(bytes).fold(0, u64::saturating_add)
 }
 
+/// Bytes of keys and values that a token sees behind `depth` others, its own included.
+pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
+    let elements = |layer: &LayerSpec| {
+        let positions = layer.window.map_or(depth + 1, |window| window.min(depth + 1));
+        2 * positions * layer.kv_heads * layer.head_dim
+    };
+    layers.iter().map(|layer| (elements(layer) * dtype.size_in_bytes()) as u64).sum()
+}
+
 /// The cache of one sequence.
 pub struct KvCache {
     layers: Vec<LayerCache>,

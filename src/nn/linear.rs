@@ -3,7 +3,7 @@
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use crate::kernels::matmul::matmul_f32;
+use crate::kernels::{self, matmul::matmul_f32};
 use crate::weights::Weights;
 
 /// Whether a projection has a bias; the config says, not the file.
@@ -42,6 +42,11 @@ impl Linear {
     /// A layer on a weight \[out, in\] that another layer owns: tied embeddings.
     pub fn tied(weight: Tensor) -> Self {
         Self { weight, bias: None }
+    }
+
+    /// Bytes of weight and bias.
+    pub fn bytes(&self) -> u64 {
+        kernels::bytes(&self.weight) + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
     /// x \[T, in\] of the weight's dtype → \[T, out\] f32.

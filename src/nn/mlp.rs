@@ -4,6 +4,7 @@ use anyhow::Result;
 use candle_core::{DType, Tensor};
 
 use super::linear::{Bias, Linear};
+use crate::kernels;
 use crate::kernels::experts::{ExpertWeights, expert_matmul};
 use crate::kernels::swiglu::clamped_swiglu;
 use crate::kernels::topk::topk_softmax;
@@ -20,6 +21,14 @@ impl Mlp {
         match self {
             Mlp::Gated(mlp) => mlp.forward(x),
             Mlp::Experts(mlp) => mlp.forward(x),
+        }
+    }
+
+    /// Bytes of the weights that one token meets.
+    pub fn step_bytes(&self) -> u64 {
+        match self {
+            Mlp::Gated(mlp) => mlp.gate_proj.bytes() + mlp.up_proj.bytes() + mlp.down_proj.bytes(),
+            Mlp::Experts(mlp) => mlp.step_bytes(),
         }
     }
 }
@@ -86,6 +95,13 @@ impl ExpertsMlp {
             down_bias: stacks.float("down_proj_bias", &[experts, hidden_size])?,
             config,
         })
+    }
+
+    /// The router, and N of E experts.
+    fn step_bytes(&self) -> u64 {
+        let biases = kernels::bytes(&self.gate_up_bias) + kernels::bytes(&self.down_bias);
+        let experts = self.gate_up_proj.bytes() + self.down_proj.bytes() + biases;
+        self.router.bytes() + experts / self.config.experts as u64 * self.config.chosen as u64
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {

@@ -3,6 +3,7 @@
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
+use crate::kernels;
 use crate::weights::Weights;
 
 pub struct RmsNorm {
@@ -14,6 +15,11 @@ impl RmsNorm {
     /// `weight` \[C\].
     pub fn load(weights: &Weights, size: usize, eps: f64) -> Result<Self> {
         Ok(Self { weight: weights.float_as("weight", &[size], DType::F32)?, eps: eps as f32 })
+    }
+
+    /// Bytes of the weight.
+    pub fn bytes(&self) -> u64 {
+        kernels::bytes(&self.weight)
     }
 
     /// x \[.., C\] f32 → the same.

@@ -1,0 +1,113 @@
+//! What `inferno bench` needs beside generating: bare steps without sampling, and what each must read.
+
+use anyhow::{Context, Result, bail};
+use candle_core::D;
+use serde::Serialize;
+
+use super::Engine;
+use super::sampler::uniform;
+use crate::nn::decoder::LogitsOf;
+use crate::nn::kv_cache;
+
+/// Bytes that one decode step cannot avoid reading.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct StepBytes {
+    /// Every dense tensor once, the chosen experts, one row of the embedding.
+    pub weights: u64,
+    /// Keys and values in sight.
+    pub cache: u64,
+}
+
+impl StepBytes {
+    pub fn total(&self) -> u64 {
+        self.weights + self.cache
+    }
+}
+
+/// What one kernel of a decode step takes.
+#[derive(Clone, Debug, Serialize)]
+pub struct KernelTime {
+    pub name: String,
+    /// Launches per token.
+    pub calls: usize,
+    /// Of all its launches, per token.
+    pub seconds: f64,
+    /// Read and written by all its launches, per token.
+    pub bytes: u64,
+}
+
+/// What the host and the driver do for one token.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct LaunchCounts {
+    pub kernels: usize,
+    /// Nodes of the graph that is launched; 0 without one.
+    pub graph_nodes: usize,
+    pub host_syncs: usize,
+    pub copies: usize,
+}
+
+impl Engine {
+    /// What runs a decode step.
+    pub fn executor(&self) -> &'static str {
+        "eager"
+    }
+
+    /// `count` token ids that depend on `seed` alone.
+    pub fn random_tokens(&self, seed: u64, count: usize) -> Vec<u32> {
+        let vocab_size = self.info.vocab_size as f64;
+        (0..count as u64).map(|index| (uniform(seed, index) * vocab_size) as u32).collect()
+    }
+
+    /// Reads tokens after the cached ones, in chunks, and waits for the device.
+    pub fn fill(&mut self, tokens: &[u32]) -> Result<()> {
+        for chunk in tokens.chunks(self.cache.chunk()) {
+            self.forward_tensor(chunk, LogitsOf::Last)?;
+        }
+        Ok(self.device.synchronize()?)
+    }
+
+    /// `count` greedy steps after the cached tokens, the first of them on `first`, and waits for the device. Returns the
+    /// token that each step chose.
+    pub fn decode_steps(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
+        let mut chosen = Vec::with_capacity(count);
+        let mut token = first;
+        for _ in 0..count {
+            let logits = self.forward_tensor(&[token], LogitsOf::Last)?;
+            // The four bytes of the token come to the host, not the logits.
+            token = logits.argmax(D::Minus1)?.to_vec1::<u32>()?[0];
+            chosen.push(token);
+        }
+        self.device.synchronize()?;
+        Ok(chosen)
+    }
+
+    /// Goes back to the first `len` cached tokens and remembers that point, so that coming back again reads nothing anew.
+    pub fn rewind(&mut self, len: usize) -> Result<()> {
+        if len > self.cached.len() {
+            bail!("cannot go back to {len} tokens, {} are cached", self.cached.len());
+        }
+        let left = self.cache.go_back(len)?;
+        // Sliding layers may have gone back further.
+        let missing = self.cached[left..len].to_vec();
+        self.cached.truncate(left);
+        self.fill(&missing).context("cannot read the cached tokens again")?;
+        self.cache.set_checkpoint()?;
+        Ok(self.device.synchronize()?)
+    }
+
+    /// What a decode step reads behind `depth` cached tokens.
+    pub fn step_bytes(&self, depth: usize) -> StepBytes {
+        let cache = kv_cache::step_bytes(self.decoder.cache_layers(), depth, self.info.dtype);
+        StepBytes { weights: self.decoder.step_bytes(), cache }
+    }
+
+    /// Times each kernel of a decode step after the cached tokens; `None` if the executor cannot.
+    pub fn kernel_times(&mut self) -> Result<Option<Vec<KernelTime>>> {
+        Ok(None)
+    }
+
+    /// What a decode step has the host and the driver do; `None` if the executor does not count.
+    pub fn launch_counts(&self) -> Option<LaunchCounts> {
+        None
+    }
+}
