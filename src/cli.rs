@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{download, list, perplexity, play, tokenize};
+use crate::commands::{bench, download, list, perplexity, play, tokenize};
 use crate::error::Error;
 use crate::repl::style::printable;
 
@@ -30,6 +30,7 @@ enum Command {
     Download(download::Args),
     List(list::Args),
     Play(Box<play::Args>),
+    Bench(bench::Args),
     Perplexity(perplexity::Args),
     Tokenize(tokenize::Args),
 }
@@ -40,6 +41,7 @@ pub fn main() -> ExitCode {
         Command::Download(args) => download::run(args),
         Command::List(args) => list::run(args),
         Command::Play(args) => play::run(*args),
+        Command::Bench(args) => bench::run(args),
         Command::Perplexity(args) => perplexity::run(args),
         Command::Tokenize(args) => tokenize::run(args),
     };

@@ -1,5 +1,7 @@
 //! One file a verb: its flags, its help, its `run`. Here, the flags that several verbs share.
 
+pub mod bench;
+mod bench_report;
 pub mod download;
 pub mod list;
 pub mod perplexity;
@@ -15,6 +17,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::device::{DeviceChoice, DeviceInfo};
 use crate::engine::{Engine, LoadOptions, SamplingParams};
+use crate::error::Error;
 use crate::hub::{Hub, Snapshot, demo};
 
 /// Where and how a model is loaded.
@@ -44,6 +47,20 @@ enum Dtype {
 impl LoadArgs {
     pub fn revision(&self) -> Option<&str> {
         self.revision.as_deref()
+    }
+
+    /// Makes room for `tokens`. Fails if `--context` was given and has less.
+    fn make_room(&mut self, tokens: usize) -> Result<()> {
+        match self.context {
+            Some(context) if context < tokens => {
+                let problem = format!("this needs --context {tokens}, and {context} was given");
+                Err(Error::Usage(problem).into())
+            }
+            given => {
+                self.context = Some(given.unwrap_or(tokens));
+                Ok(())
+            }
+        }
     }
 
     /// Loads a snapshot, with a progress bar and a line about the device on stderr.

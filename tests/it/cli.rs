@@ -22,16 +22,16 @@ fn inferno(home: &TempDir) -> Command {
     command
 }
 
-fn run(args: &[&str]) -> Output {
+pub fn run(args: &[&str]) -> Output {
     inferno(&TempDir::new().unwrap()).args(args).output().unwrap()
 }
 
-fn text(bytes: &[u8]) -> String {
+pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
 /// It failed with this code and a message that has all of these words, and did not panic.
-fn assert_fails(output: &Output, code: i32, words: &[&str]) {
+pub fn assert_fails(output: &Output, code: i32, words: &[&str]) {
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{message}");
     assert!(message.starts_with("error: "), "{message}");

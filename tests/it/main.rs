@@ -1,5 +1,6 @@
 //! One integration binary, so that a CUDA build's tests are one file to carry to a machine with a GPU.
 
+mod bench;
 mod chat;
 mod cli;
 mod engine;

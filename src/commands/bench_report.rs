@@ -1,0 +1,390 @@
+//! What `inferno bench` reports: one JSON object, whose keys carry their units, or tables for a person.
+
+use std::fmt::Write;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::list;
+use crate::device::{GpuFacts, GpuState};
+use crate::engine::{Engine, KernelTime, LaunchCounts, ModelInfo, StepBytes};
+use crate::hub::Snapshot;
+use crate::kernels::bandwidth::Bandwidth;
+
+#[derive(Serialize)]
+pub struct Report {
+    pub command: String,
+    pub date: String,
+    pub inferno: Build,
+    pub model: Model,
+    pub device: DeviceFacts,
+    /// `None` on a CPU.
+    pub bandwidth: Option<Bandwidth>,
+    pub load_s: f64,
+    pub memory: Option<Memory>,
+    pub seed: u64,
+    pub repetitions: u32,
+    pub tests: Vec<Test>,
+    pub first_token: FirstToken,
+    pub launches_per_token: Option<LaunchCounts>,
+    pub kernels: Option<Vec<KernelTime>>,
+}
+
+#[derive(Serialize)]
+pub struct Build {
+    version: &'static str,
+    commit: &'static str,
+    executor: &'static str,
+}
+
+impl Build {
+    pub fn this(engine: &Engine) -> Self {
+        let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
+        Self { version, commit, executor: engine.executor() }
+    }
+}
+
+#[derive(Serialize)]
+pub struct Model {
+    name: String,
+    revision: Option<String>,
+    family: &'static str,
+    quantisation: Option<String>,
+    parameters: u64,
+    dtype: &'static str,
+    context: usize,
+    weight_bytes: u64,
+    cache_bytes: u64,
+}
+
+impl Model {
+    pub fn of(snapshot: &Snapshot, engine: &Engine) -> Self {
+        let info = engine.info();
+        Self {
+            name: snapshot.name.clone(),
+            revision: snapshot.revision.clone(),
+            family: info.family,
+            quantisation: info.quantisation.clone(),
+            parameters: info.parameters,
+            dtype: info.dtype.as_str(),
+            context: engine.context(),
+            weight_bytes: info.weight_bytes,
+            cache_bytes: info.cache_bytes,
+        }
+    }
+}
+
+#[derive(Serialize)]
+pub struct DeviceFacts {
+    name: String,
+    compute_capability: Option<String>,
+    #[serde(flatten)]
+    gpu: Option<GpuFacts>,
+    before: Option<GpuState>,
+    after: Option<GpuState>,
+}
+
+impl DeviceFacts {
+    pub fn new(info: &ModelInfo, gpu: Option<GpuFacts>, before: Option<GpuState>, after: Option<GpuState>) -> Self {
+        let capability = info.device.compute_capability.map(|(major, minor)| format!("{major}.{minor}"));
+        Self { name: info.device.name.clone(), compute_capability: capability, gpu, before, after }
+    }
+}
+
+/// Device memory taken by all that this process has done since it opened the device.
+#[derive(Serialize)]
+pub struct Memory {
+    after_load_bytes: u64,
+    at_end_bytes: u64,
+}
+
+impl From<(u64, u64)> for Memory {
+    fn from((after_load_bytes, at_end_bytes): (u64, u64)) -> Self {
+        Self { after_load_bytes, at_end_bytes }
+    }
+}
+
+/// Several measurements of one thing.
+#[derive(Serialize)]
+pub struct Stats {
+    mean: f64,
+    /// Of a sample, n - 1 in the denominator; 0 for a single one.
+    sd: f64,
+    samples: Vec<f64>,
+}
+
+impl Stats {
+    pub fn of(samples: Vec<f64>) -> Self {
+        let count = samples.len() as f64;
+        let mean = samples.iter().sum::<f64>() / count;
+        let squares: f64 = samples.iter().map(|sample| (sample - mean).powi(2)).sum();
+        Self { mean, sd: (squares / (count - 1.0).max(1.0)).sqrt(), samples }
+    }
+}
+
+#[derive(Serialize)]
+pub struct FirstToken {
+    cold: Cold,
+    warm: Vec<Warm>,
+}
+
+/// The first request after loading.
+#[derive(Serialize)]
+struct Cold {
+    prompt_tokens: usize,
+    ms: f64,
+}
+
+#[derive(Serialize)]
+struct Warm {
+    prompt_tokens: usize,
+    ms: Stats,
+}
+
+impl FirstToken {
+    /// Of (tokens of the prompt, milliseconds).
+    pub fn new((prompt_tokens, ms): (usize, f64), warm: Vec<(usize, Stats)>) -> Self {
+        let warm = warm.into_iter().map(|(prompt_tokens, ms)| Warm { prompt_tokens, ms }).collect();
+        Self { cold: Cold { prompt_tokens, ms }, warm }
+    }
+}
+
+#[derive(Clone, Copy, Serialize)]
+pub enum TestKind {
+    #[serde(rename = "pp")]
+    Prompt,
+    #[serde(rename = "tg")]
+    Decode,
+    #[serde(rename = "chat")]
+    Chat,
+}
+
+/// One row of the table.
+#[derive(Serialize)]
+pub struct Test {
+    kind: TestKind,
+    tokens: usize,
+    /// In the cache before.
+    depth: usize,
+    tok_per_s: Stats,
+    /// Of a decode step, on average.
+    step_bytes: Option<StepBytes>,
+    bytes_per_s: Option<f64>,
+    share_of_read_bandwidth: Option<f64>,
+    /// From token to token.
+    gaps: Option<Gaps>,
+}
+
+impl Test {
+    pub fn new(kind: TestKind, tokens: usize, depth: usize) -> Self {
+        let tok_per_s = Stats { mean: 0.0, sd: 0.0, samples: Vec::new() };
+        let (step_bytes, bytes_per_s, share_of_read_bandwidth, gaps) = (None, None, None, None);
+        Self { kind, tokens, depth, tok_per_s, step_bytes, bytes_per_s, share_of_read_bandwidth, gaps }
+    }
+
+    /// As llama-bench names it.
+    pub fn name(&self) -> String {
+        let kind = match self.kind {
+            TestKind::Prompt => "pp",
+            TestKind::Decode => "tg",
+            TestKind::Chat => "chat",
+        };
+        let depth = if self.depth > 0 { format!(" @ d{}", self.depth) } else { String::new() };
+        format!("{kind}{}{depth}", self.tokens)
+    }
+
+    /// With what each of its steps reads.
+    pub fn reading(mut self, engine: &Engine) -> Self {
+        let steps: Vec<StepBytes> = (0..self.tokens).map(|step| engine.step_bytes(self.depth + step)).collect();
+        let mean = |part: fn(&StepBytes) -> u64| steps.iter().map(part).sum::<u64>() / steps.len() as u64;
+        self.step_bytes = Some(StepBytes { weights: mean(|step| step.weights), cache: mean(|step| step.cache) });
+        self
+    }
+
+    /// With the seconds of each repetition.
+    pub fn timed(mut self, seconds: &[f64]) -> Self {
+        self.tok_per_s = Stats::of(seconds.iter().map(|seconds| self.tokens as f64 / seconds).collect());
+        self.bytes_per_s = self.step_bytes.map(|bytes| bytes.total() as f64 * self.tok_per_s.mean);
+        self
+    }
+
+    pub fn with_gaps(mut self, gaps: Gaps) -> Self {
+        self.gaps = Some(gaps);
+        self
+    }
+
+    pub fn compare_with(&mut self, bandwidth: Option<&Bandwidth>) {
+        self.share_of_read_bandwidth =
+            self.bytes_per_s.zip(bandwidth).map(|(achieved, bandwidth)| achieved / bandwidth.read_bytes_per_s);
+    }
+}
+
+/// Times from token to token.
+#[derive(Serialize)]
+pub struct Gaps {
+    p50_ms: f64,
+    p99_ms: f64,
+    max_ms: f64,
+}
+
+impl Gaps {
+    /// Of at least one.
+    pub fn of(mut gaps: Vec<Duration>) -> Self {
+        gaps.sort();
+        // The least that is no less than this share of all.
+        let percentile = |share: f64| {
+            let rank = (share * gaps.len() as f64).ceil() as usize;
+            1e3 * gaps[rank.clamp(1, gaps.len()) - 1].as_secs_f64()
+        };
+        Self { p50_ms: percentile(0.5), p99_ms: percentile(0.99), max_ms: percentile(1.0) }
+    }
+}
+
+impl Report {
+    /// For a person, `with_kernels` if those were asked for.
+    pub fn table(&self, with_kernels: bool) -> String {
+        let mut parts = vec![self.head(), self.speed(), self.latency()];
+        if with_kernels {
+            parts.push(self.kernel_table());
+        }
+        parts.join("\n")
+    }
+
+    /// What was measured on what.
+    fn head(&self) -> String {
+        let Model { name, family, quantisation, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
+            &self.model;
+        let Build { version, commit, executor } = self.inferno;
+        let quantisation = quantisation.as_deref().unwrap_or("unquantised");
+        let (weights, cache) = (list::size(*weight_bytes), list::size(*cache_bytes));
+        let mut lines = vec![
+            format!("{name}: {family} {quantisation}, {} parameters, computed in {dtype}", list::count(*parameters)),
+            self.device.line(),
+            format!("inferno {version}, commit {commit}, executor {executor}, {} repetitions", self.repetitions),
+            format!("loaded in {:.2} s; weights {weights}, cache {cache} for {context} tokens", self.load_s),
+        ];
+        if let Some(Memory { after_load_bytes, at_end_bytes }) = self.memory {
+            let (loaded, end) = (list::size(after_load_bytes), list::size(at_end_bytes));
+            lines.push(format!("device memory in use: {loaded} after loading, {end} at the end"));
+        }
+        lines.push(match &self.bandwidth {
+            Some(bandwidth) => {
+                let [read, copy] = [bandwidth.read_bytes_per_s, bandwidth.copy_bytes_per_s].map(|rate| rate / 1e9);
+                format!("memory bandwidth, measured: {read:.0} GB/s reading, {copy:.0} GB/s copying")
+            }
+            None => "memory bandwidth: not measured".into(),
+        });
+        if let Some(LaunchCounts { kernels, graph_nodes, host_syncs, copies }) = self.launches_per_token {
+            lines.push(format!(
+                "a token takes {kernels} launches, {graph_nodes} graph nodes, {host_syncs} syncs, {copies} copies"
+            ));
+        }
+        lines.join("\n") + "\n"
+    }
+
+    fn speed(&self) -> String {
+        let mut rows = vec![["test", "tok/s", "", "MB/token", "GB/s", "of read"].map(String::from)];
+        for test in &self.tests {
+            rows.push([
+                test.name(),
+                format!("{:.1}", test.tok_per_s.mean),
+                format!("± {:.1}", test.tok_per_s.sd),
+                test.step_bytes.map_or(String::new(), |bytes| format!("{:.1}", bytes.total() as f64 / 1e6)),
+                test.bytes_per_s.map_or(String::new(), |rate| format!("{:.1}", rate / 1e9)),
+                test.share_of_read_bandwidth.map_or(String::new(), percent),
+            ]);
+        }
+        aligned(&rows)
+    }
+
+    fn latency(&self) -> String {
+        let mut rows = vec![["first token after", "ms", ""].map(String::from)];
+        let Cold { prompt_tokens, ms } = self.first_token.cold;
+        rows.push([format!("{prompt_tokens} tokens, cold"), format!("{ms:.1}"), String::new()]);
+        for Warm { prompt_tokens, ms } in &self.first_token.warm {
+            let tokens = if *prompt_tokens == 1 { "token" } else { "tokens" };
+            rows.push([format!("{prompt_tokens} {tokens}"), format!("{:.1}", ms.mean), format!("± {:.1}", ms.sd)]);
+        }
+        let mut text = aligned(&rows);
+        let mut rows = vec![["from token to token, ms", "p50", "p99", "max"].map(String::from)];
+        for test in &self.tests {
+            if let Some(Gaps { p50_ms, p99_ms, max_ms }) = test.gaps {
+                let [p50, p99, max] = [p50_ms, p99_ms, max_ms].map(|ms| format!("{ms:.2}"));
+                rows.push([test.name(), p50, p99, max]);
+            }
+        }
+        if rows.len() > 1 {
+            text += "\n";
+            text += &aligned(&rows);
+        }
+        text
+    }
+
+    fn kernel_table(&self) -> String {
+        let Some(kernels) = &self.kernels else {
+            return format!("kernels: the {} executor does not time them\n", self.inferno.executor);
+        };
+        let mut rows = vec![["kernel", "calls", "µs/token", "MB/token", "GB/s", "of read"].map(String::from)];
+        for KernelTime { name, calls, seconds, bytes } in kernels {
+            let rate = *bytes as f64 / seconds;
+            rows.push([
+                name.clone(),
+                calls.to_string(),
+                format!("{:.1}", seconds * 1e6),
+                format!("{:.1}", *bytes as f64 / 1e6),
+                format!("{:.0}", rate / 1e9),
+                self.bandwidth.map_or(String::new(), |bandwidth| percent(rate / bandwidth.read_bytes_per_s)),
+            ]);
+        }
+        aligned(&rows)
+    }
+}
+
+impl DeviceFacts {
+    /// `NVIDIA H200, compute capability 9.0, 132 multiprocessors, CUDA 13.0, driver 580.1, SM 1980 of 1980 MHz, …`
+    fn line(&self) -> String {
+        let mut line = self.name.clone();
+        if let Some(capability) = &self.compute_capability {
+            let _ = write!(line, ", compute capability {capability}");
+        }
+        if let Some(gpu) = &self.gpu {
+            let _ = write!(line, ", {} multiprocessors, CUDA {}", gpu.multiprocessors, gpu.cuda_version);
+        }
+        if let Some(state) = self.after.as_ref().or(self.before.as_ref()) {
+            let number = |value: Option<f64>| value.map_or("?".into(), |value| format!("{value:.0}"));
+            let _ = write!(
+                line,
+                ", driver {}, SM {} of {} MHz, memory {} MHz, {} W, {} °C",
+                state.driver_version,
+                number(state.sm_clock_mhz),
+                number(state.sm_clock_max_mhz),
+                number(state.memory_clock_mhz),
+                number(state.power_limit_w),
+                number(state.temperature_c),
+            );
+        }
+        line
+    }
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
+}
+
+/// The first column from the left, the figures from the right.
+fn aligned<const COLUMNS: usize>(rows: &[[String; COLUMNS]]) -> String {
+    // A column with nothing under its head is left out.
+    let width = |column: usize| match rows.iter().skip(1).any(|row| !row[column].is_empty()) {
+        true => rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0),
+        false => 0,
+    };
+    let widths: [usize; COLUMNS] = std::array::from_fn(width);
+    let line = |row: &[String; COLUMNS]| {
+        let mut line = format!("{:width$}", row[0], width = widths[0]);
+        for (cell, width) in row.iter().zip(widths).skip(1).filter(|(_, width)| *width > 0) {
+            let _ = write!(line, "  {cell:>width$}");
+        }
+        line.trim_end().to_string() + "\n"
+    };
+    rows.iter().map(line).collect()
+}

@@ -1,0 +1,199 @@
+//! `inferno bench`, the raw steps that it times, and the bytes that it holds them against.
+
+use candle_core::{DType, Device};
+use inferno::device::DeviceChoice;
+use inferno::models;
+use inferno::nn::decoder::Decoder;
+use inferno::nn::kv_cache;
+use inferno::weights::{Checkpoint, Loaded, Weights};
+use inferno::{Engine, GenerateOptions, LoadOptions, SamplingParams};
+use serde_json::Value;
+
+use crate::cli::{assert_fails, run, text};
+use crate::support::{demo_dir, golden};
+
+fn bench(more: &[&str]) -> std::process::Output {
+    run(&[&["bench", "demo", "--device", "cpu"], more].concat())
+}
+
+#[test]
+fn bench_json_has_every_figure() {
+    let output = bench(&["-p", "24,16", "-n", "6", "-d", "0,40", "-r", "2", "--json"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let positive = |value: &Value| value.as_f64().is_some_and(|value| value > 0.0 && value.is_finite());
+
+    assert_eq!(json["command"], "inferno bench demo --device cpu -p 24,16 -n 6 -d 0,40 -r 2 --json");
+    assert!(json["date"].as_str().unwrap().parse::<jiff::Timestamp>().is_ok(), "{}", json["date"]);
+    assert_eq!(json["inferno"]["version"], env!("CARGO_PKG_VERSION"));
+    assert!(!json["inferno"]["commit"].as_str().unwrap().is_empty());
+    assert_eq!(json["inferno"]["executor"], "eager");
+    let model = &json["model"];
+    assert_eq!(
+        (&model["name"], &model["quantisation"], &model["dtype"]),
+        (&"demo".into(), &"mxfp4".into(), &"f32".into())
+    );
+    for figure in ["parameters", "context", "weight_bytes", "cache_bytes"] {
+        assert!(positive(&model[figure]), "{figure}");
+    }
+    assert!(json["device"]["name"].as_str().unwrap().starts_with("CPU"));
+    // Of a CPU neither is known; nor does this executor count or time kernels.
+    for unknown in ["bandwidth", "memory", "launches_per_token", "kernels"] {
+        assert!(json.get(unknown).unwrap().is_null(), "{unknown}");
+    }
+    assert!(positive(&json["load_s"]) && json["seed"].is_u64() && json["repetitions"] == 2);
+
+    let tests = json["tests"].as_array().unwrap();
+    let names: Vec<String> = tests.iter().map(|t| format!("{} {} {}", t["kind"], t["tokens"], t["depth"])).collect();
+    let of_depth =
+        |depth: u32| ["\"pp\" 24", "\"pp\" 16", "\"tg\" 6", "\"chat\" 6"].map(|test| format!("{test} {depth}"));
+    assert_eq!(names, [of_depth(0), of_depth(40)].concat());
+    for test in tests {
+        let speed = &test["tok_per_s"];
+        let samples: Vec<f64> = speed["samples"].as_array().unwrap().iter().map(|s| s.as_f64().unwrap()).collect();
+        let (mean, sd) = (speed["mean"].as_f64().unwrap(), speed["sd"].as_f64().unwrap());
+        assert_eq!(samples.len(), 2);
+        assert!(mean > 0.0 && (mean - (samples[0] + samples[1]) / 2.0).abs() < 1e-9 * mean);
+        assert!((sd - (samples[0] - samples[1]).abs() / 2f64.sqrt()).abs() < 1e-9 * mean, "{speed}");
+        let decodes = test["kind"] != "pp";
+        assert_eq!(positive(&test["bytes_per_s"]), decodes);
+        assert_eq!(positive(&test["step_bytes"]["weights"]) && positive(&test["step_bytes"]["cache"]), decodes);
+        assert!(test["share_of_read_bandwidth"].is_null());
+        if test["kind"] == "chat" {
+            let gap = |name: &str| test["gaps"][name].as_f64().unwrap();
+            assert!(0.0 < gap("p50_ms") && gap("p50_ms") <= gap("p99_ms") && gap("p99_ms") <= gap("max_ms"));
+        }
+    }
+    let deeper =
+        |kind: usize| tests[4 + kind]["step_bytes"]["cache"].as_u64() > tests[kind]["step_bytes"]["cache"].as_u64();
+    assert!(deeper(2) && deeper(3));
+
+    let first = &json["first_token"];
+    assert!(first["cold"]["prompt_tokens"] == 512 && positive(&first["cold"]["ms"]));
+    let warm = first["warm"].as_array().unwrap();
+    let prompts: Vec<u64> = warm.iter().map(|warm| warm["prompt_tokens"].as_u64().unwrap()).collect();
+    assert_eq!(prompts, [1, 16, 24, 512]);
+    assert!(
+        warm.iter().all(|warm| positive(&warm["ms"]["mean"]) && warm["ms"]["samples"].as_array().unwrap().len() == 2)
+    );
+}
+
+#[test]
+fn bench_prints_a_line_for_each_test() {
+    let output = bench(&["-p", "8", "-n", "4", "-d", "0,9", "-r", "1", "--kernels"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert_eq!(text(&output.stderr), "", "nothing is said where no one looks on");
+    let table = text(&output.stdout);
+    let lines: Vec<&str> = table.lines().collect();
+    for start in
+        ["demo: gpt_oss mxfp4", "CPU", "loaded in", "memory bandwidth: not measured", "kernels: the eager executor"]
+    {
+        assert!(lines.iter().any(|line| line.starts_with(start)), "no line {start:?} in\n{table}");
+    }
+    for test in ["pp8", "tg4", "chat4", "pp8 @ d9", "tg4 @ d9", "chat4 @ d9", "1 token", "512 tokens, cold"] {
+        assert!(lines.iter().any(|line| line.starts_with(&format!("{test}  "))), "no line of {test} in\n{table}");
+    }
+    assert!(lines.iter().all(|line| line.chars().count() <= 120), "{table}");
+}
+
+#[test]
+fn bench_leaves_out_what_is_zero() {
+    let tests = |more: &[&str]| {
+        let output = bench(&[more, &["-r", "1", "--json"]].concat());
+        let json: Value = serde_json::from_slice(&output.stdout).unwrap();
+        json["tests"].as_array().unwrap().iter().map(|test| test["kind"].to_string()).collect::<Vec<_>>()
+    };
+    assert_eq!(tests(&["-p", "4", "-n", "0"]), ["\"pp\""]);
+    assert_eq!(tests(&["-p", "0", "-n", "2"]), ["\"tg\"", "\"chat\""]);
+    assert_fails(&bench(&["-p", "0", "-n", "0"]), 2, &["nothing to measure"]);
+}
+
+#[test]
+fn bench_says_which_context_it_needs() {
+    for wrong in [["-r", "0"], ["-p", "many"], ["-n", "-1"], ["-d", ""]] {
+        assert_eq!(bench(&wrong).status.code(), Some(2), "{wrong:?}");
+    }
+    // 900 tokens behind 700, and two to spare.
+    let too_small = bench(&["-p", "16,900", "-n", "8", "-d", "0,700", "--context", "1024"]);
+    assert_fails(&too_small, 2, &["--context 1602", "1024"]);
+    // More than the demo was made for.
+    assert_fails(&bench(&["-d", "100000"]), 2, &["--context 100514", "4096"]);
+}
+
+fn demo() -> Engine {
+    let options = LoadOptions { device: DeviceChoice::Cpu, context: Some(700), ..Default::default() };
+    Engine::load(&demo_dir(), &options).unwrap()
+}
+
+#[test]
+fn bench_steps_are_those_of_a_greedy_generation() {
+    let mut engine = demo();
+    let prompt = engine.random_tokens(3, 40);
+    assert_eq!(prompt, engine.random_tokens(3, 40));
+    assert_ne!(prompt, engine.random_tokens(4, 40));
+    let mut options = GenerateOptions::new(SamplingParams::greedy());
+    (options.max_tokens, options.ignore_eos) = (Some(12), true);
+    let generated: Vec<u32> =
+        engine.complete_ids(&prompt, options).unwrap().filter_map(|chunk| chunk.unwrap().token).collect();
+    engine.forget();
+    engine.fill(&prompt[..39]).unwrap();
+    assert_eq!(engine.decode_steps(prompt[39], 12).unwrap(), generated);
+}
+
+#[test]
+fn bench_rewinds_to_the_same_state() {
+    let mut engine = demo();
+    let tokens = engine.random_tokens(5, 200);
+    engine.fill(&tokens).unwrap();
+    // With what the rings of the sliding layers still hold, then from the point remembered.
+    let first = engine.decode_steps(7, 8).unwrap();
+    for behind in [1, 400, 480, 3] {
+        let more = engine.random_tokens(6, behind);
+        engine.fill(&more).unwrap();
+        engine.rewind(200).unwrap();
+        assert_eq!(engine.cached_tokens(), 200);
+        assert_eq!(engine.decode_steps(7, 8).unwrap(), first, "after {behind}");
+    }
+    let more = engine.random_tokens(6, 450);
+    engine.fill(&more).unwrap();
+    engine.rewind(150).unwrap();
+    // Before that point: read anew.
+    engine.fill(&tokens[150..]).unwrap();
+    assert_eq!(engine.decode_steps(7, 8).unwrap(), first);
+    assert!(engine.rewind(500).is_err());
+}
+
+fn build(case: &str) -> Decoder {
+    let dir = golden(case);
+    let checkpoint = Checkpoint::open(&dir).unwrap();
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::BF16, &loaded);
+    models::read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap()
+}
+
+/// Sizes from tests/golden/*/config.json. Weights are 2 bytes; norms, biases of projections, sinks and router 4.
+#[test]
+fn step_bytes_are_those_counted_by_hand() {
+    // gpt_oss: V 113, C 64, F 96, H 10, K 2, D 16, E 7, N 4; 3 layers, of which the second sees 9 positions.
+    let q_and_o = 2 * (160 * 64 * 2) + (160 + 64) * 4;
+    let k_and_v = 2 * (32 * 64 * 2 + 32 * 4);
+    let attention = q_and_o + k_and_v + 10 * 4;
+    let router = 7 * 64 * 4 + 7 * 4;
+    // A block of 32 values takes 16 bytes and its scale one: 2 blocks a row of 64, 3 a row of 96.
+    let expert = 192 * 2 * 17 + 192 * 2 + 64 * 3 * 17 + 64 * 2;
+    let layer = 2 * 64 * 4 + attention + router + 4 * expert;
+    let decoder = build("gpt_oss");
+    assert_eq!(decoder.step_bytes(), 64 * 2 + 3 * layer + 64 * 4 + 113 * 64 * 2);
+    let row = 2 * 2 * 16 * 2;
+    let cache = |depth| kv_cache::step_bytes(decoder.cache_layers(), depth, DType::BF16);
+    assert_eq!(cache(0), 3 * row);
+    assert_eq!(cache(8), (9 + 9 + 9) * row);
+    assert_eq!(cache(30), (31 + 9 + 31) * row);
+
+    // llama3: V 137, C 80, F 56, H 8, K 2, D 10; 3 layers; the head is the embedding, of which a row is read besides.
+    let layer = 2 * 80 * 4 + (2 * 80 * 80 + 2 * 20 * 80 + 3 * 56 * 80) * 2;
+    let decoder = build("llama3");
+    assert_eq!(decoder.step_bytes(), 80 * 2 + 3 * layer + 80 * 4 + 137 * 80 * 2);
+    assert_eq!(kv_cache::step_bytes(decoder.cache_layers(), 30, DType::BF16), 3 * 31 * 2 * 2 * 10 * 2);
+}
