@@ -3,6 +3,7 @@
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::attention::{Sight, attention};
+use inferno::kernels::bandwidth;
 use inferno::kernels::experts::{E2M1, ExpertWeights, e8m0, expert_matmul};
 use inferno::kernels::rope::rope;
 use inferno::kernels::swiglu::clamped_swiglu;
@@ -274,6 +275,20 @@ fn mxfp4_agrees_with_transformers() {
             } else {
                 assert!(got.iter().any(|value| !value.is_finite()), "row {row}");
             }
+        }
+    }
+}
+
+#[test]
+fn bandwidth_is_measured_on_a_gpu_alone() {
+    for (device, _) in devices() {
+        let bandwidth = bandwidth::measure(&device).unwrap();
+        assert_eq!(bandwidth.is_some(), device.is_cuda());
+        if let Some(bandwidth) = bandwidth {
+            println!("{bandwidth:?}");
+            // Between the slowest GPU there is and what none reaches yet; a launch that did nothing is beyond.
+            let plausible = 1e10..1e14;
+            assert!(plausible.contains(&bandwidth.read_bytes_per_s) && plausible.contains(&bandwidth.copy_bytes_per_s));
         }
     }
 }
