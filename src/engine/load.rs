@@ -88,7 +88,7 @@ impl Engine {
         let total = checkpoint.bytes();
         let report = |bytes| (options.progress)(bytes, total);
         let loaded = Loaded::new(&report);
-        let weights = Weights::new(&checkpoint, &device, dtype, &loaded);
+        let weights = Weights::new(&checkpoint, &device, dtype, &loaded)?;
         let allocate = || -> Result<_> {
             let decoder = architecture.build(&weights, context)?;
             let cache = KvCache::new(&layers, context, chunk, dtype, &device)?;

@@ -1,12 +1,17 @@
 //! Checkpoints: tensors by their Hugging Face names, each checked for dtype and shape before it is used.
 
 pub mod mxfp4;
+pub mod read_ahead;
 mod safetensors;
 
 use std::cell::Cell;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
+
+use crate::kernels::upload::Target;
+use read_ahead::{ReadAhead, Settings};
 
 pub use safetensors::{Checkpoint, TensorInfo};
 
@@ -18,6 +23,24 @@ pub struct Weights<'c> {
     device: Device,
     dtype: DType,
     loaded: &'c Loaded<'c>,
+    /// Reads what has not been asked for yet. The last clone of these weights stops it.
+    ahead: Option<Arc<dyn Ahead>>,
+}
+
+/// Some [`ReadAhead`].
+trait Ahead {
+    fn contains(&self, name: &str) -> bool;
+    fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor>;
+}
+
+impl<T: Target> Ahead for ReadAhead<T> {
+    fn contains(&self, name: &str) -> bool {
+        self.contains(name)
+    }
+
+    fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        self.take(name, dtype, shape)
+    }
 }
 
 /// Counts bytes as they are loaded and tells whoever shows progress.
@@ -39,9 +62,29 @@ impl<'p> Loaded<'p> {
 }
 
 impl<'c> Weights<'c> {
-    /// Float tensors will be converted to `dtype` on `device`.
-    pub fn new(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, loaded: &'c Loaded<'c>) -> Self {
-        Self { checkpoint, prefix: String::new(), device: device.clone(), dtype, loaded }
+    /// Float tensors will be converted to `dtype` on `device`. For a GPU, reading begins here. A tensor that is handed
+    /// out may still be on its way: whatever is queued on the device's stream is ordered after its arrival.
+    pub fn new(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, loaded: &'c Loaded<'c>) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(cuda) = device {
+            let target = crate::kernels::upload::CopyStream::new(cuda)?;
+            return Self::read_ahead(checkpoint, device, dtype, loaded, target, Settings::default());
+        }
+        Ok(Self { checkpoint, prefix: String::new(), device: device.clone(), dtype, loaded, ahead: None })
+    }
+
+    /// The same by way of any target, whose tensors are on `device`.
+    pub fn read_ahead(
+        checkpoint: &'c Checkpoint,
+        device: &Device,
+        dtype: DType,
+        loaded: &'c Loaded<'c>,
+        target: impl Target,
+        settings: Settings,
+    ) -> Result<Self> {
+        let ahead = ReadAhead::start(target, checkpoint.extents(dtype), settings)?;
+        let (prefix, device) = (String::new(), device.clone());
+        Ok(Self { checkpoint, prefix, device, dtype, loaded, ahead: Some(Arc::new(ahead)) })
     }
 
     pub fn device(&self) -> &Device {
@@ -91,8 +134,11 @@ impl<'c> Weights<'c> {
         if view.info.shape != shape {
             bail!("tensor {name}: expected shape {shape:?}, {found}");
         }
-        let tensor = Tensor::from_raw_buffer(view.bytes, dtype, shape, &self.device)
-            .with_context(|| format!("cannot load tensor {name} from {}", view.file.display()))?;
+        let tensor = match &self.ahead {
+            Some(ahead) if ahead.contains(name) => ahead.take(name, dtype, shape)?,
+            _ => Tensor::from_raw_buffer(view.bytes, dtype, shape, &self.device)
+                .with_context(|| format!("cannot load tensor {name} from {}", view.file.display()))?,
+        };
         self.loaded.add(view.bytes.len() as u64);
         Ok(tensor)
     }

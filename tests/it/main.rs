@@ -11,3 +11,4 @@ mod kernels;
 mod support;
 mod terminal;
 mod tokenizer;
+mod weights;
