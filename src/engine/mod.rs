@@ -11,7 +11,7 @@ use anyhow::{Result, bail};
 use candle_core::{D, DType, Device, Tensor};
 
 pub use generate::{Chunk, FinishReason, GenerateOptions, Generation, Summary};
-pub use load::{LoadOptions, ModelInfo};
+pub use load::{LoadOptions, LoadTimes, ModelInfo};
 pub use sampler::SamplingParams;
 pub use stop::StopStrings;
 

@@ -96,7 +96,8 @@ fn full_size_figures() {
     let engine = load();
     let info = engine.info().clone();
     let now = device::info(engine.device()).unwrap();
-    println!("{}, {} parameters, loaded in {:.2} s", info.device.name, info.parameters, info.load_s);
+    println!("{}, {} parameters, loaded in {:.2} s", info.device.name, info.parameters, info.load.total_s);
+    println!("{:?}", info.load);
     println!("weights {} bytes, cache {} bytes", info.weight_bytes, info.cache_bytes);
     println!("in use after loading: {} MiB", (info.device.free_bytes - now.free_bytes) >> 20);
     let mut engine = engine;
