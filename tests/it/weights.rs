@@ -161,7 +161,8 @@ fn tensors_read_ahead_are_those_of_the_file() {
             for (threads, dtype) in [(1, DType::F32), (3, DType::BF16), (8, DType::F16)] {
                 let (host, cpu) = (Host::default(), Device::Cpu);
                 let settings = Settings { piece_bytes: 1000, ..small(threads) };
-                let weights = Weights::read_ahead(&checkpoint, &cpu, dtype, &loaded, host.clone(), settings).unwrap();
+                let reader = ReadAhead::start(host.clone(), checkpoint.extents(dtype), settings).unwrap();
+                let weights = Weights::read_ahead(&checkpoint, &cpu, dtype, &loaded, reader);
                 compare(&checkpoint, &weights, &order, dtype);
                 drop(weights);
                 assert_eq!(host.live.load(Ordering::SeqCst), 0, "everything is given back");
@@ -193,12 +194,12 @@ fn thousands_of_tiny_tensors_arrive() {
     let report = |_| ();
     let loaded = Loaded::new(&report);
     let names = names(&checkpoint);
-    let host = Host::default();
-    let weights = Weights::read_ahead(&checkpoint, &Device::Cpu, DType::F32, &loaded, host, small(4)).unwrap();
+    let reader = ReadAhead::start(Host::default(), checkpoint.extents(DType::F32), small(4)).unwrap();
+    let weights = Weights::read_ahead(&checkpoint, &Device::Cpu, DType::F32, &loaded, reader);
     compare(&checkpoint, &weights, &names, DType::F32);
     if let Some(gpu) = gpu() {
-        let weights = Weights::new(&checkpoint, &gpu, DType::F32, &loaded).unwrap();
-        compare(&checkpoint, &weights, &names, DType::F32);
+        let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &loaded).unwrap();
+        compare(&checkpoint, &weights, &names, DType::BF16);
     }
 }
 
