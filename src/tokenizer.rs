@@ -3,6 +3,8 @@
 //! A thin wrapper over Hugging Face `tokenizers`. Some crafted files make that library panic (its issue #2094), so
 //! loading and encoding run behind `catch_unwind`; a broken file is an error that names it, never a crash.
 
+mod bpe;
+
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -49,7 +51,8 @@ impl Tokenizer {
 
     /// Parses the contents of a tokenizer.json.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let mut inner = guarded("loading", || tokenizers::Tokenizer::from_bytes(bytes))?;
+        let parse = || bpe::parse(bytes)?.map_or_else(|| tokenizers::Tokenizer::from_bytes(bytes), Ok);
+        let mut inner = guarded("loading", parse)?;
         // A file may carry the truncation and padding of its last training run; neither belongs in generation.
         inner.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
         let mut controls: Vec<ControlToken> = inner

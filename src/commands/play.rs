@@ -153,7 +153,7 @@ fn introduce(snapshot: &Snapshot, engine: &Engine) {
         list::count(info.parameters),
         list::size(info.weight_bytes),
         list::size(info.cache_bytes),
-        info.load_s,
+        info.load.total_s,
     ));
     if let Some(line) = crate::hub::demo::notice(snapshot) {
         note(line);
@@ -205,7 +205,7 @@ fn answer(mut session: Session, prompt: &str) -> Result<ExitCode> {
 
 fn answer_json(mut session: Session, snapshot: &Snapshot, prompt: &str) -> Result<ExitCode> {
     repl::stop_on_ctrl_c(&session.options)?;
-    let load_s = session.engine.info().load_s;
+    let load_s = session.engine.info().load.total_s;
     let seed = session.options.sampling.seed;
     let turn = session.turn(prompt, &mut |_| Ok(()))?;
     let Summary { finish_reason, prompt_tokens, completion_tokens, ttft_s, tok_per_s, .. } = turn.summary;

@@ -2,16 +2,20 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device};
+use serde::Serialize;
 use serde_json::Value;
 
 use super::{Engine, Language, SamplingParams};
 use crate::device::{self, DeviceChoice, DeviceInfo};
 use crate::error::Error;
-use crate::models;
+use crate::models::{self, ModelConfig};
+use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{self, KvCache, LayerSpec};
 use crate::weights::{Checkpoint, Loaded, Weights};
 
@@ -49,7 +53,24 @@ pub struct ModelInfo {
     /// On the device.
     pub weight_bytes: u64,
     pub cache_bytes: u64,
-    pub load_s: f64,
+    pub load: LoadTimes,
+}
+
+/// What loading spent its time on, in seconds. The tokenizer is parsed while the device is opened and the weights are
+/// read, so the parts come to more than the total.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct LoadTimes {
+    /// config.json and the headers of the weights.
+    pub headers_s: f64,
+    /// Tokenizer and chat format.
+    pub tokenizer_s: f64,
+    /// Opening the device.
+    pub device_s: f64,
+    /// Until every weight is where and as the model uses it.
+    pub weights_s: f64,
+    /// Making room for keys and values.
+    pub cache_s: f64,
+    pub total_s: f64,
 }
 
 const DEFAULT_CONTEXT: usize = 32_768;
@@ -66,17 +87,79 @@ impl Engine {
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
         let started = Instant::now();
         let config = models::read_config(dir)?;
-        let architecture = &config.architecture;
         let checkpoint = Checkpoint::open(dir)?;
-        let language = Language::load(dir)?;
+        let mut times = LoadTimes { headers_s: started.elapsed().as_secs_f64(), ..Default::default() };
+
+        let no_language = AtomicBool::new(false);
+        let (language, model) = thread::scope(|scope| {
+            let language = scope.spawn(|| {
+                let started = Instant::now();
+                let language = Language::load(dir);
+                no_language.store(language.is_err(), Ordering::Relaxed);
+                language.map(|language| (language, started.elapsed().as_secs_f64()))
+            });
+            let model = Model::load(&config, &checkpoint, options, &no_language, &mut times);
+            (language.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), model)
+        });
+        // What is wrong with the snapshot is said before what is wrong with the machine.
+        let (language, tokenizer_s) = language?;
+        times.tokenizer_s = tokenizer_s;
+        let Model { decoder, cache, device, dtype, device_info, weight_bytes, cache_bytes } = model?;
+
+        let generation = read_json(dir, "generation_config.json")?;
+        let stop_ids = stop_ids(dir, &generation, &language)?;
+        times.total_s = started.elapsed().as_secs_f64();
+        let info = ModelInfo {
+            family: config.family.model_type,
+            quantisation: config.quantisation,
+            parameters: checkpoint.parameters(),
+            vocab_size: config.architecture.vocab_size(),
+            max_context: config.architecture.max_position_embeddings(),
+            dtype,
+            device: device_info,
+            weight_bytes,
+            cache_bytes,
+            load: times,
+        };
+        let defaults = default_sampling(&generation);
+        Ok(Self { language, decoder, cache, cached: Vec::new(), device, stop_ids, defaults, info })
+    }
+}
+
+/// What of an engine is on the device.
+struct Model {
+    decoder: Decoder,
+    cache: KvCache,
+    device: Device,
+    dtype: DType,
+    device_info: DeviceInfo,
+    weight_bytes: u64,
+    cache_bytes: u64,
+}
+
+impl Model {
+    /// Stops short once `cancelled`.
+    fn load(
+        config: &ModelConfig,
+        checkpoint: &Checkpoint,
+        options: &LoadOptions,
+        cancelled: &AtomicBool,
+        times: &mut LoadTimes,
+    ) -> Result<Self> {
+        let architecture = &config.architecture;
+        let started = Instant::now();
         let device = device::open(options.device)?;
         let device_info = device::info(&device)?;
+        times.device_s = started.elapsed().as_secs_f64();
+        if cancelled.load(Ordering::Relaxed) {
+            bail!("loading was cancelled");
+        }
         (options.on_device)(&device_info);
         let dtype = options.dtype.unwrap_or_else(|| device::default_dtype(&device));
 
         let layers = architecture.cache_layers();
         let need = Need {
-            weight_bytes: weight_bytes(&checkpoint, dtype),
+            weight_bytes: weight_bytes(checkpoint, dtype),
             layers: &layers,
             chunk: chunk_size(&device),
             dtype,
@@ -87,12 +170,18 @@ impl Engine {
 
         let total = checkpoint.bytes();
         let report = |bytes| (options.progress)(bytes, total);
-        let loaded = Loaded::new(&report);
-        let weights = Weights::new(&checkpoint, &device, dtype, &loaded);
-        let allocate = || -> Result<_> {
+        let mut allocate = || -> Result<_> {
+            let started = Instant::now();
+            let loaded = Loaded::new(&report);
+            let weights = Weights::new(checkpoint, &device, dtype, &loaded)?;
             let decoder = architecture.build(&weights, context)?;
+            drop(weights);
+            device.synchronize()?;
+            times.weights_s = started.elapsed().as_secs_f64();
+            let started = Instant::now();
             let cache = KvCache::new(&layers, context, chunk, dtype, &device)?;
             device.synchronize()?;
+            times.cache_s = started.elapsed().as_secs_f64();
             Ok((decoder, cache))
         };
         // Another process may have taken the memory since it was counted.
@@ -100,23 +189,8 @@ impl Engine {
             true => need.out_of_memory(context, &device_info),
             false => error,
         })?;
-
-        let generation = read_json(dir, "generation_config.json")?;
-        let stop_ids = stop_ids(dir, &generation, &language)?;
-        let info = ModelInfo {
-            family: config.family.model_type,
-            quantisation: config.quantisation,
-            parameters: checkpoint.parameters(),
-            vocab_size: architecture.vocab_size(),
-            max_context: architecture.max_position_embeddings(),
-            dtype,
-            device: device_info,
-            weight_bytes: need.weight_bytes,
-            cache_bytes: need.cache_bytes(context),
-            load_s: started.elapsed().as_secs_f64(),
-        };
-        let defaults = default_sampling(&generation);
-        Ok(Self { language, decoder, cache, cached: Vec::new(), device, stop_ids, defaults, info })
+        let (weight_bytes, cache_bytes) = (need.weight_bytes, need.cache_bytes(context));
+        Ok(Self { decoder, cache, device, dtype, device_info, weight_bytes, cache_bytes })
     }
 }
 

@@ -13,7 +13,7 @@ use candle_core::{D, DType, Device, Tensor};
 
 pub use bench::{KernelTime, LaunchCounts, StepBytes};
 pub use generate::{Chunk, FinishReason, GenerateOptions, Generation, Summary};
-pub use load::{LoadOptions, ModelInfo};
+pub use load::{LoadOptions, LoadTimes, ModelInfo};
 pub use sampler::SamplingParams;
 pub use stop::StopStrings;
 

@@ -1,5 +1,7 @@
 //! The operations that inferno brings itself. Each but `bandwidth`, which only measures, is a twin: `x.rs` has the public op (checked shapes and dtypes), the
 //! launch, and `reference`, the same in plain Rust on f32; `x.cu` has the CUDA kernel. On a CPU the op runs its reference.
+//!
+//! `cuda` launches them; `upload` is the way of weights to a device.
 
 pub mod attention;
 pub mod bandwidth;
@@ -10,6 +12,7 @@ pub mod matmul;
 pub mod rope;
 pub mod swiglu;
 pub mod topk;
+pub mod upload;
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};
 

@@ -5,6 +5,7 @@ use std::f32::consts::PI;
 
 use anyhow::{Result, bail};
 use candle_core::{Device, Tensor};
+use rayon::prelude::*;
 use serde::Deserialize;
 
 use crate::kernels;
@@ -140,7 +141,8 @@ impl Rotary {
         let half = frequencies.inv_freq.len();
         let angle = |i: usize| (i / half) as f32 * frequencies.inv_freq[i % half];
         let table = |f: fn(f32) -> f32| {
-            let values: Vec<f32> = (0..positions * half).map(|i| f(angle(i)) * frequencies.attention_factor).collect();
+            let value = |i| f(angle(i)) * frequencies.attention_factor;
+            let values: Vec<f32> = (0..positions * half).into_par_iter().map(value).collect();
             Tensor::from_vec(values, (positions, half), device)
         };
         Ok(Self { cos: table(f32::cos)?, sin: table(f32::sin)? })

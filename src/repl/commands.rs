@@ -129,7 +129,7 @@ fn stats(session: &Session) -> String {
         ("context used", session.engine.cached_tokens().to_string()),
         ("chat format", format.to_string()),
         ("messages", session.messages.len().to_string()),
-        ("loaded in", format!("{:.2} s", info.load_s)),
+        ("loaded in", format!("{:.2} s", info.load.total_s)),
     ]
     .map(|(name, value)| format!("{name:13} {value}"))
     .join("\n")

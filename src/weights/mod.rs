@@ -1,12 +1,21 @@
 //! Checkpoints: tensors by their Hugging Face names, each checked for dtype and shape before it is used.
 
 pub mod mxfp4;
+pub mod read_ahead;
 mod safetensors;
 
 use std::cell::Cell;
+use std::sync::Arc;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
+
+#[cfg(feature = "cuda")]
+use crate::kernels::upload::CopyStream;
+use crate::kernels::upload::Target;
+use read_ahead::ReadAhead;
+#[cfg(feature = "cuda")]
+use read_ahead::{Keep, Settings};
 
 pub use safetensors::{Checkpoint, TensorInfo};
 
@@ -18,6 +27,27 @@ pub struct Weights<'c> {
     device: Device,
     dtype: DType,
     loaded: &'c Loaded<'c>,
+    /// Reads what has not been asked for yet. The last clone of these weights stops it.
+    ahead: Option<Arc<dyn Ahead>>,
+}
+
+/// Tensors of up to this many bytes are converted before they go to a device.
+const CONVERTED_ON_HOST: usize = 1 << 20;
+
+/// Some [`ReadAhead`].
+trait Ahead {
+    fn contains(&self, name: &str) -> bool;
+    fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor>;
+}
+
+impl<T: Target> Ahead for ReadAhead<T> {
+    fn contains(&self, name: &str) -> bool {
+        self.contains(name)
+    }
+
+    fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        self.take(name, dtype, shape)
+    }
 }
 
 /// Counts bytes as they are loaded and tells whoever shows progress.
@@ -39,9 +69,29 @@ impl<'p> Loaded<'p> {
 }
 
 impl<'c> Weights<'c> {
-    /// Float tensors will be converted to `dtype` on `device`.
-    pub fn new(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, loaded: &'c Loaded<'c>) -> Self {
-        Self { checkpoint, prefix: String::new(), device: device.clone(), dtype, loaded }
+    /// Float tensors will be converted to `dtype` on `device`. For a GPU, reading begins here. A tensor that is handed
+    /// out may still be on its way: whatever is queued on the device's stream is ordered after its arrival.
+    pub fn new(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, loaded: &'c Loaded<'c>) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        if let Device::Cuda(cuda) = device {
+            let mut extents = checkpoint.extents(dtype);
+            extents.retain(|extent| extent.keep == Keep::Lasting || extent.bytes > CONVERTED_ON_HOST);
+            let reader = ReadAhead::start(CopyStream::new(cuda)?, extents, Settings::default())?;
+            return Ok(Self::read_ahead(checkpoint, device, dtype, loaded, reader));
+        }
+        Ok(Self { checkpoint, prefix: String::new(), device: device.clone(), dtype, loaded, ahead: None })
+    }
+
+    /// The same by way of any reader of the checkpoint, whose tensors are on `device`.
+    pub fn read_ahead(
+        checkpoint: &'c Checkpoint,
+        device: &Device,
+        dtype: DType,
+        loaded: &'c Loaded<'c>,
+        reader: ReadAhead<impl Target>,
+    ) -> Self {
+        let (prefix, device) = (String::new(), device.clone());
+        Self { checkpoint, prefix, device, dtype, loaded, ahead: Some(Arc::new(reader)) }
     }
 
     pub fn device(&self) -> &Device {
@@ -73,26 +123,46 @@ impl<'c> Weights<'c> {
     /// A float tensor of exactly this shape in a dtype of the caller's choice.
     pub fn float_as(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         let name = self.full_name(name);
-        let tensor = self.load(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
-        tensor.to_dtype(dtype).with_context(|| format!("cannot convert {name} to {dtype:?}"))
+        let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
+        // Norms, biases and the like are converted on the host: the first use of candle's conversions on a GPU loads them,
+        // and on a machine's first run the driver compiles them for a second.
+        let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= CONVERTED_ON_HOST;
+        let tensor = self.load(&name, if on_host { &Device::Cpu } else { &self.device })?;
+        let converted = tensor.to_dtype(dtype).and_then(|tensor| tensor.to_device(&self.device));
+        converted.with_context(|| format!("cannot convert {name} to {dtype:?}"))
     }
 
     /// A U8 tensor of exactly this shape.
     pub fn bytes(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
-        self.load(&self.full_name(name), &[DType::U8], shape)
+        let name = self.full_name(name);
+        self.check(&name, &[DType::U8], shape)?;
+        self.load(&name, &self.device)
     }
 
-    fn load(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<Tensor> {
+    fn check(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<&'c TensorInfo> {
         let view = self.checkpoint.view(name)?;
         let found = format!("found {} {:?} in {}", view.info.dtype, view.info.shape, view.file.display());
-        let Some(dtype) = view.info.candle_dtype().filter(|dtype| dtypes.contains(dtype)) else {
+        if !view.info.candle_dtype().is_some_and(|dtype| dtypes.contains(&dtype)) {
             bail!("tensor {name}: expected one of {dtypes:?}, {found}");
-        };
+        }
         if view.info.shape != shape {
             bail!("tensor {name}: expected shape {shape:?}, {found}");
         }
-        let tensor = Tensor::from_raw_buffer(view.bytes, dtype, shape, &self.device)
-            .with_context(|| format!("cannot load tensor {name} from {}", view.file.display()))?;
+        Ok(view.info)
+    }
+
+    /// A tensor as it is stored, on the weights' own device or on the host.
+    fn load(&self, name: &str, device: &Device) -> Result<Tensor> {
+        let view = self.checkpoint.view(name)?;
+        let (shape, file) = (&view.info.shape, view.file.display());
+        let Some(dtype) = view.info.candle_dtype() else { bail!("tensor {name}: {} cannot be used", view.info.dtype) };
+        let tensor = match &self.ahead {
+            Some(ahead) if ahead.contains(name) && device.same_device(&self.device) => {
+                ahead.take(name, dtype, shape)?
+            }
+            _ => Tensor::from_raw_buffer(view.bytes, dtype, shape, device)
+                .with_context(|| format!("cannot load tensor {name} from {file}"))?,
+        };
         self.loaded.add(view.bytes.len() as u64);
         Ok(tensor)
     }

@@ -1,4 +1,5 @@
-//! safetensors files of a snapshot, mapped into memory: one `model.safetensors`, or the shards of an index.
+//! safetensors files of a snapshot: one `model.safetensors`, or the shards of an index. They are mapped into memory, from
+//! where a CPU takes them; for a GPU they are read ([`super::read_ahead`]).
 //!
 //! The safetensors crate checks the header (length, overlaps, holes, shape × dtype against offsets, end of file); here
 //! the index is checked: shard names stay in the snapshot, every tensor lies in the shard that the index says.
@@ -6,6 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::{Context, Result, anyhow, bail};
 use candle_core::DType;
@@ -14,6 +16,8 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use serde::Deserialize;
 
+use super::read_ahead::{Extent, Keep, Source};
+
 /// The checkpoint of a snapshot: which tensors there are, and their bytes.
 pub struct Checkpoint {
     files: Vec<MappedFile>,
@@ -21,7 +25,7 @@ pub struct Checkpoint {
 }
 
 struct MappedFile {
-    path: PathBuf,
+    source: Arc<Source>,
     map: Mmap,
 }
 
@@ -100,7 +104,7 @@ impl Checkpoint {
         }
         let checkpoint = Self::from_files(names.iter().map(|name| dir.join(name)).collect())?;
         for (tensor, shard) in &index.weight_map {
-            let found = checkpoint.tensors.get(tensor).map(|info| &checkpoint.files[info.file].path);
+            let found = checkpoint.tensors.get(tensor).map(|info| &checkpoint.files[info.file].source.path);
             match found {
                 Some(path) if path.file_name().is_some_and(|name| name == shard.as_str()) => {}
                 Some(path) => bail!("tensor {tensor}: the index places it in {shard}, it lies in {}", path.display()),
@@ -128,7 +132,7 @@ impl Checkpoint {
                     bail!("tensor {name} is in two shards, the second is {}", path.display());
                 }
             }
-            files.push(MappedFile { path, map });
+            files.push(MappedFile { source: Arc::new(Source { path, file }), map });
         }
         Ok(Self { files, tensors })
     }
@@ -166,15 +170,44 @@ impl Checkpoint {
         bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype)
     }
 
+    /// Every tensor that a model of this compute dtype can ask for, about in the order in which it asks.
+    pub fn extents(&self, dtype: DType) -> Vec<Extent> {
+        let mut usable: Vec<_> = self.tensors.iter().filter(|(_, info)| info.bytes() > 0).collect();
+        usable.sort_by_key(|(name, _)| loading_order(name));
+        let extent = |(name, info): (&String, &TensorInfo)| {
+            let stored = info.candle_dtype()?;
+            Some(Extent {
+                name: name.clone(),
+                source: self.files[info.file].source.clone(),
+                start: info.start as u64,
+                bytes: info.bytes(),
+                keep: if stored == dtype || stored == DType::U8 { Keep::Lasting } else { Keep::Passing },
+            })
+        };
+        usable.into_iter().filter_map(extent).collect()
+    }
+
     /// A tensor's bytes.
     pub fn view(&self, name: &str) -> Result<View<'_>> {
         let Some(info) = self.tensors.get(name) else {
-            let near: Vec<_> = self.files.iter().map(|file| file.path.display().to_string()).collect();
+            let near: Vec<_> = self.files.iter().map(|file| file.source.path.display().to_string()).collect();
             bail!("tensor {name} is missing from {}", near.join(", "));
         };
         let file = &self.files[info.file];
-        Ok(View { info, file: &file.path, bytes: &file.map[info.start..info.end] })
+        Ok(View { info, file: &file.source.path, bytes: &file.map[info.start..info.end] })
     }
+}
+
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Segment<'n> {
+    Number(u64),
+    Word(&'n str),
+}
+
+/// The embedding, the layers by number (files have layer 10 before layer 2), the last norm, and then the head.
+fn loading_order(name: &str) -> (bool, Vec<Segment<'_>>) {
+    let segment = |part| str::parse(part).map_or(Segment::Word(part), Segment::Number);
+    (name.starts_with("lm_head."), name.split('.').map(segment).collect())
 }
 
 /// A name of a file in the snapshot itself: no folders, no parent, no absolute path.

@@ -96,7 +96,8 @@ fn full_size_figures() {
     let engine = load();
     let info = engine.info().clone();
     let now = device::info(engine.device()).unwrap();
-    println!("{}, {} parameters, loaded in {:.2} s", info.device.name, info.parameters, info.load_s);
+    println!("{}, {} parameters, loaded in {:.2} s", info.device.name, info.parameters, info.load.total_s);
+    println!("{:?}", info.load);
     println!("weights {} bytes, cache {} bytes", info.weight_bytes, info.cache_bytes);
     println!("in use after loading: {} MiB", (info.device.free_bytes - now.free_bytes) >> 20);
     let mut engine = engine;
@@ -122,4 +123,88 @@ fn full_size_figures() {
     }
     let end = device::info(engine.device()).unwrap();
     println!("in use at the end: {} MiB", (info.device.free_bytes - end.free_bytes) >> 20);
+}
+
+/// How fast weights come out of the page cache and off the disk, by how they are read.
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs a GPU and a model of real size"]
+fn full_size_reading_figures() {
+    use std::time::Instant;
+
+    use candle_core::DType;
+    use candle_core::cuda_backend::cudarc::cublas::CudaBlas;
+    use candle_core::cuda_backend::cudarc::curand::CudaRng;
+    use candle_core::cuda_backend::cudarc::driver;
+    use inferno::kernels::upload::CopyStream;
+    use inferno::nn::rope::{Frequencies, Rotary};
+    use inferno::weights::Checkpoint;
+    use inferno::weights::read_ahead::{ReadAhead, Settings};
+
+    let mut last = Instant::now();
+    let mut lap = |what: &str| {
+        println!("{what}: {:.3} s", last.elapsed().as_secs_f64());
+        last = Instant::now();
+    };
+    driver::result::init().unwrap();
+    lap("driver");
+    let context = driver::CudaContext::new(0).unwrap();
+    lap("context");
+    let stream = context.new_stream().unwrap();
+    lap("stream");
+    let _blas = CudaBlas::new(stream.clone()).unwrap();
+    lap("cuBLAS");
+    let _rng = CudaRng::new(1, stream).unwrap();
+    lap("cuRAND");
+    let device = device::open(DeviceChoice::FirstCuda).unwrap();
+    lap("the device, now that all that is there");
+    let frequencies = Frequencies { inv_freq: vec![0.1; 32], attention_factor: 1.0 };
+    Rotary::new(&frequencies, 131_072, &device).unwrap();
+    lap("rotary tables of 131,072 positions");
+    let Device::Cuda(gpu) = &device else { unreachable!() };
+    let checkpoint = Checkpoint::open(&model()).unwrap();
+    let read = |settings: Settings| {
+        let started = Instant::now();
+        let reader =
+            ReadAhead::start(CopyStream::new(gpu).unwrap(), checkpoint.extents(DType::BF16), settings).unwrap();
+        let mut tensors = Vec::new();
+        for (name, info) in checkpoint.tensors() {
+            tensors.push(reader.take(name, info.candle_dtype().unwrap(), &info.shape).unwrap());
+        }
+        let handed_out = started.elapsed().as_secs_f64();
+        device.synchronize().unwrap();
+        let arrived = started.elapsed().as_secs_f64();
+        drop(reader);
+        let dropped = started.elapsed().as_secs_f64();
+        drop(tensors);
+        device.synchronize().unwrap();
+        println!(
+            "{:2} threads, pieces of {:5} KiB: handed out {handed_out:.3} s, arrived {arrived:.3} s = {:.1} GB/s, \
+             threads gone {dropped:.3} s",
+            settings.threads,
+            settings.piece_bytes >> 10,
+            checkpoint.bytes() as f64 / 1e9 / arrived,
+        );
+    };
+    let standard = Settings::default();
+    println!("the first takes the GPU's memory from the driver, the others from the pool");
+    read(standard);
+    for threads in [4, 8, 16] {
+        for piece_bytes in [2 << 20, 4 << 20] {
+            read(Settings { threads, piece_bytes, ..standard });
+        }
+    }
+    if cfg!(target_os = "linux") {
+        for threads in [8, 16] {
+            for file in std::fs::read_dir(model()).unwrap() {
+                let status = std::process::Command::new("dd")
+                    .arg(format!("of={}", file.unwrap().path().display()))
+                    .args(["oflag=nocache", "conv=notrunc,fdatasync", "count=0", "status=none"])
+                    .status();
+                assert!(status.is_ok_and(|status| status.success()));
+            }
+            println!("out of the page cache:");
+            read(Settings { threads, ..standard });
+        }
+    }
 }

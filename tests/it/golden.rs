@@ -28,7 +28,7 @@ fn load(case: &str, device: &Device, dtype: DType) -> Case {
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let report = |_| ();
     let loaded = Loaded::new(&report);
-    let weights = Weights::new(&checkpoint, device, dtype, &loaded);
+    let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
     let config = models::read_config(&dir).unwrap();
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();

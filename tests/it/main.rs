@@ -12,3 +12,4 @@ mod kernels;
 mod support;
 mod terminal;
 mod tokenizer;
+mod weights;

@@ -1,0 +1,288 @@
+//! Tensors that are read ahead are those of the file, whatever the order, the bounds and the failures.
+
+use std::collections::HashMap;
+use std::fs::OpenOptions;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, mpsc};
+use std::time::Duration;
+
+use candle_core::{DType, Device, Result, Tensor, bail, safetensors};
+use inferno::device::{self, DeviceChoice};
+use inferno::kernels::upload::Target;
+use inferno::weights::read_ahead::{ReadAhead, Settings};
+use inferno::weights::{Checkpoint, Loaded, Weights};
+use tempfile::TempDir;
+
+use crate::support::golden;
+
+/// A target in the memory of the host, which counts what lives.
+#[derive(Clone, Default)]
+struct Host {
+    live: Arc<AtomicUsize>,
+    /// Allocations of more bytes fail.
+    limit: Option<usize>,
+    panics: bool,
+}
+
+struct Counted<T>(T, Arc<AtomicUsize>);
+
+impl Host {
+    fn count<T>(&self, value: T) -> Counted<T> {
+        self.live.fetch_add(1, Ordering::SeqCst);
+        Counted(value, self.live.clone())
+    }
+}
+
+impl<T> Drop for Counted<T> {
+    fn drop(&mut self) {
+        self.1.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Target for Host {
+    /// The bytes, how many have come, and whether it is complete.
+    type Memory = Counted<Mutex<(Vec<u8>, usize, bool)>>;
+    type Staging = Counted<Vec<u8>>;
+
+    fn staging(&self, bytes: usize) -> Result<Self::Staging> {
+        Ok(self.count(vec![0; bytes]))
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Self::Memory> {
+        if self.limit.is_some_and(|limit| bytes > limit) {
+            bail!("out of memory");
+        }
+        Ok(self.count(Mutex::new((vec![0xaa; bytes], 0, false))))
+    }
+
+    fn buffer<'s>(&self, staging: &'s mut Self::Staging) -> Result<&'s mut [u8]> {
+        assert!(!self.panics, "a target's own fault");
+        Ok(&mut staging.0)
+    }
+
+    fn copy(&self, staging: &mut Self::Staging, bytes: usize, memory: &Self::Memory, offset: usize) -> Result<()> {
+        let mut memory = memory.0.lock().unwrap();
+        memory.0[offset..offset + bytes].copy_from_slice(&staging.0[..bytes]);
+        memory.1 += bytes;
+        Ok(())
+    }
+
+    fn complete(&self, memory: &mut Self::Memory) -> Result<()> {
+        let memory = memory.0.get_mut().unwrap();
+        assert_eq!((memory.1, memory.2), (memory.0.len(), false), "bytes, and complete before");
+        memory.2 = true;
+        Ok(())
+    }
+
+    fn tensor(&self, memory: Self::Memory, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        let memory = memory.0.lock().unwrap();
+        assert!(memory.2);
+        Tensor::from_raw_buffer(&memory.0, dtype, shape, &Device::Cpu)
+    }
+}
+
+fn small(threads: usize) -> Settings {
+    Settings { threads, piece_bytes: 8, ahead_bytes: 64 }
+}
+
+fn gpu() -> Option<Device> {
+    let gpu = cfg!(feature = "cuda").then(|| device::open(DeviceChoice::FirstCuda))?;
+    gpu.map_err(|error| println!("no GPU tested: {error}")).ok()
+}
+
+/// A snapshot of these tensors.
+fn snapshot(tensors: impl IntoIterator<Item = (String, Tensor)>) -> TempDir {
+    let folder = TempDir::new().unwrap();
+    let tensors: HashMap<String, Tensor> = tensors.into_iter().collect();
+    safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
+    folder
+}
+
+fn random(elements: usize, dtype: DType) -> Tensor {
+    let values = Tensor::randn(0f32, 50f32, elements, &Device::Cpu).unwrap();
+    values.abs().unwrap().to_dtype(dtype).unwrap()
+}
+
+/// Tensors of every dtype, of sizes around a piece and a staging buffer.
+fn mixed() -> TempDir {
+    let sizes = [1, 2, 3, 4, 5, 100, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 11 << 20];
+    let dtypes = [DType::F32, DType::F16, DType::BF16, DType::U8];
+    snapshot(dtypes.into_iter().flat_map(|dtype| {
+        sizes.into_iter().enumerate().map(move |(layer, size)| {
+            let elements = (size / dtype.size_in_bytes()).max(1);
+            (format!("model.layers.{layer}.{}", dtype.as_str()), random(elements, dtype))
+        })
+    }))
+}
+
+fn bits(tensor: &Tensor) -> Vec<u32> {
+    let values = tensor.to_device(&Device::Cpu).unwrap().to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+    values.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
+}
+
+/// What a test does with weights, given those of the mapped file too.
+fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: DType) {
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let mapped = Weights::new(checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
+    for name in names {
+        let info = checkpoint.info(name).unwrap();
+        let take = |weights: &Weights| match info.candle_dtype().unwrap() {
+            DType::U8 => weights.bytes(name, &info.shape).unwrap(),
+            _ => weights.float(name, &info.shape).unwrap(),
+        };
+        let (got, want) = (take(weights), take(&mapped));
+        assert_eq!((got.dtype(), got.dims()), (want.dtype(), want.dims()), "{name}");
+        assert!(bits(&got) == bits(&want), "{name} as {dtype:?} is not what the file has");
+    }
+}
+
+fn names(checkpoint: &Checkpoint) -> Vec<String> {
+    checkpoint.tensors().map(|(name, _)| name.to_string()).collect()
+}
+
+/// The orders that a model might ask in: sorted, reversed, interleaved, and some twice.
+fn orders(names: &[String]) -> Vec<Vec<String>> {
+    let reversed = names.iter().rev().cloned().collect();
+    let far_apart = (0..names.len()).map(|i| names[i * 7919 % names.len()].clone()).collect();
+    let twice = names.iter().flat_map(|name| [name.clone(), name.clone()]).collect();
+    vec![names.to_vec(), reversed, far_apart, twice]
+}
+
+#[test]
+fn tensors_read_ahead_are_those_of_the_file() {
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    for case in ["gpt_oss", "llama3"] {
+        let checkpoint = Checkpoint::open(&golden(case)).unwrap();
+        for order in orders(&names(&checkpoint)) {
+            for (threads, dtype) in [(1, DType::F32), (3, DType::BF16), (8, DType::F16)] {
+                let (host, cpu) = (Host::default(), Device::Cpu);
+                let settings = Settings { piece_bytes: 1000, ..small(threads) };
+                let reader = ReadAhead::start(host.clone(), checkpoint.extents(dtype), settings).unwrap();
+                let weights = Weights::read_ahead(&checkpoint, &cpu, dtype, &loaded, reader);
+                compare(&checkpoint, &weights, &order, dtype);
+                drop(weights);
+                assert_eq!(host.live.load(Ordering::SeqCst), 0, "everything is given back");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_gpu_gets_the_tensors_of_the_file() {
+    let Some(gpu) = gpu() else { return };
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let folder = mixed();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for order in orders(&names(&checkpoint)) {
+            let weights = Weights::new(&checkpoint, &gpu, dtype, &loaded).unwrap();
+            compare(&checkpoint, &weights, &order, dtype);
+        }
+    }
+}
+
+#[test]
+fn thousands_of_tiny_tensors_arrive() {
+    let tensor = |i: usize| (format!("model.layers.{i}.x"), random(i % 5 + 1, DType::BF16));
+    let folder = snapshot((0..5000).map(tensor));
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let names = names(&checkpoint);
+    let reader = ReadAhead::start(Host::default(), checkpoint.extents(DType::F32), small(4)).unwrap();
+    let weights = Weights::read_ahead(&checkpoint, &Device::Cpu, DType::F32, &loaded, reader);
+    compare(&checkpoint, &weights, &names, DType::F32);
+    if let Some(gpu) = gpu() {
+        let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &loaded).unwrap();
+        compare(&checkpoint, &weights, &names, DType::BF16);
+    }
+}
+
+/// Runs what must end, whatever happens.
+fn in_time<R: Send + 'static>(run: impl FnOnce() -> R + Send + 'static) -> R {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || sender.send(run()));
+    receiver.recv_timeout(Duration::from_secs(60)).expect("it hangs, or it panicked")
+}
+
+/// Three tensors of 40 bytes; the middle one is asked for.
+fn take_the_middle<T: Target>(target: T, spoil: impl FnOnce(PathBuf) + Send + 'static) -> String {
+    in_time(move || {
+        let folder = snapshot(["a", "b", "c"].map(|name| (name.to_string(), random(20, DType::BF16))));
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        spoil(folder.path().join("model.safetensors"));
+        let reader = ReadAhead::start(target, checkpoint.extents(DType::BF16), small(2)).unwrap();
+        format!("{:#}", reader.take("b", DType::BF16, &[20]).unwrap_err())
+    })
+}
+
+#[test]
+fn failures_are_errors_that_name_the_tensor() {
+    let host = Host::default();
+    let error = take_the_middle(Host { limit: Some(39), ..host.clone() }, |_| ());
+    assert!(error.contains("cannot allocate tensor ") && error.contains("out of memory"), "{error}");
+    let error = take_the_middle(Host { panics: true, ..host.clone() }, |_| ());
+    assert!(error.contains("panicked"), "{error}");
+    let truncate = |path| {
+        let file = OpenOptions::new().write(true).open(path).unwrap();
+        file.set_len(file.metadata().unwrap().len() - 110).unwrap();
+    };
+    let error = take_the_middle(host.clone(), truncate);
+    assert!(error.contains("model.safetensors") && error.contains("ends"), "{error}");
+    assert_eq!(host.live.load(Ordering::SeqCst), 0, "everything is given back");
+    #[cfg(feature = "cuda")]
+    if let Some(Device::Cuda(gpu)) = gpu() {
+        let error = take_the_middle(inferno::kernels::upload::CopyStream::new(&gpu).unwrap(), truncate);
+        assert!(error.contains("model.safetensors") && error.contains("ends"), "{error}");
+    }
+}
+
+#[test]
+fn a_reader_may_be_dropped_at_any_time() {
+    let folder = mixed();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let names = names(&checkpoint);
+    let host = Host::default();
+    #[cfg(feature = "cuda")]
+    let gpu = gpu();
+    for taken in 0..12 {
+        take_some(host.clone(), &checkpoint, &names[..taken]);
+        assert_eq!(host.live.load(Ordering::SeqCst), 0, "everything is given back");
+        #[cfg(feature = "cuda")]
+        if let Some(Device::Cuda(gpu)) = &gpu {
+            take_some(inferno::kernels::upload::CopyStream::new(gpu).unwrap(), &checkpoint, &names[..taken]);
+        }
+    }
+}
+
+fn take_some<T: Target>(target: T, checkpoint: &Checkpoint, names: &[String]) {
+    let settings = Settings { threads: 4, piece_bytes: 1 << 16, ahead_bytes: 1 << 20 };
+    let reader = ReadAhead::start(target, checkpoint.extents(DType::BF16), settings).unwrap();
+    for name in names {
+        let info = checkpoint.info(name).unwrap();
+        reader.take(name, info.candle_dtype().unwrap(), &info.shape).unwrap();
+    }
+}
+
+/// A tensor that no GPU has room for, in a file that is mostly a hole.
+#[test]
+fn a_gpu_too_small_is_an_error() {
+    let Some(gpu) = gpu() else { return };
+    let folder = TempDir::new().unwrap();
+    let (bytes, path) = (1u64 << 40, folder.path().join("model.safetensors"));
+    let header = format!(r#"{{"x":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[0,{bytes}]}}}}"#);
+    std::fs::write(&path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat()).unwrap();
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    file.set_len(8 + header.len() as u64 + bytes).unwrap();
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &loaded).unwrap();
+    let error = format!("{:#}", weights.bytes("x", &[bytes as usize]).unwrap_err());
+    assert!(error.contains("tensor x") && error.contains("OUT_OF_MEMORY"), "{error}");
+}
