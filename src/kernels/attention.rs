@@ -20,8 +20,15 @@ pub struct Sight {
 }
 
 /// q \[T, H, D\]; k, v \[S, K, D\] of q's dtype, where position p lies in row p mod S and every position in sight has been
-/// written; sinks \[H\] f32. Returns \[T, H, D\].
-pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, sight: Sight) -> Result<Tensor> {
+/// written; sinks \[H\] f32; positions \[T\] u32, those of `sight` once more, on the device. Returns \[T, H, D\].
+pub fn attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    sinks: Option<&Tensor>,
+    positions: &Tensor,
+    sight: Sight,
+) -> Result<Tensor> {
     let (tokens, heads, head_dim) = q.dims3()?;
     let (rows, kv_heads, kv_dim) = k.dims3()?;
     if kv_dim != head_dim || k.dims() != v.dims() || kv_heads == 0 || heads % kv_heads != 0 || head_dim > 256 {
@@ -34,6 +41,9 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, sig
         && (sinks.dims() != [heads] || sinks.dtype() != DType::F32)
     {
         bail!("attention: sinks are {:?} {:?}, expected F32 [{heads}]", sinks.dtype(), sinks.dims());
+    }
+    if positions.dims() != [tokens] || positions.dtype() != DType::U32 {
+        bail!("attention: positions are {:?} {:?}, expected U32 [{tokens}]", positions.dtype(), positions.dims());
     }
     // Rows of the cache are reused: the oldest key that the first query sees must still be there after the last write.
     let in_sight = sight.window.unwrap_or(usize::MAX).min(sight.position + 1) + tokens - 1;
@@ -54,8 +64,12 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, sig
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use super::cuda::{Arg, launch, module, suffix};
-            // SAFETY: the kernel writes D elements for each of the T·H blocks.
+            // SAFETY: the kernels write D elements for each of the T·H rows.
             let out = unsafe { Tensor::empty((tokens, heads, head_dim), q.dtype(), q.device())? };
+            if let Some(flash) = flash::Launch::new(device, q, k, sight)? {
+                flash.run(device, (q, k, v), sinks, positions, &out)?;
+                return Ok(out);
+            }
             let args = [
                 Arg::tensor(q)?,
                 Arg::tensor(k)?,
@@ -80,6 +94,123 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, sinks: Option<&Tensor>, sig
         }
         #[allow(unreachable_patterns)]
         _ => super::unsupported("attention", q),
+    }
+}
+
+/// The tensor-core kernels of `flash_attention.cu`: how they are launched.
+#[cfg(feature = "cuda")]
+pub mod flash {
+    use candle_core::cuda_backend::CudaDevice;
+    use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
+    use candle_core::{DType, Result, Tensor};
+
+    use super::super::cuda::{Arg, Module, attribute, launch, module, multiprocessors, suffix};
+    use super::Sight;
+
+    /// Head sizes that there are kernels for.
+    pub const HEAD_DIMS: [usize; 5] = [16, 64, 80, 96, 128];
+
+    pub fn code() -> Module {
+        module!("flash_attention")
+    }
+
+    /// A kernel and its launch for queries \[T, H, D\] on a cache \[S, K, D\].
+    pub struct Launch {
+        pub name: String,
+        pub grid: (usize, usize, usize),
+        pub block: usize,
+        pub shared_bytes: usize,
+        tokens: usize,
+        heads: usize,
+        kv_heads: usize,
+        rows: usize,
+        sight: Sight,
+        /// f32 elements of scratch for partial results, and u32 counters, which must be zero.
+        pub partials: usize,
+        pub arrivals: usize,
+    }
+
+    impl Launch {
+        /// `None` for dtypes and head sizes that have no kernel.
+        pub fn new(device: &CudaDevice, q: &Tensor, k: &Tensor, sight: Sight) -> Result<Option<Self>> {
+            let ((tokens, heads, head_dim), (cache_rows, kv_heads, _)) = (q.dims3()?, k.dims3()?);
+            if !HEAD_DIMS.contains(&head_dim) || !matches!(q.dtype(), DType::BF16 | DType::F16) {
+                return Ok(None);
+            }
+            let limit = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+            let (limit, multiprocessors) = (attribute(device, limit)?, multiprocessors(device)?);
+            // A row is a token and one of the heads that share a key/value head.
+            let group_rows = tokens * (heads / kv_heads);
+            let few = 64 * if head_dim <= 64 { 32 } else { 16 } * (head_dim + 8);
+            let (rows, block, shared_bytes) = if group_rows <= 32 && few <= limit {
+                (16, 256, few)
+            } else if kv_heads * group_rows.div_ceil(128) < 2 * multiprocessors {
+                (64, 128, 512 * (head_dim + 8))
+            } else {
+                let keys = if head_dim == 16 { 64 } else { 48 };
+                let queries = if head_dim <= 80 { 0 } else { 256 * (head_dim + 8) };
+                (128, 128, queries + 8 * keys * (head_dim + 8))
+            };
+            let tiles = group_rows.div_ceil(rows);
+            // Few tiles after a long context leave multiprocessors idle: they share the keys.
+            let wanted = match rows {
+                16 => multiprocessors / (kv_heads * tiles),
+                64 => 2 * multiprocessors / (kv_heads * tiles),
+                _ => 1,
+            };
+            let splits = if sight.window.is_some() { 1 } else { wanted.clamp(1, 64) };
+            let shared = splits > 1;
+            Ok(Some(Self {
+                name: format!("flash_attention_{rows}_rows_{head_dim}_{}", suffix(q.dtype())?),
+                grid: (kv_heads, tiles, splits),
+                block,
+                shared_bytes,
+                tokens,
+                heads,
+                kv_heads,
+                rows: cache_rows,
+                sight,
+                partials: if shared { tiles * kv_heads * splits * rows * (head_dim + 2) } else { 0 },
+                arrivals: if shared { tiles * kv_heads } else { 0 },
+            }))
+        }
+
+        /// The sizes that follow the addresses: T, H, K, S, window; the scale comes next.
+        pub fn sizes(&self) -> [usize; 5] {
+            [self.tokens, self.heads, self.kv_heads, self.rows, self.sight.window.unwrap_or(0)]
+        }
+
+        pub fn scale(&self) -> f32 {
+            self.sight.scale
+        }
+
+        pub(super) fn run(
+            &self,
+            device: &CudaDevice,
+            (q, k, v): (&Tensor, &Tensor, &Tensor),
+            sinks: Option<&Tensor>,
+            positions: &Tensor,
+            out: &Tensor,
+        ) -> Result<()> {
+            // SAFETY: partial results are written before they are read.
+            let partials = unsafe { Tensor::empty(self.partials.max(1), DType::F32, q.device())? };
+            let arrivals = Tensor::zeros(self.arrivals.max(1), DType::U32, q.device())?;
+            let mut args = vec![
+                Arg::tensor(q)?,
+                Arg::tensor(k)?,
+                Arg::tensor(v)?,
+                Arg::optional(sinks)?,
+                Arg::tensor(out)?,
+                Arg::tensor(positions)?,
+                Arg::tensor(&partials)?,
+                Arg::tensor(&arrivals)?,
+            ];
+            args.extend(self.sizes().map(Arg::from));
+            // Not in a chain: nothing is read early.
+            args.extend([self.scale().into(), Arg::Int(0)]);
+            // SAFETY: shapes and dtypes checked by `attention`; rows of the cache are taken modulo S.
+            unsafe { launch(device, &code(), &self.name, self.grid, self.block, self.shared_bytes, &args) }
+        }
     }
 }
 

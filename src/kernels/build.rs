@@ -9,7 +9,20 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const KERNELS: &[&str] = &["attention", "bandwidth", "experts", "rope", "swiglu", "topk"];
+const KERNELS: &[&str] = &[
+    "attention",
+    "bandwidth",
+    "decode",
+    "embed",
+    "experts",
+    "experts_gemm",
+    "flash_attention",
+    "norm",
+    "rope",
+    "sample",
+    "swiglu",
+    "topk",
+];
 
 fn main() {
     println!("cargo::rerun-if-changed=src/kernels");
@@ -36,7 +49,7 @@ fn main() {
             let target = out.join(format!("{name}.fatbin"));
             let child = Command::new(&nvcc)
                 .args(["-fatbin", "-O3", "-std=c++17", "-lineinfo", "-Isrc/kernels"])
-                .arg(format!("-gencode=arch=compute_{capability},code=[compute_{capability},sm_{capability}]"))
+                .args(targets(name, &capability))
                 .arg("-o")
                 .arg(target)
                 .arg(&source)
@@ -56,6 +69,17 @@ fn main() {
         }
     }
     std::fs::write(&stamp, inputs).expect("OUT_DIR can be written");
+}
+
+/// Machine code for the built architecture, PTX for later ones.
+fn targets(name: &str, capability: &str) -> Vec<String> {
+    // Hopper's matrix instructions are no part of plain sm_90, and no later GPU has them: PTX goes without.
+    if (name, capability) == ("experts_gemm", "90") {
+        return ["arch=compute_90a,code=sm_90a", "arch=compute_90,code=compute_90"]
+            .map(|target| format!("-gencode={target}"))
+            .to_vec();
+    }
+    vec![format!("-gencode=arch=compute_{capability},code=[compute_{capability},sm_{capability}]")]
 }
 
 /// All that the fat binaries are made from.

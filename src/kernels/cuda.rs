@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
+use candle_core::cuda_backend::cudarc::driver::sys::{CUdevice_attribute, CUdeviceptr, CUfunction_attribute};
 use candle_core::cuda_backend::cudarc::driver::{
     CudaFunction, CudaModule, DevicePtr, DeviceRepr, LaunchConfig, PushKernelArg,
 };
@@ -39,7 +39,8 @@ fn modules() -> &'static Mutex<Modules> {
     MODULES.get_or_init(Mutex::default)
 }
 
-fn function(device: &CudaDevice, module: &Module, name: &str) -> Result<CudaFunction> {
+/// A kernel of a module, which is loaded at its first use.
+pub fn function(device: &CudaDevice, module: &Module, name: &str) -> Result<CudaFunction> {
     let mut modules = modules().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let loaded = match modules.get(&(device.id(), module.name)) {
         Some(loaded) => loaded.clone(),
@@ -58,6 +59,24 @@ fn function(device: &CudaDevice, module: &Module, name: &str) -> Result<CudaFunc
         }
     };
     loaded.load_function(name).w()
+}
+
+/// Every kernel may have 48 KiB of shared memory; up to here there is room for its static part.
+pub const USUAL_SHARED_BYTES: usize = 32 << 10;
+
+/// More dynamic shared memory than that.
+pub fn allow_shared_bytes(function: &CudaFunction, bytes: usize) -> Result<()> {
+    function.set_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32).w()
+}
+
+/// What the driver says of the device, such as its number of multiprocessors.
+pub fn attribute(device: &CudaDevice, attribute: CUdevice_attribute) -> Result<usize> {
+    Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
+}
+
+/// How many multiprocessors the device has.
+pub fn multiprocessors(device: &CudaDevice) -> Result<usize> {
+    attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
 }
 
 /// The device address of a contiguous CUDA tensor's first element.
@@ -137,6 +156,9 @@ pub unsafe fn launch(
         return Ok(());
     }
     let function = function(device, module, name)?;
+    if shared_bytes > USUAL_SHARED_BYTES {
+        allow_shared_bytes(&function, shared_bytes)?;
+    }
     let stream = device.cuda_stream();
     let mut builder = stream.launch_builder(&function);
     for arg in args {

@@ -25,6 +25,80 @@ pub enum ExpertWeights {
     Mxfp4 { blocks: Tensor, scales: Tensor },
     /// [E, R, C] of the compute dtype.
     Dense(Tensor),
+    /// MXFP4, laid out anew for tensor cores: what a GPU computes in bf16 or f16 with.
+    #[cfg(feature = "cuda")]
+    Tiles(Tiles),
+}
+
+/// MXFP4 matrices in tiles of 16 rows × 64 columns, each the fragments of a tensor-core product (`experts_gemm.cu`).
+#[cfg(feature = "cuda")]
+#[derive(Clone, Debug)]
+pub struct Tiles {
+    /// u8 [E, ceil(R/16), ceil(C/64), 512]
+    blocks: Tensor,
+    /// u8 [E, ceil(R/16), ceil(C/64), 32]
+    scales: Tensor,
+    rows: usize,
+    columns: usize,
+}
+
+/// How the 16 rows of a tile follow each other.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowOrder {
+    Plain,
+    /// Rows 2g and 2g + 1, a gate and its linear half, at g and g + 8.
+    Paired,
+}
+
+#[cfg(feature = "cuda")]
+impl Tiles {
+    /// From blocks [E, R, C/32, 16] and scales [E, R, C/32], on the GPU; waits for it. `None` if a scale is above 2: the
+    /// tensor-core kernels cannot compute with such weights, which no known checkpoint has.
+    pub fn repack(blocks: &Tensor, scales: &Tensor, order: RowOrder) -> Result<Option<Self>> {
+        use super::cuda::{Arg, launch, module};
+        let weights = ExpertWeights::Mxfp4 { blocks: blocks.clone(), scales: scales.clone() };
+        let (experts, rows, columns) = weights.dims()?;
+        let Device::Cuda(device) = blocks.device() else { return super::unsupported("Tiles::repack", blocks) };
+        let (row_tiles, column_tiles) = (rows.div_ceil(16), columns.div_ceil(64));
+        // SAFETY: the kernel writes every byte of every tile.
+        let empty =
+            |bytes| unsafe { Tensor::empty((experts, row_tiles, column_tiles, bytes), DType::U8, blocks.device()) };
+        let tiles = Self { blocks: empty(512)?, scales: empty(32)?, rows, columns };
+        let extreme = Tensor::zeros(1, DType::U32, blocks.device())?;
+        let args = [
+            Arg::tensor(blocks)?,
+            Arg::tensor(scales)?,
+            Arg::tensor(&tiles.blocks)?,
+            Arg::tensor(&tiles.scales)?,
+            Arg::tensor(&extreme)?,
+            experts.into(),
+            rows.into(),
+            columns.into(),
+            Arg::Int(i32::from(order == RowOrder::Paired)),
+        ];
+        let grid = ((experts * row_tiles * column_tiles).div_ceil(8), 1, 1);
+        // SAFETY: `dims` checked that blocks and scales go together; the tiles have the sizes that the kernel counts.
+        unsafe { launch(device, &module!("experts_gemm"), "repack_mxfp4", grid, 256, 0, &args)? };
+        Ok((extreme.to_vec1::<u32>()?[0] == 0).then_some(tiles))
+    }
+
+    /// (E, R, C).
+    pub fn dims(&self) -> (usize, usize, usize) {
+        (self.blocks.dims()[0], self.rows, self.columns)
+    }
+
+    pub fn blocks(&self) -> &Tensor {
+        &self.blocks
+    }
+
+    pub fn scales(&self) -> &Tensor {
+        &self.scales
+    }
+
+    pub fn bytes(&self) -> u64 {
+        bytes(&self.blocks) + bytes(&self.scales)
+    }
 }
 
 impl ExpertWeights {
@@ -40,6 +114,8 @@ impl ExpertWeights {
                 Ok((experts, rows, groups * BLOCK))
             }
             ExpertWeights::Dense(weights) => weights.dims3(),
+            #[cfg(feature = "cuda")]
+            ExpertWeights::Tiles(tiles) => Ok(tiles.dims()),
         }
     }
 
@@ -48,6 +124,8 @@ impl ExpertWeights {
         match self {
             ExpertWeights::Mxfp4 { blocks, scales } => bytes(blocks) + bytes(scales),
             ExpertWeights::Dense(weights) => bytes(weights),
+            #[cfg(feature = "cuda")]
+            ExpertWeights::Tiles(tiles) => tiles.bytes(),
         }
     }
 }
@@ -104,6 +182,7 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
             let (kind, first, second) = match weights {
                 ExpertWeights::Mxfp4 { blocks, scales } => ("mxfp4", Arg::tensor(blocks)?, Arg::tensor(scales)?),
                 ExpertWeights::Dense(dense) => ("dense", Arg::tensor(dense)?, Arg::optional(None)?),
+                ExpertWeights::Tiles(_) => bail!("expert_matmul: tiles are for expert_mlp"),
             };
             let (bias, input, output) = (Arg::optional(bias)?, Arg::tensor(x)?, Arg::tensor(&out)?);
             let module = module!("experts");
@@ -197,6 +276,8 @@ pub fn reference(
             };
             each(&dot, &mut out);
         }
+        #[cfg(feature = "cuda")]
+        ExpertWeights::Tiles(_) => bail!("expert_matmul: tiles are for a GPU"),
     }
     Ok(out)
 }

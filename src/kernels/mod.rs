@@ -6,9 +6,17 @@
 pub mod attention;
 pub mod bandwidth;
 #[cfg(feature = "cuda")]
+pub mod chain;
+#[cfg(feature = "cuda")]
 pub mod cuda;
+#[cfg(feature = "cuda")]
+pub mod decode;
+pub mod embed;
+#[cfg(feature = "cuda")]
+pub mod expert_mlp;
 pub mod experts;
 pub mod matmul;
+pub mod norm;
 pub mod rope;
 pub mod swiglu;
 pub mod topk;

@@ -1,73 +1,112 @@
-//! Rotary position embedding (RoFormer, arXiv 2104.09864) in the split-half layout of Hugging Face checkpoints.
+//! From the fused projection to queries, keys and values: bias, and rotary position embedding (RoFormer, arXiv
+//! 2104.09864) in the split-half layout of Hugging Face checkpoints.
 //!
-//! The angles come in as f32 tables and the rotation is done in f32 whatever the dtype, so that late positions keep
-//! their precision in bf16.
+//! The angles come in as f32 tables and all is done in f32, so that late positions keep their precision in bf16.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{elements, to_f32};
 
-/// Rotates the first 2·cols(cos) dims of every head; the others pass through.
+/// What turns q and k.
+#[derive(Clone, Copy)]
+pub struct Rotation<'t> {
+    /// f32 \[P, R/2\]
+    pub cos: &'t Tensor,
+    pub sin: &'t Tensor,
+    /// u32 \[T\], each below P.
+    pub positions: &'t Tensor,
+}
+
+/// Adds the bias, rotates the first 2·cols(cos) dims of every head of q and k (the others pass through), and rounds to
+/// `dtype`.
 ///
-/// x \[T, H, D\] of f32, f16 or bf16; cos, sin \[P, R/2\] f32; positions \[T\] u32, each below P. Returns \[T, H, D\].
-pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor, positions: &Tensor) -> Result<Tensor> {
-    let (tokens, heads, head_dim) = x.dims3()?;
+/// qkv f32 \[T, (H + 2K) · D\], `heads` = (H, K, D); bias f32 \[(H + 2K) · D\]. Returns q \[T, H, D\], k and v \[T, K, D\].
+pub fn split_qkv(
+    qkv: &Tensor,
+    bias: Option<&Tensor>,
+    rotation: Rotation,
+    heads: (usize, usize, usize),
+    dtype: DType,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let Rotation { cos, sin, positions } = rotation;
+    let ((q_heads, kv_heads, head_dim), (tokens, width)) = (heads, qkv.dims2()?);
     let (_, half) = cos.dims2()?;
+    if width != (q_heads + 2 * kv_heads) * head_dim || bias.is_some_and(|bias| bias.dims() != [width]) {
+        bail!("split_qkv: qkv {:?}, bias {:?}, (H, K, D) {heads:?}", qkv.dims(), bias.map(Tensor::dims));
+    }
     if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
-        bail!("rope: x {:?}, cos {:?}, sin {:?}, positions {:?}", x.dims(), cos.dims(), sin.dims(), positions.dims());
+        bail!("split_qkv: cos {:?}, sin {:?}, positions {:?}, D {head_dim}", cos.dims(), sin.dims(), positions.dims());
     }
-    if cos.dtype() != DType::F32 || sin.dtype() != DType::F32 || positions.dtype() != DType::U32 {
-        bail!("rope: cos and sin must be F32 and positions U32");
+    let f32s = [Some(qkv), bias, Some(cos), Some(sin)].into_iter().flatten().all(|t| t.dtype() == DType::F32);
+    if !f32s || positions.dtype() != DType::U32 {
+        bail!("split_qkv: positions must be U32 and all else F32");
     }
-    match x.device() {
+    let (q_shape, kv_shape) = ((tokens, q_heads, head_dim), (tokens, kv_heads, head_dim));
+    match qkv.device() {
         Device::Cpu => {
-            let (values, cos, sin) = (to_f32(x)?, to_f32(cos)?, to_f32(sin)?);
+            let qkv = match bias {
+                Some(bias) => qkv.broadcast_add(bias)?,
+                None => qkv.clone(),
+            };
+            let (values, cos, sin) = (to_f32(&qkv)?, to_f32(cos)?, to_f32(sin)?);
             let ((values, v), (cos, c), (sin, s)) =
                 (values.storage_and_layout(), cos.storage_and_layout(), sin.storage_and_layout());
+            let tables = (elements(&cos, c)?, elements(&sin, s)?);
             let positions = positions.to_vec1::<u32>()?;
-            let shape = (tokens, heads, head_dim);
-            let out =
-                reference(elements(&values, v)?, elements(&cos, c)?, elements(&sin, s)?, &positions, shape, 2 * half);
-            Tensor::from_vec(out, (tokens, heads, head_dim), &Device::Cpu)?.to_dtype(x.dtype())
+            let out = reference(elements(&values, v)?, tables, &positions, heads, 2 * half);
+            let out = Tensor::from_vec(out, (tokens, width), &Device::Cpu)?.to_dtype(dtype)?;
+            let part = |first: usize, shape: (usize, usize, usize)| {
+                out.narrow(1, first * head_dim, shape.1 * head_dim)?.reshape(shape)?.contiguous()
+            };
+            Ok((part(0, q_shape)?, part(q_heads, kv_shape)?, part(q_heads + kv_heads, kv_shape)?))
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use super::cuda::{Arg, launch, module, suffix};
-            // SAFETY: the kernel writes all of `out`: rotated pairs, then the rest.
-            let out = unsafe { Tensor::empty((tokens, heads, head_dim), x.dtype(), x.device())? };
+            // SAFETY: the kernel writes every element of all three.
+            let empty = |shape| unsafe { Tensor::empty(shape, dtype, qkv.device()) };
+            let (q, k, v) = (empty(q_shape)?, empty(kv_shape)?, empty(kv_shape)?);
             let args = [
-                Arg::tensor(x)?,
+                Arg::tensor(qkv)?,
+                Arg::optional(bias)?,
                 Arg::tensor(cos)?,
                 Arg::tensor(sin)?,
                 Arg::tensor(positions)?,
-                Arg::tensor(&out)?,
-                heads.into(),
+                Arg::tensor(&q)?,
+                Arg::tensor(&k)?,
+                Arg::tensor(&v)?,
+                q_heads.into(),
+                kv_heads.into(),
                 head_dim.into(),
                 (2 * half).into(),
             ];
-            let name = format!("rope_{}", suffix(x.dtype())?);
+            let name = format!("split_qkv_{}", suffix(dtype)?);
+            let grid = (tokens, q_heads + 2 * kv_heads, 1);
             // SAFETY: shapes and dtypes checked above; positions are below P by contract of the caller's table.
-            unsafe { launch(device, &module!("rope"), &name, (tokens, heads, 1), 64, 0, &args)? };
-            Ok(out)
+            unsafe { launch(device, &module!("rope"), &name, grid, 64, 0, &args)? };
+            Ok((q, k, v))
         }
         #[allow(unreachable_patterns)]
-        _ => super::unsupported("rope", x),
+        _ => super::unsupported("split_qkv", qkv),
     }
 }
 
-/// The same in plain Rust. `shape` is (T, H, D).
+/// The rotation in plain Rust: x with the heads of q and k turned, those of v as they are. `tables` are cos and sin,
+/// `heads` (H, K, D).
 pub fn reference(
     x: &[f32],
-    cos: &[f32],
-    sin: &[f32],
+    (cos, sin): (&[f32], &[f32]),
     positions: &[u32],
-    (_, heads, head_dim): (usize, usize, usize),
+    (heads, kv_heads, head_dim): (usize, usize, usize),
     rotated: usize,
 ) -> Vec<f32> {
-    let half = rotated / 2;
+    let (half, all) = (rotated / 2, heads + 2 * kv_heads);
     let mut out = x.to_vec();
     for (row, out) in out.chunks_exact_mut(head_dim).enumerate() {
-        let angles = positions[row / heads] as usize * half;
+        if row % all >= heads + kv_heads {
+            continue;
+        }
+        let angles = positions[row / all] as usize * half;
         for i in 0..half {
             let (a, b) = (x[row * head_dim + i], x[row * head_dim + i + half]);
             out[i] = a * cos[angles + i] - b * sin[angles + i];

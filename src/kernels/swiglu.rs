@@ -1,7 +1,7 @@
-//! gpt-oss's clamped SwiGLU (openai/gpt-oss, `gpt_oss/torch/model.py`, `swiglu`): the gate is clamped from above only,
-//! the linear half on both sides and shifted by one.
+//! SwiGLU (arXiv 2002.05202), and gpt-oss's clamped one (openai/gpt-oss, `gpt_oss/torch/model.py`, `swiglu`): the gate is
+//! clamped from above only, the linear half on both sides and shifted by one.
 
-use candle_core::{D, Device, Result, Tensor, bail};
+use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use super::{elements, to_f32};
 
@@ -39,7 +39,31 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
     }
 }
 
-/// The same in plain Rust.
+/// silu(gate) · up, both f32 of one shape, in `dtype`.
+pub fn silu_mul(gate: &Tensor, up: &Tensor, dtype: DType) -> Result<Tensor> {
+    if gate.dims() != up.dims() || gate.dtype() != DType::F32 || up.dtype() != DType::F32 {
+        bail!("silu_mul: gate {:?} {:?}, up {:?} {:?}", gate.dtype(), gate.dims(), up.dtype(), up.dims());
+    }
+    match gate.device() {
+        Device::Cpu => (gate.silu()? * up)?.to_dtype(dtype),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            use super::cuda::{Arg, launch, module, suffix};
+            // SAFETY: the kernel writes each of the n elements.
+            let out = unsafe { Tensor::empty(gate.dims(), dtype, gate.device())? };
+            let n = out.elem_count();
+            let args = [Arg::tensor(gate)?, Arg::tensor(up)?, Arg::tensor(&out)?, n.into()];
+            let name = format!("silu_mul_{}", suffix(dtype)?);
+            // SAFETY: all three hold n elements, contiguous (checked by `Arg::tensor`).
+            unsafe { launch(device, &module!("swiglu"), &name, (n.div_ceil(256), 1, 1), 256, 0, &args)? };
+            Ok(out)
+        }
+        #[allow(unreachable_patterns)]
+        _ => super::unsupported("silu_mul", gate),
+    }
+}
+
+/// The clamped one in plain Rust.
 pub fn reference(x: &[f32], limit: f32) -> Vec<f32> {
     x.chunks_exact(2)
         .map(|pair| {

@@ -12,6 +12,7 @@ use super::rope::Rotary;
 use crate::kernels::{
     self,
     attention::{Sight, attention},
+    rope::split_qkv,
 };
 use crate::weights::Weights;
 
@@ -34,14 +35,13 @@ pub enum Sinks {
 }
 
 pub struct Attention {
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
-    o_proj: Linear,
+    /// q_proj, k_proj and v_proj, one below the other.
+    pub(crate) qkv_proj: Linear,
+    pub(crate) o_proj: Linear,
     /// f32 `[H]`
-    sinks: Option<Tensor>,
-    rotary: Arc<Rotary>,
-    config: AttentionConfig,
+    pub(crate) sinks: Option<Tensor>,
+    pub(crate) rotary: Arc<Rotary>,
+    pub(crate) config: AttentionConfig,
     /// Of the projections, the cache, and the product of queries and keys.
     dtype: DType,
 }
@@ -51,9 +51,11 @@ impl Attention {
         let AttentionConfig { hidden_size, heads, spec, qkv_bias, o_bias, sinks } = config;
         let (q_size, kv_size) = (heads * spec.head_dim, spec.kv_heads * spec.head_dim);
         Ok(Self {
-            q_proj: Linear::load(&weights.at("q_proj"), hidden_size, q_size, qkv_bias)?,
-            k_proj: Linear::load(&weights.at("k_proj"), hidden_size, kv_size, qkv_bias)?,
-            v_proj: Linear::load(&weights.at("v_proj"), hidden_size, kv_size, qkv_bias)?,
+            qkv_proj: Linear::load_stacked(
+                &[(weights.at("q_proj"), q_size), (weights.at("k_proj"), kv_size), (weights.at("v_proj"), kv_size)],
+                hidden_size,
+                qkv_bias,
+            )?,
             o_proj: Linear::load(&weights.at("o_proj"), q_size, hidden_size, o_bias)?,
             sinks: (sinks == Sinks::With).then(|| weights.float_as("sinks", &[heads], DType::F32)).transpose()?,
             rotary,
@@ -64,23 +66,25 @@ impl Attention {
 
     /// Bytes of the weights.
     pub fn bytes(&self) -> u64 {
-        let projections = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
-        projections.map(Linear::bytes).iter().sum::<u64>() + self.sinks.as_ref().map_or(0, kernels::bytes)
+        self.qkv_proj.bytes() + self.o_proj.bytes() + self.sinks.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// x \[T, C\] f32 of all sequences of the pass → \[T, C\] f32; keys and values go to each sequence's cache.
+    /// The dtype that inputs must have.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// x \[T, C\] of all sequences of the pass → \[T, C\] f32; keys and values go to each sequence's cache.
     pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let LayerSpec { kv_heads, head_dim, window } = self.config.spec;
         let heads = self.config.heads;
 
         // 1. project and rotate
-        let x = x.to_dtype(self.dtype)?;
-        let q = self.q_proj.forward(&x)?.reshape((tokens, heads, head_dim))?;
-        let k = self.k_proj.forward(&x)?.reshape((tokens, kv_heads, head_dim))?;
-        let v = self.v_proj.forward(&x)?.reshape((tokens, kv_heads, head_dim))?.to_dtype(self.dtype)?;
-        let q = self.rotary.forward(&q, pass.positions())?.to_dtype(self.dtype)?;
-        let k = self.rotary.forward(&k, pass.positions())?.to_dtype(self.dtype)?;
+        let qkv = self.qkv_proj.product(x)?;
+        let rotation = self.rotary.at(pass.positions());
+        let (q, k, v) =
+            split_qkv(&qkv, self.qkv_proj.bias.as_ref(), rotation, (heads, kv_heads, head_dim), self.dtype)?;
 
         // 2. attend, each sequence over its own cache
         let scale = 1.0 / (head_dim as f32).sqrt();
@@ -90,7 +94,8 @@ impl Attention {
             let position = cache.len();
             let cached = cache.write(layer, &rows(&k)?, &rows(&v)?)?;
             let sight = Sight { position, window, scale };
-            outputs.push(attention(&rows(&q)?, cached.k(), cached.v(), self.sinks.as_ref(), sight)?);
+            let positions = pass.positions().narrow(0, span.start, span.len())?;
+            outputs.push(attention(&rows(&q)?, cached.k(), cached.v(), self.sinks.as_ref(), &positions, sight)?);
         }
 
         // 3. project back

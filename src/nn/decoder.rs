@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 
 use super::attention::Attention;
 use super::kv_cache::{KvCache, LayerSpec};
@@ -12,7 +12,7 @@ use super::linear::{Bias, Linear};
 use super::mlp::Mlp;
 use super::norm::RmsNorm;
 use super::rope::{Frequencies, Rotary};
-use crate::kernels;
+use crate::kernels::{self, embed::embed};
 use crate::weights::Weights;
 
 /// Tokens of one or more sequences, to be run through the model in one pass.
@@ -77,19 +77,29 @@ impl Pass {
 
 /// One layer: x + attention(norm(x)), then x + mlp(norm(x)). x, the residual stream, is f32 whatever the dtype computed
 /// in: it is a sum over all layers, and each rounding would stay in it.
-struct Layer {
-    input_layernorm: RmsNorm,
-    self_attn: Attention,
-    post_attention_layernorm: RmsNorm,
-    mlp: Mlp,
+pub(crate) struct Layer {
+    pub(crate) input_layernorm: RmsNorm,
+    pub(crate) self_attn: Attention,
+    pub(crate) post_attention_layernorm: RmsNorm,
+    pub(crate) mlp: Mlp,
 }
 
 impl Layer {
-    fn forward(&self, x: &Tensor, index: usize, pass: &Pass, caches: &mut [&mut KvCache]) -> Result<Tensor> {
-        let attended = self.self_attn.forward(&self.input_layernorm.forward(x)?, index, pass, caches)?;
-        let x = (x + attended)?;
-        let fed = self.mlp.forward(&self.post_attention_layernorm.forward(&x)?)?;
-        Ok((x + fed)?)
+    /// x and y, f32 \[T, C\]: the residual stream and what the layer before adds to it. Returns the same for the next one:
+    /// each addition is made where the sum is normed.
+    fn forward(
+        &self,
+        x: &Tensor,
+        y: Option<&Tensor>,
+        index: usize,
+        pass: &Pass,
+        caches: &mut [&mut KvCache],
+    ) -> Result<(Tensor, Tensor)> {
+        let (x, normed) = self.input_layernorm.add(x, y, self.self_attn.dtype())?;
+        let y = self.self_attn.forward(&normed, index, pass, caches)?;
+        let (x, normed) = self.post_attention_layernorm.add(&x, Some(&y), self.mlp.dtype())?;
+        let y = self.mlp.forward(&normed)?;
+        Ok((x, y))
     }
 
     fn step_bytes(&self) -> u64 {
@@ -112,10 +122,10 @@ pub struct Frame {
 /// A whole model.
 pub struct Decoder {
     /// `[V, C]`
-    embed_tokens: Tensor,
-    layers: Vec<Layer>,
-    norm: RmsNorm,
-    lm_head: Linear,
+    pub(crate) embed_tokens: Tensor,
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) norm: RmsNorm,
+    pub(crate) lm_head: Linear,
     cache_layers: Vec<LayerSpec>,
     /// Positions that the rotary tables reach to.
     context: usize,
@@ -170,9 +180,23 @@ impl Decoder {
         row + self.layers.iter().map(Layer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
     }
 
+    /// V
+    pub fn vocab_size(&self) -> usize {
+        self.embed_tokens.dims()[0]
+    }
+
+    pub fn is_on_gpu(&self) -> bool {
+        self.embed_tokens.device().is_cuda()
+    }
+
+    /// Positions that the model was loaded for.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
     /// Runs a batch; writes each sequence's cache. Returns logits f32 \[rows, V\], rows as `batch.logits` says.
     pub fn forward(&self, batch: &Batch, caches: &mut [&mut KvCache]) -> Result<Tensor> {
-        self.forward_tapped(batch, caches, &mut |_, _| Ok(()))
+        self.forward_tapped(batch, caches, None)
     }
 
     /// The same; `tap` sees the residual stream, f32 \[T, C\], after each layer.
@@ -180,7 +204,7 @@ impl Decoder {
         &self,
         batch: &Batch,
         caches: &mut [&mut KvCache],
-        tap: &mut dyn FnMut(usize, &Tensor) -> Result<()>,
+        mut tap: Option<&mut dyn FnMut(usize, &Tensor) -> Result<()>>,
     ) -> Result<Tensor> {
         let device = self.embed_tokens.device();
         let vocab_size = self.embed_tokens.dim(0)?;
@@ -192,20 +216,26 @@ impl Decoder {
         }
         let pass = Pass::new(batch, caches, device)?;
         let ids = Tensor::new(batch.ids, device)?;
-        let mut x = self.embed_tokens.index_select(&ids, 0)?.to_dtype(DType::F32)?;
+        let mut x = embed(&self.embed_tokens, &ids)?;
+        let mut y = None;
         for (index, layer) in self.layers.iter().enumerate() {
-            x = layer.forward(&x, index, &pass, caches)?;
-            tap(index, &x)?;
+            let (sum, more) = layer.forward(&x, y.as_ref(), index, &pass, caches)?;
+            if let Some(tap) = &mut tap {
+                tap(index, &(&sum + &more)?)?;
+            }
+            (x, y) = (sum, Some(more));
         }
         for (&tokens, cache) in batch.tokens.iter().zip(caches.iter_mut()) {
             cache.advance(tokens);
         }
         if batch.logits == LogitsOf::Last {
-            let last: Vec<Tensor> =
-                pass.spans().map(|span| x.narrow(0, span.end - 1, 1)).collect::<candle_core::Result<_>>()?;
-            x = Tensor::cat(&last, 0)?;
+            let last = |rows: &Tensor| -> Result<Tensor> {
+                let rows = pass.spans().map(|span| rows.narrow(0, span.end - 1, 1));
+                Ok(Tensor::cat(&rows.collect::<candle_core::Result<Vec<_>>>()?, 0)?.contiguous()?)
+            };
+            (x, y) = (last(&x)?, y.as_ref().map(last).transpose()?);
         }
-        let x = self.norm.forward(&x.contiguous()?)?;
-        self.lm_head.forward(&x.to_dtype(self.embed_tokens.dtype())?)
+        let (_, normed) = self.norm.add(&x, y.as_ref(), self.embed_tokens.dtype())?;
+        self.lm_head.forward(&normed)
     }
 }

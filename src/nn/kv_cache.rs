@@ -8,6 +8,8 @@
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
+use crate::kernels::embed::copy_rows;
+
 /// What one layer keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerSpec {
@@ -133,6 +135,20 @@ impl KvCache {
         self.len += tokens;
     }
 
+    /// Counts `tokens` positions that were written without `write`; `beyond` more have been written after them and do not
+    /// count, but took their place in the rings.
+    pub fn advance_written(&mut self, tokens: usize, beyond: usize) {
+        self.len += tokens;
+        for layer in &mut self.layers {
+            layer.oldest = layer.oldest.max((self.len + beyond).saturating_sub(layer.rows()));
+        }
+    }
+
+    /// One layer's keys and values.
+    pub fn layer(&self, layer: usize) -> &LayerCache {
+        &self.layers[layer]
+    }
+
     /// Remembers this point, so that `go_back` can return to it however much is written after it.
     pub fn set_checkpoint(&mut self) -> Result<()> {
         let rows = self.layers.iter().map(|layer| layer.save(self.len)).collect::<Result<_>>()?;
@@ -184,8 +200,8 @@ impl LayerCache {
         while done < tokens {
             let row = (position + done) % rows;
             let count = (tokens - done).min(rows - row);
-            self.k.slice_set(&k.narrow(0, done, count)?.contiguous()?, 0, row)?;
-            self.v.slice_set(&v.narrow(0, done, count)?.contiguous()?, 0, row)?;
+            copy_rows(&self.k, &k.narrow(0, done, count)?, row)?;
+            copy_rows(&self.v, &v.narrow(0, done, count)?, row)?;
             done += count;
         }
         self.oldest = self.oldest.max((position + tokens).saturating_sub(rows));

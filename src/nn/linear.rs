@@ -3,7 +3,7 @@
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use crate::kernels::{self, matmul::matmul_f32};
+use crate::kernels::{self, embed::add_bias, matmul::matmul_f32};
 use crate::weights::Weights;
 
 /// Whether a projection has a bias; the config says, not the file.
@@ -21,9 +21,9 @@ impl From<bool> for Bias {
 
 pub struct Linear {
     /// `[out, in]`
-    weight: Tensor,
+    pub(crate) weight: Tensor,
     /// f32 `[out]`
-    bias: Option<Tensor>,
+    pub(crate) bias: Option<Tensor>,
 }
 
 impl Linear {
@@ -39,6 +39,16 @@ impl Linear {
         Ok(Self { weight, bias })
     }
 
+    /// Several projections of one input as one: `parts` are their places and sizes.
+    pub fn load_stacked(parts: &[(Weights, usize)], input: usize, bias: Bias) -> Result<Self> {
+        let load = |(weights, output): &(Weights, usize)| Self::load(weights, input, *output, bias);
+        let parts = parts.iter().map(load).collect::<Result<Vec<_>>>()?;
+        let weights: Vec<&Tensor> = parts.iter().map(|part| &part.weight).collect();
+        let biases: Vec<&Tensor> = parts.iter().filter_map(|part| part.bias.as_ref()).collect();
+        let bias = (bias == Bias::With).then(|| Tensor::cat(&biases, 0)).transpose()?;
+        Ok(Self { weight: Tensor::cat(&weights, 0)?, bias })
+    }
+
     /// A layer on a weight \[out, in\] that another layer owns: tied embeddings.
     pub fn tied(weight: Tensor) -> Self {
         Self { weight, bias: None }
@@ -49,11 +59,16 @@ impl Linear {
         kernels::bytes(&self.weight) + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
+    /// The product alone, without the bias.
+    pub fn product(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(matmul_f32(x, &self.weight)?)
+    }
+
     /// x \[T, in\] of the weight's dtype → \[T, out\] f32.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let y = matmul_f32(x, &self.weight)?;
+        let y = self.product(x)?;
         Ok(match &self.bias {
-            Some(bias) => y.broadcast_add(bias)?,
+            Some(bias) => add_bias(&y, bias)?,
             None => y,
         })
     }

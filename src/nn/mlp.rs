@@ -5,8 +5,10 @@ use candle_core::{DType, Tensor};
 
 use super::linear::{Bias, Linear};
 use crate::kernels;
+#[cfg(feature = "cuda")]
+use crate::kernels::expert_mlp::{Stack, expert_mlp};
 use crate::kernels::experts::{ExpertWeights, expert_matmul};
-use crate::kernels::swiglu::clamped_swiglu;
+use crate::kernels::swiglu::{clamped_swiglu, silu_mul};
 use crate::kernels::topk::topk_softmax;
 use crate::weights::{Weights, mxfp4};
 
@@ -16,7 +18,15 @@ pub enum Mlp {
 }
 
 impl Mlp {
-    /// x \[T, C\] f32 → \[T, C\] f32.
+    /// The dtype that inputs must have: a router's are f32.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Mlp::Gated(mlp) => mlp.dtype,
+            Mlp::Experts(_) => DType::F32,
+        }
+    }
+
+    /// x \[T, C\] → \[T, C\] f32.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Mlp::Gated(mlp) => mlp.forward(x),
@@ -35,9 +45,9 @@ impl Mlp {
 
 /// down(silu(gate(x)) · up(x)), arXiv 2002.05202.
 pub struct GatedMlp {
-    gate_proj: Linear,
-    up_proj: Linear,
-    down_proj: Linear,
+    pub(crate) gate_proj: Linear,
+    pub(crate) up_proj: Linear,
+    pub(crate) down_proj: Linear,
     dtype: DType,
 }
 
@@ -52,9 +62,8 @@ impl GatedMlp {
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = x.to_dtype(self.dtype)?;
-        let gated = (candle_nn::ops::silu(&self.gate_proj.forward(&x)?)? * self.up_proj.forward(&x)?)?;
-        self.down_proj.forward(&gated.to_dtype(self.dtype)?)
+        let gated = silu_mul(&self.gate_proj.forward(x)?, &self.up_proj.forward(x)?, self.dtype)?;
+        self.down_proj.forward(&gated)
     }
 }
 
@@ -71,27 +80,30 @@ pub struct ExpertsConfig {
 /// A router and its experts, with gpt-oss's clamped SwiGLU on interleaved gate and linear rows.
 pub struct ExpertsMlp {
     /// In f32: a rounding here may send a token to another expert.
-    router: Linear,
+    pub(crate) router: Linear,
     /// `[E, 2F, C]`
-    gate_up_proj: ExpertWeights,
+    pub(crate) gate_up_proj: ExpertWeights,
     /// `[E, 2F]`
-    gate_up_bias: Tensor,
+    pub(crate) gate_up_bias: Tensor,
     /// `[E, C, F]`
-    down_proj: ExpertWeights,
+    pub(crate) down_proj: ExpertWeights,
     /// `[E, C]`
-    down_bias: Tensor,
-    config: ExpertsConfig,
+    pub(crate) down_bias: Tensor,
+    pub(crate) config: ExpertsConfig,
 }
 
 impl ExpertsMlp {
     pub fn load(weights: &Weights, config: ExpertsConfig) -> Result<Self> {
         let ExpertsConfig { hidden_size, intermediate_size, experts, .. } = config;
         let stacks = weights.at("experts");
+        let gate_up = mxfp4::experts(&stacks, "gate_up_proj", (experts, 2 * intermediate_size, hidden_size))?;
+        let down = mxfp4::experts(&stacks, "down_proj", (experts, hidden_size, intermediate_size))?;
+        let (gate_up_proj, down_proj) = mxfp4::for_tensor_cores(&stacks, gate_up, down)?;
         Ok(Self {
             router: Linear::load_as(&weights.at("router"), hidden_size, experts, Bias::With, DType::F32)?,
-            gate_up_proj: mxfp4::experts(&stacks, "gate_up_proj", (experts, 2 * intermediate_size, hidden_size))?,
+            gate_up_proj,
             gate_up_bias: stacks.float("gate_up_proj_bias", &[experts, 2 * intermediate_size])?,
-            down_proj: mxfp4::experts(&stacks, "down_proj", (experts, hidden_size, intermediate_size))?,
+            down_proj,
             down_bias: stacks.float("down_proj_bias", &[experts, hidden_size])?,
             config,
         })
@@ -107,6 +119,12 @@ impl ExpertsMlp {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         // 1. route: ids [T, N], weights [T, N] f32
         let (ids, weights) = topk_softmax(&self.router.forward(x)?, self.config.chosen)?;
+        #[cfg(feature = "cuda")]
+        if let (ExpertWeights::Tiles(gate_up), ExpertWeights::Tiles(down)) = (&self.gate_up_proj, &self.down_proj) {
+            let gate_up = Stack { tiles: gate_up, bias: &self.gate_up_bias };
+            let down = Stack { tiles: down, bias: &self.down_bias };
+            return Ok(expert_mlp(x, &ids, &weights, gate_up, down, self.config.swiglu_limit)?);
+        }
         let x = x.to_dtype(self.gate_up_bias.dtype())?;
         // 2. each chosen expert's MLP: [T, N, 2F] → [T, N, F] → [T, N, C]
         let gate_up = expert_matmul(&x, &self.gate_up_proj, Some(&self.gate_up_bias), &ids)?;

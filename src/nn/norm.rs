@@ -7,8 +7,8 @@ use crate::kernels;
 use crate::weights::Weights;
 
 pub struct RmsNorm {
-    weight: Tensor,
-    eps: f32,
+    pub(crate) weight: Tensor,
+    pub(crate) eps: f32,
 }
 
 impl RmsNorm {
@@ -22,8 +22,8 @@ impl RmsNorm {
         kernels::bytes(&self.weight)
     }
 
-    /// x \[.., C\] f32 → the same.
-    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(candle_nn::ops::rms_norm(x, &self.weight, self.eps)?)
+    /// x + y, f32 \[T, C\], and its norm in `dtype`.
+    pub fn add(&self, x: &Tensor, y: Option<&Tensor>, dtype: DType) -> Result<(Tensor, Tensor)> {
+        Ok(kernels::norm::add_norm(x, y, &self.weight, self.eps, dtype)?)
     }
 }

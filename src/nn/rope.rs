@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 use serde::Deserialize;
 
-use crate::kernels;
+use crate::kernels::rope::Rotation;
 
 /// The rope fields of a config.json: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -131,8 +131,8 @@ fn yarn(plain: Vec<f32>, parameters: &Parameters, factor: f64, theta: f64, origi
 /// cos and sin of every position of a context, on the device.
 pub struct Rotary {
     /// f32 `[P, R/2]`
-    cos: Tensor,
-    sin: Tensor,
+    pub(crate) cos: Tensor,
+    pub(crate) sin: Tensor,
 }
 
 impl Rotary {
@@ -148,8 +148,8 @@ impl Rotary {
         Ok(Self { cos: table(f32::cos)?, sin: table(f32::sin)? })
     }
 
-    /// x \[T, H, D\], positions \[T\] u32 → \[T, H, D\].
-    pub fn forward(&self, x: &Tensor, positions: &Tensor) -> Result<Tensor> {
-        Ok(kernels::rope::rope(x, &self.cos, &self.sin, positions)?)
+    /// The rotation of tokens at `positions`, u32 \[T\].
+    pub fn at<'t>(&'t self, positions: &'t Tensor) -> Rotation<'t> {
+        Rotation { cos: &self.cos, sin: &self.sin, positions }
     }
 }

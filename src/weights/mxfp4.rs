@@ -4,6 +4,8 @@ use anyhow::{Result, bail};
 
 use super::Weights;
 use crate::kernels::experts::{BLOCK, ExpertWeights};
+#[cfg(feature = "cuda")]
+use crate::kernels::experts::{RowOrder, Tiles};
 
 /// `{name}_blocks` and `{name}_scales` [E, R, C/32, ..], or else the dense `{name}` [E, C, R], which transformers keeps
 /// transposed; kept here as [E, R, C] either way.
@@ -23,4 +25,34 @@ pub fn experts(
     }
     let dense = weights.float(name, &[experts, columns, rows])?;
     Ok(ExpertWeights::Dense(dense.transpose(1, 2)?.contiguous()?))
+}
+
+/// The two stacks of an MLP in the layout of a GPU's tensor cores, where they can be used: on a GPU, in bf16 or f16, without
+/// extreme scales. Otherwise as they are.
+#[cfg(feature = "cuda")]
+pub fn for_tensor_cores(
+    weights: &Weights,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+) -> Result<(ExpertWeights, ExpertWeights)> {
+    use candle_core::DType;
+    let short = weights.device().is_cuda() && weights.dtype() != DType::F32;
+    if let (ExpertWeights::Mxfp4 { blocks: up, scales: up_scales }, ExpertWeights::Mxfp4 { blocks, scales }) =
+        (&gate_up, &down)
+        && short
+        && let Some(up) = Tiles::repack(up, up_scales, RowOrder::Paired)?
+        && let Some(down) = Tiles::repack(blocks, scales, RowOrder::Plain)?
+    {
+        return Ok((ExpertWeights::Tiles(up), ExpertWeights::Tiles(down)));
+    }
+    Ok((gate_up, down))
+}
+
+#[cfg(not(feature = "cuda"))]
+pub fn for_tensor_cores(
+    _: &Weights,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+) -> Result<(ExpertWeights, ExpertWeights)> {
+    Ok((gate_up, down))
 }

@@ -12,7 +12,7 @@ use inferno::weights::{Checkpoint, Loaded, Weights};
 
 use crate::support::{devices, golden, relative_error, values};
 
-const CASES: &[&str] = &["gpt_oss", "gpt_oss_new", "llama2", "llama3", "llama_new"];
+const CASES: &[&str] = &["gpt_oss", "gpt_oss_new", "llama2", "llama3", "llama_new", "gpt_oss_graph", "llama_graph"];
 const CONTEXT: usize = 160;
 
 struct Case {
@@ -89,7 +89,7 @@ fn logits_and_every_layer_agree_with_transformers() {
             taps.push(values(x));
             Ok(())
         };
-        let logits = case.decoder.forward_tapped(&batch, &mut [&mut cache], &mut tap).unwrap();
+        let logits = case.decoder.forward_tapped(&batch, &mut [&mut cache], Some(&mut tap)).unwrap();
         for (layer, tap) in taps.iter().enumerate() {
             let error = relative_error(tap, &values(&case.golden[&format!("hidden.{layer}")]));
             assert!(error < case.tolerance(), "{name}: layer {layer} is off by {error:e}");

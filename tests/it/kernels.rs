@@ -4,9 +4,11 @@
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::attention::{Sight, attention};
 use inferno::kernels::bandwidth;
+use inferno::kernels::embed::{add_bias, copy_rows, embed};
 use inferno::kernels::experts::{E2M1, ExpertWeights, e8m0, expert_matmul};
-use inferno::kernels::rope::rope;
-use inferno::kernels::swiglu::clamped_swiglu;
+use inferno::kernels::norm::add_norm;
+use inferno::kernels::rope::{Rotation, split_qkv};
+use inferno::kernels::swiglu::{clamped_swiglu, silu_mul};
 use inferno::kernels::topk::topk_softmax;
 
 use crate::support::{devices, golden, relative_error, values};
@@ -61,20 +63,65 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
 }
 
 #[test]
-fn rope_agrees_with_its_reference() {
+fn split_qkv_agrees_with_its_reference() {
     for (device, dtype) in devices() {
-        for (tokens, heads, head_dim, rotated) in [(1, 1, 2, 2), (3, 5, 64, 64), (17, 3, 10, 6), (130, 8, 128, 128)] {
+        // T, (H, K, D), rotated dims, bias
+        let cases = [
+            (1, (1, 1, 2), 2, false),
+            (3, (5, 1, 64), 64, true),
+            (17, (3, 3, 10), 6, true),
+            (130, (8, 2, 128), 128, false),
+        ];
+        for (tokens, heads, rotated, with_bias) in cases {
             let mut noise = Noise(1);
-            let x = noise.tensor(&[tokens, heads, head_dim], dtype);
-            let (cos, sin) = (noise.tensor(&[400, rotated / 2], dtype), noise.tensor(&[400, rotated / 2], dtype));
+            let width = (heads.0 + 2 * heads.1) * heads.2;
+            let qkv = noise.tensor(&[tokens, width], DType::F32);
+            let bias = with_bias.then(|| noise.tensor(&[width], DType::F32));
+            let (cos, sin) =
+                (noise.tensor(&[400, rotated / 2], DType::F32), noise.tensor(&[400, rotated / 2], DType::F32));
             let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
             let positions = Tensor::new(positions, &Device::Cpu).unwrap();
-            let want = rope(&x, &cos, &sin, &positions).unwrap();
-            let f32_on = |tensor: &Tensor| on(tensor, &device, DType::F32);
-            let positions = positions.to_device(&device).unwrap();
-            let got = rope(&on(&x, &device, dtype), &f32_on(&cos), &f32_on(&sin), &positions).unwrap();
-            assert_close("rope", &got, &want, rounding(dtype));
+            let run = |device: &Device, dtype| {
+                let there = |tensor: &Tensor| tensor.to_device(device).unwrap();
+                let (cos, sin, positions) = (there(&cos), there(&sin), there(&positions));
+                let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
+                split_qkv(&there(&qkv), bias.as_ref().map(there).as_ref(), rotation, heads, dtype).unwrap()
+            };
+            let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
+            assert_close("q", &got.0, &want.0, rounding(dtype));
+            assert_close("k", &got.1, &want.1, rounding(dtype));
+            assert_close("v", &got.2, &want.2, rounding(dtype));
         }
+    }
+}
+
+#[test]
+fn add_norm_agrees_with_its_reference() {
+    for (device, dtype) in devices() {
+        for (tokens, columns, adds) in [(1, 2, true), (3, 64, false), (5, 2880, true), (2, 5000, true)] {
+            let mut noise = Noise(7);
+            let (x, y) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[tokens, columns], DType::F32));
+            let weight = noise.tensor(&[columns], DType::F32);
+            let run = |device: &Device, dtype| {
+                let there = |tensor: &Tensor| tensor.to_device(device).unwrap();
+                let y = adds.then(|| there(&y));
+                add_norm(&there(&x), y.as_ref(), &there(&weight), 1e-5, dtype).unwrap()
+            };
+            let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
+            assert_close("sum", &got.0, &want.0, 1e-6);
+            assert_close("norm", &got.1, &want.1, rounding(dtype));
+        }
+    }
+}
+
+#[test]
+fn silu_mul_agrees_with_candle() {
+    for (device, dtype) in devices() {
+        let mut noise = Noise(8);
+        let (gate, up) = (noise.tensor(&[3, 1027], DType::F32), noise.tensor(&[3, 1027], DType::F32));
+        let want = (gate.silu().unwrap() * &up).unwrap();
+        let got = silu_mul(&gate.to_device(&device).unwrap(), &up.to_device(&device).unwrap(), dtype).unwrap();
+        assert_close("silu_mul", &got, &want, rounding(dtype));
     }
 }
 
@@ -149,6 +196,12 @@ fn attention_agrees_with_its_reference() {
         (1, 8, 8, 256, 3000, 2900, None, true),
         (50, 16, 4, 64, 300, 250, None, true),
         (300, 3, 1, 40, 427, 64, Some(128), true),
+        (1, 64, 8, 64, 9000, 8500, None, true),
+        (1, 32, 8, 128, 3000, 2999, None, false),
+        (3, 10, 2, 16, 40, 35, Some(9), true),
+        (9, 32, 8, 128, 3000, 2900, None, false),
+        (200, 12, 4, 96, 700, 431, Some(250), true),
+        (513, 8, 8, 128, 600, 17, None, false),
     ];
     for (device, dtype) in devices() {
         for (tokens, heads, kv_heads, head_dim, rows, position, window, with_sinks) in cases {
@@ -165,11 +218,73 @@ fn attention_agrees_with_its_reference() {
             let (k, v) = (k.broadcast_add(&poison).unwrap(), v.broadcast_add(&poison).unwrap());
             let sinks = with_sinks.then(|| noise.tensor(&[heads], DType::F32));
             let sight = Sight { position, window, scale: 1.0 / (head_dim as f32).sqrt() };
-            let want = attention(&q, &k, &v, sinks.as_ref(), sight).unwrap();
+            let positions = |q: &Tensor| {
+                let places: Vec<u32> = (0..tokens).map(|t| (position + t) as u32).collect();
+                Tensor::new(places, q.device()).unwrap()
+            };
+            let want = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), sight).unwrap();
             let sinks = sinks.map(|sinks| on(&sinks, &device, DType::F32));
             let [q, k, v] = [q, k, v].map(|tensor| on(&tensor, &device, dtype));
-            let got = attention(&q, &k, &v, sinks.as_ref(), sight).unwrap();
+            let got = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), sight).unwrap();
             let what = format!("attention T {tokens} H {heads} K {kv_heads} D {head_dim} at {position} {dtype:?}");
+            // The error of a sum grows with its length; in f32 nothing else is there to hide it.
+            let sums = if dtype == DType::F32 { 1.0 + (position + tokens) as f32 / 2880.0 } else { 1.0 };
+            assert_close(&what, &got, &want, 2.0 * sums * rounding(dtype));
+        }
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn expert_mlp_agrees_with_the_products_one_by_one() {
+    use inferno::kernels::expert_mlp::{Stack, expert_mlp};
+    use inferno::kernels::experts::{RowOrder, Tiles};
+    // tokens, experts, chosen, C, F
+    let cases =
+        [(1, 7, 4, 64, 96), (5, 4, 2, 96, 160), (70, 32, 4, 192, 64), (300, 3, 1, 64, 32), (900, 5, 4, 160, 96)];
+    for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
+        for (tokens, experts, chosen, columns, intermediate) in cases {
+            let mut noise = Noise(9);
+            // Sizes of one, as after a norm: the products' sums then stay within the limit's reach.
+            let x = (noise.tensor(&[tokens, columns], dtype) * 0.5).unwrap();
+            let mut stack = |rows: usize, columns: usize| {
+                let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
+                let scales = noise.bytes(&[experts, rows, columns / 32], 120..125);
+                let bias = noise.tensor(&[experts, rows], dtype);
+                (blocks, scales, bias)
+            };
+            let (up, down) = (stack(2 * intermediate, columns), stack(columns, intermediate));
+            let ids: Vec<u32> = (0..tokens)
+                .flat_map(|_| {
+                    // Skewed: the first expert takes part in nearly every choice.
+                    let first = (noise.next() % (1 + experts as u64)).saturating_sub(1) as u32;
+                    (0..chosen as u32).map(move |n| (first + n) % experts as u32)
+                })
+                .collect();
+            let ids = Tensor::from_vec(ids, (tokens, chosen), &Device::Cpu).unwrap();
+            let shares = noise.bytes(&[tokens, chosen], 1..200).to_dtype(DType::F32).unwrap();
+            let shares = (shares / 200.0).unwrap();
+
+            let plain = |part: &(Tensor, Tensor, Tensor)| ExpertWeights::Mxfp4 {
+                blocks: part.0.clone(),
+                scales: part.1.clone(),
+            };
+            let h = expert_matmul(&x, &plain(&up), Some(&up.2), &ids).unwrap();
+            let h = clamped_swiglu(&h, 7.0).unwrap();
+            let y = expert_matmul(&h, &plain(&down), Some(&down.2), &ids).unwrap();
+            let want = y.broadcast_mul(&shares.unsqueeze(2).unwrap()).unwrap().sum(1).unwrap();
+
+            let there = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+            let tiles = |part: &(Tensor, Tensor, Tensor), order| {
+                (Tiles::repack(&there(&part.0), &there(&part.1), order).unwrap().unwrap(), on(&part.2, &device, dtype))
+            };
+            let (up, down) = (tiles(&up, RowOrder::Paired), tiles(&down, RowOrder::Plain));
+            let stack = |part| {
+                let (tiles, bias): &(Tiles, Tensor) = part;
+                Stack { tiles, bias }
+            };
+            let got = expert_mlp(&there(&x), &there(&ids), &there(&shares), stack(&up), stack(&down), 7.0).unwrap();
+            let what = format!("expert_mlp T {tokens} E {experts} N {chosen} C {columns} F {intermediate} {dtype:?}");
             assert_close(&what, &got, &want, 2.0 * rounding(dtype));
         }
     }
@@ -179,8 +294,9 @@ fn attention_agrees_with_its_reference() {
 fn attention_refuses_a_cache_that_has_lost_what_it_sees() {
     let zeros = |shape: (usize, usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
     let sight = Sight { position: 100, window: Some(16), scale: 1.0 };
-    assert!(attention(&zeros((4, 2, 8)), &zeros((19, 1, 8)), &zeros((19, 1, 8)), None, sight).is_ok());
-    assert!(attention(&zeros((4, 2, 8)), &zeros((18, 1, 8)), &zeros((18, 1, 8)), None, sight).is_err());
+    let places = Tensor::new(&[100u32, 101, 102, 103], &Device::Cpu).unwrap();
+    assert!(attention(&zeros((4, 2, 8)), &zeros((19, 1, 8)), &zeros((19, 1, 8)), None, &places, sight).is_ok());
+    assert!(attention(&zeros((4, 2, 8)), &zeros((18, 1, 8)), &zeros((18, 1, 8)), None, &places, sight).is_err());
 }
 
 #[test]
@@ -290,5 +406,26 @@ fn bandwidth_is_measured_on_a_gpu_alone() {
             let plausible = 1e10..1e14;
             assert!(plausible.contains(&bandwidth.read_bytes_per_s) && plausible.contains(&bandwidth.copy_bytes_per_s));
         }
+    }
+}
+
+#[test]
+fn embed_add_bias_and_copy_rows_do_what_candle_does() {
+    for (device, dtype) in devices() {
+        let mut noise = Noise(10);
+        let (table, y) = (noise.tensor(&[50, 37], dtype), noise.tensor(&[9, 37], DType::F32));
+        let ids = Tensor::new(&[3u32, 49, 0, 3, 17], &Device::Cpu).unwrap();
+        let bias = noise.tensor(&[37], DType::F32);
+        let there = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+        let got = embed(&on(&table, &device, dtype), &there(&ids)).unwrap();
+        assert_close("embed", &got, &table.index_select(&ids, 0).unwrap(), 0.0);
+        let got = add_bias(&there(&y), &there(&bias)).unwrap();
+        assert_close("add_bias", &got, &y.broadcast_add(&bias).unwrap(), 0.0);
+        let (to, from) = (on(&table, &device, dtype), on(&y.narrow(0, 2, 4).unwrap(), &device, dtype));
+        copy_rows(&to, &from, 45).unwrap();
+        assert_eq!(values(&to.narrow(0, 45, 4).unwrap()), values(&from));
+        assert_close("rows around", &to.narrow(0, 0, 45).unwrap(), &table.narrow(0, 0, 45).unwrap(), 0.0);
+        assert_close("rows behind", &to.narrow(0, 49, 1).unwrap(), &table.narrow(0, 49, 1).unwrap(), 0.0);
+        assert!(copy_rows(&to, &from, 47).is_err());
     }
 }
