@@ -35,6 +35,9 @@ pub struct LoadArgs {
     /// Tokens to make room for, prompt and answers together [default: what fits, up to 32768]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
+    /// Decode operation by operation, without a CUDA graph: slow, to compare with
+    #[arg(long, hide_short_help = true)]
+    eager: bool,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -77,6 +80,7 @@ impl LoadArgs {
                     Dtype::Bf16 => DType::BF16,
                 }),
                 context: self.context,
+                eager: self.eager,
                 progress: &|bytes, total| {
                     bar.set_length(total);
                     bar.set_position(bytes);

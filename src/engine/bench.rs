@@ -1,11 +1,11 @@
 //! What `inferno bench` needs beside generating: bare steps without sampling, and what each must read.
 
 use anyhow::{Context, Result, bail};
-use candle_core::D;
+use candle_core::{D, Tensor};
 use serde::Serialize;
 
-use super::Engine;
 use super::sampler::uniform;
+use super::{Decoding, Engine};
 use crate::nn::decoder::LogitsOf;
 use crate::nn::kv_cache;
 
@@ -47,11 +47,6 @@ pub struct LaunchCounts {
 }
 
 impl Engine {
-    /// What runs a decode step.
-    pub fn executor(&self) -> &'static str {
-        "eager"
-    }
-
     /// `count` token ids that depend on `seed` alone.
     pub fn random_tokens(&self, seed: u64, count: usize) -> Vec<u32> {
         let vocab_size = self.info.vocab_size as f64;
@@ -71,6 +66,14 @@ impl Engine {
     pub fn decode_steps(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         let mut chosen = Vec::with_capacity(count);
         let mut token = first;
+        if self.start_steps(first)? {
+            for left in (1..=count).rev() {
+                token = self.next_step(Some(token), left)?;
+                chosen.push(token);
+            }
+            self.device.synchronize()?;
+            return Ok(chosen);
+        }
         for _ in 0..count {
             let logits = self.forward_tensor(&[token], LogitsOf::Last)?;
             // The four bytes of the token come to the host, not the logits.
@@ -79,6 +82,29 @@ impl Engine {
         }
         self.device.synchronize()?;
         Ok(chosen)
+    }
+
+    /// Logits f32 \[T, V\] of every position of `ids`, as `logits`, but each from a decode step: how the executor is judged.
+    pub fn step_logits(&mut self, ids: &[u32]) -> Result<Tensor> {
+        self.forget();
+        let mut rows = Vec::with_capacity(ids.len());
+        for &id in ids {
+            rows.push(self.one_step_logits(id)?);
+        }
+        Ok(Tensor::cat(&rows, 0)?)
+    }
+
+    fn one_step_logits(&mut self, id: u32) -> Result<Tensor> {
+        if !self.start_steps(id)? {
+            return self.forward_tensor(&[id], LogitsOf::Last);
+        }
+        self.next_step(Some(id), 1)?;
+        match &self.decoding {
+            Decoding::Eager(_) => bail!("there is no graph to run"),
+            #[cfg(feature = "cuda")]
+            // A copy: the next step writes there again.
+            Decoding::Graph(executor) => Ok(executor.logits().unsqueeze(0)?.force_contiguous()?),
+        }
     }
 
     /// Goes back to the first `len` cached tokens and remembers that point, so that coming back again reads nothing anew.
@@ -103,11 +129,25 @@ impl Engine {
 
     /// Times each kernel of a decode step after the cached tokens; `None` if the executor cannot.
     pub fn kernel_times(&mut self) -> Result<Option<Vec<KernelTime>>> {
+        #[cfg(feature = "cuda")]
+        if self.cache.len() < self.cache.context() && self.start_steps(0)? {
+            let Decoding::Graph(executor) = &mut self.decoding else { return Ok(None) };
+            let times = executor.kernel_times()?;
+            self.cache.advance_written(0, 1);
+            return Ok(Some(times));
+        }
         Ok(None)
     }
 
     /// What a decode step has the host and the driver do; `None` if the executor does not count.
     pub fn launch_counts(&self) -> Option<LaunchCounts> {
-        None
+        match &self.decoding {
+            Decoding::Eager(_) => None,
+            #[cfg(feature = "cuda")]
+            Decoding::Graph(executor) => {
+                let kernels = executor.launches();
+                Some(LaunchCounts { kernels, graph_nodes: kernels, host_syncs: 0, copies: 0 })
+            }
+        }
     }
 }

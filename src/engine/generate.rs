@@ -85,9 +85,20 @@ pub struct Summary {
     /// Positions in use, and how many there are.
     pub context_used: usize,
     pub context: usize,
+    /// What ran the decode steps: `Engine::executor`.
+    pub executor: &'static str,
     pub tool_calls: Vec<ToolCall>,
     /// How often the model broke its chat format.
     pub malformed: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum OnDevice {
+    No,
+    /// `last` is none before the first token.
+    Yes {
+        last: Option<u32>,
+    },
 }
 
 /// Which parser a generation's tokens go through.
@@ -106,6 +117,8 @@ pub struct Generation<'e> {
     stop: StopStrings,
     /// Logits of the last position, until the token is sampled.
     logits: Vec<f32>,
+    /// Whether the engine's graph chooses the tokens, and the last one that it chose.
+    on_device: OnDevice,
     prompt_tokens: usize,
     cached_tokens: usize,
     generated: usize,
@@ -148,10 +161,11 @@ impl<'e> Generation<'e> {
             }
         };
         let finish = read.logits.is_none().then_some(FinishReason::Interrupted);
-        Ok(Self {
+        let mut generation = Self {
             sampler: Sampler::new(options.sampling.clone(), prompt),
             stop: StopStrings::new(&options.stop),
-            logits: read.logits.unwrap_or_default(),
+            logits: Vec::new(),
+            on_device: OnDevice::No,
             engine,
             options,
             reader,
@@ -163,7 +177,16 @@ impl<'e> Generation<'e> {
             last_token: started,
             finish,
             flushed: false,
-        })
+        };
+        if let Some(logits) = read.logits
+            && generation.options.max_tokens != Some(0)
+        {
+            match generation.engine.start_from(&logits, &generation.sampler)? {
+                true => generation.on_device = OnDevice::Yes { last: None },
+                false => generation.logits = logits.flatten_all()?.to_vec1()?,
+            }
+        }
+        Ok(generation)
     }
 
     /// Counts and times so far; final once the iterator has ended.
@@ -187,6 +210,7 @@ impl<'e> Generation<'e> {
             tok_per_s: if decode_s > 0.0 { (self.generated - 1) as f64 / decode_s } else { 0.0 },
             context_used: self.prompt_tokens + self.generated,
             context: self.engine.context(),
+            executor: self.engine.executor(),
             malformed: match &self.reader {
                 Reader::Chat(parser) => parser.malformed(),
                 Reader::Raw(_) => 0,
@@ -197,10 +221,20 @@ impl<'e> Generation<'e> {
 
     /// Samples a token, reads it, and runs the model on it unless it is the last.
     fn step(&mut self) -> Result<Chunk> {
-        if self.logits.iter().all(|logit| logit.is_nan()) {
-            anyhow::bail!("the model's logits are not numbers: its weights are broken, or too large for this --dtype");
-        }
-        let token = self.sampler.sample(&mut self.logits);
+        let token = match self.on_device {
+            OnDevice::Yes { last } => {
+                let most = self.options.max_tokens.map_or(usize::MAX, |max| max - self.generated);
+                let token = self.engine.next_step(last, most)?;
+                self.on_device = OnDevice::Yes { last: Some(token) };
+                token
+            }
+            OnDevice::No if self.logits.iter().all(|logit| logit.is_nan()) => {
+                anyhow::bail!(
+                    "the model's logits are not numbers: its weights are broken, or too large for this --dtype"
+                )
+            }
+            OnDevice::No => self.sampler.sample(&mut self.logits),
+        };
         self.generated += 1;
         self.last_token = Instant::now();
         self.first_token.get_or_insert(self.last_token);
@@ -221,7 +255,8 @@ impl<'e> Generation<'e> {
         } else {
             None
         };
-        if self.finish.is_none() {
+        // The graph runs on by itself: the text of this token is made while it does.
+        if self.finish.is_none() && self.on_device == OnDevice::No {
             self.logits = self.engine.forward(&[token], LogitsOf::Last)?;
         }
         Ok(Chunk { token: Some(token), deltas })

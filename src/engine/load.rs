@@ -11,7 +11,7 @@ use candle_core::{DType, Device};
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{Engine, Language, SamplingParams};
+use super::{Decoding, Engine, Language, SamplingParams};
 use crate::device::{self, DeviceChoice, DeviceInfo};
 use crate::error::Error;
 use crate::models::{self, ModelConfig};
@@ -26,6 +26,8 @@ pub struct LoadOptions<'o> {
     pub dtype: Option<DType>,
     /// Positions to make room for; if not given, as many as the model and the memory allow, up to 32,768.
     pub context: Option<usize>,
+    /// Run decode steps operation by operation, even where a graph could.
+    pub eager: bool,
     /// Hears bytes loaded and bytes in all.
     pub progress: &'o dyn Fn(u64, u64),
     /// Hears about the device once it is open.
@@ -35,7 +37,7 @@ pub struct LoadOptions<'o> {
 impl Default for LoadOptions<'_> {
     fn default() -> Self {
         let (device, dtype, context) = (DeviceChoice::default(), None, None);
-        Self { device, dtype, context, progress: &|_, _| (), on_device: &|_| () }
+        Self { device, dtype, context, eager: false, progress: &|_, _| (), on_device: &|_| () }
     }
 }
 
@@ -122,7 +124,11 @@ impl Engine {
             load: times,
         };
         let defaults = default_sampling(&generation);
-        Ok(Self { language, decoder, cache, cached: Vec::new(), device, stop_ids, defaults, info })
+        let decoding = match options.eager {
+            true => Decoding::Eager("it was asked for".into()),
+            false => Decoding::plan(&decoder, &cache)?,
+        };
+        Ok(Self { language, decoder, cache, cached: Vec::new(), decoding, device, stop_ids, defaults, info })
     }
 }
 

@@ -1,6 +1,8 @@
 //! The engine: a snapshot loaded onto a device, generating.
 
 mod bench;
+#[cfg(feature = "cuda")]
+pub mod executor;
 mod generate;
 mod load;
 pub mod sampler;
@@ -22,6 +24,7 @@ use crate::nn::decoder::{Batch, Decoder, LogitsOf};
 use crate::nn::kv_cache::KvCache;
 use crate::tokenizer::{Controls, TextStream, Tokenizer};
 use generate::Reader;
+use sampler::Sampler;
 
 /// A model's words without its weights: tokenizer and chat format.
 pub struct Language {
@@ -75,17 +78,41 @@ pub struct Engine {
     cache: KvCache,
     /// The tokens whose keys and values the cache holds.
     cached: Vec<u32>,
+    decoding: Decoding,
     device: Device,
     stop_ids: Vec<u32>,
     defaults: SamplingParams,
     info: ModelInfo,
 }
 
+/// What runs decode steps.
+enum Decoding {
+    /// The decoder itself, operation by operation; with the reason why.
+    Eager(String),
+    #[cfg(feature = "cuda")]
+    Graph(Box<executor::Executor>),
+}
+
+impl Decoding {
+    /// The fastest way there is for a decoder on a cache.
+    fn plan(decoder: &Decoder, cache: &KvCache) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        if decoder.is_on_gpu() {
+            return Ok(match executor::Executor::plan(decoder, cache)? {
+                Ok(executor) => Decoding::Graph(Box::new(executor)),
+                Err(reason) => Decoding::Eager(reason),
+            });
+        }
+        let _ = (decoder, cache);
+        Ok(Decoding::Eager("the model is not on a GPU".into()))
+    }
+}
+
 /// What reading a prompt came to.
 struct Prefilled {
     cached_tokens: usize,
-    /// Of the last token; none if it was cancelled.
-    logits: Option<Vec<f32>>,
+    /// Of the last token, \[1, V\]; none if it was cancelled.
+    logits: Option<Tensor>,
 }
 
 /// Rows of logits computed at once for perplexity: each row has the size of the vocabulary, in f32.
@@ -122,6 +149,24 @@ impl Engine {
 
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// What runs decode steps: `graph`, a CUDA graph of fused kernels, or `eager`, the decoder operation by operation.
+    pub fn executor(&self) -> &'static str {
+        match self.decoding {
+            Decoding::Eager(_) => "eager",
+            #[cfg(feature = "cuda")]
+            Decoding::Graph(_) => "graph",
+        }
+    }
+
+    /// Why decode steps do not run as a graph.
+    pub fn why_eager(&self) -> Option<&str> {
+        match &self.decoding {
+            Decoding::Eager(reason) => Some(reason),
+            #[cfg(feature = "cuda")]
+            Decoding::Graph(_) => None,
+        }
     }
 
     /// Whether `token` ends a text: the union of what config.json, generation_config.json, the tokenizer and the chat
@@ -176,7 +221,7 @@ impl Engine {
             }
             let of_chunk = self.forward_tensor(chunk, LogitsOf::Last)?;
             if index == last {
-                logits = Some(of_chunk.flatten_all()?.to_vec1()?);
+                logits = Some(of_chunk);
             }
         }
         self.cache.set_checkpoint()?;
@@ -186,6 +231,46 @@ impl Engine {
     /// Runs tokens after the cached ones. Returns logits on the host.
     fn forward(&mut self, ids: &[u32], logits: LogitsOf) -> Result<Vec<f32>> {
         Ok(self.forward_tensor(ids, logits)?.flatten_all()?.to_vec1()?)
+    }
+
+    /// Has the graph take over after the cached tokens, with `token` as its first input. False if there is no graph.
+    fn start_steps(&mut self, token: u32) -> Result<bool> {
+        #[cfg(feature = "cuda")]
+        if let Decoding::Graph(executor) = &mut self.decoding {
+            executor.start(self.cache.len(), token, None)?;
+            return Ok(true);
+        }
+        let _ = token;
+        Ok(false)
+    }
+
+    /// Has the graph take over with the logits \[1, V\] of the last cached token. False if there is no graph.
+    fn start_from(&mut self, logits: &Tensor, sampler: &Sampler) -> Result<bool> {
+        #[cfg(feature = "cuda")]
+        if let Decoding::Graph(executor) = &mut self.decoding {
+            executor.start_from(self.cache.len(), logits, sampler.on_device(self.info.vocab_size))?;
+            return Ok(true);
+        }
+        let _ = (logits, sampler);
+        Ok(false)
+    }
+
+    /// The next token of the graph: that of the step whose input was `input`, or the first, from the logits it started
+    /// with. At most `most` more tokens will be asked for, this one included.
+    fn next_step(&mut self, input: Option<u32>, most: usize) -> Result<u32> {
+        #[cfg(feature = "cuda")]
+        if let Decoding::Graph(executor) = &mut self.decoding {
+            let steps = self.cache.context() - self.cache.len();
+            let room = if input.is_none() { 1 + steps } else { steps };
+            let token = executor.next(room.min(most))?;
+            // Steps that are queued beyond have written, or will.
+            let beyond = executor.ahead();
+            self.cache.advance_written(usize::from(input.is_some()), beyond);
+            self.cached.extend(input);
+            return Ok(token);
+        }
+        let _ = (input, most);
+        bail!("there is no graph to run")
     }
 
     fn forward_tensor(&mut self, ids: &[u32], logits: LogitsOf) -> Result<Tensor> {

@@ -75,9 +75,45 @@ impl Sampler {
         token
     }
 
+    fn penalises(&self) -> bool {
+        let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
+        repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
+    }
+
+    /// The same sampler, from here on, for a GPU: how to draw and, with penalties, what has been seen. `None` where the
+    /// likeliest token is all there is to choose.
+    #[cfg(feature = "cuda")]
+    pub fn on_device(&self, vocab_size: usize) -> Option<(crate::kernels::decode::Draw, Option<Vec<u32>>)> {
+        let SamplingParams { temperature, top_k, top_p, min_p, seed, .. } = self.params;
+        if temperature == 0.0 && !self.penalises() {
+            return None;
+        }
+        let draw = crate::kernels::decode::Draw {
+            temperature,
+            top_k: top_k.min(u32::MAX as usize) as u32,
+            top_p,
+            min_p,
+            repetition_penalty: self.params.repetition_penalty,
+            frequency_penalty: self.params.frequency_penalty,
+            presence_penalty: self.params.presence_penalty,
+            seed,
+            drawn: self.drawn as u32,
+        };
+        let seen = self.penalises().then(|| {
+            let mut seen = vec![0; vocab_size];
+            for (&id, &generated) in &self.seen {
+                if let Some(seen) = seen.get_mut(id as usize) {
+                    *seen = 1 + generated;
+                }
+            }
+            seen
+        });
+        Some((draw, seen))
+    }
+
     fn penalise(&self, logits: &mut [f32]) {
         let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
-        if repetition_penalty == 1.0 && frequency_penalty == 0.0 && presence_penalty == 0.0 {
+        if !self.penalises() {
             return;
         }
         for (&id, &generated) in &self.seen {
@@ -90,7 +126,11 @@ impl Sampler {
     }
 
     fn draw(&mut self, logits: &[f32]) -> u32 {
-        let candidates = candidates(logits, &self.params);
+        let mut candidates = candidates(logits, &self.params);
+        // In the order of ids, as the sampler on a GPU draws.
+        if !candidates.is_sorted_by_key(|candidate| candidate.id) {
+            candidates.sort_unstable_by_key(|candidate| candidate.id);
+        }
         let total: f64 = candidates.iter().map(|c| c.weight).sum();
         let mut left = uniform(self.params.seed, self.drawn) * total;
         self.drawn += 1;

@@ -36,12 +36,12 @@ pub fn printable(text: &str) -> String {
     text.chars().filter(harmless).collect()
 }
 
-/// `57 tokens · 31.2 tok/s · first token after 0.21 s · context 312 of 4096`
+/// `57 tokens · 31.2 tok/s (graph) · first token after 0.21 s · context 312 of 4096`
 pub fn stats(summary: &Summary) -> String {
     let tokens = if summary.completion_tokens == 1 { "token" } else { "tokens" };
     let mut parts = vec![format!("{} {tokens}", summary.completion_tokens)];
     if summary.tok_per_s > 0.0 {
-        parts.push(format!("{:.1} tok/s", summary.tok_per_s));
+        parts.push(format!("{:.1} tok/s ({})", summary.tok_per_s, summary.executor));
     }
     parts.push(format!("first token after {:.2} s", summary.ttft_s));
     parts.push(format!("context {} of {}", summary.context_used, summary.context));

@@ -168,7 +168,7 @@ fn build(case: &str) -> Decoder {
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let report = |_| ();
     let loaded = Loaded::new(&report);
-    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::BF16, &loaded);
+    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::BF16, &loaded).unwrap();
     models::read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap()
 }
 

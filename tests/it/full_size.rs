@@ -48,27 +48,38 @@ fn full_size_logits_agree_with_transformers() {
     let reference = safetensors::load(model().join("reference.safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = reference["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let mut engine = load();
-    let got = engine.logits(&ids).unwrap().to_device(&Device::Cpu).unwrap();
-    let (kl, top1) = compare(&got, &reference["f32"]);
     let (their_kl, their_top1) = compare(&reference["bf16"], &reference["f32"]);
-    let (kl_bf16, top1_bf16) = compare(&got, &reference["bf16"]);
     println!("positions {}", ids.len());
-    println!("inferno bf16 against transformers f32:       mean KL {kl:.3e}, top-1 {:.1} %", 100.0 * top1);
     println!("transformers bf16 against transformers f32:  mean KL {their_kl:.3e}, top-1 {:.1} %", 100.0 * their_top1);
-    println!("inferno bf16 against transformers bf16:      mean KL {kl_bf16:.3e}, top-1 {:.1} %", 100.0 * top1_bf16);
-    // No further from the truth than the reference implementation is in the same dtype, with room for chance.
-    assert!(kl <= 1.5 * their_kl, "mean KL {kl:e}, transformers' own in bf16 is {their_kl:e}");
-    assert!(top1 >= their_top1 - 0.03, "top-1 agreement {top1}, transformers' own in bf16 is {their_top1}");
+    let judge = |what: &str, got: Tensor| {
+        let got = got.to_device(&Device::Cpu).unwrap();
+        let (kl, top1) = compare(&got, &reference["f32"]);
+        let (kl_bf16, top1_bf16) = compare(&got, &reference["bf16"]);
+        println!("{what}: mean KL {kl:.3e}, top-1 {:.1} %", 100.0 * top1);
+        println!("  against transformers bf16: mean KL {kl_bf16:.3e}, top-1 {:.1} %", 100.0 * top1_bf16);
+        // No further from the truth than the reference implementation is in the same dtype, with room for chance.
+        assert!(kl <= 1.5 * their_kl, "{what}: mean KL {kl:e}, transformers' own in bf16 is {their_kl:e}");
+        assert!(top1 >= their_top1 - 0.03, "{what}: top-1 {top1}, transformers' own in bf16 is {their_top1}");
+    };
+    judge("inferno bf16, prefill", engine.logits(&ids).unwrap());
+    judge(&format!("inferno bf16, decode steps ({})", engine.executor()), engine.step_logits(&ids).unwrap());
+}
+
+/// Resident memory of this process.
+fn host_bytes() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok()).unwrap_or(0) * 1024
 }
 
 #[test]
 #[ignore = "needs a GPU and a model of real size"]
-fn full_size_hundred_generations_leak_nothing() {
+fn full_size_thousand_generations_leak_nothing() {
     let mut engine = load();
     let free = || device::info(&device::open(DeviceChoice::FirstCuda).unwrap()).unwrap().free_bytes;
     let vocab = engine.info().vocab_size as u32;
-    let mut after_warm_up = 0;
-    for round in 0..100u32 {
+    let (mut after_warm_up, mut host_after_warm_up) = (0, 0);
+    for round in 0..1000u32 {
         // Lengths around the window, a chunk's end and one token, ever new texts, sampled and greedy.
         let length = [1, 17, 127, 128, 129, 700, 2048, 2049][round as usize % 8];
         let prompt: Vec<u32> = (0..length).map(|i| (i * 7919 + round * 104_729 + 1) % vocab).collect();
@@ -82,12 +93,30 @@ fn full_size_hundred_generations_leak_nothing() {
         let tokens = generation.by_ref().filter(|chunk| chunk.as_ref().unwrap().token.is_some()).count();
         assert_eq!(tokens, 24, "round {round}");
         if round == 8 {
-            after_warm_up = free();
+            (after_warm_up, host_after_warm_up) = (free(), host_bytes());
         }
     }
     let lost = after_warm_up.saturating_sub(free());
-    println!("memory lost over 91 generations: {lost} bytes");
+    let host_lost = host_bytes().saturating_sub(host_after_warm_up);
+    println!("memory lost over 991 generations: {lost} bytes on the GPU, {host_lost} bytes on the host");
+    assert!(host_lost < 32 << 20, "{host_lost} bytes of host memory lost");
     assert!(lost < 64 << 20, "{lost} bytes of GPU memory lost");
+}
+
+#[test]
+#[ignore = "needs a GPU and a model of real size"]
+fn full_size_greedy_tokens_are_the_same_every_time() {
+    let mut engine = load();
+    let prompt: Vec<u32> = (0..300).map(|i| (i * 7919 + 3) % engine.info().vocab_size as u32).collect();
+    let mut run = || -> Vec<u32> {
+        engine.forget();
+        engine.fill(&prompt).unwrap();
+        engine.decode_steps(17, 512).unwrap()
+    };
+    let (first, second) = (run(), run());
+    let distinct = first.iter().collect::<std::collections::BTreeSet<_>>().len();
+    println!("512 greedy tokens, {distinct} different ones, by {}", engine.executor());
+    assert_eq!(first, second);
 }
 
 #[test]

@@ -4,6 +4,8 @@ mod bench;
 mod chat;
 mod cli;
 mod engine;
+#[cfg(feature = "cuda")]
+mod executor;
 mod floors;
 mod full_size;
 mod golden;

@@ -1,0 +1,390 @@
+//! The decode executor: the decoder's layers turned once into a fixed list of fused launches on static buffers, and that
+//! into a CUDA graph. A token costs the host one graph launch; the token itself stays on the device, and comes to the host
+//! through a mailbox while the next step runs.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use candle_core::cuda_backend::cudarc::driver::CudaGraph;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Device, Tensor};
+
+use super::bench::KernelTime;
+use crate::kernels::attention::{Sight, flash};
+use crate::kernels::chain::{Arguments, Chain, Mailbox, Shape};
+use crate::kernels::decode::{self, Buffers, Draw, DrawBuffers, ExpertBuffers, Norm, Projection, Qkv};
+use crate::kernels::embed::{copy_rows, embed};
+use crate::kernels::experts::ExpertWeights;
+use crate::nn::attention::Attention;
+use crate::nn::decoder::{Decoder, Layer};
+use crate::nn::kv_cache::{KvCache, LayerCache};
+use crate::nn::linear::Linear;
+use crate::nn::mlp::{ExpertsMlp, GatedMlp, Mlp};
+use crate::nn::norm::RmsNorm;
+
+/// Steps that are queued ahead of the one whose token the host waits for.
+const AHEAD: usize = 2;
+/// A step takes milliseconds; a device that is silent for this long has failed.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+pub struct Executor {
+    device: CudaDevice,
+    buffers: Buffers,
+    embedding: Tensor,
+    mailbox: Arc<Mailbox>,
+    draw: DrawBuffers,
+    /// All but the choice of a token.
+    layers: Chain,
+    greedy: Choice,
+    drawn: Choice,
+    choosing: Choosing,
+    /// Steps queued since the first, and tokens taken: slot s mod slots of the mailbox has the token of step s.
+    queued: usize,
+    taken: usize,
+}
+
+impl Executor {
+    /// The plan for `decoder` on `cache`, or why there is none: then the eager decoder runs every step.
+    pub fn plan(decoder: &Decoder, cache: &KvCache) -> Result<std::result::Result<Self, String>> {
+        let Device::Cuda(device) = decoder.embed_tokens.device() else {
+            return Ok(Err("the model is not on a GPU".into()));
+        };
+        if let Some(reason) = decoder.layers.iter().find_map(|layer| obstacle(decoder, layer)) {
+            return Ok(Err(reason));
+        }
+        let embedding = decoder.embed_tokens.clone();
+        let (vocab_size, hidden_size) = decoder.embed_tokens.dims2()?;
+        let buffers = Buffers::new(device, hidden_size, vocab_size)?;
+        let mailbox = Mailbox::new(device, 64)?;
+        let mut chain = Chain::new(device)?;
+        let draw = DrawBuffers::new(&buffers.logits)?;
+        let mut scratch = Scratch::default();
+        for (index, layer) in decoder.layers.iter().enumerate() {
+            attention(&mut chain, &buffers, &mut scratch, layer, cache.layer(index))?;
+            match &layer.mlp {
+                Mlp::Gated(mlp) => gated(&mut chain, &buffers, &mut scratch, &layer.post_attention_layernorm, mlp)?,
+                Mlp::Experts(mlp) => experts(&mut chain, &buffers, &mut scratch, &layer.post_attention_layernorm, mlp)?,
+            }
+        }
+        decode::head(&mut chain, &buffers, norm(&decoder.norm), &decoder.lm_head.weight)?;
+        let choice = |add: &dyn Fn(&mut Chain) -> candle_core::Result<()>| -> Result<Choice> {
+            let mut tail = Chain::new(device)?;
+            add(&mut tail)?;
+            let graph = chain.capture(&tail).context("cannot capture the decode step")?;
+            Ok(Choice { tail, graph })
+        };
+        let greedy = choice(&|tail| decode::next(tail, &buffers, &embedding, &mailbox))?;
+        let drawn = choice(&|tail| decode::sample(tail, &buffers, &draw, &embedding, &mailbox))?;
+        Ok(Ok(Self {
+            device: device.clone(),
+            buffers,
+            embedding,
+            mailbox,
+            draw,
+            layers: chain,
+            greedy,
+            drawn,
+            choosing: Choosing::Greedy,
+            queued: 0,
+            taken: 0,
+        }))
+    }
+
+    /// Starts at `position` with `token` as the input of the first step. Without `draw` the likeliest token is chosen;
+    /// `seen` \[V\] is needed for penalties: 0, or 1 + how often a token was generated.
+    pub fn start(&mut self, position: usize, token: u32, draw: Option<(Draw, Option<Vec<u32>>)>) -> Result<()> {
+        self.choose_by(draw)?;
+        let id = Tensor::new(&[token], self.buffers.x.device())?;
+        copy_rows(&self.buffers.x, &embed(&self.embedding, &id)?.flatten_all()?, 0)?;
+        let state = Tensor::new(&[position as u32, token, 0, 0], self.buffers.x.device())?;
+        copy_rows(&self.buffers.state, &state, 0)?;
+        (self.queued, self.taken) = (0, 0);
+        Ok(())
+    }
+
+    /// Starts with logits f32 \[1, V\] of the last of `tokens` tokens: the first token is chosen from them.
+    pub fn start_from(&mut self, tokens: usize, logits: &Tensor, draw: Option<(Draw, Option<Vec<u32>>)>) -> Result<()> {
+        self.choose_by(draw)?;
+        copy_rows(&self.buffers.logits, &logits.flatten_all()?, 0)?;
+        let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
+        copy_rows(&self.buffers.state, &state, 0)?;
+        (self.queued, self.taken) = (1, 0);
+        // Greedy choice looks at what the head's blocks found, not at logits.
+        let tail = match self.choosing {
+            Choosing::Greedy => {
+                self.draw.set(&Draw::greedy(), None)?;
+                &self.drawn.tail
+            }
+            Choosing::Drawn => &self.drawn.tail,
+        };
+        Ok(tail.issue()?)
+    }
+
+    fn choose_by(&mut self, draw: Option<(Draw, Option<Vec<u32>>)>) -> Result<()> {
+        self.drain()?;
+        self.choosing = Choosing::Greedy;
+        if let Some((draw, seen)) = draw {
+            self.draw.set(&draw, seen)?;
+            self.choosing = Choosing::Drawn;
+        }
+        Ok(())
+    }
+
+    fn choice(&self) -> &Choice {
+        match self.choosing {
+            Choosing::Greedy => &self.greedy,
+            Choosing::Drawn => &self.drawn,
+        }
+    }
+
+    /// The next token. `room` is for how many more tokens there is room or use, this one included; that many steps are
+    /// queued ahead, but no more than `AHEAD`.
+    pub fn next(&mut self, room: usize) -> Result<u32> {
+        if room == 0 {
+            bail!("the context is full");
+        }
+        while self.queued - self.taken < room.min(1 + AHEAD) {
+            self.choice().graph.launch().w()?;
+            self.queued += 1;
+        }
+        let token = self.wait()?;
+        if token == u32::MAX {
+            bail!("the model's logits are not numbers: its weights are broken, or too large for this --dtype");
+        }
+        Ok(token - 1)
+    }
+
+    /// Steps that were run or are queued beyond those whose tokens were taken: they have written to the cache.
+    pub fn ahead(&self) -> usize {
+        self.queued - self.taken
+    }
+
+    /// Waits for queued steps and forgets their tokens.
+    pub fn drain(&mut self) -> Result<()> {
+        while self.taken < self.queued {
+            self.wait()?;
+        }
+        Ok(())
+    }
+
+    fn wait(&mut self) -> Result<u32> {
+        let slot = self.taken % self.mailbox.slots();
+        let started = Instant::now();
+        let mut polls = 0u32;
+        loop {
+            let word = self.mailbox.take(slot);
+            if word != 0 {
+                self.taken += 1;
+                return Ok(word);
+            }
+            std::hint::spin_loop();
+            polls += 1;
+            if polls.is_multiple_of(1 << 20) && started.elapsed() > PATIENCE {
+                self.device.cuda_stream().synchronize().w().context("the GPU failed in a decode step")?;
+                return match self.mailbox.take(slot) {
+                    0 => Err(anyhow!("the GPU sent no token for {} s", PATIENCE.as_secs())),
+                    word => {
+                        self.taken += 1;
+                        Ok(word)
+                    }
+                };
+            }
+        }
+    }
+
+    /// Logits f32 \[V\] of the last step that ran.
+    pub fn logits(&self) -> &Tensor {
+        &self.buffers.logits
+    }
+
+    pub fn launches(&self) -> usize {
+        self.layers.len() + self.choice().tail.len()
+    }
+
+    /// Times each kernel of a step, alone and in order; the step counts as one.
+    pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
+        let mut times: Vec<KernelTime> = Vec::new();
+        let mut timed = self.layers.times()?;
+        timed.extend(self.choice().tail.times()?);
+        self.queued += 1;
+        self.wait()?;
+        for kernel in timed {
+            let known = times.iter().position(|time| time.name == kernel.name);
+            let index = known.unwrap_or_else(|| {
+                times.push(KernelTime { name: kernel.name.clone(), calls: 0, seconds: 0.0, bytes: 0 });
+                times.len() - 1
+            });
+            let time = &mut times[index];
+            (time.calls, time.seconds, time.bytes) =
+                (time.calls + 1, time.seconds + kernel.seconds, time.bytes + kernel.bytes);
+        }
+        Ok(times)
+    }
+
+    /// Issues the launches of a step one by one instead of as a graph: for tests.
+    pub fn next_ungraphed(&mut self) -> Result<u32> {
+        self.layers.issue()?;
+        self.choice().tail.issue()?;
+        self.queued += 1;
+        Ok(self.wait()? - 1)
+    }
+}
+
+/// The end of a step, and the graph of the whole of it.
+struct Choice {
+    tail: Chain,
+    graph: CudaGraph,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Choosing {
+    Greedy,
+    Drawn,
+}
+
+impl Drop for Executor {
+    fn drop(&mut self) {
+        // Queued steps write to buffers that go now. An error has nowhere to go from here.
+        let _ = self.device.cuda_stream().synchronize();
+    }
+}
+
+/// Why the executor cannot run a layer.
+fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
+    let dtype = decoder.embed_tokens.dtype();
+    if !matches!(dtype, DType::BF16 | DType::F16) {
+        return Some(format!("it computes in bf16 and f16, not {dtype:?}"));
+    }
+    let config = &layer.self_attn.config;
+    let head_dim = config.spec.head_dim;
+    if !flash::HEAD_DIMS.contains(&head_dim) {
+        return Some(format!("it has no attention for heads of {head_dim}"));
+    }
+    let mut columns = vec![config.hidden_size, config.heads * head_dim];
+    match &layer.mlp {
+        Mlp::Gated(mlp) => columns.push(mlp.down_proj.weight.dims()[1]),
+        Mlp::Experts(mlp) => {
+            let ExpertsMlp { gate_up_proj, down_proj, config, .. } = mlp;
+            if !matches!((gate_up_proj, down_proj), (ExpertWeights::Tiles(_), ExpertWeights::Tiles(_))) {
+                return Some("it runs experts in MXFP4 only, with scales up to 2".into());
+            }
+            if config.chosen > decode::MAX_CHOSEN || config.experts > decode::MAX_EXPERTS {
+                return Some(format!("it cannot choose {} of {} experts", config.chosen, config.experts));
+            }
+            columns.push(config.intermediate_size);
+        }
+    }
+    let bad = columns.into_iter().find(|columns| columns % 8 != 0 || *columns > decode::MAX_COLUMNS);
+    bad.map(|columns| format!("it cannot multiply rows of {columns}"))
+}
+
+/// Buffers between two kernels, the same for all layers of one shape.
+#[derive(Default)]
+struct Scratch {
+    tensors: Vec<Tensor>,
+    experts: Vec<ExpertBuffers>,
+}
+
+impl Scratch {
+    /// A buffer for `slot` of this shape; what another layer made is used again.
+    fn tensor(&mut self, slot: usize, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+        // The first dimension tells slots of one shape apart.
+        let keyed: Vec<usize> = [slot + 1].into_iter().chain(shape.iter().copied()).collect();
+        if let Some(found) = self.tensors.iter().find(|t| t.dims() == keyed.as_slice() && t.dtype() == dtype) {
+            return Ok(found.get(slot)?);
+        }
+        self.tensors.push(Tensor::zeros(keyed, dtype, device)?);
+        Ok(self.tensors[self.tensors.len() - 1].get(slot)?)
+    }
+}
+
+fn norm(norm: &RmsNorm) -> Norm<'_> {
+    Norm { weight: &norm.weight, eps: norm.eps }
+}
+
+fn projection(linear: &Linear) -> Projection<'_> {
+    Projection { weight: &linear.weight, bias: linear.bias.as_ref() }
+}
+
+/// Norm, q, k and v, attention, projection back.
+fn attention(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    scratch: &mut Scratch,
+    layer: &Layer,
+    cache: &LayerCache,
+) -> Result<()> {
+    let Attention { qkv_proj, o_proj, sinks, rotary, config, .. } = &layer.self_attn;
+    let (device, dtype) = (buffers.x.device(), qkv_proj.weight.dtype());
+    let (heads, head_dim) = (config.heads, config.spec.head_dim);
+    let q = scratch.tensor(0, &[heads, head_dim], dtype, device)?;
+    let attended = scratch.tensor(1, &[heads, head_dim], dtype, device)?;
+    let qkv = Qkv {
+        weight: &qkv_proj.weight,
+        bias: qkv_proj.bias.as_ref(),
+        cos: &rotary.cos,
+        sin: &rotary.sin,
+        q: &q,
+        k: cache.k(),
+        v: cache.v(),
+    };
+    decode::qkv(chain, buffers, norm(&layer.input_layernorm), &qkv)?;
+
+    let Device::Cuda(cuda) = device else { bail!("the executor is for a GPU") };
+    let sight = Sight { position: 0, window: config.spec.window, scale: 1.0 / (head_dim as f32).sqrt() };
+    let Some(flash) = flash::Launch::new(cuda, &q.unsqueeze(0)?, cache.k(), sight)? else {
+        bail!("no attention kernel for heads of {head_dim}");
+    };
+    let partials = scratch.tensor(2, &[flash.partials.max(1)], DType::F32, device)?;
+    let arrivals = scratch.tensor(3, &[flash.arrivals.max(1)], DType::U32, device)?;
+    let mut arguments = Arguments::new()
+        .tensor(&q)?
+        .tensor(cache.k())?
+        .tensor(cache.v())?
+        .optional(sinks.as_ref())?
+        .tensor(&attended)?
+        .tensor(&buffers.state)?
+        .tensor(&partials)?
+        .tensor(&arrivals)?;
+    for size in flash.sizes() {
+        arguments = arguments.int(size);
+    }
+    // Keys of earlier steps may be read while the projection ahead still runs: they were written before it started.
+    let arguments = arguments.float(flash.scale()).int(1);
+    let shape = Shape { grid: flash.grid, block: flash.block, shared_bytes: flash.shared_bytes };
+    // SAFETY: `Launch` has checked shapes and dtypes; rows are taken modulo the cache's; the position is below its context.
+    unsafe { chain.push(&flash::code(), &flash.name, shape, 0, arguments)? };
+
+    Ok(decode::residual(chain, buffers, &attended.flatten_all()?, &o_proj.weight, o_proj.bias.as_ref())?)
+}
+
+fn gated(chain: &mut Chain, buffers: &Buffers, scratch: &mut Scratch, normed: &RmsNorm, mlp: &GatedMlp) -> Result<()> {
+    let GatedMlp { gate_proj, up_proj, down_proj, .. } = mlp;
+    let (intermediate, _) = gate_proj.weight.dims2()?;
+    let h = scratch.tensor(4, &[intermediate], gate_proj.weight.dtype(), buffers.x.device())?;
+    decode::gate_up(chain, buffers, norm(normed), projection(gate_proj), projection(up_proj), &h)?;
+    Ok(decode::residual(chain, buffers, &h, &down_proj.weight, down_proj.bias.as_ref())?)
+}
+
+fn experts(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    scratch: &mut Scratch,
+    normed: &RmsNorm,
+    mlp: &ExpertsMlp,
+) -> Result<()> {
+    let ExpertsMlp { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config } = mlp;
+    let (ExpertWeights::Tiles(gate_up), ExpertWeights::Tiles(down)) = (gate_up_proj, down_proj) else {
+        bail!("the executor runs experts in MXFP4 only");
+    };
+    if scratch.experts.is_empty() {
+        let (count, chosen) = (config.experts, config.chosen);
+        scratch.experts.push(ExpertBuffers::new(&buffers.x, count, chosen, config.intermediate_size)?);
+    }
+    let between = &scratch.experts[0];
+    decode::router(chain, buffers, norm(normed), &router.weight, router.bias.as_ref(), between)?;
+    let (up_bias, down_bias) = (gate_up_bias.to_dtype(DType::F32)?, down_bias.to_dtype(DType::F32)?);
+    decode::expert_gate_up(chain, buffers, gate_up, &up_bias, config.swiglu_limit, between)?;
+    Ok(decode::expert_down(chain, buffers, down, &down_bias, between)?)
+}

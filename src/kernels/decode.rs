@@ -1,0 +1,472 @@
+//! The launches of a decode step (`decode.cu`), with their shapes checked: each function adds one to a chain.
+//!
+//! Their judge is the eager decoder on a CPU: `tests/it/executor.rs`.
+
+use std::sync::Arc;
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::bytes;
+use super::chain::{Arguments, Chain, Mailbox, Shape};
+use super::cuda::{module, multiprocessors, suffix};
+use super::embed::copy_rows;
+use super::experts::Tiles;
+use super::swiglu::ALPHA;
+
+/// Most warps in a block of the dense kernels (`MAX_WARPS`).
+const MAX_WARPS: usize = 24;
+/// As in `decode.cu`.
+const UP_TILES: usize = 3;
+const UP_THREADS: usize = 480;
+const DOWN_SPLITS: usize = 3;
+/// Most experts a token that `decode_down_mxfp4` can serve.
+pub const MAX_CHOSEN: usize = 4;
+/// Most experts in all that the routing on the device can serve.
+pub const MAX_EXPERTS: usize = 1024;
+/// Largest input vector of a dense kernel: it lies in shared memory as f32.
+pub const MAX_COLUMNS: usize = 24 << 10;
+
+/// Static buffers of a step.
+pub struct Buffers {
+    /// f32 \[C\], the residual stream.
+    pub x: Tensor,
+    /// u32 \[4\]: position of the token in this step, the token, steps done.
+    pub state: Tensor,
+    /// f32 \[V\]
+    pub logits: Tensor,
+    /// A logit and its token for each block of the head, u32 \[2 · blocks\].
+    best: Tensor,
+    multiprocessors: usize,
+}
+
+impl Buffers {
+    pub fn new(device: &CudaDevice, hidden_size: usize, vocab_size: usize) -> Result<Self> {
+        let multiprocessors = multiprocessors(device)?;
+        let device = &candle_core::Device::Cuda(device.clone());
+        Ok(Self {
+            x: Tensor::zeros(hidden_size, DType::F32, device)?,
+            state: Tensor::zeros(4, DType::U32, device)?,
+            logits: Tensor::zeros(vocab_size, DType::F32, device)?,
+            best: Tensor::zeros(2 * multiprocessors, DType::U32, device)?,
+            multiprocessors,
+        })
+    }
+
+    /// One block a multiprocessor, as large as that takes; `units` are what a warp works on at a time.
+    fn shape(&self, units: usize, columns: usize) -> Shape {
+        let warps = units.div_ceil(self.multiprocessors).clamp(4, MAX_WARPS);
+        let blocks = units.div_ceil(warps).min(self.multiprocessors);
+        Shape { grid: (blocks, 1, 1), block: 32 * warps, shared_bytes: columns * size_of::<f32>() }
+    }
+}
+
+/// A norm ahead of a projection: its weight f32 \[C\], and epsilon.
+#[derive(Clone, Copy)]
+pub struct Norm<'t> {
+    pub weight: &'t Tensor,
+    pub eps: f32,
+}
+
+/// Where q, k and v of a layer go.
+pub struct Qkv<'t> {
+    /// T \[(H + 2K) · D, C\]
+    pub weight: &'t Tensor,
+    /// f32 \[(H + 2K) · D\]
+    pub bias: Option<&'t Tensor>,
+    /// f32 \[P, R/2\]
+    pub cos: &'t Tensor,
+    pub sin: &'t Tensor,
+    /// T \[H, D\]
+    pub q: &'t Tensor,
+    /// T \[S, K, D\]
+    pub k: &'t Tensor,
+    pub v: &'t Tensor,
+}
+
+fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
+    if fits { Ok(()) } else { bail!("decode: {what} is {:?} {:?}", tensor.dtype(), tensor.dims()) }
+}
+
+fn check_dense(weight: &Tensor, rows: usize, columns: usize) -> Result<()> {
+    let fits = weight.dims() == [rows, columns] && columns % 8 == 0 && columns <= MAX_COLUMNS;
+    check("a weight", fits && matches!(weight.dtype(), DType::BF16 | DType::F16), weight)
+}
+
+fn check_f32(what: &str, tensor: &Tensor, size: usize) -> Result<()> {
+    check(what, tensor.dtype() == DType::F32 && tensor.elem_count() == size, tensor)
+}
+
+/// Norm, projection, bias, RoPE; q to its buffer, k and v to the cache.
+pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Result<()> {
+    let ((heads, head_dim), (rows, kv_heads, kv_dim)) = (layer.q.dims2()?, layer.k.dims3()?);
+    let (columns, out) = (buffers.x.dims1()?, (heads + 2 * kv_heads) * head_dim);
+    let half = layer.cos.dim(1)?;
+    check_dense(layer.weight, out, columns)?;
+    check_f32("a norm", norm.weight, columns)?;
+    let dtype = layer.weight.dtype();
+    let fits =
+        kv_dim == head_dim && head_dim % 2 == 0 && [layer.q, layer.k, layer.v].iter().all(|t| t.dtype() == dtype);
+    check("a cache", fits && layer.v.dims() == layer.k.dims(), layer.k)?;
+    check("a rotary table", layer.cos.dims() == layer.sin.dims() && 2 * half <= head_dim, layer.cos)?;
+    if let Some(bias) = layer.bias {
+        check_f32("a bias", bias, out)?;
+    }
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(norm.weight)?
+        .tensor(layer.weight)?
+        .optional(layer.bias)?
+        .tensor(layer.cos)?
+        .tensor(layer.sin)?
+        .tensor(&buffers.state)?
+        .tensor(layer.q)?
+        .tensor(layer.k)?
+        .tensor(layer.v)?
+        .int(columns)
+        .int(heads)
+        .int(kv_heads)
+        .int(head_dim)
+        .int(2 * half)
+        .int(rows)
+        .float(norm.eps);
+    let name = format!("decode_qkv_{}", suffix(dtype)?);
+    // SAFETY: shapes and dtypes checked above; the position is below P and its row is taken modulo S.
+    unsafe { chain.push(&module!("decode"), &name, buffers.shape(out / 2, columns), bytes(layer.weight), arguments) }
+}
+
+/// x += W·y + bias. weight T \[C, R\]; y T \[R\]; bias f32 \[C\].
+pub fn residual(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    y: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+) -> Result<()> {
+    let (rows, columns) = (buffers.x.dims1()?, y.elem_count());
+    check_dense(weight, rows, columns)?;
+    check("an input", y.dtype() == weight.dtype(), y)?;
+    if let Some(bias) = bias {
+        check_f32("a bias", bias, rows)?;
+    }
+    let arguments =
+        Arguments::new().tensor(&buffers.x)?.tensor(y)?.tensor(weight)?.optional(bias)?.int(rows).int(columns);
+    let name = format!("decode_residual_{}", suffix(weight.dtype())?);
+    // SAFETY: shapes and dtypes checked above.
+    unsafe { chain.push(&module!("decode"), &name, buffers.shape(rows, columns), bytes(weight), arguments) }
+}
+
+/// A projection of a gated MLP: weight T \[F, C\], bias f32 \[F\].
+#[derive(Clone, Copy)]
+pub struct Projection<'t> {
+    pub weight: &'t Tensor,
+    pub bias: Option<&'t Tensor>,
+}
+
+/// h = silu(gate(norm(x))) · up(norm(x)), h T \[F\].
+pub fn gate_up(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    norm: Norm,
+    gate: Projection,
+    up: Projection,
+    h: &Tensor,
+) -> Result<()> {
+    let (rows, columns) = (h.dims1()?, buffers.x.dims1()?);
+    check_f32("a norm", norm.weight, columns)?;
+    for projection in [gate, up] {
+        check_dense(projection.weight, rows, columns)?;
+        check("h", projection.weight.dtype() == h.dtype(), h)?;
+        if let Some(bias) = projection.bias {
+            check_f32("a bias", bias, rows)?;
+        }
+    }
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(norm.weight)?
+        .tensor(gate.weight)?
+        .tensor(up.weight)?
+        .optional(gate.bias)?
+        .optional(up.bias)?
+        .tensor(h)?
+        .int(rows)
+        .int(columns)
+        .float(norm.eps);
+    let name = format!("decode_gate_up_{}", suffix(h.dtype())?);
+    // SAFETY: shapes and dtypes checked above.
+    unsafe { chain.push(&module!("decode"), &name, buffers.shape(rows, columns), 2 * bytes(gate.weight), arguments) }
+}
+
+/// What the kernels of a layer's experts hand on.
+pub struct ExpertBuffers {
+    /// f32 \[E\]
+    logits: Tensor,
+    /// f16 \[C\]
+    normed: Tensor,
+    /// f32 \[1\]
+    normed_scale: Tensor,
+    /// f16 \[N, F\]
+    h: Tensor,
+}
+
+impl ExpertBuffers {
+    pub fn new(x: &Tensor, experts: usize, chosen: usize, intermediate_size: usize) -> Result<Self> {
+        let device = x.device();
+        Ok(Self {
+            logits: Tensor::zeros(experts, DType::F32, device)?,
+            normed: Tensor::zeros(x.dims1()?, DType::F16, device)?,
+            normed_scale: Tensor::zeros(1, DType::F32, device)?,
+            h: Tensor::zeros((chosen, intermediate_size), DType::F16, device)?,
+        })
+    }
+}
+
+/// Router logits and the normed input of the experts. weight f32 \[E, C\], bias f32 \[E\].
+pub fn router(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    norm: Norm,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    experts: &ExpertBuffers,
+) -> Result<()> {
+    let (count, columns) = (experts.logits.dims1()?, buffers.x.dims1()?);
+    check("a router", weight.dtype() == DType::F32 && weight.dims() == [count, columns] && columns % 8 == 0, weight)?;
+    check_f32("a norm", norm.weight, columns)?;
+    if let Some(bias) = bias {
+        check_f32("a router's bias", bias, count)?;
+    }
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(norm.weight)?
+        .tensor(weight)?
+        .optional(bias)?
+        .tensor(&experts.logits)?
+        .tensor(&experts.normed)?
+        .tensor(&experts.normed_scale)?
+        .int(columns)
+        .int(count)
+        .float(norm.eps);
+    let shape = Shape { grid: (count, 1, 1), block: 256, shared_bytes: 0 };
+    // SAFETY: shapes and dtypes checked above.
+    unsafe { chain.push(&module!("decode"), "decode_router_f32", shape, bytes(weight), arguments) }
+}
+
+/// h of the chosen experts. weights \[E, 2F, C\] in paired tiles, bias f32 \[E, 2F\].
+pub fn expert_gate_up(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    weights: &Tiles,
+    bias: &Tensor,
+    limit: f32,
+    experts: &ExpertBuffers,
+) -> Result<()> {
+    let ((chosen, intermediate), columns) = (experts.h.dims2()?, buffers.x.dims1()?);
+    let count = experts.logits.dims1()?;
+    check("experts' tiles", weights.dims() == (count, 2 * intermediate, columns), weights.blocks())?;
+    check_f32("experts' bias", bias, count * 2 * intermediate)?;
+    let arguments = Arguments::new()
+        .tensor(&experts.normed)?
+        .tensor(&experts.normed_scale)?
+        .tensor(&experts.logits)?
+        .tensor(weights.blocks())?
+        .tensor(weights.scales())?
+        .tensor(bias)?
+        .tensor(&experts.h)?
+        .int(count)
+        .int(chosen)
+        .int(intermediate)
+        .int(columns)
+        .float(ALPHA)
+        .float(limit);
+    let grid = (intermediate.div_ceil(8).div_ceil(UP_TILES), chosen, 1);
+    let shape = Shape { grid, block: UP_THREADS, shared_bytes: columns.next_multiple_of(64) * 2 };
+    let moved = weights.bytes() / count as u64 * chosen as u64;
+    // SAFETY: shapes and dtypes checked above; the routing chooses experts below E.
+    unsafe { chain.push(&module!("decode"), "decode_gate_up_mxfp4", shape, moved, arguments) }
+}
+
+/// x += Σ share · (down(h) + bias). weights \[E, C, F\] in plain tiles, bias f32 \[E, C\].
+pub fn expert_down(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    weights: &Tiles,
+    bias: &Tensor,
+    experts: &ExpertBuffers,
+) -> Result<()> {
+    let ((chosen, intermediate), rows) = (experts.h.dims2()?, buffers.x.dims1()?);
+    let count = experts.logits.dims1()?;
+    check("experts' tiles", weights.dims() == (count, rows, intermediate), weights.blocks())?;
+    check("h", chosen <= MAX_CHOSEN && intermediate % 8 == 0, &experts.h)?;
+    check_f32("experts' bias", bias, count * rows)?;
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(&experts.h)?
+        .tensor(&experts.logits)?
+        .tensor(weights.blocks())?
+        .tensor(weights.scales())?
+        .tensor(bias)?
+        .int(count)
+        .int(chosen)
+        .int(rows)
+        .int(intermediate);
+    let warps = chosen * DOWN_SPLITS;
+    let shape = Shape {
+        grid: (rows.div_ceil(16), 1, 1),
+        block: 32 * warps,
+        shared_bytes: chosen * intermediate.next_multiple_of(64) * 2 + warps * 16 * size_of::<f32>(),
+    };
+    let moved = weights.bytes() / count as u64 * chosen as u64;
+    // SAFETY: shapes and dtypes checked above; the routing chooses experts below E.
+    unsafe { chain.push(&module!("decode"), "decode_down_mxfp4", shape, moved, arguments) }
+}
+
+/// Logits of norm(x), and the best of them. weight T \[V, C\].
+pub fn head(chain: &mut Chain, buffers: &Buffers, norm: Norm, weight: &Tensor) -> Result<()> {
+    let (vocab, columns) = (buffers.logits.dims1()?, buffers.x.dims1()?);
+    check_dense(weight, vocab, columns)?;
+    check_f32("a norm", norm.weight, columns)?;
+    let shape = buffers.shape(vocab.div_ceil(2), columns);
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(norm.weight)?
+        .tensor(weight)?
+        .tensor(&buffers.logits)?
+        .tensor(&buffers.best)?
+        .int(vocab)
+        .int(columns)
+        .float(norm.eps);
+    let name = format!("decode_head_{}", suffix(weight.dtype())?);
+    // SAFETY: shapes and dtypes checked above; `best` has room for a block a multiprocessor, and there are no more.
+    unsafe { chain.push(&module!("decode"), &name, shape, bytes(weight), arguments) }
+}
+
+/// The likeliest token becomes the next input; it is told to the host. embedding T \[V, C\].
+pub fn next(chain: &mut Chain, buffers: &Buffers, embedding: &Tensor, mailbox: &Arc<Mailbox>) -> Result<()> {
+    let (vocab, columns) = embedding.dims2()?;
+    check("an embedding", vocab == buffers.logits.dims1()? && columns == buffers.x.dims1()?, embedding)?;
+    let blocks = buffers.shape(vocab.div_ceil(2), columns).grid.0;
+    let arguments = Arguments::new()
+        .tensor(&buffers.best)?
+        .int(blocks)
+        .tensor(embedding)?
+        .tensor(&buffers.x)?
+        .tensor(&buffers.state)?
+        .mailbox(mailbox)
+        .int(mailbox.slots())
+        .int(columns);
+    let shape = Shape { grid: (1, 1, 1), block: 1024, shared_bytes: 0 };
+    let name = format!("decode_next_{}", suffix(embedding.dtype())?);
+    // SAFETY: shapes checked above; tokens come from the head's rows.
+    unsafe { chain.push(&module!("decode"), &name, shape, 0, arguments) }
+}
+
+/// How tokens are drawn on the device; the words of `Params` in `sample.cu`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Draw {
+    pub temperature: f32,
+    pub top_k: u32,
+    pub top_p: f32,
+    pub min_p: f32,
+    pub repetition_penalty: f32,
+    pub frequency_penalty: f32,
+    pub presence_penalty: f32,
+    pub seed: u64,
+    /// Tokens drawn before the first step.
+    pub drawn: u32,
+}
+
+impl Draw {
+    /// The likeliest token, without penalties.
+    pub fn greedy() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            seed: 0,
+            drawn: 0,
+        }
+    }
+}
+
+/// What drawing needs in device memory.
+pub struct DrawBuffers {
+    params: Tensor,
+    /// u32 \[V\]: 0, or 1 + how often the token was generated.
+    seen: Tensor,
+    scratch: Tensor,
+}
+
+/// Words of `Scratch` in `sample.cu`.
+const SCRATCH_WORDS: usize = 4 + 4 * 256 + 2 * (4 * 256) + 2 * 1024;
+/// Logits that a thread of `decode_sample` holds at most.
+const IDS_A_THREAD: usize = 8;
+const SAMPLE_THREADS: usize = 1024;
+
+impl DrawBuffers {
+    pub fn new(logits: &Tensor) -> Result<Self> {
+        let device = logits.device();
+        Ok(Self {
+            params: Tensor::zeros(10, DType::U32, device)?,
+            seen: Tensor::zeros(logits.dims1()?, DType::U32, device)?,
+            scratch: Tensor::zeros(SCRATCH_WORDS, DType::U32, device)?,
+        })
+    }
+
+    /// Sets what the next steps draw by. `seen` \[V\] as above; not looked at unless there is a penalty.
+    pub fn set(&self, draw: &Draw, seen: Option<Vec<u32>>) -> Result<()> {
+        let words = [
+            draw.temperature.to_bits(),
+            draw.top_p.to_bits(),
+            draw.min_p.to_bits(),
+            draw.repetition_penalty.to_bits(),
+            draw.frequency_penalty.to_bits(),
+            draw.presence_penalty.to_bits(),
+            draw.top_k,
+            draw.drawn,
+            draw.seed as u32,
+            (draw.seed >> 32) as u32,
+        ];
+        copy_rows(&self.params, &Tensor::new(&words, self.params.device())?, 0)?;
+        if let Some(seen) = seen {
+            copy_rows(&self.seen, &Tensor::new(seen, self.seen.device())?, 0)?;
+        }
+        Ok(())
+    }
+}
+
+/// A token is drawn and becomes the next input; it is told to the host. embedding T \[V, C\].
+pub fn sample(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    draw: &DrawBuffers,
+    embedding: &Tensor,
+    mailbox: &Arc<Mailbox>,
+) -> Result<()> {
+    let (vocab, columns) = embedding.dims2()?;
+    check("an embedding", vocab == buffers.logits.dims1()? && columns == buffers.x.dims1()?, embedding)?;
+    check_f32("logits", &buffers.logits, draw.seen.elem_count())?;
+    // All blocks must run at once: they wait for each other.
+    let blocks = vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors);
+    check("an embedding", vocab <= blocks * SAMPLE_THREADS * IDS_A_THREAD, embedding)?;
+    let arguments = Arguments::new()
+        .tensor(&buffers.logits)?
+        .tensor(&draw.seen)?
+        .tensor(&draw.params)?
+        .tensor(embedding)?
+        .tensor(&buffers.x)?
+        .tensor(&buffers.state)?
+        .mailbox(mailbox)
+        .tensor(&draw.scratch)?
+        .int(vocab)
+        .int(columns)
+        .int(mailbox.slots());
+    let shape = Shape { grid: (blocks, 1, 1), block: SAMPLE_THREADS, shared_bytes: 0 };
+    let name = format!("decode_sample_{}", suffix(embedding.dtype())?);
+    // SAFETY: shapes checked above; the grid is no more than the multiprocessors, one block fits on each.
+    unsafe { chain.push(&module!("sample"), &name, shape, bytes(&buffers.logits), arguments) }
+}

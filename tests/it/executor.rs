@@ -1,0 +1,342 @@
+//! The decode executor against the eager decoder: the same logits step by step, graph replay against single launches, and
+//! tokens drawn on the device against the sampler on the host. They need a GPU; without one they say so and pass.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor, safetensors};
+use inferno::SamplingParams;
+use inferno::device::{self, DeviceChoice};
+use inferno::engine::executor::Executor;
+use inferno::engine::sampler::Sampler;
+use inferno::models;
+use inferno::nn::decoder::{Batch, Decoder, LogitsOf};
+use inferno::nn::kv_cache::KvCache;
+use inferno::weights::{Checkpoint, Loaded, Weights};
+
+use crate::support::{golden, relative_error, values};
+
+const CONTEXT: usize = 160;
+const CHUNK: usize = 32;
+
+fn gpu() -> Option<Device> {
+    device::open(DeviceChoice::FirstCuda).map_err(|error| println!("not tested: {error}")).ok()
+}
+
+struct Model {
+    name: String,
+    decoder: Decoder,
+    cache: KvCache,
+    device: Device,
+    dtype: DType,
+}
+
+impl Model {
+    fn load(name: &str, dir: &Path, device: &Device, dtype: DType) -> Self {
+        let checkpoint = Checkpoint::open(dir).unwrap();
+        let report = |_| ();
+        let loaded = Loaded::new(&report);
+        let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
+        let decoder = models::read_config(dir).unwrap().architecture.build(&weights, CONTEXT).unwrap();
+        let cache = KvCache::new(decoder.cache_layers(), CONTEXT, CHUNK, dtype, device).unwrap();
+        Self { name: format!("{name} in {dtype:?}"), decoder, cache, device: device.clone(), dtype }
+    }
+
+    fn fresh_cache(&self) -> KvCache {
+        KvCache::new(self.decoder.cache_layers(), CONTEXT, CHUNK, self.dtype, &self.device).unwrap()
+    }
+
+    fn executor(&self) -> Executor {
+        Executor::plan(&self.decoder, &self.cache).unwrap().unwrap_or_else(|reason| panic!("{}: {reason}", self.name))
+    }
+
+    /// Reads a prompt anew into the executor's cache.
+    fn prefill(&mut self, prompt: &[u32]) {
+        self.cache.reset();
+        for part in prompt.chunks(CHUNK) {
+            let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::Last };
+            self.decoder.forward(&batch, &mut [&mut self.cache]).unwrap();
+        }
+    }
+}
+
+/// A llama of random weights with sizes of its own, all different.
+struct Llama {
+    hidden_size: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    intermediate_size: usize,
+    vocab_size: usize,
+    bias: bool,
+    tied: bool,
+}
+
+const LLAMAS: &[(&str, Llama)] = &[
+    (
+        "D 64",
+        Llama {
+            hidden_size: 200,
+            heads: 6,
+            kv_heads: 2,
+            head_dim: 64,
+            intermediate_size: 264,
+            vocab_size: 301,
+            bias: true,
+            tied: false,
+        },
+    ),
+    (
+        "D 80",
+        Llama {
+            hidden_size: 160,
+            heads: 3,
+            kv_heads: 3,
+            head_dim: 80,
+            intermediate_size: 328,
+            vocab_size: 257,
+            bias: false,
+            tied: true,
+        },
+    ),
+    (
+        "D 96",
+        Llama {
+            hidden_size: 288,
+            heads: 4,
+            kv_heads: 1,
+            head_dim: 96,
+            intermediate_size: 416,
+            vocab_size: 1001,
+            bias: false,
+            tied: false,
+        },
+    ),
+    (
+        "D 128",
+        Llama {
+            hidden_size: 1032,
+            heads: 8,
+            kv_heads: 2,
+            head_dim: 128,
+            intermediate_size: 2056,
+            vocab_size: 5003,
+            bias: true,
+            tied: true,
+        },
+    ),
+];
+
+impl Llama {
+    fn write(&self, dir: &Path) {
+        let Llama { hidden_size, heads, kv_heads, head_dim, intermediate_size, vocab_size, bias, tied } = *self;
+        let config = serde_json::json!({
+            "model_type": "llama", "hidden_size": hidden_size, "num_hidden_layers": 3, "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "head_dim": head_dim, "intermediate_size": intermediate_size,
+            "vocab_size": vocab_size, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "attention_bias": bias, "mlp_bias": bias, "tie_word_embeddings": tied,
+        });
+        std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
+        let mut state = 1u64;
+        let mut random = |shape: &[usize], scale: f32, around: f32| {
+            let mut next = || {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4 * scale + around
+            };
+            let values: Vec<f32> = (0..shape.iter().product()).map(|_| next()).collect();
+            Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap()
+        };
+        let mut tensors = HashMap::new();
+        let mut linear =
+            |name: String, rows: usize, columns: usize, bias: bool, tensors: &mut HashMap<String, Tensor>| {
+                tensors.insert(format!("{name}.weight"), random(&[rows, columns], (columns as f32).powf(-0.5), 0.0));
+                if bias {
+                    tensors.insert(format!("{name}.bias"), random(&[rows], 0.2, 0.0));
+                }
+                if name.ends_with("_proj") {
+                    tensors.insert(format!("{name}.norm"), random(&[hidden_size], 0.1, 1.0));
+                }
+            };
+        for layer in 0..3 {
+            let at = |name: &str| format!("model.layers.{layer}.{name}");
+            for (name, rows) in
+                [("q_proj", heads * head_dim), ("k_proj", kv_heads * head_dim), ("v_proj", kv_heads * head_dim)]
+            {
+                linear(at(&format!("self_attn.{name}")), rows, hidden_size, bias, &mut tensors);
+            }
+            linear(at("self_attn.o_proj"), hidden_size, heads * head_dim, bias, &mut tensors);
+            linear(at("mlp.gate_proj"), intermediate_size, hidden_size, bias, &mut tensors);
+            linear(at("mlp.up_proj"), intermediate_size, hidden_size, bias, &mut tensors);
+            linear(at("mlp.down_proj"), hidden_size, intermediate_size, bias, &mut tensors);
+            let first = tensors.remove(&at("self_attn.q_proj.norm")).unwrap();
+            let second = tensors.remove(&at("mlp.gate_proj.norm")).unwrap();
+            tensors.insert(at("input_layernorm.weight"), first);
+            tensors.insert(at("post_attention_layernorm.weight"), second);
+        }
+        linear("model.embed_tokens".into(), vocab_size, hidden_size, false, &mut tensors);
+        if !tied {
+            linear("lm_head".into(), vocab_size, hidden_size, false, &mut tensors);
+        }
+        let norm = tensors["model.layers.0.input_layernorm.weight"].clone();
+        tensors.retain(|name, _| !name.ends_with(".norm"));
+        tensors.insert("model.norm.weight".into(), norm);
+        safetensors::save(&tensors, dir.join("model.safetensors")).unwrap();
+    }
+}
+
+/// The models that a graph can run, in both short dtypes.
+fn each_model(test: impl Fn(&mut Model)) {
+    let Some(device) = gpu() else { return };
+    for dtype in [DType::BF16, DType::F16] {
+        for case in ["gpt_oss_graph", "llama_graph"] {
+            test(&mut Model::load(case, &golden(case), &device, dtype));
+        }
+        for (name, llama) in LLAMAS {
+            let dir = tempfile::tempdir().unwrap();
+            llama.write(dir.path());
+            test(&mut Model::load(&format!("llama {name}"), dir.path(), &device, dtype));
+        }
+    }
+}
+
+fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
+    let vocab = model.decoder.vocab_size() as u32;
+    (0..tokens as u32).map(|i| (i * 31 + 7) % vocab).collect()
+}
+
+/// Every position's logits, each from a step of the graph on transformers' own tokens; and its greedy continuation.
+#[test]
+fn steps_of_the_graph_agree_with_transformers() {
+    let Some(device) = gpu() else { return };
+    for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
+        for case in ["gpt_oss_graph", "llama_graph"] {
+            let mut model = Model::load(case, &golden(case), &device, dtype);
+            let golden = safetensors::load(golden(case).join("golden.safetensors"), &Device::Cpu).unwrap();
+            let ids = |name: &str| -> Vec<u32> {
+                golden[name].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect()
+            };
+            model.cache.reset();
+            let mut executor = model.executor();
+            let mut got = Vec::new();
+            for (position, &id) in ids("ids").iter().enumerate() {
+                executor.start(position, id, None).unwrap();
+                executor.next(1).unwrap();
+                got.extend(values(executor.logits()));
+            }
+            let error = relative_error(&got, &values(&golden["logits"]));
+            println!("{}: off by {error:e}", model.name);
+            assert!(error < tolerance, "{}: off by {error:e}", model.name);
+
+            // Where bf16 may rightly decide a close call in another way, f16 may not.
+            if dtype == DType::F16 {
+                let (prompt, want) = (ids("greedy_prompt"), ids("greedy"));
+                let (last, rest) = prompt.split_last().unwrap();
+                model.prefill(rest);
+                executor.start(rest.len(), *last, None).unwrap();
+                let tokens: Vec<u32> = (1..=want.len()).rev().map(|left| executor.next(left).unwrap()).collect();
+                assert_eq!(tokens, want, "{}", model.name);
+            }
+        }
+    }
+}
+
+/// Experts with scales that tensor cores cannot hold are served, by the eager decoder.
+#[test]
+fn what_the_graph_cannot_run_is_told() {
+    let Some(device) = gpu() else { return };
+    let why = |case, dtype| {
+        let model = Model::load(case, &golden(case), &device, dtype);
+        Executor::plan(&model.decoder, &model.cache).unwrap().err().unwrap_or_default()
+    };
+    assert!(why("gpt_oss", DType::BF16).contains("scales"));
+    assert!(why("llama2", DType::BF16).contains("heads of 8"));
+    assert!(why("llama_graph", DType::F32).contains("F32"));
+}
+
+/// Across window and ring borders, to the end of the context.
+#[test]
+fn steps_of_the_graph_agree_with_the_eager_decoder() {
+    each_model(|model| {
+        let prompt = prompt(model, 21);
+        model.prefill(&prompt);
+        let mut executor = model.executor();
+        let mut eager = model.fresh_cache();
+        let batch = Batch { ids: &prompt, tokens: &[prompt.len()], logits: LogitsOf::Last };
+        model.decoder.forward(&batch, &mut [&mut eager]).unwrap();
+        let mut token = 3;
+        for position in prompt.len()..CONTEXT {
+            // Started anew at each step, so that no later step overwrites the logits.
+            executor.start(position, token, None).unwrap();
+            let next = executor.next(1).unwrap();
+            let got = values(executor.logits());
+            let batch = Batch { ids: &[token], tokens: &[1], logits: LogitsOf::Last };
+            let want = values(&model.decoder.forward(&batch, &mut [&mut eager]).unwrap());
+            let error = relative_error(&got, &want);
+            let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
+            assert!(error < allowed, "{} at {position}: off by {error:e}", model.name);
+            let best = (0..got.len()).max_by(|&a, &b| got[a].total_cmp(&got[b]).then(b.cmp(&a))).unwrap();
+            assert_eq!(next as usize, best, "{} at {position}", model.name);
+            token = (next * 7 + position as u32) % got.len() as u32;
+        }
+    });
+}
+
+#[test]
+fn a_replayed_graph_does_what_its_launches_do_one_by_one() {
+    each_model(|model| {
+        let prompt = prompt(model, 40);
+        let steps = CONTEXT - prompt.len();
+        let mut executor = model.executor();
+        let mut runs = Vec::new();
+        for graphed in [true, false, true] {
+            model.prefill(&prompt);
+            executor.start(prompt.len(), 5, None).unwrap();
+            let step = |left: usize| match graphed {
+                true => executor.next(left).unwrap(),
+                false => executor.next_ungraphed().unwrap(),
+            };
+            let tokens: Vec<u32> = (1..=steps).rev().map(step).collect();
+            runs.push((tokens, values(executor.logits())));
+        }
+        assert!(runs[0] == runs[1] && runs[0] == runs[2], "{}", model.name);
+    });
+}
+
+#[test]
+fn tokens_drawn_on_the_device_are_those_that_the_host_draws() {
+    let base = SamplingParams { temperature: 1.0, seed: 11, ..SamplingParams::greedy() };
+    let cases = [
+        base.clone(),
+        SamplingParams { temperature: 0.6, seed: 1 << 40, ..base.clone() },
+        SamplingParams { top_k: 7, temperature: 1.7, ..base.clone() },
+        SamplingParams { top_p: 0.7, ..base.clone() },
+        SamplingParams { top_p: 0.0, ..base.clone() },
+        SamplingParams { min_p: 0.3, ..base.clone() },
+        SamplingParams { top_k: 50, top_p: 0.9, min_p: 0.02, temperature: 1.3, ..base.clone() },
+        SamplingParams { repetition_penalty: 1.3, frequency_penalty: 0.2, presence_penalty: -0.1, ..base.clone() },
+        SamplingParams { temperature: 0.0, repetition_penalty: 1.5, ..base.clone() },
+    ];
+    each_model(|model| {
+        let prompt = prompt(model, 21);
+        let mut executor = model.executor();
+        for params in &cases {
+            model.prefill(&prompt);
+            let mut host = Sampler::new(params.clone(), &prompt);
+            let vocab = model.decoder.vocab_size();
+            let mut token = 3;
+            for position in prompt.len()..CONTEXT {
+                executor.start(position, token, host.on_device(vocab)).unwrap();
+                token = executor.next(1).unwrap();
+                let want = host.sample(&mut values(executor.logits()));
+                assert_eq!(token, want, "{} at {position}, {params:?}", model.name);
+            }
+            // And by itself, without the host's help in between.
+            let host = Sampler::new(params.clone(), &prompt);
+            let run = |executor: &mut Executor| -> Vec<u32> {
+                executor.start(prompt.len(), 3, host.on_device(vocab)).unwrap();
+                (0..30).map(|step| executor.next(30 - step).unwrap()).collect()
+            };
+            assert_eq!(run(&mut executor), run(&mut executor), "{}, {params:?}", model.name);
+        }
+    });
+}
