@@ -43,11 +43,22 @@ pub enum Error {
     UnsupportedArchitecture { found: String, supported: String },
 
     #[error(
-        "{what} needs {:.1} GB of memory on {device}, {:.1} GB are free\n  try a smaller --context, or free memory on the device",
+        "{what} needs {:.1} GB of memory on {device}, {:.1} GB are free\n  {}",
         *needed_bytes as f64 / 1e9,
-        *free_bytes as f64 / 1e9
+        *free_bytes as f64 / 1e9,
+        match fitting_context {
+            Some(context) => format!("try --context {context}, or free memory on the device"),
+            None => "no context fits: free memory on the device, or choose a smaller model".to_string(),
+        }
     )]
-    OutOfMemory { what: String, device: String, needed_bytes: u64, free_bytes: u64 },
+    OutOfMemory {
+        what: String,
+        device: String,
+        needed_bytes: u64,
+        free_bytes: u64,
+        /// A context that would fit.
+        fitting_context: Option<usize>,
+    },
 
     /// A way of calling that cannot work, whatever is on the machine.
     #[error("{0}")]

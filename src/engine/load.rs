@@ -79,9 +79,12 @@ const DEFAULT_CONTEXT: usize = 32_768;
 /// A context that is chosen for want of memory is no smaller than this.
 const SMALLEST_CONTEXT: usize = 2048;
 
+/// Bytes for activations: in any case, and for each token of a chunk.
+const WORKSPACE: (u64, u64) = (128 << 20, 448 << 10);
+
 /// Tokens in one pass of prefill: more is faster until the matrix units are full, and takes more memory.
-fn chunk_size(device: &Device) -> usize {
-    if device.is_cuda() { 2048 } else { 256 }
+fn chunk_sizes(device: &Device) -> &'static [usize] {
+    if device.is_cuda() { &[2048, 512] } else { &[256] }
 }
 
 impl Engine {
@@ -167,12 +170,12 @@ impl Model {
         let need = Need {
             weight_bytes: weight_bytes(checkpoint, dtype),
             layers: &layers,
-            chunk: chunk_size(&device),
+            chunks: chunk_sizes(&device),
             dtype,
             max_context: architecture.max_position_embeddings(),
         };
-        let context = need.choose_context(options.context, &device_info)?;
-        let chunk = need.chunk.min(context);
+        let room = need.choose(options.context, &device_info)?;
+        let Room { context, chunk } = room;
 
         let total = checkpoint.bytes();
         let report = |bytes| (options.progress)(bytes, total);
@@ -195,7 +198,7 @@ impl Model {
             true => need.out_of_memory(context, &device_info),
             false => error,
         })?;
-        let (weight_bytes, cache_bytes) = (need.weight_bytes, need.cache_bytes(context));
+        let (weight_bytes, cache_bytes) = (need.weight_bytes, need.cache_bytes(room));
         Ok(Self { decoder, cache, device, dtype, device_info, weight_bytes, cache_bytes })
     }
 }
@@ -213,26 +216,41 @@ fn weight_bytes(checkpoint: &Checkpoint, dtype: DType) -> u64 {
 struct Need<'l> {
     weight_bytes: u64,
     layers: &'l [LayerSpec],
-    chunk: usize,
+    /// Tokens in one pass of prefill that may be chosen, the best first.
+    chunks: &'static [usize],
     dtype: DType,
     max_context: usize,
 }
 
+/// What is made room for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Room {
+    /// Positions.
+    context: usize,
+    /// Tokens in one pass of prefill.
+    chunk: usize,
+}
+
 impl Need<'_> {
-    fn cache_bytes(&self, context: usize) -> u64 {
-        kv_cache::bytes(self.layers, context, self.chunk.min(context), self.dtype)
+    fn cache_bytes(&self, room: Room) -> u64 {
+        kv_cache::bytes(self.layers, room.context, room.chunk, self.dtype)
     }
 
-    /// Everything, with room for the activations of one chunk.
-    fn bytes(&self, context: usize) -> u64 {
-        const WORKSPACE: u64 = 1 << 30;
-        let workspace = if self.chunk > 256 { WORKSPACE } else { WORKSPACE / 8 };
-        self.weight_bytes + self.cache_bytes(context) + workspace
+    /// Everything, with the activations of one chunk.
+    fn bytes(&self, room: Room) -> u64 {
+        self.weight_bytes + self.cache_bytes(room) + (WORKSPACE.0 + room.chunk as u64 * WORKSPACE.1)
     }
 
-    /// The context asked for, or the largest up to the default that fits.
-    fn choose_context(&self, asked: Option<usize>, device: &DeviceInfo) -> Result<usize> {
-        let fits = |context| device.total_bytes == 0 || self.bytes(context) <= device.free_bytes;
+    /// This context with the largest chunk that fits.
+    fn fit(&self, context: usize, device: &DeviceInfo) -> Option<Room> {
+        let rooms = self.chunks.iter().map(|&chunk| Room { context, chunk: chunk.min(context) });
+        let fits = |room: &Room| device.total_bytes == 0 || self.bytes(*room) <= device.free_bytes;
+        rooms.into_iter().find(fits)
+    }
+
+    /// The context asked for, or the largest up to the default that fits. Where memory is short, prompts are read in
+    /// smaller chunks before the context shrinks.
+    fn choose(&self, asked: Option<usize>, device: &DeviceInfo) -> Result<Room> {
         let context = match asked {
             Some(0) => return Err(Error::Usage("--context 0 has no room for anything".into()).into()),
             Some(asked) if asked > self.max_context => {
@@ -242,20 +260,29 @@ impl Need<'_> {
             }
             Some(asked) => asked,
             None => {
-                let mut context = self.max_context.min(DEFAULT_CONTEXT);
-                while !fits(context) && context > SMALLEST_CONTEXT {
-                    context = (context / 2).max(SMALLEST_CONTEXT.min(self.max_context));
-                }
-                context
+                let most = self.max_context.min(DEFAULT_CONTEXT);
+                return self.halvings(most).find_map(|context| self.fit(context, device)).ok_or_else(|| {
+                    let smallest = self.halvings(most).last().unwrap_or(most);
+                    self.out_of_memory(smallest, device)
+                });
             }
         };
-        if fits(context) { Ok(context) } else { Err(self.out_of_memory(context, device)) }
+        self.fit(context, device).ok_or_else(|| self.out_of_memory(context, device))
+    }
+
+    /// `most`, half of it, and so on, down to the smallest context that is chosen for want of memory.
+    fn halvings(&self, most: usize) -> impl Iterator<Item = usize> {
+        let smallest = SMALLEST_CONTEXT.min(most);
+        let next = move |&context: &usize| (context > smallest).then(|| (context / 2).max(smallest));
+        std::iter::successors(Some(most), next)
     }
 
     fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> anyhow::Error {
         let what = format!("this model with a context of {context} tokens");
-        let (needed_bytes, free_bytes) = (self.bytes(context), device.free_bytes);
-        Error::OutOfMemory { what, device: device.name.clone(), needed_bytes, free_bytes }.into()
+        let smallest = self.chunks.last().copied().unwrap_or(context).min(context);
+        let (needed_bytes, free_bytes) = (self.bytes(Room { context, chunk: smallest }), device.free_bytes);
+        let fitting_context = self.halvings(context).find(|&context| self.fit(context, device).is_some());
+        Error::OutOfMemory { what, device: device.name.clone(), needed_bytes, free_bytes, fitting_context }.into()
     }
 }
 
@@ -302,5 +329,51 @@ fn default_sampling(generation: &Value) -> SamplingParams {
         min_p: number("min_p").unwrap_or(0.0),
         repetition_penalty,
         ..greedy
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn need() -> Need<'static> {
+        const FULL: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: None };
+        const SLIDING: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: Some(128) };
+        Need {
+            weight_bytes: 10 << 30,
+            layers: &[FULL, SLIDING],
+            chunks: &[2048, 512],
+            dtype: DType::BF16,
+            max_context: 131_072,
+        }
+    }
+
+    fn device(free_bytes: u64) -> DeviceInfo {
+        DeviceInfo { name: "a GPU".into(), compute_capability: None, free_bytes, total_bytes: 80 << 30 }
+    }
+
+    #[test]
+    fn room_shrinks_by_chunk_first_and_by_context_then() {
+        let need = need();
+        let all = Room { context: DEFAULT_CONTEXT, chunk: 2048 };
+        assert_eq!(need.choose(None, &device(80 << 30)).unwrap(), all);
+        assert_eq!(need.choose(None, &device(need.bytes(all))).unwrap(), all);
+        let small = Room { chunk: 512, ..all };
+        assert_eq!(need.choose(None, &device(need.bytes(all) - 1)).unwrap(), small);
+        assert_eq!(need.choose(None, &device(need.bytes(small))).unwrap(), small);
+        let half = need.choose(None, &device(need.bytes(small) - 1)).unwrap();
+        assert_eq!(half, Room { context: DEFAULT_CONTEXT / 2, chunk: 512 });
+        assert_eq!(need.choose(Some(100), &device(80 << 30)).unwrap(), Room { context: 100, chunk: 100 });
+    }
+
+    #[test]
+    fn what_does_not_fit_says_what_would() {
+        let need = need();
+        let fits = need.bytes(Room { context: 4096, chunk: 512 });
+        let error = need.choose(Some(16_384), &device(fits)).unwrap_err();
+        assert!(error.to_string().contains("--context 4096"), "{error}");
+        let error = need.choose(None, &device(1 << 30)).unwrap_err();
+        let Some(Error::OutOfMemory { fitting_context, .. }) = error.downcast_ref() else { panic!("{error}") };
+        assert_eq!(*fitting_context, None);
     }
 }
