@@ -102,7 +102,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         model: Model::of(&snapshot, &engine),
         device: DeviceFacts::new(engine.info(), gpu, before, after),
         bandwidth,
-        load_s: engine.info().load.total_s,
+        load: engine.info().load,
         memory: after_load_bytes.zip(at_end_bytes).map(Memory::from),
         seed: SEED,
         repetitions: args.repetitions,

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::list;
 use crate::device::{GpuFacts, GpuState};
-use crate::engine::{Engine, KernelTime, LaunchCounts, ModelInfo, StepBytes};
+use crate::engine::{Engine, KernelTime, LaunchCounts, LoadTimes, ModelInfo, StepBytes};
 use crate::hub::Snapshot;
 use crate::kernels::bandwidth::Bandwidth;
 
@@ -20,7 +20,7 @@ pub struct Report {
     pub device: DeviceFacts,
     /// `None` on a CPU.
     pub bandwidth: Option<Bandwidth>,
-    pub load_s: f64,
+    pub load: LoadTimes,
     pub memory: Option<Memory>,
     pub seed: u64,
     pub repetitions: u32,
@@ -261,7 +261,8 @@ impl Report {
             format!("{name}: {family} {quantisation}, {} parameters, computed in {dtype}", list::count(*parameters)),
             self.device.line(),
             format!("inferno {version}, commit {commit}, executor {executor}, {} repetitions", self.repetitions),
-            format!("loaded in {:.2} s; weights {weights}, cache {cache} for {context} tokens", self.load_s),
+            format!("weights {weights}, cache {cache} for {context} tokens"),
+            self.load_line(*weight_bytes),
         ];
         if let Some(Memory { after_load_bytes, at_end_bytes }) = self.memory {
             let (loaded, end) = (list::size(after_load_bytes), list::size(at_end_bytes));
@@ -280,6 +281,15 @@ impl Report {
             ));
         }
         lines.join("\n") + "\n"
+    }
+
+    fn load_line(&self, weight_bytes: u64) -> String {
+        let LoadTimes { headers_s, tokenizer_s, device_s, weights_s, cache_s, graph_s, total_s } = self.load;
+        let rate = weight_bytes as f64 / 1e9 / weights_s;
+        format!(
+            "loaded in {total_s:.2} s: headers {headers_s:.3}, device {device_s:.2}, weights {weights_s:.2} ({rate:.1} GB/s), \
+             cache {cache_s:.3}, graph {graph_s:.3}; beside it the tokenizer, {tokenizer_s:.2}"
+        )
     }
 
     fn speed(&self) -> String {

@@ -132,7 +132,13 @@ impl Engine {
         #[cfg(feature = "cuda")]
         if self.cache.len() < self.cache.context() && self.start_steps(0)? {
             let Decoding::Graph(executor) = &mut self.decoding else { return Ok(None) };
-            let times = executor.kernel_times()?;
+            let mut times = executor.kernel_times()?;
+            let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.cache.len(), self.info.dtype);
+            // What attention reads depends on the depth; a model whose layers differ has several kernels.
+            let mut attention = times.iter_mut().filter(|time| time.name.starts_with("flash_attention"));
+            if let (Some(time), None) = (attention.next(), attention.next()) {
+                time.bytes = cache;
+            }
             self.cache.advance_written(0, 1);
             return Ok(Some(times));
         }

@@ -6,13 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use candle_core::cuda_backend::cudarc::driver::CudaGraph;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Device, Tensor};
 
 use super::bench::KernelTime;
 use crate::kernels::attention::{Sight, flash};
-use crate::kernels::chain::{Arguments, Chain, Mailbox, Shape};
+use crate::kernels::chain::{Arguments, Chain, Graph, Mailbox, Shape};
 use crate::kernels::decode::{self, Buffers, Draw, DrawBuffers, ExpertBuffers, Norm, Projection, Qkv};
 use crate::kernels::embed::{copy_rows, embed};
 use crate::kernels::experts::ExpertWeights;
@@ -145,7 +144,7 @@ impl Executor {
             bail!("the context is full");
         }
         while self.queued - self.taken < room.min(1 + AHEAD) {
-            self.choice().graph.launch().w()?;
+            self.choice().graph.launch()?;
             self.queued += 1;
         }
         let token = self.wait()?;
@@ -234,7 +233,7 @@ impl Executor {
 /// The end of a step, and the graph of the whole of it.
 struct Choice {
     tail: Chain,
-    graph: CudaGraph,
+    graph: Graph,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -242,6 +241,11 @@ enum Choosing {
     Greedy,
     Drawn,
 }
+
+const _: fn() = || {
+    fn is_send<T: Send>() {}
+    is_send::<Executor>();
+};
 
 impl Drop for Executor {
     fn drop(&mut self) {

@@ -72,6 +72,8 @@ pub struct LoadTimes {
     pub weights_s: f64,
     /// Making room for keys and values.
     pub cache_s: f64,
+    /// Planning and capturing the decode step.
+    pub graph_s: f64,
     pub total_s: f64,
 }
 
@@ -109,7 +111,7 @@ impl Engine {
         // What is wrong with the snapshot is said before what is wrong with the machine.
         let (language, tokenizer_s) = language?;
         times.tokenizer_s = tokenizer_s;
-        let Model { decoder, cache, device, dtype, device_info, weight_bytes, cache_bytes } = model?;
+        let Model { decoder, cache, decoding, device, dtype, device_info, weight_bytes, cache_bytes } = model?;
 
         let generation = read_json(dir, "generation_config.json")?;
         let stop_ids = stop_ids(dir, &generation, &language)?;
@@ -127,10 +129,6 @@ impl Engine {
             load: times,
         };
         let defaults = default_sampling(&generation);
-        let decoding = match options.eager {
-            true => Decoding::Eager("it was asked for".into()),
-            false => Decoding::plan(&decoder, &cache)?,
-        };
         Ok(Self { language, decoder, cache, cached: Vec::new(), decoding, device, stop_ids, defaults, info })
     }
 }
@@ -139,6 +137,7 @@ impl Engine {
 struct Model {
     decoder: Decoder,
     cache: KvCache,
+    decoding: Decoding,
     device: Device,
     dtype: DType,
     device_info: DeviceInfo,
@@ -191,15 +190,22 @@ impl Model {
             let cache = KvCache::new(&layers, context, chunk, dtype, &device)?;
             device.synchronize()?;
             times.cache_s = started.elapsed().as_secs_f64();
-            Ok((decoder, cache))
+            let started = Instant::now();
+            let decoding = match options.eager {
+                true => Decoding::Eager("it was asked for".into()),
+                false => Decoding::plan(&decoder, &cache)?,
+            };
+            times.graph_s = started.elapsed().as_secs_f64();
+            Ok((decoder, cache, decoding))
         };
         // Another process may have taken the memory since it was counted.
-        let (decoder, cache) = allocate().map_err(|error| match format!("{error:#}").contains("OUT_OF_MEMORY") {
-            true => need.out_of_memory(context, &device_info),
-            false => error,
-        })?;
+        let (decoder, cache, decoding) =
+            allocate().map_err(|error| match format!("{error:#}").contains("OUT_OF_MEMORY") {
+                true => need.out_of_memory(context, &device_info),
+                false => error,
+            })?;
         let (weight_bytes, cache_bytes) = (need.weight_bytes, need.cache_bytes(room));
-        Ok(Self { decoder, cache, device, dtype, device_info, weight_bytes, cache_bytes })
+        Ok(Self { decoder, cache, decoding, device, dtype, device_info, weight_bytes, cache_bytes })
     }
 }
 

@@ -166,7 +166,7 @@ impl Chain {
     }
 
     /// The launches, and those of `tail` after them, as one graph.
-    pub fn capture(&self, tail: &Chain) -> Result<CudaGraph> {
+    pub fn capture(&self, tail: &Chain) -> Result<Graph> {
         let stream = self.device.cuda_stream();
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
         let issued = self.issue().and_then(|()| tail.issue());
@@ -175,7 +175,7 @@ impl Chain {
         issued?;
         let Some(graph) = graph? else { bail!("the stream captured nothing") };
         graph.upload().w()?;
-        Ok(graph)
+        Ok(Graph(graph))
     }
 
     /// Issues the launches one by one, each timed by events on the device.
@@ -197,12 +197,30 @@ impl Chain {
     }
 }
 
+/// A captured chain. Its chains must live as long as it is launched.
+pub struct Graph(CudaGraph);
+
+// SAFETY: the driver lets a graph be used from any thread, one at a time, and a `Graph` is not `Sync`.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Queues all launches on the stream they were captured on.
+    pub fn launch(&self) -> Result<()> {
+        self.0.launch().w()
+    }
+}
+
 /// Words in host memory that a kernel writes and the host reads while the device goes on.
 pub struct Mailbox {
     slots: *mut u32,
     count: usize,
     device: CudaDevice,
 }
+
+// SAFETY: the words are only read and written whole and volatile, and belong to this until `drop`.
+unsafe impl Send for Mailbox {}
+// SAFETY: as above.
+unsafe impl Sync for Mailbox {}
 
 impl Mailbox {
     /// `count` words, all zero.

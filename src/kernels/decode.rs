@@ -89,7 +89,7 @@ fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
 }
 
 fn check_dense(weight: &Tensor, rows: usize, columns: usize) -> Result<()> {
-    let fits = weight.dims() == [rows, columns] && columns % 8 == 0 && columns <= MAX_COLUMNS;
+    let fits = weight.dims() == [rows, columns] && columns.is_multiple_of(8) && columns <= MAX_COLUMNS;
     check("a weight", fits && matches!(weight.dtype(), DType::BF16 | DType::F16), weight)
 }
 

@@ -119,6 +119,9 @@ pub struct Frame {
     pub cache_layers: Vec<LayerSpec>,
 }
 
+/// Sees the residual stream, f32 \[T, C\], after the layer of the given place.
+pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
+
 /// A whole model.
 pub struct Decoder {
     /// `[V, C]`
@@ -200,12 +203,7 @@ impl Decoder {
     }
 
     /// The same; `tap` sees the residual stream, f32 \[T, C\], after each layer.
-    pub fn forward_tapped(
-        &self,
-        batch: &Batch,
-        caches: &mut [&mut KvCache],
-        mut tap: Option<&mut dyn FnMut(usize, &Tensor) -> Result<()>>,
-    ) -> Result<Tensor> {
+    pub fn forward_tapped(&self, batch: &Batch, caches: &mut [&mut KvCache], mut tap: Option<Tap>) -> Result<Tensor> {
         let device = self.embed_tokens.device();
         let vocab_size = self.embed_tokens.dim(0)?;
         if let Some(id) = batch.ids.iter().find(|&&id| id as usize >= vocab_size) {

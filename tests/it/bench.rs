@@ -41,7 +41,7 @@ fn bench_json_has_every_figure() {
     for unknown in ["bandwidth", "memory", "launches_per_token", "kernels"] {
         assert!(json.get(unknown).unwrap().is_null(), "{unknown}");
     }
-    assert!(positive(&json["load_s"]) && json["seed"].is_u64() && json["repetitions"] == 2);
+    assert!(positive(&json["load"]["total_s"]) && json["seed"].is_u64() && json["repetitions"] == 2);
 
     let tests = json["tests"].as_array().unwrap();
     let names: Vec<String> = tests.iter().map(|t| format!("{} {} {}", t["kind"], t["tokens"], t["depth"])).collect();
