@@ -62,7 +62,8 @@ impl fmt::Display for DeviceInfo {
     }
 }
 
-/// Opens the chosen device: on a GPU with a stream of its own and candle's per-tensor events off (there is one stream).
+/// Opens the chosen device: on a GPU with a stream of its own and candle's per-tensor events off: what is
+/// uploaded on another stream is handed over with an event of its own (`kernels::upload`).
 pub fn open(choice: DeviceChoice) -> Result<Device> {
     match choice {
         DeviceChoice::Cpu => Ok(Device::Cpu),
@@ -87,6 +88,12 @@ pub fn info(_: &Device) -> Result<DeviceInfo> {
     Ok(cpu_info())
 }
 
+/// The same as `info`, after giving back what this process holds but does not use.
+#[cfg(not(feature = "cuda"))]
+pub fn info_without_ours(device: &Device) -> Result<DeviceInfo> {
+    info(device)
+}
+
 fn no_gpu(reason: impl Into<String>, first: &str) -> Error {
     let hint = format!("{first}\n  or run a small model without a GPU: inferno play demo --device cpu");
     Error::NoGpu { reason: reason.into(), hint }
@@ -109,9 +116,9 @@ fn cpu_info() -> DeviceInfo {
 }
 
 #[cfg(feature = "cuda")]
-pub use with_cuda::info;
-#[cfg(feature = "cuda")]
 use with_cuda::open_cuda;
+#[cfg(feature = "cuda")]
+pub use with_cuda::{info, info_without_ours};
 
 #[cfg(feature = "cuda")]
 mod with_cuda {
@@ -134,7 +141,7 @@ mod with_cuda {
             return Err(no_gpu(reason, "see which there are: nvidia-smi").into());
         }
         let device = CudaDevice::new_with_stream(ordinal).with_context(|| format!("cannot open GPU {ordinal}"))?;
-        // SAFETY: every tensor of this device is made, used and freed on its one stream.
+        // SAFETY: every tensor of this device is used and freed on its one stream; what another stream wrote is waited for.
         unsafe { device.disable_event_tracking() };
         keep_freed_memory(&device)?;
         Ok(Device::Cuda(device))
@@ -154,6 +161,21 @@ mod with_cuda {
             sys::cuMemPoolSetAttribute(pool, attribute, (&mut threshold as *mut u64).cast()).result()?;
         }
         Ok(())
+    }
+
+    /// The same as `info`, after giving back what this process holds but does not use.
+    pub fn info_without_ours(device: &Device) -> Result<DeviceInfo> {
+        if let Device::Cuda(cuda) = device {
+            let stream = cuda.cuda_stream();
+            stream.synchronize()?;
+            let mut pool = std::ptr::null_mut();
+            // SAFETY: `pool` is written by the first call before the second reads it; nothing in use is trimmed.
+            unsafe {
+                sys::cuDeviceGetDefaultMemPool(&mut pool, stream.context().cu_device()).result()?;
+                sys::cuMemPoolTrimTo(pool, 0).result()?;
+            }
+        }
+        info(device)
     }
 
     pub fn info(device: &Device) -> Result<DeviceInfo> {

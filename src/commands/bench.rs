@@ -202,8 +202,9 @@ impl Bench {
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, time| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // One more than is counted: nothing is run after the last one.
-            let mut generation = engine.complete_ids(&prompt, chat_options(tokens + 1, SEED + 1 + time))?;
+            // Two more than are counted: the first token comes from the prompt, and nothing is run after the last one.
+            let mut generation = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + time))?;
+            generation.next().transpose()?;
             let mut of_run = Vec::with_capacity(tokens);
             let mut before = Instant::now();
             for chunk in generation.by_ref().take(tokens) {

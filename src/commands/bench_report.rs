@@ -288,7 +288,7 @@ impl Report {
         let rate = weight_bytes as f64 / 1e9 / weights_s;
         format!(
             "loaded in {total_s:.2} s: headers {headers_s:.3}, device {device_s:.2}, weights {weights_s:.2} ({rate:.1} GB/s), \
-             cache {cache_s:.3}, graph {graph_s:.3}; beside it the tokenizer, {tokenizer_s:.2}"
+             cache {cache_s:.3}, graph {graph_s:.3}; tokenizer {tokenizer_s:.2}"
         )
     }
 

@@ -3,15 +3,14 @@
 //! through a mailbox while the next step runs.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, anyhow, bail};
-use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use anyhow::{Context, Result, bail};
+use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
 use super::bench::KernelTime;
 use crate::kernels::attention::{Sight, flash};
-use crate::kernels::chain::{Arguments, Chain, Graph, Mailbox, Shape};
+use crate::kernels::chain::{Arguments, Chain, Graph, Mailbox, Shape, is_idle};
 use crate::kernels::decode::{self, Buffers, Draw, DrawBuffers, ExpertBuffers, Norm, Projection, Qkv};
 use crate::kernels::embed::{copy_rows, embed};
 use crate::kernels::experts::ExpertWeights;
@@ -24,13 +23,13 @@ use crate::nn::norm::RmsNorm;
 
 /// Steps that are queued ahead of the one whose token the host waits for.
 const AHEAD: usize = 2;
-/// A step takes milliseconds; a device that is silent for this long has failed.
-const PATIENCE: Duration = Duration::from_secs(20);
 
 pub struct Executor {
     device: CudaDevice,
     buffers: Buffers,
     embedding: Tensor,
+    /// Positions that cache and rotary tables have.
+    context: usize,
     mailbox: Arc<Mailbox>,
     draw: DrawBuffers,
     /// All but the choice of a token.
@@ -55,6 +54,9 @@ impl Executor {
         let embedding = decoder.embed_tokens.clone();
         let (vocab_size, hidden_size) = decoder.embed_tokens.dims2()?;
         let buffers = Buffers::new(device, hidden_size, vocab_size)?;
+        if !decode::can_sample(&buffers) {
+            return Ok(Err(format!("this GPU is too small to draw from {vocab_size} tokens")));
+        }
         let mailbox = Mailbox::new(device, 64)?;
         let mut chain = Chain::new(device)?;
         let draw = DrawBuffers::new(&buffers.logits)?;
@@ -79,6 +81,7 @@ impl Executor {
             device: device.clone(),
             buffers,
             embedding,
+            context: cache.context().min(decoder.context()),
             mailbox,
             draw,
             layers: chain,
@@ -93,6 +96,10 @@ impl Executor {
     /// Starts at `position` with `token` as the input of the first step. Without `draw` the likeliest token is chosen;
     /// `seen` \[V\] is needed for penalties: 0, or 1 + how often a token was generated.
     pub fn start(&mut self, position: usize, token: u32, draw: Option<(Draw, Option<Vec<u32>>)>) -> Result<()> {
+        let vocab_size = self.buffers.logits.dims1()?;
+        if token as usize >= vocab_size || position >= self.context {
+            bail!("token {token} at position {position}: {vocab_size} tokens and {} positions", self.context);
+        }
         self.choose_by(draw)?;
         let id = Tensor::new(&[token], self.buffers.x.device())?;
         copy_rows(&self.buffers.x, &embed(&self.embedding, &id)?.flatten_all()?, 0)?;
@@ -108,7 +115,6 @@ impl Executor {
         copy_rows(&self.buffers.logits, &logits.flatten_all()?, 0)?;
         let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
-        (self.queued, self.taken) = (1, 0);
         // Greedy choice looks at what the head's blocks found, not at logits.
         let tail = match self.choosing {
             Choosing::Greedy => {
@@ -117,7 +123,9 @@ impl Executor {
             }
             Choosing::Drawn => &self.drawn.tail,
         };
-        Ok(tail.issue()?)
+        tail.issue()?;
+        (self.queued, self.taken) = (1, 0);
+        Ok(())
     }
 
     fn choose_by(&mut self, draw: Option<(Draw, Option<Vec<u32>>)>) -> Result<()> {
@@ -169,7 +177,6 @@ impl Executor {
 
     fn wait(&mut self) -> Result<u32> {
         let slot = self.taken % self.mailbox.slots();
-        let started = Instant::now();
         let mut polls = 0u32;
         loop {
             let word = self.mailbox.take(slot);
@@ -179,15 +186,14 @@ impl Executor {
             }
             std::hint::spin_loop();
             polls += 1;
-            if polls.is_multiple_of(1 << 20) && started.elapsed() > PATIENCE {
-                self.device.cuda_stream().synchronize().w().context("the GPU failed in a decode step")?;
-                return match self.mailbox.take(slot) {
-                    0 => Err(anyhow!("the GPU sent no token for {} s", PATIENCE.as_secs())),
-                    word => {
-                        self.taken += 1;
-                        Ok(word)
-                    }
-                };
+            // Now and then: a device that has failed, or is done, will send nothing more.
+            if polls.is_multiple_of(1 << 20) && is_idle(&self.device).context("the GPU failed in a decode step")? {
+                let word = self.mailbox.take(slot);
+                if word == 0 {
+                    bail!("the GPU sent no token");
+                }
+                self.taken += 1;
+                return Ok(word);
             }
         }
     }
@@ -357,7 +363,7 @@ fn attention(
     // Keys of earlier steps may be read while the projection ahead still runs: they were written before it started.
     let arguments = arguments.float(flash.scale()).int(1);
     let shape = Shape { grid: flash.grid, block: flash.block, shared_bytes: flash.shared_bytes };
-    // SAFETY: `Launch` has checked shapes and dtypes; rows are taken modulo the cache's; the position is below its context.
+    // SAFETY: `decode::qkv` has checked shapes and dtypes, `start` the position; rows are taken modulo the cache's; the position is below its context.
     unsafe { chain.push(&flash::code(), &flash.name, shape, 0, arguments)? };
 
     Ok(decode::residual(chain, buffers, &attended.flatten_all()?, &o_proj.weight, o_proj.bias.as_ref())?)

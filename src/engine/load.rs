@@ -1,6 +1,6 @@
 //! From a snapshot directory to an engine: what it needs is known before anything is allocated.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -168,6 +168,7 @@ impl Model {
         let layers = architecture.cache_layers();
         let need = Need {
             weight_bytes: weight_bytes(checkpoint, dtype),
+            loading_bytes: if device.is_cuda() { largest_packed_layer(checkpoint) } else { 0 },
             layers: &layers,
             chunks: chunk_sizes(&device),
             dtype,
@@ -198,10 +199,10 @@ impl Model {
             times.graph_s = started.elapsed().as_secs_f64();
             Ok((decoder, cache, decoding))
         };
-        // Another process may have taken the memory since it was counted.
         let (decoder, cache, decoding) =
             allocate().map_err(|error| match format!("{error:#}").contains("OUT_OF_MEMORY") {
-                true => need.out_of_memory(context, &device_info),
+                // Another process may have taken the memory since it was counted.
+                true => need.out_of_memory(context, &device::info_without_ours(&device).unwrap_or(device_info.clone())),
                 false => error,
             })?;
         let (weight_bytes, cache_bytes) = (need.weight_bytes, need.cache_bytes(room));
@@ -218,9 +219,21 @@ fn weight_bytes(checkpoint: &Checkpoint, dtype: DType) -> u64 {
     checkpoint.tensors().map(|(_, info)| bytes(info)).sum()
 }
 
+/// Bytes of the packed tensors of the layer that has most of them: they are laid out anew, one layer at a time.
+fn largest_packed_layer(checkpoint: &Checkpoint) -> u64 {
+    let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
+    for (name, info) in checkpoint.tensors().filter(|(_, info)| info.candle_dtype() == Some(DType::U8)) {
+        let layer = name.split_once(".mlp.").map_or(name, |(layer, _)| layer);
+        *layers.entry(layer).or_default() += info.bytes() as u64;
+    }
+    layers.into_values().max().unwrap_or(0)
+}
+
 /// What a model takes.
 struct Need<'l> {
     weight_bytes: u64,
+    /// What loading takes beside the weights, before cache and activations do: a layer's packed experts as stored.
+    loading_bytes: u64,
     layers: &'l [LayerSpec],
     /// Tokens in one pass of prefill that may be chosen, the best first.
     chunks: &'static [usize],
@@ -244,7 +257,8 @@ impl Need<'_> {
 
     /// Everything, with the activations of one chunk.
     fn bytes(&self, room: Room) -> u64 {
-        self.weight_bytes + self.cache_bytes(room) + (WORKSPACE.0 + room.chunk as u64 * WORKSPACE.1)
+        let running = self.cache_bytes(room) + WORKSPACE.0 + room.chunk as u64 * WORKSPACE.1;
+        self.weight_bytes + running.max(self.loading_bytes)
     }
 
     /// This context with the largest chunk that fits.
@@ -287,7 +301,8 @@ impl Need<'_> {
         let what = format!("this model with a context of {context} tokens");
         let smallest = self.chunks.last().copied().unwrap_or(context).min(context);
         let (needed_bytes, free_bytes) = (self.bytes(Room { context, chunk: smallest }), device.free_bytes);
-        let fitting_context = self.halvings(context).find(|&context| self.fit(context, device).is_some());
+        let smaller = self.halvings(context).skip(1);
+        let fitting_context = smaller.into_iter().find(|&context| self.fit(context, device).is_some());
         Error::OutOfMemory { what, device: device.name.clone(), needed_bytes, free_bytes, fitting_context }.into()
     }
 }
@@ -347,6 +362,7 @@ mod tests {
         const SLIDING: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: Some(128) };
         Need {
             weight_bytes: 10 << 30,
+            loading_bytes: 0,
             layers: &[FULL, SLIDING],
             chunks: &[2048, 512],
             dtype: DType::BF16,
@@ -370,6 +386,15 @@ mod tests {
         let half = need.choose(None, &device(need.bytes(small) - 1)).unwrap();
         assert_eq!(half, Room { context: DEFAULT_CONTEXT / 2, chunk: 512 });
         assert_eq!(need.choose(Some(100), &device(80 << 30)).unwrap(), Room { context: 100, chunk: 100 });
+    }
+
+    #[test]
+    fn loading_may_take_more_than_running() {
+        let room = Room { context: 100, chunk: 100 };
+        let running = need().bytes(room);
+        let need = Need { loading_bytes: 5 << 30, ..need() };
+        assert_eq!(need.bytes(room), (10 << 30) + (5 << 30));
+        assert!(running < need.bytes(room));
     }
 
     #[test]

@@ -262,7 +262,14 @@ impl Engine {
         if let Decoding::Graph(executor) = &mut self.decoding {
             let steps = self.cache.context() - self.cache.len();
             let room = if input.is_none() { 1 + steps } else { steps };
-            let token = executor.next(room.min(most))?;
+            let token = match executor.next(room.min(most)) {
+                Ok(token) => token,
+                Err(error) => {
+                    // Queued steps may have written anywhere.
+                    self.forget();
+                    return Err(error);
+                }
+            };
             // Steps that are queued beyond have written, or will.
             let beyond = executor.ahead();
             self.cache.advance_written(usize::from(input.is_some()), beyond);

@@ -12,11 +12,18 @@ use candle_core::{Result, Tensor, bail};
 
 use super::cuda::{Arg, Module, USUAL_SHARED_BYTES, address, allow_shared_bytes, function};
 
-/// The arguments of one launch, and the tensors that must outlive it.
+/// The arguments of one launch, and what must outlive it.
 #[derive(Default)]
 pub struct Arguments {
     args: Vec<Arg>,
+    kept: Kept,
+}
+
+/// Memory whose addresses launches have.
+#[derive(Clone, Default)]
+struct Kept {
     tensors: Vec<Tensor>,
+    mailboxes: Vec<Arc<Mailbox>>,
 }
 
 impl Arguments {
@@ -26,7 +33,7 @@ impl Arguments {
 
     pub fn tensor(mut self, tensor: &Tensor) -> Result<Self> {
         self.args.push(Arg::Address(address(tensor)?));
-        self.tensors.push(tensor.clone());
+        self.kept.tensors.push(tensor.clone());
         Ok(self)
     }
 
@@ -43,6 +50,7 @@ impl Arguments {
 
     pub fn mailbox(mut self, mailbox: &Arc<Mailbox>) -> Self {
         self.args.push(Arg::Address(mailbox.slots as u64));
+        self.kept.mailboxes.push(mailbox.clone());
         self
     }
 
@@ -175,7 +183,9 @@ impl Chain {
         issued?;
         let Some(graph) = graph? else { bail!("the stream captured nothing") };
         graph.upload().w()?;
-        Ok(Graph(graph))
+        let launches = self.launches.iter().chain(&tail.launches);
+        let kept = launches.map(|launch| launch.arguments.kept.clone()).collect();
+        Ok(Graph { graph, _kept: kept })
     }
 
     /// Issues the launches one by one, each timed by events on the device.
@@ -197,8 +207,22 @@ impl Chain {
     }
 }
 
-/// A captured chain. Its chains must live as long as it is launched.
-pub struct Graph(CudaGraph);
+/// Whether the device has done all that was queued; its error, if it failed.
+pub fn is_idle(device: &CudaDevice) -> Result<bool> {
+    let stream = device.cuda_stream();
+    stream.context().bind_to_thread().w()?;
+    // SAFETY: the stream is the device's own, and alive.
+    match unsafe { sys::cuStreamQuery(stream.cu_stream()) } {
+        sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+        result => result.result().w().map(|()| true),
+    }
+}
+
+/// A captured chain.
+pub struct Graph {
+    graph: CudaGraph,
+    _kept: Vec<Kept>,
+}
 
 // SAFETY: the driver lets a graph be used from any thread, one at a time, and a `Graph` is not `Sync`.
 unsafe impl Send for Graph {}
@@ -206,7 +230,7 @@ unsafe impl Send for Graph {}
 impl Graph {
     /// Queues all launches on the stream they were captured on.
     pub fn launch(&self) -> Result<()> {
-        self.0.launch().w()
+        self.graph.launch().w()
     }
 }
 

@@ -439,6 +439,17 @@ impl DrawBuffers {
     }
 }
 
+/// Whether `sample` can hold a vocabulary of this size.
+pub fn can_sample(buffers: &Buffers) -> bool {
+    let vocab = buffers.logits.elem_count();
+    vocab <= sample_blocks(vocab, buffers) * SAMPLE_THREADS * IDS_A_THREAD
+}
+
+/// All blocks must run at once: they wait for each other.
+fn sample_blocks(vocab: usize, buffers: &Buffers) -> usize {
+    vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors)
+}
+
 /// A token is drawn and becomes the next input; it is told to the host. embedding T \[V, C\].
 pub fn sample(
     chain: &mut Chain,
@@ -450,9 +461,8 @@ pub fn sample(
     let (vocab, columns) = embedding.dims2()?;
     check("an embedding", vocab == buffers.logits.dims1()? && columns == buffers.x.dims1()?, embedding)?;
     check_f32("logits", &buffers.logits, draw.seen.elem_count())?;
-    // All blocks must run at once: they wait for each other.
-    let blocks = vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors);
-    check("an embedding", vocab <= blocks * SAMPLE_THREADS * IDS_A_THREAD, embedding)?;
+    check("an embedding", can_sample(buffers), embedding)?;
+    let blocks = sample_blocks(vocab, buffers);
     let arguments = Arguments::new()
         .tensor(&buffers.logits)?
         .tensor(&draw.seen)?

@@ -1,7 +1,8 @@
-//! The operations that inferno brings itself. Each but `bandwidth`, which only measures, is a twin: `x.rs` has the public op (checked shapes and dtypes), the
+//! The operations that inferno brings itself. Most are twins: `x.rs` has the public op (checked shapes and dtypes), the
 //! launch, and `reference`, the same in plain Rust on f32; `x.cu` has the CUDA kernel. On a CPU the op runs its reference.
 //!
-//! `cuda` launches them; `upload` is the way of weights to a device.
+//! What is for a GPU alone is judged by the twins: `expert_mlp`, and `decode`, the fused kernels of a decode step, which a
+//! `chain` records. `cuda` launches kernels, `upload` is the way of weights to a device, `bandwidth` only measures.
 
 pub mod attention;
 pub mod bandwidth;

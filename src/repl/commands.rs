@@ -121,6 +121,13 @@ fn stats(session: &Session) -> String {
     let mb = |bytes: u64| format!("{:.1} MB", bytes as f64 / 1e6);
     [
         ("model", format!("{} {}", info.family, info.quantisation.as_deref().unwrap_or("unquantised"))),
+        (
+            "executor",
+            match session.engine.why_eager() {
+                None => session.engine.executor().to_string(),
+                Some(why) => format!("{}, for {why}", session.engine.executor()),
+            },
+        ),
         ("parameters", info.parameters.to_string()),
         ("device", info.device.name.clone()),
         ("dtype", format!("{:?}", info.dtype).to_lowercase()),
