@@ -83,6 +83,11 @@ struct Launch {
     bytes: u64,
 }
 
+/// Whether the kernels have the waits of `pdl.cuh`: they are no-ops in code for older GPUs.
+fn built_for_overlap() -> bool {
+    env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90)
+}
+
 /// What a kernel of the chain took, alone.
 pub struct Timed {
     pub name: String,
@@ -94,14 +99,14 @@ pub struct Timed {
 pub struct Chain {
     device: CudaDevice,
     launches: Vec<Launch>,
-    /// Whether launches may overlap: from compute capability 9.0 on.
+    /// Whether launches may overlap: from compute capability 9.0 on, in code that was built for it and so waits.
     overlap: bool,
 }
 
 impl Chain {
     pub fn new(device: &CudaDevice) -> Result<Self> {
         let (major, _) = device.cuda_stream().context().compute_capability().w()?;
-        Ok(Self { device: device.clone(), launches: Vec::new(), overlap: major >= 9 })
+        Ok(Self { device: device.clone(), launches: Vec::new(), overlap: major >= 9 && built_for_overlap() })
     }
 
     pub fn len(&self) -> usize {

@@ -66,7 +66,12 @@ pub const USUAL_SHARED_BYTES: usize = 32 << 10;
 
 /// More dynamic shared memory than that.
 pub fn allow_shared_bytes(function: &CudaFunction, bytes: usize) -> Result<()> {
-    function.set_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32).w()
+    let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    // Never lowered: another launch of the same kernel may need more.
+    match function.get_attribute(attribute).w()? {
+        allowed if allowed as usize >= bytes => Ok(()),
+        _ => function.set_attribute(attribute, bytes as i32).w(),
+    }
 }
 
 /// What the driver says of the device, such as its number of multiprocessors.

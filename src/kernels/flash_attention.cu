@@ -130,7 +130,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     if (!early) pdl_wait();
 
     // 1. The keys that some row of the tile sees, and this team's part of this split's share of them.
-    const int position = (int)positions[0], newest = position + last_token;
+    const int position = (int)__ldcg(positions), newest = position + last_token;
     const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
     const int tiles = (newest - oldest) / KEYS + 1;
     const int share = max(C::MIN_TILES, (tiles + (int)gridDim.z - 1) / (int)gridDim.z);

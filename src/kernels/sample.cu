@@ -1,5 +1,6 @@
 // The next token from the logits, on the device: penalties, temperature, top-k, top-p, min-p and a draw that depends on the
-// seed and the step alone; the same rules, in the same order, as the sampler on the host (engine/sampler.rs).
+// seed and the step alone; the same rules, in the same order, as the sampler on the host (engine/sampler.rs),
+// but that tokens of equal logits are kept or cut together.
 //
 // One launch of at most one block a multiprocessor, so that all blocks run at once and may wait for each other. Each block
 // has a run of ids, each thread a few logits in registers. Probabilities are counted in fixed point (2^-40 of the likeliest
@@ -105,6 +106,7 @@ __device__ uint32_t threshold(const uint32_t (&keys)[IDS_A_THREAD], const unsign
             if (threadIdx.x == 255) rest = (unsigned long long)((double)share * (double)sum);
             __syncthreads();
             target = rest;
+            __syncthreads();  // before `rest` is used again
         }
         if (threadIdx.x == 0) chosen = 0, rest = 0;
         __syncthreads();

@@ -125,6 +125,20 @@ const LLAMAS: &[(&str, Llama)] = &[
             tied: true,
         },
     ),
+    // More logits than a thread a token can hold: several rounds and all blocks take part in a draw.
+    (
+        "V 140001",
+        Llama {
+            hidden_size: 64,
+            heads: 6,
+            kv_heads: 2,
+            head_dim: 16,
+            intermediate_size: 72,
+            vocab_size: 140_001,
+            bias: false,
+            tied: true,
+        },
+    ),
 ];
 
 impl Llama {
