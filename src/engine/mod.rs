@@ -98,10 +98,13 @@ impl Decoding {
     fn plan(decoder: &Decoder, cache: &KvCache) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if decoder.is_on_gpu() {
-            return Ok(match executor::Executor::plan(decoder, cache)? {
-                Ok(executor) => Decoding::Graph(Box::new(executor)),
-                Err(reason) => Decoding::Eager(reason),
-            });
+            return match executor::Executor::plan(decoder, cache) {
+                Ok(Ok(executor)) => Ok(Decoding::Graph(Box::new(executor))),
+                Ok(Err(reason)) => Ok(Decoding::Eager(reason)),
+                Err(error) if format!("{error:#}").contains("OUT_OF_MEMORY") => Err(error),
+                // A slow answer is better than none; the line under it says that it was slow, and `/stats` why.
+                Err(error) => Ok(Decoding::Eager(format!("the graph could not be made: {error:#}"))),
+            };
         }
         let _ = (decoder, cache);
         Ok(Decoding::Eager("the model is not on a GPU".into()))
