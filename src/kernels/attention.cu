@@ -3,6 +3,7 @@
 //   grid (T, H), block 32·W: W warps share the keys of one query head; each keeps an online softmax, merged at the end.
 //   W is 4 where there are many queries, 32 where few must hide the latency of many keys; shared: W·(D + 2) floats.
 //   bytes moved: about 2·T·H·L·D·sizeof(T) from L2, L = keys in sight (no reuse between heads: a plain kernel, right first)
+//   for f32, and for head sizes that flash_attention.cu has not
 #include "common.cuh"
 
 constexpr int MAX_LANE_DIMS = 8;

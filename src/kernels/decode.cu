@@ -12,7 +12,9 @@
 // 16 bytes of weights: read once, so they need no place in L1.
 __device__ __forceinline__ uint4 load_stream(const void* address) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address));
     return v;
 }
 __device__ __forceinline__ uint32_t load_stream_word(const void* address) {
@@ -60,7 +62,11 @@ template <typename T, int ROWS, int DEPTH, class Row> struct Stream {
     uint4 ahead[DEPTH][ROWS];
 
     __device__ __forceinline__ Stream(int chunks, int units, Row row)
-        : row(row), chunks(chunks), units(units), step(gridDim.x * (blockDim.x / 32)), lane(threadIdx.x % 32),
+        : row(row),
+          chunks(chunks),
+          units(units),
+          step(gridDim.x * (blockDim.x / 32)),
+          lane(threadIdx.x % 32),
           unit(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) {
         start();
     }
@@ -68,7 +74,9 @@ template <typename T, int ROWS, int DEPTH, class Row> struct Stream {
     __device__ __forceinline__ bool more() const { return unit < units; }
 
     // Past the end come zeros: no branch, so that the rounds below are one straight line.
-    __device__ __forceinline__ uint4 load(int r, int chunk) const { return chunk < chunks ? load_stream(rows[r] + chunk) : make_uint4(0, 0, 0, 0); }
+    __device__ __forceinline__ uint4 load(int r, int chunk) const {
+        return chunk < chunks ? load_stream(rows[r] + chunk) : make_uint4(0, 0, 0, 0);
+    }
 
     __device__ __forceinline__ void start() {
         if (unit >= units) return;
@@ -114,10 +122,12 @@ __device__ __forceinline__ float block_sum(float value, float* scratch) {
 }
 
 // x · norm to the planes; returns 1 / rms(x), by which the dot products are multiplied afterwards.
-__device__ __forceinline__ float load_normed(const Planes& planes, const float* x, const float* norm, int columns, float eps, float* scratch) {
+__device__ __forceinline__ float load_normed(const Planes& planes, const float* x, const float* norm, int columns,
+                                             float eps, float* scratch) {
     float squares = 0.0f;
     for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) {
-        const float4 v = __ldcg(reinterpret_cast<const float4*>(x) + i), w = __ldg(reinterpret_cast<const float4*>(norm) + i);
+        const float4 v = __ldcg(reinterpret_cast<const float4*>(x) + i),
+                     w = __ldg(reinterpret_cast<const float4*>(norm) + i);
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
         planes.quad(i) = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
     }
@@ -134,14 +144,13 @@ template <typename T> __device__ __forceinline__ void load_vector(const Planes& 
     __syncthreads();
 }
 
-
 // q, k, v of the token: norm, projection, bias, RoPE; q to its buffer, k and v to the cache.
 //   weight T [(H + 2K)·D, C]; bias f32 [(H + 2K)·D] or null; cos, sin f32 [P, R/2]; cache k, v T [S, K, D]
 //   a unit is two rows, those that RoPE turns together
 template <typename T>
-__device__ void decode_qkv(const float* x, const float* norm, const T* weight, const float* bias, const float* cos, const float* sin,
-                           const uint32_t* state, T* q, T* k, T* v, int columns, int heads, int kv_heads, int head_dim, int rotated,
-                           int rows, float eps) {
+__device__ void decode_qkv(const float* x, const float* norm, const T* weight, const float* bias, const float* cos,
+                           const float* sin, const uint32_t* state, T* q, T* k, T* v, int columns, int heads,
+                           int kv_heads, int head_dim, int rotated, int rows, float eps) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[MAX_WARPS];
     const Planes planes{shared, columns / 8};
@@ -150,7 +159,10 @@ __device__ void decode_qkv(const float* x, const float* norm, const T* weight, c
         const int p = unit % pairs;
         return p < half ? p + r * half : 2 * p + r;
     };
-    const auto row = [=](int unit, int r) { return reinterpret_cast<const uint8_t*>(weight + ((size_t)(unit / pairs) * head_dim + in_head(unit, r)) * columns); };
+    const auto row = [=](int unit, int r) {
+        return reinterpret_cast<const uint8_t*>(weight +
+                                                ((size_t)(unit / pairs) * head_dim + in_head(unit, r)) * columns);
+    };
     Stream<T, 2, DEPTH2, decltype(row)> stream(planes.chunks, (heads + 2 * kv_heads) * pairs, row);
     pdl_wait();
     pdl_launch_dependents();
@@ -161,15 +173,19 @@ __device__ void decode_qkv(const float* x, const float* norm, const T* weight, c
         const int unit = stream.unit, head = unit / pairs, first = in_head(unit, 0), second = in_head(unit, 1);
         const size_t base = (size_t)head * head_dim;
         const bool turns = head < heads + kv_heads && first < half;
-        const float a_bias = bias ? __ldg(bias + base + first) : 0.0f, b_bias = bias ? __ldg(bias + base + second) : 0.0f;
-        const float c = turns ? __ldg(cos + (size_t)position * half + first) : 1.0f, s = turns ? __ldg(sin + (size_t)position * half + first) : 0.0f;
+        const float a_bias = bias ? __ldg(bias + base + first) : 0.0f,
+                    b_bias = bias ? __ldg(bias + base + second) : 0.0f;
+        const float c = turns ? __ldg(cos + (size_t)position * half + first) : 1.0f,
+                    s = turns ? __ldg(sin + (size_t)position * half + first) : 0.0f;
         float sum[2];
         stream.finish(planes, sum);
         if (stream.lane != 0) continue;
         const float a0 = sum[0] * scale + a_bias, b0 = sum[1] * scale + b_bias;
         const float a = a0 * c - b0 * s, b = b0 * c + a0 * s;
         const size_t at = (size_t)(position % rows) * kv_heads;
-        T* out = head < heads ? q + base : head < heads + kv_heads ? k + (at + head - heads) * head_dim : v + (at + head - heads - kv_heads) * head_dim;
+        T* out = head < heads              ? q + base
+                 : head < heads + kv_heads ? k + (at + head - heads) * head_dim
+                                           : v + (at + head - heads - kv_heads) * head_dim;
         out[first] = from_float<T>(a), out[second] = from_float<T>(b);
     }
 }
@@ -197,12 +213,14 @@ __device__ void decode_residual(float* x, const T* y, const T* weight, const flo
 // h = silu(gate(norm(x))) · up(norm(x)): the first half of a gated MLP.
 //   gate, up T [F, C]; biases f32 [F] or null; h T [F]; a unit is one element of h
 template <typename T>
-__device__ void decode_gate_up(const float* x, const float* norm, const T* gate, const T* up, const float* gate_bias, const float* up_bias, T* h,
-                               int rows, int columns, float eps) {
+__device__ void decode_gate_up(const float* x, const float* norm, const T* gate, const T* up, const float* gate_bias,
+                               const float* up_bias, T* h, int rows, int columns, float eps) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[MAX_WARPS];
     const Planes planes{shared, columns / 8};
-    const auto row = [=](int unit, int r) { return reinterpret_cast<const uint8_t*>((r == 0 ? gate : up) + (size_t)unit * columns); };
+    const auto row = [=](int unit, int r) {
+        return reinterpret_cast<const uint8_t*>((r == 0 ? gate : up) + (size_t)unit * columns);
+    };
     Stream<T, 2, DEPTH2, decltype(row)> stream(planes.chunks, rows, row);
     pdl_wait();
     pdl_launch_dependents();
@@ -212,7 +230,8 @@ __device__ void decode_gate_up(const float* x, const float* norm, const T* gate,
         float sum[2];
         stream.finish(planes, sum);
         if (stream.lane != 0) continue;
-        const float g = sum[0] * scale + (gate_bias ? gate_bias[unit] : 0.0f), u = sum[1] * scale + (up_bias ? up_bias[unit] : 0.0f);
+        const float g = sum[0] * scale + (gate_bias ? gate_bias[unit] : 0.0f),
+                    u = sum[1] * scale + (up_bias ? up_bias[unit] : 0.0f);
         h[unit] = from_float<T>(g / (1.0f + expf(-g)) * u);
     }
 }
@@ -229,12 +248,15 @@ struct Best {
 // logits = head(norm(x)), and each block's best.
 //   weight T [V, C]; logits f32 [V]; best [grid]; a unit is two rows
 template <typename T>
-__device__ void decode_head(const float* x, const float* norm, const T* weight, float* logits, Best* best, int vocab, int columns, float eps) {
+__device__ void decode_head(const float* x, const float* norm, const T* weight, float* logits, Best* best, int vocab,
+                            int columns, float eps) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[MAX_WARPS];
     __shared__ Best warps[MAX_WARPS];
     const Planes planes{shared, columns / 8};
-    const auto row = [=](int unit, int r) { return reinterpret_cast<const uint8_t*>(weight + (size_t)min(2 * unit + r, vocab - 1) * columns); };
+    const auto row = [=](int unit, int r) {
+        return reinterpret_cast<const uint8_t*>(weight + (size_t)min(2 * unit + r, vocab - 1) * columns);
+    };
     Stream<T, 2, DEPTH2, decltype(row)> stream(planes.chunks, (vocab + 1) / 2, row);
     pdl_wait();
     pdl_launch_dependents();
@@ -263,7 +285,8 @@ __device__ void decode_head(const float* x, const float* norm, const T* weight, 
 // The end of a step: the likeliest token becomes the next input. One block of 1024.
 //   embedding T [V, C] → x; ring u32 [slots], in host memory: the token of step s, plus one, at s mod slots
 template <typename T>
-__device__ void decode_next(const Best* best, int blocks, const T* embedding, float* x, uint32_t* state, volatile uint32_t* ring, int slots, int columns) {
+__device__ void decode_next(const Best* best, int blocks, const T* embedding, float* x, uint32_t* state,
+                            volatile uint32_t* ring, int slots, int columns) {
     __shared__ Best warps[32];
     const int lane = threadIdx.x % 32;
     pdl_wait();
@@ -271,7 +294,8 @@ __device__ void decode_next(const Best* best, int blocks, const T* embedding, fl
     for (int i = threadIdx.x; i < blocks; i += blockDim.x) mine.offer(__ldcg(&best[i].logit), __ldcg(&best[i].token));
     const auto reduce = [&] {
         for (int offset = 16; offset > 0; offset /= 2)
-            mine.offer(__shfl_xor_sync(0xffffffffu, mine.logit, offset), __shfl_xor_sync(0xffffffffu, mine.token, offset));
+            mine.offer(__shfl_xor_sync(0xffffffffu, mine.logit, offset),
+                       __shfl_xor_sync(0xffffffffu, mine.token, offset));
     };
     reduce();
     if (lane == 0) warps[threadIdx.x / 32] = mine;
@@ -311,13 +335,17 @@ struct Routing {
             for (int i = 0; lane + 32 * i < experts; ++i) {
                 const float logit = i == 0 ? first : __ldcg(logits + lane + 32 * i);
                 const uint32_t bits = __float_as_uint(logit);
-                const uint32_t key = taken >> i & 1 ? 0u : isnan(logit) ? 1u : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+                const uint32_t key = taken >> i & 1       ? 0u
+                                     : isnan(logit)       ? 1u
+                                     : bits & 0x80000000u ? ~bits
+                                                          : bits | 0x80000000u;
                 if (key > best) best = key, id = lane + 32 * i;
             }
             const uint32_t most = __reduce_max_sync(0xffffffffu, best);
             id = __reduce_min_sync(0xffffffffu, best == most ? id : 0xffffffffu);
             if (id % 32 == lane) taken |= 1u << (id / 32);
-            const float logit = most <= 1 ? -INFINITY : __uint_as_float(most & 0x80000000u ? most & 0x7fffffffu : ~most);
+            const float logit =
+                most <= 1 ? -INFINITY : __uint_as_float(most & 0x80000000u ? most & 0x7fffffffu : ~most);
             if (n == 0) top = logit;
             if (n == lane) mine = logit, expert[n] = id;
         }
@@ -330,8 +358,8 @@ struct Routing {
 // Router logits, and norm(x) in f16 for the experts: one block an expert, and a slice of norm(x) each.
 //   weight f32 [E, C]; bias f32 [E] or null; logits f32 [E]; normed f16 [C] = norm(x) / 2^k; normed_scale f32: 2^k
 // f16 keeps three bits more than bf16; k is 0 unless norm(x) would overflow it.
-__device__ void decode_router(const float* x, const float* norm, const float* weight, const float* bias, float* logits, __half* normed,
-                              float* normed_scale, int columns, int experts, float eps) {
+__device__ void decode_router(const float* x, const float* norm, const float* weight, const float* bias, float* logits,
+                              __half* normed, float* normed_scale, int columns, int experts, float eps) {
     __shared__ float scratch[3][32];
     const int expert = blockIdx.x, quads = columns / 4, warps = blockDim.x / 32;
     constexpr int AHEAD = 4;
@@ -372,7 +400,8 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
     const int exponent = top * rms < 32768.0f ? 0 : ilogbf(top * rms) - 14;
     const float shrink = rms * exp2f((float)-exponent);
     const int slice = (columns + experts - 1) / experts, first = expert * slice;
-    for (int i = first + threadIdx.x; i < min(first + slice, columns); i += blockDim.x) normed[i] = __float2half_rn(__ldcg(x + i) * __ldg(norm + i) * shrink);
+    for (int i = first + threadIdx.x; i < min(first + slice, columns); i += blockDim.x)
+        normed[i] = __float2half_rn(__ldcg(x + i) * __ldg(norm + i) * shrink);
     if (threadIdx.x == 0) {
         logits[expert] = dot * rms + (bias ? bias[expert] : 0.0f);
         if (expert == 0) *normed_scale = exp2f((float)exponent);
@@ -385,13 +414,17 @@ struct Tiles {
     const uint8_t *blocks, *scales;
     int groups;  // of 64 columns
 
-    __device__ __forceinline__ Tiles of(size_t tile) const { return {blocks + tile * groups * 512, scales + tile * groups * 32, groups}; }
+    __device__ __forceinline__ Tiles of(size_t tile) const {
+        return {blocks + tile * groups * 512, scales + tile * groups * 32, groups};
+    }
 };
 
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                    uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // Pair i of a word of 8 values as f16x2, times 2^-14.
@@ -425,8 +458,10 @@ template <int STEP, int DEPTH> struct TileStream {
         weights[d] = load_stream(blocks + i * STEP * 512), exponents[d] = load_stream_word(scales + i * STEP * 32);
     }
 
-    __device__ __forceinline__ TileStream(const Tiles& all, size_t tile, int first, int lane) : first(first), groups(all.groups) {
-        blocks = all.blocks + (tile * groups + first) * 512 + lane * 16, scales = all.scales + (tile * groups + first) * 32 + lane / 4 * 4;
+    __device__ __forceinline__ TileStream(const Tiles& all, size_t tile, int first, int lane)
+        : first(first), groups(all.groups) {
+        blocks = all.blocks + (tile * groups + first) * 512 + lane * 16,
+        scales = all.scales + (tile * groups + first) * 32 + lane / 4 * 4;
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
             if (first + d * STEP < groups) load(d, d);
@@ -472,17 +507,20 @@ constexpr float E2M1_UNIT = 16384.0f;  // 2^14
 //   tiles of `paired` rows: gate in row g, its linear half in row g + 8; bias f32 [E, 2F] (interleaved); h f16 [N, F]
 //   shared: C rounded up to 64, f16
 constexpr int UP_TILES = 3, UP_WARPS = 5, UP_DEPTH = 3, UP_THREADS = 32 * UP_TILES * UP_WARPS;
-__device__ void decode_gate_up_experts(const __half* normed, const float* normed_scale, const float* logits, Tiles weights, const float* bias,
-                                       __half* h, int experts, int chosen, int intermediate, int columns, float alpha, float limit) {
+__device__ void decode_gate_up_experts(const __half* normed, const float* normed_scale, const float* logits,
+                                       Tiles weights, const float* bias, __half* h, int experts, int intermediate,
+                                       int columns, float alpha, float limit) {
     extern __shared__ uint4 x[];
     __shared__ float sums[UP_TILES][UP_WARPS][16];
     __shared__ Routing routing;
     const int warp = threadIdx.x / 32 % UP_WARPS, which = threadIdx.x / 32 / UP_WARPS, lane = threadIdx.x % 32;
-    const int chunks = weights.groups * 8, whole = columns / 8, tiles = (intermediate + 7) / 8, tile = blockIdx.x * UP_TILES + which;
+    const int chunks = weights.groups * 8, whole = columns / 8, tiles = (intermediate + 7) / 8,
+              tile = blockIdx.x * UP_TILES + which;
     pdl_wait();
     pdl_launch_dependents();
     if (threadIdx.x < 32) routing.choose(logits, experts, blockIdx.y + 1, 0, lane);
-    for (int i = threadIdx.x; i < chunks; i += UP_THREADS) x[i] = i < whole ? __ldcg(reinterpret_cast<const uint4*>(normed) + i) : make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < chunks; i += UP_THREADS)
+        x[i] = i < whole ? __ldcg(reinterpret_cast<const uint4*>(normed) + i) : make_uint4(0, 0, 0, 0);
     const float unscale = E2M1_UNIT * __ldcg(normed_scale);
     __syncthreads();
     const uint32_t expert = routing.expert[blockIdx.y];
@@ -505,7 +543,8 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
         // Comparisons as in torch.clamp: a NaN stays a NaN.
         gate = gate > limit ? limit : gate;
         up = up > limit ? limit : up < -limit ? -limit : up;
-        h[(size_t)blockIdx.y * intermediate + unit] = __float2half_rn(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
+        h[(size_t)blockIdx.y * intermediate + unit] =
+            __float2half_rn(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
     }
 }
 
@@ -513,8 +552,8 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 // the columns of its tile.
 //   bias f32 [E, C]; shared: N · (F rounded up to 64) f16, then 16 floats a warp
 constexpr int DOWN_SPLITS = 3, DOWN_DEPTH = 5, DOWN_MAX_CHOSEN = 4;
-__device__ void decode_down_experts(float* x, const __half* h, const float* logits, Tiles weights, const float* bias, int experts, int chosen,
-                                    int rows, int columns) {
+__device__ void decode_down_experts(float* x, const __half* h, const float* logits, Tiles weights, const float* bias,
+                                    int experts, int chosen, int rows, int columns) {
     extern __shared__ uint4 inputs[];
     __shared__ Routing routing;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, tiles = gridDim.x;
@@ -527,7 +566,8 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     const int row = tile * 16 + threadIdx.x;
     const bool mine = threadIdx.x < 16 && row < rows;
     float sum = 0.0f;
-    for (int i = 0; i < chosen && mine; ++i) sum += routing.share[i] * __ldg(bias + (size_t)routing.expert[i] * rows + row);
+    for (int i = 0; i < chosen && mine; ++i)
+        sum += routing.share[i] * __ldg(bias + (size_t)routing.expert[i] * rows + row);
     pdl_wait();
     pdl_launch_dependents();
     if (mine) sum += __ldcg(x + row);
@@ -555,46 +595,49 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, 1)
 
-#define DEFINE_DENSE(T, SUFFIX)                                                                                                    \
-    KERNEL decode_qkv_##SUFFIX(const float* x, const float* norm, const T* weight, const float* bias, const float* cos,            \
-                               const float* sin, const uint32_t* state, T* q, T* k, T* v, int columns, int heads, int kv_heads,    \
-                               int head_dim, int rotated, int rows, float eps) { \
-        decode_qkv<T>(x, norm, weight, bias, cos, sin, state, q, k, v, columns, heads, kv_heads, head_dim, rotated, rows, eps);    \
-    }                                                                                                                              \
+#define DEFINE_DENSE(T, SUFFIX)                                                                                        \
+    KERNEL decode_qkv_##SUFFIX(const float* x, const float* norm, const T* weight, const float* bias,                  \
+                               const float* cos, const float* sin, const uint32_t* state, T* q, T* k, T* v,            \
+                               int columns, int heads, int kv_heads, int head_dim, int rotated, int rows, float eps) { \
+        decode_qkv<T>(x, norm, weight, bias, cos, sin, state, q, k, v, columns, heads, kv_heads, head_dim, rotated,    \
+                      rows, eps);                                                                                      \
+    }                                                                                                                  \
     KERNEL decode_residual_##SUFFIX(float* x, const T* y, const T* weight, const float* bias, int rows, int columns) { \
-        decode_residual<T>(x, y, weight, bias, rows, columns);                                                                     \
-    }                                                                                                                              \
-    KERNEL decode_gate_up_##SUFFIX(const float* x, const float* norm, const T* gate, const T* up, const float* gate_bias,          \
-                                   const float* up_bias, T* h, int rows, int columns, float eps) { \
-        decode_gate_up<T>(x, norm, gate, up, gate_bias, up_bias, h, rows, columns, eps);                                           \
-    }                                                                                                                              \
-    KERNEL decode_head_##SUFFIX(const float* x, const float* norm, const T* weight, float* logits, Best* best, int vocab,          \
-                                int columns, float eps) {                                                                          \
-        decode_head<T>(x, norm, weight, logits, best, vocab, columns, eps);                                                        \
-    }                                                                                                                              \
-    extern "C" __global__ void __launch_bounds__(1024)                                                                             \
-        decode_next_##SUFFIX(const Best* best, int blocks, const T* embedding, float* x, uint32_t* state,                          \
-                             volatile uint32_t* ring, int slots, int columns) {                                                    \
-        decode_next<T>(best, blocks, embedding, x, state, ring, slots, columns);                                                   \
+        decode_residual<T>(x, y, weight, bias, rows, columns);                                                         \
+    }                                                                                                                  \
+    KERNEL decode_gate_up_##SUFFIX(const float* x, const float* norm, const T* gate, const T* up,                      \
+                                   const float* gate_bias, const float* up_bias, T* h, int rows, int columns,          \
+                                   float eps) {                                                                        \
+        decode_gate_up<T>(x, norm, gate, up, gate_bias, up_bias, h, rows, columns, eps);                               \
+    }                                                                                                                  \
+    KERNEL decode_head_##SUFFIX(const float* x, const float* norm, const T* weight, float* logits, Best* best,         \
+                                int vocab, int columns, float eps) {                                                   \
+        decode_head<T>(x, norm, weight, logits, best, vocab, columns, eps);                                            \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                 \
+        decode_next_##SUFFIX(const Best* best, int blocks, const T* embedding, float* x, uint32_t* state,              \
+                             volatile uint32_t* ring, int slots, int columns) {                                        \
+        decode_next<T>(best, blocks, embedding, x, state, ring, slots, columns);                                       \
     }
 DEFINE_DENSE(__nv_bfloat16, bf16)
 DEFINE_DENSE(__half, f16)
 
 extern "C" __global__ void __launch_bounds__(256)
-    decode_router_f32(const float* x, const float* norm, const float* weight, const float* bias, float* logits, __half* normed,
-                      float* normed_scale, int columns, int experts, float eps) {
+    decode_router_f32(const float* x, const float* norm, const float* weight, const float* bias, float* logits,
+                      __half* normed, float* normed_scale, int columns, int experts, float eps) {
     decode_router(x, norm, weight, bias, logits, normed, normed_scale, columns, experts, eps);
 }
 
 extern "C" __global__ void __launch_bounds__(UP_THREADS, 2)
-    decode_gate_up_mxfp4(const __half* normed, const float* normed_scale, const float* logits, const uint8_t* blocks, const uint8_t* scales,
-                         const float* bias, __half* h, int experts, int chosen, int intermediate, int columns, float alpha, float limit) {
-    decode_gate_up_experts(normed, normed_scale, logits, {blocks, scales, (columns + 63) / 64}, bias, h, experts, chosen, intermediate, columns,
-                           alpha, limit);
+    decode_gate_up_mxfp4(const __half* normed, const float* normed_scale, const float* logits, const uint8_t* blocks,
+                         const uint8_t* scales, const float* bias, __half* h, int experts, int intermediate,
+                         int columns, float alpha, float limit) {
+    decode_gate_up_experts(normed, normed_scale, logits, {blocks, scales, (columns + 63) / 64}, bias, h, experts,
+                           intermediate, columns, alpha, limit);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * DOWN_SPLITS * DOWN_MAX_CHOSEN, 2)
-    decode_down_mxfp4(float* x, const __half* h, const float* logits, const uint8_t* blocks, const uint8_t* scales, const float* bias,
-                      int experts, int chosen, int rows, int columns) {
+    decode_down_mxfp4(float* x, const __half* h, const float* logits, const uint8_t* blocks, const uint8_t* scales,
+                      const float* bias, int experts, int chosen, int rows, int columns) {
     decode_down_experts(x, h, logits, {blocks, scales, (columns + 63) / 64}, bias, experts, chosen, rows, columns);
 }

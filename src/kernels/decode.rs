@@ -10,8 +10,8 @@ use candle_core::{DType, Result, Tensor, bail};
 use super::bytes;
 use super::chain::{Arguments, Chain, Mailbox, Shape};
 use super::cuda::{module, multiprocessors, suffix};
-use super::embed::copy_rows;
 use super::experts::Tiles;
+use super::rows::copy_rows;
 use super::swiglu::ALPHA;
 
 /// Most warps in a block of the dense kernels (`MAX_WARPS`).
@@ -274,7 +274,6 @@ pub fn expert_gate_up(
         .tensor(bias)?
         .tensor(&experts.h)?
         .int(count)
-        .int(chosen)
         .int(intermediate)
         .int(columns)
         .float(ALPHA)

@@ -3,7 +3,8 @@
 //   dense weights: [E, R, C] of the compute dtype; bias [E, R] of the compute dtype or null
 //   x [T, C] (shared by a token's experts) or [T, N, C]; ids u32 [T, N]; out [T, N, R]
 // Three kernels: a matrix-vector one for few tokens; for many, `sort_by_expert` and a tensor-core tile that reads each
-// expert's weights once per 64 (token, expert) pairs instead of once per pair.
+// expert's weights once per 64 (token, expert) pairs instead of once per pair. On MXFP4 in bf16 and f16 experts_gemm.cu and
+// decode.cu take their place, unless a scale is above 2; the sort serves both.
 #include "common.cuh"
 #include <mma.h>
 

@@ -1,4 +1,5 @@
-//! Matrix products of routed experts, on MXFP4 weights as they are stored (no unpacked copy) or on dense ones.
+//! Matrix products of routed experts, on MXFP4 weights as they are stored (no unpacked copy) or on dense ones; and MXFP4
+//! weights laid out for tensor cores, which `expert_mlp` and `decode` multiply with.
 //!
 //! MXFP4 (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale. Layout as in openai/gpt-oss-20b: blocks
 //! [E, R, C/32, 16], two values a byte, the even element in the low nibble; scales [E, R, C/32], value 2^(byte - 127).

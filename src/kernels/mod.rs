@@ -12,13 +12,13 @@ pub mod chain;
 pub mod cuda;
 #[cfg(feature = "cuda")]
 pub mod decode;
-pub mod embed;
 #[cfg(feature = "cuda")]
 pub mod expert_mlp;
 pub mod experts;
 pub mod matmul;
 pub mod norm;
 pub mod rope;
+pub mod rows;
 pub mod swiglu;
 pub mod topk;
 pub mod upload;

@@ -4,7 +4,8 @@
 #include "common.cuh"
 
 template <typename T>
-__device__ void add_norm(const float* x, const float* y, const float* weight, float* sum, T* normed, int columns, float eps) {
+__device__ void add_norm(const float* x, const float* y, const float* weight, float* sum, T* normed, int columns,
+                         float eps) {
     __shared__ float scratch[32];
     const size_t row = (size_t)blockIdx.x * columns;
     float squares = 0.0f;
@@ -23,12 +24,13 @@ __device__ void add_norm(const float* x, const float* y, const float* weight, fl
     for (int w = 0; w < blockDim.x / 32; ++w) squares += scratch[w];
     const float scale = rsqrtf(squares / columns + eps);
     const float* added = y ? sum : x;  // still in L1
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) normed[row + i] = from_float<T>(added[row + i] * scale * weight[i]);
+    for (int i = threadIdx.x; i < columns; i += blockDim.x)
+        normed[row + i] = from_float<T>(added[row + i] * scale * weight[i]);
 }
 
-#define DEFINE(T, SUFFIX)                                                                                                    \
-    extern "C" __global__ void add_norm_##SUFFIX(const float* x, const float* y, const float* weight, float* sum, T* normed, \
-                                                 int columns, float eps) {                                                   \
-        add_norm<T>(x, y, weight, sum, normed, columns, eps);                                                                \
+#define DEFINE(T, SUFFIX)                                                                                         \
+    extern "C" __global__ void add_norm_##SUFFIX(const float* x, const float* y, const float* weight, float* sum, \
+                                                 T* normed, int columns, float eps) {                             \
+        add_norm<T>(x, y, weight, sum, normed, columns, eps);                                                     \
     }
 FOR_EACH_DTYPE(DEFINE)

@@ -6,8 +6,9 @@
 #include "common.cuh"
 
 template <typename T>
-__device__ void split_qkv(const float* qkv, const float* bias, const float* cos, const float* sin, const uint32_t* positions, T* q, T* k,
-                          T* v, int heads, int kv_heads, int head_dim, int rotated) {
+__device__ void split_qkv(const float* qkv, const float* bias, const float* cos, const float* sin,
+                          const uint32_t* positions, T* q, T* k, T* v, int heads, int kv_heads, int head_dim,
+                          int rotated) {
     const int token = blockIdx.x, head = blockIdx.y, half = rotated / 2;
     const float* x = qkv + ((size_t)token * (heads + 2 * kv_heads) + head) * head_dim;
     const float* b = bias ? bias + (size_t)head * head_dim : nullptr;
@@ -26,10 +27,10 @@ __device__ void split_qkv(const float* qkv, const float* bias, const float* cos,
     for (int i = 2 * turned + threadIdx.x; i < head_dim; i += blockDim.x) out[i] = from_float<T>(value(i));
 }
 
-#define DEFINE(T, SUFFIX)                                                                                                 \
-    extern "C" __global__ void split_qkv_##SUFFIX(const float* qkv, const float* bias, const float* cos, const float* sin, \
-                                                  const uint32_t* positions, T* q, T* k, T* v, int heads, int kv_heads,   \
-                                                  int head_dim, int rotated) {                                            \
-        split_qkv<T>(qkv, bias, cos, sin, positions, q, k, v, heads, kv_heads, head_dim, rotated);                        \
+#define DEFINE(T, SUFFIX)                                                                                        \
+    extern "C" __global__ void split_qkv_##SUFFIX(const float* qkv, const float* bias, const float* cos,         \
+                                                  const float* sin, const uint32_t* positions, T* q, T* k, T* v, \
+                                                  int heads, int kv_heads, int head_dim, int rotated) {          \
+        split_qkv<T>(qkv, bias, cos, sin, positions, q, k, v, heads, kv_heads, head_dim, rotated);               \
     }
 FOR_EACH_DTYPE(DEFINE)

@@ -40,7 +40,8 @@ __device__ void meet(Scratch* scratch, uint32_t& met) {
     if (threadIdx.x == 0) {
         __threadfence();
         atomicAdd(&scratch->arrived, 1u);
-        while (*(volatile uint32_t*)&scratch->arrived < met) {}
+        while (*(volatile uint32_t*)&scratch->arrived < met) {
+        }
         __threadfence();
     }
     __syncthreads();
@@ -76,8 +77,9 @@ __device__ unsigned long long scan(unsigned long long value, unsigned long long*
 // The smallest key so that the keys from it upwards amount to `target`, of those that are at least `floor`: counted one each,
 // or by mass. Four rounds of eight bits.
 template <bool BY_MASS>
-__device__ uint32_t threshold(const uint32_t (&keys)[IDS_A_THREAD], const unsigned long long (&masses)[IDS_A_THREAD], int mine, uint32_t floor,
-                              float share, unsigned long long target, Scratch* scratch, uint32_t& met, unsigned long long* warps) {
+__device__ uint32_t threshold(const uint32_t (&keys)[IDS_A_THREAD], const unsigned long long (&masses)[IDS_A_THREAD],
+                              int mine, uint32_t floor, float share, unsigned long long target, Scratch* scratch,
+                              uint32_t& met, unsigned long long* warps) {
     __shared__ unsigned long long bins[256];
     __shared__ uint32_t chosen;
     __shared__ unsigned long long rest;
@@ -92,14 +94,18 @@ __device__ uint32_t threshold(const uint32_t (&keys)[IDS_A_THREAD], const unsign
         }
         __syncthreads();
         if (threadIdx.x < 256 && bins[threadIdx.x]) {
-            if (BY_MASS) atomicAdd(&scratch->masses[round][threadIdx.x], bins[threadIdx.x]);
-            else atomicAdd(&scratch->counts[round][threadIdx.x], (uint32_t)bins[threadIdx.x]);
+            if (BY_MASS)
+                atomicAdd(&scratch->masses[round][threadIdx.x], bins[threadIdx.x]);
+            else
+                atomicAdd(&scratch->counts[round][threadIdx.x], (uint32_t)bins[threadIdx.x]);
         }
         meet(scratch, met);
         // From the top downwards: thread t has bin 255 - t.
         const int bin = 255 - threadIdx.x;
         unsigned long long value = 0;
-        if (bin >= 0) value = BY_MASS ? __ldcg(&scratch->masses[round][bin]) : (unsigned long long)__ldcg(&scratch->counts[round][bin]);
+        if (bin >= 0)
+            value = BY_MASS ? __ldcg(&scratch->masses[round][bin])
+                            : (unsigned long long)__ldcg(&scratch->counts[round][bin]);
         const unsigned long long sum = scan(value, warps);
         if (round == 0 && BY_MASS) {
             // The target is a share of the whole.
@@ -121,8 +127,8 @@ __device__ uint32_t threshold(const uint32_t (&keys)[IDS_A_THREAD], const unsign
 }
 
 template <typename T>
-__device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw, const T* embedding, float* x, uint32_t* state,
-                       volatile uint32_t* ring, Scratch* scratch, int vocab, int columns, int slots) {
+__device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw, const T* embedding, float* x,
+                       uint32_t* state, volatile uint32_t* ring, Scratch* scratch, int vocab, int columns, int slots) {
     __shared__ unsigned long long warps[32];
     __shared__ uint32_t winner;
     pdl_wait();
@@ -135,7 +141,8 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw,
     // 1. penalties; the largest logit
     float values[IDS_A_THREAD];
     uint32_t keys[IDS_A_THREAD], top = 0;
-    const bool penalised = params.repetition_penalty != 1.0f || params.frequency_penalty != 0.0f || params.presence_penalty != 0.0f;
+    const bool penalised =
+        params.repetition_penalty != 1.0f || params.frequency_penalty != 0.0f || params.presence_penalty != 0.0f;
 #pragma unroll
     for (int i = 0; i < IDS_A_THREAD; ++i) {
         keys[i] = 0, values[i] = -INFINITY;
@@ -164,7 +171,9 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw,
     const bool greedy = params.temperature == 0.0f;
 #pragma unroll
     for (int i = 0; i < IDS_A_THREAD; ++i) {
-        masses[i] = i < mine && keys[i] > 0 ? (unsigned long long)(keys[i] == top ? UNIT : expf((values[i] - best) * inverse) * UNIT) : 0;
+        masses[i] = i < mine && keys[i] > 0
+                        ? (unsigned long long)(keys[i] == top ? UNIT : expf((values[i] - best) * inverse) * UNIT)
+                        : 0;
         if (masses[i] == 0) keys[i] = 0;
     }
     uint32_t floor = greedy ? top : 1;
@@ -196,12 +205,14 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw,
         before = sums[0], all = sums[1];
     }
     const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
-    const unsigned long long at = greedy ? 0 : min((unsigned long long)(uniform(seed, params.drawn + steps) * (double)all), all - 1);
+    const unsigned long long at =
+        greedy ? 0 : min((unsigned long long)(uniform(seed, params.drawn + steps) * (double)all), all - 1);
 #pragma unroll
     for (int i = 0; i < IDS_A_THREAD; ++i) {
         if (i * THREADS >= last - first) break;
         const unsigned long long sum = scan(masses[i], warps);
-        if (masses[i] > 0 && before + sum > at && before + sum - masses[i] <= at) winner = first + threadIdx.x + i * THREADS;
+        if (masses[i] > 0 && before + sum > at && before + sum - masses[i] <= at)
+            winner = first + threadIdx.x + i * THREADS;
         __shared__ unsigned long long round_total;
         if (threadIdx.x == THREADS - 1) round_total = sum;
         __syncthreads();
@@ -230,15 +241,16 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw,
     }
     __syncthreads();
     if (!leaves_last) return;
-    for (int i = threadIdx.x; i < 4 * 256; i += THREADS) (&scratch->counts[0][0])[i] = 0, (&scratch->masses[0][0])[i] = 0;
+    for (int i = threadIdx.x; i < 4 * 256; i += THREADS)
+        (&scratch->counts[0][0])[i] = 0, (&scratch->masses[0][0])[i] = 0;
     if (threadIdx.x == 0) scratch->arrived = scratch->done = scratch->top = 0;
 }
 
-#define DEFINE(T, SUFFIX)                                                                                                         \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                      \
-        decode_sample_##SUFFIX(const float* logits, uint32_t* seen, const uint32_t* params, const T* embedding, float* x,         \
-                               uint32_t* state, volatile uint32_t* ring, Scratch* scratch, int vocab, int columns, int slots) {   \
-        sample<T>(logits, seen, params, embedding, x, state, ring, scratch, vocab, columns, slots);                               \
+#define DEFINE(T, SUFFIX)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_sample_##SUFFIX(                                \
+        const float* logits, uint32_t* seen, const uint32_t* params, const T* embedding, float* x, uint32_t* state, \
+        volatile uint32_t* ring, Scratch* scratch, int vocab, int columns, int slots) {                             \
+        sample<T>(logits, seen, params, embedding, x, state, ring, scratch, vocab, columns, slots);                 \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

@@ -12,7 +12,7 @@ use super::linear::{Bias, Linear};
 use super::mlp::Mlp;
 use super::norm::RmsNorm;
 use super::rope::{Frequencies, Rotary};
-use crate::kernels::{self, embed::embed};
+use crate::kernels::{self, rows::embed};
 use crate::weights::Weights;
 
 /// Tokens of one or more sequences, to be run through the model in one pass.

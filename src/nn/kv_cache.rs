@@ -8,7 +8,7 @@
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
-use crate::kernels::embed::copy_rows;
+use crate::kernels::rows::copy_rows;
 
 /// What one layer keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

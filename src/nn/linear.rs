@@ -3,7 +3,7 @@
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use crate::kernels::{self, embed::add_bias, matmul::matmul_f32};
+use crate::kernels::{self, matmul::matmul_f32, rows::add_bias};
 use crate::weights::Weights;
 
 /// Whether a projection has a bias; the config says, not the file.

@@ -37,7 +37,8 @@ pub struct Extent {
 /// What becomes of a tensor's memory once it is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
-    /// It is used as it is, so reading it early takes no more memory than reading it late.
+    /// It stays as it is, or is laid out anew at the same size when it is taken: reading it early takes no more memory than
+    /// reading it late, but for what is being laid out.
     Lasting,
     /// It is converted and freed, so there should not be much of it at a time.
     Passing,

@@ -4,10 +4,10 @@
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::attention::{Sight, attention};
 use inferno::kernels::bandwidth;
-use inferno::kernels::embed::{add_bias, copy_rows, embed};
 use inferno::kernels::experts::{E2M1, ExpertWeights, e8m0, expert_matmul};
 use inferno::kernels::norm::add_norm;
 use inferno::kernels::rope::{Rotation, split_qkv};
+use inferno::kernels::rows::{add_bias, copy_rows, embed};
 use inferno::kernels::swiglu::{clamped_swiglu, silu_mul};
 use inferno::kernels::topk::topk_softmax;
 

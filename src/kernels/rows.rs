@@ -1,4 +1,4 @@
-//! Small steps that candle has too. Its kernels are compiled by the driver when they are first used, which on a fresh
+//! Rows looked up, added to and copied: small steps that candle has too. Its kernels are compiled by the driver when they are first used, which on a fresh
 //! machine takes seconds for each of its modules; ours are not, so a forward pass on a GPU uses none of candle's.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -19,7 +19,7 @@ pub fn embed(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
             let args = [Arg::tensor(table)?, Arg::tensor(ids)?, Arg::tensor(&out)?, columns.into()];
             let name = format!("embed_{}", suffix(table.dtype())?);
             // SAFETY: shapes and dtypes checked above; ids are below V by contract.
-            unsafe { launch(device, &module!("embed"), &name, (tokens, 1, 1), 256, 0, &args)? };
+            unsafe { launch(device, &module!("rows"), &name, (tokens, 1, 1), 256, 0, &args)? };
             Ok(out)
         }
         #[allow(unreachable_patterns)]
@@ -43,7 +43,7 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
             let n = out.elem_count();
             let args = [Arg::tensor(y)?, Arg::tensor(bias)?, Arg::tensor(&out)?, n.into(), columns.into()];
             // SAFETY: shapes and dtypes checked above.
-            unsafe { launch(device, &module!("embed"), "add_bias", (n.div_ceil(256), 1, 1), 256, 0, &args)? };
+            unsafe { launch(device, &module!("rows"), "add_bias", (n.div_ceil(256), 1, 1), 256, 0, &args)? };
             Ok(out)
         }
         #[allow(unreachable_patterns)]
