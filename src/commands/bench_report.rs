@@ -35,12 +35,14 @@ pub struct Build {
     version: &'static str,
     commit: &'static str,
     executor: &'static str,
+    attention: String,
 }
 
 impl Build {
     pub fn this(engine: &Engine) -> Self {
         let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
-        Self { version, commit, executor: engine.executor() }
+        let attention = engine.info().attention.to_string();
+        Self { version, commit, executor: engine.executor(), attention }
     }
 }
 
@@ -254,13 +256,16 @@ impl Report {
     fn head(&self) -> String {
         let Model { name, family, quantisation, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
             &self.model;
-        let Build { version, commit, executor } = self.inferno;
+        let Build { version, commit, executor, attention } = &self.inferno;
         let quantisation = quantisation.as_deref().unwrap_or("unquantised");
         let (weights, cache) = (list::size(*weight_bytes), list::size(*cache_bytes));
         let mut lines = vec![
             format!("{name}: {family} {quantisation}, {} parameters, computed in {dtype}", list::count(*parameters)),
             self.device.line(),
-            format!("inferno {version}, commit {commit}, executor {executor}, {} repetitions", self.repetitions),
+            format!(
+                "inferno {version}, commit {commit}, executor {executor}, attention {attention}, {} repetitions",
+                self.repetitions
+            ),
             format!("weights {weights}, cache {cache} for {context} tokens"),
             self.load_line(*weight_bytes),
         ];

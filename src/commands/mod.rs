@@ -19,6 +19,7 @@ use crate::device::{DeviceChoice, DeviceInfo};
 use crate::engine::{Engine, LoadOptions, SamplingParams};
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, demo};
+use crate::kernels::attention::Backend;
 
 /// Where and how a model is loaded.
 #[derive(clap::Args)]
@@ -38,6 +39,17 @@ pub struct LoadArgs {
     /// Decode operation by operation, without a CUDA graph: slow, to compare with
     #[arg(long, hide_short_help = true)]
     eager: bool,
+    /// Whose attention kernel reads prompts: auto, own, flash (builds with that feature) or eager
+    #[arg(long, default_value = "auto", value_name = "WHOSE", hide_short_help = true)]
+    attention: Attention,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Attention {
+    Auto,
+    Own,
+    Flash,
+    Eager,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -81,6 +93,12 @@ impl LoadArgs {
                 }),
                 context: self.context,
                 eager: self.eager,
+                attention: match self.attention {
+                    Attention::Auto => Backend::Auto,
+                    Attention::Own => Backend::Own,
+                    Attention::Flash => Backend::Flash,
+                    Attention::Eager => Backend::Eager,
+                },
                 progress: &|bytes, total| {
                     bar.set_length(total);
                     bar.set_position(bytes);

@@ -146,13 +146,15 @@ fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
 fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
     note(&format!(
-        "{} · {} {}, {} parameters · weights {}, cache {} · loaded in {:.2} s",
+        "{} · {} {}, {} parameters · weights {}, cache {} · {}, {} attention · loaded in {:.2} s",
         snapshot.name,
         info.family,
         info.quantisation.as_deref().unwrap_or("unquantised"),
         list::count(info.parameters),
         list::size(info.weight_bytes),
         list::size(info.cache_bytes),
+        engine.executor(),
+        info.attention,
         info.load.total_s,
     ));
     if let Some(line) = crate::hub::demo::notice(snapshot) {

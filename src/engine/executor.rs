@@ -9,7 +9,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
 use super::bench::KernelTime;
-use crate::kernels::attention::{Sight, flash};
+use crate::kernels::attention::{HEAD_DIMS, Sight, flash};
 use crate::kernels::chain::{Arguments, Chain, Graph, Mailbox, Shape, is_idle};
 use crate::kernels::decode::{self, Buffers, Draw, DrawBuffers, ExpertBuffers, Norm, Projection, Qkv};
 use crate::kernels::experts::ExpertWeights;
@@ -268,7 +268,7 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
     }
     let config = &layer.self_attn.config;
     let head_dim = config.spec.head_dim;
-    if !flash::HEAD_DIMS.contains(&head_dim) {
+    if !HEAD_DIMS.contains(&head_dim) {
         return Some(format!("it has no attention for heads of {head_dim}"));
     }
     let mut columns = vec![config.hidden_size, config.heads * head_dim];
@@ -343,9 +343,7 @@ fn attention(
 
     let Device::Cuda(cuda) = device else { bail!("the executor is for a GPU") };
     let sight = Sight { position: 0, window: config.spec.window, scale: 1.0 / (head_dim as f32).sqrt() };
-    let Some(flash) = flash::Launch::new(cuda, &q.unsqueeze(0)?, cache.k(), sight)? else {
-        bail!("no attention kernel for heads of {head_dim}");
-    };
+    let flash = flash::Launch::new(cuda, &q.unsqueeze(0)?, cache.k(), sight)?;
     let partials = scratch.tensor(2, &[flash.partials.max(1)], DType::F32, device)?;
     let arrivals = scratch.tensor(3, &[flash.arrivals.max(1)], DType::U32, device)?;
     let mut arguments = Arguments::new()

@@ -14,6 +14,7 @@ use serde_json::Value;
 use super::{Decoding, Engine, Language, SamplingParams};
 use crate::device::{self, DeviceChoice, DeviceInfo};
 use crate::error::Error;
+use crate::kernels::attention::Backend;
 use crate::models::{self, ModelConfig};
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{self, KvCache, LayerSpec};
@@ -28,6 +29,8 @@ pub struct LoadOptions<'o> {
     pub context: Option<usize>,
     /// Run decode steps operation by operation, even where a graph could.
     pub eager: bool,
+    /// Whose attention kernel reads prompts on a GPU, and runs decode steps without a graph.
+    pub attention: Backend,
     /// Hears bytes loaded and bytes in all.
     pub progress: &'o dyn Fn(u64, u64),
     /// Hears about the device once it is open.
@@ -37,7 +40,8 @@ pub struct LoadOptions<'o> {
 impl Default for LoadOptions<'_> {
     fn default() -> Self {
         let (device, dtype, context) = (DeviceChoice::default(), None, None);
-        Self { device, dtype, context, eager: false, progress: &|_, _| (), on_device: &|_| () }
+        let attention = Backend::Auto;
+        Self { device, dtype, context, eager: false, attention, progress: &|_, _| (), on_device: &|_| () }
     }
 }
 
@@ -51,6 +55,8 @@ pub struct ModelInfo {
     /// The longest context that the model was made for.
     pub max_context: usize,
     pub dtype: DType,
+    /// Whose kernel attends, but for decode steps in a graph: those have their own.
+    pub attention: Backend,
     pub device: DeviceInfo,
     /// On the device.
     pub weight_bytes: u64,
@@ -111,7 +117,8 @@ impl Engine {
         // What is wrong with the snapshot is said before what is wrong with the machine.
         let (language, tokenizer_s) = language?;
         times.tokenizer_s = tokenizer_s;
-        let Model { decoder, cache, decoding, device, dtype, device_info, weight_bytes, cache_bytes } = model?;
+        let Model { decoder, cache, decoding, device, dtype, attention, device_info, weight_bytes, cache_bytes } =
+            model?;
 
         let generation = read_json(dir, "generation_config.json")?;
         let stop_ids = stop_ids(dir, &generation, &language)?;
@@ -123,6 +130,7 @@ impl Engine {
             vocab_size: config.architecture.vocab_size(),
             max_context: config.architecture.max_position_embeddings(),
             dtype,
+            attention,
             device: device_info,
             weight_bytes,
             cache_bytes,
@@ -140,6 +148,7 @@ struct Model {
     decoding: Decoding,
     device: Device,
     dtype: DType,
+    attention: Backend,
     device_info: DeviceInfo,
     weight_bytes: u64,
     cache_bytes: u64,
@@ -183,7 +192,8 @@ impl Model {
             let started = Instant::now();
             let loaded = Loaded::new(&report);
             let weights = Weights::new(checkpoint, &device, dtype, &loaded)?;
-            let decoder = architecture.build(&weights, context)?;
+            let mut decoder = architecture.build(&weights, context)?;
+            let attention = decoder.attend_with(options.attention)?;
             drop(weights);
             device.synchronize()?;
             times.weights_s = started.elapsed().as_secs_f64();
@@ -197,16 +207,19 @@ impl Model {
                 false => Decoding::plan(&decoder, &cache)?,
             };
             times.graph_s = started.elapsed().as_secs_f64();
-            Ok((decoder, cache, decoding))
+            Ok((decoder, cache, decoding, attention))
         };
-        let (decoder, cache, decoding) =
+        let (decoder, cache, decoding, attention) =
             allocate().map_err(|error| match format!("{error:#}").contains("OUT_OF_MEMORY") {
-                // Another process may have taken the memory since it was counted.
-                true => need.out_of_memory(context, &device::info_without_ours(&device).unwrap_or(device_info.clone())),
+                // Another process may have taken the memory since it was counted; what failed is told too.
+                true => {
+                    let device_info = device::info_without_ours(&device).unwrap_or(device_info.clone());
+                    error.context(need.out_of_memory(context, &device_info))
+                }
                 false => error,
             })?;
         let (weight_bytes, cache_bytes) = (need.weight_bytes, need.cache_bytes(room));
-        Ok(Self { decoder, cache, decoding, device, dtype, device_info, weight_bytes, cache_bytes })
+        Ok(Self { decoder, cache, decoding, device, dtype, attention, device_info, weight_bytes, cache_bytes })
     }
 }
 
@@ -283,11 +296,11 @@ impl Need<'_> {
                 let most = self.max_context.min(DEFAULT_CONTEXT);
                 return self.halvings(most).find_map(|context| self.fit(context, device)).ok_or_else(|| {
                     let smallest = self.halvings(most).last().unwrap_or(most);
-                    self.out_of_memory(smallest, device)
+                    self.out_of_memory(smallest, device).into()
                 });
             }
         };
-        self.fit(context, device).ok_or_else(|| self.out_of_memory(context, device))
+        self.fit(context, device).ok_or_else(|| self.out_of_memory(context, device).into())
     }
 
     /// `most`, half of it, and so on, down to the smallest context that is chosen for want of memory.
@@ -297,13 +310,13 @@ impl Need<'_> {
         std::iter::successors(Some(most), next)
     }
 
-    fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> anyhow::Error {
+    fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
         let what = format!("this model with a context of {context} tokens");
         let smallest = self.chunks.last().copied().unwrap_or(context).min(context);
         let (needed_bytes, free_bytes) = (self.bytes(Room { context, chunk: smallest }), device.free_bytes);
         let smaller = self.halvings(context).skip(1);
         let fitting_context = smaller.into_iter().find(|&context| self.fit(context, device).is_some());
-        Error::OutOfMemory { what, device: device.name.clone(), needed_bytes, free_bytes, fitting_context }.into()
+        Error::OutOfMemory { what, device: device.name.clone(), needed_bytes, free_bytes, fitting_context }
     }
 }
 

@@ -67,10 +67,24 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
     }
 }
 
+// out · sigmoid(lse - sink): attention without sinks becomes attention with them.
+//   out [T, H, D]; lse f32 [H, T], the logarithm of each softmax's denominator; grid (T, H), block 32
+template <typename T>
+__device__ void scale_by_sinks(T* out, const float* lse, const float* sinks, int tokens, int heads, int head_dim) {
+    const int token = blockIdx.x, head = blockIdx.y;
+    const float share = 1.0f / (1.0f + expf(sinks[head] - lse[(size_t)head * tokens + token]));
+    T* row = out + ((size_t)token * heads + head) * head_dim;
+    for (int d = threadIdx.x; d < head_dim; d += 32) row[d] = from_float<T>(to_float(row[d]) * share);
+}
+
 #define DEFINE(T, SUFFIX)                                                                                             \
     extern "C" __global__ void attention_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,     \
                                                   int heads, int kv_heads, int head_dim, int rows, int position,      \
                                                   int window, float scale) {                                          \
         attention<T>(q, k, v, sinks, out, heads, kv_heads, head_dim, rows, position, window, scale);                  \
+    }                                                                                                                 \
+    extern "C" __global__ void scale_by_sinks_##SUFFIX(T* out, const float* lse, const float* sinks, int tokens,      \
+                                                       int heads, int head_dim) {                                     \
+        scale_by_sinks<T>(out, lse, sinks, tokens, heads, head_dim);                                                  \
     }
 FOR_EACH_DTYPE(DEFINE)

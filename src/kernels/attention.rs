@@ -8,6 +8,55 @@ use rayon::prelude::*;
 
 use super::{elements, to_f32};
 
+/// Whose kernel attends on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Backend {
+    /// The first of those below that can.
+    #[default]
+    Auto,
+    /// `flash_attention.cu`, on tensor cores.
+    Own,
+    /// The kernels of the crate candle-flash-attn, in builds with the feature `flash-attn`.
+    Flash,
+    /// `attention.cu`: plain and slow, for every dtype and head size.
+    Eager,
+}
+
+impl Backend {
+    /// What this comes to for queries of a dtype and head size: one of the others, or why there is none.
+    pub fn choose(self, on_gpu: bool, dtype: DType, head_dim: usize) -> std::result::Result<Self, String> {
+        let short = matches!(dtype, DType::BF16 | DType::F16);
+        let own = on_gpu && short && HEAD_DIMS.contains(&head_dim);
+        let flash = on_gpu && short && cfg!(feature = "flash-attn") && head_dim.is_multiple_of(8);
+        match self {
+            Backend::Auto if own => Ok(Backend::Own),
+            Backend::Auto if flash => Ok(Backend::Flash),
+            Backend::Auto | Backend::Eager => Ok(Backend::Eager),
+            Backend::Own if own => Ok(Backend::Own),
+            Backend::Flash if flash => Ok(Backend::Flash),
+            _ if !on_gpu => Err("it is for a GPU".into()),
+            Backend::Flash if !cfg!(feature = "flash-attn") => {
+                Err("this inferno was built without it: build with --features flash-attn".into())
+            }
+            _ => Err(format!("it has no kernel for heads of {head_dim} in {dtype:?}")),
+        }
+    }
+}
+
+impl std::fmt::Display for Backend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Backend::Auto => "auto",
+            Backend::Own => "own",
+            Backend::Flash => "flash",
+            Backend::Eager => "eager",
+        })
+    }
+}
+
+/// Head sizes that `flash_attention.cu` has kernels for.
+pub const HEAD_DIMS: [usize; 5] = [16, 64, 80, 96, 128];
+
 /// Where the queries stand and what they see.
 #[derive(Clone, Copy, Debug)]
 pub struct Sight {
@@ -20,7 +69,8 @@ pub struct Sight {
 }
 
 /// q \[T, H, D\]; k, v \[S, K, D\] of q's dtype, where position p lies in row p mod S and every position in sight has been
-/// written; sinks \[H\] f32; positions \[T\] u32, those of `sight` once more, on the device. Returns \[T, H, D\].
+/// written; sinks \[H\] f32; positions \[T\] u32, those of `sight` once more, on the device. Returns \[T, H, D\]. On a CPU
+/// the reference runs, whatever the backend.
 pub fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -28,6 +78,7 @@ pub fn attention(
     sinks: Option<&Tensor>,
     positions: &Tensor,
     sight: Sight,
+    backend: Backend,
 ) -> Result<Tensor> {
     let (tokens, heads, head_dim) = q.dims3()?;
     let (rows, kv_heads, kv_dim) = k.dims3()?;
@@ -37,6 +88,8 @@ pub fn attention(
     if k.dtype() != q.dtype() || v.dtype() != q.dtype() {
         bail!("attention: q is {:?}, k {:?}, v {:?}", q.dtype(), k.dtype(), v.dtype());
     }
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
+    let backend = backend.choose(q.device().is_cuda(), q.dtype(), head_dim).map_err(candle_core::Error::msg)?;
     if let Some(sinks) = sinks
         && (sinks.dims() != [heads] || sinks.dtype() != DType::F32)
     {
@@ -66,9 +119,17 @@ pub fn attention(
             use super::cuda::{Arg, launch, module, suffix};
             // SAFETY: the kernels write D elements for each of the T·H rows.
             let out = unsafe { Tensor::empty((tokens, heads, head_dim), q.dtype(), q.device())? };
-            if let Some(flash) = flash::Launch::new(device, q, k, sight)? {
-                flash.run(device, (q, k, v), sinks, positions, &out)?;
-                return Ok(out);
+            match backend {
+                Backend::Own => {
+                    flash::Launch::new(device, q, k, sight)?.run(device, (q, k, v), sinks, positions, &out)?;
+                    return Ok(out);
+                }
+                #[cfg(feature = "flash-attn")]
+                Backend::Flash => {
+                    super::flash_attn::attention(device, (q, k, v), sinks, sight, &out)?;
+                    return Ok(out);
+                }
+                _ => {}
             }
             let args = [
                 Arg::tensor(q)?,
@@ -102,13 +163,10 @@ pub fn attention(
 pub mod flash {
     use candle_core::cuda_backend::CudaDevice;
     use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
-    use candle_core::{DType, Result, Tensor};
+    use candle_core::{DType, Result, Tensor, bail};
 
     use super::super::cuda::{Arg, Module, attribute, launch, module, multiprocessors, suffix};
-    use super::Sight;
-
-    /// Head sizes that there are kernels for.
-    pub const HEAD_DIMS: [usize; 5] = [16, 64, 80, 96, 128];
+    use super::{HEAD_DIMS, Sight};
 
     pub fn code() -> Module {
         module!("flash_attention")
@@ -131,11 +189,11 @@ pub mod flash {
     }
 
     impl Launch {
-        /// `None` for dtypes and head sizes that have no kernel.
-        pub fn new(device: &CudaDevice, q: &Tensor, k: &Tensor, sight: Sight) -> Result<Option<Self>> {
+        /// For bf16 and f16, and heads of one of [`HEAD_DIMS`].
+        pub fn new(device: &CudaDevice, q: &Tensor, k: &Tensor, sight: Sight) -> Result<Self> {
             let ((tokens, heads, head_dim), (cache_rows, kv_heads, _)) = (q.dims3()?, k.dims3()?);
             if !HEAD_DIMS.contains(&head_dim) || !matches!(q.dtype(), DType::BF16 | DType::F16) {
-                return Ok(None);
+                bail!("flash_attention has no kernel for heads of {head_dim} in {:?}", q.dtype());
             }
             let limit = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
             let (limit, multiprocessors) = (attribute(device, limit)?, multiprocessors(device)?);
@@ -160,7 +218,7 @@ pub mod flash {
             };
             let splits = if sight.window.is_some() { 1 } else { wanted.clamp(1, 64) };
             let shared = splits > 1;
-            Ok(Some(Self {
+            Ok(Self {
                 name: format!("flash_attention_{rows}_rows_{head_dim}_{}", suffix(q.dtype())?),
                 grid: (kv_heads, tiles, splits),
                 block,
@@ -172,7 +230,7 @@ pub mod flash {
                 sight,
                 partials: if shared { tiles * kv_heads * splits * rows * (head_dim + 2) } else { 0 },
                 arrivals: if shared { tiles * kv_heads } else { 0 },
-            }))
+            })
         }
 
         /// The sizes that follow the addresses: T, H, K, S, window; the scale comes next.

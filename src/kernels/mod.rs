@@ -15,6 +15,8 @@ pub mod decode;
 #[cfg(feature = "cuda")]
 pub mod expert_mlp;
 pub mod experts;
+#[cfg(feature = "flash-attn")]
+mod flash_attn;
 pub mod matmul;
 pub mod norm;
 pub mod rope;

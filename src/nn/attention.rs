@@ -6,7 +6,7 @@ use anyhow::Result;
 use candle_core::{DType, Tensor};
 
 use super::decoder::Pass;
-use super::kv_cache::{KvCache, LayerSpec};
+use super::kv_cache::{KvCache, LayerCache, LayerSpec};
 use super::linear::{Bias, Linear};
 use super::rope::Rotary;
 use crate::kernels::{
@@ -88,6 +88,9 @@ impl Attention {
 
         // 2. attend, each sequence over its own cache
         let scale = 1.0 / (head_dim as f32).sqrt();
+        let attend = |q: &Tensor, cached: &LayerCache, positions: &Tensor, sight: Sight| {
+            attention(q, cached.k(), cached.v(), self.sinks.as_ref(), positions, sight, pass.backend())
+        };
         let mut outputs = Vec::with_capacity(caches.len());
         for (span, cache) in pass.spans().zip(caches.iter_mut()) {
             let rows = |tensor: &Tensor| tensor.narrow(0, span.start, span.len())?.contiguous();
@@ -95,7 +98,7 @@ impl Attention {
             let cached = cache.write(layer, &rows(&k)?, &rows(&v)?)?;
             let sight = Sight { position, window, scale };
             let positions = pass.positions().narrow(0, span.start, span.len())?;
-            outputs.push(attention(&rows(&q)?, cached.k(), cached.v(), self.sinks.as_ref(), &positions, sight)?);
+            outputs.push(attend(&rows(&q)?, cached, &positions, sight)?);
         }
 
         // 3. project back

@@ -12,7 +12,8 @@ use super::linear::{Bias, Linear};
 use super::mlp::Mlp;
 use super::norm::RmsNorm;
 use super::rope::{Frequencies, Rotary};
-use crate::kernels::{self, rows::embed};
+use crate::error::Error;
+use crate::kernels::{self, attention::Backend, rows::embed};
 use crate::weights::Weights;
 
 /// Tokens of one or more sequences, to be run through the model in one pass.
@@ -46,10 +47,11 @@ pub struct Pass {
     /// u32 `[T]`
     positions: Tensor,
     spans: Vec<Range<usize>>,
+    backend: Backend,
 }
 
 impl Pass {
-    fn new(batch: &Batch, caches: &[&mut KvCache], device: &Device) -> Result<Self> {
+    fn new(batch: &Batch, caches: &[&mut KvCache], device: &Device, backend: Backend) -> Result<Self> {
         if batch.tokens.len() != caches.len() || batch.tokens.iter().sum::<usize>() != batch.ids.len() {
             bail!("a batch of {:?} tokens for {} caches and {} ids", batch.tokens, caches.len(), batch.ids.len());
         }
@@ -61,7 +63,7 @@ impl Pass {
             positions.extend((cache.len()..cache.len() + tokens).map(|position| position as u32));
         }
         let count = positions.len();
-        Ok(Self { positions: Tensor::from_vec(positions, count, device)?, spans })
+        Ok(Self { positions: Tensor::from_vec(positions, count, device)?, spans, backend })
     }
 
     /// Position of every token, u32 \[T\].
@@ -72,6 +74,11 @@ impl Pass {
     /// Each sequence's rows among the T tokens.
     pub fn spans(&self) -> impl Iterator<Item = Range<usize>> {
         self.spans.iter().cloned()
+    }
+
+    /// Whose attention kernel runs.
+    pub fn backend(&self) -> Backend {
+        self.backend
     }
 }
 
@@ -132,6 +139,7 @@ pub struct Decoder {
     cache_layers: Vec<LayerSpec>,
     /// Positions that the rotary tables reach to.
     context: usize,
+    backend: Backend,
 }
 
 impl Decoder {
@@ -169,7 +177,22 @@ impl Decoder {
             embed_tokens,
             cache_layers,
             context,
+            backend: Backend::Auto,
         })
+    }
+
+    /// From here on, passes attend with this backend. Returns what it comes to; fails if a layer cannot use it.
+    pub fn attend_with(&mut self, backend: Backend) -> Result<Backend> {
+        let (on_gpu, mut chosen) = (self.is_on_gpu(), backend);
+        for layer in &self.layers {
+            let (dtype, head_dim) = (layer.self_attn.dtype(), layer.self_attn.config.spec.head_dim);
+            chosen = match backend.choose(on_gpu, dtype, head_dim) {
+                Ok(chosen) => chosen,
+                Err(reason) => return Err(Error::Usage(format!("--attention {backend}: {reason}")).into()),
+            };
+        }
+        self.backend = backend;
+        Ok(chosen)
     }
 
     /// What each layer keeps in the cache.
@@ -212,7 +235,7 @@ impl Decoder {
         if let Some(cache) = caches.iter().find(|cache| cache.context() > self.context) {
             bail!("a cache of {} positions for a model loaded for {}", cache.context(), self.context);
         }
-        let pass = Pass::new(batch, caches, device)?;
+        let pass = Pass::new(batch, caches, device, self.backend)?;
         let ids = Tensor::new(batch.ids, device)?;
         let mut x = embed(&self.embed_tokens, &ids)?;
         let mut y = None;

@@ -128,6 +128,7 @@ fn stats(session: &Session) -> String {
                 Some(why) => format!("{}, for {why}", session.engine.executor()),
             },
         ),
+        ("attention", info.attention.to_string()),
         ("parameters", info.parameters.to_string()),
         ("device", info.device.name.clone()),
         ("dtype", format!("{:?}", info.dtype).to_lowercase()),

@@ -2,7 +2,7 @@
 //! values worked out elsewhere.
 
 use candle_core::{DType, Device, Tensor, safetensors};
-use inferno::kernels::attention::{Sight, attention};
+use inferno::kernels::attention::{Backend, Sight, attention};
 use inferno::kernels::bandwidth;
 use inferno::kernels::experts::{E2M1, ExpertWeights, e8m0, expert_matmul};
 use inferno::kernels::norm::add_norm;
@@ -222,14 +222,19 @@ fn attention_agrees_with_its_reference() {
                 let places: Vec<u32> = (0..tokens).map(|t| (position + t) as u32).collect();
                 Tensor::new(places, q.device()).unwrap()
             };
-            let want = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), sight).unwrap();
+            let want = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), sight, Backend::Auto).unwrap();
             let sinks = sinks.map(|sinks| on(&sinks, &device, DType::F32));
             let [q, k, v] = [q, k, v].map(|tensor| on(&tensor, &device, dtype));
-            let got = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), sight).unwrap();
-            let what = format!("attention T {tokens} H {heads} K {kv_heads} D {head_dim} at {position} {dtype:?}");
             // The error of a sum grows with its length; in f32 nothing else is there to hide it.
             let sums = if dtype == DType::F32 { 1.0 + (position + tokens) as f32 / 2880.0 } else { 1.0 };
-            assert_close(&what, &got, &want, 2.0 * sums * rounding(dtype));
+            for backend in [Backend::Own, Backend::Flash, Backend::Eager] {
+                if backend.choose(device.is_cuda(), dtype, head_dim).is_err() {
+                    continue;
+                }
+                let got = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), sight, backend).unwrap();
+                let what = format!("T {tokens} H {heads} K {kv_heads} D {head_dim} at {position} {dtype:?}");
+                assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * sums * rounding(dtype));
+            }
         }
     }
 }
@@ -295,8 +300,9 @@ fn attention_refuses_a_cache_that_has_lost_what_it_sees() {
     let zeros = |shape: (usize, usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
     let sight = Sight { position: 100, window: Some(16), scale: 1.0 };
     let places = Tensor::new(&[100u32, 101, 102, 103], &Device::Cpu).unwrap();
-    assert!(attention(&zeros((4, 2, 8)), &zeros((19, 1, 8)), &zeros((19, 1, 8)), None, &places, sight).is_ok());
-    assert!(attention(&zeros((4, 2, 8)), &zeros((18, 1, 8)), &zeros((18, 1, 8)), None, &places, sight).is_err());
+    let attend = |k: &Tensor| attention(&zeros((4, 2, 8)), k, k, None, &places, sight, Backend::Auto);
+    assert!(attend(&zeros((19, 1, 8))).is_ok());
+    assert!(attend(&zeros((18, 1, 8))).is_err());
 }
 
 #[test]
@@ -428,4 +434,17 @@ fn embed_add_bias_and_copy_rows_do_what_candle_does() {
         assert_close("rows behind", &to.narrow(0, 49, 1).unwrap(), &table.narrow(0, 49, 1).unwrap(), 0.0);
         assert!(copy_rows(&to, &from, 47).is_err());
     }
+}
+
+#[test]
+fn an_attention_that_cannot_be_is_refused_with_its_reason() {
+    let choose = |backend: Backend, on_gpu, dtype, head_dim| backend.choose(on_gpu, dtype, head_dim);
+    assert_eq!(choose(Backend::Auto, true, DType::BF16, 64), Ok(Backend::Own));
+    assert_eq!(choose(Backend::Auto, true, DType::F32, 64), Ok(Backend::Eager));
+    assert_eq!(choose(Backend::Auto, false, DType::F32, 64), Ok(Backend::Eager));
+    assert_eq!(choose(Backend::Eager, true, DType::BF16, 64), Ok(Backend::Eager));
+    assert!(choose(Backend::Own, true, DType::BF16, 40).unwrap_err().contains("heads of 40"));
+    assert!(choose(Backend::Own, false, DType::F32, 64).unwrap_err().contains("GPU"));
+    assert!(choose(Backend::Flash, true, DType::F32, 64).is_err());
+    assert_eq!(choose(Backend::Flash, true, DType::F16, 64).is_ok(), cfg!(feature = "flash-attn"));
 }
