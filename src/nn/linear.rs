@@ -41,12 +41,16 @@ impl Linear {
 
     /// Several projections of one input as one: `parts` are their places and sizes.
     pub fn load_stacked(parts: &[(Weights, usize)], input: usize, bias: Bias) -> Result<Self> {
-        let load = |(weights, output): &(Weights, usize)| Self::load(weights, input, *output, bias);
-        let parts = parts.iter().map(load).collect::<Result<Vec<_>>>()?;
-        let weights: Vec<&Tensor> = parts.iter().map(|part| &part.weight).collect();
-        let biases: Vec<&Tensor> = parts.iter().filter_map(|part| part.bias.as_ref()).collect();
-        let bias = (bias == Bias::With).then(|| Tensor::cat(&biases, 0)).transpose()?;
-        Ok(Self { weight: Tensor::cat(&weights, 0)?, bias })
+        let weight = Weights::stacked(parts, "weight", input)?;
+        let biases = match bias {
+            Bias::Without => Vec::new(),
+            Bias::With => {
+                let load = |(weights, output): &(Weights, usize)| weights.float_as("bias", &[*output], DType::F32);
+                parts.iter().map(load).collect::<Result<Vec<_>>>()?
+            }
+        };
+        let bias = (!biases.is_empty()).then(|| Tensor::cat(&biases, 0)).transpose()?;
+        Ok(Self { weight, bias })
     }
 
     /// A layer on a weight \[out, in\] that another layer owns: tied embeddings.

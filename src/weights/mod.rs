@@ -75,7 +75,7 @@ impl<'c> Weights<'c> {
         #[cfg(feature = "cuda")]
         if let Device::Cuda(cuda) = device {
             let mut extents = checkpoint.extents(dtype);
-            extents.retain(|extent| extent.keep == Keep::Lasting || extent.bytes > CONVERTED_ON_HOST);
+            extents.retain(|extent| extent.keep == Keep::Lasting || extent.bytes() > CONVERTED_ON_HOST);
             let reader = ReadAhead::start(CopyStream::new(cuda)?, extents, Settings::default())?;
             return Ok(Self::read_ahead(checkpoint, device, dtype, loaded, reader));
         }
@@ -130,6 +130,24 @@ impl<'c> Weights<'c> {
         let tensor = self.load(&name, if on_host { &Device::Cpu } else { &self.device })?;
         let converted = tensor.to_dtype(dtype).and_then(|tensor| tensor.to_device(&self.device));
         converted.with_context(|| format!("cannot convert {name} to {dtype:?}"))
+    }
+
+    /// Float matrices \[rows, columns\] called `name` at several places, one below the other, in the compute dtype.
+    pub fn stacked(parts: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
+        let names: Vec<String> = parts.iter().map(|(weights, _)| weights.full_name(name)).collect();
+        let stacked = safetensors::stacked_name(&names);
+        if let Some((first, _)) = parts.first()
+            && let Some(ahead) = first.ahead.as_ref().filter(|ahead| ahead.contains(&stacked))
+        {
+            for ((weights, rows), name) in parts.iter().zip(&names) {
+                let info = weights.check(name, &[weights.dtype], &[*rows, columns])?;
+                weights.loaded.add(info.bytes() as u64);
+            }
+            let rows = parts.iter().map(|(_, rows)| rows).sum();
+            return ahead.take(&stacked, first.dtype, &[rows, columns]);
+        }
+        let tensors = parts.iter().map(|(weights, rows)| weights.float(name, &[*rows, columns]));
+        Ok(Tensor::cat(&tensors.collect::<Result<Vec<_>>>()?, 0)?)
     }
 
     /// A U8 tensor of exactly this shape.

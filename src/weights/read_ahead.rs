@@ -26,12 +26,18 @@ pub struct Source {
 /// One tensor to be read.
 pub struct Extent {
     pub name: String,
+    /// Its bytes, one part after the other: a tensor of the file, or several that are used as one.
+    pub parts: Vec<Part>,
+    pub keep: Keep,
+}
+
+/// Bytes of a file.
+pub struct Part {
     pub source: Arc<Source>,
     /// In the file.
     pub start: u64,
     /// At least one.
     pub bytes: usize,
-    pub keep: Keep,
 }
 
 /// What becomes of a tensor's memory once it is taken.
@@ -111,7 +117,11 @@ enum Progress<M> {
 struct Piece<M> {
     tensor: usize,
     memory: Arc<M>,
+    /// In the tensor.
     offset: usize,
+    source: Arc<Source>,
+    /// In the file.
+    start: u64,
     bytes: usize,
 }
 
@@ -119,7 +129,8 @@ impl<T: Target> ReadAhead<T> {
     /// Begins to read `extents` in their order.
     pub fn start(target: T, extents: Vec<Extent>, settings: Settings) -> Result<Self> {
         let names = extents.iter().enumerate().map(|(index, extent)| (extent.name.clone(), index)).collect();
-        let pieces: usize = extents.iter().map(|extent| extent.bytes.div_ceil(settings.piece_bytes)).sum();
+        let parts = extents.iter().flat_map(|extent| &extent.parts);
+        let pieces: usize = parts.map(|part| part.bytes.div_ceil(settings.piece_bytes)).sum();
         let queue = Queue {
             tensors: extents.iter().map(|_| Progress::Idle).collect(),
             wanted: VecDeque::new(),
@@ -207,20 +218,18 @@ impl<T: Target> Shared<T> {
     fn read_pieces(&self) -> Result<()> {
         let mut staging = self.target.staging(self.settings.piece_bytes).context("cannot get staging buffers")?;
         while let Some(piece) = self.next_piece()? {
-            let Extent { name, source, .. } = &self.extents[piece.tensor];
+            let name = &self.extents[piece.tensor].name;
             self.read_piece(&piece, &mut staging)
-                .with_context(|| format!("cannot load tensor {name} from {}", source.path.display()))?;
+                .with_context(|| format!("cannot load tensor {name} from {}", piece.source.path.display()))?;
             self.piece_done(piece)?;
         }
         Ok(())
     }
 
     fn read_piece(&self, piece: &Piece<T::Memory>, staging: &mut T::Staging) -> Result<()> {
-        let Extent { source, start, .. } = &self.extents[piece.tensor];
-        let offset = start + piece.offset as u64;
         // The disk begins while this thread waits for a buffer.
-        source.announce(offset, piece.bytes);
-        source.read(&mut self.target.buffer(staging)?[..piece.bytes], offset)?;
+        piece.source.announce(piece.start, piece.bytes);
+        piece.source.read(&mut self.target.buffer(staging)?[..piece.bytes], piece.start)?;
         Ok(self.target.copy(staging, piece.bytes, &piece.memory, piece.offset)?)
     }
 
@@ -242,12 +251,13 @@ impl<T: Target> Shared<T> {
                 continue;
             };
             // Allocating takes its time where the driver has to find memory first.
-            let Extent { name, bytes, .. } = &self.extents[tensor];
-            queue.ahead_bytes += self.extents[tensor].passing_bytes();
+            let extent = &self.extents[tensor];
+            queue.ahead_bytes += extent.passing_bytes();
             drop(queue);
-            let memory = self.target.allocate(*bytes).with_context(|| format!("cannot allocate tensor {name}"))?;
+            let memory = self.target.allocate(extent.bytes());
+            let memory = memory.with_context(|| format!("cannot allocate tensor {}", extent.name))?;
             queue = self.lock();
-            queue.tensors[tensor] = Progress::Reading { memory: Arc::new(memory), left: *bytes };
+            queue.tensors[tensor] = Progress::Reading { memory: Arc::new(memory), left: extent.bytes() };
             if asked.is_some() {
                 queue.open.push_front((tensor, 0))
             } else {
@@ -260,12 +270,14 @@ impl<T: Target> Shared<T> {
     /// The next piece of the tensors that have been begun.
     fn cut_piece(&self, queue: &mut Queue<T::Memory>) -> Option<Piece<T::Memory>> {
         let (tensor, offset) = queue.open.pop_front()?;
-        let bytes = (self.extents[tensor].bytes - offset).min(self.settings.piece_bytes);
-        if offset + bytes < self.extents[tensor].bytes {
+        let (part, inside) = self.extents[tensor].part_at(offset)?;
+        let bytes = (part.bytes - inside).min(self.settings.piece_bytes);
+        if offset + bytes < self.extents[tensor].bytes() {
             queue.open.push_front((tensor, offset + bytes));
         }
         let Progress::Reading { memory, .. } = &queue.tensors[tensor] else { unreachable!("an open tensor is read") };
-        Some(Piece { tensor, memory: memory.clone(), offset, bytes })
+        let (memory, source, start) = (memory.clone(), part.source.clone(), part.start + inside as u64);
+        Some(Piece { tensor, memory, offset, source, start, bytes })
     }
 
     /// The next tensor to be begun without having been asked for, unless there is enough of what will pass.
@@ -305,8 +317,22 @@ impl<T: Target> Shared<T> {
 }
 
 impl Extent {
+    pub fn bytes(&self) -> usize {
+        self.parts.iter().map(|part| part.bytes).sum()
+    }
+
     fn passing_bytes(&self) -> usize {
-        if self.keep == Keep::Passing { self.bytes } else { 0 }
+        if self.keep == Keep::Passing { self.bytes() } else { 0 }
+    }
+
+    /// The part that holds the byte at `offset`, and where in it.
+    fn part_at(&self, offset: usize) -> Option<(&Part, usize)> {
+        let mut before = 0;
+        self.parts.iter().find_map(|part| {
+            let inside = offset - before;
+            before += part.bytes;
+            (inside < part.bytes).then_some((part, inside))
+        })
     }
 }
 

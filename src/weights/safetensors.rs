@@ -16,7 +16,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use serde::Deserialize;
 
-use super::read_ahead::{Extent, Keep, Source};
+use super::read_ahead::{Extent, Keep, Part, Source};
 
 /// The checkpoint of a snapshot: which tensors there are, and their bytes.
 pub struct Checkpoint {
@@ -170,21 +170,37 @@ impl Checkpoint {
         bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype)
     }
 
-    /// Every tensor that a model of this compute dtype can ask for, about in the order in which it asks.
+    /// Every tensor that a model of this compute dtype can ask for, about in the order in which it asks. Those that layers
+    /// stack are one, under their [`stacked_name`]: stacked on the device they would need their memory twice.
     pub fn extents(&self, dtype: DType) -> Vec<Extent> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, info)| info.bytes() > 0).collect();
         usable.sort_by_key(|(name, _)| loading_order(name));
+        let part = |info: &TensorInfo| Part {
+            source: self.files[info.file].source.clone(),
+            start: info.start as u64,
+            bytes: info.bytes(),
+        };
         let extent = |(name, info): (&String, &TensorInfo)| {
             let stored = info.candle_dtype()?;
-            Some(Extent {
-                name: name.clone(),
-                source: self.files[info.file].source.clone(),
-                start: info.start as u64,
-                bytes: info.bytes(),
-                keep: if stored == dtype || stored == DType::U8 { Keep::Lasting } else { Keep::Passing },
-            })
+            let keep = if stored == dtype || stored == DType::U8 { Keep::Lasting } else { Keep::Passing };
+            match self.stack(name, dtype) {
+                Some(names) if names[0] != *name => None,
+                Some(names) => {
+                    let parts = names.iter().map(|name| part(&self.tensors[name])).collect();
+                    Some(Extent { name: stacked_name(&names), parts, keep })
+                }
+                None => Some(Extent { name: name.clone(), parts: vec![part(info)], keep }),
+            }
         };
         usable.into_iter().filter_map(extent).collect()
+    }
+
+    /// The names of the stack that a tensor belongs to, if all of it is there, as it will be used.
+    fn stack(&self, name: &str, dtype: DType) -> Option<Vec<String>> {
+        let prefix = STACKED.iter().find_map(|part| name.strip_suffix(part))?;
+        let names: Vec<String> = STACKED.iter().map(|part| format!("{prefix}{part}")).collect();
+        let usable = |info: &TensorInfo| info.candle_dtype() == Some(dtype) && info.bytes() > 0;
+        names.iter().all(|name| self.tensors.get(name).is_some_and(usable)).then_some(names)
     }
 
     /// A tensor's bytes.
@@ -202,6 +218,14 @@ impl Checkpoint {
 enum Segment<'n> {
     Number(u64),
     Word(&'n str),
+}
+
+/// What attention multiplies with at once.
+const STACKED: [&str; 3] = ["q_proj.weight", "k_proj.weight", "v_proj.weight"];
+
+/// What several tensors are called as one.
+pub fn stacked_name(names: &[String]) -> String {
+    names.join(" + ")
 }
 
 /// The embedding, the layers by number (files have layer 10 before layer 2), the last norm, and then the head.

@@ -171,6 +171,52 @@ fn tensors_read_ahead_are_those_of_the_file() {
     }
 }
 
+/// Where the three projections of a layer's attention are, and their rows.
+fn attention_parts<'c>(checkpoint: &Checkpoint, weights: &Weights<'c>, layer: usize) -> [(Weights<'c>, usize); 3] {
+    ["q_proj", "k_proj", "v_proj"].map(|name| {
+        let place = format!("model.layers.{layer}.self_attn.{name}");
+        let rows = checkpoint.info(&format!("{place}.weight")).unwrap().shape[0];
+        (weights.at(place), rows)
+    })
+}
+
+#[test]
+fn what_layers_stack_is_read_as_one() {
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let checkpoint = Checkpoint::open(&golden("llama3")).unwrap();
+    let stored = checkpoint.info("model.layers.0.self_attn.q_proj.weight").unwrap().candle_dtype().unwrap();
+    let mut devices = vec![(Device::Cpu, stored)];
+    devices.extend(gpu().map(|gpu| (gpu, DType::BF16)));
+    for (device, dtype) in devices {
+        let host = Host::default();
+        let settings = Settings { piece_bytes: 1000, ..small(3) };
+        let extents = checkpoint.extents(dtype);
+        let stacks = extents.iter().filter(|extent| extent.parts.len() == 3).count();
+        let layers = checkpoint.tensors().filter(|(name, _)| name.ends_with("q_proj.weight")).count();
+        assert_eq!(stacks, if dtype == stored { layers } else { 0 });
+        let mapped = Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
+        let weights = match &device {
+            Device::Cpu => {
+                let reader = ReadAhead::start(host.clone(), extents, settings).unwrap();
+                Weights::read_ahead(&checkpoint, &device, dtype, &loaded, reader)
+            }
+            gpu => Weights::new(&checkpoint, gpu, dtype, &loaded).unwrap(),
+        };
+        for layer in 0..layers {
+            let columns = checkpoint.info("model.norm.weight").unwrap().shape[0];
+            let got = Weights::stacked(&attention_parts(&checkpoint, &weights, layer), "weight", columns).unwrap();
+            let want = Weights::stacked(&attention_parts(&checkpoint, &mapped, layer), "weight", columns).unwrap();
+            assert_eq!(got.dims(), want.dims());
+            assert!(bits(&got) == bits(&want), "layer {layer}");
+            let mut wrong = attention_parts(&checkpoint, &weights, layer);
+            wrong[1].1 += 1;
+            let error = format!("{:#}", Weights::stacked(&wrong, "weight", columns).unwrap_err());
+            assert!(error.contains("k_proj.weight: expected shape"), "{error}");
+        }
+    }
+}
+
 #[test]
 fn a_gpu_gets_the_tensors_of_the_file() {
     let Some(gpu) = gpu() else { return };
