@@ -36,6 +36,9 @@ pub struct LoadArgs {
     /// Tokens to make room for, prompt and answers together [default: what fits, up to 32768]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
+    /// Most tokens of a prompt to read at once [default: up to 8192, as memory allows]
+    #[arg(long, value_name = "TOKENS", hide_short_help = true)]
+    chunk: Option<usize>,
     /// Decode operation by operation, without a CUDA graph: slow, to compare with
     #[arg(long, hide_short_help = true)]
     eager: bool,
@@ -92,6 +95,7 @@ impl LoadArgs {
                     Dtype::Bf16 => DType::BF16,
                 }),
                 context: self.context,
+                chunk: self.chunk,
                 eager: self.eager,
                 attention: match self.attention {
                     Attention::Auto => Backend::Auto,

@@ -27,6 +27,8 @@ pub struct LoadOptions<'o> {
     pub dtype: Option<DType>,
     /// Positions to make room for; if not given, as many as the model and the memory allow, up to 32,768.
     pub context: Option<usize>,
+    /// Most tokens of a prompt in one pass; if not given, as many as help and fit.
+    pub chunk: Option<usize>,
     /// Run decode steps operation by operation, even where a graph could.
     pub eager: bool,
     /// Whose attention kernel reads prompts on a GPU, and runs decode steps without a graph.
@@ -39,9 +41,9 @@ pub struct LoadOptions<'o> {
 
 impl Default for LoadOptions<'_> {
     fn default() -> Self {
-        let (device, dtype, context) = (DeviceChoice::default(), None, None);
+        let (device, dtype, context, chunk) = (DeviceChoice::default(), None, None, None);
         let attention = Backend::Auto;
-        Self { device, dtype, context, eager: false, attention, progress: &|_, _| (), on_device: &|_| () }
+        Self { device, dtype, context, chunk, eager: false, attention, progress: &|_, _| (), on_device: &|_| () }
     }
 }
 
@@ -92,7 +94,7 @@ const WORKSPACE: (u64, u64) = (128 << 20, 448 << 10);
 
 /// Tokens in one pass of prefill: more is faster until the matrix units are full, and takes more memory.
 fn chunk_sizes(device: &Device) -> &'static [usize] {
-    if device.is_cuda() { &[2048, 512] } else { &[256] }
+    if device.is_cuda() { &[8192, 2048, 512] } else { &[256] }
 }
 
 impl Engine {
@@ -175,11 +177,14 @@ impl Model {
         let dtype = options.dtype.unwrap_or_else(|| device::default_dtype(&device));
 
         let layers = architecture.cache_layers();
+        if options.chunk == Some(0) {
+            return Err(Error::Usage("--chunk 0 reads nothing".into()).into());
+        }
         let need = Need {
             weight_bytes: weight_bytes(checkpoint, dtype),
             loading_bytes: if device.is_cuda() { largest_packed_layer(checkpoint) } else { 0 },
             layers: &layers,
-            chunks: chunk_sizes(&device),
+            chunks: options.chunk.as_ref().map_or(chunk_sizes(&device), std::slice::from_ref),
             dtype,
             max_context: architecture.max_position_embeddings(),
         };
@@ -249,7 +254,7 @@ struct Need<'l> {
     loading_bytes: u64,
     layers: &'l [LayerSpec],
     /// Tokens in one pass of prefill that may be chosen, the best first.
-    chunks: &'static [usize],
+    chunks: &'l [usize],
     dtype: DType,
     max_context: usize,
 }
