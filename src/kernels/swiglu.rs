@@ -51,7 +51,7 @@ pub enum Activation {
 impl Activation {
     /// In plain Rust.
     pub fn of(self, x: f32) -> f32 {
-        const ROOT: f32 = 0.797_884_56; // sqrt(2 / π)
+        const ROOT: f32 = 0.797_884_6; // sqrt(2 / π)
         match self {
             Activation::Silu => x / (1.0 + (-x).exp()),
             Activation::GeluTanh => 0.5 * x * (1.0 + (ROOT * (x + 0.044_715 * x * x * x)).tanh()),

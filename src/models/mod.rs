@@ -114,7 +114,7 @@ fn find_family(json: &Value) -> Result<&'static Family> {
 fn nearest(found: &str) -> Option<&'static str> {
     let names = FAMILIES.iter().flat_map(|family| [family.model_type, family.architecture]);
     let by_distance = |name: &&str| edits(&found.to_lowercase(), &name.to_lowercase());
-    names.min_by_key(by_distance).filter(|name| 2 * by_distance(name) <= name.len().max(found.len()))
+    names.min_by_key(by_distance).filter(|name| 5 * by_distance(name) <= 2 * name.len().max(found.len()))
 }
 
 /// How many letters have to be put in, taken out or changed to turn one word into the other (Levenshtein).
@@ -170,5 +170,53 @@ impl Sizes {
             bail!("head_dim is {}, supported are even ones up to 256", self.head_dim);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::nn::decoder::Layer;
+    use crate::weights::{Checkpoint, Loaded};
+
+    /// An executor that knows only the layers of gpt-oss and Llama must hear of everything that is beyond them.
+    #[test]
+    fn what_is_beyond_plain_layers_is_told() {
+        let cases = [
+            ("gpt_oss", None),
+            ("llama_graph", None),
+            ("mistral", None),
+            ("qwen2", None),
+            ("phi3", None),
+            ("phi4", None),
+            ("qwen3", Some("norms of queries and keys")),
+            ("qwen3_moe", Some("norms of queries and keys")),
+            ("mixtral", Some("experts other than those of gpt-oss")),
+            ("gemma2", Some("scaled embeddings")),
+            ("gemma3", Some("scaled embeddings")),
+            ("gpt2", Some("LayerNorm")),
+        ];
+        for (case, expected) in cases {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(case);
+            let checkpoint = Checkpoint::open(&dir).unwrap();
+            let report = |_| ();
+            let loaded = Loaded::new(&report);
+            let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
+            let decoder = read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap();
+            let in_layers = || decoder.layers.iter().find_map(Layer::peculiarity);
+            assert_eq!(decoder.peculiarity().or_else(in_layers), expected, "{case}");
+            if case == "gemma2" {
+                assert_eq!(in_layers(), Some("norms after attention and MLP"));
+            }
+        }
+    }
+
+    #[test]
+    fn edits_are_counted() {
+        assert_eq!(edits("kitten", "sitting"), 3);
+        assert_eq!(edits("", "abc"), 3);
+        assert_eq!(edits("gemma", "gemma2"), 1);
     }
 }

@@ -103,3 +103,20 @@ impl Architecture for Config {
         Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layers_are_sparse_as_transformers_counts_them() {
+        let sizes = json!({
+            "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 6, "num_attention_heads": 2,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "max_position_embeddings": 64,
+            "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": true
+        });
+        let config: Config = common::parse("qwen3_moe", sizes, json!({})).unwrap();
+        assert_eq!((0..6).filter(|&layer| config.is_sparse(layer)).collect::<Vec<_>>(), [1, 5]);
+        assert_eq!(config.experts().softmax, Softmax::OverChosen);
+    }
+}
