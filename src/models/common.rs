@@ -126,8 +126,9 @@ impl Common {
         self.rope.frequencies(self.rope.rotated(self.head_dim()), lengths, 10_000.0)
     }
 
-    /// All layers, each with the window that `window` says.
+    /// All layers, each with the window that `window` says. One that holds every position is none.
     pub fn layers(&self, window: impl Fn(usize) -> Option<usize>) -> Vec<LayerSpec> {
+        let window = |layer| window(layer).filter(|&window| window < self.max_position_embeddings);
         let spec = |layer| LayerSpec { kv_heads: self.kv_heads(), head_dim: self.head_dim(), window: window(layer) };
         (0..self.num_hidden_layers).map(spec).collect()
     }

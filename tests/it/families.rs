@@ -41,7 +41,10 @@ fn windows_are_where_the_config_puts_them() {
     assert_eq!(windows(&with("mistral", json!({"sliding_window": null}))), [None; 4]);
     let mut absent = config("mistral");
     absent.as_object_mut().unwrap().remove("sliding_window");
+    absent["max_position_embeddings"] = json!(32_768);
     assert_eq!(windows(&absent), [Some(4096); 4], "transformers' default");
+    absent["max_position_embeddings"] = json!(4096);
+    assert_eq!(windows(&absent), [None; 4], "a window that holds every position is none");
 
     assert_eq!(windows(&config("qwen2")), [None, None, Some(9), Some(9)]);
     assert_eq!(windows(&with("qwen2", json!({"use_sliding_window": false}))), [None; 4]);
@@ -55,6 +58,109 @@ fn windows_are_where_the_config_puts_them() {
     let full: Vec<usize> = (0..12).filter(|&layer| windows(&six)[layer].is_none()).collect();
     assert_eq!(full, [5, 11]);
     assert_eq!(windows(&config("phi3")), [Some(13); 3]);
+}
+
+/// Configs as they are on the hub, without what is not read: vocabulary, longest context, and of the layers how many there
+/// are, how many of them slide, their key/value heads and sizes of a head.
+#[test]
+fn configs_of_the_hub_are_read() {
+    let phi = |long: bool| {
+        let scaling = json!({"type": "longrope", "short_factor": vec![1.0; 48], "long_factor": vec![2.0; 48]});
+        let (max, scaling) = if long { (131_072, scaling) } else { (4096, Value::Null) };
+        json!({
+            "model_type": "phi3", "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32_064,
+            "max_position_embeddings": max, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+            "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_scaling": scaling,
+            "rope_theta": 10_000.0, "sliding_window": if long { 262_144 } else { 2047 }, "tie_word_embeddings": false
+        })
+    };
+    let cases = [
+        (
+            "Mistral-7B-v0.1",
+            json!({
+            "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14_336,
+            "max_position_embeddings": 32_768, "num_attention_heads": 32, "num_hidden_layers": 32,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "sliding_window": 4096,
+            "vocab_size": 32_000}),
+            (32_000, 32_768, 32, 32, 8, 128),
+        ),
+        (
+            "Mistral-Nemo-Instruct-2407",
+            json!({
+            "model_type": "mistral", "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+            "intermediate_size": 14_336, "max_position_embeddings": 131_072, "num_attention_heads": 32,
+            "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "sliding_window": null, "vocab_size": 131_072}),
+            (131_072, 131_072, 40, 0, 8, 128),
+        ),
+        (
+            "Mixtral-8x7B-Instruct-v0.1",
+            json!({
+            "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14_336,
+            "max_position_embeddings": 32_768, "num_attention_heads": 32, "num_experts_per_tok": 2,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6, "sliding_window": null, "vocab_size": 32_000}),
+            (32_000, 32_768, 32, 0, 8, 128),
+        ),
+        (
+            "Qwen2.5-0.5B-Instruct",
+            json!({
+            "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864,
+            "max_position_embeddings": 32_768, "max_window_layers": 21, "num_attention_heads": 14,
+            "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+            "sliding_window": 32_768, "tie_word_embeddings": true, "use_sliding_window": false,
+            "vocab_size": 151_936}),
+            (151_936, 32_768, 24, 0, 2, 64),
+        ),
+        (
+            "Qwen3-30B-A3B",
+            json!({
+            "model_type": "qwen3_moe", "attention_bias": false, "decoder_sparse_step": 1, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40_960,
+            "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": true,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_scaling": null, "rope_theta": 1e6,
+            "sliding_window": null, "use_sliding_window": false, "vocab_size": 151_936}),
+            (151_936, 40_960, 48, 0, 4, 128),
+        ),
+        ("Phi-3-mini-4k-instruct", phi(false), (32_064, 4096, 32, 32, 32, 96)),
+        ("Phi-3-mini-128k-instruct", phi(true), (32_064, 131_072, 32, 0, 32, 96)),
+        (
+            "gemma-2-2b-it",
+            json!({
+            "model_type": "gemma2", "attention_bias": false, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+            "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
+            "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+            "sliding_window": 4096, "vocab_size": 256_000}),
+            (256_000, 8192, 26, 13, 4, 256),
+        ),
+        (
+            "gemma-3-4b-it",
+            json!({
+            "model_type": "gemma3", "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text",
+                "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024}}),
+            (262_208, 131_072, 34, 29, 4, 256),
+        ),
+        (
+            "gpt2",
+            json!({
+            "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_ctx": 1024,
+            "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50_257}),
+            (50_257, 1024, 12, 0, 12, 64),
+        ),
+    ];
+    for (name, config, expected) in cases {
+        let model = read(&config).unwrap_or_else(|error| panic!("{name}: {error:#}")).architecture;
+        let layers = model.cache_layers();
+        let sliding = layers.iter().filter(|layer| layer.window.is_some()).count();
+        let (first, lengths) = (layers[0], (model.vocab_size(), model.max_position_embeddings()));
+        let got = (lengths.0, lengths.1, layers.len(), sliding, first.kv_heads, first.head_dim);
+        assert_eq!(got, expected, "{name}");
+    }
 }
 
 #[test]
