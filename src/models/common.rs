@@ -109,6 +109,8 @@ impl Common {
         if rotated > self.head_dim() {
             bail!("partial_rotary_factor rotates {rotated} dims of heads of {}", self.head_dim());
         }
+        // The shortest context and the longest: LongRoPE has other factors for each.
+        self.frequencies(1)?;
         self.frequencies(self.max_position_embeddings)?;
         Ok(())
     }

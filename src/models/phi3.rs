@@ -72,7 +72,8 @@ impl Architecture for Config {
     }
 
     fn usual_context(&self) -> usize {
-        self.common.rope.original_length().unwrap_or(usize::MAX).min(self.max_position_embeddings())
+        let all = self.max_position_embeddings();
+        self.common.rope.short_context().map_or(all, |short| short.min(all))
     }
 
     fn cache_layers(&self) -> Vec<LayerSpec> {

@@ -79,9 +79,15 @@ impl RopeConfig {
     }
 
     /// The length that a model was trained for before it was made to read longer contexts.
-    pub fn original_length(&self) -> Option<usize> {
+    fn original_length(&self) -> Option<usize> {
         let inner = self.parameters().and_then(|parameters| parameters.original_max_position_embeddings);
         self.original_max_position_embeddings.or(inner)
+    }
+
+    /// With LongRoPE: the longest context for which the short factors are right.
+    pub fn short_context(&self) -> Option<usize> {
+        let long = self.parameters().is_some_and(|parameters| parameters.long_factor.is_some());
+        self.original_length().filter(|_| long)
     }
 
     /// For `dim` rotated dims of a head.

@@ -177,7 +177,8 @@ fn what_is_not_supported_is_refused_by_name() {
         ("qwen3_moe", json!({"num_experts_per_tok": 8}), "cannot choose 8 of 7"),
         ("mixtral", json!({"num_local_experts": 2000}), "of 2000 experts"),
         ("phi3", json!({"rope_scaling": {"type": "linear", "factor": 2.0}}), "'linear'"),
-        ("phi3", json!({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}), "long_factor"),
+        ("phi3", json!({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}), "short_factor"),
+        ("phi3", json!({"rope_scaling": {"type": "su", "short_factor": [1, 1, 1, 1, 1]}}), "long_factor"),
         ("gemma2", json!({"hidden_activation": "gelu"}), "hidden_activation 'gelu'"),
         ("gemma2", json!({"attn_logit_softcapping": -1.0}), "attn_logit_softcapping is -1"),
         ("gemma2", json!({"use_bidirectional_attention": true}), "use_bidirectional_attention"),
@@ -210,6 +211,8 @@ fn longrope_models_are_loaded_for_their_original_length() {
     assert_eq!((phi("phi3").usual_context(), phi("phi3").max_position_embeddings()), (32, 240));
     assert_eq!((phi("phi4").usual_context(), phi("phi4").max_position_embeddings()), (160, 640));
     assert_eq!(phi("mistral").usual_context(), 240);
+    let plain = read(&with("phi3", json!({"rope_scaling": null}))).unwrap().architecture;
+    assert_eq!(plain.usual_context(), 240, "nothing changes with the length");
     assert!(
         read(&with(
             "phi3",
