@@ -128,11 +128,15 @@ impl Common {
         self.rope.frequencies(self.rope.rotated(self.head_dim()), lengths, 10_000.0)
     }
 
-    /// All layers, each with the window that `window` says. One that holds every position is none.
+    /// All layers, each with the window that `window` says.
     pub fn layers(&self, window: impl Fn(usize) -> Option<usize>) -> Vec<LayerSpec> {
-        let window = |layer| window(layer).filter(|&window| window < self.max_position_embeddings);
         let spec = |layer| LayerSpec { kv_heads: self.kv_heads(), head_dim: self.head_dim(), window: window(layer) };
         (0..self.num_hidden_layers).map(spec).collect()
+    }
+
+    /// All layers, sliding if there is a window. One that holds every position is none.
+    pub fn all_sliding(&self) -> Vec<LayerSpec> {
+        self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }
 
     /// The window of a layer that `layer_types`, or else `by_place`, says slides.

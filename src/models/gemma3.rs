@@ -40,7 +40,7 @@ struct Config {
 fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     common::check_activation("gemma3", &json, "hidden_activation", &["gelu_pytorch_tanh"])?;
     common::refuse("gemma3", &json, &["use_bidirectional_attention", "attn_logit_softcapping"])?;
-    split_rope(&mut json);
+    split_rope(&mut json)?;
     let defaults = json!({
         "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
@@ -67,15 +67,18 @@ fn read_multimodal(mut json: Value) -> Result<Box<dyn Architecture>> {
 
 /// One base for full layers and one for sliding ones, in both spellings: `rope_theta`, `rope_scaling` and
 /// `rope_local_base_freq`, or `rope_parameters` by type of layer.
-fn split_rope(json: &mut Value) {
+fn split_rope(json: &mut Value) -> Result<()> {
     let local = json["rope_local_base_freq"].as_f64().unwrap_or(10_000.0);
-    let mut by_type = json["rope_parameters"].take();
-    let mut sliding = by_type["sliding_attention"].take();
-    if sliding.is_null() {
-        sliding = json!({});
+    let by_type = json["rope_parameters"].take();
+    let of = |layer_type: &str| by_type.get(layer_type).cloned();
+    if !by_type.is_null() && of("full_attention").is_none() {
+        bail!("rope_parameters has no full_attention");
     }
-    json["rope_parameters"] = by_type["full_attention"].take();
+    // An older file's `rope_scaling` is for the full layers alone.
+    let sliding = of("sliding_attention").filter(Value::is_object).unwrap_or_else(|| json!({}));
     json["sliding_rope"] = json!({"rope_theta": local, "rope_parameters": sliding});
+    json["rope_parameters"] = of("full_attention").unwrap_or(Value::Null);
+    Ok(())
 }
 
 impl Config {

@@ -77,7 +77,7 @@ impl Architecture for Config {
     }
 
     fn cache_layers(&self) -> Vec<LayerSpec> {
-        self.common.layers(|_| self.common.sliding_window)
+        self.common.all_sliding()
     }
 
     fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {

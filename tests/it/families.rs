@@ -58,6 +58,9 @@ fn windows_are_where_the_config_puts_them() {
     let full: Vec<usize> = (0..12).filter(|&layer| windows(&six)[layer].is_none()).collect();
     assert_eq!(full, [5, 11]);
     assert_eq!(windows(&config("phi3")), [Some(13); 3]);
+    // Those keep their own frequencies, however far they see.
+    let wide = with("gemma3", json!({"sliding_window": 4096}));
+    assert_eq!(windows(&wide), [Some(4096), Some(4096), None, Some(4096)]);
 }
 
 /// Configs as they are on the hub, without what is not read: vocabulary, longest context, and of the layers how many there
@@ -183,6 +186,8 @@ fn what_is_not_supported_is_refused_by_name() {
         ("gemma2", json!({"attn_logit_softcapping": -1.0}), "attn_logit_softcapping is -1"),
         ("gemma2", json!({"use_bidirectional_attention": true}), "use_bidirectional_attention"),
         ("gemma3", json!({"attn_logit_softcapping": 50.0}), "attn_logit_softcapping"),
+        ("gemma3", json!({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}), "'dynamic'"),
+        ("gemma3", json!({"rope_parameters": "broken"}), "no full_attention"),
         ("gemma3", json!({"sliding_window_pattern": 0}), "sliding_window_pattern is 0"),
         ("gpt2", json!({"activation_function": "relu"}), "activation_function 'relu'"),
         ("gpt2", json!({"n_head": 7}), "n_head 7"),
