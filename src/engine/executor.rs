@@ -19,7 +19,7 @@ use crate::nn::decoder::{Decoder, Layer};
 use crate::nn::kv_cache::{KvCache, LayerCache};
 use crate::nn::linear::Linear;
 use crate::nn::mlp::{ExpertsMlp, GatedMlp, Mlp};
-use crate::nn::norm::RmsNorm;
+use crate::nn::norm::Norm as NormLayer;
 
 /// Steps that are queued ahead of the one whose token the host waits for.
 const AHEAD: usize = 2;
@@ -66,6 +66,7 @@ impl Executor {
             match &layer.mlp {
                 Mlp::Gated(mlp) => gated(&mut chain, &buffers, &mut scratch, &layer.post_attention_layernorm, mlp)?,
                 Mlp::Experts(mlp) => experts(&mut chain, &buffers, &mut scratch, &layer.post_attention_layernorm, mlp)?,
+                Mlp::Plain(_) | Mlp::Routed(_) => bail!("the executor has no kernels for this MLP"),
             }
         }
         decode::head(&mut chain, &buffers, norm(&decoder.norm), &decoder.lm_head.weight)?;
@@ -102,7 +103,7 @@ impl Executor {
         }
         self.choose_by(draw)?;
         let id = Tensor::new(&[token], self.buffers.x.device())?;
-        copy_rows(&self.buffers.x, &embed(&self.embedding, &id)?.flatten_all()?, 0)?;
+        copy_rows(&self.buffers.x, &embed(&self.embedding, &id, 1.0)?.flatten_all()?, 0)?;
         let state = Tensor::new(&[position as u32, token, 0, 0], self.buffers.x.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
         (self.queued, self.taken) = (0, 0);
@@ -266,6 +267,9 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
     if !matches!(dtype, DType::BF16 | DType::F16) {
         return Some(format!("it computes in bf16 and f16, not {dtype:?}"));
     }
+    if let Some(what) = decoder.peculiarity().or_else(|| layer.peculiarity()) {
+        return Some(format!("it has no kernels for {what}"));
+    }
     let config = &layer.self_attn.config;
     let head_dim = config.spec.head_dim;
     if !HEAD_DIMS.contains(&head_dim) {
@@ -284,6 +288,7 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
             }
             columns.push(config.intermediate_size);
         }
+        Mlp::Plain(_) | Mlp::Routed(_) => return Some("it has no kernels for this MLP".into()),
     }
     let bad = columns.into_iter().find(|columns| columns % 8 != 0 || *columns > decode::MAX_COLUMNS);
     bad.map(|columns| format!("it cannot multiply rows of {columns}"))
@@ -309,7 +314,7 @@ impl Scratch {
     }
 }
 
-fn norm(norm: &RmsNorm) -> Norm<'_> {
+fn norm(norm: &NormLayer) -> Norm<'_> {
     Norm { weight: &norm.weight, eps: norm.eps }
 }
 
@@ -342,7 +347,7 @@ fn attention(
     decode::qkv(chain, buffers, norm(&layer.input_layernorm), &qkv)?;
 
     let Device::Cuda(cuda) = device else { bail!("the executor is for a GPU") };
-    let sight = Sight { position: 0, window: config.spec.window, scale: 1.0 / (head_dim as f32).sqrt() };
+    let sight = Sight { position: 0, window: config.spec.window, scale: config.scale, softcap: config.softcap };
     let flash = flash::Launch::new(cuda, &q.unsqueeze(0)?, cache.k(), sight)?;
     let partials = scratch.tensor(2, &[flash.partials.max(1)], DType::F32, device)?;
     let arrivals = scratch.tensor(3, &[flash.arrivals.max(1)], DType::U32, device)?;
@@ -367,7 +372,13 @@ fn attention(
     Ok(decode::residual(chain, buffers, &attended.flatten_all()?, &o_proj.weight, o_proj.bias.as_ref())?)
 }
 
-fn gated(chain: &mut Chain, buffers: &Buffers, scratch: &mut Scratch, normed: &RmsNorm, mlp: &GatedMlp) -> Result<()> {
+fn gated(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    scratch: &mut Scratch,
+    normed: &NormLayer,
+    mlp: &GatedMlp,
+) -> Result<()> {
     let GatedMlp { gate_proj, up_proj, down_proj, .. } = mlp;
     let (intermediate, _) = gate_proj.weight.dims2()?;
     let h = scratch.tensor(4, &[intermediate], gate_proj.weight.dtype(), buffers.x.device())?;
@@ -379,7 +390,7 @@ fn experts(
     chain: &mut Chain,
     buffers: &Buffers,
     scratch: &mut Scratch,
-    normed: &RmsNorm,
+    normed: &NormLayer,
     mlp: &ExpertsMlp,
 ) -> Result<()> {
     let ExpertsMlp { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config } = mlp;

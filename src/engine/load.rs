@@ -182,11 +182,12 @@ impl Model {
         }
         let need = Need {
             weight_bytes: weight_bytes(checkpoint, dtype),
-            loading_bytes: if device.is_cuda() { largest_packed_layer(checkpoint) } else { 0 },
+            loading_bytes: if device.is_cuda() { largest_expert_layer(checkpoint, dtype) } else { 0 },
             layers: &layers,
             chunks: options.chunk.as_ref().map_or(chunk_sizes(&device), std::slice::from_ref),
             dtype,
             max_context: architecture.max_position_embeddings(),
+            usual_context: architecture.usual_context(),
         };
         let room = need.choose(options.context, &device_info)?;
         let Room { context, chunk } = room;
@@ -237,12 +238,16 @@ fn weight_bytes(checkpoint: &Checkpoint, dtype: DType) -> u64 {
     checkpoint.tensors().map(|(_, info)| bytes(info)).sum()
 }
 
-/// Bytes of the packed tensors of the layer that has most of them: they are laid out anew, one layer at a time.
-fn largest_packed_layer(checkpoint: &Checkpoint) -> u64 {
+/// Bytes of the experts of the layer that has most of them: they are laid out anew or stacked, one layer at a time.
+fn largest_expert_layer(checkpoint: &Checkpoint, dtype: DType) -> u64 {
     let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
-    for (name, info) in checkpoint.tensors().filter(|(_, info)| info.candle_dtype() == Some(DType::U8)) {
-        let layer = name.split_once(".mlp.").map_or(name, |(layer, _)| layer);
-        *layers.entry(layer).or_default() += info.bytes() as u64;
+    for (name, info) in checkpoint.tensors() {
+        let packed = info.candle_dtype() == Some(DType::U8);
+        let expert = name.split_once(".experts.").map(|(layer, _)| layer);
+        if packed || expert.is_some() {
+            let bytes = if packed { info.bytes() } else { info.elements() * dtype.size_in_bytes() };
+            *layers.entry(expert.unwrap_or(name)).or_default() += bytes as u64;
+        }
     }
     layers.into_values().max().unwrap_or(0)
 }
@@ -250,13 +255,15 @@ fn largest_packed_layer(checkpoint: &Checkpoint) -> u64 {
 /// What a model takes.
 struct Need<'l> {
     weight_bytes: u64,
-    /// What loading takes beside the weights, before cache and activations do: a layer's packed experts as stored.
+    /// What loading takes beside the weights, before cache and activations do: a layer's experts as stored.
     loading_bytes: u64,
     layers: &'l [LayerSpec],
     /// Tokens in one pass of prefill that may be chosen, the best first.
     chunks: &'l [usize],
     dtype: DType,
     max_context: usize,
+    /// Chosen up to this if nobody asks for more.
+    usual_context: usize,
 }
 
 /// What is made room for.
@@ -298,7 +305,7 @@ impl Need<'_> {
             }
             Some(asked) => asked,
             None => {
-                let most = self.max_context.min(DEFAULT_CONTEXT);
+                let most = self.max_context.min(self.usual_context).min(DEFAULT_CONTEXT);
                 return self.halvings(most).find_map(|context| self.fit(context, device)).ok_or_else(|| {
                     let smallest = self.halvings(most).last().unwrap_or(most);
                     self.out_of_memory(smallest, device).into()
@@ -385,6 +392,7 @@ mod tests {
             chunks: &[2048, 512],
             dtype: DType::BF16,
             max_context: 131_072,
+            usual_context: 131_072,
         }
     }
 

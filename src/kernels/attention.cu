@@ -3,14 +3,15 @@
 //   grid (T, H), block 32·W: W warps share the keys of one query head; each keeps an online softmax, merged at the end.
 //   W is 4 where there are many queries, 32 where few must hide the latency of many keys; shared: W·(D + 2) floats.
 //   bytes moved: about 2·T·H·L·D·sizeof(T) from L2, L = keys in sight (no reuse between heads: a plain kernel, right first)
-//   for f32, and for head sizes that flash_attention.cu has not
+//   for f32, and for head sizes and soft caps that flash_attention.cu has not
+//   softcap > 0: scores s become softcap·tanh(s / softcap)
 #include "common.cuh"
 
 constexpr int MAX_LANE_DIMS = 8;
 
 template <typename T>
 __device__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out, int heads, int kv_heads, int head_dim,
-                          int rows, int position, int window, float scale) {
+                          int rows, int position, int window, float scale, float softcap) {
     const int token = blockIdx.x, head = blockIdx.y, kv_head = head / (heads / kv_heads);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int last = position + token;                                      // this query's own position
@@ -34,6 +35,7 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
             if (d < head_dim) score += query[i] * to_float(k[row + d]);
         }
         score = warp_sum(score);
+        if (softcap > 0.0f) score = softcap * tanhf(score / softcap);
         const float new_top = fmaxf(top, score);
         const float keep = expf(top - new_top), weight = expf(score - new_top);
         total = total * keep + weight;
@@ -80,8 +82,8 @@ __device__ void scale_by_sinks(T* out, const float* lse, const float* sinks, int
 #define DEFINE(T, SUFFIX)                                                                                             \
     extern "C" __global__ void attention_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,     \
                                                   int heads, int kv_heads, int head_dim, int rows, int position,      \
-                                                  int window, float scale) {                                          \
-        attention<T>(q, k, v, sinks, out, heads, kv_heads, head_dim, rows, position, window, scale);                  \
+                                                  int window, float scale, float softcap) {                           \
+        attention<T>(q, k, v, sinks, out, heads, kv_heads, head_dim, rows, position, window, scale, softcap);         \
     }                                                                                                                 \
     extern "C" __global__ void scale_by_sinks_##SUFFIX(T* out, const float* lse, const float* sinks, int tokens,      \
                                                        int heads, int head_dim) {                                     \

@@ -24,10 +24,17 @@ pub enum Backend {
 
 impl Backend {
     /// What this comes to for queries of a dtype and head size: one of the others, or why there is none.
-    pub fn choose(self, on_gpu: bool, dtype: DType, head_dim: usize) -> std::result::Result<Self, String> {
-        let short = matches!(dtype, DType::BF16 | DType::F16);
-        let own = on_gpu && short && HEAD_DIMS.contains(&head_dim);
-        let flash = on_gpu && short && cfg!(feature = "flash-attn") && head_dim.is_multiple_of(8);
+    /// Only the plain kernel knows soft caps.
+    pub fn choose(
+        self,
+        on_gpu: bool,
+        dtype: DType,
+        head_dim: usize,
+        softcap: Option<f32>,
+    ) -> std::result::Result<Self, String> {
+        let fast = on_gpu && matches!(dtype, DType::BF16 | DType::F16) && softcap.is_none();
+        let own = fast && HEAD_DIMS.contains(&head_dim);
+        let flash = fast && cfg!(feature = "flash-attn") && head_dim.is_multiple_of(8);
         match self {
             Backend::Auto if own => Ok(Backend::Own),
             Backend::Auto if flash => Ok(Backend::Flash),
@@ -38,6 +45,7 @@ impl Backend {
             Backend::Flash if !cfg!(feature = "flash-attn") => {
                 Err("this inferno was built without it: build with --features flash-attn".into())
             }
+            _ if softcap.is_some() => Err("it has no kernel for soft-capped scores".into()),
             _ => Err(format!("it has no kernel for heads of {head_dim} in {dtype:?}")),
         }
     }
@@ -66,6 +74,8 @@ pub struct Sight {
     pub window: Option<usize>,
     /// Factor on q·k, usually 1/sqrt(D).
     pub scale: f32,
+    /// Scores s become cap · tanh(s / cap) before the softmax (Gemma 2).
+    pub softcap: Option<f32>,
 }
 
 /// q \[T, H, D\]; k, v \[S, K, D\] of q's dtype, where position p lies in row p mod S and every position in sight has been
@@ -89,7 +99,8 @@ pub fn attention(
         bail!("attention: q is {:?}, k {:?}, v {:?}", q.dtype(), k.dtype(), v.dtype());
     }
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-    let backend = backend.choose(q.device().is_cuda(), q.dtype(), head_dim).map_err(candle_core::Error::msg)?;
+    let backend =
+        backend.choose(q.device().is_cuda(), q.dtype(), head_dim, sight.softcap).map_err(candle_core::Error::msg)?;
     if let Some(sinks) = sinks
         && (sinks.dims() != [heads] || sinks.dtype() != DType::F32)
     {
@@ -144,6 +155,7 @@ pub fn attention(
                 sight.position.into(),
                 sight.window.unwrap_or(0).into(),
                 sight.scale.into(),
+                sight.softcap.unwrap_or(0.0).into(),
             ];
             // Few blocks: more warps in each, so that enough loads are under way. Many: small blocks waste less.
             let warps = if tokens * heads <= 512 { 32 } else { 4 };
@@ -192,8 +204,10 @@ pub mod flash {
         /// For bf16 and f16, and heads of one of [`HEAD_DIMS`].
         pub fn new(device: &CudaDevice, q: &Tensor, k: &Tensor, sight: Sight) -> Result<Self> {
             let ((tokens, heads, head_dim), (cache_rows, kv_heads, _)) = (q.dims3()?, k.dims3()?);
-            if !HEAD_DIMS.contains(&head_dim) || !matches!(q.dtype(), DType::BF16 | DType::F16) {
-                bail!("flash_attention has no kernel for heads of {head_dim} in {:?}", q.dtype());
+            let short = matches!(q.dtype(), DType::BF16 | DType::F16);
+            if !HEAD_DIMS.contains(&head_dim) || !short || sight.softcap.is_some() {
+                let softcap = if sight.softcap.is_some() { " with soft-capped scores" } else { "" };
+                bail!("flash_attention has no kernel for heads of {head_dim} in {:?}{softcap}", q.dtype());
             }
             let limit = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
             let (limit, multiprocessors) = (attribute(device, limit)?, multiprocessors(device)?);
@@ -293,8 +307,11 @@ pub fn reference(q: &[f32], k: &[f32], v: &[f32], sinks: Option<&[f32]>, shape: 
         let first = sight.window.map_or(0, |window| (last + 1).saturating_sub(window));
         let query = &q[row * head_dim..][..head_dim];
         let slot = |position: usize| ((position % rows) * kv_heads + kv_head) * head_dim;
-        let scores: Vec<f32> =
-            (first..=last).map(|position| dot(query, &k[slot(position)..][..head_dim]) * sight.scale).collect();
+        let score = |position| {
+            let score = dot(query, &k[slot(position)..][..head_dim]) * sight.scale;
+            sight.softcap.map_or(score, |cap| cap * (score / cap).tanh())
+        };
+        let scores: Vec<f32> = (first..=last).map(score).collect();
         let sink = sinks.map(|sinks| sinks[head]);
         let top = scores.iter().copied().chain(sink).fold(f32::NEG_INFINITY, f32::max);
         let mut total = sink.map_or(0.0, |sink| (sink - top).exp());

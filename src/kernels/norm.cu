@@ -1,14 +1,26 @@
-// The residual stream between two blocks: x' = x + y, normed = x' / sqrt(mean(x'²) + eps) · w.
-//   x, y, sum f32 [T, C] (y and sum null: nothing is added, x itself is normed); w f32 [C]; normed T [T, C]
+// The residual stream between two blocks: x' = x + y, normed = x' / sqrt(mean(x'²) + eps) · w; with a bias, LayerNorm:
+// the mean of x' is taken from it first, the bias added last.
+//   x, y, sum f32 [T, C] (y and sum null: nothing is added, x itself is normed); w f32 [C]; bias f32 [C] or null; normed T [T, C]
 //   grid T, block 256; bytes moved: T·C·(12 + sizeof(T)), or T·C·(4 + sizeof(T)) without y
 #include "common.cuh"
 
+// The sum over the block, in every thread. All of `scratch` has been read by the time it is used again.
+__device__ float block_sum(float value, float* scratch) {
+    value = warp_sum(value);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+    __syncthreads();
+    value = 0.0f;
+    for (int w = 0; w < blockDim.x / 32; ++w) value += scratch[w];
+    return value;
+}
+
 template <typename T>
-__device__ void add_norm(const float* x, const float* y, const float* weight, float* sum, T* normed, int columns,
-                         float eps) {
+__device__ void add_norm(const float* x, const float* y, const float* weight, const float* bias, float* sum, T* normed,
+                         int columns, float eps) {
     __shared__ float scratch[32];
     const size_t row = (size_t)blockIdx.x * columns;
-    float squares = 0.0f;
+    float squares = 0.0f, total = 0.0f, centre = 0.0f;
     for (int i = threadIdx.x; i < columns; i += blockDim.x) {
         float value = x[row + i];
         if (y) {
@@ -16,21 +28,25 @@ __device__ void add_norm(const float* x, const float* y, const float* weight, fl
             sum[row + i] = value;
         }
         squares += value * value;
+        total += value;
     }
-    squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = squares;
-    __syncthreads();
-    squares = 0.0f;
-    for (int w = 0; w < blockDim.x / 32; ++w) squares += scratch[w];
-    const float scale = rsqrtf(squares / columns + eps);
-    const float* added = y ? sum : x;  // still in L1
+    const float* added = y ? sum : x;  // still in L1; each thread reads what it wrote
+    if (bias) {
+        centre = block_sum(total, scratch) / columns;
+        squares = 0.0f;
+        for (int i = threadIdx.x; i < columns; i += blockDim.x) {
+            const float value = added[row + i] - centre;
+            squares += value * value;
+        }
+    }
+    const float scale = rsqrtf(block_sum(squares, scratch) / columns + eps);
     for (int i = threadIdx.x; i < columns; i += blockDim.x)
-        normed[row + i] = from_float<T>(added[row + i] * scale * weight[i]);
+        normed[row + i] = from_float<T>((added[row + i] - centre) * scale * weight[i] + (bias ? bias[i] : 0.0f));
 }
 
-#define DEFINE(T, SUFFIX)                                                                                         \
-    extern "C" __global__ void add_norm_##SUFFIX(const float* x, const float* y, const float* weight, float* sum, \
-                                                 T* normed, int columns, float eps) {                             \
-        add_norm<T>(x, y, weight, sum, normed, columns, eps);                                                     \
+#define DEFINE(T, SUFFIX)                                                                                          \
+    extern "C" __global__ void add_norm_##SUFFIX(const float* x, const float* y, const float* weight,              \
+                                                 const float* bias, float* sum, T* normed, int columns, float eps) { \
+        add_norm<T>(x, y, weight, bias, sum, normed, columns, eps);                                                \
     }
 FOR_EACH_DTYPE(DEFINE)

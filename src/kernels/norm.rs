@@ -1,17 +1,27 @@
-//! RMSNorm (arXiv 1910.07467) of the residual stream, with the addition that comes before it.
+//! RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) of the residual stream, with the addition that comes before
+//! it.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 use super::{elements, to_f32};
 
-/// x + y, and its norm: (x + y) / sqrt(mean((x + y)²) + eps) · weight, in `dtype`. Without y, x itself and its norm.
+/// s = x + y, and its norm in `dtype`: s / sqrt(mean(s²) + eps) · weight. With a bias it is a LayerNorm: the mean is taken
+/// from s first, the bias added last. Without y, x itself and its norm.
 ///
-/// x, y f32 \[T, C\]; weight f32 \[C\].
-pub fn add_norm(x: &Tensor, y: Option<&Tensor>, weight: &Tensor, eps: f32, dtype: DType) -> Result<(Tensor, Tensor)> {
+/// x, y f32 \[T, C\]; weight, bias f32 \[C\].
+pub fn add_norm(
+    x: &Tensor,
+    y: Option<&Tensor>,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    eps: f32,
+    dtype: DType,
+) -> Result<(Tensor, Tensor)> {
     let (tokens, columns) = x.dims2()?;
-    let f32s = [Some(x), y, Some(weight)].into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
-    if !f32s || y.is_some_and(|y| y.dims() != x.dims()) || weight.dims() != [columns] {
+    let f32s = [Some(x), y, Some(weight), bias].into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
+    let sized = weight.dims() == [columns] && bias.is_none_or(|bias| bias.dims() == [columns]);
+    if !f32s || y.is_some_and(|y| y.dims() != x.dims()) || !sized {
         bail!("add_norm: x {:?}, y {:?}, weight {:?}, all F32", x.dims(), y.map(Tensor::dims), weight.dims());
     }
     match x.device() {
@@ -22,7 +32,8 @@ pub fn add_norm(x: &Tensor, y: Option<&Tensor>, weight: &Tensor, eps: f32, dtype
             };
             let (values, weights) = (to_f32(&sum)?, to_f32(weight)?);
             let ((values, v), (weights, w)) = (values.storage_and_layout(), weights.storage_and_layout());
-            let normed = reference(elements(&values, v)?, elements(&weights, w)?, eps);
+            let bias = bias.map(Tensor::to_vec1::<f32>).transpose()?;
+            let normed = reference(elements(&values, v)?, elements(&weights, w)?, bias.as_deref(), eps);
             let normed = Tensor::from_vec(normed, (tokens, columns), &Device::Cpu)?.to_dtype(dtype)?;
             Ok((sum, normed))
         }
@@ -40,6 +51,7 @@ pub fn add_norm(x: &Tensor, y: Option<&Tensor>, weight: &Tensor, eps: f32, dtype
                 Arg::tensor(x)?,
                 Arg::optional(y)?,
                 Arg::tensor(weight)?,
+                Arg::optional(bias)?,
                 Arg::tensor(&sum)?,
                 Arg::tensor(&normed)?,
                 columns.into(),
@@ -56,14 +68,15 @@ pub fn add_norm(x: &Tensor, y: Option<&Tensor>, weight: &Tensor, eps: f32, dtype
 }
 
 /// The norm in plain Rust, row by row.
-pub fn reference(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
+pub fn reference(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32) -> Vec<f32> {
     let mut out = vec![0f32; x.len()];
     let columns = weight.len();
     out.par_chunks_exact_mut(columns).zip(x.par_chunks_exact(columns)).for_each(|(out, x)| {
-        let mean = x.iter().map(|x| x * x).sum::<f32>() / columns as f32;
+        let centre = bias.map_or(0.0, |_| x.iter().sum::<f32>() / columns as f32);
+        let mean = x.iter().map(|x| (x - centre) * (x - centre)).sum::<f32>() / columns as f32;
         let scale = 1.0 / (mean + eps).sqrt();
-        for ((out, x), weight) in out.iter_mut().zip(x).zip(weight) {
-            *out = x * scale * weight;
+        for (i, out) in out.iter_mut().enumerate() {
+            *out = (x[i] - centre) * scale * weight[i] + bias.map_or(0.0, |bias| bias[i]);
         }
     });
     out

@@ -1,20 +1,28 @@
-// Rows of an embedding, as f32: the residual stream begins.
+// Rows of an embedding times a scale, as f32: the residual stream begins.
 //   table T [V, C]; ids u32 [T]; out f32 [T, C]; grid T, block 256; bytes moved: T·C·(4 + sizeof(T))
 // And a bias added to every row: y, out f32 [T, R], bias f32 [R]; n = T·R; grid ceil(n / 256), block 256.
+// And a soft cap of every element: x, out f32 [n]; grid ceil(n / 256), block 256.
 #include "common.cuh"
 
-template <typename T> __device__ void embed(const T* table, const uint32_t* ids, float* out, int columns) {
+template <typename T> __device__ void embed(const T* table, const uint32_t* ids, float* out, int columns, float scale) {
     const T* row = table + (size_t)ids[blockIdx.x] * columns;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) out[(size_t)blockIdx.x * columns + i] = to_float(row[i]);
+    for (int i = threadIdx.x; i < columns; i += blockDim.x)
+        out[(size_t)blockIdx.x * columns + i] = to_float(row[i]) * scale;
 }
 
-#define DEFINE(T, SUFFIX)                                                                                             \
-    extern "C" __global__ void embed_##SUFFIX(const T* table, const uint32_t* ids, float* out, int columns) {         \
-        embed<T>(table, ids, out, columns);                                                                           \
+#define DEFINE(T, SUFFIX)                                                                                       \
+    extern "C" __global__ void embed_##SUFFIX(const T* table, const uint32_t* ids, float* out, int columns,     \
+                                              float scale) {                                                    \
+        embed<T>(table, ids, out, columns, scale);                                                              \
     }
 FOR_EACH_DTYPE(DEFINE)
 
 extern "C" __global__ void add_bias(const float* y, const float* bias, float* out, int n, int columns) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = y[i] + bias[i % columns];
+}
+
+extern "C" __global__ void soft_cap(const float* x, float* out, int n, float cap) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = cap * tanhf(x[i] / cap);
 }

@@ -1,12 +1,13 @@
-//! Rows looked up, added to and copied: small steps that candle has too. Its kernels are compiled by the driver when they are first used, which on a fresh
-//! machine takes seconds for each of its modules; ours are not, so a forward pass on a GPU uses none of candle's.
+//! Rows looked up, added to, capped and copied: small steps that candle has too. Its kernels are compiled by the driver when
+//! they are first used, which on a fresh machine takes seconds for each of its modules; ours are not, so a forward pass on
+//! a GPU uses none of candle's.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Rows of `table` \[V, C\] for ids u32 \[T\], each below V (not checked on a GPU), as f32 \[T, C\].
-pub fn embed(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
+/// Rows of `table` \[V, C\] for ids u32 \[T\], each below V (not checked on a GPU), times `scale`, as f32 \[T, C\].
+pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     match table.device() {
-        Device::Cpu => table.index_select(ids, 0)?.to_dtype(DType::F32),
+        Device::Cpu => table.index_select(ids, 0)?.to_dtype(DType::F32)? * f64::from(scale),
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use super::cuda::{Arg, launch, module, suffix};
@@ -16,7 +17,7 @@ pub fn embed(table: &Tensor, ids: &Tensor) -> Result<Tensor> {
             let ((_, columns), tokens) = (table.dims2()?, ids.dims1()?);
             // SAFETY: the kernel writes every element.
             let out = unsafe { Tensor::empty((tokens, columns), DType::F32, table.device())? };
-            let args = [Arg::tensor(table)?, Arg::tensor(ids)?, Arg::tensor(&out)?, columns.into()];
+            let args = [Arg::tensor(table)?, Arg::tensor(ids)?, Arg::tensor(&out)?, columns.into(), scale.into()];
             let name = format!("embed_{}", suffix(table.dtype())?);
             // SAFETY: shapes and dtypes checked above; ids are below V by contract.
             unsafe { launch(device, &module!("rows"), &name, (tokens, 1, 1), 256, 0, &args)? };
@@ -48,6 +49,29 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
         }
         #[allow(unreachable_patterns)]
         _ => super::unsupported("add_bias", y),
+    }
+}
+
+/// cap · tanh(x / cap) of each element, f32.
+pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
+    if x.dtype() != DType::F32 {
+        bail!("soft_cap: x is {:?}", x.dtype());
+    }
+    match x.device() {
+        Device::Cpu => (x / f64::from(cap))?.tanh()? * f64::from(cap),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            use super::cuda::{Arg, launch, module};
+            // SAFETY: the kernel writes every element.
+            let out = unsafe { Tensor::empty(x.dims(), DType::F32, x.device())? };
+            let n = out.elem_count();
+            let args = [Arg::tensor(x)?, Arg::tensor(&out)?, n.into(), cap.into()];
+            // SAFETY: both hold n elements, contiguous (checked by `Arg::tensor`).
+            unsafe { launch(device, &module!("rows"), "soft_cap", (n.div_ceil(256), 1, 1), 256, 0, &args)? };
+            Ok(out)
+        }
+        #[allow(unreachable_patterns)]
+        _ => super::unsupported("soft_cap", x),
     }
 }
 

@@ -11,17 +11,35 @@ template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, 
     out[i] = from_float<T>(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
 }
 
-// silu(gate) · up: gate, up f32 [n], out T [n]; bytes moved: n·(8 + sizeof(T))
-template <typename T> __device__ void silu_mul(const float* gate, const float* up, T* out, int n) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) out[i] = from_float<T>(gate[i] / (1.0f + expf(-gate[i])) * up[i]);
+// 0: silu, 1: gelu by tanh.
+__device__ __forceinline__ float activate(float x, int activation) {
+    if (activation == 0) return x / (1.0f + expf(-x));
+    return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-#define DEFINE(T, SUFFIX)                                                                                \
+// activation(gate) · up: gate, up f32 [n], out T [n]; without up the activation alone; bytes moved: n·(8 + sizeof(T))
+template <typename T> __device__ void gated(const float* gate, const float* up, T* out, int n, int activation) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = from_float<T>(activate(gate[i], activation) * (up ? up[i] : 1.0f));
+}
+
+// The same of rows that hold all gates and then all others: x T [R, 2F], out T [R, F]; n = R·F; bytes moved: 3·n·sizeof(T)
+template <typename T> __device__ void gated_halves(const T* x, T* out, int n, int columns, int activation) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const size_t gate = (size_t)(i / columns) * 2 * columns + i % columns;
+    out[i] = from_float<T>(activate(to_float(x[gate]), activation) * to_float(x[gate + columns]));
+}
+
+#define DEFINE(T, SUFFIX)                                                                                     \
     extern "C" __global__ void clamped_swiglu_##SUFFIX(const T* x, T* out, int n, float alpha, float limit) { \
-        clamped_swiglu<T>(x, out, n, alpha, limit);                                                      \
-    }                                                                                                    \
-    extern "C" __global__ void silu_mul_##SUFFIX(const float* gate, const float* up, T* out, int n) {    \
-        silu_mul<T>(gate, up, out, n);                                                                   \
+        clamped_swiglu<T>(x, out, n, alpha, limit);                                                           \
+    }                                                                                                         \
+    extern "C" __global__ void gated_##SUFFIX(const float* gate, const float* up, T* out, int n,              \
+                                              int activation) {                                               \
+        gated<T>(gate, up, out, n, activation);                                                               \
+    }                                                                                                         \
+    extern "C" __global__ void gated_halves_##SUFFIX(const T* x, T* out, int n, int columns, int activation) { \
+        gated_halves<T>(x, out, n, columns, activation);                                                      \
     }
 FOR_EACH_DTYPE(DEFINE)

@@ -1,9 +1,10 @@
-// Expert routing: the N largest of E logits, softmax over the chosen ones; equal logits go to the lower expert, NaN sorts last.
+// Expert routing: the N largest of E logits, softmax over the chosen ones or over all; equal logits go to the lower expert, NaN sorts last.
 //   logits [T, E]; ids u32 [T, N]; weights f32 [T, N]; grid T, block 32 (one warp a token); E <= 1024, N <= 32
 #include "common.cuh"
 
 template <typename T>
-__device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int experts, int chosen) {
+__device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int experts, int chosen,
+                             int over_all) {
     const T* row = logits + (size_t)blockIdx.x * experts;
     const int lane = threadIdx.x;
     // Which of this lane's experts (lane, lane + 32, ..) are already taken, one bit each.
@@ -30,15 +31,24 @@ __device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int
         if (best_id % 32 == lane) taken |= 1u << (best_id / 32);
     }
     const float weight = lane < chosen ? expf(mine - top) : 0.0f;
-    const float total = warp_sum(weight);
+    float share = weight;
+    if (over_all) {
+        share = 0.0f;
+        for (int i = lane; i < experts; i += 32) {
+            const float logit = to_float(row[i]);
+            share += isnan(logit) ? 0.0f : expf(logit - top);
+        }
+    }
+    const float total = warp_sum(share);
     if (lane < chosen) {
         ids[(size_t)blockIdx.x * chosen + lane] = mine_id;
         weights[(size_t)blockIdx.x * chosen + lane] = weight / total;
     }
 }
 
-#define DEFINE(T, SUFFIX)                                                                                            \
-    extern "C" __global__ void topk_softmax_##SUFFIX(const T* logits, uint32_t* ids, float* weights, int experts, int chosen) { \
-        topk_softmax<T>(logits, ids, weights, experts, chosen);                                                      \
+#define DEFINE(T, SUFFIX)                                                                                       \
+    extern "C" __global__ void topk_softmax_##SUFFIX(const T* logits, uint32_t* ids, float* weights, int experts, \
+                                                     int chosen, int over_all) {                                 \
+        topk_softmax<T>(logits, ids, weights, experts, chosen, over_all);                                        \
     }
 FOR_EACH_DTYPE(DEFINE)

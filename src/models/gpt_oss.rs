@@ -1,19 +1,19 @@
 //! gpt-oss (openai/gpt-oss, `gpt_oss/torch/model.py`; transformers `modeling_gpt_oss.py`): routed experts in MXFP4,
 //! attention sinks, a sliding window on alternating layers, YaRN.
 
-use std::sync::Arc;
-
 use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::common::LayerType;
 use super::{Architecture, Family, Sizes};
 use crate::nn::attention::{Attention, AttentionConfig, Sinks};
-use crate::nn::decoder::{Decoder, Frame};
+use crate::nn::decoder::{Decoder, Frame, Place};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::{ExpertsConfig, ExpertsMlp, Mlp};
-use crate::nn::rope::{Frequencies, RopeConfig, Rotary};
+use crate::nn::norm::NormConfig;
+use crate::nn::rope::{Frequencies, Lengths, RopeConfig};
 use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "gpt_oss", architecture: "GptOssForCausalLM", read };
@@ -44,13 +44,6 @@ struct Config {
     tie_word_embeddings: bool,
     #[serde(flatten)]
     rope: RopeConfig,
-}
-
-#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
-#[serde(rename_all = "snake_case")]
-enum LayerType {
-    SlidingAttention,
-    FullAttention,
 }
 
 fn default_eps() -> f64 {
@@ -111,7 +104,9 @@ impl Config {
     }
 
     fn frequencies(&self) -> Result<Frequencies> {
-        self.rope.frequencies(self.head_dim, self.max_position_embeddings, 150_000.0)
+        let max_position_embeddings = self.max_position_embeddings;
+        let lengths = Lengths { max_position_embeddings, context: max_position_embeddings };
+        self.rope.frequencies(self.head_dim, lengths, 150_000.0)
     }
 
     /// Even layers slide unless `layer_types` says otherwise.
@@ -121,15 +116,13 @@ impl Config {
     }
 
     /// Attention and MLP of one layer.
-    fn parts(&self, weights: &Weights, spec: LayerSpec, rotary: Arc<Rotary>) -> Result<(Attention, Mlp)> {
+    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
         let bias = Bias::from(self.attention_bias);
         let attention = AttentionConfig {
-            hidden_size: self.hidden_size,
-            heads: self.num_attention_heads,
-            spec,
             qkv_bias: bias,
             o_bias: bias,
             sinks: Sinks::With,
+            ..AttentionConfig::new(self.hidden_size, self.num_attention_heads, place.spec)
         };
         let experts = ExpertsConfig {
             hidden_size: self.hidden_size,
@@ -138,7 +131,7 @@ impl Config {
             chosen: self.num_experts_per_tok,
             swiglu_limit: self.swiglu_limit,
         };
-        let attention = Attention::load(&weights.at("self_attn"), attention, rotary)?;
+        let attention = Attention::load(&weights.at("self_attn"), attention, place.rotary)?;
         let experts = ExpertsMlp::load(&weights.at("mlp"), experts)?;
         Ok((attention, Mlp::Experts(experts)))
     }
@@ -168,14 +161,12 @@ impl Architecture for Config {
     }
 
     fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
+        let norm = NormConfig::rms(self.rms_norm_eps);
         let frame = Frame {
-            vocab_size: self.vocab_size,
-            hidden_size: self.hidden_size,
-            rms_norm_eps: self.rms_norm_eps,
             tie_word_embeddings: self.tie_word_embeddings,
-            frequencies: self.frequencies()?,
             cache_layers: self.cache_layers(),
+            ..Frame::new(self.vocab_size, self.hidden_size, norm, self.frequencies()?)
         };
-        Decoder::load(weights, context, frame, |weights, spec, rotary| self.parts(weights, spec, rotary))
+        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
     }
 }

@@ -1,7 +1,17 @@
 //! The families: one file each, and one line in `FAMILIES`.
 
+mod common;
+pub mod gemma2;
+pub mod gemma3;
+pub mod gpt2;
 pub mod gpt_oss;
 pub mod llama;
+pub mod mistral;
+pub mod mixtral;
+pub mod phi3;
+pub mod qwen2;
+pub mod qwen3;
+pub mod qwen3_moe;
 
 use std::path::Path;
 
@@ -14,7 +24,20 @@ use crate::nn::kv_cache::LayerSpec;
 use crate::weights::Weights;
 
 /// Every family that can be loaded.
-const FAMILIES: &[&Family] = &[&gpt_oss::FAMILY, &llama::FAMILY];
+const FAMILIES: &[&Family] = &[
+    &gpt_oss::FAMILY,
+    &llama::FAMILY,
+    &mistral::FAMILY,
+    &mixtral::FAMILY,
+    &qwen2::FAMILY,
+    &qwen3::FAMILY,
+    &qwen3_moe::FAMILY,
+    &phi3::FAMILY,
+    &gemma2::FAMILY,
+    &gemma3::TEXT,
+    &gemma3::MULTIMODAL,
+    &gpt2::FAMILY,
+];
 
 /// How a family is recognised and read.
 pub struct Family {
@@ -32,6 +55,10 @@ pub trait Architecture {
     fn vocab_size(&self) -> usize;
     /// The longest context the model was made for.
     fn max_position_embeddings(&self) -> usize;
+    /// The longest context for which it computes as for short ones: more only for who asks for it.
+    fn usual_context(&self) -> usize {
+        self.max_position_embeddings()
+    }
     /// What each layer keeps in the cache.
     fn cache_layers(&self) -> Vec<LayerSpec>;
     /// Assembles the model for contexts of up to `context` positions.
@@ -73,10 +100,36 @@ fn find_family(json: &Value) -> Result<&'static Family> {
         (None, None) => false,
     };
     FAMILIES.iter().find(known).copied().ok_or_else(|| {
-        let found = model_type.or(architecture).unwrap_or("(config.json names none)").to_string();
-        let supported = FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
+        let named = model_type.or(architecture);
+        let found = named.unwrap_or("(config.json names none)").to_string();
+        let mut supported = FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
+        if let Some(near) = named.and_then(nearest) {
+            supported += &format!("; the nearest is {near}");
+        }
         Error::UnsupportedArchitecture { found, supported }.into()
     })
+}
+
+/// The supported name that is most like this one, if any is at all.
+fn nearest(found: &str) -> Option<&'static str> {
+    let names = FAMILIES.iter().flat_map(|family| [family.model_type, family.architecture]);
+    let by_distance = |name: &&str| edits(&found.to_lowercase(), &name.to_lowercase());
+    names.min_by_key(by_distance).filter(|name| 5 * by_distance(name) <= 2 * name.len().max(found.len()))
+}
+
+/// How many letters have to be put in, taken out or changed to turn one word into the other (Levenshtein).
+fn edits(from: &str, to: &str) -> usize {
+    let to: Vec<char> = to.chars().collect();
+    let mut row: Vec<usize> = (0..=to.len()).collect();
+    for (i, letter) in from.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, other) in to.iter().enumerate() {
+            let changed = diagonal + usize::from(letter != *other);
+            diagonal = row[j + 1];
+            row[j + 1] = changed.min(diagonal + 1).min(row[j] + 1);
+        }
+    }
+    row[to.len()]
 }
 
 /// The sizes that every family has, checked for what would otherwise fail late or not at all.
@@ -117,5 +170,53 @@ impl Sizes {
             bail!("head_dim is {}, supported are even ones up to 256", self.head_dim);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::nn::decoder::Layer;
+    use crate::weights::{Checkpoint, Loaded};
+
+    /// An executor that knows only the layers of gpt-oss and Llama must hear of everything that is beyond them.
+    #[test]
+    fn what_is_beyond_plain_layers_is_told() {
+        let cases = [
+            ("gpt_oss", None),
+            ("llama_graph", None),
+            ("mistral", None),
+            ("qwen2", None),
+            ("phi3", None),
+            ("phi4", None),
+            ("qwen3", Some("norms of queries and keys")),
+            ("qwen3_moe", Some("norms of queries and keys")),
+            ("mixtral", Some("experts other than those of gpt-oss")),
+            ("gemma2", Some("scaled embeddings")),
+            ("gemma3", Some("scaled embeddings")),
+            ("gpt2", Some("LayerNorm")),
+        ];
+        for (case, expected) in cases {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(case);
+            let checkpoint = Checkpoint::open(&dir).unwrap();
+            let report = |_| ();
+            let loaded = Loaded::new(&report);
+            let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
+            let decoder = read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap();
+            let in_layers = || decoder.layers.iter().find_map(Layer::peculiarity);
+            assert_eq!(decoder.peculiarity().or_else(in_layers), expected, "{case}");
+            if case == "gemma2" {
+                assert_eq!(in_layers(), Some("norms after attention and MLP"));
+            }
+        }
+    }
+
+    #[test]
+    fn edits_are_counted() {
+        assert_eq!(edits("kitten", "sitting"), 3);
+        assert_eq!(edits("", "abc"), 3);
+        assert_eq!(edits("gemma", "gemma2"), 1);
     }
 }

@@ -1,4 +1,4 @@
-//! Self-attention of one layer: projections, RoPE, cache, attention, output projection.
+//! Self-attention of one layer: projections, norms of q and k, RoPE, cache, attention, output projection.
 
 use std::sync::Arc;
 
@@ -8,11 +8,12 @@ use candle_core::{DType, Tensor};
 use super::decoder::Pass;
 use super::kv_cache::{KvCache, LayerCache, LayerSpec};
 use super::linear::{Bias, Linear};
+use super::norm::{Norm, NormConfig};
 use super::rope::Rotary;
 use crate::kernels::{
     self,
     attention::{Sight, attention},
-    rope::split_qkv,
+    rope::{QkNorm, split_qkv},
 };
 use crate::weights::Weights;
 
@@ -25,6 +26,34 @@ pub struct AttentionConfig {
     pub qkv_bias: Bias,
     pub o_bias: Bias,
     pub sinks: Sinks,
+    /// Norms of each head of q and k before they are turned: `q_norm` and `k_norm` \[D\].
+    pub qk_norm: Option<NormConfig>,
+    /// Factor on q·k.
+    pub scale: f32,
+    /// Scores s become cap · tanh(s / cap).
+    pub softcap: Option<f32>,
+}
+
+impl AttentionConfig {
+    /// No biases, no sinks, no norms, 1/sqrt(D): most families.
+    pub fn new(hidden_size: usize, heads: usize, spec: LayerSpec) -> Self {
+        Self {
+            hidden_size,
+            heads,
+            spec,
+            qkv_bias: Bias::Without,
+            o_bias: Bias::Without,
+            sinks: Sinks::Without,
+            qk_norm: None,
+            scale: 1.0 / (spec.head_dim as f32).sqrt(),
+            softcap: None,
+        }
+    }
+
+    /// Rows of q_proj, and of k_proj or v_proj.
+    fn sizes(&self) -> (usize, usize) {
+        (self.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
+    }
 }
 
 /// Whether a layer has a learned sink logit per head.
@@ -40,6 +69,8 @@ pub struct Attention {
     pub(crate) o_proj: Linear,
     /// f32 `[H]`
     pub(crate) sinks: Option<Tensor>,
+    /// Of q and of k.
+    qk_norm: Option<(Norm, Norm)>,
     pub(crate) rotary: Arc<Rotary>,
     pub(crate) config: AttentionConfig,
     /// Of the projections, the cache, and the product of queries and keys.
@@ -47,17 +78,42 @@ pub struct Attention {
 }
 
 impl Attention {
+    /// `q_proj`, `k_proj`, `v_proj` and `o_proj`.
     pub fn load(weights: &Weights, config: AttentionConfig, rotary: Arc<Rotary>) -> Result<Self> {
-        let AttentionConfig { hidden_size, heads, spec, qkv_bias, o_bias, sinks } = config;
-        let (q_size, kv_size) = (heads * spec.head_dim, spec.kv_heads * spec.head_dim);
+        let (q_size, kv_size) = config.sizes();
+        let parts = [(weights.at("q_proj"), q_size), (weights.at("k_proj"), kv_size), (weights.at("v_proj"), kv_size)];
+        let qkv_proj = Linear::load_stacked(&parts, config.hidden_size, config.qkv_bias)?;
+        let o_proj = Linear::load(&weights.at("o_proj"), q_size, config.hidden_size, config.o_bias)?;
+        Self::new(weights, config, rotary, qkv_proj, o_proj)
+    }
+
+    /// `qkv_proj`, stored as one, and `o_proj`.
+    pub fn load_fused(weights: &Weights, config: AttentionConfig, rotary: Arc<Rotary>) -> Result<Self> {
+        let (q_size, kv_size) = config.sizes();
+        let (hidden_size, all) = (config.hidden_size, q_size + 2 * kv_size);
+        let qkv_proj = Linear::load(&weights.at("qkv_proj"), hidden_size, all, config.qkv_bias)?;
+        let o_proj = Linear::load(&weights.at("o_proj"), q_size, hidden_size, config.o_bias)?;
+        Self::new(weights, config, rotary, qkv_proj, o_proj)
+    }
+
+    /// On projections that are loaded already.
+    pub fn new(
+        weights: &Weights,
+        config: AttentionConfig,
+        rotary: Arc<Rotary>,
+        qkv_proj: Linear,
+        o_proj: Linear,
+    ) -> Result<Self> {
+        let AttentionConfig { heads, spec, sinks, qk_norm, .. } = config;
+        let norm = |name, config| Norm::load(&weights.at(name), spec.head_dim, config);
         Ok(Self {
-            qkv_proj: Linear::load_stacked(
-                &[(weights.at("q_proj"), q_size), (weights.at("k_proj"), kv_size), (weights.at("v_proj"), kv_size)],
-                hidden_size,
-                qkv_bias,
-            )?,
-            o_proj: Linear::load(&weights.at("o_proj"), q_size, hidden_size, o_bias)?,
+            qkv_proj,
+            o_proj,
             sinks: (sinks == Sinks::With).then(|| weights.float_as("sinks", &[heads], DType::F32)).transpose()?,
+            qk_norm: match qk_norm {
+                Some(config) => Some((norm("q_norm", config)?, norm("k_norm", config)?)),
+                None => None,
+            },
             rotary,
             config,
             dtype: weights.dtype(),
@@ -66,7 +122,8 @@ impl Attention {
 
     /// Bytes of the weights.
     pub fn bytes(&self) -> u64 {
-        self.qkv_proj.bytes() + self.o_proj.bytes() + self.sinks.as_ref().map_or(0, kernels::bytes)
+        let norms = self.qk_norm.as_ref().map_or(0, |(q, k)| q.bytes() + k.bytes());
+        self.qkv_proj.bytes() + self.o_proj.bytes() + self.sinks.as_ref().map_or(0, kernels::bytes) + norms
     }
 
     /// The dtype that inputs must have.
@@ -77,17 +134,17 @@ impl Attention {
     /// x \[T, C\] of all sequences of the pass → \[T, C\] f32; keys and values go to each sequence's cache.
     pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
-        let LayerSpec { kv_heads, head_dim, window } = self.config.spec;
-        let heads = self.config.heads;
+        let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;
+        let LayerSpec { kv_heads, head_dim, window } = spec;
 
-        // 1. project and rotate
+        // 1. project, norm and rotate
         let qkv = self.qkv_proj.product(x)?;
+        let norms = self.qk_norm.as_ref().map(|(q, k)| QkNorm { q: &q.weight, k: &k.weight, eps: q.eps });
         let rotation = self.rotary.at(pass.positions());
         let (q, k, v) =
-            split_qkv(&qkv, self.qkv_proj.bias.as_ref(), rotation, (heads, kv_heads, head_dim), self.dtype)?;
+            split_qkv(&qkv, self.qkv_proj.bias.as_ref(), norms, rotation, (heads, kv_heads, head_dim), self.dtype)?;
 
         // 2. attend, each sequence over its own cache
-        let scale = 1.0 / (head_dim as f32).sqrt();
         let attend = |q: &Tensor, cached: &LayerCache, positions: &Tensor, sight: Sight| {
             attention(q, cached.k(), cached.v(), self.sinks.as_ref(), positions, sight, pass.backend())
         };
@@ -96,7 +153,7 @@ impl Attention {
             let rows = |tensor: &Tensor| tensor.narrow(0, span.start, span.len())?.contiguous();
             let position = cache.len();
             let cached = cache.write(layer, &rows(&k)?, &rows(&v)?)?;
-            let sight = Sight { position, window, scale };
+            let sight = Sight { position, window, scale, softcap };
             let positions = pass.positions().narrow(0, span.start, span.len())?;
             outputs.push(attend(&rows(&q)?, cached, &positions, sight)?);
         }
@@ -104,5 +161,11 @@ impl Attention {
         // 3. project back
         let y = if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(&outputs, 0)? };
         self.o_proj.forward(&y.reshape((tokens, heads * head_dim))?)
+    }
+
+    /// What this has that attention of gpt-oss and Llama has not.
+    pub(crate) fn peculiarity(&self) -> Option<&'static str> {
+        let norms = self.qk_norm.is_some().then_some("norms of queries and keys");
+        norms.or_else(|| self.config.softcap.map(|_| "soft-capped scores"))
     }
 }

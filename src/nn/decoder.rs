@@ -10,10 +10,14 @@ use super::attention::Attention;
 use super::kv_cache::{KvCache, LayerSpec};
 use super::linear::{Bias, Linear};
 use super::mlp::Mlp;
-use super::norm::RmsNorm;
+use super::norm::{Norm, NormConfig};
 use super::rope::{Frequencies, Rotary};
 use crate::error::Error;
-use crate::kernels::{self, attention::Backend, rows::embed};
+use crate::kernels::{
+    self,
+    attention::Backend,
+    rows::{embed, soft_cap},
+};
 use crate::weights::Weights;
 
 /// Tokens of one or more sequences, to be run through the model in one pass.
@@ -82,13 +86,17 @@ impl Pass {
     }
 }
 
-/// One layer: x + attention(norm(x)), then x + mlp(norm(x)). x, the residual stream, is f32 whatever the dtype computed
+/// One layer: x + attention(norm(x)), then x + mlp(norm(x)); Gemma norms what is added, too. x, the residual stream, is f32 whatever the dtype computed
 /// in: it is a sum over all layers, and each rounding would stay in it.
 pub(crate) struct Layer {
-    pub(crate) input_layernorm: RmsNorm,
+    pub(crate) input_layernorm: Norm,
     pub(crate) self_attn: Attention,
-    pub(crate) post_attention_layernorm: RmsNorm,
+    /// Of what attention adds.
+    after_attention: Option<Norm>,
+    pub(crate) post_attention_layernorm: Norm,
     pub(crate) mlp: Mlp,
+    /// Of what the MLP adds.
+    after_mlp: Option<Norm>,
 }
 
 impl Layer {
@@ -103,15 +111,33 @@ impl Layer {
         caches: &mut [&mut KvCache],
     ) -> Result<(Tensor, Tensor)> {
         let (x, normed) = self.input_layernorm.add(x, y, self.self_attn.dtype())?;
-        let y = self.self_attn.forward(&normed, index, pass, caches)?;
+        let y = normed_by(&self.after_attention, self.self_attn.forward(&normed, index, pass, caches)?)?;
         let (x, normed) = self.post_attention_layernorm.add(&x, Some(&y), self.mlp.dtype())?;
-        let y = self.mlp.forward(&normed)?;
+        let y = normed_by(&self.after_mlp, self.mlp.forward(&normed)?)?;
         Ok((x, y))
     }
 
     fn step_bytes(&self) -> u64 {
-        let norms = self.input_layernorm.bytes() + self.post_attention_layernorm.bytes();
-        norms + self.self_attn.bytes() + self.mlp.step_bytes()
+        let after = [&self.after_attention, &self.after_mlp].into_iter().flatten();
+        let norms = [&self.input_layernorm, &self.post_attention_layernorm].into_iter().chain(after);
+        norms.map(Norm::bytes).sum::<u64>() + self.self_attn.bytes() + self.mlp.step_bytes()
+    }
+
+    /// What this has that layers of gpt-oss and Llama have not: an executor that knows only those must not run it.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) fn peculiarity(&self) -> Option<&'static str> {
+        let after = self.after_attention.as_ref().or(self.after_mlp.as_ref());
+        after
+            .map(|_| "norms after attention and MLP")
+            .or_else(|| self.self_attn.peculiarity())
+            .or_else(|| self.mlp.peculiarity())
+    }
+}
+
+fn normed_by(norm: &Option<Norm>, y: Tensor) -> Result<Tensor> {
+    match norm {
+        Some(norm) => norm.apply(&y),
+        None => Ok(y),
     }
 }
 
@@ -119,11 +145,75 @@ impl Layer {
 pub struct Frame {
     pub vocab_size: usize,
     pub hidden_size: usize,
-    pub rms_norm_eps: f64,
+    pub norm: NormConfig,
     /// Whether the embedding is the output head as well.
     pub tie_word_embeddings: bool,
     pub frequencies: Frequencies,
+    /// Of layers with a window, where theirs are others.
+    pub sliding_frequencies: Option<Frequencies>,
     pub cache_layers: Vec<LayerSpec>,
+    /// Where all but the head lies in the checkpoint; empty for its root.
+    pub model: String,
+    pub names: Names,
+    /// Factor on the embeddings.
+    pub embed_scale: f32,
+    /// Name of a learned embedding of positions, and how many it knows.
+    pub learned_positions: Option<(&'static str, usize)>,
+    /// Logits l become cap · tanh(l / cap).
+    pub final_softcap: Option<f32>,
+}
+
+impl Frame {
+    /// What all but the sizes and frequencies is in most families.
+    pub fn new(vocab_size: usize, hidden_size: usize, norm: NormConfig, frequencies: Frequencies) -> Self {
+        Self {
+            vocab_size,
+            hidden_size,
+            norm,
+            tie_word_embeddings: false,
+            frequencies,
+            sliding_frequencies: None,
+            cache_layers: Vec::new(),
+            model: "model".into(),
+            names: Names::USUAL,
+            embed_scale: 1.0,
+            learned_positions: None,
+            final_softcap: None,
+        }
+    }
+}
+
+/// What a checkpoint calls its parts.
+#[derive(Clone, Copy)]
+pub struct Names {
+    pub embed_tokens: &'static str,
+    pub layers: &'static str,
+    /// The norm before attention.
+    pub input_layernorm: &'static str,
+    /// The norm before the MLP.
+    pub post_attention_layernorm: &'static str,
+    /// Norms of what attention and the MLP add.
+    pub after: Option<(&'static str, &'static str)>,
+    /// The last norm.
+    pub norm: &'static str,
+}
+
+impl Names {
+    pub const USUAL: Self = Self {
+        embed_tokens: "embed_tokens",
+        layers: "layers",
+        input_layernorm: "input_layernorm",
+        post_attention_layernorm: "post_attention_layernorm",
+        after: None,
+        norm: "norm",
+    };
+}
+
+/// Where a layer stands.
+pub struct Place {
+    pub index: usize,
+    pub spec: LayerSpec,
+    pub rotary: Arc<Rotary>,
 }
 
 /// Sees the residual stream, f32 \[T, C\], after the layer of the given place.
@@ -134,8 +224,12 @@ pub struct Decoder {
     /// `[V, C]`
     pub(crate) embed_tokens: Tensor,
     pub(crate) layers: Vec<Layer>,
-    pub(crate) norm: RmsNorm,
+    pub(crate) norm: Norm,
     pub(crate) lm_head: Linear,
+    embed_scale: f32,
+    /// `[P, C]`
+    embed_positions: Option<Tensor>,
+    final_softcap: Option<f32>,
     cache_layers: Vec<LayerSpec>,
     /// Positions that the rotary tables reach to.
     context: usize,
@@ -143,37 +237,51 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// Loads `model.*` and `lm_head` by their Hugging Face names, for contexts of up to `context` positions. `parts`
-    /// loads attention and MLP of the layer at the given place.
+    /// Loads all by the names in `frame`, for contexts of up to `context` positions. `parts` loads attention and MLP of the
+    /// layer at the given place.
     pub fn load(
         weights: &Weights,
         context: usize,
         frame: Frame,
-        parts: impl Fn(&Weights, LayerSpec, Arc<Rotary>) -> Result<(Attention, Mlp)>,
+        parts: impl Fn(&Weights, Place) -> Result<(Attention, Mlp)>,
     ) -> Result<Self> {
-        let Frame { vocab_size, hidden_size, rms_norm_eps: eps, tie_word_embeddings, frequencies, cache_layers } =
-            frame;
-        let model = weights.at("model");
-        let rotary = Arc::new(Rotary::new(&frequencies, context, weights.device())?);
+        let Frame { vocab_size, hidden_size, names, cache_layers, .. } = frame;
+        let model = if frame.model.is_empty() { weights.clone() } else { weights.at(&frame.model) };
+        let rotary =
+            |frequencies| Ok::<_, anyhow::Error>(Arc::new(Rotary::new(frequencies, context, weights.device())?));
+        let (everywhere, sliding) =
+            (rotary(&frame.frequencies)?, frame.sliding_frequencies.as_ref().map(rotary).transpose()?);
+        let norm = |weights: &Weights, name| Norm::load(&weights.at(name), hidden_size, frame.norm);
         let layer = |(index, spec): (usize, &LayerSpec)| -> Result<Layer> {
-            let weights = model.at(format!("layers.{index}"));
-            let (self_attn, mlp) = parts(&weights, *spec, rotary.clone())?;
+            let weights = model.at(names.layers).at(index);
+            let rotary = sliding.as_ref().filter(|_| spec.window.is_some()).unwrap_or(&everywhere).clone();
+            let (self_attn, mlp) = parts(&weights, Place { index, spec: *spec, rotary })?;
+            let after = |name: Option<&'static str>| name.map(|name| norm(&weights, name)).transpose();
             Ok(Layer {
-                input_layernorm: RmsNorm::load(&weights.at("input_layernorm"), hidden_size, eps)?,
+                input_layernorm: norm(&weights, names.input_layernorm)?,
                 self_attn,
-                post_attention_layernorm: RmsNorm::load(&weights.at("post_attention_layernorm"), hidden_size, eps)?,
+                after_attention: after(names.after.map(|(attention, _)| attention))?,
+                post_attention_layernorm: norm(&weights, names.post_attention_layernorm)?,
                 mlp,
+                after_mlp: after(names.after.map(|(_, mlp)| mlp))?,
             })
         };
-        let embed_tokens = model.float("embed_tokens.weight", &[vocab_size, hidden_size])?;
+        let embed_tokens = model.at(names.embed_tokens).float("weight", &[vocab_size, hidden_size])?;
+        if let Some(positions) = frame.learned_positions.filter(|&(_, positions)| positions < context) {
+            bail!("a context of {context} positions for a model that knows {}", positions.1);
+        }
+        let learned = |(name, positions)| model.at(name).float("weight", &[positions, hidden_size]);
         Ok(Self {
             layers: cache_layers.iter().enumerate().map(layer).collect::<Result<_>>()?,
-            norm: RmsNorm::load(&model.at("norm"), hidden_size, eps)?,
-            lm_head: if tie_word_embeddings {
+            norm: norm(&model, names.norm)?,
+            lm_head: if frame.tie_word_embeddings {
                 Linear::tied(embed_tokens.clone())
             } else {
                 Linear::load(&weights.at("lm_head"), hidden_size, vocab_size, Bias::Without)?
             },
+            embed_positions: frame.learned_positions.map(learned).transpose()?,
+            embed_scale: frame.embed_scale,
+            final_softcap: frame.final_softcap,
             embed_tokens,
             cache_layers,
             context,
@@ -181,12 +289,24 @@ impl Decoder {
         })
     }
 
+    /// What this has around its layers that gpt-oss and Llama have not: see [`Layer::peculiarity`].
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub(crate) fn peculiarity(&self) -> Option<&'static str> {
+        let norms = self.layers.iter().flat_map(|layer| [&layer.input_layernorm, &layer.post_attention_layernorm]);
+        if norms.chain([&self.norm]).any(|norm| norm.bias.is_some()) {
+            return Some("LayerNorm");
+        }
+        let positions = self.embed_positions.as_ref().map(|_| "learned positions");
+        let scale = (self.embed_scale != 1.0).then_some("scaled embeddings");
+        positions.or(scale).or(self.final_softcap.map(|_| "soft-capped logits"))
+    }
+
     /// From here on, passes attend with this backend. Returns what it comes to; fails if a layer cannot use it.
     pub fn attend_with(&mut self, backend: Backend) -> Result<Backend> {
         let (on_gpu, mut chosen) = (self.is_on_gpu(), backend);
         for layer in &self.layers {
-            let (dtype, head_dim) = (layer.self_attn.dtype(), layer.self_attn.config.spec.head_dim);
-            chosen = match backend.choose(on_gpu, dtype, head_dim) {
+            let config = &layer.self_attn.config;
+            chosen = match backend.choose(on_gpu, layer.self_attn.dtype(), config.spec.head_dim, config.softcap) {
                 Ok(chosen) => chosen,
                 Err(reason) => return Err(Error::Usage(format!("--attention {backend}: {reason}")).into()),
             };
@@ -237,8 +357,8 @@ impl Decoder {
         }
         let pass = Pass::new(batch, caches, device, self.backend)?;
         let ids = Tensor::new(batch.ids, device)?;
-        let mut x = embed(&self.embed_tokens, &ids)?;
-        let mut y = None;
+        let mut x = embed(&self.embed_tokens, &ids, self.embed_scale)?;
+        let mut y = self.embed_positions.as_ref().map(|table| embed(table, pass.positions(), 1.0)).transpose()?;
         for (index, layer) in self.layers.iter().enumerate() {
             let (sum, more) = layer.forward(&x, y.as_ref(), index, &pass, caches)?;
             if let Some(tap) = &mut tap {
@@ -257,6 +377,10 @@ impl Decoder {
             (x, y) = (last(&x)?, y.as_ref().map(last).transpose()?);
         }
         let (_, normed) = self.norm.add(&x, y.as_ref(), self.embed_tokens.dtype())?;
-        self.lm_head.forward(&normed)
+        let logits = self.lm_head.forward(&normed)?;
+        Ok(match self.final_softcap {
+            Some(cap) => soft_cap(&logits, cap)?,
+            None => logits,
+        })
     }
 }

@@ -53,6 +53,17 @@ impl Linear {
         Ok(Self { weight, bias })
     }
 
+    /// `weight` \[in, out\], stored the other way round (GPT-2's `Conv1D`), and `bias` \[out\].
+    pub fn load_transposed(weights: &Weights, input: usize, output: usize) -> Result<Self> {
+        let weight = weights.float("weight", &[input, output])?.t()?.contiguous()?;
+        Ok(Self { weight, bias: Some(weights.float_as("bias", &[output], DType::F32)?) })
+    }
+
+    /// Rows `first` to `first + rows` of the weight, as a layer without a bias that shares its memory.
+    pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
+        Ok(Self { weight: self.weight.narrow(0, first, rows)?, bias: None })
+    }
+
     /// A layer on a weight \[out, in\] that another layer owns: tied embeddings.
     pub fn tied(weight: Tensor) -> Self {
         Self { weight, bias: None }

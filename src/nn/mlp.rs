@@ -1,20 +1,25 @@
-//! The feed-forward half of a layer: one gated MLP, or routed experts.
+//! The feed-forward half of a layer: one MLP, gated or not, or routed experts.
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
 use super::linear::{Bias, Linear};
+use super::routed::RoutedMlp;
 use crate::kernels;
 #[cfg(feature = "cuda")]
 use crate::kernels::expert_mlp::{Stack, expert_mlp};
 use crate::kernels::experts::{ExpertWeights, expert_matmul};
-use crate::kernels::swiglu::{clamped_swiglu, silu_mul};
-use crate::kernels::topk::topk_softmax;
+use crate::kernels::swiglu::{Activation, clamped_swiglu, gated};
+use crate::kernels::topk::{Softmax, topk_softmax};
 use crate::weights::{Weights, mxfp4};
 
 pub enum Mlp {
     Gated(GatedMlp),
+    Plain(PlainMlp),
+    /// gpt-oss's.
     Experts(ExpertsMlp),
+    /// Of gated MLPs.
+    Routed(RoutedMlp),
 }
 
 impl Mlp {
@@ -22,7 +27,8 @@ impl Mlp {
     pub fn dtype(&self) -> DType {
         match self {
             Mlp::Gated(mlp) => mlp.dtype,
-            Mlp::Experts(_) => DType::F32,
+            Mlp::Plain(mlp) => mlp.dtype,
+            Mlp::Experts(_) | Mlp::Routed(_) => DType::F32,
         }
     }
 
@@ -30,7 +36,9 @@ impl Mlp {
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Mlp::Gated(mlp) => mlp.forward(x),
+            Mlp::Plain(mlp) => mlp.forward(x),
             Mlp::Experts(mlp) => mlp.forward(x),
+            Mlp::Routed(mlp) => mlp.forward(x),
         }
     }
 
@@ -38,17 +46,50 @@ impl Mlp {
     pub fn step_bytes(&self) -> u64 {
         match self {
             Mlp::Gated(mlp) => mlp.gate_proj.bytes() + mlp.up_proj.bytes() + mlp.down_proj.bytes(),
+            Mlp::Plain(mlp) => mlp.fc.bytes() + mlp.proj.bytes(),
             Mlp::Experts(mlp) => mlp.step_bytes(),
+            Mlp::Routed(mlp) => mlp.step_bytes(),
+        }
+    }
+
+    /// What this has that the MLPs of gpt-oss and Llama have not.
+    pub(crate) fn peculiarity(&self) -> Option<&'static str> {
+        match self {
+            Mlp::Gated(mlp) => (mlp.activation != Activation::Silu).then_some("GeGLU"),
+            Mlp::Plain(_) => Some("an MLP without a gate"),
+            Mlp::Experts(_) => None,
+            Mlp::Routed(_) => Some("experts other than those of gpt-oss"),
         }
     }
 }
 
-/// down(silu(gate(x)) · up(x)), arXiv 2002.05202.
+/// down(activation(gate(x)) · up(x)), arXiv 2002.05202.
 pub struct GatedMlp {
     pub(crate) gate_proj: Linear,
     pub(crate) up_proj: Linear,
     pub(crate) down_proj: Linear,
+    activation: Activation,
     dtype: DType,
+}
+
+/// proj(activation(fc(x)))
+pub struct PlainMlp {
+    fc: Linear,
+    proj: Linear,
+    activation: Activation,
+    dtype: DType,
+}
+
+impl PlainMlp {
+    /// On projections of one dtype, both with biases.
+    pub fn new(fc: Linear, proj: Linear, activation: Activation) -> Self {
+        let dtype = fc.weight.dtype();
+        Self { fc, proj, activation, dtype }
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.proj.forward(&gated(&self.fc.forward(x)?, None, self.activation, self.dtype)?)
+    }
 }
 
 impl GatedMlp {
@@ -57,12 +98,31 @@ impl GatedMlp {
             gate_proj: Linear::load(&weights.at("gate_proj"), hidden_size, intermediate_size, bias)?,
             up_proj: Linear::load(&weights.at("up_proj"), hidden_size, intermediate_size, bias)?,
             down_proj: Linear::load(&weights.at("down_proj"), intermediate_size, hidden_size, bias)?,
+            activation: Activation::Silu,
             dtype: weights.dtype(),
         })
     }
 
+    /// `gate_up_proj`, the gate's rows above the others, and `down_proj`; no biases.
+    pub fn load_fused(weights: &Weights, hidden_size: usize, intermediate_size: usize) -> Result<Self> {
+        let gate_up = Linear::load(&weights.at("gate_up_proj"), hidden_size, 2 * intermediate_size, Bias::Without)?;
+        Ok(Self {
+            gate_proj: gate_up.rows(0, intermediate_size)?,
+            up_proj: gate_up.rows(intermediate_size, intermediate_size)?,
+            down_proj: Linear::load(&weights.at("down_proj"), intermediate_size, hidden_size, Bias::Without)?,
+            activation: Activation::Silu,
+            dtype: weights.dtype(),
+        })
+    }
+
+    /// The same with another activation than silu.
+    pub fn with(self, activation: Activation) -> Self {
+        Self { activation, ..self }
+    }
+
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let gated = silu_mul(&self.gate_proj.forward(x)?, &self.up_proj.forward(x)?, self.dtype)?;
+        let (gate, up) = (self.gate_proj.forward(x)?, self.up_proj.forward(x)?);
+        let gated = gated(&gate, Some(&up), self.activation, self.dtype)?;
         self.down_proj.forward(&gated)
     }
 }
@@ -118,7 +178,7 @@ impl ExpertsMlp {
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         // 1. route: ids [T, N], weights [T, N] f32
-        let (ids, weights) = topk_softmax(&self.router.forward(x)?, self.config.chosen)?;
+        let (ids, weights) = topk_softmax(&self.router.forward(x)?, self.config.chosen, Softmax::OverChosen)?;
         #[cfg(feature = "cuda")]
         if let (ExpertWeights::Tiles(gate_up), ExpertWeights::Tiles(down)) = (&self.gate_up_proj, &self.down_proj) {
             let gate_up = Stack { tiles: gate_up, bias: &self.gate_up_bias };

@@ -16,6 +16,8 @@ pub struct RopeConfig {
     rope_theta: Option<f64>,
     rope_scaling: Option<Parameters>,
     rope_parameters: Option<Parameters>,
+    partial_rotary_factor: Option<f64>,
+    original_max_position_embeddings: Option<usize>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -35,6 +37,18 @@ struct Parameters {
     attention_factor: Option<f64>,
     mscale: Option<f64>,
     mscale_all_dim: Option<f64>,
+    short_factor: Option<Vec<f64>>,
+    long_factor: Option<Vec<f64>>,
+    partial_rotary_factor: Option<f64>,
+}
+
+/// The lengths that frequencies depend on.
+#[derive(Clone, Copy, Debug)]
+pub struct Lengths {
+    /// As in config.json; it stands in for a missing original length.
+    pub max_position_embeddings: usize,
+    /// Positions that the model is loaded for.
+    pub context: usize,
 }
 
 /// How one model turns positions into angles.
@@ -46,17 +60,46 @@ pub struct Frequencies {
     pub attention_factor: f32,
 }
 
+impl Frequencies {
+    /// None: a pair that is turned by nothing, for models that tell positions otherwise.
+    pub fn still() -> Self {
+        Self { inv_freq: vec![0.0], attention_factor: 1.0 }
+    }
+}
+
 impl RopeConfig {
-    /// `dim` rotated dims of a head; `max_position_embeddings` stands in for a missing original length.
-    pub fn frequencies(&self, dim: usize, max_position_embeddings: usize, default_theta: f64) -> Result<Frequencies> {
+    fn parameters(&self) -> Option<&Parameters> {
+        self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
+    }
+
+    /// How many dims of a head are rotated.
+    pub fn rotated(&self, head_dim: usize) -> usize {
+        let inner = self.parameters().and_then(|parameters| parameters.partial_rotary_factor);
+        (head_dim as f64 * inner.or(self.partial_rotary_factor).unwrap_or(1.0)) as usize
+    }
+
+    /// The length that a model was trained for before it was made to read longer contexts.
+    fn original_length(&self) -> Option<usize> {
+        let inner = self.parameters().and_then(|parameters| parameters.original_max_position_embeddings);
+        self.original_max_position_embeddings.or(inner)
+    }
+
+    /// With LongRoPE: the longest context for which the short factors are right.
+    pub fn short_context(&self) -> Option<usize> {
+        let long = self.parameters().is_some_and(|parameters| parameters.long_factor.is_some());
+        self.original_length().filter(|_| long)
+    }
+
+    /// For `dim` rotated dims of a head.
+    pub fn frequencies(&self, dim: usize, lengths: Lengths, default_theta: f64) -> Result<Frequencies> {
         let none = Parameters::default();
-        let parameters = self.rope_parameters.as_ref().or(self.rope_scaling.as_ref()).unwrap_or(&none);
+        let parameters = self.parameters().unwrap_or(&none);
         let theta = parameters.rope_theta.or(self.rope_theta).unwrap_or(default_theta) as f32;
         if !(theta.is_finite() && theta > 0.0) || dim == 0 || !dim.is_multiple_of(2) {
             bail!("config.json: rope over {dim} dims with rope_theta {theta} is not possible");
         }
         let plain: Vec<f32> = (0..dim / 2).map(|i| 1.0 / theta.powf((2 * i) as f32 / dim as f32)).collect();
-        let original = parameters.original_max_position_embeddings.unwrap_or(max_position_embeddings);
+        let original = self.original_length().unwrap_or(lengths.max_position_embeddings);
         let factor = || match parameters.factor {
             Some(factor) if factor.is_finite() && factor >= 1.0 => Ok(factor),
             other => bail!("config.json: rope scaling needs a factor of at least 1, found {other:?}"),
@@ -70,7 +113,10 @@ impl RopeConfig {
             }
             "llama3" => Ok(llama3(plain, parameters, factor()? as f32, original as f32)),
             "yarn" => yarn(plain, parameters, factor()?, theta as f64, original as f64),
-            other => bail!("config.json: rope scaling '{other}' is not supported (default, linear, llama3, yarn)"),
+            "longrope" | "su" => longrope(plain, parameters, original, lengths),
+            other => {
+                bail!("config.json: rope scaling '{other}' is not supported (default, linear, llama3, yarn, longrope)")
+            }
         }
     }
 }
@@ -91,6 +137,31 @@ fn llama3(plain: Vec<f32>, parameters: &Parameters, factor: f32, original: f32) 
         }
     };
     Frequencies { inv_freq: plain.into_iter().map(scale).collect(), attention_factor: 1.0 }
+}
+
+/// LongRoPE (arXiv 2402.13753): a factor for each frequency, from one of two lists. transformers takes the long list once a
+/// sequence exceeds the original length, and then reads all of it anew. Here the context that the model is loaded for
+/// decides, so that cached keys stay as they were written: within the original length nothing differs.
+fn longrope(plain: Vec<f32>, parameters: &Parameters, original: usize, lengths: Lengths) -> Result<Frequencies> {
+    let (name, list) = match lengths.context > original {
+        true => ("long_factor", &parameters.long_factor),
+        false => ("short_factor", &parameters.short_factor),
+    };
+    let Some(factors) = list.as_ref().filter(|list| list.len() == plain.len()) else {
+        let found = list.as_ref().map_or(0, Vec::len);
+        bail!("config.json: rope scaling needs a {name} of {} numbers, found {found}", plain.len());
+    };
+    let factor = parameters.factor.unwrap_or(lengths.max_position_embeddings as f64 / original as f64);
+    let attention_factor = match parameters.attention_factor {
+        Some(given) => given,
+        None if factor <= 1.0 => 1.0,
+        None => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
+    };
+    let inv_freq: Vec<f32> = plain.iter().zip(factors).map(|(f, factor)| 1.0 / (*factor as f32 * (1.0 / f))).collect();
+    if let Some(bad) = inv_freq.iter().find(|frequency| !frequency.is_finite()) {
+        bail!("config.json: {name} makes a frequency of {bad}");
+    }
+    Ok(Frequencies { inv_freq, attention_factor: attention_factor as f32 })
 }
 
 /// YaRN (arXiv 2309.00071): a ramp between interpolated and plain frequencies, and a concentration factor.

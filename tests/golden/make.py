@@ -3,7 +3,7 @@
 
     python tests/golden/make.py [CASE ...] [--out DIR]
 
-Needs torch, transformers and safetensors (CPU only, half a minute); the versions used are in provenance.json. A case is a
+Needs torch, transformers and safetensors (CPU only, two minutes); the versions used are in provenance.json. A case is a
 directory with config.json, the weights as a hub repository would store them, and golden.safetensors:
 
     ids            I64 [T]       the input
@@ -27,6 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import families
 
 SEED = 20_250_805
 GREEDY = 24  # tokens to append
@@ -86,10 +88,17 @@ def cases():
         mlp_bias=False, bos_token_id=128, eos_token_id=[129, 136, 135], torch_dtype="bfloat16", rope_theta=500.0,
         rope_scaling={"factor": 5.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 48, "rope_type": "llama3"},
         ), torch.bfloat16, ["model.safetensors"]
+    yield from families.cases()
+
+OURS = ("gpt_oss", "llama")  # families whose weights and mistakes are in this file
+
+def layers_of(model): return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+def attention_of(layer): return layer.attn if hasattr(layer, "attn") else layer.self_attn
+def router_of(layer): return getattr(layer.mlp, "router", getattr(layer.mlp, "gate", None))
 
 def assert_pairwise_different(name, s):
     sizes = {**vars(s), "G": s.H // s.K, "2F": 2 * s.F, "HD": s.H * s.D, "KD": s.K * s.D}
-    allowed = [{"H", "K"}, {"HD", "KD"}, {"C", "HD"}, {"C", "KD"}] if name == "llama2" else [{"C", "HD"}] if name == "llama3" else []
+    allowed = [{"H", "K"}, {"HD", "KD"}, {"C", "HD"}, {"C", "KD"}] if name == "llama2" else [{"C", "HD"}] if name == "llama3" else families.SAME.get(name, [])
     clash = [f"{a} = {b} = {sizes[a]}" for a in sizes for b in sizes if a < b and sizes[a] == sizes[b] and {a, b} not in allowed]
     assert not clash, f"{name}: {clash}"
 
@@ -97,6 +106,7 @@ def assert_pairwise_different(name, s):
 
 def make_weights(s, config, dtype, g):
     """Tensors by their Hugging Face names. Scales keep every part alive: peaked attention, varied routing, gates beyond the limit."""
+    if config["model_type"] not in OURS: return {name: t.to(dtype) for name, t in families.make_weights(s, config, g).items()}
     oss, bias, tied = config["model_type"] == "gpt_oss", config.get("attention_bias", False), config["tie_word_embeddings"]
     loud = "quantization_config" in config
     rand = lambda *shape, std: torch.randn(*shape, generator=g) * std
@@ -209,14 +219,14 @@ def forward(model, ids):
     """Logits [T, V] and the taps, in one forward without a cache; with what the gpt-oss layers met inside."""
     seen = SimpleNamespace(hidden=[], router=[], loud=[], gates=[], attention=[])
     hooks = []
-    for layer in model.model.layers:
+    for layer in layers_of(model):
         hooks.append(layer.register_forward_hook(lambda m, a, out: seen.hidden.append((out[0] if isinstance(out, tuple) else out)[0])))
-        hooks.append(layer.self_attn.register_forward_hook(lambda m, a, out: seen.attention.append(out[1][0])))
+        hooks.append(attention_of(layer).register_forward_hook(lambda m, a, out: seen.attention.append(out[1][0])))
+        if router_of(layer) is not None: hooks.append(router_of(layer).register_forward_hook(lambda m, a, out: seen.router.append(out)))
+        if not hasattr(layer.mlp, "router"): continue
         hooks.append(layer.post_attention_layernorm.register_forward_hook(lambda m, a, out: seen.loud.append(out[0, :, LOUD])))
-        if hasattr(layer.mlp, "router"):
-            hooks.append(layer.mlp.router.register_forward_hook(lambda m, a, out: seen.router.append(out)))
-            experts = layer.mlp.experts
-            experts._apply_gate = lambda gate_up, e=experts: (seen.gates.append(gate_up), type(e)._apply_gate(e, gate_up))[1]
+        experts = layer.mlp.experts
+        experts._apply_gate = lambda gate_up, e=experts: (seen.gates.append(gate_up), type(e)._apply_gate(e, gate_up))[1]
     logits = model(input_ids=torch.as_tensor(ids)[None], use_cache=False).logits[0]
     for hook in hooks: hook.remove()
     return logits, seen
@@ -225,9 +235,9 @@ def forward(model, ids):
 def routing_gap(model, batch):
     """For each sequence of the batch: the smallest lead, over the layers, of the last chosen expert before the first left out at the last token."""
     gaps, hooks = [], []
-    for layer in model.model.layers:
+    for layer in filter(lambda layer: router_of(layer) is not None, model.model.layers):
         def keep(m, a, out): top = out[0].reshape(*batch.shape, -1)[:, -1].sort(descending=True).values; gaps.append(top[:, m.top_k - 1] - top[:, m.top_k])
-        hooks.append(layer.mlp.router.register_forward_hook(keep))
+        hooks.append(router_of(layer).register_forward_hook(keep))
     model(input_ids=batch, use_cache=False)
     for hook in hooks: hook.remove()
     return torch.stack(gaps).min(0).values
@@ -262,12 +272,12 @@ def choose_greedy(model, ids, s, config):
 
 def built_by_hand(folder, config, weights, model):
     """The same model again, from the tensors in memory and our own MXFP4 decoder, without from_pretrained."""
-    state = {}
-    for name, t in weights.items():
+    state = {} if config["model_type"] in OURS else families.state(config, weights)
+    for name, t in weights.items() if config["model_type"] in OURS else []:
         if name.endswith("_blocks"):
             state[name[:-7]] = dequantise(t, weights[name[:-7] + "_scales"]).transpose(1, 2).contiguous()
         elif not name.endswith("_scales"): state[name] = t.float()
-    if config["tie_word_embeddings"]: state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    if config["model_type"] in OURS and config["tie_word_embeddings"]: state["lm_head.weight"] = state["model.embed_tokens.weight"]
     for name, t in model.state_dict().items(): assert torch.equal(t, state[name]) and torch.equal(t.signbit(), state[name].signbit()), f"{name}: transformers changed a value"
     plain = AutoConfig.from_pretrained(folder)
     if hasattr(plain, "quantization_config"): del plain.quantization_config
@@ -279,6 +289,7 @@ def relative(a, b): return float((a.double() - b.double()).abs().max() / b.doubl
 
 def mistakes_in_config(s, config):
     """One wrong reading of config.json each, as the entries to overwrite."""
+    if config["model_type"] not in OURS: return families.mistakes_in_config(s, config)
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     rope, theta = config.get(key) or {}, (config.get(key) or config).get("rope_theta", config.get("rope_theta", 10000.0))
     wrong = {"rms_norm_eps x 10": {"rms_norm_eps": config["rms_norm_eps"] * 10}}
@@ -295,8 +306,9 @@ def mistakes_in_config(s, config):
             "layer_types swapped": {"layer_types": [other[t] for t in config["layer_types"]]}}
     return wrong
 
-def mistakes_in_layers(s, weights):
+def mistakes_in_layers(s, config, weights):
     """One wrong computation each, as a change to a loaded decoder layer."""
+    if config["model_type"] not in OURS: return families.mistakes_in_layers(s, config, weights)
     def zero(name): return lambda layer: [p.data.zero_() for n, p in layer.named_parameters() if n.endswith(name)]
     def rows(change, *projections): return lambda layer: [setattr(x, "data", change(x.data).contiguous()) for p in projections for x in getattr(layer.self_attn, p).parameters()]
     biases = ["q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias", "gate_proj.bias", "up_proj.bias", "down_proj.bias", "router.bias", "gate_up_proj_bias", "down_proj_bias"]
@@ -321,9 +333,9 @@ def sensitivity(folder, config, s, weights, ids, logits):
         file.write_text(json.dumps({**config, **edit}))
         try: moved[what] = relative(forward(load(folder, config), ids)[0], logits)
         finally: file.write_text(right)
-    for what, change in mistakes_in_layers(s, weights).items():
+    for what, change in mistakes_in_layers(s, config, weights).items():
         model = load(folder, config)
-        for layer in model.model.layers: change(layer)
+        for layer in layers_of(model): change(layer)
         moved[what] = relative(forward(model, ids)[0], logits)
     blind = {k: v for k, v in moved.items() if v < 1e-2 and not k.startswith("rms_norm_eps")}
     assert not blind, f"{folder}: these mistakes would pass: {blind}"
@@ -363,13 +375,16 @@ def make_case(out, number, name, s, config, dtype, files):
     facts["sensitivity"] = sensitivity(folder, config, s, weights, ids, logits)
     assert torch.isfinite(logits).all() and all(torch.isfinite(h).all() for h in seen.hidden)
     if hasattr(s, "E"):
-        gate, up = torch.cat([x[:, ::2].flatten() for x in seen.gates]), torch.cat([x[:, 1::2].flatten() for x in seen.gates])
         used = torch.stack([torch.bincount(r[2].flatten(), minlength=s.E) for r in seen.router])
         top = torch.cat([r[0].sort(descending=True).values for r in seen.router])
+        facts |= {"expert_use": used.tolist(), "routing_gap_min": float((top[:, s.N - 1] - top[:, s.N]).min())}
+        assert used.min() > 0, facts
+    if config["model_type"] == "gpt_oss":
+        gate, up = torch.cat([x[:, ::2].flatten() for x in seen.gates]), torch.cat([x[:, 1::2].flatten() for x in seen.gates])
         facts |= {"gate_above_7": float((gate > 7).float().mean()), "gate_below_-7": float((gate < -7).float().mean()), "up_beyond_7": float((up.abs() > 7).float().mean()),
-            "up_abs_max": float(up.abs().max()), "expert_use": used.tolist(), "routing_gap_min": float((top[:, s.N - 1] - top[:, s.N]).min()),
+            "up_abs_max": float(up.abs().max()),
             "sink_probability_mean": [1 - float(a.sum(-1).mean()) for a in seen.attention]}
-        assert used.min() > 0 and facts["gate_above_7"] > 0.01 and torch.isfinite(gate).all() and torch.isfinite(up).all(), facts
+        assert facts["gate_above_7"] > 0.01 and torch.isfinite(gate).all() and torch.isfinite(up).all(), facts
     if "quantization_config" in config:
         scales = torch.cat([t.flatten() for n, t in weights.items() if n.endswith("_scales")])
         nibbles = torch.cat([t.flatten() for n, t in weights.items() if n.endswith("_blocks")])
@@ -422,7 +437,7 @@ def make_rope(out, tiny):
         "yarn, truncate true": {**oss, "rope_theta": 150000, "rope_scaling": {**yarn, "truncate": True}},
         "yarn, truncate absent": {**oss, "rope_theta": 150000, "rope_scaling": yarn},
         "yarn, attention_factor given": {**oss, "rope_theta": 150000, "rope_scaling": {**yarn, "truncate": False, "attention_factor": 1.25}},
-        **{f"tests/golden/{name}": {k: v for k, v in config.items() if k in keys} for name, config in tiny.items()}}
+        **{f"tests/golden/{name}": {k: v for k, v in config.items() if k in keys} for name, config in tiny.items() if config["model_type"] in OURS}}
     entries = []
     for name, config in variants.items():
         module = GptOssRotaryEmbedding if config["model_type"] == "gpt_oss" else LlamaRotaryEmbedding

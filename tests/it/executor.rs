@@ -202,7 +202,7 @@ impl Llama {
 fn each_model(test: impl Fn(&mut Model)) {
     let Some(device) = gpu() else { return };
     for dtype in [DType::BF16, DType::F16] {
-        for case in ["gpt_oss_graph", "llama_graph"] {
+        for case in ["gpt_oss_graph", "llama_graph", "mistral", "qwen2"] {
             test(&mut Model::load(case, &golden(case), &device, dtype));
         }
         for (name, llama) in LLAMAS {
@@ -223,7 +223,7 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
 fn steps_of_the_graph_agree_with_transformers() {
     let Some(device) = gpu() else { return };
     for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
-        for case in ["gpt_oss_graph", "llama_graph"] {
+        for case in ["gpt_oss_graph", "llama_graph", "mistral", "qwen2"] {
             let mut model = Model::load(case, &golden(case), &device, dtype);
             let golden = safetensors::load(golden(case).join("golden.safetensors"), &Device::Cpu).unwrap();
             let ids = |name: &str| -> Vec<u32> {
@@ -264,6 +264,10 @@ fn what_the_graph_cannot_run_is_told() {
     };
     assert!(why("gpt_oss", DType::BF16).contains("scales"));
     assert!(why("llama2", DType::BF16).contains("heads of 8"));
+    assert!(why("qwen3", DType::BF16).contains("norms of queries and keys"));
+    assert!(why("gemma2", DType::BF16).contains("scaled embeddings"));
+    assert!(why("gpt2", DType::BF16).contains("LayerNorm"));
+    assert!(why("mixtral", DType::BF16).contains("experts other than"));
     assert!(why("llama_graph", DType::F32).contains("F32"));
 }
 

@@ -7,12 +7,30 @@ use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::models;
 use inferno::nn::decoder::{Batch, Decoder, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
-use inferno::nn::rope::RopeConfig;
+use inferno::nn::rope::{Lengths, RopeConfig};
 use inferno::weights::{Checkpoint, Loaded, Weights};
 
 use crate::support::{devices, golden, relative_error, values};
 
-const CASES: &[&str] = &["gpt_oss", "gpt_oss_new", "llama2", "llama3", "llama_new", "gpt_oss_graph", "llama_graph"];
+const CASES: &[&str] = &[
+    "gpt_oss",
+    "gpt_oss_new",
+    "llama2",
+    "llama3",
+    "llama_new",
+    "gpt_oss_graph",
+    "llama_graph",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "phi3",
+    "phi4",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+];
 const CONTEXT: usize = 160;
 
 struct Case {
@@ -278,7 +296,9 @@ fn rope_frequencies_agree_with_transformers() {
             size("head_dim").unwrap_or_else(|| size("hidden_size").unwrap() / size("num_attention_heads").unwrap());
         let rope: RopeConfig = serde_json::from_value(config.clone()).unwrap();
         let theta = if config["model_type"] == "gpt_oss" { 150_000.0 } else { 10_000.0 };
-        let got = rope.frequencies(dim, size("max_position_embeddings").unwrap(), theta).unwrap();
+        let max_position_embeddings = size("max_position_embeddings").unwrap();
+        let lengths = Lengths { max_position_embeddings, context: max_position_embeddings };
+        let got = rope.frequencies(dim, lengths, theta).unwrap();
         let want: Vec<f32> =
             variant["inv_freq"].as_array().unwrap().iter().map(|value| value.as_f64().unwrap() as f32).collect();
         assert_eq!(got.inv_freq.len(), want.len(), "{name}");

@@ -6,10 +6,10 @@ use inferno::kernels::attention::{Backend, Sight, attention};
 use inferno::kernels::bandwidth;
 use inferno::kernels::experts::{E2M1, ExpertWeights, e8m0, expert_matmul};
 use inferno::kernels::norm::add_norm;
-use inferno::kernels::rope::{Rotation, split_qkv};
-use inferno::kernels::rows::{add_bias, copy_rows, embed};
-use inferno::kernels::swiglu::{clamped_swiglu, silu_mul};
-use inferno::kernels::topk::topk_softmax;
+use inferno::kernels::rope::{QkNorm, Rotation, split_qkv};
+use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
+use inferno::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
+use inferno::kernels::topk::{Softmax, topk_softmax};
 
 use crate::support::{devices, golden, relative_error, values};
 
@@ -65,27 +65,32 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
 #[test]
 fn split_qkv_agrees_with_its_reference() {
     for (device, dtype) in devices() {
-        // T, (H, K, D), rotated dims, bias
+        // T, (H, K, D), rotated dims, bias, norms
         let cases = [
-            (1, (1, 1, 2), 2, false),
-            (3, (5, 1, 64), 64, true),
-            (17, (3, 3, 10), 6, true),
-            (130, (8, 2, 128), 128, false),
+            (1, (1, 1, 2), 2, false, false),
+            (3, (5, 1, 64), 64, true, false),
+            (17, (3, 3, 10), 6, true, true),
+            (130, (8, 2, 128), 128, false, false),
+            (5, (4, 2, 128), 96, false, true),
+            (2, (3, 1, 256), 256, false, true),
         ];
-        for (tokens, heads, rotated, with_bias) in cases {
+        for (tokens, heads, rotated, with_bias, with_norms) in cases {
             let mut noise = Noise(1);
             let width = (heads.0 + 2 * heads.1) * heads.2;
             let qkv = noise.tensor(&[tokens, width], DType::F32);
             let bias = with_bias.then(|| noise.tensor(&[width], DType::F32));
             let (cos, sin) =
                 (noise.tensor(&[400, rotated / 2], DType::F32), noise.tensor(&[400, rotated / 2], DType::F32));
+            let norms = [noise.tensor(&[heads.2], DType::F32), noise.tensor(&[heads.2], DType::F32)];
             let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
             let positions = Tensor::new(positions, &Device::Cpu).unwrap();
             let run = |device: &Device, dtype| {
                 let there = |tensor: &Tensor| tensor.to_device(device).unwrap();
                 let (cos, sin, positions) = (there(&cos), there(&sin), there(&positions));
                 let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
-                split_qkv(&there(&qkv), bias.as_ref().map(there).as_ref(), rotation, heads, dtype).unwrap()
+                let [q, k] = norms.each_ref().map(there);
+                let norms = with_norms.then_some(QkNorm { q: &q, k: &k, eps: 1e-3 });
+                split_qkv(&there(&qkv), bias.as_ref().map(there).as_ref(), norms, rotation, heads, dtype).unwrap()
             };
             let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
             assert_close("q", &got.0, &want.0, rounding(dtype));
@@ -98,14 +103,22 @@ fn split_qkv_agrees_with_its_reference() {
 #[test]
 fn add_norm_agrees_with_its_reference() {
     for (device, dtype) in devices() {
-        for (tokens, columns, adds) in [(1, 2, true), (3, 64, false), (5, 2880, true), (2, 5000, true)] {
+        let cases = [
+            (1, 2, true, false),
+            (3, 64, false, false),
+            (5, 2880, true, false),
+            (2, 5000, true, true),
+            (3, 33, false, true),
+        ];
+        for (tokens, columns, adds, centred) in cases {
             let mut noise = Noise(7);
             let (x, y) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[tokens, columns], DType::F32));
             let weight = noise.tensor(&[columns], DType::F32);
+            let bias = centred.then(|| noise.tensor(&[columns], DType::F32));
             let run = |device: &Device, dtype| {
                 let there = |tensor: &Tensor| tensor.to_device(device).unwrap();
-                let y = adds.then(|| there(&y));
-                add_norm(&there(&x), y.as_ref(), &there(&weight), 1e-5, dtype).unwrap()
+                let (y, bias) = (adds.then(|| there(&y)), bias.as_ref().map(there));
+                add_norm(&there(&x), y.as_ref(), &there(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
             };
             let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
             assert_close("sum", &got.0, &want.0, 1e-6);
@@ -115,13 +128,35 @@ fn add_norm_agrees_with_its_reference() {
 }
 
 #[test]
-fn silu_mul_agrees_with_candle() {
+fn gates_agree_with_candle() {
     for (device, dtype) in devices() {
-        let mut noise = Noise(8);
-        let (gate, up) = (noise.tensor(&[3, 1027], DType::F32), noise.tensor(&[3, 1027], DType::F32));
-        let want = (gate.silu().unwrap() * &up).unwrap();
-        let got = silu_mul(&gate.to_device(&device).unwrap(), &up.to_device(&device).unwrap(), dtype).unwrap();
-        assert_close("silu_mul", &got, &want, rounding(dtype));
+        for activation in [Activation::Silu, Activation::GeluTanh] {
+            let mut noise = Noise(8);
+            let (gate, up) = (noise.tensor(&[3, 1027], DType::F32), noise.tensor(&[3, 1027], DType::F32));
+            let activate = |x: &Tensor| match activation {
+                Activation::Silu => x.silu().unwrap(),
+                Activation::GeluTanh => x.gelu().unwrap(),
+            };
+            let there = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+            let got = gated(&there(&gate), Some(&there(&up)), activation, dtype).unwrap();
+            assert_close("gated", &got, &(activate(&gate) * &up).unwrap(), rounding(dtype));
+            let alone = gated(&there(&gate), None, activation, dtype).unwrap();
+            assert_close("the activation", &alone, &activate(&gate), rounding(dtype));
+
+            let both = noise.tensor(&[2, 3, 2 * 129], dtype);
+            let half = |first| both.narrow(2, first, 129).unwrap();
+            let got = gated_halves(&on(&both, &device, dtype), activation).unwrap();
+            assert_close("gated_halves", &got, &(activate(&half(0)) * half(129)).unwrap(), rounding(dtype));
+        }
+    }
+}
+
+#[test]
+fn soft_cap_agrees_with_candle() {
+    for (device, _) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
+        let x = Noise(12).tensor(&[3, 513], DType::F32);
+        let want = ((&x / 5.0).unwrap().tanh().unwrap() * 5.0).unwrap();
+        assert_close("soft_cap", &soft_cap(&x.to_device(&device).unwrap(), 5.0).unwrap(), &want, 1e-6);
     }
 }
 
@@ -161,12 +196,14 @@ fn a_nan_stays_a_nan_in_clamped_swiglu() {
 fn topk_softmax_agrees_with_its_reference() {
     for (device, dtype) in devices() {
         for (tokens, experts, chosen) in [(1, 32, 4), (7, 128, 4), (65, 5, 3), (2, 3, 3), (9, 1000, 32)] {
-            let logits = Noise(3).tensor(&[tokens, experts], dtype);
-            let (want_ids, want) = topk_softmax(&logits, chosen).unwrap();
-            let (ids, weights) = topk_softmax(&on(&logits, &device, dtype), chosen).unwrap();
-            let list = |ids: &Tensor| ids.flatten_all().unwrap().to_vec1::<u32>().unwrap();
-            assert_eq!(list(&ids), list(&want_ids), "{tokens} {experts} {chosen}");
-            assert_close("topk_softmax", &weights, &want, 1e-5);
+            for softmax in [Softmax::OverChosen, Softmax::OverAll] {
+                let logits = Noise(3).tensor(&[tokens, experts], dtype);
+                let (want_ids, want) = topk_softmax(&logits, chosen, softmax).unwrap();
+                let (ids, weights) = topk_softmax(&on(&logits, &device, dtype), chosen, softmax).unwrap();
+                let list = |ids: &Tensor| ids.flatten_all().unwrap().to_vec1::<u32>().unwrap();
+                assert_eq!(list(&ids), list(&want_ids), "{tokens} {experts} {chosen}");
+                assert_close("topk_softmax", &weights, &want, 1e-5);
+            }
         }
     }
 }
@@ -175,7 +212,7 @@ fn topk_softmax_agrees_with_its_reference() {
 fn topk_softmax_breaks_ties_downwards_and_survives_nan() {
     for (device, dtype) in devices() {
         let logits = Tensor::new(&[[1f32, 2.0, f32::NAN, 2.0, 0.5, 2.0]], &Device::Cpu).unwrap();
-        let (ids, weights) = topk_softmax(&on(&logits, &device, dtype), 4).unwrap();
+        let (ids, weights) = topk_softmax(&on(&logits, &device, dtype), 4, Softmax::OverChosen).unwrap();
         assert_eq!(ids.to_vec2::<u32>().unwrap(), [[1, 3, 5, 0]]);
         let total: f32 = values(&weights).iter().sum();
         assert!((total - 1.0).abs() < 1e-6);
@@ -202,9 +239,11 @@ fn attention_agrees_with_its_reference() {
         (9, 32, 8, 128, 3000, 2900, None, false),
         (200, 12, 4, 96, 700, 431, Some(250), true),
         (513, 8, 8, 128, 600, 17, None, false),
+        (5, 8, 2, 256, 300, 250, Some(100), false),
     ];
     for (device, dtype) in devices() {
-        for (tokens, heads, kv_heads, head_dim, rows, position, window, with_sinks) in cases {
+        for (case, softcap) in cases.iter().flat_map(|case| [(case, None), (case, Some(2.0))]) {
+            let &(tokens, heads, kv_heads, head_dim, rows, position, window, with_sinks) = case;
             let mut noise = Noise(4);
             let q = noise.tensor(&[tokens, heads, head_dim], dtype);
             let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
@@ -217,7 +256,7 @@ fn attention_agrees_with_its_reference() {
             let poison = Tensor::from_vec(seen, (rows, 1, 1), &Device::Cpu).unwrap();
             let (k, v) = (k.broadcast_add(&poison).unwrap(), v.broadcast_add(&poison).unwrap());
             let sinks = with_sinks.then(|| noise.tensor(&[heads], DType::F32));
-            let sight = Sight { position, window, scale: 1.0 / (head_dim as f32).sqrt() };
+            let sight = Sight { position, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
             let positions = |q: &Tensor| {
                 let places: Vec<u32> = (0..tokens).map(|t| (position + t) as u32).collect();
                 Tensor::new(places, q.device()).unwrap()
@@ -228,11 +267,12 @@ fn attention_agrees_with_its_reference() {
             // The error of a sum grows with its length; in f32 nothing else is there to hide it.
             let sums = if dtype == DType::F32 { 1.0 + (position + tokens) as f32 / 2880.0 } else { 1.0 };
             for backend in [Backend::Own, Backend::Flash, Backend::Eager] {
-                if backend.choose(device.is_cuda(), dtype, head_dim).is_err() {
+                if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_err() {
                     continue;
                 }
                 let got = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), sight, backend).unwrap();
-                let what = format!("T {tokens} H {heads} K {kv_heads} D {head_dim} at {position} {dtype:?}");
+                let what =
+                    format!("T {tokens} H {heads} K {kv_heads} D {head_dim} at {position} {dtype:?} cap {softcap:?}");
                 assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * sums * rounding(dtype));
             }
         }
@@ -298,7 +338,7 @@ fn expert_mlp_agrees_with_the_products_one_by_one() {
 #[test]
 fn attention_refuses_a_cache_that_has_lost_what_it_sees() {
     let zeros = |shape: (usize, usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
-    let sight = Sight { position: 100, window: Some(16), scale: 1.0 };
+    let sight = Sight { position: 100, window: Some(16), scale: 1.0, softcap: None };
     let places = Tensor::new(&[100u32, 101, 102, 103], &Device::Cpu).unwrap();
     let attend = |k: &Tensor| attention(&zeros((4, 2, 8)), k, k, None, &places, sight, Backend::Auto);
     assert!(attend(&zeros((19, 1, 8))).is_ok());
@@ -423,8 +463,8 @@ fn embed_add_bias_and_copy_rows_do_what_candle_does() {
         let ids = Tensor::new(&[3u32, 49, 0, 3, 17], &Device::Cpu).unwrap();
         let bias = noise.tensor(&[37], DType::F32);
         let there = |tensor: &Tensor| tensor.to_device(&device).unwrap();
-        let got = embed(&on(&table, &device, dtype), &there(&ids)).unwrap();
-        assert_close("embed", &got, &table.index_select(&ids, 0).unwrap(), 0.0);
+        let got = embed(&on(&table, &device, dtype), &there(&ids), 1.5).unwrap();
+        assert_close("embed", &got, &(table.index_select(&ids, 0).unwrap() * 1.5).unwrap(), 0.0);
         let got = add_bias(&there(&y), &there(&bias)).unwrap();
         assert_close("add_bias", &got, &y.broadcast_add(&bias).unwrap(), 0.0);
         let (to, from) = (on(&table, &device, dtype), on(&y.narrow(0, 2, 4).unwrap(), &device, dtype));
@@ -438,12 +478,15 @@ fn embed_add_bias_and_copy_rows_do_what_candle_does() {
 
 #[test]
 fn an_attention_that_cannot_be_is_refused_with_its_reason() {
-    let choose = |backend: Backend, on_gpu, dtype, head_dim| backend.choose(on_gpu, dtype, head_dim);
+    let choose = |backend: Backend, on_gpu, dtype, head_dim| backend.choose(on_gpu, dtype, head_dim, None);
     assert_eq!(choose(Backend::Auto, true, DType::BF16, 64), Ok(Backend::Own));
     assert_eq!(choose(Backend::Auto, true, DType::F32, 64), Ok(Backend::Eager));
     assert_eq!(choose(Backend::Auto, false, DType::F32, 64), Ok(Backend::Eager));
     assert_eq!(choose(Backend::Eager, true, DType::BF16, 64), Ok(Backend::Eager));
     assert!(choose(Backend::Own, true, DType::BF16, 40).unwrap_err().contains("heads of 40"));
+    let capped = |backend: Backend| backend.choose(true, DType::BF16, 64, Some(50.0));
+    assert_eq!(capped(Backend::Auto), Ok(Backend::Eager));
+    assert!(capped(Backend::Own).unwrap_err().contains("soft-capped"));
     assert!(choose(Backend::Own, false, DType::F32, 64).unwrap_err().contains("GPU"));
     assert!(choose(Backend::Flash, true, DType::F32, 64).is_err());
     assert_eq!(choose(Backend::Flash, true, DType::F16, 64).is_ok(), cfg!(feature = "flash-attn"));

@@ -6,6 +6,7 @@ mod cli;
 mod engine;
 #[cfg(feature = "cuda")]
 mod executor;
+mod families;
 mod floors;
 mod full_size;
 mod golden;

@@ -1,0 +1,62 @@
+//! Mistral 7B, Nemo, Small and whatever else says `MistralForCausalLM` (arXiv 2310.06825; transformers
+//! `modeling_mistral.py`): Llama's layers, all of them with a sliding window in v0.1 and none later.
+
+use anyhow::Result;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::common::{self, Common};
+use super::{Architecture, Family};
+use crate::nn::attention::Attention;
+use crate::nn::decoder::{Decoder, Place};
+use crate::nn::kv_cache::LayerSpec;
+use crate::nn::linear::Bias;
+use crate::nn::mlp::{GatedMlp, Mlp};
+use crate::weights::Weights;
+
+pub const FAMILY: Family = Family { model_type: "mistral", architecture: "MistralForCausalLM", read };
+
+/// config.json.
+#[derive(Debug, Deserialize)]
+struct Config {
+    #[serde(flatten)]
+    common: Common,
+}
+
+fn read(json: Value) -> Result<Box<dyn Architecture>> {
+    common::check_activation("mistral", &json, "hidden_act", &["silu"])?;
+    common::refuse("mistral", &json, &["attention_bias", "layer_types"])?;
+    let defaults = json!({"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096});
+    let config: Config = common::parse("mistral", json, defaults)?;
+    config.common.check()?;
+    Ok(Box::new(config))
+}
+
+impl Config {
+    /// Attention and MLP of one layer.
+    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
+        let attention = Attention::load(&weights.at("self_attn"), self.common.attention(place.spec), place.rotary)?;
+        let Common { hidden_size, intermediate_size, .. } = self.common;
+        let mlp = GatedMlp::load(&weights.at("mlp"), hidden_size, intermediate_size, Bias::Without)?;
+        Ok((attention, Mlp::Gated(mlp)))
+    }
+}
+
+impl Architecture for Config {
+    fn vocab_size(&self) -> usize {
+        self.common.vocab_size
+    }
+
+    fn max_position_embeddings(&self) -> usize {
+        self.common.max_position_embeddings
+    }
+
+    fn cache_layers(&self) -> Vec<LayerSpec> {
+        self.common.all_sliding()
+    }
+
+    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
+        let frame = self.common.frame(self.cache_layers(), context)?;
+        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
+    }
+}

@@ -1,0 +1,69 @@
+//! Qwen2, Qwen2.5, QwQ and whatever else says `Qwen2ForCausalLM` (arXiv 2407.10671; transformers `modeling_qwen2.py`):
+//! Llama's layers with biases on q, k and v; upper layers may slide, though no published model's do.
+
+use anyhow::Result;
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use super::common::{self, Common};
+use super::{Architecture, Family};
+use crate::nn::attention::{Attention, AttentionConfig};
+use crate::nn::decoder::{Decoder, Place};
+use crate::nn::kv_cache::LayerSpec;
+use crate::nn::linear::Bias;
+use crate::nn::mlp::{GatedMlp, Mlp};
+use crate::weights::Weights;
+
+pub const FAMILY: Family = Family { model_type: "qwen2", architecture: "Qwen2ForCausalLM", read };
+
+/// config.json.
+#[derive(Debug, Deserialize)]
+struct Config {
+    #[serde(default)]
+    use_sliding_window: bool,
+    max_window_layers: usize,
+    #[serde(flatten)]
+    common: Common,
+}
+
+fn read(json: Value) -> Result<Box<dyn Architecture>> {
+    common::check_activation("qwen2", &json, "hidden_act", &["silu"])?;
+    common::refuse("qwen2", &json, &["use_mrope"])?;
+    let defaults = json!({"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28});
+    let mut config: Config = common::parse("qwen2", json, defaults)?;
+    if !config.use_sliding_window {
+        config.common.sliding_window = None;
+    }
+    config.common.check()?;
+    Ok(Box::new(config))
+}
+
+impl Config {
+    /// Attention and MLP of one layer.
+    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
+        let attention = AttentionConfig { qkv_bias: Bias::With, ..self.common.attention(place.spec) };
+        let attention = Attention::load(&weights.at("self_attn"), attention, place.rotary)?;
+        let Common { hidden_size, intermediate_size, .. } = self.common;
+        let mlp = GatedMlp::load(&weights.at("mlp"), hidden_size, intermediate_size, Bias::Without)?;
+        Ok((attention, Mlp::Gated(mlp)))
+    }
+}
+
+impl Architecture for Config {
+    fn vocab_size(&self) -> usize {
+        self.common.vocab_size
+    }
+
+    fn max_position_embeddings(&self) -> usize {
+        self.common.max_position_embeddings
+    }
+
+    fn cache_layers(&self) -> Vec<LayerSpec> {
+        self.common.layers(|layer| self.common.window(layer, |layer| layer >= self.max_window_layers))
+    }
+
+    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
+        let frame = self.common.frame(self.cache_layers(), context)?;
+        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
+    }
+}

@@ -1,0 +1,307 @@
+//! What config.json says, in all its spellings, and what is refused; checkpoints that name the same tensors otherwise.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor, safetensors};
+use inferno::models;
+use inferno::nn::decoder::{Batch, LogitsOf};
+use inferno::nn::kv_cache::KvCache;
+use inferno::weights::{Checkpoint, Loaded, Weights};
+use serde_json::{Value, json};
+
+use crate::support::{golden, relative_error, values};
+
+fn config(case: &str) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(golden(case).join("config.json")).unwrap()).unwrap()
+}
+
+fn read(config: &Value) -> anyhow::Result<models::ModelConfig> {
+    let dir = tempfile::tempdir()?;
+    std::fs::write(dir.path().join("config.json"), config.to_string())?;
+    models::read_config(dir.path())
+}
+
+/// Of each layer.
+fn windows(config: &Value) -> Vec<Option<usize>> {
+    read(config).unwrap().architecture.cache_layers().into_iter().map(|layer| layer.window).collect()
+}
+
+fn with(case: &str, fields: Value) -> Value {
+    let mut config = config(case);
+    for (name, value) in fields.as_object().unwrap() {
+        config[name] = value.clone();
+    }
+    config
+}
+
+#[test]
+fn windows_are_where_the_config_puts_them() {
+    assert_eq!(windows(&config("mistral")), [Some(11); 4]);
+    assert_eq!(windows(&with("mistral", json!({"sliding_window": null}))), [None; 4]);
+    let mut absent = config("mistral");
+    absent.as_object_mut().unwrap().remove("sliding_window");
+    absent["max_position_embeddings"] = json!(32_768);
+    assert_eq!(windows(&absent), [Some(4096); 4], "transformers' default");
+    absent["max_position_embeddings"] = json!(4096);
+    assert_eq!(windows(&absent), [None; 4], "a window that holds every position is none");
+
+    assert_eq!(windows(&config("qwen2")), [None, None, Some(9), Some(9)]);
+    assert_eq!(windows(&with("qwen2", json!({"use_sliding_window": false}))), [None; 4]);
+    let types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"];
+    assert_eq!(windows(&with("qwen2", json!({"layer_types": types}))), [Some(9), None, None, Some(9)]);
+
+    assert_eq!(windows(&config("gemma2")), [Some(9), None, Some(9)]);
+    assert_eq!(windows(&config("gemma3")), [Some(7), Some(7), None, Some(7)]);
+    let mut six = with("gemma3", json!({"num_hidden_layers": 12}));
+    six.as_object_mut().unwrap().remove("sliding_window_pattern");
+    let full: Vec<usize> = (0..12).filter(|&layer| windows(&six)[layer].is_none()).collect();
+    assert_eq!(full, [5, 11]);
+    assert_eq!(windows(&config("phi3")), [Some(13); 3]);
+    // Those keep their own frequencies, however far they see.
+    let wide = with("gemma3", json!({"sliding_window": 4096}));
+    assert_eq!(windows(&wide), [Some(4096), Some(4096), None, Some(4096)]);
+}
+
+/// Configs as they are on the hub, without what is not read: vocabulary, longest context, and of the layers how many there
+/// are, how many of them slide, their key/value heads and sizes of a head.
+#[test]
+fn configs_of_the_hub_are_read() {
+    let phi = |long: bool| {
+        let scaling = json!({"type": "longrope", "short_factor": vec![1.0; 48], "long_factor": vec![2.0; 48]});
+        let (max, scaling) = if long { (131_072, scaling) } else { (4096, Value::Null) };
+        json!({
+            "model_type": "phi3", "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32_064,
+            "max_position_embeddings": max, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+            "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_scaling": scaling,
+            "rope_theta": 10_000.0, "sliding_window": if long { 262_144 } else { 2047 }, "tie_word_embeddings": false
+        })
+    };
+    let cases = [
+        (
+            "Mistral-7B-v0.1",
+            json!({
+            "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14_336,
+            "max_position_embeddings": 32_768, "num_attention_heads": 32, "num_hidden_layers": 32,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "sliding_window": 4096,
+            "vocab_size": 32_000}),
+            (32_000, 32_768, 32, 32, 8, 128),
+        ),
+        (
+            "Mistral-Nemo-Instruct-2407",
+            json!({
+            "model_type": "mistral", "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+            "intermediate_size": 14_336, "max_position_embeddings": 131_072, "num_attention_heads": 32,
+            "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+            "sliding_window": null, "vocab_size": 131_072}),
+            (131_072, 131_072, 40, 0, 8, 128),
+        ),
+        (
+            "Mixtral-8x7B-Instruct-v0.1",
+            json!({
+            "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14_336,
+            "max_position_embeddings": 32_768, "num_attention_heads": 32, "num_experts_per_tok": 2,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6, "sliding_window": null, "vocab_size": 32_000}),
+            (32_000, 32_768, 32, 0, 8, 128),
+        ),
+        (
+            "Qwen2.5-0.5B-Instruct",
+            json!({
+            "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864,
+            "max_position_embeddings": 32_768, "max_window_layers": 21, "num_attention_heads": 14,
+            "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+            "sliding_window": 32_768, "tie_word_embeddings": true, "use_sliding_window": false,
+            "vocab_size": 151_936}),
+            (151_936, 32_768, 24, 0, 2, 64),
+        ),
+        (
+            "Qwen3-30B-A3B",
+            json!({
+            "model_type": "qwen3_moe", "attention_bias": false, "decoder_sparse_step": 1, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40_960,
+            "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": true,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_scaling": null, "rope_theta": 1e6,
+            "sliding_window": null, "use_sliding_window": false, "vocab_size": 151_936}),
+            (151_936, 40_960, 48, 0, 4, 128),
+        ),
+        ("Phi-3-mini-4k-instruct", phi(false), (32_064, 4096, 32, 32, 32, 96)),
+        ("Phi-3-mini-128k-instruct", phi(true), (32_064, 131_072, 32, 0, 32, 96)),
+        (
+            "gemma-2-2b-it",
+            json!({
+            "model_type": "gemma2", "attention_bias": false, "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+            "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 26,
+            "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+            "sliding_window": 4096, "vocab_size": 256_000}),
+            (256_000, 8192, 26, 13, 4, 256),
+        ),
+        (
+            "gemma-3-4b-it",
+            json!({
+            "model_type": "gemma3", "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text",
+                "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024}}),
+            (262_208, 131_072, 34, 29, 4, 256),
+        ),
+        (
+            "gpt2",
+            json!({
+            "model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_ctx": 1024,
+            "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50_257}),
+            (50_257, 1024, 12, 0, 12, 64),
+        ),
+    ];
+    for (name, config, expected) in cases {
+        let model = read(&config).unwrap_or_else(|error| panic!("{name}: {error:#}")).architecture;
+        let layers = model.cache_layers();
+        let sliding = layers.iter().filter(|layer| layer.window.is_some()).count();
+        let (first, lengths) = (layers[0], (model.vocab_size(), model.max_position_embeddings()));
+        let got = (lengths.0, lengths.1, layers.len(), sliding, first.kv_heads, first.head_dim);
+        assert_eq!(got, expected, "{name}");
+    }
+}
+
+#[test]
+fn what_is_not_supported_is_refused_by_name() {
+    let cases = [
+        ("mistral", json!({"hidden_act": "gelu"}), "hidden_act 'gelu'"),
+        ("mistral", json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}), "'dynamic'"),
+        ("mistral", json!({"quantization_config": {"quant_method": "gptq"}}), "'gptq'"),
+        ("mistral", json!({"sliding_window": 0}), "sliding_window is 0"),
+        ("mistral", json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
+        ("qwen2", json!({"use_mrope": true}), "use_mrope"),
+        ("qwen2", json!({"layer_types": ["full_attention"]}), "1 layer_types for 4 layers"),
+        ("qwen2", json!({"layer_types": ["chunked_attention", "", "", ""]}), "chunked_attention"),
+        ("qwen3_moe", json!({"num_experts_per_tok": 8}), "cannot choose 8 of 7"),
+        ("mixtral", json!({"num_local_experts": 2000}), "of 2000 experts"),
+        ("phi3", json!({"rope_scaling": {"type": "linear", "factor": 2.0}}), "'linear'"),
+        ("phi3", json!({"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}), "short_factor"),
+        ("phi3", json!({"rope_scaling": {"type": "su", "short_factor": [1, 1, 1, 1, 1]}}), "long_factor"),
+        ("gemma2", json!({"hidden_activation": "gelu"}), "hidden_activation 'gelu'"),
+        ("gemma2", json!({"attn_logit_softcapping": -1.0}), "attn_logit_softcapping is -1"),
+        ("gemma2", json!({"use_bidirectional_attention": true}), "use_bidirectional_attention"),
+        ("gemma3", json!({"attn_logit_softcapping": 50.0}), "attn_logit_softcapping"),
+        ("gemma3", json!({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}), "'dynamic'"),
+        ("gemma3", json!({"rope_parameters": "broken"}), "no full_attention"),
+        ("gemma3", json!({"sliding_window_pattern": 0}), "sliding_window_pattern is 0"),
+        ("gpt2", json!({"activation_function": "relu"}), "activation_function 'relu'"),
+        ("gpt2", json!({"n_head": 7}), "n_head 7"),
+        ("gpt2", json!({"add_cross_attention": true}), "add_cross_attention"),
+    ];
+    for (case, fields, expected) in cases {
+        let Err(error) = read(&with(case, fields.clone())) else { panic!("{case} with {fields} was taken") };
+        assert!(format!("{error:#}").contains(expected), "{case} with {fields}: {error:#}");
+    }
+}
+
+#[test]
+fn an_unsupported_architecture_is_told_its_nearest() {
+    let message = |name: &str| read(&json!({"model_type": name})).err().unwrap().to_string();
+    assert!(message("mistral3").contains("nearest is mistral"), "{}", message("mistral3"));
+    assert!(message("qwen3_next").contains("nearest is qwen3_moe"), "{}", message("qwen3_next"));
+    assert!(message("gemma").contains("nearest is gemma2"), "{}", message("gemma"));
+    assert!(!message("mamba2").contains("nearest"), "{}", message("mamba2"));
+    assert!(message("mamba2").contains("gpt_oss, llama, mistral"));
+}
+
+/// The short factors hold up to the original length; whoever asks for more gets the long ones.
+#[test]
+fn longrope_models_are_loaded_for_their_original_length() {
+    let phi = |case| read(&config(case)).unwrap().architecture;
+    assert_eq!((phi("phi3").usual_context(), phi("phi3").max_position_embeddings()), (32, 240));
+    assert_eq!((phi("phi4").usual_context(), phi("phi4").max_position_embeddings()), (160, 640));
+    assert_eq!(phi("mistral").usual_context(), 240);
+    let plain = read(&with("phi3", json!({"rope_scaling": null}))).unwrap().architecture;
+    assert_eq!(plain.usual_context(), 240, "nothing changes with the length");
+    assert!(
+        read(&with(
+            "phi3",
+            json!({"rope_scaling": {
+        "type": "su", "short_factor": [1, 1, 1, 1, 1], "long_factor": [1, 2, 3, 4, 5]}})
+        ))
+        .is_ok()
+    );
+}
+
+/// Logits of a case's ids, from the checkpoint in `dir`.
+fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
+    let checkpoint = Checkpoint::open(dir).unwrap();
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
+    let decoder = models::read_config(dir).unwrap().architecture.build(&weights, 160).unwrap();
+    let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu).unwrap();
+    let batch = Batch { ids, tokens: &[ids.len()], logits: LogitsOf::All };
+    values(&decoder.forward(&batch, &mut [&mut cache]).unwrap())
+}
+
+/// The golden checkpoint under other names is the same model.
+fn assert_same_under(case: &str, config: &Value, rename: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let tensors = safetensors::load(golden(case).join("model.safetensors"), &Device::Cpu).unwrap();
+    safetensors::save(&rename(tensors), dir.path().join("model.safetensors")).unwrap();
+    let golden = safetensors::load(golden(case).join("golden.safetensors"), &Device::Cpu).unwrap();
+    let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
+    let error = relative_error(&logits(dir.path(), &ids), &values(&golden["logits"]));
+    assert!(error < 1e-4, "{case}: off by {error:e}");
+}
+
+fn renamed(tensors: HashMap<String, Tensor>, rename: impl Fn(&str) -> String) -> HashMap<String, Tensor> {
+    tensors.into_iter().map(|(name, tensor)| (rename(&name), tensor)).collect()
+}
+
+#[test]
+fn gpt2_is_found_with_and_without_its_prefix() {
+    assert_same_under("gpt2", &config("gpt2"), |tensors| renamed(tensors, |name| format!("transformer.{name}")));
+}
+
+#[test]
+fn gemma3_is_found_in_multimodal_checkpoints_and_in_new_spelling() {
+    let old = config("gemma3");
+    let multimodal = json!({"model_type": "gemma3", "text_config": old, "vision_config": {"hidden_size": 7}});
+    for place in ["language_model.model.", "model.language_model."] {
+        let rename = |name: &str| name.replacen("model.", place, 1);
+        assert_same_under("gemma3", &multimodal, |tensors| renamed(tensors, rename));
+    }
+    let mut new = old.clone();
+    for field in ["rope_scaling", "rope_theta", "rope_local_base_freq", "sliding_window_pattern"] {
+        new.as_object_mut().unwrap().remove(field);
+    }
+    new["layer_types"] = json!(["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]);
+    new["rope_parameters"] = json!({
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}
+    });
+    assert_same_under("gemma3", &new, |tensors| tensors);
+}
+
+/// transformers 5 keeps all experts of a layer in one tensor; repositories have one for each matrix.
+#[test]
+fn experts_are_found_one_by_one_and_stacked() {
+    let stack = |mut tensors: HashMap<String, Tensor>, block: &str, [gate, up, down]: [&str; 3]| {
+        let gates: Vec<String> =
+            tensors.keys().filter(|name| name.ends_with(&format!("experts.0.{gate}.weight"))).cloned().collect();
+        for first in gates {
+            let place = first.split(".experts.").next().unwrap().to_string();
+            let mut take =
+                |expert: usize, name: &str| tensors.remove(&format!("{place}.experts.{expert}.{name}.weight"));
+            let (mut gate_up, mut downs) = (Vec::new(), Vec::new());
+            while let Some(matrix) = take(downs.len(), gate) {
+                gate_up.push(Tensor::cat(&[matrix, take(downs.len(), up).unwrap()], 0).unwrap());
+                downs.push(take(downs.len(), down).unwrap());
+            }
+            tensors.insert(format!("{place}.experts.gate_up_proj"), Tensor::stack(&gate_up, 0).unwrap());
+            tensors.insert(format!("{place}.experts.down_proj"), Tensor::stack(&downs, 0).unwrap());
+        }
+        renamed(tensors, |name| name.replace(block, "mlp"))
+    };
+    let (qwen, mixtral) = (["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]);
+    assert_same_under("qwen3_moe", &config("qwen3_moe"), |tensors| stack(tensors, "mlp", qwen));
+    assert_same_under("mixtral", &config("mixtral"), |tensors| stack(tensors, "block_sparse_moe", mixtral));
+}
