@@ -330,11 +330,14 @@ fn attention(
     layer: &Layer,
     cache: &LayerCache,
 ) -> Result<()> {
-    let Attention { qkv_proj, o_proj, sinks, rotary, config, .. } = &layer.self_attn;
+    let Attention { qkv_proj, o_proj, sinks, qk_norm, rotary, config, .. } = &layer.self_attn;
     let (device, dtype) = (buffers.x.device(), qkv_proj.weight.dtype());
     let (heads, head_dim) = (config.heads, config.spec.head_dim);
     let q = scratch.tensor(0, &[heads, head_dim], dtype, device)?;
     let attended = scratch.tensor(1, &[heads, head_dim], dtype, device)?;
+    let raw = scratch.tensor(5, &[heads + config.spec.kv_heads, head_dim], DType::F32, device)?;
+    let qk_norm =
+        qk_norm.as_ref().map(|(q, k)| decode::QkNorm { q: &q.weight, k: &k.weight, eps: q.eps, raw: &raw });
     let qkv = Qkv {
         weight: &qkv_proj.weight,
         bias: qkv_proj.bias.as_ref(),
@@ -343,6 +346,7 @@ fn attention(
         q: &q,
         k: cache.k(),
         v: cache.v(),
+        qk_norm,
     };
     decode::qkv(chain, buffers, norm(&layer.input_layernorm), &qkv)?;
 

@@ -152,11 +152,12 @@ template <typename T> __device__ __forceinline__ void load_vector(const Planes& 
 
 // q, k, v of the token: norm, projection, bias, RoPE; q to its buffer, k and v to the cache.
 //   weight T [(H + 2K)·D, C]; bias f32 [(H + 2K)·D] or null; cos, sin f32 [P, R/2]; cache k, v T [S, K, D]
+//   raw f32 [H + K, D] or null: where q and k go, not yet turned, if decode_qk_norm comes next
 //   a unit is two rows, those that RoPE turns together
 template <typename T>
 __device__ void decode_qkv(const float* x, const float* norm, const T* weight, const float* bias, const float* cos,
-                           const float* sin, const uint32_t* state, T* q, T* k, T* v, int columns, int heads,
-                           int kv_heads, int head_dim, int rotated, int rows, float eps) {
+                           const float* sin, const uint32_t* state, T* q, T* k, T* v, float* raw, int columns,
+                           int heads, int kv_heads, int head_dim, int rotated, int rows, float eps) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[MAX_WARPS];
     const Planes planes{shared, columns / 8};
@@ -187,6 +188,10 @@ __device__ void decode_qkv(const float* x, const float* norm, const T* weight, c
         stream.finish(planes, sum);
         if (stream.lane != 0) continue;
         const float a0 = sum[0] * scale + a_bias, b0 = sum[1] * scale + b_bias;
+        if (raw && head < heads + kv_heads) {
+            raw[base + first] = a0, raw[base + second] = b0;
+            continue;
+        }
         const float a = a0 * c - b0 * s, b = b0 * c + a0 * s;
         const size_t at = (size_t)(position % rows) * kv_heads;
         T* out = head < heads              ? q + base
@@ -194,6 +199,31 @@ __device__ void decode_qkv(const float* x, const float* norm, const T* weight, c
                                            : v + (at + head - heads - kv_heads) * head_dim;
         out[first] = from_float<T>(a), out[second] = from_float<T>(b);
     }
+}
+
+// RMSNorm of every head of q and k, then RoPE: a warp a head; q to its buffer, k to the cache.
+//   raw f32 [H + K, D]; q_norm, k_norm f32 [D]
+template <typename T>
+__device__ void decode_qk_norm(const float* raw, const float* q_norm, const float* k_norm, const float* cos,
+                               const float* sin, const uint32_t* state, T* q, T* k, int heads, int kv_heads,
+                               int head_dim, int rotated, int rows, float eps) {
+    const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, half = rotated / 2;
+    pdl_wait();
+    pdl_launch_dependents();
+    if (head >= heads + kv_heads) return;
+    const int position = __ldcg(state);
+    const float *x = raw + (size_t)head * head_dim, *weight = head < heads ? q_norm : k_norm;
+    const float *c = cos + (size_t)position * half, *s = sin + (size_t)position * half;
+    T* out = head < heads ? q + (size_t)head * head_dim
+                          : k + ((size_t)(position % rows) * kv_heads + head - heads) * head_dim;
+    float squares = 0.0f;
+    for (int i = lane; i < head_dim; i += 32) squares += __ldcg(x + i) * __ldcg(x + i);
+    const float scale = rsqrtf(warp_sum(squares) / head_dim + eps);
+    for (int i = lane; i < half; i += 32) {
+        const float a = __ldcg(x + i) * scale * weight[i], b = __ldcg(x + i + half) * scale * weight[i + half];
+        out[i] = from_float<T>(a * c[i] - b * s[i]), out[i + half] = from_float<T>(b * c[i] + a * s[i]);
+    }
+    for (int i = rotated + lane; i < head_dim; i += 32) out[i] = from_float<T>(__ldcg(x + i) * scale * weight[i]);
 }
 
 // x += W·y + bias: the projection back into the residual stream.
@@ -609,9 +639,16 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
 #define DEFINE_DENSE(T, SUFFIX)                                                                                        \
     KERNEL decode_qkv_##SUFFIX(const float* x, const float* norm, const T* weight, const float* bias,                  \
                                const float* cos, const float* sin, const uint32_t* state, T* q, T* k, T* v,            \
-                               int columns, int heads, int kv_heads, int head_dim, int rotated, int rows, float eps) { \
-        decode_qkv<T>(x, norm, weight, bias, cos, sin, state, q, k, v, columns, heads, kv_heads, head_dim, rotated,    \
-                      rows, eps);                                                                                      \
+                               float* raw, int columns, int heads, int kv_heads, int head_dim, int rotated, int rows,  \
+                               float eps) {                                                                            \
+        decode_qkv<T>(x, norm, weight, bias, cos, sin, state, q, k, v, raw, columns, heads, kv_heads, head_dim,        \
+                      rotated, rows, eps);                                                                             \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        decode_qk_norm_##SUFFIX(const float* raw, const float* q_norm, const float* k_norm, const float* cos,          \
+                                const float* sin, const uint32_t* state, T* q, T* k, int heads, int kv_heads,          \
+                                int head_dim, int rotated, int rows, float eps) {                                      \
+        decode_qk_norm<T>(raw, q_norm, k_norm, cos, sin, state, q, k, heads, kv_heads, head_dim, rotated, rows, eps);  \
     }                                                                                                                  \
     KERNEL decode_residual_##SUFFIX(float* x, const T* y, const T* weight, const float* bias, int rows, int columns) { \
         decode_residual<T>(x, y, weight, bias, rows, columns);                                                         \

@@ -82,6 +82,19 @@ pub struct Qkv<'t> {
     /// T \[S, K, D\]
     pub k: &'t Tensor,
     pub v: &'t Tensor,
+    /// Norms of each head of q and k before they are turned.
+    pub qk_norm: Option<QkNorm<'t>>,
+}
+
+/// RMSNorm of the heads of q and k.
+#[derive(Clone, Copy)]
+pub struct QkNorm<'t> {
+    /// f32 \[D\]
+    pub q: &'t Tensor,
+    pub k: &'t Tensor,
+    pub eps: f32,
+    /// f32 \[H + K, D\]: q and k on their way.
+    pub raw: &'t Tensor,
 }
 
 fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
@@ -123,6 +136,7 @@ pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Res
         .tensor(layer.q)?
         .tensor(layer.k)?
         .tensor(layer.v)?
+        .optional(layer.qk_norm.map(|norms| norms.raw))?
         .int(columns)
         .int(heads)
         .int(kv_heads)
@@ -131,8 +145,33 @@ pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Res
         .int(rows)
         .float(norm.eps);
     let name = format!("decode_qkv_{}", suffix(dtype)?);
+    if let Some(norms) = layer.qk_norm {
+        check_f32("a norm of queries", norms.q, head_dim)?;
+        check_f32("a norm of keys", norms.k, head_dim)?;
+        check_f32("room for queries and keys", norms.raw, (heads + kv_heads) * head_dim)?;
+    }
     // SAFETY: shapes and dtypes checked above; the position is below P and its row is taken modulo S.
-    unsafe { chain.push(&module!("decode"), &name, buffers.shape(out / 2, columns), bytes(layer.weight), arguments) }
+    unsafe { chain.push(&module!("decode"), &name, buffers.shape(out / 2, columns), bytes(layer.weight), arguments)? };
+    let Some(QkNorm { q, k, eps, raw }) = layer.qk_norm else { return Ok(()) };
+    let arguments = Arguments::new()
+        .tensor(raw)?
+        .tensor(q)?
+        .tensor(k)?
+        .tensor(layer.cos)?
+        .tensor(layer.sin)?
+        .tensor(&buffers.state)?
+        .tensor(layer.q)?
+        .tensor(layer.k)?
+        .int(heads)
+        .int(kv_heads)
+        .int(head_dim)
+        .int(2 * half)
+        .int(rows)
+        .float(eps);
+    let shape = Shape { grid: ((heads + kv_heads).div_ceil(8), 1, 1), block: 256, shared_bytes: 0 };
+    let name = format!("decode_qk_norm_{}", suffix(dtype)?);
+    // SAFETY: as above.
+    unsafe { chain.push(&module!("decode"), &name, shape, 0, arguments) }
 }
 
 /// x += W·y + bias. weight T \[C, R\]; y T \[R\]; bias f32 \[C\].

@@ -70,7 +70,7 @@ pub struct Attention {
     /// f32 `[H]`
     pub(crate) sinks: Option<Tensor>,
     /// Of q and of k.
-    qk_norm: Option<(Norm, Norm)>,
+    pub(crate) qk_norm: Option<(Norm, Norm)>,
     pub(crate) rotary: Arc<Rotary>,
     pub(crate) config: AttentionConfig,
     /// Of the projections, the cache, and the product of queries and keys.
@@ -165,7 +165,6 @@ impl Attention {
 
     /// What this has that attention of gpt-oss and Llama has not.
     pub(crate) fn peculiarity(&self) -> Option<&'static str> {
-        let norms = self.qk_norm.is_some().then_some("norms of queries and keys");
-        norms.or_else(|| self.config.softcap.map(|_| "soft-capped scores"))
+        self.config.softcap.map(|_| "soft-capped scores")
     }
 }
