@@ -1,0 +1,354 @@
+//! Tokenizers from the metadata of GGUF files.
+//!
+//! Source: what llama.cpp makes of the keys `tokenizer.ggml.*` (ggml-org/llama.cpp, `src/llama-vocab.cpp`), whose test
+//! vectors judge this; where a model's own tokenizer.json is known to differ, that one is followed. Files are not
+//! believed: whatever the library would index with, or panic on, is checked before it gets it.
+
+mod pre;
+mod sentencepiece;
+
+use std::collections::{HashMap, HashSet};
+
+use anyhow::{Context, Result, anyhow, bail};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tokenizers::models::bpe::{BPE, BpeBuilder, Merges, Vocab};
+use tokenizers::{
+    AddedToken, DecoderWrapper, NormalizerWrapper, OffsetReferential, OffsetType, PostProcessorWrapper,
+    PreTokenizedString, PreTokenizer, PreTokenizerWrapper,
+};
+
+use super::guarded;
+use pre::Pre;
+
+/// Tokens of a vocabulary that is read; the largest have some 260,000.
+pub const MAX_TOKENS: usize = 1 << 21;
+/// Merges that are read; the most are some 450,000.
+pub const MAX_MERGES: usize = 1 << 22;
+
+/// A tokenizer as GGUF metadata hold it, each field the value of the key `tokenizer.ggml.…` of its name.
+#[derive(Clone, Debug, Default)]
+pub struct Vocabulary<'v> {
+    /// `gpt2` for byte-level BPE, `llama` for SentencePiece.
+    pub model: &'v str,
+    /// Which pre-tokenizer a byte-level BPE has.
+    pub pre: Option<&'v str>,
+    /// By id.
+    pub tokens: Vec<&'v str>,
+    /// By id: SentencePiece's scores.
+    pub scores: Option<Vec<f32>>,
+    /// `token_type`, by id.
+    pub types: Option<Vec<i32>>,
+    /// `left right`, the first to be applied first.
+    pub merges: Option<Vec<&'v str>>,
+    pub bos: Option<u32>,
+    pub eos: Option<u32>,
+    pub eot: Option<u32>,
+    pub eom: Option<u32>,
+    pub unk: Option<u32>,
+    pub pad: Option<u32>,
+    pub add_bos: Option<bool>,
+    pub add_eos: Option<bool>,
+    pub add_space_prefix: Option<bool>,
+}
+
+/// Ids with a meaning, checked and with llama.cpp's defaults.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SpecialIds {
+    pub bos: Option<u32>,
+    pub eos: Option<u32>,
+    pub unk: Option<u32>,
+    pub pad: Option<u32>,
+    /// Whatever ends an answer, ascending.
+    pub stop: Vec<u32>,
+    /// Whether a text begins with `bos`.
+    pub add_bos: bool,
+    /// Whether a text ends with `eos`.
+    pub add_eos: bool,
+}
+
+/// What a token is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum TokenType {
+    Normal,
+    Unknown,
+    Control,
+    /// Found in a text before anything else is, like a control token, but part of what people write.
+    UserDefined,
+    Unused,
+    Byte,
+}
+
+/// Control tokens that end an answer, whatever the file says of them: few files name more than one.
+const STOPS: &[&str] = &[
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "</s>",
+    "<｜end▁of▁sentence｜>",
+];
+
+impl Vocabulary<'_> {
+    fn token_type(&self, id: usize) -> TokenType {
+        match self.types.as_ref().and_then(|types| types.get(id)) {
+            Some(2) => TokenType::Unknown,
+            Some(3) => TokenType::Control,
+            Some(4) => TokenType::UserDefined,
+            Some(5) => TokenType::Unused,
+            Some(6) => TokenType::Byte,
+            _ => TokenType::Normal,
+        }
+    }
+
+    fn check_lengths(&self) -> Result<()> {
+        let tokens = self.tokens.len();
+        if tokens == 0 || tokens > MAX_TOKENS {
+            bail!("metadata key tokenizer.ggml.tokens: {tokens} tokens; 1 to {MAX_TOKENS} are read");
+        }
+        let scores = ("scores", self.scores.as_ref().map(Vec::len));
+        let types = ("token_type", self.types.as_ref().map(Vec::len));
+        for (key, length) in [scores, types] {
+            if let Some(length) = length
+                && length != tokens
+            {
+                bail!("metadata key tokenizer.ggml.{key}: {length} entries for {tokens} tokens");
+            }
+        }
+        let merges = self.merges.as_ref().map_or(0, Vec::len);
+        if merges > MAX_MERGES {
+            bail!("metadata key tokenizer.ggml.merges: {merges} merges are more than the {MAX_MERGES} that are read");
+        }
+        Ok(())
+    }
+
+    /// Ids by token; each token is there once.
+    fn ids(&self) -> Result<HashMap<&str, u32>> {
+        let mut ids = HashMap::with_capacity(self.tokens.len());
+        for (id, token) in self.tokens.iter().enumerate() {
+            if let Some(before) = ids.insert(*token, id as u32) {
+                bail!("metadata key tokenizer.ggml.tokens: {token:?} is both {before} and {id}");
+            }
+        }
+        Ok(ids)
+    }
+
+    /// Checks the ids that the file names, and finds those that it does not.
+    pub fn special_ids(&self) -> Result<SpecialIds> {
+        let named = |key: &str, id: Option<u32>| match id {
+            Some(id) if id as usize >= self.tokens.len() => {
+                bail!("metadata key tokenizer.ggml.{key}: {id} is no token, there are {}", self.tokens.len())
+            }
+            id => Ok(id),
+        };
+        let sentencepiece = self.model == "llama";
+        let default = |id: usize| (sentencepiece && id < self.tokens.len()).then_some(id as u32);
+        let bos = named("bos_token_id", self.bos)?.or(default(1));
+        let eos = named("eos_token_id", self.eos)?.or(default(2));
+        let (eot, eom) = (named("eot_token_id", self.eot)?, named("eom_token_id", self.eom)?);
+        let mut stop: Vec<u32> = [eos, eot, eom].into_iter().flatten().collect();
+        let control = |id: usize| matches!(self.token_type(id), TokenType::Control | TokenType::UserDefined);
+        let marks: HashMap<&str, u32> = self
+            .tokens
+            .iter()
+            .zip(0u32..)
+            .filter_map(|(token, id)| (STOPS.contains(token) && control(id as usize)).then_some((*token, id)))
+            .collect();
+        // gpt-oss ends each message with <|end|>, and goes on.
+        let harmony = marks.contains_key("<|return|>") && marks.contains_key("<|call|>");
+        stop.extend(marks.iter().filter(|(mark, _)| !(harmony && **mark == "<|end|>")).map(|(_, id)| id));
+        stop.sort_unstable();
+        stop.dedup();
+        let default_bos = sentencepiece || self.pre.and_then(pre::find).is_some_and(|pre| pre.add_bos);
+        let wanted = |key: &str, asked: Option<bool>, default: bool, id: Option<u32>| match (asked, id) {
+            (Some(true), None) => bail!("metadata key tokenizer.ggml.{key} is true, but the token has no id"),
+            (asked, id) => Ok(asked.unwrap_or(default) && id.is_some()),
+        };
+        Ok(SpecialIds {
+            bos,
+            eos,
+            unk: named("unknown_token_id", self.unk)?.or(default(0)),
+            pad: named("padding_token_id", self.pad)?,
+            stop,
+            add_bos: wanted("add_bos_token", self.add_bos, default_bos, bos)?,
+            add_eos: wanted("add_eos_token", self.add_eos, false, eos)?,
+        })
+    }
+}
+
+/// The library's tokenizer for a vocabulary.
+pub fn build(vocabulary: &Vocabulary) -> Result<tokenizers::Tokenizer> {
+    vocabulary.check_lengths()?;
+    let ids = vocabulary.ids()?;
+    let special = vocabulary.special_ids()?;
+    let parts = match vocabulary.model {
+        "gpt2" => byte_level(vocabulary, &ids)?,
+        "llama" => sentencepiece(vocabulary, &ids, &special)?,
+        other => bail!("metadata key tokenizer.ggml.model: {other:?} is not supported; supported: gpt2, llama"),
+    };
+    let post_processor = post_processor(vocabulary, &special)?;
+    let tokenizer = guarded("loading", || {
+        let mut tokenizer = tokenizers::Tokenizer::new(parts.model);
+        tokenizer
+            .with_normalizer(parts.normalizer)?
+            .with_pre_tokenizer(parts.pre_tokenizer)
+            .with_post_processor(post_processor)
+            .with_decoder(Some(parts.decoder));
+        tokenizer.add_tokens(added_tokens(vocabulary))?;
+        Ok::<_, tokenizers::Error>(tokenizer)
+    })?;
+    if let Some((content, id)) =
+        tokenizer.get_added_vocabulary().get_vocab().iter().find(|(c, id)| ids.get(c.as_str()) != Some(id))
+    {
+        bail!("token {content:?} got id {id}, which is not its own");
+    }
+    Ok(tokenizer)
+}
+
+/// What differs between the two kinds of vocabularies.
+struct Parts {
+    model: BPE,
+    normalizer: Option<NormalizerWrapper>,
+    pre_tokenizer: Option<PreTokenizerWrapper>,
+    decoder: DecoderWrapper,
+}
+
+fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts> {
+    let Some(name) = vocabulary.pre else {
+        bail!(
+            "metadata key tokenizer.ggml.pre is missing: the file is older than May 2024 and tokenizes wrongly; make it again"
+        );
+    };
+    let Some(pre) = pre::find(name) else {
+        bail!("metadata key tokenizer.ggml.pre: {name:?} is not supported; supported: {}", pre::names().join(", "));
+    };
+    let pre_tokenizer: PreTokenizerWrapper = component(pre.pre_tokenizer())?;
+    let merges = merges(vocabulary, ids)?;
+    let whole_words = pre.ignore_merges && !words_make_controls(vocabulary, &pre_tokenizer)?;
+    let builder = BpeBuilder::new().vocab_and_merges(owned(ids), merges).ignore_merges(whole_words);
+    Ok(Parts {
+        model: guarded("loading", || builder.build())?,
+        normalizer: if pre.nfc { Some(component(json!({"type": "NFC"}))?) } else { None },
+        pre_tokenizer: Some(pre_tokenizer),
+        decoder: component(json!({"type": "ByteLevel"}))?,
+    })
+}
+
+/// Merges of two tokens that make a third.
+fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
+    let lines = vocabulary.merges.as_ref().context("metadata key tokenizer.ggml.merges is missing")?;
+    let mut merges = Merges::with_capacity(lines.len());
+    for (rank, line) in lines.iter().enumerate() {
+        let wrong = |why: &str| anyhow!("metadata key tokenizer.ggml.merges[{rank}]: {line:?} {why}");
+        let (left, right) = line.split_once(' ').ok_or_else(|| wrong("is not two tokens"))?;
+        if left.is_empty() || right.is_empty() || right.contains(' ') {
+            return Err(wrong("is not two tokens"));
+        }
+        let whole = ids.get([left, right].concat().as_str());
+        let (Some(whole), true, true) = (whole, ids.contains_key(left), ids.contains_key(right)) else {
+            return Err(wrong("has or makes what is no token"));
+        };
+        // What somebody writes never becomes a control token.
+        if vocabulary.token_type(*whole as usize) != TokenType::Control {
+            merges.push((left.to_string(), right.to_string()));
+        }
+    }
+    Ok(merges)
+}
+
+/// Whether a control token is spelled like a word, so that taking words whole would make it of a text.
+fn words_make_controls(vocabulary: &Vocabulary, pre_tokenizer: &PreTokenizerWrapper) -> Result<bool> {
+    for (id, token) in vocabulary.tokens.iter().enumerate() {
+        if vocabulary.token_type(id) != TokenType::Control {
+            continue;
+        }
+        let mut text = PreTokenizedString::from(*token);
+        guarded("loading", || pre_tokenizer.pre_tokenize(&mut text))?;
+        if text.get_splits(OffsetReferential::Normalized, OffsetType::Byte).len() == 1 {
+            return Ok(true);
+        }
+    }
+    Ok(false)
+}
+
+fn sentencepiece(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>, special: &SpecialIds) -> Result<Parts> {
+    let merges = sentencepiece::merges(vocabulary, ids)?;
+    let mut builder = BpeBuilder::new().vocab_and_merges(owned(ids), merges).byte_fallback(true).fuse_unk(true);
+    if let Some(unk) = special.unk {
+        builder = builder.unk_token(vocabulary.tokens[unk as usize].to_string());
+    }
+    let space = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+    let unspace = json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "});
+    let (mut normalizers, mut decoders) =
+        (vec![space], vec![unspace, json!({"type": "ByteFallback"}), json!({"type": "Fuse"})]);
+    if vocabulary.add_space_prefix.unwrap_or(true) {
+        normalizers.insert(0, json!({"type": "Prepend", "prepend": "▁"}));
+        decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
+    }
+    Ok(Parts {
+        model: guarded("loading", || builder.build())?,
+        normalizer: Some(component(json!({"type": "Sequence", "normalizers": normalizers}))?),
+        pre_tokenizer: None,
+        decoder: component(json!({"type": "Sequence", "decoders": decoders}))?,
+    })
+}
+
+fn owned(ids: &HashMap<&str, u32>) -> Vocab {
+    ids.iter().map(|(token, id)| (token.to_string(), *id)).collect()
+}
+
+fn added_tokens(vocabulary: &Vocabulary) -> Vec<AddedToken> {
+    let added = |(id, token): (usize, &&str)| match vocabulary.token_type(id) {
+        TokenType::Control | TokenType::Unknown => Some(AddedToken::from(*token, true)),
+        TokenType::UserDefined => Some(AddedToken::from(*token, false).normalized(false)),
+        TokenType::Normal | TokenType::Unused | TokenType::Byte => None,
+    };
+    vocabulary.tokens.iter().enumerate().filter_map(added).collect()
+}
+
+/// Adds what a text begins and ends with.
+fn post_processor(vocabulary: &Vocabulary, special: &SpecialIds) -> Result<Option<PostProcessorWrapper>> {
+    let bos = special.bos.filter(|_| special.add_bos);
+    let eos = special.eos.filter(|_| special.add_eos);
+    if bos.is_none() && eos.is_none() {
+        return Ok(None);
+    }
+    let token = |id: u32| vocabulary.tokens[id as usize];
+    let mark = |id: u32| json!({"SpecialToken": {"id": token(id), "type_id": 0}});
+    let sequence = |name: &str| json!({"Sequence": {"id": name, "type_id": 0}});
+    let template = |names: &[&str]| -> Vec<Value> {
+        let text = names.iter().map(|name| sequence(name));
+        bos.map(mark).into_iter().chain(text).chain(eos.map(mark)).collect()
+    };
+    let ids: HashSet<u32> = [bos, eos].into_iter().flatten().collect();
+    let special_tokens: serde_json::Map<String, Value> = ids
+        .into_iter()
+        .map(|id| (token(id).into(), json!({"id": token(id), "ids": [id], "tokens": [token(id)]})))
+        .collect();
+    let processor = json!({
+        "type": "TemplateProcessing",
+        "single": template(&["A"]),
+        "pair": template(&["A", "B"]),
+        "special_tokens": special_tokens,
+    });
+    component(processor).map(Some)
+}
+
+/// A part of a tokenizer as tokenizer.json would spell it.
+fn component<T: DeserializeOwned>(json: Value) -> Result<T> {
+    guarded("loading", || serde_json::from_value(json))
+}
+
+impl Pre {
+    fn pre_tokenizer(&self) -> Value {
+        let split = |pattern: &&str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+        let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+        let steps: Vec<Value> = self.patterns.iter().map(split).chain([bytes]).collect();
+        json!({"type": "Sequence", "pretokenizers": steps})
+    }
+}
