@@ -235,7 +235,7 @@ fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts
         model: guarded("loading", || builder.build())?,
         normalizer: if pre.nfc { Some(component(json!({"type": "NFC"}))?) } else { None },
         pre_tokenizer: Some(pre_tokenizer),
-        decoder: component(json!({"type": "ByteLevel"}))?,
+        decoder: component(byte_level_json())?,
     })
 }
 
@@ -344,10 +344,15 @@ fn component<T: DeserializeOwned>(json: Value) -> Result<T> {
     guarded("loading", || serde_json::from_value(json))
 }
 
+/// The pre-tokenizer and decoder between bytes and the letters that stand for them; patterns are other steps.
+fn byte_level_json() -> Value {
+    json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false})
+}
+
 impl Pre {
     fn pre_tokenizer(&self) -> Value {
         let split = |pattern: &&str| json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
-        let bytes = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+        let bytes = byte_level_json();
         let steps: Vec<Value> = self.patterns.iter().map(split).chain([bytes]).collect();
         json!({"type": "Sequence", "pretokenizers": steps})
     }

@@ -151,7 +151,7 @@ impl GgufCheckpoint {
         };
         let part = &self.parts[info.part];
         // The header was checked against the map's length, which stays.
-        Ok(View { info, file: &part.source.path, bytes: &part.map[info.start..info.start + info.bytes] })
+        Ok(View { info, file: &part.source.path, bytes: &part.map[info.range()] })
     }
 
     /// A tensor's values, whatever its type.

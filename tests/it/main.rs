@@ -8,6 +8,7 @@ mod engine;
 mod executor;
 mod floors;
 mod full_size;
+mod gguf;
 mod golden;
 mod hub;
 mod kernels;

@@ -2,8 +2,8 @@
 //!
 //! SentencePiece joins, of all neighbours that make a token, those whose token has the highest score. A BPE with a merge for
 //! each way to cut each token in two, ranked by the token's score, does the same; so does transformers when it converts
-//! such a model. Tokens of one and the same score could differ: SentencePiece takes the leftmost, this the lower id. Known
-//! vocabularies give each token a score of its own.
+//! such a model. Of tokens of one and the same score SentencePiece takes the leftmost, this the lower id: in Llama's
+//! and Mistral's vocabularies these are the runs of spaces, for which both come to the same.
 
 use std::collections::HashMap;
 
@@ -36,10 +36,9 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
             bail!("metadata key tokenizer.ggml.tokens: more than {MAX_MERGES} pairs of tokens make tokens");
         }
     }
-    // Stable: of equal scores the lower id, and of one token the longer left part, as transformers has it.
-    found.sort_by(|(a, left_a, _), (b, left_b, _)| {
-        scores[*b].total_cmp(&scores[*a]).then(a.cmp(b)).then(left_b.len().cmp(&left_a.len()))
-    });
+    // Of equal scores the lower id, and of one token the parts of lower ids, as transformers has it.
+    let by_ids = |(id, left, right): &(usize, &str, &str)| (*id, ids.get(left).copied(), ids.get(right).copied());
+    found.sort_by(|a, b| scores[b.0].total_cmp(&scores[a.0]).then_with(|| by_ids(a).cmp(&by_ids(b))));
     Ok(found.into_iter().map(|(_, left, right)| (left.to_string(), right.to_string())).collect())
 }
 

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry as Slot;
+use std::ops::Range;
 
 use anyhow::{Context, Result, bail};
 
@@ -36,6 +37,11 @@ pub struct TensorInfo {
 impl TensorInfo {
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
+    }
+
+    /// Its bytes in its file.
+    pub fn range(&self) -> Range<usize> {
+        self.start..self.start + self.bytes
     }
 }
 
