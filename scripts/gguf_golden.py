@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Makes tests/golden/gguf: what the `gguf` package makes of blocks, and small files that it wrote.
 
-    python scripts/gguf_golden.py tests/golden/gguf fuzz/corpus     # needs gguf, numpy, safetensors; a second
+    python scripts/gguf_golden.py tests/golden/gguf fuzz/corpus     # needs gguf, numpy, safetensors
 
 blocks.safetensors  for each type T: `T.blocks` u8 [blocks, bytes] and `T.values` f32 [blocks, elements] by
-                    gguf.quants.dequantize. Blocks are random bytes with sane scales, random bytes as they come (infinite
-                    and NaN scales among them), all bits clear, all bits set; MXFP4 has every scale byte.
+                    gguf.quants.dequantize. Blocks are random bytes with sane scales, random bytes as they come
+                    (infinite and NaN scales among them), all bits clear, all bits set; MXFP4 has every scale byte.
 tiny.gguf           every type of metadata value and array, a tensor of each type
 tiny-0000N-of-…     the same in three parts
 big-endian.gguf     to be refused
@@ -137,7 +137,8 @@ def write_vocabulary(path, model):
     writer.add_tokenizer_model(model)
     if model == "gpt2":
         # The bytes that print stand for themselves; a space is Ġ, a line's end Ċ.
-        tokens = [chr(byte) for byte in range(33, 127)] + ["Ġ", "Ċ", "Ã", "¶", "lo", "He", "llo", "<s>", "</s>", "<think>"]
+        tokens = [chr(byte) for byte in range(33, 127)] + ["Ġ", "Ċ", "Ã", "¶"]
+        tokens += ["lo", "He", "llo", "<s>", "</s>", "<think>"]
         writer.add_tokenizer_pre("llama-bpe")
         writer.add_token_merges(["l o", "H e", "l lo"])
         specials = {"<s>": 3, "</s>": 3, "<think>": 4}
@@ -178,7 +179,8 @@ def write_corpora(out, tiny):
         "empty": np.zeros((0, 4), np.int64),
     }
     save_file(several, folder / "several.safetensors", {"format": "pt"})
-    for name, index in (("good", "shard.safetensors"), ("absent", "other.safetensors"), ("escape", "../shard.safetensors")):
+    indices = {"good": "shard.safetensors", "absent": "other.safetensors", "escape": "../shard.safetensors"}
+    for name, index in indices.items():
         text = json.dumps({"metadata": {"total_size": 2}, "weight_map": {"a": index}})
         (folder / f"{name}.index.json").write_text(text)
     for path in folder.iterdir():

@@ -1,5 +1,5 @@
-//! tokenizer.json, or what a GGUF file has in its place: text to ids and back, and a streaming decoder that never splits a
-//! character.
+//! tokenizer.json, or what a GGUF file has in its place: text to ids and back, and a streaming decoder that never
+//! splits a character.
 //!
 //! A thin wrapper over Hugging Face `tokenizers`. Some crafted files make that library panic (its issue #2094), so
 //! loading and encoding run behind `catch_unwind`; a broken file is an error that names it, never a crash.

@@ -1,9 +1,10 @@
-//! GGUF files, versions 2 and 3, little-endian: metadata and tensors in one file or in the parts of a split one, mapped
-//! into memory.
+//! GGUF files, versions 2 and 3, little-endian: metadata and tensors in one file or in the parts of a split one,
+//! mapped into memory.
 //!
 //! Source: the format's definition (ggml-org/ggml, `docs/gguf.md`). A parser of our own, since candle's panics on an
 //! alignment of 0 and believes what a file says of its counts. Here nothing is believed before it is checked against the
-//! file's size, so a hostile file is an error; strings and arrays are not copied out of the map before they are asked for.
+//! file's size, so a hostile file is an error; strings and arrays stay in the map until they are asked for. What is built
+//! of a head is bounded by the limits below: some 60 bytes for a key, 200 for a tensor.
 
 mod bytes;
 mod header;
@@ -62,8 +63,8 @@ pub struct View<'c> {
 impl Part {
     fn open(path: PathBuf) -> Result<Self> {
         let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
-        // SAFETY: the file is only read. Another process that truncates it while it is mapped ends this one, as with every
-        // mapped file; what it says is checked again wherever it is read again.
+        // SAFETY: the file is only read. Another process that truncates it while it is mapped ends this one, as with
+        // every mapped file; what it says is checked again wherever it is read again.
         let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
         let header = Header::parse(&map).with_context(|| format!("broken GGUF file {}", path.display()))?;
         Ok(Self { source: Arc::new(Source { path, file }), map, header })

@@ -1,8 +1,8 @@
 //! The pre-tokenizers that `tokenizer.ggml.pre` names: patterns that cut a text one after the other, each what the one
 //! before has left in a piece. What a pattern does not match stays a piece too.
 //!
-//! Source of names: ggml-org/llama.cpp, `src/llama-vocab.cpp`; of patterns: the models' tokenizer.json where there is one,
-//! which llama.cpp rewrites for its own matcher.
+//! Source of names: ggml-org/llama.cpp, `src/llama-vocab.cpp`; of patterns: the models' tokenizer.json where there is
+//! one, which llama.cpp rewrites for its own matcher.
 
 /// How a byte-level BPE cuts a text into words, and what else is known by its name.
 pub struct Pre {

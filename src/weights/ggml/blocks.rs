@@ -1,7 +1,7 @@
 //! One block of each type: `bytes` are exactly one block, `values` exactly its elements.
 //!
-//! d is a block's scale, m or dmin what is added or subtracted, q the small integers. Quarters and halves of a block lie
-//! in different bits of the same bytes, so that bytes next to each other hold elements next to each other.
+//! d is a block's scale, m or dmin what is added or subtracted, q the small integers. Quarters and halves of a block
+//! lie in different bits of the same bytes, so that bytes next to each other hold elements next to each other.
 
 pub fn f32(bytes: &[u8], values: &mut [f32]) {
     values[0] = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
@@ -114,8 +114,8 @@ pub fn q6_k(bytes: &[u8], values: &mut [f32]) {
 /// Twice E2M1 by nibble. ggml's table holds integers, so its -0 is 0.
 const TWICE_E2M1: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
-/// An E8M0 scale, 16 bytes of nibbles: the low ones are the first half, whereas in safetensors files of gpt-oss they are
-/// the even elements.
+/// An E8M0 scale, 16 bytes of nibbles: the low ones are the first half, whereas in safetensors files of gpt-oss they
+/// are the even elements.
 pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
     // Half of 2^(e - 127), for the doubled values. The smallest two are subnormal; 255, NaN by the standard, is 2^127.
     let e = u32::from(bytes[0]);
@@ -139,8 +139,8 @@ fn bit(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 8] >> (i % 8) & 1
 }
 
-/// The s-th of 8 scales and mins: the first four in the low 6 bits of a byte each, of the others 4 bits in the last bytes
-/// and 2 in the high bits of the first ones.
+/// The s-th of 8 scales and mins: the first four in the low 6 bits of a byte each, of the others 4 bits in the last
+/// bytes and 2 in the high bits of the first ones.
 fn scale_and_min(scales: &[u8], s: usize) -> (u8, u8) {
     if s < 4 {
         return (scales[s] & 63, scales[s + 4] & 63);

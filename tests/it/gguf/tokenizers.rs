@@ -1,5 +1,5 @@
-//! Tokenizers made of GGUF metadata, against the vectors of llama.cpp and the models' own tokenizer.json. The large ones are
-//! skipped without $INFERNO_FIXTURES.
+//! Tokenizers made of GGUF metadata, against the vectors of llama.cpp and the models' own tokenizer.json. The large ones
+//! are skipped without $INFERNO_FIXTURES.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -388,6 +388,8 @@ fn each_kind_of_token_is_what_it_should_be() {
             push(tokens, types, token, kind);
         }
         push(tokens, types, "[PAD]", UNUSED);
+        push(tokens, types, "", UNUSED);
+        push(tokens, types, "", CONTROL);
         merges.extend(["a b".to_string(), "ab c".to_string()]);
     });
     for pre in ["gpt-2", "llama-bpe", "default", "smollm", "tekken", "deepseek-r1-qwen", "deepseek-v3", "falcon"] {
@@ -401,7 +403,7 @@ fn each_kind_of_token_is_what_it_should_be() {
         assert!(!encode("<think><|end|>[PAD]", Controls::Text).iter().any(|id| *id > 256), "{pre}");
         assert_eq!(encode("<|end|>", Controls::Parse), [259], "{pre}");
         assert!(tokenizer.is_control(259) && tokenizer.is_control(258) && !tokenizer.is_control(256));
-        assert_eq!(tokenizer.decode(&[256, 258, 260, 259]).unwrap(), "ab<think>[PAD]<|end|>");
+        assert_eq!(tokenizer.decode(&[256, 258, 260, 261, 262, 259]).unwrap(), "ab<think>[PAD]<|end|>");
         assert_eq!(tokenizer.vocab_size(), 261);
     }
 }
@@ -478,6 +480,7 @@ fn vocabularies_that_lie() {
             Writer::new().string(&key("model"), "gpt2").i32s(&key("tokens"), &[1]),
             "tokens[0]: expected strings, found I32(1)",
         ),
+        (merged(&"ab".repeat(1 << 20)), "ababab\"… is not two tokens"),
         (merged("ab"), "tokenizer.ggml.merges[0]: \"ab\" is not two tokens"),
         (merged("a b c"), "is not two tokens"),
         (merged(" a"), "is not two tokens"),
