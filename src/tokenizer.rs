@@ -1,9 +1,11 @@
-//! tokenizer.json: text to ids and back, and a streaming decoder that never splits a character.
+//! tokenizer.json, or what a GGUF file has in its place: text to ids and back, and a streaming decoder that never
+//! splits a character.
 //!
 //! A thin wrapper over Hugging Face `tokenizers`. Some crafted files make that library panic (its issue #2094), so
 //! loading and encoding run behind `catch_unwind`; a broken file is an error that names it, never a crash.
 
 mod bpe;
+pub mod gguf;
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,7 +26,7 @@ pub enum Controls {
     Text,
 }
 
-/// A loaded tokenizer.json.
+/// A loaded tokenizer.
 pub struct Tokenizer {
     /// Behind a mutex because reading control tokens as text is a switch on the tokenizer, not an argument of `encode`.
     inner: Mutex<tokenizers::Tokenizer>,
@@ -52,7 +54,15 @@ impl Tokenizer {
     /// Parses the contents of a tokenizer.json.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let parse = || bpe::parse(bytes)?.map_or_else(|| tokenizers::Tokenizer::from_bytes(bytes), Ok);
-        let mut inner = guarded("loading", parse)?;
+        Self::new(guarded("loading", parse)?)
+    }
+
+    /// What the metadata of a GGUF file hold.
+    pub fn from_gguf(vocabulary: &gguf::Vocabulary) -> Result<Self> {
+        Self::new(gguf::build(vocabulary)?)
+    }
+
+    fn new(mut inner: tokenizers::Tokenizer) -> Result<Self> {
         // A file may carry the truncation and padding of its last training run; neither belongs in generation.
         inner.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
         let mut controls: Vec<ControlToken> = inner

@@ -1,5 +1,7 @@
 //! Checkpoints: tensors by their Hugging Face names, each checked for dtype and shape before it is used.
 
+pub mod ggml;
+pub mod gguf;
 pub mod mxfp4;
 pub mod read_ahead;
 mod safetensors;

@@ -9,6 +9,7 @@ mod executor;
 mod families;
 mod floors;
 mod full_size;
+mod gguf;
 mod golden;
 mod hub;
 mod kernels;

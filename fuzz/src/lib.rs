@@ -1,0 +1,59 @@
+//! What fuzzing runs: any bytes are a checkpoint or an error. The test suite includes this file as well.
+
+use candle_core::DType;
+use inferno::tokenizer::{Controls, Tokenizer};
+use inferno::weights::Checkpoint;
+use inferno::weights::gguf::{self, Header};
+
+/// A GGUF file: its head, all that it says, its tensors, its tokenizer.
+pub fn gguf(data: &[u8]) {
+    let Ok(header) = Header::parse(data) else { return };
+    let metadata = header.metadata(data);
+    for key in metadata.keys() {
+        if let Ok(Some(gguf::Value::Array(array))) = metadata.get(key) {
+            assert!(array.values().all(|value| value.is_ok()), "{key} was read before");
+        }
+        let _ = (metadata.string(key), metadata.u32(key), metadata.strings(key), metadata.i32s(key));
+    }
+    for (name, info) in &header.tensors {
+        let bytes = &data[info.range()];
+        if info.elements() <= 1 << 20 {
+            let mut values = vec![0.0; info.elements()];
+            let dequantized = info.ggml_type.dequantize(bytes, &mut values);
+            assert!(dequantized.is_ok(), "tensor {name}: {dequantized:?}");
+        }
+    }
+    let _ = gguf::chat_template(&metadata, None);
+    let Ok(vocabulary) = gguf::vocabulary(&metadata) else { return };
+    let Ok(tokenizer) = Tokenizer::from_gguf(&vocabulary) else { return };
+    for controls in [Controls::Default, Controls::Parse, Controls::Text] {
+        if let Ok(ids) = tokenizer.encode("Hello wörld, 123\n\n <s> </s>", controls) {
+            let _ = tokenizer.decode(&ids);
+        }
+    }
+}
+
+/// A snapshot's `model.safetensors`; if it begins with a brace, its index, beside one good shard.
+pub fn safetensors(data: &[u8]) {
+    // One tensor `a` of two U8.
+    const SHARD: &[u8] = b"\x35\0\0\0\0\0\0\0{\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]}}\x01\x02";
+    let Ok(folder) = tempfile::tempdir() else { return };
+    let write = |name: &str, bytes: &[u8]| std::fs::write(folder.path().join(name), bytes).is_ok();
+    let written = match data.first() {
+        Some(b'{') => write("shard.safetensors", SHARD) && write("model.safetensors.index.json", data),
+        _ => write("model.safetensors", data),
+    };
+    if !written {
+        return;
+    }
+    let Ok(checkpoint) = Checkpoint::open(folder.path()) else { return };
+    let mut bytes = 0;
+    for (name, info) in checkpoint.tensors() {
+        let view = checkpoint.view(name);
+        assert!(view.is_ok_and(|view| view.bytes.len() == info.bytes()), "tensor {name}");
+        bytes += info.bytes() as u64;
+        let _ = info.elements();
+    }
+    assert_eq!(checkpoint.bytes(), bytes);
+    let _ = (checkpoint.parameters(), checkpoint.main_dtype(), checkpoint.extents(DType::F32).len());
+}

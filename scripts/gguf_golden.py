@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""Makes tests/golden/gguf: what the `gguf` package makes of blocks, and small files that it wrote.
+
+    python scripts/gguf_golden.py tests/golden/gguf fuzz/corpus     # needs gguf, numpy, safetensors
+
+blocks.safetensors  for each type T: `T.blocks` u8 [blocks, bytes] and `T.values` f32 [blocks, elements] by
+                    gguf.quants.dequantize. Blocks are random bytes with sane scales, random bytes as they come
+                    (infinite and NaN scales among them), all bits clear, all bits set; MXFP4 has every scale byte.
+tiny.gguf           every type of metadata value and array, a tensor of each type
+tiny-0000N-of-…     the same in three parts
+big-endian.gguf     to be refused
+tiny.json           what gguf.GGUFReader finds in tiny.gguf, types named
+provenance.json     versions, seed, checksums
+
+The second folder gets what fuzzing begins with: small vocabularies, a few tensors, safetensors files and indices.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as T
+from gguf import GGUFEndian, GGUFReader, GGUFValueType, GGUFWriter
+from importlib.metadata import version
+from safetensors.numpy import save_file
+
+SEED = 20261121
+
+# Where the f16 fields of a block lie: those are what makes values infinite.
+HALVES = {
+    T.F32: [],
+    T.F16: [],
+    T.BF16: [],
+    T.Q4_0: [0],
+    T.Q4_1: [0, 2],
+    T.Q5_0: [0],
+    T.Q5_1: [0, 2],
+    T.Q8_0: [0],
+    T.Q2_K: [80, 82],
+    T.Q3_K: [108],
+    T.Q4_K: [0, 2],
+    T.Q5_K: [0, 2],
+    T.Q6_K: [208],
+    T.MXFP4: [],
+}
+
+
+def blocks(rng, kind):
+    """u8 [blocks, bytes]."""
+    length, size = gguf.GGML_QUANT_SIZES[kind]
+    count = 512 if length == 1 else 16 if length == 256 else 32
+    random = rng.integers(0, 256, (count, size), dtype=np.uint8)
+    for row in random[: count // 2]:
+        for at in HALVES[kind]:
+            row[at : at + 2] = np.frombuffer(np.float16(rng.normal() * 0.01).tobytes(), dtype=np.uint8)
+    random[-2] = 0
+    random[-1] = 255
+    if kind == T.MXFP4:
+        random = rng.integers(0, 256, (256, size), dtype=np.uint8)
+        random[:, 0] = np.arange(256)
+    if kind in (T.Q5_K, T.Q4_K, T.Q2_K, T.Q6_K, T.Q3_K):
+        # The largest and the smallest scales that are finite and not 0.
+        for row, half in ((-3, np.float16(65504)), (-4, np.float16(6e-8)), (-5, np.float16(-65504))):
+            for at in HALVES[kind]:
+                random[row, at : at + 2] = np.frombuffer(half.tobytes(), dtype=np.uint8)
+    return random
+
+
+def write(path, arrays, endianess=GGUFEndian.LITTLE, split=0):
+    writer = GGUFWriter(path, "llama", endianess=endianess, split_max_tensors=split)
+    writer.add_name("tiny")
+    writer.add_block_count(2)
+    if not split:
+        # Parts after the first carry no metadata, so it would be lost there.
+        writer.add_custom_alignment(64)
+    writer.add_uint8("all.u8", 200)
+    writer.add_int8("all.i8", -100)
+    writer.add_uint16("all.u16", 60000)
+    writer.add_int16("all.i16", -30000)
+    writer.add_uint32("all.u32", 4_000_000_000)
+    writer.add_int32("all.i32", -2_000_000_000)
+    writer.add_uint64("all.u64", 2**63 + 5)
+    writer.add_int64("all.i64", -(2**62) - 5)
+    writer.add_float32("all.f32", 0.1)
+    writer.add_float64("all.f64", 0.1)
+    writer.add_bool("all.bool", True)
+    writer.add_string("all.string", "naïve 日本語 🦀\n")
+    for name, kind, values in [
+        ("u8", GGUFValueType.UINT8, [0, 255]),
+        ("i8", GGUFValueType.INT8, [-128, 127]),
+        ("u16", GGUFValueType.UINT16, [0, 65535]),
+        ("i16", GGUFValueType.INT16, [-32768, 32767]),
+        ("u32", GGUFValueType.UINT32, [0, 2**32 - 1]),
+        ("i32", GGUFValueType.INT32, [-(2**31), 2**31 - 1]),
+        ("u64", GGUFValueType.UINT64, [0, 2**64 - 1]),
+        ("i64", GGUFValueType.INT64, [-(2**63), 2**63 - 1]),
+        ("f32", GGUFValueType.FLOAT32, [-1.5, 3.25]),
+        ("f64", GGUFValueType.FLOAT64, [-1e300, 1e-300]),
+        ("bool", GGUFValueType.BOOL, [True, False, True]),
+        ("string", GGUFValueType.STRING, ["", "a", "ü b"]),
+    ]:
+        writer.add_key_value(f"array.{name}", values, GGUFValueType.ARRAY, sub_type=kind)
+    for kind, array in arrays.items():
+        writer.add_tensor(f"{kind.name.lower()}.weight", array, raw_dtype=kind)
+    writer.add_tensor("rank4.weight", np.arange(120, dtype=np.float32).reshape(2, 3, 4, 5))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def described(path):
+    reader = GGUFReader(path)
+    metadata = {
+        name: {"types": [kind.name for kind in field.types], "value": field.contents()}
+        for name, field in reader.fields.items()
+        if not name.startswith("GGUF.")
+    }
+    tensors = {
+        tensor.name: {
+            "type": tensor.tensor_type.name,
+            "shape": [int(length) for length in reversed(tensor.shape)],
+            "start": int(tensor.data_offset),
+            "bytes": int(tensor.n_bytes),
+            "sha256": hashlib.sha256(tensor.data.tobytes()).hexdigest(),
+        }
+        for tensor in reader.tensors
+    }
+    return {"metadata": metadata, "tensors": tensors}
+
+
+def write_vocabulary(path, model):
+    writer = GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    if model == "gpt2":
+        # The bytes that print stand for themselves; a space is Ġ, a line's end Ċ.
+        tokens = [chr(byte) for byte in range(33, 127)] + ["Ġ", "Ċ", "Ã", "¶"]
+        tokens += ["lo", "He", "llo", "<s>", "</s>", "<think>"]
+        writer.add_tokenizer_pre("llama-bpe")
+        writer.add_token_merges(["l o", "H e", "l lo"])
+        specials = {"<s>": 3, "</s>": 3, "<think>": 4}
+        types = [specials.get(token, 1) for token in tokens]
+        writer.add_bos_token_id(tokens.index("<s>"))
+        writer.add_eos_token_id(tokens.index("</s>"))
+    else:
+        tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+        types = [2, 3, 3] + [6] * 256
+        pieces = ["▁", "H", "e", "l", "o", "He", "ll", "llo", "▁He", "Hello", "▁Hello"]
+        tokens, types = tokens + pieces, types + [1] * len(pieces)
+        writer.add_token_scores([float(-max(0, id - 259)) for id in range(len(tokens))])
+        writer.add_add_space_prefix(True)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template("{{ messages }}")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_corpora(out, tiny):
+    for name in ("gguf", "safetensors"):
+        (out / name).mkdir(parents=True, exist_ok=True)
+    (out / "gguf/tiny.gguf").write_bytes(tiny.read_bytes())
+    write(out / "gguf/one.gguf", {})
+    write_vocabulary(out / "gguf/gpt2.gguf", "gpt2")
+    write_vocabulary(out / "gguf/llama.gguf", "llama")
+    folder = out / "safetensors"
+    save_file({"a": np.arange(2, dtype=np.uint8)}, folder / "one.safetensors")
+    several = {
+        "model.layers.10.w": np.zeros((2, 3), np.float32),
+        "model.layers.2.w": np.zeros((3, 2), np.float16),
+        "x_blocks": np.zeros((1, 2, 16), np.uint8),
+        "x_scales": np.zeros((1, 2), np.uint8),
+        "empty": np.zeros((0, 4), np.int64),
+    }
+    save_file(several, folder / "several.safetensors", {"format": "pt"})
+    indices = {"good": "shard.safetensors", "absent": "other.safetensors", "escape": "../shard.safetensors"}
+    for name, index in indices.items():
+        text = json.dumps({"metadata": {"total_size": 2}, "weight_map": {"a": index}})
+        (folder / f"{name}.index.json").write_text(text)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
+def main():
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    for old in out.glob("*.gguf"):
+        old.unlink()
+    rng = np.random.default_rng(SEED)
+    golden, arrays = {}, {}
+    for kind in HALVES:
+        raw = blocks(rng, kind)
+        with np.errstate(all="ignore"):
+            values = gguf.quants.dequantize(raw.reshape(-1), kind)
+        golden[f"{kind.name}.blocks"] = raw
+        golden[f"{kind.name}.values"] = values.reshape(len(raw), -1)
+        arrays[kind] = raw[:4].reshape(2, -1)
+    # The writer takes bytes for all but these.
+    arrays[T.F32], arrays[T.F16] = arrays[T.F32].view(np.float32), arrays[T.F16].view(np.float16)
+    save_file(golden, out / "blocks.safetensors")
+    (out / "blocks.safetensors").chmod(0o644)
+    write(out / "tiny.gguf", arrays)
+    write(out / "tiny.gguf", arrays, split=6)
+    write(out / "big-endian.gguf", {}, GGUFEndian.BIG)
+    (out / "tiny.json").write_text(json.dumps(described(out / "tiny.gguf"), indent=1, ensure_ascii=False) + "\n")
+    files = sorted(path for path in out.iterdir() if path.name != "provenance.json")
+    provenance = {
+        "gguf": version("gguf"),
+        "numpy": np.__version__,
+        "seed": SEED,
+        "sha256": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files},
+    }
+    (out / "provenance.json").write_text(json.dumps(provenance, indent=1) + "\n")
+    write_corpora(Path(sys.argv[2]), out / "tiny.gguf")
+
+
+main()

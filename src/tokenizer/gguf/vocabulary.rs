@@ -1,0 +1,174 @@
+//! The values that a tokenizer is made of, and what their ids mean.
+
+use std::collections::HashMap;
+
+use anyhow::{Result, bail};
+
+use super::pre;
+
+/// Tokens of a vocabulary that is read; the largest have some 260,000.
+pub const MAX_TOKENS: usize = 1 << 21;
+/// Merges that are read; the most are some 450,000.
+pub const MAX_MERGES: usize = 1 << 22;
+
+/// A tokenizer as GGUF metadata hold it, each field the value of the key `tokenizer.ggml.…` of its name.
+#[derive(Clone, Debug, Default)]
+pub struct Vocabulary<'v> {
+    /// `gpt2` for byte-level BPE, `llama` for SentencePiece.
+    pub model: &'v str,
+    /// Which pre-tokenizer a byte-level BPE has.
+    pub pre: Option<&'v str>,
+    /// By id.
+    pub tokens: Vec<&'v str>,
+    /// By id: SentencePiece's scores.
+    pub scores: Option<Vec<f32>>,
+    /// `token_type`, by id.
+    pub types: Option<Vec<i32>>,
+    /// `left right`, the first to be applied first.
+    pub merges: Option<Vec<&'v str>>,
+    pub bos: Option<u32>,
+    pub eos: Option<u32>,
+    pub eot: Option<u32>,
+    pub eom: Option<u32>,
+    pub unk: Option<u32>,
+    pub pad: Option<u32>,
+    pub add_bos: Option<bool>,
+    pub add_eos: Option<bool>,
+    pub add_space_prefix: Option<bool>,
+}
+
+/// Ids with a meaning, checked and with llama.cpp's defaults.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct SpecialIds {
+    pub bos: Option<u32>,
+    pub eos: Option<u32>,
+    pub unk: Option<u32>,
+    pub pad: Option<u32>,
+    /// Whatever ends an answer, ascending.
+    pub stop: Vec<u32>,
+    /// Whether a text begins with `bos`.
+    pub add_bos: bool,
+    /// Whether a text ends with `eos`.
+    pub add_eos: bool,
+}
+
+/// What a token is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenType {
+    Normal,
+    Unknown,
+    Control,
+    /// Found in a text before anything else is, like a control token, but part of what people write.
+    UserDefined,
+    Unused,
+    Byte,
+}
+
+/// Control tokens that end an answer, whatever the file says of them: few files name more than one.
+const STOPS: &[&str] = &[
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "</s>",
+    "<｜end▁of▁sentence｜>",
+];
+
+impl Vocabulary<'_> {
+    pub(super) fn token_type(&self, id: usize) -> TokenType {
+        match self.types.as_ref().and_then(|types| types.get(id)) {
+            Some(2) => TokenType::Unknown,
+            Some(3) => TokenType::Control,
+            Some(4) => TokenType::UserDefined,
+            Some(5) => TokenType::Unused,
+            Some(6) => TokenType::Byte,
+            _ => TokenType::Normal,
+        }
+    }
+
+    pub(super) fn check_lengths(&self) -> Result<()> {
+        let tokens = self.tokens.len();
+        if tokens == 0 || tokens > MAX_TOKENS {
+            bail!("metadata key tokenizer.ggml.tokens: {tokens} tokens; 1 to {MAX_TOKENS} are read");
+        }
+        let scores = ("scores", self.scores.as_ref().map(Vec::len));
+        let types = ("token_type", self.types.as_ref().map(Vec::len));
+        for (key, length) in [scores, types] {
+            if let Some(length) = length
+                && length != tokens
+            {
+                bail!("metadata key tokenizer.ggml.{key}: {length} entries for {tokens} tokens");
+            }
+        }
+        let merges = self.merges.as_ref().map_or(0, Vec::len);
+        if merges > MAX_MERGES {
+            bail!("metadata key tokenizer.ggml.merges: {merges} merges are more than the {MAX_MERGES} that are read");
+        }
+        Ok(())
+    }
+
+    /// Ids by token; each token is there once. Empty ones, which fill gaps, are left out.
+    pub(super) fn ids(&self) -> Result<HashMap<&str, u32>> {
+        let mut ids = HashMap::with_capacity(self.tokens.len());
+        for (id, token) in self.tokens.iter().enumerate().filter(|(_, token)| !token.is_empty()) {
+            if let Some(before) = ids.insert(*token, id as u32) {
+                bail!("metadata key tokenizer.ggml.tokens: {} is both {before} and {id}", excerpt(token));
+            }
+        }
+        Ok(ids)
+    }
+
+    /// Checks the ids that the file names, and finds those that it does not.
+    pub fn special_ids(&self) -> Result<SpecialIds> {
+        let named = |key: &str, id: Option<u32>| match id {
+            Some(id) if id as usize >= self.tokens.len() => {
+                bail!("metadata key tokenizer.ggml.{key}: {id} is no token, there are {}", self.tokens.len())
+            }
+            id => Ok(id),
+        };
+        let sentencepiece = self.model == "llama";
+        let default = |id: usize| (sentencepiece && id < self.tokens.len()).then_some(id as u32);
+        let bos = named("bos_token_id", self.bos)?.or(default(1));
+        let eos = named("eos_token_id", self.eos)?.or(default(2));
+        let (eot, eom) = (named("eot_token_id", self.eot)?, named("eom_token_id", self.eom)?);
+        let mut stop: Vec<u32> = [eos, eot, eom].into_iter().flatten().collect();
+        let control = |id: usize| matches!(self.token_type(id), TokenType::Control | TokenType::UserDefined);
+        let marks: HashMap<&str, u32> = self
+            .tokens
+            .iter()
+            .zip(0u32..)
+            .filter_map(|(token, id)| (STOPS.contains(token) && control(id as usize)).then_some((*token, id)))
+            .collect();
+        // gpt-oss ends each message with <|end|>, and goes on.
+        let harmony = marks.contains_key("<|return|>") && marks.contains_key("<|call|>");
+        stop.extend(marks.iter().filter(|(mark, _)| !(harmony && **mark == "<|end|>")).map(|(_, id)| id));
+        stop.sort_unstable();
+        stop.dedup();
+        let default_bos = sentencepiece || self.pre.and_then(pre::find).is_some_and(|pre| pre.add_bos);
+        let wanted = |key: &str, asked: Option<bool>, default: bool, id: Option<u32>| match (asked, id) {
+            (Some(true), None) => bail!("metadata key tokenizer.ggml.{key} is true, but the token has no id"),
+            (asked, id) => Ok(asked.unwrap_or(default) && id.is_some()),
+        };
+        Ok(SpecialIds {
+            bos,
+            eos,
+            unk: named("unknown_token_id", self.unk)?.or(default(0)),
+            pad: named("padding_token_id", self.pad)?,
+            stop,
+            add_bos: wanted("add_bos_token", self.add_bos, default_bos, bos)?,
+            add_eos: wanted("add_eos_token", self.add_eos, false, eos)?,
+        })
+    }
+}
+
+/// The beginning of what a file says, for messages.
+pub fn excerpt(text: &str) -> String {
+    const CHARACTERS: usize = 60;
+    let more = if text.chars().nth(CHARACTERS).is_some() { "…" } else { "" };
+    format!("{:?}{more}", text.chars().take(CHARACTERS).collect::<String>())
+}

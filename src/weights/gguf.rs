@@ -1,0 +1,166 @@
+//! GGUF files, versions 2 and 3, little-endian: metadata and tensors in one file or in the parts of a split one,
+//! mapped into memory.
+//!
+//! Source: the format's definition (ggml-org/ggml, `docs/gguf.md`). A parser of our own, since candle's panics on an
+//! alignment of 0 and believes what a file says of its counts. Here nothing is believed before it is checked against the
+//! file's size, so a hostile file is an error; strings and arrays stay in the map until they are asked for. What is built
+//! of a head is bounded by the limits below: some 60 bytes for a key, 200 for a tensor.
+
+mod bytes;
+mod header;
+mod metadata;
+mod split;
+mod vocabulary;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use memmap2::Mmap;
+
+use super::read_ahead::{Extent, Keep, Source};
+
+pub use header::{Header, TensorInfo};
+pub use metadata::{Array, Metadata, Value, ValueType};
+pub use vocabulary::{chat_template, vocabulary};
+
+/// Metadata keys that are read; real files have some fifty.
+pub const MAX_KEYS: u64 = 1 << 16;
+/// Tensors of a file that are read; the largest models, one tensor for each expert, have some 50,000.
+pub const MAX_TENSORS: u64 = 1 << 17;
+/// By the format's definition.
+pub const MAX_KEY_BYTES: usize = (1 << 16) - 1;
+/// By the format's definition.
+pub const MAX_NAME_BYTES: usize = 64;
+/// By the format's definition.
+pub const MAX_DIMENSIONS: u32 = 4;
+/// Parts of a split model that are opened.
+pub const MAX_PARTS: u32 = 1024;
+/// Layers that a model may say it has; the deepest have some 130.
+pub const MAX_BLOCKS: u32 = 1024;
+
+/// The checkpoint of a GGUF model: its metadata, which tensors there are, and their bytes.
+pub struct GgufCheckpoint {
+    parts: Vec<Part>,
+    tensors: BTreeMap<String, TensorInfo>,
+}
+
+struct Part {
+    source: Arc<Source>,
+    map: Mmap,
+    header: Header,
+}
+
+/// One tensor's bytes where they lie.
+pub struct View<'c> {
+    pub info: &'c TensorInfo,
+    pub file: &'c Path,
+    pub bytes: &'c [u8],
+}
+
+impl Part {
+    fn open(path: PathBuf) -> Result<Self> {
+        let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
+        // SAFETY: the file is only read. Another process that truncates it while it is mapped ends this one, as with
+        // every mapped file; what it says is checked again wherever it is read again.
+        let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
+        let header = Header::parse(&map).with_context(|| format!("broken GGUF file {}", path.display()))?;
+        Ok(Self { source: Arc::new(Source { path, file }), map, header })
+    }
+
+    fn metadata(&self) -> Metadata<'_> {
+        self.header.metadata(&self.map)
+    }
+}
+
+impl GgufCheckpoint {
+    /// Maps a file, or all parts of a model if it is one of them, and reads what they say of themselves; no tensor is
+    /// touched.
+    pub fn open(path: &Path) -> Result<Self> {
+        let mut parts = split::open_parts(path)?;
+        let mut tensors = BTreeMap::new();
+        for (number, part) in parts.iter_mut().enumerate() {
+            for (name, info) in std::mem::take(&mut part.header.tensors) {
+                let info = TensorInfo { part: number, ..info };
+                if tensors.contains_key(&name) {
+                    bail!("tensor {name} is in two parts, the second is {}", part.source.path.display());
+                }
+                tensors.insert(name, info);
+            }
+        }
+        Ok(Self { parts, tensors })
+    }
+
+    /// Of the first part, which speaks for all.
+    pub fn metadata(&self) -> Metadata<'_> {
+        self.parts[0].metadata()
+    }
+
+    /// The family's name, such as `llama`: what most keys begin with.
+    pub fn architecture(&self) -> Result<&str> {
+        self.metadata().required("general.architecture", Metadata::string)
+    }
+
+    /// Number of layers.
+    pub fn block_count(&self) -> Result<usize> {
+        let key = format!("{}.block_count", self.architecture()?);
+        let blocks = self.metadata().required(&key, Metadata::u32)?;
+        if blocks > MAX_BLOCKS {
+            bail!("metadata key {key}: {blocks} layers are more than the {MAX_BLOCKS} that are read");
+        }
+        Ok(blocks as usize)
+    }
+
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name)
+    }
+
+    /// All tensors by name.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
+        self.tensors.iter().map(|(name, info)| (name.as_str(), info))
+    }
+
+    /// The files, in the order of their parts.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.parts.iter().map(|part| part.source.path.as_path())
+    }
+
+    /// Bytes of all tensors.
+    pub fn bytes(&self) -> u64 {
+        self.tensors.values().map(|info| info.bytes as u64).sum()
+    }
+
+    /// Number of parameters.
+    pub fn parameters(&self) -> u64 {
+        self.tensors.values().map(|info| info.elements() as u64).sum()
+    }
+
+    /// What a reader needs to know of a tensor; none if it is not there or empty.
+    pub fn extent(&self, name: &str, keep: Keep) -> Option<Extent> {
+        let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
+        let source = self.parts[info.part].source.clone();
+        Some(Extent { name: name.to_string(), source, start: info.start as u64, bytes: info.bytes, keep })
+    }
+
+    /// A tensor's bytes.
+    pub fn view(&self, name: &str) -> Result<View<'_>> {
+        let Some(info) = self.tensors.get(name) else {
+            let files: Vec<_> = self.files().map(|file| file.display().to_string()).collect();
+            bail!("tensor {name} is missing from {}", files.join(", "));
+        };
+        let part = &self.parts[info.part];
+        // The header was checked against the map's length, which stays.
+        Ok(View { info, file: &part.source.path, bytes: &part.map[info.range()] })
+    }
+
+    /// A tensor's values, whatever its type.
+    pub fn values(&self, name: &str) -> Result<Vec<f32>> {
+        let view = self.view(name)?;
+        let mut values = vec![0.0; view.info.elements()];
+        let dequantized = view.info.ggml_type.dequantize(view.bytes, &mut values);
+        dequantized.with_context(|| format!("tensor {name} in {}", view.file.display()))?;
+        Ok(values)
+    }
+}

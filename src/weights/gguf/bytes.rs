@@ -1,0 +1,54 @@
+//! Little-endian reading that ends in an error where the bytes do.
+
+use anyhow::{Result, bail};
+
+#[derive(Clone, Copy)]
+pub struct Cursor<'b> {
+    bytes: &'b [u8],
+    at: usize,
+}
+
+impl<'b> Cursor<'b> {
+    /// Begins at a byte, which may be the end or past it.
+    pub fn at(bytes: &'b [u8], at: usize) -> Self {
+        Self { bytes, at }
+    }
+
+    pub fn position(&self) -> usize {
+        self.at
+    }
+
+    pub fn remaining(&self) -> u64 {
+        self.bytes.len().saturating_sub(self.at) as u64
+    }
+
+    pub fn take(&mut self, bytes: u64) -> Result<&'b [u8]> {
+        if bytes > self.remaining() {
+            bail!("{bytes} bytes are wanted at byte {}, the file ends after {}", self.at, self.remaining());
+        }
+        // No more than remains, so it fits a usize.
+        let start = self.at;
+        self.at += bytes as usize;
+        Ok(&self.bytes[start..self.at])
+    }
+
+    pub fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.take(N as u64)?);
+        Ok(array)
+    }
+
+    pub fn u32(&mut self) -> Result<u32> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    pub fn u64(&mut self) -> Result<u64> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    /// A length of 64 bits, then so many bytes.
+    pub fn string(&mut self) -> Result<&'b [u8]> {
+        let bytes = self.u64()?;
+        self.take(bytes)
+    }
+}

@@ -1,0 +1,294 @@
+//! Typed values by key. Strings and arrays stay where they lie in the file.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, anyhow, bail};
+
+use super::bytes::Cursor;
+
+/// Types of values by the number that files name them by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ValueType {
+    U8,
+    I8,
+    U16,
+    I16,
+    U32,
+    I32,
+    F32,
+    Bool,
+    String,
+    Array,
+    U64,
+    I64,
+    F64,
+}
+
+impl ValueType {
+    fn from_id(id: u32) -> Result<Self> {
+        use ValueType::*;
+        const ALL: [ValueType; 13] = [U8, I8, U16, I16, U32, I32, F32, Bool, String, Array, U64, I64, F64];
+        ALL.get(id as usize).copied().ok_or_else(|| anyhow!("value type {id} is unknown"))
+    }
+
+    /// The least that one value takes in a file.
+    fn least_bytes(self) -> u64 {
+        match self {
+            Self::U8 | Self::I8 | Self::Bool => 1,
+            Self::U16 | Self::I16 => 2,
+            Self::U32 | Self::I32 | Self::F32 => 4,
+            Self::U64 | Self::I64 | Self::F64 | Self::String => 8,
+            Self::Array => 12,
+        }
+    }
+}
+
+/// A value. Strings are UTF-8 by the format's definition, which [`Metadata::string`] checks.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Value<'c> {
+    U8(u8),
+    I8(i8),
+    U16(u16),
+    I16(i16),
+    U32(u32),
+    I32(i32),
+    F32(f32),
+    Bool(bool),
+    String(&'c [u8]),
+    Array(Array<'c>),
+    U64(u64),
+    I64(i64),
+    F64(f64),
+}
+
+/// Values of one type.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Array<'c> {
+    pub element: ValueType,
+    pub len: usize,
+    bytes: &'c [u8],
+}
+
+impl<'c> Value<'c> {
+    fn read(cursor: &mut Cursor<'c>, kind: ValueType) -> Result<Self> {
+        Ok(match kind {
+            ValueType::U8 => Self::U8(u8::from_le_bytes(cursor.array()?)),
+            ValueType::I8 => Self::I8(i8::from_le_bytes(cursor.array()?)),
+            ValueType::U16 => Self::U16(u16::from_le_bytes(cursor.array()?)),
+            ValueType::I16 => Self::I16(i16::from_le_bytes(cursor.array()?)),
+            ValueType::U32 => Self::U32(cursor.u32()?),
+            ValueType::I32 => Self::I32(i32::from_le_bytes(cursor.array()?)),
+            ValueType::F32 => Self::F32(f32::from_le_bytes(cursor.array()?)),
+            ValueType::Bool => match cursor.array()? {
+                [0] => Self::Bool(false),
+                [1] => Self::Bool(true),
+                [other] => bail!("{other} is no truth value (0 or 1)"),
+            },
+            ValueType::String => Self::String(cursor.string()?),
+            ValueType::Array => Self::Array(Array::read(cursor)?),
+            ValueType::U64 => Self::U64(cursor.u64()?),
+            ValueType::I64 => Self::I64(i64::from_le_bytes(cursor.array()?)),
+            ValueType::F64 => Self::F64(f64::from_le_bytes(cursor.array()?)),
+        })
+    }
+
+    pub fn kind(&self) -> ValueType {
+        match self {
+            Self::U8(_) => ValueType::U8,
+            Self::I8(_) => ValueType::I8,
+            Self::U16(_) => ValueType::U16,
+            Self::I16(_) => ValueType::I16,
+            Self::U32(_) => ValueType::U32,
+            Self::I32(_) => ValueType::I32,
+            Self::F32(_) => ValueType::F32,
+            Self::Bool(_) => ValueType::Bool,
+            Self::String(_) => ValueType::String,
+            Self::Array(_) => ValueType::Array,
+            Self::U64(_) => ValueType::U64,
+            Self::I64(_) => ValueType::I64,
+            Self::F64(_) => ValueType::F64,
+        }
+    }
+
+    /// A whole number of any width.
+    fn integer(&self) -> Option<i128> {
+        match *self {
+            Self::U8(value) => Some(value.into()),
+            Self::I8(value) => Some(value.into()),
+            Self::U16(value) => Some(value.into()),
+            Self::I16(value) => Some(value.into()),
+            Self::U32(value) => Some(value.into()),
+            Self::I32(value) => Some(value.into()),
+            Self::U64(value) => Some(value.into()),
+            Self::I64(value) => Some(value.into()),
+            _ => None,
+        }
+    }
+
+    fn u32(self) -> Option<u32> {
+        self.integer()?.try_into().ok()
+    }
+
+    fn i32(self) -> Option<i32> {
+        self.integer()?.try_into().ok()
+    }
+
+    fn f32(self) -> Option<f32> {
+        match self {
+            Self::F32(value) => Some(value),
+            Self::F64(value) => Some(value as f32),
+            _ => None,
+        }
+    }
+
+    fn bool(self) -> Option<bool> {
+        if let Self::Bool(value) = self { Some(value) } else { None }
+    }
+
+    fn str(self) -> Option<&'c str> {
+        if let Self::String(bytes) = self { std::str::from_utf8(bytes).ok() } else { None }
+    }
+
+    /// For messages: what it is, numbers with their value.
+    fn describe(&self) -> String {
+        match self {
+            Self::String(bytes) if std::str::from_utf8(bytes).is_err() => "a string that is not UTF-8".into(),
+            Self::String(_) => "a string".into(),
+            Self::Array(array) => format!("an array of {} {:?}", array.len, array.element),
+            number => format!("{number:?}"),
+        }
+    }
+}
+
+impl<'c> Array<'c> {
+    fn read(cursor: &mut Cursor<'c>) -> Result<Self> {
+        let element = ValueType::from_id(cursor.u32()?)?;
+        if element == ValueType::Array {
+            bail!("arrays of arrays are not supported");
+        }
+        let len = cursor.u64()?;
+        let least = len.checked_mul(element.least_bytes());
+        if least.is_none_or(|least| least > cursor.remaining()) {
+            bail!("an array of {len} {element:?} cannot lie in the {} bytes that are left", cursor.remaining());
+        }
+        let mut end = *cursor;
+        match element {
+            ValueType::String | ValueType::Bool => {
+                (0..len).try_for_each(|_| Value::read(&mut end, element).map(drop))?;
+            }
+            _ => drop(end.take(len * element.least_bytes())?),
+        }
+        let bytes = cursor.take((end.position() - cursor.position()) as u64)?;
+        // It lies in memory, so it fits a usize.
+        Ok(Self { element, len: len as usize, bytes })
+    }
+
+    /// The values in their order.
+    pub fn values(self) -> impl Iterator<Item = Result<Value<'c>>> {
+        let mut cursor = Cursor::at(self.bytes, 0);
+        (0..self.len).map(move |_| Value::read(&mut cursor, self.element))
+    }
+}
+
+/// Where a value lies in the file.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    kind: ValueType,
+    start: usize,
+}
+
+impl Entry {
+    /// The value at the cursor, which goes on behind it.
+    pub fn read(cursor: &mut Cursor) -> Result<Self> {
+        let kind = ValueType::from_id(cursor.u32()?)?;
+        let entry = Self { kind, start: cursor.position() };
+        Value::read(cursor, kind)?;
+        Ok(entry)
+    }
+}
+
+/// What a file says of itself, by key. What is there and of another type is an error that names the key.
+#[derive(Clone, Copy)]
+pub struct Metadata<'c> {
+    bytes: &'c [u8],
+    entries: &'c BTreeMap<String, Entry>,
+}
+
+impl<'c> Metadata<'c> {
+    pub(super) fn new(bytes: &'c [u8], entries: &'c BTreeMap<String, Entry>) -> Self {
+        Self { bytes, entries }
+    }
+
+    pub fn keys(&self) -> impl Iterator<Item = &'c str> {
+        self.entries.keys().map(String::as_str)
+    }
+
+    pub fn get(&self, key: &str) -> Result<Option<Value<'c>>> {
+        let Some(entry) = self.entries.get(key) else { return Ok(None) };
+        // It was read before; but a file can change under its map.
+        let value = Value::read(&mut Cursor::at(self.bytes, entry.start), entry.kind);
+        value.map(Some).with_context(|| format!("metadata key {key}"))
+    }
+
+    /// `metadata.required(key, Metadata::string)`: what must be there.
+    pub fn required<T>(&self, key: &str, get: impl Fn(&Self, &str) -> Result<Option<T>>) -> Result<T> {
+        get(self, key)?.with_context(|| format!("metadata key {key} is missing"))
+    }
+
+    pub fn string(&self, key: &str) -> Result<Option<&'c str>> {
+        self.one(key, "a string", Value::str)
+    }
+
+    pub fn bool(&self, key: &str) -> Result<Option<bool>> {
+        self.one(key, "a truth value", Value::bool)
+    }
+
+    pub fn f32(&self, key: &str) -> Result<Option<f32>> {
+        self.one(key, "a float", Value::f32)
+    }
+
+    /// A whole number in any of the integer types.
+    pub fn u32(&self, key: &str) -> Result<Option<u32>> {
+        self.one(key, "a whole number below 2^32", Value::u32)
+    }
+
+    pub fn strings(&self, key: &str) -> Result<Option<Vec<&'c str>>> {
+        self.many(key, "strings", Value::str)
+    }
+
+    pub fn bools(&self, key: &str) -> Result<Option<Vec<bool>>> {
+        self.many(key, "truth values", Value::bool)
+    }
+
+    pub fn f32s(&self, key: &str) -> Result<Option<Vec<f32>>> {
+        self.many(key, "floats", Value::f32)
+    }
+
+    pub fn u32s(&self, key: &str) -> Result<Option<Vec<u32>>> {
+        self.many(key, "whole numbers below 2^32", Value::u32)
+    }
+
+    pub fn i32s(&self, key: &str) -> Result<Option<Vec<i32>>> {
+        self.many(key, "whole numbers of 32 bits", Value::i32)
+    }
+
+    fn one<T>(&self, key: &str, wanted: &str, convert: impl Fn(Value<'c>) -> Option<T>) -> Result<Option<T>> {
+        let Some(value) = self.get(key)? else { return Ok(None) };
+        let wrong = || anyhow!("metadata key {key}: expected {wanted}, found {}", value.describe());
+        convert(value).map(Some).ok_or_else(wrong)
+    }
+
+    fn many<T>(&self, key: &str, wanted: &str, convert: impl Fn(Value<'c>) -> Option<T>) -> Result<Option<Vec<T>>> {
+        let array = match self.get(key)? {
+            None => return Ok(None),
+            Some(Value::Array(array)) => array,
+            Some(other) => bail!("metadata key {key}: expected an array of {wanted}, found {}", other.describe()),
+        };
+        let element = |(index, value): (usize, Result<Value<'c>>)| {
+            let value = value.with_context(|| format!("metadata key {key}"))?;
+            let wrong = || anyhow!("metadata key {key}[{index}]: expected {wanted}, found {}", value.describe());
+            convert(value).ok_or_else(wrong)
+        };
+        array.values().enumerate().map(element).collect::<Result<_>>().map(Some)
+    }
+}

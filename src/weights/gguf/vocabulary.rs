@@ -1,0 +1,37 @@
+//! The tokenizer and the chat template of a GGUF file, as its metadata hold them.
+
+use anyhow::Result;
+
+use super::metadata::Metadata;
+use crate::tokenizer::gguf::Vocabulary;
+
+/// What a tokenizer is made of, borrowed from the file: `tokenizer::Tokenizer::from_gguf` checks and takes it.
+pub fn vocabulary<'c>(metadata: &Metadata<'c>) -> Result<Vocabulary<'c>> {
+    let key = |name: &str| format!("tokenizer.ggml.{name}");
+    let id = |name: &str| metadata.u32(&key(name));
+    Ok(Vocabulary {
+        model: metadata.required(&key("model"), Metadata::string)?,
+        pre: metadata.string(&key("pre"))?,
+        tokens: metadata.required(&key("tokens"), Metadata::strings)?,
+        scores: metadata.f32s(&key("scores"))?,
+        types: metadata.i32s(&key("token_type"))?,
+        merges: metadata.strings(&key("merges"))?,
+        bos: id("bos_token_id")?,
+        eos: id("eos_token_id")?,
+        eot: id("eot_token_id")?,
+        eom: id("eom_token_id")?,
+        unk: id("unknown_token_id")?,
+        pad: id("padding_token_id")?,
+        add_bos: metadata.bool(&key("add_bos_token"))?,
+        add_eos: metadata.bool(&key("add_eos_token"))?,
+        add_space_prefix: metadata.bool(&key("add_space_prefix"))?,
+    })
+}
+
+/// The Jinja template that conversations are rendered with; with a name, such as `tool_use`, that one of several.
+pub fn chat_template<'c>(metadata: &Metadata<'c>, name: Option<&str>) -> Result<Option<&'c str>> {
+    match name {
+        None => metadata.string("tokenizer.chat_template"),
+        Some(name) => metadata.string(&format!("tokenizer.chat_template.{name}")),
+    }
+}

@@ -1,0 +1,99 @@
+//! The bodies of the fuzz targets over their corpora and over mutations of them, seeded.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+#[path = "../../../fuzz/src/lib.rs"]
+mod bodies;
+
+/// Mutations of each file of a corpus; more with INFERNO_MUTATIONS.
+fn mutations() -> u64 {
+    std::env::var("INFERNO_MUTATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(400)
+}
+
+/// SplitMix64.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        (self.next() % limit.max(1) as u64) as usize
+    }
+}
+
+/// Numbers that parsers stumble over.
+const NUMBERS: [u64; 12] = [0, 1, 2, 3, 31, 255, 1 << 16, 1 << 31, 1 << 32, 1 << 62, i64::MAX as u64, u64::MAX];
+
+fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
+    for _ in 0..1 + random.below(4) {
+        // Heads are what parsers read.
+        let reach = if random.below(2) == 0 { bytes.len().min(256) } else { bytes.len() };
+        let at = random.below(reach);
+        match random.below(7) {
+            0 if at < bytes.len() => bytes[at] ^= 1 << random.below(8),
+            1 if at < bytes.len() => bytes[at] = random.next() as u8,
+            2 | 3 => {
+                let number = NUMBERS[random.below(NUMBERS.len())].to_le_bytes();
+                let width = [1, 2, 4, 8][random.below(4)].min(bytes.len() - at);
+                bytes[at..at + width].copy_from_slice(&number[..width]);
+            }
+            4 => bytes.truncate(at),
+            5 => {
+                let end = at + random.below(bytes.len() - at);
+                let piece = bytes[at..end].to_vec();
+                let to = random.below(bytes.len());
+                bytes.splice(to..to, piece);
+            }
+            _ => {
+                let end = (at + random.below(64)).min(bytes.len());
+                bytes.drain(at..end);
+            }
+        }
+    }
+}
+
+fn run(corpus: &str, body: fn(&[u8])) {
+    let folder = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/corpus")).join(corpus);
+    let mut files: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    assert!(files.len() > 3, "{}", folder.display());
+    let mut random = Random(20261121);
+    let (mut ran, mut slowest) = (0, Duration::ZERO);
+    for file in files {
+        let whole = std::fs::read(&file).unwrap();
+        body(&whole);
+        for number in 0..mutations() {
+            let mut bytes = whole.clone();
+            mutate(&mut bytes, &mut random);
+            let begin = Instant::now();
+            let outcome = std::panic::catch_unwind(|| body(&bytes));
+            slowest = slowest.max(begin.elapsed());
+            if let Err(panic) = outcome {
+                let kept = std::env::temp_dir().join(format!("inferno-{corpus}-{number}"));
+                std::fs::write(&kept, &bytes).unwrap();
+                println!("mutation {number} of {} is kept as {}", file.display(), kept.display());
+                std::panic::resume_unwind(panic);
+            }
+            ran += 1;
+        }
+    }
+    println!("{corpus}: {ran} mutations, the slowest took {slowest:?}");
+    assert!(slowest < Duration::from_secs(5), "{corpus}: one input took {slowest:?}");
+}
+
+#[test]
+fn mutated_gguf_files_are_checkpoints_or_errors() {
+    run("gguf", bodies::gguf);
+}
+
+#[test]
+fn mutated_safetensors_files_are_checkpoints_or_errors() {
+    run("safetensors", bodies::safetensors);
+}

@@ -1,0 +1,562 @@
+//! Tokenizers made of GGUF metadata, against the vectors of llama.cpp and the models' own tokenizer.json. The large ones
+//! are skipped without $INFERNO_FIXTURES.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use inferno::tokenizer::gguf::Vocabulary;
+use inferno::tokenizer::{Controls, TextStream, Tokenizer};
+use inferno::weights::gguf::{GgufCheckpoint, Header, chat_template, vocabulary};
+use serde_json::Value;
+
+use super::writer::Writer;
+
+fn fixtures() -> Option<PathBuf> {
+    let folder = std::env::var_os("INFERNO_FIXTURES").map(PathBuf::from);
+    if folder.is_none() {
+        println!("skipped: INFERNO_FIXTURES is not set");
+    }
+    folder
+}
+
+const NORMAL: i32 = 1;
+const UNKNOWN: i32 = 2;
+const CONTROL: i32 = 3;
+const USER_DEFINED: i32 = 4;
+const UNUSED: i32 = 5;
+const BYTE: i32 = 6;
+
+/// A tokenizer.json as the metadata that llama.cpp's converter would make of it.
+struct Converted {
+    tokens: Vec<String>,
+    types: Vec<i32>,
+    merges: Vec<String>,
+}
+
+fn converted(folder: &Path) -> Converted {
+    let json: Value = serde_json::from_slice(&fs::read(folder.join("tokenizer.json")).unwrap()).unwrap();
+    let mut by_id: BTreeMap<u64, (String, i32)> = BTreeMap::new();
+    for (token, id) in json["model"]["vocab"].as_object().unwrap() {
+        let byte = token.len() == 6 && token.starts_with("<0x") && token.ends_with('>');
+        by_id.insert(id.as_u64().unwrap(), (token.clone(), if byte { BYTE } else { NORMAL }));
+    }
+    for added in json["added_tokens"].as_array().unwrap() {
+        let content = added["content"].as_str().unwrap();
+        let kind = match (content, added["special"].as_bool().unwrap()) {
+            ("<unk>", _) => UNKNOWN,
+            (_, true) => CONTROL,
+            (_, false) => USER_DEFINED,
+        };
+        by_id.insert(added["id"].as_u64().unwrap(), (content.into(), kind));
+    }
+    let size = by_id.last_key_value().unwrap().0 + 1;
+    let token = |id| by_id.get(&id).cloned().unwrap_or_else(|| (format!("[PAD{id}]"), UNUSED));
+    let (tokens, types) = (0..size).map(token).unzip();
+    let merge = |merge: &Value| match merge {
+        Value::String(both) => both.clone(),
+        pair => [pair[0].as_str().unwrap(), pair[1].as_str().unwrap()].join(" "),
+    };
+    let merges = json["model"]["merges"].as_array().unwrap().iter().map(merge).collect();
+    Converted { tokens, types, merges }
+}
+
+impl Converted {
+    fn byte_level(&self, pre: &str) -> Writer {
+        self.written("gpt2").string("tokenizer.ggml.pre", pre).strings("tokenizer.ggml.merges", &self.merges)
+    }
+
+    fn sentencepiece(&self, scores: &[f32]) -> Writer {
+        self.written("llama").f32s("tokenizer.ggml.scores", scores)
+    }
+
+    fn written(&self, model: &str) -> Writer {
+        Writer::new()
+            .string("tokenizer.ggml.model", model)
+            .strings("tokenizer.ggml.tokens", &self.tokens)
+            .i32s("tokenizer.ggml.token_type", &self.types)
+    }
+}
+
+/// All the way: a file's bytes, its metadata, its tokenizer.
+fn tokenizer(writer: &Writer) -> Tokenizer {
+    let bytes = writer.bytes();
+    let header = Header::parse(&bytes).unwrap();
+    Tokenizer::from_gguf(&vocabulary(&header.metadata(&bytes)).unwrap()).unwrap()
+}
+
+fn check_vectors(name: &str, fixtures: &Path, tokenizer: &Tokenizer) {
+    let read = |ending: &str| {
+        let path = fixtures.join("vectors/llama.cpp").join(format!("ggml-vocab-{name}.gguf.{ending}"));
+        fs::read_to_string(path).unwrap()
+    };
+    let (inputs, outputs) = (read("inp"), read("out"));
+    let mut checked = 0;
+    for (text, ids) in inputs.split("\n__ggml_vocab_test__\n").zip(outputs.lines()) {
+        let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
+        // The vectors have no prefix, as `Text` adds none.
+        assert_eq!(tokenizer.encode(text, Controls::Text).unwrap(), want, "{name}: {text:?}");
+        checked += 1;
+    }
+    println!("{name}: {checked} texts");
+    assert!(checked > 30, "{name}: {checked} texts");
+}
+
+#[test]
+fn ids_of_the_gguf_vocabulary_agree_with_the_vectors_of_llama_cpp() {
+    let Some(fixtures) = fixtures() else { return };
+    let file = fixtures.join("vectors/llama.cpp/ggml-vocab-gpt-2.gguf");
+    let checkpoint = GgufCheckpoint::open(&file).unwrap();
+    assert_eq!(checkpoint.architecture().unwrap(), "gpt2");
+    assert_eq!(checkpoint.tensors().count(), 0);
+    let vocabulary = vocabulary(&checkpoint.metadata()).unwrap();
+    let tokenizer = Tokenizer::from_gguf(&vocabulary).unwrap();
+    check_vectors("gpt-2", &fixtures, &tokenizer);
+    assert_eq!(tokenizer.vocab_size(), 50257);
+    assert!(tokenizer.is_control(50256));
+    let special = vocabulary.special_ids().unwrap();
+    assert_eq!((special.bos, special.eos, special.stop), (Some(50256), Some(50256), vec![50256]));
+}
+
+/// Whose tokenizer.json, as which pre-tokenizer, against which vectors.
+const BYTE_LEVEL: &[(&str, &str, &str)] = &[
+    ("gpt2", "gpt-2", "gpt-2"),
+    ("Llama-3.1-8B-Instruct", "llama-bpe", "llama-bpe"),
+    ("Qwen2.5", "qwen2", "qwen2"),
+    ("gpt-oss-20b", "gpt-4o", "gpt-4o"),
+];
+
+#[test]
+fn ids_of_converted_vocabularies_agree_with_the_vectors_of_llama_cpp() {
+    let Some(fixtures) = fixtures() else { return };
+    for (model, pre, vectors) in BYTE_LEVEL {
+        let tokenizer = tokenizer(&converted(&fixtures.join(model)).byte_level(pre));
+        check_vectors(vectors, &fixtures, &tokenizer);
+    }
+    let tinyllama = converted(&fixtures.join("TinyLlama-1.1B-Chat-v1.0"));
+    check_vectors("llama-spm", &fixtures, &tokenizer(&tinyllama.sentencepiece(&llama2_scores(&tinyllama))));
+}
+
+/// Llama 2's tokenizer.model ranks its pieces by id, but for runs of spaces, which come last; what comes before them,
+/// markers and bytes, scores 0.
+fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
+    let score = |(id, token): (usize, &String)| match id {
+        259.. if token.chars().all(|c| c == '▁') => -1e9,
+        _ => -(id.saturating_sub(259) as f32),
+    };
+    vocabulary.tokens.iter().enumerate().map(score).collect()
+}
+
+/// SentencePiece's algorithm as it is told: of all neighbours that make a piece, join those with the highest score, the
+/// leftmost of equals.
+fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec<u32> {
+    let pieces: HashMap<&str, usize> =
+        model.tokens.iter().enumerate().map(|(id, token)| (token.as_str(), id)).collect();
+    let text = format!(" {text}").replace(' ', "▁");
+    let mut ends: Vec<usize> = text.char_indices().map(|(at, _)| at).chain([text.len()]).collect();
+    loop {
+        let mut best: Option<(f32, usize)> = None;
+        for (i, window) in ends.windows(3).enumerate() {
+            let Some(&id) = pieces.get(&text[window[0]..window[2]]) else { continue };
+            if model.types[id] == NORMAL && best.is_none_or(|(score, _)| scores[id] > score) {
+                best = Some((scores[id], i));
+            }
+        }
+        let Some((_, i)) = best else { break };
+        ends.remove(i + 1);
+    }
+    let mut ids = Vec::new();
+    for window in ends.windows(2) {
+        let piece = &text[window[0]..window[1]];
+        match pieces.get(piece) {
+            Some(&id) => ids.push(id as u32),
+            None => ids.extend(piece.bytes().map(|byte| pieces[format!("<0x{byte:02X}>").as_str()] as u32)),
+        }
+    }
+    ids
+}
+
+/// Where scores are equal, merges have to come to the same as SentencePiece's own order.
+#[test]
+fn merges_do_what_sentencepiece_does() {
+    let Some(fixtures) = fixtures() else { return };
+    let tinyllama = converted(&fixtures.join("TinyLlama-1.1B-Chat-v1.0"));
+    let scores = llama2_scores(&tinyllama);
+    let mistral = fs::read(fixtures.join("Mistral-7B-Instruct-v0.3/tokenizer.model.v3")).unwrap();
+    let book = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
+    for (model, scores) in [(tinyllama, scores), sentencepiece_model(&mistral)] {
+        let tokenizer = tokenizer(&model.sentencepiece(&scores));
+        let runs = (0..80).flat_map(|spaces| {
+            let spaces = " ".repeat(spaces);
+            [format!("{spaces}x"), format!("x{spaces}"), format!("x{spaces}Hello{spaces}{spaces}world\n{spaces}")]
+        });
+        let repeated = ["a", "e", "-", "=", "0", ".", "/", "\t", "\n", "é", "界", "ab", "na"];
+        let runs = runs.chain((1..40).flat_map(|count| repeated.map(|text| text.repeat(count))));
+        let texts = TEXTS.iter().copied().chain(book.lines()).map(str::to_string).chain(runs);
+        let mut wrong = Vec::new();
+        for text in texts.filter(|text| !text.is_empty()) {
+            let want = sentencepiece_reference(&model, &scores, &text);
+            let got = tokenizer.encode(&text, Controls::Text).unwrap();
+            if got != want {
+                wrong.push((text, got, want));
+            }
+        }
+        assert!(wrong.is_empty(), "{} texts, such as {:?}", wrong.len(), wrong[0]);
+    }
+}
+
+/// Pieces and scores of a SentencePiece model, from its protobuf: field 1; in it piece, score and type are 1, 2 and 3.
+fn sentencepiece_model(bytes: &[u8]) -> (Converted, Vec<f32>) {
+    let mut found = Converted { tokens: Vec::new(), types: Vec::new(), merges: Vec::new() };
+    let mut scores = Vec::new();
+    for (field, piece) in fields(bytes) {
+        if field != 1 {
+            continue;
+        }
+        let (mut token, mut score, mut kind) = (String::new(), 0.0, NORMAL);
+        for (field, value) in fields(piece) {
+            match field {
+                1 => token = String::from_utf8(value.to_vec()).unwrap(),
+                2 => score = f32::from_le_bytes(value.try_into().unwrap()),
+                3 => kind = i32::from(value[0]),
+                _ => {}
+            }
+        }
+        found.tokens.push(token);
+        scores.push(score);
+        found.types.push(kind);
+    }
+    (found, scores)
+}
+
+/// (number, bytes) of a protobuf message's fields.
+fn fields(mut bytes: &[u8]) -> Vec<(u64, &[u8])> {
+    fn varint(bytes: &mut &[u8]) -> u64 {
+        let mut value = 0;
+        for shift in (0..).step_by(7) {
+            let byte = bytes[0];
+            *bytes = &bytes[1..];
+            value |= u64::from(byte & 127) << shift;
+            if byte < 128 {
+                break;
+            }
+        }
+        value
+    }
+    let mut found = Vec::new();
+    while !bytes.is_empty() {
+        let tag = varint(&mut bytes);
+        let whole = bytes;
+        let length = match tag & 7 {
+            0 => {
+                varint(&mut bytes);
+                whole.len() - bytes.len()
+            }
+            1 => 8,
+            5 => 4,
+            _ => {
+                let length = varint(&mut bytes) as usize;
+                found.push((tag >> 3, &bytes[..length]));
+                bytes = &bytes[length..];
+                continue;
+            }
+        };
+        found.push((tag >> 3, &whole[..length]));
+        bytes = &whole[length..];
+    }
+    found
+}
+
+const TEXTS: &[&str] = &[
+    "",
+    " ",
+    "   ",
+    "Hello",
+    " Hello  World ",
+    "I've been to Zürich, don't you know? 12345 + 678 = 13023",
+    "naïve Ångström 你好，世界 🦀🏳️‍🌈 अच्छा",
+    "fn main() {\n\tprintln!(\"{}\", 1 << 3);\n}\n\n\n",
+    "aaaaaaaaaaaaa            bbbbbbbbb\t\t\t\t-----------======",
+    "ABCdefGHI İstanbul ﬁnd DON'T don’t 3.14159 https://example.org/a?b=c&d=e",
+    "é e\u{301} ｆｕｌｌ \u{200d}\u{feff}\u{0}",
+];
+
+/// Real scores and types, judged by the same model's tokenizer.json.
+#[test]
+fn a_sentencepiece_model_is_what_its_tokenizer_json_is() {
+    let Some(fixtures) = fixtures() else { return };
+    let folder = fixtures.join("Mistral-7B-Instruct-v0.3");
+    let (model, scores) = sentencepiece_model(&fs::read(folder.join("tokenizer.model.v3")).unwrap());
+    assert_eq!(model.tokens.len(), 32768);
+    let writer = model.sentencepiece(&scores);
+    let (ours, theirs) = (tokenizer(&writer), Tokenizer::from_dir(&folder).unwrap());
+    let book = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
+    for text in TEXTS.iter().copied().chain([book.as_str(), "<s>", "[INST] a", "x</s>y"]) {
+        for controls in [Controls::Text, Controls::Default] {
+            // Of what follows a control token, llama.cpp has a space before it and this tokenizer.json has none.
+            let marks =
+                controls == Controls::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
+            // Nor does it put one before another, as SentencePiece does.
+            if marks || text.starts_with(' ') {
+                continue;
+            }
+            let want = theirs.encode(text, controls).unwrap();
+            assert_eq!(ours.encode(text, controls).unwrap(), want, "{text:?}");
+            assert_eq!(ours.decode(&want).unwrap(), theirs.decode(&want).unwrap(), "{text:?}");
+        }
+    }
+    // What follows a control token begins with a space again, as llama.cpp has it.
+    let ids = ours.encode("x</s>y", Controls::Parse).unwrap();
+    assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
+}
+
+/// The same ids as by the model's own file, with control tokens read and written as text; and the same text again.
+#[test]
+fn converted_vocabularies_are_what_their_tokenizer_json_is() {
+    let Some(fixtures) = fixtures() else { return };
+    let texts =
+        ["<|im_start|>user\nHi<|im_end|> <|eot_id|><|begin_of_text|>x <tool_call> <|return|>", "a<|endoftext|>b"];
+    for (model, pre, _) in BYTE_LEVEL {
+        let folder = fixtures.join(model);
+        let (ours, theirs) = (tokenizer(&converted(&folder).byte_level(pre)), Tokenizer::from_dir(&folder).unwrap());
+        for text in TEXTS.iter().chain(&texts) {
+            for controls in [Controls::Text, Controls::Parse] {
+                let want = theirs.encode(text, controls).unwrap();
+                assert_eq!(ours.encode(text, controls).unwrap(), want, "{model}: {text:?}");
+                assert_eq!(ours.decode(&want).unwrap(), theirs.decode(&want).unwrap(), "{model}: {text:?}");
+                let mut stream = TextStream::new();
+                let mut streamed: String = want.iter().map(|&id| stream.push(&ours, id).unwrap()).collect();
+                streamed.push_str(&stream.finish(&ours).unwrap());
+                assert_eq!(streamed, ours.decode(&want).unwrap(), "{model}: {text:?}");
+            }
+        }
+        let controls =
+            |tokenizer: &Tokenizer| tokenizer.controls().map(|(c, id)| (c.to_string(), id)).collect::<Vec<_>>();
+        assert_eq!(controls(&ours), controls(&theirs), "{model}");
+    }
+}
+
+#[test]
+fn prefixes_and_stops_are_those_of_the_models() {
+    let Some(fixtures) = fixtures() else { return };
+    let llama = converted(&fixtures.join("Llama-3.1-8B-Instruct")).byte_level("llama-bpe");
+    let llama = llama.u32("tokenizer.ggml.bos_token_id", 128_000).u32("tokenizer.ggml.eos_token_id", 128_009);
+    let theirs = Tokenizer::from_dir(&fixtures.join("Llama-3.1-8B-Instruct")).unwrap();
+    assert_eq!(
+        tokenizer(&llama).encode("Hello", Controls::Default).unwrap(),
+        theirs.encode("Hello", Controls::Default).unwrap()
+    );
+    let bare = tokenizer(&llama.clone().bool("tokenizer.ggml.add_bos_token", false));
+    assert_eq!(bare.encode("Hello", Controls::Default).unwrap(), bare.encode("Hello", Controls::Text).unwrap());
+    let both = tokenizer(&llama.clone().bool("tokenizer.ggml.add_eos_token", true));
+    let ids = both.encode("Hello", Controls::Default).unwrap();
+    assert_eq!((ids[0], ids[ids.len() - 1]), (128_000, 128_009));
+    let stops = |writer: &Writer| {
+        let bytes = writer.bytes();
+        let header = Header::parse(&bytes).unwrap();
+        vocabulary(&header.metadata(&bytes)).unwrap().special_ids().unwrap().stop
+    };
+    assert_eq!(stops(&llama), [128_001, 128_008, 128_009]);
+    let oss = converted(&fixtures.join("gpt-oss-20b")).byte_level("gpt-4o");
+    assert_eq!(stops(&oss.u32("tokenizer.ggml.eos_token_id", 200_002)), [199_999, 200_002, 200_012]);
+}
+
+/// A vocabulary of the 256 bytes and what a case adds.
+fn small(case: impl FnOnce(&mut Vec<String>, &mut Vec<i32>, &mut Vec<String>)) -> Converted {
+    let byte = |byte: u8| match byte {
+        b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte),
+        // The others follow from U+0100 on, in their order.
+        0..=0x20 => char::from_u32(0x100 + u32::from(byte)).unwrap(),
+        0x7f..=0xa0 => char::from_u32(0x121 + u32::from(byte - 0x7f)).unwrap(),
+        0xad => '\u{143}',
+    };
+    let mut tokens: Vec<String> = (0..=255).map(|b| byte(b).to_string()).collect();
+    let (mut types, mut merges) = (vec![NORMAL; 256], Vec::new());
+    case(&mut tokens, &mut types, &mut merges);
+    Converted { tokens, types, merges }
+}
+
+fn push(tokens: &mut Vec<String>, types: &mut Vec<i32>, token: &str, kind: i32) {
+    tokens.push(token.into());
+    types.push(kind);
+}
+
+#[test]
+fn each_kind_of_token_is_what_it_should_be() {
+    let vocabulary = small(|tokens, types, merges| {
+        for (token, kind) in [("ab", NORMAL), ("abc", CONTROL), ("<think>", USER_DEFINED), ("<|end|>", CONTROL)] {
+            push(tokens, types, token, kind);
+        }
+        push(tokens, types, "[PAD]", UNUSED);
+        push(tokens, types, "", UNUSED);
+        push(tokens, types, "", CONTROL);
+        merges.extend(["a b".to_string(), "ab c".to_string()]);
+    });
+    for pre in ["gpt-2", "llama-bpe", "default", "smollm", "tekken", "deepseek-r1-qwen", "deepseek-v3", "falcon"] {
+        let tokenizer = tokenizer(&vocabulary.byte_level(pre));
+        let encode = |text, controls| tokenizer.encode(text, controls).unwrap();
+        assert_eq!(encode("ab", Controls::Text), [256], "{pre}");
+        // What is written never becomes a control token, neither by merges nor as a whole word.
+        assert_eq!(encode("abc", Controls::Text), [256, u32::from(b'c')], "{pre}");
+        assert_eq!(encode("abc", Controls::Parse), [257], "{pre}");
+        assert_eq!(encode("<think>", Controls::Parse), [258], "{pre}");
+        assert!(!encode("<think><|end|>[PAD]", Controls::Text).iter().any(|id| *id > 256), "{pre}");
+        assert_eq!(encode("<|end|>", Controls::Parse), [259], "{pre}");
+        assert!(tokenizer.is_control(259) && tokenizer.is_control(258) && !tokenizer.is_control(256));
+        assert_eq!(tokenizer.decode(&[256, 258, 260, 261, 262, 259]).unwrap(), "ab<think>[PAD]<|end|>");
+        assert_eq!(tokenizer.vocab_size(), 261);
+    }
+}
+
+/// Cuts that the vectors do not show, by texts that tell pre-tokenizers apart.
+#[test]
+fn pre_tokenizers_differ_where_they_should() {
+    let vocabulary = small(|tokens, types, merges| {
+        for (left, right) in
+            [("1", "2"), ("12", "3"), ("123", "4"), ("A", "b"), ("b", "C"), ("'", "S"), (".", "."), ("..", ".")]
+        {
+            push(tokens, types, &[left, right].concat(), NORMAL);
+            merges.push(format!("{left} {right}"));
+        }
+    });
+    let pieces = |pre: &str, text: &str| {
+        let tokenizer = tokenizer(&vocabulary.byte_level(pre));
+        let ids = tokenizer.encode(text, Controls::Text).unwrap();
+        ids.iter().map(|id| tokenizer.token(*id).unwrap()).collect::<Vec<_>>().join("|")
+    };
+    let cases = [
+        ("gpt-2", "1234", "1234"),
+        ("default", "1234", "123|4"),
+        ("falcon", "1234", "123|4"),
+        ("llama-bpe", "1234", "123|4"),
+        ("gpt-4o", "1234", "123|4"),
+        ("deepseek-v3", "1234", "123|4"),
+        ("qwen2", "1234", "1|2|3|4"),
+        ("deepseek-r1-qwen", "1234", "1|2|3|4"),
+        ("tekken", "1234", "1|2|3|4"),
+        ("smollm", "1234", "1|2|3|4"),
+        ("gpt-2", "AbC", "Ab|C"),
+        ("gpt-4o", "AbC", "Ab|C"),
+        ("gpt-4o", "bC", "b|C"),
+        ("tekken", "bC", "b|C"),
+        ("qwen2", "bC", "bC"),
+        ("gpt-2", "'S", "'|S"),
+        ("llama-bpe", "'S", "'S"),
+        ("default", "...", "..."),
+    ];
+    for (pre, text, want) in cases {
+        assert_eq!(pieces(pre, text), want, "{pre}: {text}");
+    }
+}
+
+#[test]
+fn vocabularies_that_lie() {
+    let error = |writer: &Writer| {
+        let bytes = writer.bytes();
+        let header = Header::parse(&bytes).unwrap();
+        let tokenizer = vocabulary(&header.metadata(&bytes)).and_then(|vocabulary| Tokenizer::from_gguf(&vocabulary));
+        tokenizer.err().map_or("no error".into(), |error| format!("{error:#}"))
+    };
+    let plain = || small(|_, _, _| {});
+    let merged = |merge: &str| small(|_, _, merges| merges.push(merge.into())).byte_level("gpt-2");
+    let key = |name: &str| format!("tokenizer.ggml.{name}");
+    let good = || plain().byte_level("gpt-2");
+    assert_eq!(error(&good()), "no error");
+    let bare = |tokens: &[&str]| Writer::new().string(&key("model"), "gpt2").strings(&key("tokens"), tokens);
+    let cases: Vec<(Writer, &str)> = vec![
+        (Writer::new(), "metadata key tokenizer.ggml.model is missing"),
+        (Writer::new().string(&key("model"), "gpt2"), "metadata key tokenizer.ggml.tokens is missing"),
+        (plain().written("bert"), "tokenizer.ggml.model: \"bert\" is not supported; supported: gpt2, llama"),
+        (plain().written("gpt2"), "metadata key tokenizer.ggml.pre is missing"),
+        (plain().byte_level("gpt-7"), "tokenizer.ggml.pre: \"gpt-7\" is not supported; supported: default, gpt-2"),
+        (plain().written("gpt2").string(&key("pre"), "gpt-2"), "metadata key tokenizer.ggml.merges is missing"),
+        (plain().written("llama"), "metadata key tokenizer.ggml.scores is missing"),
+        (plain().sentencepiece(&[0.0; 255]), "tokenizer.ggml.scores: 255 entries for 256 tokens"),
+        (bare(&["a", "b"]).i32s(&key("token_type"), &[1; 3]), "tokenizer.ggml.token_type: 3 entries for 2 tokens"),
+        (bare(&[]), "tokenizer.ggml.tokens: 0 tokens; 1 to 2097152 are read"),
+        (bare(&["a", "b", "a"]), "tokenizer.ggml.tokens: \"a\" is both 0 and 2"),
+        (bare(&["a"]).strings(&key("scores"), &["1"]), "metadata key tokenizer.ggml.scores[0]: expected floats"),
+        (
+            Writer::new().string(&key("model"), "gpt2").i32s(&key("tokens"), &[1]),
+            "tokens[0]: expected strings, found I32(1)",
+        ),
+        (merged(&"ab".repeat(1 << 20)), "ababab\"… is not two tokens"),
+        (merged("ab"), "tokenizer.ggml.merges[0]: \"ab\" is not two tokens"),
+        (merged("a b c"), "is not two tokens"),
+        (merged(" a"), "is not two tokens"),
+        (merged("a "), "is not two tokens"),
+        (merged(""), "is not two tokens"),
+        (merged("a b"), "tokenizer.ggml.merges[0]: \"a b\" has or makes what is no token"),
+        // Longer than any token: what tokenizers panics on.
+        (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "has or makes what is no token"),
+        (good().u32(&key("bos_token_id"), 256), "tokenizer.ggml.bos_token_id: 256 is no token, there are 256"),
+        (good().u32(&key("eot_token_id"), u32::MAX), "tokenizer.ggml.eot_token_id: 4294967295 is no token"),
+        (good().string(&key("eos_token_id"), "x"), "tokenizer.ggml.eos_token_id: expected a whole number"),
+        (good().bool(&key("add_bos_token"), true), "tokenizer.ggml.add_bos_token is true, but the token has no id"),
+        (good().bool(&key("add_eos_token"), true), "tokenizer.ggml.add_eos_token is true, but the token has no id"),
+        (good().u32(&key("add_eos_token"), 1), "tokenizer.ggml.add_eos_token: expected a truth value, found U32(1)"),
+    ];
+    for (writer, want) in cases {
+        let error = error(&writer);
+        assert!(error.contains(want), "{error:?} instead of {want:?}");
+    }
+    let long = "a".repeat(30_000);
+    let begin = std::time::Instant::now();
+    let message = error(&Converted { tokens: vec![long], types: vec![NORMAL], merges: vec![] }.sentencepiece(&[0.0]));
+    assert!(message.contains("token 0 and those before it are too long"), "{message}");
+    assert!(begin.elapsed().as_secs() < 2);
+}
+
+#[test]
+fn sentencepiece_follows_scores_and_falls_back_to_bytes() {
+    let mut model = Converted {
+        tokens: vec!["<unk>".into(), "<s>".into(), "</s>".into()],
+        types: vec![UNKNOWN, CONTROL, CONTROL],
+        merges: vec![],
+    };
+    (0..=255).for_each(|byte| push(&mut model.tokens, &mut model.types, &format!("<0x{byte:02X}>"), BYTE));
+    let start = model.tokens.len();
+    for token in ["▁", "a", "b", "c", "<", "s", ">", "ab", "bc", "▁a", "s>"] {
+        push(&mut model.tokens, &mut model.types, token, NORMAL);
+    }
+    let id = |token: &str| model.tokens.iter().position(|candidate| candidate == token).unwrap() as u32;
+    let scores = |best: &str| -> Vec<f32> {
+        (0..model.tokens.len())
+            .map(|i| if model.tokens[i] == best { 0.0 } else { -(i.saturating_sub(start) as f32) - 1.0 })
+            .collect()
+    };
+    let encode = |writer: &Writer, text: &str, controls| tokenizer(writer).encode(text, controls).unwrap();
+    let text = |best, text| encode(&model.sentencepiece(&scores(best)), text, Controls::Text);
+    assert_eq!(text("bc", "abc"), [id("▁a"), id("bc")]);
+    assert_eq!(text("ab", "abc"), [id("▁"), id("ab"), id("c")]);
+    assert_eq!(text("ab", "é"), [id("▁"), id("<0xC3>"), id("<0xA9>")]);
+    // As text, a control token is what it is made of.
+    assert_eq!(text("ab", "<s>"), [id("▁"), id("<"), id("s>")]);
+    let writer = model.sentencepiece(&scores("ab"));
+    assert_eq!(encode(&writer, "a", Controls::Default), [1, id("▁a")]);
+    assert_eq!(encode(&writer, "</s>a", Controls::Parse), [2, id("▁a")]);
+    let bare = writer.clone().bool("tokenizer.ggml.add_space_prefix", false);
+    assert_eq!(encode(&bare, "a b", Controls::Text), [id("a"), id("▁"), id("b")]);
+    assert_eq!(tokenizer(&bare).decode(&[id("▁a"), id("▁"), id("<0xC3>"), id("<0xA9>")]).unwrap(), " a é");
+    assert_eq!(tokenizer(&writer).decode(&[id("▁a"), id("▁"), id("<0xC3>"), id("<0xA9>")]).unwrap(), "a é");
+}
+
+#[test]
+fn chat_templates_are_found_by_name() {
+    let bytes = Writer::new()
+        .string("tokenizer.chat_template", "{{ messages }}")
+        .string("tokenizer.chat_template.tool_use", "{{ tools }}")
+        .bytes();
+    let header = Header::parse(&bytes).unwrap();
+    let metadata = header.metadata(&bytes);
+    assert_eq!(chat_template(&metadata, None).unwrap(), Some("{{ messages }}"));
+    assert_eq!(chat_template(&metadata, Some("tool_use")).unwrap(), Some("{{ tools }}"));
+    assert_eq!(chat_template(&metadata, Some("rag")).unwrap(), None);
+}
+
+/// A vocabulary that no file stands behind.
+#[test]
+fn an_empty_vocabulary_is_an_error() {
+    let error = Tokenizer::from_gguf(&Vocabulary::default()).err().unwrap().to_string();
+    assert!(error.contains("0 tokens"), "{error}");
+}
