@@ -336,8 +336,7 @@ fn attention(
     let q = scratch.tensor(0, &[heads, head_dim], dtype, device)?;
     let attended = scratch.tensor(1, &[heads, head_dim], dtype, device)?;
     let raw = scratch.tensor(5, &[heads + config.spec.kv_heads, head_dim], DType::F32, device)?;
-    let qk_norm =
-        qk_norm.as_ref().map(|(q, k)| decode::QkNorm { q: &q.weight, k: &k.weight, eps: q.eps, raw: &raw });
+    let qk_norm = qk_norm.as_ref().map(|(q, k)| decode::QkNorm { q: &q.weight, k: &k.weight, eps: q.eps, raw: &raw });
     let qkv = Qkv {
         weight: &qkv_proj.weight,
         bias: qkv_proj.bias.as_ref(),

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use memmap2::Mmap;
 
-use super::read_ahead::{Extent, Keep, Source};
+use super::read_ahead::{self, Extent, Keep, Source};
 
 pub use header::{Header, TensorInfo};
 pub use metadata::{Array, Metadata, Value, ValueType};
@@ -141,7 +141,8 @@ impl GgufCheckpoint {
     pub fn extent(&self, name: &str, keep: Keep) -> Option<Extent> {
         let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
         let source = self.parts[info.part].source.clone();
-        Some(Extent { name: name.to_string(), source, start: info.start as u64, bytes: info.bytes, keep })
+        let parts = vec![read_ahead::Part { source, start: info.start as u64, bytes: info.bytes }];
+        Some(Extent { name: name.to_string(), parts, keep })
     }
 
     /// A tensor's bytes.

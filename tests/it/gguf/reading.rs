@@ -151,8 +151,12 @@ fn extents_are_where_the_bytes_are() {
     for (name, info) in checkpoint.tensors() {
         let extent = checkpoint.extent(name, Keep::Lasting).unwrap();
         let file = std::fs::read(&extent.source.path).unwrap();
-        assert_eq!(&file[extent.start as usize..][..extent.bytes], checkpoint.view(name).unwrap().bytes, "{name}");
-        assert_eq!(extent.bytes, info.bytes);
+        assert_eq!(
+            &file[extent.parts[0].start as usize..][..extent.bytes()],
+            checkpoint.view(name).unwrap().bytes,
+            "{name}"
+        );
+        assert_eq!(extent.bytes(), info.bytes);
     }
     assert!(checkpoint.extent("absent", Keep::Lasting).is_none());
 }
