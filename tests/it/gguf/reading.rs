@@ -150,7 +150,7 @@ fn extents_are_where_the_bytes_are() {
     let (checkpoint, _) = tiny();
     for (name, info) in checkpoint.tensors() {
         let extent = checkpoint.extent(name, Keep::Lasting).unwrap();
-        let file = std::fs::read(&extent.source.path).unwrap();
+        let file = std::fs::read(&extent.parts[0].source.path).unwrap();
         assert_eq!(
             &file[extent.parts[0].start as usize..][..extent.bytes()],
             checkpoint.view(name).unwrap().bytes,
