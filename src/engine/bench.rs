@@ -84,6 +84,19 @@ impl Engine {
         Ok(chosen)
     }
 
+    /// The same with each step's launches issued one by one instead of as a graph, to judge the graph by. The cache is
+    /// forgotten afterwards. Fails without a graph.
+    #[cfg(feature = "cuda")]
+    pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
+        if count > self.cache.context() - self.cache.len() || !self.start_steps(first)? {
+            bail!("{count} steps of a graph do not fit, or there is none");
+        }
+        let Decoding::Graph(executor) = &mut self.decoding else { bail!("there is no graph to run") };
+        let chosen = (0..count).map(|_| executor.next_ungraphed()).collect();
+        self.forget();
+        chosen
+    }
+
     /// Logits f32 \[T, V\] of every position of `ids`, as `logits`, but each from a decode step: how the executor is judged.
     pub fn step_logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.forget();

@@ -117,6 +117,12 @@ fn full_size_greedy_tokens_are_the_same_every_time() {
     let distinct = first.iter().collect::<std::collections::BTreeSet<_>>().len();
     println!("512 greedy tokens, {distinct} different ones, by {}", engine.executor());
     assert_eq!(first, second);
+    #[cfg(feature = "cuda")]
+    if engine.executor() == "graph" {
+        engine.forget();
+        engine.fill(&prompt).unwrap();
+        assert_eq!(engine.decode_steps_ungraphed(17, 512).unwrap(), first, "launches one by one");
+    }
 }
 
 #[test]
