@@ -26,7 +26,7 @@ def cases():
     yield "qwen2", s, config_of("Qwen2ForCausalLM", s, model_type="qwen2", hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-06, use_sliding_window=True, sliding_window=s.W,
         max_window_layers=2, use_mrope=False, tie_word_embeddings=True, torch_dtype="bfloat16", **ROPE), torch.bfloat16, ["model.safetensors"]
     # Qwen3 as transformers 5 saves it.
-    s = SimpleNamespace(C=40, F=28, L=4, H=6, K=2, D=16, V=101, T=49)
+    s = SimpleNamespace(C=40, F=72, L=4, H=6, K=2, D=16, V=101, T=49)
     yield "qwen3", s, config_of("Qwen3ForCausalLM", s, model_type="qwen3", head_dim=s.D, hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-06, attention_bias=False,
         use_sliding_window=False, sliding_window=None, max_window_layers=4, layer_types=["full_attention"] * s.L, tie_word_embeddings=False, dtype="bfloat16",
         rope_parameters={"rope_type": "default", "rope_theta": 500.0}), torch.bfloat16, ["model.safetensors"]

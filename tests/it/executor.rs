@@ -202,7 +202,7 @@ impl Llama {
 fn each_model(test: impl Fn(&mut Model)) {
     let Some(device) = gpu() else { return };
     for dtype in [DType::BF16, DType::F16] {
-        for case in ["gpt_oss_graph", "llama_graph", "mistral", "qwen2"] {
+        for case in ["gpt_oss_graph", "llama_graph", "mistral", "qwen2", "qwen3"] {
             test(&mut Model::load(case, &golden(case), &device, dtype));
         }
         for (name, llama) in LLAMAS {
@@ -223,7 +223,7 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
 fn steps_of_the_graph_agree_with_transformers() {
     let Some(device) = gpu() else { return };
     for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
-        for case in ["gpt_oss_graph", "llama_graph", "mistral", "qwen2"] {
+        for case in ["gpt_oss_graph", "llama_graph", "mistral", "qwen2", "qwen3"] {
             let mut model = Model::load(case, &golden(case), &device, dtype);
             let golden = safetensors::load(golden(case).join("golden.safetensors"), &Device::Cpu).unwrap();
             let ids = |name: &str| -> Vec<u32> {
