@@ -264,7 +264,6 @@ fn what_the_graph_cannot_run_is_told() {
     };
     assert!(why("gpt_oss", DType::BF16).contains("scales"));
     assert!(why("llama2", DType::BF16).contains("heads of 8"));
-    assert!(why("qwen3", DType::BF16).contains("norms of queries and keys"));
     assert!(why("gemma2", DType::BF16).contains("scaled embeddings"));
     assert!(why("gpt2", DType::BF16).contains("LayerNorm"));
     assert!(why("mixtral", DType::BF16).contains("experts other than"));
@@ -341,7 +340,7 @@ fn a_conversation_goes_on_from_what_steps_wrote() {
             ids.truncate(kept);
             let cached = model.cache.go_back(kept).unwrap();
             assert!(opening.len() <= cached && cached <= kept, "{}: {cached} of {kept}", model.name);
-            ids.extend((0..9).map(|i| i * 13 + 2));
+            ids.extend(prompt(model, 9));
             let last = |ids: &[u32], cache: &mut KvCache| {
                 let logits = ids.chunks(CHUNK).map(|part| {
                     let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::Last };
