@@ -90,7 +90,7 @@ const DEFAULT_CONTEXT: usize = 32_768;
 const SMALLEST_CONTEXT: usize = 2048;
 
 /// Bytes for activations: in any case, and for each token of a chunk.
-const WORKSPACE: (u64, u64) = (128 << 20, 448 << 10);
+const WORKSPACE: (u64, u64) = (192 << 20, 448 << 10);
 
 /// Tokens in one pass of prefill: more is faster until the matrix units are full, and takes more memory.
 fn chunk_sizes(device: &Device) -> &'static [usize] {
@@ -275,8 +275,8 @@ impl Need<'_> {
 
     /// Everything, with the activations of one chunk.
     fn bytes(&self, room: Room) -> u64 {
-        let running = self.cache_bytes(room) + WORKSPACE.0 + room.chunk as u64 * WORKSPACE.1;
-        self.weight_bytes + running.max(self.loading_bytes)
+        let running = self.cache_bytes(room) + room.chunk as u64 * WORKSPACE.1;
+        self.weight_bytes + WORKSPACE.0 + running.max(self.loading_bytes)
     }
 
     /// This context with the largest chunk that fits.
@@ -411,7 +411,7 @@ mod tests {
         let room = Room { context: 100, chunk: 100 };
         let running = need().bytes(room);
         let need = Need { loading_bytes: 5 << 30, ..need() };
-        assert_eq!(need.bytes(room), (10 << 30) + (5 << 30));
+        assert_eq!(need.bytes(room), (10 << 30) + WORKSPACE.0 + (5 << 30));
         assert!(running < need.bytes(room));
     }
 

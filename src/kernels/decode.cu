@@ -9,17 +9,30 @@
 #include "common.cuh"
 #include "pdl.cuh"
 
-// 16 bytes of weights: read once, so they need no place in L1.
+// Weights are read once a step: no place in L1 for them, and in L2 they go before what the kernels hand each other.
+__device__ __forceinline__ uint64_t streamed() {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    return policy;
+}
 __device__ __forceinline__ uint4 load_stream(const void* address) {
     uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(address));
+                 : "l"(address), "l"(streamed()));
+    return v;
+}
+// Constants that are to be asked for right here, before a wait: the compiler would move a plain load behind it.
+__device__ __forceinline__ float4 load_early(const float4* address) {
+    float4 v;
+    asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(address));
     return v;
 }
 __device__ __forceinline__ uint32_t load_stream_word(const void* address) {
     uint32_t v;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(address));
+    asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.u32 %0, [%1], %2;"
+                 : "=r"(v)
+                 : "l"(address), "l"(streamed()));
     return v;
 }
 
@@ -368,10 +381,15 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i) {
         const int at = threadIdx.x + i * blockDim.x;
-        if (at < quads) w[i] = __ldg(row + at), n[i] = __ldg(reinterpret_cast<const float4*>(norm) + at);
+        if (at < quads) w[i] = load_early(row + at), n[i] = load_early(reinterpret_cast<const float4*>(norm) + at);
     }
+    const int slice = (columns + experts - 1) / experts, first = expert * slice, mine = first + threadIdx.x;
+    const bool norms = threadIdx.x < slice && mine < columns;
+    const float norm_mine = norms ? __ldg(norm + mine) : 0.0f, shift = bias ? __ldg(bias + expert) : 0.0f;
     pdl_wait();
     pdl_launch_dependents();
+    // What the end needs is asked for at the start.
+    const float x_mine = norms ? __ldcg(x + mine) : 0.0f;
     float squares = 0.0f, dot = 0.0f, top = 0.0f;
     const auto add = [&](float4 v, float4 n, float4 w) {
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
@@ -399,11 +417,11 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
     const float rms = rsqrtf(squares / columns + eps);
     const int exponent = top * rms < 32768.0f ? 0 : ilogbf(top * rms) - 14;
     const float shrink = rms * exp2f((float)-exponent);
-    const int slice = (columns + experts - 1) / experts, first = expert * slice;
-    for (int i = first + threadIdx.x; i < min(first + slice, columns); i += blockDim.x)
+    if (norms) normed[mine] = __float2half_rn(x_mine * norm_mine * shrink);
+    for (int i = mine + blockDim.x; i < min(first + slice, columns); i += blockDim.x)
         normed[i] = __float2half_rn(__ldcg(x + i) * __ldg(norm + i) * shrink);
     if (threadIdx.x == 0) {
-        logits[expert] = dot * rms + (bias ? bias[expert] : 0.0f);
+        logits[expert] = dot * rms + shift;
         if (expert == 0) *normed_scale = exp2f((float)exponent);
     }
 }

@@ -7,6 +7,10 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use super::{elements, to_f32};
 
+/// Heads that a warp of the kernel does.
+#[cfg(feature = "cuda")]
+const HEADS: usize = 4;
+
 /// What turns q and k.
 #[derive(Clone, Copy)]
 pub struct Rotation<'t> {
@@ -69,21 +73,25 @@ pub fn split_qkv(
             let args = [
                 Arg::tensor(qkv)?,
                 Arg::optional(bias)?,
+                Arg::Address(0),
+                Arg::Address(0),
                 Arg::tensor(cos)?,
                 Arg::tensor(sin)?,
                 Arg::tensor(positions)?,
                 Arg::tensor(&q)?,
                 Arg::tensor(&k)?,
                 Arg::tensor(&v)?,
+                tokens.into(),
                 q_heads.into(),
                 kv_heads.into(),
                 head_dim.into(),
                 (2 * half).into(),
+                0.0f32.into(),
             ];
             let name = format!("split_qkv_{}", suffix(dtype)?);
-            let grid = (tokens, q_heads + 2 * kv_heads, 1);
+            let grid = ((tokens * (q_heads + 2 * kv_heads).div_ceil(HEADS)).div_ceil(8), 1, 1);
             // SAFETY: shapes and dtypes checked above; positions are below P by contract of the caller's table.
-            unsafe { launch(device, &module!("rope"), &name, grid, 64, 0, &args)? };
+            unsafe { launch(device, &module!("rope"), &name, grid, 256, 0, &args)? };
             Ok((q, k, v))
         }
         #[allow(unreachable_patterns)]

@@ -316,6 +316,45 @@ fn a_replayed_graph_does_what_its_launches_do_one_by_one() {
     });
 }
 
+/// The next turn of a chat: steps have written to the cache, some beyond what was taken; it goes back a little, or so far
+/// that rings have lost it, and reads on.
+#[test]
+fn a_conversation_goes_on_from_what_steps_wrote() {
+    each_model(|model| {
+        let (opening, steps) = (prompt(model, 37), 45);
+        let mut executor = model.executor();
+        for kept in [opening.len() + steps - 2, opening.len() + 20, opening.len()] {
+            model.prefill(&opening);
+            model.cache.set_checkpoint().unwrap();
+            executor.start(opening.len(), 5, None).unwrap();
+            let answer: Vec<u32> =
+                (0..steps).map(|_| executor.next(CONTEXT - opening.len() - steps).unwrap()).collect();
+            let ahead = executor.ahead();
+            assert!(ahead > 0);
+            executor.drain().unwrap();
+            model.cache.advance_written(steps, ahead);
+            let mut ids = [&opening, &[5], &answer[..]].concat();
+            ids.truncate(kept);
+            let cached = model.cache.go_back(kept).unwrap();
+            assert!(opening.len() <= cached && cached <= kept, "{}: {cached} of {kept}", model.name);
+            ids.extend((0..9).map(|i| i * 13 + 2));
+            let mut last = |ids: &[u32], cache: &mut KvCache| {
+                let logits = ids.chunks(CHUNK).map(|part| {
+                    let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::Last };
+                    model.decoder.forward(&batch, &mut [&mut *cache]).unwrap()
+                });
+                values(&logits.last().unwrap())
+            };
+            let mut fresh =
+                KvCache::new(model.decoder.cache_layers(), CONTEXT, CHUNK, model.dtype, &model.device).unwrap();
+            let want = last(&ids, &mut fresh);
+            let error = relative_error(&last(&ids[cached..], &mut model.cache), &want);
+            let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
+            assert!(error < allowed, "{}, {kept} kept: off by {error:e}", model.name);
+        }
+    });
+}
+
 #[test]
 fn tokens_drawn_on_the_device_are_those_that_the_host_draws() {
     let base = SamplingParams { temperature: 1.0, seed: 11, ..SamplingParams::greedy() };
