@@ -1,5 +1,6 @@
 //! Checkpoints: tensors by their Hugging Face names, each checked for dtype and shape before it is used.
 
+pub mod inventory;
 pub mod mxfp4;
 pub mod read_ahead;
 mod safetensors;
@@ -17,6 +18,7 @@ use read_ahead::ReadAhead;
 #[cfg(feature = "cuda")]
 use read_ahead::{Keep, Settings};
 
+pub use inventory::Inventory;
 pub use safetensors::{Checkpoint, TensorInfo};
 
 /// A place in a checkpoint from which a layer takes its tensors, and where they go.
