@@ -6,6 +6,7 @@ pub mod download;
 pub mod list;
 pub mod perplexity;
 pub mod play;
+pub mod show;
 pub mod tokenize;
 
 use std::io::IsTerminal;

@@ -11,6 +11,7 @@ mod full_size;
 mod golden;
 mod hub;
 mod kernels;
+mod show;
 mod support;
 mod terminal;
 mod tokenizer;
