@@ -2,6 +2,7 @@
 
 pub mod bench;
 mod bench_report;
+pub mod doctor;
 pub mod download;
 pub mod list;
 pub mod perplexity;

@@ -16,7 +16,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use crate::Error;
 use cache::{Cache, INDEX, Need, RepoDir};
@@ -280,19 +280,29 @@ impl Hub {
         fetch::free_bytes(&self.settings.cache)
     }
 
-    /// Models of which only a part is here, in both caches, each with the first thing that it lacks.
+    /// Whether inferno's cache can be written to: makes it, and a file in it that is gone again.
+    pub fn try_cache(&self) -> Result<()> {
+        cache::create_dir(&self.settings.cache)?;
+        let probe = cache::aside(&self.settings.cache.join("probe"));
+        let written = fs::write(&probe, b"inferno").and_then(|()| fs::remove_file(&probe));
+        written.with_context(|| format!("cannot write {}", probe.display()))
+    }
+
+    /// Models of which only a part is here, each with the first thing that it lacks. Of the shared cache, where much lies
+    /// that was never meant for inferno, those that lack weights alone.
     pub fn incomplete(&self) -> Vec<(String, String)> {
         let names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let lacking = |name: &String| {
             if self.look_up(name, None, Need::Weights).is_some() {
                 return None;
             }
-            let repos = self.caches().map(|(cache, _)| cache.repo(name));
-            let missing = repos.iter().find_map(|repo| {
+            self.caches().iter().find_map(|(cache, source)| {
+                let repo = cache.repo(name);
                 let commit = repo.commit(MAIN).or_else(|| repo.commits().into_iter().next())?;
-                cache::missing(&repo.snapshot(&commit), Need::Weights)
-            });
-            Some((name.clone(), missing.unwrap_or_else(|| "everything".into())))
+                let path = repo.snapshot(&commit);
+                let ours = *source == Source::Inferno || cache::missing(&path, Need::Text).is_none();
+                cache::missing(&path, Need::Weights).filter(|_| ours).map(|missing| (name.clone(), missing))
+            })
         };
         names.iter().filter_map(lacking).collect()
     }

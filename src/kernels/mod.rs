@@ -21,6 +21,7 @@ pub mod matmul;
 pub mod norm;
 pub mod rope;
 pub mod rows;
+pub mod selftest;
 pub mod swiglu;
 pub mod topk;
 pub mod upload;

@@ -3,6 +3,7 @@
 mod bench;
 mod chat;
 mod cli;
+mod doctor;
 mod engine;
 #[cfg(feature = "cuda")]
 mod executor;

@@ -145,6 +145,10 @@ fn answer(mut stream: TcpStream, world: &Mutex<World>, requests: &Mutex<Vec<Stri
         }
         return send(&mut stream, "200 OK", listing(&world).as_bytes());
     }
+    if path == "/api/whoami-v2" {
+        let known = head.to_lowercase().contains("authorization: bearer hf_secret");
+        return send(&mut stream, if known { "200 OK" } else { "401 Unauthorized" }, b"{}");
+    }
     let name = path.strip_prefix(&format!("/{REPO}/resolve/{}/", world.commit)).or(path.strip_prefix("/storage/"));
     let Some(name) = name.map(|name| name.replace("%20", " ")) else {
         return send(&mut stream, "404 Not Found\r\nx-error-code: RepoNotFound", b"");
