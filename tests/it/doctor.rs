@@ -11,7 +11,7 @@ use crate::hub::fake::{COMMIT, FakeHub};
 use crate::support::demo_dir;
 
 /// Runs it; the status and words of the finding called `name`, and all of the report.
-fn diagnose(command: &mut Command) -> (Value, impl Fn(&str) -> (String, String)) {
+fn diagnose(command: &mut Command) -> (Value, impl Fn(&str) -> (String, String) + use<>) {
     let output = command.args(["doctor", "--json"]).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     let code = if report["status"] == "FAIL" { 1 } else { 0 };

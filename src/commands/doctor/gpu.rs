@@ -37,11 +37,11 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
                 continue;
             }
         };
-        if ordinal == 0 {
-            if let Ok(Some(facts)) = GpuFacts::of(&device) {
-                let name = driver.take().unwrap_or("driver of unknown version".into());
-                driver = Some(format!("{name}, CUDA up to {}", facts.cuda_version));
-            }
+        if ordinal == 0
+            && let Ok(Some(facts)) = GpuFacts::of(&device)
+        {
+            let name = driver.take().unwrap_or("driver of unknown version".into());
+            driver = Some(format!("{name}, CUDA up to {}", facts.cuda_version));
         }
         match device::info(&device) {
             Ok(info) => findings.push(gpu(ordinal, &info, device::built_for())),

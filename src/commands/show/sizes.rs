@@ -46,7 +46,7 @@ impl Sizes {
         let (hidden_size, heads) =
             (first(&["hidden_size", "n_embd", "d_model"]), first(&["num_attention_heads", "n_head", "n_heads"]));
         let layers = first(&["num_hidden_layers", "n_layer", "n_layers", "num_layers"]);
-        let by_head = || Some(hidden_size?.checked_div(heads?)?);
+        let by_head = || hidden_size?.checked_div(heads?);
         let experts = first(&["num_local_experts", "num_experts", "n_routed_experts"]).filter(|&experts| experts > 0);
         let types = config["layer_types"].as_array();
         let slides = |kind: &&Value| kind.as_str() == Some("sliding_attention");
