@@ -99,6 +99,11 @@ impl Need {
         self.weight_bytes
     }
 
+    /// What loading takes beside the weights, before there is a cache.
+    pub fn loading_bytes(&self) -> u64 {
+        self.loading_bytes
+    }
+
     pub fn cache_bytes(&self, room: Room) -> u64 {
         kv_cache::bytes(&self.layers, room.context, room.chunk, self.dtype)
     }

@@ -40,12 +40,8 @@ pub struct Header {
 }
 
 /// Small files, each with the most that is read of it.
-const TEXTS: [(&str, u64); 4] = [
-    ("config.json", 4 << 20),
-    ("generation_config.json", 1 << 20),
-    ("tokenizer_config.json", 32 << 20),
-    ("README.md", README_BYTES),
-];
+const TEXTS: [(&str, u64); 3] =
+    [("config.json", 4 << 20), ("tokenizer_config.json", 32 << 20), ("README.md", README_BYTES)];
 
 /// The front matter of a README lies in here.
 const README_BYTES: u64 = 16 << 10;

@@ -290,3 +290,24 @@ fn other_weights_are_named() {
     let table = text(&remote(&fake, &[]).stdout);
     assert!(table.contains("no config.json") && table.contains("no safetensors weights"), "{table}");
 }
+
+#[test]
+fn absurd_figures_are_only_figures() {
+    let names = ["num_hidden_layers", "num_attention_heads", "head_dim", "vocab_size", "hidden_size", "sliding_window"];
+    for value in [json!(u64::MAX), json!(-1), json!(1e300), json!("many"), json!(0), json!([4])] {
+        let mut config = json!({"model_type": "mamba9", "max_position_embeddings": value, "num_experts": value,
+            "num_experts_per_tok": value, "rope_scaling": {"type": value, "factor": value}});
+        names.iter().for_each(|name| config[*name] = value.clone());
+        let header = json!({"a.experts.b": {"dtype": "F8_NEW", "shape": [u64::MAX], "data_offsets": [0, u64::MAX]},
+            "c_blocks": {"dtype": "NEW", "shape": [u64::MAX], "data_offsets": [0, u64::MAX]}});
+        let header = header.to_string();
+        let weights = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        let config = config.to_string();
+        let fake = FakeHub::start(&[("config.json", config.as_bytes()), ("model.safetensors", &weights)]);
+        fake.change(|world| world.tells_sizes = false);
+        for format in [&["--json"][..], &[]] {
+            let output = remote(&fake, format);
+            assert!(output.status.success(), "{value}: {}", text(&output.stderr));
+        }
+    }
+}

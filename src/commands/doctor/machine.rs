@@ -75,11 +75,15 @@ fn models(hub: &Hub, findings: &mut Vec<Finding>) {
         let what = format!("only a part of {name} is here: {missing} is missing");
         findings.push(Finding::warn("models", what, format!("inferno download {name}")));
     }
-    for model in snapshots.iter().map(Model::read).filter(|model| !model.supported) {
-        let family = model.family.as_deref().unwrap_or("unknown");
+    for model in snapshots.iter().map(Model::read) {
+        let problem = match (model.supported, model.parameters) {
+            (false, _) => format!("cannot be run: {}", model.family.as_deref().unwrap_or("unknown")),
+            (true, None) => "has weights that cannot be read".to_string(),
+            _ => continue,
+        };
         let at = model.revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
-        let what = format!("{} cannot be run: {family}", model.name);
-        findings.push(Finding::warn("models", what, format!("inferno show {}{at}", model.name)));
+        let next = format!("inferno show {}{at}", model.name);
+        findings.push(Finding::warn("models", format!("{} {problem}", model.name), next));
     }
     if findings.len() == before {
         let what = match snapshots.len() {

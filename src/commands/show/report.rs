@@ -64,6 +64,8 @@ pub struct Needs {
     pub chunk: usize,
     pub cache_bytes: u64,
     pub workspace_bytes: u64,
+    /// What loading takes beside the weights, before there are a cache and a workspace.
+    pub loading_bytes: u64,
     pub total_bytes: u64,
     /// Whether that much is free; `None` without a GPU.
     pub fits: Option<bool>,
@@ -125,8 +127,8 @@ impl Report {
             Err(error) => (None, Some(one_line(&error))),
         };
         let tensors = inventory.as_ref().map(Inventory::groups).unwrap_or_default();
-        // What is there counts more than what config.json claims, and many leave it out.
-        if !tensors.is_empty() {
+        // Many files leave it out.
+        if !tensors.is_empty() && sizes.tied_embeddings != Some(true) {
             sizes.tied_embeddings = Some(!tensors.iter().any(|group| group.name == "head"));
         }
         let needs = match &inventory {
@@ -178,8 +180,10 @@ fn needs(
     let need = match model {
         Some(model) => Need::new(inventory, model.architecture.as_ref(), dtype, Place::Gpu),
         None => {
-            let max_context = sizes.context.and_then(|context| usize::try_from(context).ok());
-            let (Some(layers), Some(max_context @ 1..)) = (sizes.cache_layers(config), max_context) else {
+            let context = sizes.context.and_then(|context| usize::try_from(context).ok());
+            // Nobody has checked these figures.
+            let max_context = context.filter(|context| (1..=1 << 40).contains(context));
+            let (Some(layers), Some(max_context)) = (sizes.cache_layers(config), max_context) else {
                 return Ok(None);
             };
             Need::of_layers(inventory, layers, max_context, dtype, Place::Gpu)
@@ -202,6 +206,7 @@ fn needs(
         chunk: room.chunk,
         cache_bytes: need.cache_bytes(room),
         workspace_bytes: need.workspace_bytes(room),
+        loading_bytes: need.loading_bytes(),
         total_bytes: need.bytes(room),
         fits,
         largest_context: device.and_then(|device| need.largest_context(device)),

@@ -184,6 +184,15 @@ fn memory(out: &mut String, needs: &Needs, gpu: &Gpu) {
     wrapped(out, "cache", &cache);
     let chunk = grouped(needs.chunk as u64);
     wrapped(out, "workspace", &format!("{}, prompts read by {chunk} tokens", amount(needs.workspace_bytes)));
+    let running = needs.weight_bytes.saturating_add(needs.cache_bytes).saturating_add(needs.workspace_bytes);
+    if running < needs.total_bytes {
+        let loading = amount(needs.loading_bytes);
+        wrapped(
+            out,
+            "loading",
+            &format!("{loading} for a while, before there is a cache: a layer's experts laid out anew"),
+        );
+    }
     let verdict = match (needs.fits, needs.largest_context) {
         (Some(true), Some(largest)) => {
             format!(": it fits; the largest context that does has {} tokens", grouped(largest as u64))
