@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, download, list, perplexity, play, tokenize};
+use crate::commands::{bench, doctor, download, list, perplexity, play, show, tokenize};
 use crate::error::Error;
 use crate::repl::style::printable;
 
@@ -29,6 +29,8 @@ struct Cli {
 enum Command {
     Download(download::Args),
     List(list::Args),
+    Show(show::Args),
+    Doctor(doctor::Args),
     Play(Box<play::Args>),
     Bench(bench::Args),
     Perplexity(perplexity::Args),
@@ -40,6 +42,8 @@ pub fn main() -> ExitCode {
     let run = match Cli::parse().command {
         Command::Download(args) => download::run(args),
         Command::List(args) => list::run(args),
+        Command::Show(args) => show::run(args),
+        Command::Doctor(args) => doctor::run(args),
         Command::Play(args) => play::run(*args),
         Command::Bench(args) => bench::run(args),
         Command::Perplexity(args) => perplexity::run(args),

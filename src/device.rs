@@ -9,7 +9,7 @@ use std::str::FromStr;
 use anyhow::Result;
 use candle_core::{DType, Device};
 
-pub use facts::{GpuFacts, GpuState};
+pub use facts::{GpuFacts, GpuState, nvidia_smi};
 
 use crate::error::Error;
 
@@ -77,6 +77,18 @@ pub fn default_dtype(device: &Device) -> DType {
     if device.is_cuda() { DType::BF16 } else { DType::F32 }
 }
 
+/// The compute capability that the kernels of this build are for; `None` in a build without GPU support.
+pub fn built_for() -> Option<(u32, u32)> {
+    let number: u32 = option_env!("INFERNO_COMPUTE_CAP")?.parse().ok()?;
+    Some((number / 10, number % 10))
+}
+
+/// How many GPUs can be seen.
+#[cfg(not(feature = "cuda"))]
+pub fn gpus() -> usize {
+    0
+}
+
 #[cfg(not(feature = "cuda"))]
 fn open_cuda(_: usize) -> Result<Device> {
     Err(no_gpu("this build of inferno has no GPU support", "build it with: cargo install --path . --features cuda")
@@ -118,7 +130,7 @@ fn cpu_info() -> DeviceInfo {
 #[cfg(feature = "cuda")]
 use with_cuda::open_cuda;
 #[cfg(feature = "cuda")]
-pub use with_cuda::{info, info_without_ours};
+pub use with_cuda::{gpus, info, info_without_ours};
 
 #[cfg(feature = "cuda")]
 mod with_cuda {
@@ -145,6 +157,12 @@ mod with_cuda {
         unsafe { device.disable_event_tracking() };
         keep_freed_memory(&device)?;
         Ok(Device::Cuda(device))
+    }
+
+    /// How many GPUs can be seen; none without a driver.
+    pub fn gpus() -> usize {
+        let count = result::init().and_then(|()| CudaContext::device_count());
+        count.map_or(0, |count| count as usize)
     }
 
     /// Lets the stream-ordered allocator keep what is freed: by default it returns memory to the driver at every

@@ -119,7 +119,8 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-fn home_relative(path: &str) -> String {
+/// `~/x` for what lies below the home.
+pub fn home_relative(path: &str) -> String {
     let home = std::env::var("HOME").unwrap_or_default();
     match path.strip_prefix(&home) {
         Some(rest) if !home.is_empty() && rest.starts_with('/') => format!("~{rest}"),

@@ -2,10 +2,12 @@
 
 pub mod bench;
 mod bench_report;
+pub mod doctor;
 pub mod download;
 pub mod list;
 pub mod perplexity;
 pub mod play;
+pub mod show;
 pub mod tokenize;
 
 use std::io::IsTerminal;

@@ -48,6 +48,16 @@ impl GpuFacts {
     }
 }
 
+/// The driver's version and the GPUs' names, as nvidia-smi tells them; `None` without it, or if it finds no GPU.
+pub fn nvidia_smi() -> Option<(String, Vec<String>)> {
+    let args = ["--query-gpu=driver_version,name", "--format=csv,noheader"];
+    let output = Command::new("nvidia-smi").args(args).output().ok().filter(|output| output.status.success())?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(", ")).collect();
+    let driver = lines.first()?.0.to_string();
+    Some((driver, lines.into_iter().map(|(_, name)| name.to_string()).collect()))
+}
+
 impl GpuState {
     /// One line of nvidia-smi's, fields in the order asked for above. What a GPU does not tell stands as `[N/A]`.
     fn read(line: &str) -> Option<Self> {

@@ -5,6 +5,7 @@ mod bench;
 pub mod executor;
 mod generate;
 mod load;
+pub mod need;
 pub mod sampler;
 mod stop;
 

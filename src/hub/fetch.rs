@@ -200,7 +200,7 @@ pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
 
 /// What a person without privileges may still write to the disk of `dir`, which need not exist yet.
 #[cfg(unix)]
-fn free_bytes(dir: &Path) -> Option<u64> {
+pub(super) fn free_bytes(dir: &Path) -> Option<u64> {
     let present = dir.ancestors().find(|dir| dir.exists())?;
     let disk = nix::sys::statvfs::statvfs(present).ok()?;
     // The types differ between systems.
@@ -209,7 +209,7 @@ fn free_bytes(dir: &Path) -> Option<u64> {
 }
 
 #[cfg(not(unix))]
-fn free_bytes(_dir: &Path) -> Option<u64> {
+pub(super) fn free_bytes(_dir: &Path) -> Option<u64> {
     None
 }
 
@@ -244,7 +244,7 @@ fn lock(_file: &File) -> Option<()> {
 }
 
 /// The first byte of a partial answer: `bytes 100-199/200` is 100.
-fn range_start(headers: &HeaderMap) -> Option<u64> {
+pub(super) fn range_start(headers: &HeaderMap) -> Option<u64> {
     let range = headers.get(header::CONTENT_RANGE)?.to_str().ok()?;
     range.strip_prefix("bytes ")?.split_once('-')?.0.trim().parse().ok()
 }

@@ -7,6 +7,7 @@ mod cache;
 pub mod demo;
 mod fetch;
 mod names;
+mod peek;
 mod remote;
 mod select;
 mod settings;
@@ -15,11 +16,13 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use crate::Error;
 use cache::{Cache, INDEX, Need, RepoDir};
 use fetch::Wanted;
+pub use peek::{Header, Peek};
+pub use remote::Reached;
 use remote::Remote;
 use select::{RemoteFile, Weights};
 pub use settings::Settings;
@@ -197,10 +200,7 @@ impl Hub {
             return Ok(snapshot);
         }
         let (name, revision) = names::split_revision(repo, revision)?;
-        if !names::is_repo(name) {
-            let problem = format!("{name:?} is not the name of a repository: write org/name, as in openai/gpt-oss-20b");
-            return Err(Error::Usage(problem).into());
-        }
+        check_repo(name)?;
         let weights = Weights::new(include)?;
         if self.settings.offline {
             return match self.look_up(name, revision, Need::Weights) {
@@ -251,6 +251,62 @@ impl Hub {
         Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: Source::Inferno })
     }
 
+    /// What the hub knows of a model: its files, its configuration and the headers of its weights, but not the weights.
+    /// Writes nothing.
+    pub fn peek(&self, repo: &str, revision: Option<&str>) -> Result<Peek> {
+        let (name, revision) = names::split_revision(repo, revision)?;
+        check_repo(name)?;
+        if self.settings.offline {
+            let what = format!("the hub cannot be asked about '{name}' (HF_HUB_OFFLINE is set)");
+            return Err(Error::Offline { what }.into());
+        }
+        peek::peek(&Remote::new(&self.settings, name, revision.unwrap_or(MAIN)), name)
+    }
+
+    /// Asks the hub for a sign of life, and whether it knows the token; waits a few seconds at most.
+    pub fn reach(&self) -> Result<Reached> {
+        if self.settings.offline {
+            return Err(Error::Offline { what: "the hub cannot be asked (HF_HUB_OFFLINE is set)".into() }.into());
+        }
+        remote::reach(&self.settings)
+    }
+
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// Bytes that may still be written to the disk of inferno's cache; none where that cannot be told.
+    pub fn free_bytes(&self) -> Option<u64> {
+        fetch::free_bytes(&self.settings.cache)
+    }
+
+    /// Whether inferno's cache can be written to: makes it, and a file in it that is gone again.
+    pub fn try_cache(&self) -> Result<()> {
+        cache::create_dir(&self.settings.cache)?;
+        let probe = cache::aside(&self.settings.cache.join("probe"));
+        let written = fs::write(&probe, b"inferno").and_then(|()| fs::remove_file(&probe));
+        written.with_context(|| format!("cannot write {}", probe.display()))
+    }
+
+    /// Models of which only a part is here, each with the first thing that it lacks. Of the shared cache, where much lies
+    /// that was never meant for inferno, those that lack weights alone.
+    pub fn incomplete(&self) -> Vec<(String, String)> {
+        let names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
+        let lacking = |name: &String| {
+            if self.look_up(name, None, Need::Weights).is_some() {
+                return None;
+            }
+            self.caches().iter().find_map(|(cache, source)| {
+                let repo = cache.repo(name);
+                let commit = repo.commit(MAIN).or_else(|| repo.commits().into_iter().next())?;
+                let path = repo.snapshot(&commit);
+                let ours = *source == Source::Inferno || cache::missing(&path, Need::Text).is_none();
+                cache::missing(&path, Need::Weights).filter(|_| ours).map(|missing| (name.clone(), missing))
+            })
+        };
+        names.iter().filter_map(lacking).collect()
+    }
+
     /// The contents of the shard index: from either cache, else from the hub; none if the repository has none.
     fn index(&self, remote: &Remote, name: &str, commit: &str, files: &[RemoteFile]) -> Result<Option<Vec<u8>>> {
         let Some(file) = files.iter().find(|file| file.name == INDEX) else { return Ok(None) };
@@ -293,6 +349,19 @@ impl Hub {
         let shared = Cache { root: self.settings.shared_cache.clone() };
         [(self.own(), Source::Inferno), (shared, Source::HuggingFace)]
     }
+}
+
+/// Whether this could be a repository on a hub, with or without `@revision`.
+pub fn is_repository(model: &str) -> bool {
+    names::split_revision(model, None).is_ok_and(|(name, _)| names::is_repo(name))
+}
+
+fn check_repo(name: &str) -> Result<()> {
+    if names::is_repo(name) {
+        return Ok(());
+    }
+    let problem = format!("{name:?} is not the name of a repository: write org/name, as in openai/gpt-oss-20b");
+    Err(Error::Usage(problem).into())
 }
 
 /// Whether a snapshot directory has a file, in the size that the hub tells.

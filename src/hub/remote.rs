@@ -27,6 +27,64 @@ pub(super) struct Remote<'a> {
     revision: &'a str,
 }
 
+/// How long a server is waited for.
+struct Patience {
+    connect_s: u64,
+    answer_s: u64,
+}
+
+fn agent(settings: &Settings, patience: Patience) -> Agent {
+    let answer = Some(Duration::from_secs(patience.answer_s));
+    let mut config = Agent::config_builder()
+        .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
+        // Lengths and ranges must count the file's own bytes.
+        .accept_encoding("identity")
+        // A refusal is read, not only counted.
+        .http_status_as_error(false)
+        // Large files are redirected to another host, which must not see the token.
+        .redirect_auth_headers(ureq::config::RedirectAuthHeaders::SameHost)
+        .timeout_connect(Some(Duration::from_secs(patience.connect_s)))
+        .timeout_recv_response(answer)
+        .timeout_per_read(answer);
+    if is_loopback(&settings.endpoint) {
+        config = config.proxy(None);
+    }
+    config.build().into()
+}
+
+/// What a hub that answers says of the token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reached {
+    WithoutToken,
+    TokenAccepted,
+    TokenRefused,
+    /// Mirrors often know no tokens.
+    TokenUnknown,
+}
+
+/// One short question to the endpoint, and to no other host.
+pub(super) fn reach(settings: &Settings) -> Result<Reached> {
+    let unreachable = |cause: String| Error::Network { endpoint: settings.endpoint.clone(), cause };
+    let path = if settings.token.is_some() { "/api/whoami-v2" } else { "/api/models?limit=1" };
+    let mut request = agent(settings, Patience { connect_s: 5, answer_s: 10 })
+        .get(format!("{}{path}", settings.endpoint))
+        .config()
+        .max_redirects(0)
+        .max_redirects_will_error(false)
+        .build();
+    if let Some(token) = &settings.token {
+        request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+    }
+    let response = request.call().map_err(|error| unreachable(error.to_string()))?;
+    match (response.status(), settings.token.is_some()) {
+        (status, _) if status.is_server_error() => Err(unreachable(format!("it answered HTTP {status}")).into()),
+        (_, false) => Ok(Reached::WithoutToken),
+        (StatusCode::UNAUTHORIZED, true) => Ok(Reached::TokenRefused),
+        (status, true) if status.is_success() => Ok(Reached::TokenAccepted),
+        _ => Ok(Reached::TokenUnknown),
+    }
+}
+
 /// What a revision consists of.
 pub(super) struct Listing {
     pub commit: String,
@@ -35,21 +93,8 @@ pub(super) struct Listing {
 
 impl<'a> Remote<'a> {
     pub fn new(settings: &'a Settings, repo: &'a str, revision: &'a str) -> Self {
-        let mut config = Agent::config_builder()
-            .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
-            // Lengths and ranges must count the file's own bytes.
-            .accept_encoding("identity")
-            // A refusal is read, not only counted.
-            .http_status_as_error(false)
-            // Large files are redirected to another host, which must not see the token.
-            .redirect_auth_headers(ureq::config::RedirectAuthHeaders::SameHost)
-            .timeout_connect(Some(Duration::from_secs(20)))
-            .timeout_recv_response(Some(Duration::from_secs(60)))
-            .timeout_per_read(Some(Duration::from_secs(60)));
-        if is_loopback(&settings.endpoint) {
-            config = config.proxy(None);
-        }
-        Self { agent: config.build().into(), settings, repo, revision }
+        let patience = Patience { connect_s: 20, answer_s: 60 };
+        Self { agent: agent(settings, patience), settings, repo, revision }
     }
 
     /// The commit that the revision stands for, and its files. Refuses names that could lead outside the cache.
@@ -111,6 +156,13 @@ impl<'a> Remote<'a> {
             request = request.header(header::RANGE, format!("bytes={start}-"));
         }
         self.call(request)
+    }
+
+    /// Starts to fetch the bytes `first..end` of one file. A server that does no ranges sends all of it (status 200): who
+    /// reads on takes no more of the body than was asked for.
+    pub fn get_part(&self, commit: &str, name: &str, first: u64, end: u64) -> Result<Response<Body>> {
+        let request = self.authorized(self.agent.get(self.file_url(commit, name)));
+        self.call(request.header(header::RANGE, format!("bytes={first}-{}", end.saturating_sub(1))))
     }
 
     /// The error for an answer that is no success; of `file`, or of the repository as a whole.

@@ -2,7 +2,8 @@
 //! launch, and `reference`, the same in plain Rust on f32; `x.cu` has the CUDA kernel. On a CPU the op runs its reference.
 //!
 //! What is for a GPU alone is judged by the twins: `expert_mlp`, and `decode`, the fused kernels of a decode step, which a
-//! `chain` records. `cuda` launches kernels, `upload` is the way of weights to a device, `bandwidth` only measures.
+//! `chain` records. `cuda` launches kernels, `upload` is the way of weights to a device, `bandwidth` only measures,
+//! `selftest` runs the twins against each other on whatever card there is.
 
 pub mod attention;
 pub mod bandwidth;
@@ -21,6 +22,7 @@ pub mod matmul;
 pub mod norm;
 pub mod rope;
 pub mod rows;
+pub mod selftest;
 pub mod swiglu;
 pub mod topk;
 pub mod upload;

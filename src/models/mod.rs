@@ -78,9 +78,14 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     let path = dir.join("config.json");
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let json: Value = serde_json::from_str(&text).with_context(|| format!("broken {}", path.display()))?;
+    parse_config(json).with_context(|| format!("cannot use {}", path.display()))
+}
+
+/// The same from what stands in config.json.
+pub fn parse_config(json: Value) -> Result<ModelConfig> {
     let quantisation = json["quantization_config"]["quant_method"].as_str().map(str::to_string);
     let family = find_family(&json)?;
-    let architecture = (family.read)(json).with_context(|| format!("cannot use {}", path.display()))?;
+    let architecture = (family.read)(json)?;
     Ok(ModelConfig { family, architecture, quantisation })
 }
 

@@ -2,6 +2,7 @@
 
 pub mod ggml;
 pub mod gguf;
+pub mod inventory;
 pub mod mxfp4;
 pub mod read_ahead;
 mod safetensors;
@@ -19,6 +20,7 @@ use read_ahead::ReadAhead;
 #[cfg(feature = "cuda")]
 use read_ahead::{Keep, Settings};
 
+pub use inventory::Inventory;
 pub use safetensors::{Checkpoint, TensorInfo};
 
 /// A place in a checkpoint from which a layer takes its tensors, and where they go.

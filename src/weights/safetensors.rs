@@ -16,6 +16,7 @@ use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;
 use serde::Deserialize;
 
+use super::inventory;
 use super::read_ahead::{Extent, Keep, Part, Source};
 
 /// The checkpoint of a snapshot: which tensors there are, and their bytes.
@@ -153,10 +154,8 @@ impl Checkpoint {
 
     /// Number of parameters: elements, two for each byte of packed MXFP4 blocks, none for its scales.
     pub fn parameters(&self) -> u64 {
-        let count = |(name, info): (&String, &TensorInfo)| match info.dtype {
-            Dtype::U8 if name.ends_with("_blocks") => 2 * info.elements() as u64,
-            Dtype::U8 if name.ends_with("_scales") => 0,
-            _ => info.elements() as u64,
+        let count = |(name, info): (&String, &TensorInfo)| {
+            inventory::parameters(name, info.dtype == Dtype::U8, info.elements() as u64)
         };
         self.tensors.iter().map(count).sum()
     }

@@ -11,7 +11,7 @@ use tempfile::TempDir;
 use crate::support::demo_dir;
 
 /// The program, with caches of its own and no network.
-fn inferno(home: &TempDir) -> Command {
+pub fn inferno(home: &TempDir) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_inferno"));
     for variable in ["HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "XDG_STATE_HOME"] {
         command.env_remove(variable);
@@ -48,7 +48,7 @@ fn ask(model: &Path, more: &[&str]) -> Output {
 }
 
 /// A copy of the demo's snapshot to be spoilt.
-fn copy_of_demo() -> (TempDir, PathBuf) {
+pub fn copy_of_demo() -> (TempDir, PathBuf) {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model");
     fs::create_dir(&path).unwrap();
@@ -60,7 +60,7 @@ fn copy_of_demo() -> (TempDir, PathBuf) {
 }
 
 /// A copy whose config.json was changed.
-fn demo_with_config(change: impl FnOnce(&mut Value)) -> (TempDir, PathBuf) {
+pub fn demo_with_config(change: impl FnOnce(&mut Value)) -> (TempDir, PathBuf) {
     let (folder, path) = copy_of_demo();
     let file = path.join("config.json");
     let mut config: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();

@@ -1,6 +1,6 @@
 //! The hub against a small fake one on 127.0.0.1. Nothing here touches the network or the caches of whoever runs it.
 
-mod fake;
+pub mod fake;
 
 use std::fs;
 use std::net::TcpListener;

@@ -3,6 +3,7 @@
 mod bench;
 mod chat;
 mod cli;
+mod doctor;
 mod engine;
 #[cfg(feature = "cuda")]
 mod executor;
@@ -13,6 +14,7 @@ mod gguf;
 mod golden;
 mod hub;
 mod kernels;
+mod show;
 mod support;
 mod terminal;
 mod tokenizer;

@@ -32,6 +32,8 @@ pub struct World {
     pub claimed_etag: Option<&'static str>,
     /// A file that is listed and not there.
     pub lost: Option<&'static str>,
+    /// Bytes of file contents that have left.
+    pub sent_bytes: usize,
 }
 
 pub struct FakeHub {
@@ -56,6 +58,7 @@ impl FakeHub {
             claimed_bytes: None,
             claimed_etag: None,
             lost: None,
+            sent_bytes: 0,
         };
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -142,6 +145,10 @@ fn answer(mut stream: TcpStream, world: &Mutex<World>, requests: &Mutex<Vec<Stri
         }
         return send(&mut stream, "200 OK", listing(&world).as_bytes());
     }
+    if path == "/api/whoami-v2" {
+        let known = head.to_lowercase().contains("authorization: bearer hf_secret");
+        return send(&mut stream, if known { "200 OK" } else { "401 Unauthorized" }, b"{}");
+    }
     let name = path.strip_prefix(&format!("/{REPO}/resolve/{}/", world.commit)).or(path.strip_prefix("/storage/"));
     let Some(name) = name.map(|name| name.replace("%20", " ")) else {
         return send(&mut stream, "404 Not Found\r\nx-error-code: RepoNotFound", b"");
@@ -162,10 +169,12 @@ fn answer(mut stream: TcpStream, world: &Mutex<World>, requests: &Mutex<Vec<Stri
         return send(&mut stream, &format!("302 Found\r\n{about}\r\nlocation: {storage}/storage/{name}"), b"");
     }
     let range = head.lines().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_string));
-    let start: usize = range.and_then(|range| range.trim_end_matches('-').parse().ok()).unwrap_or(0);
-    let (status, body) = if start > 0 && world.does_ranges {
-        let range = format!("content-range: bytes {start}-{}/{}", bytes.len() - 1, bytes.len());
-        (format!("206 Partial Content\r\n{about}\r\n{range}"), &bytes[start..])
+    let (first, last) = range.as_deref().and_then(|range| range.split_once('-')).unwrap_or(("0", ""));
+    let start: usize = first.parse().unwrap_or(0);
+    let end = last.parse().map_or(bytes.len(), |last: usize| bytes.len().min(last + 1));
+    let (status, body) = if (start > 0 || end < bytes.len()) && world.does_ranges {
+        let range = format!("content-range: bytes {start}-{}/{}", end - 1, bytes.len());
+        (format!("206 Partial Content\r\n{about}\r\n{range}"), &bytes[start..end])
     } else {
         (format!("200 OK\r\n{about}"), &bytes[..])
     };
@@ -178,7 +187,13 @@ fn answer(mut stream: TcpStream, world: &Mutex<World>, requests: &Mutex<Vec<Stri
             world.cut_once = None;
             stream.write_all(&body[..limit])
         }
-        _ => stream.write_all(body),
+        _ => {
+            for piece in body.chunks(64 << 10) {
+                stream.write_all(piece)?;
+                world.sent_bytes += piece.len();
+            }
+            Ok(())
+        }
     }
 }
 

@@ -1,0 +1,99 @@
+//! `inferno doctor`
+
+mod gpu;
+mod machine;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use anyhow::Result;
+use serde::Serialize;
+
+use crate::hub::Hub;
+use crate::repl::style::printable;
+use gpu::SelfTest;
+
+/// Check this machine: build, GPU and kernels, disk, hub, models
+#[derive(clap::Args)]
+pub struct Args {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "UPPERCASE")]
+enum Status {
+    Pass,
+    /// Something will not work, or not as well as it could.
+    Warn,
+    /// inferno cannot do here what it is for.
+    Fail,
+}
+
+/// One line about one thing.
+#[derive(Clone, Debug, Serialize)]
+struct Finding {
+    status: Status,
+    name: &'static str,
+    what: String,
+    /// The next command to type; none if there is nothing to do.
+    next: Option<String>,
+}
+
+impl Finding {
+    fn pass(name: &'static str, what: impl Into<String>) -> Self {
+        Self { status: Status::Pass, name, what: what.into(), next: None }
+    }
+
+    fn warn(name: &'static str, what: impl Into<String>, next: impl Into<String>) -> Self {
+        Self { status: Status::Warn, name, what: what.into(), next: Some(next.into()) }
+    }
+
+    fn fail(name: &'static str, what: impl Into<String>, next: impl Into<String>) -> Self {
+        Self { status: Status::Fail, ..Self::warn(name, what, next) }
+    }
+}
+
+#[derive(Serialize)]
+struct Report {
+    status: Status,
+    findings: Vec<Finding>,
+    /// Every kernel on every GPU.
+    self_test: Vec<SelfTest>,
+}
+
+pub fn run(args: Args) -> Result<ExitCode> {
+    let mut findings = vec![machine::build()];
+    let mut self_test = Vec::new();
+    gpu::check(&mut findings, &mut self_test);
+    match Hub::from_env() {
+        Ok(hub) => machine::check(&hub, &mut findings),
+        Err(error) => findings.push(Finding::fail("settings", one_line(&error), "env | grep -E 'INFERNO|^HF_|HOME'")),
+    }
+    let status = findings.iter().map(|finding| finding.status).max().unwrap_or(Status::Pass);
+    let report = Report { status, findings, self_test };
+    let mut out = std::io::stdout().lock();
+    if args.json {
+        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
+    } else {
+        // Names come from folders that anyone may have made.
+        write!(out, "{}", printable(&lines(&report)))?;
+    }
+    out.flush()?;
+    Ok(if status == Status::Fail { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn lines(report: &Report) -> String {
+    let line = |finding: &Finding| {
+        let status = format!("{:?}", finding.status).to_uppercase();
+        let next = finding.next.as_ref().map(|next| format!("{:18}next: {next}\n", "")).unwrap_or_default();
+        format!("{status:6}{:12}{}\n{next}", finding.name, finding.what)
+    };
+    report.findings.iter().map(line).collect()
+}
+
+fn one_line(error: &anyhow::Error) -> String {
+    let text = format!("{error:#}");
+    text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")
+}

@@ -1,0 +1,179 @@
+//! The GPUs, the driver, and whether our kernels compute on them what they should.
+
+use candle_core::Device;
+use serde::Serialize;
+
+use super::{Finding, Status, one_line};
+use crate::device::{self, DeviceChoice, DeviceInfo, GpuFacts};
+use crate::error::Error;
+use crate::kernels::selftest::{self, Check};
+
+/// What the kernels are written for.
+const LOWEST: (u32, u32) = (8, 0);
+
+/// One kernel in one dtype on one GPU.
+#[derive(Serialize)]
+pub struct SelfTest {
+    gpu: usize,
+    name: String,
+    dtype: &'static str,
+    passed: bool,
+    /// Relative to the largest value; null if it is no number, or nothing was computed.
+    error: Option<f32>,
+    tolerance: f32,
+    seconds: f64,
+    problem: Option<String>,
+}
+
+pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
+    let smi = device::nvidia_smi();
+    let mut driver = smi.as_ref().map(|(driver, _)| format!("driver {driver}"));
+    for ordinal in 0..device::gpus().max(1) {
+        let device = match device::open(DeviceChoice::Cuda(ordinal)) {
+            Ok(device) => device,
+            Err(error) => {
+                let there = smi.as_ref().map(|(_, names)| names.join(", "));
+                findings.push(no_gpu(&error, there));
+                continue;
+            }
+        };
+        if ordinal == 0
+            && let Ok(Some(facts)) = GpuFacts::of(&device)
+        {
+            let name = driver.take().unwrap_or("driver of unknown version".into());
+            driver = Some(format!("{name}, CUDA up to {}", facts.cuda_version));
+        }
+        let finding = match device::info(&device) {
+            Ok(info) => gpu(ordinal, &info, device::built_for()),
+            Err(error) => Finding::fail("GPU", one_line(&error), "nvidia-smi"),
+        };
+        let usable = finding.status != Status::Fail;
+        findings.push(finding);
+        if usable {
+            kernels(ordinal, &device, findings, self_test);
+        }
+    }
+    let driver = driver.map_or_else(
+        || Finding::warn("driver", "no nvidia-smi that answers: no NVIDIA driver, or no GPU", "nvidia-smi"),
+        |driver| Finding::pass("driver", driver),
+    );
+    // Before what it drives.
+    findings.insert(1, driver);
+}
+
+/// There is no GPU, or none for this build; `there` are those that nvidia-smi sees all the same.
+fn no_gpu(error: &anyhow::Error, there: Option<String>) -> Finding {
+    let reason = match error.downcast_ref::<Error>() {
+        Some(Error::NoGpu { reason, .. }) => reason.clone(),
+        _ => one_line(error),
+    };
+    let there = there.map(|names| format!(", though there is {names}")).unwrap_or_default();
+    let what = format!("{reason}{there}; the demo still works: inferno play demo --device cpu");
+    let built = device::built_for().is_some();
+    Finding::fail("GPU", what, if built { "nvidia-smi" } else { "cargo install --path . --features cuda" })
+}
+
+/// Whether the kernels of this build run on a GPU, and whether it is free.
+fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding {
+    let what = format!("{ordinal}: {info}");
+    let (Some(built), Some(found)) = (built, info.compute_capability) else { return Finding::pass("GPU", what) };
+    let rebuild = format!("CUDA_COMPUTE_CAP={}{} cargo install --path . --features cuda", found.0, found.1);
+    let number = |(major, minor): (u32, u32)| format!("{major}.{minor}");
+    if found < LOWEST {
+        let what = format!("{what}: too old, the kernels need {}", number(LOWEST));
+        return Finding::fail("GPU", what, "inferno play demo --device cpu");
+    }
+    if found < built {
+        return Finding::fail("GPU", format!("{what}: this build is for {} and later", number(built)), rebuild);
+    }
+    if found.0 > built.0 {
+        // The driver translates the kernels' PTX.
+        let what =
+            format!("{what}: this build is for {}, it starts slowly and does not use all that is new", number(built));
+        return Finding::warn("GPU", what, rebuild);
+    }
+    if info.free_bytes < info.total_bytes / 2 {
+        return Finding::warn("GPU", format!("{what}: something else uses more than half of it"), "nvidia-smi");
+    }
+    Finding::pass("GPU", what)
+}
+
+fn kernels(ordinal: usize, device: &Device, findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
+    let checks = selftest::run(device);
+    findings.extend(self_test_findings(ordinal, &checks));
+    self_test.extend(checks.into_iter().map(|check| SelfTest {
+        gpu: ordinal,
+        passed: check.passed(),
+        dtype: check.dtype.as_str(),
+        error: check.error.as_ref().ok().copied().filter(|error| error.is_finite()),
+        tolerance: check.tolerance,
+        seconds: check.seconds,
+        problem: check.error.err(),
+        name: check.name,
+    }));
+}
+
+/// One line if all is well, else one for each kernel that is not, up to a few.
+fn self_test_findings(ordinal: usize, checks: &[Check]) -> Vec<Finding> {
+    const SHOWN: usize = 6;
+    let next = "inferno doctor --json > doctor.json, and report it with that file";
+    let failed: Vec<&Check> = checks.iter().filter(|check| !check.passed()).collect();
+    let finding = |check: &&Check| {
+        let problem = match &check.error {
+            Ok(error) => format!("off by {error:.1e}, allowed {:.1e}", check.tolerance),
+            Err(problem) => problem.lines().next().unwrap_or_default().to_string(),
+        };
+        let what = format!("{} in {} on GPU {ordinal}: {problem}", check.name, check.dtype.as_str());
+        Finding::fail("kernels", what, next)
+    };
+    let mut findings: Vec<Finding> = failed.iter().take(SHOWN).map(finding).collect();
+    if failed.len() > SHOWN {
+        let what = format!("{} of {} checks on GPU {ordinal} fail, these among them", failed.len(), checks.len());
+        findings.push(Finding::fail("kernels", what, next));
+    }
+    if failed.is_empty() {
+        let seconds: f64 = checks.iter().map(|check| check.seconds).sum();
+        let what = format!("{} checks on GPU {ordinal} agree with the CPU, in {seconds:.2} s", checks.len());
+        findings.push(Finding::pass("kernels", what));
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_is_judged_by_what_the_build_is_for() {
+        let judged = |found, built, free_bytes| {
+            let info = DeviceInfo { name: "X".into(), compute_capability: Some(found), free_bytes, total_bytes: 100 };
+            let finding = gpu(0, &info, Some(built));
+            assert_eq!(finding.next.is_none(), finding.status == Status::Pass);
+            (finding.status, finding.next.unwrap_or_default())
+        };
+        assert_eq!(judged((9, 0), (9, 0), 90).0, Status::Pass);
+        assert_eq!(judged((8, 9), (8, 0), 90).0, Status::Pass);
+        assert_eq!(judged((9, 0), (9, 0), 10).0, Status::Warn);
+        assert_eq!(judged((7, 5), (8, 0), 90).0, Status::Fail);
+        let (status, next) = judged((8, 6), (9, 0), 90);
+        assert!(status == Status::Fail && next.starts_with("CUDA_COMPUTE_CAP=86 "), "{next}");
+        let (status, next) = judged((12, 0), (9, 0), 90);
+        assert!(status == Status::Warn && next.starts_with("CUDA_COMPUTE_CAP=120 "), "{next}");
+    }
+
+    #[test]
+    fn a_kernel_that_fails_is_named() {
+        let mut checks = selftest::run(&Device::Cpu);
+        let findings = self_test_findings(0, &checks);
+        assert!(findings.len() == 1 && findings[0].status == Status::Pass, "{findings:?}");
+        checks[3].error = Ok(f32::NAN);
+        checks[7].error = Err("no such kernel\nbacktrace".into());
+        let findings = self_test_findings(0, &checks);
+        assert_eq!(findings.len(), 2);
+        assert!(findings.iter().all(|finding| finding.status == Status::Fail));
+        assert!(findings[0].what.contains("off by NaN") && findings[1].what.ends_with("no such kernel"));
+        checks.iter_mut().for_each(|check| check.error = Err("nothing works".into()));
+        let findings = self_test_findings(0, &checks);
+        assert!(findings.len() == 7 && findings[6].what.contains(&format!("{0} of {0} checks", checks.len())));
+    }
+}

@@ -1,0 +1,96 @@
+//! The build, the disk, the hub and the models.
+
+use super::{Finding, one_line};
+use crate::commands::list::{Model, size};
+use crate::device;
+use crate::error::Error;
+use crate::hub::{Hub, Reached};
+
+/// Room for one model of a usual size.
+const ROOM_BYTES: u64 = 20_000_000_000;
+/// Not even room for a tokenizer.
+const NO_ROOM_BYTES: u64 = 100_000_000;
+
+pub fn build() -> Finding {
+    let kernels = match device::built_for() {
+        Some((major, minor)) => format!("CUDA kernels for compute capability {major}.{minor}"),
+        None => "without GPU support".to_string(),
+    };
+    let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
+    Finding::pass("build", format!("inferno {version}, commit {commit}, {kernels}"))
+}
+
+pub fn check(hub: &Hub, findings: &mut Vec<Finding>) {
+    findings.push(cache(hub));
+    findings.extend(disk(hub));
+    findings.push(reach(hub));
+    models(hub, findings);
+}
+
+fn cache(hub: &Hub) -> Finding {
+    let dir = hub.cache_dir().display();
+    match hub.try_cache() {
+        Ok(()) => Finding::pass("cache", format!("{dir} can be written to")),
+        Err(error) => Finding::fail("cache", one_line(&error), "export INFERNO_CACHE=a folder of yours"),
+    }
+}
+
+fn disk(hub: &Hub) -> Option<Finding> {
+    let free_bytes = hub.free_bytes()?;
+    let what = format!("{} free for models", size(free_bytes));
+    let next = "export INFERNO_CACHE=a folder on another disk";
+    Some(match free_bytes {
+        ..NO_ROOM_BYTES => Finding::fail("disk", what, next),
+        NO_ROOM_BYTES..ROOM_BYTES => Finding::warn("disk", format!("{what}: too few for many of them"), next),
+        _ => Finding::pass("disk", what),
+    })
+}
+
+fn reach(hub: &Hub) -> Finding {
+    let endpoint = &hub.settings().endpoint;
+    match hub.reach() {
+        Ok(Reached::WithoutToken) => {
+            Finding::pass("hub", format!("{endpoint} answers; no token is set, which gated models need"))
+        }
+        Ok(Reached::TokenAccepted) => Finding::pass("hub", format!("{endpoint} answers and accepts the token")),
+        Ok(Reached::TokenUnknown) => Finding::pass("hub", format!("{endpoint} answers; a token is set")),
+        Ok(Reached::TokenRefused) => {
+            let what = format!("{endpoint} refuses the token: it is wrong or has expired");
+            Finding::warn("hub", what, "export HF_TOKEN=a new one from huggingface.co/settings/tokens")
+        }
+        Err(error) => match error.downcast_ref::<Error>() {
+            Some(Error::Offline { .. }) => Finding::pass("hub", "not asked: HF_HUB_OFFLINE is set"),
+            Some(Error::Network { cause, .. }) => {
+                Finding::warn("hub", format!("{endpoint} does not answer: {cause}"), format!("curl -I {endpoint}"))
+            }
+            _ => Finding::warn("hub", one_line(&error), format!("curl -I {endpoint}")),
+        },
+    }
+}
+
+fn models(hub: &Hub, findings: &mut Vec<Finding>) {
+    let snapshots = hub.list().unwrap_or_default();
+    let before = findings.len();
+    for (name, missing) in hub.incomplete() {
+        let what = format!("only a part of {name} is here: {missing} is missing");
+        findings.push(Finding::warn("models", what, format!("inferno download {name}")));
+    }
+    for model in snapshots.iter().map(Model::read) {
+        let problem = match (model.supported, model.parameters) {
+            (false, _) => format!("cannot be run: {}", model.family.as_deref().unwrap_or("unknown")),
+            (true, None) => "has weights that cannot be read".to_string(),
+            _ => continue,
+        };
+        let at = model.revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
+        let next = format!("inferno show {}{at}", model.name);
+        findings.push(Finding::warn("models", format!("{} {problem}", model.name), next));
+    }
+    if findings.len() == before {
+        let what = match snapshots.len() {
+            0 => "none here yet but the demo: inferno play demo --device cpu".to_string(),
+            1 => "one is here, whole and supported".to_string(),
+            count => format!("{count} are here, whole and supported"),
+        };
+        findings.push(Finding::pass("models", what));
+    }
+}

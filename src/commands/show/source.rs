@@ -1,0 +1,171 @@
+//! What is known of a model, wherever it is: here on a disk, or on a hub.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, anyhow};
+use serde_json::Value;
+
+use crate::hub::{self, Peek, Snapshot};
+use crate::weights::{Checkpoint, Inventory};
+
+/// The longest README whose front matter is looked at, and the longest licence whose title is.
+const HEAD_BYTES: usize = 16 << 10;
+
+pub struct Source {
+    pub name: String,
+    pub revision: Option<String>,
+    /// `None` on a hub.
+    pub path: Option<PathBuf>,
+    pub place: &'static str,
+    pub config: Result<Value>,
+    /// Null where there is none.
+    pub tokenizer_config: Value,
+    pub licence: Option<String>,
+    pub files: Vec<(String, Option<u64>)>,
+    pub inventory: Result<Inventory>,
+}
+
+impl Source {
+    /// A model on this machine. What cannot be read is a finding, not a failure.
+    pub fn here(snapshot: &Snapshot) -> Self {
+        let dir = &snapshot.path;
+        let files = files(dir);
+        let readme = head(&dir.join("README.md")).and_then(|readme| front_matter_licence(&readme));
+        let title = |name: &str| head(&dir.join(name)).and_then(|text| licence_title(&text, name));
+        // The demo's weights are a part of this crate.
+        let ours = (snapshot.source == hub::Source::BuiltIn).then(|| env!("CARGO_PKG_LICENSE").to_string());
+        Self {
+            name: snapshot.name.clone(),
+            revision: snapshot.revision.clone(),
+            path: Some(dir.clone()),
+            place: match snapshot.source {
+                hub::Source::Inferno => "inferno's cache",
+                hub::Source::HuggingFace => "the shared Hugging Face cache",
+                hub::Source::Directory => "a directory",
+                hub::Source::BuiltIn => "built into inferno",
+            },
+            config: json(dir, "config.json"),
+            tokenizer_config: json(dir, "tokenizer_config.json").unwrap_or_default(),
+            licence: ours.or(readme).or_else(|| licence_file(&files).and_then(title)),
+            inventory: Checkpoint::open(dir).map(|checkpoint| Inventory::of(&checkpoint)),
+            files,
+        }
+    }
+
+    /// A model on a hub.
+    pub fn remote(peek: Peek) -> Self {
+        let text = |name: &str| peek.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
+        let config = match text("config.json") {
+            Some(text) => serde_json::from_str(&text).context("broken config.json"),
+            None => Err(anyhow!("the repository has no config.json")),
+        };
+        let tokenizer_config = text("tokenizer_config.json").and_then(|text| serde_json::from_str(&text).ok());
+        let readme = text("README.md").and_then(|readme| front_matter_licence(&readme));
+        Self {
+            config,
+            tokenizer_config: tokenizer_config.unwrap_or_default(),
+            licence: readme.or_else(|| licence_file(&peek.files).map(str::to_string)),
+            inventory: inventory(&peek),
+            name: peek.name,
+            revision: Some(peek.commit),
+            path: None,
+            place: "on the hub",
+            files: peek.files,
+        }
+    }
+
+    pub fn has(&self, name: &str) -> bool {
+        self.files.iter().any(|(file, _)| file == name)
+    }
+}
+
+fn inventory(peek: &Peek) -> Result<Inventory> {
+    let mut inventory = Inventory::default();
+    for header in &peek.headers {
+        inventory.add_header(&header.file, &header.json, header.data_bytes)?;
+    }
+    if !inventory.is_empty() {
+        return Ok(inventory);
+    }
+    Err(match peek.files.iter().any(|(name, _)| name.ends_with(".gguf")) {
+        true => anyhow!("the weights are GGUF files, whose headers are not read over the network yet"),
+        false => anyhow!("there are no safetensors weights (model.safetensors or an index of shards)"),
+    })
+}
+
+fn json(dir: &Path, name: &str) -> Result<Value> {
+    let path = dir.join(name);
+    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    serde_json::from_str(&text).with_context(|| format!("broken {}", path.display()))
+}
+
+/// Files of the folder itself, by name.
+fn files(dir: &Path) -> Vec<(String, Option<u64>)> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let file = |entry: std::fs::DirEntry| {
+        // `metadata` follows links: the files of a snapshot are links to blobs.
+        let data = std::fs::metadata(entry.path()).ok().filter(|data| data.is_file())?;
+        Some((entry.file_name().to_string_lossy().into_owned(), Some(data.len())))
+    };
+    let mut files: Vec<_> = entries.filter_map(file).collect();
+    files.sort();
+    files
+}
+
+fn head(path: &Path) -> Option<String> {
+    use std::io::Read;
+    let mut bytes = Vec::new();
+    std::fs::File::open(path).ok()?.take(HEAD_BYTES as u64).read_to_end(&mut bytes).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+fn licence_file(files: &[(String, Option<u64>)]) -> Option<&str> {
+    let is_licence = |name: &str| ["license", "licence"].iter().any(|word| name.to_lowercase().starts_with(word));
+    files.iter().map(|(name, _)| name.as_str()).find(|name| is_licence(name))
+}
+
+/// The first line of a licence, which is its name.
+fn licence_title(text: &str, file: &str) -> Option<String> {
+    let title = text
+        .lines()
+        .map(|line| line.trim_matches(|c: char| c.is_whitespace() || c == '#'))
+        .find(|line| !line.is_empty())?;
+    Some(format!("{} ({file})", title.chars().take(60).collect::<String>()))
+}
+
+/// `license:` between the two lines of `---` at the top of a README; where that is `other`, `license_name:`.
+fn front_matter_licence(readme: &str) -> Option<String> {
+    let mut lines = readme.trim_start_matches('\u{feff}').lines();
+    if lines.next()?.trim_end() != "---" {
+        return None;
+    }
+    let front: Vec<&str> = lines.take_while(|line| line.trim_end() != "---").collect();
+    let field = |name: &str| {
+        let value = front.iter().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+        let value = value.trim().trim_matches(['"', '\'']);
+        (!value.is_empty()).then(|| value.chars().take(80).collect::<String>())
+    };
+    match field("license").as_deref() {
+        None | Some("other") => field("license_name").or_else(|| field("license")),
+        Some(licence) => Some(licence.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn licences_are_found() {
+        let licence = |text: &str| front_matter_licence(text);
+        assert_eq!(licence("---\nlicense: apache-2.0\ntags:\n- x\n---\n# Model").as_deref(), Some("apache-2.0"));
+        assert_eq!(licence("---\r\nlicense: 'mit'\r\n---\r\n").as_deref(), Some("mit"));
+        assert_eq!(licence("---\nlicense: other\nlicense_name: qwen\n---\n").as_deref(), Some("qwen"));
+        assert_eq!(licence("---\nlicense: other\n---\n").as_deref(), Some("other"));
+        assert_eq!(licence("# Model\nlicense: mit"), None);
+        assert_eq!(licence("---\ntags: x\n---\nlicense: mit"), None);
+        assert_eq!(licence(""), None);
+        let title = licence_title("\n   Apache License\n  Version 2.0", "LICENSE");
+        assert_eq!(title.as_deref(), Some("Apache License (LICENSE)"));
+    }
+}

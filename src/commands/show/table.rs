@@ -1,0 +1,291 @@
+//! The report as people read it, at most 120 columns wide.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+
+use super::report::{File, Gpu, Needs, Report};
+use crate::commands::list::{count, home_relative};
+
+const COLUMNS: usize = 120;
+/// Where values begin.
+const INDENT: usize = 13;
+/// Files that are listed one by one.
+const FILES: usize = 24;
+
+pub fn table(report: &Report) -> String {
+    let mut out = format!("{} ({})\n", report.name, report.place);
+    facts(&mut out, report);
+    tensors(&mut out, report);
+    files(&mut out, &report.files);
+    match &report.needs {
+        Some(needs) => memory(&mut out, needs, &report.gpu),
+        None if report.weights_problem.is_none() => {
+            let text = "what it needs cannot be told: config.json does not say what its layers keep";
+            out += &format!("\n{text}\n");
+        }
+        None => {}
+    }
+    out
+}
+
+fn facts(out: &mut String, report: &Report) {
+    let mut fact = |name: &str, value: Option<String>| {
+        if let Some(value) = value {
+            wrapped(out, name, &value);
+        }
+    };
+    let sizes = &report.sizes;
+    fact("revision", report.revision.clone());
+    fact("path", report.path.as_deref().map(home_relative));
+    let family = report.family.as_deref().unwrap_or("unknown");
+    fact("family", Some(if report.supported { family.to_string() } else { format!("{family}, not supported") }));
+    fact("why not", report.reason.clone());
+    fact("licence", Some(report.licence.clone().unwrap_or("not told by the files".into())));
+    fact("chat", Some(report.chat.unwrap_or("no template: a base model, for inferno play --raw").to_string()));
+    fact(
+        "parameters",
+        report.parameters.map(|all| match report.active_parameters {
+            Some(active) if active != all => format!("{}, {} of them active for a token", count(all), count(active)),
+            _ => count(all),
+        }),
+    );
+    fact(
+        "weights",
+        match (report.weight_bytes, &report.weights_problem) {
+            (Some(bytes), _) => Some(format!("{}, {}", amount(bytes), report.quantisation.as_deref().unwrap_or("?"))),
+            (None, problem) => problem.clone(),
+        },
+    );
+    let layers = sizes.layers.map(|layers| match (sizes.sliding_layers, sizes.sliding_window) {
+        (Some(sliding), Some(window)) => {
+            format!("{layers}, {sliding} of them with a sliding window of {}", grouped(window))
+        }
+        _ => layers.to_string(),
+    });
+    fact("layers", layers);
+    let hidden = sizes.hidden_size.map(|hidden| {
+        let intermediate = sizes.intermediate_size.map(|size| format!(", intermediate {}", grouped(size)));
+        format!("{}{}", grouped(hidden), intermediate.unwrap_or_default())
+    });
+    fact("hidden", hidden);
+    fact(
+        "heads",
+        sizes.heads.map(|heads| {
+            let keys = sizes.kv_heads.map(|heads| format!(", {heads} for keys and values")).unwrap_or_default();
+            let each = sizes.head_dim.map(|dim| format!(", {dim} dims each")).unwrap_or_default();
+            format!("{heads}{keys}{each}")
+        }),
+    );
+    fact(
+        "experts",
+        sizes.experts.map(|experts| {
+            let chosen =
+                sizes.experts_chosen.map(|chosen| format!(", {chosen} chosen for a token")).unwrap_or_default();
+            let size = sizes.expert_intermediate_size.map(|size| format!(", intermediate {}", grouped(size)));
+            format!("{experts}{chosen}{}", size.unwrap_or_default())
+        }),
+    );
+    fact(
+        "vocabulary",
+        sizes.vocab_size.map(|size| {
+            let tied = match sizes.tied_embeddings {
+                Some(true) => ", the embedding is the head too",
+                Some(false) => ", embedding and head apart",
+                None => "",
+            };
+            format!("{}{tied}", grouped(size))
+        }),
+    );
+    fact(
+        "context",
+        sizes.context.map(|context| {
+            let rope = sizes.rope.as_ref().map(|rope| {
+                let theta = rope.theta.map(|theta| format!(", rope theta {theta}")).unwrap_or_default();
+                if rope.scaling == "default" {
+                    return theta;
+                }
+                let factor = rope.factor.map(|factor| format!(" by {factor}")).unwrap_or_default();
+                let original = rope.original_context.map(|from| format!(" from {}", grouped(from))).unwrap_or_default();
+                format!("{theta}, scaled {}{factor}{original}", rope.scaling)
+            });
+            format!("{} tokens{}", grouped(context), rope.unwrap_or_default())
+        }),
+    );
+}
+
+fn tensors(out: &mut String, report: &Report) {
+    if report.tensors.is_empty() {
+        return;
+    }
+    let mut rows = vec![["TENSORS", "COUNT", "PARAMS", "SIZE", "DTYPES"].map(String::from)];
+    for group in &report.tensors {
+        let dtypes: Vec<&str> = group.dtypes.iter().map(String::as_str).collect();
+        let (parameters, bytes) = (count(group.parameters), amount(group.bytes));
+        rows.push([group.name.into(), group.tensors.to_string(), parameters, bytes, dtypes.join(" ")]);
+    }
+    aligned(out, &rows, &[1, 2, 3]);
+}
+
+/// Shards and the like, many files of one pattern, are one line.
+fn files(out: &mut String, files: &[File]) {
+    let mut patterns: BTreeMap<String, Vec<&File>> = BTreeMap::new();
+    for file in files {
+        patterns.entry(pattern(&file.name)).or_default().push(file);
+    }
+    let mut rows = Vec::new();
+    for (pattern, files) in patterns {
+        let name = match files.as_slice() {
+            [first, _, _, .., last] if pattern.contains('*') => {
+                format!("{} to {} ({})", first.name, last.name, files.len())
+            }
+            several => {
+                rows.extend(several.iter().map(|file| [file.name.clone(), size(file.bytes)]));
+                continue;
+            }
+        };
+        let bytes = files.iter().try_fold(0u64, |sum, file| sum.checked_add(file.bytes?));
+        rows.push([name, size(bytes)]);
+    }
+    if rows.len() > FILES {
+        let more = rows.split_off(FILES).len();
+        rows.push([format!("and {more} more"), String::new()]);
+    }
+    rows.insert(0, ["FILES", "SIZE"].map(String::from));
+    aligned(out, &rows, &[1]);
+}
+
+/// A name with `*` for the number of a shard: digits before or after `of`.
+fn pattern(name: &str) -> String {
+    let Some((before, after)) = name.rsplit_once("-of-") else { return name.to_string() };
+    let stem = before.trim_end_matches(|c: char| c.is_ascii_digit());
+    if stem.len() == before.len() { name.to_string() } else { format!("{stem}*-of-{after}") }
+}
+
+fn memory(out: &mut String, needs: &Needs, gpu: &Gpu) {
+    let place = match (&gpu.gpu, &gpu.no_gpu) {
+        (Some(info), _) => format!("ON THIS GPU, in {}: {info}", needs.dtype),
+        (None, reason) => {
+            format!("ON A GPU, in {} (none is here: {})", needs.dtype, reason.as_deref().unwrap_or("none was found"))
+        }
+    };
+    let _ = writeln!(out, "\n{}", clipped(&place));
+    wrapped(out, "weights", &amount(needs.weight_bytes));
+    let windows = match needs.cache_bytes_of_windows {
+        0 => String::new(),
+        bytes => format!(", and {} for sliding windows", amount(bytes)),
+    };
+    let guessed = if needs.estimated { " (worked out from config.json alone)" } else { "" };
+    let context = grouped(needs.context as u64);
+    let cache = format!(
+        "{} for a context of {context}: {} per 1,000 tokens{windows}{guessed}",
+        amount(needs.cache_bytes),
+        amount(needs.cache_bytes_per_1000_tokens)
+    );
+    wrapped(out, "cache", &cache);
+    let chunk = grouped(needs.chunk as u64);
+    wrapped(out, "workspace", &format!("{}, prompts read by {chunk} tokens", amount(needs.workspace_bytes)));
+    let running = needs.weight_bytes.saturating_add(needs.cache_bytes).saturating_add(needs.workspace_bytes);
+    if running < needs.total_bytes {
+        let loading = amount(needs.loading_bytes);
+        wrapped(
+            out,
+            "loading",
+            &format!("{loading} for a while, before there is a cache: a layer's experts laid out anew"),
+        );
+    }
+    let verdict = match (needs.fits, needs.largest_context) {
+        (Some(true), Some(largest)) => {
+            format!(": it fits; the largest context that does has {} tokens", grouped(largest as u64))
+        }
+        (Some(false), Some(largest)) => {
+            format!(": it does not fit; a context of {} would (--context)", grouped(largest as u64))
+        }
+        (Some(_), None) => ": it does not fit, with no context".to_string(),
+        (None, _) => String::new(),
+    };
+    wrapped(out, "in all", &format!("{}{verdict}", amount(needs.total_bytes)));
+}
+
+/// A name and its value, which goes on below itself where the line ends. Paths and other words stay whole.
+fn wrapped(out: &mut String, name: &str, value: &str) {
+    let mut line = format!("{name:INDENT$}");
+    let mut words = 0;
+    for word in value.split_whitespace() {
+        if words > 0 && line.chars().count() + 1 + word.chars().count() > COLUMNS {
+            let _ = writeln!(out, "{line}");
+            line = " ".repeat(INDENT);
+            words = 0;
+        }
+        let space = if words > 0 { " " } else { "" };
+        let _ = write!(line, "{space}{word}");
+        words += 1;
+    }
+    let _ = writeln!(out, "{}", line.trim_end());
+}
+
+/// Columns as wide as their widest cell; `right` are the numbers of those that end at one place.
+fn aligned<const N: usize>(out: &mut String, rows: &[[String; N]], right: &[usize]) {
+    out.push('\n');
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    for row in rows {
+        let cell = |column: usize| {
+            let (text, width) = (&row[column], width(column));
+            if right.contains(&column) { format!("{text:>width$}") } else { format!("{text:width$}") }
+        };
+        let cells: Vec<String> = (0..N).map(cell).collect();
+        let _ = writeln!(out, "{}", clipped(cells.join("  ").trim_end()));
+    }
+}
+
+fn clipped(line: &str) -> String {
+    match line.chars().count() > COLUMNS {
+        true => line.chars().take(COLUMNS - 1).chain(['…']).collect(),
+        false => line.to_string(),
+    }
+}
+
+fn size(bytes: Option<u64>) -> String {
+    bytes.map_or("?".into(), amount)
+}
+
+/// 13.8 GB, 7.6 MB, 1.2 KB, 12 B
+fn amount(bytes: u64) -> String {
+    let scaled = |unit: f64| bytes as f64 / unit;
+    match bytes {
+        0..1000 => format!("{bytes} B"),
+        1000..1_000_000 => format!("{:.1} KB", scaled(1e3)),
+        1_000_000..1_000_000_000 => format!("{:.1} MB", scaled(1e6)),
+        _ => format!("{:.1} GB", scaled(1e9)),
+    }
+}
+
+/// 131,072
+fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let group = |(index, digit): (usize, char)| {
+        let comma = index > 0 && (digits.len() - index).is_multiple_of(3);
+        comma.then_some(',').into_iter().chain([digit])
+    };
+    digits.chars().enumerate().flat_map(group).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_and_names() {
+        assert_eq!([0, 12, 999, 1000, 131_072, 1_000_000].map(grouped).join(" "), "0 12 999 1,000 131,072 1,000,000");
+        assert_eq!([12, 1200, 7_600_000, 13_800_000_000].map(amount).join(" "), "12 B 1.2 KB 7.6 MB 13.8 GB");
+        assert_eq!(pattern("model-00001-of-00163.safetensors"), "model-*-of-00163.safetensors");
+        assert_eq!(pattern("one-of-a-kind.txt"), "one-of-a-kind.txt");
+    }
+
+    #[test]
+    fn long_values_go_on_below() {
+        let mut out = String::new();
+        wrapped(&mut out, "why not", &"because ".repeat(40));
+        assert!(out.lines().all(|line| line.chars().count() <= COLUMNS));
+        assert!(out.lines().skip(1).all(|line| line.starts_with(&" ".repeat(INDENT))) && out.lines().count() > 2);
+    }
+}

@@ -1,0 +1,286 @@
+//! Which tensors a checkpoint has, as headers tell: enough to know what a model takes before a byte of it is here.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Context, Result, bail};
+use candle_core::DType;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::Checkpoint;
+
+/// One tensor as its header tells of it.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    pub name: String,
+    /// In lower case, as safetensors names it: `bf16`, `u8`, `f8_e4m3`.
+    pub dtype: String,
+    pub elements: u64,
+    /// As stored.
+    pub bytes: u64,
+}
+
+/// The tensors of a checkpoint.
+#[derive(Clone, Debug, Default)]
+pub struct Inventory {
+    entries: Vec<Entry>,
+}
+
+/// Tensors that do one kind of work.
+#[derive(Clone, Debug, Serialize, PartialEq)]
+pub struct Group {
+    pub name: &'static str,
+    pub tensors: usize,
+    pub parameters: u64,
+    pub bytes: u64,
+    pub dtypes: BTreeSet<String>,
+}
+
+/// In the order in which a token passes through.
+const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", "head", "other"];
+
+#[derive(Deserialize)]
+struct HeaderEntry {
+    dtype: String,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+impl Inventory {
+    pub fn of(checkpoint: &Checkpoint) -> Self {
+        let entry = |(name, info): (&str, &super::TensorInfo)| Entry {
+            name: name.to_string(),
+            dtype: info.dtype.to_string().to_lowercase(),
+            elements: info.elements() as u64,
+            bytes: info.bytes() as u64,
+        };
+        Self { entries: checkpoint.tensors().map(entry).collect() }
+    }
+
+    /// Adds what the header of a safetensors file says, its JSON without the length before it. `data_bytes` is what
+    /// follows the header in the file. Any dtype will do: this is about knowing a model, not about loading it.
+    pub fn add_header(&mut self, file: &str, header: &[u8], data_bytes: Option<u64>) -> Result<()> {
+        let broken = || format!("the header of {file} is none of a safetensors file");
+        let header: BTreeMap<String, Value> = serde_json::from_slice(header).with_context(broken)?;
+        let mut end = 0;
+        for (name, value) in header.into_iter().filter(|(name, _)| name != "__metadata__") {
+            let HeaderEntry { dtype, shape, data_offsets: (first, last) } =
+                serde_json::from_value(value).with_context(broken)?;
+            let elements = shape.iter().try_fold(1u64, |product, &size| product.checked_mul(size));
+            let (Some(elements), Some(bytes)) = (elements, last.checked_sub(first)) else {
+                bail!("the header of {file} gives {name:?} the shape {shape:?} and the bytes {first} to {last}");
+            };
+            if bits(&dtype).is_some_and(|bits| elements.checked_mul(bits) != bytes.checked_mul(8)) {
+                bail!("the header of {file} gives {name:?} {elements} elements of {dtype} in {bytes} bytes");
+            }
+            end = end.max(last);
+            self.entries.push(Entry { name, dtype: dtype.to_lowercase(), elements, bytes });
+        }
+        match data_bytes {
+            Some(data_bytes) if data_bytes != end => {
+                bail!("the header of {file} tells of {end} bytes of tensors, the file has {data_bytes}")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// As stored.
+    pub fn bytes(&self) -> u64 {
+        sum(self.entries.iter().map(|entry| entry.bytes))
+    }
+
+    pub fn parameters(&self) -> u64 {
+        sum(self.entries.iter().map(Entry::parameters))
+    }
+
+    /// Those that one token meets, where it takes `chosen` of `experts`.
+    pub fn active_parameters(&self, chosen: u64, experts: u64) -> u64 {
+        let of_experts = sum(self.entries.iter().filter(|entry| entry.is_expert()).map(Entry::parameters));
+        let active = u128::from(of_experts) * u128::from(chosen) / u128::from(experts.max(1));
+        self.parameters() - of_experts + u64::try_from(active).unwrap_or(of_experts).min(of_experts)
+    }
+
+    /// Bytes of the weights once loaded: floats in the compute dtype, packed ones as they are.
+    pub fn loaded_bytes(&self, dtype: DType) -> u64 {
+        sum(self.entries.iter().map(|entry| entry.loaded_bytes(dtype)))
+    }
+
+    /// Bytes of the experts of the layer that has most of them, once loaded: they are laid out anew or stacked, one layer at
+    /// a time.
+    pub fn largest_expert_layer(&self, dtype: DType) -> u64 {
+        let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
+        for entry in &self.entries {
+            let expert = entry.name.split_once(".experts.").map(|(layer, _)| layer);
+            if entry.dtype == "u8" || expert.is_some() {
+                let sum = layers.entry(expert.unwrap_or(&entry.name)).or_default();
+                *sum = sum.saturating_add(entry.loaded_bytes(dtype));
+            }
+        }
+        layers.into_values().max().unwrap_or(0)
+    }
+
+    /// The dtype that most bytes are in.
+    pub fn main_dtype(&self) -> Option<&str> {
+        let mut bytes: BTreeMap<&str, u64> = BTreeMap::new();
+        for entry in &self.entries {
+            let sum = bytes.entry(&entry.dtype).or_default();
+            *sum = sum.saturating_add(entry.bytes);
+        }
+        bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype)
+    }
+
+    /// What kind of work the tensors do, by their names; kinds without a tensor are left out.
+    pub fn groups(&self) -> Vec<Group> {
+        let group = |name| {
+            let entries = || self.entries.iter().filter(move |entry| entry.group() == name);
+            let dtype = |entry: &Entry| match entry.is_packed_mxfp4() {
+                true => "mxfp4".to_string(),
+                false => entry.dtype.clone(),
+            };
+            Group {
+                name,
+                tensors: entries().count(),
+                parameters: sum(entries().map(Entry::parameters)),
+                bytes: sum(entries().map(|entry| entry.bytes)),
+                dtypes: entries().map(dtype).collect(),
+            }
+        };
+        GROUPS.into_iter().map(group).filter(|group| group.tensors > 0).collect()
+    }
+}
+
+impl Entry {
+    fn parameters(&self) -> u64 {
+        parameters(&self.name, self.dtype == "u8", self.elements)
+    }
+
+    fn loaded_bytes(&self, dtype: DType) -> u64 {
+        match self.dtype.as_str() {
+            "f32" | "f16" | "bf16" => self.elements.saturating_mul(dtype.size_in_bytes() as u64),
+            _ => self.bytes,
+        }
+    }
+
+    fn is_packed_mxfp4(&self) -> bool {
+        self.dtype == "u8" && (self.name.ends_with("_blocks") || self.name.ends_with("_scales"))
+    }
+
+    fn is_expert(&self) -> bool {
+        self.name.contains(".experts.")
+    }
+
+    /// One of `GROUPS`.
+    fn group(&self) -> &'static str {
+        let parts: Vec<&str> = self.name.split('.').collect();
+        let any = |is: &dyn Fn(&str) -> bool| parts.iter().any(|part| is(part));
+        if self.is_expert() {
+            "experts"
+        } else if any(&|part| part.contains("norm") || part.starts_with("ln_") || part == "ln") {
+            "norms"
+        } else if any(&|part| part == "lm_head" || part == "embed_out") || self.name == "output.weight" {
+            "head"
+        } else if any(&|part| part.contains("embed") || part == "wte" || part == "wpe") {
+            "embedding"
+        } else if any(&|part| part.contains("attn") || part.contains("attention")) {
+            "attention"
+        } else if any(&|part| part == "mlp" || part.contains("feed_forward") || part.contains("moe")) {
+            "mlp"
+        } else {
+            "other"
+        }
+    }
+}
+
+/// Sizes from a server may be anything.
+fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
+    numbers.fold(0, u64::saturating_add)
+}
+
+/// Of one element; none for a dtype that is not known here.
+fn bits(dtype: &str) -> Option<u64> {
+    match dtype {
+        "F64" | "I64" | "U64" | "C64" => Some(64),
+        "F32" | "I32" | "U32" => Some(32),
+        "F16" | "BF16" | "I16" | "U16" => Some(16),
+        "F8_E4M3" | "F8_E5M2" | "F8_E8M0" | "I8" | "U8" | "BOOL" => Some(8),
+        _ => None,
+    }
+}
+
+/// How many parameters a tensor holds: its elements, two for each byte of packed MXFP4 blocks, none for their scales.
+pub(super) fn parameters(name: &str, is_bytes: bool, elements: u64) -> u64 {
+    match is_bytes {
+        true if name.ends_with("_blocks") => elements.saturating_mul(2),
+        true if name.ends_with("_scales") => 0,
+        _ => elements,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEADER: &str = r#"{"__metadata__":{"format":"pt"},
+        "model.embed_tokens.weight":{"dtype":"BF16","shape":[10,4],"data_offsets":[0,80]},
+        "model.layers.0.self_attn.q_proj.weight":{"dtype":"F32","shape":[4,4],"data_offsets":[80,144]},
+        "model.layers.0.input_layernorm.weight":{"dtype":"F8_NEW","shape":[4],"data_offsets":[144,148]},
+        "model.layers.0.mlp.router.weight":{"dtype":"BF16","shape":[2,4],"data_offsets":[148,164]},
+        "model.layers.0.mlp.experts.down_proj_blocks":{"dtype":"U8","shape":[2,4,1,16],"data_offsets":[164,292]},
+        "model.layers.0.mlp.experts.down_proj_scales":{"dtype":"U8","shape":[2,4,1],"data_offsets":[292,300]}}"#;
+
+    #[test]
+    fn a_header_is_counted() {
+        let mut inventory = Inventory::default();
+        inventory.add_header("a.safetensors", HEADER.as_bytes(), Some(300)).unwrap();
+        assert_eq!(inventory.bytes(), 300);
+        assert_eq!(inventory.parameters(), 40 + 16 + 4 + 8 + 256);
+        assert_eq!(inventory.active_parameters(1, 2), 40 + 16 + 4 + 8 + 128);
+        assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 + 16 + 136);
+        assert_eq!(inventory.largest_expert_layer(DType::BF16), 136);
+        assert_eq!(inventory.main_dtype(), Some("u8"));
+        let groups = inventory.groups();
+        let names: Vec<&str> = groups.iter().map(|group| group.name).collect();
+        assert_eq!(names, ["embedding", "attention", "mlp", "experts", "norms"]);
+        assert_eq!((groups[3].tensors, groups[3].parameters, groups[3].bytes), (2, 256, 136));
+        assert_eq!(groups[3].dtypes, BTreeSet::from(["mxfp4".to_string()]));
+    }
+
+    #[test]
+    fn headers_that_lie_are_refused() {
+        let refused = |header: &str, data_bytes| {
+            let error = Inventory::default().add_header("a.safetensors", header.as_bytes(), data_bytes).unwrap_err();
+            assert!(format!("{error:#}").contains("a.safetensors"), "{error:#}");
+        };
+        refused(HEADER, Some(299));
+        refused(HEADER, Some(301));
+        refused("{", None);
+        refused("[]", None);
+        refused(r#"{"a":{"dtype":"F32"}}"#, None);
+        refused(r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#, None);
+        refused(r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#, None);
+        refused(r#"{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}"#, None);
+        refused(r#"{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}}"#, None);
+    }
+
+    #[test]
+    fn names_of_other_families_find_their_group() {
+        for (name, group) in [
+            ("transformer.wte.weight", "embedding"),
+            ("transformer.h.0.attn.c_attn.weight", "attention"),
+            ("transformer.h.0.ln_1.weight", "norms"),
+            ("transformer.h.0.mlp.c_fc.weight", "mlp"),
+            ("model.layers.0.block_sparse_moe.experts.3.w1.weight", "experts"),
+            ("model.layers.0.block_sparse_moe.gate.weight", "mlp"),
+            ("model.layers.0.post_attention_layernorm.weight", "norms"),
+            ("lm_head.weight", "head"),
+            ("backbone.layers.0.mixer.A_log", "other"),
+        ] {
+            let entry = Entry { name: name.into(), dtype: "bf16".into(), elements: 1, bytes: 2 };
+            assert_eq!(entry.group(), group, "{name}");
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! `inferno show`: models on this machine, and models on a hub whose weights stay there.
+
+use std::fs;
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::cli::{assert_fails, copy_of_demo, demo_with_config, inferno, run, text};
+use crate::hub::fake::{COMMIT, FakeHub, INDEX, REPO, SHARDS};
+use crate::support::demo_dir;
+
+fn show(args: &[&str]) -> Value {
+    let output = run(&[&["show", "--json"], args].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// On a machine whose hub is the fake one.
+fn remote(fake: &FakeHub, args: &[&str]) -> Output {
+    let home = TempDir::new().unwrap();
+    let output = command(&home, fake).args(args).output().unwrap();
+    assert!(!home.path().join("models").exists(), "nothing is written");
+    output
+}
+
+fn command(home: &TempDir, fake: &FakeHub) -> Command {
+    let mut command = inferno(home);
+    command.env("HF_ENDPOINT", fake.endpoint()).args(["show", REPO, "--remote"]);
+    command
+}
+
+/// A safetensors file: the header, and zeros for the tensors.
+fn file(tensors: &[(&str, &str, &[u64], usize)]) -> Vec<u8> {
+    let (mut header, mut end) = (serde_json::Map::new(), 0);
+    for (name, dtype, shape, bytes) in tensors {
+        let entry = json!({ "dtype": dtype, "shape": shape, "data_offsets": [end, end + bytes] });
+        header.insert(name.to_string(), entry);
+        end += bytes;
+    }
+    let header = Value::Object(header).to_string();
+    [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &vec![0; end]].concat()
+}
+
+const CONFIG: &str = r#"{"model_type": "llama", "vocab_size": 10, "hidden_size": 8, "intermediate_size": 12,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 100}"#;
+
+const README: &[u8] = b"---\nlicense: llama3.2\n---\n# A model\n";
+
+fn two_shards() -> FakeHub {
+    let index = json!({"weight_map": {"model.embed_tokens.weight": SHARDS[0], "model.norm.weight": SHARDS[1]}});
+    FakeHub::start(&[
+        ("README.md", README),
+        ("config.json", CONFIG.as_bytes()),
+        (INDEX, index.to_string().as_bytes()),
+        (SHARDS[0], &file(&[("model.embed_tokens.weight", "BF16", &[10, 8], 160)])),
+        (SHARDS[1], &file(&[("model.norm.weight", "F32", &[8], 32)])),
+        ("tokenizer.json", b"{}"),
+        ("tokenizer_config.json", br#"{"chat_template": "{{ messages }}"}"#),
+    ])
+}
+
+#[test]
+fn the_demo_is_known_through_and_through() {
+    let model = show(&["demo"]);
+    assert_eq!(model["name"], "demo");
+    assert_eq!(model["supported"], true);
+    assert_eq!(model["chat"], "harmony");
+    assert_eq!(model["licence"], "MIT OR Apache-2.0");
+    for (field, value) in [("layers", 6), ("heads", 8), ("kv_heads", 2), ("head_dim", 40), ("experts", 10)] {
+        assert_eq!(model[field], value, "{field}");
+    }
+    let (all, active) = (model["parameters"].as_u64().unwrap(), model["active_parameters"].as_u64().unwrap());
+    let groups = model["tensors"].as_array().unwrap();
+    let sum = |field: &str| groups.iter().map(|group| group[field].as_u64().unwrap()).sum::<u64>();
+    assert_eq!((sum("parameters"), sum("bytes")), (all, model["weight_bytes"].as_u64().unwrap()));
+    let experts = groups.iter().find(|group| group["name"] == "experts").unwrap();
+    assert_eq!(active, all - experts["parameters"].as_u64().unwrap() * 7 / 10);
+    assert_eq!(experts["dtypes"], json!(["bf16", "mxfp4"]));
+    assert!(groups.iter().all(|group| group["name"] != "other"), "{groups:?}");
+    let size = |name: &str| fs::metadata(demo_dir().join(name)).unwrap().len();
+    let files = model["files"].as_array().unwrap();
+    assert!(files.contains(&json!({"name": "model.safetensors", "bytes": size("model.safetensors")})));
+
+    let needs = &model["needs"];
+    let bytes = |field: &str| needs[field].as_u64().unwrap();
+    assert_eq!(bytes("total_bytes"), bytes("weight_bytes") + bytes("cache_bytes") + bytes("workspace_bytes"));
+    assert_eq!(bytes("cache_bytes_per_1000_tokens"), 3 * 1000 * 2 * 2 * 40 * 2);
+    assert_eq!(bytes("context"), 4096);
+    assert_eq!(model["gpu"].is_null(), needs["fits"].is_null());
+    if !cfg!(feature = "cuda") {
+        assert!(model["no_gpu"].as_str().unwrap().contains("no GPU support"));
+    }
+}
+
+#[test]
+fn a_table_is_for_people() {
+    let output = run(&["show", "demo"]);
+    let table = text(&output.stdout);
+    assert!(output.status.success() && text(&output.stderr).is_empty());
+    for words in ["gpt_oss", "7.2M, 3.5M of them active", "10, 3 chosen", "TENSORS", "model.safetensors", "in all"] {
+        assert!(table.contains(words), "no {words:?} in:\n{table}");
+    }
+    assert!(table.lines().all(|line| line.chars().count() <= 120), "{table}");
+}
+
+#[test]
+fn a_context_is_counted_or_refused() {
+    let cache = |context: &str| show(&["demo", "--context", context])["needs"]["cache_bytes"].as_u64().unwrap();
+    assert!(cache("1000") < cache("2000"));
+    assert_fails(&run(&["show", "demo", "--context", "5000"]), 2, &["--context 5000", "4096"]);
+    assert_fails(&run(&["show", "demo", "--context", "0"]), 2, &["--context 0"]);
+}
+
+#[test]
+fn an_unsupported_model_is_shown_with_the_reason() {
+    let (_folder, path) = demo_with_config(|config| config["model_type"] = "mamba9".into());
+    let model = show(&[path.to_str().unwrap()]);
+    assert_eq!((&model["family"], &model["supported"]), (&json!("mamba9"), &json!(false)));
+    assert!(model["reason"].as_str().unwrap().contains("'mamba9' is not supported"));
+    assert_eq!((&model["layers"], &model["vocab_size"]), (&json!(6), &json!(2000)));
+    assert_eq!(model["needs"]["estimated"], true);
+
+    let (_folder, path) = demo_with_config(|config| config["num_attention_heads"] = 0.into());
+    assert!(show(&[path.to_str().unwrap()])["reason"].as_str().unwrap().contains("num_attention_heads"));
+
+    // Neither a broken config nor broken weights keep the rest from being shown.
+    let (_folder, path) = copy_of_demo();
+    fs::write(path.join("config.json"), "{").unwrap();
+    fs::write(path.join("model.safetensors"), "short").unwrap();
+    fs::write(path.join("LICENSE"), "\n  Apache License\n").unwrap();
+    let model = show(&[path.to_str().unwrap()]);
+    assert!(model["reason"].as_str().unwrap().contains("config.json"));
+    assert!(model["weights_problem"].as_str().unwrap().contains("model.safetensors"));
+    assert_eq!(model["licence"], "Apache License (LICENSE)");
+    assert!(run(&["show", path.to_str().unwrap()]).status.success());
+}
+
+#[test]
+fn a_model_that_is_not_here_may_be_elsewhere() {
+    assert_fails(&run(&["show", "org/name"]), 3, &["inferno download org/name", "inferno show org/name --remote"]);
+    let output = run(&["show", "./nowhere"]);
+    assert_fails(&output, 3, &["./nowhere"]);
+    assert!(!text(&output.stderr).contains("--remote"));
+    assert_fails(&run(&["show", "demo", "--remote"]), 2, &["inferno show demo"]);
+    assert_fails(&run(&["show", "a/b/c", "--remote"]), 2, &["org/name"]);
+    // Nothing listens there.
+    assert_fails(&run(&["show", "org/name", "--remote"]), 5, &["127.0.0.1:1"]);
+    let home = TempDir::new().unwrap();
+    let output = inferno(&home).args(["show", REPO, "--remote"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
+    assert_fails(&output, 5, &["HF_HUB_OFFLINE"]);
+}
+
+#[test]
+fn a_model_on_the_hub_is_known_by_its_headers() {
+    let fake = two_shards();
+    let output = remote(&fake, &["--json"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let model: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(model["revision"], COMMIT);
+    assert!(model["path"].is_null());
+    assert_eq!((&model["supported"], &model["licence"]), (&json!(true), &json!("llama3.2")));
+    assert_eq!(model["chat"], "tokenizer_config.json");
+    assert_eq!((&model["parameters"], &model["weight_bytes"]), (&json!(88), &json!(192)));
+    assert_eq!(model["tied_embeddings"], true);
+    // As they will be loaded: in bf16.
+    assert_eq!(model["needs"]["weight_bytes"], 176);
+    assert_eq!(model["files"].as_array().unwrap().len(), 7);
+
+    let mut lines = fake.lines();
+    lines.sort();
+    let file = |name: &str| format!("GET /{REPO}/resolve/{COMMIT}/{name}");
+    let mut expected = vec![format!("GET /api/models/{REPO}/revision/main?blobs=true")];
+    expected.extend(["README.md", "config.json", SHARDS[0], SHARDS[1], INDEX, "tokenizer_config.json"].map(file));
+    expected.sort();
+    assert_eq!(lines, expected, "one request a file, and none for what is not needed");
+}
+
+#[test]
+fn no_server_makes_it_fetch_the_weights() {
+    const SIZE: usize = 64 << 20;
+    let weights = file(&[("model.embed_tokens.weight", "U8", &[SIZE as u64], SIZE)]);
+    for does_ranges in [true, false] {
+        let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &weights)]);
+        fake.change(|world| world.does_ranges = does_ranges);
+        let output = remote(&fake, &["--json"]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let model: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(model["weight_bytes"], SIZE);
+        let sent = fake.world.lock().unwrap().sent_bytes;
+        // What lies in the buffers of both ends of a connection has left too.
+        let most = if does_ranges { 200_000 } else { SIZE / 2 };
+        assert!(sent < most, "{sent} bytes were sent, ranges: {does_ranges}");
+    }
+}
+
+#[test]
+fn a_long_header_takes_a_second_request() {
+    let names: Vec<String> = (0..3000).map(|index| format!("model.layers.{index}.self_attn.q_proj.weight")).collect();
+    let tensors: Vec<(&str, &str, &[u64], usize)> =
+        names.iter().map(|name| (name.as_str(), "F16", &[2, 3][..], 12)).collect();
+    let weights = file(&tensors);
+    let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &weights)]);
+    for (does_ranges, requests) in [(true, 2), (false, 1)] {
+        fake.change(|world| world.does_ranges = does_ranges);
+        let output = remote(&fake, &["--json"]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let model: Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(model["parameters"], 18_000);
+        let of_weights = fake.lines().iter().filter(|line| line.ends_with("model.safetensors")).count();
+        assert_eq!(of_weights, requests);
+    }
+}
+
+#[test]
+fn broken_headers_are_refused() {
+    let whole = file(&[("model.norm.weight", "F32", &[8], 32)]);
+    let with_length = |length: u64| [&length.to_le_bytes(), &whole[8..]].concat();
+    let cases = [
+        (whole[..5].to_vec(), "ends within its header"),
+        (whole[..whole.len() - 50].to_vec(), "model.safetensors"),
+        (whole[..whole.len() - 1].to_vec(), "32 bytes of tensors"),
+        (with_length(u64::MAX), "refused"),
+        (with_length(100_000_001), "refused"),
+        (with_length(1 << 20), "claims a header"),
+        (with_length(20), "model.safetensors"),
+    ];
+    for (weights, said) in cases {
+        // A mirror may not tell sizes; then the file's end is where the connection ends.
+        for tells_sizes in [true, false] {
+            let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &weights)]);
+            fake.change(|world| world.tells_sizes = tells_sizes);
+            let output = remote(&fake, &[]);
+            if output.status.success() {
+                let table = text(&output.stdout);
+                assert!(!tells_sizes || table.contains(said), "{said}:\n{table}");
+            } else {
+                assert_eq!(output.status.code(), Some(1));
+                assert!(text(&output.stderr).contains("model.safetensors"), "{}", text(&output.stderr));
+            }
+        }
+    }
+    // The hub lists more than its storage has.
+    let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &whole[..30])]);
+    fake.change(|world| world.claimed_bytes = Some(whole.len() as u64));
+    assert_fails(&remote(&fake, &[]), 1, &["model.safetensors ends within its header", "30 bytes"]);
+}
+
+#[test]
+fn refusals_and_names_are_those_of_a_download() {
+    let fake = two_shards();
+    fake.change(|world| world.files_refused = Some((403, "GatedRepo")));
+    assert_fails(&remote(&fake, &[]), 4, &["accept its licence", REPO]);
+    fake.change(|world| {
+        world.files_refused = None;
+        world.listing_refused = Some((404, "RevisionNotFound", ""));
+    });
+    assert_fails(&remote(&fake, &["--revision", "v9"]), 3, &["no revision 'v9'"]);
+    fake.change(|world| {
+        world.listing_refused = None;
+        let index = json!({"weight_map": {"a": "../../x.safetensors"}}).to_string();
+        world.files.insert(INDEX.into(), index.into_bytes());
+    });
+    assert_fails(&remote(&fake, &[]), 1, &["refused"]);
+    fake.change(|world| drop(world.files.insert("../config.json".into(), vec![])));
+    assert_fails(&remote(&fake, &[]), 1, &["outside it; refused"]);
+}
+
+#[test]
+fn the_token_stays_with_the_endpoint() {
+    let (fake, storage) = (two_shards(), two_shards());
+    // Another host by name, though the same machine.
+    fake.change(|world| world.storage = Some(format!("http://localhost:{}", storage.port)));
+    let home = TempDir::new().unwrap();
+    let output = command(&home, &fake).env("HF_TOKEN", "hf_secret").output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(!text(&output.stdout).contains("hf_secret"));
+    let head = |head: &String| head.to_lowercase().contains("authorization: bearer hf_secret");
+    assert!(fake.heads().iter().all(head));
+    let there = storage.heads();
+    assert!(!there.is_empty() && !there.iter().any(head), "{there:?}");
+}
+
+#[test]
+fn other_weights_are_named() {
+    let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.Q4.gguf", b"GGUF")]);
+    let table = text(&remote(&fake, &[]).stdout);
+    assert!(table.contains("GGUF files") && table.contains("model.Q4.gguf"), "{table}");
+    let fake = FakeHub::start(&[("pytorch_model.bin", b"pickle")]);
+    let table = text(&remote(&fake, &[]).stdout);
+    assert!(table.contains("no config.json") && table.contains("no safetensors weights"), "{table}");
+}
+
+#[test]
+fn absurd_figures_are_only_figures() {
+    let names = ["num_hidden_layers", "num_attention_heads", "head_dim", "vocab_size", "hidden_size", "sliding_window"];
+    for value in [json!(u64::MAX), json!(-1), json!(1e300), json!("many"), json!(0), json!([4])] {
+        let mut config = json!({"model_type": "mamba9", "max_position_embeddings": value, "num_experts": value,
+            "num_experts_per_tok": value, "rope_scaling": {"type": value, "factor": value}});
+        names.iter().for_each(|name| config[*name] = value.clone());
+        let header = json!({"a.experts.b": {"dtype": "F8_NEW", "shape": [u64::MAX], "data_offsets": [0, u64::MAX]},
+            "c_blocks": {"dtype": "NEW", "shape": [u64::MAX], "data_offsets": [0, u64::MAX]}});
+        let header = header.to_string();
+        let weights = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        let config = config.to_string();
+        let fake = FakeHub::start(&[("config.json", config.as_bytes()), ("model.safetensors", &weights)]);
+        fake.change(|world| world.tells_sizes = false);
+        for format in [&["--json"][..], &[]] {
+            let output = remote(&fake, format);
+            assert!(output.status.success(), "{value}: {}", text(&output.stderr));
+        }
+    }
+}
