@@ -78,7 +78,11 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     let path = dir.join("config.json");
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let json: Value = serde_json::from_str(&text).with_context(|| format!("broken {}", path.display()))?;
-    parse_config(json).with_context(|| format!("cannot use {}", path.display()))
+    parse_config(json).map_err(|error| match error.is::<Error>() {
+        // An unsupported architecture says all there is to say.
+        true => error,
+        false => error.context(format!("cannot use {}", path.display())),
+    })
 }
 
 /// The same from what stands in config.json.
