@@ -369,7 +369,8 @@ fn attention(
     // Keys of earlier steps may be read while the projection ahead still runs: they were written before it started.
     let arguments = arguments.float(flash.scale()).int(1);
     let shape = Shape { grid: flash.grid, block: flash.block, shared_bytes: flash.shared_bytes };
-    // SAFETY: `decode::qkv` has checked shapes and dtypes, `start` the position; rows are taken modulo the cache's; the position is below its context.
+    // SAFETY: `decode::qkv` has checked shapes and dtypes, `start` that the position is below the context; rows are taken
+    // modulo the cache's.
     unsafe { chain.push(&flash::code(), &flash.name, shape, 0, arguments)? };
 
     Ok(decode::residual(chain, buffers, &attended.flatten_all()?, &o_proj.weight, o_proj.bias.as_ref())?)

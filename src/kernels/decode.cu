@@ -589,8 +589,8 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
     }
 }
 
-// x += Σ over the N chosen experts of share · (down(h) + bias): grid tiles, block 32·N·DOWN_SPLITS; the splits of an expert share
-// the columns of its tile.
+// x += Σ over the N chosen experts of share · (down(h) + bias): grid tiles, block 32·N·DOWN_SPLITS; the splits of an
+// expert share the columns of its tile.
 //   bias f32 [E, C]; shared: N · (F rounded up to 64) f16, then 16 floats a warp
 constexpr int DOWN_SPLITS = 3, DOWN_DEPTH = 5, DOWN_MAX_CHOSEN = 4;
 __device__ void decode_down_experts(float* x, const __half* h, const float* logits, Tiles weights, const float* bias,

@@ -133,8 +133,8 @@ impl ExpertWeights {
 
 /// out[t, n] = W[ids[t, n]] · x + bias[ids[t, n]].
 ///
-/// x [T, C], shared by a token's experts, or [T, N, C]; ids [T, N] u32, each below E (on a GPU this is not checked); bias [E, R] of x's dtype.
-/// Returns [T, N, R].
+/// x [T, C], shared by a token's experts, or [T, N, C]; ids [T, N] u32, each below E (on a GPU this is not checked); bias
+/// [E, R] of x's dtype. Returns [T, N, R].
 pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>, ids: &Tensor) -> Result<Tensor> {
     let (experts, rows, columns) = weights.dims()?;
     let (tokens, chosen) = ids.dims2()?;

@@ -1,6 +1,7 @@
 // The residual stream between two blocks: x' = x + y, normed = x' / sqrt(mean(x'²) + eps) · w; with a bias, LayerNorm:
 // the mean of x' is taken from it first, the bias added last.
-//   x, y, sum f32 [T, C] (y and sum null: nothing is added, x itself is normed); w f32 [C]; bias f32 [C] or null; normed T [T, C]
+//   x, y, sum f32 [T, C] (y and sum null: nothing is added, x itself is normed)
+//   w f32 [C]; bias f32 [C] or null; normed T [T, C]
 //   grid T, block 256; bytes moved: T·C·(12 + sizeof(T)), or T·C·(4 + sizeof(T)) without y
 #include "common.cuh"
 

@@ -1,5 +1,6 @@
-//! SwiGLU and GeGLU (arXiv 2002.05202), their activations alone, and gpt-oss's clamped one (openai/gpt-oss, `gpt_oss/torch/model.py`, `swiglu`): the gate is
-//! clamped from above only, the linear half on both sides and shifted by one.
+//! SwiGLU and GeGLU (arXiv 2002.05202), their activations alone, and gpt-oss's clamped one (openai/gpt-oss,
+//! `gpt_oss/torch/model.py`, `swiglu`): the gate is clamped from above only, the linear half on both sides and shifted by
+//! one.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 

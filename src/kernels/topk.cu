@@ -1,4 +1,5 @@
-// Expert routing: the N largest of E logits, softmax over the chosen ones or over all; equal logits go to the lower expert, NaN sorts last.
+// Expert routing: the N largest of E logits, softmax over the chosen ones or over all; equal logits go to the lower
+// expert, NaN sorts last.
 //   logits [T, E]; ids u32 [T, N]; weights f32 [T, N]; grid T, block 32 (one warp a token); E <= 1024, N <= 32
 #include "common.cuh"
 

@@ -86,8 +86,8 @@ impl Pass {
     }
 }
 
-/// One layer: x + attention(norm(x)), then x + mlp(norm(x)); Gemma norms what is added, too. x, the residual stream, is f32 whatever the dtype computed
-/// in: it is a sum over all layers, and each rounding would stay in it.
+/// One layer: x + attention(norm(x)), then x + mlp(norm(x)); Gemma norms what is added, too. x, the residual stream, is
+/// f32 whatever the dtype computed in: it is a sum over all layers, and each rounding would stay in it.
 pub(crate) struct Layer {
     pub(crate) input_layernorm: Norm,
     pub(crate) self_attn: Attention,
