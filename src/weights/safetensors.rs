@@ -170,7 +170,7 @@ impl Checkpoint {
     }
 
     /// Every tensor that a model of this compute dtype can ask for, about in the order in which it asks. Those that layers
-    /// stack are one, under their [`stacked_name`]: stacked on the device they would need their memory twice.
+    /// stack are one, under a name of their own: stacked on the device they would need their memory twice.
     pub fn extents(&self, dtype: DType) -> Vec<Extent> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, info)| info.bytes() > 0).collect();
         usable.sort_by_key(|(name, _)| loading_order(name));
