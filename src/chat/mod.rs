@@ -71,6 +71,20 @@ impl ChatFormat {
         Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat(Box::new(template)))))
     }
 
+    /// The same where the template is at hand: it stands in `file`, and names special tokens such as `bos_token`.
+    pub fn of_template(
+        tokenizer: &Tokenizer,
+        file: &str,
+        template: Option<&str>,
+        special_tokens: Vec<(String, String)>,
+    ) -> Option<ChatFormat> {
+        if let Some(harmony) = Harmony::find(tokenizer) {
+            return Some(ChatFormat::Harmony(HarmonyFormat(harmony)));
+        }
+        let template = Template::new(file, template.filter(|template| !template.is_empty())?.into(), special_tokens);
+        Some(ChatFormat::Template(TemplateFormat(Box::new(template))))
+    }
+
     /// `harmony`, or the file that the template stands in.
     pub fn name(&self) -> &str {
         match self {

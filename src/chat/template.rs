@@ -60,7 +60,11 @@ impl Template {
             ("tokenizer_config.json", source.to_string())
         };
         let special_map = read_json(&dir.join("special_tokens_map.json"))?;
-        let special_tokens = special_tokens(&config, &special_map);
+        Ok(Some(Self::new(file, source, special_tokens(&config, &special_map))))
+    }
+
+    /// A template that stands in `file`, with the tokens that it may name.
+    pub fn new(file: &str, source: String, special_tokens: Vec<(String, String)>) -> Self {
         let dialect = Dialect {
             developer_role: has_word(&source, "developer"),
             reasoning_keys: ["reasoning_content", "reasoning", "thinking"]
@@ -73,7 +77,7 @@ impl Template {
                 .any(|test| source.contains(&test)),
         };
         let environment = environment(source).map_err(|error| explain(file, &error));
-        Ok(Some(Self { file: file.to_string(), environment, special_tokens, dialect }))
+        Self { file: file.to_string(), environment, special_tokens, dialect }
     }
 
     pub fn name(&self) -> &str {

@@ -19,7 +19,7 @@ pub struct Args {
     /// Branch, tag or commit
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
-    /// Weight files to fetch, instead of all of the model's safetensors; may be given again
+    /// Weight files to fetch, such as '*Q4_K_M*', instead of all of the model's safetensors; may be given again
     #[arg(long, value_name = "GLOB")]
     include: Vec<String>,
 }
@@ -32,8 +32,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut err = std::io::stderr();
     writeln!(err, "{} is in {}", snapshot.name, snapshot.path.display())?;
     // Only a part may have been asked for.
-    if hub.find(&snapshot.name, None).is_ok() {
-        writeln!(err, "chat with it: inferno play {}", snapshot.name)?;
+    for model in snapshot.models().iter().filter(|model| hub.find(&model.name, None).is_ok()) {
+        writeln!(err, "chat with it: inferno play {}", model.name)?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use serde::Serialize;
 
-use crate::hub::{Hub, Snapshot};
+use crate::hub::{Hub, Snapshot, gguf};
 use crate::models;
 use crate::repl::style::printable;
 use crate::weights::Checkpoint;
@@ -67,6 +67,9 @@ impl Model {
 }
 
 fn folder_bytes(path: &Path) -> u64 {
+    if path.is_file() {
+        return gguf::bytes(path);
+    }
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
     // `metadata` follows links: the files of a snapshot are links to blobs.
     entries.filter_map(|entry| std::fs::metadata(entry.path()).ok()).filter(|m| m.is_file()).map(|m| m.len()).sum()

@@ -12,8 +12,9 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::need::{Need, Place, Room};
-use super::{Decoding, Engine, Language, SamplingParams};
+use super::{Decoding, Engine, Language, SamplingParams, gguf};
 use crate::device::{self, DeviceChoice, DeviceInfo};
+use crate::hub;
 use crate::kernels::attention::Backend;
 use crate::models::{self, ModelConfig};
 use crate::nn::decoder::Decoder;
@@ -86,7 +87,8 @@ pub struct LoadTimes {
 }
 
 impl Engine {
-    /// Loads the snapshot in `dir`. Fails before allocating if the model is not supported or does not fit.
+    /// Loads the snapshot in `dir`, which may be a GGUF file itself. Fails before allocating if the model is not supported or
+    /// does not fit.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
         let started = Instant::now();
         let config = models::read_config(dir)?;
@@ -110,8 +112,14 @@ impl Engine {
         let Model { decoder, cache, decoding, device, dtype, attention, device_info, weight_bytes, cache_bytes } =
             model?;
 
-        let generation = read_json(dir, "generation_config.json")?;
-        let stop_ids = stop_ids(dir, &generation, &language)?;
+        let (generation, stop_ids) = match hub::gguf::find(dir)? {
+            Some(file) => gguf::generation(&file, &language)?,
+            None => {
+                let generation = read_json(dir, "generation_config.json")?;
+                let stop_ids = stop_ids(dir, &generation, &language)?;
+                (generation, stop_ids)
+            }
+        };
         times.total_s = started.elapsed().as_secs_f64();
         let info = ModelInfo {
             family: config.family.model_type,

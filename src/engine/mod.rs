@@ -4,6 +4,7 @@ mod bench;
 #[cfg(feature = "cuda")]
 pub mod executor;
 mod generate;
+mod gguf;
 mod load;
 pub mod need;
 pub mod sampler;
@@ -21,6 +22,7 @@ pub use sampler::SamplingParams;
 pub use stop::StopStrings;
 
 use crate::chat::{ChatFormat, Message, RenderOptions, Rendered};
+use crate::hub;
 use crate::nn::decoder::{Batch, Decoder, LogitsOf};
 use crate::nn::kv_cache::KvCache;
 use crate::tokenizer::{Controls, TextStream, Tokenizer};
@@ -34,8 +36,11 @@ pub struct Language {
 }
 
 impl Language {
-    /// Needs the tokenizer and config files of a snapshot only.
+    /// Needs the tokenizer and config files of a snapshot only, or the metadata of a GGUF file.
     pub fn load(dir: &Path) -> Result<Self> {
+        if let Some(file) = hub::gguf::find(dir)? {
+            return gguf::language(&file);
+        }
         let tokenizer = Tokenizer::from_dir(dir)?;
         let chat = ChatFormat::load(dir, &tokenizer)?;
         Ok(Self { tokenizer, chat })

@@ -12,7 +12,7 @@ use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
 
-use super::names;
+use super::{gguf, names};
 
 /// The file that names the shards of a large checkpoint.
 pub(super) const INDEX: &str = "model.safetensors.index.json";
@@ -155,6 +155,12 @@ pub(super) fn aside(path: &Path) -> PathBuf {
 /// The first thing that a snapshot folder lacks, or nothing if it is whole.
 pub(super) fn missing(dir: &Path, need: Need) -> Option<String> {
     let absent = |name: &str| !dir.join(name).is_file();
+    // A GGUF file is a model without any other.
+    let files = if gguf::has_safetensors(dir) { Vec::new() } else { gguf::in_directory(dir) };
+    if let Some(first) = files.first() {
+        let whole = files.iter().any(|file| file.missing.is_none());
+        return if whole { None } else { first.missing.clone() };
+    }
     if let Some(name) = ["config.json", "tokenizer.json"].into_iter().find(|name| absent(name)) {
         return Some(name.to_string());
     }

@@ -6,6 +6,7 @@
 mod cache;
 pub mod demo;
 mod fetch;
+pub mod gguf;
 mod names;
 mod peek;
 mod remote;
@@ -37,9 +38,20 @@ pub struct Snapshot {
     pub name: String,
     /// The commit; none for a plain directory.
     pub revision: Option<String>,
-    /// The directory that holds the files.
+    /// The directory that holds the files, or the GGUF file that is all of the model (of several parts the first).
     pub path: PathBuf,
     pub source: Source,
+}
+
+impl Snapshot {
+    /// The models in it, by the names that they are found by: itself, or each of its GGUF files.
+    pub fn models(&self) -> Vec<Self> {
+        let named = gguf::named(&self.name, &self.path);
+        if named.is_empty() {
+            return vec![self.clone()];
+        }
+        named.into_iter().map(|(name, file)| Self { name, path: file.path, ..self.clone() }).collect()
+    }
 }
 
 /// Where a snapshot comes from.
@@ -87,8 +99,8 @@ impl Hub {
         &self.settings.cache
     }
 
-    /// Finds a model that is here in full: a directory, or `org/name` (also `org/name@revision`, or a `name` that only
-    /// one model has) in either cache. Never uses the network.
+    /// Finds a model that is here in full: a directory, a GGUF file, or `org/name` (also `org/name@revision`, or a `name` that only
+    /// one model has) in either cache. Of several GGUF files `org/name:Q4_K_M` means one. Never uses the network.
     pub fn find(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_needing(model, revision, Need::Weights)
     }
@@ -101,6 +113,13 @@ impl Hub {
     fn find_needing(&self, model: &str, revision: Option<&str>, need: Need) -> Result<Snapshot> {
         let not_found = |hint: String| anyhow::Error::from(Error::ModelNotFound { model: model.to_string(), hint });
         let dir = Path::new(model);
+        // A file, or a directory with one: what is in it is all of the model.
+        if let Some(path) = gguf_at(model)? {
+            if let Some(revision) = revision {
+                bail!("{model} is on this disk, where it has no revision '{revision}'");
+            }
+            return Ok(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory });
+        }
         let enough = if need == Need::Text { "tokenizer.json" } else { "config.json" };
         if !model.is_empty() && dir.join(enough).is_file() {
             if let Some(revision) = revision {
@@ -113,6 +132,7 @@ impl Hub {
             return demo::materialise(&self.settings.cache);
         }
         let (name, revision) = names::split_revision(model, revision)?;
+        let (name, wanted) = gguf::split_tag(name);
         if !names::is_repo(name) {
             return Err(not_found(match dir.is_dir() {
                 true => format!("the directory {model} holds no {enough}"),
@@ -122,7 +142,7 @@ impl Hub {
             }));
         }
         if let Some(snapshot) = self.look_up(name, revision, need) {
-            return Ok(snapshot);
+            return one_model(snapshot, wanted);
         }
 
         // Another spelling of one model's name is enough.
@@ -134,7 +154,7 @@ impl Hub {
         let alike: Vec<Snapshot> =
             on_disk.iter().filter(same).filter_map(|other| self.look_up(other, revision, need)).collect();
         match &alike[..] {
-            [one] => return Ok(one.clone()),
+            [one] => return one_model(one.clone(), wanted),
             [] => {}
             several => {
                 let names: Vec<&str> = several.iter().map(|snapshot| snapshot.name.as_str()).collect();
@@ -178,8 +198,8 @@ impl Hub {
             if let Some(commit) = first.as_ref().and_then(|snapshot| snapshot.revision.as_ref()) {
                 commits.remove(commit);
             }
-            found.extend(first);
-            found.extend(commits.iter().filter_map(|commit| self.at_commit(name, commit, Need::Weights)));
+            let others = commits.iter().filter_map(|commit| self.at_commit(name, commit, Need::Weights));
+            found.extend(first.into_iter().chain(others).flat_map(|snapshot| snapshot.models()));
         }
         Ok(found)
     }
@@ -362,6 +382,23 @@ fn check_repo(name: &str) -> Result<()> {
     }
     let problem = format!("{name:?} is not the name of a repository: write org/name, as in openai/gpt-oss-20b");
     Err(Error::Usage(problem).into())
+}
+
+/// The GGUF file that `model` names on this disk: a file, a directory with one model, or `directory:Q4_K_M`.
+fn gguf_at(model: &str) -> Result<Option<PathBuf>> {
+    let path = Path::new(model);
+    if path.is_file() {
+        return gguf::find(path);
+    }
+    let (dir, wanted) = if path.is_dir() { (model, None) } else { gguf::split_tag(model) };
+    if Path::new(dir).is_dir() { gguf::choose(dir, Path::new(dir), wanted) } else { Ok(None) }
+}
+
+/// The model that is meant of a snapshot, which may hold several GGUF files.
+fn one_model(snapshot: Snapshot, wanted: Option<&str>) -> Result<Snapshot> {
+    let Some(path) = gguf::choose(&snapshot.name, &snapshot.path, wanted)? else { return Ok(snapshot) };
+    let name = wanted.map_or(snapshot.name.clone(), |wanted| format!("{}:{wanted}", snapshot.name));
+    Ok(Snapshot { name, path, ..snapshot })
 }
 
 /// Whether a snapshot directory has a file, in the size that the hub tells.

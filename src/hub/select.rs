@@ -4,6 +4,8 @@ use anyhow::{Context, Result, bail};
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
 use super::cache::{INDEX, SINGLE, shards};
+use super::gguf;
+use crate::Error;
 
 /// Taken whenever the repository has them; all lie at its root.
 const SMALL: [&str; 6] = [
@@ -67,10 +69,13 @@ pub(super) fn choose(
             chosen.extend(matching);
         }
         Weights::Safetensors => {
+            if index.is_none() && file(SINGLE).is_none() {
+                chosen.extend(only_gguf(repo, files)?);
+                return Ok(chosen);
+            }
             let weights = match (index, file(SINGLE)) {
                 (Some(index), _) => shards(index)?,
-                (None, Some(_)) => vec![SINGLE.to_string()],
-                (None, None) => bail!("{}", no_safetensors(repo, files)),
+                (None, _) => vec![SINGLE.to_string()],
             };
             // Better now than after gigabytes: without these two nothing can be loaded.
             for needed in ["config.json", "tokenizer.json"] {
@@ -90,6 +95,38 @@ pub(super) fn choose(
     Ok(chosen)
 }
 
+/// The files of the only GGUF model of a repository without safetensors. Of several one must be asked for.
+fn only_gguf(repo: &str, files: &[RemoteFile]) -> Result<Vec<RemoteFile>> {
+    let find = |name: &str| files.iter().find(|file| file.name == name);
+    let parts = |first: &RemoteFile| -> Result<Vec<RemoteFile>> {
+        let (folder, name) = first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
+        let path = |name: String| if folder.is_empty() { name } else { format!("{folder}/{name}") };
+        let part = |name: String| {
+            let path = path(name);
+            find(&path).cloned().with_context(|| format!("'{repo}' lacks {path}, a part of {}", first.name))
+        };
+        gguf::parts(name).into_iter().map(part).collect()
+    };
+    let models: Vec<&RemoteFile> = files.iter().filter(|file| gguf::is_model(&file.name)).collect();
+    match models[..] {
+        [] => bail!("{}", no_safetensors(repo, files)),
+        [one] => parts(one),
+        [first, ..] => {
+            let line = |first: &&RemoteFile| {
+                let parts = parts(first).unwrap_or_default();
+                gguf::line(&first.name, parts.iter().map(|part| part.bytes).sum())
+            };
+            let list: Vec<String> = models.iter().map(line).collect();
+            let tag = gguf::tag(models.iter().find(|file| file.name.contains("Q4_K_M")).unwrap_or(&first).name.as_str());
+            let problem = format!(
+                "'{repo}' has several GGUF models; choose one, as in\n  inferno download {repo} --include '*{tag}*'\n{}",
+                list.join("\n")
+            );
+            Err(Error::Usage(problem).into())
+        }
+    }
+}
+
 /// Says what a repository without loadable weights has instead.
 fn no_safetensors(repo: &str, files: &[RemoteFile]) -> String {
     let has = |suffix: &str| files.iter().any(|file| file.name.ends_with(suffix));
@@ -102,10 +139,10 @@ fn no_safetensors(repo: &str, files: &[RemoteFile]) -> String {
         );
     }
     let seen: Vec<&str> =
-        [".gguf", ".bin", ".pth", ".pt", ".onnx", ".msgpack", ".h5"].into_iter().filter(|suffix| has(suffix)).collect();
+        [".bin", ".pth", ".pt", ".onnx", ".msgpack", ".h5"].into_iter().filter(|suffix| has(suffix)).collect();
     let seen = if seen.is_empty() { "no weights at all".to_string() } else { seen.join(", ") };
     format!(
-        "'{repo}' has no safetensors weights, which inferno needs; seen there: {seen}\n  \
+        "'{repo}' has neither safetensors nor GGUF weights, which inferno needs; seen there: {seen}\n  \
          look for a safetensors version of the model (a converted copy, or the original repository)"
     )
 }
@@ -175,9 +212,22 @@ mod tests {
     }
 
     #[test]
+    fn gguf_files_are_models() {
+        assert_eq!(chosen(&["README.md", "m-Q8_0.gguf", "mmproj.gguf"], &[], None).unwrap(), ["m-Q8_0.gguf"]);
+        let parts = ["config.json", "q/m-Q8_0-00001-of-00002.gguf", "q/m-Q8_0-00002-of-00002.gguf"];
+        assert_eq!(chosen(&parts, &[], None).unwrap(), parts);
+        assert!(chosen(&parts[..2], &[], None).unwrap_err().to_string().contains("lacks q/m-Q8_0-00002-of-00002.gguf"));
+        let several = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"];
+        let error = chosen(&several, &[], None).unwrap_err().to_string();
+        assert!(error.contains("inferno download a/b --include '*Q4_K_M*'") && error.contains("m-Q2_K.gguf"), "{error}");
+        assert!(!error.contains("00002-of-00002"), "{error}");
+        assert_eq!(chosen(&several, &["*Q4_K_M*"], None).unwrap(), ["m-Q4_K_M.gguf"]);
+    }
+
+    #[test]
     fn other_formats_are_named() {
         let said = |names: &[&str]| chosen(names, &[], None).unwrap_err().to_string();
-        assert!(said(&["config.json", "x.gguf", "y.bin"]).contains(".gguf, .bin"));
+        assert!(said(&["config.json", "x.pt", "y.bin"]).contains(".bin, .pt"));
         assert!(said(&["config.json", "consolidated.safetensors"]).contains("--include"));
         assert!(said(&["README.md"]).contains("no weights at all"));
         assert!(said(&["tokenizer.model", SINGLE, "config.json"]).contains("no tokenizer.json"));

@@ -19,9 +19,11 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
 use crate::error::Error;
+use crate::hub;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::LayerSpec;
 use crate::weights::Weights;
+use crate::weights::gguf::{self, GgufCheckpoint};
 
 /// Every family that can be loaded.
 const FAMILIES: &[&Family] = &[
@@ -73,8 +75,16 @@ pub struct ModelConfig {
     pub quantisation: Option<String>,
 }
 
-/// Reads config.json of a snapshot. Fails with [`Error::UnsupportedArchitecture`] for a family that is not listed.
+/// Reads config.json of a snapshot, or what a GGUF file says in its place. Fails with [`Error::UnsupportedArchitecture`] for a family that is not listed.
 pub fn read_config(dir: &Path) -> Result<ModelConfig> {
+    if let Some(path) = hub::gguf::find(dir)? {
+        let file = GgufCheckpoint::open(&path)?;
+        let cannot = || format!("cannot use {}", path.display());
+        let json = gguf::config(&file).with_context(cannot)?;
+        let family = find_family(&json)?;
+        let architecture = (family.read)(json).with_context(cannot)?;
+        return Ok(ModelConfig { family, architecture, quantisation: file.quantisation() });
+    }
     let path = dir.join("config.json");
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let json: Value = serde_json::from_str(&text).with_context(|| format!("broken {}", path.display()))?;
@@ -95,6 +105,9 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
 
 /// What config.json says the model is, supported or not; none if it cannot be read.
 pub fn declared_type(dir: &Path) -> Option<String> {
+    if let Some(path) = hub::gguf::find(dir).ok()? {
+        return GgufCheckpoint::open(&path).ok()?.architecture().ok().map(str::to_string);
+    }
     let text = std::fs::read_to_string(dir.join("config.json")).ok()?;
     let json: Value = serde_json::from_str(&text).ok()?;
     json["model_type"].as_str().or(json["architectures"][0].as_str()).map(str::to_string)

@@ -7,8 +7,11 @@
 //! of a head is bounded by the limits below: some 60 bytes for a key, 200 for a tensor.
 
 mod bytes;
+mod config;
 mod header;
 mod metadata;
+mod model;
+mod names;
 mod split;
 mod vocabulary;
 
@@ -20,10 +23,13 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use memmap2::Mmap;
 
+use super::ggml::GgmlType;
 use super::read_ahead::{self, Extent, Keep, Source};
 
+pub use config::{config, generation};
 pub use header::{Header, TensorInfo};
 pub use metadata::{Array, Metadata, Value, ValueType};
+pub use model::GgufModel;
 pub use vocabulary::{chat_template, vocabulary};
 
 /// Metadata keys that are read; real files have some fifty.
@@ -40,6 +46,29 @@ pub const MAX_DIMENSIONS: u32 = 4;
 pub const MAX_PARTS: u32 = 1024;
 /// Layers that a model may say it has; the deepest have some 130.
 pub const MAX_BLOCKS: u32 = 1024;
+
+/// `general.file_type`, by llama.cpp's numbers (`llama_ftype`).
+const FILE_TYPES: &[(u32, &str)] = &[
+    (0, "F32"),
+    (1, "F16"),
+    (2, "Q4_0"),
+    (3, "Q4_1"),
+    (7, "Q8_0"),
+    (8, "Q5_0"),
+    (9, "Q5_1"),
+    (10, "Q2_K"),
+    (11, "Q3_K_S"),
+    (12, "Q3_K_M"),
+    (13, "Q3_K_L"),
+    (14, "Q4_K_S"),
+    (15, "Q4_K_M"),
+    (16, "Q5_K_S"),
+    (17, "Q5_K_M"),
+    (18, "Q6_K"),
+    (21, "Q2_K_S"),
+    (32, "BF16"),
+    (38, "MXFP4"),
+];
 
 /// The checkpoint of a GGUF model: its metadata, which tensors there are, and their bytes.
 pub struct GgufCheckpoint {
@@ -111,6 +140,27 @@ impl GgufCheckpoint {
             bail!("metadata key {key}: {blocks} layers are more than the {MAX_BLOCKS} that are read");
         }
         Ok(blocks as usize)
+    }
+
+    /// Query heads, and key/value heads: as many if nothing else is said.
+    pub fn head_counts(&self) -> Result<(usize, usize)> {
+        let (architecture, metadata) = (self.architecture()?, self.metadata());
+        let heads = metadata.required(&format!("{architecture}.attention.head_count"), Metadata::u32)?;
+        let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?;
+        Ok((heads as usize, kv_heads.unwrap_or(heads) as usize))
+    }
+
+    /// How the file calls its quantisation, such as `Q4_K_M`; else the type that most bytes are in.
+    pub fn quantisation(&self) -> Option<String> {
+        let said = self.metadata().u32("general.file_type").ok().flatten();
+        if let Some((_, name)) = said.and_then(|id| FILE_TYPES.iter().find(|(known, _)| *known == id)) {
+            return Some(name.to_string());
+        }
+        let mut bytes: BTreeMap<GgmlType, usize> = BTreeMap::new();
+        for info in self.tensors.values() {
+            *bytes.entry(info.ggml_type).or_default() += info.bytes;
+        }
+        bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(ggml_type, _)| ggml_type.to_string())
     }
 
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {

@@ -1,5 +1,6 @@
 //! Checkpoints: tensors by their Hugging Face names, each checked for dtype and shape before it is used.
 
+mod checkpoint;
 pub mod ggml;
 pub mod gguf;
 pub mod inventory;
@@ -20,8 +21,8 @@ use read_ahead::ReadAhead;
 #[cfg(feature = "cuda")]
 use read_ahead::{Keep, Settings};
 
+pub use checkpoint::{Checkpoint, TensorInfo};
 pub use inventory::Inventory;
-pub use safetensors::{Checkpoint, TensorInfo};
 
 /// A place in a checkpoint from which a layer takes its tensors, and where they go.
 #[derive(Clone)]
@@ -131,6 +132,11 @@ impl<'c> Weights<'c> {
         // Norms, biases and the like are converted on the host: the first use of candle's conversions on a GPU loads them,
         // and on a machine's first run the driver compiles them for a second.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= CONVERTED_ON_HOST;
+        if let Checkpoint::Gguf(model) = self.checkpoint {
+            let tensor = model.float(&name, dtype)?.to_device(&self.device);
+            self.loaded.add(info.bytes() as u64);
+            return tensor.with_context(|| format!("cannot load tensor {name}"));
+        }
         let tensor = self.load(&name, if on_host { &Device::Cpu } else { &self.device })?;
         let converted = tensor.to_dtype(dtype).and_then(|tensor| tensor.to_device(&self.device));
         converted.with_context(|| format!("cannot convert {name} to {dtype:?}"))
@@ -162,19 +168,23 @@ impl<'c> Weights<'c> {
     }
 
     fn check(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<&'c TensorInfo> {
-        let view = self.checkpoint.view(name)?;
-        let found = format!("found {} {:?} in {}", view.info.dtype, view.info.shape, view.file.display());
-        if !view.info.candle_dtype().is_some_and(|dtype| dtypes.contains(&dtype)) {
-            bail!("tensor {name}: expected one of {dtypes:?}, {found}");
+        let info = self.checkpoint.required(name)?;
+        if !info.candle_dtype().is_some_and(|dtype| dtypes.contains(&dtype)) {
+            bail!("tensor {name}: expected one of {dtypes:?}, found {}", self.checkpoint.describe(name));
         }
-        if view.info.shape != shape {
-            bail!("tensor {name}: expected shape {shape:?}, {found}");
+        if info.shape != shape {
+            bail!("tensor {name}: expected shape {shape:?}, found {}", self.checkpoint.describe(name));
         }
-        Ok(view.info)
+        Ok(info)
     }
 
     /// A tensor as it is stored, on the weights' own device or on the host.
     fn load(&self, name: &str, device: &Device) -> Result<Tensor> {
+        if let Checkpoint::Gguf(model) = self.checkpoint {
+            let tensor = model.packed(name)?.to_device(device)?;
+            self.loaded.add(self.checkpoint.required(name)?.bytes() as u64);
+            return Ok(tensor);
+        }
         let view = self.checkpoint.view(name)?;
         let (shape, file) = (&view.info.shape, view.file.display());
         let Some(dtype) = view.info.candle_dtype() else { bail!("tensor {name}: {} cannot be used", view.info.dtype) };

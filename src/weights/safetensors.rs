@@ -13,16 +13,15 @@ use anyhow::{Context, Result, anyhow, bail};
 use candle_core::DType;
 use memmap2::Mmap;
 use safetensors::SafeTensors;
-use safetensors::tensor::Dtype;
 use serde::Deserialize;
 
-use super::inventory;
+use super::checkpoint::TensorInfo;
 use super::read_ahead::{Extent, Keep, Part, Source};
 
-/// The checkpoint of a snapshot: which tensors there are, and their bytes.
-pub struct Checkpoint {
+/// The safetensors files of a snapshot: which tensors there are, and their bytes.
+pub struct SafetensorsCheckpoint {
     files: Vec<MappedFile>,
-    tensors: BTreeMap<String, TensorInfo>,
+    tensors: BTreeMap<String, Placed>,
 }
 
 struct MappedFile {
@@ -30,36 +29,12 @@ struct MappedFile {
     map: Mmap,
 }
 
-/// What a header says of one tensor.
-#[derive(Clone, Debug)]
-pub struct TensorInfo {
-    pub dtype: Dtype,
-    pub shape: Vec<usize>,
+/// A tensor and where it lies.
+struct Placed {
+    info: TensorInfo,
     file: usize,
     /// In the file.
     start: usize,
-    end: usize,
-}
-
-impl TensorInfo {
-    pub fn bytes(&self) -> usize {
-        self.end - self.start
-    }
-
-    pub fn elements(&self) -> usize {
-        self.shape.iter().product()
-    }
-
-    /// The candle dtype, for those that a model is stored in.
-    pub fn candle_dtype(&self) -> Option<DType> {
-        match self.dtype {
-            Dtype::F32 => Some(DType::F32),
-            Dtype::F16 => Some(DType::F16),
-            Dtype::BF16 => Some(DType::BF16),
-            Dtype::U8 => Some(DType::U8),
-            _ => None,
-        }
-    }
 }
 
 /// One tensor's bytes where they lie.
@@ -77,14 +52,14 @@ struct Index {
     weight_map: HashMap<String, String>,
 }
 
-impl Checkpoint {
+impl SafetensorsCheckpoint {
     /// Maps the files and reads their headers; no tensor is touched.
     pub fn open(dir: &Path) -> Result<Self> {
         let index_path = dir.join(INDEX);
         if !index_path.exists() {
             let path = dir.join(SINGLE);
             if !path.exists() {
-                bail!("no weights in {}: neither {SINGLE} nor {INDEX} is there", dir.display());
+                bail!("no weights in {}: neither {SINGLE} nor {INDEX} nor a .gguf file is there", dir.display());
             }
             return Self::from_files(vec![path]);
         }
@@ -105,7 +80,7 @@ impl Checkpoint {
         }
         let checkpoint = Self::from_files(names.iter().map(|name| dir.join(name)).collect())?;
         for (tensor, shard) in &index.weight_map {
-            let found = checkpoint.tensors.get(tensor).map(|info| &checkpoint.files[info.file].source.path);
+            let found = checkpoint.tensors.get(tensor).map(|placed| &checkpoint.files[placed.file].source.path);
             match found {
                 Some(path) if path.file_name().is_some_and(|name| name == shard.as_str()) => {}
                 Some(path) => bail!("tensor {tensor}: the index places it in {shard}, it lies in {}", path.display()),
@@ -128,8 +103,8 @@ impl Checkpoint {
             let data = header + 8;
             for (name, info) in metadata.tensors() {
                 let (start, end) = (data + info.data_offsets.0, data + info.data_offsets.1);
-                let entry = TensorInfo { dtype: info.dtype, shape: info.shape.clone(), file: files.len(), start, end };
-                if tensors.insert(name.clone(), entry).is_some() {
+                let info = TensorInfo::new(info.dtype, info.shape.clone(), end - start);
+                if tensors.insert(name.clone(), Placed { info, file: files.len(), start }).is_some() {
                     bail!("tensor {name} is in two shards, the second is {}", path.display());
                 }
             }
@@ -139,48 +114,26 @@ impl Checkpoint {
     }
 
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {
-        self.tensors.get(name)
+        self.tensors.get(name).map(|placed| &placed.info)
     }
 
     /// All tensors by name.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
-        self.tensors.iter().map(|(name, info)| (name.as_str(), info))
-    }
-
-    /// Bytes of all tensors.
-    pub fn bytes(&self) -> u64 {
-        self.tensors.values().map(|info| info.bytes() as u64).sum()
-    }
-
-    /// Number of parameters: elements, two for each byte of packed MXFP4 blocks, none for its scales.
-    pub fn parameters(&self) -> u64 {
-        let count = |(name, info): (&String, &TensorInfo)| {
-            inventory::parameters(name, info.dtype == Dtype::U8, info.elements() as u64)
-        };
-        self.tensors.iter().map(count).sum()
-    }
-
-    /// The dtype that most bytes are in, in lower case.
-    pub fn main_dtype(&self) -> Option<String> {
-        let mut bytes: BTreeMap<String, usize> = BTreeMap::new();
-        for info in self.tensors.values() {
-            *bytes.entry(info.dtype.to_string().to_lowercase()).or_default() += info.bytes();
-        }
-        bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype)
+        self.tensors.iter().map(|(name, placed)| (name.as_str(), &placed.info))
     }
 
     /// Every tensor that a model of this compute dtype can ask for, about in the order in which it asks. Those that layers
     /// stack are one, under a name of their own: stacked on the device they would need their memory twice.
     pub fn extents(&self, dtype: DType) -> Vec<Extent> {
-        let mut usable: Vec<_> = self.tensors.iter().filter(|(_, info)| info.bytes() > 0).collect();
+        let mut usable: Vec<_> = self.tensors.iter().filter(|(_, placed)| placed.info.bytes() > 0).collect();
         usable.sort_by_key(|(name, _)| loading_order(name));
-        let part = |info: &TensorInfo| Part {
-            source: self.files[info.file].source.clone(),
-            start: info.start as u64,
-            bytes: info.bytes(),
+        let part = |placed: &Placed| Part {
+            source: self.files[placed.file].source.clone(),
+            start: placed.start as u64,
+            bytes: placed.info.bytes(),
         };
-        let extent = |(name, info): (&String, &TensorInfo)| {
-            let stored = info.candle_dtype()?;
+        let extent = |(name, placed): (&String, &Placed)| {
+            let stored = placed.info.candle_dtype()?;
             let keep = if stored == dtype || stored == DType::U8 { Keep::Lasting } else { Keep::Passing };
             match self.stack(name, dtype) {
                 Some(names) if names[0] != *name => None,
@@ -188,7 +141,7 @@ impl Checkpoint {
                     let parts = names.iter().map(|name| part(&self.tensors[name])).collect();
                     Some(Extent { name: stacked_name(&names), parts, keep })
                 }
-                None => Some(Extent { name: name.clone(), parts: vec![part(info)], keep }),
+                None => Some(Extent { name: name.clone(), parts: vec![part(placed)], keep }),
             }
         };
         usable.into_iter().filter_map(extent).collect()
@@ -198,18 +151,18 @@ impl Checkpoint {
     fn stack(&self, name: &str, dtype: DType) -> Option<Vec<String>> {
         let prefix = STACKED.iter().find_map(|part| name.strip_suffix(part))?;
         let names: Vec<String> = STACKED.iter().map(|part| format!("{prefix}{part}")).collect();
-        let usable = |info: &TensorInfo| info.candle_dtype() == Some(dtype) && info.bytes() > 0;
+        let usable = |placed: &Placed| placed.info.candle_dtype() == Some(dtype) && placed.info.bytes() > 0;
         names.iter().all(|name| self.tensors.get(name).is_some_and(usable)).then_some(names)
     }
 
     /// A tensor's bytes.
     pub fn view(&self, name: &str) -> Result<View<'_>> {
-        let Some(info) = self.tensors.get(name) else {
+        let Some(Placed { info, file, start }) = self.tensors.get(name) else {
             let near: Vec<_> = self.files.iter().map(|file| file.source.path.display().to_string()).collect();
             bail!("tensor {name} is missing from {}", near.join(", "));
         };
-        let file = &self.files[info.file];
-        Ok(View { info, file: &file.source.path, bytes: &file.map[info.start..info.end] })
+        let file = &self.files[*file];
+        Ok(View { info, file: &file.source.path, bytes: &file.map[*start..start + info.bytes()] })
     }
 }
 

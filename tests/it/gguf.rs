@@ -1,8 +1,10 @@
 //! GGUF files: what the gguf package wrote and what hostile hands could.
 
 mod blocks;
+mod converter;
 mod fuzzed;
 mod hostile;
+mod models;
 mod reading;
 mod splits;
 mod tokenizers;

@@ -28,13 +28,13 @@ const UNUSED: i32 = 5;
 const BYTE: i32 = 6;
 
 /// A tokenizer.json as the metadata that llama.cpp's converter would make of it.
-struct Converted {
-    tokens: Vec<String>,
-    types: Vec<i32>,
-    merges: Vec<String>,
+pub struct Converted {
+    pub tokens: Vec<String>,
+    pub types: Vec<i32>,
+    pub merges: Vec<String>,
 }
 
-fn converted(folder: &Path) -> Converted {
+pub fn converted(folder: &Path) -> Converted {
     let json: Value = serde_json::from_slice(&fs::read(folder.join("tokenizer.json")).unwrap()).unwrap();
     let mut by_id: BTreeMap<u64, (String, i32)> = BTreeMap::new();
     for (token, id) in json["model"]["vocab"].as_object().unwrap() {

@@ -1,0 +1,413 @@
+//! A GGUF file as a checkpoint: tensors by their Hugging Face names, each made from what the file has.
+//!
+//! **The seam.** An [`Entry`] knows how its tensor is stored ([`GgufModel::stored`]: the type, and whether rows are as they
+//! were): whoever wants blocks as they are asks here, before [`GgufModel::float`] makes floats of them.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Device, Tensor, WithDType};
+use half::{bf16, f16};
+use rayon::prelude::*;
+use safetensors::tensor::Dtype;
+
+use super::names::{InLayer, Layout, Role};
+use super::{GgufCheckpoint, View};
+use crate::weights::TensorInfo;
+use crate::weights::ggml::GgmlType;
+
+/// A GGUF file and what the model's tensors are made of.
+pub struct GgufModel {
+    file: GgufCheckpoint,
+    tensors: BTreeMap<String, Entry>,
+}
+
+/// One tensor of the model.
+pub struct Entry {
+    pub info: TensorInfo,
+    /// The file's tensors that it is made of, which are alike.
+    sources: Vec<String>,
+    rows: Rows,
+    change: Change,
+}
+
+/// Which row of which source is a row of the tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rows {
+    /// The same of the only source.
+    Same,
+    /// Of heads of this many rows, whose halves alternate in the file.
+    Halves(usize),
+    /// So many of each source in turn.
+    Turns(usize),
+}
+
+/// What else is done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Change {
+    Nothing,
+    /// To a vector, whose elements are then its rows.
+    Vector,
+    MinusOne,
+    /// Matrices, of which there may be several, are turned round.
+    Transposed,
+    /// The nibbles of MXFP4.
+    Blocks,
+    /// The scales of MXFP4.
+    Scales,
+}
+
+impl GgufModel {
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = GgufCheckpoint::open(path)?;
+        let tensors = entries(&file).with_context(|| format!("cannot use {}", path.display()))?;
+        Ok(Self { file, tensors })
+    }
+
+    pub fn file(&self) -> &GgufCheckpoint {
+        &self.file
+    }
+
+    pub fn info(&self, name: &str) -> Option<&TensorInfo> {
+        self.tensors.get(name).map(|entry| &entry.info)
+    }
+
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
+        self.tensors.iter().map(|(name, entry)| (name.as_str(), &entry.info))
+    }
+
+    pub fn entry(&self, name: &str) -> Result<&Entry> {
+        self.tensors.get(name).with_context(|| {
+            let files: Vec<_> = self.file.files().map(|file| file.display().to_string()).collect();
+            format!("tensor {name} is missing from {}", files.join(", "))
+        })
+    }
+
+    /// The bytes that a tensor's blocks lie in and their type, if its rows are the file's and nothing was done to them.
+    pub fn stored(&self, name: &str) -> Result<Option<View<'_>>> {
+        let entry = self.entry(name)?;
+        let plain = entry.rows == Rows::Same && entry.change == Change::Nothing;
+        if plain { self.file.view(&entry.sources[0]).map(Some) } else { Ok(None) }
+    }
+
+    /// For messages: the file's names, types and shapes.
+    pub fn describe(&self, name: &str) -> String {
+        let Ok(entry) = self.entry(name) else { return "nothing".into() };
+        let source = |name: &String| match self.file.view(name) {
+            Ok(view) => format!("{name} {} {:?} in {}", view.info.ggml_type, view.info.shape, view.file.display()),
+            Err(error) => error.to_string(),
+        };
+        let sources: Vec<_> = entry.sources.iter().take(2).map(source).collect();
+        format!("{:?}, made of {}", entry.info.shape, sources.join(" and "))
+    }
+
+    /// A float tensor in a dtype, on the host. The whole machine takes part; nothing is allocated but the result.
+    pub fn float(&self, name: &str, dtype: DType) -> Result<Tensor> {
+        let make = || match (self.stored(name)?, dtype) {
+            (Some(view), _) if float_dtype(view.info.ggml_type) == Some(dtype) => {
+                Ok(Tensor::from_raw_buffer(view.bytes, dtype, &view.info.shape, &Device::Cpu)?)
+            }
+            (_, DType::F32) => self.make::<f32>(name, |value| value),
+            (_, DType::F16) => self.make(name, f16::from_f32),
+            (_, DType::BF16) => self.make(name, bf16::from_f32),
+            _ => bail!("{dtype:?} is no dtype that weights are dequantised to"),
+        };
+        make().with_context(|| format!("tensor {name}"))
+    }
+
+    fn make<T: WithDType>(&self, name: &str, convert: impl Fn(f32) -> T + Sync) -> Result<Tensor> {
+        let entry = self.entry(name)?;
+        let rows = self.rows(entry)?;
+        let shift = if entry.change == Change::MinusOne { -1.0 } else { 0.0 };
+        let mut values = vec![T::zero(); entry.info.elements()];
+        let row = |buffer: &mut Vec<f32>, (row, values): (usize, &mut [T])| {
+            let (ggml_type, bytes) = rows.get(row);
+            ggml_type.dequantize(bytes, buffer)?;
+            values.iter_mut().zip(buffer.iter()).for_each(|(value, read)| *value = convert(read + shift));
+            anyhow::Ok(())
+        };
+        let columns = rows.columns.max(1);
+        let buffer = || vec![0.0; columns];
+        values.par_chunks_mut(columns).with_min_len(16).enumerate().map_init(buffer, |b, r| row(b, r)).collect::<Result<()>>()?;
+        let shape = &entry.info.shape;
+        if entry.change != Change::Transposed {
+            return Ok(Tensor::from_vec(values, shape.as_slice(), &Device::Cpu)?);
+        }
+        let (mut stored, rank) = (shape.clone(), shape.len());
+        stored.swap(rank - 2, rank - 1);
+        Ok(Tensor::from_vec(values, stored, &Device::Cpu)?.transpose(rank - 2, rank - 1)?.contiguous()?)
+    }
+
+    /// A tensor of packed bytes in the layout of safetensors files, on the host.
+    pub fn packed(&self, name: &str) -> Result<Tensor> {
+        let entry = self.entry(name)?;
+        let rows = self.rows(entry)?;
+        let per_block = match entry.change {
+            Change::Blocks => 16,
+            Change::Scales => 1,
+            _ => bail!("tensor {name} is not packed"),
+        };
+        let mut bytes = vec![0u8; entry.info.elements()];
+        let row_bytes = (rows.columns / GgmlType::Mxfp4.block_length() * per_block).max(1);
+        bytes.par_chunks_mut(row_bytes).with_min_len(16).enumerate().for_each(|(row, out)| {
+            let blocks = rows.get(row).1.chunks_exact(GgmlType::Mxfp4.block_bytes());
+            for (block, out) in blocks.zip(out.chunks_exact_mut(per_block)) {
+                match out {
+                    [scale] => *scale = block[0],
+                    nibbles => pair_neighbours(&block[1..], nibbles),
+                }
+            }
+        });
+        Ok(Tensor::from_vec(bytes, entry.info.shape.as_slice(), &Device::Cpu)?)
+    }
+
+    fn rows(&self, entry: &Entry) -> Result<SourceRows<'_>> {
+        let sources = entry.sources.iter().map(|name| self.file.view(name)).collect::<Result<Vec<_>>>()?;
+        let columns = match entry.change {
+            Change::Vector => 1,
+            _ => sources[0].info.shape.last().copied().unwrap_or(1),
+        };
+        let bytes = |view: &View| view.info.ggml_type.bytes(columns as u64, 1);
+        let sources = sources.into_iter().map(|view| {
+            let row_bytes = bytes(&view).with_context(|| format!("rows of {columns} are no whole blocks"))?;
+            Ok((view.info.ggml_type, view.bytes, row_bytes as usize))
+        });
+        Ok(SourceRows { sources: sources.collect::<Result<_>>()?, columns, order: entry.rows })
+    }
+}
+
+/// The file's rows in the order of the tensor.
+struct SourceRows<'c> {
+    /// Type, bytes, and bytes of a row.
+    sources: Vec<(GgmlType, &'c [u8], usize)>,
+    columns: usize,
+    order: Rows,
+}
+
+impl SourceRows<'_> {
+    fn get(&self, row: usize) -> (GgmlType, &[u8]) {
+        let (source, row) = match self.order {
+            Rows::Same => (0, row),
+            Rows::Halves(head) => {
+                let (start, within) = (row - row % head, row % head);
+                (0, start + within % (head / 2) * 2 + within / (head / 2))
+            }
+            Rows::Turns(rows) => {
+                let (turn, within) = (row / rows, row % rows);
+                (turn % self.sources.len(), turn / self.sources.len() * rows + within)
+            }
+        };
+        let (ggml_type, bytes, row_bytes) = self.sources[source];
+        // Entries are made only of sources whose rows come to the tensor's.
+        (ggml_type, &bytes[row * row_bytes..][..row_bytes])
+    }
+}
+
+/// ggml keeps the first half of 32 values in the low nibbles, safetensors files of gpt-oss the even ones.
+fn pair_neighbours(from: &[u8], to: &mut [u8]) {
+    for i in 0..8 {
+        let (a, b) = (from[2 * i], from[2 * i + 1]);
+        to[i] = a & 15 | b << 4;
+        to[8 + i] = a >> 4 | b & 0xf0;
+    }
+}
+
+fn float_dtype(ggml_type: GgmlType) -> Option<DType> {
+    match ggml_type {
+        GgmlType::F32 => Some(DType::F32),
+        GgmlType::F16 => Some(DType::F16),
+        GgmlType::Bf16 => Some(DType::BF16),
+        _ => None,
+    }
+}
+
+/// The model's tensors. Every tensor of the file must have its place.
+fn entries(file: &GgufCheckpoint) -> Result<BTreeMap<String, Entry>> {
+    let layout = Layout::find(file.architecture()?)?;
+    let layers = file.block_count()?;
+    let mut entries = BTreeMap::new();
+    for (name, info) in file.tensors() {
+        if let Some(InLayer { layer, .. }) = InLayer::parse(name)
+            && layer >= layers
+        {
+            bail!("tensor {name} is of layer {layer}, but {}.block_count is {layers}", layout.name);
+        }
+        match layout.role(name) {
+            Some(Role::Tensor(ours)) => {
+                let entry = single(file, layout, name).with_context(|| format!("tensor {name}"))?;
+                entries.insert(ours, entry);
+            }
+            Some(Role::Expert | Role::Beside) => {}
+            None => bail!("tensor {name} {:?} has no place in {} as inferno knows it", info.shape, layout.name),
+        }
+    }
+    for layer in 0..layers {
+        let experts = Experts { file, layout, layer };
+        experts.add(&mut entries)?;
+    }
+    Ok(entries)
+}
+
+/// What is one tensor in the file too.
+fn single(file: &GgufCheckpoint, layout: &Layout, name: &str) -> Result<Entry> {
+    let info = file.view(name)?.info;
+    let part = InLayer::parse(name).map(|in_layer| in_layer.part);
+    let (mut rows, mut change, mut shape) = (Rows::Same, Change::Nothing, info.shape.clone());
+    if layout.permuted && matches!(part, Some("attn_q" | "attn_k")) {
+        let heads = file.head_counts()?;
+        let heads = if part == Some("attn_q") { heads.0 } else { heads.1 };
+        let length = shape.first().copied().unwrap_or(0);
+        if heads == 0 || !length.is_multiple_of(2 * heads) {
+            bail!("{length} rows cannot be {heads} heads, as attention.head_count or attention.head_count_kv says");
+        }
+        rows = Rows::Halves(length / heads);
+        if shape.len() == 1 {
+            change = Change::Vector;
+        }
+    } else if layout.norms_plus_one && name.ends_with("norm.weight") {
+        change = Change::MinusOne;
+    } else if layout.transposed && part.is_some() && shape.len() == 2 {
+        change = Change::Transposed;
+        shape.swap(0, 1);
+    }
+    Ok(Entry { info: TensorInfo::new(dtype(info.ggml_type), shape, info.bytes), sources: vec![name.into()], rows, change })
+}
+
+/// What a tensor's values are handed out as, unless another dtype is asked for.
+fn dtype(ggml_type: GgmlType) -> Dtype {
+    match ggml_type {
+        GgmlType::F16 => Dtype::F16,
+        GgmlType::Bf16 => Dtype::BF16,
+        _ => Dtype::F32,
+    }
+}
+
+/// The routed experts of one layer.
+struct Experts<'c> {
+    file: &'c GgufCheckpoint,
+    layout: &'static Layout,
+    layer: usize,
+}
+
+impl Experts<'_> {
+    fn add(&self, entries: &mut BTreeMap<String, Entry>) -> Result<()> {
+        let place = format!("{}.{}.mlp.experts", self.layout.outer.layers, self.layer);
+        let stack = |matrix: &str| vec![format!("blk.{}.ffn_{matrix}_exps.weight", self.layer)];
+        let mut sources = ["gate", "up", "down"].map(stack);
+        if self.file.info(&sources[2][0]).is_none() {
+            let each = |matrix: &str| -> Vec<String> {
+                let name = |expert: usize| format!("blk.{}.ffn_{matrix}.{expert}.weight", self.layer);
+                (0..).map(name).take_while(|name| self.file.info(name).is_some()).collect()
+            };
+            sources = ["gate", "up", "down"].map(each);
+        }
+        let [gate, up, down] = sources;
+        if down.is_empty() {
+            return Ok(());
+        }
+        if gate.len() != up.len() || gate.len() != down.len() {
+            bail!("layer {}: {} gates, {} ups and {} downs are no experts", self.layer, gate.len(), up.len(), down.len());
+        }
+        let gate_up: Vec<String> = gate.into_iter().zip(up).flat_map(|(gate, up)| [gate, up]).collect();
+        if self.layout.model_type != "gpt_oss" {
+            entries.insert(format!("{place}.gate_up_proj"), self.stack(&gate_up, Interleaved::Halves)?);
+            entries.insert(format!("{place}.down_proj"), self.stack(&down, Interleaved::Halves)?);
+            return Ok(());
+        }
+        for (name, sources) in [("gate_up_proj", gate_up), ("down_proj", down)] {
+            let name = format!("{place}.{name}");
+            let entry = self.stack(&sources, Interleaved::Rows)?;
+            let types = sources.iter().map(|name| self.file.info(name).map(|info| info.ggml_type));
+            if types.into_iter().all(|ggml_type| ggml_type == Some(GgmlType::Mxfp4)) {
+                let (blocks, scales) = packed(entry);
+                entries.insert(format!("{name}_blocks"), blocks);
+                entries.insert(format!("{name}_scales"), scales);
+            } else {
+                // Unpacked checkpoints of gpt-oss have the input dimension first.
+                let mut entry = entry;
+                entry.info.shape.swap(1, 2);
+                entries.insert(name.clone(), Entry { change: Change::Transposed, ..entry });
+            }
+            let bias = |source: &String| source.replace(".weight", ".bias");
+            let biases: Vec<String> = sources.iter().map(bias).collect();
+            let entry = self.stack(&biases, Interleaved::Rows)?;
+            entries.insert(format!("{name}_bias"), entry);
+        }
+        Ok(())
+    }
+
+    /// All experts' matrices \[E, R, C\] or biases \[E, R\] of one tensor, or of a gate's and an up's.
+    fn stack(&self, sources: &[String], interleaved: Interleaved) -> Result<Entry> {
+        let infos = sources.iter().map(|name| Ok(self.file.view(name)?.info)).collect::<Result<Vec<_>>>()?;
+        let (first, name) = (infos[0], &sources[0]);
+        if let Some((other, info)) = sources.iter().zip(&infos).find(|(_, info)| info.shape != first.shape) {
+            bail!("tensor {other}: found {:?} beside {name} {:?}", info.shape, first.shape);
+        }
+        let (in_stack, bias) = (name.contains("_exps"), name.ends_with(".bias"));
+        let matrices = if name.contains("ffn_down") { 1 } else { 2 };
+        if first.shape.len() != 1 + usize::from(in_stack) + usize::from(!bias) {
+            bail!("tensor {name}: {:?} are no experts", first.shape);
+        }
+        let experts = if in_stack { first.shape[0] } else { sources.len() / matrices };
+        let of_one = &first.shape[usize::from(in_stack)..];
+        let shape = [&[experts, matrices * of_one[0]], &of_one[1..]].concat();
+        let rows = match (sources.len(), interleaved) {
+            (1, _) => Rows::Same,
+            (_, Interleaved::Rows) => Rows::Turns(1),
+            (_, Interleaved::Halves) => Rows::Turns(of_one[0].max(1)),
+        };
+        let change = if bias && sources.len() > 1 { Change::Vector } else { Change::Nothing };
+        let bytes = infos.iter().map(|info| info.bytes).sum();
+        Ok(Entry { info: TensorInfo::new(dtype(first.ggml_type), shape, bytes), sources: sources.into(), rows, change })
+    }
+}
+
+/// How gate and up are one tensor.
+#[derive(Clone, Copy)]
+enum Interleaved {
+    /// An expert's gate above its up.
+    Halves,
+    /// Row by row.
+    Rows,
+}
+
+/// A stack of MXFP4 as its blocks [E, R, C/32, 16] and scales [E, R, C/32].
+fn packed(entry: Entry) -> (Entry, Entry) {
+    let Entry { info, sources, rows, .. } = entry;
+    let groups = info.elements() / GgmlType::Mxfp4.block_length();
+    let mut shape = info.shape.clone();
+    if let Some(columns) = shape.last_mut() {
+        *columns /= GgmlType::Mxfp4.block_length();
+    }
+    let scales = TensorInfo::new(Dtype::U8, shape.clone(), groups);
+    shape.push(16);
+    let blocks = TensorInfo::new(Dtype::U8, shape, 16 * groups);
+    (
+        Entry { info: blocks, sources: sources.clone(), rows, change: Change::Blocks },
+        Entry { info: scales, sources, rows, change: Change::Scales },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nibbles_are_paired_anew() {
+        // Element i is i mod 16 in ggml's order.
+        let from: Vec<u8> = (0..16).map(|i| i | i << 4).collect();
+        let mut to = [0; 16];
+        pair_neighbours(&from, &mut to);
+        let elements: Vec<u8> = to.iter().flat_map(|byte| [byte & 15, byte >> 4]).collect();
+        assert_eq!(elements, (0..32).map(|i| i % 16).collect::<Vec<u8>>());
+    }
+
+    #[test]
+    fn halves_of_heads_alternate_in_the_file() {
+        let bytes: Vec<u8> = (0..12).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        let rows = SourceRows { sources: vec![(GgmlType::F32, &bytes, 4)], columns: 1, order: Rows::Halves(6) };
+        let read: Vec<f32> = (0..12).map(|row| f32::from_le_bytes(rows.get(row).1.try_into().unwrap())).collect();
+        assert_eq!(read, [0., 2., 4., 1., 3., 5., 6., 8., 10., 7., 9., 11.]);
+    }
+}

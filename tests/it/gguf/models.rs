@@ -1,0 +1,297 @@
+//! Whole models from GGUF files, against the numbers of transformers for the checkpoints that they were made of.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use candle_core::{DType, Device, safetensors};
+use inferno::models;
+use inferno::nn::decoder::{Batch, LogitsOf};
+use inferno::nn::kv_cache::KvCache;
+use inferno::weights::ggml::GgmlType;
+use inferno::weights::{Checkpoint, Loaded, Weights};
+use tempfile::TempDir;
+
+use super::converter::convert;
+use super::tokenizers::converted;
+use super::writer::Writer;
+use crate::support::{demo_dir, golden, relative_error, values};
+
+const CASES: &[&str] = &[
+    "llama2",
+    "llama3",
+    "llama_graph",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "phi3",
+    "phi4",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "gpt_oss",
+    "gpt_oss_graph",
+];
+
+/// A file that lasts as long as its folder.
+fn saved(writer: &Writer) -> (TempDir, PathBuf) {
+    let folder = TempDir::new().unwrap();
+    let path = folder.path().join("model.gguf");
+    std::fs::write(&path, writer.bytes()).unwrap();
+    (folder, path)
+}
+
+fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
+    let config = models::read_config(path)?;
+    let checkpoint = Checkpoint::open(path)?;
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded)?;
+    // As golden.rs: LongRoPE depends on it.
+    let decoder = config.architecture.build(&weights, 160)?;
+    let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu)?;
+    let batch = Batch { ids, tokens: &[ids.len()], logits: LogitsOf::All };
+    Ok(values(&decoder.forward(&batch, &mut [&mut cache])?))
+}
+
+fn error(writer: &Writer) -> String {
+    let (_folder, path) = saved(writer);
+    format!("{:#}", logits(&path, &[1, 2, 3]).err().expect("an error"))
+}
+
+/// With INFERNO_GGUF_OUT the files are left there, for `scripts/gguf_judge.py`.
+#[test]
+fn logits_agree_with_transformers() {
+    for case in CASES {
+        let dir = golden(case);
+        let (_folder, path) = saved(&convert(&dir));
+        let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
+        let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
+        let got = logits(&path, &ids).unwrap_or_else(|error| panic!("{case}: {error:#}"));
+        let error = relative_error(&got, &values(&golden["logits"]));
+        println!("{case}: off by {error:e}");
+        assert!(error < 1e-5, "{case}: logits are off by {error:e}");
+        if let Some(out) = std::env::var_os("INFERNO_GGUF_OUT").map(PathBuf::from) {
+            std::fs::copy(&path, out.join(format!("{case}.gguf"))).unwrap();
+        }
+    }
+}
+
+/// Bytes that anyone could have written, with scales that keep activations in bounds.
+fn random_blocks(ggml_type: GgmlType, elements: usize, state: &mut u64) -> Vec<u8> {
+    let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
+    for byte in &mut bytes {
+        *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        *byte = (*state >> 33) as u8;
+    }
+    // f16: 2^-8 or so; a Q8_0 value is up to 127 of them, one of Q4_K up to 63 · 15.
+    let scales: &[(usize, u16)] = match ggml_type {
+        GgmlType::Q8_0 => &[(0, 0x0c00)],
+        GgmlType::Q4K => &[(0, 0x0400), (2, 0x0800)],
+        GgmlType::Q6K => &[(208, 0x0200)],
+        _ => &[],
+    };
+    for block in bytes.chunks_exact_mut(ggml_type.block_bytes()) {
+        for (at, half) in scales {
+            block[*at..at + 2].copy_from_slice(&half.to_le_bytes());
+        }
+    }
+    bytes
+}
+
+/// A Llama with matrices in one type, quantised or, with `dequantised`, as the values that those blocks stand for.
+fn quantised_llama(ggml_type: GgmlType, dequantised: bool) -> Writer {
+    let (hidden, feed, vocab, layers) = (256, 512, 64, 2);
+    let mut writer = Writer::new().string("general.architecture", "llama");
+    for (key, value) in [
+        ("context_length", 64),
+        ("embedding_length", hidden),
+        ("block_count", layers),
+        ("feed_forward_length", feed),
+        ("attention.head_count", 8),
+        ("attention.head_count_kv", 2),
+    ] {
+        writer = writer.u32(&format!("llama.{key}"), value as u32);
+    }
+    writer = writer.f32("llama.attention.layer_norm_rms_epsilon", 1e-5);
+    let mut state = 1;
+    let mut matrix = |writer: Writer, name: &str, rows: usize, columns: usize| {
+        let blocks = random_blocks(ggml_type, rows * columns, &mut state);
+        let shape = [columns as u64, rows as u64];
+        if !dequantised {
+            return writer.tensor(name, &shape, ggml_type.id(), &blocks);
+        }
+        let mut values = vec![0.0; rows * columns];
+        ggml_type.dequantize(&blocks, &mut values).unwrap();
+        let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+        writer.tensor(name, &shape, 0, &bytes)
+    };
+    writer = matrix(writer, "token_embd.weight", vocab, hidden);
+    let ones: Vec<u8> = (0..hidden).flat_map(|_| 1f32.to_le_bytes()).collect();
+    writer = writer.tensor("output_norm.weight", &[hidden as u64], 0, &ones);
+    for layer in 0..layers {
+        for norm in ["attn_norm", "ffn_norm"] {
+            writer = writer.tensor(&format!("blk.{layer}.{norm}.weight"), &[hidden as u64], 0, &ones);
+        }
+        for (name, rows, columns) in [
+            ("attn_q", hidden, hidden),
+            ("attn_k", hidden / 4, hidden),
+            ("attn_v", hidden / 4, hidden),
+            ("attn_output", hidden, hidden),
+            ("ffn_gate", feed, hidden),
+            ("ffn_up", feed, hidden),
+            ("ffn_down", hidden, feed),
+        ] {
+            writer = matrix(writer, &format!("blk.{layer}.{name}.weight"), rows, columns);
+        }
+    }
+    writer
+}
+
+/// The blocks themselves are judged in blocks.rs, bit by bit: here nothing may be lost on the way into a model, so that
+/// no tolerance is needed.
+#[test]
+fn quantised_weights_are_the_values_they_stand_for() {
+    let ids: Vec<u32> = (0..32).map(|i| i * 7 % 64).collect();
+    for ggml_type in [GgmlType::Q8_0, GgmlType::Q4K, GgmlType::Q6K] {
+        let (_a, quantised) = saved(&quantised_llama(ggml_type, false));
+        let (_b, plain) = saved(&quantised_llama(ggml_type, true));
+        let (got, want) = (logits(&quantised, &ids).unwrap(), logits(&plain, &ids).unwrap());
+        assert!(want.iter().all(|value| value.is_finite()) && want.iter().any(|value| value.abs() > 1e-3));
+        assert!(got == want, "{ggml_type}");
+        let checkpoint = Checkpoint::open(&quantised).unwrap();
+        assert_eq!(checkpoint.main_dtype().as_deref(), Some(ggml_type.name()));
+        let bytes = std::fs::metadata(&quantised).unwrap().len();
+        assert!(checkpoint.bytes() < bytes && checkpoint.bytes() > bytes - 8192);
+    }
+}
+
+#[test]
+fn in_short_dtypes_values_are_rounded_once() {
+    let (_folder, path) = saved(&quantised_llama(GgmlType::Q4K, false));
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let load = |dtype| {
+        let weights = Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
+        weights.float("model.layers.1.self_attn.k_proj.weight", &[64, 256]).unwrap()
+    };
+    let exact = load(DType::F32);
+    for dtype in [DType::F16, DType::BF16] {
+        let got = load(dtype);
+        assert_eq!(got.dtype(), dtype);
+        assert_eq!(values(&got), values(&exact.to_dtype(dtype).unwrap()));
+    }
+}
+
+/// What contradicts the tensors is said by its name.
+#[test]
+fn metadata_that_contradict_the_tensors_are_errors() {
+    let llama = convert(&golden("llama2"));
+    let cases: &[(&str, u32, &str)] = &[
+        ("llama.attention.head_count", 5, "attention.head_count"),
+        ("llama.attention.head_count", 0, "num_attention_heads is 0"),
+        ("llama.attention.head_count", 12, "k_proj"),
+        ("llama.block_count", 2, "llama.block_count is 2"),
+        ("llama.block_count", 4, "model.layers.3."),
+        ("llama.block_count", 1 << 20, "llama.block_count"),
+        ("llama.vocab_size", 96, "embed_tokens"),
+        ("llama.embedding_length", 47, "hidden"),
+        ("llama.embedding_length", 96, "expected shape"),
+        ("llama.feed_forward_length", 81, "mlp.gate_proj"),
+        ("llama.context_length", 0, "max_position_embeddings is 0"),
+        ("llama.rope.dimension_count", 4, "partial_rotary_factor"),
+    ];
+    for (key, value, said) in cases {
+        let error = error(&llama.clone().with_u32(key, *value));
+        println!("{key} {value}: {error}");
+        assert!(error.contains(said), "{key} {value}: no {said:?} in {error}");
+    }
+    let oss = convert(&golden("gpt_oss_graph"));
+    for (key, value, said) in [
+        ("gpt-oss.expert_count", 6, "gate_up_proj"),
+        ("gpt-oss.expert_used_count", 8, "cannot choose 8 of 7 experts"),
+        ("gpt-oss.attention.sliding_window", 0, "sliding_window is 0"),
+    ] {
+        let error = error(&oss.clone().with_u32(key, value));
+        assert!(error.contains(said), "{key} {value}: no {said:?} in {error}");
+    }
+}
+
+#[test]
+fn what_has_no_place_is_named() {
+    let llama = convert(&golden("llama2"));
+    let bytes = [0; 48 * 4];
+    let extra = llama.clone().tensor("blk.0.attn_q_norm.weight", &[48], 0, &bytes);
+    assert!(error(&extra).contains("blk.0.attn_q_norm.weight [48] has no place in llama"), "{}", error(&extra));
+    let bias = convert(&golden("mixtral")).tensor("blk.0.ffn_gate_inp.bias", &[7], 0, &[0; 28]);
+    assert!(error(&bias).contains("blk.0.ffn_gate_inp.bias [7] has no place"), "{}", error(&bias));
+    let other = Writer::new().string("general.architecture", "mamba");
+    let error = error(&other);
+    assert!(error.contains("architecture 'mamba' is not supported") && error.contains("qwen3moe"), "{error}");
+}
+
+/// The demo with its tokenizer, as llama.cpp would have converted it.
+fn demo() -> Writer {
+    let converted = converted(&demo_dir());
+    let id = |token: &str| converted.tokens.iter().position(|other| other == token).unwrap() as u32;
+    convert(&demo_dir())
+        .string("tokenizer.ggml.model", "gpt2")
+        .string("tokenizer.ggml.pre", "gpt-4o")
+        .strings("tokenizer.ggml.tokens", &converted.tokens)
+        .i32s("tokenizer.ggml.token_type", &converted.types)
+        .strings("tokenizer.ggml.merges", &converted.merges)
+        .u32("tokenizer.ggml.bos_token_id", id("<|startoftext|>"))
+        .u32("tokenizer.ggml.eos_token_id", id("<|return|>"))
+        .string("general.name", "demo")
+}
+
+fn inferno(home: &Path, args: &[&str]) -> (Option<i32>, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_inferno"))
+        .env("HOME", home)
+        .env("INFERNO_CACHE", home.join("models"))
+        .env("HF_HOME", home.join("hf"))
+        .env("HF_HUB_OFFLINE", "1")
+        .args(args)
+        .stdin(std::process::Stdio::null())
+        .output()
+        .unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn the_demo_plays_from_a_gguf_file() {
+    let home = TempDir::new().unwrap();
+    let ask = |model: &str| {
+        let answer = inferno(home.path(), &["play", model, "--device", "cpu", "--prompt", "How do I download a model?"]);
+        assert_eq!(answer.0, Some(0), "{model}: {}", answer.2);
+        answer.1
+    };
+    let want = ask("demo");
+    assert!(want.contains("inferno download"), "{want}");
+
+    let (folder, file) = saved(&demo());
+    assert_eq!(ask(file.to_str().unwrap()), want);
+    assert_eq!(ask(folder.path().to_str().unwrap()), want);
+
+    // A snapshot with two files, in the cache that Python's tools share.
+    let commit = "0123456789012345678901234567890123456789";
+    let snapshot = home.path().join("hf/hub/models--some--demo-GGUF/snapshots").join(commit);
+    std::fs::create_dir_all(&snapshot).unwrap();
+    std::fs::copy(&file, snapshot.join("demo-Q8_0.gguf")).unwrap();
+    std::fs::copy(&file, snapshot.join("demo-MXFP4.gguf")).unwrap();
+    assert_eq!(ask("some/demo-GGUF:mxfp4"), want);
+    assert_eq!(ask(&format!("{}:MXFP4", snapshot.display())), want);
+    let (code, _, message) = inferno(home.path(), &["play", "some/demo-GGUF", "--device", "cpu", "--prompt", "Hello"]);
+    assert_eq!(code, Some(2), "{message}");
+    assert!(message.contains("inferno play some/demo-GGUF:MXFP4"), "{message}");
+    let (code, _, message) = inferno(home.path(), &["play", "some/demo-GGUF:Q2_K", "--device", "cpu", "--prompt", "a"]);
+    assert_eq!(code, Some(3), "{message}");
+    let (_, list, _) = inferno(home.path(), &["list"]);
+    assert!(list.contains("some/demo-GGUF:Q8_0") && list.contains("gpt_oss"), "{list}");
+    let (_, ids, _) = inferno(home.path(), &["tokenize", file.to_str().unwrap(), "How do I download a model?"]);
+    let (_, wanted, _) = inferno(home.path(), &["tokenize", "demo", "How do I download a model?"]);
+    assert_eq!(ids, wanted);
+}
