@@ -41,7 +41,8 @@ pub fn find(path: &Path) -> Result<Option<PathBuf>> {
 pub fn in_directory(dir: &Path) -> Vec<GgufFile> {
     let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let folders = entries(dir).filter(|path| path.is_dir());
-    let mut files: Vec<PathBuf> = entries(dir).chain(folders.flat_map(|dir| entries(&dir).collect::<Vec<_>>())).collect();
+    let mut files: Vec<PathBuf> =
+        entries(dir).chain(folders.flat_map(|dir| entries(&dir).collect::<Vec<_>>())).collect();
     files.retain(|path| path.is_file() && is_model(&path.to_string_lossy()));
     files.sort();
     files.into_iter().map(with_parts).collect()
@@ -142,7 +143,8 @@ pub(super) fn named(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
 /// model at all.
 pub(super) fn choose(name: &str, dir: &Path, wanted: Option<&str>) -> Result<Option<PathBuf>> {
     let named = named(name, dir);
-    let meant = |(_, file): &&(String, GgufFile)| wanted.is_none_or(|wanted| is_named(&file.path.to_string_lossy(), wanted));
+    let meant =
+        |(_, file): &&(String, GgufFile)| wanted.is_none_or(|wanted| is_named(&file.path.to_string_lossy(), wanted));
     let list = || {
         let line = |(name, file): &(String, GgufFile)| line(&format!("inferno play {name}"), Some(file.bytes));
         named.iter().map(line).collect::<Vec<_>>().join("\n")

@@ -99,7 +99,8 @@ pub(super) fn choose(
 fn only_gguf(repo: &str, files: &[RemoteFile]) -> Result<Vec<RemoteFile>> {
     let find = |name: &str| files.iter().find(|file| file.name == name);
     let parts = |first: &RemoteFile| -> Result<Vec<RemoteFile>> {
-        let (folder, name) = first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
+        let (folder, name) =
+            first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
         let path = |name: String| if folder.is_empty() { name } else { format!("{folder}/{name}") };
         let part = |name: String| {
             let path = path(name);
@@ -117,7 +118,8 @@ fn only_gguf(repo: &str, files: &[RemoteFile]) -> Result<Vec<RemoteFile>> {
                 gguf::line(&first.name, parts.iter().map(|part| part.bytes).sum())
             };
             let list: Vec<String> = models.iter().map(line).collect();
-            let tag = gguf::tag(models.iter().find(|file| file.name.contains("Q4_K_M")).unwrap_or(&first).name.as_str());
+            let tag =
+                gguf::tag(models.iter().find(|file| file.name.contains("Q4_K_M")).unwrap_or(&first).name.as_str());
             let problem = format!(
                 "'{repo}' has several GGUF models; choose one, as in\n  inferno download {repo} --include '*{tag}*'\n{}",
                 list.join("\n")
@@ -219,7 +221,10 @@ mod tests {
         assert!(chosen(&parts[..2], &[], None).unwrap_err().to_string().contains("lacks q/m-Q8_0-00002-of-00002.gguf"));
         let several = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"];
         let error = chosen(&several, &[], None).unwrap_err().to_string();
-        assert!(error.contains("inferno download a/b --include '*Q4_K_M*'") && error.contains("m-Q2_K.gguf"), "{error}");
+        assert!(
+            error.contains("inferno download a/b --include '*Q4_K_M*'") && error.contains("m-Q2_K.gguf"),
+            "{error}"
+        );
         assert!(!error.contains("00002-of-00002"), "{error}");
         assert_eq!(chosen(&several, &["*Q4_K_M*"], None).unwrap(), ["m-Q4_K_M.gguf"]);
     }

@@ -146,8 +146,11 @@ impl GgufCheckpoint {
     pub fn head_counts(&self) -> Result<(usize, usize)> {
         let (architecture, metadata) = (self.architecture()?, self.metadata());
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), Metadata::u32)?;
-        let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?;
-        Ok((heads as usize, kv_heads.unwrap_or(heads) as usize))
+        let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?.unwrap_or(heads);
+        if heads == 0 || kv_heads == 0 {
+            bail!("metadata key {architecture}.attention.head_count is {heads}, head_count_kv {kv_heads}");
+        }
+        Ok((heads as usize, kv_heads as usize))
     }
 
     /// How the file calls its quantisation, such as `Q4_K_M`; else the type that most bytes are in.

@@ -369,21 +369,40 @@ fn include_replaces_the_weights() {
     assert!(link.starts_with("../../../blobs"), "{}", link.display());
     assert_eq!(fake.lines()[0], format!("GET /api/models/{REPO}/revision/refs%2Fpr%2F1?blobs=true"));
     assert_eq!(fs::read_to_string(machine.repo().join("refs/refs/pr/1")).unwrap(), COMMIT);
-    // Text can be tokenized with it, but it is no model to run.
-    assert_eq!(machine.hub().find_tokenizer(REPO, None).unwrap(), snapshot);
-    let (message, _) = failure(machine.hub().find(REPO, None));
-    assert!(message.contains("model.safetensors is missing"), "{message}");
-    assert!(machine.hub().list().unwrap().is_empty());
+    // A GGUF file is all of a model.
+    let file = snapshot.path.join("gguf/model.Q4.gguf");
+    assert_eq!(machine.hub().find_tokenizer(REPO, None).unwrap().path, file);
+    assert_eq!(machine.hub().find(REPO, None).unwrap().path, file);
+    assert_eq!(machine.hub().list().unwrap().len(), 1);
     let nothing = machine.hub().download(REPO, None, &["*.onnx".to_string()], &());
     assert!(failure(nothing).0.contains("nothing in 'org/tiny-model' matches"));
 }
 
 #[test]
 fn other_formats_are_named() {
-    let fake = FakeHub::start(&[("config.json", b"{}"), ("a.gguf", b"GGUF"), ("pytorch_model.bin", b"pickle")]);
+    let fake = FakeHub::start(&[("config.json", b"{}"), ("a.onnx", b"ONNX"), ("pytorch_model.bin", b"pickle")]);
     let machine = Machine::new(fake.endpoint());
     let (message, _) = failure(machine.hub().download(REPO, None, &[], &()));
-    assert!(message.contains("no safetensors") && message.contains(".gguf, .bin"), "{message}");
+    assert!(message.contains("neither safetensors nor GGUF") && message.contains(".bin, .onnx"), "{message}");
+}
+
+#[test]
+fn of_several_gguf_files_one_is_chosen() {
+    let fake = FakeHub::start(&[("a-Q4_K_M.gguf", b"GGUF"), ("a-Q8_0.gguf", b"GGUF!"), ("README.md", b"")]);
+    let machine = Machine::new(fake.endpoint());
+    let (message, code) = failure(machine.hub().download(REPO, None, &[], &()));
+    assert_eq!(code, 2, "{message}");
+    assert!(message.contains(&format!("inferno download {REPO} --include '*Q4_K_M*'")), "{message}");
+    assert!(message.contains("a-Q8_0.gguf"), "{message}");
+    let snapshot = machine.hub().download(REPO, None, &["*Q4_K_M*".to_string()], &()).unwrap();
+    assert_eq!(names_in(&snapshot.path), ["a-Q4_K_M.gguf"]);
+    assert_eq!(machine.hub().find(REPO, None).unwrap().path, snapshot.path.join("a-Q4_K_M.gguf"));
+    machine.hub().download(REPO, None, &["*Q8_0*".to_string()], &()).unwrap();
+    assert_eq!(failure(machine.hub().find(REPO, None)).1, 2);
+    let found = machine.hub().find(&format!("{REPO}:q8_0"), None).unwrap();
+    assert_eq!(found.path, snapshot.path.join("a-Q8_0.gguf"));
+    let names: Vec<String> = machine.hub().list().unwrap().into_iter().map(|model| model.name).collect();
+    assert_eq!(names, [format!("{REPO}:Q4_K_M"), format!("{REPO}:Q8_0")]);
 }
 
 #[test]

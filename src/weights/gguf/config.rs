@@ -44,9 +44,15 @@ impl<'c> Said<'c> {
     }
 
     fn head_dim(&self) -> Result<u64> {
-        let (heads, _) = self.file.head_counts()?;
-        let even = self.required_size("embedding_length")? / (heads as u64).max(1);
-        let head_dim = self.size("attention.key_length")?.unwrap_or(even);
+        let (heads, hidden) = (self.file.head_counts()?.0 as u64, self.required_size("embedding_length")?);
+        let head_dim = match self.size("attention.key_length")? {
+            Some(length) => length,
+            None if heads == 0 || hidden.is_multiple_of(heads) => hidden / heads.max(1),
+            None => {
+                let (count, length) = (self.key("attention.head_count"), self.key("embedding_length"));
+                bail!("metadata keys {count} and {length}: {heads} heads cannot share {hidden} dims evenly")
+            }
+        };
         match self.size("attention.value_length")?.filter(|length| *length != head_dim) {
             Some(other) => bail!("heads with keys of {head_dim} and values of {other} dims are not supported"),
             None => Ok(head_dim),
@@ -93,7 +99,8 @@ impl<'c> Said<'c> {
                 "rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0
             })));
         }
-        if let (Some(short), Some(long)) = (factors("rope_factors_short.weight")?, factors("rope_factors_long.weight")?) {
+        if let (Some(short), Some(long)) = (factors("rope_factors_short.weight")?, factors("rope_factors_long.weight")?)
+        {
             return Ok(Some(json!({
                 "rope_type": "longrope", "short_factor": short, "long_factor": long,
                 "attention_factor": self.float("rope.scaling.attn_factor")?,

@@ -129,7 +129,12 @@ impl GgufModel {
         };
         let columns = rows.columns.max(1);
         let buffer = || vec![0.0; columns];
-        values.par_chunks_mut(columns).with_min_len(16).enumerate().map_init(buffer, |b, r| row(b, r)).collect::<Result<()>>()?;
+        values
+            .par_chunks_mut(columns)
+            .with_min_len(16)
+            .enumerate()
+            .map_init(buffer, |b, r| row(b, r))
+            .collect::<Result<()>>()?;
         let shape = &entry.info.shape;
         if entry.change != Change::Transposed {
             return Ok(Tensor::from_vec(values, shape.as_slice(), &Device::Cpu)?);
@@ -271,7 +276,12 @@ fn single(file: &GgufCheckpoint, layout: &Layout, name: &str) -> Result<Entry> {
         change = Change::Transposed;
         shape.swap(0, 1);
     }
-    Ok(Entry { info: TensorInfo::new(dtype(info.ggml_type), shape, info.bytes), sources: vec![name.into()], rows, change })
+    Ok(Entry {
+        info: TensorInfo::new(dtype(info.ggml_type), shape, info.bytes),
+        sources: vec![name.into()],
+        rows,
+        change,
+    })
 }
 
 /// What a tensor's values are handed out as, unless another dtype is asked for.
@@ -307,7 +317,13 @@ impl Experts<'_> {
             return Ok(());
         }
         if gate.len() != up.len() || gate.len() != down.len() {
-            bail!("layer {}: {} gates, {} ups and {} downs are no experts", self.layer, gate.len(), up.len(), down.len());
+            bail!(
+                "layer {}: {} gates, {} ups and {} downs are no experts",
+                self.layer,
+                gate.len(),
+                up.len(),
+                down.len()
+            );
         }
         let gate_up: Vec<String> = gate.into_iter().zip(up).flat_map(|(gate, up)| [gate, up]).collect();
         if self.layout.model_type != "gpt_oss" {

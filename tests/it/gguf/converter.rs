@@ -77,7 +77,8 @@ fn metadata(config: &Value) -> Writer {
         ("block_count", first(&["num_hidden_layers", "n_layer"])),
         ("feed_forward_length", first(&["intermediate_size", "n_inner"])),
         ("attention.head_count", Some(heads)),
-        ("attention.head_count_kv", size(config, "num_key_value_heads")),
+        // Llama's files always say it; transformers does not undo the order of rows without.
+        ("attention.head_count_kv", size(config, "num_key_value_heads").or(Some(heads).filter(|_| name == "llama"))),
         ("attention.key_length", size(config, "head_dim")),
         ("attention.value_length", size(config, "head_dim")),
         ("attention.sliding_window", size(config, "sliding_window")),
@@ -126,12 +127,8 @@ fn metadata(config: &Value) -> Writer {
     if let Some(dense) = size(config, "max_window_layers").filter(|_| config["use_sliding_window"] == true) {
         let slides = (0..size(config, "num_hidden_layers").unwrap()).map(|layer| u8::from(layer >= dense));
         let slides: Vec<u8> = slides.collect();
-        writer = writer.array(
-            &key("attention.sliding_window_pattern"),
-            super::writer::BOOL,
-            slides.len() as u64,
-            slides,
-        );
+        writer =
+            writer.array(&key("attention.sliding_window_pattern"), super::writer::BOOL, slides.len() as u64, slides);
     } else if let Some(types) = config["layer_types"].as_array().filter(|_| size(config, "sliding_window").is_some()) {
         let slides: Vec<u8> = types.iter().map(|kind| u8::from(kind == "sliding_attention")).collect();
         let key = key("attention.sliding_window_pattern");
@@ -287,7 +284,7 @@ fn packed_experts(mut writer: Writer, checkpoint: &Checkpoint, biases: Vec<Sourc
                 for block in row * groups..(row + 1) * groups {
                     bytes.push(scales.bytes[block]);
                     let packed = &blocks.bytes[16 * block..][..16];
-                    let element = |i: usize| if i % 2 == 0 { packed[i / 2] & 15 } else { packed[i / 2] >> 4 };
+                    let element = |i: usize| if i.is_multiple_of(2) { packed[i / 2] & 15 } else { packed[i / 2] >> 4 };
                     bytes.extend((0..16).map(|i| element(i) | element(16 + i) << 4));
                 }
             }

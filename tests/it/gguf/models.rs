@@ -57,7 +57,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
 
 fn error(writer: &Writer) -> String {
     let (_folder, path) = saved(writer);
-    format!("{:#}", logits(&path, &[1, 2, 3]).err().expect("an error"))
+    format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
 /// With INFERNO_GGUF_OUT the files are left there, for `scripts/gguf_judge.py`.
@@ -189,24 +189,31 @@ fn in_short_dtypes_values_are_rounded_once() {
 #[test]
 fn metadata_that_contradict_the_tensors_are_errors() {
     let llama = convert(&golden("llama2"));
-    let cases: &[(&str, u32, &str)] = &[
-        ("llama.attention.head_count", 5, "attention.head_count"),
-        ("llama.attention.head_count", 0, "num_attention_heads is 0"),
-        ("llama.attention.head_count", 12, "k_proj"),
-        ("llama.block_count", 2, "llama.block_count is 2"),
-        ("llama.block_count", 4, "model.layers.3."),
-        ("llama.block_count", 1 << 20, "llama.block_count"),
-        ("llama.vocab_size", 96, "embed_tokens"),
-        ("llama.embedding_length", 47, "hidden"),
-        ("llama.embedding_length", 96, "expected shape"),
-        ("llama.feed_forward_length", 81, "mlp.gate_proj"),
-        ("llama.context_length", 0, "max_position_embeddings is 0"),
-        ("llama.rope.dimension_count", 4, "partial_rotary_factor"),
+    let cases: &[(&[(&str, u32)], &str)] = &[
+        (&[("attention.head_count", 5)], "llama.attention.head_count"),
+        (&[("attention.head_count", 0)], "llama.attention.head_count is 0"),
+        (&[("attention.head_count", 12)], "rotates 8 of 4 dims"),
+        (&[("block_count", 2)], "llama.block_count is 2"),
+        (&[("block_count", 4)], "model.layers.3."),
+        (&[("block_count", 1 << 20)], "llama.block_count"),
+        (&[("vocab_size", 96)], "embed_tokens"),
+        (&[("embedding_length", 47)], "llama.embedding_length"),
+        (&[("embedding_length", 96), ("rope.dimension_count", 16)], "token_embd.weight F32 [97, 48]"),
+        (&[("feed_forward_length", 81)], "mlp.gate_proj"),
+        (&[("feed_forward_length", 0)], "intermediate_size"),
+        (&[("context_length", 0)], "max_position_embeddings is 0"),
+        (&[("rope.dimension_count", 4)], "partial_rotary_factor"),
     ];
-    for (key, value, said) in cases {
-        let error = error(&llama.clone().with_u32(key, *value));
-        println!("{key} {value}: {error}");
-        assert!(error.contains(said), "{key} {value}: no {said:?} in {error}");
+    for (changes, said) in cases {
+        let change = |file: Writer, (key, value): &(&str, u32)| file.with_u32(&format!("llama.{key}"), *value);
+        let error = error(&changes.iter().fold(llama.clone(), change));
+        println!("{changes:?}: {error}");
+        assert!(error.contains(said), "{changes:?}: no {said:?} in {error}");
+    }
+    let grouped = convert(&golden("llama3"));
+    for (kv_heads, said) in [(4, "attention.head_count_kv"), (1, "k_proj.weight: expected shape [10, 80]")] {
+        let error = error(&grouped.clone().with_u32("llama.attention.head_count_kv", kv_heads));
+        assert!(error.contains(said), "{kv_heads}: no {said:?} in {error}");
     }
     let oss = convert(&golden("gpt_oss_graph"));
     for (key, value, said) in [
@@ -265,7 +272,8 @@ fn inferno(home: &Path, args: &[&str]) -> (Option<i32>, String, String) {
 fn the_demo_plays_from_a_gguf_file() {
     let home = TempDir::new().unwrap();
     let ask = |model: &str| {
-        let answer = inferno(home.path(), &["play", model, "--device", "cpu", "--prompt", "How do I download a model?"]);
+        let answer =
+            inferno(home.path(), &["play", model, "--device", "cpu", "--prompt", "How do I download a model?"]);
         assert_eq!(answer.0, Some(0), "{model}: {}", answer.2);
         answer.1
     };
