@@ -105,6 +105,18 @@ impl Checkpoint {
         bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype)
     }
 
+    /// What a tensor's elements are in the file, in lower case: `bf16`, `q4_k`.
+    pub fn stored_as(&self, name: &str, info: &TensorInfo) -> String {
+        let stored = match self {
+            // Packed experts are bytes in either container.
+            Self::Gguf(model) if info.dtype != Dtype::U8 => {
+                model.stored_type(name).map(|stored| stored.name().to_string())
+            }
+            _ => None,
+        };
+        stored.unwrap_or(info.dtype.to_string()).to_lowercase()
+    }
+
     /// What can be read ahead for a model of this compute dtype. Nothing of a GGUF file: its tensors are made on the host.
     pub fn extents(&self, dtype: DType) -> Vec<Extent> {
         match self {

@@ -18,6 +18,8 @@ pub struct Entry {
     pub elements: u64,
     /// As stored.
     pub bytes: u64,
+    /// Whether it becomes floats of the compute dtype when it is loaded.
+    pub floats: bool,
 }
 
 /// The tensors of a checkpoint.
@@ -50,9 +52,10 @@ impl Inventory {
     pub fn of(checkpoint: &Checkpoint) -> Self {
         let entry = |(name, info): (&str, &super::TensorInfo)| Entry {
             name: name.to_string(),
-            dtype: info.dtype.to_string().to_lowercase(),
+            dtype: checkpoint.stored_as(name, info),
             elements: info.elements() as u64,
             bytes: info.bytes() as u64,
+            floats: is_float(&info.dtype.to_string().to_lowercase()),
         };
         Self { entries: checkpoint.tensors().map(entry).collect() }
     }
@@ -74,7 +77,9 @@ impl Inventory {
                 bail!("the header of {file} gives {name:?} {elements} elements of {dtype} in {bytes} bytes");
             }
             end = end.max(last);
-            self.entries.push(Entry { name, dtype: dtype.to_lowercase(), elements, bytes });
+            let dtype = dtype.to_lowercase();
+            let floats = is_float(&dtype);
+            self.entries.push(Entry { name, dtype, elements, bytes, floats });
         }
         match data_bytes {
             Some(data_bytes) if data_bytes != end => {
@@ -159,10 +164,7 @@ impl Entry {
     }
 
     fn loaded_bytes(&self, dtype: DType) -> u64 {
-        match self.dtype.as_str() {
-            "f32" | "f16" | "bf16" => self.elements.saturating_mul(dtype.size_in_bytes() as u64),
-            _ => self.bytes,
-        }
+        if self.floats { self.elements.saturating_mul(dtype.size_in_bytes() as u64) } else { self.bytes }
     }
 
     fn is_packed_mxfp4(&self) -> bool {
@@ -193,6 +195,10 @@ impl Entry {
             "other"
         }
     }
+}
+
+fn is_float(dtype: &str) -> bool {
+    matches!(dtype, "f32" | "f16" | "bf16")
 }
 
 /// Sizes from a server may be anything.
@@ -279,7 +285,7 @@ mod tests {
             ("lm_head.weight", "head"),
             ("backbone.layers.0.mixer.A_log", "other"),
         ] {
-            let entry = Entry { name: name.into(), dtype: "bf16".into(), elements: 1, bytes: 2 };
+            let entry = Entry { name: name.into(), dtype: "bf16".into(), elements: 1, bytes: 2, floats: true };
             assert_eq!(entry.group(), group, "{name}");
         }
     }

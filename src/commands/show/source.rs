@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::hub::{self, Peek, Snapshot};
+use crate::weights::gguf::{self, GgufCheckpoint};
 use crate::weights::{Checkpoint, Inventory};
 
 /// The longest README whose front matter is looked at, and the longest licence whose title is.
@@ -28,8 +29,16 @@ pub struct Source {
 impl Source {
     /// A model on this machine. What cannot be read is a finding, not a failure.
     pub fn here(snapshot: &Snapshot) -> Self {
-        let dir = &snapshot.path;
-        let files = files(dir);
+        let gguf = hub::gguf::find(&snapshot.path).ok().flatten();
+        // A GGUF file is all there is of its model; what lies beside it says nothing of it but its licence.
+        let dir = match &gguf {
+            Some(file) => file.parent().unwrap_or(&snapshot.path),
+            None => &snapshot.path,
+        };
+        let files = match &gguf {
+            Some(file) => vec![(file_name(file), Some(hub::gguf::bytes(file)))],
+            None => files(dir),
+        };
         let readme = head(&dir.join("README.md")).and_then(|readme| front_matter_licence(&readme));
         let title = |name: &str| head(&dir.join(name)).and_then(|text| licence_title(&text, name));
         // The demo's weights are a part of this crate.
@@ -37,17 +46,24 @@ impl Source {
         Self {
             name: snapshot.name.clone(),
             revision: snapshot.revision.clone(),
-            path: Some(dir.clone()),
+            path: Some(snapshot.path.clone()),
             place: match snapshot.source {
                 hub::Source::Inferno => "inferno's cache",
                 hub::Source::HuggingFace => "the shared Hugging Face cache",
+                hub::Source::Directory if gguf.is_some() => "a GGUF file",
                 hub::Source::Directory => "a directory",
                 hub::Source::BuiltIn => "built into inferno",
             },
-            config: json(dir, "config.json"),
-            tokenizer_config: json(dir, "tokenizer_config.json").unwrap_or_default(),
+            config: match &gguf {
+                Some(file) => GgufCheckpoint::open(file).and_then(|file| gguf::config(&file)),
+                None => json(dir, "config.json"),
+            },
+            tokenizer_config: match &gguf {
+                Some(file) => tokenizer_config(file).unwrap_or_default(),
+                None => json(dir, "tokenizer_config.json").unwrap_or_default(),
+            },
             licence: ours.or(readme).or_else(|| licence_file(&files).and_then(title)),
-            inventory: Checkpoint::open(dir).map(|checkpoint| Inventory::of(&checkpoint)),
+            inventory: Checkpoint::open(&snapshot.path).map(|checkpoint| Inventory::of(&checkpoint)),
             files,
         }
     }
@@ -91,6 +107,16 @@ fn inventory(peek: &Peek) -> Result<Inventory> {
         true => anyhow!("the weights are GGUF files, whose headers are not read over the network yet"),
         false => anyhow!("there are no safetensors weights (model.safetensors or an index of shards)"),
     })
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// What tokenizer_config.json would say: the chat template that a GGUF file has.
+fn tokenizer_config(file: &Path) -> Result<Value> {
+    let file = GgufCheckpoint::open(file)?;
+    Ok(json!({"chat_template": gguf::chat_template(&file.metadata(), None)?}))
 }
 
 fn json(dir: &Path, name: &str) -> Result<Value> {

@@ -91,6 +91,11 @@ impl GgufModel {
         if plain { self.file.view(&entry.sources[0]).map(Some) } else { Ok(None) }
     }
 
+    /// What a tensor's elements are in the file.
+    pub fn stored_type(&self, name: &str) -> Option<GgmlType> {
+        self.file.info(self.tensors.get(name)?.sources.first()?).map(|info| info.ggml_type)
+    }
+
     /// For messages: the file's names, types and shapes.
     pub fn describe(&self, name: &str) -> String {
         let Ok(entry) = self.entry(name) else { return "nothing".into() };

@@ -300,6 +300,19 @@ fn the_demo_plays_from_a_gguf_file() {
     let (_, list, _) = inferno(home.path(), &["list"]);
     assert!(list.contains("some/demo-GGUF:Q8_0") && list.contains("gpt_oss"), "{list}");
     let (_, ids, _) = inferno(home.path(), &["tokenize", file.to_str().unwrap(), "How do I download a model?"]);
+    let show = |model: &str| -> serde_json::Value {
+        let (code, json, message) = inferno(home.path(), &["show", model, "--json"]);
+        assert_eq!(code, Some(0), "{message}");
+        serde_json::from_str(&json).unwrap()
+    };
+    let (shown, of_demo) = (show(file.to_str().unwrap()), show("demo"));
+    for field in
+        ["family", "supported", "parameters", "active_parameters", "layers", "heads", "context", "rope", "chat"]
+    {
+        assert_eq!(shown[field], of_demo[field], "{field}");
+    }
+    assert_eq!(shown["needs"]["weight_bytes"], of_demo["needs"]["weight_bytes"]);
+
     let (_, wanted, _) = inferno(home.path(), &["tokenize", "demo", "How do I download a model?"]);
     assert_eq!(ids, wanted);
 }
