@@ -8,6 +8,7 @@
 
 mod bytes;
 mod config;
+mod experts;
 mod header;
 mod metadata;
 mod model;

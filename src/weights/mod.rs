@@ -74,11 +74,11 @@ impl<'p> Loaded<'p> {
 }
 
 impl<'c> Weights<'c> {
-    /// Float tensors will be converted to `dtype` on `device`. For a GPU, reading begins here. A tensor that is handed
-    /// out may still be on its way: whatever is queued on the device's stream is ordered after its arrival.
+    /// Float tensors will be converted to `dtype` on `device`. For a GPU, reading begins here, but for GGUF files. A tensor
+    /// that is handed out may still be on its way: whatever is queued on the device's stream is ordered after its arrival.
     pub fn new(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, loaded: &'c Loaded<'c>) -> Result<Self> {
         #[cfg(feature = "cuda")]
-        if let Device::Cuda(cuda) = device {
+        if let (Device::Cuda(cuda), Checkpoint::Safetensors(_)) = (device, checkpoint) {
             let mut extents = checkpoint.extents(dtype);
             extents.retain(|extent| extent.keep == Keep::Lasting || extent.bytes() > CONVERTED_ON_HOST);
             let reader = ReadAhead::start(CopyStream::new(cuda)?, extents, Settings::default())?;
