@@ -145,16 +145,19 @@ fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
 
 fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
+    // A CPU has but one way.
+    let how = match info.device.compute_capability {
+        Some(_) => format!(" · {}, {} attention", engine.executor(), info.attention),
+        None => String::new(),
+    };
     note(&format!(
-        "{} · {} {}, {} parameters · weights {}, cache {} · {}, {} attention · loaded in {:.2} s",
+        "{} · {} {}, {} parameters · weights {}, cache {}{how} · loaded in {:.2} s",
         snapshot.name,
         info.family,
         info.quantisation.as_deref().unwrap_or("unquantised"),
         list::count(info.parameters),
         list::size(info.weight_bytes),
         list::size(info.cache_bytes),
-        engine.executor(),
-        info.attention,
         info.load.total_s,
     ));
     if let Some(line) = crate::hub::demo::notice(snapshot) {

@@ -66,8 +66,8 @@ unsafe extern "C" {
     );
 }
 
-/// The first key of those that the queries see, and the keys and values in the order of their positions, \[L, K, D\]. A ring
-/// that has gone round is copied; else this is a view.
+/// The keys and values that the queries see, in the order of their positions, \[L, K, D\]. A ring that has gone round is
+/// copied; else these are views.
 fn in_order(k: &Tensor, v: &Tensor, tokens: usize, sight: Sight) -> Result<(Tensor, Tensor)> {
     let (rows, end) = (k.dim(0)?, sight.position + tokens);
     let first = sight.window.map_or(0, |window| (sight.position + 1).saturating_sub(window));

@@ -9,8 +9,11 @@ use super::Sizes;
 use crate::nn::attention::AttentionConfig;
 use crate::nn::decoder::Frame;
 use crate::nn::kv_cache::LayerSpec;
+use crate::nn::linear::Bias;
+use crate::nn::mlp::GatedMlp;
 use crate::nn::norm::NormConfig;
 use crate::nn::rope::{Frequencies, Lengths, RopeConfig};
+use crate::weights::Weights;
 
 /// Fields that nearly all families spell alike.
 #[derive(Debug, Deserialize)]
@@ -150,6 +153,11 @@ impl Common {
 
     pub fn attention(&self, spec: LayerSpec) -> AttentionConfig {
         AttentionConfig::new(self.hidden_size, self.num_attention_heads, spec)
+    }
+
+    /// The MLP of a layer without biases.
+    pub fn mlp(&self, layer: &Weights) -> Result<GatedMlp> {
+        GatedMlp::load(&layer.at("mlp"), self.hidden_size, self.intermediate_size, Bias::Without)
     }
 
     pub fn frame(&self, cache_layers: Vec<LayerSpec>, context: usize) -> Result<Frame> {

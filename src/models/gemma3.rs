@@ -14,7 +14,7 @@ use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder::{Decoder, Frame, Place};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
-use crate::nn::mlp::{GatedMlp, Mlp};
+use crate::nn::mlp::Mlp;
 use crate::nn::rope::{Lengths, RopeConfig};
 use crate::weights::Weights;
 
@@ -93,8 +93,7 @@ impl Config {
             ..self.common.attention(place.spec)
         };
         let attention = Attention::load(&weights.at("self_attn"), attention, place.rotary)?;
-        let Common { hidden_size, intermediate_size, .. } = self.common;
-        let mlp = GatedMlp::load(&weights.at("mlp"), hidden_size, intermediate_size, Bias::Without)?;
+        let mlp = self.common.mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp.with(Activation::GeluTanh))))
     }
 }

@@ -10,8 +10,7 @@ use super::{Architecture, Family};
 use crate::nn::attention::Attention;
 use crate::nn::decoder::{Decoder, Place};
 use crate::nn::kv_cache::LayerSpec;
-use crate::nn::linear::Bias;
-use crate::nn::mlp::{GatedMlp, Mlp};
+use crate::nn::mlp::Mlp;
 use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "mistral", architecture: "MistralForCausalLM", read };
@@ -36,8 +35,7 @@ impl Config {
     /// Attention and MLP of one layer.
     fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
         let attention = Attention::load(&weights.at("self_attn"), self.common.attention(place.spec), place.rotary)?;
-        let Common { hidden_size, intermediate_size, .. } = self.common;
-        let mlp = GatedMlp::load(&weights.at("mlp"), hidden_size, intermediate_size, Bias::Without)?;
+        let mlp = self.common.mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp)))
     }
 }

@@ -75,7 +75,8 @@ pub struct ModelConfig {
     pub quantisation: Option<String>,
 }
 
-/// Reads config.json of a snapshot, or what a GGUF file says in its place. Fails with [`Error::UnsupportedArchitecture`] for a family that is not listed.
+/// Reads config.json of a snapshot, or what a GGUF file says in its place. Fails with
+/// [`Error::UnsupportedArchitecture`] for a family that is not listed.
 pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     if let Some(path) = hub::gguf::find(dir)? {
         let file = GgufCheckpoint::open(&path)?;

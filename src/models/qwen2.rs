@@ -11,7 +11,7 @@ use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder::{Decoder, Place};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
-use crate::nn::mlp::{GatedMlp, Mlp};
+use crate::nn::mlp::Mlp;
 use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "qwen2", architecture: "Qwen2ForCausalLM", read };
@@ -43,8 +43,7 @@ impl Config {
     fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
         let attention = AttentionConfig { qkv_bias: Bias::With, ..self.common.attention(place.spec) };
         let attention = Attention::load(&weights.at("self_attn"), attention, place.rotary)?;
-        let Common { hidden_size, intermediate_size, .. } = self.common;
-        let mlp = GatedMlp::load(&weights.at("mlp"), hidden_size, intermediate_size, Bias::Without)?;
+        let mlp = self.common.mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp)))
     }
 }

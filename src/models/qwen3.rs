@@ -11,7 +11,7 @@ use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder::{Decoder, Place};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
-use crate::nn::mlp::{GatedMlp, Mlp};
+use crate::nn::mlp::Mlp;
 use crate::nn::norm::NormConfig;
 use crate::weights::Weights;
 
@@ -48,8 +48,7 @@ impl Config {
         let attention = self.common.attention(place.spec);
         let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, qk_norm: Some(norm), ..attention };
         let attention = Attention::load(&weights.at("self_attn"), attention, place.rotary)?;
-        let Common { hidden_size, intermediate_size, .. } = self.common;
-        let mlp = GatedMlp::load(&weights.at("mlp"), hidden_size, intermediate_size, Bias::Without)?;
+        let mlp = self.common.mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp)))
     }
 }
