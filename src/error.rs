@@ -43,6 +43,11 @@ pub enum Error {
     UnsupportedArchitecture { found: String, supported: String },
 
     #[error(
+        "{what} is not supported\n  choose a repository that is not quantised, a GGUF file, or weights in 8 bits by compressed-tensors"
+    )]
+    UnsupportedQuantisation { what: String },
+
+    #[error(
         "{what} needs {:.1} GB of memory on {device}, {:.1} GB are free\n  {}",
         *needed_bytes as f64 / 1e9,
         *free_bytes as f64 / 1e9,
@@ -84,7 +89,7 @@ impl Error {
             Error::Gated { .. } => 4,
             Error::Offline { .. } | Error::Network { .. } => 5,
             Error::DiskFull { .. } => 6,
-            Error::UnsupportedArchitecture { .. } => 7,
+            Error::UnsupportedArchitecture { .. } | Error::UnsupportedQuantisation { .. } => 7,
             Error::OutOfMemory { .. } => 8,
             Error::ContextFull { .. } => 9,
             Error::NoGpu { .. } => 10,

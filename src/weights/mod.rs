@@ -1,6 +1,7 @@
 //! Checkpoints: tensors by their Hugging Face names, each checked for dtype and shape before it is used.
 
 mod checkpoint;
+pub mod compressed;
 pub mod ggml;
 pub mod gguf;
 pub mod inventory;

@@ -3,6 +3,7 @@
 mod bench;
 mod chat;
 mod cli;
+mod compressed;
 mod doctor;
 mod engine;
 #[cfg(feature = "cuda")]

@@ -1,0 +1,250 @@
+//! What config.json says of quantisation by compressed-tensors: the golden checkpoints, real configs, and what is refused.
+//! Real configs are skipped without $INFERNO_FIXTURES.
+
+use std::path::{Path, PathBuf};
+
+use inferno::Error;
+use inferno::weights::Checkpoint;
+use inferno::weights::compressed::{Activations, CompressedConfig, Format, Scheme, WeightScales};
+use serde_json::{Value, json};
+
+use crate::support::golden;
+
+const CASES: &[(&str, Scheme)] = &[
+    ("int8", scheme(Format::Int8, WeightScales::PerChannel, Activations::PerToken)),
+    ("int8_weights", scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantised)),
+    ("fp8", scheme(Format::Fp8, WeightScales::PerChannel, Activations::PerToken)),
+    ("fp8_static", scheme(Format::Fp8, WeightScales::PerTensor, Activations::Static)),
+];
+
+const fn scheme(format: Format, weight_scales: WeightScales, activations: Activations) -> Scheme {
+    Scheme { format, weight_scales, activations }
+}
+
+fn fixtures() -> Option<PathBuf> {
+    let folder = std::env::var_os("INFERNO_FIXTURES").map(PathBuf::from);
+    if folder.is_none() {
+        println!("skipped: INFERNO_FIXTURES is not set");
+    }
+    folder.map(|folder| folder.join("w8a8-compressed-tensors"))
+}
+
+fn json_of(path: &Path) -> Value {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+fn read(config: &Value) -> CompressedConfig {
+    CompressedConfig::read(config).unwrap().expect("quantised")
+}
+
+/// The first line of what is said, which must come with the exit code of an unsupported model.
+fn refusal(config: &Value) -> String {
+    let error = CompressedConfig::read(config).expect_err("not refused");
+    let error = error.downcast_ref::<Error>().unwrap_or_else(|| panic!("{error:#}"));
+    assert_eq!(error.exit_code(), 7);
+    error.to_string().lines().next().unwrap().to_string()
+}
+
+#[test]
+fn the_config_says_what_each_tensor_of_the_golden_checkpoints_is() {
+    for (case, expected) in CASES {
+        let dir = golden("compressed").join(case);
+        let config = read(&json_of(&dir.join("config.json")));
+        let checkpoint = Checkpoint::open(&dir).unwrap();
+        let is_layer = |name: &&str| name.ends_with("_proj") || *name == "lm_head";
+        let names = checkpoint.tensors().filter_map(|(name, _)| name.strip_suffix(".weight"));
+        let mut plain = Vec::new();
+        for layer in names.filter(is_layer) {
+            let tensor = |ending: &str| checkpoint.info(&format!("{layer}.{ending}"));
+            let weight = tensor("weight").unwrap();
+            let Some(scheme) = config.scheme(layer) else {
+                assert_eq!(weight.dtype.to_string(), "BF16", "{case}: {layer}");
+                assert!(tensor("weight_scale").is_none(), "{case}: {layer}");
+                plain.push(layer);
+                continue;
+            };
+            assert_eq!(scheme, *expected, "{case}: {layer}");
+            let dtype = if scheme.format == Format::Int8 { "I8" } else { "F8_E4M3" };
+            assert_eq!(weight.dtype.to_string(), dtype, "{case}: {layer}");
+            let per_channel = scheme.weight_scales == WeightScales::PerChannel;
+            let shape = if per_channel { vec![weight.shape[0], 1] } else { vec![1] };
+            assert_eq!(tensor("weight_scale").unwrap().shape, shape, "{case}: {layer}");
+            let is_static = scheme.activations == Activations::Static;
+            assert_eq!(tensor("input_scale").is_some(), is_static, "{case}: {layer}");
+        }
+        let ignored: &[&str] =
+            if *case == "fp8" { &["lm_head", "model.layers.1.self_attn.v_proj"] } else { &["lm_head"] };
+        assert_eq!(plain, ignored, "{case}");
+    }
+}
+
+#[test]
+fn real_configs_are_read() {
+    let Some(fixtures) = fixtures() else { return };
+    for style in ["config.2024-style.json", "config.2025-style.json"] {
+        let config = read(&json_of(&fixtures.join(style)));
+        let expected = Some(CASES[0].1);
+        assert_eq!(config.scheme("model.layers.0.self_attn.q_proj"), expected, "{style}");
+        assert_eq!(config.scheme("model.layers.31.mlp.down_proj"), expected, "{style}");
+        assert_eq!(config.scheme("lm_head"), None, "{style}");
+    }
+    let example = json!({"quantization_config": json_of(&fixtures.join("example_quant_config.json"))});
+    let expected = scheme(Format::Int8, WeightScales::PerTensor, Activations::Static);
+    assert_eq!(read(&example).scheme("lm_head"), Some(expected));
+    let by_layer = json!({"quantization_config": json_of(&fixtures.join("quantization_config.num_bits-map.json"))});
+    assert_eq!(refusal(&by_layer), "num_bits by layer of config_groups.group_0.weights is not supported");
+}
+
+/// Of a W8A8 config.
+fn section() -> Value {
+    json_of(&golden("compressed/int8/config.json"))["quantization_config"].take()
+}
+
+#[test]
+fn older_spellings_are_read() {
+    let expected = Some(CASES[0].1);
+    let mut underscored = section();
+    underscored["quant_method"] = json!("compressed_tensors");
+    let mut oldest = section();
+    oldest["quant_method"] = json!("sparseml");
+    let old = json!({"quantization_config": oldest, "sparsity_config": {"format": "dense"}});
+    for config in [
+        json!({"quantization_config": underscored}),
+        json!({"compression_config": section()}),
+        json!({"quantization_config": null, "compression_config": old}),
+    ] {
+        assert_eq!(read(&config).scheme("model.layers.0.mlp.up_proj"), expected, "{config}");
+    }
+    let mut sparse = json!({"compression_config": old});
+    sparse["compression_config"]["sparsity_config"]["format"] = json!("sparse-bitmask");
+    assert_eq!(refusal(&sparse), "sparsity_config \"sparse-bitmask\" of compressed-tensors is not supported");
+}
+
+#[test]
+fn what_is_not_quantised_or_read_elsewhere_is_none() {
+    for config in [
+        json!({}),
+        json!({"quantization_config": null}),
+        json!({"quantization_config": {}}),
+        json!({"quantization_config": {"quant_method": "mxfp4"}}),
+    ] {
+        assert!(CompressedConfig::read(&config).unwrap().is_none(), "{config}");
+    }
+}
+
+#[test]
+fn other_quantisations_are_refused_by_name() {
+    for method in ["gptq", "awq", "bitsandbytes", "fp8", "fbgemm_fp8", "modelopt", "quark", "hqq", "torchao"] {
+        let config = json!({"quantization_config": {"quant_method": method}});
+        assert_eq!(refusal(&config), format!("quantisation '{method}' is not supported"));
+    }
+    let config = json!({"quantization_config": {"load_in_8bit": true}});
+    assert_eq!(refusal(&config), "a quantization_config without quant_method is not supported");
+}
+
+/// A W8A8 config with one field set otherwise.
+fn with(pointer: &str, value: Value) -> Value {
+    let mut section = section();
+    let (parent, field) = pointer.rsplit_once('/').unwrap();
+    section.pointer_mut(parent).unwrap()[field] = value;
+    json!({"quantization_config": section})
+}
+
+const GROUP: &str = "/config_groups/group_0";
+const WEIGHTS: &str = "/config_groups/group_0/weights";
+const INPUTS: &str = "/config_groups/group_0/input_activations";
+
+#[test]
+fn what_cannot_be_computed_is_refused_by_name() {
+    let refused = |pointer: &str, value: Value, what: &str| {
+        assert_eq!(refusal(&with(pointer, value)), format!("{what} is not supported"));
+    };
+    refused("/kv_cache_scheme", json!({"num_bits": 8}), "kv_cache_scheme of compressed-tensors");
+    refused("/transform_config", json!({"config_groups": {"u": {}}}), "transform_config of compressed-tensors");
+    refused("/moe_sparsity_config", json!({"method": "prune"}), "moe_sparsity_config of compressed-tensors");
+    let sparse = json!({"format": "sparse-24-bitmask"});
+    refused("/sparsity_config", sparse, "sparsity_config \"sparse-24-bitmask\" of compressed-tensors");
+    refused("/ignore", json!(["re:(?!lm_head)"]), "the pattern 're:(?!lm_head)' of quantization_config");
+
+    refused(GROUP, json!(["Linear"]), "the preset config_groups.group_0");
+    let formats =
+        ["pack-quantized", "marlin-24", "nvfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"];
+    for format in formats {
+        let what = format!("format '{format}' of compressed-tensors");
+        refused(&format!("{GROUP}/format"), json!(format), &what);
+        let mut config = with("/format", json!(format));
+        config["quantization_config"]["config_groups"]["group_0"].as_object_mut().unwrap().remove("format");
+        assert_eq!(refusal(&config), format!("{what} is not supported"));
+    }
+    let output = "output_activations of config_groups.group_0";
+    refused(&format!("{GROUP}/output_activations"), json!({"num_bits": 8}), output);
+    refused(&format!("{GROUP}/targets"), json!(["re:*"]), "the pattern 're:*' of quantization_config");
+    refused(&format!("{GROUP}/targets"), json!(["Embedding"]), "the target Embedding of config_groups.group_0");
+    refused(WEIGHTS, Value::Null, "config_groups.group_0, which quantises inputs and not weights,");
+
+    for (tensor, place) in [(WEIGHTS, "weights"), (INPUTS, "input_activations")] {
+        let refused = |field: &str, value: Value, what: &str| {
+            refused(&format!("{tensor}/{field}"), value, &format!("{what} of config_groups.group_0.{place}"));
+        };
+        refused("num_bits", json!(4), "num_bits 4");
+        refused("num_bits", json!({"mlp.experts": 4}), "num_bits by layer");
+        refused("type", json!("uint"), "type 'uint'");
+        refused("symmetric", json!(false), "symmetric false");
+        refused("actorder", json!("weight"), "actorder \"weight\"");
+        refused("group_size", json!(128), "group_size 128");
+        refused("block_structure", json!([128, 128]), "block_structure [128,128]");
+        refused("strategy", json!("block"), "strategy 'block'");
+        refused("strategy", json!("group"), "strategy 'group'");
+        refused("strategy", json!("tensor_group"), "strategy 'tensor_group'");
+        refused("dynamic", json!("local"), "dynamic \"local\"");
+    }
+    refused(&format!("{WEIGHTS}/dynamic"), json!(true), "dynamic of config_groups.group_0.weights");
+    let inputs = |what| format!("{what} of config_groups.group_0.input_activations");
+    refused(&format!("{INPUTS}/dynamic"), json!(false), &inputs("strategy 'token' without dynamic"));
+    refused(&format!("{INPUTS}/scale_dtype"), json!("torch.uint8"), &inputs("scale_dtype"));
+    let other = "config_groups.group_0.input_activations of another type than its weights";
+    refused(&format!("{INPUTS}/type"), json!("float"), other);
+}
+
+#[test]
+fn what_changes_nothing_is_not_refused() {
+    let w8a8 = CASES[0].1;
+    let per_tensor = Scheme { weight_scales: WeightScales::PerTensor, ..w8a8 };
+    let inputs = |activations| Scheme { activations, ..w8a8 };
+    for (pointer, value, expected) in [
+        ("/sparsity_config", json!({"format": "dense", "global_sparsity": 0.1}), w8a8),
+        ("/ignore", Value::Null, w8a8),
+        ("/quantization_status", json!("frozen"), w8a8),
+        (&format!("{GROUP}/format"), Value::Null, w8a8),
+        (&format!("{WEIGHTS}/observer"), json!("mse"), w8a8),
+        (&format!("{WEIGHTS}/actorder"), json!(false), w8a8),
+        (&format!("{WEIGHTS}/group_size"), json!(-1), w8a8),
+        (&format!("{WEIGHTS}/strategy"), json!("tensor"), per_tensor),
+        (&format!("{WEIGHTS}/strategy"), Value::Null, per_tensor),
+        (INPUTS, Value::Null, inputs(Activations::Unquantised)),
+        (INPUTS, json!({"strategy": "tensor", "dynamic": true}), inputs(Activations::PerTensor)),
+        (INPUTS, json!({"num_bits": 8}), inputs(Activations::Static)),
+    ] {
+        let config = read(&with(pointer, value.clone()));
+        assert_eq!(config.scheme("model.layers.0.self_attn.q_proj"), Some(expected), "{pointer} {value}");
+    }
+    let mut by_size = with(&format!("{WEIGHTS}/strategy"), Value::Null);
+    by_size["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = json!(-1);
+    assert_eq!(read(&by_size).scheme("x"), Some(w8a8));
+}
+
+#[test]
+fn a_config_that_makes_no_sense_is_an_error() {
+    for (pointer, value) in [
+        ("/config_groups", json!([])),
+        ("/config_groups", Value::Null),
+        ("/ignore", json!("lm_head")),
+        (GROUP, json!("Linear")),
+        (&format!("{GROUP}/targets"), json!("Linear")),
+        (WEIGHTS, json!(8)),
+        (&format!("{WEIGHTS}/group_size"), json!("all")),
+    ] {
+        let error = CompressedConfig::read(&with(pointer, value)).unwrap_err();
+        assert!(format!("{error:#}").contains("broken quantization_config"), "{error:#}");
+    }
+}
