@@ -13,7 +13,8 @@ use crate::kernels::attention::{HEAD_DIMS, Sight, flash};
 use crate::kernels::chain::{Arguments, Chain, Graph, Mailbox, Shape, is_idle};
 use crate::kernels::decode::{self, Buffers, Draw, DrawBuffers, ExpertBuffers, Norm, Projection, Qkv};
 use crate::kernels::experts::ExpertWeights;
-use crate::kernels::rows::{copy_rows, embed};
+use crate::kernels::quantised::Matrix;
+use crate::kernels::rows::copy_rows;
 use crate::nn::attention::Attention;
 use crate::nn::decoder::{Decoder, Layer};
 use crate::nn::kv_cache::{KvCache, LayerCache};
@@ -27,7 +28,7 @@ const AHEAD: usize = 2;
 pub struct Executor {
     device: CudaDevice,
     buffers: Buffers,
-    embedding: Tensor,
+    embedding: Matrix,
     /// Positions that cache and rotary tables have.
     context: usize,
     mailbox: Arc<Mailbox>,
@@ -52,7 +53,7 @@ impl Executor {
             return Ok(Err(reason));
         }
         let embedding = decoder.embed_tokens.clone();
-        let (vocab_size, hidden_size) = decoder.embed_tokens.dims2()?;
+        let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
         let buffers = Buffers::new(device, hidden_size, vocab_size)?;
         if !decode::can_sample(&buffers) {
             return Ok(Err(format!("this GPU is too small to draw from {vocab_size} tokens")));
@@ -69,14 +70,15 @@ impl Executor {
                 Mlp::Plain(_) | Mlp::Routed(_) => bail!("the executor has no kernels for this MLP"),
             }
         }
-        decode::head(&mut chain, &buffers, norm(&decoder.norm), &decoder.lm_head.weight)?;
+        let head = &decoder.lm_head.weight;
+        decode::head(&mut chain, &buffers, norm(&decoder.norm), head, decoder.dtype())?;
         let choice = |add: &dyn Fn(&mut Chain) -> candle_core::Result<()>| -> Result<Choice> {
             let mut tail = Chain::new(device)?;
             add(&mut tail)?;
             let graph = chain.capture(&tail).context("cannot capture the decode step")?;
             Ok(Choice { tail, graph })
         };
-        let greedy = choice(&|tail| decode::next(tail, &buffers, &embedding, &mailbox))?;
+        let greedy = choice(&|tail| decode::next(tail, &buffers, &embedding, head, &mailbox))?;
         let drawn = choice(&|tail| decode::sample(tail, &buffers, &draw, &embedding, &mailbox))?;
         Ok(Ok(Self {
             device: device.clone(),
@@ -103,7 +105,7 @@ impl Executor {
         }
         self.choose_by(draw)?;
         let id = Tensor::new(&[token], self.buffers.x.device())?;
-        copy_rows(&self.buffers.x, &embed(&self.embedding, &id, 1.0)?.flatten_all()?, 0)?;
+        copy_rows(&self.buffers.x, &self.embedding.embed(&id, 1.0)?.flatten_all()?, 0)?;
         let state = Tensor::new(&[position as u32, token, 0, 0], self.buffers.x.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
         (self.queued, self.taken) = (0, 0);
@@ -263,7 +265,7 @@ impl Drop for Executor {
 
 /// Why the executor cannot run a layer.
 fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
-    let dtype = decoder.embed_tokens.dtype();
+    let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
         return Some(format!("it computes in bf16 and f16, not {dtype:?}"));
     }
@@ -275,9 +277,15 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
     if !HEAD_DIMS.contains(&head_dim) {
         return Some(format!("it has no attention for heads of {head_dim}"));
     }
-    let mut columns = vec![config.hidden_size, config.heads * head_dim];
+    let mut weights = vec![&layer.self_attn.qkv_proj.weight, &layer.self_attn.o_proj.weight];
     match &layer.mlp {
-        Mlp::Gated(mlp) => columns.push(mlp.down_proj.weight.dims()[1]),
+        Mlp::Gated(mlp) => {
+            let (gate, up) = (&mlp.gate_proj.weight, &mlp.up_proj.weight);
+            if gate.format() != up.format() {
+                return Some("it has no kernel for a gate that is quantised in another way than what it is for".into());
+            }
+            weights.extend([gate, up, &mlp.down_proj.weight]);
+        }
         Mlp::Experts(mlp) => {
             let ExpertsMlp { gate_up_proj, down_proj, config, .. } = mlp;
             if !matches!((gate_up_proj, down_proj), (ExpertWeights::Tiles(_), ExpertWeights::Tiles(_))) {
@@ -286,12 +294,19 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
             if config.chosen > decode::MAX_CHOSEN || config.experts > decode::MAX_EXPERTS {
                 return Some(format!("it cannot choose {} of {} experts", config.chosen, config.experts));
             }
-            columns.push(config.intermediate_size);
+            let columns = config.intermediate_size;
+            if columns % 8 != 0 || columns > decode::MAX_EXPERT_COLUMNS {
+                return Some(format!("it cannot multiply rows of {columns}"));
+            }
         }
         Mlp::Plain(_) | Mlp::Routed(_) => return Some("it has no kernels for this MLP".into()),
     }
-    let bad = columns.into_iter().find(|columns| columns % 8 != 0 || *columns > decode::MAX_COLUMNS);
-    bad.map(|columns| format!("it cannot multiply rows of {columns}"))
+    let Device::Cuda(device) = decoder.embed_tokens.device() else { return None };
+    let bad = weights.into_iter().find(|weight| !decode::can_multiply(device, weight).unwrap_or(false));
+    bad.map(|weight| match weight {
+        Matrix::Mixed(_) => "it has no kernel for queries, keys and values that are quantised in unlike ways".into(),
+        _ => format!("it cannot multiply rows of {}", weight.dims().1),
+    })
 }
 
 /// Buffers between two kernels, the same for all layers of one shape.
@@ -331,7 +346,7 @@ fn attention(
     cache: &LayerCache,
 ) -> Result<()> {
     let Attention { qkv_proj, o_proj, sinks, qk_norm, rotary, config, .. } = &layer.self_attn;
-    let (device, dtype) = (buffers.x.device(), qkv_proj.weight.dtype());
+    let (device, dtype) = (buffers.x.device(), layer.self_attn.dtype());
     let (heads, head_dim) = (config.heads, config.spec.head_dim);
     let q = scratch.tensor(0, &[heads, head_dim], dtype, device)?;
     let attended = scratch.tensor(1, &[heads, head_dim], dtype, device)?;
@@ -384,8 +399,8 @@ fn gated(
     mlp: &GatedMlp,
 ) -> Result<()> {
     let GatedMlp { gate_proj, up_proj, down_proj, .. } = mlp;
-    let (intermediate, _) = gate_proj.weight.dims2()?;
-    let h = scratch.tensor(4, &[intermediate], gate_proj.weight.dtype(), buffers.x.device())?;
+    let (intermediate, _) = gate_proj.weight.dims();
+    let h = scratch.tensor(4, &[intermediate], mlp.dtype(), buffers.x.device())?;
     decode::gate_up(chain, buffers, norm(normed), projection(gate_proj), projection(up_proj), &h)?;
     Ok(decode::residual(chain, buffers, &h, &down_proj.weight, down_proj.bias.as_ref())?)
 }
@@ -401,12 +416,13 @@ fn experts(
     let (ExpertWeights::Tiles(gate_up), ExpertWeights::Tiles(down)) = (gate_up_proj, down_proj) else {
         bail!("the executor runs experts in MXFP4 only");
     };
+    let Matrix::Dense(router_weight) = &router.weight else { bail!("a router is of floats") };
     if scratch.experts.is_empty() {
         let (count, chosen) = (config.experts, config.chosen);
         scratch.experts.push(ExpertBuffers::new(&buffers.x, count, chosen, config.intermediate_size)?);
     }
     let between = &scratch.experts[0];
-    decode::router(chain, buffers, norm(normed), &router.weight, router.bias.as_ref(), between)?;
+    decode::router(chain, buffers, norm(normed), router_weight, router.bias.as_ref(), between)?;
     let (up_bias, down_bias) = (gate_up_bias.to_dtype(DType::F32)?, down_bias.to_dtype(DType::F32)?);
     decode::expert_gate_up(chain, buffers, gate_up, &up_bias, config.swiglu_limit, between)?;
     Ok(decode::expert_down(chain, buffers, down, &down_bias, between)?)

@@ -19,6 +19,7 @@ use crate::kernels::attention::Backend;
 use crate::models::{self, ModelConfig};
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
+use crate::weights::quantised::Quantise;
 use crate::weights::{Checkpoint, Inventory, Loaded, Weights};
 
 /// How to load a model.
@@ -30,6 +31,8 @@ pub struct LoadOptions<'o> {
     pub context: Option<usize>,
     /// Most tokens of a prompt in one pass; if not given, as many as help and fit.
     pub chunk: Option<usize>,
+    /// What matrices of floats become while they are loaded.
+    pub quantize: Option<Quantise>,
     /// Run decode steps operation by operation, even where a graph could.
     pub eager: bool,
     /// Whose attention kernel reads prompts on a GPU, and runs decode steps without a graph.
@@ -42,9 +45,17 @@ pub struct LoadOptions<'o> {
 
 impl Default for LoadOptions<'_> {
     fn default() -> Self {
-        let (device, dtype, context, chunk) = (DeviceChoice::default(), None, None, None);
-        let attention = Backend::Auto;
-        Self { device, dtype, context, chunk, eager: false, attention, progress: &|_, _| (), on_device: &|_| () }
+        Self {
+            device: DeviceChoice::default(),
+            dtype: None,
+            context: None,
+            chunk: None,
+            quantize: None,
+            eager: false,
+            attention: Backend::Auto,
+            progress: &|_, _| (),
+            on_device: &|_| (),
+        }
     }
 }
 
@@ -123,7 +134,10 @@ impl Engine {
         times.total_s = started.elapsed().as_secs_f64();
         let info = ModelInfo {
             family: config.family.model_type,
-            quantisation: config.quantisation,
+            quantisation: match (config.quantisation, options.quantize) {
+                (Some(stored), Some(quantise)) => Some(format!("{stored} and {quantise}")),
+                (stored, quantise) => stored.or(quantise.map(|quantise| quantise.to_string())),
+            },
             parameters: checkpoint.parameters(),
             vocab_size: config.architecture.vocab_size(),
             max_context: config.architecture.max_position_embeddings(),
@@ -173,7 +187,7 @@ impl Model {
         let dtype = options.dtype.unwrap_or_else(|| device::default_dtype(&device));
 
         let place = if device.is_cuda() { Place::Gpu } else { Place::Cpu };
-        let inventory = Inventory::of(checkpoint);
+        let inventory = Inventory::of(checkpoint, options.quantize);
         let need = Need::new(&inventory, architecture.as_ref(), dtype, place).with_chunk(options.chunk)?;
         let room = need.choose(options.context, &device_info)?;
         let Room { context, chunk } = room;
@@ -183,7 +197,10 @@ impl Model {
         let mut allocate = || -> Result<_> {
             let started = Instant::now();
             let loaded = Loaded::new(&report);
-            let weights = Weights::new(checkpoint, &device, dtype, &loaded)?;
+            let weights = match options.quantize {
+                Some(quantise) => Weights::quantising(checkpoint, &device, dtype, &loaded, quantise),
+                None => Weights::new(checkpoint, &device, dtype, &loaded)?,
+            };
             let mut decoder = architecture.build(&weights, context)?;
             let attention = decoder.attend_with(options.attention)?;
             drop(weights);

@@ -39,6 +39,8 @@ pub struct Need {
     weight_bytes: u64,
     /// What loading takes beside the weights, before cache and activations do: a layer's experts, laid out anew.
     loading_bytes: u64,
+    /// What a pass takes beside activations: quantised experts as floats.
+    unpacked_bytes: u64,
     layers: Vec<LayerSpec>,
     /// Tokens in one pass of prefill that may be chosen, the best first.
     chunks: Vec<usize>,
@@ -76,6 +78,7 @@ impl Need {
         Self {
             weight_bytes: inventory.loaded_bytes(dtype),
             loading_bytes: if place == Place::Gpu { inventory.largest_expert_layer(dtype) } else { 0 },
+            unpacked_bytes: if place == Place::Gpu { inventory.unpacked_expert_layer(dtype) } else { 0 },
             layers,
             chunks: place.chunk_sizes().to_vec(),
             dtype,
@@ -114,7 +117,7 @@ impl Need {
 
     /// Of the activations of one chunk.
     pub fn workspace_bytes(&self, room: Room) -> u64 {
-        WORKSPACE.0 + room.chunk as u64 * WORKSPACE.1
+        WORKSPACE.0 + room.chunk as u64 * WORKSPACE.1 + self.unpacked_bytes
     }
 
     /// What 1,000 positions more add to the cache, and what sliding layers keep however long the context is.
@@ -127,7 +130,7 @@ impl Need {
 
     /// Everything, with the activations of one chunk.
     pub fn bytes(&self, room: Room) -> u64 {
-        let running = self.cache_bytes(room).saturating_add(room.chunk as u64 * WORKSPACE.1);
+        let running = self.cache_bytes(room).saturating_add(self.workspace_bytes(room) - WORKSPACE.0);
         self.weight_bytes.saturating_add(WORKSPACE.0).saturating_add(running.max(self.loading_bytes))
     }
 
@@ -218,6 +221,7 @@ mod tests {
         Need {
             weight_bytes: 10 << 30,
             loading_bytes: 0,
+            unpacked_bytes: 0,
             layers: vec![FULL, SLIDING],
             chunks: vec![2048, 512],
             dtype: DType::BF16,

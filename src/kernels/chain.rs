@@ -11,6 +11,8 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, Tensor, bail};
 
 use super::cuda::{Arg, Module, USUAL_SHARED_BYTES, address, allow_shared_bytes, function};
+use super::quantised::cuda::RawParts;
+use super::quantised::{Matrix, QuantisedMatrix};
 
 /// The arguments of one launch, and what must outlive it.
 #[derive(Default)]
@@ -46,6 +48,42 @@ impl Arguments {
                 Ok(self)
             }
         }
+    }
+
+    /// A weight: the address of floats, or what is quantised by value.
+    pub fn matrix(self, matrix: &Matrix) -> Result<Self> {
+        match matrix {
+            Matrix::Dense(weight) => self.tensor(weight),
+            Matrix::Quantised(parts) => self.parts(parts),
+            Matrix::Mixed(_) => bail!("no kernel takes a weight of unlike parts"),
+        }
+    }
+
+    /// Two weights of one kind: two addresses, or parts of one value.
+    pub fn pair(self, first: &Matrix, second: &Matrix) -> Result<Self> {
+        match (first, second) {
+            (Matrix::Dense(first), Matrix::Dense(second)) => self.tensor(first)?.tensor(second),
+            (Matrix::Quantised(first), Matrix::Quantised(second)) => self.parts(&[first.as_slice(), second].concat()),
+            _ => bail!("no kernel takes two weights that are unlike"),
+        }
+    }
+
+    /// How the input of a product with a quantised weight is rounded: what such kernels take last.
+    pub fn rounding(self, matrix: &Matrix) -> Result<Self> {
+        let Matrix::Quantised(parts) = matrix else { return Ok(self) };
+        let rounding = parts[0].rounding;
+        if parts.iter().any(|part| part.rounding != rounding) {
+            bail!("one input is to be rounded in two ways");
+        }
+        let (how, by) = rounding.arguments();
+        Ok(self.int(how).float(by))
+    }
+
+    /// Quantised matrices, by value.
+    pub fn parts(mut self, parts: &[QuantisedMatrix]) -> Result<Self> {
+        self.args.push(Arg::Parts(RawParts::new(parts)?));
+        self.kept.tensors.extend(parts.iter().flat_map(QuantisedMatrix::tensors).cloned());
+        Ok(self)
     }
 
     pub fn mailbox(mut self, mailbox: &Arc<Mailbox>) -> Self {
@@ -168,6 +206,7 @@ impl Chain {
             Arg::Address(value) => value as *const _ as *mut c_void,
             Arg::Int(value) => value as *const _ as *mut c_void,
             Arg::Float(value) => value as *const _ as *mut c_void,
+            Arg::Parts(value) => value as *const _ as *mut c_void,
         };
         let mut parameters: Vec<*mut c_void> = launch.arguments.args.iter().map(pointer).collect();
         // SAFETY: `push`'s caller answers for arguments and addresses; the driver copies them before it returns.

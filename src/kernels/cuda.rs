@@ -14,6 +14,8 @@ use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice, DeviceId, WrapErr};
 use candle_core::{DType, Result, Storage, Tensor, bail};
 
+use super::quantised::cuda::RawParts;
+
 /// One compiled `.cu`.
 pub struct Module {
     pub name: &'static str,
@@ -118,6 +120,8 @@ pub enum Arg {
     Address(CUdeviceptr),
     Int(i32),
     Float(f32),
+    /// A struct, by value.
+    Parts(RawParts),
 }
 
 impl Arg {
@@ -171,6 +175,7 @@ pub unsafe fn launch(
             Arg::Address(value) => push(&mut builder, value),
             Arg::Int(value) => push(&mut builder, value),
             Arg::Float(value) => push(&mut builder, value),
+            Arg::Parts(value) => push(&mut builder, value),
         }
     }
     let config = LaunchConfig {

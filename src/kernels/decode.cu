@@ -7,6 +7,7 @@
 //   x f32 [C]: the residual stream    T: bf16 or f16, the dtype of dense weights, q, k, v and attention output
 //   state u32: [0] position of the token in this step, [1] the token, [2] steps done
 #include "common.cuh"
+#include "decode.cuh"
 #include "pdl.cuh"
 
 // 16 bytes of weights: read once, so they need no place in L1.
@@ -54,9 +55,8 @@ struct Planes {
     __device__ __forceinline__ float4& quad(int index) const { return at[(index & 1) * chunks + (index >> 1)]; }
 };
 
-// Loads ahead for two rows and for one. A block is as large as it takes to have one a multiprocessor, up to MAX_WARPS: all
-// blocks read the same vector, and the fewer they are, the less they queue for it.
-constexpr int DEPTH2 = 3, DEPTH1 = 6, MAX_WARPS = 24;
+// Loads ahead for two rows and for one.
+constexpr int DEPTH2 = 3, DEPTH1 = 6;
 
 // The rows of a matrix, ROWS at a time (a unit); units go round the warps of the grid. `row(u, r)` is the address of row r of
 // unit u. DEPTH loads of each row are under way at any time.
@@ -117,16 +117,6 @@ template <typename T, int ROWS, int DEPTH, class Row> struct Stream {
     }
 };
 
-// Sum over the block; every thread gets it. `scratch` holds a float a warp; ends with a barrier.
-__device__ __forceinline__ float block_sum(float value, float* scratch) {
-    value = warp_sum(value);
-    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
-    __syncthreads();
-    float sum = 0.0f;
-    for (int w = 0; w < blockDim.x / 32; ++w) sum += scratch[w];
-    return sum;
-}
-
 // x · norm to the planes; returns 1 / rms(x), by which the dot products are multiplied afterwards.
 __device__ __forceinline__ float load_normed(const Planes& planes, const float* x, const float* norm, int columns,
                                              float eps, float* scratch) {
@@ -155,49 +145,25 @@ template <typename T> __device__ __forceinline__ void load_vector(const Planes& 
 //   raw f32 [H + K, D] or null: where q and k go, not yet turned, if decode_qk_norm comes next
 //   a unit is two rows, those that RoPE turns together
 template <typename T>
-__device__ void decode_qkv(const float* x, const float* norm, const T* weight, const float* bias, const float* cos,
-                           const float* sin, const uint32_t* state, T* q, T* k, T* v, float* raw, int columns,
-                           int heads, int kv_heads, int head_dim, int rotated, int rows, float eps) {
+__device__ void decode_qkv(const float* x, const float* norm, const T* weight, const uint32_t* state,
+                           const Qkv<T>& qkv, int columns, float eps) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[MAX_WARPS];
     const Planes planes{shared, columns / 8};
-    const int half = rotated / 2, pairs = head_dim / 2;
-    const auto in_head = [=](int unit, int r) {
-        const int p = unit % pairs;
-        return p < half ? p + r * half : 2 * p + r;
-    };
     const auto row = [=](int unit, int r) {
-        return reinterpret_cast<const uint8_t*>(weight +
-                                                ((size_t)(unit / pairs) * head_dim + in_head(unit, r)) * columns);
+        return reinterpret_cast<const uint8_t*>(weight + (size_t)qkv.row(unit, r) * columns);
     };
-    Stream<T, 2, DEPTH2, decltype(row)> stream(planes.chunks, (heads + 2 * kv_heads) * pairs, row);
+    Stream<T, 2, DEPTH2, decltype(row)> stream(planes.chunks, qkv.units(), row);
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(planes, x, norm, columns, eps, scratch);
     const int position = __ldcg(state);
     while (stream.more()) {
         // What the end needs is asked for at the start.
-        const int unit = stream.unit, head = unit / pairs, first = in_head(unit, 0), second = in_head(unit, 1);
-        const size_t base = (size_t)head * head_dim;
-        const bool turns = head < heads + kv_heads && first < half;
-        const float a_bias = bias ? __ldg(bias + base + first) : 0.0f,
-                    b_bias = bias ? __ldg(bias + base + second) : 0.0f;
-        const float c = turns ? __ldg(cos + (size_t)position * half + first) : 1.0f,
-                    s = turns ? __ldg(sin + (size_t)position * half + first) : 0.0f;
+        const QkvPair<T> pair(qkv, stream.unit, position);
         float sum[2];
         stream.finish(planes, sum);
-        if (stream.lane != 0) continue;
-        const float a0 = sum[0] * scale + a_bias, b0 = sum[1] * scale + b_bias;
-        if (raw && head < heads + kv_heads) {
-            raw[base + first] = a0, raw[base + second] = b0;
-            continue;
-        }
-        const float a = a0 * c - b0 * s, b = b0 * c + a0 * s;
-        const size_t at = (size_t)(position % rows) * kv_heads;
-        T* out = head < heads              ? q + base
-                 : head < heads + kv_heads ? k + (at + head - heads) * head_dim
-                                           : v + (at + head - heads - kv_heads) * head_dim;
-        out[first] = from_float<T>(a), out[second] = from_float<T>(b);
+        if (stream.lane == 0) pair.store(qkv, position, sum[0] * scale, sum[1] * scale);
     }
 }
 
@@ -272,15 +238,6 @@ __device__ void decode_gate_up(const float* x, const float* norm, const T* gate,
     }
 }
 
-// A logit and its token; the first of equals wins, NaN never does.
-struct Best {
-    float logit;
-    uint32_t token;
-    __device__ __forceinline__ void offer(float other, uint32_t other_token) {
-        if (other > logit || (other == logit && other_token < token)) logit = other, token = other_token;
-    }
-};
-
 // logits = head(norm(x)), and each block's best.
 //   weight T [V, C]; logits f32 [V]; best [grid]; a unit is two rows
 template <typename T>
@@ -310,16 +267,11 @@ __device__ void decode_head(const float* x, const float* norm, const T* weight, 
             mine.offer(sum[r] * scale, 2 * unit + r);
         }
     }
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int w = 1; w < blockDim.x / 32; ++w) mine.offer(warps[w].logit, warps[w].token);
-        best[blockIdx.x] = mine;
-    }
+    best_of_block(mine, warps, best);
 }
 
 // The end of a step: the likeliest token becomes the next input. One block of 1024.
-//   embedding T [V, C] → x; ring u32 [slots], in host memory: the token of step s, plus one, at s mod slots
+//   embedding T [V, C], or null: x is left to another kernel; ring u32 [slots], in host memory: the token of step s, plus one, at s mod slots
 template <typename T>
 __device__ void decode_next(const Best* best, int blocks, const T* embedding, float* x, uint32_t* state,
                             volatile uint32_t* ring, int slots, int columns) {
@@ -341,7 +293,8 @@ __device__ void decode_next(const Best* best, int blocks, const T* embedding, fl
     // Nothing but NaN: the host sees the mark and reports it; here any token will do.
     const bool broken = mine.token == 0xffffffffu;
     const uint32_t token = broken ? 0 : mine.token;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) x[i] = to_float(embedding[(size_t)token * columns + i]);
+    for (int i = threadIdx.x; embedding && i < columns; i += blockDim.x)
+        x[i] = to_float(embedding[(size_t)token * columns + i]);
     if (threadIdx.x == 0) {
         const uint32_t steps = state[2];
         ring[steps % slots] = broken ? 0xffffffffu : token + 1;
@@ -641,8 +594,8 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
                                const float* cos, const float* sin, const uint32_t* state, T* q, T* k, T* v,            \
                                float* raw, int columns, int heads, int kv_heads, int head_dim, int rotated, int rows,  \
                                float eps) {                                                                            \
-        decode_qkv<T>(x, norm, weight, bias, cos, sin, state, q, k, v, raw, columns, heads, kv_heads, head_dim,        \
-                      rotated, rows, eps);                                                                             \
+        decode_qkv<T>(x, norm, weight, state,                                                                          \
+                      Qkv<T>{bias, cos, sin, q, k, v, raw, heads, kv_heads, head_dim, rotated, rows}, columns, eps);   \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         decode_qk_norm_##SUFFIX(const float* raw, const float* q_norm, const float* k_norm, const float* cos,          \

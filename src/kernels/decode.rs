@@ -5,12 +5,14 @@
 use std::sync::Arc;
 
 use candle_core::cuda_backend::CudaDevice;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::bytes;
 use super::chain::{Arguments, Chain, Mailbox, Shape};
-use super::cuda::{module, multiprocessors, suffix};
+use super::cuda::{Module, attribute, module, multiprocessors, suffix};
 use super::experts::Tiles;
+use super::quantised::{Matrix, cuda as quantised_cuda};
 use super::rows::copy_rows;
 use super::swiglu::ALPHA;
 
@@ -24,8 +26,8 @@ const DOWN_SPLITS: usize = 3;
 pub const MAX_CHOSEN: usize = 4;
 /// Most experts in all that the routing on the device can serve.
 pub const MAX_EXPERTS: usize = 1024;
-/// Largest input vector of a dense kernel: it lies in shared memory as f32.
-pub const MAX_COLUMNS: usize = 24 << 10;
+/// Largest input of a chosen expert's second product.
+pub const MAX_EXPERT_COLUMNS: usize = 24 << 10;
 
 /// Static buffers of a step.
 pub struct Buffers {
@@ -54,11 +56,29 @@ impl Buffers {
     }
 
     /// One block a multiprocessor, as large as that takes; `units` are what a warp works on at a time.
-    fn shape(&self, units: usize, columns: usize) -> Shape {
-        let warps = units.div_ceil(self.multiprocessors).clamp(4, MAX_WARPS);
+    fn shape(&self, units: usize, weight: &Matrix) -> Shape {
+        let most = if matches!(weight, Matrix::Dense(_)) { MAX_WARPS } else { quantised_cuda::WARPS };
+        let warps = units.div_ceil(self.multiprocessors).clamp(4, most);
         let blocks = units.div_ceil(warps).min(self.multiprocessors);
-        Shape { grid: (blocks, 1, 1), block: 32 * warps, shared_bytes: columns * size_of::<f32>() }
+        Shape { grid: (blocks, 1, 1), block: 32 * warps, shared_bytes: vector_bytes(weight) }
     }
+}
+
+/// Shared memory for the input of a product.
+fn vector_bytes(weight: &Matrix) -> usize {
+    let (_, columns) = weight.dims();
+    match weight {
+        Matrix::Quantised(parts) => quantised_cuda::vector_bytes(parts[0].format, columns),
+        _ => columns * size_of::<f32>(),
+    }
+}
+
+/// Whether there are kernels for products with such a weight, and room for its input on this GPU.
+pub fn can_multiply(device: &CudaDevice, weight: &Matrix) -> Result<bool> {
+    let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+    // A kernel has up to 1 KiB of its own.
+    let fits = weight.dims().1.is_multiple_of(8) && vector_bytes(weight) + 1024 <= most;
+    Ok(fits && !matches!(weight, Matrix::Mixed(_)))
 }
 
 /// A norm ahead of a projection: its weight f32 \[C\], and epsilon.
@@ -70,8 +90,8 @@ pub struct Norm<'t> {
 
 /// Where q, k and v of a layer go.
 pub struct Qkv<'t> {
-    /// T \[(H + 2K) · D, C\]
-    pub weight: &'t Tensor,
+    /// \[(H + 2K) · D, C\], of floats T
+    pub weight: &'t Matrix,
     /// f32 \[(H + 2K) · D\]
     pub bias: Option<&'t Tensor>,
     /// f32 \[P, R/2\]
@@ -101,9 +121,26 @@ fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
     if fits { Ok(()) } else { bail!("decode: {what} is {:?} {:?}", tensor.dtype(), tensor.dims()) }
 }
 
-fn check_dense(weight: &Tensor, rows: usize, columns: usize) -> Result<()> {
-    let fits = weight.dims() == [rows, columns] && columns.is_multiple_of(8) && columns <= MAX_COLUMNS;
-    check("a weight", fits && matches!(weight.dtype(), DType::BF16 | DType::F16), weight)
+/// A weight for activations of `dtype`.
+fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: DType) -> Result<()> {
+    let of_dtype = match weight {
+        Matrix::Dense(weight) => weight.dtype() == dtype,
+        Matrix::Quantised(_) => true,
+        Matrix::Mixed(_) => false,
+    };
+    let fits = weight.dims() == (rows, columns) && columns.is_multiple_of(8);
+    if fits && of_dtype && matches!(dtype, DType::BF16 | DType::F16) {
+        return Ok(());
+    }
+    bail!("decode: a weight is {:?}, expected {rows} rows of {columns} for {dtype:?}", weight.dims())
+}
+
+/// The module and the kernel of a product with such a weight.
+fn kernel(weight: &Matrix, name: &str) -> (Module, String) {
+    match weight {
+        Matrix::Dense(_) => (module!("decode"), format!("decode_{name}")),
+        _ => (module!("decode_quantised"), format!("quantised_{name}")),
+    }
 }
 
 fn check_f32(what: &str, tensor: &Tensor, size: usize) -> Result<()> {
@@ -115,9 +152,9 @@ pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Res
     let ((heads, head_dim), (rows, kv_heads, kv_dim)) = (layer.q.dims2()?, layer.k.dims3()?);
     let (columns, out) = (buffers.x.dims1()?, (heads + 2 * kv_heads) * head_dim);
     let half = layer.cos.dim(1)?;
-    check_dense(layer.weight, out, columns)?;
+    let dtype = layer.q.dtype();
+    check_weight(layer.weight, out, columns, dtype)?;
     check_f32("a norm", norm.weight, columns)?;
-    let dtype = layer.weight.dtype();
     let fits =
         kv_dim == head_dim && head_dim % 2 == 0 && [layer.q, layer.k, layer.v].iter().all(|t| t.dtype() == dtype);
     check("a cache", fits && layer.v.dims() == layer.k.dims(), layer.k)?;
@@ -128,7 +165,7 @@ pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Res
     let arguments = Arguments::new()
         .tensor(&buffers.x)?
         .tensor(norm.weight)?
-        .tensor(layer.weight)?
+        .matrix(layer.weight)?
         .optional(layer.bias)?
         .tensor(layer.cos)?
         .tensor(layer.sin)?
@@ -143,15 +180,16 @@ pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Res
         .int(head_dim)
         .int(2 * half)
         .int(rows)
-        .float(norm.eps);
-    let name = format!("decode_qkv_{}", suffix(dtype)?);
+        .float(norm.eps)
+        .rounding(layer.weight)?;
+    let (module, name) = kernel(layer.weight, &format!("qkv_{}", suffix(dtype)?));
     if let Some(norms) = layer.qk_norm {
         check_f32("a norm of queries", norms.q, head_dim)?;
         check_f32("a norm of keys", norms.k, head_dim)?;
         check_f32("room for queries and keys", norms.raw, (heads + kv_heads) * head_dim)?;
     }
     // SAFETY: shapes and dtypes checked above; the position is below P and its row is taken modulo S.
-    unsafe { chain.push(&module!("decode"), &name, buffers.shape(out / 2, columns), bytes(layer.weight), arguments)? };
+    unsafe { chain.push(&module, &name, buffers.shape(out / 2, layer.weight), layer.weight.bytes(), arguments)? };
     let Some(QkNorm { q, k, eps, raw }) = layer.qk_norm else { return Ok(()) };
     let arguments = Arguments::new()
         .tensor(raw)?
@@ -174,31 +212,36 @@ pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Res
     unsafe { chain.push(&module!("decode"), &name, shape, 0, arguments) }
 }
 
-/// x += W·y + bias. weight T \[C, R\]; y T \[R\]; bias f32 \[C\].
+/// x += W·y + bias. weight \[C, R\], of floats T; y T \[R\]; bias f32 \[C\].
 pub fn residual(
     chain: &mut Chain,
     buffers: &Buffers,
     y: &Tensor,
-    weight: &Tensor,
+    weight: &Matrix,
     bias: Option<&Tensor>,
 ) -> Result<()> {
     let (rows, columns) = (buffers.x.dims1()?, y.elem_count());
-    check_dense(weight, rows, columns)?;
-    check("an input", y.dtype() == weight.dtype(), y)?;
+    check_weight(weight, rows, columns, y.dtype())?;
     if let Some(bias) = bias {
         check_f32("a bias", bias, rows)?;
     }
-    let arguments =
-        Arguments::new().tensor(&buffers.x)?.tensor(y)?.tensor(weight)?.optional(bias)?.int(rows).int(columns);
-    let name = format!("decode_residual_{}", suffix(weight.dtype())?);
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(y)?
+        .matrix(weight)?
+        .optional(bias)?
+        .int(rows)
+        .int(columns)
+        .rounding(weight)?;
+    let (module, name) = kernel(weight, &format!("residual_{}", suffix(y.dtype())?));
     // SAFETY: shapes and dtypes checked above.
-    unsafe { chain.push(&module!("decode"), &name, buffers.shape(rows, columns), bytes(weight), arguments) }
+    unsafe { chain.push(&module, &name, buffers.shape(rows, weight), weight.bytes(), arguments) }
 }
 
-/// A projection of a gated MLP: weight T \[F, C\], bias f32 \[F\].
+/// A projection of a gated MLP: weight \[F, C\], of floats T, bias f32 \[F\].
 #[derive(Clone, Copy)]
 pub struct Projection<'t> {
-    pub weight: &'t Tensor,
+    pub weight: &'t Matrix,
     pub bias: Option<&'t Tensor>,
 }
 
@@ -214,8 +257,7 @@ pub fn gate_up(
     let (rows, columns) = (h.dims1()?, buffers.x.dims1()?);
     check_f32("a norm", norm.weight, columns)?;
     for projection in [gate, up] {
-        check_dense(projection.weight, rows, columns)?;
-        check("h", projection.weight.dtype() == h.dtype(), h)?;
+        check_weight(projection.weight, rows, columns, h.dtype())?;
         if let Some(bias) = projection.bias {
             check_f32("a bias", bias, rows)?;
         }
@@ -223,17 +265,18 @@ pub fn gate_up(
     let arguments = Arguments::new()
         .tensor(&buffers.x)?
         .tensor(norm.weight)?
-        .tensor(gate.weight)?
-        .tensor(up.weight)?
+        .pair(gate.weight, up.weight)?
         .optional(gate.bias)?
         .optional(up.bias)?
         .tensor(h)?
         .int(rows)
         .int(columns)
-        .float(norm.eps);
-    let name = format!("decode_gate_up_{}", suffix(h.dtype())?);
+        .float(norm.eps)
+        .rounding(gate.weight)?;
+    let (module, name) = kernel(gate.weight, &format!("gate_up_{}", suffix(h.dtype())?));
+    let moved = gate.weight.bytes() + up.weight.bytes();
     // SAFETY: shapes and dtypes checked above.
-    unsafe { chain.push(&module!("decode"), &name, buffers.shape(rows, columns), 2 * bytes(gate.weight), arguments) }
+    unsafe { chain.push(&module, &name, buffers.shape(rows, gate.weight), moved, arguments) }
 }
 
 /// What the kernels of a layer's experts hand on.
@@ -359,44 +402,77 @@ pub fn expert_down(
     unsafe { chain.push(&module!("decode"), "decode_down_mxfp4", shape, moved, arguments) }
 }
 
-/// Logits of norm(x), and the best of them. weight T \[V, C\].
-pub fn head(chain: &mut Chain, buffers: &Buffers, norm: Norm, weight: &Tensor) -> Result<()> {
+/// Logits of norm(x), and the best of them. weight \[V, C\], of floats `dtype`.
+pub fn head(chain: &mut Chain, buffers: &Buffers, norm: Norm, weight: &Matrix, dtype: DType) -> Result<()> {
     let (vocab, columns) = (buffers.logits.dims1()?, buffers.x.dims1()?);
-    check_dense(weight, vocab, columns)?;
+    check_weight(weight, vocab, columns, dtype)?;
     check_f32("a norm", norm.weight, columns)?;
-    let shape = buffers.shape(vocab.div_ceil(2), columns);
+    let shape = buffers.shape(vocab.div_ceil(2), weight);
     let arguments = Arguments::new()
         .tensor(&buffers.x)?
         .tensor(norm.weight)?
-        .tensor(weight)?
+        .matrix(weight)?
         .tensor(&buffers.logits)?
         .tensor(&buffers.best)?
         .int(vocab)
         .int(columns)
-        .float(norm.eps);
-    let name = format!("decode_head_{}", suffix(weight.dtype())?);
+        .float(norm.eps)
+        .rounding(weight)?;
+    let (module, name) = match weight {
+        Matrix::Dense(_) => kernel(weight, &format!("head_{}", suffix(dtype)?)),
+        _ => kernel(weight, "head"),
+    };
     // SAFETY: shapes and dtypes checked above; `best` has room for a block a multiprocessor, and there are no more.
-    unsafe { chain.push(&module!("decode"), &name, shape, bytes(weight), arguments) }
+    unsafe { chain.push(&module, &name, shape, weight.bytes(), arguments) }
 }
 
-/// The likeliest token becomes the next input; it is told to the host. embedding T \[V, C\].
-pub fn next(chain: &mut Chain, buffers: &Buffers, embedding: &Tensor, mailbox: &Arc<Mailbox>) -> Result<()> {
-    let (vocab, columns) = embedding.dims2()?;
-    check("an embedding", vocab == buffers.logits.dims1()? && columns == buffers.x.dims1()?, embedding)?;
-    let blocks = buffers.shape(vocab.div_ceil(2), columns).grid.0;
+/// The likeliest token becomes the next input; it is told to the host. embedding and head \[V, C\].
+pub fn next(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    embedding: &Matrix,
+    head: &Matrix,
+    mailbox: &Arc<Mailbox>,
+) -> Result<()> {
+    let (vocab, columns) = check_embedding(buffers, embedding)?;
+    let (table, suffix) = table(embedding)?;
     let arguments = Arguments::new()
         .tensor(&buffers.best)?
-        .int(blocks)
-        .tensor(embedding)?
+        .int(buffers.shape(vocab.div_ceil(2), head).grid.0)
+        .optional(table)?
         .tensor(&buffers.x)?
         .tensor(&buffers.state)?
         .mailbox(mailbox)
         .int(mailbox.slots())
         .int(columns);
     let shape = Shape { grid: (1, 1, 1), block: 1024, shared_bytes: 0 };
-    let name = format!("decode_next_{}", suffix(embedding.dtype())?);
     // SAFETY: shapes checked above; tokens come from the head's rows.
-    unsafe { chain.push(&module!("decode"), &name, shape, 0, arguments) }
+    unsafe { chain.push(&module!("decode"), &format!("decode_next_{suffix}"), shape, 0, arguments)? };
+    look_up(chain, buffers, embedding)
+}
+
+fn check_embedding(buffers: &Buffers, embedding: &Matrix) -> Result<(usize, usize)> {
+    let dims = (buffers.logits.dims1()?, buffers.x.dims1()?);
+    if embedding.dims() == dims { Ok(dims) } else { bail!("decode: an embedding is {:?}", embedding.dims()) }
+}
+
+/// The table that a choice of a token reads its row from, and the kernel's suffix. With none it reads no row.
+fn table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
+    match embedding {
+        Matrix::Dense(table) => Ok((Some(table), suffix(table.dtype())?)),
+        _ => Ok((None, "bf16")),
+    }
+}
+
+/// After a choice of a token: its row, where the embedding is quantised.
+fn look_up(chain: &mut Chain, buffers: &Buffers, embedding: &Matrix) -> Result<()> {
+    let Matrix::Quantised(parts) = embedding else { return Ok(()) };
+    let (_, columns) = embedding.dims();
+    let arguments = Arguments::new().parts(parts)?.tensor(&buffers.state)?.tensor(&buffers.x)?.int(columns);
+    let blocks = columns.div_ceil(8).div_ceil(256);
+    let shape = Shape { grid: (blocks, 1, 1), block: 256, shared_bytes: 0 };
+    // SAFETY: the token is one of the embedding's rows; columns are x's.
+    unsafe { chain.push(&module!("decode_quantised"), "quantised_next", shape, 0, arguments) }
 }
 
 /// How tokens are drawn on the device; the words of `Params` in `sample.cu`.
@@ -488,24 +564,24 @@ fn sample_blocks(vocab: usize, buffers: &Buffers) -> usize {
     vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors)
 }
 
-/// A token is drawn and becomes the next input; it is told to the host. embedding T \[V, C\].
+/// A token is drawn and becomes the next input; it is told to the host. embedding \[V, C\].
 pub fn sample(
     chain: &mut Chain,
     buffers: &Buffers,
     draw: &DrawBuffers,
-    embedding: &Tensor,
+    embedding: &Matrix,
     mailbox: &Arc<Mailbox>,
 ) -> Result<()> {
-    let (vocab, columns) = embedding.dims2()?;
-    check("an embedding", vocab == buffers.logits.dims1()? && columns == buffers.x.dims1()?, embedding)?;
+    let (vocab, columns) = check_embedding(buffers, embedding)?;
     check_f32("logits", &buffers.logits, draw.seen.elem_count())?;
-    check("an embedding", can_sample(buffers), embedding)?;
+    check("logits", can_sample(buffers), &buffers.logits)?;
+    let (table, suffix) = table(embedding)?;
     let blocks = sample_blocks(vocab, buffers);
     let arguments = Arguments::new()
         .tensor(&buffers.logits)?
         .tensor(&draw.seen)?
         .tensor(&draw.params)?
-        .tensor(embedding)?
+        .optional(table)?
         .tensor(&buffers.x)?
         .tensor(&buffers.state)?
         .mailbox(mailbox)
@@ -514,7 +590,8 @@ pub fn sample(
         .int(columns)
         .int(mailbox.slots());
     let shape = Shape { grid: (blocks, 1, 1), block: SAMPLE_THREADS, shared_bytes: 0 };
-    let name = format!("decode_sample_{}", suffix(embedding.dtype())?);
+    let name = format!("decode_sample_{suffix}");
     // SAFETY: shapes checked above; the grid is no more than the multiprocessors, one block fits on each.
-    unsafe { chain.push(&module!("sample"), &name, shape, bytes(&buffers.logits), arguments) }
+    unsafe { chain.push(&module!("sample"), &name, shape, bytes(&buffers.logits), arguments)? };
+    look_up(chain, buffers, embedding)
 }

@@ -1,5 +1,5 @@
-//! Matrix products of routed experts, on MXFP4 weights as they are stored (no unpacked copy) or on dense ones; and MXFP4
-//! weights laid out for tensor cores, which `expert_mlp` and `decode` multiply with.
+//! Matrix products of routed experts, on MXFP4 weights as they are stored (no unpacked copy), on quantised or on dense
+//! ones; and MXFP4 weights laid out for tensor cores, which `expert_mlp` and `decode` multiply with.
 //!
 //! MXFP4 (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale. Layout as in openai/gpt-oss-20b: blocks
 //! [E, R, C/32, 16], two values a byte, the even element in the low nibble; scales [E, R, C/32], value 2^(byte - 127).
@@ -7,6 +7,9 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
+use super::quantised::QuantisedMatrix;
+#[cfg(feature = "cuda")]
+use super::quantised::Rounding;
 use super::{bytes, elements, to_f32};
 
 /// Values in one MXFP4 block.
@@ -26,6 +29,8 @@ pub enum ExpertWeights {
     Mxfp4 { blocks: Tensor, scales: Tensor },
     /// [E, R, C] of the compute dtype.
     Dense(Tensor),
+    /// [E·R, C], and E.
+    Quantised(QuantisedMatrix, usize),
     /// MXFP4, laid out anew for tensor cores: what a GPU computes in bf16 or f16 with.
     #[cfg(feature = "cuda")]
     Tiles(Tiles),
@@ -115,6 +120,10 @@ impl ExpertWeights {
                 Ok((experts, rows, groups * BLOCK))
             }
             ExpertWeights::Dense(weights) => weights.dims3(),
+            ExpertWeights::Quantised(matrix, experts) => {
+                let (rows, columns) = matrix.dims();
+                Ok((*experts, rows / experts, columns))
+            }
             #[cfg(feature = "cuda")]
             ExpertWeights::Tiles(tiles) => Ok(tiles.dims()),
         }
@@ -125,6 +134,7 @@ impl ExpertWeights {
         match self {
             ExpertWeights::Mxfp4 { blocks, scales } => bytes(blocks) + bytes(scales),
             ExpertWeights::Dense(weights) => bytes(weights),
+            ExpertWeights::Quantised(matrix, _) => matrix.bytes(),
             #[cfg(feature = "cuda")]
             ExpertWeights::Tiles(tiles) => tiles.bytes(),
         }
@@ -178,12 +188,22 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
             use super::cuda::{Arg, launch, module, suffix};
             let suffix = suffix(x.dtype())?;
             let pairs = tokens * chosen;
+            if let ExpertWeights::Quantised(matrix, _) = weights {
+                if bias.is_some() {
+                    bail!("expert_matmul: quantised experts with a bias");
+                }
+                if pairs < GEMM_FROM_PAIRS || matrix.rounding != Rounding::Nothing {
+                    return super::quantised::cuda::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
+                }
+                let dense = matrix.dequantise(x.dtype())?.reshape((experts, rows, columns))?;
+                return expert_matmul(x, &ExpertWeights::Dense(dense), None, ids);
+            }
             // SAFETY: both paths write R elements for each of the T·N pairs.
             let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
             let (kind, first, second) = match weights {
                 ExpertWeights::Mxfp4 { blocks, scales } => ("mxfp4", Arg::tensor(blocks)?, Arg::tensor(scales)?),
                 ExpertWeights::Dense(dense) => ("dense", Arg::tensor(dense)?, Arg::optional(None)?),
-                ExpertWeights::Tiles(_) => bail!("expert_matmul: tiles are for expert_mlp"),
+                ExpertWeights::Tiles(_) | ExpertWeights::Quantised(..) => bail!("expert_matmul: unexpected weights"),
             };
             let (bias, input, output) = (Arg::optional(bias)?, Arg::tensor(x)?, Arg::tensor(&out)?);
             let module = module!("experts");
@@ -276,6 +296,16 @@ pub fn reference(
                 dense[row * columns..][..columns].iter().zip(x).map(|(weight, x)| weight * x).sum()
             };
             each(&dot, &mut out);
+        }
+        ExpertWeights::Quantised(matrix, _) => {
+            let columns = x.len() / (ids.len() / pairs_per_x).max(1);
+            let x = Tensor::from_slice(x, (x.len() / columns.max(1), columns), &Device::Cpu)?;
+            for (pair, (id, out)) in ids.iter().zip(out.chunks_exact_mut(rows)).enumerate() {
+                let expert = matrix.rows(*id as usize * rows, rows)?;
+                let product = expert.matmul(&x.narrow(0, pair / pairs_per_x, 1)?)?.flatten_all()?.to_vec1::<f32>()?;
+                let bias = |row: usize| bias.map_or(0.0, |bias| bias[*id as usize * rows + row]);
+                out.iter_mut().zip(product).enumerate().for_each(|(row, (out, y))| *out = y + bias(row));
+            }
         }
         #[cfg(feature = "cuda")]
         ExpertWeights::Tiles(_) => bail!("expert_matmul: tiles are for a GPU"),

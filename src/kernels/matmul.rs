@@ -1,6 +1,8 @@
 //! y = x·Wᵀ with the sum kept in f32: a projection's result is rounded once, after its bias, and not twice; logits are
 //! not rounded at all.
 
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 /// x [T, C] and w [R, C] of one dtype (f32, f16 or bf16) → [T, R] f32.
@@ -19,24 +21,37 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 
 /// candle's own product rounds to the inputs' dtype; cuBLAS can write the f32 that it sums in.
 #[cfg(feature = "cuda")]
-fn cublas(device: &candle_core::cuda_backend::CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
+fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
+    // SAFETY: the product below writes all T·R elements (beta is 0).
+    let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
+    // SAFETY: `out` holds T·R floats.
+    unsafe { gemm(device, x, w, super::cuda::address(&out)?, rows)? };
+    Ok(out)
+}
+
+/// x \[T, C\] and w \[R, C\] of one dtype → f32 \[T, stride\] at `out`, of which R columns are written.
+///
+/// # Safety
+/// There must be room for the result at `out`, on the device.
+#[cfg(feature = "cuda")]
+pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride: usize) -> Result<()> {
     use candle_core::cuda_backend::WrapErr;
     use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 
     use super::cuda::address;
 
     let ((tokens, columns), (rows, _)) = (x.dims2()?, w.dims2()?);
-    // SAFETY: the product below writes all T·R elements (beta is 0).
-    let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
     let dtype = match x.dtype() {
         DType::F16 => sys::cudaDataType::CUDA_R_16F,
         DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
-        other => bail!("matmul_f32: no product of {other:?}"),
+        DType::F32 => sys::cudaDataType::CUDA_R_32F,
+        other => bail!("no product of {other:?}"),
     };
     let (alpha, beta) = (1.0f32, 0.0f32);
     // cuBLAS counts in columns: outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, each leading dimension a row of ours.
     // SAFETY: `address` checked that the tensors are contiguous and on the device; the sizes are theirs; the handle is
-    // bound to the device's stream.
+    // bound to the device's stream; the caller answers for `out`.
     unsafe {
         result::gemm_ex(
             *device.cublas_handle().handle(),
@@ -53,13 +68,12 @@ fn cublas(device: &candle_core::cuda_backend::CudaDevice, x: &Tensor, w: &Tensor
             dtype,
             columns as i32,
             (&beta as *const f32).cast(),
-            address(&out)? as *mut _,
+            out as *mut _,
             sys::cudaDataType::CUDA_R_32F,
-            rows as i32,
+            stride as i32,
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
             sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
         )
     }
-    .w()?;
-    Ok(out)
+    .w()
 }

@@ -19,7 +19,10 @@ pub mod experts;
 #[cfg(feature = "flash-attn")]
 mod flash_attn;
 pub mod matmul;
+#[cfg(feature = "cuda")]
+mod matmul_lt;
 pub mod norm;
+pub mod quantised;
 pub mod rope;
 pub mod rows;
 pub mod selftest;

@@ -6,7 +6,7 @@
 // has a run of ids, each thread a few logits in registers. Probabilities are counted in fixed point (2^-40 of the likeliest
 // token's), so that sums do not depend on their order and a seed gives the same text every time.
 //   logits f32 [V]; seen u32 [V]: 0, or 1 + how often the token was generated; params: see Params
-//   embedding T [V, C] → x f32 [C]; state, ring: as in decode.cu; scratch: see Scratch, all zero between launches
+//   embedding T [V, C], or null → x f32 [C]; state, ring: as in decode.cu; scratch: see Scratch, all zero between launches
 //   grid ceil(V / IDS) or fewer, block 1024; bytes moved: 4·V (8·V with penalties), some 2 to 10 barriers
 #include "common.cuh"
 #include "pdl.cuh"
@@ -223,7 +223,8 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw,
     const bool ends = broken ? blockIdx.x == 0 : winner != 0xffffffffu;
     if (ends) {
         const uint32_t token = broken ? 0 : winner;
-        for (int i = threadIdx.x; i < columns; i += THREADS) x[i] = to_float(embedding[(size_t)token * columns + i]);
+        for (int i = threadIdx.x; embedding && i < columns; i += THREADS)
+            x[i] = to_float(embedding[(size_t)token * columns + i]);
         if (threadIdx.x == 0) {
             if (penalised) seen[token] = max(seen[token], 1u) + 1;
             ring[steps % slots] = broken ? 0xffffffffu : token + 1;

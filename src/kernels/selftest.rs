@@ -9,6 +9,7 @@ use super::attention::{Backend, Sight, attention};
 use super::experts::{ExpertWeights, expert_matmul};
 use super::matmul::matmul_f32;
 use super::norm::add_norm;
+use super::quantised::{Format, Planes, QuantisedMatrix};
 use super::rope::{QkNorm, Rotation, split_qkv};
 use super::rows::{add_bias, copy_rows, embed, soft_cap};
 use super::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
@@ -85,6 +86,18 @@ fn run_in(device: &Device, dtype: DType) -> Vec<Check> {
             }
         }
     }
+    for format in Format::ALL {
+        // With few tokens weights are multiplied as they are, with many as floats of the dtype.
+        for (what, tokens) in [("few", 3), ("many", 33)] {
+            let name = format!("product with {format:?}, {what}");
+            checks.push(check(&name, there, 2.0 * rounding.max(1e-4), &|side| {
+                quantised(side, format)?.matmul(&side.put(&noise(42, &[tokens, 512], dtype)?)?)
+            }));
+        }
+        checks.push(check(&format!("embed {format:?}"), there, 1e-6, &|side| {
+            quantised(side, format)?.embed(&side.ids(&[3, 50, 0])?, 0.5)
+        }));
+    }
     #[cfg(feature = "cuda")]
     if device.is_cuda() && dtype != DType::F32 {
         for (name, tokens) in [("expert_mlp", 5), ("expert_mlp, many", 301)] {
@@ -113,6 +126,26 @@ impl Side<'_> {
     fn ids(&self, ids: &[u32]) -> Result<Tensor> {
         Tensor::new(ids, self.device)
     }
+}
+
+/// 51 rows of 512: any bits, with scales between 2^-7 and 2^-5.
+fn quantised(side: Side, format: Format) -> Result<QuantisedMatrix> {
+    let (rows, columns) = (51, 512);
+    let mut planes = format.row_bytes(columns).map(|bytes| vec![0u8; rows * bytes]);
+    let count = planes.iter().map(Vec::len).sum();
+    planes.iter_mut().flatten().zip(numbers(41, count, 256)).for_each(|(byte, n)| *byte = n as u8);
+    let Planes { scales, supers, .. } = format.planes();
+    let [low, _, of_chunks, of_supers] = &mut planes;
+    let halves = if supers > 0 { of_supers } else { &mut *of_chunks };
+    match scales {
+        0 => halves.chunks_exact_mut(4).for_each(|scale| scale.copy_from_slice(&0.01f32.to_le_bytes())),
+        _ => halves.iter_mut().skip(1).step_by(2).for_each(|high| *high = *high & 0x84 | 0x20),
+    }
+    if format == Format::Fp8 {
+        // Nothing that is no number.
+        low.iter_mut().for_each(|byte| *byte &= 0xbf);
+    }
+    QuantisedMatrix::new(format, columns, planes, side.device)
 }
 
 /// As f32 on the CPU: nothing of candle's is to run on the device, whose kernels the driver compiles at their first use.

@@ -102,7 +102,7 @@ impl Config {
         let attention = Attention::new(&attn, config, place.rotary, c_attn, c_proj)?;
         let fc = Linear::load_transposed(&mlp.at("c_fc"), hidden_size, intermediate_size)?;
         let proj = Linear::load_transposed(&mlp.at("c_proj"), intermediate_size, hidden_size)?;
-        Ok((attention, Mlp::Plain(PlainMlp::new(fc, proj, Activation::GeluTanh))))
+        Ok((attention, Mlp::Plain(PlainMlp::new(fc, proj, Activation::GeluTanh, weights.dtype()))))
     }
 }
 

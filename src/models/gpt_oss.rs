@@ -59,10 +59,6 @@ fn default_attention_bias() -> bool {
 }
 
 fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
-    let method = json["quantization_config"]["quant_method"].as_str();
-    if let Some(method) = method.filter(|&method| method != "mxfp4") {
-        bail!("quantisation '{method}' is not supported for gpt_oss (mxfp4, or none)");
-    }
     // Original exports carry both spellings of the same number, which serde would call a duplicate.
     if let Some(fields) = json.as_object_mut().filter(|fields| fields.contains_key("num_experts_per_tok")) {
         fields.remove("experts_per_token");

@@ -23,6 +23,7 @@ use crate::hub;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::LayerSpec;
 use crate::weights::Weights;
+use crate::weights::compressed::CompressedConfig;
 use crate::weights::gguf::{self, GgufCheckpoint};
 
 /// Every family that can be loaded.
@@ -98,8 +99,11 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
 
 /// The same from what stands in config.json.
 pub fn parse_config(json: Value) -> Result<ModelConfig> {
-    let quantisation = json["quantization_config"]["quant_method"].as_str().map(str::to_string);
     let family = find_family(&json)?;
+    let quantisation = match CompressedConfig::read(&json)? {
+        Some(compressed) => Some(compressed.name()),
+        None => json["quantization_config"]["quant_method"].as_str().map(str::to_string),
+    };
     let architecture = (family.read)(json)?;
     Ok(ModelConfig { family, architecture, quantisation })
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use anyhow::{Result, bail};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::attention::Attention;
 use super::kv_cache::{KvCache, LayerSpec};
@@ -14,8 +14,8 @@ use super::norm::{Norm, NormConfig};
 use super::rope::{Frequencies, Rotary};
 use crate::error::Error;
 use crate::kernels::{
-    self,
     attention::Backend,
+    quantised::Matrix,
     rows::{embed, soft_cap},
 };
 use crate::weights::Weights;
@@ -222,7 +222,9 @@ pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 /// A whole model.
 pub struct Decoder {
     /// `[V, C]`
-    pub(crate) embed_tokens: Tensor,
+    pub(crate) embed_tokens: Matrix,
+    /// Of activations and the cache.
+    dtype: DType,
     pub(crate) layers: Vec<Layer>,
     pub(crate) norm: Norm,
     pub(crate) lm_head: Linear,
@@ -266,7 +268,8 @@ impl Decoder {
                 after_mlp: after(names.after.map(|(_, mlp)| mlp))?,
             })
         };
-        let embed_tokens = model.at(names.embed_tokens).float("weight", &[vocab_size, hidden_size])?;
+        let embed_tokens =
+            embedding(&model.at(names.embed_tokens), vocab_size, hidden_size, frame.tie_word_embeddings)?;
         if let Some(positions) = frame.learned_positions.filter(|&(_, positions)| positions < context) {
             bail!("a context of {context} positions for a model that knows {}", positions.1);
         }
@@ -283,10 +286,16 @@ impl Decoder {
             embed_scale: frame.embed_scale,
             final_softcap: frame.final_softcap,
             embed_tokens,
+            dtype: weights.dtype(),
             cache_layers,
             context,
             backend: Backend::Auto,
         })
+    }
+
+    /// Of activations and the cache.
+    pub fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// What this has around its layers that gpt-oss and Llama have not: see [`Layer::peculiarity`].
@@ -322,13 +331,13 @@ impl Decoder {
 
     /// Bytes of the weights that one token meets: every dense one once, the chosen experts, one row of the embedding.
     pub fn step_bytes(&self) -> u64 {
-        let row = kernels::bytes(&self.embed_tokens) / self.embed_tokens.dims()[0] as u64;
+        let row = self.embed_tokens.bytes() / self.vocab_size() as u64;
         row + self.layers.iter().map(Layer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
     }
 
     /// V
     pub fn vocab_size(&self) -> usize {
-        self.embed_tokens.dims()[0]
+        self.embed_tokens.dims().0
     }
 
     pub fn is_on_gpu(&self) -> bool {
@@ -348,7 +357,7 @@ impl Decoder {
     /// The same; `tap` sees the residual stream, f32 \[T, C\], after each layer.
     pub fn forward_tapped(&self, batch: &Batch, caches: &mut [&mut KvCache], mut tap: Option<Tap>) -> Result<Tensor> {
         let device = self.embed_tokens.device();
-        let vocab_size = self.embed_tokens.dim(0)?;
+        let vocab_size = self.vocab_size();
         if let Some(id) = batch.ids.iter().find(|&&id| id as usize >= vocab_size) {
             bail!("token id {id} is outside the model's vocabulary of {vocab_size}");
         }
@@ -357,7 +366,7 @@ impl Decoder {
         }
         let pass = Pass::new(batch, caches, device, self.backend)?;
         let ids = Tensor::new(batch.ids, device)?;
-        let mut x = embed(&self.embed_tokens, &ids, self.embed_scale)?;
+        let mut x = self.embed_tokens.embed(&ids, self.embed_scale)?;
         let mut y = self.embed_positions.as_ref().map(|table| embed(table, pass.positions(), 1.0)).transpose()?;
         for (index, layer) in self.layers.iter().enumerate() {
             let (sum, more) = layer.forward(&x, y.as_ref(), index, &pass, caches)?;
@@ -376,11 +385,17 @@ impl Decoder {
             };
             (x, y) = (last(&x)?, y.as_ref().map(last).transpose()?);
         }
-        let (_, normed) = self.norm.add(&x, y.as_ref(), self.embed_tokens.dtype())?;
+        let (_, normed) = self.norm.add(&x, y.as_ref(), self.dtype)?;
         let logits = self.lm_head.forward(&normed)?;
         Ok(match self.final_softcap {
             Some(cap) => soft_cap(&logits, cap)?,
             None => logits,
         })
     }
+}
+
+/// An embedding. One of floats is quantised only where it is the head, too: a row of it costs nothing.
+fn embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
+    let weights = if is_head { weights.clone() } else { weights.as_it_is() };
+    Weights::matrix(&[(weights, vocab_size)], "weight", hidden_size)
 }

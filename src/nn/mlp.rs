@@ -81,9 +81,8 @@ pub struct PlainMlp {
 }
 
 impl PlainMlp {
-    /// On projections of one dtype, both with biases.
-    pub fn new(fc: Linear, proj: Linear, activation: Activation) -> Self {
-        let dtype = fc.weight.dtype();
+    /// On projections with biases, for inputs of `dtype`.
+    pub fn new(fc: Linear, proj: Linear, activation: Activation, dtype: DType) -> Self {
         Self { fc, proj, activation, dtype }
     }
 
@@ -113,6 +112,11 @@ impl GatedMlp {
             activation: Activation::Silu,
             dtype: weights.dtype(),
         })
+    }
+
+    /// The dtype that inputs must have.
+    pub fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// The same with another activation than silu.

@@ -5,6 +5,7 @@ use candle_core::{DType, Tensor};
 
 use super::linear::{Bias, Linear};
 use crate::kernels::experts::{ExpertWeights, expert_matmul};
+use crate::kernels::quantised::Matrix;
 use crate::kernels::swiglu::{Activation, gated_halves};
 use crate::kernels::topk::{Softmax, topk_softmax};
 use crate::weights::Weights;
@@ -55,21 +56,19 @@ impl RoutedMlp {
         let RoutedConfig { hidden_size, intermediate_size, experts, .. } = config;
         let router = Linear::load_as(&weights.at("gate"), hidden_size, experts, Bias::Without, DType::F32)?;
         let stacks = weights.at("experts");
+        let (gate_up_shape, down_shape) =
+            ([experts, 2 * intermediate_size, hidden_size], [experts, hidden_size, intermediate_size]);
         let (gate_up, down) = if stacks.contains("gate_up_proj") {
-            let gate_up = stacks.float("gate_up_proj", &[experts, 2 * intermediate_size, hidden_size])?;
-            (gate_up, stacks.float("down_proj", &[experts, hidden_size, intermediate_size])?)
+            (stacks.experts("gate_up_proj", gate_up_shape)?, stacks.experts("down_proj", down_shape)?)
         } else {
-            let (mut gate_up, mut down) = (Vec::with_capacity(2 * experts), Vec::with_capacity(experts));
-            for expert in 0..experts {
-                let matrix = |name, shape: [usize; 2]| stacks.at(expert).at(name).float("weight", &shape);
-                gate_up.push(matrix(names.gate, [intermediate_size, hidden_size])?);
-                gate_up.push(matrix(names.up, [intermediate_size, hidden_size])?);
-                down.push(matrix(names.down, [hidden_size, intermediate_size])?);
-            }
-            let gate_up = Tensor::cat(&gate_up, 0)?.reshape((experts, 2 * intermediate_size, hidden_size))?;
-            (gate_up, Tensor::stack(&down, 0)?)
+            let place = |expert: usize, name| stacks.at(expert).at(name);
+            let gate_up = |expert| [names.gate, names.up].map(|name| (place(expert, name), intermediate_size));
+            let gate_up: Vec<_> = (0..experts).flat_map(gate_up).collect();
+            let down: Vec<_> = (0..experts).map(|expert| (place(expert, names.down), hidden_size)).collect();
+            let gate_up = Weights::matrix(&gate_up, "weight", hidden_size)?;
+            (gate_up, Weights::matrix(&down, "weight", intermediate_size)?)
         };
-        let (gate_up_proj, down_proj) = (ExpertWeights::Dense(gate_up), ExpertWeights::Dense(down));
+        let (gate_up_proj, down_proj) = (stack(gate_up, gate_up_shape)?, stack(down, down_shape)?);
         Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config })
     }
 
@@ -89,5 +88,14 @@ impl RoutedMlp {
         let down = expert_matmul(&gated_halves(&gate_up, Activation::Silu)?, &self.down_proj, None, &ids)?;
         // 3. mix in f32: [T, N, C] → [T, C]
         Ok(down.to_dtype(DType::F32)?.broadcast_mul(&weights.unsqueeze(2)?)?.sum(1)?)
+    }
+}
+
+/// Experts' matrices, which stand one below the other.
+fn stack(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
+    match matrix {
+        Matrix::Dense(weights) => Ok(ExpertWeights::Dense(weights.reshape(&shape)?)),
+        Matrix::Quantised(mut parts) if parts.len() == 1 => Ok(ExpertWeights::Quantised(parts.remove(0), shape[0])),
+        _ => bail!("experts that are quantised in different ways"),
     }
 }

@@ -117,6 +117,14 @@ impl Checkpoint {
         stored.unwrap_or(info.dtype.to_string()).to_lowercase()
     }
 
+    /// Bytes of a tensor once it is loaded; none for what becomes floats of the compute dtype.
+    pub(super) fn kept_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
+        match self {
+            Self::Gguf(model) if info.dtype != Dtype::U8 => model.kept_bytes(name),
+            _ => (!matches!(info.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)).then_some(info.bytes() as u64),
+        }
+    }
+
     /// What can be read ahead for a model of this compute dtype. Nothing of a GGUF file: its tensors are made on the host.
     pub fn extents(&self, dtype: DType) -> Vec<Extent> {
         match self {

@@ -56,8 +56,6 @@ pub enum Activations {
     Unquantised,
     /// Scales are found while running, one for each token. That of zeros only is the dtype's epsilon.
     PerToken,
-    /// One is found while running, for all tokens of a pass: results depend on what is computed together.
-    PerTensor,
     /// One is in the checkpoint, `input_scale`.
     Static,
 }
@@ -172,6 +170,14 @@ impl CompressedConfig {
         Ok(Self { rules: rules.collect::<Result<_>>()?, ignore: ignore.collect::<Result<_>>()? })
     }
 
+    /// In short: the bits of weights and activations and what they are, such as `w8a8 int8`.
+    pub fn name(&self) -> String {
+        let Some(scheme) = self.rules.iter().find_map(|(_, scheme)| *scheme) else { return "unquantised".into() };
+        let activations = if scheme.activations == Activations::Unquantised { 16 } else { 8 };
+        let format = if scheme.format == Format::Int8 { "int8" } else { "fp8" };
+        format!("w8a{activations} {format}")
+    }
+
     /// How the linear layer of this name, such as `model.layers.0.self_attn.q_proj`, is quantised, if it is. Names are
     /// those of the checkpoint's tensors, without `.weight`.
     pub fn scheme(&self, module: &str) -> Option<Scheme> {
@@ -240,7 +246,8 @@ impl Group {
             Some(inputs) if is_set(&inputs.scale_dtype) => return refuse(format!("scale_dtype of {place}")),
             Some(inputs) => match (inputs.strategy(), inputs.is_dynamic(&place)?) {
                 ("token", true) => Activations::PerToken,
-                ("tensor", true) => Activations::PerTensor,
+                // One scale for all tokens of a pass: results would depend on what is computed together.
+                ("tensor", true) => return refuse(format!("dynamic scales of whole tensors of {place}")),
                 ("tensor", false) => Activations::Static,
                 ("token", false) => return refuse(format!("strategy 'token' without dynamic of {place}")),
                 (other, _) => return refuse(format!("strategy '{other}' of {place}")),

@@ -6,6 +6,8 @@
 
 mod blocks;
 
+pub use blocks::split;
+
 use std::fmt;
 
 use anyhow::{Result, bail};

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Checkpoint;
+use super::quantised::Quantise;
 
 /// One tensor as its header tells of it.
 #[derive(Clone, Debug)]
@@ -18,8 +19,8 @@ pub struct Entry {
     pub elements: u64,
     /// As stored.
     pub bytes: u64,
-    /// Whether it becomes floats of the compute dtype when it is loaded.
-    pub floats: bool,
+    /// Once loaded; none for what becomes floats of the compute dtype.
+    pub kept_bytes: Option<u64>,
 }
 
 /// The tensors of a checkpoint.
@@ -49,15 +50,30 @@ struct HeaderEntry {
 }
 
 impl Inventory {
-    pub fn of(checkpoint: &Checkpoint) -> Self {
+    /// Of a checkpoint as it will be loaded, where matrices of floats may become quantised.
+    pub fn of(checkpoint: &Checkpoint, quantise: Option<Quantise>) -> Self {
         let entry = |(name, info): (&str, &super::TensorInfo)| Entry {
             name: name.to_string(),
             dtype: checkpoint.stored_as(name, info),
             elements: info.elements() as u64,
             bytes: info.bytes() as u64,
-            floats: is_float(&info.dtype.to_string().to_lowercase()),
+            kept_bytes: checkpoint.kept_bytes(name, info),
         };
-        Self { entries: checkpoint.tensors().map(entry).collect() }
+        let mut inventory = Self { entries: checkpoint.tensors().map(entry).collect() };
+        let has_head = inventory.entries.iter().any(|entry| entry.group() == "head");
+        for entry in &mut inventory.entries {
+            let shape = checkpoint.info(&entry.name).map_or(&[][..], |info| &info.shape);
+            let (Some(quantise), None, &[rows, columns]) = (quantise, entry.kept_bytes, shape) else { continue };
+            let matrix = match entry.group() {
+                "attention" | "head" => true,
+                "mlp" => entry.name.contains("_proj."),
+                "embedding" => !has_head,
+                _ => false,
+            };
+            entry.kept_bytes =
+                quantise.format(columns).filter(|_| matrix).map(|f| f.bytes(rows as u64, columns as u64));
+        }
+        inventory
     }
 
     /// Adds what the header of a safetensors file says, its JSON without the length before it. `data_bytes` is what
@@ -78,8 +94,8 @@ impl Inventory {
             }
             end = end.max(last);
             let dtype = dtype.to_lowercase();
-            let floats = is_float(&dtype);
-            self.entries.push(Entry { name, dtype, elements, bytes, floats });
+            let kept_bytes = (!is_float(&dtype)).then_some(bytes);
+            self.entries.push(Entry { name, dtype, elements, bytes, kept_bytes });
         }
         match data_bytes {
             Some(data_bytes) if data_bytes != end => {
@@ -109,7 +125,7 @@ impl Inventory {
         self.parameters() - of_experts + u64::try_from(active).unwrap_or(of_experts).min(of_experts)
     }
 
-    /// Bytes of the weights once loaded: floats in the compute dtype, packed ones as they are.
+    /// Bytes of the weights once loaded: floats in the compute dtype, packed and quantised ones as they are kept.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.entries.iter().map(|entry| entry.loaded_bytes(dtype)))
     }
@@ -123,6 +139,18 @@ impl Inventory {
             if entry.dtype == "u8" || expert.is_some() {
                 let sum = layers.entry(expert.unwrap_or(&entry.name)).or_default();
                 *sum = sum.saturating_add(entry.loaded_bytes(dtype));
+            }
+        }
+        layers.into_values().max().unwrap_or(0)
+    }
+
+    /// Bytes of the quantised experts of one layer as floats: what a GPU multiplies many tokens with, a layer at a time.
+    pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
+        let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
+        for entry in self.entries.iter().filter(|entry| entry.kept_bytes.is_some() && entry.dtype != "u8") {
+            if let Some((layer, _)) = entry.name.split_once(".experts.") {
+                let sum = layers.entry(layer).or_default();
+                *sum = sum.saturating_add(entry.elements.saturating_mul(dtype.size_in_bytes() as u64));
             }
         }
         layers.into_values().max().unwrap_or(0)
@@ -164,7 +192,7 @@ impl Entry {
     }
 
     fn loaded_bytes(&self, dtype: DType) -> u64 {
-        if self.floats { self.elements.saturating_mul(dtype.size_in_bytes() as u64) } else { self.bytes }
+        self.kept_bytes.unwrap_or(self.elements.saturating_mul(dtype.size_in_bytes() as u64))
     }
 
     fn is_packed_mxfp4(&self) -> bool {
@@ -285,7 +313,7 @@ mod tests {
             ("lm_head.weight", "head"),
             ("backbone.layers.0.mixer.A_log", "other"),
         ] {
-            let entry = Entry { name: name.into(), dtype: "bf16".into(), elements: 1, bytes: 2, floats: true };
+            let entry = Entry { name: name.into(), dtype: "bf16".into(), elements: 1, bytes: 2, kept_bytes: None };
             assert_eq!(entry.group(), group, "{name}");
         }
     }

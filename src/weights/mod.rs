@@ -6,6 +6,7 @@ pub mod ggml;
 pub mod gguf;
 pub mod inventory;
 pub mod mxfp4;
+pub mod quantised;
 pub mod read_ahead;
 mod safetensors;
 
@@ -15,12 +16,17 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 
+use crate::kernels::quantised::{Format, Matrix, Rounding};
 #[cfg(feature = "cuda")]
 use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::Target;
+use ::safetensors::tensor::Dtype;
+use compressed::{Activations, WeightScales};
+use quantised::{Quantise, Rows};
 use read_ahead::ReadAhead;
 #[cfg(feature = "cuda")]
 use read_ahead::{Keep, Settings};
+use safetensors::SafetensorsCheckpoint;
 
 pub use checkpoint::{Checkpoint, TensorInfo};
 pub use inventory::Inventory;
@@ -32,6 +38,8 @@ pub struct Weights<'c> {
     prefix: String,
     device: Device,
     dtype: DType,
+    /// What matrices of floats become.
+    quantise: Option<Quantise>,
     loaded: &'c Loaded<'c>,
     /// Reads what has not been asked for yet. The last clone of these weights stops it.
     ahead: Option<Arc<dyn Ahead>>,
@@ -85,7 +93,23 @@ impl<'c> Weights<'c> {
             let reader = ReadAhead::start(CopyStream::new(cuda)?, extents, Settings::default())?;
             return Ok(Self::read_ahead(checkpoint, device, dtype, loaded, reader));
         }
-        Ok(Self { checkpoint, prefix: String::new(), device: device.clone(), dtype, loaded, ahead: None })
+        Ok(Self::mapped(checkpoint, device, dtype, loaded))
+    }
+
+    fn mapped(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, loaded: &'c Loaded<'c>) -> Self {
+        let (prefix, device) = (String::new(), device.clone());
+        Self { checkpoint, prefix, device, dtype, quantise: None, loaded, ahead: None }
+    }
+
+    /// The same, with matrices of floats quantised on their way. Nothing is read ahead: the host is what takes its time.
+    pub fn quantising(
+        checkpoint: &'c Checkpoint,
+        device: &Device,
+        dtype: DType,
+        loaded: &'c Loaded<'c>,
+        quantise: Quantise,
+    ) -> Self {
+        Self { quantise: Some(quantise), ..Self::mapped(checkpoint, device, dtype, loaded) }
     }
 
     /// The same by way of any reader of the checkpoint, whose tensors are on `device`.
@@ -96,8 +120,12 @@ impl<'c> Weights<'c> {
         loaded: &'c Loaded<'c>,
         reader: ReadAhead<impl Target>,
     ) -> Self {
-        let (prefix, device) = (String::new(), device.clone());
-        Self { checkpoint, prefix, device, dtype, loaded, ahead: Some(Arc::new(reader)) }
+        Self { ahead: Some(Arc::new(reader)), ..Self::mapped(checkpoint, device, dtype, loaded) }
+    }
+
+    /// The same place, whose floats stay floats.
+    pub fn as_it_is(&self) -> Self {
+        Self { quantise: None, ..self.clone() }
     }
 
     pub fn device(&self) -> &Device {
@@ -143,8 +171,151 @@ impl<'c> Weights<'c> {
         converted.with_context(|| format!("cannot convert {name} to {dtype:?}"))
     }
 
+    /// Matrices \[rows, columns\] called `name` at several places, one below the other: quantised where they are so in the
+    /// file or are to be, else floats in the compute dtype.
+    pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
+        let quantised = |(weights, rows): &(Self, usize)| weights.quantised(name, *rows, columns);
+        let found = parts.iter().map(quantised).collect::<Result<Vec<_>>>()?;
+        // What one kernel can multiply by is one matrix.
+        let together = |a: &Option<Rows>, b: &Option<Rows>| match (a, b) {
+            (Some(a), Some(b)) => a.rounding == b.rounding && (a.format == Format::Fp8) == (b.format == Format::Fp8),
+            (None, None) => true,
+            _ => false,
+        };
+        let (mut matrices, mut rest) = (Vec::new(), parts);
+        for found in found.chunk_by(together) {
+            let (here, after) = rest.split_at(found.len());
+            rest = after;
+            let rows: Vec<_> = found.iter().flatten().collect();
+            if rows.is_empty() {
+                matrices.push(Matrix::Dense(Self::stacked(here, name, columns)?));
+                continue;
+            }
+            let first = &here[0].0;
+            let alike = |a: &&Rows, b: &&Rows| a.format == b.format;
+            let built = rows.chunk_by(alike).map(|rows| Rows::build(rows, &first.device)).collect::<Result<Vec<_>>>();
+            matrices.push(Matrix::Quantised(built.with_context(|| format!("cannot load {}", first.full_name(name)))?));
+            for (weights, _) in here {
+                weights.loaded.add(weights.checkpoint.required(&weights.full_name(name))?.bytes() as u64);
+            }
+        }
+        Ok(match matrices.len() {
+            1 => matrices.remove(0),
+            _ => Matrix::Mixed(matrices),
+        })
+    }
+
+    /// Matrices of several experts in one tensor, one below the other; floats as \[E, R, C\].
+    pub fn experts(&self, name: &str, shape: [usize; 3]) -> Result<Matrix> {
+        let [experts, rows, columns] = shape;
+        match self.quantised(name, experts * rows, columns)? {
+            Some(found) => {
+                self.loaded.add(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
+                Ok(Matrix::Quantised(vec![Rows::build(&[&found], &self.device)?]))
+            }
+            None => Ok(Matrix::Dense(self.float(name, &shape)?)),
+        }
+    }
+
+    /// A matrix that a GGUF file has the other way round, or none if it has it not or in floats.
+    pub fn turned(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Matrix>> {
+        if !matches!(self.checkpoint, Checkpoint::Gguf(_)) {
+            return Ok(None);
+        }
+        let Some(found) = self.quantised(name, rows, columns)? else { return Ok(None) };
+        self.loaded.add(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
+        Ok(Some(Matrix::Quantised(vec![Rows::build(&[&found], &self.device)?])))
+    }
+
+    /// The rows of a matrix that stays quantised or becomes so.
+    fn quantised(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Rows<'c>>> {
+        let name = self.full_name(name);
+        let info = self.checkpoint.required(&name)?;
+        let found = match self.checkpoint {
+            Checkpoint::Gguf(model) => match (model.quantised(&name)?, self.quantise) {
+                (None, Some(quantise)) => model.to_quantise(&name, quantise)?,
+                (found, _) => found,
+            },
+            Checkpoint::Safetensors(checkpoint) => match (self.quantise, info.candle_dtype()) {
+                // Embeddings and what is ignored have no scales.
+                _ if checkpoint.info(&format!("{name}_scale")).is_some() => {
+                    Some(self.compressed(checkpoint, &name, [rows, columns])?)
+                }
+                (Some(quantise), Some(dtype)) if dtype != DType::U8 => {
+                    let bytes = self.checkpoint.view(&name)?.bytes;
+                    let row_bytes = columns * dtype.size_in_bytes();
+                    if info.elements() != rows * columns || info.shape.last() != Some(&columns) {
+                        bail!("tensor {name}: expected shape {:?}, found {:?}", [rows, columns], info.shape);
+                    }
+                    Rows::of_floats(quantise, rows, columns, move |row, values| {
+                        quantised::read_floats(dtype, &bytes[row * row_bytes..][..row_bytes], values)
+                    })
+                }
+                _ => None,
+            },
+        };
+        match found {
+            Some(found) if (found.rows, found.columns) != (rows, columns) => {
+                bail!("tensor {name}: expected shape {:?}, found {}", [rows, columns], self.checkpoint.describe(&name))
+            }
+            found => Ok(found),
+        }
+    }
+
+    /// The rows of a matrix that compressed-tensors quantised.
+    fn compressed(&self, checkpoint: &'c SafetensorsCheckpoint, name: &str, shape: [usize; 2]) -> Result<Rows<'c>> {
+        let Some(scheme) = checkpoint.scheme(module(name)) else {
+            bail!("tensor {name} has a scale, but quantization_config does not say what it is for");
+        };
+        let view = checkpoint.view(name)?;
+        let (format, stored) = match scheme.format {
+            compressed::Format::Int8 => (Format::Int8, Dtype::I8),
+            compressed::Format::Fp8 => (Format::Fp8, Dtype::F8_E4M3),
+        };
+        if view.info.dtype != stored || view.info.shape != shape {
+            let found = self.checkpoint.describe(name);
+            bail!("tensor {name}: quantization_config promises {stored} {shape:?}, found {found}");
+        }
+        let [rows, columns] = shape;
+        let scales = |name: &str, counts: [usize; 2]| -> Result<Vec<f32>> {
+            let view = checkpoint.view(name)?;
+            let (dtype, elements) = (view.info.candle_dtype(), view.info.elements());
+            let Some(dtype) = dtype.filter(|_| counts.contains(&elements)) else {
+                bail!("tensor {name}: expected {counts:?} scales, found {}", self.checkpoint.describe(name));
+            };
+            let mut values = vec![0.0; elements];
+            quantised::read_floats(dtype, view.bytes, &mut values)?;
+            self.loaded.add(view.bytes.len() as u64);
+            Ok(values)
+        };
+        let weight_scales = match scheme.weight_scales {
+            WeightScales::PerTensor => scales(&format!("{name}_scale"), [1, 1])?,
+            WeightScales::PerChannel => scales(&format!("{name}_scale"), [rows, rows])?,
+        };
+        let rounding = match (scheme.activations, format) {
+            (Activations::Unquantised, _) => Rounding::Nothing,
+            (Activations::PerToken, Format::Int8) => Rounding::Int8,
+            (Activations::PerToken, _) => Rounding::Fp8,
+            (Activations::Static, _) => {
+                let scale = scales(&format!("{}.input_scale", module(name)), [1, 1])?[0];
+                if format == Format::Int8 { Rounding::Int8By(scale) } else { Rounding::Fp8By(scale) }
+            }
+        };
+        let bytes = view.bytes;
+        let write = move |row: usize, [low, _, scales, _]: [&mut [u8]; 4]| {
+            low[..columns].copy_from_slice(&bytes[row * columns..][..columns]);
+            let scale = weight_scales.get(row).unwrap_or(&weight_scales[0]);
+            scales.copy_from_slice(&scale.to_le_bytes());
+            Ok(())
+        };
+        Ok(Rows { format, rows, columns, rounding, write: Box::new(write) })
+    }
+
     /// Float matrices \[rows, columns\] called `name` at several places, one below the other, in the compute dtype.
     pub fn stacked(parts: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
+        if let [(weights, rows)] = parts {
+            return weights.float(name, &[*rows, columns]);
+        }
         let names: Vec<String> = parts.iter().map(|(weights, _)| weights.full_name(name)).collect();
         let stacked = safetensors::stacked_name(&names);
         if let Some((first, _)) = parts.first()
@@ -199,4 +370,9 @@ impl<'c> Weights<'c> {
         self.loaded.add(view.bytes.len() as u64);
         Ok(tensor)
     }
+}
+
+/// The layer that a weight is of.
+fn module(name: &str) -> &str {
+    name.strip_suffix(".weight").unwrap_or(name)
 }

@@ -16,12 +16,15 @@ use safetensors::SafeTensors;
 use serde::Deserialize;
 
 use super::checkpoint::TensorInfo;
+use super::compressed::{CompressedConfig, Scheme};
 use super::read_ahead::{Extent, Keep, Part, Source};
 
 /// The safetensors files of a snapshot: which tensors there are, and their bytes.
 pub struct SafetensorsCheckpoint {
     files: Vec<MappedFile>,
     tensors: BTreeMap<String, Placed>,
+    /// How config.json says that linear layers are quantised.
+    compressed: Option<CompressedConfig>,
 }
 
 struct MappedFile {
@@ -61,7 +64,7 @@ impl SafetensorsCheckpoint {
             if !path.exists() {
                 bail!("no weights in {}: neither {SINGLE} nor {INDEX} nor a .gguf file is there", dir.display());
             }
-            return Self::from_files(vec![path]);
+            return Self::from_files(vec![path])?.with_config(dir);
         }
         let text =
             std::fs::read_to_string(&index_path).with_context(|| format!("cannot read {}", index_path.display()))?;
@@ -87,7 +90,21 @@ impl SafetensorsCheckpoint {
                 None => bail!("tensor {tensor}: the index places it in {shard}, it is not there"),
             }
         }
-        Ok(checkpoint)
+        checkpoint.with_config(dir)
+    }
+
+    /// Knows what config.json says of quantisation, if the snapshot has one.
+    fn with_config(mut self, dir: &Path) -> Result<Self> {
+        let Ok(text) = std::fs::read(dir.join("config.json")) else { return Ok(self) };
+        if let Ok(json) = serde_json::from_slice(&text) {
+            self.compressed = CompressedConfig::read(&json)?;
+        }
+        Ok(self)
+    }
+
+    /// How a linear layer is quantised, if it is.
+    pub fn scheme(&self, module: &str) -> Option<Scheme> {
+        self.compressed.as_ref()?.scheme(module)
     }
 
     fn from_files(paths: Vec<PathBuf>) -> Result<Self> {
@@ -110,7 +127,7 @@ impl SafetensorsCheckpoint {
             }
             files.push(MappedFile { source: Arc::new(Source { path, file }), map });
         }
-        Ok(Self { files, tensors })
+        Ok(Self { files, tensors, compressed: None })
     }
 
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {

@@ -202,6 +202,7 @@ fn what_cannot_be_computed_is_refused_by_name() {
     let inputs = |what| format!("{what} of config_groups.group_0.input_activations");
     refused(&format!("{INPUTS}/dynamic"), json!(false), &inputs("strategy 'token' without dynamic"));
     refused(&format!("{INPUTS}/scale_dtype"), json!("torch.uint8"), &inputs("scale_dtype"));
+    refused(INPUTS, json!({"strategy": "tensor", "dynamic": true}), &inputs("dynamic scales of whole tensors"));
     let other = "config_groups.group_0.input_activations of another type than its weights";
     refused(&format!("{INPUTS}/type"), json!("float"), other);
 }
@@ -222,7 +223,6 @@ fn what_changes_nothing_is_not_refused() {
         (&format!("{WEIGHTS}/strategy"), json!("tensor"), per_tensor),
         (&format!("{WEIGHTS}/strategy"), Value::Null, per_tensor),
         (INPUTS, Value::Null, inputs(Activations::Unquantised)),
-        (INPUTS, json!({"strategy": "tensor", "dynamic": true}), inputs(Activations::PerTensor)),
         (INPUTS, json!({"num_bits": 8}), inputs(Activations::Static)),
     ] {
         let config = read(&with(pointer, value.clone()));

@@ -12,8 +12,10 @@ use inferno::engine::sampler::Sampler;
 use inferno::models;
 use inferno::nn::decoder::{Batch, Decoder, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
+use inferno::weights::quantised::Quantise;
 use inferno::weights::{Checkpoint, Loaded, Weights};
 
+use crate::gguf::models::{llama_in_many_types, saved};
 use crate::support::{golden, relative_error, values};
 
 const CONTEXT: usize = 160;
@@ -33,10 +35,17 @@ struct Model {
 
 impl Model {
     fn load(name: &str, dir: &Path, device: &Device, dtype: DType) -> Self {
+        Self::load_quantised(name, dir, device, dtype, None)
+    }
+
+    fn load_quantised(name: &str, dir: &Path, device: &Device, dtype: DType, quantise: Option<Quantise>) -> Self {
         let checkpoint = Checkpoint::open(dir).unwrap();
         let report = |_| ();
         let loaded = Loaded::new(&report);
-        let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
+        let weights = match quantise {
+            Some(quantise) => Weights::quantising(&checkpoint, device, dtype, &loaded, quantise),
+            None => Weights::new(&checkpoint, device, dtype, &loaded).unwrap(),
+        };
         let decoder = models::read_config(dir).unwrap().architecture.build(&weights, CONTEXT).unwrap();
         let cache = KvCache::new(decoder.cache_layers(), CONTEXT, CHUNK, dtype, device).unwrap();
         Self { name: format!("{name} in {dtype:?}"), decoder, cache, device: device.clone(), dtype }
@@ -210,8 +219,29 @@ fn each_model(test: impl Fn(&mut Model)) {
             llama.write(dir.path());
             test(&mut Model::load(&format!("llama {name}"), dir.path(), &device, dtype));
         }
+        let dir = tempfile::tempdir().unwrap();
+        QUANTISED.write(dir.path());
+        for name in ["q8_0", "q4_k", "q2_k", "q3_k", "q5_1", "fp8", "int8"] {
+            let quantise: Quantise = name.parse().unwrap();
+            test(&mut Model::load_quantised(&format!("llama in {name}"), dir.path(), &device, dtype, Some(quantise)));
+        }
+        // Queries, keys and values of three formats, and a quantised embedding.
+        let (_folder, file) = saved(&llama_in_many_types());
+        test(&mut Model::load("llama of many types", &file, &device, dtype));
     }
 }
+
+/// Rows of whole blocks of 256, so that each format can have them; the embedding is the head.
+const QUANTISED: Llama = Llama {
+    hidden_size: 512,
+    heads: 6,
+    kv_heads: 2,
+    head_dim: 64,
+    intermediate_size: 768,
+    vocab_size: 3001,
+    bias: true,
+    tied: true,
+};
 
 fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
     let vocab = model.decoder.vocab_size() as u32;

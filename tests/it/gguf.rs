@@ -4,7 +4,7 @@ mod blocks;
 mod converter;
 mod fuzzed;
 mod hostile;
-mod models;
+pub mod models;
 mod reading;
 mod splits;
 mod tokenizers;

@@ -31,9 +31,13 @@ const CASES: &[&str] = &[
     "gemma3",
     "gpt2",
 ];
+/// In 8 bits, by compressed-tensors. Inputs are rounded to codes, so that the last bit of a sum may change one: what is
+/// computed in another order than transformers' agrees less.
+const COMPRESSED: &[&str] = &["compressed/int8", "compressed/int8_weights", "compressed/fp8", "compressed/fp8_static"];
 const CONTEXT: usize = 160;
 
 struct Case {
+    name: String,
     decoder: Decoder,
     device: Device,
     dtype: DType,
@@ -51,7 +55,7 @@ fn load(case: &str, device: &Device, dtype: DType) -> Case {
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
     let ids = integers(&golden["ids"]);
-    Case { decoder, device: device.clone(), dtype, ids, golden }
+    Case { name: case.into(), decoder, device: device.clone(), dtype, ids, golden }
 }
 
 fn integers(tensor: &Tensor) -> Vec<u32> {
@@ -78,20 +82,38 @@ impl Case {
         self.run(&mut self.cache(chunk), ids)
     }
 
+    fn is_short(&self) -> bool {
+        self.dtype != DType::F32
+    }
+
     /// Largest relative error that a dtype may show against the f32 reference. f32 is the requirement of exactness;
     /// the others are a few roundings (2^-8 and 2^-11) through three or four layers.
     fn tolerance(&self) -> f32 {
-        match self.dtype {
-            DType::F32 => 1e-4,
-            DType::F16 => 2e-2,
+        match (self.dtype, self.name.as_str()) {
+            // transformers in bf16 is itself off by 3.3, 1.4, 5.6 and 9.1 % from itself in f32. Tensor cores sum FP8 to some
+            // 13 bits, as torch's product shows too (3e-4 to 9e-4), which is enough to change codes that come after.
+            (_, "compressed/fp8") if self.is_short() || self.device.is_cuda() => 12e-2,
+            (_, "compressed/fp8_static") if self.is_short() || self.device.is_cuda() => 19e-2,
+            (DType::F32, _) => 1e-4,
+            (_, "compressed/int8") => 7e-2,
+            (DType::F16, _) => 2e-2,
             _ => 6e-2,
         }
     }
 }
 
 fn each_case(test: impl Fn(&str, Case)) {
+    each_of(CASES, test);
+}
+
+/// Computed as transformers does it, token by token and layer by layer.
+fn each_straight_case(test: impl Fn(&str, Case)) {
+    each_of(&[CASES, COMPRESSED].concat(), test);
+}
+
+fn each_of(cases: &[&str], test: impl Fn(&str, Case)) {
     for (device, dtype) in devices() {
-        for case in CASES {
+        for case in cases {
             test(&format!("{case} on {:?} in {dtype:?}", device.location()), load(case, &device, dtype));
         }
     }
@@ -99,7 +121,7 @@ fn each_case(test: impl Fn(&str, Case)) {
 
 #[test]
 fn logits_and_every_layer_agree_with_transformers() {
-    each_case(|name, case| {
+    each_straight_case(|name, case| {
         let mut cache = case.cache(case.ids.len());
         let batch = Batch { ids: &case.ids, tokens: &[case.ids.len()], logits: LogitsOf::All };
         let mut taps = Vec::new();
@@ -120,7 +142,7 @@ fn logits_and_every_layer_agree_with_transformers() {
 
 #[test]
 fn mean_nll_agrees_with_transformers() {
-    each_case(|name, case| {
+    each_straight_case(|name, case| {
         let vocab = case.golden["logits"].dim(1).unwrap();
         let nll = |logits: &[f32]| {
             let rows = logits.chunks_exact(vocab).zip(&case.ids[1..]);
@@ -133,7 +155,7 @@ fn mean_nll_agrees_with_transformers() {
             losses.iter().sum::<f64>() / losses.len() as f64
         };
         let (got, want) = (nll(&case.logits(&case.ids, case.ids.len())), nll(&values(&case.golden["logits"])));
-        let tolerance = if case.dtype == DType::F32 { 1e-4 } else { 3e-2 };
+        let tolerance = if case.tolerance() > 1e-4 { f64::from(case.tolerance()) / 2.0 } else { 1e-4 };
         assert!((got - want).abs() < tolerance, "{name}: mean NLL {got}, transformers {want}");
     });
 }
@@ -141,8 +163,8 @@ fn mean_nll_agrees_with_transformers() {
 #[test]
 fn greedy_tokens_agree_with_transformers() {
     // Rounding may rightly flip a near tie in the short dtypes, so this holds in f32 only.
-    each_case(|name, case| {
-        if case.dtype != DType::F32 {
+    each_straight_case(|name, case| {
+        if case.tolerance() > 1e-4 {
             return;
         }
         let mut ids = integers(&case.golden["greedy_prompt"]);

@@ -63,7 +63,7 @@ impl Source {
                 None => json(dir, "tokenizer_config.json").unwrap_or_default(),
             },
             licence: ours.or(readme).or_else(|| licence_file(&files).and_then(title)),
-            inventory: Checkpoint::open(&snapshot.path).map(|checkpoint| Inventory::of(&checkpoint)),
+            inventory: Checkpoint::open(&snapshot.path).map(|checkpoint| Inventory::of(&checkpoint, None)),
             files,
         }
     }

@@ -71,9 +71,7 @@ pub fn q2_k(bytes: &[u8], values: &mut [f32]) {
 pub fn q3_k(bytes: &[u8], values: &mut [f32]) {
     let (high, low, scales, d) = (&bytes[..32], &bytes[32..96], &bytes[96..108], half(bytes, 108));
     for (i, value) in values.iter_mut().enumerate() {
-        // Four bits of the scales lie in the first eight bytes, two in the last four.
-        let s = i / 16;
-        let scale = (scales[s % 8] >> (4 * (s / 8))) & 15 | ((scales[8 + s % 4] >> (2 * (s / 4))) & 3) << 4;
+        let scale = q3_k_scale(scales, i / 16);
         // A third bit that is not set takes four away.
         let q = f32::from(two_bits(low, i)) - if high[i % 32] >> (i / 32) & 1 == 0 { 4.0 } else { 0.0 };
         *value = d * (f32::from(scale) - 32.0) * q;
@@ -125,6 +123,11 @@ pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
+/// The s-th of 16 scales: four bits lie in the first eight bytes, two in the last four.
+fn q3_k_scale(scales: &[u8], s: usize) -> u8 {
+    (scales[s % 8] >> (4 * (s / 8))) & 15 | ((scales[8 + s % 4] >> (2 * (s / 4))) & 3) << 4
+}
+
 /// The i-th of nibbles of which the first half lies in the low bits.
 fn nibble(bytes: &[u8], i: usize) -> u8 {
     if i < bytes.len() { bytes[i] & 15 } else { bytes[i - bytes.len()] >> 4 }
@@ -164,4 +167,75 @@ fn half(bytes: &[u8], at: usize) -> f32 {
         _ => (exponent + 112) << 23 | fraction << 13,
     };
     f32::from_bits(sign | magnitude)
+}
+
+/// Elements 32 · `chunk` and on of a block as small unsigned integers, signed bytes of Q8_0, and what their scales are
+/// made of: f16 scale and min; of the K types a byte for each 16 elements, Q4_K and Q5_K a scale and a min. With the
+/// block's own scales, which stay where they are, that is all of it.
+pub fn split(ggml_type: super::GgmlType, bytes: &[u8], chunk: usize, scales: &mut [u8]) -> [u8; 32] {
+    use super::GgmlType as Type;
+    match ggml_type {
+        Type::Q2K => scales.copy_from_slice(&bytes[2 * chunk..][..2]),
+        Type::Q6K => scales.copy_from_slice(&bytes[192 + 2 * chunk..][..2]),
+        Type::Q3K => {
+            for (i, scale) in scales.iter_mut().enumerate() {
+                *scale = q3_k_scale(&bytes[96..108], 2 * chunk + i).wrapping_sub(32);
+            }
+        }
+        Type::Q4K | Type::Q5K => (scales[0], scales[1]) = scale_and_min(&bytes[4..16], chunk),
+        _ => scales.copy_from_slice(&bytes[..scales.len()]),
+    }
+    let mut q = [0; 32];
+    match ggml_type {
+        Type::Q4_0 => nibbles(&bytes[2..], &mut q),
+        Type::Q4_1 => nibbles(&bytes[4..], &mut q),
+        Type::Q5_0 => {
+            nibbles(&bytes[6..], &mut q);
+            set(&mut q, |i| bit(&bytes[2..6], i) << 4);
+        }
+        Type::Q5_1 => {
+            nibbles(&bytes[8..], &mut q);
+            set(&mut q, |i| bit(&bytes[4..8], i) << 4);
+        }
+        Type::Q8_0 => q.copy_from_slice(&bytes[2..34]),
+        Type::Q2K => pairs(&bytes[16..80], chunk, 0, &mut q),
+        Type::Q3K => {
+            pairs(&bytes[32..96], chunk, 0, &mut q);
+            set(&mut q, |i| (bytes[i] >> chunk & 1) << 2);
+        }
+        Type::Q4K => half_of_nibbles(&bytes[16 + 32 * (chunk / 2)..], chunk % 2, &mut q),
+        Type::Q5K => {
+            half_of_nibbles(&bytes[48 + 32 * (chunk / 2)..], chunk % 2, &mut q);
+            set(&mut q, |i| (bytes[16 + i] >> chunk & 1) << 4);
+        }
+        Type::Q6K => {
+            half_of_nibbles(&bytes[64 * (chunk / 4) + 32 * (chunk % 2)..], chunk / 2 % 2, &mut q);
+            pairs(&bytes[128..192], chunk, 4, &mut q);
+        }
+        Type::F32 | Type::F16 | Type::Bf16 | Type::Mxfp4 => {}
+    }
+    q
+}
+
+fn set(q: &mut [u8; 32], bits: impl Fn(usize) -> u8) {
+    q.iter_mut().enumerate().for_each(|(i, q)| *q |= bits(i));
+}
+
+/// 32 nibbles of 16 bytes, first the low ones.
+fn nibbles(bytes: &[u8], q: &mut [u8; 32]) {
+    let (low, high) = q.split_at_mut(16);
+    for ((low, high), byte) in low.iter_mut().zip(high).zip(bytes) {
+        (*low, *high) = (byte & 15, byte >> 4);
+    }
+}
+
+/// The low or the high nibbles of 32 bytes.
+fn half_of_nibbles(bytes: &[u8], half: usize, q: &mut [u8; 32]) {
+    q.iter_mut().zip(bytes).for_each(|(q, byte)| *q = byte >> (4 * half) & 15);
+}
+
+/// Pairs of bits 32 · `chunk` and on of 256, moved up by `shift`.
+fn pairs(bytes: &[u8], chunk: usize, shift: usize, q: &mut [u8; 32]) {
+    let bytes = &bytes[32 * (chunk / 4)..][..32];
+    q.iter_mut().zip(bytes).for_each(|(q, byte)| *q |= (byte >> (2 * (chunk % 4)) & 3) << shift);
 }

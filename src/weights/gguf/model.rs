@@ -1,7 +1,6 @@
 //! A GGUF file as a checkpoint: tensors by their Hugging Face names, each made from what the file has.
 //!
-//! **The seam.** An [`Entry`] knows how its tensor is stored ([`GgufModel::stored`]: the type, and whether rows are as they
-//! were): whoever wants blocks as they are asks here, before [`GgufModel::float`] makes floats of them.
+//! Matrices stay in their blocks ([`GgufModel::quantised`]); what else there is becomes floats ([`GgufModel::float`]).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,6 +16,7 @@ use super::names::{InLayer, Layout, Role};
 use super::{GgufCheckpoint, View};
 use crate::weights::TensorInfo;
 use crate::weights::ggml::GgmlType;
+use crate::weights::quantised::{self, Quantise};
 
 /// A GGUF file and what the model's tensors are made of.
 pub struct GgufModel {
@@ -86,7 +86,7 @@ impl GgufModel {
     }
 
     /// The bytes that a tensor's blocks lie in and their type, if its rows are the file's and nothing was done to them.
-    pub fn stored(&self, name: &str) -> Result<Option<View<'_>>> {
+    fn stored(&self, name: &str) -> Result<Option<View<'_>>> {
         let entry = self.entry(name)?;
         let plain = entry.rows == Rows::Same && entry.change == Change::Nothing;
         if plain { self.file.view(&entry.sources[0]).map(Some) } else { Ok(None) }
@@ -106,6 +106,52 @@ impl GgufModel {
         };
         let sources: Vec<_> = entry.sources.iter().take(2).map(source).collect();
         format!("{:?}, made of {}", entry.info.shape, sources.join(" and "))
+    }
+
+    /// The rows of a matrix whose blocks can be kept as they are.
+    pub fn quantised(&self, name: &str) -> Result<Option<quantised::Rows<'_>>> {
+        let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
+        let source = self.rows(self.entry(name)?)?;
+        let (ggml_type, ..) = source.sources[0];
+        Ok(quantised::Rows::of_blocks(ggml_type, rows, columns, move |row| source.get(row).1))
+    }
+
+    /// The rows of a matrix of floats, to be quantised.
+    pub fn to_quantise(&self, name: &str, quantise: Quantise) -> Result<Option<quantised::Rows<'_>>> {
+        let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
+        let source = self.rows(self.entry(name)?)?;
+        let row = move |row: usize, values: &mut [f32]| {
+            let (ggml_type, bytes) = source.get(row);
+            ggml_type.dequantize(bytes, values)
+        };
+        Ok(quantised::Rows::of_floats(quantise, rows, columns, row))
+    }
+
+    /// Bytes of a matrix whose blocks are kept.
+    pub fn kept_bytes(&self, name: &str) -> Option<u64> {
+        let format = quantised::format(self.stored_type(name)?)?;
+        let (rows, columns) = self.matrix_shape(name).ok()??;
+        Some(format.bytes(rows as u64, columns as u64))
+    }
+
+    /// Rows and columns of a matrix as products take it, or of several of one type, one below the other.
+    fn matrix_shape(&self, name: &str) -> Result<Option<(usize, usize)>> {
+        let entry = self.entry(name)?;
+        let mut types = entry.sources.iter().map(|source| self.file.info(source).map(|info| info.ggml_type));
+        let first = types.next().flatten();
+        if types.any(|other| other != first) {
+            return Ok(None);
+        }
+        let shape = match entry.change {
+            Change::Nothing => &entry.info.shape,
+            // The file has it the way that products take it.
+            Change::Transposed if entry.info.shape.len() == 2 => &self.file.view(&entry.sources[0])?.info.shape,
+            _ => return Ok(None),
+        };
+        Ok(match shape.as_slice() {
+            [rows @ .., columns] if !rows.is_empty() => Some((rows.iter().product(), *columns)),
+            _ => None,
+        })
     }
 
     /// A float tensor in a dtype, on the host. The whole machine takes part; nothing is allocated but the result.
@@ -196,8 +242,8 @@ struct SourceRows<'c> {
     order: Rows,
 }
 
-impl SourceRows<'_> {
-    fn get(&self, row: usize) -> (GgmlType, &[u8]) {
+impl<'c> SourceRows<'c> {
+    fn get(&self, row: usize) -> (GgmlType, &'c [u8]) {
         let (source, row) = match self.order {
             Rows::Same => (0, row),
             Rows::Halves(head) => {

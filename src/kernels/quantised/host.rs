@@ -1,0 +1,211 @@
+//! The reference: quantised matrices in host memory, element by element.
+
+use candle_core::{Result, Tensor};
+
+use super::{CHUNK, Format, Rounding};
+
+/// Eight sums at once, which the compiler makes vectors of.
+pub fn dot(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 8];
+    let (a, a_rest) = a.as_chunks::<8>();
+    let (b, b_rest) = b.as_chunks::<8>();
+    for (a, b) in a.iter().zip(b) {
+        for i in 0..8 {
+            sums[i] += a[i] * b[i];
+        }
+    }
+    sums.iter().sum::<f32>() + a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum::<f32>()
+}
+
+/// The reference: planes of a matrix in host memory.
+pub struct HostPlanes<'p> {
+    pub format: Format,
+    pub row_bytes: [usize; 4],
+    pub planes: [&'p [u8]; 4],
+}
+
+impl HostPlanes<'_> {
+    /// The values of a row.
+    pub fn row(&self, row: usize, values: &mut [f32]) {
+        let [low, high, scales, supers] =
+            std::array::from_fn(|i| &self.planes[i][row * self.row_bytes[i]..][..self.row_bytes[i]]);
+        let bytes = self.format.planes();
+        for (chunk, values) in values.chunks_mut(CHUNK).enumerate() {
+            let part = |plane: &'_ [u8], bytes: usize| -> [u8; 32] {
+                let mut part = [0; 32];
+                part[..bytes].copy_from_slice(&plane[chunk * bytes..][..bytes]);
+                part
+            };
+            let q = unpack(&part(low, bytes.low), bytes.low, &part(high, bytes.high), bytes.high);
+            let supers = supers.get(chunk / 8 * 4..).unwrap_or(&[]);
+            let scales = &scales[if bytes.scales == 0 { 0 } else { chunk * bytes.scales }..];
+            let scaling = Scaling::read(self.format, scales, supers);
+            for (i, value) in values.iter_mut().enumerate() {
+                *value = scaling.value(self.format, q[i], i);
+            }
+        }
+    }
+}
+
+/// The 32 q of a chunk, from planes of so many bytes.
+fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) -> [u8; 32] {
+    let two = |plane: &[u8; 32], j: usize, i: usize| plane[4 * (j / 4) + i] >> (2 * (j % 4)) & 3;
+    std::array::from_fn(|column| {
+        let (j, i) = (column / 4, column % 4);
+        let (q, bits) = match low_bytes {
+            8 => (two(low, j, i), 2),
+            16 => (low[4 * (j / 2) + i] >> (4 * (j % 2)) & 15, 4),
+            _ => (low[column], 8),
+        };
+        match high_bytes {
+            0 => q,
+            4 => q | (high[i] >> j & 1) << bits,
+            _ => q | two(high, j, i) << bits,
+        }
+    })
+}
+
+/// The planes' bytes for 32 q: the inverse of `unpack`. `low` and `high` are as long as the format says.
+pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {
+    let (quads, _) = q.as_chunks::<4>();
+    let two = |plane: &mut [u8], shift: usize| {
+        for (half, word) in plane.chunks_exact_mut(4).enumerate() {
+            for (i, byte) in word.iter_mut().enumerate() {
+                let part = |j: usize| (quads[4 * half + j][i] >> shift & 3) << (2 * j);
+                *byte = part(0) | part(1) | part(2) | part(3);
+            }
+        }
+    };
+    let bits = match low.len() {
+        8 => {
+            two(low, 0);
+            2
+        }
+        16 => {
+            for (w, word) in low.chunks_exact_mut(4).enumerate() {
+                for (i, byte) in word.iter_mut().enumerate() {
+                    *byte = quads[2 * w][i] & 15 | quads[2 * w + 1][i] << 4;
+                }
+            }
+            4
+        }
+        _ => {
+            low.copy_from_slice(q);
+            8
+        }
+    };
+    match high.len() {
+        0 => {}
+        4 => {
+            for (i, byte) in high.iter_mut().enumerate() {
+                *byte = (0..8).fold(0, |byte, j| byte | (quads[j][i] >> bits & 1) << j);
+            }
+        }
+        _ => two(high, bits),
+    }
+}
+
+/// What turns the q of a chunk into values: a scale and a min for each 16.
+struct Scaling {
+    scales: [f32; 2],
+    mins: [f32; 2],
+    zero: f32,
+}
+
+impl Scaling {
+    fn read(format: Format, scales: &[u8], supers: &[u8]) -> Self {
+        let half = |bytes: &[u8], i: usize| half::f16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f32();
+        let zero = match format {
+            Format::Q4_0 => 8.0,
+            Format::Q5_0 => 16.0,
+            Format::Q3K => 4.0,
+            Format::Q6K => 32.0,
+            _ => 0.0,
+        };
+        let byte = |i: usize| f32::from(scales[i]);
+        let signed = |i: usize| f32::from(scales[i] as i8);
+        let mut mins = [0.0; 2];
+        let scales = match format {
+            Format::Q4_0 | Format::Q5_0 | Format::Q8_0 => [half(scales, 0); 2],
+            Format::Q4_1 | Format::Q5_1 => {
+                mins = [-half(scales, 1); 2];
+                [half(scales, 0); 2]
+            }
+            Format::Q2K => {
+                let (d, dmin) = (half(supers, 0), half(supers, 1));
+                mins = [0, 1].map(|i| dmin * f32::from(scales[i] >> 4));
+                [0, 1].map(|i| d * f32::from(scales[i] & 15))
+            }
+            Format::Q3K | Format::Q6K => [half(supers, 0) * signed(0), half(supers, 0) * signed(1)],
+            Format::Q4K | Format::Q5K => {
+                mins = [half(supers, 1) * byte(1); 2];
+                [half(supers, 0) * byte(0); 2]
+            }
+            Format::Int8 | Format::Fp8 => [f32::from_le_bytes([scales[0], scales[1], scales[2], scales[3]]); 2],
+        };
+        Self { scales, mins, zero }
+    }
+
+    fn value(&self, format: Format, q: u8, column: usize) -> f32 {
+        let q = match format {
+            Format::Q8_0 | Format::Int8 => f32::from(q as i8),
+            Format::Fp8 => from_e4m3(q),
+            _ => f32::from(q) - self.zero,
+        };
+        self.scales[column / 16] * q - self.mins[column / 16]
+    }
+}
+
+/// E4M3 without infinities, as OCP's FP8 standard has it.
+pub fn from_e4m3(byte: u8) -> f32 {
+    let (exponent, fraction) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
+    let magnitude = match byte & 127 {
+        127 => f32::NAN,
+        _ if exponent == 0 => fraction * 2f32.powi(-9),
+        _ => (1.0 + fraction / 8.0) * 2f32.powi(exponent - 7),
+    };
+    if byte & 128 == 0 { magnitude } else { -magnitude }
+}
+
+/// The largest finite E4M3.
+pub const E4M3_MAX: f32 = 448.0;
+
+/// The nearest E4M3, even of equals; beyond the largest the largest.
+pub fn to_e4m3(value: f32) -> u8 {
+    let sign = (value.to_bits() >> 24) as u8 & 128;
+    let magnitude = value.abs().min(E4M3_MAX);
+    if value.is_nan() {
+        return sign | 127;
+    }
+    // In units of the last place: 2^-9 below 2^-6.
+    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
+    let fraction = (magnitude * 2f32.powi(3 - exponent)).round_ties_even() as i32;
+    // A fraction of 16 carries into the exponent, one below 8 has none.
+    sign | (((exponent + 7) << 3) + fraction - 8) as u8
+}
+
+/// x f32 \[T, C\] as the product is to see it.
+pub fn round(x: &Tensor, rounding: Rounding) -> Result<Tensor> {
+    if rounding == Rounding::Nothing {
+        return Ok(x.clone());
+    }
+    let (_, columns) = x.dims2()?;
+    let mut values: Vec<f32> = x.flatten_all()?.to_vec1()?;
+    for row in values.chunks_exact_mut(columns) {
+        let most = row.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+        let scale = match rounding {
+            Rounding::Int8 => most / 127.5,
+            Rounding::Fp8By(scale) | Rounding::Int8By(scale) => scale,
+            _ => most / E4M3_MAX,
+        }
+        .max(f32::MIN_POSITIVE);
+        for value in row {
+            *value = scale
+                * match rounding {
+                    Rounding::Int8 | Rounding::Int8By(_) => (*value / scale).round_ties_even().clamp(-128.0, 127.0),
+                    _ => from_e4m3(to_e4m3(*value / scale)),
+                };
+        }
+    }
+    Tensor::from_vec(values, x.dims(), x.device())
+}

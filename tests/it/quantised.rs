@@ -1,0 +1,348 @@
+//! Matrices that stay quantised: their layout against the blocks that they are made of, products against those of the
+//! dequantised matrix, and on a GPU every kernel against the same on a CPU.
+
+use candle_core::{DType, Device, Tensor};
+use inferno::device::{self, DeviceChoice};
+use inferno::kernels::experts::{ExpertWeights, expert_matmul};
+use inferno::kernels::quantised::{Format, QuantisedMatrix, Rounding, from_e4m3, to_e4m3};
+use inferno::models;
+use inferno::nn::decoder::{Batch, LogitsOf};
+use inferno::nn::kv_cache::KvCache;
+use inferno::tokenizer::{Controls, Tokenizer};
+use inferno::weights::ggml::GgmlType;
+use inferno::weights::quantised::{Quantise, Rows};
+use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
+
+use crate::support::{demo_dir, relative_error, values};
+
+const BLOCKS: [GgmlType; 10] = [
+    GgmlType::Q4_0,
+    GgmlType::Q4_1,
+    GgmlType::Q5_0,
+    GgmlType::Q5_1,
+    GgmlType::Q8_0,
+    GgmlType::Q2K,
+    GgmlType::Q3K,
+    GgmlType::Q4K,
+    GgmlType::Q5K,
+    GgmlType::Q6K,
+];
+
+/// Bytes without a pattern.
+fn noise(count: usize, seed: u64) -> impl Iterator<Item = u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    (0..count).map(move |_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 32) as u8
+    })
+}
+
+fn floats(count: usize, seed: u64) -> Vec<f32> {
+    let bytes: Vec<u8> = noise(2 * count, seed).collect();
+    bytes.chunks_exact(2).map(|two| f32::from(i16::from_le_bytes([two[0], two[1]])) / 16384.0).collect()
+}
+
+/// Blocks of any bits, but for scales of magnitudes as models have them.
+fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
+    let mut bytes: Vec<u8> = noise(count * ggml_type.block_bytes(), ggml_type.id().into()).collect();
+    let halves: &[usize] = match ggml_type {
+        GgmlType::Q4_0 | GgmlType::Q5_0 | GgmlType::Q8_0 => &[0],
+        GgmlType::Q4_1 | GgmlType::Q5_1 | GgmlType::Q4K | GgmlType::Q5K => &[0, 2],
+        GgmlType::Q2K => &[80, 82],
+        GgmlType::Q3K => &[108],
+        _ => &[208],
+    };
+    for block in bytes.chunks_exact_mut(ggml_type.block_bytes()) {
+        for at in halves {
+            // Between 2^-7 and 2^-5, of either sign.
+            block[at + 1] = block[at + 1] & 0x84 | 0x20;
+        }
+    }
+    bytes
+}
+
+/// A matrix of random blocks, and its values by the blocks' own arithmetic.
+fn of_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device) -> (QuantisedMatrix, Vec<f32>) {
+    let bytes = blocks(ggml_type, rows * columns / ggml_type.block_length());
+    let row_bytes = bytes.len() / rows;
+    let made = Rows::of_blocks(ggml_type, rows, columns, |row| &bytes[row * row_bytes..][..row_bytes]).unwrap();
+    let matrix = Rows::build(&[&made], device).unwrap();
+    let mut values = vec![0.0; rows * columns];
+    ggml_type.dequantize(&bytes, &mut values).unwrap();
+    (matrix, values)
+}
+
+fn of_floats(quantise: Quantise, values: &[f32], columns: usize, device: &Device) -> QuantisedMatrix {
+    let row = |row: usize, to: &mut [f32]| {
+        to.copy_from_slice(&values[row * columns..][..columns]);
+        Ok(())
+    };
+    Rows::build(&[&Rows::of_floats(quantise, values.len() / columns, columns, row).unwrap()], device).unwrap()
+}
+
+/// One matrix of each format.
+fn of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<QuantisedMatrix> {
+    let mut matrices: Vec<_> = BLOCKS.iter().map(|of| of_blocks(*of, rows, columns, device).0).collect();
+    let values = floats(rows * columns, 7);
+    matrices.extend([Quantise::Int8, Quantise::Fp8].map(|quantise| of_floats(quantise, &values, columns, device)));
+    assert_eq!(matrices.iter().map(|matrix| matrix.format).collect::<Vec<_>>(), Format::ALL);
+    matrices
+}
+
+#[test]
+fn values_are_those_of_the_blocks_bit_by_bit() {
+    for of in BLOCKS {
+        let (matrix, want) = of_blocks(of, 3, 512, &Device::Cpu);
+        let got = values(&matrix.dequantise(DType::F32).unwrap());
+        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        assert_eq!(bits(&got), bits(&want), "{of}");
+        // No more than in the file but for scales of 12 bytes, which become 16.
+        let file = 3 * 512 / of.block_length() * of.block_bytes();
+        assert!(matrix.bytes() as usize <= file + 3 * 2 * 6, "{of}: {} bytes of {file}", matrix.bytes());
+    }
+}
+
+#[test]
+fn products_and_rows_are_those_of_the_values() {
+    let x = Tensor::from_vec(floats(5 * 512, 3), (5, 512), &Device::Cpu).unwrap();
+    let ids = Tensor::new(&[2u32, 0, 6], &Device::Cpu).unwrap();
+    for matrix in of_each_format(7, 512, &Device::Cpu) {
+        let dense = matrix.dequantise(DType::F32).unwrap();
+        let want = x.matmul(&dense.t().unwrap()).unwrap();
+        let error = relative_error(&values(&matrix.matmul(&x).unwrap()), &values(&want));
+        assert!(error < 1e-6, "{:?}: off by {error:e}", matrix.format);
+        let want = (dense.index_select(&ids, 0).unwrap() * 3.0).unwrap();
+        assert_eq!(values(&matrix.embed(&ids, 3.0).unwrap()), values(&want), "{:?}", matrix.format);
+        let part = matrix.rows(2, 4).unwrap().dequantise(DType::F32).unwrap();
+        assert_eq!(values(&part), values(&dense.narrow(0, 2, 4).unwrap()), "{:?}", matrix.format);
+    }
+}
+
+#[test]
+fn several_matrices_stand_one_below_the_other() {
+    let (bytes, columns) = (blocks(GgmlType::Q6K, 10), 256);
+    let of = |first: usize, rows: usize| {
+        let bytes = &bytes[first * 210..];
+        Rows::of_blocks(GgmlType::Q6K, rows, columns, move |row| &bytes[row * 210..][..210]).unwrap()
+    };
+    let whole = Rows::build(&[&of(0, 10)], &Device::Cpu).unwrap();
+    let parts = Rows::build(&[&of(0, 3), &of(3, 1), &of(4, 6)], &Device::Cpu).unwrap();
+    let all = |matrix: &QuantisedMatrix| values(&matrix.dequantise(DType::F32).unwrap());
+    assert_eq!(all(&whole), all(&parts));
+}
+
+#[test]
+fn quantised_floats_are_near_to_what_they_were() {
+    let (rows, columns) = (4, 512);
+    let original = floats(rows * columns, 11);
+    // The largest error of a value, in parts of its row's largest magnitude, here about 2: half a step, or a whole one where
+    // blocks have no value at both ends.
+    for (name, most) in [
+        ("q8_0", 1.0 / 127.0 / 2.0),
+        ("int8", 1.0 / 127.0 / 2.0),
+        ("fp8", 1.0 / 28.0),
+        ("q6_k", 1.0 / 31.0),
+        ("q5_0", 1.0 / 15.0),
+        ("q5_1", 1.0 / 31.0),
+        ("q5_k", 1.0 / 31.0),
+        ("q4_0", 1.0 / 7.0),
+        ("q4_1", 1.0 / 15.0),
+        ("q4_k", 1.0 / 15.0),
+        ("q3_k", 1.0 / 3.0),
+        ("q2_k", 1.0 / 2.0),
+    ] {
+        let quantise: Quantise = name.parse().unwrap();
+        assert_eq!(quantise.to_string(), name);
+        let matrix = of_floats(quantise, &original, columns, &Device::Cpu);
+        let got = values(&matrix.dequantise(DType::F32).unwrap());
+        let worst = got.iter().zip(&original).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        // And the rounding of the scale itself to f16.
+        assert!(worst / 2.0 <= most * 1.1, "{quantise}: off by {worst}");
+        assert!(worst > 0.0, "{quantise} changes nothing");
+    }
+    // Rows that are no whole blocks.
+    let format = |name: &str, columns| name.parse::<Quantise>().unwrap().format(columns);
+    assert_eq!(format("q4_k", 320), Some(Format::Q5_0));
+    assert_eq!(format("q2_k", 320), Some(Format::Q4_0));
+    assert_eq!(format("q6_k", 320), Some(Format::Q8_0));
+    assert_eq!(format("q8_0", 100), None);
+    assert_eq!(format("int8", 100), Some(Format::Int8));
+    assert!("q9".parse::<Quantise>().unwrap_err().contains("q8_0, q6_k"));
+}
+
+#[test]
+fn e4m3_is_rounded_to_the_nearest() {
+    let all: Vec<(u8, f32)> = (0..=255u8).map(|byte| (byte, from_e4m3(byte))).collect();
+    assert_eq!((from_e4m3(0x7e), from_e4m3(1), from_e4m3(0x38)), (448.0, 2f32.powi(-9), 1.0));
+    assert!(from_e4m3(0x7f).is_nan() && from_e4m3(0xff).is_nan());
+    for &(byte, value) in all.iter().filter(|(_, value)| !value.is_nan()) {
+        assert_eq!(to_e4m3(value), byte, "{value}");
+    }
+    let finite: Vec<(u8, f32)> = all.into_iter().filter(|(byte, value)| !value.is_nan() && *byte < 128).collect();
+    for two in finite.windows(2) {
+        let ((low, a), (high, b)) = (two[0], two[1]);
+        let middle = (a + b) / 2.0;
+        assert_eq!(to_e4m3(middle), if low % 2 == 0 { low } else { high }, "between {a} and {b}");
+        assert_eq!(to_e4m3(middle + (b - a) / 64.0), high);
+        assert_eq!(to_e4m3(middle - (b - a) / 64.0), low);
+    }
+    assert_eq!((to_e4m3(1e9), to_e4m3(-460.0)), (0x7e, 0xfe));
+    assert_eq!(to_e4m3(f32::NAN) & 127, 127);
+}
+
+#[test]
+fn inputs_are_rounded_as_the_model_asks() {
+    let weight = of_floats(Quantise::Int8, &floats(3 * 64, 1), 64, &Device::Cpu);
+    let x = floats(2 * 64, 2);
+    let product = |matrix: &QuantisedMatrix, x: &[f32]| {
+        values(&matrix.matmul(&Tensor::from_slice(x, (2, 64), &Device::Cpu).unwrap()).unwrap())
+    };
+    let by_hand = |round: &dyn Fn(f32, f32) -> f32| {
+        let rows = x.chunks_exact(64).flat_map(|row| {
+            let most = row.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+            row.iter().map(move |value| round(*value, most))
+        });
+        product(&weight, &rows.collect::<Vec<_>>())
+    };
+    let int8 = by_hand(&|value, most| (value / (most / 127.5)).round_ties_even().clamp(-128.0, 127.0) * (most / 127.5));
+    let fp8 = by_hand(&|value, most| from_e4m3(to_e4m3(value / (most / 448.0))) * (most / 448.0));
+    let fixed = by_hand(&|value, _| from_e4m3(to_e4m3(value / 0.25)) * 0.25);
+    for (rounding, want) in [(Rounding::Int8, int8), (Rounding::Fp8, fp8), (Rounding::Fp8By(0.25), fixed)] {
+        let got = product(&weight.clone().rounded(rounding), &x);
+        assert!(relative_error(&got, &want) < 1e-6, "{rounding:?}");
+        assert!(relative_error(&got, &product(&weight, &x)) > 1e-4, "{rounding:?} rounds nothing");
+    }
+}
+
+#[test]
+fn experts_are_those_that_were_chosen() {
+    let (experts, rows, columns) = (5, 3, 512);
+    let ids = Tensor::new(&[[4u32, 0], [2, 4], [1, 1]], &Device::Cpu).unwrap();
+    for matrix in of_each_format(experts * rows, columns, &Device::Cpu) {
+        let dense = matrix.dequantise(DType::F32).unwrap().reshape((experts, rows, columns)).unwrap();
+        for shape in [vec![3, columns], vec![3, 2, columns]] {
+            let x = Tensor::from_vec(floats(shape.iter().product(), 4), shape, &Device::Cpu).unwrap();
+            let product = |weights| values(&expert_matmul(&x, &weights, None, &ids).unwrap());
+            let got = product(ExpertWeights::Quantised(matrix.clone(), experts));
+            let error = relative_error(&got, &product(ExpertWeights::Dense(dense.clone())));
+            assert!(error < 5e-6, "{:?}: off by {error:e}", matrix.format);
+        }
+    }
+}
+
+/// On a GPU: values, rows, products with few tokens and with many, in all dtypes.
+#[test]
+fn kernels_agree_with_the_cpu() {
+    let gpu = match device::open(DeviceChoice::FirstCuda) {
+        Ok(gpu) => gpu,
+        Err(error) => return println!("not tested: {error}"),
+    };
+    for columns in [256, 1536] {
+        // Odd, and more than one round of the grid's warps for the smaller GPUs.
+        let rows = 4611;
+        let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
+        let here = of_each_format(rows, columns, &Device::Cpu);
+        for (cpu, there) in here.iter().zip(of_each_format(rows, columns, &gpu)) {
+            let format = cpu.format;
+            // 29 experts of 159 rows, few and many at a time.
+            for tokens in [3, 50] {
+                let ids: Vec<u32> = (0..2 * tokens).map(|i| i * 7 % 29).collect();
+                let ids = Tensor::from_vec(ids, (tokens as usize, 2), &Device::Cpu).unwrap();
+                let x =
+                    Tensor::from_vec(floats(tokens as usize * columns, 9), (tokens as usize, columns), &Device::Cpu);
+                let x = x.unwrap().to_dtype(DType::F16).unwrap();
+                let want = expert_matmul(&x, &ExpertWeights::Quantised(cpu.clone(), 29), None, &ids).unwrap();
+                let (x, ids) = (x.to_device(&gpu).unwrap(), ids.to_device(&gpu).unwrap());
+                let got = expert_matmul(&x, &ExpertWeights::Quantised(there.clone(), 29), None, &ids).unwrap();
+                let error = relative_error(&values(&got), &values(&want));
+                assert!(error < 2e-3, "experts of {format:?}, {tokens} tokens: off by {error:e}");
+            }
+            let want = values(&cpu.dequantise(DType::F32).unwrap());
+            assert_eq!(values(&there.dequantise(DType::F32).unwrap()), want, "{format:?}");
+            let got = there.embed(&ids.to_device(&gpu).unwrap(), 0.5).unwrap();
+            assert_eq!(values(&got), values(&cpu.embed(&ids, 0.5).unwrap()), "rows of {format:?}");
+            for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)] {
+                for tokens in [1, 3, 9, 40] {
+                    let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
+                    let x = x.to_dtype(dtype).unwrap();
+                    let mut roundings = vec![Rounding::Nothing];
+                    match format {
+                        Format::Int8 => roundings.push(Rounding::Int8),
+                        Format::Fp8 => roundings.extend([Rounding::Fp8, Rounding::Fp8By(0.01)]),
+                        _ => {}
+                    }
+                    for rounding in roundings {
+                        let want = cpu.clone().rounded(rounding).matmul(&x).unwrap();
+                        let got = there.clone().rounded(rounding).matmul(&x.to_device(&gpu).unwrap()).unwrap();
+                        let error = relative_error(&values(&got), &values(&want));
+                        // Few tokens are multiplied by the exact weights, as integers of 16 bits. For many the weights are
+                        // rounded to the dtype. Tensor cores sum codes of 8 bits: integers exactly, FP8 to some 13 bits.
+                        let tolerance = match rounding {
+                            _ if tokens <= 8 => 5e-5,
+                            Rounding::Nothing => tolerance,
+                            Rounding::Int8 | Rounding::Int8By(_) => 2e-5,
+                            _ => 3e-3,
+                        };
+                        if error > 1e-3 {
+                            println!("{format:?}, {tokens} of {columns} in {dtype:?}, {rounding:?}: off by {error:e}");
+                        }
+                        assert!(
+                            error < tolerance,
+                            "{format:?}, {tokens} tokens of {columns} in {dtype:?}, {rounding:?}: off by {error:e}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The demo under every quantisation: its rows are too short for the K types, but for what those become then. What is printed
+/// is the README's table.
+#[test]
+fn a_model_changes_little_with_its_weights() {
+    let dir = demo_dir();
+    let data = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/demo/data/using.toml")).unwrap();
+    let answers: Vec<&str> =
+        data.lines().filter_map(|line| line.strip_prefix("answer = \"")?.strip_suffix('"')).collect();
+    let mut ids = Tokenizer::from_dir(&dir).unwrap().encode(&answers.join("\n"), Controls::Default).unwrap();
+    ids.truncate(1000);
+    let checkpoint = Checkpoint::open(&dir).unwrap();
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    // The logarithms of all probabilities, and bytes that a token meets.
+    let run = |quantise: Option<Quantise>| {
+        let weights = match quantise {
+            Some(quantise) => Weights::quantising(&checkpoint, &Device::Cpu, DType::F32, &loaded, quantise),
+            None => Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap(),
+        };
+        let decoder = models::read_config(&dir).unwrap().architecture.build(&weights, ids.len()).unwrap();
+        let mut cache = KvCache::new(decoder.cache_layers(), ids.len(), ids.len(), DType::F32, &Device::Cpu).unwrap();
+        let batch = Batch { ids: &ids, tokens: &[ids.len()], logits: LogitsOf::All };
+        let mut rows = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
+        for row in rows.chunks_exact_mut(decoder.vocab_size()) {
+            let sum: f64 = row.iter().map(|&logit| f64::from(logit).exp()).sum();
+            row.iter_mut().for_each(|logit| *logit -= sum.ln() as f32);
+        }
+        let inventory = Inventory::of(&checkpoint, quantise);
+        (rows, decoder.vocab_size(), inventory.loaded_bytes(DType::BF16))
+    };
+    let (plain, vocab_size, plain_bytes) = run(None);
+    let loss = |rows: &[f32]| {
+        let of_next = rows.chunks_exact(vocab_size).zip(&ids[1..]).map(|(row, &next)| -f64::from(row[next as usize]));
+        of_next.sum::<f64>() / (ids.len() - 1) as f64
+    };
+    println!("as it is: {:.1} MB, perplexity {:.3}", plain_bytes as f64 / 1e6, loss(&plain).exp());
+    for (name, most) in
+        [("q8_0", 0.003), ("int8", 0.005), ("fp8", 0.05), ("q5_1", 0.05), ("q5_0", 0.05), ("q4_1", 0.2), ("q4_0", 0.2)]
+    {
+        let (rows, _, bytes) = run(Some(name.parse().unwrap()));
+        let terms = plain.iter().zip(&rows).map(|(p, q)| f64::from(p.exp()) * f64::from(p - q));
+        let kl = terms.sum::<f64>() / ids.len() as f64;
+        println!("{name}: {:.1} MB, perplexity {:.3}, KL {kl:.5}", bytes as f64 / 1e6, loss(&rows).exp());
+        assert!(kl > 0.0 && kl < most, "{name}: KL {kl}");
+        assert!(bytes < plain_bytes, "{name}: {bytes} of {plain_bytes} bytes");
+    }
+}
