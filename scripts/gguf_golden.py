@@ -12,7 +12,8 @@ big-endian.gguf     to be refused
 tiny.json           what gguf.GGUFReader finds in tiny.gguf, types named
 provenance.json     versions, seed, checksums
 
-The second folder gets what fuzzing begins with: small vocabularies, a few tensors, safetensors files and indices.
+The second folder gets what fuzzing begins with: small vocabularies, a few tensors, models of one layer,
+safetensors files and indices.
 """
 
 import hashlib
@@ -162,6 +163,61 @@ def write_vocabulary(path, model):
     writer.close()
 
 
+def write_model(path, architecture):
+    """One layer of random numbers, as small as blocks allow."""
+    writer = GGUFWriter(path, architecture)
+    hidden, feed, heads, kv_heads, vocab, experts = 32, 32, 2, 1, 4, 2
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(feed)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(vocab)
+    writer.add_rope_freq_base(10000.0)
+    rng = np.random.default_rng(SEED)
+
+    def tensor(name, *shape, kind=None):
+        if kind is None:
+            return writer.add_tensor(name, rng.normal(size=shape).astype(np.float32))
+        length, size = gguf.GGML_QUANT_SIZES[kind]
+        shape = (*shape[:-1], shape[-1] // length * size)
+        writer.add_tensor(name, rng.integers(0, 60, shape, dtype=np.uint8), raw_dtype=kind)
+
+    tensor("token_embd.weight", vocab, hidden, kind=T.Q8_0)
+    tensor("output_norm.weight", hidden)
+    head = hidden // heads
+    for name, rows in (("q", heads * head), ("k", kv_heads * head), ("v", kv_heads * head)):
+        tensor(f"blk.0.attn_{name}.weight", rows, hidden, kind=T.Q4_0)
+    tensor("blk.0.attn_output.weight", hidden, heads * head, kind=T.Q8_0)
+    tensor("blk.0.attn_norm.weight", hidden)
+    if architecture == "llama":
+        tensor("blk.0.ffn_norm.weight", hidden)
+        tensor("blk.0.ffn_gate.weight", feed, hidden, kind=T.Q4_0)
+        tensor("blk.0.ffn_up.weight", feed, hidden, kind=T.Q4_0)
+        tensor("blk.0.ffn_down.weight", hidden, feed, kind=T.Q4_0)
+        tensor("rope_freqs.weight", head // 2)
+    else:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(1)
+        writer.add_expert_feed_forward_length(feed)
+        writer.add_sliding_window(16)
+        tensor("blk.0.post_attention_norm.weight", hidden)
+        tensor("blk.0.attn_sinks.weight", heads)
+        for name, rows in (("q", heads * head), ("k", kv_heads * head), ("v", kv_heads * head), ("output", hidden)):
+            tensor(f"blk.0.attn_{name}.bias", rows)
+        tensor("blk.0.ffn_gate_inp.weight", experts, hidden)
+        tensor("blk.0.ffn_gate_inp.bias", experts)
+        for name in ("gate", "up", "down"):
+            tensor(f"blk.0.ffn_{name}_exps.weight", experts, feed, hidden, kind=T.MXFP4)
+            tensor(f"blk.0.ffn_{name}_exps.bias", experts, feed)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_corpora(out, tiny):
     for name in ("gguf", "safetensors"):
         (out / name).mkdir(parents=True, exist_ok=True)
@@ -169,6 +225,8 @@ def write_corpora(out, tiny):
     write(out / "gguf/one.gguf", {})
     write_vocabulary(out / "gguf/gpt2.gguf", "gpt2")
     write_vocabulary(out / "gguf/llama.gguf", "llama")
+    write_model(out / "gguf/model.gguf", "llama")
+    write_model(out / "gguf/experts.gguf", "gpt-oss")
     folder = out / "safetensors"
     save_file({"a": np.arange(2, dtype=np.uint8)}, folder / "one.safetensors")
     several = {

@@ -171,6 +171,23 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
+/// Panics on this thread print nothing as long as this lives: they will be caught.
+struct Quiet {
+    before: bool,
+}
+
+impl Quiet {
+    fn new() -> Self {
+        Self { before: GUARDED.replace(true) }
+    }
+}
+
+impl Drop for Quiet {
+    fn drop(&mut self) {
+        GUARDED.set(self.before);
+    }
+}
+
 /// Runs a call into `tokenizers`, turning its errors and its panics into errors.
 fn guarded<T, E: std::fmt::Display>(what: &str, call: impl FnOnce() -> Result<T, E>) -> Result<T> {
     // A caught panic has already printed its message by then; here nobody is to see it.
@@ -183,9 +200,9 @@ fn guarded<T, E: std::fmt::Display>(what: &str, call: impl FnOnce() -> Result<T,
             }
         }));
     });
-    let before = GUARDED.replace(true);
+    let quiet = Quiet::new();
     let result = catch_unwind(AssertUnwindSafe(call));
-    GUARDED.set(before);
+    drop(quiet);
     match result {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => bail!("{what} failed: {error}"),

@@ -1,11 +1,17 @@
 //! What fuzzing runs: any bytes are a checkpoint or an error. The test suite includes this file as well.
 
-use candle_core::DType;
-use inferno::tokenizer::{Controls, Tokenizer};
-use inferno::weights::Checkpoint;
-use inferno::weights::gguf::{self, Header};
+use std::ops::Range;
 
-/// A GGUF file: its head, all that it says, its tensors, its tokenizer.
+use candle_core::DType;
+use inferno::models;
+use inferno::tokenizer::{Controls, Tokenizer};
+use inferno::weights::gguf::{self, GgufCheckpoint, GgufModel, Header};
+use inferno::weights::{Checkpoint, Inventory};
+
+/// Tensors of more elements are not made: they would only take time.
+const MAX_ELEMENTS: usize = 1 << 16;
+
+/// A GGUF file: its head, all that it says, its tensors, its tokenizer, and the model that it is.
 pub fn gguf(data: &[u8]) {
     let Ok(header) = Header::parse(data) else { return };
     let metadata = header.metadata(data);
@@ -17,13 +23,14 @@ pub fn gguf(data: &[u8]) {
     }
     for (name, info) in &header.tensors {
         let bytes = &data[info.range()];
-        if info.elements() <= 1 << 20 {
+        if info.elements() <= MAX_ELEMENTS {
             let mut values = vec![0.0; info.elements()];
             let dequantized = info.ggml_type.dequantize(bytes, &mut values);
             assert!(dequantized.is_ok(), "tensor {name}: {dequantized:?}");
         }
     }
     let _ = gguf::chat_template(&metadata, None);
+    model(data);
     let Ok(vocabulary) = gguf::vocabulary(&metadata) else { return };
     let Ok(tokenizer) = Tokenizer::from_gguf(&vocabulary) else { return };
     for controls in [Controls::Default, Controls::Parse, Controls::Text] {
@@ -31,6 +38,26 @@ pub fn gguf(data: &[u8]) {
             let _ = tokenizer.decode(&ids);
         }
     }
+}
+
+/// A file as `show --remote` reads it, its config.json, and its tensors under their Hugging Face names.
+fn model(data: &[u8]) {
+    let read = |_: &str, range: Range<u64>| Ok(data[range.start as usize..range.end as usize].to_vec());
+    let Ok(file) = GgufCheckpoint::open_elsewhere(&[("a.gguf".into(), data.len() as u64)], &read) else { return };
+    let _ = (gguf::generation(&file.metadata()), file.quantisation());
+    if let Ok(config) = gguf::config(&file).and_then(models::parse_config) {
+        assert!(!config.architecture.cache_layers().is_empty());
+    }
+    let Ok(model) = GgufModel::new(file) else { return };
+    for (name, info) in model.tensors().filter(|(_, info)| info.elements() <= MAX_ELEMENTS) {
+        let tensor = match info.candle_dtype() {
+            Some(DType::U8) => model.packed(name),
+            _ => model.float(name, DType::BF16),
+        };
+        assert!(tensor.is_ok_and(|tensor| tensor.dims() == info.shape), "tensor {name}");
+    }
+    let inventory = Inventory::of(&Checkpoint::Gguf(Box::new(model)), None);
+    let _ = (inventory.groups(), inventory.loaded_bytes(DType::BF16), inventory.largest_expert_layer(DType::BF16));
 }
 
 /// A snapshot's `model.safetensors`; if it begins with a brace, its index, beside one good shard.

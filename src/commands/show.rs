@@ -38,7 +38,7 @@ pub struct Args {
 pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
     let source = match args.remote {
-        true => Source::remote(look_up(&hub, &args)?),
+        true => Source::remote(&hub, look_up(&hub, &args)?)?,
         false => Source::here(&hub.find(&args.model, args.revision.as_deref()).map_err(with_remote)?),
     };
     let report = Report::new(source, args.context, Gpu::first())?;

@@ -124,19 +124,24 @@ pub(super) fn named(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
     }
     let mut files = in_directory(dir);
     files.retain(|file| file.missing.is_none());
-    let tags: Vec<String> = files.iter().map(|file| tag(&file.path.to_string_lossy()).to_string()).collect();
-    let alone = files.len() == 1;
-    let call = |(file, ours): (GgufFile, &String)| {
-        let unique = tags.iter().filter(|tag| *tag == ours).count() == 1;
-        let whole = file.path.file_name().unwrap_or_default().to_string_lossy();
-        let called = match (alone, unique) {
-            (true, _) => name.to_string(),
+    let paths: Vec<String> = files.iter().map(|file| file.path.to_string_lossy().into_owned()).collect();
+    called(name, &paths).into_iter().zip(files).collect()
+}
+
+/// What to call the models of one repository or directory: by its name if there is one alone, else with what tells each
+/// from the others.
+pub(super) fn called(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
+    let tags: Vec<&str> = files.iter().map(|file| tag(file.as_ref())).collect();
+    let call = |file: &str| {
+        let ours = tag(file);
+        let unique = tags.iter().filter(|tag| **tag == ours).count() == 1;
+        match (files.len(), unique) {
+            (1, _) => name.to_string(),
             (_, true) => format!("{name}:{ours}"),
-            _ => format!("{name}:{whole}"),
-        };
-        (called, file)
+            _ => format!("{name}:{}", file.rsplit('/').next().unwrap_or(file)),
+        }
     };
-    files.into_iter().zip(&tags).map(call).collect()
+    files.iter().map(|file| call(file.as_ref())).collect()
 }
 
 /// The one model of a directory that is meant: the only one, or the one that `wanted` names. None if there is no GGUF

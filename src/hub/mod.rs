@@ -15,6 +15,7 @@ mod settings;
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -161,12 +162,13 @@ impl Hub {
                 return Err(not_found(format!("several models have that name: {}", names.join(", "))));
             }
         }
-        Err(not_found(self.hint(name, revision, need)))
+        Err(not_found(self.hint(name, wanted, revision, need)))
     }
 
     /// What to do about a model that is not here.
-    fn hint(&self, name: &str, revision: Option<&str>, need: Need) -> String {
+    fn hint(&self, name: &str, wanted: Option<&str>, revision: Option<&str>, need: Need) -> String {
         let at = revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
+        let at = wanted.map_or(at.clone(), |wanted| format!("{at} --include '*{wanted}*'"));
         let download = format!("inferno download {name}{at}");
         let lacking = self.caches().iter().find_map(|(cache, _)| {
             let repo = cache.repo(name);
@@ -272,15 +274,23 @@ impl Hub {
     }
 
     /// What the hub knows of a model: its files, its configuration and the headers of its weights, but not the weights.
+    /// Of several GGUF models `org/name:Q4_K_M` means one; their headers are left to [`read_part`](Self::read_part).
     /// Writes nothing.
-    pub fn peek(&self, repo: &str, revision: Option<&str>) -> Result<Peek> {
-        let (name, revision) = names::split_revision(repo, revision)?;
+    pub fn peek(&self, model: &str, revision: Option<&str>) -> Result<Peek> {
+        let (name, revision) = names::split_revision(model, revision)?;
+        let (name, wanted) = gguf::split_tag(name);
         check_repo(name)?;
         if self.settings.offline {
             let what = format!("the hub cannot be asked about '{name}' (HF_HUB_OFFLINE is set)");
             return Err(Error::Offline { what }.into());
         }
-        peek::peek(&Remote::new(&self.settings, name, revision.unwrap_or(MAIN)), name)
+        peek::peek(&Remote::new(&self.settings, name, revision.unwrap_or(MAIN)), name, wanted)
+    }
+
+    /// Some bytes of a file of what was peeked at; fewer where it ends. Nothing else of it is fetched.
+    pub fn read_part(&self, peek: &Peek, file: &str, bytes: Range<u64>) -> Result<Vec<u8>> {
+        let (name, _) = gguf::split_tag(&peek.name);
+        peek::read_part(&Remote::new(&self.settings, name, &peek.commit), &peek.commit, file, bytes)
     }
 
     /// Asks the hub for a sign of life, and whether it knows the token; waits a few seconds at most.
@@ -371,9 +381,9 @@ impl Hub {
     }
 }
 
-/// Whether this could be a repository on a hub, with or without `@revision`.
+/// Whether this could be a repository on a hub, with or without `:Q4_K_M` and `@revision`.
 pub fn is_repository(model: &str) -> bool {
-    names::split_revision(model, None).is_ok_and(|(name, _)| names::is_repo(name))
+    names::split_revision(model, None).is_ok_and(|(name, _)| names::is_repo(gguf::split_tag(name).0))
 }
 
 fn check_repo(name: &str) -> Result<()> {

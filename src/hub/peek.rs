@@ -1,8 +1,10 @@
 //! What a repository says about its model, without the weights: a few small files, and of each safetensors file the
-//! header alone. A server that does no ranges is hung up on after that much.
+//! header alone. A server that does no ranges is hung up on after that much. Of GGUF files, whose heads do not say how
+//! long they are, whoever parses them reads what it needs ([`read_part`]).
 
 use std::collections::BTreeMap;
-use std::io::Read;
+use std::io::{self, Read};
+use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,22 +13,24 @@ use ureq::http::StatusCode;
 use ureq::{Body, http::Response};
 
 use super::cache::{INDEX, SINGLE, shards};
-use super::fetch::range_start;
+use super::fetch::{Wanted, range_start};
 use super::remote::Remote;
-use super::select::RemoteFile;
+use super::select::{RemoteFile, gguf_to_show};
 
 /// A repository as it is on the hub.
 #[derive(Debug)]
 pub struct Peek {
-    /// `org/name`
+    /// `org/name`, or `org/name:Q4_K_M`
     pub name: String,
     pub commit: String,
     /// Every file with its size in bytes, where the hub tells it.
     pub files: Vec<(String, Option<u64>)>,
     /// Of config.json and its like what there is, by name; of README.md its beginning.
     pub texts: BTreeMap<String, Vec<u8>>,
-    /// One for each file of the weights that inferno would load.
+    /// One for each safetensors file that inferno would load.
     pub headers: Vec<Header>,
+    /// The parts of the GGUF model, if it is one, with their lengths.
+    pub gguf: Vec<(String, u64)>,
 }
 
 /// The header of a safetensors file.
@@ -55,15 +59,27 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Asked for first: nearly every header is shorter, so that one request a file will do.
 const FIRST_BYTES: u64 = 128 << 10;
 
+/// Of a server that does no ranges no more is read past than this.
+const MAX_SKIPPED_BYTES: u64 = 64 << 20;
+
 /// Requests at the same time.
 const THREADS: usize = 8;
 
-pub(super) fn peek(remote: &Remote, name: &str) -> Result<Peek> {
+/// `wanted` tells one of several GGUF models from the others.
+pub(super) fn peek(remote: &Remote, name: &str, wanted: Option<&str>) -> Result<Peek> {
     let listing = remote.listing()?;
     let commit = &listing.commit;
     let file = |name: &str| listing.files.iter().find(|file| file.name == name);
+    let gguf = match wanted.is_none() && (file(INDEX).is_some() || file(SINGLE).is_some()) {
+        true => None,
+        false => gguf_to_show(name, &listing.files, wanted)?,
+    };
+    let length = |file: RemoteFile| Wanted::new(remote, commit, file).map(|file| (file.name, file.bytes));
+    let gguf = gguf.unwrap_or_default().into_iter().map(length).collect::<Result<Vec<_>>>()?;
     let mut texts = BTreeMap::new();
-    for (name, most) in TEXTS.into_iter().filter(|(name, _)| file(name).is_some()) {
+    // A GGUF file speaks for itself; who may use it is said better by the repository.
+    let read = |name: &str| file(name).is_some() && (gguf.is_empty() || name == "README.md");
+    for (name, most) in TEXTS.into_iter().filter(|(name, _)| read(name)) {
         let text = beginning(remote, commit, name, most)?;
         if text.len() as u64 == most && most != README_BYTES {
             bail!("{name} is longer than {most} bytes; refused");
@@ -71,6 +87,7 @@ pub(super) fn peek(remote: &Remote, name: &str) -> Result<Peek> {
         texts.insert(name.to_string(), text);
     }
     let shards = match file(INDEX) {
+        _ if !gguf.is_empty() => Vec::new(),
         Some(_) => shards(&beginning(remote, commit, INDEX, MAX_INDEX_BYTES)?)?,
         None => file(SINGLE).map(|file| file.name.clone()).into_iter().collect(),
     };
@@ -83,7 +100,21 @@ pub(super) fn peek(remote: &Remote, name: &str) -> Result<Peek> {
     }
     let headers = headers(remote, commit, &weights)?;
     let files = listing.files.iter().map(|file| (file.name.clone(), file.bytes)).collect();
-    Ok(Peek { name: name.to_string(), commit: listing.commit.clone(), files, texts, headers })
+    let name = wanted.map_or(name.to_string(), |wanted| format!("{name}:{wanted}"));
+    Ok(Peek { name, commit: listing.commit.clone(), files, texts, headers, gguf })
+}
+
+/// Bytes of a file; fewer where it ends.
+pub(super) fn read_part(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Result<Vec<u8>> {
+    let (mut body, in_parts) = part(remote, commit, name, range.start, range.end)?;
+    if !in_parts && range.start > 0 {
+        if range.start > MAX_SKIPPED_BYTES {
+            bail!("the server sends no parts of files, and what is needed of {name} lies too far in it");
+        }
+        let skipped = io::copy(&mut body.by_ref().take(range.start), &mut io::sink());
+        skipped.map_err(|error| remote.unreachable(error.to_string()))?;
+    }
+    read(remote, &mut body, range.end.saturating_sub(range.start))
 }
 
 /// The headers of all files, several at a time, in their order.

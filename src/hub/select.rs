@@ -95,28 +95,58 @@ pub(super) fn choose(
     Ok(chosen)
 }
 
+/// All parts of a GGUF model that is named by its first one.
+fn parts(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Result<Vec<RemoteFile>> {
+    let (folder, name) = first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
+    let path = |name: String| if folder.is_empty() { name } else { format!("{folder}/{name}") };
+    let part = |name: String| {
+        let path = path(name);
+        let found = files.iter().find(|file| file.name == path).cloned();
+        found.with_context(|| format!("'{repo}' lacks {path}, a part of {}", first.name))
+    };
+    gguf::parts(name).into_iter().map(part).collect()
+}
+
+/// Bytes of all parts, as far as that is told.
+fn bytes(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Option<u64> {
+    parts(repo, files, first).unwrap_or_default().iter().map(|part| part.bytes).sum()
+}
+
+/// The files of the GGUF model that is to be looked at: of the only one, or of the one that `wanted` names. None if the
+/// repository has no GGUF model, and nobody asked for one.
+pub(super) fn gguf_to_show(repo: &str, files: &[RemoteFile], wanted: Option<&str>) -> Result<Option<Vec<RemoteFile>>> {
+    let models: Vec<&RemoteFile> = files.iter().filter(|file| gguf::is_model(&file.name)).collect();
+    let meant: Vec<&&RemoteFile> =
+        models.iter().filter(|file| wanted.is_none_or(|wanted| gguf::is_named(&file.name, wanted))).collect();
+    let list = || {
+        let names: Vec<&str> = models.iter().map(|file| file.name.as_str()).collect();
+        let line = |(name, file): (String, &&RemoteFile)| {
+            gguf::line(&format!("inferno show {name} --remote"), bytes(repo, files, file))
+        };
+        gguf::called(repo, &names).into_iter().zip(&models).map(line).collect::<Vec<_>>().join("\n")
+    };
+    match (&meant[..], wanted) {
+        ([one], _) => parts(repo, files, one).map(Some),
+        ([], None) => Ok(None),
+        ([], Some(wanted)) => {
+            let hint = match models.is_empty() {
+                true => format!("there is no GGUF file in it; it has {}", some_names(files)),
+                false => format!("no GGUF file of it is called so; there are:\n{}", list()),
+            };
+            Err(Error::ModelNotFound { model: format!("{repo}:{wanted}"), hint }.into())
+        }
+        _ => Err(Error::Usage(format!("'{repo}' has several GGUF models; choose one:\n{}", list())).into()),
+    }
+}
+
 /// The files of the only GGUF model of a repository without safetensors. Of several one must be asked for.
 fn only_gguf(repo: &str, files: &[RemoteFile]) -> Result<Vec<RemoteFile>> {
-    let find = |name: &str| files.iter().find(|file| file.name == name);
-    let parts = |first: &RemoteFile| -> Result<Vec<RemoteFile>> {
-        let (folder, name) =
-            first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
-        let path = |name: String| if folder.is_empty() { name } else { format!("{folder}/{name}") };
-        let part = |name: String| {
-            let path = path(name);
-            find(&path).cloned().with_context(|| format!("'{repo}' lacks {path}, a part of {}", first.name))
-        };
-        gguf::parts(name).into_iter().map(part).collect()
-    };
     let models: Vec<&RemoteFile> = files.iter().filter(|file| gguf::is_model(&file.name)).collect();
     match models[..] {
         [] => bail!("{}", no_safetensors(repo, files)),
-        [one] => parts(one),
+        [one] => parts(repo, files, one),
         [first, ..] => {
-            let line = |first: &&RemoteFile| {
-                let parts = parts(first).unwrap_or_default();
-                gguf::line(&first.name, parts.iter().map(|part| part.bytes).sum())
-            };
+            let line = |first: &&RemoteFile| gguf::line(&first.name, bytes(repo, files, first));
             let list: Vec<String> = models.iter().map(line).collect();
             let tag =
                 gguf::tag(models.iter().find(|file| file.name.contains("Q4_K_M")).unwrap_or(&first).name.as_str());

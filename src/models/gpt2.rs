@@ -79,7 +79,7 @@ impl Config {
     }
 
     fn intermediate_size(&self) -> usize {
-        self.n_inner.unwrap_or(4 * self.n_embd)
+        self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
     }
 
     /// Factor on q·k of a layer.

@@ -11,6 +11,8 @@ use tokenizers::{
     AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Result, Tokenizer,
 };
 
+use super::Quiet;
+
 /// A tokenizer.json with such a model. Truncation and padding are left out.
 #[derive(Deserialize)]
 struct BpeFile {
@@ -81,10 +83,12 @@ impl<'de> Visitor<'de> for MergeVisitor {
 
 /// The tokenizer, or none if the library has to see for itself what this file is or what is wrong with it.
 pub fn parse(bytes: &[u8]) -> Result<Option<Tokenizer>> {
-    let (file, merges) = rayon::join(
-        || serde_json::from_slice::<BpeFile>(bytes).ok(),
-        || serde_json::from_slice::<MergesFile>(bytes).ok(),
-    );
+    fn read<'b, T: Deserialize<'b>>(bytes: &'b [u8]) -> Option<T> {
+        // On a thread of rayon's, whose panics come back to this one.
+        let _quiet = Quiet::new();
+        serde_json::from_slice(bytes).ok()
+    }
+    let (file, merges) = rayon::join(|| read::<BpeFile>(bytes), || read::<MergesFile>(bytes));
     let (Some(file), Some(merges)) = (file, merges) else { return Ok(None) };
     let BpeFile { version, added_tokens, normalizer, pre_tokenizer, post_processor, decoder, model } = file;
     if version.is_some_and(|version| version != "1.0") || model.r#type.is_some_and(|name| name != "BPE") {

@@ -9,6 +9,7 @@
 mod bytes;
 mod config;
 mod experts;
+mod head;
 mod header;
 mod metadata;
 mod model;
@@ -18,6 +19,7 @@ mod vocabulary;
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -28,6 +30,7 @@ use super::ggml::GgmlType;
 use super::read_ahead::{self, Extent, Keep, Source};
 
 pub use config::{config, generation};
+pub use head::MAX_HEAD_BYTES;
 pub use header::{Header, TensorInfo};
 pub use metadata::{Array, Metadata, Value, ValueType};
 pub use model::GgufModel;
@@ -78,9 +81,17 @@ pub struct GgufCheckpoint {
 }
 
 struct Part {
-    source: Arc<Source>,
-    map: Mmap,
+    path: PathBuf,
     header: Header,
+    contents: Contents,
+}
+
+/// What there is of a file.
+enum Contents {
+    /// All of it.
+    Mapped { source: Arc<Source>, map: Mmap },
+    /// Of one that lies elsewhere its head, and some small tensors by where they begin.
+    Head { head: Vec<u8>, tensors: BTreeMap<usize, Vec<u8>> },
 }
 
 /// One tensor's bytes where they lie.
@@ -97,11 +108,47 @@ impl Part {
         // every mapped file; what it says is checked again wherever it is read again.
         let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
         let header = Header::parse(&map).with_context(|| format!("broken GGUF file {}", path.display()))?;
-        Ok(Self { source: Arc::new(Source { path, file }), map, header })
+        let source = Arc::new(Source { path: path.clone(), file });
+        Ok(Self { path, header, contents: Contents::Mapped { source, map } })
     }
 
     fn metadata(&self) -> Metadata<'_> {
-        self.header.metadata(&self.map)
+        match &self.contents {
+            Contents::Mapped { map, .. } => self.header.metadata(map),
+            Contents::Head { head, .. } => self.header.metadata(head),
+        }
+    }
+
+    /// Bytes of the file, if they are here.
+    fn bytes(&self, range: Range<usize>) -> Option<&[u8]> {
+        match &self.contents {
+            Contents::Mapped { map, .. } => map.get(range),
+            Contents::Head { head, tensors } => {
+                head.get(range.clone()).or_else(|| tensors.get(&range.start)?.get(..range.len()))
+            }
+        }
+    }
+}
+
+/// Gives some bytes of the file that is named; fewer only where it ends.
+pub type Read<'r> = dyn Fn(&str, Range<u64>) -> Result<Vec<u8>> + 'r;
+
+/// Where the parts of a model are found.
+trait Files {
+    fn has(&self, path: &Path) -> bool;
+    fn open(&self, path: &Path) -> Result<Part>;
+}
+
+/// On this machine's disk.
+struct OnDisk;
+
+impl Files for OnDisk {
+    fn has(&self, path: &Path) -> bool {
+        path.exists()
+    }
+
+    fn open(&self, path: &Path) -> Result<Part> {
+        Part::open(path.to_path_buf())
     }
 }
 
@@ -109,13 +156,23 @@ impl GgufCheckpoint {
     /// Maps a file, or all parts of a model if it is one of them, and reads what they say of themselves; no tensor is
     /// touched.
     pub fn open(path: &Path) -> Result<Self> {
-        let mut parts = split::open_parts(path)?;
+        Self::of_parts(split::open_parts(path, &OnDisk)?)
+    }
+
+    /// The same of a model that lies elsewhere, of which `read` reads heads alone: some megabytes of the file that holds
+    /// the vocabulary. `files` are its parts with their lengths. Tensors are known then, and not there to be viewed.
+    pub fn open_elsewhere(files: &[(String, u64)], read: &Read) -> Result<Self> {
+        let (first, _) = files.first().context("no GGUF file is named")?;
+        Self::of_parts(split::open_parts(Path::new(first), &head::Elsewhere { files, read })?)
+    }
+
+    fn of_parts(mut parts: Vec<Part>) -> Result<Self> {
         let mut tensors = BTreeMap::new();
         for (number, part) in parts.iter_mut().enumerate() {
             for (name, info) in std::mem::take(&mut part.header.tensors) {
                 let info = TensorInfo { part: number, ..info };
                 if tensors.contains_key(&name) {
-                    bail!("tensor {name} is in two parts, the second is {}", part.source.path.display());
+                    bail!("tensor {name} is in two parts, the second is {}", part.path.display());
                 }
                 tensors.insert(name, info);
             }
@@ -178,7 +235,7 @@ impl GgufCheckpoint {
 
     /// The files, in the order of their parts.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
-        self.parts.iter().map(|part| part.source.path.as_path())
+        self.parts.iter().map(|part| part.path.as_path())
     }
 
     /// Bytes of all tensors.
@@ -191,23 +248,31 @@ impl GgufCheckpoint {
         self.tensors.values().map(|info| info.elements() as u64).sum()
     }
 
-    /// What a reader needs to know of a tensor; none if it is not there or empty.
+    /// What a reader needs to know of a tensor; none if it is not there or empty, or lies elsewhere.
     pub fn extent(&self, name: &str, keep: Keep) -> Option<Extent> {
         let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
-        let source = self.parts[info.part].source.clone();
-        let parts = vec![read_ahead::Part { source, start: info.start as u64, bytes: info.bytes }];
+        let Contents::Mapped { source, .. } = &self.parts[info.part].contents else { return None };
+        let parts = vec![read_ahead::Part { source: source.clone(), start: info.start as u64, bytes: info.bytes }];
         Some(Extent { name: name.to_string(), parts, keep })
+    }
+
+    /// A tensor that must be there.
+    pub(super) fn required(&self, name: &str) -> Result<&TensorInfo> {
+        self.tensors.get(name).with_context(|| {
+            let files: Vec<_> = self.files().map(|file| file.display().to_string()).collect();
+            format!("tensor {name} is missing from {}", files.join(", "))
+        })
     }
 
     /// A tensor's bytes.
     pub fn view(&self, name: &str) -> Result<View<'_>> {
-        let Some(info) = self.tensors.get(name) else {
-            let files: Vec<_> = self.files().map(|file| file.display().to_string()).collect();
-            bail!("tensor {name} is missing from {}", files.join(", "));
-        };
+        let info = self.required(name)?;
         let part = &self.parts[info.part];
-        // The header was checked against the map's length, which stays.
-        Ok(View { info, file: &part.source.path, bytes: &part.map[info.range()] })
+        // The header was checked against the file's length.
+        let bytes = part.bytes(info.range());
+        let bytes =
+            bytes.with_context(|| format!("tensor {name}: of {} the head alone is here", part.path.display()))?;
+        Ok(View { info, file: &part.path, bytes })
     }
 
     /// A tensor's values, whatever its type.

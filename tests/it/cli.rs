@@ -320,12 +320,16 @@ fn broken_tokenizers_are_named() {
         assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);
     }
     // This one makes the tokenizer library panic (its issue 2094): caught, and nothing of it shows.
-    let panics = r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[["a","b"]]}}"#;
-    let (_folder, path) = copy_of_demo();
-    fs::write(path.join("tokenizer.json"), panics).unwrap();
-    let output = ask(&path, &[]);
-    assert_fails(&output, 1, &["broken tokenizer", "tokenizer.json"]);
-    assert!(!text(&output.stderr).contains("panicked at"), "{}", text(&output.stderr));
+    let merge = r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[["a","b"]]}}"#;
+    // So does this, on another thread.
+    let charsmap = r#"{"version":"1.0","normalizer":{"type":"Precompiled","precompiled_charsmap":"%"},"model":{}}"#;
+    for panics in [merge, charsmap] {
+        let (_folder, path) = copy_of_demo();
+        fs::write(path.join("tokenizer.json"), panics).unwrap();
+        let output = ask(&path, &[]);
+        assert_fails(&output, 1, &["broken tokenizer", "tokenizer.json"]);
+        assert!(!text(&output.stderr).contains("panicked at"), "{}", text(&output.stderr));
+    }
     let (_folder, path) = copy_of_demo();
     fs::remove_file(path.join("tokenizer.json")).unwrap();
     assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);

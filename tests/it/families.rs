@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::models;
@@ -11,6 +12,22 @@ use inferno::weights::{Checkpoint, Loaded, Weights};
 use serde_json::{Value, json};
 
 use crate::support::{golden, relative_error, values};
+
+const CASES: [&str; 13] = [
+    "llama2",
+    "llama3",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "phi3",
+    "phi4",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "gpt_oss",
+];
 
 fn config(case: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(golden(case).join("config.json")).unwrap()).unwrap()
@@ -196,6 +213,67 @@ fn what_is_not_supported_is_refused_by_name() {
     for (case, fields, expected) in cases {
         let Err(error) = read(&with(case, fields.clone())) else { panic!("{case} with {fields} was taken") };
         assert!(format!("{error:#}").contains(expected), "{case} with {fields}: {error:#}");
+    }
+}
+
+/// Every number of a config.json as no model has it: an error or a model, soon, and before a lot of memory is taken.
+#[test]
+fn numbers_that_no_model_has() {
+    let sizes = [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "num_local_experts",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "n_embd",
+        "n_head",
+        "n_layer",
+        "n_positions",
+    ];
+    let impossible =
+        [json!(0), json!(-1), json!(u64::MAX), json!(1e300), json!(0.5), json!("many"), json!([4]), json!({})];
+    let strange = [json!(1), json!(3), json!(u32::MAX), json!(1u64 << 53), json!(-1e300), json!(null), json!(true)];
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    for case in CASES {
+        let checkpoint = Checkpoint::open(&golden(case)).unwrap();
+        let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
+        let as_is = config(case);
+        let build = |json: Value| -> anyhow::Result<()> {
+            let model = models::parse_config(json)?.architecture;
+            let context = model.max_position_embeddings().min(160);
+            model.build(&weights, context).map(drop)
+        };
+        build(as_is.clone()).unwrap();
+        let numbers = |json: &Value| -> Vec<String> {
+            let fields = json.as_object().into_iter().flatten();
+            fields.filter(|(_, value)| value.is_number()).map(|(name, _)| name.clone()).collect()
+        };
+        let nested = ["rope_scaling", "rope_parameters"]
+            .map(|place| numbers(&as_is[place]).into_iter().map(move |name| (Some(place), name)));
+        let own = numbers(&as_is).into_iter().map(|name| (None, name));
+        for (place, name) in own.chain(nested.into_iter().flatten()) {
+            for value in impossible.iter().chain(&strange) {
+                let mut json = as_is.clone();
+                match place {
+                    Some(place) => json[place][&name] = value.clone(),
+                    None => json[&name] = value.clone(),
+                }
+                let begin = Instant::now();
+                let outcome = build(json);
+                let took = begin.elapsed();
+                assert!(took < Duration::from_secs(10), "{case}: {name} {value} took {took:?}");
+                let must_fail = place.is_none() && sizes.contains(&name.as_str()) && impossible.contains(value);
+                assert!(!must_fail || outcome.is_err(), "{case}: {name} {value} was taken");
+            }
+        }
     }
 }
 

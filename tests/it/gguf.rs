@@ -1,11 +1,11 @@
 //! GGUF files: what the gguf package wrote and what hostile hands could.
 
 mod blocks;
-mod converter;
+pub mod converter;
 mod fuzzed;
 mod hostile;
 pub mod models;
 mod reading;
 mod splits;
 mod tokenizers;
-mod writer;
+pub mod writer;

@@ -1,5 +1,7 @@
 //! `inferno show`: models on this machine, and models on a hub whose weights stay there.
 
+mod gguf;
+
 use std::fs;
 use std::process::{Command, Output};
 
@@ -283,9 +285,6 @@ fn the_token_stays_with_the_endpoint() {
 
 #[test]
 fn other_weights_are_named() {
-    let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.Q4.gguf", b"GGUF")]);
-    let table = text(&remote(&fake, &[]).stdout);
-    assert!(table.contains("GGUF files") && table.contains("model.Q4.gguf"), "{table}");
     let fake = FakeHub::start(&[("pytorch_model.bin", b"pickle")]);
     let table = text(&remote(&fake, &[]).stdout);
     assert!(table.contains("no config.json") && table.contains("no safetensors weights"), "{table}");

@@ -2,9 +2,10 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use inferno::tokenizer::{Controls, TextStream, Tokenizer};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::support::demo_dir;
 
@@ -127,4 +128,94 @@ fn tokenizers_are_what_the_library_makes_of_them() {
         let error = format!("{:#}", Tokenizer::from_bytes(&strange).err().unwrap());
         assert!(error.contains("loading failed"), "{error}");
     }
+}
+
+/// Byte-level BPE of three letters, changed.
+fn small(change: impl FnOnce(&mut Value)) -> Vec<u8> {
+    let mut json = json!({
+        "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null, "post_processor": null,
+        "decoder": null,
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2, "ab": 3}, "merges": [["a", "b"]]}
+    });
+    change(&mut json);
+    serde_json::to_vec(&json).unwrap()
+}
+
+/// What loading, encoding or decoding says; none if all went well.
+fn outcome(bytes: &[u8], text: &str) -> Option<String> {
+    let begin = Instant::now();
+    let run = || -> anyhow::Result<()> {
+        let tokenizer = Tokenizer::from_bytes(bytes)?;
+        for controls in [Controls::Default, Controls::Parse, Controls::Text] {
+            tokenizer.decode(&tokenizer.encode(text, controls)?)?;
+        }
+        tokenizer.decode(&[0, 1, 3, u32::MAX])?;
+        Ok(())
+    };
+    let error = run().err().map(|error| format!("{error:#}"));
+    assert!(begin.elapsed() < Duration::from_secs(20), "{error:?} took {:?}", begin.elapsed());
+    error
+}
+
+/// What makes the library panic (its pull request 2151) or once did.
+#[test]
+fn files_that_make_the_library_panic_are_errors() {
+    assert_eq!(outcome(&small(|_| ()), "abcab"), None);
+    // Truncation is for training, and left out here.
+    let truncation = json!({"max_length": 2, "stride": 5, "strategy": "LongestFirst", "direction": "Right"});
+    assert_eq!(outcome(&small(|json| json["truncation"] = truncation), "abcab"), None);
+    let template = json!({"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}}], "pair": [{"Sequence": {"id": "A", "type_id": 0}},
+        {"Sequence": {"id": "B", "type_id": 0}}], "special_tokens": {}});
+    let strip = json!({"type": "Strip", "content": "a", "start": 9, "stop": 9});
+    let cases: Vec<(&str, Vec<u8>)> = vec![
+        ("template", small(|json| json["post_processor"] = template)),
+        ("merge", small(|json| json["model"]["merges"] = json!([["ab", "c"]]))),
+        ("strip", small(|json| json["decoder"] = strip)),
+        ("length", small(|json| json["pre_tokenizer"] = json!({"type": "FixedLength", "length": 0}))),
+        ("charsmap", small(|json| json["normalizer"] = json!({"type": "Precompiled", "precompiled_charsmap": "%"}))),
+        ("charsmap", small(|json| json["normalizer"] = json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"}))),
+    ];
+    for (what, bytes) in cases {
+        let outcome = outcome(&bytes, "abcab");
+        println!("{what}: {outcome:?}");
+        let said = outcome.unwrap_or("failed: nothing".into());
+        assert!(said.contains("failed: "), "{what}: {said}");
+    }
+}
+
+/// Expressions that go back and forth over a text for ever, or are endless themselves.
+#[test]
+fn expressions_that_never_end_do() {
+    let text = format!("{}!", "a".repeat(20_000));
+    for pattern in
+        ["(a+)+$", "(a|a)*b", "(?=(a+)+b)a", "(a*)*\\1b", "(?:a{1000}){1000}", "((((a{99}){99}){99}){99})", "("]
+    {
+        let split = json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false});
+        let outcome = outcome(&small(|json| json["pre_tokenizer"] = split), &text);
+        println!("{pattern}: {outcome:?}");
+        assert!(outcome.is_none_or(|said| said.contains("failed: ")), "{pattern}");
+    }
+}
+
+#[test]
+fn strange_vocabularies_are_survived() {
+    let added = |id: u64, content: &str| {
+        let token = json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": true});
+        small(|json| json["added_tokens"] = json!([token]))
+    };
+    // An added token with the id of another, or of none; one that is every text's; one of no text.
+    for bytes in [added(0, "<s>"), added(u32::MAX.into(), "<s>"), added(1 << 40, "<s>"), added(4, "a"), added(4, "")] {
+        println!("{:?}", outcome(&bytes, "ab<s>c"));
+    }
+    for vocab in [json!({}), json!({"a": u32::MAX}), json!({"a": 0, "b": 0}), json!({"": 0}), json!({"a": -1})] {
+        println!("{:?}", outcome(&small(|json| json["model"]["vocab"] = vocab), "abc"));
+    }
+    // Lines of another system are spaces; a mark of byte order is no JSON.
+    let pretty: Value = serde_json::from_slice(&small(|_| ())).unwrap();
+    let crlf = serde_json::to_string_pretty(&pretty).unwrap().replace('\n', "\r\n");
+    assert_eq!(outcome(crlf.as_bytes(), "abc"), None);
+    assert!(outcome(format!("\u{feff}{crlf}").as_bytes(), "abc").unwrap().contains("loading failed: "));
+    assert_eq!(outcome(&small(|_| ()), "a\r\nb\u{feff}\0c"), None);
 }

@@ -1,5 +1,7 @@
 //! Tensors that are read ahead are those of the file, whatever the order, the bounds and the failures.
 
+mod hostile;
+
 use std::collections::HashMap;
 use std::fs::OpenOptions;
 use std::path::PathBuf;

@@ -28,7 +28,7 @@ pub struct Report {
     pub reason: Option<String>,
     pub licence: Option<String>,
     pub quantisation: Option<String>,
-    /// `harmony`, or the file with the template; `None` for a base model.
+    /// `harmony`, or where the template is; `None` for a base model.
     pub chat: Option<&'static str>,
     #[serde(flatten)]
     pub sizes: Sizes,
@@ -110,7 +110,7 @@ impl Report {
     /// Fails only for a `context` that the model cannot have.
     pub fn new(source: Source, context: Option<usize>, gpu: Gpu) -> Result<Self> {
         let chat = chat(&source);
-        let (json, read) = match source.config {
+        let (json, read) = match source.said.config {
             Ok(json) => (json.clone(), models::parse_config(json)),
             Err(error) => (Value::Null, Err(error)),
         };
@@ -122,7 +122,7 @@ impl Report {
         if let Some(model) = &model {
             sizes = sizes.read_by(model.architecture.as_ref());
         }
-        let (inventory, weights_problem) = match source.inventory {
+        let (inventory, weights_problem) = match source.said.inventory {
             Ok(inventory) => (Some(inventory), None),
             Err(error) => (None, Some(one_line(&error))),
         };
@@ -151,7 +151,7 @@ impl Report {
             family: model.as_ref().map(|model| model.family.model_type.to_string()).or_else(|| type_of(&json)),
             supported: model.is_some(),
             reason,
-            licence: source.licence,
+            licence: source.said.licence,
             quantisation: method.or(main_dtype),
             chat,
             parameters: inventory.as_ref().map(Inventory::parameters),
@@ -216,14 +216,15 @@ fn needs(
 
 /// What a conversation with the model is written in.
 fn chat(source: &Source) -> Option<&'static str> {
-    if source.config.as_ref().is_ok_and(|config| config["model_type"] == "gpt_oss") {
+    if source.said.config.as_ref().is_ok_and(|config| config["model_type"] == "gpt_oss") {
         return Some("harmony");
     }
     if source.has("chat_template.jinja") {
         return Some("chat_template.jinja");
     }
-    let template = &source.tokenizer_config["chat_template"];
-    (template.as_str().is_some_and(|text| !text.is_empty()) || template.is_array()).then_some("tokenizer_config.json")
+    let template = &source.said.tokenizer_config["chat_template"];
+    let there = template.as_str().is_some_and(|text| !text.is_empty()) || template.is_array();
+    there.then_some(source.said.tokenizer_config_is)
 }
 
 fn one_line(error: &anyhow::Error) -> String {

@@ -1,12 +1,13 @@
 //! What is known of a model, wherever it is: here on a disk, or on a hub.
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Value, json};
 
-use crate::hub::{self, Peek, Snapshot};
-use crate::weights::gguf::{self, GgufCheckpoint};
+use crate::hub::{self, Hub, Peek, Snapshot};
+use crate::weights::gguf::{self, GgufCheckpoint, GgufModel};
 use crate::weights::{Checkpoint, Inventory};
 
 /// The longest README whose front matter is looked at, and the longest licence whose title is.
@@ -18,12 +19,64 @@ pub struct Source {
     /// `None` on a hub.
     pub path: Option<PathBuf>,
     pub place: &'static str,
+    pub said: Said,
+    pub files: Vec<(String, Option<u64>)>,
+}
+
+/// What a model's files say of it.
+pub struct Said {
     pub config: Result<Value>,
     /// Null where there is none.
     pub tokenizer_config: Value,
+    /// What it was read from.
+    pub tokenizer_config_is: &'static str,
     pub licence: Option<String>,
-    pub files: Vec<(String, Option<u64>)>,
     pub inventory: Result<Inventory>,
+}
+
+impl Said {
+    /// By a GGUF file, which has all in one.
+    fn by_gguf(file: Result<GgufCheckpoint>) -> Self {
+        let tokenizer_config_is = "tokenizer.chat_template";
+        let file = match file {
+            Ok(file) => file,
+            Err(error) => {
+                let (config, tokenizer_config) = (Err(anyhow!("{error:#}")), Value::Null);
+                return Self { config, tokenizer_config, tokenizer_config_is, licence: None, inventory: Err(error) };
+            }
+        };
+        let metadata = file.metadata();
+        let text = |key: &str| metadata.string(key).ok().flatten().map(str::trim).filter(|text| !text.is_empty());
+        let licence = match text("general.license") {
+            None | Some("other") => text("general.license.name").or(text("general.license")),
+            licence => licence,
+        };
+        Self {
+            config: gguf::config(&file),
+            tokenizer_config: json!({"chat_template": gguf::chat_template(&metadata, None).ok().flatten()}),
+            tokenizer_config_is,
+            licence: licence.map(|licence| licence.chars().take(80).collect()),
+            inventory: GgufModel::new(file).map(|model| Inventory::of(&Checkpoint::Gguf(Box::new(model)), None)),
+        }
+    }
+
+    fn or_licence(self, licence: Option<String>) -> Self {
+        Self { licence: self.licence.or(licence), ..self }
+    }
+}
+
+/// The model that the heads of GGUF files on a hub tell of; and apart from that, whether they could be read.
+fn heads(hub: &Hub, peek: &Peek) -> Result<Result<GgufCheckpoint>> {
+    let failure = Cell::new(None);
+    let read = |name: &str, bytes| {
+        hub.read_part(peek, name, bytes).map_err(|error| {
+            let said = anyhow!("{error:#}");
+            failure.set(Some(error));
+            said
+        })
+    };
+    let file = GgufCheckpoint::open_elsewhere(&peek.gguf, &read);
+    failure.into_inner().map_or(Ok(file), Err)
 }
 
 impl Source {
@@ -43,6 +96,16 @@ impl Source {
         let title = |name: &str| head(&dir.join(name)).and_then(|text| licence_title(&text, name));
         // The demo's weights are a part of this crate.
         let ours = (snapshot.source == hub::Source::BuiltIn).then(|| env!("CARGO_PKG_LICENSE").to_string());
+        let said = match &gguf {
+            Some(file) => Said::by_gguf(GgufCheckpoint::open(file)),
+            None => Said {
+                config: json(dir, "config.json"),
+                tokenizer_config: json(dir, "tokenizer_config.json").unwrap_or_default(),
+                tokenizer_config_is: "tokenizer_config.json",
+                licence: ours,
+                inventory: Checkpoint::open(&snapshot.path).map(|checkpoint| Inventory::of(&checkpoint, None)),
+            },
+        };
         Self {
             name: snapshot.name.clone(),
             revision: snapshot.revision.clone(),
@@ -54,40 +117,42 @@ impl Source {
                 hub::Source::Directory => "a directory",
                 hub::Source::BuiltIn => "built into inferno",
             },
-            config: match &gguf {
-                Some(file) => GgufCheckpoint::open(file).and_then(|file| gguf::config(&file)),
-                None => json(dir, "config.json"),
-            },
-            tokenizer_config: match &gguf {
-                Some(file) => tokenizer_config(file).unwrap_or_default(),
-                None => json(dir, "tokenizer_config.json").unwrap_or_default(),
-            },
-            licence: ours.or(readme).or_else(|| licence_file(&files).and_then(title)),
-            inventory: Checkpoint::open(&snapshot.path).map(|checkpoint| Inventory::of(&checkpoint, None)),
+            said: said.or_licence(readme.or_else(|| licence_file(&files).and_then(title))),
             files,
         }
     }
 
-    /// A model on a hub.
-    pub fn remote(peek: Peek) -> Self {
+    /// A model on a hub. Fails if the hub does; what is broken there is a finding.
+    pub fn remote(hub: &Hub, peek: Peek) -> Result<Self> {
         let text = |name: &str| peek.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
-        let config = match text("config.json") {
-            Some(text) => serde_json::from_str(&text).context("broken config.json"),
-            None => Err(anyhow!("the repository has no config.json")),
-        };
-        let tokenizer_config = text("tokenizer_config.json").and_then(|text| serde_json::from_str(&text).ok());
         let readme = text("README.md").and_then(|readme| front_matter_licence(&readme));
-        Self {
-            config,
-            tokenizer_config: tokenizer_config.unwrap_or_default(),
-            licence: readme.or_else(|| licence_file(&peek.files).map(str::to_string)),
-            inventory: inventory(&peek),
+        let licence = readme.or_else(|| licence_file(&peek.files).map(str::to_string));
+        let said = match peek.gguf.is_empty() {
+            true => {
+                let config = match text("config.json") {
+                    Some(text) => serde_json::from_str(&text).context("broken config.json"),
+                    None => Err(anyhow!("the repository has no config.json")),
+                };
+                let tokenizer_config = text("tokenizer_config.json").and_then(|text| serde_json::from_str(&text).ok());
+                Said {
+                    config,
+                    tokenizer_config: tokenizer_config.unwrap_or_default(),
+                    tokenizer_config_is: "tokenizer_config.json",
+                    licence: None,
+                    inventory: inventory(&peek),
+                }
+            }
+            false => Said::by_gguf(heads(hub, &peek)?),
+        };
+        let gguf = peek.gguf.into_iter().map(|(name, bytes)| (name, Some(bytes)));
+        Ok(Self {
             name: peek.name,
             revision: Some(peek.commit),
             path: None,
             place: "on the hub",
-            files: peek.files,
-        }
+            files: if gguf.len() == 0 { peek.files } else { gguf.collect() },
+            said: said.or_licence(licence),
+        })
     }
 
     pub fn has(&self, name: &str) -> bool {
@@ -103,20 +168,11 @@ fn inventory(peek: &Peek) -> Result<Inventory> {
     if !inventory.is_empty() {
         return Ok(inventory);
     }
-    Err(match peek.files.iter().any(|(name, _)| name.ends_with(".gguf")) {
-        true => anyhow!("the weights are GGUF files, whose headers are not read over the network yet"),
-        false => anyhow!("there are no safetensors weights (model.safetensors or an index of shards)"),
-    })
+    Err(anyhow!("there are no safetensors weights (model.safetensors or an index of shards), and no GGUF files"))
 }
 
 fn file_name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
-}
-
-/// What tokenizer_config.json would say: the chat template that a GGUF file has.
-fn tokenizer_config(file: &Path) -> Result<Value> {
-    let file = GgufCheckpoint::open(file)?;
-    Ok(json!({"chat_template": gguf::chat_template(&file.metadata(), None)?}))
 }
 
 fn json(dir: &Path, name: &str) -> Result<Value> {

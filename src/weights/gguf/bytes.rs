@@ -6,12 +6,24 @@ use anyhow::{Result, bail};
 pub struct Cursor<'b> {
     bytes: &'b [u8],
     at: usize,
+    /// Where the file ends, of which `bytes` may be no more than the beginning.
+    end: u64,
 }
+
+/// What is wanted lies in the file, but not among the bytes that are here: so many from its beginning are needed.
+#[derive(Debug, thiserror::Error)]
+#[error("the first {0} bytes are needed")]
+pub struct Short(pub u64);
 
 impl<'b> Cursor<'b> {
     /// Begins at a byte, which may be the end or past it.
     pub fn at(bytes: &'b [u8], at: usize) -> Self {
-        Self { bytes, at }
+        Self { bytes, at, end: bytes.len() as u64 }
+    }
+
+    /// Begins with the head of a file of `end` bytes. Where the head ends too soon the error is [`Short`].
+    pub fn of_head(head: &'b [u8], end: u64) -> Self {
+        Self { bytes: head, at: 0, end }
     }
 
     pub fn position(&self) -> usize {
@@ -19,14 +31,18 @@ impl<'b> Cursor<'b> {
     }
 
     pub fn remaining(&self) -> u64 {
-        self.bytes.len().saturating_sub(self.at) as u64
+        self.end.saturating_sub(self.at as u64)
     }
 
     pub fn take(&mut self, bytes: u64) -> Result<&'b [u8]> {
         if bytes > self.remaining() {
             bail!("{bytes} bytes are wanted at byte {}, the file ends after {}", self.at, self.remaining());
         }
-        // No more than remains, so it fits a usize.
+        // No more than remains, so the sum is no more than the file.
+        let needed = self.at as u64 + bytes;
+        if needed > self.bytes.len() as u64 {
+            return Err(Short(needed).into());
+        }
         let start = self.at;
         self.at += bytes as usize;
         Ok(&self.bytes[start..self.at])

@@ -8,6 +8,9 @@ use serde_json::{Map, Value, json};
 use super::names::{InLayer, Layout};
 use super::{GgufCheckpoint, Metadata};
 
+/// What is said by tensors rather than by metadata: [`Said::rope_scaling`] reads them.
+pub const SAID_BY_TENSORS: [&str; 3] = ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
+
 /// Adds what one architecture has beyond the others.
 pub type Fields = fn(&Said, &mut Map<String, Value>) -> Result<()>;
 
@@ -94,13 +97,13 @@ impl<'c> Said<'c> {
         };
         let original = self.size("rope.scaling.original_context_length")?;
         // Llama 3's rule is worked out in the file: what each frequency is divided by.
-        if let Some(factors) = factors("rope_freqs.weight")? {
+        let [freqs, short, long] = SAID_BY_TENSORS;
+        if let Some(factors) = factors(freqs)? {
             return Ok(Some(json!({
                 "rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0
             })));
         }
-        if let (Some(short), Some(long)) = (factors("rope_factors_short.weight")?, factors("rope_factors_long.weight")?)
-        {
+        if let (Some(short), Some(long)) = (factors(short)?, factors(long)?) {
             return Ok(Some(json!({
                 "rope_type": "longrope", "short_factor": short, "long_factor": long,
                 "attention_factor": self.float("rope.scaling.attn_factor")?,

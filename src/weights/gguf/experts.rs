@@ -75,7 +75,7 @@ impl Experts<'_> {
 
     /// All experts' matrices \[E, R, C\] or biases \[E, R\] of one tensor, or of a gate's and an up's.
     fn stack(&self, sources: &[String], interleaved: Interleaved) -> Result<Entry> {
-        let infos = sources.iter().map(|name| Ok(self.file.view(name)?.info)).collect::<Result<Vec<_>>>()?;
+        let infos = sources.iter().map(|name| self.file.required(name)).collect::<Result<Vec<_>>>()?;
         let (first, name) = (infos[0], &sources[0]);
         if let Some((other, info)) = sources.iter().zip(&infos).find(|(_, info)| info.shape != first.shape) {
             bail!("tensor {other}: found {:?} beside {name} {:?}", info.shape, first.shape);
@@ -87,6 +87,11 @@ impl Experts<'_> {
         }
         let experts = if in_stack { first.shape[0] } else { sources.len() / matrices };
         let of_one = &first.shape[usize::from(in_stack)..];
+        // Each source was checked alone; together they may be more, if each is empty.
+        let mut lengths = [experts, matrices].into_iter().chain(of_one.iter().copied());
+        if lengths.try_fold(1usize, |product, length| product.checked_mul(length.max(1))).is_none() {
+            bail!("tensor {name}: {experts} experts of {of_one:?} have too many elements");
+        }
         let shape = [&[experts, matrices * of_one[0]], &of_one[1..]].concat();
         let rows = match (sources.len(), interleaved) {
             (1, _) => Rows::Same,

@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use anyhow::{Context, Result, bail};
 
-use super::bytes::Cursor;
+use super::bytes::{Cursor, Short};
 use super::metadata::{Entry, Metadata, Value};
 use super::{MAX_DIMENSIONS, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_TENSORS};
 use crate::weights::ggml::GgmlType;
@@ -48,8 +48,15 @@ impl TensorInfo {
 impl Header {
     /// Parses the head of a file that is `bytes` as a whole. No tensor is touched.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
-        let mut cursor = Cursor::at(bytes, 0);
-        if cursor.array().ok() != Some(MAGIC) {
+        Self::parse_beginning(bytes, bytes.len() as u64)
+    }
+
+    /// As [`parse`](Self::parse), of a file of `file` bytes that begins with `bytes`. [`Short`] if the
+    /// head is longer than those.
+    pub(super) fn parse_beginning(bytes: &[u8], file: u64) -> Result<Self> {
+        let mut cursor = Cursor::of_head(bytes, file);
+        let magic = cursor.array().or_else(|error| if error.is::<Short>() { Err(error) } else { Ok([0; 4]) })?;
+        if magic != MAGIC {
             bail!("this is no GGUF file: it does not begin with the letters GGUF");
         }
         let version = cursor.u32().context("the version is missing")?;
@@ -63,7 +70,7 @@ impl Header {
         let keys = count(&mut cursor, "metadata keys", MAX_KEYS)?;
         let entries = read_metadata(&mut cursor, keys)?;
         let alignment = alignment(&Metadata::new(bytes, &entries))?;
-        let tensors = read_tensors(&mut cursor, tensors, alignment, bytes.len())?;
+        let tensors = read_tensors(&mut cursor, tensors, alignment, file)?;
         Ok(Self { version, entries, tensors })
     }
 
@@ -120,7 +127,7 @@ struct Line {
     offset: u64,
 }
 
-fn read_tensors(cursor: &mut Cursor, count: u64, alignment: u64, file: usize) -> Result<BTreeMap<String, TensorInfo>> {
+fn read_tensors(cursor: &mut Cursor, count: u64, alignment: u64, file: u64) -> Result<BTreeMap<String, TensorInfo>> {
     let mut lines = BTreeMap::new();
     for number in 1..=count {
         let name = name(cursor, MAX_NAME_BYTES).with_context(|| format!("tensor {number} of {count}"))?;
@@ -166,7 +173,7 @@ fn read_line(cursor: &mut Cursor) -> Result<Line> {
 }
 
 /// Where the tensor lies in a file of so many bytes whose data begin at `data`.
-fn place(line: Line, alignment: u64, data: u64, file: usize) -> Result<TensorInfo> {
+fn place(line: Line, alignment: u64, data: u64, file: u64) -> Result<TensorInfo> {
     let Line { mut info, offset } = line;
     if !offset.is_multiple_of(alignment) {
         bail!("offset {offset} is no multiple of the alignment {alignment}");
@@ -174,11 +181,11 @@ fn place(line: Line, alignment: u64, data: u64, file: usize) -> Result<TensorInf
     let start = data.checked_add(offset);
     let end = start.and_then(|start| start.checked_add(info.bytes as u64));
     let (Some(start), Some(end)) = (start, end) else { bail!("offset {offset} is too large") };
-    if end > file as u64 {
+    if end > file {
         let bytes = info.bytes;
         bail!("{bytes} bytes from {start} on end behind the file, which has {file} (is the download complete?)");
     }
-    info.start = start as usize;
+    info.start = usize::try_from(start).context("its place")?;
     Ok(info)
 }
 

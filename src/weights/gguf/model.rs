@@ -61,8 +61,12 @@ pub enum Change {
 
 impl GgufModel {
     pub fn open(path: &Path) -> Result<Self> {
-        let file = GgufCheckpoint::open(path)?;
-        let tensors = entries(&file).with_context(|| format!("cannot use {}", path.display()))?;
+        Self::new(GgufCheckpoint::open(path)?)
+    }
+
+    pub fn new(file: GgufCheckpoint) -> Result<Self> {
+        let name = || file.files().next().unwrap_or(Path::new("")).display().to_string();
+        let tensors = entries(&file).with_context(|| format!("cannot use {}", name()))?;
         Ok(Self { file, tensors })
     }
 
@@ -145,7 +149,10 @@ impl GgufModel {
         let shape = match entry.change {
             Change::Nothing => &entry.info.shape,
             // The file has it the way that products take it.
-            Change::Transposed if entry.info.shape.len() == 2 => &self.file.view(&entry.sources[0])?.info.shape,
+            Change::Transposed => match self.file.info(&entry.sources[0]) {
+                Some(info) if info.shape.len() == 2 => &info.shape,
+                _ => return Ok(None),
+            },
             _ => return Ok(None),
         };
         Ok(match shape.as_slice() {
@@ -308,7 +315,7 @@ fn entries(file: &GgufCheckpoint) -> Result<BTreeMap<String, Entry>> {
 
 /// What is one tensor in the file too.
 fn single(file: &GgufCheckpoint, layout: &Layout, name: &str) -> Result<Entry> {
-    let info = file.view(name)?.info;
+    let info = file.required(name)?;
     let part = InLayer::parse(name).map(|in_layer| in_layer.part);
     let (mut rows, mut change, mut shape) = (Rows::Same, Change::Nothing, info.shape.clone());
     if layout.permuted && matches!(part, Some("attn_q" | "attn_k")) {

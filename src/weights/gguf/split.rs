@@ -6,11 +6,11 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 
 use super::metadata::Metadata;
-use super::{MAX_PARTS, Part};
+use super::{Files, MAX_PARTS, Part};
 
 /// The file, or all parts in their order if it is one of several.
-pub fn open_parts(path: &Path) -> Result<Vec<Part>> {
-    let named = Part::open(path.to_path_buf())?;
+pub fn open_parts(path: &Path, files: &dyn Files) -> Result<Vec<Part>> {
+    let named = files.open(path)?;
     let said = Said::of(&named)?;
     if said.count == 1 {
         return Ok(vec![named]);
@@ -26,12 +26,12 @@ pub fn open_parts(path: &Path) -> Result<Vec<Part>> {
     let mut named = Some(named);
     for number in 1..=count {
         let path = path.with_file_name(format!("{prefix}-{number:05}-of-{count:05}.gguf"));
-        if !path.exists() {
+        if !files.has(&path) {
             bail!("part {number} of {count} is missing: {} (download the model again)", path.display());
         }
         let part = match named.take_if(|_| number == said.number + 1) {
             Some(part) => part,
-            None => Part::open(path)?,
+            None => files.open(&path)?,
         };
         check_part(&part, &Said { number: number - 1, ..said })?;
         parts.push(part);
@@ -66,14 +66,14 @@ impl Said {
             }
             Ok(Self { number, count, tensors: metadata.u32("split.tensors.count")? })
         };
-        read(part.metadata()).with_context(|| format!("broken GGUF file {}", part.source.path.display()))
+        read(part.metadata()).with_context(|| format!("broken GGUF file {}", part.path.display()))
     }
 }
 
 fn check_part(part: &Part, expected: &Said) -> Result<()> {
     let said = Said::of(part)?;
     if said != *expected {
-        let path = part.source.path.display();
+        let path = part.path.display();
         bail!(
             "{path} is not of the same model as the other parts: it says to be part {} of {} with {} tensors, expected \
              part {} of {} with {}",

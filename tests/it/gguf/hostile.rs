@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use inferno::weights::gguf::{GgufCheckpoint, Header, MAX_BLOCKS, MAX_KEYS, MAX_TENSORS};
+use inferno::weights::gguf::{GgufCheckpoint, GgufModel, Header, MAX_BLOCKS, MAX_KEYS, MAX_TENSORS};
 
 use super::writer::{ARRAY, BOOL, STRING, U32, Writer, string};
 use crate::support::golden;
@@ -148,6 +148,22 @@ fn layers_without_number() {
             Some(want) => assert!(result.unwrap_err().to_string().contains(want)),
         }
     }
+}
+
+/// Each is empty and so lies in any file; all of them as one tensor would have more elements than numbers go.
+#[test]
+fn experts_without_number() {
+    let mut writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
+    for matrix in ["gate", "up", "down"] {
+        for expert in 0..2 {
+            writer = writer.line(format!("blk.0.ffn_{matrix}.{expert}.weight"), &[0, 1 << 62], 0, 0);
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.gguf");
+    std::fs::write(&path, writer.bytes()).unwrap();
+    let error = format!("{:#}", GgufModel::open(&path).err().unwrap());
+    assert!(error.contains("2 experts of [4611686018427387904, 0] have too many elements"), "{error}");
 }
 
 /// Large and honest about it: as many keys, tensors and strings as fit are read in a moment.

@@ -1,0 +1,230 @@
+//! GGUF models on a hub: their heads are read, and no tensors.
+
+use serde_json::{Value, json};
+
+use super::{command, remote, show};
+use crate::cli::{assert_fails, text};
+use crate::gguf::converter::convert;
+use crate::gguf::writer::Writer;
+use crate::hub::fake::{COMMIT, FakeHub, REPO};
+use crate::support::golden;
+
+const MB: usize = 1 << 20;
+
+/// A model with llama 3's factors, and words of the file's own.
+fn llama() -> Writer {
+    let llama = convert(&golden("llama3")).string("general.license", "llama3.2");
+    llama.string("tokenizer.chat_template", "{{ messages }}")
+}
+
+/// Makes the head longer by about so many bytes.
+fn longer(writer: Writer, bytes: usize) -> Writer {
+    writer.strings("filler", &vec!["x".repeat(992); bytes / 1000])
+}
+
+fn looked_at(fake: &FakeHub, model: &str) -> Value {
+    let home = tempfile::tempdir().unwrap();
+    let output = crate::cli::inferno(&home)
+        .env("HF_ENDPOINT", fake.endpoint())
+        .args(["show", model, "--remote", "--json"])
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(!home.path().join("models").exists(), "nothing is written");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+/// The parts of GGUF files that were asked for, as `name first-last`.
+fn ranges(fake: &FakeHub) -> Vec<String> {
+    let ranges = fake.heads().into_iter().filter(|head| head.lines().next().unwrap().contains(".gguf ")).map(|head| {
+        let path = head.split(' ').nth(1).unwrap();
+        let range = head.lines().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_string));
+        format!("{} {}", path.rsplit('/').next().unwrap(), range.expect("no range is asked for"))
+    });
+    ranges.collect()
+}
+
+#[test]
+fn a_file_on_the_hub_is_known_as_one_that_is_here() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tiny-Q4_K_M.gguf");
+    std::fs::write(&path, llama().bytes()).unwrap();
+    let here = show(&[path.to_str().unwrap()]);
+    let files: &[(&str, &[u8])] = &[
+        ("README.md", b"---\nlicense: other\n---\n"),
+        ("config.json", b"{}"),
+        ("mmproj-F16.gguf", b""),
+        ("tiny-Q4_K_M.gguf", &llama().bytes()),
+    ];
+    let fake = FakeHub::start(files);
+    let there = looked_at(&fake, REPO);
+    assert_eq!((&there["revision"], &there["path"]), (&json!(COMMIT), &Value::Null));
+    assert_eq!(there["supported"], true, "{}", there["reason"]);
+    assert_eq!((&there["licence"], &there["chat"]), (&json!("llama3.2"), &json!("tokenizer.chat_template")));
+    for (field, value) in here.as_object().unwrap() {
+        if !["name", "revision", "path"].contains(&field.as_str()) {
+            assert_eq!(&there[field], value, "{field}");
+        }
+    }
+    let lines = fake.lines();
+    assert!(lines.iter().all(|line| !line.contains("config.json")), "{lines:?}");
+}
+
+#[test]
+fn a_head_is_read_until_it_is_whole() {
+    let small = llama().bytes().len();
+    // What is added to the head, what is asked for then, and how much the tensors after it take.
+    let cases = [
+        (0, vec![format!("0-{}", small - 1)], 0),
+        (3 * MB / 2, vec![format!("0-{}", MB - 1), format!("{MB}-{}", 4 * MB - 1)], 8 * MB),
+        (
+            5 * MB,
+            vec![format!("0-{}", MB - 1), format!("{MB}-{}", 4 * MB - 1), format!("{}-{}", 4 * MB, 16 * MB - 1)],
+            16 * MB,
+        ),
+    ];
+    for (filler, want, data) in cases {
+        let writer = if filler == 0 { llama() } else { longer(llama(), filler).data(data) };
+        for does_ranges in [true, false] {
+            let fake = FakeHub::start(&[("tiny.gguf", &writer.bytes())]);
+            fake.change(|world| world.does_ranges = does_ranges);
+            let model = looked_at(&fake, REPO);
+            assert_eq!((&model["supported"], &model["layers"]), (&json!(true), &json!(3)), "{}", model["reason"]);
+            let want: Vec<String> = want.iter().map(|range| format!("tiny.gguf {range}")).collect();
+            assert_eq!(ranges(&fake), want);
+            // A server without ranges is hung up on; what lies in buffers has left by then.
+            let last: usize = want.last().unwrap().rsplit_once('-').unwrap().1.parse().unwrap();
+            let sent = fake.world.lock().unwrap().sent_bytes;
+            assert!(!does_ranges || sent == last + 1, "{sent} bytes were sent");
+        }
+    }
+}
+
+/// Llama 3's factors are a tensor of a few bytes, wherever it lies.
+#[test]
+fn factors_are_fetched_from_among_the_tensors() {
+    let head = 20_000;
+    let writer = longer(llama(), MB - head);
+    let fake = FakeHub::start(&[("tiny.gguf", &writer.bytes())]);
+    let model = looked_at(&fake, REPO);
+    assert_eq!(model["supported"], true, "{}", model["reason"]);
+    assert_eq!(model["rope"]["scaling"], "longrope");
+    let ranges = ranges(&fake);
+    assert_eq!((ranges.len(), ranges[0].as_str()), (2, "tiny.gguf 0-1048575"), "{ranges:?}");
+    let (first, last) = ranges[1].rsplit_once(' ').unwrap().1.split_once('-').unwrap();
+    let (first, last): (usize, usize) = (first.parse().unwrap(), last.parse().unwrap());
+    assert!(first > MB && last - first < 100, "{ranges:?}");
+}
+
+#[test]
+fn of_several_models_one_is_named() {
+    let q4 = llama().bytes();
+    let files: &[(&str, &[u8])] = &[
+        ("tiny-Q4_K_M.gguf", &q4),
+        ("Q8_0/tiny-Q8_0-00001-of-00002.gguf", b"GGUF"),
+        ("Q8_0/tiny-Q8_0-00002-of-00002.gguf", b"GGUF"),
+        ("README.md", b""),
+    ];
+    let fake = FakeHub::start(files);
+    let list = [&format!("inferno show {REPO}:Q4_K_M --remote")[..], &format!("inferno show {REPO}:Q8_0 --remote")];
+    assert_fails(&remote(&fake, &[]), 2, &["several GGUF models", list[0], list[1]]);
+    assert!(ranges(&fake).is_empty(), "nothing of them is read");
+    let model = looked_at(&fake, &format!("{REPO}:q4_k_m"));
+    assert_eq!((&model["name"], &model["layers"]), (&json!(format!("{REPO}:q4_k_m")), &json!(3)));
+    assert_eq!(model["files"], json!([{"name": "tiny-Q4_K_M.gguf", "bytes": q4.len()}]));
+    assert!(ranges(&fake).iter().all(|range| range.starts_with("tiny-Q4_K_M.gguf ")));
+
+    let home = tempfile::tempdir().unwrap();
+    let asked = |model: &str| {
+        let args = ["show", model, "--remote"];
+        crate::cli::inferno(&home).env("HF_ENDPOINT", fake.endpoint()).args(args).output().unwrap()
+    };
+    assert_fails(&asked(&format!("{REPO}:Q2_K")), 3, &["no GGUF file of it is called so", list[0], list[1]]);
+    fake.change(|world| world.files.retain(|name, _| name == "README.md"));
+    assert_fails(&asked(&format!("{REPO}:Q2_K")), 3, &["there is no GGUF file in it; it has README.md"]);
+    // What is not here may be looked at there.
+    let hints = ["inferno show org/name:Q2_K --remote", "inferno download org/name --include '*Q2_K*'"];
+    assert_fails(&crate::cli::run(&["show", "org/name:Q2_K"]), 3, &hints);
+}
+
+#[test]
+fn every_part_of_a_split_model_is_read() {
+    let tensors = llama().tensors.0 as u32;
+    let split = |writer: Writer, number: u32, tensors: u32| {
+        writer.u32("split.no", number).u32("split.count", 2).u32("split.tensors.count", tensors)
+    };
+    let (rows, columns) = (137, 80);
+    let head = vec![0; rows * columns * 4];
+    let second = |tensors| {
+        let shape = [columns as u64, rows as u64];
+        split(Writer::new(), 1, tensors).tensor("output.weight", &shape, 0, &head).bytes()
+    };
+    let whole = looked_at(&FakeHub::start(&[("tiny.gguf", &llama().bytes())]), REPO);
+    let parts = ["q/t-00001-of-00002.gguf", "q/t-00002-of-00002.gguf"];
+    let fake = FakeHub::start(&[(parts[0], &split(llama(), 0, tensors + 1).bytes()), (parts[1], &second(tensors + 1))]);
+    let model = looked_at(&fake, REPO);
+    assert_eq!(model["supported"], true, "{}", model["reason"]);
+    let parameters = |model: &Value| model["parameters"].as_u64().unwrap();
+    assert_eq!(parameters(&model), parameters(&whole) + (rows * columns) as u64);
+    assert_eq!(model["files"].as_array().unwrap().len(), 2);
+    assert_eq!(ranges(&fake).len(), 2);
+
+    fake.change(|world| drop(world.files.insert(parts[1].into(), second(tensors))));
+    let model = looked_at(&fake, REPO);
+    assert!(model["weights_problem"].as_str().unwrap().contains("is not of the same model as the other parts"));
+    fake.change(|world| drop(world.files.remove(parts[1])));
+    assert_fails(&remote(&fake, &[]), 1, &["lacks q/t-00002-of-00002.gguf"]);
+}
+
+/// What is broken is told beside all that is not; what cannot be read is a failure.
+#[test]
+fn broken_heads_are_findings() {
+    let long = Writer::new().raw("filler", 8, (80u64 << 20).to_le_bytes()).data(90 << 20).bytes();
+    let cases: [(&[u8], &str); 5] = [
+        (b"", "this is no GGUF file"),
+        (b"GGUF", "the version is missing"),
+        (&llama().bytes()[..5000], "(is the download complete?)"),
+        (&Writer::new().line("a", &[32], 20, 0).bytes(), "type 20 (IQ4_NL) is not supported"),
+        (&long, "a head of more than the 64 MB that are read of one"),
+    ];
+    for (file, said) in cases {
+        let fake = FakeHub::start(&[("tiny.gguf", file)]);
+        let model = looked_at(&fake, REPO);
+        let problem = model["weights_problem"].as_str().unwrap();
+        assert!(problem.contains(said) && problem.contains("tiny.gguf"), "no {said:?} in {problem}");
+        assert!(fake.world.lock().unwrap().sent_bytes <= MB);
+        assert!(text(&remote(&fake, &[]).stdout).contains("why not"));
+    }
+    let fake = FakeHub::start(&[("tiny.gguf", &llama().bytes())]);
+    fake.change(|world| world.files_refused = Some((403, "GatedRepo")));
+    assert_fails(&remote(&fake, &[]), 4, &["accept its licence"]);
+    fake.change(|world| {
+        world.files_refused = None;
+        world.lost = Some("tiny.gguf");
+    });
+    assert_fails(&remote(&fake, &[]), 1, &["the hub lists tiny.gguf", "does not have it"]);
+    // A mirror that tells no sizes is asked for them.
+    fake.change(|world| {
+        world.lost = None;
+        world.tells_sizes = false;
+    });
+    assert_eq!(looked_at(&fake, REPO)["layers"], 3);
+    let home = tempfile::tempdir().unwrap();
+    assert!(command(&home, &fake).output().unwrap().status.success());
+}
+
+/// A licence of its own name, and the repository's where the file has none.
+#[test]
+fn whose_licence_it_is() {
+    let licence = |writer: Writer| {
+        let fake = FakeHub::start(&[("tiny.gguf", &writer.bytes()), ("README.md", b"---\nlicense: mit\n---\n")]);
+        looked_at(&fake, REPO)["licence"].clone()
+    };
+    assert_eq!(licence(Writer::new()), "mit");
+    assert_eq!(licence(Writer::new().string("general.license", " ")), "mit");
+    assert_eq!(licence(Writer::new().string("general.license", "apache-2.0")), "apache-2.0");
+    let other = || Writer::new().string("general.license", "other");
+    assert_eq!(licence(other()), "other");
+    assert_eq!(licence(other().string("general.license.name", "qwen")), "qwen");
+    assert_eq!(licence(Writer::new().u32("general.license", 3)), "mit");
+}

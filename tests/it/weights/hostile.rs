@@ -1,0 +1,148 @@
+//! safetensors files, indices and packed experts that lie: each is an error that names the file or the tensor.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device};
+use inferno::weights::{Checkpoint, Loaded, Weights, mxfp4};
+use tempfile::TempDir;
+
+/// A file with this header, however long it says it is.
+fn file(length: Option<u64>, header: &str, data: usize) -> Vec<u8> {
+    let length = length.unwrap_or(header.len() as u64);
+    [&length.to_le_bytes()[..], header.as_bytes(), &vec![0; data]].concat()
+}
+
+fn error(dir: &Path) -> String {
+    let begin = Instant::now();
+    let error = Checkpoint::open(dir).err().map_or("no error".into(), |error| format!("{error:#}"));
+    assert!(begin.elapsed() < Duration::from_secs(2), "{error}: took {:?}", begin.elapsed());
+    error
+}
+
+fn error_of(bytes: &[u8]) -> String {
+    let folder = TempDir::new().unwrap();
+    std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
+    error(folder.path())
+}
+
+#[test]
+fn headers_that_lie() {
+    let one = |entry: &str| format!("{{\"a\":{entry}}}");
+    let entry = |dtype: &str, shape: &str, offsets: &str| {
+        one(&format!(r#"{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}"#))
+    };
+    let two = |first: &str, second: &str| {
+        let tensor = |offsets: &str| format!(r#"{{"dtype":"U8","shape":[4],"data_offsets":{offsets}}}"#);
+        format!(r#"{{"a":{},"b":{}}}"#, tensor(first), tensor(second))
+    };
+    let good = entry("F32", "[2]", "[0,8]");
+    assert_eq!(error_of(&file(None, &good, 8)), "no error");
+    let deep = one(&format!("{}{}", "[".repeat(100_000), "]".repeat(100_000)));
+    let mut cases: Vec<Vec<u8>> = (0..8).map(|length| vec![0; length]).collect();
+    cases.extend([
+        file(Some(0), "", 0),
+        file(Some(good.len() as u64 + 1), &good, 0),
+        file(Some(1 << 30), &good, 8),
+        file(Some(100_000_001), &good, 8),
+        file(Some(u64::MAX), &good, 8),
+        file(None, &deep, 0),
+        file(None, "[]", 0),
+        file(None, "\u{feff}{}", 0),
+        file(None, &one("null"), 0),
+        file(None, &entry("F32", "[2]", "[0,4]"), 4),
+        file(None, &entry("F32", "[2]", "[8,0]"), 8),
+        file(None, &entry("F32", "[2]", "[-8,0]"), 8),
+        file(None, &entry("F32", "[2]", "[0,8]"), 7),
+        file(None, &entry("F32", "[2]", "[0,8]"), 9),
+        file(None, &entry("F32", "[2]", "[0,18446744073709551615]"), 8),
+        file(None, &entry("F7", "[2]", "[0,8]"), 8),
+        file(None, &entry("F32", "[-1]", "[0,8]"), 8),
+        file(None, &entry("F32", "[4294967296,4294967296]", "[0,0]"), 0),
+        file(None, &entry("F32", "[4611686018427387904]", "[0,0]"), 0),
+        file(None, &two("[0,4]", "[0,4]"), 4),
+        file(None, &two("[0,4]", "[2,6]"), 6),
+        file(None, &two("[0,4]", "[8,12]"), 12),
+        file(None, &two("[4,8]", "[8,12]"), 12),
+        // Under one name: the last counts, and leaves a hole.
+        file(None, &two("[0,4]", "[4,8]").replace("\"b\"", "\"a\""), 8),
+    ]);
+    for bytes in cases {
+        let error = error_of(&bytes);
+        let head = String::from_utf8_lossy(&bytes[..bytes.len().min(120)]).into_owned();
+        assert!(error.contains("model.safetensors is no valid safetensors file: "), "{head:?}: {error}");
+    }
+}
+
+#[test]
+fn indices_that_lie() {
+    let tensor =
+        |name: &str| file(None, &format!(r#"{{"{name}":{{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}}}"#), 1);
+    let check = |index: &str, second: &str, want: &str| {
+        let folder = TempDir::new().unwrap();
+        let write = |name: &str, bytes: &[u8]| std::fs::write(folder.path().join(name), bytes).unwrap();
+        write("1.safetensors", &tensor("a"));
+        write("2.safetensors", &tensor(second));
+        write("model.safetensors.index.json", index.as_bytes());
+        let error = error(folder.path());
+        assert!(error.contains(want), "{index}: no {want:?} in {error}");
+    };
+    let both = r#"{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}"#;
+    check(both, "b", "no error");
+    check(both, "a", "tensor a is in two shards, the second is ");
+    check(both, "c", "tensor b: the index places it in 2.safetensors, it is not there");
+    let swapped = r#"{"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}"#;
+    check(swapped, "b", ": the index places it in ");
+    let absent = r#"{"weight_map": {"a": "1.safetensors", "b": "3.safetensors"}}"#;
+    check(absent, "b", "shard 3.safetensors is missing from ");
+    for broken in ["", "[]", "{}", r#"{"weight_map": []}"#, r#"{"weight_map": {"a": 1}}"#, &"[".repeat(100_000)] {
+        check(broken, "b", "broken index ");
+    }
+    for outside in ["../1.safetensors", "/1.safetensors", ".", "..", "", "a/1.safetensors", "..\\\\1.safetensors"] {
+        check(&format!(r#"{{"weight_map": {{"a": "{outside}"}}}}"#), "b", "which is not a file of this folder");
+    }
+}
+
+#[test]
+fn packed_experts_that_do_not_fit() {
+    let error = |blocks: &str, scales: &str, columns: usize| {
+        let (count, rows) = (2, 4);
+        let bytes = |shape: &str| -> usize {
+            shape.trim_matches(['[', ']']).split(',').map(|length| length.parse::<usize>().unwrap()).product()
+        };
+        let mut tensors = Vec::new();
+        let mut end = 0;
+        for (name, shape) in
+            [("x_blocks", blocks), ("x_scales", scales)].into_iter().filter(|(_, shape)| !shape.is_empty())
+        {
+            let next = end + bytes(shape);
+            tensors.push(format!(r#""{name}":{{"dtype":"U8","shape":{shape},"data_offsets":[{end},{next}]}}"#));
+            end = next;
+        }
+        let folder = TempDir::new().unwrap();
+        let file = file(None, &format!("{{{}}}", tensors.join(",")), end);
+        std::fs::write(folder.path().join("model.safetensors"), file).unwrap();
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let report = |_| ();
+        let loaded = Loaded::new(&report);
+        let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
+        let experts = mxfp4::experts(&weights, "x", (count, rows, columns));
+        experts.err().map_or("no error".into(), |error| format!("{error:#}"))
+    };
+    let (blocks, scales) = ("[2,4,1,16]", "[2,4,1]");
+    assert_eq!(error(blocks, scales, 32), "no error");
+    for (blocks, scales, columns, want) in [
+        (blocks, "[2,4,2]", 32, "x_scales: expected shape [2, 4, 1]"),
+        (blocks, "[8]", 32, "x_scales: expected shape [2, 4, 1]"),
+        (blocks, "", 32, "x_scales is missing"),
+        ("[2,4,2,16]", scales, 32, "x_blocks: expected shape [2, 4, 1, 16]"),
+        ("[2,4,1,15]", scales, 32, "x_blocks: expected shape [2, 4, 1, 16]"),
+        ("[2,4,16]", scales, 32, "x_blocks: expected shape [2, 4, 1, 16]"),
+        (blocks, scales, 64, "x_blocks: expected shape [2, 4, 2, 16]"),
+        (blocks, scales, 33, "x: 33 columns are no multiple of the MXFP4 block of 32"),
+        ("", scales, 32, "tensor x is missing"),
+    ] {
+        let error = error(blocks, scales, columns);
+        assert!(error.contains(want), "no {want:?} in {error}");
+    }
+}
