@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-use candle_core::DType;
+use candle_core::{DType, Device};
 use inferno::models;
 use inferno::tokenizer::{Controls, Tokenizer};
 use inferno::weights::gguf::{self, GgufCheckpoint, GgufModel, Header};
+use inferno::weights::quantised::Rows;
 use inferno::weights::{Checkpoint, Inventory};
 
 /// Tensors of more elements are not made: they would only take time.
@@ -55,6 +56,11 @@ fn model(data: &[u8]) {
             _ => model.float(name, DType::BF16),
         };
         assert!(tensor.is_ok_and(|tensor| tensor.dims() == info.shape), "tensor {name}");
+        if info.elements() > 0
+            && let Ok(Some(rows)) = model.quantised(name)
+        {
+            assert!(Rows::build(&[&rows], &Device::Cpu).is_ok(), "tensor {name}");
+        }
     }
     let inventory = Inventory::of(&Checkpoint::Gguf(Box::new(model)), None);
     let _ = (inventory.groups(), inventory.loaded_bytes(DType::BF16), inventory.largest_expert_layer(DType::BF16));

@@ -186,7 +186,8 @@ impl GgufModel {
             values.iter_mut().zip(buffer.iter()).for_each(|(value, read)| *value = convert(read + shift));
             anyhow::Ok(())
         };
-        let columns = rows.columns.max(1);
+        // A tensor without rows may say that they are as long as it likes.
+        let columns = rows.columns.min(values.len()).max(1);
         let buffer = || vec![0.0; columns];
         values
             .par_chunks_mut(columns)

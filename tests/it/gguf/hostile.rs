@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use candle_core::DType;
 use inferno::weights::gguf::{GgufCheckpoint, GgufModel, Header, MAX_BLOCKS, MAX_KEYS, MAX_TENSORS};
 
 use super::writer::{ARRAY, BOOL, STRING, U32, Writer, string};
@@ -164,6 +165,19 @@ fn experts_without_number() {
     std::fs::write(&path, writer.bytes()).unwrap();
     let error = format!("{:#}", GgufModel::open(&path).err().unwrap());
     assert!(error.contains("2 experts of [4611686018427387904, 0] have too many elements"), "{error}");
+}
+
+/// Found by fuzzing: room was made for one of no rows.
+#[test]
+fn rows_without_bounds_that_are_not_there() {
+    let writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
+    let writer = writer.line("blk.0.attn_output.weight", &[1 << 48, 0], 8, 0);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.gguf");
+    std::fs::write(&path, writer.bytes()).unwrap();
+    let model = GgufModel::open(&path).unwrap();
+    let tensor = model.float("model.layers.0.self_attn.o_proj.weight", DType::BF16).unwrap();
+    assert_eq!(tensor.dims(), [0, 1 << 48]);
 }
 
 /// Large and honest about it: as many keys, tensors and strings as fit are read in a moment.

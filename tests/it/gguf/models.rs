@@ -112,7 +112,7 @@ pub fn llama_in_many_types() -> Writer {
 }
 
 /// A Llama with matrices in one type, quantised or, with `dequantised`, as the values that those blocks stand for.
-fn quantised_llama(ggml_type: GgmlType, dequantised: bool) -> Writer {
+pub fn quantised_llama(ggml_type: GgmlType, dequantised: bool) -> Writer {
     llama_of(|_| ggml_type, dequantised)
 }
 

@@ -1,10 +1,12 @@
 //! GGUF models on a hub: their heads are read, and no tensors.
 
+use inferno::weights::ggml::GgmlType;
 use serde_json::{Value, json};
 
 use super::{command, remote, show};
 use crate::cli::{assert_fails, text};
 use crate::gguf::converter::convert;
+use crate::gguf::models::quantised_llama;
 use crate::gguf::writer::Writer;
 use crate::hub::fake::{COMMIT, FakeHub, REPO};
 use crate::support::golden;
@@ -68,6 +70,16 @@ fn a_file_on_the_hub_is_known_as_one_that_is_here() {
     }
     let lines = fake.lines();
     assert!(lines.iter().all(|line| !line.contains("config.json")), "{lines:?}");
+
+    // What its tensors will take is told by the head as well: not all of them are fetched.
+    let quantised = quantised_llama(GgmlType::Q8_0, false).bytes();
+    assert!(quantised.len() > MB);
+    std::fs::write(&path, &quantised).unwrap();
+    let (here, there) = (show(&[path.to_str().unwrap()]), looked_at(&FakeHub::start(&[("a.gguf", &quantised)]), REPO));
+    assert!(there["needs"].is_object());
+    for field in ["needs", "tensors", "quantisation", "weight_bytes", "parameters"] {
+        assert_eq!(there[field], here[field], "{field}");
+    }
 }
 
 #[test]
