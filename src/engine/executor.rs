@@ -281,7 +281,7 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
     match &layer.mlp {
         Mlp::Gated(mlp) => {
             let (gate, up) = (&mlp.gate_proj.weight, &mlp.up_proj.weight);
-            if gate.format() != up.format() {
+            if gate.format() != up.format() || gate.rounding() != up.rounding() {
                 return Some("it has no kernel for a gate that is quantised in another way than what it is for".into());
             }
             weights.extend([gate, up, &mlp.down_proj.weight]);

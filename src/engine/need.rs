@@ -117,7 +117,7 @@ impl Need {
 
     /// Of the activations of one chunk.
     pub fn workspace_bytes(&self, room: Room) -> u64 {
-        WORKSPACE.0 + room.chunk as u64 * WORKSPACE.1 + self.unpacked_bytes
+        (WORKSPACE.0 + room.chunk as u64 * WORKSPACE.1).saturating_add(self.unpacked_bytes)
     }
 
     /// What 1,000 positions more add to the cache, and what sliding layers keep however long the context is.

@@ -6,7 +6,7 @@
 // the fewer they are, the less they queue for it.
 constexpr int MAX_WARPS = 24;
 
-// Sum over the block; every thread gets it. `scratch` holds a float a warp; ends with a barrier.
+// Sum over the block; every thread gets it. `scratch` holds a float a warp, which are read after its barrier.
 __device__ __forceinline__ float block_sum(float value, float* scratch) {
     value = warp_sum(value);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;

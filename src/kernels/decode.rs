@@ -90,7 +90,7 @@ pub struct Norm<'t> {
 
 /// Where q, k and v of a layer go.
 pub struct Qkv<'t> {
-    /// \[(H + 2K) · D, C\], of floats T
+    /// \[(H + 2K) · D, C\]
     pub weight: &'t Matrix,
     /// f32 \[(H + 2K) · D\]
     pub bias: Option<&'t Tensor>,
@@ -212,7 +212,7 @@ pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Res
     unsafe { chain.push(&module!("decode"), &name, shape, 0, arguments) }
 }
 
-/// x += W·y + bias. weight \[C, R\], of floats T; y T \[R\]; bias f32 \[C\].
+/// x += W·y + bias. weight \[C, R\]; y T \[R\]; bias f32 \[C\].
 pub fn residual(
     chain: &mut Chain,
     buffers: &Buffers,
@@ -238,7 +238,7 @@ pub fn residual(
     unsafe { chain.push(&module, &name, buffers.shape(rows, weight), weight.bytes(), arguments) }
 }
 
-/// A projection of a gated MLP: weight \[F, C\], of floats T, bias f32 \[F\].
+/// A projection of a gated MLP: weight \[F, C\], bias f32 \[F\].
 #[derive(Clone, Copy)]
 pub struct Projection<'t> {
     pub weight: &'t Matrix,

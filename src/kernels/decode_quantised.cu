@@ -2,7 +2,7 @@
 //
 //   x f32 [C]: the residual stream    T: bf16 or f16, the dtype of q, k, v, attention output and h
 //   state u32: [0] position of the token in this step, [1] the token, [2] steps done
-//   shared: 8 (chunks + 1) float4 and chunks float2, where a chunk is 32 columns
+//   shared: as `vector_bytes` of quantised/cuda.rs says
 #include "decode.cuh"
 #include "pdl.cuh"
 #include "quantised.cuh"
@@ -35,7 +35,7 @@ __device__ __forceinline__ float load_normed(const Vector& v, const float* x, co
     for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) {
         const float4 a = at(i);
         square(a);
-        most = fmaxf(most, largest(weigh(i, a)));
+        most = larger(most, largest(weigh(i, a)));
     }
     const float rms = rsqrtf(block_sum(squares, scratch) / columns + eps);
     return fill_rounded(v, [&](int i) { return weigh(i, at(i)); }, most, rms, rounds, scratch);
@@ -56,7 +56,7 @@ __device__ __forceinline__ float load_vector(const Vector& v, const T* y, int co
         return 1.0f;
     }
     float most = 0.0f;
-    for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) most = fmaxf(most, largest(at(i)));
+    for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) most = larger(most, largest(at(i)));
     return fill_rounded(v, at, most, 1.0f, rounds, scratch);
 }
 

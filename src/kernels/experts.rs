@@ -18,6 +18,9 @@ pub const BLOCK: usize = 32;
 /// E2M1 by nibble.
 pub const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
+/// Pairs of token and expert in one call: a grid is at most so high.
+pub const MAX_PAIRS: usize = 65_535;
+
 /// From this many (token, expert) pairs on, each expert's weights are read once a tile rather than once a pair.
 #[cfg(feature = "cuda")]
 const GEMM_FROM_PAIRS: usize = 64;
@@ -155,9 +158,12 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
     } else {
         bail!("expert_matmul: x {:?} does not go with ids {:?} and weights of {columns} columns", x.dims(), ids.dims())
     };
-    // A grid is at most 65,535 high and the sort has room for 1,024 experts.
-    if ids.dtype() != DType::U32 || experts > 1024 || tokens * chosen > 65_535 {
-        bail!("expert_matmul: {tokens} x {chosen} ids of {:?} (U32, at most 65,535), {experts} experts", ids.dtype());
+    // The sort has room for 1,024 experts.
+    if ids.dtype() != DType::U32 || experts > 1024 || tokens * chosen > MAX_PAIRS {
+        bail!(
+            "expert_matmul: {tokens} x {chosen} ids of {:?} (U32, at most {MAX_PAIRS}), {experts} experts",
+            ids.dtype()
+        );
     }
     if let Some(bias) = bias
         && (bias.dims() != [experts, rows] || bias.dtype() != x.dtype())

@@ -1,6 +1,8 @@
 //! Products of 8-bit matrices on tensor cores, by cuBLASLt.
 
+use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::sync::Mutex;
 
 use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -64,9 +66,9 @@ pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> 
     made.preference = Some(preference);
     // CUBLAS_OP_T
     let transposed = 1i32;
-    let handle = handle()?;
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;
+    let handle = handle(device)?;
     // SAFETY: descriptors are alive until `made` goes; `address` checked that the tensors are contiguous and on the device;
     // sizes are theirs; work is queued on the device's stream, in whose order candle frees memory.
     unsafe {
@@ -130,17 +132,18 @@ impl Drop for Made {
     }
 }
 
-/// One for the process: a handle holds nothing of a device but its context's.
-fn handle() -> Result<sys::cublasLtHandle_t> {
+/// One for each device, which is the current one.
+fn handle(device: &CudaDevice) -> Result<sys::cublasLtHandle_t> {
     struct Handle(sys::cublasLtHandle_t);
     // SAFETY: cuBLASLt's functions may be called with one handle from several threads.
     unsafe impl Send for Handle {}
-    // SAFETY: as above.
-    unsafe impl Sync for Handle {}
-    static HANDLE: std::sync::OnceLock<Handle> = std::sync::OnceLock::new();
-    if let Some(handle) = HANDLE.get() {
+    static HANDLES: Mutex<BTreeMap<usize, Handle>> = Mutex::new(BTreeMap::new());
+    let mut handles = HANDLES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let ordinal = device.cuda_stream().context().ordinal();
+    if let Some(handle) = handles.get(&ordinal) {
         return Ok(handle.0);
     }
-    let made = Handle(checked(result::create_handle())?);
-    Ok(HANDLE.get_or_init(|| made).0)
+    let handle = checked(result::create_handle())?;
+    handles.insert(ordinal, Handle(handle));
+    Ok(handle)
 }

@@ -26,7 +26,7 @@ __device__ void matvec(const T* x, const Parts& parts, const uint32_t* ids, S* y
         __syncthreads();
     } else {
         float most = 0.0f;
-        for (int i = threadIdx.x; i < columns; i += blockDim.x) most = fmaxf(most, fabsf(one(i)));
+        for (int i = threadIdx.x; i < columns; i += blockDim.x) most = larger(most, one(i));
         scale = fill_rounded(v, at, most, 1.0f, {rounding, by}, scratch);
     }
     while (stream.more()) {
@@ -43,7 +43,7 @@ __device__ void matvec(const T* x, const Parts& parts, const uint32_t* ids, S* y
 template <typename T> __device__ __forceinline__ void store(T* row, int i, int columns, Eight v, float factor) {
     const float values[8] = {v.first.x,  v.first.y,  v.first.z,  v.first.w,
                              v.second.x, v.second.y, v.second.z, v.second.w};
-    T rounded[8];
+    alignas(16) T rounded[8];
 #pragma unroll
     for (int c = 0; c < 8; ++c) rounded[c] = from_float<T>(values[c] * factor);
     if (columns % 8 == 0) {
@@ -86,7 +86,7 @@ __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, i
     __shared__ float scratch[8];
     x += (size_t)blockIdx.x * columns, q += (size_t)blockIdx.x * padded;
     float most = 0.0f;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) most = fmaxf(most, fabsf(to_float(x[i])));
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) most = larger(most, to_float(x[i]));
     const float scale = rounding_scale(block_max(most, scratch), rounding, by);
     if (threadIdx.x == 0) scales[blockIdx.x] = scale;
     for (int i = threadIdx.x; i < padded; i += blockDim.x) {
@@ -102,17 +102,17 @@ __device__ void round_floats(const T* x, T* y, int columns, int rounding, float 
     __shared__ float scratch[8];
     x += (size_t)blockIdx.x * columns, y += (size_t)blockIdx.x * columns;
     float most = 0.0f;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) most = fmaxf(most, fabsf(to_float(x[i])));
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) most = larger(most, to_float(x[i]));
     const float scale = rounding_scale(block_max(most, scratch), rounding, by);
     for (int i = threadIdx.x; i < columns; i += blockDim.x)
         y[i] = from_float<T>(rounded(to_float(x[i]) / scale, rounding) * scale);
 }
 
-// y[t, r] = sums[t, r] · x_scales[t] · w_scales[r]: grid (ceil(R / 256), T), block 256. sums int or float [T, R]; y f32
+// y[t, r] = sums[t, r] · x_scales[t] · w_scales[r]: grid (T, ceil(R / 256)), block 256. sums int or float [T, R]; y f32
 // [T, stride]
 template <typename S>
 __device__ void unround(const S* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
-    const int row = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
+    const int row = blockIdx.y * blockDim.x + threadIdx.x, token = blockIdx.x;
     if (row < rows)
         y[(size_t)token * stride + row] = (float)sums[(size_t)token * rows + row] * x_scales[token] * w_scales[row];
 }

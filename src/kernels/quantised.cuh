@@ -1,7 +1,7 @@
 // Quantised matrices as `quantised.rs` lays them out, and products of their rows with one vector, in f32.
 //
 // A lane takes a chunk of 32 columns of a row at a time. The vector is in integers of 16 bits and a scale for each chunk
-// (seven bits more than bf16 keeps), as two planes of bytes, so that four products at a time are summed without any rounding
+// (for the largest seven bits more than bf16 keeps), as two planes of bytes, so that four products at a time are summed without any rounding
 // (dp4a); what is left in floats is one scale and one min for each chunk. For FP8 all is in floats.
 #pragma once
 #include <cuda_fp8.h>
@@ -414,7 +414,8 @@ __device__ __forceinline__ float rounded(float v, int rounding) {
 // The scale of a vector whose largest magnitude is `most`.
 __device__ __forceinline__ float rounding_scale(float most, int rounding, float fixed) {
     const float scale = rounding == TO_INT8 ? most / 127.5f : rounding == TO_FP8 ? most / 448.0f : fixed;
-    return fmaxf(scale, 1.17549435e-38f);
+    // A vector that is no number stays none, by way of its scale.
+    return !isfinite(most) ? __uint_as_float(0x7fc00000u) : scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
 }
 
 // How an input is rounded: `Rounding`, and the scale of TO_FP8_BY and TO_INT8_BY.
@@ -423,19 +424,21 @@ struct Rounds {
     float by;
 };
 
-// Maximum over the block, of what is not negative, as block_sum.
+// The larger magnitude. By their bits magnitudes are ordered, and what is no number comes out on top.
+__device__ __forceinline__ float larger(float a, float b) {
+    return __uint_as_float(max(__float_as_uint(a) & 0x7fffffffu, __float_as_uint(b) & 0x7fffffffu));
+}
+__device__ __forceinline__ float largest(float4 v) { return larger(larger(v.x, v.y), larger(v.z, v.w)); }
+
+// The largest magnitude of the block, in every thread. `scratch` holds a float a warp.
 __device__ __forceinline__ float block_max(float value, float* scratch) {
-    for (int offset = 16; offset > 0; offset /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    for (int offset = 16; offset > 0; offset /= 2) value = larger(value, __shfl_xor_sync(0xffffffffu, value, offset));
     __syncthreads();
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
     __syncthreads();
     float most = 0.0f;
-    for (int w = 0; w < blockDim.x / 32; ++w) most = fmaxf(most, scratch[w]);
+    for (int w = 0; w < blockDim.x / 32; ++w) most = larger(most, scratch[w]);
     return most;
-}
-
-__device__ __forceinline__ float largest(float4 v) {
-    return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
 
 // Fills `v` with factor · at(i), rounded, where the largest at(i) is `most`. Returns what products are to be multiplied by.

@@ -11,7 +11,7 @@
 //! | supers | two f16 for each 256 columns, by which scales are multiplied, or nothing |
 //!
 //! A value is scale · (q - zero) - min. The ggml formats take the same bytes as in their files, but for the 12 bytes of
-//! scales of Q3_K, Q4_K and Q5_K, which become 16.
+//! scales of Q3_K, Q4_K and Q5_K, which become 16, and the one super-scale of Q3_K and Q6_K, beside which lie two bytes unused.
 //!
 //! q of a chunk as *quads*, four columns each, numbered 0 to 7; column i of quad j:
 //! - 4 low bits: byte 4 (j / 2) + i, its low half for even j.
@@ -116,7 +116,7 @@ impl Format {
 
     /// Of a whole matrix.
     pub fn bytes(self, rows: u64, columns: u64) -> u64 {
-        self.row_bytes(columns as usize).iter().sum::<usize>() as u64 * rows
+        (self.row_bytes(columns as usize).iter().sum::<usize>() as u64).saturating_mul(rows)
     }
 }
 
@@ -336,6 +336,16 @@ impl Matrix {
     pub fn format(&self) -> Option<Format> {
         match self {
             Self::Quantised(parts) => Some(parts[0].format).filter(|one| parts.iter().all(|part| part.format == *one)),
+            _ => None,
+        }
+    }
+
+    /// How the input of a product with it is rounded; none for floats, and where parts ask for different things.
+    pub fn rounding(&self) -> Option<Rounding> {
+        match self {
+            Self::Quantised(parts) => {
+                Some(parts[0].rounding).filter(|one| parts.iter().all(|part| part.rounding == *one))
+            }
             _ => None,
         }
     }

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 
 use super::linear::{Bias, Linear};
-use crate::kernels::experts::{ExpertWeights, expert_matmul};
+use crate::kernels::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
 use crate::kernels::quantised::Matrix;
 use crate::kernels::swiglu::{Activation, gated_halves};
 use crate::kernels::topk::{Softmax, topk_softmax};
@@ -21,9 +21,12 @@ pub struct RoutedConfig {
 }
 
 impl RoutedConfig {
-    /// Whether the kernels can choose so many of so many.
+    /// Whether the kernels can choose so many of so many, and sizes are such that their products are numbers.
     pub fn check(&self) -> Result<()> {
         let (chosen, experts) = (self.chosen, self.experts);
+        if self.intermediate_size == 0 || self.intermediate_size > 1 << 24 {
+            bail!("the intermediate size of experts is {}", self.intermediate_size);
+        }
         if chosen == 0 || chosen > experts || chosen > 32 || experts > 1024 {
             bail!("cannot choose {chosen} of {experts} experts (at most 32 of 1024)");
         }
@@ -80,6 +83,18 @@ impl RoutedMlp {
 
     /// x f32 \[T, C\] → \[T, C\] f32.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        // As many at a time as have their pairs of token and expert in one grid.
+        let (tokens, at_a_time) = (x.dim(0)?, MAX_PAIRS / self.config.chosen);
+        if tokens <= at_a_time {
+            return self.forward_some(x);
+        }
+        let starts = (0..tokens).step_by(at_a_time);
+        let parts =
+            starts.map(|start| self.forward_some(&x.narrow(0, start, at_a_time.min(tokens - start))?.contiguous()?));
+        Ok(Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?)
+    }
+
+    fn forward_some(&self, x: &Tensor) -> Result<Tensor> {
         // 1. route: ids [T, N], weights [T, N] f32
         let (ids, weights) = topk_softmax(&self.router.forward(x)?, self.config.chosen, self.config.softmax)?;
         // 2. each chosen expert's MLP: [T, N, 2F] → [T, N, F] → [T, N, C]

@@ -63,15 +63,20 @@ impl Inventory {
         let has_head = inventory.entries.iter().any(|entry| entry.group() == "head");
         for entry in &mut inventory.entries {
             let shape = checkpoint.info(&entry.name).map_or(&[][..], |info| &info.shape);
-            let (Some(quantise), None, &[rows, columns]) = (quantise, entry.kept_bytes, shape) else { continue };
-            let matrix = match entry.group() {
+            let (Some(quantise), None, [rows @ .., columns]) = (quantise, entry.kept_bytes, shape) else { continue };
+            // Routers stay floats; so do GPT-2's matrices, which lie the other way round, and gpt-oss's experts, which have
+            // biases.
+            let is_matrix = !rows.is_empty() && !entry.name.contains(".c_");
+            let becomes = match entry.group() {
                 "attention" | "head" => true,
                 "mlp" => entry.name.contains("_proj."),
-                "embedding" => !has_head,
+                "experts" => checkpoint.info(&format!("{}_bias", entry.name)).is_none(),
+                "embedding" => !has_head && !entry.name.contains("wpe"),
                 _ => false,
             };
-            entry.kept_bytes =
-                quantise.format(columns).filter(|_| matrix).map(|f| f.bytes(rows as u64, columns as u64));
+            let format = quantise.format(*columns).filter(|_| is_matrix && becomes);
+            let rows = rows.iter().map(|&rows| rows as u64).fold(1, u64::saturating_mul);
+            entry.kept_bytes = format.map(|format| format.bytes(rows, *columns as u64));
         }
         inventory
     }

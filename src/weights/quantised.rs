@@ -140,6 +140,9 @@ impl<'c> Rows<'c> {
                 Quantise::Blocks(of) => Quantise::blocks(of, columns),
                 Quantise::Fp8 | Quantise::Int8 => None,
             };
+            if !values.iter().all(|value| value.is_finite()) {
+                bail!("row {index} holds what is no number, which cannot be quantised");
+            }
             match blocks {
                 None => scale_row(format, &values, planes),
                 Some(ggml_type) => {
@@ -158,6 +161,9 @@ impl<'c> Rows<'c> {
     pub fn build(parts: &[&Self], device: &Device) -> Result<QuantisedMatrix> {
         let [first, ..] = parts else { bail!("a matrix without rows") };
         let (format, columns) = (first.format, first.columns);
+        if columns == 0 || parts.iter().any(|part| part.rows == 0) {
+            bail!("a matrix of {} rows and {columns} columns", first.rows);
+        }
         let rows: usize = parts.iter().map(|part| part.rows).sum();
         let row_bytes = format.row_bytes(columns);
         let mut planes = row_bytes.map(|bytes| vec![0u8; rows * bytes]);

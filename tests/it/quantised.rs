@@ -239,14 +239,14 @@ fn kernels_agree_with_the_cpu() {
         Ok(gpu) => gpu,
         Err(error) => return println!("not tested: {error}"),
     };
-    for columns in [256, 1536] {
-        // Odd, and more than one round of the grid's warps for the smaller GPUs.
-        let rows = 4611;
+    // More than one round of the grid's warps; odd, and as the libraries of tensor cores want them.
+    // Rows that a lane goes over in one round, in several.
+    for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let here = of_each_format(rows, columns, &Device::Cpu);
         for (cpu, there) in here.iter().zip(of_each_format(rows, columns, &gpu)) {
             let format = cpu.format;
-            // 29 experts of 159 rows, few and many at a time.
+            // 29 experts, few and many at a time.
             for tokens in [3, 50] {
                 let ids: Vec<u32> = (0..2 * tokens).map(|i| i * 7 % 29).collect();
                 let ids = Tensor::from_vec(ids, (tokens as usize, 2), &Device::Cpu).unwrap();
@@ -282,6 +282,8 @@ fn kernels_agree_with_the_cpu() {
                         let tolerance = match rounding {
                             _ if tokens <= 8 => 5e-5,
                             Rounding::Nothing => tolerance,
+                            // What no library takes is multiplied as floats.
+                            _ if rows % 16 != 0 => tolerance,
                             Rounding::Int8 | Rounding::Int8By(_) => 2e-5,
                             _ => 3e-3,
                         };

@@ -1,11 +1,12 @@
 //! Launches of `quantised.cu`, and products on tensor cores.
 
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::{CHUNK, Format, QuantisedMatrix, Rounding};
-use crate::kernels::cuda::{Arg, address, launch, module, multiprocessors, suffix};
+use crate::kernels::cuda::{Arg, address, attribute, launch, module, multiprocessors, suffix};
 use crate::kernels::matmul::gemm;
 use crate::kernels::matmul_lt::{LowType, matmul_lt};
 
@@ -121,7 +122,7 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantisedMatrix], x: &Tensor) -> Res
     for part in parts {
         let to = Output { tensor: &out, first, stride };
         match part.rounding {
-            _ if tokens <= MATVEC_TOKENS => matvec(device, part, &x, to)?,
+            _ if tokens <= MATVEC_TOKENS && fits(device, part)? => matvec(device, part, &x, to)?,
             Rounding::Nothing => dequantised(device, part, &x, to)?,
             rounding => match low_type(device, part)? {
                 Some(kind) => low_precision(device, part, &x, to, kind)?,
@@ -131,6 +132,12 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantisedMatrix], x: &Tensor) -> Res
         first += part.dims().0;
     }
     Ok(out)
+}
+
+/// Whether a block of this GPU can hold the vector of a product, and 1 KiB beside it.
+fn fits(device: &CudaDevice, part: &QuantisedMatrix) -> Result<bool> {
+    let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+    Ok(vector_bytes(part.format, part.dims().1) + 1024 <= most)
 }
 
 /// Columns `first` and on of f32 \[T, stride\].
@@ -273,5 +280,5 @@ fn low_precision(device: &CudaDevice, part: &QuantisedMatrix, x: &Tensor, to: Ou
     ];
     let name = if kind == LowType::Int8 { "unround_int" } else { "unround_float" };
     // SAFETY: `sums` [T and more, R]; `to` has room for R columns of T rows.
-    unsafe { launch(device, &module!("quantised"), name, (rows.div_ceil(256), tokens, 1), 256, 0, &args) }
+    unsafe { launch(device, &module!("quantised"), name, (tokens, rows.div_ceil(256), 1), 256, 0, &args) }
 }
