@@ -26,7 +26,11 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 /// of 16, and so is T.
 pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> Result<Tensor> {
     let ((rows, columns), (tokens, x_columns)) = (w.dims2()?, x.dims2()?);
-    if columns != x_columns || columns % 16 != 0 || tokens % 16 != 0 || w.dtype() != DType::U8 || x.dtype() != DType::U8
+    if columns != x_columns
+        || !columns.is_multiple_of(16)
+        || !tokens.is_multiple_of(16)
+        || w.dtype() != DType::U8
+        || x.dtype() != DType::U8
     {
         bail!("matmul_lt: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }

@@ -224,7 +224,7 @@ fn dequantised(device: &CudaDevice, part: &QuantisedMatrix, x: &Tensor, to: Outp
 fn low_type(device: &CudaDevice, part: &QuantisedMatrix) -> Result<Option<LowType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
     // cuBLASLt wants rows of the result that begin at multiples of 16 bytes.
-    let fits = part.dims().0 % 16 == 0;
+    let fits = part.dims().0.is_multiple_of(16);
     Ok(match part.format {
         Format::Int8 if fits => Some(LowType::Int8),
         Format::Fp8 if fits && capability >= (8, 9) => Some(LowType::Fp8),
