@@ -8,7 +8,7 @@ mod bodies;
 
 /// Mutations of each file of a corpus; more with INFERNO_MUTATIONS.
 fn mutations() -> u64 {
-    std::env::var("INFERNO_MUTATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(400)
+    std::env::var("INFERNO_MUTATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100)
 }
 
 /// SplitMix64.

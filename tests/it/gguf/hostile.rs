@@ -11,7 +11,7 @@ use crate::support::golden;
 fn error(bytes: &[u8]) -> String {
     let begin = Instant::now();
     let error = Header::parse(bytes).err().map_or("no error".into(), |error| format!("{error:#}"));
-    assert!(begin.elapsed() < Duration::from_secs(2), "{error}: took {:?}", begin.elapsed());
+    assert!(begin.elapsed() < Duration::from_secs(10), "{error}: took {:?}", begin.elapsed());
     error
 }
 

@@ -504,7 +504,7 @@ fn vocabularies_that_lie() {
     let begin = std::time::Instant::now();
     let message = error(&Converted { tokens: vec![long], types: vec![NORMAL], merges: vec![] }.sentencepiece(&[0.0]));
     assert!(message.contains("token 0 and those before it are too long"), "{message}");
-    assert!(begin.elapsed().as_secs() < 2);
+    assert!(begin.elapsed().as_secs() < 10);
 }
 
 #[test]
