@@ -25,7 +25,7 @@ use crate::kernels::attention::Backend;
 use crate::weights::quantised::Quantise;
 
 /// Where and how a model is loaded.
-#[derive(clap::Args)]
+#[derive(Clone, clap::Args)]
 pub struct LoadArgs {
     /// Branch, tag or commit of the model
     #[arg(long, value_name = "REV")]
@@ -71,6 +71,11 @@ enum Dtype {
 impl LoadArgs {
     pub fn revision(&self) -> Option<&str> {
         self.revision.as_deref()
+    }
+
+    /// The same without --quantize.
+    fn as_it_is(&self) -> Self {
+        Self { quantize: None, ..self.clone() }
     }
 
     /// Makes room for `tokens`. Fails if `--context` was given and has less.

@@ -190,6 +190,19 @@ fn perplexity_reports_every_token() {
     let mean = nll.iter().map(|nll| nll.as_f64().unwrap()).sum::<f64>() / nll.len() as f64;
     assert!((mean - json["mean_nll"].as_f64().unwrap()).abs() < 1e-6);
     assert!((mean.exp() / json["perplexity"].as_f64().unwrap() - 1.0).abs() < 1e-6);
+
+    // What quantisation costs: the more bits go, the further off.
+    let of = |quantize: &str| -> Value {
+        let args = ["perplexity", "demo", "--device", "cpu", "--file", file, "--json", "--kl", "--quantize", quantize];
+        serde_json::from_slice(&run(&args).stdout).unwrap()
+    };
+    let (small, large) = (of("q8_0"), of("q4_0"));
+    let kl = |json: &Value| json["kl"].as_f64().unwrap();
+    assert!(0.0 < kl(&small) && kl(&small) < 0.01 && kl(&small) < kl(&large), "{} {}", kl(&small), kl(&large));
+    assert_eq!(small["unquantised_weight_bytes"], json["weight_bytes"]);
+    assert!(large["weight_bytes"].as_u64() < small["weight_bytes"].as_u64());
+    assert!(small["weight_bytes"].as_u64() < json["weight_bytes"].as_u64());
+    assert_fails(&run(&["perplexity", "demo", "--device", "cpu", "--file", file, "--kl"]), 2, &["--quantize"]);
 }
 
 #[test]
