@@ -11,7 +11,9 @@ use candle_core::{DType, Device, Tensor};
 use super::bench::KernelTime;
 use crate::kernels::attention::{HEAD_DIMS, Sight, flash};
 use crate::kernels::chain::{Arguments, Chain, Graph, Mailbox, Shape, is_idle};
-use crate::kernels::decode::{self, Buffers, Draw, DrawBuffers, ExpertBuffers, Norm, Projection, Qkv};
+use crate::kernels::decode::{
+    self, After, Buffers, Draw, DrawBuffers, Embedding, ExpertBuffers, Norm, Projection, Qkv,
+};
 use crate::kernels::experts::ExpertWeights;
 use crate::kernels::quantised::Matrix;
 use crate::kernels::rows::copy_rows;
@@ -21,6 +23,7 @@ use crate::nn::kv_cache::{KvCache, LayerCache};
 use crate::nn::linear::Linear;
 use crate::nn::mlp::{ExpertsMlp, GatedMlp, Mlp};
 use crate::nn::norm::Norm as NormLayer;
+use crate::nn::routed::RoutedMlp;
 
 /// Steps that are queued ahead of the one whose token the host waits for.
 const AHEAD: usize = 2;
@@ -28,7 +31,7 @@ const AHEAD: usize = 2;
 pub struct Executor {
     device: CudaDevice,
     buffers: Buffers,
-    embedding: Matrix,
+    embedding: Embedding,
     /// Positions that cache and rotary tables have.
     context: usize,
     mailbox: Arc<Mailbox>,
@@ -52,7 +55,7 @@ impl Executor {
         if let Some(reason) = decoder.layers.iter().find_map(|layer| obstacle(decoder, layer)) {
             return Ok(Err(reason));
         }
-        let embedding = decoder.embed_tokens.clone();
+        let embedding = Embedding { table: decoder.embed_tokens.clone(), factor: decoder.embed_scale };
         let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
         let buffers = Buffers::new(device, hidden_size, vocab_size)?;
         if !decode::can_sample(&buffers) {
@@ -65,13 +68,14 @@ impl Executor {
         for (index, layer) in decoder.layers.iter().enumerate() {
             attention(&mut chain, &buffers, &mut scratch, layer, cache.layer(index))?;
             match &layer.mlp {
-                Mlp::Gated(mlp) => gated(&mut chain, &buffers, &mut scratch, &layer.post_attention_layernorm, mlp)?,
-                Mlp::Experts(mlp) => experts(&mut chain, &buffers, &mut scratch, &layer.post_attention_layernorm, mlp)?,
-                Mlp::Plain(_) | Mlp::Routed(_) => bail!("the executor has no kernels for this MLP"),
+                Mlp::Gated(mlp) => gated(&mut chain, &buffers, &mut scratch, layer, mlp)?,
+                Mlp::Experts(mlp) => experts(&mut chain, &buffers, &mut scratch, layer, mlp)?,
+                Mlp::Routed(mlp) => routed(&mut chain, &buffers, &mut scratch, layer, mlp)?,
+                Mlp::Plain(_) => bail!("the executor has no kernels for this MLP"),
             }
         }
         let head = &decoder.lm_head.weight;
-        decode::head(&mut chain, &buffers, norm(&decoder.norm), head, decoder.dtype())?;
+        decode::head(&mut chain, &buffers, norm(&decoder.norm), head, decoder.dtype(), decoder.final_softcap)?;
         let choice = |add: &dyn Fn(&mut Chain) -> candle_core::Result<()>| -> Result<Choice> {
             let mut tail = Chain::new(device)?;
             add(&mut tail)?;
@@ -105,7 +109,7 @@ impl Executor {
         }
         self.choose_by(draw)?;
         let id = Tensor::new(&[token], self.buffers.x.device())?;
-        copy_rows(&self.buffers.x, &self.embedding.embed(&id, 1.0)?.flatten_all()?, 0)?;
+        copy_rows(&self.buffers.x, &self.embedding.table.embed(&id, self.embedding.factor)?.flatten_all()?, 0)?;
         let state = Tensor::new(&[position as u32, token, 0, 0], self.buffers.x.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
         (self.queued, self.taken) = (0, 0);
@@ -269,7 +273,7 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
     if !matches!(dtype, DType::BF16 | DType::F16) {
         return Some(format!("it computes in bf16 and f16, not {dtype:?}"));
     }
-    if let Some(what) = decoder.peculiarity().or_else(|| layer.peculiarity()) {
+    if let Some(what) = decoder.peculiarity() {
         return Some(format!("it has no kernels for {what}"));
     }
     let config = &layer.self_attn.config;
@@ -277,21 +281,22 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
     if !HEAD_DIMS.contains(&head_dim) {
         return Some(format!("it has no attention for heads of {head_dim}"));
     }
-    let mut weights = vec![&layer.self_attn.qkv_proj.weight, &layer.self_attn.o_proj.weight];
+    // Weights, and how many inputs they are multiplied with at once.
+    let mut weights = vec![(layer.self_attn.qkv_proj.weight.clone(), 1), (layer.self_attn.o_proj.weight.clone(), 1)];
     match &layer.mlp {
         Mlp::Gated(mlp) => {
             let (gate, up) = (&mlp.gate_proj.weight, &mlp.up_proj.weight);
             if gate.format() != up.format() || gate.rounding() != up.rounding() {
                 return Some("it has no kernel for a gate that is quantised in another way than what it is for".into());
             }
-            weights.extend([gate, up, &mlp.down_proj.weight]);
+            weights.extend([gate, up, &mlp.down_proj.weight].map(|weight| (weight.clone(), 1)));
         }
         Mlp::Experts(mlp) => {
             let ExpertsMlp { gate_up_proj, down_proj, config, .. } = mlp;
             if !matches!((gate_up_proj, down_proj), (ExpertWeights::Tiles(_), ExpertWeights::Tiles(_))) {
                 return Some("it runs experts in MXFP4 only, with scales up to 2".into());
             }
-            if config.chosen > decode::MAX_CHOSEN || config.experts > decode::MAX_EXPERTS {
+            if config.chosen > decode::MAX_CHOSEN_MXFP4 || config.experts > decode::MAX_EXPERTS {
                 return Some(format!("it cannot choose {} of {} experts", config.chosen, config.experts));
             }
             let columns = config.intermediate_size;
@@ -299,11 +304,22 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
                 return Some(format!("it cannot multiply rows of {columns}"));
             }
         }
-        Mlp::Plain(_) | Mlp::Routed(_) => return Some("it has no kernels for this MLP".into()),
+        Mlp::Routed(mlp) => {
+            let (Ok(Some(gate_up)), Ok(Some(down))) = (mlp.gate_up_proj.stacked(), mlp.down_proj.stacked()) else {
+                return Some("it has no kernels for such experts".into());
+            };
+            weights.extend([(gate_up, 1), (down, mlp.config.chosen)]);
+        }
+        Mlp::Plain(_) => return Some("it has no kernels for this MLP".into()),
+    }
+    let after = layer.after_mlp.is_some() && !matches!(layer.mlp, Mlp::Gated(_));
+    if after {
+        return Some("it has no kernels for norms after experts".into());
     }
     let Device::Cuda(device) = decoder.embed_tokens.device() else { return None };
-    let bad = weights.into_iter().find(|weight| !decode::can_multiply(device, weight).unwrap_or(false));
-    bad.map(|weight| match weight {
+    let fits = |(weight, inputs): &(Matrix, usize)| decode::can_multiply(device, weight, *inputs).unwrap_or(false);
+    let bad = weights.into_iter().find(|weight| !fits(weight));
+    bad.map(|(weight, _)| match weight {
         Matrix::Mixed(_) => "it has no kernel for queries, keys and values that are quantised in unlike ways".into(),
         _ => format!("it cannot multiply rows of {}", weight.dims().1),
     })
@@ -331,6 +347,11 @@ impl Scratch {
 
 fn norm(norm: &NormLayer) -> Norm<'_> {
     Norm { weight: &norm.weight, eps: norm.eps }
+}
+
+/// The norm of what is added, if there is one, and room for that.
+fn after<'t>(norm_after: &'t Option<NormLayer>, raw: &'t Tensor) -> Option<After<'t>> {
+    norm_after.as_ref().map(|layer| After { norm: norm(layer), raw })
 }
 
 fn projection(linear: &Linear) -> Projection<'_> {
@@ -382,36 +403,46 @@ fn attention(
         arguments = arguments.int(size);
     }
     // Keys of earlier steps may be read while the projection ahead still runs: they were written before it started.
-    let arguments = arguments.float(flash.scale()).int(1);
+    let [scale, softcap] = flash.factors();
+    let arguments = arguments.float(scale).float(softcap).int(1);
     let shape = Shape { grid: flash.grid, block: flash.block, shared_bytes: flash.shared_bytes };
     // SAFETY: `decode::qkv` has checked shapes and dtypes, `start` that the position is below the context; rows are taken
     // modulo the cache's.
     unsafe { chain.push(&flash::code(), &flash.name, shape, 0, arguments)? };
 
-    Ok(decode::residual(chain, buffers, &attended.flatten_all()?, &o_proj.weight, o_proj.bias.as_ref())?)
+    let raw = scratch.tensor(6, buffers.x.dims(), DType::F32, device)?;
+    let after = after(&layer.after_attention, &raw);
+    Ok(decode::residual(chain, buffers, &attended.flatten_all()?, &o_proj.weight, o_proj.bias.as_ref(), after)?)
 }
 
-fn gated(
-    chain: &mut Chain,
-    buffers: &Buffers,
-    scratch: &mut Scratch,
-    normed: &NormLayer,
-    mlp: &GatedMlp,
-) -> Result<()> {
-    let GatedMlp { gate_proj, up_proj, down_proj, .. } = mlp;
+fn gated(chain: &mut Chain, buffers: &Buffers, scratch: &mut Scratch, layer: &Layer, mlp: &GatedMlp) -> Result<()> {
+    let GatedMlp { gate_proj, up_proj, down_proj, activation, .. } = mlp;
     let (intermediate, _) = gate_proj.weight.dims();
     let h = scratch.tensor(4, &[intermediate], mlp.dtype(), buffers.x.device())?;
-    decode::gate_up(chain, buffers, norm(normed), projection(gate_proj), projection(up_proj), &h)?;
-    Ok(decode::residual(chain, buffers, &h, &down_proj.weight, down_proj.bias.as_ref())?)
+    let raw = scratch.tensor(6, buffers.x.dims(), DType::F32, buffers.x.device())?;
+    let (gate, up) = (projection(gate_proj), projection(up_proj));
+    decode::gate_up(chain, buffers, norm(&layer.post_attention_layernorm), gate, up, *activation, &h)?;
+    let after = after(&layer.after_mlp, &raw);
+    Ok(decode::residual(chain, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), after)?)
 }
 
-fn experts(
-    chain: &mut Chain,
-    buffers: &Buffers,
-    scratch: &mut Scratch,
-    normed: &NormLayer,
-    mlp: &ExpertsMlp,
-) -> Result<()> {
+fn routed(chain: &mut Chain, buffers: &Buffers, scratch: &mut Scratch, layer: &Layer, mlp: &RoutedMlp) -> Result<()> {
+    let RoutedMlp { router, gate_up_proj, down_proj, dtype, config } = mlp;
+    let (Matrix::Dense(router), Some(gate_up), Some(down)) =
+        (&router.weight, gate_up_proj.stacked()?, down_proj.stacked()?)
+    else {
+        bail!("the executor has no kernels for such experts");
+    };
+    let device = buffers.x.device();
+    let logits = scratch.tensor(7, &[config.experts], DType::F32, device)?;
+    let h = scratch.tensor(4, &[config.chosen, config.intermediate_size], *dtype, device)?;
+    let norm = norm(&layer.post_attention_layernorm);
+    decode::router(chain, buffers, norm, router, None, &logits, None)?;
+    decode::routed_gate_up(chain, buffers, norm, &gate_up, &logits, &h)?;
+    Ok(decode::routed_down(chain, buffers, &down, &logits, config.softmax, &h)?)
+}
+
+fn experts(chain: &mut Chain, buffers: &Buffers, scratch: &mut Scratch, layer: &Layer, mlp: &ExpertsMlp) -> Result<()> {
     let ExpertsMlp { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config } = mlp;
     let (ExpertWeights::Tiles(gate_up), ExpertWeights::Tiles(down)) = (gate_up_proj, down_proj) else {
         bail!("the executor runs experts in MXFP4 only");
@@ -422,7 +453,8 @@ fn experts(
         scratch.experts.push(ExpertBuffers::new(&buffers.x, count, chosen, config.intermediate_size)?);
     }
     let between = &scratch.experts[0];
-    decode::router(chain, buffers, norm(normed), router_weight, router.bias.as_ref(), between)?;
+    let norm = norm(&layer.post_attention_layernorm);
+    decode::router(chain, buffers, norm, router_weight, router.bias.as_ref(), &between.logits, Some(between))?;
     let (up_bias, down_bias) = (gate_up_bias.to_dtype(DType::F32)?, down_bias.to_dtype(DType::F32)?);
     decode::expert_gate_up(chain, buffers, gate_up, &up_bias, config.swiglu_limit, between)?;
     Ok(decode::expert_down(chain, buffers, down, &down_bias, between)?)

@@ -24,7 +24,7 @@ pub enum Backend {
 
 impl Backend {
     /// What this comes to for queries of a dtype and head size: one of the others, or why there is none.
-    /// Only the plain kernel knows soft caps.
+    /// candle-flash-attn is not given soft caps.
     pub fn choose(
         self,
         on_gpu: bool,
@@ -32,9 +32,9 @@ impl Backend {
         head_dim: usize,
         softcap: Option<f32>,
     ) -> std::result::Result<Self, String> {
-        let fast = on_gpu && matches!(dtype, DType::BF16 | DType::F16) && softcap.is_none();
+        let fast = on_gpu && matches!(dtype, DType::BF16 | DType::F16);
         let own = fast && HEAD_DIMS.contains(&head_dim);
-        let flash = fast && cfg!(feature = "flash-attn") && head_dim.is_multiple_of(8);
+        let flash = fast && softcap.is_none() && cfg!(feature = "flash-attn") && head_dim.is_multiple_of(8);
         match self {
             Backend::Auto if own => Ok(Backend::Own),
             Backend::Auto if flash => Ok(Backend::Flash),
@@ -45,7 +45,7 @@ impl Backend {
             Backend::Flash if !cfg!(feature = "flash-attn") => {
                 Err("this inferno was built without it: build with --features flash-attn".into())
             }
-            _ if softcap.is_some() => Err("it has no kernel for soft-capped scores".into()),
+            Backend::Flash if softcap.is_some() => Err("it has no kernel for soft-capped scores".into()),
             _ => Err(format!("it has no kernel for heads of {head_dim} in {dtype:?}")),
         }
     }
@@ -63,7 +63,7 @@ impl std::fmt::Display for Backend {
 }
 
 /// Head sizes that `flash_attention.cu` has kernels for.
-pub const HEAD_DIMS: [usize; 5] = [16, 64, 80, 96, 128];
+pub const HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
 
 /// Where the queries stand and what they see.
 #[derive(Clone, Copy, Debug)]
@@ -184,6 +184,30 @@ pub mod flash {
         module!("flash_attention")
     }
 
+    /// Rows of a block's tile, its threads and its shared memory: `Shape` of `flash_attention.cu`.
+    struct Cut {
+        rows: usize,
+        block: usize,
+        shared_bytes: usize,
+    }
+
+    impl Cut {
+        /// The kernels of 16, 64 and 128 rows.
+        fn of(head_dim: usize) -> [Self; 3] {
+            // Teams of warps, keys in a tile, and whether queries lie in shared memory.
+            let cut = |rows: usize, block: usize, teams: usize, keys: usize, queries: bool| {
+                let rows_in_shared = teams * 4 * keys + if queries { rows } else { 0 };
+                Self { rows, block, shared_bytes: 2 * rows_in_shared * (head_dim + 8) }
+            };
+            if head_dim == 256 {
+                return [cut(16, 128, 4, 16, true), cut(64, 128, 1, 16, true), cut(128, 256, 1, 32, true)];
+            }
+            let few = cut(16, 256, 8, if head_dim <= 64 { 32 } else { 16 }, false);
+            let many = cut(128, 128, 1, if head_dim == 16 { 64 } else { 48 }, head_dim > 80);
+            [few, cut(64, 128, 1, 64, false), many]
+        }
+    }
+
     /// A kernel and its launch for queries \[T, H, D\] on a cache \[S, K, D\].
     pub struct Launch {
         pub name: String,
@@ -205,23 +229,19 @@ pub mod flash {
         pub fn new(device: &CudaDevice, q: &Tensor, k: &Tensor, sight: Sight) -> Result<Self> {
             let ((tokens, heads, head_dim), (cache_rows, kv_heads, _)) = (q.dims3()?, k.dims3()?);
             let short = matches!(q.dtype(), DType::BF16 | DType::F16);
-            if !HEAD_DIMS.contains(&head_dim) || !short || sight.softcap.is_some() {
-                let softcap = if sight.softcap.is_some() { " with soft-capped scores" } else { "" };
-                bail!("flash_attention has no kernel for heads of {head_dim} in {:?}{softcap}", q.dtype());
+            if !HEAD_DIMS.contains(&head_dim) || !short {
+                bail!("flash_attention has no kernel for heads of {head_dim} in {:?}", q.dtype());
             }
             let limit = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
             let (limit, multiprocessors) = (attribute(device, limit)?, multiprocessors(device)?);
             // A row is a token and one of the heads that share a key/value head.
             let group_rows = tokens * (heads / kv_heads);
-            let few = 64 * if head_dim <= 64 { 32 } else { 16 } * (head_dim + 8);
-            let (rows, block, shared_bytes) = if group_rows <= 32 && few <= limit {
-                (16, 256, few)
-            } else if kv_heads * group_rows.div_ceil(128) < 2 * multiprocessors {
-                (64, 128, 512 * (head_dim + 8))
-            } else {
-                let keys = if head_dim == 16 { 64 } else { 48 };
-                let queries = if head_dim <= 80 { 0 } else { 256 * (head_dim + 8) };
-                (128, 128, queries + 8 * keys * (head_dim + 8))
+            let [few, medium, many] = Cut::of(head_dim);
+            let wide = kv_heads * group_rows.div_ceil(128) >= 2 * multiprocessors;
+            let Cut { rows, block, shared_bytes } = match () {
+                () if group_rows <= 32 && few.shared_bytes <= limit => few,
+                () if wide && many.shared_bytes <= limit => many,
+                () => medium,
             };
             let tiles = group_rows.div_ceil(rows);
             // Few tiles after a long context leave multiprocessors idle: they share the keys.
@@ -230,7 +250,8 @@ pub mod flash {
                 64 => 2 * multiprocessors / (kv_heads * tiles),
                 _ => 1,
             };
-            let splits = if sight.window.is_some() { 1 } else { wanted.clamp(1, 64) };
+            let few_keys = sight.window.is_some_and(|window| window <= 256);
+            let splits = if few_keys { 1 } else { wanted.clamp(1, 64) };
             let shared = splits > 1;
             Ok(Self {
                 name: format!("flash_attention_{rows}_rows_{head_dim}_{}", suffix(q.dtype())?),
@@ -247,13 +268,14 @@ pub mod flash {
             })
         }
 
-        /// The sizes that follow the addresses: T, H, K, S, window; the scale comes next.
+        /// The sizes that follow the addresses: T, H, K, S, window; `factors` come next.
         pub fn sizes(&self) -> [usize; 5] {
             [self.tokens, self.heads, self.kv_heads, self.rows, self.sight.window.unwrap_or(0)]
         }
 
-        pub fn scale(&self) -> f32 {
-            self.sight.scale
+        /// The scale, and the soft cap, 0 for none.
+        pub fn factors(&self) -> [f32; 2] {
+            [self.sight.scale, self.sight.softcap.unwrap_or(0.0)]
         }
 
         pub(super) fn run(
@@ -279,7 +301,8 @@ pub mod flash {
             ];
             args.extend(self.sizes().map(Arg::from));
             // Not in a chain: nothing is read early.
-            args.extend([self.scale().into(), Arg::Int(0)]);
+            args.extend(self.factors().map(Arg::from));
+            args.push(Arg::Int(0));
             // SAFETY: shapes and dtypes checked by `attention`; rows of the cache are taken modulo S.
             unsafe { launch(device, &code(), &self.name, self.grid, self.block, self.shared_bytes, &args) }
         }

@@ -17,6 +17,7 @@ const KERNELS: &[&str] = &[
     "experts",
     "experts_gemm",
     "flash_attention",
+    "grouped_gemm",
     "norm",
     "quantised",
     "rope",

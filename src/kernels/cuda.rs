@@ -116,6 +116,7 @@ pub fn suffix(dtype: DType) -> Result<&'static str> {
 }
 
 /// One kernel argument.
+#[derive(Clone)]
 pub enum Arg {
     Address(CUdeviceptr),
     Int(i32),

@@ -6,9 +6,11 @@
 //
 //   x f32 [C]: the residual stream    T: bf16 or f16, the dtype of dense weights, q, k, v and attention output
 //   state u32: [0] position of the token in this step, [1] the token, [2] steps done
+#include "activation.cuh"
 #include "common.cuh"
 #include "decode.cuh"
 #include "pdl.cuh"
+#include "routing.cuh"
 
 // 16 bytes of weights: read once, so they need no place in L1.
 __device__ __forceinline__ uint4 load_stream(const void* address) {
@@ -55,16 +57,20 @@ struct Planes {
     __device__ __forceinline__ float4& quad(int index) const { return at[(index & 1) * chunks + (index >> 1)]; }
 };
 
+template <typename T> __device__ __forceinline__ const uint4* chunk_of(const T* row) {
+    return reinterpret_cast<const uint4*>(row);
+}
+
 // Loads ahead for two rows and for one.
 constexpr int DEPTH2 = 3, DEPTH1 = 6;
 
 // The rows of a matrix, ROWS at a time (a unit); units go round the warps of the grid. `row(u, r)` is the address of row r of
-// unit u. DEPTH loads of each row are under way at any time.
-template <typename T, int ROWS, int DEPTH, class Row> struct Stream {
+// unit u, or what gives that of a chunk when the chunk is added. DEPTH loads of each row are under way at any time.
+template <typename T, int ROWS, int DEPTH, class Row, class Address = const uint4*> struct Stream {
     const Row row;
     const int chunks, units, step, lane;
     int unit;
-    const uint4* rows[ROWS];
+    Address rows[ROWS];
     uint4 ahead[DEPTH][ROWS];
 
     __device__ __forceinline__ Stream(int chunks, int units, Row row)
@@ -87,7 +93,7 @@ template <typename T, int ROWS, int DEPTH, class Row> struct Stream {
     __device__ __forceinline__ void start() {
         if (unit >= units) return;
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) rows[r] = reinterpret_cast<const uint4*>(row(unit, r));
+        for (int r = 0; r < ROWS; ++r) rows[r] = row(unit, r);
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)
 #pragma unroll
@@ -130,12 +136,15 @@ __device__ __forceinline__ float load_normed(const Planes& planes, const float* 
     return rsqrtf(block_sum(squares, scratch) / columns + eps);
 }
 
-template <typename T> __device__ __forceinline__ void load_vector(const Planes& planes, const T* x) {
+// x to the planes, chunk c of it times factor(c).
+template <typename T, class Factor>
+__device__ __forceinline__ void load_vector(const Planes& planes, const T* x, Factor factor) {
     for (int i = threadIdx.x; i < planes.chunks; i += blockDim.x) {
         const uint4 v = __ldcg(reinterpret_cast<const uint4*>(x) + i);
         const float2 a = unpack<T>(v.x), b = unpack<T>(v.y), c = unpack<T>(v.z), d = unpack<T>(v.w);
-        planes.at[i] = make_float4(a.x, a.y, b.x, b.y);
-        planes.at[planes.chunks + i] = make_float4(c.x, c.y, d.x, d.y);
+        const float f = factor(i);
+        planes.at[i] = make_float4(a.x * f, a.y * f, b.x * f, b.y * f);
+        planes.at[planes.chunks + i] = make_float4(c.x * f, c.y * f, d.x * f, d.y * f);
     }
     __syncthreads();
 }
@@ -151,7 +160,7 @@ __device__ void decode_qkv(const float* x, const float* norm, const T* weight, c
     __shared__ float scratch[MAX_WARPS];
     const Planes planes{shared, columns / 8};
     const auto row = [=](int unit, int r) {
-        return reinterpret_cast<const uint8_t*>(weight + (size_t)qkv.row(unit, r) * columns);
+        return chunk_of(weight + (size_t)qkv.row(unit, r) * columns);
     };
     Stream<T, 2, DEPTH2, decltype(row)> stream(planes.chunks, qkv.units(), row);
     pdl_wait();
@@ -192,36 +201,56 @@ __device__ void decode_qk_norm(const float* raw, const float* q_norm, const floa
     for (int i = rotated + lane; i < head_dim; i += 32) out[i] = from_float<T>(__ldcg(x + i) * scale * weight[i]);
 }
 
-// x += W·y + bias: the projection back into the residual stream.
-//   weight T [R, C]; y T [C]; bias f32 [R] or null; a unit is one row
+// out = x + W·y + bias: the projection back into the residual stream, or for itself, to be normed before it is added.
+//   weight T [R, C]; y T [C]; bias f32 [R] or null; x, out f32 [R], which may be the same, x may be null; a unit is one row
 template <typename T>
-__device__ void decode_residual(float* x, const T* y, const T* weight, const float* bias, int rows, int columns) {
+__device__ void decode_residual(const float* x, float* out, const T* y, const T* weight, const float* bias, int rows,
+                                int columns) {
     extern __shared__ float4 shared[];
     const Planes planes{shared, columns / 8};
-    const auto row = [=](int unit, int) { return reinterpret_cast<const uint8_t*>(weight + (size_t)unit * columns); };
+    const auto row = [=](int unit, int) { return chunk_of(weight + (size_t)unit * columns); };
     Stream<T, 1, DEPTH1, decltype(row)> stream(planes.chunks, rows, row);
     pdl_wait();
     pdl_launch_dependents();
-    load_vector(planes, y);
+    load_vector(planes, y, [](int) { return 1.0f; });
     while (stream.more()) {
         const int unit = stream.unit;
-        const float rest = __ldcg(x + unit) + (bias ? __ldg(bias + unit) : 0.0f);
+        const float rest = (x ? __ldcg(x + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
         float sum[1];
         stream.finish(planes, sum);
-        if (stream.lane == 0) x[unit] = sum[0] + rest;
+        if (stream.lane == 0) out[unit] = sum[0] + rest;
     }
 }
 
-// h = silu(gate(norm(x))) · up(norm(x)): the first half of a gated MLP.
+// x += norm(y): one block of 1024. x, y, norm f32 [C]
+__device__ void decode_add_normed(float* x, const float* y, const float* norm, int columns, float eps) {
+    __shared__ float scratch[32];
+    pdl_wait();
+    pdl_launch_dependents();
+    const auto at = [](const float* from, int i) { return __ldcg(reinterpret_cast<const float4*>(from) + i); };
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) {
+        const float4 v = at(y, i);
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    const float scale = rsqrtf(block_sum(squares, scratch) / columns + eps);
+    for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) {
+        const float4 v = at(y, i), w = at(norm, i), sum = at(x, i);
+        reinterpret_cast<float4*>(x)[i] = make_float4(sum.x + v.x * scale * w.x, sum.y + v.y * scale * w.y,
+                                                      sum.z + v.z * scale * w.z, sum.w + v.w * scale * w.w);
+    }
+}
+
+// h = activation(gate(norm(x))) · up(norm(x)): the first half of a gated MLP.
 //   gate, up T [F, C]; biases f32 [F] or null; h T [F]; a unit is one element of h
 template <typename T>
 __device__ void decode_gate_up(const float* x, const float* norm, const T* gate, const T* up, const float* gate_bias,
-                               const float* up_bias, T* h, int rows, int columns, float eps) {
+                               const float* up_bias, T* h, int rows, int columns, int activation, float eps) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[MAX_WARPS];
     const Planes planes{shared, columns / 8};
     const auto row = [=](int unit, int r) {
-        return reinterpret_cast<const uint8_t*>((r == 0 ? gate : up) + (size_t)unit * columns);
+        return chunk_of((r == 0 ? gate : up) + (size_t)unit * columns);
     };
     Stream<T, 2, DEPTH2, decltype(row)> stream(planes.chunks, rows, row);
     pdl_wait();
@@ -234,21 +263,22 @@ __device__ void decode_gate_up(const float* x, const float* norm, const T* gate,
         if (stream.lane != 0) continue;
         const float g = sum[0] * scale + (gate_bias ? gate_bias[unit] : 0.0f),
                     u = sum[1] * scale + (up_bias ? up_bias[unit] : 0.0f);
-        h[unit] = from_float<T>(g / (1.0f + expf(-g)) * u);
+        h[unit] = from_float<T>(activate(g, activation) * u);
     }
 }
 
 // logits = head(norm(x)), and each block's best.
-//   weight T [V, C]; logits f32 [V]; best [grid]; a unit is two rows
+//   weight T [V, C]; logits f32 [V]; best [grid]; with softcap > 0 logits l become softcap · tanh(l / softcap)
+//   a unit is two rows
 template <typename T>
 __device__ void decode_head(const float* x, const float* norm, const T* weight, float* logits, Best* best, int vocab,
-                            int columns, float eps) {
+                            int columns, float eps, float softcap) {
     extern __shared__ float4 shared[];
     __shared__ float scratch[MAX_WARPS];
     __shared__ Best warps[MAX_WARPS];
     const Planes planes{shared, columns / 8};
     const auto row = [=](int unit, int r) {
-        return reinterpret_cast<const uint8_t*>(weight + (size_t)min(2 * unit + r, vocab - 1) * columns);
+        return chunk_of(weight + (size_t)min(2 * unit + r, vocab - 1) * columns);
     };
     Stream<T, 2, DEPTH2, decltype(row)> stream(planes.chunks, (vocab + 1) / 2, row);
     pdl_wait();
@@ -263,18 +293,20 @@ __device__ void decode_head(const float* x, const float* norm, const T* weight, 
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if (2 * unit + r >= vocab) break;
-            logits[2 * unit + r] = sum[r] * scale;
-            mine.offer(sum[r] * scale, 2 * unit + r);
+            const float logit = soft_capped(sum[r] * scale, softcap);
+            logits[2 * unit + r] = logit;
+            mine.offer(logit, 2 * unit + r);
         }
     }
     best_of_block(mine, warps, best);
 }
 
 // The end of a step: the likeliest token becomes the next input. One block of 1024.
-//   embedding T [V, C], or null: x is left to another kernel; ring u32 [slots], in host memory: the token of step s, plus one, at s mod slots
+//   embedding T [V, C], which `factor` goes on, or null: x is left to another kernel
+//   ring u32 [slots], in host memory: the token of step s, plus one, at s mod slots
 template <typename T>
 __device__ void decode_next(const Best* best, int blocks, const T* embedding, float* x, uint32_t* state,
-                            volatile uint32_t* ring, int slots, int columns) {
+                            volatile uint32_t* ring, int slots, int columns, float factor) {
     __shared__ Best warps[32];
     const int lane = threadIdx.x % 32;
     pdl_wait();
@@ -294,7 +326,7 @@ __device__ void decode_next(const Best* best, int blocks, const T* embedding, fl
     const bool broken = mine.token == 0xffffffffu;
     const uint32_t token = broken ? 0 : mine.token;
     for (int i = threadIdx.x; embedding && i < columns; i += blockDim.x)
-        x[i] = to_float(embedding[(size_t)token * columns + i]);
+        x[i] = to_float(embedding[(size_t)token * columns + i]) * factor;
     if (threadIdx.x == 0) {
         const uint32_t steps = state[2];
         ring[steps % slots] = broken ? 0xffffffffu : token + 1;
@@ -303,49 +335,10 @@ __device__ void decode_next(const Best* best, int blocks, const T* embedding, fl
     }
 }
 
-// ---- routed experts in MXFP4 ------------------------------------------------------------------------------------------
-
-// Routing on the device: one warp of every block that needs the choice works it out from the E logits.
-constexpr int MAX_CHOSEN = 32;
-
-struct Routing {
-    uint32_t expert[MAX_CHOSEN];
-    float share[MAX_CHOSEN];  // softmax over the chosen
-
-    // The `count` best of E logits, best first, the lower of equals first, NaN last; shares are of the best `chosen`.
-    // Called by one whole warp; E <= 32 · 32.
-    __device__ __forceinline__ void choose(const float* logits, int experts, int count, int chosen, int lane) {
-        uint32_t taken = 0;  // of this lane's experts lane, lane + 32, .., one bit each
-        float top = 0.0f, mine = -INFINITY;
-        const float first = lane < experts ? __ldcg(logits + lane) : -INFINITY;
-        for (int n = 0; n < count; ++n) {
-            // Ordered as the logits are; 0: taken or none, 1: NaN
-            uint32_t best = 0, id = 0xffffffffu;
-            for (int i = 0; lane + 32 * i < experts; ++i) {
-                const float logit = i == 0 ? first : __ldcg(logits + lane + 32 * i);
-                const uint32_t bits = __float_as_uint(logit);
-                const uint32_t key = taken >> i & 1       ? 0u
-                                     : isnan(logit)       ? 1u
-                                     : bits & 0x80000000u ? ~bits
-                                                          : bits | 0x80000000u;
-                if (key > best) best = key, id = lane + 32 * i;
-            }
-            const uint32_t most = __reduce_max_sync(0xffffffffu, best);
-            id = __reduce_min_sync(0xffffffffu, best == most ? id : 0xffffffffu);
-            if (id % 32 == lane) taken |= 1u << (id / 32);
-            const float logit =
-                most <= 1 ? -INFINITY : __uint_as_float(most & 0x80000000u ? most & 0x7fffffffu : ~most);
-            if (n == 0) top = logit;
-            if (n == lane) mine = logit, expert[n] = id;
-        }
-        const float weight = lane < chosen ? expf(mine - top) : 0.0f;
-        const float total = warp_sum(weight);
-        if (lane < chosen) share[lane] = weight / total;
-    }
-};
+// ---- routing ----------------------------------------------------------------------------------------------------------
 
 // Router logits, and norm(x) in f16 for the experts: one block an expert, and a slice of norm(x) each.
-//   weight f32 [E, C]; bias f32 [E] or null; logits f32 [E]; normed f16 [C] = norm(x) / 2^k; normed_scale f32: 2^k
+//   weight f32 [E, C]; bias f32 [E] or null; logits f32 [E]; normed f16 [C] = norm(x) / 2^k, or null; normed_scale f32: 2^k
 // f16 keeps three bits more than bf16; k is 0 unless norm(x) would overflow it.
 __device__ void decode_router(const float* x, const float* norm, const float* weight, const float* bias, float* logits,
                               __half* normed, float* normed_scale, int columns, int experts, float eps) {
@@ -360,7 +353,7 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
         if (at < quads) w[i] = load_early(row + at), n[i] = load_early(reinterpret_cast<const float4*>(norm) + at);
     }
     const int slice = (columns + experts - 1) / experts, first = expert * slice, mine = first + threadIdx.x;
-    const bool norms = threadIdx.x < slice && mine < columns;
+    const bool norms = normed && threadIdx.x < slice && mine < columns;
     const float norm_mine = norms ? __ldg(norm + mine) : 0.0f, shift = bias ? __ldg(bias + expert) : 0.0f;
     pdl_wait();
     pdl_launch_dependents();
@@ -394,13 +387,82 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
     const int exponent = top * rms < 32768.0f ? 0 : ilogbf(top * rms) - 14;
     const float shrink = rms * exp2f((float)-exponent);
     if (norms) normed[mine] = __float2half_rn(x_mine * norm_mine * shrink);
-    for (int i = mine + blockDim.x; i < min(first + slice, columns); i += blockDim.x)
+    for (int i = mine + blockDim.x; normed && i < min(first + slice, columns); i += blockDim.x)
         normed[i] = __float2half_rn(__ldcg(x + i) * __ldg(norm + i) * shrink);
     if (threadIdx.x == 0) {
         logits[expert] = dot * rms + shift;
-        if (expert == 0) *normed_scale = exp2f((float)exponent);
+        if (normed && expert == 0) *normed_scale = exp2f((float)exponent);
     }
 }
+
+// ---- routed experts of floats ------------------------------------------------------------------------------------------
+
+// h of the chosen experts, each a gated MLP: h[n] = silu(gate(norm(x))) · up(norm(x)).
+//   weight T [E, 2F, C], an expert's gate above its up; logits f32 [E]; h T [N, F]; a unit is one element of h
+template <typename T>
+__device__ void decode_routed_gate_up(const float* x, const float* norm, const T* weight, const float* logits, T* h,
+                                      int experts, int chosen, int rows, int columns, float eps) {
+    extern __shared__ float4 shared[];
+    __shared__ float scratch[MAX_WARPS];
+    __shared__ Routing routing;
+    const Planes planes{shared, columns / 8};
+    pdl_wait();
+    pdl_launch_dependents();
+    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, 0, threadIdx.x);
+    __syncthreads();
+    const uint32_t* expert = routing.expert;
+    const auto row = [=](int unit, int r) {
+        const size_t above = (size_t)expert[unit / rows] * 2 + r;
+        return chunk_of(weight + (above * rows + unit % rows) * columns);
+    };
+    Stream<T, 2, DEPTH2, decltype(row)> stream(planes.chunks, chosen * rows, row);
+    const float scale = load_normed(planes, x, norm, columns, eps, scratch);
+    while (stream.more()) {
+        const int unit = stream.unit;
+        float sum[2];
+        stream.finish(planes, sum);
+        if (stream.lane == 0) h[unit] = from_float<T>(activate(sum[0] * scale, 0) * (sum[1] * scale));
+    }
+}
+
+// A row of each chosen expert, one behind the other.
+struct ChosenRows {
+    const uint4* row;  // expert 0's
+    Chosen chosen;
+    __device__ __forceinline__ const uint4* operator+(int chunk) const {
+        const int n = chosen.of(chunk);
+        return row + chosen.experts[n] * chosen.apart + (chunk - n * chosen.each);
+    }
+};
+
+// x += Σ share · down(h) over the chosen experts, whose rows count as one.
+//   weight T [E, C, F]; h T [N, F]; a unit is one row
+template <typename T>
+__device__ void decode_routed_down(float* x, const T* h, const float* logits, const T* weight, int experts, int chosen,
+                                   int rows, int columns, int over_all) {
+    extern __shared__ float4 shared[];
+    __shared__ Routing routing;
+    const int each = columns / 8;
+    const Planes planes{shared, chosen * each};
+    // The routing is older than the kernel ahead, which let this one start only when it had ended.
+    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
+    __syncthreads();
+    const Chosen which(routing.expert, each, (size_t)rows * each);
+    const auto row = [=](int unit, int) { return ChosenRows{chunk_of(weight) + (size_t)unit * each, which}; };
+    Stream<T, 1, DEPTH1, decltype(row), ChosenRows> stream(planes.chunks, rows, row);
+    pdl_wait();
+    pdl_launch_dependents();
+    load_vector(planes, h, [&](int chunk) { return routing.share[which.of(chunk)]; });
+    while (stream.more()) {
+        const int unit = stream.unit;
+        const float rest = __ldcg(x + unit);
+        float sum[1];
+        stream.finish(planes, sum);
+        if (stream.lane == 0) x[unit] = sum[0] + rest;
+    }
+}
+
+// ---- routed experts in MXFP4 ------------------------------------------------------------------------------------------
 
 // Weights as `repack_mxfp4` lays them: blocks [E][R/16][C/64][lane][16 bytes], scales [E][R/16][C/64][8][4 bytes], R and C
 // rounded up. A lane's 16 bytes are the fragments of A for four mma.m16n8k16: rows g and g + 8 of two blocks of 32 columns.
@@ -603,25 +665,39 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
                                 int head_dim, int rotated, int rows, float eps) {                                      \
         decode_qk_norm<T>(raw, q_norm, k_norm, cos, sin, state, q, k, heads, kv_heads, head_dim, rotated, rows, eps);  \
     }                                                                                                                  \
-    KERNEL decode_residual_##SUFFIX(float* x, const T* y, const T* weight, const float* bias, int rows, int columns) { \
-        decode_residual<T>(x, y, weight, bias, rows, columns);                                                         \
+    KERNEL decode_residual_##SUFFIX(const float* x, float* out, const T* y, const T* weight, const float* bias,        \
+                                    int rows, int columns) {                                                           \
+        decode_residual<T>(x, out, y, weight, bias, rows, columns);                                                    \
     }                                                                                                                  \
     KERNEL decode_gate_up_##SUFFIX(const float* x, const float* norm, const T* gate, const T* up,                      \
                                    const float* gate_bias, const float* up_bias, T* h, int rows, int columns,          \
-                                   float eps) {                                                                        \
-        decode_gate_up<T>(x, norm, gate, up, gate_bias, up_bias, h, rows, columns, eps);                               \
+                                   int activation, float eps) {                                                        \
+        decode_gate_up<T>(x, norm, gate, up, gate_bias, up_bias, h, rows, columns, activation, eps);                   \
+    }                                                                                                                  \
+    KERNEL decode_routed_gate_up_##SUFFIX(const float* x, const float* norm, const T* weight, const float* logits,     \
+                                          T* h, int experts, int chosen, int rows, int columns, float eps) {           \
+        decode_routed_gate_up<T>(x, norm, weight, logits, h, experts, chosen, rows, columns, eps);                     \
+    }                                                                                                                  \
+    KERNEL decode_routed_down_##SUFFIX(float* x, const T* h, const float* logits, const T* weight, int experts,        \
+                                       int chosen, int rows, int columns, int over_all) {                              \
+        decode_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all);                         \
     }                                                                                                                  \
     KERNEL decode_head_##SUFFIX(const float* x, const float* norm, const T* weight, float* logits, Best* best,         \
-                                int vocab, int columns, float eps) {                                                   \
-        decode_head<T>(x, norm, weight, logits, best, vocab, columns, eps);                                            \
+                                int vocab, int columns, float eps, float softcap) {                                    \
+        decode_head<T>(x, norm, weight, logits, best, vocab, columns, eps, softcap);                                   \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
         decode_next_##SUFFIX(const Best* best, int blocks, const T* embedding, float* x, uint32_t* state,              \
-                             volatile uint32_t* ring, int slots, int columns) {                                        \
-        decode_next<T>(best, blocks, embedding, x, state, ring, slots, columns);                                       \
+                             volatile uint32_t* ring, int slots, int columns, float factor) {                          \
+        decode_next<T>(best, blocks, embedding, x, state, ring, slots, columns, factor);                               \
     }
 DEFINE_DENSE(__nv_bfloat16, bf16)
 DEFINE_DENSE(__half, f16)
+
+extern "C" __global__ void __launch_bounds__(1024)
+    decode_add_normed_f32(float* x, const float* y, const float* norm, int columns, float eps) {
+    decode_add_normed(x, y, norm, columns, eps);
+}
 
 extern "C" __global__ void __launch_bounds__(256)
     decode_router_f32(const float* x, const float* norm, const float* weight, const float* bias, float* logits,

@@ -66,6 +66,23 @@ template <typename T> struct QkvPair {
     }
 };
 
+// Rows of the chosen experts of one matrix, one behind the other: `each` chunks of each; experts' rows lie `apart` chunks.
+struct Chosen {
+    const uint32_t* experts;
+    int each;
+    size_t apart;
+    uint32_t inverse;  // 2^32 / each, rounded up: exact for chunks below 2^32 / each
+
+    __device__ __forceinline__ Chosen() {}
+    __device__ __forceinline__ Chosen(const uint32_t* experts, int each, size_t apart)
+        : experts(experts), each(each), apart(apart), inverse(0xffffffffu / each + 1) {}
+    // Which of the chosen a chunk belongs to. `each` of 1 makes the inverse 0.
+    __device__ __forceinline__ int of(int chunk) const { return each == 1 ? chunk : __umulhi(chunk, inverse); }
+};
+
+// With cap > 0: cap · tanh(x / cap)
+__device__ __forceinline__ float soft_capped(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
+
 // A logit and its token; the first of equals wins, NaN never does.
 struct Best {
     float logit;

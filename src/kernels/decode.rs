@@ -12,9 +12,10 @@ use super::bytes;
 use super::chain::{Arguments, Chain, Mailbox, Shape};
 use super::cuda::{Module, attribute, module, multiprocessors, suffix};
 use super::experts::Tiles;
-use super::quantised::{Matrix, cuda as quantised_cuda};
+use super::quantised::{CHUNK, Matrix, cuda as quantised_cuda};
 use super::rows::copy_rows;
-use super::swiglu::ALPHA;
+use super::swiglu::{ALPHA, Activation};
+use super::topk::Softmax;
 
 /// Most warps in a block of the dense kernels (`MAX_WARPS`).
 const MAX_WARPS: usize = 24;
@@ -23,7 +24,9 @@ const UP_TILES: usize = 3;
 const UP_THREADS: usize = 480;
 const DOWN_SPLITS: usize = 3;
 /// Most experts a token that `decode_down_mxfp4` can serve.
-pub const MAX_CHOSEN: usize = 4;
+pub const MAX_CHOSEN_MXFP4: usize = 4;
+/// Most experts a token that the routing on the device can serve (`MAX_CHOSEN`).
+pub const MAX_CHOSEN: usize = 32;
 /// Most experts in all that the routing on the device can serve.
 pub const MAX_EXPERTS: usize = 1024;
 /// Largest input of a chosen expert's second product.
@@ -57,27 +60,34 @@ impl Buffers {
 
     /// One block a multiprocessor, as large as that takes; `units` are what a warp works on at a time.
     fn shape(&self, units: usize, weight: &Matrix) -> Shape {
+        self.shape_for(units, weight, vector_bytes(weight, 1))
+    }
+
+    /// The same with so much shared memory.
+    fn shape_for(&self, units: usize, weight: &Matrix, shared_bytes: usize) -> Shape {
         let most = if matches!(weight, Matrix::Dense(_)) { MAX_WARPS } else { quantised_cuda::WARPS };
         let warps = units.div_ceil(self.multiprocessors).clamp(4, most);
         let blocks = units.div_ceil(warps).min(self.multiprocessors);
-        Shape { grid: (blocks, 1, 1), block: 32 * warps, shared_bytes: vector_bytes(weight) }
+        Shape { grid: (blocks, 1, 1), block: 32 * warps, shared_bytes }
     }
 }
 
-/// Shared memory for the input of a product.
-fn vector_bytes(weight: &Matrix) -> usize {
+/// Shared memory for the inputs of a product: one for each of `inputs` experts that are multiplied at once.
+fn vector_bytes(weight: &Matrix, inputs: usize) -> usize {
     let (_, columns) = weight.dims();
     match weight {
-        Matrix::Quantised(parts) => quantised_cuda::vector_bytes(parts[0].format, columns),
-        _ => columns * size_of::<f32>(),
+        Matrix::Quantised(parts) => {
+            quantised_cuda::vector_bytes(parts[0].format, inputs * columns.next_multiple_of(CHUNK))
+        }
+        _ => inputs * columns * size_of::<f32>(),
     }
 }
 
-/// Whether there are kernels for products with such a weight, and room for its input on this GPU.
-pub fn can_multiply(device: &CudaDevice, weight: &Matrix) -> Result<bool> {
+/// Whether there are kernels for products of `inputs` vectors with such a weight, and room for them on this GPU.
+pub fn can_multiply(device: &CudaDevice, weight: &Matrix, inputs: usize) -> Result<bool> {
     let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
     // A kernel has up to 1 KiB of its own.
-    let fits = weight.dims().1.is_multiple_of(8) && vector_bytes(weight) + 1024 <= most;
+    let fits = weight.dims().1.is_multiple_of(8) && vector_bytes(weight, inputs) + 1024 <= most;
     Ok(fits && !matches!(weight, Matrix::Mixed(_)))
 }
 
@@ -212,21 +222,32 @@ pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Res
     unsafe { chain.push(&module!("decode"), &name, shape, 0, arguments) }
 }
 
-/// x += W·y + bias. weight \[C, R\]; y T \[R\]; bias f32 \[C\].
+/// A norm of what is added to the residual stream, and room f32 \[C\] for that.
+#[derive(Clone, Copy)]
+pub struct After<'t> {
+    pub norm: Norm<'t>,
+    pub raw: &'t Tensor,
+}
+
+/// x += W·y + bias, normed first where there is an `after`. weight \[C, R\]; y T \[R\]; bias f32 \[C\].
 pub fn residual(
     chain: &mut Chain,
     buffers: &Buffers,
     y: &Tensor,
     weight: &Matrix,
     bias: Option<&Tensor>,
+    after: Option<After>,
 ) -> Result<()> {
     let (rows, columns) = (buffers.x.dims1()?, y.elem_count());
     check_weight(weight, rows, columns, y.dtype())?;
     if let Some(bias) = bias {
         check_f32("a bias", bias, rows)?;
     }
+    let out = after.map_or(&buffers.x, |after| after.raw);
+    check_f32("room for what is added", out, rows)?;
     let arguments = Arguments::new()
-        .tensor(&buffers.x)?
+        .optional(after.is_none().then_some(&buffers.x))?
+        .tensor(out)?
         .tensor(y)?
         .matrix(weight)?
         .optional(bias)?
@@ -235,7 +256,13 @@ pub fn residual(
         .rounding(weight)?;
     let (module, name) = kernel(weight, &format!("residual_{}", suffix(y.dtype())?));
     // SAFETY: shapes and dtypes checked above.
-    unsafe { chain.push(&module, &name, buffers.shape(rows, weight), weight.bytes(), arguments) }
+    unsafe { chain.push(&module, &name, buffers.shape(rows, weight), weight.bytes(), arguments)? };
+    let Some(After { norm, raw }) = after else { return Ok(()) };
+    check_f32("a norm", norm.weight, rows)?;
+    let arguments = Arguments::new().tensor(&buffers.x)?.tensor(raw)?.tensor(norm.weight)?.int(rows).float(norm.eps);
+    let shape = Shape { grid: (1, 1, 1), block: 1024, shared_bytes: 0 };
+    // SAFETY: as above; `check_weight` wants columns by eights, and so does the head of x's.
+    unsafe { chain.push(&module!("decode"), "decode_add_normed_f32", shape, 0, arguments) }
 }
 
 /// A projection of a gated MLP: weight \[F, C\], bias f32 \[F\].
@@ -245,13 +272,14 @@ pub struct Projection<'t> {
     pub bias: Option<&'t Tensor>,
 }
 
-/// h = silu(gate(norm(x))) · up(norm(x)), h T \[F\].
+/// h = activation(gate(norm(x))) · up(norm(x)), h T \[F\].
 pub fn gate_up(
     chain: &mut Chain,
     buffers: &Buffers,
     norm: Norm,
     gate: Projection,
     up: Projection,
+    activation: Activation,
     h: &Tensor,
 ) -> Result<()> {
     let (rows, columns) = (h.dims1()?, buffers.x.dims1()?);
@@ -271,6 +299,7 @@ pub fn gate_up(
         .tensor(h)?
         .int(rows)
         .int(columns)
+        .int(activation as usize)
         .float(norm.eps)
         .rounding(gate.weight)?;
     let (module, name) = kernel(gate.weight, &format!("gate_up_{}", suffix(h.dtype())?));
@@ -279,10 +308,10 @@ pub fn gate_up(
     unsafe { chain.push(&module, &name, buffers.shape(rows, gate.weight), moved, arguments) }
 }
 
-/// What the kernels of a layer's experts hand on.
+/// What the kernels of a layer's MXFP4 experts hand on.
 pub struct ExpertBuffers {
     /// f32 \[E\]
-    logits: Tensor,
+    pub logits: Tensor,
     /// f16 \[C\]
     normed: Tensor,
     /// f32 \[1\]
@@ -303,16 +332,18 @@ impl ExpertBuffers {
     }
 }
 
-/// Router logits and the normed input of the experts. weight f32 \[E, C\], bias f32 \[E\].
+/// Router logits f32 \[E\], and the normed input of MXFP4 experts. weight f32 \[E, C\], bias f32 \[E\].
 pub fn router(
     chain: &mut Chain,
     buffers: &Buffers,
     norm: Norm,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    experts: &ExpertBuffers,
+    logits: &Tensor,
+    mxfp4: Option<&ExpertBuffers>,
 ) -> Result<()> {
-    let (count, columns) = (experts.logits.dims1()?, buffers.x.dims1()?);
+    let (count, columns) = (logits.dims1()?, buffers.x.dims1()?);
+    check_f32("router logits", logits, count)?;
     check("a router", weight.dtype() == DType::F32 && weight.dims() == [count, columns] && columns % 8 == 0, weight)?;
     check_f32("a norm", norm.weight, columns)?;
     if let Some(bias) = bias {
@@ -323,9 +354,9 @@ pub fn router(
         .tensor(norm.weight)?
         .tensor(weight)?
         .optional(bias)?
-        .tensor(&experts.logits)?
-        .tensor(&experts.normed)?
-        .tensor(&experts.normed_scale)?
+        .tensor(logits)?
+        .optional(mxfp4.map(|experts| &experts.normed))?
+        .optional(mxfp4.map(|experts| &experts.normed_scale))?
         .int(columns)
         .int(count)
         .float(norm.eps);
@@ -378,7 +409,7 @@ pub fn expert_down(
     let ((chosen, intermediate), rows) = (experts.h.dims2()?, buffers.x.dims1()?);
     let count = experts.logits.dims1()?;
     check("experts' tiles", weights.dims() == (count, rows, intermediate), weights.blocks())?;
-    check("h", chosen <= MAX_CHOSEN && intermediate % 8 == 0, &experts.h)?;
+    check("h", chosen <= MAX_CHOSEN_MXFP4 && intermediate % 8 == 0, &experts.h)?;
     check_f32("experts' bias", bias, count * rows)?;
     let arguments = Arguments::new()
         .tensor(&buffers.x)?
@@ -402,8 +433,82 @@ pub fn expert_down(
     unsafe { chain.push(&module!("decode"), "decode_down_mxfp4", shape, moved, arguments) }
 }
 
-/// Logits of norm(x), and the best of them. weight \[V, C\], of floats `dtype`.
-pub fn head(chain: &mut Chain, buffers: &Buffers, norm: Norm, weight: &Matrix, dtype: DType) -> Result<()> {
+/// h of the chosen experts, h T \[N, F\]: silu(gate(norm(x))) · up(norm(x)). weight \[E · 2F, C\], an expert's gate above its
+/// up; logits f32 \[E\] of the router.
+pub fn routed_gate_up(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    norm: Norm,
+    weight: &Matrix,
+    logits: &Tensor,
+    h: &Tensor,
+) -> Result<()> {
+    let ((chosen, rows), columns, count) = (h.dims2()?, buffers.x.dims1()?, logits.dims1()?);
+    check_routing(logits, chosen)?;
+    check_weight(weight, count * 2 * rows, columns, h.dtype())?;
+    check_f32("a norm", norm.weight, columns)?;
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(norm.weight)?
+        .matrix(weight)?
+        .tensor(logits)?
+        .tensor(h)?
+        .int(count)
+        .int(chosen)
+        .int(rows)
+        .int(columns)
+        .float(norm.eps)
+        .rounding(weight)?;
+    let (module, name) = kernel(weight, &format!("routed_gate_up_{}", suffix(h.dtype())?));
+    let moved = weight.bytes() / count as u64 * chosen as u64;
+    // SAFETY: shapes and dtypes checked above; the routing chooses experts below E.
+    unsafe { chain.push(&module, &name, buffers.shape(chosen * rows, weight), moved, arguments) }
+}
+
+/// x += Σ share · down(h) over the chosen experts. weight \[E · C, F\]; h T \[N, F\]; logits f32 \[E\] of the router.
+pub fn routed_down(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    weight: &Matrix,
+    logits: &Tensor,
+    softmax: Softmax,
+    h: &Tensor,
+) -> Result<()> {
+    let ((chosen, columns), rows, count) = (h.dims2()?, buffers.x.dims1()?, logits.dims1()?);
+    check_routing(logits, chosen)?;
+    check_weight(weight, count * rows, columns, h.dtype())?;
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(h)?
+        .tensor(logits)?
+        .matrix(weight)?
+        .int(count)
+        .int(chosen)
+        .int(rows)
+        .int(columns)
+        .int(usize::from(softmax == Softmax::OverAll))
+        .rounding(weight)?;
+    let (module, name) = kernel(weight, &format!("routed_down_{}", suffix(h.dtype())?));
+    let moved = weight.bytes() / count as u64 * chosen as u64;
+    let shape = buffers.shape_for(rows, weight, vector_bytes(weight, chosen));
+    // SAFETY: as above.
+    unsafe { chain.push(&module, &name, shape, moved, arguments) }
+}
+
+fn check_routing(logits: &Tensor, chosen: usize) -> Result<()> {
+    let fits = logits.elem_count() <= MAX_EXPERTS && chosen <= MAX_CHOSEN.min(logits.elem_count());
+    check("router logits", fits && logits.dtype() == DType::F32, logits)
+}
+
+/// Logits of norm(x), and the best of them; with a soft cap, l becomes cap · tanh(l / cap). weight \[V, C\], of floats `dtype`.
+pub fn head(
+    chain: &mut Chain,
+    buffers: &Buffers,
+    norm: Norm,
+    weight: &Matrix,
+    dtype: DType,
+    softcap: Option<f32>,
+) -> Result<()> {
     let (vocab, columns) = (buffers.logits.dims1()?, buffers.x.dims1()?);
     check_weight(weight, vocab, columns, dtype)?;
     check_f32("a norm", norm.weight, columns)?;
@@ -417,6 +522,7 @@ pub fn head(chain: &mut Chain, buffers: &Buffers, norm: Norm, weight: &Matrix, d
         .int(vocab)
         .int(columns)
         .float(norm.eps)
+        .float(softcap.unwrap_or(0.0))
         .rounding(weight)?;
     let (module, name) = match weight {
         Matrix::Dense(_) => kernel(weight, &format!("head_{}", suffix(dtype)?)),
@@ -426,16 +532,23 @@ pub fn head(chain: &mut Chain, buffers: &Buffers, norm: Norm, weight: &Matrix, d
     unsafe { chain.push(&module, &name, shape, weight.bytes(), arguments) }
 }
 
-/// The likeliest token becomes the next input; it is told to the host. embedding and head \[V, C\].
+/// Where inputs come from: rows of `table` \[V, C\] times `factor`.
+#[derive(Clone)]
+pub struct Embedding {
+    pub table: Matrix,
+    pub factor: f32,
+}
+
+/// The likeliest token becomes the next input; it is told to the host. head \[V, C\].
 pub fn next(
     chain: &mut Chain,
     buffers: &Buffers,
-    embedding: &Matrix,
+    embedding: &Embedding,
     head: &Matrix,
     mailbox: &Arc<Mailbox>,
 ) -> Result<()> {
-    let (vocab, columns) = check_embedding(buffers, embedding)?;
-    let (table, suffix) = table(embedding)?;
+    let (vocab, columns) = check_embedding(buffers, &embedding.table)?;
+    let (table, suffix) = table(&embedding.table)?;
     let arguments = Arguments::new()
         .tensor(&buffers.best)?
         .int(buffers.shape(vocab.div_ceil(2), head).grid.0)
@@ -444,7 +557,8 @@ pub fn next(
         .tensor(&buffers.state)?
         .mailbox(mailbox)
         .int(mailbox.slots())
-        .int(columns);
+        .int(columns)
+        .float(embedding.factor);
     let shape = Shape { grid: (1, 1, 1), block: 1024, shared_bytes: 0 };
     // SAFETY: shapes checked above; tokens come from the head's rows.
     unsafe { chain.push(&module!("decode"), &format!("decode_next_{suffix}"), shape, 0, arguments)? };
@@ -465,10 +579,11 @@ fn table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
 }
 
 /// After a choice of a token: its row, where the embedding is quantised.
-fn look_up(chain: &mut Chain, buffers: &Buffers, embedding: &Matrix) -> Result<()> {
-    let Matrix::Quantised(parts) = embedding else { return Ok(()) };
-    let (_, columns) = embedding.dims();
+fn look_up(chain: &mut Chain, buffers: &Buffers, embedding: &Embedding) -> Result<()> {
+    let Matrix::Quantised(parts) = &embedding.table else { return Ok(()) };
+    let (_, columns) = embedding.table.dims();
     let arguments = Arguments::new().parts(parts)?.tensor(&buffers.state)?.tensor(&buffers.x)?.int(columns);
+    let arguments = arguments.float(embedding.factor);
     let blocks = columns.div_ceil(8).div_ceil(256);
     let shape = Shape { grid: (blocks, 1, 1), block: 256, shared_bytes: 0 };
     // SAFETY: the token is one of the embedding's rows; columns are x's.
@@ -564,18 +679,18 @@ fn sample_blocks(vocab: usize, buffers: &Buffers) -> usize {
     vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors)
 }
 
-/// A token is drawn and becomes the next input; it is told to the host. embedding \[V, C\].
+/// A token is drawn and becomes the next input; it is told to the host.
 pub fn sample(
     chain: &mut Chain,
     buffers: &Buffers,
     draw: &DrawBuffers,
-    embedding: &Matrix,
+    embedding: &Embedding,
     mailbox: &Arc<Mailbox>,
 ) -> Result<()> {
-    let (vocab, columns) = check_embedding(buffers, embedding)?;
+    let (vocab, columns) = check_embedding(buffers, &embedding.table)?;
     check_f32("logits", &buffers.logits, draw.seen.elem_count())?;
     check("logits", can_sample(buffers), &buffers.logits)?;
-    let (table, suffix) = table(embedding)?;
+    let (table, suffix) = table(&embedding.table)?;
     let blocks = sample_blocks(vocab, buffers);
     let arguments = Arguments::new()
         .tensor(&buffers.logits)?
@@ -588,7 +703,8 @@ pub fn sample(
         .tensor(&draw.scratch)?
         .int(vocab)
         .int(columns)
-        .int(mailbox.slots());
+        .int(mailbox.slots())
+        .float(embedding.factor);
     let shape = Shape { grid: (blocks, 1, 1), block: SAMPLE_THREADS, shared_bytes: 0 };
     let name = format!("decode_sample_{suffix}");
     // SAFETY: shapes checked above; the grid is no more than the multiprocessors, one block fits on each.

@@ -2,9 +2,9 @@
 //   MXFP4 weights: blocks u8 [E, R, C/32, 16] (low nibble = even element), scales u8 [E, R, C/32] (2^(s-127), 255 = NaN)
 //   dense weights: [E, R, C] of the compute dtype; bias [E, R] of the compute dtype or null
 //   x [T, C] (shared by a token's experts) or [T, N, C]; ids u32 [T, N]; out [T, N, R]
-// Three kernels: a matrix-vector one for few tokens; for many, `sort_by_expert` and a tensor-core tile that reads each
-// expert's weights once per 64 (token, expert) pairs instead of once per pair. On MXFP4 in bf16 and f16 experts_gemm.cu and
-// decode.cu take their place, unless a scale is above 2; the sort serves both.
+// Three kernels: a matrix-vector one for few tokens; for many, `sort_by_expert` and, for MXFP4, a tensor-core tile that reads
+// each expert's weights once per 64 (token, expert) pairs instead of once per pair. On MXFP4 in bf16 and f16 experts_gemm.cu
+// and decode.cu take their place, unless a scale is above 2; on floats grouped_gemm.cu does. The sort serves all.
 #include "common.cuh"
 #include <mma.h>
 
@@ -109,14 +109,9 @@ template <typename T> __device__ void load_weights(const Mxfp4& w, T* tile, size
 #pragma unroll
     for (int i = 0; i < 16; ++i) to[i] = from_float<T>(e2m1((i < 8 ? packed.x : packed.y) >> (4 * (i % 8)) & 15) * scale);
 }
-template <typename T> __device__ void load_weights(const Dense<T>& w, T* tile, size_t first_row, int valid, int group, int groups) {
-    const int r = threadIdx.x / 2, part = threadIdx.x % 2;
-    const T* from = w.weights + (first_row + r) * groups * 32 + group * 32 + part * 16;
-    for (int i = 0; i < 16; ++i) tile[r * PITCH + part * 16 + i] = r < valid ? from[i] : from_float<T>(0.0f);
-}
 
-template <typename W, typename T>
-__device__ void expert_gemm(W w, const T* bias, const T* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int rows,
+template <typename T>
+__device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int rows,
                             int columns, int pairs_per_x, int experts) {
     // Which expert and which of its tiles this block is: walk the (few) experts.
     int expert = 0, tile_index = blockIdx.y;
@@ -188,12 +183,7 @@ __device__ void expert_gemm(W w, const T* bias, const T* x, const uint32_t* sort
         expert_gemm_mxfp4_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,                 \
                                    const uint32_t* sorted, const uint32_t* offsets, T* out, int rows, int columns,          \
                                    int pairs_per_x, int experts) {                                                          \
-        expert_gemm<Mxfp4, T>({blocks, scales}, bias, x, sorted, offsets, out, rows, columns, pairs_per_x, experts);        \
-    }                                                                                                                       \
-    extern "C" __global__ void __launch_bounds__(128)                                                                       \
-        expert_gemm_dense_##SUFFIX(const T* weights, const uint8_t*, const T* bias, const T* x, const uint32_t* sorted,     \
-                                   const uint32_t* offsets, T* out, int rows, int columns, int pairs_per_x, int experts) {  \
-        expert_gemm<Dense<T>, T>({weights}, bias, x, sorted, offsets, out, rows, columns, pairs_per_x, experts);            \
+        expert_gemm<T>({blocks, scales}, bias, x, sorted, offsets, out, rows, columns, pairs_per_x, experts);        \
     }
 DEFINE_GEMM(__half, f16)
 DEFINE_GEMM(__nv_bfloat16, bf16)

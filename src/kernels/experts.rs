@@ -7,9 +7,9 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::quantised::QuantisedMatrix;
 #[cfg(feature = "cuda")]
 use super::quantised::Rounding;
+use super::quantised::{Matrix, QuantisedMatrix};
 use super::{bytes, elements, to_f32};
 
 /// Values in one MXFP4 block.
@@ -132,6 +132,15 @@ impl ExpertWeights {
         }
     }
 
+    /// All experts' rows as one matrix [E·R, C]; `None` of MXFP4.
+    pub fn stacked(&self) -> Result<Option<Matrix>> {
+        Ok(match self {
+            ExpertWeights::Dense(weights) => Some(Matrix::Dense(weights.flatten(0, 1)?)),
+            ExpertWeights::Quantised(matrix, _) => Some(Matrix::Quantised(vec![matrix.clone()])),
+            _ => None,
+        })
+    }
+
     /// Bytes of all experts.
     pub fn bytes(&self) -> u64 {
         match self {
@@ -198,11 +207,19 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
                 if bias.is_some() {
                     bail!("expert_matmul: quantised experts with a bias");
                 }
-                if pairs < GEMM_FROM_PAIRS || matrix.rounding != Rounding::Nothing {
+                if pairs < GEMM_FROM_PAIRS || x.dtype() == DType::F32 {
                     return super::quantised::cuda::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
                 }
+                // What codes stand for, on both sides.
+                let rounded = match matrix.rounding {
+                    Rounding::Nothing => x.clone(),
+                    rounding => {
+                        let flat = x.reshape(((), columns))?;
+                        super::quantised::cuda::round_floats(device, &flat, rounding)?.reshape(x.shape())?
+                    }
+                };
                 let dense = matrix.dequantise(x.dtype())?.reshape((experts, rows, columns))?;
-                return expert_matmul(x, &ExpertWeights::Dense(dense), None, ids);
+                return expert_matmul(&rounded, &ExpertWeights::Dense(dense), None, ids);
             }
             // SAFETY: both paths write R elements for each of the T·N pairs.
             let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
@@ -213,49 +230,38 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
             };
             let (bias, input, output) = (Arg::optional(bias)?, Arg::tensor(x)?, Arg::tensor(&out)?);
             let module = module!("experts");
-            let tiled = pairs >= GEMM_FROM_PAIRS && x.dtype() != DType::F32 && columns % BLOCK == 0;
-            if !tiled {
-                let args = [
-                    first,
-                    second,
-                    bias,
-                    input,
-                    Arg::tensor(ids)?,
-                    output,
-                    rows.into(),
-                    columns.into(),
-                    pairs_per_x.into(),
-                ];
+            let step = if kind == "dense" { 8 } else { BLOCK };
+            if pairs < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || !columns.is_multiple_of(step) {
+                let sizes = [rows, columns, pairs_per_x].map(Arg::from);
+                let args = [[first, second, bias, input, Arg::tensor(ids)?, output].as_slice(), &sizes].concat();
                 let name = format!("expert_gemv_{kind}_{suffix}");
                 // SAFETY: shapes and dtypes checked above; ids are below E by the contract.
                 unsafe { launch(device, &module, &name, (rows.div_ceil(8), pairs, 1), 256, 0, &args)? };
-            } else {
-                // SAFETY: sort_by_expert writes all pairs and all E + 1 offsets.
-                let sorted = unsafe { Tensor::empty(pairs, ids.dtype(), x.device())? };
-                // SAFETY: as above.
-                let offsets = unsafe { Tensor::empty(experts + 1, ids.dtype(), x.device())? };
-                let args =
-                    [Arg::tensor(ids)?, Arg::tensor(&sorted)?, Arg::tensor(&offsets)?, pairs.into(), experts.into()];
-                // SAFETY: shapes and E checked above.
-                unsafe { launch(device, &module, "sort_by_expert", (1, 1, 1), 1024, 0, &args)? };
-                let args = [
-                    first,
-                    second,
-                    bias,
-                    input,
-                    Arg::tensor(&sorted)?,
-                    Arg::tensor(&offsets)?,
-                    output,
-                    rows.into(),
-                    columns.into(),
-                    pairs_per_x.into(),
-                    experts.into(),
-                ];
-                let name = format!("expert_gemm_{kind}_{suffix}");
-                let grid = (rows.div_ceil(64), pairs.div_ceil(64) + experts, 1);
-                // SAFETY: shapes and dtypes checked above; the grid covers the most tiles there can be.
-                unsafe { launch(device, &module, &name, grid, 128, 0, &args)? };
+                return Ok(out);
             }
+            // SAFETY: sort_by_expert writes all pairs and all E + 1 offsets.
+            let sorted = unsafe { Tensor::empty(pairs, ids.dtype(), x.device())? };
+            // SAFETY: as above.
+            let offsets = unsafe { Tensor::empty(experts + 1, ids.dtype(), x.device())? };
+            let args = [Arg::tensor(ids)?, Arg::tensor(&sorted)?, Arg::tensor(&offsets)?, pairs.into(), experts.into()];
+            // SAFETY: shapes and E checked above.
+            unsafe { launch(device, &module, "sort_by_expert", (1, 1, 1), 1024, 0, &args)? };
+            let order = [Arg::tensor(&sorted)?, Arg::tensor(&offsets)?, output];
+            let sizes = [rows, columns, pairs_per_x, experts].map(Arg::from);
+            // Rows, pairs and threads of a block's tile, and its shared memory.
+            let (module, name, tile, shared) = match weights {
+                ExpertWeights::Dense(_) => {
+                    let most = if pairs > 96 * experts { 128 } else { 64 };
+                    let name = format!("grouped_gemm_{most}_{suffix}");
+                    (module!("grouped_gemm"), name, (128, most, 256), 3 * (most + 128) * 128)
+                }
+                _ => (module, format!("expert_gemm_mxfp4_{suffix}"), (64, 64, 128), 0),
+            };
+            let first = if kind == "dense" { vec![first] } else { vec![first, second] };
+            let args = [first.as_slice(), &[bias, input], &order, &sizes].concat();
+            let grid = (rows.div_ceil(tile.0), pairs.div_ceil(tile.1) + experts, 1);
+            // SAFETY: shapes and dtypes checked above; the grid covers the most tiles there can be.
+            unsafe { launch(device, &module, &name, grid, tile.2, shared, &args)? };
             Ok(out)
         }
         #[allow(unreachable_patterns)]
@@ -263,7 +269,33 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
     }
 }
 
-/// The same in plain Rust; x has one row for each `pairs_per_x` entries of `ids`.
+/// Σ shares[t, n] · y[t, n]: y [T, N, C], shares [T, N] f32. Returns [T, C] f32.
+pub fn mix(y: &Tensor, shares: &Tensor) -> Result<Tensor> {
+    let (tokens, chosen, columns) = y.dims3()?;
+    if shares.dims() != [tokens, chosen] || shares.dtype() != DType::F32 {
+        bail!("mix: {:?} {:?} for y {:?}", shares.dtype(), shares.dims(), y.dims());
+    }
+    match y.device() {
+        Device::Cpu => y.to_dtype(DType::F32)?.broadcast_mul(&shares.unsqueeze(2)?)?.sum(1),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            use super::cuda::{Arg, launch, module, suffix};
+            let n = tokens * columns;
+            // SAFETY: the kernel writes every element.
+            let out = unsafe { Tensor::empty((tokens, columns), DType::F32, y.device())? };
+            let sizes = [n, columns, chosen].map(Arg::from);
+            let args = [[Arg::tensor(y)?, Arg::tensor(shares)?, Arg::tensor(&out)?].as_slice(), &sizes].concat();
+            let name = format!("mix_{}", suffix(y.dtype())?);
+            // SAFETY: shapes and dtypes checked above.
+            unsafe { launch(device, &module!("grouped_gemm"), &name, (n.div_ceil(256), 1, 1), 256, 0, &args)? };
+            Ok(out)
+        }
+        #[allow(unreachable_patterns)]
+        _ => super::unsupported("mix", y),
+    }
+}
+
+/// [`expert_matmul`] in plain Rust; x has one row for each `pairs_per_x` entries of `ids`.
 pub fn reference(
     x: &[f32],
     weights: &ExpertWeights,

@@ -3,6 +3,7 @@
 //   positions u32: query t stands at positions[0] + t (in device memory, so that a CUDA graph can be replayed)
 //   grid (K, row tiles, splits), block 32·WARPS·TEAMS; a row is a pair (token, head of the group): row r of a kv head
 //   is token r / G, head kv·G + r % G, so a tile reads each key and value once for all heads of the group
+//   with softcap > 0 scores s become softcap · tanh(s / softcap)
 //   splits share a tile's keys; the last of them to finish combines their partial results, f32, through L2:
 //   partials [row tiles, K, splits, ROWS·(D + 2)], arrivals u32 [row tiles, K], which is all zero between launches
 //   bytes moved: 2·D·sizeof(T) per key in sight, kv head and row tile; from L2 but for the first of the row tiles
@@ -95,6 +96,11 @@ __device__ __forceinline__ float normaliser(float top, float total, float sink) 
     return __fdividef(keep, total * keep + exp2_fast(sink - base));
 }
 
+// cap · tanh(x / cap)
+__device__ __forceinline__ float soft_cap(float x, float cap) {
+    return cap - __fdividef(2.0f * cap, 1.0f + exp2_fast(2.0f * LOG2_E / cap * x));
+}
+
 // Counts to `last` and then starts over at 0. What the block wrote before is visible to whoever counts after.
 __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
     uint32_t before;
@@ -105,7 +111,8 @@ __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
 template <typename T, typename C>
 __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out,
                                           const uint32_t* positions, float* partials, uint32_t* arrivals, int tokens,
-                                          int heads, int kv_heads, int cache_rows, int window, float scale, int early) {
+                                          int heads, int kv_heads, int cache_rows, int window, float scale,
+                                          float softcap, int early) {
     constexpr int D = C::D, M = C::M, KEYS = C::KEYS, STAGES = C::STAGES, STRIDE = C::STRIDE;
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float row_sinks[C::ROWS];
@@ -181,6 +188,11 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     pdl_wait();
     pdl_launch_dependents();
+    // Teams do not wait for each other below, but queries were copied by all of them.
+    if constexpr (!C::QUERIES_IN_REGISTERS && C::TEAMS > 1) {
+        copy_wait<0>();
+        __syncthreads();
+    }
 
     // 2. Queries. A thread holds rows lane/4 and lane/4 + 8 of each 16. Rows past the end repeat the last, unwritten.
     uint32_t queries[C::QUERIES_IN_REGISTERS ? M : 1][C::QUERIES_IN_REGISTERS ? D / 16 : 1][4];
@@ -210,7 +222,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     float sums[M][D / 8][4] = {}, tops[M][2], totals[M][2] = {};
 #pragma unroll
     for (int m = 0; m < M; ++m) tops[m][0] = tops[m][1] = -INFINITY;
-    const float factor = scale * LOG2_E;
+    const float factor = softcap > 0.0f ? LOG2_E : scale * LOG2_E;
     const uint32_t q_lane = shared_address(query_tile) + ((warp_row + lane % 16) * STRIDE + lane / 16 * 8) * sizeof(T);
     const uint32_t k_lane = ((lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8) * sizeof(T);
     const uint32_t v_lane = (C::TILE + (lane % 16) * STRIDE + lane / 16 * 8) * sizeof(T);
@@ -245,6 +257,16 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
                 for (int m = 0; m < M; ++m) {
                     multiply_add(scores[m][2 * n], a[m], b[0], b[1], T());
                     multiply_add(scores[m][2 * n + 1], a[m], b[2], b[3], T());
+                }
+            }
+        }
+        if (softcap > 0.0f) {
+#pragma unroll
+            for (int m = 0; m < M; ++m) {
+#pragma unroll
+                for (int n = 0; n < KEYS / 8; ++n) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) scores[m][n][i] = soft_cap(scores[m][n][i] * scale, softcap);
                 }
             }
         }
@@ -441,9 +463,9 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     extern "C" __global__ void __launch_bounds__(Shape<__VA_ARGS__>::THREADS, BLOCKS)                              \
         NAME(const T* q, const T* k, const T* v, const float* sinks, T* out, const uint32_t* positions,            \
              float* partials, uint32_t* arrivals, int tokens, int heads, int kv_heads, int cache_rows, int window, \
-             float scale, int early) {                                                                             \
+             float scale, float softcap, int early) {                                                              \
         attention<T, Shape<__VA_ARGS__>>(q, k, v, sinks, out, positions, partials, arrivals, tokens, heads,        \
-                                         kv_heads, cache_rows, window, scale, early);                              \
+                                         kv_heads, cache_rows, window, scale, softcap, early);                     \
     }
 // 128 rows for long prompts, 64 where 128 would leave multiprocessors idle, 16 for decoding.
 // Head dim, keys in a tile of 128 rows, blocks of 64 rows a multiprocessor, keys in a tile of 16 rows: as measured.
@@ -461,3 +483,10 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     DEFINE_TYPE(__half, f16, D, __VA_ARGS__) \
     DEFINE_TYPE(__nv_bfloat16, bf16, D, __VA_ARGS__)
 FOR_EACH_HEAD_DIM(DEFINE)
+// The sums of 16 rows of 256 fill half of a warp's registers, and tiles of keys take twice the memory.
+#define DEFINE_256(T, SUFFIX)                                             \
+    KERNEL(flash_attention_128_rows_256_##SUFFIX, T, 1, 256, 1, 8, 1, 32, 2, 4) \
+    KERNEL(flash_attention_64_rows_256_##SUFFIX, T, 2, 256, 1, 4, 1, 16, 2, 4)  \
+    KERNEL(flash_attention_16_rows_256_##SUFFIX, T, 1, 256, 1, 1, 4, 16, 2, 8)
+DEFINE_256(__half, f16)
+DEFINE_256(__nv_bfloat16, bf16)

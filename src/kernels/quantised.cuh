@@ -317,23 +317,36 @@ template <class Then> __device__ __forceinline__ void with_format(int format, Th
     }
 }
 
+// How the chunks of a row lie: one after the other.
+struct WholeRows {
+    static constexpr bool gathered = false;
+    int chunks;
+    __device__ __forceinline__ size_t at(int row, int chunk) const { return (size_t)row * chunks + chunk; }
+    __device__ __forceinline__ int row_of(int row, int) const { return row; }
+};
+
 // Rows of matrices, ROWS at a time (a unit); units go round the warps of the grid. `place(u, r, part)` is the row of row r of
 // unit u in its part, which it sets; all rows of a unit are of one format. DEPTH chunks of each row are under way at any
 // time: towards the end of a unit those of the next one.
-template <int ROWS, int DEPTH, class Place> struct QuantisedStream {
+template <int ROWS, int DEPTH, class Place, class Lie = WholeRows> struct QuantisedStream {
     struct Unit {
         int row[ROWS], part[ROWS];
     };
     const Parts& parts;
     const Place place;
+    const Lie lie;
     const int chunks, units, step, lane;
     int unit;
     Unit rows;
     Raw ahead[DEPTH][ROWS];
 
     __device__ __forceinline__ QuantisedStream(const Parts& parts, int chunks, int units, Place place)
+        : QuantisedStream(parts, chunks, units, place, WholeRows{chunks}) {}
+
+    __device__ __forceinline__ QuantisedStream(const Parts& parts, int chunks, int units, Place place, Lie lie)
         : parts(parts),
           place(place),
+          lie(lie),
           chunks(chunks),
           units(units),
           step(gridDim.x * (blockDim.x / 32)),
@@ -355,7 +368,22 @@ template <int ROWS, int DEPTH, class Place> struct QuantisedStream {
 
     template <int F> __device__ __forceinline__ void ask(Raw (&raw)[ROWS], const Unit& of, int chunk) const {
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) load<F>(raw[r], parts.part[of.part[r]], (size_t)of.row[r] * chunks + chunk);
+        for (int r = 0; r < ROWS; ++r) {
+            const Quantised& part = parts.part[of.part[r]];
+            load<F>(raw[r], part, lie.at(of.row[r], chunk));
+            if (Lie::gathered && Layout<F>::row_scaled)
+                raw[r].scales = __ldg(reinterpret_cast<const uint32_t*>(part.scales) + lie.row_of(of.row[r], chunk));
+        }
+    }
+
+    // Adds the products of a chunk; of rows with a scale each, gathered from several, the scale goes on here.
+    template <int F> __device__ __forceinline__ void add(const Raw (&raw)[ROWS], const Vector& x, int chunk,
+                                                         float (&sum)[ROWS]) const {
+        if (!Lie::gathered || !Layout<F>::row_scaled) return multiply<F>(raw, x, chunk, sum);
+        float products[ROWS] = {};
+        multiply<F>(raw, x, chunk, products);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) sum[r] = fmaf(__uint_as_float(raw[r].scales), products[r], sum[r]);
     }
 
     __device__ __forceinline__ void start() {
@@ -382,11 +410,11 @@ template <int ROWS, int DEPTH, class Place> struct QuantisedStream {
 #pragma unroll
                 for (int d = 0; d < DEPTH; ++d) {
                     const int chunk = base + 32 * d, after = last ? lane + 32 * d : chunk + 32 * DEPTH;
-                    if (chunk < chunks) multiply<F>(ahead[d], x, chunk, sum);
+                    if (chunk < chunks) add<F>(ahead[d], x, chunk, sum);
                     if (after < chunks && (!last || goes_on)) ask<F>(ahead[d], of, after);
                 }
             }
-            if (Layout<F>::row_scaled) {
+            if (Layout<F>::row_scaled && !Lie::gathered) {
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r)
                     sum[r] *= __ldg(reinterpret_cast<const float*>(parts.part[rows.part[r]].scales) + rows.row[r]);

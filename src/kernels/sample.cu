@@ -6,7 +6,7 @@
 // has a run of ids, each thread a few logits in registers. Probabilities are counted in fixed point (2^-40 of the likeliest
 // token's), so that sums do not depend on their order and a seed gives the same text every time.
 //   logits f32 [V]; seen u32 [V]: 0, or 1 + how often the token was generated; params: see Params
-//   embedding T [V, C], or null → x f32 [C]; state, ring: as in decode.cu; scratch: see Scratch, all zero between launches
+//   embedding T [V, C], or null, times factor → x f32 [C]; state, ring: as in decode.cu; scratch: see Scratch, all zero between launches
 //   grid ceil(V / IDS) or fewer, block 1024; bytes moved: 4·V (8·V with penalties), some 2 to 10 barriers
 #include "common.cuh"
 #include "pdl.cuh"
@@ -128,7 +128,8 @@ __device__ uint32_t threshold(const uint32_t (&keys)[IDS_A_THREAD], const unsign
 
 template <typename T>
 __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw, const T* embedding, float* x,
-                       uint32_t* state, volatile uint32_t* ring, Scratch* scratch, int vocab, int columns, int slots) {
+                       uint32_t* state, volatile uint32_t* ring, Scratch* scratch, int vocab, int columns, int slots,
+                       float factor) {
     __shared__ unsigned long long warps[32];
     __shared__ uint32_t winner;
     pdl_wait();
@@ -224,7 +225,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw,
     if (ends) {
         const uint32_t token = broken ? 0 : winner;
         for (int i = threadIdx.x; embedding && i < columns; i += THREADS)
-            x[i] = to_float(embedding[(size_t)token * columns + i]);
+            x[i] = to_float(embedding[(size_t)token * columns + i]) * factor;
         if (threadIdx.x == 0) {
             if (penalised) seen[token] = max(seen[token], 1u) + 1;
             ring[steps % slots] = broken ? 0xffffffffu : token + 1;
@@ -250,8 +251,8 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw,
 #define DEFINE(T, SUFFIX)                                                                                           \
     extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_sample_##SUFFIX(                                \
         const float* logits, uint32_t* seen, const uint32_t* params, const T* embedding, float* x, uint32_t* state, \
-        volatile uint32_t* ring, Scratch* scratch, int vocab, int columns, int slots) {                             \
-        sample<T>(logits, seen, params, embedding, x, state, ring, scratch, vocab, columns, slots);                 \
+        volatile uint32_t* ring, Scratch* scratch, int vocab, int columns, int slots, float factor) {               \
+        sample<T>(logits, seen, params, embedding, x, state, ring, scratch, vocab, columns, slots, factor);         \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

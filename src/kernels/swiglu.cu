@@ -1,5 +1,6 @@
 // gpt-oss's clamped SwiGLU over interleaved rows: out = g·sigmoid(alpha·g)·(u + 1), g = min(x[2i], limit), u = clamp(x[2i+1]).
 //   x [R, 2F], out [R, F]; n = R·F; grid ceil(n / 256), block 256; bytes moved: 3·n·sizeof(T)
+#include "activation.cuh"
 #include "common.cuh"
 
 template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
@@ -9,12 +10,6 @@ template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, 
     const float g = to_float(x[2 * (size_t)i]), u = to_float(x[2 * (size_t)i + 1]);
     const float gate = g > limit ? limit : g, up = u > limit ? limit : u < -limit ? -limit : u;
     out[i] = from_float<T>(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
-}
-
-// 0: silu, 1: gelu by tanh.
-__device__ __forceinline__ float activate(float x, int activation) {
-    if (activation == 0) return x / (1.0f + expf(-x));
-    return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
 // activation(gate) · up: gate, up f32 [n], out T [n]; without up the activation alone; bytes moved: n·(8 + sizeof(T))

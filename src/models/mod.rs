@@ -202,43 +202,7 @@ impl Sizes {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device};
-
     use super::*;
-    use crate::nn::decoder::Layer;
-    use crate::weights::{Checkpoint, Loaded};
-
-    /// An executor that knows only the layers of gpt-oss and Llama must hear of everything that is beyond them.
-    #[test]
-    fn what_is_beyond_plain_layers_is_told() {
-        let cases = [
-            ("gpt_oss", None),
-            ("llama_graph", None),
-            ("mistral", None),
-            ("qwen2", None),
-            ("phi3", None),
-            ("phi4", None),
-            ("qwen3", None),
-            ("qwen3_moe", Some("experts other than those of gpt-oss")),
-            ("mixtral", Some("experts other than those of gpt-oss")),
-            ("gemma2", Some("scaled embeddings")),
-            ("gemma3", Some("scaled embeddings")),
-            ("gpt2", Some("LayerNorm")),
-        ];
-        for (case, expected) in cases {
-            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(case);
-            let checkpoint = Checkpoint::open(&dir).unwrap();
-            let report = |_| ();
-            let loaded = Loaded::new(&report);
-            let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
-            let decoder = read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap();
-            let in_layers = || decoder.layers.iter().find_map(Layer::peculiarity);
-            assert_eq!(decoder.peculiarity().or_else(in_layers), expected, "{case}");
-            if case == "gemma2" {
-                assert_eq!(in_layers(), Some("norms after attention and MLP"));
-            }
-        }
-    }
 
     #[test]
     fn edits_are_counted() {

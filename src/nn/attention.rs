@@ -162,9 +162,4 @@ impl Attention {
         let y = if outputs.len() == 1 { outputs.remove(0) } else { Tensor::cat(&outputs, 0)? };
         self.o_proj.forward(&y.reshape((tokens, heads * head_dim))?)
     }
-
-    /// What this has that attention of gpt-oss and Llama has not.
-    pub(crate) fn peculiarity(&self) -> Option<&'static str> {
-        self.config.softcap.map(|_| "soft-capped scores")
-    }
 }

@@ -92,11 +92,11 @@ pub(crate) struct Layer {
     pub(crate) input_layernorm: Norm,
     pub(crate) self_attn: Attention,
     /// Of what attention adds.
-    after_attention: Option<Norm>,
+    pub(crate) after_attention: Option<Norm>,
     pub(crate) post_attention_layernorm: Norm,
     pub(crate) mlp: Mlp,
     /// Of what the MLP adds.
-    after_mlp: Option<Norm>,
+    pub(crate) after_mlp: Option<Norm>,
 }
 
 impl Layer {
@@ -121,16 +121,6 @@ impl Layer {
         let after = [&self.after_attention, &self.after_mlp].into_iter().flatten();
         let norms = [&self.input_layernorm, &self.post_attention_layernorm].into_iter().chain(after);
         norms.map(Norm::bytes).sum::<u64>() + self.self_attn.bytes() + self.mlp.step_bytes()
-    }
-
-    /// What this has that layers of gpt-oss and Llama have not: an executor that knows only those must not run it.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(crate) fn peculiarity(&self) -> Option<&'static str> {
-        let after = self.after_attention.as_ref().or(self.after_mlp.as_ref());
-        after
-            .map(|_| "norms after attention and MLP")
-            .or_else(|| self.self_attn.peculiarity())
-            .or_else(|| self.mlp.peculiarity())
     }
 }
 
@@ -228,10 +218,10 @@ pub struct Decoder {
     pub(crate) layers: Vec<Layer>,
     pub(crate) norm: Norm,
     pub(crate) lm_head: Linear,
-    embed_scale: f32,
+    pub(crate) embed_scale: f32,
     /// `[P, C]`
     embed_positions: Option<Tensor>,
-    final_softcap: Option<f32>,
+    pub(crate) final_softcap: Option<f32>,
     cache_layers: Vec<LayerSpec>,
     /// Positions that the rotary tables reach to.
     context: usize,
@@ -298,16 +288,14 @@ impl Decoder {
         self.dtype
     }
 
-    /// What this has around its layers that gpt-oss and Llama have not: see [`Layer::peculiarity`].
+    /// What this has that no kernel of the decode step knows.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(crate) fn peculiarity(&self) -> Option<&'static str> {
         let norms = self.layers.iter().flat_map(|layer| [&layer.input_layernorm, &layer.post_attention_layernorm]);
         if norms.chain([&self.norm]).any(|norm| norm.bias.is_some()) {
             return Some("LayerNorm");
         }
-        let positions = self.embed_positions.as_ref().map(|_| "learned positions");
-        let scale = (self.embed_scale != 1.0).then_some("scaled embeddings");
-        positions.or(scale).or(self.final_softcap.map(|_| "soft-capped logits"))
+        self.embed_positions.as_ref().map(|_| "learned positions")
     }
 
     /// From here on, passes attend with this backend. Returns what it comes to; fails if a layer cannot use it.

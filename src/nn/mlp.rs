@@ -8,7 +8,7 @@ use super::routed::RoutedMlp;
 use crate::kernels;
 #[cfg(feature = "cuda")]
 use crate::kernels::expert_mlp::{Stack, expert_mlp};
-use crate::kernels::experts::{ExpertWeights, expert_matmul};
+use crate::kernels::experts::{ExpertWeights, expert_matmul, mix};
 use crate::kernels::swiglu::{Activation, clamped_swiglu, gated};
 use crate::kernels::topk::{Softmax, topk_softmax};
 use crate::weights::{Weights, mxfp4};
@@ -51,16 +51,6 @@ impl Mlp {
             Mlp::Routed(mlp) => mlp.step_bytes(),
         }
     }
-
-    /// What this has that the MLPs of gpt-oss and Llama have not.
-    pub(crate) fn peculiarity(&self) -> Option<&'static str> {
-        match self {
-            Mlp::Gated(mlp) => (mlp.activation != Activation::Silu).then_some("GeGLU"),
-            Mlp::Plain(_) => Some("an MLP without a gate"),
-            Mlp::Experts(_) => None,
-            Mlp::Routed(_) => Some("experts other than those of gpt-oss"),
-        }
-    }
 }
 
 /// down(activation(gate(x)) · up(x)), arXiv 2002.05202.
@@ -68,7 +58,7 @@ pub struct GatedMlp {
     pub(crate) gate_proj: Linear,
     pub(crate) up_proj: Linear,
     pub(crate) down_proj: Linear,
-    activation: Activation,
+    pub(crate) activation: Activation,
     dtype: DType,
 }
 
@@ -195,6 +185,6 @@ impl ExpertsMlp {
         let gated = clamped_swiglu(&gate_up, self.config.swiglu_limit)?;
         let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids)?;
         // 3. mix in f32: [T, N, C] → [T, C]
-        Ok(down.to_dtype(DType::F32)?.broadcast_mul(&weights.unsqueeze(2)?)?.sum(1)?)
+        Ok(mix(&down, &weights)?)
     }
 }

@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 
 use super::linear::{Bias, Linear};
-use crate::kernels::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
+use crate::kernels::experts::{ExpertWeights, MAX_PAIRS, expert_matmul, mix};
 use crate::kernels::quantised::Matrix;
 use crate::kernels::swiglu::{Activation, gated_halves};
 use crate::kernels::topk::{Softmax, topk_softmax};
@@ -43,13 +43,13 @@ pub struct ExpertNames {
 
 pub struct RoutedMlp {
     /// In f32: a rounding here may send a token to another expert.
-    router: Linear,
+    pub(crate) router: Linear,
     /// `[E, 2F, C]`, an expert's gate above its up.
-    gate_up_proj: ExpertWeights,
+    pub(crate) gate_up_proj: ExpertWeights,
     /// `[E, C, F]`
-    down_proj: ExpertWeights,
-    dtype: DType,
-    config: RoutedConfig,
+    pub(crate) down_proj: ExpertWeights,
+    pub(crate) dtype: DType,
+    pub(crate) config: RoutedConfig,
 }
 
 impl RoutedMlp {
@@ -102,7 +102,7 @@ impl RoutedMlp {
         let gate_up = expert_matmul(&x, &self.gate_up_proj, None, &ids)?;
         let down = expert_matmul(&gated_halves(&gate_up, Activation::Silu)?, &self.down_proj, None, &ids)?;
         // 3. mix in f32: [T, N, C] → [T, C]
-        Ok(down.to_dtype(DType::F32)?.broadcast_mul(&weights.unsqueeze(2)?)?.sum(1)?)
+        Ok(mix(&down, &weights)?)
     }
 }
 

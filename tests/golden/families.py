@@ -61,9 +61,25 @@ def cases():
     yield "gpt2", s, {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": s.V, "n_embd": s.C, "n_layer": s.L, "n_head": s.H, "n_inner": s.F, "n_positions": s.P, "n_ctx": s.P,
         "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "initializer_range": 0.02, "bos_token_id": 96, "eos_token_id": 96,
         "scale_attn_by_inverse_layer_idx": True}, torch.float32, ["model.safetensors"]
+    # Four of the above in sizes that a decode graph can run.
+    s = SimpleNamespace(C=40, F=56, L=4, H=15, K=3, D=16, E=7, N=2, V=89, T=45)
+    yield "mixtral_graph", s, config_of("MixtralForCausalLM", s, model_type="mixtral", head_dim=s.D, hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-05, sliding_window=None,
+        num_local_experts=s.E, num_experts_per_tok=s.N, tie_word_embeddings=False, torch_dtype="bfloat16", **ROPE), torch.bfloat16, ["model.safetensors"]
+    s = SimpleNamespace(C=56, F=72, L=3, H=8, K=2, D=16, E=9, N=5, M=48, V=103, T=47)
+    yield "qwen3_moe_graph", s, config_of("Qwen3MoeForCausalLM", s, model_type="qwen3_moe", head_dim=s.D, hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-06, attention_bias=False,
+        use_sliding_window=False, sliding_window=None, max_window_layers=3, num_experts=s.E, num_experts_per_tok=s.N, moe_intermediate_size=s.M, norm_topk_prob=False, decoder_sparse_step=1,
+        mlp_only_layers=[1], tie_word_embeddings=False, rope_scaling=None, torch_dtype="bfloat16", **ROPE), torch.bfloat16, ["model.safetensors"]
+    s = SimpleNamespace(C=56, F=40, L=3, H=8, K=2, D=16, W=9, V=105, T=45)
+    yield "gemma2_graph", s, config_of("Gemma2ForCausalLM", s, model_type="gemma2", head_dim=s.D, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", max_position_embeddings=240,
+        rms_norm_eps=1e-06, sliding_window=s.W, query_pre_attn_scalar=20, attn_logit_softcapping=3.0, final_logit_softcapping=2.0, attention_bias=False, pad_token_id=0,
+        torch_dtype="bfloat16", **ROPE), torch.bfloat16, ["model.safetensors"]
+    s = SimpleNamespace(C=24, F=40, L=3, H=2, K=1, D=256, W=7, V=115, T=51)
+    yield "gemma3_graph", s, config_of("Gemma3ForCausalLM", s, model_type="gemma3_text", head_dim=s.D, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=240, rms_norm_eps=1e-06,
+        sliding_window=s.W, sliding_window_pattern=3, query_pre_attn_scalar=200, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=False, pad_token_id=0,
+        rope_local_base_freq=50.0, rope_scaling={"rope_type": "linear", "factor": 2.0}, torch_dtype="bfloat16", rope_theta=100.0), torch.bfloat16, ["model.safetensors"]
 
 # Sizes that follow from each other.
-SAME = {"qwen2": [{"C", "HD"}], "phi3": [{"C", "HD"}], "phi4": [{"C", "HD"}], "gpt2": [{"H", "K"}, {"HD", "KD"}, {"C", "HD"}, {"C", "KD"}]}
+SAME = {"gemma3_graph": [{"G", "H"}, {"D", "KD"}], "qwen2": [{"C", "HD"}], "phi3": [{"C", "HD"}], "phi4": [{"C", "HD"}], "gpt2": [{"H", "K"}, {"HD", "KD"}, {"C", "HD"}, {"C", "KD"}]}
 
 def make_weights(s, config, g):
     """Tensors by the names of the hub's files, float32."""

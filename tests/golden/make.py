@@ -462,7 +462,8 @@ def main():
         print(f"\n{name}"); [print(f"  {k}: {v}") for k, v in facts.items()]
     if a.case: return
     report["mxfp4"], report["rope"] = make_mxfp4(a.out), make_rope(a.out, {name: config for name, _, config, *_ in every})
-    report["sha256"] = {str(f.relative_to(a.out)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted([*a.out.glob("*/*.*"), *a.out.glob("*.safetensors"), a.out / "rope.json"])}
+    report["sha256"] = {str(f.relative_to(a.out)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted([*a.out.glob("*/*.*"), *a.out.glob("*.safetensors"), a.out / "rope.json"])
+        if f.parent == a.out or f.parent.name in report["cases"]}
     (a.out / "provenance.json").write_text(json.dumps(report, indent=1) + "\n")
     print("\nmxfp4", report["mxfp4"]); [print("rope", k, v) for k, v in report["rope"].items()]
     sizes = {str(f.relative_to(a.out)): f.stat().st_size for f in sorted(a.out.rglob("*")) if f.is_file()}

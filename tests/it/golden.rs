@@ -30,6 +30,10 @@ const CASES: &[&str] = &[
     "gemma2",
     "gemma3",
     "gpt2",
+    "mixtral_graph",
+    "qwen3_moe_graph",
+    "gemma2_graph",
+    "gemma3_graph",
 ];
 /// In 8 bits, by compressed-tensors. Inputs are rounded to codes, so that the last bit of a sum may change one: what is
 /// computed in another order than transformers' agrees less.

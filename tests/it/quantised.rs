@@ -232,6 +232,48 @@ fn experts_are_those_that_were_chosen() {
     }
 }
 
+/// How inputs of products with such a weight may be rounded.
+fn roundings(format: Format) -> Vec<Rounding> {
+    match format {
+        Format::Int8 => vec![Rounding::Nothing, Rounding::Int8, Rounding::Int8By(0.01)],
+        Format::Fp8 => vec![Rounding::Nothing, Rounding::Fp8, Rounding::Fp8By(0.01)],
+        _ => vec![Rounding::Nothing],
+    }
+}
+
+/// On a GPU: rows that end within a chunk, and inputs that are no numbers, which must not become some.
+#[test]
+fn kernels_agree_with_the_cpu_at_the_edges() {
+    let gpu = match device::open(DeviceChoice::FirstCuda) {
+        Ok(gpu) => gpu,
+        Err(error) => return println!("not tested: {error}"),
+    };
+    for columns in [36, 100] {
+        for quantise in [Quantise::Int8, Quantise::Fp8] {
+            let values_of = floats(48 * columns, 7);
+            let [cpu, there] = [&Device::Cpu, &gpu].map(|device| of_floats(quantise, &values_of, columns, device));
+            for (tokens, rounding) in
+                [1, 3, 40].into_iter().flat_map(|t| roundings(cpu.format).into_iter().map(move |r| (t, r)))
+            {
+                let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
+                let x = x.to_dtype(DType::F16).unwrap();
+                let product = |matrix: &QuantisedMatrix, x: &Tensor| {
+                    values(&matrix.clone().rounded(rounding).matmul(&x.to_device(matrix.device()).unwrap()).unwrap())
+                };
+                let what = format!("{quantise:?}, {tokens} tokens of {columns}, {rounding:?}");
+                let error = relative_error(&product(&there, &x), &product(&cpu, &x));
+                assert!(error < 3e-3, "{what}: off by {error:e}");
+                let mut broken = values(&x);
+                broken[columns - 1] = f32::NAN;
+                let broken = Tensor::from_vec(broken, (tokens, columns), &Device::Cpu).unwrap();
+                let got = product(&there, &broken.to_dtype(DType::F16).unwrap());
+                assert!(got[..48].iter().all(|value| value.is_nan()), "{what}: a NaN was lost");
+                assert!(got[48..].iter().all(|value| value.is_finite()), "{what}: a NaN spread");
+            }
+        }
+    }
+}
+
 /// On a GPU: values, rows, products with few tokens and with many, in all dtypes.
 #[test]
 fn kernels_agree_with_the_cpu() {
@@ -253,11 +295,16 @@ fn kernels_agree_with_the_cpu() {
                 let x =
                     Tensor::from_vec(floats(tokens as usize * columns, 9), (tokens as usize, columns), &Device::Cpu);
                 let x = x.unwrap().to_dtype(DType::F16).unwrap();
-                let want = expert_matmul(&x, &ExpertWeights::Quantised(cpu.clone(), 29), None, &ids).unwrap();
-                let (x, ids) = (x.to_device(&gpu).unwrap(), ids.to_device(&gpu).unwrap());
-                let got = expert_matmul(&x, &ExpertWeights::Quantised(there.clone(), 29), None, &ids).unwrap();
-                let error = relative_error(&values(&got), &values(&want));
-                assert!(error < 2e-3, "experts of {format:?}, {tokens} tokens: off by {error:e}");
+                for rounding in roundings(format) {
+                    let experts =
+                        |matrix: &QuantisedMatrix| ExpertWeights::Quantised(matrix.clone().rounded(rounding), 29);
+                    let want = expert_matmul(&x, &experts(cpu), None, &ids).unwrap();
+                    let (x, ids) = (x.to_device(&gpu).unwrap(), ids.to_device(&gpu).unwrap());
+                    let got = expert_matmul(&x, &experts(&there), None, &ids).unwrap();
+                    let error = relative_error(&values(&got), &values(&want));
+                    let what = format!("experts of {format:?}, {tokens} tokens, {rounding:?}");
+                    assert!(error < 2e-3, "{what}: off by {error:e}");
+                }
             }
             let want = values(&cpu.dequantise(DType::F32).unwrap());
             assert_eq!(values(&there.dequantise(DType::F32).unwrap()), want, "{format:?}");
@@ -267,13 +314,7 @@ fn kernels_agree_with_the_cpu() {
                 for tokens in [1, 3, 9, 40] {
                     let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
                     let x = x.to_dtype(dtype).unwrap();
-                    let mut roundings = vec![Rounding::Nothing];
-                    match format {
-                        Format::Int8 => roundings.push(Rounding::Int8),
-                        Format::Fp8 => roundings.extend([Rounding::Fp8, Rounding::Fp8By(0.01)]),
-                        _ => {}
-                    }
-                    for rounding in roundings {
+                    for rounding in roundings(format) {
                         let want = cpu.clone().rounded(rounding).matmul(&x).unwrap();
                         let got = there.clone().rounded(rounding).matmul(&x.to_device(&gpu).unwrap()).unwrap();
                         let error = relative_error(&values(&got), &values(&want));

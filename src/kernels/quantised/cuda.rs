@@ -233,7 +233,7 @@ fn low_type(device: &CudaDevice, part: &QuantisedMatrix) -> Result<Option<LowTyp
 }
 
 /// x \[T, C\] rounded to codes, and as floats again.
-fn round_floats(device: &CudaDevice, x: &Tensor, rounding: Rounding) -> Result<Tensor> {
+pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: Rounding) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     let (how, by) = rounding.arguments();
     // SAFETY: the kernel writes every element.
