@@ -6,11 +6,12 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use rayon::prelude::*;
+use safetensors::tensor::Dtype;
 
 use super::ggml::{self, GgmlType, split};
-use crate::kernels::quantised::{CHUNK, E4M3_MAX, Format, QuantisedMatrix, Rounding, pack, to_e4m3};
+use crate::kernels::quantised::{CHUNK, E4M3_MAX, Format, QuantisedMatrix, Rounding, from_e4m3, pack, to_e4m3};
 
 /// What `--quantize` makes of matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -265,12 +266,16 @@ fn scale_row(format: Format, values: &[f32], planes: [&mut [u8]; 4]) {
 }
 
 /// Elements of a float dtype as f32.
-pub fn read_floats(dtype: DType, bytes: &[u8], values: &mut [f32]) -> Result<()> {
+pub fn read_floats(dtype: Dtype, bytes: &[u8], values: &mut [f32]) -> Result<()> {
     let ggml_type = match dtype {
-        DType::F32 => GgmlType::F32,
-        DType::F16 => GgmlType::F16,
-        DType::BF16 => GgmlType::Bf16,
-        other => bail!("{other:?} are no floats"),
+        Dtype::F32 => GgmlType::F32,
+        Dtype::F16 => GgmlType::F16,
+        Dtype::BF16 => GgmlType::Bf16,
+        Dtype::F8_E4M3 if bytes.len() == values.len() => {
+            values.iter_mut().zip(bytes).for_each(|(value, byte)| *value = from_e4m3(*byte));
+            return Ok(());
+        }
+        other => bail!("{other} are no floats"),
     };
     ggml_type.dequantize(bytes, values).context("a row of floats")
 }
