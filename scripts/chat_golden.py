@@ -137,6 +137,21 @@ TOKENS = {
     "HuggingFaceTB": (None, "<|im_end|>"),
 }
 
+# Lines of ollama-templates.jsonl. 7 is Qwen 2's, 2 TinyLlama's; Mixtral's is one of Mistral's.
+LINES = {
+    2: ("zephyr", "<s>", "</s>"),
+    7: ("chatml", None, "<|im_end|>"),
+    10: ("mistral-instruct", "<s>", "</s>"),
+    12: ("llama2-chat", "<s>", "</s>"),
+    14: ("mistral-instruct", "<s>", "</s>"),
+    21: ("gemma-instruct", "<bos>", "<eos>"),
+    22: ("llama3-instruct", "<|begin_of_text|>", "<|eot_id|>"),
+    26: ("llama2-chat", "<s>", "</s>"),
+    27: ("phi-3", "<s>", "<|endoftext|>"),
+    28: ("phi-3", "<s>", "<|endoftext|>"),
+    29: ("phi-3", "<s>", "<|endoftext|>"),
+}
+
 
 def fnv1a(text):
     value = 0xCBF29CE484222325
@@ -171,10 +186,12 @@ def messages_for(source, messages, string_arguments):
     return out
 
 
-def render(path, name, add_generation_prompt):
-    source = path.read_text()
+def tokens_of(path):
+    return next(tokens for prefix, tokens in TOKENS.items() if path.name.startswith(prefix))
+
+
+def render(source, bos, eos, name, add_generation_prompt):
     messages, tools = CONVERSATIONS[name]
-    bos, eos = next(tokens for prefix, tokens in TOKENS.items() if path.name.startswith(prefix))
     special = {key: token for key, token in [("bos_token", bos), ("eos_token", eos)] if token}
     failure = None
     for string_arguments in [False, True]:
@@ -190,6 +207,29 @@ def render(path, name, add_generation_prompt):
         except (TypeError, RecursionError):
             failure = failure or {"error": "broken"}
     return failure
+
+
+def cases(source, bos, eos, names):
+    """What becomes of conversations, hashed."""
+    out = []
+    for name in names:
+        for add in [True, False]:
+            text = render(source, bos, eos, name, add)
+            case = {"conversation": name, "add_generation_prompt": add}
+            out.append(case | (text if isinstance(text, dict) else {"fnv1a": fnv1a(text), "bytes": len(text.encode())}))
+    return {"bos_token": bos, "eos_token": eos, "cases": out}
+
+
+def line_cases(fixtures):
+    """Of ollama-templates.jsonl the templates of families that have no file of their own: by the number of their line."""
+    lines = (fixtures / "chat_templates" / "ollama-templates.jsonl").read_text().splitlines()
+    names = [name for name in CONVERSATIONS if "tool" not in name and name != "two-calls"]
+    out = {}
+    for number, (kind, bos, eos) in LINES.items():
+        [(found, source)] = json.loads(lines[number]).items()
+        assert found == kind, f"line {number} is {found}"
+        out[str(number)] = {"kind": kind} | cases(source, bos, eos, names)
+    return out
 
 
 def harmony_messages(messages, tools):
@@ -267,20 +307,12 @@ def main():
                 import openai_harmony as h
                 text = h.load_harmony_encoding(h.HarmonyEncodingName.HARMONY_GPT_OSS).decode(harmony_ids(sys.argv[4], add))
             else:
-                text = render(fixtures / "chat_templates" / f"{sys.argv[3]}.jinja", sys.argv[4], add)
+                path = fixtures / "chat_templates" / f"{sys.argv[3]}.jinja"
+                text = render(path.read_text(), *tokens_of(path), sys.argv[4], add)
             print(f"=== add_generation_prompt={add}", text, sep="\n")
         return
-    templates = {}
-    for path in sorted((fixtures / "chat_templates").glob("*.jinja")):
-        bos, eos = next(tokens for prefix, tokens in TOKENS.items() if path.name.startswith(prefix))
-        cases = []
-        for name in CONVERSATIONS:
-            for add in [True, False]:
-                text = render(path, name, add)
-                case = {"conversation": name, "add_generation_prompt": add}
-                case |= text if isinstance(text, dict) else {"fnv1a": fnv1a(text), "bytes": len(text.encode())}
-                cases.append(case)
-        templates[path.stem] = {"bos_token": bos, "eos_token": eos, "cases": cases}
+    files = sorted((fixtures / "chat_templates").glob("*.jinja"))
+    templates = {path.stem: cases(path.read_text(), *tokens_of(path), CONVERSATIONS) for path in files}
     harmony = [
         {"conversation": name, "add_generation_prompt": add, "ids": harmony_ids(name, add)}
         for name in CONVERSATIONS for add in [True, False]
@@ -290,6 +322,7 @@ def main():
         "date": DATE,
         "conversations": {name: {"messages": m, "tools": t or []} for name, (m, t) in CONVERSATIONS.items()},
         "templates": templates,
+        "lines": line_cases(fixtures),
         "harmony": harmony,
         "snapshots": {d: [snapshot_case(fixtures / d, n) for n in ["user", "turns", "think-in-content"]] for d in SNAPSHOTS},
     }

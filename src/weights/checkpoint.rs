@@ -43,6 +43,11 @@ impl TensorInfo {
         self.shape.iter().product()
     }
 
+    /// Whether elements are numbers, unless something scales them.
+    pub fn is_float(&self) -> bool {
+        matches!(self.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3)
+    }
+
     /// The candle dtype, for those that a model is stored in.
     pub fn candle_dtype(&self) -> Option<DType> {
         match self.dtype {
@@ -117,11 +122,25 @@ impl Checkpoint {
         stored.unwrap_or(info.dtype.to_string()).to_lowercase()
     }
 
-    /// Bytes of a tensor once it is loaded; none for what becomes floats of the compute dtype.
+    /// Bytes of a tensor that stays as it is stored, or nearly so, once it is loaded; none for what becomes floats.
     pub(super) fn kept_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         match self {
             Self::Gguf(model) if info.dtype != Dtype::U8 => model.kept_bytes(name),
-            _ => (!matches!(info.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)).then_some(info.bytes() as u64),
+            Self::Gguf(_) => Some(info.bytes() as u64),
+            Self::Safetensors(checkpoint) => checkpoint.kept_bytes(name, info),
+        }
+    }
+
+    /// Rows and columns of a matrix that can be quantised while it is loaded, or of several, one below the other.
+    pub(super) fn matrix_shape(&self, name: &str) -> Option<(usize, usize)> {
+        match self {
+            Self::Gguf(model) => model.matrix_shape(name).ok()?,
+            // GPT-2's lie the other way round.
+            Self::Safetensors(_) if name.contains(".c_") => None,
+            Self::Safetensors(checkpoint) => match checkpoint.info(name)?.shape.as_slice() {
+                [rows @ .., columns] if !rows.is_empty() => Some((rows.iter().product(), *columns)),
+                _ => None,
+            },
         }
     }
 

@@ -14,6 +14,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::error::Error;
+use crate::kernels::quantised;
 
 /// Which linear layers are quantised, and how.
 #[derive(Debug)]
@@ -39,6 +40,16 @@ pub enum Format {
     Int8,
     /// E4M3, up to 448 and without infinities. A dynamic scale is the largest magnitude / 448.
     Fp8,
+}
+
+impl Format {
+    /// How codes are kept in memory.
+    pub fn kept(self) -> quantised::Format {
+        match self {
+            Self::Int8 => quantised::Format::Int8,
+            Self::Fp8 => quantised::Format::Fp8,
+        }
+    }
 }
 
 /// What shares a scale, `weight_scale`.

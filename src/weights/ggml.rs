@@ -5,8 +5,10 @@
 //! `gguf-py/gguf/quants.py`, whose order of roundings is kept, so that results agree bit by bit.
 
 mod blocks;
+mod quantise;
 
 pub use blocks::split;
+pub use quantise::quantise;
 
 use std::fmt;
 

@@ -19,8 +19,18 @@ pub struct Entry {
     pub elements: u64,
     /// As stored.
     pub bytes: u64,
-    /// Once loaded; none for what becomes floats of the compute dtype.
-    pub kept_bytes: Option<u64>,
+    pub kept: Kept,
+}
+
+/// What a tensor is once it is loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kept {
+    /// Floats of the compute dtype.
+    Floats,
+    /// f32, whatever is computed in: norms, biases, sinks, routers.
+    F32,
+    /// So many bytes: what is packed or quantised. Nothing of what no model asks for.
+    Bytes(u64),
 }
 
 /// The tensors of a checkpoint.
@@ -42,6 +52,17 @@ pub struct Group {
 /// In the order in which a token passes through.
 const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", "head", "other"];
 
+/// In names of what is in files and of no use: tables and masks that are computed, scales of inputs, of which the number alone
+/// is kept, and the half of a multimodal model that sees.
+const NEVER_LOADED: [&str; 6] = [
+    "rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".input_scale",
+    "vision_tower.",
+    "multi_modal_projector.",
+];
+
 #[derive(Deserialize)]
 struct HeaderEntry {
     dtype: String,
@@ -52,31 +73,36 @@ struct HeaderEntry {
 impl Inventory {
     /// Of a checkpoint as it will be loaded, where matrices of floats may become quantised.
     pub fn of(checkpoint: &Checkpoint, quantise: Option<Quantise>) -> Self {
-        let entry = |(name, info): (&str, &super::TensorInfo)| Entry {
-            name: name.to_string(),
-            dtype: checkpoint.stored_as(name, info),
-            elements: info.elements() as u64,
-            bytes: info.bytes() as u64,
-            kept_bytes: checkpoint.kept_bytes(name, info),
+        let entry = |(name, info): (&str, &super::TensorInfo)| {
+            let kept = match Kept::of_floats(name, info.shape.len()) {
+                Kept::Floats if !name.contains("wpe") => checkpoint.kept_bytes(name, info),
+                _ if name.ends_with("_scale") => checkpoint.kept_bytes(name, info),
+                _ => None,
+            };
+            Entry {
+                name: name.to_string(),
+                dtype: checkpoint.stored_as(name, info),
+                elements: info.elements() as u64,
+                bytes: info.bytes() as u64,
+                kept: kept.map_or(Kept::of_floats(name, info.shape.len()), Kept::Bytes),
+            }
         };
         let mut inventory = Self { entries: checkpoint.tensors().map(entry).collect() };
         let has_head = inventory.entries.iter().any(|entry| entry.group() == "head");
-        for entry in &mut inventory.entries {
-            let shape = checkpoint.info(&entry.name).map_or(&[][..], |info| &info.shape);
-            let (Some(quantise), None, [rows @ .., columns]) = (quantise, entry.kept_bytes, shape) else { continue };
-            // Routers stay floats; so do GPT-2's matrices, which lie the other way round, and gpt-oss's experts, which have
-            // biases.
-            let is_matrix = !rows.is_empty() && !entry.name.contains(".c_");
+        let is_matrix = |entry: &&mut Entry| entry.kept == Kept::Floats && !entry.name.ends_with("_bias");
+        for entry in inventory.entries.iter_mut().filter(is_matrix) {
             let becomes = match entry.group() {
-                "attention" | "head" => true,
-                "mlp" => entry.name.contains("_proj."),
+                "attention" | "mlp" | "head" => true,
+                // gpt-oss's, which have biases, stay floats.
                 "experts" => checkpoint.info(&format!("{}_bias", entry.name)).is_none(),
                 "embedding" => !has_head && !entry.name.contains("wpe"),
                 _ => false,
             };
-            let format = quantise.format(*columns).filter(|_| is_matrix && becomes);
-            let rows = rows.iter().map(|&rows| rows as u64).fold(1, u64::saturating_mul);
-            entry.kept_bytes = format.map(|format| format.bytes(rows, *columns as u64));
+            let shape = checkpoint.matrix_shape(&entry.name).filter(|_| becomes);
+            let format = |(_, columns)| quantise.and_then(|quantise| quantise.format(columns));
+            if let (Some((rows, columns)), Some(format)) = (shape, shape.and_then(format)) {
+                entry.kept = Kept::Bytes(format.bytes(rows as u64, columns as u64));
+            }
         }
         inventory
     }
@@ -99,8 +125,11 @@ impl Inventory {
             }
             end = end.max(last);
             let dtype = dtype.to_lowercase();
-            let kept_bytes = (!is_float(&dtype)).then_some(bytes);
-            self.entries.push(Entry { name, dtype, elements, bytes, kept_bytes });
+            let kept = match Kept::of_floats(&name, shape.len()) {
+                Kept::Floats if !is_float(&dtype) => Kept::Bytes(bytes),
+                kept => kept,
+            };
+            self.entries.push(Entry { name, dtype, elements, bytes, kept });
         }
         match data_bytes {
             Some(data_bytes) if data_bytes != end => {
@@ -130,7 +159,8 @@ impl Inventory {
         self.parameters() - of_experts + u64::try_from(active).unwrap_or(of_experts).min(of_experts)
     }
 
-    /// Bytes of the weights once loaded: floats in the compute dtype, packed and quantised ones as they are kept.
+    /// Bytes of the weights once loaded. Exact, but for a head in the files of a model whose embedding is its head: that is
+    /// counted and not loaded.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.entries.iter().map(|entry| entry.loaded_bytes(dtype)))
     }
@@ -152,7 +182,7 @@ impl Inventory {
     /// Bytes of the quantised experts of one layer as floats: what a GPU multiplies many tokens with, a layer at a time.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
-        for entry in self.entries.iter().filter(|entry| entry.kept_bytes.is_some() && entry.dtype != "u8") {
+        for entry in self.entries.iter().filter(|entry| matches!(entry.kept, Kept::Bytes(1..)) && entry.dtype != "u8") {
             if let Some((layer, _)) = entry.name.split_once(".experts.") {
                 let sum = layers.entry(layer).or_default();
                 *sum = sum.saturating_add(entry.elements.saturating_mul(dtype.size_in_bytes() as u64));
@@ -191,13 +221,31 @@ impl Inventory {
     }
 }
 
+impl Kept {
+    /// What becomes of floats of so many dimensions that are not quantised.
+    fn of_floats(name: &str, rank: usize) -> Self {
+        let is_router = ["mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight"];
+        if NEVER_LOADED.iter().any(|part| name.contains(part)) {
+            Self::Bytes(0)
+        } else if rank < 2 || name.ends_with("_scale") || is_router.iter().any(|router| name.ends_with(router)) {
+            Self::F32
+        } else {
+            Self::Floats
+        }
+    }
+}
+
 impl Entry {
     fn parameters(&self) -> u64 {
         parameters(&self.name, self.dtype == "u8", self.elements)
     }
 
     fn loaded_bytes(&self, dtype: DType) -> u64 {
-        self.kept_bytes.unwrap_or(self.elements.saturating_mul(dtype.size_in_bytes() as u64))
+        match self.kept {
+            Kept::Floats => self.elements.saturating_mul(dtype.size_in_bytes() as u64),
+            Kept::F32 => self.elements.saturating_mul(size_of::<f32>() as u64),
+            Kept::Bytes(bytes) => bytes,
+        }
     }
 
     fn is_packed_mxfp4(&self) -> bool {
@@ -278,7 +326,7 @@ mod tests {
         assert_eq!(inventory.bytes(), 300);
         assert_eq!(inventory.parameters(), 40 + 16 + 4 + 8 + 256);
         assert_eq!(inventory.active_parameters(1, 2), 40 + 16 + 4 + 8 + 128);
-        assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 + 16 + 136);
+        assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 * 4 + 2 * 16 + 136, "norms and routers in f32");
         assert_eq!(inventory.largest_expert_layer(DType::BF16), 136);
         assert_eq!(inventory.main_dtype(), Some("u8"));
         let groups = inventory.groups();
@@ -318,7 +366,7 @@ mod tests {
             ("lm_head.weight", "head"),
             ("backbone.layers.0.mixer.A_log", "other"),
         ] {
-            let entry = Entry { name: name.into(), dtype: "bf16".into(), elements: 1, bytes: 2, kept_bytes: None };
+            let entry = Entry { name: name.into(), dtype: "bf16".into(), elements: 1, bytes: 2, kept: Kept::Floats };
             assert_eq!(entry.group(), group, "{name}");
         }
     }

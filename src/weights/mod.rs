@@ -16,7 +16,9 @@ use std::sync::Arc;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 
-use crate::kernels::quantised::{Format, Matrix, Rounding};
+use crate::error::Error;
+use crate::kernels;
+use crate::kernels::quantised::{Format, Matrix, QuantisedMatrix, Rounding};
 #[cfg(feature = "cuda")]
 use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::Target;
@@ -26,7 +28,7 @@ use quantised::{Quantise, Rows};
 use read_ahead::ReadAhead;
 #[cfg(feature = "cuda")]
 use read_ahead::{Keep, Settings};
-use safetensors::SafetensorsCheckpoint;
+use safetensors::{SafetensorsCheckpoint, module};
 
 pub use checkpoint::{Checkpoint, TensorInfo};
 pub use inventory::Inventory;
@@ -67,13 +69,28 @@ impl<T: Target> Ahead for ReadAhead<T> {
 /// Counts bytes as they are loaded and tells whoever shows progress.
 pub struct Loaded<'p> {
     bytes: Cell<u64>,
+    kept: Cell<u64>,
     report: &'p dyn Fn(u64),
 }
 
 impl<'p> Loaded<'p> {
     /// `report` is called with the total so far after each tensor.
     pub fn new(report: &'p dyn Fn(u64)) -> Self {
-        Self { bytes: Cell::new(0), report }
+        Self { bytes: Cell::new(0), kept: Cell::new(0), report }
+    }
+
+    /// Bytes of the tensors that were made of what was read.
+    pub fn kept(&self) -> u64 {
+        self.kept.get()
+    }
+
+    fn keep(&self, bytes: u64) {
+        self.kept.set(self.kept.get() + bytes);
+    }
+
+    fn keep_tensor(&self, tensor: Tensor) -> Tensor {
+        self.keep(kernels::bytes(&tensor));
+        tensor
     }
 
     fn add(&self, bytes: u64) {
@@ -149,7 +166,7 @@ impl<'c> Weights<'c> {
         self.checkpoint.info(&self.full_name(name)).is_some()
     }
 
-    /// A float tensor (F32, F16 or BF16 in the file) of exactly this shape, in the compute dtype.
+    /// A float tensor (F32, F16, BF16 or F8_E4M3 in the file) of exactly this shape, in the compute dtype.
     pub fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         self.float_as(name, shape, self.dtype)
     }
@@ -157,6 +174,9 @@ impl<'c> Weights<'c> {
     /// A float tensor of exactly this shape in a dtype of the caller's choice.
     pub fn float_as(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         let name = self.full_name(name);
+        if self.checkpoint.required(&name)?.dtype == Dtype::F8_E4M3 {
+            return self.float_of_e4m3(&name, shape, dtype);
+        }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
         // Norms, biases and the like are converted on the host: the first use of candle's conversions on a GPU loads them,
         // and on a machine's first run the driver compiles them for a second.
@@ -164,11 +184,42 @@ impl<'c> Weights<'c> {
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = model.float(&name, dtype)?.to_device(&self.device);
             self.loaded.add(info.bytes() as u64);
-            return tensor.with_context(|| format!("cannot load tensor {name}"));
+            let tensor = tensor.with_context(|| format!("cannot load tensor {name}"))?;
+            return Ok(self.loaded.keep_tensor(tensor));
         }
         let tensor = self.load(&name, if on_host { &Device::Cpu } else { &self.device })?;
         let converted = tensor.to_dtype(dtype).and_then(|tensor| tensor.to_device(&self.device));
-        converted.with_context(|| format!("cannot convert {name} to {dtype:?}"))
+        let converted = converted.with_context(|| format!("cannot convert {name} to {dtype:?}"))?;
+        Ok(self.loaded.keep_tensor(converted))
+    }
+
+    /// What was cast to 8 bits, without scales. The host does it: few GPUs know the type.
+    fn float_of_e4m3(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let view = self.checkpoint.view(name)?;
+        self.check_unscaled(name)?;
+        if view.info.shape != shape {
+            bail!("tensor {name}: expected shape {shape:?}, found {}", self.checkpoint.describe(name));
+        }
+        let mut values = vec![0.0; view.info.elements()];
+        quantised::read_floats(Dtype::F8_E4M3, view.bytes, &mut values)?;
+        let tensor = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(&self.device);
+        self.loaded.add(view.bytes.len() as u64);
+        Ok(self.loaded.keep_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?))
+    }
+
+    /// Fails if something of the same layer is a scale: then numbers are not what they stand for.
+    fn check_unscaled(&self, name: &str) -> Result<()> {
+        let of_layer = |other: &str| other.strip_prefix(module(name)).is_some_and(|rest| rest.contains("scale"));
+        match self.checkpoint.tensors().find(|(other, _)| of_layer(other)) {
+            Some((scale, _)) => self.refuse_codes(name, &format!("which {scale} belongs to")),
+            None => Ok(()),
+        }
+    }
+
+    fn refuse_codes<T>(&self, name: &str, why: &str) -> Result<T> {
+        let dtype = self.checkpoint.required(name)?.dtype;
+        let what = format!("tensor {name} in {dtype}, {why} and of which quantization_config says nothing,");
+        Err(Error::UnsupportedQuantisation { what }.into())
     }
 
     /// Matrices \[rows, columns\] called `name` at several places, one below the other: quantised where they are so in the
@@ -193,7 +244,7 @@ impl<'c> Weights<'c> {
             }
             let first = &here[0].0;
             let alike = |a: &&Rows, b: &&Rows| a.format == b.format;
-            let built = rows.chunk_by(alike).map(|rows| Rows::build(rows, &first.device)).collect::<Result<Vec<_>>>();
+            let built = rows.chunk_by(alike).map(|rows| first.build(rows)).collect::<Result<Vec<_>>>();
             matrices.push(Matrix::Quantised(built.with_context(|| format!("cannot load {}", first.full_name(name)))?));
             for (weights, _) in here {
                 weights.loaded.add(weights.checkpoint.required(&weights.full_name(name))?.bytes() as u64);
@@ -211,7 +262,7 @@ impl<'c> Weights<'c> {
         match self.quantised(name, experts * rows, columns)? {
             Some(found) => {
                 self.loaded.add(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
-                Ok(Matrix::Quantised(vec![Rows::build(&[&found], &self.device)?]))
+                Ok(Matrix::Quantised(vec![self.build(&[&found])?]))
             }
             None => Ok(Matrix::Dense(self.float(name, &shape)?)),
         }
@@ -224,7 +275,13 @@ impl<'c> Weights<'c> {
         }
         let Some(found) = self.quantised(name, rows, columns)? else { return Ok(None) };
         self.loaded.add(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
-        Ok(Some(Matrix::Quantised(vec![Rows::build(&[&found], &self.device)?])))
+        Ok(Some(Matrix::Quantised(vec![self.build(&[&found])?])))
+    }
+
+    fn build(&self, parts: &[&Rows]) -> Result<QuantisedMatrix> {
+        let matrix = Rows::build(parts, &self.device)?;
+        self.loaded.keep(matrix.bytes());
+        Ok(matrix)
     }
 
     /// The rows of a matrix that stays quantised or becomes so.
@@ -236,14 +293,17 @@ impl<'c> Weights<'c> {
                 (None, Some(quantise)) => model.to_quantise(&name, quantise)?,
                 (found, _) => found,
             },
-            Checkpoint::Safetensors(checkpoint) => match (self.quantise, info.candle_dtype()) {
+            Checkpoint::Safetensors(checkpoint) => match self.quantise {
                 // Embeddings and what is ignored have no scales.
                 _ if checkpoint.info(&format!("{name}_scale")).is_some() => {
                     Some(self.compressed(checkpoint, &name, [rows, columns])?)
                 }
-                (Some(quantise), Some(dtype)) if dtype != DType::U8 => {
-                    let bytes = self.checkpoint.view(&name)?.bytes;
-                    let row_bytes = columns * dtype.size_in_bytes();
+                Some(quantise) if info.is_float() => {
+                    if info.dtype == Dtype::F8_E4M3 {
+                        self.check_unscaled(&name)?;
+                    }
+                    let (bytes, dtype) = (self.checkpoint.view(&name)?.bytes, info.dtype);
+                    let row_bytes = columns * dtype.bitsize() / 8;
                     if info.elements() != rows * columns || info.shape.last() != Some(&columns) {
                         bail!("tensor {name}: expected shape {:?}, found {:?}", [rows, columns], info.shape);
                     }
@@ -269,8 +329,8 @@ impl<'c> Weights<'c> {
         };
         let view = checkpoint.view(name)?;
         let (format, stored) = match scheme.format {
-            compressed::Format::Int8 => (Format::Int8, Dtype::I8),
-            compressed::Format::Fp8 => (Format::Fp8, Dtype::F8_E4M3),
+            compressed::Format::Int8 => (scheme.format.kept(), Dtype::I8),
+            compressed::Format::Fp8 => (scheme.format.kept(), Dtype::F8_E4M3),
         };
         if view.info.dtype != stored || view.info.shape != shape {
             let found = self.checkpoint.describe(name);
@@ -279,12 +339,12 @@ impl<'c> Weights<'c> {
         let [rows, columns] = shape;
         let scales = |name: &str, counts: [usize; 2]| -> Result<Vec<f32>> {
             let view = checkpoint.view(name)?;
-            let (dtype, elements) = (view.info.candle_dtype(), view.info.elements());
-            let Some(dtype) = dtype.filter(|_| counts.contains(&elements)) else {
+            let elements = view.info.elements();
+            if !view.info.is_float() || !counts.contains(&elements) {
                 bail!("tensor {name}: expected {counts:?} scales, found {}", self.checkpoint.describe(name));
-            };
+            }
             let mut values = vec![0.0; elements];
-            quantised::read_floats(dtype, view.bytes, &mut values)?;
+            quantised::read_floats(view.info.dtype, view.bytes, &mut values)?;
             self.loaded.add(view.bytes.len() as u64);
             Ok(values)
         };
@@ -326,7 +386,7 @@ impl<'c> Weights<'c> {
                 weights.loaded.add(info.bytes() as u64);
             }
             let rows = parts.iter().map(|(_, rows)| rows).sum();
-            return ahead.take(&stacked, first.dtype, &[rows, columns]);
+            return Ok(first.loaded.keep_tensor(ahead.take(&stacked, first.dtype, &[rows, columns])?));
         }
         let tensors = parts.iter().map(|(weights, rows)| weights.float(name, &[*rows, columns]));
         Ok(Tensor::cat(&tensors.collect::<Result<Vec<_>>>()?, 0)?)
@@ -336,11 +396,14 @@ impl<'c> Weights<'c> {
     pub fn bytes(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         let name = self.full_name(name);
         self.check(&name, &[DType::U8], shape)?;
-        self.load(&name, &self.device)
+        Ok(self.loaded.keep_tensor(self.load(&name, &self.device)?))
     }
 
     fn check(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<&'c TensorInfo> {
         let info = self.checkpoint.required(name)?;
+        if matches!(info.dtype, Dtype::I8 | Dtype::U8 | Dtype::F8_E5M2) && !dtypes.contains(&DType::U8) {
+            return self.refuse_codes(name, "whose numbers need scales");
+        }
         if !info.candle_dtype().is_some_and(|dtype| dtypes.contains(&dtype)) {
             bail!("tensor {name}: expected one of {dtypes:?}, found {}", self.checkpoint.describe(name));
         }
@@ -370,9 +433,4 @@ impl<'c> Weights<'c> {
         self.loaded.add(view.bytes.len() as u64);
         Ok(tensor)
     }
-}
-
-/// The layer that a weight is of.
-fn module(name: &str) -> &str {
-    name.strip_suffix(".weight").unwrap_or(name)
 }

@@ -6,11 +6,12 @@ use std::str::FromStr;
 
 use anyhow::{Context, Result, bail};
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use rayon::prelude::*;
+use safetensors::tensor::Dtype;
 
-use super::ggml::{GgmlType, split};
-use crate::kernels::quantised::{CHUNK, E4M3_MAX, Format, QuantisedMatrix, Rounding, pack, to_e4m3};
+use super::ggml::{self, GgmlType, split};
+use crate::kernels::quantised::{CHUNK, E4M3_MAX, Format, QuantisedMatrix, Rounding, from_e4m3, pack, to_e4m3};
 
 /// What `--quantize` makes of matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,10 +147,7 @@ impl<'c> Rows<'c> {
             match blocks {
                 None => scale_row(format, &values, planes),
                 Some(ggml_type) => {
-                    // candle's quantisers are llama.cpp's.
-                    let row = Tensor::from_vec(values, columns, &Device::Cpu)?;
-                    let row = QTensor::quantize(&row, candle_type(ggml_type)?)?;
-                    lay_out(ggml_type, format, &row.data()?, planes);
+                    lay_out(ggml_type, format, &blocks_of(ggml_type, values)?, planes);
                 }
             }
             Ok(())
@@ -193,6 +191,19 @@ impl<'c> Rows<'c> {
     }
 }
 
+/// A row as ggml would quantise it.
+fn blocks_of(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
+    let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));
+    if blocks.all(|(block, values)| ggml::quantise(ggml_type, values, block)) {
+        return Ok(bytes);
+    }
+    // candle's quantisers of the others are ggml's.
+    let columns = values.len();
+    let row = Tensor::from_vec(values, columns, &Device::Cpu)?;
+    Ok(QTensor::quantize(&row, candle_type(ggml_type)?)?.data()?.to_vec())
+}
+
 /// As candle calls it.
 fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
     Ok(match ggml_type {
@@ -201,11 +212,6 @@ fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
         GgmlType::Q5_0 => GgmlDType::Q5_0,
         GgmlType::Q5_1 => GgmlDType::Q5_1,
         GgmlType::Q8_0 => GgmlDType::Q8_0,
-        GgmlType::Q2K => GgmlDType::Q2K,
-        GgmlType::Q3K => GgmlDType::Q3K,
-        GgmlType::Q4K => GgmlDType::Q4K,
-        GgmlType::Q5K => GgmlDType::Q5K,
-        GgmlType::Q6K => GgmlDType::Q6K,
         other => bail!("nothing is quantised to {other}"),
     })
 }
@@ -249,23 +255,27 @@ fn scale_row(format: Format, values: &[f32], planes: [&mut [u8]; 4]) {
     let [low, _, scales, _] = planes;
     let most = values.iter().fold(0.0f32, |most, value| most.max(value.abs()));
     let scale = if format == Format::Int8 { most / 127.0 } else { most / E4M3_MAX };
-    let inverse = if scale > 0.0 { 1.0 / scale } else { 0.0 };
     for (q, value) in low.iter_mut().zip(values) {
+        let value = if scale > 0.0 { value / scale } else { 0.0 };
         *q = match format {
-            Format::Int8 => (value * inverse).round_ties_even() as i8 as u8,
-            _ => to_e4m3(value * inverse),
+            Format::Int8 => value.round_ties_even() as i8 as u8,
+            _ => to_e4m3(value),
         };
     }
     scales.copy_from_slice(&scale.to_le_bytes());
 }
 
 /// Elements of a float dtype as f32.
-pub fn read_floats(dtype: DType, bytes: &[u8], values: &mut [f32]) -> Result<()> {
+pub fn read_floats(dtype: Dtype, bytes: &[u8], values: &mut [f32]) -> Result<()> {
     let ggml_type = match dtype {
-        DType::F32 => GgmlType::F32,
-        DType::F16 => GgmlType::F16,
-        DType::BF16 => GgmlType::Bf16,
-        other => bail!("{other:?} are no floats"),
+        Dtype::F32 => GgmlType::F32,
+        Dtype::F16 => GgmlType::F16,
+        Dtype::BF16 => GgmlType::Bf16,
+        Dtype::F8_E4M3 if bytes.len() == values.len() => {
+            values.iter_mut().zip(bytes).for_each(|(value, byte)| *value = from_e4m3(*byte));
+            return Ok(());
+        }
+        other => bail!("{other} are no floats"),
     };
     ggml_type.dequantize(bytes, values).context("a row of floats")
 }

@@ -107,6 +107,22 @@ impl SafetensorsCheckpoint {
         self.compressed.as_ref()?.scheme(module)
     }
 
+    /// Bytes of a tensor that stays as it is stored, once it is loaded: with its scales, if it has some, which are then
+    /// nothing by themselves. None for what becomes floats.
+    pub fn kept_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
+        let quantised = |name: &str| {
+            let scheme = self.scheme(module(name))?;
+            self.info(&format!("{name}_scale")).map(|_| scheme.format.kept())
+        };
+        if name.strip_suffix("_scale").and_then(quantised).is_some() {
+            return Some(0);
+        }
+        match (quantised(name), info.shape.as_slice()) {
+            (Some(format), &[rows, columns]) => Some(format.bytes(rows as u64, columns as u64)),
+            _ => (!info.is_float()).then_some(info.bytes() as u64),
+        }
+    }
+
     fn from_files(paths: Vec<PathBuf>) -> Result<Self> {
         let mut files = Vec::new();
         let mut tensors = BTreeMap::new();
@@ -201,6 +217,11 @@ pub fn stacked_name(names: &[String]) -> String {
 fn loading_order(name: &str) -> (bool, Vec<Segment<'_>>) {
     let segment = |part| str::parse(part).map_or(Segment::Word(part), Segment::Number);
     (name.starts_with("lm_head."), name.split('.').map(segment).collect())
+}
+
+/// The layer that a weight is of.
+pub fn module(name: &str) -> &str {
+    name.strip_suffix(".weight").unwrap_or(name)
 }
 
 /// A name of a file in the snapshot itself: no folders, no parent, no absolute path.

@@ -15,6 +15,7 @@ mod gguf;
 mod golden;
 mod hub;
 mod kernels;
+mod memory;
 mod quantised;
 mod show;
 mod support;

@@ -5,15 +5,12 @@ use candle_core::{DType, Device, Tensor};
 use inferno::device::{self, DeviceChoice};
 use inferno::kernels::experts::{ExpertWeights, expert_matmul};
 use inferno::kernels::quantised::{Format, QuantisedMatrix, Rounding, from_e4m3, to_e4m3};
-use inferno::models;
-use inferno::nn::decoder::{Batch, LogitsOf};
-use inferno::nn::kv_cache::KvCache;
-use inferno::tokenizer::{Controls, Tokenizer};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantised::{Quantise, Rows};
-use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
 
-use crate::support::{demo_dir, relative_error, values};
+use crate::support::{relative_error, values};
+
+mod perplexity;
 
 const BLOCKS: [GgmlType; 10] = [
     GgmlType::Q4_0,
@@ -146,10 +143,11 @@ fn quantised_floats_are_near_to_what_they_were() {
         ("q6_k", 1.0 / 31.0),
         ("q5_0", 1.0 / 15.0),
         ("q5_1", 1.0 / 31.0),
-        ("q5_k", 1.0 / 31.0),
+        // These two fit a group by least squares, which gives up its ends: ggml's own are off by 0.0481 and 0.0745 here.
+        ("q5_k", 0.0482 / 1.1),
         ("q4_0", 1.0 / 7.0),
         ("q4_1", 1.0 / 15.0),
-        ("q4_k", 1.0 / 15.0),
+        ("q4_k", 0.0746 / 1.1),
         ("q3_k", 1.0 / 3.0),
         ("q2_k", 1.0 / 2.0),
     ] {
@@ -170,6 +168,20 @@ fn quantised_floats_are_near_to_what_they_were() {
     assert_eq!(format("q8_0", 100), None);
     assert_eq!(format("int8", 100), Some(Format::Int8));
     assert!("q9".parse::<Quantise>().unwrap_err().contains("q8_0, q6_k"));
+}
+
+/// Blocks without a range, or with one that no scale can be found for.
+#[test]
+fn rows_of_nothing_are_quantised_to_nothing() {
+    for format in ["q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "q5_1", "q5_0", "q4_1", "q4_0", "fp8", "int8"] {
+        for value in [0.0, -0.0, 1e-40, -3e-20, 1.0, -1.0] {
+            let matrix = of_floats(format.parse().unwrap(), &[value; 512], 512, &Device::Cpu);
+            let got = values(&matrix.dequantise(DType::F32).unwrap());
+            let worst = got.iter().map(|got| (got - value).abs()).fold(0.0, |a: f32, b| if b > a { b } else { a });
+            assert!(got.iter().all(|got| got.is_finite()), "{format} makes {got:?} of {value:e}");
+            assert!(worst <= value.abs() / 15.0 + 1e-15, "{format} makes {} of {value:e}", got[0]);
+        }
+    }
 }
 
 #[test]
@@ -339,53 +351,5 @@ fn kernels_agree_with_the_cpu() {
                 }
             }
         }
-    }
-}
-
-/// The demo under every quantisation: its rows are too short for the K types, but for what those become then. What is printed
-/// is the README's table.
-#[test]
-fn a_model_changes_little_with_its_weights() {
-    let dir = demo_dir();
-    let data = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/demo/data/using.toml")).unwrap();
-    let answers: Vec<&str> =
-        data.lines().filter_map(|line| line.strip_prefix("answer = \"")?.strip_suffix('"')).collect();
-    let mut ids = Tokenizer::from_dir(&dir).unwrap().encode(&answers.join("\n"), Controls::Default).unwrap();
-    ids.truncate(1000);
-    let checkpoint = Checkpoint::open(&dir).unwrap();
-    let report = |_| ();
-    let loaded = Loaded::new(&report);
-    // The logarithms of all probabilities, and bytes that a token meets.
-    let run = |quantise: Option<Quantise>| {
-        let weights = match quantise {
-            Some(quantise) => Weights::quantising(&checkpoint, &Device::Cpu, DType::F32, &loaded, quantise),
-            None => Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap(),
-        };
-        let decoder = models::read_config(&dir).unwrap().architecture.build(&weights, ids.len()).unwrap();
-        let mut cache = KvCache::new(decoder.cache_layers(), ids.len(), ids.len(), DType::F32, &Device::Cpu).unwrap();
-        let batch = Batch { ids: &ids, tokens: &[ids.len()], logits: LogitsOf::All };
-        let mut rows = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
-        for row in rows.chunks_exact_mut(decoder.vocab_size()) {
-            let sum: f64 = row.iter().map(|&logit| f64::from(logit).exp()).sum();
-            row.iter_mut().for_each(|logit| *logit -= sum.ln() as f32);
-        }
-        let inventory = Inventory::of(&checkpoint, quantise);
-        (rows, decoder.vocab_size(), inventory.loaded_bytes(DType::BF16))
-    };
-    let (plain, vocab_size, plain_bytes) = run(None);
-    let loss = |rows: &[f32]| {
-        let of_next = rows.chunks_exact(vocab_size).zip(&ids[1..]).map(|(row, &next)| -f64::from(row[next as usize]));
-        of_next.sum::<f64>() / (ids.len() - 1) as f64
-    };
-    println!("as it is: {:.1} MB, perplexity {:.3}", plain_bytes as f64 / 1e6, loss(&plain).exp());
-    for (name, most) in
-        [("q8_0", 0.003), ("int8", 0.005), ("fp8", 0.05), ("q5_1", 0.05), ("q5_0", 0.05), ("q4_1", 0.2), ("q4_0", 0.2)]
-    {
-        let (rows, _, bytes) = run(Some(name.parse().unwrap()));
-        let terms = plain.iter().zip(&rows).map(|(p, q)| f64::from(p.exp()) * f64::from(p - q));
-        let kl = terms.sum::<f64>() / ids.len() as f64;
-        println!("{name}: {:.1} MB, perplexity {:.3}, KL {kl:.5}", bytes as f64 / 1e6, loss(&rows).exp());
-        assert!(kl > 0.0 && kl < most, "{name}: KL {kl}");
-        assert!(bytes < plain_bytes, "{name}: {bytes} of {plain_bytes} bytes");
     }
 }

@@ -1,5 +1,6 @@
 //! Tensors that are read ahead are those of the file, whatever the order, the bounds and the failures.
 
+mod dtypes;
 mod hostile;
 
 use std::collections::HashMap;

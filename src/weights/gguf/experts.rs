@@ -46,6 +46,10 @@ impl Experts<'_> {
             );
         }
         let gate_up: Vec<String> = gate.into_iter().zip(up).flat_map(|(gate, up)| [gate, up]).collect();
+        if self.layout.model_type == "gpt_oss" && down.len() > 1 {
+            // Rows of gate and up alternate in the model, which is told for stacks only. No such file was ever made.
+            bail!("layer {}: {} experts in tensors of their own, which gpt-oss keeps in one", self.layer, down.len());
+        }
         if self.layout.model_type != "gpt_oss" {
             entries.insert(format!("{place}.gate_up_proj"), self.stack(&gate_up, Interleaved::Halves)?);
             entries.insert(format!("{place}.down_proj"), self.stack(&down, Interleaved::Halves)?);

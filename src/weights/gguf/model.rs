@@ -139,7 +139,7 @@ impl GgufModel {
     }
 
     /// Rows and columns of a matrix as products take it, or of several of one type, one below the other.
-    fn matrix_shape(&self, name: &str) -> Result<Option<(usize, usize)>> {
+    pub fn matrix_shape(&self, name: &str) -> Result<Option<(usize, usize)>> {
         let entry = self.entry(name)?;
         let mut types = entry.sources.iter().map(|source| self.file.info(source).map(|info| info.ggml_type));
         let first = types.next().flatten();
@@ -149,8 +149,8 @@ impl GgufModel {
         let shape = match entry.change {
             Change::Nothing => &entry.info.shape,
             // The file has it the way that products take it.
-            Change::Transposed => match self.file.info(&entry.sources[0]) {
-                Some(info) if info.shape.len() == 2 => &info.shape,
+            Change::Transposed => match (entry.sources.as_slice(), self.file.info(&entry.sources[0])) {
+                ([_], Some(info)) if info.shape.len() == 2 => &info.shape,
                 _ => return Ok(None),
             },
             _ => return Ok(None),

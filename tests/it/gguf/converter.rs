@@ -37,6 +37,15 @@ fn architecture(config: &Value) -> &'static str {
 
 /// A snapshot as the writer of a GGUF file in F32; MXFP4 stays packed.
 pub fn convert(dir: &Path) -> Writer {
+    convert_with(dir, stacked_experts)
+}
+
+/// The same with experts as files had them until the spring of 2024, in tensors of their own.
+pub fn convert_apart(dir: &Path) -> Writer {
+    convert_with(dir, experts_apart)
+}
+
+fn convert_with(dir: &Path, write_experts: impl Fn(Writer, &Value, Vec<Source>) -> Writer) -> Writer {
     let config: Value = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
     let checkpoint = Checkpoint::open(dir).unwrap();
     let report = |_| ();
@@ -54,7 +63,7 @@ pub fn convert(dir: &Path) -> Writer {
     }
     writer = match architecture(&config) {
         "gpt-oss" => packed_experts(writer, &checkpoint, experts),
-        _ => stacked_experts(writer, &config, experts),
+        _ => write_experts(writer, &config, experts),
     };
     rope_factors(writer, &config)
 }
@@ -234,6 +243,21 @@ fn permuted(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
 
 fn turned(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     (0..columns).flat_map(|column| (0..rows).map(move |row| values[row * columns + column])).collect()
+}
+
+fn experts_apart(mut writer: Writer, _: &Value, experts: Vec<Source>) -> Writer {
+    for source in experts {
+        let parts: Vec<&str> = source.name.split('.').collect();
+        let [.., expert, matrix, "weight"] = parts[..] else { panic!("{}", source.name) };
+        let part = match matrix {
+            "w1" => "gate",
+            "w3" => "up",
+            _ => "down",
+        };
+        let layer = parts[2];
+        writer = write(writer, &format!("blk.{layer}.ffn_{part}.{expert}.weight"), &source.shape, &source.values);
+    }
+    writer
 }
 
 /// `….layers.N.….experts.E.matrix.weight` of all experts one behind the other.

@@ -11,7 +11,7 @@ use inferno::weights::ggml::GgmlType;
 use inferno::weights::{Checkpoint, Loaded, Weights};
 use tempfile::TempDir;
 
-use super::converter::convert;
+use super::converter::{convert, convert_apart};
 use super::tokenizers::converted;
 use super::writer::Writer;
 use crate::support::{demo_dir, golden, relative_error, values};
@@ -76,6 +76,17 @@ fn logits_agree_with_transformers() {
             std::fs::copy(&path, out.join(format!("{case}.gguf"))).unwrap();
         }
     }
+}
+
+/// As files of Mixtral were until the spring of 2024.
+#[test]
+fn experts_may_have_tensors_of_their_own() {
+    let dir = golden("mixtral");
+    let (_folder, path) = saved(&convert_apart(&dir));
+    let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
+    let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
+    let error = relative_error(&logits(&path, &ids).unwrap(), &values(&golden["logits"]));
+    assert!(error < 1e-5, "logits are off by {error:e}");
 }
 
 /// Bytes that anyone could have written, with scales that keep activations in bounds.
@@ -254,6 +265,20 @@ fn what_has_no_place_is_named() {
     let other = Writer::new().string("general.architecture", "mamba");
     let error = error(&other);
     assert!(error.contains("architecture 'mamba' is not supported") && error.contains("qwen3moe"), "{error}");
+}
+
+/// Old files of Mixtral have them; of gpt-oss there are none, and gates and ups that alternate are not put together from them.
+#[test]
+fn experts_of_gpt_oss_in_tensors_of_their_own_are_refused() {
+    let mut file = Writer::new().string("general.architecture", "gpt-oss").u32("gpt-oss.block_count", 1);
+    for name in ["gate", "up", "down"] {
+        for expert in 0..2 {
+            file = file.tensor(&format!("blk.0.ffn_{name}.{expert}.weight"), &[32, 32], 0, &[0; 4 * 32 * 32]);
+        }
+    }
+    let (_folder, path) = saved(&file);
+    let error = format!("{:#}", Checkpoint::open(&path).err().unwrap());
+    assert!(error.contains("layer 0: 2 experts in tensors of their own"), "{error}");
 }
 
 /// The demo with its tokenizer, as llama.cpp would have converted it.

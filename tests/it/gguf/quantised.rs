@@ -1,0 +1,55 @@
+//! Files that the gguf package quantised, of each family, against what transformers computes from the values that their
+//! blocks stand for (`scripts/gguf_quantised_golden.py`).
+
+use candle_core::{DType, Device, safetensors};
+use inferno::models;
+use inferno::nn::decoder::{Batch, LogitsOf};
+use inferno::nn::kv_cache::KvCache;
+use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
+
+use crate::support::{devices, golden, relative_error, values};
+
+const FAMILIES: [&str; 10] =
+    ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"];
+
+#[test]
+fn logits_agree_with_transformers_and_weights_stay_as_they_are() {
+    for (device, dtype) in devices() {
+        for family in FAMILIES {
+            check(family, &device, dtype);
+        }
+    }
+}
+
+fn check(family: &str, device: &Device, dtype: DType) {
+    let path = golden("gguf_quantised").join(format!("{family}.gguf"));
+    let expected = safetensors::load(path.with_extension("safetensors"), &Device::Cpu).unwrap();
+    let ids: Vec<u32> = expected["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
+    let decoder = models::read_config(&path).unwrap().architecture.build(&weights, ids.len()).unwrap();
+    let mut cache = KvCache::new(decoder.cache_layers(), ids.len(), ids.len(), dtype, device).unwrap();
+    let batch = Batch { ids: &ids, tokens: &[ids.len()], logits: LogitsOf::All };
+    let logits = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
+    let error = relative_error(&logits, &values(&expected["logits"]));
+    println!("{family} on {:?} in {dtype:?}: logits off by {error:e}", device.location());
+    // As the golden checkpoints.
+    let tolerance = match (device, dtype) {
+        (Device::Cpu, DType::F32) => 1e-5,
+        (_, DType::F32) => 1e-4,
+        (_, DType::F16) => 2e-2,
+        _ => 6e-2,
+    };
+    assert!(error < tolerance, "{family} in {dtype:?}: logits are off by {error:e}");
+
+    assert_eq!(Inventory::of(&checkpoint, None).loaded_bytes(dtype), loaded.kept(), "{family} in {dtype:?}");
+    if dtype == DType::F32 {
+        // Bytes for bytes, but for a layer whose gates are of one type and whose ups are of another.
+        let two_types = checkpoint.info("model.layers.1.mlp.experts.gate_up_proj");
+        let grown = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
+        assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family), "{family}");
+        assert_eq!(loaded.kept(), checkpoint.bytes() + grown, "{family}");
+    }
+}

@@ -1,0 +1,128 @@
+//! What a model is said to take before it is loaded, against the tensors that loading makes.
+
+use std::path::Path;
+
+use candle_core::{DType, Device};
+use inferno::models;
+use inferno::weights::ggml::GgmlType;
+use inferno::weights::quantised::Quantise;
+use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
+
+use crate::gguf::converter::{convert, convert_apart};
+use crate::gguf::models::{quantised_llama, saved};
+use crate::support::{demo_dir, golden};
+
+const CASES: [&str; 18] = [
+    "gpt_oss",
+    "gpt_oss_new",
+    "llama2",
+    "llama3",
+    "llama_new",
+    "gpt_oss_graph",
+    "llama_graph",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "phi3",
+    "phi4",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "trained",
+];
+const COMPRESSED: [&str; 4] = ["compressed/int8", "compressed/int8_weights", "compressed/fp8", "compressed/fp8_static"];
+/// Those with rows of 32, of 256 or else of 32, and of any length.
+const QUANTISED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
+
+/// Both numbers must be the same, whatever is computed in.
+fn check(name: &str, path: &Path, quantise: Option<Quantise>) {
+    let checkpoint = Checkpoint::open(path).unwrap();
+    let architecture = models::read_config(path).unwrap().architecture;
+    let inventory = Inventory::of(&checkpoint, quantise);
+    for dtype in [DType::F32, DType::BF16] {
+        let report = |_| ();
+        let loaded = Loaded::new(&report);
+        let weights = match quantise {
+            Some(quantise) => Weights::quantising(&checkpoint, &Device::Cpu, dtype, &loaded, quantise),
+            None => Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap(),
+        };
+        let decoder = architecture.build(&weights, 32).unwrap();
+        let what = quantise.map_or("as it is".into(), |quantise| quantise.to_string());
+        assert_eq!(inventory.loaded_bytes(dtype), loaded.kept(), "{name} {what} in {dtype:?}");
+        // The count is right: the decoder's own layers come to the same, where a token meets all of them.
+        let meets_all = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
+        if let (true, true, Some(embedding)) =
+            (meets_all, quantise.is_none(), checkpoint.info("model.embed_tokens.weight"))
+            && checkpoint.stored_as("model.embed_tokens.weight", embedding).ends_with("f16")
+        {
+            let row = (embedding.shape[1] * dtype.size_in_bytes()) as u64;
+            let tied = checkpoint.info("lm_head.weight").is_none();
+            let unmet = if tied { 0 } else { row * embedding.shape[0] as u64 };
+            assert_eq!(decoder.step_bytes(), loaded.kept() - unmet + row, "{name} in {dtype:?}");
+        }
+    }
+}
+
+fn each_quantisation(name: &str, path: &Path) {
+    check(name, path, None);
+    for quantise in QUANTISED {
+        check(name, path, Some(quantise.parse().unwrap()));
+    }
+}
+
+#[test]
+fn estimates_are_what_loading_makes() {
+    for case in CASES.iter().chain(&COMPRESSED) {
+        each_quantisation(case, &golden(case));
+    }
+    each_quantisation("demo", &demo_dir());
+}
+
+#[test]
+fn estimates_of_gguf_files_are_what_loading_makes() {
+    for case in CASES.iter().filter(|case| !["gpt_oss_new", "llama_new", "trained"].contains(case)) {
+        let (_folder, path) = saved(&convert(&golden(case)));
+        each_quantisation(&format!("{case}.gguf"), &path);
+    }
+    let (_folder, path) = saved(&convert_apart(&golden("mixtral")));
+    each_quantisation("mixtral.gguf, experts apart", &path);
+    for ggml_type in GgmlType::ALL.into_iter().filter(|&of| of.block_length() > 1 && of != GgmlType::Mxfp4) {
+        let (_folder, path) = saved(&quantised_llama(ggml_type, false));
+        each_quantisation(&format!("{ggml_type}.gguf"), &path);
+    }
+}
+
+/// Headers alone, as a hub gives them, say the same of what is not quantised. Of what is they do not know how it is laid out:
+/// rows may be filled up to 32 columns and get a scale each, where one number is stored for all.
+#[test]
+fn headers_say_what_files_say() {
+    for case in CASES.iter().chain(&COMPRESSED) {
+        let (dir, mut inventory) = (golden(case), Inventory::default());
+        let mut tensors = 0;
+        for file in std::fs::read_dir(&dir).unwrap().map(|file| file.unwrap().path()) {
+            let name = file.file_name().unwrap().to_str().unwrap().to_string();
+            if !name.starts_with("model") || !name.ends_with(".safetensors") {
+                continue;
+            }
+            let bytes = std::fs::read(&file).unwrap();
+            let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+            let header = &bytes[8..8 + length];
+            inventory.add_header(&name, header, Some((bytes.len() - 8 - length) as u64)).unwrap();
+            tensors += 1;
+        }
+        assert!(tensors > 0, "{case}");
+        let checkpoint = Checkpoint::open(&dir).unwrap();
+        for dtype in [DType::F32, DType::BF16] {
+            let (said, is) = (inventory.loaded_bytes(dtype), Inventory::of(&checkpoint, None).loaded_bytes(dtype));
+            if case.starts_with("compressed") {
+                let codes = checkpoint.tensors().filter(|(_, info)| info.dtype.bitsize() == 8);
+                let rows: usize = codes.map(|(_, info)| info.shape[0]).sum();
+                assert!(said <= is && is - said <= rows as u64 * (31 + 4), "{case}: {said} of {is}");
+            } else {
+                assert_eq!(said, is, "{case} in {dtype:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! What whole models lose when they are quantised. What is printed is the README's table.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, safetensors};
+use inferno::device::DeviceChoice;
+use inferno::kernels::quantised::Matrix;
+use inferno::models;
+use inferno::nn::decoder::{Batch, LogitsOf};
+use inferno::nn::kv_cache::KvCache;
+use inferno::tokenizer::{Controls, Tokenizer};
+use inferno::weights::quantised::Quantise;
+use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
+use inferno::{Engine, LoadOptions};
+
+use crate::support::{demo_dir, golden, relative_error, values};
+
+/// A model and a text.
+struct Subject {
+    dir: PathBuf,
+    checkpoint: Checkpoint,
+    ids: Vec<u32>,
+}
+
+/// What a model makes of a text.
+struct Run {
+    /// The logarithms of all probabilities.
+    rows: Vec<f32>,
+    logits: Vec<f32>,
+    vocab_size: usize,
+    /// Of the weights, in bf16 where they are floats.
+    bytes: u64,
+}
+
+impl Subject {
+    fn new(dir: PathBuf, text: &str, most: usize) -> Self {
+        let mut ids = Tokenizer::from_dir(&dir).unwrap().encode(text, Controls::Default).unwrap();
+        ids.truncate(most);
+        Self { checkpoint: Checkpoint::open(&dir).unwrap(), dir, ids }
+    }
+
+    fn weights<'c>(&'c self, quantise: Option<Quantise>, loaded: &'c Loaded<'c>) -> Weights<'c> {
+        match quantise {
+            Some(quantise) => Weights::quantising(&self.checkpoint, &Device::Cpu, DType::F32, loaded, quantise),
+            None => Weights::new(&self.checkpoint, &Device::Cpu, DType::F32, loaded).unwrap(),
+        }
+    }
+
+    fn run(&self, quantise: Option<Quantise>) -> Run {
+        let tokens = self.ids.len();
+        let report = |_| ();
+        let loaded = Loaded::new(&report);
+        let weights = self.weights(quantise, &loaded);
+        let decoder = models::read_config(&self.dir).unwrap().architecture.build(&weights, tokens).unwrap();
+        let mut cache = KvCache::new(decoder.cache_layers(), tokens, tokens, DType::F32, &Device::Cpu).unwrap();
+        let batch = Batch { ids: &self.ids, tokens: &[tokens], logits: LogitsOf::All };
+        let logits = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
+        let mut rows = logits.clone();
+        for row in rows.chunks_exact_mut(decoder.vocab_size()) {
+            let sum: f64 = row.iter().map(|&logit| f64::from(logit).exp()).sum();
+            row.iter_mut().for_each(|logit| *logit = (f64::from(*logit) - sum.ln()) as f32);
+        }
+        let bytes = Inventory::of(&self.checkpoint, quantise).loaded_bytes(DType::BF16);
+        Run { rows, logits, vocab_size: decoder.vocab_size(), bytes }
+    }
+
+    /// The loss at each token from the second on.
+    fn nll(&self, run: &Run) -> Vec<f32> {
+        let rows = run.rows.chunks_exact(run.vocab_size).zip(&self.ids[1..]);
+        rows.map(|(row, &next)| -row[next as usize]).collect()
+    }
+
+    fn perplexity(&self, run: &Run) -> f64 {
+        mean(&self.nll(run)).exp()
+    }
+}
+
+impl Run {
+    /// How far another run is from this one at each token.
+    fn kl(&self, other: &Self) -> Vec<f32> {
+        let rows = self.rows.chunks_exact(self.vocab_size).zip(other.rows.chunks_exact(self.vocab_size));
+        let of_row =
+            |(p, q): (&[f32], &[f32])| p.iter().zip(q).map(|(p, q)| f64::from(p.exp()) * f64::from(p - q)).sum();
+        rows.map(of_row).map(|kl: f64| kl as f32).collect()
+    }
+}
+
+fn mean(numbers: &[f32]) -> f64 {
+    numbers.iter().map(|&number| f64::from(number)).sum::<f64>() / numbers.len() as f64
+}
+
+/// The demo, whose rows are too short for the K types.
+#[test]
+fn a_model_changes_little_with_its_weights() {
+    let data = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/demo/data/using.toml")).unwrap();
+    let answers: Vec<&str> =
+        data.lines().filter_map(|line| line.strip_prefix("answer = \"")?.strip_suffix('"')).collect();
+    let demo = Subject::new(demo_dir(), &answers.join("\n"), 1000);
+    let plain = demo.run(None);
+    println!("demo as it is: {:.1} MB, perplexity {:.3}", plain.bytes as f64 / 1e6, demo.perplexity(&plain));
+    for (name, most) in
+        [("q8_0", 0.003), ("int8", 0.005), ("fp8", 0.05), ("q5_1", 0.05), ("q5_0", 0.05), ("q4_1", 0.2), ("q4_0", 0.2)]
+    {
+        let run = demo.run(Some(name.parse().unwrap()));
+        let (kl, bytes) = (mean(&plain.kl(&run)), run.bytes);
+        println!("demo, {name}: {:.1} MB, perplexity {:.3}, KL {kl:.4}", bytes as f64 / 1e6, demo.perplexity(&run));
+        assert!(kl > 0.0 && kl < most, "{name}: KL {kl}");
+        assert!(bytes < plain.bytes, "{name}: {bytes} of {} bytes", plain.bytes);
+    }
+}
+
+/// A model that was trained, with rows of 256: what ggml's quantisers make of it, or a scale for each row, and what
+/// transformers says then (`scripts/trained_golden.py`).
+#[test]
+fn a_model_changes_as_its_quantiser_has_it() {
+    let dir = golden("trained");
+    let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();
+    let trained = Subject::new(dir.clone(), &text, usize::MAX);
+    let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
+    let integers = |name: &str| golden[name].to_vec1::<i64>().unwrap();
+    let of = |what: &str| values(&golden[what]);
+    assert_eq!(trained.ids, integers("ids").into_iter().map(|id| id as u32).collect::<Vec<_>>());
+
+    let plain = trained.run(None);
+    let rows = integers("positions").into_iter().map(|at| &plain.logits[at as usize * plain.vocab_size..]);
+    let logits: Vec<f32> = rows.flat_map(|row| &row[..plain.vocab_size]).copied().collect();
+    let error = relative_error(&logits, &of("logits"));
+    assert!(error < 1e-5, "logits are off by {error:e}");
+    println!("trained as it is: {:.2} MB, perplexity {:.3}", plain.bytes as f64 / 1e6, trained.perplexity(&plain));
+    assert_near("as it is", &trained.nll(&plain), &of("nll"));
+
+    for name in ["q8_0", "int8", "q6_k", "fp8", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k"] {
+        let quantise: Quantise = name.parse().unwrap();
+        assert_eq!(digest(&trained, quantise), integers(&format!("{name}.values"))[0], "{name}: other values");
+        let run = trained.run(Some(quantise));
+        let kl = plain.kl(&run);
+        let megabytes = run.bytes as f64 / 1e6;
+        println!("trained, {name}: {megabytes:.2} MB, perplexity {:.3}, KL {:.4}", trained.perplexity(&run), mean(&kl));
+        assert_near(name, &trained.nll(&run), &of(&format!("{name}.nll")));
+        assert_near(name, &kl, &of(&format!("{name}.kl")));
+    }
+}
+
+/// The same numbers but for the order of sums, which moves a logit of 20 by 1e-4 at most.
+fn assert_near(name: &str, got: &[f32], want: &[f32]) {
+    assert_eq!(got.len(), want.len(), "{name}");
+    let worst = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f32::max);
+    assert!(worst < 2e-4, "{name}: a token's is off by {worst:e}");
+    let (got, want) = (mean(got), mean(want));
+    assert!((got - want).abs() < 2e-6, "{name}: {got} where transformers has {want}");
+}
+
+/// Of all matrices' values once they were quantised.
+fn digest(subject: &Subject, quantise: Quantise) -> i64 {
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let weights = subject.weights(Some(quantise), &loaded);
+    let mut digest = 0u64;
+    for (name, info) in subject.checkpoint.tensors() {
+        let (Some(place), [rows, columns]) = (name.strip_suffix(".weight"), info.shape.as_slice()) else { continue };
+        let matrix = Weights::matrix(&[(weights.at(place), *rows)], "weight", *columns).unwrap();
+        let Matrix::Quantised(parts) = matrix else { panic!("{quantise}: {name} stays floats") };
+        for value in values(&parts[0].dequantise(DType::F32).unwrap()) {
+            digest = digest.wrapping_mul(0x100_0000_01b3).wrapping_add(u64::from(value.to_bits()));
+        }
+    }
+    digest as i64
+}
+
+/// By way of everything that `inferno perplexity` goes through.
+#[test]
+fn an_engine_reads_a_text_as_transformers_does() {
+    let dir = golden("trained");
+    let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
+    let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();
+    for (quantize, name) in [(None, "nll"), (Some("q4_k"), "q4_k.nll")] {
+        let quantize = quantize.map(|name| name.parse().unwrap());
+        let options = LoadOptions { device: DeviceChoice::Cpu, quantize, ..Default::default() };
+        let mut engine = Engine::load(Path::new(&dir), &options).unwrap();
+        let ids = engine.tokenizer().encode(&text, Controls::Default).unwrap();
+        assert_near(name, &engine.negative_log_likelihood(&ids).unwrap(), &values(&golden[name]));
+    }
+}

@@ -1,0 +1,110 @@
+//! Tensors in 8 bits without compressed-tensors: E4M3 that was cast is read, what needs scales is refused.
+
+use std::path::Path;
+
+use candle_core::{DType, Device};
+use inferno::Error;
+use inferno::kernels::quantised::{from_e4m3, to_e4m3};
+use inferno::models;
+use inferno::nn::decoder::{Batch, LogitsOf};
+use inferno::nn::kv_cache::KvCache;
+use inferno::weights::quantised::Quantise;
+use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
+use safetensors::tensor::{Dtype, TensorView};
+use tempfile::TempDir;
+
+use crate::support::{devices, golden, values};
+
+const IDS: [u32; 7] = [3, 1, 4, 1, 5, 9, 2];
+
+/// The golden Llama 3 with matrices, its embedding among them, in another dtype, and a tensor more.
+fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, more: Option<&str>) -> TempDir {
+    let (dir, folder) = (golden("llama3"), TempDir::new().unwrap());
+    std::fs::copy(dir.join("config.json"), folder.path().join("config.json")).unwrap();
+    let checkpoint = Checkpoint::open(&dir).unwrap();
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
+    let tensors = checkpoint.tensors().map(|(name, info)| {
+        if info.shape.len() < 2 {
+            return (name.to_string(), info.dtype, info.shape.clone(), checkpoint.view(name).unwrap().bytes.to_vec());
+        }
+        let floats = values(&weights.float(name, &info.shape).unwrap());
+        (name.to_string(), dtype, info.shape.clone(), floats.into_iter().flat_map(&element).collect())
+    });
+    let one = more.map(|name| (name.to_string(), Dtype::F32, vec![1], 2f32.to_le_bytes().to_vec()));
+    let tensors: Vec<_> = tensors.chain(one).collect();
+    let views = tensors
+        .iter()
+        .map(|(name, dtype, shape, bytes)| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
+    safetensors::serialize_to_file(views, None, &folder.path().join("model.safetensors")).unwrap();
+    folder
+}
+
+fn logits(dir: &Path, quantise: Option<Quantise>, device: &Device, dtype: DType) -> anyhow::Result<Vec<f32>> {
+    let checkpoint = Checkpoint::open(dir)?;
+    let report = |_| ();
+    let loaded = Loaded::new(&report);
+    let weights = match quantise {
+        Some(quantise) => Weights::quantising(&checkpoint, device, dtype, &loaded, quantise),
+        None => Weights::new(&checkpoint, device, dtype, &loaded)?,
+    };
+    let decoder = models::read_config(dir)?.architecture.build(&weights, IDS.len())?;
+    assert_eq!(Inventory::of(&checkpoint, quantise).loaded_bytes(dtype), loaded.kept());
+    let mut cache = KvCache::new(decoder.cache_layers(), IDS.len(), IDS.len(), dtype, device)?;
+    let batch = Batch { ids: &IDS, tokens: &[IDS.len()], logits: LogitsOf::All };
+    Ok(values(&decoder.forward(&batch, &mut [&mut cache])?))
+}
+
+fn e4m3(value: f32) -> Vec<u8> {
+    vec![to_e4m3(value)]
+}
+
+/// transformers casts it to the dtype it is asked for, too. Every E4M3 number is one of bf16.
+#[test]
+fn e4m3_without_scales_is_a_float() {
+    let cast = rewritten(Dtype::F8_E4M3, e4m3, None);
+    let rounded = |value| from_e4m3(to_e4m3(value));
+    let same = rewritten(Dtype::BF16, |value| ((rounded(value).to_bits() >> 16) as u16).to_le_bytes().into(), None);
+    for (device, dtype) in devices() {
+        for quantise in [None, Some("int8".parse().unwrap())] {
+            let run = |dir: &TempDir| logits(dir.path(), quantise, &device, dtype).unwrap();
+            let (got, want) = (run(&cast), run(&same));
+            assert!(want.iter().all(|logit| logit.is_finite()) && want.iter().any(|logit| logit.abs() > 0.1));
+            assert_eq!(got, want, "{quantise:?} in {dtype:?}");
+        }
+    }
+    // And it is not what the file had before: something was cast.
+    let exact = logits(&golden("llama3"), None, &Device::Cpu, DType::F32).unwrap();
+    assert_ne!(logits(cast.path(), None, &Device::Cpu, DType::F32).unwrap(), exact);
+}
+
+#[test]
+fn what_needs_scales_is_refused_by_name() {
+    let query = "model.layers.0.self_attn.q_proj.weight";
+    let int8 = |value: f32| vec![(value * 100.0) as i8 as u8];
+    for (dtype, more, said) in [
+        (Dtype::I8, None, "whose numbers need scales"),
+        (Dtype::U8, None, "whose numbers need scales"),
+        (Dtype::F8_E5M2, None, "whose numbers need scales"),
+        (Dtype::F8_E4M3, Some("model.layers.0.self_attn.q_proj.weight_scale_inv"), "weight_scale_inv belongs to"),
+        (Dtype::F8_E4M3, Some("model.layers.0.self_attn.q_proj.scale_weight"), "scale_weight belongs to"),
+    ] {
+        let folder = match dtype {
+            Dtype::F8_E4M3 => rewritten(dtype, e4m3, more),
+            _ => rewritten(dtype, int8, more),
+        };
+        for quantise in [None, Some("int8".parse().unwrap())] {
+            let error = logits(folder.path(), quantise, &Device::Cpu, DType::F32).unwrap_err();
+            let text = format!("{error:#}");
+            // The embedding comes first, and only one layer has scales here.
+            let name = if more.is_some() { query } else { "model.embed_tokens.weight" };
+            assert!(text.contains(&format!("tensor {name} in {dtype}, ")) && text.contains(said), "{text}");
+            let kind = error.chain().find_map(|cause| cause.downcast_ref::<Error>()).expect(&text);
+            assert_eq!(kind.exit_code(), 7);
+        }
+    }
+    let folder = rewritten(Dtype::F8_E4M3, e4m3, Some("model.layers.0.self_attn.q_proj.weight_scale"));
+    let error = format!("{:#}", logits(folder.path(), None, &Device::Cpu, DType::F32).unwrap_err());
+    assert!(error.contains(&format!("tensor {query} has a scale, but quantization_config does not say")), "{error}");
+}
