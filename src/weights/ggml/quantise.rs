@@ -6,6 +6,13 @@ use half::f16;
 
 use super::{GgmlType, SUPER_BLOCK};
 
+/// To the nearest of the integers from one to another, halves to even: as `round_ties_even`, which is a call where processors
+/// older than SSE 4.1 must be served. From 2^23 on there is nothing between the integers.
+fn nearest(value: f32, from: f32, to: f32) -> f32 {
+    const INTEGERS: f32 = 12_582_912.0;
+    value.clamp(from, to) + INTEGERS - INTEGERS
+}
+
 /// Groups of less are nothing.
 const NOTHING: f32 = 1e-15;
 
@@ -38,7 +45,7 @@ impl TwoLevels {
         let largest = |of: fn(&(f32, f32)) -> f32| fits.iter().map(of).fold(0.0, f32::max);
         let (max_scale, max_min) = (largest(|fit| fit.0), largest(|fit| fit.1));
         let code = |value: f32, max: f32| match max > 0.0 {
-            true => (levels / max * value).round_ties_even().clamp(0.0, levels) as u8,
+            true => nearest(levels / max * value, 0.0, levels) as u8,
             false => 0,
         };
         let (d, dmin) = (f16::from_f32(max_scale / levels), f16::from_f32(max_min / levels));
@@ -52,7 +59,7 @@ impl TwoLevels {
                 continue;
             }
             for (code, x) in codes.iter_mut().zip(x) {
-                *code = ((x + min) / scale).round_ties_even().clamp(0.0, most) as u8;
+                *code = nearest((x + min) / scale, 0.0, most) as u8;
             }
         }
         Self { d, dmin, scales, mins, codes }
@@ -92,22 +99,25 @@ fn fit_affine(
     (first, steps): (f32, u8),
     cost: impl Fn(f32) -> f32,
 ) -> (f32, f32) {
+    let mut weights = [0.0; 32];
     let (mut min, mut max, mut sum_w, mut sum_x) = (x[0], x[0], 0.0, 0.0);
-    for &x in x {
+    for (&x, w) in x.iter().zip(&mut weights) {
         (min, max) = (if x < min { x } else { min }, if x > max { x } else { max });
-        let w = weight(x);
+        *w = weight(x);
+        let w = *w;
         sum_w += w;
         sum_x += w * x;
     }
     let min = if min > 0.0 { 0.0 } else { min };
-    let code = |inverse: f32, min: f32, x: f32| (inverse * (x - min)).round_ties_even().clamp(0.0, most);
+    let code = |inverse: f32, min: f32, x: f32| nearest(inverse * (x - min), 0.0, most);
     let inverse = most / (max - min);
     if max == min || !inverse.is_finite() {
         return (0.0, -min);
     }
     // Of codes that are made with one pair and read with another.
     let error = |inverse: f32, from: f32, (scale, min): (f32, f32)| {
-        x.iter().fold(0.0, |sum, &x| sum + weight(x) * cost(scale * code(inverse, from, x) + min - x))
+        let error = |(&x, w): (&f32, f32)| w * cost(scale * code(inverse, from, x) + min - x);
+        x.iter().zip(weights).map(error).fold(0.0, |sum, error| sum + error)
     };
     let mut best = (1.0 / inverse, min);
     let mut least = error(inverse, min, best);
@@ -116,8 +126,8 @@ fn fit_affine(
         let min = best.1;
         let inverse = (first + 0.1 * f32::from(step) + most) / (max - min);
         let (mut sum_l, mut sum_l2, mut sum_xl) = (0.0, 0.0, 0.0);
-        for &x in x {
-            let (l, w) = (code(inverse, min, x), weight(x));
+        for (&x, w) in x.iter().zip(weights) {
+            let l = code(inverse, min, x);
             sum_l += w * l;
             sum_l2 += w * l * l;
             sum_xl += w * l * x;
@@ -198,14 +208,14 @@ fn q3_k(x: &[f32], block: &mut [u8]) {
     let super_scale = if inverse.is_finite() { f16::from_f32(1.0 / inverse) } else { f16::ZERO };
     d.copy_from_slice(&super_scale.to_le_bytes());
     for (j, (x, codes)) in some.chunks_exact(16).zip(codes.chunks_exact_mut(16)).enumerate() {
-        let scale = (inverse * scales[j]).round_ties_even().clamp(-32.0, 31.0);
+        let scale = nearest(inverse * scales[j], -32.0, 31.0);
         let bits = (scale as i8 + 32) as u8;
         packed[j % 8] |= (bits & 15) << (4 * (j / 8));
         packed[8 + j % 4] |= bits >> 4 << (2 * (j / 4));
         let scale = super_scale.to_f32() * scale;
         if scale != 0.0 {
             for (code, x) in codes.iter_mut().zip(x) {
-                *code = ((x / scale).round_ties_even().clamp(-4.0, 3.0) + 4.0) as u8;
+                *code = (nearest(x / scale, -4.0, 3.0) + 4.0) as u8;
             }
         }
     }
@@ -231,12 +241,12 @@ fn q6_k(x: &[f32], block: &mut [u8]) {
     let super_scale = f16::from_f32(1.0 / inverse);
     block[208..210].copy_from_slice(&super_scale.to_le_bytes());
     for (j, (x, codes)) in x.chunks_exact(16).zip(codes.chunks_exact_mut(16)).enumerate() {
-        let scale = (inverse * scales[j]).round_ties_even().clamp(-128.0, 127.0);
+        let scale = nearest(inverse * scales[j], -128.0, 127.0);
         block[192 + j] = scale as i8 as u8;
         let scale = super_scale.to_f32() * scale;
         if scale != 0.0 {
             for (code, x) in codes.iter_mut().zip(x) {
-                *code = ((x / scale).round_ties_even().clamp(-32.0, 31.0) + 32.0) as u8;
+                *code = (nearest(x / scale, -32.0, 31.0) + 32.0) as u8;
             }
         }
     }
@@ -257,7 +267,7 @@ fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
     if max.abs() < NOTHING {
         return 0.0;
     }
-    let code = |inverse: f32, x: f32| (inverse * x).round_ties_even().clamp(-32.0, 31.0);
+    let code = |inverse: f32, x: f32| nearest(inverse * x, -32.0, 31.0);
     let sums = |inverse: f32| {
         x.iter().fold((0f32, 0f32), |(sum_lx, sum_l2), &x| {
             let (l, w) = (code(inverse, x), x * x);
@@ -286,7 +296,7 @@ fn fit_q3(x: &[f32], codes: &mut [u8]) -> f32 {
     if max.abs() < NOTHING {
         return 0.0;
     }
-    let code = |value: f32| value.round_ties_even().clamp(-4.0, 3.0);
+    let code = |value: f32| nearest(value, -4.0, 3.0);
     let (mut sum_lx, mut sum_l2) = (0f32, 0f32);
     let mut l = [0f32; 16];
     for (l, &x) in l.iter_mut().zip(x) {
