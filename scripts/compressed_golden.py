@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/compressed: a tiny Llama quantised to 8 bits in four ways, and what transformers computes from it.
+"""Makes tests/golden/compressed: a tiny Llama quantised to 8 bits in five ways, and what transformers computes from it.
 
     python scripts/compressed_golden.py [--out tests/golden/compressed]     # CPU, some minutes
 
@@ -8,6 +8,7 @@ as those of tests/golden/make.py, with the same golden.safetensors:
 
     int8           int8 weights, a scale a row; inputs int8, a scale a token. llm-compressor's W8A8.
     int8_weights   int8 weights, a scale a row; inputs as they are
+    int8_packed    the same, four weights in an int32. llm-compressor's W8A16.
     fp8            E4M3 weights, a scale a row; inputs E4M3, a scale a token; one v_proj is ignored by a pattern. FP8_DYNAMIC.
     fp8_static     E4M3 weights, a scale a matrix; inputs E4M3 by an input_scale that some exceed. FP8.
 
@@ -32,6 +33,7 @@ from types import SimpleNamespace
 
 import torch
 from compressed_tensors.compressors.naive_quantized import NaiveQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.utils import calculate_qparams
 from compressed_tensors.utils.match import match_named_modules
@@ -57,6 +59,7 @@ def cases():
     int8, fp8 = {"type": "int"}, {"type": "float"}
     yield "int8", "int-quantized", {"weights": channel | int8, "input_activations": token | int8}, ["lm_head"]
     yield "int8_weights", "naive-quantized", {"weights": channel | int8}, ["lm_head"]
+    yield "int8_packed", "pack-quantized", {"weights": channel | int8}, ["lm_head"]
     ignore = ["lm_head", "re:.*\\.1\\.self_attn\\.v_proj$"]
     yield "fp8", "float-quantized", {"weights": channel | fp8, "input_activations": token | fp8}, ignore
     yield "fp8_static", "float-quantized", {"weights": tensor | fp8, "input_activations": tensor | fp8}, ["lm_head"]
@@ -121,6 +124,16 @@ def quantise(name, format, group, ignore, config, weights):
         stored[layer + ".weight"], stored[layer + ".weight_scale"] = tensors["weight"], scale
     section = {**json.loads(settings.model_dump_json()), "version": version("compressed-tensors")}
     return {**section, "sparsity_config": {}, "transform_config": {}}, stored, layers
+
+
+def packed(stored, layers):
+    """The tensors of the file, where those of quantised layers are packed."""
+    tensors = dict(stored)
+    for layer in layers:
+        weight = tensors.pop(layer + ".weight")
+        tensors[layer + ".weight_packed"] = pack_to_int32(weight, 8)
+        tensors[layer + ".weight_shape"] = torch.tensor(weight.shape)
+    return tensors
 
 
 def load(folder, dtype=torch.float32):
@@ -192,6 +205,7 @@ def mistakes(name):
             "rounded towards zero": int8(127.5, codes=towards_zero),
         },
         "int8_weights": {"inputs as int8": int8(127.5)},
+        "int8_packed": {"inputs as int8": int8(127.5)},
         "fp8": {
             "inputs as they are": none,
             "largest magnitude / 240": fp8(240),
@@ -251,7 +265,7 @@ def choose_ids(name, stored, layers, model):
     for _ in range(SIZES.T):
         candidates = torch.randperm(SIZES.V, generator=g)
         candidates = candidates[~torch.isin(candidates, torch.tensor(ids[-12:], dtype=torch.long))]
-        if name == "int8_weights":
+        if name in ("int8_weights", "int8_packed"):
             ids.append(int(candidates[0]))
             continue
         batch = torch.cat([torch.tensor(ids, dtype=torch.long).expand(len(candidates), -1), candidates[:, None]], 1)
@@ -300,7 +314,8 @@ def make_case(out, name, format, group, ignore):
     if name == "fp8_static":
         find_input_scales(config, stored, layers)
     folder = out / name
-    make.write_checkpoint(folder, config, stored, ["model.safetensors"])
+    tensors = packed(stored, layers) if format == "pack-quantized" else stored
+    make.write_checkpoint(folder, config, tensors, ["model.safetensors"])
 
     # The golden values, from the files.
     model = load(folder)

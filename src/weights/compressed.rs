@@ -4,7 +4,8 @@
 //! Source: vllm-project/compressed-tensors 0.20, `quantization/quant_config.py`, `quantization/quant_args.py`,
 //! `quantization/lifecycle/apply.py` and `utils/match.py`. A layer of such a checkpoint has `weight` \[out, in\] in I8 or
 //! F8_E4M3, `weight_scale` \[out, 1\] or \[1\], and `input_scale` \[1\] if that is static. Older files may have scalars
-//! for \[1\].
+//! for \[1\]. Packed ones have `weight_packed` I32 \[out, in / 4\] for it, each with four codes more 128, the first in the
+//! lowest byte, and `weight_shape`.
 
 use std::collections::BTreeMap;
 
@@ -31,6 +32,8 @@ pub struct Scheme {
     pub format: Format,
     pub weight_scales: WeightScales,
     pub activations: Activations,
+    /// Whether four codes are in a word.
+    pub packed: bool,
 }
 
 /// What codes are. To make one, a number is divided by the scale, clamped, and rounded, halves to even.
@@ -234,14 +237,18 @@ impl Group {
                 None => Ok(None),
             };
         };
-        match self.format.as_deref().or(format) {
-            Some("int-quantized" | "float-quantized" | "naive-quantized") => {}
+        let packed = match self.format.as_deref().or(format) {
+            Some("int-quantized" | "float-quantized" | "naive-quantized") => false,
+            Some("pack-quantized") => true,
             Some(other) => return refuse(format!("format '{other}' of compressed-tensors")),
             None => return refuse("a quantization_config of compressed-tensors without format"),
-        }
+        };
         let place_of = |field| format!("{place}.{field}");
         let place = place_of("weights");
         let format = weights.format(&place)?;
+        if packed && format != Format::Int8 {
+            return refuse(format!("type 'float' of {place} in words"));
+        }
         let weight_scales = match (weights.strategy(), weights.is_dynamic(&place)?) {
             ("tensor", false) => WeightScales::PerTensor,
             ("channel", false) => WeightScales::PerChannel,
@@ -264,7 +271,7 @@ impl Group {
                 (other, _) => return refuse(format!("strategy '{other}' of {place}")),
             },
         };
-        Ok(Some(Scheme { format, weight_scales, activations }))
+        Ok(Some(Scheme { format, weight_scales, activations, packed }))
     }
 }
 
@@ -338,7 +345,7 @@ mod tests {
     }
 
     fn scheme(format: Format, weight_scales: WeightScales) -> Option<Scheme> {
-        Some(Scheme { format, weight_scales, activations: Activations::Unquantised })
+        Some(Scheme { format, weight_scales, activations: Activations::Unquantised, packed: false })
     }
 
     #[test]

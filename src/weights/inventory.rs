@@ -54,11 +54,12 @@ const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", 
 
 /// In names of what is in files and of no use: tables and masks that are computed, scales of inputs, of which the number alone
 /// is kept, and the half of a multimodal model that sees.
-const NEVER_LOADED: [&str; 6] = [
+const NEVER_LOADED: [&str; 7] = [
     "rotary_emb.inv_freq",
     ".attn.bias",
     ".attn.masked_bias",
     ".input_scale",
+    ".weight_shape",
     "vision_tower.",
     "multi_modal_projector.",
 ];
@@ -125,6 +126,11 @@ impl Inventory {
             }
             end = end.max(last);
             let dtype = dtype.to_lowercase();
+            // compressed-tensors' words of four codes.
+            let (name, dtype, elements) = match name.strip_suffix(".weight_packed") {
+                Some(module) if dtype == "i32" => (format!("{module}.weight"), "i8".into(), elements.saturating_mul(4)),
+                _ => (name, dtype, elements),
+            };
             let kept = match Kept::of_floats(&name, shape.len()) {
                 Kept::Floats if !is_float(&dtype) => Kept::Bytes(bytes),
                 kept => kept,

@@ -361,9 +361,12 @@ impl<'c> Weights<'c> {
                 if format == Format::Int8 { Rounding::Int8By(scale) } else { Rounding::Fp8By(scale) }
             }
         };
-        let bytes = view.bytes;
+        // Packed codes are counted from the lowest.
+        let (bytes, flip) = (view.bytes, if scheme.packed { 0x80 } else { 0 });
         let write = move |row: usize, [low, _, scales, _]: [&mut [u8]; 4]| {
-            low[..columns].copy_from_slice(&bytes[row * columns..][..columns]);
+            for (code, byte) in low.iter_mut().zip(&bytes[row * columns..][..columns]) {
+                *code = byte ^ flip;
+            }
             let scale = weight_scales.get(row).unwrap_or(&weight_scales[0]);
             scales.copy_from_slice(&scale.to_le_bytes());
             Ok(())

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail};
 use candle_core::DType;
 use memmap2::Mmap;
-use safetensors::SafeTensors;
+use safetensors::{Dtype, SafeTensors};
 use serde::Deserialize;
 
 use super::checkpoint::TensorInfo;
@@ -99,7 +99,37 @@ impl SafetensorsCheckpoint {
         if let Ok(json) = serde_json::from_slice(&text) {
             self.compressed = CompressedConfig::read(&json)?;
         }
+        self.unpack_names()?;
         Ok(self)
+    }
+
+    /// Words of four codes are seen as what they stand for, `weight` in I8. Bytes stay as they are.
+    fn unpack_names(&mut self) -> Result<()> {
+        let packed = |name: &String| {
+            let module = name.strip_suffix(".weight_packed")?.to_string();
+            self.scheme(&module)?.packed.then_some(module)
+        };
+        for module in self.tensors.keys().filter_map(packed).collect::<Vec<_>>() {
+            let name = format!("{module}.weight_packed");
+            let shape = self.view(&format!("{module}.weight_shape"))?;
+            let said: Vec<u64> = shape
+                .bytes
+                .chunks_exact(8)
+                .map(|size| u64::from_le_bytes(size.try_into().unwrap_or_default()))
+                .collect();
+            let Some(mut placed) = self.tensors.remove(&name) else { continue };
+            let &[rows, words] = placed.info.shape.as_slice() else { bail!("tensor {name} has no rows") };
+            let columns = words.saturating_mul(4);
+            if placed.info.dtype != Dtype::I32 || said != [rows as u64, columns as u64] {
+                bail!("tensor {name}: {:?} {:?} is not what packs {said:?}", placed.info.dtype, placed.info.shape);
+            }
+            placed.info = TensorInfo::new(Dtype::I8, vec![rows, columns], placed.info.bytes());
+            self.tensors.remove(&format!("{module}.weight_shape"));
+            if self.tensors.insert(format!("{module}.weight"), placed).is_some() {
+                bail!("tensor {module}.weight is there twice, packed and not");
+            }
+        }
+        Ok(())
     }
 
     /// How a linear layer is quantised, if it is.

@@ -18,7 +18,7 @@ const CASES: &[(&str, Scheme)] = &[
 ];
 
 const fn scheme(format: Format, weight_scales: WeightScales, activations: Activations) -> Scheme {
-    Scheme { format, weight_scales, activations }
+    Scheme { format, weight_scales, activations, packed: false }
 }
 
 fn fixtures() -> Option<PathBuf> {
@@ -167,8 +167,7 @@ fn what_cannot_be_computed_is_refused_by_name() {
     refused("/ignore", json!(["re:(?!lm_head)"]), "the pattern 're:(?!lm_head)' of quantization_config");
 
     refused(GROUP, json!(["Linear"]), "the preset config_groups.group_0");
-    let formats =
-        ["pack-quantized", "marlin-24", "nvfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"];
+    let formats = ["marlin-24", "nvfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"];
     for format in formats {
         let what = format!("format '{format}' of compressed-tensors");
         refused(&format!("{GROUP}/format"), json!(format), &what);

@@ -37,7 +37,13 @@ const CASES: &[&str] = &[
 ];
 /// In 8 bits, by compressed-tensors. Inputs are rounded to codes, so that the last bit of a sum may change one: what is
 /// computed in another order than transformers' agrees less.
-const COMPRESSED: &[&str] = &["compressed/int8", "compressed/int8_weights", "compressed/fp8", "compressed/fp8_static"];
+const COMPRESSED: &[&str] = &[
+    "compressed/int8",
+    "compressed/int8_weights",
+    "compressed/int8_packed",
+    "compressed/fp8",
+    "compressed/fp8_static",
+];
 const CONTEXT: usize = 160;
 
 struct Case {

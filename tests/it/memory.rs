@@ -32,7 +32,8 @@ const CASES: [&str; 18] = [
     "gpt2",
     "trained",
 ];
-const COMPRESSED: [&str; 4] = ["compressed/int8", "compressed/int8_weights", "compressed/fp8", "compressed/fp8_static"];
+const COMPRESSED: [&str; 5] =
+    ["compressed/int8", "compressed/int8_weights", "compressed/int8_packed", "compressed/fp8", "compressed/fp8_static"];
 /// Those with rows of 32, of 256 or else of 32, and of any length.
 const QUANTISED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
