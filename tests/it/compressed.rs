@@ -41,7 +41,7 @@ fn read(config: &Value) -> CompressedConfig {
 fn refusal(config: &Value) -> String {
     let error = CompressedConfig::read(config).expect_err("not refused");
     let error = error.downcast_ref::<Error>().unwrap_or_else(|| panic!("{error:#}"));
-    assert_eq!(error.exit_code(), 7);
+    assert_eq!(error.exit_code(), 9);
     error.to_string().lines().next().unwrap().to_string()
 }
 
