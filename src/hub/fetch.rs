@@ -402,7 +402,7 @@ impl Transfer<'_, '_> {
             }
             (job.names[0], job.bytes)
         };
-        let range = (self.at > 0 || self.part.end < bytes).then(|| self.at..self.part.end);
+        let range = (self.at > 0 || self.part.end < bytes).then_some(self.at..self.part.end);
         let answer = remote.get(commit, name, range.clone()).map_err(|error| broken(root(&error)))?;
         let (response, elsewhere) = (answer.response, answer.elsewhere);
         let status = response.status();

@@ -2,6 +2,7 @@
 //!
 //! Parts arrive in any order, so the length of `blobs/<etag>.parts` says nothing. `<etag>.parts.json` lists what has come
 //! and is on the disk for good: it is written after the data, so that neither a kill nor a power cut can make it lie.
+#![allow(clippy::single_range_in_vec_init, reason = "lists of ranges are what this is about, some of length one")]
 
 use std::fs::{self, File};
 use std::io::{ErrorKind, Write};

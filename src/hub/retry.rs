@@ -88,7 +88,7 @@ mod tests {
         let after = |value: &str| retry_after(&HeaderMap::from_iter([(header::RETRY_AFTER, value.parse().unwrap())]));
         assert_eq!(after("12"), Some(Duration::from_secs(12)));
         assert_eq!(after("Wed, 21 Oct 2015 07:28:00 GMT"), Some(Duration::ZERO));
-        assert!(after("Wed, 21 Oct 2215 07:28:00 GMT").is_some_and(|wait| wait > Duration::from_secs(1 << 30)));
+        assert!(after("Sat, 21 Oct 2215 07:28:00 GMT").is_some_and(|wait| wait > Duration::from_secs(1 << 30)));
         assert_eq!(after("soon"), None);
     }
 }
