@@ -139,7 +139,7 @@ fn a_server_that_stalls_is_left_after_the_time_that_was_set() {
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "0.3").output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains(&format!("{WEIGHTS}: timeout")), "{}", text(&output.stderr));
-    assert!(start.elapsed() < Duration::from_secs(20));
+    assert!(start.elapsed() < Duration::from_secs(15), "the fake hub itself hangs up after 20");
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "soon").output().unwrap();
     assert_fails(&output, 1, &["HF_HUB_DOWNLOAD_TIMEOUT"]);
 }
