@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::commands::{bench, doctor, download, list, perplexity, play, show, tokenize};
+use crate::commands::{bench, doctor, download, list, perplexity, play, prune, remove, show, tokenize, verify};
 use crate::error::Error;
 use crate::repl::style::printable;
 
@@ -15,7 +15,8 @@ With one:               inferno download openai/gpt-oss-20b
                         inferno play openai/gpt-oss-20b
 
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 access restricted, 5 offline or network,
-            6 disk full, 7 unsupported model, 8 out of memory, 9 context full, 10 no GPU, 130 interrupted";
+            6 verification failed, 7 no GPU, 8 out of memory, 9 unsupported model, 10 context full,
+            11 disk full, 130 interrupted";
 
 /// Runs open-weight language models on an NVIDIA GPU, in the terminal.
 #[derive(Parser)]
@@ -29,6 +30,9 @@ struct Cli {
 enum Command {
     Download(download::Args),
     List(list::Args),
+    Verify(verify::Args),
+    Remove(remove::Args),
+    Prune(prune::Args),
     Show(show::Args),
     Doctor(doctor::Args),
     Play(Box<play::Args>),
@@ -42,6 +46,9 @@ pub fn main() -> ExitCode {
     let run = match Cli::parse().command {
         Command::Download(args) => download::run(args),
         Command::List(args) => list::run(args),
+        Command::Verify(args) => verify::run(args),
+        Command::Remove(args) => remove::run(args),
+        Command::Prune(args) => prune::run(args),
         Command::Show(args) => show::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Play(args) => play::run(*args),

@@ -39,6 +39,9 @@ pub enum Error {
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
+    #[error("{what}\n  {hint}")]
+    Verification { what: String, hint: String },
+
     #[error("architecture '{found}' is not supported\n  supported: {supported}")]
     UnsupportedArchitecture { found: String, supported: String },
 
@@ -88,11 +91,12 @@ impl Error {
             Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
             Error::Gated { .. } => 4,
             Error::Offline { .. } | Error::Network { .. } => 5,
-            Error::DiskFull { .. } => 6,
-            Error::UnsupportedArchitecture { .. } | Error::UnsupportedQuantisation { .. } => 7,
+            Error::Verification { .. } => 6,
+            Error::NoGpu { .. } => 7,
             Error::OutOfMemory { .. } => 8,
-            Error::ContextFull { .. } => 9,
-            Error::NoGpu { .. } => 10,
+            Error::UnsupportedArchitecture { .. } | Error::UnsupportedQuantisation { .. } => 9,
+            Error::ContextFull { .. } => 10,
+            Error::DiskFull { .. } => 11,
         }
     }
 }

@@ -64,7 +64,9 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let deepest = depths.iter().copied().max().unwrap_or(0);
     args.load.make_room((deepest + longest).max(REQUEST) + SPARE)?;
 
-    let snapshot = Hub::from_env()?.find(&args.model, args.load.revision())?;
+    let hub = Hub::from_env()?;
+    let snapshot = hub.find(&args.model, args.load.revision())?;
+    hub.note_use(&snapshot);
     let engine = args.load.load(&snapshot)?;
     let gpu = GpuFacts::of(engine.device())?;
     let before = gpu.as_ref().and_then(GpuFacts::state);

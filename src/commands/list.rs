@@ -1,10 +1,12 @@
 //! `inferno list`
 
+use std::cmp::Reverse;
 use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
 use anyhow::Result;
+use jiff::Timestamp;
 use serde::Serialize;
 
 use crate::hub::{Hub, Snapshot, gguf};
@@ -15,13 +17,32 @@ use crate::weights::Checkpoint;
 /// Show the models on this machine
 #[derive(clap::Args)]
 pub struct Args {
+    /// By what: name, size and params from the largest down, used from the latest down
+    #[arg(long, default_value = "name", value_name = "COLUMN")]
+    sort: Sort,
     /// Print JSON
     #[arg(long)]
     json: bool,
 }
 
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Sort {
+    Name,
+    Size,
+    Params,
+    Used,
+}
+
 pub fn run(args: Args) -> Result<ExitCode> {
-    let models: Vec<Model> = super::playable(&Hub::from_env()?)?.iter().map(Model::read).collect();
+    let hub = Hub::from_env()?;
+    let mut models: Vec<Model> = super::playable(&hub)?.iter().map(|snapshot| Model::read(&hub, snapshot)).collect();
+    match args.sort {
+        // As they come, the demo last.
+        Sort::Name => {}
+        Sort::Size => models.sort_by_key(|model| Reverse(model.size_bytes)),
+        Sort::Params => models.sort_by_key(|model| Reverse(model.parameters)),
+        Sort::Used => models.sort_by_key(|model| Reverse(model.last_used)),
+    }
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&models)?)?;
@@ -44,11 +65,14 @@ pub struct Model {
     pub quantisation: Option<String>,
     pub parameters: Option<u64>,
     pub size_bytes: u64,
+    /// By inferno, whatever else may have read it.
+    #[serde(serialize_with = "as_text")]
+    pub last_used: Option<Timestamp>,
     pub path: String,
 }
 
 impl Model {
-    pub fn read(snapshot: &Snapshot) -> Self {
+    pub fn read(hub: &Hub, snapshot: &Snapshot) -> Self {
         let config = models::read_config(&snapshot.path);
         let checkpoint = Checkpoint::open(&snapshot.path).ok();
         let dtype = checkpoint.as_ref().and_then(Checkpoint::main_dtype);
@@ -61,9 +85,14 @@ impl Model {
             quantisation,
             parameters: checkpoint.map(|checkpoint| checkpoint.parameters()),
             size_bytes: folder_bytes(&snapshot.path),
+            last_used: hub.last_used(snapshot).and_then(|time| Timestamp::try_from(time).ok()),
             path: snapshot.path.display().to_string(),
         }
     }
+}
+
+fn as_text<S: serde::Serializer>(time: &Option<Timestamp>, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    time.map(|time| time.to_string()).serialize(serializer)
 }
 
 fn folder_bytes(path: &Path) -> u64 {
@@ -77,7 +106,7 @@ fn folder_bytes(path: &Path) -> u64 {
 
 /// The models as a table, numbered from 1.
 pub fn table(models: &[Model]) -> String {
-    let header = ["", "NAME", "REVISION", "FAMILY", "QUANT", "PARAMS", "SIZE", "PATH"].map(String::from);
+    let header = ["", "NAME", "REVISION", "FAMILY", "QUANT", "PARAMS", "SIZE", "USED", "PATH"].map(String::from);
     let mut rows = vec![header];
     for (index, model) in models.iter().enumerate() {
         let family = model.family.clone().unwrap_or_else(|| "?".into());
@@ -89,18 +118,30 @@ pub fn table(models: &[Model]) -> String {
             model.quantisation.clone().unwrap_or_else(|| "-".into()),
             model.parameters.map_or("-".into(), count),
             size(model.size_bytes),
+            model.last_used.map_or("-".into(), ago),
             home_relative(&model.path),
         ]);
     }
     let columns = rows[0].len();
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
-    let line = |row: &[String; 8]| {
+    let line = |row: &[String; 9]| {
         let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
         // Family and quantisation come from a downloaded file.
         format!("{}\n", printable(cells.join("  ").trim_end()))
     };
     rows.iter().map(line).collect()
+}
+
+/// now, 5 min ago, 3 h ago, 12 days ago
+fn ago(time: Timestamp) -> String {
+    match Timestamp::now().duration_since(time).as_secs() {
+        ..60 => "now".to_string(),
+        seconds @ 60..3600 => format!("{} min ago", seconds / 60),
+        seconds @ 3600..86400 => format!("{} h ago", seconds / 3600),
+        seconds @ 86400..172_800 => format!("{} day ago", seconds / 86400),
+        seconds => format!("{} days ago", seconds / 86400),
+    }
 }
 
 /// 20.9B, 137M, 5.1M

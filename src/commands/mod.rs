@@ -7,8 +7,12 @@ pub mod download;
 pub mod list;
 pub mod perplexity;
 pub mod play;
+mod progress;
+pub mod prune;
+pub mod remove;
 pub mod show;
 pub mod tokenize;
+pub mod verify;
 
 use std::io::IsTerminal;
 

@@ -48,7 +48,9 @@ struct Change {
 pub fn run(args: Args) -> Result<ExitCode> {
     let text = std::fs::read(&args.file).with_context(|| format!("cannot read {}", args.file.display()))?;
     let text = String::from_utf8(text).with_context(|| format!("{} is not UTF-8", args.file.display()))?;
-    let snapshot = Hub::from_env()?.find(&args.model, args.load.revision())?;
+    let hub = Hub::from_env()?;
+    let snapshot = hub.find(&args.model, args.load.revision())?;
+    hub.note_use(&snapshot);
     let before = args.kl.then(|| unquantised(&args.load, &snapshot, &text)).transpose()?;
     let mut engine = args.load.load(&snapshot)?;
     let ids = engine.tokenizer().encode(&text, Controls::Default)?;

@@ -8,11 +8,12 @@ use std::sync::atomic::AtomicBool;
 use anyhow::{Context, Result};
 
 use super::list::{self, Model};
+use super::progress::{Listener, Show};
 use super::{LoadArgs, SamplingArgs, note, playable, today};
 use crate::chat::{Channel, Message, ReasoningEffort, RenderOptions};
 use crate::engine::{Engine, FinishReason, GenerateOptions, SamplingParams, Summary};
 use crate::error::Error;
-use crate::hub::{Hub, Snapshot};
+use crate::hub::{Hub, Snapshot, is_repository, to_download};
 use crate::repl::{self, Reasoning, Session, style};
 
 /// Chat with a model, or get one answer with --prompt
@@ -60,7 +61,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
     let hub = Hub::from_env()?;
     let snapshot = match &args.model {
-        Some(model) => hub.find(model, args.load.revision())?,
+        Some(model) => find_or_fetch(&hub, model, args.load.revision())?,
         None if prompt.is_none() => match choose(&hub)? {
             Some(snapshot) => snapshot,
             None => return Ok(ExitCode::SUCCESS),
@@ -69,6 +70,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             return Err(usage("name a model: inferno play MODEL --prompt TEXT (`inferno list` shows what is here)"));
         }
     };
+    hub.note_use(&snapshot);
     let engine = args.load.load(&snapshot)?;
     introduce(&snapshot, &engine);
 
@@ -121,11 +123,38 @@ fn usage(problem: impl Into<String>) -> anyhow::Error {
     Error::Usage(problem.into()).into()
 }
 
+/// Finds a model. One that is not here is fetched if there is somebody to say yes to that.
+fn find_or_fetch(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Snapshot> {
+    let missing = match hub.find(model, revision) {
+        Err(error) if matches!(error.downcast_ref(), Some(Error::ModelNotFound { .. })) => error,
+        found => return found,
+    };
+    // A part of a name does not say whose model it is.
+    let can_fetch = model.contains('/') && is_repository(model) && !hub.settings().offline;
+    let somebody = std::io::stdin().is_terminal() && std::io::stderr().is_terminal();
+    if !can_fetch || !somebody {
+        return Err(missing);
+    }
+    let (name, revision, pick) = to_download(model, revision)?;
+    let bytes = hub.download_bytes(&name, revision.as_deref(), &pick)?;
+    eprint!("{model} is not here; download {}? [Y/n] ", list::size(bytes));
+    let mut line = String::new();
+    std::io::stdin().read_line(&mut line)?;
+    if !line.ends_with('\n') || !matches!(line.trim().to_lowercase().as_str(), "" | "y" | "yes") {
+        return Err(missing);
+    }
+    let show = Show::new(Listener::new(false), "fetched");
+    let fetched = hub.download(&name, revision.as_deref(), &pick, &show);
+    show.finish();
+    fetched?;
+    hub.find(model, revision.as_deref())
+}
+
 /// Lists what is on disk and asks which.
 fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
     let snapshots = playable(hub)?;
     anyhow::ensure!(!snapshots.is_empty(), "there is no model here; fetch one: inferno download openai/gpt-oss-20b");
-    let models: Vec<Model> = snapshots.iter().map(Model::read).collect();
+    let models: Vec<Model> = snapshots.iter().map(|snapshot| Model::read(hub, snapshot)).collect();
     eprint!("{}", list::table(&models));
     loop {
         eprint!("which? [1-{}] ", models.len());

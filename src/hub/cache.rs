@@ -5,13 +5,16 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::ErrorKind;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use anyhow::{Context, Result, bail};
 
+use super::disk::{sync_dir, write_error};
+use super::lock::{self, Lock};
+use super::partial::with_ending;
 use super::{gguf, names};
 
 /// The file that names the shards of a large checkpoint.
@@ -44,7 +47,9 @@ impl Cache {
             let name = entry.file_name().to_str()?.strip_prefix("models--")?.replace("--", "/");
             names::is_repo(&name).then_some(name)
         };
-        entries(&self.root).filter_map(name).collect()
+        let mut names: Vec<String> = entries(&self.root).filter_map(name).collect();
+        names.sort();
+        names
     }
 }
 
@@ -54,6 +59,22 @@ pub(super) struct RepoDir {
 }
 
 impl RepoDir {
+    /// Held by whoever changes this folder. Beside it, where Python's tools have their locks.
+    pub fn lock(&self, waiting: impl FnOnce()) -> Result<Lock> {
+        lock::hold(&self.lock_path(), waiting)
+    }
+
+    /// The same, unless somebody has it.
+    pub fn try_lock(&self) -> Result<Option<Lock>> {
+        lock::try_hold(&self.lock_path())
+    }
+
+    fn lock_path(&self) -> PathBuf {
+        let name = self.path.file_name().unwrap_or_default();
+        let cache = self.path.parent().unwrap_or(&self.path);
+        with_ending(&cache.join(".locks").join(name), ".lock")
+    }
+
     pub fn snapshot(&self, commit: &str) -> PathBuf {
         self.path.join("snapshots").join(commit)
     }
@@ -90,18 +111,28 @@ impl RepoDir {
 
     /// The commits that refs point to.
     pub fn referenced(&self) -> BTreeSet<String> {
-        fn walk(dir: &Path, commits: &mut BTreeSet<String>) {
-            for entry in entries(dir) {
-                if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-                    walk(&entry.path(), commits);
-                } else if let Ok(commit) = fs::read_to_string(entry.path()) {
-                    commits.extend(Some(commit.trim().to_string()).filter(|commit| names::is_commit(commit)));
-                }
-            }
-        }
-        let mut commits = BTreeSet::new();
-        walk(&self.path.join("refs"), &mut commits);
-        commits
+        self.refs().into_iter().map(|(_, commit)| commit).collect()
+    }
+
+    /// Each ref's file and the commit that it points to.
+    pub fn refs(&self) -> Vec<(PathBuf, String)> {
+        let commit = |path: PathBuf| {
+            let commit = fs::read_to_string(&path).ok()?.trim().to_string();
+            names::is_commit(&commit).then_some((path, commit))
+        };
+        files_below(&self.path.join("refs")).into_iter().filter_map(commit).collect()
+    }
+
+    /// The files of a snapshot: the name of each, its path, and the etag of its blob where it is a link to one.
+    pub fn linked(&self, commit: &str) -> Vec<(String, PathBuf, Option<String>)> {
+        let dir = self.snapshot(commit);
+        let file = |path: PathBuf| {
+            let name = path.strip_prefix(&dir).ok()?.to_str()?.replace(std::path::MAIN_SEPARATOR, "/");
+            let target = fs::read_link(&path).ok();
+            let etag = target.and_then(|target| Some(target.file_name()?.to_str()?.to_string()));
+            Some((name, path, etag))
+        };
+        files_below(&dir).into_iter().filter_map(file).collect()
     }
 
     /// Makes a blob appear as `name` in a snapshot.
@@ -114,18 +145,12 @@ impl RepoDir {
         if fs::read_link(&pointer).is_ok_and(|present| present == target) {
             return Ok(());
         }
-        match fs::remove_file(&pointer) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                return Err(error).with_context(|| format!("cannot replace {}", pointer.display()));
-            }
-            _ => {}
-        }
-        match symlink(&target, &pointer) {
-            // Another process made the same link just now.
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(()),
+        // Made aside and renamed, so that at no time nothing or a half is there.
+        let temporary = aside(&pointer);
+        match symlink(&target, &temporary) {
             // A file system without symbolic links: the snapshot gets the file itself, as in Python.
             Err(_) => fs::rename(&blob, &pointer),
-            Ok(()) => Ok(()),
+            Ok(()) => fs::rename(&temporary, &pointer),
         }
         .with_context(|| format!("cannot create {}", pointer.display()))
     }
@@ -137,10 +162,18 @@ impl RepoDir {
         }
         let path = self.path.join("refs").join(revision);
         create_dir(path.parent().unwrap_or(&path))?;
+        // What it leads to is on the disk before it is.
+        [self.path.join("blobs"), self.snapshot(commit), self.path.join("snapshots")]
+            .iter()
+            .for_each(|dir| sync_dir(dir));
         let temporary = aside(&path);
-        fs::write(&temporary, commit)
-            .and_then(|()| fs::rename(&temporary, &path))
-            .with_context(|| format!("cannot write {}", path.display()))
+        let write = || -> std::io::Result<()> {
+            let mut file = fs::File::create(&temporary)?;
+            file.write_all(commit.as_bytes())?;
+            file.sync_data()?;
+            fs::rename(&temporary, &path)
+        };
+        write().map_err(|error| write_error(error, &path, 0))
     }
 }
 
@@ -148,32 +181,42 @@ impl RepoDir {
 pub(super) fn aside(path: &Path) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let mut name = path.as_os_str().to_os_string();
-    name.push(format!(".{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
+    name.push(format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
     name.into()
+}
+
+/// Whether a name was made by [`aside`], by a process that did not live to rename it.
+pub(super) fn is_aside(name: &str) -> bool {
+    let numbers = name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.')?.1.split_once('-'));
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    numbers.is_some_and(|(process, count)| is_number(process) && is_number(count))
 }
 
 /// The first thing that a snapshot folder lacks, or nothing if it is whole.
 pub(super) fn missing(dir: &Path, need: Need) -> Option<String> {
+    lacking(dir, need).into_iter().next()
+}
+
+/// Everything that a snapshot folder lacks, as far as that can be told.
+pub(super) fn lacking(dir: &Path, need: Need) -> Vec<String> {
     let absent = |name: &str| !dir.join(name).is_file();
     // A GGUF file is a model without any other.
     let files = if gguf::has_safetensors(dir) { Vec::new() } else { gguf::in_directory(dir) };
-    if let Some(first) = files.first() {
+    if !files.is_empty() {
         let whole = files.iter().any(|file| file.missing.is_none());
-        return if whole { None } else { first.missing.clone() };
+        return if whole { Vec::new() } else { files.into_iter().filter_map(|file| file.missing).collect() };
     }
-    if let Some(name) = ["config.json", "tokenizer.json"].into_iter().find(|name| absent(name)) {
-        return Some(name.to_string());
-    }
-    if need == Need::Text || !absent(SINGLE) {
-        return None;
-    }
-    if absent(INDEX) {
-        return Some(SINGLE.to_string());
-    }
-    match fs::read(dir.join(INDEX)).map_err(Into::into).and_then(|index| shards(&index)) {
-        Ok(shards) => shards.into_iter().find(|name| absent(name)),
-        Err(_) => Some(format!("a readable {INDEX}")),
-    }
+    let text = ["config.json", "tokenizer.json"].into_iter().filter(|name| absent(name)).map(str::to_string);
+    let weights = match need {
+        Need::Text => Vec::new(),
+        Need::Weights if !absent(SINGLE) => Vec::new(),
+        Need::Weights if absent(INDEX) => vec![SINGLE.to_string()],
+        Need::Weights => match fs::read(dir.join(INDEX)).map_err(Into::into).and_then(|index| shards(&index)) {
+            Ok(shards) => shards.into_iter().filter(|name| absent(name)).collect(),
+            Err(_) => vec![format!("a readable {INDEX}")],
+        },
+    };
+    text.chain(weights).collect()
 }
 
 /// The shard files that an index names, in order. Refuses a name that leaves the snapshot.
@@ -198,8 +241,22 @@ pub(super) fn create_dir(dir: &Path) -> Result<()> {
         .with_context(|| format!("cannot create {}\n  INFERNO_CACHE sets another place for models", dir.display()))
 }
 
+/// Every file below a directory, sorted; links count as files.
+pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in entries(dir) {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            files.extend(files_below(&entry.path()));
+        } else {
+            files.push(entry.path());
+        }
+    }
+    files.sort();
+    files
+}
+
 /// A directory's entries; none if it cannot be read, since a cache that is not there is an empty one.
-fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
+pub(super) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
     fs::read_dir(dir).into_iter().flatten().flatten()
 }
 

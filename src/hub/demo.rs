@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result};
 
-use super::{Snapshot, Source};
+use super::{Checked, Snapshot, Source, State};
 
 /// The name it goes by.
 pub const NAME: &str = "demo";
@@ -58,6 +58,39 @@ pub fn materialise(cache: &Path) -> Result<Snapshot> {
         write().with_context(|| format!("cannot write the demo model to {}", path.display()))?;
     }
     Ok(Snapshot { name: NAME.to_string(), revision: Some(revision), path, source: Source::BuiltIn })
+}
+
+/// Compares the files of the demo with those in the binary; none where they were never written.
+pub(super) fn check(cache: &Path) -> Result<Option<Checked>> {
+    let revision = revision();
+    let path = cache.join(NAME).join(&revision);
+    if !path.exists() {
+        return Ok(None);
+    }
+    let state = |name: &str, bytes: &[u8]| match fs::read(path.join(name)) {
+        Ok(found) if found == bytes => State::Good,
+        Ok(_) => State::Bad,
+        Err(_) => State::Missing,
+    };
+    let files = FILES.iter().map(|(name, bytes)| (name.to_string(), state(name, bytes))).collect();
+    Ok(Some(Checked { name: NAME.to_string(), revision, source: Source::BuiltIn, files }))
+}
+
+/// Writes them again.
+pub(super) fn renew(cache: &Path) -> Result<()> {
+    remove(cache)?;
+    materialise(cache).map(drop)
+}
+
+/// Takes them away, those of other versions too, and returns the bytes that were freed.
+pub(super) fn remove(cache: &Path) -> Result<u64> {
+    let dir = cache.join(NAME);
+    let bytes =
+        super::cache::files_below(&dir).iter().filter_map(|path| fs::metadata(path).ok()).map(|m| m.len()).sum();
+    if dir.exists() {
+        fs::remove_dir_all(&dir).with_context(|| format!("cannot delete {}", dir.display()))?;
+    }
+    Ok(bytes)
 }
 
 /// A hash of the files (FNV-1a, 64 bits), in place of a commit.

@@ -1,24 +1,28 @@
-//! One file from the hub into the cache.
+//! Files from the hub into the cache, several at once and in parts.
 //!
-//! A file grows as `blobs/<etag>.incomplete` and takes its name when it is whole, so an interrupted download goes on
-//! where it stopped, and what has its name is whole. Verification by hash and parallel parts belong here.
+//! What has come of a file is a [`Partial`]; it takes the blob's name when it is whole and its hash is right. So an
+//! interrupted download goes on where it stopped, and what has its name is whole.
 
-use std::fs::{self, File, OpenOptions};
+use std::collections::VecDeque;
+use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
-use ureq::http::{Response, StatusCode, header};
-use ureq::{Body, http::HeaderMap};
+use anyhow::{Result, bail};
+use ureq::http::{HeaderMap, Response, StatusCode, header};
+use ureq::{Body, BodyReader};
 
-use super::cache::{RepoDir, create_dir};
+use super::cache::RepoDir;
+use super::disk::write_error;
+use super::partial::Partial;
 use super::remote::Remote;
+use super::retry::{Retry, is_passing, retry_after};
 use super::select::RemoteFile;
+use super::{Progress, hash};
 use crate::Error;
-
-/// Failures in a row, without a byte gained, before a file is given up.
-const MAX_FAILURES: u32 = 4;
 
 /// A file whose size and hash are known, ready to fetch.
 pub(super) struct Wanted {
@@ -42,211 +46,532 @@ impl Wanted {
 
     /// How many of its bytes are in the cache.
     pub fn present_bytes(&self, repo: &RepoDir) -> u64 {
-        let length = |path: PathBuf| fs::metadata(path).map_or(0, |data| data.len());
-        let blob = length(repo.blob(&self.etag));
-        if blob == self.bytes { blob } else { length(incomplete(&repo.blob(&self.etag))).min(self.bytes) }
+        let blob = repo.blob(&self.etag);
+        if whole(&blob, self.bytes) { self.bytes } else { Partial::find(&blob, self.bytes).done_bytes() }
     }
 }
 
-/// Brings a file into the blobs of `repo`, going on from what an earlier attempt left. `progress` hears how many bytes
-/// are there.
+/// Brings files into the blobs of `repo` and links each into the snapshot as soon as it is whole. The first failure ends
+/// it all; what has come by then is kept.
 pub(super) fn fetch(
     remote: &Remote,
     commit: &str,
     repo: &RepoDir,
-    file: &Wanted,
-    progress: &mut dyn FnMut(u64),
+    files: &[Wanted],
+    progress: &dyn Progress,
 ) -> Result<()> {
-    let blob = repo.blob(&file.etag);
-    if whole(&blob, file.bytes) {
-        progress(file.bytes);
-        return Ok(());
+    let mut jobs: Vec<Job> = Vec::new();
+    for file in files {
+        // Several names may stand for the same contents.
+        match jobs.iter_mut().find(|job| job.etag == file.etag) {
+            Some(job) => job.names.push(&file.name),
+            None => jobs.push(Job::new(repo, file)),
+        }
     }
-    create_dir(blob.parent().unwrap_or(&blob))?;
-    let path = incomplete(&blob);
-    let output = OpenOptions::new().append(true).create(true).open(&path);
-    let mut output = output.with_context(|| format!("cannot write {}", path.display()))?;
-    let _lock = lock(&output);
-    // Another process may have finished it while this one waited for the lock.
-    if whole(&blob, file.bytes) {
-        progress(file.bytes);
-        return Ok(());
+    for job in &jobs {
+        job.tell(progress);
     }
+    let board = Mutex::new(Board { jobs, failure: None });
+    let fetch = Fetch { remote, commit, repo, progress, board, changed: Condvar::new() };
+    std::thread::scope(|scope| {
+        for _ in 0..remote.limits().connections.clamp(1, 64) {
+            scope.spawn(|| fetch.work());
+        }
+    });
+    let board = fetch.board.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+    for job in board.jobs.iter().filter(|job| job.phase == Phase::Fetching) {
+        // On a full disk the note of a second ago must do.
+        let _ = job.partial.save();
+    }
+    match board.failure {
+        Some(error) => Err(error),
+        None => Ok(()),
+    }
+}
 
-    // Attempts since the file last grew past all earlier ones: a server that cannot resume may break anywhere.
-    let (mut failures, mut most) = (0, 0);
-    loop {
-        let start = output.seek(SeekFrom::End(0)).with_context(|| format!("cannot read {}", path.display()))?;
-        if start == file.bytes {
-            break;
-        }
-        match transfer(remote, commit, file, &mut output, &path, start, progress) {
-            Ok(()) => {}
-            Err(Stop::Final(error)) => return Err(error),
-            Err(Stop::Broken(cause)) => {
-                let done = output.metadata().map_or(start, |data| data.len());
-                failures = if done > most.max(start) { 1 } else { failures + 1 };
-                most = most.max(done);
-                if failures > MAX_FAILURES {
-                    let cause = format!(
-                        "{} stopped at {done} of {} bytes: {cause} (what is here is kept; the same command goes on)",
-                        file.name, file.bytes
-                    );
-                    return Err(remote.unreachable(cause));
-                }
-                std::thread::sleep(Duration::from_millis(200 << failures));
-            }
-        }
-    }
-    // On disk before it has its name: a power cut must not leave a whole-looking file of zeros.
-    output.sync_data().map_err(|error| write_error(error, &path, 0))?;
-    fs::rename(&path, &blob).with_context(|| format!("cannot rename {}", path.display()))?;
-    progress(file.bytes);
-    Ok(())
+/// A download under way, as its threads see it.
+struct Fetch<'a> {
+    remote: &'a Remote<'a>,
+    commit: &'a str,
+    repo: &'a RepoDir,
+    progress: &'a dyn Progress,
+    board: Mutex<Board<'a>>,
+    /// There may be work again, or none any more.
+    changed: Condvar,
+}
+
+struct Board<'a> {
+    jobs: Vec<Job<'a>>,
+    failure: Option<anyhow::Error>,
+}
+
+/// One blob to be fetched.
+struct Job<'a> {
+    etag: &'a str,
+    bytes: u64,
+    names: Vec<&'a str>,
+    partial: Partial,
+    phase: Phase,
+    /// Parts that nobody fetches yet.
+    parts: VecDeque<Range<u64>>,
+    /// Parts that somebody fetches.
+    in_flight: usize,
+    /// Grows when all that was fetched is void; whoever fetches for an earlier one stops.
+    generation: u32,
+    /// The server sends files from their beginning only.
+    in_one: bool,
+    /// It was whole and had the wrong hash.
+    was_bad: bool,
+    last_save: Instant,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    New,
+    Fetching,
+    Verifying,
+    Done,
+}
+
+/// What a thread does next.
+enum Task {
+    Part { job: usize, part: Range<u64>, generation: u32 },
+    Verify { job: usize },
 }
 
 /// Why a transfer ended early.
 enum Stop {
-    /// The connection; the next attempt may fare better.
-    Broken(String),
+    /// The connection; the next attempt may fare better, after so long.
+    Broken(String, Option<Duration>),
     /// Anything that another attempt would only repeat.
     Final(anyhow::Error),
+    /// Nobody needs it any more.
+    Void,
 }
 
-/// One request: appends to `output` until the file is whole.
-fn transfer(
-    remote: &Remote,
-    commit: &str,
-    file: &Wanted,
-    output: &mut File,
-    path: &Path,
-    mut start: u64,
-    progress: &mut dyn FnMut(u64),
-) -> Result<(), Stop> {
-    let cut = |output: &mut File| output.set_len(0).map_err(|error| Stop::Final(write_error(error, path, 0)));
-    if start > file.bytes {
-        // Left by something else under this name.
-        cut(output)?;
-        start = 0;
-    }
-    let response = remote.get(commit, &file.name, start).map_err(|error| Stop::Broken(root(&error)))?;
-    match response.status() {
-        StatusCode::PARTIAL_CONTENT if range_start(response.headers()) == Some(start) => {}
-        StatusCode::OK => {
-            // The server does not do ranges and sends the file from its beginning.
-            if start > 0 {
-                cut(output)?;
-            }
-            start = 0;
+impl<'a> Job<'a> {
+    fn new(repo: &RepoDir, file: &'a Wanted) -> Self {
+        let blob = repo.blob(&file.etag);
+        Self {
+            etag: &file.etag,
+            bytes: file.bytes,
+            names: vec![&file.name],
+            partial: Partial::find(&blob, file.bytes),
+            phase: if whole(&blob, file.bytes) { Phase::Verifying } else { Phase::New },
+            parts: VecDeque::new(),
+            in_flight: 0,
+            generation: 0,
+            in_one: false,
+            was_bad: false,
+            last_save: Instant::now(),
         }
-        StatusCode::PARTIAL_CONTENT | StatusCode::RANGE_NOT_SATISFIABLE => {
-            cut(output)?;
-            return Err(Stop::Broken("the server sent another part than the one asked for".to_string()));
-        }
-        status if status.is_server_error() => return Err(Stop::Broken(format!("HTTP {status}"))),
-        _ => return Err(Stop::Final(remote.refusal(response, Some(&file.name)))),
     }
-    progress(start);
-    copy(response, file, output, path, start, progress)
-}
 
-/// Appends a body to `output`, and not a byte more than the file has.
-fn copy(
-    response: Response<Body>,
-    file: &Wanted,
-    output: &mut File,
-    path: &Path,
-    start: u64,
-    progress: &mut dyn FnMut(u64),
-) -> Result<(), Stop> {
-    let mut body = response.into_body().into_reader();
-    let mut buffer = vec![0; 256 << 10];
-    let mut done = start;
-    loop {
-        let count = match body.read(&mut buffer) {
-            Ok(0) => break,
-            Ok(count) => count,
-            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-            Err(error) => return Err(Stop::Broken(error.to_string())),
+    fn tell(&self, progress: &dyn Progress) {
+        let done_bytes = match self.phase {
+            Phase::Done => self.bytes,
+            // Equal to the size would mean that it is finished.
+            _ => self.partial.done_bytes().min(self.bytes.saturating_sub(1)),
         };
-        let count_bytes = count as u64;
-        if count_bytes > file.bytes - done {
-            let _ = output.set_len(0);
-            let error = anyhow::anyhow!("the hub sent more of {} than its {} bytes; refused", file.name, file.bytes);
-            return Err(Stop::Final(error));
+        self.names.iter().for_each(|name| progress.file(name, done_bytes));
+    }
+
+    /// Cuts what is missing into parts.
+    fn cut(&mut self, part_bytes: u64) {
+        self.parts.clear();
+        for gap in self.partial.gaps() {
+            let mut start = gap.start;
+            while start < gap.end {
+                let end = if self.in_one { gap.end } else { start.saturating_add(part_bytes.max(1)).min(gap.end) };
+                self.parts.push_back(start..end);
+                start = end;
+            }
         }
-        let written = output.write_all(&buffer[..count]);
-        written.map_err(|error| Stop::Final(write_error(error, path, file.bytes - done)))?;
-        done += count_bytes;
-        progress(done);
     }
-    if done < file.bytes {
-        return Err(Stop::Broken("the connection was closed".to_string()));
+
+    /// All that was fetched is void: from the beginning.
+    fn start_anew(&mut self) -> Result<()> {
+        self.generation += 1;
+        self.partial.clear();
+        self.parts.clear();
+        self.partial.delete()
     }
-    Ok(())
 }
 
-/// Fails early if the disk cannot take `needed_bytes` more.
-pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
-    // Where the folder cannot even be made, that is what is wrong.
-    create_dir(dir)?;
-    match free_bytes(dir) {
-        Some(free_bytes) if free_bytes < needed_bytes => {
-            Err(Error::DiskFull { path: dir.to_path_buf(), needed_bytes, free_bytes }.into())
+impl<'a> Fetch<'a> {
+    /// One thread: parts, until there are no more.
+    fn work(&self) {
+        while let Some(task) = self.next() {
+            let result = match task {
+                Task::Part { job, part, generation } => self.part(job, part, generation),
+                Task::Verify { job } => self.verify(job),
+            };
+            if let Err(error) = result {
+                self.board().failure.get_or_insert(error);
+            }
+            self.changed.notify_all();
         }
-        _ => Ok(()),
+    }
+
+    fn board(&self) -> MutexGuard<'_, Board<'a>> {
+        self.board.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// The first thing that nobody does yet, in the order of the files; waits while there may be one later. None at the
+    /// end.
+    fn next(&self) -> Option<Task> {
+        let mut board = self.board();
+        loop {
+            if board.failure.is_some() {
+                return None;
+            }
+            let mut busy = false;
+            for (index, job) in board.jobs.iter_mut().enumerate() {
+                match job.phase {
+                    Phase::Done => continue,
+                    Phase::Verifying if job.in_flight > 0 => {
+                        busy = true;
+                        continue;
+                    }
+                    Phase::Verifying => {
+                        job.in_flight += 1;
+                        return Some(Task::Verify { job: index });
+                    }
+                    Phase::New => {
+                        job.phase = Phase::Fetching;
+                        if let Err(error) = job.partial.create(&self.repo.blob(job.etag)) {
+                            board.failure = Some(error);
+                            return None;
+                        }
+                    }
+                    Phase::Fetching => {}
+                }
+                if job.parts.is_empty() && job.in_flight == 0 {
+                    job.cut(self.remote.limits().part_bytes);
+                }
+                if let Some(part) = job.parts.pop_front() {
+                    job.in_flight += 1;
+                    return Some(Task::Part { job: index, part, generation: job.generation });
+                }
+                if job.in_flight == 0 {
+                    job.phase = Phase::Verifying;
+                    job.in_flight += 1;
+                    return Some(Task::Verify { job: index });
+                }
+                busy = true;
+            }
+            if !busy {
+                return None;
+            }
+            board = self.changed.wait(board).unwrap_or_else(|poisoned| poisoned.into_inner());
+        }
+    }
+
+    /// Fetches a part, again and again if need be.
+    fn part(&self, job: usize, part: Range<u64>, generation: u32) -> Result<()> {
+        let mut transfer = Transfer { fetch: self, job, part: part.clone(), at: part.start, generation };
+        let limits = self.remote.limits();
+        let mut retry = Retry::new(limits, limits.tries);
+        // The furthest that any attempt has come: a server that cannot resume may break anywhere.
+        let mut most = part.start;
+        let result = loop {
+            let (cause, asked_for) = match transfer.run() {
+                Ok(()) | Err(Stop::Void) => break Ok(()),
+                Err(Stop::Final(error)) => break Err(error),
+                Err(Stop::Broken(cause, asked_for)) => (cause, asked_for),
+            };
+            if transfer.at > most {
+                most = transfer.at;
+                retry.reset();
+            }
+            let Some(wait) = retry.after_failure(asked_for) else {
+                break Err(self.gave_up(job, &cause, asked_for));
+            };
+            let name = self.board().jobs[job].names[0];
+            self.progress.retrying(name, &cause, wait);
+            if !self.sleep(wait) {
+                break Ok(());
+            }
+        };
+        self.board().jobs[job].in_flight -= 1;
+        result
+    }
+
+    fn gave_up(&self, job: usize, cause: &str, asked_for: Option<Duration>) -> anyhow::Error {
+        let board = self.board();
+        let job = &board.jobs[job];
+        let again = asked_for.map(|wait| format!(", and asks to wait {} s", wait.as_secs())).unwrap_or_default();
+        self.remote.unreachable(format!(
+            "{} stopped at {} of {} bytes: {cause}{again} (what is here is kept; the same command goes on)",
+            job.names[0],
+            job.partial.done_bytes(),
+            job.bytes
+        ))
+    }
+
+    /// Whether it is still worth going on after that time.
+    fn sleep(&self, wait: Duration) -> bool {
+        let end = Instant::now() + wait;
+        let mut board = self.board();
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            if board.failure.is_some() || left.is_zero() {
+                return board.failure.is_none();
+            }
+            board = match self.changed.wait_timeout(board, left) {
+                Ok((board, _)) => board,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+    }
+
+    /// Judges a file that is all there. A bad one is deleted and fetched once more.
+    fn verify(&self, index: usize) -> Result<()> {
+        let (etag, bytes, name, path) = {
+            let board = self.board();
+            let job = &board.jobs[index];
+            (job.etag, job.bytes, job.names[0], job.partial.path().to_path_buf())
+        };
+        let blob = self.repo.blob(etag);
+        // What has its name already was judged when it came.
+        let good = whole(&blob, bytes) || {
+            self.progress.verifying(name);
+            let mut unless_failed = |_| if self.board().failure.is_some() { bail!("stopped") } else { Ok(()) };
+            hash::matches(&path, etag, &mut unless_failed)?
+        };
+        if good && path.exists() {
+            // Here, where others need not wait for it.
+            File::open(&path).and_then(|file| file.sync_data()).map_err(|error| write_error(error, &path, 0))?;
+        }
+        let mut board = self.board();
+        if let Err(error) = self.conclude(&mut board.jobs[index], good) {
+            // Noted while nobody else can look for work.
+            board.failure.get_or_insert(error);
+        }
+        Ok(())
+    }
+
+    /// Gives a good file its names; starts anew with a bad one.
+    fn conclude(&self, job: &mut Job, good: bool) -> Result<()> {
+        job.in_flight -= 1;
+        if good {
+            let blob = self.repo.blob(job.etag);
+            if !whole(&blob, job.bytes) {
+                job.partial.finish(&blob)?;
+            }
+            for name in &job.names {
+                self.repo.link(self.commit, name, job.etag)?;
+            }
+            job.phase = Phase::Done;
+            job.tell(self.progress);
+            return Ok(());
+        }
+        job.start_anew()?;
+        let name = job.names[0];
+        if std::mem::replace(&mut job.was_bad, true) {
+            let what = format!("{name} of '{}' has come twice with contents not its own", self.remote.repo());
+            let hint = "a proxy or a mirror may be spoiling it: try again, or set HF_ENDPOINT to another hub";
+            return Err(Error::Verification { what, hint: hint.to_string() }.into());
+        }
+        job.phase = Phase::New;
+        job.tell(self.progress);
+        self.progress.retrying(name, "its contents are not what the hub says they are", Duration::ZERO);
+        Ok(())
     }
 }
 
-/// What a person without privileges may still write to the disk of `dir`, which need not exist yet.
-#[cfg(unix)]
-pub(super) fn free_bytes(dir: &Path) -> Option<u64> {
-    let present = dir.ancestors().find(|dir| dir.exists())?;
-    let disk = nix::sys::statvfs::statvfs(present).ok()?;
-    // The types differ between systems.
-    #[allow(clippy::unnecessary_cast)]
-    Some((disk.blocks_available() as u64).saturating_mul(disk.fragment_size() as u64))
+/// A part that one thread fetches.
+struct Transfer<'a, 'b> {
+    fetch: &'b Fetch<'a>,
+    job: usize,
+    part: Range<u64>,
+    /// What of the part is there ends here.
+    at: u64,
+    generation: u32,
 }
 
-#[cfg(not(unix))]
-pub(super) fn free_bytes(_dir: &Path) -> Option<u64> {
-    None
-}
-
-fn write_error(error: std::io::Error, path: &Path, needed_bytes: u64) -> anyhow::Error {
-    if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded) {
-        let free_bytes = free_bytes(path).unwrap_or(0);
-        return Error::DiskFull { path: path.to_path_buf(), needed_bytes, free_bytes }.into();
+impl Transfer<'_, '_> {
+    /// One request: writes until the part is whole.
+    fn run(&mut self) -> Result<(), Stop> {
+        let Fetch { remote, commit, .. } = self.fetch;
+        let (name, bytes) = {
+            let board = self.fetch.board();
+            let job = &board.jobs[self.job];
+            if job.generation != self.generation {
+                return Err(Stop::Void);
+            }
+            (job.names[0], job.bytes)
+        };
+        let range = (self.at > 0 || self.part.end < bytes).then_some(self.at..self.part.end);
+        let answer = remote.get(commit, name, range.clone()).map_err(|error| broken(root(&error)))?;
+        let (response, elsewhere) = (answer.response, answer.elsewhere);
+        let status = response.status();
+        match status {
+            StatusCode::PARTIAL_CONTENT => {
+                let told = content_range(response.headers());
+                if range.is_none() || !told.is_some_and(|told| told.is(self.at, self.part.end, bytes)) {
+                    return Err(broken("the server sent another part than the one asked for"));
+                }
+            }
+            StatusCode::OK => {
+                if let Some(problem) = not_the_file(&response, name, bytes) {
+                    return Err(broken(problem));
+                }
+                if range.is_some() {
+                    self.start_anew()?;
+                }
+            }
+            StatusCode::RANGE_NOT_SATISFIABLE => {
+                return Err(broken("the server says that the file has no such part"));
+            }
+            status if is_passing(status) => {
+                return Err(Stop::Broken(format!("HTTP {status}"), retry_after(response.headers())));
+            }
+            // A link to a storage host holds for a while only; the next request gets another.
+            status if elsewhere => return Err(broken(format!("the storage answered HTTP {status}"))),
+            _ => return Err(Stop::Final(remote.refusal(response, Some(name)))),
+        }
+        self.check_contents(response.headers())?;
+        self.copy(response.into_body().into_reader(), name)
     }
-    anyhow::Error::new(error).context(format!("cannot write {}", path.display()))
+
+    /// The server does no ranges and sends the file from its beginning: this transfer takes all of it, others stop.
+    fn start_anew(&mut self) -> Result<(), Stop> {
+        let mut board = self.fetch.board();
+        let job = &mut board.jobs[self.job];
+        if job.generation != self.generation {
+            return Err(Stop::Void);
+        }
+        job.generation += 1;
+        job.in_one = true;
+        job.parts.clear();
+        job.partial.clear();
+        (self.generation, self.part, self.at) = (job.generation, 0..job.bytes, 0);
+        job.tell(self.fetch.progress);
+        Ok(())
+    }
+
+    /// Whether the server speaks of the same contents as before, as far as their hash will not tell.
+    fn check_contents(&self, headers: &HeaderMap) -> Result<(), Stop> {
+        let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()) else { return Ok(()) };
+        let mut board = self.fetch.board();
+        let job = &mut board.jobs[self.job];
+        if job.generation != self.generation {
+            return Err(Stop::Void);
+        }
+        if !hash::is_hash(job.etag) && !job.partial.is_same(etag) {
+            job.start_anew().map_err(Stop::Final)?;
+            if std::mem::replace(&mut job.was_bad, true) {
+                let what = format!("{} changes while it is fetched", job.names[0]);
+                let hint = "try again, or set HF_ENDPOINT to another hub".to_string();
+                return Err(Stop::Final(Error::Verification { what, hint }.into()));
+            }
+            job.phase = Phase::New;
+            job.tell(self.fetch.progress);
+            return Err(Stop::Void);
+        }
+        Ok(())
+    }
+
+    /// Writes a body to its place, and not a byte more than was asked for.
+    fn copy(&mut self, mut body: BodyReader, name: &str) -> Result<(), Stop> {
+        let (mut output, path) = {
+            let board = self.fetch.board();
+            let partial = &board.jobs[self.job].partial;
+            (partial.open().map_err(Stop::Final)?, partial.path().to_path_buf())
+        };
+        let cannot_write = |error, left| Stop::Final(write_error(error, &path, left));
+        output.seek(SeekFrom::Start(self.at)).map_err(|error| cannot_write(error, 0))?;
+        let mut buffer = vec![0; 256 << 10];
+        while self.at < self.part.end {
+            let count = match body.read(&mut buffer) {
+                Ok(0) => return Err(broken("the connection was closed")),
+                Ok(count) => count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) => return Err(broken(error.to_string())),
+            };
+            let left = self.part.end - self.at;
+            if count as u64 > left {
+                return Err(broken(format!("the server sent more of {name} than was asked for")));
+            }
+            output.write_all(&buffer[..count]).map_err(|error| cannot_write(error, left))?;
+            self.wrote(count as u64)?;
+        }
+        // A connection that was read to its end can be used again.
+        let _ = body.read(&mut buffer);
+        Ok(())
+    }
+
+    /// Notes what was written, on the disk too if it is time.
+    fn wrote(&mut self, count: u64) -> Result<(), Stop> {
+        let note = {
+            let mut board = self.fetch.board();
+            let failed = board.failure.is_some();
+            let job = &mut board.jobs[self.job];
+            if job.generation != self.generation {
+                return Err(Stop::Void);
+            }
+            job.partial.add(self.at..self.at + count);
+            self.at += count;
+            job.tell(self.fetch.progress);
+            if failed {
+                return Err(Stop::Void);
+            }
+            let due = job.last_save.elapsed() >= self.fetch.remote.limits().save_every;
+            due.then(|| {
+                job.last_save = Instant::now();
+                job.partial.note()
+            })
+        };
+        // Others go on meanwhile.
+        note.map_or(Ok(()), |note| note.save().map_err(Stop::Final))
+    }
 }
 
-fn incomplete(blob: &Path) -> PathBuf {
-    let mut path = blob.to_path_buf().into_os_string();
-    path.push(".incomplete");
-    path.into()
+fn broken(cause: impl Into<String>) -> Stop {
+    Stop::Broken(cause.into(), None)
+}
+
+/// Why an answer with all of something cannot be the file: a login page, an error that calls itself a success.
+fn not_the_file(response: &Response<Body>, name: &str, bytes: u64) -> Option<String> {
+    let text = |name: header::HeaderName| response.headers().get(name).and_then(|value| value.to_str().ok());
+    let is_page = text(header::CONTENT_TYPE).is_some_and(|kind| kind.starts_with("text/html"));
+    let length = text(header::CONTENT_LENGTH).and_then(|length| length.parse::<u64>().ok());
+    match length {
+        _ if is_page && !name.ends_with(".html") => {
+            Some("a web page came in its place (a network's login page?)".into())
+        }
+        Some(length) if length != bytes => Some(format!("{length} bytes came in its place")),
+        _ => None,
+    }
 }
 
 fn whole(blob: &Path, bytes: u64) -> bool {
-    fs::metadata(blob).is_ok_and(|data| data.is_file() && data.len() == bytes)
+    std::fs::metadata(blob).is_ok_and(|data| data.is_file() && data.len() == bytes)
 }
 
-/// Waits until no other process holds `file`, and holds it until the result is dropped. Without effect where locks do
-/// not work, as on some network disks.
-#[cfg(unix)]
-fn lock(file: &File) -> Option<impl Sized + use<>> {
-    nix::fcntl::Flock::lock(file.try_clone().ok()?, nix::fcntl::FlockArg::LockExclusive).ok()
+/// `bytes 100-199/200`
+pub(super) struct ContentRange {
+    pub first: u64,
+    last: u64,
+    /// Servers may leave it out.
+    total: Option<u64>,
 }
 
-#[cfg(not(unix))]
-fn lock(_file: &File) -> Option<()> {
-    None
+impl ContentRange {
+    fn is(&self, start: u64, end: u64, total: u64) -> bool {
+        self.first == start && self.last.checked_add(1) == Some(end) && self.total.is_none_or(|told| told == total)
+    }
 }
 
-/// The first byte of a partial answer: `bytes 100-199/200` is 100.
-pub(super) fn range_start(headers: &HeaderMap) -> Option<u64> {
+/// Which part a partial answer says to be.
+pub(super) fn content_range(headers: &HeaderMap) -> Option<ContentRange> {
     let range = headers.get(header::CONTENT_RANGE)?.to_str().ok()?;
-    range.strip_prefix("bytes ")?.split_once('-')?.0.trim().parse().ok()
+    let (first, rest) = range.strip_prefix("bytes ")?.split_once('-')?;
+    let (last, total) = rest.split_once('/')?;
+    let total = total.trim();
+    let total = if total == "*" { None } else { Some(total.parse().ok()?) };
+    Some(ContentRange { first: first.trim().parse().ok()?, last: last.trim().parse().ok()?, total })
 }
 
 /// The cause inside a network error, without the advice around it.

@@ -5,29 +5,42 @@
 
 mod cache;
 pub mod demo;
+mod disk;
+mod download;
 mod fetch;
 pub mod gguf;
+mod hash;
+mod limits;
+mod lock;
 mod names;
+mod partial;
 mod peek;
 mod remote;
+mod remove;
+mod retry;
 mod select;
 mod settings;
+mod used;
+mod verify;
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 
 use crate::Error;
-use cache::{Cache, INDEX, Need, RepoDir};
-use fetch::Wanted;
+use cache::{Cache, Need, RepoDir};
+pub use limits::Limits;
 pub use peek::{Header, Peek};
 pub use remote::Reached;
 use remote::Remote;
-use select::{RemoteFile, Weights};
+pub use remove::{Pruned, Removed};
+pub use select::Pick;
 pub use settings::Settings;
+pub use verify::{Checked, State};
 
 /// The revision meant when none is given.
 const MAIN: &str = "main";
@@ -74,8 +87,15 @@ pub trait Progress: Sync {
     fn already_there(&self, _snapshot: &Snapshot) {}
     /// All files of the snapshot with their sizes in bytes, in the order of fetching, whether on disk or not.
     fn start(&self, _files: &[(String, u64)]) {}
-    /// `done_bytes` of `name` are on disk. May go back, when a server cannot resume. Equal to the size: finished.
+    /// `done_bytes` of `name` are on disk. May go back, when a server cannot resume. Equal to the size: finished. Of
+    /// each file the first call, before anything is fetched, tells what an earlier attempt has left.
     fn file(&self, _name: &str, _done_bytes: u64) {}
+    /// All of `name` is there and is read again, to see whether it came as it should.
+    fn verifying(&self, _name: &str) {}
+    /// Something went wrong with `name`, which is asked for again after `wait`.
+    fn retrying(&self, _name: &str, _cause: &str, _wait: Duration) {}
+    /// Another process is at work on this repository and must finish first.
+    fn waiting(&self, _repo: &str) {}
 }
 
 impl Progress for () {}
@@ -100,8 +120,8 @@ impl Hub {
         &self.settings.cache
     }
 
-    /// Finds a model that is here in full: a directory, a GGUF file, or `org/name` (also `org/name@revision`, or a `name` that only
-    /// one model has) in either cache. Of several GGUF files `org/name:Q4_K_M` means one. Never uses the network.
+    /// Finds a model that is here in full: a directory, a GGUF file, or `org/name` (also `org/name@revision`, or a part of
+    /// the name that only one model has) in either cache. Of several GGUF files `org/name:Q4_K_M` means one. Never uses the network.
     pub fn find(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_needing(model, revision, Need::Weights)
     }
@@ -146,14 +166,12 @@ impl Hub {
             return one_model(snapshot, wanted);
         }
 
-        // Another spelling of one model's name is enough.
-        let on_disk: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
-        let same = |other: &&String| {
-            let last = other.rsplit('/').next().unwrap_or(other);
-            other.eq_ignore_ascii_case(name) || last.eq_ignore_ascii_case(name)
-        };
-        let alike: Vec<Snapshot> =
-            on_disk.iter().filter(same).filter_map(|other| self.look_up(other, revision, need)).collect();
+        // Another spelling of one model's name is enough, or a part of it.
+        let whole = |other: &String| self.look_up(other, revision, need).is_some();
+        let on_disk: BTreeSet<String> =
+            self.caches().iter().flat_map(|(cache, _)| cache.names()).filter(whole).collect();
+        let alike = names::meant(name, &on_disk).into_iter();
+        let alike: Vec<Snapshot> = alike.filter_map(|other| self.look_up(other, revision, need)).collect();
         match &alike[..] {
             [one] => return one_model(one.clone(), wanted),
             [] => {}
@@ -206,73 +224,6 @@ impl Hub {
         Ok(found)
     }
 
-    /// Fetches a model at `revision` (a branch, tag or commit; else the newest) into inferno's cache, going on where an
-    /// earlier attempt stopped. Fetches nothing if either cache has it all. `include` are glob patterns that replace
-    /// the choice of weights.
-    pub fn download(
-        &self,
-        repo: &str,
-        revision: Option<&str>,
-        include: &[String],
-        progress: &dyn Progress,
-    ) -> Result<Snapshot> {
-        if repo == demo::NAME {
-            let snapshot = demo::materialise(&self.settings.cache)?;
-            progress.already_there(&snapshot);
-            return Ok(snapshot);
-        }
-        let (name, revision) = names::split_revision(repo, revision)?;
-        check_repo(name)?;
-        let weights = Weights::new(include)?;
-        if self.settings.offline {
-            return match self.look_up(name, revision, Need::Weights) {
-                Some(snapshot) if include.is_empty() => {
-                    progress.already_there(&snapshot);
-                    Ok(snapshot)
-                }
-                _ => {
-                    Err(Error::Offline { what: format!("'{name}' cannot be downloaded (HF_HUB_OFFLINE is set)") }
-                        .into())
-                }
-            };
-        }
-
-        let revision = revision.unwrap_or(MAIN);
-        let remote = Remote::new(&self.settings, name, revision);
-        let listing = remote.listing()?;
-        let commit = &listing.commit;
-        let repo = self.own().repo(name);
-
-        let index = match weights {
-            Weights::Safetensors => self.index(&remote, name, commit, &listing.files)?,
-            Weights::Matching(_) => None,
-        };
-        let files = select::choose(name, &listing.files, &weights, index.as_deref())?;
-        for (cache, source) in self.caches() {
-            let path = cache.repo(name).snapshot(commit);
-            if files.iter().all(|file| is_present(&path, file)) {
-                // Also when it lies in the shared cache, so that both caches agree on what the newest commit is.
-                repo.write_ref(revision, commit)?;
-                let snapshot = Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source };
-                progress.already_there(&snapshot);
-                return Ok(snapshot);
-            }
-        }
-
-        let files = files.into_iter().map(|file| Wanted::new(&remote, commit, file)).collect::<Result<Vec<_>>>()?;
-        let needed_bytes =
-            files.iter().fold(0, |sum: u64, file| sum.saturating_add(file.bytes - file.present_bytes(&repo)));
-        fetch::check_space(&self.settings.cache, needed_bytes)?;
-        progress.start(&files.iter().map(|file| (file.name.clone(), file.bytes)).collect::<Vec<_>>());
-        for file in &files {
-            fetch::fetch(&remote, commit, &repo, file, &mut |done_bytes| progress.file(&file.name, done_bytes))?;
-            repo.link(commit, &file.name, &file.etag)?;
-        }
-        repo.write_ref(revision, commit)?;
-        let path = repo.snapshot(commit);
-        Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: Source::Inferno })
-    }
-
     /// What the hub knows of a model: its files, its configuration and the headers of its weights, but not the weights.
     /// Of several GGUF models `org/name:Q4_K_M` means one; their headers are left to [`read_part`](Self::read_part).
     /// Writes nothing.
@@ -307,7 +258,7 @@ impl Hub {
 
     /// Bytes that may still be written to the disk of inferno's cache; none where that cannot be told.
     pub fn free_bytes(&self) -> Option<u64> {
-        fetch::free_bytes(&self.settings.cache)
+        disk::free_bytes(&self.settings.cache)
     }
 
     /// Whether inferno's cache can be written to: makes it, and a file in it that is gone again.
@@ -335,23 +286,6 @@ impl Hub {
             })
         };
         names.iter().filter_map(lacking).collect()
-    }
-
-    /// The contents of the shard index: from either cache, else from the hub; none if the repository has none.
-    fn index(&self, remote: &Remote, name: &str, commit: &str, files: &[RemoteFile]) -> Result<Option<Vec<u8>>> {
-        let Some(file) = files.iter().find(|file| file.name == INDEX) else { return Ok(None) };
-        for (cache, _) in self.caches() {
-            let dir = cache.repo(name).snapshot(commit);
-            if is_present(&dir, file) {
-                return Ok(Some(fs::read(dir.join(INDEX))?));
-            }
-        }
-        let repo = self.own().repo(name);
-        let wanted = Wanted::new(remote, commit, file.clone())?;
-        fetch::check_space(&self.settings.cache, wanted.bytes)?;
-        fetch::fetch(remote, commit, &repo, &wanted, &mut |_| {})?;
-        repo.link(commit, INDEX, &wanted.etag)?;
-        Ok(Some(fs::read(repo.snapshot(commit).join(INDEX))?))
     }
 
     /// A repository's snapshot at a revision. Without one: at main, else the newest that is whole.
@@ -386,6 +320,14 @@ pub fn is_repository(model: &str) -> bool {
     names::split_revision(model, None).is_ok_and(|(name, _)| names::is_repo(gguf::split_tag(name).0))
 }
 
+/// What to download for a model's name: the repository, the revision, and of several GGUF files the one that is meant.
+pub fn to_download(model: &str, revision: Option<&str>) -> Result<(String, Option<String>, Pick)> {
+    let (name, revision) = names::split_revision(model, revision)?;
+    let (name, wanted) = gguf::split_tag(name);
+    let include = wanted.map(|wanted| format!("*{wanted}*")).into_iter().collect();
+    Ok((name.to_string(), revision.map(str::to_string), Pick { include, ..Pick::default() }))
+}
+
 fn check_repo(name: &str) -> Result<()> {
     if names::is_repo(name) {
         return Ok(());
@@ -409,10 +351,4 @@ fn one_model(snapshot: Snapshot, wanted: Option<&str>) -> Result<Snapshot> {
     let Some(path) = gguf::choose(&snapshot.name, &snapshot.path, wanted)? else { return Ok(snapshot) };
     let name = wanted.map_or(snapshot.name.clone(), |wanted| format!("{}:{wanted}", snapshot.name));
     Ok(Snapshot { name, path, ..snapshot })
-}
-
-/// Whether a snapshot directory has a file, in the size that the hub tells.
-fn is_present(dir: &Path, file: &RemoteFile) -> bool {
-    let data = fs::metadata(dir.join(&file.name));
-    data.is_ok_and(|data| data.is_file() && file.bytes.is_none_or(|bytes| data.len() == bytes))
 }

@@ -1,5 +1,6 @@
 //! Names from people and from servers, checked before one becomes a path or a URL.
 
+use std::collections::BTreeSet;
 use std::path::{Component, Path};
 
 use anyhow::{Result, bail};
@@ -78,6 +79,21 @@ fn escape(name: &str, plain: &[u8]) -> String {
     url
 }
 
+/// The names that `model` stands for: itself, else those that are written otherwise or have another organisation, else
+/// those that it is a part of. A name with its organisation is no part: whoever writes all of it means no other.
+pub(super) fn meant<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
+    let model = model.to_lowercase();
+    let equal = |name: &&String| {
+        let name = name.to_lowercase();
+        name == model || name.rsplit('/').next() == Some(&model)
+    };
+    let found: Vec<&String> = names.iter().filter(equal).collect();
+    if !found.is_empty() || model.is_empty() || model.contains('/') {
+        return found;
+    }
+    names.iter().filter(|name| name.to_lowercase().contains(&model)).collect()
+}
+
 /// The name most like `model`, if one is close enough to be a slip of the hand.
 pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String> {
     let model = model.to_lowercase();
@@ -139,6 +155,18 @@ mod tests {
         assert!(split_revision("a/b@../x", None).is_err());
         assert_eq!(url_segment("refs/pr/1"), "refs%2Fpr%2F1");
         assert_eq!(url_path("a b/c#d?.json"), "a%20b/c%23d%3F.json");
+    }
+
+    #[test]
+    fn parts_of_names() {
+        let names = ["openai/gpt-oss-120b", "openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16", "gpt2"];
+        let names = BTreeSet::from(names.map(str::to_string));
+        let found = |model| meant(model, &names).into_iter().map(String::as_str).collect::<Vec<_>>();
+        assert_eq!(found("120B"), ["openai/gpt-oss-120b"]);
+        assert_eq!(found("gpt-oss-20b"), ["openai/gpt-oss-20b"], "all of a name counts before a part of another");
+        assert_eq!(found("oss-20b"), ["openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"]);
+        assert_eq!(found("OpenAI/GPT-OSS-20B"), ["openai/gpt-oss-20b"]);
+        assert!(found("openai/gpt-oss").is_empty() && found("").is_empty() && found("llama").is_empty());
     }
 
     #[test]

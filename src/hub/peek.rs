@@ -13,7 +13,7 @@ use ureq::http::StatusCode;
 use ureq::{Body, http::Response};
 
 use super::cache::{INDEX, SINGLE, shards};
-use super::fetch::{Wanted, range_start};
+use super::fetch::{Wanted, content_range};
 use super::remote::Remote;
 use super::select::{RemoteFile, gguf_to_show};
 
@@ -183,7 +183,7 @@ fn beginning(remote: &Remote, commit: &str, name: &str, most: u64) -> Result<Vec
 fn part(remote: &Remote, commit: &str, name: &str, first: u64, end: u64) -> Result<(impl Read + use<>, bool)> {
     let response: Response<Body> = remote.get_part(commit, name, first, end)?;
     let in_parts = match response.status() {
-        StatusCode::PARTIAL_CONTENT if range_start(response.headers()) == Some(first) => true,
+        StatusCode::PARTIAL_CONTENT if starts_at(&response, first) => true,
         StatusCode::OK => false,
         StatusCode::PARTIAL_CONTENT => bail!("the server sent another part of {name} than the one asked for; refused"),
         // An empty file has no first byte.
@@ -191,6 +191,10 @@ fn part(remote: &Remote, commit: &str, name: &str, first: u64, end: u64) -> Resu
         _ => return Err(remote.refusal(response, Some(name))),
     };
     Ok((response.into_body().into_reader(), in_parts))
+}
+
+fn starts_at(response: &Response<Body>, first: u64) -> bool {
+    content_range(response.headers()).is_some_and(|range| range.first == first)
 }
 
 /// Up to `most` bytes. Nothing is reserved for what a server only claims.

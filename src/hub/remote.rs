@@ -4,6 +4,7 @@
 //! the server's etag and commit to paths unchecked, appends when a server ignores its Range, and hides the
 //! `x-error-code` header that tells a gated repository from a missing one.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -12,8 +13,9 @@ use ureq::http::{Response, StatusCode, header};
 use ureq::typestate::WithoutBody;
 use ureq::{Agent, Body, RequestBuilder};
 
+use super::retry::{Retry, is_passing, retry_after};
 use super::select::RemoteFile;
-use super::{Settings, names};
+use super::{Limits, Settings, names};
 use crate::Error;
 
 /// A repository's file list with tens of thousands of entries stays below this.
@@ -27,25 +29,23 @@ pub(super) struct Remote<'a> {
     revision: &'a str,
 }
 
-/// How long a server is waited for.
-struct Patience {
-    connect_s: u64,
-    answer_s: u64,
-}
+/// From the hub to a storage host is one.
+const MAX_REDIRECTS: usize = 5;
 
-fn agent(settings: &Settings, patience: Patience) -> Agent {
-    let answer = Some(Duration::from_secs(patience.answer_s));
+fn agent(settings: &Settings, limits: &Limits) -> Agent {
     let mut config = Agent::config_builder()
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
         // Lengths and ranges must count the file's own bytes.
         .accept_encoding("identity")
         // A refusal is read, not only counted.
         .http_status_as_error(false)
-        // Large files are redirected to another host, which must not see the token.
-        .redirect_auth_headers(ureq::config::RedirectAuthHeaders::SameHost)
-        .timeout_connect(Some(Duration::from_secs(patience.connect_s)))
-        .timeout_recv_response(answer)
-        .timeout_per_read(answer);
+        // Large files are redirected to another host, which must not see the token: `follow` sees to it.
+        .max_redirects(0)
+        .max_redirects_will_error(false)
+        .max_idle_connections_per_host(limits.connections)
+        .timeout_connect(Some(limits.connect))
+        .timeout_recv_response(Some(limits.answer))
+        .timeout_per_read(Some(limits.stall));
     if is_loopback(&settings.endpoint) {
         config = config.proxy(None);
     }
@@ -66,12 +66,9 @@ pub enum Reached {
 pub(super) fn reach(settings: &Settings) -> Result<Reached> {
     let unreachable = |cause: String| Error::Network { endpoint: settings.endpoint.clone(), cause };
     let path = if settings.token.is_some() { "/api/whoami-v2" } else { "/api/models?limit=1" };
-    let mut request = agent(settings, Patience { connect_s: 5, answer_s: 10 })
-        .get(format!("{}{path}", settings.endpoint))
-        .config()
-        .max_redirects(0)
-        .max_redirects_will_error(false)
-        .build();
+    let (connect, answer) = (Duration::from_secs(5), Duration::from_secs(10));
+    let limits = Limits { connect, answer, stall: answer, ..settings.limits.clone() };
+    let mut request = agent(settings, &limits).get(format!("{}{path}", settings.endpoint));
     if let Some(token) = &settings.token {
         request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
     }
@@ -93,20 +90,34 @@ pub(super) struct Listing {
 
 impl<'a> Remote<'a> {
     pub fn new(settings: &'a Settings, repo: &'a str, revision: &'a str) -> Self {
-        let patience = Patience { connect_s: 20, answer_s: 60 };
-        Self { agent: agent(settings, patience), settings, repo, revision }
+        Self { agent: agent(settings, &settings.limits), settings, repo, revision }
+    }
+
+    pub fn repo(&self) -> &str {
+        self.repo
+    }
+
+    pub fn limits(&self) -> &Limits {
+        &self.settings.limits
     }
 
     /// The commit that the revision stands for, and its files. Refuses names that could lead outside the cache.
     pub fn listing(&self) -> Result<Listing> {
         let revision = names::url_segment(self.revision);
         let url = format!("{}/api/models/{}/revision/{revision}?blobs=true", self.settings.endpoint, self.repo);
-        let mut response = self.call(self.authorized(self.agent.get(&url)))?;
+        let mut response = self.patiently(|| {
+            let mut response = self.follow(&url, None)?.response;
+            // Read here, so that a body that breaks off is asked for again.
+            if response.status().is_success() {
+                let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES).read_to_vec();
+                *response.body_mut() = Body::builder().data(body.map_err(|error| self.unreachable(error.to_string()))?);
+            }
+            Ok(response)
+        })?;
         if !response.status().is_success() {
             return Err(self.refusal(response, None));
         }
-        let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES).read_to_vec();
-        let body = body.map_err(|error| self.unreachable(error.to_string()))?;
+        let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES).read_to_vec()?;
         let info: Info = serde_json::from_slice(&body).with_context(|| {
             format!(
                 "{} did not answer as a model hub does (a login page, or a wrong HF_ENDPOINT?)",
@@ -118,16 +129,14 @@ impl<'a> Remote<'a> {
 
     /// Asks for the size and etag of one file, for hubs whose listing does not tell.
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
-        const MAX_REDIRECTS: usize = 5;
         let mut url = self.file_url(commit, name);
         for _ in 0..MAX_REDIRECTS {
-            // Redirects by hand: the first answer to name the file's hash counts, not that of the storage behind it.
-            let request = self.agent.head(&url).config().max_redirects(0).max_redirects_will_error(false).build();
-            let response = self.call(self.authorized(request))?;
+            // The first answer to name the file's hash counts, not that of the storage behind it.
+            let response = self.patiently(|| self.call(self.authorized(self.agent.head(&url))))?;
             let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
             let linked = text("x-linked-etag");
             if response.status().is_redirection() && linked.is_none() {
-                match text("location").and_then(|to| self.same_host(to)) {
+                match text("location").and_then(|to| self.resolve(&url, to)).filter(|to| self.is_endpoint(to)) {
                     Some(next) => url = next,
                     None => bail!("the hub sends {name} to another host without saying what it is"),
                 }
@@ -149,20 +158,62 @@ impl<'a> Remote<'a> {
         Err(self.unreachable(format!("more than {MAX_REDIRECTS} redirects for {name}")))
     }
 
-    /// Starts to fetch one file from byte `start` on; the status says whether the server went along.
-    pub fn get(&self, commit: &str, name: &str, start: u64) -> Result<Response<Body>> {
-        let mut request = self.authorized(self.agent.get(self.file_url(commit, name)));
-        if start > 0 {
-            request = request.header(header::RANGE, format!("bytes={start}-"));
-        }
-        self.call(request)
+    /// Starts to fetch one file, or these bytes of it; the status says whether the server went along.
+    pub fn get(&self, commit: &str, name: &str, range: Option<Range<u64>>) -> Result<Answer> {
+        let range = range.map(|range| format!("bytes={}-{}", range.start, range.end.saturating_sub(1)));
+        self.follow(&self.file_url(commit, name), range.as_deref())
     }
 
-    /// Starts to fetch the bytes `first..end` of one file. A server that does no ranges sends all of it (status 200): who
-    /// reads on takes no more of the body than was asked for.
+    /// The same, asking again where that may help. A server that does no ranges sends all of it (status 200): who reads
+    /// on takes no more of the body than was asked for.
     pub fn get_part(&self, commit: &str, name: &str, first: u64, end: u64) -> Result<Response<Body>> {
-        let request = self.authorized(self.agent.get(self.file_url(commit, name)));
-        self.call(request.header(header::RANGE, format!("bytes={first}-{}", end.saturating_sub(1))))
+        self.patiently(|| Ok(self.get(commit, name, Some(first..end))?.response))
+    }
+
+    /// Asks again, a few times, where there was no answer or one that may pass.
+    fn patiently(&self, ask: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
+        let limits = self.limits();
+        let mut retry = Retry::new(limits, limits.question_tries);
+        loop {
+            let result = ask();
+            let asked_for = match &result {
+                Ok(response) if is_passing(response.status()) => retry_after(response.headers()),
+                Err(error) if matches!(error.downcast_ref(), Some(Error::Network { .. })) => None,
+                _ => return result,
+            };
+            match retry.after_failure(asked_for) {
+                Some(wait) => std::thread::sleep(wait),
+                None => return result,
+            }
+        }
+    }
+
+    /// A GET request, wherever it is redirected to. The token goes to the endpoint alone: no other host gets it, nor
+    /// another port, nor a connection that is less secret.
+    fn follow(&self, url: &str, range: Option<&str>) -> Result<Answer> {
+        let mut url = url.to_string();
+        for _ in 0..=MAX_REDIRECTS {
+            let elsewhere = !self.is_endpoint(&url);
+            let mut request = self.agent.get(&url);
+            if !elsewhere {
+                request = self.authorized(request);
+            }
+            if let Some(range) = range {
+                request = request.header(header::RANGE, range);
+            }
+            let response = self.call(request)?;
+            let location = response.headers().get(header::LOCATION).and_then(|to| to.to_str().ok());
+            match location.filter(|_| response.status().is_redirection()) {
+                None => return Ok(Answer { response, elsewhere }),
+                Some(to) => match self.resolve(&url, to) {
+                    Some(next) => url = next,
+                    None => {
+                        return Err(self.unreachable(format!("it redirects to {to:?}, which is no address to follow")));
+                    }
+                },
+            }
+        }
+        Err(self.unreachable(format!("more than {MAX_REDIRECTS} redirects")))
     }
 
     /// The error for an answer that is no success; of `file`, or of the repository as a whole.
@@ -224,16 +275,39 @@ impl<'a> Remote<'a> {
         request.call().map_err(|error| self.unreachable(error.to_string()))
     }
 
-    /// The address that a redirect leads to, if it is still on the endpoint's own host.
-    fn same_host(&self, location: &str) -> Option<String> {
-        let scheme = self.settings.endpoint.find("://")? + 3;
-        let host = self.settings.endpoint[scheme..].find('/').map_or(self.settings.endpoint.len(), |end| scheme + end);
-        let host = &self.settings.endpoint[..host];
-        if location.starts_with('/') && !location.starts_with("//") {
-            return Some(format!("{host}{location}"));
-        }
-        location.strip_prefix(host).is_some_and(|path| path.starts_with('/')).then(|| location.to_string())
+    /// The address that a redirect from `url` leads to; none if it is not one, or would leave https.
+    fn resolve(&self, url: &str, location: &str) -> Option<String> {
+        let scheme = url.find("://")?;
+        let next = if location.starts_with("//") {
+            format!("{}:{location}", &url[..scheme])
+        } else if location.starts_with('/') {
+            let host = url[scheme + 3..].find('/').map_or(url.len(), |end| scheme + 3 + end);
+            format!("{}{location}", &url[..host])
+        } else {
+            location.to_string()
+        };
+        let secret = next.starts_with("https://");
+        (secret || next.starts_with("http://") && !url.starts_with("https://")).then_some(next)
     }
+
+    /// Whether an address is on the endpoint's own host, with its scheme and port.
+    fn is_endpoint(&self, url: &str) -> bool {
+        let origin = |url: &str| {
+            let url: ureq::http::Uri = url.parse().ok()?;
+            let default = if url.scheme_str() == Some("https") { 443 } else { 80 };
+            let port = url.port_u16().unwrap_or(default);
+            Some((url.scheme_str()?.to_string(), url.host()?.to_lowercase(), port))
+        };
+        let endpoint = origin(&self.settings.endpoint);
+        endpoint.is_some() && origin(url) == endpoint
+    }
+}
+
+/// What a GET request came to.
+pub(super) struct Answer {
+    pub response: Response<Body>,
+    /// Another host than the endpoint sent it.
+    pub elsewhere: bool,
 }
 
 /// The hub's answer about a model, as far as it matters here.
@@ -288,4 +362,42 @@ fn is_loopback(endpoint: &str) -> bool {
     ["127.0.0.1", "localhost", "[::1]"]
         .iter()
         .any(|name| host.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with([':', '/'])))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn where_redirects_lead() {
+        let settings = Settings::from_vars(|name| match name {
+            "HOME" => Some("/nonexistent".into()),
+            "HF_ENDPOINT" => Some("https://hub.example/sub".into()),
+            _ => None,
+        });
+        let settings = settings.unwrap();
+        let remote = Remote::new(&settings, "a/b", "main");
+        let from = "https://hub.example/sub/a/b/resolve/x?y";
+        let to = |location| remote.resolve(from, location);
+        assert_eq!(to("/c?d").as_deref(), Some("https://hub.example/c?d"));
+        assert_eq!(to("//cdn.example/c").as_deref(), Some("https://cdn.example/c"));
+        assert_eq!(to("https://cdn.example/c").as_deref(), Some("https://cdn.example/c"));
+        assert_eq!(to("http://hub.example/c"), None, "not out of https");
+        assert_eq!(remote.resolve("http://a/b", "http://c/d").as_deref(), Some("http://c/d"));
+        assert_eq!((to("ftp://cdn.example/c"), to("c"), to("")), (None, None, None));
+
+        for own in ["https://hub.example/c", "https://HUB.example:443/", "https://x@hub.example/c"] {
+            assert!(remote.is_endpoint(own), "{own}");
+        }
+        for other in [
+            "http://hub.example/c",
+            "https://hub.example:8443/",
+            "https://hub.example.evil/",
+            "https://hub.example@evil.example/",
+            "https://cdn.hub.example/",
+            "nonsense",
+        ] {
+            assert!(!remote.is_endpoint(other), "{other}");
+        }
+    }
 }

@@ -27,38 +27,63 @@ pub(super) struct RemoteFile {
     pub etag: Option<String>,
 }
 
-/// Which weights are asked for.
-pub(super) enum Weights {
-    /// What the safetensors index names, or model.safetensors.
-    Safetensors,
-    /// Whatever matches these patterns instead; `*` crosses slashes, as in `hf download --include`.
-    Matching(GlobSet),
+/// Which files of a repository are asked for, as glob patterns; what a model needs if there are none.
+#[derive(Clone, Debug, Default)]
+pub struct Pick {
+    /// These instead of the weights; `*` crosses slashes, as in `hf download --include`.
+    pub include: Vec<String>,
+    /// None of these.
+    pub exclude: Vec<String>,
 }
 
-impl Weights {
-    pub fn new(include: &[String]) -> Result<Self> {
-        if include.is_empty() {
-            return Ok(Self::Safetensors);
-        }
-        let mut set = GlobSetBuilder::new();
-        for pattern in include {
-            set.add(Glob::new(pattern).with_context(|| format!("{pattern:?} is not a pattern"))?);
-        }
-        Ok(Self::Matching(set.build()?))
+/// A [`Pick`] whose patterns were understood.
+pub(super) struct Choice {
+    /// What replaces the safetensors that the index names, or model.safetensors.
+    include: Option<GlobSet>,
+    exclude: GlobSet,
+}
+
+impl Choice {
+    pub fn new(pick: &Pick) -> Result<Self> {
+        let include = if pick.include.is_empty() { None } else { Some(globs(&pick.include)?) };
+        Ok(Self { include, exclude: globs(&pick.exclude)? })
     }
+
+    /// Whether the index decides which weights are fetched.
+    pub fn needs_index(&self) -> bool {
+        self.include.is_none()
+    }
+}
+
+fn globs(patterns: &[String]) -> Result<GlobSet> {
+    let mut set = GlobSetBuilder::new();
+    for pattern in patterns {
+        let wrong = |error| Error::Usage(format!("{pattern:?} is not a pattern: {error}"));
+        set.add(Glob::new(pattern).map_err(wrong)?);
+    }
+    Ok(set.build()?)
 }
 
 /// Chooses from `files`, small ones first. `index` is the contents of [`INDEX`] where the repository has one.
 pub(super) fn choose(
     repo: &str,
     files: &[RemoteFile],
-    weights: &Weights,
+    choice: &Choice,
     index: Option<&[u8]>,
 ) -> Result<Vec<RemoteFile>> {
+    let mut chosen = included(repo, files, choice, index)?;
+    chosen.retain(|file| !choice.exclude.is_match(&file.name));
+    if chosen.is_empty() {
+        bail!("--exclude leaves nothing of '{repo}'; it has {}", some_names(files));
+    }
+    Ok(chosen)
+}
+
+fn included(repo: &str, files: &[RemoteFile], choice: &Choice, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
     let file = |name: &str| files.iter().find(|file| file.name == name);
     let mut chosen: Vec<RemoteFile> = SMALL.into_iter().filter_map(file).cloned().collect();
-    match weights {
-        Weights::Matching(set) => {
+    match &choice.include {
+        Some(set) => {
             if !files.iter().any(|file| set.is_match(&file.name)) {
                 bail!("nothing in '{repo}' matches --include; it has {}", some_names(files));
             }
@@ -68,7 +93,7 @@ pub(super) fn choose(
             let matching: Vec<RemoteFile> = files.iter().filter(new).cloned().collect();
             chosen.extend(matching);
         }
-        Weights::Safetensors => {
+        None => {
             if index.is_none() && file(SINGLE).is_none() {
                 chosen.extend(only_gguf(repo, files)?);
                 return Ok(chosen);
@@ -198,9 +223,11 @@ mod tests {
         names.iter().map(|name| RemoteFile { name: name.to_string(), bytes: None, etag: None }).collect()
     }
 
-    fn chosen(names: &[&str], include: &[&str], index: Option<&str>) -> Result<Vec<String>> {
-        let include: Vec<String> = include.iter().map(|glob| glob.to_string()).collect();
-        let chosen = choose("a/b", &files(names), &Weights::new(&include)?, index.map(str::as_bytes))?;
+    fn chosen(names: &[&str], patterns: &[&str], index: Option<&str>) -> Result<Vec<String>> {
+        let of = |exclude| patterns.iter().filter(move |glob| glob.starts_with('!') == exclude);
+        let strings = |exclude| of(exclude).map(|glob| glob.trim_start_matches('!').to_string()).collect();
+        let choice = Choice::new(&Pick { include: strings(false), exclude: strings(true) })?;
+        let chosen = choose("a/b", &files(names), &choice, index.map(str::as_bytes))?;
         Ok(chosen.into_iter().map(|file| file.name).collect())
     }
 
@@ -222,7 +249,11 @@ mod tests {
         let originals = ["original/model.safetensors", "metal/model.bin", "original/config.json"];
         assert_eq!(included, [&["config.json", "tokenizer.json", "pytorch_model.bin"][..], &originals].concat());
         assert!(chosen(&names, &["*.gguf"], None).unwrap_err().to_string().contains("nothing in 'a/b' matches"));
-        assert!(chosen(&names, &["a{"], None).is_err());
+        let without = chosen(&names, &["original/*", "!*.json"], None).unwrap();
+        assert_eq!(without, ["original/model.safetensors"]);
+        assert_eq!(chosen(&names, &["!*.safetensors"], None).unwrap(), ["config.json", "tokenizer.json"]);
+        assert!(chosen(&names, &["!*"], None).unwrap_err().to_string().contains("leaves nothing"));
+        assert!(chosen(&names, &["a{"], None).is_err() && chosen(&names, &["!a{"], None).is_err());
     }
 
     #[test]

@@ -6,8 +6,11 @@
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
+
+use super::Limits;
 
 /// Where models lie and how the hub is reached.
 #[derive(Clone)]
@@ -22,6 +25,7 @@ pub struct Settings {
     pub token: Option<String>,
     /// Never open a connection.
     pub offline: bool,
+    pub limits: Limits,
 }
 
 impl Settings {
@@ -78,7 +82,16 @@ impl Settings {
                 "the Hugging Face token holds spaces or control characters\n  check HF_TOKEN or the file it comes from"
             );
         }
-        Ok(Self { cache, shared_cache, endpoint, token, offline: on("HF_HUB_OFFLINE") })
+        let standard = Limits::default();
+        let seconds = |name: &str, standard: Duration| match text(name).map(|text| text.parse::<f64>()) {
+            None => Ok(standard),
+            Some(Ok(seconds)) if (0.001..1e6).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+            Some(_) => Err(anyhow!("{name} must be a number of seconds")),
+        };
+        let answer = seconds("HF_HUB_ETAG_TIMEOUT", standard.answer)?;
+        let stall = seconds("HF_HUB_DOWNLOAD_TIMEOUT", standard.stall)?;
+        let limits = Limits { answer, stall, ..standard };
+        Ok(Self { cache, shared_cache, endpoint, token, offline: on("HF_HUB_OFFLINE"), limits })
     }
 }
 
@@ -134,6 +147,8 @@ mod tests {
         let offline = |value| settings(&[&base[..], &[("HF_HUB_OFFLINE", value)]].concat()).offline;
         assert!(offline("1") && offline("true") && offline("On") && offline("YES"));
         assert!(!offline("0") && !offline("") && !offline("no"));
+        let stall = |value| settings(&[&base[..], &[("HF_HUB_DOWNLOAD_TIMEOUT", value)]].concat()).limits.stall;
+        assert_eq!((stall("2.5"), stall("")), (Duration::from_millis(2500), Limits::default().stall));
         let endpoint = |value| settings(&[&base[..], &[("HF_ENDPOINT", value)]].concat()).endpoint;
         assert_eq!(endpoint("https://hf-mirror.com/"), "https://hf-mirror.com");
         let broken = Settings::from_vars(|name| match name {

@@ -211,8 +211,8 @@ fn no_gpu_is_an_error_with_a_way_out() {
         return;
     }
     let output = run(&["play", "demo", "--prompt", "hello"]);
-    assert_fails(&output, 10, &["no NVIDIA GPU", "--features cuda", "--device cpu"]);
-    assert_fails(&run(&["play", "demo", "--prompt", "hello", "--device", "cuda:1"]), 10, &["GPU"]);
+    assert_fails(&output, 7, &["no NVIDIA GPU", "--features cuda", "--device cpu"]);
+    assert_fails(&run(&["play", "demo", "--prompt", "hello", "--device", "cuda:1"]), 7, &["GPU"]);
     assert_eq!(run(&["play", "demo", "--prompt", "hello", "--device", "tpu"]).status.code(), Some(2));
 }
 
@@ -296,10 +296,10 @@ fn impossible_configs_are_refused() {
         assert_fails(&ask(&path, &[]), 1, &[word]);
     }
     let (_folder, path) = demo_with_config(|config| config["model_type"] = "mamba2".into());
-    assert_fails(&ask(&path, &[]), 7, &["mamba2", "gpt_oss", "llama"]);
+    assert_fails(&ask(&path, &[]), 9, &["mamba2", "gpt_oss", "llama"]);
     let abc = serde_json::json!({"quant_method": "abc"});
     let (_folder, path) = demo_with_config(|config| config["quantization_config"] = abc);
-    assert_fails(&ask(&path, &[]), 7, &["'abc'", "compressed-tensors"]);
+    assert_fails(&ask(&path, &[]), 9, &["'abc'", "compressed-tensors"]);
     let (_folder, path) = copy_of_demo();
     fs::write(path.join("config.json"), "{").unwrap();
     assert_fails(&ask(&path, &[]), 1, &["config.json"]);
@@ -354,7 +354,7 @@ fn broken_tokenizers_are_named() {
 fn a_prompt_longer_than_the_context_says_so() {
     let long = "download ".repeat(500);
     let output = run(&["play", "demo", "--device", "cpu", "--context", "128", "--prompt", &long]);
-    assert_fails(&output, 9, &["context holds 128", "--context"]);
+    assert_fails(&output, 10, &["context holds 128", "--context"]);
     assert_fails(&ask(&demo_dir(), &["--context", "99999999"]), 2, &["--context", "99999999"]);
     assert_fails(&ask(&demo_dir(), &["--temperature=-1"]), 2, &["temperature"]);
     assert_fails(&ask(&demo_dir(), &["--top-p", "nan"]), 2, &["top-p"]);

@@ -13,6 +13,10 @@ use crate::support::golden;
 const CASES: &[(&str, Scheme)] = &[
     ("int8", scheme(Format::Int8, WeightScales::PerChannel, Activations::PerToken)),
     ("int8_weights", scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantised)),
+    (
+        "int8_packed",
+        Scheme { packed: true, ..scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantised) },
+    ),
     ("fp8", scheme(Format::Fp8, WeightScales::PerChannel, Activations::PerToken)),
     ("fp8_static", scheme(Format::Fp8, WeightScales::PerTensor, Activations::Static)),
 ];
@@ -41,7 +45,7 @@ fn read(config: &Value) -> CompressedConfig {
 fn refusal(config: &Value) -> String {
     let error = CompressedConfig::read(config).expect_err("not refused");
     let error = error.downcast_ref::<Error>().unwrap_or_else(|| panic!("{error:#}"));
-    assert_eq!(error.exit_code(), 7);
+    assert_eq!(error.exit_code(), 9);
     error.to_string().lines().next().unwrap().to_string()
 }
 

@@ -1,9 +1,12 @@
 //! A hub in miniature: the listing, the files, redirects, ranges and refusals, as huggingface.co gives them.
 
-use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Write};
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use ring::digest::{SHA1_FOR_LEGACY_USE_ONLY, SHA256, digest};
 
 pub const REPO: &str = "org/tiny-model";
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -22,10 +25,16 @@ pub struct World {
     pub listing_refused: Option<(u16, &'static str, &'static str)>,
     /// Status and x-error-code instead of any file.
     pub files_refused: Option<(u16, &'static str)>,
-    /// The connection closes after so many bytes of the next body with more.
-    pub cut_once: Option<usize>,
+    /// What goes wrong with the weights: of each request the first.
+    pub faults: VecDeque<Fault>,
+    /// Statuses, with headers, of the next listings.
+    pub listing_faults: VecDeque<&'static str>,
+    /// Bodies come in pieces of so many bytes, with a pause after each.
+    pub pace: Option<(usize, Duration)>,
     /// Files are redirected to this host.
     pub storage: Option<String>,
+    /// The ETag header of files, where it is not the hash.
+    pub etag_header: Option<&'static str>,
     /// A size to claim for model.safetensors.
     pub claimed_bytes: Option<u64>,
     /// An etag to claim for every file.
@@ -34,6 +43,31 @@ pub struct World {
     pub lost: Option<&'static str>,
     /// Bytes of file contents that have left.
     pub sent_bytes: usize,
+}
+
+/// One way for an answer to go wrong.
+#[derive(Clone, Copy, Debug)]
+pub enum Fault {
+    /// None.
+    Fine,
+    /// The connection closes after so many bytes of the body.
+    Cut(usize),
+    /// Nothing more comes after so many bytes.
+    Stall(usize),
+    /// Such a byte of the body is another.
+    Flip(usize),
+    /// A status line, and headers after it, with an empty body.
+    Status(&'static str),
+    /// A network's login page.
+    Portal,
+    /// The part after the one asked for, under its name.
+    OtherPart,
+    /// The part says to be another one.
+    WrongRange,
+    /// Twice the body.
+    TooMuch,
+    /// All of the file whatever was asked for.
+    Everything,
 }
 
 pub struct FakeHub {
@@ -53,8 +87,11 @@ impl FakeHub {
             does_ranges: true,
             listing_refused: None,
             files_refused: None,
-            cut_once: None,
+            faults: VecDeque::new(),
+            listing_faults: VecDeque::new(),
+            pace: None,
             storage: None,
+            etag_header: None,
             claimed_bytes: None,
             claimed_etag: None,
             lost: None,
@@ -66,8 +103,9 @@ impl FakeHub {
         let (world, requests) = (hub.world.clone(), hub.requests.clone());
         std::thread::spawn(move || {
             for stream in listener.incoming() {
+                let (world, requests) = (world.clone(), requests.clone());
                 // A client that hangs up early is part of some tests.
-                let _ = answer(stream.unwrap(), &world, &requests);
+                std::thread::spawn(move || answer(stream.unwrap(), &world, &requests));
             }
         });
         hub
@@ -122,33 +160,49 @@ pub fn pattern(length: usize, seed: usize) -> Vec<u8> {
     (0..length).map(|i| ((i * 31 + seed * 7 + i / 251) % 256) as u8).collect()
 }
 
-/// Stands in for the hash: 40 hex digits that depend on every byte.
-pub fn etag(bytes: &[u8]) -> String {
-    let hash = bytes
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3));
-    format!("{hash:040x}")
+/// What the hub calls a file: SHA-256 for large ones, else git's blob id.
+pub fn etag(name: &str, bytes: &[u8]) -> String {
+    let hash = if is_large(name) {
+        digest(&SHA256, bytes)
+    } else {
+        digest(&SHA1_FOR_LEGACY_USE_ONLY, &[format!("blob {}\0", bytes.len()).as_bytes(), bytes].concat())
+    };
+    hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn is_large(name: &str) -> bool {
+    name.ends_with(".safetensors") || name.ends_with(".gguf")
 }
 
 /// Reads one request and answers it; every answer closes its connection.
-fn answer(mut stream: TcpStream, world: &Mutex<World>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
+fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
     let mut head = String::new();
     let mut reader = BufReader::new(stream.try_clone()?);
     while reader.read_line(&mut head)? > 2 {}
     requests.lock().unwrap().push(head.clone());
+    if head.starts_with("CONNECT ") {
+        // As a proxy; what comes through it is answered as if it were for us.
+        stream.write_all(b"HTTP/1.1 200 Connected\r\n\r\n")?;
+        return answer(stream, shared, requests);
+    }
     let mut first = head.split(' ');
     let (method, path) = (first.next().unwrap_or_default(), first.next().unwrap_or_default());
-    let mut world = world.lock().unwrap();
+    let mut guard = shared.lock().unwrap();
+    let world = &mut *guard;
     if path.starts_with(&format!("/api/models/{REPO}/revision/")) {
+        if let Some(status) = world.listing_faults.pop_front() {
+            return send(&mut stream, status, b"");
+        }
         if let Some((status, code, body)) = world.listing_refused {
             return send(&mut stream, &format!("{status} No\r\nx-error-code: {code}"), body.as_bytes());
         }
-        return send(&mut stream, "200 OK", listing(&world).as_bytes());
+        return send(&mut stream, "200 OK", listing(world).as_bytes());
     }
     if path == "/api/whoami-v2" {
         let known = head.to_lowercase().contains("authorization: bearer hf_secret");
         return send(&mut stream, if known { "200 OK" } else { "401 Unauthorized" }, b"{}");
     }
+    let path = path.split('?').next().unwrap_or_default();
     let name = path.strip_prefix(&format!("/{REPO}/resolve/{}/", world.commit)).or(path.strip_prefix("/storage/"));
     let Some(name) = name.map(|name| name.replace("%20", " ")) else {
         return send(&mut stream, "404 Not Found\r\nx-error-code: RepoNotFound", b"");
@@ -159,42 +213,71 @@ fn answer(mut stream: TcpStream, world: &Mutex<World>, requests: &Mutex<Vec<Stri
     let Some(bytes) = world.files.get(&name).filter(|_| world.lost != Some(&name)).cloned() else {
         return send(&mut stream, "404 Not Found\r\nx-error-code: EntryNotFound", b"");
     };
+    let hash = etag(&name, &bytes);
+    let called = world.etag_header.unwrap_or(&hash);
     let about = format!(
-        "x-repo-commit: {}\r\nx-linked-etag: \"{}\"\r\nx-linked-size: {}",
+        "x-repo-commit: {}\r\nx-linked-etag: \"{hash}\"\r\nx-linked-size: {}\r\netag: {called}",
         world.commit,
-        etag(&bytes),
         bytes.len()
     );
     if let (Some(storage), true) = (&world.storage, path.contains("/resolve/")) {
         return send(&mut stream, &format!("302 Found\r\n{about}\r\nlocation: {storage}/storage/{name}"), b"");
     }
+    let fault = match method == "GET" && name.ends_with(".safetensors") {
+        true => world.faults.pop_front().unwrap_or(Fault::Fine),
+        false => Fault::Fine,
+    };
     let range = head.lines().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_string));
+    let range = range.filter(|_| !matches!(fault, Fault::Everything));
     let (first, last) = range.as_deref().and_then(|range| range.split_once('-')).unwrap_or(("0", ""));
-    let start: usize = first.parse().unwrap_or(0);
-    let end = last.parse().map_or(bytes.len(), |last: usize| bytes.len().min(last + 1));
+    let mut start: usize = first.parse().unwrap_or(0);
+    let mut end = last.parse().map_or(bytes.len(), |last: usize| bytes.len().min(last + 1));
+    let (mut named_start, named_end) = (start, end);
+    match fault {
+        Fault::Status(status) => return send(&mut stream, status, b""),
+        Fault::Portal => {
+            return send(&mut stream, "200 OK\r\ncontent-type: text/html; charset=utf-8", b"<html>log in</html>");
+        }
+        Fault::OtherPart => (start, end) = ((start + 1) % bytes.len(), end.min(bytes.len() - 1) + 1),
+        Fault::WrongRange => named_start += 1,
+        _ => {}
+    }
     let (status, body) = if (start > 0 || end < bytes.len()) && world.does_ranges {
-        let range = format!("content-range: bytes {start}-{}/{}", end - 1, bytes.len());
-        (format!("206 Partial Content\r\n{about}\r\n{range}"), &bytes[start..end])
+        let range = format!("content-range: bytes {named_start}-{}/{}", named_end - 1, bytes.len());
+        (format!("206 Partial Content\r\n{about}\r\n{range}"), &bytes[start..end.min(bytes.len())])
     } else {
         (format!("200 OK\r\n{about}"), &bytes[..])
     };
+    let mut body = body.to_vec();
+    if let Fault::Flip(at) = fault {
+        let at = at % body.len();
+        body[at] ^= 1;
+    }
+    if matches!(fault, Fault::TooMuch) {
+        body.extend_from_slice(&body.clone());
+    }
+    let pace = world.pace;
+    drop(guard);
     write!(stream, "HTTP/1.1 {status}\r\ncontent-length: {}\r\nconnection: close\r\n\r\n", body.len())?;
     if method == "HEAD" {
         return Ok(());
     }
-    match world.cut_once {
-        Some(limit) if limit < body.len() => {
-            world.cut_once = None;
-            stream.write_all(&body[..limit])
-        }
-        _ => {
-            for piece in body.chunks(64 << 10) {
-                stream.write_all(piece)?;
-                world.sent_bytes += piece.len();
-            }
-            Ok(())
-        }
+    let (piece_bytes, pause) = pace.unwrap_or((64 << 10, Duration::ZERO));
+    let sent = match fault {
+        Fault::Cut(limit) | Fault::Stall(limit) => &body[..limit.min(body.len())],
+        _ => &body,
+    };
+    for piece in sent.chunks(piece_bytes) {
+        stream.write_all(piece)?;
+        shared.lock().unwrap().sent_bytes += piece.len();
+        std::thread::sleep(pause);
     }
+    if let Fault::Stall(_) = fault {
+        // Until the client hangs up.
+        stream.set_read_timeout(Some(Duration::from_secs(20)))?;
+        let _ = stream.read(&mut [0]);
+    }
+    Ok(())
 }
 
 fn send(stream: &mut TcpStream, status: &str, body: &[u8]) -> std::io::Result<()> {
@@ -204,10 +287,10 @@ fn send(stream: &mut TcpStream, status: &str, body: &[u8]) -> std::io::Result<()
 
 fn listing(world: &World) -> String {
     let file = |(name, bytes): (&String, &Vec<u8>)| {
-        let etag = world.claimed_etag.map_or_else(|| etag(bytes), str::to_string);
+        let etag = world.claimed_etag.map_or_else(|| etag(name, bytes), str::to_string);
         let size = world.claimed_bytes.filter(|_| name == "model.safetensors").unwrap_or(bytes.len() as u64);
         let name = serde_json::to_string(name).unwrap();
-        match (world.tells_sizes, name.contains("safetensors\"")) {
+        match (world.tells_sizes, is_large(name.trim_matches('"'))) {
             (false, _) => format!(r#"{{"rfilename":{name}}}"#),
             (true, false) => format!(r#"{{"rfilename":{name},"size":{size},"blobId":"{etag}"}}"#),
             (true, true) => format!(

@@ -1,0 +1,29 @@
+//! `inferno prune`
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use anyhow::Result;
+
+use super::list::size;
+use crate::hub::Hub;
+
+/// Delete what interrupted downloads have left, and files that no model needs any more
+#[derive(clap::Args)]
+pub struct Args {}
+
+pub fn run(_: Args) -> Result<ExitCode> {
+    let mut out = std::io::stdout().lock();
+    let mut freed_bytes = 0;
+    for pruned in Hub::from_env()?.prune()? {
+        if pruned.busy {
+            writeln!(out, "{}: left alone, another inferno is at work on it", pruned.name)?;
+            continue;
+        }
+        let files = if pruned.files == 1 { "1 file".to_string() } else { format!("{} files", pruned.files) };
+        writeln!(out, "{}: {files}, {}", pruned.name, size(pruned.freed_bytes))?;
+        freed_bytes += pruned.freed_bytes;
+    }
+    writeln!(out, "{} freed", size(freed_bytes))?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,213 @@
+//! What is on the disk is looked after: verified, repaired, removed, pruned, and found by a part of its name.
+
+use std::fs;
+use std::path::PathBuf;
+
+use inferno::hub::{Checked, Hub, Pick, Source, State};
+
+use super::fake::{COMMIT, FakeHub, INDEX, REPO, SHARDS, etag, pattern};
+use super::{Machine, WHOLE, names_in};
+
+fn faults(checked: &[Checked]) -> Vec<(String, State)> {
+    checked.iter().flat_map(|checked| checked.faults().cloned()).collect()
+}
+
+fn verify(hub: &Hub) -> Vec<(String, State)> {
+    faults(&hub.verify(Some(REPO), None, &()).unwrap())
+}
+
+/// A sharded model, and the blobs of its two shards.
+fn downloaded() -> (FakeHub, Machine, [PathBuf; 2]) {
+    let fake = FakeHub::sharded();
+    let machine = Machine::new(fake.endpoint());
+    machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    let blob = |name: &str, length, seed| machine.repo().join("blobs").join(etag(name, &pattern(length, seed)));
+    let blobs = [blob(SHARDS[0], 200_000, 1), blob(SHARDS[1], 100_000, 2)];
+    fake.lines();
+    (fake, machine, blobs)
+}
+
+#[test]
+fn bad_and_missing_files_are_named_and_they_alone_are_fetched() {
+    let (fake, machine, blobs) = downloaded();
+    assert!(verify(&machine.offline()).is_empty(), "no hub is needed");
+    let mut bytes = fs::read(&blobs[0]).unwrap();
+    bytes[150_000] ^= 1;
+    fs::write(&blobs[0], bytes).unwrap();
+    fs::remove_file(&blobs[1]).unwrap();
+    let found = verify(&machine.offline());
+    assert_eq!(found, [(SHARDS[0].to_string(), State::Bad), (SHARDS[1].to_string(), State::Missing)]);
+
+    let checked = machine.hub().verify(Some("tiny-m"), Some("main"), &()).unwrap();
+    assert_eq!(checked[0].files.len(), 7);
+    machine.hub().repair(&checked[0], &()).unwrap();
+    let mut lines = fake.lines();
+    lines.sort();
+    let get = |name| format!("GET /{REPO}/resolve/{COMMIT}/{name}");
+    let listing = format!("GET /api/models/{REPO}/revision/{COMMIT}?blobs=true");
+    assert_eq!(lines, [listing, get(SHARDS[0]), get(SHARDS[1])]);
+    assert!(verify(&machine.hub()).is_empty());
+    assert!(machine.hub().find(REPO, None).is_ok());
+
+    // A link that is gone, a file that never came, one that was cut short.
+    let snapshot = machine.repo().join("snapshots").join(COMMIT);
+    fs::remove_file(snapshot.join(SHARDS[0])).unwrap();
+    fs::remove_file(snapshot.join("config.json")).unwrap();
+    fs::File::options().write(true).open(&blobs[1]).unwrap().set_len(5).unwrap();
+    let checked = machine.hub().verify(None, None, &()).unwrap();
+    let found: Vec<String> = faults(&checked).into_iter().map(|(name, _)| name).collect();
+    assert_eq!(found, ["config.json", SHARDS[0], SHARDS[1]]);
+    for checked in &checked {
+        machine.hub().repair(checked, &()).unwrap();
+    }
+    assert!(verify(&machine.hub()).is_empty());
+    assert_eq!(names_in(&snapshot).len(), 7);
+}
+
+#[test]
+fn what_cannot_be_verified_or_repaired_says_so() {
+    let (fake, machine, blobs) = downloaded();
+    assert!(machine.hub().verify(Some("org/other"), None, &()).is_err());
+    fs::remove_file(&blobs[1]).unwrap();
+    let checked = machine.hub().verify(Some(REPO), None, &()).unwrap();
+    let error = machine.offline().repair(&checked[0], &()).unwrap_err();
+    assert_eq!(error.downcast_ref::<inferno::Error>().unwrap().exit_code(), 5);
+    fake.change(|world| world.commit = "e".repeat(40));
+    assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("refused"));
+
+    // Of plain files without links nothing is known; what is not ours is not changed.
+    machine.place("shared", "org/other", COMMIT, &WHOLE);
+    let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();
+    assert_eq!((checked[0].source, checked[0].files.len()), (Source::HuggingFace, 3));
+    assert!(checked[0].files.iter().all(|(_, state)| *state == State::Unknown));
+    let bad = Checked { files: vec![("config.json".into(), State::Bad)], ..checked.into_iter().next().unwrap() };
+    assert!(machine.hub().repair(&bad, &()).unwrap_err().to_string().contains("hf download org/other"));
+}
+
+#[test]
+fn the_demo_is_verified_too() {
+    let machine = Machine::new("http://127.0.0.1:1".into());
+    let demo = machine.hub().find("demo", None).unwrap();
+    let state = || faults(&machine.hub().verify(Some("demo"), None, &()).unwrap());
+    assert!(state().is_empty());
+    let mut bytes = fs::read(demo.path.join("tokenizer.json")).unwrap();
+    bytes[100] ^= 1;
+    fs::write(demo.path.join("tokenizer.json"), bytes).unwrap();
+    assert_eq!(state(), [("tokenizer.json".to_string(), State::Bad)]);
+    machine.hub().repair(&machine.hub().verify(Some("demo"), None, &()).unwrap()[0], &()).unwrap();
+    assert!(state().is_empty());
+    assert!(machine.hub().remove("demo", None, &()).unwrap().freed_bytes > 1_000_000);
+    assert!(!demo.path.exists());
+}
+
+#[test]
+fn a_revision_goes_and_what_others_share_stays() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    let newer = "f".repeat(40);
+    fake.change(|world| {
+        world.commit = newer.clone();
+        world.files.insert("config.json".into(), b"{\"new\":1}".to_vec());
+    });
+    machine.hub().download(REPO, Some("v2"), &Pick::default(), &()).unwrap();
+    assert_eq!(machine.hub().find(REPO, Some("v2")).unwrap().revision, Some(newer.clone()));
+
+    let removed = machine.hub().remove("tiny", Some("v2"), &()).unwrap();
+    assert_eq!((removed.name.as_str(), &removed.revisions[..]), (REPO, &[newer][..]));
+    // Nine bytes of config.json, and the ref; tokenizer.json and the weights are the older revision's too.
+    assert_eq!((removed.freed_bytes, removed.kept_bytes), (9 + 40, 50_002));
+    assert!(machine.hub().find(REPO, Some("v2")).is_err());
+    assert!(faults(&machine.hub().verify(Some(REPO), None, &()).unwrap()).is_empty());
+    assert_eq!(machine.hub().find(REPO, None).unwrap().revision.as_deref(), Some(COMMIT));
+    assert!(machine.hub().remove(REPO, Some("v2"), &()).is_err());
+
+    let removed = machine.hub().remove(REPO, None, &()).unwrap();
+    assert_eq!((removed.freed_bytes, removed.kept_bytes), (50_002 + 40, 0));
+    assert!(!machine.repo().exists());
+    assert!(machine.hub().list().unwrap().is_empty());
+    let error = machine.hub().remove(REPO, None, &()).unwrap_err();
+    assert_eq!(error.downcast_ref::<inferno::Error>().unwrap().exit_code(), 3);
+    machine.place("shared", REPO, COMMIT, &WHOLE);
+    let error = machine.hub().remove(REPO, None, &()).unwrap_err();
+    assert!(error.to_string().contains("Python's tools"), "{error}");
+    assert!(machine.hub().find(REPO, None).is_ok());
+}
+
+#[test]
+fn one_of_several_gguf_files_goes() {
+    let fake = FakeHub::start(&[("a-Q4_K_M.gguf", b"GGUF"), ("a-Q8_0.gguf", b"GGUF!"), ("README.md", b"")]);
+    let machine = Machine::new(fake.endpoint());
+    machine.hub().download(REPO, None, &super::included("*.gguf"), &()).unwrap();
+    assert!(machine.hub().remove(&format!("{REPO}:Q2_K"), None, &()).is_err());
+    let removed = machine.hub().remove("tiny:Q8_0", None, &()).unwrap();
+    assert_eq!((removed.name, removed.freed_bytes), (format!("{REPO}:Q8_0"), 5));
+    assert!(machine.hub().find(REPO, None).unwrap().path.ends_with("a-Q4_K_M.gguf"));
+    machine.hub().remove(&format!("{REPO}:Q4_K_M"), None, &()).unwrap();
+    assert!(!machine.repo().exists());
+}
+
+#[test]
+fn what_nobody_needs_is_pruned() {
+    let (_fake, machine, blobs) = downloaded();
+    assert!(machine.hub().prune().unwrap().is_empty());
+    let dir = machine.repo().join("blobs");
+    for (name, bytes) in [("aa.parts", 10), ("aa.parts.json", 3), ("bb.incomplete", 20), ("unreferenced", 30)] {
+        fs::write(dir.join(name), vec![0; bytes]).unwrap();
+    }
+    fs::write(machine.repo().join("refs/main.123-4.tmp"), "x").unwrap();
+    // One that was never more than begun.
+    let begun = machine.dir.path().join("own/models--org--begun/blobs");
+    fs::create_dir_all(&begun).unwrap();
+    fs::write(begun.join("cc.parts"), "12345").unwrap();
+    let pruned = machine.hub().prune().unwrap();
+    let told: Vec<_> = pruned.iter().map(|pruned| (pruned.name.as_str(), pruned.files, pruned.freed_bytes)).collect();
+    assert_eq!(told, [("org/begun", 1, 5), (REPO, 5, 64)]);
+    assert!(!begun.exists() && !machine.dir.path().join("own/models--org--begun").exists());
+    assert!(blobs.iter().all(|blob| blob.exists()));
+    assert!(verify(&machine.hub()).is_empty());
+    assert!(names_in(&dir).iter().all(|name| !name.contains('.')));
+    assert_eq!(names_in(&machine.repo().join("refs")), ["main"]);
+}
+
+#[test]
+fn a_part_of_a_name_is_enough() {
+    let machine = Machine::new("http://127.0.0.1:1".to_string());
+    machine.place("own", "openai/gpt-oss-20b", COMMIT, &WHOLE);
+    machine.place("shared", "meta-llama/Llama-3.2-1B", COMMIT, &WHOLE);
+    let found = |part: &str| machine.hub().find(part, None).map(|snapshot| snapshot.name);
+    assert_eq!(found("oss-20b").unwrap(), "openai/gpt-oss-20b");
+    assert_eq!(found("llama").unwrap(), "meta-llama/Llama-3.2-1B");
+    assert_eq!(found("oss@main").unwrap(), "openai/gpt-oss-20b");
+    assert!(found("openai/gpt-oss").is_err(), "whoever writes the organisation means no other model");
+    machine.place("own", "openai/gpt-oss-120b", COMMIT, &WHOLE);
+    assert!(format!("{:#}", found("oss").unwrap_err()).contains("openai/gpt-oss-120b, openai/gpt-oss-20b"));
+    assert_eq!(found("oss-20b").unwrap(), "openai/gpt-oss-20b");
+}
+
+#[test]
+fn the_last_use_is_kept() {
+    let machine = Machine::new("http://127.0.0.1:1".to_string());
+    machine.place("shared", "org/a", COMMIT, &WHOLE);
+    machine.place("own", "org/b", COMMIT, &WHOLE);
+    let hub = machine.hub();
+    let (a, b) = (hub.find("org/a", None).unwrap(), hub.find("org/b", None).unwrap());
+    assert_eq!(hub.last_used(&a), None);
+    hub.note_use(&a);
+    hub.note_use(&b);
+    assert!(hub.last_used(&a).unwrap().elapsed().unwrap().as_secs() < 60);
+    assert_eq!(hub.list().unwrap().len(), 2);
+    hub.remove("org/b", None, &()).unwrap();
+    assert_eq!((hub.last_used(&b), hub.last_used(&a).is_some()), (None, true));
+    assert!(fs::read_dir(machine.dir.path().join("shared/models--org--a")).is_ok());
+}
+
+#[test]
+fn files_can_be_left_out() {
+    let fake = FakeHub::sharded();
+    let machine = Machine::new(fake.endpoint());
+    let pick = Pick { exclude: vec!["*.safetensors".into(), "chat_*".into()], ..Pick::default() };
+    let snapshot = machine.hub().download(REPO, None, &pick, &()).unwrap();
+    assert_eq!(names_in(&snapshot.path), ["config.json", "generation_config.json", INDEX, "tokenizer.json"]);
+    assert!(machine.hub().find_tokenizer(REPO, None).is_ok());
+}

@@ -1,0 +1,261 @@
+//! Downloads as processes: killed, started twice, out of room, behind a proxy, and what they print.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use rexpect::session::spawn_command;
+use tempfile::TempDir;
+
+use super::fake::{COMMIT, FakeHub, REPO, etag, pattern};
+use crate::cli::{assert_fails, inferno, text};
+use crate::support::demo_dir;
+
+const WEIGHTS: &str = "model.safetensors";
+
+fn command(home: &TempDir, fake: &FakeHub, args: &[&str]) -> Command {
+    let mut command = inferno(home);
+    command.env("HF_ENDPOINT", fake.endpoint()).args(args);
+    for variable in ["HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"] {
+        command.env_remove(variable);
+    }
+    command
+}
+
+fn download(home: &TempDir, fake: &FakeHub) -> Output {
+    command(home, fake, &["download", REPO]).output().unwrap()
+}
+
+fn start(home: &TempDir, fake: &FakeHub) -> Child {
+    command(home, fake, &["download", REPO]).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+fn large(bytes: usize) -> (FakeHub, Vec<u8>) {
+    let weights = pattern(bytes, 3);
+    (FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (WEIGHTS, &weights)]), weights)
+}
+
+fn fetched(home: &TempDir) -> Vec<u8> {
+    fs::read(repo(home).join("snapshots").join(COMMIT).join(WEIGHTS)).unwrap()
+}
+
+fn repo(home: &TempDir) -> std::path::PathBuf {
+    home.path().join("models/models--org--tiny-model")
+}
+
+fn wait_until(what: &str, done: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !done() {
+        assert!(start.elapsed() < Duration::from_secs(60), "waiting until {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn killed_in_the_middle_and_resumed() {
+    let (fake, weights) = large(3_000_000);
+    fake.change(|world| world.pace = Some((10_000, Duration::from_millis(10))));
+    let home = TempDir::new().unwrap();
+    let note = repo(&home).join("blobs").join(format!("{}.parts.json", etag(WEIGHTS, &weights)));
+    let mut sent = 0;
+    for _ in 0..2 {
+        let mut child = start(&home, &fake);
+        let before = fs::read(&note).unwrap_or_default();
+        wait_until("something is kept", || fs::read(&note).is_ok_and(|note| note != before));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(
+            !repo(&home).join("refs").exists() && !repo(&home).join("blobs").join(etag(WEIGHTS, &weights)).exists()
+        );
+        sent = fake.world.lock().unwrap().sent_bytes;
+        assert!(sent < 3_000_000, "it was killed in the middle");
+    }
+    fake.change(|world| world.pace = None);
+    fake.heads();
+    let output = download(&home, &fake);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(fetched(&home) == weights);
+    let again = fake.world.lock().unwrap().sent_bytes - sent;
+    assert!(again < 2_900_000, "{again} bytes were fetched after the kill");
+    assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=")));
+}
+
+#[test]
+fn the_second_of_two_processes_waits_and_says_so() {
+    let (fake, weights) = large(1_000_000);
+    fake.change(|world| world.pace = Some((10_000, Duration::from_millis(10))));
+    let home = TempDir::new().unwrap();
+    let first = start(&home, &fake);
+    wait_until("the first is at it", || fake.world.lock().unwrap().sent_bytes > 20_000);
+    let mut second = start(&home, &fake);
+    let mut line = String::new();
+    BufReader::new(second.stderr.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.contains(&format!("another inferno is at work on {REPO}; waiting")), "{line}");
+    let first = first.wait_with_output().unwrap();
+    assert!(first.status.success(), "{}", text(&first.stderr));
+    // Its stderr was closed after a line.
+    assert!(second.wait().unwrap().code().is_some());
+    assert!(fetched(&home) == weights);
+    let weights = fake.lines().iter().filter(|line| line.ends_with(WEIGHTS)).count();
+    assert_eq!(weights, 1, "fetched once");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_full_disk_is_survived() {
+    let (fake, weights) = large(3_000_000);
+    let home = TempDir::new().unwrap();
+    // No file may grow past 1 MB (2,048 blocks of 512 bytes), which fails as a full disk does once the signal is ignored.
+    let limited = "trap '' XFSZ 2> /dev/null || trap '' 25; ulimit -f 2048; exec \"$@\"";
+    let inferno = command(&home, &fake, &["download", REPO]);
+    let mut shell = Command::new("sh");
+    shell.args(["-c", limited, "sh"]).arg(inferno.get_program()).args(inferno.get_args());
+    for (name, value) in inferno.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    let output = shell.output().unwrap();
+    assert_eq!(output.status.code(), Some(11), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("the same command goes on"), "{}", text(&output.stderr));
+    assert!(!repo(&home).join("refs").exists());
+    fake.heads();
+    let sent = fake.world.lock().unwrap().sent_bytes;
+    let output = download(&home, &fake);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(fetched(&home) == weights);
+    let again = fake.world.lock().unwrap().sent_bytes - sent;
+    assert!(again < 2_500_000, "{again} bytes were fetched after there was room again");
+}
+
+#[test]
+fn a_server_that_stalls_is_left_after_the_time_that_was_set() {
+    let fake = FakeHub::single();
+    fake.change(|world| world.faults.push_back(super::fake::Fault::Stall(20_000)));
+    let home = TempDir::new().unwrap();
+    let start = Instant::now();
+    let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "0.3").output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains(&format!("{WEIGHTS}: timeout")), "{}", text(&output.stderr));
+    assert!(start.elapsed() < Duration::from_secs(15), "the fake hub itself hangs up after 20");
+    let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "soon").output().unwrap();
+    assert_fails(&output, 1, &["HF_HUB_DOWNLOAD_TIMEOUT"]);
+}
+
+#[test]
+fn a_proxy_is_used() {
+    let (fake, weights) = large(50_000);
+    let home = TempDir::new().unwrap();
+    let through = |endpoint: &str, no_proxy: &str| {
+        let mut command = command(&home, &fake, &["download", REPO]);
+        command.env("HF_ENDPOINT", endpoint).env("HTTP_PROXY", fake.endpoint()).env("NO_PROXY", no_proxy);
+        command.env("HF_TOKEN", "hf_secret").output().unwrap()
+    };
+    let output = through("http://hub.invalid", "");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(fetched(&home) == weights);
+    let heads = fake.heads();
+    assert!(heads.iter().any(|head| head.starts_with("CONNECT hub.invalid:80 ")), "{heads:?}");
+    assert!(heads.iter().all(|head| !head.starts_with("CONNECT") || !head.contains("hf_secret")), "not for the proxy");
+    assert_fails(&through("http://hub.invalid", "hub.invalid"), 5, &["hub.invalid"]);
+    assert!(fake.heads().is_empty());
+}
+
+#[test]
+fn what_is_printed_where_there_is_no_terminal() {
+    let fake = FakeHub::single();
+    let home = TempDir::new().unwrap();
+    let output = download(&home, &fake);
+    assert_eq!(text(&output.stdout), "");
+    let lines = text(&output.stderr);
+    assert!(lines.starts_with("3 files, 0.1 MB\n") && lines.contains("inferno play org/tiny-model"), "{lines}");
+    assert!(!lines.contains('\u{1b}'), "{lines}");
+    for quiet in ["--quiet", "-q"] {
+        fs::remove_dir_all(repo(&home)).unwrap();
+        let output = command(&home, &fake, &["download", REPO, quiet]).output().unwrap();
+        assert!(output.status.success());
+        assert_eq!((text(&output.stdout), text(&output.stderr)), (String::new(), String::new()));
+    }
+    fs::remove_dir_all(repo(&home)).unwrap();
+    let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DISABLE_PROGRESS_BARS", "1").output().unwrap();
+    assert!(!text(&output.stderr).contains("files"), "{}", text(&output.stderr));
+    let output = command(&home, &fake, &["download", "org/other"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
+    assert_fails(&output, 5, &["offline"]);
+    assert_fails(&command(&home, &fake, &["download", REPO, "--exclude", "a{"]).output().unwrap(), 2, &["a{"]);
+}
+
+#[test]
+fn models_are_kept_by_their_verbs() {
+    let fake = FakeHub::single();
+    let home = TempDir::new().unwrap();
+    let run = |args: &[&str]| command(&home, &fake, args).output().unwrap();
+    assert!(run(&["download", REPO, "-q"]).status.success());
+    let output = run(&["verify", "tiny"]);
+    assert_eq!(text(&output.stdout), format!("{REPO}: 3 of 3 files good (0123456)\n"));
+    fs::write(repo(&home).join("blobs").join(etag(WEIGHTS, &pattern(50_000, 3))), "other").unwrap();
+    let output = run(&["verify", "tiny", "-q"]);
+    assert_fails(&output, 6, &["1 file of 1 model bad or missing", "inferno verify tiny --repair"]);
+    assert!(text(&output.stdout).contains("bad      model.safetensors"), "{}", text(&output.stdout));
+    let output = run(&["verify", "--repair"]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("1 file fetched anew"), "{}", text(&output.stdout));
+    assert!(run(&["verify"]).status.success());
+
+    fs::write(repo(&home).join("blobs/begun.parts"), vec![0; 100_000]).unwrap();
+    let output = run(&["prune"]);
+    assert_eq!(text(&output.stdout), format!("{REPO}: 1 file, 0.1 MB\n0.1 MB freed\n"));
+    let output = run(&["remove", "tiny"]);
+    assert_eq!(text(&output.stdout), format!("removed {REPO} (0123456): 0.1 MB freed\n"));
+    assert_fails(&run(&["remove", "tiny"]), 3, &["tiny", "inferno list"]);
+    assert_fails(&run(&["verify", "tiny"]), 3, &["tiny"]);
+}
+
+/// The demo's files under another name.
+fn demo_hub() -> FakeHub {
+    let files: Vec<(String, Vec<u8>)> = fs::read_dir(demo_dir())
+        .unwrap()
+        .map(|entry| entry.unwrap())
+        .map(|entry| (entry.file_name().into_string().unwrap(), fs::read(entry.path()).unwrap()))
+        .collect();
+    let files: Vec<(&str, &[u8])> = files.iter().map(|(name, bytes)| (name.as_str(), &bytes[..])).collect();
+    FakeHub::start(&files)
+}
+
+#[test]
+fn a_model_that_is_not_here_is_offered() {
+    let fake = demo_hub();
+    let home = TempDir::new().unwrap();
+    let args = ["play", REPO, "--device", "cpu", "--prompt", "How do I download a model?"];
+    assert_fails(&command(&home, &fake, &args).output().unwrap(), 3, &[&format!("inferno download {REPO}")]);
+    assert!(fake.lines().is_empty(), "a script is asked nothing, and nor is the hub");
+
+    let ask = |answer: &str| {
+        let mut command = command(&home, &fake, &args);
+        command.stdin(Stdio::inherit());
+        let mut terminal = spawn_command(command, Some(60_000)).unwrap();
+        let question = terminal.exp_string("[Y/n]").unwrap();
+        assert!(question.contains(&format!("{REPO} is not here; download")), "{question}");
+        terminal.send_line(answer).unwrap();
+        terminal.exp_eof().unwrap()
+    };
+    let refused = ask("n");
+    assert!(refused.contains(&format!("inferno download {REPO}")), "{refused}");
+    assert!(!repo(&home).exists());
+    let answer = ask("y");
+    assert!(answer.contains("inferno download"), "{answer}");
+    assert!(repo(&home).join("refs/main").exists());
+
+    // Now it is one of two, and was used last.
+    let list = |args: &[&str]| text(&command(&home, &fake, args).output().unwrap().stdout);
+    let models: serde_json::Value = serde_json::from_str(&list(&["list", "--json", "--sort", "used"])).unwrap();
+    assert_eq!(models[0]["name"], REPO);
+    assert!(models[0]["last_used"].as_str().unwrap().starts_with("20"), "{models}");
+    assert!(models[1]["last_used"].is_null());
+    let table = list(&["list", "--sort", "size"]);
+    assert!(table.contains("USED") && table.contains("now"), "{table}");
+    assert_eq!(command(&home, &fake, &["list", "--sort", "colour"]).output().unwrap().status.code(), Some(2));
+    let output = command(&home, &fake, &["tokenize", "tiny-mod", "hello"]).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
