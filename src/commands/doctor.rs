@@ -2,6 +2,8 @@
 
 mod gpu;
 mod machine;
+#[cfg(feature = "cuda")]
+mod step;
 
 use std::io::Write;
 use std::process::ExitCode;

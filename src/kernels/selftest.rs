@@ -6,7 +6,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::attention::{Backend, Sight, attention};
-use super::experts::{ExpertWeights, expert_matmul};
+use super::experts::{ExpertWeights, expert_matmul, mix};
 use super::matmul::matmul_f32;
 use super::norm::add_norm;
 use super::quantised::{Format, Planes, QuantisedMatrix};
@@ -73,16 +73,22 @@ fn run_in(device: &Device, dtype: DType) -> Vec<Check> {
     for (name, tokens) in [("experts mxfp4", 3), ("experts mxfp4, many", 33)] {
         checks.push(check(name, there, rounding, &|side| experts(side, tokens, true)));
     }
-    for (name, tokens) in [("experts dense", 3), ("experts dense, many", 33)] {
+    for (name, tokens) in [("experts dense", 3), ("experts dense, many", 33), ("experts dense, very many", 331)] {
         checks.push(check(name, there, rounding, &|side| experts(side, tokens, false)));
     }
+    checks.push(check("mix", there, 1e-5, &|side| {
+        mix(&side.put(&noise(43, &[5, 3, 37], dtype)?)?, &side.f32(&noise(44, &[5, 3], DType::F32)?)?)
+    }));
     for backend in [Backend::Own, Backend::Flash, Backend::Eager] {
         // One token, a few, and enough for tiles; each kernel of a backend has its own range.
         for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
             // A backend that this build or dtype has no kernel for is no failure.
-            if backend.choose(device.is_cuda(), dtype, HEAD_DIM, None).is_ok() {
-                let name = format!("attention {backend}, {what}");
-                checks.push(check(&name, there, 2.0 * rounding, &|side| attend(side, tokens, position, backend)));
+            for (heads_of, head_dim, softcap) in [("", 64, None), (", heads of 256, soft-capped", 256, Some(5.0))] {
+                if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_ok() {
+                    let name = format!("attention {backend}, {what}{heads_of}");
+                    let queries = Queries { tokens, position, head_dim, softcap };
+                    checks.push(check(&name, there, 2.0 * rounding, &|side| attend(side, queries, backend)));
+                }
             }
         }
     }
@@ -240,20 +246,26 @@ fn split(side: Side, normed: bool) -> Result<Tensor> {
     Tensor::cat(&[back(&q)?, back(&k)?, back(&v)?], 1)
 }
 
-/// One that every backend has a kernel for.
-const HEAD_DIM: usize = 64;
+#[derive(Clone, Copy)]
+struct Queries {
+    tokens: usize,
+    position: usize,
+    head_dim: usize,
+    softcap: Option<f32>,
+}
 
-fn attend(side: Side, tokens: usize, position: usize, backend: Backend) -> Result<Tensor> {
+fn attend(side: Side, queries: Queries, backend: Backend) -> Result<Tensor> {
+    let Queries { tokens, position, head_dim, softcap } = queries;
     let (heads, kv_heads, rows) = (6, 2, 331);
     // All values are drawn for the narrowest dtype, so that every side gets the same ones.
-    let tensor = |seed, rows, heads| side.put(&noise(seed, &[rows, heads, HEAD_DIM], DType::BF16)?);
+    let tensor = |seed, rows, heads| side.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
     let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
     let sinks = side.f32(&noise(22, &[heads], DType::F32)?)?;
     let positions: Vec<u32> = (position..position + tokens).map(|position| position as u32).collect();
     let positions = side.ids(&positions)?;
     let backend = if side.device.is_cpu() { Backend::Auto } else { backend };
     let attend = |window| {
-        let sight = Sight { position, window, scale: 0.125, softcap: None };
+        let sight = Sight { position, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
         attention(&q, &k, &v, Some(&sinks), &positions, sight, backend)
     };
     Tensor::cat(&[back(&attend(None)?)?, back(&attend(Some(100))?)?], 0)

@@ -99,7 +99,12 @@ fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding 
 }
 
 fn kernels(ordinal: usize, device: &Device, findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
-    let checks = selftest::run(device);
+    #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
+    let mut checks = selftest::run(device);
+    #[cfg(feature = "cuda")]
+    if device.is_cuda() {
+        checks.extend(super::step::run(device));
+    }
     findings.extend(self_test_findings(ordinal, &checks));
     self_test.extend(checks.into_iter().map(|check| SelfTest {
         gpu: ordinal,
