@@ -207,7 +207,8 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
                 if bias.is_some() {
                     bail!("expert_matmul: quantised experts with a bias");
                 }
-                if pairs < GEMM_FROM_PAIRS || x.dtype() == DType::F32 {
+                // Dequantising all experts moves some four times as much as a pair of each.
+                if pairs < GEMM_FROM_PAIRS.max(4 * experts) || x.dtype() == DType::F32 {
                     return super::quantised::cuda::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
                 }
                 // What codes stand for, on both sides.

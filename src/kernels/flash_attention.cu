@@ -172,14 +172,6 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
         }
         copy_commit();
     };
-    if constexpr (!C::QUERIES_IN_REGISTERS) {
-        pdl_wait();
-        for (int copy = threadIdx.x; copy < C::ROWS * (D / 8); copy += C::THREADS) {
-            const int row = copy / (D / 8), chunk = copy % (D / 8);
-            const T* from = q + element(min(row, rows - 1)) + chunk * 8;
-            copy_async(shared_address(query_tile + row * STRIDE + chunk * 8), from, true);
-        }
-    }
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) {
         const int tile = begin + stage * C::TEAMS;
@@ -188,6 +180,15 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     pdl_wait();
     pdl_launch_dependents();
+    if constexpr (!C::QUERIES_IN_REGISTERS) {
+        static_assert(STAGES == 2, "the first wait below is to cover this group too");
+        for (int copy = threadIdx.x; copy < C::ROWS * (D / 8); copy += C::THREADS) {
+            const int row = copy / (D / 8), chunk = copy % (D / 8);
+            const T* from = q + element(min(row, rows - 1)) + chunk * 8;
+            copy_async(shared_address(query_tile + row * STRIDE + chunk * 8), from, true);
+        }
+        copy_commit();
+    }
     // Teams do not wait for each other below, but queries were copied by all of them.
     if constexpr (!C::QUERIES_IN_REGISTERS && C::TEAMS > 1) {
         copy_wait<0>();

@@ -291,8 +291,13 @@ impl Decoder {
     /// What this has that no kernel of the decode step knows.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(crate) fn peculiarity(&self) -> Option<&'static str> {
-        let norms = self.layers.iter().flat_map(|layer| [&layer.input_layernorm, &layer.post_attention_layernorm]);
-        if norms.chain([&self.norm]).any(|norm| norm.bias.is_some()) {
+        let of_layer = |layer: &'_ Layer| {
+            let [after_attention, after_mlp] = [&layer.after_attention, &layer.after_mlp].map(Option::as_ref);
+            let (q, k) = layer.self_attn.qk_norm.as_ref().map(|(q, k)| (q, k)).unzip();
+            let maybe = [after_attention, after_mlp, q, k].into_iter().flatten();
+            maybe.chain([&layer.input_layernorm, &layer.post_attention_layernorm]).any(|norm| norm.bias.is_some())
+        };
+        if self.norm.bias.is_some() || self.layers.iter().any(of_layer) {
             return Some("LayerNorm");
         }
         self.embed_positions.as_ref().map(|_| "learned positions")

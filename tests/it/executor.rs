@@ -73,6 +73,15 @@ impl Model {
             self.decoder.forward(&batch, &mut [&mut self.cache]).unwrap();
         }
     }
+
+    /// Reads tokens into another cache; returns the last one's logits.
+    fn read(&self, ids: &[u32], cache: &mut KvCache) -> Tensor {
+        let parts = ids.chunks(CHUNK).map(|part| {
+            let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::Last };
+            self.decoder.forward(&batch, &mut [&mut *cache]).unwrap()
+        });
+        parts.last().unwrap()
+    }
 }
 
 /// A llama of random weights with sizes of its own, all different.
@@ -373,39 +382,41 @@ fn what_the_graph_cannot_run_is_told() {
     assert!(why("llama_graph", DType::F32).contains("F32"));
 }
 
-/// Across window and ring borders, to the end of the context. Where a router decides a close call in another way, that
-/// step is another one: in f16 there are few, in bf16 so many that nothing can be said.
+/// Across window and ring borders, to the end of the context.
 #[test]
 fn steps_of_the_graph_agree_with_the_eager_decoder() {
     each_model(|model| {
-        if model.has_router && model.dtype == DType::BF16 {
-            return;
-        }
-        let mut other_steps = 0;
-        let prompt = prompt(model, 21);
-        model.prefill(&prompt);
         let mut executor = model.executor();
+        let mut seen = prompt(model, 21);
         let mut eager = model.fresh_cache();
-        let batch = Batch { ids: &prompt, tokens: &[prompt.len()], logits: LogitsOf::Last };
-        model.decoder.forward(&batch, &mut [&mut eager]).unwrap();
-        let mut token = 3;
-        for position in prompt.len()..CONTEXT {
+        model.prefill(&seen);
+        model.read(&seen, &mut eager);
+        let (mut token, mut steps, mut others) = (3, 0, 0);
+        for position in seen.len()..CONTEXT {
             // Started anew at each step, so that no later step overwrites the logits.
             executor.start(position, token, None).unwrap();
             let next = executor.next(1).unwrap();
             let got = values(executor.logits());
-            let batch = Batch { ids: &[token], tokens: &[1], logits: LogitsOf::Last };
-            let want = values(&model.decoder.forward(&batch, &mut [&mut eager]).unwrap());
+            let want = values(&model.read(&[token], &mut eager));
             let error = relative_error(&got, &want);
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
+            // Where a router decides a close call in another way, a step is another one.
             let is_other = model.has_router && (allowed..1.0).contains(&error);
-            other_steps += usize::from(is_other);
+            (steps, others) = (steps + 1, others + usize::from(is_other));
             assert!(error < allowed || is_other, "{} at {position}: off by {error:e}", model.name);
             let best = (0..got.len()).max_by(|&a, &b| got[a].total_cmp(&got[b]).then(b.cmp(&a))).unwrap();
             assert_eq!(next as usize, best, "{} at {position}", model.name);
+            seen.push(token);
             token = (next * 7 + position as u32) % got.len() as u32;
+            if model.has_router {
+                // What was decided in another way stays in the cache: both go on from the same one.
+                model.prefill(&seen);
+                eager = model.fresh_cache();
+                model.read(&seen, &mut eager);
+            }
         }
-        assert!(other_steps <= CONTEXT / 20, "{}: {other_steps} steps are others", model.name);
+        let most = if model.dtype == DType::F16 { steps / 15 } else { steps / 4 };
+        assert!(others <= most, "{}: {others} of {steps} steps are others", model.name);
     });
 }
 
@@ -455,17 +466,12 @@ fn a_conversation_goes_on_from_what_steps_wrote() {
             let cached = model.cache.go_back(kept).unwrap();
             assert!(opening.len() <= cached && cached <= kept, "{}: {cached} of {kept}", model.name);
             ids.extend(prompt(model, 9));
-            let last = |ids: &[u32], cache: &mut KvCache| {
-                let logits = ids.chunks(CHUNK).map(|part| {
-                    let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::Last };
-                    model.decoder.forward(&batch, &mut [&mut *cache]).unwrap()
-                });
-                values(&logits.last().unwrap())
-            };
-            let mut fresh =
-                KvCache::new(model.decoder.cache_layers(), CONTEXT, CHUNK, model.dtype, &model.device).unwrap();
-            let want = last(&ids, &mut fresh);
-            let error = relative_error(&last(&ids[cached..], &mut model.cache), &want);
+            let want = values(&model.read(&ids, &mut model.fresh_cache()));
+            let last = &ids[cached..];
+            let fresh = model.fresh_cache();
+            let mut cache = std::mem::replace(&mut model.cache, fresh);
+            let error = relative_error(&values(&model.read(last, &mut cache)), &want);
+            model.cache = cache;
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
             assert!(error < allowed, "{}, {kept} kept: off by {error:e}", model.name);
         }

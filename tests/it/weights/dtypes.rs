@@ -101,7 +101,7 @@ fn what_needs_scales_is_refused_by_name() {
             let name = if more.is_some() { query } else { "model.embed_tokens.weight" };
             assert!(text.contains(&format!("tensor {name} in {dtype}, ")) && text.contains(said), "{text}");
             let kind = error.chain().find_map(|cause| cause.downcast_ref::<Error>()).expect(&text);
-            assert_eq!(kind.exit_code(), 7);
+            assert_eq!(kind.exit_code(), 9);
         }
     }
     let folder = rewritten(Dtype::F8_E4M3, e4m3, Some("model.layers.0.self_attn.q_proj.weight_scale"));
