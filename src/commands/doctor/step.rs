@@ -1,14 +1,14 @@
-//! A whole decode step of the built-in demo, as this GPU's graph of fused kernels computes it, against the operations one by
-//! one on a CPU.
+//! A whole decode step of a tiny model, as this GPU's graph of fused kernels computes it, against the operations one by one
+//! on a CPU.
 
-use std::path::Path;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use anyhow::{Context, Result};
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 
 use crate::engine::executor::Executor;
-use crate::hub::{Hub, demo};
 use crate::kernels::selftest::Check;
 use crate::models;
 use crate::nn::decoder::{Batch, Decoder, LogitsOf};
@@ -16,7 +16,7 @@ use crate::nn::kv_cache::KvCache;
 use crate::weights::quantised::Quantise;
 use crate::weights::{Checkpoint, Loaded, Weights};
 
-/// Steps: beyond the demo's window.
+/// Steps of the sequence.
 const STEPS: usize = 80;
 
 /// With weights as they are and quantised, in both dtypes that graphs compute in.
@@ -34,9 +34,11 @@ pub fn run(device: &Device) -> Vec<Check> {
 
 /// The largest difference of any step's logits over the largest logit.
 fn error(device: &Device, dtype: DType, quantise: Option<Quantise>) -> Result<f32> {
-    let dir = Hub::from_env()?.find(demo::NAME, None)?.path;
-    let (here, mut cache) = load(&dir, &Device::Cpu, DType::F32, quantise)?;
-    let (there, cache_there) = load(&dir, device, dtype, quantise)?;
+    let dir = Folder::new()?;
+    write(&dir.0)?;
+    let dir = dir.0.as_path();
+    let (here, mut cache) = load(dir, &Device::Cpu, DType::F32, quantise)?;
+    let (there, cache_there) = load(dir, device, dtype, quantise)?;
     let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % here.vocab_size() as u32).collect();
     let batch = Batch { ids: &ids, tokens: &[STEPS], logits: LogitsOf::All };
     let want = here.forward(&batch, &mut [&mut cache])?.to_vec2::<f32>()?;
@@ -67,4 +69,79 @@ fn load(dir: &Path, device: &Device, dtype: DType, quantise: Option<Quantise>) -
     let decoder = models::read_config(dir)?.architecture.build(&weights, STEPS)?;
     let cache = KvCache::new(decoder.cache_layers(), STEPS, STEPS, dtype, device)?;
     Ok((decoder, cache))
+}
+
+/// A folder of its own, gone when it is dropped.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Result<Self> {
+        let path = std::env::temp_dir().join(format!("inferno-doctor-{}", std::process::id()));
+        std::fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A Qwen3-MoE of random weights: a layer with experts, of which every token takes all, as a close call would be another
+/// result; and one without.
+fn write(dir: &Path) -> Result<()> {
+    let config = serde_json::json!({
+        "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "num_experts": 3, "num_experts_per_tok": 3, "norm_topk_prob": true, "decoder_sparse_step": 1,
+        "mlp_only_layers": [1], "vocab_size": 301, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
+    });
+    std::fs::write(dir.join("config.json"), config.to_string())?;
+    let mut shapes: Vec<(String, Vec<usize>)> =
+        [("model.embed_tokens", 301), ("lm_head", 301)].map(|(name, rows)| (name.to_string(), vec![rows, 64])).into();
+    shapes.push(("model.norm".into(), vec![64]));
+    for layer in 0..2 {
+        let mut add = |name: &str, shape: &[usize]| {
+            shapes.push((format!("model.layers.{layer}.{name}"), shape.to_vec()));
+        };
+        for name in ["input_layernorm", "post_attention_layernorm"] {
+            add(name, &[64]);
+        }
+        for (name, rows) in [("q", 64), ("k", 32), ("v", 32), ("o", 64)] {
+            add(&format!("self_attn.{name}_proj"), &[rows, 64]);
+        }
+        for name in ["self_attn.q_norm", "self_attn.k_norm"] {
+            add(name, &[16]);
+        }
+        let mut mlp = |place: &str, width: usize| {
+            add(&format!("{place}.gate_proj"), &[width, 64]);
+            add(&format!("{place}.up_proj"), &[width, 64]);
+            add(&format!("{place}.down_proj"), &[64, width]);
+        };
+        if layer == 1 {
+            mlp("mlp", 96);
+        } else {
+            (0..3).for_each(|expert| mlp(&format!("mlp.experts.{expert}"), 32));
+            add("mlp.gate", &[3, 64]);
+        }
+    }
+    let mut state = 1u64;
+    let mut random = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4
+    };
+    let tensors = shapes.into_iter().map(|(name, shape)| {
+        // Norms lie around one; products of all others keep their size.
+        let (around, scale) = match shape[..] {
+            [_, columns] => (0.0, (columns as f32).powf(-0.5)),
+            _ => (1.0, 0.1),
+        };
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| around + random() * scale).collect();
+        let tensor = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(DType::BF16)?;
+        Ok((format!("{name}.weight"), tensor))
+    });
+    let tensors = tensors.collect::<Result<HashMap<_, _>>>()?;
+    Ok(candle_core::safetensors::save(&tensors, dir.join("model.safetensors"))?)
 }
