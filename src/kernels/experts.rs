@@ -272,7 +272,7 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
 
 /// Σ shares[t, n] · y[t, n]: y [T, N, C], shares [T, N] f32. Returns [T, C] f32.
 pub fn mix(y: &Tensor, shares: &Tensor) -> Result<Tensor> {
-    let (tokens, chosen, columns) = y.dims3()?;
+    let (tokens, chosen, _) = y.dims3()?;
     if shares.dims() != [tokens, chosen] || shares.dtype() != DType::F32 {
         bail!("mix: {:?} {:?} for y {:?}", shares.dtype(), shares.dims(), y.dims());
     }
@@ -281,6 +281,7 @@ pub fn mix(y: &Tensor, shares: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use super::cuda::{Arg, launch, module, suffix};
+            let columns = y.dim(2)?;
             let n = tokens * columns;
             // SAFETY: the kernel writes every element.
             let out = unsafe { Tensor::empty((tokens, columns), DType::F32, y.device())? };
