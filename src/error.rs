@@ -68,6 +68,10 @@ pub enum Error {
         fitting_context: Option<usize>,
     },
 
+    /// It is here, but not where inferno may change it.
+    #[error("{0}")]
+    NotOurs(String),
+
     /// A way of calling that cannot work, whatever is on the machine.
     #[error("{0}")]
     Usage(String),
@@ -89,6 +93,7 @@ impl Error {
         match self {
             Error::Usage(_) => 2,
             Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
+            Error::NotOurs(_) => 3,
             Error::Gated { .. } => 4,
             Error::Offline { .. } | Error::Network { .. } => 5,
             Error::Verification { .. } => 6,

@@ -10,12 +10,16 @@ use crate::hub::Hub;
 
 /// Delete what interrupted downloads have left, and files that no model needs any more
 #[derive(clap::Args)]
-pub struct Args {}
+pub struct Args {
+    /// Delete even where locks do not work, as on some network disks, and no other inferno would be noticed
+    #[arg(long)]
+    force: bool,
+}
 
-pub fn run(_: Args) -> Result<ExitCode> {
+pub fn run(args: Args) -> Result<ExitCode> {
     let mut out = std::io::stdout().lock();
     let mut freed_bytes = 0;
-    for pruned in Hub::from_env()?.prune()? {
+    for pruned in Hub::from_env()?.forced(args.force).prune()? {
         if pruned.busy {
             writeln!(out, "{}: left alone, another inferno is at work on it", pruned.name)?;
             continue;

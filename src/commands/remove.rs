@@ -17,11 +17,14 @@ pub struct Args {
     /// Only this branch, tag or commit; files that others share stay
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
+    /// Delete even where locks do not work, as on some network disks, and no other inferno would be noticed
+    #[arg(long)]
+    force: bool,
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let show = Show::new(Listener::new(false), "read");
-    let removed = Hub::from_env()?.remove(&args.model, args.revision.as_deref(), &show)?;
+    let removed = Hub::from_env()?.forced(args.force).remove(&args.model, args.revision.as_deref(), &show)?;
     let mut out = std::io::stdout().lock();
     let short = |revision: &String| revision.chars().take(7).collect::<String>();
     let revisions: Vec<String> = removed.revisions.iter().map(short).collect();

@@ -36,8 +36,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     for checked in result? {
         let report = report(&checked);
         if !report.is_empty() || !args.quiet {
-            write!(out, "{}", printable(&format!("{} {}\n{report}", summary(&checked), at(&checked))))?;
-            out.flush()?;
+            // Whoever reads this may have had enough; what was found is told by the exit code all the same.
+            let _ = write!(out, "{}", printable(&format!("{} {}\n{report}", summary(&checked), at(&checked))));
+            let _ = out.flush();
         }
         let faults = checked.faults().count();
         if faults > 0 && args.repair {
@@ -45,10 +46,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
             let result = hub.repair(&checked, &show);
             show.finish();
             match result {
-                Ok(()) => writeln!(out, "  {} fetched anew", count(faults, "file"))?,
+                Ok(()) => drop(writeln!(out, "  {} fetched anew", count(faults, "file"))),
                 // The others can be helped all the same.
                 Err(error) => {
-                    writeln!(out, "  not repaired")?;
+                    let _ = writeln!(out, "  not repaired");
                     failure.get_or_insert(error);
                 }
             }
@@ -56,7 +57,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             (models, files) = (models + 1, files + faults);
         }
     }
-    out.flush()?;
+    let _ = out.flush();
     if let Some(error) = failure {
         return Err(error);
     }

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
@@ -146,18 +146,33 @@ impl RepoDir {
             return Ok(());
         }
         // Made aside and renamed, so that at no time nothing or a half is there.
-        let temporary = aside(&pointer);
-        match symlink(&target, &temporary) {
-            // A file system without symbolic links: the snapshot gets the file itself, as in Python.
-            Err(_) => fs::rename(&blob, &pointer),
-            Ok(()) => fs::rename(&temporary, &pointer),
-        }
-        .with_context(|| format!("cannot create {}", pointer.display()))
+        let (temporary, made) = loop {
+            let temporary = aside(&pointer);
+            let made = match symlink(&target, &temporary) {
+                Err(error) if is_unsupported(&error) => {
+                    fs::hard_link(&blob, &temporary).or_else(|_| copy(&blob, &temporary))
+                }
+                made => made,
+            };
+            // What is left of an earlier process with the same number stays, for `prune`.
+            if !made.as_ref().is_err_and(|error| error.kind() == ErrorKind::AlreadyExists) {
+                break (temporary, made);
+            }
+        };
+        let renamed = made.and_then(|()| fs::rename(&temporary, &pointer));
+        // Still there if it failed, or if both were names of the same file.
+        let _ = fs::remove_file(&temporary);
+        renamed.map_err(|error| write_error(error, &pointer, 0))
+    }
+
+    /// Whether `revision` is known to mean `commit`.
+    pub fn has_ref(&self, revision: &str, commit: &str) -> bool {
+        revision == commit || fs::read_to_string(self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
     }
 
     /// Notes that `revision` now means `commit`. Done last, so that a ref never leads to a half-made snapshot.
     pub fn write_ref(&self, revision: &str, commit: &str) -> Result<()> {
-        if revision == commit || fs::read_to_string(self.path.join("refs").join(revision)).is_ok_and(|c| c == commit) {
+        if self.has_ref(revision, commit) {
             return Ok(());
         }
         let path = self.path.join("refs").join(revision);
@@ -166,9 +181,8 @@ impl RepoDir {
         [self.path.join("blobs"), self.snapshot(commit), self.path.join("snapshots")]
             .iter()
             .for_each(|dir| sync_dir(dir));
-        let temporary = aside(&path);
         let write = || -> std::io::Result<()> {
-            let mut file = fs::File::create(&temporary)?;
+            let (temporary, mut file) = create_aside(&path)?;
             file.write_all(commit.as_bytes())?;
             file.sync_data()?;
             fs::rename(&temporary, &path)
@@ -183,6 +197,17 @@ pub(super) fn aside(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_os_string();
     name.push(format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
     name.into()
+}
+
+/// Makes a new file beside `path`; what is left of an earlier process with the same number is not touched.
+pub(super) fn create_aside(path: &Path) -> std::io::Result<(PathBuf, fs::File)> {
+    loop {
+        let temporary = aside(path);
+        match fs::File::options().write(true).create_new(true).open(&temporary) {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            file => return file.map(|file| (temporary, file)),
+        }
+    }
 }
 
 /// Whether a name was made by [`aside`], by a process that did not live to rename it.
@@ -204,16 +229,22 @@ pub(super) fn lacking(dir: &Path, need: Need) -> Vec<String> {
     let files = if gguf::has_safetensors(dir) { Vec::new() } else { gguf::in_directory(dir) };
     if !files.is_empty() {
         let whole = files.iter().any(|file| file.missing.is_none());
-        return if whole { Vec::new() } else { files.into_iter().filter_map(|file| file.missing).collect() };
+        // As the hub names it, with its folder.
+        let missing = |file: gguf::GgufFile| {
+            let path = file.path.with_file_name(file.missing?);
+            Some(path.strip_prefix(dir).ok()?.to_str()?.replace(std::path::MAIN_SEPARATOR, "/"))
+        };
+        return if whole { Vec::new() } else { files.into_iter().filter_map(missing).collect() };
     }
     let text = ["config.json", "tokenizer.json"].into_iter().filter(|name| absent(name)).map(str::to_string);
     let weights = match need {
         Need::Text => Vec::new(),
         Need::Weights if !absent(SINGLE) => Vec::new(),
-        Need::Weights if absent(INDEX) => vec![SINGLE.to_string()],
+        // A link that leads nowhere tells that there was an index.
+        Need::Weights if absent(INDEX) && dir.join(INDEX).symlink_metadata().is_err() => vec![SINGLE.to_string()],
         Need::Weights => match fs::read(dir.join(INDEX)).map_err(Into::into).and_then(|index| shards(&index)) {
             Ok(shards) => shards.into_iter().filter(|name| absent(name)).collect(),
-            Err(_) => vec![format!("a readable {INDEX}")],
+            Err(_) => vec![INDEX.to_string()],
         },
     };
     text.chain(weights).collect()
@@ -258,6 +289,23 @@ pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
 /// A directory's entries; none if it cannot be read, since a cache that is not there is an empty one.
 pub(super) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
     fs::read_dir(dir).into_iter().flatten().flatten()
+}
+
+/// Where a path leads, also if its end is not there yet.
+pub(super) fn real(path: &Path) -> PathBuf {
+    let found = |dir: &Path| Some(fs::canonicalize(dir).ok()?.join(path.strip_prefix(dir).ok()?));
+    path.ancestors().find_map(found).unwrap_or_else(|| path.to_path_buf())
+}
+
+/// Whether a file system without symbolic links (or a system that keeps them from people) says so.
+fn is_unsupported(error: &std::io::Error) -> bool {
+    cfg!(not(unix)) || matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::PermissionDenied)
+}
+
+fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
+    let mut file = fs::File::options().write(true).create_new(true).open(to)?;
+    std::io::copy(&mut fs::File::open(from)?, &mut file)?;
+    file.sync_data()
 }
 
 #[cfg(unix)]

@@ -47,12 +47,15 @@ pub fn materialise(cache: &Path) -> Result<Snapshot> {
             for (name, bytes) in FILES {
                 fs::write(aside.join(name), bytes)?;
             }
-            // What is there is not whole: a cleaner or a power cut took some of it.
-            let _ = fs::remove_dir_all(&path);
             match fs::rename(&aside, &path) {
+                Ok(()) => Ok(()),
                 // Another process was quicker.
                 Err(_) if FILES.iter().all(whole) => fs::remove_dir_all(&aside),
-                result => result,
+                // What is there is not whole: a cleaner or a power cut took some of it.
+                Err(_) => {
+                    let _ = fs::remove_dir_all(&path);
+                    fs::rename(&aside, &path)
+                }
             }
         };
         write().with_context(|| format!("cannot write the demo model to {}", path.display()))?;

@@ -30,6 +30,7 @@ impl Hub {
         }
         let (name, revision) = names::split_revision(repo, revision)?;
         check_repo(name)?;
+        self.check_own_cache()?;
         let choice = Choice::new(pick)?;
         if self.settings.offline {
             return match self.look_up(name, revision, Need::Weights) {
@@ -46,20 +47,19 @@ impl Hub {
         let listing = remote.listing()?;
         let commit = &listing.commit;
         let repo = self.own().repo(name);
-        let here = || -> Result<Option<Snapshot>> {
-            let Some(snapshot) = self.here(name, &listing, &choice)? else { return Ok(None) };
-            // Also when it lies in the shared cache, so that both caches agree on what the newest commit is.
-            repo.write_ref(revision, commit)?;
+        if let Some(snapshot) = self.here(name, &listing, &choice)?
+            && repo.has_ref(revision, commit)
+        {
             progress.already_there(&snapshot);
-            Ok(Some(snapshot))
-        };
-        if let Some(snapshot) = here()? {
             return Ok(snapshot);
         }
         disk::check_space(&self.settings.cache, 0)?;
         let _lock = repo.lock(|| progress.waiting(name))?;
         // Whoever was waited for may have fetched it.
-        if let Some(snapshot) = here()? {
+        if let Some(snapshot) = self.here(name, &listing, &choice)? {
+            // Also when it lies in the shared cache, so that both caches agree on what the newest commit is.
+            repo.write_ref(revision, commit)?;
+            progress.already_there(&snapshot);
             return Ok(snapshot);
         }
 
@@ -102,7 +102,11 @@ impl Hub {
     ) -> Result<()> {
         let files = files.into_iter().map(|file| Wanted::new(remote, commit, file)).collect::<Result<Vec<_>>>()?;
         let needed_bytes =
-            files.iter().fold(0, |sum: u64, file| sum.saturating_add(file.bytes - file.present_bytes(repo)));
+            // Of several names with the same contents one is fetched.
+            files.iter().enumerate().filter(|(at, file)| !files[..*at].iter().any(|other| other.etag == file.etag)).fold(
+                0,
+                |sum: u64, (_, file)| sum.saturating_add(file.bytes - file.present_bytes(repo)),
+            );
         disk::check_space(&self.settings.cache, needed_bytes)?;
         progress.start(&files.iter().map(|file| (file.name.clone(), file.bytes)).collect::<Vec<_>>());
         fetch(remote, commit, repo, &files, progress)

@@ -4,7 +4,6 @@
 //! interrupted download goes on where it stopped, and what has its name is whole.
 
 use std::collections::VecDeque;
-use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::Path;
@@ -23,6 +22,11 @@ use super::retry::{Retry, is_passing, retry_after};
 use super::select::RemoteFile;
 use super::{Progress, hash};
 use crate::Error;
+
+/// So often a server may ignore a range before what is here is given up.
+const WHOLE_SLIPS: u32 = 3;
+/// A transfer that gains less in twice the stall limit is as good as stalled.
+const SLOWEST_BYTES: u64 = 64 << 10;
 
 /// A file whose size and hash are known, ready to fetch.
 pub(super) struct Wanted {
@@ -79,7 +83,7 @@ pub(super) fn fetch(
         }
     });
     let board = fetch.board.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
-    for job in board.jobs.iter().filter(|job| job.phase == Phase::Fetching) {
+    for job in board.jobs.iter().filter(|job| matches!(job.phase, Phase::Fetching | Phase::Verifying)) {
         // On a full disk the note of a second ago must do.
         let _ = job.partial.save();
     }
@@ -120,6 +124,8 @@ struct Job<'a> {
     generation: u32,
     /// The server sends files from their beginning only.
     in_one: bool,
+    /// How often a server has sent all of it in place of a part.
+    sent_whole: u32,
     /// It was whole and had the wrong hash.
     was_bad: bool,
     last_save: Instant,
@@ -162,6 +168,7 @@ impl<'a> Job<'a> {
             in_flight: 0,
             generation: 0,
             in_one: false,
+            sent_whole: 0,
             was_bad: false,
             last_save: Instant::now(),
         }
@@ -327,21 +334,22 @@ impl<'a> Fetch<'a> {
 
     /// Judges a file that is all there. A bad one is deleted and fetched once more.
     fn verify(&self, index: usize) -> Result<()> {
-        let (etag, bytes, name, path) = {
+        let (etag, bytes, name, note) = {
             let board = self.board();
             let job = &board.jobs[index];
-            (job.etag, job.bytes, job.names[0], job.partial.path().to_path_buf())
+            (job.etag, job.bytes, job.names[0], job.partial.note())
         };
+        let path = note.path();
         let blob = self.repo.blob(etag);
         // What has its name already was judged when it came.
         let good = whole(&blob, bytes) || {
             self.progress.verifying(name);
             let mut unless_failed = |_| if self.board().failure.is_some() { bail!("stopped") } else { Ok(()) };
-            hash::matches(&path, etag, &mut unless_failed)?
+            hash::matches(path, etag, &mut unless_failed)?
         };
-        if good && path.exists() {
+        if good {
             // Here, where others need not wait for it.
-            File::open(&path).and_then(|file| file.sync_data()).map_err(|error| write_error(error, &path, 0))?;
+            note.sync()?;
         }
         let mut board = self.board();
         if let Err(error) = self.conclude(&mut board.jobs[index], good) {
@@ -418,6 +426,9 @@ impl Transfer<'_, '_> {
                     return Err(broken(problem));
                 }
                 if range.is_some() {
+                    if content_length(response.headers()) != Some(bytes) {
+                        return Err(broken("the server sent something without a length in place of a part"));
+                    }
                     self.start_anew()?;
                 }
             }
@@ -435,12 +446,17 @@ impl Transfer<'_, '_> {
         self.copy(response.into_body().into_reader(), name)
     }
 
-    /// The server does no ranges and sends the file from its beginning: this transfer takes all of it, others stop.
+    /// The server does no ranges and sends the file from its beginning: this transfer takes all of it, others stop. What
+    /// is here is given up only if that was no slip of one server among several.
     fn start_anew(&mut self) -> Result<(), Stop> {
         let mut board = self.fetch.board();
         let job = &mut board.jobs[self.job];
         if job.generation != self.generation {
             return Err(Stop::Void);
+        }
+        job.sent_whole = job.sent_whole.saturating_add(1);
+        if job.sent_whole <= WHOLE_SLIPS && job.partial.done_bytes() > 0 {
+            return Err(broken("the server sent the whole file in place of a part"));
         }
         job.generation += 1;
         job.in_one = true;
@@ -483,7 +499,15 @@ impl Transfer<'_, '_> {
         let cannot_write = |error, left| Stop::Final(write_error(error, &path, left));
         output.seek(SeekFrom::Start(self.at)).map_err(|error| cannot_write(error, 0))?;
         let mut buffer = vec![0; 256 << 10];
+        let patience = self.fetch.remote.limits().stall.saturating_mul(2);
+        let (mut since, mut from) = (Instant::now(), self.at);
         while self.at < self.part.end {
+            if since.elapsed() >= patience {
+                if self.at - from < SLOWEST_BYTES {
+                    return Err(broken(format!("only {} bytes came in {} s", self.at - from, patience.as_secs_f32())));
+                }
+                (since, from) = (Instant::now(), self.at);
+            }
             let count = match body.read(&mut buffer) {
                 Ok(0) => return Err(broken("the connection was closed")),
                 Ok(count) => count,
@@ -536,14 +560,17 @@ fn broken(cause: impl Into<String>) -> Stop {
 fn not_the_file(response: &Response<Body>, name: &str, bytes: u64) -> Option<String> {
     let text = |name: header::HeaderName| response.headers().get(name).and_then(|value| value.to_str().ok());
     let is_page = text(header::CONTENT_TYPE).is_some_and(|kind| kind.starts_with("text/html"));
-    let length = text(header::CONTENT_LENGTH).and_then(|length| length.parse::<u64>().ok());
-    match length {
+    match content_length(response.headers()) {
         _ if is_page && !name.ends_with(".html") => {
             Some("a web page came in its place (a network's login page?)".into())
         }
         Some(length) if length != bytes => Some(format!("{length} bytes came in its place")),
         _ => None,
     }
+}
+
+fn content_length(headers: &HeaderMap) -> Option<u64> {
+    headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.trim().parse().ok()
 }
 
 fn whole(blob: &Path, bytes: u64) -> bool {

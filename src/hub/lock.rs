@@ -14,10 +14,23 @@ use super::cache::create_dir;
 
 /// Held until it is dropped, or until the process ends in whatever way.
 #[cfg(unix)]
-pub(super) struct Lock(#[expect(dead_code, reason = "held, not used")] Option<Flock<File>>);
+pub(super) struct Lock(Option<Flock<File>>);
 
 #[cfg(not(unix))]
 pub(super) struct Lock;
+
+impl Lock {
+    /// Whether it keeps anybody out.
+    #[cfg(unix)]
+    pub fn works(&self) -> bool {
+        self.0.is_some()
+    }
+
+    #[cfg(not(unix))]
+    pub fn works(&self) -> bool {
+        false
+    }
+}
 
 /// Takes the lock at `path`, at once or when whoever has it lets go; then `waiting` is called first. Without effect
 /// where locks do not work, as on some network disks.

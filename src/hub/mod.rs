@@ -103,6 +103,8 @@ impl Progress for () {}
 /// The caches on this machine and the hub they are filled from.
 pub struct Hub {
     settings: Settings,
+    /// Delete where locks do not work, too.
+    force: bool,
 }
 
 impl Hub {
@@ -112,7 +114,12 @@ impl Hub {
     }
 
     pub fn new(settings: Settings) -> Self {
-        Self { settings }
+        Self { settings, force: false }
+    }
+
+    /// Lets [`remove`](Self::remove) and [`prune`](Self::prune) delete on disks where locks do not work, too.
+    pub fn forced(self, force: bool) -> Self {
+        Self { force, ..self }
     }
 
     /// inferno's own cache, where downloads go. Need not exist yet.
@@ -302,6 +309,19 @@ impl Hub {
             let whole = cache::missing(&path, need).is_none();
             whole.then(|| Snapshot { name: name.to_string(), revision: Some(commit.to_string()), path, source })
         })
+    }
+
+    /// Fails where inferno's cache is the one shared with Python's tools, which is not to be written to.
+    fn check_own_cache(&self) -> Result<()> {
+        let Settings { cache, shared_cache, .. } = &self.settings;
+        if cache != shared_cache && cache::real(cache) != cache::real(shared_cache) {
+            return Ok(());
+        }
+        let problem = format!(
+            "{} is the cache of Python's tools, which inferno does not change\n  set INFERNO_CACHE to a folder of its own",
+            cache.display()
+        );
+        Err(Error::Usage(problem).into())
     }
 
     fn own(&self) -> Cache {

@@ -8,11 +8,13 @@ use std::fs::{self, File};
 use std::io::{ErrorKind, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::cache::{aside, create_dir};
+use super::cache::{create_aside, create_dir};
 use super::disk::write_error;
 
 /// The endings of what is unfinished; the last is that of files that grew from their beginning, as in Python.
@@ -24,6 +26,8 @@ pub(super) struct Partial {
     /// Of the whole file.
     bytes: u64,
     note: Note,
+    /// Data could not be put on the disk. A system tells that once and then forgets it, so nothing is noted any more.
+    lost: Arc<AtomicBool>,
 }
 
 #[derive(Clone, Default, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,7 +67,7 @@ impl Partial {
         } else {
             note = Note::default();
         }
-        Self { path, bytes, note }
+        Self { path, bytes, note, lost: Arc::default() }
     }
 
     /// Makes the file, from what [`find`](Self::find) found.
@@ -72,8 +76,12 @@ impl Partial {
         if !self.path.exists() {
             let grown = with_ending(blob, ".incomplete");
             if grown.exists() {
-                self.save()?;
+                File::open(&grown).and_then(|data| data.sync_data()).map_err(|error| write_error(error, &grown, 0))?;
+                self.note().write()?;
                 fs::rename(&grown, &self.path).map_err(|error| write_error(error, &self.path, 0))?;
+            } else {
+                // A note without its file would be taken for one about the new file.
+                delete(&json(&self.path))?;
             }
         }
         let file = self.open()?;
@@ -86,8 +94,20 @@ impl Partial {
 
     /// One more handle to write with.
     pub fn open(&self) -> Result<File> {
-        let file = File::options().write(true).create(true).truncate(false).open(&self.path);
-        file.map_err(|error| write_error(error, &self.path, 0))
+        let mut options = File::options();
+        options.write(true).create(true).truncate(false);
+        #[cfg(unix)]
+        {
+            use nix::fcntl::OFlag;
+            use std::os::unix::fs::OpenOptionsExt;
+            // Nothing but a file of our own: a link could lead anywhere, and a pipe would wait for a reader.
+            options.custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits());
+        }
+        let file = options.open(&self.path).map_err(|error| write_error(error, &self.path, 0))?;
+        if !file.metadata().is_ok_and(|data| data.is_file()) {
+            bail!("{} is no file; delete it", self.path.display());
+        }
+        Ok(file)
     }
 
     pub fn path(&self) -> &Path {
@@ -133,7 +153,7 @@ impl Partial {
 
     /// A note to be kept once the data up to now is on the disk.
     pub fn note(&self) -> SaveNote {
-        SaveNote { path: self.path.clone(), note: self.note.clone() }
+        SaveNote { path: self.path.clone(), note: self.note.clone(), lost: self.lost.clone() }
     }
 
     /// Puts data and note on the disk.
@@ -145,12 +165,7 @@ impl Partial {
     pub fn delete(&self) -> Result<()> {
         let note = json(&self.path);
         for path in [&note, &self.path] {
-            match fs::remove_file(path) {
-                Err(error) if error.kind() != ErrorKind::NotFound => {
-                    return Err(error).with_context(|| format!("cannot delete {}", path.display()));
-                }
-                _ => {}
-            }
+            delete(path)?;
         }
         Ok(())
     }
@@ -158,7 +173,7 @@ impl Partial {
     /// Gives the whole file its name.
     pub fn finish(&self, blob: &Path) -> Result<()> {
         // On disk before it has its name: a power cut must not leave a whole-looking file of zeros.
-        self.open()?.sync_data().map_err(|error| write_error(error, &self.path, 0))?;
+        self.note().sync()?;
         fs::rename(&self.path, blob).with_context(|| format!("cannot rename {}", self.path.display()))?;
         self.delete()
     }
@@ -168,26 +183,57 @@ impl Partial {
 pub(super) struct SaveNote {
     path: PathBuf,
     note: Note,
+    lost: Arc<AtomicBool>,
 }
 
 impl SaveNote {
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Puts the data on the disk, and then the note. Nothing where the data is gone, or where some of it once could not be
+    /// put there.
     pub fn save(&self) -> Result<()> {
-        match File::open(&self.path).and_then(|data| data.sync_data()) {
-            Err(error) if error.kind() != ErrorKind::NotFound => return Err(write_error(error, &self.path, 0)),
-            _ => {}
+        if self.lost.load(Ordering::Acquire) || !self.sync()? || self.lost.load(Ordering::Acquire) {
+            return Ok(());
         }
+        self.write()
+    }
+
+    /// Puts the data on the disk; false if there is none.
+    pub fn sync(&self) -> Result<bool> {
+        match File::open(&self.path).and_then(|data| data.sync_data()) {
+            Ok(()) => Ok(true),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(false),
+            Err(error) => {
+                self.lost.store(true, Ordering::Release);
+                Err(write_error(error, &self.path, 0))
+            }
+        }
+    }
+
+    fn write(&self) -> Result<()> {
         let path = json(&self.path);
-        let temporary = aside(&path);
-        let write = || -> std::io::Result<()> {
-            let mut file = File::create(&temporary)?;
+        let error = |error| write_error(error, &path, 0);
+        let (temporary, mut file) = create_aside(&path).map_err(error)?;
+        let mut write = || -> std::io::Result<()> {
             file.write_all(serde_json::to_string(&self.note)?.as_bytes())?;
             file.sync_data()?;
             fs::rename(&temporary, &path)
         };
-        write().map_err(|error| {
+        write().map_err(|cause| {
             let _ = fs::remove_file(&temporary);
-            write_error(error, &path, 0)
+            error(cause)
         })
+    }
+}
+
+fn delete(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot delete {}", path.display()))
+        }
+        _ => Ok(()),
     }
 }
 

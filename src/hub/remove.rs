@@ -2,11 +2,13 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 
 use super::cache::{self, RepoDir, entries, files_below};
+use super::lock::Lock;
 use super::partial::ENDINGS;
 use super::{Hub, Progress, demo, gguf, names};
 use crate::Error;
@@ -43,41 +45,51 @@ impl Hub {
             let freed_bytes = demo::remove(&self.settings.cache)?;
             return Ok(Removed { name: name.into(), revisions: Vec::new(), freed_bytes, kept_bytes: 0 });
         }
+        self.check_own_cache()?;
         let (part, tag) = gguf::split_tag(name);
         let own = self.own().names().into_iter().collect();
         let found = names::meant(part, &own);
-        if found.is_empty() {
+        // Of a model of the shared cache no more than a ref may be here.
+        if found.iter().all(|name| self.own().repo(name).commits().is_empty()) {
             self.check_not_elsewhere(part)?;
         }
         self.check_meant(part, found.iter().copied())?;
         let name = found[0];
         let repo = self.own().repo(name);
-        let _lock = repo.lock(|| progress.waiting(name))?;
+        let lock = repo.lock(|| progress.waiting(name))?;
+        self.check_lock(&lock, &repo)?;
         let commits = match revision {
-            None => repo.commits(),
+            None => commits(&repo)?,
             Some(revision) => repo.commit(revision).into_iter().collect(),
         };
         if let (Some(revision), true) = (revision, commits.is_empty()) {
             return Err(Error::RevisionNotFound { repo: name.clone(), revision: revision.to_string() }.into());
         }
 
-        // Of several GGUF models one; what is left of the repository may be nothing worth keeping.
+        // Of several GGUF models one; the snapshot goes with the last of its weights.
         let (mut whole, mut files): (Vec<String>, Vec<PathBuf>) = (Vec::new(), Vec::new());
         let mut revisions = Vec::new();
         for commit in commits {
             let models = gguf::in_directory(&repo.snapshot(&commit));
-            let meant = |path: &Path| tag.is_none_or(|tag| gguf::is_named(&path.to_string_lossy(), tag));
-            let ours: Vec<_> = models.iter().filter(|model| meant(&model.path)).collect();
-            match tag {
-                Some(_) if ours.is_empty() => continue,
-                Some(_) if ours.len() < models.len() => {
-                    let parts = |model: &&gguf::GgufFile| {
-                        let first = model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                        gguf::parts(&first).into_iter().map(|part| model.path.with_file_name(part)).collect::<Vec<_>>()
-                    };
-                    files.extend(ours.iter().flat_map(parts));
-                }
-                _ => whole.push(commit.clone()),
+            let Some(tag) = tag else {
+                whole.push(commit.clone());
+                revisions.push(commit);
+                continue;
+            };
+            let ours: Vec<_> =
+                models.iter().filter(|model| gguf::is_named(&model.path.to_string_lossy(), tag)).collect();
+            let parts = |model: &&gguf::GgufFile| {
+                let first = model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                gguf::parts(&first).into_iter().map(|part| model.path.with_file_name(part)).collect::<Vec<_>>()
+            };
+            let ours: Vec<PathBuf> = ours.iter().flat_map(parts).collect();
+            if ours.is_empty() {
+                continue;
+            }
+            if walk(&repo.snapshot(&commit))?.iter().any(|path| is_weights(path) && !ours.contains(path)) {
+                files.extend(ours);
+            } else {
+                whole.push(commit.clone());
             }
             revisions.push(commit);
         }
@@ -87,26 +99,32 @@ impl Hub {
             return Err(Error::ModelNotFound { model: called, hint }.into());
         }
 
-        // Refs first, then links, then what they led to: at no time does a name stand for a half.
+        // All is looked at before anything goes: what cannot be read must not count as nothing.
         let before = bytes_below(&repo.path);
-        let gone = linked(&repo, &whole, &files);
-        for (path, _) in repo.refs().into_iter().filter(|(_, commit)| whole.contains(commit)) {
+        let dirs: Vec<PathBuf> = whole.iter().map(|commit| repo.snapshot(commit)).collect();
+        let (going, staying): (Vec<PathBuf>, Vec<PathBuf>) = walk(&repo.path.join("snapshots"))?
+            .into_iter()
+            .partition(|path| files.contains(path) || dirs.iter().any(|dir| path.starts_with(dir)));
+        let (gone, kept) = (linked(&going)?, linked(&staying)?);
+        let refs = refs(&repo)?;
+
+        // Refs first, then links, then what they led to: at no time does a name stand for a half.
+        for (path, _) in refs.into_iter().filter(|(_, commit)| whole.contains(commit)) {
             remove_file(&path)?;
         }
         for file in files.iter().filter(|file| file.symlink_metadata().is_ok()) {
             remove_file(file)?;
         }
-        for commit in &whole {
-            remove_dir(&repo.snapshot(commit))?;
+        for dir in &dirs {
+            remove_dir(dir)?;
         }
-        let kept = linked(&repo, &repo.commits(), &[]);
         for etag in gone.difference(&kept) {
             let blob = repo.blob(etag);
             if blob.exists() {
                 remove_file(&blob)?;
             }
         }
-        if repo.commits().is_empty() {
+        if staying.is_empty() {
             remove_dir(&repo.path)?;
         }
         self.forget_use(&called);
@@ -121,27 +139,30 @@ impl Hub {
 
     /// Clears away what interrupted downloads have left, and blobs that no revision has. A model under way is left alone.
     pub fn prune(&self) -> Result<Vec<Pruned>> {
+        self.check_own_cache()?;
         let mut pruned = Vec::new();
         for name in self.own().names() {
             let repo = self.own().repo(&name);
-            let Some(_lock) = repo.try_lock()? else {
+            let Some(lock) = repo.try_lock()? else {
                 pruned.push(Pruned { name, files: 0, freed_bytes: 0, busy: true });
                 continue;
             };
-            let stale: Vec<PathBuf> = files_below(&repo.path).into_iter().filter(|path| is_left_over(path)).collect();
+            self.check_lock(&lock, &repo)?;
+            // All is looked at before anything goes: what cannot be read must not count as nothing.
+            let snapshots: Vec<PathBuf> =
+                walk(&repo.path.join("snapshots"))?.into_iter().filter(|path| !is_left_over(path)).collect();
+            let linked = linked(&snapshots)?;
+            let needed = |blob: &Path| {
+                let name = blob.file_name().and_then(|name| name.to_str());
+                !blob.starts_with(repo.path.join("blobs")) || name.is_some_and(|name| linked.contains(name))
+            };
+            let stale = walk(&repo.path)?.into_iter().filter(|path| is_left_over(path) || !needed(path));
             let mut freed = Vec::new();
             for path in stale {
                 freed.push(bytes(&path));
                 remove_file(&path)?;
             }
-            let linked = linked(&repo, &repo.commits(), &[]);
-            for blob in files_below(&repo.path.join("blobs")) {
-                if !blob.file_name().and_then(|name| name.to_str()).is_some_and(|name| linked.contains(name)) {
-                    freed.push(bytes(&blob));
-                    remove_file(&blob)?;
-                }
-            }
-            if files_below(&repo.path.join("snapshots")).is_empty() {
+            if snapshots.is_empty() {
                 remove_dir(&repo.path)?;
             }
             if !freed.is_empty() {
@@ -149,6 +170,17 @@ impl Hub {
             }
         }
         Ok(pruned)
+    }
+
+    /// Fails where nothing would tell of another process at work on the same folder.
+    fn check_lock(&self, lock: &Lock, repo: &RepoDir) -> Result<()> {
+        if !lock.works() && !self.force {
+            bail!(
+                "locks do not work on the disk of {}: another inferno at work there would not be noticed\n  --force deletes all the same",
+                repo.path.display()
+            );
+        }
+        Ok(())
     }
 
     /// Fails for what is here, but not in inferno's cache.
@@ -164,20 +196,72 @@ impl Hub {
                 let problem = format!(
                     "'{name}' lies in the cache of Python's tools, which inferno does not change\n  hf cache rm model/{name}"
                 );
-                Err(Error::Usage(problem).into())
+                Err(Error::NotOurs(problem).into())
             }
         }
     }
 }
 
-/// The blobs that snapshots link to, or that these links of theirs do.
-fn linked(repo: &RepoDir, commits: &[String], links: &[PathBuf]) -> BTreeSet<String> {
-    let of_commits = commits.iter().flat_map(|commit| repo.linked(commit)).filter_map(|(_, _, etag)| etag);
-    let of_links = links.iter().filter_map(|link| {
-        let target = fs::read_link(link).ok()?;
-        Some(target.file_name()?.to_str()?.to_string())
-    });
-    of_commits.chain(of_links).collect()
+/// Commits with a snapshot folder.
+fn commits(repo: &RepoDir) -> Result<Vec<String>> {
+    let names =
+        read(&repo.path.join("snapshots"))?.into_iter().filter_map(|entry| entry.file_name().into_string().ok());
+    Ok(names.filter(|name| names::is_commit(name)).collect())
+}
+
+/// Each ref's file and the commit that it points to.
+fn refs(repo: &RepoDir) -> Result<Vec<(PathBuf, String)>> {
+    let commit = |path: PathBuf| {
+        let commit = fs::read_to_string(&path).with_context(|| cannot_read(&path))?.trim().to_string();
+        Ok((path, commit))
+    };
+    walk(&repo.path.join("refs"))?.into_iter().map(commit).collect()
+}
+
+/// The blobs that these files of snapshots link to.
+fn linked(files: &[PathBuf]) -> Result<BTreeSet<String>> {
+    let mut etags = BTreeSet::new();
+    for path in files {
+        if path.symlink_metadata().with_context(|| cannot_read(path))?.is_symlink() {
+            let target = fs::read_link(path).with_context(|| cannot_read(path))?;
+            etags.extend(target.file_name().and_then(|name| name.to_str()).map(str::to_string));
+        }
+    }
+    Ok(etags)
+}
+
+/// Every file below a directory, sorted; links count as files. Unlike [`files_below`] it fails where something cannot
+/// be read.
+fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    for entry in read(dir)? {
+        if entry.file_type().with_context(|| cannot_read(&entry.path()))?.is_dir() {
+            files.extend(walk(&entry.path())?);
+        } else {
+            files.push(entry.path());
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// A directory's entries; none only if it is not there.
+fn read(dir: &Path) -> Result<Vec<fs::DirEntry>> {
+    match fs::read_dir(dir) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        found => found.and_then(Iterator::collect).with_context(|| cannot_read(dir)),
+    }
+}
+
+fn cannot_read(path: &Path) -> String {
+    format!("cannot read {}, so nothing was deleted there", path.display())
+}
+
+/// Whether a file's name is that of weights, of whatever kind.
+fn is_weights(path: &Path) -> bool {
+    const ENDINGS: [&str; 8] = ["safetensors", "gguf", "bin", "pt", "pth", "ckpt", "h5", "onnx"];
+    let ending = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
+    ENDINGS.contains(&ending.as_str())
 }
 
 /// What an interrupted process leaves: the beginnings of blobs, and what it wrote aside.

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::PathBuf;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use super::cache::{self, Need, RepoDir};
 use super::remote::Remote;
@@ -122,7 +122,7 @@ impl Hub {
         }
         let Checked { name, revision, .. } = checked;
         match checked.source {
-            Source::Inferno => {}
+            Source::Inferno => self.check_own_cache()?,
             Source::BuiltIn => return demo::renew(&self.settings.cache),
             Source::HuggingFace | Source::Directory => {
                 let what = format!("'{name}' lies in the cache of Python's tools, which inferno does not change");
@@ -138,22 +138,24 @@ impl Hub {
         if listing.commit != *revision {
             bail!("the hub gives {} for the commit {revision} of '{name}'; refused", listing.commit);
         }
+        let mut files = Vec::new();
+        for (fault, _) in &faults {
+            match listing.files.iter().find(|file| file.name == *fault) {
+                Some(file) => files.push(file.clone()),
+                None => bail!("'{name}' has no {fault} on the hub; nothing was changed"),
+            }
+        }
         let repo = self.own().repo(name);
         disk::check_space(&self.settings.cache, 0)?;
         let _lock = repo.lock(|| progress.waiting(name))?;
         for (file, path, etag) in repo.linked(revision) {
             if let (true, Some(etag)) = (faults.iter().any(|(fault, _)| *fault == file), etag)
-                // Somebody else may have repaired it meanwhile.
-                && !hash::matches(&path, &etag, &mut |_| Ok(())).unwrap_or(false)
+                && path.try_exists()?
+                // Somebody else may have repaired it meanwhile; what cannot be read is not known to be bad.
+                && !hash::matches(&path, &etag, &mut |_| Ok(()))?
             {
-                let _ = fs::remove_file(repo.blob(&etag));
-            }
-        }
-        let mut files = Vec::new();
-        for (fault, _) in faults {
-            match listing.files.iter().find(|file| file.name == *fault) {
-                Some(file) => files.push(file.clone()),
-                None => bail!("'{name}' has no {fault} on the hub"),
+                let blob = repo.blob(&etag);
+                fs::remove_file(&blob).with_context(|| format!("cannot delete {}", blob.display()))?;
             }
         }
         self.fetch(&remote, revision, &repo, files, progress)

@@ -247,6 +247,7 @@ fn two_downloads_at_once_do_not_mix() {
     });
     let snapshot = machine.hub().find(REPO, None).unwrap();
     assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
+    assert_eq!(fake.lines().iter().filter(|line| line.ends_with("model.safetensors")).count(), 1, "fetched once");
 }
 
 #[test]

@@ -120,6 +120,56 @@ fn a_server_without_ranges_sends_the_file_from_its_beginning() {
 }
 
 #[test]
+fn one_server_without_ranges_costs_nothing_of_what_is_here() {
+    for slips in 1..=3 {
+        let faults: Vec<Fault> =
+            [Fault::Cut(20_000)].into_iter().chain((0..slips).map(|_| Fault::Everything)).collect();
+        let heard = survives(in_one, &faults);
+        assert_eq!(heard.iter().filter(|line| **line == format!("{WEIGHTS} 0")).count(), 1, "{heard:?}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn what_is_fetched_goes_into_no_file_but_its_own() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let blobs = machine.repo().join("blobs");
+    fs::create_dir_all(&blobs).unwrap();
+    let parts = blobs.join(format!("{}.parts", etag(WEIGHTS, &pattern(50_000, 3))));
+    let other = machine.dir.path().join("other");
+    fs::write(&other, "precious").unwrap();
+    std::os::unix::fs::symlink(&other, &parts).unwrap();
+    assert!(machine.hub().download(REPO, None, &Pick::default(), &()).is_err());
+    assert_eq!(fs::read(&other).unwrap(), b"precious");
+}
+
+#[test]
+fn a_note_without_its_file_is_not_believed() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let blobs = machine.repo().join("blobs");
+    fs::create_dir_all(&blobs).unwrap();
+    let note = blobs.join(format!("{}.parts.json", etag(WEIGHTS, &pattern(50_000, 3))));
+    fs::write(&note, r#"{"done":[{"start":0,"end":50000}]}"#).unwrap();
+    fake.change(|world| world.faults.extend([Fault::Status("404 No")]));
+    assert!(machine.hub().download(REPO, None, &Pick::default(), &()).is_err());
+    assert!(!fs::read_to_string(&note).is_ok_and(|note| note.contains("50000")));
+}
+
+#[test]
+fn a_trickle_is_as_good_as_a_stall() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    fake.change(|world| world.pace = Some((500, Duration::from_millis(20))));
+    let limits = Limits { connections: 1, stall: Duration::from_millis(200), tries: 20, ..impatient() };
+    let hub = Hub::new(Settings { limits, ..machine.settings() });
+    let heard = Heard::default();
+    hub.download(REPO, None, &Pick::default(), &heard).unwrap();
+    assert!(heard.all().iter().any(|line| line.contains("bytes came in 0.4 s")));
+}
+
+#[test]
 fn a_login_page_costs_nothing_of_what_is_here() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use inferno::hub::{Checked, Hub, Pick, Source, State};
+use inferno::hub::{Checked, Hub, Pick, Settings, Source, State};
 
 use super::fake::{COMMIT, FakeHub, INDEX, REPO, SHARDS, etag, pattern};
 use super::{Machine, WHOLE, names_in};
@@ -129,8 +129,15 @@ fn a_revision_goes_and_what_others_share_stays() {
     let error = machine.hub().remove(REPO, None, &()).unwrap_err();
     assert_eq!(error.downcast_ref::<inferno::Error>().unwrap().exit_code(), 3);
     machine.place("shared", REPO, COMMIT, &WHOLE);
-    let error = machine.hub().remove(REPO, None, &()).unwrap_err();
-    assert!(error.to_string().contains("Python's tools"), "{error}");
+    for refs_only in [false, true] {
+        if refs_only {
+            fs::create_dir_all(machine.repo().join("refs")).unwrap();
+            fs::write(machine.repo().join("refs/main"), COMMIT).unwrap();
+        }
+        let error = machine.hub().remove(REPO, None, &()).unwrap_err();
+        assert!(error.to_string().contains("Python's tools"), "{error}");
+        assert_eq!(error.downcast_ref::<inferno::Error>().unwrap().exit_code(), 3);
+    }
     assert!(machine.hub().find(REPO, None).is_ok());
 }
 
@@ -168,6 +175,106 @@ fn what_nobody_needs_is_pruned() {
     assert!(verify(&machine.hub()).is_empty());
     assert!(names_in(&dir).iter().all(|name| !name.contains('.')));
     assert_eq!(names_in(&machine.repo().join("refs")), ["main"]);
+}
+
+#[cfg(unix)]
+#[test]
+fn what_cannot_be_read_is_not_taken_for_nothing() {
+    let (_fake, machine, blobs) = downloaded();
+    // A file where a folder should be cannot be listed, whoever asks.
+    let refs = machine.repo().join("refs");
+    fs::write(machine.repo().join("blobs/unreferenced"), "x").unwrap();
+    let snapshots = machine.repo().join("snapshots");
+    let aside = machine.dir.path().join("snapshots");
+    fs::rename(&snapshots, &aside).unwrap();
+    fs::write(&snapshots, "").unwrap();
+    assert!(format!("{:#}", machine.hub().prune().unwrap_err()).contains("nothing was deleted"));
+    assert!(machine.hub().remove(REPO, None, &()).is_err());
+    fs::remove_file(&snapshots).unwrap();
+    fs::rename(&aside, &snapshots).unwrap();
+    // A ref that is no file.
+    fs::rename(refs.join("main"), machine.repo().join("main")).unwrap();
+    std::os::unix::fs::symlink("nowhere", refs.join("main")).unwrap();
+    assert!(machine.hub().remove(REPO, None, &()).is_err());
+    assert!(blobs.iter().all(|blob| blob.exists()) && machine.repo().join("blobs/unreferenced").exists());
+    fs::rename(machine.repo().join("main"), refs.join("main")).unwrap();
+    assert!(verify(&machine.hub()).is_empty());
+    assert_eq!(machine.hub().prune().unwrap()[0].files, 1);
+}
+
+#[test]
+fn a_snapshot_outlives_one_of_its_gguf_files() {
+    let fake = FakeHub::start(&[
+        ("a-Q4-00001-of-00002.gguf", b"GGUF"),
+        ("a-Q4-00002-of-00002.gguf", b"GGUF2"),
+        ("b-Q8-00002-of-00002.gguf", b"GGUF3"),
+        ("c-F16.gguf", b"GGUF4"),
+        ("model.safetensors", b"weights"),
+    ]);
+    let machine = Machine::new(fake.endpoint());
+    let pick = Pick { include: vec!["*.gguf".into(), "*.safetensors".into()], ..Pick::default() };
+    let snapshot = machine.hub().download(REPO, None, &pick, &()).unwrap();
+    assert_eq!(machine.hub().remove(&format!("{REPO}:Q4"), None, &()).unwrap().freed_bytes, 9);
+    machine.hub().remove(&format!("{REPO}:F16"), None, &()).unwrap();
+    assert_eq!(names_in(&snapshot.path), ["b-Q8-00002-of-00002.gguf", "model.safetensors"]);
+    assert_eq!(names_in(&machine.repo().join("blobs")).len(), 2);
+}
+
+#[test]
+fn the_cache_of_other_tools_is_not_changed_under_another_name() {
+    let (fake, machine, _) = downloaded();
+    let checked = machine.hub().verify(Some(REPO), None, &()).unwrap().remove(0);
+    let checked = Checked { files: vec![("config.json".into(), State::Bad)], ..checked };
+    let own = machine.settings().cache;
+    for shared_cache in [own.clone(), own.join("../own")] {
+        let hub = || Hub::new(Settings { shared_cache: shared_cache.clone(), ..machine.settings() });
+        let errors = [
+            hub().download(REPO, None, &Pick::default(), &()).unwrap_err(),
+            hub().remove(REPO, None, &()).unwrap_err(),
+            hub().prune().unwrap_err(),
+            hub().repair(&checked, &()).unwrap_err(),
+        ];
+        for error in errors {
+            assert_eq!(error.downcast_ref::<inferno::Error>().unwrap().exit_code(), 2, "{error}");
+            assert!(error.to_string().contains("Python's tools"), "{error}");
+        }
+    }
+    assert!(fake.lines().is_empty());
+}
+
+#[test]
+fn nothing_is_deleted_for_a_repair_that_cannot_be() {
+    let (_fake, machine, blobs) = downloaded();
+    let mut bytes = fs::read(&blobs[0]).unwrap();
+    bytes[0] ^= 1;
+    fs::write(&blobs[0], bytes).unwrap();
+    let mut checked = machine.hub().verify(Some(REPO), None, &()).unwrap().remove(0);
+    checked.files.push(("not-on-the-hub".into(), State::Missing));
+    assert!(machine.hub().repair(&checked, &()).unwrap_err().to_string().contains("not-on-the-hub"));
+    assert!(blobs[0].exists());
+
+    // An index that is gone is what is missing, not weights in one file.
+    let (fake, machine, _) = downloaded();
+    let index = fake.world.lock().unwrap().files[INDEX].clone();
+    let blob = machine.repo().join("blobs").join(etag(INDEX, &index));
+    fs::remove_file(&blob).unwrap();
+    assert_eq!(verify(&machine.hub()), [(INDEX.to_string(), State::Missing)]);
+    fs::write(&blob, "{").unwrap();
+    assert_eq!(verify(&machine.hub()), [(INDEX.to_string(), State::Bad)]);
+    machine.hub().repair(&machine.hub().verify(Some(REPO), None, &()).unwrap()[0], &()).unwrap();
+    assert!(verify(&machine.hub()).is_empty());
+}
+
+#[test]
+fn missing_parts_are_named_with_their_folder() {
+    let parts = ["Q8/a-Q8-00001-of-00002.gguf", "Q8/a-Q8-00002-of-00002.gguf"];
+    let fake = FakeHub::start(&[(parts[0], b"GGUF"), (parts[1], b"GGUF2")]);
+    let machine = Machine::new(fake.endpoint());
+    let snapshot = machine.hub().download(REPO, None, &super::included("*Q8*"), &()).unwrap();
+    fs::remove_file(snapshot.path.join(parts[1])).unwrap();
+    assert_eq!(verify(&machine.hub()), [(parts[1].to_string(), State::Missing)]);
+    machine.hub().repair(&machine.hub().verify(Some(REPO), None, &()).unwrap()[0], &()).unwrap();
+    assert!(verify(&machine.hub()).is_empty());
 }
 
 #[test]
