@@ -3,9 +3,12 @@
 use std::io::Write;
 use std::process::ExitCode;
 
-use clap::{Parser, Subcommand};
+use anyhow::Result;
+use clap::{ArgAction, CommandFactory, FromArgMatches, Parser, Subcommand};
 
-use crate::commands::{bench, doctor, download, list, perplexity, play, prune, remove, show, tokenize, verify};
+use crate::commands::{
+    bench, completions, defaults, doctor, download, list, perplexity, play, prune, remove, show, tokenize, verify,
+};
 use crate::error::Error;
 use crate::repl::style::printable;
 
@@ -22,6 +25,11 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 access restricted, 5
 #[derive(Parser)]
 #[command(name = "inferno", version, after_help = AFTER_HELP)]
 struct Cli {
+    /// Tell on stderr what is opened and chosen; twice for more
+    #[arg(long, short, global = true, action = ArgAction::Count)]
+    // `defaults` reads it, before all else.
+    #[allow(dead_code)]
+    verbose: u8,
     #[command(subcommand)]
     command: Command,
 }
@@ -39,11 +47,35 @@ enum Command {
     Bench(bench::Args),
     Perplexity(perplexity::Args),
     Tokenize(tokenize::Args),
+    Completions(completions::Args),
 }
 
 /// Runs the command line of this process.
 pub fn main() -> ExitCode {
-    let run = match Cli::parse().command {
+    match arguments().and_then(run) {
+        Ok(code) => code,
+        // Whoever read our output has had enough (`| head`): not a failure of ours.
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Messages quote files that anyone may have written. And a closed stderr is no reason to panic.
+            let _ = writeln!(std::io::stderr(), "error: {}", printable(&format!("{error:#}")));
+            ExitCode::from(error.downcast_ref::<Error>().map_or(1, Error::exit_code))
+        }
+    }
+}
+
+/// The command line, with the configuration below it.
+fn arguments() -> Result<Cli> {
+    let matches = defaults::matches(Cli::command())?;
+    let mut cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    if let (Command::Play(args), Some(matches)) = (&mut cli.command, matches.subcommand_matches("play")) {
+        args.given = defaults::given(matches, Cli::command());
+    }
+    Ok(cli)
+}
+
+fn run(cli: Cli) -> Result<ExitCode> {
+    match cli.command {
         Command::Download(args) => download::run(args),
         Command::List(args) => list::run(args),
         Command::Verify(args) => verify::run(args),
@@ -55,16 +87,7 @@ pub fn main() -> ExitCode {
         Command::Bench(args) => bench::run(args),
         Command::Perplexity(args) => perplexity::run(args),
         Command::Tokenize(args) => tokenize::run(args),
-    };
-    match run {
-        Ok(code) => code,
-        // Whoever read our output has had enough (`| head`): not a failure of ours.
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
-        Err(error) => {
-            // Messages quote files that anyone may have written. And a closed stderr is no reason to panic.
-            let _ = writeln!(std::io::stderr(), "error: {}", printable(&format!("{error:#}")));
-            ExitCode::from(error.downcast_ref::<Error>().map_or(1, Error::exit_code))
-        }
+        Command::Completions(args) => completions::run(args, Cli::command()),
     }
 }
 

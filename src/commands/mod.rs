@@ -1,13 +1,18 @@
 //! One file a verb: its flags, its help, its `run`. Here, the flags that several verbs share.
 
+mod answer;
 pub mod bench;
 mod bench_report;
+pub mod completions;
+pub mod defaults;
 pub mod doctor;
 pub mod download;
 pub mod list;
+pub mod logging;
 pub mod perplexity;
 pub mod play;
 mod progress;
+mod prompt;
 pub mod prune;
 pub mod remove;
 pub mod show;

@@ -1,20 +1,22 @@
 //! `inferno play`: one answer for a script, or a chat for a person.
 
-use std::io::{IsTerminal, Read, Write};
+use std::io::IsTerminal;
 use std::process::ExitCode;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use super::list::{self, Model};
 use super::progress::{Listener, Show};
-use super::{LoadArgs, SamplingArgs, note, playable, today};
-use crate::chat::{Channel, Message, ReasoningEffort, RenderOptions};
-use crate::engine::{Engine, FinishReason, GenerateOptions, SamplingParams, Summary};
+use super::{LoadArgs, SamplingArgs, answer, note, playable, prompt, today};
+use crate::chat::{Message, ReasoningEffort, RenderOptions};
+use crate::engine::{Engine, SamplingParams};
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, is_repository, to_download};
-use crate::repl::{self, Reasoning, Session, style};
+use crate::repl::journal::Settings;
+use crate::repl::{self, Keep, Loaded, Models, Overflow, Reasoning, Session};
 
 /// Chat with a model, or get one answer with --prompt
 #[derive(clap::Args)]
@@ -24,6 +26,12 @@ pub struct Args {
     /// Answer this and exit; without it, piped standard input is the prompt
     #[arg(long, short, value_name = "TEXT")]
     prompt: Option<String>,
+    /// Put all of standard input behind --prompt, whatever it is; a file (`< notes.txt`) goes there by itself
+    #[arg(long, requires = "prompt")]
+    stdin: bool,
+    /// Go on with a conversation that was kept, the last one if no name is given
+    #[arg(long, value_name = "NAME", num_args = 0..=1, default_missing_value = "", conflicts_with = "raw")]
+    resume: Option<String>,
     /// Instructions for the model
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
@@ -33,6 +41,9 @@ pub struct Args {
     /// Do not show what the model thinks
     #[arg(long)]
     hide_reasoning: bool,
+    /// Show answers as they were written instead of laying out their Markdown
+    #[arg(long)]
+    plain: bool,
     /// End an answer after this many tokens
     #[arg(long, value_name = "TOKENS")]
     max_tokens: Option<usize>,
@@ -48,14 +59,23 @@ pub struct Args {
     /// Print one JSON object: text, reasoning, tokens, finish_reason, usage, stats
     #[arg(long)]
     json: bool,
+    /// Print one JSON object a line as the answer comes: start, reasoning, answer, tool_call, end
+    #[arg(long, conflicts_with = "json")]
+    jsonl: bool,
+    /// At the end of the context: stop, or drop-oldest to go on without the oldest messages
+    #[arg(long, default_value = "stop", value_name = "WHAT")]
+    overflow: Overflow,
     #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
     load: LoadArgs,
+    /// What was asked for by flags, the environment, the configuration or a resumed conversation.
+    #[arg(skip)]
+    pub given: Settings,
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
-    let prompt = one_shot_prompt(&args)?;
+    let prompt = prompt::one_shot(args.prompt.as_deref(), args.stdin, args.raw, args.json || args.jsonl)?;
     if let Some(problem) = args.sampling.over(&SamplingParams::greedy()).problem() {
         return Err(usage(problem));
     }
@@ -70,53 +90,52 @@ pub fn run(args: Args) -> Result<ExitCode> {
             return Err(usage("name a model: inferno play MODEL --prompt TEXT (`inferno list` shows what is here)"));
         }
     };
-    hub.note_use(&snapshot);
-    let engine = args.load.load(&snapshot)?;
-    introduce(&snapshot, &engine);
-
-    let mut options = GenerateOptions::new(args.sampling.over(engine.defaults()));
-    options.max_tokens = args.max_tokens;
-    options.stop = args.stop;
-    options.ignore_eos = args.ignore_eos;
-    let cancel = Arc::new(AtomicBool::new(false));
-    options.cancel = Some(cancel.clone());
-    let session = Session {
-        engine,
-        options,
-        render: RenderOptions {
-            tools: Vec::new(),
-            reasoning_effort: args.reasoning,
-            date: today(),
-            add_generation_prompt: true,
-        },
-        messages: args.system.map(Message::system).into_iter().collect(),
-        reasoning: if args.hide_reasoning { Reasoning::Hidden } else { Reasoning::Shown },
-        raw: args.raw,
-        turns: 0,
+    let name = args.model.unwrap_or_else(|| snapshot.name.clone());
+    let models = models(hub, args.load, args.sampling);
+    let loaded = (models.load)(&snapshot)?;
+    let render = RenderOptions {
+        tools: Vec::new(),
+        reasoning_effort: args.reasoning,
+        date: today(),
+        add_generation_prompt: true,
     };
+    let mut session = Session::new(name, snapshot, loaded, render, models);
+    session.options.max_tokens = args.max_tokens;
+    session.options.stop = args.stop;
+    session.options.ignore_eos = args.ignore_eos;
+    let cancel = Arc::new(AtomicBool::new(false));
+    session.options.cancel = Some(cancel.clone());
+    session.messages = args.system.map(Message::system).into_iter().collect();
+    session.reasoning = if args.hide_reasoning { Reasoning::Hidden } else { Reasoning::Shown };
+    (session.plain, session.raw, session.overflow) = (args.plain, args.raw, args.overflow);
+    session.settings = args.given;
+    match &args.resume {
+        Some(name) => session.resume(name)?,
+        None if prompt.is_none() && !args.raw => session.keep = Keep::New,
+        None => {}
+    }
     match prompt {
-        Some(prompt) if args.json => answer_json(session, &snapshot, &prompt),
-        Some(prompt) => answer(session, &prompt),
+        Some(prompt) if args.json => answer::json(session, &prompt),
+        Some(prompt) if args.jsonl => answer::json_lines(session, &prompt),
+        Some(prompt) => answer::text(session, &prompt),
         None => repl::run(session, cancel),
     }
 }
 
-/// The prompt of a one-shot call: `--prompt`, or else standard input if it is piped. With `--prompt` the pipe is left
-/// alone: a script's standard input may never end.
-fn one_shot_prompt(args: &Args) -> Result<Option<String>> {
-    let none = || usage("there is no prompt: give --prompt TEXT, or pipe one in");
-    match &args.prompt {
-        Some(prompt) if prompt.is_empty() => return Err(none()),
-        Some(prompt) => return Ok(Some(prompt.clone())),
-        None if std::io::stdin().is_terminal() && args.json => return Err(none()),
-        None if std::io::stdin().is_terminal() => return Ok(None),
-        None => {}
+/// Where `/model` finds and loads others, as the first one was.
+fn models(hub: Hub, load: LoadArgs, sampling: SamplingArgs) -> Models {
+    let hub = Rc::new(hub);
+    let (finds, lists) = (hub.clone(), hub.clone());
+    Models {
+        find: Box::new(move |name| finds.find(name, None)),
+        load: Box::new(move |snapshot| {
+            hub.note_use(snapshot);
+            let engine = load.load(snapshot)?;
+            introduce(snapshot, &engine);
+            Ok(Loaded { sampling: sampling.over(engine.defaults()), engine })
+        }),
+        names: Box::new(move || playable(&lists).into_iter().flatten().map(|snapshot| snapshot.name).collect()),
     }
-    let mut piped = String::new();
-    std::io::stdin().read_to_string(&mut piped).context("standard input is not UTF-8 text")?;
-    // A text to continue is taken to the letter; after a question, the line end that `echo` adds means nothing.
-    let piped = if args.raw { piped.as_str() } else { piped.trim_end_matches(['\n', '\r']) };
-    if piped.is_empty() { Err(none()) } else { Ok(Some(piped.to_string())) }
 }
 
 fn usage(problem: impl Into<String>) -> anyhow::Error {
@@ -191,81 +210,5 @@ fn introduce(snapshot: &Snapshot, engine: &Engine) {
     ));
     if let Some(line) = crate::hub::demo::notice(snapshot) {
         note(line);
-    }
-}
-
-/// The answer alone on stdout; reasoning and the stats line on stderr, for a person who looks on.
-fn answer(mut session: Session, prompt: &str) -> Result<ExitCode> {
-    repl::stop_on_ctrl_c(&session.options)?;
-    let watched = std::io::stderr().is_terminal();
-    let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
-    let (to_terminal, colour) = (std::io::stdout().is_terminal(), style::stderr_colour());
-    let show_reasoning = watched && session.reasoning == Reasoning::Shown;
-    let (mut thinking, mut ended_line) = (false, true);
-    let turn = session.turn(prompt, &mut |delta| {
-        match delta.channel {
-            Channel::Reasoning if show_reasoning => {
-                thinking = true;
-                write!(err, "{}", style::dim(&style::printable(&delta.text), colour))?;
-                err.flush()?;
-            }
-            Channel::Answer => {
-                if std::mem::take(&mut thinking) {
-                    write!(err, "\n\n")?;
-                }
-                ended_line = delta.text.ends_with('\n');
-                if to_terminal {
-                    out.write_all(style::printable(&delta.text).as_bytes())?;
-                } else {
-                    out.write_all(delta.text.as_bytes())?;
-                }
-                out.flush()?;
-            }
-            _ => {}
-        }
-        Ok(())
-    })?;
-    if !ended_line {
-        writeln!(out)?;
-    }
-    out.flush()?;
-    if turn.text.is_empty() && turn.summary.finish_reason == FinishReason::Length {
-        writeln!(err, "warning: all {} tokens went into thinking; raise --max-tokens", turn.summary.completion_tokens)?;
-    }
-    drop(err);
-    note(&style::stats(&turn.summary));
-    Ok(exit_code(&turn.summary))
-}
-
-fn answer_json(mut session: Session, snapshot: &Snapshot, prompt: &str) -> Result<ExitCode> {
-    repl::stop_on_ctrl_c(&session.options)?;
-    let load_s = session.engine.info().load.total_s;
-    let seed = session.options.sampling.seed;
-    let turn = session.turn(prompt, &mut |_| Ok(()))?;
-    let Summary { finish_reason, prompt_tokens, completion_tokens, ttft_s, tok_per_s, .. } = turn.summary;
-    let tool_calls: Vec<_> = turn.summary.tool_calls.iter().map(serde_json::to_value).collect::<Result<_, _>>()?;
-    let mut object = serde_json::json!({
-        "text": turn.text,
-        "reasoning": turn.reasoning,
-        "tokens": turn.tokens,
-        "finish_reason": finish_reason,
-        "usage": { "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens },
-        "stats": { "ttft_s": ttft_s, "tok_per_s": tok_per_s, "load_s": load_s },
-        "model": snapshot.name,
-        "seed": seed,
-    });
-    if !tool_calls.is_empty() {
-        object["tool_calls"] = tool_calls.into();
-    }
-    let mut out = std::io::stdout().lock();
-    writeln!(out, "{object}")?;
-    out.flush()?;
-    Ok(exit_code(&turn.summary))
-}
-
-fn exit_code(summary: &Summary) -> ExitCode {
-    match summary.finish_reason {
-        FinishReason::Interrupted => ExitCode::from(130),
-        _ => ExitCode::SUCCESS,
     }
 }

@@ -160,6 +160,7 @@ impl<'e> Generation<'e> {
                 return Err(error);
             }
         };
+        tracing::debug!(prompt_tokens = prompt.len(), cached_tokens = read.cached_tokens, "prompt read");
         let finish = read.logits.is_none().then_some(FinishReason::Interrupted);
         let mut generation = Self {
             sampler: Sampler::new(options.sampling.clone(), prompt),

@@ -149,6 +149,22 @@ impl Engine {
             load: times,
         };
         let defaults = default_sampling(&generation);
+        tracing::info!(
+            family = info.family,
+            quantisation = info.quantisation.as_deref().unwrap_or("none"),
+            device = info.device.name,
+            dtype = ?info.dtype,
+            weight_bytes,
+            cache_bytes,
+            seconds = info.load.total_s,
+            "loaded"
+        );
+        match &decoding {
+            Decoding::Eager(why) => tracing::info!(attention = %info.attention, why, "executor eager"),
+            #[cfg(feature = "cuda")]
+            Decoding::Graph(_) => tracing::info!(attention = %info.attention, "executor graph"),
+        }
+        tracing::debug!(?stop_ids, ?defaults, "generation");
         Ok(Self { language, decoder, cache, cached: Vec::new(), decoding, device, stop_ids, defaults, info })
     }
 }

@@ -1,9 +1,14 @@
 //! A conversation with a loaded model: its messages, its settings, one turn at a time.
 
-use anyhow::Result;
+use std::rc::Rc;
 
-use crate::chat::{Channel, Delta, Message, RenderOptions};
-use crate::engine::{Engine, FinishReason, GenerateOptions, Summary};
+use anyhow::{Context, Result, bail};
+
+use super::journal::{Journal, Settings};
+use super::overflow::{self, Overflow};
+use crate::chat::{Channel, Delta, Message, RenderOptions, Role};
+use crate::engine::{Engine, FinishReason, GenerateOptions, SamplingParams, Summary};
+use crate::hub::Snapshot;
 
 /// Whether a person sees what the model thinks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,17 +17,63 @@ pub enum Reasoning {
     Hidden,
 }
 
-pub struct Session {
+/// A loaded model, with its defaults under what was asked for.
+pub struct Loaded {
     pub engine: Engine,
+    pub sampling: SamplingParams,
+}
+
+type Find = dyn Fn(&str) -> Result<Snapshot>;
+type Load = dyn Fn(&Snapshot) -> Result<Loaded>;
+
+/// Where models come from: the repl knows neither flags nor progress bars.
+pub struct Models {
+    pub find: Box<Find>,
+    pub load: Box<Load>,
+    /// Names of all that are here.
+    pub names: Box<dyn Fn() -> Vec<String>>,
+}
+
+/// Where a conversation is kept.
+pub enum Keep {
+    No,
+    /// As soon as there is something to keep.
+    New,
+    In(Journal),
+}
+
+pub struct Session {
+    /// None only while [`Session::switch`] loads another one.
+    engine: Option<Engine>,
+    pub models: Rc<Models>,
+    /// The name by which the model was asked for.
+    name: String,
+    pub snapshot: Snapshot,
     pub options: GenerateOptions,
     /// Its date stays what it was at the start: another one would make the whole conversation a new prompt.
     pub render: RenderOptions,
     pub messages: Vec<Message>,
     pub reasoning: Reasoning,
+    /// Answers as the model wrote them, even in a terminal that could show their Markdown.
+    pub plain: bool,
     /// Continue texts instead of answering messages.
     pub raw: bool,
     /// How many turns there have been. Each draws with a seed of its own: asked again, a model may answer otherwise.
     pub turns: u64,
+    pub overflow: Overflow,
+    /// How many of the oldest messages the model does not see any more.
+    pub left_out: usize,
+    /// Texts that go with the next message.
+    pub attached: Vec<Attachment>,
+    /// What was asked for, by flags or `/set`.
+    pub settings: Settings,
+    pub keep: Keep,
+}
+
+/// A file's text.
+pub struct Attachment {
+    pub path: String,
+    pub text: String,
 }
 
 /// What a turn brought.
@@ -31,20 +82,65 @@ pub struct Turn {
     pub reasoning: String,
     pub tokens: Vec<u32>,
     pub summary: Summary,
+    /// What the person should know beside the figures.
+    pub notes: Vec<String>,
 }
 
 impl Session {
-    /// Answers `text`; `show` sees each piece as it comes. The conversation grows only if this succeeds; an interrupted
-    /// answer is kept as far as it came.
+    pub fn new(name: String, snapshot: Snapshot, loaded: Loaded, render: RenderOptions, models: Models) -> Self {
+        Self {
+            engine: Some(loaded.engine),
+            models: Rc::new(models),
+            name,
+            snapshot,
+            options: GenerateOptions::new(loaded.sampling),
+            render,
+            messages: Vec::new(),
+            reasoning: Reasoning::Shown,
+            plain: false,
+            raw: false,
+            turns: 0,
+            overflow: Overflow::Stop,
+            left_out: 0,
+            attached: Vec::new(),
+            settings: Settings::new(),
+            keep: Keep::No,
+        }
+    }
+
+    pub fn engine(&self) -> &Engine {
+        self.engine.as_ref().expect("switch puts an engine back, or ends the chat")
+    }
+
+    /// Answers `text`, after what is attached; `show` sees each piece as it comes. The conversation grows only if this
+    /// succeeds; an interrupted answer is kept as far as it came.
     pub fn turn(&mut self, text: &str, show: &mut dyn FnMut(&Delta) -> Result<()>) -> Result<Turn> {
-        let mut messages = self.messages.clone();
+        let text = with_attached(&self.attached, text);
+        let turn = self.answer(self.messages.clone(), &text, show)?;
+        self.attached.clear();
+        Ok(turn)
+    }
+
+    /// Answers the last message anew. The old answer stays if this fails.
+    pub fn regenerate(&mut self, show: &mut dyn FnMut(&Delta) -> Result<()>) -> Result<Turn> {
+        let Some(question) = self.last_question() else { bail!("there is no answer yet") };
+        let text = self.messages[question].content.clone();
+        self.answer(self.messages[..question].to_vec(), &text, show)
+    }
+
+    fn answer(&mut self, before: Vec<Message>, text: &str, show: &mut dyn FnMut(&Delta) -> Result<()>) -> Result<Turn> {
+        let grows = before.len() == self.messages.len();
+        let mut messages = before;
         messages.push(Message::user(text));
+        let mut notes = Vec::new();
+        let sent = if self.raw { Vec::new() } else { self.fitting(&messages, &mut notes)? };
         let mut options = self.options.clone();
         options.sampling.seed = options.sampling.seed.wrapping_add(self.turns);
         self.turns += 1;
+        let Some(engine) = &mut self.engine else { bail!("no model is loaded") };
         let mut generation = match self.raw {
-            true => self.engine.complete(text, options)?,
-            false => self.engine.chat(&messages, &self.render, options)?,
+            true => engine.complete(text, options)?,
+            false => engine.chat(&sent, &self.render, options)?,
         };
         let (mut answer, mut reasoning, mut tokens) = (String::new(), String::new(), Vec::new());
         for chunk in &mut generation {
@@ -68,17 +164,152 @@ impl Session {
             message.tool_calls = summary.tool_calls.clone();
             messages.push(message);
             self.messages = messages;
+            let kept = if grows { self.keep_turn() } else { self.keep_messages() };
+            // A full disk costs the journal, not the answer.
+            notes.extend(kept.err().map(|error| format!("not kept for --resume: {error:#}")));
         }
-        Ok(Turn { text: answer, reasoning, tokens, summary })
+        notes.extend(overflow::warning(&summary, self.overflow));
+        Ok(Turn { text: answer, reasoning, tokens, summary, notes })
+    }
+
+    /// The messages that the model is to see.
+    fn fitting(&mut self, messages: &[Message], notes: &mut Vec<String>) -> Result<Vec<Message>> {
+        if self.overflow == Overflow::Stop {
+            return Ok(messages.to_vec());
+        }
+        let engine = self.engine();
+        let count = |messages: &[Message]| Ok(engine.language().render(messages, &self.render)?.ids.len());
+        let (sent, left_out) =
+            overflow::drop_oldest(messages, self.left_out, engine.context(), self.options.max_tokens, &count)?;
+        if left_out > self.left_out {
+            notes
+                .push(format!("the oldest {left_out} messages no longer fit the context: the model does not see them"));
+        }
+        self.left_out = left_out;
+        Ok(sent)
+    }
+
+    fn last_question(&self) -> Option<usize> {
+        self.messages.iter().rposition(|message| message.role == Role::User)
+    }
+
+    /// Takes the last question and its answer back. Returns the question.
+    pub fn undo(&mut self) -> Result<Option<String>> {
+        let Some(question) = self.last_question() else { return Ok(None) };
+        let text = self.messages[question].content.clone();
+        self.replace(self.messages[..question].to_vec())?;
+        Ok(Some(text))
     }
 
     /// Forgets the conversation, keeping the instructions.
-    pub fn clear(&mut self) {
-        self.messages.retain(|message| message.role == crate::chat::Role::System);
+    pub fn clear(&mut self) -> Result<()> {
+        self.attached.clear();
+        let kept = self.messages.iter().filter(|message| message.role == Role::System).cloned().collect();
+        self.replace(kept)
     }
 
     /// Replaces the instructions; the conversation starts anew.
-    pub fn set_system(&mut self, text: &str) {
-        self.messages = if text.is_empty() { Vec::new() } else { vec![Message::system(text)] };
+    pub fn set_system(&mut self, text: &str) -> Result<()> {
+        self.replace(if text.is_empty() { Vec::new() } else { vec![Message::system(text)] })
     }
+
+    fn replace(&mut self, messages: Vec<Message>) -> Result<()> {
+        self.messages = messages;
+        self.left_out = 0;
+        self.keep_messages()
+    }
+
+    /// Goes on with another model, or with the old one if that fails.
+    pub fn switch(&mut self, name: &str) -> Result<()> {
+        let models = self.models.clone();
+        let snapshot = (models.find)(name)?;
+        // Both at once might not fit on the device.
+        drop(self.engine.take());
+        let loaded = (models.load)(&snapshot).and_then(|loaded| match loaded.engine.language().chat {
+            None if !self.raw => bail!("{name} has no chat format, it only continues texts"),
+            _ => Ok(loaded),
+        });
+        let loaded = match loaded {
+            Ok(loaded) => loaded,
+            Err(error) => {
+                let old = (models.load)(&self.snapshot).with_context(|| {
+                    format!("{error:#}; and {} cannot be loaded any more, but --resume goes on", self.snapshot.name)
+                });
+                match old {
+                    Ok(old) => self.engine = Some(old.engine),
+                    // Without a model there is no chat.
+                    Err(error) => return Err(error.context(super::NoModel)),
+                }
+                return Err(error);
+            }
+        };
+        (self.name, self.snapshot) = (name.to_string(), snapshot);
+        self.engine = Some(loaded.engine);
+        self.options.sampling = SamplingParams { seed: self.options.sampling.seed, ..loaded.sampling };
+        super::settings::apply_all(self);
+        let name = self.model_name();
+        match &mut self.keep {
+            Keep::In(journal) => journal.model(&name, &self.settings),
+            _ => Ok(()),
+        }
+    }
+
+    /// What finds this model again, from any directory.
+    pub fn model_name(&self) -> String {
+        let path = std::path::Path::new(&self.name);
+        let path = if path.exists() { std::fs::canonicalize(path).ok() } else { None };
+        path.map_or_else(|| self.name.clone(), |path| path.to_string_lossy().into_owned())
+    }
+
+    /// Goes on with a conversation that was kept.
+    pub fn resume(&mut self, name: &str) -> Result<()> {
+        let (mut journal, saved) = Journal::open(Some(name))?;
+        self.messages = saved.messages;
+        let model = self.model_name();
+        if saved.model != model {
+            journal.model(&model, &self.settings)?;
+        } else if saved.settings != self.settings {
+            journal.settings(&self.settings)?;
+        }
+        self.keep = Keep::In(journal);
+        self.left_out = 0;
+        Ok(())
+    }
+
+    /// The settings have changed.
+    pub fn keep_settings(&mut self) -> Result<()> {
+        match &mut self.keep {
+            Keep::In(journal) => journal.settings(&self.settings),
+            _ => Ok(()),
+        }
+    }
+
+    fn keep_turn(&mut self) -> Result<()> {
+        match &mut self.keep {
+            Keep::In(journal) => journal.turn(&self.messages[self.messages.len() - 2..]),
+            _ => self.keep_messages(),
+        }
+    }
+
+    fn keep_messages(&mut self) -> Result<()> {
+        let answered = self.messages.iter().any(|message| message.role == Role::Assistant);
+        if matches!(self.keep, Keep::New) && answered {
+            self.keep = Journal::create(&self.model_name(), &self.settings)?.map_or(Keep::No, Keep::In);
+        }
+        match &mut self.keep {
+            Keep::In(journal) => journal.messages(&self.messages),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The message as the model gets it: files first, each in a fence longer than any in it.
+fn with_attached(attached: &[Attachment], text: &str) -> String {
+    let mut message = String::new();
+    for Attachment { path, text } in attached {
+        let longest = text.split(|c| c != '`').map(str::len).max().unwrap_or(0);
+        let fence = "`".repeat(longest.max(2) + 1);
+        message.push_str(&format!("{path}:\n{fence}\n{}\n{fence}\n\n", text.trim_end_matches('\n')));
+    }
+    message + text
 }

@@ -12,9 +12,18 @@ pub enum Colour {
 
 /// On for a terminal that can, unless NO_COLOR is set (no-color.org).
 pub fn stderr_colour() -> Colour {
+    colour(std::io::stderr().is_terminal())
+}
+
+/// The same for stdout. Where it is off, answers are not laid out either.
+pub fn stdout_colour() -> Colour {
+    colour(std::io::stdout().is_terminal())
+}
+
+fn colour(terminal: bool) -> Colour {
     let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
-    if std::io::stderr().is_terminal() && !refused && !dumb { Colour::On } else { Colour::Off }
+    if terminal && !refused && !dumb { Colour::On } else { Colour::Off }
 }
 
 /// Dimmed text.
@@ -47,9 +56,8 @@ pub fn stats(summary: &Summary) -> String {
     parts.push(format!("context {} of {}", summary.context_used, summary.context));
     match summary.finish_reason {
         FinishReason::Interrupted => parts.push("stopped".into()),
-        FinishReason::Length if summary.context_used >= summary.context => {
-            parts.push("the context is full: /clear starts anew".into());
-        }
+        // Then there is more to say: `overflow::warning` does.
+        FinishReason::Length if summary.context_used >= summary.context => {}
         FinishReason::Length => parts.push("cut at --max-tokens".into()),
         FinishReason::Stop | FinishReason::ToolCalls => {}
     }

@@ -107,6 +107,7 @@ impl Part {
         // SAFETY: the file is only read. Another process that truncates it while it is mapped ends this one, as with
         // every mapped file; what it says is checked again wherever it is read again.
         let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
+        tracing::info!(path = %path.display(), bytes = map.len(), "opened");
         let header = Header::parse(&map).with_context(|| format!("broken GGUF file {}", path.display()))?;
         let source = Arc::new(Source { path: path.clone(), file });
         Ok(Self { path, header, contents: Contents::Mapped { source, map } })

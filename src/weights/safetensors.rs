@@ -161,6 +161,7 @@ impl SafetensorsCheckpoint {
             // SAFETY: the file is only read. Another process that truncates it while it is mapped ends this one, as with
             // every mapped file; snapshots are written once and renamed into place.
             let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
+            tracing::info!(path = %path.display(), bytes = map.len(), "opened");
             let (header, metadata) = SafeTensors::read_metadata(&map)
                 .map_err(|error| anyhow!("{} is no valid safetensors file: {error}", path.display()))?;
             let data = header + 8;

@@ -13,7 +13,9 @@ use crate::support::demo_dir;
 /// The program, with caches of its own and no network.
 pub fn inferno(home: &TempDir) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_inferno"));
-    for variable in ["HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "XDG_STATE_HOME"] {
+    for variable in
+        ["HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME"]
+    {
         command.env_remove(variable);
     }
     command.env("HOME", home.path()).env("INFERNO_CACHE", home.path().join("models"));

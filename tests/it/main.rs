@@ -4,6 +4,8 @@ mod bench;
 mod chat;
 mod cli;
 mod compressed;
+mod configured;
+mod conversation;
 mod doctor;
 mod engine;
 #[cfg(feature = "cuda")]
@@ -17,6 +19,7 @@ mod hub;
 mod kernels;
 mod memory;
 mod quantised;
+mod render;
 mod show;
 mod support;
 mod terminal;

@@ -1,0 +1,21 @@
+//! `-v`: what inferno does, on stderr.
+
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+
+/// `-v` tells what is opened and chosen, `-vv` more. RUST_LOG decides where neither is given, such as
+/// `RUST_LOG=inferno::hub=debug`.
+pub fn start(verbose: u8) {
+    let variable = std::env::var("RUST_LOG").ok().and_then(|value| value.parse::<Targets>().ok());
+    let filter = match (verbose, variable) {
+        (0, Some(variable)) => variable,
+        (0, None) => return,
+        (1, _) => Targets::new().with_target("inferno", LevelFilter::INFO),
+        _ => Targets::new().with_target("inferno", LevelFilter::DEBUG),
+    };
+    let format = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false);
+    let format = format.with_timer(tracing_subscriber::fmt::time::uptime());
+    // Only a second call fails, and there is none.
+    let _ = tracing_subscriber::registry().with(format).with(filter).try_init();
+}

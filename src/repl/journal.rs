@@ -1,0 +1,260 @@
+//! Conversations on disk, turn by turn: after a crash or a kill, `inferno play --resume` goes on where it ended.
+//!
+//! One file a conversation, one JSON object a line, only ever appended to and synced to the disk before the next message
+//! is asked for. A line that a crash cut off is the last one, and dropped.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use super::state;
+use crate::chat::Message;
+use crate::error::Error;
+
+/// Settings by the names of their flags, such as `temperature`; a flag that may be given again has several values.
+pub type Settings = BTreeMap<String, Vec<String>>;
+
+/// What `Record::Start` says of the format. Only a later inferno raises it.
+const VERSION: u32 = 1;
+
+#[derive(Serialize, Deserialize)]
+#[serde(tag = "record", rename_all = "snake_case")]
+enum Record {
+    /// Which model answers, and how.
+    Start {
+        version: u32,
+        model: String,
+        settings: Settings,
+    },
+    /// Another one from here on.
+    Model {
+        model: String,
+        settings: Settings,
+    },
+    Settings {
+        settings: Settings,
+    },
+    /// A question and its answer.
+    Turn {
+        messages: Vec<Message>,
+    },
+    /// The conversation as it is now: after `/undo`, `/clear`, `/system`, `/regen`.
+    Messages {
+        messages: Vec<Message>,
+    },
+}
+
+/// A conversation as it was left.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Saved {
+    pub model: String,
+    pub settings: Settings,
+    pub messages: Vec<Message>,
+}
+
+/// The file of the conversation that goes on.
+pub struct Journal {
+    name: String,
+    path: PathBuf,
+    file: Lock,
+}
+
+#[cfg(unix)]
+type Lock = nix::fcntl::Flock<File>;
+#[cfg(not(unix))]
+type Lock = File;
+
+impl Journal {
+    /// A new conversation, named by the time. None where nothing is to be kept.
+    pub fn create(model: &str, settings: &Settings) -> Result<Option<Journal>> {
+        let now = jiff::Zoned::now().strftime("%Y-%m-%d-%H%M%S").to_string();
+        let Some(folder) = folder().filter(|_| state::is_kept()) else { return Ok(None) };
+        state::make_folder(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        for number in 1.. {
+            let name = if number == 1 { now.clone() } else { format!("{now}-{number}") };
+            let path = file_of(&folder, &name);
+            match state::make_file(&path) {
+                Ok(file) => {
+                    let mut journal = Journal { name, file: lock(file, &path)?, path };
+                    let (model, settings) = (model.to_string(), settings.clone());
+                    journal.write(&Record::Start { version: VERSION, model, settings })?;
+                    // The entry in the folder has to last as well.
+                    let _ = File::open(&folder).and_then(|folder| folder.sync_all());
+                    return Ok(Some(journal));
+                }
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(error).with_context(|| format!("cannot make {}", path.display())),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Goes on with a conversation; without a name the one that was last written to.
+    pub fn open(name: Option<&str>) -> Result<(Journal, Saved)> {
+        let (name, path) = find(name)?;
+        let file = OpenOptions::new().read(true).append(true).open(&path);
+        let file = lock(file.with_context(|| format!("cannot open {}", path.display()))?, &path)?;
+        let (saved, valid) = read(&path)?;
+        tracing::info!(path = %path.display(), messages = saved.messages.len(), "conversation");
+        // What a crash cut off goes, or the next line would be part of it.
+        file.set_len(valid as u64).with_context(|| format!("cannot write {}", path.display()))?;
+        Ok((Journal { name, path, file }, saved))
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn model(&mut self, model: &str, settings: &Settings) -> Result<()> {
+        self.write(&Record::Model { model: model.to_string(), settings: settings.clone() })
+    }
+
+    pub fn settings(&mut self, settings: &Settings) -> Result<()> {
+        self.write(&Record::Settings { settings: settings.clone() })
+    }
+
+    /// A finished turn. On the disk when this returns.
+    pub fn turn(&mut self, messages: &[Message]) -> Result<()> {
+        self.write(&Record::Turn { messages: messages.to_vec() })
+    }
+
+    /// The conversation was changed otherwise: it is written whole.
+    pub fn messages(&mut self, messages: &[Message]) -> Result<()> {
+        self.write(&Record::Messages { messages: messages.to_vec() })
+    }
+
+    /// Gives the conversation a name of its own.
+    pub fn rename(&mut self, name: &str) -> Result<()> {
+        let name = checked(name)?;
+        if name == self.name {
+            return Ok(());
+        }
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        let path = file_of(folder, name);
+        // As a link first: unlike renaming, that never replaces another conversation.
+        fs::hard_link(&self.path, &path).with_context(|| match path.exists() {
+            true => format!("there is a conversation {name}; choose another name"),
+            false => format!("cannot write {}", path.display()),
+        })?;
+        let _ = fs::remove_file(&self.path);
+        (self.name, self.path) = (name.to_string(), path);
+        Ok(())
+    }
+
+    fn write(&mut self, record: &Record) -> Result<()> {
+        let mut line = serde_json::to_vec(record)?;
+        line.push(b'\n');
+        // One write: a reader sees the whole line, or a part that it knows to drop.
+        let written = self.file.write_all(&line).and_then(|()| self.file.sync_data());
+        written.with_context(|| format!("cannot write {}", self.path.display()))
+    }
+}
+
+/// What was left of a conversation, without going on with it.
+pub fn peek(name: Option<&str>) -> Result<Saved> {
+    Ok(read(&find(name)?.1)?.0)
+}
+
+/// Names of all conversations, the last written to first.
+pub fn names() -> Vec<String> {
+    let entries = folder().and_then(|folder| fs::read_dir(folder).ok());
+    let mut found: Vec<_> = entries
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| {
+            let path = entry.ok()?.path();
+            let name = path.file_name()?.to_str()?.strip_suffix(".jsonl")?.to_string();
+            // One that a crash left empty is none.
+            let metadata = path.metadata().ok().filter(|metadata| metadata.len() > 0)?;
+            Some((metadata.modified().ok()?, name))
+        })
+        .collect();
+    found.sort_by(|a, b| b.cmp(a));
+    found.into_iter().map(|(_, name)| name).collect()
+}
+
+fn folder() -> Option<PathBuf> {
+    Some(state::folder()?.join("conversations"))
+}
+
+fn file_of(folder: &Path, name: &str) -> PathBuf {
+    folder.join(format!("{name}.jsonl"))
+}
+
+fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
+    let missing = |what: String| Error::Usage(what);
+    let folder = folder().ok_or_else(|| missing("there is no home for conversations: set HOME".into()))?;
+    let names = names();
+    let name = match name.filter(|name| !name.is_empty()) {
+        Some(name) => checked(name)?,
+        None => names.first().ok_or_else(|| missing("there is no conversation to resume".into()))?,
+    };
+    let path = file_of(&folder, name);
+    if !path.exists() {
+        let some: Vec<&str> = names.iter().take(10).map(String::as_str).collect();
+        let there = if some.is_empty() { "there are none yet".to_string() } else { format!("try {}", some.join(", ")) };
+        return Err(missing(format!("there is no conversation '{name}'\n  {there}")).into());
+    }
+    Ok((name.to_string(), path))
+}
+
+/// A name that is a file name and nothing else.
+fn checked(name: &str) -> Result<&str> {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    if name.is_empty() || name.len() > 100 || name.starts_with(['.', '-']) || !name.chars().all(fits) {
+        let problem = format!("'{name}' cannot name a conversation: letters, digits, - _ and . can");
+        return Err(Error::Usage(problem).into());
+    }
+    Ok(name)
+}
+
+#[cfg(unix)]
+fn lock(file: File, path: &Path) -> Result<Lock> {
+    use nix::fcntl::{Flock, FlockArg};
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(file) => Ok(file),
+        Err((_, nix::errno::Errno::EWOULDBLOCK)) => {
+            let name = path.file_stem().unwrap_or_default().to_string_lossy();
+            bail!("the conversation {name} is open in another inferno")
+        }
+        Err((_, error)) => Err(error).with_context(|| format!("cannot lock {}", path.display())),
+    }
+}
+
+#[cfg(not(unix))]
+fn lock(file: File, _: &Path) -> Result<Lock> {
+    Ok(file)
+}
+
+/// Replays a journal. Also returns how many of its bytes are whole lines.
+fn read(path: &Path) -> Result<(Saved, usize)> {
+    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let mut saved = Saved::default();
+    let mut valid = 0;
+    for (number, line) in bytes.split_inclusive(|byte| *byte == b'\n').enumerate() {
+        if !line.ends_with(b"\n") {
+            break;
+        }
+        let damaged = || format!("{} is damaged in line {}", path.display(), number + 1);
+        match serde_json::from_slice(line).with_context(damaged)? {
+            Record::Start { version, .. } if version > VERSION => {
+                bail!("{} was written by a later inferno", path.display())
+            }
+            Record::Start { model, settings, .. } | Record::Model { model, settings } => {
+                (saved.model, saved.settings) = (model, settings)
+            }
+            Record::Settings { settings } => saved.settings = settings,
+            Record::Turn { messages } => saved.messages.extend(messages),
+            Record::Messages { messages } => saved.messages = messages,
+        }
+        valid += line.len();
+    }
+    if saved.model.is_empty() {
+        bail!("{} does not say which model it was", path.display());
+    }
+    Ok((saved, valid))
+}

@@ -1,0 +1,152 @@
+//! Where settings come from, what a script may pipe in, and what it gets back line by line.
+
+use std::fs::{self, File};
+use std::io::{Seek, SeekFrom, Write};
+use std::process::{Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::cli::{assert_fails, inferno, run, text};
+
+const ASK: [&str; 5] = ["play", "demo", "--prompt", "How do I list my models?", "--json"];
+
+fn home_with(config: &str) -> TempDir {
+    let home = TempDir::new().unwrap();
+    fs::create_dir_all(home.path().join(".config/inferno")).unwrap();
+    fs::write(home.path().join(".config/inferno/config.toml"), config).unwrap();
+    home
+}
+
+fn ask(home: &TempDir, more: &[&str], environment: &[(&str, &str)]) -> Output {
+    inferno(home).args(ASK).args(more).envs(environment.iter().copied()).output().unwrap()
+}
+
+fn json(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn flags_win_over_the_environment_over_the_file() {
+    let config = "device = \"cpu\"\ntemperature = 0\nseed = 1\nmax-tokens = 3\n[models.demo]\nseed = 2\n[models.\"a/b\"]\nseed = 3\n";
+    let home = home_with(config);
+    let seed = |more: &[&str], environment: &[(&str, &str)]| json(&ask(&home, more, environment))["seed"].as_u64();
+    assert_eq!(seed(&[], &[]), Some(2), "the model's own before those for all");
+    assert_eq!(seed(&[], &[("INFERNO_SEED", "4")]), Some(4));
+    assert_eq!(seed(&["--seed", "5"], &[("INFERNO_SEED", "4")]), Some(5));
+    let answer = json(&ask(&home, &[], &[]));
+    assert_eq!((answer["tokens"].as_array().unwrap().len(), answer["finish_reason"].as_str()), (3, Some("length")));
+    let other = home.path().join("other.toml");
+    fs::write(&other, "device = \"cpu\"\nseed = 6\nmax-tokens = 1\nstop = [\"a\", \"b\"]\nplain = true\n").unwrap();
+    assert_eq!(seed(&[], &[("INFERNO_CONFIG", other.to_str().unwrap())]), Some(6));
+    // The device counts for other verbs too; the rest does not concern them.
+    let output = inferno(&home).args(["bench", "demo", "-p", "8", "-n", "2", "-r", "1"]).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+#[test]
+fn mistakes_in_the_file_are_named() {
+    let fails = |config: &str, words: &[&str]| assert_fails(&ask(&home_with(config), &[], &[]), 2, words);
+    fails("tempratur = 1\n", &["config.toml", "unknown key 'tempratur'", "temperature"]);
+    fails("[models.other]\ndevize = \"cpu\"\n", &["unknown key 'devize'", "other"]);
+    fails("device = \"tpu\"\n", &["config.toml", "tpu", "--device"]);
+    fails("seed = {}\n", &["'seed'"]);
+    fails("seed = \n", &["config.toml"]);
+    // No one who looks for help is kept from it.
+    let output = inferno(&home_with("x = 1\n")).args(["play", "--help"]).output().unwrap();
+    assert!(output.status.success());
+    assert!(inferno(&home_with("x = 1\n")).arg("list").output().unwrap().status.success());
+}
+
+#[test]
+fn a_file_follows_the_prompt_and_a_pipe_only_if_asked_for() {
+    let home = TempDir::new().unwrap();
+    let path = home.path().join("notes.txt");
+    fs::write(&path, "first line of notes\nand a second one\n").unwrap();
+    let tokens = |stdin: Stdio, more: &[&str]| {
+        let mut command = inferno(&home);
+        command.args(ASK).args(["--device", "cpu", "--max-tokens", "1"]).args(more).stdin(stdin);
+        json(&command.output().unwrap())["usage"]["prompt_tokens"].as_u64().unwrap()
+    };
+    let alone = tokens(Stdio::null(), &[]);
+    let with_file = tokens(File::open(&path).unwrap().into(), &[]);
+    assert!(with_file > alone + 5, "{with_file} and {alone}");
+    // A loop around this call has read the first line: the rest is not for us.
+    let mut begun = File::open(&path).unwrap();
+    begun.seek(SeekFrom::Start(20)).unwrap();
+    assert_eq!(tokens(begun.into(), &[]), alone);
+
+    // A pipe that is never closed.
+    let mut child = inferno(&home)
+        .args(ASK)
+        .args(["--device", "cpu", "--max-tokens", "1"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let open = child.stdin.take();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(json(&output)["usage"]["prompt_tokens"].as_u64(), Some(alone));
+    drop(open);
+
+    let mut child = inferno(&home)
+        .args(ASK)
+        .args(["--device", "cpu", "--max-tokens", "1", "--stdin"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(&fs::read(&path).unwrap()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(json(&output)["usage"]["prompt_tokens"].as_u64(), Some(with_file));
+    assert_fails_usage(&run(&["play", "demo", "--stdin"]));
+}
+
+fn assert_fails_usage(output: &Output) {
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+}
+
+#[test]
+fn json_lines_come_as_the_answer_does() {
+    let home = TempDir::new().unwrap();
+    let args = ["play", "demo", "--device", "cpu", "--prompt", "How do I list my models?", "--temperature", "0"];
+    let whole = json(&inferno(&home).args(args).arg("--json").output().unwrap());
+    let output = inferno(&home).args(args).arg("--jsonl").output().unwrap();
+    let events: Vec<Value> = text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let of = |event: &str| -> String {
+        events.iter().filter(|line| line["event"] == event).map(|line| line["text"].as_str().unwrap()).collect()
+    };
+    assert_eq!(events.first().unwrap()["event"], "start");
+    assert_eq!(events.first().unwrap()["model"], "demo");
+    assert_eq!(of("answer"), whole["text"].as_str().unwrap());
+    assert_eq!(of("reasoning"), whole["reasoning"].as_str().unwrap());
+    let end = events.last().unwrap();
+    assert_eq!((end["event"].as_str(), end["finish_reason"].as_str()), (Some("end"), Some("stop")));
+    assert_eq!(end["usage"], whole["usage"]);
+    assert!(events.len() > 10, "piece by piece");
+    assert_fails_usage(&run(&["play", "demo", "--prompt", "x", "--json", "--jsonl"]));
+    let long = "download ".repeat(500);
+    let output = run(&["play", "demo", "--device", "cpu", "--context", "128", "--prompt", &long, "--jsonl"]);
+    assert!(!output.status.success());
+    let last: Value = serde_json::from_str(text(&output.stdout).lines().last().unwrap()).unwrap();
+    assert_eq!(last["event"], "error");
+}
+
+#[test]
+fn completions_and_logs() {
+    for (shell, word) in [("bash", "complete -F"), ("zsh", "#compdef inferno"), ("fish", "complete -c inferno")] {
+        let script = text(&run(&["completions", shell]).stdout);
+        assert!(script.contains(word) && script.contains("hide-reasoning"), "{shell}");
+    }
+    let home = home_with("seed = 1\n");
+    let output = ask(&home, &["--device", "cpu", "--max-tokens", "1", "-v"], &[]);
+    let log = text(&output.stderr);
+    for word in ["config.toml", "model.safetensors", "executor"] {
+        assert!(log.contains(word), "{word} in {log}");
+    }
+    json(&output);
+    assert_eq!(text(&ask(&home, &["--device", "cpu", "--max-tokens", "1"], &[]).stderr), "");
+    let env = [("RUST_LOG", "inferno=info")];
+    assert!(text(&ask(&home, &["--device", "cpu", "--max-tokens", "1"], &env).stderr).contains("executor"));
+}

@@ -1,0 +1,276 @@
+//! Conversations from end to end: commands, what is kept on disk, what happens at the end of the context.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use rexpect::process::Signal;
+use rexpect::session::PtySession;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::terminal::{expect, play, play_with};
+
+const DEMO: [&str; 3] = ["demo", "--temperature", "0"];
+
+fn prompt(chat: &mut PtySession) -> String {
+    expect(chat, ">>> ")
+}
+
+/// Types a line and returns what came of it, up to the next prompt.
+fn say(chat: &mut PtySession, line: &str) -> String {
+    chat.send_line(line).unwrap();
+    // The line is echoed once, behind the prompt.
+    prompt(chat)
+}
+
+/// Types without Enter.
+fn type_in(chat: &mut PtySession, text: &str) {
+    chat.send(text).unwrap();
+    chat.flush().unwrap();
+}
+
+fn leave(mut chat: PtySession) {
+    chat.send_line("/exit").unwrap();
+    chat.exp_eof().unwrap();
+}
+
+fn conversations(home: &TempDir) -> PathBuf {
+    home.path().join(".local/state/inferno/conversations")
+}
+
+fn journals(home: &TempDir) -> Vec<PathBuf> {
+    let entries = fs::read_dir(conversations(home)).unwrap();
+    entries.map(|entry| entry.unwrap().path()).collect()
+}
+
+#[cfg(unix)]
+fn mode(path: &Path) -> u32 {
+    std::os::unix::fs::PermissionsExt::mode(&fs::metadata(path).unwrap().permissions()) & 0o777
+}
+
+#[test]
+fn commands_do_what_their_help_says() {
+    let home = TempDir::new().unwrap();
+    let notes = home.path().join("notes.txt");
+    fs::write(&notes, "My name is Ada\n").unwrap();
+    let mut chat = play(&home, &DEMO);
+    prompt(&mut chat);
+
+    let help = say(&mut chat, "/help");
+    for command in
+        "help exit clear undo regen system set reasoning file save load export stats context model".split(' ')
+    {
+        assert!(help.contains(&format!("/{command}")), "{command} in {help}");
+        let about = say(&mut chat, &format!("/help {command}"));
+        assert!(about.contains(&format!("/{command}")) && !about.contains("no command"), "{about}");
+    }
+    let all = say(&mut chat, "/set");
+    for setting in ["temperature", "top-k", "stop", "hide-reasoning", "plain", "overflow"] {
+        assert!(all.contains(setting), "{setting} in {all}");
+    }
+    assert!(say(&mut chat, "/set temprature 1").contains("no setting temprature"));
+    assert!(say(&mut chat, "/set temperature hot").contains("is not a number"));
+    assert!(say(&mut chat, "/set top-p 7").contains("between 0 and 1"));
+    assert!(say(&mut chat, "/reasoning low").contains("reasoning is low"));
+    assert!(say(&mut chat, "/reasoning hide").contains("hidden"));
+    assert!(say(&mut chat, "/undo").contains("nothing to take back"));
+    assert!(say(&mut chat, "/regen").contains("no answer yet"));
+    assert!(say(&mut chat, "/save talk").contains("nothing to save"));
+    assert!(say(&mut chat, "/export md").contains("nothing to export"));
+
+    let first = say(&mut chat, "My name is Ada");
+    assert!(first.contains("tok/s") && first.contains("thought:"), "{first}");
+    assert!(say(&mut chat, "What is my name?").contains("Ada"));
+    let again = say(&mut chat, "/regen");
+    assert!(again.contains("Ada") && again.contains("tok/s"), "{again}");
+    assert!(say(&mut chat, "/stats").contains("messages      4"));
+    assert!(say(&mut chat, "/undo").contains("taken back: What is my name?"));
+    assert!(say(&mut chat, "/stats").contains("messages      2"));
+    let context = say(&mut chat, "/context");
+    assert!(context.contains("of 4096 tokens") && context.contains("at the end    stop"), "{context}");
+
+    let export = home.path().join("talk.md");
+    assert!(say(&mut chat, &format!("/export md {}", export.display())).contains("written"));
+    assert!(say(&mut chat, &format!("/export md {}", export.display())).contains("exists"));
+    let text = fs::read_to_string(&export).unwrap();
+    assert!(text.contains("## You\n\nMy name is Ada\n") && text.contains("## Model"), "{text}");
+    let export = home.path().join("talk.json");
+    assert!(say(&mut chat, &format!("/export json {}", export.display())).contains("written"));
+    let json: Value = serde_json::from_str(&fs::read_to_string(&export).unwrap()).unwrap();
+    assert_eq!(json["messages"][0]["content"], "My name is Ada");
+    assert_eq!(json["messages"].as_array().unwrap().len(), 2);
+    assert_eq!(json["model"], "demo");
+
+    assert!(say(&mut chat, "/save talk").contains("--resume talk"));
+    assert!(say(&mut chat, "/save ../talk").contains("cannot name"));
+    assert!(say(&mut chat, "/load").contains("talk"));
+    assert!(say(&mut chat, "/clear").contains("forgotten"));
+    assert!(say(&mut chat, "/system Be brief.").contains("anew"));
+    assert!(say(&mut chat, "/system").contains("Be brief."));
+
+    assert!(say(&mut chat, "/file /nonexistent").contains("No such file"));
+    assert!(say(&mut chat, &format!("/file {}", notes.display())).contains("goes with the next message"));
+    assert!(say(&mut chat, "/file").contains("notes.txt"));
+    say(&mut chat, "What is in it?");
+    assert!(say(&mut chat, "/file").contains("nothing is attached"));
+
+    assert!(say(&mut chat, "/model").contains("demo (this one)"));
+    assert!(say(&mut chat, "/model nobody/nothing").contains("not on this machine"));
+    assert!(say(&mut chat, "/model demo").contains("demo answers from here on"));
+    assert!(say(&mut chat, "How do I list my models?").contains("inferno list"));
+    leave(chat);
+
+    let journal = conversations(&home).join("talk.jsonl");
+    let kept = fs::read_to_string(&journal).unwrap();
+    assert!(kept.contains("notes.txt:\\n```\\nMy name is Ada\\n```\\n\\nWhat is in it?"), "{kept}");
+    #[cfg(unix)]
+    {
+        assert_eq!(mode(&journal), 0o600);
+        assert_eq!(mode(&home.path().join(".local/state/inferno/history")), 0o600);
+        assert_eq!(mode(&conversations(&home)), 0o700);
+    }
+}
+
+#[test]
+fn a_killed_conversation_is_resumed_with_every_finished_turn() {
+    let home = TempDir::new().unwrap();
+    let mut chat = play(&home, &["demo", "--temperature", "0", "--top-k", "7", "--system", "Be kind."]);
+    prompt(&mut chat);
+    say(&mut chat, "My name is Ada");
+    say(&mut chat, "/set top-p 0.5");
+    say(&mut chat, "How do I list my models?");
+    // An answer without end, killed in the middle of it.
+    let mut killed = {
+        leave(chat);
+        play(&home, &["--resume", "--ignore-eos"])
+    };
+    assert!(prompt(&mut killed).contains("2 questions"));
+    killed.send_line("What is the KV cache?").unwrap();
+    // Its first thoughts are on the screen.
+    expect(&mut killed, "\u{1b}[2m");
+    killed.process_mut().kill(Signal::SIGKILL).unwrap();
+    drop(killed);
+
+    // As if the kill had come in the middle of a write, too.
+    let [journal] = &journals(&home)[..] else { panic!("{:?}", journals(&home)) };
+    let whole = fs::read(journal).unwrap();
+    fs::write(journal, [&whole[..], br#"{"record":"turn","messages":[{"role":"us"#].concat()).unwrap();
+
+    // Neither model nor device nor settings are named again.
+    let mut chat = play_with(&home, &["--resume"], &[]);
+    let banner = prompt(&mut chat);
+    assert!(banner.contains("demo") && banner.contains("2 questions"), "{banner}");
+    let settings = say(&mut chat, "/set");
+    for line in ["temperature         0", "top-k               7", "top-p               0.5"] {
+        assert!(settings.contains(line), "{line} in {settings}");
+    }
+    assert!(say(&mut chat, "/system").contains("Be kind."));
+    assert!(say(&mut chat, "What is my name?").contains("Ada"));
+    let name = journal.file_stem().unwrap().to_str().unwrap().to_string();
+
+    // Two at once would write into each other.
+    let mut second = play_with(&home, &["--resume", &name], &[]);
+    expect(&mut second, "open in another inferno");
+    leave(chat);
+
+    let mut chat = play_with(&home, &["--resume", &name, "--top-k", "9"], &[]);
+    assert!(prompt(&mut chat).contains("3 questions"));
+    assert!(say(&mut chat, "/set").contains("top-k               9"), "flags win");
+    leave(chat);
+    let mut none = play_with(&home, &["--resume", "other"], &[]);
+    expect(&mut none, "no conversation 'other'");
+}
+
+#[test]
+fn nothing_is_kept_where_nothing_shall_be() {
+    let home = TempDir::new().unwrap();
+    let mut chat = play_with(&home, &["demo", "--device", "cpu"], &[("INFERNO_NOHISTORY", "1")]);
+    prompt(&mut chat);
+    say(&mut chat, "My name is Ada");
+    assert!(say(&mut chat, "/save ada").contains("not kept"));
+    leave(chat);
+    assert!(!home.path().join(".local/state/inferno").exists());
+}
+
+#[test]
+fn the_end_of_the_context_is_announced_and_decided() {
+    let home = TempDir::new().unwrap();
+    let question = "How do I download a model?";
+    let mut chat = play(&home, &["demo", "--context", "256", "--max-tokens", "40", "--temperature", "0"]);
+    prompt(&mut chat);
+    let mut said = String::new();
+    for _ in 0..8 {
+        said.push_str(&say(&mut chat, question));
+    }
+    assert!(said.contains("% of the context is used") || said.contains("the context is full"), "{said}");
+    assert!(said.contains("would outgrow the context of 256 tokens"), "{said}");
+    assert!(say(&mut chat, "/set overflow drop-oldest").contains("drop-oldest"));
+    let on = say(&mut chat, question);
+    assert!(on.contains("the model does not see them") && on.contains("tok/s"), "{on}");
+    assert!(say(&mut chat, "/context").contains("not seen"));
+    for _ in 0..4 {
+        let on = say(&mut chat, question);
+        assert!(on.contains("tok/s") && !on.contains("outgrow"), "{on}");
+    }
+    let long = say(&mut chat, &"download ".repeat(300));
+    assert!(long.contains("outgrow"), "{long}");
+    leave(chat);
+}
+
+#[test]
+fn ctrl_o_folds_thoughts_and_what_is_typed_ahead_is_not_lost() {
+    let home = TempDir::new().unwrap();
+    let mut chat = play(&home, &["demo", "--ignore-eos", "--max-tokens", "150", "--temperature", "0"]);
+    prompt(&mut chat);
+    chat.send_line("How do I download a model?").unwrap();
+    expect(&mut chat, "inferno download");
+    chat.send_control('o').unwrap();
+    chat.send_line("/context").unwrap();
+    let rest = expect(&mut chat, "at the end");
+    assert!(rest.contains("tok/s") && rest.contains(">>> /context"), "{rest}");
+    prompt(&mut chat);
+    let second = say(&mut chat, "What is the KV cache?");
+    assert!(second.contains("thought: "), "folded from here on: {second}");
+    // The terminal echoes again.
+    type_in(&mut chat, "/stats");
+    expect(&mut chat, "/stats");
+    leave(chat);
+}
+
+#[test]
+fn lines_are_completed_and_edited_elsewhere() {
+    let home = TempDir::new().unwrap();
+    let editor = home.path().join("an editor");
+    fs::write(&editor, "#!/bin/sh\necho ' list my models?' >> \"$1\"\n").unwrap();
+    #[cfg(unix)]
+    fs::set_permissions(&editor, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let quoted = format!("'{}'", editor.display());
+    let mut chat = play_with(&home, &["demo", "--device", "cpu"], &[("EDITOR", &quoted), ("VISUAL", "")]);
+    prompt(&mut chat);
+    type_in(&mut chat, "/he\t\n");
+    expect(&mut chat, "this list");
+    prompt(&mut chat);
+    type_in(&mut chat, "/model de\t\n");
+    expect(&mut chat, "demo answers from here on");
+    prompt(&mut chat);
+    type_in(&mut chat, "How do I");
+    expect(&mut chat, "How do I");
+    chat.send_control('g').unwrap();
+    expect(&mut chat, "list my models?");
+    chat.send_line("").unwrap();
+    expect(&mut chat, "inferno list");
+    prompt(&mut chat);
+    // Searched in what was typed before.
+    chat.send_control('r').unwrap();
+    type_in(&mut chat, "/mod");
+    expect(&mut chat, "/model demo");
+    chat.send_control('c').unwrap();
+    prompt(&mut chat);
+    // Pasted: one message, however many lines it has.
+    type_in(&mut chat, "\u{1b}[200~/help\nand /exit\u{1b}[201~");
+    expect(&mut chat, "and /exit");
+    chat.send_line("").unwrap();
+    let answer = expect(&mut chat, ">>> ");
+    assert!(answer.contains("no command /and") || answer.contains("tok/s") || answer.contains("/help"), "{answer}");
+    leave(chat);
+}
