@@ -104,7 +104,7 @@ fn markdown_is_laid_out() {
         "Name     │  Distance",
         "─────────┼──────────",
         "Io       │   421,700",
-        "a link (https://example.org/)",
+        "• [ ] visited, see a link (https://example.org/)",
     ] {
         assert!(shown.lines().any(|shown| shown.starts_with(line)), "no {line:?} in:\n{shown}");
     }
