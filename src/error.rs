@@ -30,7 +30,12 @@ pub enum Error {
     Offline { what: String },
 
     #[error("the hub at {endpoint} does not deliver: {cause}\n  check the network, or set HF_ENDPOINT to a mirror")]
-    Network { endpoint: String, cause: String },
+    Network {
+        endpoint: String,
+        cause: String,
+        /// The same request may fare better later.
+        passing: bool,
+    },
 
     #[error(
         "no room on the disk of {path}: {:.1} MB needed, {:.1} MB free\n  free some space, or set INFERNO_CACHE to another disk",

@@ -104,7 +104,7 @@ impl LoadArgs {
     /// Loads a snapshot, with a progress bar and a line about the device on stderr.
     pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
         let bar = ProgressBar::with_draw_target(Some(0), stderr_target());
-        bar.set_style(style("loading {wide_bar} {bytes}/{total_bytes} {bytes_per_sec}"));
+        bar.set_style(style("loading {wide_bar} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}"));
         let engine = Engine::load(
             &snapshot.path,
             &LoadOptions {

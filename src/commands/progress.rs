@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget};
@@ -14,6 +15,9 @@ use crate::repl::style::printable;
 
 /// Between two lines where there is no terminal.
 const EVERY: Duration = Duration::from_secs(5);
+
+/// A file that takes so long to verify that a log should say so.
+const LARGE_BYTES: u64 = 1_000_000_000;
 
 /// Who hears how it goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,12 +47,32 @@ pub struct Show {
     done: &'static str,
     bars: MultiProgress,
     total: ProgressBar,
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
+    /// Of the thread that writes lines; it ends when this goes.
+    _ticker: Option<Sender<()>>,
 }
 
 struct State {
     files: HashMap<String, File>,
     lines: Lines,
+    ended: bool,
+}
+
+impl State {
+    fn done_bytes(&self) -> u64 {
+        self.files.values().map(|file| file.done).sum()
+    }
+
+    /// Writes a line if one is due, also while nothing comes.
+    fn tick(&mut self, verb: &str) {
+        let (done, all) = (self.done_bytes(), self.files.values().map(|file| file.size).sum());
+        if !self.files.is_empty()
+            && !self.ended
+            && let Some(line) = self.lines.next(Instant::now(), done, all, verb)
+        {
+            write_line(&line);
+        }
+    }
 }
 
 #[derive(Default)]
@@ -67,12 +91,24 @@ impl Show {
         };
         let bars = MultiProgress::with_draw_target(target);
         let total = ProgressBar::new(0);
-        let state = State { files: HashMap::new(), lines: Lines::new(Instant::now()) };
-        Self { listener, done, bars, total, state: Mutex::new(state) }
+        let state = State { files: HashMap::new(), lines: Lines::new(Instant::now()), ended: false };
+        let state = Arc::new(Mutex::new(state));
+        let _ticker = (listener == Listener::Lines).then(|| {
+            let (sender, receiver) = mpsc::channel();
+            let state = state.clone();
+            std::thread::spawn(move || {
+                while receiver.recv_timeout(Duration::from_secs(1)) == Err(RecvTimeoutError::Timeout) {
+                    state.lock().unwrap_or_else(PoisonError::into_inner).tick(done);
+                }
+            });
+            sender
+        });
+        Self { listener, done, bars, total, state, _ticker }
     }
 
     /// Takes the bars away; what is said from now on stands by itself.
     pub fn finish(&self) {
+        self.state().ended = true;
         self.total.finish_and_clear();
         let _ = self.bars.clear();
     }
@@ -88,7 +124,7 @@ impl Show {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -99,7 +135,13 @@ fn write_line(text: &str) {
 
 fn bar(size: u64, name: &str) -> ProgressBar {
     let bar = ProgressBar::new(size);
-    bar.set_style(style("{msg:40!} {wide_bar} {bytes:>11}/{total_bytes:11} {bytes_per_sec:>13} {eta:>4}"));
+    bar.set_style(style(match console::Term::stderr().size().1 {
+        0..70 => "{wide_msg} {percent:>3} % {eta:>4}",
+        70..100 => {
+            "{msg:24!} {wide_bar} {decimal_bytes:>9}/{decimal_total_bytes:9} {decimal_bytes_per_sec:>11} {eta:>4}"
+        }
+        _ => "{msg:40!} {wide_bar} {decimal_bytes:>9}/{decimal_total_bytes:9} {decimal_bytes_per_sec:>11} {eta:>4}",
+    }));
     bar.set_message(printable(name));
     bar
 }
@@ -118,11 +160,12 @@ impl Progress for Show {
         drop(state);
         match self.listener {
             Listener::Terminal => {
-                self.bars.add(self.total.clone());
                 self.total.set_style(bar(0, "").style());
                 self.total.set_message("all files");
                 self.total.set_length(all_bytes);
+                self.bars.add(self.total.clone());
             }
+            _ if files.is_empty() => {}
             _ => self.say(&format!("{} files, {}", files.len(), size(all_bytes))),
         }
     }
@@ -146,22 +189,25 @@ impl Progress for Show {
                 bar.set_position(done_bytes);
             }
         }
-        let done_bytes = state.files.values().map(|file| file.done).sum();
-        let all_bytes = state.files.values().map(|file| file.size).sum();
+        let done_bytes = state.done_bytes();
         self.total.set_position(done_bytes);
         if first {
             self.total.reset_eta();
+            // What was there before says nothing about the rate here, either.
+            state.lines.had_bytes = done_bytes;
         }
-        if let Some(line) = state.lines.next(Instant::now(), first, done_bytes, all_bytes, self.done)
-            && self.listener == Listener::Lines
-        {
-            write_line(&line);
+        if self.listener == Listener::Lines {
+            state.tick(self.done);
         }
     }
 
     fn verifying(&self, name: &str) {
-        if let Some(bar) = self.state().files.get(name).and_then(|file| file.bar.as_ref()) {
+        let state = self.state();
+        let Some(file) = state.files.get(name) else { return };
+        if let Some(bar) = &file.bar {
             bar.set_message(printable(&format!("verifying {name}")));
+        } else if file.size >= LARGE_BYTES && self.listener == Listener::Lines {
+            write_line(&printable(&format!("verifying {name}")));
         }
     }
 
@@ -191,10 +237,7 @@ impl Lines {
         Self { start: now, had_bytes: 0, last: now }
     }
 
-    fn next(&mut self, now: Instant, first: bool, done: u64, all: u64, verb: &str) -> Option<String> {
-        if first {
-            self.had_bytes = done;
-        }
+    fn next(&mut self, now: Instant, done: u64, all: u64, verb: &str) -> Option<String> {
         if now.duration_since(self.last) < EVERY {
             return None;
         }
@@ -229,12 +272,12 @@ mod tests {
         let mut lines = Lines::new(start);
         let (mb, all) = (1_000_000, 400_000_000);
         // 100 MB were there before, and do not count for the rate.
-        assert_eq!(lines.next(at(0), true, 100 * mb, all, "fetched"), None);
-        assert_eq!(lines.next(at(4), false, 130 * mb, all, "fetched"), None);
-        let line = lines.next(at(5), false, 150 * mb, all, "fetched").unwrap();
+        lines.had_bytes = 100 * mb;
+        assert_eq!(lines.next(at(4), 130 * mb, all, "fetched"), None);
+        let line = lines.next(at(5), 150 * mb, all, "fetched").unwrap();
         assert_eq!(line, "150.0 MB of 400.0 MB fetched, 37 %, 10.0 MB/s, 25 s left");
-        assert_eq!(lines.next(at(9), false, 390 * mb, all, "fetched"), None);
-        assert!(lines.next(at(10), false, 400 * mb, all, "fetched").unwrap().contains("100 %, 30.0 MB/s, 0 s left"));
+        assert_eq!(lines.next(at(9), 390 * mb, all, "fetched"), None);
+        assert!(lines.next(at(10), 400 * mb, all, "fetched").unwrap().contains("100 %, 30.0 MB/s, 0 s left"));
         assert_eq!(
             (duration(59), duration(185), duration(7830)),
             ("59 s".into(), "3 min 5 s".into(), "2 h 10 min".into())

@@ -1,12 +1,13 @@
 //! `inferno remove`
 
-use std::io::Write;
+use std::io::{IsTerminal, Write, stderr, stdin};
 use std::process::ExitCode;
 
 use anyhow::Result;
 
 use super::list::size;
 use super::progress::{Listener, Show};
+use crate::error::Error;
 use crate::hub::Hub;
 
 /// Delete a model from inferno's cache
@@ -23,8 +24,14 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
+    let hub = Hub::from_env()?.forced(args.force);
+    if let Some(name) = hub.only_part(&args.model)
+        && !is_meant(&args.model, &name)?
+    {
+        return Ok(ExitCode::SUCCESS);
+    }
     let show = Show::new(Listener::new(false), "read");
-    let removed = Hub::from_env()?.forced(args.force).remove(&args.model, args.revision.as_deref(), &show)?;
+    let removed = hub.remove(&args.model, args.revision.as_deref(), &show)?;
     let mut out = std::io::stdout().lock();
     let short = |revision: &String| revision.chars().take(7).collect::<String>();
     let revisions: Vec<String> = removed.revisions.iter().map(short).collect();
@@ -35,4 +42,16 @@ pub fn run(args: Args) -> Result<ExitCode> {
     };
     writeln!(out, "removed {}{at}: {} freed{kept}", removed.name, size(removed.freed_bytes))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether a person means the model `name` by `part`. A script must say all of it: run again, it would mean another model.
+fn is_meant(part: &str, name: &str) -> Result<bool> {
+    if !stdin().is_terminal() || !stderr().is_terminal() {
+        let problem = format!("'{part}' is only a part of a name; to delete that model: inferno remove {name}");
+        return Err(Error::Usage(problem).into());
+    }
+    eprint!("remove {name}? [y/N] ");
+    let mut line = String::new();
+    stdin().read_line(&mut line)?;
+    Ok(matches!(line.trim().to_lowercase().as_str(), "y" | "yes"))
 }

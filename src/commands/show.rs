@@ -57,7 +57,7 @@ fn look_up(hub: &Hub, args: &Args) -> Result<hub::Peek> {
     if args.model == demo::NAME {
         return Err(Error::Usage("the demo is inside inferno, on no hub: inferno show demo".into()).into());
     }
-    super::note(&format!("asking {}", hub.settings().endpoint));
+    super::note(&format!("asking {}", hub.settings().shown_endpoint()));
     hub.peek(&args.model, args.revision.as_deref())
 }
 

@@ -178,16 +178,20 @@ impl RepoDir {
         let path = self.path.join("refs").join(revision);
         create_dir(path.parent().unwrap_or(&path))?;
         // What it leads to is on the disk before it is.
-        [self.path.join("blobs"), self.snapshot(commit), self.path.join("snapshots")]
-            .iter()
-            .for_each(|dir| sync_dir(dir));
+        let files = files_below(&self.snapshot(commit));
+        let mut dirs: BTreeSet<&Path> = files.iter().filter_map(|file| file.parent()).collect();
+        let (blobs, snapshots) = (self.path.join("blobs"), self.path.join("snapshots"));
+        dirs.extend([&*blobs, &*snapshots, &*self.path]);
+        dirs.into_iter().for_each(sync_dir);
         let write = || -> std::io::Result<()> {
             let (temporary, mut file) = create_aside(&path)?;
             file.write_all(commit.as_bytes())?;
             file.sync_data()?;
             fs::rename(&temporary, &path)
         };
-        write().map_err(|error| write_error(error, &path, 0))
+        write().map_err(|error| write_error(error, &path, 0))?;
+        sync_dir(path.parent().unwrap_or(&path));
+        Ok(())
     }
 }
 
@@ -215,6 +219,13 @@ pub(super) fn is_aside(name: &str) -> bool {
     let numbers = name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.')?.1.split_once('-'));
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     numbers.is_some_and(|(process, count)| is_number(process) && is_number(count))
+}
+
+/// Whether a file's name is that of weights, of whatever kind.
+pub(super) fn is_weights(path: &Path) -> bool {
+    const ENDINGS: [&str; 8] = ["safetensors", "gguf", "bin", "pt", "pth", "ckpt", "h5", "onnx"];
+    let ending = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
+    ENDINGS.contains(&ending.as_str())
 }
 
 /// The first thing that a snapshot folder lacks, or nothing if it is whole.
@@ -268,8 +279,11 @@ pub(super) fn shards(index: &[u8]) -> Result<Vec<String>> {
 }
 
 pub(super) fn create_dir(dir: &Path) -> Result<()> {
-    fs::create_dir_all(dir)
-        .with_context(|| format!("cannot create {}\n  INFERNO_CACHE sets another place for models", dir.display()))
+    fs::create_dir_all(dir).map_err(|error| match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => write_error(error, dir, 0),
+        _ => anyhow::Error::new(error)
+            .context(format!("cannot create {}\n  INFERNO_CACHE sets another place for models", dir.display())),
+    })
 }
 
 /// Every file below a directory, sorted; links count as files.

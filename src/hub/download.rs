@@ -29,6 +29,7 @@ impl Hub {
             return Ok(snapshot);
         }
         let (name, revision) = names::split_revision(repo, revision)?;
+        let name = &self.full_name(name);
         check_repo(name)?;
         self.check_own_cache()?;
         let choice = Choice::new(pick)?;
@@ -43,7 +44,7 @@ impl Hub {
         }
 
         let revision = revision.unwrap_or(MAIN);
-        let remote = Remote::new(&self.settings, name, revision);
+        let remote = Remote::new(&self.settings, name, revision, progress);
         let listing = remote.listing()?;
         let commit = &listing.commit;
         let repo = self.own().repo(name);
@@ -53,15 +54,19 @@ impl Hub {
             progress.already_there(&snapshot);
             return Ok(snapshot);
         }
-        disk::check_space(&self.settings.cache, 0)?;
-        let _lock = repo.lock(|| progress.waiting(name))?;
+        let lock = disk::check_space(&self.settings.cache, 0).and_then(|()| repo.lock(|| progress.waiting(name)));
         // Whoever was waited for may have fetched it.
         if let Some(snapshot) = self.here(name, &listing, &choice)? {
-            // Also when it lies in the shared cache, so that both caches agree on what the newest commit is.
-            repo.write_ref(revision, commit)?;
+            // Also when it lies in the shared cache, so that both caches agree on what the newest commit is. Where nothing
+            // can be written, it is here all the same.
+            let noted = lock.and_then(|_lock| repo.write_ref(revision, commit));
+            if let Err(error) = noted {
+                tracing::warn!(error = format!("{error:#}"), revision, "not noted");
+            }
             progress.already_there(&snapshot);
             return Ok(snapshot);
         }
+        let _lock = lock?;
 
         let index = self.index(&remote, &listing, &choice, &repo)?;
         let files = select::choose(name, &listing.files, &choice, index.as_deref())?;
@@ -79,7 +84,7 @@ impl Hub {
         if self.settings.offline {
             return Err(self.offline(name));
         }
-        let listing = Remote::new(&self.settings, name, revision.unwrap_or(MAIN)).listing()?;
+        let listing = Remote::new(&self.settings, name, revision.unwrap_or(MAIN), &()).listing()?;
         let choice = Choice::new(pick)?;
         let shards =
             || listing.files.iter().filter(|file| file.name.ends_with(".safetensors") && !file.name.contains('/'));

@@ -14,7 +14,7 @@ use anyhow::{Result, bail};
 use ureq::http::{HeaderMap, Response, StatusCode, header};
 use ureq::{Body, BodyReader};
 
-use super::cache::RepoDir;
+use super::cache::{RepoDir, is_weights};
 use super::disk::write_error;
 use super::partial::Partial;
 use super::remote::Remote;
@@ -28,10 +28,11 @@ const WHOLE_SLIPS: u32 = 3;
 /// A transfer that gains less in twice the stall limit is as good as stalled.
 const SLOWEST_BYTES: u64 = 64 << 10;
 
-/// A file whose size and hash are known, ready to fetch.
+/// A file whose size is known and that has a name for its contents, ready to fetch.
 pub(super) struct Wanted {
     pub name: String,
     pub bytes: u64,
+    /// The hash of its contents where the hub tells it, and else a word that no other file has.
     pub etag: String,
 }
 
@@ -45,6 +46,11 @@ impl Wanted {
         let (Some(bytes), Some(etag)) = (told.bytes, told.etag) else {
             bail!("the hub does not say how long {} is", told.name);
         };
+        // Two files may have the same word, and so may the next commit's contents of this one.
+        let etag = match hash::is_hash(&etag) {
+            true => etag,
+            false => hash::word(&[commit, &told.name, &bytes.to_string(), &etag]),
+        };
         Ok(Self { name: told.name, bytes, etag })
     }
 
@@ -55,8 +61,8 @@ impl Wanted {
     }
 }
 
-/// Brings files into the blobs of `repo` and links each into the snapshot as soon as it is whole. The first failure ends
-/// it all; what has come by then is kept.
+/// Brings files into the blobs of `repo` and links them into the snapshot: weights last, when all others are there, as
+/// they are what makes a folder count as a model. The first failure ends it all; what has come by then is kept.
 pub(super) fn fetch(
     remote: &Remote,
     commit: &str,
@@ -87,10 +93,15 @@ pub(super) fn fetch(
         // On a full disk the note of a second ago must do.
         let _ = job.partial.save();
     }
-    match board.failure {
-        Some(error) => Err(error),
-        None => Ok(()),
+    if let Some(error) = board.failure {
+        return Err(error);
     }
+    for job in &board.jobs {
+        for name in job.names.iter().filter(|name| is_weights(Path::new(name))) {
+            repo.link(commit, name, job.etag)?;
+        }
+    }
+    Ok(())
 }
 
 /// A download under way, as its threads see it.
@@ -248,6 +259,7 @@ impl<'a> Fetch<'a> {
                         job.phase = Phase::Fetching;
                         if let Err(error) = job.partial.create(&self.repo.blob(job.etag)) {
                             board.failure = Some(error);
+                            self.changed.notify_all();
                             return None;
                         }
                     }
@@ -294,8 +306,13 @@ impl<'a> Fetch<'a> {
             let Some(wait) = retry.after_failure(asked_for) else {
                 break Err(self.gave_up(job, &cause, asked_for));
             };
-            let name = self.board().jobs[job].names[0];
-            self.progress.retrying(name, &cause, wait);
+            let (name, failed) = {
+                let board = self.board();
+                (board.jobs[job].names[0], board.failure.is_some())
+            };
+            if !failed {
+                self.remote.retrying(name, &cause, wait);
+            }
             if !self.sleep(wait) {
                 break Ok(());
             }
@@ -367,7 +384,7 @@ impl<'a> Fetch<'a> {
             if !whole(&blob, job.bytes) {
                 job.partial.finish(&blob)?;
             }
-            for name in &job.names {
+            for name in job.names.iter().filter(|name| !is_weights(Path::new(name))) {
                 self.repo.link(self.commit, name, job.etag)?;
             }
             job.phase = Phase::Done;
@@ -383,7 +400,7 @@ impl<'a> Fetch<'a> {
         }
         job.phase = Phase::New;
         job.tell(self.progress);
-        self.progress.retrying(name, "its contents are not what the hub says they are", Duration::ZERO);
+        self.remote.retrying(name, "its contents are not what the hub says they are", Duration::ZERO);
         Ok(())
     }
 }
@@ -411,7 +428,10 @@ impl Transfer<'_, '_> {
             (job.names[0], job.bytes)
         };
         let range = (self.at > 0 || self.part.end < bytes).then_some(self.at..self.part.end);
-        let answer = remote.get(commit, name, range.clone()).map_err(|error| broken(root(&error)))?;
+        let answer = remote.get(commit, name, range.clone()).map_err(|error| match error.downcast_ref() {
+            Some(Error::Network { cause, passing: true, .. }) => broken(cause),
+            _ => Stop::Final(error),
+        })?;
         let (response, elsewhere) = (answer.response, answer.elsewhere);
         let status = response.status();
         match status {
@@ -443,7 +463,8 @@ impl Transfer<'_, '_> {
             _ => return Err(Stop::Final(remote.refusal(response, Some(name)))),
         }
         self.check_contents(response.headers())?;
-        self.copy(response.into_body().into_reader(), name)
+        let ends = content_length(response.headers()).is_some();
+        self.copy(response.into_body().into_reader(), name, ends)
     }
 
     /// The server does no ranges and sends the file from its beginning: this transfer takes all of it, others stop. What
@@ -455,7 +476,8 @@ impl Transfer<'_, '_> {
             return Err(Stop::Void);
         }
         job.sent_whole = job.sent_whole.saturating_add(1);
-        if job.sent_whole <= WHOLE_SLIPS && job.partial.done_bytes() > 0 {
+        let slips = WHOLE_SLIPS.min(self.fetch.remote.limits().tries);
+        if job.sent_whole <= slips && job.partial.done_bytes() > 0 {
             return Err(broken("the server sent the whole file in place of a part"));
         }
         job.generation += 1;
@@ -489,8 +511,8 @@ impl Transfer<'_, '_> {
         Ok(())
     }
 
-    /// Writes a body to its place, and not a byte more than was asked for.
-    fn copy(&mut self, mut body: BodyReader, name: &str) -> Result<(), Stop> {
+    /// Writes a body to its place, and not a byte more than was asked for. `ends` says whether its length is known.
+    fn copy(&mut self, mut body: BodyReader, name: &str, ends: bool) -> Result<(), Stop> {
         let (mut output, path) = {
             let board = self.fetch.board();
             let partial = &board.jobs[self.job].partial;
@@ -521,8 +543,10 @@ impl Transfer<'_, '_> {
             output.write_all(&buffer[..count]).map_err(|error| cannot_write(error, left))?;
             self.wrote(count as u64)?;
         }
-        // A connection that was read to its end can be used again.
-        let _ = body.read(&mut buffer);
+        // A connection that was read to its end can be used again; one of unknown length could wait for it.
+        if ends {
+            let _ = body.read(&mut buffer);
+        }
         Ok(())
     }
 
@@ -599,12 +623,4 @@ pub(super) fn content_range(headers: &HeaderMap) -> Option<ContentRange> {
     let total = total.trim();
     let total = if total == "*" { None } else { Some(total.parse().ok()?) };
     Some(ContentRange { first: first.trim().parse().ok()?, last: last.trim().parse().ok()?, total })
-}
-
-/// The cause inside a network error, without the advice around it.
-fn root(error: &anyhow::Error) -> String {
-    match error.downcast_ref::<Error>() {
-        Some(Error::Network { cause, .. }) => cause.clone(),
-        _ => format!("{error:#}"),
-    }
 }

@@ -48,6 +48,17 @@ pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> 
     Ok(found.eq_ignore_ascii_case(etag))
 }
 
+/// A name for something that has no hash: the same for the same words, another for others.
+pub(super) fn word(words: &[&str]) -> String {
+    let mut hash = digest::Context::new(&SHA256);
+    for word in words {
+        hash.update(word.as_bytes());
+        hash.update(b"\0");
+    }
+    let hash: String = hash.finish().as_ref()[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("weak-{hash}")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -237,18 +237,19 @@ impl Hub {
     pub fn peek(&self, model: &str, revision: Option<&str>) -> Result<Peek> {
         let (name, revision) = names::split_revision(model, revision)?;
         let (name, wanted) = gguf::split_tag(name);
+        let name = &self.full_name(name);
         check_repo(name)?;
         if self.settings.offline {
             let what = format!("the hub cannot be asked about '{name}' (HF_HUB_OFFLINE is set)");
             return Err(Error::Offline { what }.into());
         }
-        peek::peek(&Remote::new(&self.settings, name, revision.unwrap_or(MAIN)), name, wanted)
+        peek::peek(&Remote::new(&self.settings, name, revision.unwrap_or(MAIN), &()), name, wanted)
     }
 
     /// Some bytes of a file of what was peeked at; fewer where it ends. Nothing else of it is fetched.
     pub fn read_part(&self, peek: &Peek, file: &str, bytes: Range<u64>) -> Result<Vec<u8>> {
         let (name, _) = gguf::split_tag(&peek.name);
-        peek::read_part(&Remote::new(&self.settings, name, &peek.commit), &peek.commit, file, bytes)
+        peek::read_part(&Remote::new(&self.settings, name, &peek.commit, &()), &peek.commit, file, bytes)
     }
 
     /// Asks the hub for a sign of life, and whether it knows the token; waits a few seconds at most.
@@ -293,6 +294,16 @@ impl Hub {
             })
         };
         names.iter().filter_map(lacking).collect()
+    }
+
+    /// The name to ask the hub for: of a model that is here, or half of it, the organisation may be left out. A mere part
+    /// of the name will not do: `gpt2` is a model, of whichever others it is a part.
+    fn full_name(&self, name: &str) -> String {
+        let here: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
+        match &here.iter().filter(|other| names::is_called(other, name)).collect::<Vec<_>>()[..] {
+            [one] if !name.contains('/') => one.to_string(),
+            _ => name.to_string(),
+        }
     }
 
     /// A repository's snapshot at a revision. Without one: at main, else the newest that is whole.

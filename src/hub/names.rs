@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 use std::path::{Component, Path};
 
-use anyhow::{Result, bail};
+use anyhow::Result;
+
+use crate::error::Error;
 
 /// Splits `org/name@revision`; a revision given apart as well must be the same one.
 pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> Result<(&'a str, Option<&'a str>)> {
@@ -14,13 +16,15 @@ pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> R
     if let (Some(inline), Some(revision)) = (inline, revision)
         && inline != revision
     {
-        bail!("two revisions are asked for: '{inline}' in {model:?}, and '{revision}'");
+        let problem = format!("two revisions are asked for: '{inline}' in {model:?}, and '{revision}'");
+        return Err(Error::Usage(problem).into());
     }
     let revision = inline.or(revision);
     if let Some(revision) = revision
         && !is_safe_path(revision)
     {
-        bail!("{revision:?} is not a revision: write a branch, a tag or a commit");
+        let problem = format!("{revision:?} is not a revision: write a branch, a tag or a commit");
+        return Err(Error::Usage(problem).into());
     }
     Ok((name, revision))
 }
@@ -82,16 +86,18 @@ fn escape(name: &str, plain: &[u8]) -> String {
 /// The names that `model` stands for: itself, else those that are written otherwise or have another organisation, else
 /// those that it is a part of. A name with its organisation is no part: whoever writes all of it means no other.
 pub(super) fn meant<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
+    let found: Vec<&String> = names.iter().filter(|name| is_called(name, model)).collect();
     let model = model.to_lowercase();
-    let equal = |name: &&String| {
-        let name = name.to_lowercase();
-        name == model || name.rsplit('/').next() == Some(&model)
-    };
-    let found: Vec<&String> = names.iter().filter(equal).collect();
     if !found.is_empty() || model.is_empty() || model.contains('/') {
         return found;
     }
     names.iter().filter(|name| name.to_lowercase().contains(&model)).collect()
+}
+
+/// Whether `model` is all of a name, in whatever letters, or all but its organisation.
+pub(super) fn is_called(name: &str, model: &str) -> bool {
+    let last = name.rsplit('/').next().unwrap_or(name);
+    name.eq_ignore_ascii_case(model) || last.eq_ignore_ascii_case(model)
 }
 
 /// The name most like `model`, if one is close enough to be a slip of the hand.

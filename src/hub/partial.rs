@@ -17,8 +17,11 @@ use serde::{Deserialize, Serialize};
 use super::cache::{create_aside, create_dir};
 use super::disk::write_error;
 
-/// The endings of what is unfinished; the last is that of files that grew from their beginning, as in Python.
-pub(super) const ENDINGS: [&str; 3] = [".parts", ".parts.json", ".incomplete"];
+/// The endings of what is unfinished, of files that grew from their beginning, as in Python, and of what was found bad.
+pub(super) const ENDINGS: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
+
+/// A blob with other contents than its name says, until another one is there.
+pub(super) const BAD: &str = ".bad";
 
 /// What is there of one file.
 pub(super) struct Partial {
@@ -26,7 +29,8 @@ pub(super) struct Partial {
     /// Of the whole file.
     bytes: u64,
     note: Note,
-    /// Data could not be put on the disk. A system tells that once and then forgets it, so nothing is noted any more.
+    /// Nothing is noted any more of what notes up to now are about: data could not be put on the disk, which a system
+    /// tells once and then forgets; or all of it is void.
     lost: Arc<AtomicBool>,
 }
 
@@ -141,9 +145,12 @@ impl Partial {
         done.splice(first..last, [merged]);
     }
 
-    /// Forgets all that is there.
+    /// Forgets all that is there. A note that somebody is about to write is not written.
     pub fn clear(&mut self) {
         self.note = Note::default();
+        // Of a disk that loses data nothing is noted, whatever comes.
+        let was_lost = self.lost.swap(true, Ordering::AcqRel);
+        self.lost = Arc::new(AtomicBool::new(was_lost));
     }
 
     /// Whether an answer is about the same contents as those before it.

@@ -4,10 +4,11 @@
 //! the server's etag and commit to paths unchecked, appends when a server ignores its Range, and hides the
 //! `x-error-code` header that tells a gated repository from a missing one.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use serde::Deserialize;
 use ureq::http::{Response, StatusCode, header};
 use ureq::typestate::WithoutBody;
@@ -15,11 +16,14 @@ use ureq::{Agent, Body, RequestBuilder};
 
 use super::retry::{Retry, is_passing, retry_after};
 use super::select::RemoteFile;
-use super::{Limits, Settings, names};
+use super::{Limits, Progress, Settings, names};
 use crate::Error;
 
 /// A repository's file list with tens of thousands of entries stays below this.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
+
+/// A petabyte: no file has more, and sums of what is told cannot overflow.
+const MAX_FILE_BYTES: u64 = 1 << 50;
 
 /// One repository on a hub.
 pub(super) struct Remote<'a> {
@@ -27,13 +31,24 @@ pub(super) struct Remote<'a> {
     settings: &'a Settings,
     repo: &'a str,
     revision: &'a str,
+    /// Hears what is asked again.
+    progress: &'a dyn Progress,
+}
+
+/// What a request is for, which decides how long it may take.
+#[derive(Clone, Copy)]
+enum Purpose {
+    /// Something short: the answer as a whole has a limit.
+    Question,
+    /// Something of any length: only silence has one.
+    Contents,
 }
 
 /// From the hub to a storage host is one.
 const MAX_REDIRECTS: usize = 5;
 
-fn agent(settings: &Settings, limits: &Limits) -> Agent {
-    let mut config = Agent::config_builder()
+fn agent(limits: &Limits) -> Agent {
+    Agent::config_builder()
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
         // Lengths and ranges must count the file's own bytes.
         .accept_encoding("identity")
@@ -45,11 +60,9 @@ fn agent(settings: &Settings, limits: &Limits) -> Agent {
         .max_idle_connections_per_host(limits.connections)
         .timeout_connect(Some(limits.connect))
         .timeout_recv_response(Some(limits.answer))
-        .timeout_per_read(Some(limits.stall));
-    if is_loopback(&settings.endpoint) {
-        config = config.proxy(None);
-    }
-    config.build().into()
+        .timeout_per_read(Some(limits.stall))
+        .build()
+        .into()
 }
 
 /// What a hub that answers says of the token.
@@ -64,11 +77,12 @@ pub enum Reached {
 
 /// One short question to the endpoint, and to no other host.
 pub(super) fn reach(settings: &Settings) -> Result<Reached> {
-    let unreachable = |cause: String| Error::Network { endpoint: settings.endpoint.clone(), cause };
+    let unreachable = |cause: String| Error::Network { endpoint: settings.shown_endpoint(), cause, passing: true };
     let path = if settings.token.is_some() { "/api/whoami-v2" } else { "/api/models?limit=1" };
     let (connect, answer) = (Duration::from_secs(5), Duration::from_secs(10));
     let limits = Limits { connect, answer, stall: answer, ..settings.limits.clone() };
-    let mut request = agent(settings, &limits).get(format!("{}{path}", settings.endpoint));
+    let url = format!("{}{path}", settings.endpoint);
+    let mut request = directly_if_near(agent(&limits).get(&url), &url);
     if let Some(token) = &settings.token {
         request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
     }
@@ -89,8 +103,8 @@ pub(super) struct Listing {
 }
 
 impl<'a> Remote<'a> {
-    pub fn new(settings: &'a Settings, repo: &'a str, revision: &'a str) -> Self {
-        Self { agent: agent(settings, &settings.limits), settings, repo, revision }
+    pub fn new(settings: &'a Settings, repo: &'a str, revision: &'a str, progress: &'a dyn Progress) -> Self {
+        Self { agent: agent(&settings.limits), settings, repo, revision, progress }
     }
 
     pub fn repo(&self) -> &str {
@@ -105,8 +119,8 @@ impl<'a> Remote<'a> {
     pub fn listing(&self) -> Result<Listing> {
         let revision = names::url_segment(self.revision);
         let url = format!("{}/api/models/{}/revision/{revision}?blobs=true", self.settings.endpoint, self.repo);
-        let mut response = self.patiently(|| {
-            let mut response = self.follow(&url, None)?.response;
+        let mut response = self.patiently(self.repo, || {
+            let mut response = self.follow(&url, None, Purpose::Question)?.response;
             // Read here, so that a body that breaks off is asked for again.
             if response.status().is_success() {
                 let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES).read_to_vec();
@@ -118,13 +132,21 @@ impl<'a> Remote<'a> {
             return Err(self.refusal(response, None));
         }
         let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES).read_to_vec()?;
-        let info: Info = serde_json::from_slice(&body).with_context(|| {
-            format!(
-                "{} did not answer as a model hub does (a login page, or a wrong HF_ENDPOINT?)",
-                self.settings.endpoint
-            )
+        let info: Info = serde_json::from_slice(&body).map_err(|error| {
+            self.hopeless(format!(
+                "its answer is not that of a model hub (a login page, or a wrong HF_ENDPOINT?): {error}"
+            ))
         })?;
-        info.check(self.repo)
+        let listing = info.check(self.repo)?;
+        // Whoever names a commit wants that one.
+        if names::is_commit(self.revision) && !listing.commit.eq_ignore_ascii_case(self.revision) {
+            let what = format!(
+                "the hub gives {} for the commit {} of '{}'; refused",
+                listing.commit, self.revision, self.repo
+            );
+            return Err(Error::Verification { what, hint: "set HF_ENDPOINT to another hub".into() }.into());
+        }
+        Ok(listing)
     }
 
     /// Asks for the size and etag of one file, for hubs whose listing does not tell.
@@ -132,7 +154,8 @@ impl<'a> Remote<'a> {
         let mut url = self.file_url(commit, name);
         for _ in 0..MAX_REDIRECTS {
             // The first answer to name the file's hash counts, not that of the storage behind it.
-            let response = self.patiently(|| self.call(self.authorized(self.agent.head(&url))))?;
+            let ask = || self.call(self.prepared(self.agent.head(&url), &url, Purpose::Question, true));
+            let response = self.patiently(name, ask)?;
             let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
             let linked = text("x-linked-etag");
             if response.status().is_redirection() && linked.is_none() {
@@ -150,54 +173,64 @@ impl<'a> Remote<'a> {
             // Of a redirect, content-length would be the length of its own empty body.
             let length = if response.status().is_redirection() { None } else { text("content-length") };
             let bytes = text("x-linked-size").or(length).and_then(|bytes| bytes.parse().ok());
+            let bytes = bytes.filter(|bytes| *bytes <= MAX_FILE_BYTES);
             let (true, Some(bytes)) = (names::is_etag(etag), bytes) else {
                 bail!("the hub does not say how long {name} is or what it is (etag {etag:?})");
             };
             return Ok(RemoteFile { name: name.to_string(), bytes: Some(bytes), etag: Some(etag.to_string()) });
         }
-        Err(self.unreachable(format!("more than {MAX_REDIRECTS} redirects for {name}")))
+        Err(self.hopeless(format!("it redirects {name} more than {MAX_REDIRECTS} times")))
     }
 
     /// Starts to fetch one file, or these bytes of it; the status says whether the server went along.
     pub fn get(&self, commit: &str, name: &str, range: Option<Range<u64>>) -> Result<Answer> {
         let range = range.map(|range| format!("bytes={}-{}", range.start, range.end.saturating_sub(1)));
-        self.follow(&self.file_url(commit, name), range.as_deref())
+        self.follow(&self.file_url(commit, name), range.as_deref(), Purpose::Contents)
     }
 
     /// The same, asking again where that may help. A server that does no ranges sends all of it (status 200): who reads
     /// on takes no more of the body than was asked for.
     pub fn get_part(&self, commit: &str, name: &str, first: u64, end: u64) -> Result<Response<Body>> {
-        self.patiently(|| Ok(self.get(commit, name, Some(first..end))?.response))
+        self.patiently(name, || Ok(self.get(commit, name, Some(first..end))?.response))
     }
 
-    /// Asks again, a few times, where there was no answer or one that may pass.
-    fn patiently(&self, ask: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
+    /// Asks about `what` again, a few times, where there was no answer or one that may pass.
+    fn patiently(&self, what: &str, ask: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
         let limits = self.limits();
         let mut retry = Retry::new(limits, limits.question_tries);
         loop {
             let result = ask();
-            let asked_for = match &result {
-                Ok(response) if is_passing(response.status()) => retry_after(response.headers()),
-                Err(error) if matches!(error.downcast_ref(), Some(Error::Network { .. })) => None,
+            let (cause, asked_for) = match &result {
+                Ok(response) if is_passing(response.status()) => {
+                    (format!("HTTP {}", response.status()), retry_after(response.headers()))
+                }
+                Err(error) => match error.downcast_ref() {
+                    Some(Error::Network { cause, passing: true, .. }) => (cause.clone(), None),
+                    _ => return result,
+                },
                 _ => return result,
             };
-            match retry.after_failure(asked_for) {
-                Some(wait) => std::thread::sleep(wait),
-                None => return result,
-            }
+            let Some(wait) = retry.after_failure(asked_for) else { return result };
+            self.retrying(what, &cause, wait);
+            std::thread::sleep(wait);
         }
+    }
+
+    /// Tells that `what` is asked for again after `wait`.
+    pub fn retrying(&self, what: &str, cause: &str, wait: Duration) {
+        tracing::info!(what, cause, wait_ms = wait.as_millis() as u64, "asking again");
+        self.progress.retrying(what, cause, wait);
     }
 
     /// A GET request, wherever it is redirected to. The token goes to the endpoint alone: no other host gets it, nor
     /// another port, nor a connection that is less secret.
-    fn follow(&self, url: &str, range: Option<&str>) -> Result<Answer> {
+    fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<Answer> {
         let mut url = url.to_string();
+        let mut elsewhere = false;
         for _ in 0..=MAX_REDIRECTS {
-            let elsewhere = !self.is_endpoint(&url);
-            let mut request = self.agent.get(&url);
-            if !elsewhere {
-                request = self.authorized(request);
-            }
+            // What another host sends back here has its own reasons: no token for that, either.
+            elsewhere |= !self.is_endpoint(&url);
+            let mut request = self.prepared(self.agent.get(&url), &url, purpose, !elsewhere);
             if let Some(range) = range {
                 request = request.header(header::RANGE, range);
             }
@@ -208,20 +241,22 @@ impl<'a> Remote<'a> {
                 Some(to) => match self.resolve(&url, to) {
                     Some(next) => url = next,
                     None => {
-                        return Err(self.unreachable(format!("it redirects to {to:?}, which is no address to follow")));
+                        // No more of it than that: what comes after may be a key.
+                        let to = to.split(['?', '#']).next().unwrap_or_default();
+                        return Err(self.hopeless(format!("it redirects to {to:?}, which is no address to follow")));
                     }
                 },
             }
         }
-        Err(self.unreachable(format!("more than {MAX_REDIRECTS} redirects")))
+        Err(self.hopeless(format!("it redirects more than {MAX_REDIRECTS} times")))
     }
 
     /// The error for an answer that is no success; of `file`, or of the repository as a whole.
     pub fn refusal(&self, mut response: Response<Body>, file: Option<&str>) -> anyhow::Error {
         let status = response.status();
         let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
-        let (code, message) = (text("x-error-code").to_string(), text("x-error-message").to_string());
-        let (repo, endpoint) = (self.repo.to_string(), self.settings.endpoint.clone());
+        let code = text("x-error-code").to_string();
+        let (repo, endpoint) = (self.repo.to_string(), self.settings.shown_endpoint());
         let gated = Error::Gated { repo: repo.clone(), endpoint: endpoint.clone() };
         let no_repository = Error::RepositoryNotFound { repo: repo.clone(), endpoint: endpoint.clone() };
         let no_revision = Error::RevisionNotFound { repo: repo.clone(), revision: self.revision.to_string() };
@@ -231,7 +266,7 @@ impl<'a> Remote<'a> {
             (_, "RevisionNotFound") => no_revision.into(),
             // The repository was just listed, so its files are what is kept back.
             (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) if file.is_some() => gated.into(),
-            (StatusCode::UNAUTHORIZED, _) if self.settings.token.is_some() && message.contains("nvalid") => {
+            (StatusCode::UNAUTHORIZED, _) if self.settings.token.is_some() => {
                 anyhow::Error::new(gated).context("the hub does not accept this token: it is wrong or has expired")
             }
             // The hub does not tell a stranger whether a private repository exists.
@@ -241,7 +276,7 @@ impl<'a> Remote<'a> {
                 Some(file) => anyhow::anyhow!("the hub lists {file} in '{repo}' but does not have it"),
                 // Mirrors without error codes say it in the body.
                 None => match response.body_mut().with_config().limit(1 << 16).read_to_string() {
-                    Ok(body) if body.to_lowercase().contains("rev") => no_revision.into(),
+                    Ok(body) if body.to_lowercase().contains("invalid rev") => no_revision.into(),
                     _ => no_repository.into(),
                 },
             },
@@ -256,18 +291,38 @@ impl<'a> Remote<'a> {
         }
     }
 
+    /// The error for what may go better the next time.
     pub fn unreachable(&self, cause: String) -> anyhow::Error {
-        Error::Network { endpoint: self.settings.endpoint.clone(), cause }.into()
+        Error::Network { endpoint: self.settings.shown_endpoint(), cause, passing: true }.into()
+    }
+
+    /// The error for what will be the same the next time.
+    fn hopeless(&self, cause: String) -> anyhow::Error {
+        Error::Network { endpoint: self.settings.shown_endpoint(), cause, passing: false }.into()
     }
 
     fn file_url(&self, commit: &str, name: &str) -> String {
         format!("{}/{}/resolve/{commit}/{}", self.settings.endpoint, self.repo, names::url_path(name))
     }
 
-    fn authorized(&self, request: RequestBuilder<WithoutBody>) -> RequestBuilder<WithoutBody> {
+    /// A request to `url` with its limits, and `with_token` if it goes to the endpoint.
+    fn prepared(
+        &self,
+        mut request: RequestBuilder<WithoutBody>,
+        url: &str,
+        purpose: Purpose,
+        with_token: bool,
+    ) -> RequestBuilder<WithoutBody> {
+        if let Purpose::Question = purpose {
+            let whole = self.limits().answer.saturating_mul(5);
+            request = request.config().timeout_per_read(None).timeout_recv_body(Some(whole)).build();
+        }
+        request = directly_if_near(request, url);
         match &self.settings.token {
-            Some(token) => request.header(header::AUTHORIZATION, format!("Bearer {token}")),
-            None => request,
+            Some(token) if with_token && self.is_endpoint(url) => {
+                request.header(header::AUTHORIZATION, format!("Bearer {token}"))
+            }
+            _ => request,
         }
     }
 
@@ -343,25 +398,37 @@ impl Info {
             if !names::is_safe_path(&sibling.rfilename) {
                 bail!("the hub lists a file {:?} in '{repo}', which is outside it; refused", sibling.rfilename);
             }
-            let large = sibling.lfs.unwrap_or(LargeFile { sha256: None, size: None });
-            let etag = large.sha256.or(sibling.blob_id);
+            // Of a large file the blob id is that of a pointer to it, and says nothing about its contents.
+            let (etag, bytes) = match sibling.lfs {
+                Some(large) => (large.sha256, large.size.or(sibling.size)),
+                None => (sibling.blob_id, sibling.size),
+            };
+            if bytes.is_some_and(|bytes| bytes > MAX_FILE_BYTES) {
+                bail!("the hub says that {} has {bytes:?} bytes, which cannot be; refused", sibling.rfilename);
+            }
             if let Some(etag) = &etag
                 && !names::is_etag(etag)
             {
                 bail!("the hub gives {etag:?} as the hash of {}, which is none; refused", sibling.rfilename);
             }
-            files.push(RemoteFile { name: sibling.rfilename, bytes: large.size.or(sibling.size), etag });
+            files.push(RemoteFile { name: sibling.rfilename, bytes, etag });
+        }
+        let folders: BTreeSet<&str> =
+            files.iter().flat_map(|file| file.name.match_indices('/').map(|(end, _)| &file.name[..end])).collect();
+        if let Some(file) = files.iter().find(|file| folders.contains(file.name.as_str())) {
+            bail!("the hub lists {:?} in '{repo}' as a file and as a folder; refused", file.name);
         }
         Ok(Listing { commit: self.sha, files })
     }
 }
 
-/// Whether the endpoint is on this machine, where a proxy for the world outside cannot help.
-fn is_loopback(endpoint: &str) -> bool {
-    let host = endpoint.split_once("://").map_or(endpoint, |(_, rest)| rest);
-    ["127.0.0.1", "localhost", "[::1]"]
-        .iter()
-        .any(|name| host.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with([':', '/'])))
+/// Past any proxy where the address is on this machine: one for the world outside cannot help.
+fn directly_if_near(request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
+    let host = url.parse::<ureq::http::Uri>().ok().and_then(|url| url.host().map(str::to_lowercase));
+    match host.as_deref() {
+        Some("127.0.0.1" | "localhost" | "[::1]") => request.config().proxy(None).build(),
+        _ => request,
+    }
 }
 
 #[cfg(test)]
@@ -376,7 +443,7 @@ mod tests {
             _ => None,
         });
         let settings = settings.unwrap();
-        let remote = Remote::new(&settings, "a/b", "main");
+        let remote = Remote::new(&settings, "a/b", "main", &());
         let from = "https://hub.example/sub/a/b/resolve/x?y";
         let to = |location| remote.resolve(from, location);
         assert_eq!(to("/c?d").as_deref(), Some("https://hub.example/c?d"));

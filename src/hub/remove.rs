@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use super::cache::{self, RepoDir, entries, files_below};
+use super::cache::{self, RepoDir, entries, files_below, is_weights};
 use super::lock::Lock;
 use super::partial::ENDINGS;
 use super::{Hub, Progress, demo, gguf, names};
@@ -36,6 +36,17 @@ pub struct Pruned {
 }
 
 impl Hub {
+    /// The whole name of the model that `model` is only a part of: whoever says it twice might mean another one then.
+    pub fn only_part(&self, model: &str) -> Option<String> {
+        let (name, _) = names::split_revision(model, None).ok()?;
+        let (part, _) = gguf::split_tag(name);
+        let own = self.own().names().into_iter().collect();
+        match names::meant(part, &own)[..] {
+            [name] if !names::is_called(name, part) => Some(model.replacen(part, name, 1)),
+            _ => None,
+        }
+    }
+
     /// Removes a model from inferno's cache, at one revision or all of it; with `:Q4_K_M` one of its GGUF files. Files that
     /// other revisions share stay. Whoever works on it is waited for.
     pub fn remove(&self, model: &str, revision: Option<&str>, progress: &dyn Progress) -> Result<Removed> {
@@ -235,10 +246,15 @@ fn linked(files: &[PathBuf]) -> Result<BTreeSet<String>> {
 fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in read(dir)? {
-        if entry.file_type().with_context(|| cannot_read(&entry.path()))?.is_dir() {
-            files.extend(walk(&entry.path())?);
+        let path = entry.path();
+        let kind = entry.file_type().with_context(|| cannot_read(&path))?;
+        if kind.is_dir() {
+            files.extend(walk(&path)?);
+        } else if kind.is_symlink() && path.is_dir() {
+            // Somebody keeps a part of the cache elsewhere: neither is the link a file, nor is what is there ours to count.
+            bail!("{} leads to another folder, so nothing was deleted there", path.display());
         } else {
-            files.push(entry.path());
+            files.push(path);
         }
     }
     files.sort();
@@ -255,13 +271,6 @@ fn read(dir: &Path) -> Result<Vec<fs::DirEntry>> {
 
 fn cannot_read(path: &Path) -> String {
     format!("cannot read {}, so nothing was deleted there", path.display())
-}
-
-/// Whether a file's name is that of weights, of whatever kind.
-fn is_weights(path: &Path) -> bool {
-    const ENDINGS: [&str; 8] = ["safetensors", "gguf", "bin", "pt", "pth", "ckpt", "h5", "onnx"];
-    let ending = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
-    ENDINGS.contains(&ending.as_str())
 }
 
 /// What an interrupted process leaves: the beginnings of blobs, and what it wrote aside.

@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::{Result, anyhow, bail};
 
 use super::Limits;
+use crate::error::Error;
 
 /// Where models lie and how the hub is reached.
 #[derive(Clone)]
@@ -65,7 +66,7 @@ impl Settings {
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_string());
         let endpoint = endpoint.trim_end_matches('/').to_string();
         if !endpoint.starts_with("https://") && !endpoint.starts_with("http://") {
-            bail!("HF_ENDPOINT is {endpoint:?}; it must start with https:// (or http://)");
+            return Err(usage(format!("HF_ENDPOINT is {endpoint:?}; it must start with https:// (or http://)")));
         }
 
         let token = if on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
@@ -86,13 +87,30 @@ impl Settings {
         let seconds = |name: &str, standard: Duration| match text(name).map(|text| text.parse::<f64>()) {
             None => Ok(standard),
             Some(Ok(seconds)) if (0.001..1e6).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-            Some(_) => Err(anyhow!("{name} must be a number of seconds")),
+            Some(_) => Err(usage(format!("{name} must be a number of seconds"))),
         };
         let answer = seconds("HF_HUB_ETAG_TIMEOUT", standard.answer)?;
         let stall = seconds("HF_HUB_DOWNLOAD_TIMEOUT", standard.stall)?;
         let limits = Limits { answer, stall, ..standard };
         Ok(Self { cache, shared_cache, endpoint, token, offline: on("HF_HUB_OFFLINE"), limits })
     }
+}
+
+impl Settings {
+    /// The endpoint as people may see it: without a password in it.
+    pub fn shown_endpoint(&self) -> String {
+        match self.endpoint.split_once("://") {
+            Some((scheme, rest)) => {
+                let (host, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+                format!("{scheme}://{}{path}", host.rsplit('@').next().unwrap_or(host))
+            }
+            None => self.endpoint.clone(),
+        }
+    }
+}
+
+fn usage(problem: String) -> anyhow::Error {
+    Error::Usage(problem).into()
 }
 
 /// `~/x` as Python's `expanduser` reads it: shells do not expand it inside quotes or service files.
@@ -149,8 +167,9 @@ mod tests {
         assert!(!offline("0") && !offline("") && !offline("no"));
         let stall = |value| settings(&[&base[..], &[("HF_HUB_DOWNLOAD_TIMEOUT", value)]].concat()).limits.stall;
         assert_eq!((stall("2.5"), stall("")), (Duration::from_millis(2500), Limits::default().stall));
-        let endpoint = |value| settings(&[&base[..], &[("HF_ENDPOINT", value)]].concat()).endpoint;
-        assert_eq!(endpoint("https://hf-mirror.com/"), "https://hf-mirror.com");
+        let endpoint = |value| settings(&[&base[..], &[("HF_ENDPOINT", value)]].concat());
+        assert_eq!(endpoint("https://hf-mirror.com/").endpoint, "https://hf-mirror.com");
+        assert_eq!(endpoint("https://me:key@hub.example/a@b").shown_endpoint(), "https://hub.example/a@b");
         let broken = Settings::from_vars(|name| match name {
             "HOME" => Some(home.into()),
             "HF_TOKEN" => Some("hf_a\nhf_b".into()),

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use anyhow::{Context, Result, bail};
 
 use super::cache::{self, Need, RepoDir};
+use super::partial::{BAD, with_ending};
 use super::remote::Remote;
 use super::{Hub, Progress, Source, demo, disk, gguf, hash, names};
 use crate::Error;
@@ -133,11 +134,8 @@ impl Hub {
         if self.settings.offline {
             return Err(self.offline(name));
         }
-        let remote = Remote::new(&self.settings, name, revision);
+        let remote = Remote::new(&self.settings, name, revision, progress);
         let listing = remote.listing()?;
-        if listing.commit != *revision {
-            bail!("the hub gives {} for the commit {revision} of '{name}'; refused", listing.commit);
-        }
         let mut files = Vec::new();
         for (fault, _) in &faults {
             match listing.files.iter().find(|file| file.name == *fault) {
@@ -148,6 +146,8 @@ impl Hub {
         let repo = self.own().repo(name);
         disk::check_space(&self.settings.cache, 0)?;
         let _lock = repo.lock(|| progress.waiting(name))?;
+        // What is bad stands aside until there is something better.
+        let mut aside: Vec<(PathBuf, PathBuf)> = Vec::new();
         for (file, path, etag) in repo.linked(revision) {
             if let (true, Some(etag)) = (faults.iter().any(|(fault, _)| *fault == file), etag)
                 && path.try_exists()?
@@ -155,10 +155,17 @@ impl Hub {
                 && !hash::matches(&path, &etag, &mut |_| Ok(()))?
             {
                 let blob = repo.blob(&etag);
-                fs::remove_file(&blob).with_context(|| format!("cannot delete {}", blob.display()))?;
+                let bad = with_ending(&blob, BAD);
+                fs::rename(&blob, &bad).with_context(|| format!("cannot rename {}", blob.display()))?;
+                aside.push((blob, bad));
             }
         }
-        self.fetch(&remote, revision, &repo, files, progress)
+        let fetched = self.fetch(&remote, revision, &repo, files, progress);
+        for (blob, bad) in aside {
+            // Links must lead somewhere; a second failure would say no more than the first.
+            let _ = if blob.exists() { fs::remove_file(&bad) } else { fs::rename(&bad, &blob) };
+        }
+        fetched
     }
 
     /// Fails unless `names` are of one model; `model` is what was typed.

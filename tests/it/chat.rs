@@ -11,6 +11,8 @@ use inferno::chat::{Channel, ChatFormat, Delta, Message, ReasoningEffort, Render
 use inferno::tokenizer::{Controls, Tokenizer};
 use serde_json::{Value, json};
 
+use crate::support::Random;
+
 mod golden;
 mod harmony;
 mod malformed;
@@ -135,18 +137,6 @@ fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u3
 
 fn parse(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, text: &str) -> Parsed {
     parse_ids(format, tokenizer, prompt, &tokenizer.encode(text, Controls::Parse).unwrap())
-}
-
-/// A small generator of numbers, the same on every run.
-struct Numbers(u64);
-
-impl Numbers {
-    fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) as usize % limit
-    }
 }
 
 fn messages(value: Value) -> Vec<Message> {

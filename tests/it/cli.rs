@@ -36,7 +36,7 @@ pub fn text(bytes: &[u8]) -> String {
 pub fn assert_fails(output: &Output, code: i32, words: &[&str]) {
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{message}");
-    assert!(message.starts_with("error: "), "{message}");
+    assert!(message.lines().any(|line| line.starts_with("error: ")), "{message}");
     for word in words {
         assert!(message.contains(word), "no {word:?} in: {message}");
     }

@@ -4,6 +4,7 @@ pub mod fake;
 mod hostile;
 mod keeping;
 mod process;
+mod schedules;
 
 use std::fs;
 use std::net::TcpListener;
@@ -292,6 +293,7 @@ fn refusals_of_the_hub() {
     for (status, code, body, exit_code, said) in [
         (401, "RepoNotFound", "", 3, "there is no repository"),
         (401, "", "", 3, "there is no repository"),
+        (404, "", "<html>what you saw previously is gone</html>", 3, "there is no repository"),
         (404, "", "{\"error\":\"Repository not found\"}", 3, "there is no repository"),
         (404, "RevisionNotFound", "", 3, "has no revision 'v9'"),
         (404, "", "{\"error\":\"Invalid rev id: v9\"}", 3, "has no revision 'v9'"),
@@ -306,7 +308,11 @@ fn refusals_of_the_hub() {
         assert!(message.contains(said), "{status} {message}");
     }
     fake.change(|world| world.listing_refused = Some((200, "", "<html>log in</html>")));
-    assert!(download().0.contains("did not answer as a model hub does"));
+    let (message, code) = download();
+    assert!(code == 5 && message.contains("not that of a model hub"), "{message}");
+    fake.change(|world| world.listing_refused = Some((401, "", "")));
+    let (message, code) = failure(machine.with_token().download(REPO, None, &Pick::default(), &()));
+    assert!(code == 4 && message.contains("does not accept this token"), "{message}");
     // Gated repositories are listed for everyone; their files are what is kept.
     fake.change(|world| (world.listing_refused, world.files_refused) = (None, Some((403, "GatedRepo"))));
     assert_eq!(download().1, 4);
@@ -437,7 +443,7 @@ fn of_several_gguf_files_one_is_chosen() {
 #[test]
 fn a_full_disk_is_noticed_before_the_download() {
     let fake = FakeHub::single();
-    fake.change(|world| world.claimed_bytes = Some(1 << 60));
+    fake.change(|world| world.claimed_bytes = Some(1 << 49));
     let machine = Machine::new(fake.endpoint());
     let (message, code) = failure(machine.hub().download(REPO, None, &Pick::default(), &()));
     assert_eq!(code, 11, "{message}");
@@ -529,6 +535,87 @@ fn hints_for_a_model_that_is_not_here() {
     assert!(missing("org/part", None).contains(&format!("{} is missing", SHARDS[1])));
     machine.place("own", "org/part", COMMIT, &[(SHARDS[1], b"x")]);
     assert!(hub.find("org/part", None).is_ok());
+}
+
+#[test]
+fn weights_without_the_small_files_are_no_model_yet() {
+    let fake = FakeHub::sharded();
+    // All else has come before this one is given up.
+    fake.change(|world| {
+        world.faulty = |name| name == "chat_template.jinja";
+        world.faults.extend([Fault::Stall(0); 5]);
+    });
+    let machine = Machine::new(fake.endpoint());
+    let limits = Limits { stall: Duration::from_millis(300), tries: 0, ..impatient() };
+    let hub = Hub::new(Settings { limits, ..machine.settings() });
+    assert_eq!(failure(hub.download(REPO, None, &Pick::default(), &())).1, 5);
+    let blob = machine.repo().join("blobs").join(etag(SHARDS[0], &pattern(200_000, 1)));
+    assert!(blob.exists(), "the weights are here");
+    assert_eq!(failure(hub.find(REPO, None)).1, 3);
+    assert_eq!(failure(machine.offline().download(REPO, None, &Pick::default(), &())).1, 5);
+    fake.change(|world| world.faults.clear());
+    fake.lines();
+    hub.download(REPO, None, &Pick::default(), &()).unwrap();
+    assert!(hub.find(REPO, None).is_ok() && !fake.lines().iter().any(|line| line.ends_with(SHARDS[0])));
+}
+
+#[test]
+fn a_commit_is_the_one_that_was_asked_for() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let (message, code) = failure(machine.hub().download(REPO, Some(&"a".repeat(40)), &Pick::default(), &()));
+    assert!(code == 6 && message.contains("refused"), "{message}");
+    assert!(!machine.repo().exists());
+    machine.hub().download(REPO, Some(COMMIT), &Pick::default(), &()).unwrap();
+}
+
+/// Mirrors that call files by their time and length, or by nothing that says what is in them.
+#[test]
+fn words_that_are_no_hashes_are_not_mixed_up() {
+    let fake = FakeHub::sharded();
+    let machine = Machine::new(fake.endpoint());
+    let fetch = |first: usize, second: usize| {
+        fake.change(|world| {
+            world.files.insert(SHARDS[0].into(), pattern(90_000, first));
+            world.files.insert(SHARDS[1].into(), pattern(90_000, second));
+        });
+        let snapshot = machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+        assert!(fs::read(snapshot.path.join(SHARDS[0])).unwrap() == pattern(90_000, first));
+        assert!(fs::read(snapshot.path.join(SHARDS[1])).unwrap() == pattern(90_000, second));
+    };
+    // The same word for both shards.
+    fake.change(|world| (world.tells_sizes, world.tells_hashes, world.etag_header) = (false, false, Some("\"5f-61\"")));
+    fetch(1, 2);
+    fake.change(|world| world.commit = "f".repeat(40));
+    fetch(3, 4);
+    // Large files of which the listing tells no more than the pointer's hash.
+    fake.change(|world| {
+        world.commit = "e".repeat(40);
+        (world.tells_sizes, world.etag_header) = (true, None);
+    });
+    fetch(5, 6);
+    let checked = machine.hub().verify(Some(REPO), None, &()).unwrap();
+    assert!(checked.iter().all(|checked| checked.faults().count() == 0), "{checked:?}");
+}
+
+#[test]
+fn listings_that_cannot_be_are_refused() {
+    for (change, said) in [
+        ((|world| world.claimed_bytes = Some(u64::MAX)) as fn(&mut fake::World), "cannot be"),
+        (|world| drop(world.files.insert("config.json/x".into(), b"{}".into())), "as a file and as a folder"),
+    ] {
+        let fake = FakeHub::single();
+        fake.change(change);
+        let machine = Machine::new(fake.endpoint());
+        for result in [
+            machine.hub().download(REPO, None, &Pick::default(), &()).map(|_| ()),
+            machine.hub().peek(REPO, None).map(|_| ()),
+        ] {
+            let error = result.unwrap_err();
+            assert!(error.to_string().contains(said), "{error}");
+        }
+        assert!(!machine.repo().exists());
+    }
 }
 
 #[test]

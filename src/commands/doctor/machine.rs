@@ -47,7 +47,7 @@ fn disk(hub: &Hub) -> Option<Finding> {
 }
 
 fn reach(hub: &Hub) -> Finding {
-    let endpoint = &hub.settings().endpoint;
+    let endpoint = &hub.settings().shown_endpoint();
     match hub.reach() {
         Ok(Reached::WithoutToken) => {
             Finding::pass("hub", format!("{endpoint} answers; no token is set, which gated models need"))

@@ -180,7 +180,7 @@ fn random_tokens() {
     let format = harmony_format(tokenizer);
     let headers =
         ["assistant", "analysis", "commentary", "final", " to=functions.f", "json", " ", "user", "to", "functions.f"];
-    let mut numbers = Numbers(0x9e37_79b9_7f4a_7c15);
+    let mut numbers = Random(0x9e37_79b9_7f4a_7c15);
     for round in 0..4000 {
         let mut text = String::new();
         let mut said = Vec::new();
@@ -215,7 +215,9 @@ fn random_tokens() {
         let spoke = text.chars().any(|c| !c.is_whitespace()) && ids.iter().any(|id| *id > 32 && *id < 256);
         let called = !parsed.tool_calls.is_empty();
         let finished_empty = text.contains("<|message|>");
-        assert!(!spoke || called || finished_empty || !all.is_empty(), "nothing came of {text}");
+        // A header that another one takes the place of was none of it said.
+        let broken_off = text.matches("<|channel|>").count() > 1;
+        assert!(!spoke || called || finished_empty || broken_off || !all.is_empty(), "nothing came of {text}");
     }
 }
 

@@ -94,7 +94,7 @@ fn random_tokens() {
         "<tool_call>",
         "</tool_call>",
     ];
-    let mut numbers = Numbers(0x2545_f491_4f6c_dd1d);
+    let mut numbers = Random(0x2545_f491_4f6c_dd1d);
     for tokenizer in tokenizers() {
         let format = format(&tokenizer);
         for round in 0..2000 {

@@ -3,29 +3,14 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use crate::support::Random;
+
 #[path = "../../../fuzz/src/lib.rs"]
 mod bodies;
 
 /// Mutations of each file of a corpus; more with INFERNO_MUTATIONS.
 fn mutations() -> u64 {
     std::env::var("INFERNO_MUTATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100)
-}
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit.max(1) as u64) as usize
-    }
 }
 
 /// Numbers that parsers stumble over.

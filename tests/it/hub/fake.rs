@@ -25,14 +25,18 @@ pub struct World {
     pub listing_refused: Option<(u16, &'static str, &'static str)>,
     /// Status and x-error-code instead of any file.
     pub files_refused: Option<(u16, &'static str)>,
-    /// What goes wrong with the weights: of each request the first.
+    /// What goes wrong with some files: of each request the first.
     pub faults: VecDeque<Fault>,
+    /// With these; the weights, if nothing else is said.
+    pub faulty: fn(&str) -> bool,
     /// Statuses, with headers, of the next listings.
     pub listing_faults: VecDeque<&'static str>,
     /// Bodies come in pieces of so many bytes, with a pause after each.
     pub pace: Option<(usize, Duration)>,
     /// Files are redirected to this host.
     pub storage: Option<String>,
+    /// Files are called by the hash of their contents, in the listing and in the hub's own headers.
+    pub tells_hashes: bool,
     /// The ETag header of files, where it is not the hash.
     pub etag_header: Option<&'static str>,
     /// A size to claim for model.safetensors.
@@ -68,6 +72,8 @@ pub enum Fault {
     TooMuch,
     /// All of the file whatever was asked for.
     Everything,
+    /// All of the body, of a length that is not told, and silence after it.
+    Endless,
 }
 
 pub struct FakeHub {
@@ -84,10 +90,12 @@ impl FakeHub {
             commit: COMMIT.to_string(),
             files,
             tells_sizes: true,
+            tells_hashes: true,
             does_ranges: true,
             listing_refused: None,
             files_refused: None,
             faults: VecDeque::new(),
+            faulty: is_large,
             listing_faults: VecDeque::new(),
             pace: None,
             storage: None,
@@ -215,15 +223,13 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
     };
     let hash = etag(&name, &bytes);
     let called = world.etag_header.unwrap_or(&hash);
-    let about = format!(
-        "x-repo-commit: {}\r\nx-linked-etag: \"{hash}\"\r\nx-linked-size: {}\r\netag: {called}",
-        world.commit,
-        bytes.len()
-    );
+    let linked = format!("x-linked-etag: \"{hash}\"\r\nx-linked-size: {}\r\n", bytes.len());
+    let linked = if world.tells_hashes { linked } else { String::new() };
+    let about = format!("x-repo-commit: {}\r\n{linked}etag: {called}", world.commit);
     if let (Some(storage), true) = (&world.storage, path.contains("/resolve/")) {
         return send(&mut stream, &format!("302 Found\r\n{about}\r\nlocation: {storage}/storage/{name}"), b"");
     }
-    let fault = match method == "GET" && name.ends_with(".safetensors") {
+    let fault = match method == "GET" && (world.faulty)(&name) {
         true => world.faults.pop_front().unwrap_or(Fault::Fine),
         false => Fault::Fine,
     };
@@ -238,7 +244,7 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
         Fault::Portal => {
             return send(&mut stream, "200 OK\r\ncontent-type: text/html; charset=utf-8", b"<html>log in</html>");
         }
-        Fault::OtherPart => (start, end) = ((start + 1) % bytes.len(), end.min(bytes.len() - 1) + 1),
+        Fault::OtherPart if bytes.len() > 1 => (start, end) = ((start + 1) % bytes.len(), end.min(bytes.len() - 1) + 1),
         Fault::WrongRange => named_start += 1,
         _ => {}
     }
@@ -249,7 +255,7 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
         (format!("200 OK\r\n{about}"), &bytes[..])
     };
     let mut body = body.to_vec();
-    if let Fault::Flip(at) = fault {
+    if let (Fault::Flip(at), false) = (fault, body.is_empty()) {
         let at = at % body.len();
         body[at] ^= 1;
     }
@@ -258,6 +264,12 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
     }
     let pace = world.pace;
     drop(guard);
+    if let Fault::Endless = fault {
+        write!(stream, "HTTP/1.1 {status}\r\ntransfer-encoding: chunked\r\n\r\n{:x}\r\n", body.len())?;
+        stream.write_all(&body)?;
+        stream.write_all(b"\r\n")?;
+        return wait_for_hangup(&mut stream);
+    }
     write!(stream, "HTTP/1.1 {status}\r\ncontent-length: {}\r\nconnection: close\r\n\r\n", body.len())?;
     if method == "HEAD" {
         return Ok(());
@@ -273,10 +285,14 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
         std::thread::sleep(pause);
     }
     if let Fault::Stall(_) = fault {
-        // Until the client hangs up.
-        stream.set_read_timeout(Some(Duration::from_secs(20)))?;
-        let _ = stream.read(&mut [0]);
+        return wait_for_hangup(&mut stream);
     }
+    Ok(())
+}
+
+fn wait_for_hangup(stream: &mut TcpStream) -> std::io::Result<()> {
+    stream.set_read_timeout(Some(Duration::from_secs(20)))?;
+    let _ = stream.read(&mut [0]);
     Ok(())
 }
 
@@ -293,6 +309,9 @@ fn listing(world: &World) -> String {
         match (world.tells_sizes, is_large(name.trim_matches('"'))) {
             (false, _) => format!(r#"{{"rfilename":{name}}}"#),
             (true, false) => format!(r#"{{"rfilename":{name},"size":{size},"blobId":"{etag}"}}"#),
+            (true, true) if !world.tells_hashes => {
+                format!(r#"{{"rfilename":{name},"size":{size},"blobId":"{}","lfs":{{"size":{size}}}}}"#, "5".repeat(40))
+            }
             (true, true) => format!(
                 r#"{{"rfilename":{name},"size":{size},"blobId":"pointer","lfs":{{"sha256":"{etag}","size":{size}}}}}"#
             ),

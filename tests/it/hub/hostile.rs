@@ -323,16 +323,26 @@ fn the_token_stays_with_the_endpoint_in_every_redirect() {
     machine.with_token().download(REPO, None, &Pick::default(), &()).unwrap();
     assert!(fake.heads().iter().all(|head| head.contains("hf_secret")));
     // What leads nowhere, or round in circles.
-    for nowhere in ["ftp://127.0.0.1", "file:///etc/passwd?"] {
+    for nowhere in ["ftp://127.0.0.1/x?signature=SECRET&", "file:///etc/passwd?signature=SECRET&"] {
         fake.change(|world| world.storage = Some(nowhere.into()));
+        fake.lines();
         let machine = Machine::new(fake.endpoint());
         let (message, code) = failure(machine.hub().download(REPO, None, &Pick::default(), &()));
         assert_eq!(code, 5, "{message}");
-        assert!(message.contains("no address to follow"), "{message}");
+        assert!(message.contains("no address to follow") && !message.contains("SECRET"), "{message}");
+        assert!(fake.lines().len() <= 5, "what cannot change is not asked again");
     }
     fake.change(|world| world.storage = Some(format!("/{REPO}/resolve/{COMMIT}/model.safetensors?")));
     let machine = Machine::new(fake.endpoint());
     assert!(failure(machine.hub().download(REPO, None, &Pick::default(), &())).0.contains("redirects"));
+}
+
+#[test]
+fn the_end_of_a_file_is_not_waited_for() {
+    let start = Instant::now();
+    let limits = Limits { connections: 1, stall: Duration::from_secs(10), ..impatient() };
+    survives(|machine| Hub::new(Settings { limits: limits.clone(), ..machine.settings() }), &[Fault::Endless]);
+    assert!(start.elapsed() < Duration::from_secs(9));
 }
 
 #[test]

@@ -72,6 +72,12 @@ fn what_cannot_be_verified_or_repaired_says_so() {
     let checked = machine.hub().verify(Some(REPO), None, &()).unwrap();
     let error = machine.offline().repair(&checked[0], &()).unwrap_err();
     assert_eq!(error.downcast_ref::<inferno::Error>().unwrap().exit_code(), 5);
+    // What is bad stays until there is something better.
+    fs::write(&blobs[0], "bad").unwrap();
+    let both = machine.hub().verify(Some(REPO), None, &()).unwrap();
+    fake.change(|world| world.lost = Some(SHARDS[0]));
+    assert!(machine.hub().repair(&both[0], &()).is_err());
+    assert_eq!(fs::read(&blobs[0]).unwrap(), b"bad");
     fake.change(|world| world.commit = "e".repeat(40));
     assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("refused"));
 
@@ -178,6 +184,32 @@ fn what_nobody_needs_is_pruned() {
 }
 
 #[cfg(unix)]
+/// Parts of a cache that somebody keeps on another disk.
+#[cfg(unix)]
+#[test]
+fn what_lies_behind_a_link_is_not_pruned() {
+    for moved in ["blobs".to_string(), format!("snapshots/{COMMIT}")] {
+        let (_fake, machine, blobs) = downloaded();
+        let elsewhere = machine.dir.path().join("elsewhere");
+        fs::rename(machine.repo().join(&moved), &elsewhere).unwrap();
+        // Relative links in a snapshot lead nowhere from there.
+        std::os::unix::fs::symlink(&elsewhere, machine.repo().join(&moved)).unwrap();
+        let error = machine.hub().prune().unwrap_err();
+        assert!(error.to_string().contains("nothing was deleted"), "{error}");
+        assert!(blobs.iter().all(|blob| blob.exists()) && machine.repo().join(&moved).is_symlink());
+    }
+}
+
+#[test]
+fn a_mere_part_of_a_name_is_told() {
+    let (_fake, machine, _) = downloaded();
+    assert_eq!(machine.hub().only_part("tiny").as_deref(), Some(REPO));
+    assert_eq!(machine.hub().only_part("tiny:Q4_K_M").as_deref(), Some("org/tiny-model:Q4_K_M"));
+    for whole in [REPO, "tiny-model", "ORG/Tiny-Model", "other", "demo"] {
+        assert_eq!(machine.hub().only_part(whole), None, "{whole}");
+    }
+}
+
 #[test]
 fn what_cannot_be_read_is_not_taken_for_nothing() {
     let (_fake, machine, blobs) = downloaded();

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use tempfile::TempDir;
 
 use super::fake::{COMMIT, FakeHub, REPO, etag, pattern};
 use crate::cli::{assert_fails, inferno, text};
-use crate::support::demo_dir;
+use crate::support::{Random, demo_dir};
 
 const WEIGHTS: &str = "model.safetensors";
 
@@ -33,7 +34,9 @@ fn start(home: &TempDir, fake: &FakeHub) -> Child {
 
 fn large(bytes: usize) -> (FakeHub, Vec<u8>) {
     let weights = pattern(bytes, 3);
-    (FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (WEIGHTS, &weights)]), weights)
+    let files: [(&str, &[u8]); 4] =
+        [("config.json", b"{}"), ("generation_config.json", b"{ }"), ("tokenizer.json", b"{}"), (WEIGHTS, &weights)];
+    (FakeHub::start(&files), weights)
 }
 
 fn fetched(home: &TempDir) -> Vec<u8> {
@@ -86,6 +89,71 @@ fn killed_in_the_middle_and_resumed() {
     assert!(noted > 0 && again == 3_000_000 - noted, "{again} bytes were asked for with {noted} here");
 }
 
+/// Fifty kills: in the middle of large files, and in the moments in which files are verified, named and linked.
+#[test]
+fn killed_again_and_again() {
+    std::thread::scope(|scope| {
+        for thread in 0..5u64 {
+            scope.spawn(move || {
+                let slowly = thread < 2;
+                let (fake, weights) = large(if slowly { 10_000_000 } else { 400_000 });
+                let home = TempDir::new().unwrap();
+                let mut random = Random(thread);
+                if slowly {
+                    fake.change(|world| world.pace = Some((10_000, Duration::from_millis(10))));
+                }
+                let (mut kept, mut halves) = (0, 0);
+                for _ in 0..10 {
+                    let mut child = start(&home, &fake);
+                    std::thread::sleep(Duration::from_millis(random.below(if slowly { 2_500 } else { 120 }) as u64));
+                    child.kill().unwrap();
+                    child.wait().unwrap();
+                    let noted = check_kept(&home, &weights);
+                    // Whatever can be found is all there.
+                    let found = command(&home, &fake, &["show", REPO]).output().unwrap().status.code() != Some(3);
+                    if repo(&home).join("refs/main").exists() {
+                        assert!(found && fetched(&home) == weights);
+                        let snapshot = repo(&home).join("snapshots").join(COMMIT);
+                        // A kill may leave a link that was to be renamed.
+                        let files = super::names_in(&snapshot).into_iter().filter(|name| !name.ends_with(".tmp"));
+                        assert_eq!(files.count(), 4);
+                        fs::remove_dir_all(repo(&home)).unwrap();
+                        kept = 0;
+                    } else {
+                        assert!(noted >= kept, "{noted} bytes are here, and {kept} were");
+                        kept = noted;
+                        halves += usize::from(repo(&home).exists());
+                    }
+                }
+                assert!(!slowly || (kept > 0 && halves > 0), "killed in the middle, and something was kept");
+                fake.change(|world| world.pace = None);
+                let output = download(&home, &fake);
+                assert!(output.status.success(), "{}", text(&output.stderr));
+                assert!(fetched(&home) == weights);
+                let output = command(&home, &fake, &["verify"]).output().unwrap();
+                assert!(output.status.success(), "{}", text(&output.stderr));
+            });
+        }
+    });
+}
+
+/// How many bytes of the weights are noted as here, all of which must be theirs.
+fn check_kept(home: &TempDir, weights: &[u8]) -> usize {
+    let blob = repo(home).join("blobs").join(etag(WEIGHTS, weights));
+    if let Ok(bytes) = fs::read(&blob) {
+        assert!(bytes == weights, "what has its name is whole");
+        return bytes.len();
+    }
+    let Ok(note) = fs::read(blob.with_extension("parts.json")) else { return 0 };
+    let note: serde_json::Value = serde_json::from_slice(&note).unwrap();
+    let bytes = fs::read(blob.with_extension("parts")).unwrap();
+    let at = |range: &serde_json::Value, end: &str| range[end].as_u64().unwrap() as usize;
+    let ranges = note["done"].as_array().unwrap().iter().map(|range| at(range, "start")..at(range, "end"));
+    ranges
+        .map(|range| if bytes[range.clone()] == weights[range.clone()] { range.len() } else { panic!("{range:?}") })
+        .sum()
+}
+
 #[test]
 fn the_second_of_two_processes_waits_and_says_so() {
     let (fake, weights) = large(1_000_000);
@@ -120,18 +188,24 @@ fn what_another_process_left_aside_is_in_nobodys_way() {
     // As if of a process with the same number.
     let script = "i=0; while [ $i -lt 200 ]; do : > \"$0.$$-$i.tmp\"; i=$((i + 1)); done; exec \"$@\"";
     let inferno = command(&home, &fake, &["download", REPO]);
-    let mut shell = Command::new("sh");
-    shell.args(["-c", script]).arg(snapshot.join(WEIGHTS)).arg(inferno.get_program()).args(inferno.get_args());
-    for (name, value) in inferno.get_envs() {
-        match value {
-            Some(value) => shell.env(name, value),
-            None => shell.env_remove(name),
-        };
-    }
-    let output = shell.output().unwrap();
+    let output = in_shell(&["sh"], script, &snapshot.join(WEIGHTS), &inferno).output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(fs::read_link(snapshot.join(WEIGHTS)).is_ok(), "a link, not the blob itself");
     assert!(fetched(&home) == weights);
+}
+
+/// A shell script in whose words `"$0"` is a path and `"$@"` the command of `inferno`, with its environment.
+#[cfg(unix)]
+fn in_shell(shell: &[&str], script: &str, path: &Path, inferno: &Command) -> Command {
+    let mut command = Command::new(shell[0]);
+    command.args(&shell[1..]).args(["-c", script]).arg(path).arg(inferno.get_program()).args(inferno.get_args());
+    for (name, value) in inferno.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    command
 }
 
 #[cfg(unix)]
@@ -142,15 +216,7 @@ fn a_full_disk_is_survived() {
     // No file may grow past 1 MB (2,048 blocks of 512 bytes), which fails as a full disk does once the signal is ignored.
     let limited = "trap '' XFSZ 2> /dev/null || trap '' 25; ulimit -f 2048; exec \"$@\"";
     let inferno = command(&home, &fake, &["download", REPO]);
-    let mut shell = Command::new("sh");
-    shell.args(["-c", limited, "sh"]).arg(inferno.get_program()).args(inferno.get_args());
-    for (name, value) in inferno.get_envs() {
-        match value {
-            Some(value) => shell.env(name, value),
-            None => shell.env_remove(name),
-        };
-    }
-    let output = shell.output().unwrap();
+    let output = in_shell(&["sh"], limited, home.path(), &inferno).output().unwrap();
     assert_eq!(output.status.code(), Some(11), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains("the same command goes on"), "{}", text(&output.stderr));
     assert!(!repo(&home).join("refs").exists());
@@ -161,6 +227,93 @@ fn a_full_disk_is_survived() {
     assert!(fetched(&home) == weights);
     let again = fake.world.lock().unwrap().sent_bytes - sent;
     assert!(again < 2_500_000, "{again} bytes were fetched after there was room again");
+}
+
+/// A shell that can mount disks which nobody else sees.
+#[cfg(target_os = "linux")]
+const MOUNTING: [&str; 3] = ["unshare", "-Urm", "sh"];
+
+#[cfg(target_os = "linux")]
+fn can_mount() -> bool {
+    let try_it = Command::new(MOUNTING[0]).args(&MOUNTING[1..]).args(["-c", "mount -t tmpfs tmpfs /mnt"]).output();
+    let can = try_it.is_ok_and(|output| output.status.success());
+    if !can {
+        println!("skipped: no disk can be mounted here");
+    }
+    can
+}
+
+/// A real disk that others fill while a download runs: room is looked for before, and was there.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_disk_that_others_fill_is_survived() {
+    if !can_mount() {
+        return;
+    }
+    let (fake, _) = large(3_000_000);
+    fake.change(|world| world.pace = Some((50_000, Duration::from_millis(20))));
+    let home = TempDir::new().unwrap();
+    let models = home.path().join("models");
+    fs::create_dir(&models).unwrap();
+    let script = r#"
+        mount -t tmpfs -o size=8m tmpfs "$0"
+        "$@" & download=$!
+        until [ -e "$0"/models--*/blobs/*.parts ]; do sleep 0.01; done
+        cat /dev/zero > "$0/filler" 2> /dev/null
+        wait $download; code=$?
+        [ $code = 11 ] || exit $((100 + code))
+        [ -z "$(ls "$0"/models--*/refs 2> /dev/null)" ] || exit 98
+        rm "$0/filler"
+        "$@" || exit 97
+        "$1" verify || exit 96
+    "#;
+    let inferno = command(&home, &fake, &["download", REPO]);
+    let output = in_shell(&MOUNTING, script, &models, &inferno).output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    assert!(said.contains("the same command goes on"), "{said}");
+}
+
+#[cfg(target_os = "linux")]
+const READ_ONLY: &str = r#"mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@""#;
+
+/// Models that somebody else keeps can be used, and what would change them says that it cannot.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_cache_that_cannot_be_written_to_is_read() {
+    if !can_mount() {
+        return;
+    }
+    let fake = demo_hub();
+    let home = TempDir::new().unwrap();
+    let output = command(&home, &fake, &["download", REPO, "-q"]).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let models = home.path().join("models");
+    let run = |args: &[&str]| in_shell(&MOUNTING, READ_ONLY, &models, &command(&home, &fake, args)).output().unwrap();
+    for args in [
+        &["play", "tiny-model", "--device", "cpu", "--prompt", "How do I download a model?"][..],
+        &["list"],
+        &["show", "tiny-model"],
+        &["verify"],
+        &["download", REPO],
+    ] {
+        let output = run(args);
+        assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
+    }
+    for args in [&["remove", "tiny-model"][..], &["play", "demo", "--device", "cpu", "--prompt", "Hello"]] {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        assert!(text(&output.stderr).contains("Read-only file system"), "{}", text(&output.stderr));
+    }
+    let output = command(&home, &fake, &["verify"]).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stdout));
+    // What the cache of Python's tools has need not be noted in our own.
+    let own = home.path().join("own");
+    fs::create_dir(&own).unwrap();
+    let mut inferno = command(&home, &fake, &["download", REPO]);
+    inferno.env("INFERNO_CACHE", &own).env("HF_HUB_CACHE", &models);
+    let output = in_shell(&MOUNTING, READ_ONLY, &own, &inferno).output().unwrap();
+    assert!(text(&output.stderr).contains("nothing to fetch"), "{}", text(&output.stderr));
 }
 
 #[test]
@@ -174,7 +327,7 @@ fn a_server_that_stalls_is_left_after_the_time_that_was_set() {
     assert!(text(&output.stderr).contains(&format!("{WEIGHTS}: timeout")), "{}", text(&output.stderr));
     assert!(start.elapsed() < Duration::from_secs(15), "the fake hub itself hangs up after 20");
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "soon").output().unwrap();
-    assert_fails(&output, 1, &["HF_HUB_DOWNLOAD_TIMEOUT"]);
+    assert_fails(&output, 2, &["HF_HUB_DOWNLOAD_TIMEOUT"]);
 }
 
 #[test]
@@ -239,9 +392,10 @@ fn models_are_kept_by_their_verbs() {
     fs::write(repo(&home).join("blobs/begun.parts"), vec![0; 100_000]).unwrap();
     let output = run(&["prune"]);
     assert_eq!(text(&output.stdout), format!("{REPO}: 1 file, 0.1 MB\n0.1 MB freed\n"));
-    let output = run(&["remove", "tiny"]);
+    assert_fails(&run(&["remove", "tiny"]), 2, &["only a part of a name", &format!("inferno remove {REPO}")]);
+    let output = run(&["remove", "tiny-model"]);
     assert_eq!(text(&output.stdout), format!("removed {REPO} (0123456): 0.1 MB freed\n"));
-    assert_fails(&run(&["remove", "tiny"]), 3, &["tiny", "inferno list"]);
+    assert_fails(&run(&["remove", "tiny-model"]), 3, &["tiny", "inferno list"]);
     assert_fails(&run(&["verify", "tiny"]), 3, &["tiny"]);
 }
 
