@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::cache::create_dir;
-use crate::Error;
+use crate::error::Error;
 
 /// Fails early if the disk cannot take `needed_bytes` more.
 pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {

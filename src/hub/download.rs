@@ -10,7 +10,7 @@ use super::fetch::{Wanted, fetch};
 use super::remote::{Listing, Remote};
 use super::select::{self, Choice, RemoteFile};
 use super::{Hub, MAIN, Pick, Progress, Snapshot, Source, check_repo, demo, disk, names};
-use crate::Error;
+use crate::error::Error;
 
 impl Hub {
     /// Fetches a model at `revision` (a branch, tag or commit; else the newest) into inferno's cache, going on where an

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 
 use super::cache::{INDEX, SINGLE};
-use crate::Error;
+use crate::error::Error;
 
 /// One model: a file, or the first of its parts.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -13,9 +13,10 @@ use ureq::http::StatusCode;
 use ureq::{Body, http::Response};
 
 use super::cache::{INDEX, SINGLE, shards};
-use super::fetch::{Wanted, content_range};
+use super::fetch::Wanted;
 use super::remote::Remote;
 use super::select::{RemoteFile, gguf_to_show};
+use super::transfer::content_range;
 
 /// A repository as it is on the hub.
 #[derive(Debug)]

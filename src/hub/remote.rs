@@ -17,7 +17,7 @@ use ureq::{Agent, Body, RequestBuilder};
 use super::retry::{Retry, is_passing, retry_after};
 use super::select::RemoteFile;
 use super::{Limits, Progress, Settings, names};
-use crate::Error;
+use crate::error::Error;
 
 /// A repository's file list with tens of thousands of entries stays below this.
 const MAX_LISTING_BYTES: u64 = 64 << 20;

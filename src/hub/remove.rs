@@ -11,7 +11,7 @@ use super::cache::{self, RepoDir, entries, files_below, is_weights};
 use super::lock::Lock;
 use super::partial::ENDINGS;
 use super::{Hub, Progress, demo, gguf, names};
-use crate::Error;
+use crate::error::Error;
 
 /// What was taken away.
 #[derive(Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use globset::{Glob, GlobSet, GlobSetBuilder};
 
 use super::cache::{INDEX, SINGLE, shards};
 use super::gguf;
-use crate::Error;
+use crate::error::Error;
 
 /// Taken whenever the repository has them; all lie at its root.
 const SMALL: [&str; 6] = [

@@ -12,7 +12,7 @@ use super::cache::{self, Need, RepoDir};
 use super::partial::{BAD, with_ending};
 use super::remote::Remote;
 use super::{Hub, Progress, Source, demo, disk, gguf, hash, names};
-use crate::Error;
+use crate::error::Error;
 
 /// A snapshot whose files were read again.
 #[derive(Debug)]
