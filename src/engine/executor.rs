@@ -11,12 +11,11 @@ use candle_core::{DType, Device, Tensor};
 use super::bench::KernelTime;
 use crate::kernels::attention::{HEAD_DIMS, Sight, flash};
 use crate::kernels::chain::{Arguments, Chain, Graph, Mailbox, Shape, is_idle};
-use crate::kernels::decode::{
-    self, After, Buffers, Draw, DrawBuffers, Embedding, ExpertBuffers, Norm, Projection, Qkv,
-};
+use crate::kernels::decode::{self, After, Buffers, Embedding, ExpertBuffers, Norm, Projection, Qkv};
 use crate::kernels::experts::ExpertWeights;
 use crate::kernels::quantised::Matrix;
 use crate::kernels::rows::copy_rows;
+use crate::kernels::sample::{self, Draw, DrawBuffers};
 use crate::nn::attention::Attention;
 use crate::nn::decoder::{Decoder, Layer};
 use crate::nn::kv_cache::{KvCache, LayerCache};
@@ -58,7 +57,7 @@ impl Executor {
         let embedding = Embedding { table: decoder.embed_tokens.clone(), factor: decoder.embed_scale };
         let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
         let buffers = Buffers::new(device, hidden_size, vocab_size)?;
-        if !decode::can_sample(&buffers) {
+        if !sample::can_sample(&buffers) {
             return Ok(Err(format!("this GPU is too small to draw from {vocab_size} tokens")));
         }
         let mailbox = Mailbox::new(device, 64)?;
@@ -83,7 +82,7 @@ impl Executor {
             Ok(Choice { tail, graph })
         };
         let greedy = choice(&|tail| decode::next(tail, &buffers, &embedding, head, &mailbox))?;
-        let drawn = choice(&|tail| decode::sample(tail, &buffers, &draw, &embedding, &mailbox))?;
+        let drawn = choice(&|tail| sample::sample(tail, &buffers, &draw, &embedding, &mailbox))?;
         Ok(Ok(Self {
             device: device.clone(),
             buffers,

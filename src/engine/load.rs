@@ -235,7 +235,7 @@ impl Model {
             Ok((decoder, cache, decoding, attention))
         };
         let (decoder, cache, decoding, attention) =
-            allocate().map_err(|error| match format!("{error:#}").contains("OUT_OF_MEMORY") {
+            allocate().map_err(|error| match device::is_out_of_memory(&error) {
                 // Another process may have taken the memory since it was counted; what failed is told too.
                 true => {
                     let device_info = device::info_without_ours(&device).unwrap_or(device_info.clone());

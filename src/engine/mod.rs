@@ -22,6 +22,8 @@ pub use sampler::SamplingParams;
 pub use stop::StopStrings;
 
 use crate::chat::{ChatFormat, Message, RenderOptions, Rendered};
+#[cfg(feature = "cuda")]
+use crate::device;
 use crate::hub;
 use crate::nn::decoder::{Batch, Decoder, LogitsOf};
 use crate::nn::kv_cache::KvCache;
@@ -107,7 +109,7 @@ impl Decoding {
             return match executor::Executor::plan(decoder, cache) {
                 Ok(Ok(executor)) => Ok(Decoding::Graph(Box::new(executor))),
                 Ok(Err(reason)) => Ok(Decoding::Eager(reason)),
-                Err(error) if format!("{error:#}").contains("OUT_OF_MEMORY") => Err(error),
+                Err(error) if device::is_out_of_memory(&error) => Err(error),
                 // A slow answer is better than none; the line under it says that it was slow, and `/stats` why.
                 Err(error) => Ok(Decoding::Eager(format!("the graph could not be made: {error:#}"))),
             };

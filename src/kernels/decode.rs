@@ -13,7 +13,6 @@ use super::chain::{Arguments, Chain, Mailbox, Shape};
 use super::cuda::{Module, attribute, module, multiprocessors, suffix};
 use super::experts::Tiles;
 use super::quantised::{CHUNK, Matrix, cuda as quantised_cuda};
-use super::rows::copy_rows;
 use super::swiglu::{ALPHA, Activation};
 use super::topk::Softmax;
 
@@ -26,7 +25,7 @@ const DOWN_SPLITS: usize = 3;
 /// Most experts a token that `decode_down_mxfp4` can serve.
 pub const MAX_CHOSEN_MXFP4: usize = 4;
 /// Most experts a token that the routing on the device can serve (`MAX_CHOSEN`).
-pub const MAX_CHOSEN: usize = 32;
+const MAX_CHOSEN: usize = 32;
 /// Most experts in all that the routing on the device can serve.
 pub const MAX_EXPERTS: usize = 1024;
 /// Largest input of a chosen expert's second product.
@@ -42,7 +41,7 @@ pub struct Buffers {
     pub logits: Tensor,
     /// A logit and its token for each block of the head, u32 \[2 · blocks\].
     best: Tensor,
-    multiprocessors: usize,
+    pub(super) multiprocessors: usize,
 }
 
 impl Buffers {
@@ -127,7 +126,7 @@ pub struct QkNorm<'t> {
     pub raw: &'t Tensor,
 }
 
-fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
+pub(super) fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
     if fits { Ok(()) } else { bail!("decode: {what} is {:?} {:?}", tensor.dtype(), tensor.dims()) }
 }
 
@@ -153,7 +152,7 @@ fn kernel(weight: &Matrix, name: &str) -> (Module, String) {
     }
 }
 
-fn check_f32(what: &str, tensor: &Tensor, size: usize) -> Result<()> {
+pub(super) fn check_f32(what: &str, tensor: &Tensor, size: usize) -> Result<()> {
     check(what, tensor.dtype() == DType::F32 && tensor.elem_count() == size, tensor)
 }
 
@@ -565,13 +564,13 @@ pub fn next(
     look_up(chain, buffers, embedding)
 }
 
-fn check_embedding(buffers: &Buffers, embedding: &Matrix) -> Result<(usize, usize)> {
+pub(super) fn check_embedding(buffers: &Buffers, embedding: &Matrix) -> Result<(usize, usize)> {
     let dims = (buffers.logits.dims1()?, buffers.x.dims1()?);
     if embedding.dims() == dims { Ok(dims) } else { bail!("decode: an embedding is {:?}", embedding.dims()) }
 }
 
 /// The table that a choice of a token reads its row from, and the kernel's suffix. With none it reads no row.
-fn table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
+pub(super) fn table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
     match embedding {
         Matrix::Dense(table) => Ok((Some(table), suffix(table.dtype())?)),
         _ => Ok((None, "bf16")),
@@ -579,7 +578,7 @@ fn table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
 }
 
 /// After a choice of a token: its row, where the embedding is quantised.
-fn look_up(chain: &mut Chain, buffers: &Buffers, embedding: &Embedding) -> Result<()> {
+pub(super) fn look_up(chain: &mut Chain, buffers: &Buffers, embedding: &Embedding) -> Result<()> {
     let Matrix::Quantised(parts) = &embedding.table else { return Ok(()) };
     let (_, columns) = embedding.table.dims();
     let arguments = Arguments::new().parts(parts)?.tensor(&buffers.state)?.tensor(&buffers.x)?.int(columns);
@@ -588,126 +587,4 @@ fn look_up(chain: &mut Chain, buffers: &Buffers, embedding: &Embedding) -> Resul
     let shape = Shape { grid: (blocks, 1, 1), block: 256, shared_bytes: 0 };
     // SAFETY: the token is one of the embedding's rows; columns are x's.
     unsafe { chain.push(&module!("decode_quantised"), "quantised_next", shape, 0, arguments) }
-}
-
-/// How tokens are drawn on the device; the words of `Params` in `sample.cu`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Draw {
-    pub temperature: f32,
-    pub top_k: u32,
-    pub top_p: f32,
-    pub min_p: f32,
-    pub repetition_penalty: f32,
-    pub frequency_penalty: f32,
-    pub presence_penalty: f32,
-    pub seed: u64,
-    /// Tokens drawn before the first step.
-    pub drawn: u32,
-}
-
-impl Draw {
-    /// The likeliest token, without penalties.
-    pub fn greedy() -> Self {
-        Self {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition_penalty: 1.0,
-            frequency_penalty: 0.0,
-            presence_penalty: 0.0,
-            seed: 0,
-            drawn: 0,
-        }
-    }
-}
-
-/// What drawing needs in device memory.
-pub struct DrawBuffers {
-    params: Tensor,
-    /// u32 \[V\]: 0, or 1 + how often the token was generated.
-    seen: Tensor,
-    scratch: Tensor,
-}
-
-/// Words of `Scratch` in `sample.cu`.
-const SCRATCH_WORDS: usize = 4 + 4 * 256 + 2 * (4 * 256) + 2 * 1024;
-/// Logits that a thread of `decode_sample` holds at most.
-const IDS_A_THREAD: usize = 8;
-const SAMPLE_THREADS: usize = 1024;
-
-impl DrawBuffers {
-    pub fn new(logits: &Tensor) -> Result<Self> {
-        let device = logits.device();
-        Ok(Self {
-            params: Tensor::zeros(10, DType::U32, device)?,
-            seen: Tensor::zeros(logits.dims1()?, DType::U32, device)?,
-            scratch: Tensor::zeros(SCRATCH_WORDS, DType::U32, device)?,
-        })
-    }
-
-    /// Sets what the next steps draw by. `seen` \[V\] as above; not looked at unless there is a penalty.
-    pub fn set(&self, draw: &Draw, seen: Option<Vec<u32>>) -> Result<()> {
-        let words = [
-            draw.temperature.to_bits(),
-            draw.top_p.to_bits(),
-            draw.min_p.to_bits(),
-            draw.repetition_penalty.to_bits(),
-            draw.frequency_penalty.to_bits(),
-            draw.presence_penalty.to_bits(),
-            draw.top_k,
-            draw.drawn,
-            draw.seed as u32,
-            (draw.seed >> 32) as u32,
-        ];
-        copy_rows(&self.params, &Tensor::new(&words, self.params.device())?, 0)?;
-        if let Some(seen) = seen {
-            copy_rows(&self.seen, &Tensor::new(seen, self.seen.device())?, 0)?;
-        }
-        Ok(())
-    }
-}
-
-/// Whether `sample` can hold a vocabulary of this size.
-pub fn can_sample(buffers: &Buffers) -> bool {
-    let vocab = buffers.logits.elem_count();
-    vocab <= sample_blocks(vocab, buffers) * SAMPLE_THREADS * IDS_A_THREAD
-}
-
-/// All blocks must run at once: they wait for each other.
-fn sample_blocks(vocab: usize, buffers: &Buffers) -> usize {
-    vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors)
-}
-
-/// A token is drawn and becomes the next input; it is told to the host.
-pub fn sample(
-    chain: &mut Chain,
-    buffers: &Buffers,
-    draw: &DrawBuffers,
-    embedding: &Embedding,
-    mailbox: &Arc<Mailbox>,
-) -> Result<()> {
-    let (vocab, columns) = check_embedding(buffers, &embedding.table)?;
-    check_f32("logits", &buffers.logits, draw.seen.elem_count())?;
-    check("logits", can_sample(buffers), &buffers.logits)?;
-    let (table, suffix) = table(&embedding.table)?;
-    let blocks = sample_blocks(vocab, buffers);
-    let arguments = Arguments::new()
-        .tensor(&buffers.logits)?
-        .tensor(&draw.seen)?
-        .tensor(&draw.params)?
-        .optional(table)?
-        .tensor(&buffers.x)?
-        .tensor(&buffers.state)?
-        .mailbox(mailbox)
-        .tensor(&draw.scratch)?
-        .int(vocab)
-        .int(columns)
-        .int(mailbox.slots())
-        .float(embedding.factor);
-    let shape = Shape { grid: (blocks, 1, 1), block: SAMPLE_THREADS, shared_bytes: 0 };
-    let name = format!("decode_sample_{suffix}");
-    // SAFETY: shapes checked above; the grid is no more than the multiprocessors, one block fits on each.
-    unsafe { chain.push(&module!("sample"), &name, shape, bytes(&buffers.logits), arguments)? };
-    look_up(chain, buffers, embedding)
 }

@@ -3,31 +3,10 @@
 //   sorted, offsets: as sort_by_expert leaves them. C is a multiple of 8; rows of 16 bytes past it are taken as zeros.
 // A block has a tile of up to BM pairs of one expert × BN of its rows. Chunk c of 16 bytes of row r lies at c ^ (r % 8) in
 // shared memory, where ldmatrix meets no bank twice.
+#include "mma.cuh"
 #include "parts.cuh"
 
 constexpr int BN = 128, BK = 64, STAGES = 3, THREADS = 256, ROW_BYTES = 2 * BK;
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
-// 16 bytes to shared memory; zeros, without reading, unless `valid`.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
-}
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-#define MMA(T, NAME)                                                                                                   \
-    __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, T) { \
-        asm("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME                                                     \
-            ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                               \
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                           \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                           \
-    }
-MMA(__half, "f16")
-MMA(__nv_bfloat16, "bf16")
 
 // grid (ceil(R / BN), ceil(P / BM) + E), block THREADS; a block past the last tile ends at once.
 //   shared: STAGES · (BM + BN) · ROW_BYTES; bytes moved: weights once for each tile of pairs, from L2 but for the first
@@ -67,7 +46,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
 #pragma unroll
             for (int i = 0; i < BN / 32; ++i) copy_async(to + (BM + i * 32) * ROW_BYTES, w_rows[i] + step * BK, valid);
         }
-        asm volatile("cp.async.commit_group;");
+        copy_commit();
     };
 #pragma unroll
     for (int step = 0; step < STAGES - 1; ++step) load(step);

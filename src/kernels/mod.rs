@@ -25,6 +25,8 @@ pub mod norm;
 pub mod quantised;
 pub mod rope;
 pub mod rows;
+#[cfg(feature = "cuda")]
+pub mod sample;
 pub mod selftest;
 pub mod swiglu;
 pub mod topk;
