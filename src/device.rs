@@ -50,13 +50,13 @@ pub struct DeviceInfo {
 
 impl fmt::Display for DeviceInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let gib = |bytes: u64| bytes as f64 / (1u64 << 30) as f64;
+        let gb = |bytes: u64| bytes as f64 / 1e9;
         write!(f, "{}", self.name)?;
         if let Some((major, minor)) = self.compute_capability {
             write!(f, ", compute capability {major}.{minor}")?;
         }
         if self.total_bytes > 0 {
-            write!(f, ", {:.1} of {:.1} GiB free", gib(self.free_bytes), gib(self.total_bytes))?;
+            write!(f, ", {:.1} of {:.1} GB free", gb(self.free_bytes), gb(self.total_bytes))?;
         }
         Ok(())
     }
@@ -70,6 +70,11 @@ pub fn open(choice: DeviceChoice) -> Result<Device> {
         DeviceChoice::FirstCuda => open_cuda(0),
         DeviceChoice::Cuda(ordinal) => open_cuda(ordinal),
     }
+}
+
+/// Whether a driver's allocation has failed: it says so in words only.
+pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
+    format!("{error:#}").contains("OUT_OF_MEMORY")
 }
 
 /// The dtype computed in unless the user asks for another: bf16 on a GPU, f32 on a CPU.
@@ -91,8 +96,11 @@ pub fn gpus() -> usize {
 
 #[cfg(not(feature = "cuda"))]
 fn open_cuda(_: usize) -> Result<Device> {
-    Err(no_gpu("this build of inferno has no GPU support", "build it with: cargo install --path . --features cuda")
-        .into())
+    Err(no_gpu(
+        "this build of inferno has no GPU support",
+        "build it with: cargo install --locked --path . --features cuda",
+    )
+    .into())
 }
 
 #[cfg(not(feature = "cuda"))]

@@ -124,11 +124,6 @@ impl Tokenizer {
         pieces
     }
 
-    /// Whether any control token is spelled out somewhere in `text`.
-    pub fn spells_control(&self, text: &str) -> bool {
-        self.controls.iter().any(|c| text.contains(&c.content))
-    }
-
     /// The control tokens as (text, id), longest first.
     pub fn controls(&self) -> impl Iterator<Item = (&str, u32)> {
         self.controls.iter().map(|c| (c.content.as_str(), c.id))

@@ -1,4 +1,4 @@
-//! Qwen3, dense (arXiv 2505.09388; transformers `modeling_qwen3.py`): Qwen3's layers with a norm of each query and key in
+//! Qwen3, dense (arXiv 2505.09388; transformers `modeling_qwen3.py`): Qwen2's layers with a norm of each query and key in
 //! place of the biases.
 
 use anyhow::Result;

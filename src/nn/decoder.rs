@@ -39,13 +39,6 @@ pub enum LogitsOf {
     All,
 }
 
-impl<'b> Batch<'b> {
-    /// One sequence.
-    pub fn one(ids: &'b [u32], logits: LogitsOf, tokens: &'b [usize; 1]) -> Self {
-        Self { ids, tokens, logits }
-    }
-}
-
 /// What the layers need to know of a pass.
 pub struct Pass {
     /// u32 `[T]`

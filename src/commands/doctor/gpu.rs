@@ -70,14 +70,14 @@ fn no_gpu(error: &anyhow::Error, there: Option<String>) -> Finding {
     let there = there.map(|names| format!(", though there is {names}")).unwrap_or_default();
     let what = format!("{reason}{there}; the demo still works: inferno play demo --device cpu");
     let built = device::built_for().is_some();
-    Finding::fail("GPU", what, if built { "nvidia-smi" } else { "cargo install --path . --features cuda" })
+    Finding::fail("GPU", what, if built { "nvidia-smi" } else { "cargo install --locked --path . --features cuda" })
 }
 
 /// Whether the kernels of this build run on a GPU, and whether it is free.
 fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding {
     let what = format!("{ordinal}: {info}");
     let (Some(built), Some(found)) = (built, info.compute_capability) else { return Finding::pass("GPU", what) };
-    let rebuild = format!("CUDA_COMPUTE_CAP={}{} cargo install --path . --features cuda", found.0, found.1);
+    let rebuild = format!("CUDA_COMPUTE_CAP={}{} cargo install --locked --path . --features cuda", found.0, found.1);
     let number = |(major, minor): (u32, u32)| format!("{major}.{minor}");
     if found < LOWEST {
         let what = format!("{what}: too old, the kernels need {}", number(LOWEST));
