@@ -173,7 +173,7 @@ fn find_or_fetch(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Snaps
 fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
     let snapshots = playable(hub)?;
     anyhow::ensure!(!snapshots.is_empty(), "there is no model here; fetch one: inferno download openai/gpt-oss-20b");
-    let models: Vec<Model> = snapshots.iter().map(|snapshot| Model::read(hub, snapshot)).collect();
+    let models = Model::read_all(hub, &snapshots);
     eprint!("{}", list::table(&models));
     loop {
         eprint!("which? [1-{}] ", models.len());

@@ -75,7 +75,7 @@ fn models(hub: &Hub, findings: &mut Vec<Finding>) {
         let what = format!("only a part of {name} is here: {missing} is missing");
         findings.push(Finding::warn("models", what, format!("inferno download {name}")));
     }
-    for model in snapshots.iter().map(|snapshot| Model::read(hub, snapshot)) {
+    for model in Model::read_all(hub, &snapshots) {
         let problem = match (model.supported, model.parameters) {
             (false, _) => format!("cannot be run: {}", model.family.as_deref().unwrap_or("unknown")),
             (true, None) => "has weights that cannot be read".to_string(),

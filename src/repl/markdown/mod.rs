@@ -8,14 +8,19 @@ mod layout;
 mod table;
 pub mod text;
 
+use std::time::{Duration, Instant};
+
 use pulldown_cmark::{CodeBlockKind, Event, Parser, Tag};
 
 use code::Highlighter;
-use text::Line;
+use text::{Line, Span};
 
 /// A block longer than this is finished where it stands. Its Markdown is read anew with each line, which must not take
 /// longer than the model takes to write it.
 const LONGEST: usize = 16 * 1024;
+
+/// Colouring a line of code takes a quarter of a millisecond, so an open one is not coloured for each frame.
+const RECOLOUR: Duration = Duration::from_millis(60);
 
 /// Markdown on its way to a window.
 pub struct Markdown {
@@ -37,6 +42,8 @@ struct Code {
     length: usize,
     indent: usize,
     highlighter: Highlighter,
+    /// The open line as it was last coloured, and when.
+    coloured: Option<(String, Line, Instant)>,
 }
 
 impl Markdown {
@@ -63,11 +70,10 @@ impl Markdown {
     }
 
     /// The open block as far as it has come.
-    pub fn open(&self) -> Vec<Line> {
-        if let Some(code) = &self.code {
-            let mut highlighter = code.highlighter.clone();
+    pub fn open(&mut self) -> Vec<Line> {
+        if let Some(code) = &mut self.code {
             let closing = self.line.trim_start().bytes().all(|byte| byte == code.fence);
-            return if closing { Vec::new() } else { vec![highlighter.line(unindented(&self.line, code.indent))] };
+            return if closing { Vec::new() } else { vec![code.open_line(&self.line)] };
         }
         let source = format!("{}{}", self.open, shown_part(&self.line));
         // Rows of a table look like text until the line below its header has come.
@@ -151,6 +157,7 @@ impl Markdown {
             length: fence.bytes().take_while(|byte| *byte == first).count(),
             indent: opening.len() - fence.len(),
             highlighter: Highlighter::new(language),
+            coloured: None,
         });
         if self.begun {
             finished.push(Line::new());
@@ -171,6 +178,24 @@ impl Markdown {
 }
 
 impl Code {
+    /// A line that is being written. What came since it was last coloured may be plain for a moment.
+    fn open_line(&mut self, line: &str) -> Line {
+        let line = unindented(line, self.indent);
+        if let Some((before, coloured, when)) = &self.coloured
+            && let Some(more) = line.strip_prefix(before.as_str())
+            && when.elapsed() < RECOLOUR
+        {
+            let mut shown = coloured.clone();
+            if !more.is_empty() {
+                shown.push(Span::plain(&crate::repl::style::printable(more)));
+            }
+            return shown;
+        }
+        let coloured = self.highlighter.clone().line(line);
+        self.coloured = Some((line.to_string(), coloured.clone(), Instant::now()));
+        coloured
+    }
+
     fn ends_at(&self, line: &str) -> bool {
         let line = line.trim_end();
         let fence = line.trim_start_matches(' ');
