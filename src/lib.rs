@@ -22,3 +22,8 @@ pub mod weights;
 
 pub use engine::{Chunk, Engine, FinishReason, GenerateOptions, LoadOptions, SamplingParams};
 pub use error::Error;
+
+/// Its example compiles, too.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

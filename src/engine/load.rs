@@ -62,17 +62,22 @@ impl Default for LoadOptions<'_> {
 /// What was loaded.
 #[derive(Clone, Debug)]
 pub struct ModelInfo {
+    /// config.json's `model_type`.
     pub family: &'static str,
+    /// What the weights are packed or rounded to, such as `mxfp4` or `Q4_K_M`; none for plain floats.
     pub quantisation: Option<String>,
+    /// How many, packed ones counted as what they stand for.
     pub parameters: u64,
+    /// Rows of logits.
     pub vocab_size: usize,
     /// The longest context that the model was made for.
     pub max_context: usize,
+    /// What activations are computed in.
     pub dtype: DType,
     /// Whose kernel attends, but for decode steps in a graph: those have their own.
     pub attention: Backend,
     pub device: DeviceInfo,
-    /// On the device.
+    /// Bytes on the device, of weights and of the key/value cache.
     pub weight_bytes: u64,
     pub cache_bytes: u64,
     pub load: LoadTimes,

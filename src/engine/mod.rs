@@ -140,10 +140,12 @@ impl Engine {
         &self.defaults
     }
 
+    /// The model's tokenizer and chat format.
     pub fn language(&self) -> &Language {
         &self.language
     }
 
+    /// That of [`language`](Self::language).
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.language.tokenizer
     }
@@ -158,6 +160,7 @@ impl Engine {
         self.cached.len()
     }
 
+    /// Where weights and cache lie.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -186,7 +189,11 @@ impl Engine {
         self.stop_ids.contains(&token)
     }
 
-    /// Answers a conversation.
+    /// Answers a conversation. What it has in common with the one before, token by token from the start, is still in the
+    /// cache and is not read again.
+    ///
+    /// Fails with [`Error::ContextFull`](crate::error::Error::ContextFull) where it leaves no room for an answer, and for a
+    /// model without a chat format or with a template that cannot take these messages.
     pub fn chat(
         &mut self,
         messages: &[Message],
@@ -199,13 +206,14 @@ impl Engine {
         Generation::start(self, &rendered.ids, Reader::Chat(Box::new(parser)), options)
     }
 
-    /// Continues a text: no template, everything generated is answer.
+    /// Continues a text: no template, everything generated is answer. Fails as [`complete_ids`](Self::complete_ids) does.
     pub fn complete(&mut self, text: &str, options: GenerateOptions) -> Result<Generation<'_>> {
         let ids = self.tokenizer().encode(text, Controls::Default)?;
         self.complete_ids(&ids, options)
     }
 
-    /// Continues token ids.
+    /// Continues token ids. Fails with [`Error::ContextFull`](crate::error::Error::ContextFull) where they leave no room for
+    /// another one, and if there are none.
     pub fn complete_ids(&mut self, ids: &[u32], options: GenerateOptions) -> Result<Generation<'_>> {
         let stream = TextStream::after(ids);
         Generation::start(self, ids, Reader::Raw(stream), options)
@@ -298,7 +306,7 @@ impl Engine {
         Ok(logits)
     }
 
-    /// Logits f32 [T, V] of every position of `ids`, which must fit in the context. Takes twice T × V × 4 bytes on the device.
+    /// Logits f32 \[T, V\] of every position of `ids`; fails where they do not fit in the context. Takes twice T × V × 4 bytes on the device.
     pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.forget();
         let rows: Vec<Tensor> = ids

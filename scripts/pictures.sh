@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Takes the pictures of the README anew: docs/*.svg, of real runs in a terminal (tmux) with the demo model.
+#
+#   cargo build --release --example markdown --bin inferno && scripts/pictures.sh [target/release]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+built=$(realpath "${1:-target/release}")
+scratch=$(mktemp -d)
+session=pictures-$$
+trap 'tmux kill-session -t $session 2> /dev/null; rm -rf "$scratch"' EXIT
+export PATH=$built:$PATH HOME=$scratch INFERNO_CACHE=$scratch/models TERM=xterm-256color LC_ALL=C.UTF-8
+export XDG_STATE_HOME=$scratch/state XDG_CONFIG_HOME=$scratch/config
+
+# start ROWS: a new terminal with a plain prompt, cleared.
+start() {
+  tmux kill-session -t $session 2> /dev/null || true
+  tmux -f /dev/null new-session -d -s $session -x 92 -y "$1" "PS1='\$ ' bash --norc --noprofile"
+  tmux set-option -t $session history-limit 1000
+  sleep 0.5
+}
+
+# type TEXT, then wait until PATTERN stands in the last line that is not empty.
+type_and_wait() {
+  tmux send-keys -t $session -l "$1"
+  sleep 0.3
+  tmux send-keys -t $session Enter
+  for _ in $(seq 600); do
+    sleep 0.1
+    if tmux capture-pane -p -t $session | grep -v '^ *$' | tail -n 1 | grep -qE "$2"; then
+      return
+    fi
+  done
+  echo "'$2' did not come after '$1'" >&2
+  exit 1
+}
+
+# picture NAME TITLE
+picture() {
+  sleep 0.3
+  tmux capture-pane -e -p -t $session | scripts/terminal_picture.py --title "$2" --columns 92 -o "docs/$1.svg"
+}
+
+start 42
+type_and_wait "inferno play demo --device cpu --temperature 0" '^>>> *$'
+type_and_wait "My name is Ada" '^>>> *$'
+type_and_wait "How do I download a model?" '^>>> *$'
+type_and_wait "What is MXFP4?" '^>>> *$'
+type_and_wait "What is my name?" '^>>> *$'
+picture play "inferno play demo"
+type_and_wait "/exit" '^\$ *$'
+
+start 40
+type_and_wait "inferno play demo --device cpu --temperature 0 2> /dev/tty" '^>>> *$'
+tmux send-keys -t $session C-l
+type_and_wait "/help" '^>>> *$'
+type_and_wait "/set top-p 0.9" '^>>> *$'
+type_and_wait "/file tests/it/render/ordinary.md" '^>>> *$'
+type_and_wait "/context" '^>>> *$'
+picture commands "inferno play demo"
+type_and_wait "/exit" '^\$ *$'
+
+start 52
+type_and_wait "clear; markdown < tests/it/render/ordinary.md" '^\$ *$'
+picture markdown "an answer in Markdown"
