@@ -76,6 +76,9 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let prompt = prompt::one_shot(args.prompt.as_deref(), args.stdin, args.raw, args.json || args.jsonl)?;
+    if prompt.is_none() {
+        repl::guard_terminal();
+    }
     if let Some(problem) = args.sampling.over(&SamplingParams::greedy()).problem() {
         return Err(usage(problem));
     }
