@@ -31,7 +31,7 @@ use commands::Outcome;
 pub use display::Display;
 use editor::{Line, LineEditor};
 pub use overflow::Overflow;
-pub use session::{Keep, Loaded, Models, Reasoning, Session, Turn};
+pub use session::{Keep, Loaded, Models, Reasoning, Session, Turn, must_chat};
 use typed::Typed;
 
 /// Neither the model that was asked for nor the one before could be loaded: the chat cannot go on.
@@ -136,7 +136,7 @@ fn switch(session: &mut Session, name: &str) -> Result<()> {
 }
 
 /// A dim line for the person.
-fn remark(text: &str) {
+pub fn remark(text: &str) {
     eprintln!("{}", style::dim(&style::printable(text), style::stderr_colour()));
 }
 

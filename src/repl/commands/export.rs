@@ -48,7 +48,7 @@ fn json(session: &Session) -> Result<String, String> {
     let object = serde_json::json!({
         "model": session.model_name(),
         "revision": session.snapshot.revision,
-        "settings": session.settings,
+        "settings": session.all_settings(),
         "messages": session.messages,
     });
     serde_json::to_string_pretty(&object).map(|text| text + "\n").map_err(|error| error.to_string())
