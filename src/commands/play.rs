@@ -1,6 +1,7 @@
 //! `inferno play`: one answer for a script, or a chat for a person.
 
 use std::io::IsTerminal;
+use std::num::NonZero;
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -47,7 +48,7 @@ pub struct Args {
     plain: bool,
     /// End an answer after this many tokens
     #[arg(long, value_name = "TOKENS")]
-    max_tokens: Option<usize>,
+    max_tokens: Option<NonZero<usize>>,
     /// End an answer at this text; may be given again
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
@@ -139,7 +140,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         add_generation_prompt: true,
     };
     let mut session = Session::new(snapshot, loaded, render, models);
-    session.options.max_tokens = args.max_tokens;
+    session.options.max_tokens = args.max_tokens.map(NonZero::get);
     session.options.stop = args.stop.clone();
     session.options.ignore_eos = args.ignore_eos;
     let cancel = Arc::new(AtomicBool::new(false));

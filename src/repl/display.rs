@@ -41,9 +41,7 @@ impl Display {
     /// For the next turn of a chat. What is typed while it goes on is put behind `typed`.
     pub fn new(session: &Session, typed: Typed) -> Self {
         let hidden = session.reasoning == Reasoning::Hidden;
-        let colour = style::stdout_colour();
-        // Continued text is taken to the letter.
-        let drawn = colour == Colour::On && !session.plain && !session.raw;
+        let (colour, drawn) = (style::stdout_colour(), session.is_drawn());
         #[cfg(unix)]
         let (keys, typed) = match if drawn { Keys::listen(typed) } else { Err(typed) } {
             Ok(keys) => (Some(keys), Typed::default()),

@@ -92,10 +92,20 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
             Err(error) if error.is::<NoModel>() => return Err(error),
             Err(error) if matches!(error.downcast_ref(), Some(Error::ContextFull { .. })) => {
                 let context = session.engine().context();
-                eprintln!(
-                    "this would outgrow the context of {context} tokens: /clear starts anew, /set overflow drop-oldest \
-                     goes on without the oldest"
-                );
+                match session.fits_alone(&line) {
+                    true => eprintln!(
+                        "this would outgrow the context of {context} tokens: /clear starts anew, /set overflow drop-oldest \
+                         goes on without the oldest"
+                    ),
+                    false if session.attached.is_empty() => eprintln!(
+                        "this message alone is longer than the context of {context} tokens; the flag --context makes that \
+                         larger, as far as the model and the memory allow"
+                    ),
+                    false => eprintln!(
+                        "this message and what is attached are longer than the context of {context} tokens: /file none \
+                         drops what is attached"
+                    ),
+                }
             }
             Err(error) => eprintln!("error: {}", style::printable(&format!("{error:#}"))),
         }

@@ -7,6 +7,7 @@ use anyhow::{Context, Result, bail};
 use super::journal::{self, Change, Journal, Now, Saved, Settings};
 use super::overflow::{self, Overflow};
 use super::state;
+use super::style::{self, Colour};
 use crate::chat::{Channel, Delta, Message, RenderOptions, Role};
 use crate::engine::{Engine, FinishReason, GenerateOptions, Language, SamplingParams, Summary};
 use crate::hub::Snapshot;
@@ -115,6 +116,11 @@ impl Session {
         self.engine.as_ref().expect("switch puts an engine back, or ends the chat")
     }
 
+    /// Whether answers are laid out: not where stdout is no terminal that can, and continued text is taken to the letter.
+    pub fn is_drawn(&self) -> bool {
+        style::stdout_colour() == Colour::On && !self.plain && !self.raw
+    }
+
     /// Answers `text`, after what is attached; `show` sees each piece as it comes. The conversation grows only if this
     /// succeeds; an interrupted answer is kept as far as it came.
     pub fn turn(&mut self, text: &str, show: &mut dyn FnMut(&Delta) -> Result<()>) -> Result<Turn> {
@@ -190,6 +196,14 @@ impl Session {
         }
         self.left_out = left_out;
         Ok(sent)
+    }
+
+    /// Whether a message would leave room for an answer if nothing had been said before.
+    pub fn fits_alone(&self, text: &str) -> bool {
+        let mut messages = overflow::seen(&self.messages, usize::MAX);
+        messages.push(Message::user(with_attached(&self.attached, text)));
+        let rendered = self.engine().language().render(&messages, &self.render);
+        self.raw || rendered.is_ok_and(|rendered| rendered.ids.len() < self.engine().context())
     }
 
     fn last_question(&self) -> Option<usize> {

@@ -381,3 +381,35 @@ fn a_reader_that_leaves_early_is_no_failure() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert_eq!(text(&output.stderr), "");
 }
+
+#[test]
+fn a_base_model_is_refused_before_its_weights_are_read() {
+    let (_folder, model) = copy_of_demo();
+    // Harmony is known by its tokens. And weights that nobody could load show that nobody tried.
+    let tokenizer = fs::read_to_string(model.join("tokenizer.json")).unwrap();
+    fs::write(model.join("tokenizer.json"), tokenizer.replace("<|channel|>", "<|canal|>")).unwrap();
+    let name = model.to_str().unwrap();
+    assert_fails(&ask(&model, &[]), 1, &["no chat format", &format!("inferno play {name} --raw")]);
+    let raw = run(&["play", name, "--device", "cpu", "--raw", "--prompt", "To", "--max-tokens", "1"]);
+    assert!(raw.status.success(), "{}", text(&raw.stderr));
+}
+
+#[test]
+fn flags_say_what_they_take() {
+    assert_fails(&ask(&demo_dir(), &["--temperature", "-3"]), 2, &["temperature"]);
+    let output = ask(&demo_dir(), &["--max-tokens", "0"]);
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+    // Every token was spent on thinking, or the context was too small for more.
+    let output = ask(&demo_dir(), &["--max-tokens", "3"]);
+    assert!(text(&output.stderr).contains("raise --max-tokens"), "{}", text(&output.stderr));
+    let tokens = run(&["play", demo_dir().to_str().unwrap(), "--device", "cpu", "--prompt", "How?", "--json"]);
+    let json: Value = serde_json::from_slice(&tokens.stdout).unwrap();
+    assert!(json.as_object().unwrap().contains_key("revision"), "{json}");
+    let context = (json["usage"]["prompt_tokens"].as_u64().unwrap() + 2).to_string();
+    let small = ["--device", "cpu", "--prompt", "How?", "--context", &context];
+    let output = run(&[&["play", demo_dir().to_str().unwrap()][..], &small].concat());
+    assert!(text(&output.stderr).contains("raise --context"), "{}", text(&output.stderr));
+    // The flags of the verb come first.
+    let help = text(&run(&["play", "--help"]).stdout);
+    assert!(help.find("--verbose") > help.find("--seed"), "{help}");
+}

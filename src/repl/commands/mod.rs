@@ -3,8 +3,9 @@
 mod export;
 mod file;
 mod info;
+mod paths;
 
-use super::journal;
+use super::journal::{self, Change};
 use super::session::{Keep, Session};
 use super::settings;
 
@@ -223,6 +224,10 @@ fn save(name: &str, session: &mut Session) -> Result<String, String> {
             Keep::In(journal) => Ok(format!("this conversation is {}; /save NAME renames it", journal.name())),
             _ => Err("/save NAME".to_string()),
         };
+    }
+    if matches!(session.keep, Keep::New) {
+        // An earlier answer could not be kept: now it can, or the reason is told.
+        session.keep(Change::Messages).map_err(in_words)?;
     }
     match &mut session.keep {
         Keep::In(journal) => {
