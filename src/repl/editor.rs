@@ -176,9 +176,10 @@ fn edited(text: &str) -> Result<String> {
 
 fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     std::io::Write::write_all(&mut state::make_file(path)?, text.as_bytes())?;
-    // As git does it: the variable may hold arguments too.
+    // As git does it: the variable may hold arguments too. The shell around it is not ended by a Ctrl-C that is for the editor.
     super::ELSEWHERE.store(true, Ordering::Relaxed);
-    let status = Command::new("sh").arg("-c").arg(format!("{editor} \"$@\"")).arg(editor).arg(path).status();
+    let status =
+        Command::new("sh").arg("-c").arg(format!("trap : INT; {editor} \"$@\"")).arg(editor).arg(path).status();
     super::ELSEWHERE.store(false, Ordering::Relaxed);
     let status = status.with_context(|| format!("cannot run {editor}"))?;
     anyhow::ensure!(status.success(), "{editor} failed ({status}); set EDITOR to another one");

@@ -141,7 +141,8 @@ fn bytes_that_are_no_text_cost_nothing() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     chat.settle();
-    chat.send(b"/st\xe9");
+    // The byte after it shows that it begins no character.
+    chat.send(b"/st\xe9 ");
     chat.wait("not UTF-8");
     chat.settle();
     assert_eq!(chat.rows().last().unwrap(), ">>> /st");

@@ -99,18 +99,20 @@ fn what_a_full_disk_refused_is_written_later() {
     let home = TempDir::new().unwrap();
     conversation(&home, &[], &["My name is Ada"]);
     let path = journal(&home);
-    let blocks = fs::metadata(&path).unwrap().len() / 512 + 1;
-    // Room for a part of the next turn.
-    let shell = format!("ulimit -S -f {blocks}; exec \"$@\"");
-    let mut chat = Screen::of(&home, &shell, &["play", "--resume"], &[]);
-    chat.wait(">>> ");
+    let (mut chat, _) = resume(&home, &[]);
+    chat.settle();
+    let pid = chat.pid().to_string();
+    let limit = |size: &str| {
+        let status = Command::new("prlimit").args(["--pid", &pid, &format!("--fsize={size}")]).status();
+        assert!(status.unwrap().success());
+    };
     let before = fs::read(&path).unwrap();
+    // Room for a part of the next turn.
+    limit(&format!("{}:", before.len() + 200));
     let long = "How do I list my models? ".repeat(40);
     assert!(chat.say(&long).contains("not kept for --resume"));
     assert_eq!(fs::read(&path).unwrap(), before, "no part of it stays");
-    let pid = chat.pid().to_string();
-    let lifted = Command::new("prlimit").args(["--pid", &pid, "--fsize=unlimited"]).status().unwrap();
-    assert!(lifted.success());
+    limit("unlimited:");
     let third = chat.say("What is my name?");
     assert!(third.contains("tok/s") && !third.contains("not kept"), "{third}");
     leave(chat);
