@@ -400,12 +400,12 @@ fn flags_say_what_they_take() {
     let output = ask(&demo_dir(), &["--max-tokens", "0"]);
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
     // Every token was spent on thinking, or the context was too small for more.
-    let output = ask(&demo_dir(), &["--max-tokens", "3"]);
+    let output = ask(&demo_dir(), &["--max-tokens", "8"]);
     assert!(text(&output.stderr).contains("raise --max-tokens"), "{}", text(&output.stderr));
     let tokens = run(&["play", demo_dir().to_str().unwrap(), "--device", "cpu", "--prompt", "How?", "--json"]);
     let json: Value = serde_json::from_slice(&tokens.stdout).unwrap();
     assert!(json.as_object().unwrap().contains_key("revision"), "{json}");
-    let context = (json["usage"]["prompt_tokens"].as_u64().unwrap() + 2).to_string();
+    let context = (json["usage"]["prompt_tokens"].as_u64().unwrap() + 8).to_string();
     let small = ["--device", "cpu", "--prompt", "How?", "--context", &context];
     let output = run(&[&["play", demo_dir().to_str().unwrap()][..], &small].concat());
     assert!(text(&output.stderr).contains("raise --context"), "{}", text(&output.stderr));
