@@ -34,7 +34,7 @@ pub struct Args {
     /// Go on with a conversation that was kept, the last one if no name is given
     #[arg(long, value_name = "NAME", num_args = 0..=1, default_missing_value = "", conflicts_with = "raw")]
     resume: Option<String>,
-    /// Instructions for the model
+    /// Instructions for the model; with --resume, in place of those it had
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// How much the model thinks before it answers: low, medium or high

@@ -1,7 +1,7 @@
 //! The terminal is left as it was found, whatever ends the chat.
 
-use std::io::{IsTerminal, stderr, stdin};
-use std::os::fd::AsFd;
+use std::io::{IsTerminal, stderr, stdin, stdout};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Mutex, PoisonError};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -54,13 +54,19 @@ pub fn mark_pastes(on: bool) {
 
 /// Past all locks and buffers, as another thread may hold them; and not where the terminal takes nothing now (Ctrl-S).
 fn write(text: &str) {
-    let out = stderr();
-    let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
-    if dumb || !out.is_terminal() {
+    if std::env::var_os("TERM").is_none_or(|term| term == "dumb") {
         return;
     }
-    let mut ready = [PollFd::new(out.as_fd(), PollFlags::POLLOUT)];
+    if stdout().is_terminal() {
+        write_to(stdout().as_fd(), text);
+    } else if stderr().is_terminal() {
+        write_to(stderr().as_fd(), text);
+    }
+}
+
+fn write_to(out: BorrowedFd, text: &str) {
+    let mut ready = [PollFd::new(out, PollFlags::POLLOUT)];
     if poll(&mut ready, PollTimeout::from(100u8)).is_ok_and(|ready| ready > 0) {
-        let _ = nix::unistd::write(out.as_fd(), text.as_bytes());
+        let _ = nix::unistd::write(out, text.as_bytes());
     }
 }

@@ -8,6 +8,7 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::screen::Screen;
 use crate::support::demo_dir;
 
 /// The program, with caches of its own and no network.
@@ -385,13 +386,29 @@ fn a_reader_that_leaves_early_is_no_failure() {
 #[test]
 fn a_base_model_is_refused_before_its_weights_are_read() {
     let (_folder, model) = copy_of_demo();
-    // Harmony is known by its tokens. And weights that nobody could load show that nobody tried.
+    // Harmony is known by its tokens.
     let tokenizer = fs::read_to_string(model.join("tokenizer.json")).unwrap();
     fs::write(model.join("tokenizer.json"), tokenizer.replace("<|channel|>", "<|canal|>")).unwrap();
     let name = model.to_str().unwrap();
     assert_fails(&ask(&model, &[]), 1, &["no chat format", &format!("inferno play {name} --raw")]);
     let raw = run(&["play", name, "--device", "cpu", "--raw", "--prompt", "To", "--max-tokens", "1"]);
     assert!(raw.status.success(), "{}", text(&raw.stderr));
+    // In a chat the model that is there stays.
+    let home = TempDir::new().unwrap();
+    let mut chat = Screen::chat(&home, &[]);
+    assert!(chat.say(&format!("/model {name}")).contains("no chat format"));
+    assert!(chat.say("My name is Ada").contains("tok/s"));
+    // And is told so whatever its weights are.
+    for entry in fs::read_dir(&model).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            let header = fs::read(&path).unwrap();
+            let length = u64::from_le_bytes(header[..8].try_into().unwrap()) as usize + 8;
+            let cleared = [&header[..length], &vec![0xff; header.len() - length]].concat();
+            fs::write(&path, cleared).unwrap();
+        }
+    }
+    assert_fails(&ask(&model, &[]), 1, &["no chat format"]);
 }
 
 #[test]
