@@ -26,7 +26,8 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 access restricted, 5
 #[command(name = "inferno", version, after_help = AFTER_HELP)]
 struct Cli {
     /// Tell on stderr what is opened and chosen; twice for more
-    #[arg(long, short, global = true, action = ArgAction::Count)]
+    // Behind the flags of the verb.
+    #[arg(long, short, global = true, action = ArgAction::Count, display_order = 900)]
     // `defaults` reads it, before all else.
     #[allow(dead_code)]
     verbose: u8,
@@ -66,12 +67,25 @@ pub fn main() -> ExitCode {
 
 /// The command line, with the configuration below it.
 fn arguments() -> Result<Cli> {
-    let matches = defaults::matches(Cli::command())?;
-    let mut cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
-    if let (Command::Play(args), Some(matches)) = (&mut cli.command, matches.subcommand_matches("play")) {
-        args.given = defaults::given(matches, Cli::command());
+    let line = defaults::read(Cli::command(), None)?;
+    let mut cli = understood(&line);
+    if let Command::Play(args) = &mut cli.command {
+        let saved = line.saved.clone();
+        args.origin = play::Origin::of(line);
+        args.origin.reread = Some(Box::new(move |model| {
+            let line = defaults::read(Cli::command(), Some(&defaults::Known { model, saved: saved.as_ref() }))?;
+            let Command::Play(mut args) = understood(&line).command else {
+                anyhow::bail!("this was another verb before")
+            };
+            args.origin = play::Origin::of(line);
+            Ok(*args)
+        }));
     }
     Ok(cli)
+}
+
+fn understood(line: &defaults::Line) -> Cli {
+    Cli::from_arg_matches(&line.matches).unwrap_or_else(|error| error.exit())
 }
 
 fn run(cli: Cli) -> Result<ExitCode> {

@@ -18,21 +18,29 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     repl::stop_on_ctrl_c(&session.options)?;
     let watched = std::io::stderr().is_terminal();
     let show_reasoning = watched && session.reasoning == Reasoning::Shown;
-    let drawn = style::stdout_colour() == style::Colour::On && !session.plain && !session.raw;
-    let turn = match drawn {
+    let turn = match session.is_drawn() {
         true => draw(&mut session, prompt, show_reasoning)?,
         false => write(&mut session, prompt, show_reasoning)?,
     };
-    let mut err = std::io::stderr().lock();
-    if turn.text.is_empty() && turn.summary.finish_reason == FinishReason::Length {
-        writeln!(err, "warning: all {} tokens went into thinking; raise --max-tokens", turn.summary.completion_tokens)?;
+    if let Some(warning) = only_thoughts(&turn) {
+        writeln!(std::io::stderr(), "warning: {warning}")?;
     }
-    drop(err);
     note(&style::stats(&turn.summary));
     for remark in &turn.notes {
         note(&style::printable(remark));
     }
     Ok(exit_code(&turn))
+}
+
+/// What to do where an answer ended before its first word.
+fn only_thoughts(turn: &Turn) -> Option<String> {
+    let summary = &turn.summary;
+    if !turn.text.is_empty() || turn.reasoning.is_empty() || summary.finish_reason != FinishReason::Length {
+        return None;
+    }
+    let full = summary.context_used >= summary.context;
+    let flag = if full { "--context" } else { "--max-tokens" };
+    Some(format!("all {} tokens went into thinking; raise {flag}", summary.completion_tokens))
 }
 
 /// For a terminal: as in the chat.
@@ -91,6 +99,7 @@ pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
     let mut object = json!({ "text": turn.text, "reasoning": turn.reasoning, "tokens": turn.tokens });
     extend(&mut object, figures(&session, &turn)?);
     object["model"] = session.snapshot.name.clone().into();
+    object["revision"] = session.snapshot.revision.clone().into();
     object["seed"] = seed.into();
     print(&object)?;
     Ok(exit_code(&turn))

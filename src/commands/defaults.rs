@@ -6,16 +6,18 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+use clap::builder::BoolishValueParser;
 use clap::parser::ValueSource;
-use clap::{ArgMatches, Command};
+use clap::{ArgAction, ArgMatches, Command};
 use toml::{Table, Value};
 
 use crate::error::Error;
-use crate::repl::journal::{self, Settings};
+use crate::hub::Hub;
+use crate::repl::journal::{self, Saved, Settings};
 
 /// Flags of `play` that the environment and the configuration can set, and that a conversation remembers.
-const FLAGS: [&str; 22] = [
+const FLAGS: [&str; 23] = [
     "attention",
     "chunk",
     "context",
@@ -32,6 +34,7 @@ const FLAGS: [&str; 22] = [
     "quantize",
     "reasoning",
     "repetition-penalty",
+    "revision",
     "seed",
     "stop",
     "system",
@@ -40,72 +43,160 @@ const FLAGS: [&str; 22] = [
     "top-p",
 ];
 
+/// Those that are on or off. Elsewhere than on the command line they have a value.
+const SWITCHES: [&str; 3] = ["eager", "hide-reasoning", "plain"];
+
 /// Other verbs that run a model share this one.
 const DEVICE: [&str; 1] = ["device"];
 
-/// Reads the command line of this process. Ends it, as clap does, where that cannot be understood.
-pub fn matches(command: Command) -> Result<ArgMatches> {
-    let args: Vec<OsString> = std::env::args_os().collect();
-    let command = with_environment(command);
-    let matches = command.clone().try_get_matches_from(&args).unwrap_or_else(|error| error.exit());
-    // The configuration is the first of the files that `-v` tells of.
-    super::logging::start(matches.get_count("verbose"));
-    let Some((verb, of_verb)) = matches.subcommand() else { return Ok(matches) };
-    let flags = flags(verb);
-    if flags.is_empty() {
-        return Ok(matches);
-    }
-    let mut model = of_verb.get_one::<String>("model").cloned();
-    let resumed = match of_verb.try_get_one::<String>("resume") {
-        Ok(Some(name)) => Some(journal::peek(Some(name))?),
-        _ => None,
-    };
-    if let Some(saved) = &resumed {
-        model.get_or_insert_with(|| saved.model.clone());
-    }
-    let (mut defaults, origin) = configured(model.as_deref())?;
-    if let Some(saved) = resumed {
-        defaults.extend(saved.settings);
-        defaults.insert("model".to_string(), vec![saved.model]);
-    }
-    if defaults.is_empty() {
-        return Ok(matches);
-    }
-    let command = command.mut_subcommand(verb, |command| {
-        defaults.into_iter().fold(command, |command, (flag, values)| {
-            // Other verbs share the file, and a journal may be of another version.
-            let known = flag == "model" || flags.contains(&flag.as_str());
-            if known { command.mut_arg(id(&flag), |arg| arg.default_values(values)) } else { command }
-        })
-    });
-    command.try_get_matches_from(&args).map_err(|error| {
-        // The same line without these defaults was right.
-        let problem = error.to_string();
-        let problem = problem.trim_start_matches("error: ").lines().next().unwrap_or_default().to_string();
-        Error::Usage(format!("{origin}: {problem}")).into()
-    })
+/// The command line, with what lies below it.
+pub struct Line {
+    pub matches: ArgMatches,
+    /// Flags of `play` that were asked for: on the command line, in the environment, in a conversation that goes on.
+    pub given: Settings,
+    /// Those that the configuration has.
+    pub configured: Settings,
+    /// The conversation that goes on.
+    pub saved: Option<Saved>,
+    /// What of it makes no sense here.
+    pub left_out: Vec<String>,
 }
 
-/// The flags of `play` that were set, by whatever: those that differ from what `command` has by itself, and those that
-/// were given although they do not.
-pub fn given(matches: &ArgMatches, command: Command) -> Settings {
-    let unset = command.try_get_matches_from(["inferno", "play"]);
-    let unset = unset.ok().and_then(|mut unset| unset.remove_subcommand()).map(|(_, of_play)| of_play);
-    let raw = |matches: &ArgMatches, flag: &str| -> Option<Vec<String>> {
-        Some(matches.get_raw(&id(flag))?.map(|value| value.to_string_lossy().into_owned()).collect())
+/// What is known by the time that the command line is read again.
+pub struct Known<'a> {
+    /// The whole name of the model.
+    pub model: &'a str,
+    pub saved: Option<&'a Saved>,
+}
+
+/// Reads the command line of this process. Ends the process, as clap does, where that cannot be understood.
+pub fn read(command: Command, known: Option<&Known>) -> Result<Line> {
+    let args: Vec<OsString> = std::env::args_os().collect();
+    let matches = command.clone().try_get_matches_from(&args).unwrap_or_else(|error| error.exit());
+    if known.is_none() {
+        // The configuration is the first of the files that `-v` tells of.
+        super::logging::start(matches.get_count("verbose"));
+    }
+    let mut line =
+        Line { matches, given: Settings::new(), configured: Settings::new(), saved: None, left_out: Vec::new() };
+    let Some((verb, of_verb)) = line.matches.subcommand() else { return Ok(line) };
+    let flags = flags(verb);
+    if flags.is_empty() {
+        return Ok(line);
+    }
+    let command = command.mut_subcommand(verb, |command| {
+        let switches = SWITCHES.into_iter().filter(|flag| flags.contains(flag));
+        switches
+            .fold(command, |command, flag| command.mut_arg(id(flag), |arg| arg.value_parser(BoolishValueParser::new())))
+    });
+    let typed = of_verb.get_one::<String>("model");
+    let saved = match (of_verb.try_get_one::<String>("resume"), known) {
+        // It may have another name by now.
+        (_, Some(known)) => known.saved.cloned(),
+        (Ok(Some(name)), None) => Some(journal::peek(Some(name))?),
+        _ => None,
     };
-    let mut given = Settings::new();
-    for flag in FLAGS {
-        let asked = matches.value_source(&id(flag)).is_some_and(|source| source != ValueSource::DefaultValue);
-        match raw(matches, flag) {
-            Some(values) if asked || unset.as_ref().and_then(|unset| raw(unset, flag)).as_ref() != Some(&values) => {
-                given.insert(flag.to_string(), values);
-            }
-            _ => {}
+    let model =
+        known.map(|known| known.model).or(typed.or(saved.as_ref().map(|saved| &saved.model)).map(String::as_str));
+    let (mut configured, path) = configured(model, of_verb)?;
+    // Other verbs share the file.
+    configured.retain(|flag, _| flags.contains(&flag.as_str()));
+    let check = |flag: &str, values: &[String]| check(&command, verb, &args, flag, values);
+    for (flag, values) in &configured {
+        check(flag, values).map_err(|problem| usage(format!("{path}: {problem}")))?;
+    }
+    if let Some(saved) = &saved {
+        let (fitting, left_out) = of_conversation(saved, flags, &check);
+        (line.given, line.left_out) = (fitting, left_out);
+        match typed {
+            // Another model has no such branch.
+            Some(_) => drop(line.given.remove("revision")),
+            None => drop(line.given.insert("model".to_string(), vec![saved.model.clone()])),
+        }
+        // It has its own instructions.
+        configured.remove("system");
+    }
+    for flag in flags {
+        let variable = format!("INFERNO_{}", id(flag).to_uppercase());
+        let Some(value) = std::env::var_os(&variable).filter(|value| !value.is_empty()) else { continue };
+        if is_on_the_line(of_verb, flag) {
+            continue;
+        }
+        let values = vec![value.into_string().map_err(|_| usage(format!("{variable} is not UTF-8 text")))?];
+        check(flag, &values).map_err(|problem| usage(format!("{variable}: {problem}")))?;
+        line.given.insert(flag.to_string(), values);
+    }
+    let below: Settings = configured.clone().into_iter().chain(line.given.clone()).collect();
+    if !below.is_empty() {
+        let command = below.into_iter().fold(command, |command, (flag, values)| with(command, verb, &flag, &values));
+        let matches = command.try_get_matches_from(&args).map_err(|error| usage(first_line(&error)))?;
+        line.matches = matches;
+    }
+    if let Some((_, of_verb)) = line.matches.subcommand() {
+        for flag in flags.iter().filter(|flag| is_on_the_line(of_verb, flag)) {
+            let values = of_verb.get_raw(&id(flag)).into_iter().flatten();
+            let values = values.map(|value| value.to_string_lossy().into_owned()).collect();
+            line.given.insert(flag.to_string(), values);
         }
     }
-    given.remove("system");
-    given
+    // These are part of the conversation, not of how it goes on.
+    for no_setting in ["system", "model"] {
+        line.given.remove(no_setting);
+        configured.remove(no_setting);
+    }
+    (line.configured, line.saved) = (configured, saved);
+    Ok(line)
+}
+
+type Check<'a> = dyn Fn(&str, &[String]) -> Result<(), String> + 'a;
+
+/// The settings of a conversation that are understood here, and what is to be said of the others: a journal may be of
+/// another version, or damaged, and is still worth going on with.
+fn of_conversation(saved: &Saved, flags: &[&str], check: &Check) -> (Settings, Vec<String>) {
+    let (mut fitting, mut left_out) = (Settings::new(), Vec::new());
+    for (flag, values) in &saved.settings {
+        let checked = match flags.contains(&flag.as_str()) {
+            true => check(flag, values),
+            false => Err(format!("there is no setting '{flag}'")),
+        };
+        match checked {
+            Ok(()) => drop(fitting.insert(flag.clone(), values.clone())),
+            Err(problem) => left_out.push(format!("left out of what the conversation had set: {problem}")),
+        }
+    }
+    (fitting, left_out)
+}
+
+/// Whether a flag takes these values where it is not on the command line.
+fn check(command: &Command, verb: &str, args: &[OsString], flag: &str, values: &[String]) -> Result<(), String> {
+    let arg =
+        command.find_subcommand(verb).and_then(|command| command.get_arguments().find(|arg| arg.get_id() == &id(flag)));
+    let several = arg.is_some_and(|arg| matches!(arg.get_action(), ArgAction::Append));
+    if !several && values.len() != 1 {
+        return Err(format!("'{flag}' takes one value, not {}", values.len()));
+    }
+    // The same line without this default was right.
+    let parsed = with(command.clone(), verb, flag, values).try_get_matches_from(args);
+    parsed.map(|_| ()).map_err(|error| first_line(&error))
+}
+
+/// The command with other defaults for a flag.
+fn with(command: Command, verb: &str, flag: &str, values: &[String]) -> Command {
+    let values = values.to_vec();
+    command.mut_subcommand(verb, |command| command.mut_arg(id(flag), |arg| arg.default_values(values)))
+}
+
+fn is_on_the_line(of_verb: &ArgMatches, flag: &str) -> bool {
+    of_verb.value_source(&id(flag)) == Some(ValueSource::CommandLine)
+}
+
+fn first_line(error: &clap::Error) -> String {
+    let problem = error.to_string();
+    problem.trim_start_matches("error: ").lines().next().unwrap_or_default().to_string()
+}
+
+fn usage(problem: String) -> anyhow::Error {
+    Error::Usage(problem).into()
 }
 
 fn flags(verb: &str) -> &'static [&'static str] {
@@ -121,48 +212,52 @@ fn id(flag: &str) -> String {
     flag.replace('-', "_")
 }
 
-fn with_environment(command: Command) -> Command {
-    ["play", "bench", "perplexity"].into_iter().fold(command, |command, verb| {
-        command.mut_subcommand(verb, |command| {
-            flags(verb).iter().fold(command, |command, flag| {
-                let variable = format!("INFERNO_{}", id(flag).to_uppercase());
-                command.mut_arg(id(flag), |arg| arg.env(variable).hide_env(true))
-            })
-        })
-    })
-}
-
 /// What the configuration file says for a model, and where it stands.
-fn configured(model: Option<&str>) -> Result<(Settings, String)> {
+fn configured(model: Option<&str>, of_verb: &ArgMatches) -> Result<(Settings, String)> {
     let Some(path) = path() else { return Ok((Settings::new(), String::new())) };
     let shown = path.display().to_string();
+    let mistake = |problem: String| usage(format!("{shown}: {problem}"));
     let text = match std::fs::read_to_string(&path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((Settings::new(), shown)),
-        Err(error) => return Err(error).with_context(|| format!("cannot read {shown}")),
+        Err(error) => return Err(mistake(error.to_string())),
     };
     tracing::info!(path = shown, "configuration");
-    let usage = |problem: String| Error::Usage(format!("{shown}: {problem}"));
-    let mut table: Table = text.parse().map_err(|error: toml::de::Error| usage(error.to_string()))?;
+    let mut table: Table = text.parse().map_err(|error: toml::de::Error| mistake(error.to_string()))?;
     let models = table.remove("models");
     let mut settings = Settings::new();
-    read(&table, "", &mut settings).map_err(usage)?;
+    read_table(&table, "", &mut settings).map_err(mistake)?;
     if let Some(models) = models {
-        let Value::Table(models) = models else { return Err(usage("models is no table".to_string()).into()) };
+        let Value::Table(models) = models else { return Err(mistake("models is no table".to_string())) };
+        let model = model.map(|model| whole_name(model, of_verb));
         for (name, of_model) in &models {
             let place = format!(" in [models.{name:?}]");
             let Value::Table(of_model) = of_model else {
-                return Err(usage(format!("{name}{place} is no table")).into());
+                return Err(mistake(format!("{name}{place} is no table")));
             };
             // Mistakes are told even where they are for another model.
             let mut its_own = Settings::new();
-            read(of_model, &place, &mut its_own).map_err(usage)?;
-            if model == Some(name.as_str()) {
+            read_table(of_model, &place, &mut its_own).map_err(mistake)?;
+            if model.as_ref().is_some_and(|model| means(name, model)) {
                 settings.extend(its_own);
             }
         }
     }
     Ok((settings, shown))
+}
+
+/// A part of a model's name is enough on the command line.
+fn whole_name(model: &str, of_verb: &ArgMatches) -> String {
+    let revision = of_verb.try_get_one::<String>("revision").ok().flatten();
+    let found = Hub::from_env().and_then(|hub| hub.find(model, revision.map(String::as_str)));
+    found.map_or_else(|_| model.to_string(), |snapshot| snapshot.name)
+}
+
+/// Whether a name in the configuration is that of a model: of a repository, of one of its files, of a directory.
+fn means(name: &str, model: &str) -> bool {
+    let of_repository = model.split_once(':').is_some_and(|(repository, _)| repository == name);
+    let place = |name: &str| std::fs::canonicalize(name).ok();
+    name == model || of_repository || (place(name).is_some() && place(name) == place(model))
 }
 
 /// `$INFERNO_CONFIG`, or `inferno/config.toml` in the XDG directory.
@@ -175,7 +270,7 @@ fn path() -> Option<PathBuf> {
     Some(config.join("inferno/config.toml"))
 }
 
-fn read(table: &Table, place: &str, settings: &mut Settings) -> Result<(), String> {
+fn read_table(table: &Table, place: &str, settings: &mut Settings) -> Result<(), String> {
     for (key, value) in table {
         if !FLAGS.contains(&key.as_str()) {
             return Err(format!("unknown key '{key}'{place}\n  known: {}", FLAGS.join(", ")));

@@ -27,7 +27,7 @@ use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::device::{DeviceChoice, DeviceInfo};
-use crate::engine::{Engine, LoadOptions, SamplingParams};
+use crate::engine::{Engine, Language, LoadOptions, SamplingParams};
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, demo};
 use crate::kernels::attention::Backend;
@@ -103,6 +103,15 @@ impl LoadArgs {
 
     /// Loads a snapshot, with a progress bar and a line about the device on stderr.
     pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
+        self.load_speaking(snapshot, &|_| Ok(()))
+    }
+
+    /// The same for a model whose language is as `check` wants it.
+    pub fn load_speaking(
+        &self,
+        snapshot: &Snapshot,
+        check_language: &(dyn Fn(&Language) -> Result<()> + Sync),
+    ) -> Result<Engine> {
         let bar = ProgressBar::with_draw_target(Some(0), stderr_target());
         bar.set_style(style("loading {wide_bar} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}"));
         let engine = Engine::load(
@@ -129,6 +138,7 @@ impl LoadArgs {
                     bar.set_position(bytes);
                 },
                 on_device: &|info: &DeviceInfo| bar.suspend(|| note(&info.to_string())),
+                check_language,
             },
         );
         bar.finish_and_clear();
@@ -140,19 +150,19 @@ impl LoadArgs {
 #[derive(clap::Args)]
 pub struct SamplingArgs {
     /// 0 always takes the likeliest token
-    #[arg(long)]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Only the K likeliest tokens; 0 for all
     #[arg(long, value_name = "K")]
     top_k: Option<usize>,
     /// Only the likeliest tokens whose probabilities reach P
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     top_p: Option<f32>,
     /// Only tokens at least P times as likely as the likeliest
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     min_p: Option<f32>,
     /// Makes tokens that were already there less likely; 1 for none
-    #[arg(long, value_name = "X")]
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
     repetition_penalty: Option<f32>,
     /// Taken off for each time a token was generated
     #[arg(long, value_name = "X", allow_negative_numbers = true)]

@@ -1,18 +1,20 @@
 //! `inferno play`: one answer for a script, or a chat for a person.
 
 use std::io::IsTerminal;
+use std::num::NonZero;
 use std::process::ExitCode;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 
+use super::defaults::Line;
 use super::list::{self, Model};
 use super::progress::{Listener, Show};
 use super::{LoadArgs, SamplingArgs, answer, note, playable, prompt, today};
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
-use crate::engine::{Engine, SamplingParams};
+use crate::engine::{Engine, Language, SamplingParams};
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, is_repository, to_download};
 use crate::repl::journal::Settings;
@@ -32,7 +34,7 @@ pub struct Args {
     /// Go on with a conversation that was kept, the last one if no name is given
     #[arg(long, value_name = "NAME", num_args = 0..=1, default_missing_value = "", conflicts_with = "raw")]
     resume: Option<String>,
-    /// Instructions for the model
+    /// Instructions for the model; with --resume, in place of those it had
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
     /// How much the model thinks before it answers: low, medium or high
@@ -46,7 +48,7 @@ pub struct Args {
     plain: bool,
     /// End an answer after this many tokens
     #[arg(long, value_name = "TOKENS")]
-    max_tokens: Option<usize>,
+    max_tokens: Option<NonZero<usize>>,
     /// End an answer at this text; may be given again
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
@@ -69,15 +71,51 @@ pub struct Args {
     sampling: SamplingArgs,
     #[command(flatten)]
     load: LoadArgs,
-    /// What was asked for by flags, the environment, the configuration or a resumed conversation.
+    /// What lies behind these values.
     #[arg(skip)]
-    pub given: Settings,
+    pub origin: Origin,
 }
 
-pub fn run(args: Args) -> Result<ExitCode> {
+/// Where the values of flags come from.
+#[derive(Default)]
+pub struct Origin {
+    /// What was asked for by flags, the environment or a resumed conversation.
+    pub given: Settings,
+    /// What the configuration has, below that.
+    pub configured: Settings,
+    /// What of the conversation was left out, and why.
+    pub left_out: Vec<String>,
+    /// Reads the command line for a model of this name, once that is known.
+    pub reread: Option<Box<Reread>>,
+}
+
+type Reread = dyn Fn(&str) -> Result<Args>;
+
+impl Origin {
+    pub fn of(line: Line) -> Self {
+        Self { given: line.given, configured: line.configured, left_out: line.left_out, reread: None }
+    }
+}
+
+/// The flags with what the configuration has for this model.
+fn flags_for(reread: &Reread, snapshot: &Snapshot) -> Result<Args> {
+    let args = reread(&snapshot.name)?;
+    match args.sampling.over(&SamplingParams::greedy()).problem() {
+        Some(problem) => Err(usage(problem)),
+        None => Ok(args),
+    }
+}
+
+pub fn run(mut args: Args) -> Result<ExitCode> {
     let prompt = prompt::one_shot(args.prompt.as_deref(), args.stdin, args.raw, args.json || args.jsonl)?;
+    if prompt.is_none() {
+        repl::guard_terminal();
+    }
     if let Some(problem) = args.sampling.over(&SamplingParams::greedy()).problem() {
         return Err(usage(problem));
+    }
+    for left_out in &args.origin.left_out {
+        eprintln!("{}", repl::style::printable(left_out));
     }
     let hub = Hub::from_env()?;
     let snapshot = match &args.model {
@@ -90,8 +128,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
             return Err(usage("name a model: inferno play MODEL --prompt TEXT (`inferno list` shows what is here)"));
         }
     };
-    let name = args.model.unwrap_or_else(|| snapshot.name.clone());
-    let models = models(hub, args.load, args.sampling);
+    let typed_revision = args.model.as_deref().and_then(revision_in).filter(|_| snapshot.revision.is_some());
+    let reread = args.origin.reread.take().context("the command line is not at hand")?;
+    let args = flags_for(&reread, &snapshot)?;
+    let models = models(hub, args.raw, reread);
     let loaded = (models.load)(&snapshot)?;
     let render = RenderOptions {
         tools: Vec::new(),
@@ -99,18 +139,21 @@ pub fn run(args: Args) -> Result<ExitCode> {
         date: today(),
         add_generation_prompt: true,
     };
-    let mut session = Session::new(name, snapshot, loaded, render, models);
-    session.options.max_tokens = args.max_tokens;
-    session.options.stop = args.stop;
+    let mut session = Session::new(snapshot, loaded, render, models);
+    session.options.max_tokens = args.max_tokens.map(NonZero::get);
+    session.options.stop = args.stop.clone();
     session.options.ignore_eos = args.ignore_eos;
     let cancel = Arc::new(AtomicBool::new(false));
     session.options.cancel = Some(cancel.clone());
-    session.messages = args.system.map(Message::system).into_iter().collect();
+    session.messages = args.system.as_ref().map(Message::system).into_iter().collect();
     session.reasoning = if args.hide_reasoning { Reasoning::Hidden } else { Reasoning::Shown };
     (session.plain, session.raw, session.overflow) = (args.plain, args.raw, args.overflow);
-    session.settings = args.given;
+    session.settings = args.origin.given.clone();
+    if let Some(revision) = typed_revision {
+        session.settings.insert("revision".to_string(), vec![revision.to_string()]);
+    }
     match &args.resume {
-        Some(name) => session.resume(name)?,
+        Some(name) => resume(&mut session, name, args.system.as_deref())?,
         None if prompt.is_none() && !args.raw => session.keep = Keep::New,
         None => {}
     }
@@ -123,19 +166,38 @@ pub fn run(args: Args) -> Result<ExitCode> {
 }
 
 /// Where `/model` finds and loads others, as the first one was.
-fn models(hub: Hub, load: LoadArgs, sampling: SamplingArgs) -> Models {
+fn models(hub: Hub, raw: bool, reread: Box<Reread>) -> Models {
     let hub = Rc::new(hub);
     let (finds, lists) = (hub.clone(), hub.clone());
     Models {
         find: Box::new(move |name| finds.find(name, None)),
         load: Box::new(move |snapshot| {
             hub.note_use(snapshot);
-            let engine = load.load(snapshot)?;
+            let args = flags_for(&reread, snapshot)?;
+            let check = |language: &Language| if raw { Ok(()) } else { repl::must_chat(language, &snapshot.name) };
+            let engine = args.load.load_speaking(snapshot, &check)?;
             introduce(snapshot, &engine);
-            Ok(Loaded { sampling: sampling.over(engine.defaults()), engine })
+            let sampling = args.sampling.over(engine.defaults());
+            Ok(Loaded { sampling, engine, configured: args.origin.configured })
         }),
         names: Box::new(move || playable(&lists).into_iter().flatten().map(|snapshot| snapshot.name).collect()),
     }
+}
+
+/// Goes on with a conversation. New instructions take the place of those it had.
+fn resume(session: &mut Session, name: &str, system: Option<&str>) -> Result<()> {
+    if let Some(damage) = session.resume(name)? {
+        eprintln!("{}", repl::style::printable(&damage));
+    }
+    match system {
+        Some(system) => session.instruct(system),
+        None => Ok(()),
+    }
+}
+
+/// In `org/name@revision`.
+fn revision_in(model: &str) -> Option<&str> {
+    Some(model.split_once('@')?.1)
 }
 
 fn usage(problem: impl Into<String>) -> anyhow::Error {

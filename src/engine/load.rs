@@ -41,6 +41,8 @@ pub struct LoadOptions<'o> {
     pub progress: &'o dyn Fn(u64, u64),
     /// Hears about the device once it is open.
     pub on_device: &'o dyn Fn(&DeviceInfo),
+    /// Refuses a model for what it speaks, while its weights are still on their way.
+    pub check_language: &'o (dyn Fn(&Language) -> Result<()> + Sync),
 }
 
 impl Default for LoadOptions<'_> {
@@ -55,6 +57,7 @@ impl Default for LoadOptions<'_> {
             attention: Backend::Auto,
             progress: &|_, _| (),
             on_device: &|_| (),
+            check_language: &|_| Ok(()),
         }
     }
 }
@@ -112,10 +115,11 @@ impl Engine {
         let mut times = LoadTimes { headers_s: started.elapsed().as_secs_f64(), ..Default::default() };
 
         let no_language = AtomicBool::new(false);
+        let check = options.check_language;
         let (language, model) = thread::scope(|scope| {
             let language = scope.spawn(|| {
                 let started = Instant::now();
-                let language = Language::load(dir);
+                let language = Language::load(dir).and_then(|language| check(&language).map(|()| language));
                 no_language.store(language.is_err(), Ordering::Relaxed);
                 language.map(|language| (language, started.elapsed().as_secs_f64()))
             });

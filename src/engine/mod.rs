@@ -51,7 +51,7 @@ impl Language {
     /// Renders a conversation. Fails for a model without a chat format.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let Some(chat) = &self.chat else {
-            bail!("this model has no chat format, it continues texts: inferno play MODEL --raw");
+            bail!("this model has no chat format, it only continues texts");
         };
         chat.render(&self.tokenizer, messages, options)
     }

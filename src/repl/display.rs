@@ -9,6 +9,7 @@ use super::keys::Keys;
 use super::live::Size;
 use super::session::{Reasoning, Session, Turn};
 use super::style::{self, Colour};
+use super::typed::Typed;
 use super::view::View;
 use crate::chat::{Channel, Delta};
 
@@ -17,6 +18,11 @@ pub struct Display {
     reasoning: Reasoning,
     #[cfg(unix)]
     keys: Option<Keys>,
+    /// How often the program had been stopped when something was last shown.
+    #[cfg(unix)]
+    stops: usize,
+    /// What was typed ahead, where nothing listens to keys.
+    typed: Typed,
 }
 
 enum How {
@@ -32,14 +38,15 @@ struct Plain {
 }
 
 impl Display {
-    /// For the next turn of a chat.
-    pub fn new(session: &Session) -> Self {
+    /// For the next turn of a chat. What is typed while it goes on is put behind `typed`.
+    pub fn new(session: &Session, typed: Typed) -> Self {
         let hidden = session.reasoning == Reasoning::Hidden;
-        let colour = style::stdout_colour();
-        // Continued text is taken to the letter.
-        let drawn = colour == Colour::On && !session.plain && !session.raw;
+        let (colour, drawn) = (style::stdout_colour(), session.is_drawn());
         #[cfg(unix)]
-        let keys = if drawn { Keys::listen() } else { None };
+        let (keys, typed) = match if drawn { Keys::listen(typed) } else { Err(typed) } {
+            Ok(keys) => (Some(keys), Typed::default()),
+            Err(typed) => (None, typed),
+        };
         #[cfg(unix)]
         let listens = keys.is_some();
         #[cfg(not(unix))]
@@ -53,6 +60,9 @@ impl Display {
             reasoning: session.reasoning,
             #[cfg(unix)]
             keys,
+            #[cfg(unix)]
+            stops: 0,
+            typed,
         }
     }
 
@@ -62,6 +72,10 @@ impl Display {
             How::Drawn(view) => {
                 #[cfg(unix)]
                 if let Some(keys) = &self.keys {
+                    if keys.stops() != self.stops {
+                        self.stops = keys.stops();
+                        view.begin_anew();
+                    }
                     let fold = self.reasoning.after(keys.presses()) == Reasoning::Hidden;
                     view.fold(fold, Size::now(), &mut out)?;
                 }
@@ -74,7 +88,7 @@ impl Display {
 
     /// Ends the turn, with a line of figures if it did not fail. Returns whether thoughts are shown from here on, and what
     /// was typed meanwhile.
-    pub fn end(mut self, turn: Option<&Turn>) -> Result<(Reasoning, String)> {
+    pub fn end(mut self, turn: Option<&Turn>) -> Result<(Reasoning, Typed)> {
         let mut out = std::io::stdout().lock();
         match &mut self.how {
             How::Drawn(view) => view.finish(Size::now(), &mut out)?,
@@ -98,7 +112,7 @@ impl Display {
             let reasoning = self.reasoning.after(keys.presses());
             return Ok((reasoning, keys.end()));
         }
-        Ok((self.reasoning, String::new()))
+        Ok((self.reasoning, self.typed))
     }
 }
 

@@ -2,7 +2,8 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context as _, Result};
 use rustyline::completion::{Completer, FilenameCompleter, Pair};
@@ -24,7 +25,10 @@ pub type Names = Box<dyn Fn() -> Vec<String>>;
 /// What came of asking for a message.
 pub enum Line {
     Message(String),
+    /// Ctrl-C on an empty line.
     Interrupted,
+    /// Ctrl-C on what was typed, which is dropped.
+    Cleared,
     End,
 }
 
@@ -32,8 +36,12 @@ pub struct LineEditor {
     editor: Editor<Completion, FileHistory>,
     history: Option<PathBuf>,
     /// What was typed when Ctrl-G was pressed.
-    handed_over: Arc<Mutex<Option<String>>>,
+    handed_over: Shared,
+    /// What is on the line.
+    draft: Shared,
 }
+
+type Shared = Arc<Mutex<Option<String>>>;
 
 impl LineEditor {
     /// `models` are the names after `/model`.
@@ -45,51 +53,93 @@ impl LineEditor {
             .bracketed_paste(true)
             .build();
         let mut editor = Editor::with_config(config).context("cannot use this terminal")?;
-        editor.set_helper(Some(Completion { files: FilenameCompleter::new(), models }));
-        let handed_over = Arc::new(Mutex::new(None));
+        let (handed_over, draft) = (Shared::default(), Shared::default());
+        editor.set_helper(Some(Completion { files: FilenameCompleter::new(), models, draft: draft.clone() }));
         let open_editor = Box::new(HandOver(handed_over.clone()));
         editor.bind_sequence(KeyEvent::ctrl('G'), EventHandler::Conditional(open_editor));
         let folder = state::folder().filter(|_| state::is_kept());
         let history = folder.filter(|folder| state::make_folder(folder).is_ok()).map(|folder| folder.join("history"));
-        if let Some(path) = &history {
-            // A missing or broken history is no reason not to chat.
-            let _ = editor.load_history(path);
+        if let Some(path) = &history
+            && let Err(error) = editor.load_history(path)
+        {
+            set_aside(path, &error);
         }
-        Ok(Self { editor, history, handed_over })
+        Ok(Self { editor, history, handed_over, draft })
     }
 
     /// Asks for a message; `typed` stands there already.
     pub fn read(&mut self, typed: &str) -> Result<Line> {
         let mut typed = typed.to_string();
         loop {
+            put(&self.draft, Some(typed.clone()));
             match self.editor.readline_with_initial(">>> ", (&typed, "")) {
-                Ok(line) => {
-                    if !line.trim().is_empty() {
-                        let _ = self.editor.add_history_entry(line.as_str());
-                        if let Some(path) = &self.history {
-                            let _ = self.editor.append_history(path);
-                        }
-                    }
-                    return Ok(Line::Message(joined(&line)));
-                }
-                Err(ReadlineError::Interrupted) => match self.take_handed_over() {
+                Ok(line) => return Ok(Line::Message(self.take(&line))),
+                Err(ReadlineError::Interrupted) => match take(&self.handed_over) {
                     Some(text) => {
                         typed = edited(&text).unwrap_or_else(|error| {
                             eprintln!("{}", super::style::printable(&format!("{error:#}")));
                             text
                         });
                     }
+                    None if take(&self.draft).is_some_and(|draft| !draft.is_empty()) => return Ok(Line::Cleared),
                     None => return Ok(Line::Interrupted),
                 },
                 Err(ReadlineError::Eof) => return Ok(Line::End),
+                Err(ReadlineError::Io(error)) if error.kind() == std::io::ErrorKind::InvalidData => {
+                    eprintln!("that was not UTF-8; the line is as it was before");
+                    drop_input();
+                    typed = take(&self.draft).unwrap_or_default();
+                }
                 Err(error) => return Err(error).context("cannot read from the terminal"),
             }
         }
     }
 
-    fn take_handed_over(&self) -> Option<String> {
-        // A poisoned lock still has its text.
-        self.handed_over.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take()
+    /// The message in a line, which is remembered.
+    pub fn take(&mut self, line: &str) -> String {
+        if !line.trim().is_empty() && line.len() <= LONGEST_REMEMBERED {
+            let _ = self.editor.add_history_entry(line);
+            if let Some(path) = &self.history {
+                // A full disk is no reason not to chat.
+                let _ = self.editor.append_history(path);
+            }
+        }
+        joined(line)
+    }
+}
+
+/// Whole documents are no use in a history of lines, and would be read at each start.
+const LONGEST_REMEMBERED: usize = 64 << 10;
+
+fn put(shared: &Shared, text: Option<String>) {
+    // A poisoned lock still has its text.
+    *shared.lock().unwrap_or_else(PoisonError::into_inner) = text;
+}
+
+fn take(shared: &Shared) -> Option<String> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
+/// A history that cannot be read would never be written again. A missing one is the first.
+fn set_aside(path: &Path, error: &ReadlineError) {
+    use std::io::ErrorKind;
+    if matches!(error, ReadlineError::Io(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied))
+    {
+        return;
+    }
+    let aside = path.with_extension("bad");
+    if std::fs::rename(path, &aside).is_ok() {
+        eprintln!("the history of what was typed is damaged: it is {} now, and begins anew", aside.display());
+    }
+}
+
+/// What came together with something unreadable is not to be taken for lines.
+fn drop_input() {
+    #[cfg(unix)]
+    {
+        use nix::sys::termios::{FlushArg, tcflush};
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        let _ = tcflush(std::os::fd::AsFd::as_fd(&std::io::stdin()), FlushArg::TCIFLUSH);
     }
 }
 
@@ -104,7 +154,7 @@ fn joined(line: &str) -> String {
 const QUOTES: &str = "\"\"\"";
 
 /// Whether more lines are to come.
-fn goes_on(line: &str) -> bool {
+pub fn goes_on(line: &str) -> bool {
     match line.trim().strip_prefix(QUOTES) {
         Some(text) => !text.ends_with(QUOTES),
         None => line.ends_with('\\'),
@@ -126,8 +176,11 @@ fn edited(text: &str) -> Result<String> {
 
 fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     std::io::Write::write_all(&mut state::make_file(path)?, text.as_bytes())?;
-    // As git does it: the variable may hold arguments too.
-    let status = Command::new("sh").arg("-c").arg(format!("{editor} \"$@\"")).arg(editor).arg(path).status();
+    // As git does it: the variable may hold arguments too. The shell around it is not ended by a Ctrl-C that is for the editor.
+    super::ELSEWHERE.store(true, Ordering::Relaxed);
+    let status =
+        Command::new("sh").arg("-c").arg(format!("trap : INT; {editor} \"$@\"")).arg(editor).arg(path).status();
+    super::ELSEWHERE.store(false, Ordering::Relaxed);
     let status = status.with_context(|| format!("cannot run {editor}"))?;
     anyhow::ensure!(status.success(), "{editor} failed ({status}); set EDITOR to another one");
     let edited = std::fs::read_to_string(path).context("what was edited is no text")?;
@@ -135,11 +188,11 @@ fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
 }
 
 /// Ends the line on Ctrl-G, keeping what was typed.
-struct HandOver(Arc<Mutex<Option<String>>>);
+struct HandOver(Shared);
 
 impl ConditionalEventHandler for HandOver {
     fn handle(&self, _: &Event, _: RepeatCount, _: bool, context: &EventContext) -> Option<Cmd> {
-        *self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(context.line().to_string());
+        put(&self.0, Some(context.line().to_string()));
         Some(Cmd::Interrupt)
     }
 }
@@ -148,6 +201,7 @@ impl ConditionalEventHandler for HandOver {
 struct Completion {
     files: FilenameCompleter,
     models: Names,
+    draft: Shared,
 }
 
 impl Completer for Completion {
@@ -183,6 +237,12 @@ impl Validator for Completion {
 
 impl Hinter for Completion {
     type Hint = String;
+
+    /// There are no hints, but this sees each change of the line.
+    fn hint(&self, line: &str, _: usize, _: &Context<'_>) -> Option<String> {
+        put(&self.draft, Some(line.to_string()));
+        None
+    }
 }
 
 impl Highlighter for Completion {}

@@ -1,7 +1,8 @@
 //! Conversations on disk, turn by turn: after a crash or a kill, `inferno play --resume` goes on where it ended.
 //!
 //! One file a conversation, one JSON object a line, only ever appended to and synced to the disk before the next message
-//! is asked for. A line that a crash cut off is the last one, and dropped.
+//! is asked for. A line that a crash cut off is the last one, and dropped. Where a write fails, what it left is taken back,
+//! and the next one that can be done writes everything.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -12,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
 use super::state;
-use crate::chat::Message;
+use crate::chat::{Message, Role};
 use crate::error::Error;
 
 /// Settings by the names of their flags, such as `temperature`; a flag that may be given again has several values.
@@ -54,6 +55,14 @@ pub struct Saved {
     pub model: String,
     pub settings: Settings,
     pub messages: Vec<Message>,
+    /// What could not be read, and so is missing at the end.
+    pub damage: Option<String>,
+}
+
+impl Saved {
+    fn has_a_question(&self) -> bool {
+        self.messages.iter().any(|message| message.role == Role::User)
+    }
 }
 
 /// The file of the conversation that goes on.
@@ -61,6 +70,27 @@ pub struct Journal {
     name: String,
     path: PathBuf,
     file: Lock,
+    /// How many bytes are whole lines.
+    length: u64,
+    /// A write failed: the file is behind the conversation.
+    behind: bool,
+}
+
+/// What of a conversation has changed.
+#[derive(Clone, Copy, Debug)]
+pub enum Change {
+    Model,
+    Settings,
+    /// A question and its answer came to it.
+    Turn,
+    Messages,
+}
+
+/// A conversation as it is.
+pub struct Now<'a> {
+    pub model: &'a str,
+    pub settings: &'a Settings,
+    pub messages: &'a [Message],
 }
 
 #[cfg(unix)]
@@ -79,9 +109,12 @@ impl Journal {
             let path = file_of(&folder, &name);
             match state::make_file(&path) {
                 Ok(file) => {
-                    let mut journal = Journal { name, file: lock(file, &path)?, path };
+                    let mut journal = Journal { name, file: lock(file, &path)?, path, length: 0, behind: false };
                     let (model, settings) = (model.to_string(), settings.clone());
-                    journal.write(&Record::Start { version: VERSION, model, settings })?;
+                    if let Err(error) = journal.write(&[Record::Start { version: VERSION, model, settings }]) {
+                        let _ = fs::remove_file(&journal.path);
+                        return Err(error);
+                    }
                     // The entry in the folder has to last as well.
                     let _ = File::open(&folder).and_then(|folder| folder.sync_all());
                     return Ok(Some(journal));
@@ -98,33 +131,36 @@ impl Journal {
         let (name, path) = find(name)?;
         let file = OpenOptions::new().read(true).append(true).open(&path);
         let file = lock(file.with_context(|| format!("cannot open {}", path.display()))?, &path)?;
-        let (saved, valid) = read(&path)?;
+        let (mut saved, length) = read(&path)?;
         tracing::info!(path = %path.display(), messages = saved.messages.len(), "conversation");
+        if let Some(damage) = &mut saved.damage {
+            // Somebody may still find something in it.
+            let aside = path.with_extension("damaged");
+            fs::copy(&path, &aside).with_context(|| format!("{damage}; cannot write {}", aside.display()))?;
+            damage.push_str(&format!(": what follows is lost here, but {} has all of it", aside.display()));
+        }
         // What a crash cut off goes, or the next line would be part of it.
-        file.set_len(valid as u64).with_context(|| format!("cannot write {}", path.display()))?;
-        Ok((Journal { name, path, file }, saved))
+        file.set_len(length).with_context(|| format!("cannot write {}", path.display()))?;
+        Ok((Journal { name, path, file, length, behind: false }, saved))
     }
 
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    pub fn model(&mut self, model: &str, settings: &Settings) -> Result<()> {
-        self.write(&Record::Model { model: model.to_string(), settings: settings.clone() })
-    }
-
-    pub fn settings(&mut self, settings: &Settings) -> Result<()> {
-        self.write(&Record::Settings { settings: settings.clone() })
-    }
-
-    /// A finished turn. On the disk when this returns.
-    pub fn turn(&mut self, messages: &[Message]) -> Result<()> {
-        self.write(&Record::Turn { messages: messages.to_vec() })
-    }
-
-    /// The conversation was changed otherwise: it is written whole.
-    pub fn messages(&mut self, messages: &[Message]) -> Result<()> {
-        self.write(&Record::Messages { messages: messages.to_vec() })
+    /// Writes what has changed; all that there is where an earlier write failed. On the disk when this returns.
+    pub fn write_change(&mut self, change: Change, now: &Now) -> Result<()> {
+        let model = || Record::Model { model: now.model.to_string(), settings: now.settings.clone() };
+        let messages = || Record::Messages { messages: now.messages.to_vec() };
+        if self.behind {
+            return self.write(&[model(), messages()]);
+        }
+        self.write(&[match change {
+            Change::Model => model(),
+            Change::Settings => Record::Settings { settings: now.settings.clone() },
+            Change::Turn => Record::Turn { messages: now.messages[now.messages.len().saturating_sub(2)..].to_vec() },
+            Change::Messages => messages(),
+        }])
     }
 
     /// Gives the conversation a name of its own.
@@ -145,12 +181,29 @@ impl Journal {
         Ok(())
     }
 
-    fn write(&mut self, record: &Record) -> Result<()> {
-        let mut line = serde_json::to_vec(record)?;
-        line.push(b'\n');
+    fn write(&mut self, records: &[Record]) -> Result<()> {
+        let mut lines = Vec::new();
+        for record in records {
+            serde_json::to_writer(&mut lines, record)?;
+            lines.push(b'\n');
+        }
+        let result = self.append(&lines);
+        self.behind = result.is_err();
+        result.with_context(|| format!("cannot write {}", self.path.display()))
+    }
+
+    fn append(&mut self, lines: &[u8]) -> io::Result<()> {
+        // Of a write that failed, a part may be there: the next one must not be glued to it.
+        if self.behind {
+            self.file.set_len(self.length)?;
+        }
         // One write: a reader sees the whole line, or a part that it knows to drop.
-        let written = self.file.write_all(&line).and_then(|()| self.file.sync_data());
-        written.with_context(|| format!("cannot write {}", self.path.display()))
+        if let Err(error) = self.file.write_all(lines).and_then(|()| self.file.sync_data()) {
+            let _ = self.file.set_len(self.length);
+            return Err(error);
+        }
+        self.length += lines.len() as u64;
+        Ok(())
     }
 }
 
@@ -191,7 +244,11 @@ fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
     let names = names();
     let name = match name.filter(|name| !name.is_empty()) {
         Some(name) => checked(name)?,
-        None => names.first().ok_or_else(|| missing("there is no conversation to resume".into()))?,
+        // One from which all was taken back is nothing to go on with.
+        None => names
+            .iter()
+            .find(|name| read(&file_of(&folder, name)).map_or(true, |(saved, _)| saved.has_a_question()))
+            .ok_or_else(|| missing("there is no conversation to resume".into()))?,
     };
     let path = file_of(&folder, name);
     if !path.exists() {
@@ -230,17 +287,23 @@ fn lock(file: File, _: &Path) -> Result<Lock> {
     Ok(file)
 }
 
-/// Replays a journal. Also returns how many of its bytes are whole lines.
-fn read(path: &Path) -> Result<(Saved, usize)> {
+/// Replays a journal, as far as it is whole. Also returns how many bytes that is.
+fn read(path: &Path) -> Result<(Saved, u64)> {
     let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let mut saved = Saved::default();
-    let mut valid = 0;
+    let mut length = 0;
     for (number, line) in bytes.split_inclusive(|byte| *byte == b'\n').enumerate() {
         if !line.ends_with(b"\n") {
             break;
         }
-        let damaged = || format!("{} is damaged in line {}", path.display(), number + 1);
-        match serde_json::from_slice(line).with_context(damaged)? {
+        let record = match serde_json::from_slice(line) {
+            Ok(record) => record,
+            Err(error) => {
+                saved.damage = Some(format!("{} is damaged in line {} ({error})", path.display(), number + 1));
+                break;
+            }
+        };
+        match record {
             Record::Start { version, .. } if version > VERSION => {
                 bail!("{} was written by a later inferno", path.display())
             }
@@ -251,10 +314,11 @@ fn read(path: &Path) -> Result<(Saved, usize)> {
             Record::Turn { messages } => saved.messages.extend(messages),
             Record::Messages { messages } => saved.messages = messages,
         }
-        valid += line.len();
+        length += line.len() as u64;
     }
     if saved.model.is_empty() {
-        bail!("{} does not say which model it was", path.display());
+        let why = saved.damage.unwrap_or_else(|| format!("{} is cut off at its start", path.display()));
+        bail!("{why}: it does not say which model it was");
     }
-    Ok((saved, valid))
+    Ok((saved, length))
 }

@@ -4,60 +4,80 @@
 use std::fs::File;
 use std::io::{IsTerminal, Read, stdin};
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::termios::{LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::termios::{InputFlags, LocalFlags, SetArg, SpecialCharacterIndices, Termios, tcgetattr, tcsetattr};
+use nix::unistd::Pid;
 
-/// The terminal as it was, while it is not so.
-static BEFORE: Mutex<Option<Termios>> = Mutex::new(None);
+use super::terminal;
+use super::typed::{Key, Typed};
 
-const CTRL_O: u8 = 0x0f;
+/// Often enough that the end of an answer is not held up.
+const TICK_MS: u8 = 20;
+/// So many ticks without a byte, and the end of what was begun will not come.
+const PATIENCE: usize = 25;
 
 /// Listens until dropped.
 pub struct Keys {
-    presses: Arc<AtomicUsize>,
-    end: Arc<AtomicBool>,
-    thread: Option<JoinHandle<Vec<u8>>>,
+    seen: Arc<Seen>,
+    before: Termios,
+    thread: Option<JoinHandle<Typed>>,
+}
+
+#[derive(Default)]
+struct Seen {
+    folds: AtomicUsize,
+    stops: AtomicUsize,
+    end: AtomicBool,
 }
 
 impl Keys {
-    /// None where no person types.
-    pub fn listen() -> Option<Keys> {
-        if !stdin().is_terminal() {
-            return None;
-        }
-        let input = File::from(stdin().as_fd().try_clone_to_owned().ok()?);
-        let before = tcgetattr(stdin().as_fd()).ok()?;
+    /// What is typed goes behind what was `typed` before. That comes back where no person types.
+    pub fn listen(typed: Typed) -> Result<Keys, Typed> {
+        let Some((input, before)) = prepare() else { return Err(typed) };
         let mut now = before.clone();
         now.local_flags.remove(LocalFlags::ICANON | LocalFlags::ECHO | LocalFlags::IEXTEN);
-        *BEFORE.lock().unwrap_or_else(PoisonError::into_inner) = Some(before);
-        tcsetattr(stdin().as_fd(), SetArg::TCSANOW, &now).ok()?;
-        let (presses, end) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+        now.input_flags.remove(InputFlags::ICRNL);
+        // Ctrl-Z comes as a key, so that the terminal can be put back before the program stops.
+        now.control_chars[SpecialCharacterIndices::VSUSP as usize] = nix::libc::_POSIX_VDISABLE;
+        if tcsetattr(stdin().as_fd(), SetArg::TCSANOW, &now).is_err() {
+            return Err(typed);
+        }
+        terminal::mark_pastes(true);
+        let seen = Arc::new(Seen::default());
         let thread = std::thread::spawn({
-            let (presses, end) = (presses.clone(), end.clone());
-            move || read(input, &presses, &end)
+            let (seen, before) = (seen.clone(), before.clone());
+            move || read(input, typed, &seen, &before, &now)
         });
-        Some(Keys { presses, end, thread: Some(thread) })
+        Ok(Keys { seen, before, thread: Some(thread) })
     }
 
     /// How often Ctrl-O was pressed.
     pub fn presses(&self) -> usize {
-        self.presses.load(Ordering::Relaxed)
+        self.seen.folds.load(Ordering::Relaxed)
     }
 
-    /// Ends listening. Returns what was typed meanwhile: the beginning of the next message.
-    pub fn end(mut self) -> String {
-        let typed = self.stop();
-        String::from_utf8_lossy(&typed).chars().filter(|c| *c == '\n' || !c.is_control()).collect()
+    /// How often the program was stopped, and others may have written to the terminal.
+    pub fn stops(&self) -> usize {
+        self.seen.stops.load(Ordering::Relaxed)
     }
 
-    fn stop(&mut self) -> Vec<u8> {
-        self.end.store(true, Ordering::Relaxed);
-        let typed = self.thread.take().and_then(|thread| thread.join().ok());
-        restore();
+    /// Ends listening. Returns what was typed so far.
+    pub fn end(mut self) -> Typed {
+        self.stop()
+    }
+
+    fn stop(&mut self) -> Typed {
+        self.seen.end.store(true, Ordering::Relaxed);
+        let Some(thread) = self.thread.take() else { return Typed::default() };
+        let typed = thread.join();
+        terminal::mark_pastes(false);
+        let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, &self.before);
         typed.unwrap_or_default()
     }
 }
@@ -68,31 +88,53 @@ impl Drop for Keys {
     }
 }
 
-/// Puts the terminal back: also for whoever ends the process at once.
-pub fn restore() {
-    if let Some(before) = BEFORE.lock().unwrap_or_else(PoisonError::into_inner).take() {
-        let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, &before);
+fn prepare() -> Option<(File, Termios)> {
+    if !stdin().is_terminal() {
+        return None;
     }
+    Some((File::from(stdin().as_fd().try_clone_to_owned().ok()?), tcgetattr(stdin().as_fd()).ok()?))
 }
 
-fn read(mut input: File, presses: &AtomicUsize, end: &AtomicBool) -> Vec<u8> {
-    let mut typed = Vec::new();
-    while !end.load(Ordering::Relaxed) {
+fn read(mut input: File, mut typed: Typed, seen: &Seen, before: &Termios, now: &Termios) -> Typed {
+    let mut quiet = 0;
+    // A paste that has begun is read to its end: the rest would be taken for lines that were typed.
+    while !seen.end.load(Ordering::Relaxed) || (typed.is_open() && quiet < PATIENCE) {
         let mut waiting = [PollFd::new(input.as_fd(), PollFlags::POLLIN)];
-        // Often enough that the end of an answer is not held up.
-        match poll(&mut waiting, PollTimeout::from(20u8)) {
-            Ok(0) | Err(nix::errno::Errno::EINTR) => continue,
-            Ok(_) => {}
+        match poll(&mut waiting, PollTimeout::from(TICK_MS)) {
+            Ok(0) | Err(nix::errno::Errno::EINTR) => {
+                typed.pause();
+                quiet += 1;
+                continue;
+            }
+            Ok(_) => quiet = 0,
             Err(_) => break,
         }
-        let mut bytes = [0; 256];
-        match input.read(&mut bytes) {
-            Ok(0) | Err(_) => break,
-            Ok(read) => {
-                presses.fetch_add(bytes[..read].iter().filter(|byte| **byte == CTRL_O).count(), Ordering::Relaxed);
-                typed.extend(bytes[..read].iter().filter(|byte| **byte != CTRL_O));
+        let mut bytes = [0; 4096];
+        let Ok(length @ 1..) = input.read(&mut bytes) else { break };
+        for byte in &bytes[..length] {
+            match typed.press(*byte) {
+                Some(Key::Fold) => {
+                    seen.folds.fetch_add(1, Ordering::Relaxed);
+                }
+                Some(Key::Suspend) => {
+                    suspend(before, now);
+                    seen.stops.fetch_add(1, Ordering::Relaxed);
+                }
+                None => {}
             }
         }
     }
+    typed.close();
     typed
+}
+
+/// Stops the program and whatever runs with it, until the shell lets it go on.
+fn suspend(before: &Termios, now: &Termios) {
+    terminal::mark_pastes(false);
+    let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, before);
+    let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
+    // Another thread may get the signal: by then, this one has stopped too.
+    std::thread::sleep(Duration::from_millis(50));
+    let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, now);
+    terminal::mark_pastes(true);
 }

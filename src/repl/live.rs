@@ -117,6 +117,11 @@ impl Live {
         out.flush()
     }
 
+    /// The cursor stands at the start of a row that is ours; nothing above it is.
+    pub fn forget(&mut self) {
+        self.shown.clear();
+    }
+
     /// Takes back the last of these finished lines, which fill a row each: they are open again, as far as they are in the
     /// window for sure. Returns how many.
     pub fn reopen(&mut self, lines: &[Line]) -> usize {

@@ -13,7 +13,10 @@ mod session;
 mod settings;
 mod state;
 pub mod style;
+#[cfg(unix)]
+mod terminal;
 mod thoughts;
+mod typed;
 pub mod view;
 
 use std::process::ExitCode;
@@ -28,7 +31,8 @@ use commands::Outcome;
 pub use display::Display;
 use editor::{Line, LineEditor};
 pub use overflow::Overflow;
-pub use session::{Keep, Loaded, Models, Reasoning, Session, Turn};
+pub use session::{Keep, Loaded, Models, Reasoning, Session, Turn, must_chat};
+use typed::Typed;
 
 /// Neither the model that was asked for nor the one before could be loaded: the chat cannot go on.
 #[derive(Debug, thiserror::Error)]
@@ -46,10 +50,12 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
     remark("/help shows the commands, Ctrl-C stops an answer, /exit leaves");
 
     let mut interrupted = false;
-    // What was typed while an answer came.
-    let mut typed = String::new();
+    let mut typed = Typed::default();
     loop {
-        cancel.store(false, Ordering::Relaxed);
+        if cancel.swap(false, Ordering::Relaxed) {
+            // Whoever stopped the answer has not seen it: what was typed behind it is not sent unasked.
+            typed.hold();
+        }
         let line = match next_message(&mut editor, &mut typed)? {
             Line::Message(line) => line,
             Line::Interrupted if interrupted => break,
@@ -58,8 +64,14 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
                 remark("Ctrl-C once more leaves");
                 continue;
             }
+            Line::Cleared => {
+                interrupted = false;
+                continue;
+            }
             Line::End => break,
         };
+        // What was pressed in $EDITOR was for that.
+        cancel.store(false, Ordering::Relaxed);
         interrupted = false;
         if line.trim().is_empty() {
             continue;
@@ -76,14 +88,24 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
             Outcome::NoCommand => show_turn(&mut session, Some(&line), &mut typed),
         };
         match done {
-            Ok(()) => interrupted = cancel.load(Ordering::Relaxed),
+            Ok(()) => {}
             Err(error) if error.is::<NoModel>() => return Err(error),
             Err(error) if matches!(error.downcast_ref(), Some(Error::ContextFull { .. })) => {
                 let context = session.engine().context();
-                eprintln!(
-                    "this would outgrow the context of {context} tokens: /clear starts anew, /set overflow drop-oldest \
-                     goes on without the oldest"
-                );
+                match session.fits_alone(&line) {
+                    true => eprintln!(
+                        "this would outgrow the context of {context} tokens: /clear starts anew, /set overflow drop-oldest \
+                         goes on without the oldest"
+                    ),
+                    false if session.attached.is_empty() => eprintln!(
+                        "this message alone is longer than the context of {context} tokens; the flag --context makes that \
+                         larger, as far as the model and the memory allow"
+                    ),
+                    false => eprintln!(
+                        "this message and what is attached are longer than the context of {context} tokens: /file none \
+                         drops what is attached"
+                    ),
+                }
             }
             Err(error) => eprintln!("error: {}", style::printable(&format!("{error:#}"))),
         }
@@ -95,28 +117,25 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
 }
 
 /// The next message: typed ahead, or asked for.
-fn next_message(editor: &mut LineEditor, typed: &mut String) -> Result<Line> {
-    let ahead = std::mem::take(typed);
-    match ahead.split_once('\n') {
-        Some((line, rest)) => {
-            eprintln!(">>> {line}");
-            *typed = rest.to_string();
-            Ok(Line::Message(line.to_string()))
+fn next_message(editor: &mut LineEditor, typed: &mut Typed) -> Result<Line> {
+    match typed.next_message() {
+        Some(line) => {
+            eprintln!(">>> {}", style::printable(&line));
+            Ok(Line::Message(editor.take(&line)))
         }
-        None => editor.read(&ahead),
+        None => editor.read(&typed.take_draft()),
     }
 }
 
 /// Streams one turn: thoughts dimmed, then the answer, then a line of figures. Without a message the last one is answered
 /// anew.
-fn show_turn(session: &mut Session, line: Option<&str>, typed: &mut String) -> Result<()> {
-    let mut display = Display::new(session);
+fn show_turn(session: &mut Session, line: Option<&str>, typed: &mut Typed) -> Result<()> {
+    let mut display = Display::new(session, std::mem::take(typed));
     let turn = match line {
         Some(line) => session.turn(line, &mut |delta| display.show(delta)),
         None => session.regenerate(&mut |delta| display.show(delta)),
     };
-    let (reasoning, ahead) = display.end(turn.as_ref().ok())?;
-    (session.reasoning, *typed) = (reasoning, ahead);
+    (session.reasoning, *typed) = display.end(turn.as_ref().ok())?;
     turn.map(|_| ())
 }
 
@@ -127,19 +146,28 @@ fn switch(session: &mut Session, name: &str) -> Result<()> {
 }
 
 /// A dim line for the person.
-fn remark(text: &str) {
+pub fn remark(text: &str) {
     eprintln!("{}", style::dim(&style::printable(text), style::stderr_colour()));
 }
+
+/// Another program has the terminal, and Ctrl-C is for that.
+static ELSEWHERE: AtomicBool = AtomicBool::new(false);
 
 /// Ctrl-C sets the flag that ends a generation; pressed again before that took effect, it ends the process.
 pub fn stop_on_ctrl_c(options: &GenerateOptions) -> Result<()> {
     let Some(cancel) = options.cancel.clone() else { return Ok(()) };
     ctrlc::set_handler(move || {
-        if cancel.swap(true, Ordering::Relaxed) {
+        if !ELSEWHERE.load(Ordering::Relaxed) && cancel.swap(true, Ordering::Relaxed) {
             #[cfg(unix)]
-            keys::restore();
+            terminal::restore();
             std::process::exit(130);
         }
     })
     .context("cannot listen for Ctrl-C")
+}
+
+/// To be called at the start, before there are threads: however a chat ends, the terminal is left as it was found.
+pub fn guard_terminal() {
+    #[cfg(unix)]
+    terminal::guard();
 }

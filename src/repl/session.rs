@@ -4,10 +4,12 @@ use std::rc::Rc;
 
 use anyhow::{Context, Result, bail};
 
-use super::journal::{Journal, Settings};
+use super::journal::{self, Change, Journal, Now, Saved, Settings};
 use super::overflow::{self, Overflow};
+use super::state;
+use super::style::{self, Colour};
 use crate::chat::{Channel, Delta, Message, RenderOptions, Role};
-use crate::engine::{Engine, FinishReason, GenerateOptions, SamplingParams, Summary};
+use crate::engine::{Engine, FinishReason, GenerateOptions, Language, SamplingParams, Summary};
 use crate::hub::Snapshot;
 
 /// Whether a person sees what the model thinks.
@@ -21,6 +23,8 @@ pub enum Reasoning {
 pub struct Loaded {
     pub engine: Engine,
     pub sampling: SamplingParams,
+    /// What the configuration has for it.
+    pub configured: Settings,
 }
 
 type Find = dyn Fn(&str) -> Result<Snapshot>;
@@ -46,8 +50,6 @@ pub struct Session {
     /// None only while [`Session::switch`] loads another one.
     engine: Option<Engine>,
     pub models: Rc<Models>,
-    /// The name by which the model was asked for.
-    name: String,
     pub snapshot: Snapshot,
     pub options: GenerateOptions,
     /// Its date stays what it was at the start: another one would make the whole conversation a new prompt.
@@ -65,8 +67,10 @@ pub struct Session {
     pub left_out: usize,
     /// Texts that go with the next message.
     pub attached: Vec<Attachment>,
-    /// What was asked for, by flags or `/set`.
+    /// What was asked for, by flags, the environment, a conversation that goes on, or `/set`.
     pub settings: Settings,
+    /// What the configuration has for this model, below that.
+    pub configured: Settings,
     pub keep: Keep,
 }
 
@@ -87,11 +91,10 @@ pub struct Turn {
 }
 
 impl Session {
-    pub fn new(name: String, snapshot: Snapshot, loaded: Loaded, render: RenderOptions, models: Models) -> Self {
+    pub fn new(snapshot: Snapshot, loaded: Loaded, render: RenderOptions, models: Models) -> Self {
         Self {
             engine: Some(loaded.engine),
             models: Rc::new(models),
-            name,
             snapshot,
             options: GenerateOptions::new(loaded.sampling),
             render,
@@ -104,12 +107,18 @@ impl Session {
             left_out: 0,
             attached: Vec::new(),
             settings: Settings::new(),
+            configured: loaded.configured,
             keep: Keep::No,
         }
     }
 
     pub fn engine(&self) -> &Engine {
         self.engine.as_ref().expect("switch puts an engine back, or ends the chat")
+    }
+
+    /// Whether answers are laid out: not where stdout is no terminal that can, and continued text is taken to the letter.
+    pub fn is_drawn(&self) -> bool {
+        style::stdout_colour() == Colour::On && !self.plain && !self.raw
     }
 
     /// Answers `text`, after what is attached; `show` sees each piece as it comes. The conversation grows only if this
@@ -164,7 +173,7 @@ impl Session {
             message.tool_calls = summary.tool_calls.clone();
             messages.push(message);
             self.messages = messages;
-            let kept = if grows { self.keep_turn() } else { self.keep_messages() };
+            let kept = self.keep(if grows { Change::Turn } else { Change::Messages });
             // A full disk costs the journal, not the answer.
             notes.extend(kept.err().map(|error| format!("not kept for --resume: {error:#}")));
         }
@@ -189,6 +198,14 @@ impl Session {
         Ok(sent)
     }
 
+    /// Whether a message would leave room for an answer if nothing had been said before.
+    pub fn fits_alone(&self, text: &str) -> bool {
+        let mut messages = overflow::seen(&self.messages, usize::MAX);
+        messages.push(Message::user(with_attached(&self.attached, text)));
+        let rendered = self.engine().language().render(&messages, &self.render);
+        self.raw || rendered.is_ok_and(|rendered| rendered.ids.len() < self.engine().context())
+    }
+
     fn last_question(&self) -> Option<usize> {
         self.messages.iter().rposition(|message| message.role == Role::User)
     }
@@ -201,35 +218,55 @@ impl Session {
         Ok(Some(text))
     }
 
-    /// Forgets the conversation, keeping the instructions.
-    pub fn clear(&mut self) -> Result<()> {
+    /// Forgets the conversation, keeping the instructions. Returns the name under which it is kept, if it is.
+    pub fn clear(&mut self) -> Result<Option<String>> {
         self.attached.clear();
         let kept = self.messages.iter().filter(|message| message.role == Role::System).cloned().collect();
-        self.replace(kept)
+        self.begin_anew(kept)
     }
 
-    /// Replaces the instructions; the conversation starts anew.
-    pub fn set_system(&mut self, text: &str) -> Result<()> {
-        self.replace(if text.is_empty() { Vec::new() } else { vec![Message::system(text)] })
+    /// Replaces the instructions; the conversation starts anew. Returns the name of the one before, if it is kept.
+    pub fn set_system(&mut self, text: &str) -> Result<Option<String>> {
+        self.begin_anew(if text.is_empty() { Vec::new() } else { vec![Message::system(text)] })
+    }
+
+    /// Replaces the instructions of a conversation that goes on.
+    pub fn instruct(&mut self, text: &str) -> Result<()> {
+        let spoken = self.messages.iter().filter(|message| message.role != Role::System).cloned();
+        let messages: Vec<Message> = [Message::system(text)].into_iter().chain(spoken).collect();
+        if messages == self.messages { Ok(()) } else { self.replace(messages) }
+    }
+
+    /// Another conversation, which must not be written over the one before.
+    fn begin_anew(&mut self, messages: Vec<Message>) -> Result<Option<String>> {
+        let before = match &self.keep {
+            Keep::In(journal) if self.last_question().is_some() => Some(journal.name().to_string()),
+            _ => None,
+        };
+        if before.is_some() {
+            self.keep = Keep::New;
+        }
+        self.replace(messages)?;
+        Ok(before)
     }
 
     fn replace(&mut self, messages: Vec<Message>) -> Result<()> {
         self.messages = messages;
         self.left_out = 0;
-        self.keep_messages()
+        self.keep(Change::Messages)
     }
 
     /// Goes on with another model, or with the old one if that fails.
     pub fn switch(&mut self, name: &str) -> Result<()> {
         let models = self.models.clone();
         let snapshot = (models.find)(name)?;
+        if !self.raw {
+            // Before the one that is here goes.
+            must_chat(&Language::load(&snapshot.path)?, &snapshot.name)?;
+        }
         // Both at once might not fit on the device.
         drop(self.engine.take());
-        let loaded = (models.load)(&snapshot).and_then(|loaded| match loaded.engine.language().chat {
-            None if !self.raw => bail!("{name} has no chat format, it only continues texts"),
-            _ => Ok(loaded),
-        });
-        let loaded = match loaded {
+        let loaded = match (models.load)(&snapshot) {
             Ok(loaded) => loaded,
             Err(error) => {
                 let old = (models.load)(&self.snapshot).with_context(|| {
@@ -243,64 +280,93 @@ impl Session {
                 return Err(error);
             }
         };
-        (self.name, self.snapshot) = (name.to_string(), snapshot);
+        self.snapshot = snapshot;
         self.engine = Some(loaded.engine);
+        self.left_out = 0;
+        // Another model has no such branch.
+        self.settings.remove("revision");
+        self.configured = loaded.configured;
         self.options.sampling = SamplingParams { seed: self.options.sampling.seed, ..loaded.sampling };
         super::settings::apply_all(self);
-        let name = self.model_name();
-        match &mut self.keep {
-            Keep::In(journal) => journal.model(&name, &self.settings),
-            _ => Ok(()),
-        }
+        self.keep(Change::Model)
     }
 
     /// What finds this model again, from any directory.
     pub fn model_name(&self) -> String {
-        let path = std::path::Path::new(&self.name);
+        let path = std::path::Path::new(&self.snapshot.name);
         let path = if path.exists() { std::fs::canonicalize(path).ok() } else { None };
-        path.map_or_else(|| self.name.clone(), |path| path.to_string_lossy().into_owned())
+        path.map_or_else(|| self.snapshot.name.clone(), |path| path.to_string_lossy().into_owned())
     }
 
-    /// Goes on with a conversation that was kept.
-    pub fn resume(&mut self, name: &str) -> Result<()> {
-        let (mut journal, saved) = Journal::open(Some(name))?;
-        self.messages = saved.messages;
-        let model = self.model_name();
-        if saved.model != model {
-            journal.model(&model, &self.settings)?;
-        } else if saved.settings != self.settings {
-            journal.settings(&self.settings)?;
+    /// Goes on with a conversation that was kept, its settings as they are here. Returns what the person should know.
+    /// Nothing has changed if it fails.
+    pub fn resume(&mut self, name: &str) -> Result<Option<String>> {
+        let (keep, saved) = reopened(name)?;
+        self.go_on(keep, saved)
+    }
+
+    /// The same with the conversation's own settings in place of these.
+    pub fn load(&mut self, name: &str) -> Result<Option<String>> {
+        let (keep, saved) = reopened(name)?;
+        let of_chat = |name: &String| super::settings::NAMES.contains(&name.as_str());
+        self.settings.retain(|name, _| !of_chat(name));
+        self.settings.extend(saved.settings.clone().into_iter().filter(|(name, _)| of_chat(name)));
+        let defaults = self.engine().defaults().clone();
+        self.options.sampling = SamplingParams { seed: self.options.sampling.seed, ..defaults };
+        let problems = super::settings::apply_all(self);
+        let damage = self.go_on(keep, saved)?;
+        let notes: Vec<String> = damage.into_iter().chain(problems).collect();
+        Ok((!notes.is_empty()).then(|| notes.join("\n")))
+    }
+
+    fn go_on(&mut self, keep: Keep, saved: Saved) -> Result<Option<String>> {
+        self.attached.clear();
+        (self.keep, self.messages, self.left_out) = (keep, saved.messages, 0);
+        if saved.model != self.model_name() {
+            self.keep(Change::Model)?;
+        } else if saved.settings != self.all_settings() {
+            self.keep(Change::Settings)?;
         }
-        self.keep = Keep::In(journal);
-        self.left_out = 0;
-        Ok(())
+        Ok(saved.damage)
     }
 
-    /// The settings have changed.
-    pub fn keep_settings(&mut self) -> Result<()> {
-        match &mut self.keep {
-            Keep::In(journal) => journal.settings(&self.settings),
-            _ => Ok(()),
-        }
+    /// All that differs from what it would be without being told.
+    pub fn all_settings(&self) -> Settings {
+        self.configured.clone().into_iter().chain(self.settings.clone()).collect()
     }
 
-    fn keep_turn(&mut self) -> Result<()> {
-        match &mut self.keep {
-            Keep::In(journal) => journal.turn(&self.messages[self.messages.len() - 2..]),
-            _ => self.keep_messages(),
-        }
-    }
-
-    fn keep_messages(&mut self) -> Result<()> {
+    /// Writes a change to where the conversation is kept.
+    pub fn keep(&mut self, change: Change) -> Result<()> {
+        let (model, settings) = (self.model_name(), self.all_settings());
+        let mut change = change;
         let answered = self.messages.iter().any(|message| message.role == Role::Assistant);
         if matches!(self.keep, Keep::New) && answered {
-            self.keep = Journal::create(&self.model_name(), &self.settings)?.map_or(Keep::No, Keep::In);
+            self.keep = Journal::create(&model, &settings)?.map_or(Keep::No, Keep::In);
+            change = Change::Messages;
         }
+        let now = Now { model: &model, settings: &settings, messages: &self.messages };
         match &mut self.keep {
-            Keep::In(journal) => journal.messages(&self.messages),
+            Keep::In(journal) => journal.write_change(change, &now),
             _ => Ok(()),
         }
     }
+}
+
+/// Fails for a model that only continues texts.
+pub fn must_chat(language: &Language, name: &str) -> Result<()> {
+    match language.chat {
+        Some(_) => Ok(()),
+        None => bail!("{name} has no chat format, it only continues texts: inferno play {name} --raw"),
+    }
+}
+
+/// A conversation, and where it is kept from here on: nowhere where nothing is to be kept.
+fn reopened(name: &str) -> Result<(Keep, Saved)> {
+    if !state::is_kept() {
+        return Ok((Keep::No, journal::peek(Some(name))?));
+    }
+    let (journal, saved) = Journal::open(Some(name))?;
+    Ok((Keep::In(journal), saved))
 }
 
 /// The message as the model gets it: files first, each in a fence longer than any in it.

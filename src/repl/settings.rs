@@ -2,7 +2,10 @@
 
 use std::str::FromStr;
 
+use super::journal::Change;
+use super::overflow::Overflow;
 use super::session::{Reasoning, Session};
+use crate::chat::ReasoningEffort;
 
 /// All names, in the order in which they are shown.
 pub const NAMES: [&str; 14] = [
@@ -29,13 +32,20 @@ pub fn set(session: &mut Session, name: &str, value: &str) -> Result<String, Str
         ("reasoning", "hide") => ("hide-reasoning", "true"),
         other => other,
     };
-    apply(session, name, value)?;
+    let value = match name {
+        // As flags take it.
+        "hide-reasoning" | "plain" => &switch(value)?.to_string(),
+        _ => value,
+    };
+    apply(session, name, &[value.to_string()])?;
     if value == "none" {
+        // The configuration may have a limit of its own.
         session.settings.remove(name);
+        session.configured.remove(name);
     } else {
         session.settings.insert(name.to_string(), vec![value.to_string()]);
     }
-    let kept = session.keep_settings().map_err(|error| format!("not kept for --resume: {error:#}"));
+    let kept = session.keep(Change::Settings).map_err(|error| format!("not kept for --resume: {error:#}"));
     let done = match (name, value) {
         ("hide-reasoning", "true") => "thoughts are hidden".to_string(),
         ("hide-reasoning", _) => "thoughts are shown".to_string(),
@@ -44,17 +54,34 @@ pub fn set(session: &mut Session, name: &str, value: &str) -> Result<String, Str
     kept.map(|()| done)
 }
 
-/// Puts what was asked for over the defaults of a model that was just loaded.
-pub fn apply_all(session: &mut Session) {
-    for (name, values) in session.settings.clone() {
-        if let [value] = values.as_slice() {
-            // Flags that are no settings of the chat, such as --device, are not known here.
-            let _ = apply(session, &name, value);
+/// Puts what was asked for over the defaults of a model that was just loaded, in place of what was set before. Returns
+/// what cannot be set.
+pub fn apply_all(session: &mut Session) -> Vec<String> {
+    session.options.max_tokens = None;
+    session.options.stop.clear();
+    session.render.reasoning_effort = ReasoningEffort::default();
+    (session.reasoning, session.plain, session.overflow) = (Reasoning::Shown, false, Overflow::Stop);
+    let mut problems = Vec::new();
+    for (name, values) in session.all_settings() {
+        // Flags that are no settings of the chat, such as --device, are not known here.
+        if NAMES.contains(&name.as_str())
+            && let Err(problem) = apply(session, &name, &values)
+        {
+            problems.push(format!("{name} stays {}: {problem}", value_of(session, &name)));
         }
     }
+    problems
 }
 
-fn apply(session: &mut Session, name: &str, value: &str) -> Result<(), String> {
+fn apply(session: &mut Session, name: &str, values: &[String]) -> Result<(), String> {
+    let value = match (name, values) {
+        ("stop", values) if values != ["none"] => {
+            session.options.stop = values.to_vec();
+            return Ok(());
+        }
+        (_, [value]) => value.as_str(),
+        _ => return Err("it takes one value".to_string()),
+    };
     let mut sampling = session.options.sampling.clone();
     match name {
         "temperature" => sampling.temperature = number(value)?,
@@ -65,8 +92,12 @@ fn apply(session: &mut Session, name: &str, value: &str) -> Result<(), String> {
         "frequency-penalty" => sampling.frequency_penalty = number(value)?,
         "presence-penalty" => sampling.presence_penalty = number(value)?,
         "seed" => sampling.seed = number(value)?,
-        "max-tokens" => session.options.max_tokens = if value == "none" { None } else { Some(number(value)?) },
-        "stop" => session.options.stop = if value == "none" { Vec::new() } else { vec![value.to_string()] },
+        "max-tokens" if value == "none" => session.options.max_tokens = None,
+        "max-tokens" => match number(value)? {
+            0 => return Err("max-tokens is 1 or more, or none".to_string()),
+            most => session.options.max_tokens = Some(most),
+        },
+        "stop" => session.options.stop.clear(),
         "reasoning" => {
             session.render.reasoning_effort =
                 value.parse().map_err(|_| "reasoning is low, medium, high, show or hide".to_string())?;

@@ -91,6 +91,11 @@ impl View {
         self.draw(size, out)
     }
 
+    /// Others have written to the screen: what is open is drawn below that.
+    pub fn begin_anew(&mut self) {
+        self.live.forget();
+    }
+
     /// The turn is over: everything is printed, and the cursor stands at the start of a line.
     pub fn finish(&mut self, size: Size, out: &mut dyn Write) -> io::Result<()> {
         self.end_section(size.text_columns());

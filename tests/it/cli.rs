@@ -8,6 +8,7 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use crate::screen::Screen;
 use crate::support::demo_dir;
 
 /// The program, with caches of its own and no network.
@@ -380,4 +381,52 @@ fn a_reader_that_leaves_early_is_no_failure() {
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert_eq!(text(&output.stderr), "");
+}
+
+#[test]
+fn a_base_model_is_refused_before_its_weights_are_read() {
+    let (_folder, model) = copy_of_demo();
+    // Harmony is known by its tokens.
+    let tokenizer = fs::read_to_string(model.join("tokenizer.json")).unwrap();
+    fs::write(model.join("tokenizer.json"), tokenizer.replace("<|channel|>", "<|canal|>")).unwrap();
+    let name = model.to_str().unwrap();
+    assert_fails(&ask(&model, &[]), 1, &["no chat format", &format!("inferno play {name} --raw")]);
+    let raw = run(&["play", name, "--device", "cpu", "--raw", "--prompt", "To", "--max-tokens", "1"]);
+    assert!(raw.status.success(), "{}", text(&raw.stderr));
+    // In a chat the model that is there stays.
+    let home = TempDir::new().unwrap();
+    let mut chat = Screen::chat(&home, &[]);
+    assert!(chat.say(&format!("/model {name}")).contains("no chat format"));
+    assert!(chat.say("My name is Ada").contains("tok/s"));
+    // And is told so whatever its weights are.
+    for entry in fs::read_dir(&model).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            let header = fs::read(&path).unwrap();
+            let length = u64::from_le_bytes(header[..8].try_into().unwrap()) as usize + 8;
+            let cleared = [&header[..length], &vec![0xff; header.len() - length]].concat();
+            fs::write(&path, cleared).unwrap();
+        }
+    }
+    assert_fails(&ask(&model, &[]), 1, &["no chat format"]);
+}
+
+#[test]
+fn flags_say_what_they_take() {
+    assert_fails(&ask(&demo_dir(), &["--temperature", "-3"]), 2, &["temperature"]);
+    let output = ask(&demo_dir(), &["--max-tokens", "0"]);
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+    // Every token was spent on thinking, or the context was too small for more.
+    let output = ask(&demo_dir(), &["--max-tokens", "8"]);
+    assert!(text(&output.stderr).contains("raise --max-tokens"), "{}", text(&output.stderr));
+    let tokens = run(&["play", demo_dir().to_str().unwrap(), "--device", "cpu", "--prompt", "How?", "--json"]);
+    let json: Value = serde_json::from_slice(&tokens.stdout).unwrap();
+    assert!(json.as_object().unwrap().contains_key("revision"), "{json}");
+    let context = (json["usage"]["prompt_tokens"].as_u64().unwrap() + 8).to_string();
+    let small = ["--device", "cpu", "--prompt", "How?", "--context", &context];
+    let output = run(&[&["play", demo_dir().to_str().unwrap()][..], &small].concat());
+    assert!(text(&output.stderr).contains("raise --context"), "{}", text(&output.stderr));
+    // The flags of the verb come first.
+    let help = text(&run(&["play", "--help"]).stdout);
+    assert!(help.find("--verbose") > help.find("--seed"), "{help}");
 }

@@ -4,10 +4,13 @@ use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
 use std::process::{Output, Stdio};
 
+use rexpect::session::PtySession;
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::cli::{assert_fails, inferno, run, text};
+use crate::support::demo_dir;
+use crate::terminal::{expect, play_with};
 
 const ASK: [&str; 5] = ["play", "demo", "--prompt", "How do I list my models?", "--json"];
 
@@ -53,10 +56,106 @@ fn mistakes_in_the_file_are_named() {
     fails("device = \"tpu\"\n", &["config.toml", "tpu", "--device"]);
     fails("seed = {}\n", &["'seed'"]);
     fails("seed = \n", &["config.toml"]);
+    fails("device = \"cpu\"\nseed = [1, 2]\n", &["config.toml", "'seed' takes one value"]);
+    fails("temperature = []\n", &["config.toml", "'temperature' takes one value"]);
+    let home = home_with("");
+    let path = home.path().join(".config/inferno/config.toml");
+    fs::write(&path, b"seed = \xff\n").unwrap();
+    assert_fails(&ask(&home, &[], &[]), 2, &["config.toml"]);
+    fs::remove_file(&path).unwrap();
+    fs::create_dir(&path).unwrap();
+    assert_fails(&ask(&home, &[], &[]), 2, &["config.toml"]);
     // No one who looks for help is kept from it.
     let output = inferno(&home_with("x = 1\n")).args(["play", "--help"]).output().unwrap();
     assert!(output.status.success());
     assert!(inferno(&home_with("x = 1\n")).arg("list").output().unwrap().status.success());
+}
+
+#[test]
+fn the_environment_is_named_where_it_is_wrong() {
+    let home = TempDir::new().unwrap();
+    let with = |name: &str, value: &str| ask(&home, &["--device", "cpu", "--max-tokens", "1"], &[(name, value)]);
+    for (name, value) in [
+        ("INFERNO_PLAIN", "0"),
+        ("INFERNO_PLAIN", "1"),
+        ("INFERNO_EAGER", "yes"),
+        ("INFERNO_HIDE_REASONING", "on"),
+        ("INFERNO_SEED", ""),
+        ("INFERNO_STOP", "zebra"),
+    ] {
+        json(&with(name, value));
+    }
+    assert_eq!(json(&with("INFERNO_SEED", "12"))["seed"], 12);
+    assert_fails(&with("INFERNO_TEMPERATURE", "abc"), 2, &["INFERNO_TEMPERATURE", "'abc'"]);
+    assert_fails(&with("INFERNO_PLAIN", "perhaps"), 2, &["INFERNO_PLAIN"]);
+    // What a flag says counts, whatever stands there.
+    json(&ask(&home, &["--device", "cpu", "--max-tokens", "1", "--seed", "3"], &[("INFERNO_SEED", "abc")]));
+}
+
+#[test]
+fn a_model_is_configured_by_its_whole_name() {
+    let commit = "0123456789abcdef0123456789abcdef01234567";
+    let home =
+        home_with("device = \"cpu\"\nmax-tokens = 9\n[models.\"a/little\"]\ntop-k = 7\n[models.demo]\ntop-k = 5\n");
+    let repository = home.path().join("models/models--a--little");
+    let snapshot = repository.join("snapshots").join(commit);
+    fs::create_dir_all(&snapshot).unwrap();
+    for entry in fs::read_dir(demo_dir()).unwrap() {
+        let entry = entry.unwrap();
+        fs::copy(entry.path(), snapshot.join(entry.file_name())).unwrap();
+    }
+    fs::create_dir_all(repository.join("refs")).unwrap();
+    fs::write(repository.join("refs/main"), commit).unwrap();
+
+    let top_k = |chat: &mut PtySession| {
+        chat.send_line("/set").unwrap();
+        expect(chat, "top-k ");
+        let value = expect(chat, "top-p");
+        expect(chat, ">>> ");
+        value.trim().to_string()
+    };
+    let mut chat = play_with(&home, &["little"], &[]);
+    expect(&mut chat, ">>> ");
+    assert_eq!(top_k(&mut chat), "7");
+    chat.send_line("/model demo").unwrap();
+    expect(&mut chat, "demo answers");
+    expect(&mut chat, ">>> ");
+    assert_eq!(top_k(&mut chat), "5");
+    // What the person says holds for every model.
+    chat.send_line("/set top-k 3").unwrap();
+    expect(&mut chat, ">>> ");
+    chat.send_line("/model littl").unwrap();
+    expect(&mut chat, "a/little answers");
+    expect(&mut chat, ">>> ");
+    assert_eq!(top_k(&mut chat), "3");
+    chat.send_line("My name is Ada").unwrap();
+    expect(&mut chat, "tok/s");
+    expect(&mut chat, ">>> ");
+    chat.send_line("/exit").unwrap();
+    chat.exp_eof().unwrap();
+    let folder = fs::read_dir(home.path().join(".local/state/inferno/conversations")).unwrap();
+    let journal = fs::read_to_string(folder.last().unwrap().unwrap().path()).unwrap();
+    assert!(journal.contains("\"model\":\"a/little\""), "{journal}");
+
+    let mut chat = play_with(&home, &["little@main"], &[]);
+    expect(&mut chat, ">>> ");
+    chat.send_line("My name is Ada").unwrap();
+    expect(&mut chat, "tok/s");
+    expect(&mut chat, ">>> ");
+    chat.send_line("/save branch").unwrap();
+    expect(&mut chat, "saved");
+    chat.send_line("/exit").unwrap();
+    chat.exp_eof().unwrap();
+    let journal = fs::read_to_string(home.path().join(".local/state/inferno/conversations/branch.jsonl")).unwrap();
+    assert!(journal.contains("\"revision\":[\"main\"]"), "{journal}");
+    let mut chat = play_with(&home, &["--resume", "branch"], &[]);
+    assert!(expect(&mut chat, ">>> ").contains("1 question"));
+
+    let mut chat = play_with(&home, &[], &[]);
+    expect(&mut chat, "which? [1-2] ");
+    chat.send_line("a/little").unwrap();
+    expect(&mut chat, ">>> ");
+    assert_eq!(top_k(&mut chat), "7");
 }
 
 #[test]

@@ -121,7 +121,7 @@ fn commands_do_what_their_help_says() {
     leave(chat);
 
     let journal = conversations(&home).join("talk.jsonl");
-    let kept = fs::read_to_string(&journal).unwrap();
+    let kept: String = journals(&home).iter().map(|path| fs::read_to_string(path).unwrap()).collect();
     assert!(kept.contains("notes.txt:\\n```\\nMy name is Ada\\n```\\n\\nWhat is in it?"), "{kept}");
     #[cfg(unix)]
     {
@@ -271,6 +271,6 @@ fn lines_are_completed_and_edited_elsewhere() {
     expect(&mut chat, "and /exit");
     chat.send_line("").unwrap();
     let answer = expect(&mut chat, ">>> ");
-    assert!(answer.contains("no command /and") || answer.contains("tok/s") || answer.contains("/help"), "{answer}");
+    assert!(answer.contains("no command /and /exit"), "{answer}");
     leave(chat);
 }

@@ -301,3 +301,14 @@ fn thoughts_fold_and_unfold() {
     let shown = draw(out, &mut terminal);
     assert_eq!(shown.trim_end(), "▸ thought: 16 words\n\nIo.");
 }
+
+#[test]
+fn a_table_too_wide_for_columns_becomes_lines() {
+    let table =
+        "| one | two | three | four | five |\n|---|---|---|---|---|\n| a | b | **c** | d | |\n| f | g | h | i | j |\n";
+    let narrow = Size { rows: 24, columns: 25 };
+    let shown = texts(&written(table, usize::MAX, narrow), narrow);
+    assert_eq!(shown.trim_end(), "one: a\ntwo: b\nthree: c\nfour: d\n\none: f\ntwo: g\nthree: h\nfour: i\nfive: j");
+    // With room for columns it is a table.
+    assert!(text(table).contains("─┼─"));
+}

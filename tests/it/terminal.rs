@@ -10,15 +10,20 @@ pub fn play(home: &TempDir, args: &[&str]) -> PtySession {
 }
 
 pub fn play_with(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) -> PtySession {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_inferno"));
+    let mut command = at_home(Command::new(env!("CARGO_BIN_EXE_inferno")), home);
+    command.envs(environment.iter().copied()).arg("play").args(args);
+    // Generous: a debug build on a busy machine.
+    spawn_command(command, Some(120_000)).unwrap()
+}
+
+/// A command in an environment of its own, with a terminal and no network.
+pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     for variable in ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "NO_COLOR"] {
         command.env_remove(variable);
     }
     command.env("HOME", home.path()).env("INFERNO_CACHE", home.path().join("models")).env("TERM", "xterm-256color");
-    command.env("HF_ENDPOINT", "http://127.0.0.1:1").envs(environment.iter().copied());
-    command.arg("play").args(args);
-    // Generous: a debug build on a busy machine.
-    spawn_command(command, Some(120_000)).unwrap()
+    command.env("HF_ENDPOINT", "http://127.0.0.1:1");
+    command
 }
 
 /// Waits for `text` and returns what came before it.

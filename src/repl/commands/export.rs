@@ -1,10 +1,10 @@
 //! `/export`: the conversation as a document, or for another program.
 
 use std::io::Write;
-use std::path::Path;
 
 use super::super::session::{Keep, Session};
 use super::super::state;
+use super::paths;
 use crate::chat::Role;
 
 pub fn run(text: &str, session: &Session) -> Result<String, String> {
@@ -23,9 +23,9 @@ pub fn run(text: &str, session: &Session) -> Result<String, String> {
     };
     let path = match path.trim() {
         "" => format!("{name}.{format}"),
-        path => path.replace("\\ ", " "),
+        path => paths::typed(path),
     };
-    let written = state::make_file(Path::new(&path)).and_then(|mut file| file.write_all(document.as_bytes()));
+    let written = state::make_file(&paths::expanded(&path)).and_then(|mut file| file.write_all(document.as_bytes()));
     written.map_err(|error| format!("{path}: {error}"))?;
     Ok(format!("written to {path}"))
 }
@@ -48,7 +48,7 @@ fn json(session: &Session) -> Result<String, String> {
     let object = serde_json::json!({
         "model": session.model_name(),
         "revision": session.snapshot.revision,
-        "settings": session.settings,
+        "settings": session.all_settings(),
         "messages": session.messages,
     });
     serde_json::to_string_pretty(&object).map(|text| text + "\n").map_err(|error| error.to_string())

@@ -4,10 +4,11 @@ use std::fs::File;
 use std::io::Read;
 
 use super::super::session::{Attachment, Session};
+use super::paths;
 use crate::tokenizer::Controls;
 
-/// More than any context holds.
-const LARGEST: u64 = 16 << 20;
+/// More bytes than this for each token of the context cannot fit: few texts come to more than five in the mean.
+const BYTES_PER_TOKEN: u64 = 16;
 
 pub fn attach(path: &str, session: &mut Session) -> Result<String, String> {
     match path {
@@ -22,9 +23,9 @@ pub fn attach(path: &str, session: &mut Session) -> Result<String, String> {
         }
         _ => {}
     }
-    // As Tab leaves it: spaces are escaped.
-    let path = path.trim_matches('"').replace("\\ ", " ");
-    let text = read(&path).map_err(|problem| format!("{path}: {problem}"))?;
+    let path = paths::typed(path);
+    let context = session.engine().context();
+    let text = read(&path, context).map_err(|problem| format!("{path}: {problem}"))?;
     let tokens = session.engine().tokenizer().encode(&text, Controls::Text).map(|ids| ids.len());
     let size = tokens.map_or_else(|_| format!("{} bytes", text.len()), |tokens| format!("{tokens} tokens"));
     session.attached.retain(|attached| attached.path != path);
@@ -32,21 +33,22 @@ pub fn attach(path: &str, session: &mut Session) -> Result<String, String> {
     Ok(format!("{path}, {size}, goes with the next message"))
 }
 
-fn read(path: &str) -> Result<String, String> {
-    let expanded = match (path.strip_prefix("~/"), std::env::home_dir()) {
-        (Some(rest), Some(home)) => home.join(rest),
-        _ => path.into(),
-    };
+/// A text that may fit the context. Whether it does is known only from its tokens, and to count those of a text that is too
+/// large by far takes minutes.
+fn read(path: &str, context: usize) -> Result<String, String> {
+    let expanded = paths::expanded(path);
     let metadata = std::fs::metadata(&expanded).map_err(|error| error.to_string())?;
     // A pipe or a device might never end.
     if !metadata.is_file() {
         return Err("this is no file".to_string());
     }
+    let largest = context as u64 * BYTES_PER_TOKEN;
     let mut bytes = Vec::new();
     let file = File::open(&expanded).map_err(|error| error.to_string())?;
-    file.take(LARGEST + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
-    if bytes.len() as u64 > LARGEST {
-        return Err("this is larger than any context".to_string());
+    file.take(largest + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
+    if bytes.len() as u64 > largest {
+        let size = metadata.len().max(bytes.len() as u64);
+        return Err(format!("{size} bytes do not fit the context of {context} tokens (--context makes it larger)"));
     }
     String::from_utf8(bytes).map_err(|_| "this is not UTF-8 text".to_string())
 }

@@ -49,9 +49,11 @@ pub fn stats(session: &Session) -> String {
 pub fn context(session: &Session) -> Result<String> {
     let engine = session.engine();
     let seen = overflow::seen(&session.messages, session.left_out);
-    let used = match session.raw || seen.is_empty() {
-        true => engine.cached_tokens(),
-        false => engine.language().render(&seen, &session.render)?.ids.len(),
+    let used = match (session.raw, seen.is_empty()) {
+        (true, _) => engine.cached_tokens(),
+        // What is still in the cache is no part of the conversation any more.
+        (false, true) => 0,
+        (false, false) => engine.language().render(&seen, &session.render)?.ids.len(),
     };
     let context = engine.context();
     let mut shown = vec![

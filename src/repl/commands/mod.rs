@@ -3,8 +3,9 @@
 mod export;
 mod file;
 mod info;
+mod paths;
 
-use super::journal;
+use super::journal::{self, Change};
 use super::session::{Keep, Session};
 use super::settings;
 
@@ -23,7 +24,7 @@ const COMMANDS: &[Command] = &[
         name: "clear",
         arguments: "",
         summary: "forget the conversation",
-        details: "The instructions of /system stay, and so do the settings.",
+        details: "The instructions of /system stay, and so do the settings. What was said is kept under its name, for /load.",
     },
     Command {
         name: "undo",
@@ -74,7 +75,7 @@ const COMMANDS: &[Command] = &[
         name: "load",
         arguments: "[NAME]",
         summary: "go on with another conversation, or show which there are",
-        details: "Its messages and settings come back; the model stays the one that is loaded.",
+        details: "Its messages and settings come back in place of these; the model stays the one that is loaded.",
     },
     Command {
         name: "export",
@@ -134,7 +135,7 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
     let done = match name {
         "/help" | "/?" => help(rest),
         "/exit" | "/quit" | "/bye" => return Outcome::Leave,
-        "/clear" => session.clear().map(|()| "the conversation is forgotten".to_string()).map_err(in_words),
+        "/clear" => session.clear().map(|before| left("the conversation is forgotten", before)).map_err(in_words),
         "/undo" => undo(session),
         "/regen" => return Outcome::Regenerate,
         "/system" => system(rest, session),
@@ -160,6 +161,11 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
 
 fn in_words(error: anyhow::Error) -> String {
     format!("{error:#}")
+}
+
+/// What became of the conversation before.
+fn left(done: &str, before: Option<String>) -> String {
+    before.map_or_else(|| done.to_string(), |name| format!("{done}; what was said before is kept as {name}"))
 }
 
 fn help(name: &str) -> Result<String, String> {
@@ -194,8 +200,8 @@ fn undo(session: &mut Session) -> Result<String, String> {
 
 fn system(text: &str, session: &mut Session) -> Result<String, String> {
     if !text.is_empty() {
-        session.set_system(text).map_err(in_words)?;
-        return Ok("new instructions; the conversation starts anew".to_string());
+        let before = session.set_system(text).map_err(in_words)?;
+        return Ok(left("new instructions; the conversation starts anew", before));
     }
     let current = session.messages.iter().find(|message| message.role == crate::chat::Role::System);
     Ok(current.map_or_else(|| "there are no instructions".to_string(), |message| message.content.clone()))
@@ -219,6 +225,10 @@ fn save(name: &str, session: &mut Session) -> Result<String, String> {
             _ => Err("/save NAME".to_string()),
         };
     }
+    if matches!(session.keep, Keep::New) {
+        // An earlier answer could not be kept: now it can, or the reason is told.
+        session.keep(Change::Messages).map_err(in_words)?;
+    }
     match &mut session.keep {
         Keep::In(journal) => {
             journal.rename(name).map_err(in_words)?;
@@ -237,13 +247,8 @@ fn load(name: &str, session: &mut Session) -> Result<String, String> {
     if matches!(&session.keep, Keep::In(journal) if journal.name() == name) {
         return Ok(format!("{name} is this conversation"));
     }
-    let saved = journal::peek(Some(name)).map_err(in_words)?;
-    let settings = saved.settings.into_iter().filter(|(name, _)| settings::NAMES.contains(&name.as_str()));
-    // It goes on with this model, which `resume` writes down.
-    session.settings.extend(settings);
-    session.resume(name).map_err(in_words)?;
-    settings::apply_all(session);
-    Ok(summary(session))
+    let note = session.load(name).map_err(in_words)?;
+    Ok(note.into_iter().chain([summary(session)]).collect::<Vec<_>>().join("\n"))
 }
 
 /// What there is to go on with.

@@ -11,6 +11,10 @@ const NARROWEST: usize = 4;
 
 /// Lays out rows of cells, the first of which is the header.
 pub fn layout(rows: &[Vec<Line>], alignments: &[Alignment], columns: usize) -> Vec<Line> {
+    let count = rows.iter().map(Vec::len).max().unwrap_or(0);
+    if NARROWEST * count + BETWEEN * count.saturating_sub(1) > columns {
+        return blocks(rows, columns);
+    }
     let widths = widths(rows, columns);
     let mut lines = Vec::new();
     for (number, row) in rows.iter().enumerate() {
@@ -32,6 +36,30 @@ pub fn layout(rows: &[Vec<Line>], alignments: &[Alignment], columns: usize) -> V
         if number == 0 {
             let dashes: Vec<String> = widths.iter().map(|&width| "─".repeat(width)).collect();
             lines.push(vec![Span::new(&dashes.join("─┼─"), Style::DIM)]);
+        }
+    }
+    lines
+}
+
+/// For a window that has no room for columns: each row as lines of `header: value`, with an empty line between rows.
+fn blocks(rows: &[Vec<Line>], columns: usize) -> Vec<Line> {
+    let Some((header, rows)) = rows.split_first() else { return Vec::new() };
+    // A header without rows is still something that was said.
+    if rows.is_empty() {
+        return header.iter().flat_map(|cell| wrap(cell, columns)).collect();
+    }
+    let mut lines = Vec::new();
+    for (number, row) in rows.iter().enumerate() {
+        if number > 0 {
+            lines.push(Line::new());
+        }
+        for (index, cell) in row.iter().enumerate().filter(|(_, cell)| !cell.is_empty()) {
+            let mut line = header.get(index).cloned().unwrap_or_default();
+            if !line.is_empty() {
+                line.push(Span::new(": ", Style::DIM));
+            }
+            line.extend(cell.iter().cloned());
+            lines.extend(wrap(&line, columns));
         }
     }
     lines

@@ -1,0 +1,175 @@
+//! What a person presses while the chat does something else, and signals: nothing is lost, and the terminal is left as it
+//! was found.
+
+use std::fs;
+use std::time::Duration;
+
+use nix::sys::signal::kill;
+use nix::sys::wait::WaitStatus;
+use nix::unistd::Pid;
+use rexpect::process::Signal;
+use tempfile::TempDir;
+
+use crate::screen::{DEMO, Screen};
+
+const CTRL_C: &[u8] = b"\x03";
+const QUESTION: &[u8] = b"How do I download a model?\r";
+const ENDLESS: [&str; 3] = ["--ignore-eos", "--max-tokens", "2000"];
+
+/// A chat with an answer under way that takes its time.
+fn streaming(home: &TempDir) -> Screen {
+    let mut chat = Screen::chat(home, &ENDLESS);
+    stream(&mut chat);
+    chat
+}
+
+fn stream(chat: &mut Screen) {
+    chat.settle();
+    chat.send(QUESTION);
+    chat.wait("\x1b[2m");
+}
+
+#[test]
+fn signals_leave_the_terminal_as_it_was_found() {
+    let home = TempDir::new().unwrap();
+    // The shell outlives its program: what that leaves behind is not tidied up by the end of the session.
+    let shell = "ulimit -c 0; trap : TERM HUP QUIT; \"$@\"; echo ended with $?; read line";
+    for (signal, in_mid_stream) in
+        [(Signal::SIGTERM, true), (Signal::SIGTERM, false), (Signal::SIGHUP, true), (Signal::SIGQUIT, false)]
+    {
+        let mut chat = Screen::of(&home, shell, &[&DEMO[..], &ENDLESS].concat(), &[]);
+        chat.wait(">>> ");
+        chat.settle();
+        if in_mid_stream {
+            stream(&mut chat);
+        }
+        assert!(!chat.is_sane());
+        kill(Pid::from_raw(-chat.pid().as_raw()), signal).unwrap();
+        chat.wait(&format!("ended with {}", 128 + signal as i32));
+        assert!(chat.is_sane(), "{signal}, {in_mid_stream}");
+        let written = String::from_utf8_lossy(&chat.written).into_owned();
+        assert!(written.rfind("\x1b[?2004l") > written.rfind("\x1b[?2004h"), "pastes are not marked any more");
+    }
+}
+
+#[test]
+fn ctrl_z_stops_the_chat_and_fg_goes_on() {
+    let home = TempDir::new().unwrap();
+    let program = env!("CARGO_BIN_EXE_inferno");
+    let mut shell =
+        Screen::of(&home, "exec bash --norc --noprofile --noediting -i", &[], &[("PS1", "shell: "), ("P", program)]);
+    shell.wait("shell: ");
+    shell.send(format!("$P {} --ignore-eos --max-tokens 300\r", DEMO.join(" ")).as_bytes());
+    shell.wait(">>> ");
+    shell.settle();
+    shell.send(QUESTION);
+    shell.wait("\x1b[2m");
+    shell.send(b"\x1a");
+    shell.wait("Stopped");
+    shell.wait("shell: ");
+    assert!(shell.is_sane());
+    shell.send(b"fg\r");
+    shell.wait("\x1b[?2004h");
+    assert!(!shell.is_sane());
+    shell.wait("tok/s");
+    shell.wait(">>> ");
+    shell.settle();
+    shell.send(b"\x1a");
+    shell.wait("shell: ");
+    assert!(shell.is_sane());
+    shell.send(b"fg\r");
+    shell.settle();
+    assert!(shell.say("/stats").contains("harmony"));
+}
+
+#[test]
+fn ctrl_c_is_for_one_thing_at_a_time() {
+    let home = TempDir::new().unwrap();
+    let mut chat = streaming(&home);
+    // The message behind an answer that was stopped waits for the person.
+    chat.send(b"/clear\r");
+    chat.settle_briefly();
+    chat.send(CTRL_C);
+    chat.wait("stopped");
+    chat.settle();
+    assert_eq!(chat.rows().last().unwrap(), ">>> /clear");
+    // With a draft it clears the line, and the one before stopped an answer.
+    chat.send(CTRL_C);
+    chat.settle();
+    assert_eq!(chat.rows().last().unwrap(), ">>>");
+    chat.send(b"draft");
+    chat.settle();
+    chat.send(CTRL_C);
+    chat.settle();
+    assert!(!chat.rows().join("\n").contains("once more"), "{:?}", chat.rows());
+    chat.send(CTRL_C);
+    chat.wait("once more");
+    chat.settle();
+    chat.send(CTRL_C);
+    assert_eq!(chat.end(), WaitStatus::Exited(chat.pid(), 0));
+    assert!(chat.is_sane());
+}
+
+#[test]
+fn what_is_typed_ahead_is_kept_in_order_and_pastes_are_one_message() {
+    let home = TempDir::new().unwrap();
+    let mut chat = Screen::chat(&home, &["--ignore-eos", "--max-tokens", "150"]);
+    stream(&mut chat);
+    chat.send(b"/set top-k 5\r/set top-k 6\r/set top-x\x7fk\x1b[D\x1bOC 7\r");
+    chat.send(b"\x1b[200~one\r/exit\r\"two\"\x1b[201~");
+    let mut order = String::new();
+    for _ in 0..3 {
+        order.push_str(&chat.wait("top-k is "));
+        order.push_str(&chat.wait("\n"));
+    }
+    let digits: String = order.lines().filter_map(|line| line.chars().next().filter(char::is_ascii_digit)).collect();
+    assert!(digits.ends_with("567"), "{order}");
+    chat.settle();
+    let rows = chat.rows();
+    assert_eq!(rows[rows.len() - 3..], [">>> one", "/exit", "\"two\""]);
+    chat.send(b"\r");
+    chat.wait("tok/s");
+    chat.wait(">>> ");
+    chat.send(b"/exit\r");
+    assert_eq!(chat.end(), WaitStatus::Exited(chat.pid(), 0));
+    let history = fs::read_to_string(home.path().join(".local/state/inferno/history")).unwrap();
+    assert!(history.contains("/set top-k 7") && history.contains("one\\n/exit"), "{history}");
+}
+
+#[test]
+fn bytes_that_are_no_text_cost_nothing() {
+    let home = TempDir::new().unwrap();
+    let mut chat = Screen::chat(&home, &[]);
+    chat.settle();
+    // The byte after it shows that it begins no character.
+    chat.send(b"/st\xe9 ");
+    chat.wait("not UTF-8");
+    chat.settle();
+    assert_eq!(chat.rows().last().unwrap(), ">>> /st");
+    assert!(chat.say("ats").contains("harmony"));
+}
+
+#[test]
+fn ctrl_c_in_an_editor_is_for_the_editor() {
+    let home = TempDir::new().unwrap();
+    let editor = home.path().join("editor.sh");
+    let script = "trap : INT; echo editor is ready; while ! read line; do :; done; echo What is a token? > \"$1\"\n";
+    fs::write(&editor, script).unwrap();
+    let command = format!("sh {}", editor.display());
+    let mut chat = Screen::new(&home, &DEMO, &[("EDITOR", &command), ("VISUAL", "")]);
+    chat.wait(">>> ");
+    chat.settle();
+    chat.send(b"draft\x07");
+    chat.wait("editor is ready");
+    for _ in 0..3 {
+        chat.send(CTRL_C);
+        std::thread::sleep(Duration::from_millis(300));
+    }
+    chat.send(b"\r");
+    chat.wait("What is a token?");
+    chat.settle();
+    chat.send(b"\r");
+    let answer = chat.wait("tok/s");
+    let stats = chat.wait("\n");
+    assert!(!answer.contains("stopped") && !stats.contains("stopped"), "{answer}{stats}");
+}

@@ -1,0 +1,288 @@
+//! What of a conversation is on the disk after all that can happen to it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use rexpect::process::Signal;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::screen::{DEMO, Screen};
+
+fn folder(home: &TempDir) -> PathBuf {
+    home.path().join(".local/state/inferno")
+}
+
+fn journal(home: &TempDir) -> PathBuf {
+    let mut all: Vec<PathBuf> = fs::read_dir(folder(home).join("conversations"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "jsonl"))
+        .collect();
+    assert_eq!(all.len(), 1, "{all:?}");
+    all.remove(0)
+}
+
+fn resume(home: &TempDir, more: &[&str]) -> (Screen, String) {
+    let mut chat = Screen::new(home, &[&["play", "--resume"], more].concat(), &[]);
+    let banner = chat.wait(">>> ");
+    (chat, banner)
+}
+
+fn leave(mut chat: Screen) {
+    chat.settle();
+    chat.send(b"/exit\r");
+    chat.end();
+}
+
+/// A conversation of these questions, left in peace.
+fn conversation(home: &TempDir, args: &[&str], questions: &[&str]) {
+    let mut chat = Screen::chat(home, args);
+    for question in questions {
+        assert!(chat.say(question).contains("tok/s"));
+    }
+    leave(chat);
+}
+
+/// The questions, in order.
+fn questions(path: &Path) -> Vec<String> {
+    let mut questions = Vec::new();
+    for line in fs::read_to_string(path).unwrap().lines() {
+        let record: Value = serde_json::from_str(line).unwrap();
+        if record["record"] == "messages" {
+            questions.clear();
+        }
+        let messages = record["messages"].as_array().cloned().unwrap_or_default();
+        let users = messages.into_iter().filter(|message| message["role"] == "user");
+        questions.extend(users.map(|message| message["content"].as_str().unwrap().to_string()));
+    }
+    questions
+}
+
+#[test]
+fn settings_of_every_kind_come_back() {
+    let home = TempDir::new().unwrap();
+    let mut chat = Screen::chat(&home, &["--stop", "zebra", "--stop", "yak"]);
+    chat.say("/set plain on");
+    chat.say("/set hide-reasoning on");
+    assert!(chat.say("/set max-tokens 0").contains("1 or more"));
+    assert!(chat.say("My name is Ada").contains("tok/s"));
+    leave(chat);
+    let shown = |chat: &mut Screen| {
+        let settings = chat.say("/set");
+        let on = |name: &str| settings.lines().any(|line| line.starts_with(name) && line.trim_end().ends_with(" on"));
+        assert!(settings.contains("\"zebra\", \"yak\""), "{settings}");
+        (on("plain"), on("hide-reasoning"))
+    };
+    let (mut chat, banner) = resume(&home, &[]);
+    assert!(banner.contains("1 question"), "{banner}");
+    assert_eq!(shown(&mut chat), (true, true));
+    // A model that is loaded anew changes none of them.
+    assert!(chat.say("/model demo").contains("from here on"));
+    assert_eq!(shown(&mut chat), (true, true));
+    leave(chat);
+
+    // What makes no sense is left out, and the rest is not.
+    let path = journal(&home);
+    let text = fs::read_to_string(&path).unwrap();
+    fs::write(&path, text.replace("\"plain\":[\"true\"]", "\"plain\":[\"maybe\"],\"colour\":[\"red\"]")).unwrap();
+    let (mut chat, banner) = resume(&home, &[]);
+    assert!(banner.contains("left out") && banner.contains("maybe") && banner.contains("'colour'"), "{banner}");
+    assert!(!banner.contains("config.toml"), "{banner}");
+    assert_eq!(shown(&mut chat), (false, true));
+    leave(chat);
+}
+
+#[test]
+fn what_a_full_disk_refused_is_written_later() {
+    let home = TempDir::new().unwrap();
+    conversation(&home, &[], &["My name is Ada"]);
+    let path = journal(&home);
+    let (mut chat, _) = resume(&home, &[]);
+    chat.settle();
+    let pid = chat.pid().to_string();
+    let limit = |size: &str| {
+        let status = Command::new("prlimit").args(["--pid", &pid, &format!("--fsize={size}")]).status();
+        assert!(status.unwrap().success());
+    };
+    let before = fs::read(&path).unwrap();
+    // Room for a part of the next turn.
+    limit(&format!("{}:", before.len() + 60));
+    let second = "How do I list my models?";
+    assert!(chat.say(second).contains("not kept for --resume"));
+    assert_eq!(fs::read(&path).unwrap(), before, "no part of it stays");
+    limit("unlimited:");
+    let third = chat.say("What is my name?");
+    assert!(third.contains("tok/s") && !third.contains("not kept"), "{third}");
+    leave(chat);
+    assert_eq!(questions(&path), ["My name is Ada", second, "What is my name?"].map(str::to_string));
+    let (chat, banner) = resume(&home, &[]);
+    assert!(banner.contains("3 questions"), "{banner}");
+    leave(chat);
+}
+
+#[test]
+fn damage_costs_what_follows_it_and_no_more() {
+    let home = TempDir::new().unwrap();
+    conversation(&home, &[], &["My name is Ada", "How do I list my models?", "What is a token?"]);
+    let path = journal(&home);
+    let whole = fs::read_to_string(&path).unwrap();
+    fs::write(&path, whole.replacen("How do I list", "How do\" I list", 1)).unwrap();
+    let damaged = fs::read(&path).unwrap();
+    let (mut chat, banner) = resume(&home, &[]);
+    assert!(banner.contains("is damaged in line") && banner.contains("1 question"), "{banner}");
+    assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "nothing is thrown away");
+    assert!(chat.say("What is my name?").contains("Ada"));
+    leave(chat);
+    let (chat, banner) = resume(&home, &[]);
+    assert!(banner.contains("2 questions") && !banner.contains("damaged"), "{banner}");
+    leave(chat);
+}
+
+#[test]
+fn kills_in_mid_stream_cost_the_turn_that_streamed() {
+    let home = TempDir::new().unwrap();
+    conversation(&home, &[], &["My name is Ada"]);
+    for round in 1..=3 {
+        let (mut chat, banner) = resume(&home, &["--ignore-eos", "--max-tokens", "60"]);
+        assert!(banner.contains(&format!("{round} question")), "{round}: {banner}");
+        assert!(chat.say(&format!("What is {round}?")).contains("tok/s"));
+        chat.settle();
+        chat.send(b"How do I download a model?\r");
+        chat.wait("\x1b[2m");
+        chat.signal(Signal::SIGKILL);
+        chat.end();
+    }
+    let expected = ["My name is Ada", "What is 1?", "What is 2?", "What is 3?"].map(str::to_string);
+    assert_eq!(questions(&journal(&home)), expected);
+}
+
+#[test]
+fn clear_leaves_what_was_said_and_load_brings_all_of_it_back() {
+    let home = TempDir::new().unwrap();
+    let notes = home.path().join("my notes.txt");
+    fs::write(&notes, "notes").unwrap();
+    let mut chat = Screen::chat(&home, &["--stop", "zebra", "--stop", "yak"]);
+    chat.say("/set top-k 3");
+    chat.say("My name is Ada");
+    assert!(chat.say("/save ada").contains("saved"));
+    assert!(chat.say("/clear").contains("kept as ada"));
+    assert!(chat.say("/context").contains("used          0 of"));
+    chat.say("/set top-k 9");
+    chat.say("/set stop none");
+    chat.say("/set max-tokens 50");
+    assert!(chat.say(&format!("/file '{}'", notes.display())).contains("goes with the next"));
+    // One that is not there changes nothing.
+    assert!(chat.say("/load nobody").contains("no conversation 'nobody'"));
+    assert!(chat.say("/set top-k 8").contains("top-k is 8"));
+    let loaded = chat.say("/load ada");
+    assert!(loaded.contains("1 question") && loaded.contains("My name is Ada"), "{loaded}");
+    let settings = chat.say("/set");
+    for line in ["top-k               3", "max-tokens          none", "\"zebra\", \"yak\""] {
+        assert!(settings.contains(line), "{line} in {settings}");
+    }
+    assert!(chat.say("/file").contains("nothing is attached"));
+    assert!(chat.say("What is my name?").contains("Ada"));
+    assert!(chat.say("/system Be brief.").contains("kept as ada"));
+    leave(chat);
+    let ada = folder(&home).join("conversations/ada.jsonl");
+    assert_eq!(questions(&ada), ["My name is Ada", "What is my name?"].map(str::to_string));
+}
+
+#[test]
+fn nothing_is_offered_that_nobody_asked() {
+    let home = TempDir::new().unwrap();
+    conversation(&home, &[], &["My name is Ada"]);
+    let mut chat = Screen::chat(&home, &[]);
+    chat.say("How do I list my models?");
+    assert!(chat.say("/undo").contains("taken back"));
+    leave(chat);
+    let (chat, banner) = resume(&home, &[]);
+    assert!(banner.contains("My name is Ada"), "{banner}");
+    leave(chat);
+}
+
+#[test]
+fn resume_takes_instructions_and_writes_nothing_where_nothing_is_kept() {
+    let home = TempDir::new().unwrap();
+    conversation(&home, &["--system", "Be kind."], &["My name is Ada"]);
+    let path = journal(&home);
+    let before = fs::read(&path).unwrap();
+    let mut chat = Screen::new(&home, &["play", "--resume"], &[("INFERNO_NOHISTORY", "1")]);
+    assert!(chat.wait(">>> ").contains("1 question"));
+    assert!(chat.say("What is my name?").contains("Ada"));
+    leave(chat);
+    assert_eq!(fs::read(&path).unwrap(), before);
+
+    let (mut chat, banner) = resume(&home, &["--system", "Be brief."]);
+    assert!(banner.contains("1 question"), "{banner}");
+    assert!(chat.say("/system").contains("Be brief."));
+    assert!(chat.say("What is my name?").contains("Ada"));
+    leave(chat);
+    let (mut chat, _) = resume(&home, &[]);
+    assert!(chat.say("/system").contains("Be brief."));
+    leave(chat);
+}
+
+#[test]
+fn regen_answers_otherwise_and_the_journal_has_the_last_answer() {
+    let home = TempDir::new().unwrap();
+    let mut chat =
+        Screen::new(&home, &["play", "demo", "--device", "cpu", "--temperature", "1.5", "--max-tokens", "60"], &[]);
+    chat.wait(">>> ");
+    chat.say("Tell me about models");
+    let answer = |chat: &mut Screen, number: usize| -> Value {
+        let path = home.path().join(format!("{number}.json"));
+        assert!(chat.say(&format!("/export json ~/{number}.json")).contains("written"));
+        let json: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+        assert_eq!(json["messages"].as_array().unwrap().len(), 2, "{json}");
+        json["messages"][1].clone()
+    };
+    let first = answer(&mut chat, 0);
+    let mut last = first.clone();
+    for number in 1..6 {
+        assert!(chat.say("/regen").contains("tok/s"));
+        last = answer(&mut chat, number);
+        if last != first {
+            break;
+        }
+    }
+    assert_ne!(last, first);
+    leave(chat);
+    let (mut chat, banner) = resume(&home, &[]);
+    assert!(banner.contains("1 question,"), "{banner}");
+    assert_eq!(answer(&mut chat, 9), last);
+    leave(chat);
+}
+
+#[test]
+fn a_state_folder_that_cannot_be_used_costs_no_answer() {
+    let home = TempDir::new().unwrap();
+    fs::create_dir_all(home.path().join(".local/state")).unwrap();
+    // Not only a folder that is read-only: that would stop everyone but root.
+    fs::write(folder(&home), "in the way").unwrap();
+    let mut chat = Screen::chat(&home, &[]);
+    let answer = chat.say("My name is Ada");
+    assert!(answer.contains("tok/s") && answer.contains("not kept for --resume: cannot make"), "{answer}");
+    assert!(chat.say("/save ada").contains("cannot make"));
+    assert!(chat.say("What is my name?").contains("Ada"));
+    leave(chat);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_damaged_history_is_set_aside() {
+    let home = TempDir::new().unwrap();
+    fs::create_dir_all(folder(&home)).unwrap();
+    let history = folder(&home).join("history");
+    fs::write(&history, b"#V2\nold\n\xff\xfe\n").unwrap();
+    let mut chat = Screen::new(&home, &DEMO, &[]);
+    assert!(chat.wait(">>> ").contains("is damaged"));
+    chat.say("/stats");
+    leave(chat);
+    assert!(fs::read_to_string(&history).unwrap().contains("/stats"));
+    let mode = std::os::unix::fs::PermissionsExt::mode(&fs::metadata(&history).unwrap().permissions());
+    assert_eq!(mode & 0o777, 0o600);
+    assert!(fs::read(history.with_extension("bad")).unwrap().ends_with(b"\xff\xfe\n"));
+}

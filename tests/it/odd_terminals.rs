@@ -1,0 +1,223 @@
+//! Terminals that are resized, dumb, or of another time; and people who paste a book into them.
+
+use std::fs;
+use std::process::{Command, Stdio};
+
+use nix::sys::wait::WaitStatus;
+use tempfile::TempDir;
+
+use crate::cli::{inferno, text};
+use crate::screen::{DEMO, Screen};
+
+const QUESTION: &str = "How do I download a model?";
+
+/// The words on the screen and above it, without figures that differ each time.
+fn words(chat: &mut Screen) -> Vec<String> {
+    let rows = chat.all_rows();
+    let told = rows.iter().skip_while(|row| !row.contains(QUESTION)).take_while(|row| !row.contains("tok/s"));
+    told.flat_map(|row| row.split_whitespace()).map(str::to_string).collect()
+}
+
+fn asked(chat: &mut Screen) {
+    chat.settle();
+    chat.send(QUESTION.as_bytes());
+    chat.send(b"\r");
+}
+
+fn ended(chat: &mut Screen) -> Vec<String> {
+    chat.wait("tok/s");
+    chat.wait(">>> ");
+    chat.settle();
+    words(chat)
+}
+
+const LONG: [&str; 3] = ["--ignore-eos", "--max-tokens", "250"];
+
+fn undisturbed(home: &TempDir) -> Vec<String> {
+    let mut chat = Screen::chat(home, &LONG);
+    asked(&mut chat);
+    ended(&mut chat)
+}
+
+#[test]
+fn thoughts_that_are_folded_and_unfolded_look_as_if_they_never_were() {
+    let home = TempDir::new().unwrap();
+    let plain = undisturbed(&home);
+    let answer = plain.iter().position(|word| word == "inferno").unwrap();
+
+    let mut chat = Screen::chat(&home, &LONG);
+    asked(&mut chat);
+    chat.wait("\x1b[2m");
+    chat.send(b"\x0f");
+    chat.wait("▸ th");
+    let folded = chat.rows();
+    chat.send(b"\x0f");
+    let unfolded = ended(&mut chat);
+    if unfolded.iter().any(|word| word == "thought:") {
+        // A busy machine: they were over before the second key.
+        assert!(unfolded.ends_with(&plain[answer..]), "{unfolded:?}\n{plain:?}");
+    } else {
+        assert_eq!(unfolded, plain, "{folded:?}");
+    }
+
+    let mut chat = Screen::chat(&home, &LONG);
+    asked(&mut chat);
+    chat.wait("\x1b[2m");
+    chat.send(b"\x0f");
+    let folded = ended(&mut chat);
+    assert!(folded.iter().any(|word| word == "thought:") && folded.ends_with(&plain[answer..]), "{folded:?}");
+}
+
+#[test]
+fn a_window_may_change_its_size_in_mid_stream() {
+    let home = TempDir::new().unwrap();
+    let plain = undisturbed(&home);
+    let mut chat = Screen::chat(&home, &LONG);
+    asked(&mut chat);
+    chat.wait("inferno");
+    chat.resize(30, 100);
+    assert_eq!(ended(&mut chat), plain);
+
+    // Narrower: what is cut off above is not ours any more, what comes then is all there, once.
+    let mut chat = Screen::chat(&home, &LONG);
+    asked(&mut chat);
+    chat.wait("inferno");
+    chat.resize(24, 50);
+    let narrow = ended(&mut chat);
+    let same = narrow.iter().rev().zip(plain.iter().rev()).take_while(|(a, b)| a == b).count();
+    assert!(same > plain.len() / 3, "{same} words of {narrow:?}\n{plain:?}");
+    assert!(narrow.len() <= plain.len() + 12, "nothing twice: {narrow:?}\n{plain:?}");
+    chat.resize(24, 80);
+    assert!(chat.say("/stats").contains("harmony"));
+}
+
+#[test]
+fn a_megabyte_is_pasted_as_one_message() {
+    let home = TempDir::new().unwrap();
+    let mut chat = Screen::chat(&home, &[]);
+    chat.settle();
+    let megabyte = "/exit is not meant here\n".repeat((1 << 20) / 24);
+    chat.send(format!("\x1b[200~a {megabyte}\x1b[201~").as_bytes());
+    chat.settle();
+    chat.send(b"\r");
+    chat.wait("this message alone is longer");
+    assert!(chat.say("My name is Ada").contains("tok/s"));
+    // The same while an answer comes.
+    asked(&mut chat);
+    chat.wait("\x1b[2m");
+    chat.send(format!("\x1b[200~b {megabyte}\x1b[201~\r").as_bytes());
+    chat.wait("this message alone is longer");
+    chat.wait(">>> ");
+    chat.settle();
+    chat.send(b"/exit\r");
+    assert_eq!(chat.end(), WaitStatus::Exited(chat.pid(), 0));
+}
+
+#[test]
+fn a_dumb_terminal_gets_no_escape_sequences() {
+    let home = TempDir::new().unwrap();
+    let mut chat = Screen::new(&home, &DEMO, &[("TERM", "dumb")]);
+    chat.wait(">>> ");
+    assert!(chat.say(QUESTION).contains("tok/s"));
+    assert!(chat.say("/stats").contains("harmony"));
+    chat.send(b"/exit\r");
+    assert_eq!(chat.end(), WaitStatus::Exited(chat.pid(), 0));
+    assert!(!chat.written.contains(&0x1b), "{}", String::from_utf8_lossy(&chat.written));
+}
+
+#[test]
+fn no_colour_and_plain_show_what_was_written() {
+    let home = TempDir::new().unwrap();
+    let mut chat = Screen::new(&home, &DEMO, &[("NO_COLOR", "1")]);
+    chat.wait(">>> ");
+    let answer = chat.say(QUESTION);
+    assert!(answer.contains("[thinking] ") && answer.contains("[answer] "), "{answer}");
+    assert!(!answer.contains("\x1b[2m"), "{answer}");
+    let as_written = text(&inferno(&home).args(DEMO).args(["--prompt", QUESTION]).output().unwrap().stdout);
+    let mut chat = Screen::chat(&home, &["--plain"]);
+    let answer = chat.say(QUESTION).replace('\r', "");
+    assert!(answer.contains(as_written.trim()), "{answer}\n{as_written}");
+}
+
+#[test]
+fn another_locale_changes_nothing() {
+    let home = TempDir::new().unwrap();
+    let mut chat = Screen::new(&home, &DEMO, &[("LC_ALL", "C"), ("LANG", "C")]);
+    chat.wait(">>> ");
+    assert!(chat.say("My name is Zoë").contains("tok/s"));
+    assert!(chat.say("/undo").contains("taken back: My name is Zoë"));
+}
+
+#[cfg(unix)]
+#[test]
+fn who_has_seen_enough_may_leave() {
+    let home = TempDir::new().unwrap();
+    let output = Command::new("sh")
+        .args(["-c", "{ \"$@\"; echo code $? >&2; } | head -c 10", "sh", env!("CARGO_BIN_EXE_inferno")])
+        .args(DEMO)
+        .args(["--prompt", QUESTION, "--ignore-eos", "--max-tokens", "200"])
+        .env("HOME", home.path())
+        .env("INFERNO_CACHE", home.path().join("models"))
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    assert_eq!(output.stdout.len(), 10);
+    let errors = text(&output.stderr);
+    assert!(errors.ends_with("code 0\n") && !errors.contains("panicked"), "{errors}");
+}
+
+#[test]
+fn lines_go_on_behind_a_backslash() {
+    let home = TempDir::new().unwrap();
+    let mut chat = Screen::chat(&home, &[]);
+    chat.settle();
+    chat.send(b"How do I\\\r");
+    chat.settle();
+    chat.send(b"list my models?\r");
+    assert!(chat.wait("tok/s").contains("inferno list"));
+    chat.wait(">>> ");
+    assert!(chat.say("/export json ~/said.json").contains("written"));
+    let said = fs::read_to_string(home.path().join("said.json")).unwrap();
+    assert!(said.contains("How do I\\nlist my models?"), "{said}");
+}
+
+#[test]
+fn files_that_do_not_fit_are_refused_in_words() {
+    let home = TempDir::new().unwrap();
+    let at = |name: &str| home.path().join(name).display().to_string();
+    fs::write(at("binary"), [0u8, 159, 146, 150]).unwrap();
+    fs::write(at("large.txt"), "download ".repeat(2_000_000)).unwrap();
+    fs::write(at("near.txt"), "download ".repeat(6_000)).unwrap();
+    let mut chat = Screen::chat(&home, &[]);
+    assert!(chat.say(&format!("/file {}", at("binary"))).contains("not UTF-8"));
+    assert!(chat.say(&format!("/file {}", at(""))).contains("no file"));
+    assert!(chat.say(&format!("/file {}", at("large.txt"))).contains("do not fit the context of 4096 tokens"));
+    assert!(chat.say("/file").contains("nothing is attached"));
+    assert!(chat.say(&format!("/file {}", at("near.txt"))).contains("goes with the next message"));
+    assert!(chat.say("My name is Ada").contains("/file none"));
+    assert!(chat.say("/file none").contains("nothing is attached"));
+    assert!(chat.say("/export md /nonexistent/x.md").contains("nothing to export"));
+    chat.say("My name is Ada");
+    assert!(chat.say("/export md /nonexistent/x.md").contains("No such file"));
+    assert!(chat.say("/export md ~/talk.md").contains("written to"));
+    assert!(fs::read_to_string(at("talk.md")).unwrap().contains("My name is Ada"));
+    assert!(chat.say("/context").contains("messages      2"));
+}
+
+#[test]
+fn a_message_longer_than_the_context_has_words_of_its_own() {
+    let home = TempDir::new().unwrap();
+    for overflow in ["stop", "drop-oldest"] {
+        let mut chat = Screen::chat(&home, &["--context", "256", "--overflow", overflow]);
+        chat.settle();
+        chat.send("\"\"\"".as_bytes());
+        for _ in 0..100 {
+            chat.send(b"download the model\r");
+        }
+        chat.send(b"end\"\"\"\r");
+        chat.wait("end\"\"\"");
+        let told = chat.wait(">>> ");
+        assert!(told.contains("this message alone is longer than the context of 256 tokens"), "{told}");
+        assert!(chat.say("My name is Ada").contains("tok/s"));
+    }
+}

@@ -1,0 +1,209 @@
+//! A terminal around a command: its screen as a person sees it, its bytes as they came, and how it is set.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::num::NonZero;
+use std::os::fd::AsFd;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::termios::{LocalFlags, tcgetattr};
+use nix::sys::wait::WaitStatus;
+use nix::unistd::Pid;
+use rexpect::process::{PtyProcess, Signal};
+use tempfile::TempDir;
+
+use crate::terminal::at_home;
+
+/// Generous: a debug build on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+pub const DEMO: [&str; 6] = ["play", "demo", "--device", "cpu", "--temperature", "0"];
+
+pub struct Screen {
+    process: PtyProcess,
+    pid: Pid,
+    /// The name of the terminal.
+    tty: String,
+    file: File,
+    terminal: vt100::Parser,
+    /// All that was written.
+    pub written: Vec<u8>,
+    /// How much of it was waited for.
+    seen: usize,
+}
+
+impl Screen {
+    /// inferno in a window of 24 rows and 80 columns.
+    pub fn new(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) -> Self {
+        Self::of(home, "exec \"$@\"", args, environment)
+    }
+
+    /// inferno as a line of shell runs it: `$@` is its whole command.
+    pub fn of(home: &TempDir, script: &str, args: &[&str], environment: &[(&str, &str)]) -> Self {
+        let mut command = at_home(Command::new("sh"), home);
+        command.envs(environment.iter().copied());
+        command
+            .args([
+                "-c",
+                &format!("stty sane rows 24 cols 80; echo here $$ $(tty); {script}"),
+                "sh",
+                env!("CARGO_BIN_EXE_inferno"),
+            ])
+            .args(args);
+        let process = PtyProcess::new(command).unwrap();
+        let file = process.get_file_handle().unwrap();
+        let cells = |count| NonZero::new(count).unwrap();
+        let terminal = vt100::Parser::new(cells(24), cells(80), 5000);
+        let (pid, tty) = (Pid::from_raw(0), String::new());
+        let mut screen = Self { process, pid, tty, file, terminal, written: Vec::new(), seen: 0 };
+        screen.wait("here ");
+        let here = screen.wait("\r\n");
+        let (pid, tty) = here.split_once(' ').unwrap();
+        (screen.pid, screen.tty) = (Pid::from_raw(pid.parse().unwrap()), tty.to_string());
+        screen
+    }
+
+    /// A chat with the demo, at its first prompt.
+    pub fn chat(home: &TempDir, args: &[&str]) -> Self {
+        let mut screen = Self::new(home, &[&DEMO, args].concat(), &[]);
+        screen.wait(">>> ");
+        screen
+    }
+
+    pub fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// Takes what comes within this time. False where nothing did.
+    fn pump(&mut self, within: u16) -> bool {
+        let mut ready = [PollFd::new(self.file.as_fd(), PollFlags::POLLIN)];
+        if poll(&mut ready, PollTimeout::from(within)).unwrap_or(0) == 0 {
+            return false;
+        }
+        let mut bytes = [0; 65536];
+        // At the end of the program, a pty has an error instead of an end of file.
+        let Ok(length @ 1..) = self.file.read(&mut bytes) else { return false };
+        self.terminal.process(&bytes[..length]);
+        self.written.extend(&bytes[..length]);
+        true
+    }
+
+    /// Waits for this text, and returns what came before it.
+    pub fn wait(&mut self, text: &str) -> String {
+        let start = Instant::now();
+        loop {
+            let new = &self.written[self.seen..];
+            if let Some(at) = new.windows(text.len()).position(|window| window == text.as_bytes()) {
+                let before = String::from_utf8_lossy(&new[..at]).into_owned();
+                self.seen += at + text.len();
+                return before;
+            }
+            let new = String::from_utf8_lossy(new).into_owned();
+            assert!(start.elapsed() < PATIENCE, "waiting for {text:?} in {new:?}");
+            if !self.pump(200) {
+                assert!(self.process.status() == Some(WaitStatus::StillAlive), "ended before {text:?}: {new:?}");
+            }
+        }
+    }
+
+    /// Until nothing more comes for a while.
+    pub fn settle(&mut self) {
+        while self.pump(400) {}
+    }
+
+    /// As long as a person waits between two keys, while more comes all the time.
+    pub fn settle_briefly(&mut self) {
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(200) {
+            self.pump(50);
+        }
+    }
+
+    pub fn send(&mut self, bytes: &[u8]) {
+        for piece in bytes.chunks(1024) {
+            let mut rest = piece;
+            while !rest.is_empty() {
+                self.pump(0);
+                let mut ready = [PollFd::new(self.file.as_fd(), PollFlags::POLLOUT)];
+                if poll(&mut ready, PollTimeout::from(100u8)).unwrap() > 0 {
+                    let length = self.file.write(rest).unwrap();
+                    rest = &rest[length..];
+                }
+            }
+        }
+    }
+
+    /// Types a line; returns what came of it, its echo included, up to the next prompt.
+    pub fn say(&mut self, line: &str) -> String {
+        self.settle();
+        self.seen = self.written.len();
+        self.send(line.as_bytes());
+        self.send(b"\r");
+        // The echo ends with a line end, and behind it no prompt is drawn for this line again.
+        let echo = self.wait("\n");
+        echo + &self.wait(">>> ")
+    }
+
+    pub fn signal(&mut self, signal: Signal) {
+        self.process.signal(signal).unwrap();
+    }
+
+    /// Waits for the end and returns how it ended.
+    pub fn end(&mut self) -> WaitStatus {
+        let start = Instant::now();
+        loop {
+            while self.pump(100) {}
+            match self.process.status() {
+                Some(WaitStatus::StillAlive) => assert!(start.elapsed() < PATIENCE, "no end: {:?}", self.rows()),
+                Some(status) => return status,
+                None => panic!("no status"),
+            }
+        }
+    }
+
+    /// Changes the window's size, as a person does with the mouse.
+    pub fn resize(&mut self, rows: u16, columns: u16) {
+        let slave = File::open(&self.tty).unwrap();
+        let size = [rows.to_string(), columns.to_string()];
+        let done = Command::new("stty").args(["rows", &size[0], "cols", &size[1]]).stdin(Stdio::from(slave)).status();
+        assert!(done.unwrap().success());
+        self.terminal.screen_mut().set_size(NonZero::new(rows).unwrap(), NonZero::new(columns).unwrap());
+    }
+
+    /// Whether the terminal is as a shell wants it: it echoes, and edits lines.
+    pub fn is_sane(&self) -> bool {
+        let flags = tcgetattr(&self.file).unwrap().local_flags;
+        flags.contains(LocalFlags::ECHO | LocalFlags::ICANON | LocalFlags::ISIG | LocalFlags::IEXTEN)
+    }
+
+    /// The rows on the screen, without those at the end that are empty.
+    pub fn rows(&self) -> Vec<String> {
+        let text = self.terminal.screen().contents();
+        text.trim_end().lines().map(|line| line.trim_end().to_string()).collect()
+    }
+
+    /// Everything that was ever on it, row by row.
+    pub fn all_rows(&mut self) -> Vec<String> {
+        let (rows, columns) = self.terminal.screen().size();
+        self.terminal.screen_mut().set_scrollback(usize::MAX);
+        let mut back = self.terminal.screen().scrollback();
+        let mut all = Vec::new();
+        while back > 0 {
+            self.terminal.screen_mut().set_scrollback(back);
+            let here = (back).min(usize::from(rows.get()));
+            all.extend(self.terminal.screen().rows(0, columns.get()).take(here));
+            back -= here;
+        }
+        self.terminal.screen_mut().set_scrollback(0);
+        all.extend(self.terminal.screen().rows(0, columns.get()));
+        all.iter().map(|row| row.trim_end().to_string()).collect()
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        let _ = self.process.kill(Signal::SIGKILL);
+    }
+}
