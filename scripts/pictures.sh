@@ -8,7 +8,7 @@ built=$(realpath "${1:-target/release}")
 scratch=$(mktemp -d)
 session=pictures-$$
 trap 'tmux kill-session -t $session 2> /dev/null; rm -rf "$scratch"' EXIT
-export PATH=$built:$PATH HOME=$scratch INFERNO_CACHE=$scratch/models TERM=xterm-256color LC_ALL=C.UTF-8
+export PATH=$built:$built/examples:$PATH HOME=$scratch INFERNO_CACHE=$scratch/models TERM=xterm-256color LC_ALL=C.UTF-8
 export XDG_STATE_HOME=$scratch/state XDG_CONFIG_HOME=$scratch/config
 
 # start ROWS: a new terminal with a plain prompt, cleared.
