@@ -10,7 +10,7 @@ use crate::commands::{
     bench, completions, defaults, doctor, download, list, perplexity, play, prune, remove, show, tokenize, verify,
 };
 use crate::error::Error;
-use crate::repl::style::printable;
+use crate::text::printable;
 
 const AFTER_HELP: &str = "\
 Try it without a GPU:   inferno play demo --device cpu
@@ -21,9 +21,12 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 access restricted, 5
             6 verification failed, 7 no GPU, 8 out of memory, 9 unsupported model, 10 context full,
             11 disk full, 130 interrupted";
 
+/// With the commit that it is built from.
+const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("INFERNO_COMMIT"), ")");
+
 /// Runs open-weight language models on an NVIDIA GPU, in the terminal.
 #[derive(Parser)]
-#[command(name = "inferno", version, after_help = AFTER_HELP)]
+#[command(name = "inferno", version = VERSION, after_help = AFTER_HELP)]
 struct Cli {
     /// Tell on stderr what is opened and chosen; twice for more
     // Behind the flags of the verb.

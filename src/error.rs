@@ -93,6 +93,11 @@ pub enum Error {
 }
 
 impl Error {
+    /// [`Error::Usage`], ready to be returned.
+    pub fn usage(problem: impl Into<String>) -> anyhow::Error {
+        Self::Usage(problem.into()).into()
+    }
+
     /// The process's exit code. 1 is any other failure, 2 is usage (clap's too), 130 is Ctrl-C.
     pub fn exit_code(&self) -> u8 {
         match self {

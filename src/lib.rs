@@ -17,6 +17,8 @@ pub mod models;
 pub mod nn;
 #[doc(hidden)]
 pub mod repl;
+#[doc(hidden)]
+pub mod text;
 pub mod tokenizer;
 pub mod weights;
 

@@ -12,6 +12,7 @@ use crate::engine::FinishReason;
 use crate::repl::live::Size;
 use crate::repl::view::View;
 use crate::repl::{self, Reasoning, Session, Turn, style};
+use crate::text;
 
 /// The answer alone on stdout; reasoning and the stats line on stderr, for a person who looks on.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
@@ -27,7 +28,7 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     }
     note(&style::stats(&turn.summary));
     for remark in &turn.notes {
-        note(&style::printable(remark));
+        note(&text::printable(remark));
     }
     Ok(exit_code(&turn))
 }
@@ -65,7 +66,7 @@ fn write(session: &mut Session, prompt: &str, show_reasoning: bool) -> Result<Tu
         match delta.channel {
             Channel::Reasoning if show_reasoning => {
                 thinking = true;
-                write!(err, "{}", style::dim(&style::printable(&delta.text), colour))?;
+                write!(err, "{}", style::dim(&text::printable(&delta.text), colour))?;
                 err.flush()?;
             }
             Channel::Answer => {
@@ -74,7 +75,7 @@ fn write(session: &mut Session, prompt: &str, show_reasoning: bool) -> Result<Tu
                 }
                 ended_line = delta.text.ends_with('\n');
                 if to_terminal {
-                    out.write_all(style::printable(&delta.text).as_bytes())?;
+                    out.write_all(text::printable(&delta.text).as_bytes())?;
                 } else {
                     out.write_all(delta.text.as_bytes())?;
                 }

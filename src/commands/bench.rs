@@ -15,14 +15,14 @@ use crate::engine::{Engine, GenerateOptions, SamplingParams};
 use crate::error::Error;
 use crate::hub::Hub;
 use crate::kernels::bandwidth;
-use crate::repl::style::printable;
+use crate::text::printable;
 
 /// Measure how fast a model runs
 #[derive(clap::Args)]
 pub struct Args {
     /// Name or directory of a model
     model: String,
-    /// Lengths of prompts to read; 0 for none
+    /// Lengths of prompts to read; 0 for none. Requests of 512 tokens are timed in any case
     #[arg(short, long, value_delimiter = ',', default_value = "512", value_name = "TOKENS")]
     prompt: Vec<u32>,
     /// Tokens to decode; 0 for none

@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::list;
 use crate::device::{GpuFacts, GpuState};
 use crate::engine::{Engine, KernelTime, LaunchCounts, LoadTimes, ModelInfo, StepBytes};
 use crate::hub::Snapshot;
 use crate::kernels::bandwidth::Bandwidth;
+use crate::text;
 
 #[derive(Serialize)]
 pub struct Report {
@@ -258,9 +258,9 @@ impl Report {
             &self.model;
         let Build { version, commit, executor, attention } = &self.inferno;
         let quantisation = quantisation.as_deref().unwrap_or("unquantised");
-        let (weights, cache) = (list::size(*weight_bytes), list::size(*cache_bytes));
+        let (weights, cache) = (text::size(*weight_bytes), text::size(*cache_bytes));
         let mut lines = vec![
-            format!("{name}: {family} {quantisation}, {} parameters, computed in {dtype}", list::count(*parameters)),
+            format!("{name}: {family} {quantisation}, {} parameters, computed in {dtype}", text::count(*parameters)),
             self.device.line(),
             format!(
                 "inferno {version}, commit {commit}, executor {executor}, attention {attention}, {} repetitions",
@@ -270,7 +270,7 @@ impl Report {
             self.load_line(*weight_bytes),
         ];
         if let Some(Memory { after_load_bytes, at_end_bytes }) = self.memory {
-            let (loaded, end) = (list::size(after_load_bytes), list::size(at_end_bytes));
+            let (loaded, end) = (text::size(after_load_bytes), text::size(at_end_bytes));
             lines.push(format!("device memory in use: {loaded} after loading, {end} at the end"));
         }
         lines.push(match &self.bandwidth {

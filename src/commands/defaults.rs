@@ -103,7 +103,7 @@ pub fn read(command: Command, known: Option<&Known>) -> Result<Line> {
     configured.retain(|flag, _| flags.contains(&flag.as_str()));
     let check = |flag: &str, values: &[String]| check(&command, verb, &args, flag, values);
     for (flag, values) in &configured {
-        check(flag, values).map_err(|problem| usage(format!("{path}: {problem}")))?;
+        check(flag, values).map_err(|problem| Error::usage(format!("{path}: {problem}")))?;
     }
     if let Some(saved) = &saved {
         let (fitting, left_out) = of_conversation(saved, flags, &check);
@@ -122,14 +122,14 @@ pub fn read(command: Command, known: Option<&Known>) -> Result<Line> {
         if is_on_the_line(of_verb, flag) {
             continue;
         }
-        let values = vec![value.into_string().map_err(|_| usage(format!("{variable} is not UTF-8 text")))?];
-        check(flag, &values).map_err(|problem| usage(format!("{variable}: {problem}")))?;
+        let values = vec![value.into_string().map_err(|_| Error::usage(format!("{variable} is not UTF-8 text")))?];
+        check(flag, &values).map_err(|problem| Error::usage(format!("{variable}: {problem}")))?;
         line.given.insert(flag.to_string(), values);
     }
     let below: Settings = configured.clone().into_iter().chain(line.given.clone()).collect();
     if !below.is_empty() {
         let command = below.into_iter().fold(command, |command, (flag, values)| with(command, verb, &flag, &values));
-        let matches = command.try_get_matches_from(&args).map_err(|error| usage(first_line(&error)))?;
+        let matches = command.try_get_matches_from(&args).map_err(|error| Error::usage(first_line(&error)))?;
         line.matches = matches;
     }
     if let Some((_, of_verb)) = line.matches.subcommand() {
@@ -195,10 +195,6 @@ fn first_line(error: &clap::Error) -> String {
     problem.trim_start_matches("error: ").lines().next().unwrap_or_default().to_string()
 }
 
-fn usage(problem: String) -> anyhow::Error {
-    Error::Usage(problem).into()
-}
-
 fn flags(verb: &str) -> &'static [&'static str] {
     match verb {
         "play" => &FLAGS,
@@ -216,7 +212,7 @@ fn id(flag: &str) -> String {
 fn configured(model: Option<&str>, of_verb: &ArgMatches) -> Result<(Settings, String)> {
     let Some(path) = path() else { return Ok((Settings::new(), String::new())) };
     let shown = path.display().to_string();
-    let mistake = |problem: String| usage(format!("{shown}: {problem}"));
+    let mistake = |problem: String| Error::usage(format!("{shown}: {problem}"));
     let text = match std::fs::read_to_string(&path) {
         Ok(text) => text,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((Settings::new(), shown)),

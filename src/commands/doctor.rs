@@ -12,7 +12,8 @@ use anyhow::Result;
 use serde::Serialize;
 
 use crate::hub::Hub;
-use crate::repl::style::printable;
+use crate::text::one_line;
+use crate::text::printable;
 use gpu::SelfTest;
 
 /// Check this machine: build, GPU and kernels, disk, hub, models
@@ -93,9 +94,4 @@ fn lines(report: &Report) -> String {
         format!("{status:6}{:12}{}\n{next}", finding.name, finding.what)
     };
     report.findings.iter().map(line).collect()
-}
-
-fn one_line(error: &anyhow::Error) -> String {
-    let text = format!("{error:#}");
-    text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")
 }

@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::hub::{Hub, Snapshot, gguf};
 use crate::models;
-use crate::repl::style::printable;
+use crate::text::{count, home_relative, printable, short, size};
 use crate::weights::Checkpoint;
 
 /// Show the models on this machine
@@ -119,7 +119,7 @@ pub fn table(models: &[Model]) -> String {
         rows.push([
             (index + 1).to_string(),
             model.name.clone(),
-            model.revision.as_ref().map_or("-".into(), |revision| revision.chars().take(7).collect()),
+            model.revision.as_ref().map_or("-".into(), |revision| short(revision)),
             if model.supported { family } else { format!("{family} (unsupported)") },
             model.quantisation.clone().unwrap_or_else(|| "-".into()),
             model.parameters.map_or("-".into(), count),
@@ -147,33 +147,5 @@ fn ago(time: Timestamp) -> String {
         seconds @ 3600..86400 => format!("{} h ago", seconds / 3600),
         seconds @ 86400..172_800 => format!("{} day ago", seconds / 86400),
         seconds => format!("{} days ago", seconds / 86400),
-    }
-}
-
-/// 20.9B, 137M, 5.1M
-pub fn count(parameters: u64) -> String {
-    let (value, unit) = match parameters {
-        0..1_000_000 => (parameters as f64 / 1e3, "K"),
-        1_000_000..1_000_000_000 => (parameters as f64 / 1e6, "M"),
-        _ => (parameters as f64 / 1e9, "B"),
-    };
-    if value < 100.0 { format!("{value:.1}{unit}") } else { format!("{value:.0}{unit}") }
-}
-
-/// 13.8 GB, 7.6 MB
-pub fn size(bytes: u64) -> String {
-    if bytes >= 1_000_000_000 {
-        format!("{:.1} GB", bytes as f64 / 1e9)
-    } else {
-        format!("{:.1} MB", bytes as f64 / 1e6)
-    }
-}
-
-/// `~/x` for what lies below the home.
-pub fn home_relative(path: &str) -> String {
-    let home = std::env::var("HOME").unwrap_or_default();
-    match path.strip_prefix(&home) {
-        Some(rest) if !home.is_empty() && rest.starts_with('/') => format!("~{rest}"),
-        _ => path.to_string(),
     }
 }

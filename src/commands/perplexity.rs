@@ -9,10 +9,10 @@ use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use super::LoadArgs;
-use super::list::size;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot};
+use crate::text::size;
 use crate::tokenizer::Controls;
 
 /// Tokens whose predictions are compared by `--kl`: their logits are held in memory, 0.8 MB each for a vocabulary of 200,000.

@@ -19,6 +19,7 @@ use crate::error::Error;
 use crate::hub::{Hub, Snapshot, is_repository, to_download};
 use crate::repl::journal::Settings;
 use crate::repl::{self, Keep, Loaded, Models, Overflow, Reasoning, Session};
+use crate::text;
 
 /// Chat with a model, or get one answer with --prompt
 #[derive(clap::Args)]
@@ -101,7 +102,7 @@ impl Origin {
 fn flags_for(reread: &Reread, snapshot: &Snapshot) -> Result<Args> {
     let args = reread(&snapshot.name)?;
     match args.sampling.over(&SamplingParams::greedy()).problem() {
-        Some(problem) => Err(usage(problem)),
+        Some(problem) => Err(Error::usage(problem)),
         None => Ok(args),
     }
 }
@@ -112,10 +113,10 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         repl::guard_terminal();
     }
     if let Some(problem) = args.sampling.over(&SamplingParams::greedy()).problem() {
-        return Err(usage(problem));
+        return Err(Error::usage(problem));
     }
     for left_out in &args.origin.left_out {
-        eprintln!("{}", repl::style::printable(left_out));
+        eprintln!("{}", text::printable(left_out));
     }
     let hub = Hub::from_env()?;
     let snapshot = match &args.model {
@@ -125,7 +126,9 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
             None => return Ok(ExitCode::SUCCESS),
         },
         None => {
-            return Err(usage("name a model: inferno play MODEL --prompt TEXT (`inferno list` shows what is here)"));
+            return Err(Error::usage(
+                "name a model: inferno play MODEL --prompt TEXT (`inferno list` shows what is here)",
+            ));
         }
     };
     let typed_revision = args.model.as_deref().and_then(revision_in).filter(|_| snapshot.revision.is_some());
@@ -187,7 +190,7 @@ fn models(hub: Hub, raw: bool, reread: Box<Reread>) -> Models {
 /// Goes on with a conversation. New instructions take the place of those it had.
 fn resume(session: &mut Session, name: &str, system: Option<&str>) -> Result<()> {
     if let Some(damage) = session.resume(name)? {
-        eprintln!("{}", repl::style::printable(&damage));
+        eprintln!("{}", text::printable(&damage));
     }
     match system {
         Some(system) => session.instruct(system),
@@ -198,10 +201,6 @@ fn resume(session: &mut Session, name: &str, system: Option<&str>) -> Result<()>
 /// In `org/name@revision`.
 fn revision_in(model: &str) -> Option<&str> {
     Some(model.split_once('@')?.1)
-}
-
-fn usage(problem: impl Into<String>) -> anyhow::Error {
-    Error::Usage(problem.into()).into()
 }
 
 /// Finds a model. One that is not here is fetched if there is somebody to say yes to that.
@@ -218,7 +217,7 @@ fn find_or_fetch(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Snaps
     }
     let (name, revision, pick) = to_download(model, revision)?;
     let bytes = hub.download_bytes(&name, revision.as_deref(), &pick)?;
-    eprint!("{model} is not here; download {}? [Y/n] ", list::size(bytes));
+    eprint!("{model} is not here; download {}? [Y/n] ", text::size(bytes));
     let mut line = String::new();
     std::io::stdin().read_line(&mut line)?;
     if !line.ends_with('\n') || !matches!(line.trim().to_lowercase().as_str(), "" | "y" | "yes") {
@@ -265,9 +264,9 @@ fn introduce(snapshot: &Snapshot, engine: &Engine) {
         snapshot.name,
         info.family,
         info.quantisation.as_deref().unwrap_or("unquantised"),
-        list::count(info.parameters),
-        list::size(info.weight_bytes),
-        list::size(info.cache_bytes),
+        text::count(info.parameters),
+        text::size(info.weight_bytes),
+        text::size(info.cache_bytes),
         info.load.total_s,
     ));
     if let Some(line) = crate::hub::demo::notice(snapshot) {

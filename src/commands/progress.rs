@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget};
 
-use super::list::size;
 use super::style;
 use crate::hub::{Progress, Snapshot};
-use crate::repl::style::printable;
+use crate::text::printable;
+use crate::text::size;
 
 /// Between two lines where there is no terminal.
 const EVERY: Duration = Duration::from_secs(5);

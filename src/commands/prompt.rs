@@ -16,7 +16,7 @@ const LARGEST: u64 = 64 << 20;
 /// script or a service left open for good, and a file that was read in part belongs to a loop around this call
 /// (`while read ..; do inferno ..; done < list`); `--stdin` says that it is meant.
 pub fn one_shot(prompt: Option<&str>, read_stdin: bool, raw: bool, json: bool) -> Result<Option<String>> {
-    let none = || usage("there is no prompt: give --prompt TEXT, or pipe one in");
+    let none = || Error::usage("there is no prompt: give --prompt TEXT, or pipe one in");
     match prompt {
         Some("") => Err(none()),
         Some(prompt) if read_stdin || is_file_at_its_start() => Ok(Some(behind(prompt, &piped(raw)?, raw))),
@@ -42,7 +42,7 @@ fn piped(raw: bool) -> Result<String> {
     let mut piped = String::new();
     stdin().take(LARGEST + 1).read_to_string(&mut piped).context("standard input is not UTF-8 text")?;
     if piped.len() as u64 > LARGEST {
-        return Err(usage("standard input is larger than any context"));
+        return Err(Error::usage("standard input is larger than any context"));
     }
     // A text to continue is taken to the letter; after a question, the line end that `echo` adds means nothing.
     Ok(if raw { piped } else { piped.trim_end_matches(['\n', '\r']).to_string() })
@@ -58,8 +58,4 @@ fn is_file_at_its_start() -> bool {
 #[cfg(not(unix))]
 fn is_file_at_its_start() -> bool {
     false
-}
-
-fn usage(problem: &str) -> anyhow::Error {
-    Error::Usage(problem.to_string()).into()
 }

@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::list::size;
 use crate::hub::Hub;
+use crate::text::size;
 
 /// Delete what interrupted downloads have left, and files that no model needs any more
 #[derive(clap::Args)]

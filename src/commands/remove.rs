@@ -5,10 +5,10 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::list::size;
 use super::progress::{Listener, Show};
 use crate::error::Error;
 use crate::hub::Hub;
+use crate::text::{short, size};
 
 /// Delete a model from inferno's cache
 #[derive(clap::Args)]
@@ -33,8 +33,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let show = Show::new(Listener::new(false), "read");
     let removed = hub.remove(&args.model, args.revision.as_deref(), &show)?;
     let mut out = std::io::stdout().lock();
-    let short = |revision: &String| revision.chars().take(7).collect::<String>();
-    let revisions: Vec<String> = removed.revisions.iter().map(short).collect();
+    let revisions: Vec<String> = removed.revisions.iter().map(|revision| short(revision)).collect();
     let at = if revisions.is_empty() { String::new() } else { format!(" ({})", revisions.join(", ")) };
     let kept = match removed.kept_bytes {
         0 => String::new(),

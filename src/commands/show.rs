@@ -12,7 +12,7 @@ use anyhow::Result;
 
 use crate::error::Error;
 use crate::hub::{self, Hub, demo};
-use crate::repl::style::printable;
+use crate::text::printable;
 use report::{Gpu, Report};
 use source::Source;
 

@@ -68,7 +68,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         writeln!(out, "{}", serde_json::json!({ "ids": ids, "pieces": pieces, "rendered": rendered }))?;
     } else {
         for (id, piece) in ids.iter().zip(&pieces) {
-            writeln!(out, "{id:>8}  {}", crate::repl::style::printable(piece))?;
+            writeln!(out, "{id:>8}  {}", crate::text::printable(piece))?;
         }
     }
     out.flush()?;

@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::progress::{Listener, Show};
 use crate::error::Error;
 use crate::hub::{Checked, Hub, State};
-use crate::repl::style::printable;
+use crate::text::{printable, short};
 
 /// Read models again and compare them with their hashes
 #[derive(clap::Args)]
@@ -75,7 +75,7 @@ fn summary(checked: &Checked) -> String {
 }
 
 fn at(checked: &Checked) -> String {
-    format!("({})", checked.revision.chars().take(7).collect::<String>())
+    format!("({})", short(&checked.revision))
 }
 
 /// The files that are not good, one a line.

@@ -6,6 +6,7 @@ use std::path::{Component, Path};
 use anyhow::Result;
 
 use crate::error::Error;
+use crate::text;
 
 /// Splits `org/name@revision`; a revision given apart as well must be the same one.
 pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> Result<(&'a str, Option<&'a str>)> {
@@ -107,25 +108,10 @@ pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String
         let name = name.to_lowercase();
         let last = name.rsplit('/').next().unwrap_or(&name);
         // Without an organisation only the last part can be compared.
-        edit_distance(&model, if model.contains('/') { &name } else { last })
+        text::edits(&model, if model.contains('/') { &name } else { last })
     };
     let (distance, name) = names.iter().map(|name| (distance(name), name)).min()?;
     (distance <= (model.len() / 4).max(2)).then_some(name)
-}
-
-/// Levenshtein distance in bytes, one row at a time.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, x) in a.bytes().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, y) in b.bytes().enumerate() {
-            let change = diagonal + usize::from(x != y);
-            diagonal = row[j + 1];
-            row[j + 1] = change.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[b.len()]
 }
 
 #[cfg(test)]

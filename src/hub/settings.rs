@@ -66,7 +66,7 @@ impl Settings {
         let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_string());
         let endpoint = endpoint.trim_end_matches('/').to_string();
         if !endpoint.starts_with("https://") && !endpoint.starts_with("http://") {
-            return Err(usage(format!("HF_ENDPOINT is {endpoint:?}; it must start with https:// (or http://)")));
+            return Err(Error::usage(format!("HF_ENDPOINT is {endpoint:?}; it must start with https:// (or http://)")));
         }
 
         let token = if on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
@@ -87,7 +87,7 @@ impl Settings {
         let seconds = |name: &str, standard: Duration| match text(name).map(|text| text.parse::<f64>()) {
             None => Ok(standard),
             Some(Ok(seconds)) if (0.001..1e6).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-            Some(_) => Err(usage(format!("{name} must be a number of seconds"))),
+            Some(_) => Err(Error::usage(format!("{name} must be a number of seconds"))),
         };
         let answer = seconds("HF_HUB_ETAG_TIMEOUT", standard.answer)?;
         let stall = seconds("HF_HUB_DOWNLOAD_TIMEOUT", standard.stall)?;
@@ -107,10 +107,6 @@ impl Settings {
             None => self.endpoint.clone(),
         }
     }
-}
-
-fn usage(problem: String) -> anyhow::Error {
-    Error::Usage(problem).into()
 }
 
 /// `~/x` as Python's `expanduser` reads it: shells do not expand it inside quotes or service files.

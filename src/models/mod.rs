@@ -22,6 +22,7 @@ use crate::error::Error;
 use crate::hub;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::LayerSpec;
+use crate::text;
 use crate::weights::Weights;
 use crate::weights::compressed::CompressedConfig;
 use crate::weights::gguf::{self, GgufCheckpoint};
@@ -140,23 +141,8 @@ fn find_family(json: &Value) -> Result<&'static Family> {
 /// The supported name that is most like this one, if any is at all.
 fn nearest(found: &str) -> Option<&'static str> {
     let names = FAMILIES.iter().flat_map(|family| [family.model_type, family.architecture]);
-    let by_distance = |name: &&str| edits(&found.to_lowercase(), &name.to_lowercase());
+    let by_distance = |name: &&str| text::edits(&found.to_lowercase(), &name.to_lowercase());
     names.min_by_key(by_distance).filter(|name| 5 * by_distance(name) <= 2 * name.len().max(found.len()))
-}
-
-/// How many letters have to be put in, taken out or changed to turn one word into the other (Levenshtein).
-fn edits(from: &str, to: &str) -> usize {
-    let to: Vec<char> = to.chars().collect();
-    let mut row: Vec<usize> = (0..=to.len()).collect();
-    for (i, letter) in from.chars().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, other) in to.iter().enumerate() {
-            let changed = diagonal + usize::from(letter != *other);
-            diagonal = row[j + 1];
-            row[j + 1] = changed.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[to.len()]
 }
 
 /// The sizes that every family has, checked for what would otherwise fail late or not at all.
@@ -206,8 +192,8 @@ mod tests {
 
     #[test]
     fn edits_are_counted() {
-        assert_eq!(edits("kitten", "sitting"), 3);
-        assert_eq!(edits("", "abc"), 3);
-        assert_eq!(edits("gemma", "gemma2"), 1);
+        assert_eq!(text::edits("kitten", "sitting"), 3);
+        assert_eq!(text::edits("", "abc"), 3);
+        assert_eq!(text::edits("gemma", "gemma2"), 1);
     }
 }

@@ -12,6 +12,7 @@ use super::style::{self, Colour};
 use super::typed::Typed;
 use super::view::View;
 use crate::chat::{Channel, Delta};
+use crate::text;
 
 pub struct Display {
     how: How,
@@ -97,12 +98,12 @@ impl Display {
         let colour = style::stdout_colour();
         if let Some(turn) = turn {
             for call in &turn.summary.tool_calls {
-                let name = style::printable(&call.name);
+                let name = text::printable(&call.name);
                 writeln!(out, "{}", style::dim(&format!("[asks for the tool {name}]"), colour))?;
             }
             writeln!(out, "{}", style::dim(&style::stats(&turn.summary), colour))?;
             for note in &turn.notes {
-                writeln!(out, "{}", style::dim(&style::printable(note), colour))?;
+                writeln!(out, "{}", style::dim(&text::printable(note), colour))?;
             }
             writeln!(out)?;
         }
@@ -131,7 +132,7 @@ impl Reasoning {
 impl Plain {
     fn show(&mut self, delta: &Delta, out: &mut dyn Write) -> Result<()> {
         let (thinking, answering) = if self.colour == Colour::On { ("", "") } else { ("[thinking] ", "[answer] ") };
-        let text = style::printable(&delta.text);
+        let text = text::printable(&delta.text);
         match delta.channel {
             Channel::Reasoning if self.hidden => return Ok(()),
             Channel::Answer => {

@@ -77,7 +77,7 @@ impl LineEditor {
                 Err(ReadlineError::Interrupted) => match take(&self.handed_over) {
                     Some(text) => {
                         typed = edited(&text).unwrap_or_else(|error| {
-                            eprintln!("{}", super::style::printable(&format!("{error:#}")));
+                            eprintln!("{}", super::text::printable(&format!("{error:#}")));
                             text
                         });
                     }
@@ -226,7 +226,7 @@ impl Completer for Completion {
 
 fn starting_with(typed: &str, names: Vec<String>) -> Vec<Pair> {
     let fitting = names.into_iter().filter(|name| name.starts_with(typed));
-    fitting.map(|name| Pair { display: super::style::printable(&name), replacement: name }).collect()
+    fitting.map(|name| Pair { display: super::text::printable(&name), replacement: name }).collect()
 }
 
 impl Validator for Completion {

@@ -27,6 +27,7 @@ use anyhow::{Context, Result};
 
 use crate::engine::GenerateOptions;
 use crate::error::Error;
+use crate::text;
 use commands::Outcome;
 pub use display::Display;
 use editor::{Line, LineEditor};
@@ -80,7 +81,7 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
         let done = match commands::run(&line, &mut session) {
             Outcome::Leave => break,
             Outcome::Done(text) => {
-                eprintln!("{}", style::printable(&text));
+                eprintln!("{}", text::printable(&text));
                 Ok(())
             }
             Outcome::Switch(name) => switch(&mut session, &name),
@@ -107,7 +108,7 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
                     ),
                 }
             }
-            Err(error) => eprintln!("error: {}", style::printable(&format!("{error:#}"))),
+            Err(error) => eprintln!("error: {}", text::printable(&format!("{error:#}"))),
         }
     }
     if let Keep::In(journal) = &session.keep {
@@ -120,7 +121,7 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
 fn next_message(editor: &mut LineEditor, typed: &mut Typed) -> Result<Line> {
     match typed.next_message() {
         Some(line) => {
-            eprintln!(">>> {}", style::printable(&line));
+            eprintln!(">>> {}", text::printable(&line));
             Ok(Line::Message(editor.take(&line)))
         }
         None => editor.read(&typed.take_draft()),
@@ -141,13 +142,13 @@ fn show_turn(session: &mut Session, line: Option<&str>, typed: &mut Typed) -> Re
 
 fn switch(session: &mut Session, name: &str) -> Result<()> {
     session.switch(name)?;
-    eprintln!("{} answers from here on", style::printable(&session.model_name()));
+    eprintln!("{} answers from here on", text::printable(&session.model_name()));
     Ok(())
 }
 
 /// A dim line for the person.
 pub fn remark(text: &str) {
-    eprintln!("{}", style::dim(&style::printable(text), style::stderr_colour()));
+    eprintln!("{}", style::dim(&text::printable(text), style::stderr_colour()));
 }
 
 /// Another program has the terminal, and Ctrl-C is for that.

@@ -34,17 +34,6 @@ pub fn dim(text: &str, colour: Colour) -> String {
     }
 }
 
-/// Text without control characters other than line break and tab: a model's output must not move the cursor, set the
-/// window's title, or write to the clipboard. Characters that reorder what is seen go too.
-pub fn printable(text: &str) -> String {
-    let harmless = |c: &char| match c {
-        '\n' | '\t' => true,
-        '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}' => false,
-        c => !c.is_control(),
-    };
-    text.chars().filter(harmless).collect()
-}
-
 /// `57 tokens · 31.2 tok/s (graph) · first token after 0.21 s · context 312 of 4096`
 pub fn stats(summary: &Summary) -> String {
     let tokens = if summary.completion_tokens == 1 { "token" } else { "tokens" };

@@ -4,7 +4,7 @@ use std::path::Path;
 
 /// From the ground up.
 const FLOORS: &[&[&str]] = &[
-    &["error"],
+    &["error", "text"],
     &["device"],
     &["kernels", "hub", "tokenizer"],
     &["weights", "chat"],

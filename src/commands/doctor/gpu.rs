@@ -3,10 +3,11 @@
 use candle_core::Device;
 use serde::Serialize;
 
-use super::{Finding, Status, one_line};
+use super::{Finding, Status};
 use crate::device::{self, DeviceChoice, DeviceInfo, GpuFacts};
 use crate::error::Error;
 use crate::kernels::selftest::{self, Check};
+use crate::text::one_line;
 
 /// What the kernels are written for.
 const LOWEST: (u32, u32) = (8, 0);

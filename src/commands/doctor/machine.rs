@@ -1,10 +1,12 @@
 //! The build, the disk, the hub and the models.
 
-use super::{Finding, one_line};
-use crate::commands::list::{Model, size};
+use super::Finding;
+use crate::commands::list::Model;
 use crate::device;
 use crate::error::Error;
 use crate::hub::{Hub, Reached};
+use crate::text::one_line;
+use crate::text::size;
 
 /// Room for one model of a usual size.
 const ROOM_BYTES: u64 = 20_000_000_000;

@@ -10,6 +10,7 @@ use crate::device::{self, DeviceChoice, DeviceInfo};
 use crate::engine::need::{Need, Place, Room};
 use crate::error::Error;
 use crate::models::{self, ModelConfig};
+use crate::text::one_line;
 use crate::weights::Inventory;
 use crate::weights::inventory::Group;
 
@@ -225,9 +226,4 @@ fn chat(source: &Source) -> Option<&'static str> {
     let template = &source.said.tokenizer_config["chat_template"];
     let there = template.as_str().is_some_and(|text| !text.is_empty()) || template.is_array();
     there.then_some(source.said.tokenizer_config_is)
-}
-
-fn one_line(error: &anyhow::Error) -> String {
-    let text = format!("{error:#}");
-    text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use super::report::{File, Gpu, Needs, Report};
-use crate::commands::list::{count, home_relative};
+use crate::text::{self, count, home_relative};
 
 const COLUMNS: usize = 120;
 /// Where values begin.
@@ -52,7 +52,9 @@ fn facts(out: &mut String, report: &Report) {
     fact(
         "weights",
         match (report.weight_bytes, &report.weights_problem) {
-            (Some(bytes), _) => Some(format!("{}, {}", amount(bytes), report.quantisation.as_deref().unwrap_or("?"))),
+            (Some(bytes), _) => {
+                Some(format!("{}, {}", text::size(bytes), report.quantisation.as_deref().unwrap_or("?")))
+            }
             (None, problem) => problem.clone(),
         },
     );
@@ -120,7 +122,7 @@ fn tensors(out: &mut String, report: &Report) {
     let mut rows = vec![["TENSORS", "COUNT", "PARAMS", "SIZE", "DTYPES"].map(String::from)];
     for group in &report.tensors {
         let dtypes: Vec<&str> = group.dtypes.iter().map(String::as_str).collect();
-        let (parameters, bytes) = (count(group.parameters), amount(group.bytes));
+        let (parameters, bytes) = (count(group.parameters), text::size(group.bytes));
         rows.push([group.name.into(), group.tensors.to_string(), parameters, bytes, dtypes.join(" ")]);
     }
     aligned(out, &rows, &[1, 2, 3]);
@@ -169,24 +171,24 @@ fn memory(out: &mut String, needs: &Needs, gpu: &Gpu) {
         }
     };
     let _ = writeln!(out, "\n{}", clipped(&place));
-    wrapped(out, "weights", &amount(needs.weight_bytes));
+    wrapped(out, "weights", &text::size(needs.weight_bytes));
     let windows = match needs.cache_bytes_of_windows {
         0 => String::new(),
-        bytes => format!(", and {} for sliding windows", amount(bytes)),
+        bytes => format!(", and {} for sliding windows", text::size(bytes)),
     };
     let guessed = if needs.estimated { " (worked out from config.json alone)" } else { "" };
     let context = grouped(needs.context as u64);
     let cache = format!(
         "{} for a context of {context}: {} per 1,000 tokens{windows}{guessed}",
-        amount(needs.cache_bytes),
-        amount(needs.cache_bytes_per_1000_tokens)
+        text::size(needs.cache_bytes),
+        text::size(needs.cache_bytes_per_1000_tokens)
     );
     wrapped(out, "cache", &cache);
     let chunk = grouped(needs.chunk as u64);
-    wrapped(out, "workspace", &format!("{}, prompts read by {chunk} tokens", amount(needs.workspace_bytes)));
+    wrapped(out, "workspace", &format!("{}, prompts read by {chunk} tokens", text::size(needs.workspace_bytes)));
     let running = needs.weight_bytes.saturating_add(needs.cache_bytes).saturating_add(needs.workspace_bytes);
     if running < needs.total_bytes {
-        let loading = amount(needs.loading_bytes);
+        let loading = text::size(needs.loading_bytes);
         wrapped(
             out,
             "loading",
@@ -203,7 +205,7 @@ fn memory(out: &mut String, needs: &Needs, gpu: &Gpu) {
         (Some(_), None) => ": it does not fit, with no context".to_string(),
         (None, _) => String::new(),
     };
-    wrapped(out, "in all", &format!("{}{verdict}", amount(needs.total_bytes)));
+    wrapped(out, "in all", &format!("{}{verdict}", text::size(needs.total_bytes)));
 }
 
 /// A name and its value, which goes on below itself where the line ends. Paths and other words stay whole.
@@ -245,18 +247,7 @@ fn clipped(line: &str) -> String {
 }
 
 fn size(bytes: Option<u64>) -> String {
-    bytes.map_or("?".into(), amount)
-}
-
-/// 13.8 GB, 7.6 MB, 1.2 KB, 12 B
-fn amount(bytes: u64) -> String {
-    let scaled = |unit: f64| bytes as f64 / unit;
-    match bytes {
-        0..1000 => format!("{bytes} B"),
-        1000..1_000_000 => format!("{:.1} KB", scaled(1e3)),
-        1_000_000..1_000_000_000 => format!("{:.1} MB", scaled(1e6)),
-        _ => format!("{:.1} GB", scaled(1e9)),
-    }
+    bytes.map_or("?".into(), text::size)
 }
 
 /// 131,072
@@ -276,7 +267,7 @@ mod tests {
     #[test]
     fn numbers_and_names() {
         assert_eq!([0, 12, 999, 1000, 131_072, 1_000_000].map(grouped).join(" "), "0 12 999 1,000 131,072 1,000,000");
-        assert_eq!([12, 1200, 7_600_000, 13_800_000_000].map(amount).join(" "), "12 B 1.2 KB 7.6 MB 13.8 GB");
+        assert_eq!([12, 1200, 7_600_000, 13_800_000_000].map(text::size).join(" "), "12 B 1.2 KB 7.6 MB 13.8 GB");
         assert_eq!(pattern("model-00001-of-00163.safetensors"), "model-*-of-00163.safetensors");
         assert_eq!(pattern("one-of-a-kind.txt"), "one-of-a-kind.txt");
     }

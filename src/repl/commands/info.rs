@@ -4,12 +4,12 @@ use anyhow::Result;
 
 use super::super::overflow::{self, Overflow};
 use super::super::session::{Keep, Session};
+use crate::text;
 
 pub fn stats(session: &Session) -> String {
     let engine = session.engine();
     let info = engine.info();
     let format = engine.language().chat.as_ref().map_or("none", |chat| chat.name());
-    let mb = |bytes: u64| format!("{:.1} MB", bytes as f64 / 1e6);
     let kept = match &session.keep {
         Keep::In(journal) => journal.name(),
         Keep::New => "from the first answer on",
@@ -36,8 +36,8 @@ pub fn stats(session: &Session) -> String {
         ("parameters", info.parameters.to_string()),
         ("device", info.device.name.clone()),
         ("dtype", format!("{:?}", info.dtype).to_lowercase()),
-        ("weights", mb(info.weight_bytes)),
-        ("cache", format!("{} for {} tokens", mb(info.cache_bytes), engine.context())),
+        ("weights", text::size(info.weight_bytes)),
+        ("cache", format!("{} for {} tokens", text::size(info.cache_bytes), engine.context())),
         ("context used", engine.cached_tokens().to_string()),
         ("chat format", format.to_string()),
         ("messages", session.messages.len().to_string()),

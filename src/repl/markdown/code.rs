@@ -54,7 +54,7 @@ impl Highlighter {
     /// One line, given without its line break.
     pub fn line(&mut self, text: &str) -> Line {
         // What the terminal must not see is dropped first, so that positions in the text stay true.
-        let text = crate::repl::style::printable(text).replace('\n', "");
+        let text = crate::text::printable(text).replace('\n', "");
         let coloured = match &mut self.state {
             Some((parse, scopes)) if text.len() <= LONGEST => coloured(parse, scopes, &text),
             _ => None,

@@ -187,7 +187,7 @@ impl Code {
         {
             let mut shown = coloured.clone();
             if !more.is_empty() {
-                shown.push(Span::plain(&crate::repl::style::printable(more)));
+                shown.push(Span::plain(&crate::text::printable(more)));
             }
             return shown;
         }

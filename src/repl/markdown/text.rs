@@ -3,7 +3,7 @@
 use unicode_segmentation::UnicodeSegmentation;
 use unicode_width::UnicodeWidthStr;
 
-use crate::repl::style::printable;
+use crate::text::printable;
 
 /// How a span looks. Colours are the terminal's own sixteen, so that they suit its background.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
