@@ -1,5 +1,7 @@
 //! Words for people: amounts, names, and what a terminal may show.
 
+use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
+
 /// Text without control characters other than line break and tab: a model's output must not move the cursor, set the
 /// window's title, or write to the clipboard. Characters that reorder what is seen go too.
 pub fn printable(text: &str) -> String {
@@ -9,6 +11,31 @@ pub fn printable(text: &str) -> String {
         c => !c.is_control(),
     };
     text.chars().filter(harmless).collect()
+}
+
+/// Lines that are longer than a window, broken between words. A window of unknown width breaks them by itself.
+pub fn wrapped(text: &str, columns: Option<usize>) -> String {
+    let Some(columns) = columns.filter(|columns| *columns > 0) else { return text.to_string() };
+    let mut lines = Vec::new();
+    for line in text.split('\n') {
+        let mut rest = line;
+        while rest.width() > columns {
+            let mut width = 0;
+            let fits = |&(_, c): &(usize, char)| {
+                width += c.width().unwrap_or(0);
+                width <= columns
+            };
+            let end = rest.char_indices().take_while(fits).last().map_or(0, |(at, c)| at + c.len_utf8());
+            // A space right behind what fits is as good as one in it.
+            let reach = &rest.as_bytes()[..rest.len().min(end + 1)];
+            let space = reach.iter().rposition(|byte| *byte == b' ').filter(|at| !rest[..*at].trim().is_empty());
+            let Some(space) = space else { break };
+            lines.push(rest[..space].trim_end());
+            rest = rest[space..].trim_start();
+        }
+        lines.push(rest);
+    }
+    lines.join("\n")
 }
 
 /// 20.9B, 137M, 5.1M
@@ -65,4 +92,21 @@ pub fn edits(from: &str, to: &str) -> usize {
         }
     }
     row[to.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_broken_between_words() {
+        let text = "one two three\nfour  fünf";
+        assert_eq!(wrapped(text, None), text);
+        assert_eq!(wrapped(text, Some(13)), text);
+        assert_eq!(wrapped(text, Some(7)), "one two\nthree\nfour\nfünf");
+        assert_eq!(wrapped("  a word", Some(4)), "  a\nword");
+        assert_eq!(wrapped("unbreakable ünbreäkable", Some(3)), "unbreakable ünbreäkable");
+        assert_eq!(wrapped("木星の 衛星", Some(7)), "木星の\n衛星");
+        assert_eq!(wrapped("", Some(7)), "");
+    }
 }

@@ -212,7 +212,7 @@ fn today() -> String {
 /// A remark for the person at the terminal: dim, on stderr, and only if that is a terminal.
 fn note(text: &str) {
     if std::io::stderr().is_terminal() {
-        eprintln!("{}", crate::repl::style::dim(text, crate::repl::style::stderr_colour()));
+        crate::repl::remark(text);
     }
 }
 

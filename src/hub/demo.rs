@@ -28,7 +28,7 @@ const FILES: &[(&str, &[u8])] = &[
 /// An honest line about the demo model, for whoever starts it.
 pub fn notice(snapshot: &Snapshot) -> Option<&'static str> {
     (snapshot.source == Source::BuiltIn)
-        .then_some("this is the built-in demo: a tiny model trained on questions about inferno; on all else it errs")
+        .then_some("the built-in demo was trained on questions about inferno; on all else it errs")
 }
 
 /// The demo's snapshot under `cache`, written if it is not there. Another version of the binary writes another one.

@@ -81,7 +81,7 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
         let done = match commands::run(&line, &mut session) {
             Outcome::Leave => break,
             Outcome::Done(text) => {
-                eprintln!("{}", text::printable(&text));
+                say(&text);
                 Ok(())
             }
             Outcome::Switch(name) => switch(&mut session, &name),
@@ -94,21 +94,21 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
             Err(error) if matches!(error.downcast_ref(), Some(Error::ContextFull { .. })) => {
                 let context = session.engine().context();
                 match session.fits_alone(&line) {
-                    true => eprintln!(
+                    true => say(&format!(
                         "this would outgrow the context of {context} tokens: /clear starts anew, /set overflow drop-oldest \
                          goes on without the oldest"
-                    ),
-                    false if session.attached.is_empty() => eprintln!(
+                    )),
+                    false if session.attached.is_empty() => say(&format!(
                         "this message alone is longer than the context of {context} tokens; the flag --context makes that \
                          larger, as far as the model and the memory allow"
-                    ),
-                    false => eprintln!(
+                    )),
+                    false => say(&format!(
                         "this message and what is attached are longer than the context of {context} tokens: /file none \
                          drops what is attached"
-                    ),
+                    )),
                 }
             }
-            Err(error) => eprintln!("error: {}", text::printable(&format!("{error:#}"))),
+            Err(error) => say(&format!("error: {error:#}")),
         }
     }
     if let Keep::In(journal) = &session.keep {
@@ -148,7 +148,15 @@ fn switch(session: &mut Session, name: &str) -> Result<()> {
 
 /// A dim line for the person.
 pub fn remark(text: &str) {
-    eprintln!("{}", style::dim(&text::printable(text), style::stderr_colour()));
+    eprintln!(
+        "{}",
+        style::dim(&text::wrapped(&text::printable(text), style::stderr_columns()), style::stderr_colour())
+    );
+}
+
+/// An answer of inferno's own.
+fn say(text: &str) {
+    eprintln!("{}", text::wrapped(&text::printable(text), style::stderr_columns()));
 }
 
 /// Another program has the terminal, and Ctrl-C is for that.

@@ -27,6 +27,12 @@ fn colour(terminal: bool) -> Colour {
 }
 
 /// Dimmed text.
+/// How wide the window behind stderr is, where there is one that knows.
+pub fn stderr_columns() -> Option<usize> {
+    let (_, columns) = console::Term::stderr().size_checked()?;
+    Some(usize::from(columns)).filter(|columns| *columns > 0)
+}
+
 pub fn dim(text: &str, colour: Colour) -> String {
     match colour {
         Colour::On if !text.is_empty() => format!("\x1b[2m{text}\x1b[22m"),

@@ -23,7 +23,7 @@ const COMMANDS: &[Command] = &[
     Command {
         name: "clear",
         arguments: "",
-        summary: "forget the conversation",
+        summary: "begin a new conversation",
         details: "The instructions of /system stay, and so do the settings. What was said is kept under its name, for /load.",
     },
     Command {
@@ -42,7 +42,7 @@ const COMMANDS: &[Command] = &[
     Command {
         name: "system",
         arguments: "[TEXT]",
-        summary: "show or replace the instructions, and start anew",
+        summary: "show the instructions, or begin anew with others",
         details: "The flag --system does the same at the start.",
     },
     Command {
@@ -54,9 +54,9 @@ const COMMANDS: &[Command] = &[
     },
     Command {
         name: "reasoning",
-        arguments: "low|medium|high|show|hide",
-        summary: "how much the model thinks, and whether that is seen",
-        details: "Not every model knows efforts. There is no off: gpt-oss was not trained for it.",
+        arguments: "EFFORT",
+        summary: "how much the model thinks: low, medium, high",
+        details: "`show` and `hide` decide whether that is seen. Not every model knows efforts. There is no off: gpt-oss was not trained for it.",
     },
     Command {
         name: "file",
@@ -74,7 +74,7 @@ const COMMANDS: &[Command] = &[
     Command {
         name: "load",
         arguments: "[NAME]",
-        summary: "go on with another conversation, or show which there are",
+        summary: "go on with another conversation, or list them",
         details: "Its messages and settings come back in place of these; the model stays the one that is loaded.",
     },
     Command {
@@ -93,7 +93,7 @@ const COMMANDS: &[Command] = &[
     Command {
         name: "model",
         arguments: "[NAME]",
-        summary: "go on with another model, or show which there are",
+        summary: "go on with another model, or list them",
         details: "The conversation and what was set stay. If it cannot be loaded, the old one is loaded again.",
     },
 ];
@@ -177,13 +177,13 @@ fn help(name: &str) -> Result<String, String> {
         return Ok(format!("{}: {}\n{}", usage(command), command.summary, command.details).trim_end().to_string());
     }
     let mut lines: Vec<String> =
-        COMMANDS.iter().map(|command| format!("{:36} {}", usage(command), command.summary)).collect();
-    lines.push(format!("{:36} starts and ends a message of several lines; so does a \\ at the end of each", "\"\"\""));
+        COMMANDS.iter().map(|command| format!("{:23} {}", usage(command), command.summary)).collect();
     for (keys, what) in [
-        ("Tab, Ctrl-R, Ctrl-G", "complete, search what was typed before, write in $EDITOR"),
-        ("Ctrl-C, Ctrl-O", "while an answer comes: stop it; fold or unfold its thoughts"),
+        ("\"\"\"", "around a message of several lines; or \\ ends each"),
+        ("Tab, Ctrl-R, Ctrl-G", "complete, search older lines, write in $EDITOR"),
+        ("Ctrl-C, Ctrl-O", "while an answer comes: stop it, fold its thoughts"),
     ] {
-        lines.push(format!("{keys:36} {what}"));
+        lines.push(format!("{keys:23} {what}"));
     }
     Ok(lines.join("\n"))
 }
@@ -264,4 +264,17 @@ fn models(session: &Session) -> String {
     let current = session.model_name();
     let mark = |name: String| if name == current { format!("{name} (this one)") } else { name };
     (session.models.names)().into_iter().map(mark).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn help_fits_the_smallest_windows() {
+        for line in help("").unwrap().lines() {
+            assert!(line.chars().count() <= 79, "{line}");
+        }
+        assert!(COMMANDS.iter().all(|command| help(command.name).is_ok()));
+    }
 }
