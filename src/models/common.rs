@@ -5,12 +5,12 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::Sizes;
-use crate::nn::attention::AttentionConfig;
-use crate::nn::decoder::Frame;
+use super::{Architecture, Sizes};
+use crate::nn::attention::{Attention, AttentionConfig};
+use crate::nn::decoder::{Decoder, Frame, Place};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
-use crate::nn::mlp::GatedMlp;
+use crate::nn::mlp::{GatedMlp, Mlp};
 use crate::nn::norm::NormConfig;
 use crate::nn::rope::{Frequencies, Lengths, RopeConfig};
 use crate::weights::Weights;
@@ -35,6 +35,49 @@ pub(super) struct Common {
     pub attention_bias: bool,
     #[serde(flatten)]
     pub rope: RopeConfig,
+}
+
+/// What is left to say of a family that has these fields, and layers of attention and an MLP, each behind a norm.
+pub(super) trait Usual {
+    fn common(&self) -> &Common;
+
+    /// What each layer keeps in the cache.
+    fn layers(&self) -> Vec<LayerSpec>;
+
+    /// Attention and MLP of one layer.
+    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)>;
+
+    /// What stands around the layers.
+    fn frame(&self, _: &Weights, context: usize) -> Result<Frame> {
+        self.common().frame(self.layers(), context)
+    }
+
+    fn usual_context(&self) -> usize {
+        self.common().max_position_embeddings
+    }
+}
+
+impl<T: Usual> Architecture for T {
+    fn vocab_size(&self) -> usize {
+        self.common().vocab_size
+    }
+
+    fn max_position_embeddings(&self) -> usize {
+        self.common().max_position_embeddings
+    }
+
+    fn usual_context(&self) -> usize {
+        Usual::usual_context(self)
+    }
+
+    fn cache_layers(&self) -> Vec<LayerSpec> {
+        self.layers()
+    }
+
+    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
+        let frame = self.frame(weights, context)?;
+        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
+    }
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]

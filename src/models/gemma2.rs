@@ -5,11 +5,11 @@ use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common};
+use super::common::{self, Common, Usual};
 use super::{Architecture, Family};
 use crate::kernels::swiglu::Activation;
 use crate::nn::attention::{Attention, AttentionConfig};
-use crate::nn::decoder::{Decoder, Frame, Names, Place};
+use crate::nn::decoder::{Frame, Names, Place};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
@@ -71,8 +71,15 @@ pub(super) fn norm(common: &Common) -> NormConfig {
     NormConfig { kind: NormKind::RmsOffByOne, eps: common.rms_norm_eps }
 }
 
-impl Config {
-    /// Attention and MLP of one layer.
+impl Usual for Config {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn layers(&self) -> Vec<LayerSpec> {
+        self.common.layers(|layer| self.common.window(layer, |layer| layer.is_multiple_of(2)))
+    }
+
     fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
         let bias = Bias::from(self.common.attention_bias);
         let attention = AttentionConfig {
@@ -86,24 +93,9 @@ impl Config {
         let mlp = self.common.mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp.with(Activation::GeluTanh))))
     }
-}
 
-impl Architecture for Config {
-    fn vocab_size(&self) -> usize {
-        self.common.vocab_size
-    }
-
-    fn max_position_embeddings(&self) -> usize {
-        self.common.max_position_embeddings
-    }
-
-    fn cache_layers(&self) -> Vec<LayerSpec> {
-        self.common.layers(|layer| self.common.window(layer, |layer| layer.is_multiple_of(2)))
-    }
-
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
-        let frame = frame(&self.common, weights, self.cache_layers(), context)?;
-        let frame = Frame { final_softcap: self.final_logit_softcapping, ..frame };
-        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
+    fn frame(&self, weights: &Weights, context: usize) -> Result<Frame> {
+        let frame = frame(&self.common, weights, self.layers(), context)?;
+        Ok(Frame { final_softcap: self.final_logit_softcapping, ..frame })
     }
 }

@@ -6,12 +6,12 @@ use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common};
+use super::common::{self, Common, Usual};
 use super::gemma2;
 use super::{Architecture, Family};
 use crate::kernels::swiglu::Activation;
 use crate::nn::attention::{Attention, AttentionConfig};
-use crate::nn::decoder::{Decoder, Frame, Place};
+use crate::nn::decoder::{Frame, Place};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
@@ -81,8 +81,16 @@ fn split_rope(json: &mut Value) -> Result<()> {
     Ok(())
 }
 
-impl Config {
-    /// Attention and MLP of one layer.
+impl Usual for Config {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn layers(&self) -> Vec<LayerSpec> {
+        let slides = |layer: usize| !(layer + 1).is_multiple_of(self.sliding_window_pattern);
+        self.common.layers(|layer| self.common.window(layer, slides))
+    }
+
     fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
         let bias = Bias::from(self.common.attention_bias);
         let attention = AttentionConfig {
@@ -96,31 +104,15 @@ impl Config {
         let mlp = self.common.mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp.with(Activation::GeluTanh))))
     }
-}
 
-impl Architecture for Config {
-    fn vocab_size(&self) -> usize {
-        self.common.vocab_size
-    }
-
-    fn max_position_embeddings(&self) -> usize {
-        self.common.max_position_embeddings
-    }
-
-    fn cache_layers(&self) -> Vec<LayerSpec> {
-        let slides = |layer: usize| !(layer + 1).is_multiple_of(self.sliding_window_pattern);
-        self.common.layers(|layer| self.common.window(layer, slides))
-    }
-
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
+    fn frame(&self, weights: &Weights, context: usize) -> Result<Frame> {
         let model = PLACES.into_iter().find(|place| weights.contains(&format!("{place}.embed_tokens.weight")));
         let lengths = Lengths { max_position_embeddings: self.common.max_position_embeddings, context };
-        let frame = Frame {
+        Ok(Frame {
             final_softcap: self.final_logit_softcapping,
             sliding_frequencies: Some(self.sliding_rope.frequencies(self.common.head_dim(), lengths, 10_000.0)?),
             model: model.unwrap_or("model").into(),
-            ..gemma2::frame(&self.common, weights, self.cache_layers(), context)?
-        };
-        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
+            ..gemma2::frame(&self.common, weights, self.layers(), context)?
+        })
     }
 }

@@ -5,10 +5,10 @@ use anyhow::Result;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common};
+use super::common::{self, Common, Usual};
 use super::{Architecture, Family};
 use crate::nn::attention::{Attention, AttentionConfig};
-use crate::nn::decoder::{Decoder, Place};
+use crate::nn::decoder::Place;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::{GatedMlp, Mlp};
@@ -32,8 +32,15 @@ fn read(json: Value) -> Result<Box<dyn Architecture>> {
     Ok(Box::new(config))
 }
 
-impl Config {
-    /// Attention and MLP of one layer.
+impl Usual for Config {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn layers(&self) -> Vec<LayerSpec> {
+        self.common.layers(|_| None)
+    }
+
     fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
         let bias = Bias::from(self.common.attention_bias);
         let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, ..self.common.attention(place.spec) };
@@ -41,24 +48,5 @@ impl Config {
         let Common { hidden_size, intermediate_size, .. } = self.common;
         let mlp = GatedMlp::load(&weights.at("mlp"), hidden_size, intermediate_size, Bias::from(self.mlp_bias))?;
         Ok((attention, Mlp::Gated(mlp)))
-    }
-}
-
-impl Architecture for Config {
-    fn vocab_size(&self) -> usize {
-        self.common.vocab_size
-    }
-
-    fn max_position_embeddings(&self) -> usize {
-        self.common.max_position_embeddings
-    }
-
-    fn cache_layers(&self) -> Vec<LayerSpec> {
-        self.common.layers(|_| None)
-    }
-
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
-        let frame = self.common.frame(self.cache_layers(), context)?;
-        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
     }
 }

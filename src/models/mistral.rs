@@ -5,10 +5,10 @@ use anyhow::Result;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common};
+use super::common::{self, Common, Usual};
 use super::{Architecture, Family};
 use crate::nn::attention::Attention;
-use crate::nn::decoder::{Decoder, Place};
+use crate::nn::decoder::Place;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::Mlp;
 use crate::weights::Weights;
@@ -31,30 +31,18 @@ fn read(json: Value) -> Result<Box<dyn Architecture>> {
     Ok(Box::new(config))
 }
 
-impl Config {
-    /// Attention and MLP of one layer.
+impl Usual for Config {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn layers(&self) -> Vec<LayerSpec> {
+        self.common.all_sliding()
+    }
+
     fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
         let attention = Attention::load(&weights.at("self_attn"), self.common.attention(place.spec), place.rotary)?;
         let mlp = self.common.mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp)))
-    }
-}
-
-impl Architecture for Config {
-    fn vocab_size(&self) -> usize {
-        self.common.vocab_size
-    }
-
-    fn max_position_embeddings(&self) -> usize {
-        self.common.max_position_embeddings
-    }
-
-    fn cache_layers(&self) -> Vec<LayerSpec> {
-        self.common.all_sliding()
-    }
-
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
-        let frame = self.common.frame(self.cache_layers(), context)?;
-        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
     }
 }

@@ -4,11 +4,11 @@ use anyhow::Result;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common};
+use super::common::{self, Common, Usual};
 use super::{Architecture, Family};
 use crate::kernels::topk::Softmax;
 use crate::nn::attention::Attention;
-use crate::nn::decoder::{Decoder, Place};
+use crate::nn::decoder::Place;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::Mlp;
 use crate::nn::routed::{ExpertNames, RoutedConfig, RoutedMlp};
@@ -51,32 +51,22 @@ impl Config {
             softmax: Softmax::OverChosen,
         }
     }
+}
 
-    /// Attention and MLP of one layer.
+impl Usual for Config {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn layers(&self) -> Vec<LayerSpec> {
+        self.common.all_sliding()
+    }
+
     fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
         let attention = Attention::load(&weights.at("self_attn"), self.common.attention(place.spec), place.rotary)?;
         // transformers 5 calls it `mlp` when it keeps the experts in one tensor.
         let name = if weights.contains("mlp.gate.weight") { "mlp" } else { "block_sparse_moe" };
         let experts = RoutedMlp::load(&weights.at(name), self.experts(), &EXPERT)?;
         Ok((attention, Mlp::Routed(experts)))
-    }
-}
-
-impl Architecture for Config {
-    fn vocab_size(&self) -> usize {
-        self.common.vocab_size
-    }
-
-    fn max_position_embeddings(&self) -> usize {
-        self.common.max_position_embeddings
-    }
-
-    fn cache_layers(&self) -> Vec<LayerSpec> {
-        self.common.all_sliding()
-    }
-
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
-        let frame = self.common.frame(self.cache_layers(), context)?;
-        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
     }
 }

@@ -5,10 +5,10 @@ use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common};
+use super::common::{self, Common, Usual};
 use super::{Architecture, Family};
 use crate::nn::attention::Attention;
-use crate::nn::decoder::{Decoder, Place};
+use crate::nn::decoder::Place;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::{GatedMlp, Mlp};
 use crate::weights::Weights;
@@ -51,37 +51,25 @@ fn rename_longrope(scaling: &mut Value) -> Result<()> {
     Ok(())
 }
 
-impl Config {
-    /// Attention and MLP of one layer.
+impl Usual for Config {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn usual_context(&self) -> usize {
+        let all = self.common.max_position_embeddings;
+        self.common.rope.short_context().map_or(all, |short| short.min(all))
+    }
+
+    fn layers(&self) -> Vec<LayerSpec> {
+        self.common.all_sliding()
+    }
+
     fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
         let attention = self.common.attention(place.spec);
         let attention = Attention::load_fused(&weights.at("self_attn"), attention, place.rotary)?;
         let Common { hidden_size, intermediate_size, .. } = self.common;
         let mlp = GatedMlp::load_fused(&weights.at("mlp"), hidden_size, intermediate_size)?;
         Ok((attention, Mlp::Gated(mlp)))
-    }
-}
-
-impl Architecture for Config {
-    fn vocab_size(&self) -> usize {
-        self.common.vocab_size
-    }
-
-    fn max_position_embeddings(&self) -> usize {
-        self.common.max_position_embeddings
-    }
-
-    fn usual_context(&self) -> usize {
-        let all = self.max_position_embeddings();
-        self.common.rope.short_context().map_or(all, |short| short.min(all))
-    }
-
-    fn cache_layers(&self) -> Vec<LayerSpec> {
-        self.common.all_sliding()
-    }
-
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
-        let frame = self.common.frame(self.cache_layers(), context)?;
-        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
     }
 }

@@ -5,10 +5,10 @@ use anyhow::Result;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common};
+use super::common::{self, Common, Usual};
 use super::{Architecture, Family};
 use crate::nn::attention::{Attention, AttentionConfig};
-use crate::nn::decoder::{Decoder, Place};
+use crate::nn::decoder::Place;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
@@ -41,8 +41,15 @@ fn read(json: Value) -> Result<Box<dyn Architecture>> {
     Ok(Box::new(config))
 }
 
-impl Config {
-    /// Attention and MLP of one layer.
+impl Usual for Config {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn layers(&self) -> Vec<LayerSpec> {
+        self.common.layers(|layer| self.common.window(layer, |layer| layer >= self.max_window_layers))
+    }
+
     fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
         let (bias, norm) = (Bias::from(self.common.attention_bias), NormConfig::rms(self.common.rms_norm_eps));
         let attention = self.common.attention(place.spec);
@@ -50,24 +57,5 @@ impl Config {
         let attention = Attention::load(&weights.at("self_attn"), attention, place.rotary)?;
         let mlp = self.common.mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp)))
-    }
-}
-
-impl Architecture for Config {
-    fn vocab_size(&self) -> usize {
-        self.common.vocab_size
-    }
-
-    fn max_position_embeddings(&self) -> usize {
-        self.common.max_position_embeddings
-    }
-
-    fn cache_layers(&self) -> Vec<LayerSpec> {
-        self.common.layers(|layer| self.common.window(layer, |layer| layer >= self.max_window_layers))
-    }
-
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
-        let frame = self.common.frame(self.cache_layers(), context)?;
-        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
     }
 }

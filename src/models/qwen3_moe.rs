@@ -4,11 +4,11 @@ use anyhow::Result;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common};
+use super::common::{self, Common, Usual};
 use super::{Architecture, Family};
 use crate::kernels::topk::Softmax;
 use crate::nn::attention::{Attention, AttentionConfig};
-use crate::nn::decoder::{Decoder, Place};
+use crate::nn::decoder::Place;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::{GatedMlp, Mlp};
@@ -68,8 +68,17 @@ impl Config {
         let excepted = self.mlp_only_layers.as_ref().is_some_and(|layers| layers.contains(&layer));
         !excepted && (layer + 1).is_multiple_of(self.decoder_sparse_step)
     }
+}
 
-    /// Attention and MLP of one layer.
+impl Usual for Config {
+    fn common(&self) -> &Common {
+        &self.common
+    }
+
+    fn layers(&self) -> Vec<LayerSpec> {
+        self.common.all_sliding()
+    }
+
     fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
         let (bias, norm) = (Bias::from(self.common.attention_bias), NormConfig::rms(self.common.rms_norm_eps));
         let attention = self.common.attention(place.spec);
@@ -82,25 +91,6 @@ impl Config {
             false => Mlp::Gated(GatedMlp::load(&weights, hidden_size, intermediate_size, Bias::Without)?),
         };
         Ok((attention, mlp))
-    }
-}
-
-impl Architecture for Config {
-    fn vocab_size(&self) -> usize {
-        self.common.vocab_size
-    }
-
-    fn max_position_embeddings(&self) -> usize {
-        self.common.max_position_embeddings
-    }
-
-    fn cache_layers(&self) -> Vec<LayerSpec> {
-        self.common.all_sliding()
-    }
-
-    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
-        let frame = self.common.frame(self.cache_layers(), context)?;
-        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
     }
 }
 
