@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Has transformers read the GGUF files that tests/it/gguf/converter.rs writes, against the golden values.
 
-    mkdir /tmp/gguf && INFERNO_GGUF_OUT=/tmp/gguf cargo test --test it gguf::models::logits
-    python scripts/gguf_judge.py /tmp/gguf
+    mkdir DIR && INFERNO_GGUF_OUT=DIR cargo test --test it gguf::models::logits
+    python scripts/gguf_judge.py DIR
 
 Needs torch, transformers and gguf. Of each file: with the config.json that the checkpoint was made with, so that only the
 tensors are judged; and with the config that transformers reads from the metadata. Largest difference of logits over the
