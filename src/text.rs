@@ -1,6 +1,6 @@
 //! Words for people: amounts, names, and what a terminal may show.
 
-use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
+use unicode_width::UnicodeWidthStr;
 
 /// Text without control characters other than line break and tab: a model's output must not move the cursor, set the
 /// window's title, or write to the clipboard. Characters that reorder what is seen go too.
@@ -16,26 +16,26 @@ pub fn printable(text: &str) -> String {
 /// Lines that are longer than a window, broken between words. A window of unknown width breaks them by itself.
 pub fn wrapped(text: &str, columns: Option<usize>) -> String {
     let Some(columns) = columns.filter(|columns| *columns > 0) else { return text.to_string() };
-    let mut lines = Vec::new();
-    for line in text.split('\n') {
-        let mut rest = line;
-        while rest.width() > columns {
-            let mut width = 0;
-            let fits = |&(_, c): &(usize, char)| {
-                width += c.width().unwrap_or(0);
-                width <= columns
-            };
-            let end = rest.char_indices().take_while(fits).last().map_or(0, |(at, c)| at + c.len_utf8());
-            // A space right behind what fits is as good as one in it.
-            let reach = &rest.as_bytes()[..rest.len().min(end + 1)];
-            let space = reach.iter().rposition(|byte| *byte == b' ').filter(|at| !rest[..*at].trim().is_empty());
-            let Some(space) = space else { break };
-            lines.push(rest[..space].trim_end());
-            rest = rest[space..].trim_start();
+    let mut wrapped = String::with_capacity(text.len());
+    for (number, line) in text.split('\n').enumerate() {
+        if number > 0 {
+            wrapped.push('\n');
         }
-        lines.push(rest);
+        // Whether there are words in the row yet, or only what indents it.
+        let (mut used, mut words) = (0, false);
+        for piece in line.split_inclusive(' ') {
+            let word = piece.trim_end_matches(' ').width();
+            if words && word > 0 && used + word > columns {
+                wrapped.truncate(wrapped.trim_end_matches(' ').len());
+                wrapped.push('\n');
+                used = 0;
+            }
+            words |= word > 0;
+            wrapped.push_str(piece);
+            used += word + piece.len() - piece.trim_end_matches(' ').len();
+        }
     }
-    lines.join("\n")
+    wrapped
 }
 
 /// 20.9B, 137M, 5.1M
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!(wrapped(text, Some(13)), text);
         assert_eq!(wrapped(text, Some(7)), "one two\nthree\nfour\nfünf");
         assert_eq!(wrapped("  a word", Some(4)), "  a\nword");
-        assert_eq!(wrapped("unbreakable ünbreäkable", Some(3)), "unbreakable ünbreäkable");
+        assert_eq!(wrapped("unbreakable ü or so", Some(4)), "unbreakable\nü or\nso");
         assert_eq!(wrapped("木星の 衛星", Some(7)), "木星の\n衛星");
         assert_eq!(wrapped("", Some(7)), "");
     }

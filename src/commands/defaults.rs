@@ -14,6 +14,7 @@ use toml::{Table, Value};
 
 use crate::error::Error;
 use crate::hub::Hub;
+use crate::repl::CHAT_SETTINGS;
 use crate::repl::journal::{self, Saved, Settings};
 
 /// Flags of `play` that the environment and the configuration can set, and that a conversation remembers.
@@ -109,24 +110,30 @@ pub fn read(command: Command, known: Option<&Known>) -> Result<Line> {
         let (fitting, left_out) = of_conversation(saved, flags, &check);
         (line.given, line.left_out) = (fitting, left_out);
         match typed {
-            // Another model has no such branch.
-            Some(_) => drop(line.given.remove("revision")),
+            // Of another model only what was set in the chat goes on, and where it runs.
+            Some(_) => line.given.retain(|flag, _| flag == "device" || CHAT_SETTINGS.contains(&flag.as_str())),
             None => drop(line.given.insert("model".to_string(), vec![saved.model.clone()])),
         }
-        // It has its own instructions.
+        // It has its own instructions, and may have taken a limit away.
         configured.remove("system");
+        configured.retain(|flag, _| !line.given.get(flag).is_some_and(|values| is_none(flag, values)));
     }
+    // What is typed wins over what lies below, also where it says the same in another way.
+    let is_typed = |flag: &str| flag == "revision" && typed.is_some_and(|model| model.contains('@'));
+    line.given.retain(|flag, _| !is_typed(flag));
+    configured.retain(|flag, _| !is_typed(flag));
     for flag in flags {
         let variable = format!("INFERNO_{}", id(flag).to_uppercase());
         let Some(value) = std::env::var_os(&variable).filter(|value| !value.is_empty()) else { continue };
-        if is_on_the_line(of_verb, flag) {
+        if is_on_the_line(of_verb, flag) || is_typed(flag) {
             continue;
         }
         let values = vec![value.into_string().map_err(|_| Error::usage(format!("{variable} is not UTF-8 text")))?];
         check(flag, &values).map_err(|problem| Error::usage(format!("{variable}: {problem}")))?;
         line.given.insert(flag.to_string(), values);
     }
-    let below: Settings = configured.clone().into_iter().chain(line.given.clone()).collect();
+    let mut below: Settings = configured.clone().into_iter().chain(line.given.clone()).collect();
+    below.retain(|flag, values| !is_none(flag, values));
     if !below.is_empty() {
         let command = below.into_iter().fold(command, |command, (flag, values)| with(command, verb, &flag, &values));
         let matches = command.try_get_matches_from(&args).map_err(|error| Error::usage(first_line(&error)))?;
@@ -148,6 +155,11 @@ pub fn read(command: Command, known: Option<&Known>) -> Result<Line> {
     Ok(line)
 }
 
+/// Whether a conversation has taken a limit away, with `/set max-tokens none`.
+fn is_none(flag: &str, values: &[String]) -> bool {
+    matches!(flag, "max-tokens" | "stop") && values == ["none"]
+}
+
 type Check<'a> = dyn Fn(&str, &[String]) -> Result<(), String> + 'a;
 
 /// The settings of a conversation that are understood here, and what is to be said of the others: a journal may be of
@@ -156,6 +168,7 @@ fn of_conversation(saved: &Saved, flags: &[&str], check: &Check) -> (Settings, V
     let (mut fitting, mut left_out) = (Settings::new(), Vec::new());
     for (flag, values) in &saved.settings {
         let checked = match flags.contains(&flag.as_str()) {
+            true if is_none(flag, values) => Ok(()),
             true => check(flag, values),
             false => Err(format!("there is no setting '{flag}'")),
         };

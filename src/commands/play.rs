@@ -133,7 +133,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     };
     let typed_revision = args.model.as_deref().and_then(revision_in).filter(|_| snapshot.revision.is_some());
     let reread = args.origin.reread.take().context("the command line is not at hand")?;
-    let args = flags_for(&reread, &snapshot)?;
+    let args = flags_for(&*reread, &snapshot)?;
     let models = models(hub, args.raw, reread);
     let loaded = (models.load)(&snapshot)?;
     let render = RenderOptions {
@@ -170,13 +170,22 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
 
 /// Where `/model` finds and loads others, as the first one was.
 fn models(hub: Hub, raw: bool, reread: Box<Reread>) -> Models {
-    let hub = Rc::new(hub);
-    let (finds, lists) = (hub.clone(), hub.clone());
+    let (hub, reread) = (Rc::new(hub), Rc::new(reread));
+    let (finds, lists, rereads) = (hub.clone(), hub.clone(), reread.clone());
     Models {
-        find: Box::new(move |name| finds.find(name, None)),
+        find: Box::new(move |name| {
+            let snapshot = finds.find(name, None)?;
+            // What is wrong with the flags for it is said while the one that is here still answers.
+            let args = flags_for(&**rereads, &snapshot)?;
+            let revision = args.origin.configured.get("revision").and_then(|values| values.first());
+            match revision.filter(|_| snapshot.revision.is_some() && revision_in(name).is_none()) {
+                Some(revision) => finds.find(name, Some(revision)),
+                None => Ok(snapshot),
+            }
+        }),
         load: Box::new(move |snapshot| {
             hub.note_use(snapshot);
-            let args = flags_for(&reread, snapshot)?;
+            let args = flags_for(&**reread, snapshot)?;
             let check = |language: &Language| if raw { Ok(()) } else { repl::must_chat(language, &snapshot.name) };
             let engine = args.load.load_speaking(snapshot, &check)?;
             introduce(snapshot, &engine);

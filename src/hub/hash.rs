@@ -11,6 +11,11 @@ use anyhow::{Context, Result};
 // In the tree with rustls, and as fast as the machine allows.
 use ring::digest::{self, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 
+/// An etag as a header has it, without what says how it may be compared.
+pub(super) fn bare(etag: &str) -> &str {
+    etag.trim_start_matches("W/").trim_matches('"')
+}
+
 /// Whether an etag is the hash of what it names.
 pub(super) fn is_hash(etag: &str) -> bool {
     matches!(etag.len(), 40 | 64) && etag.bytes().all(|byte| byte.is_ascii_hexdigit())

@@ -16,7 +16,7 @@ use ureq::{Agent, Body, RequestBuilder};
 
 use super::retry::{Retry, is_passing, retry_after};
 use super::select::RemoteFile;
-use super::{Limits, Progress, Settings, names};
+use super::{Limits, Progress, Settings, hash, names};
 use crate::error::Error;
 
 /// A repository's file list with tens of thousands of entries stays below this.
@@ -169,7 +169,7 @@ impl<'a> Remote<'a> {
                 return Err(self.refusal(response, Some(name)));
             }
             let etag = linked.or(text("etag")).unwrap_or_default();
-            let etag = etag.trim_start_matches("W/").trim_matches('"');
+            let etag = hash::bare(etag);
             // Of a redirect, content-length would be the length of its own empty body.
             let length = if response.status().is_redirection() { None } else { text("content-length") };
             let bytes = text("x-linked-size").or(length).and_then(|bytes| bytes.parse().ok());

@@ -115,7 +115,9 @@ impl Transfer<'_, '_> {
 
     /// Whether the server speaks of the same contents as before, as far as their hash will not tell.
     fn check_contents(&self, headers: &HeaderMap) -> Result<(), Stop> {
-        let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()) else { return Ok(()) };
+        let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()).map(hash::bare) else {
+            return Ok(());
+        };
         let mut board = self.fetch.board();
         let job = &mut board.jobs[self.job];
         if job.generation != self.generation {

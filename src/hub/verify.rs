@@ -148,22 +148,28 @@ impl Hub {
         let _lock = repo.lock(|| progress.waiting(name))?;
         // What is bad stands aside until there is something better.
         let mut aside: Vec<(PathBuf, PathBuf)> = Vec::new();
-        for (file, path, etag) in repo.linked(revision) {
-            if let (true, Some(etag)) = (faults.iter().any(|(fault, _)| *fault == file), etag)
-                && path.try_exists()?
-                // Somebody else may have repaired it meanwhile; what cannot be read is not known to be bad.
-                && !hash::matches(&path, &etag, &mut |_| Ok(()))?
-            {
-                let blob = repo.blob(&etag);
-                let bad = with_ending(&blob, BAD);
-                fs::rename(&blob, &bad).with_context(|| format!("cannot rename {}", blob.display()))?;
-                aside.push((blob, bad));
+        let mut put_aside = || -> Result<()> {
+            for (file, path, etag) in repo.linked(revision) {
+                if let (true, Some(etag)) = (faults.iter().any(|(fault, _)| *fault == file), etag)
+                    && path.exists()
+                    // Somebody else may have repaired it meanwhile. What cannot be read is as bad as what is wrong.
+                    && !hash::matches(&path, &etag, &mut |_| Ok(())).unwrap_or(false)
+                {
+                    let blob = repo.blob(&etag);
+                    let bad = with_ending(&blob, BAD);
+                    fs::rename(&blob, &bad).with_context(|| format!("cannot rename {}", blob.display()))?;
+                    aside.push((blob, bad));
+                }
             }
-        }
-        let fetched = self.fetch(&remote, revision, &repo, files, progress);
+            Ok(())
+        };
+        let fetched = put_aside().and_then(|()| self.fetch(&remote, revision, &repo, files, progress));
         for (blob, bad) in aside {
             // Links must lead somewhere; a second failure would say no more than the first.
-            let _ = if blob.exists() { fs::remove_file(&bad) } else { fs::rename(&bad, &blob) };
+            let _ = match blob.exists() {
+                true => fs::remove_file(&bad).or_else(|_| fs::remove_dir_all(&bad)),
+                false => fs::rename(&bad, &blob),
+            };
         }
         fetched
     }

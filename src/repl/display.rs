@@ -96,14 +96,15 @@ impl Display {
             How::Plain(_) => writeln!(out)?,
         }
         let colour = style::stdout_colour();
+        let wrapped = |line: &str| text::wrapped(line, style::columns(&console::Term::stdout()));
         if let Some(turn) = turn {
             for call in &turn.summary.tool_calls {
                 let name = text::printable(&call.name);
                 writeln!(out, "{}", style::dim(&format!("[asks for the tool {name}]"), colour))?;
             }
-            writeln!(out, "{}", style::dim(&style::stats(&turn.summary), colour))?;
+            writeln!(out, "{}", style::dim(&wrapped(&style::stats(&turn.summary)), colour))?;
             for note in &turn.notes {
-                writeln!(out, "{}", style::dim(&text::printable(note), colour))?;
+                writeln!(out, "{}", style::dim(&wrapped(&text::printable(note)), colour))?;
             }
             writeln!(out)?;
         }

@@ -135,8 +135,7 @@ impl Journal {
         tracing::info!(path = %path.display(), messages = saved.messages.len(), "conversation");
         if let Some(damage) = &mut saved.damage {
             // Somebody may still find something in it.
-            let aside = path.with_extension("damaged");
-            fs::copy(&path, &aside).with_context(|| format!("{damage}; cannot write {}", aside.display()))?;
+            let aside = copy_aside(&path).with_context(|| format!("{damage}; cannot keep a copy of it"))?;
             damage.push_str(&format!(": what follows is lost here, but {} has all of it", aside.display()));
         }
         // What a crash cut off goes, or the next line would be part of it.
@@ -244,10 +243,14 @@ fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
     let names = names();
     let name = match name.filter(|name| !name.is_empty()) {
         Some(name) => checked(name)?,
-        // One from which all was taken back is nothing to go on with.
+        // One from which all was taken back is nothing to go on with, and one that is open goes on elsewhere.
         None => names
             .iter()
-            .find(|name| read(&file_of(&folder, name)).map_or(true, |(saved, _)| saved.has_a_question()))
+            .find(|name| {
+                let path = file_of(&folder, name);
+                let something = |(saved, _): (Saved, u64)| saved.has_a_question() || saved.damage.is_some();
+                !is_open(&path) && read(&path).map_or(true, something)
+            })
             .ok_or_else(|| missing("there is no conversation to resume".into()))?,
     };
     let path = file_of(&folder, name);
@@ -267,6 +270,23 @@ fn checked(name: &str) -> Result<&str> {
         return Err(Error::Usage(problem).into());
     }
     Ok(name)
+}
+
+/// A copy of a damaged journal, in place of none that was made before. Returns where it is.
+fn copy_aside(path: &Path) -> io::Result<PathBuf> {
+    for number in 1.. {
+        let ending = if number == 1 { "damaged".to_string() } else { format!("damaged-{number}") };
+        let aside = path.with_extension(ending);
+        if !aside.exists() {
+            return fs::copy(path, &aside).map(|_| aside);
+        }
+    }
+    unreachable!("there are fewer files than numbers")
+}
+
+/// Whether another inferno goes on with it.
+fn is_open(path: &Path) -> bool {
+    File::open(path).is_ok_and(|file| lock(file, path).is_err())
 }
 
 #[cfg(unix)]

@@ -33,6 +33,7 @@ pub use display::Display;
 use editor::{Line, LineEditor};
 pub use overflow::Overflow;
 pub use session::{Keep, Loaded, Models, Reasoning, Session, Turn, must_chat};
+pub use settings::NAMES as CHAT_SETTINGS;
 use typed::Typed;
 
 /// Neither the model that was asked for nor the one before could be loaded: the chat cannot go on.
@@ -150,13 +151,16 @@ fn switch(session: &mut Session, name: &str) -> Result<()> {
 pub fn remark(text: &str) {
     eprintln!(
         "{}",
-        style::dim(&text::wrapped(&text::printable(text), style::stderr_columns()), style::stderr_colour())
+        style::dim(
+            &text::wrapped(&text::printable(text), style::columns(&console::Term::stderr())),
+            style::stderr_colour()
+        )
     );
 }
 
 /// An answer of inferno's own.
 fn say(text: &str) {
-    eprintln!("{}", text::wrapped(&text::printable(text), style::stderr_columns()));
+    eprintln!("{}", text::wrapped(&text::printable(text), style::columns(&console::Term::stderr())));
 }
 
 /// Another program has the terminal, and Ctrl-C is for that.

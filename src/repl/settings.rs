@@ -38,13 +38,8 @@ pub fn set(session: &mut Session, name: &str, value: &str) -> Result<String, Str
         _ => value,
     };
     apply(session, name, &[value.to_string()])?;
-    if value == "none" {
-        // The configuration may have a limit of its own.
-        session.settings.remove(name);
-        session.configured.remove(name);
-    } else {
-        session.settings.insert(name.to_string(), vec![value.to_string()]);
-    }
+    // `none` too: the configuration may have a limit of its own.
+    session.settings.insert(name.to_string(), vec![value.to_string()]);
     let kept = session.keep(Change::Settings).map_err(|error| format!("not kept for --resume: {error:#}"));
     let done = match (name, value) {
         ("hide-reasoning", "true") => "thoughts are hidden".to_string(),

@@ -26,13 +26,13 @@ fn colour(terminal: bool) -> Colour {
     if terminal && !refused && !dumb { Colour::On } else { Colour::Off }
 }
 
-/// Dimmed text.
-/// How wide the window behind stderr is, where there is one that knows.
-pub fn stderr_columns() -> Option<usize> {
-    let (_, columns) = console::Term::stderr().size_checked()?;
+/// How wide the window is, where there is one that knows.
+pub fn columns(terminal: &console::Term) -> Option<usize> {
+    let (_, columns) = terminal.size_checked()?;
     Some(usize::from(columns)).filter(|columns| *columns > 0)
 }
 
+/// Dimmed text.
 pub fn dim(text: &str, colour: Colour) -> String {
     match colour {
         Colour::On if !text.is_empty() => format!("\x1b[2m{text}\x1b[22m"),

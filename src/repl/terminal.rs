@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, Signal, raise};
 use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
+use nix::unistd::{getpgrp, tcgetpgrp};
 
 /// The terminal as it was when the chat began.
 static FOUND: Mutex<Option<Termios>> = Mutex::new(None);
@@ -39,8 +40,11 @@ pub fn guard() {
     }
 }
 
-/// Puts the terminal back as it was found.
+/// Puts the terminal back as it was found. In the background it is the shell's, and touching it would stop this process.
 pub fn restore() {
+    if !tcgetpgrp(stdin()).is_ok_and(|group| group == getpgrp()) {
+        return;
+    }
     if let Some(found) = FOUND.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
         let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, found);
         write("\x1b[0m\x1b[?2004l");

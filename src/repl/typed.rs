@@ -76,6 +76,11 @@ impl Typed {
 
     fn plain(&mut self, byte: u8) -> Option<Key> {
         let after_return = std::mem::replace(&mut self.after_return, byte == b'\r');
+        if byte < 0x20 && !self.partial.is_empty() {
+            // It will not be ended.
+            self.partial.clear();
+            self.draft.push(char::REPLACEMENT_CHARACTER);
+        }
         match byte {
             0x1b => self.sequence = Sequence::Escape,
             b'\n' if after_return => {}
@@ -91,13 +96,26 @@ impl Typed {
             }
             // Ctrl-U.
             0x15 if !self.pasting => self.draft.clear(),
+            // Ctrl-W.
+            0x17 if !self.pasting => {
+                let rest = self.draft.trim_end_matches(' ');
+                let length = rest.rfind([' ', '\n']).map_or(0, |space| space + 1);
+                self.draft.truncate(length);
+            }
             0..0x20 | 0x7f => {}
             byte => {
                 self.partial.push(byte);
                 match std::str::from_utf8(&self.partial) {
                     Ok(text) => self.draft.push_str(text),
                     Err(error) if error.error_len().is_none() => return None,
-                    Err(_) => self.draft.push(char::REPLACEMENT_CHARACTER),
+                    Err(_) => {
+                        self.draft.push(char::REPLACEMENT_CHARACTER);
+                        // The byte that shows it may be a character by itself.
+                        if self.partial.len() > 1 {
+                            self.partial.clear();
+                            return self.plain(byte);
+                        }
+                    }
                 }
                 self.partial.clear();
             }
@@ -191,7 +209,12 @@ mod tests {
         escape.press(0xe9);
         assert!(escape.is_open());
         escape.press(b'x');
-        assert_eq!(escape.take_draft(), "\u{fffd}");
+        assert_eq!(escape.take_draft(), "\u{fffd}x");
+        for byte in b"caf\xe9\rabc" {
+            escape.press(*byte);
+        }
+        assert_eq!((escape.next_message().as_deref(), escape.take_draft().as_str()), (Some("caf\u{fffd}"), "abc"));
+        assert_eq!(typed("delete all files\x17\x17keep"), all(&[], "delete keep"));
     }
 
     #[test]

@@ -151,6 +151,11 @@ fn a_model_is_configured_by_its_whole_name() {
     let mut chat = play_with(&home, &["--resume", "branch"], &[]);
     assert!(expect(&mut chat, ">>> ").contains("1 question"));
 
+    // What is typed wins, in whichever way.
+    let other = [("INFERNO_REVISION", "other")];
+    let mut chat = play_with(&home, &["a/little@main", "--device", "cpu"], &other);
+    expect(&mut chat, ">>> ");
+
     let mut chat = play_with(&home, &[], &[]);
     expect(&mut chat, "which? [1-2] ");
     chat.send_line("a/little").unwrap();

@@ -92,6 +92,16 @@ fn ctrl_z_stops_the_chat_and_fg_goes_on() {
     shell.send(b"fg\r");
     shell.settle();
     assert!(shell.say("/stats").contains("harmony"));
+    // Stopped or not, it ends when it is told to.
+    shell.settle();
+    shell.send(b"\x1a");
+    shell.wait("shell: ");
+    shell.send(b"kill %1; wait; echo its end was $?\r");
+    shell.wait("its end was 0");
+    shell.send(b"jobs; echo that was all\r");
+    shell.wait("that was all\r");
+    let jobs = shell.wait("that was all\r");
+    assert!(!jobs.contains("Stopped"), "{jobs}");
 }
 
 #[test]

@@ -132,6 +132,14 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
     let line = line.trim();
     let (name, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
     let rest = rest.trim();
+    // Lines that were pasted, or typed while an answer came, are a message, whatever the first begins with.
+    if line.contains('\n') && name != "/system" {
+        return Outcome::NoCommand;
+    }
+    let alone = ["/exit", "/quit", "/bye", "/clear", "/undo", "/regen", "/stats", "/context"];
+    if alone.contains(&name) && !rest.is_empty() {
+        return Outcome::Done(format!("{name} stands alone; {rest:?} was not expected"));
+    }
     let done = match name {
         "/help" | "/?" => help(rest),
         "/exit" | "/quit" | "/bye" => return Outcome::Leave,

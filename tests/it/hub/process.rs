@@ -356,7 +356,7 @@ fn what_is_printed_where_there_is_no_terminal() {
     let output = download(&home, &fake);
     assert_eq!(text(&output.stdout), "");
     let lines = text(&output.stderr);
-    assert!(lines.starts_with("3 files, 0.1 MB\n") && lines.contains("inferno play org/tiny-model"), "{lines}");
+    assert!(lines.starts_with("3 files, 50.0 KB\n") && lines.contains("inferno play org/tiny-model"), "{lines}");
     assert!(!lines.contains('\u{1b}'), "{lines}");
     for quiet in ["--quiet", "-q"] {
         fs::remove_dir_all(repo(&home)).unwrap();
@@ -391,10 +391,10 @@ fn models_are_kept_by_their_verbs() {
 
     fs::write(repo(&home).join("blobs/begun.parts"), vec![0; 100_000]).unwrap();
     let output = run(&["prune"]);
-    assert_eq!(text(&output.stdout), format!("{REPO}: 1 file, 0.1 MB\n0.1 MB freed\n"));
+    assert_eq!(text(&output.stdout), format!("{REPO}: 1 file, 100.0 KB\n100.0 KB freed\n"));
     assert_fails(&run(&["remove", "tiny"]), 2, &["only a part of a name", &format!("inferno remove {REPO}")]);
     let output = run(&["remove", "tiny-model"]);
-    assert_eq!(text(&output.stdout), format!("removed {REPO} (0123456): 0.1 MB freed\n"));
+    assert_eq!(text(&output.stdout), format!("removed {REPO} (0123456): 50.0 KB freed\n"));
     assert_fails(&run(&["remove", "tiny-model"]), 3, &["tiny", "inferno list"]);
     assert_fails(&run(&["verify", "tiny"]), 3, &["tiny"]);
 }
