@@ -37,6 +37,8 @@ pub struct LineEditor {
     history: Option<PathBuf>,
     /// What was typed when Ctrl-G was pressed.
     handed_over: Shared,
+    /// The same of Ctrl-Z.
+    stopped: Shared,
     /// What is on the line.
     draft: Shared,
 }
@@ -53,10 +55,12 @@ impl LineEditor {
             .bracketed_paste(true)
             .build();
         let mut editor = Editor::with_config(config).context("cannot use this terminal")?;
-        let (handed_over, draft) = (Shared::default(), Shared::default());
+        let (handed_over, stopped, draft) = (Shared::default(), Shared::default(), Shared::default());
         editor.set_helper(Some(Completion { files: FilenameCompleter::new(), models, draft: draft.clone() }));
         let open_editor = Box::new(HandOver(handed_over.clone()));
         editor.bind_sequence(KeyEvent::ctrl('G'), EventHandler::Conditional(open_editor));
+        #[cfg(unix)]
+        editor.bind_sequence(KeyEvent::ctrl('Z'), EventHandler::Conditional(Box::new(HandOver(stopped.clone()))));
         let folder = state::folder().filter(|_| state::is_kept());
         let history = folder.filter(|folder| state::make_folder(folder).is_ok()).map(|folder| folder.join("history"));
         if let Some(path) = &history
@@ -64,7 +68,7 @@ impl LineEditor {
         {
             set_aside(path, &error);
         }
-        Ok(Self { editor, history, handed_over, draft })
+        Ok(Self { editor, history, handed_over, stopped, draft })
     }
 
     /// Asks for a message; `typed` stands there already.
@@ -74,15 +78,20 @@ impl LineEditor {
             put(&self.draft, Some(typed.clone()));
             match self.editor.readline_with_initial(">>> ", (&typed, "")) {
                 Ok(line) => return Ok(Line::Message(self.take(&line))),
-                Err(ReadlineError::Interrupted) => match take(&self.handed_over) {
-                    Some(text) => {
+                Err(ReadlineError::Interrupted) => match (take(&self.handed_over), take(&self.stopped)) {
+                    (_, Some(text)) => {
+                        #[cfg(unix)]
+                        super::terminal::stop();
+                        typed = text;
+                    }
+                    (Some(text), None) => {
                         typed = edited(&text).unwrap_or_else(|error| {
                             eprintln!("{}", super::text::printable(&format!("{error:#}")));
                             text
                         });
                     }
-                    None if take(&self.draft).is_some_and(|draft| !draft.is_empty()) => return Ok(Line::Cleared),
-                    None => return Ok(Line::Interrupted),
+                    _ if take(&self.draft).is_some_and(|draft| !draft.is_empty()) => return Ok(Line::Cleared),
+                    _ => return Ok(Line::Interrupted),
                 },
                 Err(ReadlineError::Eof) => return Ok(Line::End),
                 Err(ReadlineError::Io(error)) if error.kind() == std::io::ErrorKind::InvalidData => {
@@ -187,7 +196,7 @@ fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     Ok(edited.trim_end().to_string())
 }
 
-/// Ends the line on Ctrl-G, keeping what was typed.
+/// Ends the line on Ctrl-G or Ctrl-Z, keeping what was typed.
 struct HandOver(Shared);
 
 impl ConditionalEventHandler for HandOver {

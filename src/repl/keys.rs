@@ -7,12 +7,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{Signal, kill};
 use nix::sys::termios::{InputFlags, LocalFlags, SetArg, SpecialCharacterIndices, Termios, tcgetattr, tcsetattr};
-use nix::unistd::Pid;
 
 use super::terminal;
 use super::typed::{Key, Typed};
@@ -128,13 +125,13 @@ fn read(mut input: File, mut typed: Typed, seen: &Seen, before: &Termios, now: &
     typed
 }
 
-/// Stops the program and whatever runs with it, until the shell lets it go on.
+/// Stops the program as Ctrl-Z does elsewhere; in the background it then goes on without keys.
 fn suspend(before: &Termios, now: &Termios) {
     terminal::mark_pastes(false);
     let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, before);
-    let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
-    // Another thread may get the signal: by then, this one has stopped too.
-    std::thread::sleep(Duration::from_millis(50));
-    let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, now);
-    terminal::mark_pastes(true);
+    terminal::stop();
+    if terminal::is_ours() {
+        let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, now);
+        terminal::mark_pastes(true);
+    }
 }

@@ -3,11 +3,12 @@
 use std::io::{IsTerminal, stderr, stdin, stdout};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{SigSet, Signal, raise};
+use nix::sys::signal::{SigSet, Signal, kill, raise};
 use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
-use nix::unistd::{getpgrp, tcgetpgrp};
+use nix::unistd::{Pid, getpgrp, tcgetpgrp};
 
 /// The terminal as it was when the chat began.
 static FOUND: Mutex<Option<Termios>> = Mutex::new(None);
@@ -40,9 +41,22 @@ pub fn guard() {
     }
 }
 
-/// Puts the terminal back as it was found. In the background it is the shell's, and touching it would stop this process.
+/// Whether the terminal is this program's. In the background it is the shell's, and touching it would stop the program.
+pub fn is_ours() -> bool {
+    tcgetpgrp(stdin()).is_ok_and(|group| group == getpgrp())
+}
+
+/// Stops the program and whatever runs with it, until the shell lets it go on. The terminal is as it was found.
+pub fn stop() {
+    let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
+    // Another thread may get the signal: by then, this one has stopped too. And whoever is told to end while stopped has
+    // ended before the terminal is touched again.
+    std::thread::sleep(Duration::from_millis(100));
+}
+
+/// Puts the terminal back as it was found.
 pub fn restore() {
-    if !tcgetpgrp(stdin()).is_ok_and(|group| group == getpgrp()) {
+    if !is_ours() {
         return;
     }
     if let Some(found) = FOUND.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
