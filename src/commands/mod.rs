@@ -1,4 +1,5 @@
-//! One file a verb: its flags, its help, its `run`. Here, the flags that several verbs share.
+//! One file a verb: its flags, its help, its `run`. Here, the flags that several verbs share. `defaults`, `logging`,
+//! `progress`, `prompt`, `answer` and `bench_report` are no verbs, but what those are made of.
 
 mod answer;
 pub mod bench;

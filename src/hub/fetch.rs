@@ -358,7 +358,7 @@ impl<'a> Fetch<'a> {
         Ok(())
     }
 
-    /// Gives a good file its names; starts anew with a bad one.
+    /// Gives a good file its names, but for weights, which get them at the end; starts anew with a bad one.
     fn conclude(&self, job: &mut Job, good: bool) -> Result<()> {
         job.in_flight -= 1;
         if good {
