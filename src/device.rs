@@ -2,6 +2,8 @@
 //! silent fallback. The CPU is an explicit choice for development, tests and the demo model.
 
 mod facts;
+#[cfg(feature = "cuda")]
+mod libraries;
 
 use std::fmt;
 use std::str::FromStr;
@@ -147,9 +149,10 @@ mod with_cuda {
     use candle_core::cuda_backend::CudaDevice;
     use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
 
-    use super::{DeviceInfo, cpu_info, no_gpu};
+    use super::{DeviceInfo, cpu_info, libraries, no_gpu};
 
     pub fn open_cuda(ordinal: usize) -> Result<Device> {
+        libraries::load().map_err(|unusable| no_gpu(&unusable.reason, unusable.hint))?;
         let driver = |error: DriverError| {
             let reason = format!("the driver answers {error:?}");
             no_gpu(reason, "check that `nvidia-smi` lists a GPU and that CUDA_VISIBLE_DEVICES does not hide it")
@@ -169,6 +172,9 @@ mod with_cuda {
 
     /// How many GPUs can be seen; none without a driver.
     pub fn gpus() -> usize {
+        if libraries::load().is_err() {
+            return 0;
+        }
         let count = result::init().and_then(|()| CudaContext::device_count());
         count.map_or(0, |count| count as usize)
     }

@@ -4,7 +4,8 @@
 //! nvcc: $NVCC, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin. Architecture: $CUDA_COMPUTE_CAP (such as 90),
 //! else the GPU that nvidia-smi reports, else 80.
 //!
-//! Also tells the crate which commit it is built from, as INFERNO_COMMIT.
+//! Also tells the crate which commit it is built from, as INFERNO_COMMIT, and the major version of nvcc's toolkit, as
+//! INFERNO_CUDA_MAJOR.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -40,6 +41,7 @@ fn main() {
     let nvcc = find_nvcc();
     let capability = compute_capability();
     println!("cargo::rustc-env=INFERNO_COMPUTE_CAP={capability}");
+    println!("cargo::rustc-env=INFERNO_CUDA_MAJOR={}", major_version(&nvcc));
     // A new commit runs this script again, mostly with the same kernels.
     let (stamp, inputs) = (out.join("inputs"), inputs(&nvcc, &capability));
     if std::fs::read(&stamp).is_ok_and(|of_last_run| of_last_run == inputs) {
@@ -65,10 +67,7 @@ fn main() {
         match status {
             Ok(status) if status.success() => {}
             Ok(status) => panic!("{} failed on {name}.cu: {status}", nvcc.display()),
-            Err(error) => panic!(
-                "cannot run {} ({error}): the feature `cuda` needs a CUDA toolkit; set CUDA_HOME to its folder",
-                nvcc.display()
-            ),
+            Err(error) => panic!("cannot run {}: {error}", nvcc.display()),
         }
     }
     std::fs::write(&stamp, inputs).expect("OUT_DIR can be written");
@@ -130,6 +129,17 @@ fn find_nvcc() -> PathBuf {
     candidates.push("/usr/local/cuda/bin".into());
     let found = candidates.into_iter().map(|folder| folder.join("nvcc")).find(|nvcc| nvcc.exists());
     found.unwrap_or_else(|| "nvcc".into())
+}
+
+/// Of the toolkit: `13` of "Cuda compilation tools, release 13.0, V13.0.88".
+fn major_version(nvcc: &Path) -> String {
+    let nvcc_says = Command::new(nvcc).arg("--version").output().unwrap_or_else(|error| {
+        let needed = "the feature `cuda` needs a CUDA toolkit; set CUDA_HOME to its folder";
+        panic!("cannot run {} ({error}): {needed}", nvcc.display())
+    });
+    let text = String::from_utf8_lossy(&nvcc_says.stdout);
+    let release = text.split_once("release ").and_then(|(_, release)| release.split_once('.'));
+    release.unwrap_or_else(|| panic!("{} does not tell its version: {text:?}", nvcc.display())).0.to_string()
 }
 
 fn compute_capability() -> String {

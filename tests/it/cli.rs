@@ -1,5 +1,6 @@
 //! The program as a person or a script runs it: what it prints where, what it returns, and how it takes bad input.
 
+use std::env;
 use std::fs;
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -210,13 +211,44 @@ fn perplexity_reports_every_token() {
 
 #[test]
 fn no_gpu_is_an_error_with_a_way_out() {
-    if cfg!(feature = "cuda") {
-        return;
+    let home = TempDir::new().unwrap();
+    if !libraries_are_loaded_on_demand() {
+        return println!("this build does not start without a driver");
     }
-    let output = run(&["play", "demo", "--prompt", "hello"]);
-    assert_fails(&output, 7, &["no NVIDIA GPU", "--features cuda", "--device cpu"]);
-    assert_fails(&run(&["play", "demo", "--prompt", "hello", "--device", "cuda:1"]), 7, &["GPU"]);
-    assert_eq!(run(&["play", "demo", "--prompt", "hello", "--device", "tpu"]).status.code(), Some(2));
+    let run = |device: &str| without_driver(&home).args(["play", "demo", "-p", "hello", "--device", device]).output();
+    let reason = if cfg!(feature = "cuda") { "libcuda.so.1" } else { "--features cuda" };
+    for device in ["cuda", "cuda:1"] {
+        assert_fails(&run(device).unwrap(), 7, &["no NVIDIA GPU", reason, "--device cpu"]);
+    }
+    assert_eq!(run("tpu").unwrap().status.code(), Some(2));
+    assert!(without_driver(&home).arg("--help").output().unwrap().status.success());
+}
+
+/// What needs no GPU waits neither for cuBLAS nor for a driver.
+#[test]
+fn starting_loads_none_of_nvidias_libraries() {
+    // Only then do debug builds load some: `device/libraries.rs` says why.
+    let by_gnu_ld = !fs::read(env!("CARGO_BIN_EXE_inferno")).unwrap().windows(12).any(|part| part == b"Linker: LLD ");
+    assert!(libraries_are_loaded_on_demand() || (by_gnu_ld && cfg!(debug_assertions)));
+}
+
+/// Asks the system's loader what it would load before `main`.
+pub fn libraries_are_loaded_on_demand() -> bool {
+    let output = inferno(&TempDir::new().unwrap()).env("LD_TRACE_LOADED_OBJECTS", "1").output().unwrap();
+    let loaded = text(&output.stdout);
+    !["libcuda.so", "libcublas", "libcurand", "libnvrtc"].iter().any(|library| loaded.contains(library))
+}
+
+/// inferno where NVIDIA's driver cannot be loaded, though there may be one.
+pub fn without_driver(home: &TempDir) -> Command {
+    let broken = home.path().join("driver");
+    fs::create_dir_all(&broken).unwrap();
+    fs::write(broken.join("libcuda.so.1"), "no library").unwrap();
+    let folders = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let folders = env::join_paths([broken].into_iter().chain(env::split_paths(&folders))).unwrap();
+    let mut command = inferno(home);
+    command.env("LD_LIBRARY_PATH", folders);
+    command
 }
 
 #[test]

@@ -181,8 +181,8 @@ fn full_size_reading_figures() {
         println!("{what}: {:.3} s", last.elapsed().as_secs_f64());
         last = Instant::now();
     };
-    driver::result::init().unwrap();
-    lap("driver");
+    assert!(device::gpus() > 0);
+    lap("NVIDIA's libraries, driver");
     let context = driver::CudaContext::new(0).unwrap();
     lap("context");
     let stream = context.new_stream().unwrap();

@@ -64,14 +64,14 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
 
 /// There is no GPU, or none for this build; `there` are those that nvidia-smi sees all the same.
 fn no_gpu(error: &anyhow::Error, there: Option<String>) -> Finding {
-    let reason = match error.downcast_ref::<Error>() {
-        Some(Error::NoGpu { reason, .. }) => reason.clone(),
-        _ => one_line(error),
+    let (reason, next) = match error.downcast_ref::<Error>() {
+        Some(Error::NoGpu { reason, hint }) => (reason.clone(), hint.lines().next().unwrap_or_default()),
+        _ => (one_line(error), "nvidia-smi"),
     };
     let there = there.map(|names| format!(", though there is {names}")).unwrap_or_default();
     let what = format!("{reason}{there}; the demo still works: inferno play demo --device cpu");
     let built = device::built_for().is_some();
-    Finding::fail("GPU", what, if built { "nvidia-smi" } else { "cargo install --locked --path . --features cuda" })
+    Finding::fail("GPU", what, if built { next } else { "cargo install --locked --path . --features cuda" })
 }
 
 /// Whether the kernels of this build run on a GPU, and whether it is free.
