@@ -10,6 +10,9 @@ use super::{Checked, Snapshot, Source, State};
 /// The name it goes by.
 pub const NAME: &str = "demo";
 
+/// A hash of its files, in place of a commit.
+const REVISION: &str = env!("INFERNO_DEMO_REVISION");
+
 macro_rules! asset {
     ($name:literal) => {
         ($name, include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo/", $name)))
@@ -33,9 +36,8 @@ pub fn notice(snapshot: &Snapshot) -> Option<&'static str> {
 
 /// The demo's snapshot under `cache`, written if it is not there. Another version of the binary writes another one.
 pub fn materialise(cache: &Path) -> Result<Snapshot> {
-    let revision = revision();
     let snapshots = cache.join(NAME);
-    let path = snapshots.join(&revision);
+    let path = snapshots.join(REVISION);
     let whole =
         |(name, bytes): &(&str, &[u8])| fs::metadata(path.join(name)).is_ok_and(|m| m.len() == bytes.len() as u64);
     if !FILES.iter().all(whole) {
@@ -60,13 +62,12 @@ pub fn materialise(cache: &Path) -> Result<Snapshot> {
         };
         write().with_context(|| format!("cannot write the demo model to {}", path.display()))?;
     }
-    Ok(Snapshot { name: NAME.to_string(), revision: Some(revision), path, source: Source::BuiltIn })
+    Ok(Snapshot { name: NAME.to_string(), revision: Some(REVISION.to_string()), path, source: Source::BuiltIn })
 }
 
 /// Compares the files of the demo with those in the binary; none where they were never written.
 pub(super) fn check(cache: &Path) -> Result<Option<Checked>> {
-    let revision = revision();
-    let path = cache.join(NAME).join(&revision);
+    let path = cache.join(NAME).join(REVISION);
     if !path.exists() {
         return Ok(None);
     }
@@ -76,7 +77,7 @@ pub(super) fn check(cache: &Path) -> Result<Option<Checked>> {
         Err(_) => State::Missing,
     };
     let files = FILES.iter().map(|(name, bytes)| (name.to_string(), state(name, bytes))).collect();
-    Ok(Some(Checked { name: NAME.to_string(), revision, source: Source::BuiltIn, files }))
+    Ok(Some(Checked { name: NAME.to_string(), revision: REVISION.to_string(), source: Source::BuiltIn, files }))
 }
 
 /// Writes them again.
@@ -96,9 +97,15 @@ pub(super) fn remove(cache: &Path) -> Result<u64> {
     Ok(bytes)
 }
 
-/// A hash of the files (FNV-1a, 64 bits), in place of a commit.
-fn revision() -> String {
-    let bytes = FILES.iter().flat_map(|(_, bytes)| bytes.iter());
-    let hash = bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, &byte| (hash ^ byte as u64).wrapping_mul(0x0100_0000_01b3));
-    format!("{hash:016x}")
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_revision_is_of_the_files() {
+        let bytes = FILES.iter().flat_map(|(_, bytes)| bytes.iter());
+        let hash =
+            bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, &byte| (hash ^ byte as u64).wrapping_mul(0x0100_0000_01b3));
+        assert_eq!(REVISION, format!("{hash:016x}"));
+    }
 }

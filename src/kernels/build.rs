@@ -4,8 +4,9 @@
 //! nvcc: $NVCC, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin. Architecture: $CUDA_COMPUTE_CAP (such as 90),
 //! else the GPU that nvidia-smi reports, else 80.
 //!
-//! Also tells the crate which commit it is built from, as INFERNO_COMMIT, and the major version of nvcc's toolkit, as
-//! INFERNO_CUDA_MAJOR.
+//! Also tells the crate which commit it is built from, as INFERNO_COMMIT, the major version of
+//! nvcc's toolkit, as INFERNO_CUDA_MAJOR, and a hash of the demo model, as
+//! INFERNO_DEMO_REVISION.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -28,9 +29,20 @@ const KERNELS: &[&str] = &[
     "topk",
 ];
 
+/// In the order of `hub::demo`.
+const DEMO: [&str; 6] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "model.safetensors",
+];
+
 fn main() {
     println!("cargo::rerun-if-changed=src/kernels");
     println!("cargo::rustc-env=INFERNO_COMMIT={}", commit());
+    println!("cargo::rustc-env=INFERNO_DEMO_REVISION={}", demo());
     for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_COMPUTE_CAP"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
@@ -96,6 +108,18 @@ fn inputs(nvcc: &Path, capability: &str) -> Vec<u8> {
     let mut inputs = format!("{} {capability}\n", nvcc.display()).into_bytes();
     inputs.extend(files.iter().flat_map(|path| std::fs::read(path).unwrap_or_default()));
     inputs
+}
+
+/// A hash of the demo's files (FNV-1a, 64 bits), in place of a commit.
+fn demo() -> String {
+    let folder = Path::new("assets/demo");
+    println!("cargo::rerun-if-changed={}", folder.display());
+    let mut hash = 0xcbf2_9ce4_8422_2325u64;
+    for name in DEMO {
+        let bytes = std::fs::read(folder.join(name)).expect("the demo is part of the crate");
+        hash = bytes.iter().fold(hash, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    }
+    format!("{hash:016x}")
 }
 
 /// The short hash of the checked out commit; `unknown` outside a clone. A packaged crate may lie in another project's
