@@ -11,6 +11,10 @@ use crate::chat::{Channel, Delta};
 
 /// Between two drawings: what comes faster than a screen shows it is drawn together.
 const FRAME: Duration = Duration::from_millis(12);
+/// A drawing is followed by so many times what it took, so that drawing takes 1 % of the time whatever is drawn ..
+const REST: u32 = 100;
+/// .. but for a screen that hardly keeps up: this is still fluent.
+const SLOWEST_FRAME: Duration = Duration::from_millis(80);
 
 /// Draws one turn.
 pub struct View {
@@ -22,7 +26,8 @@ pub struct View {
     /// Finished, not drawn yet.
     finished: Vec<Line>,
     begun: bool,
-    drawn: Option<Instant>,
+    /// When the next drawing may be.
+    next: Option<Instant>,
 }
 
 enum Section {
@@ -37,7 +42,7 @@ impl View {
     /// `folded` hides what the model thinks behind one line; `keys` says whether a key can show it.
     pub fn new(size: Size, folded: bool, keys: bool) -> Self {
         let live = Live::new(size);
-        Self { live, section: Section::None, folded, keys, finished: Vec::new(), begun: false, drawn: None }
+        Self { live, section: Section::None, folded, keys, finished: Vec::new(), begun: false, next: None }
     }
 
     /// Shows a piece of the turn in a window of this size.
@@ -69,7 +74,7 @@ impl View {
             }
             Section::None => {}
         }
-        if self.drawn.is_none_or(|drawn| drawn.elapsed() >= FRAME) {
+        if self.next.is_none_or(|next| Instant::now() >= next) {
             self.draw(size, out)?;
         }
         Ok(())
@@ -125,6 +130,7 @@ impl View {
     }
 
     fn draw(&mut self, size: Size, out: &mut dyn Write) -> io::Result<()> {
+        let started = Instant::now();
         let columns = size.text_columns();
         let mut finished = std::mem::take(&mut self.finished);
         let open = match &mut self.section {
@@ -137,7 +143,8 @@ impl View {
             Section::Answer(markdown) => markdown.open(),
         };
         self.begun |= !finished.is_empty();
-        self.drawn = Some(Instant::now());
-        self.live.update(&finished, &open, size, out)
+        self.live.update(&finished, &open, size, out)?;
+        self.next = Some(Instant::now() + (started.elapsed() * REST).clamp(FRAME, SLOWEST_FRAME));
+        Ok(())
     }
 }
