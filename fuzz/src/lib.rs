@@ -7,7 +7,7 @@ use inferno::models;
 use inferno::tokenizer::{Controls, Tokenizer};
 use inferno::weights::gguf::{self, GgufCheckpoint, GgufModel, Header};
 use inferno::weights::quantised::Rows;
-use inferno::weights::{Checkpoint, Inventory};
+use inferno::weights::{Checkpoint, Inventory, Summary};
 
 /// Tensors of more elements are not made: they would only take time.
 const MAX_ELEMENTS: usize = 1 << 16;
@@ -79,6 +79,7 @@ pub fn safetensors(data: &[u8]) {
     if !written {
         return;
     }
+    let _ = Summary::of_safetensors(folder.path());
     let Ok(checkpoint) = Checkpoint::open(folder.path()) else { return };
     let mut bytes = 0;
     for (name, info) in checkpoint.tensors() {
@@ -88,5 +89,5 @@ pub fn safetensors(data: &[u8]) {
         let _ = info.elements();
     }
     assert_eq!(checkpoint.bytes(), bytes);
-    let _ = (checkpoint.parameters(), checkpoint.main_dtype(), checkpoint.extents(DType::F32).len());
+    let _ = (checkpoint.parameters(), checkpoint.extents(DType::F32).len());
 }

@@ -13,7 +13,8 @@ use serde::Serialize;
 use crate::hub::{Hub, Snapshot, gguf};
 use crate::models;
 use crate::text::{count, home_relative, printable, short, size};
-use crate::weights::Checkpoint;
+use crate::weights::Summary;
+use crate::weights::gguf::GgufCheckpoint;
 
 /// Show the models on this machine
 #[derive(clap::Args)]
@@ -73,26 +74,40 @@ pub struct Model {
 }
 
 impl Model {
-    /// All at once: the header of each takes a millisecond.
+    /// All at once: reading the headers is most of the work.
     pub fn read_all(hub: &Hub, snapshots: &[Snapshot]) -> Vec<Self> {
         snapshots.par_iter().map(|snapshot| Self::read(hub, snapshot)).collect()
     }
 
     fn read(hub: &Hub, snapshot: &Snapshot) -> Self {
-        let config = models::read_config(&snapshot.path);
-        let checkpoint = Checkpoint::open(&snapshot.path).ok();
-        let dtype = checkpoint.as_ref().and_then(Checkpoint::main_dtype);
-        let quantisation = config.as_ref().ok().and_then(|config| config.quantisation.clone()).or(dtype);
+        let path = &snapshot.path;
+        let (config, declared, weights) = match gguf::find(path).ok().flatten() {
+            // Its head holds the vocabulary, too: megabytes, which are not to be gone through twice.
+            Some(file) => match GgufCheckpoint::open(&file) {
+                Ok(file) => {
+                    let declared = file.architecture().ok().map(str::to_string);
+                    (models::gguf_config(&file).ok(), declared, Some(Summary::of_gguf(&file)))
+                }
+                Err(_) => (None, None, None),
+            },
+            None => {
+                let config = models::read_config(path).ok();
+                let declared = if config.is_none() { models::declared_type(path) } else { None };
+                let weights = Summary::of_safetensors(path).ok().filter(|weights| config.is_some() || !weights.packed);
+                (config, declared, weights)
+            }
+        };
+        let quantisation = config.as_ref().and_then(|config| config.quantisation.clone());
         Self {
             name: snapshot.name.clone(),
             revision: snapshot.revision.clone(),
-            supported: config.is_ok(),
-            family: config.map_or_else(|_| models::declared_type(&snapshot.path), |c| Some(c.family.model_type.into())),
-            quantisation,
-            parameters: checkpoint.map(|checkpoint| checkpoint.parameters()),
-            size_bytes: folder_bytes(&snapshot.path),
+            supported: config.is_some(),
+            family: config.map(|config| config.family.model_type.into()).or(declared),
+            parameters: weights.as_ref().map(|weights| weights.parameters),
+            quantisation: quantisation.or(weights.and_then(|weights| weights.main_dtype)),
+            size_bytes: folder_bytes(path),
             last_used: hub.last_used(snapshot).and_then(|time| Timestamp::try_from(time).ok()),
-            path: snapshot.path.display().to_string(),
+            path: path.display().to_string(),
         }
     }
 }

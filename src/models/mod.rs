@@ -81,12 +81,7 @@ pub struct ModelConfig {
 /// [`Error::UnsupportedArchitecture`] for a family that is not listed.
 pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     if let Some(path) = hub::gguf::find(dir)? {
-        let file = GgufCheckpoint::open(&path)?;
-        let cannot = || format!("cannot use {}", path.display());
-        let json = gguf::config(&file).with_context(cannot)?;
-        let family = find_family(&json)?;
-        let architecture = (family.read)(json).with_context(cannot)?;
-        return Ok(ModelConfig { family, architecture, quantisation: file.quantisation() });
+        return gguf_config(&GgufCheckpoint::open(&path)?);
     }
     let path = dir.join("config.json");
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -96,6 +91,15 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
         true => error,
         false => error.context(format!("cannot use {}", path.display())),
     })
+}
+
+/// The same of an open GGUF file.
+pub fn gguf_config(file: &GgufCheckpoint) -> Result<ModelConfig> {
+    let cannot = || format!("cannot use {}", file.path().display());
+    let json = gguf::config(file).with_context(cannot)?;
+    let family = find_family(&json)?;
+    let architecture = (family.read)(json).with_context(cannot)?;
+    Ok(ModelConfig { family, architecture, quantisation: file.quantisation() })
 }
 
 /// The same from what stands in config.json.
@@ -111,9 +115,6 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
 
 /// What config.json says the model is, supported or not; none if it cannot be read.
 pub fn declared_type(dir: &Path) -> Option<String> {
-    if let Some(path) = hub::gguf::find(dir).ok()? {
-        return GgufCheckpoint::open(&path).ok()?.architecture().ok().map(str::to_string);
-    }
     let text = std::fs::read_to_string(dir.join("config.json")).ok()?;
     let json: Value = serde_json::from_str(&text).ok()?;
     json["model_type"].as_str().or(json["architectures"][0].as_str()).map(str::to_string)

@@ -1,6 +1,5 @@
 //! A model's tensors by their Hugging Face names, whatever container they came in.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Result, bail};
@@ -96,18 +95,6 @@ impl Checkpoint {
             inventory::parameters(name, info.dtype == Dtype::U8, info.elements() as u64)
         };
         self.tensors().map(count).sum()
-    }
-
-    /// The dtype that most bytes are in, in lower case; of a GGUF file what it calls itself, such as `Q4_K_M`.
-    pub fn main_dtype(&self) -> Option<String> {
-        if let Self::Gguf(model) = self {
-            return model.file().quantisation();
-        }
-        let mut bytes: BTreeMap<String, usize> = BTreeMap::new();
-        for (_, info) in self.tensors() {
-            *bytes.entry(info.dtype.to_string().to_lowercase()).or_default() += info.bytes();
-        }
-        bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype)
     }
 
     /// What a tensor's elements are in the file, in lower case: `bf16`, `q4_k`.

@@ -29,6 +29,7 @@ use memmap2::Mmap;
 use super::ggml::GgmlType;
 use super::read_ahead::{self, Extent, Keep, Source};
 
+use config::SAID_BY_TENSORS;
 pub use config::{config, generation};
 pub use head::MAX_HEAD_BYTES;
 pub use header::{Header, TensorInfo};
@@ -234,6 +235,11 @@ impl GgufCheckpoint {
         self.tensors.iter().map(|(name, info)| (name.as_str(), info))
     }
 
+    /// The first of its files.
+    pub fn path(&self) -> &Path {
+        &self.parts[0].path
+    }
+
     /// The files, in the order of their parts.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
         self.parts.iter().map(|part| part.path.as_path())
@@ -244,9 +250,10 @@ impl GgufCheckpoint {
         self.tensors.values().map(|info| info.bytes as u64).sum()
     }
 
-    /// Number of parameters.
+    /// Number of parameters. What stands in a config.json elsewhere is none.
     pub fn parameters(&self) -> u64 {
-        self.tensors.values().map(|info| info.elements() as u64).sum()
+        let tensors = self.tensors.iter().filter(|(name, _)| !SAID_BY_TENSORS.contains(&name.as_str()));
+        tensors.map(|(_, info)| info.elements() as u64).sum()
     }
 
     /// What a reader needs to know of a tensor; none if it is not there or empty, or lies elsewhere.

@@ -1,14 +1,15 @@
 //! Which tensors a checkpoint has, as headers tell: enough to know what a model takes before a byte of it is here.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 use candle_core::DType;
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde::Serialize;
 
-use super::Checkpoint;
+use super::gguf::GgufCheckpoint;
 use super::quantised::Quantise;
+use super::{Checkpoint, header, safetensors};
 
 /// One tensor as its header tells of it.
 #[derive(Clone, Debug)]
@@ -39,6 +40,15 @@ pub struct Inventory {
     entries: Vec<Entry>,
 }
 
+/// What a list of models tells of one.
+pub struct Summary {
+    pub parameters: u64,
+    /// The dtype that most bytes are in, in lower case; of a GGUF file what it calls itself, such as `Q4_K_M`.
+    pub main_dtype: Option<String>,
+    /// Whether this holds only if config.json can be read: words of codes are taken for four each.
+    pub packed: bool,
+}
+
 /// Tensors that do one kind of work.
 #[derive(Clone, Debug, Serialize, PartialEq)]
 pub struct Group {
@@ -64,11 +74,25 @@ const NEVER_LOADED: [&str; 7] = [
     "multi_modal_projector.",
 ];
 
-#[derive(Deserialize)]
-struct HeaderEntry {
-    dtype: String,
-    shape: Vec<u64>,
-    data_offsets: (u64, u64),
+impl Summary {
+    pub fn of_gguf(file: &GgufCheckpoint) -> Self {
+        Self { parameters: file.parameters(), main_dtype: file.quantisation(), packed: false }
+    }
+
+    /// Of a snapshot. Reads headers and nothing else: a model that is listed may yet turn out to be broken.
+    pub fn of_safetensors(dir: &Path) -> Result<Self> {
+        let (mut parameters, mut bytes, mut packed) = (0u64, BytesByDtype::default(), false);
+        for file in safetensors::files(dir)? {
+            let (json, data_bytes) = header::of_file(&file)?;
+            header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
+                let count = self::parameters(&tensor.name, tensor.dtype == "U8", tensor.elements);
+                parameters = parameters.saturating_add(count);
+                bytes.add(&tensor.dtype, tensor.bytes);
+                packed |= tensor.packed;
+            })?;
+        }
+        Ok(Self { parameters, main_dtype: bytes.main(), packed })
+    }
 }
 
 impl Inventory {
@@ -111,38 +135,14 @@ impl Inventory {
     /// Adds what the header of a safetensors file says, its JSON without the length before it. `data_bytes` is what
     /// follows the header in the file. Any dtype will do: this is about knowing a model, not about loading it.
     pub fn add_header(&mut self, file: &str, header: &[u8], data_bytes: Option<u64>) -> Result<()> {
-        let broken = || format!("the header of {file} is none of a safetensors file");
-        let header: BTreeMap<String, Value> = serde_json::from_slice(header).with_context(broken)?;
-        let mut end = 0;
-        for (name, value) in header.into_iter().filter(|(name, _)| name != "__metadata__") {
-            let HeaderEntry { dtype, shape, data_offsets: (first, last) } =
-                serde_json::from_value(value).with_context(broken)?;
-            let elements = shape.iter().try_fold(1u64, |product, &size| product.checked_mul(size));
-            let (Some(elements), Some(bytes)) = (elements, last.checked_sub(first)) else {
-                bail!("the header of {file} gives {name:?} the shape {shape:?} and the bytes {first} to {last}");
-            };
-            if bits(&dtype).is_some_and(|bits| elements.checked_mul(bits) != bytes.checked_mul(8)) {
-                bail!("the header of {file} gives {name:?} {elements} elements of {dtype} in {bytes} bytes");
-            }
-            end = end.max(last);
-            let dtype = dtype.to_lowercase();
-            // compressed-tensors' words of four codes.
-            let (name, dtype, elements) = match name.strip_suffix(".weight_packed") {
-                Some(module) if dtype == "i32" => (format!("{module}.weight"), "i8".into(), elements.saturating_mul(4)),
-                _ => (name, dtype, elements),
-            };
-            let kept = match Kept::of_floats(&name, shape.len()) {
+        header::read(file, header, data_bytes, |header::Tensor { name, dtype, rank, elements, bytes, .. }| {
+            let (name, dtype) = (name.into_owned(), dtype.to_lowercase());
+            let kept = match Kept::of_floats(&name, rank) {
                 Kept::Floats if !is_float(&dtype) => Kept::Bytes(bytes),
                 kept => kept,
             };
             self.entries.push(Entry { name, dtype, elements, bytes, kept });
-        }
-        match data_bytes {
-            Some(data_bytes) if data_bytes != end => {
-                bail!("the header of {file} tells of {end} bytes of tensors, the file has {data_bytes}")
-            }
-            _ => Ok(()),
-        }
+        })
     }
 
     pub fn is_empty(&self) -> bool {
@@ -198,13 +198,10 @@ impl Inventory {
     }
 
     /// The dtype that most bytes are in.
-    pub fn main_dtype(&self) -> Option<&str> {
-        let mut bytes: BTreeMap<&str, u64> = BTreeMap::new();
-        for entry in &self.entries {
-            let sum = bytes.entry(&entry.dtype).or_default();
-            *sum = sum.saturating_add(entry.bytes);
-        }
-        bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype)
+    pub fn main_dtype(&self) -> Option<String> {
+        let mut bytes = BytesByDtype::default();
+        self.entries.iter().for_each(|entry| bytes.add(&entry.dtype, entry.bytes));
+        bytes.main()
     }
 
     /// What kind of work the tensors do, by their names; kinds without a tensor are left out.
@@ -284,6 +281,24 @@ impl Entry {
     }
 }
 
+/// How many bytes are in which dtype.
+#[derive(Default)]
+struct BytesByDtype(BTreeMap<String, u64>);
+
+impl BytesByDtype {
+    fn add(&mut self, dtype: &str, bytes: u64) {
+        match self.0.get_mut(dtype) {
+            Some(sum) => *sum = sum.saturating_add(bytes),
+            None => drop(self.0.insert(dtype.to_string(), bytes)),
+        }
+    }
+
+    /// The dtype that most bytes are in, in lower case.
+    fn main(self) -> Option<String> {
+        self.0.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype.to_lowercase())
+    }
+}
+
 fn is_float(dtype: &str) -> bool {
     matches!(dtype, "f32" | "f16" | "bf16")
 }
@@ -293,22 +308,13 @@ fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
     numbers.fold(0, u64::saturating_add)
 }
 
-/// Of one element; none for a dtype that is not known here.
-fn bits(dtype: &str) -> Option<u64> {
-    match dtype {
-        "F64" | "I64" | "U64" | "C64" => Some(64),
-        "F32" | "I32" | "U32" => Some(32),
-        "F16" | "BF16" | "I16" | "U16" => Some(16),
-        "F8_E4M3" | "F8_E5M2" | "F8_E8M0" | "I8" | "U8" | "BOOL" => Some(8),
-        _ => None,
-    }
-}
-
-/// How many parameters a tensor holds: its elements, two for each byte of packed MXFP4 blocks, none for their scales.
+/// How many parameters a tensor holds: its elements, two for each byte of packed MXFP4 blocks, none for their scales or
+/// for a shape.
 pub(super) fn parameters(name: &str, is_bytes: bool, elements: u64) -> u64 {
     match is_bytes {
         true if name.ends_with("_blocks") => elements.saturating_mul(2),
         true if name.ends_with("_scales") => 0,
+        false if name.ends_with(".weight_shape") => 0,
         _ => elements,
     }
 }
@@ -334,7 +340,7 @@ mod tests {
         assert_eq!(inventory.active_parameters(1, 2), 40 + 16 + 4 + 8 + 128);
         assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 * 4 + 2 * 16 + 136, "norms and routers in f32");
         assert_eq!(inventory.largest_expert_layer(DType::BF16), 136);
-        assert_eq!(inventory.main_dtype(), Some("u8"));
+        assert_eq!(inventory.main_dtype().as_deref(), Some("u8"));
         let groups = inventory.groups();
         let names: Vec<&str> = groups.iter().map(|group| group.name).collect();
         assert_eq!(names, ["embedding", "attention", "mlp", "experts", "norms"]);
@@ -350,6 +356,10 @@ mod tests {
         };
         refused(HEADER, Some(299));
         refused(HEADER, Some(301));
+        // There twice, and a hole.
+        let two = r#""a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}"#;
+        refused(&format!("{{{two},{two}}}"), Some(2));
+        refused(r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}"#, Some(4));
         refused("{", None);
         refused("[]", None);
         refused(r#"{"a":{"dtype":"F32"}}"#, None);

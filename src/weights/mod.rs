@@ -4,6 +4,7 @@ mod checkpoint;
 pub mod compressed;
 pub mod ggml;
 pub mod gguf;
+mod header;
 pub mod inventory;
 pub mod mxfp4;
 pub mod quantised;
@@ -31,7 +32,7 @@ use read_ahead::{Keep, Settings};
 use safetensors::{SafetensorsCheckpoint, module};
 
 pub use checkpoint::{Checkpoint, TensorInfo};
-pub use inventory::Inventory;
+pub use inventory::{Inventory, Summary};
 
 /// A place in a checkpoint from which a layer takes its tensors, and where they go.
 #[derive(Clone)]

@@ -4,7 +4,7 @@
 //! The safetensors crate checks the header (length, overlaps, holes, shape × dtype against offsets, end of file); here
 //! the index is checked: shard names stay in the snapshot, every tensor lies in the shard that the index says.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -55,34 +55,48 @@ struct Index {
     weight_map: HashMap<String, String>,
 }
 
+impl Index {
+    fn read(dir: &Path) -> Result<Option<Self>> {
+        let path = dir.join(INDEX);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("broken index {}", path.display()))
+    }
+}
+
+/// The safetensors files of a snapshot, which are all there: the shards of its index, or the only one.
+pub(super) fn files(dir: &Path) -> Result<Vec<PathBuf>> {
+    files_of(dir, Index::read(dir)?.as_ref())
+}
+
+fn files_of(dir: &Path, index: Option<&Index>) -> Result<Vec<PathBuf>> {
+    let Some(index) = index else {
+        let path = dir.join(SINGLE);
+        if !path.exists() {
+            bail!("no weights in {}: neither {SINGLE} nor {INDEX} nor a .gguf file is there", dir.display());
+        }
+        return Ok(vec![path]);
+    };
+    let names: BTreeSet<&String> = index.weight_map.values().collect();
+    for name in &names {
+        if !is_plain_file_name(name) {
+            bail!("{} names the shard {name:?}, which is not a file of this folder", dir.join(INDEX).display());
+        }
+        if !dir.join(name).exists() {
+            bail!("shard {name} is missing from {} (download the model again)", dir.display());
+        }
+    }
+    Ok(names.into_iter().map(|name| dir.join(name)).collect())
+}
+
 impl SafetensorsCheckpoint {
     /// Maps the files and reads their headers; no tensor is touched.
     pub fn open(dir: &Path) -> Result<Self> {
-        let index_path = dir.join(INDEX);
-        if !index_path.exists() {
-            let path = dir.join(SINGLE);
-            if !path.exists() {
-                bail!("no weights in {}: neither {SINGLE} nor {INDEX} nor a .gguf file is there", dir.display());
-            }
-            return Self::from_files(vec![path])?.with_config(dir);
-        }
-        let text =
-            std::fs::read_to_string(&index_path).with_context(|| format!("cannot read {}", index_path.display()))?;
-        let index: Index =
-            serde_json::from_str(&text).with_context(|| format!("broken index {}", index_path.display()))?;
-        let mut names: Vec<&String> = index.weight_map.values().collect();
-        names.sort();
-        names.dedup();
-        for name in &names {
-            if !is_plain_file_name(name) {
-                bail!("{} names the shard {name:?}, which is not a file of this folder", index_path.display());
-            }
-            if !dir.join(name).exists() {
-                bail!("shard {name} is missing from {} (download the model again)", dir.display());
-            }
-        }
-        let checkpoint = Self::from_files(names.iter().map(|name| dir.join(name)).collect())?;
-        for (tensor, shard) in &index.weight_map {
+        let index = Index::read(dir)?;
+        let checkpoint = Self::from_files(files_of(dir, index.as_ref())?)?;
+        for (tensor, shard) in index.iter().flat_map(|index| &index.weight_map) {
             let found = checkpoint.tensors.get(tensor).map(|placed| &checkpoint.files[placed.file].source.path);
             match found {
                 Some(path) if path.file_name().is_some_and(|name| name == shard.as_str()) => {}

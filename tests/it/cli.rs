@@ -6,11 +6,12 @@ use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use inferno::weights::Checkpoint;
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::screen::Screen;
-use crate::support::demo_dir;
+use crate::support::{demo_dir, golden};
 
 /// The program, with caches of its own and no network.
 pub fn inferno(home: &TempDir) -> Command {
@@ -156,6 +157,46 @@ fn list_shows_the_demo() {
         assert!(!demo[field].is_null(), "{field}");
     }
     assert!(demo["size_bytes"].as_u64().unwrap() < 8_000_000);
+}
+
+/// Headers alone tell the numbers that whoever loads a model finds.
+#[test]
+fn listed_numbers_are_those_of_the_model() {
+    let home = TempDir::new().unwrap();
+    let commit = "0123456789abcdef0123456789abcdef01234567";
+    let models = ["llama3", "gpt_oss", "mixtral", "compressed/int8", "compressed/fp8", "compressed/int8_packed"];
+    let install = |name: &str, model: &str| {
+        let folder = home.path().join("models").join(format!("models--org--{name}"));
+        let snapshot = folder.join("snapshots").join(commit);
+        fs::create_dir_all(&snapshot).unwrap();
+        fs::create_dir_all(folder.join("refs")).unwrap();
+        fs::write(folder.join("refs/main"), commit).unwrap();
+        for file in
+            fs::read_dir(golden(model)).unwrap().flatten().filter(|file| file.file_name() != "golden.safetensors")
+        {
+            fs::copy(file.path(), snapshot.join(file.file_name())).unwrap();
+        }
+        fs::write(snapshot.join("tokenizer.json"), "{}").unwrap();
+        snapshot
+    };
+    models.iter().for_each(|model| drop(install(&model.replace('/', "-"), model)));
+    // Words of eight codes, which are not supported: how much they are cannot be told from the header.
+    let four_bits = install("four-bits", "compressed/int8_packed").join("config.json");
+    let config = fs::read_to_string(&four_bits).unwrap();
+    fs::write(&four_bits, config.replace("\"num_bits\": 8", "\"num_bits\": 4")).unwrap();
+
+    let output = inferno(&home).args(["list", "--json"]).output().unwrap();
+    let listed: Vec<Value> = serde_json::from_slice(&output.stdout).unwrap();
+    let listed = |name: &str| listed.iter().find(|model| model["name"] == format!("org/{name}")).unwrap();
+    for model in models {
+        let checkpoint = Checkpoint::open(&golden(model)).unwrap();
+        let listed = listed(&model.replace('/', "-"));
+        assert_eq!(listed["parameters"], checkpoint.parameters(), "{model}");
+        assert_eq!((&listed["supported"], listed["quantisation"].is_string()), (&Value::Bool(true), true), "{model}");
+    }
+    assert_eq!(listed("llama3")["quantisation"], "bf16");
+    let four_bits = listed("four-bits");
+    assert_eq!((&four_bits["supported"], &four_bits["parameters"]), (&Value::Bool(false), &Value::Null));
 }
 
 #[test]

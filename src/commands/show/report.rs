@@ -137,7 +137,7 @@ impl Report {
             None => None,
         };
         let method = json["quantization_config"]["quant_method"].as_str().map(str::to_string);
-        let main_dtype = inventory.as_ref().and_then(Inventory::main_dtype).map(str::to_string);
+        let main_dtype = inventory.as_ref().and_then(Inventory::main_dtype);
         let active = |inventory: &Inventory| match (sizes.experts_chosen, sizes.experts) {
             (Some(chosen), Some(experts)) => inventory.active_parameters(chosen, experts),
             _ => inventory.parameters(),

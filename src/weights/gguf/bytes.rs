@@ -1,6 +1,6 @@
 //! Little-endian reading that ends in an error where the bytes do.
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow};
 
 #[derive(Clone, Copy)]
 pub struct Cursor<'b> {
@@ -23,7 +23,8 @@ impl<'b> Cursor<'b> {
 
     /// Begins with the head of a file of `end` bytes. Where the head ends too soon the error is [`Short`].
     pub fn of_head(head: &'b [u8], end: u64) -> Self {
-        Self { bytes: head, at: 0, end }
+        let here = head.len().min(usize::try_from(end).unwrap_or(usize::MAX));
+        Self { bytes: &head[..here], at: 0, end }
     }
 
     pub fn position(&self) -> usize {
@@ -34,20 +35,27 @@ impl<'b> Cursor<'b> {
         self.end.saturating_sub(self.at as u64)
     }
 
+    #[inline]
     pub fn take(&mut self, bytes: u64) -> Result<&'b [u8]> {
-        if bytes > self.remaining() {
-            bail!("{bytes} bytes are wanted at byte {}, the file ends after {}", self.at, self.remaining());
+        // It may begin past the end.
+        let here = self.bytes.get(self.at..).unwrap_or_default();
+        if bytes > here.len() as u64 {
+            return Err(self.too_few(bytes));
         }
-        // No more than remains, so the sum is no more than the file.
-        let needed = self.at as u64 + bytes;
-        if needed > self.bytes.len() as u64 {
-            return Err(Short(needed).into());
-        }
-        let start = self.at;
         self.at += bytes as usize;
-        Ok(&self.bytes[start..self.at])
+        Ok(&here[..bytes as usize])
     }
 
+    #[cold]
+    fn too_few(&self, bytes: u64) -> anyhow::Error {
+        if bytes > self.remaining() {
+            return anyhow!("{bytes} bytes are wanted at byte {}, the file ends after {}", self.at, self.remaining());
+        }
+        // No more than remains, so the sum is no more than the file.
+        Short(self.at as u64 + bytes).into()
+    }
+
+    #[inline]
     pub fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
         let mut array = [0; N];
         array.copy_from_slice(self.take(N as u64)?);
@@ -58,11 +66,13 @@ impl<'b> Cursor<'b> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
+    #[inline]
     pub fn u64(&mut self) -> Result<u64> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
     /// A length of 64 bits, then so many bytes.
+    #[inline]
     pub fn string(&mut self) -> Result<&'b [u8]> {
         let bytes = self.u64()?;
         self.take(bytes)

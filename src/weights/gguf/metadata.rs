@@ -173,9 +173,9 @@ impl<'c> Array<'c> {
         }
         let mut end = *cursor;
         match element {
-            ValueType::String | ValueType::Bool => {
-                (0..len).try_for_each(|_| Value::read(&mut end, element).map(drop))?;
-            }
+            // Hundreds of thousands in a vocabulary.
+            ValueType::String => (0..len).try_for_each(|_| end.string().map(drop))?,
+            ValueType::Bool => (0..len).try_for_each(|_| Value::read(&mut end, element).map(drop))?,
             _ => drop(end.take(len * element.least_bytes())?),
         }
         let bytes = cursor.take((end.position() - cursor.position()) as u64)?;

@@ -65,8 +65,7 @@ impl GgufModel {
     }
 
     pub fn new(file: GgufCheckpoint) -> Result<Self> {
-        let name = || file.files().next().unwrap_or(Path::new("")).display().to_string();
-        let tensors = entries(&file).with_context(|| format!("cannot use {}", name()))?;
+        let tensors = entries(&file).with_context(|| format!("cannot use {}", file.path().display()))?;
         Ok(Self { file, tensors })
     }
 

@@ -8,7 +8,8 @@ use inferno::models;
 use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
 use inferno::weights::ggml::GgmlType;
-use inferno::weights::{Checkpoint, Loaded, Weights};
+use inferno::weights::gguf::GgufCheckpoint;
+use inferno::weights::{Checkpoint, Loaded, Summary, Weights};
 use tempfile::TempDir;
 
 use super::converter::{convert, convert_apart};
@@ -189,7 +190,11 @@ fn quantised_weights_are_the_values_they_stand_for() {
         let error = relative_error(&got, &want);
         assert!(error < 2e-6, "{ggml_type}: off by {error:e}");
         let checkpoint = Checkpoint::open(&quantised).unwrap();
-        assert_eq!(checkpoint.main_dtype().as_deref(), Some(ggml_type.name()));
+        let summary = Summary::of_gguf(&GgufCheckpoint::open(&quantised).unwrap());
+        assert_eq!(
+            (summary.parameters, summary.main_dtype.as_deref()),
+            (checkpoint.parameters(), Some(ggml_type.name()))
+        );
         let bytes = std::fs::metadata(&quantised).unwrap().len();
         assert!(checkpoint.bytes() < bytes && checkpoint.bytes() > bytes - 8192);
     }
