@@ -35,7 +35,7 @@ pub struct Unusable {
 /// Loads the libraries, the first time that it is called.
 pub fn load() -> Result<(), &'static Unusable> {
     static LOADED: OnceLock<Result<(), Unusable>> = OnceLock::new();
-    LOADED.get_or_init(|| LIBRARIES.iter().try_for_each(load_one)).as_ref().map(|()| ())
+    LOADED.get_or_init(|| LIBRARIES.iter().try_for_each(load_one)).as_ref().copied()
 }
 
 fn load_one((file, functions): &Listed) -> Result<(), Unusable> {
