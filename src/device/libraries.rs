@@ -1,13 +1,13 @@
 //! NVIDIA's libraries, loaded when a GPU is first asked for.
 //!
 //! candle wants them linked. Then the system loads them before `main`: `inferno --help` waits 80 ms for cuBLAS, and
-//! without a driver nothing starts, not even to say that there is none. So the functions that candle and the kernels call
-//! are defined here as well, each a jump through a slot that [`load`] fills. The linker takes a definition of the program's
-//! before a library's, and (`--as-needed`, which rustc passes) leaves out a library that nothing is taken from.
+//! without a driver nothing starts, not even to say that there is none. So the functions that candle and the kernels
+//! call are defined here as well, each a jump through a slot that [`load`] fills. The linker takes a definition of the
+//! program's before a library's and, by the `--as-needed` that rustc passes, leaves out a library that gives nothing.
 //!
 //! A function that is not in the list still works: its library is then linked as usual, which the test
-//! `starting_loads_none_of_nvidias_libraries` finds. In a debug build GNU ld links them all as usual, since it counts calls
-//! in code that is never reached; LLD does not, and a release build has no such code.
+//! `starting_loads_none_of_nvidias_libraries` finds. In a debug build GNU ld links them all as usual, since it counts
+//! calls in code that is never reached; LLD does not, and a release build has no such code.
 
 use std::arch::naked_asm;
 use std::error::Error;
@@ -51,7 +51,7 @@ fn load_one((file, functions): &Listed) -> Result<(), Unusable> {
         // SAFETY: the address is only ever called, by those who declare it as NVIDIA's headers do.
         match unsafe { library.get::<*mut c_void>(name.as_bytes()) } {
             Ok(function) => slot.store(*function, Ordering::Release),
-            Err(_) if NEW.contains(name) => {}
+            Err(_) if *name == NEW && env!("INFERNO_CUDA_MAJOR") == "12" => {}
             Err(_) => {
                 let reason = format!("{file} has no {name}: it is too old for this build");
                 let hint =
@@ -98,7 +98,7 @@ extern "C" fn too_early() -> ! {
 const DRIVER: &str = "libcuda.so.1";
 
 /// What a driver may lack: CUDA 12.8 has it first, and a build with CUDA 12 does not call it.
-const NEW: [&str; 1] = ["cuEventElapsedTime_v2"];
+const NEW: &str = "cuEventElapsedTime_v2";
 
 macro_rules! libraries {
     ($($file:expr => $($function:ident)+;)+) => {
@@ -138,15 +138,16 @@ macro_rules! libraries {
 libraries! {
     DRIVER =>
         cuCtxDestroy_v2 cuCtxGetCurrent cuCtxSetCurrent cuCtxSynchronize cuDeviceGet cuDeviceGetAttribute
-        cuDeviceGetCount cuDeviceGetDefaultMemPool cuDeviceGetName cuDeviceGetUuid cuDeviceGetUuid_v2 cuDevicePrimaryCtxRelease_v2
-        cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate cuEventDestroy_v2 cuEventElapsedTime cuEventElapsedTime_v2
-        cuEventRecord cuEventSynchronize cuFuncGetAttribute cuFuncSetAttribute cuGetErrorString cuGraphDestroy
-        cuGraphExecDestroy cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit cuLaunchKernel
-        cuLaunchKernelEx cuMemAllocAsync cuMemAlloc_v2 cuMemFreeAsync cuMemFreeHost cuMemFree_v2 cuMemGetInfo_v2
-        cuMemHostAlloc cuMemPoolSetAttribute cuMemPoolTrimTo cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2
-        cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync cuMemsetD8Async cuModuleGetFunction cuModuleLoad cuModuleLoadData
-        cuModuleUnload cuStreamBeginCapture_v2 cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture
-        cuStreamIsCapturing cuStreamQuery cuStreamSynchronize cuStreamWaitEvent;
+        cuDeviceGetCount cuDeviceGetDefaultMemPool cuDeviceGetName cuDeviceGetUuid cuDeviceGetUuid_v2
+        cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate cuEventDestroy_v2
+        cuEventElapsedTime cuEventElapsedTime_v2 cuEventRecord cuEventSynchronize cuFuncGetAttribute
+        cuFuncSetAttribute cuGetErrorString cuGraphDestroy cuGraphExecDestroy cuGraphInstantiateWithFlags
+        cuGraphLaunch cuGraphUpload cuInit cuLaunchKernel cuLaunchKernelEx cuMemAllocAsync cuMemAlloc_v2
+        cuMemFreeAsync cuMemFreeHost cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemPoolSetAttribute
+        cuMemPoolTrimTo cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync
+        cuMemsetD8Async cuModuleGetFunction cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamBeginCapture_v2
+        cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture cuStreamIsCapturing cuStreamQuery
+        cuStreamSynchronize cuStreamWaitEvent;
     concat!("libcublasLt.so.", env!("INFERNO_CUDA_MAJOR")) =>
         cublasLtCreate cublasLtMatmul cublasLtMatmulAlgoGetHeuristic cublasLtMatmulDescCreate
         cublasLtMatmulDescDestroy cublasLtMatmulDescSetAttribute cublasLtMatmulPreferenceCreate
