@@ -6,7 +6,7 @@
 
 Needs transformers 5 (its template environment renders the fixtures' chat_templates/*.jinja) and openai-harmony (renders
 the same conversations for gpt-oss; DIR holds o200k_base.tiktoken). The templates and what they say are under their
-models' licences, so only FNV-1a hashes and lengths of rendered texts are kept; harmony's ids are kept whole, its text
+models' licenses, so only FNV-1a hashes and lengths of rendered texts are kept; harmony's ids are kept whole, its text
 is either ours or a quotation from its Apache-licensed source.
 """
 

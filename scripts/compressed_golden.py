@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/compressed: a tiny Llama quantised to 8 bits in five ways, and what transformers computes from it.
+"""Makes tests/golden/compressed: a tiny Llama quantized to 8 bits in five ways, and what transformers computes from it.
 
     python scripts/compressed_golden.py [--out tests/golden/compressed]     # CPU, some minutes
 
@@ -12,8 +12,8 @@ as those of tests/golden/make.py, with the same golden.safetensors:
     fp8            E4M3 weights, a scale a row; inputs E4M3, a scale a token; one v_proj is ignored by a pattern. FP8_DYNAMIC.
     fp8_static     E4M3 weights, a scale a matrix; inputs E4M3 by an input_scale that some exceed. FP8.
 
-transformers dequantises the weights at the first forward (code x scale) and lets the library round the inputs of each
-quantised layer (`fake_quantize`: divide by the scale, clamp, round halves to even, multiply by the scale), all in the
+transformers dequantizes the weights at the first forward (code x scale) and lets the library round the inputs of each
+quantized layer (`fake_quantize`: divide by the scale, clamp, round halves to even, multiply by the scale), all in the
 dtype of the model: here float32. `by_hand` says the same in its own words and must give the same bits.
 
 A code that flips moves logits by 1e-3, so the tokens are chosen such that no input is close to where rounding turns over
@@ -46,7 +46,7 @@ import make  # noqa: E402
 SEED = 20261122
 LOUD = 5  # the channel that is large
 SIZES = SimpleNamespace(C=48, F=112, L=4, H=6, K=2, D=16, V=104, T=37)
-# Between two neighbours of E4M3 lies where rounding turns over. Below 0.5 a flip is too small to be seen.
+# Between two neighbors of E4M3 lies where rounding turns over. Below 0.5 a flip is too small to be seen.
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 TURNS = ((E4M3[1:] + E4M3[:-1]) / 2)[E4M3[:-1] >= 0.5]
 
@@ -100,7 +100,7 @@ def make_loud(weights):
             weight[LOUD] = 0.3
 
 
-def quantise(name, format, group, ignore, config, weights):
+def quantize(name, format, group, ignore, config, weights):
     """The section of config.json, and the tensors of the file; `input_scale` is still to be found."""
     settings = QuantizationConfig(
         config_groups={"group_0": {"targets": ["Linear"], "format": format, **group}},
@@ -127,7 +127,7 @@ def quantise(name, format, group, ignore, config, weights):
 
 
 def packed(stored, layers):
-    """The tensors of the file, where those of quantised layers are packed."""
+    """The tensors of the file, where those of quantized layers are packed."""
     tensors = dict(stored)
     for layer in layers:
         weight = tensors.pop(layer + ".weight")
@@ -246,7 +246,7 @@ def margin(name, tensors, x):
 
 @torch.no_grad()
 def margins(name, stored, layers, model, batch):
-    """For each sequence of the batch: the smallest margin of its last token, over all quantised layers."""
+    """For each sequence of the batch: the smallest margin of its last token, over all quantized layers."""
     smallest, hooks = [], []
     for layer in layers:
         tensors = {"input_scale": stored.get(layer + ".input_scale")}
@@ -309,7 +309,7 @@ def make_case(out, name, format, group, ignore):
     weights = make.make_weights(SIZES, config, torch.float32, g)
     make_loud(weights)
     weights = {tensor: weight.to(torch.bfloat16) for tensor, weight in weights.items()}
-    section, stored, layers = quantise(name, format, group, ignore, config, weights)
+    section, stored, layers = quantize(name, format, group, ignore, config, weights)
     config["quantization_config"] = section
     if name == "fp8_static":
         find_input_scales(config, stored, layers)
@@ -319,7 +319,7 @@ def make_case(out, name, format, group, ignore):
 
     # The golden values, from the files.
     model = load(folder)
-    model(input_ids=torch.tensor([[0]]))  # dequantises the weights
+    model(input_ids=torch.tensor([[0]]))  # dequantizes the weights
     ids, least = choose_ids(name, stored, layers, model)
     logits, seen = make.forward(model, ids)
     prompt, continued, leads = make.choose_greedy(model, ids, SIZES, config)
@@ -333,7 +333,7 @@ def make_case(out, name, format, group, ignore):
     assert min(moved.values()) > 2e-3, moved
     facts = {
         "sizes": vars(SIZES),
-        "quantised_layers": len(layers),
+        "quantized_layers": len(layers),
         "rounding_margin_min": least,
         "greedy_prompt": prompt,
         "greedy_distinct": len(set(continued)),
@@ -341,7 +341,7 @@ def make_case(out, name, format, group, ignore):
         "logits_abs_max": float(logits.abs().max()),
         "mean_nll": make.mean_nll(logits, ids),
         "hidden_rms": [float(hidden.pow(2).mean().sqrt()) for hidden in seen.hidden],
-        "unquantised_relative_error": make.relative(make.forward(by_hand(config, weights, [], None), ids)[0], logits),
+        "unquantized_relative_error": make.relative(make.forward(by_hand(config, weights, [], None), ids)[0], logits),
         "float64_relative_error": make.relative(make.forward(load(folder, torch.float64), ids)[0], logits),
         "bfloat16_relative_error": make.relative(make.forward(load(folder, torch.bfloat16), ids)[0], logits),
         "sensitivity": moved,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws a terminal as an SVG: what `tmux capture-pane -e -p` prints, colours, bold and dim included.
+"""Draws a terminal as an SVG: what `tmux capture-pane -e -p` prints, colors, bold and dim included.
 
     tmux capture-pane -e -p -t SESSION | scripts/terminal_picture.py --title "inferno play" -o docs/play.svg
 
@@ -33,7 +33,7 @@ ESCAPE = re.compile(
 
 @dataclass(frozen=True)
 class Style:
-    colour: str | None = None
+    color: str | None = None
     background: str | None = None
     bold: bool = False
     dim: bool = False
@@ -41,23 +41,23 @@ class Style:
     underline: bool = False
     inverse: bool = False
 
-    def colours(self):
-        """Text colour, and the colour behind it if that is not the window's."""
-        colour, background = self.colour or FOREGROUND, self.background
+    def colors(self):
+        """Text color, and the color behind it if that is not the window's."""
+        color, background = self.color or FOREGROUND, self.background
         if self.inverse:
-            colour, background = background or BACKGROUND, colour
+            color, background = background or BACKGROUND, color
         if self.dim:
-            colour = blend(colour, background or BACKGROUND)
-        return colour, background
+            color = blend(color, background or BACKGROUND)
+        return color, background
 
 
-def blend(colour, behind, share=0.55):
-    pairs = ((int(colour[i : i + 2], 16), int(behind[i : i + 2], 16)) for i in (1, 3, 5))
+def blend(color, behind, share=0.55):
+    pairs = ((int(color[i : i + 2], 16), int(behind[i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a * share + b * (1 - share)):02x}" for a, b in pairs)
 
 
 def indexed(index):
-    """A colour of the 256: sixteen named ones, a 6 × 6 × 6 cube, a ramp of grey."""
+    """A color of the 256: sixteen named ones, a 6 × 6 × 6 cube, a ramp of gray."""
     if index < 16:
         return PALETTE[index]
     if index < 232:
@@ -82,18 +82,18 @@ def apply(style, parameters):
         elif code in (23, 24, 27):
             style = replace(style, **{flags[code - 20]: False})
         elif code in (38, 48):
-            kind, colour = (codes.pop(0) if codes else None), None
+            kind, color = (codes.pop(0) if codes else None), None
             if kind == 5 and codes:
-                colour = indexed(min(codes.pop(0), 255))
+                color = indexed(min(codes.pop(0), 255))
             elif kind == 2 and len(codes) >= 3:
-                colour = "#" + "".join(f"{min(codes.pop(0), 255):02x}" for _ in range(3))
-            style = replace(style, **{"colour" if code == 38 else "background": colour})
+                color = "#" + "".join(f"{min(codes.pop(0), 255):02x}" for _ in range(3))
+            style = replace(style, **{"color" if code == 38 else "background": color})
         elif 30 <= code <= 37 or 90 <= code <= 97:
-            style = replace(style, colour=PALETTE[code - 30 if code < 90 else code - 82])
+            style = replace(style, color=PALETTE[code - 30 if code < 90 else code - 82])
         elif 40 <= code <= 47 or 100 <= code <= 107:
             style = replace(style, background=PALETTE[code - 40 if code < 100 else code - 92])
         elif code == 39:
-            style = replace(style, colour=None)
+            style = replace(style, color=None)
         elif code == 49:
             style = replace(style, background=None)
     return style
@@ -128,7 +128,7 @@ def parse(text):
 
 
 def is_blank(runs):
-    return all(not text.strip() and not style.colours()[1] for _, text, style in runs)
+    return all(not text.strip() and not style.colors()[1] for _, text, style in runs)
 
 
 def draw(lines, title, columns):
@@ -150,7 +150,7 @@ def draw(lines, title, columns):
     for row, runs in enumerate(lines):
         top = TITLE_HEIGHT + MARGIN - 3 + row * LINE
         for column, text, style in runs:
-            colour, background = style.colours()
+            color, background = style.colors()
             x, length = round(MARGIN + column * CELL, 1), round(width(text) * CELL, 1)
             if background:
                 out.append(f'<rect x="{x:g}" y="{top}" width="{length:g}" height="{LINE}" fill="{background}"/>')
@@ -161,7 +161,7 @@ def draw(lines, title, columns):
             x = round(x + (len(text) - len(text.lstrip(" "))) * CELL, 1)
             length = round(width(shown) * CELL, 1)
             look = {
-                "fill": colour if colour != FOREGROUND else None,
+                "fill": color if color != FOREGROUND else None,
                 "font-weight": "bold" if style.bold else None,
                 "font-style": "italic" if style.italic else None,
                 "text-decoration": "underline" if style.underline else None,

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/trained: a small Llama that has learnt something, and what it loses when it is quantised.
+"""Makes tests/golden/trained: a small Llama that has learnt something, and what it loses when it is quantized.
 
     python scripts/trained_golden.py train                  # anew; some minutes on two cores
     python scripts/trained_golden.py measure GGML           # what transformers computes from the files
 
 Needs torch, transformers, tokenizers, gguf and numpy; GGML is a folder with the sources of ggml-org/ggml, and a C compiler
-makes its quantisers. The model learns the prose of this repository but for every 30th paragraph, from which text.txt is
+makes its quantizers. The model learns the prose of this repository but for every 30th paragraph, from which text.txt is
 taken. Rows are of 256, so that K types apply; within 1.5 MB that leaves no room for sizes that differ, which the other
 golden checkpoints have.
 
@@ -15,12 +15,12 @@ golden.safetensors has, computed by transformers in float32 from the files:
     positions       I64 [P]      some of them
     logits          F32 [P, V]   there
     nll             F32 [T-1]    the loss at each token from the second on
-    TYPE.nll        F32 [T-1]    the same once every matrix was quantised and made floats again
+    TYPE.nll        F32 [T-1]    the same once every matrix was quantized and made floats again
     TYPE.kl         F32 [T]      the divergence of what it says then from what it said
     TYPE.values     I64 [1]      a digest of those floats: of all matrices in the order of their names
 
-TYPE is what `--quantize` takes. What ggml's own quantisers make (`ggml_quantize_chunk`, without an importance matrix) is
-made floats by the gguf package, which quantises to some of the types too: the same bytes, or this script fails. int8 and
+TYPE is what `--quantize` takes. What ggml's own quantizers make (`ggml_quantize_chunk`, without an importance matrix) is
+made floats by the gguf package, which quantizes to some of the types too: the same bytes, or this script fails. int8 and
 fp8 are a scale for each row, the largest magnitude over 127 or 448, and codes rounded to the nearest, halves to even.
 """
 
@@ -153,7 +153,7 @@ def train():
 # ----------------------------------------------------------------------------------------------------------------- measuring
 
 
-def ggml_quantiser(sources):
+def ggml_quantizer(sources):
     """ggml's own: a function of a type and float32 [rows, columns] that gives the blocks."""
     folder = Path(tempfile.mkdtemp())
     # What is called for other types, and for buffers, is not here.
@@ -167,7 +167,7 @@ def ggml_quantiser(sources):
     library = ctypes.CDLL(str(folder / "ggml.so"))
     library.ggml_quantize_chunk.restype = ctypes.c_size_t
 
-    def quantise(kind, weight):
+    def quantize(kind, weight):
         weight = np.ascontiguousarray(weight, dtype=np.float32)
         rows, columns = weight.shape
         length, size = gguf.GGML_QUANT_SIZES[kind]
@@ -178,7 +178,7 @@ def ggml_quantiser(sources):
         assert written == blocks.nbytes
         return blocks
 
-    return quantise
+    return quantize
 
 
 def blockwise(ggml, name, weight):
@@ -223,7 +223,7 @@ def nll(logs, ids):
 
 def measure(sources):
     torch.set_num_threads(1)
-    ggml = ggml_quantiser(sources)
+    ggml = ggml_quantizer(sources)
     tokenizer = Tokenizer.from_file(str(OUT / "tokenizer.json"))
     ids = torch.tensor(tokenizer.encode((OUT / "text.txt").read_text()).ids)
     assert len(ids) == TOKENS

@@ -180,7 +180,7 @@ mod with_cuda {
     }
 
     /// Lets the stream-ordered allocator keep what is freed: by default it returns memory to the driver at every
-    /// synchronisation, which makes each following allocation a slow one.
+    /// synchronization, which makes each following allocation a slow one.
     fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
         let context = device.cuda_stream().context().clone();
         context.bind_to_thread()?;

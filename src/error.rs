@@ -22,7 +22,7 @@ pub enum Error {
     RevisionNotFound { repo: String, revision: String },
 
     #[error(
-        "access to '{repo}' is restricted\n  accept its licence at {endpoint}/{repo}, then set HF_TOKEN to a token that may read it"
+        "access to '{repo}' is restricted\n  accept its license at {endpoint}/{repo}, then set HF_TOKEN to a token that may read it"
     )]
     Gated { repo: String, endpoint: String },
 
@@ -51,9 +51,9 @@ pub enum Error {
     UnsupportedArchitecture { found: String, supported: String },
 
     #[error(
-        "{what} is not supported\n  choose a repository that is not quantised, a GGUF file, or weights in 8 bits by compressed-tensors"
+        "{what} is not supported\n  choose a repository that is not quantized, a GGUF file, or weights in 8 bits by compressed-tensors"
     )]
-    UnsupportedQuantisation { what: String },
+    UnsupportedQuantization { what: String },
 
     #[error(
         "{what} needs {:.1} GB of memory on {device}, {:.1} GB are free\n  {}",
@@ -109,7 +109,7 @@ impl Error {
             Error::Verification { .. } => 6,
             Error::NoGpu { .. } => 7,
             Error::OutOfMemory { .. } => 8,
-            Error::UnsupportedArchitecture { .. } | Error::UnsupportedQuantisation { .. } => 9,
+            Error::UnsupportedArchitecture { .. } | Error::UnsupportedQuantization { .. } => 9,
             Error::ContextFull { .. } => 10,
             Error::DiskFull { .. } => 11,
         }

@@ -6,7 +6,7 @@ use candle_core::{DType, Device};
 use inferno::models;
 use inferno::tokenizer::{Controls, Tokenizer};
 use inferno::weights::gguf::{self, GgufCheckpoint, GgufModel, Header};
-use inferno::weights::quantised::Rows;
+use inferno::weights::quantized::Rows;
 use inferno::weights::{Checkpoint, Inventory, Summary};
 
 /// Tensors of more elements are not made: they would only take time.
@@ -45,7 +45,7 @@ pub fn gguf(data: &[u8]) {
 fn model(data: &[u8]) {
     let read = |_: &str, range: Range<u64>| Ok(data[range.start as usize..range.end as usize].to_vec());
     let Ok(file) = GgufCheckpoint::open_elsewhere(&[("a.gguf".into(), data.len() as u64)], &read) else { return };
-    let _ = (gguf::generation(&file.metadata()), file.quantisation());
+    let _ = (gguf::generation(&file.metadata()), file.quantization());
     if let Ok(config) = gguf::config(&file).and_then(models::parse_config) {
         assert!(!config.architecture.cache_layers().is_empty());
     }
@@ -57,7 +57,7 @@ fn model(data: &[u8]) {
         };
         assert!(tensor.is_ok_and(|tensor| tensor.dims() == info.shape), "tensor {name}");
         if info.elements() > 0
-            && let Ok(Some(rows)) = model.quantised(name)
+            && let Ok(Some(rows)) = model.quantized(name)
         {
             assert!(Rows::build(&[&rows], &Device::Cpu).is_ok(), "tensor {name}");
         }

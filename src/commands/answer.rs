@@ -60,13 +60,13 @@ fn draw(session: &mut Session, prompt: &str, show_reasoning: bool) -> Result<Tur
 
 fn write(session: &mut Session, prompt: &str, show_reasoning: bool) -> Result<Turn> {
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
-    let (to_terminal, colour) = (std::io::stdout().is_terminal(), style::stderr_colour());
+    let (to_terminal, color) = (std::io::stdout().is_terminal(), style::stderr_color());
     let (mut thinking, mut ended_line) = (false, true);
     let turn = session.turn(prompt, &mut |delta| {
         match delta.channel {
             Channel::Reasoning if show_reasoning => {
                 thinking = true;
-                write!(err, "{}", style::dim(&text::printable(&delta.text), colour))?;
+                write!(err, "{}", style::dim(&text::printable(&delta.text), color))?;
                 err.flush()?;
             }
             Channel::Answer => {

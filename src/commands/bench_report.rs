@@ -51,7 +51,7 @@ pub struct Model {
     name: String,
     revision: Option<String>,
     family: &'static str,
-    quantisation: Option<String>,
+    quantization: Option<String>,
     parameters: u64,
     dtype: &'static str,
     context: usize,
@@ -66,7 +66,7 @@ impl Model {
             name: snapshot.name.clone(),
             revision: snapshot.revision.clone(),
             family: info.family,
-            quantisation: info.quantisation.clone(),
+            quantization: info.quantization.clone(),
             parameters: info.parameters,
             dtype: info.dtype.as_str(),
             context: engine.context(),
@@ -254,13 +254,13 @@ impl Report {
 
     /// What was measured on what.
     fn head(&self) -> String {
-        let Model { name, family, quantisation, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
+        let Model { name, family, quantization, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
             &self.model;
         let Build { version, commit, executor, attention } = &self.inferno;
-        let quantisation = quantisation.as_deref().unwrap_or("unquantised");
+        let quantization = quantization.as_deref().unwrap_or("unquantized");
         let (weights, cache) = (text::size(*weight_bytes), text::size(*cache_bytes));
         let mut lines = vec![
-            format!("{name}: {family} {quantisation}, {} parameters, computed in {dtype}", text::count(*parameters)),
+            format!("{name}: {family} {quantization}, {} parameters, computed in {dtype}", text::count(*parameters)),
             self.device.line(),
             format!(
                 "inferno {version}, commit {commit}, executor {executor}, attention {attention}, {} repetitions",

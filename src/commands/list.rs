@@ -64,7 +64,7 @@ pub struct Model {
     /// `unsupported` models are listed too, with the family their config names.
     pub family: Option<String>,
     pub supported: bool,
-    pub quantisation: Option<String>,
+    pub quantization: Option<String>,
     pub parameters: Option<u64>,
     pub size_bytes: u64,
     /// By inferno, whatever else may have read it.
@@ -97,14 +97,14 @@ impl Model {
                 (config, declared, weights)
             }
         };
-        let quantisation = config.as_ref().and_then(|config| config.quantisation.clone());
+        let quantization = config.as_ref().and_then(|config| config.quantization.clone());
         Self {
             name: snapshot.name.clone(),
             revision: snapshot.revision.clone(),
             supported: config.is_some(),
             family: config.map(|config| config.family.model_type.into()).or(declared),
             parameters: weights.as_ref().map(|weights| weights.parameters),
-            quantisation: quantisation.or(weights.and_then(|weights| weights.main_dtype)),
+            quantization: quantization.or(weights.and_then(|weights| weights.main_dtype)),
             size_bytes: folder_bytes(path),
             last_used: hub.last_used(snapshot).and_then(|time| Timestamp::try_from(time).ok()),
             path: path.display().to_string(),
@@ -136,7 +136,7 @@ pub fn table(models: &[Model]) -> String {
             model.name.clone(),
             model.revision.as_ref().map_or("-".into(), |revision| short(revision)),
             if model.supported { family } else { format!("{family} (unsupported)") },
-            model.quantisation.clone().unwrap_or_else(|| "-".into()),
+            model.quantization.clone().unwrap_or_else(|| "-".into()),
             model.parameters.map_or("-".into(), count),
             size(model.size_bytes),
             model.last_used.map_or("-".into(), ago),
@@ -148,7 +148,7 @@ pub fn table(models: &[Model]) -> String {
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let line = |row: &[String; 9]| {
         let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
-        // Family and quantisation come from a downloaded file.
+        // Family and quantization come from a downloaded file.
         format!("{}\n", printable(cells.join("  ").trim_end()))
     };
     rows.iter().map(line).collect()

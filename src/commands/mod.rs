@@ -32,7 +32,7 @@ use crate::engine::{Engine, Language, LoadOptions, SamplingParams};
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, demo};
 use crate::kernels::attention::Backend;
-use crate::weights::quantised::Quantise;
+use crate::weights::quantized::Quantize;
 
 /// Where and how a model is loaded.
 #[derive(Clone, clap::Args)]
@@ -52,9 +52,9 @@ pub struct LoadArgs {
     /// Most tokens of a prompt to read at once [default: up to 8192, as memory allows]
     #[arg(long, value_name = "TOKENS", hide_short_help = true)]
     chunk: Option<usize>,
-    /// Quantise matrices of floats while loading: q8_0, q6_k, q5_k, q4_k, .. as in GGUF files, fp8 or int8
+    /// Quantize matrices of floats while loading: q8_0, q6_k, q5_k, q4_k, .. as in GGUF files, fp8 or int8
     #[arg(long, value_name = "FORMAT")]
-    quantize: Option<Quantise>,
+    quantize: Option<Quantize>,
     /// Decode operation by operation, without a CUDA graph: slow, to compare with
     #[arg(long, hide_short_help = true)]
     eager: bool,

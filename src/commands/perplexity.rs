@@ -36,9 +36,9 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// What quantisation did to a model.
+/// What quantization did to a model.
 struct Change {
-    /// Mean KL divergence of the quantised model's predictions from the other's, in nats a token.
+    /// Mean KL divergence of the quantized model's predictions from the other's, in nats a token.
     kl: f64,
     tokens: usize,
     /// Of all weights as they are.
@@ -51,7 +51,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
     hub.note_use(&snapshot);
-    let before = args.kl.then(|| unquantised(&args.load, &snapshot, &text)).transpose()?;
+    let before = args.kl.then(|| unquantized(&args.load, &snapshot, &text)).transpose()?;
     let mut engine = args.load.load(&snapshot)?;
     let ids = engine.tokenizer().encode(&text, Controls::Default)?;
     let nll = engine.negative_log_likelihood(&ids)?;
@@ -74,7 +74,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         if let Some(Change { kl, tokens, bytes }) = change {
             result["kl"] = kl.into();
             result["kl_tokens"] = tokens.into();
-            result["unquantised_weight_bytes"] = bytes.into();
+            result["unquantized_weight_bytes"] = bytes.into();
         }
         writeln!(out, "{result}")?;
     } else {
@@ -93,7 +93,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 }
 
 /// Logits f32 \[T, V\] of the text's first tokens by the model as it is, on the host, and the bytes of its weights.
-fn unquantised(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tensor, u64)> {
+fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tensor, u64)> {
     let mut engine = load.as_it_is().load(snapshot)?;
     let ids = engine.tokenizer().encode(text, Controls::Default)?;
     let tokens = KL_TOKENS.min(engine.context()).min(ids.len());

@@ -272,7 +272,7 @@ fn introduce(snapshot: &Snapshot, engine: &Engine) {
         "{} · {} {}, {} parameters · weights {}, cache {}{how} · loaded in {:.2} s",
         snapshot.name,
         info.family,
-        info.quantisation.as_deref().unwrap_or("unquantised"),
+        info.quantization.as_deref().unwrap_or("unquantized"),
         text::count(info.parameters),
         text::size(info.weight_bytes),
         text::size(info.cache_bytes),

@@ -13,7 +13,7 @@ use crate::kernels::attention::{HEAD_DIMS, Sight, flash};
 use crate::kernels::chain::{Arguments, Chain, Graph, Mailbox, Shape, is_idle};
 use crate::kernels::decode::{self, After, Buffers, Embedding, ExpertBuffers, Norm, Projection, Qkv};
 use crate::kernels::experts::ExpertWeights;
-use crate::kernels::quantised::Matrix;
+use crate::kernels::quantized::Matrix;
 use crate::kernels::rows::copy_rows;
 use crate::kernels::sample::{self, Draw, DrawBuffers};
 use crate::nn::attention::Attention;
@@ -286,7 +286,7 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
         Mlp::Gated(mlp) => {
             let (gate, up) = (&mlp.gate_proj.weight, &mlp.up_proj.weight);
             if gate.format() != up.format() || gate.rounding() != up.rounding() {
-                return Some("it has no kernel for a gate that is quantised in another way than what it is for".into());
+                return Some("it has no kernel for a gate that is quantized in another way than what it is for".into());
             }
             weights.extend([gate, up, &mlp.down_proj.weight].map(|weight| (weight.clone(), 1)));
         }
@@ -319,7 +319,7 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
     let fits = |(weight, inputs): &(Matrix, usize)| decode::can_multiply(device, weight, *inputs).unwrap_or(false);
     let bad = weights.into_iter().find(|weight| !fits(weight));
     bad.map(|(weight, _)| match weight {
-        Matrix::Mixed(_) => "it has no kernel for queries, keys and values that are quantised in unlike ways".into(),
+        Matrix::Mixed(_) => "it has no kernel for queries, keys and values that are quantized in unlike ways".into(),
         _ => format!("it cannot multiply rows of {}", weight.dims().1),
     })
 }

@@ -151,8 +151,8 @@ impl<'e> Generation<'e> {
             }
             .into());
         }
-        let cancelled = || options.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed));
-        let read = match engine.prefill(prompt, &cancelled) {
+        let canceled = || options.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed));
+        let read = match engine.prefill(prompt, &canceled) {
             Ok(read) => read,
             Err(error) => {
                 // What the cache holds past an error is unknown.
@@ -298,8 +298,8 @@ impl Iterator for Generation<'_> {
     type Item = Result<Chunk>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let cancelled = self.options.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed));
-        if self.finish.is_none() && cancelled {
+        let canceled = self.options.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed));
+        if self.finish.is_none() && canceled {
             self.finish = Some(FinishReason::Interrupted);
         }
         if self.finish.is_none() && self.options.max_tokens == Some(0) {

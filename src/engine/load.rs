@@ -19,7 +19,7 @@ use crate::kernels::attention::Backend;
 use crate::models::{self, ModelConfig};
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
-use crate::weights::quantised::Quantise;
+use crate::weights::quantized::Quantize;
 use crate::weights::{Checkpoint, Inventory, Loaded, Weights};
 
 /// How to load a model.
@@ -32,7 +32,7 @@ pub struct LoadOptions<'o> {
     /// Most tokens of a prompt in one pass; if not given, as many as help and fit.
     pub chunk: Option<usize>,
     /// What matrices of floats become while they are loaded.
-    pub quantize: Option<Quantise>,
+    pub quantize: Option<Quantize>,
     /// Run decode steps operation by operation, even where a graph could.
     pub eager: bool,
     /// Whose attention kernel reads prompts on a GPU, and runs decode steps without a graph.
@@ -68,7 +68,7 @@ pub struct ModelInfo {
     /// config.json's `model_type`.
     pub family: &'static str,
     /// What the weights are packed or rounded to, such as `mxfp4` or `Q4_K_M`; none for plain floats.
-    pub quantisation: Option<String>,
+    pub quantization: Option<String>,
     /// How many, packed ones counted as what they stand for.
     pub parameters: u64,
     /// Rows of logits.
@@ -143,9 +143,9 @@ impl Engine {
         times.total_s = started.elapsed().as_secs_f64();
         let info = ModelInfo {
             family: config.family.model_type,
-            quantisation: match (config.quantisation, options.quantize) {
-                (Some(stored), Some(quantise)) => Some(format!("{stored} and {quantise}")),
-                (stored, quantise) => stored.or(quantise.map(|quantise| quantise.to_string())),
+            quantization: match (config.quantization, options.quantize) {
+                (Some(stored), Some(quantize)) => Some(format!("{stored} and {quantize}")),
+                (stored, quantize) => stored.or(quantize.map(|quantize| quantize.to_string())),
             },
             parameters: checkpoint.parameters(),
             vocab_size: config.architecture.vocab_size(),
@@ -160,7 +160,7 @@ impl Engine {
         let defaults = default_sampling(&generation);
         tracing::info!(
             family = info.family,
-            quantisation = info.quantisation.as_deref().unwrap_or("none"),
+            quantization = info.quantization.as_deref().unwrap_or("none"),
             device = info.device.name,
             dtype = ?info.dtype,
             weight_bytes,
@@ -192,12 +192,12 @@ struct Model {
 }
 
 impl Model {
-    /// Stops short once `cancelled`.
+    /// Stops short once `canceled`.
     fn load(
         config: &ModelConfig,
         checkpoint: &Checkpoint,
         options: &LoadOptions,
-        cancelled: &AtomicBool,
+        canceled: &AtomicBool,
         times: &mut LoadTimes,
     ) -> Result<Self> {
         let architecture = &config.architecture;
@@ -205,8 +205,8 @@ impl Model {
         let device = device::open(options.device)?;
         let device_info = device::info(&device)?;
         times.device_s = started.elapsed().as_secs_f64();
-        if cancelled.load(Ordering::Relaxed) {
-            bail!("loading was cancelled");
+        if canceled.load(Ordering::Relaxed) {
+            bail!("loading was canceled");
         }
         (options.on_device)(&device_info);
         let dtype = options.dtype.unwrap_or_else(|| device::default_dtype(&device));
@@ -223,7 +223,7 @@ impl Model {
             let started = Instant::now();
             let loaded = Loaded::new(&report);
             let weights = match options.quantize {
-                Some(quantise) => Weights::quantising(checkpoint, &device, dtype, &loaded, quantise),
+                Some(quantize) => Weights::quantizing(checkpoint, &device, dtype, &loaded, quantize),
                 None => Weights::new(checkpoint, &device, dtype, &loaded)?,
             };
             let mut decoder = architecture.build(&weights, context)?;

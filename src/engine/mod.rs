@@ -122,7 +122,7 @@ impl Decoding {
 /// What reading a prompt came to.
 struct Prefilled {
     cached_tokens: usize,
-    /// Of the last token, \[1, V\]; none if it was cancelled.
+    /// Of the last token, \[1, V\]; none if it was canceled.
     logits: Option<Tensor>,
 }
 
@@ -226,7 +226,7 @@ impl Engine {
     }
 
     /// Reads a prompt, from where it parts from what the cache holds.
-    fn prefill(&mut self, prompt: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Prefilled> {
+    fn prefill(&mut self, prompt: &[u32], canceled: &dyn Fn() -> bool) -> Result<Prefilled> {
         // At least the last token is run, for its logits.
         let common = prompt[..prompt.len() - 1].iter().zip(&self.cached).take_while(|(a, b)| a == b).count();
         let cached_tokens = self.cache.go_back(common.min(self.cached.len()))?;
@@ -235,7 +235,7 @@ impl Engine {
         let chunks = prompt[cached_tokens..].chunks(self.cache.chunk());
         let last = chunks.len() - 1;
         for (index, chunk) in chunks.enumerate() {
-            if cancelled() {
+            if canceled() {
                 return Ok(Prefilled { cached_tokens, logits: None });
             }
             let of_chunk = self.forward_tensor(chunk, LogitsOf::Last)?;

@@ -39,7 +39,7 @@ pub struct Need {
     weight_bytes: u64,
     /// What loading takes beside the weights, before cache and activations do: a layer's experts, laid out anew.
     loading_bytes: u64,
-    /// What a pass takes beside activations: quantised experts as floats.
+    /// What a pass takes beside activations: quantized experts as floats.
     unpacked_bytes: u64,
     layers: Vec<LayerSpec>,
     /// Tokens in one pass of prefill that may be chosen, the best first.

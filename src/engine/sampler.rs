@@ -69,13 +69,13 @@ impl Sampler {
 
     /// The next token. `logits` \[V\] are changed in place.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
-        self.penalise(logits);
+        self.penalize(logits);
         let token = if self.params.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };
         *self.seen.entry(token).or_default() += 1;
         token
     }
 
-    fn penalises(&self) -> bool {
+    fn penalizes(&self) -> bool {
         let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
         repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
     }
@@ -85,7 +85,7 @@ impl Sampler {
     #[cfg(feature = "cuda")]
     pub fn on_device(&self, vocab_size: usize) -> Option<(crate::kernels::sample::Draw, Option<Vec<u32>>)> {
         let SamplingParams { temperature, top_k, top_p, min_p, seed, .. } = self.params;
-        if temperature == 0.0 && !self.penalises() {
+        if temperature == 0.0 && !self.penalizes() {
             return None;
         }
         let draw = crate::kernels::sample::Draw {
@@ -99,7 +99,7 @@ impl Sampler {
             seed,
             drawn: self.drawn as u32,
         };
-        let seen = self.penalises().then(|| {
+        let seen = self.penalizes().then(|| {
             let mut seen = vec![0; vocab_size];
             for (&id, &generated) in &self.seen {
                 if let Some(seen) = seen.get_mut(id as usize) {
@@ -111,9 +111,9 @@ impl Sampler {
         Some((draw, seen))
     }
 
-    fn penalise(&self, logits: &mut [f32]) {
+    fn penalize(&self, logits: &mut [f32]) {
         let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
-        if !self.penalises() {
+        if !self.penalizes() {
             return;
         }
         for (&id, &generated) in &self.seen {
@@ -229,7 +229,7 @@ pub(super) fn uniform(seed: u64, counter: u64) -> f64 {
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         z ^ (z >> 31)
     };
-    // Mixed twice: neighbouring seeds would otherwise walk the same sequence, one step apart.
+    // Mixed twice: neighboring seeds would otherwise walk the same sequence, one step apart.
     let start = mix(seed.wrapping_add(GOLDEN));
     let bits = mix(start.wrapping_add(counter.wrapping_add(1).wrapping_mul(GOLDEN)));
     (bits >> 11) as f64 / (1u64 << 53) as f64

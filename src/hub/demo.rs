@@ -35,7 +35,7 @@ pub fn notice(snapshot: &Snapshot) -> Option<&'static str> {
 }
 
 /// The demo's snapshot under `cache`, written if it is not there. Another version of the binary writes another one.
-pub fn materialise(cache: &Path) -> Result<Snapshot> {
+pub fn materialize(cache: &Path) -> Result<Snapshot> {
     let snapshots = cache.join(NAME);
     let path = snapshots.join(REVISION);
     let whole =
@@ -83,7 +83,7 @@ pub(super) fn check(cache: &Path) -> Result<Option<Checked>> {
 /// Writes them again.
 pub(super) fn renew(cache: &Path) -> Result<()> {
     remove(cache)?;
-    materialise(cache).map(drop)
+    materialize(cache).map(drop)
 }
 
 /// Takes them away, those of other versions too, and returns the bytes that were freed.

@@ -24,7 +24,7 @@ impl Hub {
         progress: &dyn Progress,
     ) -> Result<Snapshot> {
         if repo == demo::NAME {
-            let snapshot = demo::materialise(&self.settings.cache)?;
+            let snapshot = demo::materialize(&self.settings.cache)?;
             progress.already_there(&snapshot);
             return Ok(snapshot);
         }

@@ -41,7 +41,7 @@ impl Hub {
             return Ok(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory });
         }
         if model == demo::NAME {
-            return demo::materialise(&self.settings.cache);
+            return demo::materialize(&self.settings.cache);
         }
         let (name, revision) = names::split_revision(model, revision)?;
         let (name, wanted) = gguf::split_tag(name);
@@ -95,7 +95,7 @@ impl Hub {
         let near = near.map(|near| format!("\n  or is it '{near}', which is here?")).unwrap_or_default();
         match name.contains('/') {
             true => format!("{download}{near}"),
-            false => format!("inferno download ORG/{name}{at}, with the organisation it belongs to{near}"),
+            false => format!("inferno download ORG/{name}{at}, with the organization it belongs to{near}"),
         }
     }
 
@@ -136,7 +136,7 @@ impl Hub {
         names.iter().filter_map(lacking).collect()
     }
 
-    /// The name to ask the hub for: of a model that is here, or half of it, the organisation may be left out. A mere part
+    /// The name to ask the hub for: of a model that is here, or half of it, the organization may be left out. A mere part
     /// of the name will not do: `gpt2` is a model, of whichever others it is a part.
     pub(super) fn full_name(&self, name: &str) -> String {
         let here: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();

@@ -84,8 +84,8 @@ fn escape(name: &str, plain: &[u8]) -> String {
     url
 }
 
-/// The names that `model` stands for: itself, else those that are written otherwise or have another organisation, else
-/// those that it is a part of. A name with its organisation is no part: whoever writes all of it means no other.
+/// The names that `model` stands for: itself, else those that are written otherwise or have another organization, else
+/// those that it is a part of. A name with its organization is no part: whoever writes all of it means no other.
 pub(super) fn meant<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
     let found: Vec<&String> = names.iter().filter(|name| is_called(name, model)).collect();
     let model = model.to_lowercase();
@@ -95,7 +95,7 @@ pub(super) fn meant<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a Str
     names.iter().filter(|name| name.to_lowercase().contains(&model)).collect()
 }
 
-/// Whether `model` is all of a name, in whatever letters, or all but its organisation.
+/// Whether `model` is all of a name, in whatever letters, or all but its organization.
 pub(super) fn is_called(name: &str, model: &str) -> bool {
     let last = name.rsplit('/').next().unwrap_or(name);
     name.eq_ignore_ascii_case(model) || last.eq_ignore_ascii_case(model)
@@ -107,7 +107,7 @@ pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String
     let distance = |name: &String| {
         let name = name.to_lowercase();
         let last = name.rsplit('/').next().unwrap_or(&name);
-        // Without an organisation only the last part can be compared.
+        // Without an organization only the last part can be compared.
         text::edits(&model, if model.contains('/') { &name } else { last })
     };
     let (distance, name) = names.iter().map(|name| (distance(name), name)).min()?;

@@ -11,8 +11,8 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, Tensor, bail};
 
 use super::cuda::{Arg, Module, USUAL_SHARED_BYTES, address, allow_shared_bytes, function};
-use super::quantised::cuda::RawParts;
-use super::quantised::{Matrix, QuantisedMatrix};
+use super::quantized::cuda::RawParts;
+use super::quantized::{Matrix, QuantizedMatrix};
 
 /// The arguments of one launch, and what must outlive it.
 #[derive(Default)]
@@ -50,11 +50,11 @@ impl Arguments {
         }
     }
 
-    /// A weight: the address of floats, or what is quantised by value.
+    /// A weight: the address of floats, or what is quantized by value.
     pub fn matrix(self, matrix: &Matrix) -> Result<Self> {
         match matrix {
             Matrix::Dense(weight) => self.tensor(weight),
-            Matrix::Quantised(parts) => self.parts(parts),
+            Matrix::Quantized(parts) => self.parts(parts),
             Matrix::Mixed(_) => bail!("no kernel takes a weight of unlike parts"),
         }
     }
@@ -63,14 +63,14 @@ impl Arguments {
     pub fn pair(self, first: &Matrix, second: &Matrix) -> Result<Self> {
         match (first, second) {
             (Matrix::Dense(first), Matrix::Dense(second)) => self.tensor(first)?.tensor(second),
-            (Matrix::Quantised(first), Matrix::Quantised(second)) => self.parts(&[first.as_slice(), second].concat()),
+            (Matrix::Quantized(first), Matrix::Quantized(second)) => self.parts(&[first.as_slice(), second].concat()),
             _ => bail!("no kernel takes two weights that are unlike"),
         }
     }
 
-    /// How the input of a product with a quantised weight is rounded: what such kernels take last.
+    /// How the input of a product with a quantized weight is rounded: what such kernels take last.
     pub fn rounding(self, matrix: &Matrix) -> Result<Self> {
-        let Matrix::Quantised(parts) = matrix else { return Ok(self) };
+        let Matrix::Quantized(parts) = matrix else { return Ok(self) };
         let rounding = parts[0].rounding;
         if parts.iter().any(|part| part.rounding != rounding) {
             bail!("one input is to be rounded in two ways");
@@ -79,10 +79,10 @@ impl Arguments {
         Ok(self.int(how).float(by))
     }
 
-    /// Quantised matrices, by value.
-    pub fn parts(mut self, parts: &[QuantisedMatrix]) -> Result<Self> {
+    /// Quantized matrices, by value.
+    pub fn parts(mut self, parts: &[QuantizedMatrix]) -> Result<Self> {
         self.args.push(Arg::Parts(RawParts::new(parts)?));
-        self.kept.tensors.extend(parts.iter().flat_map(QuantisedMatrix::tensors).cloned());
+        self.kept.tensors.extend(parts.iter().flat_map(QuantizedMatrix::tensors).cloned());
         Ok(self)
     }
 

@@ -14,7 +14,7 @@ use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
 use candle_core::cuda_backend::{CudaDevice, CudaStorageSlice, DeviceId, WrapErr};
 use candle_core::{DType, Result, Storage, Tensor, bail};
 
-use super::quantised::cuda::RawParts;
+use super::quantized::cuda::RawParts;
 
 /// One compiled `.cu`.
 pub struct Module {

@@ -1,4 +1,4 @@
-// What the kernels of a decode step share, whether weights are floats (`decode.cu`) or quantised (`decode_quantised.cu`).
+// What the kernels of a decode step share, whether weights are floats (`decode.cu`) or quantized (`decode_quantized.cu`).
 #pragma once
 #include "common.cuh"
 

@@ -12,7 +12,7 @@ use super::bytes;
 use super::chain::{Arguments, Chain, Mailbox, Shape};
 use super::cuda::{Module, attribute, module, multiprocessors, suffix};
 use super::experts::Tiles;
-use super::quantised::{CHUNK, Matrix, cuda as quantised_cuda};
+use super::quantized::{CHUNK, Matrix, cuda as quantized_cuda};
 use super::swiglu::{ALPHA, Activation};
 use super::topk::Softmax;
 
@@ -64,7 +64,7 @@ impl Buffers {
 
     /// The same with so much shared memory.
     fn shape_for(&self, units: usize, weight: &Matrix, shared_bytes: usize) -> Shape {
-        let most = if matches!(weight, Matrix::Dense(_)) { MAX_WARPS } else { quantised_cuda::WARPS };
+        let most = if matches!(weight, Matrix::Dense(_)) { MAX_WARPS } else { quantized_cuda::WARPS };
         let warps = units.div_ceil(self.multiprocessors).clamp(4, most);
         let blocks = units.div_ceil(warps).min(self.multiprocessors);
         Shape { grid: (blocks, 1, 1), block: 32 * warps, shared_bytes }
@@ -75,8 +75,8 @@ impl Buffers {
 fn vector_bytes(weight: &Matrix, inputs: usize) -> usize {
     let (_, columns) = weight.dims();
     match weight {
-        Matrix::Quantised(parts) => {
-            quantised_cuda::vector_bytes(parts[0].format, inputs * columns.next_multiple_of(CHUNK))
+        Matrix::Quantized(parts) => {
+            quantized_cuda::vector_bytes(parts[0].format, inputs * columns.next_multiple_of(CHUNK))
         }
         _ => inputs * columns * size_of::<f32>(),
     }
@@ -134,7 +134,7 @@ pub(super) fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
 fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: DType) -> Result<()> {
     let of_dtype = match weight {
         Matrix::Dense(weight) => weight.dtype() == dtype,
-        Matrix::Quantised(_) => true,
+        Matrix::Quantized(_) => true,
         Matrix::Mixed(_) => false,
     };
     let fits = weight.dims() == (rows, columns) && columns.is_multiple_of(8);
@@ -148,7 +148,7 @@ fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: DType) -> R
 fn kernel(weight: &Matrix, name: &str) -> (Module, String) {
     match weight {
         Matrix::Dense(_) => (module!("decode"), format!("decode_{name}")),
-        _ => (module!("decode_quantised"), format!("quantised_{name}")),
+        _ => (module!("decode_quantized"), format!("quantized_{name}")),
     }
 }
 
@@ -577,14 +577,14 @@ pub(super) fn table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str
     }
 }
 
-/// After a choice of a token: its row, where the embedding is quantised.
+/// After a choice of a token: its row, where the embedding is quantized.
 pub(super) fn look_up(chain: &mut Chain, buffers: &Buffers, embedding: &Embedding) -> Result<()> {
-    let Matrix::Quantised(parts) = &embedding.table else { return Ok(()) };
+    let Matrix::Quantized(parts) = &embedding.table else { return Ok(()) };
     let (_, columns) = embedding.table.dims();
     let arguments = Arguments::new().parts(parts)?.tensor(&buffers.state)?.tensor(&buffers.x)?.int(columns);
     let arguments = arguments.float(embedding.factor);
     let blocks = columns.div_ceil(8).div_ceil(256);
     let shape = Shape { grid: (blocks, 1, 1), block: 256, shared_bytes: 0 };
     // SAFETY: the token is one of the embedding's rows; columns are x's.
-    unsafe { chain.push(&module!("decode_quantised"), "quantised_next", shape, 0, arguments) }
+    unsafe { chain.push(&module!("decode_quantized"), "quantized_next", shape, 0, arguments) }
 }

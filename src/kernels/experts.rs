@@ -1,4 +1,4 @@
-//! Matrix products of routed experts, on MXFP4 weights as they are stored (no unpacked copy), on quantised or on dense
+//! Matrix products of routed experts, on MXFP4 weights as they are stored (no unpacked copy), on quantized or on dense
 //! ones; and MXFP4 weights laid out for tensor cores, which `expert_mlp` and `decode` multiply with.
 //!
 //! MXFP4 (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale. Layout as in openai/gpt-oss-20b: blocks
@@ -8,8 +8,8 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
-use super::quantised::Rounding;
-use super::quantised::{Matrix, QuantisedMatrix};
+use super::quantized::Rounding;
+use super::quantized::{Matrix, QuantizedMatrix};
 use super::{bytes, elements, to_f32};
 
 /// Values in one MXFP4 block.
@@ -33,7 +33,7 @@ pub enum ExpertWeights {
     /// [E, R, C] of the compute dtype.
     Dense(Tensor),
     /// [E·R, C], and E.
-    Quantised(QuantisedMatrix, usize),
+    Quantized(QuantizedMatrix, usize),
     /// MXFP4, laid out anew for tensor cores: what a GPU computes in bf16 or f16 with.
     #[cfg(feature = "cuda")]
     Tiles(Tiles),
@@ -123,7 +123,7 @@ impl ExpertWeights {
                 Ok((experts, rows, groups * BLOCK))
             }
             ExpertWeights::Dense(weights) => weights.dims3(),
-            ExpertWeights::Quantised(matrix, experts) => {
+            ExpertWeights::Quantized(matrix, experts) => {
                 let (rows, columns) = matrix.dims();
                 Ok((*experts, rows / experts, columns))
             }
@@ -136,7 +136,7 @@ impl ExpertWeights {
     pub fn stacked(&self) -> Result<Option<Matrix>> {
         Ok(match self {
             ExpertWeights::Dense(weights) => Some(Matrix::Dense(weights.flatten(0, 1)?)),
-            ExpertWeights::Quantised(matrix, _) => Some(Matrix::Quantised(vec![matrix.clone()])),
+            ExpertWeights::Quantized(matrix, _) => Some(Matrix::Quantized(vec![matrix.clone()])),
             _ => None,
         })
     }
@@ -146,7 +146,7 @@ impl ExpertWeights {
         match self {
             ExpertWeights::Mxfp4 { blocks, scales } => bytes(blocks) + bytes(scales),
             ExpertWeights::Dense(weights) => bytes(weights),
-            ExpertWeights::Quantised(matrix, _) => matrix.bytes(),
+            ExpertWeights::Quantized(matrix, _) => matrix.bytes(),
             #[cfg(feature = "cuda")]
             ExpertWeights::Tiles(tiles) => tiles.bytes(),
         }
@@ -203,23 +203,23 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
             use super::cuda::{Arg, launch, module, suffix};
             let suffix = suffix(x.dtype())?;
             let pairs = tokens * chosen;
-            if let ExpertWeights::Quantised(matrix, _) = weights {
+            if let ExpertWeights::Quantized(matrix, _) = weights {
                 if bias.is_some() {
-                    bail!("expert_matmul: quantised experts with a bias");
+                    bail!("expert_matmul: quantized experts with a bias");
                 }
-                // Dequantising all experts moves some four times as much as a pair of each.
+                // Dequantizing all experts moves some four times as much as a pair of each.
                 if pairs < GEMM_FROM_PAIRS.max(4 * experts) || x.dtype() == DType::F32 {
-                    return super::quantised::cuda::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
+                    return super::quantized::cuda::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
                 }
                 // What codes stand for, on both sides.
                 let rounded = match matrix.rounding {
                     Rounding::Nothing => x.clone(),
                     rounding => {
                         let flat = x.reshape(((), columns))?;
-                        super::quantised::cuda::round_floats(device, &flat, rounding)?.reshape(x.shape())?
+                        super::quantized::cuda::round_floats(device, &flat, rounding)?.reshape(x.shape())?
                     }
                 };
-                let dense = matrix.dequantise(x.dtype())?.reshape((experts, rows, columns))?;
+                let dense = matrix.dequantize(x.dtype())?.reshape((experts, rows, columns))?;
                 return expert_matmul(&rounded, &ExpertWeights::Dense(dense), None, ids);
             }
             // SAFETY: both paths write R elements for each of the T·N pairs.
@@ -227,7 +227,7 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
             let (kind, first, second) = match weights {
                 ExpertWeights::Mxfp4 { blocks, scales } => ("mxfp4", Arg::tensor(blocks)?, Arg::tensor(scales)?),
                 ExpertWeights::Dense(dense) => ("dense", Arg::tensor(dense)?, Arg::optional(None)?),
-                ExpertWeights::Tiles(_) | ExpertWeights::Quantised(..) => bail!("expert_matmul: unexpected weights"),
+                ExpertWeights::Tiles(_) | ExpertWeights::Quantized(..) => bail!("expert_matmul: unexpected weights"),
             };
             let (bias, input, output) = (Arg::optional(bias)?, Arg::tensor(x)?, Arg::tensor(&out)?);
             let module = module!("experts");
@@ -337,7 +337,7 @@ pub fn reference(
             };
             each(&dot, &mut out);
         }
-        ExpertWeights::Quantised(matrix, _) => {
+        ExpertWeights::Quantized(matrix, _) => {
             let columns = x.len() / (ids.len() / pairs_per_x).max(1);
             let x = Tensor::from_slice(x, (x.len() / columns.max(1), columns), &Device::Cpu)?;
             for (pair, (id, out)) in ids.iter().zip(out.chunks_exact_mut(rows)).enumerate() {

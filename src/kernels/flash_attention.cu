@@ -56,7 +56,7 @@ __device__ __forceinline__ float exp2_fast(float x) {
 __device__ __forceinline__ float finite(float top) { return top == -INFINITY ? 0.0f : top; }
 
 // The factor that turns a sum of weights·values relative to 2^top into the output. The sink takes its share here.
-__device__ __forceinline__ float normaliser(float top, float total, float sink) {
+__device__ __forceinline__ float normalizer(float top, float total, float sink) {
     const float base = fmaxf(top, sink);
     const float keep = exp2_fast(top - base);
     return __fdividef(keep, total * keep + exp2_fast(sink - base));
@@ -339,7 +339,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
                 const int row = warp_row + m * 16 + lane / 4 + 8 * h;
                 if (row >= rows) continue;
                 if (splits == 1) {
-                    const float share = normaliser(tops[m][h], totals[m][h], row_sinks[row]);
+                    const float share = normalizer(tops[m][h], totals[m][h], row_sinks[row]);
                     T* const at = out + element(row) + lane % 4 * 2;
 #pragma unroll
                     for (int n = 0; n < D / 8; ++n) {
@@ -384,7 +384,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
                 total += part.y * share, x += sum.x * share, y += sum.y * share;
             }
             if (splits == 1) {
-                const float share = normaliser(top, total, row_sinks[row]);
+                const float share = normalizer(top, total, row_sinks[row]);
                 store(out + element(row) + column, x * share, y * share);
             } else {
                 store_partial(row, column, x, y, top, total);
@@ -421,7 +421,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
                 total += parts[z].y * share, x += values[z].x * share, y += values[z].y * share;
             }
         }
-        const float share = normaliser(top, total, row_sinks[row]);
+        const float share = normalizer(top, total, row_sinks[row]);
         store(out + element(row) + column, x * share, y * share);
     }
 }

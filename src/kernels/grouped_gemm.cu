@@ -78,7 +78,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
             }
         }
     }
-    // A lane has two neighbours in a row of `out` for pairs lane / 4 and lane / 4 + 8 of each 16.
+    // A lane has two neighbors in a row of `out` for pairs lane / 4 and lane / 4 + 8 of each 16.
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll

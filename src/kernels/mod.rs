@@ -22,7 +22,7 @@ pub mod matmul;
 #[cfg(feature = "cuda")]
 mod matmul_lt;
 pub mod norm;
-pub mod quantised;
+pub mod quantized;
 pub mod rope;
 pub mod rows;
 #[cfg(feature = "cuda")]

@@ -21,7 +21,7 @@ __device__ void add_norm(const float* x, const float* y, const float* weight, co
                          int columns, float eps) {
     __shared__ float scratch[32];
     const size_t row = (size_t)blockIdx.x * columns;
-    float squares = 0.0f, total = 0.0f, centre = 0.0f;
+    float squares = 0.0f, total = 0.0f, center = 0.0f;
     for (int i = threadIdx.x; i < columns; i += blockDim.x) {
         float value = x[row + i];
         if (y) {
@@ -33,16 +33,16 @@ __device__ void add_norm(const float* x, const float* y, const float* weight, co
     }
     const float* added = y ? sum : x;  // still in L1; each thread reads what it wrote
     if (bias) {
-        centre = block_sum(total, scratch) / columns;
+        center = block_sum(total, scratch) / columns;
         squares = 0.0f;
         for (int i = threadIdx.x; i < columns; i += blockDim.x) {
-            const float value = added[row + i] - centre;
+            const float value = added[row + i] - center;
             squares += value * value;
         }
     }
     const float scale = rsqrtf(block_sum(squares, scratch) / columns + eps);
     for (int i = threadIdx.x; i < columns; i += blockDim.x)
-        normed[row + i] = from_float<T>((added[row + i] - centre) * scale * weight[i] + (bias ? bias[i] : 0.0f));
+        normed[row + i] = from_float<T>((added[row + i] - center) * scale * weight[i] + (bias ? bias[i] : 0.0f));
 }
 
 #define DEFINE(T, SUFFIX)                                                                                          \

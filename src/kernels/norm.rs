@@ -72,11 +72,11 @@ pub fn reference(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32) -> V
     let mut out = vec![0f32; x.len()];
     let columns = weight.len();
     out.par_chunks_exact_mut(columns).zip(x.par_chunks_exact(columns)).for_each(|(out, x)| {
-        let centre = bias.map_or(0.0, |_| x.iter().sum::<f32>() / columns as f32);
-        let mean = x.iter().map(|x| (x - centre) * (x - centre)).sum::<f32>() / columns as f32;
+        let center = bias.map_or(0.0, |_| x.iter().sum::<f32>() / columns as f32);
+        let mean = x.iter().map(|x| (x - center) * (x - center)).sum::<f32>() / columns as f32;
         let scale = 1.0 / (mean + eps).sqrt();
         for (i, out) in out.iter_mut().enumerate() {
-            *out = (x[i] - centre) * scale * weight[i] + bias.map_or(0.0, |bias| bias[i]);
+            *out = (x[i] - center) * scale * weight[i] + bias.map_or(0.0, |bias| bias[i]);
         }
     });
     out

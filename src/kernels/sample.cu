@@ -142,7 +142,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw,
     // 1. penalties; the largest logit
     float values[IDS_A_THREAD];
     uint32_t keys[IDS_A_THREAD], top = 0;
-    const bool penalised =
+    const bool penalized =
         params.repetition_penalty != 1.0f || params.frequency_penalty != 0.0f || params.presence_penalty != 0.0f;
 #pragma unroll
     for (int i = 0; i < IDS_A_THREAD; ++i) {
@@ -150,7 +150,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw,
         if (i >= mine) continue;
         const int id = first + threadIdx.x + i * THREADS;
         float logit = __ldcg(logits + id);
-        const uint32_t times = penalised ? seen[id] : 0;
+        const uint32_t times = penalized ? seen[id] : 0;
         if (times > 0) {
             logit = logit > 0.0f ? logit / params.repetition_penalty : logit * params.repetition_penalty;
             if (times > 1) logit -= params.frequency_penalty * (times - 1) + params.presence_penalty;
@@ -227,7 +227,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw,
         for (int i = threadIdx.x; embedding && i < columns; i += THREADS)
             x[i] = to_float(embedding[(size_t)token * columns + i]) * factor;
         if (threadIdx.x == 0) {
-            if (penalised) seen[token] = max(seen[token], 1u) + 1;
+            if (penalized) seen[token] = max(seen[token], 1u) + 1;
             ring[steps % slots] = broken ? 0xffffffffu : token + 1;
             __threadfence_system();
             state[0] += 1, state[1] = token, state[2] = steps + 1;

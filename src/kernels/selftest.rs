@@ -9,7 +9,7 @@ use super::attention::{Backend, Sight, attention};
 use super::experts::{ExpertWeights, expert_matmul, mix};
 use super::matmul::matmul_f32;
 use super::norm::add_norm;
-use super::quantised::{Format, Planes, QuantisedMatrix};
+use super::quantized::{Format, Planes, QuantizedMatrix};
 use super::rope::{QkNorm, Rotation, split_qkv};
 use super::rows::{add_bias, copy_rows, embed, soft_cap};
 use super::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
@@ -97,11 +97,11 @@ fn run_in(device: &Device, dtype: DType) -> Vec<Check> {
         for (what, tokens) in [("few", 3), ("many", 33)] {
             let name = format!("product with {format:?}, {what}");
             checks.push(check(&name, there, 2.0 * rounding.max(1e-4), &|side| {
-                quantised(side, format)?.matmul(&side.put(&noise(42, &[tokens, 512], dtype)?)?)
+                quantized(side, format)?.matmul(&side.put(&noise(42, &[tokens, 512], dtype)?)?)
             }));
         }
         checks.push(check(&format!("embed {format:?}"), there, 1e-6, &|side| {
-            quantised(side, format)?.embed(&side.ids(&[3, 50, 0])?, 0.5)
+            quantized(side, format)?.embed(&side.ids(&[3, 50, 0])?, 0.5)
         }));
     }
     #[cfg(feature = "cuda")]
@@ -135,7 +135,7 @@ impl Side<'_> {
 }
 
 /// 51 rows of 512: any bits, with scales between 2^-7 and 2^-5.
-fn quantised(side: Side, format: Format) -> Result<QuantisedMatrix> {
+fn quantized(side: Side, format: Format) -> Result<QuantizedMatrix> {
     let (rows, columns) = (51, 512);
     let mut planes = format.row_bytes(columns).map(|bytes| vec![0u8; rows * bytes]);
     let count = planes.iter().map(Vec::len).sum();
@@ -151,7 +151,7 @@ fn quantised(side: Side, format: Format) -> Result<QuantisedMatrix> {
         // Nothing that is no number.
         low.iter_mut().for_each(|byte| *byte &= 0xbf);
     }
-    QuantisedMatrix::new(format, columns, planes, side.device)
+    QuantizedMatrix::new(format, columns, planes, side.device)
 }
 
 /// As f32 on the CPU: nothing of candle's is to run on the device, whose kernels the driver compiles at their first use.

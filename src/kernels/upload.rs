@@ -82,7 +82,7 @@ mod with_cuda {
         next: usize,
     }
 
-    /// Page-locked host memory, all of it initialised.
+    /// Page-locked host memory, all of it initialized.
     struct Pinned {
         start: NonNull<u8>,
         len: usize,
@@ -133,7 +133,7 @@ mod with_cuda {
         fn buffer<'s>(&self, staging: &'s mut Staging) -> Result<&'s mut [u8]> {
             let buffer = &mut staging.buffers[staging.next];
             buffer.copied.synchronize().w()?;
-            // SAFETY: `len` initialised bytes that `buffer` owns, and the last copy from them is done.
+            // SAFETY: `len` initialized bytes that `buffer` owns, and the last copy from them is done.
             Ok(unsafe { std::slice::from_raw_parts_mut(buffer.start.as_ptr(), buffer.len) })
         }
 

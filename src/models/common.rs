@@ -90,7 +90,7 @@ pub(super) enum LayerType {
 /// Reads a family's config.json. `defaults` are what transformers takes for fields that are not there; a `null` is there.
 pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults: Value) -> Result<T> {
     if json["quantization_config"]["quant_method"] == "mxfp4" {
-        bail!("quantisation 'mxfp4' is not supported for {family}");
+        bail!("quantization 'mxfp4' is not supported for {family}");
     }
     let fallback = serde_json::json!({"tie_word_embeddings": false, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0});
     for source in [defaults, fallback] {

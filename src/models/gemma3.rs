@@ -58,10 +58,10 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
 }
 
 fn read_multimodal(mut json: Value) -> Result<Box<dyn Architecture>> {
-    let quantisation = json["quantization_config"].take();
+    let quantization = json["quantization_config"].take();
     let mut text = json["text_config"].take();
     let Some(fields) = text.as_object_mut() else { bail!("there is no text_config") };
-    fields.insert("quantization_config".into(), quantisation);
+    fields.insert("quantization_config".into(), quantization);
     read(text)
 }
 

@@ -43,7 +43,7 @@ const FAMILIES: &[&Family] = &[
     &gpt2::FAMILY,
 ];
 
-/// How a family is recognised and read.
+/// How a family is recognized and read.
 pub struct Family {
     /// `model_type` in config.json.
     pub model_type: &'static str,
@@ -74,7 +74,7 @@ pub struct ModelConfig {
     pub family: &'static Family,
     pub architecture: Box<dyn Architecture>,
     /// `mxfp4` or the like; `None` for plain floats.
-    pub quantisation: Option<String>,
+    pub quantization: Option<String>,
 }
 
 /// Reads config.json of a snapshot, or what a GGUF file says in its place. Fails with
@@ -99,18 +99,18 @@ pub fn gguf_config(file: &GgufCheckpoint) -> Result<ModelConfig> {
     let json = gguf::config(file).with_context(cannot)?;
     let family = find_family(&json)?;
     let architecture = (family.read)(json).with_context(cannot)?;
-    Ok(ModelConfig { family, architecture, quantisation: file.quantisation() })
+    Ok(ModelConfig { family, architecture, quantization: file.quantization() })
 }
 
 /// The same from what stands in config.json.
 pub fn parse_config(json: Value) -> Result<ModelConfig> {
     let family = find_family(&json)?;
-    let quantisation = match CompressedConfig::read(&json)? {
+    let quantization = match CompressedConfig::read(&json)? {
         Some(compressed) => Some(compressed.name()),
         None => json["quantization_config"]["quant_method"].as_str().map(str::to_string),
     };
     let architecture = (family.read)(json)?;
-    Ok(ModelConfig { family, architecture, quantisation })
+    Ok(ModelConfig { family, architecture, quantization })
 }
 
 /// What config.json says the model is, supported or not; none if it cannot be read.

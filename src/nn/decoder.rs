@@ -15,7 +15,7 @@ use super::rope::{Frequencies, Rotary};
 use crate::error::Error;
 use crate::kernels::{
     attention::Backend,
-    quantised::Matrix,
+    quantized::Matrix,
     rows::{embed, soft_cap},
 };
 use crate::weights::Weights;
@@ -380,7 +380,7 @@ impl Decoder {
     }
 }
 
-/// An embedding. One of floats is quantised only where it is the head, too: a row of it costs nothing.
+/// An embedding. One of floats is quantized only where it is the head, too: a row of it costs nothing.
 fn embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
     let weights = if is_head { weights.clone() } else { weights.as_it_is() };
     Weights::matrix(&[(weights, vocab_size)], "weight", hidden_size)

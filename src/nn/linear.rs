@@ -3,7 +3,7 @@
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use crate::kernels::{self, quantised::Matrix, rows::add_bias};
+use crate::kernels::{self, quantized::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
 /// Whether a projection has a bias; the config says, not the file.

@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 
 use super::linear::{Bias, Linear};
 use crate::kernels::experts::{ExpertWeights, MAX_PAIRS, expert_matmul, mix};
-use crate::kernels::quantised::Matrix;
+use crate::kernels::quantized::Matrix;
 use crate::kernels::swiglu::{Activation, gated_halves};
 use crate::kernels::topk::{Softmax, topk_softmax};
 use crate::weights::Weights;
@@ -110,7 +110,7 @@ impl RoutedMlp {
 fn stack(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
     match matrix {
         Matrix::Dense(weights) => Ok(ExpertWeights::Dense(weights.reshape(&shape)?)),
-        Matrix::Quantised(mut parts) if parts.len() == 1 => Ok(ExpertWeights::Quantised(parts.remove(0), shape[0])),
-        _ => bail!("experts that are quantised in different ways"),
+        Matrix::Quantized(mut parts) if parts.len() == 1 => Ok(ExpertWeights::Quantized(parts.remove(0), shape[0])),
+        _ => bail!("experts that are quantized in different ways"),
     }
 }

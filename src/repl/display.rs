@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::keys::Keys;
 use super::live::Size;
 use super::session::{Reasoning, Session, Turn};
-use super::style::{self, Colour};
+use super::style::{self, Color};
 use super::typed::Typed;
 use super::view::View;
 use crate::chat::{Channel, Delta};
@@ -34,7 +34,7 @@ enum How {
 /// Pieces as they come. Words tell thoughts from the answer, as nothing may be dimmed here.
 struct Plain {
     hidden: bool,
-    colour: Colour,
+    color: Color,
     last: Option<Channel>,
 }
 
@@ -42,7 +42,7 @@ impl Display {
     /// For the next turn of a chat. What is typed while it goes on is put behind `typed`.
     pub fn new(session: &Session, typed: Typed) -> Self {
         let hidden = session.reasoning == Reasoning::Hidden;
-        let (colour, drawn) = (style::stdout_colour(), session.is_drawn());
+        let (color, drawn) = (style::stdout_color(), session.is_drawn());
         #[cfg(unix)]
         let (keys, typed) = match if drawn { Keys::listen(typed) } else { Err(typed) } {
             Ok(keys) => (Some(keys), Typed::default()),
@@ -54,7 +54,7 @@ impl Display {
         let listens = false;
         let how = match drawn {
             true => How::Drawn(Box::new(View::new(Size::now(), hidden, listens))),
-            false => How::Plain(Plain { hidden, colour, last: None }),
+            false => How::Plain(Plain { hidden, color, last: None }),
         };
         Self {
             how,
@@ -95,16 +95,16 @@ impl Display {
             How::Drawn(view) => view.finish(Size::now(), &mut out)?,
             How::Plain(_) => writeln!(out)?,
         }
-        let colour = style::stdout_colour();
+        let color = style::stdout_color();
         let wrapped = |line: &str| text::wrapped(line, style::columns(&console::Term::stdout()));
         if let Some(turn) = turn {
             for call in &turn.summary.tool_calls {
                 let name = text::printable(&call.name);
-                writeln!(out, "{}", style::dim(&format!("[asks for the tool {name}]"), colour))?;
+                writeln!(out, "{}", style::dim(&format!("[asks for the tool {name}]"), color))?;
             }
-            writeln!(out, "{}", style::dim(&wrapped(&style::stats(&turn.summary)), colour))?;
+            writeln!(out, "{}", style::dim(&wrapped(&style::stats(&turn.summary)), color))?;
             for note in &turn.notes {
-                writeln!(out, "{}", style::dim(&wrapped(&text::printable(note)), colour))?;
+                writeln!(out, "{}", style::dim(&wrapped(&text::printable(note)), color))?;
             }
             writeln!(out)?;
         }
@@ -132,7 +132,7 @@ impl Reasoning {
 
 impl Plain {
     fn show(&mut self, delta: &Delta, out: &mut dyn Write) -> Result<()> {
-        let (thinking, answering) = if self.colour == Colour::On { ("", "") } else { ("[thinking] ", "[answer] ") };
+        let (thinking, answering) = if self.color == Color::On { ("", "") } else { ("[thinking] ", "[answer] ") };
         let text = text::printable(&delta.text);
         match delta.channel {
             Channel::Reasoning if self.hidden => return Ok(()),
@@ -148,7 +148,7 @@ impl Plain {
                 if self.last.is_none() {
                     write!(out, "{thinking}")?;
                 }
-                write!(out, "{}", style::dim(&text, self.colour))?;
+                write!(out, "{}", style::dim(&text, self.color))?;
             }
         }
         self.last = Some(delta.channel);

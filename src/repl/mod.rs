@@ -153,7 +153,7 @@ pub fn remark(text: &str) {
         "{}",
         style::dim(
             &text::wrapped(&text::printable(text), style::columns(&console::Term::stderr())),
-            style::stderr_colour()
+            style::stderr_color()
         )
     );
 }

@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use super::journal::{self, Change, Journal, Now, Saved, Settings};
 use super::overflow::{self, Overflow};
 use super::state;
-use super::style::{self, Colour};
+use super::style::{self, Color};
 use crate::chat::{Channel, Delta, Message, RenderOptions, Role};
 use crate::engine::{Engine, FinishReason, GenerateOptions, Language, SamplingParams, Summary};
 use crate::hub::Snapshot;
@@ -118,7 +118,7 @@ impl Session {
 
     /// Whether answers are laid out: not where stdout is no terminal that can, and continued text is taken to the letter.
     pub fn is_drawn(&self) -> bool {
-        style::stdout_colour() == Colour::On && !self.plain && !self.raw
+        style::stdout_color() == Color::On && !self.plain && !self.raw
     }
 
     /// Answers `text`, after what is attached; `show` sees each piece as it comes. The conversation grows only if this

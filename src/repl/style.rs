@@ -5,25 +5,25 @@ use std::io::IsTerminal;
 use crate::engine::{FinishReason, Summary};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Colour {
+pub enum Color {
     On,
     Off,
 }
 
 /// On for a terminal that can, unless NO_COLOR is set (no-color.org).
-pub fn stderr_colour() -> Colour {
-    colour(std::io::stderr().is_terminal())
+pub fn stderr_color() -> Color {
+    color(std::io::stderr().is_terminal())
 }
 
 /// The same for stdout. Where it is off, answers are not laid out either.
-pub fn stdout_colour() -> Colour {
-    colour(std::io::stdout().is_terminal())
+pub fn stdout_color() -> Color {
+    color(std::io::stdout().is_terminal())
 }
 
-fn colour(terminal: bool) -> Colour {
+fn color(terminal: bool) -> Color {
     let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
-    if terminal && !refused && !dumb { Colour::On } else { Colour::Off }
+    if terminal && !refused && !dumb { Color::On } else { Color::Off }
 }
 
 /// How wide the window is, where there is one that knows.
@@ -33,9 +33,9 @@ pub fn columns(terminal: &console::Term) -> Option<usize> {
 }
 
 /// Dimmed text.
-pub fn dim(text: &str, colour: Colour) -> String {
-    match colour {
-        Colour::On if !text.is_empty() => format!("\x1b[2m{text}\x1b[22m"),
+pub fn dim(text: &str, color: Color) -> String {
+    match color {
+        Color::On if !text.is_empty() => format!("\x1b[2m{text}\x1b[22m"),
         _ => text.to_string(),
     }
 }

@@ -21,7 +21,7 @@ pub enum Checkpoint {
 /// What is known of one tensor before it is read.
 #[derive(Clone, Debug)]
 pub struct TensorInfo {
-    /// As it is handed out; for what is quantised in a GGUF file F32, which it becomes.
+    /// As it is handed out; for what is quantized in a GGUF file F32, which it becomes.
     pub dtype: Dtype,
     pub shape: Vec<usize>,
     bytes: usize,
@@ -118,7 +118,7 @@ impl Checkpoint {
         }
     }
 
-    /// Rows and columns of a matrix that can be quantised while it is loaded, or of several, one below the other.
+    /// Rows and columns of a matrix that can be quantized while it is loaded, or of several, one below the other.
     pub(super) fn matrix_shape(&self, name: &str) -> Option<(usize, usize)> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,

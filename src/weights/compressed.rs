@@ -1,5 +1,5 @@
-//! Checkpoints quantised to 8 bits by compressed-tensors (llm-compressor, vLLM): which of a model's linear layers are
-//! quantised, and how, by `quantization_config` in config.json.
+//! Checkpoints quantized to 8 bits by compressed-tensors (llm-compressor, vLLM): which of a model's linear layers are
+//! quantized, and how, by `quantization_config` in config.json.
 //!
 //! Source: vllm-project/compressed-tensors 0.20, `quantization/quant_config.py`, `quantization/quant_args.py`,
 //! `quantization/lifecycle/apply.py` and `utils/match.py`. A layer of such a checkpoint has `weight` \[out, in\] in I8 or
@@ -15,9 +15,9 @@ use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::error::Error;
-use crate::kernels::quantised;
+use crate::kernels::quantized;
 
-/// Which linear layers are quantised, and how.
+/// Which linear layers are quantized, and how.
 #[derive(Debug)]
 pub struct CompressedConfig {
     /// In the order in which they are asked. What a rule has no scheme for stays as it is.
@@ -25,7 +25,7 @@ pub struct CompressedConfig {
     ignore: Vec<Target>,
 }
 
-/// How a linear layer is quantised, always symmetrically: a number is its code times the scale. The product is that of
+/// How a linear layer is quantized, always symmetrically: a number is its code times the scale. The product is that of
 /// the numbers that the codes of weights and inputs stand for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scheme {
@@ -47,10 +47,10 @@ pub enum Format {
 
 impl Format {
     /// How codes are kept in memory.
-    pub fn kept(self) -> quantised::Format {
+    pub fn kept(self) -> quantized::Format {
         match self {
-            Self::Int8 => quantised::Format::Int8,
-            Self::Fp8 => quantised::Format::Fp8,
+            Self::Int8 => quantized::Format::Int8,
+            Self::Fp8 => quantized::Format::Fp8,
         }
     }
 }
@@ -66,8 +66,8 @@ pub enum WeightScales {
 /// What a layer's input becomes before it is multiplied: codes of the same [`Format`] as the weights', if any.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activations {
-    /// Weights alone are quantised.
-    Unquantised,
+    /// Weights alone are quantized.
+    Unquantized,
     /// Scales are found while running, one for each token. That of zeros only is the dtype's epsilon.
     PerToken,
     /// One is in the checkpoint, `input_scale`.
@@ -103,7 +103,7 @@ struct Group {
     output_activations: Value,
 }
 
-/// How one tensor is quantised. Observers are of no concern once scales are known.
+/// How one tensor is quantized. Observers are of no concern once scales are known.
 #[derive(Deserialize)]
 struct Arguments {
     /// A number; some tools write a map by layer.
@@ -133,8 +133,8 @@ fn eight() -> Value {
 }
 
 impl CompressedConfig {
-    /// Reads config.json. `None` for a model that is not quantised, and for MXFP4, which is read elsewhere. Any other
-    /// quantisation that cannot be computed fails with [`Error::UnsupportedQuantisation`].
+    /// Reads config.json. `None` for a model that is not quantized, and for MXFP4, which is read elsewhere. Any other
+    /// quantization that cannot be computed fails with [`Error::UnsupportedQuantization`].
     pub fn read(config: &Value) -> Result<Option<Self>> {
         // Until the autumn of 2024 the section was `compression_config`, before that a part of it.
         let sections = [&config["quantization_config"], &config["compression_config"]];
@@ -144,7 +144,7 @@ impl CompressedConfig {
         match section["quant_method"].as_str() {
             Some("compressed-tensors" | "compressed_tensors" | "sparseml") => {}
             Some("mxfp4") => return Ok(None),
-            Some(other) => return refuse(format!("quantisation '{other}'")),
+            Some(other) => return refuse(format!("quantization '{other}'")),
             None => return refuse("a quantization_config without quant_method"),
         }
         for field in ["kv_cache_scheme", "transform_config", "moe_sparsity_config"] {
@@ -186,13 +186,13 @@ impl CompressedConfig {
 
     /// In short: the bits of weights and activations and what they are, such as `w8a8 int8`.
     pub fn name(&self) -> String {
-        let Some(scheme) = self.rules.iter().find_map(|(_, scheme)| *scheme) else { return "unquantised".into() };
-        let activations = if scheme.activations == Activations::Unquantised { 16 } else { 8 };
+        let Some(scheme) = self.rules.iter().find_map(|(_, scheme)| *scheme) else { return "unquantized".into() };
+        let activations = if scheme.activations == Activations::Unquantized { 16 } else { 8 };
         let format = if scheme.format == Format::Int8 { "int8" } else { "fp8" };
         format!("w8a{activations} {format}")
     }
 
-    /// How the linear layer of this name, such as `model.layers.0.self_attn.q_proj`, is quantised, if it is. Names are
+    /// How the linear layer of this name, such as `model.layers.0.self_attn.q_proj`, is quantized, if it is. Names are
     /// those of the checkpoint's tensors, without `.weight`.
     pub fn scheme(&self, module: &str) -> Option<Scheme> {
         if self.ignore.iter().any(|target| target.names(module) || target.is_of_linear()) {
@@ -233,7 +233,7 @@ impl Group {
         }
         let Some(weights) = &self.weights else {
             return match self.input_activations {
-                Some(_) => refuse(format!("{place}, which quantises inputs and not weights,")),
+                Some(_) => refuse(format!("{place}, which quantizes inputs and not weights,")),
                 None => Ok(None),
             };
         };
@@ -257,7 +257,7 @@ impl Group {
         };
         let place = place_of("input_activations");
         let activations = match &self.input_activations {
-            None => Activations::Unquantised,
+            None => Activations::Unquantized,
             Some(inputs) if inputs.format(&place)? != format => {
                 return refuse(format!("{place} of another type than its weights"));
             }
@@ -325,7 +325,7 @@ fn is_set(value: &Value) -> bool {
 }
 
 fn refuse<T>(what: impl Into<String>) -> Result<T> {
-    Err(Error::UnsupportedQuantisation { what: what.into() }.into())
+    Err(Error::UnsupportedQuantization { what: what.into() }.into())
 }
 
 #[cfg(test)]
@@ -345,7 +345,7 @@ mod tests {
     }
 
     fn scheme(format: Format, weight_scales: WeightScales) -> Option<Scheme> {
-        Some(Scheme { format, weight_scales, activations: Activations::Unquantised, packed: false })
+        Some(Scheme { format, weight_scales, activations: Activations::Unquantized, packed: false })
     }
 
     #[test]
@@ -360,7 +360,7 @@ mod tests {
         assert_eq!(config.scheme("l.0.q_proj"), scheme(Format::Int8, WeightScales::PerChannel));
         assert_eq!(config.scheme("l.0.o_proj"), scheme(Format::Fp8, WeightScales::PerChannel));
         assert_eq!(config.scheme("l.1.o_proj"), scheme(Format::Fp8, WeightScales::PerTensor));
-        assert_eq!(config.scheme("l.2.o_proj"), None, "a group may quantise nothing");
+        assert_eq!(config.scheme("l.2.o_proj"), None, "a group may quantize nothing");
     }
 
     #[test]

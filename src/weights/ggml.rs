@@ -5,10 +5,10 @@
 //! `gguf-py/gguf/quants.py`, whose order of roundings is kept, so that results agree bit by bit.
 
 mod blocks;
-mod quantise;
+mod quantize;
 
 pub use blocks::split;
-pub use quantise::quantise;
+pub use quantize::quantize;
 
 use std::fmt;
 

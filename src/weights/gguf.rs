@@ -213,8 +213,8 @@ impl GgufCheckpoint {
         Ok((heads as usize, kv_heads as usize))
     }
 
-    /// How the file calls its quantisation, such as `Q4_K_M`; else the type that most bytes are in.
-    pub fn quantisation(&self) -> Option<String> {
+    /// How the file calls its quantization, such as `Q4_K_M`; else the type that most bytes are in.
+    pub fn quantization(&self) -> Option<String> {
         let said = self.metadata().u32("general.file_type").ok().flatten();
         if let Some((_, name)) = said.and_then(|id| FILE_TYPES.iter().find(|(known, _)| *known == id)) {
             return Some(name.to_string());

@@ -8,7 +8,7 @@ use candle_core::DType;
 use serde::Serialize;
 
 use super::gguf::GgufCheckpoint;
-use super::quantised::Quantise;
+use super::quantized::Quantize;
 use super::{Checkpoint, header, safetensors};
 
 /// One tensor as its header tells of it.
@@ -30,7 +30,7 @@ pub enum Kept {
     Floats,
     /// f32, whatever is computed in: norms, biases, sinks, routers.
     F32,
-    /// So many bytes: what is packed or quantised. Nothing of what no model asks for.
+    /// So many bytes: what is packed or quantized. Nothing of what no model asks for.
     Bytes(u64),
 }
 
@@ -76,7 +76,7 @@ const NEVER_LOADED: [&str; 7] = [
 
 impl Summary {
     pub fn of_gguf(file: &GgufCheckpoint) -> Self {
-        Self { parameters: file.parameters(), main_dtype: file.quantisation(), packed: false }
+        Self { parameters: file.parameters(), main_dtype: file.quantization(), packed: false }
     }
 
     /// Of a snapshot. Reads headers and nothing else: a model that is listed may yet turn out to be broken.
@@ -96,8 +96,8 @@ impl Summary {
 }
 
 impl Inventory {
-    /// Of a checkpoint as it will be loaded, where matrices of floats may become quantised.
-    pub fn of(checkpoint: &Checkpoint, quantise: Option<Quantise>) -> Self {
+    /// Of a checkpoint as it will be loaded, where matrices of floats may become quantized.
+    pub fn of(checkpoint: &Checkpoint, quantize: Option<Quantize>) -> Self {
         let entry = |(name, info): (&str, &super::TensorInfo)| {
             let kept = match Kept::of_floats(name, info.shape.len()) {
                 Kept::Floats if !name.contains("wpe") => checkpoint.kept_bytes(name, info),
@@ -124,7 +124,7 @@ impl Inventory {
                 _ => false,
             };
             let shape = checkpoint.matrix_shape(&entry.name).filter(|_| becomes);
-            let format = |(_, columns)| quantise.and_then(|quantise| quantise.format(columns));
+            let format = |(_, columns)| quantize.and_then(|quantize| quantize.format(columns));
             if let (Some((rows, columns)), Some(format)) = (shape, shape.and_then(format)) {
                 entry.kept = Kept::Bytes(format.bytes(rows as u64, columns as u64));
             }
@@ -185,7 +185,7 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Bytes of the quantised experts of one layer as floats: what a GPU multiplies many tokens with, a layer at a time.
+    /// Bytes of the quantized experts of one layer as floats: what a GPU multiplies many tokens with, a layer at a time.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
         for entry in self.entries.iter().filter(|entry| matches!(entry.kept, Kept::Bytes(1..)) && entry.dtype != "u8") {
@@ -225,7 +225,7 @@ impl Inventory {
 }
 
 impl Kept {
-    /// What becomes of floats of so many dimensions that are not quantised.
+    /// What becomes of floats of so many dimensions that are not quantized.
     fn of_floats(name: &str, rank: usize) -> Self {
         let is_router = ["mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight"];
         if NEVER_LOADED.iter().any(|part| name.contains(part)) {

@@ -7,7 +7,7 @@ pub mod gguf;
 mod header;
 pub mod inventory;
 pub mod mxfp4;
-pub mod quantised;
+pub mod quantized;
 pub mod read_ahead;
 mod safetensors;
 
@@ -19,13 +19,13 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::error::Error;
 use crate::kernels;
-use crate::kernels::quantised::{Format, Matrix, QuantisedMatrix, Rounding};
+use crate::kernels::quantized::{Format, Matrix, QuantizedMatrix, Rounding};
 #[cfg(feature = "cuda")]
 use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::Target;
 use ::safetensors::tensor::Dtype;
 use compressed::{Activations, WeightScales};
-use quantised::{Quantise, Rows};
+use quantized::{Quantize, Rows};
 use read_ahead::ReadAhead;
 #[cfg(feature = "cuda")]
 use read_ahead::{Keep, Settings};
@@ -42,7 +42,7 @@ pub struct Weights<'c> {
     device: Device,
     dtype: DType,
     /// What matrices of floats become.
-    quantise: Option<Quantise>,
+    quantize: Option<Quantize>,
     loaded: &'c Loaded<'c>,
     /// Reads what has not been asked for yet. The last clone of these weights stops it.
     ahead: Option<Arc<dyn Ahead>>,
@@ -116,18 +116,18 @@ impl<'c> Weights<'c> {
 
     fn mapped(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, loaded: &'c Loaded<'c>) -> Self {
         let (prefix, device) = (String::new(), device.clone());
-        Self { checkpoint, prefix, device, dtype, quantise: None, loaded, ahead: None }
+        Self { checkpoint, prefix, device, dtype, quantize: None, loaded, ahead: None }
     }
 
-    /// The same, with matrices of floats quantised on their way. Nothing is read ahead: the host is what takes its time.
-    pub fn quantising(
+    /// The same, with matrices of floats quantized on their way. Nothing is read ahead: the host is what takes its time.
+    pub fn quantizing(
         checkpoint: &'c Checkpoint,
         device: &Device,
         dtype: DType,
         loaded: &'c Loaded<'c>,
-        quantise: Quantise,
+        quantize: Quantize,
     ) -> Self {
-        Self { quantise: Some(quantise), ..Self::mapped(checkpoint, device, dtype, loaded) }
+        Self { quantize: Some(quantize), ..Self::mapped(checkpoint, device, dtype, loaded) }
     }
 
     /// The same by way of any reader of the checkpoint, whose tensors are on `device`.
@@ -143,7 +143,7 @@ impl<'c> Weights<'c> {
 
     /// The same place, whose floats stay floats.
     pub fn as_it_is(&self) -> Self {
-        Self { quantise: None, ..self.clone() }
+        Self { quantize: None, ..self.clone() }
     }
 
     pub fn device(&self) -> &Device {
@@ -202,7 +202,7 @@ impl<'c> Weights<'c> {
             bail!("tensor {name}: expected shape {shape:?}, found {}", self.checkpoint.describe(name));
         }
         let mut values = vec![0.0; view.info.elements()];
-        quantised::read_floats(Dtype::F8_E4M3, view.bytes, &mut values)?;
+        quantized::read_floats(Dtype::F8_E4M3, view.bytes, &mut values)?;
         let tensor = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(&self.device);
         self.loaded.add(view.bytes.len() as u64);
         Ok(self.loaded.keep_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?))
@@ -220,14 +220,14 @@ impl<'c> Weights<'c> {
     fn refuse_codes<T>(&self, name: &str, why: &str) -> Result<T> {
         let dtype = self.checkpoint.required(name)?.dtype;
         let what = format!("tensor {name} in {dtype}, {why} and of which quantization_config says nothing,");
-        Err(Error::UnsupportedQuantisation { what }.into())
+        Err(Error::UnsupportedQuantization { what }.into())
     }
 
-    /// Matrices \[rows, columns\] called `name` at several places, one below the other: quantised where they are so in the
+    /// Matrices \[rows, columns\] called `name` at several places, one below the other: quantized where they are so in the
     /// file or are to be, else floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
-        let quantised = |(weights, rows): &(Self, usize)| weights.quantised(name, *rows, columns);
-        let found = parts.iter().map(quantised).collect::<Result<Vec<_>>>()?;
+        let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, *rows, columns);
+        let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;
         // What one kernel can multiply by is one matrix.
         let together = |a: &Option<Rows>, b: &Option<Rows>| match (a, b) {
             (Some(a), Some(b)) => a.rounding == b.rounding && (a.format == Format::Fp8) == (b.format == Format::Fp8),
@@ -246,7 +246,7 @@ impl<'c> Weights<'c> {
             let first = &here[0].0;
             let alike = |a: &&Rows, b: &&Rows| a.format == b.format;
             let built = rows.chunk_by(alike).map(|rows| first.build(rows)).collect::<Result<Vec<_>>>();
-            matrices.push(Matrix::Quantised(built.with_context(|| format!("cannot load {}", first.full_name(name)))?));
+            matrices.push(Matrix::Quantized(built.with_context(|| format!("cannot load {}", first.full_name(name)))?));
             for (weights, _) in here {
                 weights.loaded.add(weights.checkpoint.required(&weights.full_name(name))?.bytes() as u64);
             }
@@ -260,10 +260,10 @@ impl<'c> Weights<'c> {
     /// Matrices of several experts in one tensor, one below the other; floats as \[E, R, C\].
     pub fn experts(&self, name: &str, shape: [usize; 3]) -> Result<Matrix> {
         let [experts, rows, columns] = shape;
-        match self.quantised(name, experts * rows, columns)? {
+        match self.quantized(name, experts * rows, columns)? {
             Some(found) => {
                 self.loaded.add(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
-                Ok(Matrix::Quantised(vec![self.build(&[&found])?]))
+                Ok(Matrix::Quantized(vec![self.build(&[&found])?]))
             }
             None => Ok(Matrix::Dense(self.float(name, &shape)?)),
         }
@@ -274,32 +274,32 @@ impl<'c> Weights<'c> {
         if !matches!(self.checkpoint, Checkpoint::Gguf(_)) {
             return Ok(None);
         }
-        let Some(found) = self.quantised(name, rows, columns)? else { return Ok(None) };
+        let Some(found) = self.quantized(name, rows, columns)? else { return Ok(None) };
         self.loaded.add(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
-        Ok(Some(Matrix::Quantised(vec![self.build(&[&found])?])))
+        Ok(Some(Matrix::Quantized(vec![self.build(&[&found])?])))
     }
 
-    fn build(&self, parts: &[&Rows]) -> Result<QuantisedMatrix> {
+    fn build(&self, parts: &[&Rows]) -> Result<QuantizedMatrix> {
         let matrix = Rows::build(parts, &self.device)?;
         self.loaded.keep(matrix.bytes());
         Ok(matrix)
     }
 
-    /// The rows of a matrix that stays quantised or becomes so.
-    fn quantised(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Rows<'c>>> {
+    /// The rows of a matrix that stays quantized or becomes so.
+    fn quantized(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Rows<'c>>> {
         let name = self.full_name(name);
         let info = self.checkpoint.required(&name)?;
         let found = match self.checkpoint {
-            Checkpoint::Gguf(model) => match (model.quantised(&name)?, self.quantise) {
-                (None, Some(quantise)) => model.to_quantise(&name, quantise)?,
+            Checkpoint::Gguf(model) => match (model.quantized(&name)?, self.quantize) {
+                (None, Some(quantize)) => model.to_quantize(&name, quantize)?,
                 (found, _) => found,
             },
-            Checkpoint::Safetensors(checkpoint) => match self.quantise {
+            Checkpoint::Safetensors(checkpoint) => match self.quantize {
                 // Embeddings and what is ignored have no scales.
                 _ if checkpoint.info(&format!("{name}_scale")).is_some() => {
                     Some(self.compressed(checkpoint, &name, [rows, columns])?)
                 }
-                Some(quantise) if info.is_float() => {
+                Some(quantize) if info.is_float() => {
                     if info.dtype == Dtype::F8_E4M3 {
                         self.check_unscaled(&name)?;
                     }
@@ -308,8 +308,8 @@ impl<'c> Weights<'c> {
                     if info.elements() != rows * columns || info.shape.last() != Some(&columns) {
                         bail!("tensor {name}: expected shape {:?}, found {:?}", [rows, columns], info.shape);
                     }
-                    Rows::of_floats(quantise, rows, columns, move |row, values| {
-                        quantised::read_floats(dtype, &bytes[row * row_bytes..][..row_bytes], values)
+                    Rows::of_floats(quantize, rows, columns, move |row, values| {
+                        quantized::read_floats(dtype, &bytes[row * row_bytes..][..row_bytes], values)
                     })
                 }
                 _ => None,
@@ -323,7 +323,7 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// The rows of a matrix that compressed-tensors quantised.
+    /// The rows of a matrix that compressed-tensors quantized.
     fn compressed(&self, checkpoint: &'c SafetensorsCheckpoint, name: &str, shape: [usize; 2]) -> Result<Rows<'c>> {
         let Some(scheme) = checkpoint.scheme(module(name)) else {
             bail!("tensor {name} has a scale, but quantization_config does not say what it is for");
@@ -345,7 +345,7 @@ impl<'c> Weights<'c> {
                 bail!("tensor {name}: expected {counts:?} scales, found {}", self.checkpoint.describe(name));
             }
             let mut values = vec![0.0; elements];
-            quantised::read_floats(view.info.dtype, view.bytes, &mut values)?;
+            quantized::read_floats(view.info.dtype, view.bytes, &mut values)?;
             self.loaded.add(view.bytes.len() as u64);
             Ok(values)
         };
@@ -354,7 +354,7 @@ impl<'c> Weights<'c> {
             WeightScales::PerChannel => scales(&format!("{name}_scale"), [rows, rows])?,
         };
         let rounding = match (scheme.activations, format) {
-            (Activations::Unquantised, _) => Rounding::Nothing,
+            (Activations::Unquantized, _) => Rounding::Nothing,
             (Activations::PerToken, Format::Int8) => Rounding::Int8,
             (Activations::PerToken, _) => Rounding::Fp8,
             (Activations::Static, _) => {

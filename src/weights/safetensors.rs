@@ -23,7 +23,7 @@ use super::read_ahead::{Extent, Keep, Part, Source};
 pub struct SafetensorsCheckpoint {
     files: Vec<MappedFile>,
     tensors: BTreeMap<String, Placed>,
-    /// How config.json says that linear layers are quantised.
+    /// How config.json says that linear layers are quantized.
     compressed: Option<CompressedConfig>,
 }
 
@@ -107,7 +107,7 @@ impl SafetensorsCheckpoint {
         checkpoint.with_config(dir)
     }
 
-    /// Knows what config.json says of quantisation, if the snapshot has one.
+    /// Knows what config.json says of quantization, if the snapshot has one.
     fn with_config(mut self, dir: &Path) -> Result<Self> {
         let Ok(text) = std::fs::read(dir.join("config.json")) else { return Ok(self) };
         if let Ok(json) = serde_json::from_slice(&text) {
@@ -146,7 +146,7 @@ impl SafetensorsCheckpoint {
         Ok(())
     }
 
-    /// How a linear layer is quantised, if it is.
+    /// How a linear layer is quantized, if it is.
     pub fn scheme(&self, module: &str) -> Option<Scheme> {
         self.compressed.as_ref()?.scheme(module)
     }
@@ -154,14 +154,14 @@ impl SafetensorsCheckpoint {
     /// Bytes of a tensor that stays as it is stored, once it is loaded: with its scales, if it has some, which are then
     /// nothing by themselves. None for what becomes floats.
     pub fn kept_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
-        let quantised = |name: &str| {
+        let quantized = |name: &str| {
             let scheme = self.scheme(module(name))?;
             self.info(&format!("{name}_scale")).map(|_| scheme.format.kept())
         };
-        if name.strip_suffix("_scale").and_then(quantised).is_some() {
+        if name.strip_suffix("_scale").and_then(quantized).is_some() {
             return Some(0);
         }
-        match (quantised(name), info.shape.as_slice()) {
+        match (quantized(name), info.shape.as_slice()) {
             (Some(format), &[rows, columns]) => Some(format.bytes(rows as u64, columns as u64)),
             _ => (!info.is_float()).then_some(info.bytes() as u64),
         }

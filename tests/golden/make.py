@@ -55,7 +55,7 @@ def cases():
         rope_theta=200, rope_scaling={"beta_fast": 3.0, "beta_slow": 1.0, "factor": 4.0, "original_max_position_embeddings": 32, "rope_type": "yarn", "truncate": False},
         quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]},
         ), torch.bfloat16, ["model-00000-of-00001.safetensors", "model-00001-of-00001.safetensors"]
-    # As transformers 5 saves an unquantised one: [E, C, 2F] and [E, F, C] experts in bf16, rope_parameters, YaRN truncated by default.
+    # As transformers 5 saves an unquantized one: [E, C, 2F] and [E, F, C] experts in bf16, rope_parameters, YaRN truncated by default.
     s = SimpleNamespace(C=56, F=40, L=2, H=15, K=3, D=10, E=6, N=4, W=13, V=131, T=67)
     yield "gpt_oss_new", s, gpt_oss_config(s, rms_norm_eps=0.02, max_position_embeddings=240, layer_types=["sliding_attention", "full_attention"],
         tie_word_embeddings=True, bos_token_id=127, eos_token_id=[130, 128], pad_token_id=129, dtype="bfloat16", transformers_version=transformers.__version__,
@@ -176,7 +176,7 @@ def mxfp4_edges(w, experts, s):
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
-def dequantise(blocks, scales):
+def dequantize(blocks, scales):
     """Our own reading of the format, in float64, one value at a time: [.., out, in/32, 16] to float32 [.., out, in]."""
     values = [[FP4[n] * 2.0 ** (s - 127) for byte in row for n in (byte & 15, byte >> 4)] for row, s in zip(blocks.reshape(-1, 16).tolist(), scales.reshape(-1).tolist())]
     return torch.tensor(values, dtype=torch.float64).float().reshape(*blocks.shape[:-2], -1)
@@ -208,8 +208,8 @@ def write_checkpoint(folder, config, weights, files):
 # ------------------------------------------------------------------------------------------------------------ transformers
 
 def load(folder, config, dtype=torch.float32):
-    quantised = {"quantization_config": Mxfp4Config(dequantize=True)} if "quantization_config" in config else {}
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager", output_loading_info=True, **quantised)
+    quantized = {"quantization_config": Mxfp4Config(dequantize=True)} if "quantization_config" in config else {}
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager", output_loading_info=True, **quantized)
     left = {k: v for k, v in info.items() if v}
     assert not left, f"{folder}: transformers reports {left}"
     return model.to(dtype).eval()
@@ -275,7 +275,7 @@ def built_by_hand(folder, config, weights, model):
     state = {} if config["model_type"] in OURS else families.state(config, weights)
     for name, t in weights.items() if config["model_type"] in OURS else []:
         if name.endswith("_blocks"):
-            state[name[:-7]] = dequantise(t, weights[name[:-7] + "_scales"]).transpose(1, 2).contiguous()
+            state[name[:-7]] = dequantize(t, weights[name[:-7] + "_scales"]).transpose(1, 2).contiguous()
         elif not name.endswith("_scales"): state[name] = t.float()
     if config["model_type"] in OURS and config["tie_word_embeddings"]: state["lm_head.weight"] = state["model.embed_tokens.weight"]
     for name, t in model.state_dict().items(): assert torch.equal(t, state[name]) and torch.equal(t.signbit(), state[name].signbit()), f"{name}: transformers changed a value"
@@ -409,7 +409,7 @@ def make_mxfp4(out):
     in_bf16 = convert_moe_packed_tensors(blocks, scales).transpose(1, 2).float()
     same = lambda a, b: torch.equal(a.nan_to_num(1.5), b.nan_to_num(1.5)) and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.signbit() & ~a.isnan(), b.signbit() & ~b.isnan())
     flat = expected.reshape(256, 32)
-    exact = dequantise(blocks, scales).reshape(256, 32)
+    exact = dequantize(blocks, scales).reshape(256, 32)
     assert same(expected, in_bf16), "bf16 changed a value"
     assert same(flat, exact), "transformers differs from nibble x 2^(scale - 127)"
     write_safetensors({"blocks": blocks, "scales": scales, "expected": expected}, out / "mxfp4.safetensors",

@@ -30,7 +30,7 @@ fn bench_json_has_every_figure() {
     assert_eq!(json["inferno"]["executor"], "eager");
     let model = &json["model"];
     assert_eq!(
-        (&model["name"], &model["quantisation"], &model["dtype"]),
+        (&model["name"], &model["quantization"], &model["dtype"]),
         (&"demo".into(), &"mxfp4".into(), &"f32".into())
     );
     for figure in ["parameters", "context", "weight_bytes", "cache_bytes"] {

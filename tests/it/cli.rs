@@ -153,7 +153,7 @@ fn list_shows_the_demo() {
     assert!(table.contains("demo") && table.contains("gpt_oss") && table.contains("mxfp4"), "{table}");
     let json: Value = serde_json::from_slice(&run(&["list", "--json"]).stdout).unwrap();
     let demo = &json[0];
-    for field in ["name", "revision", "family", "quantisation", "parameters", "size_bytes", "path"] {
+    for field in ["name", "revision", "family", "quantization", "parameters", "size_bytes", "path"] {
         assert!(!demo[field].is_null(), "{field}");
     }
     assert!(demo["size_bytes"].as_u64().unwrap() < 8_000_000);
@@ -192,9 +192,9 @@ fn listed_numbers_are_those_of_the_model() {
         let checkpoint = Checkpoint::open(&golden(model)).unwrap();
         let listed = listed(&model.replace('/', "-"));
         assert_eq!(listed["parameters"], checkpoint.parameters(), "{model}");
-        assert_eq!((&listed["supported"], listed["quantisation"].is_string()), (&Value::Bool(true), true), "{model}");
+        assert_eq!((&listed["supported"], listed["quantization"].is_string()), (&Value::Bool(true), true), "{model}");
     }
-    assert_eq!(listed("llama3")["quantisation"], "bf16");
+    assert_eq!(listed("llama3")["quantization"], "bf16");
     let four_bits = listed("four-bits");
     assert_eq!((&four_bits["supported"], &four_bits["parameters"]), (&Value::Bool(false), &Value::Null));
 }
@@ -236,7 +236,7 @@ fn perplexity_reports_every_token() {
     assert!((mean - json["mean_nll"].as_f64().unwrap()).abs() < 1e-6);
     assert!((mean.exp() / json["perplexity"].as_f64().unwrap() - 1.0).abs() < 1e-6);
 
-    // What quantisation costs: the more bits go, the further off.
+    // What quantization costs: the more bits go, the further off.
     let of = |quantize: &str| -> Value {
         let args = ["perplexity", "demo", "--device", "cpu", "--file", file, "--json", "--kl", "--quantize", quantize];
         serde_json::from_slice(&run(&args).stdout).unwrap()
@@ -244,7 +244,7 @@ fn perplexity_reports_every_token() {
     let (small, large) = (of("q8_0"), of("q4_0"));
     let kl = |json: &Value| json["kl"].as_f64().unwrap();
     assert!(0.0 < kl(&small) && kl(&small) < 0.01 && kl(&small) < kl(&large), "{} {}", kl(&small), kl(&large));
-    assert_eq!(small["unquantised_weight_bytes"], json["weight_bytes"]);
+    assert_eq!(small["unquantized_weight_bytes"], json["weight_bytes"]);
     assert!(large["weight_bytes"].as_u64() < small["weight_bytes"].as_u64());
     assert!(small["weight_bytes"].as_u64() < json["weight_bytes"].as_u64());
     assert_fails(&run(&["perplexity", "demo", "--device", "cpu", "--file", file, "--kl"]), 2, &["--quantize"]);

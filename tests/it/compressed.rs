@@ -1,4 +1,4 @@
-//! What config.json says of quantisation by compressed-tensors: the golden checkpoints, real configs, and what is refused.
+//! What config.json says of quantization by compressed-tensors: the golden checkpoints, real configs, and what is refused.
 //! Real configs are skipped without $INFERNO_FIXTURES.
 
 use std::path::{Path, PathBuf};
@@ -12,10 +12,10 @@ use crate::support::golden;
 
 const CASES: &[(&str, Scheme)] = &[
     ("int8", scheme(Format::Int8, WeightScales::PerChannel, Activations::PerToken)),
-    ("int8_weights", scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantised)),
+    ("int8_weights", scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantized)),
     (
         "int8_packed",
-        Scheme { packed: true, ..scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantised) },
+        Scheme { packed: true, ..scheme(Format::Int8, WeightScales::PerChannel, Activations::Unquantized) },
     ),
     ("fp8", scheme(Format::Fp8, WeightScales::PerChannel, Activations::PerToken)),
     ("fp8_static", scheme(Format::Fp8, WeightScales::PerTensor, Activations::Static)),
@@ -38,7 +38,7 @@ fn json_of(path: &Path) -> Value {
 }
 
 fn read(config: &Value) -> CompressedConfig {
-    CompressedConfig::read(config).unwrap().expect("quantised")
+    CompressedConfig::read(config).unwrap().expect("quantized")
 }
 
 /// The first line of what is said, which must come with the exit code of an unsupported model.
@@ -125,7 +125,7 @@ fn older_spellings_are_read() {
 }
 
 #[test]
-fn what_is_not_quantised_or_read_elsewhere_is_none() {
+fn what_is_not_quantized_or_read_elsewhere_is_none() {
     for config in [
         json!({}),
         json!({"quantization_config": null}),
@@ -137,10 +137,10 @@ fn what_is_not_quantised_or_read_elsewhere_is_none() {
 }
 
 #[test]
-fn other_quantisations_are_refused_by_name() {
+fn other_quantizations_are_refused_by_name() {
     for method in ["gptq", "awq", "bitsandbytes", "fp8", "fbgemm_fp8", "modelopt", "quark", "hqq", "torchao"] {
         let config = json!({"quantization_config": {"quant_method": method}});
-        assert_eq!(refusal(&config), format!("quantisation '{method}' is not supported"));
+        assert_eq!(refusal(&config), format!("quantization '{method}' is not supported"));
     }
     let config = json!({"quantization_config": {"load_in_8bit": true}});
     assert_eq!(refusal(&config), "a quantization_config without quant_method is not supported");
@@ -183,7 +183,7 @@ fn what_cannot_be_computed_is_refused_by_name() {
     refused(&format!("{GROUP}/output_activations"), json!({"num_bits": 8}), output);
     refused(&format!("{GROUP}/targets"), json!(["re:*"]), "the pattern 're:*' of quantization_config");
     refused(&format!("{GROUP}/targets"), json!(["Embedding"]), "the target Embedding of config_groups.group_0");
-    refused(WEIGHTS, Value::Null, "config_groups.group_0, which quantises inputs and not weights,");
+    refused(WEIGHTS, Value::Null, "config_groups.group_0, which quantizes inputs and not weights,");
 
     for (tensor, place) in [(WEIGHTS, "weights"), (INPUTS, "input_activations")] {
         let refused = |field: &str, value: Value, what: &str| {
@@ -225,7 +225,7 @@ fn what_changes_nothing_is_not_refused() {
         (&format!("{WEIGHTS}/group_size"), json!(-1), w8a8),
         (&format!("{WEIGHTS}/strategy"), json!("tensor"), per_tensor),
         (&format!("{WEIGHTS}/strategy"), Value::Null, per_tensor),
-        (INPUTS, Value::Null, inputs(Activations::Unquantised)),
+        (INPUTS, Value::Null, inputs(Activations::Unquantized)),
         (INPUTS, json!({"num_bits": 8}), inputs(Activations::Static)),
     ] {
         let config = read(&with(pointer, value.clone()));

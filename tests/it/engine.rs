@@ -86,7 +86,7 @@ fn draws_follow_the_distribution_and_the_seed() {
         let (got, want) = (counts[&(token as u32)] as f64, 20_000.0 * p);
         assert!((got - want).abs() < 4.0 * (want * (1.0 - p)).sqrt(), "{token}: {got} of {want}");
     }
-    // The first draws of neighbouring seeds are independent, too.
+    // The first draws of neighboring seeds are independent, too.
     let firsts: Vec<u32> = (0..2000).map(|seed| draw(seed, 1)[0]).collect();
     let threes = firsts.iter().filter(|&&token| token == 3).count() as f64;
     assert!((threes - 800.0).abs() < 4.0 * (480f64).sqrt(), "{threes}");
@@ -226,8 +226,8 @@ fn generation_ends_for_the_reasons_it_says() {
     assert_eq!(full.summary.finish_reason, FinishReason::Length);
     assert_eq!(full.summary.context_used, 512);
     let cancel = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
-    let cancelled = ask(&mut engine, &messages, |options| options.cancel = Some(cancel));
-    assert_eq!((cancelled.summary.finish_reason, cancelled.tokens.len()), (FinishReason::Interrupted, 0));
+    let canceled = ask(&mut engine, &messages, |options| options.cancel = Some(cancel));
+    assert_eq!((canceled.summary.finish_reason, canceled.tokens.len()), (FinishReason::Interrupted, 0));
     // And after all of that it still answers as at first.
     let after = ask(&mut engine, &messages, |_| ());
     assert_eq!(after.tokens, ask(&mut demo(512), &messages, |_| ()).tokens);

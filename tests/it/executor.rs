@@ -12,7 +12,7 @@ use inferno::engine::sampler::Sampler;
 use inferno::models;
 use inferno::nn::decoder::{Batch, Decoder, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
-use inferno::weights::quantised::Quantise;
+use inferno::weights::quantized::Quantize;
 use inferno::weights::{Checkpoint, Loaded, Weights};
 
 use crate::gguf::models::{llama_in_many_types, saved};
@@ -39,15 +39,15 @@ struct Model {
 
 impl Model {
     fn load(name: &str, dir: &Path, device: &Device, dtype: DType) -> Self {
-        Self::load_quantised(name, dir, device, dtype, None)
+        Self::load_quantized(name, dir, device, dtype, None)
     }
 
-    fn load_quantised(name: &str, dir: &Path, device: &Device, dtype: DType, quantise: Option<Quantise>) -> Self {
+    fn load_quantized(name: &str, dir: &Path, device: &Device, dtype: DType, quantize: Option<Quantize>) -> Self {
         let checkpoint = Checkpoint::open(dir).unwrap();
         let report = |_| ();
         let loaded = Loaded::new(&report);
-        let weights = match quantise {
-            Some(quantise) => Weights::quantising(&checkpoint, device, dtype, &loaded, quantise),
+        let weights = match quantize {
+            Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
             None => Weights::new(&checkpoint, device, dtype, &loaded).unwrap(),
         };
         let config = models::read_config(dir).unwrap();
@@ -248,25 +248,25 @@ fn each_model(test: impl Fn(&mut Model)) {
             test(&mut Model::load(&format!("llama {name}"), dir.path(), &device, dtype));
         }
         let dir = tempfile::tempdir().unwrap();
-        QUANTISED.write(dir.path());
+        QUANTIZED.write(dir.path());
         for name in ["q8_0", "q4_k", "q2_k", "q3_k", "q5_1", "fp8", "int8"] {
-            let quantise: Quantise = name.parse().unwrap();
-            test(&mut Model::load_quantised(&format!("llama in {name}"), dir.path(), &device, dtype, Some(quantise)));
+            let quantize: Quantize = name.parse().unwrap();
+            test(&mut Model::load_quantized(&format!("llama in {name}"), dir.path(), &device, dtype, Some(quantize)));
         }
         let dir = tempfile::tempdir().unwrap();
         write_experts(dir.path());
         for name in ["q8_0", "q4_k", "q6_k", "q5_0", "fp8", "int8"] {
-            let quantise: Quantise = name.parse().unwrap();
-            test(&mut Model::load_quantised(&format!("experts in {name}"), dir.path(), &device, dtype, Some(quantise)));
+            let quantize: Quantize = name.parse().unwrap();
+            test(&mut Model::load_quantized(&format!("experts in {name}"), dir.path(), &device, dtype, Some(quantize)));
         }
-        // Queries, keys and values of three formats, and a quantised embedding.
+        // Queries, keys and values of three formats, and a quantized embedding.
         let (_folder, file) = saved(&llama_in_many_types());
         test(&mut Model::load("llama of many types", &file, &device, dtype));
     }
 }
 
 /// Rows of whole blocks of 256, so that each format can have them; the embedding is the head.
-const QUANTISED: Llama = Llama {
+const QUANTIZED: Llama = Llama {
     hidden_size: 512,
     heads: 6,
     kv_heads: 2,

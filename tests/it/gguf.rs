@@ -5,7 +5,7 @@ pub mod converter;
 mod fuzzed;
 mod hostile;
 pub mod models;
-mod quantised;
+mod quantized;
 mod reading;
 mod splits;
 mod tokenizers;

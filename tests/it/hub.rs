@@ -297,8 +297,8 @@ fn refusals_of_the_hub() {
         (404, "", "{\"error\":\"Repository not found\"}", 3, "there is no repository"),
         (404, "RevisionNotFound", "", 3, "has no revision 'v9'"),
         (404, "", "{\"error\":\"Invalid rev id: v9\"}", 3, "has no revision 'v9'"),
-        (401, "GatedRepo", "", 4, "accept its licence"),
-        (403, "GatedRepo", "", 4, "accept its licence"),
+        (401, "GatedRepo", "", 4, "accept its license"),
+        (403, "GatedRepo", "", 4, "accept its license"),
         (429, "", "", 5, "HTTP 429"),
         (503, "", "", 5, "HTTP 503"),
     ] {

@@ -86,9 +86,9 @@ fn settings_of_every_kind_come_back() {
     // What makes no sense is left out, and the rest is not.
     let path = journal(&home);
     let text = fs::read_to_string(&path).unwrap();
-    fs::write(&path, text.replace("\"plain\":[\"true\"]", "\"plain\":[\"maybe\"],\"colour\":[\"red\"]")).unwrap();
+    fs::write(&path, text.replace("\"plain\":[\"true\"]", "\"plain\":[\"maybe\"],\"color\":[\"red\"]")).unwrap();
     let (mut chat, banner) = resume(&home, &[]);
-    assert!(banner.contains("left out") && banner.contains("maybe") && banner.contains("'colour'"), "{banner}");
+    assert!(banner.contains("left out") && banner.contains("maybe") && banner.contains("'color'"), "{banner}");
     assert!(!banner.contains("config.toml"), "{banner}");
     assert_eq!(shown(&mut chat), (false, true));
     leave(chat);

@@ -110,11 +110,11 @@ fn add_norm_agrees_with_its_reference() {
             (2, 5000, true, true),
             (3, 33, false, true),
         ];
-        for (tokens, columns, adds, centred) in cases {
+        for (tokens, columns, adds, centerd) in cases {
             let mut noise = Noise(7);
             let (x, y) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[tokens, columns], DType::F32));
             let weight = noise.tensor(&[columns], DType::F32);
-            let bias = centred.then(|| noise.tensor(&[columns], DType::F32));
+            let bias = centerd.then(|| noise.tensor(&[columns], DType::F32));
             let run = |device: &Device, dtype| {
                 let there = |tensor: &Tensor| tensor.to_device(device).unwrap();
                 let (y, bias) = (adds.then(|| there(&y)), bias.as_ref().map(there));

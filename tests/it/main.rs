@@ -21,7 +21,7 @@ mod kept;
 mod kernels;
 mod memory;
 mod odd_terminals;
-mod quantised;
+mod quantized;
 mod render;
 mod screen;
 mod show;

@@ -5,11 +5,11 @@ use std::path::Path;
 use candle_core::{DType, Device};
 use inferno::models;
 use inferno::weights::ggml::GgmlType;
-use inferno::weights::quantised::Quantise;
+use inferno::weights::quantized::Quantize;
 use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
 
 use crate::gguf::converter::{convert, convert_apart};
-use crate::gguf::models::{quantised_llama, saved};
+use crate::gguf::models::{quantized_llama, saved};
 use crate::support::{demo_dir, golden};
 
 const CASES: [&str; 18] = [
@@ -35,27 +35,27 @@ const CASES: [&str; 18] = [
 const COMPRESSED: [&str; 5] =
     ["compressed/int8", "compressed/int8_weights", "compressed/int8_packed", "compressed/fp8", "compressed/fp8_static"];
 /// Those with rows of 32, of 256 or else of 32, and of any length.
-const QUANTISED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
+const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
 /// Both numbers must be the same, whatever is computed in.
-fn check(name: &str, path: &Path, quantise: Option<Quantise>) {
+fn check(name: &str, path: &Path, quantize: Option<Quantize>) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let architecture = models::read_config(path).unwrap().architecture;
-    let inventory = Inventory::of(&checkpoint, quantise);
+    let inventory = Inventory::of(&checkpoint, quantize);
     for dtype in [DType::F32, DType::BF16] {
         let report = |_| ();
         let loaded = Loaded::new(&report);
-        let weights = match quantise {
-            Some(quantise) => Weights::quantising(&checkpoint, &Device::Cpu, dtype, &loaded, quantise),
+        let weights = match quantize {
+            Some(quantize) => Weights::quantizing(&checkpoint, &Device::Cpu, dtype, &loaded, quantize),
             None => Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap(),
         };
         let decoder = architecture.build(&weights, 32).unwrap();
-        let what = quantise.map_or("as it is".into(), |quantise| quantise.to_string());
+        let what = quantize.map_or("as it is".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), loaded.kept(), "{name} {what} in {dtype:?}");
         // The count is right: the decoder's own layers come to the same, where a token meets all of them.
         let meets_all = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
-            (meets_all, quantise.is_none(), checkpoint.info("model.embed_tokens.weight"))
+            (meets_all, quantize.is_none(), checkpoint.info("model.embed_tokens.weight"))
             && checkpoint.stored_as("model.embed_tokens.weight", embedding).ends_with("f16")
         {
             let row = (embedding.shape[1] * dtype.size_in_bytes()) as u64;
@@ -66,36 +66,36 @@ fn check(name: &str, path: &Path, quantise: Option<Quantise>) {
     }
 }
 
-fn each_quantisation(name: &str, path: &Path) {
+fn each_quantization(name: &str, path: &Path) {
     check(name, path, None);
-    for quantise in QUANTISED {
-        check(name, path, Some(quantise.parse().unwrap()));
+    for quantize in QUANTIZED {
+        check(name, path, Some(quantize.parse().unwrap()));
     }
 }
 
 #[test]
 fn estimates_are_what_loading_makes() {
     for case in CASES.iter().chain(&COMPRESSED) {
-        each_quantisation(case, &golden(case));
+        each_quantization(case, &golden(case));
     }
-    each_quantisation("demo", &demo_dir());
+    each_quantization("demo", &demo_dir());
 }
 
 #[test]
 fn estimates_of_gguf_files_are_what_loading_makes() {
     for case in CASES.iter().filter(|case| !["gpt_oss_new", "llama_new", "trained"].contains(case)) {
         let (_folder, path) = saved(&convert(&golden(case)));
-        each_quantisation(&format!("{case}.gguf"), &path);
+        each_quantization(&format!("{case}.gguf"), &path);
     }
     let (_folder, path) = saved(&convert_apart(&golden("mixtral")));
-    each_quantisation("mixtral.gguf, experts apart", &path);
+    each_quantization("mixtral.gguf, experts apart", &path);
     for ggml_type in GgmlType::ALL.into_iter().filter(|&of| of.block_length() > 1 && of != GgmlType::Mxfp4) {
-        let (_folder, path) = saved(&quantised_llama(ggml_type, false));
-        each_quantisation(&format!("{ggml_type}.gguf"), &path);
+        let (_folder, path) = saved(&quantized_llama(ggml_type, false));
+        each_quantization(&format!("{ggml_type}.gguf"), &path);
     }
 }
 
-/// Headers alone, as a hub gives them, say the same of what is not quantised. Of what is they do not know how it is laid out:
+/// Headers alone, as a hub gives them, say the same of what is not quantized. Of what is they do not know how it is laid out:
 /// rows may be filled up to 32 columns and get a scale each, where one number is stored for all.
 #[test]
 fn headers_say_what_files_say() {

@@ -126,7 +126,7 @@ fn a_dumb_terminal_gets_no_escape_sequences() {
 }
 
 #[test]
-fn no_colour_and_plain_show_what_was_written() {
+fn no_color_and_plain_show_what_was_written() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::new(&home, &DEMO, &[("NO_COLOR", "1")]);
     chat.wait(">>> ");

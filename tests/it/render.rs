@@ -112,7 +112,7 @@ fn markdown_is_laid_out() {
     assert!(shown.lines().all(|line| line.chars().count() < SIZE.columns), "{shown}");
     let looks = String::from_utf8(written(ORDINARY, usize::MAX, SIZE)).unwrap();
     assert!(looks.contains("\u{1b}[1;4mMoons"), "headings are bold");
-    assert!(looks.contains("\u{1b}[35mfn"), "keywords are coloured: {looks}");
+    assert!(looks.contains("\u{1b}[35mfn"), "keywords are colored: {looks}");
 }
 
 #[test]

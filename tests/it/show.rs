@@ -68,7 +68,7 @@ fn the_demo_is_known_through_and_through() {
     assert_eq!(model["name"], "demo");
     assert_eq!(model["supported"], true);
     assert_eq!(model["chat"], "harmony");
-    assert_eq!(model["licence"], "MIT OR Apache-2.0");
+    assert_eq!(model["license"], "MIT OR Apache-2.0");
     for (field, value) in [("layers", 6), ("heads", 8), ("kv_heads", 2), ("head_dim", 40), ("experts", 10)] {
         assert_eq!(model[field], value, "{field}");
     }
@@ -134,7 +134,7 @@ fn an_unsupported_model_is_shown_with_the_reason() {
     let model = show(&[path.to_str().unwrap()]);
     assert!(model["reason"].as_str().unwrap().contains("config.json"));
     assert!(model["weights_problem"].as_str().unwrap().contains("model.safetensors"));
-    assert_eq!(model["licence"], "Apache License (LICENSE)");
+    assert_eq!(model["license"], "Apache License (LICENSE)");
     assert!(run(&["show", path.to_str().unwrap()]).status.success());
 }
 
@@ -161,7 +161,7 @@ fn a_model_on_the_hub_is_known_by_its_headers() {
     let model: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(model["revision"], COMMIT);
     assert!(model["path"].is_null());
-    assert_eq!((&model["supported"], &model["licence"]), (&json!(true), &json!("llama3.2")));
+    assert_eq!((&model["supported"], &model["license"]), (&json!(true), &json!("llama3.2")));
     assert_eq!(model["chat"], "tokenizer_config.json");
     assert_eq!((&model["parameters"], &model["weight_bytes"]), (&json!(88), &json!(192)));
     assert_eq!(model["tied_embeddings"], true);
@@ -252,7 +252,7 @@ fn broken_headers_are_refused() {
 fn refusals_and_names_are_those_of_a_download() {
     let fake = two_shards();
     fake.change(|world| world.files_refused = Some((403, "GatedRepo")));
-    assert_fails(&remote(&fake, &[]), 4, &["accept its licence", REPO]);
+    assert_fails(&remote(&fake, &[]), 4, &["accept its license", REPO]);
     fake.change(|world| {
         world.files_refused = None;
         world.listing_refused = Some((404, "RevisionNotFound", ""));

@@ -13,19 +13,19 @@ use crate::kernels::selftest::Check;
 use crate::models;
 use crate::nn::decoder::{Batch, Decoder, LogitsOf};
 use crate::nn::kv_cache::KvCache;
-use crate::weights::quantised::Quantise;
+use crate::weights::quantized::Quantize;
 use crate::weights::{Checkpoint, Loaded, Weights};
 
 /// Steps of the sequence.
 const STEPS: usize = 80;
 
-/// With weights as they are and quantised, in both dtypes that graphs compute in.
+/// With weights as they are and quantized, in both dtypes that graphs compute in.
 pub fn run(device: &Device) -> Vec<Check> {
-    let ways = [("", None), (", quantised", "q8_0".parse().ok())];
+    let ways = [("", None), (", quantized", "q8_0".parse().ok())];
     let every = ways.into_iter().flat_map(|way| [(way, DType::BF16, 6e-2), (way, DType::F16, 2e-2)]);
-    let check = |((what, quantise), dtype, tolerance)| {
+    let check = |((what, quantize), dtype, tolerance)| {
         let started = Instant::now();
-        let error = error(device, dtype, quantise).map_err(|error| format!("{error:#}"));
+        let error = error(device, dtype, quantize).map_err(|error| format!("{error:#}"));
         let seconds = started.elapsed().as_secs_f64();
         Check { name: format!("decode step{what}"), dtype, error, tolerance, seconds }
     };
@@ -33,12 +33,12 @@ pub fn run(device: &Device) -> Vec<Check> {
 }
 
 /// The largest difference of any step's logits over the largest logit.
-fn error(device: &Device, dtype: DType, quantise: Option<Quantise>) -> Result<f32> {
+fn error(device: &Device, dtype: DType, quantize: Option<Quantize>) -> Result<f32> {
     let dir = Folder::new()?;
     write(&dir.0)?;
     let dir = dir.0.as_path();
-    let (here, mut cache) = load(dir, &Device::Cpu, DType::F32, quantise)?;
-    let (there, cache_there) = load(dir, device, dtype, quantise)?;
+    let (here, mut cache) = load(dir, &Device::Cpu, DType::F32, quantize)?;
+    let (there, cache_there) = load(dir, device, dtype, quantize)?;
     let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % here.vocab_size() as u32).collect();
     let batch = Batch { ids: &ids, tokens: &[STEPS], logits: LogitsOf::All };
     let want = here.forward(&batch, &mut [&mut cache])?.to_vec2::<f32>()?;
@@ -58,12 +58,12 @@ fn error(device: &Device, dtype: DType, quantise: Option<Quantise>) -> Result<f3
     Ok(most)
 }
 
-fn load(dir: &Path, device: &Device, dtype: DType, quantise: Option<Quantise>) -> Result<(Decoder, KvCache)> {
+fn load(dir: &Path, device: &Device, dtype: DType, quantize: Option<Quantize>) -> Result<(Decoder, KvCache)> {
     let checkpoint = Checkpoint::open(dir)?;
     let report = |_| ();
     let loaded = Loaded::new(&report);
-    let weights = match quantise {
-        Some(quantise) => Weights::quantising(&checkpoint, device, dtype, &loaded, quantise),
+    let weights = match quantize {
+        Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
         None => Weights::new(&checkpoint, device, dtype, &loaded)?,
     };
     let decoder = models::read_config(dir)?.architecture.build(&weights, STEPS)?;

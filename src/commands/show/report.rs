@@ -27,8 +27,8 @@ pub struct Report {
     pub supported: bool,
     /// Why it is not supported.
     pub reason: Option<String>,
-    pub licence: Option<String>,
-    pub quantisation: Option<String>,
+    pub license: Option<String>,
+    pub quantization: Option<String>,
     /// `harmony`, or where the template is; `None` for a base model.
     pub chat: Option<&'static str>,
     #[serde(flatten)]
@@ -152,8 +152,8 @@ impl Report {
             family: model.as_ref().map(|model| model.family.model_type.to_string()).or_else(|| type_of(&json)),
             supported: model.is_some(),
             reason,
-            licence: source.said.licence,
-            quantisation: method.or(main_dtype),
+            license: source.said.license,
+            quantization: method.or(main_dtype),
             chat,
             parameters: inventory.as_ref().map(Inventory::parameters),
             active_parameters: inventory.as_ref().map(active),

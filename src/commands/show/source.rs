@@ -10,7 +10,7 @@ use crate::hub::{self, Hub, Peek, Snapshot};
 use crate::weights::gguf::{self, GgufCheckpoint, GgufModel};
 use crate::weights::{Checkpoint, Inventory};
 
-/// The longest README whose front matter is looked at, and the longest licence whose title is.
+/// The longest README whose front matter is looked at, and the longest license whose title is.
 const HEAD_BYTES: usize = 16 << 10;
 
 pub struct Source {
@@ -30,7 +30,7 @@ pub struct Said {
     pub tokenizer_config: Value,
     /// What it was read from.
     pub tokenizer_config_is: &'static str,
-    pub licence: Option<String>,
+    pub license: Option<String>,
     pub inventory: Result<Inventory>,
 }
 
@@ -42,26 +42,26 @@ impl Said {
             Ok(file) => file,
             Err(error) => {
                 let (config, tokenizer_config) = (Err(anyhow!("{error:#}")), Value::Null);
-                return Self { config, tokenizer_config, tokenizer_config_is, licence: None, inventory: Err(error) };
+                return Self { config, tokenizer_config, tokenizer_config_is, license: None, inventory: Err(error) };
             }
         };
         let metadata = file.metadata();
         let text = |key: &str| metadata.string(key).ok().flatten().map(str::trim).filter(|text| !text.is_empty());
-        let licence = match text("general.license") {
+        let license = match text("general.license") {
             None | Some("other") => text("general.license.name").or(text("general.license")),
-            licence => licence,
+            license => license,
         };
         Self {
             config: gguf::config(&file),
             tokenizer_config: json!({"chat_template": gguf::chat_template(&metadata, None).ok().flatten()}),
             tokenizer_config_is,
-            licence: licence.map(|licence| licence.chars().take(80).collect()),
+            license: license.map(|license| license.chars().take(80).collect()),
             inventory: GgufModel::new(file).map(|model| Inventory::of(&Checkpoint::Gguf(Box::new(model)), None)),
         }
     }
 
-    fn or_licence(self, licence: Option<String>) -> Self {
-        Self { licence: self.licence.or(licence), ..self }
+    fn or_license(self, license: Option<String>) -> Self {
+        Self { license: self.license.or(license), ..self }
     }
 }
 
@@ -83,7 +83,7 @@ impl Source {
     /// A model on this machine. What cannot be read is a finding, not a failure.
     pub fn here(snapshot: &Snapshot) -> Self {
         let gguf = hub::gguf::find(&snapshot.path).ok().flatten();
-        // A GGUF file is all there is of its model; what lies beside it says nothing of it but its licence.
+        // A GGUF file is all there is of its model; what lies beside it says nothing of it but its license.
         let dir = match &gguf {
             Some(file) => file.parent().unwrap_or(&snapshot.path),
             None => &snapshot.path,
@@ -92,8 +92,8 @@ impl Source {
             Some(file) => vec![(file_name(file), Some(hub::gguf::bytes(file)))],
             None => files(dir),
         };
-        let readme = head(&dir.join("README.md")).and_then(|readme| front_matter_licence(&readme));
-        let title = |name: &str| head(&dir.join(name)).and_then(|text| licence_title(&text, name));
+        let readme = head(&dir.join("README.md")).and_then(|readme| front_matter_license(&readme));
+        let title = |name: &str| head(&dir.join(name)).and_then(|text| license_title(&text, name));
         // The demo's weights are a part of this crate.
         let ours = (snapshot.source == hub::Source::BuiltIn).then(|| env!("CARGO_PKG_LICENSE").to_string());
         let said = match &gguf {
@@ -102,7 +102,7 @@ impl Source {
                 config: json(dir, "config.json"),
                 tokenizer_config: json(dir, "tokenizer_config.json").unwrap_or_default(),
                 tokenizer_config_is: "tokenizer_config.json",
-                licence: ours,
+                license: ours,
                 inventory: Checkpoint::open(&snapshot.path).map(|checkpoint| Inventory::of(&checkpoint, None)),
             },
         };
@@ -117,7 +117,7 @@ impl Source {
                 hub::Source::Directory => "a directory",
                 hub::Source::BuiltIn => "built into inferno",
             },
-            said: said.or_licence(readme.or_else(|| licence_file(&files).and_then(title))),
+            said: said.or_license(readme.or_else(|| license_file(&files).and_then(title))),
             files,
         }
     }
@@ -125,8 +125,8 @@ impl Source {
     /// A model on a hub. Fails if the hub does; what is broken there is a finding.
     pub fn remote(hub: &Hub, peek: Peek) -> Result<Self> {
         let text = |name: &str| peek.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
-        let readme = text("README.md").and_then(|readme| front_matter_licence(&readme));
-        let licence = readme.or_else(|| licence_file(&peek.files).map(str::to_string));
+        let readme = text("README.md").and_then(|readme| front_matter_license(&readme));
+        let license = readme.or_else(|| license_file(&peek.files).map(str::to_string));
         let said = match peek.gguf.is_empty() {
             true => {
                 let config = match text("config.json") {
@@ -138,7 +138,7 @@ impl Source {
                     config,
                     tokenizer_config: tokenizer_config.unwrap_or_default(),
                     tokenizer_config_is: "tokenizer_config.json",
-                    licence: None,
+                    license: None,
                     inventory: inventory(&peek),
                 }
             }
@@ -151,7 +151,7 @@ impl Source {
             path: None,
             place: "on the hub",
             files: if gguf.len() == 0 { peek.files } else { gguf.collect() },
-            said: said.or_licence(licence),
+            said: said.or_license(license),
         })
     }
 
@@ -201,13 +201,13 @@ fn head(path: &Path) -> Option<String> {
     Some(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-fn licence_file(files: &[(String, Option<u64>)]) -> Option<&str> {
-    let is_licence = |name: &str| ["license", "licence"].iter().any(|word| name.to_lowercase().starts_with(word));
-    files.iter().map(|(name, _)| name.as_str()).find(|name| is_licence(name))
+fn license_file(files: &[(String, Option<u64>)]) -> Option<&str> {
+    let is_license = |name: &str| ["license", "license"].iter().any(|word| name.to_lowercase().starts_with(word));
+    files.iter().map(|(name, _)| name.as_str()).find(|name| is_license(name))
 }
 
-/// The first line of a licence, which is its name.
-fn licence_title(text: &str, file: &str) -> Option<String> {
+/// The first line of a license, which is its name.
+fn license_title(text: &str, file: &str) -> Option<String> {
     let title = text
         .lines()
         .map(|line| line.trim_matches(|c: char| c.is_whitespace() || c == '#'))
@@ -216,7 +216,7 @@ fn licence_title(text: &str, file: &str) -> Option<String> {
 }
 
 /// `license:` between the two lines of `---` at the top of a README; where that is `other`, `license_name:`.
-fn front_matter_licence(readme: &str) -> Option<String> {
+fn front_matter_license(readme: &str) -> Option<String> {
     let mut lines = readme.trim_start_matches('\u{feff}').lines();
     if lines.next()?.trim_end() != "---" {
         return None;
@@ -229,7 +229,7 @@ fn front_matter_licence(readme: &str) -> Option<String> {
     };
     match field("license").as_deref() {
         None | Some("other") => field("license_name").or_else(|| field("license")),
-        Some(licence) => Some(licence.to_string()),
+        Some(license) => Some(license.to_string()),
     }
 }
 
@@ -238,16 +238,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn licences_are_found() {
-        let licence = |text: &str| front_matter_licence(text);
-        assert_eq!(licence("---\nlicense: apache-2.0\ntags:\n- x\n---\n# Model").as_deref(), Some("apache-2.0"));
-        assert_eq!(licence("---\r\nlicense: 'mit'\r\n---\r\n").as_deref(), Some("mit"));
-        assert_eq!(licence("---\nlicense: other\nlicense_name: qwen\n---\n").as_deref(), Some("qwen"));
-        assert_eq!(licence("---\nlicense: other\n---\n").as_deref(), Some("other"));
-        assert_eq!(licence("# Model\nlicense: mit"), None);
-        assert_eq!(licence("---\ntags: x\n---\nlicense: mit"), None);
-        assert_eq!(licence(""), None);
-        let title = licence_title("\n   Apache License\n  Version 2.0", "LICENSE");
+    fn licenses_are_found() {
+        let license = |text: &str| front_matter_license(text);
+        assert_eq!(license("---\nlicense: apache-2.0\ntags:\n- x\n---\n# Model").as_deref(), Some("apache-2.0"));
+        assert_eq!(license("---\r\nlicense: 'mit'\r\n---\r\n").as_deref(), Some("mit"));
+        assert_eq!(license("---\nlicense: other\nlicense_name: qwen\n---\n").as_deref(), Some("qwen"));
+        assert_eq!(license("---\nlicense: other\n---\n").as_deref(), Some("other"));
+        assert_eq!(license("# Model\nlicense: mit"), None);
+        assert_eq!(license("---\ntags: x\n---\nlicense: mit"), None);
+        assert_eq!(license(""), None);
+        let title = license_title("\n   Apache License\n  Version 2.0", "LICENSE");
         assert_eq!(title.as_deref(), Some("Apache License (LICENSE)"));
     }
 }

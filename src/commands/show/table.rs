@@ -40,7 +40,7 @@ fn facts(out: &mut String, report: &Report) {
     let family = report.family.as_deref().unwrap_or("unknown");
     fact("family", Some(if report.supported { family.to_string() } else { format!("{family}, not supported") }));
     fact("why not", report.reason.clone());
-    fact("licence", Some(report.licence.clone().unwrap_or("not told by the files".into())));
+    fact("license", Some(report.license.clone().unwrap_or("not told by the files".into())));
     fact("chat", Some(report.chat.unwrap_or("no template: a base model, for inferno play --raw").to_string()));
     fact(
         "parameters",
@@ -53,7 +53,7 @@ fn facts(out: &mut String, report: &Report) {
         "weights",
         match (report.weight_bytes, &report.weights_problem) {
             (Some(bytes), _) => {
-                Some(format!("{}, {}", text::size(bytes), report.quantisation.as_deref().unwrap_or("?")))
+                Some(format!("{}, {}", text::size(bytes), report.quantization.as_deref().unwrap_or("?")))
             }
             (None, problem) => problem.clone(),
         },

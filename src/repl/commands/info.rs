@@ -22,7 +22,7 @@ pub fn stats(session: &Session) -> String {
                 "{}: {} {}",
                 session.snapshot.name,
                 info.family,
-                info.quantisation.as_deref().unwrap_or("unquantised")
+                info.quantization.as_deref().unwrap_or("unquantized")
             ),
         ),
         (

@@ -1,4 +1,4 @@
-//! Code in the terminal's own colours, line by line.
+//! Code in the terminal's own colors, line by line.
 
 use std::sync::LazyLock;
 
@@ -9,10 +9,10 @@ use super::text::{Line, Span, Style};
 /// Unpacked when the first block of code comes: some ten milliseconds that other answers do not pay.
 static SYNTAXES: LazyLock<SyntaxSet> = LazyLock::new(SyntaxSet::load_defaults_newlines);
 
-/// What is coloured how; the innermost scope that is listed here decides.
-static COLOURS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
+/// What is colored how; the innermost scope that is listed here decides.
+static COLORS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
     let (green, yellow, blue, magenta, cyan) =
-        (Style::colour(2), Style::colour(3), Style::colour(4), Style::colour(5), Style::colour(6));
+        (Style::color(2), Style::color(3), Style::color(4), Style::color(5), Style::color(6));
     [
         ("comment", Style::DIM),
         ("punctuation.definition.comment", Style::DIM),
@@ -36,7 +36,7 @@ static COLOURS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
 /// Lines longer than this stay plain: grammars are regular expressions, and a minified file would take seconds.
 const LONGEST: usize = 1000;
 
-/// Colours the lines of one block of code, in their order.
+/// Colors the lines of one block of code, in their order.
 #[derive(Clone)]
 pub struct Highlighter {
     /// None for languages that there is no grammar for.
@@ -55,15 +55,15 @@ impl Highlighter {
     pub fn line(&mut self, text: &str) -> Line {
         // What the terminal must not see is dropped first, so that positions in the text stay true.
         let text = crate::text::printable(text).replace('\n', "");
-        let coloured = match &mut self.state {
-            Some((parse, scopes)) if text.len() <= LONGEST => coloured(parse, scopes, &text),
+        let colored = match &mut self.state {
+            Some((parse, scopes)) if text.len() <= LONGEST => colored(parse, scopes, &text),
             _ => None,
         };
-        coloured.unwrap_or_else(|| vec![Span::plain(&text)])
+        colored.unwrap_or_else(|| vec![Span::plain(&text)])
     }
 }
 
-fn coloured(parse: &mut ParseState, scopes: &mut ScopeStack, text: &str) -> Option<Line> {
+fn colored(parse: &mut ParseState, scopes: &mut ScopeStack, text: &str) -> Option<Line> {
     let with_break = format!("{text}\n");
     let mut line = Line::new();
     let mut from = 0;
@@ -78,6 +78,6 @@ fn coloured(parse: &mut ParseState, scopes: &mut ScopeStack, text: &str) -> Opti
 
 fn span(text: &str, from: usize, to: usize, scopes: &ScopeStack) -> Option<Span> {
     let part = text.get(from..to.min(text.len())).filter(|part| !part.is_empty())?;
-    let listed = |scope: &Scope| COLOURS.iter().find(|(name, _)| name.is_prefix_of(*scope)).map(|(_, style)| *style);
+    let listed = |scope: &Scope| COLORS.iter().find(|(name, _)| name.is_prefix_of(*scope)).map(|(_, style)| *style);
     Some(Span::new(part, scopes.as_slice().iter().rev().find_map(listed).unwrap_or_default()))
 }

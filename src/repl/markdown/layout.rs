@@ -217,9 +217,7 @@ impl<'a> Layout<'a> {
                     self.depth -= 1;
                     self.end();
                 }
-                Event::Code(text) => {
-                    spans.push(Span::new(&text.replace('\n', " "), Style { colour: Some(6), ..style }))
-                }
+                Event::Code(text) => spans.push(Span::new(&text.replace('\n', " "), Style { color: Some(6), ..style })),
                 Event::SoftBreak => spans.push(Span::new(" ", style)),
                 Event::HardBreak => spans.push(Span::new("\n", style)),
                 Event::InlineHtml(tag) if is_line_break(&tag) => spans.push(Span::new("\n", style)),

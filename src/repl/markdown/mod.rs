@@ -19,8 +19,8 @@ use text::{Line, Span};
 /// longer than the model takes to write it.
 const LONGEST: usize = 16 * 1024;
 
-/// Colouring a line of code takes a quarter of a millisecond, so an open one is not coloured for each frame.
-const RECOLOUR: Duration = Duration::from_millis(60);
+/// Coloring a line of code takes a quarter of a millisecond, so an open one is not colored for each frame.
+const RECOLOR: Duration = Duration::from_millis(60);
 
 /// Markdown on its way to a window.
 pub struct Markdown {
@@ -42,8 +42,8 @@ struct Code {
     length: usize,
     indent: usize,
     highlighter: Highlighter,
-    /// The open line as it was last coloured, and when.
-    coloured: Option<(String, Line, Instant)>,
+    /// The open line as it was last colored, and when.
+    colored: Option<(String, Line, Instant)>,
 }
 
 impl Markdown {
@@ -157,7 +157,7 @@ impl Markdown {
             length: fence.bytes().take_while(|byte| *byte == first).count(),
             indent: opening.len() - fence.len(),
             highlighter: Highlighter::new(language),
-            coloured: None,
+            colored: None,
         });
         if self.begun {
             finished.push(Line::new());
@@ -178,22 +178,22 @@ impl Markdown {
 }
 
 impl Code {
-    /// A line that is being written. What came since it was last coloured may be plain for a moment.
+    /// A line that is being written. What came since it was last colored may be plain for a moment.
     fn open_line(&mut self, line: &str) -> Line {
         let line = unindented(line, self.indent);
-        if let Some((before, coloured, when)) = &self.coloured
+        if let Some((before, colored, when)) = &self.colored
             && let Some(more) = line.strip_prefix(before.as_str())
-            && when.elapsed() < RECOLOUR
+            && when.elapsed() < RECOLOR
         {
-            let mut shown = coloured.clone();
+            let mut shown = colored.clone();
             if !more.is_empty() {
                 shown.push(Span::plain(&crate::text::printable(more)));
             }
             return shown;
         }
-        let coloured = self.highlighter.clone().line(line);
-        self.coloured = Some((line.to_string(), coloured.clone(), Instant::now()));
-        coloured
+        let colored = self.highlighter.clone().line(line);
+        self.colored = Some((line.to_string(), colored.clone(), Instant::now()));
+        colored
     }
 
     fn ends_at(&self, line: &str) -> bool {

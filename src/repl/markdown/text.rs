@@ -5,7 +5,7 @@ use unicode_width::UnicodeWidthStr;
 
 use crate::text::printable;
 
-/// How a span looks. Colours are the terminal's own sixteen, so that they suit its background.
+/// How a span looks. Colors are the terminal's own sixteen, so that they suit its background.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Style {
     pub bold: bool,
@@ -14,21 +14,21 @@ pub struct Style {
     pub underline: bool,
     pub strike: bool,
     /// 0 to 7: black, red, green, yellow, blue, magenta, cyan, white.
-    pub colour: Option<u8>,
+    pub color: Option<u8>,
 }
 
 impl Style {
     pub const DIM: Style =
-        Style { bold: false, dim: true, italic: false, underline: false, strike: false, colour: None };
+        Style { bold: false, dim: true, italic: false, underline: false, strike: false, color: None };
 
-    pub fn colour(number: u8) -> Style {
-        Style { colour: Some(number), ..Style::default() }
+    pub fn color(number: u8) -> Style {
+        Style { color: Some(number), ..Style::default() }
     }
 
     fn codes(self) -> Vec<String> {
         let switches = [(self.bold, 1), (self.dim, 2), (self.italic, 3), (self.underline, 4), (self.strike, 9)];
         let mut codes: Vec<String> = switches.iter().filter(|(on, _)| *on).map(|(_, code)| code.to_string()).collect();
-        codes.extend(self.colour.map(|colour| (30 + colour).to_string()));
+        codes.extend(self.color.map(|color| (30 + color).to_string()));
         codes
     }
 }

@@ -1,6 +1,6 @@
 //! Scores of SentencePiece's BPE as merges.
 //!
-//! SentencePiece joins, of all neighbours that make a token, those whose token has the highest score. A BPE with a merge
+//! SentencePiece joins, of all neighbors that make a token, those whose token has the highest score. A BPE with a merge
 //! for each way to cut each token in two, ranked by the token's score, does the same; so does transformers when it
 //! converts such a model. Of tokens of one and the same score SentencePiece takes the leftmost, this the lower id: in Llama's
 //! and Mistral's vocabularies these are the runs of spaces, for which both come to the same.

@@ -1,6 +1,6 @@
 //! A GGUF file as a checkpoint: tensors by their Hugging Face names, each made from what the file has.
 //!
-//! Matrices stay in their blocks ([`GgufModel::quantised`]); what else there is becomes floats ([`GgufModel::float`]).
+//! Matrices stay in their blocks ([`GgufModel::quantized`]); what else there is becomes floats ([`GgufModel::float`]).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,7 +16,7 @@ use super::names::{InLayer, Layout, Role};
 use super::{GgufCheckpoint, View};
 use crate::weights::TensorInfo;
 use crate::weights::ggml::GgmlType;
-use crate::weights::quantised::{self, Quantise};
+use crate::weights::quantized::{self, Quantize};
 
 /// A GGUF file and what the model's tensors are made of.
 pub struct GgufModel {
@@ -112,27 +112,27 @@ impl GgufModel {
     }
 
     /// The rows of a matrix whose blocks can be kept as they are.
-    pub fn quantised(&self, name: &str) -> Result<Option<quantised::Rows<'_>>> {
+    pub fn quantized(&self, name: &str) -> Result<Option<quantized::Rows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.rows(self.entry(name)?)?;
         let (ggml_type, ..) = source.sources[0];
-        Ok(quantised::Rows::of_blocks(ggml_type, rows, columns, move |row| source.get(row).1))
+        Ok(quantized::Rows::of_blocks(ggml_type, rows, columns, move |row| source.get(row).1))
     }
 
-    /// The rows of a matrix of floats, to be quantised.
-    pub fn to_quantise(&self, name: &str, quantise: Quantise) -> Result<Option<quantised::Rows<'_>>> {
+    /// The rows of a matrix of floats, to be quantized.
+    pub fn to_quantize(&self, name: &str, quantize: Quantize) -> Result<Option<quantized::Rows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.rows(self.entry(name)?)?;
         let row = move |row: usize, values: &mut [f32]| {
             let (ggml_type, bytes) = source.get(row);
             ggml_type.dequantize(bytes, values)
         };
-        Ok(quantised::Rows::of_floats(quantise, rows, columns, row))
+        Ok(quantized::Rows::of_floats(quantize, rows, columns, row))
     }
 
     /// Bytes of a matrix whose blocks are kept.
     pub fn kept_bytes(&self, name: &str) -> Option<u64> {
-        let format = quantised::format(self.stored_type(name)?)?;
+        let format = quantized::format(self.stored_type(name)?)?;
         let (rows, columns) = self.matrix_shape(name).ok()??;
         Some(format.bytes(rows as u64, columns as u64))
     }
@@ -169,7 +169,7 @@ impl GgufModel {
             (_, DType::F32) => self.make::<f32>(name, |value| value),
             (_, DType::F16) => self.make(name, f16::from_f32),
             (_, DType::BF16) => self.make(name, bf16::from_f32),
-            _ => bail!("{dtype:?} is no dtype that weights are dequantised to"),
+            _ => bail!("{dtype:?} is no dtype that weights are dequantized to"),
         };
         make().with_context(|| format!("tensor {name}"))
     }
@@ -219,7 +219,7 @@ impl GgufModel {
             for (block, out) in blocks.zip(out.chunks_exact_mut(per_block)) {
                 match out {
                     [scale] => *scale = block[0],
-                    nibbles => pair_neighbours(&block[1..], nibbles),
+                    nibbles => pair_neighbors(&block[1..], nibbles),
                 }
             }
         });
@@ -269,7 +269,7 @@ impl<'c> SourceRows<'c> {
 }
 
 /// ggml keeps the first half of 32 values in the low nibbles, safetensors files of gpt-oss the even ones.
-fn pair_neighbours(from: &[u8], to: &mut [u8]) {
+fn pair_neighbors(from: &[u8], to: &mut [u8]) {
     for i in 0..8 {
         let (a, b) = (from[2 * i], from[2 * i + 1]);
         to[i] = a & 15 | b << 4;
@@ -361,7 +361,7 @@ mod tests {
         // Element i is i mod 16 in ggml's order.
         let from: Vec<u8> = (0..16).map(|i| i | i << 4).collect();
         let mut to = [0; 16];
-        pair_neighbours(&from, &mut to);
+        pair_neighbors(&from, &mut to);
         let elements: Vec<u8> = to.iter().flat_map(|byte| [byte & 15, byte >> 4]).collect();
         assert_eq!(elements, (0..32).map(|i| i % 16).collect::<Vec<u8>>());
     }

@@ -123,12 +123,12 @@ pub fn llama_in_many_types() -> Writer {
     llama_of(of, false)
 }
 
-/// A Llama with matrices in one type, quantised or, with `dequantised`, as the values that those blocks stand for.
-pub fn quantised_llama(ggml_type: GgmlType, dequantised: bool) -> Writer {
-    llama_of(|_| ggml_type, dequantised)
+/// A Llama with matrices in one type, quantized or, with `dequantized`, as the values that those blocks stand for.
+pub fn quantized_llama(ggml_type: GgmlType, dequantized: bool) -> Writer {
+    llama_of(|_| ggml_type, dequantized)
 }
 
-fn llama_of(ggml_type: impl Fn(&str) -> GgmlType, dequantised: bool) -> Writer {
+fn llama_of(ggml_type: impl Fn(&str) -> GgmlType, dequantized: bool) -> Writer {
     let (hidden, feed, vocab, layers) = (256, 512, 64, 2);
     let mut writer = Writer::new().string("general.architecture", "llama");
     for (key, value) in [
@@ -147,7 +147,7 @@ fn llama_of(ggml_type: impl Fn(&str) -> GgmlType, dequantised: bool) -> Writer {
         let ggml_type = ggml_type(name);
         let blocks = random_blocks(ggml_type, rows * columns, &mut state);
         let shape = [columns as u64, rows as u64];
-        if !dequantised {
+        if !dequantized {
             return writer.tensor(name, &shape, ggml_type.id(), &blocks);
         }
         let mut values = vec![0.0; rows * columns];
@@ -177,32 +177,32 @@ fn llama_of(ggml_type: impl Fn(&str) -> GgmlType, dequantised: bool) -> Writer {
     writer
 }
 
-/// The blocks themselves are judged in blocks.rs, and what is kept of them in quantised.rs, bit by bit: here nothing may be
+/// The blocks themselves are judged in blocks.rs, and what is kept of them in quantized.rs, bit by bit: here nothing may be
 /// lost on the way into a model but the order of sums.
 #[test]
-fn quantised_weights_are_the_values_they_stand_for() {
+fn quantized_weights_are_the_values_they_stand_for() {
     let ids: Vec<u32> = (0..32).map(|i| i * 7 % 64).collect();
     for ggml_type in [GgmlType::Q8_0, GgmlType::Q4K, GgmlType::Q6K] {
-        let (_a, quantised) = saved(&quantised_llama(ggml_type, false));
-        let (_b, plain) = saved(&quantised_llama(ggml_type, true));
-        let (got, want) = (logits(&quantised, &ids).unwrap(), logits(&plain, &ids).unwrap());
+        let (_a, quantized) = saved(&quantized_llama(ggml_type, false));
+        let (_b, plain) = saved(&quantized_llama(ggml_type, true));
+        let (got, want) = (logits(&quantized, &ids).unwrap(), logits(&plain, &ids).unwrap());
         assert!(want.iter().all(|value| value.is_finite()) && want.iter().any(|value| value.abs() > 1e-3));
         let error = relative_error(&got, &want);
         assert!(error < 2e-6, "{ggml_type}: off by {error:e}");
-        let checkpoint = Checkpoint::open(&quantised).unwrap();
-        let summary = Summary::of_gguf(&GgufCheckpoint::open(&quantised).unwrap());
+        let checkpoint = Checkpoint::open(&quantized).unwrap();
+        let summary = Summary::of_gguf(&GgufCheckpoint::open(&quantized).unwrap());
         assert_eq!(
             (summary.parameters, summary.main_dtype.as_deref()),
             (checkpoint.parameters(), Some(ggml_type.name()))
         );
-        let bytes = std::fs::metadata(&quantised).unwrap().len();
+        let bytes = std::fs::metadata(&quantized).unwrap().len();
         assert!(checkpoint.bytes() < bytes && checkpoint.bytes() > bytes - 8192);
     }
 }
 
 #[test]
 fn in_short_dtypes_values_are_rounded_once() {
-    let (_folder, path) = saved(&quantised_llama(GgmlType::Q4K, false));
+    let (_folder, path) = saved(&quantized_llama(GgmlType::Q4K, false));
     let checkpoint = Checkpoint::open(&path).unwrap();
     let report = |_| ();
     let loaded = Loaded::new(&report);

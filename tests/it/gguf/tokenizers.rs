@@ -147,7 +147,7 @@ fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
     vocabulary.tokens.iter().enumerate().map(score).collect()
 }
 
-/// SentencePiece's algorithm as it is told: of all neighbours that make a piece, join those with the highest score, the
+/// SentencePiece's algorithm as it is told: of all neighbors that make a piece, join those with the highest score, the
 /// leftmost of equals.
 fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec<u32> {
     let pieces: HashMap<&str, usize> =

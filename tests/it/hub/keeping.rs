@@ -318,7 +318,7 @@ fn a_part_of_a_name_is_enough() {
     assert_eq!(found("oss-20b").unwrap(), "openai/gpt-oss-20b");
     assert_eq!(found("llama").unwrap(), "meta-llama/Llama-3.2-1B");
     assert_eq!(found("oss@main").unwrap(), "openai/gpt-oss-20b");
-    assert!(found("openai/gpt-oss").is_err(), "whoever writes the organisation means no other model");
+    assert!(found("openai/gpt-oss").is_err(), "whoever writes the organization means no other model");
     machine.place("own", "openai/gpt-oss-120b", COMMIT, &WHOLE);
     assert!(format!("{:#}", found("oss").unwrap_err()).contains("openai/gpt-oss-120b, openai/gpt-oss-20b"));
     assert_eq!(found("oss-20b").unwrap(), "openai/gpt-oss-20b");

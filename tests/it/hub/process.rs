@@ -442,7 +442,7 @@ fn a_model_that_is_not_here_is_offered() {
     assert!(models[1]["last_used"].is_null());
     let table = list(&["list", "--sort", "size"]);
     assert!(table.contains("USED") && table.contains("now"), "{table}");
-    assert_eq!(command(&home, &fake, &["list", "--sort", "colour"]).output().unwrap().status.code(), Some(2));
+    assert_eq!(command(&home, &fake, &["list", "--sort", "color"]).output().unwrap().status.code(), Some(2));
     let output = command(&home, &fake, &["tokenize", "tiny-mod", "hello"]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
 }

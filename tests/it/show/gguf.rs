@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::{command, remote, show};
 use crate::cli::{assert_fails, text};
 use crate::gguf::converter::convert;
-use crate::gguf::models::quantised_llama;
+use crate::gguf::models::quantized_llama;
 use crate::gguf::writer::Writer;
 use crate::hub::fake::{COMMIT, FakeHub, REPO};
 use crate::support::golden;
@@ -62,7 +62,7 @@ fn a_file_on_the_hub_is_known_as_one_that_is_here() {
     let there = looked_at(&fake, REPO);
     assert_eq!((&there["revision"], &there["path"]), (&json!(COMMIT), &Value::Null));
     assert_eq!(there["supported"], true, "{}", there["reason"]);
-    assert_eq!((&there["licence"], &there["chat"]), (&json!("llama3.2"), &json!("tokenizer.chat_template")));
+    assert_eq!((&there["license"], &there["chat"]), (&json!("llama3.2"), &json!("tokenizer.chat_template")));
     for (field, value) in here.as_object().unwrap() {
         // What is free on a GPU changes from one moment to the next.
         let changes = !here["gpu"].is_null() && ["gpu", "needs"].contains(&field.as_str());
@@ -74,12 +74,12 @@ fn a_file_on_the_hub_is_known_as_one_that_is_here() {
     assert!(lines.iter().all(|line| !line.contains("config.json")), "{lines:?}");
 
     // What its tensors will take is told by the head as well: not all of them are fetched.
-    let quantised = quantised_llama(GgmlType::Q8_0, false).bytes();
-    assert!(quantised.len() > MB);
-    std::fs::write(&path, &quantised).unwrap();
-    let (here, there) = (show(&[path.to_str().unwrap()]), looked_at(&FakeHub::start(&[("a.gguf", &quantised)]), REPO));
+    let quantized = quantized_llama(GgmlType::Q8_0, false).bytes();
+    assert!(quantized.len() > MB);
+    std::fs::write(&path, &quantized).unwrap();
+    let (here, there) = (show(&[path.to_str().unwrap()]), looked_at(&FakeHub::start(&[("a.gguf", &quantized)]), REPO));
     assert!(there["needs"].is_object());
-    for field in ["needs", "tensors", "quantisation", "weight_bytes", "parameters"] {
+    for field in ["needs", "tensors", "quantization", "weight_bytes", "parameters"] {
         assert_eq!(there[field], here[field], "{field}");
     }
 }
@@ -211,7 +211,7 @@ fn broken_heads_are_findings() {
     }
     let fake = FakeHub::start(&[("tiny.gguf", &llama().bytes())]);
     fake.change(|world| world.files_refused = Some((403, "GatedRepo")));
-    assert_fails(&remote(&fake, &[]), 4, &["accept its licence"]);
+    assert_fails(&remote(&fake, &[]), 4, &["accept its license"]);
     fake.change(|world| {
         world.files_refused = None;
         world.lost = Some("tiny.gguf");
@@ -227,18 +227,18 @@ fn broken_heads_are_findings() {
     assert!(command(&home, &fake).output().unwrap().status.success());
 }
 
-/// A licence of its own name, and the repository's where the file has none.
+/// A license of its own name, and the repository's where the file has none.
 #[test]
-fn whose_licence_it_is() {
-    let licence = |writer: Writer| {
+fn whose_license_it_is() {
+    let license = |writer: Writer| {
         let fake = FakeHub::start(&[("tiny.gguf", &writer.bytes()), ("README.md", b"---\nlicense: mit\n---\n")]);
-        looked_at(&fake, REPO)["licence"].clone()
+        looked_at(&fake, REPO)["license"].clone()
     };
-    assert_eq!(licence(Writer::new()), "mit");
-    assert_eq!(licence(Writer::new().string("general.license", " ")), "mit");
-    assert_eq!(licence(Writer::new().string("general.license", "apache-2.0")), "apache-2.0");
+    assert_eq!(license(Writer::new()), "mit");
+    assert_eq!(license(Writer::new().string("general.license", " ")), "mit");
+    assert_eq!(license(Writer::new().string("general.license", "apache-2.0")), "apache-2.0");
     let other = || Writer::new().string("general.license", "other");
-    assert_eq!(licence(other()), "other");
-    assert_eq!(licence(other().string("general.license.name", "qwen")), "qwen");
-    assert_eq!(licence(Writer::new().u32("general.license", 3)), "mit");
+    assert_eq!(license(other()), "other");
+    assert_eq!(license(other().string("general.license.name", "qwen")), "qwen");
+    assert_eq!(license(Writer::new().u32("general.license", 3)), "mit");
 }

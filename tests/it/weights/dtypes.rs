@@ -4,11 +4,11 @@ use std::path::Path;
 
 use candle_core::{DType, Device};
 use inferno::Error;
-use inferno::kernels::quantised::{from_e4m3, to_e4m3};
+use inferno::kernels::quantized::{from_e4m3, to_e4m3};
 use inferno::models;
 use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
-use inferno::weights::quantised::Quantise;
+use inferno::weights::quantized::Quantize;
 use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
@@ -41,16 +41,16 @@ fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, more: Option<&str>)
     folder
 }
 
-fn logits(dir: &Path, quantise: Option<Quantise>, device: &Device, dtype: DType) -> anyhow::Result<Vec<f32>> {
+fn logits(dir: &Path, quantize: Option<Quantize>, device: &Device, dtype: DType) -> anyhow::Result<Vec<f32>> {
     let checkpoint = Checkpoint::open(dir)?;
     let report = |_| ();
     let loaded = Loaded::new(&report);
-    let weights = match quantise {
-        Some(quantise) => Weights::quantising(&checkpoint, device, dtype, &loaded, quantise),
+    let weights = match quantize {
+        Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
         None => Weights::new(&checkpoint, device, dtype, &loaded)?,
     };
     let decoder = models::read_config(dir)?.architecture.build(&weights, IDS.len())?;
-    assert_eq!(Inventory::of(&checkpoint, quantise).loaded_bytes(dtype), loaded.kept());
+    assert_eq!(Inventory::of(&checkpoint, quantize).loaded_bytes(dtype), loaded.kept());
     let mut cache = KvCache::new(decoder.cache_layers(), IDS.len(), IDS.len(), dtype, device)?;
     let batch = Batch { ids: &IDS, tokens: &[IDS.len()], logits: LogitsOf::All };
     Ok(values(&decoder.forward(&batch, &mut [&mut cache])?))
@@ -67,11 +67,11 @@ fn e4m3_without_scales_is_a_float() {
     let rounded = |value| from_e4m3(to_e4m3(value));
     let same = rewritten(Dtype::BF16, |value| ((rounded(value).to_bits() >> 16) as u16).to_le_bytes().into(), None);
     for (device, dtype) in devices() {
-        for quantise in [None, Some("int8".parse().unwrap())] {
-            let run = |dir: &TempDir| logits(dir.path(), quantise, &device, dtype).unwrap();
+        for quantize in [None, Some("int8".parse().unwrap())] {
+            let run = |dir: &TempDir| logits(dir.path(), quantize, &device, dtype).unwrap();
             let (got, want) = (run(&cast), run(&same));
             assert!(want.iter().all(|logit| logit.is_finite()) && want.iter().any(|logit| logit.abs() > 0.1));
-            assert_eq!(got, want, "{quantise:?} in {dtype:?}");
+            assert_eq!(got, want, "{quantize:?} in {dtype:?}");
         }
     }
     // And it is not what the file had before: something was cast.
@@ -94,8 +94,8 @@ fn what_needs_scales_is_refused_by_name() {
             Dtype::F8_E4M3 => rewritten(dtype, e4m3, more),
             _ => rewritten(dtype, int8, more),
         };
-        for quantise in [None, Some("int8".parse().unwrap())] {
-            let error = logits(folder.path(), quantise, &Device::Cpu, DType::F32).unwrap_err();
+        for quantize in [None, Some("int8".parse().unwrap())] {
+            let error = logits(folder.path(), quantize, &Device::Cpu, DType::F32).unwrap_err();
             let text = format!("{error:#}");
             // The embedding comes first, and only one layer has scales here.
             let name = if more.is_some() { query } else { "model.embed_tokens.weight" };

@@ -1,4 +1,4 @@
-// Quantised matrices as `quantised.rs` lays them out, and products of their rows with one vector, in f32.
+// Quantized matrices as `quantized.rs` lays them out, and products of their rows with one vector, in f32.
 //
 // A lane takes a chunk of 32 columns of a row at a time. The vector is in integers of 16 bits and a scale for each chunk
 // (for the largest seven bits more than bf16 keeps), as two planes of bytes, so that four products at a time are summed without any rounding
@@ -11,7 +11,7 @@
 enum Format { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, INT8, FP8, FORMATS };
 
 // One matrix, or rows of one.
-struct Quantised {
+struct Quantized {
     const uint8_t *low, *high, *scales, *supers;
     int format, rows;
 };
@@ -19,7 +19,7 @@ struct Quantised {
 // Several, one below the other: rows of part p end before ends[p].
 constexpr int MAX_PARTS = 3;
 struct Parts {
-    Quantised part[MAX_PARTS];
+    Quantized part[MAX_PARTS];
     int ends[MAX_PARTS];
 };
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ uint32_t stream1(const void* at) {
     return v;
 }
 
-template <int F> __device__ __forceinline__ void load_scales(Raw& raw, const Quantised& m, size_t at) {
+template <int F> __device__ __forceinline__ void load_scales(Raw& raw, const Quantized& m, size_t at) {
     using L = Layout<F>;
     if (L::scales == 4) raw.scales = __ldg(reinterpret_cast<const uint32_t*>(m.scales) + at);
     if (L::scales == 2) raw.scales = __ldg(reinterpret_cast<const unsigned short*>(m.scales) + at);
@@ -66,7 +66,7 @@ template <int F> __device__ __forceinline__ void load_scales(Raw& raw, const Qua
 }
 
 // Chunk `at` of a matrix, counted from its first row on.
-template <int F> __device__ __forceinline__ void load(Raw& raw, const Quantised& m, size_t at) {
+template <int F> __device__ __forceinline__ void load(Raw& raw, const Quantized& m, size_t at) {
     using L = Layout<F>;
     const uint8_t* low = m.low + at * L::low;
     if (L::low == 8) {
@@ -146,7 +146,7 @@ struct Eight {
     float4 first, second;
 };
 template <int F>
-__device__ __forceinline__ Eight eight(const Quantised& m, int row, int chunk, int p, int chunks) {
+__device__ __forceinline__ Eight eight(const Quantized& m, int row, int chunk, int p, int chunks) {
     using L = Layout<F>;
     const size_t at = (size_t)row * chunks + chunk;
     const uint8_t* low = m.low + at * L::low;
@@ -328,7 +328,7 @@ struct WholeRows {
 // Rows of matrices, ROWS at a time (a unit); units go round the warps of the grid. `place(u, r, part)` is the row of row r of
 // unit u in its part, which it sets; all rows of a unit are of one format. DEPTH chunks of each row are under way at any
 // time: towards the end of a unit those of the next one.
-template <int ROWS, int DEPTH, class Place, class Lie = WholeRows> struct QuantisedStream {
+template <int ROWS, int DEPTH, class Place, class Lie = WholeRows> struct QuantizedStream {
     struct Unit {
         int row[ROWS], part[ROWS];
     };
@@ -340,10 +340,10 @@ template <int ROWS, int DEPTH, class Place, class Lie = WholeRows> struct Quanti
     Unit rows;
     Raw ahead[DEPTH][ROWS];
 
-    __device__ __forceinline__ QuantisedStream(const Parts& parts, int chunks, int units, Place place)
-        : QuantisedStream(parts, chunks, units, place, WholeRows{chunks}) {}
+    __device__ __forceinline__ QuantizedStream(const Parts& parts, int chunks, int units, Place place)
+        : QuantizedStream(parts, chunks, units, place, WholeRows{chunks}) {}
 
-    __device__ __forceinline__ QuantisedStream(const Parts& parts, int chunks, int units, Place place, Lie lie)
+    __device__ __forceinline__ QuantizedStream(const Parts& parts, int chunks, int units, Place place, Lie lie)
         : parts(parts),
           place(place),
           lie(lie),
@@ -369,7 +369,7 @@ template <int ROWS, int DEPTH, class Place, class Lie = WholeRows> struct Quanti
     template <int F> __device__ __forceinline__ void ask(Raw (&raw)[ROWS], const Unit& of, int chunk) const {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            const Quantised& part = parts.part[of.part[r]];
+            const Quantized& part = parts.part[of.part[r]];
             load<F>(raw[r], part, lie.at(of.row[r], chunk));
             if (Lie::gathered && Layout<F>::row_scaled)
                 raw[r].scales = __ldg(reinterpret_cast<const uint32_t*>(part.scales) + lie.row_of(of.row[r], chunk));
@@ -427,7 +427,7 @@ template <int ROWS, int DEPTH, class Place, class Lie = WholeRows> struct Quanti
     }
 };
 
-// How an input is rounded before the product: as `Rounding` of quantised.rs.
+// How an input is rounded before the product: as `Rounding` of quantized.rs.
 enum Rounding { AS_IT_IS, TO_INT8, TO_FP8, TO_FP8_BY, TO_INT8_BY };
 __device__ __forceinline__ bool to_int8(int rounding) { return rounding == TO_INT8 || rounding == TO_INT8_BY; }
 

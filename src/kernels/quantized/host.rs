@@ -1,4 +1,4 @@
-//! The reference: quantised matrices in host memory, element by element.
+//! The reference: quantized matrices in host memory, element by element.
 
 use candle_core::{Result, Tensor};
 

@@ -17,7 +17,7 @@ fn nearest(value: f32, from: f32, to: f32) -> f32 {
 const NOTHING: f32 = 1e-15;
 
 /// The block that stands for 256 finite values; false for a type that is not made here.
-pub fn quantise(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
+pub fn quantize(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
     match ggml_type {
         GgmlType::Q2K => q2_k(values, block),
         GgmlType::Q3K => q3_k(values, block),

@@ -1,26 +1,26 @@
-//! Launches of `quantised.cu`, and products on tensor cores.
+//! Launches of `quantized.cu`, and products on tensor cores.
 
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::{CHUNK, Format, QuantisedMatrix, Rounding};
+use super::{CHUNK, Format, QuantizedMatrix, Rounding};
 use crate::kernels::cuda::{Arg, address, attribute, launch, module, multiprocessors, suffix};
 use crate::kernels::matmul::gemm;
 use crate::kernels::matmul_lt::{LowType, matmul_lt};
 
-/// Up to so many tokens weights are read once for each; from there on they are dequantised for a product on tensor cores,
+/// Up to so many tokens weights are read once for each; from there on they are dequantized for a product on tensor cores,
 /// which costs as much as reading them some eight times.
 const MATVEC_TOKENS: usize = 8;
-/// Warps of a block of `quantised_matvec` and of the decode step's products (`WARPS`).
+/// Warps of a block of `quantized_matvec` and of the decode step's products (`WARPS`).
 pub const WARPS: usize = 16;
-/// Elements that are dequantised at a time: they stay in L2 until the product has read them.
-const DEQUANTISED_AT_A_TIME: usize = 16 << 20;
+/// Elements that are dequantized at a time: they stay in L2 until the product has read them.
+const DEQUANTIZED_AT_A_TIME: usize = 16 << 20;
 /// Parts of one matrix (`MAX_PARTS`).
 pub const MAX_PARTS: usize = 3;
 
-/// `Quantised` of `quantised.cuh`.
+/// `Quantized` of `quantized.cuh`.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct RawMatrix {
@@ -29,7 +29,7 @@ struct RawMatrix {
     rows: i32,
 }
 
-/// `Parts` of `quantised.cuh`.
+/// `Parts` of `quantized.cuh`.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 pub struct RawParts {
@@ -41,9 +41,9 @@ pub struct RawParts {
 unsafe impl DeviceRepr for RawParts {}
 
 impl RawParts {
-    pub fn new(parts: &[QuantisedMatrix]) -> Result<Self> {
+    pub fn new(parts: &[QuantizedMatrix]) -> Result<Self> {
         if parts.is_empty() || parts.len() > MAX_PARTS {
-            bail!("a quantised matrix in {} parts", parts.len());
+            bail!("a quantized matrix in {} parts", parts.len());
         }
         let mut raw = Self::default();
         let mut end = 0;
@@ -62,7 +62,7 @@ impl RawParts {
 }
 
 impl Rounding {
-    /// `Rounding` of `quantised.cuh`, and the scale.
+    /// `Rounding` of `quantized.cuh`, and the scale.
     pub fn arguments(self) -> (usize, f32) {
         match self {
             Self::Nothing => (0, 0.0),
@@ -83,19 +83,19 @@ pub fn vector_bytes(format: Format, columns: usize) -> usize {
     }
 }
 
-pub fn dequantise(device: &CudaDevice, matrix: &QuantisedMatrix, dtype: DType) -> Result<Tensor> {
+pub fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -> Result<Tensor> {
     let (rows, columns) = matrix.dims();
     // SAFETY: the kernel writes every element.
     let out = unsafe { Tensor::empty((rows, columns), dtype, matrix.device())? };
     let parts = Arg::Parts(RawParts::new(std::slice::from_ref(matrix))?);
     let args = [parts, Arg::tensor(&out)?, rows.into(), columns.into()];
-    let (grid, name) = ((rows * columns.div_ceil(8)).div_ceil(256), format!("dequantise_{}", suffix(dtype)?));
-    // SAFETY: the planes hold rows of so many columns (`QuantisedMatrix::new`).
-    unsafe { launch(device, &module!("quantised"), &name, (grid, 1, 1), 256, 0, &args)? };
+    let (grid, name) = ((rows * columns.div_ceil(8)).div_ceil(256), format!("dequantize_{}", suffix(dtype)?));
+    // SAFETY: the planes hold rows of so many columns (`QuantizedMatrix::new`).
+    unsafe { launch(device, &module!("quantized"), &name, (grid, 1, 1), 256, 0, &args)? };
     Ok(out)
 }
 
-pub fn embed(device: &CudaDevice, matrix: &QuantisedMatrix, ids: &Tensor, scale: f32) -> Result<Tensor> {
+pub fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32) -> Result<Tensor> {
     let (tokens, (_, columns)) = (ids.dims1()?, matrix.dims());
     if ids.dtype() != DType::U32 {
         bail!("embed: ids are {:?}", ids.dtype());
@@ -105,12 +105,12 @@ pub fn embed(device: &CudaDevice, matrix: &QuantisedMatrix, ids: &Tensor, scale:
     let parts = Arg::Parts(RawParts::new(std::slice::from_ref(matrix))?);
     let args = [parts, Arg::tensor(ids)?, Arg::tensor(&out)?, columns.into(), scale.into()];
     // SAFETY: shapes and dtypes checked above; ids are below R by contract.
-    unsafe { launch(device, &module!("quantised"), "quantised_embed", (tokens, 1, 1), 256, 0, &args)? };
+    unsafe { launch(device, &module!("quantized"), "quantized_embed", (tokens, 1, 1), 256, 0, &args)? };
     Ok(out)
 }
 
 /// x \[T, C\] times the transposed parts, one below the other → \[T, R\] f32.
-pub fn matmul(device: &CudaDevice, parts: &[QuantisedMatrix], x: &Tensor) -> Result<Tensor> {
+pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Result<Tensor> {
     let ((tokens, columns), x) = (x.dims2()?, x.contiguous()?);
     if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {
         bail!("a product of x {:?} with a matrix {:?}", x.dims(), part.dims());
@@ -123,10 +123,10 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantisedMatrix], x: &Tensor) -> Res
         let to = Output { tensor: &out, first, stride };
         match part.rounding {
             _ if tokens <= MATVEC_TOKENS && fits(device, part)? => matvec(device, part, &x, to)?,
-            Rounding::Nothing => dequantised(device, part, &x, to)?,
+            Rounding::Nothing => dequantized(device, part, &x, to)?,
             rounding => match low_type(device, part)? {
                 Some(kind) => low_precision(device, part, &x, to, kind)?,
-                None => dequantised(device, part, &round_floats(device, &x, rounding)?, to)?,
+                None => dequantized(device, part, &round_floats(device, &x, rounding)?, to)?,
             },
         }
         first += part.dims().0;
@@ -135,7 +135,7 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantisedMatrix], x: &Tensor) -> Res
 }
 
 /// Whether a block of this GPU can hold the vector of a product, and 1 KiB beside it.
-fn fits(device: &CudaDevice, part: &QuantisedMatrix) -> Result<bool> {
+fn fits(device: &CudaDevice, part: &QuantizedMatrix) -> Result<bool> {
     let most = attribute(device, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
     Ok(vector_bytes(part.format, part.dims().1) + 1024 <= most)
 }
@@ -154,7 +154,7 @@ impl Output<'_> {
     }
 }
 
-fn matvec(device: &CudaDevice, part: &QuantisedMatrix, x: &Tensor, to: Output) -> Result<()> {
+fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, to: Output) -> Result<()> {
     let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
     let (rounding, by) = part.rounding.arguments();
     let args = [
@@ -167,18 +167,18 @@ fn matvec(device: &CudaDevice, part: &QuantisedMatrix, x: &Tensor, to: Output) -
         rounding.into(),
         by.into(),
     ];
-    let name = format!("quantised_matvec_{}", suffix(x.dtype())?);
+    let name = format!("quantized_matvec_{}", suffix(x.dtype())?);
     let blocks = rows.div_ceil(2 * WARPS).min(multiprocessors(device)?);
     let (grid, block) = ((blocks, tokens, 1), 32 * WARPS);
     // SAFETY: shapes checked by the caller; `to` has room for R columns of T rows.
-    unsafe { launch(device, &module!("quantised"), &name, grid, block, vector_bytes(part.format, columns), &args) }
+    unsafe { launch(device, &module!("quantized"), &name, grid, block, vector_bytes(part.format, columns), &args) }
 }
 
 /// Products with the experts of `rows` rows that `ids` u32 \[T, N\] names, each below E (not checked): x \[T, C\], shared by
 /// `pairs_per_x` = N experts, or \[T, N, C\] → \[T, N, R\] of x's dtype.
 pub fn expert_matvec(
     device: &CudaDevice,
-    experts: &QuantisedMatrix,
+    experts: &QuantizedMatrix,
     rows: usize,
     x: &Tensor,
     ids: &Tensor,
@@ -199,21 +199,21 @@ pub fn expert_matvec(
         rounding.into(),
         by.into(),
     ];
-    let name = format!("quantised_experts_{}", suffix(x.dtype())?);
+    let name = format!("quantized_experts_{}", suffix(x.dtype())?);
     let grid = (rows.div_ceil(2 * WARPS).min(multiprocessors(device)?), tokens * chosen, 1);
     // SAFETY: `expert_matmul` checked how x and ids go together; ids are below E by contract.
     unsafe {
         let shared = vector_bytes(experts.format, columns);
-        launch(device, &module!("quantised"), &name, grid, 32 * WARPS, shared, &args)?;
+        launch(device, &module!("quantized"), &name, grid, 32 * WARPS, shared, &args)?;
     }
     Ok(out)
 }
 
-fn dequantised(device: &CudaDevice, part: &QuantisedMatrix, x: &Tensor, to: Output) -> Result<()> {
+fn dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, to: Output) -> Result<()> {
     let (rows, columns) = part.dims();
-    let at_a_time = (DEQUANTISED_AT_A_TIME / columns).next_multiple_of(128);
+    let at_a_time = (DEQUANTIZED_AT_A_TIME / columns).next_multiple_of(128);
     for first in (0..rows).step_by(at_a_time) {
-        let weight = dequantise(device, &part.rows(first, at_a_time.min(rows - first))?, x.dtype())?;
+        let weight = dequantize(device, &part.rows(first, at_a_time.min(rows - first))?, x.dtype())?;
         // SAFETY: `to` has room for R columns of T rows.
         unsafe { gemm(device, x, &weight, to.address(first)?, to.stride)? };
     }
@@ -221,7 +221,7 @@ fn dequantised(device: &CudaDevice, part: &QuantisedMatrix, x: &Tensor, to: Outp
 }
 
 /// What tensor cores can multiply a matrix in, if both sides are in 8 bits.
-fn low_type(device: &CudaDevice, part: &QuantisedMatrix) -> Result<Option<LowType>> {
+fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<LowType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
     // cuBLASLt wants rows of the result that begin at multiples of 16 bytes.
     let fits = part.dims().0.is_multiple_of(16);
@@ -241,12 +241,12 @@ pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: Rounding) -> Resu
     let args = [Arg::tensor(x)?, Arg::tensor(&out)?, columns.into(), how.into(), by.into()];
     let name = format!("round_floats_{}", suffix(x.dtype())?);
     // SAFETY: both are [T, C] of one dtype.
-    unsafe { launch(device, &module!("quantised"), &name, (tokens, 1, 1), 256, 0, &args)? };
+    unsafe { launch(device, &module!("quantized"), &name, (tokens, 1, 1), 256, 0, &args)? };
     Ok(out)
 }
 
 /// With both sides in 8 bits, on tensor cores.
-fn low_precision(device: &CudaDevice, part: &QuantisedMatrix, x: &Tensor, to: Output, kind: LowType) -> Result<()> {
+fn low_precision(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, to: Output, kind: LowType) -> Result<()> {
     let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
     // The libraries ask for multiples of 16.
     let (padded, all) = (columns.next_multiple_of(CHUNK), tokens.next_multiple_of(16));
@@ -266,7 +266,7 @@ fn low_precision(device: &CudaDevice, part: &QuantisedMatrix, x: &Tensor, to: Ou
     ];
     let name = format!("round_rows_{}", suffix(x.dtype())?);
     // SAFETY: shapes as the kernel takes them.
-    unsafe { launch(device, &module!("quantised"), &name, (tokens, 1, 1), 256, 0, &args)? };
+    unsafe { launch(device, &module!("quantized"), &name, (tokens, 1, 1), 256, 0, &args)? };
 
     let (Some(low), Some(weight_scales)) = (&part.planes[0], &part.planes[2]) else { bail!("no scales of rows") };
     let sums = matmul_lt(device, kind, low, &q)?;
@@ -280,5 +280,5 @@ fn low_precision(device: &CudaDevice, part: &QuantisedMatrix, x: &Tensor, to: Ou
     ];
     let name = if kind == LowType::Int8 { "unround_int" } else { "unround_float" };
     // SAFETY: `sums` [T and more, R]; `to` has room for R columns of T rows.
-    unsafe { launch(device, &module!("quantised"), name, (tokens, rows.div_ceil(256), 1), 256, 0, &args) }
+    unsafe { launch(device, &module!("quantized"), name, (tokens, rows.div_ceil(256), 1), 256, 0, &args) }
 }

@@ -1,15 +1,15 @@
-//! What whole models lose when they are quantised. What is printed is the README's table.
+//! What whole models lose when they are quantized. What is printed is the README's table.
 
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, safetensors};
 use inferno::device::DeviceChoice;
-use inferno::kernels::quantised::Matrix;
+use inferno::kernels::quantized::Matrix;
 use inferno::models;
 use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
 use inferno::tokenizer::{Controls, Tokenizer};
-use inferno::weights::quantised::Quantise;
+use inferno::weights::quantized::Quantize;
 use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
 use inferno::{Engine, LoadOptions};
 
@@ -39,18 +39,18 @@ impl Subject {
         Self { checkpoint: Checkpoint::open(&dir).unwrap(), dir, ids }
     }
 
-    fn weights<'c>(&'c self, quantise: Option<Quantise>, loaded: &'c Loaded<'c>) -> Weights<'c> {
-        match quantise {
-            Some(quantise) => Weights::quantising(&self.checkpoint, &Device::Cpu, DType::F32, loaded, quantise),
+    fn weights<'c>(&'c self, quantize: Option<Quantize>, loaded: &'c Loaded<'c>) -> Weights<'c> {
+        match quantize {
+            Some(quantize) => Weights::quantizing(&self.checkpoint, &Device::Cpu, DType::F32, loaded, quantize),
             None => Weights::new(&self.checkpoint, &Device::Cpu, DType::F32, loaded).unwrap(),
         }
     }
 
-    fn run(&self, quantise: Option<Quantise>) -> Run {
+    fn run(&self, quantize: Option<Quantize>) -> Run {
         let tokens = self.ids.len();
         let report = |_| ();
         let loaded = Loaded::new(&report);
-        let weights = self.weights(quantise, &loaded);
+        let weights = self.weights(quantize, &loaded);
         let decoder = models::read_config(&self.dir).unwrap().architecture.build(&weights, tokens).unwrap();
         let mut cache = KvCache::new(decoder.cache_layers(), tokens, tokens, DType::F32, &Device::Cpu).unwrap();
         let batch = Batch { ids: &self.ids, tokens: &[tokens], logits: LogitsOf::All };
@@ -60,7 +60,7 @@ impl Subject {
             let sum: f64 = row.iter().map(|&logit| f64::from(logit).exp()).sum();
             row.iter_mut().for_each(|logit| *logit = (f64::from(*logit) - sum.ln()) as f32);
         }
-        let bytes = Inventory::of(&self.checkpoint, quantise).loaded_bytes(DType::BF16);
+        let bytes = Inventory::of(&self.checkpoint, quantize).loaded_bytes(DType::BF16);
         Run { rows, logits, vocab_size: decoder.vocab_size(), bytes }
     }
 
@@ -109,10 +109,10 @@ fn a_model_changes_little_with_its_weights() {
     }
 }
 
-/// A model that was trained, with rows of 256: what ggml's quantisers make of it, or a scale for each row, and what
+/// A model that was trained, with rows of 256: what ggml's quantizers make of it, or a scale for each row, and what
 /// transformers says then (`scripts/trained_golden.py`).
 #[test]
-fn a_model_changes_as_its_quantiser_has_it() {
+fn a_model_changes_as_its_quantizer_has_it() {
     let dir = golden("trained");
     let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();
     let trained = Subject::new(dir.clone(), &text, usize::MAX);
@@ -130,9 +130,9 @@ fn a_model_changes_as_its_quantiser_has_it() {
     assert_near("as it is", &trained.nll(&plain), &of("nll"));
 
     for name in ["q8_0", "int8", "q6_k", "fp8", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k"] {
-        let quantise: Quantise = name.parse().unwrap();
-        assert_eq!(digest(&trained, quantise), integers(&format!("{name}.values"))[0], "{name}: other values");
-        let run = trained.run(Some(quantise));
+        let quantize: Quantize = name.parse().unwrap();
+        assert_eq!(digest(&trained, quantize), integers(&format!("{name}.values"))[0], "{name}: other values");
+        let run = trained.run(Some(quantize));
         let kl = plain.kl(&run);
         let megabytes = run.bytes as f64 / 1e6;
         println!("trained, {name}: {megabytes:.2} MB, perplexity {:.3}, KL {:.4}", trained.perplexity(&run), mean(&kl));
@@ -150,17 +150,17 @@ fn assert_near(name: &str, got: &[f32], want: &[f32]) {
     assert!((got - want).abs() < 2e-6, "{name}: {got} where transformers has {want}");
 }
 
-/// Of all matrices' values once they were quantised.
-fn digest(subject: &Subject, quantise: Quantise) -> i64 {
+/// Of all matrices' values once they were quantized.
+fn digest(subject: &Subject, quantize: Quantize) -> i64 {
     let report = |_| ();
     let loaded = Loaded::new(&report);
-    let weights = subject.weights(Some(quantise), &loaded);
+    let weights = subject.weights(Some(quantize), &loaded);
     let mut digest = 0u64;
     for (name, info) in subject.checkpoint.tensors() {
         let (Some(place), [rows, columns]) = (name.strip_suffix(".weight"), info.shape.as_slice()) else { continue };
         let matrix = Weights::matrix(&[(weights.at(place), *rows)], "weight", *columns).unwrap();
-        let Matrix::Quantised(parts) = matrix else { panic!("{quantise}: {name} stays floats") };
-        for value in values(&parts[0].dequantise(DType::F32).unwrap()) {
+        let Matrix::Quantized(parts) = matrix else { panic!("{quantize}: {name} stays floats") };
+        for value in values(&parts[0].dequantize(DType::F32).unwrap()) {
             digest = digest.wrapping_mul(0x100_0000_01b3).wrapping_add(u64::from(value.to_bits()));
         }
     }

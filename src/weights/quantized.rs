@@ -1,4 +1,4 @@
-//! Quantised matrices made of what a checkpoint has: blocks of a GGUF file as they are, or floats quantised while they are
+//! Quantized matrices made of what a checkpoint has: blocks of a GGUF file as they are, or floats quantized while they are
 //! loaded.
 
 use std::fmt;
@@ -11,11 +11,11 @@ use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use super::ggml::{self, GgmlType, split};
-use crate::kernels::quantised::{CHUNK, E4M3_MAX, Format, QuantisedMatrix, Rounding, from_e4m3, pack, to_e4m3};
+use crate::kernels::quantized::{CHUNK, E4M3_MAX, Format, QuantizedMatrix, Rounding, from_e4m3, pack, to_e4m3};
 
 /// What `--quantize` makes of matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Quantise {
+pub enum Quantize {
     /// Blocks of a ggml type.
     Blocks(GgmlType),
     /// E4M3 and a scale for each row.
@@ -24,7 +24,7 @@ pub enum Quantise {
     Int8,
 }
 
-impl Quantise {
+impl Quantize {
     const NAMES: [(&str, Self); 12] = [
         ("q8_0", Self::Blocks(GgmlType::Q8_0)),
         ("q6_k", Self::Blocks(GgmlType::Q6K)),
@@ -49,7 +49,7 @@ impl Quantise {
         }
     }
 
-    /// The type itself, or the next larger one whose blocks are shorter, as llama.cpp's quantisation chooses it.
+    /// The type itself, or the next larger one whose blocks are shorter, as llama.cpp's quantization chooses it.
     fn blocks(of: GgmlType, columns: usize) -> Option<GgmlType> {
         let shorter = match of {
             GgmlType::Q2K | GgmlType::Q3K => GgmlType::Q4_0,
@@ -62,21 +62,21 @@ impl Quantise {
     }
 }
 
-impl FromStr for Quantise {
+impl FromStr for Quantize {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
         let known = Self::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
-        known.map(|(_, quantise)| *quantise).ok_or_else(|| {
+        known.map(|(_, quantize)| *quantize).ok_or_else(|| {
             let names: Vec<_> = Self::NAMES.iter().map(|(name, _)| *name).collect();
             format!("choose one of {}", names.join(", "))
         })
     }
 }
 
-impl fmt::Display for Quantise {
+impl fmt::Display for Quantize {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let name = Self::NAMES.iter().find(|(_, quantise)| quantise == self).map_or("", |(name, _)| name);
+        let name = Self::NAMES.iter().find(|(_, quantize)| quantize == self).map_or("", |(name, _)| name);
         f.pad(name)
     }
 }
@@ -126,23 +126,23 @@ impl<'c> Rows<'c> {
         Some(Self { format, rows, columns, rounding: Rounding::Nothing, write: Box::new(write) })
     }
 
-    /// Floats, which are quantised here; `row` writes them. None if they are to stay floats.
+    /// Floats, which are quantized here; `row` writes them. None if they are to stay floats.
     pub fn of_floats(
-        quantise: Quantise,
+        quantize: Quantize,
         rows: usize,
         columns: usize,
         row: impl Fn(usize, &mut [f32]) -> Result<()> + Sync + 'c,
     ) -> Option<Self> {
-        let format = quantise.format(columns)?;
+        let format = quantize.format(columns)?;
         let write = move |index: usize, planes: [&mut [u8]; 4]| {
             let mut values = vec![0.0; columns];
             row(index, &mut values)?;
-            let blocks = match quantise {
-                Quantise::Blocks(of) => Quantise::blocks(of, columns),
-                Quantise::Fp8 | Quantise::Int8 => None,
+            let blocks = match quantize {
+                Quantize::Blocks(of) => Quantize::blocks(of, columns),
+                Quantize::Fp8 | Quantize::Int8 => None,
             };
             if !values.iter().all(|value| value.is_finite()) {
-                bail!("row {index} holds what is no number, which cannot be quantised");
+                bail!("row {index} holds what is no number, which cannot be quantized");
             }
             match blocks {
                 None => scale_row(format, &values, planes),
@@ -156,7 +156,7 @@ impl<'c> Rows<'c> {
     }
 
     /// All rows of several matrices of one format, one below the other. The whole machine takes part.
-    pub fn build(parts: &[&Self], device: &Device) -> Result<QuantisedMatrix> {
+    pub fn build(parts: &[&Self], device: &Device) -> Result<QuantizedMatrix> {
         let [first, ..] = parts else { bail!("a matrix without rows") };
         let (format, columns) = (first.format, first.columns);
         if columns == 0 || parts.iter().any(|part| part.rows == 0) {
@@ -186,19 +186,19 @@ impl<'c> Rows<'c> {
                     (part.write)(row, [low, high, scales, supers])
                 })?;
         }
-        let matrix = QuantisedMatrix::new(format, columns, planes, device)?;
+        let matrix = QuantizedMatrix::new(format, columns, planes, device)?;
         Ok(matrix.rounded(first.rounding))
     }
 }
 
-/// A row as ggml would quantise it.
+/// A row as ggml would quantize it.
 fn blocks_of(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
     let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));
-    if blocks.all(|(block, values)| ggml::quantise(ggml_type, values, block)) {
+    if blocks.all(|(block, values)| ggml::quantize(ggml_type, values, block)) {
         return Ok(bytes);
     }
-    // candle's quantisers of the others are ggml's.
+    // candle's quantizers of the others are ggml's.
     let columns = values.len();
     let row = Tensor::from_vec(values, columns, &Device::Cpu)?;
     Ok(QTensor::quantize(&row, candle_type(ggml_type)?)?.data()?.to_vec())
@@ -212,7 +212,7 @@ fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
         GgmlType::Q5_0 => GgmlDType::Q5_0,
         GgmlType::Q5_1 => GgmlDType::Q5_1,
         GgmlType::Q8_0 => GgmlDType::Q8_0,
-        other => bail!("nothing is quantised to {other}"),
+        other => bail!("nothing is quantized to {other}"),
     })
 }
 

@@ -1,12 +1,12 @@
-// The decode step's products with quantised matrices: as those of `decode.cu`, with `QuantisedStream` in place of `Stream`.
+// The decode step's products with quantized matrices: as those of `decode.cu`, with `QuantizedStream` in place of `Stream`.
 //
 //   x f32 [C]: the residual stream    T: bf16 or f16, the dtype of q, k, v, attention output and h
 //   state u32: [0] position of the token in this step, [1] the token, [2] steps done
-//   shared: as `vector_bytes` of quantised/cuda.rs says
+//   shared: as `vector_bytes` of quantized/cuda.rs says
 #include "activation.cuh"
 #include "decode.cuh"
 #include "pdl.cuh"
-#include "quantised.cuh"
+#include "quantized.cuh"
 #include "routing.cuh"
 
 // Chunks under way for each of two rows, and of one; warps of a block.
@@ -75,7 +75,7 @@ __device__ void decode_qkv(const float* x, const float* norm, const Parts& parts
         part = row < parts.ends[0] ? 0 : row < parts.ends[1] ? 1 : 2;
         return part == 0 ? row : row - parts.ends[part - 1];
     };
-    QuantisedStream<2, DEPTH2, decltype(place)> stream(parts, chunks, qkv.units(), place);
+    QuantizedStream<2, DEPTH2, decltype(place)> stream(parts, chunks, qkv.units(), place);
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(v, x, norm, columns, eps, rounds, scratch);
@@ -98,7 +98,7 @@ __device__ void decode_residual(const float* x, float* out, const T* y, const Pa
     const int chunks = (columns + 31) / 32;
     const Vector v(vector, parts, chunks);
     const auto place = [](int unit, int, int& part) { return part = 0, unit; };
-    QuantisedStream<1, DEPTH1, decltype(place)> stream(parts, chunks, rows, place);
+    QuantizedStream<1, DEPTH1, decltype(place)> stream(parts, chunks, rows, place);
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_vector(v, y, columns, rounds, scratch);
@@ -121,7 +121,7 @@ __device__ void decode_gate_up(const float* x, const float* norm, const Parts& p
     const int chunks = (columns + 31) / 32;
     const Vector v(vector, parts, chunks);
     const auto place = [](int unit, int r, int& part) { return part = r, unit; };
-    QuantisedStream<2, DEPTH2, decltype(place)> stream(parts, chunks, rows, place);
+    QuantizedStream<2, DEPTH2, decltype(place)> stream(parts, chunks, rows, place);
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(v, x, norm, columns, eps, rounds, scratch);
@@ -154,7 +154,7 @@ __device__ void decode_routed_gate_up(const float* x, const float* norm, const P
     const auto place = [=](int unit, int r, int& part) {
         return part = 0, ((int)expert[unit / rows] * 2 + r) * rows + unit % rows;
     };
-    QuantisedStream<2, DEPTH2, decltype(place)> stream(parts, chunks, chosen * rows, place);
+    QuantizedStream<2, DEPTH2, decltype(place)> stream(parts, chunks, chosen * rows, place);
     const float scale = load_normed(v, x, norm, columns, eps, rounds, scratch);
     while (stream.more()) {
         const int unit = stream.unit;
@@ -237,7 +237,7 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     __syncthreads();
     const Chosen which(routing.expert, each, (size_t)rows * each);
     const auto place = [](int unit, int, int& part) { return part = 0, unit; };
-    QuantisedStream<1, DEPTH1, decltype(place), ChosenRows> stream(parts, chunks, rows, place, ChosenRows{which, rows});
+    QuantizedStream<1, DEPTH1, decltype(place), ChosenRows> stream(parts, chunks, rows, place, ChosenRows{which, rows});
     pdl_wait();
     pdl_launch_dependents();
     load_chosen(v, h, routing, which, chosen, columns, rounds, factors);
@@ -259,7 +259,7 @@ __device__ void decode_head(const float* x, const float* norm, const Parts& part
     const int chunks = (columns + 31) / 32;
     const Vector v(vector, parts, chunks);
     const auto place = [=](int unit, int r, int& part) { return part = 0, min(2 * unit + r, vocab - 1); };
-    QuantisedStream<2, DEPTH2, decltype(place)> stream(parts, chunks, (vocab + 1) / 2, place);
+    QuantizedStream<2, DEPTH2, decltype(place)> stream(parts, chunks, (vocab + 1) / 2, place);
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(v, x, norm, columns, eps, rounds, scratch);
@@ -283,7 +283,7 @@ __device__ void decode_head(const float* x, const float* norm, const Parts& part
 // The row of the token in `state`, times factor, to x: what decode_next and decode_sample leave to this kernel. A thread has 8 columns:
 // grid ceil(C / 8 / 256), block 256
 extern "C" __global__ void __launch_bounds__(256)
-    quantised_next(const __grid_constant__ Parts parts, const uint32_t* state, float* x, int columns, float factor) {
+    quantized_next(const __grid_constant__ Parts parts, const uint32_t* state, float* x, int columns, float factor) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     pdl_wait();
     pdl_launch_dependents();
@@ -298,13 +298,13 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 
-KERNEL quantised_head(const float* x, const float* norm, const __grid_constant__ Parts parts, float* logits, Best* best,
+KERNEL quantized_head(const float* x, const float* norm, const __grid_constant__ Parts parts, float* logits, Best* best,
                       int vocab, int columns, float eps, float softcap, int rounding, float by) {
     decode_head(x, norm, parts, logits, best, vocab, columns, eps, softcap, {rounding, by});
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \
-    KERNEL quantised_qkv_##SUFFIX(const float* x, const float* norm, const __grid_constant__ Parts parts,              \
+    KERNEL quantized_qkv_##SUFFIX(const float* x, const float* norm, const __grid_constant__ Parts parts,              \
                                   const float* bias, const float* cos, const float* sin, const uint32_t* state, T* q,  \
                                   T* k, T* v, float* raw, int columns, int heads, int kv_heads, int head_dim,          \
                                   int rotated, int rows, float eps, int rounding, float by) {                          \
@@ -312,21 +312,21 @@ KERNEL quantised_head(const float* x, const float* norm, const __grid_constant__
                       Qkv<T>{bias, cos, sin, q, k, v, raw, heads, kv_heads, head_dim, rotated, rows}, columns, eps,    \
                       {rounding, by});                                                                                 \
     }                                                                                                                  \
-    KERNEL quantised_residual_##SUFFIX(const float* x, float* out, const T* y, const __grid_constant__ Parts parts,    \
+    KERNEL quantized_residual_##SUFFIX(const float* x, float* out, const T* y, const __grid_constant__ Parts parts,    \
                                        const float* bias, int rows, int columns, int rounding, float by) {             \
         decode_residual<T>(x, out, y, parts, bias, rows, columns, {rounding, by});                                     \
     }                                                                                                                  \
-    KERNEL quantised_routed_gate_up_##SUFFIX(const float* x, const float* norm, const __grid_constant__ Parts parts,   \
+    KERNEL quantized_routed_gate_up_##SUFFIX(const float* x, const float* norm, const __grid_constant__ Parts parts,   \
                                              const float* logits, T* h, int experts, int chosen, int rows,             \
                                              int columns, float eps, int rounding, float by) {                         \
         decode_routed_gate_up<T>(x, norm, parts, logits, h, experts, chosen, rows, columns, eps, {rounding, by});      \
     }                                                                                                                  \
-    KERNEL quantised_routed_down_##SUFFIX(float* x, const T* h, const float* logits,                                   \
+    KERNEL quantized_routed_down_##SUFFIX(float* x, const T* h, const float* logits,                                   \
                                           const __grid_constant__ Parts parts, int experts, int chosen, int rows,      \
                                           int columns, int over_all, int rounding, float by) {                         \
         decode_routed_down<T>(x, h, logits, parts, experts, chosen, rows, columns, over_all, {rounding, by});          \
     }                                                                                                                  \
-    KERNEL quantised_gate_up_##SUFFIX(const float* x, const float* norm, const __grid_constant__ Parts parts,          \
+    KERNEL quantized_gate_up_##SUFFIX(const float* x, const float* norm, const __grid_constant__ Parts parts,          \
                                       const float* gate_bias, const float* up_bias, T* h, int rows, int columns,       \
                                       int activation, float eps, int rounding, float by) {                             \
         decode_gate_up<T>(x, norm, parts, gate_bias, up_bias, h, rows, columns, activation, eps, {rounding, by});      \

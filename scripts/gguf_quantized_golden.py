@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/gguf_quantised: tiny models of each family as quantised GGUF files, and what transformers computes.
+"""Makes tests/golden/gguf_quantized: tiny models of each family as quantized GGUF files, and what transformers computes.
 
-    python scripts/gguf_quantised_golden.py [--out tests/golden/gguf_quantised]     # CPU, a minute
+    python scripts/gguf_quantized_golden.py [--out tests/golden/gguf_quantized]     # CPU, a minute
 
 Needs torch, transformers, accelerate, safetensors, numpy and gguf; the versions used are in provenance.json. For each family
 
-    FAMILY.gguf          a model of random weights, with all matrices quantised by the gguf package: Q8_0, Q4_0, Q4_1, Q5_0
+    FAMILY.gguf          a model of random weights, with all matrices quantized by the gguf package: Q8_0, Q4_0, Q4_1, Q5_0
                          and Q5_1 in turn, so that what inferno stacks (q, k and v, or gate and up) is of several types;
                          gpt-oss's experts in MXFP4. Routers, norms and biases are F32, as llama.cpp leaves them.
     FAMILY.safetensors   `ids` I64 [T] and `logits` F32 [T, V]: float32, eager attention, the whole sequence at once, by
@@ -86,8 +86,8 @@ def cases():
     ), A.GPT_OSS  # fmt: skip
 
 
-class Quantiser:
-    """Quantises matrices, each to the next type; knows what they become."""
+class Quantizer:
+    """Quantizes matrices, each to the next type; knows what they become."""
 
     def __init__(self):
         self.types = itertools.cycle(TYPES)
@@ -110,7 +110,7 @@ def permuted(weight, heads):
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-def in_file(family, s, config, arch, weights, quantiser):
+def in_file(family, s, config, arch, weights, quantizer):
     """The file's tensors, (data, type) by their names, and the weights as they are once read."""
     names, values = gguf.get_tensor_name_map(arch, s.L), {}
     tensors, stacks = {}, {}
@@ -133,34 +133,34 @@ def in_file(family, s, config, arch, weights, quantiser):
         if is_float(name, weight):
             tensors[ours], values[name] = (stored.numpy(), None), weight
             continue
-        blocks, made = quantiser(ours, stored)
-        tensors[ours] = (blocks, quantiser.used[ours])
+        blocks, made = quantizer(ours, stored)
+        tensors[ours] = (blocks, quantizer.used[ours])
         if heads:
             made = made.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         values[name] = made.T.contiguous() if turned else made
     for layer in range(s.L):
         of_layer = {name: weight for name, weight in stacks.items() if f"layers.{layer}." in name}
         if family == "gpt_oss":
-            gpt_oss_experts(layer, of_layer, tensors, values, quantiser)
+            gpt_oss_experts(layer, of_layer, tensors, values, quantizer)
         else:
-            routed_experts(s, layer, of_layer, tensors, values, quantiser)
+            routed_experts(s, layer, of_layer, tensors, values, quantizer)
     return tensors, values
 
 
-def routed_experts(s, layer, weights, tensors, values, quantiser):
+def routed_experts(s, layer, weights, tensors, values, quantizer):
     for part, spellings in (("gate", ("w1", "gate_proj")), ("up", ("w3", "up_proj")), ("down", ("w2", "down_proj"))):
         names = sorted((name for name in weights if name.split(".")[-2] in spellings), key=lambda name: int(name.split(".")[-3]))
         if not names:
             continue
         ours = f"blk.{layer}.ffn_{part}_exps.weight"
         # In the first layer gate and up can be kept as one matrix, in the second they cannot.
-        kind = quantiser.used[f"blk.{layer}.ffn_gate_exps.weight"] if (part, layer) == ("up", 0) else None
-        blocks, made = quantiser(ours, torch.stack([weights[name] for name in names]), kind)
-        tensors[ours] = (blocks, quantiser.used[ours])
+        kind = quantizer.used[f"blk.{layer}.ffn_gate_exps.weight"] if (part, layer) == ("up", 0) else None
+        blocks, made = quantizer(ours, torch.stack([weights[name] for name in names]), kind)
+        tensors[ours] = (blocks, quantizer.used[ours])
         values |= {name: made[expert].contiguous() for expert, name in enumerate(names)}
 
 
-def gpt_oss_experts(layer, weights, tensors, values, quantiser):
+def gpt_oss_experts(layer, weights, tensors, values, quantizer):
     """[E, C, 2F] with gate and up in turn, and [E, F, C], as transformers keeps them; rows the other way round in files."""
     for name, weight in weights.items():
         place = name.split(".")[-1]
@@ -173,7 +173,7 @@ def gpt_oss_experts(layer, weights, tensors, values, quantiser):
             if is_bias:
                 tensors[ours], made[:, here] = (rows[:, here].contiguous().numpy(), None), rows[:, here]
                 continue
-            blocks, made[:, here] = quantiser(ours, rows[:, here].contiguous(), T.MXFP4)
+            blocks, made[:, here] = quantizer(ours, rows[:, here].contiguous(), T.MXFP4)
             tensors[ours] = (blocks, T.MXFP4)
         values[name] = made if is_bias else made.transpose(1, 2).contiguous()
 
@@ -238,8 +238,8 @@ def logits_of(model, ids):
 def make_case(out, number, family, s, config, arch):
     g = torch.Generator().manual_seed(SEED + number)
     weights = make.make_weights(s, config, torch.float32, g)
-    quantiser = Quantiser()
-    tensors, values = in_file(family, s, config, arch, weights, quantiser)
+    quantizer = Quantizer()
+    tensors, values = in_file(family, s, config, arch, weights, quantizer)
     path = out / f"{family}.gguf"
     write(path, family, s, config, arch, tensors)
     ids = torch.randint(0, s.V, (s.T,), generator=g)
@@ -255,18 +255,18 @@ def make_case(out, number, family, s, config, arch):
             read["read_by_transformers"] = make.relative(logits_of(model, ids), logits[0])
             assert read["read_by_transformers"] < 1e-5, f"{family}: {read}"
     moved = make.relative(logits[1], logits[0])
-    assert moved > 5e-3, f"{family}: quantising moves the logits by {moved}"
+    assert moved > 5e-3, f"{family}: quantizing moves the logits by {moved}"
     metadata = {**make.VERSIONS, "gguf": version("gguf"), "seed": str(SEED), "compute": "float32, eager attention, cpu, no cache"}
     make.write_safetensors({"ids": ids, "logits": logits[0]}, out / f"{family}.safetensors", metadata)
-    types = sorted({kind.name for kind in quantiser.used.values()})
-    facts = {"sizes": vars(s), "types": types, "unquantised_relative_error": moved, **read}
+    types = sorted({kind.name for kind in quantizer.used.values()})
+    facts = {"sizes": vars(s), "types": types, "unquantized_relative_error": moved, **read}
     print(family, path.stat().st_size, facts, flush=True)
     return facts
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=GOLDEN / "gguf_quantised")
+    parser.add_argument("--out", type=Path, default=GOLDEN / "gguf_quantized")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)

@@ -1,12 +1,12 @@
-//! Matrices that stay quantised: their layout against the blocks that they are made of, products against those of the
-//! dequantised matrix, and on a GPU every kernel against the same on a CPU.
+//! Matrices that stay quantized: their layout against the blocks that they are made of, products against those of the
+//! dequantized matrix, and on a GPU every kernel against the same on a CPU.
 
 use candle_core::{DType, Device, Tensor};
 use inferno::device::{self, DeviceChoice};
 use inferno::kernels::experts::{ExpertWeights, expert_matmul};
-use inferno::kernels::quantised::{Format, QuantisedMatrix, Rounding, from_e4m3, to_e4m3};
+use inferno::kernels::quantized::{Format, QuantizedMatrix, Rounding, from_e4m3, to_e4m3};
 use inferno::weights::ggml::GgmlType;
-use inferno::weights::quantised::{Quantise, Rows};
+use inferno::weights::quantized::{Quantize, Rows};
 
 use crate::support::{relative_error, values};
 
@@ -61,7 +61,7 @@ fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
 }
 
 /// A matrix of random blocks, and its values by the blocks' own arithmetic.
-fn of_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device) -> (QuantisedMatrix, Vec<f32>) {
+fn of_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device) -> (QuantizedMatrix, Vec<f32>) {
     let bytes = blocks(ggml_type, rows * columns / ggml_type.block_length());
     let row_bytes = bytes.len() / rows;
     let made = Rows::of_blocks(ggml_type, rows, columns, |row| &bytes[row * row_bytes..][..row_bytes]).unwrap();
@@ -71,19 +71,19 @@ fn of_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device) 
     (matrix, values)
 }
 
-fn of_floats(quantise: Quantise, values: &[f32], columns: usize, device: &Device) -> QuantisedMatrix {
+fn of_floats(quantize: Quantize, values: &[f32], columns: usize, device: &Device) -> QuantizedMatrix {
     let row = |row: usize, to: &mut [f32]| {
         to.copy_from_slice(&values[row * columns..][..columns]);
         Ok(())
     };
-    Rows::build(&[&Rows::of_floats(quantise, values.len() / columns, columns, row).unwrap()], device).unwrap()
+    Rows::build(&[&Rows::of_floats(quantize, values.len() / columns, columns, row).unwrap()], device).unwrap()
 }
 
 /// One matrix of each format.
-fn of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<QuantisedMatrix> {
+fn of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<QuantizedMatrix> {
     let mut matrices: Vec<_> = BLOCKS.iter().map(|of| of_blocks(*of, rows, columns, device).0).collect();
     let values = floats(rows * columns, 7);
-    matrices.extend([Quantise::Int8, Quantise::Fp8].map(|quantise| of_floats(quantise, &values, columns, device)));
+    matrices.extend([Quantize::Int8, Quantize::Fp8].map(|quantize| of_floats(quantize, &values, columns, device)));
     assert_eq!(matrices.iter().map(|matrix| matrix.format).collect::<Vec<_>>(), Format::ALL);
     matrices
 }
@@ -92,7 +92,7 @@ fn of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<Quantised
 fn values_are_those_of_the_blocks_bit_by_bit() {
     for of in BLOCKS {
         let (matrix, want) = of_blocks(of, 3, 512, &Device::Cpu);
-        let got = values(&matrix.dequantise(DType::F32).unwrap());
+        let got = values(&matrix.dequantize(DType::F32).unwrap());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&got), bits(&want), "{of}");
         // No more than in the file but for scales of 12 bytes, which become 16.
@@ -106,13 +106,13 @@ fn products_and_rows_are_those_of_the_values() {
     let x = Tensor::from_vec(floats(5 * 512, 3), (5, 512), &Device::Cpu).unwrap();
     let ids = Tensor::new(&[2u32, 0, 6], &Device::Cpu).unwrap();
     for matrix in of_each_format(7, 512, &Device::Cpu) {
-        let dense = matrix.dequantise(DType::F32).unwrap();
+        let dense = matrix.dequantize(DType::F32).unwrap();
         let want = x.matmul(&dense.t().unwrap()).unwrap();
         let error = relative_error(&values(&matrix.matmul(&x).unwrap()), &values(&want));
         assert!(error < 1e-6, "{:?}: off by {error:e}", matrix.format);
         let want = (dense.index_select(&ids, 0).unwrap() * 3.0).unwrap();
         assert_eq!(values(&matrix.embed(&ids, 3.0).unwrap()), values(&want), "{:?}", matrix.format);
-        let part = matrix.rows(2, 4).unwrap().dequantise(DType::F32).unwrap();
+        let part = matrix.rows(2, 4).unwrap().dequantize(DType::F32).unwrap();
         assert_eq!(values(&part), values(&dense.narrow(0, 2, 4).unwrap()), "{:?}", matrix.format);
     }
 }
@@ -126,12 +126,12 @@ fn several_matrices_stand_one_below_the_other() {
     };
     let whole = Rows::build(&[&of(0, 10)], &Device::Cpu).unwrap();
     let parts = Rows::build(&[&of(0, 3), &of(3, 1), &of(4, 6)], &Device::Cpu).unwrap();
-    let all = |matrix: &QuantisedMatrix| values(&matrix.dequantise(DType::F32).unwrap());
+    let all = |matrix: &QuantizedMatrix| values(&matrix.dequantize(DType::F32).unwrap());
     assert_eq!(all(&whole), all(&parts));
 }
 
 #[test]
-fn quantised_floats_are_near_to_what_they_were() {
+fn quantized_floats_are_near_to_what_they_were() {
     let (rows, columns) = (4, 512);
     let original = floats(rows * columns, 11);
     // The largest error of a value, in parts of its row's largest magnitude, here about 2: half a step, or a whole one where
@@ -151,32 +151,32 @@ fn quantised_floats_are_near_to_what_they_were() {
         ("q3_k", 1.0 / 3.0),
         ("q2_k", 1.0 / 2.0),
     ] {
-        let quantise: Quantise = name.parse().unwrap();
-        assert_eq!(quantise.to_string(), name);
-        let matrix = of_floats(quantise, &original, columns, &Device::Cpu);
-        let got = values(&matrix.dequantise(DType::F32).unwrap());
+        let quantize: Quantize = name.parse().unwrap();
+        assert_eq!(quantize.to_string(), name);
+        let matrix = of_floats(quantize, &original, columns, &Device::Cpu);
+        let got = values(&matrix.dequantize(DType::F32).unwrap());
         let worst = got.iter().zip(&original).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         // And the rounding of the scale itself to f16.
-        assert!(worst / 2.0 <= most * 1.1, "{quantise}: off by {worst}");
-        assert!(worst > 0.0, "{quantise} changes nothing");
+        assert!(worst / 2.0 <= most * 1.1, "{quantize}: off by {worst}");
+        assert!(worst > 0.0, "{quantize} changes nothing");
     }
     // Rows that are no whole blocks.
-    let format = |name: &str, columns| name.parse::<Quantise>().unwrap().format(columns);
+    let format = |name: &str, columns| name.parse::<Quantize>().unwrap().format(columns);
     assert_eq!(format("q4_k", 320), Some(Format::Q5_0));
     assert_eq!(format("q2_k", 320), Some(Format::Q4_0));
     assert_eq!(format("q6_k", 320), Some(Format::Q8_0));
     assert_eq!(format("q8_0", 100), None);
     assert_eq!(format("int8", 100), Some(Format::Int8));
-    assert!("q9".parse::<Quantise>().unwrap_err().contains("q8_0, q6_k"));
+    assert!("q9".parse::<Quantize>().unwrap_err().contains("q8_0, q6_k"));
 }
 
 /// Blocks without a range, or with one that no scale can be found for.
 #[test]
-fn rows_of_nothing_are_quantised_to_nothing() {
+fn rows_of_nothing_are_quantized_to_nothing() {
     for format in ["q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "q5_1", "q5_0", "q4_1", "q4_0", "fp8", "int8"] {
         for value in [0.0, -0.0, 1e-40, -3e-20, 1.0, -1.0] {
             let matrix = of_floats(format.parse().unwrap(), &[value; 512], 512, &Device::Cpu);
-            let got = values(&matrix.dequantise(DType::F32).unwrap());
+            let got = values(&matrix.dequantize(DType::F32).unwrap());
             let worst = got.iter().map(|got| (got - value).abs()).fold(0.0, |a: f32, b| if b > a { b } else { a });
             assert!(got.iter().all(|got| got.is_finite()), "{format} makes {got:?} of {value:e}");
             assert!(worst <= value.abs() / 15.0 + 1e-15, "{format} makes {} of {value:e}", got[0]);
@@ -206,9 +206,9 @@ fn e4m3_is_rounded_to_the_nearest() {
 
 #[test]
 fn inputs_are_rounded_as_the_model_asks() {
-    let weight = of_floats(Quantise::Int8, &floats(3 * 64, 1), 64, &Device::Cpu);
+    let weight = of_floats(Quantize::Int8, &floats(3 * 64, 1), 64, &Device::Cpu);
     let x = floats(2 * 64, 2);
-    let product = |matrix: &QuantisedMatrix, x: &[f32]| {
+    let product = |matrix: &QuantizedMatrix, x: &[f32]| {
         values(&matrix.matmul(&Tensor::from_slice(x, (2, 64), &Device::Cpu).unwrap()).unwrap())
     };
     let by_hand = |round: &dyn Fn(f32, f32) -> f32| {
@@ -233,11 +233,11 @@ fn experts_are_those_that_were_chosen() {
     let (experts, rows, columns) = (5, 3, 512);
     let ids = Tensor::new(&[[4u32, 0], [2, 4], [1, 1]], &Device::Cpu).unwrap();
     for matrix in of_each_format(experts * rows, columns, &Device::Cpu) {
-        let dense = matrix.dequantise(DType::F32).unwrap().reshape((experts, rows, columns)).unwrap();
+        let dense = matrix.dequantize(DType::F32).unwrap().reshape((experts, rows, columns)).unwrap();
         for shape in [vec![3, columns], vec![3, 2, columns]] {
             let x = Tensor::from_vec(floats(shape.iter().product(), 4), shape, &Device::Cpu).unwrap();
             let product = |weights| values(&expert_matmul(&x, &weights, None, &ids).unwrap());
-            let got = product(ExpertWeights::Quantised(matrix.clone(), experts));
+            let got = product(ExpertWeights::Quantized(matrix.clone(), experts));
             let error = relative_error(&got, &product(ExpertWeights::Dense(dense.clone())));
             assert!(error < 5e-6, "{:?}: off by {error:e}", matrix.format);
         }
@@ -261,18 +261,18 @@ fn kernels_agree_with_the_cpu_at_the_edges() {
         Err(error) => return println!("not tested: {error}"),
     };
     for columns in [36, 100] {
-        for quantise in [Quantise::Int8, Quantise::Fp8] {
+        for quantize in [Quantize::Int8, Quantize::Fp8] {
             let values_of = floats(48 * columns, 7);
-            let [cpu, there] = [&Device::Cpu, &gpu].map(|device| of_floats(quantise, &values_of, columns, device));
+            let [cpu, there] = [&Device::Cpu, &gpu].map(|device| of_floats(quantize, &values_of, columns, device));
             for (tokens, rounding) in
                 [1, 3, 40].into_iter().flat_map(|t| roundings(cpu.format).into_iter().map(move |r| (t, r)))
             {
                 let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
                 let x = x.to_dtype(DType::F16).unwrap();
-                let product = |matrix: &QuantisedMatrix, x: &Tensor| {
+                let product = |matrix: &QuantizedMatrix, x: &Tensor| {
                     values(&matrix.clone().rounded(rounding).matmul(&x.to_device(matrix.device()).unwrap()).unwrap())
                 };
-                let what = format!("{quantise:?}, {tokens} tokens of {columns}, {rounding:?}");
+                let what = format!("{quantize:?}, {tokens} tokens of {columns}, {rounding:?}");
                 let error = relative_error(&product(&there, &x), &product(&cpu, &x));
                 assert!(error < 3e-3, "{what}: off by {error:e}");
                 let mut broken = values(&x);
@@ -309,7 +309,7 @@ fn kernels_agree_with_the_cpu() {
                 let x = x.unwrap().to_dtype(DType::F16).unwrap();
                 for rounding in roundings(format) {
                     let experts =
-                        |matrix: &QuantisedMatrix| ExpertWeights::Quantised(matrix.clone().rounded(rounding), 29);
+                        |matrix: &QuantizedMatrix| ExpertWeights::Quantized(matrix.clone().rounded(rounding), 29);
                     let want = expert_matmul(&x, &experts(cpu), None, &ids).unwrap();
                     let (x, ids) = (x.to_device(&gpu).unwrap(), ids.to_device(&gpu).unwrap());
                     let got = expert_matmul(&x, &experts(&there), None, &ids).unwrap();
@@ -318,8 +318,8 @@ fn kernels_agree_with_the_cpu() {
                     assert!(error < 2e-3, "{what}: off by {error:e}");
                 }
             }
-            let want = values(&cpu.dequantise(DType::F32).unwrap());
-            assert_eq!(values(&there.dequantise(DType::F32).unwrap()), want, "{format:?}");
+            let want = values(&cpu.dequantize(DType::F32).unwrap());
+            assert_eq!(values(&there.dequantize(DType::F32).unwrap()), want, "{format:?}");
             let got = there.embed(&ids.to_device(&gpu).unwrap(), 0.5).unwrap();
             assert_eq!(values(&got), values(&cpu.embed(&ids, 0.5).unwrap()), "rows of {format:?}");
             for (dtype, tolerance) in [(DType::F32, 1e-5), (DType::BF16, 4e-3), (DType::F16, 1e-3)] {

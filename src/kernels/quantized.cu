@@ -1,11 +1,11 @@
-// Quantised matrices outside of the decode graph: products with few tokens, values for products with many, rows as an
+// Quantized matrices outside of the decode graph: products with few tokens, values for products with many, rows as an
 // embedding.
-#include "quantised.cuh"
+#include "quantized.cuh"
 
 // y[t] = W·x[t]: grid (blocks, T), block 32·WARPS; units of two rows go round the warps.
 //   x T [T, C]; y S [T, stride], of which this fills `rows` columns from its address on
 //   ids u32 [T] or null: the expert, of `rows` rows, whose product y[t] is; then x has a row for each `per_x` of them
-//   shared: as `vector_bytes` of quantised/cuda.rs says
+//   shared: as `vector_bytes` of quantized/cuda.rs says
 constexpr int WARPS = 16;
 template <typename T, typename S>
 __device__ void matvec(const T* x, const Parts& parts, const uint32_t* ids, S* y, int rows, int columns, int stride,
@@ -16,7 +16,7 @@ __device__ void matvec(const T* x, const Parts& parts, const uint32_t* ids, S* y
     const Vector v(vector, parts, chunks);
     const int first = ids ? ids[blockIdx.y] * rows : 0;
     const auto place = [=](int unit, int r, int& part) { return part = 0, first + min(2 * unit + r, rows - 1); };
-    QuantisedStream<2, 2, decltype(place)> stream(parts, chunks, (rows + 1) / 2, place);
+    QuantizedStream<2, 2, decltype(place)> stream(parts, chunks, (rows + 1) / 2, place);
     x += (size_t)(blockIdx.y / per_x) * columns, y += (size_t)blockIdx.y * stride;
     const auto one = [=](int i) { return i < columns ? to_float(x[i]) : 0.0f; };
     const auto at = [=](int i) { return make_float4(one(4 * i), one(4 * i + 1), one(4 * i + 2), one(4 * i + 3)); };
@@ -56,7 +56,7 @@ template <typename T> __device__ __forceinline__ void store(T* row, int i, int c
 }
 
 // All values, a thread for 8 columns: grid ceil(rows · ceil(C / 8) / 256), block 256. out T [rows, C]
-template <typename T> __device__ void dequantise(const Parts& parts, T* out, int rows, int columns) {
+template <typename T> __device__ void dequantize(const Parts& parts, T* out, int rows, int columns) {
     const int eights = (columns + 7) / 8, chunks = (columns + 31) / 32;
     const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= (long long)rows * eights) return;
@@ -69,7 +69,7 @@ template <typename T> __device__ void dequantise(const Parts& parts, T* out, int
 
 // Rows for ids u32 [T], times `factor`: grid T, block 256. out f32 [T, C]
 extern "C" __global__ void __launch_bounds__(256)
-    quantised_embed(const __grid_constant__ Parts parts, const uint32_t* ids, float* out, int columns, float factor) {
+    quantized_embed(const __grid_constant__ Parts parts, const uint32_t* ids, float* out, int columns, float factor) {
     const int eights = (columns + 7) / 8, chunks = (columns + 31) / 32;
     with_format(parts.part[0].format, [&](auto format) {
         for (int i = threadIdx.x; i < eights; i += blockDim.x) {
@@ -127,18 +127,18 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)                                                        \
-        quantised_matvec_##SUFFIX(const T* x, const __grid_constant__ Parts parts, float* y, int rows, int columns,    \
+        quantized_matvec_##SUFFIX(const T* x, const __grid_constant__ Parts parts, float* y, int rows, int columns,    \
                                   int stride, int rounding, float by) {                                                \
         matvec<T, float>(x, parts, nullptr, y, rows, columns, stride, 1, rounding, by);                                \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)                                                        \
-        quantised_experts_##SUFFIX(const T* x, const __grid_constant__ Parts parts, const uint32_t* ids, T* y,         \
+        quantized_experts_##SUFFIX(const T* x, const __grid_constant__ Parts parts, const uint32_t* ids, T* y,         \
                                    int rows, int columns, int per_x, int rounding, float by) {                         \
         matvec<T, T>(x, parts, ids, y, rows, columns, rows, per_x, rounding, by);                                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
-        dequantise_##SUFFIX(const __grid_constant__ Parts parts, T* out, int rows, int columns) {                      \
-        dequantise<T>(parts, out, rows, columns);                                                                      \
+        dequantize_##SUFFIX(const __grid_constant__ Parts parts, T* out, int rows, int columns) {                      \
+        dequantize<T>(parts, out, rows, columns);                                                                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         round_rows_##SUFFIX(const T* x, uint8_t* q, float* scales, int columns, int padded, int rounding, float by) {  \

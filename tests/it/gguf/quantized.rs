@@ -1,5 +1,5 @@
-//! Files that the gguf package quantised, of each family, against what transformers computes from the values that their
-//! blocks stand for (`scripts/gguf_quantised_golden.py`).
+//! Files that the gguf package quantized, of each family, against what transformers computes from the values that their
+//! blocks stand for (`scripts/gguf_quantized_golden.py`).
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;
@@ -22,7 +22,7 @@ fn logits_agree_with_transformers_and_weights_stay_as_they_are() {
 }
 
 fn check(family: &str, device: &Device, dtype: DType) {
-    let path = golden("gguf_quantised").join(format!("{family}.gguf"));
+    let path = golden("gguf_quantized").join(format!("{family}.gguf"));
     let expected = safetensors::load(path.with_extension("safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = expected["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let checkpoint = Checkpoint::open(&path).unwrap();

@@ -1,4 +1,4 @@
-//! Matrices whose weights stay quantised in memory: products with them, their rows as an embedding, their values.
+//! Matrices whose weights stay quantized in memory: products with them, their rows as an embedding, their values.
 //!
 //! All formats share one layout, made for a warp that reads 32 columns a lane. For every row the bits of its elements lie
 //! in **planes**, each in the order of the columns, so that every load is aligned:
@@ -36,7 +36,7 @@ pub const CHUNK: usize = 32;
 /// Columns that share a super-scale.
 pub const SUPER: usize = 256;
 
-/// How q becomes a value. The numbers are the kernels' (`quantised.cuh`).
+/// How q becomes a value. The numbers are the kernels' (`quantized.cuh`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Format {
@@ -137,14 +137,14 @@ pub enum Rounding {
 
 /// A matrix \[R, C\]. Each plane is U8 \[R, bytes of a row\] or absent.
 #[derive(Clone, Debug)]
-pub struct QuantisedMatrix {
+pub struct QuantizedMatrix {
     pub format: Format,
     columns: usize,
     planes: [Option<Tensor>; 4],
     pub rounding: Rounding,
 }
 
-impl QuantisedMatrix {
+impl QuantizedMatrix {
     /// `planes` hold the rows one after the other; they go to `device`.
     pub fn new(format: Format, columns: usize, planes: [Vec<u8>; 4], device: &Device) -> Result<Self> {
         let row_bytes = format.row_bytes(columns);
@@ -206,7 +206,7 @@ impl QuantisedMatrix {
     }
 
     /// The values in a float dtype, \[R, C\].
-    pub fn dequantise(&self, dtype: DType) -> Result<Tensor> {
+    pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
         let (rows, columns) = self.dims();
         match self.device() {
             Device::Cpu => {
@@ -218,9 +218,9 @@ impl QuantisedMatrix {
                 Tensor::from_vec(values, (rows, columns), &Device::Cpu)?.to_dtype(dtype)
             }
             #[cfg(feature = "cuda")]
-            Device::Cuda(device) => cuda::dequantise(device, self, dtype),
+            Device::Cuda(device) => cuda::dequantize(device, self, dtype),
             #[allow(unreachable_patterns)]
-            _ => super::unsupported("dequantise", self.low()),
+            _ => super::unsupported("dequantize", self.low()),
         }
     }
 
@@ -253,7 +253,7 @@ impl QuantisedMatrix {
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => cuda::matmul(device, std::slice::from_ref(self), x),
             #[allow(unreachable_patterns)]
-            _ => super::unsupported("a product with a quantised matrix", x),
+            _ => super::unsupported("a product with a quantized matrix", x),
         }
     }
 
@@ -295,13 +295,13 @@ impl QuantisedMatrix {
     }
 }
 
-/// What a layer multiplies by: floats, or quantised matrices, or both, one below the other and equally wide.
+/// What a layer multiplies by: floats, or quantized matrices, or both, one below the other and equally wide.
 #[derive(Clone, Debug)]
 pub enum Matrix {
     /// `[R, C]`
     Dense(Tensor),
     /// Parts whose input is rounded in one way.
-    Quantised(Vec<QuantisedMatrix>),
+    Quantized(Vec<QuantizedMatrix>),
     /// Unlike parts.
     Mixed(Vec<Matrix>),
 }
@@ -311,7 +311,7 @@ impl Matrix {
     pub fn dims(&self) -> (usize, usize) {
         match self {
             Self::Dense(weight) => (weight.dims()[0], weight.dims()[1]),
-            Self::Quantised(parts) => (parts.iter().map(|part| part.dims().0).sum(), parts[0].dims().1),
+            Self::Quantized(parts) => (parts.iter().map(|part| part.dims().0).sum(), parts[0].dims().1),
             Self::Mixed(parts) => (parts.iter().map(|part| part.dims().0).sum(), parts[0].dims().1),
         }
     }
@@ -319,7 +319,7 @@ impl Matrix {
     pub fn device(&self) -> &Device {
         match self {
             Self::Dense(weight) => weight.device(),
-            Self::Quantised(parts) => parts[0].device(),
+            Self::Quantized(parts) => parts[0].device(),
             Self::Mixed(parts) => parts[0].device(),
         }
     }
@@ -327,15 +327,15 @@ impl Matrix {
     pub fn bytes(&self) -> u64 {
         match self {
             Self::Dense(weight) => super::bytes(weight),
-            Self::Quantised(parts) => parts.iter().map(QuantisedMatrix::bytes).sum(),
+            Self::Quantized(parts) => parts.iter().map(QuantizedMatrix::bytes).sum(),
             Self::Mixed(parts) => parts.iter().map(Matrix::bytes).sum(),
         }
     }
 
-    /// How it is quantised; none for floats, and for what is in several formats.
+    /// How it is quantized; none for floats, and for what is in several formats.
     pub fn format(&self) -> Option<Format> {
         match self {
-            Self::Quantised(parts) => Some(parts[0].format).filter(|one| parts.iter().all(|part| part.format == *one)),
+            Self::Quantized(parts) => Some(parts[0].format).filter(|one| parts.iter().all(|part| part.format == *one)),
             _ => None,
         }
     }
@@ -343,7 +343,7 @@ impl Matrix {
     /// How the input of a product with it is rounded; none for floats, and where parts ask for different things.
     pub fn rounding(&self) -> Option<Rounding> {
         match self {
-            Self::Quantised(parts) => {
+            Self::Quantized(parts) => {
                 Some(parts[0].rounding).filter(|one| parts.iter().all(|part| part.rounding == *one))
             }
             _ => None,
@@ -354,7 +354,7 @@ impl Matrix {
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         Ok(match self {
             Self::Dense(weight) => Self::Dense(weight.narrow(0, first, rows)?),
-            Self::Quantised(parts) if parts.len() == 1 => Self::Quantised(vec![parts[0].rows(first, rows)?]),
+            Self::Quantized(parts) if parts.len() == 1 => Self::Quantized(vec![parts[0].rows(first, rows)?]),
             _ => bail!("rows of a matrix in several parts"),
         })
     }
@@ -363,7 +363,7 @@ impl Matrix {
     pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Dense(weight) => matmul_f32(x, weight),
-            Self::Quantised(parts) => match self.device() {
+            Self::Quantized(parts) => match self.device() {
                 #[cfg(feature = "cuda")]
                 Device::Cuda(device) => cuda::matmul(device, parts, x),
                 _ => {
@@ -379,7 +379,7 @@ impl Matrix {
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
         match self {
             Self::Dense(table) => super::rows::embed(table, ids, scale),
-            Self::Quantised(parts) if parts.len() == 1 => parts[0].embed(ids, scale),
+            Self::Quantized(parts) if parts.len() == 1 => parts[0].embed(ids, scale),
             _ => bail!("an embedding in several parts"),
         }
     }
