@@ -13,7 +13,7 @@ use inferno::SamplingParams;
 use inferno::chat::{Message, ReasoningEffort, RenderOptions};
 use inferno::engine::Language;
 use inferno::engine::sampler::Sampler;
-use inferno::kernels::experts::{self, BLOCK, ExpertWeights};
+use inferno::kernels::moe::experts::{self, BLOCK, ExpertWeights};
 use inferno::tokenizer::{Controls, TextStream};
 
 /// Of gpt-oss.

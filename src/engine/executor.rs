@@ -10,12 +10,12 @@ use candle_core::{DType, Device, Tensor};
 
 use super::bench::KernelTime;
 use crate::kernels::attention::{HEAD_DIMS, Sight, flash};
-use crate::kernels::chain::{Arguments, Chain, Graph, Mailbox, Shape, is_idle};
+use crate::kernels::decode::sample::{self, Draw, DrawBuffers};
 use crate::kernels::decode::{self, After, Buffers, Embedding, ExpertBuffers, Norm, Projection, Qkv};
-use crate::kernels::experts::ExpertWeights;
+use crate::kernels::launch::chain::{Arguments, Chain, Graph, Mailbox, Shape, is_idle};
+use crate::kernels::moe::experts::ExpertWeights;
 use crate::kernels::quantized::Matrix;
 use crate::kernels::rows::copy_rows;
-use crate::kernels::sample::{self, Draw, DrawBuffers};
 use crate::nn::attention::Attention;
 use crate::nn::decoder::{Decoder, Layer};
 use crate::nn::kv_cache::{KvCache, LayerCache};

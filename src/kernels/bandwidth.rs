@@ -33,7 +33,7 @@ mod with_cuda {
     use candle_core::{DType, Device, Tensor};
 
     use super::Bandwidth;
-    use crate::kernels::cuda::{Arg, address, launch, module};
+    use crate::kernels::launch::cuda::{Arg, address, launch, module};
 
     const ROUNDS: usize = 10;
     const BLOCK: usize = 512;

@@ -1,4 +1,4 @@
-//! Compiles every `.cu` beside this file into one fat binary (machine code for the built architecture, PTX for later
+//! Compiles every `.cu` in this folder and its subfolders into one fat binary (machine code for the built architecture, PTX for later
 //! ones), so that nothing is compiled by the driver at start-up. Does nothing without the feature `cuda`.
 //!
 //! nvcc: $NVCC, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin. Architecture: $CUDA_COMPUTE_CAP (such as 90),
@@ -10,24 +10,6 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-
-const KERNELS: &[&str] = &[
-    "attention",
-    "bandwidth",
-    "decode",
-    "decode_quantized",
-    "experts",
-    "experts_gemm",
-    "flash_attention",
-    "grouped_gemm",
-    "norm",
-    "quantized",
-    "rope",
-    "rows",
-    "sample",
-    "swiglu",
-    "topk",
-];
 
 /// In the order of `hub::demo`.
 const DEMO: [&str; 6] = [
@@ -55,21 +37,21 @@ fn main() {
     println!("cargo::rustc-env=INFERNO_COMPUTE_CAP={capability}");
     println!("cargo::rustc-env=INFERNO_CUDA_MAJOR={}", major_version(&nvcc));
     // A new commit runs this script again, mostly with the same kernels.
-    let (stamp, inputs) = (out.join("inputs"), inputs(&nvcc, &capability));
+    let sources = sources();
+    let (stamp, inputs) = (out.join("inputs"), inputs(&nvcc, &capability, &sources));
     if std::fs::read(&stamp).is_ok_and(|of_last_run| of_last_run == inputs) {
         return;
     }
-    let children: Vec<_> = KERNELS
-        .iter()
-        .map(|name| {
-            let source = Path::new("src/kernels").join(format!("{name}.cu"));
-            let target = out.join(format!("{name}.fatbin"));
+    let sources = sources.iter().filter(|path| path.extension().is_some_and(|extension| extension == "cu"));
+    let children: Vec<_> = sources
+        .map(|source| {
+            let name = source.file_stem().and_then(|name| name.to_str()).expect("a kernel file has a plain name");
             let child = Command::new(&nvcc)
                 .args(["-fatbin", "-O3", "-std=c++17", "-lineinfo", "-Isrc/kernels"])
                 .args(targets(name, &capability))
                 .arg("-o")
-                .arg(target)
-                .arg(&source)
+                .arg(out.join(format!("{name}.fatbin")))
+                .arg(source)
                 .spawn();
             (name, child)
         })
@@ -96,17 +78,35 @@ fn targets(name: &str, capability: &str) -> Vec<String> {
     vec![format!("-gencode=arch=compute_{capability},code=[compute_{capability},sm_{capability}]")]
 }
 
+/// The CUDA sources under `src/kernels`, in a fixed order. Two kernel files of one name are an error: a fat binary is
+/// called like its source.
+fn sources() -> Vec<PathBuf> {
+    let mut folders = vec![PathBuf::from("src/kernels")];
+    let mut sources = Vec::new();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).expect("src/kernels can be read").flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "cu" || extension == "cuh") {
+                sources.push(path);
+            }
+        }
+    }
+    sources.sort();
+    let mut names = std::collections::HashSet::new();
+    for source in &sources {
+        assert!(names.insert(source.file_name()), "two CUDA files are called {}", source.display());
+    }
+    sources
+}
+
 /// All that the fat binaries are made from.
-fn inputs(nvcc: &Path, capability: &str) -> Vec<u8> {
-    let entries = std::fs::read_dir("src/kernels").expect("src/kernels can be read").flatten();
-    let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
-    files.retain(|path| {
-        let extension = path.extension().and_then(|extension| extension.to_str());
-        matches!(extension, Some("cu" | "cuh")) || path.ends_with("build.rs")
-    });
-    files.sort();
+fn inputs(nvcc: &Path, capability: &str, sources: &[PathBuf]) -> Vec<u8> {
     let mut inputs = format!("{} {capability}\n", nvcc.display()).into_bytes();
-    inputs.extend(files.iter().flat_map(|path| std::fs::read(path).unwrap_or_default()));
+    for path in sources.iter().map(PathBuf::as_path).chain([Path::new("src/kernels/build.rs")]) {
+        inputs.extend(std::fs::read(path).unwrap_or_default());
+    }
     inputs
 }
 

@@ -1,35 +1,23 @@
 //! The operations that inferno brings itself. Most are twins: `x.rs` has the public op (checked shapes and dtypes), the
 //! launch, and `reference`, the same in plain Rust on f32; `x.cu` has the CUDA kernel. On a CPU the op runs its reference.
 //!
-//! What is for a GPU alone is judged by the twins: `expert_mlp`, and `decode`, the fused kernels of a decode step, which a
-//! `chain` records. `cuda` launches kernels, `upload` is the way of weights to a device, `bandwidth` only measures,
+//! What is for a GPU alone is judged by the twins: `moe::expert_mlp`, and `decode`, the fused kernels of a decode step, which a
+//! chain records. `launch` launches kernels, `upload` is the way of weights to a device, `bandwidth` only measures,
 //! `selftest` runs the twins against each other on whatever card there is.
 
 pub mod attention;
 pub mod bandwidth;
 #[cfg(feature = "cuda")]
-pub mod chain;
-#[cfg(feature = "cuda")]
-pub mod cuda;
-#[cfg(feature = "cuda")]
 pub mod decode;
 #[cfg(feature = "cuda")]
-pub mod expert_mlp;
-pub mod experts;
-#[cfg(feature = "flash-attn")]
-mod flash_attn;
+pub mod launch;
 pub mod matmul;
-#[cfg(feature = "cuda")]
-mod matmul_lt;
+pub mod moe;
 pub mod norm;
 pub mod quantized;
-pub mod rope;
 pub mod rows;
-#[cfg(feature = "cuda")]
-pub mod sample;
 pub mod selftest;
 pub mod swiglu;
-pub mod topk;
 pub mod upload;
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};

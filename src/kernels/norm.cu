@@ -3,7 +3,7 @@
 //   x, y, sum f32 [T, C] (y and sum null: nothing is added, x itself is normed)
 //   w f32 [C]; bias f32 [C] or null; normed T [T, C]
 //   grid T, block 256; bytes moved: T·C·(12 + sizeof(T)), or T·C·(4 + sizeof(T)) without y
-#include "common.cuh"
+#include "headers/common.cuh"
 
 // The sum over the block, in every thread. All of `scratch` has been read by the time it is used again.
 __device__ float block_sum(float value, float* scratch) {

@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
-use super::{elements, to_f32};
+use crate::kernels::{elements, to_f32};
 
 /// s = x + y, and its norm in `dtype`: s / sqrt(mean(s²) + eps) · weight. With a bias it is a LayerNorm: the mean is taken
 /// from s first, the bias added last. Without y, x itself and its norm.
@@ -39,7 +39,7 @@ pub fn add_norm(
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use super::cuda::{Arg, launch, module, suffix};
+            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
             // SAFETY: the kernel writes every element of both.
             let normed = unsafe { Tensor::empty((tokens, columns), dtype, x.device())? };
             let sum = match y {
@@ -63,7 +63,7 @@ pub fn add_norm(
             Ok((sum, normed))
         }
         #[allow(unreachable_patterns)]
-        _ => super::unsupported("add_norm", x),
+        _ => crate::kernels::unsupported("add_norm", x),
     }
 }
 

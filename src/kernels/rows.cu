@@ -2,7 +2,7 @@
 //   table T [V, C]; ids u32 [T]; out f32 [T, C]; grid T, block 256; bytes moved: T·C·(4 + sizeof(T))
 // And a bias added to every row: y, out f32 [T, R], bias f32 [R]; n = T·R; grid ceil(n / 256), block 256.
 // And a soft cap of every element: x, out f32 [n]; grid ceil(n / 256), block 256.
-#include "common.cuh"
+#include "headers/common.cuh"
 
 template <typename T> __device__ void embed(const T* table, const uint32_t* ids, float* out, int columns, float scale) {
     const T* row = table + (size_t)ids[blockIdx.x] * columns;

@@ -10,7 +10,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
         Device::Cpu => table.index_select(ids, 0)?.to_dtype(DType::F32)? * f64::from(scale),
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use super::cuda::{Arg, launch, module, suffix};
+            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
             if ids.dtype() != DType::U32 {
                 bail!("embed: ids are {:?}", ids.dtype());
             }
@@ -24,7 +24,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
             Ok(out)
         }
         #[allow(unreachable_patterns)]
-        _ => super::unsupported("embed", table),
+        _ => crate::kernels::unsupported("embed", table),
     }
 }
 
@@ -38,7 +38,7 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
         Device::Cpu => y.broadcast_add(bias),
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use super::cuda::{Arg, launch, module};
+            use crate::kernels::launch::cuda::{Arg, launch, module};
             // SAFETY: the kernel writes every element.
             let out = unsafe { Tensor::empty(y.dims(), DType::F32, y.device())? };
             let n = out.elem_count();
@@ -48,7 +48,7 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
             Ok(out)
         }
         #[allow(unreachable_patterns)]
-        _ => super::unsupported("add_bias", y),
+        _ => crate::kernels::unsupported("add_bias", y),
     }
 }
 
@@ -61,7 +61,7 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
         Device::Cpu => (x / f64::from(cap))?.tanh()? * f64::from(cap),
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use super::cuda::{Arg, launch, module};
+            use crate::kernels::launch::cuda::{Arg, launch, module};
             // SAFETY: the kernel writes every element.
             let out = unsafe { Tensor::empty(x.dims(), DType::F32, x.device())? };
             let n = out.elem_count();
@@ -71,7 +71,7 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
             Ok(out)
         }
         #[allow(unreachable_patterns)]
-        _ => super::unsupported("soft_cap", x),
+        _ => crate::kernels::unsupported("soft_cap", x),
     }
 }
 
@@ -86,15 +86,21 @@ pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
         Device::Cuda(device) => {
             use candle_core::cuda_backend::WrapErr;
             use candle_core::cuda_backend::cudarc::driver::result;
-            let row_bytes = super::bytes(to) as usize / to.dims()[0];
-            let target = super::cuda::address(to)? + (row * row_bytes) as u64;
+            let row_bytes = crate::kernels::bytes(to) as usize / to.dims()[0];
+            let target = crate::kernels::launch::cuda::address(to)? + (row * row_bytes) as u64;
             let stream = device.cuda_stream();
             stream.context().bind_to_thread().w()?;
             // SAFETY: both are contiguous and on the device (`address`), and the rows lie within `to`, checked above; the
             // copy is in the order of the device's stream, as all uses of both.
             unsafe {
-                let count = super::bytes(from) as usize;
-                result::memcpy_dtod_async(target, super::cuda::address(from)?, count, stream.cu_stream()).w()
+                let count = crate::kernels::bytes(from) as usize;
+                result::memcpy_dtod_async(
+                    target,
+                    crate::kernels::launch::cuda::address(from)?,
+                    count,
+                    stream.cu_stream(),
+                )
+                .w()
             }
         }
         _ => to.slice_set(from, 0, row),

@@ -5,15 +5,15 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::attention::{Backend, Sight, attention};
-use super::experts::{ExpertWeights, expert_matmul, mix};
-use super::matmul::matmul_f32;
-use super::norm::add_norm;
-use super::quantized::{Format, Planes, QuantizedMatrix};
-use super::rope::{QkNorm, Rotation, split_qkv};
-use super::rows::{add_bias, copy_rows, embed, soft_cap};
-use super::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
-use super::topk::{Softmax, topk_softmax};
+use crate::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
+use crate::kernels::attention::{Backend, Sight, attention};
+use crate::kernels::matmul::matmul_f32;
+use crate::kernels::moe::experts::{ExpertWeights, expert_matmul, mix};
+use crate::kernels::moe::topk::{Softmax, topk_softmax};
+use crate::kernels::norm::add_norm;
+use crate::kernels::quantized::{Format, Planes, QuantizedMatrix};
+use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
+use crate::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 
 /// How one operation did in one dtype.
 #[derive(Clone, Debug)]
@@ -290,10 +290,10 @@ fn experts(side: Side, tokens: usize, packed: bool) -> Result<Tensor> {
 mod fused {
     use candle_core::{DType, Result, Tensor, bail};
 
-    use super::super::expert_mlp::{self, Stack};
-    use super::super::experts::{ExpertWeights, RowOrder, Tiles, expert_matmul};
-    use super::super::swiglu::clamped_swiglu;
     use super::{Side, bytes, noise, numbers};
+    use crate::kernels::moe::expert_mlp::{self, Stack};
+    use crate::kernels::moe::experts::{ExpertWeights, RowOrder, Tiles, expert_matmul};
+    use crate::kernels::swiglu::clamped_swiglu;
 
     /// On a GPU by one fused kernel after the other, on a CPU product by product.
     pub fn expert_mlp(side: Side, tokens: usize) -> Result<Tensor> {

@@ -1,7 +1,7 @@
 // gpt-oss's clamped SwiGLU over interleaved rows: out = g·sigmoid(alpha·g)·(u + 1), g = min(x[2i], limit), u = clamp(x[2i+1]).
 //   x [R, 2F], out [R, F]; n = R·F; grid ceil(n / 256), block 256; bytes moved: 3·n·sizeof(T)
-#include "activation.cuh"
-#include "common.cuh"
+#include "headers/activation.cuh"
+#include "headers/common.cuh"
 
 template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

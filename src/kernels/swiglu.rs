@@ -4,7 +4,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
-use super::{elements, to_f32};
+use crate::kernels::{elements, to_f32};
 
 /// Sharpness of the sigmoid; a constant of the architecture.
 pub const ALPHA: f32 = 1.702;
@@ -25,7 +25,7 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use super::cuda::{Arg, launch, module, suffix};
+            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
             // SAFETY: the kernel writes each of the n elements of `out`.
             let out = unsafe { Tensor::empty(shape, x.dtype(), x.device())? };
             let n = out.elem_count();
@@ -36,7 +36,7 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
             Ok(out)
         }
         #[allow(unreachable_patterns)]
-        _ => super::unsupported("clamped_swiglu", x),
+        _ => crate::kernels::unsupported("clamped_swiglu", x),
     }
 }
 
@@ -60,8 +60,8 @@ impl Activation {
     }
 
     #[cfg(feature = "cuda")]
-    fn code(self) -> super::cuda::Arg {
-        super::cuda::Arg::Int(match self {
+    fn code(self) -> crate::kernels::launch::cuda::Arg {
+        crate::kernels::launch::cuda::Arg::Int(match self {
             Activation::Silu => 0,
             Activation::GeluTanh => 1,
         })
@@ -87,7 +87,7 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use super::cuda::{Arg, launch, module, suffix};
+            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
             // SAFETY: the kernel writes each of the n elements.
             let out = unsafe { Tensor::empty(gate.dims(), dtype, gate.device())? };
             let n = out.elem_count();
@@ -98,7 +98,7 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
             Ok(out)
         }
         #[allow(unreachable_patterns)]
-        _ => super::unsupported("gated", gate),
+        _ => crate::kernels::unsupported("gated", gate),
     }
 }
 
@@ -118,7 +118,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use super::cuda::{Arg, launch, module, suffix};
+            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
             // SAFETY: the kernel writes each of the n elements.
             let out = unsafe { Tensor::empty(shape, x.dtype(), x.device())? };
             let n = out.elem_count();
@@ -129,7 +129,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
             Ok(out)
         }
         #[allow(unreachable_patterns)]
-        _ => super::unsupported("gated_halves", x),
+        _ => crate::kernels::unsupported("gated_halves", x),
     }
 }
 

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::common::{self, Common, Usual};
 use super::{Architecture, Family};
-use crate::kernels::topk::Softmax;
+use crate::kernels::moe::topk::Softmax;
 use crate::nn::attention::Attention;
 use crate::nn::decoder::Place;
 use crate::nn::kv_cache::LayerSpec;

@@ -12,8 +12,10 @@ use super::norm::{Norm, NormConfig};
 use super::rope::Rotary;
 use crate::kernels::{
     self,
-    attention::{Sight, attention},
-    rope::{QkNorm, split_qkv},
+    attention::{
+        Sight, attention,
+        rope::{QkNorm, split_qkv},
+    },
 };
 use crate::weights::Weights;
 

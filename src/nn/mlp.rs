@@ -7,10 +7,10 @@ use super::linear::{Bias, Linear};
 use super::routed::RoutedMlp;
 use crate::kernels;
 #[cfg(feature = "cuda")]
-use crate::kernels::expert_mlp::{Stack, expert_mlp};
-use crate::kernels::experts::{ExpertWeights, expert_matmul, mix};
+use crate::kernels::moe::expert_mlp::{Stack, expert_mlp};
+use crate::kernels::moe::experts::{ExpertWeights, expert_matmul, mix};
+use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::swiglu::{Activation, clamped_swiglu, gated};
-use crate::kernels::topk::{Softmax, topk_softmax};
 use crate::weights::{Weights, mxfp4};
 
 pub enum Mlp {

@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 use serde::Deserialize;
 
-use crate::kernels::rope::Rotation;
+use crate::kernels::attention::rope::Rotation;
 
 /// The rope fields of a config.json: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`.
 #[derive(Clone, Debug, Default, Deserialize)]

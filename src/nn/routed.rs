@@ -4,10 +4,10 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 
 use super::linear::{Bias, Linear};
-use crate::kernels::experts::{ExpertWeights, MAX_PAIRS, expert_matmul, mix};
+use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul, mix};
+use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::quantized::Matrix;
 use crate::kernels::swiglu::{Activation, gated_halves};
-use crate::kernels::topk::{Softmax, topk_softmax};
 use crate::weights::Weights;
 
 /// Sizes of the experts and how they are chosen.

@@ -3,9 +3,9 @@
 use anyhow::{Result, bail};
 
 use super::Weights;
-use crate::kernels::experts::{BLOCK, ExpertWeights};
+use crate::kernels::moe::experts::{BLOCK, ExpertWeights};
 #[cfg(feature = "cuda")]
-use crate::kernels::experts::{RowOrder, Tiles};
+use crate::kernels::moe::experts::{RowOrder, Tiles};
 
 /// `{name}_blocks` and `{name}_scales` [E, R, C/32, ..], or else the dense `{name}` [E, C, R], which transformers keeps
 /// transposed; kept here as [E, R, C] either way.

@@ -2,14 +2,14 @@
 //! values worked out elsewhere.
 
 use candle_core::{DType, Device, Tensor, safetensors};
+use inferno::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
 use inferno::kernels::attention::{Backend, Sight, attention};
 use inferno::kernels::bandwidth;
-use inferno::kernels::experts::{E2M1, ExpertWeights, e8m0, expert_matmul, mix};
+use inferno::kernels::moe::experts::{E2M1, ExpertWeights, e8m0, expert_matmul, mix};
+use inferno::kernels::moe::topk::{Softmax, topk_softmax};
 use inferno::kernels::norm::add_norm;
-use inferno::kernels::rope::{QkNorm, Rotation, split_qkv};
 use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 use inferno::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
-use inferno::kernels::topk::{Softmax, topk_softmax};
 
 use crate::support::{devices, golden, relative_error, values};
 
@@ -288,8 +288,8 @@ fn attention_agrees_with_its_reference() {
 #[cfg(feature = "cuda")]
 #[test]
 fn expert_mlp_agrees_with_the_products_one_by_one() {
-    use inferno::kernels::expert_mlp::{Stack, expert_mlp};
-    use inferno::kernels::experts::{RowOrder, Tiles};
+    use inferno::kernels::moe::expert_mlp::{Stack, expert_mlp};
+    use inferno::kernels::moe::experts::{RowOrder, Tiles};
     // tokens, experts, chosen, C, F
     let cases =
         [(1, 7, 4, 64, 96), (5, 4, 2, 96, 160), (70, 32, 4, 192, 64), (300, 3, 1, 64, 32), (900, 5, 4, 160, 96)];

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use inferno::device::{self, DeviceChoice};
-use inferno::kernels::experts::{ExpertWeights, expert_matmul};
+use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use inferno::kernels::quantized::{Format, QuantizedMatrix, Rounding, from_e4m3, to_e4m3};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::{Quantize, Rows};

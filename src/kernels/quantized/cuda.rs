@@ -6,9 +6,9 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::{CHUNK, Format, QuantizedMatrix, Rounding};
-use crate::kernels::cuda::{Arg, address, attribute, launch, module, multiprocessors, suffix};
+use crate::kernels::launch::cuda::{Arg, address, attribute, launch, module, multiprocessors, suffix};
+use crate::kernels::matmul::cublas_lt::{LowType, matmul_lt};
 use crate::kernels::matmul::gemm;
-use crate::kernels::matmul_lt::{LowType, matmul_lt};
 
 /// Up to so many tokens weights are read once for each; from there on they are dequantized for a product on tensor cores,
 /// which costs as much as reading them some eight times.

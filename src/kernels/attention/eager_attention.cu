@@ -1,0 +1,92 @@
+// Causal attention over a key/value cache, grouped queries, optional window and sinks.
+//   q, out [T, H, D]; k, v [S, K, D] (position p lies in row p mod S); sinks f32 [H] or null; D <= 256
+//   grid (T, H), block 32·W: W warps share the keys of one query head; each keeps an online softmax, merged at the end.
+//   W is 4 where there are many queries, 32 where few must hide the latency of many keys; shared: W·(D + 2) floats.
+//   bytes moved: about 2·T·H·L·D·sizeof(T) from L2, L = keys in sight (no reuse between heads: a plain kernel, right first)
+//   for f32, and for head sizes and soft caps that flash_attention.cu has not
+//   softcap > 0: scores s become softcap·tanh(s / softcap)
+#include "headers/common.cuh"
+
+constexpr int MAX_LANE_DIMS = 8;
+
+template <typename T>
+__device__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out, int heads, int kv_heads, int head_dim,
+                          int rows, int position, int window, float scale, float softcap) {
+    const int token = blockIdx.x, head = blockIdx.y, kv_head = head / (heads / kv_heads);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const int last = position + token;                                      // this query's own position
+    const int first = window > 0 && last >= window ? last - window + 1 : 0;  // oldest key in sight
+    const size_t base = ((size_t)token * heads + head) * head_dim;
+
+    float query[MAX_LANE_DIMS], sum[MAX_LANE_DIMS];
+#pragma unroll
+    for (int i = 0; i < MAX_LANE_DIMS; ++i) {
+        const int d = lane + 32 * i;
+        query[i] = d < head_dim ? to_float(q[base + d]) * scale : 0.0f;
+        sum[i] = 0.0f;
+    }
+    float top = -INFINITY, total = 0.0f;
+    for (int p = first + warp; p <= last; p += warps) {
+        const size_t row = ((size_t)(p % rows) * kv_heads + kv_head) * head_dim;
+        float score = 0.0f;
+#pragma unroll
+        for (int i = 0; i < MAX_LANE_DIMS; ++i) {
+            const int d = lane + 32 * i;
+            if (d < head_dim) score += query[i] * to_float(k[row + d]);
+        }
+        score = warp_sum(score);
+        if (softcap > 0.0f) score = softcap * tanhf(score / softcap);
+        const float new_top = fmaxf(top, score);
+        const float keep = expf(top - new_top), weight = expf(score - new_top);
+        total = total * keep + weight;
+#pragma unroll
+        for (int i = 0; i < MAX_LANE_DIMS; ++i) {
+            const int d = lane + 32 * i;
+            if (d < head_dim) sum[i] = sum[i] * keep + weight * to_float(v[row + d]);
+        }
+        top = new_top;
+    }
+
+    extern __shared__ float shared[];
+    float *tops = shared, *totals = shared + warps, *sums = shared + 2 * warps;
+    if (lane == 0) tops[warp] = top, totals[warp] = total;
+#pragma unroll
+    for (int i = 0; i < MAX_LANE_DIMS; ++i) {
+        const int d = lane + 32 * i;
+        if (d < head_dim) sums[warp * head_dim + d] = sum[i];
+    }
+    __syncthreads();
+    // The sink is a logit without a value: it only takes its share of the softmax.
+    float block_top = sinks ? sinks[head] : -INFINITY;
+    for (int w = 0; w < warps; ++w) block_top = fmaxf(block_top, tops[w]);
+    float block_total = sinks ? expf(sinks[head] - block_top) : 0.0f;
+    // A warp that saw no key has a share of exp(-inf), which is zero.
+    for (int w = 0; w < warps; ++w) block_total += totals[w] * expf(tops[w] - block_top);
+    for (int d = threadIdx.x; d < head_dim; d += blockDim.x) {
+        float value = 0.0f;
+        for (int w = 0; w < warps; ++w) value += sums[w * head_dim + d] * expf(tops[w] - block_top);
+        out[base + d] = from_float<T>(value / block_total);
+    }
+}
+
+// out · sigmoid(lse - sink): attention without sinks becomes attention with them.
+//   out [T, H, D]; lse f32 [H, T], the logarithm of each softmax's denominator; grid (T, H), block 32
+template <typename T>
+__device__ void scale_by_sinks(T* out, const float* lse, const float* sinks, int tokens, int heads, int head_dim) {
+    const int token = blockIdx.x, head = blockIdx.y;
+    const float share = 1.0f / (1.0f + expf(sinks[head] - lse[(size_t)head * tokens + token]));
+    T* row = out + ((size_t)token * heads + head) * head_dim;
+    for (int d = threadIdx.x; d < head_dim; d += 32) row[d] = from_float<T>(to_float(row[d]) * share);
+}
+
+#define DEFINE(T, SUFFIX)                                                                                             \
+    extern "C" __global__ void attention_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,     \
+                                                  int heads, int kv_heads, int head_dim, int rows, int position,      \
+                                                  int window, float scale, float softcap) {                           \
+        attention<T>(q, k, v, sinks, out, heads, kv_heads, head_dim, rows, position, window, scale, softcap);         \
+    }                                                                                                                 \
+    extern "C" __global__ void scale_by_sinks_##SUFFIX(T* out, const float* lse, const float* sinks, int tokens,      \
+                                                       int heads, int head_dim) {                                     \
+        scale_by_sinks<T>(out, lse, sinks, tokens, heads, head_dim);                                                  \
+    }
+FOR_EACH_DTYPE(DEFINE)

@@ -1,0 +1,77 @@
+// From the fused projection to q, k and v: bias, RMSNorm and rotary position embedding of q and k, rounding.
+// Split-half RoPE: pair i of a head is (x[i], x[i + R/2]), R = rotated dims; dims from R on pass through.
+//   qkv f32 [T, H + 2K, D]; bias f32 [H + 2K, D] or null; cos, sin f32 [P, R/2]; positions u32 [T]
+//   q_norm, k_norm f32 [D] or null: each head is normed before it is turned
+//   q T [T, H, D]; k, v T [T, K, D]
+//   a warp does HEADS heads of a token; grid ceil(T · ceil((H + 2K) / HEADS) / 8), block 256
+//   bytes moved: T·(H + 2K)·D·(4 + sizeof(T))
+#include "headers/common.cuh"
+
+// Enough loads under way to keep memory busy; and the angles are asked for once for all of them.
+constexpr int HEADS = 4;
+
+template <typename T>
+__device__ void split_qkv(const float* qkv, const float* bias, const float* q_norm, const float* k_norm,
+                          const float* cos, const float* sin, const uint32_t* positions, T* q, T* k, T* v, int tokens,
+                          int heads, int kv_heads, int head_dim, int rotated, float eps) {
+    const int all = heads + 2 * kv_heads, groups = (all + HEADS - 1) / HEADS, half = rotated / 2, lane = threadIdx.x % 32;
+    const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / groups;
+    if (token >= tokens) return;
+    const int first = item % groups * HEADS, count = min(HEADS, all - first);
+
+    const float *x = qkv + ((size_t)token * all + first) * head_dim, *added = bias + first * head_dim;
+    const auto biased = [&](int h, int i) {
+        const int at = min(h, count - 1) * head_dim + i;
+        return x[at] + (bias ? added[at] : 0.0f);
+    };
+    const auto is_query = [&](int h) { return first + h < heads; };
+    const auto turns = [&](int h) { return first + h < heads + kv_heads; };
+    float scale[HEADS];
+    if (q_norm) {
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) {
+            float squares = 0.0f;
+            for (int i = lane; i < head_dim; i += 32) squares += biased(h, i) * biased(h, i);
+            scale[h] = rsqrtf(warp_sum(squares) / head_dim + eps);
+        }
+    }
+    const auto value = [&](int h, int i) {
+        const float whole = biased(h, i);
+        return q_norm && turns(h) ? whole * scale[h] * (is_query(h) ? q_norm : k_norm)[i] : whole;
+    };
+    const auto out = [&](int h) {
+        const int head = first + h;
+        return is_query(h) ? q + ((size_t)token * heads + head) * head_dim
+               : turns(h)  ? k + ((size_t)token * kv_heads + head - heads) * head_dim
+                           : v + ((size_t)token * kv_heads + head - heads - kv_heads) * head_dim;
+    };
+    const float *c = cos + (size_t)positions[token] * half, *s = sin + (size_t)positions[token] * half;
+    for (int i = lane; i < half; i += 32) {
+        float a[HEADS], b[HEADS];
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) a[h] = value(h, i), b[h] = value(h, i + half);
+        const float ci = c[i], si = s[i];
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h) {
+            if (h >= count) continue;
+            T* row = out(h);
+            row[i] = from_float<T>(turns(h) ? a[h] * ci - b[h] * si : a[h]);
+            row[i + half] = from_float<T>(turns(h) ? b[h] * ci + a[h] * si : b[h]);
+        }
+    }
+    for (int i = 2 * half + lane; i < head_dim; i += 32) {
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h)
+            if (h < count) out(h)[i] = from_float<T>(value(h, i));
+    }
+}
+
+#define DEFINE(T, SUFFIX)                                                                                            \
+    extern "C" __global__ void split_qkv_##SUFFIX(const float* qkv, const float* bias, const float* q_norm,          \
+                                                  const float* k_norm, const float* cos, const float* sin,           \
+                                                  const uint32_t* positions, T* q, T* k, T* v, int tokens,           \
+                                                  int heads, int kv_heads, int head_dim, int rotated, float eps) {   \
+        split_qkv<T>(qkv, bias, q_norm, k_norm, cos, sin, positions, q, k, v, tokens, heads, kv_heads, head_dim,     \
+                     rotated, eps);                                                                                  \
+    }
+FOR_EACH_DTYPE(DEFINE)

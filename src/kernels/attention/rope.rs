@@ -1,0 +1,147 @@
+//! From the fused projection to queries, keys and values: bias, a norm of each query and key where a model has one, and
+//! rotary position embedding (RoFormer, arXiv 2104.09864) in the split-half layout of Hugging Face checkpoints.
+//!
+//! The angles come in as f32 tables and all is done in f32, so that late positions keep their precision in bf16.
+
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+use crate::kernels::{elements, norm, to_f32};
+
+/// Heads that a warp of the kernel does.
+#[cfg(feature = "cuda")]
+const HEADS: usize = 4;
+
+/// What turns q and k.
+#[derive(Clone, Copy)]
+pub struct Rotation<'t> {
+    /// f32 \[P, R/2\]
+    pub cos: &'t Tensor,
+    pub sin: &'t Tensor,
+    /// u32 \[T\], each below P.
+    pub positions: &'t Tensor,
+}
+
+/// RMSNorm of every head of q and k, before they are turned.
+#[derive(Clone, Copy)]
+pub struct QkNorm<'t> {
+    /// f32 \[D\]
+    pub q: &'t Tensor,
+    pub k: &'t Tensor,
+    pub eps: f32,
+}
+
+/// Adds the bias, norms q and k if told so, rotates the first 2·cols(cos) dims of every head of q and k (the others pass
+/// through), and rounds to `dtype`.
+///
+/// qkv f32 \[T, (H + 2K) · D\], `heads` = (H, K, D); bias f32 \[(H + 2K) · D\]. Returns q \[T, H, D\], k and v \[T, K, D\].
+pub fn split_qkv(
+    qkv: &Tensor,
+    bias: Option<&Tensor>,
+    norms: Option<QkNorm>,
+    rotation: Rotation,
+    heads: (usize, usize, usize),
+    dtype: DType,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let Rotation { cos, sin, positions } = rotation;
+    let ((q_heads, kv_heads, head_dim), (tokens, width)) = (heads, qkv.dims2()?);
+    let (_, half) = cos.dims2()?;
+    if width != (q_heads + 2 * kv_heads) * head_dim || bias.is_some_and(|bias| bias.dims() != [width]) {
+        bail!("split_qkv: qkv {:?}, bias {:?}, (H, K, D) {heads:?}", qkv.dims(), bias.map(Tensor::dims));
+    }
+    if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
+        bail!("split_qkv: cos {:?}, sin {:?}, positions {:?}, D {head_dim}", cos.dims(), sin.dims(), positions.dims());
+    }
+    let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
+    if let Some(norm) = [q_norm, k_norm].into_iter().flatten().find(|norm| norm.dims() != [head_dim]) {
+        bail!("split_qkv: a norm of {:?} for heads of {head_dim}", norm.dims());
+    }
+    let tensors = [Some(qkv), bias, q_norm, k_norm, Some(cos), Some(sin)];
+    let f32s = tensors.into_iter().flatten().all(|t| t.dtype() == DType::F32);
+    if !f32s || positions.dtype() != DType::U32 {
+        bail!("split_qkv: positions must be U32 and all else F32");
+    }
+    let (q_shape, kv_shape) = ((tokens, q_heads, head_dim), (tokens, kv_heads, head_dim));
+    match qkv.device() {
+        Device::Cpu => {
+            let qkv = match bias {
+                Some(bias) => qkv.broadcast_add(bias)?,
+                None => qkv.clone(),
+            };
+            let (values, cos, sin) = (to_f32(&qkv)?, to_f32(cos)?, to_f32(sin)?);
+            let ((values, v), (cos, c), (sin, s)) =
+                (values.storage_and_layout(), cos.storage_and_layout(), sin.storage_and_layout());
+            let tables = (elements(&cos, c)?, elements(&sin, s)?);
+            let positions = positions.to_vec1::<u32>()?;
+            let weights = |norm: Option<&Tensor>| norm.map(Tensor::to_vec1::<f32>).transpose();
+            let (q_norm, k_norm, eps) = (weights(q_norm)?, weights(k_norm)?, norms.map_or(0.0, |norms| norms.eps));
+            let norms = q_norm.as_deref().zip(k_norm.as_deref()).map(|(q, k)| (q, k, eps));
+            let out = reference(elements(&values, v)?, norms, tables, &positions, heads, 2 * half);
+            let out = Tensor::from_vec(out, (tokens, width), &Device::Cpu)?.to_dtype(dtype)?;
+            let part = |first: usize, shape: (usize, usize, usize)| {
+                out.narrow(1, first * head_dim, shape.1 * head_dim)?.reshape(shape)?.contiguous()
+            };
+            Ok((part(0, q_shape)?, part(q_heads, kv_shape)?, part(q_heads + kv_heads, kv_shape)?))
+        }
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
+            // SAFETY: the kernel writes every element of all three.
+            let empty = |shape| unsafe { Tensor::empty(shape, dtype, qkv.device()) };
+            let (q, k, v) = (empty(q_shape)?, empty(kv_shape)?, empty(kv_shape)?);
+            let args = [
+                Arg::tensor(qkv)?,
+                Arg::optional(bias)?,
+                Arg::optional(q_norm)?,
+                Arg::optional(k_norm)?,
+                Arg::tensor(cos)?,
+                Arg::tensor(sin)?,
+                Arg::tensor(positions)?,
+                Arg::tensor(&q)?,
+                Arg::tensor(&k)?,
+                Arg::tensor(&v)?,
+                tokens.into(),
+                q_heads.into(),
+                kv_heads.into(),
+                head_dim.into(),
+                (2 * half).into(),
+                norms.map_or(0.0, |norms| norms.eps).into(),
+            ];
+            let name = format!("split_qkv_{}", suffix(dtype)?);
+            let grid = ((tokens * (q_heads + 2 * kv_heads).div_ceil(HEADS)).div_ceil(8), 1, 1);
+            // SAFETY: shapes and dtypes checked above; positions are below P by contract of the caller's table.
+            unsafe { launch(device, &module!("rope"), &name, grid, 256, 0, &args)? };
+            Ok((q, k, v))
+        }
+        #[allow(unreachable_patterns)]
+        _ => crate::kernels::unsupported("split_qkv", qkv),
+    }
+}
+
+/// Norms and rotation in plain Rust: x with the heads of q and k normed and turned, those of v as they are. `norms` are the
+/// weights for q and k, and eps; `tables` cos and sin; `heads` (H, K, D).
+pub fn reference(
+    x: &[f32],
+    norms: Option<(&[f32], &[f32], f32)>,
+    (cos, sin): (&[f32], &[f32]),
+    positions: &[u32],
+    (heads, kv_heads, head_dim): (usize, usize, usize),
+    rotated: usize,
+) -> Vec<f32> {
+    let (half, all) = (rotated / 2, heads + 2 * kv_heads);
+    let mut out = x.to_vec();
+    for (row, out) in out.chunks_exact_mut(head_dim).enumerate() {
+        if row % all >= heads + kv_heads {
+            continue;
+        }
+        if let Some((q_norm, k_norm, eps)) = norms {
+            out.copy_from_slice(&norm::reference(out, if row % all < heads { q_norm } else { k_norm }, None, eps));
+        }
+        let angles = positions[row / all] as usize * half;
+        for i in 0..half {
+            let (a, b) = (out[i], out[i + half]);
+            out[i] = a * cos[angles + i] - b * sin[angles + i];
+            out[i + half] = b * cos[angles + i] + a * sin[angles + i];
+        }
+    }
+    out
+}

@@ -1,0 +1,153 @@
+//! Products of 8-bit matrices on tensor cores, by cuBLASLt.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::sync::Mutex;
+
+use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result, Tensor, bail};
+
+use crate::kernels::launch::cuda::address;
+
+/// What both sides are made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LowType {
+    /// Sums are i32.
+    Int8,
+    /// E4M3; sums are f32.
+    Fp8,
+}
+
+/// The room that cuBLASLt is given; Hopper's kernels like 32 MiB.
+const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// w U8 \[R, C\] and x U8 \[T, C\], holding bytes of `kind` → \[T, R\], i32 or f32 in a tensor that says f32. C is a multiple
+/// of 16, and so is T.
+pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> Result<Tensor> {
+    let ((rows, columns), (tokens, x_columns)) = (w.dims2()?, x.dims2()?);
+    if columns != x_columns
+        || !columns.is_multiple_of(16)
+        || !tokens.is_multiple_of(16)
+        || w.dtype() != DType::U8
+        || x.dtype() != DType::U8
+    {
+        bail!("matmul_lt: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+    }
+    // SAFETY: the product below writes all T·R elements (beta is 0).
+    let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
+    // SAFETY: nobody reads it.
+    let workspace = unsafe { Tensor::empty(WORKSPACE_BYTES, DType::U8, x.device())? };
+    let (input, output, compute) = match kind {
+        LowType::Int8 => (
+            sys::cudaDataType_t::CUDA_R_8I,
+            sys::cudaDataType_t::CUDA_R_32I,
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32I,
+        ),
+        LowType::Fp8 => (
+            sys::cudaDataType_t::CUDA_R_8F_E4M3,
+            sys::cudaDataType_t::CUDA_R_32F,
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+        ),
+    };
+    let (one, zero) = match kind {
+        LowType::Int8 => (1u32, 0u32),
+        LowType::Fp8 => (1.0f32.to_bits(), 0u32),
+    };
+    let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
+    // cuBLAS counts in columns: outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, each leading dimension a row of ours.
+    let shapes = [(input, columns, rows), (input, columns, tokens), (output, rows, tokens)];
+    let mut made = Made::default();
+    let layouts = shapes.map(|(dtype, height, width)| {
+        let layout = checked(result::create_matrix_layout(dtype, height as u64, width as u64, height as i64));
+        layout.inspect(|layout| made.layouts.push(*layout))
+    });
+    let [a, b, c] = layouts;
+    let (a, b, c) = (a?, b?, c?);
+    let desc = checked(result::create_matmul_desc(compute, output))?;
+    made.desc = Some(desc);
+    let preference = checked(result::create_matmul_pref())?;
+    made.preference = Some(preference);
+    // CUBLAS_OP_T
+    let transposed = 1i32;
+    let stream = device.cuda_stream();
+    stream.context().bind_to_thread().w()?;
+    let handle = handle(device)?;
+    // SAFETY: descriptors are alive until `made` goes; `address` checked that the tensors are contiguous and on the device;
+    // sizes are theirs; work is queued on the device's stream, in whose order candle frees memory.
+    unsafe {
+        checked(result::set_matmul_desc_attribute(
+            desc,
+            sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
+            (&transposed as *const i32).cast(),
+            size_of_val(&transposed),
+        ))?;
+        checked(result::set_matmul_pref_attribute(
+            preference,
+            sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+            (&WORKSPACE_BYTES as *const usize).cast(),
+            size_of::<usize>(),
+        ))?;
+        let algorithm = checked(result::get_matmul_algo_heuristic(handle, desc, a, b, c, c, preference))?;
+        checked(result::matmul(
+            handle,
+            desc,
+            scalar(&one),
+            scalar(&zero),
+            address(w)? as *const _,
+            a,
+            address(x)? as *const _,
+            b,
+            address(&out)? as *const _,
+            c,
+            address(&out)? as *mut _,
+            c,
+            &algorithm.algo,
+            address(&workspace)? as *mut _,
+            WORKSPACE_BYTES,
+            stream.cu_stream().cast(),
+        ))?;
+    }
+    Ok(out)
+}
+
+fn checked<T>(result: std::result::Result<T, result::CublasError>) -> Result<T> {
+    result.map_err(|error| candle_core::Error::Msg(format!("cuBLASLt: {:?}", error.0)))
+}
+
+/// Descriptors of one product, destroyed at its end; the product itself goes on.
+#[derive(Default)]
+struct Made {
+    layouts: Vec<sys::cublasLtMatrixLayout_t>,
+    desc: Option<sys::cublasLtMatmulDesc_t>,
+    preference: Option<sys::cublasLtMatmulPreference_t>,
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        // SAFETY: each was made once and is used no more. Errors have nowhere to go from here.
+        unsafe {
+            for layout in self.layouts.drain(..) {
+                let _ = result::destroy_matrix_layout(layout);
+            }
+            let _ = self.desc.take().map(|desc| result::destroy_matmul_desc(desc));
+            let _ = self.preference.take().map(|preference| result::destroy_matmul_pref(preference));
+        }
+    }
+}
+
+/// One for each device, which is the current one.
+fn handle(device: &CudaDevice) -> Result<sys::cublasLtHandle_t> {
+    struct Handle(sys::cublasLtHandle_t);
+    // SAFETY: cuBLASLt's functions may be called with one handle from several threads.
+    unsafe impl Send for Handle {}
+    static HANDLES: Mutex<BTreeMap<usize, Handle>> = Mutex::new(BTreeMap::new());
+    let mut handles = HANDLES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let ordinal = device.cuda_stream().context().ordinal();
+    if let Some(handle) = handles.get(&ordinal) {
+        return Ok(handle.0);
+    }
+    let handle = checked(result::create_handle())?;
+    handles.insert(ordinal, Handle(handle));
+    Ok(handle)
+}

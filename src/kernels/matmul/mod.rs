@@ -1,0 +1,82 @@
+//! y = x·Wᵀ with the sum kept in f32: a projection's result is rounded once, after its bias, and not twice; logits are
+//! not rounded at all.
+
+#[cfg(feature = "cuda")]
+pub mod cublas_lt;
+
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+/// x [T, C] and w [R, C] of one dtype (f32, f16 or bf16) → [T, R] f32.
+pub fn matmul_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
+    if columns != w_columns || x.dtype() != w.dtype() {
+        bail!("matmul_f32: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+    }
+    match x.device() {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) if x.dtype() != DType::F32 => cublas(device, x, w),
+        Device::Cpu if x.dtype() != DType::F32 => x.to_dtype(DType::F32)?.matmul(&w.to_dtype(DType::F32)?.t()?),
+        _ => x.matmul(&w.t()?),
+    }
+}
+
+/// candle's own product rounds to the inputs' dtype; cuBLAS can write the f32 that it sums in.
+#[cfg(feature = "cuda")]
+fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
+    let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
+    // SAFETY: the product below writes all T·R elements (beta is 0).
+    let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
+    // SAFETY: `out` holds T·R floats.
+    unsafe { gemm(device, x, w, crate::kernels::launch::cuda::address(&out)?, rows)? };
+    Ok(out)
+}
+
+/// x \[T, C\] and w \[R, C\] of one dtype → f32 \[T, stride\] at `out`, of which R columns are written.
+///
+/// # Safety
+/// There must be room for the result at `out`, on the device.
+#[cfg(feature = "cuda")]
+pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride: usize) -> Result<()> {
+    use candle_core::cuda_backend::WrapErr;
+    use candle_core::cuda_backend::cudarc::cublas::{result, sys};
+
+    use crate::kernels::launch::cuda::address;
+
+    let ((tokens, columns), (rows, _)) = (x.dims2()?, w.dims2()?);
+    let dtype = match x.dtype() {
+        DType::F16 => sys::cudaDataType::CUDA_R_16F,
+        DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
+        DType::F32 => sys::cudaDataType::CUDA_R_32F,
+        other => bail!("no product of {other:?}"),
+    };
+    let (alpha, beta) = (1.0f32, 0.0f32);
+    // cuBLAS counts in columns: outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, each leading dimension a row of ours.
+    // SAFETY: `address` checked that the tensors are contiguous and on the device; the sizes are theirs; the handle is
+    // bound to the device's stream; the caller answers for `out`.
+    unsafe {
+        result::gemm_ex(
+            *device.cublas_handle().handle(),
+            sys::cublasOperation_t::CUBLAS_OP_T,
+            sys::cublasOperation_t::CUBLAS_OP_N,
+            rows as i32,
+            tokens as i32,
+            columns as i32,
+            (&alpha as *const f32).cast(),
+            address(w)? as *const _,
+            dtype,
+            columns as i32,
+            address(x)? as *const _,
+            dtype,
+            columns as i32,
+            (&beta as *const f32).cast(),
+            out as *mut _,
+            sys::cudaDataType::CUDA_R_32F,
+            stride as i32,
+            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+            sys::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT_TENSOR_OP,
+        )
+    }
+    .w()
+}

@@ -1,0 +1,55 @@
+// Expert routing: the N largest of E logits, softmax over the chosen ones or over all; equal logits go to the lower
+// expert, NaN sorts last.
+//   logits [T, E]; ids u32 [T, N]; weights f32 [T, N]; grid T, block 32 (one warp a token); E <= 1024, N <= 32
+#include "headers/common.cuh"
+
+template <typename T>
+__device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int experts, int chosen,
+                             int over_all) {
+    const T* row = logits + (size_t)blockIdx.x * experts;
+    const int lane = threadIdx.x;
+    // Which of this lane's experts (lane, lane + 32, ..) are already taken, one bit each.
+    uint32_t taken = 0;
+    float top = 0.0f, mine = 0.0f;  // mine: the logit chosen in round `lane`
+    uint32_t mine_id = 0;
+    for (int round = 0; round < chosen; ++round) {
+        float best = -INFINITY;
+        int best_id = 0x7fffffff;
+        for (int i = 0; lane + 32 * i < experts; ++i) {
+            const float logit = to_float(row[lane + 32 * i]);
+            const float value = isnan(logit) ? -INFINITY : logit;
+            if (!(taken >> i & 1) && (value > best || best_id == 0x7fffffff)) best = value, best_id = lane + 32 * i;
+        }
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) {
+            const float other = __shfl_xor_sync(0xffffffffu, best, offset);
+            const int other_id = __shfl_xor_sync(0xffffffffu, best_id, offset);
+            if (other_id != 0x7fffffff && (best_id == 0x7fffffff || other > best || (other == best && other_id < best_id)))
+                best = other, best_id = other_id;
+        }
+        if (round == 0) top = best;
+        if (lane == round) mine = best, mine_id = best_id;
+        if (best_id % 32 == lane) taken |= 1u << (best_id / 32);
+    }
+    const float weight = lane < chosen ? expf(mine - top) : 0.0f;
+    float share = weight;
+    if (over_all) {
+        share = 0.0f;
+        for (int i = lane; i < experts; i += 32) {
+            const float logit = to_float(row[i]);
+            share += isnan(logit) ? 0.0f : expf(logit - top);
+        }
+    }
+    const float total = warp_sum(share);
+    if (lane < chosen) {
+        ids[(size_t)blockIdx.x * chosen + lane] = mine_id;
+        weights[(size_t)blockIdx.x * chosen + lane] = weight / total;
+    }
+}
+
+#define DEFINE(T, SUFFIX)                                                                                       \
+    extern "C" __global__ void topk_softmax_##SUFFIX(const T* logits, uint32_t* ids, float* weights, int experts, \
+                                                     int chosen, int over_all) {                                 \
+        topk_softmax<T>(logits, ids, weights, experts, chosen, over_all);                                        \
+    }
+FOR_EACH_DTYPE(DEFINE)
