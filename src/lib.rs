@@ -17,6 +17,7 @@ pub mod models;
 pub mod nn;
 #[doc(hidden)]
 pub mod repl;
+pub mod snapshot;
 #[doc(hidden)]
 pub mod text;
 pub mod tokenizer;

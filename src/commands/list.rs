@@ -10,8 +10,9 @@ use jiff::Timestamp;
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::hub::{Hub, Snapshot, gguf};
+use crate::hub::{Hub, Snapshot};
 use crate::models;
+use crate::snapshot::gguf;
 use crate::text::{count, home_relative, printable, short, size};
 use crate::weights::Summary;
 use crate::weights::gguf::GgufCheckpoint;
@@ -118,7 +119,7 @@ fn as_text<S: serde::Serializer>(time: &Option<Timestamp>, serializer: S) -> std
 
 fn folder_bytes(path: &Path) -> u64 {
     if path.is_file() {
-        return gguf::bytes(path);
+        return gguf::total_bytes(path);
     }
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
     // `metadata` follows links: the files of a snapshot are links to blobs.

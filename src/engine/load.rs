@@ -14,11 +14,11 @@ use serde_json::Value;
 use super::need::{Need, Place, Room};
 use super::{Decoding, Engine, Language, SamplingParams, gguf};
 use crate::device::{self, DeviceChoice, DeviceInfo};
-use crate::hub;
 use crate::kernels::attention::Backend;
 use crate::models::{self, ModelConfig};
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
+use crate::snapshot;
 use crate::weights::quantized::Quantize;
 use crate::weights::{Checkpoint, Inventory, Loaded, Weights};
 
@@ -132,7 +132,7 @@ impl Engine {
         let Model { decoder, cache, decoding, device, dtype, attention, device_info, weight_bytes, cache_bytes } =
             model?;
 
-        let (generation, stop_ids) = match hub::gguf::find(dir)? {
+        let (generation, stop_ids) = match snapshot::gguf::find(dir)? {
             Some(file) => gguf::generation(&file, &language)?,
             None => {
                 let generation = read_json(dir, "generation_config.json")?;

@@ -24,9 +24,9 @@ pub use stop::StopStrings;
 use crate::chat::{ChatFormat, Message, RenderOptions, Rendered};
 #[cfg(feature = "cuda")]
 use crate::device;
-use crate::hub;
 use crate::nn::decoder::{Batch, Decoder, LogitsOf};
 use crate::nn::kv_cache::KvCache;
+use crate::snapshot;
 use crate::tokenizer::{Controls, TextStream, Tokenizer};
 use generate::Reader;
 use sampler::Sampler;
@@ -40,7 +40,7 @@ pub struct Language {
 impl Language {
     /// Needs the tokenizer and config files of a snapshot only, or the metadata of a GGUF file.
     pub fn load(dir: &Path) -> Result<Self> {
-        if let Some(file) = hub::gguf::find(dir)? {
+        if let Some(file) = snapshot::gguf::find(dir)? {
             return gguf::language(&file);
         }
         let tokenizer = Tokenizer::from_dir(dir)?;

@@ -10,26 +10,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::SystemTime;
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 
 use super::disk::{sync_dir, write_error};
 use super::lock::{self, Lock};
+use super::names;
 use super::partial::with_ending;
-use super::{gguf, names};
-
-/// The file that names the shards of a large checkpoint.
-pub(super) const INDEX: &str = "model.safetensors.index.json";
-/// A checkpoint in one file.
-pub(super) const SINGLE: &str = "model.safetensors";
-
-/// What a snapshot must hold to count as whole.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Need {
-    /// config.json and tokenizer.json: enough to count or render tokens.
-    Text,
-    /// The weights too: every shard that the index names, or the single file.
-    Weights,
-}
 
 /// A directory of repositories: inferno's own, or the one shared with Python.
 pub(super) struct Cache {
@@ -219,63 +205,6 @@ pub(super) fn is_aside(name: &str) -> bool {
     let numbers = name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.')?.1.split_once('-'));
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     numbers.is_some_and(|(process, count)| is_number(process) && is_number(count))
-}
-
-/// Whether a file's name is that of weights, of whatever kind.
-pub(super) fn is_weights(path: &Path) -> bool {
-    const ENDINGS: [&str; 8] = ["safetensors", "gguf", "bin", "pt", "pth", "ckpt", "h5", "onnx"];
-    let ending = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
-    ENDINGS.contains(&ending.as_str())
-}
-
-/// The first thing that a snapshot folder lacks, or nothing if it is whole.
-pub(super) fn missing(dir: &Path, need: Need) -> Option<String> {
-    lacking(dir, need).into_iter().next()
-}
-
-/// Everything that a snapshot folder lacks, as far as that can be told.
-pub(super) fn lacking(dir: &Path, need: Need) -> Vec<String> {
-    let absent = |name: &str| !dir.join(name).is_file();
-    // A GGUF file is a model without any other.
-    let files = if gguf::has_safetensors(dir) { Vec::new() } else { gguf::in_directory(dir) };
-    if !files.is_empty() {
-        let whole = files.iter().any(|file| file.missing.is_none());
-        // As the hub names it, with its folder.
-        let missing = |file: gguf::GgufFile| {
-            let path = file.path.with_file_name(file.missing?);
-            Some(path.strip_prefix(dir).ok()?.to_str()?.replace(std::path::MAIN_SEPARATOR, "/"))
-        };
-        return if whole { Vec::new() } else { files.into_iter().filter_map(missing).collect() };
-    }
-    let text = ["config.json", "tokenizer.json"].into_iter().filter(|name| absent(name)).map(str::to_string);
-    let weights = match need {
-        Need::Text => Vec::new(),
-        Need::Weights if !absent(SINGLE) => Vec::new(),
-        // A link that leads nowhere tells that there was an index.
-        Need::Weights if absent(INDEX) && dir.join(INDEX).symlink_metadata().is_err() => vec![SINGLE.to_string()],
-        Need::Weights => match fs::read(dir.join(INDEX)).map_err(Into::into).and_then(|index| shards(&index)) {
-            Ok(shards) => shards.into_iter().filter(|name| absent(name)).collect(),
-            Err(_) => vec![INDEX.to_string()],
-        },
-    };
-    text.chain(weights).collect()
-}
-
-/// The shard files that an index names, in order. Refuses a name that leaves the snapshot.
-pub(super) fn shards(index: &[u8]) -> Result<Vec<String>> {
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: std::collections::BTreeMap<String, String>,
-    }
-    let index: Index = serde_json::from_slice(index).with_context(|| format!("{INDEX} is not a shard index"))?;
-    let shards: BTreeSet<String> = index.weight_map.into_values().collect();
-    if let Some(name) = shards.iter().find(|name| !names::is_safe_path(name)) {
-        bail!("{INDEX} names the shard {name:?}, which is outside the repository; refused");
-    }
-    if shards.is_empty() {
-        bail!("{INDEX} names no shards");
-    }
-    Ok(shards.into_iter().collect())
 }
 
 pub(super) fn create_dir(dir: &Path) -> Result<()> {

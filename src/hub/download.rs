@@ -5,12 +5,13 @@ use std::path::Path;
 
 use anyhow::Result;
 
-use super::cache::{INDEX, Need, RepoDir};
+use super::cache::RepoDir;
 use super::fetch::{Wanted, fetch};
 use super::remote::{Listing, Remote};
 use super::select::{self, Choice, RemoteFile};
 use super::{Hub, MAIN, Pick, Progress, Snapshot, Source, check_repo, demo, disk, names};
 use crate::error::Error;
+use crate::snapshot::{Required, safetensors::INDEX};
 
 impl Hub {
     /// Fetches a model at `revision` (a branch, tag or commit; else the newest) into inferno's cache, going on where an
@@ -34,7 +35,7 @@ impl Hub {
         self.check_own_cache()?;
         let choice = Choice::new(pick)?;
         if self.settings.offline {
-            return match self.look_up(name, revision, Need::Weights) {
+            return match self.look_up(name, revision, Required::Weights) {
                 Some(snapshot) if pick.include.is_empty() => {
                     progress.already_there(&snapshot);
                     Ok(snapshot)

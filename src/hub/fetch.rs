@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-use super::cache::{RepoDir, is_weights};
+use super::cache::RepoDir;
 use super::partial::Partial;
 use super::remote::Remote;
 use super::retry::Retry;
@@ -19,6 +19,7 @@ use super::select::RemoteFile;
 use super::transfer::{Stop, Transfer};
 use super::{Progress, hash};
 use crate::error::Error;
+use crate::snapshot::is_weights_file;
 
 /// A file whose size is known and that has a name for its contents, ready to fetch.
 pub(super) struct Wanted {
@@ -89,7 +90,7 @@ pub(super) fn fetch(
         return Err(error);
     }
     for job in &board.jobs {
-        for name in job.names.iter().filter(|name| is_weights(Path::new(name))) {
+        for name in job.names.iter().filter(|name| is_weights_file(Path::new(name))) {
             repo.link(commit, name, job.etag)?;
         }
     }
@@ -366,7 +367,7 @@ impl<'a> Fetch<'a> {
             if !whole(&blob, job.bytes) {
                 job.partial.finish(&blob)?;
             }
-            for name in job.names.iter().filter(|name| !is_weights(Path::new(name))) {
+            for name in job.names.iter().filter(|name| !is_weights_file(Path::new(name))) {
                 self.repo.link(self.commit, name, job.etag)?;
             }
             job.phase = Phase::Done;

@@ -5,24 +5,25 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
-use super::cache::{self, Need, RepoDir};
-use super::{Hub, MAIN, Snapshot, Source, demo, gguf, names};
+use super::cache::RepoDir;
+use super::{Hub, MAIN, Snapshot, Source, demo, names};
 use crate::error::Error;
+use crate::snapshot::{Required, first_missing_file, gguf};
 
 impl Hub {
     /// Finds a model that is here in full: a directory, a GGUF file, or `org/name` (also `org/name@revision`, or a part of
     /// the name that only one model has) in either cache. Of several GGUF files `org/name:Q4_K_M` means one. Never uses the
     /// network.
     pub fn find(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
-        self.find_needing(model, revision, Need::Weights)
+        self.find_needing(model, revision, Required::Weights)
     }
 
     /// As [`find`](Self::find), for work on text alone: tokenizer.json will do in a directory, weights may be absent.
     pub fn find_tokenizer(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
-        self.find_needing(model, revision, Need::Text)
+        self.find_needing(model, revision, Required::Tokenizer)
     }
 
-    fn find_needing(&self, model: &str, revision: Option<&str>, need: Need) -> Result<Snapshot> {
+    fn find_needing(&self, model: &str, revision: Option<&str>, need: Required) -> Result<Snapshot> {
         let not_found = |hint: String| anyhow::Error::from(Error::ModelNotFound { model: model.to_string(), hint });
         let dir = Path::new(model);
         // A file, or a directory with one: what is in it is all of the model.
@@ -32,7 +33,7 @@ impl Hub {
             }
             return Ok(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory });
         }
-        let enough = if need == Need::Text { "tokenizer.json" } else { "config.json" };
+        let enough = if need == Required::Tokenizer { "tokenizer.json" } else { "config.json" };
         if !model.is_empty() && dir.join(enough).is_file() {
             if let Some(revision) = revision {
                 bail!("{model} is a directory, which has no revision '{revision}'");
@@ -77,14 +78,14 @@ impl Hub {
     }
 
     /// What to do about a model that is not here.
-    fn hint(&self, name: &str, wanted: Option<&str>, revision: Option<&str>, need: Need) -> String {
+    fn hint(&self, name: &str, wanted: Option<&str>, revision: Option<&str>, need: Required) -> String {
         let at = revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
         let at = wanted.map_or(at.clone(), |wanted| format!("{at} --include '*{wanted}*'"));
         let download = format!("inferno download {name}{at}");
         let lacking = self.caches().iter().find_map(|(cache, _)| {
             let repo = cache.repo(name);
             let commit = repo.commit(revision.unwrap_or(MAIN)).or_else(|| repo.commits().into_iter().next())?;
-            cache::missing(&repo.snapshot(&commit), need)
+            first_missing_file(&repo.snapshot(&commit), need)
         });
         if let Some(file) = lacking {
             return format!("only a part of it is here ({file} is missing); to fetch the rest: {download}");
@@ -105,13 +106,13 @@ impl Hub {
         let names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let mut found = Vec::new();
         for name in &names {
-            let first = self.look_up(name, None, Need::Weights);
+            let first = self.look_up(name, None, Required::Weights);
             let mut commits: BTreeSet<String> =
                 self.caches().iter().flat_map(|(cache, _)| cache.repo(name).referenced()).collect();
             if let Some(commit) = first.as_ref().and_then(|snapshot| snapshot.revision.as_ref()) {
                 commits.remove(commit);
             }
-            let others = commits.iter().filter_map(|commit| self.at_commit(name, commit, Need::Weights));
+            let others = commits.iter().filter_map(|commit| self.at_commit(name, commit, Required::Weights));
             found.extend(first.into_iter().chain(others).flat_map(|snapshot| snapshot.models()));
         }
         Ok(found)
@@ -122,15 +123,15 @@ impl Hub {
     pub fn incomplete(&self) -> Vec<(String, String)> {
         let names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let lacking = |name: &String| {
-            if self.look_up(name, None, Need::Weights).is_some() {
+            if self.look_up(name, None, Required::Weights).is_some() {
                 return None;
             }
             self.caches().iter().find_map(|(cache, source)| {
                 let repo = cache.repo(name);
                 let commit = repo.commit(MAIN).or_else(|| repo.commits().into_iter().next())?;
                 let path = repo.snapshot(&commit);
-                let ours = *source == Source::Inferno || cache::missing(&path, Need::Text).is_none();
-                cache::missing(&path, Need::Weights).filter(|_| ours).map(|missing| (name.clone(), missing))
+                let ours = *source == Source::Inferno || first_missing_file(&path, Required::Tokenizer).is_none();
+                first_missing_file(&path, Required::Weights).filter(|_| ours).map(|missing| (name.clone(), missing))
             })
         };
         names.iter().filter_map(lacking).collect()
@@ -147,17 +148,17 @@ impl Hub {
     }
 
     /// A repository's snapshot at a revision. Without one: at main, else the newest that is whole.
-    pub(super) fn look_up(&self, name: &str, revision: Option<&str>, need: Need) -> Option<Snapshot> {
+    pub(super) fn look_up(&self, name: &str, revision: Option<&str>, need: Required) -> Option<Snapshot> {
         let repos: Vec<RepoDir> = self.caches().iter().map(|(cache, _)| cache.repo(name)).collect();
         let known = repos.iter().filter_map(|repo| repo.commit(revision.unwrap_or(MAIN)));
         let others = repos.iter().flat_map(|repo| repo.commits()).filter(|_| revision.is_none());
         known.chain(others).find_map(|commit| self.at_commit(name, &commit, need))
     }
 
-    fn at_commit(&self, name: &str, commit: &str, need: Need) -> Option<Snapshot> {
+    fn at_commit(&self, name: &str, commit: &str, need: Required) -> Option<Snapshot> {
         self.caches().into_iter().find_map(|(cache, source)| {
             let path = cache.repo(name).snapshot(commit);
-            let whole = cache::missing(&path, need).is_none();
+            let whole = first_missing_file(&path, need).is_none();
             whole.then(|| Snapshot { name: name.to_string(), revision: Some(commit.to_string()), path, source })
         })
     }

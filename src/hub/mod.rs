@@ -9,7 +9,6 @@ mod disk;
 mod download;
 mod fetch;
 mod find;
-pub mod gguf;
 mod hash;
 mod limits;
 mod lock;
@@ -33,6 +32,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use crate::error::Error;
+use crate::snapshot::gguf;
 use cache::Cache;
 pub use limits::Limits;
 pub use peek::{Header, Peek};
@@ -61,7 +61,7 @@ pub struct Snapshot {
 impl Snapshot {
     /// The models in it, by the names that they are found by: itself, or each of its GGUF files.
     pub fn models(&self) -> Vec<Self> {
-        let named = gguf::named(&self.name, &self.path);
+        let named = gguf::named_models(&self.name, &self.path);
         if named.is_empty() {
             return vec![self.clone()];
         }

@@ -12,11 +12,11 @@ use anyhow::{Result, bail};
 use ureq::http::StatusCode;
 use ureq::{Body, http::Response};
 
-use super::cache::{INDEX, SINGLE, shards};
 use super::fetch::Wanted;
 use super::remote::Remote;
 use super::select::{RemoteFile, gguf_to_show};
 use super::transfer::content_range;
+use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 
 /// A repository as it is on the hub.
 #[derive(Debug)]
@@ -71,7 +71,7 @@ pub(super) fn peek(remote: &Remote, name: &str, wanted: Option<&str>) -> Result<
     let listing = remote.listing()?;
     let commit = &listing.commit;
     let file = |name: &str| listing.files.iter().find(|file| file.name == name);
-    let gguf = match wanted.is_none() && (file(INDEX).is_some() || file(SINGLE).is_some()) {
+    let gguf = match wanted.is_none() && (file(INDEX).is_some() || file(SINGLE_FILE).is_some()) {
         true => None,
         false => gguf_to_show(name, &listing.files, wanted)?,
     };
@@ -89,8 +89,11 @@ pub(super) fn peek(remote: &Remote, name: &str, wanted: Option<&str>) -> Result<
     }
     let shards = match file(INDEX) {
         _ if !gguf.is_empty() => Vec::new(),
-        Some(_) => shards(&beginning(remote, commit, INDEX, MAX_INDEX_BYTES)?)?,
-        None => file(SINGLE).map(|file| file.name.clone()).into_iter().collect(),
+        Some(_) => {
+            let index = ShardIndex::parse(&beginning(remote, commit, INDEX, MAX_INDEX_BYTES)?)?;
+            index.shards().into_iter().map(str::to_string).collect()
+        }
+        None => file(SINGLE_FILE).map(|file| file.name.clone()).into_iter().collect(),
     };
     let mut weights = Vec::with_capacity(shards.len());
     for name in shards {

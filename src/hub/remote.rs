@@ -18,6 +18,7 @@ use super::retry::{Retry, is_passing, retry_after};
 use super::select::RemoteFile;
 use super::{Limits, Progress, Settings, hash, names};
 use crate::error::Error;
+use crate::snapshot::is_safe_path;
 
 /// A repository's file list with tens of thousands of entries stays below this.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
@@ -395,7 +396,7 @@ impl Info {
         }
         let mut files = Vec::with_capacity(self.siblings.len());
         for sibling in self.siblings {
-            if !names::is_safe_path(&sibling.rfilename) {
+            if !is_safe_path(&sibling.rfilename) {
                 bail!("the hub lists a file {:?} in '{repo}', which is outside it; refused", sibling.rfilename);
             }
             // Of a large file the blob id is that of a pointer to it, and says nothing about its contents.

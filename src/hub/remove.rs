@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use super::cache::{self, RepoDir, entries, files_below, is_weights};
+use super::cache::{self, RepoDir, entries, files_below};
 use super::lock::Lock;
 use super::partial::ENDINGS;
-use super::{Hub, Progress, demo, gguf, names};
+use super::{Hub, Progress, demo, names};
 use crate::error::Error;
+use crate::snapshot::{gguf, is_weights_file};
 
 /// What was taken away.
 #[derive(Debug, PartialEq, Eq)]
@@ -81,23 +82,23 @@ impl Hub {
         let (mut whole, mut files): (Vec<String>, Vec<PathBuf>) = (Vec::new(), Vec::new());
         let mut revisions = Vec::new();
         for commit in commits {
-            let models = gguf::in_directory(&repo.snapshot(&commit));
+            let models = gguf::models_in(&repo.snapshot(&commit));
             let Some(tag) = tag else {
                 whole.push(commit.clone());
                 revisions.push(commit);
                 continue;
             };
             let ours: Vec<_> =
-                models.iter().filter(|model| gguf::is_named(&model.path.to_string_lossy(), tag)).collect();
+                models.iter().filter(|model| gguf::matches_tag(&model.path.to_string_lossy(), tag)).collect();
             let parts = |model: &&gguf::GgufFile| {
                 let first = model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                gguf::parts(&first).into_iter().map(|part| model.path.with_file_name(part)).collect::<Vec<_>>()
+                gguf::part_names(&first).into_iter().map(|part| model.path.with_file_name(part)).collect::<Vec<_>>()
             };
             let ours: Vec<PathBuf> = ours.iter().flat_map(parts).collect();
             if ours.is_empty() {
                 continue;
             }
-            if walk(&repo.snapshot(&commit))?.iter().any(|path| is_weights(path) && !ours.contains(path)) {
+            if walk(&repo.snapshot(&commit))?.iter().any(|path| is_weights_file(path) && !ours.contains(path)) {
                 files.extend(ours);
             } else {
                 whole.push(commit.clone());

@@ -3,9 +3,9 @@
 use anyhow::{Context, Result, bail};
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
-use super::cache::{INDEX, SINGLE, shards};
-use super::gguf;
 use crate::error::Error;
+use crate::snapshot::gguf;
+use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 
 /// Taken whenever the repository has them; all lie at its root.
 const SMALL: [&str; 6] = [
@@ -94,13 +94,13 @@ fn included(repo: &str, files: &[RemoteFile], choice: &Choice, index: Option<&[u
             chosen.extend(matching);
         }
         None => {
-            if index.is_none() && file(SINGLE).is_none() {
+            if index.is_none() && file(SINGLE_FILE).is_none() {
                 chosen.extend(only_gguf(repo, files)?);
                 return Ok(chosen);
             }
-            let weights = match (index, file(SINGLE)) {
-                (Some(index), _) => shards(index)?,
-                (None, _) => vec![SINGLE.to_string()],
+            let weights = match (index, file(SINGLE_FILE)) {
+                (Some(index), _) => ShardIndex::parse(index)?.shards().into_iter().map(str::to_string).collect(),
+                (None, _) => vec![SINGLE_FILE.to_string()],
             };
             // Better now than after gigabytes: without these two nothing can be loaded.
             for needed in ["config.json", "tokenizer.json"] {
@@ -129,7 +129,7 @@ fn parts(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Result<Vec<Rem
         let found = files.iter().find(|file| file.name == path).cloned();
         found.with_context(|| format!("'{repo}' lacks {path}, a part of {}", first.name))
     };
-    gguf::parts(name).into_iter().map(part).collect()
+    gguf::part_names(name).into_iter().map(part).collect()
 }
 
 /// Bytes of all parts, as far as that is told.
@@ -140,15 +140,15 @@ fn bytes(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Option<u64> {
 /// The files of the GGUF model that is to be looked at: of the only one, or of the one that `wanted` names. None if the
 /// repository has no GGUF model, and nobody asked for one.
 pub(super) fn gguf_to_show(repo: &str, files: &[RemoteFile], wanted: Option<&str>) -> Result<Option<Vec<RemoteFile>>> {
-    let models: Vec<&RemoteFile> = files.iter().filter(|file| gguf::is_model(&file.name)).collect();
+    let models: Vec<&RemoteFile> = files.iter().filter(|file| gguf::is_model_name(&file.name)).collect();
     let meant: Vec<&&RemoteFile> =
-        models.iter().filter(|file| wanted.is_none_or(|wanted| gguf::is_named(&file.name, wanted))).collect();
+        models.iter().filter(|file| wanted.is_none_or(|wanted| gguf::matches_tag(&file.name, wanted))).collect();
     let list = || {
         let names: Vec<&str> = models.iter().map(|file| file.name.as_str()).collect();
         let line = |(name, file): (String, &&RemoteFile)| {
-            gguf::line(&format!("inferno show {name} --remote"), bytes(repo, files, file))
+            gguf::size_line(&format!("inferno show {name} --remote"), bytes(repo, files, file))
         };
-        gguf::called(repo, &names).into_iter().zip(&models).map(line).collect::<Vec<_>>().join("\n")
+        gguf::model_names(repo, &names).into_iter().zip(&models).map(line).collect::<Vec<_>>().join("\n")
     };
     match (&meant[..], wanted) {
         ([one], _) => parts(repo, files, one).map(Some),
@@ -166,12 +166,12 @@ pub(super) fn gguf_to_show(repo: &str, files: &[RemoteFile], wanted: Option<&str
 
 /// The files of the only GGUF model of a repository without safetensors. Of several one must be asked for.
 fn only_gguf(repo: &str, files: &[RemoteFile]) -> Result<Vec<RemoteFile>> {
-    let models: Vec<&RemoteFile> = files.iter().filter(|file| gguf::is_model(&file.name)).collect();
+    let models: Vec<&RemoteFile> = files.iter().filter(|file| gguf::is_model_name(&file.name)).collect();
     match models[..] {
         [] => bail!("{}", no_safetensors(repo, files)),
         [one] => parts(repo, files, one),
         [first, ..] => {
-            let line = |first: &&RemoteFile| gguf::line(&first.name, bytes(repo, files, first));
+            let line = |first: &&RemoteFile| gguf::size_line(&first.name, bytes(repo, files, first));
             let list: Vec<String> = models.iter().map(line).collect();
             let tag =
                 gguf::tag(models.iter().find(|file| file.name.contains("Q4_K_M")).unwrap_or(&first).name.as_str());
@@ -190,7 +190,7 @@ fn no_safetensors(repo: &str, files: &[RemoteFile]) -> String {
     let elsewhere: Vec<&RemoteFile> = files.iter().filter(|file| file.name.ends_with(".safetensors")).collect();
     if let Some(file) = elsewhere.first() {
         return format!(
-            "'{repo}' has neither {SINGLE} nor {INDEX}, only safetensors under other names such as {}\n  \
+            "'{repo}' has neither {SINGLE_FILE} nor {INDEX}, only safetensors under other names such as {}\n  \
              --include GLOB fetches those",
             file.name
         );
@@ -296,6 +296,6 @@ mod tests {
         assert!(said(&["config.json", "x.pt", "y.bin"]).contains(".bin, .pt"));
         assert!(said(&["config.json", "consolidated.safetensors"]).contains("--include"));
         assert!(said(&["README.md"]).contains("no weights at all"));
-        assert!(said(&["tokenizer.model", SINGLE, "config.json"]).contains("no tokenizer.json"));
+        assert!(said(&["tokenizer.model", SINGLE_FILE, "config.json"]).contains("no tokenizer.json"));
     }
 }

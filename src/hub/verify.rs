@@ -8,11 +8,12 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 
-use super::cache::{self, Need, RepoDir};
+use super::cache::RepoDir;
 use super::partial::{BAD, with_ending};
 use super::remote::Remote;
-use super::{Hub, Progress, Source, demo, disk, gguf, hash, names};
+use super::{Hub, Progress, Source, demo, disk, hash, names};
 use crate::error::Error;
+use crate::snapshot::{Required, first_missing_file, gguf, missing_files};
 
 /// A snapshot whose files were read again.
 #[derive(Debug)]
@@ -69,8 +70,8 @@ impl Hub {
                 };
                 for commit in commits {
                     // Python's tools keep much that is no model and was never meant to be whole.
-                    let ours =
-                        source == Source::Inferno || cache::missing(&repo.snapshot(&commit), Need::Text).is_none();
+                    let ours = source == Source::Inferno
+                        || first_missing_file(&repo.snapshot(&commit), Required::Tokenizer).is_none();
                     if ours || wanted.is_some() {
                         snapshots.push((name.clone(), cache.repo(name), commit, source));
                     }
@@ -103,7 +104,7 @@ impl Hub {
                 files.push((file, state));
             }
             if source == Source::Inferno {
-                for lacking in cache::lacking(&repo.snapshot(&commit), Need::Weights) {
+                for lacking in missing_files(&repo.snapshot(&commit), Required::Weights) {
                     if !files.iter().any(|(file, _)| *file == lacking) {
                         files.push((lacking, State::Missing));
                     }

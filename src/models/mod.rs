@@ -19,9 +19,9 @@ use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
 use crate::error::Error;
-use crate::hub;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::LayerSpec;
+use crate::snapshot;
 use crate::text;
 use crate::weights::Weights;
 use crate::weights::compressed::CompressedConfig;
@@ -80,7 +80,7 @@ pub struct ModelConfig {
 /// Reads config.json of a snapshot, or what a GGUF file says in its place. Fails with
 /// [`Error::UnsupportedArchitecture`] for a family that is not listed.
 pub fn read_config(dir: &Path) -> Result<ModelConfig> {
-    if let Some(path) = hub::gguf::find(dir)? {
+    if let Some(path) = snapshot::gguf::find(dir)? {
         return gguf_config(&GgufCheckpoint::open(&path)?);
     }
     let path = dir.join("config.json");

@@ -10,7 +10,7 @@ use super::gguf::GgufModel;
 use super::inventory;
 use super::read_ahead::Extent;
 use super::safetensors::{SafetensorsCheckpoint, View};
-use crate::hub;
+use crate::snapshot;
 
 /// The checkpoint of a snapshot: which tensors there are, and what they hold.
 pub enum Checkpoint {
@@ -63,7 +63,7 @@ impl Checkpoint {
     /// Maps the files and reads their headers; no tensor is touched. `path` is a GGUF file, or a directory with
     /// safetensors or else one GGUF model.
     pub fn open(path: &Path) -> Result<Self> {
-        Ok(match hub::gguf::find(path)? {
+        Ok(match snapshot::gguf::find(path)? {
             Some(file) => Self::Gguf(Box::new(GgufModel::open(&file)?)),
             None => Self::Safetensors(SafetensorsCheckpoint::open(path)?),
         })

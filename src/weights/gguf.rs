@@ -47,8 +47,6 @@ pub const MAX_KEY_BYTES: usize = (1 << 16) - 1;
 pub const MAX_NAME_BYTES: usize = 64;
 /// By the format's definition.
 pub const MAX_DIMENSIONS: u32 = 4;
-/// Parts of a split model that are opened.
-pub const MAX_PARTS: u32 = 1024;
 /// Layers that a model may say it has; the deepest have some 130.
 pub const MAX_BLOCKS: u32 = 1024;
 

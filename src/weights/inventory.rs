@@ -9,7 +9,8 @@ use serde::Serialize;
 
 use super::gguf::GgufCheckpoint;
 use super::quantized::Quantize;
-use super::{Checkpoint, header, safetensors};
+use super::{Checkpoint, header};
+use crate::snapshot::safetensors::{self, ShardIndex};
 
 /// One tensor as its header tells of it.
 #[derive(Clone, Debug)]
@@ -82,7 +83,7 @@ impl Summary {
     /// Of a snapshot. Reads headers and nothing else: a model that is listed may yet turn out to be broken.
     pub fn of_safetensors(dir: &Path) -> Result<Self> {
         let (mut parameters, mut bytes, mut packed) = (0u64, BytesByDtype::default(), false);
-        for file in safetensors::files(dir)? {
+        for file in safetensors::files(dir, ShardIndex::read(dir)?.as_ref())? {
             let (json, data_bytes) = header::of_file(&file)?;
             header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
                 let count = self::parameters(&tensor.name, tensor.dtype == "U8", tensor.elements);

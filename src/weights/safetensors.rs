@@ -2,9 +2,9 @@
 //! where a CPU takes them; for a GPU they are read ([`super::read_ahead`]).
 //!
 //! The safetensors crate checks the header (length, overlaps, holes, shape × dtype against offsets, end of file); here
-//! the index is checked: shard names stay in the snapshot, every tensor lies in the shard that the index says.
+//! the index is checked: every tensor lies in the shard that the index names. `snapshot` checks the names of the shards.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,11 +13,11 @@ use anyhow::{Context, Result, anyhow, bail};
 use candle_core::DType;
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
-use serde::Deserialize;
 
 use super::checkpoint::TensorInfo;
 use super::compressed::{CompressedConfig, Scheme};
 use super::read_ahead::{Extent, Keep, Part, Source};
+use crate::snapshot::{self, safetensors::ShardIndex};
 
 /// The safetensors files of a snapshot: which tensors there are, and their bytes.
 pub struct SafetensorsCheckpoint {
@@ -47,55 +47,11 @@ pub struct View<'c> {
     pub bytes: &'c [u8],
 }
 
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
-
-#[derive(Deserialize)]
-struct Index {
-    weight_map: HashMap<String, String>,
-}
-
-impl Index {
-    fn read(dir: &Path) -> Result<Option<Self>> {
-        let path = dir.join(INDEX);
-        if !path.exists() {
-            return Ok(None);
-        }
-        let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        serde_json::from_str(&text).with_context(|| format!("broken index {}", path.display()))
-    }
-}
-
-/// The safetensors files of a snapshot, which are all there: the shards of its index, or the only one.
-pub(super) fn files(dir: &Path) -> Result<Vec<PathBuf>> {
-    files_of(dir, Index::read(dir)?.as_ref())
-}
-
-fn files_of(dir: &Path, index: Option<&Index>) -> Result<Vec<PathBuf>> {
-    let Some(index) = index else {
-        let path = dir.join(SINGLE);
-        if !path.exists() {
-            bail!("no weights in {}: neither {SINGLE} nor {INDEX} nor a .gguf file is there", dir.display());
-        }
-        return Ok(vec![path]);
-    };
-    let names: BTreeSet<&String> = index.weight_map.values().collect();
-    for name in &names {
-        if !is_plain_file_name(name) {
-            bail!("{} names the shard {name:?}, which is not a file of this folder", dir.join(INDEX).display());
-        }
-        if !dir.join(name).exists() {
-            bail!("shard {name} is missing from {} (download the model again)", dir.display());
-        }
-    }
-    Ok(names.into_iter().map(|name| dir.join(name)).collect())
-}
-
 impl SafetensorsCheckpoint {
     /// Maps the files and reads their headers; no tensor is touched.
     pub fn open(dir: &Path) -> Result<Self> {
-        let index = Index::read(dir)?;
-        let checkpoint = Self::from_files(files_of(dir, index.as_ref())?)?;
+        let index = ShardIndex::read(dir)?;
+        let checkpoint = Self::from_files(snapshot::safetensors::files(dir, index.as_ref())?)?;
         for (tensor, shard) in index.iter().flat_map(|index| &index.weight_map) {
             let found = checkpoint.tensors.get(tensor).map(|placed| &checkpoint.files[placed.file].source.path);
             match found {
@@ -267,11 +223,4 @@ fn loading_order(name: &str) -> (bool, Vec<Segment<'_>>) {
 /// The layer that a weight is of.
 pub fn module(name: &str) -> &str {
     name.strip_suffix(".weight").unwrap_or(name)
-}
-
-/// A name of a file in the snapshot itself: no folders, no parent, no absolute path.
-fn is_plain_file_name(name: &str) -> bool {
-    let mut parts = Path::new(name).components();
-    matches!((parts.next(), parts.next()), (Some(std::path::Component::Normal(_)), None))
-        && !name.contains(['\\', '\0'])
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 /// From the ground up.
 const FLOORS: &[&[&str]] = &[
     &["error", "text"],
-    &["device"],
+    &["device", "snapshot"],
     &["kernels", "hub", "tokenizer"],
     &["weights", "chat"],
     &["nn"],

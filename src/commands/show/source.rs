@@ -7,6 +7,7 @@ use anyhow::{Context, Result, anyhow};
 use serde_json::{Value, json};
 
 use crate::hub::{self, Hub, Peek, Snapshot};
+use crate::snapshot::gguf as gguf_files;
 use crate::weights::gguf::{self, GgufCheckpoint, GgufModel};
 use crate::weights::{Checkpoint, Inventory};
 
@@ -82,14 +83,14 @@ fn heads(hub: &Hub, peek: &Peek) -> Result<Result<GgufCheckpoint>> {
 impl Source {
     /// A model on this machine. What cannot be read is a finding, not a failure.
     pub fn here(snapshot: &Snapshot) -> Self {
-        let gguf = hub::gguf::find(&snapshot.path).ok().flatten();
+        let gguf = gguf_files::find(&snapshot.path).ok().flatten();
         // A GGUF file is all there is of its model; what lies beside it says nothing of it but its license.
         let dir = match &gguf {
             Some(file) => file.parent().unwrap_or(&snapshot.path),
             None => &snapshot.path,
         };
         let files = match &gguf {
-            Some(file) => vec![(file_name(file), Some(hub::gguf::bytes(file)))],
+            Some(file) => vec![(file_name(file), Some(gguf_files::total_bytes(file)))],
             None => files(dir),
         };
         let readme = head(&dir.join("README.md")).and_then(|readme| front_matter_license(&readme));

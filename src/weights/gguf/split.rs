@@ -6,7 +6,8 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 
 use super::metadata::Metadata;
-use super::{Files, MAX_PARTS, Part};
+use super::{Files, Part};
+use crate::snapshot::gguf::{MAX_PARTS, PartName};
 
 /// The file, or all parts in their order if it is one of several.
 pub fn open_parts(path: &Path, files: &dyn Files) -> Result<Vec<Part>> {
@@ -16,18 +17,18 @@ pub fn open_parts(path: &Path, files: &dyn Files) -> Result<Vec<Part>> {
         return Ok(vec![named]);
     }
     let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-    let Some((prefix, number, count)) = split_name(file) else {
+    let Some(name) = PartName::parse(file) else {
         bail!("{} is one of {} parts, but not called like one (…-00001-of-00003.gguf)", path.display(), said.count);
     };
-    if (number, count) != (said.number + 1, said.count) {
+    if (name.number, name.count) != (said.number + 1, said.count) {
         bail!("{} is part {} of {} by its contents: was it renamed?", path.display(), said.number + 1, said.count);
     }
     let mut parts = Vec::new();
     let mut named = Some(named);
-    for number in 1..=count {
-        let path = path.with_file_name(format!("{prefix}-{number:05}-of-{count:05}.gguf"));
+    for number in 1..=name.count {
+        let path = path.with_file_name(name.with_number(number));
         if !files.has(&path) {
-            bail!("part {number} of {count} is missing: {} (download the model again)", path.display());
+            bail!("part {number} of {} is missing: {} (download the model again)", name.count, path.display());
         }
         let part = match named.take_if(|_| number == said.number + 1) {
             Some(part) => part,
@@ -39,7 +40,7 @@ pub fn open_parts(path: &Path, files: &dyn Files) -> Result<Vec<Part>> {
     let tensors: usize = parts.iter().map(|part| part.header.tensors.len()).sum();
     if said.tensors.is_some_and(|said| said as usize != tensors) {
         let said = said.tensors.unwrap_or_default();
-        bail!("the parts of {prefix} hold {tensors} tensors, they say {said}: are they of one model?");
+        bail!("the parts of {} hold {tensors} tensors, they say {said}: are they of one model?", name.prefix);
     }
     Ok(parts)
 }
@@ -86,15 +87,4 @@ fn check_part(part: &Part, expected: &Said) -> Result<()> {
         );
     }
     Ok(())
-}
-
-/// `prefix-00002-of-00003.gguf` as (prefix, 2, 3).
-fn split_name(file: &str) -> Option<(&str, u32, u32)> {
-    let (rest, count) = file.strip_suffix(".gguf")?.rsplit_once("-of-")?;
-    let (prefix, number) = rest.rsplit_once('-')?;
-    let five_digits = |digits: &str| digits.len() == 5 && digits.bytes().all(|digit| digit.is_ascii_digit());
-    if !five_digits(number) || !five_digits(count) {
-        return None;
-    }
-    Some((prefix, number.parse().ok()?, count.parse().ok()?))
 }

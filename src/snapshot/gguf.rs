@@ -1,0 +1,247 @@
+//! The GGUF files of a directory or repository: which of them are models, what each model is called, and its parts.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Result, bail};
+
+use super::safetensors;
+use crate::error::Error;
+
+/// The most parts that a split model may have.
+pub const MAX_PARTS: u32 = 1024;
+
+/// One GGUF model: a single file, or the first of its parts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GgufFile {
+    pub path: PathBuf,
+    /// The size of all parts together.
+    pub bytes: u64,
+    /// The first part that is not in the directory.
+    pub missing_part: Option<String>,
+}
+
+impl GgufFile {
+    /// Looks up the sizes of a model's parts. `first` is the file, or the first part.
+    fn from_first_part(first: PathBuf) -> Self {
+        let (mut bytes, mut missing_part) = (0, None);
+        for name in part_names(&first.file_name().unwrap_or_default().to_string_lossy()) {
+            match fs::metadata(first.with_file_name(&name)) {
+                Ok(data) => bytes += data.len(),
+                Err(_) => missing_part = missing_part.or(Some(name)),
+            }
+        }
+        Self { path: first, bytes, missing_part }
+    }
+}
+
+/// The file name of one part of a split model: `prefix-00002-of-00003.gguf`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PartName<'n> {
+    pub prefix: &'n str,
+    /// Counted from 1.
+    pub number: u32,
+    pub count: u32,
+}
+
+impl<'n> PartName<'n> {
+    /// Parses a file name. `None` if it is not the name of a part.
+    pub fn parse(file_name: &'n str) -> Option<Self> {
+        let (rest, count) = file_name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+        let (prefix, number) = rest.rsplit_once('-')?;
+        let five_digits = |digits: &str| digits.len() == 5 && digits.bytes().all(|digit| digit.is_ascii_digit());
+        if !five_digits(number) || !five_digits(count) {
+            return None;
+        }
+        Some(Self { prefix, number: number.parse().ok()?, count: count.parse().ok()? })
+    }
+
+    /// Returns the file name of another part of the same model.
+    pub fn with_number(&self, number: u32) -> String {
+        format!("{}-{number:05}-of-{:05}.gguf", self.prefix, self.count)
+    }
+}
+
+/// Returns the file names of all parts of a model, given its first one. A model in one file is its own only part.
+pub fn part_names(first: &str) -> Vec<String> {
+    match PartName::parse(first) {
+        Some(part) if (1..=MAX_PARTS).contains(&part.count) => {
+            (1..=part.count).map(|number| part.with_number(number)).collect()
+        }
+        _ => vec![first.to_string()],
+    }
+}
+
+/// Returns the GGUF file that `path` stands for: `path` itself, or the only model of a directory.
+///
+/// `None` if the directory has safetensors weights, or no GGUF model. Fails if it has several, and lists them.
+pub fn find(path: &Path) -> Result<Option<PathBuf>> {
+    if is_gguf(path) && !path.is_dir() {
+        return Ok(Some(path.to_path_buf()));
+    }
+    if safetensors::is_present(path) {
+        return Ok(None);
+    }
+    match &models_in(path)[..] {
+        [] => Ok(None),
+        [model] => Ok(Some(model.path.clone())),
+        models => {
+            let name = |model: &GgufFile| model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let list: Vec<String> = models.iter().map(|model| size_line(&name(model), Some(model.bytes))).collect();
+            let example = models[0].path.display();
+            bail!("{} holds several models; choose one, such as {example}:\n{}", path.display(), list.join("\n"))
+        }
+    }
+}
+
+/// Returns every GGUF model of a directory and of its direct subdirectories, sorted by path.
+///
+/// Vision projectors (`mmproj`) are left out: they are no model by themselves.
+pub fn models_in(dir: &Path) -> Vec<GgufFile> {
+    let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
+    let folders = entries(dir).filter(|path| path.is_dir());
+    let mut files: Vec<PathBuf> =
+        entries(dir).chain(folders.flat_map(|dir| entries(&dir).collect::<Vec<_>>())).collect();
+    files.retain(|path| path.is_file() && is_model_name(&path.to_string_lossy()));
+    files.sort();
+    files.into_iter().map(GgufFile::from_first_part).collect()
+}
+
+/// Returns the size of a model, all parts together, given its first part.
+pub fn total_bytes(first: &Path) -> u64 {
+    GgufFile::from_first_part(first.to_path_buf()).bytes
+}
+
+fn is_gguf(path: &Path) -> bool {
+    path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
+}
+
+/// Returns true if a file is a model by its name, or the first part of one.
+pub fn is_model_name(path: &str) -> bool {
+    let file = path.rsplit('/').next().unwrap_or(path);
+    let is_first = PartName::parse(file).is_none_or(|part| part.number == 1);
+    is_gguf(Path::new(file)) && is_first && !file.to_lowercase().contains("mmproj")
+}
+
+/// Returns the last word of a file name, which tells it from the other models of its repository.
+///
+/// The tag of `Llama-3.2-1B-Q4_K_M.gguf` is `Q4_K_M`.
+pub fn tag(path: &str) -> &str {
+    let stem = stem(path);
+    stem.rsplit(['-', '.']).next().unwrap_or(stem)
+}
+
+/// The file name without its extension and part number.
+fn stem(path: &str) -> &str {
+    let file = path.rsplit('/').next().unwrap_or(path);
+    PartName::parse(file).map_or(file.strip_suffix(".gguf").unwrap_or(file), |part| part.prefix)
+}
+
+/// Returns true if `tag` selects a file: by its file name, by its name without `.gguf`, or by its last words.
+pub fn matches_tag(path: &str, tag: &str) -> bool {
+    let (path, stem, tag) = (path.to_lowercase(), stem(path).to_lowercase(), tag.to_lowercase());
+    let is_suffix = stem.strip_suffix(&tag).is_some_and(|rest| rest.is_empty() || rest.ends_with(['-', '.']));
+    path == tag || path.ends_with(&format!("/{tag}")) || is_suffix
+}
+
+/// Splits `name:Q4_K_M` into the name and the tag.
+pub fn split_tag(model: &str) -> (&str, Option<&str>) {
+    match model.rsplit_once(':') {
+        Some((name, tag)) if !name.is_empty() && !tag.is_empty() => (name, Some(tag)),
+        _ => (model, None),
+    }
+}
+
+/// Returns what to call each model of a repository: `name` if there is only one, else `name:TAG`.
+///
+/// Where two files have the same tag, the file name takes its place.
+pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
+    let tags: Vec<&str> = files.iter().map(|file| tag(file.as_ref())).collect();
+    let model_name = |path: &str| {
+        let own_tag = tag(path);
+        let is_unique = tags.iter().filter(|tag| **tag == own_tag).count() == 1;
+        match (files.len(), is_unique) {
+            (1, _) => name.to_string(),
+            (_, true) => format!("{name}:{own_tag}"),
+            _ => format!("{name}:{}", path.rsplit('/').next().unwrap_or(path)),
+        }
+    };
+    files.iter().map(|file| model_name(file.as_ref())).collect()
+}
+
+/// Returns the complete GGUF models of a directory, each with its name. `name` is the name of the directory.
+///
+/// Empty if the directory has safetensors weights.
+pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
+    if safetensors::is_present(dir) {
+        return Vec::new();
+    }
+    let mut models = models_in(dir);
+    models.retain(|model| model.missing_part.is_none());
+    let paths: Vec<String> = models.iter().map(|model| model.path.to_string_lossy().into_owned()).collect();
+    model_names(name, &paths).into_iter().zip(models).collect()
+}
+
+/// Returns the GGUF model of a directory that `tag` selects, or the only one. `None` if there is no GGUF model.
+///
+/// Fails if `tag` selects no model, or if there are several and no tag.
+pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBuf>> {
+    let models = named_models(name, dir);
+    let is_selected =
+        |(_, model): &&(String, GgufFile)| tag.is_none_or(|tag| matches_tag(&model.path.to_string_lossy(), tag));
+    let list = || {
+        let line = |(name, model): &(String, GgufFile)| size_line(&format!("inferno play {name}"), Some(model.bytes));
+        models.iter().map(line).collect::<Vec<_>>().join("\n")
+    };
+    let not_found = |tag: &str, hint: String| Error::ModelNotFound { model: format!("{name}:{tag}"), hint };
+    match (&models.iter().filter(is_selected).collect::<Vec<_>>()[..], tag) {
+        ([(_, model)], _) => Ok(Some(model.path.clone())),
+        ([], None) => Ok(None),
+        ([], Some(tag)) if models.is_empty() => Err(not_found(tag, format!("{name} has no GGUF file")).into()),
+        ([], Some(tag)) => Err(not_found(tag, format!("{name} has these GGUF models:\n{}", list())).into()),
+        _ => Err(Error::usage(format!("{name} holds several models; choose one:\n{}", list()))),
+    }
+}
+
+/// Formats one line of a list of models: the size, then the name.
+pub fn size_line(name: &str, bytes: Option<u64>) -> String {
+    let size = bytes.map_or("?".into(), |bytes| format!("{:.2} GB", bytes as f64 / 1e9));
+    format!("  {size:>10}  {name}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tag_is_the_last_word_of_a_file_name() {
+        assert_eq!(tag("Llama-3.2-1B-Instruct-Q4_K_M.gguf"), "Q4_K_M");
+        assert_eq!(tag("Q8_0/big-Q8_0-00001-of-00003.gguf"), "Q8_0");
+        assert_eq!(tag("tinyllama-1.1b.Q5_0.gguf"), "Q5_0");
+        assert!(matches_tag("Llama-3.2-1B-Q4_K_M.gguf", "q4_k_m"));
+        assert!(matches_tag("Llama-3.2-1B-Q4_K_M.gguf", "Llama-3.2-1B-Q4_K_M.gguf"));
+        assert!(matches_tag("big-Q8_0-00001-of-00003.gguf", "Q8_0"));
+        assert!(!matches_tag("Llama-3.2-1B-IQ4_K_M.gguf", "Q4_K_M"));
+        assert!(!matches_tag("Llama-3.2-1B-Q4_K_M.gguf", "K_M"));
+    }
+
+    #[test]
+    fn only_first_parts_are_models() {
+        assert!(is_model_name("a/b-00001-of-00002.gguf") && is_model_name("b.gguf"));
+        assert!(!is_model_name("b-00002-of-00002.gguf") && !is_model_name("mmproj-F16.gguf"));
+        assert!(!is_model_name("b.bin"));
+        assert_eq!(part_names("b-00001-of-00002.gguf"), ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]);
+        assert_eq!(part_names("b.gguf"), ["b.gguf"]);
+        assert_eq!(part_names("b-00001-of-09999.gguf"), ["b-00001-of-09999.gguf"], "more parts than the limit");
+    }
+
+    #[test]
+    fn part_names_have_two_numbers_of_five_digits() {
+        let part = PartName { prefix: "a-Q8", number: 2, count: 3 };
+        assert_eq!(PartName::parse("a-Q8-00002-of-00003.gguf"), Some(part));
+        assert_eq!(part.with_number(3), "a-Q8-00003-of-00003.gguf");
+        for other in ["a.gguf", "a-2-of-3.gguf", "a-00002-of-00003.bin", "a-+0002-of-00003.gguf"] {
+            assert_eq!(PartName::parse(other), None, "{other}");
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Which files of a directory make up a model.
+//!
+//! A model's weights are one `model.safetensors`, the shards that `model.safetensors.index.json` lists, or a GGUF file,
+//! which may be split into parts. `hub` applies these rules before it downloads, `weights` before it opens a file.
+
+pub mod gguf;
+pub mod safetensors;
+
+use std::path::{Component, MAIN_SEPARATOR, Path};
+
+use gguf::GgufFile;
+use safetensors::{INDEX, SINGLE_FILE, ShardIndex};
+
+/// What a directory must hold to be usable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Required {
+    /// config.json and tokenizer.json: enough to count or render tokens.
+    Tokenizer,
+    /// The weights as well: every shard that the index lists, or the single file.
+    Weights,
+}
+
+/// Returns the names of the files that a model's directory lacks. Empty if the model is complete.
+///
+/// A GGUF model needs no other file. Names are relative to `dir` and use `/`, as on a hub.
+pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {
+    if !safetensors::is_present(dir) {
+        let models = gguf::models_in(dir);
+        if models.iter().any(|model| model.missing_part.is_none()) {
+            return Vec::new();
+        }
+        if !models.is_empty() {
+            return models.iter().filter_map(|model| missing_part(dir, model)).collect();
+        }
+    }
+    let is_missing = |name: &str| !dir.join(name).is_file();
+    let mut missing: Vec<String> =
+        ["config.json", "tokenizer.json"].into_iter().filter(|name| is_missing(name)).map(str::to_string).collect();
+    if required == Required::Weights {
+        missing.extend(missing_weights(dir));
+    }
+    missing
+}
+
+/// Returns the first of [`missing_files`]. `None` if the model is complete.
+pub fn first_missing_file(dir: &Path, required: Required) -> Option<String> {
+    missing_files(dir, required).into_iter().next()
+}
+
+/// The missing part of a split GGUF model, relative to `dir`.
+fn missing_part(dir: &Path, model: &GgufFile) -> Option<String> {
+    let path = model.path.with_file_name(model.missing_part.as_ref()?);
+    Some(path.strip_prefix(dir).ok()?.to_str()?.replace(MAIN_SEPARATOR, "/"))
+}
+
+/// The safetensors files that a directory lacks.
+fn missing_weights(dir: &Path) -> Vec<String> {
+    let is_missing = |name: &str| !dir.join(name).is_file();
+    // A dangling link still shows that the model has an index.
+    if dir.join(INDEX).symlink_metadata().is_err() {
+        return [SINGLE_FILE].into_iter().filter(|name| is_missing(name)).map(str::to_string).collect();
+    }
+    match ShardIndex::read(dir) {
+        Ok(Some(index)) => index.shards().into_iter().filter(|name| is_missing(name)).map(str::to_string).collect(),
+        Ok(None) | Err(_) => vec![INDEX.to_string()],
+    }
+}
+
+/// Returns true if the file extension is one that weights have, in any format.
+pub fn is_weights_file(path: &Path) -> bool {
+    const EXTENSIONS: [&str; 8] = ["safetensors", "gguf", "bin", "pt", "pth", "ckpt", "h5", "onnx"];
+    let extension = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
+    EXTENSIONS.contains(&extension.as_str())
+}
+
+/// Returns true if a file name stays below the directory that it is joined to, on every operating system.
+///
+/// File names come from servers and from shard indexes, so each one is checked before it becomes a path.
+pub fn is_safe_path(name: &str) -> bool {
+    name.len() <= 512
+        && !name.chars().any(|c| c.is_control() || c == '\\')
+        && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..")
+        && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn safe_paths_stay_below_their_directory() {
+        for good in ["config.json", "original/model 1.bin", "refs/pr/1", "v1.0", "..x"] {
+            assert!(is_safe_path(good), "{good}");
+        }
+        for bad in ["", "..", "a/../b", "/etc/passwd", "a//b", "./a", "a/", "a\\b", "a\0b", "a\nb", "\u{1b}[2J"] {
+            assert!(!is_safe_path(bad), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn missing_files_are_listed() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path();
+        let write = |name: &str, text: &str| std::fs::write(dir.join(name), text).unwrap();
+        assert_eq!(missing_files(dir, Required::Tokenizer), ["config.json", "tokenizer.json"]);
+        write("config.json", "{}");
+        write("tokenizer.json", "{}");
+        assert!(missing_files(dir, Required::Tokenizer).is_empty());
+        assert_eq!(missing_files(dir, Required::Weights), [SINGLE_FILE]);
+        write(INDEX, r#"{"weight_map":{"a":"1.safetensors","b":"2.safetensors"}}"#);
+        write("2.safetensors", "");
+        assert_eq!(missing_files(dir, Required::Weights), ["1.safetensors"]);
+        write(INDEX, "{");
+        assert_eq!(missing_files(dir, Required::Weights), [INDEX]);
+        std::fs::remove_file(dir.join(INDEX)).unwrap();
+        write(SINGLE_FILE, "");
+        assert!(missing_files(dir, Required::Weights).is_empty());
+    }
+
+    #[test]
+    fn complete_gguf_model_needs_no_other_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path();
+        std::fs::create_dir(dir.join("Q8")).unwrap();
+        std::fs::write(dir.join("Q8/a-Q8-00001-of-00002.gguf"), "").unwrap();
+        assert_eq!(missing_files(dir, Required::Weights), ["Q8/a-Q8-00002-of-00002.gguf"]);
+        std::fs::write(dir.join("a-Q4.gguf"), "").unwrap();
+        assert!(missing_files(dir, Required::Weights).is_empty());
+    }
+}

@@ -1,0 +1,90 @@
+//! The safetensors files of a model: one `model.safetensors`, or the shards that an index lists.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+use super::is_safe_path;
+
+/// The file of a checkpoint that is not sharded.
+pub const SINGLE_FILE: &str = "model.safetensors";
+
+/// The file that lists the shards of a sharded checkpoint.
+pub const INDEX: &str = "model.safetensors.index.json";
+
+/// The index of a sharded checkpoint. It names at least one shard, and only plain file names.
+#[derive(Debug, Deserialize)]
+pub struct ShardIndex {
+    /// The shard that holds each tensor.
+    pub weight_map: BTreeMap<String, String>,
+}
+
+impl ShardIndex {
+    /// Parses an index and checks its shard names. A shard lies in the directory of the index, never elsewhere.
+    pub fn parse(json: &[u8]) -> Result<Self> {
+        let index: Self = serde_json::from_slice(json).with_context(|| format!("{INDEX} is not a shard index"))?;
+        if index.weight_map.is_empty() {
+            bail!("{INDEX} names no shards");
+        }
+        if let Some(name) = index.shards().into_iter().find(|name| !is_safe_path(name) || name.contains('/')) {
+            bail!("{INDEX} names the shard {name:?}, which is not a plain file name; refused");
+        }
+        Ok(index)
+    }
+
+    /// Reads the index of a directory. `None` if the directory has no index.
+    pub fn read(dir: &Path) -> Result<Option<Self>> {
+        let path = dir.join(INDEX);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let json = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        Self::parse(&json).map(Some).with_context(|| format!("cannot use {}", path.display()))
+    }
+
+    /// Returns the names of the shards, sorted.
+    pub fn shards(&self) -> BTreeSet<&str> {
+        self.weight_map.values().map(String::as_str).collect()
+    }
+}
+
+/// Returns true if a directory has safetensors weights. They are preferred to GGUF files.
+pub fn is_present(dir: &Path) -> bool {
+    [SINGLE_FILE, INDEX].iter().any(|name| dir.join(name).exists())
+}
+
+/// Returns the paths of a model's safetensors files: the shards of its index, or the single file. Fails if one is missing.
+pub fn files(dir: &Path, index: Option<&ShardIndex>) -> Result<Vec<PathBuf>> {
+    let names = index.map_or_else(|| BTreeSet::from([SINGLE_FILE]), ShardIndex::shards);
+    match names.iter().find(|name| !dir.join(name).exists()) {
+        None => Ok(names.into_iter().map(|name| dir.join(name)).collect()),
+        Some(shard) if index.is_some() => {
+            bail!("cannot load the model: shard {shard} is missing from {}\n  download the model again", dir.display())
+        }
+        Some(_) => bail!("no weights in {}: it has no {SINGLE_FILE}, no {INDEX} and no .gguf file", dir.display()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shard_names_must_be_plain_file_names() {
+        for bad in ["../x", "/etc/passwd", "a/b.safetensors", "..", "", "a\\\\b", "a\\u0000b"] {
+            let error = ShardIndex::parse(format!(r#"{{"weight_map":{{"a":"{bad}"}}}}"#).as_bytes()).unwrap_err();
+            assert!(error.to_string().contains("not a plain file name"), "{bad}: {error}");
+        }
+        let index = ShardIndex::parse(br#"{"weight_map":{"a":"2.safetensors","b":"1.safetensors"}}"#).unwrap();
+        assert_eq!(Vec::from_iter(index.shards()), ["1.safetensors", "2.safetensors"]);
+    }
+
+    #[test]
+    fn index_without_shards_is_an_error() {
+        assert!(ShardIndex::parse(b"{\"weight_map\":{}}").unwrap_err().to_string().contains("names no shards"));
+        assert!(ShardIndex::parse(b"<html>").unwrap_err().to_string().contains("not a shard index"));
+    }
+}
