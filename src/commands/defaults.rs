@@ -5,6 +5,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::sync::LazyLock;
 
 use anyhow::Result;
 use clap::builder::BoolishValueParser;
@@ -12,37 +13,38 @@ use clap::parser::ValueSource;
 use clap::{ArgAction, ArgMatches, Command};
 use toml::{Table, Value};
 
+use crate::engine::sampling::SAMPLING_FIELDS;
 use crate::error::Error;
 use crate::hub::Hub;
-use crate::repl::CHAT_SETTINGS;
+use crate::repl;
 use crate::repl::journal::{self, Saved, Settings};
 
-/// Flags of `play` that the environment and the configuration can set, and that a conversation remembers.
-const FLAGS: [&str; 23] = [
+/// The flags of `play`, besides the sampling flags, that the environment, the configuration file and a conversation set.
+const OTHER_FLAGS: [&str; 15] = [
     "attention",
     "chunk",
     "context",
     "device",
     "dtype",
     "eager",
-    "frequency-penalty",
     "hide-reasoning",
     "max-tokens",
-    "min-p",
     "overflow",
     "plain",
-    "presence-penalty",
     "quantize",
     "reasoning",
-    "repetition-penalty",
     "revision",
-    "seed",
     "stop",
     "system",
-    "temperature",
-    "top-k",
-    "top-p",
 ];
+
+/// All flags of `play` that the environment, the configuration file and a conversation set, sorted by name.
+static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
+    let sampling = SAMPLING_FIELDS.iter().map(|field| field.flag);
+    let mut flags: Vec<&str> = OTHER_FLAGS.into_iter().chain(sampling).collect();
+    flags.sort_unstable();
+    flags
+});
 
 /// Those that are on or off. Elsewhere than on the command line they have a value.
 const SWITCHES: [&str; 3] = ["eager", "hide-reasoning", "plain"];
@@ -111,7 +113,7 @@ pub fn read(command: Command, known: Option<&Known>) -> Result<Line> {
         (line.given, line.left_out) = (fitting, left_out);
         match typed {
             // Of another model only what was set in the chat goes on, and where it runs.
-            Some(_) => line.given.retain(|flag, _| flag == "device" || CHAT_SETTINGS.contains(&flag.as_str())),
+            Some(_) => line.given.retain(|flag, _| flag == "device" || repl::is_setting(flag)),
             None => drop(line.given.insert("model".to_string(), vec![saved.model.clone()])),
         }
         // It has its own instructions, and may have taken a limit away.
@@ -210,7 +212,7 @@ fn first_line(error: &clap::Error) -> String {
 
 fn flags(verb: &str) -> &'static [&'static str] {
     match verb {
-        "play" => &FLAGS,
+        "play" => &PLAY_FLAGS,
         "bench" | "perplexity" => &DEVICE,
         _ => &[],
     }
@@ -281,8 +283,8 @@ fn path() -> Option<PathBuf> {
 
 fn read_table(table: &Table, place: &str, settings: &mut Settings) -> Result<(), String> {
     for (key, value) in table {
-        if !FLAGS.contains(&key.as_str()) {
-            return Err(format!("unknown key '{key}'{place}\n  known: {}", FLAGS.join(", ")));
+        if !PLAY_FLAGS.contains(&key.as_str()) {
+            return Err(format!("unknown key '{key}'{place}\n  known: {}", PLAY_FLAGS.join(", ")));
         }
         let values = match value {
             Value::Array(values) => values.iter().map(scalar).collect(),

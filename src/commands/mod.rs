@@ -1,5 +1,5 @@
 //! One file a verb: its flags, its help, its `run`. Here, the flags that several verbs share. `defaults`, `logging`,
-//! `progress`, `prompt`, `answer` and `bench_report` are no verbs, but what those are made of.
+//! `progress`, `prompt`, `answer`, `sampling` and `bench_report` are no verbs, but what those are made of.
 
 mod answer;
 pub mod bench;
@@ -16,6 +16,7 @@ mod progress;
 mod prompt;
 pub mod prune;
 pub mod remove;
+mod sampling;
 pub mod show;
 pub mod tokenize;
 pub mod verify;
@@ -28,7 +29,7 @@ use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::device::{DeviceChoice, DeviceInfo};
-use crate::engine::{Engine, Language, LoadOptions, SamplingParams};
+use crate::engine::{Engine, Language, LoadOptions};
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, demo};
 use crate::kernels::attention::Backend;
@@ -147,62 +148,11 @@ impl LoadArgs {
     }
 }
 
-/// How tokens are chosen; what is not given is the model's own default.
-#[derive(clap::Args)]
-pub struct SamplingArgs {
-    /// 0 always takes the likeliest token
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    temperature: Option<f32>,
-    /// Only the K likeliest tokens; 0 for all
-    #[arg(long, value_name = "K")]
-    top_k: Option<usize>,
-    /// Only the likeliest tokens whose probabilities reach P
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
-    top_p: Option<f32>,
-    /// Only tokens at least P times as likely as the likeliest
-    #[arg(long, value_name = "P", allow_negative_numbers = true)]
-    min_p: Option<f32>,
-    /// Makes tokens that were already there less likely; 1 for none
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    repetition_penalty: Option<f32>,
-    /// Taken off for each time a token was generated
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    frequency_penalty: Option<f32>,
-    /// Taken off once for each token that was generated
-    #[arg(long, value_name = "X", allow_negative_numbers = true)]
-    presence_penalty: Option<f32>,
-    /// Same seed, same text [default: another each time]
-    #[arg(long)]
-    seed: Option<u64>,
-}
-
-impl SamplingArgs {
-    /// The model's defaults, with what was given put over them.
-    pub fn over(&self, defaults: &SamplingParams) -> SamplingParams {
-        SamplingParams {
-            temperature: self.temperature.unwrap_or(defaults.temperature),
-            top_k: self.top_k.unwrap_or(defaults.top_k),
-            top_p: self.top_p.unwrap_or(defaults.top_p),
-            min_p: self.min_p.unwrap_or(defaults.min_p),
-            repetition_penalty: self.repetition_penalty.unwrap_or(defaults.repetition_penalty),
-            frequency_penalty: self.frequency_penalty.unwrap_or(defaults.frequency_penalty),
-            presence_penalty: self.presence_penalty.unwrap_or(defaults.presence_penalty),
-            seed: self.seed.unwrap_or_else(fresh_seed),
-        }
-    }
-}
-
 /// Every model that can be played: those in the caches, and last the built-in demo, unless the cache cannot be written.
 fn playable(hub: &Hub) -> Result<Vec<Snapshot>> {
     let mut snapshots = hub.list()?;
     snapshots.extend(hub.find(demo::NAME, None));
     Ok(snapshots)
-}
-
-/// A seed that differs from run to run, short enough to type again.
-fn fresh_seed() -> u64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    now.map_or(0, |now| now.as_micros() as u64) % 1_000_000_007
 }
 
 /// Today as YYYY-MM-DD, in the local time zone.

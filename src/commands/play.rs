@@ -12,9 +12,10 @@ use anyhow::{Context, Result};
 use super::defaults::Line;
 use super::list::{self, Model};
 use super::progress::{Listener, Show};
-use super::{LoadArgs, SamplingArgs, answer, note, playable, prompt, today};
+use super::sampling::SamplingArgs;
+use super::{LoadArgs, answer, note, playable, prompt, today};
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
-use crate::engine::{Engine, Language, SamplingParams};
+use crate::engine::{Engine, Language};
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, is_repository, to_download};
 use crate::repl::journal::Settings;
@@ -100,20 +101,13 @@ impl Origin {
 
 /// The flags with what the configuration has for this model.
 fn flags_for(reread: &Reread, snapshot: &Snapshot) -> Result<Args> {
-    let args = reread(&snapshot.name)?;
-    match args.sampling.over(&SamplingParams::greedy()).problem() {
-        Some(problem) => Err(Error::usage(problem)),
-        None => Ok(args),
-    }
+    reread(&snapshot.name)
 }
 
 pub fn run(mut args: Args) -> Result<ExitCode> {
     let prompt = prompt::one_shot(args.prompt.as_deref(), args.stdin, args.raw, args.json || args.jsonl)?;
     if prompt.is_none() {
         repl::guard_terminal();
-    }
-    if let Some(problem) = args.sampling.over(&SamplingParams::greedy()).problem() {
-        return Err(Error::usage(problem));
     }
     for left_out in &args.origin.left_out {
         eprintln!("{}", text::printable(left_out));
@@ -189,7 +183,7 @@ fn models(hub: Hub, raw: bool, reread: Box<Reread>) -> Models {
             let check = |language: &Language| if raw { Ok(()) } else { repl::must_chat(language, &snapshot.name) };
             let engine = args.load.load_speaking(snapshot, &check)?;
             introduce(snapshot, &engine);
-            let sampling = args.sampling.over(engine.defaults());
+            let sampling = args.sampling.apply_to(engine.defaults())?;
             Ok(Loaded { sampling, engine, configured: args.origin.configured })
         }),
         names: Box::new(move || playable(&lists).into_iter().flatten().map(|snapshot| snapshot.name).collect()),

@@ -8,7 +8,8 @@ use anyhow::Result;
 use serde::Serialize;
 
 use super::Engine;
-use super::sampler::{Sampler, SamplingParams};
+use super::sampler::Sampler;
+use super::sampling::SamplingParams;
 use super::stop::StopStrings;
 use crate::chat::{Channel, Delta, Parser, ToolCall};
 use crate::error::Error;
@@ -137,9 +138,7 @@ impl<'e> Generation<'e> {
         options: GenerateOptions,
     ) -> Result<Self> {
         let started = Instant::now();
-        if let Some(problem) = options.sampling.problem() {
-            anyhow::bail!(problem);
-        }
+        options.sampling.validate().map_err(anyhow::Error::msg)?;
         if prompt.is_empty() {
             anyhow::bail!("the prompt is empty");
         }

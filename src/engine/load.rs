@@ -157,7 +157,7 @@ impl Engine {
             cache_bytes,
             load: times,
         };
-        let defaults = default_sampling(&generation);
+        let defaults = SamplingParams::from_generation_config(&generation);
         tracing::info!(
             family = info.family,
             quantization = info.quantization.as_deref().unwrap_or("none"),
@@ -283,22 +283,4 @@ fn stop_ids(dir: &Path, generation: &Value, language: &Language) -> Result<Vec<u
     ids.extend(eos.and_then(|eos| language.tokenizer.token_id(eos)));
     ids.extend(language.chat.iter().flat_map(|chat| chat.stop_ids()));
     Ok(ids.into_iter().collect())
-}
-
-/// generation_config.json's sampling. `do_sample` absent or false means greedy, as in transformers.
-fn default_sampling(generation: &Value) -> SamplingParams {
-    let greedy = SamplingParams::greedy();
-    let number = |name: &str| generation[name].as_f64().map(|value| value as f32);
-    let repetition_penalty = number("repetition_penalty").unwrap_or(greedy.repetition_penalty);
-    if generation["do_sample"].as_bool() != Some(true) {
-        return SamplingParams { repetition_penalty, ..greedy };
-    }
-    SamplingParams {
-        temperature: number("temperature").unwrap_or(1.0),
-        top_k: generation["top_k"].as_u64().unwrap_or(0) as usize,
-        top_p: number("top_p").unwrap_or(1.0),
-        min_p: number("min_p").unwrap_or(0.0),
-        repetition_penalty,
-        ..greedy
-    }
 }

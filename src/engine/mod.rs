@@ -8,6 +8,7 @@ mod gguf;
 mod load;
 pub mod need;
 pub mod sampler;
+pub mod sampling;
 mod stop;
 
 use std::path::Path;
@@ -18,7 +19,7 @@ use candle_core::{D, DType, Device, Tensor};
 pub use bench::{KernelTime, LaunchCounts, StepBytes};
 pub use generate::{Chunk, FinishReason, GenerateOptions, Generation, Summary};
 pub use load::{LoadOptions, LoadTimes, ModelInfo};
-pub use sampler::SamplingParams;
+pub use sampling::SamplingParams;
 pub use stop::StopStrings;
 
 use crate::chat::{ChatFormat, Message, RenderOptions, Rendered};

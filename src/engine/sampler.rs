@@ -3,54 +3,7 @@
 
 use std::collections::HashMap;
 
-/// How tokens are chosen. `SamplingParams::greedy()` is the neutral element of each.
-#[derive(Clone, Debug, PartialEq)]
-pub struct SamplingParams {
-    /// 0 takes the likeliest token.
-    pub temperature: f32,
-    /// Only the k likeliest; 0 for all.
-    pub top_k: usize,
-    /// Only the likeliest whose probabilities sum to p; 1 for all.
-    pub top_p: f32,
-    /// Only those at least this fraction as likely as the likeliest; 0 for all.
-    pub min_p: f32,
-    /// Divides the logits of tokens seen in prompt or answer (arXiv 1909.05858); 1 for none.
-    pub repetition_penalty: f32,
-    /// Subtracted from a token's logit for each time it was generated (OpenAI); 0 for none.
-    pub frequency_penalty: f32,
-    /// Subtracted once from the logit of each generated token (OpenAI); 0 for none.
-    pub presence_penalty: f32,
-    pub seed: u64,
-}
-
-impl SamplingParams {
-    pub fn greedy() -> Self {
-        Self {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition_penalty: 1.0,
-            frequency_penalty: 0.0,
-            presence_penalty: 0.0,
-            seed: 0,
-        }
-    }
-
-    /// The first value that is out of its range, in words.
-    pub fn problem(&self) -> Option<String> {
-        let checks = [
-            ("temperature", self.temperature, 0.0, 100.0),
-            ("top-p", self.top_p, 0.0, 1.0),
-            ("min-p", self.min_p, 0.0, 1.0),
-            ("repetition-penalty", self.repetition_penalty, 0.01, 100.0),
-            ("frequency-penalty", self.frequency_penalty, -100.0, 100.0),
-            ("presence-penalty", self.presence_penalty, -100.0, 100.0),
-        ];
-        let bad = checks.into_iter().find(|(_, value, low, high)| !(low..=high).contains(&value));
-        bad.map(|(name, value, low, high)| format!("{name} is {value}, it must lie between {low} and {high}"))
-    }
-}
+use super::sampling::SamplingParams;
 
 /// Chooses the tokens of one generation.
 pub struct Sampler {

@@ -33,7 +33,7 @@ pub use display::Display;
 use editor::{Line, LineEditor};
 pub use overflow::Overflow;
 pub use session::{Keep, Loaded, Models, Reasoning, Session, Turn, must_chat};
-pub use settings::NAMES as CHAT_SETTINGS;
+pub use settings::is_setting;
 use typed::Typed;
 
 /// Neither the model that was asked for nor the one before could be loaded: the chat cannot go on.

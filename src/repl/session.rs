@@ -308,7 +308,7 @@ impl Session {
     /// The same with the conversation's own settings in place of these.
     pub fn load(&mut self, name: &str) -> Result<Option<String>> {
         let (keep, saved) = reopened(name)?;
-        let of_chat = |name: &String| super::settings::NAMES.contains(&name.as_str());
+        let of_chat = |name: &String| super::settings::is_setting(name);
         self.settings.retain(|name, _| !of_chat(name));
         self.settings.extend(saved.settings.clone().into_iter().filter(|(name, _)| of_chat(name)));
         let defaults = self.engine().defaults().clone();

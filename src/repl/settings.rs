@@ -6,24 +6,20 @@ use super::journal::Change;
 use super::overflow::Overflow;
 use super::session::{Reasoning, Session};
 use crate::chat::ReasoningEffort;
+use crate::engine::sampling::{SAMPLING_FIELDS, SamplingField};
 
-/// All names, in the order in which they are shown.
-pub const NAMES: [&str; 14] = [
-    "temperature",
-    "top-k",
-    "top-p",
-    "min-p",
-    "repetition-penalty",
-    "frequency-penalty",
-    "presence-penalty",
-    "seed",
-    "max-tokens",
-    "stop",
-    "reasoning",
-    "hide-reasoning",
-    "plain",
-    "overflow",
-];
+/// Settings of the chat besides the sampling parameters.
+const OTHER_NAMES: [&str; 6] = ["max-tokens", "stop", "reasoning", "hide-reasoning", "plain", "overflow"];
+
+/// Returns the names of all settings, in the order in which `/set` shows them.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    SAMPLING_FIELDS.iter().map(|field| field.flag).chain(OTHER_NAMES)
+}
+
+/// Returns whether `/set` knows this name.
+pub fn is_setting(name: &str) -> bool {
+    names().any(|known| known == name)
+}
 
 /// Changes a setting, and remembers that it was asked for.
 pub fn set(session: &mut Session, name: &str, value: &str) -> Result<String, String> {
@@ -59,7 +55,7 @@ pub fn apply_all(session: &mut Session) -> Vec<String> {
     let mut problems = Vec::new();
     for (name, values) in session.all_settings() {
         // Flags that are no settings of the chat, such as --device, are not known here.
-        if NAMES.contains(&name.as_str())
+        if is_setting(&name)
             && let Err(problem) = apply(session, &name, &values)
         {
             problems.push(format!("{name} stays {}: {problem}", value_of(session, &name)));
@@ -77,16 +73,7 @@ fn apply(session: &mut Session, name: &str, values: &[String]) -> Result<(), Str
         (_, [value]) => value.as_str(),
         _ => return Err("it takes one value".to_string()),
     };
-    let mut sampling = session.options.sampling.clone();
     match name {
-        "temperature" => sampling.temperature = number(value)?,
-        "top-k" => sampling.top_k = number(value)?,
-        "top-p" => sampling.top_p = number(value)?,
-        "min-p" => sampling.min_p = number(value)?,
-        "repetition-penalty" => sampling.repetition_penalty = number(value)?,
-        "frequency-penalty" => sampling.frequency_penalty = number(value)?,
-        "presence-penalty" => sampling.presence_penalty = number(value)?,
-        "seed" => sampling.seed = number(value)?,
         "max-tokens" if value == "none" => session.options.max_tokens = None,
         "max-tokens" => match number(value)? {
             0 => return Err("max-tokens is 1 or more, or none".to_string()),
@@ -100,12 +87,13 @@ fn apply(session: &mut Session, name: &str, values: &[String]) -> Result<(), Str
         "hide-reasoning" => session.reasoning = if switch(value)? { Reasoning::Hidden } else { Reasoning::Shown },
         "plain" => session.plain = switch(value)?,
         "overflow" => session.overflow = value.parse()?,
-        other => return Err(format!("there is no setting {other}; /set shows those there are")),
+        _ => match SamplingField::find(name) {
+            Some(field) => field
+                .set(&mut session.options.sampling, value)
+                .map_err(|expected| format!("cannot set {name} to '{value}': {expected}"))?,
+            None => return Err(format!("there is no setting '{name}'; type /set to list the settings")),
+        },
     }
-    if let Some(problem) = sampling.problem() {
-        return Err(problem);
-    }
-    session.options.sampling = sampling;
     Ok(())
 }
 
@@ -123,16 +111,7 @@ fn switch(value: &str) -> Result<bool, String> {
 
 /// What a setting is now.
 pub fn value_of(session: &Session, name: &str) -> String {
-    let sampling = &session.options.sampling;
     match name {
-        "temperature" => sampling.temperature.to_string(),
-        "top-k" => sampling.top_k.to_string(),
-        "top-p" => sampling.top_p.to_string(),
-        "min-p" => sampling.min_p.to_string(),
-        "repetition-penalty" => sampling.repetition_penalty.to_string(),
-        "frequency-penalty" => sampling.frequency_penalty.to_string(),
-        "presence-penalty" => sampling.presence_penalty.to_string(),
-        "seed" => sampling.seed.to_string(),
         "max-tokens" => session.options.max_tokens.map_or("none".to_string(), |max| max.to_string()),
         "stop" if session.options.stop.is_empty() => "none".to_string(),
         "stop" => format!("{:?}", session.options.stop).trim_matches(['[', ']']).to_string(),
@@ -140,7 +119,7 @@ pub fn value_of(session: &Session, name: &str) -> String {
         "hide-reasoning" => on_off(session.reasoning == Reasoning::Hidden),
         "plain" => on_off(session.plain),
         "overflow" => session.overflow.to_string(),
-        _ => String::new(),
+        _ => SamplingField::find(name).map_or_else(String::new, |field| field.get(&session.options.sampling)),
     }
 }
 

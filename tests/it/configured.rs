@@ -4,6 +4,8 @@ use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
 use std::process::{Output, Stdio};
 
+use inferno::SamplingParams;
+use inferno::engine::sampling::SAMPLING_FIELDS;
 use rexpect::session::PtySession;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -90,6 +92,42 @@ fn the_environment_is_named_where_it_is_wrong() {
     assert_fails(&with("INFERNO_PLAIN", "perhaps"), 2, &["INFERNO_PLAIN"]);
     // What a flag says counts, whatever stands there.
     json(&ask(&home, &["--device", "cpu", "--max-tokens", "1", "--seed", "3"], &[("INFERNO_SEED", "abc")]));
+}
+
+#[test]
+fn every_place_knows_every_sampling_parameter() {
+    let help = text(&run(&["play", "--help"]).stdout).to_string();
+    let keys: String = SAMPLING_FIELDS.iter().map(|field| format!("{} = 1\n", field.flag)).collect();
+    let home = home_with(&format!("device = \"cpu\"\nmax-tokens = 1\n{keys}"));
+    assert_eq!(json(&ask(&home, &[], &[]))["seed"], 1);
+    let mut chat = play_with(&home, &["demo"], &[]);
+    expect(&mut chat, ">>> ");
+    for field in SAMPLING_FIELDS {
+        let flag = format!("--{} <{}>", field.flag, field.value_name);
+        assert!(help.contains(&flag) && help.contains(field.help), "{flag} in {help}");
+        let variable = format!("INFERNO_{}", field.name.to_uppercase());
+        let expected = field.set(&mut SamplingParams::greedy(), "-200").unwrap_err();
+        let output = ask(&home, &[], &[(&variable, "-200")]);
+        assert_fails(&output, 2, &[&variable, "'-200'", &format!("--{}", field.flag), &expected]);
+        assert_fails(&ask(&home, &[&format!("--{}", field.flag), "-200"], &[]), 2, &["'-200'", &expected]);
+
+        chat.send_line(&format!("/set {} -200", field.flag)).unwrap();
+        expect(&mut chat, &format!("cannot set {} to '-200': {expected}", field.flag));
+        expect(&mut chat, ">>> ");
+        chat.send_line(&format!("/set {} 0.5", field.flag)).unwrap();
+        let shown = expect(&mut chat, ">>> ");
+        assert!(shown.contains(&format!("{} is 0.5", field.flag)) || shown.contains("whole number"), "{shown}");
+    }
+    chat.send_line("My name is Ada").unwrap();
+    expect(&mut chat, "first token");
+    expect(&mut chat, ">>> ");
+    chat.send_line("/exit").unwrap();
+    chat.exp_eof().unwrap();
+    let folder = fs::read_dir(home.path().join(".local/state/inferno/conversations")).unwrap();
+    let journal = fs::read_to_string(folder.last().unwrap().unwrap().path()).unwrap();
+    for field in SAMPLING_FIELDS {
+        assert!(journal.contains(&format!("\"{}\":[", field.flag)), "{} in {journal}", field.flag);
+    }
 }
 
 #[test]

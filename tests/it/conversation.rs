@@ -68,9 +68,9 @@ fn commands_do_what_their_help_says() {
     for setting in ["temperature", "top-k", "stop", "hide-reasoning", "plain", "overflow"] {
         assert!(all.contains(setting), "{setting} in {all}");
     }
-    assert!(say(&mut chat, "/set temprature 1").contains("no setting temprature"));
-    assert!(say(&mut chat, "/set temperature hot").contains("is not a number"));
-    assert!(say(&mut chat, "/set top-p 7").contains("between 0 and 1"));
+    assert!(say(&mut chat, "/set temprature 1").contains("no setting 'temprature'"));
+    assert!(say(&mut chat, "/set temperature hot").contains("expected a number"));
+    assert!(say(&mut chat, "/set top-p 7").contains("expected a number from 0 to 1"));
     assert!(say(&mut chat, "/reasoning low").contains("reasoning is low"));
     assert!(say(&mut chat, "/reasoning hide").contains("hidden"));
     assert!(say(&mut chat, "/undo").contains("nothing to take back"));

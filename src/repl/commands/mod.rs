@@ -119,7 +119,7 @@ pub fn names() -> Vec<String> {
 /// What can stand behind a command, as far as there is a list.
 pub fn arguments(command: &str) -> Vec<String> {
     let words: Vec<&str> = match command {
-        "/set" => settings::NAMES.to_vec(),
+        "/set" => settings::names().collect(),
         "/reasoning" => vec!["low", "medium", "high", "show", "hide"],
         "/help" => COMMANDS.iter().map(|command| command.name).collect(),
         _ => Vec::new(),
@@ -219,8 +219,8 @@ fn set(text: &str, session: &mut Session) -> Result<String, String> {
     match text.split_once(char::is_whitespace) {
         Some((name, value)) => settings::set(session, name, value.trim()),
         None if text.is_empty() => {
-            let line = |name: &&str| format!("{name:19} {}", settings::value_of(session, name));
-            Ok(settings::NAMES.iter().map(line).collect::<Vec<_>>().join("\n"))
+            let line = |name: &str| format!("{name:19} {}", settings::value_of(session, name));
+            Ok(settings::names().map(line).collect::<Vec<_>>().join("\n"))
         }
         None => Err(format!("/set {text} VALUE")),
     }

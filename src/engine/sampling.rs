@@ -1,0 +1,260 @@
+//! The sampling parameters of a request, defined in one table.
+//!
+//! A row of the table is all that a parameter needs: the flag of `inferno play` and its help, the accepted range, the
+//! setting in a chat, the key in `config.toml` and in journals, the environment variable and the JSON field all come
+//! from it. Only [`Sampler`](super::sampler::Sampler), which applies the parameters, knows them one by one.
+
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+
+use serde_json::Value;
+
+/// Defines [`SamplingParams`] and [`SAMPLING_FIELDS`] from rows of
+/// `field: type, "flag" "VALUE_NAME", neutral: value, range: from..=to, generation_config: when, help: "text";`.
+macro_rules! sampling_table {
+    ($(
+        $(#[$doc:meta])*
+        $field:ident: $type:ty, $flag:literal $value_name:literal, neutral: $neutral:expr, range: $range:expr,
+        generation_config: $when:ident, help: $help:literal;
+    )*) => {
+        /// How tokens are chosen.
+        #[derive(Clone, Debug, PartialEq)]
+        pub struct SamplingParams {
+            $($(#[$doc])* pub $field: $type,)*
+        }
+
+        impl SamplingParams {
+            /// Returns parameters that always choose the likeliest token: each has its neutral value.
+            pub fn greedy() -> Self {
+                Self { $($field: $neutral,)* }
+            }
+        }
+
+        /// Every sampling parameter, in the order of the table.
+        pub static SAMPLING_FIELDS: &[SamplingField] = &[$(
+            SamplingField {
+                name: stringify!($field),
+                flag: $flag,
+                value_name: $value_name,
+                help: $help,
+                generation_config: GenerationConfigUse::$when,
+                expected: || expected(&$range),
+                is_valid: |params| $range.contains(&params.$field),
+                get: |params| params.$field.to_string(),
+                set_text: |params, text| set(&mut params.$field, text.parse().ok(), &$range),
+                set_json: |params, json| {
+                    if let Some(value) = <$type>::from_json(json) {
+                        params.$field = value;
+                    }
+                },
+            },
+        )*];
+    };
+}
+
+sampling_table! {
+    /// Divides the logits; 0 always chooses the likeliest token.
+    temperature: f32, "temperature" "X", neutral: 0.0, range: 0.0..=100.0, generation_config: WhenSampling,
+    help: "0 always takes the likeliest token";
+
+    /// Only the k likeliest tokens may be chosen; 0 allows all.
+    top_k: usize, "top-k" "K", neutral: 0, range: 0..=usize::MAX, generation_config: WhenSampling,
+    help: "Only the K likeliest tokens; 0 for all";
+
+    /// Only the likeliest tokens whose probabilities sum to p may be chosen; 1 allows all.
+    top_p: f32, "top-p" "P", neutral: 1.0, range: 0.0..=1.0, generation_config: WhenSampling,
+    help: "Only the likeliest tokens whose probabilities reach P";
+
+    /// Only tokens at least this fraction as likely as the likeliest may be chosen; 0 allows all.
+    min_p: f32, "min-p" "P", neutral: 0.0, range: 0.0..=1.0, generation_config: WhenSampling,
+    help: "Only tokens at least P times as likely as the likeliest";
+
+    /// Divides the logits of tokens in the prompt or the answer (arXiv 1909.05858); 1 changes nothing.
+    repetition_penalty: f32, "repetition-penalty" "X", neutral: 1.0, range: 0.01..=100.0, generation_config: Always,
+    help: "Makes tokens that already occurred less likely; 1 for none";
+
+    /// Subtracted from a token's logit for each time it was generated (OpenAI); 0 changes nothing.
+    frequency_penalty: f32, "frequency-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,
+    help: "Subtracted for each time a token was generated";
+
+    /// Subtracted once from the logit of each generated token (OpenAI); 0 changes nothing.
+    presence_penalty: f32, "presence-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,
+    help: "Subtracted once for each token that was generated";
+
+    /// The same seed chooses the same tokens.
+    seed: u64, "seed" "SEED", neutral: 0, range: 0..=u64::MAX, generation_config: Never,
+    help: "Same seed, same text [default: another each time]";
+}
+
+/// One row of the table: a sampling parameter and how the outside world writes it.
+pub struct SamplingField {
+    /// The name of the field in [`SamplingParams`], in JSON and in generation_config.json, such as `top_p`.
+    pub name: &'static str,
+    /// The long flag, and the name in `/set`, `config.toml` and journals, such as `top-p`.
+    pub flag: &'static str,
+    /// What `--help` calls the value, such as `P` in `--top-p <P>`.
+    pub value_name: &'static str,
+    /// What `--help` says about the flag.
+    pub help: &'static str,
+    /// When generation_config.json sets this parameter.
+    pub generation_config: GenerationConfigUse,
+    expected: fn() -> String,
+    is_valid: fn(&SamplingParams) -> bool,
+    get: fn(&SamplingParams) -> String,
+    set_text: fn(&mut SamplingParams, &str) -> Result<(), String>,
+    set_json: fn(&mut SamplingParams, &Value),
+}
+
+/// When a model's generation_config.json sets a parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GenerationConfigUse {
+    Always,
+    /// Only with `"do_sample": true`, as in transformers.
+    WhenSampling,
+    Never,
+}
+
+impl SamplingField {
+    /// Returns the row of a flag, named without its dashes.
+    pub fn find(flag: &str) -> Option<&'static SamplingField> {
+        SAMPLING_FIELDS.iter().find(|field| field.flag == flag)
+    }
+
+    /// Returns the value of this parameter as text.
+    pub fn get(&self, params: &SamplingParams) -> String {
+        (self.get)(params)
+    }
+
+    /// Sets this parameter from text. Fails with what is expected, such as `expected a number from 0 to 1`.
+    pub fn set(&self, params: &mut SamplingParams, text: &str) -> Result<(), String> {
+        (self.set_text)(params, text)
+    }
+}
+
+impl SamplingParams {
+    /// Checks every parameter against its range. Fails with the first one that is outside.
+    pub fn validate(&self) -> Result<(), String> {
+        match SAMPLING_FIELDS.iter().find(|field| !(field.is_valid)(self)) {
+            Some(field) => Err(format!("{} is {}: {}", field.flag, field.get(self), (field.expected)())),
+            None => Ok(()),
+        }
+    }
+
+    /// Reads the defaults of a model from its generation_config.json; JSON null means greedy.
+    ///
+    /// Without `"do_sample": true` the defaults are greedy, as in transformers.
+    pub fn from_generation_config(generation_config: &Value) -> Self {
+        let is_sampling = generation_config["do_sample"].as_bool() == Some(true);
+        let mut params = Self::greedy();
+        if is_sampling {
+            params.temperature = 1.0;
+        }
+        for field in SAMPLING_FIELDS {
+            let is_used = match field.generation_config {
+                GenerationConfigUse::Always => true,
+                GenerationConfigUse::WhenSampling => is_sampling,
+                GenerationConfigUse::Never => false,
+            };
+            if is_used {
+                (field.set_json)(&mut params, &generation_config[field.name]);
+            }
+        }
+        params
+    }
+}
+
+/// A type that a sampling parameter can have.
+trait FieldType: FromStr + Display + PartialOrd {
+    /// What an error message calls the type.
+    const KIND: &'static str;
+    /// The largest value of a type without a natural limit, which messages leave out.
+    const UNBOUNDED: Option<Self>;
+
+    fn from_json(json: &Value) -> Option<Self>;
+}
+
+impl FieldType for f32 {
+    const KIND: &'static str = "a number";
+    const UNBOUNDED: Option<f32> = None;
+
+    fn from_json(json: &Value) -> Option<f32> {
+        json.as_f64().map(|value| value as f32)
+    }
+}
+
+impl FieldType for usize {
+    const KIND: &'static str = "a whole number";
+    const UNBOUNDED: Option<usize> = Some(usize::MAX);
+
+    fn from_json(json: &Value) -> Option<usize> {
+        json.as_u64().map(|value| value as usize)
+    }
+}
+
+impl FieldType for u64 {
+    const KIND: &'static str = "a whole number";
+    const UNBOUNDED: Option<u64> = Some(u64::MAX);
+
+    fn from_json(json: &Value) -> Option<u64> {
+        json.as_u64()
+    }
+}
+
+/// Describes a range: `expected a number from 0 to 1`.
+fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
+    match T::UNBOUNDED {
+        Some(unbounded) if *range.end() == unbounded => format!("expected {}, {} or more", T::KIND, range.start()),
+        _ => format!("expected {} from {} to {}", T::KIND, range.start(), range.end()),
+    }
+}
+
+/// Sets `field` to a parsed value that lies in `range`. NaN lies in no range.
+fn set<T: FieldType>(field: &mut T, parsed: Option<T>, range: &RangeInclusive<T>) -> Result<(), String> {
+    let value = parsed.filter(|value| range.contains(value)).ok_or_else(|| expected(range))?;
+    *field = value;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_is_spelled_consistently_and_round_trips() {
+        for field in SAMPLING_FIELDS {
+            assert_eq!(field.flag, field.name.replace('_', "-"));
+            assert!(!field.help.is_empty() && !field.value_name.is_empty());
+            let mut params = SamplingParams::greedy();
+            field.set(&mut params, "1").unwrap();
+            assert_eq!(field.get(&params), "1");
+            assert_eq!(SamplingField::find(field.flag).unwrap().name, field.name);
+            assert!(field.set(&mut params, "nonsense").unwrap_err().starts_with("expected"));
+        }
+        assert!(SamplingParams::greedy().validate().is_ok());
+    }
+
+    #[test]
+    fn values_outside_their_range_are_errors() {
+        let mut params = SamplingParams::greedy();
+        let top_p = SamplingField::find("top-p").unwrap();
+        assert_eq!(top_p.set(&mut params, "1.5").unwrap_err(), "expected a number from 0 to 1");
+        assert_eq!(top_p.set(&mut params, "NaN").unwrap_err(), "expected a number from 0 to 1");
+        let seed = SamplingField::find("seed").unwrap();
+        assert_eq!(seed.set(&mut params, "-1").unwrap_err(), "expected a whole number, 0 or more");
+        assert_eq!(params, SamplingParams::greedy());
+        params.temperature = f32::NAN;
+        assert_eq!(params.validate().unwrap_err(), "temperature is NaN: expected a number from 0 to 100");
+    }
+
+    #[test]
+    fn generation_config_without_do_sample_is_greedy() {
+        let read = |json| SamplingParams::from_generation_config(&json);
+        let greedy = SamplingParams::greedy();
+        assert_eq!(read(Value::Null), greedy);
+        let penalty = SamplingParams { repetition_penalty: 1.5, ..greedy.clone() };
+        assert_eq!(read(serde_json::json!({ "temperature": 0.5, "repetition_penalty": 1.5 })), penalty);
+        let sampling = SamplingParams { temperature: 1.0, top_k: 7, ..greedy };
+        assert_eq!(read(serde_json::json!({ "do_sample": true, "top_k": 7, "seed": 3 })), sampling);
+    }
+}
