@@ -14,7 +14,7 @@ use inferno::chat::{Message, ReasoningEffort, RenderOptions};
 use inferno::engine::Language;
 use inferno::engine::sampler::Sampler;
 use inferno::kernels::moe::experts::{self, BLOCK, ExpertWeights};
-use inferno::tokenizer::{Controls, TextStream};
+use inferno::tokenizer::{ControlTokens, TextStream};
 
 /// Of gpt-oss.
 const VOCAB_SIZE: usize = 201_088;
@@ -78,7 +78,7 @@ fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     let answer = format!(
         "<|channel|>analysis<|message|>{text}<|end|><|start|>assistant<|channel|>final<|message|>{text}<|return|>"
     );
-    let ids = demo.tokenizer.encode(&answer, Controls::Parse)?;
+    let ids = demo.tokenizer.encode(&answer, ControlTokens::Parse)?;
     let format = demo.chat.as_ref().context("the demo has a chat format")?;
     let mut group = criterion.benchmark_group("harmony");
     group.throughput(Throughput::Elements(ids.len() as u64));
@@ -93,7 +93,7 @@ fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
 
 /// A text of some thousand tokens, as it comes.
 fn text_stream(criterion: &mut Criterion, demo: &Language) -> Result<()> {
-    let ids = demo.tokenizer.encode(&SENTENCE.repeat(120), Controls::Text)?;
+    let ids = demo.tokenizer.encode(&SENTENCE.repeat(120), ControlTokens::Text)?;
     let mut group = criterion.benchmark_group("tokenizer");
     group.throughput(Throughput::Elements(ids.len() as u64));
     group.bench_function("stream", |bencher| {

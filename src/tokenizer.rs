@@ -16,7 +16,7 @@ use anyhow::{Context, Result, anyhow, bail};
 
 /// How text that looks like a control token (`<|start|>`, `</s>`) is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Controls {
+pub enum ControlTokens {
     /// Parse control tokens, and add the tokenizer's own prefix and suffix (such as `<s>`): what `encode` does in the
     /// reference implementation by default.
     Default,
@@ -82,11 +82,11 @@ impl Tokenizer {
     }
 
     /// Ids of `text`.
-    pub fn encode(&self, text: &str, controls: Controls) -> Result<Vec<u32>> {
+    pub fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
         match controls {
-            Controls::Default => self.encode_raw(text, true, false),
-            Controls::Parse => self.encode_raw(text, false, false),
-            Controls::Text => {
+            ControlTokens::Default => self.encode_raw(text, true, false),
+            ControlTokens::Parse => self.encode_raw(text, false, false),
+            ControlTokens::Text => {
                 // The library reads special tokens as text on demand, but never the added tokens that are not marked
                 // special (`<think>`, `<tool_call>`): cut those in two, so that no piece holds a whole one.
                 let mut ids = Vec::new();
@@ -223,7 +223,7 @@ impl TextStream {
 
     /// A stream that goes on where `ids` end: in SentencePiece vocabularies a first word has no space before it, a later
     /// one has.
-    pub fn after(ids: &[u32]) -> Self {
+    pub fn continuing(ids: &[u32]) -> Self {
         let context = &ids[ids.len().saturating_sub(4)..];
         Self { ids: context.to_vec(), given: context.len() }
     }

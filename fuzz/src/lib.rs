@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use candle_core::{DType, Device};
 use inferno::models;
-use inferno::tokenizer::{Controls, Tokenizer};
+use inferno::tokenizer::{ControlTokens, Tokenizer};
 use inferno::weights::gguf::{self, GgufCheckpoint, GgufModel, Header};
-use inferno::weights::quantized::Rows;
+use inferno::weights::quantized::MatrixRows;
 use inferno::weights::{Checkpoint, Inventory, Summary};
 
 /// Tensors of more elements are not made: they would only take time.
@@ -34,7 +34,7 @@ pub fn gguf(data: &[u8]) {
     model(data);
     let Ok(vocabulary) = gguf::vocabulary(&metadata) else { return };
     let Ok(tokenizer) = Tokenizer::from_gguf(&vocabulary) else { return };
-    for controls in [Controls::Default, Controls::Parse, Controls::Text] {
+    for controls in [ControlTokens::Default, ControlTokens::Parse, ControlTokens::Text] {
         if let Ok(ids) = tokenizer.encode("Hello wörld, 123\n\n <s> </s>", controls) {
             let _ = tokenizer.decode(&ids);
         }
@@ -44,9 +44,9 @@ pub fn gguf(data: &[u8]) {
 /// A file as `show --remote` reads it, its config.json, and its tensors under their Hugging Face names.
 fn model(data: &[u8]) {
     let read = |_: &str, range: Range<u64>| Ok(data[range.start as usize..range.end as usize].to_vec());
-    let Ok(file) = GgufCheckpoint::open_elsewhere(&[("a.gguf".into(), data.len() as u64)], &read) else { return };
-    let _ = (gguf::generation(&file.metadata()), file.quantization());
-    if let Ok(config) = gguf::config(&file).and_then(models::parse_config) {
+    let Ok(file) = GgufCheckpoint::open_remote(&[("a.gguf".into(), data.len() as u64)], &read) else { return };
+    let _ = (file.generation_config(), file.quantization());
+    if let Ok(config) = file.config().and_then(models::parse_config) {
         assert!(!config.architecture.cache_layers().is_empty());
     }
     let Ok(model) = GgufModel::new(file) else { return };
@@ -59,10 +59,10 @@ fn model(data: &[u8]) {
         if info.elements() > 0
             && let Ok(Some(rows)) = model.quantized(name)
         {
-            assert!(Rows::build(&[&rows], &Device::Cpu).is_ok(), "tensor {name}");
+            assert!(MatrixRows::build(&[&rows], &Device::Cpu).is_ok(), "tensor {name}");
         }
     }
-    let inventory = Inventory::of(&Checkpoint::Gguf(Box::new(model)), None);
+    let inventory = Inventory::from_checkpoint(&Checkpoint::Gguf(Box::new(model)), None);
     let _ = (inventory.groups(), inventory.loaded_bytes(DType::BF16), inventory.largest_expert_layer(DType::BF16));
 }
 
@@ -79,7 +79,7 @@ pub fn safetensors(data: &[u8]) {
     if !written {
         return;
     }
-    let _ = Summary::of_safetensors(folder.path());
+    let _ = Summary::from_safetensors(folder.path());
     let Ok(checkpoint) = Checkpoint::open(folder.path()) else { return };
     let mut bytes = 0;
     for (name, info) in checkpoint.tensors() {

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use super::message::{Message, Role, ToolCall};
 use super::typescript::tools_section;
 use super::{RenderOptions, Rendered};
-use crate::tokenizer::{Controls, Tokenizer};
+use crate::tokenizer::{ControlTokens, Tokenizer};
 
 /// The ids of harmony's control tokens, by their names in this model's vocabulary.
 #[derive(Clone, Copy, Debug)]
@@ -176,7 +176,7 @@ impl Writer<'_> {
 
     /// Text that never becomes a control token, whatever it spells.
     fn plain(&mut self, text: &str) -> Result<()> {
-        self.ids.extend(self.tokenizer.encode(text, Controls::Text)?);
+        self.ids.extend(self.tokenizer.encode(text, ControlTokens::Text)?);
         self.text.push_str(text);
         Ok(())
     }

@@ -8,7 +8,7 @@
 
 use anyhow::{Result, bail};
 
-use crate::tokenizer::{Controls, Tokenizer};
+use crate::tokenizer::{ControlTokens, Tokenizer};
 
 /// Noncharacters: Unicode reserves them for use inside a program.
 const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
@@ -59,7 +59,7 @@ impl<'t> Marker<'t> {
     /// Ids of a rendered text, and the text without the marks.
     pub fn encode(&self, rendered: String) -> Result<(Vec<u32>, String)> {
         if !rendered.contains(self.mark) {
-            return Ok((self.tokenizer.encode(&rendered, Controls::Parse)?, rendered));
+            return Ok((self.tokenizer.encode(&rendered, ControlTokens::Parse)?, rendered));
         }
         let mut ids = Vec::new();
         // Where the text that is encoded as one begins, where its last stretch between control tokens does.
@@ -79,14 +79,14 @@ impl<'t> Marker<'t> {
         if rendered[stretch..].contains(self.mark) {
             self.encode_marked(&rendered[begin..stretch], &rendered[stretch..], &mut ids)?;
         } else {
-            ids.extend(self.tokenizer.encode(&rendered[begin..], Controls::Parse)?);
+            ids.extend(self.tokenizer.encode(&rendered[begin..], ControlTokens::Parse)?);
         }
         Ok((ids, rendered.replace(self.mark, "")))
     }
 
     fn encode_marked(&self, scaffold: &str, marked: &str, ids: &mut Vec<u32>) -> Result<()> {
-        ids.extend(self.tokenizer.encode(scaffold, Controls::Parse)?);
-        ids.extend(self.tokenizer.encode(&marked.replace(self.mark, ""), Controls::Text)?);
+        ids.extend(self.tokenizer.encode(scaffold, ControlTokens::Parse)?);
+        ids.extend(self.tokenizer.encode(&marked.replace(self.mark, ""), ControlTokens::Text)?);
         Ok(())
     }
 }

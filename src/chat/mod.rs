@@ -72,7 +72,7 @@ impl ChatFormat {
     }
 
     /// The same where the template is at hand: it stands in `file`, and names special tokens such as `bos_token`.
-    pub fn of_template(
+    pub fn from_template(
         tokenizer: &Tokenizer,
         file: &str,
         template: Option<&str>,

@@ -87,14 +87,15 @@ impl Model {
             Some(file) => match GgufCheckpoint::open(&file) {
                 Ok(file) => {
                     let declared = file.architecture().ok().map(str::to_string);
-                    (models::gguf_config(&file).ok(), declared, Some(Summary::of_gguf(&file)))
+                    (models::gguf_config(&file).ok(), declared, Some(Summary::from_gguf(&file)))
                 }
                 Err(_) => (None, None, None),
             },
             None => {
                 let config = models::read_config(path).ok();
                 let declared = if config.is_none() { models::declared_type(path) } else { None };
-                let weights = Summary::of_safetensors(path).ok().filter(|weights| config.is_some() || !weights.packed);
+                let weights =
+                    Summary::from_safetensors(path).ok().filter(|weights| config.is_some() || !weights.packed);
                 (config, declared, weights)
             }
         };

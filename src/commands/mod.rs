@@ -33,7 +33,7 @@ use crate::engine::{Engine, Language, LoadOptions};
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, demo};
 use crate::kernels::attention::Backend;
-use crate::weights::quantized::Quantize;
+use crate::weights::quantized::QuantizationTarget;
 
 /// Where and how a model is loaded.
 #[derive(Clone, clap::Args)]
@@ -55,7 +55,7 @@ pub struct LoadArgs {
     chunk: Option<usize>,
     /// Quantize matrices of floats while loading: q8_0, q6_k, q5_k, q4_k, .. as in GGUF files, fp8 or int8
     #[arg(long, value_name = "FORMAT")]
-    quantize: Option<Quantize>,
+    quantize: Option<QuantizationTarget>,
     /// Decode operation by operation, without a CUDA graph: slow, to compare with
     #[arg(long, hide_short_help = true)]
     eager: bool,

@@ -13,7 +13,7 @@ use crate::engine::Engine;
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot};
 use crate::text::size;
-use crate::tokenizer::Controls;
+use crate::tokenizer::ControlTokens;
 
 /// Tokens whose predictions are compared by `--kl`: their logits are held in memory, 0.8 MB each for a vocabulary of 200,000.
 const KL_TOKENS: usize = 512;
@@ -53,7 +53,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     hub.note_use(&snapshot);
     let before = args.kl.then(|| unquantized(&args.load, &snapshot, &text)).transpose()?;
     let mut engine = args.load.load(&snapshot)?;
-    let ids = engine.tokenizer().encode(&text, Controls::Default)?;
+    let ids = engine.tokenizer().encode(&text, ControlTokens::Default)?;
     let nll = engine.negative_log_likelihood(&ids)?;
     let change = before.map(|(logits, bytes)| -> Result<Change> {
         let tokens = logits.dim(0)?;
@@ -95,7 +95,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 /// Logits f32 \[T, V\] of the text's first tokens by the model as it is, on the host, and the bytes of its weights.
 fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tensor, u64)> {
     let mut engine = load.as_it_is().load(snapshot)?;
-    let ids = engine.tokenizer().encode(text, Controls::Default)?;
+    let ids = engine.tokenizer().encode(text, ControlTokens::Default)?;
     let tokens = KL_TOKENS.min(engine.context()).min(ids.len());
     if tokens == 0 {
         return Err(Error::Usage("--kl needs a text of one token at least".into()).into());

@@ -10,7 +10,7 @@ use super::today;
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
 use crate::engine::Language;
 use crate::hub::Hub;
-use crate::tokenizer::Controls;
+use crate::tokenizer::ControlTokens;
 
 /// Show a text or a conversation as a model reads it
 #[derive(clap::Args)]
@@ -59,7 +59,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         }
         None => {
             let text = read_text(&args)?;
-            (language.tokenizer.encode(&text, Controls::Default)?, text)
+            (language.tokenizer.encode(&text, ControlTokens::Default)?, text)
         }
     };
     let pieces: Vec<String> = ids.iter().map(|&id| language.tokenizer.token(id).unwrap_or_default()).collect();

@@ -19,8 +19,8 @@ use crate::models::{self, ModelConfig};
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::snapshot;
-use crate::weights::quantized::Quantize;
-use crate::weights::{Checkpoint, Inventory, Loaded, Weights};
+use crate::weights::quantized::QuantizationTarget;
+use crate::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 
 /// How to load a model.
 pub struct LoadOptions<'o> {
@@ -32,7 +32,7 @@ pub struct LoadOptions<'o> {
     /// Most tokens of a prompt in one pass; if not given, as many as help and fit.
     pub chunk: Option<usize>,
     /// What matrices of floats become while they are loaded.
-    pub quantize: Option<Quantize>,
+    pub quantize: Option<QuantizationTarget>,
     /// Run decode steps operation by operation, even where a graph could.
     pub eager: bool,
     /// Whose attention kernel reads prompts on a GPU, and runs decode steps without a graph.
@@ -212,7 +212,7 @@ impl Model {
         let dtype = options.dtype.unwrap_or_else(|| device::default_dtype(&device));
 
         let place = if device.is_cuda() { Place::Gpu } else { Place::Cpu };
-        let inventory = Inventory::of(checkpoint, options.quantize);
+        let inventory = Inventory::from_checkpoint(checkpoint, options.quantize);
         let need = Need::new(&inventory, architecture.as_ref(), dtype, place).with_chunk(options.chunk)?;
         let room = need.choose(options.context, &device_info)?;
         let Room { context, chunk } = room;
@@ -221,7 +221,7 @@ impl Model {
         let report = |bytes| (options.progress)(bytes, total);
         let mut allocate = || -> Result<_> {
             let started = Instant::now();
-            let loaded = Loaded::new(&report);
+            let loaded = LoadProgress::new(&report);
             let weights = match options.quantize {
                 Some(quantize) => Weights::quantizing(checkpoint, &device, dtype, &loaded, quantize),
                 None => Weights::new(checkpoint, &device, dtype, &loaded)?,

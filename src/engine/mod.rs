@@ -28,7 +28,7 @@ use crate::device;
 use crate::nn::decoder::{Batch, Decoder, LogitsOf};
 use crate::nn::kv_cache::KvCache;
 use crate::snapshot;
-use crate::tokenizer::{Controls, TextStream, Tokenizer};
+use crate::tokenizer::{ControlTokens, TextStream, Tokenizer};
 use generate::Reader;
 use sampler::Sampler;
 
@@ -209,14 +209,14 @@ impl Engine {
 
     /// Continues a text: no template, everything generated is answer. Fails as [`complete_ids`](Self::complete_ids) does.
     pub fn complete(&mut self, text: &str, options: GenerateOptions) -> Result<Generation<'_>> {
-        let ids = self.tokenizer().encode(text, Controls::Default)?;
+        let ids = self.tokenizer().encode(text, ControlTokens::Default)?;
         self.complete_ids(&ids, options)
     }
 
     /// Continues token ids. Fails with [`Error::ContextFull`](crate::error::Error::ContextFull) where they leave no room for
     /// another one, and if there are none.
     pub fn complete_ids(&mut self, ids: &[u32], options: GenerateOptions) -> Result<Generation<'_>> {
-        let stream = TextStream::after(ids);
+        let stream = TextStream::continuing(ids);
         Generation::start(self, ids, Reader::Raw(stream), options)
     }
 

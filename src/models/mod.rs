@@ -25,7 +25,7 @@ use crate::snapshot;
 use crate::text;
 use crate::weights::Weights;
 use crate::weights::compressed::CompressedConfig;
-use crate::weights::gguf::{self, GgufCheckpoint};
+use crate::weights::gguf::GgufCheckpoint;
 
 /// Every family that can be loaded.
 const FAMILIES: &[&Family] = &[
@@ -96,7 +96,7 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
 /// The same of an open GGUF file.
 pub fn gguf_config(file: &GgufCheckpoint) -> Result<ModelConfig> {
     let cannot = || format!("cannot use {}", file.path().display());
-    let json = gguf::config(file).with_context(cannot)?;
+    let json = file.config().with_context(cannot)?;
     let family = find_family(&json)?;
     let architecture = (family.read)(json).with_context(cannot)?;
     Ok(ModelConfig { family, architecture, quantization: file.quantization() })

@@ -382,6 +382,6 @@ impl Decoder {
 
 /// An embedding. One of floats is quantized only where it is the head, too: a row of it costs nothing.
 fn embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
-    let weights = if is_head { weights.clone() } else { weights.as_it_is() };
+    let weights = if is_head { weights.clone() } else { weights.unquantized() };
     Weights::matrix(&[(weights, vocab_size)], "weight", hidden_size)
 }

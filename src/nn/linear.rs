@@ -59,7 +59,7 @@ impl Linear {
 
     /// `weight` \[in, out\], stored the other way round (GPT-2's `Conv1D`), and `bias` \[out\].
     pub fn load_transposed(weights: &Weights, input: usize, output: usize) -> Result<Self> {
-        let weight = match weights.turned("weight", output, input)? {
+        let weight = match weights.transposed("weight", output, input)? {
             Some(weight) => weight,
             None => Matrix::Dense(weights.float("weight", &[input, output])?.t()?.contiguous()?),
         };

@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use candle_core::DType;
 use safetensors::tensor::Dtype;
 
-use super::gguf::GgufModel;
+use super::gguf::{GgufCheckpoint, GgufModel};
 use super::inventory;
 use super::read_ahead::Extent;
 use super::safetensors::{SafetensorsCheckpoint, View};
@@ -64,9 +64,23 @@ impl Checkpoint {
     /// safetensors or else one GGUF model.
     pub fn open(path: &Path) -> Result<Self> {
         Ok(match snapshot::gguf::find(path)? {
-            Some(file) => Self::Gguf(Box::new(GgufModel::open(&file)?)),
+            Some(file) => Self::from_gguf(GgufCheckpoint::open(&file)?)?,
             None => Self::Safetensors(SafetensorsCheckpoint::open(path)?),
         })
+    }
+
+    /// Makes a checkpoint of an opened GGUF file, whose header is not parsed again.
+    pub fn from_gguf(file: GgufCheckpoint) -> Result<Self> {
+        Ok(Self::Gguf(Box::new(GgufModel::new(file)?)))
+    }
+
+    /// Returns the opened GGUF file, for its config, vocabulary, chat template and sampling defaults. `None` for
+    /// safetensors, whose configs are files of their own.
+    pub fn gguf(&self) -> Option<&GgufCheckpoint> {
+        match self {
+            Self::Safetensors(_) => None,
+            Self::Gguf(model) => Some(model.file()),
+        }
     }
 
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {

@@ -27,10 +27,9 @@ use anyhow::{Context, Result, bail};
 use memmap2::Mmap;
 
 use super::ggml::GgmlType;
-use super::read_ahead::{self, Extent, Keep, Source};
+use super::read_ahead::{self, Extent, Retention, Source};
 
 use config::SAID_BY_TENSORS;
-pub use config::{config, generation};
 pub use head::MAX_HEAD_BYTES;
 pub use header::{Header, TensorInfo};
 pub use metadata::{Array, Metadata, Value, ValueType};
@@ -156,17 +155,17 @@ impl GgufCheckpoint {
     /// Maps a file, or all parts of a model if it is one of them, and reads what they say of themselves; no tensor is
     /// touched.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::of_parts(split::open_parts(path, &OnDisk)?)
+        Self::from_parts(split::open_parts(path, &OnDisk)?)
     }
 
     /// The same of a model that lies elsewhere, of which `read` reads heads alone: some megabytes of the file that holds
     /// the vocabulary. `files` are its parts with their lengths. Tensors are known then, and not there to be viewed.
-    pub fn open_elsewhere(files: &[(String, u64)], read: &Read) -> Result<Self> {
+    pub fn open_remote(files: &[(String, u64)], read: &Read) -> Result<Self> {
         let (first, _) = files.first().context("no GGUF file is named")?;
-        Self::of_parts(split::open_parts(Path::new(first), &head::Elsewhere { files, read })?)
+        Self::from_parts(split::open_parts(Path::new(first), &head::Elsewhere { files, read })?)
     }
 
-    fn of_parts(mut parts: Vec<Part>) -> Result<Self> {
+    fn from_parts(mut parts: Vec<Part>) -> Result<Self> {
         let mut tensors = BTreeMap::new();
         for (number, part) in parts.iter_mut().enumerate() {
             for (name, info) in std::mem::take(&mut part.header.tensors) {
@@ -255,11 +254,11 @@ impl GgufCheckpoint {
     }
 
     /// What a reader needs to know of a tensor; none if it is not there or empty, or lies elsewhere.
-    pub fn extent(&self, name: &str, keep: Keep) -> Option<Extent> {
+    pub fn extent(&self, name: &str, retention: Retention) -> Option<Extent> {
         let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
         let Contents::Mapped { source, .. } = &self.parts[info.part].contents else { return None };
         let parts = vec![read_ahead::Part { source: source.clone(), start: info.start as u64, bytes: info.bytes }];
-        Some(Extent { name: name.to_string(), parts, keep })
+        Some(Extent { name: name.to_string(), parts, retention })
     }
 
     /// A tensor that must be there.

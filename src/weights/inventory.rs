@@ -8,7 +8,7 @@ use candle_core::DType;
 use serde::Serialize;
 
 use super::gguf::GgufCheckpoint;
-use super::quantized::Quantize;
+use super::quantized::QuantizationTarget;
 use super::{Checkpoint, header};
 use crate::snapshot::safetensors::{self, ShardIndex};
 
@@ -76,12 +76,12 @@ const NEVER_LOADED: [&str; 7] = [
 ];
 
 impl Summary {
-    pub fn of_gguf(file: &GgufCheckpoint) -> Self {
+    pub fn from_gguf(file: &GgufCheckpoint) -> Self {
         Self { parameters: file.parameters(), main_dtype: file.quantization(), packed: false }
     }
 
     /// Of a snapshot. Reads headers and nothing else: a model that is listed may yet turn out to be broken.
-    pub fn of_safetensors(dir: &Path) -> Result<Self> {
+    pub fn from_safetensors(dir: &Path) -> Result<Self> {
         let (mut parameters, mut bytes, mut packed) = (0u64, BytesByDtype::default(), false);
         for file in safetensors::files(dir, ShardIndex::read(dir)?.as_ref())? {
             let (json, data_bytes) = header::of_file(&file)?;
@@ -98,7 +98,7 @@ impl Summary {
 
 impl Inventory {
     /// Of a checkpoint as it will be loaded, where matrices of floats may become quantized.
-    pub fn of(checkpoint: &Checkpoint, quantize: Option<Quantize>) -> Self {
+    pub fn from_checkpoint(checkpoint: &Checkpoint, quantize: Option<QuantizationTarget>) -> Self {
         let entry = |(name, info): (&str, &super::TensorInfo)| {
             let kept = match Kept::of_floats(name, info.shape.len()) {
                 Kept::Floats if !name.contains("wpe") => checkpoint.kept_bytes(name, info),

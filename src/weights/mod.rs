@@ -25,10 +25,10 @@ use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::Target;
 use ::safetensors::tensor::Dtype;
 use compressed::{Activations, WeightScales};
-use quantized::{Quantize, Rows};
+use quantized::{MatrixRows, QuantizationTarget};
 use read_ahead::ReadAhead;
 #[cfg(feature = "cuda")]
-use read_ahead::{Keep, Settings};
+use read_ahead::{ReadAheadOptions, Retention};
 use safetensors::{SafetensorsCheckpoint, module};
 
 pub use checkpoint::{Checkpoint, TensorInfo};
@@ -42,8 +42,8 @@ pub struct Weights<'c> {
     device: Device,
     dtype: DType,
     /// What matrices of floats become.
-    quantize: Option<Quantize>,
-    loaded: &'c Loaded<'c>,
+    quantize: Option<QuantizationTarget>,
+    loaded: &'c LoadProgress<'c>,
     /// Reads what has not been asked for yet. The last clone of these weights stops it.
     ahead: Option<Arc<dyn Ahead>>,
 }
@@ -68,20 +68,20 @@ impl<T: Target> Ahead for ReadAhead<T> {
 }
 
 /// Counts bytes as they are loaded and tells whoever shows progress.
-pub struct Loaded<'p> {
+pub struct LoadProgress<'p> {
     bytes: Cell<u64>,
     kept: Cell<u64>,
     report: &'p dyn Fn(u64),
 }
 
-impl<'p> Loaded<'p> {
+impl<'p> LoadProgress<'p> {
     /// `report` is called with the total so far after each tensor.
     pub fn new(report: &'p dyn Fn(u64)) -> Self {
         Self { bytes: Cell::new(0), kept: Cell::new(0), report }
     }
 
     /// Bytes of the tensors that were made of what was read.
-    pub fn kept(&self) -> u64 {
+    pub fn resident_bytes(&self) -> u64 {
         self.kept.get()
     }
 
@@ -103,18 +103,23 @@ impl<'p> Loaded<'p> {
 impl<'c> Weights<'c> {
     /// Float tensors will be converted to `dtype` on `device`. For a GPU, reading begins here, but for GGUF files. A tensor
     /// that is handed out may still be on its way: whatever is queued on the device's stream is ordered after its arrival.
-    pub fn new(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, loaded: &'c Loaded<'c>) -> Result<Self> {
+    pub fn new(
+        checkpoint: &'c Checkpoint,
+        device: &Device,
+        dtype: DType,
+        loaded: &'c LoadProgress<'c>,
+    ) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if let (Device::Cuda(cuda), Checkpoint::Safetensors(_)) = (device, checkpoint) {
             let mut extents = checkpoint.extents(dtype);
-            extents.retain(|extent| extent.keep == Keep::Lasting || extent.bytes() > CONVERTED_ON_HOST);
-            let reader = ReadAhead::start(CopyStream::new(cuda)?, extents, Settings::default())?;
-            return Ok(Self::read_ahead(checkpoint, device, dtype, loaded, reader));
+            extents.retain(|extent| extent.retention == Retention::Permanent || extent.bytes() > CONVERTED_ON_HOST);
+            let reader = ReadAhead::start(CopyStream::new(cuda)?, extents, ReadAheadOptions::default())?;
+            return Ok(Self::with_reader(checkpoint, device, dtype, loaded, reader));
         }
         Ok(Self::mapped(checkpoint, device, dtype, loaded))
     }
 
-    fn mapped(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, loaded: &'c Loaded<'c>) -> Self {
+    fn mapped(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, loaded: &'c LoadProgress<'c>) -> Self {
         let (prefix, device) = (String::new(), device.clone());
         Self { checkpoint, prefix, device, dtype, quantize: None, loaded, ahead: None }
     }
@@ -124,25 +129,25 @@ impl<'c> Weights<'c> {
         checkpoint: &'c Checkpoint,
         device: &Device,
         dtype: DType,
-        loaded: &'c Loaded<'c>,
-        quantize: Quantize,
+        loaded: &'c LoadProgress<'c>,
+        quantize: QuantizationTarget,
     ) -> Self {
         Self { quantize: Some(quantize), ..Self::mapped(checkpoint, device, dtype, loaded) }
     }
 
     /// The same by way of any reader of the checkpoint, whose tensors are on `device`.
-    pub fn read_ahead(
+    pub fn with_reader(
         checkpoint: &'c Checkpoint,
         device: &Device,
         dtype: DType,
-        loaded: &'c Loaded<'c>,
+        loaded: &'c LoadProgress<'c>,
         reader: ReadAhead<impl Target>,
     ) -> Self {
         Self { ahead: Some(Arc::new(reader)), ..Self::mapped(checkpoint, device, dtype, loaded) }
     }
 
     /// The same place, whose floats stay floats.
-    pub fn as_it_is(&self) -> Self {
+    pub fn unquantized(&self) -> Self {
         Self { quantize: None, ..self.clone() }
     }
 
@@ -229,7 +234,7 @@ impl<'c> Weights<'c> {
         let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, *rows, columns);
         let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;
         // What one kernel can multiply by is one matrix.
-        let together = |a: &Option<Rows>, b: &Option<Rows>| match (a, b) {
+        let together = |a: &Option<MatrixRows>, b: &Option<MatrixRows>| match (a, b) {
             (Some(a), Some(b)) => a.rounding == b.rounding && (a.format == Format::Fp8) == (b.format == Format::Fp8),
             (None, None) => true,
             _ => false,
@@ -244,7 +249,7 @@ impl<'c> Weights<'c> {
                 continue;
             }
             let first = &here[0].0;
-            let alike = |a: &&Rows, b: &&Rows| a.format == b.format;
+            let alike = |a: &&MatrixRows, b: &&MatrixRows| a.format == b.format;
             let built = rows.chunk_by(alike).map(|rows| first.build(rows)).collect::<Result<Vec<_>>>();
             matrices.push(Matrix::Quantized(built.with_context(|| format!("cannot load {}", first.full_name(name)))?));
             for (weights, _) in here {
@@ -270,7 +275,7 @@ impl<'c> Weights<'c> {
     }
 
     /// A matrix that a GGUF file has the other way round, or none if it has it not or in floats.
-    pub fn turned(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Matrix>> {
+    pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Matrix>> {
         if !matches!(self.checkpoint, Checkpoint::Gguf(_)) {
             return Ok(None);
         }
@@ -279,14 +284,14 @@ impl<'c> Weights<'c> {
         Ok(Some(Matrix::Quantized(vec![self.build(&[&found])?])))
     }
 
-    fn build(&self, parts: &[&Rows]) -> Result<QuantizedMatrix> {
-        let matrix = Rows::build(parts, &self.device)?;
+    fn build(&self, parts: &[&MatrixRows]) -> Result<QuantizedMatrix> {
+        let matrix = MatrixRows::build(parts, &self.device)?;
         self.loaded.keep(matrix.bytes());
         Ok(matrix)
     }
 
     /// The rows of a matrix that stays quantized or becomes so.
-    fn quantized(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Rows<'c>>> {
+    fn quantized(&self, name: &str, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
         let name = self.full_name(name);
         let info = self.checkpoint.required(&name)?;
         let found = match self.checkpoint {
@@ -308,7 +313,7 @@ impl<'c> Weights<'c> {
                     if info.elements() != rows * columns || info.shape.last() != Some(&columns) {
                         bail!("tensor {name}: expected shape {:?}, found {:?}", [rows, columns], info.shape);
                     }
-                    Rows::of_floats(quantize, rows, columns, move |row, values| {
+                    MatrixRows::from_floats(quantize, rows, columns, move |row, values| {
                         quantized::read_floats(dtype, &bytes[row * row_bytes..][..row_bytes], values)
                     })
                 }
@@ -324,7 +329,12 @@ impl<'c> Weights<'c> {
     }
 
     /// The rows of a matrix that compressed-tensors quantized.
-    fn compressed(&self, checkpoint: &'c SafetensorsCheckpoint, name: &str, shape: [usize; 2]) -> Result<Rows<'c>> {
+    fn compressed(
+        &self,
+        checkpoint: &'c SafetensorsCheckpoint,
+        name: &str,
+        shape: [usize; 2],
+    ) -> Result<MatrixRows<'c>> {
         let Some(scheme) = checkpoint.scheme(module(name)) else {
             bail!("tensor {name} has a scale, but quantization_config does not say what it is for");
         };
@@ -372,7 +382,7 @@ impl<'c> Weights<'c> {
             scales.copy_from_slice(&scale.to_le_bytes());
             Ok(())
         };
-        Ok(Rows { format, rows, columns, rounding, write: Box::new(write) })
+        Ok(MatrixRows { format, rows, columns, rounding, write: Box::new(write) })
     }
 
     /// Float matrices \[rows, columns\] called `name` at several places, one below the other, in the compute dtype.

@@ -15,7 +15,7 @@ use crate::kernels::quantized::{CHUNK, E4M3_MAX, Format, QuantizedMatrix, Roundi
 
 /// What `--quantize` makes of matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Quantize {
+pub enum QuantizationTarget {
     /// Blocks of a ggml type.
     Blocks(GgmlType),
     /// E4M3 and a scale for each row.
@@ -24,7 +24,7 @@ pub enum Quantize {
     Int8,
 }
 
-impl Quantize {
+impl QuantizationTarget {
     const NAMES: [(&str, Self); 12] = [
         ("q8_0", Self::Blocks(GgmlType::Q8_0)),
         ("q6_k", Self::Blocks(GgmlType::Q6K)),
@@ -62,7 +62,7 @@ impl Quantize {
     }
 }
 
-impl FromStr for Quantize {
+impl FromStr for QuantizationTarget {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
@@ -74,7 +74,7 @@ impl FromStr for Quantize {
     }
 }
 
-impl fmt::Display for Quantize {
+impl fmt::Display for QuantizationTarget {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         let name = Self::NAMES.iter().find(|(_, quantize)| quantize == self).map_or("", |(name, _)| name);
         f.pad(name)
@@ -99,7 +99,7 @@ pub fn format(ggml_type: GgmlType) -> Option<Format> {
 }
 
 /// The rows of one matrix before they are laid out.
-pub struct Rows<'c> {
+pub struct MatrixRows<'c> {
     pub format: Format,
     pub rows: usize,
     pub columns: usize,
@@ -110,9 +110,9 @@ pub struct Rows<'c> {
 /// Writes a row's part of each plane.
 pub type WriteRow<'c> = Box<dyn Fn(usize, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 
-impl<'c> Rows<'c> {
+impl<'c> MatrixRows<'c> {
     /// Blocks of a ggml type; `row` has their bytes.
-    pub fn of_blocks(
+    pub fn from_blocks(
         ggml_type: GgmlType,
         rows: usize,
         columns: usize,
@@ -127,8 +127,8 @@ impl<'c> Rows<'c> {
     }
 
     /// Floats, which are quantized here; `row` writes them. None if they are to stay floats.
-    pub fn of_floats(
-        quantize: Quantize,
+    pub fn from_floats(
+        quantize: QuantizationTarget,
         rows: usize,
         columns: usize,
         row: impl Fn(usize, &mut [f32]) -> Result<()> + Sync + 'c,
@@ -138,8 +138,8 @@ impl<'c> Rows<'c> {
             let mut values = vec![0.0; columns];
             row(index, &mut values)?;
             let blocks = match quantize {
-                Quantize::Blocks(of) => Quantize::blocks(of, columns),
-                Quantize::Fp8 | Quantize::Int8 => None,
+                QuantizationTarget::Blocks(of) => QuantizationTarget::blocks(of, columns),
+                QuantizationTarget::Fp8 | QuantizationTarget::Int8 => None,
             };
             if !values.iter().all(|value| value.is_finite()) {
                 bail!("row {index} holds what is no number, which cannot be quantized");
@@ -147,7 +147,7 @@ impl<'c> Rows<'c> {
             match blocks {
                 None => scale_row(format, &values, planes),
                 Some(ggml_type) => {
-                    lay_out(ggml_type, format, &blocks_of(ggml_type, values)?, planes);
+                    lay_out(ggml_type, format, &ggml_blocks(ggml_type, values)?, planes);
                 }
             }
             Ok(())
@@ -192,7 +192,7 @@ impl<'c> Rows<'c> {
 }
 
 /// A row as ggml would quantize it.
-fn blocks_of(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
+fn ggml_blocks(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
     let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));
     if blocks.all(|(block, values)| ggml::quantize(ggml_type, values, block)) {

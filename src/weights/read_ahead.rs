@@ -28,7 +28,7 @@ pub struct Extent {
     pub name: String,
     /// Its bytes, one part after the other: a tensor of the file, or several that are used as one.
     pub parts: Vec<Part>,
-    pub keep: Keep,
+    pub retention: Retention,
 }
 
 /// Bytes of a file.
@@ -40,19 +40,18 @@ pub struct Part {
     pub bytes: usize,
 }
 
-/// What becomes of a tensor's memory once it is taken.
+/// Whether the memory that a tensor is read into outlives loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Keep {
-    /// It stays as it is, or is laid out anew at the same size when it is taken: reading it early takes no more memory than
-    /// reading it late, but for what is being laid out.
-    Lasting,
-    /// It is converted and freed, so there should not be much of it at a time.
-    Passing,
+pub enum Retention {
+    /// The model keeps the tensor, at the same size. Reading it early takes no more memory than reading it late.
+    Permanent,
+    /// The tensor is converted and then freed, so only a few of these may be in memory at a time.
+    Temporary,
 }
 
 /// How to read.
 #[derive(Clone, Copy, Debug)]
-pub struct Settings {
+pub struct ReadAheadOptions {
     pub threads: usize,
     /// Read and copied at once.
     pub piece_bytes: usize,
@@ -60,7 +59,7 @@ pub struct Settings {
     pub ahead_bytes: usize,
 }
 
-impl Default for Settings {
+impl Default for ReadAheadOptions {
     fn default() -> Self {
         // Eight threads copy out of the page cache as fast as a GPU takes it (43 GB/s on an H200; 28 with four, no more
         // with sixteen), with 64 MiB of staging buffers.
@@ -79,7 +78,7 @@ pub struct ReadAhead<T: Target> {
 struct Shared<T: Target> {
     target: T,
     extents: Vec<Extent>,
-    settings: Settings,
+    settings: ReadAheadOptions,
     queue: Mutex<Queue<T::Memory>>,
     /// Something in the queue is not as it was.
     changed: Condvar,
@@ -127,7 +126,7 @@ struct Piece<M> {
 
 impl<T: Target> ReadAhead<T> {
     /// Begins to read `extents` in their order.
-    pub fn start(target: T, extents: Vec<Extent>, settings: Settings) -> Result<Self> {
+    pub fn start(target: T, extents: Vec<Extent>, settings: ReadAheadOptions) -> Result<Self> {
         let names = extents.iter().enumerate().map(|(index, extent)| (extent.name.clone(), index)).collect();
         let parts = extents.iter().flat_map(|extent| &extent.parts);
         let pieces: usize = parts.map(|part| part.bytes.div_ceil(settings.piece_bytes)).sum();
@@ -322,7 +321,7 @@ impl Extent {
     }
 
     fn passing_bytes(&self) -> usize {
-        if self.keep == Keep::Passing { self.bytes() } else { 0 }
+        if self.retention == Retention::Temporary { self.bytes() } else { 0 }
     }
 
     /// The part that holds the byte at `offset`, and where in it.

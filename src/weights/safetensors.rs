@@ -16,7 +16,7 @@ use safetensors::{Dtype, SafeTensors};
 
 use super::checkpoint::TensorInfo;
 use super::compressed::{CompressedConfig, Scheme};
-use super::read_ahead::{Extent, Keep, Part, Source};
+use super::read_ahead::{Extent, Part, Retention, Source};
 use crate::snapshot::{self, safetensors::ShardIndex};
 
 /// The safetensors files of a snapshot: which tensors there are, and their bytes.
@@ -168,14 +168,15 @@ impl SafetensorsCheckpoint {
         };
         let extent = |(name, placed): (&String, &Placed)| {
             let stored = placed.info.candle_dtype()?;
-            let keep = if stored == dtype || stored == DType::U8 { Keep::Lasting } else { Keep::Passing };
+            let retention =
+                if stored == dtype || stored == DType::U8 { Retention::Permanent } else { Retention::Temporary };
             match self.stack(name, dtype) {
                 Some(names) if names[0] != *name => None,
                 Some(names) => {
                     let parts = names.iter().map(|name| part(&self.tensors[name])).collect();
-                    Some(Extent { name: stacked_name(&names), parts, keep })
+                    Some(Extent { name: stacked_name(&names), parts, retention })
                 }
-                None => Some(Extent { name: name.clone(), parts: vec![part(placed)], keep }),
+                None => Some(Extent { name: name.clone(), parts: vec![part(placed)], retention }),
             }
         };
         usable.into_iter().filter_map(extent).collect()

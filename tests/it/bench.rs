@@ -5,7 +5,7 @@ use inferno::device::DeviceChoice;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache;
-use inferno::weights::{Checkpoint, Loaded, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use inferno::{Engine, GenerateOptions, LoadOptions, SamplingParams};
 use serde_json::Value;
 
@@ -167,7 +167,7 @@ fn build(case: &str) -> Decoder {
     let dir = golden(case);
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::BF16, &loaded).unwrap();
     models::read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap()
 }

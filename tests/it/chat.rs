@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use inferno::chat::{Channel, ChatFormat, Delta, Message, ReasoningEffort, RenderOptions, Rendered, ToolCall};
-use inferno::tokenizer::{Controls, Tokenizer};
+use inferno::tokenizer::{ControlTokens, Tokenizer};
 use serde_json::{Value, json};
 
 use crate::support::Random;
@@ -136,7 +136,7 @@ fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u3
 }
 
 fn parse(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, text: &str) -> Parsed {
-    parse_ids(format, tokenizer, prompt, &tokenizer.encode(text, Controls::Parse).unwrap())
+    parse_ids(format, tokenizer, prompt, &tokenizer.encode(text, ControlTokens::Parse).unwrap())
 }
 
 fn messages(value: Value) -> Vec<Message> {

@@ -237,7 +237,7 @@ fn generation_ends_for_the_reasons_it_says() {
 fn likelihoods_of_windows_agree_with_the_whole() {
     let text = "How do I download a model? Type inferno download and its name. ".repeat(12);
     let (mut long, mut short) = (demo(2048), demo(64));
-    let ids = long.tokenizer().encode(&text, inferno::tokenizer::Controls::Default).unwrap();
+    let ids = long.tokenizer().encode(&text, inferno::tokenizer::ControlTokens::Default).unwrap();
     assert!(ids.len() > 150);
     let whole = long.negative_log_likelihood(&ids).unwrap();
     let windows = short.negative_log_likelihood(&ids).unwrap();

@@ -12,8 +12,8 @@ use inferno::engine::sampler::Sampler;
 use inferno::models;
 use inferno::nn::decoder::{Batch, Decoder, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
-use inferno::weights::quantized::Quantize;
-use inferno::weights::{Checkpoint, Loaded, Weights};
+use inferno::weights::quantized::QuantizationTarget;
+use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
 use crate::gguf::models::{llama_in_many_types, saved};
 use crate::support::{golden, relative_error, values};
@@ -42,10 +42,16 @@ impl Model {
         Self::load_quantized(name, dir, device, dtype, None)
     }
 
-    fn load_quantized(name: &str, dir: &Path, device: &Device, dtype: DType, quantize: Option<Quantize>) -> Self {
+    fn load_quantized(
+        name: &str,
+        dir: &Path,
+        device: &Device,
+        dtype: DType,
+        quantize: Option<QuantizationTarget>,
+    ) -> Self {
         let checkpoint = Checkpoint::open(dir).unwrap();
         let report = |_| ();
-        let loaded = Loaded::new(&report);
+        let loaded = LoadProgress::new(&report);
         let weights = match quantize {
             Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
             None => Weights::new(&checkpoint, device, dtype, &loaded).unwrap(),
@@ -250,13 +256,13 @@ fn each_model(test: impl Fn(&mut Model)) {
         let dir = tempfile::tempdir().unwrap();
         QUANTIZED.write(dir.path());
         for name in ["q8_0", "q4_k", "q2_k", "q3_k", "q5_1", "fp8", "int8"] {
-            let quantize: Quantize = name.parse().unwrap();
+            let quantize: QuantizationTarget = name.parse().unwrap();
             test(&mut Model::load_quantized(&format!("llama in {name}"), dir.path(), &device, dtype, Some(quantize)));
         }
         let dir = tempfile::tempdir().unwrap();
         write_experts(dir.path());
         for name in ["q8_0", "q4_k", "q6_k", "q5_0", "fp8", "int8"] {
-            let quantize: Quantize = name.parse().unwrap();
+            let quantize: QuantizationTarget = name.parse().unwrap();
             test(&mut Model::load_quantized(&format!("experts in {name}"), dir.path(), &device, dtype, Some(quantize)));
         }
         // Queries, keys and values of three formats, and a quantized embedding.

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::models;
 use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
-use inferno::weights::{Checkpoint, Loaded, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use serde_json::{Value, json};
 
 use crate::support::{golden, relative_error, values};
@@ -241,7 +241,7 @@ fn numbers_that_no_model_has() {
         [json!(0), json!(-1), json!(u64::MAX), json!(1e300), json!(0.5), json!("many"), json!([4]), json!({})];
     let strange = [json!(1), json!(3), json!(u32::MAX), json!(1u64 << 53), json!(-1e300), json!(null), json!(true)];
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     for case in CASES {
         let checkpoint = Checkpoint::open(&golden(case)).unwrap();
         let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
@@ -310,7 +310,7 @@ fn longrope_models_are_loaded_for_their_original_length() {
 fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
     let decoder = models::read_config(dir).unwrap().architecture.build(&weights, 160).unwrap();
     let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu).unwrap();

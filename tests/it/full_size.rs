@@ -174,7 +174,7 @@ fn full_size_reading_figures() {
     use inferno::kernels::upload::CopyStream;
     use inferno::nn::rope::{Frequencies, Rotary};
     use inferno::weights::Checkpoint;
-    use inferno::weights::read_ahead::{ReadAhead, Settings};
+    use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
 
     let mut last = Instant::now();
     let mut lap = |what: &str| {
@@ -198,7 +198,7 @@ fn full_size_reading_figures() {
     lap("rotary tables of 131,072 positions");
     let Device::Cuda(gpu) = &device else { unreachable!() };
     let checkpoint = Checkpoint::open(&model()).unwrap();
-    let read = |settings: Settings| {
+    let read = |settings: ReadAheadOptions| {
         let started = Instant::now();
         let reader =
             ReadAhead::start(CopyStream::new(gpu).unwrap(), checkpoint.extents(DType::BF16), settings).unwrap();
@@ -221,12 +221,12 @@ fn full_size_reading_figures() {
             checkpoint.bytes() as f64 / 1e9 / arrived,
         );
     };
-    let standard = Settings::default();
+    let standard = ReadAheadOptions::default();
     println!("the first takes the GPU's memory from the driver, the others from the pool");
     read(standard);
     for threads in [4, 8, 16] {
         for piece_bytes in [2 << 20, 4 << 20] {
-            read(Settings { threads, piece_bytes, ..standard });
+            read(ReadAheadOptions { threads, piece_bytes, ..standard });
         }
     }
     if cfg!(target_os = "linux") {
@@ -239,7 +239,7 @@ fn full_size_reading_figures() {
                 assert!(status.is_ok_and(|status| status.success()));
             }
             println!("out of the page cache:");
-            read(Settings { threads, ..standard });
+            read(ReadAheadOptions { threads, ..standard });
         }
     }
 }

@@ -8,7 +8,7 @@ use inferno::models;
 use inferno::nn::decoder::{Batch, Decoder, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
 use inferno::nn::rope::{Lengths, RopeConfig};
-use inferno::weights::{Checkpoint, Loaded, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
 use crate::support::{devices, golden, relative_error, values};
 
@@ -59,7 +59,7 @@ fn load(case: &str, device: &Device, dtype: DType) -> Case {
     let dir = golden(case);
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
     let config = models::read_config(&dir).unwrap();
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();

@@ -5,8 +5,8 @@ use std::path::Path;
 use candle_core::{DType, Device};
 use inferno::models;
 use inferno::weights::ggml::GgmlType;
-use inferno::weights::quantized::Quantize;
-use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
+use inferno::weights::quantized::QuantizationTarget;
+use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 
 use crate::gguf::converter::{convert, convert_apart};
 use crate::gguf::models::{quantized_llama, saved};
@@ -38,20 +38,20 @@ const COMPRESSED: [&str; 5] =
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
 /// Both numbers must be the same, whatever is computed in.
-fn check(name: &str, path: &Path, quantize: Option<Quantize>) {
+fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let architecture = models::read_config(path).unwrap().architecture;
-    let inventory = Inventory::of(&checkpoint, quantize);
+    let inventory = Inventory::from_checkpoint(&checkpoint, quantize);
     for dtype in [DType::F32, DType::BF16] {
         let report = |_| ();
-        let loaded = Loaded::new(&report);
+        let loaded = LoadProgress::new(&report);
         let weights = match quantize {
             Some(quantize) => Weights::quantizing(&checkpoint, &Device::Cpu, dtype, &loaded, quantize),
             None => Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap(),
         };
         let decoder = architecture.build(&weights, 32).unwrap();
         let what = quantize.map_or("as it is".into(), |quantize| quantize.to_string());
-        assert_eq!(inventory.loaded_bytes(dtype), loaded.kept(), "{name} {what} in {dtype:?}");
+        assert_eq!(inventory.loaded_bytes(dtype), loaded.resident_bytes(), "{name} {what} in {dtype:?}");
         // The count is right: the decoder's own layers come to the same, where a token meets all of them.
         let meets_all = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
@@ -61,7 +61,7 @@ fn check(name: &str, path: &Path, quantize: Option<Quantize>) {
             let row = (embedding.shape[1] * dtype.size_in_bytes()) as u64;
             let tied = checkpoint.info("lm_head.weight").is_none();
             let unmet = if tied { 0 } else { row * embedding.shape[0] as u64 };
-            assert_eq!(decoder.step_bytes(), loaded.kept() - unmet + row, "{name} in {dtype:?}");
+            assert_eq!(decoder.step_bytes(), loaded.resident_bytes() - unmet + row, "{name} in {dtype:?}");
         }
     }
 }
@@ -116,7 +116,8 @@ fn headers_say_what_files_say() {
         assert!(tensors > 0, "{case}");
         let checkpoint = Checkpoint::open(&dir).unwrap();
         for dtype in [DType::F32, DType::BF16] {
-            let (said, is) = (inventory.loaded_bytes(dtype), Inventory::of(&checkpoint, None).loaded_bytes(dtype));
+            let (said, is) =
+                (inventory.loaded_bytes(dtype), Inventory::from_checkpoint(&checkpoint, None).loaded_bytes(dtype));
             if case.starts_with("compressed") {
                 let codes = checkpoint.tensors().filter(|(_, info)| info.dtype.bitsize() == 8);
                 let rows: usize = codes.map(|(_, info)| info.shape[0]).sum();

@@ -6,7 +6,7 @@ use inferno::device::{self, DeviceChoice};
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use inferno::kernels::quantized::{Format, QuantizedMatrix, Rounding, from_e4m3, to_e4m3};
 use inferno::weights::ggml::GgmlType;
-use inferno::weights::quantized::{Quantize, Rows};
+use inferno::weights::quantized::{MatrixRows, QuantizationTarget};
 
 use crate::support::{relative_error, values};
 
@@ -61,29 +61,33 @@ fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
 }
 
 /// A matrix of random blocks, and its values by the blocks' own arithmetic.
-fn of_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device) -> (QuantizedMatrix, Vec<f32>) {
+fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device) -> (QuantizedMatrix, Vec<f32>) {
     let bytes = blocks(ggml_type, rows * columns / ggml_type.block_length());
     let row_bytes = bytes.len() / rows;
-    let made = Rows::of_blocks(ggml_type, rows, columns, |row| &bytes[row * row_bytes..][..row_bytes]).unwrap();
-    let matrix = Rows::build(&[&made], device).unwrap();
+    let made = MatrixRows::from_blocks(ggml_type, rows, columns, |row| &bytes[row * row_bytes..][..row_bytes]).unwrap();
+    let matrix = MatrixRows::build(&[&made], device).unwrap();
     let mut values = vec![0.0; rows * columns];
     ggml_type.dequantize(&bytes, &mut values).unwrap();
     (matrix, values)
 }
 
-fn of_floats(quantize: Quantize, values: &[f32], columns: usize, device: &Device) -> QuantizedMatrix {
+fn of_floats(quantize: QuantizationTarget, values: &[f32], columns: usize, device: &Device) -> QuantizedMatrix {
     let row = |row: usize, to: &mut [f32]| {
         to.copy_from_slice(&values[row * columns..][..columns]);
         Ok(())
     };
-    Rows::build(&[&Rows::of_floats(quantize, values.len() / columns, columns, row).unwrap()], device).unwrap()
+    MatrixRows::build(&[&MatrixRows::from_floats(quantize, values.len() / columns, columns, row).unwrap()], device)
+        .unwrap()
 }
 
 /// One matrix of each format.
 fn of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<QuantizedMatrix> {
-    let mut matrices: Vec<_> = BLOCKS.iter().map(|of| of_blocks(*of, rows, columns, device).0).collect();
+    let mut matrices: Vec<_> = BLOCKS.iter().map(|of| from_blocks(*of, rows, columns, device).0).collect();
     let values = floats(rows * columns, 7);
-    matrices.extend([Quantize::Int8, Quantize::Fp8].map(|quantize| of_floats(quantize, &values, columns, device)));
+    matrices.extend(
+        [QuantizationTarget::Int8, QuantizationTarget::Fp8]
+            .map(|quantize| of_floats(quantize, &values, columns, device)),
+    );
     assert_eq!(matrices.iter().map(|matrix| matrix.format).collect::<Vec<_>>(), Format::ALL);
     matrices
 }
@@ -91,7 +95,7 @@ fn of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<Quantized
 #[test]
 fn values_are_those_of_the_blocks_bit_by_bit() {
     for of in BLOCKS {
-        let (matrix, want) = of_blocks(of, 3, 512, &Device::Cpu);
+        let (matrix, want) = from_blocks(of, 3, 512, &Device::Cpu);
         let got = values(&matrix.dequantize(DType::F32).unwrap());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&got), bits(&want), "{of}");
@@ -122,10 +126,10 @@ fn several_matrices_stand_one_below_the_other() {
     let (bytes, columns) = (blocks(GgmlType::Q6K, 10), 256);
     let of = |first: usize, rows: usize| {
         let bytes = &bytes[first * 210..];
-        Rows::of_blocks(GgmlType::Q6K, rows, columns, move |row| &bytes[row * 210..][..210]).unwrap()
+        MatrixRows::from_blocks(GgmlType::Q6K, rows, columns, move |row| &bytes[row * 210..][..210]).unwrap()
     };
-    let whole = Rows::build(&[&of(0, 10)], &Device::Cpu).unwrap();
-    let parts = Rows::build(&[&of(0, 3), &of(3, 1), &of(4, 6)], &Device::Cpu).unwrap();
+    let whole = MatrixRows::build(&[&of(0, 10)], &Device::Cpu).unwrap();
+    let parts = MatrixRows::build(&[&of(0, 3), &of(3, 1), &of(4, 6)], &Device::Cpu).unwrap();
     let all = |matrix: &QuantizedMatrix| values(&matrix.dequantize(DType::F32).unwrap());
     assert_eq!(all(&whole), all(&parts));
 }
@@ -151,7 +155,7 @@ fn quantized_floats_are_near_to_what_they_were() {
         ("q3_k", 1.0 / 3.0),
         ("q2_k", 1.0 / 2.0),
     ] {
-        let quantize: Quantize = name.parse().unwrap();
+        let quantize: QuantizationTarget = name.parse().unwrap();
         assert_eq!(quantize.to_string(), name);
         let matrix = of_floats(quantize, &original, columns, &Device::Cpu);
         let got = values(&matrix.dequantize(DType::F32).unwrap());
@@ -160,14 +164,14 @@ fn quantized_floats_are_near_to_what_they_were() {
         assert!(worst / 2.0 <= most * 1.1, "{quantize}: off by {worst}");
         assert!(worst > 0.0, "{quantize} changes nothing");
     }
-    // Rows that are no whole blocks.
-    let format = |name: &str, columns| name.parse::<Quantize>().unwrap().format(columns);
+    // MatrixRows that are no whole blocks.
+    let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().format(columns);
     assert_eq!(format("q4_k", 320), Some(Format::Q5_0));
     assert_eq!(format("q2_k", 320), Some(Format::Q4_0));
     assert_eq!(format("q6_k", 320), Some(Format::Q8_0));
     assert_eq!(format("q8_0", 100), None);
     assert_eq!(format("int8", 100), Some(Format::Int8));
-    assert!("q9".parse::<Quantize>().unwrap_err().contains("q8_0, q6_k"));
+    assert!("q9".parse::<QuantizationTarget>().unwrap_err().contains("q8_0, q6_k"));
 }
 
 /// Blocks without a range, or with one that no scale can be found for.
@@ -206,7 +210,7 @@ fn e4m3_is_rounded_to_the_nearest() {
 
 #[test]
 fn inputs_are_rounded_as_the_model_asks() {
-    let weight = of_floats(Quantize::Int8, &floats(3 * 64, 1), 64, &Device::Cpu);
+    let weight = of_floats(QuantizationTarget::Int8, &floats(3 * 64, 1), 64, &Device::Cpu);
     let x = floats(2 * 64, 2);
     let product = |matrix: &QuantizedMatrix, x: &[f32]| {
         values(&matrix.matmul(&Tensor::from_slice(x, (2, 64), &Device::Cpu).unwrap()).unwrap())
@@ -261,7 +265,7 @@ fn kernels_agree_with_the_cpu_at_the_edges() {
         Err(error) => return println!("not tested: {error}"),
     };
     for columns in [36, 100] {
-        for quantize in [Quantize::Int8, Quantize::Fp8] {
+        for quantize in [QuantizationTarget::Int8, QuantizationTarget::Fp8] {
             let values_of = floats(48 * columns, 7);
             let [cpu, there] = [&Device::Cpu, &gpu].map(|device| of_floats(quantize, &values_of, columns, device));
             for (tokens, rounding) in
@@ -294,7 +298,7 @@ fn kernels_agree_with_the_cpu() {
         Err(error) => return println!("not tested: {error}"),
     };
     // More than one round of the grid's warps; odd, and as the libraries of tensor cores want them.
-    // Rows that a lane goes over in one round, in several.
+    // MatrixRows that a lane goes over in one round, in several.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let here = of_each_format(rows, columns, &Device::Cpu);

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use inferno::tokenizer::{Controls, TextStream, Tokenizer};
+use inferno::tokenizer::{ControlTokens, TextStream, Tokenizer};
 use serde_json::{Value, json};
 
 use crate::support::demo_dir;
@@ -42,7 +42,7 @@ fn ids_agree_with_the_vectors_of_llama_cpp() {
         for (text, ids) in inputs.iter().zip(&outputs) {
             let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
             // `Text` adds no prefix, which the vectors leave out as well.
-            assert_eq!(tokenizer.encode(text, Controls::Text).unwrap(), want, "{model}: {text:?}");
+            assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{model}: {text:?}");
             checked += 1;
         }
         assert!(checked > 30, "{model}: {checked} cases");
@@ -55,7 +55,7 @@ fn streamed_text_is_the_whole_text_and_never_half_a_character() {
     let text = "Once upon a time, naïve Ångström 你好，世界 🦀🏳️‍🌈 told:\n\tfn main() {}  twice.  अच्छा ";
     for (model, _) in VECTORS {
         let tokenizer = Tokenizer::from_dir(&fixtures.join(model)).unwrap();
-        let ids = tokenizer.encode(text, Controls::Text).unwrap();
+        let ids = tokenizer.encode(text, ControlTokens::Text).unwrap();
         let (mut stream, mut streamed) = (TextStream::new(), String::new());
         for &id in &ids {
             let piece = stream.push(&tokenizer, id).unwrap();
@@ -68,7 +68,7 @@ fn streamed_text_is_the_whole_text_and_never_half_a_character() {
         // Going on after a part of the text gives the rest of it, its first space included.
         let complete = |&end: &usize| !tokenizer.decode(&ids[..end]).unwrap().ends_with('\u{FFFD}');
         let half = (0..ids.len() / 2).rev().find(complete).unwrap();
-        let mut stream = TextStream::after(&ids[..half]);
+        let mut stream = TextStream::continuing(&ids[..half]);
         let mut rest: String = ids[half..].iter().map(|&id| stream.push(&tokenizer, id).unwrap()).collect();
         rest.push_str(&stream.finish(&tokenizer).unwrap());
         assert_eq!(tokenizer.decode(&ids[..half]).unwrap() + &rest, streamed, "{model}");
@@ -79,7 +79,7 @@ fn streamed_text_is_the_whole_text_and_never_half_a_character() {
 fn ids_without_a_token_are_survived() {
     let Some(fixtures) = fixtures() else { return };
     let tokenizer = Tokenizer::from_dir(&fixtures.join("gpt-oss-20b")).unwrap();
-    let hello = tokenizer.encode("Hello", Controls::Text).unwrap();
+    let hello = tokenizer.encode("Hello", ControlTokens::Text).unwrap();
     let ids = [&[200_500], &hello[..], &[201_087; 50], &hello[..]].concat();
     let mut stream = TextStream::new();
     let mut text: String = ids.iter().map(|&id| stream.push(&tokenizer, id).unwrap()).collect();
@@ -120,7 +120,7 @@ fn tokenizers_are_what_the_library_makes_of_them() {
             let library = tokenizers::Tokenizer::from_bytes(&bytes).unwrap();
             let ours = Tokenizer::from_bytes(&bytes).unwrap();
             let want = library.encode(text, false).unwrap();
-            assert_eq!(ours.encode(text, Controls::Parse).unwrap(), want.get_ids(), "{}", folder.display());
+            assert_eq!(ours.encode(text, ControlTokens::Parse).unwrap(), want.get_ids(), "{}", folder.display());
             assert_eq!(ours.decode(want.get_ids()).unwrap(), library.decode(want.get_ids(), false).unwrap());
             assert_eq!(ours.vocab_size(), library.get_vocab_size(true));
         }
@@ -146,7 +146,7 @@ fn outcome(bytes: &[u8], text: &str) -> Option<String> {
     let begin = Instant::now();
     let run = || -> anyhow::Result<()> {
         let tokenizer = Tokenizer::from_bytes(bytes)?;
-        for controls in [Controls::Default, Controls::Parse, Controls::Text] {
+        for controls in [ControlTokens::Default, ControlTokens::Parse, ControlTokens::Text] {
             tokenizer.decode(&tokenizer.encode(text, controls)?)?;
         }
         tokenizer.decode(&[0, 1, 3, u32::MAX])?;

@@ -14,8 +14,8 @@ use std::time::Duration;
 use candle_core::{DType, Device, Result, Tensor, bail, safetensors};
 use inferno::device::{self, DeviceChoice};
 use inferno::kernels::upload::Target;
-use inferno::weights::read_ahead::{ReadAhead, Settings};
-use inferno::weights::{Checkpoint, Loaded, Weights};
+use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
+use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use tempfile::TempDir;
 
 use crate::support::golden;
@@ -86,8 +86,8 @@ impl Target for Host {
     }
 }
 
-fn small(threads: usize) -> Settings {
-    Settings { threads, piece_bytes: 8, ahead_bytes: 64 }
+fn small(threads: usize) -> ReadAheadOptions {
+    ReadAheadOptions { threads, piece_bytes: 8, ahead_bytes: 64 }
 }
 
 fn gpu() -> Option<Device> {
@@ -128,7 +128,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
 /// What a test does with weights, given those of the mapped file too.
 fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: DType) {
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let mapped = Weights::new(checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
     for name in names {
         let info = checkpoint.info(name).unwrap();
@@ -157,15 +157,15 @@ fn orders(names: &[String]) -> Vec<Vec<String>> {
 #[test]
 fn tensors_read_ahead_are_those_of_the_file() {
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     for case in ["gpt_oss", "llama3"] {
         let checkpoint = Checkpoint::open(&golden(case)).unwrap();
         for order in orders(&names(&checkpoint)) {
             for (threads, dtype) in [(1, DType::F32), (3, DType::BF16), (8, DType::F16)] {
                 let (host, cpu) = (Host::default(), Device::Cpu);
-                let settings = Settings { piece_bytes: 1000, ..small(threads) };
+                let settings = ReadAheadOptions { piece_bytes: 1000, ..small(threads) };
                 let reader = ReadAhead::start(host.clone(), checkpoint.extents(dtype), settings).unwrap();
-                let weights = Weights::read_ahead(&checkpoint, &cpu, dtype, &loaded, reader);
+                let weights = Weights::with_reader(&checkpoint, &cpu, dtype, &loaded, reader);
                 compare(&checkpoint, &weights, &order, dtype);
                 drop(weights);
                 assert_eq!(host.live.load(Ordering::SeqCst), 0, "everything is given back");
@@ -186,14 +186,14 @@ fn attention_parts<'c>(checkpoint: &Checkpoint, weights: &Weights<'c>, layer: us
 #[test]
 fn what_layers_stack_is_read_as_one() {
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let checkpoint = Checkpoint::open(&golden("llama3")).unwrap();
     let stored = checkpoint.info("model.layers.0.self_attn.q_proj.weight").unwrap().candle_dtype().unwrap();
     let mut devices = vec![(Device::Cpu, stored)];
     devices.extend(gpu().map(|gpu| (gpu, DType::BF16)));
     for (device, dtype) in devices {
         let host = Host::default();
-        let settings = Settings { piece_bytes: 1000, ..small(3) };
+        let settings = ReadAheadOptions { piece_bytes: 1000, ..small(3) };
         let extents = checkpoint.extents(dtype);
         let stacks = extents.iter().filter(|extent| extent.parts.len() == 3).count();
         let layers = checkpoint.tensors().filter(|(name, _)| name.ends_with("q_proj.weight")).count();
@@ -202,7 +202,7 @@ fn what_layers_stack_is_read_as_one() {
         let weights = match &device {
             Device::Cpu => {
                 let reader = ReadAhead::start(host.clone(), extents, settings).unwrap();
-                Weights::read_ahead(&checkpoint, &device, dtype, &loaded, reader)
+                Weights::with_reader(&checkpoint, &device, dtype, &loaded, reader)
             }
             gpu => Weights::new(&checkpoint, gpu, dtype, &loaded).unwrap(),
         };
@@ -224,7 +224,7 @@ fn what_layers_stack_is_read_as_one() {
 fn a_gpu_gets_the_tensors_of_the_file() {
     let Some(gpu) = gpu() else { return };
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let folder = mixed();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
@@ -241,10 +241,10 @@ fn thousands_of_tiny_tensors_arrive() {
     let folder = snapshot((0..5000).map(tensor));
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let names = names(&checkpoint);
     let reader = ReadAhead::start(Host::default(), checkpoint.extents(DType::F32), small(4)).unwrap();
-    let weights = Weights::read_ahead(&checkpoint, &Device::Cpu, DType::F32, &loaded, reader);
+    let weights = Weights::with_reader(&checkpoint, &Device::Cpu, DType::F32, &loaded, reader);
     compare(&checkpoint, &weights, &names, DType::F32);
     if let Some(gpu) = gpu() {
         let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &loaded).unwrap();
@@ -310,7 +310,7 @@ fn a_reader_may_be_dropped_at_any_time() {
 }
 
 fn take_some<T: Target>(target: T, checkpoint: &Checkpoint, names: &[String]) {
-    let settings = Settings { threads: 4, piece_bytes: 1 << 16, ahead_bytes: 1 << 20 };
+    let settings = ReadAheadOptions { threads: 4, piece_bytes: 1 << 16, ahead_bytes: 1 << 20 };
     let reader = ReadAhead::start(target, checkpoint.extents(DType::BF16), settings).unwrap();
     for name in names {
         let info = checkpoint.info(name).unwrap();
@@ -330,7 +330,7 @@ fn a_gpu_too_small_is_an_error() {
     file.set_len(8 + header.len() as u64 + bytes).unwrap();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &loaded).unwrap();
     let error = format!("{:#}", weights.bytes("x", &[bytes as usize]).unwrap_err());
     assert!(error.contains("tensor x") && error.contains("OUT_OF_MEMORY"), "{error}");

@@ -13,8 +13,8 @@ use crate::kernels::selftest::Check;
 use crate::models;
 use crate::nn::decoder::{Batch, Decoder, LogitsOf};
 use crate::nn::kv_cache::KvCache;
-use crate::weights::quantized::Quantize;
-use crate::weights::{Checkpoint, Loaded, Weights};
+use crate::weights::quantized::QuantizationTarget;
+use crate::weights::{Checkpoint, LoadProgress, Weights};
 
 /// Steps of the sequence.
 const STEPS: usize = 80;
@@ -33,7 +33,7 @@ pub fn run(device: &Device) -> Vec<Check> {
 }
 
 /// The largest difference of any step's logits over the largest logit.
-fn error(device: &Device, dtype: DType, quantize: Option<Quantize>) -> Result<f32> {
+fn error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<f32> {
     let dir = Folder::new()?;
     write(&dir.0)?;
     let dir = dir.0.as_path();
@@ -58,10 +58,10 @@ fn error(device: &Device, dtype: DType, quantize: Option<Quantize>) -> Result<f3
     Ok(most)
 }
 
-fn load(dir: &Path, device: &Device, dtype: DType, quantize: Option<Quantize>) -> Result<(Decoder, KvCache)> {
+fn load(dir: &Path, device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<(Decoder, KvCache)> {
     let checkpoint = Checkpoint::open(dir)?;
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let weights = match quantize {
         Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
         None => Weights::new(&checkpoint, device, dtype, &loaded)?,

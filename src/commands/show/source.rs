@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::hub::{self, Hub, Peek, Snapshot};
 use crate::snapshot::gguf as gguf_files;
-use crate::weights::gguf::{self, GgufCheckpoint, GgufModel};
+use crate::weights::gguf::GgufCheckpoint;
 use crate::weights::{Checkpoint, Inventory};
 
 /// The longest README whose front matter is looked at, and the longest license whose title is.
@@ -53,11 +53,11 @@ impl Said {
             license => license,
         };
         Self {
-            config: gguf::config(&file),
-            tokenizer_config: json!({"chat_template": gguf::chat_template(&metadata, None).ok().flatten()}),
+            config: file.config(),
+            tokenizer_config: json!({"chat_template": file.chat_template().ok().flatten()}),
             tokenizer_config_is,
             license: license.map(|license| license.chars().take(80).collect()),
-            inventory: GgufModel::new(file).map(|model| Inventory::of(&Checkpoint::Gguf(Box::new(model)), None)),
+            inventory: Checkpoint::from_gguf(file).map(|checkpoint| Inventory::from_checkpoint(&checkpoint, None)),
         }
     }
 
@@ -76,7 +76,7 @@ fn heads(hub: &Hub, peek: &Peek) -> Result<Result<GgufCheckpoint>> {
             said
         })
     };
-    let file = GgufCheckpoint::open_elsewhere(&peek.gguf, &read);
+    let file = GgufCheckpoint::open_remote(&peek.gguf, &read);
     failure.into_inner().map_or(Ok(file), Err)
 }
 
@@ -104,7 +104,8 @@ impl Source {
                 tokenizer_config: json(dir, "tokenizer_config.json").unwrap_or_default(),
                 tokenizer_config_is: "tokenizer_config.json",
                 license: ours,
-                inventory: Checkpoint::open(&snapshot.path).map(|checkpoint| Inventory::of(&checkpoint, None)),
+                inventory: Checkpoint::open(&snapshot.path)
+                    .map(|checkpoint| Inventory::from_checkpoint(&checkpoint, None)),
             },
         };
         Self {

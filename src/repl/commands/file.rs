@@ -5,7 +5,7 @@ use std::io::Read;
 
 use super::super::session::{Attachment, Session};
 use super::paths;
-use crate::tokenizer::Controls;
+use crate::tokenizer::ControlTokens;
 
 /// More bytes than this for each token of the context cannot fit: few texts come to more than five in the mean.
 const BYTES_PER_TOKEN: u64 = 16;
@@ -26,7 +26,7 @@ pub fn attach(path: &str, session: &mut Session) -> Result<String, String> {
     let path = paths::typed(path);
     let context = session.engine().context();
     let text = read(&path, context).map_err(|problem| format!("{path}: {problem}"))?;
-    let tokens = session.engine().tokenizer().encode(&text, Controls::Text).map(|ids| ids.len());
+    let tokens = session.engine().tokenizer().encode(&text, ControlTokens::Text).map(|ids| ids.len());
     let size = tokens.map_or_else(|_| format!("{} bytes", text.len()), |tokens| format!("{tokens} tokens"));
     session.attached.retain(|attached| attached.path != path);
     session.attached.push(Attachment { path: path.clone(), text });

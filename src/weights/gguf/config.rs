@@ -125,8 +125,23 @@ impl<'c> Said<'c> {
     }
 }
 
-/// Metadata as a config.json. Fails for an architecture that is not listed, and for what no config.json could say.
-pub fn config(file: &GgufCheckpoint) -> Result<Value> {
+impl GgufCheckpoint {
+    /// Returns the metadata in the form of a config.json.
+    ///
+    /// Fails with [`Error::UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture) for an unknown
+    /// architecture, and for metadata that a config.json cannot express.
+    pub fn config(&self) -> Result<Value> {
+        config(self)
+    }
+
+    /// Returns the sampling defaults in the form of a generation_config.json; fields that the file does not set are null.
+    pub fn generation_config(&self) -> Result<Value> {
+        generation_config(&self.metadata())
+    }
+}
+
+/// Returns the metadata as the fields of a config.json.
+fn config(file: &GgufCheckpoint) -> Result<Value> {
     let said = Said { file, architecture: file.architecture()? };
     let layout = Layout::find(said.architecture)?;
     let (heads, kv_heads) = file.head_counts()?;
@@ -160,8 +175,8 @@ pub fn config(file: &GgufCheckpoint) -> Result<Value> {
     Ok(Value::Object(fields))
 }
 
-/// generation_config.json's fields, of which some files have a few.
-pub fn generation(metadata: &Metadata) -> Result<Value> {
+/// Returns the fields of a generation_config.json. Most files set few of them, the others are null.
+fn generation_config(metadata: &Metadata) -> Result<Value> {
     let float = |name: &str| Ok::<_, anyhow::Error>(metadata.f32(&format!("general.sampling.{name}"))?.map(widened));
     let top_k = metadata.i32s("general.sampling.top_k").ok().flatten().and_then(|ks| ks.first().copied());
     let top_k = match top_k {

@@ -16,7 +16,7 @@ use super::names::{InLayer, Layout, Role};
 use super::{GgufCheckpoint, View};
 use crate::weights::TensorInfo;
 use crate::weights::ggml::GgmlType;
-use crate::weights::quantized::{self, Quantize};
+use crate::weights::quantized::{self, QuantizationTarget};
 
 /// A GGUF file and what the model's tensors are made of.
 pub struct GgufModel {
@@ -112,22 +112,22 @@ impl GgufModel {
     }
 
     /// The rows of a matrix whose blocks can be kept as they are.
-    pub fn quantized(&self, name: &str) -> Result<Option<quantized::Rows<'_>>> {
+    pub fn quantized(&self, name: &str) -> Result<Option<quantized::MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.rows(self.entry(name)?)?;
         let (ggml_type, ..) = source.sources[0];
-        Ok(quantized::Rows::of_blocks(ggml_type, rows, columns, move |row| source.get(row).1))
+        Ok(quantized::MatrixRows::from_blocks(ggml_type, rows, columns, move |row| source.get(row).1))
     }
 
     /// The rows of a matrix of floats, to be quantized.
-    pub fn to_quantize(&self, name: &str, quantize: Quantize) -> Result<Option<quantized::Rows<'_>>> {
+    pub fn to_quantize(&self, name: &str, quantize: QuantizationTarget) -> Result<Option<quantized::MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.rows(self.entry(name)?)?;
         let row = move |row: usize, values: &mut [f32]| {
             let (ggml_type, bytes) = source.get(row);
             ggml_type.dequantize(bytes, values)
         };
-        Ok(quantized::Rows::of_floats(quantize, rows, columns, row))
+        Ok(quantized::MatrixRows::from_floats(quantize, rows, columns, row))
     }
 
     /// Bytes of a matrix whose blocks are kept.

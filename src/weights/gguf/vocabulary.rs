@@ -2,8 +2,25 @@
 
 use anyhow::Result;
 
+use super::GgufCheckpoint;
 use super::metadata::Metadata;
 use crate::tokenizer::gguf::Vocabulary;
+
+impl GgufCheckpoint {
+    /// Returns the vocabulary in the file, or `None` if the file has none.
+    pub fn vocabulary(&self) -> Result<Option<Vocabulary<'_>>> {
+        let metadata = self.metadata();
+        match metadata.string("tokenizer.ggml.model")? {
+            None | Some("none" | "no_vocab") => Ok(None),
+            Some(_) => vocabulary(&metadata).map(Some),
+        }
+    }
+
+    /// Returns the Jinja chat template in the file, or `None` if the file has none.
+    pub fn chat_template(&self) -> Result<Option<&str>> {
+        chat_template(&self.metadata(), None)
+    }
+}
 
 /// What a tokenizer is made of, borrowed from the file: `tokenizer::Tokenizer::from_gguf` checks and takes it.
 pub fn vocabulary<'c>(metadata: &Metadata<'c>) -> Result<Vocabulary<'c>> {

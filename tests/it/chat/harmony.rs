@@ -23,7 +23,7 @@ fn a_system_prompt_becomes_the_developer_message() {
          <|start|>developer<|message|># Instructions\n\nBe brief.<|end|>\
          <|start|>user<|message|>Hi<|end|><|start|>assistant"
     );
-    assert_eq!(rendered.ids, harmony_tokenizer().encode(&rendered.text, Controls::Parse).unwrap());
+    assert_eq!(rendered.ids, harmony_tokenizer().encode(&rendered.text, ControlTokens::Parse).unwrap());
     let low = RenderOptions { reasoning_effort: "low".parse().unwrap(), add_generation_prompt: false, ..options() };
     let rendered = render(&[Message::user("Hi")], &low);
     assert!(rendered.text.contains("Reasoning: low\n"));
@@ -122,7 +122,7 @@ fn the_librarys_own_vectors() {
         let expected = vector(name);
         let rendered = format.render(tokenizer, messages, options).unwrap();
         assert!(rendered.text.ends_with(&expected), "{name}:\n{}\n--- expected\n{expected}", rendered.text);
-        let ids = tokenizer.encode(&expected, Controls::Parse).unwrap();
+        let ids = tokenizer.encode(&expected, ControlTokens::Parse).unwrap();
         assert!(rendered.ids.ends_with(&ids), "{name}");
         assert!(rendered.ids.len() == ids.len() || name == "test_dropping_cot_by_default");
     };

@@ -167,7 +167,7 @@ fn text_comes_as_soon_as_it_is_certain() {
     let tokenizer = harmony_tokenizer();
     let mut parser = harmony_format(tokenizer).parser(&Rendered { ids: vec![], text: String::new() });
     let mut seen = Vec::new();
-    for id in tokenizer.encode("<|channel|>final<|message|>é!Hi", Controls::Parse).unwrap() {
+    for id in tokenizer.encode("<|channel|>final<|message|>é!Hi", ControlTokens::Parse).unwrap() {
         seen.push(parser.push(tokenizer, id).unwrap().iter().map(|delta| delta.text.as_str()).collect::<String>());
     }
     assert_eq!(seen[seen.len() - 5..], ["", "é", "!", "H", "i"]);
@@ -196,7 +196,7 @@ fn random_tokens() {
                 }
             }
         }
-        let mut ids = tokenizer.encode(&text, Controls::Parse).unwrap();
+        let mut ids = tokenizer.encode(&text, ControlTokens::Parse).unwrap();
         if round % 4 == 0 {
             // Ids that the tokenizer has nothing for, and bytes that are no text.
             ids.insert(numbers.below(ids.len() + 1), 9_999_999);

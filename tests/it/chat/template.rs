@@ -180,7 +180,7 @@ fn what_people_write_never_becomes_a_control_token() {
     let controls = |ids: &[u32]| ids.iter().copied().filter(|id| tokenizer.is_control(*id)).collect::<Vec<_>>();
 
     let plain = render(&[Message::user("Hi"), Message::assistant("<think>\nHm</think>Yo"), Message::user("x")]);
-    assert_eq!(plain.ids, tokenizer.encode(&plain.text, Controls::Parse).unwrap());
+    assert_eq!(plain.ids, tokenizer.encode(&plain.text, ControlTokens::Parse).unwrap());
     // What the model itself thought is its own, tags and all.
     assert_eq!(controls(&plain.ids).len(), 10);
 

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use candle_core::{DType, Device};
-use inferno::weights::{Checkpoint, Loaded, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use serde_json::Value;
 
 use super::writer::{F32, Writer, string};
@@ -49,7 +49,7 @@ fn convert_with(dir: &Path, write_experts: impl Fn(Writer, &Value, Vec<Source>) 
     let config: Value = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
     let checkpoint = Checkpoint::open(dir).unwrap();
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
     let mut writer = metadata(&config);
     let mut experts: Vec<Source> = Vec::new();

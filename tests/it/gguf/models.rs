@@ -9,7 +9,7 @@ use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::gguf::GgufCheckpoint;
-use inferno::weights::{Checkpoint, Loaded, Summary, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, Summary, Weights};
 use tempfile::TempDir;
 
 use super::converter::{convert, convert_apart};
@@ -47,7 +47,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let config = models::read_config(path)?;
     let checkpoint = Checkpoint::open(path)?;
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded)?;
     // As golden.rs: LongRoPE depends on it.
     let decoder = config.architecture.build(&weights, 160)?;
@@ -190,7 +190,7 @@ fn quantized_weights_are_the_values_they_stand_for() {
         let error = relative_error(&got, &want);
         assert!(error < 2e-6, "{ggml_type}: off by {error:e}");
         let checkpoint = Checkpoint::open(&quantized).unwrap();
-        let summary = Summary::of_gguf(&GgufCheckpoint::open(&quantized).unwrap());
+        let summary = Summary::from_gguf(&GgufCheckpoint::open(&quantized).unwrap());
         assert_eq!(
             (summary.parameters, summary.main_dtype.as_deref()),
             (checkpoint.parameters(), Some(ggml_type.name()))
@@ -205,7 +205,7 @@ fn in_short_dtypes_values_are_rounded_once() {
     let (_folder, path) = saved(&quantized_llama(GgmlType::Q4K, false));
     let checkpoint = Checkpoint::open(&path).unwrap();
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let load = |dtype| {
         let weights = Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
         weights.float("model.layers.1.self_attn.k_proj.weight", &[64, 256]).unwrap()

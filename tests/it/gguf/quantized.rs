@@ -5,7 +5,7 @@ use candle_core::{DType, Device, safetensors};
 use inferno::models;
 use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
-use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
+use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 
 use crate::support::{devices, golden, relative_error, values};
 
@@ -27,7 +27,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let ids: Vec<u32> = expected["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let checkpoint = Checkpoint::open(&path).unwrap();
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
     let decoder = models::read_config(&path).unwrap().architecture.build(&weights, ids.len()).unwrap();
     let mut cache = KvCache::new(decoder.cache_layers(), ids.len(), ids.len(), dtype, device).unwrap();
@@ -44,12 +44,16 @@ fn check(family: &str, device: &Device, dtype: DType) {
     };
     assert!(error < tolerance, "{family} in {dtype:?}: logits are off by {error:e}");
 
-    assert_eq!(Inventory::of(&checkpoint, None).loaded_bytes(dtype), loaded.kept(), "{family} in {dtype:?}");
+    assert_eq!(
+        Inventory::from_checkpoint(&checkpoint, None).loaded_bytes(dtype),
+        loaded.resident_bytes(),
+        "{family} in {dtype:?}"
+    );
     if dtype == DType::F32 {
         // Bytes for bytes, but for a layer whose gates are of one type and whose ups are of another.
         let two_types = checkpoint.info("model.layers.1.mlp.experts.gate_up_proj");
         let grown = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
         assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family), "{family}");
-        assert_eq!(loaded.kept(), checkpoint.bytes() + grown, "{family}");
+        assert_eq!(loaded.resident_bytes(), checkpoint.bytes() + grown, "{family}");
     }
 }

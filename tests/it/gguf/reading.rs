@@ -1,7 +1,7 @@
 //! A file of the gguf package is what the package says it is.
 
 use inferno::weights::gguf::{GgufCheckpoint, Metadata, Value, ValueType};
-use inferno::weights::read_ahead::Keep;
+use inferno::weights::read_ahead::Retention;
 use serde_json::{Value as Json, json};
 
 use super::writer::Writer;
@@ -149,7 +149,7 @@ fn version_2_is_read_as_well() {
 fn extents_are_where_the_bytes_are() {
     let (checkpoint, _) = tiny();
     for (name, info) in checkpoint.tensors() {
-        let extent = checkpoint.extent(name, Keep::Lasting).unwrap();
+        let extent = checkpoint.extent(name, Retention::Permanent).unwrap();
         let file = std::fs::read(&extent.parts[0].source.path).unwrap();
         assert_eq!(
             &file[extent.parts[0].start as usize..][..extent.bytes()],
@@ -158,5 +158,5 @@ fn extents_are_where_the_bytes_are() {
         );
         assert_eq!(extent.bytes(), info.bytes);
     }
-    assert!(checkpoint.extent("absent", Keep::Lasting).is_none());
+    assert!(checkpoint.extent("absent", Retention::Permanent).is_none());
 }

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use inferno::tokenizer::gguf::Vocabulary;
-use inferno::tokenizer::{Controls, TextStream, Tokenizer};
+use inferno::tokenizer::{ControlTokens, TextStream, Tokenizer};
 use inferno::weights::gguf::{GgufCheckpoint, Header, chat_template, vocabulary};
 use serde_json::Value;
 
@@ -95,7 +95,7 @@ fn check_vectors(name: &str, fixtures: &Path, tokenizer: &Tokenizer) {
     for (text, ids) in inputs.split("\n__ggml_vocab_test__\n").zip(outputs.lines()) {
         let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
         // The vectors have no prefix, as `Text` adds none.
-        assert_eq!(tokenizer.encode(text, Controls::Text).unwrap(), want, "{name}: {text:?}");
+        assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{name}: {text:?}");
         checked += 1;
     }
     println!("{name}: {checked} texts");
@@ -196,7 +196,7 @@ fn merges_do_what_sentencepiece_does() {
         let mut wrong = Vec::new();
         for text in texts.filter(|text| !text.is_empty()) {
             let want = sentencepiece_reference(&model, &scores, &text);
-            let got = tokenizer.encode(&text, Controls::Text).unwrap();
+            let got = tokenizer.encode(&text, ControlTokens::Text).unwrap();
             if got != want {
                 wrong.push((text, got, want));
             }
@@ -292,10 +292,10 @@ fn a_sentencepiece_model_is_what_its_tokenizer_json_is() {
     let (ours, theirs) = (tokenizer(&writer), Tokenizer::from_dir(&folder).unwrap());
     let book = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
     for text in TEXTS.iter().copied().chain([book.as_str(), "<s>", "[INST] a", "x</s>y"]) {
-        for controls in [Controls::Text, Controls::Default] {
+        for controls in [ControlTokens::Text, ControlTokens::Default] {
             // Of what follows a control token, llama.cpp has a space before it and this tokenizer.json has none.
             let marks =
-                controls == Controls::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
+                controls == ControlTokens::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
             // Nor does it put one before another, as SentencePiece does.
             if marks || text.starts_with(' ') {
                 continue;
@@ -306,7 +306,7 @@ fn a_sentencepiece_model_is_what_its_tokenizer_json_is() {
         }
     }
     // What follows a control token begins with a space again, as llama.cpp has it.
-    let ids = ours.encode("x</s>y", Controls::Parse).unwrap();
+    let ids = ours.encode("x</s>y", ControlTokens::Parse).unwrap();
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
@@ -320,7 +320,7 @@ fn converted_vocabularies_are_what_their_tokenizer_json_is() {
         let folder = fixtures.join(model);
         let (ours, theirs) = (tokenizer(&converted(&folder).byte_level(pre)), Tokenizer::from_dir(&folder).unwrap());
         for text in TEXTS.iter().chain(&texts) {
-            for controls in [Controls::Text, Controls::Parse] {
+            for controls in [ControlTokens::Text, ControlTokens::Parse] {
                 let want = theirs.encode(text, controls).unwrap();
                 assert_eq!(ours.encode(text, controls).unwrap(), want, "{model}: {text:?}");
                 assert_eq!(ours.decode(&want).unwrap(), theirs.decode(&want).unwrap(), "{model}: {text:?}");
@@ -343,13 +343,16 @@ fn prefixes_and_stops_are_those_of_the_models() {
     let llama = llama.u32("tokenizer.ggml.bos_token_id", 128_000).u32("tokenizer.ggml.eos_token_id", 128_009);
     let theirs = Tokenizer::from_dir(&fixtures.join("Llama-3.1-8B-Instruct")).unwrap();
     assert_eq!(
-        tokenizer(&llama).encode("Hello", Controls::Default).unwrap(),
-        theirs.encode("Hello", Controls::Default).unwrap()
+        tokenizer(&llama).encode("Hello", ControlTokens::Default).unwrap(),
+        theirs.encode("Hello", ControlTokens::Default).unwrap()
     );
     let bare = tokenizer(&llama.clone().bool("tokenizer.ggml.add_bos_token", false));
-    assert_eq!(bare.encode("Hello", Controls::Default).unwrap(), bare.encode("Hello", Controls::Text).unwrap());
+    assert_eq!(
+        bare.encode("Hello", ControlTokens::Default).unwrap(),
+        bare.encode("Hello", ControlTokens::Text).unwrap()
+    );
     let both = tokenizer(&llama.clone().bool("tokenizer.ggml.add_eos_token", true));
-    let ids = both.encode("Hello", Controls::Default).unwrap();
+    let ids = both.encode("Hello", ControlTokens::Default).unwrap();
     assert_eq!((ids[0], ids[ids.len() - 1]), (128_000, 128_009));
     let stops = |writer: &Writer| {
         let bytes = writer.bytes();
@@ -395,13 +398,13 @@ fn each_kind_of_token_is_what_it_should_be() {
     for pre in ["gpt-2", "llama-bpe", "default", "smollm", "tekken", "deepseek-r1-qwen", "deepseek-v3", "falcon"] {
         let tokenizer = tokenizer(&vocabulary.byte_level(pre));
         let encode = |text, controls| tokenizer.encode(text, controls).unwrap();
-        assert_eq!(encode("ab", Controls::Text), [256], "{pre}");
+        assert_eq!(encode("ab", ControlTokens::Text), [256], "{pre}");
         // What is written never becomes a control token, neither by merges nor as a whole word.
-        assert_eq!(encode("abc", Controls::Text), [256, u32::from(b'c')], "{pre}");
-        assert_eq!(encode("abc", Controls::Parse), [257], "{pre}");
-        assert_eq!(encode("<think>", Controls::Parse), [258], "{pre}");
-        assert!(!encode("<think><|end|>[PAD]", Controls::Text).iter().any(|id| *id > 256), "{pre}");
-        assert_eq!(encode("<|end|>", Controls::Parse), [259], "{pre}");
+        assert_eq!(encode("abc", ControlTokens::Text), [256, u32::from(b'c')], "{pre}");
+        assert_eq!(encode("abc", ControlTokens::Parse), [257], "{pre}");
+        assert_eq!(encode("<think>", ControlTokens::Parse), [258], "{pre}");
+        assert!(!encode("<think><|end|>[PAD]", ControlTokens::Text).iter().any(|id| *id > 256), "{pre}");
+        assert_eq!(encode("<|end|>", ControlTokens::Parse), [259], "{pre}");
         assert!(tokenizer.is_control(259) && tokenizer.is_control(258) && !tokenizer.is_control(256));
         assert_eq!(tokenizer.decode(&[256, 258, 260, 261, 262, 259]).unwrap(), "ab<think>[PAD]<|end|>");
         assert_eq!(tokenizer.vocab_size(), 261);
@@ -421,7 +424,7 @@ fn pre_tokenizers_differ_where_they_should() {
     });
     let pieces = |pre: &str, text: &str| {
         let tokenizer = tokenizer(&vocabulary.byte_level(pre));
-        let ids = tokenizer.encode(text, Controls::Text).unwrap();
+        let ids = tokenizer.encode(text, ControlTokens::Text).unwrap();
         ids.iter().map(|id| tokenizer.token(*id).unwrap()).collect::<Vec<_>>().join("|")
     };
     let cases = [
@@ -526,17 +529,17 @@ fn sentencepiece_follows_scores_and_falls_back_to_bytes() {
             .collect()
     };
     let encode = |writer: &Writer, text: &str, controls| tokenizer(writer).encode(text, controls).unwrap();
-    let text = |best, text| encode(&model.sentencepiece(&scores(best)), text, Controls::Text);
+    let text = |best, text| encode(&model.sentencepiece(&scores(best)), text, ControlTokens::Text);
     assert_eq!(text("bc", "abc"), [id("▁a"), id("bc")]);
     assert_eq!(text("ab", "abc"), [id("▁"), id("ab"), id("c")]);
     assert_eq!(text("ab", "é"), [id("▁"), id("<0xC3>"), id("<0xA9>")]);
     // As text, a control token is what it is made of.
     assert_eq!(text("ab", "<s>"), [id("▁"), id("<"), id("s>")]);
     let writer = model.sentencepiece(&scores("ab"));
-    assert_eq!(encode(&writer, "a", Controls::Default), [1, id("▁a")]);
-    assert_eq!(encode(&writer, "</s>a", Controls::Parse), [2, id("▁a")]);
+    assert_eq!(encode(&writer, "a", ControlTokens::Default), [1, id("▁a")]);
+    assert_eq!(encode(&writer, "</s>a", ControlTokens::Parse), [2, id("▁a")]);
     let bare = writer.clone().bool("tokenizer.ggml.add_space_prefix", false);
-    assert_eq!(encode(&bare, "a b", Controls::Text), [id("a"), id("▁"), id("b")]);
+    assert_eq!(encode(&bare, "a b", ControlTokens::Text), [id("a"), id("▁"), id("b")]);
     assert_eq!(tokenizer(&bare).decode(&[id("▁a"), id("▁"), id("<0xC3>"), id("<0xA9>")]).unwrap(), " a é");
     assert_eq!(tokenizer(&writer).decode(&[id("▁a"), id("▁"), id("<0xC3>"), id("<0xA9>")]).unwrap(), "a é");
 }

@@ -8,9 +8,9 @@ use inferno::kernels::quantized::Matrix;
 use inferno::models;
 use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
-use inferno::tokenizer::{Controls, Tokenizer};
-use inferno::weights::quantized::Quantize;
-use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
+use inferno::tokenizer::{ControlTokens, Tokenizer};
+use inferno::weights::quantized::QuantizationTarget;
+use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 use inferno::{Engine, LoadOptions};
 
 use crate::support::{demo_dir, golden, relative_error, values};
@@ -34,22 +34,22 @@ struct Run {
 
 impl Subject {
     fn new(dir: PathBuf, text: &str, most: usize) -> Self {
-        let mut ids = Tokenizer::from_dir(&dir).unwrap().encode(text, Controls::Default).unwrap();
+        let mut ids = Tokenizer::from_dir(&dir).unwrap().encode(text, ControlTokens::Default).unwrap();
         ids.truncate(most);
         Self { checkpoint: Checkpoint::open(&dir).unwrap(), dir, ids }
     }
 
-    fn weights<'c>(&'c self, quantize: Option<Quantize>, loaded: &'c Loaded<'c>) -> Weights<'c> {
+    fn weights<'c>(&'c self, quantize: Option<QuantizationTarget>, loaded: &'c LoadProgress<'c>) -> Weights<'c> {
         match quantize {
             Some(quantize) => Weights::quantizing(&self.checkpoint, &Device::Cpu, DType::F32, loaded, quantize),
             None => Weights::new(&self.checkpoint, &Device::Cpu, DType::F32, loaded).unwrap(),
         }
     }
 
-    fn run(&self, quantize: Option<Quantize>) -> Run {
+    fn run(&self, quantize: Option<QuantizationTarget>) -> Run {
         let tokens = self.ids.len();
         let report = |_| ();
-        let loaded = Loaded::new(&report);
+        let loaded = LoadProgress::new(&report);
         let weights = self.weights(quantize, &loaded);
         let decoder = models::read_config(&self.dir).unwrap().architecture.build(&weights, tokens).unwrap();
         let mut cache = KvCache::new(decoder.cache_layers(), tokens, tokens, DType::F32, &Device::Cpu).unwrap();
@@ -60,7 +60,7 @@ impl Subject {
             let sum: f64 = row.iter().map(|&logit| f64::from(logit).exp()).sum();
             row.iter_mut().for_each(|logit| *logit = (f64::from(*logit) - sum.ln()) as f32);
         }
-        let bytes = Inventory::of(&self.checkpoint, quantize).loaded_bytes(DType::BF16);
+        let bytes = Inventory::from_checkpoint(&self.checkpoint, quantize).loaded_bytes(DType::BF16);
         Run { rows, logits, vocab_size: decoder.vocab_size(), bytes }
     }
 
@@ -130,7 +130,7 @@ fn a_model_changes_as_its_quantizer_has_it() {
     assert_near("as it is", &trained.nll(&plain), &of("nll"));
 
     for name in ["q8_0", "int8", "q6_k", "fp8", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k"] {
-        let quantize: Quantize = name.parse().unwrap();
+        let quantize: QuantizationTarget = name.parse().unwrap();
         assert_eq!(digest(&trained, quantize), integers(&format!("{name}.values"))[0], "{name}: other values");
         let run = trained.run(Some(quantize));
         let kl = plain.kl(&run);
@@ -151,9 +151,9 @@ fn assert_near(name: &str, got: &[f32], want: &[f32]) {
 }
 
 /// Of all matrices' values once they were quantized.
-fn digest(subject: &Subject, quantize: Quantize) -> i64 {
+fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let weights = subject.weights(Some(quantize), &loaded);
     let mut digest = 0u64;
     for (name, info) in subject.checkpoint.tensors() {
@@ -177,7 +177,7 @@ fn an_engine_reads_a_text_as_transformers_does() {
         let quantize = quantize.map(|name| name.parse().unwrap());
         let options = LoadOptions { device: DeviceChoice::Cpu, quantize, ..Default::default() };
         let mut engine = Engine::load(Path::new(&dir), &options).unwrap();
-        let ids = engine.tokenizer().encode(&text, Controls::Default).unwrap();
+        let ids = engine.tokenizer().encode(&text, ControlTokens::Default).unwrap();
         assert_near(name, &engine.negative_log_likelihood(&ids).unwrap(), &values(&golden[name]));
     }
 }

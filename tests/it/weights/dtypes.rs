@@ -8,8 +8,8 @@ use inferno::kernels::quantized::{from_e4m3, to_e4m3};
 use inferno::models;
 use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
-use inferno::weights::quantized::Quantize;
-use inferno::weights::{Checkpoint, Inventory, Loaded, Weights};
+use inferno::weights::quantized::QuantizationTarget;
+use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 use safetensors::tensor::{Dtype, TensorView};
 use tempfile::TempDir;
 
@@ -23,7 +23,7 @@ fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, more: Option<&str>)
     std::fs::copy(dir.join("config.json"), folder.path().join("config.json")).unwrap();
     let checkpoint = Checkpoint::open(&dir).unwrap();
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
     let tensors = checkpoint.tensors().map(|(name, info)| {
         if info.shape.len() < 2 {
@@ -41,16 +41,16 @@ fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, more: Option<&str>)
     folder
 }
 
-fn logits(dir: &Path, quantize: Option<Quantize>, device: &Device, dtype: DType) -> anyhow::Result<Vec<f32>> {
+fn logits(dir: &Path, quantize: Option<QuantizationTarget>, device: &Device, dtype: DType) -> anyhow::Result<Vec<f32>> {
     let checkpoint = Checkpoint::open(dir)?;
     let report = |_| ();
-    let loaded = Loaded::new(&report);
+    let loaded = LoadProgress::new(&report);
     let weights = match quantize {
         Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
         None => Weights::new(&checkpoint, device, dtype, &loaded)?,
     };
     let decoder = models::read_config(dir)?.architecture.build(&weights, IDS.len())?;
-    assert_eq!(Inventory::of(&checkpoint, quantize).loaded_bytes(dtype), loaded.kept());
+    assert_eq!(Inventory::from_checkpoint(&checkpoint, quantize).loaded_bytes(dtype), loaded.resident_bytes());
     let mut cache = KvCache::new(decoder.cache_layers(), IDS.len(), IDS.len(), dtype, device)?;
     let batch = Batch { ids: &IDS, tokens: &[IDS.len()], logits: LogitsOf::All };
     Ok(values(&decoder.forward(&batch, &mut [&mut cache])?))

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device};
-use inferno::weights::{Checkpoint, Loaded, Weights, mxfp4};
+use inferno::weights::{Checkpoint, LoadProgress, Weights, mxfp4};
 use tempfile::TempDir;
 
 /// A file with this header, however long it says it is.
@@ -124,7 +124,7 @@ fn packed_experts_that_do_not_fit() {
         std::fs::write(folder.path().join("model.safetensors"), file).unwrap();
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         let report = |_| ();
-        let loaded = Loaded::new(&report);
+        let loaded = LoadProgress::new(&report);
         let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
         let experts = mxfp4::experts(&weights, "x", (count, rows, columns));
         experts.err().map_or("no error".into(), |error| format!("{error:#}"))
