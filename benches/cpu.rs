@@ -13,7 +13,7 @@ use inferno::SamplingParams;
 use inferno::chat::{Message, ReasoningEffort, RenderOptions};
 use inferno::engine::Language;
 use inferno::engine::sampler::Sampler;
-use inferno::kernels::moe::experts::{self, BLOCK, ExpertWeights};
+use inferno::kernels::moe::experts::{self, ExpertWeights, MXFP4_BLOCK};
 use inferno::tokenizer::{ControlTokens, TextStream};
 
 /// Of gpt-oss.
@@ -110,7 +110,7 @@ fn expert_product(criterion: &mut Criterion) -> Result<()> {
     let (experts, rows, columns) = (8, 512, 512);
     let ids = [1, 6, 3, 0];
     let bytes = |count: usize| noise(count).into_iter().map(|x| (127.5 * (x + 1.0)) as u8).collect::<Vec<_>>();
-    let (groups, half) = (columns / BLOCK, BLOCK / 2);
+    let (groups, half) = (columns / MXFP4_BLOCK, MXFP4_BLOCK / 2);
     let blocks = Tensor::from_vec(bytes(experts * rows * groups * half), (experts, rows, groups, half), &Device::Cpu)?;
     let scales = Tensor::full(120u8, (experts, rows, groups), &Device::Cpu)?;
     let weights = ExpertWeights::Mxfp4 { blocks, scales };

@@ -10,8 +10,10 @@ use candle_core::{DType, Device, Tensor};
 
 use super::bench::KernelTime;
 use crate::kernels::attention::{HEAD_DIMS, Sight, flash};
-use crate::kernels::decode::sample::{self, Draw, DrawBuffers};
-use crate::kernels::decode::{self, After, Buffers, Embedding, ExpertBuffers, Norm, Projection, Qkv};
+use crate::kernels::decode::sample::{self, SamplingBuffers, SamplingKernelParams};
+use crate::kernels::decode::{
+    self, Embedding, ExpertBuffers, PostNorm, Projection, QkvProjection, RmsNorm, StepBuffers,
+};
 use crate::kernels::launch::chain::{Arguments, Chain, Graph, Mailbox, Shape, is_idle};
 use crate::kernels::moe::experts::ExpertWeights;
 use crate::kernels::quantized::Matrix;
@@ -29,12 +31,12 @@ const AHEAD: usize = 2;
 
 pub struct Executor {
     device: CudaDevice,
-    buffers: Buffers,
+    buffers: StepBuffers,
     embedding: Embedding,
     /// Positions that cache and rotary tables have.
     context: usize,
     mailbox: Arc<Mailbox>,
-    draw: DrawBuffers,
+    draw: SamplingBuffers,
     /// All but the choice of a token.
     layers: Chain,
     greedy: Choice,
@@ -54,15 +56,15 @@ impl Executor {
         if let Some(reason) = decoder.layers.iter().find_map(|layer| obstacle(decoder, layer)) {
             return Ok(Err(reason));
         }
-        let embedding = Embedding { table: decoder.embed_tokens.clone(), factor: decoder.embed_scale };
+        let embedding = Embedding { table: decoder.embed_tokens.clone(), scale: decoder.embed_scale };
         let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
-        let buffers = Buffers::new(device, hidden_size, vocab_size)?;
+        let buffers = StepBuffers::new(device, hidden_size, vocab_size)?;
         if !sample::can_sample(&buffers) {
             return Ok(Err(format!("this GPU is too small to draw from {vocab_size} tokens")));
         }
         let mailbox = Mailbox::new(device, 64)?;
         let mut chain = Chain::new(device)?;
-        let draw = DrawBuffers::new(&buffers.logits)?;
+        let draw = SamplingBuffers::new(&buffers.logits)?;
         let mut scratch = Scratch::default();
         for (index, layer) in decoder.layers.iter().enumerate() {
             attention(&mut chain, &buffers, &mut scratch, layer, cache.layer(index))?;
@@ -81,7 +83,7 @@ impl Executor {
             let graph = chain.capture(&tail).context("cannot capture the decode step")?;
             Ok(Choice { tail, graph })
         };
-        let greedy = choice(&|tail| decode::next(tail, &buffers, &embedding, head, &mailbox))?;
+        let greedy = choice(&|tail| decode::argmax_token(tail, &buffers, &embedding, head, &mailbox))?;
         let drawn = choice(&|tail| sample::sample(tail, &buffers, &draw, &embedding, &mailbox))?;
         Ok(Ok(Self {
             device: device.clone(),
@@ -101,14 +103,19 @@ impl Executor {
 
     /// Starts at `position` with `token` as the input of the first step. Without `draw` the likeliest token is chosen;
     /// `seen` \[V\] is needed for penalties: 0, or 1 + how often a token was generated.
-    pub fn start(&mut self, position: usize, token: u32, draw: Option<(Draw, Option<Vec<u32>>)>) -> Result<()> {
+    pub fn start(
+        &mut self,
+        position: usize,
+        token: u32,
+        draw: Option<(SamplingKernelParams, Option<Vec<u32>>)>,
+    ) -> Result<()> {
         let vocab_size = self.buffers.logits.dims1()?;
         if token as usize >= vocab_size || position >= self.context {
             bail!("token {token} at position {position}: {vocab_size} tokens and {} positions", self.context);
         }
         self.choose_by(draw)?;
         let id = Tensor::new(&[token], self.buffers.x.device())?;
-        copy_rows(&self.buffers.x, &self.embedding.table.embed(&id, self.embedding.factor)?.flatten_all()?, 0)?;
+        copy_rows(&self.buffers.x, &self.embedding.table.embed(&id, self.embedding.scale)?.flatten_all()?, 0)?;
         let state = Tensor::new(&[position as u32, token, 0, 0], self.buffers.x.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
         (self.queued, self.taken) = (0, 0);
@@ -116,7 +123,12 @@ impl Executor {
     }
 
     /// Starts with logits f32 \[1, V\] of the last of `tokens` tokens: the first token is chosen from them.
-    pub fn start_from(&mut self, tokens: usize, logits: &Tensor, draw: Option<(Draw, Option<Vec<u32>>)>) -> Result<()> {
+    pub fn start_from(
+        &mut self,
+        tokens: usize,
+        logits: &Tensor,
+        draw: Option<(SamplingKernelParams, Option<Vec<u32>>)>,
+    ) -> Result<()> {
         self.choose_by(draw)?;
         copy_rows(&self.buffers.logits, &logits.flatten_all()?, 0)?;
         let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
@@ -124,7 +136,7 @@ impl Executor {
         // Greedy choice looks at what the head's blocks found, not at logits.
         let tail = match self.choosing {
             Choosing::Greedy => {
-                self.draw.set(&Draw::greedy(), None)?;
+                self.draw.set(&SamplingKernelParams::greedy(), None)?;
                 &self.drawn.tail
             }
             Choosing::Drawn => &self.drawn.tail,
@@ -134,7 +146,7 @@ impl Executor {
         Ok(())
     }
 
-    fn choose_by(&mut self, draw: Option<(Draw, Option<Vec<u32>>)>) -> Result<()> {
+    fn choose_by(&mut self, draw: Option<(SamplingKernelParams, Option<Vec<u32>>)>) -> Result<()> {
         self.drain()?;
         self.choosing = Choosing::Greedy;
         if let Some((draw, seen)) = draw {
@@ -285,14 +297,14 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
     match &layer.mlp {
         Mlp::Gated(mlp) => {
             let (gate, up) = (&mlp.gate_proj.weight, &mlp.up_proj.weight);
-            if gate.format() != up.format() || gate.rounding() != up.rounding() {
+            if gate.format() != up.format() || gate.input_rounding() != up.input_rounding() {
                 return Some("it has no kernel for a gate that is quantized in another way than what it is for".into());
             }
             weights.extend([gate, up, &mlp.down_proj.weight].map(|weight| (weight.clone(), 1)));
         }
         Mlp::Experts(mlp) => {
             let ExpertsMlp { gate_up_proj, down_proj, config, .. } = mlp;
-            if !matches!((gate_up_proj, down_proj), (ExpertWeights::Tiles(_), ExpertWeights::Tiles(_))) {
+            if !matches!((gate_up_proj, down_proj), (ExpertWeights::Mxfp4Tiles(_), ExpertWeights::Mxfp4Tiles(_))) {
                 return Some("it runs experts in MXFP4 only, with scales up to 2".into());
             }
             if config.chosen > decode::MAX_CHOSEN_MXFP4 || config.experts > decode::MAX_EXPERTS {
@@ -304,7 +316,7 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
             }
         }
         Mlp::Routed(mlp) => {
-            let (Ok(Some(gate_up)), Ok(Some(down))) = (mlp.gate_up_proj.stacked(), mlp.down_proj.stacked()) else {
+            let (Ok(Some(gate_up)), Ok(Some(down))) = (mlp.gate_up_proj.as_matrix(), mlp.down_proj.as_matrix()) else {
                 return Some("it has no kernels for such experts".into());
             };
             weights.extend([(gate_up, 1), (down, mlp.config.chosen)]);
@@ -344,13 +356,13 @@ impl Scratch {
     }
 }
 
-fn norm(norm: &NormLayer) -> Norm<'_> {
-    Norm { weight: &norm.weight, eps: norm.eps }
+fn norm(norm: &NormLayer) -> RmsNorm<'_> {
+    RmsNorm { weight: &norm.weight, eps: norm.eps }
 }
 
 /// The norm of what is added, if there is one, and room for that.
-fn after<'t>(norm_after: &'t Option<NormLayer>, raw: &'t Tensor) -> Option<After<'t>> {
-    norm_after.as_ref().map(|layer| After { norm: norm(layer), raw })
+fn after<'t>(norm_after: &'t Option<NormLayer>, raw: &'t Tensor) -> Option<PostNorm<'t>> {
+    norm_after.as_ref().map(|layer| PostNorm { norm: norm(layer), scratch: raw })
 }
 
 fn projection(linear: &Linear) -> Projection<'_> {
@@ -360,7 +372,7 @@ fn projection(linear: &Linear) -> Projection<'_> {
 /// Norm, q, k and v, attention, projection back.
 fn attention(
     chain: &mut Chain,
-    buffers: &Buffers,
+    buffers: &StepBuffers,
     scratch: &mut Scratch,
     layer: &Layer,
     cache: &LayerCache,
@@ -371,8 +383,9 @@ fn attention(
     let q = scratch.tensor(0, &[heads, head_dim], dtype, device)?;
     let attended = scratch.tensor(1, &[heads, head_dim], dtype, device)?;
     let raw = scratch.tensor(5, &[heads + config.spec.kv_heads, head_dim], DType::F32, device)?;
-    let qk_norm = qk_norm.as_ref().map(|(q, k)| decode::QkNorm { q: &q.weight, k: &k.weight, eps: q.eps, raw: &raw });
-    let qkv = Qkv {
+    let qk_norm =
+        qk_norm.as_ref().map(|(q, k)| decode::QkNorm { q: &q.weight, k: &k.weight, eps: q.eps, scratch: &raw });
+    let qkv = QkvProjection {
         weight: &qkv_proj.weight,
         bias: qkv_proj.bias.as_ref(),
         cos: &rotary.cos,
@@ -414,7 +427,7 @@ fn attention(
     Ok(decode::residual(chain, buffers, &attended.flatten_all()?, &o_proj.weight, o_proj.bias.as_ref(), after)?)
 }
 
-fn gated(chain: &mut Chain, buffers: &Buffers, scratch: &mut Scratch, layer: &Layer, mlp: &GatedMlp) -> Result<()> {
+fn gated(chain: &mut Chain, buffers: &StepBuffers, scratch: &mut Scratch, layer: &Layer, mlp: &GatedMlp) -> Result<()> {
     let GatedMlp { gate_proj, up_proj, down_proj, activation, .. } = mlp;
     let (intermediate, _) = gate_proj.weight.dims();
     let h = scratch.tensor(4, &[intermediate], mlp.dtype(), buffers.x.device())?;
@@ -425,10 +438,16 @@ fn gated(chain: &mut Chain, buffers: &Buffers, scratch: &mut Scratch, layer: &La
     Ok(decode::residual(chain, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), after)?)
 }
 
-fn routed(chain: &mut Chain, buffers: &Buffers, scratch: &mut Scratch, layer: &Layer, mlp: &RoutedMlp) -> Result<()> {
+fn routed(
+    chain: &mut Chain,
+    buffers: &StepBuffers,
+    scratch: &mut Scratch,
+    layer: &Layer,
+    mlp: &RoutedMlp,
+) -> Result<()> {
     let RoutedMlp { router, gate_up_proj, down_proj, dtype, config } = mlp;
     let (Matrix::Dense(router), Some(gate_up), Some(down)) =
-        (&router.weight, gate_up_proj.stacked()?, down_proj.stacked()?)
+        (&router.weight, gate_up_proj.as_matrix()?, down_proj.as_matrix()?)
     else {
         bail!("the executor has no kernels for such experts");
     };
@@ -441,9 +460,15 @@ fn routed(chain: &mut Chain, buffers: &Buffers, scratch: &mut Scratch, layer: &L
     Ok(decode::routed_down(chain, buffers, &down, &logits, config.softmax, &h)?)
 }
 
-fn experts(chain: &mut Chain, buffers: &Buffers, scratch: &mut Scratch, layer: &Layer, mlp: &ExpertsMlp) -> Result<()> {
+fn experts(
+    chain: &mut Chain,
+    buffers: &StepBuffers,
+    scratch: &mut Scratch,
+    layer: &Layer,
+    mlp: &ExpertsMlp,
+) -> Result<()> {
     let ExpertsMlp { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config } = mlp;
-    let (ExpertWeights::Tiles(gate_up), ExpertWeights::Tiles(down)) = (gate_up_proj, down_proj) else {
+    let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) = (gate_up_proj, down_proj) else {
         bail!("the executor runs experts in MXFP4 only");
     };
     let Matrix::Dense(router_weight) = &router.weight else { bail!("a router is of floats") };

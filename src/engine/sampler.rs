@@ -36,12 +36,15 @@ impl Sampler {
     /// The same sampler, from here on, for a GPU: how to draw and, with penalties, what has been seen. `None` where the
     /// likeliest token is all there is to choose.
     #[cfg(feature = "cuda")]
-    pub fn on_device(&self, vocab_size: usize) -> Option<(crate::kernels::decode::sample::Draw, Option<Vec<u32>>)> {
+    pub fn on_device(
+        &self,
+        vocab_size: usize,
+    ) -> Option<(crate::kernels::decode::sample::SamplingKernelParams, Option<Vec<u32>>)> {
         let SamplingParams { temperature, top_k, top_p, min_p, seed, .. } = self.params;
         if temperature == 0.0 && !self.penalizes() {
             return None;
         }
-        let draw = crate::kernels::decode::sample::Draw {
+        let draw = crate::kernels::decode::sample::SamplingKernelParams {
             temperature,
             top_k: top_k.min(u32::MAX as usize) as u32,
             top_p,
@@ -50,7 +53,7 @@ impl Sampler {
             frequency_penalty: self.params.frequency_penalty,
             presence_penalty: self.params.presence_penalty,
             seed,
-            drawn: self.drawn as u32,
+            sampled_before: self.drawn as u32,
         };
         let seen = self.penalizes().then(|| {
             let mut seen = vec![0; vocab_size];

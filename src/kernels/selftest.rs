@@ -8,10 +8,10 @@ use candle_core::{DType, Device, Result, Tensor};
 use crate::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
 use crate::kernels::attention::{Backend, Sight, attention};
 use crate::kernels::matmul::matmul_f32;
-use crate::kernels::moe::experts::{ExpertWeights, expert_matmul, mix};
+use crate::kernels::moe::experts::{ExpertWeights, combine, expert_matmul};
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::norm::add_norm;
-use crate::kernels::quantized::{Format, Planes, QuantizedMatrix};
+use crate::kernels::quantized::{Format, PlaneBytes, QuantizedMatrix};
 use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 use crate::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 
@@ -76,8 +76,8 @@ fn run_in(device: &Device, dtype: DType) -> Vec<Check> {
     for (name, tokens) in [("experts dense", 3), ("experts dense, many", 33), ("experts dense, very many", 331)] {
         checks.push(check(name, there, rounding, &|side| experts(side, tokens, false)));
     }
-    checks.push(check("mix", there, 1e-5, &|side| {
-        mix(&side.put(&noise(43, &[5, 3, 37], dtype)?)?, &side.f32(&noise(44, &[5, 3], DType::F32)?)?)
+    checks.push(check("combine", there, 1e-5, &|side| {
+        combine(&side.put(&noise(43, &[5, 3, 37], dtype)?)?, &side.f32(&noise(44, &[5, 3], DType::F32)?)?)
     }));
     for backend in [Backend::Own, Backend::Flash, Backend::Eager] {
         // One token, a few, and enough for tiles; each kernel of a backend has its own range.
@@ -140,7 +140,7 @@ fn quantized(side: Side, format: Format) -> Result<QuantizedMatrix> {
     let mut planes = format.row_bytes(columns).map(|bytes| vec![0u8; rows * bytes]);
     let count = planes.iter().map(Vec::len).sum();
     planes.iter_mut().flatten().zip(numbers(41, count, 256)).for_each(|(byte, n)| *byte = n as u8);
-    let Planes { scales, supers, .. } = format.planes();
+    let PlaneBytes { scales, supers, .. } = format.plane_bytes();
     let [low, _, of_chunks, of_supers] = &mut planes;
     let halves = if supers > 0 { of_supers } else { &mut *of_chunks };
     match scales {
@@ -291,8 +291,8 @@ mod fused {
     use candle_core::{DType, Result, Tensor, bail};
 
     use super::{Side, bytes, noise, numbers};
-    use crate::kernels::moe::expert_mlp::{self, Stack};
-    use crate::kernels::moe::experts::{ExpertWeights, RowOrder, Tiles, expert_matmul};
+    use crate::kernels::moe::expert_mlp::{self, ExpertLinear};
+    use crate::kernels::moe::experts::{ExpertWeights, Mxfp4Tiles, RowOrder, expert_matmul};
     use crate::kernels::swiglu::clamped_swiglu;
 
     /// On a GPU by one fused kernel after the other, on a CPU product by product.
@@ -321,14 +321,14 @@ mod fused {
             let y = expert_matmul(&h, &weights(&down), Some(&down.2), &ids)?;
             return y.broadcast_mul(&shares.unsqueeze(2)?)?.sum(1);
         }
-        let tiles = |(blocks, scales, _): &(Tensor, Tensor, Tensor), order| match Tiles::repack(blocks, scales, order)?
-        {
-            Some(tiles) => Ok(tiles),
-            None => bail!("scales of at most 2 were taken for larger ones"),
-        };
+        let tiles =
+            |(blocks, scales, _): &(Tensor, Tensor, Tensor), order| match Mxfp4Tiles::repack(blocks, scales, order)? {
+                Some(tiles) => Ok(tiles),
+                None => bail!("scales of at most 2 were taken for larger ones"),
+            };
         let (up_tiles, down_tiles) = (tiles(&up, RowOrder::Paired)?, tiles(&down, RowOrder::Plain)?);
-        let gate_up = Stack { tiles: &up_tiles, bias: &up.2 };
-        let down = Stack { tiles: &down_tiles, bias: &down.2 };
+        let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };
+        let down = ExpertLinear { tiles: &down_tiles, bias: &down.2 };
         expert_mlp::expert_mlp(&side.f32(&x)?, &ids, &shares, gate_up, down, 7.0)
     }
 }

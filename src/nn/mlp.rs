@@ -7,8 +7,8 @@ use super::linear::{Bias, Linear};
 use super::routed::RoutedMlp;
 use crate::kernels;
 #[cfg(feature = "cuda")]
-use crate::kernels::moe::expert_mlp::{Stack, expert_mlp};
-use crate::kernels::moe::experts::{ExpertWeights, expert_matmul, mix};
+use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
+use crate::kernels::moe::experts::{ExpertWeights, combine, expert_matmul};
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::swiglu::{Activation, clamped_swiglu, gated};
 use crate::weights::{Weights, mxfp4};
@@ -174,9 +174,11 @@ impl ExpertsMlp {
         // 1. route: ids [T, N], weights [T, N] f32
         let (ids, weights) = topk_softmax(&self.router.forward(x)?, self.config.chosen, Softmax::OverChosen)?;
         #[cfg(feature = "cuda")]
-        if let (ExpertWeights::Tiles(gate_up), ExpertWeights::Tiles(down)) = (&self.gate_up_proj, &self.down_proj) {
-            let gate_up = Stack { tiles: gate_up, bias: &self.gate_up_bias };
-            let down = Stack { tiles: down, bias: &self.down_bias };
+        if let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) =
+            (&self.gate_up_proj, &self.down_proj)
+        {
+            let gate_up = ExpertLinear { tiles: gate_up, bias: &self.gate_up_bias };
+            let down = ExpertLinear { tiles: down, bias: &self.down_bias };
             return Ok(expert_mlp(x, &ids, &weights, gate_up, down, self.config.swiglu_limit)?);
         }
         let x = x.to_dtype(self.gate_up_bias.dtype())?;
@@ -185,6 +187,6 @@ impl ExpertsMlp {
         let gated = clamped_swiglu(&gate_up, self.config.swiglu_limit)?;
         let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids)?;
         // 3. mix in f32: [T, N, C] → [T, C]
-        Ok(mix(&down, &weights)?)
+        Ok(combine(&down, &weights)?)
     }
 }

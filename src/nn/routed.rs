@@ -4,7 +4,7 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 
 use super::linear::{Bias, Linear};
-use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul, mix};
+use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, combine, expert_matmul};
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::quantized::Matrix;
 use crate::kernels::swiglu::{Activation, gated_halves};
@@ -102,7 +102,7 @@ impl RoutedMlp {
         let gate_up = expert_matmul(&x, &self.gate_up_proj, None, &ids)?;
         let down = expert_matmul(&gated_halves(&gate_up, Activation::Silu)?, &self.down_proj, None, &ids)?;
         // 3. mix in f32: [T, N, C] → [T, C]
-        Ok(mix(&down, &weights)?)
+        Ok(combine(&down, &weights)?)
     }
 }
 

@@ -19,7 +19,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::error::Error;
 use crate::kernels;
-use crate::kernels::quantized::{Format, Matrix, QuantizedMatrix, Rounding};
+use crate::kernels::quantized::{Format, InputRounding, Matrix, QuantizedMatrix};
 #[cfg(feature = "cuda")]
 use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::Target;
@@ -364,12 +364,12 @@ impl<'c> Weights<'c> {
             WeightScales::PerChannel => scales(&format!("{name}_scale"), [rows, rows])?,
         };
         let rounding = match (scheme.activations, format) {
-            (Activations::Unquantized, _) => Rounding::Nothing,
-            (Activations::PerToken, Format::Int8) => Rounding::Int8,
-            (Activations::PerToken, _) => Rounding::Fp8,
+            (Activations::Unquantized, _) => InputRounding::None,
+            (Activations::PerToken, Format::Int8) => InputRounding::Int8PerToken,
+            (Activations::PerToken, _) => InputRounding::Fp8PerToken,
             (Activations::Static, _) => {
                 let scale = scales(&format!("{}.input_scale", module(name)), [1, 1])?[0];
-                if format == Format::Int8 { Rounding::Int8By(scale) } else { Rounding::Fp8By(scale) }
+                if format == Format::Int8 { InputRounding::Int8Static(scale) } else { InputRounding::Fp8Static(scale) }
             }
         };
         // Packed codes are counted from the lowest.

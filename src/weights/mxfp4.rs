@@ -3,9 +3,9 @@
 use anyhow::{Result, bail};
 
 use super::Weights;
-use crate::kernels::moe::experts::{BLOCK, ExpertWeights};
+use crate::kernels::moe::experts::{ExpertWeights, MXFP4_BLOCK};
 #[cfg(feature = "cuda")]
-use crate::kernels::moe::experts::{RowOrder, Tiles};
+use crate::kernels::moe::experts::{Mxfp4Tiles, RowOrder};
 
 /// `{name}_blocks` and `{name}_scales` [E, R, C/32, ..], or else the dense `{name}` [E, C, R], which transformers keeps
 /// transposed; kept here as [E, R, C] either way.
@@ -15,11 +15,11 @@ pub fn experts(
     (experts, rows, columns): (usize, usize, usize),
 ) -> Result<ExpertWeights> {
     if weights.contains(&format!("{name}_blocks")) {
-        if columns % BLOCK != 0 {
-            bail!("{name}: {columns} columns are no multiple of the MXFP4 block of {BLOCK}");
+        if columns % MXFP4_BLOCK != 0 {
+            bail!("{name}: {columns} columns are no multiple of the MXFP4 block of {MXFP4_BLOCK}");
         }
-        let groups = columns / BLOCK;
-        let blocks = weights.bytes(&format!("{name}_blocks"), &[experts, rows, groups, BLOCK / 2])?;
+        let groups = columns / MXFP4_BLOCK;
+        let blocks = weights.bytes(&format!("{name}_blocks"), &[experts, rows, groups, MXFP4_BLOCK / 2])?;
         let scales = weights.bytes(&format!("{name}_scales"), &[experts, rows, groups])?;
         return Ok(ExpertWeights::Mxfp4 { blocks, scales });
     }
@@ -40,10 +40,10 @@ pub fn for_tensor_cores(
     if let (ExpertWeights::Mxfp4 { blocks: up, scales: up_scales }, ExpertWeights::Mxfp4 { blocks, scales }) =
         (&gate_up, &down)
         && short
-        && let Some(up) = Tiles::repack(up, up_scales, RowOrder::Paired)?
-        && let Some(down) = Tiles::repack(blocks, scales, RowOrder::Plain)?
+        && let Some(up) = Mxfp4Tiles::repack(up, up_scales, RowOrder::Paired)?
+        && let Some(down) = Mxfp4Tiles::repack(blocks, scales, RowOrder::Plain)?
     {
-        return Ok((ExpertWeights::Tiles(up), ExpertWeights::Tiles(down)));
+        return Ok((ExpertWeights::Mxfp4Tiles(up), ExpertWeights::Mxfp4Tiles(down)));
     }
     Ok((gate_up, down))
 }

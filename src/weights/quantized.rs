@@ -7,11 +7,12 @@ use std::str::FromStr;
 use anyhow::{Context, Result, bail};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
+use float8::F8E4M3;
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use super::ggml::{self, GgmlType, split};
-use crate::kernels::quantized::{CHUNK, E4M3_MAX, Format, QuantizedMatrix, Rounding, from_e4m3, pack, to_e4m3};
+use crate::kernels::quantized::{E4M3_MAX, Format, GROUP_COLUMNS, InputRounding, QuantizedMatrix, pack};
 
 /// What `--quantize` makes of matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,7 +104,7 @@ pub struct MatrixRows<'c> {
     pub format: Format,
     pub rows: usize,
     pub columns: usize,
-    pub rounding: Rounding,
+    pub rounding: InputRounding,
     pub write: WriteRow<'c>,
 }
 
@@ -123,7 +124,7 @@ impl<'c> MatrixRows<'c> {
             lay_out(ggml_type, format, row(index), planes);
             Ok(())
         };
-        Some(Self { format, rows, columns, rounding: Rounding::Nothing, write: Box::new(write) })
+        Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
     }
 
     /// Floats, which are quantized here; `row` writes them. None if they are to stay floats.
@@ -152,7 +153,7 @@ impl<'c> MatrixRows<'c> {
             }
             Ok(())
         };
-        Some(Self { format, rows, columns, rounding: Rounding::Nothing, write: Box::new(write) })
+        Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
     }
 
     /// All rows of several matrices of one format, one below the other. The whole machine takes part.
@@ -187,7 +188,7 @@ impl<'c> MatrixRows<'c> {
                 })?;
         }
         let matrix = QuantizedMatrix::new(format, columns, planes, device)?;
-        Ok(matrix.rounded(first.rounding))
+        Ok(matrix.with_input_rounding(first.rounding))
     }
 }
 
@@ -228,9 +229,9 @@ fn chunks(plane: &mut [u8], bytes: usize, rows: usize) -> impl IndexedParallelIt
 
 /// A row of blocks as planes.
 fn lay_out(ggml_type: GgmlType, format: Format, bytes: &[u8], planes: [&mut [u8]; 4]) {
-    let sizes = format.planes();
+    let sizes = format.plane_bytes();
     let [low, high, scales, supers] = planes;
-    let chunks = ggml_type.block_length() / CHUNK;
+    let chunks = ggml_type.block_length() / GROUP_COLUMNS;
     for (index, block) in bytes.chunks_exact(ggml_type.block_bytes()).enumerate() {
         for chunk in 0..chunks {
             let at = index * chunks + chunk;
@@ -259,7 +260,7 @@ fn scale_row(format: Format, values: &[f32], planes: [&mut [u8]; 4]) {
         let value = if scale > 0.0 { value / scale } else { 0.0 };
         *q = match format {
             Format::Int8 => value.round_ties_even() as i8 as u8,
-            _ => to_e4m3(value),
+            _ => F8E4M3::from_f32(value).to_bits(),
         };
     }
     scales.copy_from_slice(&scale.to_le_bytes());
@@ -272,7 +273,7 @@ pub fn read_floats(dtype: Dtype, bytes: &[u8], values: &mut [f32]) -> Result<()>
         Dtype::F16 => GgmlType::F16,
         Dtype::BF16 => GgmlType::Bf16,
         Dtype::F8_E4M3 if bytes.len() == values.len() => {
-            values.iter_mut().zip(bytes).for_each(|(value, byte)| *value = from_e4m3(*byte));
+            values.iter_mut().zip(bytes).for_each(|(value, byte)| *value = F8E4M3::from_bits(*byte).to_f32());
             return Ok(());
         }
         other => bail!("{other} are no floats"),

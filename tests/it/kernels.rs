@@ -5,7 +5,7 @@ use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
 use inferno::kernels::attention::{Backend, Sight, attention};
 use inferno::kernels::bandwidth;
-use inferno::kernels::moe::experts::{E2M1, ExpertWeights, e8m0, expert_matmul, mix};
+use inferno::kernels::moe::experts::{E2M1_VALUES, ExpertWeights, combine, e8m0_to_f32, expert_matmul};
 use inferno::kernels::moe::topk::{Softmax, topk_softmax};
 use inferno::kernels::norm::add_norm;
 use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
@@ -288,8 +288,8 @@ fn attention_agrees_with_its_reference() {
 #[cfg(feature = "cuda")]
 #[test]
 fn expert_mlp_agrees_with_the_products_one_by_one() {
-    use inferno::kernels::moe::expert_mlp::{Stack, expert_mlp};
-    use inferno::kernels::moe::experts::{RowOrder, Tiles};
+    use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
+    use inferno::kernels::moe::experts::{Mxfp4Tiles, RowOrder};
     // tokens, experts, chosen, C, F
     let cases =
         [(1, 7, 4, 64, 96), (5, 4, 2, 96, 160), (70, 32, 4, 192, 64), (300, 3, 1, 64, 32), (900, 5, 4, 160, 96)];
@@ -327,12 +327,15 @@ fn expert_mlp_agrees_with_the_products_one_by_one() {
 
             let there = |tensor: &Tensor| tensor.to_device(&device).unwrap();
             let tiles = |part: &(Tensor, Tensor, Tensor), order| {
-                (Tiles::repack(&there(&part.0), &there(&part.1), order).unwrap().unwrap(), on(&part.2, &device, dtype))
+                (
+                    Mxfp4Tiles::repack(&there(&part.0), &there(&part.1), order).unwrap().unwrap(),
+                    on(&part.2, &device, dtype),
+                )
             };
             let (up, down) = (tiles(&up, RowOrder::Paired), tiles(&down, RowOrder::Plain));
             let stack = |part| {
-                let (tiles, bias): &(Tiles, Tensor) = part;
-                Stack { tiles, bias }
+                let (tiles, bias): &(Mxfp4Tiles, Tensor) = part;
+                ExpertLinear { tiles, bias }
             };
             let got = expert_mlp(&there(&x), &there(&ids), &there(&shares), stack(&up), stack(&down), 7.0).unwrap();
             let what = format!("expert_mlp T {tokens} E {experts} N {chosen} C {columns} F {intermediate} {dtype:?}");
@@ -388,9 +391,9 @@ fn expert_matmul_agrees_with_its_reference() {
                 for (x, bias) in [(&shared, Some(&bias)), (&own, None)] {
                     let want = expert_matmul(x, &here, bias, &ids).unwrap();
                     let shares = noise.tensor(&[tokens, chosen], DType::F32);
-                    let mixed = mix(&on(&want, &device, dtype), &on(&shares, &device, DType::F32)).unwrap();
+                    let mixed = combine(&on(&want, &device, dtype), &on(&shares, &device, DType::F32)).unwrap();
                     let what = format!("mix of {tokens}x{chosen}x{rows}, {dtype:?}");
-                    let want_mixed = mix(&want.to_dtype(dtype).unwrap(), &shares).unwrap();
+                    let want_mixed = combine(&want.to_dtype(dtype).unwrap(), &shares).unwrap();
                     assert_close(&what, &mixed, &want_mixed, 1e-5);
                     let bias_there = bias.map(|bias| on(bias, &device, dtype));
                     let ids_there = ids.to_device(&device).unwrap();
@@ -405,10 +408,10 @@ fn expert_matmul_agrees_with_its_reference() {
 
 #[test]
 fn mxfp4_decodes_every_nibble_at_every_scale() {
-    assert_eq!(e8m0(127), 1.0);
-    assert_eq!(e8m0(0), 2f32.powi(-127));
-    assert_eq!(e8m0(254), 2f32.powi(127));
-    assert!(e8m0(255).is_nan());
+    assert_eq!(e8m0_to_f32(127), 1.0);
+    assert_eq!(e8m0_to_f32(0), 2f32.powi(-127));
+    assert_eq!(e8m0_to_f32(254), 2f32.powi(127));
+    assert!(e8m0_to_f32(255).is_nan());
     for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
         // One row an expert per scale byte; x picks out one element each time.
         let scales: Vec<u8> = vec![0, 1, 2, 100, 126, 127, 128, 200, 251];
@@ -423,7 +426,7 @@ fn mxfp4_decodes_every_nibble_at_every_scale() {
         let got = values(&expert_matmul(&picks, &weights, None, &ids).unwrap());
         for (element, row) in got.chunks_exact(experts).enumerate() {
             for (value, scale) in row.iter().zip(&scales) {
-                assert_eq!(*value, E2M1[element % 16] * e8m0(*scale), "element {element}, scale {scale}");
+                assert_eq!(*value, E2M1_VALUES[element % 16] * e8m0_to_f32(*scale), "element {element}, scale {scale}");
             }
         }
     }

@@ -2,9 +2,10 @@
 //! dequantized matrix, and on a GPU every kernel against the same on a CPU.
 
 use candle_core::{DType, Device, Tensor};
+use float8::F8E4M3;
 use inferno::device::{self, DeviceChoice};
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
-use inferno::kernels::quantized::{Format, QuantizedMatrix, Rounding, from_e4m3, to_e4m3};
+use inferno::kernels::quantized::{Format, InputRounding, QuantizedMatrix};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::{MatrixRows, QuantizationTarget};
 
@@ -190,22 +191,25 @@ fn rows_of_nothing_are_quantized_to_nothing() {
 
 #[test]
 fn e4m3_is_rounded_to_the_nearest() {
-    let all: Vec<(u8, f32)> = (0..=255u8).map(|byte| (byte, from_e4m3(byte))).collect();
-    assert_eq!((from_e4m3(0x7e), from_e4m3(1), from_e4m3(0x38)), (448.0, 2f32.powi(-9), 1.0));
-    assert!(from_e4m3(0x7f).is_nan() && from_e4m3(0xff).is_nan());
+    let all: Vec<(u8, f32)> = (0..=255u8).map(|byte| (byte, F8E4M3::from_bits(byte).to_f32())).collect();
+    assert_eq!(
+        (F8E4M3::from_bits(0x7e).to_f32(), F8E4M3::from_bits(1).to_f32(), F8E4M3::from_bits(0x38).to_f32()),
+        (448.0, 2f32.powi(-9), 1.0)
+    );
+    assert!(F8E4M3::from_bits(0x7f).to_f32().is_nan() && F8E4M3::from_bits(0xff).to_f32().is_nan());
     for &(byte, value) in all.iter().filter(|(_, value)| !value.is_nan()) {
-        assert_eq!(to_e4m3(value), byte, "{value}");
+        assert_eq!(F8E4M3::from_f32(value).to_bits(), byte, "{value}");
     }
     let finite: Vec<(u8, f32)> = all.into_iter().filter(|(byte, value)| !value.is_nan() && *byte < 128).collect();
     for two in finite.windows(2) {
         let ((low, a), (high, b)) = (two[0], two[1]);
         let middle = (a + b) / 2.0;
-        assert_eq!(to_e4m3(middle), if low % 2 == 0 { low } else { high }, "between {a} and {b}");
-        assert_eq!(to_e4m3(middle + (b - a) / 64.0), high);
-        assert_eq!(to_e4m3(middle - (b - a) / 64.0), low);
+        assert_eq!(F8E4M3::from_f32(middle).to_bits(), if low % 2 == 0 { low } else { high }, "between {a} and {b}");
+        assert_eq!(F8E4M3::from_f32(middle + (b - a) / 64.0).to_bits(), high);
+        assert_eq!(F8E4M3::from_f32(middle - (b - a) / 64.0).to_bits(), low);
     }
-    assert_eq!((to_e4m3(1e9), to_e4m3(-460.0)), (0x7e, 0xfe));
-    assert_eq!(to_e4m3(f32::NAN) & 127, 127);
+    assert_eq!((F8E4M3::from_f32(1e9).to_bits(), F8E4M3::from_f32(-460.0).to_bits()), (0x7e, 0xfe));
+    assert_eq!(F8E4M3::from_f32(f32::NAN).to_bits() & 127, 127);
 }
 
 #[test]
@@ -223,10 +227,14 @@ fn inputs_are_rounded_as_the_model_asks() {
         product(&weight, &rows.collect::<Vec<_>>())
     };
     let int8 = by_hand(&|value, most| (value / (most / 127.5)).round_ties_even().clamp(-128.0, 127.0) * (most / 127.5));
-    let fp8 = by_hand(&|value, most| from_e4m3(to_e4m3(value / (most / 448.0))) * (most / 448.0));
-    let fixed = by_hand(&|value, _| from_e4m3(to_e4m3(value / 0.25)) * 0.25);
-    for (rounding, want) in [(Rounding::Int8, int8), (Rounding::Fp8, fp8), (Rounding::Fp8By(0.25), fixed)] {
-        let got = product(&weight.clone().rounded(rounding), &x);
+    let fp8 = by_hand(&|value, most| F8E4M3::from_f32(value / (most / 448.0)).to_f32() * (most / 448.0));
+    let fixed = by_hand(&|value, _| F8E4M3::from_f32(value / 0.25).to_f32() * 0.25);
+    for (rounding, want) in [
+        (InputRounding::Int8PerToken, int8),
+        (InputRounding::Fp8PerToken, fp8),
+        (InputRounding::Fp8Static(0.25), fixed),
+    ] {
+        let got = product(&weight.clone().with_input_rounding(rounding), &x);
         assert!(relative_error(&got, &want) < 1e-6, "{rounding:?}");
         assert!(relative_error(&got, &product(&weight, &x)) > 1e-4, "{rounding:?} rounds nothing");
     }
@@ -249,11 +257,11 @@ fn experts_are_those_that_were_chosen() {
 }
 
 /// How inputs of products with such a weight may be rounded.
-fn roundings(format: Format) -> Vec<Rounding> {
+fn roundings(format: Format) -> Vec<InputRounding> {
     match format {
-        Format::Int8 => vec![Rounding::Nothing, Rounding::Int8, Rounding::Int8By(0.01)],
-        Format::Fp8 => vec![Rounding::Nothing, Rounding::Fp8, Rounding::Fp8By(0.01)],
-        _ => vec![Rounding::Nothing],
+        Format::Int8 => vec![InputRounding::None, InputRounding::Int8PerToken, InputRounding::Int8Static(0.01)],
+        Format::Fp8 => vec![InputRounding::None, InputRounding::Fp8PerToken, InputRounding::Fp8Static(0.01)],
+        _ => vec![InputRounding::None],
     }
 }
 
@@ -274,7 +282,13 @@ fn kernels_agree_with_the_cpu_at_the_edges() {
                 let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
                 let x = x.to_dtype(DType::F16).unwrap();
                 let product = |matrix: &QuantizedMatrix, x: &Tensor| {
-                    values(&matrix.clone().rounded(rounding).matmul(&x.to_device(matrix.device()).unwrap()).unwrap())
+                    values(
+                        &matrix
+                            .clone()
+                            .with_input_rounding(rounding)
+                            .matmul(&x.to_device(matrix.device()).unwrap())
+                            .unwrap(),
+                    )
                 };
                 let what = format!("{quantize:?}, {tokens} tokens of {columns}, {rounding:?}");
                 let error = relative_error(&product(&there, &x), &product(&cpu, &x));
@@ -312,8 +326,9 @@ fn kernels_agree_with_the_cpu() {
                     Tensor::from_vec(floats(tokens as usize * columns, 9), (tokens as usize, columns), &Device::Cpu);
                 let x = x.unwrap().to_dtype(DType::F16).unwrap();
                 for rounding in roundings(format) {
-                    let experts =
-                        |matrix: &QuantizedMatrix| ExpertWeights::Quantized(matrix.clone().rounded(rounding), 29);
+                    let experts = |matrix: &QuantizedMatrix| {
+                        ExpertWeights::Quantized(matrix.clone().with_input_rounding(rounding), 29)
+                    };
                     let want = expert_matmul(&x, &experts(cpu), None, &ids).unwrap();
                     let (x, ids) = (x.to_device(&gpu).unwrap(), ids.to_device(&gpu).unwrap());
                     let got = expert_matmul(&x, &experts(&there), None, &ids).unwrap();
@@ -331,17 +346,18 @@ fn kernels_agree_with_the_cpu() {
                     let x = Tensor::from_vec(floats(tokens * columns, 5), (tokens, columns), &Device::Cpu).unwrap();
                     let x = x.to_dtype(dtype).unwrap();
                     for rounding in roundings(format) {
-                        let want = cpu.clone().rounded(rounding).matmul(&x).unwrap();
-                        let got = there.clone().rounded(rounding).matmul(&x.to_device(&gpu).unwrap()).unwrap();
+                        let want = cpu.clone().with_input_rounding(rounding).matmul(&x).unwrap();
+                        let got =
+                            there.clone().with_input_rounding(rounding).matmul(&x.to_device(&gpu).unwrap()).unwrap();
                         let error = relative_error(&values(&got), &values(&want));
                         // Few tokens are multiplied by the exact weights, as integers of 16 bits. For many the weights are
                         // rounded to the dtype. Tensor cores sum codes of 8 bits: integers exactly, FP8 to some 13 bits.
                         let tolerance = match rounding {
                             _ if tokens <= 8 => 5e-5,
-                            Rounding::Nothing => tolerance,
+                            InputRounding::None => tolerance,
                             // What no library takes is multiplied as floats.
                             _ if rows % 16 != 0 => tolerance,
-                            Rounding::Int8 | Rounding::Int8By(_) => 2e-5,
+                            InputRounding::Int8PerToken | InputRounding::Int8Static(_) => 2e-5,
                             _ => 3e-3,
                         };
                         if error > 1e-3 {

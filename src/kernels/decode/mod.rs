@@ -13,9 +13,9 @@ use candle_core::{DType, Result, Tensor, bail};
 use crate::kernels::bytes;
 use crate::kernels::launch::chain::{Arguments, Chain, Mailbox, Shape};
 use crate::kernels::launch::cuda::{Module, attribute, module, multiprocessors, suffix};
-use crate::kernels::moe::experts::Tiles;
+use crate::kernels::moe::experts::Mxfp4Tiles;
 use crate::kernels::moe::topk::Softmax;
-use crate::kernels::quantized::{CHUNK, Matrix, cuda as quantized_cuda};
+use crate::kernels::quantized::{GROUP_COLUMNS, Matrix, cuda as quantized_cuda};
 use crate::kernels::swiglu::{ALPHA, Activation};
 
 /// Most warps in a block of the dense kernels (`MAX_WARPS`).
@@ -34,7 +34,7 @@ pub const MAX_EXPERTS: usize = 1024;
 pub const MAX_EXPERT_COLUMNS: usize = 24 << 10;
 
 /// Static buffers of a step.
-pub struct Buffers {
+pub struct StepBuffers {
     /// f32 \[C\], the residual stream.
     pub x: Tensor,
     /// u32 \[4\]: position of the token in this step, the token, steps done.
@@ -46,7 +46,7 @@ pub struct Buffers {
     pub(super) multiprocessors: usize,
 }
 
-impl Buffers {
+impl StepBuffers {
     pub fn new(device: &CudaDevice, hidden_size: usize, vocab_size: usize) -> Result<Self> {
         let multiprocessors = multiprocessors(device)?;
         let device = &candle_core::Device::Cuda(device.clone());
@@ -78,7 +78,7 @@ fn vector_bytes(weight: &Matrix, inputs: usize) -> usize {
     let (_, columns) = weight.dims();
     match weight {
         Matrix::Quantized(parts) => {
-            quantized_cuda::vector_bytes(parts[0].format, inputs * columns.next_multiple_of(CHUNK))
+            quantized_cuda::vector_bytes(parts[0].format, inputs * columns.next_multiple_of(GROUP_COLUMNS))
         }
         _ => inputs * columns * size_of::<f32>(),
     }
@@ -94,13 +94,13 @@ pub fn can_multiply(device: &CudaDevice, weight: &Matrix, inputs: usize) -> Resu
 
 /// A norm ahead of a projection: its weight f32 \[C\], and epsilon.
 #[derive(Clone, Copy)]
-pub struct Norm<'t> {
+pub struct RmsNorm<'t> {
     pub weight: &'t Tensor,
     pub eps: f32,
 }
 
 /// Where q, k and v of a layer go.
-pub struct Qkv<'t> {
+pub struct QkvProjection<'t> {
     /// \[(H + 2K) · D, C\]
     pub weight: &'t Matrix,
     /// f32 \[(H + 2K) · D\]
@@ -125,7 +125,7 @@ pub struct QkNorm<'t> {
     pub k: &'t Tensor,
     pub eps: f32,
     /// f32 \[H + K, D\]: q and k on their way.
-    pub raw: &'t Tensor,
+    pub scratch: &'t Tensor,
 }
 
 pub(super) fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
@@ -159,7 +159,7 @@ pub(super) fn check_f32(what: &str, tensor: &Tensor, size: usize) -> Result<()> 
 }
 
 /// Norm, projection, bias, RoPE; q to its buffer, k and v to the cache.
-pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Result<()> {
+pub fn qkv(chain: &mut Chain, buffers: &StepBuffers, norm: RmsNorm, layer: &QkvProjection) -> Result<()> {
     let ((heads, head_dim), (rows, kv_heads, kv_dim)) = (layer.q.dims2()?, layer.k.dims3()?);
     let (columns, out) = (buffers.x.dims1()?, (heads + 2 * kv_heads) * head_dim);
     let half = layer.cos.dim(1)?;
@@ -184,7 +184,7 @@ pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Res
         .tensor(layer.q)?
         .tensor(layer.k)?
         .tensor(layer.v)?
-        .optional(layer.qk_norm.map(|norms| norms.raw))?
+        .optional(layer.qk_norm.map(|norms| norms.scratch))?
         .int(columns)
         .int(heads)
         .int(kv_heads)
@@ -197,13 +197,13 @@ pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Res
     if let Some(norms) = layer.qk_norm {
         check_f32("a norm of queries", norms.q, head_dim)?;
         check_f32("a norm of keys", norms.k, head_dim)?;
-        check_f32("room for queries and keys", norms.raw, (heads + kv_heads) * head_dim)?;
+        check_f32("room for queries and keys", norms.scratch, (heads + kv_heads) * head_dim)?;
     }
     // SAFETY: shapes and dtypes checked above; the position is below P and its row is taken modulo S.
     unsafe { chain.push(&module, &name, buffers.shape(out / 2, layer.weight), layer.weight.bytes(), arguments)? };
-    let Some(QkNorm { q, k, eps, raw }) = layer.qk_norm else { return Ok(()) };
+    let Some(QkNorm { q, k, eps, scratch }) = layer.qk_norm else { return Ok(()) };
     let arguments = Arguments::new()
-        .tensor(raw)?
+        .tensor(scratch)?
         .tensor(q)?
         .tensor(k)?
         .tensor(layer.cos)?
@@ -225,29 +225,29 @@ pub fn qkv(chain: &mut Chain, buffers: &Buffers, norm: Norm, layer: &Qkv) -> Res
 
 /// A norm of what is added to the residual stream, and room f32 \[C\] for that.
 #[derive(Clone, Copy)]
-pub struct After<'t> {
-    pub norm: Norm<'t>,
-    pub raw: &'t Tensor,
+pub struct PostNorm<'t> {
+    pub norm: RmsNorm<'t>,
+    pub scratch: &'t Tensor,
 }
 
 /// x += W·y + bias, normed first where there is an `after`. weight \[C, R\]; y T \[R\]; bias f32 \[C\].
 pub fn residual(
     chain: &mut Chain,
-    buffers: &Buffers,
+    buffers: &StepBuffers,
     y: &Tensor,
     weight: &Matrix,
     bias: Option<&Tensor>,
-    after: Option<After>,
+    post_norm: Option<PostNorm>,
 ) -> Result<()> {
     let (rows, columns) = (buffers.x.dims1()?, y.elem_count());
     check_weight(weight, rows, columns, y.dtype())?;
     if let Some(bias) = bias {
         check_f32("a bias", bias, rows)?;
     }
-    let out = after.map_or(&buffers.x, |after| after.raw);
+    let out = post_norm.map_or(&buffers.x, |post_norm| post_norm.scratch);
     check_f32("room for what is added", out, rows)?;
     let arguments = Arguments::new()
-        .optional(after.is_none().then_some(&buffers.x))?
+        .optional(post_norm.is_none().then_some(&buffers.x))?
         .tensor(out)?
         .tensor(y)?
         .matrix(weight)?
@@ -258,9 +258,10 @@ pub fn residual(
     let (module, name) = kernel(weight, &format!("residual_{}", suffix(y.dtype())?));
     // SAFETY: shapes and dtypes checked above.
     unsafe { chain.push(&module, &name, buffers.shape(rows, weight), weight.bytes(), arguments)? };
-    let Some(After { norm, raw }) = after else { return Ok(()) };
+    let Some(PostNorm { norm, scratch }) = post_norm else { return Ok(()) };
     check_f32("a norm", norm.weight, rows)?;
-    let arguments = Arguments::new().tensor(&buffers.x)?.tensor(raw)?.tensor(norm.weight)?.int(rows).float(norm.eps);
+    let arguments =
+        Arguments::new().tensor(&buffers.x)?.tensor(scratch)?.tensor(norm.weight)?.int(rows).float(norm.eps);
     let shape = Shape { grid: (1, 1, 1), block: 1024, shared_bytes: 0 };
     // SAFETY: as above; `check_weight` wants columns by eights, and so does the head of x's.
     unsafe { chain.push(&module!("decode"), "decode_add_normed_f32", shape, 0, arguments) }
@@ -276,8 +277,8 @@ pub struct Projection<'t> {
 /// h = activation(gate(norm(x))) · up(norm(x)), h T \[F\].
 pub fn gate_up(
     chain: &mut Chain,
-    buffers: &Buffers,
-    norm: Norm,
+    buffers: &StepBuffers,
+    norm: RmsNorm,
     gate: Projection,
     up: Projection,
     activation: Activation,
@@ -336,8 +337,8 @@ impl ExpertBuffers {
 /// Router logits f32 \[E\], and the normed input of MXFP4 experts. weight f32 \[E, C\], bias f32 \[E\].
 pub fn router(
     chain: &mut Chain,
-    buffers: &Buffers,
-    norm: Norm,
+    buffers: &StepBuffers,
+    norm: RmsNorm,
     weight: &Tensor,
     bias: Option<&Tensor>,
     logits: &Tensor,
@@ -369,8 +370,8 @@ pub fn router(
 /// h of the chosen experts. weights \[E, 2F, C\] in paired tiles, bias f32 \[E, 2F\].
 pub fn expert_gate_up(
     chain: &mut Chain,
-    buffers: &Buffers,
-    weights: &Tiles,
+    buffers: &StepBuffers,
+    weights: &Mxfp4Tiles,
     bias: &Tensor,
     limit: f32,
     experts: &ExpertBuffers,
@@ -402,8 +403,8 @@ pub fn expert_gate_up(
 /// x += Σ share · (down(h) + bias). weights \[E, C, F\] in plain tiles, bias f32 \[E, C\].
 pub fn expert_down(
     chain: &mut Chain,
-    buffers: &Buffers,
-    weights: &Tiles,
+    buffers: &StepBuffers,
+    weights: &Mxfp4Tiles,
     bias: &Tensor,
     experts: &ExpertBuffers,
 ) -> Result<()> {
@@ -438,8 +439,8 @@ pub fn expert_down(
 /// up; logits f32 \[E\] of the router.
 pub fn routed_gate_up(
     chain: &mut Chain,
-    buffers: &Buffers,
-    norm: Norm,
+    buffers: &StepBuffers,
+    norm: RmsNorm,
     weight: &Matrix,
     logits: &Tensor,
     h: &Tensor,
@@ -469,7 +470,7 @@ pub fn routed_gate_up(
 /// x += Σ share · down(h) over the chosen experts. weight \[E · C, F\]; h T \[N, F\]; logits f32 \[E\] of the router.
 pub fn routed_down(
     chain: &mut Chain,
-    buffers: &Buffers,
+    buffers: &StepBuffers,
     weight: &Matrix,
     logits: &Tensor,
     softmax: Softmax,
@@ -504,8 +505,8 @@ fn check_routing(logits: &Tensor, chosen: usize) -> Result<()> {
 /// Logits of norm(x), and the best of them; with a soft cap, l becomes cap · tanh(l / cap). weight \[V, C\], of floats `dtype`.
 pub fn head(
     chain: &mut Chain,
-    buffers: &Buffers,
-    norm: Norm,
+    buffers: &StepBuffers,
+    norm: RmsNorm,
     weight: &Matrix,
     dtype: DType,
     softcap: Option<f32>,
@@ -533,23 +534,23 @@ pub fn head(
     unsafe { chain.push(&module, &name, shape, weight.bytes(), arguments) }
 }
 
-/// Where inputs come from: rows of `table` \[V, C\] times `factor`.
+/// Where inputs come from: rows of `table` \[V, C\] times `scale`.
 #[derive(Clone)]
 pub struct Embedding {
     pub table: Matrix,
-    pub factor: f32,
+    pub scale: f32,
 }
 
 /// The likeliest token becomes the next input; it is told to the host. head \[V, C\].
-pub fn next(
+pub fn argmax_token(
     chain: &mut Chain,
-    buffers: &Buffers,
+    buffers: &StepBuffers,
     embedding: &Embedding,
     head: &Matrix,
     mailbox: &Arc<Mailbox>,
 ) -> Result<()> {
     let (vocab, columns) = check_embedding(buffers, &embedding.table)?;
-    let (table, suffix) = table(&embedding.table)?;
+    let (table, suffix) = dense_table(&embedding.table)?;
     let arguments = Arguments::new()
         .tensor(&buffers.best)?
         .int(buffers.shape(vocab.div_ceil(2), head).grid.0)
@@ -559,20 +560,20 @@ pub fn next(
         .mailbox(mailbox)
         .int(mailbox.slots())
         .int(columns)
-        .float(embedding.factor);
+        .float(embedding.scale);
     let shape = Shape { grid: (1, 1, 1), block: 1024, shared_bytes: 0 };
     // SAFETY: shapes checked above; tokens come from the head's rows.
     unsafe { chain.push(&module!("decode"), &format!("decode_next_{suffix}"), shape, 0, arguments)? };
-    look_up(chain, buffers, embedding)
+    embed_token(chain, buffers, embedding)
 }
 
-pub(super) fn check_embedding(buffers: &Buffers, embedding: &Matrix) -> Result<(usize, usize)> {
+pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Result<(usize, usize)> {
     let dims = (buffers.logits.dims1()?, buffers.x.dims1()?);
     if embedding.dims() == dims { Ok(dims) } else { bail!("decode: an embedding is {:?}", embedding.dims()) }
 }
 
 /// The table that a choice of a token reads its row from, and the kernel's suffix. With none it reads no row.
-pub(super) fn table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
+pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
     match embedding {
         Matrix::Dense(table) => Ok((Some(table), suffix(table.dtype())?)),
         _ => Ok((None, "bf16")),
@@ -580,11 +581,11 @@ pub(super) fn table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str
 }
 
 /// After a choice of a token: its row, where the embedding is quantized.
-pub(super) fn look_up(chain: &mut Chain, buffers: &Buffers, embedding: &Embedding) -> Result<()> {
+pub(super) fn embed_token(chain: &mut Chain, buffers: &StepBuffers, embedding: &Embedding) -> Result<()> {
     let Matrix::Quantized(parts) = &embedding.table else { return Ok(()) };
     let (_, columns) = embedding.table.dims();
     let arguments = Arguments::new().parts(parts)?.tensor(&buffers.state)?.tensor(&buffers.x)?.int(columns);
-    let arguments = arguments.float(embedding.factor);
+    let arguments = arguments.float(embedding.scale);
     let blocks = columns.div_ceil(8).div_ceil(256);
     let shape = Shape { grid: (blocks, 1, 1), block: 256, shared_bytes: 0 };
     // SAFETY: the token is one of the embedding's rows; columns are x's.

@@ -71,8 +71,8 @@ impl Arguments {
     /// How the input of a product with a quantized weight is rounded: what such kernels take last.
     pub fn rounding(self, matrix: &Matrix) -> Result<Self> {
         let Matrix::Quantized(parts) = matrix else { return Ok(self) };
-        let rounding = parts[0].rounding;
-        if parts.iter().any(|part| part.rounding != rounding) {
+        let rounding = parts[0].input_rounding;
+        if parts.iter().any(|part| part.input_rounding != rounding) {
             bail!("one input is to be rounded in two ways");
         }
         let (how, by) = rounding.arguments();

@@ -6,12 +6,12 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::kernels::launch::cuda::{Arg, launch, module, multiprocessors, suffix};
-use crate::kernels::moe::experts::Tiles;
+use crate::kernels::moe::experts::Mxfp4Tiles;
 
 /// One stack of experts' matrices and its bias.
 #[derive(Clone, Copy)]
-pub struct Stack<'t> {
-    pub tiles: &'t Tiles,
+pub struct ExpertLinear<'t> {
+    pub tiles: &'t Mxfp4Tiles,
     /// T \[E, R\]
     pub bias: &'t Tensor,
 }
@@ -24,8 +24,8 @@ pub fn expert_mlp(
     x: &Tensor,
     ids: &Tensor,
     shares: &Tensor,
-    gate_up: Stack,
-    down: Stack,
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
     limit: f32,
 ) -> Result<Tensor> {
     let ((tokens, columns), (_, chosen)) = (x.dims2()?, ids.dims2()?);
@@ -80,11 +80,11 @@ pub fn expert_mlp(
 
     // 2. h = clamped_swiglu(gate_up · x), y = down · h
     let product = Product::choose(device, pairs, experts)?;
-    let args = |stack: Stack, from: &Tensor, to: &Tensor, rows: usize, columns: usize| -> Result<Vec<Arg>> {
+    let args = |linear: ExpertLinear, from: &Tensor, to: &Tensor, rows: usize, columns: usize| -> Result<Vec<Arg>> {
         Ok(vec![
-            Arg::tensor(stack.tiles.blocks())?,
-            Arg::tensor(stack.tiles.scales())?,
-            Arg::tensor(stack.bias)?,
+            Arg::tensor(linear.tiles.blocks())?,
+            Arg::tensor(linear.tiles.scales())?,
+            Arg::tensor(linear.bias)?,
             Arg::tensor(from)?,
             Arg::tensor(&sorted)?,
             Arg::tensor(&offsets)?,

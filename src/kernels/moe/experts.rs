@@ -8,15 +8,16 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
-use crate::kernels::quantized::Rounding;
+use crate::kernels::quantized::InputRounding;
 use crate::kernels::quantized::{Matrix, QuantizedMatrix};
 use crate::kernels::{bytes, elements, to_f32};
 
 /// Values in one MXFP4 block.
-pub const BLOCK: usize = 32;
+pub const MXFP4_BLOCK: usize = 32;
 
 /// E2M1 by nibble.
-pub const E2M1: [f32; 16] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+pub const E2M1_VALUES: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
 /// Pairs of token and expert in one call: a grid is at most so high.
 pub const MAX_PAIRS: usize = 65_535;
@@ -36,13 +37,13 @@ pub enum ExpertWeights {
     Quantized(QuantizedMatrix, usize),
     /// MXFP4, laid out anew for tensor cores: what a GPU computes in bf16 or f16 with.
     #[cfg(feature = "cuda")]
-    Tiles(Tiles),
+    Mxfp4Tiles(Mxfp4Tiles),
 }
 
 /// MXFP4 matrices in tiles of 16 rows × 64 columns, each the fragments of a tensor-core product (`experts_gemm.cu`).
 #[cfg(feature = "cuda")]
 #[derive(Clone, Debug)]
-pub struct Tiles {
+pub struct Mxfp4Tiles {
     /// u8 [E, ceil(R/16), ceil(C/64), 512]
     blocks: Tensor,
     /// u8 [E, ceil(R/16), ceil(C/64), 32]
@@ -61,14 +62,16 @@ pub enum RowOrder {
 }
 
 #[cfg(feature = "cuda")]
-impl Tiles {
+impl Mxfp4Tiles {
     /// From blocks [E, R, C/32, 16] and scales [E, R, C/32], on the GPU; waits for it. `None` if a scale is above 2: the
     /// tensor-core kernels cannot compute with such weights, which no known checkpoint has.
     pub fn repack(blocks: &Tensor, scales: &Tensor, order: RowOrder) -> Result<Option<Self>> {
         use crate::kernels::launch::cuda::{Arg, launch, module};
         let weights = ExpertWeights::Mxfp4 { blocks: blocks.clone(), scales: scales.clone() };
         let (experts, rows, columns) = weights.dims()?;
-        let Device::Cuda(device) = blocks.device() else { return crate::kernels::unsupported("Tiles::repack", blocks) };
+        let Device::Cuda(device) = blocks.device() else {
+            return crate::kernels::unsupported("Mxfp4Tiles::repack", blocks);
+        };
         let (row_tiles, column_tiles) = (rows.div_ceil(16), columns.div_ceil(64));
         // SAFETY: the kernel writes every byte of every tile.
         let empty =
@@ -117,10 +120,10 @@ impl ExpertWeights {
             ExpertWeights::Mxfp4 { blocks, scales } => {
                 let (experts, rows, groups, bytes) = blocks.dims4()?;
                 let u8s = blocks.dtype() == DType::U8 && scales.dtype() == DType::U8;
-                if !u8s || bytes != BLOCK / 2 || scales.dims() != [experts, rows, groups] {
+                if !u8s || bytes != MXFP4_BLOCK / 2 || scales.dims() != [experts, rows, groups] {
                     bail!("MXFP4 blocks {:?} do not go with scales {:?}", blocks.dims(), scales.dims());
                 }
-                Ok((experts, rows, groups * BLOCK))
+                Ok((experts, rows, groups * MXFP4_BLOCK))
             }
             ExpertWeights::Dense(weights) => weights.dims3(),
             ExpertWeights::Quantized(matrix, experts) => {
@@ -128,12 +131,12 @@ impl ExpertWeights {
                 Ok((*experts, rows / experts, columns))
             }
             #[cfg(feature = "cuda")]
-            ExpertWeights::Tiles(tiles) => Ok(tiles.dims()),
+            ExpertWeights::Mxfp4Tiles(tiles) => Ok(tiles.dims()),
         }
     }
 
     /// All experts' rows as one matrix [E·R, C]; `None` of MXFP4.
-    pub fn stacked(&self) -> Result<Option<Matrix>> {
+    pub fn as_matrix(&self) -> Result<Option<Matrix>> {
         Ok(match self {
             ExpertWeights::Dense(weights) => Some(Matrix::Dense(weights.flatten(0, 1)?)),
             ExpertWeights::Quantized(matrix, _) => Some(Matrix::Quantized(vec![matrix.clone()])),
@@ -148,7 +151,7 @@ impl ExpertWeights {
             ExpertWeights::Dense(weights) => bytes(weights),
             ExpertWeights::Quantized(matrix, _) => matrix.bytes(),
             #[cfg(feature = "cuda")]
-            ExpertWeights::Tiles(tiles) => tiles.bytes(),
+            ExpertWeights::Mxfp4Tiles(tiles) => tiles.bytes(),
         }
     }
 }
@@ -212,8 +215,8 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
                     return crate::kernels::quantized::cuda::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
                 }
                 // What codes stand for, on both sides.
-                let rounded = match matrix.rounding {
-                    Rounding::Nothing => x.clone(),
+                let rounded = match matrix.input_rounding {
+                    InputRounding::None => x.clone(),
                     rounding => {
                         let flat = x.reshape(((), columns))?;
                         crate::kernels::quantized::cuda::round_floats(device, &flat, rounding)?.reshape(x.shape())?
@@ -227,11 +230,13 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
             let (kind, first, second) = match weights {
                 ExpertWeights::Mxfp4 { blocks, scales } => ("mxfp4", Arg::tensor(blocks)?, Arg::tensor(scales)?),
                 ExpertWeights::Dense(dense) => ("dense", Arg::tensor(dense)?, Arg::optional(None)?),
-                ExpertWeights::Tiles(_) | ExpertWeights::Quantized(..) => bail!("expert_matmul: unexpected weights"),
+                ExpertWeights::Mxfp4Tiles(_) | ExpertWeights::Quantized(..) => {
+                    bail!("expert_matmul: unexpected weights")
+                }
             };
             let (bias, input, output) = (Arg::optional(bias)?, Arg::tensor(x)?, Arg::tensor(&out)?);
             let module = module!("experts");
-            let step = if kind == "dense" { 8 } else { BLOCK };
+            let step = if kind == "dense" { 8 } else { MXFP4_BLOCK };
             if pairs < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || !columns.is_multiple_of(step) {
                 let sizes = [rows, columns, pairs_per_x].map(Arg::from);
                 let args = [[first, second, bias, input, Arg::tensor(ids)?, output].as_slice(), &sizes].concat();
@@ -271,10 +276,10 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
 }
 
 /// Σ shares[t, n] · y[t, n]: y [T, N, C], shares [T, N] f32. Returns [T, C] f32.
-pub fn mix(y: &Tensor, shares: &Tensor) -> Result<Tensor> {
+pub fn combine(y: &Tensor, shares: &Tensor) -> Result<Tensor> {
     let (tokens, chosen, _) = y.dims3()?;
     if shares.dims() != [tokens, chosen] || shares.dtype() != DType::F32 {
-        bail!("mix: {:?} {:?} for y {:?}", shares.dtype(), shares.dims(), y.dims());
+        bail!("combine: {:?} {:?} for y {:?}", shares.dtype(), shares.dims(), y.dims());
     }
     match y.device() {
         Device::Cpu => y.to_dtype(DType::F32)?.broadcast_mul(&shares.unsqueeze(2)?)?.sum(1),
@@ -293,7 +298,7 @@ pub fn mix(y: &Tensor, shares: &Tensor) -> Result<Tensor> {
             Ok(out)
         }
         #[allow(unreachable_patterns)]
-        _ => crate::kernels::unsupported("mix", y),
+        _ => crate::kernels::unsupported("combine", y),
     }
 }
 
@@ -319,12 +324,12 @@ pub fn reference(
         ExpertWeights::Mxfp4 { blocks, scales } => {
             let ((blocks, b), (scales, s)) = (blocks.storage_and_layout(), scales.storage_and_layout());
             let (blocks, scales) = (elements::<u8>(&blocks, b)?, elements::<u8>(&scales, s)?);
-            let groups = columns / BLOCK;
+            let groups = columns / MXFP4_BLOCK;
             let dot = |row: usize, x: &[f32]| {
                 let blocks = blocks[row * groups * 16..][..groups * 16].chunks_exact(16);
                 let scales = &scales[row * groups..][..groups];
-                let groups = blocks.zip(scales).zip(x.chunks_exact(BLOCK));
-                groups.map(|((block, scale), x)| block_dot(block, x) * e8m0(*scale)).sum()
+                let groups = blocks.zip(scales).zip(x.chunks_exact(MXFP4_BLOCK));
+                groups.map(|((block, scale), x)| block_dot(block, x) * e8m0_to_f32(*scale)).sum()
             };
             each(&dot, &mut out);
         }
@@ -348,18 +353,18 @@ pub fn reference(
             }
         }
         #[cfg(feature = "cuda")]
-        ExpertWeights::Tiles(_) => bail!("expert_matmul: tiles are for a GPU"),
+        ExpertWeights::Mxfp4Tiles(_) => bail!("expert_matmul: tiles are for a GPU"),
     }
     Ok(out)
 }
 
 fn block_dot(block: &[u8], x: &[f32]) -> f32 {
     let pairs = block.iter().zip(x.chunks_exact(2));
-    pairs.map(|(byte, x)| E2M1[(byte & 15) as usize] * x[0] + E2M1[(byte >> 4) as usize] * x[1]).sum()
+    pairs.map(|(byte, x)| E2M1_VALUES[(byte & 15) as usize] * x[0] + E2M1_VALUES[(byte >> 4) as usize] * x[1]).sum()
 }
 
 /// The value of an E8M0 scale: 2^(byte - 127), NaN for 255.
-pub fn e8m0(byte: u8) -> f32 {
+pub fn e8m0_to_f32(byte: u8) -> f32 {
     match byte {
         0 => f32::from_bits(0x0040_0000),
         255 => f32::NAN,

@@ -5,7 +5,7 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::{CHUNK, Format, QuantizedMatrix, Rounding};
+use super::{Format, GROUP_COLUMNS, InputRounding, QuantizedMatrix};
 use crate::kernels::launch::cuda::{Arg, address, attribute, launch, module, multiprocessors, suffix};
 use crate::kernels::matmul::cublas_lt::{LowType, matmul_lt};
 use crate::kernels::matmul::gemm;
@@ -61,22 +61,22 @@ impl RawParts {
     }
 }
 
-impl Rounding {
-    /// `Rounding` of `quantized.cuh`, and the scale.
+impl InputRounding {
+    /// `InputRounding` of `quantized.cuh`, and the scale.
     pub fn arguments(self) -> (usize, f32) {
         match self {
-            Self::Nothing => (0, 0.0),
-            Self::Int8 => (1, 0.0),
-            Self::Fp8 => (2, 0.0),
-            Self::Fp8By(scale) => (3, scale),
-            Self::Int8By(scale) => (4, scale),
+            Self::None => (0, 0.0),
+            Self::Int8PerToken => (1, 0.0),
+            Self::Fp8PerToken => (2, 0.0),
+            Self::Fp8Static(scale) => (3, scale),
+            Self::Int8Static(scale) => (4, scale),
         }
     }
 }
 
 /// Shared memory of a kernel that holds a vector of so many columns (`Vector`).
 pub fn vector_bytes(format: Format, columns: usize) -> usize {
-    let chunks = columns.div_ceil(CHUNK);
+    let chunks = columns.div_ceil(GROUP_COLUMNS);
     match format {
         Format::Fp8 => 8 * (chunks + 1) * 16,
         _ => 4 * (chunks + 1) * 16 + chunks * (8 + 4),
@@ -121,9 +121,9 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Res
     let mut first = 0;
     for part in parts {
         let to = Output { tensor: &out, first, stride };
-        match part.rounding {
+        match part.input_rounding {
             _ if tokens <= MATVEC_TOKENS && fits(device, part)? => matvec(device, part, &x, to)?,
-            Rounding::Nothing => dequantized(device, part, &x, to)?,
+            InputRounding::None => dequantized(device, part, &x, to)?,
             rounding => match low_type(device, part)? {
                 Some(kind) => low_precision(device, part, &x, to, kind)?,
                 None => dequantized(device, part, &round_floats(device, &x, rounding)?, to)?,
@@ -156,7 +156,7 @@ impl Output<'_> {
 
 fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, to: Output) -> Result<()> {
     let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
-    let (rounding, by) = part.rounding.arguments();
+    let (rounding, by) = part.input_rounding.arguments();
     let args = [
         Arg::tensor(x)?,
         Arg::Parts(RawParts::new(std::slice::from_ref(part))?),
@@ -187,7 +187,7 @@ pub fn expert_matvec(
     let ((tokens, chosen), (_, columns)) = (ids.dims2()?, experts.dims());
     // SAFETY: the kernel writes R elements for each of the T·N pairs.
     let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
-    let (rounding, by) = experts.rounding.arguments();
+    let (rounding, by) = experts.input_rounding.arguments();
     let args = [
         Arg::tensor(x)?,
         Arg::Parts(RawParts::new(std::slice::from_ref(experts))?),
@@ -233,7 +233,7 @@ fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<LowTyp
 }
 
 /// x \[T, C\] rounded to codes, and as floats again.
-pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: Rounding) -> Result<Tensor> {
+pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
     let (how, by) = rounding.arguments();
     // SAFETY: the kernel writes every element.
@@ -249,12 +249,12 @@ pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: Rounding) -> Resu
 fn low_precision(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, to: Output, kind: LowType) -> Result<()> {
     let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
     // The libraries ask for multiples of 16.
-    let (padded, all) = (columns.next_multiple_of(CHUNK), tokens.next_multiple_of(16));
+    let (padded, all) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
     // SAFETY: the kernel writes the rows of all tokens; what is read of the others goes nowhere.
     let q = unsafe { Tensor::empty((all, padded), DType::U8, x.device())? };
     // SAFETY: the kernel writes a scale for each token.
     let scales = unsafe { Tensor::empty(tokens, DType::F32, x.device())? };
-    let (how, by) = part.rounding.arguments();
+    let (how, by) = part.input_rounding.arguments();
     let args = [
         Arg::tensor(x)?,
         Arg::tensor(&q)?,

@@ -1,8 +1,9 @@
 //! The reference: quantized matrices in host memory, element by element.
 
 use candle_core::{Result, Tensor};
+use float8::F8E4M3;
 
-use super::{CHUNK, Format, Rounding};
+use super::{Format, GROUP_COLUMNS, InputRounding};
 
 /// Eight sums at once, which the compiler makes vectors of.
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
@@ -29,8 +30,8 @@ impl HostPlanes<'_> {
     pub fn row(&self, row: usize, values: &mut [f32]) {
         let [low, high, scales, supers] =
             std::array::from_fn(|i| &self.planes[i][row * self.row_bytes[i]..][..self.row_bytes[i]]);
-        let bytes = self.format.planes();
-        for (chunk, values) in values.chunks_mut(CHUNK).enumerate() {
+        let bytes = self.format.plane_bytes();
+        for (chunk, values) in values.chunks_mut(GROUP_COLUMNS).enumerate() {
             let part = |plane: &'_ [u8], bytes: usize| -> [u8; 32] {
                 let mut part = [0; 32];
                 part[..bytes].copy_from_slice(&plane[chunk * bytes..][..bytes]);
@@ -149,44 +150,19 @@ impl Scaling {
     fn value(&self, format: Format, q: u8, column: usize) -> f32 {
         let q = match format {
             Format::Q8_0 | Format::Int8 => f32::from(q as i8),
-            Format::Fp8 => from_e4m3(q),
+            Format::Fp8 => F8E4M3::from_bits(q).to_f32(),
             _ => f32::from(q) - self.zero,
         };
         self.scales[column / 16] * q - self.mins[column / 16]
     }
 }
 
-/// E4M3 without infinities, as OCP's FP8 standard has it.
-pub fn from_e4m3(byte: u8) -> f32 {
-    let (exponent, fraction) = (i32::from(byte >> 3 & 15), f32::from(byte & 7));
-    let magnitude = match byte & 127 {
-        127 => f32::NAN,
-        _ if exponent == 0 => fraction * 2f32.powi(-9),
-        _ => (1.0 + fraction / 8.0) * 2f32.powi(exponent - 7),
-    };
-    if byte & 128 == 0 { magnitude } else { -magnitude }
-}
-
-/// The largest finite E4M3.
+/// The largest finite E4M3. (`F8E4M3::MAX` of float8 0.7 is 416, one step below.)
 pub const E4M3_MAX: f32 = 448.0;
 
-/// The nearest E4M3, even of equals; beyond the largest the largest.
-pub fn to_e4m3(value: f32) -> u8 {
-    let sign = (value.to_bits() >> 24) as u8 & 128;
-    let magnitude = value.abs().min(E4M3_MAX);
-    if value.is_nan() {
-        return sign | 127;
-    }
-    // In units of the last place: 2^-9 below 2^-6.
-    let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-6);
-    let fraction = (magnitude * 2f32.powi(3 - exponent)).round_ties_even() as i32;
-    // A fraction of 16 carries into the exponent, one below 8 has none.
-    sign | (((exponent + 7) << 3) + fraction - 8) as u8
-}
-
 /// x f32 \[T, C\] as the product is to see it.
-pub fn round(x: &Tensor, rounding: Rounding) -> Result<Tensor> {
-    if rounding == Rounding::Nothing {
+pub fn round(x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
+    if rounding == InputRounding::None {
         return Ok(x.clone());
     }
     let (_, columns) = x.dims2()?;
@@ -194,16 +170,18 @@ pub fn round(x: &Tensor, rounding: Rounding) -> Result<Tensor> {
     for row in values.chunks_exact_mut(columns) {
         let most = row.iter().fold(0.0f32, |most, value| most.max(value.abs()));
         let scale = match rounding {
-            Rounding::Int8 => most / 127.5,
-            Rounding::Fp8By(scale) | Rounding::Int8By(scale) => scale,
+            InputRounding::Int8PerToken => most / 127.5,
+            InputRounding::Fp8Static(scale) | InputRounding::Int8Static(scale) => scale,
             _ => most / E4M3_MAX,
         }
         .max(f32::MIN_POSITIVE);
         for value in row {
             *value = scale
                 * match rounding {
-                    Rounding::Int8 | Rounding::Int8By(_) => (*value / scale).round_ties_even().clamp(-128.0, 127.0),
-                    _ => from_e4m3(to_e4m3(*value / scale)),
+                    InputRounding::Int8PerToken | InputRounding::Int8Static(_) => {
+                        (*value / scale).round_ties_even().clamp(-128.0, 127.0)
+                    }
+                    _ => F8E4M3::from_f32(*value / scale).to_f32(),
                 };
         }
     }

@@ -29,12 +29,12 @@ use rayon::prelude::*;
 use crate::kernels::{elements, matmul::matmul_f32, to_f32};
 use host::{HostPlanes, dot, round};
 
-pub use host::{E4M3_MAX, from_e4m3, pack, to_e4m3};
+pub use host::{E4M3_MAX, pack};
 
 /// Columns that one lane reads at a time.
-pub const CHUNK: usize = 32;
+pub const GROUP_COLUMNS: usize = 32;
 /// Columns that share a super-scale.
-pub const SUPER: usize = 256;
+pub const SUPERBLOCK_COLUMNS: usize = 256;
 
 /// How q becomes a value. The numbers are the kernels' (`quantized.cuh`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +58,7 @@ pub enum Format {
 
 /// Bytes of each plane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Planes {
+pub struct PlaneBytes {
     /// For a chunk.
     pub low: usize,
     pub high: usize,
@@ -84,7 +84,7 @@ impl Format {
         Self::Fp8,
     ];
 
-    pub fn planes(self) -> Planes {
+    pub fn plane_bytes(self) -> PlaneBytes {
         let (low, high, scales, supers) = match self {
             Self::Q4_0 => (16, 0, 2, 0),
             Self::Q4_1 => (16, 0, 4, 0),
@@ -98,20 +98,20 @@ impl Format {
             Self::Q6K => (16, 8, 2, 4),
             Self::Int8 | Self::Fp8 => (32, 0, 0, 0),
         };
-        Planes { low, high, scales, supers }
+        PlaneBytes { low, high, scales, supers }
     }
 
     /// Whether every row has one scale.
-    pub fn scales_rows(self) -> bool {
-        self.planes().scales == 0
+    pub fn has_row_scales(self) -> bool {
+        self.plane_bytes().scales == 0
     }
 
     /// Of one row of so many columns, each plane: low, high, scales, supers.
     pub fn row_bytes(self, columns: usize) -> [usize; 4] {
-        let Planes { low, high, scales, supers } = self.planes();
-        let chunks = columns.div_ceil(CHUNK);
-        let scales = if self.scales_rows() { size_of::<f32>() } else { scales * chunks };
-        [low * chunks, high * chunks, scales, supers * (columns / SUPER)]
+        let PlaneBytes { low, high, scales, supers } = self.plane_bytes();
+        let chunks = columns.div_ceil(GROUP_COLUMNS);
+        let scales = if self.has_row_scales() { size_of::<f32>() } else { scales * chunks };
+        [low * chunks, high * chunks, scales, supers * (columns / SUPERBLOCK_COLUMNS)]
     }
 
     /// Of a whole matrix.
@@ -120,19 +120,20 @@ impl Format {
     }
 }
 
-/// How the input of a product is rounded before it: as models were calibrated that compute in integers or in FP8.
+/// How the input of a product is rounded to 8 bits first, as in the calibration of W8A8 and FP8 checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Rounding {
-    Nothing,
-    /// To integers of -128 to 127 times a scale for each token, the largest magnitude / 127.5 (compressed-tensors,
+pub enum InputRounding {
+    /// The input stays as it is.
+    None,
+    /// To integers from -128 to 127. The scale of a token is its largest magnitude / 127.5 (compressed-tensors,
     /// `calculate_qparams`).
-    Int8,
-    /// To such integers times this scale.
-    Int8By(f32),
-    /// To E4M3 times a scale for each token, the largest magnitude / 448.
-    Fp8,
-    /// To E4M3 times this scale.
-    Fp8By(f32),
+    Int8PerToken,
+    /// To integers from -128 to 127, with this scale.
+    Int8Static(f32),
+    /// To E4M3. The scale of a token is its largest magnitude / 448.
+    Fp8PerToken,
+    /// To E4M3, with this scale.
+    Fp8Static(f32),
 }
 
 /// A matrix \[R, C\]. Each plane is U8 \[R, bytes of a row\] or absent.
@@ -141,7 +142,7 @@ pub struct QuantizedMatrix {
     pub format: Format,
     columns: usize,
     planes: [Option<Tensor>; 4],
-    pub rounding: Rounding,
+    pub input_rounding: InputRounding,
 }
 
 impl QuantizedMatrix {
@@ -149,12 +150,12 @@ impl QuantizedMatrix {
     pub fn new(format: Format, columns: usize, planes: [Vec<u8>; 4], device: &Device) -> Result<Self> {
         let row_bytes = format.row_bytes(columns);
         let rows = planes[0].len() / row_bytes[0].max(1);
-        let whole = if format.planes().supers > 0 {
-            SUPER
-        } else if format.scales_rows() {
+        let whole = if format.plane_bytes().supers > 0 {
+            SUPERBLOCK_COLUMNS
+        } else if format.has_row_scales() {
             1
         } else {
-            CHUNK
+            GROUP_COLUMNS
         };
         let fits = planes.iter().zip(row_bytes).all(|(plane, bytes)| plane.len() == rows * bytes);
         if !fits || rows == 0 || !columns.is_multiple_of(whole) {
@@ -167,7 +168,7 @@ impl QuantizedMatrix {
                 *tensor = Some(Tensor::from_vec(plane, (rows, bytes), device)?);
             }
         }
-        Ok(Self { format, columns, planes: tensors, rounding: Rounding::Nothing })
+        Ok(Self { format, columns, planes: tensors, input_rounding: InputRounding::None })
     }
 
     /// All that it holds in memory.
@@ -175,8 +176,8 @@ impl QuantizedMatrix {
         self.planes.iter().flatten()
     }
 
-    pub fn rounded(self, rounding: Rounding) -> Self {
-        Self { rounding, ..self }
+    pub fn with_input_rounding(self, input_rounding: InputRounding) -> Self {
+        Self { input_rounding, ..self }
     }
 
     fn low(&self) -> &Tensor {
@@ -224,7 +225,7 @@ impl QuantizedMatrix {
         }
     }
 
-    /// x \[T, C\] of a float dtype, rounded as `rounding` says, times the transposed matrix → \[T, R\] f32.
+    /// x \[T, C\] of a float dtype, rounded as `input_rounding` says, times the transposed matrix → \[T, R\] f32.
     pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
         let ((tokens, columns), (rows, _)) = (x.dims2()?, self.dims());
         if columns != self.columns {
@@ -232,7 +233,7 @@ impl QuantizedMatrix {
         }
         match self.device() {
             Device::Cpu => {
-                let x = round(&to_f32(x)?, self.rounding)?;
+                let x = round(&to_f32(x)?, self.input_rounding)?;
                 let (storage, layout) = x.storage_and_layout();
                 let x: &[f32] = elements(&storage, layout)?;
                 let mut products = vec![0.0; rows * tokens];
@@ -341,10 +342,10 @@ impl Matrix {
     }
 
     /// How the input of a product with it is rounded; none for floats, and where parts ask for different things.
-    pub fn rounding(&self) -> Option<Rounding> {
+    pub fn input_rounding(&self) -> Option<InputRounding> {
         match self {
             Self::Quantized(parts) => {
-                Some(parts[0].rounding).filter(|one| parts.iter().all(|part| part.rounding == *one))
+                Some(parts[0].input_rounding).filter(|one| parts.iter().all(|part| part.input_rounding == *one))
             }
             _ => None,
         }

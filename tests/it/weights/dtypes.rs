@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use candle_core::{DType, Device};
+use float8::F8E4M3;
 use inferno::Error;
-use inferno::kernels::quantized::{from_e4m3, to_e4m3};
 use inferno::models;
 use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
@@ -57,14 +57,14 @@ fn logits(dir: &Path, quantize: Option<QuantizationTarget>, device: &Device, dty
 }
 
 fn e4m3(value: f32) -> Vec<u8> {
-    vec![to_e4m3(value)]
+    vec![F8E4M3::from_f32(value).to_bits()]
 }
 
 /// transformers casts it to the dtype it is asked for, too. Every E4M3 number is one of bf16.
 #[test]
 fn e4m3_without_scales_is_a_float() {
     let cast = rewritten(Dtype::F8_E4M3, e4m3, None);
-    let rounded = |value| from_e4m3(to_e4m3(value));
+    let rounded = |value| F8E4M3::from_f32(value).to_f32();
     let same = rewritten(Dtype::BF16, |value| ((rounded(value).to_bits() >> 16) as u16).to_le_bytes().into(), None);
     for (device, dtype) in devices() {
         for quantize in [None, Some("int8".parse().unwrap())] {
