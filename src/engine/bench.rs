@@ -6,8 +6,8 @@ use serde::Serialize;
 
 use super::sampler::uniform;
 use super::{Decoding, Engine};
-use crate::nn::decoder::LogitsOf;
 use crate::nn::kv_cache;
+use crate::nn::pass::LogitRows;
 
 /// Bytes that one decode step cannot avoid reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -56,7 +56,7 @@ impl Engine {
     /// Reads tokens after the cached ones, in chunks, and waits for the device.
     pub fn fill(&mut self, tokens: &[u32]) -> Result<()> {
         for chunk in tokens.chunks(self.cache.chunk()) {
-            self.forward_tensor(chunk, LogitsOf::Last)?;
+            self.forward_tensor(chunk, LogitRows::Last)?;
         }
         Ok(self.device.synchronize()?)
     }
@@ -75,7 +75,7 @@ impl Engine {
             return Ok(chosen);
         }
         for _ in 0..count {
-            let logits = self.forward_tensor(&[token], LogitsOf::Last)?;
+            let logits = self.forward_tensor(&[token], LogitRows::Last)?;
             // The four bytes of the token come to the host, not the logits.
             token = logits.argmax(D::Minus1)?.to_vec1::<u32>()?[0];
             chosen.push(token);
@@ -109,7 +109,7 @@ impl Engine {
 
     fn one_step_logits(&mut self, id: u32) -> Result<Tensor> {
         if !self.start_steps(id)? {
-            return self.forward_tensor(&[id], LogitsOf::Last);
+            return self.forward_tensor(&[id], LogitRows::Last);
         }
         self.next_step(Some(id), 1)?;
         match &self.decoding {
@@ -125,7 +125,7 @@ impl Engine {
         if len > self.cached.len() {
             bail!("cannot go back to {len} tokens, {} are cached", self.cached.len());
         }
-        let left = self.cache.go_back(len)?;
+        let left = self.cache.truncate(len)?;
         // Sliding layers may have gone back further.
         let missing = self.cached[left..len].to_vec();
         self.cached.truncate(left);

@@ -19,12 +19,13 @@ use crate::kernels::moe::experts::ExpertWeights;
 use crate::kernels::quantized::Matrix;
 use crate::kernels::rows::copy_rows;
 use crate::nn::attention::Attention;
-use crate::nn::decoder::{Decoder, Layer};
+use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::{KvCache, LayerCache};
+use crate::nn::layer::DecoderLayer;
 use crate::nn::linear::Linear;
-use crate::nn::mlp::{ExpertsMlp, GatedMlp, Mlp};
+use crate::nn::mlp::{GatedMlp, Mlp};
+use crate::nn::moe::{ClampedMoe, GatedMoe};
 use crate::nn::norm::Norm as NormLayer;
-use crate::nn::routed::RoutedMlp;
 
 /// Steps that are queued ahead of the one whose token the host waits for.
 const AHEAD: usize = 2;
@@ -70,8 +71,8 @@ impl Executor {
             attention(&mut chain, &buffers, &mut scratch, layer, cache.layer(index))?;
             match &layer.mlp {
                 Mlp::Gated(mlp) => gated(&mut chain, &buffers, &mut scratch, layer, mlp)?,
-                Mlp::Experts(mlp) => experts(&mut chain, &buffers, &mut scratch, layer, mlp)?,
-                Mlp::Routed(mlp) => routed(&mut chain, &buffers, &mut scratch, layer, mlp)?,
+                Mlp::ClampedMoe(mlp) => experts(&mut chain, &buffers, &mut scratch, layer, mlp)?,
+                Mlp::GatedMoe(mlp) => routed(&mut chain, &buffers, &mut scratch, layer, mlp)?,
                 Mlp::Plain(_) => bail!("the executor has no kernels for this MLP"),
             }
         }
@@ -279,12 +280,12 @@ impl Drop for Executor {
 }
 
 /// Why the executor cannot run a layer.
-fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
+fn obstacle(decoder: &Decoder, layer: &DecoderLayer) -> Option<String> {
     let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
         return Some(format!("it computes in bf16 and f16, not {dtype:?}"));
     }
-    if let Some(what) = decoder.peculiarity() {
+    if let Some(what) = decoder.unsupported_reason() {
         return Some(format!("it has no kernels for {what}"));
     }
     let config = &layer.self_attn.config;
@@ -302,28 +303,28 @@ fn obstacle(decoder: &Decoder, layer: &Layer) -> Option<String> {
             }
             weights.extend([gate, up, &mlp.down_proj.weight].map(|weight| (weight.clone(), 1)));
         }
-        Mlp::Experts(mlp) => {
-            let ExpertsMlp { gate_up_proj, down_proj, config, .. } = mlp;
+        Mlp::ClampedMoe(mlp) => {
+            let ClampedMoe { gate_up_proj, down_proj, config, .. } = mlp;
             if !matches!((gate_up_proj, down_proj), (ExpertWeights::Mxfp4Tiles(_), ExpertWeights::Mxfp4Tiles(_))) {
                 return Some("it runs experts in MXFP4 only, with scales up to 2".into());
             }
-            if config.chosen > decode::MAX_CHOSEN_MXFP4 || config.experts > decode::MAX_EXPERTS {
-                return Some(format!("it cannot choose {} of {} experts", config.chosen, config.experts));
+            if config.experts_per_token > decode::MAX_CHOSEN_MXFP4 || config.experts > decode::MAX_EXPERTS {
+                return Some(format!("it cannot choose {} of {} experts", config.experts_per_token, config.experts));
             }
             let columns = config.intermediate_size;
             if columns % 8 != 0 || columns > decode::MAX_EXPERT_COLUMNS {
                 return Some(format!("it cannot multiply rows of {columns}"));
             }
         }
-        Mlp::Routed(mlp) => {
+        Mlp::GatedMoe(mlp) => {
             let (Ok(Some(gate_up)), Ok(Some(down))) = (mlp.gate_up_proj.as_matrix(), mlp.down_proj.as_matrix()) else {
                 return Some("it has no kernels for such experts".into());
             };
-            weights.extend([(gate_up, 1), (down, mlp.config.chosen)]);
+            weights.extend([(gate_up, 1), (down, mlp.config.experts_per_token)]);
         }
         Mlp::Plain(_) => return Some("it has no kernels for this MLP".into()),
     }
-    let after = layer.after_mlp.is_some() && !matches!(layer.mlp, Mlp::Gated(_));
+    let after = layer.mlp_post_norm.is_some() && !matches!(layer.mlp, Mlp::Gated(_));
     if after {
         return Some("it has no kernels for norms after experts".into());
     }
@@ -374,7 +375,7 @@ fn attention(
     chain: &mut Chain,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
-    layer: &Layer,
+    layer: &DecoderLayer,
     cache: &LayerCache,
 ) -> Result<()> {
     let Attention { qkv_proj, o_proj, sinks, qk_norm, rotary, config, .. } = &layer.self_attn;
@@ -423,18 +424,24 @@ fn attention(
     unsafe { chain.push(&flash::code(), &flash.name, shape, 0, arguments)? };
 
     let raw = scratch.tensor(6, buffers.x.dims(), DType::F32, device)?;
-    let after = after(&layer.after_attention, &raw);
+    let after = after(&layer.attention_post_norm, &raw);
     Ok(decode::residual(chain, buffers, &attended.flatten_all()?, &o_proj.weight, o_proj.bias.as_ref(), after)?)
 }
 
-fn gated(chain: &mut Chain, buffers: &StepBuffers, scratch: &mut Scratch, layer: &Layer, mlp: &GatedMlp) -> Result<()> {
+fn gated(
+    chain: &mut Chain,
+    buffers: &StepBuffers,
+    scratch: &mut Scratch,
+    layer: &DecoderLayer,
+    mlp: &GatedMlp,
+) -> Result<()> {
     let GatedMlp { gate_proj, up_proj, down_proj, activation, .. } = mlp;
     let (intermediate, _) = gate_proj.weight.dims();
     let h = scratch.tensor(4, &[intermediate], mlp.dtype(), buffers.x.device())?;
     let raw = scratch.tensor(6, buffers.x.dims(), DType::F32, buffers.x.device())?;
     let (gate, up) = (projection(gate_proj), projection(up_proj));
     decode::gate_up(chain, buffers, norm(&layer.post_attention_layernorm), gate, up, *activation, &h)?;
-    let after = after(&layer.after_mlp, &raw);
+    let after = after(&layer.mlp_post_norm, &raw);
     Ok(decode::residual(chain, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), after)?)
 }
 
@@ -442,10 +449,10 @@ fn routed(
     chain: &mut Chain,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
-    layer: &Layer,
-    mlp: &RoutedMlp,
+    layer: &DecoderLayer,
+    mlp: &GatedMoe,
 ) -> Result<()> {
-    let RoutedMlp { router, gate_up_proj, down_proj, dtype, config } = mlp;
+    let GatedMoe { router, gate_up_proj, down_proj, dtype, config } = mlp;
     let (Matrix::Dense(router), Some(gate_up), Some(down)) =
         (&router.weight, gate_up_proj.as_matrix()?, down_proj.as_matrix()?)
     else {
@@ -453,7 +460,7 @@ fn routed(
     };
     let device = buffers.x.device();
     let logits = scratch.tensor(7, &[config.experts], DType::F32, device)?;
-    let h = scratch.tensor(4, &[config.chosen, config.intermediate_size], *dtype, device)?;
+    let h = scratch.tensor(4, &[config.experts_per_token, config.intermediate_size], *dtype, device)?;
     let norm = norm(&layer.post_attention_layernorm);
     decode::router(chain, buffers, norm, router, None, &logits, None)?;
     decode::routed_gate_up(chain, buffers, norm, &gate_up, &logits, &h)?;
@@ -464,16 +471,16 @@ fn experts(
     chain: &mut Chain,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
-    layer: &Layer,
-    mlp: &ExpertsMlp,
+    layer: &DecoderLayer,
+    mlp: &ClampedMoe,
 ) -> Result<()> {
-    let ExpertsMlp { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config } = mlp;
+    let ClampedMoe { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config } = mlp;
     let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) = (gate_up_proj, down_proj) else {
         bail!("the executor runs experts in MXFP4 only");
     };
     let Matrix::Dense(router_weight) = &router.weight else { bail!("a router is of floats") };
     if scratch.experts.is_empty() {
-        let (count, chosen) = (config.experts, config.chosen);
+        let (count, chosen) = (config.experts, config.experts_per_token);
         scratch.experts.push(ExpertBuffers::new(&buffers.x, count, chosen, config.intermediate_size)?);
     }
     let between = &scratch.experts[0];

@@ -13,7 +13,7 @@ use super::sampling::SamplingParams;
 use super::stop::StopStrings;
 use crate::chat::{Channel, Delta, Parser, ToolCall};
 use crate::error::Error;
-use crate::nn::decoder::LogitsOf;
+use crate::nn::pass::LogitRows;
 use crate::tokenizer::TextStream;
 
 /// What a caller may ask of a generation. `Engine::defaults` gives the model's own sampling.
@@ -257,7 +257,7 @@ impl<'e> Generation<'e> {
         };
         // The graph runs on by itself: the text of this token is made while it does.
         if self.finish.is_none() && self.on_device == OnDevice::No {
-            self.logits = self.engine.forward(&[token], LogitsOf::Last)?;
+            self.logits = self.engine.forward(&[token], LogitRows::Last)?;
         }
         Ok(Chunk { token: Some(token), deltas })
     }

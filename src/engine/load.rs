@@ -227,7 +227,7 @@ impl Model {
                 None => Weights::new(checkpoint, &device, dtype, &loaded)?,
             };
             let mut decoder = architecture.build(&weights, context)?;
-            let attention = decoder.attend_with(options.attention)?;
+            let attention = decoder.set_attention_backend(options.attention)?;
             drop(weights);
             device.synchronize()?;
             times.weights_s = started.elapsed().as_secs_f64();

@@ -25,8 +25,9 @@ pub use stop::StopStrings;
 use crate::chat::{ChatFormat, Message, RenderOptions, Rendered};
 #[cfg(feature = "cuda")]
 use crate::device;
-use crate::nn::decoder::{Batch, Decoder, LogitsOf};
+use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
+use crate::nn::pass::{LogitRows, StepBatch};
 use crate::snapshot;
 use crate::tokenizer::{ControlTokens, TextStream, Tokenizer};
 use generate::Reader;
@@ -230,7 +231,7 @@ impl Engine {
     fn prefill(&mut self, prompt: &[u32], canceled: &dyn Fn() -> bool) -> Result<Prefilled> {
         // At least the last token is run, for its logits.
         let common = prompt[..prompt.len() - 1].iter().zip(&self.cached).take_while(|(a, b)| a == b).count();
-        let cached_tokens = self.cache.go_back(common.min(self.cached.len()))?;
+        let cached_tokens = self.cache.truncate(common.min(self.cached.len()))?;
         self.cached.truncate(cached_tokens);
         let mut logits = None;
         let chunks = prompt[cached_tokens..].chunks(self.cache.chunk());
@@ -239,7 +240,7 @@ impl Engine {
             if canceled() {
                 return Ok(Prefilled { cached_tokens, logits: None });
             }
-            let of_chunk = self.forward_tensor(chunk, LogitsOf::Last)?;
+            let of_chunk = self.forward_tensor(chunk, LogitRows::Last)?;
             if index == last {
                 logits = Some(of_chunk);
             }
@@ -249,7 +250,7 @@ impl Engine {
     }
 
     /// Runs tokens after the cached ones. Returns logits on the host.
-    fn forward(&mut self, ids: &[u32], logits: LogitsOf) -> Result<Vec<f32>> {
+    fn forward(&mut self, ids: &[u32], logits: LogitRows) -> Result<Vec<f32>> {
         Ok(self.forward_tensor(ids, logits)?.flatten_all()?.to_vec1()?)
     }
 
@@ -300,8 +301,8 @@ impl Engine {
         bail!("there is no graph to run")
     }
 
-    fn forward_tensor(&mut self, ids: &[u32], logits: LogitsOf) -> Result<Tensor> {
-        let batch = Batch { ids, tokens: &[ids.len()], logits };
+    fn forward_tensor(&mut self, ids: &[u32], logits: LogitRows) -> Result<Tensor> {
+        let batch = StepBatch { ids, tokens: &[ids.len()], logits };
         let logits = self.decoder.forward(&batch, &mut [&mut self.cache])?;
         self.cached.extend(ids);
         Ok(logits)
@@ -312,7 +313,7 @@ impl Engine {
         self.forget();
         let rows: Vec<Tensor> = ids
             .chunks(self.cache.chunk())
-            .map(|chunk| self.forward_tensor(chunk, LogitsOf::All))
+            .map(|chunk| self.forward_tensor(chunk, LogitRows::All))
             .collect::<Result<_>>()?;
         Ok(Tensor::cat(&rows, 0)?)
     }
@@ -351,7 +352,7 @@ impl Engine {
         for (index, inputs) in ids[..ids.len() - 1].chunks(NLL_ROWS.min(self.cache.chunk())).enumerate() {
             let first = index * NLL_ROWS.min(self.cache.chunk());
             let targets = &ids[first + 1..first + 1 + inputs.len()];
-            let logits = self.forward_tensor(inputs, LogitsOf::All)?;
+            let logits = self.forward_tensor(inputs, LogitRows::All)?;
             let targets = Tensor::new(targets, &self.device)?.unsqueeze(1)?;
             let chosen = logits.gather(&targets, D::Minus1)?.squeeze(1)?;
             let nll = (logits.log_sum_exp(D::Minus1)? - chosen)?;

@@ -47,7 +47,7 @@ pub struct Need {
     dtype: DType,
     max_context: usize,
     /// Chosen up to this if nobody asks for more.
-    usual_context: usize,
+    default_context: usize,
 }
 
 /// What is made room for.
@@ -63,8 +63,8 @@ impl Need {
     /// Of a model with these tensors, computed in `dtype`.
     pub fn new(inventory: &Inventory, architecture: &dyn Architecture, dtype: DType, place: Place) -> Self {
         let (layers, max_context) = (architecture.cache_layers(), architecture.max_position_embeddings());
-        let usual_context = architecture.usual_context();
-        Self { usual_context, ..Self::of_layers(inventory, layers, max_context, dtype, place) }
+        let default_context = architecture.default_context();
+        Self { default_context, ..Self::of_layers(inventory, layers, max_context, dtype, place) }
     }
 
     /// The same for a model whose family is not known: what its layers keep is taken on trust.
@@ -83,7 +83,7 @@ impl Need {
             chunks: place.chunk_sizes().to_vec(),
             dtype,
             max_context,
-            usual_context: max_context,
+            default_context: max_context,
         }
     }
 
@@ -141,7 +141,7 @@ impl Need {
 
     /// The context that is chosen where memory is ample and nobody asks for another.
     pub fn default_context(&self) -> usize {
-        self.max_context.min(self.usual_context).min(DEFAULT_CONTEXT)
+        self.max_context.min(self.default_context).min(DEFAULT_CONTEXT)
     }
 
     /// The longest context that fits, if prompts are read in the smallest chunks.
@@ -226,7 +226,7 @@ mod tests {
             chunks: vec![2048, 512],
             dtype: DType::BF16,
             max_context: 131_072,
-            usual_context: 131_072,
+            default_context: 131_072,
         }
     }
 

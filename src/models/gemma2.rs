@@ -1,15 +1,19 @@
-//! Gemma 2 (arXiv 2408.00118; transformers `modeling_gemma2.py`): norms before and after attention and MLP, GeGLU, soft caps
-//! on scores and logits, a sliding window on every other layer, scaled embeddings.
+//! Gemma 2 (arXiv 2408.00118; transformers `modeling_gemma2.py`).
+//!
+//! It differs from Llama in these points: norms before and after attention and MLP, GeGLU, soft caps on attention scores
+//! and logits, a sliding window on every second layer, and scaled embeddings.
 
-use anyhow::{Result, bail};
+use anyhow::Result;
+use candle_core::{DType, Device, Tensor};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common, Usual};
-use super::{Architecture, Family};
+use super::config::{self, CommonConfig};
+use super::family::{Architecture, Family};
+use super::standard::StandardDecoder;
 use crate::kernels::swiglu::Activation;
 use crate::nn::attention::{Attention, AttentionConfig};
-use crate::nn::decoder::{Frame, Names, Place};
+use crate::nn::decoder_config::{DecoderConfig, DecoderNames, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
@@ -18,61 +22,59 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "gemma2", architecture: "Gemma2ForCausalLM", read };
 
-/// Gemma's `post_attention_layernorm` is what its name says; the norm before the MLP has another.
-pub(super) const NAMES: Names = Names {
+/// In Gemma, `post_attention_layernorm` norms the attention output. The norm before the MLP has another name.
+pub(super) const NAMES: DecoderNames = DecoderNames {
     post_attention_layernorm: "pre_feedforward_layernorm",
-    after: Some(("post_attention_layernorm", "post_feedforward_layernorm")),
-    ..Names::USUAL
+    post_norms: Some(("post_attention_layernorm", "post_feedforward_layernorm")),
+    ..DecoderNames::LLAMA
 };
 
-/// config.json.
+/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     query_pre_attn_scalar: f64,
     attn_logit_softcapping: Option<f32>,
     final_logit_softcapping: Option<f32>,
     #[serde(flatten)]
-    common: Common,
+    common: CommonConfig,
 }
 
 fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    common::check_activation("gemma2", &json, "hidden_activation", &["gelu_pytorch_tanh"])?;
-    common::refuse("gemma2", &json, &["use_bidirectional_attention"])?;
+    config::check_activation("gemma2", &json, "hidden_activation", &["gelu_pytorch_tanh"])?;
+    config::reject_fields("gemma2", &json, &["use_bidirectional_attention"])?;
     let defaults = json!({
         "max_position_embeddings": 8192, "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": true,
         "query_pre_attn_scalar": 256, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0
     });
-    let config: Config = common::parse("gemma2", json, defaults)?;
-    config.common.check()?;
-    check_positive("query_pre_attn_scalar", Some(config.query_pre_attn_scalar as f32))?;
-    check_positive("attn_logit_softcapping", config.attn_logit_softcapping)?;
-    check_positive("final_logit_softcapping", config.final_logit_softcapping)?;
+    let config: Config = config::parse("gemma2", json, defaults)?;
+    config.common.validate()?;
+    config::check_positive("query_pre_attn_scalar", Some(config.query_pre_attn_scalar as f32))?;
+    config::check_positive("attn_logit_softcapping", config.attn_logit_softcapping)?;
+    config::check_positive("final_logit_softcapping", config.final_logit_softcapping)?;
     Ok(Box::new(config))
 }
 
-pub(super) fn check_positive(name: &str, value: Option<f32>) -> Result<()> {
-    match value.filter(|value| !(value.is_finite() && *value > 0.0)) {
-        Some(value) => bail!("{name} is {value}"),
-        None => Ok(()),
-    }
+/// Returns the decoder config of all Gemma models: norms that store w - 1, and embeddings scaled by sqrt(C).
+pub(super) fn decoder_config(
+    common: &CommonConfig,
+    weights: &Weights,
+    layers: Vec<LayerSpec>,
+    context: usize,
+) -> Result<DecoderConfig> {
+    // transformers rounds the factor to the compute dtype.
+    let scale = Tensor::new((common.hidden_size as f64).sqrt() as f32, &Device::Cpu)?;
+    let scale = scale.to_dtype(weights.dtype())?.to_dtype(DType::F32)?.to_scalar::<f32>()?;
+    let config = common.decoder_config(layers, context)?;
+    Ok(DecoderConfig { norm: norm(common), names: NAMES, embed_scale: scale, ..config })
 }
 
-/// What is around Gemma's layers: norms that hold w - 1, and embeddings times sqrt(C), a factor that transformers rounds to
-/// the dtype computed in.
-pub(super) fn frame(common: &Common, weights: &Weights, layers: Vec<LayerSpec>, context: usize) -> Result<Frame> {
-    let scale = candle_core::Tensor::new((common.hidden_size as f64).sqrt() as f32, &candle_core::Device::Cpu)?;
-    let scale = scale.to_dtype(weights.dtype())?.to_dtype(candle_core::DType::F32)?.to_scalar::<f32>()?;
-    let frame = common.frame(layers, context)?;
-    Ok(Frame { norm: norm(common), names: NAMES, embed_scale: scale, ..frame })
-}
-
-pub(super) fn norm(common: &Common) -> NormConfig {
+pub(super) fn norm(common: &CommonConfig) -> NormConfig {
     NormConfig { kind: NormKind::RmsOffByOne, eps: common.rms_norm_eps }
 }
 
-impl Usual for Config {
-    fn common(&self) -> &Common {
+impl StandardDecoder for Config {
+    fn common(&self) -> &CommonConfig {
         &self.common
     }
 
@@ -80,22 +82,22 @@ impl Usual for Config {
         self.common.layers(|layer| self.common.window(layer, |layer| layer.is_multiple_of(2)))
     }
 
-    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
+    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let bias = Bias::from(self.common.attention_bias);
         let attention = AttentionConfig {
             qkv_bias: bias,
             o_bias: bias,
             scale: self.query_pre_attn_scalar.powf(-0.5) as f32,
             softcap: self.attn_logit_softcapping,
-            ..self.common.attention(place.spec)
+            ..self.common.attention(layer.spec)
         };
-        let attention = Attention::load(&weights.at("self_attn"), attention, place.rotary)?;
-        let mlp = self.common.mlp(weights)?;
-        Ok((attention, Mlp::Gated(mlp.with(Activation::GeluTanh))))
+        let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
+        let mlp = self.common.load_mlp(weights)?;
+        Ok((attention, Mlp::Gated(mlp.with_activation(Activation::GeluTanh))))
     }
 
-    fn frame(&self, weights: &Weights, context: usize) -> Result<Frame> {
-        let frame = frame(&self.common, weights, self.layers(), context)?;
-        Ok(Frame { final_softcap: self.final_logit_softcapping, ..frame })
+    fn decoder_config(&self, weights: &Weights, context: usize) -> Result<DecoderConfig> {
+        let config = decoder_config(&self.common, weights, self.layers(), context)?;
+        Ok(DecoderConfig { final_softcap: self.final_logit_softcapping, ..config })
     }
 }

@@ -1,45 +1,48 @@
-//! Gemma 3, the text model alone or that of a multimodal checkpoint, whose pictures it does not see (arXiv 2503.19786;
-//! transformers `modeling_gemma3.py`): Gemma 2's layers with norms of queries and keys in place of the soft cap on scores,
-//! five sliding layers to a full one, and rotary frequencies of their own for the sliding ones.
+//! Gemma 3 (arXiv 2503.19786; transformers `modeling_gemma3.py`): the text model, alone or from a multimodal checkpoint.
+//! Images are not supported.
+//!
+//! It differs from Gemma 2 in these points: q/k norms in place of the soft cap on attention scores, five sliding-window
+//! layers for each full layer, and separate RoPE frequencies for the sliding-window layers.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common, Usual};
+use super::config::{self, CommonConfig};
+use super::family::{Architecture, Family};
 use super::gemma2;
-use super::{Architecture, Family};
+use super::standard::StandardDecoder;
 use crate::kernels::swiglu::Activation;
 use crate::nn::attention::{Attention, AttentionConfig};
-use crate::nn::decoder::{Frame, Place};
+use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
-use crate::nn::rope::{Lengths, RopeConfig};
+use crate::nn::rope::{RopeConfig, RopeLengths};
 use crate::weights::Weights;
 
 pub const TEXT: Family = Family { model_type: "gemma3_text", architecture: "Gemma3ForCausalLM", read };
 pub const MULTIMODAL: Family =
     Family { model_type: "gemma3", architecture: "Gemma3ForConditionalGeneration", read: read_multimodal };
 
-/// Where the text model lies: alone, in a multimodal checkpoint, in one that transformers 5 has saved.
-const PLACES: [&str; 3] = ["model", "language_model.model", "model.language_model"];
+/// The prefixes of the text model: alone, in a multimodal checkpoint, and in one saved by transformers 5.
+const PREFIXES: [&str; 3] = ["model", "language_model.model", "model.language_model"];
 
-/// config.json.
+/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     query_pre_attn_scalar: f64,
     sliding_window_pattern: usize,
     final_logit_softcapping: Option<f32>,
-    /// Of the sliding layers; `common` has the full ones'.
+    /// For sliding-window layers; `common` has the one for full layers.
     sliding_rope: RopeConfig,
     #[serde(flatten)]
-    common: Common,
+    common: CommonConfig,
 }
 
 fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
-    common::check_activation("gemma3", &json, "hidden_activation", &["gelu_pytorch_tanh"])?;
-    common::refuse("gemma3", &json, &["use_bidirectional_attention", "attn_logit_softcapping"])?;
+    config::check_activation("gemma3", &json, "hidden_activation", &["gelu_pytorch_tanh"])?;
+    config::reject_fields("gemma3", &json, &["use_bidirectional_attention", "attn_logit_softcapping"])?;
     split_rope(&mut json)?;
     let defaults = json!({
         "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -47,10 +50,10 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
         "tie_word_embeddings": true, "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6,
         "rope_theta": 1e6
     });
-    let config: Config = common::parse("gemma3", json, defaults)?;
-    config.common.check()?;
-    gemma2::check_positive("query_pre_attn_scalar", Some(config.query_pre_attn_scalar as f32))?;
-    gemma2::check_positive("final_logit_softcapping", config.final_logit_softcapping)?;
+    let config: Config = config::parse("gemma3", json, defaults)?;
+    config.common.validate()?;
+    config::check_positive("query_pre_attn_scalar", Some(config.query_pre_attn_scalar as f32))?;
+    config::check_positive("final_logit_softcapping", config.final_logit_softcapping)?;
     if config.sliding_window_pattern == 0 {
         bail!("sliding_window_pattern is 0");
     }
@@ -60,59 +63,59 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
 fn read_multimodal(mut json: Value) -> Result<Box<dyn Architecture>> {
     let quantization = json["quantization_config"].take();
     let mut text = json["text_config"].take();
-    let Some(fields) = text.as_object_mut() else { bail!("there is no text_config") };
+    let Some(fields) = text.as_object_mut() else { bail!("text_config is missing") };
     fields.insert("quantization_config".into(), quantization);
     read(text)
 }
 
-/// One base for full layers and one for sliding ones, in both spellings: `rope_theta`, `rope_scaling` and
-/// `rope_local_base_freq`, or `rope_parameters` by type of layer.
+/// Gives full and sliding-window layers a RoPE config of their own. config.json has either `rope_theta`, `rope_scaling`
+/// and `rope_local_base_freq`, or one `rope_parameters` per layer type.
 fn split_rope(json: &mut Value) -> Result<()> {
     let local = json["rope_local_base_freq"].as_f64().unwrap_or(10_000.0);
     let by_type = json["rope_parameters"].take();
-    let of = |layer_type: &str| by_type.get(layer_type).cloned();
-    if !by_type.is_null() && of("full_attention").is_none() {
+    let parameters = |layer_type: &str| by_type.get(layer_type).cloned();
+    if !by_type.is_null() && parameters("full_attention").is_none() {
         bail!("rope_parameters has no full_attention");
     }
-    // An older file's `rope_scaling` is for the full layers alone.
-    let sliding = of("sliding_attention").filter(Value::is_object).unwrap_or_else(|| json!({}));
+    // In older files, `rope_scaling` is for full layers only.
+    let sliding = parameters("sliding_attention").filter(Value::is_object).unwrap_or_else(|| json!({}));
     json["sliding_rope"] = json!({"rope_theta": local, "rope_parameters": sliding});
-    json["rope_parameters"] = of("full_attention").unwrap_or(Value::Null);
+    json["rope_parameters"] = parameters("full_attention").unwrap_or(Value::Null);
     Ok(())
 }
 
-impl Usual for Config {
-    fn common(&self) -> &Common {
+impl StandardDecoder for Config {
+    fn common(&self) -> &CommonConfig {
         &self.common
     }
 
     fn layers(&self) -> Vec<LayerSpec> {
-        let slides = |layer: usize| !(layer + 1).is_multiple_of(self.sliding_window_pattern);
-        self.common.layers(|layer| self.common.window(layer, slides))
+        let is_sliding = |layer: usize| !(layer + 1).is_multiple_of(self.sliding_window_pattern);
+        self.common.layers(|layer| self.common.window(layer, is_sliding))
     }
 
-    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
+    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let bias = Bias::from(self.common.attention_bias);
         let attention = AttentionConfig {
             qkv_bias: bias,
             o_bias: bias,
             scale: self.query_pre_attn_scalar.powf(-0.5) as f32,
             qk_norm: Some(gemma2::norm(&self.common)),
-            ..self.common.attention(place.spec)
+            ..self.common.attention(layer.spec)
         };
-        let attention = Attention::load(&weights.at("self_attn"), attention, place.rotary)?;
-        let mlp = self.common.mlp(weights)?;
-        Ok((attention, Mlp::Gated(mlp.with(Activation::GeluTanh))))
+        let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
+        let mlp = self.common.load_mlp(weights)?;
+        Ok((attention, Mlp::Gated(mlp.with_activation(Activation::GeluTanh))))
     }
 
-    fn frame(&self, weights: &Weights, context: usize) -> Result<Frame> {
-        let model = PLACES.into_iter().find(|place| weights.contains(&format!("{place}.embed_tokens.weight")));
-        let lengths = Lengths { max_position_embeddings: self.common.max_position_embeddings, context };
-        Ok(Frame {
+    fn decoder_config(&self, weights: &Weights, context: usize) -> Result<DecoderConfig> {
+        let prefix = PREFIXES.into_iter().find(|prefix| weights.contains(&format!("{prefix}.embed_tokens.weight")));
+        let lengths = RopeLengths { max_position_embeddings: self.common.max_position_embeddings, context };
+        Ok(DecoderConfig {
             final_softcap: self.final_logit_softcapping,
             sliding_frequencies: Some(self.sliding_rope.frequencies(self.common.head_dim(), lengths, 10_000.0)?),
-            model: model.unwrap_or("model").into(),
-            ..gemma2::frame(&self.common, weights, self.layers(), context)?
+            prefix: prefix.unwrap_or("model").into(),
+            ..gemma2::decoder_config(&self.common, weights, self.layers(), context)?
         })
     }
 }

@@ -1,24 +1,26 @@
-//! gpt-oss (openai/gpt-oss, `gpt_oss/torch/model.py`; transformers `modeling_gpt_oss.py`): routed experts in MXFP4,
-//! attention sinks, a sliding window on alternating layers, YaRN.
+//! gpt-oss (openai/gpt-oss, `gpt_oss/torch/model.py`; transformers `modeling_gpt_oss.py`): a mixture of experts in MXFP4,
+//! attention sinks, a sliding window on every second layer, and YaRN.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::common::LayerType;
-use super::{Architecture, Family, Sizes};
+use super::config::{self, LayerType, ModelSizes};
+use super::family::{Architecture, Family};
 use crate::nn::attention::{Attention, AttentionConfig, Sinks};
-use crate::nn::decoder::{Decoder, Frame, Place};
+use crate::nn::decoder::Decoder;
+use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
-use crate::nn::mlp::{ExpertsConfig, ExpertsMlp, Mlp};
+use crate::nn::mlp::Mlp;
+use crate::nn::moe::{ClampedMoe, ClampedMoeConfig};
 use crate::nn::norm::NormConfig;
-use crate::nn::rope::{Frequencies, Lengths, RopeConfig};
+use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "gpt_oss", architecture: "GptOssForCausalLM", read };
 
-/// config.json.
+/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     vocab_size: usize,
@@ -59,18 +61,18 @@ fn default_attention_bias() -> bool {
 }
 
 fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
-    // Original exports carry both spellings of the same number, which serde would call a duplicate.
+    // OpenAI's own files have this number under both names. serde would reject the second as a duplicate.
     if let Some(fields) = json.as_object_mut().filter(|fields| fields.contains_key("num_experts_per_tok")) {
         fields.remove("experts_per_token");
     }
     let config: Config = serde_json::from_value(json)?;
-    config.check()?;
+    config.validate()?;
     Ok(Box::new(config))
 }
 
 impl Config {
-    fn check(&self) -> Result<()> {
-        Sizes {
+    fn validate(&self) -> Result<()> {
+        ModelSizes {
             hidden_size: self.hidden_size,
             layers: self.num_hidden_layers,
             heads: self.num_attention_heads,
@@ -80,18 +82,13 @@ impl Config {
             vocab_size: self.vocab_size,
             max_position_embeddings: self.max_position_embeddings,
         }
-        .check()?;
+        .validate()?;
         let (chosen, experts) = (self.num_experts_per_tok, self.num_local_experts);
         if chosen == 0 || chosen > experts || chosen > 31 || experts > 1024 {
             bail!("cannot choose {chosen} of {experts} experts");
         }
-        let types = self.layer_types.as_ref().map_or(self.num_hidden_layers, Vec::len);
-        if types != self.num_hidden_layers {
-            bail!("{types} layer_types for {} layers", self.num_hidden_layers);
-        }
-        if let Some(window) = self.sliding_window.filter(|window| !(1..=1 << 24).contains(window)) {
-            bail!("sliding_window is {window}");
-        }
+        config::check_layer_types(self.layer_types.as_ref(), self.num_hidden_layers)?;
+        config::check_window(self.sliding_window)?;
         if self.swiglu_limit.is_nan() || self.swiglu_limit <= 0.0 {
             bail!("swiglu_limit is {}", self.swiglu_limit);
         }
@@ -99,37 +96,37 @@ impl Config {
         Ok(())
     }
 
-    fn frequencies(&self) -> Result<Frequencies> {
+    fn frequencies(&self) -> Result<RopeFrequencies> {
         let max_position_embeddings = self.max_position_embeddings;
-        let lengths = Lengths { max_position_embeddings, context: max_position_embeddings };
+        let lengths = RopeLengths { max_position_embeddings, context: max_position_embeddings };
         self.rope.frequencies(self.head_dim, lengths, 150_000.0)
     }
 
-    /// Even layers slide unless `layer_types` says otherwise.
+    /// Returns the type of a layer. Without `layer_types`, even layers have a sliding window.
     fn layer_type(&self, layer: usize) -> LayerType {
-        let by_parity = if layer.is_multiple_of(2) { LayerType::SlidingAttention } else { LayerType::FullAttention };
-        self.layer_types.as_ref().map_or(by_parity, |types| types[layer])
+        let default = if layer.is_multiple_of(2) { LayerType::SlidingAttention } else { LayerType::FullAttention };
+        self.layer_types.as_ref().map_or(default, |types| types[layer])
     }
 
-    /// Attention and MLP of one layer.
-    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
+    /// Loads attention and MLP of one layer.
+    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let bias = Bias::from(self.attention_bias);
         let attention = AttentionConfig {
             qkv_bias: bias,
             o_bias: bias,
             sinks: Sinks::With,
-            ..AttentionConfig::new(self.hidden_size, self.num_attention_heads, place.spec)
+            ..AttentionConfig::new(self.hidden_size, self.num_attention_heads, layer.spec)
         };
-        let experts = ExpertsConfig {
+        let moe = ClampedMoeConfig {
             hidden_size: self.hidden_size,
             intermediate_size: self.intermediate_size,
             experts: self.num_local_experts,
-            chosen: self.num_experts_per_tok,
+            experts_per_token: self.num_experts_per_tok,
             swiglu_limit: self.swiglu_limit,
         };
-        let attention = Attention::load(&weights.at("self_attn"), attention, place.rotary)?;
-        let experts = ExpertsMlp::load(&weights.at("mlp"), experts)?;
-        Ok((attention, Mlp::Experts(experts)))
+        let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
+        let moe = ClampedMoe::load(&weights.at("mlp"), moe)?;
+        Ok((attention, Mlp::ClampedMoe(moe)))
     }
 }
 
@@ -158,11 +155,11 @@ impl Architecture for Config {
 
     fn build(&self, weights: &Weights, context: usize) -> Result<Decoder> {
         let norm = NormConfig::rms(self.rms_norm_eps);
-        let frame = Frame {
+        let config = DecoderConfig {
             tie_word_embeddings: self.tie_word_embeddings,
             cache_layers: self.cache_layers(),
-            ..Frame::new(self.vocab_size, self.hidden_size, norm, self.frequencies()?)
+            ..DecoderConfig::new(self.vocab_size, self.hidden_size, norm, self.frequencies()?)
         };
-        Decoder::load(weights, context, frame, |weights, place| self.parts(weights, place))
+        Decoder::load(weights, context, config, |weights, layer| self.load_parts(weights, layer))
     }
 }

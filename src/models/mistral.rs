@@ -1,48 +1,51 @@
-//! Mistral 7B, Nemo, Small and whatever else says `MistralForCausalLM` (arXiv 2310.06825; transformers
-//! `modeling_mistral.py`): Llama's layers, all of them with a sliding window in v0.1 and none later.
+//! Mistral 7B, Nemo, Small, and every other model that names `MistralForCausalLM` (arXiv 2310.06825; transformers
+//! `modeling_mistral.py`).
+//!
+//! The layers are Llama's. In v0.1 all of them have a sliding window, in later versions none.
 
 use anyhow::Result;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common, Usual};
-use super::{Architecture, Family};
+use super::config::{self, CommonConfig};
+use super::family::{Architecture, Family};
+use super::standard::StandardDecoder;
 use crate::nn::attention::Attention;
-use crate::nn::decoder::Place;
+use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::Mlp;
 use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "mistral", architecture: "MistralForCausalLM", read };
 
-/// config.json.
+/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(flatten)]
-    common: Common,
+    common: CommonConfig,
 }
 
 fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    common::check_activation("mistral", &json, "hidden_act", &["silu"])?;
-    common::refuse("mistral", &json, &["attention_bias", "layer_types"])?;
+    config::check_activation("mistral", &json, "hidden_act", &["silu"])?;
+    config::reject_fields("mistral", &json, &["attention_bias", "layer_types"])?;
     let defaults = json!({"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096});
-    let config: Config = common::parse("mistral", json, defaults)?;
-    config.common.check()?;
+    let config: Config = config::parse("mistral", json, defaults)?;
+    config.common.validate()?;
     Ok(Box::new(config))
 }
 
-impl Usual for Config {
-    fn common(&self) -> &Common {
+impl StandardDecoder for Config {
+    fn common(&self) -> &CommonConfig {
         &self.common
     }
 
     fn layers(&self) -> Vec<LayerSpec> {
-        self.common.all_sliding()
+        self.common.sliding_layers()
     }
 
-    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
-        let attention = Attention::load(&weights.at("self_attn"), self.common.attention(place.spec), place.rotary)?;
-        let mlp = self.common.mlp(weights)?;
+    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+        let attention = Attention::load(&weights.at("self_attn"), self.common.attention(layer.spec), layer.rotary)?;
+        let mlp = self.common.load_mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp)))
     }
 }

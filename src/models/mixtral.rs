@@ -1,72 +1,73 @@
-//! Mixtral (arXiv 2401.04088; transformers `modeling_mixtral.py`): Mistral's layers with routed experts.
+//! Mixtral (arXiv 2401.04088; transformers `modeling_mixtral.py`): Mistral with a mixture of experts.
 
 use anyhow::Result;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common, Usual};
-use super::{Architecture, Family};
+use super::config::{self, CommonConfig};
+use super::family::{Architecture, Family};
+use super::standard::StandardDecoder;
 use crate::kernels::moe::topk::Softmax;
 use crate::nn::attention::Attention;
-use crate::nn::decoder::Place;
+use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::Mlp;
-use crate::nn::routed::{ExpertNames, RoutedConfig, RoutedMlp};
+use crate::nn::moe::{ExpertNames, GatedMoe, GatedMoeConfig};
 use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "mixtral", architecture: "MixtralForCausalLM", read };
 
-const EXPERT: ExpertNames = ExpertNames { gate: "w1", up: "w3", down: "w2" };
+const EXPERT_NAMES: ExpertNames = ExpertNames { gate: "w1", up: "w3", down: "w2" };
 
-/// config.json.
+/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(alias = "num_experts")]
     num_local_experts: usize,
     num_experts_per_tok: usize,
     #[serde(flatten)]
-    common: Common,
+    common: CommonConfig,
 }
 
 fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    common::check_activation("mixtral", &json, "hidden_act", &["silu"])?;
-    common::refuse("mixtral", &json, &["attention_bias", "layer_types"])?;
+    config::check_activation("mixtral", &json, "hidden_act", &["silu"])?;
+    config::reject_fields("mixtral", &json, &["attention_bias", "layer_types"])?;
     let defaults = json!({
         "max_position_embeddings": 131_072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
         "num_local_experts": 8, "num_experts_per_tok": 2
     });
-    let config: Config = common::parse("mixtral", json, defaults)?;
-    config.common.check()?;
-    config.experts().check()?;
+    let config: Config = config::parse("mixtral", json, defaults)?;
+    config.common.validate()?;
+    config.moe_config().validate()?;
     Ok(Box::new(config))
 }
 
 impl Config {
-    fn experts(&self) -> RoutedConfig {
-        RoutedConfig {
+    fn moe_config(&self) -> GatedMoeConfig {
+        GatedMoeConfig {
             hidden_size: self.common.hidden_size,
             intermediate_size: self.common.intermediate_size,
             experts: self.num_local_experts,
-            chosen: self.num_experts_per_tok,
+            experts_per_token: self.num_experts_per_tok,
             softmax: Softmax::OverChosen,
         }
     }
 }
 
-impl Usual for Config {
-    fn common(&self) -> &Common {
+impl StandardDecoder for Config {
+    fn common(&self) -> &CommonConfig {
         &self.common
     }
 
     fn layers(&self) -> Vec<LayerSpec> {
-        self.common.all_sliding()
+        self.common.sliding_layers()
     }
 
-    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
-        let attention = Attention::load(&weights.at("self_attn"), self.common.attention(place.spec), place.rotary)?;
-        // transformers 5 calls it `mlp` when it keeps the experts in one tensor.
+    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+        let attention = Attention::load(&weights.at("self_attn"), self.common.attention(layer.spec), layer.rotary)?;
+        // transformers 5 stacks the experts in one tensor and names the layer `mlp`.
         let name = if weights.contains("mlp.gate.weight") { "mlp" } else { "block_sparse_moe" };
-        let experts = RoutedMlp::load(&weights.at(name), self.experts(), &EXPERT)?;
-        Ok((attention, Mlp::Routed(experts)))
+        let moe = GatedMoe::load(&weights.at(name), self.moe_config(), &EXPERT_NAMES)?;
+        Ok((attention, Mlp::GatedMoe(moe)))
     }
 }

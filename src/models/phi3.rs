@@ -1,49 +1,52 @@
-//! Phi-3, Phi-3.5 and Phi-4, without the vision and MoE ones (arXiv 2404.14219; transformers `modeling_phi3.py`): Llama's
-//! layers with fused projections, LongRoPE in those for long contexts, a rotated part of each head in Phi-4-mini.
+//! Phi-3, Phi-3.5 and Phi-4, but not their vision and MoE variants (arXiv 2404.14219; transformers `modeling_phi3.py`).
+//!
+//! It differs from Llama in these points: projections are fused, models with long contexts use LongRoPE, and Phi-4-mini
+//! rotates only part of each head.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common, Usual};
-use super::{Architecture, Family};
+use super::config::{self, CommonConfig};
+use super::family::{Architecture, Family};
+use super::standard::StandardDecoder;
 use crate::nn::attention::Attention;
-use crate::nn::decoder::Place;
+use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::{GatedMlp, Mlp};
 use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "phi3", architecture: "Phi3ForCausalLM", read };
 
-/// config.json.
+/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(flatten)]
-    common: Common,
+    common: CommonConfig,
 }
 
 fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
-    common::check_activation("phi3", &json, "hidden_act", &["silu"])?;
-    common::refuse("phi3", &json, &["attention_bias", "layer_types"])?;
+    config::check_activation("phi3", &json, "hidden_act", &["silu"])?;
+    config::reject_fields("phi3", &json, &["attention_bias", "layer_types"])?;
     for key in ["rope_scaling", "rope_parameters"] {
         rename_longrope(&mut json[key])?;
     }
     let defaults = json!({
         "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5
     });
-    let config: Config = common::parse("phi3", json, defaults)?;
-    config.common.check_partial()?;
+    let config: Config = config::parse("phi3", json, defaults)?;
+    config.common.validate_with_partial_rope()?;
     Ok(Box::new(config))
 }
 
-/// Before LongRoPE had its name, Phi-3's files said `su`, and some `yarn`, which is another rule elsewhere.
+/// Renames LongRoPE in older files. They call it `su`, and some `yarn`, which is a different rule in other families.
 fn rename_longrope(scaling: &mut Value) -> Result<()> {
     let Some(fields) = scaling.as_object_mut() else { return Ok(()) };
     for key in ["type", "rope_type"] {
         match fields.get_mut(key) {
             Some(Value::String(name)) if name == "su" || name == "yarn" => *name = "longrope".into(),
             Some(Value::String(name)) if name != "longrope" && name != "default" => {
-                bail!("rope scaling '{name}' is not supported for phi3 (default, longrope)")
+                bail!("RoPE scaling '{name}' is not supported for phi3 (default, longrope)")
             }
             _ => {}
         }
@@ -51,24 +54,24 @@ fn rename_longrope(scaling: &mut Value) -> Result<()> {
     Ok(())
 }
 
-impl Usual for Config {
-    fn common(&self) -> &Common {
+impl StandardDecoder for Config {
+    fn common(&self) -> &CommonConfig {
         &self.common
     }
 
-    fn usual_context(&self) -> usize {
-        let all = self.common.max_position_embeddings;
-        self.common.rope.short_context().map_or(all, |short| short.min(all))
+    fn default_context(&self) -> usize {
+        let max_context = self.common.max_position_embeddings;
+        self.common.rope.short_context().map_or(max_context, |short| short.min(max_context))
     }
 
     fn layers(&self) -> Vec<LayerSpec> {
-        self.common.all_sliding()
+        self.common.sliding_layers()
     }
 
-    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
-        let attention = self.common.attention(place.spec);
-        let attention = Attention::load_fused(&weights.at("self_attn"), attention, place.rotary)?;
-        let Common { hidden_size, intermediate_size, .. } = self.common;
+    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
+        let attention = self.common.attention(layer.spec);
+        let attention = Attention::load_fused(&weights.at("self_attn"), attention, layer.rotary)?;
+        let CommonConfig { hidden_size, intermediate_size, .. } = self.common;
         let mlp = GatedMlp::load_fused(&weights.at("mlp"), hidden_size, intermediate_size)?;
         Ok((attention, Mlp::Gated(mlp)))
     }

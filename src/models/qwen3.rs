@@ -1,14 +1,14 @@
-//! Qwen3, dense (arXiv 2505.09388; transformers `modeling_qwen3.py`): Qwen2's layers with a norm of each query and key in
-//! place of the biases.
+//! Qwen3, dense (arXiv 2505.09388; transformers `modeling_qwen3.py`): Qwen2 with q/k norms in place of the biases.
 
 use anyhow::Result;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common, Usual};
-use super::{Architecture, Family};
+use super::config::{self, CommonConfig};
+use super::family::{Architecture, Family};
+use super::standard::StandardDecoder;
 use crate::nn::attention::{Attention, AttentionConfig};
-use crate::nn::decoder::Place;
+use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
@@ -17,32 +17,32 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "qwen3", architecture: "Qwen3ForCausalLM", read };
 
-/// config.json.
+/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(default)]
     use_sliding_window: bool,
     max_window_layers: usize,
     #[serde(flatten)]
-    common: Common,
+    common: CommonConfig,
 }
 
 fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    common::check_activation("qwen3", &json, "hidden_act", &["silu"])?;
-    common::refuse("qwen3", &json, &["use_mrope"])?;
+    config::check_activation("qwen3", &json, "hidden_act", &["silu"])?;
+    config::reject_fields("qwen3", &json, &["use_mrope"])?;
     let defaults = json!({
         "max_position_embeddings": 32_768, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28
     });
-    let mut config: Config = common::parse("qwen3", json, defaults)?;
+    let mut config: Config = config::parse("qwen3", json, defaults)?;
     if !config.use_sliding_window {
         config.common.sliding_window = None;
     }
-    config.common.check()?;
+    config.common.validate()?;
     Ok(Box::new(config))
 }
 
-impl Usual for Config {
-    fn common(&self) -> &Common {
+impl StandardDecoder for Config {
+    fn common(&self) -> &CommonConfig {
         &self.common
     }
 
@@ -50,12 +50,12 @@ impl Usual for Config {
         self.common.layers(|layer| self.common.window(layer, |layer| layer >= self.max_window_layers))
     }
 
-    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
+    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let (bias, norm) = (Bias::from(self.common.attention_bias), NormConfig::rms(self.common.rms_norm_eps));
-        let attention = self.common.attention(place.spec);
+        let attention = self.common.attention(layer.spec);
         let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, qk_norm: Some(norm), ..attention };
-        let attention = Attention::load(&weights.at("self_attn"), attention, place.rotary)?;
-        let mlp = self.common.mlp(weights)?;
+        let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
+        let mlp = self.common.load_mlp(weights)?;
         Ok((attention, Mlp::Gated(mlp)))
     }
 }

@@ -1,26 +1,27 @@
-//! Qwen3 with routed experts, such as Qwen3-30B-A3B (arXiv 2505.09388; transformers `modeling_qwen3_moe.py`).
+//! Qwen3 with a mixture of experts, such as Qwen3-30B-A3B (arXiv 2505.09388; transformers `modeling_qwen3_moe.py`).
 
 use anyhow::Result;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::common::{self, Common, Usual};
-use super::{Architecture, Family};
+use super::config::{self, CommonConfig};
+use super::family::{Architecture, Family};
+use super::standard::StandardDecoder;
 use crate::kernels::moe::topk::Softmax;
 use crate::nn::attention::{Attention, AttentionConfig};
-use crate::nn::decoder::Place;
+use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::{GatedMlp, Mlp};
+use crate::nn::moe::{ExpertNames, GatedMoe, GatedMoeConfig};
 use crate::nn::norm::NormConfig;
-use crate::nn::routed::{ExpertNames, RoutedConfig, RoutedMlp};
 use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "qwen3_moe", architecture: "Qwen3MoeForCausalLM", read };
 
-const EXPERT: ExpertNames = ExpertNames { gate: "gate_proj", up: "up_proj", down: "down_proj" };
+const EXPERT_NAMES: ExpertNames = ExpertNames { gate: "gate_proj", up: "up_proj", down: "down_proj" };
 
-/// config.json.
+/// The fields of config.json.
 #[derive(Debug, Deserialize)]
 struct Config {
     #[serde(default)]
@@ -33,61 +34,61 @@ struct Config {
     decoder_sparse_step: usize,
     mlp_only_layers: Option<Vec<usize>>,
     #[serde(flatten)]
-    common: Common,
+    common: CommonConfig,
 }
 
 fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    common::check_activation("qwen3_moe", &json, "hidden_act", &["silu"])?;
-    common::refuse("qwen3_moe", &json, &["layer_types"])?;
+    config::check_activation("qwen3_moe", &json, "hidden_act", &["silu"])?;
+    config::reject_fields("qwen3_moe", &json, &["layer_types"])?;
     let defaults = json!({
         "max_position_embeddings": 32_768, "sliding_window": 4096, "norm_topk_prob": false, "decoder_sparse_step": 1,
         "num_key_value_heads": 4
     });
-    let mut config: Config = common::parse("qwen3_moe", json, defaults)?;
+    let mut config: Config = config::parse("qwen3_moe", json, defaults)?;
     if !config.use_sliding_window {
         config.common.sliding_window = None;
     }
-    config.common.check()?;
-    config.experts().check()?;
+    config.common.validate()?;
+    config.moe_config().validate()?;
     Ok(Box::new(config))
 }
 
 impl Config {
-    fn experts(&self) -> RoutedConfig {
-        RoutedConfig {
+    fn moe_config(&self) -> GatedMoeConfig {
+        GatedMoeConfig {
             hidden_size: self.common.hidden_size,
             intermediate_size: self.moe_intermediate_size,
             experts: self.num_experts,
-            chosen: self.num_experts_per_tok,
+            experts_per_token: self.num_experts_per_tok,
             softmax: if self.norm_topk_prob { Softmax::OverChosen } else { Softmax::OverAll },
         }
     }
 
-    /// Whether a layer has experts rather than one MLP.
+    /// Returns whether a layer has experts rather than one MLP.
     fn is_sparse(&self, layer: usize) -> bool {
-        let excepted = self.mlp_only_layers.as_ref().is_some_and(|layers| layers.contains(&layer));
-        !excepted && (layer + 1).is_multiple_of(self.decoder_sparse_step)
+        let is_excluded = self.mlp_only_layers.as_ref().is_some_and(|layers| layers.contains(&layer));
+        !is_excluded && (layer + 1).is_multiple_of(self.decoder_sparse_step)
     }
 }
 
-impl Usual for Config {
-    fn common(&self) -> &Common {
+impl StandardDecoder for Config {
+    fn common(&self) -> &CommonConfig {
         &self.common
     }
 
     fn layers(&self) -> Vec<LayerSpec> {
-        self.common.all_sliding()
+        self.common.sliding_layers()
     }
 
-    fn parts(&self, weights: &Weights, place: Place) -> Result<(Attention, Mlp)> {
+    fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let (bias, norm) = (Bias::from(self.common.attention_bias), NormConfig::rms(self.common.rms_norm_eps));
-        let attention = self.common.attention(place.spec);
+        let attention = self.common.attention(layer.spec);
         let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, qk_norm: Some(norm), ..attention };
-        let attention = Attention::load(&weights.at("self_attn"), attention, place.rotary)?;
-        let Common { hidden_size, intermediate_size, .. } = self.common;
+        let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
+        let CommonConfig { hidden_size, intermediate_size, .. } = self.common;
         let weights = weights.at("mlp");
-        let mlp = match self.is_sparse(place.index) {
-            true => Mlp::Routed(RoutedMlp::load(&weights, self.experts(), &EXPERT)?),
+        let mlp = match self.is_sparse(layer.index) {
+            true => Mlp::GatedMoe(GatedMoe::load(&weights, self.moe_config(), &EXPERT_NAMES)?),
             false => Mlp::Gated(GatedMlp::load(&weights, hidden_size, intermediate_size, Bias::Without)?),
         };
         Ok((attention, mlp))
@@ -99,14 +100,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layers_are_sparse_as_transformers_counts_them() {
+    fn sparse_layers_are_chosen_as_in_transformers() {
         let sizes = json!({
             "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 6, "num_attention_heads": 2,
             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "max_position_embeddings": 64,
             "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": true
         });
-        let config: Config = common::parse("qwen3_moe", sizes, json!({})).unwrap();
+        let config: Config = config::parse("qwen3_moe", sizes, json!({})).unwrap();
         assert_eq!((0..6).filter(|&layer| config.is_sparse(layer)).collect::<Vec<_>>(), [1, 5]);
-        assert_eq!(config.experts().softmax, Softmax::OverChosen);
+        assert_eq!(config.moe_config().softmax, Softmax::OverChosen);
     }
 }

@@ -1,15 +1,16 @@
-//! Self-attention of one layer: projections, norms of q and k, RoPE, cache, attention, output projection.
+//! The self-attention of one layer: q, k and v projections, optional q/k norm, RoPE, KV cache, attention and output
+//! projection.
 
 use std::sync::Arc;
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use super::decoder::Pass;
 use super::kv_cache::{KvCache, LayerCache, LayerSpec};
 use super::linear::{Bias, Linear};
 use super::norm::{Norm, NormConfig};
-use super::rope::Rotary;
+use super::pass::Pass;
+use super::rope::RotaryEmbedding;
 use crate::kernels::{
     self,
     attention::{
@@ -19,7 +20,7 @@ use crate::kernels::{
 };
 use crate::weights::Weights;
 
-/// Sizes and options of a layer's attention.
+/// Sizes and options of one attention layer.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionConfig {
     pub hidden_size: usize,
@@ -28,16 +29,16 @@ pub struct AttentionConfig {
     pub qkv_bias: Bias,
     pub o_bias: Bias,
     pub sinks: Sinks,
-    /// Norms of each head of q and k before they are turned: `q_norm` and `k_norm` \[D\].
+    /// Norms of each head of q and k before RoPE: `q_norm` and `k_norm` \[D\].
     pub qk_norm: Option<NormConfig>,
-    /// Factor on q·k.
+    /// Factor on the scores q·k.
     pub scale: f32,
-    /// Scores s become cap · tanh(s / cap).
+    /// With a cap, each score s becomes cap · tanh(s / cap).
     pub softcap: Option<f32>,
 }
 
 impl AttentionConfig {
-    /// No biases, no sinks, no norms, 1/sqrt(D): most families.
+    /// Returns the config of most families: no biases, no sinks, no q/k norms, a scale of 1/sqrt(D).
     pub fn new(hidden_size: usize, heads: usize, spec: LayerSpec) -> Self {
         Self {
             hidden_size,
@@ -52,13 +53,13 @@ impl AttentionConfig {
         }
     }
 
-    /// Rows of q_proj, and of k_proj or v_proj.
-    fn sizes(&self) -> (usize, usize) {
+    /// Returns the output size of q_proj, and that of k_proj or v_proj.
+    fn projection_sizes(&self) -> (usize, usize) {
         (self.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
     }
 }
 
-/// Whether a layer has a learned sink logit per head.
+/// Whether a layer has a learned attention sink, one logit per head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sinks {
     With,
@@ -66,43 +67,43 @@ pub enum Sinks {
 }
 
 pub struct Attention {
-    /// q_proj, k_proj and v_proj, one below the other.
+    /// q_proj, k_proj and v_proj, stacked in this order.
     pub(crate) qkv_proj: Linear,
     pub(crate) o_proj: Linear,
     /// f32 `[H]`
     pub(crate) sinks: Option<Tensor>,
-    /// Of q and of k.
+    /// The norms of q and of k.
     pub(crate) qk_norm: Option<(Norm, Norm)>,
-    pub(crate) rotary: Arc<Rotary>,
+    pub(crate) rotary: Arc<RotaryEmbedding>,
     pub(crate) config: AttentionConfig,
-    /// Of the projections, the cache, and the product of queries and keys.
+    /// The dtype of projections and cache.
     dtype: DType,
 }
 
 impl Attention {
-    /// `q_proj`, `k_proj`, `v_proj` and `o_proj`.
-    pub fn load(weights: &Weights, config: AttentionConfig, rotary: Arc<Rotary>) -> Result<Self> {
-        let (q_size, kv_size) = config.sizes();
+    /// Loads `q_proj`, `k_proj`, `v_proj` and `o_proj`.
+    pub fn load(weights: &Weights, config: AttentionConfig, rotary: Arc<RotaryEmbedding>) -> Result<Self> {
+        let (q_size, kv_size) = config.projection_sizes();
         let parts = [(weights.at("q_proj"), q_size), (weights.at("k_proj"), kv_size), (weights.at("v_proj"), kv_size)];
         let qkv_proj = Linear::load_stacked(&parts, config.hidden_size, config.qkv_bias)?;
         let o_proj = Linear::load(&weights.at("o_proj"), q_size, config.hidden_size, config.o_bias)?;
         Self::new(weights, config, rotary, qkv_proj, o_proj)
     }
 
-    /// `qkv_proj`, stored as one, and `o_proj`.
-    pub fn load_fused(weights: &Weights, config: AttentionConfig, rotary: Arc<Rotary>) -> Result<Self> {
-        let (q_size, kv_size) = config.sizes();
-        let (hidden_size, all) = (config.hidden_size, q_size + 2 * kv_size);
-        let qkv_proj = Linear::load(&weights.at("qkv_proj"), hidden_size, all, config.qkv_bias)?;
+    /// Loads a checkpoint that stores q, k and v as one `qkv_proj`.
+    pub fn load_fused(weights: &Weights, config: AttentionConfig, rotary: Arc<RotaryEmbedding>) -> Result<Self> {
+        let (q_size, kv_size) = config.projection_sizes();
+        let (hidden_size, qkv_size) = (config.hidden_size, q_size + 2 * kv_size);
+        let qkv_proj = Linear::load(&weights.at("qkv_proj"), hidden_size, qkv_size, config.qkv_bias)?;
         let o_proj = Linear::load(&weights.at("o_proj"), q_size, hidden_size, config.o_bias)?;
         Self::new(weights, config, rotary, qkv_proj, o_proj)
     }
 
-    /// On projections that are loaded already.
+    /// Builds the layer from loaded projections. Sinks and q/k norms are loaded from `weights`.
     pub fn new(
         weights: &Weights,
         config: AttentionConfig,
-        rotary: Arc<Rotary>,
+        rotary: Arc<RotaryEmbedding>,
         qkv_proj: Linear,
         o_proj: Linear,
     ) -> Result<Self> {
@@ -122,27 +123,27 @@ impl Attention {
         })
     }
 
-    /// Bytes of the weights.
+    /// Returns the bytes of all weights.
     pub fn bytes(&self) -> u64 {
         let norms = self.qk_norm.as_ref().map_or(0, |(q, k)| q.bytes() + k.bytes());
         self.qkv_proj.bytes() + self.o_proj.bytes() + self.sinks.as_ref().map_or(0, kernels::bytes) + norms
     }
 
-    /// The dtype that inputs must have.
+    /// Returns the dtype that inputs must have.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// x \[T, C\] of all sequences of the pass → \[T, C\] f32; keys and values go to each sequence's cache.
+    /// Maps x \[T, C\], the tokens of all sequences, to \[T, C\] f32. Appends keys and values to each sequence's cache.
     pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;
         let LayerSpec { kv_heads, head_dim, window } = spec;
 
         // 1. project, norm and rotate
-        let qkv = self.qkv_proj.product(x)?;
+        let qkv = self.qkv_proj.matmul(x)?;
         let norms = self.qk_norm.as_ref().map(|(q, k)| QkNorm { q: &q.weight, k: &k.weight, eps: q.eps });
-        let rotation = self.rotary.at(pass.positions());
+        let rotation = self.rotary.rotation(pass.positions());
         let (q, k, v) =
             split_qkv(&qkv, self.qkv_proj.bias.as_ref(), norms, rotation, (heads, kv_heads, head_dim), self.dtype)?;
 

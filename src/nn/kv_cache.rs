@@ -1,33 +1,33 @@
-//! Keys and values of one sequence, allocated once. Full layers keep every position; sliding layers keep a ring of the
-//! last positions.
+//! The keys and values of one sequence, allocated once. A full layer keeps every position. A sliding-window layer keeps
+//! a ring buffer of the last positions.
 //!
-//! Between turns a prompt often changes behind some point (gpt-oss drops past reasoning from its history), so the cache
-//! can go back. A full layer goes back anywhere; a ring has overwritten its past, so it goes back a little, or to the
-//! checkpoint taken when the prompt had been read.
+//! The next turn of a chat often changes the end of the prompt: gpt-oss drops past reasoning from its history. So the
+//! cache can be truncated. A full layer can be cut at any position. A ring buffer has overwritten its oldest positions,
+//! so it can be cut a little, or restored from the checkpoint taken at the end of the prefill.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
 use crate::kernels::rows::copy_rows;
 
-/// What one layer keeps.
+/// The shape of one layer's keys and values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerSpec {
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// Positions in sight of a sliding layer.
+    /// The number of positions that a sliding-window layer attends to.
     pub window: Option<usize>,
 }
 
 impl LayerSpec {
-    /// Rows for `context` positions when at most `chunk` are written at once: a chunk's first query must still find
-    /// its whole window after the chunk's last key has been written.
+    /// Returns the rows to allocate for `context` positions if one pass writes at most `chunk` of them. The first query
+    /// of a chunk must still find its whole window after the last key of the chunk is written.
     fn rows(&self, context: usize, chunk: usize) -> usize {
         self.window.map_or(context, |window| context.min(window + chunk - 1))
     }
 }
 
-/// Bytes that a cache of these layers takes.
+/// Returns the bytes that a cache of these layers allocates.
 pub fn bytes(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType) -> u64 {
     let elements = |layer: &LayerSpec| {
         let row = 2 * layer.kv_heads as u64 * layer.head_dim as u64;
@@ -37,7 +37,7 @@ pub fn bytes(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType) -
     layers.iter().map(bytes).fold(0, u64::saturating_add)
 }
 
-/// Bytes of keys and values that a token sees behind `depth` others, its own included.
+/// Returns the bytes of keys and values that one token reads after `depth` cached ones, including its own.
 pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     let elements = |layer: &LayerSpec| {
         let positions = layer.window.map_or(depth + 1, |window| window.min(depth + 1));
@@ -51,28 +51,28 @@ pub struct KvCache {
     layers: Vec<LayerCache>,
     context: usize,
     chunk: usize,
-    /// Positions written.
+    /// The number of cached positions.
     len: usize,
     checkpoint: Option<Checkpoint>,
 }
 
-/// One layer's keys and values, [S, K, D]; position p lies in row p mod S.
+/// The keys and values of one layer, both \[S, K, D\]. Position p is in row p mod S.
 pub struct LayerCache {
     k: Tensor,
     v: Tensor,
     window: Option<usize>,
-    /// The first position that is still held: rows are reused, and going back does not bring them back.
+    /// The oldest position that no later one has overwritten. Truncating does not restore overwritten rows.
     oldest: usize,
 }
 
-/// The rows of the sliding layers that position `len` and later ones can see.
+/// A copy of the rows of sliding-window layers that positions from `len` on attend to.
 struct Checkpoint {
     len: usize,
     rows: Vec<Option<(Tensor, Tensor)>>,
 }
 
 impl KvCache {
-    /// Room for `context` positions, at most `chunk` of them written in one pass.
+    /// Allocates `context` positions. One pass may write at most `chunk` of them.
     pub fn new(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType, device: &Device) -> Result<Self> {
         let layer = |spec: &LayerSpec| {
             let shape = (spec.rows(context, chunk), spec.kv_heads, spec.head_dim);
@@ -83,7 +83,7 @@ impl KvCache {
         Ok(Self { layers, context, chunk, len: 0, checkpoint: None })
     }
 
-    /// Positions written.
+    /// Returns the number of cached positions.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -92,21 +92,21 @@ impl KvCache {
         self.len == 0
     }
 
-    /// Positions there is room for.
+    /// Returns the number of positions allocated.
     pub fn context(&self) -> usize {
         self.context
     }
 
-    /// Most tokens in one pass.
+    /// Returns the most tokens that one pass may write.
     pub fn chunk(&self) -> usize {
         self.chunk
     }
 
-    /// Whether `tokens` more fit.
-    pub fn check_room(&self, tokens: usize) -> Result<()> {
+    /// Fails unless `tokens` more fit.
+    pub fn check_capacity(&self, tokens: usize) -> Result<()> {
         if tokens > self.chunk || self.len + tokens > self.context {
             bail!(
-                "{tokens} tokens do not fit: {} of {} positions are taken, {} fit in one pass",
+                "cannot cache {tokens} tokens: {} of {} positions are used, and a pass takes at most {}",
                 self.len,
                 self.context,
                 self.chunk
@@ -115,7 +115,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// Writes k, v [T, K, D] of a layer at the positions after `len` and returns the layer. `advance` comes after the
+    /// Writes k and v \[T, K, D\] of one layer after the cached positions. Returns the layer. Call `advance` after the
     /// last layer.
     pub fn write(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<&LayerCache> {
         let layer = &mut self.layers[layer];
@@ -123,20 +123,20 @@ impl KvCache {
         Ok(layer)
     }
 
-    /// Forgets everything.
+    /// Removes all positions and the checkpoint.
     pub fn reset(&mut self) {
         self.len = 0;
         self.checkpoint = None;
         self.layers.iter_mut().for_each(|layer| layer.oldest = 0);
     }
 
-    /// Counts `tokens` written positions.
+    /// Counts `tokens` positions that `write` has written to all layers.
     pub fn advance(&mut self, tokens: usize) {
         self.len += tokens;
     }
 
-    /// Counts `tokens` positions that were written without `write`; `beyond` more have been written after them and do not
-    /// count, but took their place in the rings.
+    /// Counts `tokens` positions that the decode graph has written. It has also written `beyond` positions after them.
+    /// Those do not count, but they have overwritten rows of the ring buffers.
     pub fn advance_written(&mut self, tokens: usize, beyond: usize) {
         self.len += tokens;
         for layer in &mut self.layers {
@@ -144,23 +144,23 @@ impl KvCache {
         }
     }
 
-    /// One layer's keys and values.
+    /// Returns the keys and values of one layer.
     pub fn layer(&self, layer: usize) -> &LayerCache {
         &self.layers[layer]
     }
 
-    /// Remembers this point, so that `go_back` can return to it however much is written after it.
+    /// Copies what later positions attend to, so that `truncate` can return here however much is written after.
     pub fn set_checkpoint(&mut self) -> Result<()> {
-        let rows = self.layers.iter().map(|layer| layer.save(self.len)).collect::<Result<_>>()?;
+        let rows = self.layers.iter().map(|layer| layer.save_window(self.len)).collect::<Result<_>>()?;
         self.checkpoint = Some(Checkpoint { len: self.len, rows });
         Ok(())
     }
 
-    /// Forgets what comes after the first `len` positions, or after an earlier point if the rings no longer hold what
-    /// follows `len`. Returns how many positions are left.
-    pub fn go_back(&mut self, len: usize) -> Result<usize> {
+    /// Keeps the first `len` positions, or fewer if a ring buffer has lost some of the window of position `len`. Returns
+    /// how many positions are left.
+    pub fn truncate(&mut self, len: usize) -> Result<usize> {
         let len = len.min(self.len);
-        if self.layers.iter().all(|layer| layer.holds_what_is_seen_at(len)) {
+        if self.layers.iter().all(|layer| layer.has_window_of(len)) {
             self.len = len;
         } else if let Some(checkpoint) = self.checkpoint.take_if(|checkpoint| checkpoint.len <= len) {
             for (layer, rows) in self.layers.iter_mut().zip(&checkpoint.rows) {
@@ -190,37 +190,38 @@ impl LayerCache {
         &self.v
     }
 
+    /// Returns S.
     fn rows(&self) -> usize {
         self.k.dims()[0]
     }
 
     fn write(&mut self, position: usize, k: &Tensor, v: &Tensor) -> Result<()> {
         let (tokens, rows) = (k.dim(0)?, self.rows());
-        let mut done = 0;
-        while done < tokens {
-            let row = (position + done) % rows;
-            let count = (tokens - done).min(rows - row);
-            copy_rows(&self.k, &k.narrow(0, done, count)?, row)?;
-            copy_rows(&self.v, &v.narrow(0, done, count)?, row)?;
-            done += count;
+        let mut written = 0;
+        while written < tokens {
+            let row = (position + written) % rows;
+            let count = (tokens - written).min(rows - row);
+            copy_rows(&self.k, &k.narrow(0, written, count)?, row)?;
+            copy_rows(&self.v, &v.narrow(0, written, count)?, row)?;
+            written += count;
         }
         self.oldest = self.oldest.max((position + tokens).saturating_sub(rows));
         Ok(())
     }
 
-    /// How many positions before a query its window holds.
-    fn past(&self) -> Option<usize> {
+    /// Returns how many positions before its own a token of a sliding-window layer attends to.
+    fn past_window(&self) -> Option<usize> {
         self.window.map(|window| window - 1)
     }
 
-    /// Whether the layer still holds all that position `len` sees.
-    fn holds_what_is_seen_at(&self, len: usize) -> bool {
-        self.oldest <= self.past().map_or(0, |past| len.saturating_sub(past))
+    /// Returns whether the layer still has every position that position `len` attends to.
+    fn has_window_of(&self, len: usize) -> bool {
+        self.oldest <= self.past_window().map_or(0, |past| len.saturating_sub(past))
     }
 
-    /// A copy of the rows that position `len` sees; `None` for a full layer, which keeps them anyway.
-    fn save(&self, len: usize) -> Result<Option<(Tensor, Tensor)>> {
-        let Some(past) = self.past() else { return Ok(None) };
+    /// Copies the rows that position `len` attends to. Returns `None` for a full layer, which never loses them.
+    fn save_window(&self, len: usize) -> Result<Option<(Tensor, Tensor)>> {
+        let Some(past) = self.past_window() else { return Ok(None) };
         let (count, rows) = (past.min(len), self.rows());
         if count == 0 {
             return Ok(None);
@@ -232,7 +233,7 @@ impl LayerCache {
             if head < count {
                 parts.push(tensor.narrow(0, 0, count - head)?);
             }
-            // `cat` of one tensor would share its memory with the ring, and `copy` would take all of the ring along.
+            // `cat` of one tensor would share memory with the ring buffer, and `copy` would copy the whole buffer.
             Ok(if parts.len() == 1 { parts[0].force_contiguous()? } else { Tensor::cat(&parts, 0)? })
         };
         Ok(Some((copy(&self.k)?, copy(&self.v)?)))

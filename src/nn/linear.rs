@@ -1,4 +1,4 @@
-//! y = x·Wᵀ + b.
+//! The linear layer, y = x·Wᵀ + b.
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use crate::kernels::{self, quantized::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
-/// Whether a projection has a bias; the config says, not the file.
+/// Whether a projection has a bias. config.json decides this, not the tensors that a file has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     With,
@@ -27,19 +27,19 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// `weight` \[out, in\] and, `With` a bias, `bias` \[out\].
+    /// Loads `weight` \[out, in\] and, if there is a bias, `bias` \[out\].
     pub fn load(weights: &Weights, input: usize, output: usize, bias: Bias) -> Result<Self> {
         Self::load_stacked(&[(weights.clone(), output)], input, bias)
     }
 
-    /// The same with a weight of floats in a dtype of the caller's choice, which inputs must have too.
-    pub fn load_as(weights: &Weights, input: usize, output: usize, bias: Bias, dtype: DType) -> Result<Self> {
+    /// Loads a float weight in the given dtype. Inputs must have that dtype too.
+    pub fn load_with_dtype(weights: &Weights, input: usize, output: usize, bias: Bias, dtype: DType) -> Result<Self> {
         let weight = Matrix::Dense(weights.float_as("weight", &[output, input], dtype)?);
         let bias = (bias == Bias::With).then(|| weights.float_as("bias", &[output], DType::F32)).transpose()?;
         Ok(Self { weight, bias })
     }
 
-    /// Several projections of one input as one: `parts` are their places and sizes.
+    /// Loads several projections of one input as one layer. `parts` are their weights and output sizes.
     pub fn load_stacked(parts: &[(Weights, usize)], input: usize, bias: Bias) -> Result<Self> {
         let weight = Weights::matrix(parts, "weight", input)?;
         let biases = match bias {
@@ -57,7 +57,7 @@ impl Linear {
         Ok(Self { weight, bias })
     }
 
-    /// `weight` \[in, out\], stored the other way round (GPT-2's `Conv1D`), and `bias` \[out\].
+    /// Loads `weight`, stored transposed as \[in, out\] (GPT-2's `Conv1D`), and `bias` \[out\].
     pub fn load_transposed(weights: &Weights, input: usize, output: usize) -> Result<Self> {
         let weight = match weights.transposed("weight", output, input)? {
             Some(weight) => weight,
@@ -66,29 +66,29 @@ impl Linear {
         Ok(Self { weight, bias: Some(weights.float_as("bias", &[output], DType::F32)?) })
     }
 
-    /// Rows `first` to `first + rows` of the weight, as a layer without a bias that shares its memory.
+    /// Returns `rows` rows of the weight, from row `first` on, as a layer without a bias that shares their memory.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         Ok(Self { weight: self.weight.rows(first, rows)?, bias: None })
     }
 
-    /// A layer on a weight \[out, in\] that another layer owns: tied embeddings.
+    /// Returns a layer that shares its weight \[out, in\] with the embedding.
     pub fn tied(weight: Matrix) -> Self {
         Self { weight, bias: None }
     }
 
-    /// Bytes of weight and bias.
+    /// Returns the bytes of weight and bias.
     pub fn bytes(&self) -> u64 {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// The product alone, without the bias.
-    pub fn product(&self, x: &Tensor) -> Result<Tensor> {
+    /// Returns x·Wᵀ, without the bias.
+    pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
         Ok(self.weight.matmul(x)?)
     }
 
-    /// x \[T, in\], of the weight's dtype where that is of floats → \[T, out\] f32.
+    /// Maps x \[T, in\] to \[T, out\] f32. If the weight is not quantized, x must have its dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let y = self.product(x)?;
+        let y = self.matmul(x)?;
         Ok(match &self.bias {
             Some(bias) => add_bias(&y, bias)?,
             None => y,

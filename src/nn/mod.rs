@@ -1,10 +1,13 @@
-//! The layers that the families share, in candle ops and our kernels: the eager executor, on any device.
+//! The layers that all families share, run eagerly with candle ops and the ops of `kernels`, on any device.
 
 pub mod attention;
 pub mod decoder;
+pub mod decoder_config;
 pub mod kv_cache;
+pub(crate) mod layer;
 pub mod linear;
 pub mod mlp;
+pub mod moe;
 pub mod norm;
+pub mod pass;
 pub mod rope;
-pub mod routed;

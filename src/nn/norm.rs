@@ -1,5 +1,9 @@
-//! RMSNorm (arXiv 1910.07467): x / sqrt(mean(x²) + eps) · w; and LayerNorm (arXiv 1607.06450), which takes the mean from x
-//! first and adds a bias last. Both are computed in f32.
+//! RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), computed in f32.
+//!
+//! RMSNorm is x / sqrt(mean(x²) + eps) · w. LayerNorm first subtracts the mean of x, and adds a bias at the end.
+//!
+//! These are not `candle_nn::RmsNorm` and `LayerNorm`: ours fuse the residual addition and the cast to the compute dtype
+//! into the same kernel, and take f32 weights with bf16 outputs.
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
@@ -7,7 +11,7 @@ use candle_core::{DType, Tensor};
 use crate::kernels;
 use crate::weights::Weights;
 
-/// How a model's norms are.
+/// The kind of norm that a model uses, and its epsilon.
 #[derive(Clone, Copy, Debug)]
 pub struct NormConfig {
     pub kind: NormKind,
@@ -17,7 +21,7 @@ pub struct NormConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
     Rms,
-    /// RMSNorm whose checkpoints hold w - 1 (Gemma).
+    /// RMSNorm of a checkpoint that stores w - 1 (Gemma).
     RmsOffByOne,
     /// LayerNorm with a bias.
     Layer,
@@ -32,13 +36,13 @@ impl NormConfig {
 pub struct Norm {
     /// f32 `[C]`
     pub(crate) weight: Tensor,
-    /// f32 `[C]`, of a LayerNorm.
+    /// f32 `[C]`, for a LayerNorm only.
     pub(crate) bias: Option<Tensor>,
     pub(crate) eps: f32,
 }
 
 impl Norm {
-    /// `weight` \[C\] and, for a LayerNorm, `bias` \[C\].
+    /// Loads `weight` \[C\] and, for a LayerNorm, `bias` \[C\].
     pub fn load(weights: &Weights, size: usize, config: NormConfig) -> Result<Self> {
         let weight = weights.float_as("weight", &[size], DType::F32)?;
         let bias = match config.kind {
@@ -49,18 +53,18 @@ impl Norm {
         Ok(Self { weight, bias, eps: config.eps as f32 })
     }
 
-    /// Bytes of weight and bias.
+    /// Returns the bytes of weight and bias.
     pub fn bytes(&self) -> u64 {
         kernels::bytes(&self.weight) + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// x + y, f32 \[T, C\], and its norm in `dtype`.
-    pub fn add(&self, x: &Tensor, y: Option<&Tensor>, dtype: DType) -> Result<(Tensor, Tensor)> {
+    /// Returns x + y, f32 \[T, C\], and the norm of that sum in `dtype`.
+    pub fn add_norm(&self, x: &Tensor, y: Option<&Tensor>, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok(kernels::norm::add_norm(x, y, &self.weight, self.bias.as_ref(), self.eps, dtype)?)
     }
 
-    /// The norm of x, f32 \[T, C\], in f32.
-    pub fn apply(&self, x: &Tensor) -> Result<Tensor> {
-        Ok(self.add(x, None, DType::F32)?.1)
+    /// Returns the norm of x, f32 \[T, C\], in f32.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        Ok(self.add_norm(x, None, DType::F32)?.1)
     }
 }

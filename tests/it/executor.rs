@@ -10,8 +10,9 @@ use inferno::device::{self, DeviceChoice};
 use inferno::engine::executor::Executor;
 use inferno::engine::sampler::Sampler;
 use inferno::models;
-use inferno::nn::decoder::{Batch, Decoder, LogitsOf};
+use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::KvCache;
+use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
@@ -75,7 +76,7 @@ impl Model {
     fn prefill(&mut self, prompt: &[u32]) {
         self.cache.reset();
         for part in prompt.chunks(CHUNK) {
-            let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::Last };
+            let batch = StepBatch { ids: part, tokens: &[part.len()], logits: LogitRows::Last };
             self.decoder.forward(&batch, &mut [&mut self.cache]).unwrap();
         }
     }
@@ -83,7 +84,7 @@ impl Model {
     /// Reads tokens into another cache; returns the last one's logits.
     fn read(&self, ids: &[u32], cache: &mut KvCache) -> Tensor {
         let parts = ids.chunks(CHUNK).map(|part| {
-            let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::Last };
+            let batch = StepBatch { ids: part, tokens: &[part.len()], logits: LogitRows::Last };
             self.decoder.forward(&batch, &mut [&mut *cache]).unwrap()
         });
         parts.last().unwrap()
@@ -469,7 +470,7 @@ fn a_conversation_goes_on_from_what_steps_wrote() {
             model.cache.advance_written(steps, ahead);
             let mut ids = [&opening[..], &[5], &answer[..]].concat();
             ids.truncate(kept);
-            let cached = model.cache.go_back(kept).unwrap();
+            let cached = model.cache.truncate(kept).unwrap();
             assert!(opening.len() <= cached && cached <= kept, "{}: {cached} of {kept}", model.name);
             ids.extend(prompt(model, 9));
             let want = values(&model.read(&ids, &mut model.fresh_cache()));

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::models;
-use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
+use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use serde_json::{Value, json};
 
@@ -291,11 +291,11 @@ fn an_unsupported_architecture_is_told_its_nearest() {
 #[test]
 fn longrope_models_are_loaded_for_their_original_length() {
     let phi = |case| read(&config(case)).unwrap().architecture;
-    assert_eq!((phi("phi3").usual_context(), phi("phi3").max_position_embeddings()), (32, 240));
-    assert_eq!((phi("phi4").usual_context(), phi("phi4").max_position_embeddings()), (160, 640));
-    assert_eq!(phi("mistral").usual_context(), 240);
+    assert_eq!((phi("phi3").default_context(), phi("phi3").max_position_embeddings()), (32, 240));
+    assert_eq!((phi("phi4").default_context(), phi("phi4").max_position_embeddings()), (160, 640));
+    assert_eq!(phi("mistral").default_context(), 240);
     let plain = read(&with("phi3", json!({"rope_scaling": null}))).unwrap().architecture;
-    assert_eq!(plain.usual_context(), 240, "nothing changes with the length");
+    assert_eq!(plain.default_context(), 240, "nothing changes with the length");
     assert!(
         read(&with(
             "phi3",
@@ -314,7 +314,7 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
     let decoder = models::read_config(dir).unwrap().architecture.build(&weights, 160).unwrap();
     let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu).unwrap();
-    let batch = Batch { ids, tokens: &[ids.len()], logits: LogitsOf::All };
+    let batch = StepBatch { ids, tokens: &[ids.len()], logits: LogitRows::All };
     values(&decoder.forward(&batch, &mut [&mut cache]).unwrap())
 }
 

@@ -172,7 +172,7 @@ fn full_size_reading_figures() {
     use candle_core::cuda_backend::cudarc::curand::CudaRng;
     use candle_core::cuda_backend::cudarc::driver;
     use inferno::kernels::upload::CopyStream;
-    use inferno::nn::rope::{Frequencies, Rotary};
+    use inferno::nn::rope::{RopeFrequencies, RotaryEmbedding};
     use inferno::weights::Checkpoint;
     use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
 
@@ -193,8 +193,8 @@ fn full_size_reading_figures() {
     lap("cuRAND");
     let device = device::open(DeviceChoice::FirstCuda).unwrap();
     lap("the device, now that all that is there");
-    let frequencies = Frequencies { inv_freq: vec![0.1; 32], attention_factor: 1.0 };
-    Rotary::new(&frequencies, 131_072, &device).unwrap();
+    let frequencies = RopeFrequencies { inv_freq: vec![0.1; 32], attention_factor: 1.0 };
+    RotaryEmbedding::new(&frequencies, 131_072, &device).unwrap();
     lap("rotary tables of 131,072 positions");
     let Device::Cuda(gpu) = &device else { unreachable!() };
     let checkpoint = Checkpoint::open(&model()).unwrap();

@@ -5,9 +5,10 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::models;
-use inferno::nn::decoder::{Batch, Decoder, LogitsOf};
+use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::KvCache;
-use inferno::nn::rope::{Lengths, RopeConfig};
+use inferno::nn::pass::{LogitRows, StepBatch};
+use inferno::nn::rope::{RopeConfig, RopeLengths};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
 use crate::support::{devices, golden, relative_error, values};
@@ -81,7 +82,7 @@ impl Case {
     fn run(&self, cache: &mut KvCache, ids: &[u32]) -> Vec<f32> {
         let mut logits = Vec::new();
         for part in ids.chunks(cache.chunk()) {
-            let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::All };
+            let batch = StepBatch { ids: part, tokens: &[part.len()], logits: LogitRows::All };
             logits.extend(values(&self.decoder.forward(&batch, &mut [cache]).unwrap()));
         }
         logits
@@ -133,7 +134,7 @@ fn each_of(cases: &[&str], test: impl Fn(&str, Case)) {
 fn logits_and_every_layer_agree_with_transformers() {
     each_straight_case(|name, case| {
         let mut cache = case.cache(case.ids.len());
-        let batch = Batch { ids: &case.ids, tokens: &[case.ids.len()], logits: LogitsOf::All };
+        let batch = StepBatch { ids: &case.ids, tokens: &[case.ids.len()], logits: LogitRows::All };
         let mut taps = Vec::new();
         let mut tap = |_: usize, x: &Tensor| {
             taps.push(values(x));
@@ -182,7 +183,7 @@ fn greedy_tokens_agree_with_transformers() {
         let mut cache = case.cache(ids.len());
         let mut got = Vec::new();
         while got.len() < want.len() {
-            let batch = Batch { ids: &ids, tokens: &[ids.len()], logits: LogitsOf::Last };
+            let batch = StepBatch { ids: &ids, tokens: &[ids.len()], logits: LogitRows::Last };
             let logits = values(&case.decoder.forward(&batch, &mut [&mut cache]).unwrap());
             let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32;
             got.push(best);
@@ -215,10 +216,10 @@ fn a_batch_of_two_gives_what_each_gives_alone() {
         let (first, second) = (&case.ids[..19], &case.ids[7..20]);
         let (mut a, mut b) = (case.cache(64), case.cache(64));
         // The second sequence is already under way when the batch comes.
-        let start = Batch { ids: &second[..4], tokens: &[4], logits: LogitsOf::All };
+        let start = StepBatch { ids: &second[..4], tokens: &[4], logits: LogitRows::All };
         let mut of_second = values(&case.decoder.forward(&start, &mut [&mut b]).unwrap());
         let ids = [first, &second[4..]].concat();
-        let batch = Batch { ids: &ids, tokens: &[first.len(), second.len() - 4], logits: LogitsOf::All };
+        let batch = StepBatch { ids: &ids, tokens: &[first.len(), second.len() - 4], logits: LogitRows::All };
         let both = values(&case.decoder.forward(&batch, &mut [&mut a, &mut b]).unwrap());
         let split = both.len() / ids.len() * first.len();
         of_second.extend(&both[split..]);
@@ -240,7 +241,7 @@ fn going_back_in_the_cache_gives_what_a_fresh_one_gives() {
             let other: Vec<u32> = case.ids.iter().rev().copied().collect();
             case.run(&mut cache, &case.ids[checkpoint..(checkpoint + 3).max(target)]);
             case.run(&mut cache, &other[..40]);
-            let left = cache.go_back(target).unwrap();
+            let left = cache.truncate(target).unwrap();
             assert!(left == target || left == checkpoint || left == 0, "{name}: {left} positions left");
             assert!(left > 0 || checkpoint > target || checkpoint == 0, "{name}: the checkpoint was not used");
             let got = case.run(&mut cache, &case.ids[left..]);
@@ -260,9 +261,9 @@ fn going_back_twice_does_not_find_overwritten_rows() {
         for step in 1..16 {
             let mut cache = case.cache(8);
             case.run(&mut cache, &case.ids[..last]);
-            let first = cache.go_back(last - 5).unwrap();
+            let first = cache.truncate(last - 5).unwrap();
             case.run(&mut cache, &case.ids[first..first + 1]);
-            let left = cache.go_back((first + 1).saturating_sub(step)).unwrap();
+            let left = cache.truncate((first + 1).saturating_sub(step)).unwrap();
             let got = case.run(&mut cache, &case.ids[left..last]);
             assert_same(name, &format!("{step} steps back"), &case, &got, &fresh[left * vocab..]);
         }
@@ -288,7 +289,7 @@ fn any_way_through_the_cache_gives_what_a_fresh_one_gives() {
                         // Mostly a little, as within what a ring still holds.
                         let far = [4, 9, 14, ids.len() + 1][random(4)];
                         let target = ids.len() - random(far.min(ids.len() + 1));
-                        let left = cache.go_back(target).unwrap();
+                        let left = cache.truncate(target).unwrap();
                         assert!(left <= target, "{name}");
                         ids.truncate(left);
                     }
@@ -297,7 +298,7 @@ fn any_way_through_the_cache_gives_what_a_fresh_one_gives() {
                         let more = (1 + random(most)).min(CONTEXT - 2 - ids.len());
                         let new: Vec<u32> = (0..more).map(|_| random(vocab as usize) as u32).collect();
                         for part in new.chunks(8) {
-                            let batch = Batch { ids: part, tokens: &[part.len()], logits: LogitsOf::Last };
+                            let batch = StepBatch { ids: part, tokens: &[part.len()], logits: LogitRows::Last };
                             case.decoder.forward(&batch, &mut [&mut cache]).unwrap();
                         }
                         ids.extend(new);
@@ -306,7 +307,7 @@ fn any_way_through_the_cache_gives_what_a_fresh_one_gives() {
                 assert_eq!(cache.len(), ids.len(), "{name}");
             }
             let next = [random(vocab as usize) as u32];
-            let batch = Batch { ids: &next, tokens: &[1], logits: LogitsOf::Last };
+            let batch = StepBatch { ids: &next, tokens: &[1], logits: LogitRows::Last };
             let got = values(&case.decoder.forward(&batch, &mut [&mut cache]).unwrap());
             ids.extend(next);
             let fresh = case.logits(&ids, 8);
@@ -329,7 +330,7 @@ fn rope_frequencies_agree_with_transformers() {
         let rope: RopeConfig = serde_json::from_value(config.clone()).unwrap();
         let theta = if config["model_type"] == "gpt_oss" { 150_000.0 } else { 10_000.0 };
         let max_position_embeddings = size("max_position_embeddings").unwrap();
-        let lengths = Lengths { max_position_embeddings, context: max_position_embeddings };
+        let lengths = RopeLengths { max_position_embeddings, context: max_position_embeddings };
         let got = rope.frequencies(dim, lengths, theta).unwrap();
         let want: Vec<f32> =
             variant["inv_freq"].as_array().unwrap().iter().map(|value| value.as_f64().unwrap() as f32).collect();

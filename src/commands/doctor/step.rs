@@ -11,8 +11,9 @@ use candle_core::{DType, Device, Tensor};
 use crate::engine::executor::Executor;
 use crate::kernels::selftest::Check;
 use crate::models;
-use crate::nn::decoder::{Batch, Decoder, LogitsOf};
+use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
+use crate::nn::pass::{LogitRows, StepBatch};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
 
@@ -40,7 +41,7 @@ fn error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) ->
     let (here, mut cache) = load(dir, &Device::Cpu, DType::F32, quantize)?;
     let (there, cache_there) = load(dir, device, dtype, quantize)?;
     let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % here.vocab_size() as u32).collect();
-    let batch = Batch { ids: &ids, tokens: &[STEPS], logits: LogitsOf::All };
+    let batch = StepBatch { ids: &ids, tokens: &[STEPS], logits: LogitRows::All };
     let want = here.forward(&batch, &mut [&mut cache])?.to_vec2::<f32>()?;
     let mut executor = Executor::plan(&there, &cache_there)?.map_err(anyhow::Error::msg).context("no graph")?;
     let mut most = 0f32;

@@ -5,8 +5,8 @@ use std::process::Command;
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;
-use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
+use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::gguf::GgufCheckpoint;
 use inferno::weights::{Checkpoint, LoadProgress, Summary, Weights};
@@ -52,7 +52,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     // As golden.rs: LongRoPE depends on it.
     let decoder = config.architecture.build(&weights, 160)?;
     let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu)?;
-    let batch = Batch { ids, tokens: &[ids.len()], logits: LogitsOf::All };
+    let batch = StepBatch { ids, tokens: &[ids.len()], logits: LogitRows::All };
     Ok(values(&decoder.forward(&batch, &mut [&mut cache])?))
 }
 

@@ -3,8 +3,8 @@
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;
-use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
+use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 
 use crate::support::{devices, golden, relative_error, values};
@@ -31,7 +31,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
     let decoder = models::read_config(&path).unwrap().architecture.build(&weights, ids.len()).unwrap();
     let mut cache = KvCache::new(decoder.cache_layers(), ids.len(), ids.len(), dtype, device).unwrap();
-    let batch = Batch { ids: &ids, tokens: &[ids.len()], logits: LogitsOf::All };
+    let batch = StepBatch { ids: &ids, tokens: &[ids.len()], logits: LogitRows::All };
     let logits = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));
     println!("{family} on {:?} in {dtype:?}: logits off by {error:e}", device.location());

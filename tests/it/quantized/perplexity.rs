@@ -6,8 +6,8 @@ use candle_core::{DType, Device, safetensors};
 use inferno::device::DeviceChoice;
 use inferno::kernels::quantized::Matrix;
 use inferno::models;
-use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
+use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::tokenizer::{ControlTokens, Tokenizer};
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
@@ -53,7 +53,7 @@ impl Subject {
         let weights = self.weights(quantize, &loaded);
         let decoder = models::read_config(&self.dir).unwrap().architecture.build(&weights, tokens).unwrap();
         let mut cache = KvCache::new(decoder.cache_layers(), tokens, tokens, DType::F32, &Device::Cpu).unwrap();
-        let batch = Batch { ids: &self.ids, tokens: &[tokens], logits: LogitsOf::All };
+        let batch = StepBatch { ids: &self.ids, tokens: &[tokens], logits: LogitRows::All };
         let logits = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
         let mut rows = logits.clone();
         for row in rows.chunks_exact_mut(decoder.vocab_size()) {

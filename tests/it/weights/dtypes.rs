@@ -6,8 +6,8 @@ use candle_core::{DType, Device};
 use float8::F8E4M3;
 use inferno::Error;
 use inferno::models;
-use inferno::nn::decoder::{Batch, LogitsOf};
 use inferno::nn::kv_cache::KvCache;
+use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 use safetensors::tensor::{Dtype, TensorView};
@@ -52,7 +52,7 @@ fn logits(dir: &Path, quantize: Option<QuantizationTarget>, device: &Device, dty
     let decoder = models::read_config(dir)?.architecture.build(&weights, IDS.len())?;
     assert_eq!(Inventory::from_checkpoint(&checkpoint, quantize).loaded_bytes(dtype), loaded.resident_bytes());
     let mut cache = KvCache::new(decoder.cache_layers(), IDS.len(), IDS.len(), dtype, device)?;
-    let batch = Batch { ids: &IDS, tokens: &[IDS.len()], logits: LogitsOf::All };
+    let batch = StepBatch { ids: &IDS, tokens: &[IDS.len()], logits: LogitRows::All };
     Ok(values(&decoder.forward(&batch, &mut [&mut cache])?))
 }
 

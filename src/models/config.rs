@@ -1,0 +1,231 @@
+//! The config.json fields that most families share, and checks on them.
+
+use anyhow::{Result, bail};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::nn::attention::AttentionConfig;
+use crate::nn::decoder_config::DecoderConfig;
+use crate::nn::kv_cache::LayerSpec;
+use crate::nn::linear::Bias;
+use crate::nn::mlp::GatedMlp;
+use crate::nn::norm::NormConfig;
+use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
+use crate::weights::Weights;
+
+/// The fields that nearly all families name alike.
+#[derive(Debug, Deserialize)]
+pub(super) struct CommonConfig {
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub num_hidden_layers: usize,
+    pub num_attention_heads: usize,
+    num_key_value_heads: Option<usize>,
+    head_dim: Option<usize>,
+    pub max_position_embeddings: usize,
+    pub rms_norm_eps: f64,
+    pub tie_word_embeddings: bool,
+    #[serde(default)]
+    pub sliding_window: Option<usize>,
+    pub layer_types: Option<Vec<LayerType>>,
+    #[serde(default)]
+    pub attention_bias: bool,
+    #[serde(flatten)]
+    pub rope: RopeConfig,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum LayerType {
+    SlidingAttention,
+    FullAttention,
+}
+
+/// Parses a family's config.json. `defaults` are the values that transformers uses for absent fields. A field that is
+/// `null` is not absent.
+pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults: Value) -> Result<T> {
+    if json["quantization_config"]["quant_method"] == "mxfp4" {
+        bail!("quantization 'mxfp4' is not supported for {family}");
+    }
+    let fallback = serde_json::json!({"tie_word_embeddings": false, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0});
+    for source in [defaults, fallback] {
+        let (Value::Object(source), Some(fields)) = (source, json.as_object_mut()) else { continue };
+        source.into_iter().for_each(|(name, value)| {
+            fields.entry(name).or_insert(value);
+        });
+    }
+    Ok(serde_json::from_value(json)?)
+}
+
+/// Fails unless the activation in `field` is absent or in `supported`.
+pub(super) fn check_activation(family: &str, json: &Value, field: &str, supported: &[&str]) -> Result<()> {
+    match json[field].as_str().filter(|activation| !supported.contains(activation)) {
+        Some(activation) => bail!("{field} '{activation}' is not supported for {family} ({})", supported.join(", ")),
+        None => Ok(()),
+    }
+}
+
+/// Fails if one of `fields` is set to anything but null and false. The family does not support these options.
+pub(super) fn reject_fields(family: &str, json: &Value, fields: &[&str]) -> Result<()> {
+    let is_set = |field: &&&str| !matches!(json[**field], Value::Null | Value::Bool(false));
+    match fields.iter().find(is_set) {
+        Some(field) => bail!("{field} {} is not supported for {family}", json[*field]),
+        None => Ok(()),
+    }
+}
+
+/// Fails if an optional number is not finite and positive.
+pub(super) fn check_positive(name: &str, value: Option<f32>) -> Result<()> {
+    match value.filter(|value| !(value.is_finite() && *value > 0.0)) {
+        Some(value) => bail!("{name} is {value}"),
+        None => Ok(()),
+    }
+}
+
+/// Fails unless `layer_types` is absent or has an entry for each layer.
+pub(super) fn check_layer_types(layer_types: Option<&Vec<LayerType>>, layers: usize) -> Result<()> {
+    match layer_types.filter(|types| types.len() != layers) {
+        Some(types) => bail!("{} layer_types for {layers} layers", types.len()),
+        None => Ok(()),
+    }
+}
+
+/// Fails unless the window is absent or between 1 and 2^24 positions.
+pub(super) fn check_window(sliding_window: Option<usize>) -> Result<()> {
+    match sliding_window.filter(|window| !(1..=1 << 24).contains(window)) {
+        Some(window) => bail!("sliding_window is {window}"),
+        None => Ok(()),
+    }
+}
+
+impl CommonConfig {
+    /// Fails if a shared field has an invalid value, or if RoPE rotates only part of a head.
+    pub fn validate(&self) -> Result<()> {
+        let (rotary_dim, head_dim) = (self.rope.rotary_dim(self.head_dim()), self.head_dim());
+        if rotary_dim != head_dim {
+            bail!(
+                "partial_rotary_factor, which rotates {rotary_dim} of {head_dim} dims, is not supported for this family"
+            );
+        }
+        self.validate_with_partial_rope()
+    }
+
+    /// Does what `validate` does, but allows RoPE on part of a head.
+    pub fn validate_with_partial_rope(&self) -> Result<()> {
+        ModelSizes {
+            hidden_size: self.hidden_size,
+            layers: self.num_hidden_layers,
+            heads: self.num_attention_heads,
+            kv_heads: self.kv_heads(),
+            head_dim: self.head_dim(),
+            intermediate_size: self.intermediate_size,
+            vocab_size: self.vocab_size,
+            max_position_embeddings: self.max_position_embeddings,
+        }
+        .validate()?;
+        check_layer_types(self.layer_types.as_ref(), self.num_hidden_layers)?;
+        check_window(self.sliding_window)?;
+        let rotary_dim = self.rope.rotary_dim(self.head_dim());
+        if rotary_dim > self.head_dim() {
+            bail!("partial_rotary_factor rotates {rotary_dim} dims of heads of {}", self.head_dim());
+        }
+        // LongRoPE has one list of factors for short contexts and one for long ones. Check both.
+        self.frequencies(1)?;
+        self.frequencies(self.max_position_embeddings)?;
+        Ok(())
+    }
+
+    fn kv_heads(&self) -> usize {
+        self.num_key_value_heads.unwrap_or(self.num_attention_heads)
+    }
+
+    pub fn head_dim(&self) -> usize {
+        self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
+    }
+
+    pub fn frequencies(&self, context: usize) -> Result<RopeFrequencies> {
+        let lengths = RopeLengths { max_position_embeddings: self.max_position_embeddings, context };
+        self.rope.frequencies(self.rope.rotary_dim(self.head_dim()), lengths, 10_000.0)
+    }
+
+    /// Returns all layers. `window` gives the sliding window of a layer by its index.
+    pub fn layers(&self, window: impl Fn(usize) -> Option<usize>) -> Vec<LayerSpec> {
+        let spec = |layer| LayerSpec { kv_heads: self.kv_heads(), head_dim: self.head_dim(), window: window(layer) };
+        (0..self.num_hidden_layers).map(spec).collect()
+    }
+
+    /// Returns all layers, each with the sliding window of the model. A window of the whole context is none.
+    pub fn sliding_layers(&self) -> Vec<LayerSpec> {
+        self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
+    }
+
+    /// Returns the sliding window of a layer. `layer_types` says which layers have one, or else `is_sliding`.
+    pub fn window(&self, layer: usize, is_sliding: impl Fn(usize) -> bool) -> Option<usize> {
+        let sliding = match &self.layer_types {
+            Some(types) => types[layer] == LayerType::SlidingAttention,
+            None => is_sliding(layer),
+        };
+        self.sliding_window.filter(|_| sliding)
+    }
+
+    pub fn attention(&self, spec: LayerSpec) -> AttentionConfig {
+        AttentionConfig::new(self.hidden_size, self.num_attention_heads, spec)
+    }
+
+    /// Loads the MLP of a layer, without biases.
+    pub fn load_mlp(&self, layer: &Weights) -> Result<GatedMlp> {
+        GatedMlp::load(&layer.at("mlp"), self.hidden_size, self.intermediate_size, Bias::Without)
+    }
+
+    pub fn decoder_config(&self, cache_layers: Vec<LayerSpec>, context: usize) -> Result<DecoderConfig> {
+        let (norm, frequencies) = (NormConfig::rms(self.rms_norm_eps), self.frequencies(context)?);
+        Ok(DecoderConfig {
+            tie_word_embeddings: self.tie_word_embeddings,
+            cache_layers,
+            ..DecoderConfig::new(self.vocab_size, self.hidden_size, norm, frequencies)
+        })
+    }
+}
+
+/// The sizes that every family has. Bad ones would otherwise fail late, or overflow.
+pub(super) struct ModelSizes {
+    pub hidden_size: usize,
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub intermediate_size: usize,
+    pub vocab_size: usize,
+    pub max_position_embeddings: usize,
+}
+
+impl ModelSizes {
+    pub fn validate(&self) -> Result<()> {
+        let sizes = [
+            ("hidden_size", self.hidden_size),
+            ("num_hidden_layers", self.layers),
+            ("num_attention_heads", self.heads),
+            ("num_key_value_heads", self.kv_heads),
+            ("head_dim", self.head_dim),
+            ("intermediate_size", self.intermediate_size),
+            ("vocab_size", self.vocab_size),
+            ("max_position_embeddings", self.max_position_embeddings),
+        ];
+        // 2^24 exceeds every real model, and the product of two such sizes fits a u64.
+        if let Some((name, value)) = sizes.into_iter().find(|&(_, value)| value == 0 || value > 1 << 24) {
+            bail!("{name} is {value}");
+        }
+        if self.layers > 4096 || self.heads > 1 << 16 {
+            bail!("num_hidden_layers is {}, num_attention_heads {}", self.layers, self.heads);
+        }
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            bail!("{} attention heads cannot share {} key/value heads", self.heads, self.kv_heads);
+        }
+        if self.head_dim > 256 || !self.head_dim.is_multiple_of(2) {
+            bail!("head_dim is {}; even sizes up to 256 are supported", self.head_dim);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,38 @@
+//! What a model family provides: how its config.json is recognized and read, and how its decoder is built.
+
+use anyhow::Result;
+use serde_json::Value;
+
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::LayerSpec;
+use crate::weights::Weights;
+
+/// A family of models that share one architecture.
+pub struct Family {
+    /// The `model_type` in config.json.
+    pub model_type: &'static str,
+    /// The name in `architectures` of config.json, for files without a `model_type`.
+    pub architecture: &'static str,
+    /// Parses and validates config.json.
+    pub read: fn(Value) -> Result<Box<dyn Architecture>>,
+}
+
+/// The validated config of one model. It builds the decoder.
+pub trait Architecture {
+    /// Returns V, the size of the vocabulary.
+    fn vocab_size(&self) -> usize;
+
+    /// Returns the longest context that the model was made for.
+    fn max_position_embeddings(&self) -> usize;
+
+    /// Returns the longest context that keeps the short RoPE factors. Longer contexts are opt-in.
+    fn default_context(&self) -> usize {
+        self.max_position_embeddings()
+    }
+
+    /// Returns what each layer keeps in the KV cache.
+    fn cache_layers(&self) -> Vec<LayerSpec>;
+
+    /// Loads the model for contexts of up to `context` positions.
+    fn build(&self, weights: &Weights, context: usize) -> Result<Decoder>;
+}

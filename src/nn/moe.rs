@@ -1,0 +1,194 @@
+//! Mixture-of-experts layers: a router chooses N of E experts for each token, and combines their outputs.
+
+use anyhow::{Result, bail};
+use candle_core::{DType, Tensor};
+
+use super::linear::{Bias, Linear};
+use crate::kernels;
+#[cfg(feature = "cuda")]
+use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
+use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, combine, expert_matmul};
+use crate::kernels::moe::topk::{Softmax, topk_softmax};
+use crate::kernels::quantized::Matrix;
+use crate::kernels::swiglu::{Activation, clamped_swiglu, gated_halves};
+use crate::weights::{Weights, mxfp4};
+
+/// Sizes of a [`GatedMoe`], and how it weights the chosen experts.
+#[derive(Clone, Copy, Debug)]
+pub struct GatedMoeConfig {
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub experts: usize,
+    pub experts_per_token: usize,
+    pub softmax: Softmax,
+}
+
+impl GatedMoeConfig {
+    /// Fails if the kernels cannot choose N of E experts, or if a product of sizes could overflow.
+    pub fn validate(&self) -> Result<()> {
+        let (chosen, experts) = (self.experts_per_token, self.experts);
+        if self.intermediate_size == 0 || self.intermediate_size > 1 << 24 {
+            bail!("the intermediate size of experts is {}", self.intermediate_size);
+        }
+        if chosen == 0 || chosen > experts || chosen > 32 || experts > 1024 {
+            bail!("cannot choose {chosen} of {experts} experts (at most 32 of 1024)");
+        }
+        Ok(())
+    }
+}
+
+/// The names of an expert's three matrices, as in `experts.7.gate_proj.weight`.
+pub struct ExpertNames {
+    pub gate: &'static str,
+    pub up: &'static str,
+    pub down: &'static str,
+}
+
+/// Experts that are gated MLPs without biases: Qwen3-MoE and Mixtral.
+pub struct GatedMoe {
+    /// In f32, because a rounding error here may send a token to another expert.
+    pub(crate) router: Linear,
+    /// `[E, 2F, C]`; the first F rows of an expert are its gate.
+    pub(crate) gate_up_proj: ExpertWeights,
+    /// `[E, C, F]`
+    pub(crate) down_proj: ExpertWeights,
+    pub(crate) dtype: DType,
+    pub(crate) config: GatedMoeConfig,
+}
+
+impl GatedMoe {
+    /// Loads the router, `gate`, and either one set of matrices per expert, `experts.7.*`, or the stacked matrices of
+    /// transformers 5: `experts.gate_up_proj` \[E, 2F, C\] and `experts.down_proj` \[E, C, F\].
+    pub fn load(weights: &Weights, config: GatedMoeConfig, names: &ExpertNames) -> Result<Self> {
+        let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
+        let router = Linear::load_with_dtype(&weights.at("gate"), hidden_size, experts, Bias::Without, DType::F32)?;
+        let all = weights.at("experts");
+        let (gate_up_shape, down_shape) =
+            ([experts, 2 * intermediate_size, hidden_size], [experts, hidden_size, intermediate_size]);
+        let (gate_up, down) = if all.contains("gate_up_proj") {
+            (all.experts("gate_up_proj", gate_up_shape)?, all.experts("down_proj", down_shape)?)
+        } else {
+            let matrix = |expert: usize, name| all.at(expert).at(name);
+            let gate_up = |expert| [names.gate, names.up].map(|name| (matrix(expert, name), intermediate_size));
+            let gate_up: Vec<_> = (0..experts).flat_map(gate_up).collect();
+            let down: Vec<_> = (0..experts).map(|expert| (matrix(expert, names.down), hidden_size)).collect();
+            let gate_up = Weights::matrix(&gate_up, "weight", hidden_size)?;
+            (gate_up, Weights::matrix(&down, "weight", intermediate_size)?)
+        };
+        let (gate_up_proj, down_proj) = (split_experts(gate_up, gate_up_shape)?, split_experts(down, down_shape)?);
+        Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config })
+    }
+
+    /// Returns the bytes that one token reads: the router, and N of E experts.
+    pub fn step_bytes(&self) -> u64 {
+        let experts = self.gate_up_proj.bytes() + self.down_proj.bytes();
+        self.router.bytes() + experts / self.config.experts as u64 * self.config.experts_per_token as u64
+    }
+
+    /// Maps x f32 \[T, C\] to \[T, C\] f32.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        // A grid takes at most MAX_PAIRS pairs of token and expert.
+        let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / self.config.experts_per_token);
+        if tokens <= limit {
+            return self.forward_grid(x);
+        }
+        let starts = (0..tokens).step_by(limit);
+        let parts =
+            starts.map(|start| self.forward_grid(&x.narrow(0, start, limit.min(tokens - start))?.contiguous()?));
+        Ok(Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?)
+    }
+
+    fn forward_grid(&self, x: &Tensor) -> Result<Tensor> {
+        // 1. route: ids [T, N], weights [T, N] f32
+        let (ids, weights) =
+            topk_softmax(&self.router.forward(x)?, self.config.experts_per_token, self.config.softmax)?;
+        // 2. each chosen expert's MLP: [T, N, 2F] → [T, N, F] → [T, N, C]
+        let x = x.to_dtype(self.dtype)?;
+        let gate_up = expert_matmul(&x, &self.gate_up_proj, None, &ids)?;
+        let down = expert_matmul(&gated_halves(&gate_up, Activation::Silu)?, &self.down_proj, None, &ids)?;
+        // 3. combine in f32: [T, N, C] → [T, C]
+        Ok(combine(&down, &weights)?)
+    }
+}
+
+/// Views a matrix of stacked experts, \[E · rows, columns\], as \[E, rows, columns\].
+fn split_experts(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
+    match matrix {
+        Matrix::Dense(weights) => Ok(ExpertWeights::Dense(weights.reshape(&shape)?)),
+        Matrix::Quantized(mut parts) if parts.len() == 1 => Ok(ExpertWeights::Quantized(parts.remove(0), shape[0])),
+        _ => bail!("the experts are quantized in different formats"),
+    }
+}
+
+/// Sizes of a [`ClampedMoe`].
+#[derive(Clone, Copy, Debug)]
+pub struct ClampedMoeConfig {
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    pub experts: usize,
+    pub experts_per_token: usize,
+    pub swiglu_limit: f32,
+}
+
+/// Experts of gpt-oss: MXFP4 weights, biases, and a clamped SwiGLU with interleaved gate and linear rows.
+pub struct ClampedMoe {
+    /// In f32, because a rounding error here may send a token to another expert.
+    pub(crate) router: Linear,
+    /// `[E, 2F, C]`
+    pub(crate) gate_up_proj: ExpertWeights,
+    /// `[E, 2F]`
+    pub(crate) gate_up_bias: Tensor,
+    /// `[E, C, F]`
+    pub(crate) down_proj: ExpertWeights,
+    /// `[E, C]`
+    pub(crate) down_bias: Tensor,
+    pub(crate) config: ClampedMoeConfig,
+}
+
+impl ClampedMoe {
+    /// Loads `router`, and `experts` with their biases.
+    pub fn load(weights: &Weights, config: ClampedMoeConfig) -> Result<Self> {
+        let ClampedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
+        let all = weights.at("experts");
+        let gate_up = mxfp4::experts(&all, "gate_up_proj", (experts, 2 * intermediate_size, hidden_size))?;
+        let down = mxfp4::experts(&all, "down_proj", (experts, hidden_size, intermediate_size))?;
+        let (gate_up_proj, down_proj) = mxfp4::for_tensor_cores(&all, gate_up, down)?;
+        Ok(Self {
+            router: Linear::load_with_dtype(&weights.at("router"), hidden_size, experts, Bias::With, DType::F32)?,
+            gate_up_proj,
+            gate_up_bias: all.float("gate_up_proj_bias", &[experts, 2 * intermediate_size])?,
+            down_proj,
+            down_bias: all.float("down_proj_bias", &[experts, hidden_size])?,
+            config,
+        })
+    }
+
+    /// Returns the bytes that one token reads: the router, and N of E experts.
+    pub fn step_bytes(&self) -> u64 {
+        let biases = kernels::bytes(&self.gate_up_bias) + kernels::bytes(&self.down_bias);
+        let experts = self.gate_up_proj.bytes() + self.down_proj.bytes() + biases;
+        self.router.bytes() + experts / self.config.experts as u64 * self.config.experts_per_token as u64
+    }
+
+    /// Maps x f32 \[T, C\] to \[T, C\] f32.
+    pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        // 1. route: ids [T, N], weights [T, N] f32
+        let (ids, weights) =
+            topk_softmax(&self.router.forward(x)?, self.config.experts_per_token, Softmax::OverChosen)?;
+        #[cfg(feature = "cuda")]
+        if let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) =
+            (&self.gate_up_proj, &self.down_proj)
+        {
+            let gate_up = ExpertLinear { tiles: gate_up, bias: &self.gate_up_bias };
+            let down = ExpertLinear { tiles: down, bias: &self.down_bias };
+            return Ok(expert_mlp(x, &ids, &weights, gate_up, down, self.config.swiglu_limit)?);
+        }
+        let x = x.to_dtype(self.gate_up_bias.dtype())?;
+        // 2. each chosen expert's MLP: [T, N, 2F] → [T, N, F] → [T, N, C]
+        let gate_up = expert_matmul(&x, &self.gate_up_proj, Some(&self.gate_up_bias), &ids)?;
+        let gated = clamped_swiglu(&gate_up, self.config.swiglu_limit)?;
+        let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids)?;
+        // 3. combine in f32: [T, N, C] → [T, C]
+        Ok(combine(&down, &weights)?)
+    }
+}
