@@ -32,7 +32,7 @@ use crate::device::{DeviceChoice, DeviceInfo};
 use crate::engine::{Engine, Language, LoadOptions};
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, demo};
-use crate::kernels::attention::Backend;
+use crate::kernels::attention::AttentionBackend;
 use crate::weights::quantized::QuantizationTarget;
 
 /// Where and how a model is loaded.
@@ -130,10 +130,10 @@ impl LoadArgs {
                 quantize: self.quantize,
                 eager: self.eager,
                 attention: match self.attention {
-                    Attention::Auto => Backend::Auto,
-                    Attention::Own => Backend::Own,
-                    Attention::Flash => Backend::Flash,
-                    Attention::Eager => Backend::Eager,
+                    Attention::Auto => AttentionBackend::Auto,
+                    Attention::Own => AttentionBackend::Own,
+                    Attention::Flash => AttentionBackend::CandleFlashAttn,
+                    Attention::Eager => AttentionBackend::Eager,
                 },
                 progress: &|bytes, total| {
                     bar.set_length(total);

@@ -9,12 +9,12 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
 use super::bench::KernelTime;
-use crate::kernels::attention::{HEAD_DIMS, Sight, flash};
+use crate::kernels::attention::{AttentionMask, EarlyReads, FLASH_HEAD_DIMS, FlashAttention, FlashTensors};
 use crate::kernels::decode::sample::{self, SamplingBuffers, SamplingKernelParams};
 use crate::kernels::decode::{
     self, Embedding, ExpertBuffers, PostNorm, Projection, QkvProjection, RmsNorm, StepBuffers,
 };
-use crate::kernels::launch::chain::{Arguments, Chain, Graph, Mailbox, Shape, is_idle};
+use crate::kernels::launch::{LaunchGraph, LaunchSequence, Mailbox, is_idle};
 use crate::kernels::moe::experts::ExpertWeights;
 use crate::kernels::quantized::Matrix;
 use crate::kernels::rows::copy_rows;
@@ -39,7 +39,7 @@ pub struct Executor {
     mailbox: Arc<Mailbox>,
     draw: SamplingBuffers,
     /// All but the choice of a token.
-    layers: Chain,
+    layers: LaunchSequence,
     greedy: Choice,
     drawn: Choice,
     choosing: Choosing,
@@ -64,7 +64,7 @@ impl Executor {
             return Ok(Err(format!("this GPU is too small to draw from {vocab_size} tokens")));
         }
         let mailbox = Mailbox::new(device, 64)?;
-        let mut chain = Chain::new(device)?;
+        let mut chain = LaunchSequence::new(device)?;
         let draw = SamplingBuffers::new(&buffers.logits)?;
         let mut scratch = Scratch::default();
         for (index, layer) in decoder.layers.iter().enumerate() {
@@ -78,10 +78,10 @@ impl Executor {
         }
         let head = &decoder.lm_head.weight;
         decode::head(&mut chain, &buffers, norm(&decoder.norm), head, decoder.dtype(), decoder.final_softcap)?;
-        let choice = |add: &dyn Fn(&mut Chain) -> candle_core::Result<()>| -> Result<Choice> {
-            let mut tail = Chain::new(device)?;
+        let choice = |add: &dyn Fn(&mut LaunchSequence) -> candle_core::Result<()>| -> Result<Choice> {
+            let mut tail = LaunchSequence::new(device)?;
             add(&mut tail)?;
-            let graph = chain.capture(&tail).context("cannot capture the decode step")?;
+            let graph = LaunchGraph::capture(&chain, &tail).context("cannot capture the decode step")?;
             Ok(Choice { tail, graph })
         };
         let greedy = choice(&|tail| decode::argmax_token(tail, &buffers, &embedding, head, &mailbox))?;
@@ -142,7 +142,7 @@ impl Executor {
             }
             Choosing::Drawn => &self.drawn.tail,
         };
-        tail.issue()?;
+        tail.enqueue()?;
         (self.queued, self.taken) = (1, 0);
         Ok(())
     }
@@ -171,7 +171,7 @@ impl Executor {
             bail!("the context is full");
         }
         while self.queued - self.taken < room.min(1 + AHEAD) {
-            self.choice().graph.launch()?;
+            self.choice().graph.enqueue()?;
             self.queued += 1;
         }
         let token = self.wait()?;
@@ -229,8 +229,8 @@ impl Executor {
     /// Times each kernel of a step, alone and in order; the step counts as one.
     pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
         let mut times: Vec<KernelTime> = Vec::new();
-        let mut timed = self.layers.times()?;
-        timed.extend(self.choice().tail.times()?);
+        let mut timed = self.layers.time_each()?;
+        timed.extend(self.choice().tail.time_each()?);
         self.queued += 1;
         self.wait()?;
         for kernel in timed {
@@ -248,8 +248,8 @@ impl Executor {
 
     /// Issues the launches of a step one by one instead of as a graph: for tests.
     pub fn next_ungraphed(&mut self) -> Result<u32> {
-        self.layers.issue()?;
-        self.choice().tail.issue()?;
+        self.layers.enqueue()?;
+        self.choice().tail.enqueue()?;
         self.queued += 1;
         Ok(self.wait()? - 1)
     }
@@ -257,8 +257,8 @@ impl Executor {
 
 /// The end of a step, and the graph of the whole of it.
 struct Choice {
-    tail: Chain,
-    graph: Graph,
+    tail: LaunchSequence,
+    graph: LaunchGraph,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -290,7 +290,7 @@ fn obstacle(decoder: &Decoder, layer: &DecoderLayer) -> Option<String> {
     }
     let config = &layer.self_attn.config;
     let head_dim = config.spec.head_dim;
-    if !HEAD_DIMS.contains(&head_dim) {
+    if !FLASH_HEAD_DIMS.contains(&head_dim) {
         return Some(format!("it has no attention for heads of {head_dim}"));
     }
     // Weights, and how many inputs they are multiplied with at once.
@@ -372,7 +372,7 @@ fn projection(linear: &Linear) -> Projection<'_> {
 
 /// Norm, q, k and v, attention, projection back.
 fn attention(
-    chain: &mut Chain,
+    chain: &mut LaunchSequence,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
     layer: &DecoderLayer,
@@ -399,29 +399,23 @@ fn attention(
     decode::qkv(chain, buffers, norm(&layer.input_layernorm), &qkv)?;
 
     let Device::Cuda(cuda) = device else { bail!("the executor is for a GPU") };
-    let sight = Sight { position: 0, window: config.spec.window, scale: config.scale, softcap: config.softcap };
-    let flash = flash::Launch::new(cuda, &q.unsqueeze(0)?, cache.k(), sight)?;
-    let partials = scratch.tensor(2, &[flash.partials.max(1)], DType::F32, device)?;
-    let arrivals = scratch.tensor(3, &[flash.arrivals.max(1)], DType::U32, device)?;
-    let mut arguments = Arguments::new()
-        .tensor(&q)?
-        .tensor(cache.k())?
-        .tensor(cache.v())?
-        .optional(sinks.as_ref())?
-        .tensor(&attended)?
-        .tensor(&buffers.state)?
-        .tensor(&partials)?
-        .tensor(&arrivals)?;
-    for size in flash.sizes() {
-        arguments = arguments.int(size);
-    }
+    let mask = AttentionMask { position: 0, window: config.spec.window, scale: config.scale, softcap: config.softcap };
+    let flash = FlashAttention::new(cuda, &q.unsqueeze(0)?, cache.k(), mask)?;
+    let tensors = FlashTensors {
+        q: &q,
+        k: cache.k(),
+        v: cache.v(),
+        sinks: sinks.as_ref(),
+        positions: &buffers.state,
+        out: &attended,
+        partials: &scratch.tensor(2, &[flash.partials.max(1)], DType::F32, device)?,
+        arrivals: &scratch.tensor(3, &[flash.arrivals.max(1)], DType::U32, device)?,
+    };
     // Keys of earlier steps may be read while the projection ahead still runs: they were written before it started.
-    let [scale, softcap] = flash.factors();
-    let arguments = arguments.float(scale).float(softcap).int(1);
-    let shape = Shape { grid: flash.grid, block: flash.block, shared_bytes: flash.shared_bytes };
+    let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
     // SAFETY: `decode::qkv` has checked shapes and dtypes, `start` that the position is below the context; rows are taken
     // modulo the cache's.
-    unsafe { chain.push(&flash::code(), &flash.name, shape, 0, arguments)? };
+    unsafe { chain.add(launch)? };
 
     let raw = scratch.tensor(6, buffers.x.dims(), DType::F32, device)?;
     let after = after(&layer.attention_post_norm, &raw);
@@ -429,7 +423,7 @@ fn attention(
 }
 
 fn gated(
-    chain: &mut Chain,
+    chain: &mut LaunchSequence,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
     layer: &DecoderLayer,
@@ -446,7 +440,7 @@ fn gated(
 }
 
 fn routed(
-    chain: &mut Chain,
+    chain: &mut LaunchSequence,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
     layer: &DecoderLayer,
@@ -468,7 +462,7 @@ fn routed(
 }
 
 fn experts(
-    chain: &mut Chain,
+    chain: &mut LaunchSequence,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
     layer: &DecoderLayer,

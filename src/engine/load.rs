@@ -14,7 +14,7 @@ use serde_json::Value;
 use super::need::{Need, Place, Room};
 use super::{Decoding, Engine, Language, SamplingParams, gguf};
 use crate::device::{self, DeviceChoice, DeviceInfo};
-use crate::kernels::attention::Backend;
+use crate::kernels::attention::AttentionBackend;
 use crate::models::{self, ModelConfig};
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
@@ -36,7 +36,7 @@ pub struct LoadOptions<'o> {
     /// Run decode steps operation by operation, even where a graph could.
     pub eager: bool,
     /// Whose attention kernel reads prompts on a GPU, and runs decode steps without a graph.
-    pub attention: Backend,
+    pub attention: AttentionBackend,
     /// Hears bytes loaded and bytes in all.
     pub progress: &'o dyn Fn(u64, u64),
     /// Hears about the device once it is open.
@@ -54,7 +54,7 @@ impl Default for LoadOptions<'_> {
             chunk: None,
             quantize: None,
             eager: false,
-            attention: Backend::Auto,
+            attention: AttentionBackend::Auto,
             progress: &|_, _| (),
             on_device: &|_| (),
             check_language: &|_| Ok(()),
@@ -78,7 +78,7 @@ pub struct ModelInfo {
     /// What activations are computed in.
     pub dtype: DType,
     /// Whose kernel attends, but for decode steps in a graph: those have their own.
-    pub attention: Backend,
+    pub attention: AttentionBackend,
     pub device: DeviceInfo,
     /// Bytes on the device, of weights and of the key/value cache.
     pub weight_bytes: u64,
@@ -185,7 +185,7 @@ struct Model {
     decoding: Decoding,
     device: Device,
     dtype: DType,
-    attention: Backend,
+    attention: AttentionBackend,
     device_info: DeviceInfo,
     weight_bytes: u64,
     cache_bytes: u64,

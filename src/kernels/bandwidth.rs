@@ -1,22 +1,24 @@
-//! Memory bandwidth as measured, which is what a decode step is judged by: a data sheet's figure is never reached.
+//! The measured memory bandwidth of a GPU. A decode step is compared with it, because no kernel reaches the bandwidth of the
+//! data sheet.
 
 use anyhow::Result;
 use candle_core::Device;
 use serde::Serialize;
 
-/// The best of ten.
+/// The bandwidth of the fastest of ten rounds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Bandwidth {
-    /// Of a kernel that only reads.
+    /// The bandwidth of a kernel that only reads.
     pub read_bytes_per_s: f64,
-    /// Of a copy on the device; what is read and what is written both count.
+    /// The bandwidth of a copy on the device. Bytes read and bytes written both count.
     pub copy_bytes_per_s: f64,
-    /// How much was read, and how much copied.
+    /// The size of the buffer that is read or copied.
     pub buffer_bytes: usize,
 }
 
-/// Measures the device. Takes 4 GiB for as long as it runs, or less if less than 5 are free. `None` for a CPU, or when
-/// almost nothing is free.
+/// Measures the memory bandwidth of a device. Returns `None` for a CPU, or if almost no memory is free.
+///
+/// Uses 4 GiB of memory while it runs, or less if less than 5 GiB are free.
 pub fn measure(device: &Device) -> Result<Option<Bandwidth>> {
     match device {
         #[cfg(feature = "cuda")]
@@ -33,7 +35,7 @@ mod with_cuda {
     use candle_core::{DType, Device, Tensor};
 
     use super::Bandwidth;
-    use crate::kernels::launch::cuda::{Arg, address, launch, module};
+    use crate::kernels::launch::{Arguments, Launch, LaunchShape, address, module};
 
     const ROUNDS: usize = 10;
     const BLOCK: usize = 512;
@@ -43,7 +45,7 @@ mod with_cuda {
         let stream = device.cuda_stream();
         let context = stream.context();
         let (free, _) = context.mem_get_info()?;
-        // Halved until two of them leave a fifth of what is free.
+        // Two buffers leave at least a fifth of the free memory.
         let mut bytes = 2 * GIB;
         while bytes * 5 / 2 > free {
             bytes /= 2;
@@ -51,49 +53,49 @@ mod with_cuda {
         if bytes < GIB / 16 {
             return Ok(None);
         }
-        // As many blocks as run at once.
+        // As many blocks as the GPU runs at once.
         use sys::CUdevice_attribute as Attribute;
         let multiprocessors = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let threads = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR)?;
-        let grid = (multiprocessors as usize * (threads as usize / BLOCK), 1, 1);
+        let shape = LaunchShape::linear(multiprocessors as usize * (threads as usize / BLOCK), BLOCK);
         let words = bytes / 16;
 
-        let on = Device::Cuda(device.clone());
+        let candle_device = Device::Cuda(device.clone());
         // SAFETY: `fill_random` writes all of `from`; nothing reads `to` or `sum`.
         let (from, to, sum) = unsafe {
             (
-                Tensor::empty(bytes, DType::U8, &on)?,
-                Tensor::empty(bytes, DType::U8, &on)?,
-                Tensor::empty(1, DType::U32, &on)?,
+                Tensor::empty(bytes, DType::U8, &candle_device)?,
+                Tensor::empty(bytes, DType::U8, &candle_device)?,
+                Tensor::empty(1, DType::U32, &candle_device)?,
             )
         };
+        let arguments = Arguments::new().tensor(&from)?.int(words);
         // SAFETY: `from` holds that many 16-byte words, and the allocator aligns to 256 bytes.
-        unsafe {
-            launch(device, &module!("bandwidth"), "fill_random", grid, BLOCK, 0, &[Arg::tensor(&from)?, words.into()])?
-        };
-        let best = |run: &dyn Fn() -> Result<()>, moved: usize| -> Result<f64> {
-            let mut best = 0f64;
+        unsafe { Launch::new(module!("bandwidth"), "fill_random", shape, arguments).enqueue(device)? };
+        let fastest = |run: &dyn Fn() -> Result<()>, bytes_moved: usize| -> Result<f64> {
+            let mut bytes_per_s = 0f64;
             for _ in 0..ROUNDS {
                 let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
                 let start = stream.record_event(flags)?;
                 run()?;
                 let end = stream.record_event(flags)?;
-                best = best.max(moved as f64 / (start.elapsed_ms(&end)? as f64 / 1e3));
+                bytes_per_s = bytes_per_s.max(bytes_moved as f64 / (start.elapsed_ms(&end)? as f64 / 1e3));
             }
-            Ok(best)
+            Ok(bytes_per_s)
         };
         let read = || {
-            let args = [Arg::tensor(&from)?, Arg::tensor(&sum)?, words.into()];
+            let arguments = Arguments::new().tensor(&from)?.tensor(&sum)?.int(words);
+            let launch = Launch::new(module!("bandwidth"), "read_all", shape, arguments);
             // SAFETY: as above; `words`, a power of two of at least 2^22, is a multiple of 8 blocks.
-            unsafe { launch(device, &module!("bandwidth"), "read_all", grid, BLOCK, 0, &args)? };
+            unsafe { launch.enqueue(device)? };
             Ok(())
         };
         let copy = || {
-            // SAFETY: both hold `bytes`, and the stream is the one that they were allocated on.
+            // SAFETY: both buffers hold `bytes` bytes and were allocated on this stream.
             unsafe { result::memcpy_dtod_async(address(&to)?, address(&from)?, bytes, stream.cu_stream())? };
             Ok(())
         };
-        let (read_bytes_per_s, copy_bytes_per_s) = (best(&read, bytes)?, best(&copy, 2 * bytes)?);
+        let (read_bytes_per_s, copy_bytes_per_s) = (fastest(&read, bytes)?, fastest(&copy, 2 * bytes)?);
         Ok(Some(Bandwidth { read_bytes_per_s, copy_bytes_per_s, buffer_bytes: bytes }))
     }
 }

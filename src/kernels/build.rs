@@ -1,17 +1,24 @@
-//! Compiles every `.cu` in this folder and its subfolders into one fat binary (machine code for the built architecture, PTX for later
-//! ones), so that nothing is compiled by the driver at start-up. Does nothing without the feature `cuda`.
+//! Compiles every `.cu` file in this folder and below it into a fat binary, so that the driver compiles nothing at startup.
+//! A fat binary holds machine code for the GPU that it is built for, and PTX for later GPUs.
 //!
-//! nvcc: $NVCC, $CUDA_HOME/bin, $CUDA_PATH/bin, PATH, /usr/local/cuda/bin. Architecture: $CUDA_COMPUTE_CAP (such as 90),
-//! else the GPU that nvidia-smi reports, else 80.
+//! CUDA is compiled only with the feature `cuda`. These variables choose how:
+//! - nvcc: `NVCC`, or else `bin/nvcc` in `CUDA_HOME` or `CUDA_PATH`, or else nvcc in `PATH` or in `/usr/local/cuda/bin`.
+//! - GPU: `CUDA_COMPUTE_CAP`, such as 90; or else the GPU that nvidia-smi reports; or else 80.
+//! - Machine code for more GPUs: `INFERNO_EXTRA_COMPUTE_CAPS`, such as 80,86,89.
 //!
-//! Also tells the crate which commit it is built from, as INFERNO_COMMIT, the major version of
-//! nvcc's toolkit, as INFERNO_CUDA_MAJOR, and a hash of the demo model, as
-//! INFERNO_DEMO_REVISION.
+//! The crate learns from this script its commit (`INFERNO_COMMIT`), a hash of the demo model (`INFERNO_DEMO_REVISION`), the
+//! compute capability (`INFERNO_COMPUTE_CAP`), and the major version of the CUDA toolkit (`INFERNO_CUDA_MAJOR`).
 
+use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// In the order of `hub::demo`.
+const KERNELS: &str = "src/kernels";
+
+/// The constants that Rust and CUDA share.
+const CONSTANTS: &str = "src/kernels/constants.rs";
+
+/// The files of the demo model, in the order of `hub::demo`.
 const DEMO: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -22,108 +29,143 @@ const DEMO: [&str; 6] = [
 ];
 
 fn main() {
-    println!("cargo::rerun-if-changed=src/kernels");
+    println!("cargo::rerun-if-changed={KERNELS}");
     println!("cargo::rustc-env=INFERNO_COMMIT={}", commit());
-    println!("cargo::rustc-env=INFERNO_DEMO_REVISION={}", demo());
-    for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_COMPUTE_CAP"] {
+    println!("cargo::rustc-env=INFERNO_DEMO_REVISION={}", demo_revision());
+    for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH", "CUDA_COMPUTE_CAP", "INFERNO_EXTRA_COMPUTE_CAPS"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
-    if std::env::var_os("CARGO_FEATURE_CUDA").is_none() {
-        return;
+    if std::env::var_os("CARGO_FEATURE_CUDA").is_some() {
+        build_kernels();
     }
+}
+
+/// Compiles all kernels, unless the last run compiled the same sources in the same way.
+fn build_kernels() {
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let nvcc = find_nvcc();
     let capability = compute_capability();
     println!("cargo::rustc-env=INFERNO_COMPUTE_CAP={capability}");
-    println!("cargo::rustc-env=INFERNO_CUDA_MAJOR={}", major_version(&nvcc));
-    // A new commit runs this script again, mostly with the same kernels.
-    let sources = sources();
-    let (stamp, inputs) = (out.join("inputs"), inputs(&nvcc, &capability, &sources));
-    if std::fs::read(&stamp).is_ok_and(|of_last_run| of_last_run == inputs) {
+    println!("cargo::rustc-env=INFERNO_CUDA_MAJOR={}", toolkit_major_version(&nvcc));
+
+    let sources = cuda_sources();
+    let units: Vec<_> = sources.iter().filter(|path| path.extension().is_some_and(|ext| ext == "cu")).collect();
+    let commands: Vec<Command> = units.iter().map(|source| compile_command(&nvcc, &capability, source, &out)).collect();
+    let constants = constants_header();
+
+    // Every commit runs this script, and most commits leave the kernels as they are.
+    let mut inputs = format!("{commands:?}\n{constants}").into_bytes();
+    inputs.extend(sources.iter().flat_map(|source| std::fs::read(source).expect("a CUDA source is readable")));
+    let stamp = out.join("inputs");
+    if std::fs::read(&stamp).is_ok_and(|inputs_of_last_run| inputs_of_last_run == inputs) {
         return;
     }
-    let sources = sources.iter().filter(|path| path.extension().is_some_and(|extension| extension == "cu"));
-    let children: Vec<_> = sources
-        .map(|source| {
-            let name = source.file_stem().and_then(|name| name.to_str()).expect("a kernel file has a plain name");
-            let child = Command::new(&nvcc)
-                .args(["-fatbin", "-O3", "-std=c++17", "-lineinfo", "-Isrc/kernels"])
-                .args(targets(name, &capability))
-                .arg("-o")
-                .arg(out.join(format!("{name}.fatbin")))
-                .arg(source)
-                .spawn();
-            (name, child)
-        })
-        .collect();
-    for (name, child) in children {
-        let status = child.and_then(|mut child| child.wait());
-        match status {
+    std::fs::write(out.join("constants.cuh"), constants).expect("OUT_DIR is writable");
+    // All files are compiled at once.
+    let children: Vec<_> = commands.into_iter().map(|mut command| command.spawn()).collect();
+    for (source, child) in units.into_iter().zip(children) {
+        match child.and_then(|mut child| child.wait()) {
             Ok(status) if status.success() => {}
-            Ok(status) => panic!("{} failed on {name}.cu: {status}", nvcc.display()),
+            Ok(status) => panic!("{} failed on {}: {status}", nvcc.display(), source.display()),
             Err(error) => panic!("cannot run {}: {error}", nvcc.display()),
         }
     }
-    std::fs::write(&stamp, inputs).expect("OUT_DIR can be written");
+    std::fs::write(&stamp, inputs).expect("OUT_DIR is writable");
 }
 
-/// Machine code for the built architecture, PTX for later ones.
-fn targets(name: &str, capability: &str) -> Vec<String> {
-    // Hopper's matrix instructions are no part of plain sm_90, and no later GPU has them: PTX goes without.
-    if (name, capability) == ("experts_gemm", "90") {
-        return ["arch=compute_90a,code=sm_90a", "arch=compute_90,code=compute_90"]
-            .map(|target| format!("-gencode={target}"))
-            .to_vec();
-    }
-    vec![format!("-gencode=arch=compute_{capability},code=[compute_{capability},sm_{capability}]")]
-}
-
-/// The CUDA sources under `src/kernels`, in a fixed order. Two kernel files of one name are an error: a fat binary is
-/// called like its source.
-fn sources() -> Vec<PathBuf> {
-    let mut folders = vec![PathBuf::from("src/kernels")];
+/// Returns the `.cu` and `.cuh` files under `src/kernels`, sorted. Panics if two have the same name, because a fat binary
+/// is named after its source.
+fn cuda_sources() -> Vec<PathBuf> {
+    let mut folders = vec![PathBuf::from(KERNELS)];
     let mut sources = Vec::new();
     while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(&folder).expect("src/kernels can be read").flatten() {
+        for entry in std::fs::read_dir(&folder).expect("a folder of kernels is readable").flatten() {
             let path = entry.path();
             if path.is_dir() {
                 folders.push(path);
-            } else if path.extension().is_some_and(|extension| extension == "cu" || extension == "cuh") {
+            } else if path.extension().is_some_and(|ext| ext == "cu" || ext == "cuh") {
                 sources.push(path);
             }
         }
     }
     sources.sort();
-    let mut names = std::collections::HashSet::new();
+    let mut names = HashSet::new();
     for source in &sources {
-        assert!(names.insert(source.file_name()), "two CUDA files are called {}", source.display());
+        assert!(names.insert(source.file_name()), "two CUDA files have the name of {}", source.display());
     }
     sources
 }
 
-/// All that the fat binaries are made from.
-fn inputs(nvcc: &Path, capability: &str, sources: &[PathBuf]) -> Vec<u8> {
-    let mut inputs = format!("{} {capability}\n", nvcc.display()).into_bytes();
-    for path in sources.iter().map(PathBuf::as_path).chain([Path::new("src/kernels/build.rs")]) {
-        inputs.extend(std::fs::read(path).unwrap_or_default());
-    }
-    inputs
+/// Returns the command that compiles one `.cu` file into `OUT_DIR`.
+fn compile_command(nvcc: &Path, capability: &str, source: &Path, out: &Path) -> Command {
+    let name = source.file_stem().and_then(|name| name.to_str()).expect("the name of a kernel file is UTF-8");
+    let mut command = Command::new(nvcc);
+    command.args(["-fatbin", "-O3", "-std=c++17", "-lineinfo"]).arg("-I").arg(KERNELS).arg("-I").arg(out);
+    command.args(code_targets(name, capability));
+    command.arg("-o").arg(out.join(format!("{name}.fatbin"))).arg(source);
+    command
 }
 
-/// A hash of the demo's files (FNV-1a, 64 bits), in place of a commit.
-fn demo() -> String {
+/// Returns the `-gencode` options for one file: machine code and PTX for `capability`, and machine code for the extra ones.
+fn code_targets(name: &str, capability: &str) -> Vec<String> {
+    let mut targets = if (name, capability) == ("experts_gemm", "90") {
+        // Hopper's matrix instructions exist only in sm_90a, which no later GPU runs. So the PTX goes without them.
+        vec!["arch=compute_90a,code=sm_90a".into(), "arch=compute_90,code=compute_90".into()]
+    } else {
+        vec![format!("arch=compute_{capability},code=[compute_{capability},sm_{capability}]")]
+    };
+    let extra = std::env::var("INFERNO_EXTRA_COMPUTE_CAPS").unwrap_or_default();
+    for extra in extra.split(',').map(|extra| extra.trim().replace('.', "")) {
+        if !extra.is_empty() && extra != capability {
+            targets.push(format!("arch=compute_{extra},code=sm_{extra}"));
+        }
+    }
+    targets.into_iter().map(|target| format!("-gencode={target}")).collect()
+}
+
+/// Returns `constants.rs` as a CUDA header.
+fn constants_header() -> String {
+    let text = std::fs::read_to_string(CONSTANTS).expect("constants.rs is readable");
+    let mut header = String::from("// Written by build.rs from constants.rs.\n#pragma once\n");
+    let code: String = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
+    for declaration in code.split("pub const ").skip(1) {
+        let parsed = declaration.split_once(": ").and_then(|(name, rest)| {
+            let (kind, rest) = rest.split_once(" = ")?;
+            let (value, _) = rest.split_once(';')?;
+            cpp_declaration(name, kind, value)
+        });
+        header += &parsed.unwrap_or_else(|| panic!("cannot translate to C++: pub const {declaration}"));
+    }
+    header
+}
+
+/// Returns one constant as a line of C++, or `None` if its type has no translation.
+fn cpp_declaration(name: &str, kind: &str, value: &str) -> Option<String> {
+    match kind {
+        "usize" => Some(format!("constexpr int {name} = {value};\n")),
+        "f32" => Some(format!("constexpr float {name} = {value}f;\n")),
+        _ => {
+            let count = kind.strip_prefix("[usize; ")?.strip_suffix(']')?;
+            let values = value.strip_prefix('[')?.strip_suffix(']')?;
+            Some(format!("constexpr int {name}[{count}] = {{{values}}};\n"))
+        }
+    }
+}
+
+/// Returns a hash of the demo model's files (FNV-1a, 64 bits). It takes the place of a commit.
+fn demo_revision() -> String {
     let folder = Path::new("assets/demo");
     println!("cargo::rerun-if-changed={}", folder.display());
     let mut hash = 0xcbf2_9ce4_8422_2325u64;
     for name in DEMO {
-        let bytes = std::fs::read(folder.join(name)).expect("the demo is part of the crate");
+        let bytes = std::fs::read(folder.join(name)).expect("the crate contains the demo model");
         hash = bytes.iter().fold(hash, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     }
     format!("{hash:016x}")
 }
 
-/// The short hash of the checked out commit; `unknown` outside a clone. A packaged crate may lie in another project's
-/// clone, so only a `.git` right here counts.
+/// Returns the short hash of the checked-out commit, or `unknown` outside a clone. A packaged crate may lie inside the
+/// clone of another project, so only a `.git` in the crate's own folder counts.
 fn commit() -> String {
     let git = |args: &[&str]| {
         let output = Command::new("git").args(args).output().ok().filter(|output| output.status.success())?;
@@ -132,9 +174,9 @@ fn commit() -> String {
     if !Path::new(".git").exists() {
         return "unknown".into();
     }
-    // Git adds a line to the first at every commit and checkout; the second is for clones that keep no such log.
+    // Git adds a line to `logs/HEAD` at every commit and checkout. `HEAD` is for clones that keep no such log.
     for watched in ["logs/HEAD", "HEAD"].iter().filter_map(|name| git(&["rev-parse", "--git-path", name])) {
-        // A path that does not exist would run this script every time.
+        // Cargo would run this script every time if it watched a path that does not exist.
         if Path::new(&watched).exists() {
             println!("cargo::rerun-if-changed={watched}");
         }
@@ -147,32 +189,32 @@ fn find_nvcc() -> PathBuf {
         return nvcc.into();
     }
     let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(std::env::var_os).map(PathBuf::from);
-    let folders = homes.map(|home| home.join("bin"));
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let mut candidates: Vec<PathBuf> = folders.chain(std::env::split_paths(&path)).collect();
-    candidates.push("/usr/local/cuda/bin".into());
-    let found = candidates.into_iter().map(|folder| folder.join("nvcc")).find(|nvcc| nvcc.exists());
+    let mut folders: Vec<PathBuf> = homes.map(|home| home.join("bin")).chain(std::env::split_paths(&path)).collect();
+    folders.push("/usr/local/cuda/bin".into());
+    let found = folders.into_iter().map(|folder| folder.join("nvcc")).find(|nvcc| nvcc.exists());
     found.unwrap_or_else(|| "nvcc".into())
 }
 
-/// Of the toolkit: `13` of "Cuda compilation tools, release 13.0, V13.0.88".
-fn major_version(nvcc: &Path) -> String {
-    let nvcc_says = Command::new(nvcc).arg("--version").output().unwrap_or_else(|error| {
-        let needed = "the feature `cuda` needs a CUDA toolkit; set CUDA_HOME to its folder";
-        panic!("cannot run {} ({error}): {needed}", nvcc.display())
+/// Returns the major version of nvcc's toolkit: `13` for "Cuda compilation tools, release 13.0, V13.0.88".
+fn toolkit_major_version(nvcc: &Path) -> String {
+    let version = Command::new(nvcc).arg("--version").output().unwrap_or_else(|error| {
+        let hint = "the feature `cuda` needs a CUDA toolkit; set CUDA_HOME to its folder";
+        panic!("cannot run {}: {error}; {hint}", nvcc.display())
     });
-    let text = String::from_utf8_lossy(&nvcc_says.stdout);
+    let text = String::from_utf8_lossy(&version.stdout);
     let release = text.split_once("release ").and_then(|(_, release)| release.split_once('.'));
-    release.unwrap_or_else(|| panic!("{} does not tell its version: {text:?}", nvcc.display())).0.to_string()
+    release.unwrap_or_else(|| panic!("cannot read the version of {}: {text:?}", nvcc.display())).0.to_string()
 }
 
+/// Returns the compute capability to build for, such as `90`.
 fn compute_capability() -> String {
     if let Ok(capability) = std::env::var("CUDA_COMPUTE_CAP") {
         return capability.trim().replace('.', "");
     }
     let query = Command::new("nvidia-smi").args(["--query-gpu=compute_cap", "--format=csv,noheader"]).output();
     let text = query.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
-    // Without a driver nvidia-smi prints a sentence instead.
+    // Without a driver nvidia-smi prints an error message, which has no numbers alone on a line.
     let lowest = text.lines().filter_map(|line| line.trim().replace('.', "").parse::<u32>().ok()).min();
     lowest.unwrap_or(80).to_string()
 }

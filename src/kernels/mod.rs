@@ -7,6 +7,7 @@
 
 pub mod attention;
 pub mod bandwidth;
+mod constants;
 #[cfg(feature = "cuda")]
 pub mod decode;
 #[cfg(feature = "cuda")]

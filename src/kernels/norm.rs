@@ -1,13 +1,14 @@
-//! RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450) of the residual stream, with the addition that comes before
-//! it.
+//! RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) of the residual stream, fused with the addition before it.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 use crate::kernels::{elements, to_f32};
 
-/// s = x + y, and its norm in `dtype`: s / sqrt(mean(s²) + eps) · weight. With a bias it is a LayerNorm: the mean is taken
-/// from s first, the bias added last. Without y, x itself and its norm.
+/// Returns s = x + y and the norm of s in `dtype`.
+///
+/// Without a bias the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight. With a bias it is LayerNorm: the mean of s is
+/// subtracted first and the bias is added last. Without y, s is x itself.
 ///
 /// x, y f32 \[T, C\]; weight, bias f32 \[C\].
 pub fn add_norm(
@@ -19,9 +20,11 @@ pub fn add_norm(
     dtype: DType,
 ) -> Result<(Tensor, Tensor)> {
     let (tokens, columns) = x.dims2()?;
-    let f32s = [Some(x), y, Some(weight), bias].into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
-    let sized = weight.dims() == [columns] && bias.is_none_or(|bias| bias.dims() == [columns]);
-    if !f32s || y.is_some_and(|y| y.dims() != x.dims()) || !sized {
+    let all_f32 = [Some(x), y, Some(weight), bias].into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
+    let shapes_match = y.is_none_or(|y| y.dims() == x.dims())
+        && weight.dims() == [columns]
+        && bias.is_none_or(|bias| bias.dims() == [columns]);
+    if !all_f32 || !shapes_match {
         bail!("add_norm: x {:?}, y {:?}, weight {:?}, all F32", x.dims(), y.map(Tensor::dims), weight.dims());
     }
     match x.device() {
@@ -31,35 +34,37 @@ pub fn add_norm(
                 None => x.clone(),
             };
             let (values, weights) = (to_f32(&sum)?, to_f32(weight)?);
-            let ((values, v), (weights, w)) = (values.storage_and_layout(), weights.storage_and_layout());
+            let ((values, values_layout), (weights, weights_layout)) =
+                (values.storage_and_layout(), weights.storage_and_layout());
+            let (values, weights) = (elements(&values, values_layout)?, elements(&weights, weights_layout)?);
             let bias = bias.map(Tensor::to_vec1::<f32>).transpose()?;
-            let normed = reference(elements(&values, v)?, elements(&weights, w)?, bias.as_deref(), eps);
+            let normed = reference(values, weights, bias.as_deref(), eps);
             let normed = Tensor::from_vec(normed, (tokens, columns), &Device::Cpu)?.to_dtype(dtype)?;
             Ok((sum, normed))
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
-            // SAFETY: the kernel writes every element of both.
+            use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+            // SAFETY: the kernel writes every element of both outputs.
             let normed = unsafe { Tensor::empty((tokens, columns), dtype, x.device())? };
             let sum = match y {
                 // SAFETY: as above.
                 Some(_) => unsafe { Tensor::empty((tokens, columns), DType::F32, x.device())? },
                 None => x.clone(),
             };
-            let args = [
-                Arg::tensor(x)?,
-                Arg::optional(y)?,
-                Arg::tensor(weight)?,
-                Arg::optional(bias)?,
-                Arg::tensor(&sum)?,
-                Arg::tensor(&normed)?,
-                columns.into(),
-                eps.into(),
-            ];
-            let name = format!("add_norm_{}", suffix(dtype)?);
-            // SAFETY: shapes and dtypes checked above.
-            unsafe { launch(device, &module!("norm"), &name, (tokens, 1, 1), 256, 0, &args)? };
+            let arguments = Arguments::new()
+                .tensor(x)?
+                .optional(y)?
+                .tensor(weight)?
+                .optional(bias)?
+                .tensor(&sum)?
+                .tensor(&normed)?
+                .int(columns)
+                .float(eps);
+            let kernel = format!("add_norm_{}", dtype_suffix(dtype)?);
+            let launch = Launch::new(module!("norm"), kernel, LaunchShape::linear(tokens, 256), arguments);
+            // SAFETY: shapes and dtypes are checked above.
+            unsafe { launch.enqueue(device)? };
             Ok((sum, normed))
         }
         #[allow(unreachable_patterns)]
@@ -67,16 +72,16 @@ pub fn add_norm(
     }
 }
 
-/// The norm in plain Rust, row by row.
+/// The norm in plain Rust, row by row: x \[T, C\] and weight \[C\] return \[T, C\].
 pub fn reference(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32) -> Vec<f32> {
     let mut out = vec![0f32; x.len()];
     let columns = weight.len();
     out.par_chunks_exact_mut(columns).zip(x.par_chunks_exact(columns)).for_each(|(out, x)| {
-        let center = bias.map_or(0.0, |_| x.iter().sum::<f32>() / columns as f32);
-        let mean = x.iter().map(|x| (x - center) * (x - center)).sum::<f32>() / columns as f32;
-        let scale = 1.0 / (mean + eps).sqrt();
+        let mean = bias.map_or(0.0, |_| x.iter().sum::<f32>() / columns as f32);
+        let variance = x.iter().map(|x| (x - mean) * (x - mean)).sum::<f32>() / columns as f32;
+        let scale = 1.0 / (variance + eps).sqrt();
         for (i, out) in out.iter_mut().enumerate() {
-            *out = (x[i] - center) * scale * weight[i] + bias.map_or(0.0, |bias| bias[i]);
+            *out = (x[i] - mean) * scale * weight[i] + bias.map_or(0.0, |bias| bias[i]);
         }
     });
     out

@@ -1,26 +1,30 @@
-//! Rows looked up, added to, capped and copied: small steps that candle has too. Its kernels are compiled by the driver when
-//! they are first used, which on a fresh machine takes seconds for each of its modules; ours are not, so a forward pass on
-//! a GPU uses none of candle's.
+//! Small operations on the rows of a matrix: embedding lookup, bias, soft cap, copy.
+//!
+//! candle has them too. But the driver compiles candle's kernels when they are first used, which takes seconds for each
+//! module on a new machine. These kernels are compiled at build time, so a forward pass on a GPU uses none of candle's.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Rows of `table` \[V, C\] for ids u32 \[T\], each below V (not checked on a GPU), times `scale`, as f32 \[T, C\].
+/// Returns the rows `ids` of an embedding, times `scale`, as f32 \[T, C\].
+///
+/// table \[V, C\]; ids u32 \[T\], each below V (not checked on a GPU).
 pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     match table.device() {
         Device::Cpu => table.index_select(ids, 0)?.to_dtype(DType::F32)? * f64::from(scale),
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
+            use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             if ids.dtype() != DType::U32 {
-                bail!("embed: ids are {:?}", ids.dtype());
+                bail!("embed: ids are {:?}, expected U32", ids.dtype());
             }
             let ((_, columns), tokens) = (table.dims2()?, ids.dims1()?);
             // SAFETY: the kernel writes every element.
             let out = unsafe { Tensor::empty((tokens, columns), DType::F32, table.device())? };
-            let args = [Arg::tensor(table)?, Arg::tensor(ids)?, Arg::tensor(&out)?, columns.into(), scale.into()];
-            let name = format!("embed_{}", suffix(table.dtype())?);
-            // SAFETY: shapes and dtypes checked above; ids are below V by contract.
-            unsafe { launch(device, &module!("rows"), &name, (tokens, 1, 1), 256, 0, &args)? };
+            let arguments = Arguments::new().tensor(table)?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);
+            let kernel = format!("embed_{}", dtype_suffix(table.dtype())?);
+            let launch = Launch::new(module!("rows"), kernel, LaunchShape::linear(tokens, 256), arguments);
+            // SAFETY: shapes and dtypes are checked above; the caller answers for the ids.
+            unsafe { launch.enqueue(device)? };
             Ok(out)
         }
         #[allow(unreachable_patterns)]
@@ -28,7 +32,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     }
 }
 
-/// y f32 \[T, R\] + bias f32 \[R\] on every row.
+/// Returns y + bias, the bias added to every row. y f32 \[T, R\]; bias f32 \[R\].
 pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (_, columns) = y.dims2()?;
     if bias.dims() != [columns] || y.dtype() != DType::F32 || bias.dtype() != DType::F32 {
@@ -38,13 +42,14 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
         Device::Cpu => y.broadcast_add(bias),
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use crate::kernels::launch::cuda::{Arg, launch, module};
+            use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
             // SAFETY: the kernel writes every element.
             let out = unsafe { Tensor::empty(y.dims(), DType::F32, y.device())? };
-            let n = out.elem_count();
-            let args = [Arg::tensor(y)?, Arg::tensor(bias)?, Arg::tensor(&out)?, n.into(), columns.into()];
-            // SAFETY: shapes and dtypes checked above.
-            unsafe { launch(device, &module!("rows"), "add_bias", (n.div_ceil(256), 1, 1), 256, 0, &args)? };
+            let count = out.elem_count();
+            let arguments = Arguments::new().tensor(y)?.tensor(bias)?.tensor(&out)?.int(count).int(columns);
+            let launch = Launch::new(module!("rows"), "add_bias", LaunchShape::one_thread_each(count), arguments);
+            // SAFETY: shapes and dtypes are checked above.
+            unsafe { launch.enqueue(device)? };
             Ok(out)
         }
         #[allow(unreachable_patterns)]
@@ -52,22 +57,23 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// cap · tanh(x / cap) of each element, f32.
+/// Returns cap · tanh(x / cap) for each element. x f32.
 pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
     if x.dtype() != DType::F32 {
-        bail!("soft_cap: x is {:?}", x.dtype());
+        bail!("soft_cap: x is {:?}, expected F32", x.dtype());
     }
     match x.device() {
         Device::Cpu => (x / f64::from(cap))?.tanh()? * f64::from(cap),
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use crate::kernels::launch::cuda::{Arg, launch, module};
+            use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
             // SAFETY: the kernel writes every element.
             let out = unsafe { Tensor::empty(x.dims(), DType::F32, x.device())? };
-            let n = out.elem_count();
-            let args = [Arg::tensor(x)?, Arg::tensor(&out)?, n.into(), cap.into()];
-            // SAFETY: both hold n elements, contiguous (checked by `Arg::tensor`).
-            unsafe { launch(device, &module!("rows"), "soft_cap", (n.div_ceil(256), 1, 1), 256, 0, &args)? };
+            let count = out.elem_count();
+            let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).float(cap);
+            let launch = Launch::new(module!("rows"), "soft_cap", LaunchShape::one_thread_each(count), arguments);
+            // SAFETY: both tensors are contiguous (`Arguments::tensor` checks it) and hold `count` elements.
+            unsafe { launch.enqueue(device)? };
             Ok(out)
         }
         #[allow(unreachable_patterns)]
@@ -75,10 +81,11 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
     }
 }
 
-/// Copies `from` \[T, ..\] over the rows of `to` \[S, ..\] from `row` on. Both contiguous, of one dtype and row size.
+/// Copies `from` \[T, ..\] over the rows of `to` \[S, ..\] that start at `row`. Both are contiguous and have one dtype and
+/// one row size.
 pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
-    let same = to.dims()[1..] == from.dims()[1..] && to.dtype() == from.dtype();
-    if !same || row + from.dims()[0] > to.dims()[0] {
+    let rows_match = to.dims()[1..] == from.dims()[1..] && to.dtype() == from.dtype();
+    if !rows_match || row + from.dims()[0] > to.dims()[0] {
         bail!("copy_rows: {:?} {:?} to row {row} of {:?} {:?}", from.dtype(), from.dims(), to.dtype(), to.dims());
     }
     match to.device() {
@@ -86,22 +93,15 @@ pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
         Device::Cuda(device) => {
             use candle_core::cuda_backend::WrapErr;
             use candle_core::cuda_backend::cudarc::driver::result;
-            let row_bytes = crate::kernels::bytes(to) as usize / to.dims()[0];
-            let target = crate::kernels::launch::cuda::address(to)? + (row * row_bytes) as u64;
+
+            use crate::kernels::{bytes, launch::address};
+            let row_bytes = bytes(to) as usize / to.dims()[0];
+            let target = address(to)? + (row * row_bytes) as u64;
             let stream = device.cuda_stream();
             stream.context().bind_to_thread().w()?;
-            // SAFETY: both are contiguous and on the device (`address`), and the rows lie within `to`, checked above; the
-            // copy is in the order of the device's stream, as all uses of both.
-            unsafe {
-                let count = crate::kernels::bytes(from) as usize;
-                result::memcpy_dtod_async(
-                    target,
-                    crate::kernels::launch::cuda::address(from)?,
-                    count,
-                    stream.cu_stream(),
-                )
-                .w()
-            }
+            // SAFETY: both tensors are contiguous and on the device (`address` checks it), and the rows lie within `to`
+            // (checked above). The copy runs in the order of the device's stream, like every other use of them.
+            unsafe { result::memcpy_dtod_async(target, address(from)?, bytes(from) as usize, stream.cu_stream()).w() }
         }
         _ => to.slice_set(from, 0, row),
     }

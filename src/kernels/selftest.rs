@@ -6,7 +6,7 @@ use std::time::Instant;
 use candle_core::{DType, Device, Result, Tensor};
 
 use crate::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
-use crate::kernels::attention::{Backend, Sight, attention};
+use crate::kernels::attention::{AttentionBackend, AttentionMask, attention};
 use crate::kernels::matmul::matmul_f32;
 use crate::kernels::moe::experts::{ExpertWeights, combine, expert_matmul};
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
@@ -79,7 +79,7 @@ fn run_in(device: &Device, dtype: DType) -> Vec<Check> {
     checks.push(check("combine", there, 1e-5, &|side| {
         combine(&side.put(&noise(43, &[5, 3, 37], dtype)?)?, &side.f32(&noise(44, &[5, 3], DType::F32)?)?)
     }));
-    for backend in [Backend::Own, Backend::Flash, Backend::Eager] {
+    for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
         // One token, a few, and enough for tiles; each kernel of a backend has its own range.
         for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
             // A backend that this build or dtype has no kernel for is no failure.
@@ -254,7 +254,7 @@ struct Queries {
     softcap: Option<f32>,
 }
 
-fn attend(side: Side, queries: Queries, backend: Backend) -> Result<Tensor> {
+fn attend(side: Side, queries: Queries, backend: AttentionBackend) -> Result<Tensor> {
     let Queries { tokens, position, head_dim, softcap } = queries;
     let (heads, kv_heads, rows) = (6, 2, 331);
     // All values are drawn for the narrowest dtype, so that every side gets the same ones.
@@ -263,10 +263,10 @@ fn attend(side: Side, queries: Queries, backend: Backend) -> Result<Tensor> {
     let sinks = side.f32(&noise(22, &[heads], DType::F32)?)?;
     let positions: Vec<u32> = (position..position + tokens).map(|position| position as u32).collect();
     let positions = side.ids(&positions)?;
-    let backend = if side.device.is_cpu() { Backend::Auto } else { backend };
+    let backend = if side.device.is_cpu() { AttentionBackend::Auto } else { backend };
     let attend = |window| {
-        let sight = Sight { position, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
-        attention(&q, &k, &v, Some(&sinks), &positions, sight, backend)
+        let mask = AttentionMask { position, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
+        attention(&q, &k, &v, Some(&sinks), &positions, mask, backend)
     };
     Tensor::cat(&[back(&attend(None)?)?, back(&attend(Some(100))?)?], 0)
 }

@@ -1,22 +1,19 @@
-//! SwiGLU and GeGLU (arXiv 2002.05202), their activations alone, and gpt-oss's clamped one (openai/gpt-oss,
-//! `gpt_oss/torch/model.py`, `swiglu`): the gate is clamped from above only, the linear half on both sides and shifted by
-//! one.
+//! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss (openai/gpt-oss,
+//! `gpt_oss/torch/model.py`, `swiglu`).
+//!
+//! The clamped SwiGLU clamps the gate from above only. It clamps the linear half on both sides and adds one to it.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
 use crate::kernels::{elements, to_f32};
 
-/// Sharpness of the sigmoid; a constant of the architecture.
-pub const ALPHA: f32 = 1.702;
+pub use crate::kernels::constants::SWIGLU_ALPHA as ALPHA;
 
-/// x [.., 2F] with gate and linear halves interleaved (gate first) → [.., F], of x's dtype.
+/// Returns the clamped SwiGLU of x, \[.., F\] in x's dtype.
+///
+/// x \[.., 2F\] has gates and linear halves interleaved, the gate first.
 pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
-    let width = x.dim(D::Minus1)?;
-    if width % 2 != 0 {
-        bail!("clamped_swiglu: the last dimension of {:?} is odd", x.dims());
-    }
-    let mut shape = x.dims().to_vec();
-    *shape.last_mut().expect("dim(Minus1) found a dimension") = width / 2;
+    let shape = half_width("clamped_swiglu", x)?;
     match x.device() {
         Device::Cpu => {
             let values = to_f32(x)?;
@@ -25,14 +22,15 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
-            // SAFETY: the kernel writes each of the n elements of `out`.
+            use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+            // SAFETY: the kernel writes every element.
             let out = unsafe { Tensor::empty(shape, x.dtype(), x.device())? };
-            let n = out.elem_count();
-            let args = [Arg::tensor(x)?, Arg::tensor(&out)?, n.into(), ALPHA.into(), limit.into()];
-            let name = format!("clamped_swiglu_{}", suffix(x.dtype())?);
-            // SAFETY: `x` holds 2n elements, `out` n, both contiguous (checked by `Arg::tensor`).
-            unsafe { launch(device, &module!("swiglu"), &name, (n.div_ceil(256), 1, 1), 256, 0, &args)? };
+            let count = out.elem_count();
+            let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).float(ALPHA).float(limit);
+            let kernel = format!("clamped_swiglu_{}", dtype_suffix(x.dtype())?);
+            let launch = Launch::new(module!("swiglu"), kernel, LaunchShape::one_thread_each(count), arguments);
+            // SAFETY: both tensors are contiguous (`Arguments::tensor` checks it); x holds twice `count` elements.
+            unsafe { launch.enqueue(device)? };
             Ok(out)
         }
         #[allow(unreachable_patterns)]
@@ -40,45 +38,47 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
     }
 }
 
-/// What a gate or a hidden unit goes through.
+/// The activation of a gate or of a hidden unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// x · sigmoid(x)
     Silu,
-    /// x · Φ(x) (arXiv 1606.08415), Φ by tanh: config.json's `gelu_pytorch_tanh` and `gelu_new`.
+    /// x · Φ(x) (arXiv 1606.08415) with Φ approximated by tanh: `gelu_pytorch_tanh` and `gelu_new` of config.json.
     GeluTanh,
 }
 
 impl Activation {
-    /// In plain Rust.
-    pub fn of(self, x: f32) -> f32 {
-        const ROOT: f32 = 0.797_884_6; // sqrt(2 / π)
+    /// Computes the activation of `x`.
+    pub fn apply(self, x: f32) -> f32 {
+        const SQRT_2_OVER_PI: f32 = 0.797_884_6;
         match self {
             Activation::Silu => x / (1.0 + (-x).exp()),
-            Activation::GeluTanh => 0.5 * x * (1.0 + (ROOT * (x + 0.044_715 * x * x * x)).tanh()),
+            Activation::GeluTanh => 0.5 * x * (1.0 + (SQRT_2_OVER_PI * (x + 0.044_715 * x * x * x)).tanh()),
         }
     }
 
+    /// Returns the number of this activation in `activation.cuh`.
     #[cfg(feature = "cuda")]
-    fn code(self) -> crate::kernels::launch::cuda::Arg {
-        crate::kernels::launch::cuda::Arg::Int(match self {
-            Activation::Silu => 0,
-            Activation::GeluTanh => 1,
-        })
+    pub fn code(self) -> usize {
+        use crate::kernels::constants::{ACTIVATION_GELU_TANH, ACTIVATION_SILU};
+        match self {
+            Activation::Silu => ACTIVATION_SILU,
+            Activation::GeluTanh => ACTIVATION_GELU_TANH,
+        }
     }
 }
 
-/// activation(gate) · up, both f32 of one shape, in `dtype`; without `up`, the activation alone.
+/// Returns activation(gate) · up in `dtype`; without `up`, the activation alone. gate and up are f32 of one shape.
 pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: DType) -> Result<Tensor> {
-    let fits = |up: &Tensor| up.dims() == gate.dims() && up.dtype() == DType::F32;
-    if gate.dtype() != DType::F32 || !up.is_none_or(fits) {
+    let up_fits = up.is_none_or(|up| up.dims() == gate.dims() && up.dtype() == DType::F32);
+    if gate.dtype() != DType::F32 || !up_fits {
         bail!("gated: gate {:?} {:?}, up {:?}, all F32", gate.dtype(), gate.dims(), up.map(Tensor::dims));
     }
     match gate.device() {
         Device::Cpu => {
             let values = to_f32(gate)?;
             let (values, layout) = values.storage_and_layout();
-            let activated = elements(&values, layout)?.iter().map(|&x| activation.of(x)).collect::<Vec<f32>>();
+            let activated = elements(&values, layout)?.iter().map(|&x| activation.apply(x)).collect::<Vec<f32>>();
             let activated = Tensor::from_vec(activated, gate.dims(), &Device::Cpu)?;
             match up {
                 Some(up) => (activated * up)?.to_dtype(dtype),
@@ -87,14 +87,16 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
-            // SAFETY: the kernel writes each of the n elements.
+            use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+            // SAFETY: the kernel writes every element.
             let out = unsafe { Tensor::empty(gate.dims(), dtype, gate.device())? };
-            let n = out.elem_count();
-            let args = [Arg::tensor(gate)?, Arg::optional(up)?, Arg::tensor(&out)?, n.into(), activation.code()];
-            let name = format!("gated_{}", suffix(dtype)?);
-            // SAFETY: all hold n elements, contiguous (checked by `Arg::tensor`).
-            unsafe { launch(device, &module!("swiglu"), &name, (n.div_ceil(256), 1, 1), 256, 0, &args)? };
+            let count = out.elem_count();
+            let arguments =
+                Arguments::new().tensor(gate)?.optional(up)?.tensor(&out)?.int(count).int(activation.code());
+            let kernel = format!("gated_{}", dtype_suffix(dtype)?);
+            let launch = Launch::new(module!("swiglu"), kernel, LaunchShape::one_thread_each(count), arguments);
+            // SAFETY: all tensors are contiguous (`Arguments::tensor` checks it) and hold `count` elements.
+            unsafe { launch.enqueue(device)? };
             Ok(out)
         }
         #[allow(unreachable_patterns)]
@@ -102,15 +104,10 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
     }
 }
 
-/// x [.., 2F], the gates in the first half, → activation(gate) · up [.., F], of x's dtype.
+/// Returns activation(gate) · up, \[.., F\] in x's dtype. x \[.., 2F\] has the gates in its first half.
 pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
-    let width = x.dim(D::Minus1)?;
-    if width % 2 != 0 {
-        bail!("gated_halves: the last dimension of {:?} is odd", x.dims());
-    }
-    let columns = width / 2;
-    let mut shape = x.dims().to_vec();
-    *shape.last_mut().expect("dim(Minus1) found a dimension") = columns;
+    let out_shape = half_width("gated_halves", x)?;
+    let columns = out_shape[out_shape.len() - 1];
     match x.device() {
         Device::Cpu => {
             let half = |first| x.narrow(D::Minus1, first, columns)?.to_dtype(DType::F32)?.contiguous();
@@ -118,14 +115,15 @@ pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
-            // SAFETY: the kernel writes each of the n elements.
+            use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+            // SAFETY: the kernel writes every element.
             let out = unsafe { Tensor::empty(shape, x.dtype(), x.device())? };
-            let n = out.elem_count();
-            let args = [Arg::tensor(x)?, Arg::tensor(&out)?, n.into(), columns.into(), activation.code()];
-            let name = format!("gated_halves_{}", suffix(x.dtype())?);
-            // SAFETY: `x` holds 2n elements in rows of two halves, `out` n, both contiguous (checked by `Arg::tensor`).
-            unsafe { launch(device, &module!("swiglu"), &name, (n.div_ceil(256), 1, 1), 256, 0, &args)? };
+            let count = out.elem_count();
+            let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).int(columns).int(activation.code());
+            let kernel = format!("gated_halves_{}", dtype_suffix(x.dtype())?);
+            let launch = Launch::new(module!("swiglu"), kernel, LaunchShape::one_thread_each(count), arguments);
+            // SAFETY: both tensors are contiguous (`Arguments::tensor` checks it); x holds rows of 2F elements.
+            unsafe { launch.enqueue(device)? };
             Ok(out)
         }
         #[allow(unreachable_patterns)]
@@ -133,11 +131,21 @@ pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
     }
 }
 
-/// The clamped one in plain Rust.
+/// Returns the shape of x with half its last dimension.
+fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
+    let mut shape = x.dims().to_vec();
+    match shape.last_mut() {
+        Some(width) if width.is_multiple_of(2) => *width /= 2,
+        _ => bail!("{op}: the last dimension of {:?} is not even", x.dims()),
+    }
+    Ok(shape)
+}
+
+/// The clamped SwiGLU in plain Rust.
 pub fn reference(x: &[f32], limit: f32) -> Vec<f32> {
     x.chunks_exact(2)
         .map(|pair| {
-            // Comparisons as in torch.clamp: a NaN stays a NaN.
+            // A comparison, as in torch.clamp, so that a NaN stays a NaN.
             let gate = if pair[0] > limit { limit } else { pair[0] };
             let up = pair[1].clamp(-limit, limit);
             gate / (1.0 + (-ALPHA * gate).exp()) * (up + 1.0)

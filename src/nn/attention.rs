@@ -14,7 +14,7 @@ use super::rope::RotaryEmbedding;
 use crate::kernels::{
     self,
     attention::{
-        Sight, attention,
+        AttentionMask, attention,
         rope::{QkNorm, split_qkv},
     },
 };
@@ -148,17 +148,17 @@ impl Attention {
             split_qkv(&qkv, self.qkv_proj.bias.as_ref(), norms, rotation, (heads, kv_heads, head_dim), self.dtype)?;
 
         // 2. attend, each sequence over its own cache
-        let attend = |q: &Tensor, cached: &LayerCache, positions: &Tensor, sight: Sight| {
-            attention(q, cached.k(), cached.v(), self.sinks.as_ref(), positions, sight, pass.backend())
+        let attend = |q: &Tensor, cached: &LayerCache, positions: &Tensor, mask: AttentionMask| {
+            attention(q, cached.k(), cached.v(), self.sinks.as_ref(), positions, mask, pass.backend())
         };
         let mut outputs = Vec::with_capacity(caches.len());
         for (span, cache) in pass.spans().zip(caches.iter_mut()) {
             let rows = |tensor: &Tensor| tensor.narrow(0, span.start, span.len())?.contiguous();
             let position = cache.len();
             let cached = cache.write(layer, &rows(&k)?, &rows(&v)?)?;
-            let sight = Sight { position, window, scale, softcap };
+            let mask = AttentionMask { position, window, scale, softcap };
             let positions = pass.positions().narrow(0, span.start, span.len())?;
-            outputs.push(attend(&rows(&q)?, cached, &positions, sight)?);
+            outputs.push(attend(&rows(&q)?, cached, &positions, mask)?);
         }
 
         // 3. project back

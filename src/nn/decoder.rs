@@ -16,7 +16,7 @@ use super::pass::{LogitRows, Pass, StepBatch};
 use super::rope::RotaryEmbedding;
 use crate::error::Error;
 use crate::kernels::{
-    attention::Backend,
+    attention::AttentionBackend,
     quantized::Matrix,
     rows::{embed, soft_cap},
 };
@@ -41,7 +41,7 @@ pub struct Decoder {
     cache_layers: Vec<LayerSpec>,
     /// The number of positions that the RoPE tables cover.
     context: usize,
-    backend: Backend,
+    backend: AttentionBackend,
 }
 
 impl Decoder {
@@ -75,7 +75,7 @@ impl Decoder {
             dtype: weights.dtype(),
             cache_layers: config.cache_layers,
             context,
-            backend: Backend::Auto,
+            backend: AttentionBackend::Auto,
         })
     }
 
@@ -138,7 +138,7 @@ impl Decoder {
 
     /// Makes later passes use this attention backend. Returns the backend that `Auto` resolves to. Fails if a layer
     /// cannot use the backend.
-    pub fn set_attention_backend(&mut self, backend: Backend) -> Result<Backend> {
+    pub fn set_attention_backend(&mut self, backend: AttentionBackend) -> Result<AttentionBackend> {
         let (on_gpu, mut chosen) = (self.is_on_gpu(), backend);
         for layer in &self.layers {
             let config = &layer.self_attn.config;

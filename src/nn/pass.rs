@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use candle_core::{Device, Tensor};
 
 use super::kv_cache::KvCache;
-use crate::kernels::attention::Backend;
+use crate::kernels::attention::AttentionBackend;
 
 /// The input of one forward pass: tokens of one or more sequences.
 #[derive(Clone, Debug)]
@@ -32,12 +32,12 @@ pub struct Pass {
     /// u32 `[T]`
     positions: Tensor,
     spans: Vec<Range<usize>>,
-    backend: Backend,
+    backend: AttentionBackend,
 }
 
 impl Pass {
     /// Computes the position of every token. Fails if a cache has no capacity for its sequence's tokens.
-    pub(super) fn new(batch: &StepBatch, caches: &[&mut KvCache], device: &Device, backend: Backend) -> Result<Self> {
+    pub(super) fn new(batch: &StepBatch, caches: &[&mut KvCache], device: &Device, backend: AttentionBackend) -> Result<Self> {
         let StepBatch { ids, tokens: counts, .. } = *batch;
         if counts.len() != caches.len() || counts.iter().sum::<usize>() != ids.len() {
             bail!("the batch has {} token ids and counts {counts:?} for {} caches", ids.len(), caches.len());
@@ -64,7 +64,7 @@ impl Pass {
     }
 
     /// Returns the attention kernel to use.
-    pub fn backend(&self) -> Backend {
+    pub fn backend(&self) -> AttentionBackend {
         self.backend
     }
 }

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
-use inferno::kernels::attention::{Backend, Sight, attention};
+use inferno::kernels::attention::{AttentionBackend, AttentionMask, attention};
 use inferno::kernels::bandwidth;
 use inferno::kernels::moe::experts::{E2M1_VALUES, ExpertWeights, combine, e8m0_to_f32, expert_matmul};
 use inferno::kernels::moe::topk::{Softmax, topk_softmax};
@@ -254,7 +254,7 @@ fn attention_agrees_with_its_reference() {
             let q = noise.tensor(&[tokens, heads, head_dim], dtype);
             let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
             let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
-            // Rows that no position in sight lies in hold NaN: whoever reads one shows it.
+            // Rows that no position in mask lies in hold NaN: whoever reads one shows it.
             let first = window.map_or(0, |window: usize| (position + 1usize).saturating_sub(window));
             let seen: Vec<f32> = (0..rows)
                 .map(|row| if (first..position + tokens).any(|p| p % rows == row) { 0.0 } else { f32::NAN })
@@ -262,21 +262,21 @@ fn attention_agrees_with_its_reference() {
             let poison = Tensor::from_vec(seen, (rows, 1, 1), &Device::Cpu).unwrap();
             let (k, v) = (k.broadcast_add(&poison).unwrap(), v.broadcast_add(&poison).unwrap());
             let sinks = with_sinks.then(|| noise.tensor(&[heads], DType::F32));
-            let sight = Sight { position, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
+            let mask = AttentionMask { position, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
             let positions = |q: &Tensor| {
                 let places: Vec<u32> = (0..tokens).map(|t| (position + t) as u32).collect();
                 Tensor::new(places, q.device()).unwrap()
             };
-            let want = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), sight, Backend::Auto).unwrap();
+            let want = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), mask, AttentionBackend::Auto).unwrap();
             let sinks = sinks.map(|sinks| on(&sinks, &device, DType::F32));
             let [q, k, v] = [q, k, v].map(|tensor| on(&tensor, &device, dtype));
             // The error of a sum grows with its length; in f32 nothing else is there to hide it.
             let sums = if dtype == DType::F32 { 1.0 + (position + tokens) as f32 / 2880.0 } else { 1.0 };
-            for backend in [Backend::Own, Backend::Flash, Backend::Eager] {
+            for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
                 if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_err() {
                     continue;
                 }
-                let got = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), sight, backend).unwrap();
+                let got = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), mask, backend).unwrap();
                 let what =
                     format!("T {tokens} H {heads} K {kv_heads} D {head_dim} at {position} {dtype:?} cap {softcap:?}");
                 assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * sums * rounding(dtype));
@@ -347,9 +347,9 @@ fn expert_mlp_agrees_with_the_products_one_by_one() {
 #[test]
 fn attention_refuses_a_cache_that_has_lost_what_it_sees() {
     let zeros = |shape: (usize, usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
-    let sight = Sight { position: 100, window: Some(16), scale: 1.0, softcap: None };
+    let mask = AttentionMask { position: 100, window: Some(16), scale: 1.0, softcap: None };
     let places = Tensor::new(&[100u32, 101, 102, 103], &Device::Cpu).unwrap();
-    let attend = |k: &Tensor| attention(&zeros((4, 2, 8)), k, k, None, &places, sight, Backend::Auto);
+    let attend = |k: &Tensor| attention(&zeros((4, 2, 8)), k, k, None, &places, mask, AttentionBackend::Auto);
     assert!(attend(&zeros((19, 1, 8))).is_ok());
     assert!(attend(&zeros((18, 1, 8))).is_err());
 }
@@ -494,16 +494,16 @@ fn embed_add_bias_and_copy_rows_do_what_candle_does() {
 
 #[test]
 fn an_attention_that_cannot_be_is_refused_with_its_reason() {
-    let choose = |backend: Backend, on_gpu, dtype, head_dim| backend.choose(on_gpu, dtype, head_dim, None);
-    assert_eq!(choose(Backend::Auto, true, DType::BF16, 64), Ok(Backend::Own));
-    assert_eq!(choose(Backend::Auto, true, DType::F32, 64), Ok(Backend::Eager));
-    assert_eq!(choose(Backend::Auto, false, DType::F32, 64), Ok(Backend::Eager));
-    assert_eq!(choose(Backend::Eager, true, DType::BF16, 64), Ok(Backend::Eager));
-    assert!(choose(Backend::Own, true, DType::BF16, 40).unwrap_err().contains("heads of 40"));
-    let capped = |backend: Backend| backend.choose(true, DType::BF16, 64, Some(50.0));
-    assert_eq!(capped(Backend::Auto), Ok(Backend::Own));
-    assert!(capped(Backend::Flash).is_err());
-    assert!(choose(Backend::Own, false, DType::F32, 64).unwrap_err().contains("GPU"));
-    assert!(choose(Backend::Flash, true, DType::F32, 64).is_err());
-    assert_eq!(choose(Backend::Flash, true, DType::F16, 64).is_ok(), cfg!(feature = "flash-attn"));
+    let choose = |backend: AttentionBackend, on_gpu, dtype, head_dim| backend.choose(on_gpu, dtype, head_dim, None);
+    assert_eq!(choose(AttentionBackend::Auto, true, DType::BF16, 64), Ok(AttentionBackend::Own));
+    assert_eq!(choose(AttentionBackend::Auto, true, DType::F32, 64), Ok(AttentionBackend::Eager));
+    assert_eq!(choose(AttentionBackend::Auto, false, DType::F32, 64), Ok(AttentionBackend::Eager));
+    assert_eq!(choose(AttentionBackend::Eager, true, DType::BF16, 64), Ok(AttentionBackend::Eager));
+    assert!(choose(AttentionBackend::Own, true, DType::BF16, 40).unwrap_err().contains("heads of 40"));
+    let capped = |backend: AttentionBackend| backend.choose(true, DType::BF16, 64, Some(50.0));
+    assert_eq!(capped(AttentionBackend::Auto), Ok(AttentionBackend::Own));
+    assert!(capped(AttentionBackend::CandleFlashAttn).is_err());
+    assert!(choose(AttentionBackend::Own, false, DType::F32, 64).unwrap_err().contains("GPU"));
+    assert!(choose(AttentionBackend::CandleFlashAttn, true, DType::F32, 64).is_err());
+    assert_eq!(choose(AttentionBackend::CandleFlashAttn, true, DType::F16, 64).is_ok(), cfg!(feature = "flash-attn"));
 }

@@ -1,22 +1,23 @@
-//! The kernels of the crate candle-flash-attn (FlashAttention 2) behind [`attention`](crate::kernels::attention::attention).
+//! Attention by the crate candle-flash-attn (FlashAttention 2).
 //!
-//! They know nothing of sinks, and the crate keeps to itself the one thing that makes up for it: the logarithm of each
-//! softmax's denominator. So its C function is called here directly. With it a sink is exact: the true denominator has
-//! exp(sink) more, and out · sigmoid(lse - sink) is the value with it. The function is no stable interface; the crate's
-//! version is pinned, and `tests/it/kernels.rs` judges it by the reference.
+//! Its kernels know no sinks. A sink adds exp(sink) to the denominator of the softmax, so out · sigmoid(lse - sink) is the
+//! exact result, where lse is the logarithm of the denominator. The crate does not expose lse in Rust, so this module calls
+//! its C function directly. That function is no stable interface: the version of the crate is pinned, and
+//! `tests/it/kernels.rs` compares its results with the reference.
 
 use std::ffi::{c_int, c_void};
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor};
-// Nothing of its Rust side: only that its library is linked.
+// Links the crate's library. Its Rust functions are not used.
 use candle_flash_attn as _;
 
-use crate::kernels::attention::Sight;
-use crate::kernels::launch::cuda::{Arg, address, launch, module, suffix};
+use super::eager_attention::scale_by_sinks;
+use super::mask::AttentionMask;
+use crate::kernels::launch::address;
 
 unsafe extern "C" {
-    /// As declared in candle-flash-attn 0.11.1, src/ffi.rs. Strides are in elements; `softmax_lse` is f32 \[H, T\].
+    /// The declaration in `src/ffi.rs` of candle-flash-attn 0.11.1. Strides are in elements; `softmax_lse` is f32 \[H, T\].
     fn run_mha(
         q: *const c_void,
         k: *const c_void,
@@ -66,45 +67,48 @@ unsafe extern "C" {
     );
 }
 
-/// The keys and values that the queries see, in the order of their positions, \[L, K, D\]. A ring that has gone round is
-/// copied; else these are views.
-fn in_order(k: &Tensor, v: &Tensor, tokens: usize, sight: Sight) -> Result<(Tensor, Tensor)> {
-    let (rows, end) = (k.dim(0)?, sight.position + tokens);
-    let first = sight.window.map_or(0, |window| (sight.position + 1).saturating_sub(window));
+/// Returns the keys and values that the queries see, in the order of their positions, \[L, K, D\].
+///
+/// These are views, or copies where the positions wrap around the end of the cache.
+fn visible_rows(k: &Tensor, v: &Tensor, tokens: usize, mask: AttentionMask) -> Result<(Tensor, Tensor)> {
+    let (rows, end) = (k.dim(0)?, mask.position + tokens);
+    let first = mask.window.map_or(0, |window| (mask.position + 1).saturating_sub(window));
     let (row, length) = (first % rows, end - first);
-    let of = |tensor: &Tensor| match row + length <= rows {
+    let slice = |tensor: &Tensor| match row + length <= rows {
         true => tensor.narrow(0, row, length),
         false => Tensor::cat(&[tensor.narrow(0, row, rows - row)?, tensor.narrow(0, 0, row + length - rows)?], 0),
     };
-    Ok((of(k)?, of(v)?))
+    Ok((slice(k)?, slice(v)?))
 }
 
-/// q \[T, H, D\], k and v \[S, K, D\] in bf16 or f16, D a multiple of 8, checked by the caller; writes `out` \[T, H, D\].
+/// Writes the attention of q, k and v to `out`.
+///
+/// q, out \[T, H, D\]; k, v \[S, K, D\]; bf16 or f16, D a multiple of 8. The caller has checked this.
 pub(super) fn attention(
     device: &CudaDevice,
     (q, k, v): (&Tensor, &Tensor, &Tensor),
     sinks: Option<&Tensor>,
-    sight: Sight,
+    mask: AttentionMask,
     out: &Tensor,
 ) -> Result<()> {
     let ((tokens, heads, head_dim), (_, kv_heads, _)) = (q.dims3()?, k.dims3()?);
-    let (k, v) = in_order(k, v, tokens, sight)?;
+    let (k, v) = visible_rows(k, v, tokens, mask)?;
     let length = k.dim(0)?;
     // SAFETY: the kernel writes every element.
-    let denominators = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
-    // As the crate sets them: causal without a window; with one, so many keys to the left and none to the right.
-    let (is_causal, left) = sight.window.map_or((1, length), |window| (0, (window - 1).min(length)));
+    let lse = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
+    // The values that the crate sets: causal without a window; with one, its keys to the left and none to the right.
+    let (is_causal, left) = mask.window.map_or((1, length), |window| (0, (window - 1).min(length)));
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);
     let pointer = |tensor: &Tensor| address(tensor).map(|address| address as *const c_void);
-    // SAFETY: the tensors are contiguous (`address` checks it) and of these sizes and strides; the stream is the one on
-    // which their memory is allocated and freed.
+    // SAFETY: the tensors are contiguous (`address` checks it) and have these sizes and strides. Their memory is allocated
+    // and freed in the order of this stream.
     unsafe {
         run_mha(
             pointer(q)?,
             pointer(&k)?,
             pointer(&v)?,
             pointer(out)?,
-            pointer(&denominators)?,
+            pointer(&lse)?,
             std::ptr::null(),
             std::ptr::null(),
             std::ptr::null(),
@@ -126,7 +130,7 @@ pub(super) fn attention(
             kv_heads as u32,
             head_dim as u32,
             head_dim.next_multiple_of(32) as u32,
-            sight.scale,
+            mask.scale,
             tokens as u32,
             length as u32,
             tokens.next_multiple_of(128) as u32,
@@ -147,16 +151,8 @@ pub(super) fn attention(
             device.cuda_stream().cu_stream().cast(),
         );
     }
-    let Some(sinks) = sinks else { return Ok(()) };
-    let args = [
-        Arg::tensor(out)?,
-        Arg::tensor(&denominators)?,
-        Arg::tensor(sinks)?,
-        tokens.into(),
-        heads.into(),
-        head_dim.into(),
-    ];
-    let name = format!("scale_by_sinks_{}", suffix(q.dtype())?);
-    // SAFETY: out has T·H·D elements, the denominators H·T, the sinks H.
-    unsafe { launch(device, &module!("attention"), &name, (tokens, heads, 1), 32, 0, &args) }
+    match sinks {
+        Some(sinks) => scale_by_sinks(device, out, &lse, sinks),
+        None => Ok(()),
+    }
 }

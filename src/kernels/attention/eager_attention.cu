@@ -5,9 +5,10 @@
 //   bytes moved: about 2·T·H·L·D·sizeof(T) from L2, L = keys in sight (no reuse between heads: a plain kernel, right first)
 //   for f32, and for head sizes and soft caps that flash_attention.cu has not
 //   softcap > 0: scores s become softcap·tanh(s / softcap)
+#include "constants.cuh"
 #include "headers/common.cuh"
 
-constexpr int MAX_LANE_DIMS = 8;
+constexpr int MAX_LANE_DIMS = EAGER_MAX_HEAD_DIM / 32;
 
 template <typename T>
 __device__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out, int heads, int kv_heads, int head_dim,

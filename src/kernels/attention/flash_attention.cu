@@ -1,50 +1,62 @@
-// Causal attention on tensor cores over a key/value cache (FlashAttention-2): grouped queries, optional window, sinks.
+// Causal attention on tensor cores over a KV cache (FlashAttention-2, arXiv 2307.08691): grouped queries, optional sliding
+// window, sinks and soft cap.
 //   q, out [T, H, D]; k, v [S, K, D] (position p lies in row p mod S); sinks f32 [H] or null; G = H/K
-//   positions u32: query t stands at positions[0] + t (in device memory, so that a CUDA graph can be replayed)
-//   grid (K, row tiles, splits), block 32·WARPS·TEAMS; a row is a pair (token, head of the group): row r of a kv head
-//   is token r / G, head kv·G + r % G, so a tile reads each key and value once for all heads of the group
-//   with softcap > 0 scores s become softcap · tanh(s / softcap)
-//   splits share a tile's keys; the last of them to finish combines their partial results, f32, through L2:
-//   partials [row tiles, K, splits, ROWS·(D + 2)], arrivals u32 [row tiles, K], which is all zero between launches
-//   bytes moved: 2·D·sizeof(T) per key in sight, kv head and row tile; from L2 but for the first of the row tiles
+//   positions u32: query t has the position positions[0] + t (in device memory, so that a CUDA graph can be replayed)
+//   softcap > 0: a score s becomes softcap · tanh(s / softcap)
+//   grid (K, row tiles, splits); block 32·WARPS·TEAMS
+//   bytes moved: 2·D·sizeof(T) for each visible key, KV head and row tile; all but the first row tile read them from L2
+//
+// A row is a pair of a token and a query head of the group: row r of KV head k is token r / G and head k·G + r % G. So a
+// tile of rows reads each key and value once for all heads of the group.
+//
+// Splits share the keys of a row tile. The last split to finish combines the partial results, f32, through L2:
+//   partials [row tiles, K, splits, ROWS·(D + 2)]: sums [ROWS, D], then (maximum, total) of each row
+//   arrivals u32 [row tiles, K]: how many splits have finished; all zero between launches
+#include "constants.cuh"
+#include "headers/async_copy.cuh"
 #include "headers/common.cuh"
-#include "headers/mma.cuh"
 #include "headers/pdl.cuh"
+#include "headers/tensor_core.cuh"
 
 constexpr float LOG2_E = 1.44269504f;
-// Weights may grow to 2^8 before sums are rescaled: harmless in f32 and f16, and it spares nearly all rescaling.
+// Weights may grow to 2^8 before the sums are rescaled. That does no harm in f32 and f16 and avoids nearly all rescaling.
 constexpr float SLACK = 8.0f;
-// Partial results combined at once: this many loads are under way.
+// Partial results that are combined at once, so that as many loads are in flight.
 constexpr int COMBINE_BATCH = 16;
 
-// How a kernel cuts the work.
-//   TEAMS = 1 (prompts): WARPS warps of 16·M rows share tiles of KEYS keys, in STAGES buffers
-//   TEAMS > 1 (decoding): teams of one warp have the same 16 rows and other tiles; their sums are added at the end
-template <int HEAD_DIM, int M_, int WARPS_, int TEAMS_, int KEYS_, int STAGES_, int MIN_TILES_>
-struct Shape {
-    static constexpr int D = HEAD_DIM, M = M_, WARPS = WARPS_, TEAMS = TEAMS_, KEYS = KEYS_, STAGES = STAGES_;
-    static constexpr int MIN_TILES = MIN_TILES_;  // a split with fewer tiles of keys is not worth combining
-    static constexpr int ROWS = 16 * M * WARPS, TEAM_THREADS = 32 * WARPS, THREADS = TEAM_THREADS * TEAMS;
-    // A row of 16-byte chunks is padded to an odd number of them: ldmatrix then meets no bank twice.
-    static constexpr int STRIDE = D + 8, TILE = KEYS * STRIDE;
-    static constexpr bool QUERIES_IN_REGISTERS = M * D <= 160;
+constexpr int head_dim_index(int head_dim) {
+    int index = 0;
+    while (FLASH_HEAD_DIMS[index] != head_dim) ++index;
+    return index;
+}
+
+// How one block divides its work.
+//   TEAMS = 1 (prompts): WARPS warps of 16·M rows share tiles of KEYS keys, in STAGES buffers.
+//   TEAMS > 1 (decoding): teams of one warp have the same 16 rows and different tiles; their sums are added at the end.
+template <int HEAD_DIM, int TILE_ROWS> struct Tile {
+    static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
+    static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS;
+    static constexpr int WARPS = FEW ? 1 : MANY ? FLASH_MANY_WARPS[INDEX] : FLASH_MEDIUM_WARPS;
+    static constexpr int TEAMS = FEW ? FLASH_FEW_TEAMS[INDEX] : 1;
+    static constexpr int KEYS = FEW ? FLASH_FEW_KEYS[INDEX] : MANY ? FLASH_MANY_KEYS[INDEX] : FLASH_MEDIUM_KEYS[INDEX];
+    static constexpr int STAGES = FLASH_STAGES;
+    static constexpr int M = ROWS / 16 / WARPS;
+    static constexpr int MIN_TILES = FEW ? 128 / KEYS : 4;  // a split with fewer tiles of keys is not worth combining
+    // Blocks on one multiprocessor. The sums of 16 rows of 256 fill half of a warp's registers.
+    static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
+    static constexpr int TEAM_THREADS = 32 * WARPS, THREADS = TEAM_THREADS * TEAMS;
+    static constexpr int STRIDE = D + FLASH_ROW_PADDING, KEY_ELEMENTS = KEYS * STRIDE;
+    static constexpr bool QUERIES_IN_REGISTERS = M * D <= FLASH_REGISTER_ELEMENTS;
     static constexpr int QUERY_BYTES = QUERIES_IN_REGISTERS ? 0 : 2 * ROWS * STRIDE;
-    static constexpr int PIPELINE_BYTES = TEAMS * STAGES * 2 * TILE * 2;
-    static constexpr int MERGE_STRIDE = D + 8;  // four rows of float2 in different banks
+    static constexpr int PIPELINE_BYTES = TEAMS * STAGES * 2 * KEY_ELEMENTS * 2;
+    static constexpr int MERGE_STRIDE = D + 8;  // puts the float2 of four rows into different banks
     static constexpr int MERGE_BYTES = TEAMS > 1 ? TEAMS * ROWS * (MERGE_STRIDE + 2) * 4 : 0;
-    static constexpr int SHARED = QUERY_BYTES + (PIPELINE_BYTES > MERGE_BYTES ? PIPELINE_BYTES : MERGE_BYTES);
+    static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge uses the memory of the pipeline");
     static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps would need a barrier of its own");
     static_assert(ROWS <= THREADS && STAGES >= 2);
 };
 
-__device__ __forceinline__ uint32_t pack(float low, float high, __half) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
-__device__ __forceinline__ uint32_t pack(float low, float high, __nv_bfloat16) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
+// ---- arithmetic ----
 
 __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -52,13 +64,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// Subtracting an infinite maximum would give NaN. Where nothing is in sight, any finite number does.
-__device__ __forceinline__ float finite(float top) { return top == -INFINITY ? 0.0f : top; }
+// Replaces an infinite maximum, which would give NaN when subtracted. If no key is visible, any finite number will do.
+__device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// The factor that turns a sum of weights·values relative to 2^top into the output. The sink takes its share here.
-__device__ __forceinline__ float normalizer(float top, float total, float sink) {
-    const float base = fmaxf(top, sink);
-    const float keep = exp2_fast(top - base);
+// The factor that turns a sum of weights·values relative to 2^maximum into the output. The sink joins the total here.
+__device__ __forceinline__ float normalizer(float maximum, float total, float sink) {
+    const float base = fmaxf(maximum, sink);
+    const float keep = exp2_fast(maximum - base);
     return __fdividef(keep, total * keep + exp2_fast(sink - base));
 }
 
@@ -67,393 +79,509 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
     return cap - __fdividef(2.0f * cap, 1.0f + exp2_fast(2.0f * LOG2_E / cap * x));
 }
 
-// Counts to `last` and then starts over at 0. What the block wrote before is visible to whoever counts after.
+// Increments the counter and returns its value before; at `last` it starts over at 0. Everything that this block wrote
+// before is visible to the blocks that increment the counter later.
 __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
     uint32_t before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
     return before;
 }
 
+// ---- work of a block ----
+
+// The rows of a block.
+template <typename C> struct Rows {
+    int kv_head, heads, group;  // group: query heads of a KV head
+    int first, count;
+
+    // The first element of a row of this tile in q and out.
+    __device__ __forceinline__ size_t element(int row) const {
+        const int r = first + row;
+        return ((size_t)(r / group) * heads + kv_head * group + r % group) * C::D;
+    }
+    // Rows past the end repeat the last one.
+    __device__ __forceinline__ int token(int row) const { return (first + min(row, count - 1)) / group; }
+};
+
+// The keys that this team multiplies: tiles begin, begin + TEAMS, .. below end, counted from position `oldest`.
+struct Keys {
+    int oldest, newest, begin, end;
+};
+
+// ---- keys and values through shared memory ----
+
+// Starts to copy a tile of keys and values into the buffers of a stage, and commits the copies as one group.
+//
+// Keys that no row sees become zeros: the memory there may hold NaN, and zero times NaN is NaN. At most S positions are
+// visible, so those of a tile wrap around the end of the cache at most once.
 template <typename T, typename C>
-__device__ __forceinline__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out,
-                                          const uint32_t* positions, float* partials, uint32_t* arrivals, int tokens,
-                                          int heads, int kv_heads, int cache_rows, int window, float scale,
-                                          float softcap, int early) {
-    constexpr int D = C::D, M = C::M, KEYS = C::KEYS, STAGES = C::STAGES, STRIDE = C::STRIDE;
-    extern __shared__ __align__(16) unsigned char shared[];
-    __shared__ float row_sinks[C::ROWS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / C::WARPS;
-    // The last rows of a causal matrix have the most keys: they start first.
-    const int kv_head = blockIdx.x, row_tile = gridDim.y - 1 - blockIdx.y, split = blockIdx.z;
-    const int per_kv = heads / kv_heads;
-    const int first_row = row_tile * C::ROWS, rows = min(C::ROWS, tokens * per_kv - first_row);
-    const int warp_row = warp % C::WARPS * 16 * M;
-    const auto element = [&](int row) {  // first element of a row of this tile in q and out
-        const int r = first_row + row;
-        return ((size_t)(r / per_kv) * heads + kv_head * per_kv + r % per_kv) * D;
-    };
-    const auto token = [&](int row) { return (first_row + min(row, rows - 1)) / per_kv; };
-    const int first_token = token(0), last_token = token(rows - 1);
-    const int warp_first_token = token(warp_row), warp_last_token = token(warp_row + 16 * M - 1);
-    // Needed last, asked for first.
-    float sink = -INFINITY;
-    if (sinks && threadIdx.x < rows) sink = sinks[kv_head * per_kv + (first_row + threadIdx.x) % per_kv];
-    // With `early`, the caller promises that positions[0] and the keys before it were complete when the kernel before
-    // this one started: then only the queries and this step's own keys have to wait for that kernel.
-    if (!early) pdl_wait();
-
-    // 1. The keys that some row of the tile sees, and this team's part of this split's share of them.
-    const int position = (int)__ldcg(positions), newest = position + last_token;
-    const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
-    const int tiles = (newest - oldest) / KEYS + 1;
-    const int share = max(C::MIN_TILES, (tiles + (int)gridDim.z - 1) / (int)gridDim.z);
-    if (split * share >= tiles) return;
-    const int splits = (tiles + share - 1) / share;
-    const int begin = split * share + team, end = min(tiles, split * share + share);
-
-    T* const query_tile = reinterpret_cast<T*>(shared);
-    T* const pipeline = reinterpret_cast<T*>(shared + C::QUERY_BYTES) + team * STAGES * 2 * C::TILE;
-    const uint32_t row_elements = kv_heads * D;
-    // Rows out of sight become zeros: what lies there may be NaN, and zero times NaN is NaN. At most S positions are in
-    // sight, so those of a tile wrap around once.
-    const auto load = [&](int tile, int stage) {
-        if (tile < end) {
-            constexpr uint32_t CHUNKS = D / 8, COPIES = KEYS * CHUNKS, THREADS = C::TEAM_THREADS;
-            const uint32_t key = oldest + tile * KEYS, size = cache_rows, base = key < size ? key : key % size;
-            const uint32_t thread = threadIdx.x % THREADS, left = newest - key;
-            const uint32_t to = shared_address(pipeline + stage * 2 * C::TILE);
+__device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* pipeline, const Keys& keys, int tile,
+                                                     int stage, int cache_rows, int kv_heads, int kv_head) {
+    if (tile < keys.end) {
+        constexpr uint32_t CHUNKS = C::D / 8, COPIES = C::KEYS * CHUNKS, THREADS = C::TEAM_THREADS;
+        const uint32_t key = keys.oldest + tile * C::KEYS, size = cache_rows, base = key < size ? key : key % size;
+        const uint32_t thread = threadIdx.x % THREADS, left = keys.newest - key;
+        const uint32_t row_elements = kv_heads * C::D;
+        const uint32_t to = shared_address(pipeline + stage * 2 * C::KEY_ELEMENTS);
 #pragma unroll
-            for (uint32_t c = 0; c < (COPIES + THREADS - 1) / THREADS; ++c) {
-                const uint32_t copy = thread + c * THREADS;
-                if (COPIES % THREADS != 0 && copy >= COPIES) break;
-                const bool even = THREADS % CHUNKS == 0;  // then a thread keeps to one column
-                const uint32_t j = even ? thread / CHUNKS + c * (THREADS / CHUNKS) : copy / CHUNKS;
-                const uint32_t chunk = even ? thread % CHUNKS : copy % CHUNKS;
-                const uint32_t row = min(base + j, base + j - size);  // unsigned: the smaller is the one in range
-                const size_t from = (size_t)row * row_elements + kv_head * D + chunk * 8;
-                const uint32_t place = to + (j * STRIDE + chunk * 8) * sizeof(T);
-                copy_async(place, k + from, j <= left);
-                copy_async(place + C::TILE * sizeof(T), v + from, j <= left);
+        for (uint32_t c = 0; c < (COPIES + THREADS - 1) / THREADS; ++c) {
+            const uint32_t copy = thread + c * THREADS;
+            if (COPIES % THREADS != 0 && copy >= COPIES) break;
+            const bool even = THREADS % CHUNKS == 0;  // then a thread stays in one column
+            const uint32_t j = even ? thread / CHUNKS + c * (THREADS / CHUNKS) : copy / CHUNKS;
+            const uint32_t chunk = even ? thread % CHUNKS : copy % CHUNKS;
+            const uint32_t row = min(base + j, base + j - size);  // unsigned: the smaller one is in range
+            const size_t from = (size_t)row * row_elements + kv_head * C::D + chunk * 8;
+            const uint32_t target = to + (j * C::STRIDE + chunk * 8) * sizeof(T);
+            copy_async_or_zero(target, k + from, j <= left);
+            copy_async_or_zero(target + C::KEY_ELEMENTS * sizeof(T), v + from, j <= left);
+        }
+    }
+    commit_copies();
+}
+
+// ---- queries ----
+
+// Starts to copy the queries of the block's rows to shared memory, as one group.
+template <typename T, typename C>
+__device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile, const Rows<C>& rows) {
+    static_assert(C::STAGES == 2, "the first wait of the main loop must cover this group too");
+    for (int copy = threadIdx.x; copy < C::ROWS * (C::D / 8); copy += C::THREADS) {
+        const int row = copy / (C::D / 8), chunk = copy % (C::D / 8);
+        const T* from = q + rows.element(min(row, rows.count - 1)) + chunk * 8;
+        copy_async_or_zero(shared_address(query_tile + row * C::STRIDE + chunk * 8), from, true);
+    }
+    commit_copies();
+}
+
+// The queries of a warp as fragments. A thread holds rows lane/4 and lane/4 + 8 of each 16.
+template <typename C> using Queries =
+    uint32_t[C::QUERIES_IN_REGISTERS ? C::M : 1][C::QUERIES_IN_REGISTERS ? C::D / 16 : 1][4];
+
+template <typename T, typename C>
+__device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, const T* q, const Rows<C>& rows,
+                                                          int warp_row, int lane) {
+#pragma unroll
+    for (int m = 0; m < C::M; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const T* from = q + rows.element(min(warp_row + m * 16 + lane / 4 + 8 * h, rows.count - 1)) + lane % 4 * 2;
+#pragma unroll
+            for (int step = 0; step < C::D / 16; ++step) {
+                queries[m][step][h] = *reinterpret_cast<const uint32_t*>(from + step * 16);
+                queries[m][step][h + 2] = *reinterpret_cast<const uint32_t*>(from + step * 16 + 8);
             }
         }
-        copy_commit();
-    };
-#pragma unroll
-    for (int stage = 0; stage < STAGES - 1; ++stage) {
-        const int tile = begin + stage * C::TEAMS;
-        if (oldest + tile * KEYS + KEYS > position) pdl_wait();  // this step's own keys
-        load(tile, stage);
     }
-    pdl_wait();
-    pdl_launch_dependents();
-    if constexpr (!C::QUERIES_IN_REGISTERS) {
-        static_assert(STAGES == 2, "the first wait below is to cover this group too");
-        for (int copy = threadIdx.x; copy < C::ROWS * (D / 8); copy += C::THREADS) {
-            const int row = copy / (D / 8), chunk = copy % (D / 8);
-            const T* from = q + element(min(row, rows - 1)) + chunk * 8;
-            copy_async(shared_address(query_tile + row * STRIDE + chunk * 8), from, true);
-        }
-        copy_commit();
-    }
-    // Teams do not wait for each other below, but queries were copied by all of them.
-    if constexpr (!C::QUERIES_IN_REGISTERS && C::TEAMS > 1) {
-        copy_wait<0>();
-        __syncthreads();
-    }
+}
 
-    // 2. Queries. A thread holds rows lane/4 and lane/4 + 8 of each 16. Rows past the end repeat the last, unwritten.
-    uint32_t queries[C::QUERIES_IN_REGISTERS ? M : 1][C::QUERIES_IN_REGISTERS ? D / 16 : 1][4];
-    if constexpr (C::QUERIES_IN_REGISTERS) {
+// ---- one tile of keys ----
+
+// The scores of a warp's rows for one tile of keys. The results of mma.sync: a thread holds two neighboring columns of
+// rows lane/4 (elements 0, 1) and lane/4 + 8 (elements 2, 3).
+template <typename C> using Scores = float[C::M][C::KEYS / 8][4];
+// The sums of weights·values, laid out like the scores.
+template <typename C> using Sums = float[C::M][C::D / 8][4];
+// A number for each of the two rows that a thread holds of each 16.
+template <typename C> using RowFloats = float[C::M][2];
+template <typename C> using RowInts = int[C::M][2];
+
+// scores += q·k
+template <typename T, typename C>
+__device__ __forceinline__ void multiply_queries_and_keys(Scores<C>& scores, const Queries<C>& queries,
+                                                          uint32_t q_lane, uint32_t keys) {
 #pragma unroll
-        for (int m = 0; m < M; ++m) {
+    for (int step = 0; step < C::D / 16; ++step) {
+        uint32_t a[C::M][4];
+#pragma unroll
+        for (int m = 0; m < C::M; ++m) {
+            if constexpr (C::QUERIES_IN_REGISTERS) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[m][i] = queries[m][step][i];
+            } else {
+                load_matrices(a[m], q_lane + (m * 16 * C::STRIDE + step * 16) * sizeof(T));
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < C::KEYS / 16; ++n) {
+            uint32_t b[4];
+            load_matrices(b, keys + (n * 16 * C::STRIDE + step * 16) * sizeof(T));
+#pragma unroll
+            for (int m = 0; m < C::M; ++m) {
+                multiply_add<T>(scores[m][2 * n], a[m], b[0], b[1]);
+                multiply_add<T>(scores[m][2 * n + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+}
+
+template <typename C> __device__ __forceinline__ void cap_scores(Scores<C>& scores, float scale, float softcap) {
+#pragma unroll
+    for (int m = 0; m < C::M; ++m) {
+#pragma unroll
+        for (int n = 0; n < C::KEYS / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) scores[m][n][i] = soft_cap(scores[m][n][i] * scale, softcap);
+        }
+    }
+}
+
+// Keys after the query's own position, or before its window, get the score -infinity. `key`: the first position of the tile.
+template <typename C>
+__device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>& row_position, int key, int window,
+                                            int lane) {
+#pragma unroll
+    for (int m = 0; m < C::M; ++m) {
+#pragma unroll
+        for (int n = 0; n < C::KEYS / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int distance = row_position[m][i / 2] - (key + n * 8 + lane % 4 * 2 + i % 2);
+                if (distance < 0 || (window > 0 && distance >= window)) scores[m][n][i] = -INFINITY;
+            }
+        }
+    }
+}
+
+// Raises the running maxima to those of this tile, and rescales totals and sums to match. Does nothing while no maximum
+// grows by more than SLACK. The maxima are in units of log2; `factor` turns scores into these units.
+template <typename C>
+__device__ __forceinline__ void update_maxima(const Scores<C>& scores, float factor, RowFloats<C>& maxima,
+                                              RowFloats<C>& totals, Sums<C>& sums) {
+    RowFloats<C> highest;
+    bool grows = false;
+#pragma unroll
+    for (int m = 0; m < C::M; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float high = -INFINITY;
+#pragma unroll
+            for (int n = 0; n < C::KEYS / 8; ++n) {
+                high = fmaxf(high, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
+            }
+            high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
+            high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
+            highest[m][h] = high * factor;
+            grows |= highest[m][h] > maxima[m][h] + SLACK;
+        }
+    }
+    if (__any_sync(0xffffffffu, grows)) {
+#pragma unroll
+        for (int m = 0; m < C::M; ++m) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const T* from = q + element(min(warp_row + m * 16 + lane / 4 + 8 * h, rows - 1)) + lane % 4 * 2;
+                const float next = fmaxf(maxima[m][h], highest[m][h]), keep = exp2_fast(maxima[m][h] - finite(next));
+                maxima[m][h] = next;
+                totals[m][h] *= keep;
 #pragma unroll
-                for (int step = 0; step < D / 16; ++step) {
-                    queries[m][step][h] = *reinterpret_cast<const uint32_t*>(from + step * 16);
-                    queries[m][step][h + 2] = *reinterpret_cast<const uint32_t*>(from + step * 16 + 8);
-                }
+                for (int n = 0; n < C::D / 8; ++n) sums[m][n][2 * h] *= keep, sums[m][n][2 * h + 1] *= keep;
             }
         }
     }
-    int row_position[M][2];
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) row_position[m][h] = position + token(warp_row + m * 16 + lane / 4 + 8 * h);
-    }
-    const int warp_first = position + warp_first_token, warp_last = position + warp_last_token;
+}
 
-    // 3. Tiles of keys: scores, running maximum, weights, sums of values.
-    float sums[M][D / 8][4] = {}, tops[M][2], totals[M][2] = {};
+// Turns scores into weights, adds them to the totals, and adds weights·values to the sums. Each step takes 16 keys, so that
+// its exponentials run beside the products of the step before.
+template <typename T, typename C>
+__device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float factor, const RowFloats<C>& maxima,
+                                                  uint32_t values, RowFloats<C>& totals, Sums<C>& sums) {
+    RowFloats<C> bases;
 #pragma unroll
-    for (int m = 0; m < M; ++m) tops[m][0] = tops[m][1] = -INFINITY;
-    const float factor = softcap > 0.0f ? LOG2_E : scale * LOG2_E;
-    const uint32_t q_lane = shared_address(query_tile) + ((warp_row + lane % 16) * STRIDE + lane / 16 * 8) * sizeof(T);
-    const uint32_t k_lane = ((lane % 8 + lane / 16 * 8) * STRIDE + lane / 8 % 2 * 8) * sizeof(T);
-    const uint32_t v_lane = (C::TILE + (lane % 16) * STRIDE + lane / 16 * 8) * sizeof(T);
-    int stage = 0;
-    for (int tile = begin; tile < end; tile += C::TEAMS) {
-        copy_wait<STAGES - 2>();
-        if constexpr (C::WARPS > 1) __syncthreads(); else __syncwarp();
-        load(tile + (STAGES - 1) * C::TEAMS, stage == 0 ? STAGES - 1 : stage - 1);
-        const uint32_t keys = shared_address(pipeline + stage * 2 * C::TILE) + k_lane, values = keys - k_lane + v_lane;
-        stage = stage == STAGES - 1 ? 0 : stage + 1;
-        const int key = oldest + tile * KEYS;
-        if (key > warp_last || (window > 0 && key + KEYS - 1 <= warp_first - window)) continue;
-
-        float scores[M][KEYS / 8][4] = {};
+    for (int m = 0; m < C::M; ++m) bases[m][0] = finite(maxima[m][0]), bases[m][1] = finite(maxima[m][1]);
 #pragma unroll
-        for (int step = 0; step < D / 16; ++step) {
-            uint32_t a[M][4];
+    for (int step = 0; step < C::KEYS / 16; ++step) {
+        uint32_t a[C::M][4];
 #pragma unroll
-            for (int m = 0; m < M; ++m) {
-                if constexpr (C::QUERIES_IN_REGISTERS) {
+        for (int m = 0; m < C::M; ++m) {
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) a[m][i] = queries[m][step][i];
-                } else {
-                    load_matrices(a[m], q_lane + (m * 16 * STRIDE + step * 16) * sizeof(T));
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < KEYS / 16; ++n) {
-                uint32_t b[4];
-                load_matrices(b, keys + (n * 16 * STRIDE + step * 16) * sizeof(T));
-#pragma unroll
-                for (int m = 0; m < M; ++m) {
-                    multiply_add(scores[m][2 * n], a[m], b[0], b[1], T());
-                    multiply_add(scores[m][2 * n + 1], a[m], b[2], b[3], T());
-                }
+            for (int i = 0; i < 4; ++i) {
+                const float(&from)[4] = scores[m][2 * step + i / 2];
+                const int h = i % 2;
+                const float x = exp2_fast(from[2 * h] * factor - bases[m][h]);
+                const float y = exp2_fast(from[2 * h + 1] * factor - bases[m][h]);
+                totals[m][h] += x + y;
+                a[m][i] = pack<T>(x, y);
             }
         }
-        if (softcap > 0.0f) {
 #pragma unroll
-            for (int m = 0; m < M; ++m) {
+        for (int n = 0; n < C::D / 16; ++n) {
+            uint32_t b[4];
+            load_matrices_transposed(b, values + (step * 16 * C::STRIDE + n * 16) * sizeof(T));
 #pragma unroll
-                for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) scores[m][n][i] = soft_cap(scores[m][n][i] * scale, softcap);
-                }
-            }
-        }
-        if (key + KEYS - 1 > warp_first || (window > 0 && key <= warp_last - window)) {
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-#pragma unroll
-                for (int n = 0; n < KEYS / 8; ++n) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int back = row_position[m][i / 2] - (key + n * 8 + lane % 4 * 2 + i % 2);
-                        if (back < 0 || (window > 0 && back >= window)) scores[m][n][i] = -INFINITY;
-                    }
-                }
-            }
-        }
-        float highest[M][2];
-        bool grows = false;
-#pragma unroll
-        for (int m = 0; m < M; ++m) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                float high = -INFINITY;
-#pragma unroll
-                for (int n = 0; n < KEYS / 8; ++n) {
-                    high = fmaxf(high, fmaxf(scores[m][n][2 * h], scores[m][n][2 * h + 1]));
-                }
-                high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
-                high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
-                highest[m][h] = high * factor;
-                grows |= highest[m][h] > tops[m][h] + SLACK;
-            }
-        }
-        if (__any_sync(0xffffffffu, grows)) {
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const float next = fmaxf(tops[m][h], highest[m][h]), keep = exp2_fast(tops[m][h] - finite(next));
-                    tops[m][h] = next;
-                    totals[m][h] *= keep;
-#pragma unroll
-                    for (int n = 0; n < D / 8; ++n) sums[m][n][2 * h] *= keep, sums[m][n][2 * h + 1] *= keep;
-                }
-            }
-        }
-        float bases[M][2];
-#pragma unroll
-        for (int m = 0; m < M; ++m) bases[m][0] = finite(tops[m][0]), bases[m][1] = finite(tops[m][1]);
-        // The exponentials of a step run beside the products of the step before.
-#pragma unroll
-        for (int step = 0; step < KEYS / 16; ++step) {
-            uint32_t a[M][4];
-#pragma unroll
-            for (int m = 0; m < M; ++m) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const float(&from)[4] = scores[m][2 * step + i / 2];
-                    const int h = i % 2;
-                    const float x = exp2_fast(from[2 * h] * factor - bases[m][h]);
-                    const float y = exp2_fast(from[2 * h + 1] * factor - bases[m][h]);
-                    totals[m][h] += x + y;
-                    a[m][i] = pack(x, y, T());
-                }
-            }
-#pragma unroll
-            for (int n = 0; n < D / 16; ++n) {
-                uint32_t b[4];
-                load_matrices_transposed(b, values + (step * 16 * STRIDE + n * 16) * sizeof(T));
-#pragma unroll
-                for (int m = 0; m < M; ++m) {
-                    multiply_add(sums[m][2 * n], a[m], b[0], b[1], T());
-                    multiply_add(sums[m][2 * n + 1], a[m], b[2], b[3], T());
-                }
+            for (int m = 0; m < C::M; ++m) {
+                multiply_add<T>(sums[m][2 * n], a[m], b[0], b[1]);
+                multiply_add<T>(sums[m][2 * n + 1], a[m], b[2], b[3]);
             }
         }
     }
+}
+
+// ---- results ----
+
+// Adds up the parts of each row's total, which four lanes hold.
+template <typename C> __device__ __forceinline__ void reduce_totals(RowFloats<C>& totals) {
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
+    for (int m = 0; m < C::M; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             totals[m][h] += __shfl_xor_sync(0xffffffffu, totals[m][h], 1);
             totals[m][h] += __shfl_xor_sync(0xffffffffu, totals[m][h], 2);
         }
     }
+}
 
-    // 4. The output if this block saw all keys, else partial sums [rows, D], then [rows] of (maximum, total).
-    if (threadIdx.x < rows) row_sinks[threadIdx.x] = sink * LOG2_E;
-    __syncthreads();  // and the pipeline's memory is free
-    const int slot = row_tile * kv_heads + kv_head;
-    float* const slot_partials = partials + (size_t)slot * gridDim.z * C::ROWS * (D + 2);
-    float* const partial = slot_partials + split * C::ROWS * (D + 2);
-    const auto store = [&](T* at, float x, float y) { *reinterpret_cast<uint32_t*>(at) = pack(x, y, T()); };
-    const auto store_partial = [&](int row, int column, float x, float y, float top, float total) {
-        __stcg(reinterpret_cast<float2*>(partial + row * D + column), float2{x, y});
-        if (column == 0) __stcg(reinterpret_cast<float2*>(partial + C::ROWS * D + 2 * row), float2{top, total});
-    };
-    if constexpr (C::TEAMS == 1) {
+template <typename T> __device__ __forceinline__ void store_pair(T* to, float x, float y) {
+    *reinterpret_cast<uint32_t*>(to) = pack<T>(x, y);
+}
+
+// Stores two columns of a partial result: sums [ROWS, D], then (maximum, total) of each row.
+template <typename C>
+__device__ __forceinline__ void store_partial(float* partial, int row, int column, float x, float y, float maximum,
+                                              float total) {
+    __stcg(reinterpret_cast<float2*>(partial + row * C::D + column), float2{x, y});
+    if (column == 0) __stcg(reinterpret_cast<float2*>(partial + C::ROWS * C::D + 2 * row), float2{maximum, total});
+}
+
+// Writes the result of one team that has seen all keys of its block: the output, or a partial result if there are splits.
+template <typename T, typename C>
+__device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloats<C>& maxima,
+                                              const RowFloats<C>& totals, const Rows<C>& rows, const float* row_sinks,
+                                              int warp_row, int lane, int splits, T* out, float* partial) {
 #pragma unroll
-        for (int m = 0; m < M; ++m) {
+    for (int m = 0; m < C::M; ++m) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = warp_row + m * 16 + lane / 4 + 8 * h;
-                if (row >= rows) continue;
-                if (splits == 1) {
-                    const float share = normalizer(tops[m][h], totals[m][h], row_sinks[row]);
-                    T* const at = out + element(row) + lane % 4 * 2;
+        for (int h = 0; h < 2; ++h) {
+            const int row = warp_row + m * 16 + lane / 4 + 8 * h;
+            if (row >= rows.count) continue;
+            if (splits == 1) {
+                const float share = normalizer(maxima[m][h], totals[m][h], row_sinks[row]);
+                T* const to = out + rows.element(row) + lane % 4 * 2;
 #pragma unroll
-                    for (int n = 0; n < D / 8; ++n) {
-                        store(at + n * 8, sums[m][n][2 * h] * share, sums[m][n][2 * h + 1] * share);
-                    }
-                } else {
+                for (int n = 0; n < C::D / 8; ++n) {
+                    store_pair(to + n * 8, sums[m][n][2 * h] * share, sums[m][n][2 * h + 1] * share);
+                }
+            } else {
 #pragma unroll
-                    for (int n = 0; n < D / 8; ++n) {
-                        const int column = n * 8 + lane % 4 * 2;
-                        store_partial(row, column, sums[m][n][2 * h], sums[m][n][2 * h + 1], tops[m][h], totals[m][h]);
-                    }
+                for (int n = 0; n < C::D / 8; ++n) {
+                    const int column = n * 8 + lane % 4 * 2;
+                    store_partial<C>(partial, row, column, sums[m][n][2 * h], sums[m][n][2 * h + 1], maxima[m][h],
+                                     totals[m][h]);
                 }
             }
         }
-    } else {
-        float* const merge_sums = reinterpret_cast<float*>(shared + C::QUERY_BYTES);
-        float2* const merge_tops = reinterpret_cast<float2*>(merge_sums + C::TEAMS * C::ROWS * C::MERGE_STRIDE);
+    }
+}
+
+// Merges the results of all teams through shared memory, and writes the output, or a partial result if there are splits.
+template <typename T, typename C>
+__device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats<C>& maxima,
+                                            const RowFloats<C>& totals, const Rows<C>& rows, const float* row_sinks,
+                                            float* merge_sums, int team, int lane, int splits, T* out, float* partial) {
+    float2* const merge_maxima = reinterpret_cast<float2*>(merge_sums + C::TEAMS * C::ROWS * C::MERGE_STRIDE);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int row = lane / 4 + 8 * h;
-            if (row >= rows) continue;
+    for (int h = 0; h < 2; ++h) {
+        const int row = lane / 4 + 8 * h;
+        if (row >= rows.count) continue;
 #pragma unroll
-            for (int n = 0; n < D / 8; ++n) {
-                float* const at = merge_sums + (team * C::ROWS + row) * C::MERGE_STRIDE + n * 8 + lane % 4 * 2;
-                *reinterpret_cast<float2*>(at) = {sums[0][n][2 * h], sums[0][n][2 * h + 1]};
-            }
-            if (lane % 4 == 0) merge_tops[team * C::ROWS + row] = {tops[0][h], totals[0][h]};
+        for (int n = 0; n < C::D / 8; ++n) {
+            float* const to = merge_sums + (team * C::ROWS + row) * C::MERGE_STRIDE + n * 8 + lane % 4 * 2;
+            *reinterpret_cast<float2*>(to) = {sums[0][n][2 * h], sums[0][n][2 * h + 1]};
         }
-        __syncthreads();
-        for (int i = threadIdx.x; i < rows * (D / 2); i += C::THREADS) {
-            const int row = i / (D / 2), column = i % (D / 2) * 2;
-            float top = -INFINITY, total = 0.0f, x = 0.0f, y = 0.0f;
+        if (lane % 4 == 0) merge_maxima[team * C::ROWS + row] = {maxima[0][h], totals[0][h]};
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows.count * (C::D / 2); i += C::THREADS) {
+        const int row = i / (C::D / 2), column = i % (C::D / 2) * 2;
+        float maximum = -INFINITY, total = 0.0f, x = 0.0f, y = 0.0f;
 #pragma unroll
-            for (int t = 0; t < C::TEAMS; ++t) top = fmaxf(top, merge_tops[t * C::ROWS + row].x);
-            const float base = finite(top);
+        for (int t = 0; t < C::TEAMS; ++t) maximum = fmaxf(maximum, merge_maxima[t * C::ROWS + row].x);
+        const float base = finite(maximum);
 #pragma unroll
-            for (int t = 0; t < C::TEAMS; ++t) {
-                const float2 part = merge_tops[t * C::ROWS + row];
-                const float* at = merge_sums + (t * C::ROWS + row) * C::MERGE_STRIDE + column;
-                const float2 sum = *reinterpret_cast<const float2*>(at);
-                const float share = exp2_fast(part.x - base);
-                total += part.y * share, x += sum.x * share, y += sum.y * share;
-            }
-            if (splits == 1) {
-                const float share = normalizer(top, total, row_sinks[row]);
-                store(out + element(row) + column, x * share, y * share);
-            } else {
-                store_partial(row, column, x, y, top, total);
-            }
+        for (int t = 0; t < C::TEAMS; ++t) {
+            const float2 part = merge_maxima[t * C::ROWS + row];
+            const float* from = merge_sums + (t * C::ROWS + row) * C::MERGE_STRIDE + column;
+            const float2 sum = *reinterpret_cast<const float2*>(from);
+            const float share = exp2_fast(part.x - base);
+            total += part.y * share, x += sum.x * share, y += sum.y * share;
+        }
+        if (splits == 1) {
+            const float share = normalizer(maximum, total, row_sinks[row]);
+            store_pair(out + rows.element(row) + column, x * share, y * share);
+        } else {
+            store_partial<C>(partial, row, column, x, y, maximum, total);
         }
     }
-    if (splits == 1) return;
+}
 
-    // 5. The last split to arrive combines them all; its arrival turns the counter back to 0 for the next launch.
-    __shared__ bool is_last;
-    __syncthreads();
-    if (threadIdx.x == 0) is_last = arrive(arrivals + slot, splits - 1) == (uint32_t)splits - 1;
-    __syncthreads();
-    if (!is_last) return;
-    for (int i = threadIdx.x; i < rows * (D / 2); i += C::THREADS) {
-        const int row = i / (D / 2), column = i % (D / 2) * 2;
-        float top = -INFINITY, total = 0.0f, x = 0.0f, y = 0.0f;
+// Combines the partial results of all splits and writes the output.
+template <typename T, typename C>
+__device__ __forceinline__ void combine_splits(const float* partials, int splits, const Rows<C>& rows,
+                                               const float* row_sinks, T* out) {
+    for (int i = threadIdx.x; i < rows.count * (C::D / 2); i += C::THREADS) {
+        const int row = i / (C::D / 2), column = i % (C::D / 2) * 2;
+        float maximum = -INFINITY, total = 0.0f, x = 0.0f, y = 0.0f;
         for (int first = 0; first < splits; first += COMBINE_BATCH) {
             float2 parts[COMBINE_BATCH], values[COMBINE_BATCH];
-            float high = top;
+            float high = maximum;
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) {
-                const float* from = slot_partials + min(first + z, splits - 1) * C::ROWS * (D + 2);
-                parts[z] = __ldcg(reinterpret_cast<const float2*>(from + C::ROWS * D + 2 * row));
-                values[z] = __ldcg(reinterpret_cast<const float2*>(from + row * D + column));
+                const float* from = partials + min(first + z, splits - 1) * C::ROWS * (C::D + 2);
+                parts[z] = __ldcg(reinterpret_cast<const float2*>(from + C::ROWS * C::D + 2 * row));
+                values[z] = __ldcg(reinterpret_cast<const float2*>(from + row * C::D + column));
             }
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) high = fmaxf(high, parts[z].x);
-            const float base = finite(high), keep = exp2_fast(top - base);
-            top = high, total *= keep, x *= keep, y *= keep;
+            const float base = finite(high), keep = exp2_fast(maximum - base);
+            maximum = high, total *= keep, x *= keep, y *= keep;
 #pragma unroll
             for (int z = 0; z < COMBINE_BATCH; ++z) {
                 const float share = first + z < splits ? exp2_fast(parts[z].x - base) : 0.0f;
                 total += parts[z].y * share, x += values[z].x * share, y += values[z].y * share;
             }
         }
-        const float share = normalizer(top, total, row_sinks[row]);
-        store(out + element(row) + column, x * share, y * share);
+        const float share = normalizer(maximum, total, row_sinks[row]);
+        store_pair(out + rows.element(row) + column, x * share, y * share);
     }
 }
 
-#define KERNEL(NAME, T, BLOCKS, ...)                                                                               \
-    extern "C" __global__ void __launch_bounds__(Shape<__VA_ARGS__>::THREADS, BLOCKS)                              \
-        NAME(const T* q, const T* k, const T* v, const float* sinks, T* out, const uint32_t* positions,            \
-             float* partials, uint32_t* arrivals, int tokens, int heads, int kv_heads, int cache_rows, int window, \
-             float scale, float softcap, int early) {                                                              \
-        attention<T, Shape<__VA_ARGS__>>(q, k, v, sinks, out, positions, partials, arrivals, tokens, heads,        \
-                                         kv_heads, cache_rows, window, scale, softcap, early);                     \
+// ---- the kernel ----
+
+template <typename T, typename C>
+__device__ __forceinline__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out,
+                                          const uint32_t* positions, float* partials, uint32_t* arrivals, int tokens,
+                                          int heads, int kv_heads, int cache_rows, int window, float scale,
+                                          float softcap, int early) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    __shared__ float row_sinks[C::ROWS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / C::WARPS;
+    // The last rows of a causal matrix have the most keys, so they start first.
+    const int kv_head = blockIdx.x, row_tile = gridDim.y - 1 - blockIdx.y, split = blockIdx.z;
+    const int group = heads / kv_heads, first_row = row_tile * C::ROWS;
+    const Rows<C> rows = {kv_head, heads, group, first_row, min(C::ROWS, tokens * group - first_row)};
+    const int warp_row = warp % C::WARPS * 16 * C::M;
+    const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
+    const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
+    // The sinks are needed last, but the load starts here.
+    float sink = -INFINITY;
+    if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
+    // With `early`, the caller promises that positions[0] and the keys before it were complete when the kernel ahead of this
+    // one started. Then only the queries and this step's own keys must wait for that kernel.
+    if (!early) pdl_wait();
+
+    // 1. The keys that some row of the tile sees, and this team's part of this split's share of them.
+    const int position = (int)__ldcg(positions), newest = position + last_token;
+    const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
+    const int tiles = (newest - oldest) / C::KEYS + 1;
+    const int share = max(C::MIN_TILES, (tiles + (int)gridDim.z - 1) / (int)gridDim.z);
+    if (split * share >= tiles) return;
+    const int splits = (tiles + share - 1) / share;
+    const Keys keys = {oldest, newest, split * share + team, min(tiles, split * share + share)};
+
+    T* const query_tile = reinterpret_cast<T*>(shared);
+    T* const pipeline = reinterpret_cast<T*>(shared + C::QUERY_BYTES) + team * C::STAGES * 2 * C::KEY_ELEMENTS;
+    const auto load = [&](int tile, int stage) {
+        load_keys_and_values<T, C>(k, v, pipeline, keys, tile, stage, cache_rows, kv_heads, kv_head);
+    };
+#pragma unroll
+    for (int stage = 0; stage < C::STAGES - 1; ++stage) {
+        const int tile = keys.begin + stage * C::TEAMS;
+        if (oldest + tile * C::KEYS + C::KEYS > position) pdl_wait();  // for this step's own keys
+        load(tile, stage);
     }
-// 128 rows for long prompts, 64 where 128 would leave multiprocessors idle, 16 for decoding.
-// Head dim, keys in a tile of 128 rows, blocks of 64 rows a multiprocessor, keys in a tile of 16 rows: as measured.
-#define FOR_EACH_HEAD_DIM(DEFINE) \
-    DEFINE(16, 64, 3, 32)         \
-    DEFINE(64, 48, 3, 32)         \
-    DEFINE(80, 48, 2, 16)         \
-    DEFINE(96, 48, 2, 16)         \
-    DEFINE(128, 48, 2, 16)
-#define DEFINE_TYPE(T, SUFFIX, D, KEYS, BLOCKS, DECODE_KEYS)                        \
-    KERNEL(flash_attention_128_rows_##D##_##SUFFIX, T, 2, D, 2, 4, 1, KEYS, 2, 4)   \
-    KERNEL(flash_attention_64_rows_##D##_##SUFFIX, T, BLOCKS, D, 1, 4, 1, 64, 2, 4) \
-    KERNEL(flash_attention_16_rows_##D##_##SUFFIX, T, 1, D, 1, 1, 8, DECODE_KEYS, 2, 128 / DECODE_KEYS)
-#define DEFINE(D, ...)                       \
-    DEFINE_TYPE(__half, f16, D, __VA_ARGS__) \
-    DEFINE_TYPE(__nv_bfloat16, bf16, D, __VA_ARGS__)
-FOR_EACH_HEAD_DIM(DEFINE)
-// The sums of 16 rows of 256 fill half of a warp's registers, and tiles of keys take twice the memory.
-#define DEFINE_256(T, SUFFIX)                                             \
-    KERNEL(flash_attention_128_rows_256_##SUFFIX, T, 1, 256, 1, 8, 1, 32, 2, 4) \
-    KERNEL(flash_attention_64_rows_256_##SUFFIX, T, 2, 256, 1, 4, 1, 16, 2, 4)  \
-    KERNEL(flash_attention_16_rows_256_##SUFFIX, T, 1, 256, 1, 1, 4, 16, 2, 8)
-DEFINE_256(__half, f16)
-DEFINE_256(__nv_bfloat16, bf16)
+    pdl_wait();
+    pdl_launch_dependents();
+    if constexpr (!C::QUERIES_IN_REGISTERS) load_queries_to_shared<T, C>(q, query_tile, rows);
+    // Teams do not wait for each other in the main loop, but all of them have copied the queries.
+    if constexpr (!C::QUERIES_IN_REGISTERS && C::TEAMS > 1) {
+        wait_for_copies<0>();
+        __syncthreads();
+    }
+
+    // 2. The queries, and the positions of their rows.
+    Queries<C> queries;
+    if constexpr (C::QUERIES_IN_REGISTERS) load_queries_to_registers<T, C>(queries, q, rows, warp_row, lane);
+    RowInts<C> row_position;
+#pragma unroll
+    for (int m = 0; m < C::M; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) row_position[m][h] = position + rows.token(warp_row + m * 16 + lane / 4 + 8 * h);
+    }
+    const int warp_first = position + warp_first_token, warp_last = position + warp_last_token;
+
+    // 3. Tiles of keys: scores, running maxima, weights, sums of values.
+    Sums<C> sums = {};
+    RowFloats<C> maxima, totals = {};
+#pragma unroll
+    for (int m = 0; m < C::M; ++m) maxima[m][0] = maxima[m][1] = -INFINITY;
+    const float factor = softcap > 0.0f ? LOG2_E : scale * LOG2_E;
+    const uint32_t q_lane =
+        shared_address(query_tile) + ((warp_row + lane % 16) * C::STRIDE + lane / 16 * 8) * sizeof(T);
+    const uint32_t k_lane = ((lane % 8 + lane / 16 * 8) * C::STRIDE + lane / 8 % 2 * 8) * sizeof(T);
+    const uint32_t v_lane = (C::KEY_ELEMENTS + (lane % 16) * C::STRIDE + lane / 16 * 8) * sizeof(T);
+    int stage = 0;
+    for (int tile = keys.begin; tile < keys.end; tile += C::TEAMS) {
+        wait_for_copies<C::STAGES - 2>();
+        if constexpr (C::WARPS > 1) __syncthreads(); else __syncwarp();
+        load(tile + (C::STAGES - 1) * C::TEAMS, stage == 0 ? C::STAGES - 1 : stage - 1);
+        const uint32_t stage_keys = shared_address(pipeline + stage * 2 * C::KEY_ELEMENTS) + k_lane;
+        const uint32_t stage_values = stage_keys - k_lane + v_lane;
+        stage = stage == C::STAGES - 1 ? 0 : stage + 1;
+        const int key = oldest + tile * C::KEYS;
+        if (key > warp_last || (window > 0 && key + C::KEYS - 1 <= warp_first - window)) continue;
+
+        Scores<C> scores = {};
+        multiply_queries_and_keys<T, C>(scores, queries, q_lane, stage_keys);
+        if (softcap > 0.0f) cap_scores<C>(scores, scale, softcap);
+        if (key + C::KEYS - 1 > warp_first || (window > 0 && key <= warp_last - window)) {
+            mask_scores<C>(scores, row_position, key, window, lane);
+        }
+        update_maxima<C>(scores, factor, maxima, totals, sums);
+        accumulate_values<T, C>(scores, factor, maxima, stage_values, totals, sums);
+    }
+    reduce_totals<C>(totals);
+
+    // 4. The output if this block has seen all keys, or else its partial result.
+    if (threadIdx.x < rows.count) row_sinks[threadIdx.x] = sink * LOG2_E;
+    __syncthreads();  // from here on the memory of the pipeline is free
+    const int slot = row_tile * kv_heads + kv_head;
+    float* const slot_partials = partials + (size_t)slot * gridDim.z * C::ROWS * (C::D + 2);
+    float* const partial = slot_partials + split * C::ROWS * (C::D + 2);
+    if constexpr (C::TEAMS == 1) {
+        store_results<T, C>(sums, maxima, totals, rows, row_sinks, warp_row, lane, splits, out, partial);
+    } else {
+        float* const merge_sums = reinterpret_cast<float*>(shared + C::QUERY_BYTES);
+        merge_teams<T, C>(sums, maxima, totals, rows, row_sinks, merge_sums, team, lane, splits, out, partial);
+    }
+    if (splits == 1) return;
+
+    // 5. The last split to finish combines the partial results of all. It also resets the counter for the next launch.
+    __shared__ bool is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = arrive(arrivals + slot, splits - 1) == (uint32_t)splits - 1;
+    __syncthreads();
+    if (is_last) combine_splits<T, C>(slot_partials, splits, rows, row_sinks, out);
+}
+
+#define DEFINE_KERNEL(ROWS, D, T, SUFFIX)                                                                               \
+    extern "C" __global__ void __launch_bounds__(Tile<D, ROWS>::THREADS, Tile<D, ROWS>::MIN_BLOCKS)                     \
+        flash_attention_##ROWS##_rows_##D##_##SUFFIX(                                                                   \
+            const T* q, const T* k, const T* v, const float* sinks, T* out, const uint32_t* positions, float* partials, \
+            uint32_t* arrivals, int tokens, int heads, int kv_heads, int cache_rows, int window, float scale,           \
+            float softcap, int early) {                                                                                 \
+        attention<T, Tile<D, ROWS>>(q, k, v, sinks, out, positions, partials, arrivals, tokens, heads, kv_heads,        \
+                                    cache_rows, window, scale, softcap, early);                                         \
+    }
+// 16 rows for decoding, 128 for long prompts, 64 where 128 would leave multiprocessors idle.
+#define DEFINE_HEAD_DIM(D)                        \
+    DEFINE_KERNEL(16, D, __half, f16)             \
+    DEFINE_KERNEL(64, D, __half, f16)             \
+    DEFINE_KERNEL(128, D, __half, f16)            \
+    DEFINE_KERNEL(16, D, __nv_bfloat16, bf16)     \
+    DEFINE_KERNEL(64, D, __nv_bfloat16, bf16)     \
+    DEFINE_KERNEL(128, D, __nv_bfloat16, bf16)
+DEFINE_HEAD_DIM(16)
+DEFINE_HEAD_DIM(64)
+DEFINE_HEAD_DIM(80)
+DEFINE_HEAD_DIM(96)
+DEFINE_HEAD_DIM(128)
+DEFINE_HEAD_DIM(256)

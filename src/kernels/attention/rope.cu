@@ -5,10 +5,10 @@
 //   q T [T, H, D]; k, v T [T, K, D]
 //   a warp does HEADS heads of a token; grid ceil(T · ceil((H + 2K) / HEADS) / 8), block 256
 //   bytes moved: T·(H + 2K)·D·(4 + sizeof(T))
+#include "constants.cuh"
 #include "headers/common.cuh"
 
-// Enough loads under way to keep memory busy; and the angles are asked for once for all of them.
-constexpr int HEADS = 4;
+constexpr int HEADS = ROPE_HEADS_PER_WARP;
 
 template <typename T>
 __device__ void split_qkv(const float* qkv, const float* bias, const float* q_norm, const float* k_norm,

@@ -1,17 +1,13 @@
-//! From the fused projection to queries, keys and values: bias, a norm of each query and key where a model has one, and
-//! rotary position embedding (RoFormer, arXiv 2104.09864) in the split-half layout of Hugging Face checkpoints.
+//! Splits the fused projection into queries, keys and values: bias, optional norms of queries and keys, and rotary position
+//! embedding (RoPE; RoFormer, arXiv 2104.09864) in the split-half layout of Hugging Face checkpoints.
 //!
-//! The angles come in as f32 tables and all is done in f32, so that late positions keep their precision in bf16.
+//! The angles are f32 tables and all arithmetic is in f32, so that late positions keep their precision in bf16.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::kernels::{elements, norm, to_f32};
 
-/// Heads that a warp of the kernel does.
-#[cfg(feature = "cuda")]
-const HEADS: usize = 4;
-
-/// What turns q and k.
+/// The rotation of q and k by position.
 #[derive(Clone, Copy)]
 pub struct Rotation<'t> {
     /// f32 \[P, R/2\]
@@ -21,7 +17,7 @@ pub struct Rotation<'t> {
     pub positions: &'t Tensor,
 }
 
-/// RMSNorm of every head of q and k, before they are turned.
+/// The RMSNorm of each head of q and k before the rotation.
 #[derive(Clone, Copy)]
 pub struct QkNorm<'t> {
     /// f32 \[D\]
@@ -30,10 +26,12 @@ pub struct QkNorm<'t> {
     pub eps: f32,
 }
 
-/// Adds the bias, norms q and k if told so, rotates the first 2·cols(cos) dims of every head of q and k (the others pass
-/// through), and rounds to `dtype`.
+/// Returns q \[T, H, D\], k \[T, K, D\] and v \[T, K, D\] in `dtype` from their fused projection.
 ///
-/// qkv f32 \[T, (H + 2K) · D\], `heads` = (H, K, D); bias f32 \[(H + 2K) · D\]. Returns q \[T, H, D\], k and v \[T, K, D\].
+/// Adds the bias, applies the norms to q and k, and rotates the first R dimensions of every head of q and k, where cos and
+/// sin are \[P, R/2\]. The other dimensions stay as they are.
+///
+/// qkv f32 \[T, (H + 2K) · D\]; `heads` is (H, K, D); bias f32 \[(H + 2K) · D\].
 pub fn split_qkv(
     qkv: &Tensor,
     bias: Option<&Tensor>,
@@ -56,9 +54,9 @@ pub fn split_qkv(
         bail!("split_qkv: a norm of {:?} for heads of {head_dim}", norm.dims());
     }
     let tensors = [Some(qkv), bias, q_norm, k_norm, Some(cos), Some(sin)];
-    let f32s = tensors.into_iter().flatten().all(|t| t.dtype() == DType::F32);
-    if !f32s || positions.dtype() != DType::U32 {
-        bail!("split_qkv: positions must be U32 and all else F32");
+    let all_f32 = tensors.into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
+    if !all_f32 || positions.dtype() != DType::U32 {
+        bail!("split_qkv: positions must be U32 and all other tensors F32");
     }
     let (q_shape, kv_shape) = ((tokens, q_heads, head_dim), (tokens, kv_heads, head_dim));
     match qkv.device() {
@@ -84,32 +82,33 @@ pub fn split_qkv(
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
+            use crate::kernels::constants::ROPE_HEADS_PER_WARP;
+            use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element of all three.
             let empty = |shape| unsafe { Tensor::empty(shape, dtype, qkv.device()) };
             let (q, k, v) = (empty(q_shape)?, empty(kv_shape)?, empty(kv_shape)?);
-            let args = [
-                Arg::tensor(qkv)?,
-                Arg::optional(bias)?,
-                Arg::optional(q_norm)?,
-                Arg::optional(k_norm)?,
-                Arg::tensor(cos)?,
-                Arg::tensor(sin)?,
-                Arg::tensor(positions)?,
-                Arg::tensor(&q)?,
-                Arg::tensor(&k)?,
-                Arg::tensor(&v)?,
-                tokens.into(),
-                q_heads.into(),
-                kv_heads.into(),
-                head_dim.into(),
-                (2 * half).into(),
-                norms.map_or(0.0, |norms| norms.eps).into(),
-            ];
-            let name = format!("split_qkv_{}", suffix(dtype)?);
-            let grid = ((tokens * (q_heads + 2 * kv_heads).div_ceil(HEADS)).div_ceil(8), 1, 1);
-            // SAFETY: shapes and dtypes checked above; positions are below P by contract of the caller's table.
-            unsafe { launch(device, &module!("rope"), &name, grid, 256, 0, &args)? };
+            let arguments = Arguments::new()
+                .tensor(qkv)?
+                .optional(bias)?
+                .optional(q_norm)?
+                .optional(k_norm)?
+                .tensor(cos)?
+                .tensor(sin)?
+                .tensor(positions)?
+                .tensor(&q)?
+                .tensor(&k)?
+                .tensor(&v)?
+                .int(tokens)
+                .int(q_heads)
+                .int(kv_heads)
+                .int(head_dim)
+                .int(2 * half)
+                .float(norms.map_or(0.0, |norms| norms.eps));
+            let kernel = format!("split_qkv_{}", dtype_suffix(dtype)?);
+            let warps = tokens * (q_heads + 2 * kv_heads).div_ceil(ROPE_HEADS_PER_WARP);
+            let launch = Launch::new(module!("rope"), kernel, LaunchShape::linear(warps.div_ceil(8), 256), arguments);
+            // SAFETY: shapes and dtypes are checked above; the caller answers for positions below P.
+            unsafe { launch.enqueue(device)? };
             Ok((q, k, v))
         }
         #[allow(unreachable_patterns)]
@@ -117,8 +116,9 @@ pub fn split_qkv(
     }
 }
 
-/// Norms and rotation in plain Rust: x with the heads of q and k normed and turned, those of v as they are. `norms` are the
-/// weights for q and k, and eps; `tables` cos and sin; `heads` (H, K, D).
+/// Norms and rotation in plain Rust. Returns x with the heads of q and k normed and rotated, and the heads of v unchanged.
+///
+/// x \[T, (H + 2K) · D\]; `norms` are the weights for q and k, and eps; (cos, sin) \[P, `rotated` / 2\].
 pub fn reference(
     x: &[f32],
     norms: Option<(&[f32], &[f32], f32)>,
@@ -127,16 +127,17 @@ pub fn reference(
     (heads, kv_heads, head_dim): (usize, usize, usize),
     rotated: usize,
 ) -> Vec<f32> {
-    let (half, all) = (rotated / 2, heads + 2 * kv_heads);
+    let (half, all_heads) = (rotated / 2, heads + 2 * kv_heads);
     let mut out = x.to_vec();
     for (row, out) in out.chunks_exact_mut(head_dim).enumerate() {
-        if row % all >= heads + kv_heads {
+        if row % all_heads >= heads + kv_heads {
             continue;
         }
         if let Some((q_norm, k_norm, eps)) = norms {
-            out.copy_from_slice(&norm::reference(out, if row % all < heads { q_norm } else { k_norm }, None, eps));
+            let weight = if row % all_heads < heads { q_norm } else { k_norm };
+            out.copy_from_slice(&norm::reference(out, weight, None, eps));
         }
-        let angles = positions[row / all] as usize * half;
+        let angles = positions[row / all_heads] as usize * half;
         for i in 0..half {
             let (a, b) = (out[i], out[i + half]);
             out[i] = a * cos[angles + i] - b * sin[angles + i];

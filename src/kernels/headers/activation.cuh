@@ -1,8 +1,8 @@
-// What a gate or a hidden unit goes through: `Activation` of swiglu.rs.
+// The activation of a gate or of a hidden unit: `Activation` in swiglu.rs.
 #pragma once
+#include "constants.cuh"
 
-// 0: silu, 1: gelu by tanh.
 __device__ __forceinline__ float activate(float x, int activation) {
-    if (activation == 0) return x / (1.0f + expf(-x));
+    if (activation == ACTIVATION_SILU) return x / (1.0f + expf(-x));
     return 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
 }

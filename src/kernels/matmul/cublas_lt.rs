@@ -8,7 +8,7 @@ use candle_core::cuda_backend::cudarc::cublaslt::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{DType, Result, Tensor, bail};
 
-use crate::kernels::launch::cuda::address;
+use crate::kernels::launch::address;
 
 /// What both sides are made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -29,7 +29,7 @@ fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     // SAFETY: the product below writes all T·R elements (beta is 0).
     let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
     // SAFETY: `out` holds T·R floats.
-    unsafe { gemm(device, x, w, crate::kernels::launch::cuda::address(&out)?, rows)? };
+    unsafe { gemm(device, x, w, crate::kernels::launch::address(&out)?, rows)? };
     Ok(out)
 }
 
@@ -42,7 +42,7 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
     use candle_core::cuda_backend::WrapErr;
     use candle_core::cuda_backend::cudarc::cublas::{result, sys};
 
-    use crate::kernels::launch::cuda::address;
+    use crate::kernels::launch::address;
 
     let ((tokens, columns), (rows, _)) = (x.dims2()?, w.dims2()?);
     let dtype = match x.dtype() {

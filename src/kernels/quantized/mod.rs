@@ -20,6 +20,8 @@
 //! - 8 bits: byte 4 j + i.
 
 #[cfg(feature = "cuda")]
+mod arguments;
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda;
 mod host;
 

@@ -1,0 +1,55 @@
+//! The choice of an attention kernel.
+
+use candle_core::DType;
+
+use crate::kernels::constants::FLASH_HEAD_DIMS;
+
+/// Which kernels compute attention on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum AttentionBackend {
+    /// The first of the others that supports the model.
+    #[default]
+    Auto,
+    /// inferno's tensor-core kernels, `flash_attention.cu`.
+    Own,
+    /// The kernels of the crate candle-flash-attn, in builds with the feature `flash-attn`.
+    CandleFlashAttn,
+    /// `eager_attention.cu`: slow, but for every dtype and head size.
+    Eager,
+}
+
+impl AttentionBackend {
+    /// Returns the backend that computes attention for queries of this dtype and head size, never `Auto`. The error says
+    /// why this backend cannot.
+    pub fn choose(self, is_on_gpu: bool, dtype: DType, head_dim: usize, softcap: Option<f32>) -> Result<Self, String> {
+        let has_tensor_cores = is_on_gpu && matches!(dtype, DType::BF16 | DType::F16);
+        let has_own = has_tensor_cores && FLASH_HEAD_DIMS.contains(&head_dim);
+        // candle-flash-attn is not used for soft-capped scores.
+        let has_candle =
+            has_tensor_cores && cfg!(feature = "flash-attn") && softcap.is_none() && head_dim.is_multiple_of(8);
+        match self {
+            Self::Auto if has_own => Ok(Self::Own),
+            Self::Auto if has_candle => Ok(Self::CandleFlashAttn),
+            Self::Auto | Self::Eager => Ok(Self::Eager),
+            Self::Own if has_own => Ok(Self::Own),
+            Self::CandleFlashAttn if has_candle => Ok(Self::CandleFlashAttn),
+            _ if !is_on_gpu => Err("it needs a GPU".into()),
+            Self::CandleFlashAttn if !cfg!(feature = "flash-attn") => {
+                Err("this build of inferno does not contain it; build with --features flash-attn".into())
+            }
+            Self::CandleFlashAttn if softcap.is_some() => Err("it has no kernel for soft-capped scores".into()),
+            _ => Err(format!("it has no kernel for heads of {head_dim} in {dtype:?}")),
+        }
+    }
+}
+
+impl std::fmt::Display for AttentionBackend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Own => "own",
+            Self::CandleFlashAttn => "flash",
+            Self::Eager => "eager",
+        })
+    }
+}

@@ -1,0 +1,187 @@
+//! Attention on tensor cores (`flash_attention.cu`): the choice of a kernel, and its launch.
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Result, Tensor, bail};
+
+use super::mask::AttentionMask;
+use crate::kernels::constants::{
+    FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_TEAMS, FLASH_HEAD_DIMS, FLASH_MANY_KEYS, FLASH_MANY_ROWS,
+    FLASH_MANY_WARPS, FLASH_MEDIUM_KEYS, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS, FLASH_REGISTER_ELEMENTS,
+    FLASH_ROW_PADDING, FLASH_STAGES,
+};
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
+
+/// The most blocks that share the keys of one tile of queries.
+const MAX_SPLITS: usize = 64;
+
+/// With a window of so many keys or fewer, the keys of a tile of queries are not split.
+const MIN_SPLIT_WINDOW: usize = 256;
+
+/// The launch of one kernel for queries \[T, H, D\] on a KV cache \[S, K, D\].
+pub struct FlashAttention {
+    kernel: String,
+    shape: LaunchShape,
+    tokens: usize,
+    heads: usize,
+    kv_heads: usize,
+    cache_rows: usize,
+    mask: AttentionMask,
+    /// The number of f32 elements of scratch memory for the partial results of splits.
+    pub partials: usize,
+    /// The number of u32 counters of finished splits.
+    pub arrivals: usize,
+}
+
+/// The tensors of one launch, all contiguous.
+pub struct FlashTensors<'t> {
+    /// T \[T, H, D\]
+    pub q: &'t Tensor,
+    /// T \[S, K, D\]
+    pub k: &'t Tensor,
+    /// T \[S, K, D\]
+    pub v: &'t Tensor,
+    /// f32 \[H\]
+    pub sinks: Option<&'t Tensor>,
+    /// u32; the first element is the position of the first query.
+    pub positions: &'t Tensor,
+    /// T \[T, H, D\]
+    pub out: &'t Tensor,
+    /// f32, at least [`FlashAttention::partials`] elements.
+    pub partials: &'t Tensor,
+    /// u32, at least [`FlashAttention::arrivals`] elements, all zero. The kernel leaves them zero.
+    pub arrivals: &'t Tensor,
+}
+
+/// What the kernel may read before the kernel ahead of it has ended. Matters only in a launch sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EarlyReads {
+    /// Nothing.
+    None,
+    /// The first position, and the keys and values of earlier positions. They must be complete when the kernel ahead
+    /// starts.
+    EarlierPositions,
+}
+
+impl FlashAttention {
+    /// Chooses the kernel. q must be bf16 or f16, with one of [`FLASH_HEAD_DIMS`] as its head size.
+    pub fn new(device: &CudaDevice, q: &Tensor, k: &Tensor, mask: AttentionMask) -> Result<Self> {
+        let ((tokens, heads, head_dim), (cache_rows, kv_heads, _)) = (q.dims3()?, k.dims3()?);
+        let Some(tiles) = Tile::for_head_dim(head_dim).filter(|_| matches!(q.dtype(), DType::BF16 | DType::F16)) else {
+            bail!("flash_attention has no kernel for heads of {head_dim} in {:?}", q.dtype());
+        };
+        let (max_shared_bytes, multiprocessors) = (max_shared_bytes(device)?, multiprocessors(device)?);
+        // A row is a pair of a token and one of the query heads that share a KV head.
+        let rows = tokens * (heads / kv_heads);
+        let [few, medium, many] = tiles;
+        let fills_gpu = kv_heads * rows.div_ceil(FLASH_MANY_ROWS) >= 2 * multiprocessors;
+        let tile = if rows <= 2 * FLASH_FEW_ROWS && few.shared_bytes <= max_shared_bytes {
+            few
+        } else if fills_gpu && many.shared_bytes <= max_shared_bytes {
+            many
+        } else {
+            medium
+        };
+        let row_tiles = rows.div_ceil(tile.rows);
+        // A few row tiles after a long context leave multiprocessors idle. So several blocks share the keys of one tile.
+        let splits = match tile.rows {
+            _ if mask.window.is_some_and(|window| window <= MIN_SPLIT_WINDOW) => 1,
+            FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
+            FLASH_MEDIUM_ROWS => 2 * multiprocessors / (kv_heads * row_tiles),
+            _ => 1,
+        };
+        let splits = splits.clamp(1, MAX_SPLITS);
+        let is_split = splits > 1;
+        Ok(Self {
+            kernel: format!("flash_attention_{}_rows_{head_dim}_{}", tile.rows, dtype_suffix(q.dtype())?),
+            shape: LaunchShape::new((kv_heads, row_tiles, splits), tile.threads).with_shared_bytes(tile.shared_bytes),
+            tokens,
+            heads,
+            kv_heads,
+            cache_rows,
+            mask,
+            partials: if is_split { row_tiles * kv_heads * splits * tile.rows * (head_dim + 2) } else { 0 },
+            arrivals: if is_split { row_tiles * kv_heads } else { 0 },
+        })
+    }
+
+    /// Returns the launch of the kernel on `tensors`. Whoever queues or records it answers for their shapes and dtypes.
+    pub fn launch(&self, tensors: &FlashTensors, early_reads: EarlyReads) -> Result<Launch> {
+        let arguments = Arguments::new()
+            .tensor(tensors.q)?
+            .tensor(tensors.k)?
+            .tensor(tensors.v)?
+            .optional(tensors.sinks)?
+            .tensor(tensors.out)?
+            .tensor(tensors.positions)?
+            .tensor(tensors.partials)?
+            .tensor(tensors.arrivals)?
+            .int(self.tokens)
+            .int(self.heads)
+            .int(self.kv_heads)
+            .int(self.cache_rows)
+            .int(self.mask.window.unwrap_or(0))
+            .float(self.mask.scale)
+            .float(self.mask.softcap.unwrap_or(0.0))
+            .flag(early_reads == EarlyReads::EarlierPositions);
+        Ok(Launch::new(module!("flash_attention"), &self.kernel, self.shape, arguments))
+    }
+
+    /// Queues the kernel at once, with scratch memory of its own.
+    pub(super) fn enqueue(
+        &self,
+        device: &CudaDevice,
+        (q, k, v): (&Tensor, &Tensor, &Tensor),
+        sinks: Option<&Tensor>,
+        positions: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        // SAFETY: the kernel writes every partial result before it reads it.
+        let partials = &unsafe { Tensor::empty(self.partials.max(1), DType::F32, q.device())? };
+        let arrivals = &Tensor::zeros(self.arrivals.max(1), DType::U32, q.device())?;
+        let tensors = FlashTensors { q, k, v, sinks, positions, out, partials, arrivals };
+        // SAFETY: `attention` has checked shapes and dtypes; the kernel takes positions modulo the rows of the cache.
+        unsafe { self.launch(&tensors, EarlyReads::None)?.enqueue(device) }
+    }
+}
+
+/// One block's share of the work: `Tile` in `flash_attention.cu`.
+struct Tile {
+    /// Query rows.
+    rows: usize,
+    /// Threads of a block.
+    threads: usize,
+    shared_bytes: usize,
+}
+
+impl Tile {
+    /// Returns the tiles of 16, 64 and 128 rows for a head size, or `None` if there are no kernels for it.
+    fn for_head_dim(head_dim: usize) -> Option<[Self; 3]> {
+        let index = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim)?;
+        let tile = |rows: usize, warps: usize, teams: usize, keys: usize| {
+            let rows_of_keys_and_values = teams * FLASH_STAGES * 2 * keys;
+            let rows_in_registers = rows / warps / 16 * head_dim <= FLASH_REGISTER_ELEMENTS;
+            let rows_in_shared = rows_of_keys_and_values + if rows_in_registers { 0 } else { rows };
+            let shared_bytes = 2 * rows_in_shared * (head_dim + FLASH_ROW_PADDING);
+            Self { rows, threads: 32 * warps * teams, shared_bytes }
+        };
+        Some([
+            tile(FLASH_FEW_ROWS, 1, FLASH_FEW_TEAMS[index], FLASH_FEW_KEYS[index]),
+            tile(FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS, 1, FLASH_MEDIUM_KEYS[index]),
+            tile(FLASH_MANY_ROWS, FLASH_MANY_WARPS[index], 1, FLASH_MANY_KEYS[index]),
+        ])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Tile;
+
+    #[test]
+    fn tiles_have_the_sizes_that_the_kernels_expect() {
+        let sizes = |head_dim| Tile::for_head_dim(head_dim).unwrap().map(|tile| (tile.threads, tile.shared_bytes));
+        assert_eq!(sizes(64), [(256, 147_456), (128, 36_864), (128, 27_648)]);
+        assert_eq!(sizes(128), [(256, 139_264), (128, 69_632), (128, 87_040)]);
+        assert_eq!(sizes(256), [(128, 143_616), (128, 67_584), (256, 135_168)]);
+        assert!(Tile::for_head_dim(40).is_none());
+    }
+}

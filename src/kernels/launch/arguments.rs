@@ -1,0 +1,163 @@
+//! The arguments of a kernel.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use candle_core::cuda_backend::CudaStorageSlice;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdeviceptr;
+use candle_core::cuda_backend::cudarc::driver::{DevicePtr, DeviceRepr};
+use candle_core::{Result, Storage, Tensor, bail};
+
+use super::mailbox::Mailbox;
+
+/// Returns the device address of the first element of a contiguous CUDA tensor.
+pub fn address(tensor: &Tensor) -> Result<CUdeviceptr> {
+    if !tensor.is_contiguous() {
+        bail!("a kernel needs a contiguous tensor, got {:?} with strides {:?}", tensor.shape(), tensor.stride());
+    }
+    let (storage, layout) = tensor.storage_and_layout();
+    let Storage::Cuda(storage) = &*storage else { bail!("a CUDA kernel got a tensor on {:?}", tensor.device()) };
+    let stream = storage.device.cuda_stream();
+    let base = match &storage.slice {
+        CudaStorageSlice::U8(slice) => slice.device_ptr(&stream).0,
+        CudaStorageSlice::U32(slice) => slice.device_ptr(&stream).0,
+        CudaStorageSlice::F32(slice) => slice.device_ptr(&stream).0,
+        CudaStorageSlice::BF16(slice) => slice.device_ptr(&stream).0,
+        CudaStorageSlice::F16(slice) => slice.device_ptr(&stream).0,
+        _ => bail!("no kernel takes tensors of {:?}", tensor.dtype()),
+    };
+    Ok(base + (layout.start_offset() * tensor.dtype().size_in_bytes()) as CUdeviceptr)
+}
+
+/// One kernel argument.
+#[derive(Clone)]
+pub enum Arg {
+    Address(CUdeviceptr),
+    Int(i32),
+    Float(f32),
+    /// A C struct that is passed by value.
+    Struct(Arc<dyn DeviceRepr + Send + Sync>),
+}
+
+impl Arg {
+    /// The address of the tensor.
+    pub fn tensor(tensor: &Tensor) -> Result<Self> {
+        Ok(Arg::Address(address(tensor)?))
+    }
+
+    /// The address of the tensor, or null.
+    pub fn optional(tensor: Option<&Tensor>) -> Result<Self> {
+        tensor.map_or(Ok(Arg::Address(0)), Arg::tensor)
+    }
+
+    /// Returns a pointer to the argument's value, as `cuLaunchKernelEx` takes it.
+    fn pointer(&self) -> *mut c_void {
+        match self {
+            Arg::Address(value) => std::ptr::from_ref(value).cast_mut().cast(),
+            Arg::Int(value) => std::ptr::from_ref(value).cast_mut().cast(),
+            Arg::Float(value) => std::ptr::from_ref(value).cast_mut().cast(),
+            Arg::Struct(value) => Arc::as_ptr(value).cast_mut().cast(),
+        }
+    }
+}
+
+impl From<usize> for Arg {
+    /// Kernels count in i32. No dimension of a real model exceeds it; a wrapped value would read out of bounds.
+    fn from(value: usize) -> Self {
+        Arg::Int(i32::try_from(value).expect("the sizes of a kernel fit 31 bits"))
+    }
+}
+
+impl From<f32> for Arg {
+    fn from(value: f32) -> Self {
+        Arg::Float(value)
+    }
+}
+
+/// The arguments of one launch in the order of the kernel's parameters, and the memory they point to.
+#[derive(Default)]
+pub struct Arguments {
+    args: Vec<Arg>,
+    memory: Memory,
+}
+
+/// Memory whose addresses are arguments of a launch. A recorded launch keeps it alive.
+#[derive(Clone, Default)]
+pub(super) struct Memory {
+    tensors: Vec<Tensor>,
+    mailboxes: Vec<Arc<Mailbox>>,
+}
+
+impl Arguments {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds the address of a tensor.
+    pub fn tensor(mut self, tensor: &Tensor) -> Result<Self> {
+        self.args.push(Arg::tensor(tensor)?);
+        self.memory.tensors.push(tensor.clone());
+        Ok(self)
+    }
+
+    /// Adds the address of a tensor, or null.
+    pub fn optional(mut self, tensor: Option<&Tensor>) -> Result<Self> {
+        match tensor {
+            Some(tensor) => self.tensor(tensor),
+            None => {
+                self.args.push(Arg::Address(0));
+                Ok(self)
+            }
+        }
+    }
+
+    /// Adds a C struct by value. `tensors` are the tensors whose addresses it holds.
+    pub fn value<'t, T>(mut self, value: T, tensors: impl IntoIterator<Item = &'t Tensor>) -> Self
+    where
+        T: DeviceRepr + Send + Sync + 'static,
+    {
+        self.args.push(Arg::Struct(Arc::new(value)));
+        self.memory.tensors.extend(tensors.into_iter().cloned());
+        self
+    }
+
+    /// Adds the address of a mailbox's slots.
+    pub fn mailbox(mut self, mailbox: &Arc<Mailbox>) -> Self {
+        self.args.push(Arg::Address(mailbox.address()));
+        self.memory.mailboxes.push(mailbox.clone());
+        self
+    }
+
+    /// Adds an i32.
+    pub fn int(mut self, value: usize) -> Self {
+        self.args.push(value.into());
+        self
+    }
+
+    /// Adds an f32.
+    pub fn float(mut self, value: f32) -> Self {
+        self.args.push(value.into());
+        self
+    }
+
+    /// Adds an i32 that is 1 or 0.
+    pub fn flag(self, value: bool) -> Self {
+        self.int(usize::from(value))
+    }
+
+    /// Returns pointers to the arguments' values, valid as long as the arguments are.
+    pub(super) fn pointers(&self) -> Vec<*mut c_void> {
+        self.args.iter().map(Arg::pointer).collect()
+    }
+
+    pub(super) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+}
+
+impl From<Vec<Arg>> for Arguments {
+    /// Arguments that keep no memory alive: for launches that are queued at once.
+    fn from(args: Vec<Arg>) -> Self {
+        Self { args, memory: Memory::default() }
+    }
+}

@@ -1,0 +1,41 @@
+//! Facts about a CUDA device that launches depend on.
+
+use candle_core::cuda_backend::cudarc::driver::sys;
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Result, bail};
+
+/// Returns an attribute of the device.
+pub fn attribute(device: &CudaDevice, attribute: sys::CUdevice_attribute) -> Result<usize> {
+    Ok(device.cuda_stream().context().attribute(attribute).w()? as usize)
+}
+
+/// Returns the number of multiprocessors of the device.
+pub fn multiprocessors(device: &CudaDevice) -> Result<usize> {
+    attribute(device, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+}
+
+/// Returns the most shared memory that a block can have on the device, in bytes.
+pub fn max_shared_bytes(device: &CudaDevice) -> Result<usize> {
+    attribute(device, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+}
+
+/// Returns whether the device has finished all queued work, or the error that stopped it.
+pub fn is_idle(device: &CudaDevice) -> Result<bool> {
+    let stream = device.cuda_stream();
+    stream.context().bind_to_thread().w()?;
+    // SAFETY: the stream belongs to the device and is alive.
+    match unsafe { sys::cuStreamQuery(stream.cu_stream()) } {
+        sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+        result => result.result().w().map(|()| true),
+    }
+}
+
+/// Returns the suffix that the names of the kernels for a dtype have.
+pub fn dtype_suffix(dtype: DType) -> Result<&'static str> {
+    match dtype {
+        DType::F32 => Ok("f32"),
+        DType::F16 => Ok("f16"),
+        DType::BF16 => Ok("bf16"),
+        other => bail!("no kernel computes in {other:?}"),
+    }
+}

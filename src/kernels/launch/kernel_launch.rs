@@ -1,0 +1,157 @@
+//! One launch of one kernel.
+
+use candle_core::cuda_backend::cudarc::driver::sys::{self, CUfunction_attribute};
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaStream};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{Result, bail};
+
+use super::arguments::Arguments;
+use super::module::Module;
+
+/// The dynamic shared memory that any kernel may use: 48 KiB, less 16 KiB for its static shared memory.
+const DEFAULT_SHARED_BYTES: usize = 32 << 10;
+
+/// The size of one launch.
+#[derive(Clone, Copy, Debug)]
+pub struct LaunchShape {
+    /// Blocks in x, y and z.
+    pub grid: (usize, usize, usize),
+    /// Threads of a block.
+    pub block: usize,
+    /// Dynamic shared memory of a block, in bytes.
+    pub shared_bytes: usize,
+}
+
+impl LaunchShape {
+    pub fn new(grid: (usize, usize, usize), block: usize) -> Self {
+        Self { grid, block, shared_bytes: 0 }
+    }
+
+    /// A grid of one dimension.
+    pub fn linear(blocks: usize, block: usize) -> Self {
+        Self::new((blocks, 1, 1), block)
+    }
+
+    /// As many blocks of 256 threads as it takes to have `count` threads.
+    pub fn one_thread_each(count: usize) -> Self {
+        Self::linear(count.div_ceil(256), 256)
+    }
+
+    pub fn with_shared_bytes(self, shared_bytes: usize) -> Self {
+        Self { shared_bytes, ..self }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.grid.0 == 0 || self.grid.1 == 0 || self.grid.2 == 0
+    }
+}
+
+/// One launch: the kernel, its size and its arguments.
+pub struct Launch {
+    module: Module,
+    kernel: String,
+    shape: LaunchShape,
+    arguments: Arguments,
+    bytes_moved: u64,
+}
+
+impl Launch {
+    /// A launch of the kernel called `kernel` in `module`.
+    pub fn new(module: Module, kernel: impl Into<String>, shape: LaunchShape, arguments: Arguments) -> Self {
+        Self { module, kernel: kernel.into(), shape, arguments, bytes_moved: 0 }
+    }
+
+    /// Notes how many bytes the kernel reads and writes in device memory, for reports.
+    pub fn with_bytes_moved(self, bytes_moved: u64) -> Self {
+        Self { bytes_moved, ..self }
+    }
+
+    /// Queues the kernel on the device's stream. A launch without blocks does nothing.
+    ///
+    /// # Safety
+    /// The arguments must match the kernel's parameters, and every address must be valid for what the kernel reads and
+    /// writes.
+    pub unsafe fn enqueue(self, device: &CudaDevice) -> Result<()> {
+        if self.shape.is_empty() {
+            return Ok(());
+        }
+        let stream = device.cuda_stream();
+        stream.context().bind_to_thread().w()?;
+        let launch = self.prepare(device)?;
+        // SAFETY: the caller answers for arguments and addresses.
+        unsafe { launch.enqueue(&stream, Overlap::No) }
+    }
+
+    /// Looks up the kernel and allows it the shared memory that it needs.
+    pub(super) fn prepare(self, device: &CudaDevice) -> Result<PreparedLaunch> {
+        let Self { module, kernel, shape, arguments, bytes_moved } = self;
+        if shape.is_empty() {
+            bail!("cannot record a launch of {kernel} without blocks: {:?}", shape.grid);
+        }
+        let function = module.function(device, &kernel)?;
+        if shape.shared_bytes > DEFAULT_SHARED_BYTES {
+            allow_shared_bytes(&function, shape.shared_bytes)?;
+        }
+        Ok(PreparedLaunch { kernel, function, shape, arguments, bytes_moved })
+    }
+}
+
+/// Raises the limit of the kernel's dynamic shared memory to `bytes`.
+fn allow_shared_bytes(function: &CudaFunction, bytes: usize) -> Result<()> {
+    let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    // The limit is never lowered: another launch of the same kernel may need more.
+    match function.get_attribute(attribute).w()? {
+        limit if limit as usize >= bytes => Ok(()),
+        _ => function.set_attribute(attribute, bytes as i32).w(),
+    }
+}
+
+/// Whether a kernel may start before the one ahead of it has ended (programmatic dependent launch).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Overlap {
+    Yes,
+    No,
+}
+
+/// A launch whose kernel is loaded.
+pub(super) struct PreparedLaunch {
+    pub kernel: String,
+    function: CudaFunction,
+    shape: LaunchShape,
+    pub arguments: Arguments,
+    pub bytes_moved: u64,
+}
+
+impl PreparedLaunch {
+    /// Queues the kernel on a stream whose context is bound to this thread.
+    ///
+    /// # Safety
+    /// The same as for [`Launch::enqueue`].
+    pub unsafe fn enqueue(&self, stream: &CudaStream, overlap: Overlap) -> Result<()> {
+        let mut overlap_attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let (grid, block) = (self.shape.grid, self.shape.block);
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0 as u32,
+            gridDimY: grid.1 as u32,
+            gridDimZ: grid.2 as u32,
+            blockDimX: block as u32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: self.shape.shared_bytes as u32,
+            hStream: stream.cu_stream(),
+            attrs: &mut overlap_attribute,
+            numAttrs: u32::from(overlap == Overlap::Yes),
+        };
+        let mut arguments = self.arguments.pointers();
+        // SAFETY: the caller answers for arguments and addresses; the driver copies the arguments before it returns.
+        unsafe {
+            sys::cuLaunchKernelEx(&config, self.function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut())
+        }
+        .result()
+        .w()
+    }
+}

@@ -1,0 +1,64 @@
+//! Compiled CUDA modules, embedded in the binary and loaded once for each device.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use candle_core::cuda_backend::cudarc::driver::{CudaFunction, CudaModule};
+use candle_core::cuda_backend::cudarc::nvrtc::Ptx;
+use candle_core::cuda_backend::{CudaDevice, DeviceId, WrapErr};
+use candle_core::{Result, bail};
+
+/// The fat binary compiled from one `.cu` file.
+#[derive(Clone, Copy)]
+pub struct Module {
+    /// The name of the `.cu` file without its extension.
+    pub name: &'static str,
+    pub fatbin: &'static [u8],
+}
+
+/// The [`Module`] compiled from `$name.cu`.
+macro_rules! module {
+    ($name:literal) => {
+        $crate::kernels::launch::Module {
+            name: $name,
+            fatbin: include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".fatbin")),
+        }
+    };
+}
+pub(crate) use module;
+
+type LoadedModules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
+
+/// The loaded modules of every device. One registry for the process, like the driver's own registry of contexts.
+fn loaded_modules() -> &'static Mutex<LoadedModules> {
+    static MODULES: OnceLock<Mutex<LoadedModules>> = OnceLock::new();
+    MODULES.get_or_init(Mutex::default)
+}
+
+impl Module {
+    /// Returns a kernel of this module. Loads the module at its first use on the device.
+    pub(super) fn function(&self, device: &CudaDevice, kernel: &str) -> Result<CudaFunction> {
+        let mut modules = loaded_modules().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let module = match modules.get(&(device.id(), self.name)) {
+            Some(module) => module.clone(),
+            None => {
+                let module = self.load(device)?;
+                modules.insert((device.id(), self.name), module.clone());
+                module
+            }
+        };
+        module.load_function(kernel).w()
+    }
+
+    fn load(&self, device: &CudaDevice) -> Result<Arc<CudaModule>> {
+        let binary = Ptx::from_binary(self.fatbin.to_vec());
+        match device.cuda_stream().context().load_module(binary) {
+            Ok(module) => Ok(module),
+            Err(error) => bail!(
+                "cannot load the CUDA kernels, which were built for compute capability {}: {error}; rebuild with \
+                 CUDA_COMPUTE_CAP set to the compute capability of this GPU",
+                env!("INFERNO_COMPUTE_CAP")
+            ),
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! Launches that are recorded once and queued many times: a decode step on static buffers.
+//!
+//! Each launch may start before the one ahead of it has ended (programmatic dependent launch, on GPUs that have it). The
+//! kernels of a sequence wait for the data they read themselves (`pdl.cuh`).
+
+use candle_core::Result;
+use candle_core::cuda_backend::cudarc::driver::{CudaEvent, sys};
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+
+use super::arguments::Memory;
+use super::kernel_launch::{Launch, Overlap, PreparedLaunch};
+
+/// Launches on the stream of one device, in their order.
+pub struct LaunchSequence {
+    device: CudaDevice,
+    launches: Vec<PreparedLaunch>,
+    overlap: Overlap,
+}
+
+/// How long one kernel of a sequence ran, without any other kernel beside it.
+pub struct TimedLaunch {
+    /// The name of the kernel.
+    pub name: String,
+    pub seconds: f64,
+    /// The bytes that the kernel reads and writes in device memory.
+    pub bytes: u64,
+}
+
+impl LaunchSequence {
+    /// An empty sequence.
+    pub fn new(device: &CudaDevice) -> Result<Self> {
+        let (major, _) = device.cuda_stream().context().compute_capability().w()?;
+        // Code for older GPUs has no waits, so its launches must not overlap, whatever the GPU can do.
+        let overlap = if major >= 9 && is_built_for_overlap() { Overlap::Yes } else { Overlap::No };
+        Ok(Self { device: device.clone(), launches: Vec::new(), overlap })
+    }
+
+    /// Returns the number of launches.
+    pub fn len(&self) -> usize {
+        self.launches.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.launches.is_empty()
+    }
+
+    /// Adds a launch at the end. The sequence keeps the tensors and mailboxes among its arguments alive.
+    ///
+    /// # Safety
+    /// The arguments must match the kernel's parameters, and every address must be valid for what the kernel reads and
+    /// writes whenever the sequence is queued.
+    pub unsafe fn add(&mut self, launch: Launch) -> Result<()> {
+        self.launches.push(launch.prepare(&self.device)?);
+        Ok(())
+    }
+
+    /// Queues all launches on the device's stream.
+    pub fn enqueue(&self) -> Result<()> {
+        let stream = self.device.cuda_stream();
+        stream.context().bind_to_thread().w()?;
+        // SAFETY: the caller of `add` answers for arguments and addresses.
+        self.launches.iter().try_for_each(|launch| unsafe { launch.enqueue(&stream, self.overlap) })
+    }
+
+    /// Runs the launches one by one and measures each with events on the device. Waits for them.
+    pub fn time_each(&self) -> Result<Vec<TimedLaunch>> {
+        let stream = self.device.cuda_stream();
+        stream.context().bind_to_thread().w()?;
+        let record_event = || stream.record_event(Some(sys::CUevent_flags::CU_EVENT_DEFAULT)).w();
+        let mut events = Vec::with_capacity(self.launches.len());
+        for launch in &self.launches {
+            let start = record_event()?;
+            // SAFETY: the caller of `add` answers for arguments and addresses.
+            unsafe { launch.enqueue(&stream, Overlap::No)? };
+            events.push((start, record_event()?));
+        }
+        stream.synchronize().w()?;
+        let timed = |(launch, (start, end)): (&PreparedLaunch, &(CudaEvent, CudaEvent))| {
+            let milliseconds = start.elapsed_ms(end).w()?;
+            let seconds = f64::from(milliseconds) / 1e3;
+            Ok(TimedLaunch { name: launch.kernel.clone(), seconds, bytes: launch.bytes_moved })
+        };
+        self.launches.iter().zip(&events).map(timed).collect()
+    }
+
+    pub(super) fn device(&self) -> &CudaDevice {
+        &self.device
+    }
+
+    /// Returns the memory that the launches read and write.
+    pub(super) fn memory(&self) -> impl Iterator<Item = &Memory> {
+        self.launches.iter().map(|launch| launch.arguments.memory())
+    }
+}
+
+/// Whether the kernels contain the waits of `pdl.cuh`, which are no-ops in code for GPUs before compute capability 9.0.
+fn is_built_for_overlap() -> bool {
+    env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90)
+}
