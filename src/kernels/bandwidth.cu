@@ -1,6 +1,6 @@
-// How fast this GPU's memory can be read: the measure for every other kernel.
+// Measures how fast the GPU's memory can be read.
 
-// Random bits: zeros take less power to move than what a model is made of.
+// Fills x with random bits, because zeros take less power to move than real weights.
 //   x [n]; grid any, block any; bytes moved: 16 n
 extern "C" __global__ void fill_random(uint4* x, int n) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
@@ -12,12 +12,12 @@ extern "C" __global__ void fill_random(uint4* x, int n) {
     }
 }
 
-// Sums x by eight independent loads of 16 bytes a thread.
+// Reads all of x with eight independent loads of 16 bytes a thread.
 //   x [n], n a multiple of 8 blockDim; out [1]; grid any, block any; bytes moved: 16 n
 extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsigned* out, int n) {
     constexpr int LOADS = 8;
     unsigned sum = 0;
-    // 64 bits: the last stride may pass 2^31.
+    // 64 bits, because the last stride may exceed 2^31.
     for (long long tile = (long long)blockIdx.x * LOADS * blockDim.x; tile < n;
          tile += (long long)gridDim.x * LOADS * blockDim.x) {
         uint4 v[LOADS];
@@ -26,6 +26,6 @@ extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsig
 #pragma unroll
         for (int j = 0; j < LOADS; ++j) sum += v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
     }
-    // A condition that the compiler cannot decide: the loads stay, and next to nothing is written.
+    // The compiler cannot decide this condition, so it keeps the loads. Almost nothing is written.
     if (sum == 0x5EED5EED) *out = sum;
 }

@@ -1,11 +1,11 @@
-// The residual stream between two blocks: x' = x + y, normed = x' / sqrt(mean(x'²) + eps) · w; with a bias, LayerNorm:
-// the mean of x' is taken from it first, the bias added last.
-//   x, y, sum f32 [T, C] (y and sum null: nothing is added, x itself is normed)
-//   w f32 [C]; bias f32 [C] or null; normed T [T, C]
+// The addition to the residual stream and the norm after it: sum = x + y, normed = sum / sqrt(mean(sum²) + eps) · weight.
+// With a bias this is LayerNorm: the mean of sum is subtracted first, and the bias is added last.
+//   x, y, sum f32 [T, C] (y and sum null: nothing is added, and the norm is that of x)
+//   weight f32 [C]; bias f32 [C] or null; normed T [T, C]
 //   grid T, block 256; bytes moved: T·C·(12 + sizeof(T)), or T·C·(4 + sizeof(T)) without y
 #include "headers/common.cuh"
 
-// The sum over the block, in every thread. All of `scratch` has been read by the time it is used again.
+// Returns the sum over the block to every thread. The first barrier ends all earlier reads of `scratch`.
 __device__ float block_sum(float value, float* scratch) {
     value = warp_sum(value);
     __syncthreads();
@@ -31,7 +31,7 @@ __device__ void add_norm(const float* x, const float* y, const float* weight, co
         squares += value * value;
         total += value;
     }
-    const float* added = y ? sum : x;  // still in L1; each thread reads what it wrote
+    const float* added = y ? sum : x;  // still in L1: each thread reads what it wrote
     if (bias) {
         center = block_sum(total, scratch) / columns;
         squares = 0.0f;

@@ -1,9 +1,8 @@
-// Rows of an embedding times a scale, as f32: the residual stream begins.
-//   table T [V, C]; ids u32 [T]; out f32 [T, C]; grid T, block 256; bytes moved: T·C·(4 + sizeof(T))
-// And a bias added to every row: y, out f32 [T, R], bias f32 [R]; n = T·R; grid ceil(n / 256), block 256.
-// And a soft cap of every element: x, out f32 [n]; grid ceil(n / 256), block 256.
+// Small operations on the rows of a matrix.
 #include "headers/common.cuh"
 
+// Embedding lookup: rows of the table times a scale, as f32.
+//   table T [V, C]; ids u32 [T]; out f32 [T, C]; grid T, block 256; bytes moved: T·C·(4 + sizeof(T))
 template <typename T> __device__ void embed(const T* table, const uint32_t* ids, float* out, int columns, float scale) {
     const T* row = table + (size_t)ids[blockIdx.x] * columns;
     for (int i = threadIdx.x; i < columns; i += blockDim.x)
@@ -17,11 +16,15 @@ template <typename T> __device__ void embed(const T* table, const uint32_t* ids,
     }
 FOR_EACH_DTYPE(DEFINE)
 
+// Adds a bias to every row.
+//   y, out f32 [T, R]; bias f32 [R]; n = T·R; grid ceil(n / 256), block 256; bytes moved: 8·n
 extern "C" __global__ void add_bias(const float* y, const float* bias, float* out, int n, int columns) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = y[i] + bias[i % columns];
 }
 
+// Soft cap: cap · tanh(x / cap) of every element.
+//   x, out f32 [n]; grid ceil(n / 256), block 256; bytes moved: 8·n
 extern "C" __global__ void soft_cap(const float* x, float* out, int n, float cap) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = cap * tanhf(x[i] / cap);

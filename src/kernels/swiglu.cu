@@ -1,24 +1,28 @@
-// gpt-oss's clamped SwiGLU over interleaved rows: out = g·sigmoid(alpha·g)·(u + 1), g = min(x[2i], limit), u = clamp(x[2i+1]).
-//   x [R, 2F], out [R, F]; n = R·F; grid ceil(n / 256), block 256; bytes moved: 3·n·sizeof(T)
+// Gated activations. All kernels: n = elements of out; grid ceil(n / 256), block 256.
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
 
+// The clamped SwiGLU of gpt-oss: out = g·sigmoid(alpha·g)·(u + 1), where g = min(x[2i], limit) and u = x[2i + 1] clamped to
+// ±limit.
+//   x T [R, 2F], out T [R, F]; bytes moved: 3·n·sizeof(T)
 template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    // Comparisons, not fminf and fmaxf, which would turn a NaN into the limit.
+    // fminf and fmaxf would turn a NaN into the limit, so these are comparisons.
     const float g = to_float(x[2 * (size_t)i]), u = to_float(x[2 * (size_t)i + 1]);
     const float gate = g > limit ? limit : g, up = u > limit ? limit : u < -limit ? -limit : u;
     out[i] = from_float<T>(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
 }
 
-// activation(gate) · up: gate, up f32 [n], out T [n]; without up the activation alone; bytes moved: n·(8 + sizeof(T))
+// out = activation(gate) · up, or activation(gate) if up is null.
+//   gate, up f32 [n], out T [n]; bytes moved: n·(8 + sizeof(T))
 template <typename T> __device__ void gated(const float* gate, const float* up, T* out, int n, int activation) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = from_float<T>(activate(gate[i], activation) * (up ? up[i] : 1.0f));
 }
 
-// The same of rows that hold all gates and then all others: x T [R, 2F], out T [R, F]; n = R·F; bytes moved: 3·n·sizeof(T)
+// out = activation(gate) · up, where each row of x holds F gates and then F values of up.
+//   x T [R, 2F], out T [R, F]; bytes moved: 3·n·sizeof(T)
 template <typename T> __device__ void gated_halves(const T* x, T* out, int n, int columns, int activation) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;

@@ -117,7 +117,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
             // SAFETY: the kernel writes every element.
-            let out = unsafe { Tensor::empty(shape, x.dtype(), x.device())? };
+            let out = unsafe { Tensor::empty(out_shape, x.dtype(), x.device())? };
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).int(columns).int(activation.code());
             let kernel = format!("gated_halves_{}", dtype_suffix(x.dtype())?);

@@ -1,10 +1,10 @@
-// Causal attention over a key/value cache, grouped queries, optional window and sinks.
+// Causal attention over a KV cache without tensor cores: grouped queries, optional sliding window, sinks and soft cap. It
+// is for f32, and for the head sizes that flash_attention.cu has no kernels for.
 //   q, out [T, H, D]; k, v [S, K, D] (position p lies in row p mod S); sinks f32 [H] or null; D <= 256
-//   grid (T, H), block 32·W: W warps share the keys of one query head; each keeps an online softmax, merged at the end.
-//   W is 4 where there are many queries, 32 where few must hide the latency of many keys; shared: W·(D + 2) floats.
-//   bytes moved: about 2·T·H·L·D·sizeof(T) from L2, L = keys in sight (no reuse between heads: a plain kernel, right first)
-//   for f32, and for head sizes and soft caps that flash_attention.cu has not
-//   softcap > 0: scores s become softcap·tanh(s / softcap)
+//   grid (T, H), block 32·W: W warps share the keys of one query head. Each keeps an online softmax; the end merges them.
+//   W is 4 with many queries, and 32 with few, to hide the latency of many keys; shared memory: W·(D + 2) floats
+//   bytes moved: about 2·T·H·L·D·sizeof(T) from L2 for L visible keys; heads of a group do not share their reads
+//   softcap > 0: a score s becomes softcap·tanh(s / softcap)
 #include "constants.cuh"
 #include "headers/common.cuh"
 
@@ -15,8 +15,8 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
                           int rows, int position, int window, float scale, float softcap) {
     const int token = blockIdx.x, head = blockIdx.y, kv_head = head / (heads / kv_heads);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const int last = position + token;                                      // this query's own position
-    const int first = window > 0 && last >= window ? last - window + 1 : 0;  // oldest key in sight
+    const int last = position + token;                                      // the position of this query
+    const int first = window > 0 && last >= window ? last - window + 1 : 0;  // the oldest visible key
     const size_t base = ((size_t)token * heads + head) * head_dim;
 
     float query[MAX_LANE_DIMS], sum[MAX_LANE_DIMS];
@@ -57,11 +57,11 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
         if (d < head_dim) sums[warp * head_dim + d] = sum[i];
     }
     __syncthreads();
-    // The sink is a logit without a value: it only takes its share of the softmax.
+    // The sink is a logit without a value: it joins the denominator of the softmax only.
     float block_top = sinks ? sinks[head] : -INFINITY;
     for (int w = 0; w < warps; ++w) block_top = fmaxf(block_top, tops[w]);
     float block_total = sinks ? expf(sinks[head] - block_top) : 0.0f;
-    // A warp that saw no key has a share of exp(-inf), which is zero.
+    // A warp without keys has a share of exp(-inf), which is zero.
     for (int w = 0; w < warps; ++w) block_total += totals[w] * expf(tops[w] - block_top);
     for (int d = threadIdx.x; d < head_dim; d += blockDim.x) {
         float value = 0.0f;
@@ -70,7 +70,7 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
     }
 }
 
-// out · sigmoid(lse - sink): attention without sinks becomes attention with them.
+// Turns attention without sinks into attention with sinks: out · sigmoid(lse - sink).
 //   out [T, H, D]; lse f32 [H, T], the logarithm of each softmax's denominator; grid (T, H), block 32
 template <typename T>
 __device__ void scale_by_sinks(T* out, const float* lse, const float* sinks, int tokens, int heads, int head_dim) {

@@ -1,9 +1,9 @@
-// From the fused projection to q, k and v: bias, RMSNorm and rotary position embedding of q and k, rounding.
-// Split-half RoPE: pair i of a head is (x[i], x[i + R/2]), R = rotated dims; dims from R on pass through.
+// Splits the fused projection into q, k and v: bias, RMSNorm and rotary position embedding (RoPE) of q and k, rounding.
+// Split-half RoPE: pair i of a head is (x[i], x[i + R/2]) for R rotated dimensions. Dimensions from R on stay as they are.
 //   qkv f32 [T, H + 2K, D]; bias f32 [H + 2K, D] or null; cos, sin f32 [P, R/2]; positions u32 [T]
-//   q_norm, k_norm f32 [D] or null: each head is normed before it is turned
+//   q_norm, k_norm f32 [D] or null: each head is normed before the rotation
 //   q T [T, H, D]; k, v T [T, K, D]
-//   a warp does HEADS heads of a token; grid ceil(T · ceil((H + 2K) / HEADS) / 8), block 256
+//   one warp for HEADS heads of a token; grid ceil(T · ceil((H + 2K) / HEADS) / 8), block 256
 //   bytes moved: T·(H + 2K)·D·(4 + sizeof(T))
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -25,7 +25,7 @@ __device__ void split_qkv(const float* qkv, const float* bias, const float* q_no
         return x[at] + (bias ? added[at] : 0.0f);
     };
     const auto is_query = [&](int h) { return first + h < heads; };
-    const auto turns = [&](int h) { return first + h < heads + kv_heads; };
+    const auto is_rotated = [&](int h) { return first + h < heads + kv_heads; };
     float scale[HEADS];
     if (q_norm) {
 #pragma unroll
@@ -37,13 +37,13 @@ __device__ void split_qkv(const float* qkv, const float* bias, const float* q_no
     }
     const auto value = [&](int h, int i) {
         const float whole = biased(h, i);
-        return q_norm && turns(h) ? whole * scale[h] * (is_query(h) ? q_norm : k_norm)[i] : whole;
+        return q_norm && is_rotated(h) ? whole * scale[h] * (is_query(h) ? q_norm : k_norm)[i] : whole;
     };
     const auto out = [&](int h) {
         const int head = first + h;
-        return is_query(h) ? q + ((size_t)token * heads + head) * head_dim
-               : turns(h)  ? k + ((size_t)token * kv_heads + head - heads) * head_dim
-                           : v + ((size_t)token * kv_heads + head - heads - kv_heads) * head_dim;
+        return is_query(h)     ? q + ((size_t)token * heads + head) * head_dim
+               : is_rotated(h) ? k + ((size_t)token * kv_heads + head - heads) * head_dim
+                               : v + ((size_t)token * kv_heads + head - heads - kv_heads) * head_dim;
     };
     const float *c = cos + (size_t)positions[token] * half, *s = sin + (size_t)positions[token] * half;
     for (int i = lane; i < half; i += 32) {
@@ -55,8 +55,8 @@ __device__ void split_qkv(const float* qkv, const float* bias, const float* q_no
         for (int h = 0; h < HEADS; ++h) {
             if (h >= count) continue;
             T* row = out(h);
-            row[i] = from_float<T>(turns(h) ? a[h] * ci - b[h] * si : a[h]);
-            row[i + half] = from_float<T>(turns(h) ? b[h] * ci + a[h] * si : b[h]);
+            row[i] = from_float<T>(is_rotated(h) ? a[h] * ci - b[h] * si : a[h]);
+            row[i + half] = from_float<T>(is_rotated(h) ? b[h] * ci + a[h] * si : b[h]);
         }
     }
     for (int i = 2 * half + lane; i < head_dim; i += 32) {

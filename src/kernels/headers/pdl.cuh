@@ -1,19 +1,19 @@
-// Programmatic dependent launch (Hopper and later): a kernel of a chain may start before the one ahead of it has ended,
-// fetch what no kernel writes (weights), and then wait for the results it needs. No-ops on older GPUs and in launches
-// without the attribute, where kernels of a stream run one after the other anyway.
+// Programmatic dependent launch (Hopper and later): a kernel of a launch sequence may start before the kernel ahead of it
+// has ended. It loads data that no kernel writes, such as weights, and then waits for the results that it needs. On older
+// GPUs, and in launches without the attribute, these functions do nothing, because the kernels of a stream do not overlap.
 //
-// Every kernel of a chain calls pdl_launch_dependents() only after its own pdl_wait(): so when a kernel starts, all but the
-// one right ahead of it have ended.
+// Every kernel of a sequence calls pdl_launch_dependents() after its own pdl_wait(). So when a kernel starts, all kernels
+// before it have ended, except the one right ahead of it.
 #pragma once
 
-// Until every kernel ahead has ended and its writes can be seen.
+// Waits until every kernel ahead has ended and its writes are visible.
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// From here on the next kernel may start, once all blocks have come here.
+// Lets the next kernel start as soon as all blocks have called this.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,5 +1,5 @@
-// Expert routing: the N largest of E logits, softmax over the chosen ones or over all; equal logits go to the lower
-// expert, NaN sorts last.
+// Expert routing: the N largest of E logits, and their softmax over the chosen experts or over all. Of equal logits the
+// lower expert comes first; a NaN comes last.
 //   logits [T, E]; ids u32 [T, N]; weights f32 [T, N]; grid T, block 32 (one warp a token); E <= 1024, N <= 32
 #include "headers/common.cuh"
 
@@ -8,9 +8,9 @@ __device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int
                              int over_all) {
     const T* row = logits + (size_t)blockIdx.x * experts;
     const int lane = threadIdx.x;
-    // Which of this lane's experts (lane, lane + 32, ..) are already taken, one bit each.
+    // One bit for each of this lane's experts (lane, lane + 32, ..): whether it has been chosen.
     uint32_t taken = 0;
-    float top = 0.0f, mine = 0.0f;  // mine: the logit chosen in round `lane`
+    float top = 0.0f, mine = 0.0f;  // mine: the logit that was chosen in round `lane`
     uint32_t mine_id = 0;
     for (int round = 0; round < chosen; ++round) {
         float best = -INFINITY;
