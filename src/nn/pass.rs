@@ -37,7 +37,12 @@ pub struct Pass {
 
 impl Pass {
     /// Computes the position of every token. Fails if a cache has no capacity for its sequence's tokens.
-    pub(super) fn new(batch: &StepBatch, caches: &[&mut KvCache], device: &Device, backend: AttentionBackend) -> Result<Self> {
+    pub(super) fn new(
+        batch: &StepBatch,
+        caches: &[&mut KvCache],
+        device: &Device,
+        backend: AttentionBackend,
+    ) -> Result<Self> {
         let StepBatch { ids, tokens: counts, .. } = *batch;
         if counts.len() != caches.len() || counts.iter().sum::<usize>() != ids.len() {
             bail!("the batch has {} token ids and counts {counts:?} for {} caches", ids.len(), caches.len());
