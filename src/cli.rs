@@ -10,7 +10,7 @@ use crate::commands::{
     bench, completions, defaults, doctor, download, list, perplexity, play, prune, remove, show, tokenize, verify,
 };
 use crate::error::Error;
-use crate::text::printable;
+use crate::text::{error_message, printable};
 
 const AFTER_HELP: &str = "\
 Try it without a GPU:   inferno play demo --device cpu
@@ -62,7 +62,7 @@ pub fn main() -> ExitCode {
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             // Messages quote files that anyone may have written. And a closed stderr is no reason to panic.
-            let _ = writeln!(std::io::stderr(), "error: {}", printable(&format!("{error:#}")));
+            let _ = writeln!(std::io::stderr(), "error: {}", printable(&error_message(&error)));
             ExitCode::from(error.downcast_ref::<Error>().map_or(1, Error::exit_code))
         }
     }

@@ -1,20 +1,20 @@
-//! The failures that a caller can act on, each with its exit code and the next thing to do.
+//! The failures that a caller can act on. Each has an exit code and names the next command to type.
 //!
-//! Everything else travels as `anyhow::Error` with context that names the file, tensor or layer.
+//! Every other failure is an `anyhow::Error` with context that names the file, tensor or layer.
 
 use std::path::PathBuf;
 
-/// A failure with a known way out. Found again in an `anyhow::Error` by `downcast_ref`.
+/// A failure that a caller can act on. `downcast_ref` finds it in an `anyhow::Error`.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    #[error("no NVIDIA GPU can be used: {reason}\n  {hint}")]
+    #[error("cannot use an NVIDIA GPU: {reason}\n  {hint}")]
     NoGpu { reason: String, hint: String },
 
     #[error("model '{model}' is not on this machine\n  {hint}")]
     ModelNotFound { model: String, hint: String },
 
     #[error(
-        "there is no repository '{repo}' at {endpoint} (or it is private)\n  check the name; for a private one set HF_TOKEN"
+        "there is no repository '{repo}' at {endpoint}, or it is private\n  check the name; for a private repository set HF_TOKEN"
     )]
     RepositoryNotFound { repo: String, endpoint: String },
 
@@ -26,24 +26,25 @@ pub enum Error {
     )]
     Gated { repo: String, endpoint: String },
 
-    #[error("offline: {what}\n  unset HF_HUB_OFFLINE to allow the network")]
+    #[error("offline: {what}\n  unset HF_HUB_OFFLINE to allow network access")]
     Offline { what: String },
 
-    #[error("the hub at {endpoint} does not deliver: {cause}\n  check the network, or set HF_ENDPOINT to a mirror")]
+    #[error("cannot fetch from {endpoint}: {cause}\n  check the network, or set HF_ENDPOINT to a mirror")]
     Network {
         endpoint: String,
         cause: String,
-        /// The same request may fare better later.
-        passing: bool,
+        /// True if the same request may succeed later.
+        is_temporary: bool,
     },
 
     #[error(
-        "no room on the disk of {path}: {:.1} MB needed, {:.1} MB free\n  free some space, or set INFERNO_CACHE to another disk",
+        "not enough disk space at {path}: {:.1} MB needed, {:.1} MB free\n  free some space, or set INFERNO_CACHE to another disk",
         *needed_bytes as f64 / 1e6,
         *free_bytes as f64 / 1e6
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
+    /// A download or a file is not what the hub says it is.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
@@ -51,12 +52,12 @@ pub enum Error {
     UnsupportedArchitecture { found: String, supported: String },
 
     #[error(
-        "{what} is not supported\n  choose a repository that is not quantized, a GGUF file, or weights in 8 bits by compressed-tensors"
+        "{what} is not supported\n  choose a repository that is not quantized, a GGUF file, or 8-bit compressed-tensors weights"
     )]
     UnsupportedQuantization { what: String },
 
     #[error(
-        "{what} needs {:.1} GB of memory on {device}, {:.1} GB are free\n  {}",
+        "{what} needs {:.1} GB of memory on {device}, and {:.1} GB are free\n  {}",
         *needed_bytes as f64 / 1e9,
         *free_bytes as f64 / 1e9,
         match fitting_context {
@@ -69,20 +70,20 @@ pub enum Error {
         device: String,
         needed_bytes: u64,
         free_bytes: u64,
-        /// A context that would fit.
+        /// The longest context that would fit, in tokens.
         fitting_context: Option<usize>,
     },
 
-    /// It is here, but not where inferno may change it.
+    /// The model is on this machine, but not where inferno may change it.
     #[error("{0}")]
     NotOurs(String),
 
-    /// A way of calling that cannot work, whatever is on the machine.
+    /// Arguments that cannot work on any machine.
     #[error("{0}")]
     Usage(String),
 
     #[error(
-        "the prompt has {prompt_tokens} tokens, the context holds {context_tokens}\n  {}",
+        "the prompt has {prompt_tokens} tokens, and the context holds {context_tokens}\n  {}",
         if context_tokens < limit_tokens {
             format!("shorten it, or raise --context (this model allows {limit_tokens})")
         } else {
@@ -93,12 +94,12 @@ pub enum Error {
 }
 
 impl Error {
-    /// [`Error::Usage`], ready to be returned.
+    /// Returns [`Error::Usage`] as an `anyhow::Error`.
     pub fn usage(problem: impl Into<String>) -> anyhow::Error {
         Self::Usage(problem.into()).into()
     }
 
-    /// The process's exit code. 1 is any other failure, 2 is usage (clap's too), 130 is Ctrl-C.
+    /// Returns the exit code of the process. Other failures exit with 1, clap's usage errors with 2, Ctrl-C with 130.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Usage(_) => 2,

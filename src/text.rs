@@ -1,44 +1,35 @@
-//! Words for people: amounts, names, and what a terminal may show.
+//! Text for people: amounts, names, error messages, and what a terminal may show.
 
-use unicode_width::UnicodeWidthStr;
+use std::sync::LazyLock;
 
-/// Text without control characters other than line break and tab: a model's output must not move the cursor, set the
-/// window's title, or write to the clipboard. Characters that reorder what is seen go too.
+use regex::{Captures, Regex};
+use textwrap::{Options, WordSplitter, WrapAlgorithm};
+
+/// Removes control characters other than line break and tab, and characters that change the reading direction.
+///
+/// The output of a model must not move the cursor, set the window title, or write to the clipboard.
 pub fn printable(text: &str) -> String {
-    let harmless = |c: &char| match c {
+    let is_harmless = |c: &char| match c {
         '\n' | '\t' => true,
         '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}' => false,
         c => !c.is_control(),
     };
-    text.chars().filter(harmless).collect()
+    text.chars().filter(is_harmless).collect()
 }
 
-/// Lines that are longer than a window, broken between words. A window of unknown width breaks them by itself.
+/// Wraps lines between words. A word that is longer than `columns` stays whole.
+///
+/// Without `columns` the text is returned as it is: a terminal of unknown width wraps lines itself.
 pub fn wrapped(text: &str, columns: Option<usize>) -> String {
     let Some(columns) = columns.filter(|columns| *columns > 0) else { return text.to_string() };
-    let mut wrapped = String::with_capacity(text.len());
-    for (number, line) in text.split('\n').enumerate() {
-        if number > 0 {
-            wrapped.push('\n');
-        }
-        // Whether there are words in the row yet, or only what indents it.
-        let (mut used, mut words) = (0, false);
-        for piece in line.split_inclusive(' ') {
-            let word = piece.trim_end_matches(' ').width();
-            if words && word > 0 && used + word > columns {
-                wrapped.truncate(wrapped.trim_end_matches(' ').len());
-                wrapped.push('\n');
-                used = 0;
-            }
-            words |= word > 0;
-            wrapped.push_str(piece);
-            used += word + piece.len() - piece.trim_end_matches(' ').len();
-        }
-    }
-    wrapped
+    let options = Options::new(columns)
+        .break_words(false)
+        .word_splitter(WordSplitter::NoHyphenation)
+        .wrap_algorithm(WrapAlgorithm::FirstFit);
+    textwrap::fill(text, options)
 }
 
-/// 20.9B, 137M, 5.1M
+/// Formats a number of parameters: 20.9B, 137M, 5.1M.
 pub fn count(parameters: u64) -> String {
     let (value, unit) = match parameters {
         0..1_000_000 => (parameters as f64 / 1e3, "K"),
@@ -48,7 +39,7 @@ pub fn count(parameters: u64) -> String {
     if value < 100.0 { format!("{value:.1}{unit}") } else { format!("{value:.0}{unit}") }
 }
 
-/// 13.8 GB, 7.6 MB, 1.2 KB, 12 B
+/// Formats a number of bytes: 13.8 GB, 7.6 MB, 1.2 KB, 12 B.
 pub fn size(bytes: u64) -> String {
     let scaled = |unit: f64| bytes as f64 / unit;
     match bytes {
@@ -59,7 +50,7 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// `~/x` for what lies below the home.
+/// Writes a path below the home directory as `~/x`.
 pub fn home_relative(path: &str) -> String {
     let home = std::env::var("HOME").unwrap_or_default();
     match path.strip_prefix(&home) {
@@ -68,30 +59,52 @@ pub fn home_relative(path: &str) -> String {
     }
 }
 
-/// A commit as people write it.
+/// Shortens a commit hash to seven characters.
 pub fn short(commit: &str) -> String {
     commit.chars().take(7).collect()
 }
 
-/// An error with its causes and its advice.
+/// Returns the message of an error with its causes, as it is shown to a person.
+pub fn error_message(error: &anyhow::Error) -> String {
+    plain_cuda_errors(&format!("{error:#}"))
+}
+
+/// Returns [`error_message`] as one line.
 pub fn one_line(error: &anyhow::Error) -> String {
-    let text = format!("{error:#}");
+    let text = error_message(error);
     text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")
 }
 
-/// How many letters have to be put in, taken out or changed to turn one word into the other (Levenshtein).
-pub fn edits(from: &str, to: &str) -> usize {
-    let to: Vec<char> = to.chars().collect();
-    let mut row: Vec<usize> = (0..=to.len()).collect();
-    for (i, letter) in from.chars().enumerate() {
-        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
-        for (j, other) in to.iter().enumerate() {
-            let changed = diagonal + usize::from(letter != *other);
-            diagonal = row[j + 1];
-            row[j + 1] = changed.min(diagonal + 1).min(row[j] + 1);
+/// Replaces the errors of CUDA libraries, which cudarc prints in Rust's debug form, with their meaning and name.
+///
+/// `DriverError(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")` becomes
+/// `no CUDA-capable device is detected (CUDA_ERROR_NO_DEVICE)`.
+pub fn plain_cuda_errors(text: &str) -> String {
+    static ERROR: LazyLock<Regex> = LazyLock::new(|| {
+        let pattern = r#"(Driver|Runtime|Cublas|Curand|Nccl|Nvrtc)Error\((\w+)(?:, "([^"]*)")?\)"#;
+        Regex::new(pattern).expect("the pattern is valid")
+    });
+    let plain = |error: &Captures| {
+        let (library, name) = (&error[1], &error[2]);
+        // cudarc puts a text in angle brackets where the driver knows no meaning.
+        match error.get(3).map(|meaning| meaning.as_str()).filter(|meaning| !meaning.starts_with('<')) {
+            Some(meaning) => format!("{meaning} ({name})"),
+            None => format!("{} failed ({name})", library_name(library)),
         }
+    };
+    ERROR.replace_all(text, plain).into_owned()
+}
+
+fn library_name(library: &str) -> &str {
+    match library {
+        "Driver" => "the NVIDIA driver",
+        "Runtime" => "the CUDA runtime",
+        "Cublas" => "cuBLAS",
+        "Curand" => "cuRAND",
+        "Nccl" => "NCCL",
+        "Nvrtc" => "NVRTC",
+        other => other,
     }
-    row[to.len()]
 }
 
 #[cfg(test)]
@@ -99,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_broken_between_words() {
+    fn lines_are_wrapped_between_words() {
         let text = "one two three\nfour  fünf";
         assert_eq!(wrapped(text, None), text);
         assert_eq!(wrapped(text, Some(13)), text);
@@ -107,6 +120,22 @@ mod tests {
         assert_eq!(wrapped("  a word", Some(4)), "  a\nword");
         assert_eq!(wrapped("unbreakable ü or so", Some(4)), "unbreakable\nü or\nso");
         assert_eq!(wrapped("木星の 衛星", Some(7)), "木星の\n衛星");
+        assert_eq!(wrapped("a-b-c d", Some(4)), "a-b-c\nd");
         assert_eq!(wrapped("", Some(7)), "");
+    }
+
+    #[test]
+    fn cuda_errors_are_shown_as_meaning_and_name() {
+        let no_device = r#"DriverError(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")"#;
+        assert_eq!(plain_cuda_errors(no_device), "no CUDA-capable device is detected (CUDA_ERROR_NO_DEVICE)");
+        let unknown = r#"DriverError(CUDA_ERROR_UNKNOWN, "<Failure when calling cuGetErrorString()>")"#;
+        assert_eq!(plain_cuda_errors(unknown), "the NVIDIA driver failed (CUDA_ERROR_UNKNOWN)");
+        let cublas = "CublasError(CUBLAS_STATUS_NOT_INITIALIZED)";
+        assert_eq!(plain_cuda_errors(cublas), "cuBLAS failed (CUBLAS_STATUS_NOT_INITIALIZED)");
+        let memory = r#"DriverError(CUDA_ERROR_OUT_OF_MEMORY, "out of memory") when loading k"#;
+        let error = anyhow::anyhow!("{memory}").context("cannot load layer 3");
+        let message = "cannot load layer 3: out of memory (CUDA_ERROR_OUT_OF_MEMORY) when loading k";
+        assert_eq!(error_message(&error), message);
+        assert_eq!(plain_cuda_errors("ParseError(3)"), "ParseError(3)");
     }
 }

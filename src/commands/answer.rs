@@ -122,7 +122,7 @@ pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     let turn = match turn {
         Ok(turn) => turn,
         Err(error) => {
-            print(&json!({ "event": "error", "message": format!("{error:#}") }))?;
+            print(&json!({ "event": "error", "message": text::error_message(&error) }))?;
             return Err(error);
         }
     };

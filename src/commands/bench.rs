@@ -66,7 +66,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
 
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
-    hub.note_use(&snapshot);
+    hub.record_use(&snapshot);
     let engine = args.load.load(&snapshot)?;
     let gpu = GpuFacts::of(engine.device())?;
     let before = gpu.as_ref().and_then(GpuFacts::state);

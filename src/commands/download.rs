@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 
 use super::progress::{Listener, Show};
-use crate::hub::{Hub, Pick};
+use crate::hub::{FileFilter, Hub};
 
 /// Fetch a model from the Hugging Face hub; the same command goes on where an earlier one stopped
 #[derive(clap::Args)]
@@ -30,8 +30,8 @@ pub struct Args {
 pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
     let show = Show::new(Listener::new(args.quiet), "fetched");
-    let pick = Pick { include: args.include, exclude: args.exclude };
-    let result = hub.download(&args.repo, args.revision.as_deref(), &pick, &show);
+    let filter = FileFilter { include: args.include, exclude: args.exclude };
+    let result = hub.download(&args.repo, args.revision.as_deref(), &filter, &show);
     show.finish();
     let snapshot = result?;
     if args.quiet {

@@ -50,7 +50,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let text = String::from_utf8(text).with_context(|| format!("{} is not UTF-8", args.file.display()))?;
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
-    hub.note_use(&snapshot);
+    hub.record_use(&snapshot);
     let before = args.kl.then(|| unquantized(&args.load, &snapshot, &text)).transpose()?;
     let mut engine = args.load.load(&snapshot)?;
     let ids = engine.tokenizer().encode(&text, ControlTokens::Default)?;

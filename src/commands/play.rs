@@ -17,7 +17,7 @@ use super::{LoadArgs, answer, note, playable, prompt, today};
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
 use crate::engine::{Engine, Language};
 use crate::error::Error;
-use crate::hub::{Hub, Snapshot, is_repository, to_download};
+use crate::hub::{Hub, Snapshot, is_repo_name, parse_download_name};
 use crate::repl::journal::Settings;
 use crate::repl::{self, Keep, Loaded, Models, Overflow, Reasoning, Session};
 use crate::text;
@@ -178,7 +178,7 @@ fn models(hub: Hub, raw: bool, reread: Box<Reread>) -> Models {
             }
         }),
         load: Box::new(move |snapshot| {
-            hub.note_use(snapshot);
+            hub.record_use(snapshot);
             let args = flags_for(&**reread, snapshot)?;
             let check = |language: &Language| if raw { Ok(()) } else { repl::must_chat(language, &snapshot.name) };
             let engine = args.load.load_speaking(snapshot, &check)?;
@@ -213,13 +213,13 @@ fn find_or_fetch(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Snaps
         found => return found,
     };
     // A part of a name does not say whose model it is.
-    let can_fetch = model.contains('/') && is_repository(model) && !hub.settings().offline;
+    let can_fetch = model.contains('/') && is_repo_name(model) && !hub.config().offline;
     let somebody = std::io::stdin().is_terminal() && std::io::stderr().is_terminal();
     if !can_fetch || !somebody {
         return Err(missing);
     }
-    let (name, revision, pick) = to_download(model, revision)?;
-    let bytes = hub.download_bytes(&name, revision.as_deref(), &pick)?;
+    let (name, revision, filter) = parse_download_name(model, revision)?;
+    let bytes = hub.download_bytes(&name, revision.as_deref(), &filter)?;
     eprint!("{model} is not here; download {}? [Y/n] ", text::size(bytes));
     let mut line = String::new();
     std::io::stdin().read_line(&mut line)?;
@@ -227,7 +227,7 @@ fn find_or_fetch(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Snaps
         return Err(missing);
     }
     let show = Show::new(Listener::new(false), "fetched");
-    let fetched = hub.download(&name, revision.as_deref(), &pick, &show);
+    let fetched = hub.download(&name, revision.as_deref(), &filter, &show);
     show.finish();
     fetched?;
     hub.find(model, revision.as_deref())

@@ -147,7 +147,7 @@ fn bar(size: u64, name: &str) -> ProgressBar {
 }
 
 impl Progress for Show {
-    fn already_there(&self, _: &Snapshot) {
+    fn already_present(&self, _: &Snapshot) {
         self.say("nothing to fetch, it is all here");
     }
 

@@ -19,8 +19,8 @@ pub struct Args {
 pub fn run(args: Args) -> Result<ExitCode> {
     let mut out = std::io::stdout().lock();
     let mut freed_bytes = 0;
-    for pruned in Hub::from_env()?.forced(args.force).prune()? {
-        if pruned.busy {
+    for pruned in Hub::from_env()?.with_force(args.force).prune()? {
+        if pruned.is_busy {
             writeln!(out, "{}: left alone, another inferno is at work on it", pruned.name)?;
             continue;
         }

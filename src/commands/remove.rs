@@ -24,8 +24,8 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
-    let hub = Hub::from_env()?.forced(args.force);
-    if let Some(name) = hub.only_part(&args.model)
+    let hub = Hub::from_env()?.with_force(args.force);
+    if let Some(name) = hub.complete_partial_name(&args.model)
         && !is_meant(&args.model, &name)?
     {
         return Ok(ExitCode::SUCCESS);

@@ -53,18 +53,18 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn look_up(hub: &Hub, args: &Args) -> Result<hub::Peek> {
+fn look_up(hub: &Hub, args: &Args) -> Result<hub::RemoteModel> {
     if args.model == demo::NAME {
         return Err(Error::Usage("the demo is inside inferno, on no hub: inferno show demo".into()).into());
     }
-    super::note(&format!("asking {}", hub.settings().shown_endpoint()));
-    hub.peek(&args.model, args.revision.as_deref())
+    super::note(&format!("asking {}", hub.config().endpoint_for_display()));
+    hub.inspect(&args.model, args.revision.as_deref())
 }
 
 /// A model that is not here may still be looked at where it is.
 fn with_remote(error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref::<Error>() {
-        Some(Error::ModelNotFound { model, hint }) if hub::is_repository(model) && model.contains('/') => {
+        Some(Error::ModelNotFound { model, hint }) if hub::is_repo_name(model) && model.contains('/') => {
             let hint = format!("{hint}\n  to see what it is and needs first: inferno show {model} --remote");
             Error::ModelNotFound { model: model.clone(), hint }.into()
         }

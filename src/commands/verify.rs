@@ -7,7 +7,7 @@ use anyhow::Result;
 
 use super::progress::{Listener, Show};
 use crate::error::Error;
-use crate::hub::{Checked, Hub, State};
+use crate::hub::{FileState, Hub, VerifiedSnapshot};
 use crate::text::{printable, short};
 
 /// Read models again and compare them with their hashes
@@ -40,7 +40,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             let _ = write!(out, "{}", printable(&format!("{} {}\n{report}", summary(&checked), at(&checked))));
             let _ = out.flush();
         }
-        let faults = checked.faults().count();
+        let faults = checked.damaged_files().count();
         if faults > 0 && args.repair {
             let show = Show::new(Listener::new(args.quiet), "fetched");
             let result = hub.repair(&checked, &show);
@@ -69,23 +69,23 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Err(Error::Verification { what, hint: format!("inferno verify{model} --repair") }.into())
 }
 
-fn summary(checked: &Checked) -> String {
-    let good = checked.files.iter().filter(|(_, state)| *state == State::Good).count();
+fn summary(checked: &VerifiedSnapshot) -> String {
+    let good = checked.files.iter().filter(|(_, state)| *state == FileState::Good).count();
     format!("{}: {good} of {} good", checked.name, count(checked.files.len(), "file"))
 }
 
-fn at(checked: &Checked) -> String {
+fn at(checked: &VerifiedSnapshot) -> String {
     format!("({})", short(&checked.revision))
 }
 
 /// The files that are not good, one a line.
-fn report(checked: &Checked) -> String {
-    let line = |(name, state): &(String, State)| {
+fn report(checked: &VerifiedSnapshot) -> String {
+    let line = |(name, state): &(String, FileState)| {
         let state = match state {
-            State::Good => return None,
-            State::Bad => "bad    ",
-            State::Missing => "missing",
-            State::Unknown => "unknown",
+            FileState::Good => return None,
+            FileState::Bad => "bad    ",
+            FileState::Missing => "missing",
+            FileState::Unknown => "unknown",
         };
         Some(format!("  {state}  {name}\n"))
     };

@@ -1,33 +1,39 @@
-//! The Hugging Face cache layout on disk: what is there, whether it is whole, and how a file comes into it.
+//! The Hugging Face cache layout on disk, for inferno's own cache and for the one that Python's tools share.
 //!
-//! `models--org--name/{blobs/<etag>, snapshots/<commit>/<file> -> ../../blobs/<etag>, refs/<revision>}`, as
-//! `huggingface_hub` writes it (docs, "Understand caching"). The same code reads the shared cache and writes our own.
+//! A repository is `models--org--name/` with `blobs/<etag>`, `snapshots/<commit>/<file> -> ../../blobs/<etag>` and
+//! `refs/<revision>` (huggingface_hub docs, "Understand caching"). hf-hub knows the folders. Refs, blobs and links are
+//! our own: hf-hub joins etags and revisions to paths without a check, and writes refs in place, where a crash leaves
+//! half of one.
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::{ErrorKind, Write};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::io::{self, ErrorKind, Write};
+use std::path::{MAIN_SEPARATOR, Path, PathBuf};
 use std::time::SystemTime;
 
 use anyhow::Result;
+use hf_hub::{Cache as HuggingFaceCache, Repo};
 
-use super::disk::{sync_dir, write_error};
+use super::disk::{
+    create_dir, create_temporary, entries, files_below, sync_dir, temporary_path, with_suffix, write_error,
+};
 use super::lock::{self, Lock};
 use super::names;
-use super::partial::with_ending;
 
-/// A directory of repositories: inferno's own, or the one shared with Python.
+/// A directory of repositories.
 pub(super) struct Cache {
     pub root: PathBuf,
 }
 
 impl Cache {
-    pub fn repo(&self, repo: &str) -> RepoDir {
-        RepoDir { path: self.root.join(format!("models--{}", repo.replace('/', "--"))) }
+    /// Returns the folder of a repository. `name` must be a valid repository name.
+    pub fn repo(&self, name: &str) -> RepoDir {
+        let repo = Repo::model(name.to_string());
+        let path = self.root.join(repo.folder_name());
+        RepoDir { path, layout: HuggingFaceCache::new(self.root.clone()).repo(repo) }
     }
 
-    /// Every repository that has a folder here, whole or not.
+    /// Returns the name of every repository that has a folder, complete or not.
     pub fn names(&self) -> Vec<String> {
         let name = |entry: fs::DirEntry| {
             let name = entry.file_name().to_str()?.strip_prefix("models--")?.replace("--", "/");
@@ -42,40 +48,44 @@ impl Cache {
 /// One repository's folder in a cache.
 pub(super) struct RepoDir {
     pub path: PathBuf,
+    layout: hf_hub::CacheRepo,
 }
 
 impl RepoDir {
-    /// Held by whoever changes this folder. Beside it, where Python's tools have their locks.
-    pub fn lock(&self, waiting: impl FnOnce()) -> Result<Lock> {
-        lock::hold(&self.lock_path(), waiting)
+    /// Takes the lock of this folder, which every process that changes the folder must hold.
+    pub fn lock(&self, on_wait: impl FnOnce()) -> Result<Lock> {
+        lock::acquire(&self.lock_path(), on_wait)
     }
 
-    /// The same, unless somebody has it.
+    /// Takes the lock of this folder without waiting. `None` if another process holds it.
     pub fn try_lock(&self) -> Result<Option<Lock>> {
-        lock::try_hold(&self.lock_path())
+        lock::try_acquire(&self.lock_path())
     }
 
+    /// `.locks/models--org--name.lock` beside the folder, where Python's tools keep their locks too.
     fn lock_path(&self) -> PathBuf {
         let name = self.path.file_name().unwrap_or_default();
         let cache = self.path.parent().unwrap_or(&self.path);
-        with_ending(&cache.join(".locks").join(name), ".lock")
+        with_suffix(&cache.join(".locks").join(name), ".lock")
     }
 
+    /// Returns the path of a snapshot. `commit` must be a commit hash.
     pub fn snapshot(&self, commit: &str) -> PathBuf {
-        self.path.join("snapshots").join(commit)
+        self.layout.pointer_path(commit)
     }
 
+    /// Returns the path of a blob. `etag` must be a valid etag.
     pub fn blob(&self, etag: &str) -> PathBuf {
         self.path.join("blobs").join(etag)
     }
 
-    /// The commit that a branch, tag or commit stands for, as far as this cache knows.
+    /// Returns the commit of a branch, tag or commit prefix. `None` if this cache does not know it.
     pub fn commit(&self, revision: &str) -> Option<String> {
         if let Ok(commit) = fs::read_to_string(self.path.join("refs").join(revision)) {
             let commit = commit.trim();
             return names::is_commit(commit).then(|| commit.to_string());
         }
-        // A commit itself, or enough of one to be the only match.
+        // A commit, or a prefix that only one commit has.
         let mut found = self.commits().into_iter().filter(|commit| commit.starts_with(revision));
         match (found.next(), found.next()) {
             (Some(commit), None) if revision.len() >= 7 => Some(commit),
@@ -83,7 +93,7 @@ impl RepoDir {
         }
     }
 
-    /// Commits with a snapshot folder, the most recently changed first.
+    /// Returns the commits that have a snapshot folder, the most recently changed first.
     pub fn commits(&self) -> Vec<String> {
         let mut commits: Vec<(SystemTime, String)> = entries(&self.path.join("snapshots"))
             .filter_map(|entry| {
@@ -95,25 +105,20 @@ impl RepoDir {
         commits.into_iter().map(|(_, commit)| commit).collect()
     }
 
-    /// The commits that refs point to.
-    pub fn referenced(&self) -> BTreeSet<String> {
-        self.refs().into_iter().map(|(_, commit)| commit).collect()
-    }
-
-    /// Each ref's file and the commit that it points to.
-    pub fn refs(&self) -> Vec<(PathBuf, String)> {
+    /// Returns the commits that refs point to.
+    pub fn referenced_commits(&self) -> BTreeSet<String> {
         let commit = |path: PathBuf| {
             let commit = fs::read_to_string(&path).ok()?.trim().to_string();
-            names::is_commit(&commit).then_some((path, commit))
+            names::is_commit(&commit).then_some(commit)
         };
         files_below(&self.path.join("refs")).into_iter().filter_map(commit).collect()
     }
 
-    /// The files of a snapshot: the name of each, its path, and the etag of its blob where it is a link to one.
-    pub fn linked(&self, commit: &str) -> Vec<(String, PathBuf, Option<String>)> {
+    /// Returns the files of a snapshot: name, path, and the etag of the blob that the file links to.
+    pub fn snapshot_files(&self, commit: &str) -> Vec<(String, PathBuf, Option<String>)> {
         let dir = self.snapshot(commit);
         let file = |path: PathBuf| {
-            let name = path.strip_prefix(&dir).ok()?.to_str()?.replace(std::path::MAIN_SEPARATOR, "/");
+            let name = path.strip_prefix(&dir).ok()?.to_str()?.replace(MAIN_SEPARATOR, "/");
             let target = fs::read_link(&path).ok();
             let etag = target.and_then(|target| Some(target.file_name()?.to_str()?.to_string()));
             Some((name, path, etag))
@@ -121,56 +126,56 @@ impl RepoDir {
         files_below(&dir).into_iter().filter_map(file).collect()
     }
 
-    /// Makes a blob appear as `name` in a snapshot.
+    /// Links a blob into a snapshot under `name`. Copies it where the disk supports no links.
     pub fn link(&self, commit: &str, name: &str, etag: &str) -> Result<()> {
         let pointer = self.snapshot(commit).join(name);
         create_dir(pointer.parent().unwrap_or(&pointer))?;
         let blob = self.blob(etag);
-        // snapshots/<commit>/ is two levels below the repository; each folder in the name is one more.
+        // snapshots/<commit>/ is two levels below the repository, and each folder in `name` is one more.
         let target = PathBuf::from("../".repeat(2 + name.matches('/').count())).join("blobs").join(etag);
         if fs::read_link(&pointer).is_ok_and(|present| present == target) {
             return Ok(());
         }
-        // Made aside and renamed, so that at no time nothing or a half is there.
-        let (temporary, made) = loop {
-            let temporary = aside(&pointer);
-            let made = match symlink(&target, &temporary) {
+        // Renamed into place, so that other processes never see a missing or partial file.
+        let (temporary, created) = loop {
+            let temporary = temporary_path(&pointer);
+            let created = match symlink(&target, &temporary) {
                 Err(error) if is_unsupported(&error) => {
                     fs::hard_link(&blob, &temporary).or_else(|_| copy(&blob, &temporary))
                 }
-                made => made,
+                created => created,
             };
-            // What is left of an earlier process with the same number stays, for `prune`.
-            if !made.as_ref().is_err_and(|error| error.kind() == ErrorKind::AlreadyExists) {
-                break (temporary, made);
+            // An earlier process had the same id. Its file stays for `prune`.
+            if !created.as_ref().is_err_and(|error| error.kind() == ErrorKind::AlreadyExists) {
+                break (temporary, created);
             }
         };
-        let renamed = made.and_then(|()| fs::rename(&temporary, &pointer));
-        // Still there if it failed, or if both were names of the same file.
+        let renamed = created.and_then(|()| fs::rename(&temporary, &pointer));
+        // The temporary file remains after a failure, or if both names were hard links to the same file.
         let _ = fs::remove_file(&temporary);
         renamed.map_err(|error| write_error(error, &pointer, 0))
     }
 
-    /// Whether `revision` is known to mean `commit`.
+    /// Returns true if this cache resolves `revision` to `commit`.
     pub fn has_ref(&self, revision: &str, commit: &str) -> bool {
         revision == commit || fs::read_to_string(self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
     }
 
-    /// Notes that `revision` now means `commit`. Done last, so that a ref never leads to a half-made snapshot.
+    /// Stores that `revision` stands for `commit`. Called last, so that a ref never points to a partial snapshot.
     pub fn write_ref(&self, revision: &str, commit: &str) -> Result<()> {
         if self.has_ref(revision, commit) {
             return Ok(());
         }
         let path = self.path.join("refs").join(revision);
         create_dir(path.parent().unwrap_or(&path))?;
-        // What it leads to is on the disk before it is.
+        // The snapshot reaches the disk before the ref that points to it.
         let files = files_below(&self.snapshot(commit));
         let mut dirs: BTreeSet<&Path> = files.iter().filter_map(|file| file.parent()).collect();
         let (blobs, snapshots) = (self.path.join("blobs"), self.path.join("snapshots"));
         dirs.extend([&*blobs, &*snapshots, &*self.path]);
         dirs.into_iter().for_each(sync_dir);
-        let write = || -> std::io::Result<()> {
-            let (temporary, mut file) = create_aside(&path)?;
+        let write = || -> io::Result<()> {
+            let (temporary, mut file) = create_temporary(&path)?;
             file.write_all(commit.as_bytes())?;
             file.sync_data()?;
             fs::rename(&temporary, &path)
@@ -181,82 +186,23 @@ impl RepoDir {
     }
 }
 
-/// A name beside `path` that no other process or thread uses: for what is written first and then renamed.
-pub(super) fn aside(path: &Path) -> PathBuf {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let mut name = path.as_os_str().to_os_string();
-    name.push(format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)));
-    name.into()
-}
-
-/// Makes a new file beside `path`; what is left of an earlier process with the same number is not touched.
-pub(super) fn create_aside(path: &Path) -> std::io::Result<(PathBuf, fs::File)> {
-    loop {
-        let temporary = aside(path);
-        match fs::File::options().write(true).create_new(true).open(&temporary) {
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
-            file => return file.map(|file| (temporary, file)),
-        }
-    }
-}
-
-/// Whether a name was made by [`aside`], by a process that did not live to rename it.
-pub(super) fn is_aside(name: &str) -> bool {
-    let numbers = name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.')?.1.split_once('-'));
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
-    numbers.is_some_and(|(process, count)| is_number(process) && is_number(count))
-}
-
-pub(super) fn create_dir(dir: &Path) -> Result<()> {
-    fs::create_dir_all(dir).map_err(|error| match error.kind() {
-        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => write_error(error, dir, 0),
-        _ => anyhow::Error::new(error)
-            .context(format!("cannot create {}\n  INFERNO_CACHE sets another place for models", dir.display())),
-    })
-}
-
-/// Every file below a directory, sorted; links count as files.
-pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
-    let mut files = Vec::new();
-    for entry in entries(dir) {
-        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
-            files.extend(files_below(&entry.path()));
-        } else {
-            files.push(entry.path());
-        }
-    }
-    files.sort();
-    files
-}
-
-/// A directory's entries; none if it cannot be read, since a cache that is not there is an empty one.
-pub(super) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
-    fs::read_dir(dir).into_iter().flatten().flatten()
-}
-
-/// Where a path leads, also if its end is not there yet.
-pub(super) fn real(path: &Path) -> PathBuf {
-    let found = |dir: &Path| Some(fs::canonicalize(dir).ok()?.join(path.strip_prefix(dir).ok()?));
-    path.ancestors().find_map(found).unwrap_or_else(|| path.to_path_buf())
-}
-
-/// Whether a file system without symbolic links (or a system that keeps them from people) says so.
-fn is_unsupported(error: &std::io::Error) -> bool {
+/// Returns true if the error means that symbolic links are not available on this disk or system.
+fn is_unsupported(error: &io::Error) -> bool {
     cfg!(not(unix)) || matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::PermissionDenied)
 }
 
-fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
+fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let mut file = fs::File::options().write(true).create_new(true).open(to)?;
-    std::io::copy(&mut fs::File::open(from)?, &mut file)?;
+    io::copy(&mut fs::File::open(from)?, &mut file)?;
     file.sync_data()
 }
 
 #[cfg(unix)]
-fn symlink(target: &Path, pointer: &Path) -> std::io::Result<()> {
+fn symlink(target: &Path, pointer: &Path) -> io::Result<()> {
     std::os::unix::fs::symlink(target, pointer)
 }
 
 #[cfg(not(unix))]
-fn symlink(target: &Path, pointer: &Path) -> std::io::Result<()> {
+fn symlink(target: &Path, pointer: &Path) -> io::Result<()> {
     std::os::windows::fs::symlink_file(target, pointer)
 }

@@ -1,17 +1,26 @@
-//! Room on the disk, and what is to survive a power cut.
+//! Small file operations of the cache: directories, temporary names, free space, and writes that survive a power cut.
 
-use std::fs::File;
-use std::io::ErrorKind;
-use std::path::Path;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Result;
 
-use super::cache::create_dir;
 use crate::error::Error;
 
-/// Fails early if the disk cannot take `needed_bytes` more.
+/// Creates a directory and its parents.
+pub(super) fn create_dir(dir: &Path) -> Result<()> {
+    fs::create_dir_all(dir).map_err(|error| match error.kind() {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => write_error(error, dir, 0),
+        _ => anyhow::Error::new(error)
+            .context(format!("cannot create {}\n  set INFERNO_CACHE to another directory", dir.display())),
+    })
+}
+
+/// Fails if the disk of `dir` has less than `needed_bytes` of free space.
 pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
-    // Where the folder cannot even be made, that is what is wrong.
+    // A directory that cannot be created is the more useful error.
     create_dir(dir)?;
     match free_bytes(dir) {
         Some(free_bytes) if free_bytes < needed_bytes => {
@@ -21,12 +30,12 @@ pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
     }
 }
 
-/// What a person without privileges may still write to the disk of `dir`, which need not exist yet.
+/// Returns how many bytes a normal user may still write to the disk of `dir`. `dir` need not exist yet.
 #[cfg(unix)]
 pub(super) fn free_bytes(dir: &Path) -> Option<u64> {
-    let present = dir.ancestors().find(|dir| dir.exists())?;
-    let disk = nix::sys::statvfs::statvfs(present).ok()?;
-    // The types differ between systems.
+    let existing = dir.ancestors().find(|dir| dir.exists())?;
+    let disk = nix::sys::statvfs::statvfs(existing).ok()?;
+    // The field types differ between operating systems.
     #[allow(clippy::unnecessary_cast)]
     Some((disk.blocks_available() as u64).saturating_mul(disk.fragment_size() as u64))
 }
@@ -36,18 +45,76 @@ pub(super) fn free_bytes(_dir: &Path) -> Option<u64> {
     None
 }
 
-/// The error for a write of `needed_bytes` more that failed.
-pub(super) fn write_error(error: std::io::Error, path: &Path, needed_bytes: u64) -> anyhow::Error {
-    // The last is a limit on the size of files, set by `ulimit -f` or by the file system.
+/// Returns the error for a failed write. `needed_bytes` is what was still to be written.
+pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> anyhow::Error {
+    // FileTooLarge: `ulimit -f` or the file system limits the size of a file.
     if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge) {
         let free_bytes = free_bytes(path).unwrap_or(0);
         let full = Error::DiskFull { path: path.to_path_buf(), needed_bytes, free_bytes };
-        return anyhow::Error::from(full).context(format!("{error} (what is here is kept; the same command goes on)"));
+        return anyhow::Error::from(full)
+            .context(format!("{error} (downloaded bytes are kept; run the same command to resume)"));
     }
     anyhow::Error::new(error).context(format!("cannot write {}", path.display()))
 }
 
-/// Makes the names in a directory survive a power cut. Where a system cannot, nothing is lost but that.
+/// Flushes a directory, so that the names in it survive a power cut. Does nothing where that is not supported.
 pub(super) fn sync_dir(dir: &Path) {
     let _ = File::open(dir).and_then(|dir| dir.sync_all());
+}
+
+/// Returns a name beside `path` that no other process or thread uses. The file is renamed to `path` once it is complete.
+pub(super) fn temporary_path(path: &Path) -> PathBuf {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    with_suffix(path, &format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)))
+}
+
+/// Creates a new file beside `path`, under a temporary name. Never opens the leftover of another process.
+pub(super) fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
+    loop {
+        let temporary = temporary_path(path);
+        match File::options().write(true).create_new(true).open(&temporary) {
+            // An earlier process had the same id. Its file stays for `prune`.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            file => return file.map(|file| (temporary, file)),
+        }
+    }
+}
+
+/// Returns true for a name that [`temporary_path`] made.
+pub(super) fn is_temporary(name: &str) -> bool {
+    let numbers = name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.')?.1.split_once('-'));
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    numbers.is_some_and(|(process, count)| is_number(process) && is_number(count))
+}
+
+/// Appends `suffix` to the file name of a path.
+pub(super) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut path = path.as_os_str().to_os_string();
+    path.push(suffix);
+    path.into()
+}
+
+/// Returns every file below a directory, sorted. Links count as files; an unreadable directory counts as empty.
+pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in entries(dir) {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            files.extend(files_below(&entry.path()));
+        } else {
+            files.push(entry.path());
+        }
+    }
+    files.sort();
+    files
+}
+
+/// Returns the entries of a directory. Empty if it cannot be read: a cache that does not exist yet is an empty one.
+pub(super) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
+    fs::read_dir(dir).into_iter().flatten().flatten()
+}
+
+/// Resolves the links of a path. The last part of the path need not exist.
+pub(super) fn resolve(path: &Path) -> PathBuf {
+    let resolve = |dir: &Path| Some(fs::canonicalize(dir).ok()?.join(path.strip_prefix(dir).ok()?));
+    path.ancestors().find_map(resolve).unwrap_or_else(|| path.to_path_buf())
 }

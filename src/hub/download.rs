@@ -1,4 +1,4 @@
-//! A model from the hub into inferno's cache.
+//! Downloads a model from the hub into inferno's cache.
 
 use std::fs;
 use std::path::Path;
@@ -6,99 +6,110 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::cache::RepoDir;
-use super::fetch::{Wanted, fetch};
-use super::remote::{Listing, Remote};
-use super::select::{self, Choice, RemoteFile};
-use super::{Hub, MAIN, Pick, Progress, Snapshot, Source, check_repo, demo, disk, names};
-use crate::error::Error;
+use super::client::Hub;
+use super::fetch::fetch;
+use super::filter::{CompiledFilter, FileFilter, choose_files};
+use super::jobs::WantedFile;
+use super::listing::{Listing, RemoteFile};
+use super::names::{self, MAIN};
+use super::progress::Progress;
+use super::remote::Remote;
+use super::snapshot::{Snapshot, Source};
+use super::{demo, disk};
 use crate::snapshot::{Required, safetensors::INDEX};
 
 impl Hub {
-    /// Fetches a model at `revision` (a branch, tag or commit; else the newest) into inferno's cache, going on where an
-    /// earlier attempt stopped. Fetches nothing if either cache has it all. Another process that downloads the same
-    /// model is waited for.
+    /// Downloads a model into inferno's cache and returns its snapshot. Resumes an interrupted download.
+    ///
+    /// `revision` is a branch, tag or commit; the default is main. Fetches nothing if either cache has all files. Waits
+    /// for another process that downloads the same model.
     pub fn download(
         &self,
         repo: &str,
         revision: Option<&str>,
-        pick: &Pick,
+        filter: &FileFilter,
         progress: &dyn Progress,
     ) -> Result<Snapshot> {
         if repo == demo::NAME {
-            let snapshot = demo::materialize(&self.settings.cache)?;
-            progress.already_there(&snapshot);
+            let snapshot = demo::materialize(&self.config.cache)?;
+            progress.already_present(&snapshot);
             return Ok(snapshot);
         }
         let (name, revision) = names::split_revision(repo, revision)?;
         let name = &self.full_name(name);
-        check_repo(name)?;
+        names::check_repo(name)?;
         self.check_own_cache()?;
-        let choice = Choice::new(pick)?;
-        if self.settings.offline {
-            return match self.look_up(name, revision, Required::Weights) {
-                Some(snapshot) if pick.include.is_empty() => {
-                    progress.already_there(&snapshot);
-                    Ok(snapshot)
-                }
-                _ => Err(self.offline(name)),
-            };
-        }
-
-        let revision = revision.unwrap_or(MAIN);
-        let remote = Remote::new(&self.settings, name, revision, progress);
-        let listing = remote.listing()?;
-        let commit = &listing.commit;
-        let repo = self.own().repo(name);
-        if let Some(snapshot) = self.here(name, &listing, &choice)?
-            && repo.has_ref(revision, commit)
+        let compiled = CompiledFilter::new(filter)?;
+        if self.config.offline
+            && filter.include.is_empty()
+            && let Some(snapshot) = self.look_up(name, revision, Required::Weights)
         {
-            progress.already_there(&snapshot);
+            progress.already_present(&snapshot);
             return Ok(snapshot);
         }
-        let lock = disk::check_space(&self.settings.cache, 0).and_then(|()| repo.lock(|| progress.waiting(name)));
-        // Whoever was waited for may have fetched it.
-        if let Some(snapshot) = self.here(name, &listing, &choice)? {
-            // Also when it lies in the shared cache, so that both caches agree on what the newest commit is. Where nothing
-            // can be written, it is here all the same.
-            let noted = lock.and_then(|_lock| repo.write_ref(revision, commit));
-            if let Err(error) = noted {
-                tracing::warn!(error = format!("{error:#}"), revision, "not noted");
+        self.check_online(|| cannot_download(name))?;
+        self.download_online(name, revision.unwrap_or(MAIN), &compiled, progress)
+    }
+
+    fn download_online(
+        &self,
+        name: &str,
+        revision: &str,
+        filter: &CompiledFilter,
+        progress: &dyn Progress,
+    ) -> Result<Snapshot> {
+        let remote = Remote::new(&self.config, name, revision, progress);
+        let listing = remote.listing()?;
+        let commit = &listing.commit;
+        let repo = self.own_cache().repo(name);
+        if let Some(snapshot) = self.find_present(name, &listing, filter)?
+            && repo.has_ref(revision, commit)
+        {
+            progress.already_present(&snapshot);
+            return Ok(snapshot);
+        }
+        let lock = disk::check_space(&self.config.cache, 0).and_then(|()| repo.lock(|| progress.waiting(name)));
+        // The process that held the lock may have fetched the model.
+        if let Some(snapshot) = self.find_present(name, &listing, filter)? {
+            // The ref is written even for a snapshot in the shared cache, so that both caches agree on the newest
+            // commit. A read-only cache is no error: the model is complete without the ref.
+            let written = lock.and_then(|_lock| repo.write_ref(revision, commit));
+            if let Err(error) = written {
+                tracing::warn!(error = format!("{error:#}"), revision, "cannot write the ref");
             }
-            progress.already_there(&snapshot);
+            progress.already_present(&snapshot);
             return Ok(snapshot);
         }
         let _lock = lock?;
 
-        let index = self.index(&remote, &listing, &choice, &repo)?;
-        let files = select::choose(name, &listing.files, &choice, index.as_deref())?;
-        self.fetch(&remote, commit, &repo, files, progress)?;
+        let index = self.fetch_index(&remote, &listing, filter, &repo)?;
+        let files = choose_files(name, &listing.files, filter, index.as_deref())?;
+        self.fetch_files(&remote, commit, &repo, files, progress)?;
         repo.write_ref(revision, commit)?;
         let path = repo.snapshot(commit);
         Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: Source::Inferno })
     }
 
-    /// How many bytes a download would fetch, the files that are here already left out; from the hub's file list alone,
-    /// so that of weights in many files an estimate is all there is.
-    pub fn download_bytes(&self, repo: &str, revision: Option<&str>, pick: &Pick) -> Result<u64> {
+    /// Returns how many bytes a download would fetch, without the files that are already here.
+    ///
+    /// An estimate for sharded weights: it counts every safetensors file of the listing and does not fetch the index.
+    pub fn download_bytes(&self, repo: &str, revision: Option<&str>, filter: &FileFilter) -> Result<u64> {
         let (name, revision) = names::split_revision(repo, revision)?;
-        check_repo(name)?;
-        if self.settings.offline {
-            return Err(self.offline(name));
-        }
-        let listing = Remote::new(&self.settings, name, revision.unwrap_or(MAIN), &()).listing()?;
-        let choice = Choice::new(pick)?;
-        let shards =
-            || listing.files.iter().filter(|file| file.name.ends_with(".safetensors") && !file.name.contains('/'));
-        let files = match choice.needs_index() && listing.files.iter().any(|file| file.name == INDEX) {
-            true => shards().cloned().collect(),
-            false => select::choose(name, &listing.files, &choice, None)?,
+        names::check_repo(name)?;
+        self.check_online(|| cannot_download(name))?;
+        let listing = Remote::new(&self.config, name, revision.unwrap_or(MAIN), &()).listing()?;
+        let filter = CompiledFilter::new(filter)?;
+        let is_shard = |file: &&RemoteFile| file.name.ends_with(".safetensors") && !file.name.contains('/');
+        let files = match filter.needs_index() && listing.file(INDEX).is_some() {
+            true => listing.files.iter().filter(is_shard).cloned().collect(),
+            false => choose_files(name, &listing.files, &filter, None)?,
         };
-        let path = self.own().repo(name).snapshot(&listing.commit);
+        let path = self.own_cache().repo(name).snapshot(&listing.commit);
         Ok(files.iter().filter(|file| !is_present(&path, file)).filter_map(|file| file.bytes).sum())
     }
 
-    /// Fetches files into the snapshot of `commit`, as far as they are not in the cache. The lock is held.
-    pub(super) fn fetch(
+    /// Fetches files into the snapshot of `commit`, unless the cache has them. The caller holds the lock.
+    pub(super) fn fetch_files(
         &self,
         remote: &Remote,
         commit: &str,
@@ -106,38 +117,42 @@ impl Hub {
         files: Vec<RemoteFile>,
         progress: &dyn Progress,
     ) -> Result<()> {
-        let files = files.into_iter().map(|file| Wanted::new(remote, commit, file)).collect::<Result<Vec<_>>>()?;
-        let needed_bytes =
-            // Of several names with the same contents one is fetched.
-            files.iter().enumerate().filter(|(at, file)| !files[..*at].iter().any(|other| other.etag == file.etag)).fold(
-                0,
-                |sum: u64, (_, file)| sum.saturating_add(file.bytes - file.present_bytes(repo)),
-            );
-        disk::check_space(&self.settings.cache, needed_bytes)?;
+        let files = files.into_iter().map(|file| WantedFile::new(remote, commit, file)).collect::<Result<Vec<_>>>()?;
+        // Files with the same contents are fetched once.
+        let is_first = |index: usize| !files[..index].iter().any(|earlier| earlier.etag == files[index].etag);
+        let needed_bytes = (0..files.len())
+            .filter(|&index| is_first(index))
+            .fold(0u64, |sum, index| sum.saturating_add(files[index].bytes - files[index].present_bytes(repo)));
+        disk::check_space(&self.config.cache, needed_bytes)?;
         progress.start(&files.iter().map(|file| (file.name.clone(), file.bytes)).collect::<Vec<_>>());
         fetch(remote, commit, repo, &files, progress)
     }
 
-    /// The snapshot in either cache, if it has all that is asked for.
-    fn here(&self, name: &str, listing: &Listing, choice: &Choice) -> Result<Option<Snapshot>> {
-        let index = match listing.files.iter().find(|file| file.name == INDEX) {
-            Some(file) if choice.needs_index() => match self.on_disk(name, &listing.commit, file)? {
+    /// Returns the snapshot of the listed commit, if either cache has all chosen files.
+    fn find_present(&self, name: &str, listing: &Listing, filter: &CompiledFilter) -> Result<Option<Snapshot>> {
+        let index = match listing.file(INDEX) {
+            Some(file) if filter.needs_index() => match self.read_present(name, &listing.commit, file)? {
                 None => return Ok(None),
                 index => index,
             },
             _ => None,
         };
-        let files = select::choose(name, &listing.files, choice, index.as_deref())?;
+        let files = choose_files(name, &listing.files, filter, index.as_deref())?;
         let found = self.caches().into_iter().find_map(|(cache, source)| {
             let path = cache.repo(name).snapshot(&listing.commit);
-            let here = files.iter().all(|file| is_present(&path, file));
-            here.then(|| Snapshot { name: name.to_string(), revision: Some(listing.commit.clone()), path, source })
+            let is_complete = files.iter().all(|file| is_present(&path, file));
+            is_complete.then(|| Snapshot {
+                name: name.to_string(),
+                revision: Some(listing.commit.clone()),
+                path,
+                source,
+            })
         });
         Ok(found)
     }
 
-    /// The contents of a file, where a cache has it.
-    fn on_disk(&self, name: &str, commit: &str, file: &RemoteFile) -> Result<Option<Vec<u8>>> {
+    /// Reads a file from either cache. `None` if neither has it.
+    fn read_present(&self, name: &str, commit: &str, file: &RemoteFile) -> Result<Option<Vec<u8>>> {
         for (cache, _) in self.caches() {
             let dir = cache.repo(name).snapshot(commit);
             if is_present(&dir, file) {
@@ -147,25 +162,30 @@ impl Hub {
         Ok(None)
     }
 
-    /// The contents of the shard index: from either cache, else from the hub; none if it is not needed.
-    fn index(&self, remote: &Remote, listing: &Listing, choice: &Choice, repo: &RepoDir) -> Result<Option<Vec<u8>>> {
+    /// Returns the contents of the shard index, from a cache or from the hub. `None` if the download needs no index.
+    fn fetch_index(
+        &self,
+        remote: &Remote,
+        listing: &Listing,
+        filter: &CompiledFilter,
+        repo: &RepoDir,
+    ) -> Result<Option<Vec<u8>>> {
         let commit = &listing.commit;
-        let Some(file) = listing.files.iter().find(|file| file.name == INDEX && choice.needs_index()) else {
-            return Ok(None);
-        };
-        if let Some(index) = self.on_disk(remote.repo(), commit, file)? {
+        let Some(file) = listing.file(INDEX).filter(|_| filter.needs_index()) else { return Ok(None) };
+        if let Some(index) = self.read_present(remote.repo(), commit, file)? {
             return Ok(Some(index));
         }
-        self.fetch(remote, commit, repo, vec![file.clone()], &())?;
+        self.fetch_files(remote, commit, repo, vec![file.clone()], &())?;
         Ok(Some(fs::read(repo.snapshot(commit).join(INDEX))?))
-    }
-
-    pub(super) fn offline(&self, name: &str) -> anyhow::Error {
-        Error::Offline { what: format!("'{name}' cannot be downloaded (HF_HUB_OFFLINE is set)") }.into()
     }
 }
 
-/// Whether a snapshot directory has a file, in the size that the hub tells.
+/// What [`Error::Offline`](crate::error::Error::Offline) says about a download.
+pub(super) fn cannot_download(name: &str) -> String {
+    format!("'{name}' cannot be downloaded (HF_HUB_OFFLINE is set)")
+}
+
+/// Returns true if a snapshot has a file in the size that the hub lists.
 fn is_present(dir: &Path, file: &RemoteFile) -> bool {
     let data = fs::metadata(dir.join(&file.name));
     data.is_ok_and(|data| data.is_file() && file.bytes.is_none_or(|bytes| data.len() == bytes))

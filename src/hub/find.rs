@@ -1,4 +1,4 @@
-//! A model by its name on this machine: a directory, a file, or a snapshot in either cache.
+//! Finds a model on this machine by its name: a directory, a file, or a snapshot in either cache.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -6,109 +6,92 @@ use std::path::{Path, PathBuf};
 use anyhow::{Result, bail};
 
 use super::cache::RepoDir;
-use super::{Hub, MAIN, Snapshot, Source, demo, names};
+use super::client::Hub;
+use super::demo;
+use super::names::{self, MAIN};
+use super::snapshot::{Snapshot, Source};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf};
 
 impl Hub {
-    /// Finds a model that is here in full: a directory, a GGUF file, or `org/name` (also `org/name@revision`, or a part of
-    /// the name that only one model has) in either cache. Of several GGUF files `org/name:Q4_K_M` means one. Never uses the
-    /// network.
+    /// Finds a complete model on this machine. Never uses the network.
+    ///
+    /// `model` is a directory, a GGUF file, or `org/name`, with `@revision` and `:Q4_K_M` if wanted. A part of a name is
+    /// enough if only one model has it.
     pub fn find(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
-        self.find_needing(model, revision, Required::Weights)
+        self.find_with(model, revision, Required::Weights)
     }
 
-    /// As [`find`](Self::find), for work on text alone: tokenizer.json will do in a directory, weights may be absent.
+    /// Finds a model whose tokenizer is on this machine; the weights may be missing. Otherwise as [`find`](Self::find).
     pub fn find_tokenizer(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
-        self.find_needing(model, revision, Required::Tokenizer)
+        self.find_with(model, revision, Required::Tokenizer)
     }
 
-    fn find_needing(&self, model: &str, revision: Option<&str>, need: Required) -> Result<Snapshot> {
-        let not_found = |hint: String| anyhow::Error::from(Error::ModelNotFound { model: model.to_string(), hint });
-        let dir = Path::new(model);
-        // A file, or a directory with one: what is in it is all of the model.
-        if let Some(path) = gguf_at(model)? {
-            if let Some(revision) = revision {
-                bail!("{model} is on this disk, where it has no revision '{revision}'");
-            }
-            return Ok(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory });
-        }
-        let enough = if need == Required::Tokenizer { "tokenizer.json" } else { "config.json" };
-        if !model.is_empty() && dir.join(enough).is_file() {
-            if let Some(revision) = revision {
-                bail!("{model} is a directory, which has no revision '{revision}'");
-            }
-            let path = dir.to_path_buf();
-            return Ok(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory });
+    fn find_with(&self, model: &str, revision: Option<&str>, required: Required) -> Result<Snapshot> {
+        if let Some(snapshot) = find_path(model, revision, required)? {
+            return Ok(snapshot);
         }
         if model == demo::NAME {
-            return demo::materialize(&self.settings.cache);
+            return demo::materialize(&self.config.cache);
         }
+        let not_found = |hint: String| anyhow::Error::from(Error::ModelNotFound { model: model.to_string(), hint });
         let (name, revision) = names::split_revision(model, revision)?;
-        let (name, wanted) = gguf::split_tag(name);
+        let (name, tag) = gguf::split_tag(name);
         if !names::is_repo(name) {
-            let is_path = model.starts_with(['/', '.', '~']) || model.ends_with(".gguf");
-            return Err(not_found(match (dir.is_dir(), is_path) {
-                (true, _) => format!("the directory {model} holds no {enough}"),
-                (false, true) => "there is no such file or directory".into(),
-                (false, false) => {
-                    "write org/name as on huggingface.co, or a directory; `inferno list` shows what is here".into()
-                }
-            }));
+            return Err(not_found(invalid_name_hint(model, required)));
         }
-        if let Some(snapshot) = self.look_up(name, revision, need) {
-            return one_model(snapshot, wanted);
+        if let Some(snapshot) = self.look_up(name, revision, required) {
+            return choose_model(snapshot, tag);
         }
 
-        // Another spelling of one model's name is enough, or a part of it.
-        let whole = |other: &String| self.look_up(other, revision, need).is_some();
-        let on_disk: BTreeSet<String> =
-            self.caches().iter().flat_map(|(cache, _)| cache.names()).filter(whole).collect();
-        let alike = names::meant(name, &on_disk).into_iter();
-        let alike: Vec<Snapshot> = alike.filter_map(|other| self.look_up(other, revision, need)).collect();
-        match &alike[..] {
-            [one] => return one_model(one.clone(), wanted),
-            [] => {}
+        // A different spelling of a name, or a part of it.
+        let is_complete = |other: &String| self.look_up(other, revision, required).is_some();
+        let complete: BTreeSet<String> =
+            self.caches().iter().flat_map(|(cache, _)| cache.names()).filter(is_complete).collect();
+        let matching = names::matching(name, &complete).into_iter();
+        let matching: Vec<Snapshot> = matching.filter_map(|other| self.look_up(other, revision, required)).collect();
+        match &matching[..] {
+            [snapshot] => choose_model(snapshot.clone(), tag),
+            [] => Err(not_found(self.download_hint(name, tag, revision, required))),
             several => {
                 let names: Vec<&str> = several.iter().map(|snapshot| snapshot.name.as_str()).collect();
-                return Err(not_found(format!("several models have that name: {}", names.join(", "))));
+                Err(not_found(format!("several models match: {}", names.join(", "))))
             }
         }
-        Err(not_found(self.hint(name, wanted, revision, need)))
     }
 
-    /// What to do about a model that is not here.
-    fn hint(&self, name: &str, wanted: Option<&str>, revision: Option<&str>, need: Required) -> String {
-        let at = revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
-        let at = wanted.map_or(at.clone(), |wanted| format!("{at} --include '*{wanted}*'"));
-        let download = format!("inferno download {name}{at}");
-        let lacking = self.caches().iter().find_map(|(cache, _)| {
+    /// Returns the hint for a model that is not on this machine: the command that downloads it.
+    fn download_hint(&self, name: &str, tag: Option<&str>, revision: Option<&str>, required: Required) -> String {
+        let revision_flag = revision.map(|revision| format!(" --revision {revision}")).unwrap_or_default();
+        let include_flag = tag.map(|tag| format!(" --include '*{tag}*'")).unwrap_or_default();
+        let flags = format!("{revision_flag}{include_flag}");
+        let missing = self.caches().iter().find_map(|(cache, _)| {
             let repo = cache.repo(name);
             let commit = repo.commit(revision.unwrap_or(MAIN)).or_else(|| repo.commits().into_iter().next())?;
-            first_missing_file(&repo.snapshot(&commit), need)
+            first_missing_file(&repo.snapshot(&commit), required)
         });
-        if let Some(file) = lacking {
-            return format!("only a part of it is here ({file} is missing); to fetch the rest: {download}");
+        if let Some(file) = missing {
+            return format!("it is incomplete: {file} is missing; to fetch the rest: inferno download {name}{flags}");
         }
-        let whole: BTreeSet<String> = self.list().into_iter().flatten().map(|snapshot| snapshot.name).collect();
-        let whole: Vec<String> = whole.into_iter().collect();
-        let near = names::nearest(name, &whole).filter(|near| *near != name);
-        let near = near.map(|near| format!("\n  or is it '{near}', which is here?")).unwrap_or_default();
+        let complete: BTreeSet<String> = self.list().into_iter().flatten().map(|snapshot| snapshot.name).collect();
+        let complete: Vec<String> = complete.into_iter().collect();
+        let nearest = names::nearest(name, &complete).filter(|nearest| *nearest != name);
+        let nearest = nearest.map(|name| format!("\n  did you mean '{name}', which is here?")).unwrap_or_default();
         match name.contains('/') {
-            true => format!("{download}{near}"),
-            false => format!("inferno download ORG/{name}{at}, with the organization it belongs to{near}"),
+            true => format!("inferno download {name}{flags}{nearest}"),
+            false => format!("inferno download ORG/{name}{flags}, with the organization in place of ORG{nearest}"),
         }
     }
 
-    /// Every whole model in both caches, sorted by name: of each, the snapshot that [`find`](Self::find) gives, and
-    /// those that other refs lead to. What is only partly downloaded is left out.
+    /// Lists every complete model in both caches, sorted by name.
+    ///
+    /// Of each model, the snapshot that [`find`](Self::find) returns comes first, then those of other refs.
     pub fn list(&self) -> Result<Vec<Snapshot>> {
-        let names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let mut found = Vec::new();
-        for name in &names {
+        for name in &self.repo_names() {
             let first = self.look_up(name, None, Required::Weights);
             let mut commits: BTreeSet<String> =
-                self.caches().iter().flat_map(|(cache, _)| cache.repo(name).referenced()).collect();
+                self.caches().iter().flat_map(|(cache, _)| cache.repo(name).referenced_commits()).collect();
             if let Some(commit) = first.as_ref().and_then(|snapshot| snapshot.revision.as_ref()) {
                 commits.remove(commit);
             }
@@ -118,11 +101,11 @@ impl Hub {
         Ok(found)
     }
 
-    /// Models of which only a part is here, each with the first thing that it lacks. Of the shared cache, where much lies
-    /// that was never meant for inferno, those that lack weights alone.
+    /// Returns the incomplete models, each with the first file that it lacks.
+    ///
+    /// The shared cache holds much that was never meant for inferno, so only models without weights count there.
     pub fn incomplete(&self) -> Vec<(String, String)> {
-        let names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
-        let lacking = |name: &String| {
+        let missing = |name: &String| {
             if self.look_up(name, None, Required::Weights).is_some() {
                 return None;
             }
@@ -130,53 +113,105 @@ impl Hub {
                 let repo = cache.repo(name);
                 let commit = repo.commit(MAIN).or_else(|| repo.commits().into_iter().next())?;
                 let path = repo.snapshot(&commit);
-                let ours = *source == Source::Inferno || first_missing_file(&path, Required::Tokenizer).is_none();
-                first_missing_file(&path, Required::Weights).filter(|_| ours).map(|missing| (name.clone(), missing))
+                let is_model = *source == Source::Inferno || first_missing_file(&path, Required::Tokenizer).is_none();
+                first_missing_file(&path, Required::Weights).filter(|_| is_model).map(|file| (name.clone(), file))
             })
         };
-        names.iter().filter_map(lacking).collect()
+        self.repo_names().iter().filter_map(missing).collect()
     }
 
-    /// The name to ask the hub for: of a model that is here, or half of it, the organization may be left out. A mere part
-    /// of the name will not do: `gpt2` is a model, of whichever others it is a part.
+    /// Returns the full name of a repository on this machine, if `name` lacks only the organization. Else `name` itself.
+    ///
+    /// A part of a name is not enough here: `gpt2` is a repository, and also a part of other names.
     pub(super) fn full_name(&self, name: &str) -> String {
-        let here: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
-        match &here.iter().filter(|other| names::is_called(other, name)).collect::<Vec<_>>()[..] {
-            [one] if !name.contains('/') => one.to_string(),
+        let names = self.repo_names();
+        match &names.iter().filter(|other| names::is_same_name(other, name)).collect::<Vec<_>>()[..] {
+            [full_name] if !name.contains('/') => full_name.to_string(),
             _ => name.to_string(),
         }
     }
 
-    /// A repository's snapshot at a revision. Without one: at main, else the newest that is whole.
-    pub(super) fn look_up(&self, name: &str, revision: Option<&str>, need: Required) -> Option<Snapshot> {
-        let repos: Vec<RepoDir> = self.caches().iter().map(|(cache, _)| cache.repo(name)).collect();
-        let known = repos.iter().filter_map(|repo| repo.commit(revision.unwrap_or(MAIN)));
-        let others = repos.iter().flat_map(|repo| repo.commits()).filter(|_| revision.is_none());
-        known.chain(others).find_map(|commit| self.at_commit(name, &commit, need))
+    /// The names of the repositories in both caches, complete or not.
+    fn repo_names(&self) -> BTreeSet<String> {
+        self.caches().iter().flat_map(|(cache, _)| cache.names()).collect()
     }
 
-    fn at_commit(&self, name: &str, commit: &str, need: Required) -> Option<Snapshot> {
+    /// Returns a repository's snapshot at a revision. Without a revision: at main, else the newest complete one.
+    pub(super) fn look_up(&self, name: &str, revision: Option<&str>, required: Required) -> Option<Snapshot> {
+        let repos: Vec<RepoDir> = self.caches().iter().map(|(cache, _)| cache.repo(name)).collect();
+        let wanted = repos.iter().filter_map(|repo| repo.commit(revision.unwrap_or(MAIN)));
+        let others = repos.iter().flat_map(|repo| repo.commits()).filter(|_| revision.is_none());
+        wanted.chain(others).find_map(|commit| self.at_commit(name, &commit, required))
+    }
+
+    fn at_commit(&self, name: &str, commit: &str, required: Required) -> Option<Snapshot> {
         self.caches().into_iter().find_map(|(cache, source)| {
             let path = cache.repo(name).snapshot(commit);
-            let whole = first_missing_file(&path, need).is_none();
-            whole.then(|| Snapshot { name: name.to_string(), revision: Some(commit.to_string()), path, source })
+            let is_complete = first_missing_file(&path, required).is_none();
+            is_complete.then(|| Snapshot { name: name.to_string(), revision: Some(commit.to_string()), path, source })
         })
+    }
+
+    /// Fails unless `names` are all the same model. `model` is what the user typed.
+    pub(super) fn check_is_one_model<'a>(&self, model: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
+        let names: BTreeSet<&String> = names.collect();
+        let hint = match names.len() {
+            0 if model == demo::NAME => return Ok(()),
+            1 => return Ok(()),
+            0 => "list the models on this machine: inferno list".to_string(),
+            _ => format!("several models match: {}", Vec::from_iter(names.into_iter().map(String::as_str)).join(", ")),
+        };
+        Err(Error::ModelNotFound { model: model.to_string(), hint }.into())
     }
 }
 
-/// The GGUF file that `model` names on this disk: a file, a directory with one model, or `directory:Q4_K_M`.
-fn gguf_at(model: &str) -> Result<Option<PathBuf>> {
+/// Returns the model that `model` names as a path: a file, a directory, or `directory:Q4_K_M`. `None` if it is no path.
+fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<Option<Snapshot>> {
+    let path = match find_gguf(model)? {
+        Some(file) => file,
+        None if !model.is_empty() && Path::new(model).join(marker_file(required)).is_file() => PathBuf::from(model),
+        None => return Ok(None),
+    };
+    if let Some(revision) = revision {
+        bail!("cannot find revision '{revision}' of {model}: a path has no revisions");
+    }
+    Ok(Some(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory }))
+}
+
+/// The file that a plain directory must have to count as a model.
+fn marker_file(required: Required) -> &'static str {
+    match required {
+        Required::Tokenizer => "tokenizer.json",
+        Required::Weights => "config.json",
+    }
+}
+
+/// Returns the hint for a name that no repository can have.
+fn invalid_name_hint(model: &str, required: Required) -> String {
+    let is_path = model.starts_with(['/', '.', '~']) || model.ends_with(".gguf");
+    match (Path::new(model).is_dir(), is_path) {
+        (true, _) => format!("the directory {model} has no {}", marker_file(required)),
+        (false, true) => "there is no such file or directory".into(),
+        (false, false) => {
+            "write org/name as on huggingface.co, or a directory; `inferno list` lists the models on this machine"
+                .into()
+        }
+    }
+}
+
+/// Returns the GGUF file that a path names: a file, the only model of a directory, or `directory:Q4_K_M`.
+fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(model);
     if path.is_file() {
         return gguf::find(path);
     }
-    let (dir, wanted) = if path.is_dir() { (model, None) } else { gguf::split_tag(model) };
-    if Path::new(dir).is_dir() { gguf::choose(dir, Path::new(dir), wanted) } else { Ok(None) }
+    let (dir, tag) = if path.is_dir() { (model, None) } else { gguf::split_tag(model) };
+    if Path::new(dir).is_dir() { gguf::choose(dir, Path::new(dir), tag) } else { Ok(None) }
 }
 
-/// The model that is meant of a snapshot, which may hold several GGUF files.
-fn one_model(snapshot: Snapshot, wanted: Option<&str>) -> Result<Snapshot> {
-    let Some(path) = gguf::choose(&snapshot.name, &snapshot.path, wanted)? else { return Ok(snapshot) };
-    let name = wanted.map_or(snapshot.name.clone(), |wanted| format!("{}:{wanted}", snapshot.name));
+/// Returns the model of a snapshot that `tag` selects. A snapshot may hold several GGUF files.
+fn choose_model(snapshot: Snapshot, tag: Option<&str>) -> Result<Snapshot> {
+    let Some(path) = gguf::choose(&snapshot.name, &snapshot.path, tag)? else { return Ok(snapshot) };
+    let name = tag.map_or(snapshot.name.clone(), |tag| format!("{}:{tag}", snapshot.name));
     Ok(Snapshot { name, path, ..snapshot })
 }

@@ -1,4 +1,4 @@
-//! One process at a time changes a repository's folder; others wait.
+//! File locks: one process at a time changes a repository's folder.
 
 use std::fs::File;
 use std::path::Path;
@@ -10,9 +10,9 @@ use nix::{
     fcntl::{Flock, FlockArg},
 };
 
-use super::cache::create_dir;
+use super::disk::create_dir;
 
-/// Held until it is dropped, or until the process ends in whatever way.
+/// A lock that is held until it is dropped or the process ends.
 #[cfg(unix)]
 pub(super) struct Lock(Option<Flock<File>>);
 
@@ -20,31 +20,32 @@ pub(super) struct Lock(Option<Flock<File>>);
 pub(super) struct Lock;
 
 impl Lock {
-    /// Whether it keeps anybody out.
+    /// Returns false if the disk does not support locks. Then the lock keeps no other process out.
     #[cfg(unix)]
-    pub fn works(&self) -> bool {
+    pub fn is_effective(&self) -> bool {
         self.0.is_some()
     }
 
     #[cfg(not(unix))]
-    pub fn works(&self) -> bool {
+    pub fn is_effective(&self) -> bool {
         false
     }
 }
 
-/// Takes the lock at `path`, at once or when whoever has it lets go; then `waiting` is called first. Without effect
-/// where locks do not work, as on some network disks.
-pub(super) fn hold(path: &Path, waiting: impl FnOnce()) -> Result<Lock> {
-    if let Some(lock) = try_hold(path)? {
+/// Takes the lock at `path`. If another process holds it, calls `on_wait` and then waits.
+///
+/// The lock has no effect on disks without locks, such as some network disks.
+pub(super) fn acquire(path: &Path, on_wait: impl FnOnce()) -> Result<Lock> {
+    if let Some(lock) = try_acquire(path)? {
         return Ok(lock);
     }
-    waiting();
+    on_wait();
     wait(open(path)?)
 }
 
-/// The same without waiting: none while somebody has it.
+/// Takes the lock at `path` without waiting. `None` if another process holds it.
 #[cfg(unix)]
-pub(super) fn try_hold(path: &Path) -> Result<Option<Lock>> {
+pub(super) fn try_acquire(path: &Path) -> Result<Option<Lock>> {
     match Flock::lock(open(path)?, FlockArg::LockExclusiveNonblock) {
         Ok(lock) => Ok(Some(Lock(Some(lock)))),
         Err((_, Errno::EWOULDBLOCK)) => Ok(None),
@@ -64,7 +65,7 @@ fn wait(mut file: File) -> Result<Lock> {
 }
 
 #[cfg(not(unix))]
-pub(super) fn try_hold(path: &Path) -> Result<Option<Lock>> {
+pub(super) fn try_acquire(path: &Path) -> Result<Option<Lock>> {
     open(path).map(|_| Some(Lock))
 }
 
@@ -75,7 +76,7 @@ fn wait(_file: File) -> Result<Lock> {
 
 fn open(path: &Path) -> Result<File> {
     create_dir(path.parent().unwrap_or(path))?;
-    // Never truncated, never deleted: who waits must wait for the same file.
+    // Never truncated and never deleted: every process must lock the same file.
     let file = File::options().append(true).create(true).open(path);
     file.with_context(|| format!("cannot write {}", path.display()))
 }

@@ -1,4 +1,4 @@
-//! Models leave inferno's cache, and what no model needs is cleared away.
+//! Removes models from inferno's cache, and prunes files that no model needs.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,222 +7,255 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
-use super::cache::{self, RepoDir, entries, files_below};
+use super::cache::RepoDir;
+use super::client::Hub;
+use super::disk::{self, entries, files_below};
 use super::lock::Lock;
-use super::partial::ENDINGS;
-use super::{Hub, Progress, demo, names};
+use super::partial::SUFFIXES;
+use super::progress::Progress;
+use super::{demo, names};
 use crate::error::Error;
 use crate::snapshot::{gguf, is_weights_file};
 
-/// What was taken away.
+/// The result of removing a model.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Removed {
-    /// `org/name`, or `org/name:Q4_K_M`
+pub struct RemovedModel {
+    /// `org/name`, or `org/name:Q4_K_M`.
     pub name: String,
-    /// The commits, none of them for the demo.
+    /// The commits that were removed. Empty for the demo.
     pub revisions: Vec<String>,
     pub freed_bytes: u64,
-    /// Of its files those that other revisions have too, which stay.
+    /// The size of its files that other revisions share, and that therefore stay.
     pub kept_bytes: u64,
 }
 
-/// What was cleared away of one repository.
+/// The result of pruning one repository.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Pruned {
+pub struct PrunedRepo {
     pub name: String,
+    /// How many files were deleted.
     pub files: usize,
     pub freed_bytes: u64,
-    /// Another process is at work on it, so it was left alone.
-    pub busy: bool,
+    /// True if another process holds the lock, so nothing was deleted.
+    pub is_busy: bool,
+}
+
+/// What removing a model takes out of its repository.
+#[derive(Default)]
+struct Selection {
+    /// Every commit that the removal touches.
+    revisions: Vec<String>,
+    /// The commits whose whole snapshot goes.
+    whole_commits: Vec<String>,
+    /// Files that go from snapshots that stay.
+    files: Vec<PathBuf>,
 }
 
 impl Hub {
-    /// The whole name of the model that `model` is only a part of: whoever says it twice might mean another one then.
-    pub fn only_part(&self, model: &str) -> Option<String> {
+    /// Returns the full name of the model that `model` is only a part of. `None` if `model` is a full name.
+    ///
+    /// Commands that delete ask for the full name: a part may match another model the next time.
+    pub fn complete_partial_name(&self, model: &str) -> Option<String> {
         let (name, _) = names::split_revision(model, None).ok()?;
         let (part, _) = gguf::split_tag(name);
-        let own = self.own().names().into_iter().collect();
-        match names::meant(part, &own)[..] {
-            [name] if !names::is_called(name, part) => Some(model.replacen(part, name, 1)),
+        let own_names = self.own_cache().names().into_iter().collect();
+        match names::matching(part, &own_names)[..] {
+            [name] if !names::is_same_name(name, part) => Some(model.replacen(part, name, 1)),
             _ => None,
         }
     }
 
-    /// Removes a model from inferno's cache, at one revision or all of it; with `:Q4_K_M` one of its GGUF files. Files that
-    /// other revisions share stay. Whoever works on it is waited for.
-    pub fn remove(&self, model: &str, revision: Option<&str>, progress: &dyn Progress) -> Result<Removed> {
+    /// Removes a model from inferno's cache, at one revision or at all. `:Q4_K_M` selects one of its GGUF files.
+    ///
+    /// Files that other revisions share stay. Waits for another process that works on the same repository.
+    pub fn remove(&self, model: &str, revision: Option<&str>, progress: &dyn Progress) -> Result<RemovedModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if name == demo::NAME {
             self.forget_use(name);
-            let freed_bytes = demo::remove(&self.settings.cache)?;
-            return Ok(Removed { name: name.into(), revisions: Vec::new(), freed_bytes, kept_bytes: 0 });
+            let freed_bytes = demo::remove(&self.config.cache)?;
+            return Ok(RemovedModel { name: name.into(), revisions: Vec::new(), freed_bytes, kept_bytes: 0 });
         }
         self.check_own_cache()?;
         let (part, tag) = gguf::split_tag(name);
-        let own = self.own().names().into_iter().collect();
-        let found = names::meant(part, &own);
-        // Of a model of the shared cache no more than a ref may be here.
-        if found.iter().all(|name| self.own().repo(name).commits().is_empty()) {
-            self.check_not_elsewhere(part)?;
+        let own_names = self.own_cache().names().into_iter().collect();
+        let matching = names::matching(part, &own_names);
+        // A model of the shared cache may have a ref here and no snapshot.
+        if matching.iter().all(|name| self.own_cache().repo(name).commits().is_empty()) {
+            self.check_is_not_elsewhere(part)?;
         }
-        self.check_meant(part, found.iter().copied())?;
-        let name = found[0];
-        let repo = self.own().repo(name);
+        self.check_is_one_model(part, matching.iter().copied())?;
+        let name = matching[0];
+        let repo = self.own_cache().repo(name);
         let lock = repo.lock(|| progress.waiting(name))?;
         self.check_lock(&lock, &repo)?;
         let commits = match revision {
-            None => commits(&repo)?,
+            None => read_commits(&repo)?,
             Some(revision) => repo.commit(revision).into_iter().collect(),
         };
         if let (Some(revision), true) = (revision, commits.is_empty()) {
             return Err(Error::RevisionNotFound { repo: name.clone(), revision: revision.to_string() }.into());
         }
-
-        // Of several GGUF models one; the snapshot goes with the last of its weights.
-        let (mut whole, mut files): (Vec<String>, Vec<PathBuf>) = (Vec::new(), Vec::new());
-        let mut revisions = Vec::new();
-        for commit in commits {
-            let models = gguf::models_in(&repo.snapshot(&commit));
-            let Some(tag) = tag else {
-                whole.push(commit.clone());
-                revisions.push(commit);
-                continue;
-            };
-            let ours: Vec<_> =
-                models.iter().filter(|model| gguf::matches_tag(&model.path.to_string_lossy(), tag)).collect();
-            let parts = |model: &&gguf::GgufFile| {
-                let first = model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                gguf::part_names(&first).into_iter().map(|part| model.path.with_file_name(part)).collect::<Vec<_>>()
-            };
-            let ours: Vec<PathBuf> = ours.iter().flat_map(parts).collect();
-            if ours.is_empty() {
-                continue;
-            }
-            if walk(&repo.snapshot(&commit))?.iter().any(|path| is_weights_file(path) && !ours.contains(path)) {
-                files.extend(ours);
-            } else {
-                whole.push(commit.clone());
-            }
-            revisions.push(commit);
+        let full_name = tag.map_or(name.clone(), |tag| format!("{name}:{tag}"));
+        let selection = select(&repo, commits, tag)?;
+        if tag.is_some() && selection.revisions.is_empty() {
+            let hint = "list the models on this machine: inferno list".to_string();
+            return Err(Error::ModelNotFound { model: full_name, hint }.into());
         }
-        let called = tag.map_or(name.clone(), |tag| format!("{name}:{tag}"));
-        if let (Some(_), true) = (tag, revisions.is_empty()) {
-            let hint = "`inferno list` shows what is here".to_string();
-            return Err(Error::ModelNotFound { model: called, hint }.into());
-        }
-
-        // All is looked at before anything goes: what cannot be read must not count as nothing.
-        let before = bytes_below(&repo.path);
-        let dirs: Vec<PathBuf> = whole.iter().map(|commit| repo.snapshot(commit)).collect();
-        let (going, staying): (Vec<PathBuf>, Vec<PathBuf>) = walk(&repo.path.join("snapshots"))?
-            .into_iter()
-            .partition(|path| files.contains(path) || dirs.iter().any(|dir| path.starts_with(dir)));
-        let (gone, kept) = (linked(&going)?, linked(&staying)?);
-        let refs = refs(&repo)?;
-
-        // Refs first, then links, then what they led to: at no time does a name stand for a half.
-        for (path, _) in refs.into_iter().filter(|(_, commit)| whole.contains(commit)) {
-            remove_file(&path)?;
-        }
-        for file in files.iter().filter(|file| file.symlink_metadata().is_ok()) {
-            remove_file(file)?;
-        }
-        for dir in &dirs {
-            remove_dir(dir)?;
-        }
-        for etag in gone.difference(&kept) {
-            let blob = repo.blob(etag);
-            if blob.exists() {
-                remove_file(&blob)?;
-            }
-        }
-        if staying.is_empty() {
-            remove_dir(&repo.path)?;
-        }
-        self.forget_use(&called);
-        let size = |etag: &String| fs::metadata(repo.blob(etag)).map_or(0, |data| data.len());
-        Ok(Removed {
-            name: called,
-            revisions,
-            freed_bytes: before.saturating_sub(bytes_below(&repo.path)),
-            kept_bytes: gone.intersection(&kept).map(size).sum(),
-        })
+        let removed = delete_selection(&repo, full_name, selection)?;
+        self.forget_use(&removed.name);
+        Ok(removed)
     }
 
-    /// Clears away what interrupted downloads have left, and blobs that no revision has. A model under way is left alone.
-    pub fn prune(&self) -> Result<Vec<Pruned>> {
+    /// Deletes the leftovers of interrupted downloads, and blobs that no revision links to.
+    ///
+    /// Skips a repository that another process works on.
+    pub fn prune(&self) -> Result<Vec<PrunedRepo>> {
         self.check_own_cache()?;
         let mut pruned = Vec::new();
-        for name in self.own().names() {
-            let repo = self.own().repo(&name);
+        for name in self.own_cache().names() {
+            let repo = self.own_cache().repo(&name);
             let Some(lock) = repo.try_lock()? else {
-                pruned.push(Pruned { name, files: 0, freed_bytes: 0, busy: true });
+                pruned.push(PrunedRepo { name, files: 0, freed_bytes: 0, is_busy: true });
                 continue;
             };
             self.check_lock(&lock, &repo)?;
-            // All is looked at before anything goes: what cannot be read must not count as nothing.
-            let snapshots: Vec<PathBuf> =
-                walk(&repo.path.join("snapshots"))?.into_iter().filter(|path| !is_left_over(path)).collect();
-            let linked = linked(&snapshots)?;
-            let needed = |blob: &Path| {
-                let name = blob.file_name().and_then(|name| name.to_str());
-                !blob.starts_with(repo.path.join("blobs")) || name.is_some_and(|name| linked.contains(name))
-            };
-            let stale = walk(&repo.path)?.into_iter().filter(|path| is_left_over(path) || !needed(path));
-            let mut freed = Vec::new();
-            for path in stale {
-                freed.push(bytes(&path));
-                remove_file(&path)?;
-            }
-            if snapshots.is_empty() {
-                remove_dir(&repo.path)?;
-            }
+            let freed = prune_repo(&repo)?;
             if !freed.is_empty() {
-                pruned.push(Pruned { name, files: freed.len(), freed_bytes: freed.iter().sum(), busy: false });
+                pruned.push(PrunedRepo { name, files: freed.len(), freed_bytes: freed.iter().sum(), is_busy: false });
             }
         }
         Ok(pruned)
     }
 
-    /// Fails where nothing would tell of another process at work on the same folder.
+    /// Fails if the lock has no effect, since another process would go unnoticed. `--force` allows that.
     fn check_lock(&self, lock: &Lock, repo: &RepoDir) -> Result<()> {
-        if !lock.works() && !self.force {
+        if !lock.is_effective() && !self.force {
             bail!(
-                "locks do not work on the disk of {}: another inferno at work there would not be noticed\n  --force deletes all the same",
+                "cannot delete safely: the disk of {} has no file locks, so another inferno would not be noticed\n  to delete anyway: --force",
                 repo.path.display()
             );
         }
         Ok(())
     }
 
-    /// Fails for what is here, but not in inferno's cache.
-    fn check_not_elsewhere(&self, model: &str) -> Result<()> {
+    /// Fails if a model is on this machine, but not in inferno's cache.
+    fn check_is_not_elsewhere(&self, model: &str) -> Result<()> {
         let [_, (shared, _)] = self.caches();
-        let names = shared.names().into_iter().collect();
-        match names::meant(model, &names)[..] {
+        let shared_names = shared.names().into_iter().collect();
+        match names::matching(model, &shared_names)[..] {
             [] if Path::new(model).exists() => {
-                Err(Error::Usage(format!("{model} is no model of inferno's cache: remove it as any other file")).into())
+                Err(Error::usage(format!("{model} is not in inferno's cache\n  delete it like any other file")))
             }
             [] => Ok(()),
-            [name, ..] => {
-                let problem = format!(
-                    "'{name}' lies in the cache of Python's tools, which inferno does not change\n  hf cache rm model/{name}"
-                );
-                Err(Error::NotOurs(problem).into())
-            }
+            [name, ..] => Err(Error::NotOurs(format!(
+                "'{name}' is in the cache of Python's tools, which inferno does not change\n  hf cache rm model/{name}"
+            ))
+            .into()),
         }
     }
 }
 
-/// Commits with a snapshot folder.
-fn commits(repo: &RepoDir) -> Result<Vec<String>> {
-    let names =
-        read(&repo.path.join("snapshots"))?.into_iter().filter_map(|entry| entry.file_name().into_string().ok());
+/// Selects what to remove: whole snapshots, or the GGUF files that `tag` selects.
+///
+/// A snapshot goes with the last of its weights.
+fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Selection> {
+    let Some(tag) = tag else {
+        return Ok(Selection { revisions: commits.clone(), whole_commits: commits, files: Vec::new() });
+    };
+    let mut selection = Selection::default();
+    for commit in commits {
+        let dir = repo.snapshot(&commit);
+        let models = gguf::models_in(&dir).into_iter();
+        let selected = models.filter(|model| gguf::matches_tag(&model.path.to_string_lossy(), tag));
+        let parts: Vec<PathBuf> = selected
+            .flat_map(|model| {
+                let first = model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                gguf::part_names(&first).into_iter().map(move |part| model.path.with_file_name(part))
+            })
+            .collect();
+        if parts.is_empty() {
+            continue;
+        }
+        let has_other_weights = walk(&dir)?.iter().any(|path| is_weights_file(path) && !parts.contains(path));
+        if has_other_weights {
+            selection.files.extend(parts);
+        } else {
+            selection.whole_commits.push(commit.clone());
+        }
+        selection.revisions.push(commit);
+    }
+    Ok(selection)
+}
+
+/// Deletes what was selected. Reads everything first: an unreadable folder must not count as an empty one.
+fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
+    let Selection { revisions, whole_commits, files } = selection;
+    let bytes_before = bytes_below(&repo.path);
+    let dirs: Vec<PathBuf> = whole_commits.iter().map(|commit| repo.snapshot(commit)).collect();
+    let (removed, remaining): (Vec<PathBuf>, Vec<PathBuf>) = walk(&repo.path.join("snapshots"))?
+        .into_iter()
+        .partition(|path| files.contains(path) || dirs.iter().any(|dir| path.starts_with(dir)));
+    let (removed_blobs, remaining_blobs) = (linked_blobs(&removed)?, linked_blobs(&remaining)?);
+    let refs = read_refs(repo)?;
+
+    // First the refs, then the links, then the blobs: no name ever stands for a partial model.
+    for (path, _) in refs.into_iter().filter(|(_, commit)| whole_commits.contains(commit)) {
+        remove_file(&path)?;
+    }
+    for file in files.iter().filter(|file| file.symlink_metadata().is_ok()) {
+        remove_file(file)?;
+    }
+    for dir in &dirs {
+        remove_dir(dir)?;
+    }
+    for etag in removed_blobs.difference(&remaining_blobs) {
+        let blob = repo.blob(etag);
+        if blob.exists() {
+            remove_file(&blob)?;
+        }
+    }
+    if remaining.is_empty() {
+        remove_dir(&repo.path)?;
+    }
+    let size = |etag: &String| fs::metadata(repo.blob(etag)).map_or(0, |data| data.len());
+    Ok(RemovedModel {
+        name,
+        revisions,
+        freed_bytes: bytes_before.saturating_sub(bytes_below(&repo.path)),
+        kept_bytes: removed_blobs.intersection(&remaining_blobs).map(size).sum(),
+    })
+}
+
+/// Deletes the leftovers in a repository and returns the size of each.
+fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
+    // Everything is read first: an unreadable folder must not count as an empty one.
+    let snapshot_files: Vec<PathBuf> =
+        walk(&repo.path.join("snapshots"))?.into_iter().filter(|path| !is_leftover(path)).collect();
+    let linked = linked_blobs(&snapshot_files)?;
+    let is_unused_blob = |path: &Path| {
+        let name = path.file_name().and_then(|name| name.to_str());
+        path.starts_with(repo.path.join("blobs")) && !name.is_some_and(|name| linked.contains(name))
+    };
+    let mut freed = Vec::new();
+    for path in walk(&repo.path)?.into_iter().filter(|path| is_leftover(path) || is_unused_blob(path)) {
+        freed.push(file_bytes(&path));
+        remove_file(&path)?;
+    }
+    if snapshot_files.is_empty() {
+        remove_dir(&repo.path)?;
+    }
+    Ok(freed)
+}
+
+/// Returns the commits that have a snapshot folder. Fails if they cannot be read.
+fn read_commits(repo: &RepoDir) -> Result<Vec<String>> {
+    let entries = read_dir(&repo.path.join("snapshots"))?;
+    let names = entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok());
     Ok(names.filter(|name| names::is_commit(name)).collect())
 }
 
-/// Each ref's file and the commit that it points to.
-fn refs(repo: &RepoDir) -> Result<Vec<(PathBuf, String)>> {
+/// Returns the file of each ref and the commit that it points to. Fails if one cannot be read.
+fn read_refs(repo: &RepoDir) -> Result<Vec<(PathBuf, String)>> {
     let commit = |path: PathBuf| {
         let commit = fs::read_to_string(&path).with_context(|| cannot_read(&path))?.trim().to_string();
         Ok((path, commit))
@@ -230,8 +263,8 @@ fn refs(repo: &RepoDir) -> Result<Vec<(PathBuf, String)>> {
     walk(&repo.path.join("refs"))?.into_iter().map(commit).collect()
 }
 
-/// The blobs that these files of snapshots link to.
-fn linked(files: &[PathBuf]) -> Result<BTreeSet<String>> {
+/// Returns the names of the blobs that these snapshot files link to.
+fn linked_blobs(files: &[PathBuf]) -> Result<BTreeSet<String>> {
     let mut etags = BTreeSet::new();
     for path in files {
         if path.symlink_metadata().with_context(|| cannot_read(path))?.is_symlink() {
@@ -242,18 +275,19 @@ fn linked(files: &[PathBuf]) -> Result<BTreeSet<String>> {
     Ok(etags)
 }
 
-/// Every file below a directory, sorted; links count as files. Unlike [`files_below`] it fails where something cannot
-/// be read.
+/// Returns every file below a directory, sorted. Links count as files.
+///
+/// Unlike [`files_below`], it fails if something cannot be read.
 fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
-    for entry in read(dir)? {
+    for entry in read_dir(dir)? {
         let path = entry.path();
         let kind = entry.file_type().with_context(|| cannot_read(&path))?;
         if kind.is_dir() {
             files.extend(walk(&path)?);
         } else if kind.is_symlink() && path.is_dir() {
-            // Somebody keeps a part of the cache elsewhere: neither is the link a file, nor is what is there ours to count.
-            bail!("{} leads to another folder, so nothing was deleted there", path.display());
+            // The user moved a part of the cache. The link is no file, and the files behind it are not ours to count.
+            bail!("cannot delete safely: {} links to another folder; nothing was deleted there", path.display());
         } else {
             files.push(path);
         }
@@ -262,8 +296,8 @@ fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// A directory's entries; none only if it is not there.
-fn read(dir: &Path) -> Result<Vec<fs::DirEntry>> {
+/// Returns the entries of a directory. Empty only if the directory does not exist.
+fn read_dir(dir: &Path) -> Result<Vec<fs::DirEntry>> {
     match fs::read_dir(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
         found => found.and_then(Iterator::collect).with_context(|| cannot_read(dir)),
@@ -271,22 +305,22 @@ fn read(dir: &Path) -> Result<Vec<fs::DirEntry>> {
 }
 
 fn cannot_read(path: &Path) -> String {
-    format!("cannot read {}, so nothing was deleted there", path.display())
+    format!("cannot read {}; nothing was deleted there", path.display())
 }
 
-/// What an interrupted process leaves: the beginnings of blobs, and what it wrote aside.
-fn is_left_over(path: &Path) -> bool {
+/// Returns true for files that an interrupted process leaves: unfinished blobs and temporary files.
+fn is_leftover(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let in_blobs = path.parent().is_some_and(|dir| dir.ends_with("blobs"));
-    in_blobs && ENDINGS.iter().any(|ending| name.ends_with(ending)) || cache::is_aside(&name)
+    let is_in_blobs = path.parent().is_some_and(|dir| dir.ends_with("blobs"));
+    is_in_blobs && SUFFIXES.iter().any(|suffix| name.ends_with(suffix)) || disk::is_temporary(&name)
 }
 
 fn bytes_below(dir: &Path) -> u64 {
-    files_below(dir).iter().map(|path| bytes(path)).sum()
+    files_below(dir).iter().map(|path| file_bytes(path)).sum()
 }
 
-/// Of a link nothing, since what it leads to is counted where it lies.
-fn bytes(path: &Path) -> u64 {
+/// Returns the size of a file, and 0 for a link: its target is counted where it lies.
+fn file_bytes(path: &Path) -> u64 {
     path.symlink_metadata().ok().filter(|data| data.is_file()).map_or(0, |data| data.len())
 }
 
@@ -295,8 +329,8 @@ fn remove_file(path: &Path) -> Result<()> {
 }
 
 fn remove_dir(dir: &Path) -> Result<()> {
-    // A folder that is gone already is no failure.
     match fs::remove_dir_all(dir) {
+        // The folder was already gone.
         Err(_) if entries(dir).next().is_none() && !dir.exists() => Ok(()),
         result => result.with_context(|| format!("cannot delete {}", dir.display())),
     }

@@ -1,64 +1,66 @@
-//! When to ask again.
+//! When a failed request is sent again.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::Duration;
 
 use ureq::http::{HeaderMap, StatusCode, header};
 
-use super::Limits;
+use super::limits::Limits;
 
-/// Doubling no further than this, unless a server asks for more.
-const LONGEST: Duration = Duration::from_secs(15);
+/// The wait stops doubling here. A server may still ask for more.
+const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
-/// Counts the failures in a row of one thing that is fetched.
+/// Counts the failures in a row of one request.
 pub(super) struct Retry<'a> {
     limits: &'a Limits,
-    tries: u32,
+    max_failures: u32,
     failures: u32,
 }
 
 impl<'a> Retry<'a> {
-    pub fn new(limits: &'a Limits, tries: u32) -> Self {
-        Self { limits, tries, failures: 0 }
+    pub fn new(limits: &'a Limits, max_failures: u32) -> Self {
+        Self { limits, max_failures, failures: 0 }
     }
 
-    /// Something was gained.
+    /// Starts counting again, after bytes arrived.
     pub fn reset(&mut self) {
         self.failures = 0;
     }
 
-    /// How long to wait after one more failure, `asked_for` by the server or as we think; none to give up.
-    pub fn after_failure(&mut self, asked_for: Option<Duration>) -> Option<Duration> {
+    /// Counts a failure and returns how long to wait before the next attempt. `None` means to give up.
+    ///
+    /// `retry_after` is what the server asked for.
+    pub fn wait_after_failure(&mut self, retry_after: Option<Duration>) -> Option<Duration> {
         self.failures += 1;
-        if self.failures > self.tries {
+        if self.failures > self.max_failures {
             return None;
         }
-        let own = self.limits.retry.saturating_mul(1 << (self.failures - 1).min(16)).min(LONGEST);
-        let wait = jittered(own).max(asked_for.unwrap_or_default());
-        (wait <= self.limits.longest_retry).then_some(wait)
+        let backoff = self.limits.first_wait.saturating_mul(1 << (self.failures - 1).min(16)).min(MAX_BACKOFF);
+        let wait = with_jitter(backoff).max(retry_after.unwrap_or_default());
+        (wait <= self.limits.max_wait).then_some(wait)
     }
 }
 
-/// Between half of it and all of it: many clients that were cut off at once must not come back at once.
-fn jittered(wait: Duration) -> Duration {
-    // The hasher's keys are random; no other randomness is needed here.
+/// Returns between half of `wait` and all of it, so that many clients do not return at the same moment.
+fn with_jitter(wait: Duration) -> Duration {
+    // The keys of the standard hasher are random, which is good enough here.
     let random = RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64;
     wait.mul_f64(0.5 + random / 2.0)
 }
 
-/// Whether the same request may fare better later.
-pub(super) fn is_passing(status: StatusCode) -> bool {
+/// Returns true if the same request may succeed later.
+pub(super) fn is_temporary(status: StatusCode) -> bool {
     status.is_server_error() || matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT)
 }
 
-/// What the server asks to wait, in seconds or as a date.
+/// Reads the Retry-After header, in either of its forms: a number of seconds, or a date.
 pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     let value = headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim();
     if let Ok(seconds) = value.parse() {
         return Some(Duration::from_secs(seconds));
     }
     let date = jiff::fmt::rfc2822::parse(value).ok()?.timestamp();
-    // A date that has passed means now.
+    // A date in the past means now.
     Some(Duration::from_secs(u64::try_from(date.duration_since(jiff::Timestamp::now()).as_secs()).unwrap_or(0)))
 }
 
@@ -67,24 +69,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn waits_longer_each_time_and_gives_up() {
-        let limits = Limits { retry: Duration::from_millis(100), ..Limits::default() };
+    fn waits_double_until_the_retries_run_out() {
+        let limits = Limits { first_wait: Duration::from_millis(100), ..Limits::default() };
         let mut retry = Retry::new(&limits, 3);
-        for most in [100, 200, 400] {
-            let wait = retry.after_failure(None).unwrap();
-            assert!((most / 2..=most).contains(&(wait.as_millis() as u64)), "{wait:?}");
+        for limit in [100, 200, 400] {
+            let wait = retry.wait_after_failure(None).unwrap();
+            assert!((limit / 2..=limit).contains(&(wait.as_millis() as u64)), "{wait:?}");
         }
-        assert_eq!(retry.after_failure(None), None);
+        assert_eq!(retry.wait_after_failure(None), None);
         retry.reset();
-        let wait = |seconds| Some(Duration::from_secs(seconds));
-        assert_eq!(retry.after_failure(wait(7)), wait(7));
-        assert_eq!(retry.after_failure(wait(301)), None, "nobody wants to wait for so long");
-        let waits: std::collections::BTreeSet<_> = (0..20).map(|_| jittered(Duration::from_secs(1))).collect();
+        let seconds = |seconds| Some(Duration::from_secs(seconds));
+        assert_eq!(retry.wait_after_failure(seconds(7)), seconds(7));
+        assert_eq!(retry.wait_after_failure(seconds(301)), None, "longer than the limit");
+        let waits: std::collections::BTreeSet<_> = (0..20).map(|_| with_jitter(Duration::from_secs(1))).collect();
         assert!(waits.len() > 1);
     }
 
     #[test]
-    fn servers_say_how_long() {
+    fn retry_after_is_a_number_or_a_date() {
         let after = |value: &str| retry_after(&HeaderMap::from_iter([(header::RETRY_AFTER, value.parse().unwrap())]));
         assert_eq!(after("12"), Some(Duration::from_secs(12)));
         assert_eq!(after("Wed, 21 Oct 2015 07:28:00 GMT"), Some(Duration::ZERO));

@@ -1,7 +1,9 @@
-//! One part of a file: asked for, looked at, and written to its place. Whatever a server sends, nothing but the part that
-//! was asked for, of the file that was meant, gets there.
+//! One request for one part of a file: sent, checked, and written to disk.
+//!
+//! Whatever a server sends, only bytes of the requested part of the requested file are written.
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
+use std::mem;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
@@ -9,212 +11,214 @@ use ureq::http::{HeaderMap, Response, StatusCode, header};
 use ureq::{Body, BodyReader};
 
 use super::disk::write_error;
-use super::fetch::{Fetch, Phase};
 use super::hash;
-use super::retry::{is_passing, retry_after};
+use super::jobs::{Download, Phase};
+use super::retry::{is_temporary, retry_after};
 use crate::error::Error;
 
-/// So often a server may ignore a range before what is here is given up.
-const WHOLE_SLIPS: u32 = 3;
-/// A transfer that gains less in twice the stall limit is as good as stalled.
-const SLOWEST_BYTES: u64 = 64 << 10;
+/// How often a server may ignore a range before the bytes on disk are discarded.
+const MAX_WHOLE_RESPONSES: u32 = 3;
+/// A transfer that gains fewer bytes than this in twice the stall timeout counts as stalled.
+const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
 /// Why a transfer ended early.
 pub(super) enum Stop {
-    /// The connection; the next attempt may fare better, after so long.
-    Broken(String, Option<Duration>),
-    /// Anything that another attempt would only repeat.
-    Final(anyhow::Error),
-    /// Nobody needs it any more.
-    Void,
+    /// Another attempt may succeed. The server may ask to wait first (Retry-After).
+    Temporary(String, Option<Duration>),
+    /// Another attempt would fail in the same way.
+    Permanent(anyhow::Error),
+    /// The part is no longer needed.
+    Obsolete,
 }
 
-/// A part that one thread fetches.
+/// One part that a thread fetches.
 pub(super) struct Transfer<'a, 'b> {
-    pub(super) fetch: &'b Fetch<'a>,
-    pub(super) job: usize,
-    pub(super) part: Range<u64>,
-    /// What of the part is there ends here.
-    pub(super) at: u64,
-    pub(super) generation: u32,
+    pub download: &'b Download<'a>,
+    /// The index of the job.
+    pub job: usize,
+    pub part: Range<u64>,
+    /// The end of the bytes that are on disk.
+    pub position: u64,
+    pub generation: u32,
 }
 
 impl Transfer<'_, '_> {
-    /// One request: writes until the part is whole.
+    /// Sends one request and writes the response until the part is complete.
     pub fn run(&mut self) -> Result<(), Stop> {
-        let Fetch { remote, commit, .. } = self.fetch;
+        let Download { remote, commit, .. } = self.download;
         let (name, bytes) = {
-            let board = self.fetch.board();
+            let board = self.download.board();
             let job = &board.jobs[self.job];
             if job.generation != self.generation {
-                return Err(Stop::Void);
+                return Err(Stop::Obsolete);
             }
             (job.names[0], job.bytes)
         };
-        let range = (self.at > 0 || self.part.end < bytes).then_some(self.at..self.part.end);
+        let range = (self.position > 0 || self.part.end < bytes).then_some(self.position..self.part.end);
         let answer = remote.get(commit, name, range.clone()).map_err(|error| match error.downcast_ref() {
-            Some(Error::Network { cause, passing: true, .. }) => broken(cause),
-            _ => Stop::Final(error),
+            Some(Error::Network { cause, is_temporary: true, .. }) => temporary(cause),
+            _ => Stop::Permanent(error),
         })?;
-        let (response, elsewhere) = (answer.response, answer.elsewhere);
-        let status = response.status();
-        match status {
+        let (response, is_from_other_host) = (answer.response, answer.is_from_other_host);
+        match response.status() {
             StatusCode::PARTIAL_CONTENT => {
-                let told = content_range(response.headers());
-                if range.is_none() || !told.is_some_and(|told| told.is(self.at, self.part.end, bytes)) {
-                    return Err(broken("the server sent another part than the one asked for"));
+                let sent = content_range(response.headers());
+                if range.is_none() || !sent.is_some_and(|sent| sent.is(self.position, self.part.end, bytes)) {
+                    return Err(temporary("the server sent another part than the requested one"));
                 }
             }
             StatusCode::OK => {
-                if let Some(problem) = not_the_file(&response, name, bytes) {
-                    return Err(broken(problem));
+                if let Some(problem) = wrong_file(&response, name, bytes) {
+                    return Err(temporary(problem));
                 }
                 if range.is_some() {
                     if content_length(response.headers()) != Some(bytes) {
-                        return Err(broken("the server sent something without a length in place of a part"));
+                        return Err(temporary("the server sent a body of unknown length in place of a part"));
                     }
-                    self.start_anew()?;
+                    self.restart_whole()?;
                 }
             }
             StatusCode::RANGE_NOT_SATISFIABLE => {
-                return Err(broken("the server says that the file has no such part"));
+                return Err(temporary("the server says that the file has no such part"));
             }
-            status if is_passing(status) => {
-                return Err(Stop::Broken(format!("HTTP {status}"), retry_after(response.headers())));
+            status if is_temporary(status) => {
+                return Err(Stop::Temporary(format!("HTTP {status}"), retry_after(response.headers())));
             }
-            // A link to a storage host holds for a while only; the next request gets another.
-            status if elsewhere => return Err(broken(format!("the storage answered HTTP {status}"))),
-            _ => return Err(Stop::Final(remote.refusal(response, Some(name)))),
+            // A link to a storage host expires. The next request gets a new one.
+            status if is_from_other_host => return Err(temporary(format!("the storage host answered HTTP {status}"))),
+            _ => return Err(Stop::Permanent(remote.refusal(response, Some(name)))),
         }
-        self.check_contents(response.headers())?;
-        let ends = content_length(response.headers()).is_some();
-        self.copy(response.into_body().into_reader(), name, ends)
+        self.check_etag(response.headers())?;
+        let has_length = content_length(response.headers()).is_some();
+        self.write_body(response.into_body().into_reader(), name, has_length)
     }
 
-    /// The server does no ranges and sends the file from its beginning: this transfer takes all of it, others stop. What
-    /// is here is given up only if that was no slip of one server among several.
-    fn start_anew(&mut self) -> Result<(), Stop> {
-        let mut board = self.fetch.board();
+    /// Takes over the whole file, because the server sends no parts. Other transfers of the file stop.
+    ///
+    /// Discards the bytes on disk only after several such responses: one of several servers may have erred.
+    fn restart_whole(&mut self) -> Result<(), Stop> {
+        let mut board = self.download.board();
         let job = &mut board.jobs[self.job];
         if job.generation != self.generation {
-            return Err(Stop::Void);
+            return Err(Stop::Obsolete);
         }
-        job.sent_whole = job.sent_whole.saturating_add(1);
-        let slips = WHOLE_SLIPS.min(self.fetch.remote.limits().tries);
-        if job.sent_whole <= slips && job.partial.done_bytes() > 0 {
-            return Err(broken("the server sent the whole file in place of a part"));
+        job.whole_responses = job.whole_responses.saturating_add(1);
+        let limit = MAX_WHOLE_RESPONSES.min(self.download.remote.limits().max_failures);
+        if job.whole_responses <= limit && job.partial.done_bytes() > 0 {
+            return Err(temporary("the server sent the whole file in place of a part"));
         }
         job.generation += 1;
-        job.in_one = true;
+        job.is_whole_only = true;
         job.parts.clear();
         job.partial.clear();
-        (self.generation, self.part, self.at) = (job.generation, 0..job.bytes, 0);
-        job.tell(self.fetch.progress);
+        (self.generation, self.part, self.position) = (job.generation, 0..job.bytes, 0);
+        job.report(self.download.progress);
         Ok(())
     }
 
-    /// Whether the server speaks of the same contents as before, as far as their hash will not tell.
-    fn check_contents(&self, headers: &HeaderMap) -> Result<(), Stop> {
-        let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()).map(hash::bare) else {
+    /// Checks that the server's etag is the same as before, for files without a hash. Restarts the file if it changed.
+    fn check_etag(&self, headers: &HeaderMap) -> Result<(), Stop> {
+        let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()).map(hash::bare_etag) else {
             return Ok(());
         };
-        let mut board = self.fetch.board();
+        let mut board = self.download.board();
         let job = &mut board.jobs[self.job];
         if job.generation != self.generation {
-            return Err(Stop::Void);
+            return Err(Stop::Obsolete);
         }
-        if !hash::is_hash(job.etag) && !job.partial.is_same(etag) {
-            job.start_anew().map_err(Stop::Final)?;
-            if std::mem::replace(&mut job.was_bad, true) {
-                let what = format!("{} changes while it is fetched", job.names[0]);
-                let hint = "try again, or set HF_ENDPOINT to another hub".to_string();
-                return Err(Stop::Final(Error::Verification { what, hint }.into()));
-            }
-            job.phase = Phase::New;
-            job.tell(self.fetch.progress);
-            return Err(Stop::Void);
+        if hash::is_hash(job.etag) || job.partial.has_same_etag(etag) {
+            return Ok(());
         }
-        Ok(())
+        job.restart().map_err(Stop::Permanent)?;
+        if mem::replace(&mut job.was_bad, true) {
+            let what = format!("cannot download {}: it keeps changing on the server", job.names[0]);
+            let hint = "try again, or set HF_ENDPOINT to another hub".to_string();
+            return Err(Stop::Permanent(Error::Verification { what, hint }.into()));
+        }
+        job.phase = Phase::New;
+        job.report(self.download.progress);
+        Err(Stop::Obsolete)
     }
 
-    /// Writes a body to its place, and not a byte more than was asked for. `ends` says whether its length is known.
-    fn copy(&mut self, mut body: BodyReader, name: &str, ends: bool) -> Result<(), Stop> {
+    /// Writes a body to its place in the file, and no byte more than requested.
+    fn write_body(&mut self, mut body: BodyReader, name: &str, has_length: bool) -> Result<(), Stop> {
         let (mut output, path) = {
-            let board = self.fetch.board();
+            let board = self.download.board();
             let partial = &board.jobs[self.job].partial;
-            (partial.open().map_err(Stop::Final)?, partial.path().to_path_buf())
+            (partial.open().map_err(Stop::Permanent)?, partial.path().to_path_buf())
         };
-        let cannot_write = |error, left| Stop::Final(write_error(error, &path, left));
-        output.seek(SeekFrom::Start(self.at)).map_err(|error| cannot_write(error, 0))?;
+        let cannot_write = |error, left| Stop::Permanent(write_error(error, &path, left));
+        output.seek(SeekFrom::Start(self.position)).map_err(|error| cannot_write(error, 0))?;
         let mut buffer = vec![0; 256 << 10];
-        let patience = self.fetch.remote.limits().stall.saturating_mul(2);
-        let (mut since, mut from) = (Instant::now(), self.at);
-        while self.at < self.part.end {
-            if since.elapsed() >= patience {
-                if self.at - from < SLOWEST_BYTES {
-                    return Err(broken(format!("only {} bytes came in {} s", self.at - from, patience.as_secs_f32())));
+        let window = self.download.remote.limits().stall_timeout.saturating_mul(2);
+        let (mut window_start, mut start_position) = (Instant::now(), self.position);
+        while self.position < self.part.end {
+            if window_start.elapsed() >= window {
+                let gained = self.position - start_position;
+                if gained < MIN_PROGRESS_BYTES {
+                    return Err(temporary(format!("only {gained} bytes arrived in {} s", window.as_secs_f32())));
                 }
-                (since, from) = (Instant::now(), self.at);
+                (window_start, start_position) = (Instant::now(), self.position);
             }
             let count = match body.read(&mut buffer) {
-                Ok(0) => return Err(broken("the connection was closed")),
+                Ok(0) => return Err(temporary("the server closed the connection")),
                 Ok(count) => count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) => return Err(broken(error.to_string())),
+                Err(error) => return Err(temporary(error.to_string())),
             };
-            let left = self.part.end - self.at;
+            let left = self.part.end - self.position;
             if count as u64 > left {
-                return Err(broken(format!("the server sent more of {name} than was asked for")));
+                return Err(temporary(format!("the server sent more of {name} than was requested")));
             }
             output.write_all(&buffer[..count]).map_err(|error| cannot_write(error, left))?;
-            self.wrote(count as u64)?;
+            self.record_written(count as u64)?;
         }
-        // A connection that was read to its end can be used again; one of unknown length could wait for it.
-        if ends {
+        // Reading to the end makes the connection reusable. Without a length, this could wait for the server.
+        if has_length {
             let _ = body.read(&mut buffer);
         }
         Ok(())
     }
 
-    /// Notes what was written, on the disk too if it is time.
-    fn wrote(&mut self, count: u64) -> Result<(), Stop> {
-        let note = {
-            let mut board = self.fetch.board();
-            let failed = board.failure.is_some();
+    /// Records bytes that were written, and saves the record if it is due.
+    fn record_written(&mut self, count: u64) -> Result<(), Stop> {
+        let checkpoint = {
+            let mut board = self.download.board();
+            let has_failed = board.failure.is_some();
             let job = &mut board.jobs[self.job];
             if job.generation != self.generation {
-                return Err(Stop::Void);
+                return Err(Stop::Obsolete);
             }
-            job.partial.add(self.at..self.at + count);
-            self.at += count;
-            job.tell(self.fetch.progress);
-            if failed {
-                return Err(Stop::Void);
+            job.partial.add(self.position..self.position + count);
+            self.position += count;
+            job.report(self.download.progress);
+            if has_failed {
+                return Err(Stop::Obsolete);
             }
-            let due = job.last_save.elapsed() >= self.fetch.remote.limits().save_every;
-            due.then(|| {
+            let is_due = job.last_save.elapsed() >= self.download.remote.limits().save_interval;
+            is_due.then(|| {
                 job.last_save = Instant::now();
-                job.partial.note()
+                job.partial.checkpoint()
             })
         };
-        // Others go on meanwhile.
-        note.map_or(Ok(()), |note| note.save().map_err(Stop::Final))
+        // Saved without the lock on the board.
+        checkpoint.map_or(Ok(()), |checkpoint| checkpoint.save().map_err(Stop::Permanent))
     }
 }
 
-fn broken(cause: impl Into<String>) -> Stop {
-    Stop::Broken(cause.into(), None)
+fn temporary(cause: impl Into<String>) -> Stop {
+    Stop::Temporary(cause.into(), None)
 }
 
-/// Why an answer with all of something cannot be the file: a login page, an error that calls itself a success.
-fn not_the_file(response: &Response<Body>, name: &str, bytes: u64) -> Option<String> {
+/// Returns why a response with status 200 cannot be the requested file. `None` if it can be.
+fn wrong_file(response: &Response<Body>, name: &str, bytes: u64) -> Option<String> {
     let text = |name: header::HeaderName| response.headers().get(name).and_then(|value| value.to_str().ok());
     let is_page = text(header::CONTENT_TYPE).is_some_and(|kind| kind.starts_with("text/html"));
     match content_length(response.headers()) {
         _ if is_page && !name.ends_with(".html") => {
-            Some("a web page came in its place (a network's login page?)".into())
+            Some("the server sent a web page in place of the file (a network's login page?)".into())
         }
-        Some(length) if length != bytes => Some(format!("{length} bytes came in its place")),
+        Some(length) if length != bytes => Some(format!("the server sent {length} bytes in place of the file")),
         _ => None,
     }
 }
@@ -223,21 +227,21 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
     headers.get(header::CONTENT_LENGTH)?.to_str().ok()?.trim().parse().ok()
 }
 
-/// `bytes 100-199/200`
+/// A Content-Range header: `bytes 100-199/200`.
 pub(super) struct ContentRange {
     pub first: u64,
     last: u64,
-    /// Servers may leave it out.
+    /// The size of the file. `None` if the server sent `*`.
     total: Option<u64>,
 }
 
 impl ContentRange {
     fn is(&self, start: u64, end: u64, total: u64) -> bool {
-        self.first == start && self.last.checked_add(1) == Some(end) && self.total.is_none_or(|told| told == total)
+        self.first == start && self.last.checked_add(1) == Some(end) && self.total.is_none_or(|sent| sent == total)
     }
 }
 
-/// Which part a partial answer says to be.
+/// Parses the Content-Range header of a partial response.
 pub(super) fn content_range(headers: &HeaderMap) -> Option<ContentRange> {
     let range = headers.get(header::CONTENT_RANGE)?.to_str().ok()?;
     let (first, rest) = range.strip_prefix("bytes ")?.split_once('-')?;

@@ -1,67 +1,89 @@
-//! Whether what is on the disk is still what the hub has sent.
+//! Verifies and repairs the files on disk.
 //!
-//! A snapshot's files are links to blobs that are named by their hashes, so nobody needs to be asked.
+//! The files of a snapshot are links to blobs that are named by their hashes, so verification needs no hub.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 
 use super::cache::RepoDir;
-use super::partial::{BAD, with_ending};
+use super::client::Hub;
+use super::disk::with_suffix;
+use super::download::cannot_download;
+use super::partial::BAD;
+use super::progress::Progress;
 use super::remote::Remote;
-use super::{Hub, Progress, Source, demo, disk, hash, names};
+use super::snapshot::{FileState, Source, VerifiedSnapshot};
+use super::{demo, disk, hash, names};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf, missing_files};
 
-/// A snapshot whose files were read again.
-#[derive(Debug)]
-pub struct Checked {
-    pub name: String,
-    pub revision: String,
-    pub source: Source,
-    /// Every file with its state, by name.
-    pub files: Vec<(String, State)>,
-}
-
-/// What became of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
-    Good,
-    /// Its contents have another hash.
-    Bad,
-    /// The model needs it, and it is not there.
-    Missing,
-    /// Its name is no hash, as from a mirror that has none or on a disk without links.
-    Unknown,
-}
-
-impl Checked {
-    /// What is wrong.
-    pub fn faults(&self) -> impl Iterator<Item = &(String, State)> {
-        self.files.iter().filter(|(_, state)| matches!(state, State::Bad | State::Missing))
-    }
+/// A snapshot in a cache that is to be verified.
+struct Candidate {
+    name: String,
+    repo: RepoDir,
+    commit: String,
+    source: Source,
 }
 
 impl Hub {
-    /// Reads every file of a model again, at one revision or at all that are here; of all models in both caches if none
-    /// is named. What was only partly downloaded counts too, in inferno's own cache.
-    pub fn verify(&self, model: Option<&str>, revision: Option<&str>, progress: &dyn Progress) -> Result<Vec<Checked>> {
-        let mut snapshots: Vec<(String, RepoDir, String, Source)> = Vec::new();
-        let (wanted, revision) = match model {
+    /// Computes the hash of every file of a model, at one revision or at all that are on disk.
+    ///
+    /// Without `model`, verifies all models in both caches. Incomplete models count too, in inferno's own cache.
+    pub fn verify(
+        &self,
+        model: Option<&str>,
+        revision: Option<&str>,
+        progress: &dyn Progress,
+    ) -> Result<Vec<VerifiedSnapshot>> {
+        let (model, revision) = match model {
             Some(model) => {
                 let (name, revision) = names::split_revision(model, revision)?;
                 (Some(gguf::split_tag(name).0), revision)
             }
             None => (None, revision),
         };
-        let all = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
-        let names = match wanted {
-            None => Vec::from_iter(&all),
-            Some(name) => names::meant(name, &all),
+        let candidates = self.candidates(model, revision);
+        if let Some(model) = model {
+            self.check_is_one_model(model, candidates.iter().map(|candidate| &candidate.name))?;
+        }
+
+        let mut verified = Vec::new();
+        if model.is_none_or(|model| model == demo::NAME) {
+            verified.extend(demo::verify(&self.config.cache)?);
+        }
+        // Files of different models may have the same name.
+        let has_several = candidates.len() > 1;
+        let label = |name: &str, file: &str| if has_several { format!("{name}/{file}") } else { file.to_string() };
+        let mut sizes = Vec::new();
+        for Candidate { name, repo, commit, .. } in &candidates {
+            for (file, path, _) in repo.snapshot_files(commit) {
+                sizes.push((label(name, &file), fs::metadata(&path).map_or(0, |data| data.len())));
+            }
+        }
+        progress.start(&sizes);
+        // A blob that several revisions share is read once.
+        let mut known_blobs = BTreeMap::new();
+        for candidate in candidates {
+            let report = |file: &str, bytes| progress.file(&label(&candidate.name, file), bytes);
+            let files = file_states(&candidate, &mut known_blobs, report);
+            let Candidate { name, commit: revision, source, .. } = candidate;
+            verified.push(VerifiedSnapshot { name, revision, source, files });
+        }
+        Ok(verified)
+    }
+
+    /// The snapshots to verify. Without `model`, all that are models.
+    fn candidates(&self, model: Option<&str>, revision: Option<&str>) -> Vec<Candidate> {
+        let all_names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
+        let selected = match model {
+            None => Vec::from_iter(&all_names),
+            Some(model) => names::matching(model, &all_names),
         };
-        for name in names {
+        let mut candidates = Vec::new();
+        for name in selected {
             for (cache, source) in self.caches() {
                 let repo = cache.repo(name);
                 let commits = match revision {
@@ -69,104 +91,53 @@ impl Hub {
                     None => repo.commits(),
                 };
                 for commit in commits {
-                    // Python's tools keep much that is no model and was never meant to be whole.
-                    let ours = source == Source::Inferno
+                    // Python's tools also keep repositories that are no models, or only a few of their files.
+                    let is_model = source == Source::Inferno
                         || first_missing_file(&repo.snapshot(&commit), Required::Tokenizer).is_none();
-                    if ours || wanted.is_some() {
-                        snapshots.push((name.clone(), cache.repo(name), commit, source));
+                    if is_model || model.is_some() {
+                        candidates.push(Candidate { name: name.clone(), repo: cache.repo(name), commit, source });
                     }
                 }
             }
         }
-        if let Some(model) = wanted {
-            self.check_meant(model, snapshots.iter().map(|(name, ..)| name))?;
-        }
-
-        let mut checked = Vec::new();
-        if wanted.is_none_or(|model| model == demo::NAME) {
-            checked.extend(demo::check(&self.settings.cache)?);
-        }
-        // Of a blob that several revisions share one reading is enough.
-        let mut known = BTreeMap::new();
-        // Files of several models have the same names.
-        let several = snapshots.len() > 1;
-        let label = |name: &str, file: &str| if several { format!("{name}/{file}") } else { file.to_string() };
-        let sizes = |(name, repo, commit, _): &(String, RepoDir, String, Source)| {
-            let size = |path: &PathBuf| fs::metadata(path).map_or(0, |data| data.len());
-            repo.linked(commit).into_iter().map(|(file, path, _)| (label(name, &file), size(&path))).collect::<Vec<_>>()
-        };
-        progress.start(&snapshots.iter().flat_map(sizes).collect::<Vec<_>>());
-        for (name, repo, commit, source) in snapshots {
-            let mut files = Vec::new();
-            for (file, path, etag) in repo.linked(&commit) {
-                let label = label(&name, &file);
-                let state = state(&path, etag.as_deref(), &mut known, &mut |bytes| progress.file(&label, bytes));
-                files.push((file, state));
-            }
-            if source == Source::Inferno {
-                for lacking in missing_files(&repo.snapshot(&commit), Required::Weights) {
-                    if !files.iter().any(|(file, _)| *file == lacking) {
-                        files.push((lacking, State::Missing));
-                    }
-                }
-            }
-            files.sort_by(|(a, _), (b, _)| a.cmp(b));
-            checked.push(Checked { name, revision: commit, source, files });
-        }
-        Ok(checked)
+        candidates
     }
 
-    /// Fetches what [`verify`](Self::verify) found bad or missing, and nothing else. In inferno's own cache only.
-    pub fn repair(&self, checked: &Checked, progress: &dyn Progress) -> Result<()> {
-        let faults: Vec<&(String, State)> = checked.faults().collect();
-        if faults.is_empty() {
+    /// Fetches the damaged files that [`verify`](Self::verify) found, in inferno's own cache only.
+    pub fn repair(&self, verified: &VerifiedSnapshot, progress: &dyn Progress) -> Result<()> {
+        let damaged: BTreeSet<&str> = verified.damaged_files().map(|(file, _)| file.as_str()).collect();
+        if damaged.is_empty() {
             return Ok(());
         }
-        let Checked { name, revision, .. } = checked;
-        match checked.source {
+        let VerifiedSnapshot { name, revision, .. } = verified;
+        match verified.source {
             Source::Inferno => self.check_own_cache()?,
-            Source::BuiltIn => return demo::renew(&self.settings.cache),
+            Source::BuiltIn => return demo::repair(&self.config.cache),
             Source::HuggingFace | Source::Directory => {
-                let what = format!("'{name}' lies in the cache of Python's tools, which inferno does not change");
+                let what = format!("'{name}' is in the cache of Python's tools, which inferno does not change");
                 let hint = format!("hf download {name} --revision {revision} --force-download");
                 return Err(Error::Verification { what, hint }.into());
             }
         }
-        if self.settings.offline {
-            return Err(self.offline(name));
-        }
-        let remote = Remote::new(&self.settings, name, revision, progress);
+        self.check_online(|| cannot_download(name))?;
+        let remote = Remote::new(&self.config, name, revision, progress);
         let listing = remote.listing()?;
         let mut files = Vec::new();
-        for (fault, _) in &faults {
-            match listing.files.iter().find(|file| file.name == *fault) {
+        for name in &damaged {
+            match listing.file(name) {
                 Some(file) => files.push(file.clone()),
-                None => bail!("'{name}' has no {fault} on the hub; nothing was changed"),
+                None => bail!("cannot repair '{}': the hub has no {name}; nothing was changed", verified.name),
             }
         }
-        let repo = self.own().repo(name);
-        disk::check_space(&self.settings.cache, 0)?;
+        let repo = self.own_cache().repo(name);
+        disk::check_space(&self.config.cache, 0)?;
         let _lock = repo.lock(|| progress.waiting(name))?;
-        // What is bad stands aside until there is something better.
-        let mut aside: Vec<(PathBuf, PathBuf)> = Vec::new();
-        let mut put_aside = || -> Result<()> {
-            for (file, path, etag) in repo.linked(revision) {
-                if let (true, Some(etag)) = (faults.iter().any(|(fault, _)| *fault == file), etag)
-                    && path.exists()
-                    // Somebody else may have repaired it meanwhile. What cannot be read is as bad as what is wrong.
-                    && !hash::matches(&path, &etag, &mut |_| Ok(())).unwrap_or(false)
-                {
-                    let blob = repo.blob(&etag);
-                    let bad = with_ending(&blob, BAD);
-                    fs::rename(&blob, &bad).with_context(|| format!("cannot rename {}", blob.display()))?;
-                    aside.push((blob, bad));
-                }
-            }
-            Ok(())
-        };
-        let fetched = put_aside().and_then(|()| self.fetch(&remote, revision, &repo, files, progress));
-        for (blob, bad) in aside {
-            // Links must lead somewhere; a second failure would say no more than the first.
+        let mut set_aside = Vec::new();
+        let fetched = set_bad_blobs_aside(&repo, revision, &damaged, &mut set_aside)
+            .and_then(|()| self.fetch_files(&remote, revision, &repo, files, progress));
+        for (blob, bad) in set_aside {
+            // Without a replacement the bad blob returns, since the snapshot links to it. Errors here are ignored: the
+            // first failure is the one to report.
             let _ = match blob.exists() {
                 true => fs::remove_file(&bad).or_else(|_| fs::remove_dir_all(&bad)),
                 false => fs::rename(&bad, &blob),
@@ -174,45 +145,65 @@ impl Hub {
         }
         fetched
     }
-
-    /// Fails unless `names` are of one model; `model` is what was typed.
-    pub(super) fn check_meant<'a>(&self, model: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
-        let mut names: Vec<&String> = names.collect();
-        names.sort();
-        names.dedup();
-        let hint = match &names[..] {
-            [] if model == demo::NAME => return Ok(()),
-            [_] => return Ok(()),
-            [] => "`inferno list` shows what is here".to_string(),
-            several => {
-                let several: Vec<&str> = several.iter().map(|name| name.as_str()).collect();
-                format!("several models have that name: {}", several.join(", "))
-            }
-        };
-        Err(Error::ModelNotFound { model: model.to_string(), hint }.into())
-    }
 }
 
-fn state(
-    path: &PathBuf,
-    etag: Option<&str>,
-    known: &mut BTreeMap<PathBuf, bool>,
-    progress: &mut dyn FnMut(u64),
-) -> State {
-    let Ok(blob) = fs::canonicalize(path) else { return State::Missing };
-    let Some(etag) = etag.filter(|etag| hash::is_hash(etag)) else { return State::Unknown };
-    let good = match known.get(&blob) {
-        Some(good) => *good,
-        None => {
-            // What cannot be read is as bad as what is wrong.
-            let good = hash::matches(&blob, etag, &mut |bytes| {
-                progress(bytes);
-                Ok(())
-            })
-            .unwrap_or(false);
-            known.insert(blob, good);
-            good
+/// Renames the blobs of damaged files, so that they are fetched again. Adds the old and new paths to `set_aside`.
+fn set_bad_blobs_aside(
+    repo: &RepoDir,
+    commit: &str,
+    damaged: &BTreeSet<&str>,
+    set_aside: &mut Vec<(PathBuf, PathBuf)>,
+) -> Result<()> {
+    for (file, path, etag) in repo.snapshot_files(commit) {
+        let Some(etag) = etag.filter(|_| damaged.contains(file.as_str())) else { continue };
+        // Another process may have repaired the file meanwhile. An unreadable file counts as bad.
+        if path.exists() && !hash::matches(&path, &etag, &mut |_| Ok(())).unwrap_or(false) {
+            let blob = repo.blob(&etag);
+            let bad = with_suffix(&blob, BAD);
+            fs::rename(&blob, &bad).with_context(|| format!("cannot rename {}", blob.display()))?;
+            set_aside.push((blob, bad));
         }
-    };
-    if good { State::Good } else { State::Bad }
+    }
+    Ok(())
+}
+
+/// Verifies the files of a snapshot. Returns the missing ones too, for a snapshot in inferno's own cache.
+fn file_states(
+    candidate: &Candidate,
+    known_blobs: &mut BTreeMap<PathBuf, bool>,
+    report: impl Fn(&str, u64),
+) -> Vec<(String, FileState)> {
+    let mut files = Vec::new();
+    for (file, path, etag) in candidate.repo.snapshot_files(&candidate.commit) {
+        let state = file_state(&path, etag.as_deref(), known_blobs, &mut |bytes| report(&file, bytes));
+        files.push((file, state));
+    }
+    if candidate.source == Source::Inferno {
+        for missing in missing_files(&candidate.repo.snapshot(&candidate.commit), Required::Weights) {
+            if !files.iter().any(|(file, _)| *file == missing) {
+                files.push((missing, FileState::Missing));
+            }
+        }
+    }
+    files.sort_by(|(a, _), (b, _)| a.cmp(b));
+    files
+}
+
+fn file_state(
+    path: &Path,
+    etag: Option<&str>,
+    known_blobs: &mut BTreeMap<PathBuf, bool>,
+    progress: &mut dyn FnMut(u64),
+) -> FileState {
+    let Ok(blob) = fs::canonicalize(path) else { return FileState::Missing };
+    let Some(etag) = etag.filter(|etag| hash::is_hash(etag)) else { return FileState::Unknown };
+    let is_good = *known_blobs.entry(blob).or_insert_with_key(|blob| {
+        let mut progress = |bytes| {
+            progress(bytes);
+            Ok(())
+        };
+        // An unreadable file counts as bad.
+        hash::matches(blob, etag, &mut progress).unwrap_or(false)
+    });
+    if is_good { FileState::Good } else { FileState::Bad }
 }

@@ -24,7 +24,6 @@ pub use family::{Architecture, Family};
 
 use crate::error::Error;
 use crate::snapshot;
-use crate::text;
 use crate::weights::compressed::CompressedConfig;
 use crate::weights::gguf::GgufCheckpoint;
 
@@ -117,18 +116,6 @@ fn find_family(json: &Value) -> Result<&'static Family> {
 /// Returns the supported name that is most similar to this one, if one is similar enough.
 fn nearest_name(found: &str) -> Option<&'static str> {
     let names = FAMILIES.iter().flat_map(|family| [family.model_type, family.architecture]);
-    let by_distance = |name: &&str| text::edits(&found.to_lowercase(), &name.to_lowercase());
+    let by_distance = |name: &&str| strsim::levenshtein(&found.to_lowercase(), &name.to_lowercase());
     names.min_by_key(by_distance).filter(|name| 5 * by_distance(name) <= 2 * name.len().max(found.len()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn edits_are_counted() {
-        assert_eq!(text::edits("kitten", "sitting"), 3);
-        assert_eq!(text::edits("", "abc"), 3);
-        assert_eq!(text::edits("gemma", "gemma2"), 1);
-    }
 }

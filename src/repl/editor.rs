@@ -86,7 +86,7 @@ impl LineEditor {
                     }
                     (Some(text), None) => {
                         typed = edited(&text).unwrap_or_else(|error| {
-                            eprintln!("{}", super::text::printable(&format!("{error:#}")));
+                            eprintln!("{}", super::text::printable(&super::text::error_message(&error)));
                             text
                         });
                     }

@@ -109,7 +109,7 @@ pub fn run(mut session: Session, cancel: Arc<AtomicBool>) -> Result<ExitCode> {
                     )),
                 }
             }
-            Err(error) => say(&format!("error: {error:#}")),
+            Err(error) => say(&format!("error: {}", text::error_message(&error))),
         }
     }
     if let Keep::In(journal) = &session.keep {

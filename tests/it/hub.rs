@@ -13,7 +13,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use inferno::Error;
-use inferno::hub::{Hub, Limits, Pick, Progress, Settings, Snapshot, Source};
+use inferno::hub::{FileFilter, Hub, HubConfig, Limits, Progress, Snapshot, Source};
 use tempfile::TempDir;
 
 use fake::{COMMIT, FakeHub, Fault, INDEX, REPO, SHARDS, etag, pattern};
@@ -21,11 +21,11 @@ use fake::{COMMIT, FakeHub, Fault, INDEX, REPO, SHARDS, etag, pattern};
 /// Nothing in these tests is worth a wait.
 fn impatient() -> Limits {
     let ms = Duration::from_millis;
-    Limits { retry: ms(1), longest_retry: ms(2_500), save_every: ms(0), tries: 4, ..Limits::default() }
+    Limits { first_wait: ms(1), max_wait: ms(2_500), save_interval: ms(0), max_failures: 4, ..Limits::default() }
 }
 
-fn included(pattern: &str) -> Pick {
-    Pick { include: vec![pattern.to_string()], ..Pick::default() }
+fn included(pattern: &str) -> FileFilter {
+    FileFilter { include: vec![pattern.to_string()], ..FileFilter::default() }
 }
 
 /// Two empty caches, and a hub that uses them.
@@ -39,8 +39,8 @@ impl Machine {
         Self { dir: TempDir::new().unwrap(), endpoint }
     }
 
-    fn settings(&self) -> Settings {
-        Settings {
+    fn config(&self) -> HubConfig {
+        HubConfig {
             cache: self.dir.path().join("own"),
             shared_cache: self.dir.path().join("shared"),
             endpoint: self.endpoint.clone(),
@@ -51,15 +51,15 @@ impl Machine {
     }
 
     fn hub(&self) -> Hub {
-        Hub::new(self.settings())
+        Hub::new(self.config())
     }
 
     fn with_token(&self) -> Hub {
-        Hub::new(Settings { token: Some("hf_secret".to_string()), ..self.settings() })
+        Hub::new(HubConfig { token: Some("hf_secret".to_string()), ..self.config() })
     }
 
     fn offline(&self) -> Hub {
-        Hub::new(Settings { offline: true, ..self.settings() })
+        Hub::new(HubConfig { offline: true, ..self.config() })
     }
 
     fn repo(&self) -> PathBuf {
@@ -88,7 +88,7 @@ const WHOLE: [(&str, &[u8]); 3] =
 struct Heard(Mutex<Vec<String>>);
 
 impl Progress for Heard {
-    fn already_there(&self, snapshot: &Snapshot) {
+    fn already_present(&self, snapshot: &Snapshot) {
         self.0.lock().unwrap().push(format!("already there: {:?}", snapshot.source));
     }
     fn start(&self, files: &[(String, u64)]) {
@@ -136,7 +136,7 @@ fn downloads_what_a_model_needs_in_the_hugging_face_layout() {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
     let heard = Heard::default();
-    let snapshot = machine.hub().download(REPO, None, &Pick::default(), &heard).unwrap();
+    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &heard).unwrap();
     let path = machine.repo().join("snapshots").join(COMMIT);
     let expected =
         Snapshot { name: REPO.into(), revision: Some(COMMIT.into()), path: path.clone(), source: Source::Inferno };
@@ -171,10 +171,10 @@ fn downloads_what_a_model_needs_in_the_hugging_face_layout() {
 fn a_second_download_fetches_nothing() {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
-    let first = machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    let first = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     fake.lines();
     let heard = Heard::default();
-    assert_eq!(machine.hub().download(REPO, None, &Pick::default(), &heard).unwrap(), first);
+    assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &heard).unwrap(), first);
     assert_eq!(fake.lines(), [format!("GET /api/models/{REPO}/revision/main?blobs=true")]);
     assert_eq!(heard.all(), ["already there: Inferno"]);
 }
@@ -183,14 +183,14 @@ fn a_second_download_fetches_nothing() {
 fn a_new_commit_shares_the_files_that_stayed() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     fake.lines();
     let newer = "f".repeat(40);
     fake.change(|world| {
         world.commit = newer.clone();
         world.files.insert("config.json".into(), b"{\"new\":1}".to_vec());
     });
-    let snapshot = machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert_eq!(snapshot.revision.as_deref(), Some(newer.as_str()));
     assert_eq!(fake.lines()[1..], [format!("GET /{REPO}/resolve/{newer}/config.json")]);
     assert_eq!(machine.hub().find(REPO, None).unwrap(), snapshot);
@@ -210,7 +210,7 @@ fn goes_on_where_an_earlier_attempt_stopped() {
         fs::create_dir_all(&blobs).unwrap();
         fs::write(&partial, &weights[..20_000]).unwrap();
         fake.change(|world| world.does_ranges = does_ranges);
-        let snapshot = machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+        let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
         assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=20000-")));
         assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights, "ranges: {does_ranges}");
         assert!(!partial.exists());
@@ -220,7 +220,7 @@ fn goes_on_where_an_earlier_attempt_stopped() {
     for left in [weights.clone(), pattern(60_000, 9)] {
         fs::create_dir_all(&blobs).unwrap();
         fs::write(&partial, &left).unwrap();
-        let snapshot = machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+        let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
         assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights);
         fs::remove_dir_all(machine.repo()).unwrap();
     }
@@ -231,7 +231,7 @@ fn a_broken_connection_is_resumed() {
     let fake = FakeHub::single();
     fake.change(|world| world.faults.push_back(Fault::Cut(30_000)));
     let machine = Machine::new(fake.endpoint());
-    let snapshot = machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
     assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=30000-")));
 }
@@ -243,7 +243,7 @@ fn two_downloads_at_once_do_not_mix() {
     let hubs = [machine.hub(), machine.hub()];
     std::thread::scope(|scope| {
         for hub in &hubs {
-            scope.spawn(|| hub.download(REPO, None, &Pick::default(), &()).unwrap());
+            scope.spawn(|| hub.download(REPO, None, &FileFilter::default(), &()).unwrap());
         }
     });
     let snapshot = machine.hub().find(REPO, None).unwrap();
@@ -262,9 +262,9 @@ fn a_listing_without_sizes_is_completed_by_head_requests() {
         if redirected {
             // Sizes come from the redirect itself; then nobody listens where the files are.
             fs::remove_dir_all(machine.repo()).unwrap();
-            assert_eq!(failure(machine.hub().download(REPO, None, &Pick::default(), &heard)).1, 5);
+            assert_eq!(failure(machine.hub().download(REPO, None, &FileFilter::default(), &heard)).1, 5);
         } else {
-            let snapshot = machine.hub().download(REPO, None, &Pick::default(), &heard).unwrap();
+            let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &heard).unwrap();
             assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
         }
         assert_eq!(heard.all()[0], "start 3 files, 50004 bytes");
@@ -278,7 +278,7 @@ fn the_token_stays_with_the_endpoint() {
     // Another host by name, though the same machine.
     fake.change(|world| world.storage = Some(format!("http://localhost:{}", storage.port)));
     let machine = Machine::new(fake.endpoint());
-    machine.with_token().download(REPO, None, &Pick::default(), &()).unwrap();
+    machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fake.heads().iter().all(|head| head.to_lowercase().contains("authorization: bearer hf_secret")));
     let there = storage.heads();
     assert_eq!(there.len(), 2, "config.json and tokenizer.json are one blob here");
@@ -289,7 +289,7 @@ fn the_token_stays_with_the_endpoint() {
 fn refusals_of_the_hub() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    let download = || failure(machine.hub().download(REPO, Some("v9"), &Pick::default(), &()));
+    let download = || failure(machine.hub().download(REPO, Some("v9"), &FileFilter::default(), &()));
     for (status, code, body, exit_code, said) in [
         (401, "RepoNotFound", "", 3, "there is no repository"),
         (401, "", "", 3, "there is no repository"),
@@ -309,15 +309,15 @@ fn refusals_of_the_hub() {
     }
     fake.change(|world| world.listing_refused = Some((200, "", "<html>log in</html>")));
     let (message, code) = download();
-    assert!(code == 5 && message.contains("not that of a model hub"), "{message}");
+    assert!(code == 5 && message.contains("not a model hub's"), "{message}");
     fake.change(|world| world.listing_refused = Some((401, "", "")));
-    let (message, code) = failure(machine.with_token().download(REPO, None, &Pick::default(), &()));
-    assert!(code == 4 && message.contains("does not accept this token"), "{message}");
+    let (message, code) = failure(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
+    assert!(code == 4 && message.contains("refuses the token"), "{message}");
     // Gated repositories are listed for everyone; their files are what is kept.
     fake.change(|world| (world.listing_refused, world.files_refused) = (None, Some((403, "GatedRepo"))));
     assert_eq!(download().1, 4);
     fake.change(|world| world.files_refused = Some((401, "")));
-    let (message, code) = failure(machine.with_token().download(REPO, None, &Pick::default(), &()));
+    let (message, code) = failure(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 4);
     assert!(!message.contains("hf_secret"));
     assert!(machine.hub().find(REPO, None).is_err(), "no ref or snapshot is left behind");
@@ -327,7 +327,7 @@ fn refusals_of_the_hub() {
 fn no_network() {
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let machine = Machine::new(format!("http://127.0.0.1:{closed}"));
-    let (message, code) = failure(machine.hub().download(REPO, None, &Pick::default(), &()));
+    let (message, code) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5);
     assert!(message.contains(&format!("127.0.0.1:{closed}")), "{message}");
 }
@@ -336,13 +336,13 @@ fn no_network() {
 fn offline_uses_what_is_here_and_asks_nobody() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    let (message, code) = failure(machine.offline().download(REPO, None, &Pick::default(), &()));
+    let (message, code) = failure(machine.offline().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5);
     assert!(message.contains("offline") && message.contains(REPO), "{message}");
-    let here = machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    let here = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     fake.lines();
     let heard = Heard::default();
-    assert_eq!(machine.offline().download(REPO, None, &Pick::default(), &heard).unwrap(), here);
+    assert_eq!(machine.offline().download(REPO, None, &FileFilter::default(), &heard).unwrap(), here);
     assert_eq!(heard.all(), ["already there: Inferno"]);
     assert!(fake.lines().is_empty());
 }
@@ -358,7 +358,7 @@ fn names_that_lead_elsewhere_are_refused() {
         let index = format!(r#"{{"weight_map":{{"a":"{shard}"}}}}"#);
         let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (INDEX, index.as_bytes())]);
         let machine = Machine::new(fake.endpoint());
-        let (message, _) = failure(machine.hub().download(REPO, None, &Pick::default(), &()));
+        let (message, _) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
         assert!(message.contains("refused"), "{message}");
         assert!(outside(&machine).is_empty());
         assert!(!Path::new("/tmp/inferno-escaped").exists());
@@ -367,16 +367,16 @@ fn names_that_lead_elsewhere_are_refused() {
         let fake = FakeHub::single();
         fake.change(|world| drop(world.files.insert(name.to_string(), b"{}".to_vec())));
         let machine = Machine::new(fake.endpoint());
-        let (message, _) = failure(machine.hub().download(REPO, None, &Pick::default(), &()));
+        let (message, _) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
         assert!(message.contains("refused"), "{message}");
         assert!(names_in(machine.dir.path()).is_empty());
     }
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| world.claimed_etag = Some("../../etag"));
-    assert!(failure(machine.hub().download(REPO, None, &Pick::default(), &())).0.contains("refused"));
+    assert!(failure(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("refused"));
     fake.change(|world| (world.claimed_etag, world.commit) = (None, "../../../commit".to_string()));
-    assert!(failure(machine.hub().download(REPO, None, &Pick::default(), &())).0.contains("refused"));
+    assert!(failure(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("refused"));
     assert!(names_in(machine.dir.path()).is_empty());
 }
 
@@ -385,10 +385,14 @@ fn names_that_people_give_are_checked_first() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     for repo in ["", "a/b/c", "../x", "a b/c", "org/..", "https://huggingface.co/org/name"] {
-        let (message, _) = failure(machine.hub().download(repo, None, &Pick::default(), &()));
+        let (message, _) = failure(machine.hub().download(repo, None, &FileFilter::default(), &()));
         assert!(message.contains("write org/name"), "{message}");
     }
-    assert!(failure(machine.hub().download(REPO, Some("../x"), &Pick::default(), &())).0.contains("is not a revision"));
+    assert!(
+        failure(machine.hub().download(REPO, Some("../x"), &FileFilter::default(), &()))
+            .0
+            .contains("is not a revision")
+    );
     assert!(fake.lines().is_empty());
 }
 
@@ -417,7 +421,7 @@ fn include_replaces_the_weights() {
 fn other_formats_are_named() {
     let fake = FakeHub::start(&[("config.json", b"{}"), ("a.onnx", b"ONNX"), ("pytorch_model.bin", b"pickle")]);
     let machine = Machine::new(fake.endpoint());
-    let (message, _) = failure(machine.hub().download(REPO, None, &Pick::default(), &()));
+    let (message, _) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert!(message.contains("neither safetensors nor GGUF") && message.contains(".bin, .onnx"), "{message}");
 }
 
@@ -425,7 +429,7 @@ fn other_formats_are_named() {
 fn of_several_gguf_files_one_is_chosen() {
     let fake = FakeHub::start(&[("a-Q4_K_M.gguf", b"GGUF"), ("a-Q8_0.gguf", b"GGUF!"), ("README.md", b"")]);
     let machine = Machine::new(fake.endpoint());
-    let (message, code) = failure(machine.hub().download(REPO, None, &Pick::default(), &()));
+    let (message, code) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 2, "{message}");
     assert!(message.contains(&format!("inferno download {REPO} --include '*Q4_K_M*'")), "{message}");
     assert!(message.contains("a-Q8_0.gguf"), "{message}");
@@ -445,7 +449,7 @@ fn a_full_disk_is_noticed_before_the_download() {
     let fake = FakeHub::single();
     fake.change(|world| world.claimed_bytes = Some(1 << 49));
     let machine = Machine::new(fake.endpoint());
-    let (message, code) = failure(machine.hub().download(REPO, None, &Pick::default(), &()));
+    let (message, code) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 11, "{message}");
     assert_eq!(fake.lines().len(), 1, "only the listing was asked for");
 }
@@ -463,13 +467,13 @@ fn the_shared_cache_is_used_without_a_download() {
     assert_eq!(found, expected);
     assert_eq!(machine.hub().list().unwrap(), std::slice::from_ref(&expected));
     let heard = Heard::default();
-    assert_eq!(machine.hub().download(REPO, None, &Pick::default(), &heard).unwrap(), expected);
+    assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &heard).unwrap(), expected);
     assert_eq!(heard.all(), ["already there: HuggingFace"]);
     assert_eq!(fake.lines().len(), 1, "only the listing was asked for");
 
     // In part, or cut short, is not there.
     fs::write(expected.path.join("model.safetensors"), b"short").unwrap();
-    assert_eq!(machine.hub().download(REPO, None, &Pick::default(), &()).unwrap().source, Source::Inferno);
+    assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap().source, Source::Inferno);
 }
 
 #[test]
@@ -483,7 +487,7 @@ fn the_newest_commit_wins_in_whichever_cache_it_lies() {
         ["config.json", "tokenizer.json", "model.safetensors"].map(|name| (name, &world.files[name][..])).to_vec();
     machine.place("shared", REPO, COMMIT, &files);
     assert_eq!(machine.hub().find(REPO, None).unwrap().revision, Some(old.clone()));
-    machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert_eq!(machine.hub().find(REPO, None).unwrap().revision.as_deref(), Some(COMMIT));
 }
 
@@ -519,8 +523,8 @@ fn hints_for_a_model_that_is_not_here() {
     machine.place("own", "openai/gpt-oss-20b", COMMIT, &WHOLE);
     assert_eq!(hub.find("gpt-oss-20b", None).unwrap().name, "openai/gpt-oss-20b");
     assert_eq!(hub.find("OpenAI/GPT-OSS-20B", None).unwrap().name, "openai/gpt-oss-20b");
-    assert!(missing("openai/gpt-os-20b", None).contains("or is it 'openai/gpt-oss-20b'"));
-    assert!(missing("gpt-os-20b", None).contains("or is it 'openai/gpt-oss-20b'"));
+    assert!(missing("openai/gpt-os-20b", None).contains("did you mean 'openai/gpt-oss-20b'"));
+    assert!(missing("gpt-os-20b", None).contains("did you mean 'openai/gpt-oss-20b'"));
     assert!(missing("meta-llama/Llama-3.2-1B", None).ends_with("inferno download meta-llama/Llama-3.2-1B"));
     assert!(missing("openai/gpt-oss-20b", Some("v2")).ends_with("--revision v2"));
     machine.place("shared", "unsloth/gpt-oss-20b", COMMIT, &WHOLE);
@@ -546,16 +550,16 @@ fn weights_without_the_small_files_are_no_model_yet() {
         world.faults.extend([Fault::Stall(0); 5]);
     });
     let machine = Machine::new(fake.endpoint());
-    let limits = Limits { stall: Duration::from_millis(300), tries: 0, ..impatient() };
-    let hub = Hub::new(Settings { limits, ..machine.settings() });
-    assert_eq!(failure(hub.download(REPO, None, &Pick::default(), &())).1, 5);
+    let limits = Limits { stall_timeout: Duration::from_millis(300), max_failures: 0, ..impatient() };
+    let hub = Hub::new(HubConfig { limits, ..machine.config() });
+    assert_eq!(failure(hub.download(REPO, None, &FileFilter::default(), &())).1, 5);
     let blob = machine.repo().join("blobs").join(etag(SHARDS[0], &pattern(200_000, 1)));
     assert!(blob.exists(), "the weights are here");
     assert_eq!(failure(hub.find(REPO, None)).1, 3);
-    assert_eq!(failure(machine.offline().download(REPO, None, &Pick::default(), &())).1, 5);
+    assert_eq!(failure(machine.offline().download(REPO, None, &FileFilter::default(), &())).1, 5);
     fake.change(|world| world.faults.clear());
     fake.lines();
-    hub.download(REPO, None, &Pick::default(), &()).unwrap();
+    hub.download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(hub.find(REPO, None).is_ok() && !fake.lines().iter().any(|line| line.ends_with(SHARDS[0])));
 }
 
@@ -563,10 +567,10 @@ fn weights_without_the_small_files_are_no_model_yet() {
 fn a_commit_is_the_one_that_was_asked_for() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    let (message, code) = failure(machine.hub().download(REPO, Some(&"a".repeat(40)), &Pick::default(), &()));
+    let (message, code) = failure(machine.hub().download(REPO, Some(&"a".repeat(40)), &FileFilter::default(), &()));
     assert!(code == 6 && message.contains("refused"), "{message}");
     assert!(!machine.repo().exists());
-    machine.hub().download(REPO, Some(COMMIT), &Pick::default(), &()).unwrap();
+    machine.hub().download(REPO, Some(COMMIT), &FileFilter::default(), &()).unwrap();
 }
 
 /// Mirrors that call files by their time and length, or by nothing that says what is in them.
@@ -579,7 +583,7 @@ fn words_that_are_no_hashes_are_not_mixed_up() {
             world.files.insert(SHARDS[0].into(), pattern(90_000, first));
             world.files.insert(SHARDS[1].into(), pattern(90_000, second));
         });
-        let snapshot = machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+        let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
         assert!(fs::read(snapshot.path.join(SHARDS[0])).unwrap() == pattern(90_000, first));
         assert!(fs::read(snapshot.path.join(SHARDS[1])).unwrap() == pattern(90_000, second));
     };
@@ -595,21 +599,21 @@ fn words_that_are_no_hashes_are_not_mixed_up() {
     });
     fetch(5, 6);
     let checked = machine.hub().verify(Some(REPO), None, &()).unwrap();
-    assert!(checked.iter().all(|checked| checked.faults().count() == 0), "{checked:?}");
+    assert!(checked.iter().all(|checked| checked.damaged_files().count() == 0), "{checked:?}");
 }
 
 #[test]
 fn listings_that_cannot_be_are_refused() {
     for (change, said) in [
-        ((|world| world.claimed_bytes = Some(u64::MAX)) as fn(&mut fake::World), "cannot be"),
+        ((|world| world.claimed_bytes = Some(u64::MAX)) as fn(&mut fake::World), "impossible size"),
         (|world| drop(world.files.insert("config.json/x".into(), b"{}".into())), "as a file and as a folder"),
     ] {
         let fake = FakeHub::single();
         fake.change(change);
         let machine = Machine::new(fake.endpoint());
         for result in [
-            machine.hub().download(REPO, None, &Pick::default(), &()).map(|_| ()),
-            machine.hub().peek(REPO, None).map(|_| ()),
+            machine.hub().download(REPO, None, &FileFilter::default(), &()).map(|_| ()),
+            machine.hub().inspect(REPO, None).map(|_| ()),
         ] {
             let error = result.unwrap_err();
             assert!(error.to_string().contains(said), "{error}");
@@ -624,15 +628,15 @@ fn a_download_that_stopped_is_no_model_yet() {
     // The listing knows the second shard, the storage has lost it.
     fake.change(|world| world.lost = Some(SHARDS[1]));
     let machine = Machine::new(fake.endpoint());
-    let (message, _) = failure(machine.hub().download(REPO, None, &Pick::default(), &()));
+    let (message, _) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert!(message.contains("does not have it"), "{message}");
     assert!(!machine.repo().join("refs").exists());
     let (message, code) = failure(machine.hub().find(REPO, None));
     assert_eq!(code, 3);
-    assert!(message.contains("only a part of it is here"), "{message}");
+    assert!(message.contains("it is incomplete"), "{message}");
     fake.change(|world| world.lost = None);
     fake.lines();
-    machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     let fetched = fake.lines();
     assert!(fetched.contains(&format!("GET /{REPO}/resolve/{COMMIT}/{}", SHARDS[1])));
     assert!(!fetched.iter().any(|line| line.ends_with(INDEX)), "{fetched:?}");

@@ -4,7 +4,7 @@ use super::Finding;
 use crate::commands::list::Model;
 use crate::device;
 use crate::error::Error;
-use crate::hub::{Hub, Reached};
+use crate::hub::{Hub, TokenStatus};
 use crate::text::one_line;
 use crate::text::size;
 
@@ -31,7 +31,7 @@ pub fn check(hub: &Hub, findings: &mut Vec<Finding>) {
 
 fn cache(hub: &Hub) -> Finding {
     let dir = hub.cache_dir().display();
-    match hub.try_cache() {
+    match hub.check_cache_is_writable() {
         Ok(()) => Finding::pass("cache", format!("{dir} can be written to")),
         Err(error) => Finding::fail("cache", one_line(&error), "export INFERNO_CACHE=a folder of yours"),
     }
@@ -49,14 +49,14 @@ fn disk(hub: &Hub) -> Option<Finding> {
 }
 
 fn reach(hub: &Hub) -> Finding {
-    let endpoint = &hub.settings().shown_endpoint();
-    match hub.reach() {
-        Ok(Reached::WithoutToken) => {
+    let endpoint = &hub.config().endpoint_for_display();
+    match hub.check_endpoint() {
+        Ok(TokenStatus::NoToken) => {
             Finding::pass("hub", format!("{endpoint} answers; no token is set, which gated models need"))
         }
-        Ok(Reached::TokenAccepted) => Finding::pass("hub", format!("{endpoint} answers and accepts the token")),
-        Ok(Reached::TokenUnknown) => Finding::pass("hub", format!("{endpoint} answers; a token is set")),
-        Ok(Reached::TokenRefused) => {
+        Ok(TokenStatus::Accepted) => Finding::pass("hub", format!("{endpoint} answers and accepts the token")),
+        Ok(TokenStatus::NotSupported) => Finding::pass("hub", format!("{endpoint} answers; a token is set")),
+        Ok(TokenStatus::Refused) => {
             let what = format!("{endpoint} refuses the token: it is wrong or has expired");
             Finding::warn("hub", what, "export HF_TOKEN=a new one from huggingface.co/settings/tokens")
         }

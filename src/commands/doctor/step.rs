@@ -26,7 +26,7 @@ pub fn run(device: &Device) -> Vec<Check> {
     let every = ways.into_iter().flat_map(|way| [(way, DType::BF16, 6e-2), (way, DType::F16, 2e-2)]);
     let check = |((what, quantize), dtype, tolerance)| {
         let started = Instant::now();
-        let error = error(device, dtype, quantize).map_err(|error| format!("{error:#}"));
+        let error = error(device, dtype, quantize).map_err(|error| crate::text::error_message(&error));
         let seconds = started.elapsed().as_secs_f64();
         Check { name: format!("decode step{what}"), dtype, error, tolerance, seconds }
     };

@@ -92,7 +92,7 @@ impl Gpu {
             Err(error) => {
                 let reason = match error.downcast_ref::<Error>() {
                     Some(Error::NoGpu { reason, .. }) => reason.clone(),
-                    _ => format!("{error:#}"),
+                    _ => crate::text::error_message(&error),
                 };
                 Self { gpu: None, no_gpu: Some(reason) }
             }

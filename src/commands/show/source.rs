@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Value, json};
 
-use crate::hub::{self, Hub, Peek, Snapshot};
+use crate::hub::{self, Hub, RemoteModel, Snapshot};
 use crate::snapshot::gguf as gguf_files;
 use crate::weights::gguf::GgufCheckpoint;
 use crate::weights::{Checkpoint, Inventory};
@@ -67,16 +67,16 @@ impl Said {
 }
 
 /// The model that the heads of GGUF files on a hub tell of; and apart from that, whether they could be read.
-fn heads(hub: &Hub, peek: &Peek) -> Result<Result<GgufCheckpoint>> {
+fn heads(hub: &Hub, model: &RemoteModel) -> Result<Result<GgufCheckpoint>> {
     let failure = Cell::new(None);
     let read = |name: &str, bytes| {
-        hub.read_part(peek, name, bytes).map_err(|error| {
+        hub.read_range(model, name, bytes).map_err(|error| {
             let said = anyhow!("{error:#}");
             failure.set(Some(error));
             said
         })
     };
-    let file = GgufCheckpoint::open_remote(&peek.gguf, &read);
+    let file = GgufCheckpoint::open_remote(&model.gguf, &read);
     failure.into_inner().map_or(Ok(file), Err)
 }
 
@@ -125,11 +125,11 @@ impl Source {
     }
 
     /// A model on a hub. Fails if the hub does; what is broken there is a finding.
-    pub fn remote(hub: &Hub, peek: Peek) -> Result<Self> {
-        let text = |name: &str| peek.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
+    pub fn remote(hub: &Hub, model: RemoteModel) -> Result<Self> {
+        let text = |name: &str| model.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
         let readme = text("README.md").and_then(|readme| front_matter_license(&readme));
-        let license = readme.or_else(|| license_file(&peek.files).map(str::to_string));
-        let said = match peek.gguf.is_empty() {
+        let license = readme.or_else(|| license_file(&model.files).map(str::to_string));
+        let said = match model.gguf.is_empty() {
             true => {
                 let config = match text("config.json") {
                     Some(text) => serde_json::from_str(&text).context("broken config.json"),
@@ -141,18 +141,18 @@ impl Source {
                     tokenizer_config: tokenizer_config.unwrap_or_default(),
                     tokenizer_config_is: "tokenizer_config.json",
                     license: None,
-                    inventory: inventory(&peek),
+                    inventory: inventory(&model),
                 }
             }
-            false => Said::by_gguf(heads(hub, &peek)?),
+            false => Said::by_gguf(heads(hub, &model)?),
         };
-        let gguf = peek.gguf.into_iter().map(|(name, bytes)| (name, Some(bytes)));
+        let gguf = model.gguf.into_iter().map(|(name, bytes)| (name, Some(bytes)));
         Ok(Self {
-            name: peek.name,
-            revision: Some(peek.commit),
+            name: model.name,
+            revision: Some(model.commit),
             path: None,
             place: "on the hub",
-            files: if gguf.len() == 0 { peek.files } else { gguf.collect() },
+            files: if gguf.len() == 0 { model.files } else { gguf.collect() },
             said: said.or_license(license),
         })
     }
@@ -162,9 +162,9 @@ impl Source {
     }
 }
 
-fn inventory(peek: &Peek) -> Result<Inventory> {
+fn inventory(model: &RemoteModel) -> Result<Inventory> {
     let mut inventory = Inventory::default();
-    for header in &peek.headers {
+    for header in &model.headers {
         inventory.add_header(&header.file, &header.json, header.data_bytes)?;
     }
     if !inventory.is_empty() {

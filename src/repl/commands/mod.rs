@@ -168,7 +168,7 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
 }
 
 fn in_words(error: anyhow::Error) -> String {
-    format!("{error:#}")
+    crate::text::error_message(&error)
 }
 
 /// What became of the conversation before.

@@ -4,7 +4,7 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use inferno::hub::{Hub, Limits, Pick, Settings, Source};
+use inferno::hub::{FileFilter, Hub, HubConfig, Limits, Source};
 
 use super::fake::{COMMIT, FakeHub, Fault, REPO, etag, pattern};
 use super::{Heard, Machine, failure, impatient, included, names_in};
@@ -14,13 +14,13 @@ const WEIGHTS: &str = "model.safetensors";
 /// The weights come in five parts or more.
 fn in_parts(machine: &Machine) -> Hub {
     let limits = Limits { part_bytes: 10_000, connections: 3, ..impatient() };
-    Hub::new(Settings { limits, ..machine.settings() })
+    Hub::new(HubConfig { limits, ..machine.config() })
 }
 
 /// As a whole, by one connection.
 fn in_one(machine: &Machine) -> Hub {
     let limits = Limits { connections: 1, ..impatient() };
-    Hub::new(Settings { limits, ..machine.settings() })
+    Hub::new(HubConfig { limits, ..machine.config() })
 }
 
 /// Downloads with such faults, and says what was heard.
@@ -29,7 +29,7 @@ fn survives(hub: impl Fn(&Machine) -> Hub, faults: &[Fault]) -> Vec<String> {
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| world.faults.extend(faults));
     let heard = Heard::default();
-    let snapshot = hub(&machine).download(REPO, None, &Pick::default(), &heard).unwrap();
+    let snapshot = hub(&machine).download(REPO, None, &FileFilter::default(), &heard).unwrap();
     let weights = fs::read(snapshot.path.join(WEIGHTS)).unwrap();
     assert!(weights == pattern(50_000, 3), "{faults:?}");
     let blobs = names_in(&machine.repo().join("blobs"));
@@ -43,13 +43,13 @@ fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| world.faults.extend([fault; 100]));
-    let failure = failure(hub(&machine).download(REPO, None, &Pick::default(), &()));
+    let failure = failure(hub(&machine).download(REPO, None, &FileFilter::default(), &()));
     assert!(!machine.repo().join("refs").exists(), "{fault:?}");
     assert!(machine.hub().find(REPO, None).is_err(), "{fault:?}");
     assert!(!machine.repo().join("blobs").join(etag(WEIGHTS, &pattern(50_000, 3))).exists(), "{fault:?}");
     // What was there stays good for the next attempt.
     fake.change(|world| world.faults.clear());
-    let snapshot = machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 3), "{fault:?}");
     failure
 }
@@ -65,7 +65,7 @@ fn bodies_are_cut_anywhere() {
     let (message, code) = fails(in_one, Fault::Cut(0));
     assert_eq!(code, 5, "{message}");
     assert!(
-        message.contains("stopped at 0 of 50000 bytes") && message.contains("the same command goes on"),
+        message.contains("stopped at 0 of 50000 bytes") && message.contains("run the same command to resume"),
         "{message}"
     );
 }
@@ -74,10 +74,11 @@ fn bodies_are_cut_anywhere() {
 fn a_server_that_falls_silent_is_left() {
     let start = Instant::now();
     // A busy machine may be silent for as long.
-    let stall = Duration::from_millis(200);
-    let limits = |connections, part_bytes| Limits { connections, part_bytes, stall, tries: 20, ..impatient() };
+    let stall_timeout = Duration::from_millis(200);
+    let limits =
+        |connections, part_bytes| Limits { connections, part_bytes, stall_timeout, max_failures: 20, ..impatient() };
     let with =
-        |limits: Limits| move |machine: &Machine| Hub::new(Settings { limits: limits.clone(), ..machine.settings() });
+        |limits: Limits| move |machine: &Machine| Hub::new(HubConfig { limits: limits.clone(), ..machine.config() });
     let heard = survives(with(limits(1, 1 << 30)), &[Fault::Stall(20_000), Fault::Stall(0)]);
     assert!(heard.iter().any(|line| line.contains("timeout")), "{heard:?}");
     survives(with(limits(3, 10_000)), &[Fault::Stall(5_000), Fault::Fine, Fault::Stall(0)]);
@@ -115,7 +116,7 @@ fn a_server_without_ranges_sends_the_file_from_its_beginning() {
         world.faults.extend([Fault::Fine, Fault::Cut(30_000)]);
     });
     let machine = Machine::new(fake.endpoint());
-    let snapshot = in_parts(&machine).download(REPO, None, &Pick::default(), &()).unwrap();
+    let snapshot = in_parts(&machine).download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 3));
 }
 
@@ -140,7 +141,7 @@ fn what_is_fetched_goes_into_no_file_but_its_own() {
     let other = machine.dir.path().join("other");
     fs::write(&other, "precious").unwrap();
     std::os::unix::fs::symlink(&other, &parts).unwrap();
-    assert!(machine.hub().download(REPO, None, &Pick::default(), &()).is_err());
+    assert!(machine.hub().download(REPO, None, &FileFilter::default(), &()).is_err());
     assert_eq!(fs::read(&other).unwrap(), b"precious");
 }
 
@@ -153,7 +154,7 @@ fn a_note_without_its_file_is_not_believed() {
     let note = blobs.join(format!("{}.parts.json", etag(WEIGHTS, &pattern(50_000, 3))));
     fs::write(&note, r#"{"done":[{"start":0,"end":50000}]}"#).unwrap();
     fake.change(|world| world.faults.extend([Fault::Status("404 No")]));
-    assert!(machine.hub().download(REPO, None, &Pick::default(), &()).is_err());
+    assert!(machine.hub().download(REPO, None, &FileFilter::default(), &()).is_err());
     assert!(!fs::read_to_string(&note).is_ok_and(|note| note.contains("50000")));
 }
 
@@ -162,11 +163,11 @@ fn a_trickle_is_as_good_as_a_stall() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| world.pace = Some((500, Duration::from_millis(20))));
-    let limits = Limits { connections: 1, stall: Duration::from_millis(200), tries: 20, ..impatient() };
-    let hub = Hub::new(Settings { limits, ..machine.settings() });
+    let limits = Limits { connections: 1, stall_timeout: Duration::from_millis(200), max_failures: 20, ..impatient() };
+    let hub = Hub::new(HubConfig { limits, ..machine.config() });
     let heard = Heard::default();
-    hub.download(REPO, None, &Pick::default(), &heard).unwrap();
-    assert!(heard.all().iter().any(|line| line.contains("bytes came in 0.4 s")));
+    hub.download(REPO, None, &FileFilter::default(), &heard).unwrap();
+    assert!(heard.all().iter().any(|line| line.contains("bytes arrived in 0.4 s")));
 }
 
 #[test]
@@ -177,11 +178,11 @@ fn a_login_page_costs_nothing_of_what_is_here() {
         world.faults.push_back(Fault::Cut(30_000));
         world.faults.extend([Fault::Portal; 5]);
     });
-    let (message, code) = failure(in_one(&machine).download(REPO, None, &Pick::default(), &()));
+    let (message, code) = failure(in_one(&machine).download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5);
     assert!(message.contains("stopped at 30000 of 50000") && message.contains("login page"), "{message}");
     fake.heads();
-    in_one(&machine).download(REPO, None, &Pick::default(), &()).unwrap();
+    in_one(&machine).download(REPO, None, &FileFilter::default(), &()).unwrap();
     let heads = fake.heads();
     assert!(heads.iter().any(|head| head.to_lowercase().contains("range: bytes=30000-49999")), "{heads:?}");
 }
@@ -190,7 +191,7 @@ fn a_login_page_costs_nothing_of_what_is_here() {
 fn flipped_bytes_are_found_and_fetched_anew() {
     for (hub, at) in [(in_one as fn(&Machine) -> Hub, 0), (in_one, 49_999), (in_parts, 1_234)] {
         let heard = survives(hub, &[Fault::Flip(at)]);
-        assert!(heard.iter().any(|line| line.contains("its contents are not what the hub says")), "{heard:?}");
+        assert!(heard.iter().any(|line| line.contains("its contents do not match")), "{heard:?}");
     }
     let (message, code) = fails(in_parts, Fault::Flip(7));
     assert_eq!(code, 6, "{message}");
@@ -210,7 +211,7 @@ fn a_wrong_length_is_no_file() {
         fake.change(|world| world.claimed_bytes = Some(bytes));
         let machine = Machine::new(fake.endpoint());
         for hub in [in_one(&machine), in_parts(&machine)] {
-            let (message, code) = failure(hub.download(REPO, None, &Pick::default(), &()));
+            let (message, code) = failure(hub.download(REPO, None, &FileFilter::default(), &()));
             assert_eq!(code, 5, "{message}");
             assert!(machine.hub().find(REPO, None).is_err());
         }
@@ -225,7 +226,7 @@ fn contents_that_change_in_the_middle_are_not_mixed() {
         world.faults.push_back(Fault::Cut(30_000));
         world.faults.extend([Fault::Status("500 No"); 5]);
     });
-    assert_eq!(failure(in_one(&machine).download(REPO, None, &Pick::default(), &())).1, 5);
+    assert_eq!(failure(in_one(&machine).download(REPO, None, &FileFilter::default(), &())).1, 5);
     // The same commit with other contents, under the old hash: that cannot be.
     let old = etag(WEIGHTS, &pattern(50_000, 3));
     let old: &'static str = Box::leak(old.into_boxed_str());
@@ -244,7 +245,7 @@ fn contents_that_change_in_the_middle_are_not_mixed() {
         world.files.insert("config.json".into(), b"{}".into());
         world.files.insert("tokenizer.json".into(), b"{}".into());
     });
-    let snapshot = in_one(&machine).download(REPO, None, &Pick::default(), &()).unwrap();
+    let snapshot = in_one(&machine).download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert_eq!(snapshot.revision, Some(newer));
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 4));
 }
@@ -285,9 +286,9 @@ fn busy_servers_are_asked_again_when_they_say() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| world.listing_faults.extend(["503 No", "429 No\r\nretry-after: 0", "500 No"]));
-    machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     fake.change(|world| world.listing_faults.push_back("429 No\r\nretry-after: 3600"));
-    let (message, code) = failure(machine.hub().download(REPO, None, &Pick::default(), &()));
+    let (message, code) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5);
     assert!(message.contains("try again in 3600 s"), "{message}");
 }
@@ -298,7 +299,7 @@ fn refusals_are_not_asked_again() {
         let fake = FakeHub::single();
         let machine = Machine::new(fake.endpoint());
         fake.change(|world| world.faults.push_back(Fault::Status(status)));
-        assert_eq!(failure(in_one(&machine).download(REPO, None, &Pick::default(), &())).1, code, "{status}");
+        assert_eq!(failure(in_one(&machine).download(REPO, None, &FileFilter::default(), &())).1, code, "{status}");
     }
 }
 
@@ -310,7 +311,7 @@ fn the_token_stays_with_the_endpoint_in_every_redirect() {
         let fake = FakeHub::single();
         fake.change(|world| world.storage = Some(format!("{to}{}", storage.port)));
         let machine = Machine::new(fake.endpoint());
-        machine.with_token().download(REPO, None, &Pick::default(), &()).unwrap();
+        machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
         assert!(fake.heads().iter().all(|head| head.contains("hf_secret")), "{to}");
         let there = storage.heads();
         assert!(!there.is_empty());
@@ -320,28 +321,28 @@ fn the_token_stays_with_the_endpoint_in_every_redirect() {
     let fake = FakeHub::single();
     fake.change(|world| world.storage = Some(String::new()));
     let machine = Machine::new(fake.endpoint());
-    machine.with_token().download(REPO, None, &Pick::default(), &()).unwrap();
+    machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fake.heads().iter().all(|head| head.contains("hf_secret")));
     // What leads nowhere, or round in circles.
     for nowhere in ["ftp://127.0.0.1/x?signature=SECRET&", "file:///etc/passwd?signature=SECRET&"] {
         fake.change(|world| world.storage = Some(nowhere.into()));
         fake.lines();
         let machine = Machine::new(fake.endpoint());
-        let (message, code) = failure(machine.hub().download(REPO, None, &Pick::default(), &()));
+        let (message, code) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
         assert_eq!(code, 5, "{message}");
-        assert!(message.contains("no address to follow") && !message.contains("SECRET"), "{message}");
+        assert!(message.contains("not a web address") && !message.contains("SECRET"), "{message}");
         assert!(fake.lines().len() <= 5, "what cannot change is not asked again");
     }
     fake.change(|world| world.storage = Some(format!("/{REPO}/resolve/{COMMIT}/model.safetensors?")));
     let machine = Machine::new(fake.endpoint());
-    assert!(failure(machine.hub().download(REPO, None, &Pick::default(), &())).0.contains("redirects"));
+    assert!(failure(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("redirects"));
 }
 
 #[test]
 fn the_end_of_a_file_is_not_waited_for() {
     let start = Instant::now();
-    let limits = Limits { connections: 1, stall: Duration::from_secs(10), ..impatient() };
-    survives(|machine| Hub::new(Settings { limits: limits.clone(), ..machine.settings() }), &[Fault::Endless]);
+    let limits = Limits { connections: 1, stall_timeout: Duration::from_secs(10), ..impatient() };
+    survives(|machine| Hub::new(HubConfig { limits: limits.clone(), ..machine.config() }), &[Fault::Endless]);
     assert!(start.elapsed() < Duration::from_secs(9));
 }
 
@@ -358,9 +359,9 @@ fn many_parts_by_many_connections_make_one_file() {
         }));
     });
     let machine = Machine::new(fake.endpoint());
-    let limits = Limits { part_bytes: 7_001, tries: 60, ..impatient() };
-    let hub = Hub::new(Settings { limits, ..machine.settings() });
-    let snapshot = hub.download(REPO, None, &Pick::default(), &()).unwrap();
+    let limits = Limits { part_bytes: 7_001, max_failures: 60, ..impatient() };
+    let hub = Hub::new(HubConfig { limits, ..machine.config() });
+    let snapshot = hub.download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert_eq!(snapshot.source, Source::Inferno);
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == weights);
     let parts = fake.lines().iter().filter(|line| line.ends_with(WEIGHTS)).count();

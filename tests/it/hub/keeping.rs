@@ -3,16 +3,16 @@
 use std::fs;
 use std::path::PathBuf;
 
-use inferno::hub::{Checked, Hub, Pick, Settings, Source, State};
+use inferno::hub::{FileFilter, FileState, Hub, HubConfig, Source, VerifiedSnapshot};
 
 use super::fake::{COMMIT, FakeHub, INDEX, REPO, SHARDS, etag, pattern};
 use super::{Machine, WHOLE, names_in};
 
-fn faults(checked: &[Checked]) -> Vec<(String, State)> {
-    checked.iter().flat_map(|checked| checked.faults().cloned()).collect()
+fn faults(checked: &[VerifiedSnapshot]) -> Vec<(String, FileState)> {
+    checked.iter().flat_map(|checked| checked.damaged_files().cloned()).collect()
 }
 
-fn verify(hub: &Hub) -> Vec<(String, State)> {
+fn verify(hub: &Hub) -> Vec<(String, FileState)> {
     faults(&hub.verify(Some(REPO), None, &()).unwrap())
 }
 
@@ -20,7 +20,7 @@ fn verify(hub: &Hub) -> Vec<(String, State)> {
 fn downloaded() -> (FakeHub, Machine, [PathBuf; 2]) {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
-    machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     let blob = |name: &str, length, seed| machine.repo().join("blobs").join(etag(name, &pattern(length, seed)));
     let blobs = [blob(SHARDS[0], 200_000, 1), blob(SHARDS[1], 100_000, 2)];
     fake.lines();
@@ -36,7 +36,7 @@ fn bad_and_missing_files_are_named_and_they_alone_are_fetched() {
     fs::write(&blobs[0], bytes).unwrap();
     fs::remove_file(&blobs[1]).unwrap();
     let found = verify(&machine.offline());
-    assert_eq!(found, [(SHARDS[0].to_string(), State::Bad), (SHARDS[1].to_string(), State::Missing)]);
+    assert_eq!(found, [(SHARDS[0].to_string(), FileState::Bad), (SHARDS[1].to_string(), FileState::Missing)]);
 
     let checked = machine.hub().verify(Some("tiny-m"), Some("main"), &()).unwrap();
     assert_eq!(checked[0].files.len(), 7);
@@ -85,8 +85,9 @@ fn what_cannot_be_verified_or_repaired_says_so() {
     machine.place("shared", "org/other", COMMIT, &WHOLE);
     let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();
     assert_eq!((checked[0].source, checked[0].files.len()), (Source::HuggingFace, 3));
-    assert!(checked[0].files.iter().all(|(_, state)| *state == State::Unknown));
-    let bad = Checked { files: vec![("config.json".into(), State::Bad)], ..checked.into_iter().next().unwrap() };
+    assert!(checked[0].files.iter().all(|(_, state)| *state == FileState::Unknown));
+    let bad =
+        VerifiedSnapshot { files: vec![("config.json".into(), FileState::Bad)], ..checked.into_iter().next().unwrap() };
     assert!(machine.hub().repair(&bad, &()).unwrap_err().to_string().contains("hf download org/other"));
 }
 
@@ -99,7 +100,7 @@ fn the_demo_is_verified_too() {
     let mut bytes = fs::read(demo.path.join("tokenizer.json")).unwrap();
     bytes[100] ^= 1;
     fs::write(demo.path.join("tokenizer.json"), bytes).unwrap();
-    assert_eq!(state(), [("tokenizer.json".to_string(), State::Bad)]);
+    assert_eq!(state(), [("tokenizer.json".to_string(), FileState::Bad)]);
     machine.hub().repair(&machine.hub().verify(Some("demo"), None, &()).unwrap()[0], &()).unwrap();
     assert!(state().is_empty());
     assert!(machine.hub().remove("demo", None, &()).unwrap().freed_bytes > 1_000_000);
@@ -110,13 +111,13 @@ fn the_demo_is_verified_too() {
 fn a_revision_goes_and_what_others_share_stays() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    machine.hub().download(REPO, None, &Pick::default(), &()).unwrap();
+    machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     let newer = "f".repeat(40);
     fake.change(|world| {
         world.commit = newer.clone();
         world.files.insert("config.json".into(), b"{\"new\":1}".to_vec());
     });
-    machine.hub().download(REPO, Some("v2"), &Pick::default(), &()).unwrap();
+    machine.hub().download(REPO, Some("v2"), &FileFilter::default(), &()).unwrap();
     assert_eq!(machine.hub().find(REPO, Some("v2")).unwrap().revision, Some(newer.clone()));
 
     let removed = machine.hub().remove("tiny", Some("v2"), &()).unwrap();
@@ -203,10 +204,10 @@ fn what_lies_behind_a_link_is_not_pruned() {
 #[test]
 fn a_mere_part_of_a_name_is_told() {
     let (_fake, machine, _) = downloaded();
-    assert_eq!(machine.hub().only_part("tiny").as_deref(), Some(REPO));
-    assert_eq!(machine.hub().only_part("tiny:Q4_K_M").as_deref(), Some("org/tiny-model:Q4_K_M"));
+    assert_eq!(machine.hub().complete_partial_name("tiny").as_deref(), Some(REPO));
+    assert_eq!(machine.hub().complete_partial_name("tiny:Q4_K_M").as_deref(), Some("org/tiny-model:Q4_K_M"));
     for whole in [REPO, "tiny-model", "ORG/Tiny-Model", "other", "demo"] {
-        assert_eq!(machine.hub().only_part(whole), None, "{whole}");
+        assert_eq!(machine.hub().complete_partial_name(whole), None, "{whole}");
     }
 }
 
@@ -244,7 +245,7 @@ fn a_snapshot_outlives_one_of_its_gguf_files() {
         ("model.safetensors", b"weights"),
     ]);
     let machine = Machine::new(fake.endpoint());
-    let pick = Pick { include: vec!["*.gguf".into(), "*.safetensors".into()], ..Pick::default() };
+    let pick = FileFilter { include: vec!["*.gguf".into(), "*.safetensors".into()], ..FileFilter::default() };
     let snapshot = machine.hub().download(REPO, None, &pick, &()).unwrap();
     assert_eq!(machine.hub().remove(&format!("{REPO}:Q4"), None, &()).unwrap().freed_bytes, 9);
     machine.hub().remove(&format!("{REPO}:F16"), None, &()).unwrap();
@@ -256,12 +257,12 @@ fn a_snapshot_outlives_one_of_its_gguf_files() {
 fn the_cache_of_other_tools_is_not_changed_under_another_name() {
     let (fake, machine, _) = downloaded();
     let checked = machine.hub().verify(Some(REPO), None, &()).unwrap().remove(0);
-    let checked = Checked { files: vec![("config.json".into(), State::Bad)], ..checked };
-    let own = machine.settings().cache;
+    let checked = VerifiedSnapshot { files: vec![("config.json".into(), FileState::Bad)], ..checked };
+    let own = machine.config().cache;
     for shared_cache in [own.clone(), own.join("../own")] {
-        let hub = || Hub::new(Settings { shared_cache: shared_cache.clone(), ..machine.settings() });
+        let hub = || Hub::new(HubConfig { shared_cache: shared_cache.clone(), ..machine.config() });
         let errors = [
-            hub().download(REPO, None, &Pick::default(), &()).unwrap_err(),
+            hub().download(REPO, None, &FileFilter::default(), &()).unwrap_err(),
             hub().remove(REPO, None, &()).unwrap_err(),
             hub().prune().unwrap_err(),
             hub().repair(&checked, &()).unwrap_err(),
@@ -281,7 +282,7 @@ fn nothing_is_deleted_for_a_repair_that_cannot_be() {
     bytes[0] ^= 1;
     fs::write(&blobs[0], bytes).unwrap();
     let mut checked = machine.hub().verify(Some(REPO), None, &()).unwrap().remove(0);
-    checked.files.push(("not-on-the-hub".into(), State::Missing));
+    checked.files.push(("not-on-the-hub".into(), FileState::Missing));
     assert!(machine.hub().repair(&checked, &()).unwrap_err().to_string().contains("not-on-the-hub"));
     assert!(blobs[0].exists());
 
@@ -290,9 +291,9 @@ fn nothing_is_deleted_for_a_repair_that_cannot_be() {
     let index = fake.world.lock().unwrap().files[INDEX].clone();
     let blob = machine.repo().join("blobs").join(etag(INDEX, &index));
     fs::remove_file(&blob).unwrap();
-    assert_eq!(verify(&machine.hub()), [(INDEX.to_string(), State::Missing)]);
+    assert_eq!(verify(&machine.hub()), [(INDEX.to_string(), FileState::Missing)]);
     fs::write(&blob, "{").unwrap();
-    assert_eq!(verify(&machine.hub()), [(INDEX.to_string(), State::Bad)]);
+    assert_eq!(verify(&machine.hub()), [(INDEX.to_string(), FileState::Bad)]);
     machine.hub().repair(&machine.hub().verify(Some(REPO), None, &()).unwrap()[0], &()).unwrap();
     assert!(verify(&machine.hub()).is_empty());
 }
@@ -304,7 +305,7 @@ fn missing_parts_are_named_with_their_folder() {
     let machine = Machine::new(fake.endpoint());
     let snapshot = machine.hub().download(REPO, None, &super::included("*Q8*"), &()).unwrap();
     fs::remove_file(snapshot.path.join(parts[1])).unwrap();
-    assert_eq!(verify(&machine.hub()), [(parts[1].to_string(), State::Missing)]);
+    assert_eq!(verify(&machine.hub()), [(parts[1].to_string(), FileState::Missing)]);
     machine.hub().repair(&machine.hub().verify(Some(REPO), None, &()).unwrap()[0], &()).unwrap();
     assert!(verify(&machine.hub()).is_empty());
 }
@@ -332,8 +333,8 @@ fn the_last_use_is_kept() {
     let hub = machine.hub();
     let (a, b) = (hub.find("org/a", None).unwrap(), hub.find("org/b", None).unwrap());
     assert_eq!(hub.last_used(&a), None);
-    hub.note_use(&a);
-    hub.note_use(&b);
+    hub.record_use(&a);
+    hub.record_use(&b);
     assert!(hub.last_used(&a).unwrap().elapsed().unwrap().as_secs() < 60);
     assert_eq!(hub.list().unwrap().len(), 2);
     hub.remove("org/b", None, &()).unwrap();
@@ -345,7 +346,7 @@ fn the_last_use_is_kept() {
 fn files_can_be_left_out() {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
-    let pick = Pick { exclude: vec!["*.safetensors".into(), "chat_*".into()], ..Pick::default() };
+    let pick = FileFilter { exclude: vec!["*.safetensors".into(), "chat_*".into()], ..FileFilter::default() };
     let snapshot = machine.hub().download(REPO, None, &pick, &()).unwrap();
     assert_eq!(names_in(&snapshot.path), ["config.json", "generation_config.json", INDEX, "tokenizer.json"]);
     assert!(machine.hub().find_tokenizer(REPO, None).is_ok());

@@ -218,7 +218,7 @@ fn a_full_disk_is_survived() {
     let inferno = command(&home, &fake, &["download", REPO]);
     let output = in_shell(&["sh"], limited, home.path(), &inferno).output().unwrap();
     assert_eq!(output.status.code(), Some(11), "{}", text(&output.stderr));
-    assert!(text(&output.stderr).contains("the same command goes on"), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("run the same command to resume"), "{}", text(&output.stderr));
     assert!(!repo(&home).join("refs").exists());
     fake.heads();
     let sent = fake.world.lock().unwrap().sent_bytes;
@@ -271,7 +271,7 @@ fn a_disk_that_others_fill_is_survived() {
     let output = in_shell(&MOUNTING, script, &models, &inferno).output().unwrap();
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(0), "{said}");
-    assert!(said.contains("the same command goes on"), "{said}");
+    assert!(said.contains("run the same command to resume"), "{said}");
 }
 
 #[cfg(target_os = "linux")]

@@ -6,7 +6,7 @@ use std::fs;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use inferno::hub::{Hub, Limits, Pick, Settings, Snapshot, State};
+use inferno::hub::{FileFilter, FileState, Hub, HubConfig, Limits, Snapshot};
 
 use super::fake::{FakeHub, Fault, INDEX, REPO, SHARDS, World, etag, pattern};
 use super::{Machine, failure, impatient};
@@ -62,8 +62,8 @@ impl Schedule {
             connections: 1 + random.below(4),
             part_bytes: [3_000, 10_000, 1 << 16, 1 << 30][random.below(4)],
             // A busy machine may be silent for as long.
-            stall: Duration::from_millis(400),
-            tries: 1 + random.below(4) as u32,
+            stall_timeout: Duration::from_millis(400),
+            max_failures: 1 + random.below(4) as u32,
             ..impatient()
         };
         let storage = (random.below(3) == 0).then_some(storage);
@@ -110,14 +110,14 @@ impl Schedule {
     /// The same command again and again, as a person types it; the hub may have a new commit in between. At the end
     /// nothing goes wrong any more.
     fn run(mut self) -> (usize, usize) {
-        let hub = Hub::new(Settings { limits: self.limits.clone(), ..self.machine.settings() });
+        let hub = Hub::new(HubConfig { limits: self.limits.clone(), ..self.machine.config() });
         let (mut whole, mut failed) = (0, 0);
         for attempt in 0..4 {
             if attempt == 3 {
                 self.change_all(|world| world.faults.clear());
                 self.fake.change(|world| world.listing_faults.clear());
             }
-            match hub.download(REPO, None, &Pick::default(), &()) {
+            match hub.download(REPO, None, &FileFilter::default(), &()) {
                 Ok(snapshot) => {
                     whole += 1;
                     self.check_whole(&hub, &snapshot);
@@ -168,7 +168,7 @@ impl Schedule {
         // A model is not only its weights.
         assert!(FILES.iter().all(|name| snapshot.path.join(name).is_file()), "{snapshot:?}");
         for checked in hub.verify(Some(REPO), snapshot.revision.as_deref(), &()).unwrap() {
-            assert!(checked.files.iter().all(|(_, state)| *state == State::Good), "{checked:?}");
+            assert!(checked.files.iter().all(|(_, state)| *state == FileState::Good), "{checked:?}");
         }
     }
 }

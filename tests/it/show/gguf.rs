@@ -153,9 +153,9 @@ fn of_several_models_one_is_named() {
         let args = ["show", model, "--remote"];
         crate::cli::inferno(&home).env("HF_ENDPOINT", fake.endpoint()).args(args).output().unwrap()
     };
-    assert_fails(&asked(&format!("{REPO}:Q2_K")), 3, &["no GGUF file of it is called so", list[0], list[1]]);
+    assert_fails(&asked(&format!("{REPO}:Q2_K")), 3, &["has these GGUF models", list[0], list[1]]);
     fake.change(|world| world.files.retain(|name, _| name == "README.md"));
-    assert_fails(&asked(&format!("{REPO}:Q2_K")), 3, &["there is no GGUF file in it; it has README.md"]);
+    assert_fails(&asked(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file; it has README.md"]);
     // What is not here may be looked at there.
     let hints = ["inferno show org/name:Q2_K --remote", "inferno download org/name --include '*Q2_K*'"];
     assert_fails(&crate::cli::run(&["show", "org/name:Q2_K"]), 3, &hints);

@@ -1,0 +1,91 @@
+//! The caches on this machine and the hub that fills them.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::cache::Cache;
+use super::config::HubConfig;
+use super::disk;
+use super::remote::{self, TokenStatus};
+use super::snapshot::Source;
+use crate::error::Error;
+
+/// The caches on this machine and the hub that fills them.
+pub struct Hub {
+    pub(super) config: HubConfig,
+    /// If true, files are deleted even on disks without locks.
+    pub(super) force: bool,
+}
+
+impl Hub {
+    /// Creates a hub from the environment: INFERNO_CACHE, HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
+    pub fn from_env() -> Result<Self> {
+        Ok(Self::new(HubConfig::from_env()?))
+    }
+
+    pub fn new(config: HubConfig) -> Self {
+        Self { config, force: false }
+    }
+
+    /// Allows [`remove`](Self::remove) and [`prune`](Self::prune) to delete files on disks without locks.
+    pub fn with_force(self, force: bool) -> Self {
+        Self { force, ..self }
+    }
+
+    pub fn config(&self) -> &HubConfig {
+        &self.config
+    }
+
+    /// Returns inferno's own cache, where downloads go. It need not exist yet.
+    pub fn cache_dir(&self) -> &Path {
+        &self.config.cache
+    }
+
+    /// Sends a short request to the hub, and checks whether it accepts the token. Waits a few seconds at most.
+    pub fn check_endpoint(&self) -> Result<TokenStatus> {
+        self.check_online(|| "the hub cannot be reached (HF_HUB_OFFLINE is set)".into())?;
+        remote::check_endpoint(&self.config)
+    }
+
+    /// Returns the free space on the disk of inferno's cache, in bytes. `None` if the system does not say.
+    pub fn free_bytes(&self) -> Option<u64> {
+        disk::free_bytes(&self.config.cache)
+    }
+
+    /// Checks that inferno's cache can be written to. Creates the directory, and a file that is deleted again.
+    pub fn check_cache_is_writable(&self) -> Result<()> {
+        disk::create_dir(&self.config.cache)?;
+        let probe = disk::temporary_path(&self.config.cache.join("probe"));
+        let written = fs::write(&probe, b"inferno").and_then(|()| fs::remove_file(&probe));
+        written.with_context(|| format!("cannot write {}", probe.display()))
+    }
+
+    /// Fails if inferno's cache is the one that Python's tools share, which inferno must not change.
+    pub(super) fn check_own_cache(&self) -> Result<()> {
+        let HubConfig { cache, shared_cache, .. } = &self.config;
+        if cache != shared_cache && disk::resolve(cache) != disk::resolve(shared_cache) {
+            return Ok(());
+        }
+        Err(Error::usage(format!(
+            "{} is the cache of Python's tools, which inferno does not change\n  set INFERNO_CACHE to another directory",
+            cache.display()
+        )))
+    }
+
+    /// Fails with [`Error::Offline`] if HF_HUB_OFFLINE is set. `what` says what is not possible offline.
+    pub(super) fn check_online(&self, what: impl FnOnce() -> String) -> Result<()> {
+        if self.config.offline { Err(Error::Offline { what: what() }.into()) } else { Ok(()) }
+    }
+
+    pub(super) fn own_cache(&self) -> Cache {
+        Cache { root: self.config.cache.clone() }
+    }
+
+    /// Returns both caches, in search order.
+    pub(super) fn caches(&self) -> [(Cache, Source); 2] {
+        let shared = Cache { root: self.config.shared_cache.clone() };
+        [(self.own_cache(), Source::Inferno), (shared, Source::HuggingFace)]
+    }
+}

@@ -1,0 +1,212 @@
+//! Where models are stored and how the hub is reached, as the environment says.
+//!
+//! Variable names and precedence are those of `huggingface_hub` (docs, "Environment variables"): a machine that is set
+//! up for Python needs no further setup.
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Result, anyhow, bail};
+use hf_hub::Cache as HuggingFaceCache;
+
+use super::limits::Limits;
+use crate::error::Error;
+
+/// Where models are stored and how the hub is reached.
+#[derive(Clone)]
+pub struct HubConfig {
+    /// inferno's own cache, the only directory that it writes to.
+    pub cache: PathBuf,
+    /// The cache that Python's tools share. Read only.
+    pub shared_cache: PathBuf,
+    /// `https://huggingface.co` or a mirror, without a trailing slash.
+    pub endpoint: String,
+    /// Sent to the endpoint's host and to no other host.
+    pub token: Option<String>,
+    /// If true, no connection is opened.
+    pub offline: bool,
+    pub limits: Limits,
+}
+
+impl HubConfig {
+    /// Reads the environment of the process.
+    pub fn from_env() -> Result<Self> {
+        Self::from_vars(|name| match std::env::var_os(name) {
+            // Without HOME, the password database still knows the home directory.
+            None if name == "HOME" => std::env::home_dir().map(PathBuf::into_os_string),
+            value => value,
+        })
+    }
+
+    /// Reads an environment that is given as a function. An empty variable counts as unset.
+    pub fn from_vars(var: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
+        let vars = Variables { var: &|name| var(name).filter(|value| !value.is_empty()) };
+        let hf_home = vars.path("HF_HOME").map_or_else(|| vars.below_user_cache("huggingface"), Ok)?;
+        let cache = vars.path("INFERNO_CACHE").map_or_else(|| vars.below_user_cache("inferno/models"), Ok)?;
+        let shared_cache = vars
+            .path("HF_HUB_CACHE")
+            .or_else(|| vars.path("HUGGINGFACE_HUB_CACHE"))
+            .unwrap_or_else(|| hf_home.join("hub"));
+        let defaults = Limits::default();
+        let limits = Limits {
+            response_timeout: vars.seconds("HF_HUB_ETAG_TIMEOUT", defaults.response_timeout)?,
+            stall_timeout: vars.seconds("HF_HUB_DOWNLOAD_TIMEOUT", defaults.stall_timeout)?,
+            ..defaults
+        };
+        Ok(Self {
+            cache,
+            shared_cache,
+            endpoint: endpoint(&vars)?,
+            token: token(&vars, &hf_home)?,
+            offline: vars.is_on("HF_HUB_OFFLINE"),
+            limits,
+        })
+    }
+
+    /// Returns the endpoint as messages may show it: without a password.
+    pub fn endpoint_for_display(&self) -> String {
+        match self.endpoint.split_once("://") {
+            Some((scheme, rest)) => {
+                let (host, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
+                format!("{scheme}://{}{path}", host.rsplit('@').next().unwrap_or(host))
+            }
+            None => self.endpoint.clone(),
+        }
+    }
+}
+
+/// An environment, with the conversions that its variables need.
+struct Variables<'a> {
+    var: &'a dyn Fn(&str) -> Option<OsString>,
+}
+
+impl Variables<'_> {
+    fn text(&self, name: &str) -> Option<String> {
+        (self.var)(name).map(|value| value.to_string_lossy().trim().to_string())
+    }
+
+    fn is_on(&self, name: &str) -> bool {
+        self.text(name).is_some_and(|value| ["1", "ON", "YES", "TRUE"].contains(&value.to_uppercase().as_str()))
+    }
+
+    fn home(&self) -> Option<PathBuf> {
+        (self.var)("HOME").map(PathBuf::from)
+    }
+
+    /// A path, with a leading `~` expanded as Python's `expanduser` does: quotes and service files keep it from shells.
+    fn path(&self, name: &str) -> Option<PathBuf> {
+        let path = PathBuf::from((self.var)(name)?);
+        match (path.strip_prefix("~"), self.home()) {
+            (Ok(rest), Some(home)) => Some(home.join(rest)),
+            _ => Some(path),
+        }
+    }
+
+    fn below_user_cache(&self, path: &str) -> Result<PathBuf> {
+        let user_cache = self.path("XDG_CACHE_HOME").or_else(|| self.home().map(|home| home.join(".cache")));
+        user_cache.map(|cache| cache.join(path)).ok_or_else(|| {
+            anyhow!(
+                "cannot choose a directory for models: neither HOME nor XDG_CACHE_HOME is set\n  set INFERNO_CACHE and HF_HOME"
+            )
+        })
+    }
+
+    fn seconds(&self, name: &str, default: Duration) -> Result<Duration> {
+        match self.text(name).map(|text| text.parse::<f64>()) {
+            None => Ok(default),
+            Some(Ok(seconds)) if (0.001..1e6).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+            Some(_) => Err(Error::usage(format!("{name} must be a number of seconds"))),
+        }
+    }
+}
+
+fn endpoint(vars: &Variables) -> Result<String> {
+    let endpoint = vars.text("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".to_string());
+    let endpoint = endpoint.trim_end_matches('/').to_string();
+    if !endpoint.starts_with("https://") && !endpoint.starts_with("http://") {
+        return Err(Error::usage(format!("HF_ENDPOINT is {endpoint:?}; it must start with https:// or http://")));
+    }
+    Ok(endpoint)
+}
+
+/// Reads the token from HF_TOKEN, or else from the file where `hf auth login` stores it.
+fn token(vars: &Variables, hf_home: &Path) -> Result<Option<String>> {
+    if vars.is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
+        return Ok(None);
+    }
+    let stored = || match vars.path("HF_TOKEN_PATH") {
+        Some(file) => fs::read_to_string(file).ok().map(|token| token.trim().to_string()),
+        None => HuggingFaceCache::new(hf_home.join("hub")).token(),
+    };
+    let token = vars.text("HF_TOKEN").or_else(stored).filter(|token| !token.is_empty());
+    if token.as_ref().is_some_and(|token| !token.bytes().all(|b| b.is_ascii_graphic())) {
+        bail!(
+            "cannot use the Hugging Face token: it contains spaces or control characters\n  check HF_TOKEN, or the file that holds the token"
+        );
+    }
+    Ok(token)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(vars: &[(&str, &str)]) -> HubConfig {
+        HubConfig::from_vars(|name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| value.into())).unwrap()
+    }
+
+    #[test]
+    fn cache_directories_follow_the_environment() {
+        let shared = |vars: &[(&str, &str)]| {
+            let vars = [&[("HOME", "/nonexistent/h")], vars].concat();
+            config(&vars).shared_cache.display().to_string()
+        };
+        assert_eq!(shared(&[]), "/nonexistent/h/.cache/huggingface/hub");
+        assert_eq!(shared(&[("XDG_CACHE_HOME", "/x")]), "/x/huggingface/hub");
+        assert_eq!(shared(&[("XDG_CACHE_HOME", "/x"), ("HF_HOME", "~/hf")]), "/nonexistent/h/hf/hub");
+        assert_eq!(shared(&[("HF_HOME", "/hf"), ("HUGGINGFACE_HUB_CACHE", "/old")]), "/old");
+        assert_eq!(shared(&[("HF_HUB_CACHE", "/new"), ("HUGGINGFACE_HUB_CACHE", "/old")]), "/new");
+        let own = |vars| config(vars).cache.display().to_string();
+        assert_eq!(own(&[("HOME", "/nonexistent/h")]), "/nonexistent/h/.cache/inferno/models");
+        assert_eq!(own(&[("HOME", "/nonexistent/h"), ("XDG_CACHE_HOME", "/x")]), "/x/inferno/models");
+        assert_eq!(own(&[("HOME", "/nonexistent/h"), ("INFERNO_CACHE", "/models")]), "/models");
+        assert!(HubConfig::from_vars(|_| None).is_err());
+    }
+
+    #[test]
+    fn token_comes_from_the_variable_or_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let home = dir.path().to_str().unwrap();
+        fs::write(dir.path().join("token"), "hf_file\n").unwrap();
+        let other = dir.path().join("other");
+        fs::write(&other, "hf_other\n").unwrap();
+        let base = [("HOME", home), ("HF_HOME", home)];
+        let token = |vars: &[(&str, &str)]| config(&[&base, vars].concat()).token;
+        assert_eq!(token(&[]).as_deref(), Some("hf_file"));
+        assert_eq!(token(&[("HF_TOKEN_PATH", other.to_str().unwrap())]).as_deref(), Some("hf_other"));
+        assert_eq!(token(&[("HF_TOKEN", "hf_env")]).as_deref(), Some("hf_env"));
+        assert_eq!(token(&[("HF_TOKEN", "")]).as_deref(), Some("hf_file"));
+        assert_eq!(token(&[("HF_TOKEN", "hf_env"), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")]), None);
+        let broken = HubConfig::from_vars(|name| match name {
+            "HOME" => Some(home.into()),
+            "HF_TOKEN" => Some("hf_a\nhf_b".into()),
+            _ => None,
+        });
+        assert!(!format!("{:?}", broken.err().unwrap()).contains("hf_a"), "the error does not show the token");
+    }
+
+    #[test]
+    fn other_variables_are_read() {
+        let base = [("HOME", "/nonexistent/h")];
+        let offline = |value| config(&[&base[..], &[("HF_HUB_OFFLINE", value)]].concat()).offline;
+        assert!(offline("1") && offline("true") && offline("On") && offline("YES"));
+        assert!(!offline("0") && !offline("") && !offline("no"));
+        let stall = |value| config(&[&base[..], &[("HF_HUB_DOWNLOAD_TIMEOUT", value)]].concat()).limits.stall_timeout;
+        assert_eq!((stall("2.5"), stall("")), (Duration::from_millis(2500), Limits::default().stall_timeout));
+        let endpoint = |value| config(&[&base[..], &[("HF_ENDPOINT", value)]].concat());
+        assert_eq!(endpoint("https://hf-mirror.com/").endpoint, "https://hf-mirror.com");
+        assert_eq!(endpoint("https://me:key@hub.example/a@b").endpoint_for_display(), "https://hub.example/a@b");
+    }
+}

@@ -1,0 +1,315 @@
+//! Which files of a repository are downloaded.
+
+use anyhow::{Context, Result, bail};
+use globset::{Glob, GlobSet, GlobSetBuilder};
+
+use super::listing::RemoteFile;
+use super::names;
+use crate::error::Error;
+use crate::snapshot::gguf;
+use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
+
+/// The small files that are always downloaded if the repository has them. All lie at its root.
+const SMALL_FILES: [&str; 6] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+];
+
+/// Glob patterns that select the files of a download. Without patterns, a download fetches what the model needs.
+#[derive(Clone, Debug, Default)]
+pub struct FileFilter {
+    /// Files to fetch in place of the weights. `*` matches slashes too, as in `hf download --include`.
+    pub include: Vec<String>,
+    /// Files to leave out.
+    pub exclude: Vec<String>,
+}
+
+/// Parses a model name into the arguments of a download: the repository, the revision, and a filter for its tag.
+pub fn parse_download_name(model: &str, revision: Option<&str>) -> Result<(String, Option<String>, FileFilter)> {
+    let (name, revision) = names::split_revision(model, revision)?;
+    let (name, tag) = gguf::split_tag(name);
+    let include = tag.map(|tag| format!("*{tag}*")).into_iter().collect();
+    Ok((name.to_string(), revision.map(str::to_string), FileFilter { include, ..FileFilter::default() }))
+}
+
+/// A [`FileFilter`] with compiled patterns.
+pub(super) struct CompiledFilter {
+    /// `None` selects the weights that inferno loads.
+    include: Option<GlobSet>,
+    exclude: GlobSet,
+}
+
+impl CompiledFilter {
+    pub fn new(filter: &FileFilter) -> Result<Self> {
+        let include = if filter.include.is_empty() { None } else { Some(compile(&filter.include)?) };
+        Ok(Self { include, exclude: compile(&filter.exclude)? })
+    }
+
+    /// Returns true if the shard index decides which weights are downloaded.
+    pub fn needs_index(&self) -> bool {
+        self.include.is_none()
+    }
+}
+
+fn compile(patterns: &[String]) -> Result<GlobSet> {
+    let mut set = GlobSetBuilder::new();
+    for pattern in patterns {
+        let invalid = |error| Error::Usage(format!("{pattern:?} is not a glob pattern: {error}"));
+        set.add(Glob::new(pattern).map_err(invalid)?);
+    }
+    Ok(set.build()?)
+}
+
+/// Returns the files to download, small ones first. `index` is the contents of [`INDEX`], if the repository has one.
+pub(super) fn choose_files(
+    repo: &str,
+    files: &[RemoteFile],
+    filter: &CompiledFilter,
+    index: Option<&[u8]>,
+) -> Result<Vec<RemoteFile>> {
+    let mut chosen = match &filter.include {
+        Some(patterns) => included_files(repo, files, patterns)?,
+        None => model_files(repo, files, index)?,
+    };
+    chosen.retain(|file| !filter.exclude.is_match(&file.name));
+    if chosen.is_empty() {
+        bail!("cannot download '{repo}': --exclude leaves no files; the repository has {}", some_names(files));
+    }
+    Ok(chosen)
+}
+
+fn small_files(files: &[RemoteFile]) -> Vec<RemoteFile> {
+    SMALL_FILES.into_iter().filter_map(|name| find(files, name)).cloned().collect()
+}
+
+fn find<'f>(files: &'f [RemoteFile], name: &str) -> Option<&'f RemoteFile> {
+    files.iter().find(|file| file.name == name)
+}
+
+/// The small files, and the files that `--include` selects.
+fn included_files(repo: &str, files: &[RemoteFile], patterns: &GlobSet) -> Result<Vec<RemoteFile>> {
+    if !files.iter().any(|file| patterns.is_match(&file.name)) {
+        bail!("nothing in '{repo}' matches --include; it has {}", some_names(files));
+    }
+    let mut chosen = small_files(files);
+    // Shards that `--include '*.safetensors'` selects are of no use without the index.
+    chosen.extend(find(files, INDEX).cloned());
+    let is_new = |file: &&RemoteFile| patterns.is_match(&file.name) && find(&chosen, &file.name).is_none();
+    let matching: Vec<RemoteFile> = files.iter().filter(is_new).cloned().collect();
+    chosen.extend(matching);
+    Ok(chosen)
+}
+
+/// The small files, and the weights that inferno loads.
+fn model_files(repo: &str, files: &[RemoteFile], index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
+    let mut chosen = small_files(files);
+    if index.is_none() && find(files, SINGLE_FILE).is_none() {
+        chosen.extend(only_gguf_model(repo, files)?);
+        return Ok(chosen);
+    }
+    // Checked before gigabytes are fetched: no model can be loaded without these two.
+    for required in ["config.json", "tokenizer.json"] {
+        if find(files, required).is_none() {
+            bail!("'{repo}' has no {required}, which inferno needs; it has {}", some_names(files));
+        }
+    }
+    let Some(index) = index else {
+        chosen.extend(find(files, SINGLE_FILE).cloned());
+        return Ok(chosen);
+    };
+    chosen.extend(find(files, INDEX).cloned());
+    for name in ShardIndex::parse(index)?.shards() {
+        let shard = find(files, name).with_context(|| format!("'{repo}' lacks {name}, which {INDEX} names"))?;
+        chosen.push(shard.clone());
+    }
+    Ok(chosen)
+}
+
+/// Returns all parts of a GGUF model, given its first one.
+fn gguf_parts(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Result<Vec<RemoteFile>> {
+    let (folder, name) = first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
+    let path = |name: String| if folder.is_empty() { name } else { format!("{folder}/{name}") };
+    let part = |name: String| {
+        let path = path(name);
+        let part = find(files, &path).cloned();
+        part.with_context(|| format!("'{repo}' lacks {path}, a part of {}", first.name))
+    };
+    gguf::part_names(name).into_iter().map(part).collect()
+}
+
+/// Returns the size of a GGUF model, all parts together. `None` if the hub does not say.
+fn gguf_bytes(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Option<u64> {
+    gguf_parts(repo, files, first).unwrap_or_default().iter().map(|part| part.bytes).sum()
+}
+
+/// Returns the first part of every GGUF model in a repository.
+fn gguf_models(files: &[RemoteFile]) -> Vec<&RemoteFile> {
+    files.iter().filter(|file| gguf::is_model_name(&file.name)).collect()
+}
+
+/// Returns the parts of the GGUF model that `tag` selects, or of the only one, to inspect it.
+///
+/// `None` if the repository has no GGUF model and there is no tag.
+pub(super) fn choose_gguf(repo: &str, files: &[RemoteFile], tag: Option<&str>) -> Result<Option<Vec<RemoteFile>>> {
+    let models = gguf_models(files);
+    let selected: Vec<&&RemoteFile> =
+        models.iter().filter(|file| tag.is_none_or(|tag| gguf::matches_tag(&file.name, tag))).collect();
+    let list = || {
+        let names: Vec<&str> = models.iter().map(|file| file.name.as_str()).collect();
+        let line = |(name, file): (String, &&RemoteFile)| {
+            gguf::size_line(&format!("inferno show {name} --remote"), gguf_bytes(repo, files, file))
+        };
+        gguf::model_names(repo, &names).into_iter().zip(&models).map(line).collect::<Vec<_>>().join("\n")
+    };
+    match (&selected[..], tag) {
+        ([model], _) => gguf_parts(repo, files, model).map(Some),
+        ([], None) => Ok(None),
+        ([], Some(tag)) => {
+            let hint = match models.is_empty() {
+                true => format!("'{repo}' has no GGUF file; it has {}", some_names(files)),
+                false => format!("'{repo}' has these GGUF models:\n{}", list()),
+            };
+            Err(Error::ModelNotFound { model: format!("{repo}:{tag}"), hint }.into())
+        }
+        _ => Err(Error::usage(format!("'{repo}' has several GGUF models; choose one:\n{}", list()))),
+    }
+}
+
+/// Returns the parts of the only GGUF model of a repository without safetensors. Fails if there are several.
+fn only_gguf_model(repo: &str, files: &[RemoteFile]) -> Result<Vec<RemoteFile>> {
+    let models = gguf_models(files);
+    match models[..] {
+        [] => bail!("{}", no_weights(repo, files)),
+        [model] => gguf_parts(repo, files, model),
+        [first, ..] => {
+            let line = |model: &&RemoteFile| gguf::size_line(&model.name, gguf_bytes(repo, files, model));
+            let list: Vec<String> = models.iter().map(line).collect();
+            let suggested = models.iter().find(|file| file.name.contains("Q4_K_M")).unwrap_or(&first);
+            Err(Error::usage(format!(
+                "'{repo}' has several GGUF models; choose one, as in\n  inferno download {repo} --include '*{}*'\n{}",
+                gguf::tag(&suggested.name),
+                list.join("\n")
+            )))
+        }
+    }
+}
+
+/// The message for a repository without weights that inferno can load.
+fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
+    let has = |suffix: &str| files.iter().any(|file| file.name.ends_with(suffix));
+    if let Some(other) = files.iter().find(|file| file.name.ends_with(".safetensors")) {
+        return format!(
+            "'{repo}' has neither {SINGLE_FILE} nor {INDEX}, only other safetensors files such as {}\n  \
+             --include GLOB downloads those",
+            other.name
+        );
+    }
+    let formats: Vec<&str> =
+        [".bin", ".pth", ".pt", ".onnx", ".msgpack", ".h5"].into_iter().filter(|suffix| has(suffix)).collect();
+    let formats = if formats.is_empty() { "no weights at all".to_string() } else { formats.join(", ") };
+    format!(
+        "'{repo}' has neither safetensors nor GGUF weights, which inferno needs; it has {formats}\n  \
+         look for a safetensors version of the model: a converted copy, or the original repository"
+    )
+}
+
+/// A few file names for an error message.
+fn some_names(files: &[RemoteFile]) -> String {
+    const SHOWN: usize = 8;
+    let names: Vec<&str> = files.iter().take(SHOWN).map(|file| file.name.as_str()).collect();
+    match files.len() {
+        0 => "no files".to_string(),
+        count if count > SHOWN => format!("{} and {} more", names.join(", "), count - SHOWN),
+        _ => names.join(", "),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn files(names: &[&str]) -> Vec<RemoteFile> {
+        names.iter().map(|name| RemoteFile { name: name.to_string(), bytes: None, etag: None }).collect()
+    }
+
+    /// The files that are chosen by `patterns`, where `!` marks a pattern of --exclude.
+    fn choose(names: &[&str], patterns: &[&str], index: Option<&str>) -> Result<Vec<String>> {
+        let (exclude, include): (Vec<&str>, Vec<&str>) = patterns.iter().partition(|glob| glob.starts_with('!'));
+        let globs = |globs: Vec<&str>| globs.iter().map(|glob| glob.trim_start_matches('!').to_string()).collect();
+        let filter = CompiledFilter::new(&FileFilter { include: globs(include), exclude: globs(exclude) })?;
+        let chosen = choose_files("a/b", &files(names), &filter, index.map(str::as_bytes))?;
+        Ok(chosen.into_iter().map(|file| file.name).collect())
+    }
+
+    #[test]
+    fn only_files_that_a_model_needs_are_chosen() {
+        let names = [
+            ".gitattributes",
+            "README.md",
+            "config.json",
+            "tokenizer.json",
+            "model.safetensors",
+            "pytorch_model.bin",
+            "original/model.safetensors",
+            "metal/model.bin",
+            "original/config.json",
+        ];
+        assert_eq!(choose(&names, &[], None).unwrap(), ["config.json", "tokenizer.json", "model.safetensors"]);
+        let included = choose(&names, &["original/*", "*.bin"], None).unwrap();
+        let originals = ["original/model.safetensors", "metal/model.bin", "original/config.json"];
+        assert_eq!(included, [&["config.json", "tokenizer.json", "pytorch_model.bin"][..], &originals].concat());
+        assert!(choose(&names, &["*.gguf"], None).unwrap_err().to_string().contains("nothing in 'a/b' matches"));
+        let without = choose(&names, &["original/*", "!*.json"], None).unwrap();
+        assert_eq!(without, ["original/model.safetensors"]);
+        assert_eq!(choose(&names, &["!*.safetensors"], None).unwrap(), ["config.json", "tokenizer.json"]);
+        assert!(choose(&names, &["!*"], None).unwrap_err().to_string().contains("leaves no files"));
+        assert!(choose(&names, &["a{"], None).is_err() && choose(&names, &["!a{"], None).is_err());
+    }
+
+    #[test]
+    fn index_selects_the_shards() {
+        let names = ["config.json", "tokenizer.json", INDEX, "s1.safetensors", "s2.safetensors", "s3.safetensors"];
+        let index = r#"{"metadata":{},"weight_map":{"a":"s2.safetensors","b":"s1.safetensors","c":"s2.safetensors"}}"#;
+        let all = ["config.json", "tokenizer.json", INDEX, "s1.safetensors", "s2.safetensors"];
+        assert_eq!(choose(&names, &[], Some(index)).unwrap(), all);
+        for (index, expected) in [
+            (r#"{"weight_map":{"a":"../../x"}}"#, "refused"),
+            (r#"{"weight_map":{"a":"/etc/passwd"}}"#, "refused"),
+            (r#"{"weight_map":{"a":"s9.safetensors"}}"#, "lacks s9.safetensors"),
+            (r#"{"weight_map":{}}"#, "no shards"),
+            ("<html>", "not a shard index"),
+        ] {
+            let error = format!("{:#}", choose(&names, &[], Some(index)).unwrap_err());
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    #[test]
+    fn gguf_model_is_chosen_with_all_its_parts() {
+        assert_eq!(choose(&["README.md", "m-Q8_0.gguf", "mmproj.gguf"], &[], None).unwrap(), ["m-Q8_0.gguf"]);
+        let parts = ["config.json", "q/m-Q8_0-00001-of-00002.gguf", "q/m-Q8_0-00002-of-00002.gguf"];
+        assert_eq!(choose(&parts, &[], None).unwrap(), parts);
+        assert!(choose(&parts[..2], &[], None).unwrap_err().to_string().contains("lacks q/m-Q8_0-00002-of-00002.gguf"));
+        let several = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"];
+        let error = choose(&several, &[], None).unwrap_err().to_string();
+        assert!(
+            error.contains("inferno download a/b --include '*Q4_K_M*'") && error.contains("m-Q2_K.gguf"),
+            "{error}"
+        );
+        assert!(!error.contains("00002-of-00002"), "{error}");
+        assert_eq!(choose(&several, &["*Q4_K_M*"], None).unwrap(), ["m-Q4_K_M.gguf"]);
+    }
+
+    #[test]
+    fn error_names_the_formats_that_are_there() {
+        let error = |names: &[&str]| choose(names, &[], None).unwrap_err().to_string();
+        assert!(error(&["config.json", "x.pt", "y.bin"]).contains(".bin, .pt"));
+        assert!(error(&["config.json", "consolidated.safetensors"]).contains("--include"));
+        assert!(error(&["README.md"]).contains("no weights at all"));
+        assert!(error(&["tokenizer.model", SINGLE_FILE, "config.json"]).contains("no tokenizer.json"));
+    }
+}

@@ -1,0 +1,256 @@
+//! Describes a model on the hub without downloading its weights.
+//!
+//! Reads the small text files, and of each safetensors file only the header. The head of a GGUF file does not say how
+//! long it is, so its parser reads ranges as it needs them ([`Hub::read_range`]).
+
+use std::collections::BTreeMap;
+use std::io::{self, Read};
+use std::ops::Range;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+use anyhow::{Result, bail};
+use ureq::Body;
+use ureq::http::{Response, StatusCode};
+
+use super::client::Hub;
+use super::filter::choose_gguf;
+use super::jobs::WantedFile;
+use super::listing::{Listing, RemoteFile};
+use super::names::{self, MAIN};
+use super::remote::Remote;
+use super::transfer::content_range;
+use crate::snapshot::gguf;
+use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
+
+/// A model on the hub, without its weights.
+#[derive(Debug)]
+pub struct RemoteModel {
+    /// `org/name`, or `org/name:Q4_K_M`.
+    pub name: String,
+    pub commit: String,
+    /// Every file of the repository with its size in bytes, if the hub sends one.
+    pub files: Vec<(String, Option<u64>)>,
+    /// The contents of config.json and similar files by name; of README.md only the beginning.
+    pub texts: BTreeMap<String, Vec<u8>>,
+    /// The header of each safetensors file that inferno would load.
+    pub headers: Vec<SafetensorsHeader>,
+    /// The parts of a GGUF model with their sizes in bytes. Empty for other models.
+    pub gguf: Vec<(String, u64)>,
+}
+
+/// The header of a safetensors file.
+#[derive(Debug)]
+pub struct SafetensorsHeader {
+    pub file: String,
+    /// The JSON, without the length before it.
+    pub json: Vec<u8>,
+    /// The size of the tensors after the header.
+    pub data_bytes: Option<u64>,
+}
+
+/// The text files that are read, and the most bytes that are read of each.
+const TEXTS: [(&str, u64); 3] =
+    [("config.json", 4 << 20), ("tokenizer_config.json", 32 << 20), ("README.md", README_BYTES)];
+
+/// The front matter of a README fits in this.
+const README_BYTES: u64 = 16 << 10;
+
+/// The index of a hundred thousand tensors is smaller.
+const MAX_INDEX_BYTES: u64 = 64 << 20;
+
+/// The limit of the safetensors library. The largest real headers are below 1 MB.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// The size of the first request. Nearly every header is shorter, so one request is enough.
+const FIRST_REQUEST_BYTES: u64 = 128 << 10;
+
+/// The most bytes that are skipped when a server does not support ranges.
+const MAX_SKIPPED_BYTES: u64 = 64 << 20;
+
+/// Headers that are read at the same time.
+const THREADS: usize = 8;
+
+impl Hub {
+    /// Describes a model on the hub: its files, its configuration, and the headers of its weights. Writes nothing.
+    ///
+    /// `org/name:Q4_K_M` selects one of several GGUF models. Their heads are left to [`read_range`](Self::read_range).
+    pub fn inspect(&self, model: &str, revision: Option<&str>) -> Result<RemoteModel> {
+        let (name, revision) = names::split_revision(model, revision)?;
+        let (name, tag) = gguf::split_tag(name);
+        let name = &self.full_name(name);
+        names::check_repo(name)?;
+        self.check_online(|| format!("the hub cannot be asked about '{name}' (HF_HUB_OFFLINE is set)"))?;
+        let remote = Remote::new(&self.config, name, revision.unwrap_or(MAIN), &());
+        let listing = remote.listing()?;
+        Inspection { remote: &remote, listing: &listing }.run(tag)
+    }
+
+    /// Reads a range of bytes of a file of an inspected model. Returns fewer bytes at the end of the file.
+    pub fn read_range(&self, model: &RemoteModel, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
+        let (name, _) = gguf::split_tag(&model.name);
+        let remote = Remote::new(&self.config, name, &model.commit, &());
+        let (mut body, is_partial) = request(&remote, &model.commit, file, range.clone())?;
+        if !is_partial && range.start > 0 {
+            if range.start > MAX_SKIPPED_BYTES {
+                bail!("cannot read {file}: the server sends only whole files, and the range starts too far into it");
+            }
+            let skipped = io::copy(&mut body.by_ref().take(range.start), &mut io::sink());
+            skipped.map_err(|error| remote.temporary_error(error.to_string()))?;
+        }
+        read_up_to(&remote, &mut body, range.end.saturating_sub(range.start))
+    }
+}
+
+/// One model that is being inspected.
+struct Inspection<'a> {
+    remote: &'a Remote<'a>,
+    listing: &'a Listing,
+}
+
+impl Inspection<'_> {
+    fn run(&self, tag: Option<&str>) -> Result<RemoteModel> {
+        let gguf = self.gguf_files(tag)?;
+        let is_gguf = !gguf.is_empty();
+        let headers = if is_gguf { Vec::new() } else { self.headers(&self.shards()?)? };
+        let name = self.remote.repo();
+        Ok(RemoteModel {
+            name: tag.map_or(name.to_string(), |tag| format!("{name}:{tag}")),
+            commit: self.listing.commit.clone(),
+            files: self.listing.files.iter().map(|file| (file.name.clone(), file.bytes)).collect(),
+            texts: self.texts(is_gguf)?,
+            headers,
+            gguf,
+        })
+    }
+
+    /// The parts of the GGUF model with their sizes. Empty if the repository has safetensors and there is no tag.
+    fn gguf_files(&self, tag: Option<&str>) -> Result<Vec<(String, u64)>> {
+        let Listing { commit, files } = self.listing;
+        let has_safetensors = self.listing.file(INDEX).or(self.listing.file(SINGLE_FILE)).is_some();
+        if tag.is_none() && has_safetensors {
+            return Ok(Vec::new());
+        }
+        let parts = choose_gguf(self.remote.repo(), files, tag)?.unwrap_or_default();
+        let with_size = |file| WantedFile::new(self.remote, commit, file).map(|file| (file.name, file.bytes));
+        parts.into_iter().map(with_size).collect()
+    }
+
+    /// The small text files. A GGUF file holds its own configuration, so only README.md is read beside it.
+    fn texts(&self, is_gguf: bool) -> Result<BTreeMap<String, Vec<u8>>> {
+        let is_wanted = |name: &str| self.listing.file(name).is_some() && (!is_gguf || name == "README.md");
+        let mut texts = BTreeMap::new();
+        for (name, limit) in TEXTS.into_iter().filter(|(name, _)| is_wanted(name)) {
+            let text = self.beginning(name, limit)?;
+            if text.len() as u64 == limit && limit != README_BYTES {
+                bail!("{name} is longer than {limit} bytes; refused");
+            }
+            texts.insert(name.to_string(), text);
+        }
+        Ok(texts)
+    }
+
+    /// The safetensors files that inferno would load.
+    fn shards(&self) -> Result<Vec<&RemoteFile>> {
+        if self.listing.file(INDEX).is_none() {
+            return Ok(self.listing.file(SINGLE_FILE).into_iter().collect());
+        }
+        let index = ShardIndex::parse(&self.beginning(INDEX, MAX_INDEX_BYTES)?)?;
+        let shard = |name: &str| match self.listing.file(name) {
+            Some(file) => Ok(file),
+            None => bail!("the repository lacks {name}, which {INDEX} names"),
+        };
+        index.shards().into_iter().map(shard).collect()
+    }
+
+    /// Reads the headers of all files, several at a time, and sorts them by file name.
+    fn headers(&self, files: &[&RemoteFile]) -> Result<Vec<SafetensorsHeader>> {
+        let next = AtomicUsize::new(0);
+        let results = Mutex::new(Vec::with_capacity(files.len()));
+        thread::scope(|scope| {
+            for _ in 0..THREADS.min(files.len()) {
+                scope.spawn(|| {
+                    while let Some(file) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        let header = self.header(file);
+                        if header.is_err() {
+                            // One failure fails them all, so the other files are skipped.
+                            next.store(files.len(), Ordering::Relaxed);
+                        }
+                        results.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(header);
+                    }
+                });
+            }
+        });
+        let results = results.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut headers = results.into_iter().collect::<Result<Vec<SafetensorsHeader>>>()?;
+        headers.sort_by(|a, b| a.file.cmp(&b.file));
+        Ok(headers)
+    }
+
+    fn header(&self, file: &RemoteFile) -> Result<SafetensorsHeader> {
+        let (remote, name) = (self.remote, &file.name);
+        let (mut body, is_partial) = request(remote, &self.listing.commit, name, 0..FIRST_REQUEST_BYTES)?;
+        let truncated =
+            |bytes| format!("{name} is not a complete safetensors file: its header ends after {bytes} bytes");
+        let start = read_up_to(remote, &mut body, 8)?;
+        let Ok(length) = <[u8; 8]>::try_from(start.as_slice()) else { bail!("{}", truncated(start.len())) };
+        let length = u64::from_le_bytes(length);
+        if length > MAX_HEADER_BYTES {
+            bail!("{name} claims a header of {length} bytes, and the limit is {MAX_HEADER_BYTES}; refused");
+        }
+        let data_bytes = match file.bytes.map(|bytes| bytes.checked_sub(8 + length)) {
+            Some(None) => bail!("{name} claims a header of {length} bytes and has {} in all", file.bytes.unwrap_or(0)),
+            data_bytes => data_bytes.flatten(),
+        };
+        let mut json = read_up_to(remote, &mut body, length)?;
+        let received = 8 + json.len() as u64;
+        if is_partial && received == FIRST_REQUEST_BYTES && received < 8 + length {
+            let (mut body, is_partial) = request(remote, &self.listing.commit, name, received..8 + length)?;
+            if !is_partial {
+                bail!("the server sent a part of {name} first, and then the whole file; refused");
+            }
+            json.extend(read_up_to(remote, &mut body, 8 + length - received)?);
+        }
+        if (json.len() as u64) < length {
+            bail!("{}", truncated(8 + json.len()));
+        }
+        Ok(SafetensorsHeader { file: name.clone(), json, data_bytes })
+    }
+
+    /// Reads the first `limit` bytes of a file, or the whole file if it is shorter.
+    fn beginning(&self, name: &str, limit: u64) -> Result<Vec<u8>> {
+        let (mut body, _) = request(self.remote, &self.listing.commit, name, 0..limit)?;
+        read_up_to(self.remote, &mut body, limit)
+    }
+}
+
+/// Requests a range of a file. Returns false beside the body if the server sends the whole file from its beginning.
+///
+/// A caller that drops the body early closes the connection.
+fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Result<(impl Read + use<>, bool)> {
+    let first = range.start;
+    let response: Response<Body> = remote.get_range(commit, name, range)?;
+    let is_partial = match response.status() {
+        StatusCode::PARTIAL_CONTENT if starts_at(&response, first) => true,
+        StatusCode::OK => false,
+        StatusCode::PARTIAL_CONTENT => bail!("the server sent another part of {name} than the requested one; refused"),
+        // An empty file has no first byte.
+        StatusCode::RANGE_NOT_SATISFIABLE if first == 0 => return Ok((Body::builder().data("").into_reader(), true)),
+        _ => return Err(remote.refusal(response, Some(name))),
+    };
+    Ok((response.into_body().into_reader(), is_partial))
+}
+
+fn starts_at(response: &Response<Body>, first: u64) -> bool {
+    content_range(response.headers()).is_some_and(|range| range.first == first)
+}
+
+/// Reads up to `limit` bytes. Allocates only for bytes that arrive, not for what a server claims.
+fn read_up_to(remote: &Remote, body: &mut impl Read, limit: u64) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    match body.take(limit).read_to_end(&mut bytes) {
+        Ok(_) => Ok(bytes),
+        Err(error) => Err(remote.temporary_error(error.to_string())),
+    }
+}

@@ -1,0 +1,248 @@
+//! The shared state of a download: what its threads still have to fetch, and what is already there.
+
+use std::collections::VecDeque;
+use std::fs;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, bail};
+
+use super::cache::RepoDir;
+use super::hash;
+use super::listing::RemoteFile;
+use super::partial::Partial;
+use super::progress::Progress;
+use super::remote::Remote;
+
+/// A file with a known size and etag, ready to be fetched.
+pub(super) struct WantedFile {
+    pub name: String,
+    pub bytes: u64,
+    /// The hash of the contents if the hub sends one, else a name that no other file has.
+    pub etag: String,
+}
+
+impl WantedFile {
+    /// Completes what the listing says of a file, with a HEAD request if necessary.
+    pub fn new(remote: &Remote, commit: &str, file: RemoteFile) -> Result<Self> {
+        let complete = match file {
+            RemoteFile { bytes: Some(_), etag: Some(_), .. } => file,
+            file => remote.head(commit, &file.name)?,
+        };
+        let (Some(bytes), Some(etag)) = (complete.bytes, complete.etag) else {
+            bail!("the hub does not say how large {} is", complete.name);
+        };
+        // An etag that is no hash may belong to several files, and to the same file at another commit.
+        let etag = match hash::is_hash(&etag) {
+            true => etag,
+            false => hash::weak_etag(&[commit, &complete.name, &bytes.to_string(), &etag]),
+        };
+        Ok(Self { name: complete.name, bytes, etag })
+    }
+
+    /// Returns how many bytes of the file are in the cache.
+    pub fn present_bytes(&self, repo: &RepoDir) -> u64 {
+        let blob = repo.blob(&self.etag);
+        if is_complete(&blob, self.bytes) { self.bytes } else { Partial::find(&blob, self.bytes).done_bytes() }
+    }
+}
+
+/// Returns true if a blob is on disk with the expected size.
+pub(super) fn is_complete(blob: &Path, bytes: u64) -> bool {
+    fs::metadata(blob).is_ok_and(|data| data.is_file() && data.len() == bytes)
+}
+
+/// A running download, as its threads see it.
+pub(super) struct Download<'a> {
+    pub remote: &'a Remote<'a>,
+    pub commit: &'a str,
+    pub repo: &'a RepoDir,
+    pub progress: &'a dyn Progress,
+    pub board: Mutex<Board<'a>>,
+    /// Notified when there may be new work, or when the download ends.
+    pub changed: Condvar,
+}
+
+/// The jobs of a download and its first failure.
+pub(super) struct Board<'a> {
+    pub jobs: Vec<Job<'a>>,
+    pub failure: Option<anyhow::Error>,
+}
+
+/// One blob to fetch.
+pub(super) struct Job<'a> {
+    pub etag: &'a str,
+    pub bytes: u64,
+    /// The files that have these contents.
+    pub names: Vec<&'a str>,
+    pub partial: Partial,
+    pub phase: Phase,
+    /// Parts that wait for a thread.
+    pub parts: VecDeque<Range<u64>>,
+    /// The number of threads that work on this job.
+    pub in_flight: usize,
+    /// Increases when all fetched bytes become invalid. A transfer of an earlier generation stops.
+    pub generation: u32,
+    /// True if the server sends only whole files.
+    pub is_whole_only: bool,
+    /// How often a server has sent the whole file in place of a part.
+    pub whole_responses: u32,
+    /// True after the complete file had the wrong hash once.
+    pub was_bad: bool,
+    pub last_save: Instant,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Phase {
+    New,
+    Fetching,
+    Verifying,
+    Done,
+}
+
+/// The next piece of work for a thread. `job` is an index into [`Board::jobs`].
+pub(super) enum Task {
+    FetchPart { job: usize, part: Range<u64>, generation: u32 },
+    Verify { job: usize },
+}
+
+impl<'a> Job<'a> {
+    pub fn new(repo: &RepoDir, file: &'a WantedFile) -> Self {
+        let blob = repo.blob(&file.etag);
+        Self {
+            etag: &file.etag,
+            bytes: file.bytes,
+            names: vec![&file.name],
+            partial: Partial::find(&blob, file.bytes),
+            phase: if is_complete(&blob, file.bytes) { Phase::Verifying } else { Phase::New },
+            parts: VecDeque::new(),
+            in_flight: 0,
+            generation: 0,
+            is_whole_only: false,
+            whole_responses: 0,
+            was_bad: false,
+            last_save: Instant::now(),
+        }
+    }
+
+    /// Reports the bytes on disk, for each file with these contents.
+    pub fn report(&self, progress: &dyn Progress) {
+        let done_bytes = match self.phase {
+            Phase::Done => self.bytes,
+            // A count equal to the size would say that the file is finished.
+            _ => self.partial.done_bytes().min(self.bytes.saturating_sub(1)),
+        };
+        self.names.iter().for_each(|name| progress.file(name, done_bytes));
+    }
+
+    /// Divides the missing bytes into parts.
+    fn split_into_parts(&mut self, part_bytes: u64) {
+        self.parts.clear();
+        for gap in self.partial.gaps() {
+            let mut start = gap.start;
+            while start < gap.end {
+                let end =
+                    if self.is_whole_only { gap.end } else { start.saturating_add(part_bytes.max(1)).min(gap.end) };
+                self.parts.push_back(start..end);
+                start = end;
+            }
+        }
+    }
+
+    /// Discards all fetched bytes, to start from the beginning.
+    pub fn restart(&mut self) -> Result<()> {
+        self.generation += 1;
+        self.partial.clear();
+        self.parts.clear();
+        self.partial.delete()
+    }
+}
+
+impl<'a> Download<'a> {
+    pub fn board(&self) -> MutexGuard<'_, Board<'a>> {
+        self.board.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Returns the next task, in file order. Waits while other threads may still create work. `None` ends the thread.
+    pub fn next_task(&self) -> Option<Task> {
+        let mut board = self.board();
+        loop {
+            if board.failure.is_some() {
+                return None;
+            }
+            match self.find_task(&mut board) {
+                Search::Found(task) => return Some(task),
+                Search::Finished => return None,
+                Search::Busy => {
+                    board = self.changed.wait(board).unwrap_or_else(|poisoned| poisoned.into_inner());
+                }
+            }
+        }
+    }
+
+    fn find_task(&self, board: &mut Board) -> Search {
+        let mut is_busy = false;
+        for (index, job) in board.jobs.iter_mut().enumerate() {
+            match job.phase {
+                Phase::Done => continue,
+                Phase::Verifying if job.in_flight > 0 => {
+                    is_busy = true;
+                    continue;
+                }
+                Phase::Verifying => {
+                    job.in_flight += 1;
+                    return Search::Found(Task::Verify { job: index });
+                }
+                Phase::New => {
+                    job.phase = Phase::Fetching;
+                    if let Err(error) = job.partial.create(&self.repo.blob(job.etag)) {
+                        board.failure = Some(error);
+                        self.changed.notify_all();
+                        return Search::Finished;
+                    }
+                }
+                Phase::Fetching => {}
+            }
+            if job.parts.is_empty() && job.in_flight == 0 {
+                job.split_into_parts(self.remote.limits().part_bytes);
+            }
+            if let Some(part) = job.parts.pop_front() {
+                job.in_flight += 1;
+                return Search::Found(Task::FetchPart { job: index, part, generation: job.generation });
+            }
+            if job.in_flight == 0 {
+                job.phase = Phase::Verifying;
+                job.in_flight += 1;
+                return Search::Found(Task::Verify { job: index });
+            }
+            is_busy = true;
+        }
+        if is_busy { Search::Busy } else { Search::Finished }
+    }
+
+    /// Waits for `wait`, or until the download fails. Returns false if it failed.
+    pub fn sleep(&self, wait: Duration) -> bool {
+        let end = Instant::now() + wait;
+        let mut board = self.board();
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            if board.failure.is_some() || left.is_zero() {
+                return board.failure.is_none();
+            }
+            board = match self.changed.wait_timeout(board, left) {
+                Ok((board, _)) => board,
+                Err(poisoned) => poisoned.into_inner().0,
+            };
+        }
+    }
+}
+
+/// The result of looking for a task.
+enum Search {
+    Found(Task),
+    /// Other threads are at work and may create new tasks.
+    Busy,
+    Finished,
+}

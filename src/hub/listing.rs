@@ -1,0 +1,95 @@
+//! The hub's description of a repository: its commit and its files, checked before any of it is used.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Result, bail};
+use serde::Deserialize;
+
+use super::names;
+use crate::snapshot::is_safe_path;
+
+/// A petabyte. No file is larger, and sums of sizes cannot overflow.
+pub(super) const MAX_FILE_BYTES: u64 = 1 << 50;
+
+/// The files of a repository at one commit.
+pub(super) struct Listing {
+    pub commit: String,
+    pub files: Vec<RemoteFile>,
+}
+
+impl Listing {
+    /// Returns the file with this name.
+    pub fn file(&self, name: &str) -> Option<&RemoteFile> {
+        self.files.iter().find(|file| file.name == name)
+    }
+}
+
+/// A file in a repository, as far as the hub describes it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct RemoteFile {
+    /// The path inside the repository. Never leads out of it.
+    pub name: String,
+    pub bytes: Option<u64>,
+    /// The name of the blob: SHA-256 for large files, git's blob SHA-1 for small ones.
+    pub etag: Option<String>,
+}
+
+/// The fields of the hub's answer that inferno reads.
+#[derive(Deserialize)]
+pub(super) struct ModelInfo {
+    sha: String,
+    #[serde(default)]
+    siblings: Vec<Sibling>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Sibling {
+    rfilename: String,
+    size: Option<u64>,
+    blob_id: Option<String>,
+    lfs: Option<LargeFile>,
+}
+
+#[derive(Deserialize)]
+struct LargeFile {
+    sha256: Option<String>,
+    size: Option<u64>,
+}
+
+impl ModelInfo {
+    /// Checks the hub's answer. Refuses names that lead out of the cache, and values that cannot be true.
+    pub fn check(self, repo: &str) -> Result<Listing> {
+        if !names::is_commit(&self.sha) {
+            bail!("the hub sent an invalid commit hash for '{repo}': {:?}; refused", self.sha);
+        }
+        let files = self.siblings.into_iter().map(|file| file.check(repo)).collect::<Result<Vec<_>>>()?;
+        let folders: BTreeSet<&str> =
+            files.iter().flat_map(|file| file.name.match_indices('/').map(|(end, _)| &file.name[..end])).collect();
+        if let Some(file) = files.iter().find(|file| folders.contains(file.name.as_str())) {
+            bail!("the hub lists {:?} in '{repo}' both as a file and as a folder; refused", file.name);
+        }
+        Ok(Listing { commit: self.sha, files })
+    }
+}
+
+impl Sibling {
+    fn check(self, repo: &str) -> Result<RemoteFile> {
+        let name = self.rfilename;
+        if !is_safe_path(&name) {
+            bail!("the hub lists {name:?} in '{repo}', which is not a path inside the repository; refused");
+        }
+        // The blob id of a large file is the hash of its pointer, which says nothing about the contents.
+        let (etag, bytes) = match self.lfs {
+            Some(large) => (large.sha256, large.size.or(self.size)),
+            None => (self.blob_id, self.size),
+        };
+        if let Some(bytes) = bytes.filter(|bytes| *bytes > MAX_FILE_BYTES) {
+            bail!("the hub sent an impossible size for {name}: {bytes} bytes; refused");
+        }
+        if let Some(etag) = etag.as_ref().filter(|etag| !names::is_etag(etag)) {
+            bail!("the hub sent an invalid hash for {name}: {etag:?}; refused");
+        }
+        Ok(RemoteFile { name, bytes, etag })
+    }
+}

@@ -1,0 +1,70 @@
+//! A model's files on this machine, and the state of each file.
+
+use std::path::PathBuf;
+
+use crate::snapshot::gguf;
+
+/// A model's files on this machine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// `org/name`, or the path of a directory as the user wrote it.
+    pub name: String,
+    /// The commit. `None` for a plain directory.
+    pub revision: Option<String>,
+    /// The directory of the files, or the GGUF file that is the whole model (its first part, if it has several).
+    pub path: PathBuf,
+    pub source: Source,
+}
+
+impl Snapshot {
+    /// Returns the models in this snapshot: one for each complete GGUF file, else the snapshot itself.
+    pub fn models(&self) -> Vec<Self> {
+        let named = gguf::named_models(&self.name, &self.path);
+        if named.is_empty() {
+            return vec![self.clone()];
+        }
+        named.into_iter().map(|(name, file)| Self { name, path: file.path, ..self.clone() }).collect()
+    }
+}
+
+/// Where a snapshot comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// inferno's own cache.
+    Inferno,
+    /// The cache that Python's tools share.
+    HuggingFace,
+    /// A directory or file that the user named.
+    Directory,
+    /// The demo model inside the binary.
+    BuiltIn,
+}
+
+/// A snapshot after verification.
+#[derive(Debug)]
+pub struct VerifiedSnapshot {
+    pub name: String,
+    pub revision: String,
+    pub source: Source,
+    /// The name and state of every file, sorted by name.
+    pub files: Vec<(String, FileState)>,
+}
+
+impl VerifiedSnapshot {
+    /// Returns the files that are bad or missing.
+    pub fn damaged_files(&self) -> impl Iterator<Item = &(String, FileState)> {
+        self.files.iter().filter(|(_, state)| matches!(state, FileState::Bad | FileState::Missing))
+    }
+}
+
+/// The result of verifying one file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FileState {
+    Good,
+    /// The contents have another hash.
+    Bad,
+    /// The model needs the file, and it is not on the disk.
+    Missing,
+    /// The file has no hash to compare with: it came from a mirror, or the disk does not support links.
+    Unknown,
+}

@@ -1,0 +1,53 @@
+//! When each model was last used, recorded in inferno's cache.
+//!
+//! File access times do not tell: most systems do not record them.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+use super::client::Hub;
+use super::disk;
+use super::snapshot::{Snapshot, Source};
+
+impl Hub {
+    /// Records that a model is used now. A failure to write is ignored.
+    pub fn record_use(&self, snapshot: &Snapshot) {
+        if snapshot.source == Source::Directory {
+            return;
+        }
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let path = self.usage_path(&snapshot.name);
+        let temporary = disk::temporary_path(&path);
+        let _ = fs::create_dir_all(path.parent().unwrap_or(&path))
+            .and_then(|()| fs::write(&temporary, now.as_secs().to_string()))
+            .and_then(|()| fs::rename(&temporary, &path));
+    }
+
+    /// Returns when inferno last used a model. `None` if that was never recorded.
+    pub fn last_used(&self, snapshot: &Snapshot) -> Option<SystemTime> {
+        let seconds = fs::read_to_string(self.usage_path(&snapshot.name)).ok()?.trim().parse().ok()?;
+        SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
+    }
+
+    /// Deletes the record of a removed model. `org/name` stands for all its `org/name:TAG` too.
+    pub(super) fn forget_use(&self, name: &str) {
+        let name = file_name(name);
+        for entry in disk::entries(&self.config.cache.join(".used")) {
+            let found = entry.file_name();
+            let rest = found.to_str().and_then(|found| found.strip_prefix(&name));
+            if rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(':')) {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+    }
+
+    fn usage_path(&self, name: &str) -> PathBuf {
+        self.config.cache.join(".used").join(file_name(name))
+    }
+}
+
+/// Turns a model's name into a file name: `--` stands for the slash, as in the cache.
+fn file_name(name: &str) -> String {
+    name.replace(['/', '\\'], "--")
+}
