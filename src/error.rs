@@ -99,6 +99,12 @@ impl Error {
         Self::Usage(problem.into()).into()
     }
 
+    /// Returns [`Error::NoGpu`] with a hint: `next`, and how to run the demo model without a GPU.
+    pub fn no_gpu(reason: impl Into<String>, next: &str) -> Self {
+        let hint = format!("{next}\n  or run the demo model without a GPU: inferno play demo --device cpu");
+        Self::NoGpu { reason: reason.into(), hint }
+    }
+
     /// Returns the exit code of the process. Other failures exit with 1, clap's usage errors with 2, Ctrl-C with 130.
     pub fn exit_code(&self) -> u8 {
         match self {

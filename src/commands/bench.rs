@@ -68,7 +68,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let snapshot = hub.find(&args.model, args.load.revision())?;
     hub.record_use(&snapshot);
     let engine = args.load.load(&snapshot)?;
-    let gpu = GpuFacts::of(engine.device())?;
+    let gpu = GpuFacts::for_device(engine.device())?;
     let before = gpu.as_ref().and_then(GpuFacts::state);
     let after_load_bytes = memory_in_use(&engine)?;
 

@@ -1,4 +1,4 @@
-//! What a measurement is to be read with: the GPU's driver, clocks and limits, as far as they can be told.
+//! What a benchmark reports about the GPU: driver, clocks and limits.
 
 use std::process::Command;
 
@@ -6,18 +6,18 @@ use anyhow::Result;
 use candle_core::Device;
 use serde::Serialize;
 
-/// What does not change while a program runs.
+/// The properties of a GPU that do not change while a program runs.
 #[derive(Clone, Debug, Serialize)]
 pub struct GpuFacts {
     pub multiprocessors: u32,
-    /// The latest CUDA that the driver supports.
+    /// The latest CUDA version that the driver supports.
     pub cuda_version: String,
-    /// As nvidia-smi names the GPU.
+    /// The id that nvidia-smi knows the GPU by.
     #[serde(skip)]
     uuid: String,
 }
 
-/// What nvidia-smi tells at one moment.
+/// What nvidia-smi reports at one moment.
 #[derive(Clone, Debug, Serialize)]
 pub struct GpuState {
     pub driver_version: String,
@@ -29,8 +29,8 @@ pub struct GpuState {
 }
 
 impl GpuFacts {
-    /// Of an open device; `None` for a CPU.
-    pub fn of(device: &Device) -> Result<Option<Self>> {
+    /// Reads the properties of an open device. `None` for a CPU.
+    pub fn for_device(device: &Device) -> Result<Option<Self>> {
         match device {
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => with_cuda::facts(device).map(Some),
@@ -38,29 +38,18 @@ impl GpuFacts {
         }
     }
 
-    /// The state now. Without an nvidia-smi there is none, which is no error.
+    /// Reads the current state from nvidia-smi. `None` if nvidia-smi is not installed.
     pub fn state(&self) -> Option<GpuState> {
         let fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu";
         let query = format!("--query-gpu={fields}");
-        let args = [query.as_str(), "--format=csv,noheader,nounits", "--id", &self.uuid];
-        let output = Command::new("nvidia-smi").args(args).output().ok().filter(|output| output.status.success())?;
-        GpuState::read(&String::from_utf8_lossy(&output.stdout))
+        let text = run_nvidia_smi(&[query.as_str(), "--format=csv,noheader,nounits", "--id", &self.uuid])?;
+        GpuState::parse(&text)
     }
 }
 
-/// The driver's version and the GPUs' names, as nvidia-smi tells them; `None` without it, or if it finds no GPU.
-pub fn nvidia_smi() -> Option<(String, Vec<String>)> {
-    let args = ["--query-gpu=driver_version,name", "--format=csv,noheader"];
-    let output = Command::new("nvidia-smi").args(args).output().ok().filter(|output| output.status.success())?;
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(", ")).collect();
-    let driver = lines.first()?.0.to_string();
-    Some((driver, lines.into_iter().map(|(_, name)| name.to_string()).collect()))
-}
-
 impl GpuState {
-    /// One line of nvidia-smi's, fields in the order asked for above. What a GPU does not tell stands as `[N/A]`.
-    fn read(line: &str) -> Option<Self> {
+    /// Parses one line of nvidia-smi, with the fields of [`GpuFacts::state`]. Unknown values read `[N/A]`.
+    fn parse(line: &str) -> Option<Self> {
         let fields: Vec<&str> = line.trim().split(',').map(str::trim).collect();
         let [driver, numbers @ ..] = fields.as_slice() else { return None };
         let number = |index: usize| numbers.get(index).and_then(|field| field.parse().ok());
@@ -75,8 +64,23 @@ impl GpuState {
     }
 }
 
+/// Returns the driver's version and the names of the GPUs. `None` if nvidia-smi is missing or finds no GPU.
+pub fn nvidia_smi_gpus() -> Option<(String, Vec<String>)> {
+    let text = run_nvidia_smi(&["--query-gpu=driver_version,name", "--format=csv,noheader"])?;
+    let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(", ")).collect();
+    let driver = lines.first()?.0.to_string();
+    Some((driver, lines.into_iter().map(|(_, name)| name.to_string()).collect()))
+}
+
+fn run_nvidia_smi(args: &[&str]) -> Option<String> {
+    let output = Command::new("nvidia-smi").args(args).output().ok().filter(|output| output.status.success())?;
+    Some(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
 #[cfg(feature = "cuda")]
 mod with_cuda {
+    use std::ops::Range;
+
     use anyhow::Result;
     use candle_core::cuda_backend::CudaDevice;
     use candle_core::cuda_backend::cudarc::driver::sys;
@@ -87,11 +91,11 @@ mod with_cuda {
         let stream = device.cuda_stream();
         let context = stream.context();
         let mut version = 0;
-        // SAFETY: writes the one number that it is given.
+        // SAFETY: the call writes one integer to the pointer.
         unsafe { sys::cuDriverGetVersion(&mut version).result()? };
         let multiprocessors = context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let hex: Vec<String> = context.uuid()?.bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect();
-        let group = |range: std::ops::Range<usize>| hex[range].concat();
+        let group = |range: Range<usize>| hex[range].concat();
         Ok(GpuFacts {
             multiprocessors: multiprocessors as u32,
             cuda_version: format!("{}.{}", version / 1000, version % 1000 / 10),
@@ -105,12 +109,12 @@ mod tests {
     use super::GpuState;
 
     #[test]
-    fn a_line_of_nvidia_smi_is_read() {
-        let state = GpuState::read("580.159.04, 345, 1980, 3201, 700.00, 31\n").unwrap();
+    fn nvidia_smi_line_is_parsed() {
+        let state = GpuState::parse("580.159.04, 345, 1980, 3201, 700.00, 31\n").unwrap();
         assert_eq!(state.driver_version, "580.159.04");
         assert_eq!((state.sm_clock_mhz, state.sm_clock_max_mhz), (Some(345.0), Some(1980.0)));
         assert_eq!((state.memory_clock_mhz, state.power_limit_w), (Some(3201.0), Some(700.0)));
         assert_eq!(state.temperature_c, Some(31.0));
-        assert_eq!(GpuState::read("580.1, [N/A], [N/A], 5, [N/A], 3").unwrap().power_limit_w, None);
+        assert_eq!(GpuState::parse("580.1, [N/A], [N/A], 5, [N/A], 3").unwrap().power_limit_w, None);
     }
 }

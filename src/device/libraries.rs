@@ -1,13 +1,15 @@
-//! NVIDIA's libraries, loaded when a GPU is first asked for.
+//! Loads NVIDIA's libraries when a GPU is first used. docs/nvidia-libraries.md has the reasons and the alternatives.
 //!
-//! candle wants them linked. Then the system loads them before `main`: `inferno --help` waits 80 ms for cuBLAS, and
-//! without a driver nothing starts, not even to say that there is none. So the functions that candle and the kernels
-//! call are defined here as well, each a jump through a slot that [`load`] fills. The linker takes a definition of the
-//! program's before a library's and, by the `--as-needed` that rustc passes, leaves out a library that gives nothing.
+//! candle links these libraries. The system would then load them before `main`: `inferno --help` would wait 80 ms for
+//! cuBLAS, and without a driver the program could not even start to say so. Therefore this file defines every function
+//! that candle and our kernels call in these libraries. Each definition jumps to an address that [`load`] looks up.
 //!
-//! A function that is not in the list still works: its library is then linked as usual, which the test
-//! `starting_loads_none_of_nvidias_libraries` finds. In a debug build GNU ld links them all as usual, since it counts
-//! calls in code that is never reached; LLD does not, and a release build has no such code.
+//! The linker prefers these definitions to the libraries' own. rustc passes `--as-needed`, so a library that then
+//! provides no function is not linked at all.
+//!
+//! A call to a function that is not listed below still works, but its library is linked again. The test
+//! `starting_loads_none_of_nvidias_libraries` detects that. Debug builds with GNU ld always link the libraries, because
+//! GNU ld also counts calls in unreachable code.
 
 use std::arch::naked_asm;
 use std::error::Error;
@@ -18,101 +20,110 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use libloading::Library;
 
-/// Where a function is, once its library is loaded.
-type Slot = AtomicPtr<c_void>;
+/// The address of a function, once its library is loaded.
+type Address = AtomicPtr<c_void>;
 
-/// A library by its file name and what is called of it.
-type Listed = (&'static str, &'static [(&'static str, &'static Slot)]);
+/// The file name of a library, and the names and addresses of its functions.
+type LibraryTable = (&'static str, &'static [(&'static str, &'static Address)]);
 
 /// Why a library cannot be used.
-pub struct Unusable {
-    /// In a line, beginning with the library.
+pub struct LoadError {
+    /// One line that starts with the library's name.
     pub reason: String,
-    /// What to do.
+    /// The next step.
     pub hint: &'static str,
 }
 
-/// Loads the libraries, the first time that it is called.
-pub fn load() -> Result<(), &'static Unusable> {
-    static LOADED: OnceLock<Result<(), Unusable>> = OnceLock::new();
-    LOADED.get_or_init(|| LIBRARIES.iter().try_for_each(load_one)).as_ref().copied()
+/// The file name of the driver.
+const DRIVER: &str = "libcuda.so.1";
+
+/// A driver function that CUDA 12.8 introduced. Builds with CUDA 12 do not call it, so an older driver may lack it.
+const SINCE_CUDA_12_8: &str = "cuEventElapsedTime_v2";
+
+/// Loads the libraries on the first call. Later calls return the result of the first.
+pub fn load() -> Result<(), &'static LoadError> {
+    static LOADED: OnceLock<Result<(), LoadError>> = OnceLock::new();
+    LOADED.get_or_init(|| LIBRARIES.iter().try_for_each(load_library)).as_ref().copied()
 }
 
-fn load_one((file, functions): &Listed) -> Result<(), Unusable> {
+/// Loads one library and stores the addresses of its functions.
+fn load_library((file, functions): &LibraryTable) -> Result<(), LoadError> {
     let is_driver = *file == DRIVER;
-    let library = open(file).map_err(|reason| Unusable {
+    let library = open(file).map_err(|reason| LoadError {
         reason,
         hint: match is_driver {
             true => "install NVIDIA's driver; it works once `nvidia-smi` lists the GPU",
-            false => "put the folder of CUDA's libraries into LD_LIBRARY_PATH, such as /usr/local/cuda/lib64",
+            false => "add the directory of CUDA's libraries to LD_LIBRARY_PATH, such as /usr/local/cuda/lib64",
         },
     })?;
-    for (name, slot) in *functions {
-        // SAFETY: the address is only ever called, by those who declare it as NVIDIA's headers do.
+    for (name, address) in *functions {
+        // SAFETY: the address is only stored here. Its callers declare the function as NVIDIA's headers do.
         match unsafe { library.get::<*mut c_void>(name.as_bytes()) } {
-            Ok(function) => slot.store(*function, Ordering::Release),
-            Err(_) if *name == NEW && env!("INFERNO_CUDA_MAJOR") == "12" => {}
+            Ok(function) => address.store(*function, Ordering::Release),
+            Err(_) if *name == SINCE_CUDA_12_8 && env!("INFERNO_CUDA_MAJOR") == "12" => {}
             Err(_) => {
                 let reason = format!("{file} has no {name}: it is too old for this build");
-                let hint =
-                    if is_driver { "update NVIDIA's driver" } else { "install the CUDA that this was built with" };
-                return Err(Unusable { reason, hint });
+                let hint = match is_driver {
+                    true => "update NVIDIA's driver",
+                    false => "install the CUDA version that inferno was built with",
+                };
+                return Err(LoadError { reason, hint });
             }
         }
     }
-    // For as long as the program runs.
+    // The library stays loaded until the process ends.
     std::mem::forget(library);
     Ok(())
 }
 
-/// By its name, as the system's loader finds it, else from where it may lie besides. The error is the loader's.
+/// Opens a library where the system's loader finds it, or in other usual directories. The error is the loader's message.
 fn open(file: &str) -> Result<Library, String> {
     let open = |path: &OsStr| {
-        // SAFETY: NVIDIA's libraries do nothing unusual when they are loaded, and are never unloaded.
+        // SAFETY: the initializers of NVIDIA's libraries have no requirements, and the libraries are never unloaded.
         let library = unsafe { Library::new(path) };
         library.map_err(|error| error.source().map_or_else(|| error.to_string(), ToString::to_string))
     };
-    let absent = match open(file.as_ref()) {
+    let not_found = match open(file.as_ref()) {
         Err(error) if error.contains("No such file") => error,
         result => return result,
     };
-    match folders().into_iter().map(|folder| folder.join(file)).find(|path| path.exists()) {
+    match other_directories().into_iter().map(|directory| directory.join(file)).find(|path| path.exists()) {
         Some(path) => open(path.as_ref()),
-        None => Err(absent),
+        None => Err(not_found),
     }
 }
 
-/// Where libraries are that the system's loader does not know of.
-fn folders() -> Vec<PathBuf> {
+/// Directories of NVIDIA's libraries that the system's loader may not search.
+fn other_directories() -> Vec<PathBuf> {
     let toolkits = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(std::env::var_os).map(PathBuf::from);
     let toolkits = toolkits.chain(["/usr/local/cuda".into()]).map(|toolkit| toolkit.join("lib64"));
-    // The driver, under WSL and on NixOS.
+    // The driver's directories on WSL and on NixOS.
     toolkits.chain(["/usr/lib/wsl/lib".into(), "/run/opengl-driver/lib".into()]).collect()
 }
 
-extern "C" fn too_early() -> ! {
-    eprintln!("error: a function of NVIDIA's libraries was called before they were loaded: a mistake in inferno");
+/// The address of every function before [`load`].
+extern "C" fn called_before_load() -> ! {
+    eprintln!("error: internal error: inferno called one of NVIDIA's libraries before loading it");
     std::process::abort()
 }
 
-const DRIVER: &str = "libcuda.so.1";
-
-/// What a driver may lack: CUDA 12.8 has it first, and a build with CUDA 12 does not call it.
-const NEW: &str = "cuEventElapsedTime_v2";
-
+/// Defines the listed functions: for each one its address, its jump, and its entry in `LIBRARIES`.
 macro_rules! libraries {
     ($($file:expr => $($function:ident)+;)+) => {
-        /// In the order in which they are loaded: cuBLAS needs cuBLASLt.
-        const LIBRARIES: &[Listed] = &[
-            $(($file, &[$((stringify!($function), &slots::$function)),+])),+
+        /// The libraries in load order: cuBLAS needs cuBLASLt.
+        const LIBRARIES: &[LibraryTable] = &[
+            $(($file, &[$((stringify!($function), &addresses::$function)),+])),+
         ];
 
         #[allow(non_upper_case_globals)]
-        mod slots {
-            $($(pub static $function: super::Slot = super::Slot::new(super::too_early as *mut std::ffi::c_void);)+)+
+        mod addresses {
+            $($(
+                pub static $function: super::Address =
+                    super::Address::new(super::called_before_load as *mut std::ffi::c_void);
+            )+)+
         }
 
-        /// What candle's calls reach. Arguments and result pass through untouched, whatever they are.
+        /// The functions that candle calls. Each one jumps on, so arguments and results pass through unchanged.
         #[allow(non_snake_case)]
         mod jumps {
             $($(
@@ -120,13 +131,13 @@ macro_rules! libraries {
                 #[unsafe(no_mangle)]
                 unsafe extern "C" fn $function() {
                     #[cfg(target_arch = "x86_64")]
-                    super::naked_asm!("jmp qword ptr [rip + {slot}]", slot = sym super::slots::$function);
+                    super::naked_asm!("jmp qword ptr [rip + {address}]", address = sym super::addresses::$function);
                     #[cfg(target_arch = "aarch64")]
                     super::naked_asm!(
-                        "adrp x16, {slot}",
-                        "ldr x16, [x16, :lo12:{slot}]",
+                        "adrp x16, {address}",
+                        "ldr x16, [x16, :lo12:{address}]",
                         "br x16",
-                        slot = sym super::slots::$function,
+                        address = sym super::addresses::$function,
                     );
                 }
             )+)+
@@ -134,7 +145,7 @@ macro_rules! libraries {
     };
 }
 
-// Where CUDA 12 and 13 differ, the names of both.
+// Where CUDA 12 and CUDA 13 use different names, both are listed.
 libraries! {
     DRIVER =>
         cuCtxDestroy_v2 cuCtxGetCurrent cuCtxSetCurrent cuCtxSynchronize cuDeviceGet cuDeviceGetAttribute
@@ -156,7 +167,7 @@ libraries! {
     concat!("libcublas.so.", env!("INFERNO_CUDA_MAJOR")) =>
         cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmEx cublasGemmStridedBatchedEx
         cublasSetStream_v2;
-    // Of CUDA 12 and 13.
+    // The same version in CUDA 12 and 13.
     "libcurand.so.10" =>
         curandCreateGenerator curandDestroyGenerator curandSetPseudoRandomGeneratorSeed curandSetStream;
 }

@@ -247,7 +247,7 @@ impl Model {
             allocate().map_err(|error| match device::is_out_of_memory(&error) {
                 // Another process may have taken the memory since it was counted; what failed is told too.
                 true => {
-                    let device_info = device::info_without_ours(&device).unwrap_or(device_info.clone());
+                    let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
                     error.context(need.out_of_memory(context, &device_info))
                 }
                 false => error,

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
-use super::is_safe_path;
+use super::paths::is_safe_path;
 
 /// The file of a checkpoint that is not sharded.
 pub const SINGLE_FILE: &str = "model.safetensors";

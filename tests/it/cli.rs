@@ -259,7 +259,7 @@ fn no_gpu_is_an_error_with_a_way_out() {
     let run = |device: &str| without_driver(&home).args(["play", "demo", "-p", "hello", "--device", device]).output();
     let reason = if cfg!(feature = "cuda") { "libcuda.so.1" } else { "--features cuda" };
     for device in ["cuda", "cuda:1"] {
-        assert_fails(&run(device).unwrap(), 7, &["no NVIDIA GPU", reason, "--device cpu"]);
+        assert_fails(&run(device).unwrap(), 7, &["cannot use an NVIDIA GPU", reason, "--device cpu"]);
     }
     assert_eq!(run("tpu").unwrap().status.code(), Some(2));
     assert!(without_driver(&home).arg("--help").output().unwrap().status.success());

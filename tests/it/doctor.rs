@@ -1,4 +1,4 @@
-//! `inferno doctor`: what it finds on machines that lack something.
+//! Tests of `inferno doctor` on machines with and without problems.
 
 use std::fs;
 use std::process::Command;
@@ -10,7 +10,7 @@ use crate::cli::{inferno, libraries_are_loaded_on_demand, text, without_driver};
 use crate::hub::fake::{COMMIT, FakeHub};
 use crate::support::demo_dir;
 
-/// Runs it; the status and words of the finding called `name`, and all of the report.
+/// Runs `inferno doctor --json`. Returns the report, and a function that finds the status and text of a finding.
 fn diagnose(command: &mut Command) -> (Value, impl Fn(&str) -> (String, String) + use<>) {
     let output = command.args(["doctor", "--json"]).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -39,15 +39,15 @@ fn expect(found: (String, String), status: &str, words: &[&str]) {
 }
 
 #[test]
-fn a_machine_is_looked_over() {
+fn machine_without_a_gpu_fails_with_the_next_command() {
     if !libraries_are_loaded_on_demand() {
-        return println!("this build does not start without a driver");
+        return println!("skipped: this build does not start without a driver");
     }
     let home = TempDir::new().unwrap();
     let (report, find) = diagnose(&mut without_driver(&home));
     expect(find("build"), "PASS", &[env!("CARGO_PKG_VERSION")]);
     expect(find("cache"), "PASS", &["models"]);
-    assert_eq!(fs::read_dir(home.path().join("models")).unwrap().count(), 0, "nothing is left behind");
+    assert_eq!(fs::read_dir(home.path().join("models")).unwrap().count(), 0, "the probe file is deleted");
     expect(find("hub"), "WARN", &["http://127.0.0.1:1", "does not answer", "curl -I"]);
     expect(find("models"), "PASS", &["inferno play demo"]);
     assert_eq!(report["status"], "FAIL");
@@ -63,7 +63,7 @@ fn a_machine_is_looked_over() {
 }
 
 #[test]
-fn the_hub_and_the_token_are_tried() {
+fn hub_and_token_are_checked() {
     let fake = FakeHub::single();
     let home = TempDir::new().unwrap();
     let with = |token: Option<&str>, offline: bool| {
@@ -89,7 +89,7 @@ fn the_hub_and_the_token_are_tried() {
 }
 
 #[test]
-fn models_that_cannot_be_run_are_told() {
+fn unusable_models_are_reported() {
     let home = TempDir::new().unwrap();
     let place = |repo: &str, files: &[(&str, &[u8])]| {
         let repo = home.path().join("models").join(format!("models--{repo}"));
@@ -121,9 +121,9 @@ fn models_that_cannot_be_run_are_told() {
 }
 
 #[test]
-fn a_cache_that_cannot_be_is_a_failure() {
+fn cache_that_cannot_be_created_is_a_failure() {
     let home = TempDir::new().unwrap();
-    // A file where the folder should be; permissions would not stop root.
+    // A file in place of the folder. Permissions would not stop root.
     fs::write(home.path().join("models"), "in the way").unwrap();
     let (_, find) = diagnose(&mut inferno(&home));
     expect(find("cache"), "FAIL", &["cannot create", "INFERNO_CACHE"]);

@@ -181,7 +181,7 @@ fn full_size_reading_figures() {
         println!("{what}: {:.3} s", last.elapsed().as_secs_f64());
         last = Instant::now();
     };
-    assert!(device::gpus() > 0);
+    assert!(device::gpu_count() > 0);
     lap("NVIDIA's libraries, driver");
     let context = driver::CudaContext::new(0).unwrap();
     lap("context");

@@ -1,8 +1,8 @@
-//! The hub against a small fake one on 127.0.0.1. Nothing here touches the network or the caches of whoever runs it.
+//! Tests of `hub` with a fake hub on 127.0.0.1. They use no network and no cache of the user.
 
 pub mod fake;
 mod hostile;
-mod keeping;
+mod maintenance;
 mod process;
 mod schedules;
 
@@ -18,17 +18,17 @@ use tempfile::TempDir;
 
 use fake::{COMMIT, FakeHub, Fault, INDEX, REPO, SHARDS, etag, pattern};
 
-/// Nothing in these tests is worth a wait.
-fn impatient() -> Limits {
+/// Limits that retry almost at once.
+fn fast_limits() -> Limits {
     let ms = Duration::from_millis;
     Limits { first_wait: ms(1), max_wait: ms(2_500), save_interval: ms(0), max_failures: 4, ..Limits::default() }
 }
 
-fn included(pattern: &str) -> FileFilter {
+fn include_only(pattern: &str) -> FileFilter {
     FileFilter { include: vec![pattern.to_string()], ..FileFilter::default() }
 }
 
-/// Two empty caches, and a hub that uses them.
+/// A machine with two empty caches.
 struct Machine {
     dir: TempDir,
     endpoint: String,
@@ -46,7 +46,7 @@ impl Machine {
             endpoint: self.endpoint.clone(),
             token: None,
             offline: false,
-            limits: impatient(),
+            limits: fast_limits(),
         }
     }
 
@@ -66,8 +66,8 @@ impl Machine {
         self.dir.path().join("own/models--org--tiny-model")
     }
 
-    /// Puts a snapshot into a cache by hand, as another tool would have.
-    fn place(&self, cache: &str, repo: &str, commit: &str, files: &[(&str, &[u8])]) -> PathBuf {
+    /// Writes a snapshot into a cache as another tool would: plain files, and a ref.
+    fn write_snapshot(&self, cache: &str, repo: &str, commit: &str, files: &[(&str, &[u8])]) -> PathBuf {
         let repo = self.dir.path().join(cache).join(format!("models--{}", repo.replace('/', "--")));
         let snapshot = repo.join("snapshots").join(commit);
         fs::create_dir_all(&snapshot).unwrap();
@@ -80,16 +80,16 @@ impl Machine {
     }
 }
 
-const WHOLE: [(&str, &[u8]); 3] =
+const COMPLETE: [(&str, &[u8]); 3] =
     [("config.json", b"{}"), ("tokenizer.json", b"{}"), ("model.safetensors", b"weights")];
 
-/// Writes down what it hears.
+/// Records every progress event as a line of text.
 #[derive(Default)]
-struct Heard(Mutex<Vec<String>>);
+struct Recorder(Mutex<Vec<String>>);
 
-impl Progress for Heard {
+impl Progress for Recorder {
     fn already_present(&self, snapshot: &Snapshot) {
-        self.0.lock().unwrap().push(format!("already there: {:?}", snapshot.source));
+        self.0.lock().unwrap().push(format!("already present: {:?}", snapshot.source));
     }
     fn start(&self, files: &[(String, u64)]) {
         self.0.lock().unwrap().push(format!(
@@ -112,19 +112,19 @@ impl Progress for Heard {
     }
 }
 
-impl Heard {
+impl Recorder {
     fn all(self) -> Vec<String> {
         self.0.into_inner().unwrap()
     }
 }
 
-fn failure(result: anyhow::Result<Snapshot>) -> (String, u8) {
+fn message_and_code(result: anyhow::Result<Snapshot>) -> (String, u8) {
     let error = result.unwrap_err();
     let code = error.downcast_ref::<Error>().map_or(1, Error::exit_code);
     (format!("{error:#}"), code)
 }
 
-fn names_in(dir: &Path) -> Vec<String> {
+fn file_names(dir: &Path) -> Vec<String> {
     let mut names: Vec<String> =
         fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
@@ -132,11 +132,11 @@ fn names_in(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn downloads_what_a_model_needs_in_the_hugging_face_layout() {
+fn download_writes_the_hugging_face_cache_layout() {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
-    let heard = Heard::default();
-    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &heard).unwrap();
+    let events = Recorder::default();
+    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &events).unwrap();
     let path = machine.repo().join("snapshots").join(COMMIT);
     let expected =
         Snapshot { name: REPO.into(), revision: Some(COMMIT.into()), path: path.clone(), source: Source::Inferno };
@@ -144,7 +144,7 @@ fn downloads_what_a_model_needs_in_the_hugging_face_layout() {
 
     let wanted =
         ["chat_template.jinja", "config.json", "generation_config.json", SHARDS[0], SHARDS[1], INDEX, "tokenizer.json"];
-    assert_eq!(names_in(&path), wanted);
+    assert_eq!(file_names(&path), wanted);
     let world = fake.world.lock().unwrap().clone();
     for name in wanted {
         let target = format!("../../blobs/{}", etag(name, &world.files[name]));
@@ -152,35 +152,35 @@ fn downloads_what_a_model_needs_in_the_hugging_face_layout() {
         assert_eq!(fs::read(path.join(name)).unwrap(), world.files[name], "{name}");
     }
     assert_eq!(fs::read_to_string(machine.repo().join("refs/main")).unwrap(), COMMIT);
-    assert_eq!(names_in(&machine.repo().join("refs")), ["main"]);
-    assert_eq!(names_in(&machine.repo().join("blobs")).len(), wanted.len());
+    assert_eq!(file_names(&machine.repo().join("refs")), ["main"]);
+    assert_eq!(file_names(&machine.repo().join("blobs")).len(), wanted.len());
 
-    let heard = heard.all();
+    let events = events.all();
     let bytes: usize = wanted.iter().map(|name| world.files[*name].len()).sum();
-    assert_eq!(heard[0], format!("start 7 files, {bytes} bytes"));
+    assert_eq!(events[0], format!("start 7 files, {bytes} bytes"));
     for name in wanted {
-        let mut told = heard.iter().filter(|line| line.starts_with(&format!("{name} ")));
-        assert_eq!(told.next_back().unwrap(), &format!("{name} {}", world.files[name].len()));
+        let mut reported = events.iter().filter(|line| line.starts_with(&format!("{name} ")));
+        assert_eq!(reported.next_back().unwrap(), &format!("{name} {}", world.files[name].len()));
     }
-    assert!(heard.contains(&format!("verifying {}", SHARDS[0])));
+    assert!(events.contains(&format!("verifying {}", SHARDS[0])));
     assert_eq!(machine.hub().find(REPO, None).unwrap(), expected);
     assert_eq!(machine.hub().list().unwrap(), [expected]);
 }
 
 #[test]
-fn a_second_download_fetches_nothing() {
+fn second_download_fetches_nothing() {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
     let first = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     fake.lines();
-    let heard = Heard::default();
-    assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &heard).unwrap(), first);
+    let events = Recorder::default();
+    assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &events).unwrap(), first);
     assert_eq!(fake.lines(), [format!("GET /api/models/{REPO}/revision/main?blobs=true")]);
-    assert_eq!(heard.all(), ["already there: Inferno"]);
+    assert_eq!(events.all(), ["already present: Inferno"]);
 }
 
 #[test]
-fn a_new_commit_shares_the_files_that_stayed() {
+fn unchanged_files_are_shared_between_commits() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
@@ -200,7 +200,7 @@ fn a_new_commit_shares_the_files_that_stayed() {
 }
 
 #[test]
-fn goes_on_where_an_earlier_attempt_stopped() {
+fn interrupted_download_is_resumed() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     let weights = pattern(50_000, 3);
@@ -216,10 +216,10 @@ fn goes_on_where_an_earlier_attempt_stopped() {
         assert!(!partial.exists());
         fs::remove_dir_all(machine.repo()).unwrap();
     }
-    // All of it, or too much of it, but never renamed.
-    for left in [weights.clone(), pattern(60_000, 9)] {
+    // A partial file that is complete or too long, but was never renamed.
+    for leftover in [weights.clone(), pattern(60_000, 9)] {
         fs::create_dir_all(&blobs).unwrap();
-        fs::write(&partial, &left).unwrap();
+        fs::write(&partial, &leftover).unwrap();
         let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
         assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights);
         fs::remove_dir_all(machine.repo()).unwrap();
@@ -227,7 +227,7 @@ fn goes_on_where_an_earlier_attempt_stopped() {
 }
 
 #[test]
-fn a_broken_connection_is_resumed() {
+fn broken_connection_is_resumed() {
     let fake = FakeHub::single();
     fake.change(|world| world.faults.push_back(Fault::Cut(30_000)));
     let machine = Machine::new(fake.endpoint());
@@ -237,7 +237,7 @@ fn a_broken_connection_is_resumed() {
 }
 
 #[test]
-fn two_downloads_at_once_do_not_mix() {
+fn concurrent_downloads_fetch_each_file_once() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     let hubs = [machine.hub(), machine.hub()];
@@ -252,45 +252,45 @@ fn two_downloads_at_once_do_not_mix() {
 }
 
 #[test]
-fn a_listing_without_sizes_is_completed_by_head_requests() {
+fn head_requests_complete_a_listing_without_sizes() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     for storage in [None, Some("http://localhost:1".to_string())] {
         let redirected = storage.is_some();
         fake.change(|world| (world.tells_sizes, world.storage) = (false, storage));
-        let heard = Heard::default();
+        let events = Recorder::default();
         if redirected {
-            // Sizes come from the redirect itself; then nobody listens where the files are.
+            // The redirect has the sizes. The storage host that it names does not answer.
             fs::remove_dir_all(machine.repo()).unwrap();
-            assert_eq!(failure(machine.hub().download(REPO, None, &FileFilter::default(), &heard)).1, 5);
+            assert_eq!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &events)).1, 5);
         } else {
-            let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &heard).unwrap();
+            let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &events).unwrap();
             assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
         }
-        assert_eq!(heard.all()[0], "start 3 files, 50004 bytes");
+        assert_eq!(events.all()[0], "start 3 files, 50004 bytes");
         assert!(fake.lines().contains(&format!("HEAD /{REPO}/resolve/{COMMIT}/model.safetensors")));
     }
 }
 
 #[test]
-fn the_token_stays_with_the_endpoint() {
+fn token_is_sent_to_the_endpoint_only() {
     let (fake, storage) = (FakeHub::single(), FakeHub::single());
-    // Another host by name, though the same machine.
+    // `localhost` is a different host name for the same machine.
     fake.change(|world| world.storage = Some(format!("http://localhost:{}", storage.port)));
     let machine = Machine::new(fake.endpoint());
     machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fake.heads().iter().all(|head| head.to_lowercase().contains("authorization: bearer hf_secret")));
-    let there = storage.heads();
-    assert_eq!(there.len(), 2, "config.json and tokenizer.json are one blob here");
-    assert!(there.iter().all(|head| !head.contains("hf_secret")), "{there:?}");
+    let storage_requests = storage.heads();
+    assert_eq!(storage_requests.len(), 2, "config.json and tokenizer.json have the same contents");
+    assert!(storage_requests.iter().all(|head| !head.contains("hf_secret")), "{storage_requests:?}");
 }
 
 #[test]
-fn refusals_of_the_hub() {
+fn each_refusal_of_the_hub_has_its_error() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    let download = || failure(machine.hub().download(REPO, Some("v9"), &FileFilter::default(), &()));
-    for (status, code, body, exit_code, said) in [
+    let download = || message_and_code(machine.hub().download(REPO, Some("v9"), &FileFilter::default(), &()));
+    for (status, code, body, exit_code, expected) in [
         (401, "RepoNotFound", "", 3, "there is no repository"),
         (401, "", "", 3, "there is no repository"),
         (404, "", "<html>what you saw previously is gone</html>", 3, "there is no repository"),
@@ -305,52 +305,52 @@ fn refusals_of_the_hub() {
         fake.change(|world| world.listing_refused = Some((status, code, body)));
         let (message, code) = download();
         assert_eq!(code, exit_code, "{status} {message}");
-        assert!(message.contains(said), "{status} {message}");
+        assert!(message.contains(expected), "{status} {message}");
     }
     fake.change(|world| world.listing_refused = Some((200, "", "<html>log in</html>")));
     let (message, code) = download();
     assert!(code == 5 && message.contains("not a model hub's"), "{message}");
     fake.change(|world| world.listing_refused = Some((401, "", "")));
-    let (message, code) = failure(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
     assert!(code == 4 && message.contains("refuses the token"), "{message}");
-    // Gated repositories are listed for everyone; their files are what is kept.
+    // Everyone may list a gated repository. Only its files are restricted.
     fake.change(|world| (world.listing_refused, world.files_refused) = (None, Some((403, "GatedRepo"))));
     assert_eq!(download().1, 4);
     fake.change(|world| world.files_refused = Some((401, "")));
-    let (message, code) = failure(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 4);
     assert!(!message.contains("hf_secret"));
-    assert!(machine.hub().find(REPO, None).is_err(), "no ref or snapshot is left behind");
+    assert!(machine.hub().find(REPO, None).is_err(), "no ref or snapshot remains");
 }
 
 #[test]
-fn no_network() {
+fn error_names_a_hub_that_does_not_answer() {
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let machine = Machine::new(format!("http://127.0.0.1:{closed}"));
-    let (message, code) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5);
     assert!(message.contains(&format!("127.0.0.1:{closed}")), "{message}");
 }
 
 #[test]
-fn offline_uses_what_is_here_and_asks_nobody() {
+fn offline_uses_the_cache_and_sends_no_request() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    let (message, code) = failure(machine.offline().download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(machine.offline().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5);
     assert!(message.contains("offline") && message.contains(REPO), "{message}");
-    let here = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
+    let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     fake.lines();
-    let heard = Heard::default();
-    assert_eq!(machine.offline().download(REPO, None, &FileFilter::default(), &heard).unwrap(), here);
-    assert_eq!(heard.all(), ["already there: Inferno"]);
+    let events = Recorder::default();
+    assert_eq!(machine.offline().download(REPO, None, &FileFilter::default(), &events).unwrap(), snapshot);
+    assert_eq!(events.all(), ["already present: Inferno"]);
     assert!(fake.lines().is_empty());
 }
 
 #[test]
-fn names_that_lead_elsewhere_are_refused() {
+fn paths_outside_the_cache_are_refused() {
     let outside = |machine: &Machine| {
-        let mut names = names_in(machine.dir.path());
+        let mut names = file_names(machine.dir.path());
         names.retain(|name| name != "own");
         names
     };
@@ -358,7 +358,7 @@ fn names_that_lead_elsewhere_are_refused() {
         let index = format!(r#"{{"weight_map":{{"a":"{shard}"}}}}"#);
         let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (INDEX, index.as_bytes())]);
         let machine = Machine::new(fake.endpoint());
-        let (message, _) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+        let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
         assert!(message.contains("refused"), "{message}");
         assert!(outside(&machine).is_empty());
         assert!(!Path::new("/tmp/inferno-escaped").exists());
@@ -367,29 +367,29 @@ fn names_that_lead_elsewhere_are_refused() {
         let fake = FakeHub::single();
         fake.change(|world| drop(world.files.insert(name.to_string(), b"{}".to_vec())));
         let machine = Machine::new(fake.endpoint());
-        let (message, _) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+        let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
         assert!(message.contains("refused"), "{message}");
-        assert!(names_in(machine.dir.path()).is_empty());
+        assert!(file_names(machine.dir.path()).is_empty());
     }
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| world.claimed_etag = Some("../../etag"));
-    assert!(failure(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("refused"));
+    assert!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("refused"));
     fake.change(|world| (world.claimed_etag, world.commit) = (None, "../../../commit".to_string()));
-    assert!(failure(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("refused"));
-    assert!(names_in(machine.dir.path()).is_empty());
+    assert!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("refused"));
+    assert!(file_names(machine.dir.path()).is_empty());
 }
 
 #[test]
-fn names_that_people_give_are_checked_first() {
+fn invalid_names_are_rejected_before_any_request() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     for repo in ["", "a/b/c", "../x", "a b/c", "org/..", "https://huggingface.co/org/name"] {
-        let (message, _) = failure(machine.hub().download(repo, None, &FileFilter::default(), &()));
+        let (message, _) = message_and_code(machine.hub().download(repo, None, &FileFilter::default(), &()));
         assert!(message.contains("write org/name"), "{message}");
     }
     assert!(
-        failure(machine.hub().download(REPO, Some("../x"), &FileFilter::default(), &()))
+        message_and_code(machine.hub().download(REPO, Some("../x"), &FileFilter::default(), &()))
             .0
             .contains("is not a revision")
     );
@@ -400,44 +400,44 @@ fn names_that_people_give_are_checked_first() {
 fn include_replaces_the_weights() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    let include = included("*.gguf");
+    let include = include_only("*.gguf");
     let snapshot = machine.hub().download(REPO, Some("refs/pr/1"), &include, &()).unwrap();
-    assert_eq!(names_in(&snapshot.path), ["config.json", "gguf", "tokenizer.json"]);
+    assert_eq!(file_names(&snapshot.path), ["config.json", "gguf", "tokenizer.json"]);
     assert_eq!(fs::read(snapshot.path.join("gguf/model.Q4.gguf")).unwrap(), b"GGUF");
     let link = fs::read_link(snapshot.path.join("gguf/model.Q4.gguf")).unwrap();
     assert!(link.starts_with("../../../blobs"), "{}", link.display());
     assert_eq!(fake.lines()[0], format!("GET /api/models/{REPO}/revision/refs%2Fpr%2F1?blobs=true"));
     assert_eq!(fs::read_to_string(machine.repo().join("refs/refs/pr/1")).unwrap(), COMMIT);
-    // A GGUF file is all of a model.
+    // A GGUF file is a complete model.
     let file = snapshot.path.join("gguf/model.Q4.gguf");
     assert_eq!(machine.hub().find_tokenizer(REPO, None).unwrap().path, file);
     assert_eq!(machine.hub().find(REPO, None).unwrap().path, file);
     assert_eq!(machine.hub().list().unwrap().len(), 1);
-    let nothing = machine.hub().download(REPO, None, &included("*.onnx"), &());
-    assert!(failure(nothing).0.contains("nothing in 'org/tiny-model' matches"));
+    let nothing = machine.hub().download(REPO, None, &include_only("*.onnx"), &());
+    assert!(message_and_code(nothing).0.contains("nothing in 'org/tiny-model' matches"));
 }
 
 #[test]
-fn other_formats_are_named() {
+fn error_names_the_formats_of_the_repository() {
     let fake = FakeHub::start(&[("config.json", b"{}"), ("a.onnx", b"ONNX"), ("pytorch_model.bin", b"pickle")]);
     let machine = Machine::new(fake.endpoint());
-    let (message, _) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert!(message.contains("neither safetensors nor GGUF") && message.contains(".bin, .onnx"), "{message}");
 }
 
 #[test]
-fn of_several_gguf_files_one_is_chosen() {
+fn one_of_several_gguf_files_is_chosen_by_its_tag() {
     let fake = FakeHub::start(&[("a-Q4_K_M.gguf", b"GGUF"), ("a-Q8_0.gguf", b"GGUF!"), ("README.md", b"")]);
     let machine = Machine::new(fake.endpoint());
-    let (message, code) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 2, "{message}");
     assert!(message.contains(&format!("inferno download {REPO} --include '*Q4_K_M*'")), "{message}");
     assert!(message.contains("a-Q8_0.gguf"), "{message}");
-    let snapshot = machine.hub().download(REPO, None, &included("*Q4_K_M*"), &()).unwrap();
-    assert_eq!(names_in(&snapshot.path), ["a-Q4_K_M.gguf"]);
+    let snapshot = machine.hub().download(REPO, None, &include_only("*Q4_K_M*"), &()).unwrap();
+    assert_eq!(file_names(&snapshot.path), ["a-Q4_K_M.gguf"]);
     assert_eq!(machine.hub().find(REPO, None).unwrap().path, snapshot.path.join("a-Q4_K_M.gguf"));
-    machine.hub().download(REPO, None, &included("*Q8_0*"), &()).unwrap();
-    assert_eq!(failure(machine.hub().find(REPO, None)).1, 2);
+    machine.hub().download(REPO, None, &include_only("*Q8_0*"), &()).unwrap();
+    assert_eq!(message_and_code(machine.hub().find(REPO, None)).1, 2);
     let found = machine.hub().find(&format!("{REPO}:q8_0"), None).unwrap();
     assert_eq!(found.path, snapshot.path.join("a-Q8_0.gguf"));
     let names: Vec<String> = machine.hub().list().unwrap().into_iter().map(|model| model.name).collect();
@@ -445,59 +445,59 @@ fn of_several_gguf_files_one_is_chosen() {
 }
 
 #[test]
-fn a_full_disk_is_noticed_before_the_download() {
+fn full_disk_is_an_error_before_the_download() {
     let fake = FakeHub::single();
     fake.change(|world| world.claimed_bytes = Some(1 << 49));
     let machine = Machine::new(fake.endpoint());
-    let (message, code) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 11, "{message}");
-    assert_eq!(fake.lines().len(), 1, "only the listing was asked for");
+    assert_eq!(fake.lines().len(), 1, "only the listing is requested");
 }
 
 #[test]
-fn the_shared_cache_is_used_without_a_download() {
+fn model_in_the_shared_cache_is_not_downloaded() {
     let fake = FakeHub::single();
     let world = fake.world.lock().unwrap().clone();
     let machine = Machine::new(fake.endpoint());
     let files: Vec<(&str, &[u8])> =
         ["config.json", "tokenizer.json", "model.safetensors"].map(|name| (name, &world.files[name][..])).to_vec();
-    let path = machine.place("shared", REPO, COMMIT, &files);
+    let path = machine.write_snapshot("shared", REPO, COMMIT, &files);
     let found = machine.hub().find(REPO, None).unwrap();
     let expected = Snapshot { name: REPO.into(), revision: Some(COMMIT.into()), path, source: Source::HuggingFace };
     assert_eq!(found, expected);
     assert_eq!(machine.hub().list().unwrap(), std::slice::from_ref(&expected));
-    let heard = Heard::default();
-    assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &heard).unwrap(), expected);
-    assert_eq!(heard.all(), ["already there: HuggingFace"]);
-    assert_eq!(fake.lines().len(), 1, "only the listing was asked for");
+    let events = Recorder::default();
+    assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &events).unwrap(), expected);
+    assert_eq!(events.all(), ["already present: HuggingFace"]);
+    assert_eq!(fake.lines().len(), 1, "only the listing is requested");
 
-    // In part, or cut short, is not there.
+    // A truncated file counts as missing.
     fs::write(expected.path.join("model.safetensors"), b"short").unwrap();
     assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap().source, Source::Inferno);
 }
 
 #[test]
-fn the_newest_commit_wins_in_whichever_cache_it_lies() {
+fn newest_commit_wins_in_either_cache() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     let old = "a".repeat(40);
-    machine.place("own", REPO, &old, &WHOLE);
+    machine.write_snapshot("own", REPO, &old, &COMPLETE);
     let world = fake.world.lock().unwrap().clone();
     let files: Vec<(&str, &[u8])> =
         ["config.json", "tokenizer.json", "model.safetensors"].map(|name| (name, &world.files[name][..])).to_vec();
-    machine.place("shared", REPO, COMMIT, &files);
+    machine.write_snapshot("shared", REPO, COMMIT, &files);
     assert_eq!(machine.hub().find(REPO, None).unwrap().revision, Some(old.clone()));
     machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert_eq!(machine.hub().find(REPO, None).unwrap().revision.as_deref(), Some(COMMIT));
 }
 
 #[test]
-fn directories_are_models_too() {
+fn directory_is_found_as_a_model() {
     let machine = Machine::new("http://127.0.0.1:1".to_string());
     let dir = machine.dir.path().join("some model");
     fs::create_dir(&dir).unwrap();
     let name = dir.to_str().unwrap();
-    let (message, code) = failure(machine.hub().find(name, None));
+    let (message, code) = message_and_code(machine.hub().find(name, None));
     assert_eq!(code, 3);
     assert!(message.contains("no config.json"), "{message}");
     fs::write(dir.join("config.json"), "{}").unwrap();
@@ -507,11 +507,11 @@ fn directories_are_models_too() {
 }
 
 #[test]
-fn hints_for_a_model_that_is_not_here() {
+fn error_for_a_missing_model_names_the_next_command() {
     let machine = Machine::new("http://127.0.0.1:1".to_string());
     let hub = machine.hub();
     let missing = |model: &str, revision| {
-        let (message, code) = failure(hub.find(model, revision));
+        let (message, code) = message_and_code(hub.find(model, revision));
         assert_eq!(code, 3, "{message}");
         message
     };
@@ -520,43 +520,48 @@ fn hints_for_a_model_that_is_not_here() {
     assert!(missing("", None).contains("write org/name"));
     assert!(hub.list().unwrap().is_empty());
 
-    machine.place("own", "openai/gpt-oss-20b", COMMIT, &WHOLE);
+    machine.write_snapshot("own", "openai/gpt-oss-20b", COMMIT, &COMPLETE);
     assert_eq!(hub.find("gpt-oss-20b", None).unwrap().name, "openai/gpt-oss-20b");
     assert_eq!(hub.find("OpenAI/GPT-OSS-20B", None).unwrap().name, "openai/gpt-oss-20b");
     assert!(missing("openai/gpt-os-20b", None).contains("did you mean 'openai/gpt-oss-20b'"));
     assert!(missing("gpt-os-20b", None).contains("did you mean 'openai/gpt-oss-20b'"));
     assert!(missing("meta-llama/Llama-3.2-1B", None).ends_with("inferno download meta-llama/Llama-3.2-1B"));
     assert!(missing("openai/gpt-oss-20b", Some("v2")).ends_with("--revision v2"));
-    machine.place("shared", "unsloth/gpt-oss-20b", COMMIT, &WHOLE);
+    machine.write_snapshot("shared", "unsloth/gpt-oss-20b", COMMIT, &COMPLETE);
     assert!(missing("gpt-oss-20b", None).contains("openai/gpt-oss-20b, unsloth/gpt-oss-20b"));
 
-    machine.place("shared", "org/part", COMMIT, &WHOLE[..2]);
+    machine.write_snapshot("shared", "org/part", COMMIT, &COMPLETE[..2]);
     assert!(missing("org/part", None).contains("model.safetensors is missing"));
     let names: Vec<String> = hub.list().unwrap().into_iter().map(|snapshot| snapshot.name).collect();
     assert_eq!(names, ["openai/gpt-oss-20b", "unsloth/gpt-oss-20b"]);
     let index = format!(r#"{{"weight_map":{{"a":"{}","b":"{}"}}}}"#, SHARDS[0], SHARDS[1]);
-    machine.place("own", "org/part", COMMIT, &[WHOLE[0], WHOLE[1], (INDEX, index.as_bytes()), (SHARDS[0], b"x")]);
+    machine.write_snapshot(
+        "own",
+        "org/part",
+        COMMIT,
+        &[COMPLETE[0], COMPLETE[1], (INDEX, index.as_bytes()), (SHARDS[0], b"x")],
+    );
     assert!(missing("org/part", None).contains(&format!("{} is missing", SHARDS[1])));
-    machine.place("own", "org/part", COMMIT, &[(SHARDS[1], b"x")]);
+    machine.write_snapshot("own", "org/part", COMMIT, &[(SHARDS[1], b"x")]);
     assert!(hub.find("org/part", None).is_ok());
 }
 
 #[test]
-fn weights_without_the_small_files_are_no_model_yet() {
+fn weights_without_the_small_files_are_not_a_model() {
     let fake = FakeHub::sharded();
-    // All else has come before this one is given up.
+    // All other files arrive before this one is given up.
     fake.change(|world| {
         world.faulty = |name| name == "chat_template.jinja";
         world.faults.extend([Fault::Stall(0); 5]);
     });
     let machine = Machine::new(fake.endpoint());
-    let limits = Limits { stall_timeout: Duration::from_millis(300), max_failures: 0, ..impatient() };
+    let limits = Limits { stall_timeout: Duration::from_millis(300), max_failures: 0, ..fast_limits() };
     let hub = Hub::new(HubConfig { limits, ..machine.config() });
-    assert_eq!(failure(hub.download(REPO, None, &FileFilter::default(), &())).1, 5);
+    assert_eq!(message_and_code(hub.download(REPO, None, &FileFilter::default(), &())).1, 5);
     let blob = machine.repo().join("blobs").join(etag(SHARDS[0], &pattern(200_000, 1)));
-    assert!(blob.exists(), "the weights are here");
-    assert_eq!(failure(hub.find(REPO, None)).1, 3);
-    assert_eq!(failure(machine.offline().download(REPO, None, &FileFilter::default(), &())).1, 5);
+    assert!(blob.exists(), "the weights are on disk");
+    assert_eq!(message_and_code(hub.find(REPO, None)).1, 3);
+    assert_eq!(message_and_code(machine.offline().download(REPO, None, &FileFilter::default(), &())).1, 5);
     fake.change(|world| world.faults.clear());
     fake.lines();
     hub.download(REPO, None, &FileFilter::default(), &()).unwrap();
@@ -564,18 +569,19 @@ fn weights_without_the_small_files_are_no_model_yet() {
 }
 
 #[test]
-fn a_commit_is_the_one_that_was_asked_for() {
+fn another_commit_than_the_requested_one_is_refused() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    let (message, code) = failure(machine.hub().download(REPO, Some(&"a".repeat(40)), &FileFilter::default(), &()));
+    let (message, code) =
+        message_and_code(machine.hub().download(REPO, Some(&"a".repeat(40)), &FileFilter::default(), &()));
     assert!(code == 6 && message.contains("refused"), "{message}");
     assert!(!machine.repo().exists());
     machine.hub().download(REPO, Some(COMMIT), &FileFilter::default(), &()).unwrap();
 }
 
-/// Mirrors that call files by their time and length, or by nothing that says what is in them.
+/// Some mirrors send etags made of time and length, which say nothing about the contents.
 #[test]
-fn words_that_are_no_hashes_are_not_mixed_up() {
+fn files_with_the_same_weak_etag_are_kept_apart() {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
     let fetch = |first: usize, second: usize| {
@@ -587,12 +593,12 @@ fn words_that_are_no_hashes_are_not_mixed_up() {
         assert!(fs::read(snapshot.path.join(SHARDS[0])).unwrap() == pattern(90_000, first));
         assert!(fs::read(snapshot.path.join(SHARDS[1])).unwrap() == pattern(90_000, second));
     };
-    // The same word for both shards.
+    // Both shards have the same etag.
     fake.change(|world| (world.tells_sizes, world.tells_hashes, world.etag_header) = (false, false, Some("\"5f-61\"")));
     fetch(1, 2);
     fake.change(|world| world.commit = "f".repeat(40));
     fetch(3, 4);
-    // Large files of which the listing tells no more than the pointer's hash.
+    // The listing has only the hash of the pointer of a large file.
     fake.change(|world| {
         world.commit = "e".repeat(40);
         (world.tells_sizes, world.etag_header) = (true, None);
@@ -603,8 +609,8 @@ fn words_that_are_no_hashes_are_not_mixed_up() {
 }
 
 #[test]
-fn listings_that_cannot_be_are_refused() {
-    for (change, said) in [
+fn impossible_listings_are_refused() {
+    for (change, expected) in [
         ((|world| world.claimed_bytes = Some(u64::MAX)) as fn(&mut fake::World), "impossible size"),
         (|world| drop(world.files.insert("config.json/x".into(), b"{}".into())), "as a file and as a folder"),
     ] {
@@ -616,22 +622,22 @@ fn listings_that_cannot_be_are_refused() {
             machine.hub().inspect(REPO, None).map(|_| ()),
         ] {
             let error = result.unwrap_err();
-            assert!(error.to_string().contains(said), "{error}");
+            assert!(error.to_string().contains(expected), "{error}");
         }
         assert!(!machine.repo().exists());
     }
 }
 
 #[test]
-fn a_download_that_stopped_is_no_model_yet() {
+fn interrupted_download_is_not_a_model() {
     let fake = FakeHub::sharded();
-    // The listing knows the second shard, the storage has lost it.
+    // The listing has the second shard, and the storage does not.
     fake.change(|world| world.lost = Some(SHARDS[1]));
     let machine = Machine::new(fake.endpoint());
-    let (message, _) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert!(message.contains("does not have it"), "{message}");
     assert!(!machine.repo().join("refs").exists());
-    let (message, code) = failure(machine.hub().find(REPO, None));
+    let (message, code) = message_and_code(machine.hub().find(REPO, None));
     assert_eq!(code, 3);
     assert!(message.contains("it is incomplete"), "{message}");
     fake.change(|world| world.lost = None);

@@ -219,7 +219,7 @@ fn broken_headers_are_refused() {
     let whole = file(&[("model.norm.weight", "F32", &[8], 32)]);
     let with_length = |length: u64| [&length.to_le_bytes(), &whole[8..]].concat();
     let cases = [
-        (whole[..5].to_vec(), "ends within its header"),
+        (whole[..5].to_vec(), "not a complete safetensors file"),
         (whole[..whole.len() - 50].to_vec(), "model.safetensors"),
         (whole[..whole.len() - 1].to_vec(), "32 bytes of tensors"),
         (with_length(u64::MAX), "refused"),
@@ -245,7 +245,7 @@ fn broken_headers_are_refused() {
     // The hub lists more than its storage has.
     let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &whole[..30])]);
     fake.change(|world| world.claimed_bytes = Some(whole.len() as u64));
-    assert_fails(&remote(&fake, &[]), 1, &["model.safetensors ends within its header", "30 bytes"]);
+    assert_fails(&remote(&fake, &[]), 1, &["model.safetensors is not a complete safetensors file", "30 bytes"]);
 }
 
 #[test]
@@ -265,7 +265,7 @@ fn refusals_and_names_are_those_of_a_download() {
     });
     assert_fails(&remote(&fake, &[]), 1, &["refused"]);
     fake.change(|world| drop(world.files.insert("../config.json".into(), vec![])));
-    assert_fails(&remote(&fake, &[]), 1, &["outside it; refused"]);
+    assert_fails(&remote(&fake, &[]), 1, &["not a path inside the repository; refused"]);
 }
 
 #[test]

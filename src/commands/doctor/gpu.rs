@@ -27,9 +27,9 @@ pub struct SelfTest {
 }
 
 pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
-    let smi = device::nvidia_smi();
+    let smi = device::nvidia_smi_gpus();
     let mut driver = smi.as_ref().map(|(driver, _)| format!("driver {driver}"));
-    for ordinal in 0..device::gpus().max(1) {
+    for ordinal in 0..device::gpu_count().max(1) {
         let device = match device::open(DeviceChoice::Cuda(ordinal)) {
             Ok(device) => device,
             Err(error) => {
@@ -39,13 +39,13 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
             }
         };
         if ordinal == 0
-            && let Ok(Some(facts)) = GpuFacts::of(&device)
+            && let Ok(Some(facts)) = GpuFacts::for_device(&device)
         {
             let name = driver.take().unwrap_or("driver of unknown version".into());
             driver = Some(format!("{name}, CUDA up to {}", facts.cuda_version));
         }
         let finding = match device::info(&device) {
-            Ok(info) => gpu(ordinal, &info, device::built_for()),
+            Ok(info) => gpu(ordinal, &info, device::built_compute_capability()),
             Err(error) => Finding::fail("GPU", one_line(&error), "nvidia-smi"),
         };
         let usable = finding.status != Status::Fail;
@@ -70,7 +70,7 @@ fn no_gpu(error: &anyhow::Error, there: Option<String>) -> Finding {
     };
     let there = there.map(|names| format!(", though there is {names}")).unwrap_or_default();
     let what = format!("{reason}{there}; the demo still works: inferno play demo --device cpu");
-    let built = device::built_for().is_some();
+    let built = device::built_compute_capability().is_some();
     Finding::fail("GPU", what, if built { next } else { "cargo install --locked --path . --features cuda" })
 }
 

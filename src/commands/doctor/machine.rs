@@ -14,7 +14,7 @@ const ROOM_BYTES: u64 = 20_000_000_000;
 const NO_ROOM_BYTES: u64 = 100_000_000;
 
 pub fn build() -> Finding {
-    let kernels = match device::built_for() {
+    let kernels = match device::built_compute_capability() {
         Some((major, minor)) => format!("CUDA kernels for compute capability {major}.{minor}"),
         None => "without GPU support".to_string(),
     };

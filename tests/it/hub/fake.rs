@@ -1,4 +1,4 @@
-//! A hub in miniature: the listing, the files, redirects, ranges and refusals, as huggingface.co gives them.
+//! A small hub that behaves like huggingface.co: listing, files, redirects, ranges and refusals.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,73 +13,73 @@ pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 pub const INDEX: &str = "model.safetensors.index.json";
 pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
 
-/// How the fake hub answers. Tests change it between downloads.
+/// How the fake hub answers. Tests change this between downloads.
 #[derive(Clone)]
 pub struct World {
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
-    /// Whether the listing tells sizes and hashes (`?blobs=true`); mirrors may not.
+    /// If true, the listing has sizes and hashes (`?blobs=true`). Mirrors may send none.
     pub tells_sizes: bool,
     pub does_ranges: bool,
-    /// Status, x-error-code and body instead of the listing.
+    /// Status, x-error-code and body in place of the listing.
     pub listing_refused: Option<(u16, &'static str, &'static str)>,
-    /// Status and x-error-code instead of any file.
+    /// Status and x-error-code in place of every file.
     pub files_refused: Option<(u16, &'static str)>,
-    /// What goes wrong with some files: of each request the first.
+    /// The faults of the next requests for faulty files. Each request takes the first one.
     pub faults: VecDeque<Fault>,
-    /// With these; the weights, if nothing else is said.
+    /// Selects the faulty files. The default is the weights.
     pub faulty: fn(&str) -> bool,
-    /// Statuses, with headers, of the next listings.
+    /// The status lines of the next listings, with their headers.
     pub listing_faults: VecDeque<&'static str>,
-    /// Bodies come in pieces of so many bytes, with a pause after each.
+    /// Bodies are sent in pieces of this many bytes, with a pause after each.
     pub pace: Option<(usize, Duration)>,
-    /// Files are redirected to this host.
+    /// The host that files are redirected to.
     pub storage: Option<String>,
-    /// Files are called by the hash of their contents, in the listing and in the hub's own headers.
+    /// If true, the listing and the hub's own headers have the hash of each file.
     pub tells_hashes: bool,
-    /// The ETag header of files, where it is not the hash.
+    /// The ETag header of files, if it is not the hash.
     pub etag_header: Option<&'static str>,
-    /// A size to claim for model.safetensors.
+    /// A false size of model.safetensors.
     pub claimed_bytes: Option<u64>,
-    /// An etag to claim for every file.
+    /// A false etag of every file.
     pub claimed_etag: Option<&'static str>,
-    /// A file that is listed and not there.
+    /// A file that is listed but cannot be fetched.
     pub lost: Option<&'static str>,
-    /// Bytes of file contents that have left.
+    /// How many bytes of file contents were sent.
     pub sent_bytes: usize,
 }
 
-/// One way for an answer to go wrong.
+/// One way in which a response can be wrong.
 #[derive(Clone, Copy, Debug)]
 pub enum Fault {
-    /// None.
+    /// No fault.
     Fine,
-    /// The connection closes after so many bytes of the body.
+    /// The connection closes after this many bytes of the body.
     Cut(usize),
-    /// Nothing more comes after so many bytes.
+    /// The server stops sending after this many bytes.
     Stall(usize),
-    /// Such a byte of the body is another.
+    /// One bit of this byte of the body is flipped.
     Flip(usize),
-    /// A status line, and headers after it, with an empty body.
+    /// A status line with headers, and an empty body.
     Status(&'static str),
-    /// A network's login page.
+    /// The login page of a network.
     Portal,
-    /// The part after the one asked for, under its name.
+    /// The bytes of another part, with the requested range in the header.
     OtherPart,
-    /// The part says to be another one.
+    /// The header has another range than the requested one.
     WrongRange,
-    /// Twice the body.
+    /// The body is sent twice.
     TooMuch,
-    /// All of the file whatever was asked for.
+    /// The whole file is sent, whatever range was requested.
     Everything,
-    /// All of the body, of a length that is not told, and silence after it.
+    /// The whole body is sent without its length, and the connection stays open.
     Endless,
 }
 
 pub struct FakeHub {
     pub port: u16,
     pub world: Arc<Mutex<World>>,
-    /// The head of every request, as it came.
+    /// The head of every request.
     pub requests: Arc<Mutex<Vec<String>>>,
 }
 
@@ -112,14 +112,14 @@ impl FakeHub {
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let (world, requests) = (world.clone(), requests.clone());
-                // A client that hangs up early is part of some tests.
+                // Some tests close the connection early, so errors are ignored.
                 std::thread::spawn(move || answer(stream.unwrap(), &world, &requests));
             }
         });
         hub
     }
 
-    /// A repository with an index, two shards, and things that nobody needs.
+    /// A repository with an index, two shards, and files that inferno does not need.
     pub fn sharded() -> Self {
         let index = format!(r#"{{"weight_map":{{"a":"{}","b":"{}","c":"{}"}}}}"#, SHARDS[0], SHARDS[1], SHARDS[0]);
         Self::start(&[
@@ -153,7 +153,7 @@ impl FakeHub {
         change(&mut self.world.lock().unwrap());
     }
 
-    /// Request lines since the last call, as `GET /path`.
+    /// Returns the request lines since the last call, as `GET /path`.
     pub fn lines(&self) -> Vec<String> {
         let line = |head: String| head.lines().next().unwrap().trim_end_matches(" HTTP/1.1").to_string();
         self.requests.lock().unwrap().drain(..).map(line).collect()
@@ -168,7 +168,7 @@ pub fn pattern(length: usize, seed: usize) -> Vec<u8> {
     (0..length).map(|i| ((i * 31 + seed * 7 + i / 251) % 256) as u8).collect()
 }
 
-/// What the hub calls a file: SHA-256 for large ones, else git's blob id.
+/// Returns the hub's etag of a file: SHA-256 for large files, else git's blob id.
 pub fn etag(name: &str, bytes: &[u8]) -> String {
     let hash = if is_large(name) {
         digest(&SHA256, bytes)
@@ -182,14 +182,14 @@ fn is_large(name: &str) -> bool {
     name.ends_with(".safetensors") || name.ends_with(".gguf")
 }
 
-/// Reads one request and answers it; every answer closes its connection.
+/// Reads one request and answers it. Every answer closes its connection.
 fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
     let mut head = String::new();
     let mut reader = BufReader::new(stream.try_clone()?);
     while reader.read_line(&mut head)? > 2 {}
     requests.lock().unwrap().push(head.clone());
     if head.starts_with("CONNECT ") {
-        // As a proxy; what comes through it is answered as if it were for us.
+        // The fake hub is also a proxy. It answers the requests that come through it itself.
         stream.write_all(b"HTTP/1.1 200 Connected\r\n\r\n")?;
         return answer(stream, shared, requests);
     }
@@ -222,12 +222,12 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
         return send(&mut stream, "404 Not Found\r\nx-error-code: EntryNotFound", b"");
     };
     let hash = etag(&name, &bytes);
-    let called = world.etag_header.unwrap_or(&hash);
+    let etag_header = world.etag_header.unwrap_or(&hash);
     let linked = format!("x-linked-etag: \"{hash}\"\r\nx-linked-size: {}\r\n", bytes.len());
     let linked = if world.tells_hashes { linked } else { String::new() };
-    let about = format!("x-repo-commit: {}\r\n{linked}etag: {called}", world.commit);
+    let metadata = format!("x-repo-commit: {}\r\n{linked}etag: {etag_header}", world.commit);
     if let (Some(storage), true) = (&world.storage, path.contains("/resolve/")) {
-        return send(&mut stream, &format!("302 Found\r\n{about}\r\nlocation: {storage}/storage/{name}"), b"");
+        return send(&mut stream, &format!("302 Found\r\n{metadata}\r\nlocation: {storage}/storage/{name}"), b"");
     }
     let fault = match method == "GET" && (world.faulty)(&name) {
         true => world.faults.pop_front().unwrap_or(Fault::Fine),
@@ -250,9 +250,9 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
     }
     let (status, body) = if (start > 0 || end < bytes.len()) && world.does_ranges {
         let range = format!("content-range: bytes {named_start}-{}/{}", named_end - 1, bytes.len());
-        (format!("206 Partial Content\r\n{about}\r\n{range}"), &bytes[start..end.min(bytes.len())])
+        (format!("206 Partial Content\r\n{metadata}\r\n{range}"), &bytes[start..end.min(bytes.len())])
     } else {
-        (format!("200 OK\r\n{about}"), &bytes[..])
+        (format!("200 OK\r\n{metadata}"), &bytes[..])
     };
     let mut body = body.to_vec();
     if let (Fault::Flip(at), false) = (fault, body.is_empty()) {

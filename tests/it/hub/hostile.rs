@@ -1,5 +1,5 @@
-//! Servers and networks that fail in every way there is. What comes out is the file to the last byte, or an error and
-//! nothing that looks like a model.
+//! Servers and networks that fail in every way. A download ends with the exact file, or with an error and nothing on
+//! disk that looks like a model.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -7,60 +7,60 @@ use std::time::{Duration, Instant};
 use inferno::hub::{FileFilter, Hub, HubConfig, Limits, Source};
 
 use super::fake::{COMMIT, FakeHub, Fault, REPO, etag, pattern};
-use super::{Heard, Machine, failure, impatient, included, names_in};
+use super::{Machine, Recorder, fast_limits, file_names, include_only, message_and_code};
 
 const WEIGHTS: &str = "model.safetensors";
 
-/// The weights come in five parts or more.
+/// A hub client that fetches the weights in at least five parts.
 fn in_parts(machine: &Machine) -> Hub {
-    let limits = Limits { part_bytes: 10_000, connections: 3, ..impatient() };
+    let limits = Limits { part_bytes: 10_000, connections: 3, ..fast_limits() };
     Hub::new(HubConfig { limits, ..machine.config() })
 }
 
-/// As a whole, by one connection.
+/// A hub client that fetches each file as a whole, over one connection.
 fn in_one(machine: &Machine) -> Hub {
-    let limits = Limits { connections: 1, ..impatient() };
+    let limits = Limits { connections: 1, ..fast_limits() };
     Hub::new(HubConfig { limits, ..machine.config() })
 }
 
-/// Downloads with such faults, and says what was heard.
+/// Downloads a model in spite of `faults`, and returns the progress events.
 fn survives(hub: impl Fn(&Machine) -> Hub, faults: &[Fault]) -> Vec<String> {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| world.faults.extend(faults));
-    let heard = Heard::default();
-    let snapshot = hub(&machine).download(REPO, None, &FileFilter::default(), &heard).unwrap();
+    let events = Recorder::default();
+    let snapshot = hub(&machine).download(REPO, None, &FileFilter::default(), &events).unwrap();
     let weights = fs::read(snapshot.path.join(WEIGHTS)).unwrap();
     assert!(weights == pattern(50_000, 3), "{faults:?}");
-    let blobs = names_in(&machine.repo().join("blobs"));
-    assert!(blobs.iter().all(|name| !name.contains('.')), "nothing is left over: {blobs:?}");
-    assert!(fake.world.lock().unwrap().faults.is_empty(), "all of it has happened");
-    heard.all()
+    let blobs = file_names(&machine.repo().join("blobs"));
+    assert!(blobs.iter().all(|name| !name.contains('.')), "no leftovers: {blobs:?}");
+    assert!(fake.world.lock().unwrap().faults.is_empty(), "every fault happened");
+    events.all()
 }
 
-/// Fails with such faults, and leaves nothing that looks like a model.
+/// Fails to download because of `fault`, checks that no model is left, and returns the message and exit code.
 fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| world.faults.extend([fault; 100]));
-    let failure = failure(hub(&machine).download(REPO, None, &FileFilter::default(), &()));
+    let message_and_code = message_and_code(hub(&machine).download(REPO, None, &FileFilter::default(), &()));
     assert!(!machine.repo().join("refs").exists(), "{fault:?}");
     assert!(machine.hub().find(REPO, None).is_err(), "{fault:?}");
     assert!(!machine.repo().join("blobs").join(etag(WEIGHTS, &pattern(50_000, 3))).exists(), "{fault:?}");
-    // What was there stays good for the next attempt.
+    // The next attempt can use what was left.
     fake.change(|world| world.faults.clear());
     let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 3), "{fault:?}");
-    failure
+    message_and_code
 }
 
 #[test]
-fn bodies_are_cut_anywhere() {
+fn truncated_body_is_resumed() {
     for cut in [0, 1, 9_999, 10_000, 10_001, 33_333, 49_999] {
         survives(in_one, &[Fault::Cut(cut)]);
         survives(in_parts, &[Fault::Cut(cut % 10_000), Fault::Fine, Fault::Cut(1), Fault::Cut(cut % 7_000)]);
     }
-    // Many cuts are no failure as long as something comes.
+    // A download survives any number of cuts, as long as bytes arrive.
     survives(in_one, &[Fault::Cut(2_000); 20]);
     let (message, code) = fails(in_one, Fault::Cut(0));
     assert_eq!(code, 5, "{message}");
@@ -71,29 +71,29 @@ fn bodies_are_cut_anywhere() {
 }
 
 #[test]
-fn a_server_that_falls_silent_is_left() {
+fn silent_server_is_given_up_after_the_timeout() {
     let start = Instant::now();
-    // A busy machine may be silent for as long.
+    // Long enough for a busy test machine.
     let stall_timeout = Duration::from_millis(200);
     let limits =
-        |connections, part_bytes| Limits { connections, part_bytes, stall_timeout, max_failures: 20, ..impatient() };
+        |connections, part_bytes| Limits { connections, part_bytes, stall_timeout, max_failures: 20, ..fast_limits() };
     let with =
         |limits: Limits| move |machine: &Machine| Hub::new(HubConfig { limits: limits.clone(), ..machine.config() });
-    let heard = survives(with(limits(1, 1 << 30)), &[Fault::Stall(20_000), Fault::Stall(0)]);
-    assert!(heard.iter().any(|line| line.contains("timeout")), "{heard:?}");
+    let events = survives(with(limits(1, 1 << 30)), &[Fault::Stall(20_000), Fault::Stall(0)]);
+    assert!(events.iter().any(|line| line.contains("timeout")), "{events:?}");
     survives(with(limits(3, 10_000)), &[Fault::Stall(5_000), Fault::Fine, Fault::Stall(0)]);
     assert!(start.elapsed() < Duration::from_secs(15), "the fake hub itself hangs up after 20");
 }
 
 #[test]
-fn parts_are_not_what_was_asked_for() {
+fn wrong_part_is_requested_again() {
     for fault in [Fault::OtherPart, Fault::WrongRange, Fault::TooMuch, Fault::Portal] {
         survives(in_parts, &[Fault::Fine, fault]);
         survives(in_one, &[Fault::Cut(20_000), fault]);
     }
     let refused = Fault::Status("416 Range Not Satisfiable");
     survives(in_parts, &[refused, Fault::Fine, refused]);
-    for (fault, said) in [
+    for (fault, expected) in [
         (Fault::WrongRange, "another part"),
         (Fault::Portal, "login page"),
         (refused, "no such part"),
@@ -101,13 +101,13 @@ fn parts_are_not_what_was_asked_for() {
     ] {
         let (message, code) = fails(in_parts, fault);
         assert_eq!(code, 5, "{message}");
-        assert!(message.contains(said), "{message}");
+        assert!(message.contains(expected), "{message}");
     }
 }
 
 #[test]
-fn a_server_without_ranges_sends_the_file_from_its_beginning() {
-    // In the middle of it, once or from then on.
+fn server_without_ranges_sends_whole_files() {
+    // In the middle of a file: once, or from then on.
     survives(in_parts, &[Fault::Fine, Fault::Everything]);
     survives(in_one, &[Fault::Cut(20_000), Fault::Everything]);
     let fake = FakeHub::single();
@@ -121,18 +121,18 @@ fn a_server_without_ranges_sends_the_file_from_its_beginning() {
 }
 
 #[test]
-fn one_server_without_ranges_costs_nothing_of_what_is_here() {
+fn few_whole_responses_do_not_discard_fetched_bytes() {
     for slips in 1..=3 {
         let faults: Vec<Fault> =
             [Fault::Cut(20_000)].into_iter().chain((0..slips).map(|_| Fault::Everything)).collect();
-        let heard = survives(in_one, &faults);
-        assert_eq!(heard.iter().filter(|line| **line == format!("{WEIGHTS} 0")).count(), 1, "{heard:?}");
+        let events = survives(in_one, &faults);
+        assert_eq!(events.iter().filter(|line| **line == format!("{WEIGHTS} 0")).count(), 1, "{events:?}");
     }
 }
 
 #[cfg(unix)]
 #[test]
-fn what_is_fetched_goes_into_no_file_but_its_own() {
+fn download_does_not_follow_links() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     let blobs = machine.repo().join("blobs");
@@ -146,39 +146,40 @@ fn what_is_fetched_goes_into_no_file_but_its_own() {
 }
 
 #[test]
-fn a_note_without_its_file_is_not_believed() {
+fn record_without_its_file_is_ignored() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     let blobs = machine.repo().join("blobs");
     fs::create_dir_all(&blobs).unwrap();
-    let note = blobs.join(format!("{}.parts.json", etag(WEIGHTS, &pattern(50_000, 3))));
-    fs::write(&note, r#"{"done":[{"start":0,"end":50000}]}"#).unwrap();
+    let record = blobs.join(format!("{}.parts.json", etag(WEIGHTS, &pattern(50_000, 3))));
+    fs::write(&record, r#"{"done":[{"start":0,"end":50000}]}"#).unwrap();
     fake.change(|world| world.faults.extend([Fault::Status("404 No")]));
     assert!(machine.hub().download(REPO, None, &FileFilter::default(), &()).is_err());
-    assert!(!fs::read_to_string(&note).is_ok_and(|note| note.contains("50000")));
+    assert!(!fs::read_to_string(&record).is_ok_and(|json| json.contains("50000")));
 }
 
 #[test]
-fn a_trickle_is_as_good_as_a_stall() {
+fn slow_transfer_counts_as_stalled() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| world.pace = Some((500, Duration::from_millis(20))));
-    let limits = Limits { connections: 1, stall_timeout: Duration::from_millis(200), max_failures: 20, ..impatient() };
+    let limits =
+        Limits { connections: 1, stall_timeout: Duration::from_millis(200), max_failures: 20, ..fast_limits() };
     let hub = Hub::new(HubConfig { limits, ..machine.config() });
-    let heard = Heard::default();
-    hub.download(REPO, None, &FileFilter::default(), &heard).unwrap();
-    assert!(heard.all().iter().any(|line| line.contains("bytes arrived in 0.4 s")));
+    let events = Recorder::default();
+    hub.download(REPO, None, &FileFilter::default(), &events).unwrap();
+    assert!(events.all().iter().any(|line| line.contains("bytes arrived in 0.4 s")));
 }
 
 #[test]
-fn a_login_page_costs_nothing_of_what_is_here() {
+fn login_page_does_not_discard_fetched_bytes() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| {
         world.faults.push_back(Fault::Cut(30_000));
         world.faults.extend([Fault::Portal; 5]);
     });
-    let (message, code) = failure(in_one(&machine).download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(in_one(&machine).download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5);
     assert!(message.contains("stopped at 30000 of 50000") && message.contains("login page"), "{message}");
     fake.heads();
@@ -188,30 +189,30 @@ fn a_login_page_costs_nothing_of_what_is_here() {
 }
 
 #[test]
-fn flipped_bytes_are_found_and_fetched_anew() {
+fn file_with_a_flipped_bit_is_fetched_again() {
     for (hub, at) in [(in_one as fn(&Machine) -> Hub, 0), (in_one, 49_999), (in_parts, 1_234)] {
-        let heard = survives(hub, &[Fault::Flip(at)]);
-        assert!(heard.iter().any(|line| line.contains("its contents do not match")), "{heard:?}");
+        let events = survives(hub, &[Fault::Flip(at)]);
+        assert!(events.iter().any(|line| line.contains("its contents do not match")), "{events:?}");
     }
     let (message, code) = fails(in_parts, Fault::Flip(7));
     assert_eq!(code, 6, "{message}");
     assert!(message.contains(WEIGHTS) && message.contains("twice"), "{message}");
-    // A small file has git's hash, and is judged too.
+    // Small files are verified with git's hash.
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| world.claimed_etag = Some("ce013625030ba8dba906f756967f9e9ca394464a"));
-    assert_eq!(failure(machine.hub().download(REPO, None, &included("*.json"), &())).1, 6);
-    assert!(names_in(&machine.repo().join("blobs")).is_empty());
+    assert_eq!(message_and_code(machine.hub().download(REPO, None, &include_only("*.json"), &())).1, 6);
+    assert!(file_names(&machine.repo().join("blobs")).is_empty());
 }
 
 #[test]
-fn a_wrong_length_is_no_file() {
+fn file_of_the_wrong_length_is_an_error() {
     for bytes in [49_999, 50_001] {
         let fake = FakeHub::single();
         fake.change(|world| world.claimed_bytes = Some(bytes));
         let machine = Machine::new(fake.endpoint());
         for hub in [in_one(&machine), in_parts(&machine)] {
-            let (message, code) = failure(hub.download(REPO, None, &FileFilter::default(), &()));
+            let (message, code) = message_and_code(hub.download(REPO, None, &FileFilter::default(), &()));
             assert_eq!(code, 5, "{message}");
             assert!(machine.hub().find(REPO, None).is_err());
         }
@@ -219,15 +220,15 @@ fn a_wrong_length_is_no_file() {
 }
 
 #[test]
-fn contents_that_change_in_the_middle_are_not_mixed() {
+fn contents_of_two_versions_are_not_mixed() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| {
         world.faults.push_back(Fault::Cut(30_000));
         world.faults.extend([Fault::Status("500 No"); 5]);
     });
-    assert_eq!(failure(in_one(&machine).download(REPO, None, &FileFilter::default(), &())).1, 5);
-    // The same commit with other contents, under the old hash: that cannot be.
+    assert_eq!(message_and_code(in_one(&machine).download(REPO, None, &FileFilter::default(), &())).1, 5);
+    // The same commit and hash with different contents is an error.
     let old = etag(WEIGHTS, &pattern(50_000, 3));
     let old: &'static str = Box::leak(old.into_boxed_str());
     fake.change(|world| {
@@ -236,9 +237,9 @@ fn contents_that_change_in_the_middle_are_not_mixed() {
         world.files.retain(|name, _| name == WEIGHTS || !name.contains("json"));
         world.claimed_etag = Some(old);
     });
-    let (message, code) = failure(in_one(&machine).download(REPO, None, &included("*.safetensors"), &()));
+    let (message, code) = message_and_code(in_one(&machine).download(REPO, None, &include_only("*.safetensors"), &()));
     assert_eq!(code, 6, "{message}");
-    // A new commit that says so is fetched as what it is.
+    // A new commit with the new hash is downloaded.
     let newer = "f".repeat(40);
     fake.change(|world| {
         (world.claimed_etag, world.commit) = (None, newer.clone());
@@ -251,7 +252,7 @@ fn contents_that_change_in_the_middle_are_not_mixed() {
 }
 
 #[test]
-fn without_a_hash_the_etag_must_stay_the_same() {
+fn changed_etag_restarts_a_file_without_a_hash() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|world| {
@@ -259,10 +260,10 @@ fn without_a_hash_the_etag_must_stay_the_same() {
         world.faults.push_back(Fault::Cut(30_000));
         world.faults.extend([Fault::Status("500 No"); 5]);
     });
-    let weights = included("*.safetensors");
+    let weights = include_only("*.safetensors");
     let gone = |world: &mut super::fake::World| world.files.retain(|name, _| name == WEIGHTS);
     fake.change(gone);
-    assert_eq!(failure(in_one(&machine).download(REPO, None, &weights, &())).1, 5);
+    assert_eq!(message_and_code(in_one(&machine).download(REPO, None, &weights, &())).1, 5);
     fake.change(|world| {
         world.faults.clear();
         world.etag_header = Some("v2");
@@ -273,12 +274,12 @@ fn without_a_hash_the_etag_must_stay_the_same() {
 }
 
 #[test]
-fn busy_servers_are_asked_again_when_they_say() {
+fn retry_after_header_is_obeyed() {
     survives(in_one, &[Fault::Status("500 No"), Fault::Status("503 No"), Fault::Status("429 No")]);
     let start = Instant::now();
-    let heard = survives(in_one, &[Fault::Status("429 No\r\nretry-after: 1")]);
-    assert!(start.elapsed() >= Duration::from_secs(1), "{heard:?}");
-    assert!(heard.contains(&format!("retrying {WEIGHTS} after 1000 ms: HTTP 429 Too Many Requests")), "{heard:?}");
+    let events = survives(in_one, &[Fault::Status("429 No\r\nretry-after: 1")]);
+    assert!(start.elapsed() >= Duration::from_secs(1), "{events:?}");
+    assert!(events.contains(&format!("retrying {WEIGHTS} after 1000 ms: HTTP 429 Too Many Requests")), "{events:?}");
     let (message, code) = fails(in_one, Fault::Status("429 No\r\nretry-after: 3600"));
     assert_eq!(code, 5);
     assert!(message.contains("asks to wait 3600 s"), "{message}");
@@ -288,66 +289,70 @@ fn busy_servers_are_asked_again_when_they_say() {
     fake.change(|world| world.listing_faults.extend(["503 No", "429 No\r\nretry-after: 0", "500 No"]));
     machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     fake.change(|world| world.listing_faults.push_back("429 No\r\nretry-after: 3600"));
-    let (message, code) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+    let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 5);
     assert!(message.contains("try again in 3600 s"), "{message}");
 }
 
 #[test]
-fn refusals_are_not_asked_again() {
+fn refusals_are_not_retried() {
     for (status, code) in [("401 No", 4), ("403 No", 4), ("404 No", 1), ("403 No\r\nx-error-code: GatedRepo", 4)] {
         let fake = FakeHub::single();
         let machine = Machine::new(fake.endpoint());
         fake.change(|world| world.faults.push_back(Fault::Status(status)));
-        assert_eq!(failure(in_one(&machine).download(REPO, None, &FileFilter::default(), &())).1, code, "{status}");
+        assert_eq!(
+            message_and_code(in_one(&machine).download(REPO, None, &FileFilter::default(), &())).1,
+            code,
+            "{status}"
+        );
     }
 }
 
 #[test]
-fn the_token_stays_with_the_endpoint_in_every_redirect() {
+fn redirects_never_take_the_token_to_another_host() {
     let storage = FakeHub::single();
-    // The same host at another port, written in two ways, and another name of it.
+    // The same machine: at another port (written in two ways), and by another name.
     for to in ["http://127.0.0.1:", "//127.0.0.1:", "http://localhost:", "http://127.0.0.1@localhost:"] {
         let fake = FakeHub::single();
         fake.change(|world| world.storage = Some(format!("{to}{}", storage.port)));
         let machine = Machine::new(fake.endpoint());
         machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
         assert!(fake.heads().iter().all(|head| head.contains("hf_secret")), "{to}");
-        let there = storage.heads();
-        assert!(!there.is_empty());
-        assert!(there.iter().all(|head| !head.contains("hf_secret")), "{to}: {there:?}");
+        let storage_requests = storage.heads();
+        assert!(!storage_requests.is_empty());
+        assert!(storage_requests.iter().all(|head| !head.contains("hf_secret")), "{to}: {storage_requests:?}");
     }
-    // On the endpoint itself it is needed.
+    // A redirect on the endpoint itself keeps the token.
     let fake = FakeHub::single();
     fake.change(|world| world.storage = Some(String::new()));
     let machine = Machine::new(fake.endpoint());
     machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fake.heads().iter().all(|head| head.contains("hf_secret")));
-    // What leads nowhere, or round in circles.
+    // Redirects to other schemes, and endless redirects.
     for nowhere in ["ftp://127.0.0.1/x?signature=SECRET&", "file:///etc/passwd?signature=SECRET&"] {
         fake.change(|world| world.storage = Some(nowhere.into()));
         fake.lines();
         let machine = Machine::new(fake.endpoint());
-        let (message, code) = failure(machine.hub().download(REPO, None, &FileFilter::default(), &()));
+        let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
         assert_eq!(code, 5, "{message}");
         assert!(message.contains("not a web address") && !message.contains("SECRET"), "{message}");
-        assert!(fake.lines().len() <= 5, "what cannot change is not asked again");
+        assert!(fake.lines().len() <= 5, "a permanent error is not retried");
     }
     fake.change(|world| world.storage = Some(format!("/{REPO}/resolve/{COMMIT}/model.safetensors?")));
     let machine = Machine::new(fake.endpoint());
-    assert!(failure(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("redirects"));
+    assert!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("redirects"));
 }
 
 #[test]
-fn the_end_of_a_file_is_not_waited_for() {
+fn download_ends_without_waiting_for_the_end_of_the_body() {
     let start = Instant::now();
-    let limits = Limits { connections: 1, stall_timeout: Duration::from_secs(10), ..impatient() };
+    let limits = Limits { connections: 1, stall_timeout: Duration::from_secs(10), ..fast_limits() };
     survives(|machine| Hub::new(HubConfig { limits: limits.clone(), ..machine.config() }), &[Fault::Endless]);
     assert!(start.elapsed() < Duration::from_secs(9));
 }
 
 #[test]
-fn many_parts_by_many_connections_make_one_file() {
+fn many_parts_over_many_connections_make_one_file() {
     let weights = pattern(1_000_003, 5);
     let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (WEIGHTS, &weights)]);
     fake.change(|world| {
@@ -359,7 +364,7 @@ fn many_parts_by_many_connections_make_one_file() {
         }));
     });
     let machine = Machine::new(fake.endpoint());
-    let limits = Limits { part_bytes: 7_001, max_failures: 60, ..impatient() };
+    let limits = Limits { part_bytes: 7_001, max_failures: 60, ..fast_limits() };
     let hub = Hub::new(HubConfig { limits, ..machine.config() });
     let snapshot = hub.download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert_eq!(snapshot.source, Source::Inferno);

@@ -1,4 +1,4 @@
-//! Downloads as processes: killed, started twice, out of room, behind a proxy, and what they print.
+//! `inferno download` as a process: killed, run twice at once, on a full disk, behind a proxy, and its output.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -56,76 +56,82 @@ fn wait_until(what: &str, done: impl Fn() -> bool) {
 }
 
 #[test]
-fn killed_in_the_middle_and_resumed() {
+fn killed_download_is_resumed() {
     let (fake, weights) = large(3_000_000);
     fake.change(|world| world.pace = Some((10_000, Duration::from_millis(10))));
     let home = TempDir::new().unwrap();
-    let note = repo(&home).join("blobs").join(format!("{}.parts.json", etag(WEIGHTS, &weights)));
+    let record = repo(&home).join("blobs").join(format!("{}.parts.json", etag(WEIGHTS, &weights)));
     for _ in 0..2 {
         let mut child = start(&home, &fake);
-        let before = fs::read(&note).unwrap_or_default();
-        wait_until("something is kept", || fs::read(&note).is_ok_and(|note| note != before));
+        let before = fs::read(&record).unwrap_or_default();
+        wait_until("progress is saved", || fs::read(&record).is_ok_and(|json| json != before));
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(
             !repo(&home).join("refs").exists() && !repo(&home).join("blobs").join(etag(WEIGHTS, &weights)).exists()
         );
-        assert!(fake.world.lock().unwrap().sent_bytes < 3_000_000, "it was killed in the middle");
+        assert!(fake.world.lock().unwrap().sent_bytes < 3_000_000, "the kill came in the middle");
     }
     fake.change(|world| world.pace = None);
     fake.heads();
-    let noted: serde_json::Value = serde_json::from_slice(&fs::read(&note).unwrap()).unwrap();
-    let noted = noted["done"].as_array().unwrap().iter();
-    let noted: u64 = noted.map(|range| range["end"].as_u64().unwrap() - range["start"].as_u64().unwrap()).sum();
+    let recorded: serde_json::Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
+    let recorded = recorded["done"].as_array().unwrap().iter();
+    let recorded: u64 = recorded.map(|range| range["end"].as_u64().unwrap() - range["start"].as_u64().unwrap()).sum();
     let output = download(&home, &fake);
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(fetched(&home) == weights);
-    let asked_for = |head: &String| {
+    let requested_bytes = |head: &String| {
         let head = head.to_lowercase();
         let (first, last) = head.split_once("range: bytes=")?.1.lines().next()?.split_once('-')?;
         Some(last.trim().parse::<u64>().ok()? + 1 - first.parse::<u64>().ok()?)
     };
-    let again: u64 = fake.heads().iter().filter_map(asked_for).sum();
-    assert!(noted > 0 && again == 3_000_000 - noted, "{again} bytes were asked for with {noted} here");
+    let again: u64 = fake.heads().iter().filter_map(requested_bytes).sum();
+    assert!(recorded > 0 && again == 3_000_000 - recorded, "{again} bytes were requested with {recorded} recorded");
 }
 
-/// Fifty kills: in the middle of large files, and in the moments in which files are verified, named and linked.
+/// Kills fifty downloads, in the middle of large files and while files are verified, renamed and linked.
 #[test]
-fn killed_again_and_again() {
+fn repeatedly_killed_download_stays_consistent() {
     std::thread::scope(|scope| {
         for thread in 0..5u64 {
             scope.spawn(move || {
-                let slowly = thread < 2;
-                let (fake, weights) = large(if slowly { 10_000_000 } else { 400_000 });
+                let is_slow = thread < 2;
+                let (fake, weights) = large(if is_slow { 10_000_000 } else { 400_000 });
                 let home = TempDir::new().unwrap();
                 let mut random = Random(thread);
-                if slowly {
+                if is_slow {
                     fake.change(|world| world.pace = Some((10_000, Duration::from_millis(10))));
                 }
-                let (mut kept, mut halves) = (0, 0);
+                let (mut recorded_before, mut partial_downloads) = (0, 0);
                 for _ in 0..10 {
                     let mut child = start(&home, &fake);
-                    std::thread::sleep(Duration::from_millis(random.below(if slowly { 2_500 } else { 120 }) as u64));
+                    std::thread::sleep(Duration::from_millis(random.below(if is_slow { 2_500 } else { 120 }) as u64));
                     child.kill().unwrap();
                     child.wait().unwrap();
-                    let noted = check_kept(&home, &weights);
-                    // Whatever can be found is all there.
+                    let recorded = check_recorded(&home, &weights);
+                    // A model that can be found is complete.
                     let found = command(&home, &fake, &["show", REPO]).output().unwrap().status.code() != Some(3);
                     if repo(&home).join("refs/main").exists() {
                         assert!(found && fetched(&home) == weights);
                         let snapshot = repo(&home).join("snapshots").join(COMMIT);
-                        // A kill may leave a link that was to be renamed.
-                        let files = super::names_in(&snapshot).into_iter().filter(|name| !name.ends_with(".tmp"));
+                        // A kill may leave a temporary link.
+                        let files = super::file_names(&snapshot).into_iter().filter(|name| !name.ends_with(".tmp"));
                         assert_eq!(files.count(), 4);
                         fs::remove_dir_all(repo(&home)).unwrap();
-                        kept = 0;
+                        recorded_before = 0;
                     } else {
-                        assert!(noted >= kept, "{noted} bytes are here, and {kept} were");
-                        kept = noted;
-                        halves += usize::from(repo(&home).exists());
+                        assert!(
+                            recorded >= recorded_before,
+                            "{recorded} bytes are recorded, and {recorded_before} were before"
+                        );
+                        recorded_before = recorded;
+                        partial_downloads += usize::from(repo(&home).exists());
                     }
                 }
-                assert!(!slowly || (kept > 0 && halves > 0), "killed in the middle, and something was kept");
+                assert!(
+                    !is_slow || (recorded_before > 0 && partial_downloads > 0),
+                    "some kills came in the middle, and progress was saved"
+                );
                 fake.change(|world| world.pace = None);
                 let output = download(&home, &fake);
                 assert!(output.status.success(), "{}", text(&output.stderr));
@@ -137,30 +143,30 @@ fn killed_again_and_again() {
     });
 }
 
-/// How many bytes of the weights are noted as here, all of which must be theirs.
-fn check_kept(home: &TempDir, weights: &[u8]) -> usize {
+/// Returns how many bytes of the weights are recorded as fetched, after comparing them with the weights.
+fn check_recorded(home: &TempDir, weights: &[u8]) -> usize {
     let blob = repo(home).join("blobs").join(etag(WEIGHTS, weights));
     if let Ok(bytes) = fs::read(&blob) {
-        assert!(bytes == weights, "what has its name is whole");
+        assert!(bytes == weights, "a blob is complete");
         return bytes.len();
     }
-    let Ok(note) = fs::read(blob.with_extension("parts.json")) else { return 0 };
-    let note: serde_json::Value = serde_json::from_slice(&note).unwrap();
+    let Ok(json) = fs::read(blob.with_extension("parts.json")) else { return 0 };
+    let record: serde_json::Value = serde_json::from_slice(&json).unwrap();
     let bytes = fs::read(blob.with_extension("parts")).unwrap();
     let at = |range: &serde_json::Value, end: &str| range[end].as_u64().unwrap() as usize;
-    let ranges = note["done"].as_array().unwrap().iter().map(|range| at(range, "start")..at(range, "end"));
+    let ranges = record["done"].as_array().unwrap().iter().map(|range| at(range, "start")..at(range, "end"));
     ranges
         .map(|range| if bytes[range.clone()] == weights[range.clone()] { range.len() } else { panic!("{range:?}") })
         .sum()
 }
 
 #[test]
-fn the_second_of_two_processes_waits_and_says_so() {
+fn second_process_waits_for_the_first() {
     let (fake, weights) = large(1_000_000);
     fake.change(|world| world.pace = Some((10_000, Duration::from_millis(10))));
     let home = TempDir::new().unwrap();
     let first = start(&home, &fake);
-    wait_until("the first is at it", || fake.world.lock().unwrap().sent_bytes > 20_000);
+    wait_until("the first process is downloading", || fake.world.lock().unwrap().sent_bytes > 20_000);
     let mut second = start(&home, &fake);
     let mut line = String::new();
     let mut stderr = BufReader::new(second.stderr.take().unwrap());
@@ -180,12 +186,12 @@ fn the_second_of_two_processes_waits_and_says_so() {
 
 #[cfg(unix)]
 #[test]
-fn what_another_process_left_aside_is_in_nobodys_way() {
+fn leftovers_with_the_same_process_id_are_skipped() {
     let (fake, weights) = large(50_000);
     let home = TempDir::new().unwrap();
     let snapshot = repo(&home).join("snapshots").join(COMMIT);
     fs::create_dir_all(&snapshot).unwrap();
-    // As if of a process with the same number.
+    // Leftovers of a process that had the same id.
     let script = "i=0; while [ $i -lt 200 ]; do : > \"$0.$$-$i.tmp\"; i=$((i + 1)); done; exec \"$@\"";
     let inferno = command(&home, &fake, &["download", REPO]);
     let output = in_shell(&["sh"], script, &snapshot.join(WEIGHTS), &inferno).output().unwrap();
@@ -194,7 +200,7 @@ fn what_another_process_left_aside_is_in_nobodys_way() {
     assert!(fetched(&home) == weights);
 }
 
-/// A shell script in whose words `"$0"` is a path and `"$@"` the command of `inferno`, with its environment.
+/// Runs a shell script in which `"$0"` is a path and `"$@"` is an inferno command, with its environment.
 #[cfg(unix)]
 fn in_shell(shell: &[&str], script: &str, path: &Path, inferno: &Command) -> Command {
     let mut command = Command::new(shell[0]);
@@ -210,10 +216,10 @@ fn in_shell(shell: &[&str], script: &str, path: &Path, inferno: &Command) -> Com
 
 #[cfg(unix)]
 #[test]
-fn a_full_disk_is_survived() {
+fn download_resumes_after_a_full_disk() {
     let (fake, weights) = large(3_000_000);
     let home = TempDir::new().unwrap();
-    // No file may grow past 1 MB (2,048 blocks of 512 bytes), which fails as a full disk does once the signal is ignored.
+    // No file may be larger than 1 MB (2,048 blocks of 512 bytes). With the signal ignored, writes fail as on a full disk.
     let limited = "trap '' XFSZ 2> /dev/null || trap '' 25; ulimit -f 2048; exec \"$@\"";
     let inferno = command(&home, &fake, &["download", REPO]);
     let output = in_shell(&["sh"], limited, home.path(), &inferno).output().unwrap();
@@ -226,27 +232,27 @@ fn a_full_disk_is_survived() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(fetched(&home) == weights);
     let again = fake.world.lock().unwrap().sent_bytes - sent;
-    assert!(again < 2_500_000, "{again} bytes were fetched after there was room again");
+    assert!(again < 2_500_000, "{again} bytes were fetched after the disk had space again");
 }
 
-/// A shell that can mount disks which nobody else sees.
+/// A shell that can mount disks in a namespace of its own.
 #[cfg(target_os = "linux")]
 const MOUNTING: [&str; 3] = ["unshare", "-Urm", "sh"];
 
 #[cfg(target_os = "linux")]
 fn can_mount() -> bool {
-    let try_it = Command::new(MOUNTING[0]).args(&MOUNTING[1..]).args(["-c", "mount -t tmpfs tmpfs /mnt"]).output();
-    let can = try_it.is_ok_and(|output| output.status.success());
-    if !can {
-        println!("skipped: no disk can be mounted here");
+    let output = Command::new(MOUNTING[0]).args(&MOUNTING[1..]).args(["-c", "mount -t tmpfs tmpfs /mnt"]).output();
+    let can_mount = output.is_ok_and(|output| output.status.success());
+    if !can_mount {
+        println!("skipped: this machine cannot mount a disk");
     }
-    can
+    can_mount
 }
 
-/// A real disk that others fill while a download runs: room is looked for before, and was there.
+/// Another process fills the disk while a download runs, after the check for free space.
 #[cfg(target_os = "linux")]
 #[test]
-fn a_disk_that_others_fill_is_survived() {
+fn download_resumes_after_another_process_filled_the_disk() {
     if !can_mount() {
         return;
     }
@@ -269,18 +275,18 @@ fn a_disk_that_others_fill_is_survived() {
     "#;
     let inferno = command(&home, &fake, &["download", REPO]);
     let output = in_shell(&MOUNTING, script, &models, &inferno).output().unwrap();
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{said}");
-    assert!(said.contains("run the same command to resume"), "{said}");
+    let stderr = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{stderr}");
+    assert!(stderr.contains("run the same command to resume"), "{stderr}");
 }
 
 #[cfg(target_os = "linux")]
 const READ_ONLY: &str = r#"mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@""#;
 
-/// Models that somebody else keeps can be used, and what would change them says that it cannot.
+/// Models on a read-only disk can be used, and commands that change them fail with an error.
 #[cfg(target_os = "linux")]
 #[test]
-fn a_cache_that_cannot_be_written_to_is_read() {
+fn read_only_cache_is_usable() {
     if !can_mount() {
         return;
     }
@@ -307,7 +313,7 @@ fn a_cache_that_cannot_be_written_to_is_read() {
     }
     let output = command(&home, &fake, &["verify"]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stdout));
-    // What the cache of Python's tools has need not be noted in our own.
+    // A model in the shared cache needs no ref in inferno's own cache.
     let own = home.path().join("own");
     fs::create_dir(&own).unwrap();
     let mut inferno = command(&home, &fake, &["download", REPO]);
@@ -317,7 +323,7 @@ fn a_cache_that_cannot_be_written_to_is_read() {
 }
 
 #[test]
-fn a_server_that_stalls_is_left_after_the_time_that_was_set() {
+fn stall_timeout_comes_from_the_environment() {
     let fake = FakeHub::single();
     fake.change(|world| world.faults.push_back(super::fake::Fault::Stall(20_000)));
     let home = TempDir::new().unwrap();
@@ -331,7 +337,7 @@ fn a_server_that_stalls_is_left_after_the_time_that_was_set() {
 }
 
 #[test]
-fn a_proxy_is_used() {
+fn proxy_is_used() {
     let (fake, weights) = large(50_000);
     let home = TempDir::new().unwrap();
     let through = |endpoint: &str, no_proxy: &str| {
@@ -344,13 +350,16 @@ fn a_proxy_is_used() {
     assert!(fetched(&home) == weights);
     let heads = fake.heads();
     assert!(heads.iter().any(|head| head.starts_with("CONNECT hub.invalid:80 ")), "{heads:?}");
-    assert!(heads.iter().all(|head| !head.starts_with("CONNECT") || !head.contains("hf_secret")), "not for the proxy");
+    assert!(
+        heads.iter().all(|head| !head.starts_with("CONNECT") || !head.contains("hf_secret")),
+        "the proxy does not get the token"
+    );
     assert_fails(&through("http://hub.invalid", "hub.invalid"), 5, &["hub.invalid"]);
     assert!(fake.heads().is_empty());
 }
 
 #[test]
-fn what_is_printed_where_there_is_no_terminal() {
+fn output_without_a_terminal_has_no_progress_bar() {
     let fake = FakeHub::single();
     let home = TempDir::new().unwrap();
     let output = download(&home, &fake);
@@ -373,7 +382,7 @@ fn what_is_printed_where_there_is_no_terminal() {
 }
 
 #[test]
-fn models_are_kept_by_their_verbs() {
+fn verify_prune_and_remove_report_what_they_did() {
     let fake = FakeHub::single();
     let home = TempDir::new().unwrap();
     let run = |args: &[&str]| command(&home, &fake, args).output().unwrap();
@@ -399,7 +408,7 @@ fn models_are_kept_by_their_verbs() {
     assert_fails(&run(&["verify", "tiny"]), 3, &["tiny"]);
 }
 
-/// The demo's files under another name.
+/// A fake hub that has the demo's files under another name.
 fn demo_hub() -> FakeHub {
     let files: Vec<(String, Vec<u8>)> = fs::read_dir(demo_dir())
         .unwrap()
@@ -411,12 +420,12 @@ fn demo_hub() -> FakeHub {
 }
 
 #[test]
-fn a_model_that_is_not_here_is_offered() {
+fn play_offers_to_download_a_missing_model() {
     let fake = demo_hub();
     let home = TempDir::new().unwrap();
     let args = ["play", REPO, "--device", "cpu", "--prompt", "How do I download a model?"];
     assert_fails(&command(&home, &fake, &args).output().unwrap(), 3, &[&format!("inferno download {REPO}")]);
-    assert!(fake.lines().is_empty(), "a script is asked nothing, and nor is the hub");
+    assert!(fake.lines().is_empty(), "a script is not asked, and the hub gets no request");
 
     let ask = |answer: &str| {
         let mut command = command(&home, &fake, &args);
@@ -434,7 +443,7 @@ fn a_model_that_is_not_here_is_offered() {
     assert!(answer.contains("inferno download"), "{answer}");
     assert!(repo(&home).join("refs/main").exists());
 
-    // Now it is one of two, and was used last.
+    // Now there are two models, and this one was used last.
     let list = |args: &[&str]| text(&command(&home, &fake, args).output().unwrap().stdout);
     let models: serde_json::Value = serde_json::from_str(&list(&["list", "--json", "--sort", "used"])).unwrap();
     assert_eq!(models[0]["name"], REPO);

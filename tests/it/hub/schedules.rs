@@ -1,5 +1,5 @@
-//! Seeded schedules of everything that can go wrong, all at once: each ends in the model to the last byte or in an error
-//! that says what is the matter, with nothing on the disk that calls itself whole and is not.
+//! Random schedules of many faults at once. Each download ends with the exact model, or with an error that names the
+//! cause and no partial file under the name of a complete one.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,18 +9,18 @@ use std::time::Duration;
 use inferno::hub::{FileFilter, FileState, Hub, HubConfig, Limits, Snapshot};
 
 use super::fake::{FakeHub, Fault, INDEX, REPO, SHARDS, World, etag, pattern};
-use super::{Machine, failure, impatient};
+use super::{Machine, fast_limits, message_and_code};
 use crate::support::Random;
 
 const SCHEDULES: u64 = 200;
-/// All that is fetched of it.
+/// The files that a download fetches.
 const FILES: [&str; 7] =
     ["chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", INDEX, SHARDS[0], SHARDS[1]];
 
 #[test]
-fn two_hundred_schedules_end_well_or_clearly() {
+fn two_hundred_fault_schedules_end_with_a_model_or_an_error() {
     let next = AtomicU64::new(0);
-    let (whole, failed) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let (succeeded, failed) = (AtomicUsize::new(0), AtomicUsize::new(0));
     std::thread::scope(|scope| {
         for _ in 0..8 {
             scope.spawn(|| {
@@ -31,25 +31,28 @@ fn two_hundred_schedules_end_well_or_clearly() {
                     }
                     let schedule = std::panic::catch_unwind(|| Schedule::new(seed).run());
                     let (good, bad) = schedule.unwrap_or_else(|_| panic!("in schedule {seed}"));
-                    whole.fetch_add(good, Ordering::Relaxed);
+                    succeeded.fetch_add(good, Ordering::Relaxed);
                     failed.fetch_add(bad, Ordering::Relaxed);
                 }
             });
         }
     });
-    let (whole, failed) = (whole.into_inner(), failed.into_inner());
-    println!("{whole} downloads came to their end, {failed} failed and said why");
-    assert!(whole >= SCHEDULES as usize && failed >= 40, "{whole} and {failed}: too kind or too cruel to show much");
+    let (succeeded, failed) = (succeeded.into_inner(), failed.into_inner());
+    println!("{succeeded} downloads succeeded, {failed} failed with an error");
+    assert!(
+        succeeded >= SCHEDULES as usize && failed >= 40,
+        "{succeeded} and {failed}: the schedules have too many or too few faults"
+    );
 }
 
 struct Schedule {
     random: Random,
     fake: FakeHub,
-    /// Where large files are redirected to, now and then.
+    /// The host that large files are redirected to, in some schedules.
     storage: Option<FakeHub>,
     machine: Machine,
     limits: Limits,
-    /// All contents that the hub has ever had, by hash.
+    /// Every file that the hub ever had, by its hash.
     contents: BTreeMap<String, Vec<u8>>,
 }
 
@@ -61,10 +64,10 @@ impl Schedule {
         let limits = Limits {
             connections: 1 + random.below(4),
             part_bytes: [3_000, 10_000, 1 << 16, 1 << 30][random.below(4)],
-            // A busy machine may be silent for as long.
+            // Long enough for a busy test machine.
             stall_timeout: Duration::from_millis(400),
             max_failures: 1 + random.below(4) as u32,
-            ..impatient()
+            ..fast_limits()
         };
         let storage = (random.below(3) == 0).then_some(storage);
         fake.change(|world| {
@@ -77,17 +80,17 @@ impl Schedule {
             }
         });
         let mut schedule = Self { random, fake, storage, machine, limits, contents: BTreeMap::new() };
-        schedule.plan();
+        schedule.choose_faults();
         schedule
     }
 
-    /// What goes wrong from here on.
-    fn plan(&mut self) {
+    /// Chooses the next faults.
+    fn choose_faults(&mut self) {
         let faults: Vec<Fault> = (0..self.random.below(26)).map(|_| fault(&mut self.random)).collect();
-        let throughout = self.random.below(2) == 0;
-        self.serving().change(|world| {
+        let in_all_files = self.random.below(2) == 0;
+        self.content_server().change(|world| {
             world.faults = faults.into();
-            if throughout {
+            if in_all_files {
                 world.faulty = |_| true;
             }
         });
@@ -95,8 +98,8 @@ impl Schedule {
         self.contents.extend(world.files.iter().map(|(name, bytes)| (etag(name, bytes), bytes.clone())));
     }
 
-    /// Who sends the contents.
-    fn serving(&self) -> &FakeHub {
+    /// The server that sends the contents.
+    fn content_server(&self) -> &FakeHub {
         self.storage.as_ref().unwrap_or(&self.fake)
     }
 
@@ -107,11 +110,11 @@ impl Schedule {
         }
     }
 
-    /// The same command again and again, as a person types it; the hub may have a new commit in between. At the end
-    /// nothing goes wrong any more.
+    /// Downloads four times, as a user would who runs the same command again. The hub may get new commits in between.
+    /// The last attempt has no faults.
     fn run(mut self) -> (usize, usize) {
         let hub = Hub::new(HubConfig { limits: self.limits.clone(), ..self.machine.config() });
-        let (mut whole, mut failed) = (0, 0);
+        let (mut succeeded, mut failed) = (0, 0);
         for attempt in 0..4 {
             if attempt == 3 {
                 self.change_all(|world| world.faults.clear());
@@ -119,17 +122,17 @@ impl Schedule {
             }
             match hub.download(REPO, None, &FileFilter::default(), &()) {
                 Ok(snapshot) => {
-                    whole += 1;
-                    self.check_whole(&hub, &snapshot);
+                    succeeded += 1;
+                    self.check_complete(&hub, &snapshot);
                 }
                 Err(error) => {
-                    assert!(attempt < 3, "nothing went wrong any more: {error:#}");
+                    assert!(attempt < 3, "there were no more faults: {error:#}");
                     failed += 1;
-                    let (message, code) = failure(Err(error));
+                    let (message, code) = message_and_code(Err(error));
                     assert!([1, 4, 5, 6].contains(&code) && message.len() > 20, "{code}: {message}");
-                    // The one error without a code of its own: the hub does not have what it lists.
+                    // The only error with exit code 1: the hub does not have a file that it lists.
                     assert!(code != 1 || message.contains("does not have it"), "{message}");
-                    self.check_nothing_bad(&hub);
+                    self.check_cache(&hub);
                 }
             }
             if attempt < 2 && self.random.below(3) == 0 {
@@ -139,24 +142,24 @@ impl Schedule {
                     world.commit = commit.clone();
                     world.files.insert(SHARDS[0].into(), pattern(150_000, seed));
                 });
-                self.plan();
+                self.choose_faults();
             }
         }
-        (whole, failed)
+        (succeeded, failed)
     }
 
-    fn check_whole(&self, hub: &Hub, snapshot: &Snapshot) {
+    fn check_complete(&self, hub: &Hub, snapshot: &Snapshot) {
         let world = self.fake.world.lock().unwrap();
         assert_eq!(snapshot.revision.as_ref(), Some(&world.commit));
         for name in FILES {
             assert!(fs::read(snapshot.path.join(name)).unwrap() == world.files[name], "{name}");
         }
         assert_eq!(hub.find(REPO, None).unwrap(), *snapshot);
-        self.check_nothing_bad(hub);
+        self.check_cache(hub);
     }
 
-    /// Whatever has the name of something whole is whole.
-    fn check_nothing_bad(&self, hub: &Hub) {
+    /// Checks that every blob and every snapshot is complete.
+    fn check_cache(&self, hub: &Hub) {
         for entry in fs::read_dir(self.machine.repo().join("blobs")).into_iter().flatten() {
             let path = entry.unwrap().path();
             let name = path.file_name().unwrap().to_str().unwrap();
@@ -165,7 +168,7 @@ impl Schedule {
             }
         }
         let Ok(snapshot) = hub.find(REPO, None) else { return };
-        // A model is not only its weights.
+        // A model needs the small files too, not only its weights.
         assert!(FILES.iter().all(|name| snapshot.path.join(name).is_file()), "{snapshot:?}");
         for checked in hub.verify(Some(REPO), snapshot.revision.as_deref(), &()).unwrap() {
             assert!(checked.files.iter().all(|(_, state)| *state == FileState::Good), "{checked:?}");
@@ -190,7 +193,7 @@ fn fault(random: &mut Random) -> Fault {
         0..=6 => Fault::Cut(random.below(120_000) >> random.below(12)),
         7 => Fault::Stall(random.below(60_000)),
         8 => Fault::Flip(random.below(200_000)),
-        // Refusals, the last two, end a download; there must be others as well.
+        // The last two are refusals, which end a download, so they are rarer.
         9..=12 => Fault::Status(STATUSES[random.below(8)]),
         13 => Fault::Status(STATUSES[random.below(10)]),
         14 => Fault::Portal,

@@ -1,4 +1,4 @@
-//! What is on the disk is looked after: verified, repaired, removed, pruned, and found by a part of its name.
+//! Maintenance of the cache: verify, repair, remove, prune, and finding models by a part of their name.
 
 use std::fs;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use inferno::hub::{FileFilter, FileState, Hub, HubConfig, Source, VerifiedSnapshot};
 
 use super::fake::{COMMIT, FakeHub, INDEX, REPO, SHARDS, etag, pattern};
-use super::{Machine, WHOLE, names_in};
+use super::{COMPLETE, Machine, file_names};
 
 fn faults(checked: &[VerifiedSnapshot]) -> Vec<(String, FileState)> {
     checked.iter().flat_map(|checked| checked.damaged_files().cloned()).collect()
@@ -16,7 +16,7 @@ fn verify(hub: &Hub) -> Vec<(String, FileState)> {
     faults(&hub.verify(Some(REPO), None, &()).unwrap())
 }
 
-/// A sharded model, and the blobs of its two shards.
+/// Downloads a sharded model. Returns the blobs of its two shards too.
 fn downloaded() -> (FakeHub, Machine, [PathBuf; 2]) {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
@@ -28,9 +28,9 @@ fn downloaded() -> (FakeHub, Machine, [PathBuf; 2]) {
 }
 
 #[test]
-fn bad_and_missing_files_are_named_and_they_alone_are_fetched() {
+fn repair_fetches_only_bad_and_missing_files() {
     let (fake, machine, blobs) = downloaded();
-    assert!(verify(&machine.offline()).is_empty(), "no hub is needed");
+    assert!(verify(&machine.offline()).is_empty(), "verification needs no hub");
     let mut bytes = fs::read(&blobs[0]).unwrap();
     bytes[150_000] ^= 1;
     fs::write(&blobs[0], bytes).unwrap();
@@ -49,7 +49,7 @@ fn bad_and_missing_files_are_named_and_they_alone_are_fetched() {
     assert!(verify(&machine.hub()).is_empty());
     assert!(machine.hub().find(REPO, None).is_ok());
 
-    // A link that is gone, a file that never came, one that was cut short.
+    // A deleted link, a missing file, and a truncated blob.
     let snapshot = machine.repo().join("snapshots").join(COMMIT);
     fs::remove_file(snapshot.join(SHARDS[0])).unwrap();
     fs::remove_file(snapshot.join("config.json")).unwrap();
@@ -61,18 +61,18 @@ fn bad_and_missing_files_are_named_and_they_alone_are_fetched() {
         machine.hub().repair(checked, &()).unwrap();
     }
     assert!(verify(&machine.hub()).is_empty());
-    assert_eq!(names_in(&snapshot).len(), 7);
+    assert_eq!(file_names(&snapshot).len(), 7);
 }
 
 #[test]
-fn what_cannot_be_verified_or_repaired_says_so() {
+fn error_says_why_a_file_cannot_be_repaired() {
     let (fake, machine, blobs) = downloaded();
     assert!(machine.hub().verify(Some("org/other"), None, &()).is_err());
     fs::remove_file(&blobs[1]).unwrap();
     let checked = machine.hub().verify(Some(REPO), None, &()).unwrap();
     let error = machine.offline().repair(&checked[0], &()).unwrap_err();
     assert_eq!(error.downcast_ref::<inferno::Error>().unwrap().exit_code(), 5);
-    // What is bad stays until there is something better.
+    // A bad file stays until its replacement arrives.
     fs::write(&blobs[0], "bad").unwrap();
     let both = machine.hub().verify(Some(REPO), None, &()).unwrap();
     fake.change(|world| world.lost = Some(SHARDS[0]));
@@ -81,8 +81,8 @@ fn what_cannot_be_verified_or_repaired_says_so() {
     fake.change(|world| world.commit = "e".repeat(40));
     assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("refused"));
 
-    // Of plain files without links nothing is known; what is not ours is not changed.
-    machine.place("shared", "org/other", COMMIT, &WHOLE);
+    // Plain files without links cannot be verified, and the cache of other tools is not repaired.
+    machine.write_snapshot("shared", "org/other", COMMIT, &COMPLETE);
     let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();
     assert_eq!((checked[0].source, checked[0].files.len()), (Source::HuggingFace, 3));
     assert!(checked[0].files.iter().all(|(_, state)| *state == FileState::Unknown));
@@ -92,7 +92,7 @@ fn what_cannot_be_verified_or_repaired_says_so() {
 }
 
 #[test]
-fn the_demo_is_verified_too() {
+fn demo_is_verified_and_repaired() {
     let machine = Machine::new("http://127.0.0.1:1".into());
     let demo = machine.hub().find("demo", None).unwrap();
     let state = || faults(&machine.hub().verify(Some("demo"), None, &()).unwrap());
@@ -108,7 +108,7 @@ fn the_demo_is_verified_too() {
 }
 
 #[test]
-fn a_revision_goes_and_what_others_share_stays() {
+fn removing_a_revision_keeps_shared_files() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
@@ -122,7 +122,7 @@ fn a_revision_goes_and_what_others_share_stays() {
 
     let removed = machine.hub().remove("tiny", Some("v2"), &()).unwrap();
     assert_eq!((removed.name.as_str(), &removed.revisions[..]), (REPO, &[newer][..]));
-    // Nine bytes of config.json, and the ref; tokenizer.json and the weights are the older revision's too.
+    // 9 bytes of config.json and 40 of the ref. The older revision shares tokenizer.json and the weights.
     assert_eq!((removed.freed_bytes, removed.kept_bytes), (9 + 40, 50_002));
     assert!(machine.hub().find(REPO, Some("v2")).is_err());
     assert!(faults(&machine.hub().verify(Some(REPO), None, &()).unwrap()).is_empty());
@@ -135,7 +135,7 @@ fn a_revision_goes_and_what_others_share_stays() {
     assert!(machine.hub().list().unwrap().is_empty());
     let error = machine.hub().remove(REPO, None, &()).unwrap_err();
     assert_eq!(error.downcast_ref::<inferno::Error>().unwrap().exit_code(), 3);
-    machine.place("shared", REPO, COMMIT, &WHOLE);
+    machine.write_snapshot("shared", REPO, COMMIT, &COMPLETE);
     for refs_only in [false, true] {
         if refs_only {
             fs::create_dir_all(machine.repo().join("refs")).unwrap();
@@ -149,10 +149,10 @@ fn a_revision_goes_and_what_others_share_stays() {
 }
 
 #[test]
-fn one_of_several_gguf_files_goes() {
+fn tag_removes_one_of_several_gguf_files() {
     let fake = FakeHub::start(&[("a-Q4_K_M.gguf", b"GGUF"), ("a-Q8_0.gguf", b"GGUF!"), ("README.md", b"")]);
     let machine = Machine::new(fake.endpoint());
-    machine.hub().download(REPO, None, &super::included("*.gguf"), &()).unwrap();
+    machine.hub().download(REPO, None, &super::include_only("*.gguf"), &()).unwrap();
     assert!(machine.hub().remove(&format!("{REPO}:Q2_K"), None, &()).is_err());
     let removed = machine.hub().remove("tiny:Q8_0", None, &()).unwrap();
     assert_eq!((removed.name, removed.freed_bytes), (format!("{REPO}:Q8_0"), 5));
@@ -162,7 +162,7 @@ fn one_of_several_gguf_files_goes() {
 }
 
 #[test]
-fn what_nobody_needs_is_pruned() {
+fn leftovers_are_pruned() {
     let (_fake, machine, blobs) = downloaded();
     assert!(machine.hub().prune().unwrap().is_empty());
     let dir = machine.repo().join("blobs");
@@ -170,30 +170,30 @@ fn what_nobody_needs_is_pruned() {
         fs::write(dir.join(name), vec![0; bytes]).unwrap();
     }
     fs::write(machine.repo().join("refs/main.123-4.tmp"), "x").unwrap();
-    // One that was never more than begun.
-    let begun = machine.dir.path().join("own/models--org--begun/blobs");
-    fs::create_dir_all(&begun).unwrap();
-    fs::write(begun.join("cc.parts"), "12345").unwrap();
+    // A download that had only just started.
+    let started = machine.dir.path().join("own/models--org--begun/blobs");
+    fs::create_dir_all(&started).unwrap();
+    fs::write(started.join("cc.parts"), "12345").unwrap();
     let pruned = machine.hub().prune().unwrap();
-    let told: Vec<_> = pruned.iter().map(|pruned| (pruned.name.as_str(), pruned.files, pruned.freed_bytes)).collect();
-    assert_eq!(told, [("org/begun", 1, 5), (REPO, 5, 64)]);
-    assert!(!begun.exists() && !machine.dir.path().join("own/models--org--begun").exists());
+    let summary: Vec<_> =
+        pruned.iter().map(|pruned| (pruned.name.as_str(), pruned.files, pruned.freed_bytes)).collect();
+    assert_eq!(summary, [("org/begun", 1, 5), (REPO, 5, 64)]);
+    assert!(!started.exists() && !machine.dir.path().join("own/models--org--begun").exists());
     assert!(blobs.iter().all(|blob| blob.exists()));
     assert!(verify(&machine.hub()).is_empty());
-    assert!(names_in(&dir).iter().all(|name| !name.contains('.')));
-    assert_eq!(names_in(&machine.repo().join("refs")), ["main"]);
+    assert!(file_names(&dir).iter().all(|name| !name.contains('.')));
+    assert_eq!(file_names(&machine.repo().join("refs")), ["main"]);
 }
 
-#[cfg(unix)]
-/// Parts of a cache that somebody keeps on another disk.
+/// A user may move a part of the cache to another disk and leave a link.
 #[cfg(unix)]
 #[test]
-fn what_lies_behind_a_link_is_not_pruned() {
+fn folders_behind_links_are_not_pruned() {
     for moved in ["blobs".to_string(), format!("snapshots/{COMMIT}")] {
         let (_fake, machine, blobs) = downloaded();
         let elsewhere = machine.dir.path().join("elsewhere");
         fs::rename(machine.repo().join(&moved), &elsewhere).unwrap();
-        // Relative links in a snapshot lead nowhere from there.
+        // The snapshot's relative links are dangling after the move.
         std::os::unix::fs::symlink(&elsewhere, machine.repo().join(&moved)).unwrap();
         let error = machine.hub().prune().unwrap_err();
         assert!(error.to_string().contains("nothing was deleted"), "{error}");
@@ -202,7 +202,7 @@ fn what_lies_behind_a_link_is_not_pruned() {
 }
 
 #[test]
-fn a_mere_part_of_a_name_is_told() {
+fn partial_name_is_completed() {
     let (_fake, machine, _) = downloaded();
     assert_eq!(machine.hub().complete_partial_name("tiny").as_deref(), Some(REPO));
     assert_eq!(machine.hub().complete_partial_name("tiny:Q4_K_M").as_deref(), Some("org/tiny-model:Q4_K_M"));
@@ -212,9 +212,9 @@ fn a_mere_part_of_a_name_is_told() {
 }
 
 #[test]
-fn what_cannot_be_read_is_not_taken_for_nothing() {
+fn unreadable_folders_do_not_count_as_empty() {
     let (_fake, machine, blobs) = downloaded();
-    // A file where a folder should be cannot be listed, whoever asks.
+    // A file in place of a folder cannot be listed, even by root.
     let refs = machine.repo().join("refs");
     fs::write(machine.repo().join("blobs/unreferenced"), "x").unwrap();
     let snapshots = machine.repo().join("snapshots");
@@ -225,7 +225,7 @@ fn what_cannot_be_read_is_not_taken_for_nothing() {
     assert!(machine.hub().remove(REPO, None, &()).is_err());
     fs::remove_file(&snapshots).unwrap();
     fs::rename(&aside, &snapshots).unwrap();
-    // A ref that is no file.
+    // A ref that is a dangling link.
     fs::rename(refs.join("main"), machine.repo().join("main")).unwrap();
     std::os::unix::fs::symlink("nowhere", refs.join("main")).unwrap();
     assert!(machine.hub().remove(REPO, None, &()).is_err());
@@ -236,7 +236,7 @@ fn what_cannot_be_read_is_not_taken_for_nothing() {
 }
 
 #[test]
-fn a_snapshot_outlives_one_of_its_gguf_files() {
+fn snapshot_stays_while_it_has_other_weights() {
     let fake = FakeHub::start(&[
         ("a-Q4-00001-of-00002.gguf", b"GGUF"),
         ("a-Q4-00002-of-00002.gguf", b"GGUF2"),
@@ -249,12 +249,12 @@ fn a_snapshot_outlives_one_of_its_gguf_files() {
     let snapshot = machine.hub().download(REPO, None, &pick, &()).unwrap();
     assert_eq!(machine.hub().remove(&format!("{REPO}:Q4"), None, &()).unwrap().freed_bytes, 9);
     machine.hub().remove(&format!("{REPO}:F16"), None, &()).unwrap();
-    assert_eq!(names_in(&snapshot.path), ["b-Q8-00002-of-00002.gguf", "model.safetensors"]);
-    assert_eq!(names_in(&machine.repo().join("blobs")).len(), 2);
+    assert_eq!(file_names(&snapshot.path), ["b-Q8-00002-of-00002.gguf", "model.safetensors"]);
+    assert_eq!(file_names(&machine.repo().join("blobs")).len(), 2);
 }
 
 #[test]
-fn the_cache_of_other_tools_is_not_changed_under_another_name() {
+fn cache_of_other_tools_is_not_changed_through_an_alias() {
     let (fake, machine, _) = downloaded();
     let checked = machine.hub().verify(Some(REPO), None, &()).unwrap().remove(0);
     let checked = VerifiedSnapshot { files: vec![("config.json".into(), FileState::Bad)], ..checked };
@@ -276,7 +276,7 @@ fn the_cache_of_other_tools_is_not_changed_under_another_name() {
 }
 
 #[test]
-fn nothing_is_deleted_for_a_repair_that_cannot_be() {
+fn impossible_repair_deletes_nothing() {
     let (_fake, machine, blobs) = downloaded();
     let mut bytes = fs::read(&blobs[0]).unwrap();
     bytes[0] ^= 1;
@@ -286,7 +286,7 @@ fn nothing_is_deleted_for_a_repair_that_cannot_be() {
     assert!(machine.hub().repair(&checked, &()).unwrap_err().to_string().contains("not-on-the-hub"));
     assert!(blobs[0].exists());
 
-    // An index that is gone is what is missing, not weights in one file.
+    // If the index is deleted, the index is reported missing, and not model.safetensors.
     let (fake, machine, _) = downloaded();
     let index = fake.world.lock().unwrap().files[INDEX].clone();
     let blob = machine.repo().join("blobs").join(etag(INDEX, &index));
@@ -299,11 +299,11 @@ fn nothing_is_deleted_for_a_repair_that_cannot_be() {
 }
 
 #[test]
-fn missing_parts_are_named_with_their_folder() {
+fn missing_gguf_part_is_named_with_its_folder() {
     let parts = ["Q8/a-Q8-00001-of-00002.gguf", "Q8/a-Q8-00002-of-00002.gguf"];
     let fake = FakeHub::start(&[(parts[0], b"GGUF"), (parts[1], b"GGUF2")]);
     let machine = Machine::new(fake.endpoint());
-    let snapshot = machine.hub().download(REPO, None, &super::included("*Q8*"), &()).unwrap();
+    let snapshot = machine.hub().download(REPO, None, &super::include_only("*Q8*"), &()).unwrap();
     fs::remove_file(snapshot.path.join(parts[1])).unwrap();
     assert_eq!(verify(&machine.hub()), [(parts[1].to_string(), FileState::Missing)]);
     machine.hub().repair(&machine.hub().verify(Some(REPO), None, &()).unwrap()[0], &()).unwrap();
@@ -311,25 +311,25 @@ fn missing_parts_are_named_with_their_folder() {
 }
 
 #[test]
-fn a_part_of_a_name_is_enough() {
+fn part_of_a_name_finds_the_model() {
     let machine = Machine::new("http://127.0.0.1:1".to_string());
-    machine.place("own", "openai/gpt-oss-20b", COMMIT, &WHOLE);
-    machine.place("shared", "meta-llama/Llama-3.2-1B", COMMIT, &WHOLE);
+    machine.write_snapshot("own", "openai/gpt-oss-20b", COMMIT, &COMPLETE);
+    machine.write_snapshot("shared", "meta-llama/Llama-3.2-1B", COMMIT, &COMPLETE);
     let found = |part: &str| machine.hub().find(part, None).map(|snapshot| snapshot.name);
     assert_eq!(found("oss-20b").unwrap(), "openai/gpt-oss-20b");
     assert_eq!(found("llama").unwrap(), "meta-llama/Llama-3.2-1B");
     assert_eq!(found("oss@main").unwrap(), "openai/gpt-oss-20b");
-    assert!(found("openai/gpt-oss").is_err(), "whoever writes the organization means no other model");
-    machine.place("own", "openai/gpt-oss-120b", COMMIT, &WHOLE);
+    assert!(found("openai/gpt-oss").is_err(), "a full name matches only itself");
+    machine.write_snapshot("own", "openai/gpt-oss-120b", COMMIT, &COMPLETE);
     assert!(format!("{:#}", found("oss").unwrap_err()).contains("openai/gpt-oss-120b, openai/gpt-oss-20b"));
     assert_eq!(found("oss-20b").unwrap(), "openai/gpt-oss-20b");
 }
 
 #[test]
-fn the_last_use_is_kept() {
+fn last_use_is_recorded() {
     let machine = Machine::new("http://127.0.0.1:1".to_string());
-    machine.place("shared", "org/a", COMMIT, &WHOLE);
-    machine.place("own", "org/b", COMMIT, &WHOLE);
+    machine.write_snapshot("shared", "org/a", COMMIT, &COMPLETE);
+    machine.write_snapshot("own", "org/b", COMMIT, &COMPLETE);
     let hub = machine.hub();
     let (a, b) = (hub.find("org/a", None).unwrap(), hub.find("org/b", None).unwrap());
     assert_eq!(hub.last_used(&a), None);
@@ -343,11 +343,11 @@ fn the_last_use_is_kept() {
 }
 
 #[test]
-fn files_can_be_left_out() {
+fn excluded_files_are_not_downloaded() {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
     let pick = FileFilter { exclude: vec!["*.safetensors".into(), "chat_*".into()], ..FileFilter::default() };
     let snapshot = machine.hub().download(REPO, None, &pick, &()).unwrap();
-    assert_eq!(names_in(&snapshot.path), ["config.json", "generation_config.json", INDEX, "tokenizer.json"]);
+    assert_eq!(file_names(&snapshot.path), ["config.json", "generation_config.json", INDEX, "tokenizer.json"]);
     assert!(machine.hub().find_tokenizer(REPO, None).is_ok());
 }

@@ -1,0 +1,90 @@
+//! Opens NVIDIA GPUs and reads their memory.
+
+use std::ptr;
+
+use anyhow::{Context, Result};
+use candle_core::Device;
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
+
+use super::info::DeviceInfo;
+use super::libraries;
+use crate::error::Error;
+use crate::text::plain_cuda_errors;
+
+/// Opens the GPU with this number. Fails with [`Error::NoGpu`] if there is no driver, or no such GPU.
+pub fn open(ordinal: usize) -> Result<Device> {
+    libraries::load().map_err(|error| Error::no_gpu(&error.reason, error.hint))?;
+    let driver_error = |error: DriverError| {
+        let next = "check that `nvidia-smi` lists a GPU and that CUDA_VISIBLE_DEVICES does not hide it";
+        Error::no_gpu(plain_cuda_errors(&error.to_string()), next)
+    };
+    result::init().map_err(driver_error)?;
+    let count = CudaContext::device_count().map_err(driver_error)?;
+    if ordinal >= count as usize {
+        let reason = format!("there is no GPU {ordinal}; the number of visible GPUs is {count}");
+        return Err(Error::no_gpu(reason, "list the GPUs: nvidia-smi").into());
+    }
+    let device = CudaDevice::new_with_stream(ordinal).with_context(|| format!("cannot open GPU {ordinal}"))?;
+    // SAFETY: every tensor of this device is used and freed on its one stream. Uploads from another stream are ordered
+    // by events of their own.
+    unsafe { device.disable_event_tracking() };
+    keep_freed_memory(&device)?;
+    Ok(Device::Cuda(device))
+}
+
+/// Returns the number of visible GPUs. 0 without a driver.
+pub fn gpu_count() -> usize {
+    if libraries::load().is_err() {
+        return 0;
+    }
+    let count = result::init().and_then(|()| CudaContext::device_count());
+    count.map_or(0, |count| count as usize)
+}
+
+/// Makes the stream-ordered allocator keep freed memory.
+///
+/// By default it returns memory to the driver at every synchronization, which makes the next allocations slow.
+fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
+    let context = device.cuda_stream().context().clone();
+    context.bind_to_thread()?;
+    let mut pool = ptr::null_mut();
+    let mut threshold = u64::MAX;
+    // SAFETY: the first call writes `pool` before the second reads it; the attribute's type is a u64.
+    unsafe {
+        sys::cuDeviceGetDefaultMemPool(&mut pool, context.cu_device()).result()?;
+        let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        sys::cuMemPoolSetAttribute(pool, attribute, (&mut threshold as *mut u64).cast()).result()?;
+    }
+    Ok(())
+}
+
+/// Returns [`info`] after this process has given its unused GPU memory back to the driver.
+pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
+    if let Device::Cuda(cuda) = device {
+        let stream = cuda.cuda_stream();
+        stream.synchronize()?;
+        let mut pool = ptr::null_mut();
+        // SAFETY: the first call writes `pool` before the second reads it; trimming frees no memory in use.
+        unsafe {
+            sys::cuDeviceGetDefaultMemPool(&mut pool, stream.context().cu_device()).result()?;
+            sys::cuMemPoolTrimTo(pool, 0).result()?;
+        }
+    }
+    info(device)
+}
+
+/// Returns the name and the memory of a device.
+pub fn info(device: &Device) -> Result<DeviceInfo> {
+    let Device::Cuda(device) = device else { return Ok(DeviceInfo::cpu()) };
+    let stream = device.cuda_stream();
+    let context = stream.context();
+    let (major, minor) = context.compute_capability()?;
+    let (free, total) = context.mem_get_info()?;
+    Ok(DeviceInfo {
+        name: context.name()?,
+        compute_capability: Some((major as u32, minor as u32)),
+        free_bytes: free as u64,
+        total_bytes: total as u64,
+    })
+}

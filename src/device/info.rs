@@ -1,0 +1,46 @@
+//! The name and memory of a device, as they are shown at start.
+
+use std::fmt;
+
+/// The name and memory of a device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceInfo {
+    pub name: String,
+    /// Compute capability as (major, minor). `None` for a CPU.
+    pub compute_capability: Option<(u32, u32)>,
+    pub free_bytes: u64,
+    /// 0 if it is not known.
+    pub total_bytes: u64,
+}
+
+impl DeviceInfo {
+    /// Returns the CPU's threads, and its memory if /proc/meminfo exists.
+    pub fn cpu() -> Self {
+        let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let bytes = |field: &str| {
+            let line = meminfo.lines().find_map(|line| line.strip_prefix(field));
+            line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok()).unwrap_or(0) * 1024
+        };
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            name: format!("CPU ({threads} threads)"),
+            compute_capability: None,
+            free_bytes: bytes("MemAvailable:"),
+            total_bytes: bytes("MemTotal:"),
+        }
+    }
+}
+
+impl fmt::Display for DeviceInfo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let gb = |bytes: u64| bytes as f64 / 1e9;
+        write!(f, "{}", self.name)?;
+        if let Some((major, minor)) = self.compute_capability {
+            write!(f, ", compute capability {major}.{minor}")?;
+        }
+        if self.total_bytes > 0 {
+            write!(f, ", {:.1} of {:.1} GB free", gb(self.free_bytes), gb(self.total_bytes))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,103 @@
+//! Chooses and opens the device that a model runs on.
+//!
+//! Inference is for NVIDIA GPUs. Without one, opening a GPU is an error that names the next command, never a silent
+//! fallback. The CPU is an explicit choice for development, tests and the demo model.
+
+#[cfg(feature = "cuda")]
+mod cuda;
+mod facts;
+mod info;
+#[cfg(feature = "cuda")]
+mod libraries;
+
+use std::str::FromStr;
+
+use anyhow::Result;
+use candle_core::{DType, Device};
+
+#[cfg(feature = "cuda")]
+pub use cuda::{gpu_count, info, info_after_trim};
+pub use facts::{GpuFacts, GpuState, nvidia_smi_gpus};
+pub use info::DeviceInfo;
+
+/// The value of `--device`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DeviceChoice {
+    Cpu,
+    Cuda(usize),
+    /// `cuda` without a number: the first GPU.
+    #[default]
+    FirstCuda,
+}
+
+impl FromStr for DeviceChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "cpu" => Ok(DeviceChoice::Cpu),
+            None if text == "cuda" => Ok(DeviceChoice::FirstCuda),
+            Some(("cuda", ordinal)) => ordinal
+                .parse()
+                .map(DeviceChoice::Cuda)
+                .map_err(|_| format!("'{ordinal}' is not a GPU number; try cuda:0")),
+            _ => Err(format!("unknown device '{text}'; use cuda, cuda:N or cpu")),
+        }
+    }
+}
+
+/// Opens a device. A GPU gets a stream of its own, and candle's events for each tensor are off.
+///
+/// `kernels::upload` orders uploads from another stream with events of its own.
+pub fn open(choice: DeviceChoice) -> Result<Device> {
+    match choice {
+        DeviceChoice::Cpu => Ok(Device::Cpu),
+        DeviceChoice::FirstCuda => open_cuda(0),
+        DeviceChoice::Cuda(ordinal) => open_cuda(ordinal),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn open_cuda(ordinal: usize) -> Result<Device> {
+    cuda::open(ordinal)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_cuda(_: usize) -> Result<Device> {
+    let next = "build it with: cargo install --locked --path . --features cuda";
+    Err(crate::error::Error::no_gpu("this build of inferno has no GPU support", next).into())
+}
+
+/// Returns true if a GPU allocation failed. The driver's error is known only by its name.
+pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
+    format!("{error:#}").contains("OUT_OF_MEMORY")
+}
+
+/// Returns the default compute dtype: bf16 on a GPU, f32 on a CPU.
+pub fn default_dtype(device: &Device) -> DType {
+    if device.is_cuda() { DType::BF16 } else { DType::F32 }
+}
+
+/// Returns the compute capability that the kernels are built for. `None` in a build without GPU support.
+pub fn built_compute_capability() -> Option<(u32, u32)> {
+    let number: u32 = option_env!("INFERNO_COMPUTE_CAP")?.parse().ok()?;
+    Some((number / 10, number % 10))
+}
+
+/// Returns the number of visible GPUs.
+#[cfg(not(feature = "cuda"))]
+pub fn gpu_count() -> usize {
+    0
+}
+
+/// Returns the name and the memory of a device.
+#[cfg(not(feature = "cuda"))]
+pub fn info(_: &Device) -> Result<DeviceInfo> {
+    Ok(DeviceInfo::cpu())
+}
+
+/// Returns [`info`] after this process has given its unused GPU memory back to the driver.
+#[cfg(not(feature = "cuda"))]
+pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
+    info(device)
+}

@@ -1,0 +1,28 @@
+//! The check of file names that come from servers and shard indexes.
+
+use std::path::{Component, Path};
+
+/// Returns true if a file name stays below the directory that it is joined to, on every operating system.
+///
+/// Every name that a server or a shard index sends is checked before it becomes a path.
+pub fn is_safe_path(name: &str) -> bool {
+    name.len() <= 512
+        && !name.chars().any(|c| c.is_control() || c == '\\')
+        && name.split('/').all(|part| !part.is_empty() && part != "." && part != "..")
+        && Path::new(name).components().all(|part| matches!(part, Component::Normal(_)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn safe_paths_stay_below_their_directory() {
+        for good in ["config.json", "original/model 1.bin", "refs/pr/1", "v1.0", "..x"] {
+            assert!(is_safe_path(good), "{good}");
+        }
+        for bad in ["", "..", "a/../b", "/etc/passwd", "a//b", "./a", "a/", "a\\b", "a\0b", "a\nb", "\u{1b}[2J"] {
+            assert!(!is_safe_path(bad), "{bad:?}");
+        }
+    }
+}
