@@ -1,9 +1,14 @@
-//! The operations that inferno brings itself. Most are twins: `x.rs` has the public op (checked shapes and dtypes), the
-//! launch, and `reference`, the same in plain Rust on f32; `x.cu` has the CUDA kernel. On a CPU the op runs its reference.
+//! inferno's own operations.
 //!
-//! What is for a GPU alone is judged by the twins: `moe::expert_mlp`, and `decode`, the fused kernels of a decode step, which a
-//! chain records. `launch` launches kernels, `upload` is the way of weights to a device, `bandwidth` only measures,
-//! `selftest` runs the twins against each other on whatever card there is.
+//! Most have two files. `x.rs` contains the public operation with its checks of shapes and dtypes, the launch of the CUDA
+//! kernel, and `reference`, the same operation in plain Rust on f32. `x.cu` contains the CUDA kernel. On a CPU the operation
+//! runs its reference.
+//!
+//! `moe::expert_mlp` and `decode`, the fused kernels of a decode step, run on a GPU only. Tests compare them with the
+//! operations that they replace.
+//!
+//! `launch` launches kernels, `upload` copies weights to a device, `bandwidth` measures the memory of a GPU, and `selftest`
+//! compares every kernel with its reference on the GPU at hand.
 
 pub mod attention;
 pub mod bandwidth;
@@ -23,17 +28,17 @@ pub mod upload;
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};
 
-/// The tensor as contiguous f32; no copy if it is that already. The way into every CPU reference.
+/// Returns the tensor as contiguous f32, without a copy if it is that already. Every CPU reference starts with this.
 pub(crate) fn to_f32(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_dtype(DType::F32)?.contiguous()
 }
 
-/// Bytes of the elements, without what a view leaves out.
+/// Returns the size of the tensor's elements in bytes. For a view, only the elements of the view count.
 pub(crate) fn bytes(tensor: &Tensor) -> u64 {
     (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
 }
 
-/// The elements of a contiguous CPU tensor, from what its `storage_and_layout` returns.
+/// Returns the elements of a contiguous CPU tensor, given the results of its `storage_and_layout`.
 pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) -> Result<&'s [T]> {
     match (storage, layout.contiguous_offsets()) {
         (Storage::Cpu(storage), Some((start, end))) => Ok(&storage.as_slice::<T>()?[start..end]),
@@ -41,7 +46,7 @@ pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) 
     }
 }
 
-/// An op got a tensor on a device that it has no code for.
+/// Fails because `op` has no implementation for the device of `tensor`.
 #[cfg_attr(feature = "cuda", allow(dead_code))]
 pub(crate) fn unsupported<T>(op: &str, tensor: &Tensor) -> Result<T> {
     bail!("{op} has no implementation for {:?}", tensor.device().location())

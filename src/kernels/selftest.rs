@@ -1,5 +1,5 @@
-//! Every operation on one device against its reference on the CPU, with small odd shapes: does this very card, with this
-//! driver and this build, compute what it should? `tests/it/kernels.rs` asks more, of whoever changes a kernel.
+//! Compares every operation on a device with its reference on the CPU, on small odd shapes. This shows whether this GPU,
+//! driver and build compute correct results. `tests/it/kernels.rs` tests the kernels in more depth.
 
 use std::time::Instant;
 
@@ -15,15 +15,15 @@ use crate::kernels::quantized::{Format, PlaneBytes, QuantizedMatrix};
 use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 use crate::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 
-/// How one operation did in one dtype.
+/// The result of one operation in one dtype.
 #[derive(Clone, Debug)]
 pub struct Check {
     pub name: String,
     pub dtype: DType,
-    /// Largest difference over the largest value; NaN where a value is none. Or why it could not run.
+    /// The largest difference divided by the largest value, NaN if a value is not finite; or why the operation failed.
     pub error: std::result::Result<f32, String>,
     pub tolerance: f32,
-    /// On the device, with the way there and back.
+    /// The time on the device, with the copies to the device and back.
     pub seconds: f64,
 }
 
@@ -33,94 +33,96 @@ impl Check {
     }
 }
 
-/// Runs every operation in each dtype that kernels compute in.
+/// Checks every operation in each dtype that has kernels.
 pub fn run(device: &Device) -> Vec<Check> {
-    [DType::F32, DType::BF16, DType::F16].into_iter().flat_map(|dtype| run_in(device, dtype)).collect()
+    [DType::F32, DType::BF16, DType::F16].into_iter().flat_map(|dtype| run_with_dtype(device, dtype)).collect()
 }
 
-fn run_in(device: &Device, dtype: DType) -> Vec<Check> {
+fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     let rounding = rounding(dtype);
-    let there = Side { device, dtype };
+    let target = CheckTarget { device, dtype };
     let mut checks = vec![
-        check("embed", there, 0.0, &|side| {
-            embed(&side.put(&noise(1, &[51, 37], dtype)?)?, &side.ids(&[3, 50, 0, 17])?, 0.5)
+        check("embed", target, 0.0, &|target| {
+            embed(&target.put(&noise(1, &[51, 37], dtype)?)?, &target.ids(&[3, 50, 0, 17])?, 0.5)
         }),
-        check("add_bias", there, 1e-6, &|side| {
-            add_bias(&side.f32(&noise(2, &[9, 37], DType::F32)?)?, &side.f32(&noise(3, &[37], DType::F32)?)?)
+        check("add_bias", target, 1e-6, &|target| {
+            add_bias(&target.f32(&noise(2, &[9, 37], DType::F32)?)?, &target.f32(&noise(3, &[37], DType::F32)?)?)
         }),
-        check("copy_rows", there, 0.0, &|side| {
-            let to = side.put(&noise(4, &[13, 5], dtype)?)?;
-            copy_rows(&to, &side.put(&noise(5, &[4, 5], dtype)?)?, 7)?;
+        check("copy_rows", target, 0.0, &|target| {
+            let to = target.put(&noise(4, &[13, 5], dtype)?)?;
+            copy_rows(&to, &target.put(&noise(5, &[4, 5], dtype)?)?, 7)?;
             Ok(to)
         }),
-        check("soft_cap", there, 1e-5, &|side| soft_cap(&side.f32(&noise(38, &[9, 37], DType::F32)?)?, 3.0)),
-        check("add_norm", there, rounding, &|side| norm(side, false)),
-        check("add_norm, layer norm", there, rounding, &|side| norm(side, true)),
-        check("split_qkv", there, rounding, &|side| split(side, false)),
-        check("split_qkv, normed", there, rounding, &|side| split(side, true)),
-        check("clamped_swiglu", there, rounding, &|side| clamped_swiglu(&side.put(&noise(9, &[3, 514], dtype)?)?, 7.0)),
-        check("gated, silu", there, rounding, &|side| gate(side, Activation::Silu)),
-        check("gated, gelu", there, rounding, &|side| gate(side, Activation::GeluTanh)),
-        check("gated_halves", there, rounding, &|side| {
-            gated_halves(&side.put(&noise(39, &[3, 514], dtype)?)?, Activation::Silu)
+        check("soft_cap", target, 1e-5, &|target| soft_cap(&target.f32(&noise(38, &[9, 37], DType::F32)?)?, 3.0)),
+        check("add_norm", target, rounding, &|target| norm(target, false)),
+        check("add_norm, layer norm", target, rounding, &|target| norm(target, true)),
+        check("split_qkv", target, rounding, &|target| rope(target, false)),
+        check("split_qkv, normed", target, rounding, &|target| rope(target, true)),
+        check("clamped_swiglu", target, rounding, &|target| {
+            clamped_swiglu(&target.put(&noise(9, &[3, 514], dtype)?)?, 7.0)
         }),
-        check("topk_softmax", there, 1e-5, &|side| choice(side, dtype, Softmax::OverChosen)),
-        check("topk_softmax, of all", there, 1e-5, &|side| choice(side, dtype, Softmax::OverAll)),
-        check("matmul", there, rounding, &|side| {
-            matmul_f32(&side.put(&noise(13, &[5, 96], dtype)?)?, &side.put(&noise(14, &[72, 96], dtype)?)?)
+        check("gated, silu", target, rounding, &|target| activation(target, Activation::Silu)),
+        check("gated, gelu", target, rounding, &|target| activation(target, Activation::GeluTanh)),
+        check("gated_halves", target, rounding, &|target| {
+            gated_halves(&target.put(&noise(39, &[3, 514], dtype)?)?, Activation::Silu)
+        }),
+        check("topk_softmax", target, 1e-5, &|target| routing(target, dtype, Softmax::OverChosen)),
+        check("topk_softmax, of all", target, 1e-5, &|target| routing(target, dtype, Softmax::OverAll)),
+        check("matmul", target, rounding, &|target| {
+            matmul_f32(&target.put(&noise(13, &[5, 96], dtype)?)?, &target.put(&noise(14, &[72, 96], dtype)?)?)
         }),
     ];
     for (name, tokens) in [("experts mxfp4", 3), ("experts mxfp4, many", 33)] {
-        checks.push(check(name, there, rounding, &|side| experts(side, tokens, true)));
+        checks.push(check(name, target, rounding, &|target| experts(target, tokens, true)));
     }
     for (name, tokens) in [("experts dense", 3), ("experts dense, many", 33), ("experts dense, very many", 331)] {
-        checks.push(check(name, there, rounding, &|side| experts(side, tokens, false)));
+        checks.push(check(name, target, rounding, &|target| experts(target, tokens, false)));
     }
-    checks.push(check("combine", there, 1e-5, &|side| {
-        combine(&side.put(&noise(43, &[5, 3, 37], dtype)?)?, &side.f32(&noise(44, &[5, 3], DType::F32)?)?)
+    checks.push(check("combine", target, 1e-5, &|target| {
+        combine(&target.put(&noise(43, &[5, 3, 37], dtype)?)?, &target.f32(&noise(44, &[5, 3], DType::F32)?)?)
     }));
     for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
-        // One token, a few, and enough for tiles; each kernel of a backend has its own range.
+        // One token, a few, and many: a backend has a kernel for each.
         for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
-            // A backend that this build or dtype has no kernel for is no failure.
-            for (heads_of, head_dim, softcap) in [("", 64, None), (", heads of 256, soft-capped", 256, Some(5.0))] {
+            // A backend without a kernel for this build or dtype is skipped, not failed.
+            for (variant, head_dim, softcap) in [("", 64, None), (", heads of 256, soft-capped", 256, Some(5.0))] {
                 if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_ok() {
-                    let name = format!("attention {backend}, {what}{heads_of}");
+                    let name = format!("attention {backend}, {what}{variant}");
                     let queries = Queries { tokens, position, head_dim, softcap };
-                    checks.push(check(&name, there, 2.0 * rounding, &|side| attend(side, queries, backend)));
+                    checks.push(check(&name, target, 2.0 * rounding, &|target| attend(target, queries, backend)));
                 }
             }
         }
     }
     for format in Format::ALL {
-        // With few tokens weights are multiplied as they are, with many as floats of the dtype.
+        // A product with few tokens reads the quantized weights; one with many dequantizes them first.
         for (what, tokens) in [("few", 3), ("many", 33)] {
             let name = format!("product with {format:?}, {what}");
-            checks.push(check(&name, there, 2.0 * rounding.max(1e-4), &|side| {
-                quantized(side, format)?.matmul(&side.put(&noise(42, &[tokens, 512], dtype)?)?)
+            checks.push(check(&name, target, 2.0 * rounding.max(1e-4), &|target| {
+                quantized(target, format)?.matmul(&target.put(&noise(42, &[tokens, 512], dtype)?)?)
             }));
         }
-        checks.push(check(&format!("embed {format:?}"), there, 1e-6, &|side| {
-            quantized(side, format)?.embed(&side.ids(&[3, 50, 0])?, 0.5)
+        checks.push(check(&format!("embed {format:?}"), target, 1e-6, &|target| {
+            quantized(target, format)?.embed(&target.ids(&[3, 50, 0])?, 0.5)
         }));
     }
     #[cfg(feature = "cuda")]
     if device.is_cuda() && dtype != DType::F32 {
         for (name, tokens) in [("expert_mlp", 5), ("expert_mlp, many", 301)] {
-            checks.push(check(name, there, 2.0 * rounding, &|side| fused::expert_mlp(side, tokens)));
+            checks.push(check(name, target, 2.0 * rounding, &|target| fused::expert_mlp(target, tokens)));
         }
     }
     checks
 }
 
-/// Where an operation runs, and in what.
+/// The device and the dtype that an operation runs with.
 #[derive(Clone, Copy)]
-struct Side<'d> {
+struct CheckTarget<'d> {
     device: &'d Device,
     dtype: DType,
 }
 
-impl Side<'_> {
+impl CheckTarget<'_> {
     fn put(&self, tensor: &Tensor) -> Result<Tensor> {
         tensor.to_dtype(self.dtype)?.to_device(self.device)
     }
@@ -134,61 +136,64 @@ impl Side<'_> {
     }
 }
 
-/// 51 rows of 512: any bits, with scales between 2^-7 and 2^-5.
-fn quantized(side: Side, format: Format) -> Result<QuantizedMatrix> {
+/// Returns a 51×512 matrix of random bits, with scales between 2^-7 and 2^-5.
+fn quantized(target: CheckTarget, format: Format) -> Result<QuantizedMatrix> {
     let (rows, columns) = (51, 512);
     let mut planes = format.row_bytes(columns).map(|bytes| vec![0u8; rows * bytes]);
     let count = planes.iter().map(Vec::len).sum();
     planes.iter_mut().flatten().zip(numbers(41, count, 256)).for_each(|(byte, n)| *byte = n as u8);
     let PlaneBytes { scales, supers, .. } = format.plane_bytes();
-    let [low, _, of_chunks, of_supers] = &mut planes;
-    let halves = if supers > 0 { of_supers } else { &mut *of_chunks };
+    let [low, _, scale_plane, super_plane] = &mut planes;
+    let halves = if supers > 0 { super_plane } else { &mut *scale_plane };
     match scales {
         0 => halves.chunks_exact_mut(4).for_each(|scale| scale.copy_from_slice(&0.01f32.to_le_bytes())),
         _ => halves.iter_mut().skip(1).step_by(2).for_each(|high| *high = *high & 0x84 | 0x20),
     }
     if format == Format::Fp8 {
-        // Nothing that is no number.
+        // Clears a bit of the exponent, so that no byte is a NaN.
         low.iter_mut().for_each(|byte| *byte &= 0xbf);
     }
-    QuantizedMatrix::new(format, columns, planes, side.device)
+    QuantizedMatrix::new(format, columns, planes, target.device)
 }
 
-/// As f32 on the CPU: nothing of candle's is to run on the device, whose kernels the driver compiles at their first use.
-fn back(tensor: &Tensor) -> Result<Tensor> {
+/// Returns the tensor as f32 on the CPU. The conversion runs on the CPU too, because the driver would compile candle's
+/// kernels at their first use on the device.
+fn to_cpu(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)
 }
 
-/// The same operation on both sides. On the CPU it is computed in f32, from values that `there.dtype` holds exactly.
-fn check(name: &str, there: Side, tolerance: f32, op: &dyn Fn(Side) -> Result<Tensor>) -> Check {
-    let values = |tensor: Tensor| back(&tensor)?.flatten_all()?.to_vec1::<f32>();
+/// Runs an operation on the target and on the CPU and compares the results. The CPU computes in f32, from values that the
+/// target's dtype represents exactly.
+fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarget) -> Result<Tensor>) -> Check {
+    let values = |tensor: Tensor| to_cpu(&tensor)?.flatten_all()?.to_vec1::<f32>();
     let started = Instant::now();
-    let got = op(there).and_then(values);
+    let got = op(target).and_then(values);
     let seconds = started.elapsed().as_secs_f64();
-    let want = op(Side { device: &Device::Cpu, dtype: DType::F32 }).and_then(values);
+    let want = op(CheckTarget { device: &Device::Cpu, dtype: DType::F32 }).and_then(values);
     let error = got.and_then(|got| Ok(distance(&got, &want?))).map_err(|error| error.to_string());
-    Check { name: name.to_string(), dtype: there.dtype, error, tolerance, seconds }
+    Check { name: name.to_string(), dtype: target.dtype, error, tolerance, seconds }
 }
 
-/// Largest |got - want| over the largest |want|; NaN if any of them is none.
+/// Returns the largest |got - want| divided by the largest |want|, or NaN if a value is not finite.
 fn distance(got: &[f32], want: &[f32]) -> f32 {
     if got.len() != want.len() || got.iter().chain(want).any(|value| !value.is_finite()) {
         return f32::NAN;
     }
     let scale = want.iter().fold(f32::MIN_POSITIVE, |scale, value| scale.max(value.abs()));
-    got.iter().zip(want).fold(0f32, |most, (got, want)| most.max((got - want).abs())) / scale
+    got.iter().zip(want).fold(0f32, |max, (got, want)| max.max((got - want).abs())) / scale
 }
 
+/// Returns the tolerance for one rounding to `dtype`.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // Sums in another order.
+        // The order of summation differs.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
     }
 }
 
-/// Repeatable numbers below `below`.
+/// Returns pseudo-random numbers below `below`, the same for the same seed.
 fn numbers(seed: u64, count: usize, below: u64) -> impl Iterator<Item = u64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     std::iter::repeat_with(move || {
@@ -198,7 +203,7 @@ fn numbers(seed: u64, count: usize, below: u64) -> impl Iterator<Item = u64> {
     .take(count)
 }
 
-/// About normal values with some outliers, as f32 on the CPU, each one that `dtype` holds exactly.
+/// Returns roughly normal values with some outliers, as f32 on the CPU. `dtype` represents each value exactly.
 fn noise(seed: u64, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let count: usize = shape.iter().product();
     let unit = |n: u64| n as f32 / 4096.0 - 0.5;
@@ -208,42 +213,43 @@ fn noise(seed: u64, shape: &[usize], dtype: DType) -> Result<Tensor> {
     Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F32)
 }
 
+/// Returns pseudo-random bytes from `first` to below `first + below`.
 fn bytes(seed: u64, shape: &[usize], first: u8, below: u64) -> Result<Tensor> {
     let bytes: Vec<u8> = numbers(seed, shape.iter().product(), below).map(|n| first + n as u8).collect();
     Tensor::from_vec(bytes, shape, &Device::Cpu)
 }
 
-fn norm(side: Side, layer_norm: bool) -> Result<Tensor> {
+fn norm(target: CheckTarget, layer_norm: bool) -> Result<Tensor> {
     let (x, y) = (noise(6, &[5, 1027], DType::F32)?, noise(7, &[5, 1027], DType::F32)?);
-    let (weight, bias) = (side.f32(&noise(8, &[1027], DType::F32)?)?, side.f32(&noise(40, &[1027], DType::F32)?)?);
+    let (weight, bias) = (target.f32(&noise(8, &[1027], DType::F32)?)?, target.f32(&noise(40, &[1027], DType::F32)?)?);
     let bias = layer_norm.then_some(&bias);
-    Ok(add_norm(&side.f32(&x)?, Some(&side.f32(&y)?), &weight, bias, 1e-5, side.dtype)?.1)
+    Ok(add_norm(&target.f32(&x)?, Some(&target.f32(&y)?), &weight, bias, 1e-5, target.dtype)?.1)
 }
 
-fn gate(side: Side, activation: Activation) -> Result<Tensor> {
+fn activation(target: CheckTarget, activation: Activation) -> Result<Tensor> {
     let (gate, up) = (noise(10, &[3, 257], DType::F32)?, noise(11, &[3, 257], DType::F32)?);
-    gated(&side.f32(&gate)?, Some(&side.f32(&up)?), activation, side.dtype)
+    gated(&target.f32(&gate)?, Some(&target.f32(&up)?), activation, target.dtype)
 }
 
-fn choice(side: Side, dtype: DType, softmax: Softmax) -> Result<Tensor> {
-    let (ids, shares) = topk_softmax(&side.put(&noise(12, &[7, 33], dtype)?)?, 4, softmax)?;
-    // A wrong choice is off by at least one, whatever its share.
-    Tensor::cat(&[back(&ids)?, back(&shares)?], 1)
+fn routing(target: CheckTarget, dtype: DType, softmax: Softmax) -> Result<Tensor> {
+    let (ids, shares) = topk_softmax(&target.put(&noise(12, &[7, 33], dtype)?)?, 4, softmax)?;
+    // A wrong expert changes the result by at least one, whatever its weight.
+    Tensor::cat(&[to_cpu(&ids)?, to_cpu(&shares)?], 1)
 }
 
-fn split(side: Side, normed: bool) -> Result<Tensor> {
-    let (tokens, heads) = (5, (6, 2, 24));
+fn rope(target: CheckTarget, normed: bool) -> Result<Tensor> {
+    let (tokens, heads) = (5, (6, 2, 24)); // H, K, D
     let width = (heads.0 + 2 * heads.1) * heads.2;
     let [cos, sin] = [15, 16].map(|seed| noise(seed, &[90, 10], DType::F32));
-    let (cos, sin) = (side.f32(&cos?)?, side.f32(&sin?)?);
-    let positions = side.ids(&[89, 0, 7, 7, 31])?;
+    let (cos, sin) = (target.f32(&cos?)?, target.f32(&sin?)?);
+    let positions = target.ids(&[89, 0, 7, 7, 31])?;
     let (qkv, bias) = (noise(17, &[tokens, width], DType::F32)?, noise(18, &[width], DType::F32)?);
     let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
     let (q_norm, k_norm) =
-        (side.f32(&noise(41, &[heads.2], DType::F32)?)?, side.f32(&noise(42, &[heads.2], DType::F32)?)?);
+        (target.f32(&noise(41, &[heads.2], DType::F32)?)?, target.f32(&noise(42, &[heads.2], DType::F32)?)?);
     let norms = normed.then_some(QkNorm { q: &q_norm, k: &k_norm, eps: 1e-5 });
-    let (q, k, v) = split_qkv(&side.f32(&qkv)?, Some(&side.f32(&bias)?), norms, rotation, heads, side.dtype)?;
-    Tensor::cat(&[back(&q)?, back(&k)?, back(&v)?], 1)
+    let (q, k, v) = split_qkv(&target.f32(&qkv)?, Some(&target.f32(&bias)?), norms, rotation, heads, target.dtype)?;
+    Tensor::cat(&[to_cpu(&q)?, to_cpu(&k)?, to_cpu(&v)?], 1)
 }
 
 #[derive(Clone, Copy)]
@@ -254,65 +260,65 @@ struct Queries {
     softcap: Option<f32>,
 }
 
-fn attend(side: Side, queries: Queries, backend: AttentionBackend) -> Result<Tensor> {
+fn attend(target: CheckTarget, queries: Queries, backend: AttentionBackend) -> Result<Tensor> {
     let Queries { tokens, position, head_dim, softcap } = queries;
     let (heads, kv_heads, rows) = (6, 2, 331);
-    // All values are drawn for the narrowest dtype, so that every side gets the same ones.
-    let tensor = |seed, rows, heads| side.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
+    // The values are representable in the narrowest dtype, so every target gets the same ones.
+    let tensor = |seed, rows, heads| target.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
     let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
-    let sinks = side.f32(&noise(22, &[heads], DType::F32)?)?;
+    let sinks = target.f32(&noise(22, &[heads], DType::F32)?)?;
     let positions: Vec<u32> = (position..position + tokens).map(|position| position as u32).collect();
-    let positions = side.ids(&positions)?;
-    let backend = if side.device.is_cpu() { AttentionBackend::Auto } else { backend };
+    let positions = target.ids(&positions)?;
+    let backend = if target.device.is_cpu() { AttentionBackend::Auto } else { backend };
     let attend = |window| {
         let mask = AttentionMask { position, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
         attention(&q, &k, &v, Some(&sinks), &positions, mask, backend)
     };
-    Tensor::cat(&[back(&attend(None)?)?, back(&attend(Some(100))?)?], 0)
+    Tensor::cat(&[to_cpu(&attend(None)?)?, to_cpu(&attend(Some(100))?)?], 0)
 }
 
-fn experts(side: Side, tokens: usize, packed: bool) -> Result<Tensor> {
+fn experts(target: CheckTarget, tokens: usize, packed: bool) -> Result<Tensor> {
     let (experts, chosen, rows, columns) = (5, 3, 67, 96);
     let weights = match packed {
         true => ExpertWeights::Mxfp4 {
-            blocks: bytes(23, &[experts, rows, columns / 32, 16], 0, 256)?.to_device(side.device)?,
-            scales: bytes(24, &[experts, rows, columns / 32], 118, 8)?.to_device(side.device)?,
+            blocks: bytes(23, &[experts, rows, columns / 32, 16], 0, 256)?.to_device(target.device)?,
+            scales: bytes(24, &[experts, rows, columns / 32], 118, 8)?.to_device(target.device)?,
         },
-        false => ExpertWeights::Dense(side.put(&noise(25, &[experts, rows, columns], DType::BF16)?)?),
+        false => ExpertWeights::Dense(target.put(&noise(25, &[experts, rows, columns], DType::BF16)?)?),
     };
-    let x = side.put(&noise(26, &[tokens, columns], DType::BF16)?)?;
-    let bias = side.put(&noise(27, &[experts, rows], DType::BF16)?)?;
+    let x = target.put(&noise(26, &[tokens, columns], DType::BF16)?)?;
+    let bias = target.put(&noise(27, &[experts, rows], DType::BF16)?)?;
     let ids: Vec<u32> = numbers(28, tokens * chosen, experts as u64).map(|id| id as u32).collect();
-    expert_matmul(&x, &weights, Some(&bias), &side.ids(&ids)?.reshape((tokens, chosen))?)
+    expert_matmul(&x, &weights, Some(&bias), &target.ids(&ids)?.reshape((tokens, chosen))?)
 }
 
 #[cfg(feature = "cuda")]
 mod fused {
     use candle_core::{DType, Result, Tensor, bail};
 
-    use super::{Side, bytes, noise, numbers};
+    use super::{CheckTarget, bytes, noise, numbers};
     use crate::kernels::moe::expert_mlp::{self, ExpertLinear};
     use crate::kernels::moe::experts::{ExpertWeights, Mxfp4Tiles, RowOrder, expert_matmul};
     use crate::kernels::swiglu::clamped_swiglu;
 
-    /// On a GPU by one fused kernel after the other, on a CPU product by product.
-    pub fn expert_mlp(side: Side, tokens: usize) -> Result<Tensor> {
+    /// Computes the MLP with the fused kernels on a GPU, and product by product on a CPU.
+    pub fn expert_mlp(target: CheckTarget, tokens: usize) -> Result<Tensor> {
         let (experts, chosen, columns, intermediate) = (5, 3, 96, 160);
-        // Sizes as after a norm, so that sums stay within the limit's reach; halves are exact.
+        // The inputs are as large as after a norm, so that the sums stay near the clamp's limit. Halving is exact.
         let x = (noise(29, &[tokens, columns], DType::BF16)? * 0.5)?;
         let ids: Vec<u32> = numbers(30, tokens, experts as u64)
             .flat_map(|first| (0..chosen as u64).map(move |next| ((first + next) % experts as u64) as u32))
             .collect();
-        let ids = side.ids(&ids)?.reshape((tokens, chosen))?;
-        let shares = (bytes(31, &[tokens, chosen], 1, 200)?.to_dtype(DType::F32)? / 256.0)?.to_device(side.device)?;
+        let ids = target.ids(&ids)?.reshape((tokens, chosen))?;
+        let shares = (bytes(31, &[tokens, chosen], 1, 200)?.to_dtype(DType::F32)? / 256.0)?.to_device(target.device)?;
         let stack = |seed, rows: usize, columns: usize| -> Result<_> {
-            let blocks = bytes(seed, &[experts, rows, columns / 32, 16], 0, 256)?.to_device(side.device)?;
-            let scales = bytes(seed + 1, &[experts, rows, columns / 32], 120, 5)?.to_device(side.device)?;
-            let bias = side.put(&noise(seed + 2, &[experts, rows], DType::BF16)?)?;
+            let blocks = bytes(seed, &[experts, rows, columns / 32, 16], 0, 256)?.to_device(target.device)?;
+            let scales = bytes(seed + 1, &[experts, rows, columns / 32], 120, 5)?.to_device(target.device)?;
+            let bias = target.put(&noise(seed + 2, &[experts, rows], DType::BF16)?)?;
             Ok((blocks, scales, bias))
         };
         let (up, down) = (stack(32, 2 * intermediate, columns)?, stack(35, columns, intermediate)?);
-        if side.device.is_cpu() {
+        if target.device.is_cpu() {
             let weights = |(blocks, scales, _): &(Tensor, Tensor, Tensor)| ExpertWeights::Mxfp4 {
                 blocks: blocks.clone(),
                 scales: scales.clone(),
@@ -324,12 +330,12 @@ mod fused {
         let tiles =
             |(blocks, scales, _): &(Tensor, Tensor, Tensor), order| match Mxfp4Tiles::repack(blocks, scales, order)? {
                 Some(tiles) => Ok(tiles),
-                None => bail!("scales of at most 2 were taken for larger ones"),
+                None => bail!("repack rejected scales, although all are at most 2"),
             };
         let (up_tiles, down_tiles) = (tiles(&up, RowOrder::Paired)?, tiles(&down, RowOrder::Plain)?);
         let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };
         let down = ExpertLinear { tiles: &down_tiles, bias: &down.2 };
-        expert_mlp::expert_mlp(&side.f32(&x)?, &ids, &shares, gate_up, down, 7.0)
+        expert_mlp::expert_mlp(&target.f32(&x)?, &ids, &shares, gate_up, down, 7.0)
     }
 }
 
@@ -337,9 +343,8 @@ mod fused {
 mod tests {
     use super::*;
 
-    /// Rounding aside, the CPU agrees with itself; and what is wrong is seen.
     #[test]
-    fn the_cpu_passes() {
+    fn cpu_matches_itself_within_rounding() {
         let checks = run(&Device::Cpu);
         assert!(checks.len() > 40);
         for check in checks {
@@ -348,19 +353,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_seen() {
-        let cpu = Side { device: &Device::Cpu, dtype: DType::BF16 };
-        let wrong = check("wrong", cpu, 1e-3, &|side| {
-            Tensor::new(&[1f32, if side.dtype == DType::F32 { 2.0 } else { 2.1 }], side.device)
+    fn wrong_values_nan_and_errors_fail_the_check() {
+        let cpu = CheckTarget { device: &Device::Cpu, dtype: DType::BF16 };
+        let wrong = check("wrong", cpu, 1e-3, &|target| {
+            Tensor::new(&[1f32, if target.dtype == DType::F32 { 2.0 } else { 2.1 }], target.device)
         });
         assert!(!wrong.passed() && wrong.error.is_ok());
-        let nan = check("nan", cpu, 1e-3, &|side| {
-            Tensor::new(&[1f32, if side.dtype == DType::F32 { 2.0 } else { f32::NAN }], side.device)
+        let nan = check("nan", cpu, 1e-3, &|target| {
+            Tensor::new(&[1f32, if target.dtype == DType::F32 { 2.0 } else { f32::NAN }], target.device)
         });
         assert!(!nan.passed());
-        let refused = check("refused", cpu, 1.0, &|side| {
-            embed(&side.f32(&noise(1, &[2, 2], DType::F32)?)?, &side.ids(&[5])?, 1.0)
+        let failed = check("failed", cpu, 1.0, &|target| {
+            embed(&target.f32(&noise(1, &[2, 2], DType::F32)?)?, &target.ids(&[5])?, 1.0)
         });
-        assert!(!refused.passed() && refused.error.is_err());
+        assert!(!failed.passed() && failed.error.is_err());
     }
 }

@@ -1,34 +1,34 @@
-//! The way of bytes to a device: read into a staging buffer, copied from there by the device while the next buffer fills.
+//! Uploads to a device: bytes are read into a staging buffer, and the device copies them while the next buffer fills.
 //!
-//! On CUDA: pinned buffers, and one stream for all copies beside the stream of candle's device. A tensor's memory comes
-//! from the same stream-ordered pool as candle's, allocated on the copy stream, so that no copy waits for what is
-//! computed meanwhile; candle's stream waits for the last copy when the tensor is handed over, and owns it from there on.
+//! On CUDA, the staging buffers are pinned, and all copies use one stream of their own beside the stream of candle's device.
+//! The memory of a tensor comes from the same stream-ordered pool as candle's and is allocated on the copy stream, so no
+//! copy waits for a computation. When a tensor is complete, candle's stream waits for its last copy and takes it over.
 
 use candle_core::{DType, Result, Tensor};
 
-/// Where bytes go; its copies are made in the order in which they are queued.
+/// A destination of uploads. Its copies run in the order in which they are queued.
 pub trait Target: Send + Sync + 'static {
-    /// What becomes a tensor, filled piece by piece.
+    /// Memory that becomes a tensor after it is filled piece by piece.
     type Memory: Send + Sync;
     /// The staging buffers of one reading thread.
     type Staging;
 
-    /// Buffers of `bytes` each.
+    /// Creates staging buffers of `bytes` each.
     fn staging(&self, bytes: usize) -> Result<Self::Staging>;
 
-    /// Memory for `bytes`, at least one, with nothing in it.
+    /// Allocates uninitialized memory for `bytes`, which is at least one.
     fn allocate(&self, bytes: usize) -> Result<Self::Memory>;
 
-    /// A buffer to fill; waits until none of its earlier copies is under way.
+    /// Returns the next buffer to fill. Waits until its earlier copies are done.
     fn buffer<'s>(&self, staging: &'s mut Self::Staging) -> Result<&'s mut [u8]>;
 
-    /// Queues the copy of the first `bytes` of that buffer to `offset` in `memory`.
+    /// Queues a copy of the first `bytes` of that buffer to `offset` in `memory`.
     fn copy(&self, staging: &mut Self::Staging, bytes: usize, memory: &Self::Memory, offset: usize) -> Result<()>;
 
-    /// Says that copies to every byte of `memory` have been queued.
+    /// Declares that copies to every byte of `memory` have been queued.
     fn complete(&self, memory: &mut Self::Memory) -> Result<()>;
 
-    /// The tensor in `memory`, which is complete. Whatever is queued on the tensor's device from here on finds its bytes.
+    /// Turns complete `memory` into a tensor. Work that is queued on the tensor's device from now on sees its bytes.
     fn tensor(&self, memory: Self::Memory, dtype: DType, shape: &[usize]) -> Result<Tensor>;
 }
 
@@ -48,7 +48,7 @@ mod with_cuda {
 
     use super::Target;
 
-    /// Buffers a thread: one is filled while the copy engine reads the other.
+    /// Staging buffers of one thread: it fills one while the copy engine reads the other.
     const BUFFERS: usize = 2;
 
     /// A stream of copies to the GPU of a candle device.
@@ -58,27 +58,27 @@ mod with_cuda {
     }
 
     impl CopyStream {
-        /// The device's event tracking must be off (as `device::open` leaves it): then cudarc adds nothing to either
-        /// stream for there being a second one.
+        /// Creates the stream. The device's event tracking must be off, as `device::open` leaves it. Otherwise cudarc
+        /// would add events to both streams.
         pub fn new(device: &CudaDevice) -> Result<Self> {
             if device.is_event_tracking() {
-                bail!("uploads order their streams themselves: turn event tracking off");
+                bail!("cannot upload to a device with event tracking: uploads order their streams themselves");
             }
             let stream = device.cuda_stream().context().new_stream().w()?;
             Ok(Self { device: device.clone(), stream })
         }
     }
 
-    /// Memory of the copy stream. Dropped before it is a tensor, it is freed in that stream's order, after its copies.
+    /// Memory of the copy stream. If it is dropped before it becomes a tensor, it is freed on that stream after its copies.
     pub struct DeviceMemory {
         bytes: CudaSlice<u8>,
-        /// Follows the last copy.
+        /// An event after the last copy.
         arrived: Option<CudaEvent>,
     }
 
     pub struct Staging {
         buffers: [Pinned; BUFFERS],
-        /// The buffer that is filled next.
+        /// The index of the buffer to fill next.
         next: usize,
     }
 
@@ -86,20 +86,22 @@ mod with_cuda {
     struct Pinned {
         start: NonNull<u8>,
         len: usize,
-        /// Follows the last copy from here.
+        /// An event after the last copy from this buffer.
         copied: CudaEvent,
         stream: Arc<CudaStream>,
     }
 
     impl Pinned {
         fn new(len: usize, stream: &Arc<CudaStream>) -> Result<Self> {
-            // Waiting threads sleep: spinning ones would take the cores from those that read.
+            // A waiting thread sleeps. A spinning one would take a core from the threads that read.
             let copied = stream.context().new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
-            // SAFETY: any length may be asked for, and the event above has bound the context. Flags 0: cached memory,
-            // since the kernel's copy out of the page cache is no faster into a write-combined one.
+            // Flags 0 mean cached memory. Reading a file into write-combined memory is no faster.
+            // SAFETY: any length is allowed, and creating the event has bound the context.
             let start = unsafe { result::malloc_host(len, 0) }.w()?.cast::<u8>();
-            let Some(start) = NonNull::new(start) else { bail!("the driver gave no pinned memory") };
-            // SAFETY: `len` bytes were allocated. Zeroed so that it may be seen as a slice.
+            let Some(start) = NonNull::new(start) else {
+                bail!("cannot allocate {len} bytes of pinned memory: the driver returned null")
+            };
+            // SAFETY: `len` bytes were allocated. They are zeroed because a slice must be initialized.
             unsafe { start.write_bytes(0, len) };
             Ok(Self { start, len, copied, stream: stream.clone() })
         }
@@ -107,7 +109,7 @@ mod with_cuda {
 
     impl Drop for Pinned {
         fn drop(&mut self) {
-            // If the stream cannot tell whether it still reads the buffer, the buffer is better lost.
+            // If the stream fails, a copy may still read the buffer, so the buffer is leaked.
             if self.stream.synchronize().is_ok() {
                 // SAFETY: allocated by `malloc_host`, freed once, and no copy is under way.
                 let _ = unsafe { result::free_host(self.start.as_ptr().cast()) };
@@ -125,7 +127,7 @@ mod with_cuda {
         }
 
         fn allocate(&self, bytes: usize) -> Result<DeviceMemory> {
-            // SAFETY: `complete` is called, and a tensor made of it, only after copies to all of it were queued.
+            // SAFETY: the memory becomes a tensor only after `complete`, when copies to all of it have been queued.
             let bytes = unsafe { self.stream.alloc(bytes) }.w()?;
             Ok(DeviceMemory { bytes, arrived: None })
         }
@@ -139,10 +141,13 @@ mod with_cuda {
 
         fn copy(&self, staging: &mut Staging, bytes: usize, memory: &DeviceMemory, offset: usize) -> Result<()> {
             let buffer = &staging.buffers[staging.next];
-            assert!(bytes <= buffer.len && offset + bytes <= memory.bytes.len(), "a piece lies within its tensor");
+            assert!(
+                bytes <= buffer.len && offset + bytes <= memory.bytes.len(),
+                "a copy must lie within its buffer and its memory"
+            );
             let address = memory.bytes.device_ptr(&self.stream).0 + offset as u64;
-            // SAFETY: both ranges were checked. The buffer is written or freed again only after `copied` or the stream
-            // was waited for; the memory is freed in this stream's order, or on one that waits for `arrived`.
+            // SAFETY: both ranges are checked above. The buffer is written again after `copied`, and freed after the
+            // stream has finished. The memory is freed on this stream, or on one that waits for `arrived`.
             unsafe {
                 let source = std::slice::from_raw_parts(buffer.start.as_ptr(), bytes);
                 result::memcpy_htod_async(address, source, self.stream.cu_stream()).w()?;
@@ -159,16 +164,18 @@ mod with_cuda {
 
         fn tensor(&self, memory: DeviceMemory, dtype: DType, shape: &[usize]) -> Result<Tensor> {
             let elements: usize = shape.iter().product();
-            let DeviceMemory { bytes, arrived: Some(arrived) } = memory else { bail!("a tensor before its bytes") };
+            let DeviceMemory { bytes, arrived: Some(arrived) } = memory else {
+                bail!("cannot make a tensor of an incomplete upload")
+            };
             if elements * dtype.size_in_bytes() != bytes.len() {
-                bail!("{} bytes are no tensor of {dtype:?} {shape:?}", bytes.len());
+                bail!("cannot make a tensor of {dtype:?} {shape:?} from {} bytes", bytes.len());
             }
             let stream = self.device.cuda_stream();
             stream.wait(&arrived).w()?;
             macro_rules! slice {
                 ($variant:ident) => {
-                    // SAFETY: an allocation of this length in bytes; any bits are a value of these types. It is written
-                    // before whatever candle's stream does from here on, and will be freed in that stream's order.
+                    // SAFETY: the allocation has this length, and any bits are a value of these types. The copies to it
+                    // end before later work on candle's stream, and it is freed in the order of that stream.
                     CudaStorageSlice::$variant(unsafe { stream.upgrade_device_ptr(bytes.leak(), elements) })
                 };
             }
@@ -177,7 +184,7 @@ mod with_cuda {
                 DType::F32 => slice!(F32),
                 DType::F16 => slice!(F16),
                 DType::BF16 => slice!(BF16),
-                other => bail!("weights are not kept in {other:?}"),
+                other => bail!("cannot upload weights as {other:?}"),
             };
             let storage = Storage::Cuda(CudaStorage { slice, device: self.device.clone() });
             Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))

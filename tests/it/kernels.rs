@@ -1,5 +1,5 @@
-//! Every CUDA kernel against its reference, with outliers, odd sizes and poisoned padding; and the references against
-//! values worked out elsewhere.
+//! Compares every CUDA kernel with its reference, on outliers, odd sizes and poisoned padding. Compares the references with
+//! independent values.
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
@@ -13,7 +13,7 @@ use inferno::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 
 use crate::support::{devices, golden, relative_error, values};
 
-/// A small generator of repeatable values; tests need no better one.
+/// A small generator of repeatable values.
 struct Noise(u64);
 
 impl Noise {
@@ -22,13 +22,13 @@ impl Noise {
         self.0 >> 33
     }
 
-    /// About normal, one in fifty an outlier.
+    /// Roughly normal values; one in fifty is an outlier.
     fn float(&mut self) -> f32 {
         let unit: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
         if self.next().is_multiple_of(50) { unit * 40.0 } else { unit }
     }
 
-    /// Values that the dtype holds exactly, so that only the arithmetic differs.
+    /// Values that the dtype represents exactly, so that only the arithmetic differs.
     fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
         let count = shape.iter().product();
         let values: Vec<f32> = (0..count).map(|_| self.float()).collect();
@@ -45,14 +45,14 @@ impl Noise {
 
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // Sums of up to 2880 products in another order.
+        // The order of summation differs, for sums of up to 2880 products.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
     }
 }
 
-fn on(tensor: &Tensor, device: &Device, dtype: DType) -> Tensor {
+fn to_device(tensor: &Tensor, device: &Device, dtype: DType) -> Tensor {
     tensor.to_dtype(dtype).unwrap().to_device(device).unwrap()
 }
 
@@ -63,7 +63,7 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
 }
 
 #[test]
-fn split_qkv_agrees_with_its_reference() {
+fn split_qkv_matches_its_reference() {
     for (device, dtype) in devices() {
         // T, (H, K, D), rotated dims, bias, norms
         let cases = [
@@ -85,12 +85,13 @@ fn split_qkv_agrees_with_its_reference() {
             let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
             let positions = Tensor::new(positions, &Device::Cpu).unwrap();
             let run = |device: &Device, dtype| {
-                let there = |tensor: &Tensor| tensor.to_device(device).unwrap();
-                let (cos, sin, positions) = (there(&cos), there(&sin), there(&positions));
+                let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
+                let (cos, sin, positions) = (on_device(&cos), on_device(&sin), on_device(&positions));
                 let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
-                let [q, k] = norms.each_ref().map(there);
+                let [q, k] = norms.each_ref().map(on_device);
                 let norms = with_norms.then_some(QkNorm { q: &q, k: &k, eps: 1e-3 });
-                split_qkv(&there(&qkv), bias.as_ref().map(there).as_ref(), norms, rotation, heads, dtype).unwrap()
+                split_qkv(&on_device(&qkv), bias.as_ref().map(on_device).as_ref(), norms, rotation, heads, dtype)
+                    .unwrap()
             };
             let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
             assert_close("q", &got.0, &want.0, rounding(dtype));
@@ -101,7 +102,7 @@ fn split_qkv_agrees_with_its_reference() {
 }
 
 #[test]
-fn add_norm_agrees_with_its_reference() {
+fn add_norm_matches_its_reference() {
     for (device, dtype) in devices() {
         let cases = [
             (1, 2, true, false),
@@ -110,15 +111,15 @@ fn add_norm_agrees_with_its_reference() {
             (2, 5000, true, true),
             (3, 33, false, true),
         ];
-        for (tokens, columns, adds, centerd) in cases {
+        for (tokens, columns, has_y, has_bias) in cases {
             let mut noise = Noise(7);
             let (x, y) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[tokens, columns], DType::F32));
             let weight = noise.tensor(&[columns], DType::F32);
-            let bias = centerd.then(|| noise.tensor(&[columns], DType::F32));
+            let bias = has_bias.then(|| noise.tensor(&[columns], DType::F32));
             let run = |device: &Device, dtype| {
-                let there = |tensor: &Tensor| tensor.to_device(device).unwrap();
-                let (y, bias) = (adds.then(|| there(&y)), bias.as_ref().map(there));
-                add_norm(&there(&x), y.as_ref(), &there(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
+                let on_device = |tensor: &Tensor| tensor.to_device(device).unwrap();
+                let (y, bias) = (has_y.then(|| on_device(&y)), bias.as_ref().map(on_device));
+                add_norm(&on_device(&x), y.as_ref(), &on_device(&weight), bias.as_ref(), 1e-5, dtype).unwrap()
             };
             let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));
             assert_close("sum", &got.0, &want.0, 1e-6);
@@ -128,7 +129,7 @@ fn add_norm_agrees_with_its_reference() {
 }
 
 #[test]
-fn gates_agree_with_candle() {
+fn gated_activations_match_candle() {
     for (device, dtype) in devices() {
         for activation in [Activation::Silu, Activation::GeluTanh] {
             let mut noise = Noise(8);
@@ -137,22 +138,22 @@ fn gates_agree_with_candle() {
                 Activation::Silu => x.silu().unwrap(),
                 Activation::GeluTanh => x.gelu().unwrap(),
             };
-            let there = |tensor: &Tensor| tensor.to_device(&device).unwrap();
-            let got = gated(&there(&gate), Some(&there(&up)), activation, dtype).unwrap();
+            let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+            let got = gated(&on_device(&gate), Some(&on_device(&up)), activation, dtype).unwrap();
             assert_close("gated", &got, &(activate(&gate) * &up).unwrap(), rounding(dtype));
-            let alone = gated(&there(&gate), None, activation, dtype).unwrap();
-            assert_close("the activation", &alone, &activate(&gate), rounding(dtype));
+            let alone = gated(&on_device(&gate), None, activation, dtype).unwrap();
+            assert_close("gated without up", &alone, &activate(&gate), rounding(dtype));
 
             let both = noise.tensor(&[2, 3, 2 * 129], dtype);
             let half = |first| both.narrow(2, first, 129).unwrap();
-            let got = gated_halves(&on(&both, &device, dtype), activation).unwrap();
+            let got = gated_halves(&to_device(&both, &device, dtype), activation).unwrap();
             assert_close("gated_halves", &got, &(activate(&half(0)) * half(129)).unwrap(), rounding(dtype));
         }
     }
 }
 
 #[test]
-fn soft_cap_agrees_with_candle() {
+fn soft_cap_matches_candle() {
     for (device, _) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
         let x = Noise(12).tensor(&[3, 513], DType::F32);
         let want = ((&x / 5.0).unwrap().tanh().unwrap() * 5.0).unwrap();
@@ -161,19 +162,19 @@ fn soft_cap_agrees_with_candle() {
 }
 
 #[test]
-fn clamped_swiglu_agrees_with_its_reference() {
+fn clamped_swiglu_matches_its_reference() {
     for (device, dtype) in devices() {
         for shape in [[1, 1, 2], [3, 4, 64], [1, 5, 1026]] {
             let x = Noise(2).tensor(&shape, dtype);
-            let got = clamped_swiglu(&on(&x, &device, dtype), 7.0).unwrap();
+            let got = clamped_swiglu(&to_device(&x, &device, dtype), 7.0).unwrap();
             assert_close("clamped_swiglu", &got, &clamped_swiglu(&x, 7.0).unwrap(), rounding(dtype));
         }
     }
 }
 
 #[test]
-fn clamped_swiglu_clamps_as_gpt_oss_does() {
-    // gate 7 clamped from 9, linear -7 from -8: 7·σ(11.914)·(-6); gate -20 is not clamped from below.
+fn clamped_swiglu_clamps_like_gpt_oss() {
+    // The gate 9 becomes 7 and the linear value -8 becomes -7: 7·σ(11.914)·(-6). The gate -20 stays: there is no lower clamp.
     let x = Tensor::new(&[9f32, -8.0, -20.0, 3.0], &Device::Cpu).unwrap();
     let got = values(&clamped_swiglu(&x, 7.0).unwrap());
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
@@ -184,22 +185,22 @@ fn clamped_swiglu_clamps_as_gpt_oss_does() {
 }
 
 #[test]
-fn a_nan_stays_a_nan_in_clamped_swiglu() {
+fn clamped_swiglu_keeps_nan() {
     for (device, dtype) in devices() {
         let x = Tensor::new(&[f32::NAN, 1.0, 1.0, f32::NAN, 1.0, 1.0], &Device::Cpu).unwrap();
-        let got = values(&clamped_swiglu(&on(&x, &device, dtype), 7.0).unwrap());
+        let got = values(&clamped_swiglu(&to_device(&x, &device, dtype), 7.0).unwrap());
         assert!(got[0].is_nan() && got[1].is_nan() && got[2].is_finite(), "{got:?}");
     }
 }
 
 #[test]
-fn topk_softmax_agrees_with_its_reference() {
+fn topk_softmax_matches_its_reference() {
     for (device, dtype) in devices() {
         for (tokens, experts, chosen) in [(1, 32, 4), (7, 128, 4), (65, 5, 3), (2, 3, 3), (9, 1000, 32)] {
             for softmax in [Softmax::OverChosen, Softmax::OverAll] {
                 let logits = Noise(3).tensor(&[tokens, experts], dtype);
                 let (want_ids, want) = topk_softmax(&logits, chosen, softmax).unwrap();
-                let (ids, weights) = topk_softmax(&on(&logits, &device, dtype), chosen, softmax).unwrap();
+                let (ids, weights) = topk_softmax(&to_device(&logits, &device, dtype), chosen, softmax).unwrap();
                 let list = |ids: &Tensor| ids.flatten_all().unwrap().to_vec1::<u32>().unwrap();
                 assert_eq!(list(&ids), list(&want_ids), "{tokens} {experts} {chosen}");
                 assert_close("topk_softmax", &weights, &want, 1e-5);
@@ -209,10 +210,10 @@ fn topk_softmax_agrees_with_its_reference() {
 }
 
 #[test]
-fn topk_softmax_breaks_ties_downwards_and_survives_nan() {
+fn topk_softmax_prefers_lower_experts_in_ties_and_puts_nan_last() {
     for (device, dtype) in devices() {
         let logits = Tensor::new(&[[1f32, 2.0, f32::NAN, 2.0, 0.5, 2.0]], &Device::Cpu).unwrap();
-        let (ids, weights) = topk_softmax(&on(&logits, &device, dtype), 4, Softmax::OverChosen).unwrap();
+        let (ids, weights) = topk_softmax(&to_device(&logits, &device, dtype), 4, Softmax::OverChosen).unwrap();
         assert_eq!(ids.to_vec2::<u32>().unwrap(), [[1, 3, 5, 0]]);
         let total: f32 = values(&weights).iter().sum();
         assert!((total - 1.0).abs() < 1e-6);
@@ -220,7 +221,7 @@ fn topk_softmax_breaks_ties_downwards_and_survives_nan() {
 }
 
 #[test]
-fn attention_agrees_with_its_reference() {
+fn attention_matches_its_reference() {
     // tokens, heads, kv heads, head dim, rows, position, window, sinks
     let cases = [
         (1, 1, 1, 2, 1, 0, None, false),
@@ -243,7 +244,7 @@ fn attention_agrees_with_its_reference() {
         (3, 8, 4, 256, 1300, 1290, None, false),
         (1, 8, 2, 64, 700, 1650, Some(600), true),
         (2, 4, 2, 256, 700, 1650, Some(600), false),
-        // So many heads that tiles have 128 rows.
+        // Enough heads for tiles of 128 rows.
         (130, 140, 140, 256, 133, 3, None, true),
         (130, 140, 140, 128, 140, 3, Some(90), true),
     ];
@@ -254,24 +255,24 @@ fn attention_agrees_with_its_reference() {
             let q = noise.tensor(&[tokens, heads, head_dim], dtype);
             let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
             let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
-            // Rows that no position in mask lies in hold NaN: whoever reads one shows it.
+            // Rows that no query sees hold NaN, so that a kernel that reads one fails the test.
             let first = window.map_or(0, |window: usize| (position + 1usize).saturating_sub(window));
-            let seen: Vec<f32> = (0..rows)
+            let row_poison: Vec<f32> = (0..rows)
                 .map(|row| if (first..position + tokens).any(|p| p % rows == row) { 0.0 } else { f32::NAN })
                 .collect();
-            let poison = Tensor::from_vec(seen, (rows, 1, 1), &Device::Cpu).unwrap();
+            let poison = Tensor::from_vec(row_poison, (rows, 1, 1), &Device::Cpu).unwrap();
             let (k, v) = (k.broadcast_add(&poison).unwrap(), v.broadcast_add(&poison).unwrap());
             let sinks = with_sinks.then(|| noise.tensor(&[heads], DType::F32));
             let mask = AttentionMask { position, window, scale: 1.0 / (head_dim as f32).sqrt(), softcap };
             let positions = |q: &Tensor| {
-                let places: Vec<u32> = (0..tokens).map(|t| (position + t) as u32).collect();
-                Tensor::new(places, q.device()).unwrap()
+                let positions: Vec<u32> = (0..tokens).map(|t| (position + t) as u32).collect();
+                Tensor::new(positions, q.device()).unwrap()
             };
             let want = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), mask, AttentionBackend::Auto).unwrap();
-            let sinks = sinks.map(|sinks| on(&sinks, &device, DType::F32));
-            let [q, k, v] = [q, k, v].map(|tensor| on(&tensor, &device, dtype));
-            // The error of a sum grows with its length; in f32 nothing else is there to hide it.
-            let sums = if dtype == DType::F32 { 1.0 + (position + tokens) as f32 / 2880.0 } else { 1.0 };
+            let sinks = sinks.map(|sinks| to_device(&sinks, &device, DType::F32));
+            let [q, k, v] = [q, k, v].map(|tensor| to_device(&tensor, &device, dtype));
+            // The error of a sum grows with its length. In f32 no rounding of the result hides it.
+            let error_growth = if dtype == DType::F32 { 1.0 + (position + tokens) as f32 / 2880.0 } else { 1.0 };
             for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
                 if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_err() {
                     continue;
@@ -279,7 +280,7 @@ fn attention_agrees_with_its_reference() {
                 let got = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), mask, backend).unwrap();
                 let what =
                     format!("T {tokens} H {heads} K {kv_heads} D {head_dim} at {position} {dtype:?} cap {softcap:?}");
-                assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * sums * rounding(dtype));
+                assert_close(&format!("{backend} attention {what}"), &got, &want, 2.0 * error_growth * rounding(dtype));
             }
         }
     }
@@ -287,7 +288,7 @@ fn attention_agrees_with_its_reference() {
 
 #[cfg(feature = "cuda")]
 #[test]
-fn expert_mlp_agrees_with_the_products_one_by_one() {
+fn expert_mlp_matches_separate_products() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
     use inferno::kernels::moe::experts::{Mxfp4Tiles, RowOrder};
     // tokens, experts, chosen, C, F
@@ -296,7 +297,7 @@ fn expert_mlp_agrees_with_the_products_one_by_one() {
     for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
         for (tokens, experts, chosen, columns, intermediate) in cases {
             let mut noise = Noise(9);
-            // Sizes of one, as after a norm: the products' sums then stay within the limit's reach.
+            // The inputs are as large as after a norm, so that the sums stay near the clamp's limit.
             let x = (noise.tensor(&[tokens, columns], dtype) * 0.5).unwrap();
             let mut stack = |rows: usize, columns: usize| {
                 let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
@@ -307,7 +308,7 @@ fn expert_mlp_agrees_with_the_products_one_by_one() {
             let (up, down) = (stack(2 * intermediate, columns), stack(columns, intermediate));
             let ids: Vec<u32> = (0..tokens)
                 .flat_map(|_| {
-                    // Skewed: the first expert takes part in nearly every choice.
+                    // The choices are skewed: the first expert is in nearly all of them.
                     let first = (noise.next() % (1 + experts as u64)).saturating_sub(1) as u32;
                     (0..chosen as u32).map(move |n| (first + n) % experts as u32)
                 })
@@ -325,11 +326,11 @@ fn expert_mlp_agrees_with_the_products_one_by_one() {
             let y = expert_matmul(&h, &plain(&down), Some(&down.2), &ids).unwrap();
             let want = y.broadcast_mul(&shares.unsqueeze(2).unwrap()).unwrap().sum(1).unwrap();
 
-            let there = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+            let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
             let tiles = |part: &(Tensor, Tensor, Tensor), order| {
                 (
-                    Mxfp4Tiles::repack(&there(&part.0), &there(&part.1), order).unwrap().unwrap(),
-                    on(&part.2, &device, dtype),
+                    Mxfp4Tiles::repack(&on_device(&part.0), &on_device(&part.1), order).unwrap().unwrap(),
+                    to_device(&part.2, &device, dtype),
                 )
             };
             let (up, down) = (tiles(&up, RowOrder::Paired), tiles(&down, RowOrder::Plain));
@@ -337,7 +338,8 @@ fn expert_mlp_agrees_with_the_products_one_by_one() {
                 let (tiles, bias): &(Mxfp4Tiles, Tensor) = part;
                 ExpertLinear { tiles, bias }
             };
-            let got = expert_mlp(&there(&x), &there(&ids), &there(&shares), stack(&up), stack(&down), 7.0).unwrap();
+            let got = expert_mlp(&on_device(&x), &on_device(&ids), &on_device(&shares), stack(&up), stack(&down), 7.0)
+                .unwrap();
             let what = format!("expert_mlp T {tokens} E {experts} N {chosen} C {columns} F {intermediate} {dtype:?}");
             assert_close(&what, &got, &want, 2.0 * rounding(dtype));
         }
@@ -345,18 +347,18 @@ fn expert_mlp_agrees_with_the_products_one_by_one() {
 }
 
 #[test]
-fn attention_refuses_a_cache_that_has_lost_what_it_sees() {
+fn attention_rejects_a_cache_that_has_overwritten_visible_keys() {
     let zeros = |shape: (usize, usize, usize)| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
     let mask = AttentionMask { position: 100, window: Some(16), scale: 1.0, softcap: None };
-    let places = Tensor::new(&[100u32, 101, 102, 103], &Device::Cpu).unwrap();
-    let attend = |k: &Tensor| attention(&zeros((4, 2, 8)), k, k, None, &places, mask, AttentionBackend::Auto);
+    let positions = Tensor::new(&[100u32, 101, 102, 103], &Device::Cpu).unwrap();
+    let attend = |k: &Tensor| attention(&zeros((4, 2, 8)), k, k, None, &positions, mask, AttentionBackend::Auto);
     assert!(attend(&zeros((19, 1, 8))).is_ok());
     assert!(attend(&zeros((18, 1, 8))).is_err());
 }
 
 #[test]
-fn expert_matmul_agrees_with_its_reference() {
-    // tokens, chosen, experts, rows, columns; the last ones are past the switch to the tiled kernel
+fn expert_matmul_matches_its_reference() {
+    // tokens, chosen, experts, rows, columns; the last cases are large enough for the tiled kernel
     let cases = [
         (1, 4, 32, 130, 96),
         (3, 2, 5, 7, 32),
@@ -381,23 +383,30 @@ fn expert_matmul_agrees_with_its_reference() {
             let shared = noise.tensor(&[tokens, columns], dtype);
             let own = noise.tensor(&[tokens, chosen, columns], dtype);
             let packed = ExpertWeights::Mxfp4 { blocks: blocks.clone(), scales: scales.clone() };
-            let packed_there = ExpertWeights::Mxfp4 {
+            let packed_on_device = ExpertWeights::Mxfp4 {
                 blocks: blocks.to_device(&device).unwrap(),
                 scales: scales.to_device(&device).unwrap(),
             };
-            let dense_there = ExpertWeights::Dense(on(&dense, &device, dtype));
-            let pairs = [(packed, packed_there), (ExpertWeights::Dense(dense), dense_there)];
-            for (here, there) in pairs {
+            let dense_on_device = ExpertWeights::Dense(to_device(&dense, &device, dtype));
+            let pairs = [(packed, packed_on_device), (ExpertWeights::Dense(dense), dense_on_device)];
+            for (host_weights, device_weights) in pairs {
                 for (x, bias) in [(&shared, Some(&bias)), (&own, None)] {
-                    let want = expert_matmul(x, &here, bias, &ids).unwrap();
+                    let want = expert_matmul(x, &host_weights, bias, &ids).unwrap();
                     let shares = noise.tensor(&[tokens, chosen], DType::F32);
-                    let mixed = combine(&on(&want, &device, dtype), &on(&shares, &device, DType::F32)).unwrap();
-                    let what = format!("mix of {tokens}x{chosen}x{rows}, {dtype:?}");
-                    let want_mixed = combine(&want.to_dtype(dtype).unwrap(), &shares).unwrap();
-                    assert_close(&what, &mixed, &want_mixed, 1e-5);
-                    let bias_there = bias.map(|bias| on(bias, &device, dtype));
-                    let ids_there = ids.to_device(&device).unwrap();
-                    let got = expert_matmul(&on(x, &device, dtype), &there, bias_there.as_ref(), &ids_there).unwrap();
+                    let combined =
+                        combine(&to_device(&want, &device, dtype), &to_device(&shares, &device, DType::F32)).unwrap();
+                    let what = format!("combine of {tokens}x{chosen}x{rows}, {dtype:?}");
+                    let want_combined = combine(&want.to_dtype(dtype).unwrap(), &shares).unwrap();
+                    assert_close(&what, &combined, &want_combined, 1e-5);
+                    let device_bias = bias.map(|bias| to_device(bias, &device, dtype));
+                    let device_ids = ids.to_device(&device).unwrap();
+                    let got = expert_matmul(
+                        &to_device(x, &device, dtype),
+                        &device_weights,
+                        device_bias.as_ref(),
+                        &device_ids,
+                    )
+                    .unwrap();
                     let what = format!("expert_matmul {tokens}x{chosen} of {experts}, {rows}x{columns}, {dtype:?}");
                     assert_close(&what, &got, &want, rounding(dtype));
                 }
@@ -407,13 +416,13 @@ fn expert_matmul_agrees_with_its_reference() {
 }
 
 #[test]
-fn mxfp4_decodes_every_nibble_at_every_scale() {
+fn mxfp4_decodes_every_nibble_with_every_kind_of_scale() {
     assert_eq!(e8m0_to_f32(127), 1.0);
     assert_eq!(e8m0_to_f32(0), 2f32.powi(-127));
     assert_eq!(e8m0_to_f32(254), 2f32.powi(127));
     assert!(e8m0_to_f32(255).is_nan());
     for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
-        // One row an expert per scale byte; x picks out one element each time.
+        // Each expert has one row with one scale byte. Each row of x is a unit vector that selects one element.
         let scales: Vec<u8> = vec![0, 1, 2, 100, 126, 127, 128, 200, 251];
         let experts = scales.len();
         let nibbles: Vec<u8> = (0..16u8).map(|i| ((2 * (i % 8) + 1) << 4) | (2 * (i % 8))).collect();
@@ -422,8 +431,8 @@ fn mxfp4_decodes_every_nibble_at_every_scale() {
         let weights = ExpertWeights::Mxfp4 { blocks, scales: scale_bytes };
         let ids: Vec<u32> = (0..32 * experts).map(|i| (i % experts) as u32).collect();
         let ids = Tensor::from_vec(ids, (32, experts), &device).unwrap();
-        let picks = Tensor::eye(32, dtype, &device).unwrap();
-        let got = values(&expert_matmul(&picks, &weights, None, &ids).unwrap());
+        let unit_vectors = Tensor::eye(32, dtype, &device).unwrap();
+        let got = values(&expert_matmul(&unit_vectors, &weights, None, &ids).unwrap());
         for (element, row) in got.chunks_exact(experts).enumerate() {
             for (value, scale) in row.iter().zip(&scales) {
                 assert_eq!(*value, E2M1_VALUES[element % 16] * e8m0_to_f32(*scale), "element {element}, scale {scale}");
@@ -433,19 +442,19 @@ fn mxfp4_decodes_every_nibble_at_every_scale() {
 }
 
 #[test]
-fn mxfp4_agrees_with_transformers() {
+fn mxfp4_matches_transformers() {
     let file = safetensors::load(golden("mxfp4.safetensors"), &Device::Cpu).unwrap();
     let (experts, rows, columns) = file["expected"].dims3().unwrap();
     for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
         let [blocks, scales] = ["blocks", "scales"].map(|name| file[name].to_device(&device).unwrap());
         let weights = ExpertWeights::Mxfp4 { blocks, scales };
-        // Multiplying by unit vectors reads the weights out, column by column.
-        let picks = Tensor::eye(columns, dtype, &device).unwrap();
+        // Products with unit vectors return the weights column by column.
+        let unit_vectors = Tensor::eye(columns, dtype, &device).unwrap();
         let ids: Vec<u32> = (0..columns * experts).map(|i| (i % experts) as u32).collect();
         let ids = Tensor::from_vec(ids, (columns, experts), &device).unwrap();
-        let got = expert_matmul(&picks, &weights, None, &ids).unwrap().permute((1, 2, 0)).unwrap();
+        let got = expert_matmul(&unit_vectors, &weights, None, &ids).unwrap().permute((1, 2, 0)).unwrap();
         let (got, want) = (values(&got), values(&file["expected"]));
-        // A NaN or infinite weight makes its whole row one here (0 · NaN); such rows have to be that in both.
+        // A NaN or infinite weight makes its whole row NaN here (0 · NaN). Such rows must not be finite in either result.
         for row in 0..experts * rows {
             let (got, want) = (&got[row * columns..][..columns], &want[row * columns..][..columns]);
             if want.iter().all(|value| value.is_finite()) {
@@ -458,13 +467,13 @@ fn mxfp4_agrees_with_transformers() {
 }
 
 #[test]
-fn bandwidth_is_measured_on_a_gpu_alone() {
+fn bandwidth_is_measured_only_on_a_gpu() {
     for (device, _) in devices() {
         let bandwidth = bandwidth::measure(&device).unwrap();
         assert_eq!(bandwidth.is_some(), device.is_cuda());
         if let Some(bandwidth) = bandwidth {
             println!("{bandwidth:?}");
-            // Between the slowest GPU there is and what none reaches yet; a launch that did nothing is beyond.
+            // From below the slowest GPU to above the fastest. A launch that did nothing would seem faster still.
             let plausible = 1e10..1e14;
             assert!(plausible.contains(&bandwidth.read_bytes_per_s) && plausible.contains(&bandwidth.copy_bytes_per_s));
         }
@@ -472,28 +481,28 @@ fn bandwidth_is_measured_on_a_gpu_alone() {
 }
 
 #[test]
-fn embed_add_bias_and_copy_rows_do_what_candle_does() {
+fn embed_add_bias_and_copy_rows_match_candle() {
     for (device, dtype) in devices() {
         let mut noise = Noise(10);
         let (table, y) = (noise.tensor(&[50, 37], dtype), noise.tensor(&[9, 37], DType::F32));
         let ids = Tensor::new(&[3u32, 49, 0, 3, 17], &Device::Cpu).unwrap();
         let bias = noise.tensor(&[37], DType::F32);
-        let there = |tensor: &Tensor| tensor.to_device(&device).unwrap();
-        let got = embed(&on(&table, &device, dtype), &there(&ids), 1.5).unwrap();
+        let on_device = |tensor: &Tensor| tensor.to_device(&device).unwrap();
+        let got = embed(&to_device(&table, &device, dtype), &on_device(&ids), 1.5).unwrap();
         assert_close("embed", &got, &(table.index_select(&ids, 0).unwrap() * 1.5).unwrap(), 0.0);
-        let got = add_bias(&there(&y), &there(&bias)).unwrap();
+        let got = add_bias(&on_device(&y), &on_device(&bias)).unwrap();
         assert_close("add_bias", &got, &y.broadcast_add(&bias).unwrap(), 0.0);
-        let (to, from) = (on(&table, &device, dtype), on(&y.narrow(0, 2, 4).unwrap(), &device, dtype));
+        let (to, from) = (to_device(&table, &device, dtype), to_device(&y.narrow(0, 2, 4).unwrap(), &device, dtype));
         copy_rows(&to, &from, 45).unwrap();
         assert_eq!(values(&to.narrow(0, 45, 4).unwrap()), values(&from));
-        assert_close("rows around", &to.narrow(0, 0, 45).unwrap(), &table.narrow(0, 0, 45).unwrap(), 0.0);
-        assert_close("rows behind", &to.narrow(0, 49, 1).unwrap(), &table.narrow(0, 49, 1).unwrap(), 0.0);
+        assert_close("rows before", &to.narrow(0, 0, 45).unwrap(), &table.narrow(0, 0, 45).unwrap(), 0.0);
+        assert_close("rows after", &to.narrow(0, 49, 1).unwrap(), &table.narrow(0, 49, 1).unwrap(), 0.0);
         assert!(copy_rows(&to, &from, 47).is_err());
     }
 }
 
 #[test]
-fn an_attention_that_cannot_be_is_refused_with_its_reason() {
+fn unsupported_attention_backend_is_rejected_with_its_reason() {
     let choose = |backend: AttentionBackend, on_gpu, dtype, head_dim| backend.choose(on_gpu, dtype, head_dim, None);
     assert_eq!(choose(AttentionBackend::Auto, true, DType::BF16, 64), Ok(AttentionBackend::Own));
     assert_eq!(choose(AttentionBackend::Auto, true, DType::F32, 64), Ok(AttentionBackend::Eager));

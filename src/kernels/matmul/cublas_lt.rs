@@ -1,4 +1,4 @@
-//! Products of 8-bit matrices on tensor cores, by cuBLASLt.
+//! Products of 8-bit matrices on tensor cores, with cuBLASLt.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -10,20 +10,21 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::kernels::launch::address;
 
-/// What both sides are made of.
+/// The element type of both matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LowType {
-    /// Sums are i32.
+    /// i8, with sums in i32.
     Int8,
-    /// E4M3; sums are f32.
+    /// E4M3, with sums in f32.
     Fp8,
 }
 
-/// The room that cuBLASLt is given; Hopper's kernels like 32 MiB.
+/// The size of cuBLASLt's workspace. NVIDIA recommends 32 MiB for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// w U8 \[R, C\] and x U8 \[T, C\], holding bytes of `kind` → \[T, R\], i32 or f32 in a tensor that says f32. C is a multiple
-/// of 16, and so is T.
+/// Returns x·wᵀ \[T, R\]: f32, or i32 in a tensor whose dtype says f32.
+///
+/// x U8 \[T, C\] and w U8 \[R, C\] hold the bytes of `kind`. T and C are multiples of 16.
 pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> Result<Tensor> {
     let ((rows, columns), (tokens, x_columns)) = (w.dims2()?, x.dims2()?);
     if columns != x_columns
@@ -34,9 +35,9 @@ pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> 
     {
         bail!("matmul_lt: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
-    // SAFETY: the product below writes all T·R elements (beta is 0).
+    // SAFETY: the product below writes all T·R elements, because beta is 0.
     let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
-    // SAFETY: nobody reads it.
+    // SAFETY: only cuBLASLt uses it.
     let workspace = unsafe { Tensor::empty(WORKSPACE_BYTES, DType::U8, x.device())? };
     let (input, output, compute) = match kind {
         LowType::Int8 => (
@@ -55,26 +56,26 @@ pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> 
         LowType::Fp8 => (1.0f32.to_bits(), 0u32),
     };
     let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
-    // cuBLAS counts in columns: outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, each leading dimension a row of ours.
+    // cuBLAS is column-major: outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, and each leading dimension is the length of a row.
     let shapes = [(input, columns, rows), (input, columns, tokens), (output, rows, tokens)];
-    let mut made = Made::default();
+    let mut descriptors = Descriptors::default();
     let layouts = shapes.map(|(dtype, height, width)| {
         let layout = checked(result::create_matrix_layout(dtype, height as u64, width as u64, height as i64));
-        layout.inspect(|layout| made.layouts.push(*layout))
+        layout.inspect(|layout| descriptors.layouts.push(*layout))
     });
     let [a, b, c] = layouts;
     let (a, b, c) = (a?, b?, c?);
     let desc = checked(result::create_matmul_desc(compute, output))?;
-    made.desc = Some(desc);
+    descriptors.desc = Some(desc);
     let preference = checked(result::create_matmul_pref())?;
-    made.preference = Some(preference);
+    descriptors.preference = Some(preference);
     // CUBLAS_OP_T
     let transposed = 1i32;
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;
     let handle = handle(device)?;
-    // SAFETY: descriptors are alive until `made` goes; `address` checked that the tensors are contiguous and on the device;
-    // sizes are theirs; work is queued on the device's stream, in whose order candle frees memory.
+    // SAFETY: the descriptors live until the end of this function. The tensors are contiguous and on the device (`address`
+    // checks it) and have these sizes. The work is queued on the stream in whose order candle frees memory.
     unsafe {
         checked(result::set_matmul_desc_attribute(
             desc,
@@ -115,17 +116,17 @@ fn checked<T>(result: std::result::Result<T, result::CublasError>) -> Result<T> 
     result.map_err(|error| candle_core::Error::Msg(format!("cuBLASLt: {:?}", error.0)))
 }
 
-/// Descriptors of one product, destroyed at its end; the product itself goes on.
+/// The descriptors of one product. They may be destroyed while the product is still running.
 #[derive(Default)]
-struct Made {
+struct Descriptors {
     layouts: Vec<sys::cublasLtMatrixLayout_t>,
     desc: Option<sys::cublasLtMatmulDesc_t>,
     preference: Option<sys::cublasLtMatmulPreference_t>,
 }
 
-impl Drop for Made {
+impl Drop for Descriptors {
     fn drop(&mut self) {
-        // SAFETY: each was made once and is used no more. Errors have nowhere to go from here.
+        // SAFETY: each was created once and is no longer used. `drop` cannot report errors.
         unsafe {
             for layout in self.layouts.drain(..) {
                 let _ = result::destroy_matrix_layout(layout);
@@ -136,10 +137,10 @@ impl Drop for Made {
     }
 }
 
-/// One for each device, which is the current one.
+/// Returns the handle for a device, whose context is bound to this thread.
 fn handle(device: &CudaDevice) -> Result<sys::cublasLtHandle_t> {
     struct Handle(sys::cublasLtHandle_t);
-    // SAFETY: cuBLASLt's functions may be called with one handle from several threads.
+    // SAFETY: several threads may call cuBLASLt with one handle.
     unsafe impl Send for Handle {}
     static HANDLES: Mutex<BTreeMap<usize, Handle>> = Mutex::new(BTreeMap::new());
     let mut handles = HANDLES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -1,5 +1,5 @@
-//! y = x·Wᵀ with the sum kept in f32: a projection's result is rounded once, after its bias, and not twice; logits are
-//! not rounded at all.
+//! Matrix products y = x·Wᵀ with results in f32. So the result of a projection is rounded once, after its bias, and logits
+//! are not rounded at all.
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;
@@ -8,7 +8,7 @@ pub mod cublas_lt;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// x [T, C] and w [R, C] of one dtype (f32, f16 or bf16) → [T, R] f32.
+/// Returns x·wᵀ as f32 \[T, R\]. x \[T, C\] and w \[R, C\] have one dtype: f32, f16 or bf16.
 pub fn matmul_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || x.dtype() != w.dtype() {
@@ -22,21 +22,21 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// candle's own product rounds to the inputs' dtype; cuBLAS can write the f32 that it sums in.
+/// cuBLAS can write its f32 sums, while candle's own product rounds them to the dtype of the inputs.
 #[cfg(feature = "cuda")]
 fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
-    // SAFETY: the product below writes all T·R elements (beta is 0).
+    // SAFETY: the product below writes all T·R elements, because beta is 0.
     let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
     // SAFETY: `out` holds T·R floats.
     unsafe { gemm(device, x, w, crate::kernels::launch::address(&out)?, rows)? };
     Ok(out)
 }
 
-/// x \[T, C\] and w \[R, C\] of one dtype → f32 \[T, stride\] at `out`, of which R columns are written.
+/// Writes x·wᵀ to the first R columns of f32 \[T, stride\] at the address `out`. x \[T, C\] and w \[R, C\] have one dtype.
 ///
 /// # Safety
-/// There must be room for the result at `out`, on the device.
+/// `out` must point to device memory for the whole result.
 #[cfg(feature = "cuda")]
 pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride: usize) -> Result<()> {
     use candle_core::cuda_backend::WrapErr;
@@ -49,12 +49,12 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
         DType::F16 => sys::cudaDataType::CUDA_R_16F,
         DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
         DType::F32 => sys::cudaDataType::CUDA_R_32F,
-        other => bail!("no product of {other:?}"),
+        other => bail!("cannot multiply matrices of {other:?}"),
     };
     let (alpha, beta) = (1.0f32, 0.0f32);
-    // cuBLAS counts in columns: outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, each leading dimension a row of ours.
-    // SAFETY: `address` checked that the tensors are contiguous and on the device; the sizes are theirs; the handle is
-    // bound to the device's stream; the caller answers for `out`.
+    // cuBLAS is column-major: outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, and each leading dimension is the length of a row.
+    // SAFETY: the tensors are contiguous and on the device (`address` checks it) and have these sizes. The handle is bound
+    // to the device's stream. The caller answers for `out`.
     unsafe {
         result::gemm_ex(
             *device.cublas_handle().handle(),
