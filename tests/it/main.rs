@@ -6,6 +6,7 @@ mod cli;
 mod compressed;
 mod configured;
 mod conversation;
+mod docs;
 mod doctor;
 mod engine;
 #[cfg(feature = "cuda")]

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Writes docs/cli.md: the `--help` of inferno and of each of its commands.
+#
+#   cargo build && scripts/cli-reference.sh [target/debug/inferno]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+inferno=$(realpath "${1:-target/debug/inferno}")
+export COLUMNS=100 NO_COLOR=1
+
+help_of() {
+  printf '\n## %s\n\n```text\n' "inferno${1:+ $1}"
+  # shellcheck disable=SC2086
+  "$inferno" $1 --help | sed 's/ *$//'
+  printf '```\n'
+}
+
+{
+  printf '# Commands and flags\n\n'
+  printf 'The output of `inferno --help` and `inferno COMMAND --help`. `scripts/cli-reference.sh` writes this file; a test compares\n'
+  printf 'it with the program.\n'
+  help_of ""
+  "$inferno" --help | sed -n '/^Commands:/,/^$/s/^  \([a-z]*\) .*/\1/p' | grep -v '^help$' | while read -r command; do
+    help_of "$command"
+  done
+} > docs/cli.md
