@@ -11,9 +11,9 @@ use candle_core::{Device, Tensor};
 use criterion::{Criterion, Throughput};
 use inferno::SamplingParams;
 use inferno::chat::{Message, ReasoningEffort, RenderOptions};
-use inferno::engine::Language;
 use inferno::engine::sampler::Sampler;
 use inferno::kernels::moe::experts::{self, ExpertWeights, MXFP4_BLOCK};
+use inferno::language::Language;
 use inferno::tokenizer::{ControlTokens, TextStream};
 
 /// Of gpt-oss.

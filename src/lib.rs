@@ -13,17 +13,21 @@ pub mod engine;
 pub mod error;
 pub mod hub;
 pub mod kernels;
+pub mod language;
 pub mod models;
 pub mod nn;
 #[doc(hidden)]
 pub mod repl;
+pub mod runner;
 pub mod snapshot;
 #[doc(hidden)]
 pub mod text;
 pub mod tokenizer;
 pub mod weights;
 
-pub use engine::{Chunk, Engine, FinishReason, GenerateOptions, LoadOptions, SamplingParams};
+pub use engine::{
+    Engine, EngineHandle, Event, FinishReason, GenerateOptions, LoadOptions, Request, RequestStream, SamplingParams,
+};
 pub use error::Error;
 
 /// Its example compiles, too.

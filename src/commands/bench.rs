@@ -11,10 +11,11 @@ use clap::value_parser;
 use super::bench_report::{Build, DeviceFacts, FirstToken, Gaps, Memory, Model, Report, Stats, Test, TestKind};
 use super::{LoadArgs, note};
 use crate::device::{self, GpuFacts};
-use crate::engine::{Engine, GenerateOptions, SamplingParams};
+use crate::engine::{Engine, EngineHandle, GenerateOptions, SamplingParams};
 use crate::error::Error;
 use crate::hub::Hub;
 use crate::kernels::bandwidth;
+use crate::runner::StepBytes;
 use crate::text::printable;
 
 /// Measure how fast a model runs
@@ -72,7 +73,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let before = gpu.as_ref().and_then(GpuFacts::state);
     let after_load_bytes = memory_in_use(&engine)?;
 
-    let mut bench = Bench { engine, repetitions: args.repetitions as usize };
+    let bench = Bench { engine, repetitions: args.repetitions as usize };
     let first_token = bench.first_tokens(&prompts)?;
     let mut tests = Vec::new();
     for &depth in &depths {
@@ -85,13 +86,15 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
             tests.push(bench.chat(decode, depth)?);
         }
     }
-    let mut engine = bench.engine;
+    let engine = bench.engine;
     let after = gpu.as_ref().and_then(GpuFacts::state);
     let at_end_bytes = memory_in_use(&engine)?;
     let mut kernels = None;
     if args.kernels {
-        engine.rewind(last_depth)?;
-        kernels = engine.kernel_times()?;
+        kernels = engine.with_runner(move |runner| {
+            runner.rewind(last_depth)?;
+            runner.kernel_times()
+        })??;
     }
     // Last, because the memory that it takes stays with the allocator.
     let bandwidth = bandwidth::measure(engine.device())?;
@@ -110,7 +113,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         repetitions: args.repetitions,
         tests,
         first_token,
-        launches_per_token: engine.launch_counts(),
+        launches_per_token: engine.with_runner(|runner| runner.launch_counts())?,
         kernels,
     };
     let mut out = std::io::stdout().lock();
@@ -142,15 +145,20 @@ struct Bench {
 
 impl Bench {
     /// Seconds that `run` says it took, `repetitions` times after a warm-up. It hears which time it is, from 0 on.
-    fn repeat(&mut self, mut run: impl FnMut(&mut Engine, u64) -> Result<f64>) -> Result<Vec<f64>> {
-        run(&mut self.engine, 0)?;
-        (1..=self.repetitions as u64).map(|time| run(&mut self.engine, time)).collect()
+    fn repeat(&self, mut run: impl FnMut(&EngineHandle, u64) -> Result<f64>) -> Result<Vec<f64>> {
+        run(&self.engine, 0)?;
+        (1..=self.repetitions as u64).map(|time| run(&self.engine, time)).collect()
+    }
+
+    /// Bytes that each of `tokens` steps reads after `depth` cached tokens.
+    fn step_bytes(&self, tokens: usize, depth: usize) -> Result<Vec<StepBytes>> {
+        self.engine.with_runner(move |runner| (depth..depth + tokens).map(|depth| runner.step_bytes(depth)).collect())
     }
 
     /// Seconds to the first token of the first request, then of prompts of several lengths.
-    fn first_tokens(&mut self, prompts: &[usize]) -> Result<FirstToken> {
+    fn first_tokens(&self, prompts: &[usize]) -> Result<FirstToken> {
         note("first tokens");
-        let cold_ms = 1e3 * first_token_s(&mut self.engine, REQUEST, SEED)?;
+        let cold_ms = 1e3 * first_token_s(&self.engine, REQUEST, SEED)?;
         let mut lengths = [&[1, REQUEST], prompts].concat();
         lengths.sort();
         lengths.dedup();
@@ -162,55 +170,62 @@ impl Bench {
     }
 
     /// Fills the cache with random tokens.
-    fn go_to(&mut self, depth: usize) -> Result<()> {
+    fn go_to(&self, depth: usize) -> Result<()> {
         note(&format!("reading {depth} tokens"));
-        self.engine.forget();
         let tokens = self.engine.random_tokens(SEED, depth);
-        self.engine.fill(&tokens)
+        self.engine.with_runner(move |runner| {
+            runner.reset();
+            runner.fill(&tokens)
+        })?
     }
 
     /// Reads a prompt behind what the cache holds.
-    fn prompt(&mut self, tokens: usize, depth: usize) -> Result<Test> {
+    fn prompt(&self, tokens: usize, depth: usize) -> Result<Test> {
         let test = Test::new(TestKind::Prompt, tokens, depth);
         note(&test.name());
         let seconds = self.repeat(|engine, time| {
-            engine.rewind(depth)?;
             let prompt = engine.random_tokens(SEED + 1 + time, tokens);
-            let started = Instant::now();
-            engine.fill(&prompt)?;
-            Ok(started.elapsed().as_secs_f64())
+            engine.with_runner(move |runner| {
+                runner.rewind(depth)?;
+                let started = Instant::now();
+                runner.fill(&prompt)?;
+                Ok(started.elapsed().as_secs_f64())
+            })?
         })?;
         Ok(test.timed(&seconds))
     }
 
     /// Decodes without sampling or text: the model and its executor alone.
-    fn decode(&mut self, tokens: usize, depth: usize) -> Result<Test> {
+    fn decode(&self, tokens: usize, depth: usize) -> Result<Test> {
         let test = Test::new(TestKind::Decode, tokens, depth);
         note(&test.name());
         let seconds = self.repeat(|engine, time| {
-            engine.rewind(depth)?;
             let first = engine.random_tokens(SEED + 1 + time, 1)[0];
-            let started = Instant::now();
-            engine.decode_steps(first, tokens)?;
-            Ok(started.elapsed().as_secs_f64())
+            engine.with_runner(move |runner| {
+                runner.rewind(depth)?;
+                let started = Instant::now();
+                runner.decode_steps(first, tokens)?;
+                Ok(started.elapsed().as_secs_f64())
+            })?
         })?;
-        Ok(test.reading(&self.engine).timed(&seconds))
+        Ok(test.reading(&self.step_bytes(tokens, depth)?).timed(&seconds))
     }
 
     /// Decodes as a chat does: samples, brings tokens to the host, and makes text of them.
-    fn chat(&mut self, tokens: usize, depth: usize) -> Result<Test> {
+    fn chat(&self, tokens: usize, depth: usize) -> Result<Test> {
         let test = Test::new(TestKind::Chat, tokens, depth);
         note(&test.name());
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, time| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
             // Two more than are counted: the first token comes from the prompt, and nothing is run after the last one.
-            let mut generation = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + time))?;
-            generation.next().transpose()?;
+            let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + time))?;
+            let mut events = stream.into_iter();
+            events.next().transpose()?;
             let mut of_run = Vec::with_capacity(tokens);
             let mut before = Instant::now();
-            for chunk in generation.by_ref().take(tokens) {
-                chunk?;
+            for event in events.take(tokens) {
+                event?;
                 of_run.push(before.elapsed());
                 before = Instant::now();
             }
@@ -219,16 +234,16 @@ impl Bench {
             Ok(seconds)
         })?;
         // The first run was the warm-up.
-        Ok(test.reading(&self.engine).timed(&seconds).with_gaps(Gaps::of(gaps[1..].concat())))
+        Ok(test.reading(&self.step_bytes(tokens, depth)?).timed(&seconds).with_gaps(Gaps::of(gaps[1..].concat())))
     }
 }
 
-fn first_token_s(engine: &mut Engine, prompt_tokens: usize, seed: u64) -> Result<f64> {
-    engine.forget();
+fn first_token_s(engine: &EngineHandle, prompt_tokens: usize, seed: u64) -> Result<f64> {
+    engine.with_runner(|runner| runner.reset())?;
     let prompt = engine.random_tokens(seed, prompt_tokens);
-    let mut generation = engine.complete_ids(&prompt, chat_options(1, seed))?;
-    generation.by_ref().next().transpose()?;
-    Ok(generation.summary().ttft_s)
+    let mut stream = engine.complete_ids(&prompt, chat_options(1, seed))?;
+    stream.next_blocking().transpose()?;
+    Ok(stream.summary().ttft_s)
 }
 
 fn chat_options(max_tokens: usize, seed: u64) -> GenerateOptions {

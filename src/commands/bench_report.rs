@@ -6,9 +6,10 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::device::{GpuFacts, GpuState};
-use crate::engine::{Engine, KernelTime, LaunchCounts, LoadTimes, ModelInfo, StepBytes};
+use crate::engine::{EngineHandle, LoadTimes, ModelInfo};
 use crate::hub::Snapshot;
 use crate::kernels::bandwidth::Bandwidth;
+use crate::runner::{KernelTime, LaunchCounts, StepBytes};
 use crate::text;
 
 #[derive(Serialize)]
@@ -39,7 +40,7 @@ pub struct Build {
 }
 
 impl Build {
-    pub fn this(engine: &Engine) -> Self {
+    pub fn this(engine: &EngineHandle) -> Self {
         let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
         let attention = engine.info().attention.to_string();
         Self { version, commit, executor: engine.executor(), attention }
@@ -60,7 +61,7 @@ pub struct Model {
 }
 
 impl Model {
-    pub fn of(snapshot: &Snapshot, engine: &Engine) -> Self {
+    pub fn of(snapshot: &Snapshot, engine: &EngineHandle) -> Self {
         let info = engine.info();
         Self {
             name: snapshot.name.clone(),
@@ -196,8 +197,7 @@ impl Test {
     }
 
     /// With what each of its steps reads.
-    pub fn reading(mut self, engine: &Engine) -> Self {
-        let steps: Vec<StepBytes> = (0..self.tokens).map(|step| engine.step_bytes(self.depth + step)).collect();
+    pub fn reading(mut self, steps: &[StepBytes]) -> Self {
         let mean = |part: fn(&StepBytes) -> u64| steps.iter().map(part).sum::<u64>() / steps.len() as u64;
         self.step_bytes = Some(StepBytes { weights: mean(|step| step.weights), cache: mean(|step| step.cache) });
         self

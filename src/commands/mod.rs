@@ -29,10 +29,12 @@ use clap::ValueEnum;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::device::{DeviceChoice, DeviceInfo};
-use crate::engine::{Engine, Language, LoadOptions};
+use crate::engine::{Engine, LoadOptions};
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot, demo};
 use crate::kernels::attention::AttentionBackend;
+use crate::language::Language;
+use crate::text::printable;
 use crate::weights::quantized::QuantizationTarget;
 
 /// Where and how a model is loaded.
@@ -53,7 +55,7 @@ pub struct LoadArgs {
     /// Most tokens of a prompt to read at once [default: up to 8192, as memory allows]
     #[arg(long, value_name = "TOKENS", hide_short_help = true)]
     chunk: Option<usize>,
-    /// Quantize matrices of floats while loading: q8_0, q6_k, q5_k, q4_k, .. as in GGUF files, fp8 or int8
+    /// QuantizationTarget matrices of floats while loading: q8_0, q6_k, q5_k, q4_k, .. as in GGUF files, fp8 or int8
     #[arg(long, value_name = "FORMAT")]
     quantize: Option<QuantizationTarget>,
     /// Decode operation by operation, without a CUDA graph: slow, to compare with
@@ -144,7 +146,11 @@ impl LoadArgs {
             },
         );
         bar.finish_and_clear();
-        engine
+        let engine = engine?;
+        if let Some(reason) = engine.eager_reason().filter(|reason| reason.is_unexpected()) {
+            eprintln!("warning: {}\n  answers are slower; please report this", printable(&reason.to_string()));
+        }
+        Ok(engine)
     }
 }
 

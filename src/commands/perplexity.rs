@@ -9,7 +9,7 @@ use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 
 use super::LoadArgs;
-use crate::engine::Engine;
+use crate::engine::EngineHandle;
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot};
 use crate::text::size;
@@ -52,12 +52,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let snapshot = hub.find(&args.model, args.load.revision())?;
     hub.record_use(&snapshot);
     let before = args.kl.then(|| unquantized(&args.load, &snapshot, &text)).transpose()?;
-    let mut engine = args.load.load(&snapshot)?;
+    let engine = args.load.load(&snapshot)?;
     let ids = engine.tokenizer().encode(&text, ControlTokens::Default)?;
     let nll = engine.negative_log_likelihood(&ids)?;
     let change = before.map(|(logits, bytes)| -> Result<Change> {
         let tokens = logits.dim(0)?;
-        Ok(Change { kl: mean_kl(&logits, &logits_of(&mut engine, &ids[..tokens])?)?, tokens, bytes })
+        Ok(Change { kl: mean_kl(&logits, &logits_of(&engine, &ids[..tokens])?)?, tokens, bytes })
     });
     let change = change.transpose()?;
     let weight_bytes = engine.info().weight_bytes;
@@ -94,16 +94,16 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 /// Logits f32 \[T, V\] of the text's first tokens by the model as it is, on the host, and the bytes of its weights.
 fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tensor, u64)> {
-    let mut engine = load.as_it_is().load(snapshot)?;
+    let engine = load.as_it_is().load(snapshot)?;
     let ids = engine.tokenizer().encode(text, ControlTokens::Default)?;
     let tokens = KL_TOKENS.min(engine.context()).min(ids.len());
     if tokens == 0 {
         return Err(Error::Usage("--kl needs a text of one token at least".into()).into());
     }
-    Ok((logits_of(&mut engine, &ids[..tokens])?, engine.info().weight_bytes))
+    Ok((logits_of(&engine, &ids[..tokens])?, engine.info().weight_bytes))
 }
 
-fn logits_of(engine: &mut Engine, ids: &[u32]) -> Result<Tensor> {
+fn logits_of(engine: &EngineHandle, ids: &[u32]) -> Result<Tensor> {
     Ok(engine.logits(ids)?.to_device(&Device::Cpu)?)
 }
 

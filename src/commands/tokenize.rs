@@ -8,8 +8,8 @@ use anyhow::{Context, Result, bail};
 
 use super::today;
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
-use crate::engine::Language;
 use crate::hub::Hub;
+use crate::language::Language;
 use crate::tokenizer::ControlTokens;
 
 /// Show a text or a conversation as a model reads it

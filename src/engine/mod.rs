@@ -1,364 +1,217 @@
-//! The engine: a snapshot loaded onto a device, generating.
+//! The engine: a model on its own thread that answers requests.
+//!
+//! [`Engine`] loads a model and owns its thread. Clients hold an [`EngineHandle`]: they submit a [`Request`] and read the
+//! events of the answer from a [`RequestStream`]. The thread knows token ids only; text is made on the client's side.
 
-mod bench;
-#[cfg(feature = "cuda")]
-pub mod executor;
-mod generate;
-mod gguf;
+mod engine_loop;
+mod handle;
+mod info;
 mod load;
-pub mod need;
+pub mod memory;
+mod output;
+mod request;
 pub mod sampler;
 pub mod sampling;
+mod score;
+mod sequence;
+mod stats;
 mod stop;
+mod stream;
 
-use std::path::Path;
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, mpsc};
+use std::thread::{self, JoinHandle};
 
-use anyhow::{Result, bail};
-use candle_core::{D, DType, Device, Tensor};
+use anyhow::{Context, Result};
+use candle_core::DType;
 
-pub use bench::{KernelTime, LaunchCounts, StepBytes};
-pub use generate::{Chunk, FinishReason, GenerateOptions, Generation, Summary};
-pub use load::{LoadOptions, LoadTimes, ModelInfo};
+use crate::device::{DeviceChoice, DeviceInfo};
+use crate::kernels::attention::AttentionBackend;
+use crate::language::Language;
+use crate::weights::quantized::QuantizationTarget;
+use engine_loop::{Command, EngineLoop};
+use handle::Shared;
+use stats::Counters;
+
+pub use handle::EngineHandle;
+pub use info::{LoadTimes, ModelInfo};
+pub use load::LoadOptions;
+pub use request::{FinishReason, GenerateOptions, Prompt, Request};
 pub use sampling::SamplingParams;
+pub use stats::EngineStats;
 pub use stop::StopStrings;
+pub use stream::{Event, Events, RequestStream, Summary};
 
-use crate::chat::{ChatFormat, Message, RenderOptions, Rendered};
-#[cfg(feature = "cuda")]
-use crate::device;
-use crate::nn::decoder::Decoder;
-use crate::nn::kv_cache::KvCache;
-use crate::nn::pass::{LogitRows, StepBatch};
-use crate::snapshot;
-use crate::tokenizer::{ControlTokens, TextStream, Tokenizer};
-use generate::Reader;
-use sampler::Sampler;
-
-/// A model's words without its weights: tokenizer and chat format.
-pub struct Language {
-    pub tokenizer: Tokenizer,
-    pub chat: Option<ChatFormat>,
-}
-
-impl Language {
-    /// Needs the tokenizer and config files of a snapshot only, or the metadata of a GGUF file.
-    pub fn load(dir: &Path) -> Result<Self> {
-        if let Some(file) = snapshot::gguf::find(dir)? {
-            return gguf::language(&file);
-        }
-        let tokenizer = Tokenizer::from_dir(dir)?;
-        let chat = ChatFormat::load(dir, &tokenizer)?;
-        Ok(Self { tokenizer, chat })
-    }
-
-    /// Renders a conversation. Fails for a model without a chat format.
-    pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
-        let Some(chat) = &self.chat else {
-            bail!("this model has no chat format, it only continues texts");
-        };
-        chat.render(&self.tokenizer, messages, options)
-    }
-}
-
-/// A loaded model.
+/// A loaded model and the thread that runs it.
+///
+/// It derefs to its [`EngineHandle`]; clone the handle to submit requests from other threads. When the engine is dropped,
+/// its thread ends and the memory of the model is free again.
+///
+/// With a blocking iterator:
 ///
 /// ```
-/// use inferno::chat::{Message, ReasoningEffort, RenderOptions};
+/// use inferno::chat::Message;
 /// use inferno::device::DeviceChoice;
-/// use inferno::{Engine, GenerateOptions, LoadOptions, hub};
+/// use inferno::{Engine, Request, hub};
 ///
-/// # fn main() -> anyhow::Result<()> {
-/// let snapshot = hub::Hub::from_env()?.find("demo", None)?;
-/// let mut engine = Engine::load(&snapshot.path, &LoadOptions { device: DeviceChoice::Cpu, ..Default::default() })?;
-/// let render = RenderOptions {
-///     tools: Vec::new(),
-///     reasoning_effort: ReasoningEffort::Medium,
-///     date: "2026-01-31".into(),
-///     add_generation_prompt: true,
-/// };
-/// let options = GenerateOptions::new(engine.defaults().clone());
-/// for chunk in engine.chat(&[Message::user("How do I list my models?")], &render, options)? {
-///     print!("{}", chunk?.answer());
+/// fn main() -> anyhow::Result<()> {
+///     let snapshot = hub::Hub::from_env()?.find("demo", None)?;
+///     let engine = Engine::builder(&snapshot.path).device(DeviceChoice::Cpu).load()?;
+///     let request = Request::chat([Message::user("How do I list my models?")]);
+///     for event in engine.submit(request)? {
+///         print!("{}", event?.answer());
+///     }
+///     Ok(())
 /// }
-/// # Ok(())
-/// # }
+/// ```
+///
+/// With an async stream, in any runtime:
+///
+/// ```
+/// use futures::StreamExt;
+/// use inferno::chat::Message;
+/// use inferno::device::DeviceChoice;
+/// use inferno::{Engine, Request, hub};
+///
+/// async fn answer(engine: &Engine) -> anyhow::Result<()> {
+///     let request = Request::chat([Message::user("How do I list my models?")]);
+///     let mut stream = engine.submit(request)?;
+///     while let Some(event) = stream.next().await {
+///         print!("{}", event?.answer());
+///     }
+///     println!("\n{:.1} tokens/s", stream.summary().tok_per_s);
+///     Ok(())
+/// }
+///
+/// fn main() -> anyhow::Result<()> {
+///     let snapshot = hub::Hub::from_env()?.find("demo", None)?;
+///     let engine = Engine::builder(&snapshot.path).device(DeviceChoice::Cpu).load()?;
+///     futures::executor::block_on(answer(&engine))
+/// }
 /// ```
 pub struct Engine {
-    language: Language,
-    decoder: Decoder,
-    cache: KvCache,
-    /// The tokens whose keys and values the cache holds.
-    cached: Vec<u32>,
-    decoding: Decoding,
-    device: Device,
-    stop_ids: Vec<u32>,
-    defaults: SamplingParams,
-    info: ModelInfo,
+    handle: EngineHandle,
+    thread: Option<JoinHandle<()>>,
 }
-
-/// What runs decode steps.
-enum Decoding {
-    /// The decoder itself, operation by operation; with the reason why.
-    Eager(String),
-    #[cfg(feature = "cuda")]
-    Graph(Box<executor::Executor>),
-}
-
-impl Decoding {
-    /// The fastest way there is for a decoder on a cache.
-    fn plan(decoder: &Decoder, cache: &KvCache) -> Result<Self> {
-        #[cfg(feature = "cuda")]
-        if decoder.is_on_gpu() {
-            return match executor::Executor::plan(decoder, cache) {
-                Ok(Ok(executor)) => Ok(Decoding::Graph(Box::new(executor))),
-                Ok(Err(reason)) => Ok(Decoding::Eager(reason)),
-                Err(error) if device::is_out_of_memory(&error) => Err(error),
-                // A slow answer is better than none; the line under it says that it was slow, and `/stats` why.
-                Err(error) => Ok(Decoding::Eager(format!("the graph could not be made: {error:#}"))),
-            };
-        }
-        let _ = (decoder, cache);
-        Ok(Decoding::Eager("the model is not on a GPU".into()))
-    }
-}
-
-/// What reading a prompt came to.
-struct Prefilled {
-    cached_tokens: usize,
-    /// Of the last token, \[1, V\]; none if it was canceled.
-    logits: Option<Tensor>,
-}
-
-/// Rows of logits computed at once for perplexity: each row has the size of the vocabulary, in f32.
-const NLL_ROWS: usize = 256;
 
 impl Engine {
-    /// What was loaded, and how.
-    pub fn info(&self) -> &ModelInfo {
-        &self.info
+    /// Starts to describe how the snapshot in `dir` is loaded; `dir` may be a GGUF file itself.
+    pub fn builder<'o>(dir: impl AsRef<Path>) -> EngineBuilder<'o> {
+        EngineBuilder { dir: dir.as_ref().to_path_buf(), options: LoadOptions::default() }
     }
 
-    /// Sampling as the model's generation_config.json has it; greedy where it says nothing.
-    pub fn defaults(&self) -> &SamplingParams {
-        &self.defaults
-    }
-
-    /// The model's tokenizer and chat format.
-    pub fn language(&self) -> &Language {
-        &self.language
-    }
-
-    /// That of [`language`](Self::language).
-    pub fn tokenizer(&self) -> &Tokenizer {
-        &self.language.tokenizer
-    }
-
-    /// Positions there is room for.
-    pub fn context(&self) -> usize {
-        self.cache.context()
-    }
-
-    /// Positions in use.
-    pub fn cached_tokens(&self) -> usize {
-        self.cached.len()
-    }
-
-    /// Where weights and cache lie.
-    pub fn device(&self) -> &Device {
-        &self.device
-    }
-
-    /// What runs decode steps: `graph`, a CUDA graph of fused kernels, or `eager`, the decoder operation by operation.
-    pub fn executor(&self) -> &'static str {
-        match self.decoding {
-            Decoding::Eager(_) => "eager",
-            #[cfg(feature = "cuda")]
-            Decoding::Graph(_) => "graph",
-        }
-    }
-
-    /// Why decode steps do not run as a graph.
-    pub fn why_eager(&self) -> Option<&str> {
-        match &self.decoding {
-            Decoding::Eager(reason) => Some(reason),
-            #[cfg(feature = "cuda")]
-            Decoding::Graph(_) => None,
-        }
-    }
-
-    /// Whether `token` ends a text: the union of what config.json, generation_config.json, the tokenizer and the chat
-    /// format name.
-    pub fn is_stop(&self, token: u32) -> bool {
-        self.stop_ids.contains(&token)
-    }
-
-    /// Answers a conversation. What it has in common with the one before, token by token from the start, is still in the
-    /// cache and is not read again.
+    /// Loads the snapshot in `dir`, which may be a GGUF file itself, and starts its thread.
     ///
-    /// Fails with [`Error::ContextFull`](crate::error::Error::ContextFull) where it leaves no room for an answer, and for a
-    /// model without a chat format or with a template that cannot take these messages.
-    pub fn chat(
-        &mut self,
-        messages: &[Message],
-        render: &RenderOptions,
-        options: GenerateOptions,
-    ) -> Result<Generation<'_>> {
-        let rendered = self.language.render(messages, render)?;
-        let Some(chat) = &self.language.chat else { bail!("this model has no chat format") };
-        let parser = chat.parser(&rendered);
-        Generation::start(self, &rendered.ids, Reader::Chat(Box::new(parser)), options)
+    /// Fails before anything is allocated if the model is not supported or does not fit.
+    pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
+        let model = load::load(dir, options)?;
+        let (commands, receiver) = mpsc::channel();
+        let (language, counters) = (Arc::new(model.language), Arc::new(Counters::default()));
+        let shared = Shared {
+            language: language.clone(),
+            info: model.info,
+            defaults: model.defaults,
+            device: model.runner.device().clone(),
+            counters: counters.clone(),
+        };
+        let engine_loop = EngineLoop::new(model.runner, language, receiver, counters);
+        let thread = thread::Builder::new().name("inferno-engine".into()).spawn(move || engine_loop.run());
+        let thread = Some(thread.context("cannot start the engine's thread")?);
+        Ok(Self { handle: EngineHandle::new(commands, shared), thread })
     }
 
-    /// Continues a text: no template, everything generated is answer. Fails as [`complete_ids`](Self::complete_ids) does.
-    pub fn complete(&mut self, text: &str, options: GenerateOptions) -> Result<Generation<'_>> {
-        let ids = self.tokenizer().encode(text, ControlTokens::Default)?;
-        self.complete_ids(&ids, options)
+    /// Returns a handle of this engine. It fails to submit once the engine was dropped.
+    pub fn handle(&self) -> EngineHandle {
+        self.handle.clone()
+    }
+}
+
+impl Deref for Engine {
+    type Target = EngineHandle;
+
+    fn deref(&self) -> &EngineHandle {
+        &self.handle
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // Neither fails but for a thread that has already ended.
+        let _ = self.handle.send(Command::Shutdown);
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// How to load a model: [`LoadOptions`], one call for each option. From [`Engine::builder`].
+pub struct EngineBuilder<'o> {
+    dir: PathBuf,
+    options: LoadOptions<'o>,
+}
+
+impl<'o> EngineBuilder<'o> {
+    /// Loads onto this device instead of the first GPU.
+    pub fn device(mut self, device: DeviceChoice) -> Self {
+        self.options.device = device;
+        self
     }
 
-    /// Continues token ids. Fails with [`Error::ContextFull`](crate::error::Error::ContextFull) where they leave no room for
-    /// another one, and if there are none.
-    pub fn complete_ids(&mut self, ids: &[u32], options: GenerateOptions) -> Result<Generation<'_>> {
-        let stream = TextStream::continuing(ids);
-        Generation::start(self, ids, Reader::Raw(stream), options)
+    /// Sets the dtype of activations. The default is bf16 on a GPU and f32 on a CPU.
+    pub fn dtype(mut self, dtype: DType) -> Self {
+        self.options.dtype = Some(dtype);
+        self
     }
 
-    /// Forgets the cached tokens: the next prompt is read from its start.
-    pub fn forget(&mut self) {
-        self.cached.clear();
-        self.cache.reset();
+    /// Sets the most positions of a sequence. The default is as many as the model and the memory allow, up to 32,768.
+    pub fn context(mut self, context: usize) -> Self {
+        self.options.context = Some(context);
+        self
     }
 
-    /// Reads a prompt, from where it parts from what the cache holds.
-    fn prefill(&mut self, prompt: &[u32], canceled: &dyn Fn() -> bool) -> Result<Prefilled> {
-        // At least the last token is run, for its logits.
-        let common = prompt[..prompt.len() - 1].iter().zip(&self.cached).take_while(|(a, b)| a == b).count();
-        let cached_tokens = self.cache.truncate(common.min(self.cached.len()))?;
-        self.cached.truncate(cached_tokens);
-        let mut logits = None;
-        let chunks = prompt[cached_tokens..].chunks(self.cache.chunk());
-        let last = chunks.len() - 1;
-        for (index, chunk) in chunks.enumerate() {
-            if canceled() {
-                return Ok(Prefilled { cached_tokens, logits: None });
-            }
-            let of_chunk = self.forward_tensor(chunk, LogitRows::Last)?;
-            if index == last {
-                logits = Some(of_chunk);
-            }
-        }
-        self.cache.set_checkpoint()?;
-        Ok(Prefilled { cached_tokens, logits })
+    /// Sets the most tokens of a prompt in one pass. The default is the fastest size that fits in memory.
+    pub fn chunk(mut self, chunk: usize) -> Self {
+        self.options.chunk = Some(chunk);
+        self
     }
 
-    /// Runs tokens after the cached ones. Returns logits on the host.
-    fn forward(&mut self, ids: &[u32], logits: LogitRows) -> Result<Vec<f32>> {
-        Ok(self.forward_tensor(ids, logits)?.flatten_all()?.to_vec1()?)
+    /// Quantizes matrices of floats to this format while they are loaded.
+    pub fn quantize(mut self, quantize: QuantizationTarget) -> Self {
+        self.options.quantize = Some(quantize);
+        self
     }
 
-    /// Has the graph take over after the cached tokens, with `token` as its first input. False if there is no graph.
-    fn start_steps(&mut self, token: u32) -> Result<bool> {
-        #[cfg(feature = "cuda")]
-        if let Decoding::Graph(executor) = &mut self.decoding {
-            executor.start(self.cache.len(), token, None)?;
-            return Ok(true);
-        }
-        let _ = token;
-        Ok(false)
+    /// Runs decode steps operation by operation, even if a graph could run them.
+    pub fn eager(mut self, eager: bool) -> Self {
+        self.options.eager = eager;
+        self
     }
 
-    /// Has the graph take over with the logits \[1, V\] of the last cached token. False if there is no graph.
-    fn start_from(&mut self, logits: &Tensor, sampler: &Sampler) -> Result<bool> {
-        #[cfg(feature = "cuda")]
-        if let Decoding::Graph(executor) = &mut self.decoding {
-            executor.start_from(self.cache.len(), logits, sampler.on_device(self.info.vocab_size))?;
-            return Ok(true);
-        }
-        let _ = (logits, sampler);
-        Ok(false)
+    /// Sets the attention kernel of prefill on a GPU, and of decode steps without a graph.
+    pub fn attention(mut self, attention: AttentionBackend) -> Self {
+        self.options.attention = attention;
+        self
     }
 
-    /// The next token of the graph: that of the step whose input was `input`, or the first, from the logits it started
-    /// with. At most `most` more tokens will be asked for, this one included.
-    fn next_step(&mut self, input: Option<u32>, most: usize) -> Result<u32> {
-        #[cfg(feature = "cuda")]
-        if let Decoding::Graph(executor) = &mut self.decoding {
-            let steps = self.cache.context() - self.cache.len();
-            let room = if input.is_none() { 1 + steps } else { steps };
-            let token = match executor.next(room.min(most)) {
-                Ok(token) => token,
-                Err(error) => {
-                    // Queued steps may have written anywhere.
-                    self.forget();
-                    return Err(error);
-                }
-            };
-            // Steps that are queued beyond have written, or will.
-            let beyond = executor.ahead();
-            self.cache.advance_written(usize::from(input.is_some()), beyond);
-            self.cached.extend(input);
-            return Ok(token);
-        }
-        let _ = (input, most);
-        bail!("there is no graph to run")
+    /// Calls this with the bytes loaded so far and the bytes in all.
+    pub fn progress(mut self, progress: &'o dyn Fn(u64, u64)) -> Self {
+        self.options.progress = progress;
+        self
     }
 
-    fn forward_tensor(&mut self, ids: &[u32], logits: LogitRows) -> Result<Tensor> {
-        let batch = StepBatch { ids, tokens: &[ids.len()], logits };
-        let logits = self.decoder.forward(&batch, &mut [&mut self.cache])?;
-        self.cached.extend(ids);
-        Ok(logits)
+    /// Calls this once the device is open.
+    pub fn on_device(mut self, on_device: &'o dyn Fn(&DeviceInfo)) -> Self {
+        self.options.on_device = on_device;
+        self
     }
 
-    /// Logits f32 \[T, V\] of every position of `ids`; fails where they do not fit in the context. Takes twice T × V × 4 bytes on the device.
-    pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {
-        self.forget();
-        let rows: Vec<Tensor> = ids
-            .chunks(self.cache.chunk())
-            .map(|chunk| self.forward_tensor(chunk, LogitRows::All))
-            .collect::<Result<_>>()?;
-        Ok(Tensor::cat(&rows, 0)?)
+    /// Refuses a model for its language while its weights are still being read.
+    pub fn check_language(mut self, check: &'o (dyn Fn(&Language) -> Result<()> + Sync)) -> Self {
+        self.options.check_language = check;
+        self
     }
 
-    /// Negative log-likelihood (natural log) of each token after the first, given those before it. What is longer than
-    /// the context is read in windows that overlap by half, so that each token is judged with at least half a context
-    /// behind it.
-    pub fn negative_log_likelihood(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
-        let vocab_size = self.info.vocab_size;
-        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
-            bail!("token id {id} is outside the model's vocabulary of {vocab_size}");
-        }
-        if ids.len() < 2 {
-            bail!("a text of {} tokens has no token to judge: two are needed", ids.len());
-        }
-        let window = self.context();
-        if window < 2 {
-            bail!("a context of {window} tokens has no token to judge: two are needed");
-        }
-        let mut losses = Vec::with_capacity(ids.len() - 1);
-        let mut start = 0;
-        while losses.len() + 1 < ids.len() {
-            let end = (start + window).min(ids.len());
-            let of_window = self.window_nll(&ids[start..end])?;
-            // The window judges tokens start+1 ..; those already judged had more behind them there.
-            let known = losses.len() - start;
-            losses.extend(&of_window[known..]);
-            start = end - (window / 2).min(end);
-        }
-        Ok(losses)
-    }
-
-    fn window_nll(&mut self, ids: &[u32]) -> Result<Vec<f32>> {
-        self.forget();
-        let mut losses = Vec::with_capacity(ids.len() - 1);
-        for (index, inputs) in ids[..ids.len() - 1].chunks(NLL_ROWS.min(self.cache.chunk())).enumerate() {
-            let first = index * NLL_ROWS.min(self.cache.chunk());
-            let targets = &ids[first + 1..first + 1 + inputs.len()];
-            let logits = self.forward_tensor(inputs, LogitRows::All)?;
-            let targets = Tensor::new(targets, &self.device)?.unsqueeze(1)?;
-            let chosen = logits.gather(&targets, D::Minus1)?.squeeze(1)?;
-            let nll = (logits.log_sum_exp(D::Minus1)? - chosen)?;
-            losses.extend(nll.to_dtype(DType::F32)?.to_vec1::<f32>()?);
-        }
-        self.forget();
-        Ok(losses)
+    /// Loads the model and starts its thread.
+    pub fn load(self) -> Result<Engine> {
+        Engine::load(&self.dir, &self.options)
     }
 }

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 
 use super::sampling::SamplingParams;
+use crate::runner::ChooseToken;
 
 /// Chooses the tokens of one generation.
 pub struct Sampler {
@@ -33,8 +34,8 @@ impl Sampler {
         repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
     }
 
-    /// The same sampler, from here on, for a GPU: how to draw and, with penalties, what has been seen. `None` where the
-    /// likeliest token is all there is to choose.
+    /// Returns this sampler, from here on, as parameters for the sampling kernel, and with penalties how often each token was
+    /// seen. `None` means the likeliest token.
     #[cfg(feature = "cuda")]
     pub fn on_device(
         &self,
@@ -97,6 +98,20 @@ impl Sampler {
             }
         }
         candidates.last().map_or_else(|| argmax(logits), |candidate| candidate.id)
+    }
+}
+
+impl ChooseToken for Sampler {
+    fn choose(&mut self, logits: &mut [f32]) -> u32 {
+        self.sample(logits)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_device(
+        &self,
+        vocab_size: usize,
+    ) -> Option<(crate::kernels::decode::sample::SamplingKernelParams, Option<Vec<u32>>)> {
+        Sampler::on_device(self, vocab_size)
     }
 }
 

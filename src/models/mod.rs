@@ -24,8 +24,9 @@ pub use family::{Architecture, Family};
 
 use crate::error::Error;
 use crate::snapshot;
+use crate::weights::Checkpoint;
 use crate::weights::compressed::CompressedConfig;
-use crate::weights::gguf::GgufCheckpoint;
+use crate::weights::gguf::{GgufCheckpoint, GgufModel};
 
 /// All supported families.
 const FAMILIES: &[&Family] = &[
@@ -65,6 +66,16 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
         true => error,
         false => error.context(format!("cannot use {}", path.display())),
     })
+}
+
+/// Reads the config of the snapshot in `dir` and opens its checkpoint. The head of a GGUF file is parsed once for both.
+pub fn open(dir: &Path) -> Result<(ModelConfig, Checkpoint)> {
+    let Some(path) = snapshot::gguf::find(dir)? else {
+        return Ok((read_config(dir)?, Checkpoint::open(dir)?));
+    };
+    let file = GgufCheckpoint::open(&path)?;
+    let config = gguf_config(&file)?;
+    Ok((config, Checkpoint::Gguf(Box::new(GgufModel::new(file)?))))
 }
 
 /// Returns the config of an open GGUF file.

@@ -9,8 +9,9 @@ use super::overflow::{self, Overflow};
 use super::state;
 use super::style::{self, Color};
 use crate::chat::{Channel, Delta, Message, RenderOptions, Role};
-use crate::engine::{Engine, FinishReason, GenerateOptions, Language, SamplingParams, Summary};
+use crate::engine::{Engine, FinishReason, GenerateOptions, SamplingParams, Summary};
 use crate::hub::Snapshot;
+use crate::language::Language;
 
 /// Whether a person sees what the model thinks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,16 +147,16 @@ impl Session {
         let mut options = self.options.clone();
         options.sampling.seed = options.sampling.seed.wrapping_add(self.turns);
         self.turns += 1;
-        let Some(engine) = &mut self.engine else { bail!("no model is loaded") };
-        let mut generation = match self.raw {
+        let Some(engine) = &self.engine else { bail!("no model is loaded") };
+        let mut stream = match self.raw {
             true => engine.complete(text, options)?,
             false => engine.chat(&sent, &self.render, options)?,
         };
         let (mut answer, mut reasoning, mut tokens) = (String::new(), String::new(), Vec::new());
-        for chunk in &mut generation {
-            let chunk = chunk?;
-            tokens.extend(chunk.token);
-            for delta in &chunk.deltas {
+        for event in &mut stream {
+            let event = event?;
+            tokens.extend(event.token());
+            for delta in event.deltas() {
                 match delta.channel {
                     Channel::Answer => answer.push_str(&delta.text),
                     Channel::Reasoning => reasoning.push_str(&delta.text),
@@ -164,7 +165,7 @@ impl Session {
                 show(delta)?;
             }
         }
-        let summary = generation.summary();
+        let summary = stream.summary();
         // Stopped before a word was said: as if it had not been asked.
         let unanswered = summary.finish_reason == FinishReason::Interrupted && answer.is_empty();
         if !self.raw && !unanswered {

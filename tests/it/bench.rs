@@ -127,40 +127,44 @@ fn demo() -> Engine {
 
 #[test]
 fn bench_steps_are_those_of_a_greedy_generation() {
-    let mut engine = demo();
+    let engine = demo();
     let prompt = engine.random_tokens(3, 40);
     assert_eq!(prompt, engine.random_tokens(3, 40));
     assert_ne!(prompt, engine.random_tokens(4, 40));
     let mut options = GenerateOptions::new(SamplingParams::greedy());
     (options.max_tokens, options.ignore_eos) = (Some(12), true);
-    let generated: Vec<u32> =
-        engine.complete_ids(&prompt, options).unwrap().filter_map(|chunk| chunk.unwrap().token).collect();
-    engine.forget();
-    engine.fill(&prompt[..39]).unwrap();
-    assert_eq!(engine.decode_steps(prompt[39], 12).unwrap(), generated);
+    let stream = engine.complete_ids(&prompt, options).unwrap();
+    let generated: Vec<u32> = stream.into_iter().filter_map(|event| event.unwrap().token()).collect();
+    let steps = engine.with_runner(move |runner| {
+        runner.reset();
+        runner.fill(&prompt[..39]).unwrap();
+        runner.decode_steps(prompt[39], 12).unwrap()
+    });
+    assert_eq!(steps.unwrap(), generated);
 }
 
 #[test]
 fn bench_rewinds_to_the_same_state() {
-    let mut engine = demo();
-    let tokens = engine.random_tokens(5, 200);
-    engine.fill(&tokens).unwrap();
-    // With what the rings of the sliding layers still hold, then from the point remembered.
-    let first = engine.decode_steps(7, 8).unwrap();
-    for behind in [1, 400, 480, 3] {
-        let more = engine.random_tokens(6, behind);
-        engine.fill(&more).unwrap();
-        engine.rewind(200).unwrap();
-        assert_eq!(engine.cached_tokens(), 200);
-        assert_eq!(engine.decode_steps(7, 8).unwrap(), first, "after {behind}");
-    }
-    let more = engine.random_tokens(6, 450);
-    engine.fill(&more).unwrap();
-    engine.rewind(150).unwrap();
-    // Before that point: read anew.
-    engine.fill(&tokens[150..]).unwrap();
-    assert_eq!(engine.decode_steps(7, 8).unwrap(), first);
-    assert!(engine.rewind(500).is_err());
+    let engine = demo();
+    let (tokens, more) = (engine.random_tokens(5, 200), engine.random_tokens(6, 480));
+    let rewinds = engine.with_runner(move |runner| {
+        runner.fill(&tokens).unwrap();
+        let first = runner.decode_steps(7, 8).unwrap();
+        // The sliding layers still hold their windows after 1 and 3 tokens; after the others they need the checkpoint.
+        for behind in [1, 400, 480, 3] {
+            runner.fill(&more[..behind]).unwrap();
+            runner.rewind(200).unwrap();
+            assert_eq!(runner.cached_tokens(), 200);
+            assert_eq!(runner.decode_steps(7, 8).unwrap(), first, "after {behind}");
+        }
+        runner.fill(&more[..450]).unwrap();
+        runner.rewind(150).unwrap();
+        // A point before the checkpoint is read again.
+        runner.fill(&tokens[150..]).unwrap();
+        assert_eq!(runner.decode_steps(7, 8).unwrap(), first);
+        assert!(runner.rewind(500).is_err());
+    });
+    rewinds.unwrap();
 }
 
 fn build(case: &str) -> Decoder {

@@ -33,7 +33,10 @@ fn cli_page_matches_the_help_of_every_command() {
     let stale = "docs/cli.md is out of date: run scripts/cli-reference.sh";
     assert!(page.contains(&overview), "{stale}");
     for command in commands.into_iter().filter(|command| *command != "help") {
-        assert!(page.contains(&format!("## inferno {command}\n\n```text\n{}\n```", help(&[command]))), "{stale} ({command})");
+        assert!(
+            page.contains(&format!("## inferno {command}\n\n```text\n{}\n```", help(&[command]))),
+            "{stale} ({command})"
+        );
     }
 }
 

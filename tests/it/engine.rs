@@ -1,12 +1,19 @@
-//! Sampling, stopping, and generation with the demo model: what is chosen, when it ends, what the cache spares.
+//! Sampling, stop strings, and generation with the demo model: which tokens are chosen, when a generation ends, what a
+//! canceled request costs, and how several clients share one engine.
 
 use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use futures::StreamExt;
+use futures::executor::block_on;
 
 use inferno::chat::{Message, ReasoningEffort, RenderOptions};
 use inferno::device::DeviceChoice;
 use inferno::engine::sampler::{Sampler, candidates};
-use inferno::engine::{FinishReason, StopStrings};
-use inferno::{Engine, GenerateOptions, LoadOptions, SamplingParams};
+use inferno::engine::{EngineStats, FinishReason, StopStrings, Summary};
+use inferno::{Engine, EngineHandle, Event, GenerateOptions, RequestStream, SamplingParams};
 
 use crate::support::demo_dir;
 
@@ -16,7 +23,8 @@ fn sampling(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
     params
 }
 
-fn kept(logits: &[f32], params: &SamplingParams) -> Vec<u32> {
+/// Returns the ids that remain after top-k, top-p and min-p, sorted.
+fn remaining(logits: &[f32], params: &SamplingParams) -> Vec<u32> {
     let mut ids: Vec<u32> = candidates(logits, params).iter().map(|candidate| candidate.id).collect();
     ids.sort();
     ids
@@ -27,19 +35,19 @@ fn logs(probabilities: &[f32]) -> Vec<f32> {
 }
 
 #[test]
-fn cuts_keep_what_their_definitions_say() {
+fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
     let logits = logs(&[0.1, 0.2, 0.3, 0.4]);
-    assert_eq!(kept(&logits, &sampling(|p| p.top_k = 2)), [2, 3]);
-    assert_eq!(kept(&logits, &sampling(|p| p.top_k = 9)), [0, 1, 2, 3]);
-    assert_eq!(kept(&logits, &sampling(|p| p.top_p = 0.0)), [3]);
-    assert_eq!(kept(&logits, &sampling(|p| p.top_p = 0.39)), [3]);
-    assert_eq!(kept(&logits, &sampling(|p| p.top_p = 0.69)), [2, 3]);
-    assert_eq!(kept(&logits, &sampling(|p| p.top_p = 0.75)), [1, 2, 3]);
-    assert_eq!(kept(&logits, &sampling(|p| p.min_p = 0.49)), [1, 2, 3]);
-    assert_eq!(kept(&logits, &sampling(|p| p.min_p = 0.51)), [2, 3]);
-    // Temperature comes first: at 0.5 the odds are 1 : 4 : 9 : 16, so 0.8 is reached by the two likeliest.
+    assert_eq!(remaining(&logits, &sampling(|p| p.top_k = 2)), [2, 3]);
+    assert_eq!(remaining(&logits, &sampling(|p| p.top_k = 9)), [0, 1, 2, 3]);
+    assert_eq!(remaining(&logits, &sampling(|p| p.top_p = 0.0)), [3]);
+    assert_eq!(remaining(&logits, &sampling(|p| p.top_p = 0.39)), [3]);
+    assert_eq!(remaining(&logits, &sampling(|p| p.top_p = 0.69)), [2, 3]);
+    assert_eq!(remaining(&logits, &sampling(|p| p.top_p = 0.75)), [1, 2, 3]);
+    assert_eq!(remaining(&logits, &sampling(|p| p.min_p = 0.49)), [1, 2, 3]);
+    assert_eq!(remaining(&logits, &sampling(|p| p.min_p = 0.51)), [2, 3]);
+    // Temperature is applied first: at 0.5 the odds are 1 : 4 : 9 : 16, so the two likeliest reach 0.8.
     assert_eq!(
-        kept(
+        remaining(
             &logits,
             &sampling(|p| {
                 p.temperature = 0.5;
@@ -48,13 +56,13 @@ fn cuts_keep_what_their_definitions_say() {
         ),
         [2, 3]
     );
-    // A nucleus far larger than the first sorted head.
+    // A nucleus far larger than the first head that is sorted.
     let flat = vec![0.0; 5000];
-    assert_eq!(kept(&flat, &sampling(|p| p.top_p = 0.5)).len(), 2500);
+    assert_eq!(remaining(&flat, &sampling(|p| p.top_p = 0.5)).len(), 2500);
 }
 
 #[test]
-fn weights_are_the_softmax_at_the_temperature() {
+fn candidate_weights_are_the_softmax_at_the_temperature() {
     let logits = [1.0f32, -2.0, 0.5, f32::NAN, f32::NEG_INFINITY];
     let params = sampling(|p| p.temperature = 0.7);
     let all = candidates(&logits, &params);
@@ -86,21 +94,21 @@ fn draws_follow_the_distribution_and_the_seed() {
         let (got, want) = (counts[&(token as u32)] as f64, 20_000.0 * p);
         assert!((got - want).abs() < 4.0 * (want * (1.0 - p)).sqrt(), "{token}: {got} of {want}");
     }
-    // The first draws of neighboring seeds are independent, too.
+    // The first draws of neighboring seeds are independent too.
     let firsts: Vec<u32> = (0..2000).map(|seed| draw(seed, 1)[0]).collect();
     let threes = firsts.iter().filter(|&&token| token == 3).count() as f64;
     assert!((threes - 800.0).abs() < 4.0 * (480f64).sqrt(), "{threes}");
 }
 
 #[test]
-fn penalties_change_the_logits_as_defined() {
+fn penalties_change_logits_by_their_definitions() {
     let greedy = SamplingParams::greedy();
-    // Repetition: prompt tokens count; positive logits are divided, negative ones multiplied.
+    // Repetition: prompt tokens count. Positive logits are divided, negative ones multiplied.
     let mut sampler = Sampler::new(SamplingParams { repetition_penalty: 2.0, ..greedy.clone() }, &[0, 1]);
     let mut logits = vec![4.0, -1.0, 3.0];
     assert_eq!(sampler.sample(&mut logits), 2);
     assert_eq!(logits, [2.0, -2.0, 3.0]);
-    // Frequency and presence: only what was generated, once per time and once in all.
+    // Frequency is subtracted for each time a token was generated, presence once. Prompt tokens do not count.
     let params = SamplingParams { frequency_penalty: 0.5, presence_penalty: 0.25, ..greedy };
     let mut sampler = Sampler::new(params, &[1]);
     for _ in 0..2 {
@@ -112,7 +120,7 @@ fn penalties_change_the_logits_as_defined() {
 }
 
 #[test]
-fn stop_strings_are_found_across_pieces_and_nothing_else_is_held_for_good() {
+fn stop_strings_are_found_across_token_borders() {
     let run = |stops: &[&str], pieces: &[&str]| {
         let stops: Vec<String> = stops.iter().map(|stop| stop.to_string()).collect();
         let mut matcher = StopStrings::new(&stops);
@@ -129,8 +137,7 @@ fn stop_strings_are_found_across_pieces_and_nothing_else_is_held_for_good() {
 }
 
 fn demo(context: usize) -> Engine {
-    let options = LoadOptions { device: DeviceChoice::Cpu, context: Some(context), ..Default::default() };
-    Engine::load(&demo_dir(), &options).unwrap()
+    Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(context).load().unwrap()
 }
 
 fn render() -> RenderOptions {
@@ -142,59 +149,84 @@ fn render() -> RenderOptions {
     }
 }
 
-struct Turn {
-    answer: String,
-    tokens: Vec<u32>,
-    summary: inferno::engine::Summary,
+fn greedy() -> GenerateOptions {
+    GenerateOptions::new(SamplingParams::greedy())
 }
 
-fn ask(engine: &mut Engine, messages: &[Message], change: impl FnOnce(&mut GenerateOptions)) -> Turn {
-    let mut options = GenerateOptions::new(SamplingParams::greedy());
+#[derive(Clone, Debug, PartialEq)]
+struct Answer {
+    text: String,
+    tokens: Vec<u32>,
+    summary: Summary,
+}
+
+impl Answer {
+    fn read(mut stream: RequestStream) -> Self {
+        let events: Vec<Event> = (&mut stream).into_iter().map(|event| event.unwrap()).collect();
+        Self::from_events(&events)
+    }
+
+    fn from_events(events: &[Event]) -> Self {
+        Self {
+            text: events.iter().map(Event::answer).collect(),
+            tokens: events.iter().filter_map(Event::token).collect(),
+            summary: events.last().and_then(Event::summary).unwrap().clone(),
+        }
+    }
+}
+
+fn ask(engine: &EngineHandle, messages: &[Message], change: impl FnOnce(&mut GenerateOptions)) -> Answer {
+    let mut options = greedy();
     options.max_tokens = Some(300);
     change(&mut options);
-    let mut generation = engine.chat(messages, &render(), options).unwrap();
-    let (mut answer, mut tokens) = (String::new(), Vec::new());
-    for chunk in generation.by_ref() {
-        let chunk = chunk.unwrap();
-        answer.push_str(&chunk.answer());
-        tokens.extend(chunk.token);
-    }
-    Turn { answer, tokens, summary: generation.summary() }
+    Answer::read(engine.chat(messages, &render(), options).unwrap())
+}
+
+/// Asks for endless greedy tokens: only the limit or the end of the context stops them.
+fn endless(engine: &EngineHandle, max_tokens: Option<usize>) -> RequestStream {
+    let options = GenerateOptions { ignore_eos: true, max_tokens, ..greedy() };
+    engine.complete("How do I", options).unwrap()
+}
+
+/// Waits until the engine has nothing to do. Returns its counters.
+fn stats_when_idle(engine: &EngineHandle) -> EngineStats {
+    engine.with_runner(|_| ()).unwrap();
+    engine.stats()
 }
 
 #[test]
-fn the_demo_answers() {
-    let turn = ask(&mut demo(2048), &[Message::user("How do I download a model?")], |_| ());
-    assert!(turn.answer.contains("inferno download"), "{}", turn.answer);
-    assert_eq!(turn.summary.finish_reason, FinishReason::Stop);
-    assert_eq!(turn.summary.malformed, 0);
-    assert_eq!(turn.summary.completion_tokens, turn.tokens.len());
+fn demo_model_answers() {
+    let answer = ask(&demo(2048), &[Message::user("How do I download a model?")], |_| ());
+    assert!(answer.text.contains("inferno download"), "{}", answer.text);
+    assert_eq!(answer.summary.finish_reason, FinishReason::Stop);
+    assert_eq!(answer.summary.malformed, 0);
+    assert_eq!(answer.summary.completion_tokens, answer.tokens.len());
 }
 
 #[test]
-fn a_second_turn_reads_only_its_tail_and_answers_as_a_fresh_engine_does() {
-    let mut engine = demo(2048);
+fn second_turn_reads_only_its_new_tokens_and_answers_like_a_fresh_engine() {
+    let engine = demo(2048);
     let mut messages = vec![Message::user("How do I list my models?")];
-    let first = ask(&mut engine, &messages, |_| ());
+    let first = ask(&engine, &messages, |_| ());
     assert_eq!(first.summary.cached_tokens, 0);
-    messages.push(Message::assistant(&first.answer));
+    messages.push(Message::assistant(&first.text));
     messages.push(Message::user("What is a token?"));
-    let second = ask(&mut engine, &messages, |_| ());
-    // The first prompt is still there; the reasoning between it and the answer is no longer part of the conversation.
+    let second = ask(&engine, &messages, |_| ());
+    // The first prompt is still cached. The reasoning after it is no longer part of the conversation.
     assert!(second.summary.cached_tokens >= first.summary.prompt_tokens, "{:?}", second.summary);
-    let fresh = ask(&mut demo(2048), &messages, |_| ());
+    let fresh = ask(&demo(2048), &messages, |_| ());
     assert_eq!(fresh.summary.cached_tokens, 0);
     assert_eq!(second.tokens, fresh.tokens);
-    assert_eq!(second.answer, fresh.answer);
+    assert_eq!(second.text, fresh.text);
 }
 
 #[test]
-fn the_same_seed_gives_the_same_text() {
-    let mut engine = demo(1024);
+fn same_seed_gives_the_same_text() {
+    let engine = demo(1024);
     let messages = [Message::user("What is temperature?")];
-    let mut run = |seed| {
-        engine.forget();
-        ask(&mut engine, &messages, |options| {
+    let run = |seed| {
+        engine.with_runner(|runner| runner.reset()).unwrap();
+        ask(&engine, &messages, |options| {
             options.sampling = sampling(|p| {
                 p.seed = seed;
                 p.temperature = 3.0;
@@ -209,45 +241,223 @@ fn the_same_seed_gives_the_same_text() {
 }
 
 #[test]
-fn generation_ends_for_the_reasons_it_says() {
-    let mut engine = demo(512);
+fn finish_reason_says_why_a_generation_ended() {
+    let engine = demo(512);
     let messages = [Message::user("How do I download a model?")];
-    let limited = ask(&mut engine, &messages, |options| options.max_tokens = Some(5));
+    let limited = ask(&engine, &messages, |options| options.max_tokens = Some(5));
     assert_eq!((limited.summary.finish_reason, limited.tokens.len()), (FinishReason::Length, 5));
-    let none = ask(&mut engine, &messages, |options| options.max_tokens = Some(0));
+    let none = ask(&engine, &messages, |options| options.max_tokens = Some(0));
     assert_eq!((none.summary.finish_reason, none.tokens.len()), (FinishReason::Length, 0));
-    let stopped = ask(&mut engine, &messages, |options| options.stop = vec!["download".into()]);
+    let stopped = ask(&engine, &messages, |options| options.stop = vec!["download".into()]);
     assert_eq!(stopped.summary.finish_reason, FinishReason::Stop);
-    assert!(!stopped.answer.contains("download"), "{}", stopped.answer);
-    let full = ask(&mut engine, &messages, |options| {
+    assert!(!stopped.text.contains("download"), "{}", stopped.text);
+    let full = ask(&engine, &messages, |options| {
         options.max_tokens = None;
         options.ignore_eos = true;
     });
     assert_eq!(full.summary.finish_reason, FinishReason::Length);
     assert_eq!(full.summary.context_used, 512);
-    let cancel = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(true));
-    let canceled = ask(&mut engine, &messages, |options| options.cancel = Some(cancel));
+    let cancel = Arc::new(AtomicBool::new(true));
+    let canceled = ask(&engine, &messages, |options| options.cancel = Some(cancel));
     assert_eq!((canceled.summary.finish_reason, canceled.tokens.len()), (FinishReason::Interrupted, 0));
-    // And after all of that it still answers as at first.
-    let after = ask(&mut engine, &messages, |_| ());
-    assert_eq!(after.tokens, ask(&mut demo(512), &messages, |_| ()).tokens);
+    // After all of these the engine still answers as it did at first.
+    let again = ask(&engine, &messages, |_| ());
+    assert_eq!(again.tokens, ask(&demo(512), &messages, |_| ()).tokens);
 }
 
 #[test]
-fn likelihoods_of_windows_agree_with_the_whole() {
+fn handle_is_clone_send_and_sync() {
+    fn check<T: Clone + Send + Sync + 'static>() {}
+    check::<EngineHandle>();
+    fn check_stream<T: Send + futures::Stream + IntoIterator + 'static>() {}
+    check_stream::<RequestStream>();
+}
+
+#[test]
+fn dropped_stream_cancels_within_a_step() {
+    let engine = demo(4096);
+    let mut stream = endless(&engine, None);
+    for _ in 0..3 {
+        assert!(stream.next_blocking().unwrap().unwrap().token().is_some());
+    }
+    // The engine runs ahead of its client, so its own count is what a drop must stop.
+    drop(stream);
+    let at_drop = engine.stats().generated_tokens;
+    let idle = stats_when_idle(&engine);
+    assert!(idle.generated_tokens <= at_drop + 2, "{at_drop} tokens at the drop, then {}", idle.generated_tokens);
+    assert!(idle.generated_tokens < 4000);
+    assert_eq!((idle.running, idle.waiting, idle.ended, idle.canceled), (0, 0, 1, 1));
+}
+
+#[test]
+fn cancel_flag_ends_a_generation() {
+    let engine = demo(4096);
+    let cancel = Arc::new(AtomicBool::new(false));
+    let options = GenerateOptions { ignore_eos: true, cancel: Some(cancel.clone()), ..greedy() };
+    let mut stream = engine.complete("How do I", options).unwrap();
+    let mut tokens = 0;
+    for event in &mut stream {
+        tokens += usize::from(event.unwrap().token().is_some());
+        if tokens == 4 {
+            cancel.store(true, Ordering::Relaxed);
+        }
+    }
+    assert_eq!((stream.summary().finish_reason, tokens), (FinishReason::Interrupted, 4));
+    assert_eq!(stream.summary().completion_tokens, 4);
+    assert!(stream.next_blocking().is_none());
+    assert!(stats_when_idle(&engine).generated_tokens < 4000);
+}
+
+#[test]
+fn canceled_prefill_stops_at_the_next_chunk() {
+    let engine = Engine::builder(demo_dir()).device(DeviceChoice::Cpu).context(4096).chunk(16).load().unwrap();
+    let prompt = engine.random_tokens(1, 4000);
+    let stream = engine.complete_ids(&prompt, greedy()).unwrap();
+    // The prefill has begun once its first chunk is counted.
+    while engine.stats().prompt_tokens == 0 {
+        thread::yield_now();
+    }
+    drop(stream);
+    let at_drop = engine.stats().prompt_tokens;
+    let idle = stats_when_idle(&engine);
+    assert!(idle.prompt_tokens <= at_drop + 2 * 16, "{at_drop} tokens at the drop, then {}", idle.prompt_tokens);
+    assert_eq!((idle.generated_tokens, idle.canceled), (0, 1));
+    // The engine goes on with the next prompt.
+    assert_eq!(Answer::read(endless(&engine, Some(3))).tokens.len(), 3);
+}
+
+#[test]
+fn stop_string_cancels_the_rest_of_the_generation() {
+    let engine = demo(4096);
+    let options = GenerateOptions { ignore_eos: true, stop: vec!["inferno".into()], ..greedy() };
+    let answer = Answer::read(engine.chat(&[Message::user("How do I list my models?")], &render(), options).unwrap());
+    assert_eq!(answer.summary.finish_reason, FinishReason::Stop);
+    assert!(!answer.text.contains("inferno"), "{}", answer.text);
+    assert_eq!(answer.summary.completion_tokens, answer.tokens.len());
+    let idle = stats_when_idle(&engine);
+    assert!(idle.generated_tokens < 4000, "the engine generated {} tokens", idle.generated_tokens);
+    assert_eq!((idle.ended, idle.running), (1, 0));
+}
+
+#[test]
+fn requests_of_two_threads_get_the_answers_that_they_get_alone() {
+    let questions = ["How do I download a model?", "What is a token?"];
+    let alone = questions.map(|question| ask(&demo(1024), &[Message::user(question)], |_| ()));
+    let engine = demo(1024);
+    let together = thread::scope(|scope| {
+        let threads = questions.map(|question| {
+            let engine = engine.handle();
+            scope.spawn(move || [(); 3].map(|()| ask(&engine, &[Message::user(question)], |_| ())))
+        });
+        threads.map(|thread| thread.join().unwrap())
+    });
+    for (alone, answers) in alone.iter().zip(together) {
+        for answer in answers {
+            assert_eq!((&answer.text, &answer.tokens), (&alone.text, &alone.tokens));
+            assert_eq!(answer.summary.finish_reason, alone.summary.finish_reason);
+        }
+    }
+    assert_eq!(stats_when_idle(&engine).ended, 6);
+}
+
+#[test]
+fn async_stream_and_blocking_iterator_give_the_same_events() {
+    let engine = demo(1024);
+    let messages = [Message::user("How do I list my models?")];
+    let submit = || {
+        engine.with_runner(|runner| runner.reset()).unwrap();
+        engine.chat(&messages, &render(), greedy()).unwrap()
+    };
+    // All but the times.
+    let comparable = |events: &[Event]| {
+        let mut answer = Answer::from_events(events);
+        (answer.summary.ttft_s, answer.summary.tok_per_s) = (0.0, 0.0);
+        let pieces: Vec<(Option<u32>, String)> = events.iter().map(|event| (event.token(), event.answer())).collect();
+        (answer, pieces)
+    };
+    let blocking: Vec<Event> = submit().into_iter().map(|event| event.unwrap()).collect();
+    let asynchronous: Vec<Event> = block_on(submit().map(|event| event.unwrap()).collect());
+    assert_eq!(comparable(&blocking), comparable(&asynchronous));
+    assert!(blocking.len() > 10);
+}
+
+#[test]
+fn one_async_task_reads_two_streams() {
+    let engine = demo(1024);
+    let (first, second) = (endless(&engine, Some(20)), endless(&engine, Some(20)));
+    let tokens = |stream: RequestStream| stream.filter_map(async |event| event.unwrap().token()).collect::<Vec<u32>>();
+    let (first, second) = block_on(futures::future::join(tokens(first), tokens(second)));
+    assert_eq!(first.len(), 20);
+    assert_eq!(first, second);
+}
+
+#[test]
+fn error_of_one_request_leaves_the_engine_usable() {
+    let engine = demo(256);
+    let good = ask(&engine, &[Message::user("What is a token?")], |_| ());
+    // No row of the embedding has this id: the step fails, not the submission.
+    let vocab_size = engine.info().vocab_size as u32;
+    let mut stream = engine.complete_ids(&[1, vocab_size, 2], greedy()).unwrap();
+    let error = stream.next_blocking().unwrap().unwrap_err();
+    assert!(error.to_string().contains("vocabulary"), "{error}");
+    assert!(stream.next_blocking().is_none());
+    // These fail before they reach the engine.
+    let prompt = engine.random_tokens(1, 256);
+    let error = engine.complete_ids(&prompt, greedy()).err().unwrap();
+    assert!(matches!(error.downcast_ref(), Some(inferno::Error::ContextFull { prompt_tokens: 256, .. })), "{error}");
+    assert!(engine.complete_ids(&[], greedy()).err().unwrap().to_string().contains("empty"));
+    let bad_sampling = sampling(|p| p.top_p = 2.0);
+    assert!(engine.complete("a", GenerateOptions::new(bad_sampling)).is_err());
+
+    let idle = stats_when_idle(&engine);
+    assert_eq!((idle.ended, idle.failed), (2, 1));
+    assert_eq!(ask(&engine, &[Message::user("What is a token?")], |_| ()).tokens, good.tokens);
+}
+
+#[test]
+fn drain_waits_for_submitted_requests_and_refuses_new_ones() {
+    let engine = demo(1024);
+    let (first, second) = (endless(&engine, Some(30)), endless(&engine, Some(30)));
+    engine.drain().unwrap();
+    let stats = engine.stats();
+    assert_eq!((stats.waiting, stats.running, stats.ended, stats.generated_tokens), (0, 0, 2, 60));
+    let refused = engine.complete("How do I", greedy()).err().unwrap();
+    assert!(refused.to_string().contains("draining"), "{refused}");
+    assert_eq!(Answer::read(first).tokens, Answer::read(second).tokens);
+}
+
+#[test]
+fn streams_of_a_dropped_or_panicked_engine_end_with_an_error() {
+    let last = |stream: RequestStream| stream.into_iter().last().unwrap().map(|_| ()).unwrap_err().to_string();
+    let engine = demo(4096);
+    let (running, waiting, handle) = (endless(&engine, None), endless(&engine, None), engine.handle());
+    drop(engine);
+    assert!(last(running).contains("engine stopped"));
+    assert!(last(waiting).contains("engine stopped"));
+    assert!(handle.complete("How do I", greedy()).is_err());
+
+    let engine = demo(1024);
+    let panicked = engine.with_runner(|_| panic!("a panic that this test expects"));
+    assert!(panicked.map(|()| ()).unwrap_err().to_string().contains("engine stopped"));
+    assert!(engine.complete("How do I", greedy()).is_err());
+    assert!(engine.drain().is_err());
+}
+
+#[test]
+fn likelihoods_of_windows_agree_with_the_whole_text() {
     let text = "How do I download a model? Type inferno download and its name. ".repeat(12);
-    let (mut long, mut short) = (demo(2048), demo(64));
+    let (long, short) = (demo(2048), demo(64));
     let ids = long.tokenizer().encode(&text, inferno::tokenizer::ControlTokens::Default).unwrap();
     assert!(ids.len() > 150);
     let whole = long.negative_log_likelihood(&ids).unwrap();
     let windows = short.negative_log_likelihood(&ids).unwrap();
     assert_eq!((whole.len(), windows.len()), (ids.len() - 1, ids.len() - 1));
-    // Within the first window they are the same; later ones have less behind them, but are of one kind.
+    // They agree within the first window. Later windows have a shorter context, so their values differ a little.
     for (a, b) in whole[..63].iter().zip(&windows) {
         assert!((a - b).abs() < 1e-4, "{a} {b}");
     }
     assert!(windows.iter().all(|nll| nll.is_finite() && *nll >= 0.0));
-    // Chunks of prefill do not show.
+    // The chunks of the prefill make no difference.
     let logits = long.logits(&ids).unwrap().to_vec2::<f32>().unwrap();
     for (row, (&next, nll)) in logits.iter().zip(ids[1..].iter().zip(&whole)) {
         let sum: f64 = row.iter().map(|&logit| (logit as f64).exp()).sum();

@@ -7,12 +7,12 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::SamplingParams;
 use inferno::device::{self, DeviceChoice};
-use inferno::engine::executor::Executor;
 use inferno::engine::sampler::Sampler;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::KvCache;
 use inferno::nn::pass::{LogitRows, StepBatch};
+use inferno::runner::decode_graph::DecodeGraph;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
@@ -68,8 +68,10 @@ impl Model {
         KvCache::new(self.decoder.cache_layers(), CONTEXT, CHUNK, self.dtype, &self.device).unwrap()
     }
 
-    fn executor(&self) -> Executor {
-        Executor::plan(&self.decoder, &self.cache).unwrap().unwrap_or_else(|reason| panic!("{}: {reason}", self.name))
+    fn executor(&self) -> DecodeGraph {
+        DecodeGraph::plan(&self.decoder, &self.cache)
+            .unwrap()
+            .unwrap_or_else(|reason| panic!("{}: {reason}", self.name))
     }
 
     /// Reads a prompt anew into the executor's cache.
@@ -379,7 +381,8 @@ fn what_the_graph_cannot_run_is_told() {
     let Some(device) = gpu() else { return };
     let why = |case, dtype| {
         let model = Model::load(case, &golden(case), &device, dtype);
-        Executor::plan(&model.decoder, &model.cache).unwrap().err().unwrap_or_default()
+        let plan = DecodeGraph::plan(&model.decoder, &model.cache).unwrap();
+        plan.err().map_or(String::new(), |reason| reason.to_string())
     };
     assert!(why("gpt_oss", DType::BF16).contains("scales"));
     assert!(why("llama2", DType::BF16).contains("heads of 8"));
@@ -464,7 +467,7 @@ fn a_conversation_goes_on_from_what_steps_wrote() {
             executor.start(opening.len(), 5, None).unwrap();
             let answer: Vec<u32> =
                 (0..steps).map(|_| executor.next(CONTEXT - opening.len() - steps).unwrap()).collect();
-            let ahead = executor.ahead();
+            let ahead = executor.queued_steps();
             assert!(ahead > 0);
             executor.drain().unwrap();
             model.cache.advance_written(steps, ahead);
@@ -515,7 +518,7 @@ fn tokens_drawn_on_the_device_are_those_that_the_host_draws() {
             }
             // And by itself, without the host's help in between.
             let host = Sampler::new(params.clone(), &prompt);
-            let run = |executor: &mut Executor| -> Vec<u32> {
+            let run = |executor: &mut DecodeGraph| -> Vec<u32> {
                 executor.start(prompt.len(), 3, host.on_device(vocab)).unwrap();
                 (0..30).map(|step| executor.next(30 - step).unwrap()).collect()
             };

@@ -47,7 +47,7 @@ fn compare(got: &Tensor, want: &Tensor) -> (f64, f64) {
 fn full_size_logits_agree_with_transformers() {
     let reference = safetensors::load(model().join("reference.safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = reference["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
-    let mut engine = load();
+    let engine = load();
     let (their_kl, their_top1) = compare(&reference["bf16"], &reference["f32"]);
     println!("positions {}", ids.len());
     println!("transformers bf16 against transformers f32:  mean KL {their_kl:.3e}, top-1 {:.1} %", 100.0 * their_top1);
@@ -62,7 +62,8 @@ fn full_size_logits_agree_with_transformers() {
         assert!(top1 >= their_top1 - 0.03, "{what}: top-1 {top1}, transformers' own in bf16 is {their_top1}");
     };
     judge("inferno bf16, prefill", engine.logits(&ids).unwrap());
-    judge(&format!("inferno bf16, decode steps ({})", engine.executor()), engine.step_logits(&ids).unwrap());
+    let steps = engine.with_runner(move |runner| runner.step_logits(&ids)).unwrap().unwrap();
+    judge(&format!("inferno bf16, decode steps ({})", engine.executor()), steps);
 }
 
 /// Resident memory of this process.
@@ -75,7 +76,7 @@ fn host_bytes() -> u64 {
 #[test]
 #[ignore = "needs a GPU and a model of real size"]
 fn full_size_thousand_generations_leak_nothing() {
-    let mut engine = load();
+    let engine = load();
     let free = || device::info(&device::open(DeviceChoice::FirstCuda).unwrap()).unwrap().free_bytes;
     let vocab = engine.info().vocab_size as u32;
     let (mut after_warm_up, mut host_after_warm_up) = (0, 0);
@@ -89,8 +90,8 @@ fn full_size_thousand_generations_leak_nothing() {
         let mut options = GenerateOptions::new(sampling);
         options.max_tokens = Some(24);
         options.ignore_eos = true;
-        let mut generation = engine.complete_ids(&prompt, options).unwrap();
-        let tokens = generation.by_ref().filter(|chunk| chunk.as_ref().unwrap().token.is_some()).count();
+        let stream = engine.complete_ids(&prompt, options).unwrap();
+        let tokens = stream.into_iter().filter_map(|event| event.unwrap().token()).count();
         assert_eq!(tokens, 24, "round {round}");
         if round == 8 {
             (after_warm_up, host_after_warm_up) = (free(), host_bytes());
@@ -106,12 +107,16 @@ fn full_size_thousand_generations_leak_nothing() {
 #[test]
 #[ignore = "needs a GPU and a model of real size"]
 fn full_size_greedy_tokens_are_the_same_every_time() {
-    let mut engine = load();
+    let engine = load();
     let prompt: Vec<u32> = (0..300).map(|i| (i * 7919 + 3) % engine.info().vocab_size as u32).collect();
-    let mut run = || -> Vec<u32> {
-        engine.forget();
-        engine.fill(&prompt).unwrap();
-        engine.decode_steps(17, 512).unwrap()
+    let run = || -> Vec<u32> {
+        let prompt = prompt.clone();
+        let steps = engine.with_runner(move |runner| {
+            runner.reset();
+            runner.fill(&prompt).unwrap();
+            runner.decode_steps(17, 512).unwrap()
+        });
+        steps.unwrap()
     };
     let (first, second) = (run(), run());
     let distinct = first.iter().collect::<std::collections::BTreeSet<_>>().len();
@@ -119,9 +124,12 @@ fn full_size_greedy_tokens_are_the_same_every_time() {
     assert_eq!(first, second);
     #[cfg(feature = "cuda")]
     if engine.executor() == "graph" {
-        engine.forget();
-        engine.fill(&prompt).unwrap();
-        assert_eq!(engine.decode_steps_ungraphed(17, 512).unwrap(), first, "launches one by one");
+        let ungraphed = engine.with_runner(move |runner| {
+            runner.reset();
+            runner.fill(&prompt).unwrap();
+            runner.decode_steps_ungraphed(17, 512).unwrap()
+        });
+        assert_eq!(ungraphed.unwrap(), first, "launches one by one");
     }
 }
 
@@ -135,7 +143,6 @@ fn full_size_figures() {
     println!("{:?}", info.load);
     println!("weights {} bytes, cache {} bytes", info.weight_bytes, info.cache_bytes);
     println!("in use after loading: {} MiB", (info.device.free_bytes - now.free_bytes) >> 20);
-    let mut engine = engine;
     for (prompt_tokens, rounds) in [(1, 2), (512, 3), (2048, 3), (6000, 2)] {
         for round in 0..rounds {
             let prompt: Vec<u32> =
@@ -143,11 +150,9 @@ fn full_size_figures() {
             let mut options = GenerateOptions::new(SamplingParams::greedy());
             options.max_tokens = Some(128);
             options.ignore_eos = true;
-            let mut generation = engine.complete_ids(&prompt, options).unwrap();
-            generation.by_ref().for_each(|chunk| {
-                chunk.unwrap();
-            });
-            let summary = generation.summary();
+            let mut stream = engine.complete_ids(&prompt, options).unwrap();
+            (&mut stream).into_iter().for_each(|event| drop(event.unwrap()));
+            let summary = stream.summary();
             println!(
                 "prompt {prompt_tokens:5}: first token after {:.4} s ({:.0} tok/s), then {:.1} tok/s",
                 summary.ttft_s,

@@ -8,12 +8,12 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 
-use crate::engine::executor::Executor;
 use crate::kernels::selftest::Check;
 use crate::models;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{LogitRows, StepBatch};
+use crate::runner::decode_graph::DecodeGraph;
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
 
@@ -43,12 +43,13 @@ fn error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) ->
     let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % here.vocab_size() as u32).collect();
     let batch = StepBatch { ids: &ids, tokens: &[STEPS], logits: LogitRows::All };
     let want = here.forward(&batch, &mut [&mut cache])?.to_vec2::<f32>()?;
-    let mut executor = Executor::plan(&there, &cache_there)?.map_err(anyhow::Error::msg).context("no graph")?;
+    let graph = DecodeGraph::plan(&there, &cache_there)?;
+    let mut graph = graph.map_err(|reason| anyhow::anyhow!("no decode graph: {reason}"))?;
     let mut most = 0f32;
     for (position, (&id, want)) in ids.iter().zip(&want).enumerate() {
-        executor.start(position, id, None)?;
-        executor.next(1)?;
-        let got = executor.logits().to_vec1::<f32>()?;
+        graph.start(position, id, None)?;
+        graph.next(1)?;
+        let got = graph.logits().to_vec1::<f32>()?;
         let scale = want.iter().fold(f32::MIN_POSITIVE, |scale, value| scale.max(value.abs()));
         for (got, want) in got.iter().zip(want) {
             let off = (got - want).abs() / scale;

@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::sizes::Sizes;
 use super::source::Source;
 use crate::device::{self, DeviceChoice, DeviceInfo};
-use crate::engine::need::{Need, Place, Room};
+use crate::engine::memory::{Capacity, DeviceKind, MemoryPlan};
 use crate::error::Error;
 use crate::models::{self, ModelConfig};
 use crate::text::one_line;
@@ -179,7 +179,7 @@ fn needs(
 ) -> Result<Option<Needs>> {
     let dtype = candle_core::DType::BF16;
     let need = match model {
-        Some(model) => Need::new(inventory, model.architecture.as_ref(), dtype, Place::Gpu),
+        Some(model) => MemoryPlan::new(inventory, model.architecture.as_ref(), dtype, DeviceKind::Gpu),
         None => {
             let context = sizes.context.and_then(|context| usize::try_from(context).ok());
             // Nobody has checked these figures.
@@ -187,12 +187,12 @@ fn needs(
             let (Some(layers), Some(max_context)) = (sizes.cache_layers(config), max_context) else {
                 return Ok(None);
             };
-            Need::of_layers(inventory, layers, max_context, dtype, Place::Gpu)
+            MemoryPlan::from_layers(inventory, layers, max_context, dtype, DeviceKind::Gpu)
         }
     };
     let asked = need.checked(context)?;
     let smallest = || need.smallest(asked.unwrap_or(need.default_context()));
-    let (room, fits): (Room, Option<bool>) = match device.map(|device| need.choose(asked, device)) {
+    let (room, fits): (Capacity, Option<bool>) = match device.map(|device| need.choose(asked, device)) {
         Some(Ok(room)) => (room, Some(true)),
         Some(Err(_)) => (smallest(), Some(false)),
         None => (smallest(), None),

@@ -27,9 +27,9 @@ pub fn stats(session: &Session) -> String {
         ),
         (
             "executor",
-            match engine.why_eager() {
+            match engine.eager_reason() {
                 None => engine.executor().to_string(),
-                Some(why) => format!("{}, for {why}", engine.executor()),
+                Some(reason) => format!("{} ({reason})", engine.executor()),
             },
         ),
         ("attention", info.attention.to_string()),

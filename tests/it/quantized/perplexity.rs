@@ -176,7 +176,7 @@ fn an_engine_reads_a_text_as_transformers_does() {
     for (quantize, name) in [(None, "nll"), (Some("q4_k"), "q4_k.nll")] {
         let quantize = quantize.map(|name| name.parse().unwrap());
         let options = LoadOptions { device: DeviceChoice::Cpu, quantize, ..Default::default() };
-        let mut engine = Engine::load(Path::new(&dir), &options).unwrap();
+        let engine = Engine::load(Path::new(&dir), &options).unwrap();
         let ids = engine.tokenizer().encode(&text, ControlTokens::Default).unwrap();
         assert_near(name, &engine.negative_log_likelihood(&ids).unwrap(), &values(&golden[name]));
     }

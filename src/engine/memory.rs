@@ -19,23 +19,23 @@ const WORKSPACE: (u64, u64) = (192 << 20, 448 << 10);
 
 /// Where a model is to run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum DeviceKind {
     Gpu,
     Cpu,
 }
 
-impl Place {
+impl DeviceKind {
     /// Tokens in one pass of prefill: more is faster until the matrix units are full, and takes more memory.
     fn chunk_sizes(self) -> &'static [usize] {
         match self {
-            Place::Gpu => &[8192, 2048, 512],
-            Place::Cpu => &[256],
+            DeviceKind::Gpu => &[8192, 2048, 512],
+            DeviceKind::Cpu => &[256],
         }
     }
 }
 
 /// What a model takes.
-pub struct Need {
+pub struct MemoryPlan {
     weight_bytes: u64,
     /// What loading takes beside the weights, before cache and activations do: a layer's experts, laid out anew.
     loading_bytes: u64,
@@ -50,37 +50,37 @@ pub struct Need {
     default_context: usize,
 }
 
-/// What is made room for.
+/// What is made capacity for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
+pub struct Capacity {
     /// Positions.
     pub context: usize,
     /// Tokens in one pass of prefill.
     pub chunk: usize,
 }
 
-impl Need {
+impl MemoryPlan {
     /// Of a model with these tensors, computed in `dtype`.
-    pub fn new(inventory: &Inventory, architecture: &dyn Architecture, dtype: DType, place: Place) -> Self {
+    pub fn new(inventory: &Inventory, architecture: &dyn Architecture, dtype: DType, device_kind: DeviceKind) -> Self {
         let (layers, max_context) = (architecture.cache_layers(), architecture.max_position_embeddings());
         let default_context = architecture.default_context();
-        Self { default_context, ..Self::of_layers(inventory, layers, max_context, dtype, place) }
+        Self { default_context, ..Self::from_layers(inventory, layers, max_context, dtype, device_kind) }
     }
 
     /// The same for a model whose family is not known: what its layers keep is taken on trust.
-    pub fn of_layers(
+    pub fn from_layers(
         inventory: &Inventory,
         layers: Vec<LayerSpec>,
         max_context: usize,
         dtype: DType,
-        place: Place,
+        device_kind: DeviceKind,
     ) -> Self {
         Self {
             weight_bytes: inventory.loaded_bytes(dtype),
-            loading_bytes: if place == Place::Gpu { inventory.largest_expert_layer(dtype) } else { 0 },
-            unpacked_bytes: if place == Place::Gpu { inventory.unpacked_expert_layer(dtype) } else { 0 },
+            loading_bytes: if device_kind == DeviceKind::Gpu { inventory.largest_expert_layer(dtype) } else { 0 },
+            unpacked_bytes: if device_kind == DeviceKind::Gpu { inventory.unpacked_expert_layer(dtype) } else { 0 },
             layers,
-            chunks: place.chunk_sizes().to_vec(),
+            chunks: device_kind.chunk_sizes().to_vec(),
             dtype,
             max_context,
             default_context: max_context,
@@ -111,13 +111,13 @@ impl Need {
         self.loading_bytes
     }
 
-    pub fn cache_bytes(&self, room: Room) -> u64 {
-        kv_cache::bytes(&self.layers, room.context, room.chunk, self.dtype)
+    pub fn cache_bytes(&self, capacity: Capacity) -> u64 {
+        kv_cache::bytes(&self.layers, capacity.context, capacity.chunk, self.dtype)
     }
 
     /// Of the activations of one chunk.
-    pub fn workspace_bytes(&self, room: Room) -> u64 {
-        (WORKSPACE.0 + room.chunk as u64 * WORKSPACE.1).saturating_add(self.unpacked_bytes)
+    pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
+        (WORKSPACE.0 + capacity.chunk as u64 * WORKSPACE.1).saturating_add(self.unpacked_bytes)
     }
 
     /// What 1,000 positions more add to the cache, and what sliding layers keep however long the context is.
@@ -129,14 +129,14 @@ impl Need {
     }
 
     /// Everything, with the activations of one chunk.
-    pub fn bytes(&self, room: Room) -> u64 {
-        let running = self.cache_bytes(room).saturating_add(self.workspace_bytes(room) - WORKSPACE.0);
+    pub fn bytes(&self, capacity: Capacity) -> u64 {
+        let running = self.cache_bytes(capacity).saturating_add(self.workspace_bytes(capacity) - WORKSPACE.0);
         self.weight_bytes.saturating_add(WORKSPACE.0).saturating_add(running.max(self.loading_bytes))
     }
 
     /// This context read in the smallest chunks: what takes least.
-    pub fn smallest(&self, context: usize) -> Room {
-        Room { context, chunk: self.chunks.last().copied().unwrap_or(context).min(context) }
+    pub fn smallest(&self, context: usize) -> Capacity {
+        Capacity { context, chunk: self.chunks.last().copied().unwrap_or(context).min(context) }
     }
 
     /// The context that is chosen where memory is ample and nobody asks for another.
@@ -159,19 +159,19 @@ impl Need {
         Some(fit)
     }
 
-    fn fits(&self, room: Room, device: &DeviceInfo) -> bool {
-        device.total_bytes == 0 || self.bytes(room) <= device.free_bytes
+    fn fits(&self, capacity: Capacity, device: &DeviceInfo) -> bool {
+        device.total_bytes == 0 || self.bytes(capacity) <= device.free_bytes
     }
 
     /// This context with the largest chunk that fits.
-    fn fit(&self, context: usize, device: &DeviceInfo) -> Option<Room> {
-        let mut rooms = self.chunks.iter().map(|&chunk| Room { context, chunk: chunk.min(context) });
-        rooms.find(|room| self.fits(*room, device))
+    fn fit(&self, context: usize, device: &DeviceInfo) -> Option<Capacity> {
+        let mut capacities = self.chunks.iter().map(|&chunk| Capacity { context, chunk: chunk.min(context) });
+        capacities.find(|capacity| self.fits(*capacity, device))
     }
 
     /// The context asked for, or the largest up to the default that fits. Where memory is short, prompts are read in
     /// smaller chunks before the context shrinks.
-    pub fn choose(&self, asked: Option<usize>, device: &DeviceInfo) -> Result<Room> {
+    pub fn choose(&self, asked: Option<usize>, device: &DeviceInfo) -> Result<Capacity> {
         let Some(context) = self.checked(asked)? else {
             let most = self.default_context();
             return self.halvings(most).find_map(|context| self.fit(context, device)).ok_or_else(|| {
@@ -185,7 +185,7 @@ impl Need {
     /// A context that was asked for, if it is one that this model can have.
     pub fn checked(&self, asked: Option<usize>) -> Result<Option<usize>> {
         match asked {
-            Some(0) => Err(Error::Usage("--context 0 has no room for anything".into()).into()),
+            Some(0) => Err(Error::Usage("--context 0 has no capacity for anything".into()).into()),
             Some(asked) if asked > self.max_context => {
                 let limit = self.max_context;
                 let problem = format!("--context {asked} is more than the {limit} that this model was made for");
@@ -215,10 +215,10 @@ impl Need {
 mod tests {
     use super::*;
 
-    fn need() -> Need {
+    fn plan() -> MemoryPlan {
         const FULL: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: None };
         const SLIDING: LayerSpec = LayerSpec { kv_heads: 8, head_dim: 64, window: Some(128) };
-        Need {
+        MemoryPlan {
             weight_bytes: 10 << 30,
             loading_bytes: 0,
             unpacked_bytes: 0,
@@ -236,55 +236,55 @@ mod tests {
 
     #[test]
     fn room_shrinks_by_chunk_first_and_by_context_then() {
-        let need = need();
-        let all = Room { context: DEFAULT_CONTEXT, chunk: 2048 };
-        assert_eq!(need.choose(None, &device(80 << 30)).unwrap(), all);
-        assert_eq!(need.choose(None, &device(need.bytes(all))).unwrap(), all);
-        let small = Room { chunk: 512, ..all };
-        assert_eq!(need.choose(None, &device(need.bytes(all) - 1)).unwrap(), small);
-        assert_eq!(need.choose(None, &device(need.bytes(small))).unwrap(), small);
-        let half = need.choose(None, &device(need.bytes(small) - 1)).unwrap();
-        assert_eq!(half, Room { context: DEFAULT_CONTEXT / 2, chunk: 512 });
-        assert_eq!(need.choose(Some(100), &device(80 << 30)).unwrap(), Room { context: 100, chunk: 100 });
+        let plan = plan();
+        let all = Capacity { context: DEFAULT_CONTEXT, chunk: 2048 };
+        assert_eq!(plan.choose(None, &device(80 << 30)).unwrap(), all);
+        assert_eq!(plan.choose(None, &device(plan.bytes(all))).unwrap(), all);
+        let small = Capacity { chunk: 512, ..all };
+        assert_eq!(plan.choose(None, &device(plan.bytes(all) - 1)).unwrap(), small);
+        assert_eq!(plan.choose(None, &device(plan.bytes(small))).unwrap(), small);
+        let half = plan.choose(None, &device(plan.bytes(small) - 1)).unwrap();
+        assert_eq!(half, Capacity { context: DEFAULT_CONTEXT / 2, chunk: 512 });
+        assert_eq!(plan.choose(Some(100), &device(80 << 30)).unwrap(), Capacity { context: 100, chunk: 100 });
     }
 
     #[test]
     fn loading_may_take_more_than_running() {
-        let room = Room { context: 100, chunk: 100 };
-        let running = need().bytes(room);
-        let need = Need { loading_bytes: 5 << 30, ..need() };
-        assert_eq!(need.bytes(room), (10 << 30) + WORKSPACE.0 + (5 << 30));
-        assert!(running < need.bytes(room));
+        let capacity = Capacity { context: 100, chunk: 100 };
+        let running = plan().bytes(capacity);
+        let plan = MemoryPlan { loading_bytes: 5 << 30, ..plan() };
+        assert_eq!(plan.bytes(capacity), (10 << 30) + WORKSPACE.0 + (5 << 30));
+        assert!(running < plan.bytes(capacity));
     }
 
     #[test]
     fn what_does_not_fit_says_what_would() {
-        let need = need();
-        let fits = need.bytes(Room { context: 4096, chunk: 512 });
-        let error = need.choose(Some(16_384), &device(fits)).unwrap_err();
+        let plan = plan();
+        let fits = plan.bytes(Capacity { context: 4096, chunk: 512 });
+        let error = plan.choose(Some(16_384), &device(fits)).unwrap_err();
         assert!(error.to_string().contains("--context 4096"), "{error}");
-        let error = need.choose(None, &device(1 << 30)).unwrap_err();
+        let error = plan.choose(None, &device(1 << 30)).unwrap_err();
         let Some(Error::OutOfMemory { fitting_context, .. }) = error.downcast_ref() else { panic!("{error}") };
         assert_eq!(*fitting_context, None);
     }
 
     #[test]
     fn the_largest_context_is_the_last_that_fits() {
-        let need = need();
-        assert_eq!(need.largest_context(&device(80 << 30)), Some(131_072));
-        assert_eq!(need.largest_context(&device(1 << 30)), None);
+        let plan = plan();
+        assert_eq!(plan.largest_context(&device(80 << 30)), Some(131_072));
+        assert_eq!(plan.largest_context(&device(1 << 30)), None);
         for context in [1, 511, 5000, 131_071] {
-            let bytes = need.bytes(need.smallest(context));
-            assert_eq!(need.largest_context(&device(bytes)), Some(context));
+            let bytes = plan.bytes(plan.smallest(context));
+            assert_eq!(plan.largest_context(&device(bytes)), Some(context));
         }
     }
 
     #[test]
     fn the_cache_grows_with_full_layers_alone() {
-        let need = need();
-        let (per_1000, fixed) = need.cache_growth(512);
+        let plan = plan();
+        let (per_1000, fixed) = plan.cache_growth(512);
         assert_eq!(per_1000, 1000 * 2 * 8 * 64 * 2);
         assert_eq!(fixed, (128 + 512 - 1) * 2 * 8 * 64 * 2);
-        assert_eq!(need.cache_bytes(Room { context: 3000, chunk: 512 }), 3 * per_1000 + fixed);
+        assert_eq!(plan.cache_bytes(Capacity { context: 3000, chunk: 512 }), 3 * per_1000 + fixed);
     }
 }

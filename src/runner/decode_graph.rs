@@ -1,6 +1,8 @@
-//! The decode executor: the decoder's layers turned once into a fixed list of fused launches on static buffers, and that
-//! into a CUDA graph. A token costs the host one graph launch; the token itself stays on the device, and comes to the host
-//! through a mailbox while the next step runs.
+//! The decode step as a CUDA graph. The decoder's layers become a fixed list of fused launches on static buffers, once, and
+//! the list is captured as a graph.
+//!
+//! A token costs the host one graph launch. The token stays on the device as the input of the next step; the host reads it
+//! from a mailbox while that step runs.
 
 use std::sync::Arc;
 
@@ -8,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Tensor};
 
-use super::bench::KernelTime;
+use super::{EagerReason, KernelTime};
 use crate::kernels::attention::{AttentionMask, EarlyReads, FLASH_HEAD_DIMS, FlashAttention, FlashTensors};
 use crate::kernels::decode::sample::{self, SamplingBuffers, SamplingKernelParams};
 use crate::kernels::decode::{
@@ -27,41 +29,45 @@ use crate::nn::mlp::{GatedMlp, Mlp};
 use crate::nn::moe::{ClampedMoe, GatedMoe};
 use crate::nn::norm::Norm as NormLayer;
 
-/// Steps that are queued ahead of the one whose token the host waits for.
+/// Steps that are queued behind the one whose token the host waits for.
 const AHEAD: usize = 2;
 
-pub struct Executor {
+/// A captured decode step for one sequence.
+pub struct DecodeGraph {
     device: CudaDevice,
     buffers: StepBuffers,
     embedding: Embedding,
-    /// Positions that cache and rotary tables have.
+    /// Positions in the cache and the rotary tables.
     context: usize,
     mailbox: Arc<Mailbox>,
     draw: SamplingBuffers,
-    /// All but the choice of a token.
+    /// The launches of a step up to its logits.
     layers: LaunchSequence,
     greedy: Choice,
     drawn: Choice,
     choosing: Choosing,
-    /// Steps queued since the first, and tokens taken: slot s mod slots of the mailbox has the token of step s.
+    /// Steps queued since the start. Step s writes its token to slot s mod `mailbox.slots()`.
     queued: usize,
+    /// Tokens taken from the mailbox since the start.
     taken: usize,
 }
 
-impl Executor {
-    /// The plan for `decoder` on `cache`, or why there is none: then the eager decoder runs every step.
-    pub fn plan(decoder: &Decoder, cache: &KvCache) -> Result<std::result::Result<Self, String>> {
+impl DecodeGraph {
+    /// Plans and captures the decode step of `decoder` on `cache`. Returns the reason if the decoder has to run eagerly.
+    pub fn plan(decoder: &Decoder, cache: &KvCache) -> Result<std::result::Result<Self, EagerReason>> {
         let Device::Cuda(device) = decoder.embed_tokens.device() else {
-            return Ok(Err("the model is not on a GPU".into()));
+            return Ok(Err(EagerReason::NotOnGpu));
         };
-        if let Some(reason) = decoder.layers.iter().find_map(|layer| obstacle(decoder, layer)) {
-            return Ok(Err(reason));
+        for layer in &decoder.layers {
+            if let Some(reason) = unsupported_reason(decoder, layer)? {
+                return Ok(Err(reason));
+            }
         }
         let embedding = Embedding { table: decoder.embed_tokens.clone(), scale: decoder.embed_scale };
         let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
         let buffers = StepBuffers::new(device, hidden_size, vocab_size)?;
         if !sample::can_sample(&buffers) {
-            return Ok(Err(format!("this GPU is too small to draw from {vocab_size} tokens")));
+            return Ok(Err(EagerReason::VocabularySize(vocab_size)));
         }
         let mailbox = Mailbox::new(device, 64)?;
         let mut chain = LaunchSequence::new(device)?;
@@ -73,7 +79,7 @@ impl Executor {
                 Mlp::Gated(mlp) => gated(&mut chain, &buffers, &mut scratch, layer, mlp)?,
                 Mlp::ClampedMoe(mlp) => experts(&mut chain, &buffers, &mut scratch, layer, mlp)?,
                 Mlp::GatedMoe(mlp) => routed(&mut chain, &buffers, &mut scratch, layer, mlp)?,
-                Mlp::Plain(_) => bail!("the executor has no kernels for this MLP"),
+                Mlp::Plain(_) => bail!("the decode graph has no kernel for an MLP without a gate"),
             }
         }
         let head = &decoder.lm_head.weight;
@@ -102,8 +108,10 @@ impl Executor {
         }))
     }
 
-    /// Starts at `position` with `token` as the input of the first step. Without `draw` the likeliest token is chosen;
-    /// `seen` \[V\] is needed for penalties: 0, or 1 + how often a token was generated.
+    /// Starts at `position` with `token` as the input of the first step.
+    ///
+    /// Without `draw` every step chooses the likeliest token. Penalties need `seen` \[V\]: 0 for a token that was not seen,
+    /// else 1 + how often it was generated.
     pub fn start(
         &mut self,
         position: usize,
@@ -123,7 +131,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Starts with logits f32 \[1, V\] of the last of `tokens` tokens: the first token is chosen from them.
+    /// Starts after `tokens` cached tokens. The first token is chosen from `logits` f32 \[1, V\] of the last one.
     pub fn start_from(
         &mut self,
         tokens: usize,
@@ -134,7 +142,7 @@ impl Executor {
         copy_rows(&self.buffers.logits, &logits.flatten_all()?, 0)?;
         let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
-        // Greedy choice looks at what the head's blocks found, not at logits.
+        // The greedy choice reads the maxima that the head's blocks left, not the logits: a draw of the likeliest token does.
         let tail = match self.choosing {
             Choosing::Greedy => {
                 self.draw.set(&SamplingKernelParams::greedy(), None)?;
@@ -164,13 +172,13 @@ impl Executor {
         }
     }
 
-    /// The next token. `room` is for how many more tokens there is room or use, this one included; that many steps are
-    /// queued ahead, but no more than `AHEAD`.
-    pub fn next(&mut self, room: usize) -> Result<u32> {
-        if room == 0 {
+    /// Waits for the next token. At most `limit` more tokens fit or are wanted, this one included: steps beyond the limit are
+    /// not queued, nor more than `AHEAD` behind this one.
+    pub fn next(&mut self, limit: usize) -> Result<u32> {
+        if limit == 0 {
             bail!("the context is full");
         }
-        while self.queued - self.taken < room.min(1 + AHEAD) {
+        while self.queued - self.taken < limit.min(1 + AHEAD) {
             self.choice().graph.enqueue()?;
             self.queued += 1;
         }
@@ -181,12 +189,12 @@ impl Executor {
         Ok(token - 1)
     }
 
-    /// Steps that were run or are queued beyond those whose tokens were taken: they have written to the cache.
-    pub fn ahead(&self) -> usize {
+    /// The number of steps whose tokens were not taken yet. They have written to the cache, or will.
+    pub fn queued_steps(&self) -> usize {
         self.queued - self.taken
     }
 
-    /// Waits for queued steps and forgets their tokens.
+    /// Waits for the queued steps and drops their tokens.
     pub fn drain(&mut self) -> Result<()> {
         while self.taken < self.queued {
             self.wait()?;
@@ -205,7 +213,7 @@ impl Executor {
             }
             std::hint::spin_loop();
             polls += 1;
-            // Now and then: a device that has failed, or is done, will send nothing more.
+            // A device that failed, or ran everything, sends nothing more. Asking it is slow, so it is asked rarely.
             if polls.is_multiple_of(1 << 20) && is_idle(&self.device).context("the GPU failed in a decode step")? {
                 let word = self.mailbox.take(slot);
                 if word == 0 {
@@ -217,16 +225,17 @@ impl Executor {
         }
     }
 
-    /// Logits f32 \[V\] of the last step that ran.
+    /// The logits f32 \[V\] of the last step that ran.
     pub fn logits(&self) -> &Tensor {
         &self.buffers.logits
     }
 
+    /// The number of launches in a step.
     pub fn launches(&self) -> usize {
         self.layers.len() + self.choice().tail.len()
     }
 
-    /// Times each kernel of a step, alone and in order; the step counts as one.
+    /// Runs one step, launch by launch, and times each kernel.
     pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
         let mut times: Vec<KernelTime> = Vec::new();
         let mut timed = self.layers.time_each()?;
@@ -246,7 +255,7 @@ impl Executor {
         Ok(times)
     }
 
-    /// Issues the launches of a step one by one instead of as a graph: for tests.
+    /// Runs one step whose launches are issued one by one instead of as a graph, for tests. Returns its token.
     pub fn next_ungraphed(&mut self) -> Result<u32> {
         self.layers.enqueue()?;
         self.choice().tail.enqueue()?;
@@ -255,9 +264,11 @@ impl Executor {
     }
 }
 
-/// The end of a step, and the graph of the whole of it.
+/// One way to choose the token of a step.
 struct Choice {
+    /// The launches after the logits.
     tail: LaunchSequence,
+    /// The whole step with this tail.
     graph: LaunchGraph,
 }
 
@@ -269,75 +280,84 @@ enum Choosing {
 
 const _: fn() = || {
     fn is_send<T: Send>() {}
-    is_send::<Executor>();
+    is_send::<DecodeGraph>();
 };
 
-impl Drop for Executor {
+impl Drop for DecodeGraph {
     fn drop(&mut self) {
-        // Queued steps write to buffers that go now. An error has nowhere to go from here.
+        // Queued steps write to buffers that are freed now. `drop` cannot return an error.
         let _ = self.device.cuda_stream().synchronize();
     }
 }
 
-/// Why the executor cannot run a layer.
-fn obstacle(decoder: &Decoder, layer: &DecoderLayer) -> Option<String> {
+/// Returns why the graph cannot run a layer; `None` if it can.
+fn unsupported_reason(decoder: &Decoder, layer: &DecoderLayer) -> Result<Option<EagerReason>> {
     let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
-        return Some(format!("it computes in bf16 and f16, not {dtype:?}"));
+        return Ok(Some(EagerReason::Dtype(dtype)));
     }
     if let Some(what) = decoder.unsupported_reason() {
-        return Some(format!("it has no kernels for {what}"));
+        return Ok(Some(EagerReason::Layer(what)));
     }
-    let config = &layer.self_attn.config;
-    let head_dim = config.spec.head_dim;
+    let head_dim = layer.self_attn.config.spec.head_dim;
     if !FLASH_HEAD_DIMS.contains(&head_dim) {
-        return Some(format!("it has no attention for heads of {head_dim}"));
+        return Ok(Some(EagerReason::HeadDim(head_dim)));
     }
-    // Weights, and how many inputs they are multiplied with at once.
-    let mut weights = vec![(layer.self_attn.qkv_proj.weight.clone(), 1), (layer.self_attn.o_proj.weight.clone(), 1)];
-    match &layer.mlp {
+    let mut products = vec![(layer.self_attn.qkv_proj.weight.clone(), 1), (layer.self_attn.o_proj.weight.clone(), 1)];
+    match mlp_products(&layer.mlp)? {
+        Ok(mlp_products) => products.extend(mlp_products),
+        Err(reason) => return Ok(Some(reason)),
+    }
+    if layer.mlp_post_norm.is_some() && !matches!(layer.mlp, Mlp::Gated(_)) {
+        return Ok(Some(EagerReason::Layer("a norm after experts")));
+    }
+    let Device::Cuda(device) = decoder.embed_tokens.device() else { return Ok(Some(EagerReason::NotOnGpu)) };
+    for (weight, inputs) in products {
+        if !decode::can_multiply(device, &weight, inputs)? {
+            return Ok(Some(match weight {
+                Matrix::Mixed(_) => EagerReason::UnlikeQkv,
+                _ => EagerReason::RowLength(weight.dims().1),
+            }));
+        }
+    }
+    Ok(None)
+}
+
+/// The weights that one MLP multiplies by, each with its number of input vectors.
+type Products = Vec<(Matrix, usize)>;
+
+/// Returns the products of an MLP for the matrix-vector kernels, or the reason why no kernel runs the MLP.
+fn mlp_products(mlp: &Mlp) -> Result<std::result::Result<Products, EagerReason>> {
+    Ok(match mlp {
         Mlp::Gated(mlp) => {
             let (gate, up) = (&mlp.gate_proj.weight, &mlp.up_proj.weight);
-            if gate.format() != up.format() || gate.input_rounding() != up.input_rounding() {
-                return Some("it has no kernel for a gate that is quantized in another way than what it is for".into());
+            match gate.format() == up.format() && gate.input_rounding() == up.input_rounding() {
+                true => Ok([gate, up, &mlp.down_proj.weight].map(|weight| (weight.clone(), 1)).into()),
+                false => Err(EagerReason::UnlikeGate),
             }
-            weights.extend([gate, up, &mlp.down_proj.weight].map(|weight| (weight.clone(), 1)));
         }
         Mlp::ClampedMoe(mlp) => {
             let ClampedMoe { gate_up_proj, down_proj, config, .. } = mlp;
+            let (chosen, experts, columns) = (config.experts_per_token, config.experts, config.intermediate_size);
             if !matches!((gate_up_proj, down_proj), (ExpertWeights::Mxfp4Tiles(_), ExpertWeights::Mxfp4Tiles(_))) {
-                return Some("it runs experts in MXFP4 only, with scales up to 2".into());
-            }
-            if config.experts_per_token > decode::MAX_CHOSEN_MXFP4 || config.experts > decode::MAX_EXPERTS {
-                return Some(format!("it cannot choose {} of {} experts", config.experts_per_token, config.experts));
-            }
-            let columns = config.intermediate_size;
-            if columns % 8 != 0 || columns > decode::MAX_EXPERT_COLUMNS {
-                return Some(format!("it cannot multiply rows of {columns}"));
+                Err(EagerReason::ExpertFormat)
+            } else if chosen > decode::MAX_CHOSEN_MXFP4 || experts > decode::MAX_EXPERTS {
+                Err(EagerReason::ExpertCount { chosen, experts })
+            } else if columns % 8 != 0 || columns > decode::MAX_EXPERT_COLUMNS {
+                Err(EagerReason::RowLength(columns))
+            } else {
+                Ok(Vec::new())
             }
         }
-        Mlp::GatedMoe(mlp) => {
-            let (Ok(Some(gate_up)), Ok(Some(down))) = (mlp.gate_up_proj.as_matrix(), mlp.down_proj.as_matrix()) else {
-                return Some("it has no kernels for such experts".into());
-            };
-            weights.extend([(gate_up, 1), (down, mlp.config.experts_per_token)]);
-        }
-        Mlp::Plain(_) => return Some("it has no kernels for this MLP".into()),
-    }
-    let after = layer.mlp_post_norm.is_some() && !matches!(layer.mlp, Mlp::Gated(_));
-    if after {
-        return Some("it has no kernels for norms after experts".into());
-    }
-    let Device::Cuda(device) = decoder.embed_tokens.device() else { return None };
-    let fits = |(weight, inputs): &(Matrix, usize)| decode::can_multiply(device, weight, *inputs).unwrap_or(false);
-    let bad = weights.into_iter().find(|weight| !fits(weight));
-    bad.map(|(weight, _)| match weight {
-        Matrix::Mixed(_) => "it has no kernel for queries, keys and values that are quantized in unlike ways".into(),
-        _ => format!("it cannot multiply rows of {}", weight.dims().1),
+        Mlp::GatedMoe(mlp) => match (mlp.gate_up_proj.as_matrix()?, mlp.down_proj.as_matrix()?) {
+            (Some(gate_up), Some(down)) => Ok(vec![(gate_up, 1), (down, mlp.config.experts_per_token)]),
+            _ => Err(EagerReason::Layer("experts in this format")),
+        },
+        Mlp::Plain(_) => Err(EagerReason::Layer("an MLP without a gate")),
     })
 }
 
-/// Buffers between two kernels, the same for all layers of one shape.
+/// Buffers between two kernels. Layers of one shape share them.
 #[derive(Default)]
 struct Scratch {
     tensors: Vec<Tensor>,
@@ -345,7 +365,7 @@ struct Scratch {
 }
 
 impl Scratch {
-    /// A buffer for `slot` of this shape; what another layer made is used again.
+    /// Returns the buffer of `slot` with this shape, made by an earlier layer or now.
     fn tensor(&mut self, slot: usize, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
         // The first dimension tells slots of one shape apart.
         let keyed: Vec<usize> = [slot + 1].into_iter().chain(shape.iter().copied()).collect();
@@ -370,7 +390,7 @@ fn projection(linear: &Linear) -> Projection<'_> {
     Projection { weight: &linear.weight, bias: linear.bias.as_ref() }
 }
 
-/// Norm, q, k and v, attention, projection back.
+/// Adds the attention of a layer: norm, QKV projection, attention, output projection.
 fn attention(
     chain: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -398,7 +418,7 @@ fn attention(
     };
     decode::qkv(chain, buffers, norm(&layer.input_layernorm), &qkv)?;
 
-    let Device::Cuda(cuda) = device else { bail!("the executor is for a GPU") };
+    let Device::Cuda(cuda) = device else { bail!("the decode graph is for a GPU") };
     let mask = AttentionMask { position: 0, window: config.spec.window, scale: config.scale, softcap: config.softcap };
     let flash = FlashAttention::new(cuda, &q.unsqueeze(0)?, cache.k(), mask)?;
     let tensors = FlashTensors {
@@ -411,7 +431,7 @@ fn attention(
         partials: &scratch.tensor(2, &[flash.partials.max(1)], DType::F32, device)?,
         arrivals: &scratch.tensor(3, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
-    // Keys of earlier steps may be read while the projection ahead still runs: they were written before it started.
+    // The kernel may read keys of earlier steps while the QKV projection still runs: they were written before it started.
     let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
     // SAFETY: `decode::qkv` has checked shapes and dtypes, `start` that the position is below the context; rows are taken
     // modulo the cache's.
@@ -450,7 +470,7 @@ fn routed(
     let (Matrix::Dense(router), Some(gate_up), Some(down)) =
         (&router.weight, gate_up_proj.as_matrix()?, down_proj.as_matrix()?)
     else {
-        bail!("the executor has no kernels for such experts");
+        bail!("the decode graph has no kernel for experts in this format");
     };
     let device = buffers.x.device();
     let logits = scratch.tensor(7, &[config.experts], DType::F32, device)?;
@@ -470,17 +490,25 @@ fn experts(
 ) -> Result<()> {
     let ClampedMoe { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config } = mlp;
     let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) = (gate_up_proj, down_proj) else {
-        bail!("the executor runs experts in MXFP4 only");
+        bail!("the decode graph runs experts in MXFP4 only");
     };
-    let Matrix::Dense(router_weight) = &router.weight else { bail!("a router is of floats") };
+    let Matrix::Dense(router_weight) = &router.weight else { bail!("the router is quantized") };
     if scratch.experts.is_empty() {
         let (count, chosen) = (config.experts, config.experts_per_token);
         scratch.experts.push(ExpertBuffers::new(&buffers.x, count, chosen, config.intermediate_size)?);
     }
-    let between = &scratch.experts[0];
+    let expert_buffers = &scratch.experts[0];
     let norm = norm(&layer.post_attention_layernorm);
-    decode::router(chain, buffers, norm, router_weight, router.bias.as_ref(), &between.logits, Some(between))?;
+    decode::router(
+        chain,
+        buffers,
+        norm,
+        router_weight,
+        router.bias.as_ref(),
+        &expert_buffers.logits,
+        Some(expert_buffers),
+    )?;
     let (up_bias, down_bias) = (gate_up_bias.to_dtype(DType::F32)?, down_bias.to_dtype(DType::F32)?);
-    decode::expert_gate_up(chain, buffers, gate_up, &up_bias, config.swiglu_limit, between)?;
-    Ok(decode::expert_down(chain, buffers, down, &down_bias, between)?)
+    decode::expert_gate_up(chain, buffers, gate_up, &up_bias, config.swiglu_limit, expert_buffers)?;
+    Ok(decode::expert_down(chain, buffers, down, &down_bias, expert_buffers)?)
 }

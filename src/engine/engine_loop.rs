@@ -1,0 +1,181 @@
+//! The engine's thread: plan → step → deliver. Nothing but this thread touches the model.
+//!
+//! Requests are answered one at a time, in the order in which they came.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, TryRecvError};
+
+use anyhow::Result;
+
+use super::request::FinishReason;
+use super::sequence::Sequence;
+use super::stats::{self, Counters};
+use crate::language::Language;
+use crate::runner::{DecodeStep, Runner};
+
+/// A message from a client to the engine's thread.
+pub enum Command {
+    /// Answer a request.
+    Submit(Box<Sequence>),
+    /// Call a function with the bare runner, after all requests that came before.
+    Run(RunnerCall),
+    /// End the thread. Requests that are not answered yet end with an error.
+    Shutdown,
+}
+
+/// A function that needs the model for itself.
+pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
+
+/// A queued request or call.
+enum Job {
+    Sequence(Box<Sequence>),
+    Call(RunnerCall),
+}
+
+/// What the next step does.
+enum Plan {
+    /// Find the longest prefix of the prompt in the KV cache.
+    Start,
+    /// Read this part of the prompt.
+    Prefill(Range<usize>),
+    /// Generate a token.
+    Decode,
+    /// End the running sequence.
+    Finish(FinishReason),
+    /// Call a function with the bare runner.
+    Call(RunnerCall),
+}
+
+/// The state of the engine's thread.
+pub struct EngineLoop {
+    runner: Runner,
+    language: Arc<Language>,
+    commands: Receiver<Command>,
+    counters: Arc<Counters>,
+    waiting: VecDeque<Job>,
+    running: Option<Box<Sequence>>,
+}
+
+impl EngineLoop {
+    pub fn new(runner: Runner, language: Arc<Language>, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
+        Self { runner, language, commands, counters, waiting: VecDeque::new(), running: None }
+    }
+
+    /// Runs until a client asks to stop, or until there is no client any more.
+    pub fn run(mut self) {
+        while self.receive_commands() {
+            if let Some(plan) = self.plan() {
+                let outcome = self.step(plan);
+                self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
+                self.deliver(outcome);
+            }
+        }
+    }
+
+    /// Queues what clients sent, and waits for a command if there is nothing to do. Returns whether to go on.
+    fn receive_commands(&mut self) -> bool {
+        loop {
+            let is_idle = self.running.is_none() && self.waiting.is_empty();
+            let command = match is_idle {
+                true => self.commands.recv().map_err(|_| TryRecvError::Disconnected),
+                false => self.commands.try_recv(),
+            };
+            match command {
+                Ok(Command::Submit(sequence)) => self.waiting.push_back(Job::Sequence(sequence)),
+                Ok(Command::Run(call)) => self.waiting.push_back(Job::Call(call)),
+                Err(TryRecvError::Empty) => return true,
+                Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return false,
+            }
+        }
+    }
+
+    /// Decides what the next step does; admits the next job if none is running.
+    fn plan(&mut self) -> Option<Plan> {
+        if self.running.is_none() {
+            match self.waiting.pop_front()? {
+                Job::Call(call) => return Some(Plan::Call(call)),
+                Job::Sequence(sequence) => {
+                    stats::subtract_one(&self.counters.waiting);
+                    stats::add(&self.counters.running, 1);
+                    self.running = Some(sequence);
+                }
+            }
+        }
+        let sequence = self.running.as_ref()?;
+        Some(if sequence.is_canceled() {
+            Plan::Finish(FinishReason::Interrupted)
+        } else if sequence.is_new() {
+            Plan::Start
+        } else if let Some(chunk) = sequence.next_chunk(self.runner.chunk()) {
+            Plan::Prefill(chunk)
+        } else if sequence.wants_no_tokens() {
+            Plan::Finish(FinishReason::Length)
+        } else {
+            Plan::Decode
+        })
+    }
+
+    /// Runs the plan on the device. Returns why the running sequence ends, if it does.
+    fn step(&mut self, plan: Plan) -> Result<Option<FinishReason>> {
+        let Some(sequence) = &mut self.running else {
+            if let Plan::Call(call) = plan {
+                call(&mut self.runner);
+            }
+            return Ok(None);
+        };
+        match plan {
+            Plan::Start => {
+                let cached_tokens = self.runner.reuse_prefix(sequence.prompt())?;
+                sequence.start(cached_tokens);
+            }
+            Plan::Prefill(chunk) => {
+                let logits = self.runner.prefill(&sequence.prompt()[chunk.clone()])?;
+                stats::add(&self.counters.prompt_tokens, chunk.len() as u64);
+                if sequence.advance_prefill(chunk.end) {
+                    self.runner.set_checkpoint()?;
+                    if !sequence.wants_no_tokens() {
+                        self.runner.start_decode(&logits, &sequence.sampler)?;
+                    }
+                }
+            }
+            Plan::Decode => {
+                let (input, limit) = (sequence.last, sequence.remaining());
+                let token = self.runner.step(&mut DecodeStep { input, sampler: &mut sequence.sampler, limit })?;
+                stats::add(&self.counters.generated_tokens, 1);
+                return Ok(sequence.push(token, self.language.is_stop(token), self.runner.context()));
+            }
+            Plan::Finish(reason) => return Ok(Some(reason)),
+            Plan::Call(_) => {}
+        }
+        Ok(None)
+    }
+
+    /// Tells the client of the running sequence how it ended, if it did.
+    fn deliver(&mut self, outcome: Result<Option<FinishReason>>) {
+        let outcome = match outcome {
+            Ok(None) => return,
+            Ok(Some(reason)) => Ok(reason),
+            Err(error) => Err(error),
+        };
+        let Some(sequence) = self.running.take() else { return };
+        stats::subtract_one(&self.counters.running);
+        stats::add(&self.counters.ended, 1);
+        match outcome {
+            Ok(reason) => {
+                if reason == FinishReason::Interrupted {
+                    stats::add(&self.counters.canceled, 1);
+                }
+                sequence.finish(reason);
+            }
+            Err(error) => {
+                // The contents of the cache are unknown after an error.
+                self.runner.reset();
+                stats::add(&self.counters.failed, 1);
+                sequence.fail(error);
+            }
+        }
+    }
+}

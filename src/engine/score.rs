@@ -1,0 +1,73 @@
+//! How likely a model finds a text: logits and negative log-likelihoods of tokens that are already known.
+
+use anyhow::{Result, bail};
+use candle_core::{D, DType, Tensor};
+
+use super::handle::EngineHandle;
+use crate::runner::Runner;
+
+/// Rows of logits that are computed at once: each row has the size of the vocabulary, in f32.
+const LOGITS_ROWS: usize = 256;
+
+impl EngineHandle {
+    /// Returns the logits f32 \[T, V\] of every token of `ids`, on the engine's device.
+    ///
+    /// Fails if they do not fit in the context. Takes 2 × T × V × 4 bytes on the device.
+    pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
+        let ids = ids.to_vec();
+        self.with_runner(move |runner| runner.logits(&ids))?
+    }
+
+    /// Returns the negative log-likelihood (natural logarithm) of each token after the first, given those before it.
+    ///
+    /// A text that is longer than the context is read in windows that overlap by half: each token has at least half a
+    /// context before it.
+    pub fn negative_log_likelihood(&self, ids: &[u32]) -> Result<Vec<f32>> {
+        let vocab_size = self.info().vocab_size;
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
+            bail!("token id {id} is outside the model's vocabulary of {vocab_size}");
+        }
+        if ids.len() < 2 {
+            bail!("cannot score a text of {} tokens: two are needed", ids.len());
+        }
+        if self.context() < 2 {
+            bail!("cannot score with a context of {} tokens: two are needed", self.context());
+        }
+        let ids = ids.to_vec();
+        self.with_runner(move |runner| windows_nll(runner, &ids))?
+    }
+}
+
+/// Scores a text of any length, window by window.
+fn windows_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
+    let window = runner.context();
+    let mut losses = Vec::with_capacity(ids.len() - 1);
+    let mut start = 0;
+    while losses.len() + 1 < ids.len() {
+        let end = (start + window).min(ids.len());
+        let window_losses = window_nll(runner, &ids[start..end])?;
+        // The window scores the tokens after `start`. Those of the window before had a longer context there.
+        let known = losses.len() - start;
+        losses.extend(&window_losses[known..]);
+        start = end - (window / 2).min(end);
+    }
+    Ok(losses)
+}
+
+/// Scores a text that fits in the context.
+fn window_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
+    runner.reset();
+    let rows = LOGITS_ROWS.min(runner.chunk());
+    let mut losses = Vec::with_capacity(ids.len() - 1);
+    for (index, inputs) in ids[..ids.len() - 1].chunks(rows).enumerate() {
+        let first_target = index * rows + 1;
+        let targets = &ids[first_target..first_target + inputs.len()];
+        let logits = runner.chunk_logits(inputs)?;
+        let targets = Tensor::new(targets, runner.device())?.unsqueeze(1)?;
+        let chosen = logits.gather(&targets, D::Minus1)?.squeeze(1)?;
+        let nll = (logits.log_sum_exp(D::Minus1)? - chosen)?;
+        losses.extend(nll.to_dtype(DType::F32)?.to_vec1::<f32>()?);
+    }
+    runner.reset();
+    Ok(losses)
+}

@@ -1,0 +1,273 @@
+//! The events of one request, for a blocking iterator or an async `Stream`.
+
+use std::borrow::BorrowMut;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Instant;
+
+use anyhow::{Result, anyhow};
+use futures_core::Stream;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::output::Output;
+use super::request::{FinishReason, GenerateOptions};
+use super::sequence::SequenceEvent;
+use crate::chat::{Channel, Delta, ToolCall};
+
+/// A piece of an answer.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// A generated token, and the text that became certain with it, possibly none.
+    Token { id: u32, deltas: Vec<Delta> },
+    /// The end: text that was held back, and the counts and times of the whole generation.
+    End { deltas: Vec<Delta>, summary: Box<Summary> },
+}
+
+impl Event {
+    /// The generated token; `None` at the end.
+    pub fn token(&self) -> Option<u32> {
+        match self {
+            Event::Token { id, .. } => Some(*id),
+            Event::End { .. } => None,
+        }
+    }
+
+    /// The text of this event, in pieces.
+    pub fn deltas(&self) -> &[Delta] {
+        match self {
+            Event::Token { deltas, .. } | Event::End { deltas, .. } => deltas,
+        }
+    }
+
+    /// Counts and times; only at the end.
+    pub fn summary(&self) -> Option<&Summary> {
+        match self {
+            Event::Token { .. } => None,
+            Event::End { summary, .. } => Some(summary),
+        }
+    }
+
+    /// The part of the text that belongs to the answer.
+    pub fn answer(&self) -> String {
+        self.text(Channel::Answer)
+    }
+
+    /// The part of the text on one channel.
+    pub fn text(&self, channel: Channel) -> String {
+        self.deltas().iter().filter(|delta| delta.channel == channel).map(|delta| delta.text.as_str()).collect()
+    }
+}
+
+/// Counts and times of a generation.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Summary {
+    pub finish_reason: FinishReason,
+    pub prompt_tokens: usize,
+    /// Prompt tokens that the KV cache already had.
+    pub cached_tokens: usize,
+    pub completion_tokens: usize,
+    /// Seconds from the request to its first token.
+    pub ttft_s: f64,
+    /// Tokens per second after the first one; 0 with fewer than two.
+    pub tok_per_s: f64,
+    /// Positions in use.
+    pub context_used: usize,
+    /// Positions in all.
+    pub context: usize,
+    /// What ran the decode steps: [`EngineHandle::executor`](super::EngineHandle::executor).
+    pub executor: &'static str,
+    pub tool_calls: Vec<ToolCall>,
+    /// How often the model broke its chat format.
+    pub malformed: usize,
+}
+
+/// The events of one request, from [`EngineHandle::submit`](super::EngineHandle::submit).
+///
+/// A `for` loop over the stream, or over `&mut` of it, blocks for each event; as a [`Stream`] it works with any async
+/// runtime. Both give the same events. It is no `Iterator` itself, since `next()` would then be ambiguous in async code.
+///
+/// Dropping the stream cancels the request: the engine stops at the next token, or at the next chunk of the prompt.
+pub struct RequestStream {
+    events: UnboundedReceiver<SequenceEvent>,
+    output: Output,
+    cancel: Option<Arc<AtomicBool>>,
+    prompt_tokens: usize,
+    cached_tokens: usize,
+    context: usize,
+    executor: &'static str,
+    generated: usize,
+    submitted: Instant,
+    first_token: Option<Instant>,
+    last_token: Instant,
+    finish: Option<FinishReason>,
+    has_ended: bool,
+}
+
+impl RequestStream {
+    pub(super) fn new(
+        events: UnboundedReceiver<SequenceEvent>,
+        output: Output,
+        options: &GenerateOptions,
+        prompt_tokens: usize,
+        (context, executor): (usize, &'static str),
+        submitted: Instant,
+    ) -> Self {
+        Self {
+            events,
+            output,
+            cancel: options.cancel.clone(),
+            prompt_tokens,
+            cached_tokens: 0,
+            context,
+            executor,
+            generated: 0,
+            submitted,
+            first_token: None,
+            last_token: submitted,
+            finish: None,
+            has_ended: false,
+        }
+    }
+
+    /// Waits for the next event. Returns `None` after the end or an error.
+    ///
+    /// Panics in an async task of tokio, which must not block: use the [`Stream`] there.
+    pub fn next_blocking(&mut self) -> Option<Result<Event>> {
+        loop {
+            if let Some(end) = self.end_if_finished() {
+                return end;
+            }
+            let event = self.events.blocking_recv();
+            if let Some(event) = self.receive(event) {
+                return Some(event);
+            }
+        }
+    }
+
+    /// Ends the request: the engine stops at the next token, and the stream ends with [`FinishReason::Interrupted`].
+    pub fn cancel(&mut self) {
+        self.finish_as(FinishReason::Interrupted);
+    }
+
+    /// Returns counts and times so far; final once the stream has ended.
+    pub fn summary(&self) -> Summary {
+        let tool_calls = self.output.tool_calls().to_vec();
+        let finish_reason = match self.finish.unwrap_or(FinishReason::Interrupted) {
+            FinishReason::Stop if !tool_calls.is_empty() => FinishReason::ToolCalls,
+            other => other,
+        };
+        let first = self.first_token.unwrap_or(self.last_token);
+        let decode_s = (self.last_token - first).as_secs_f64();
+        Summary {
+            finish_reason,
+            prompt_tokens: self.prompt_tokens,
+            cached_tokens: self.cached_tokens,
+            completion_tokens: self.generated,
+            ttft_s: (first - self.submitted).as_secs_f64(),
+            tok_per_s: if decode_s > 0.0 { (self.generated - 1) as f64 / decode_s } else { 0.0 },
+            context_used: self.prompt_tokens + self.generated,
+            context: self.context,
+            executor: self.executor,
+            tool_calls,
+            malformed: self.output.malformed(),
+        }
+    }
+
+    /// Returns the last event if the generation has finished, `Some(None)` after that, and `None` while it goes on.
+    fn end_if_finished(&mut self) -> Option<Option<Result<Event>>> {
+        if self.has_ended {
+            return Some(None);
+        }
+        // Tokens that are already queued are not shown any more.
+        if self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed)) {
+            self.finish_as(FinishReason::Interrupted);
+        }
+        self.finish?;
+        self.has_ended = true;
+        let deltas = self.output.finish();
+        Some(Some(deltas.map(|deltas| Event::End { deltas, summary: Box::new(self.summary()) })))
+    }
+
+    /// Finishes for this reason, unless there was one before, and cancels what the engine still does for this request.
+    fn finish_as(&mut self, reason: FinishReason) {
+        self.finish.get_or_insert(reason);
+        self.events.close();
+    }
+
+    /// Takes a message of the engine's thread. Returns the event that the client sees, if there is one.
+    fn receive(&mut self, event: Option<SequenceEvent>) -> Option<Result<Event>> {
+        let result = match event {
+            Some(SequenceEvent::Started { cached_tokens }) => {
+                self.cached_tokens = cached_tokens;
+                return None;
+            }
+            Some(SequenceEvent::Finished(reason)) => {
+                self.finish_as(reason);
+                return None;
+            }
+            Some(SequenceEvent::Token { id, at }) => {
+                self.generated += 1;
+                self.last_token = at;
+                self.first_token.get_or_insert(at);
+                self.output.push(id).map(|deltas| Event::Token { id, deltas })
+            }
+            Some(SequenceEvent::Failed(error)) => Err(error),
+            None => Err(anyhow!("the engine stopped before the answer was complete")),
+        };
+        if self.output.is_stopped() {
+            self.finish_as(FinishReason::Stop);
+        }
+        if result.is_err() {
+            self.finish_as(FinishReason::Interrupted);
+            self.has_ended = true;
+        }
+        Some(result)
+    }
+}
+
+impl Stream for RequestStream {
+    type Item = Result<Event>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        loop {
+            if let Some(end) = self.end_if_finished() {
+                return Poll::Ready(end);
+            }
+            let event = ready!(self.events.poll_recv(context));
+            if let Some(event) = self.receive(event) {
+                return Poll::Ready(Some(event));
+            }
+        }
+    }
+}
+
+/// The blocking iterator over a [`RequestStream`], owned or borrowed.
+pub struct Events<S>(S);
+
+impl<S: BorrowMut<RequestStream>> Iterator for Events<S> {
+    type Item = Result<Event>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        self.0.borrow_mut().next_blocking()
+    }
+}
+
+impl IntoIterator for RequestStream {
+    type Item = Result<Event>;
+    type IntoIter = Events<RequestStream>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        Events(self)
+    }
+}
+
+impl<'s> IntoIterator for &'s mut RequestStream {
+    type Item = Result<Event>;
+    type IntoIter = Events<&'s mut RequestStream>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        Events(self)
+    }
+}

@@ -1,0 +1,67 @@
+//! The language that a GGUF file carries in its metadata.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::Language;
+use crate::chat::ChatFormat;
+use crate::tokenizer::Tokenizer;
+use crate::tokenizer::gguf::Vocabulary;
+use crate::weights::gguf::GgufCheckpoint;
+
+/// Loads the language of an open GGUF file. A tokenizer.json beside the file counts only if the file has no vocabulary: the
+/// vocabulary in the file was made for its weights.
+pub fn load(checkpoint: &GgufCheckpoint) -> Result<Language> {
+    let broken = || format!("broken tokenizer in {}", checkpoint.path().display());
+    let mut stop_ids = BTreeSet::new();
+    let (tokenizer, chat) = match checkpoint.vocabulary().with_context(broken)? {
+        Some(vocabulary) => {
+            let tokenizer = Tokenizer::from_gguf(&vocabulary).with_context(broken)?;
+            let chat = chat_format(checkpoint, &tokenizer, &vocabulary).with_context(broken)?;
+            stop_ids.extend(vocabulary.special_ids().with_context(broken)?.stop);
+            (tokenizer, chat)
+        }
+        None => from_folder(checkpoint)?,
+    };
+    stop_ids.extend(chat.iter().flat_map(|chat| chat.stop_ids()));
+    let generation_config = checkpoint.generation_config()?;
+    Ok(Language { tokenizer, chat, generation_config, stop_ids: stop_ids.into_iter().collect() })
+}
+
+/// Builds the chat format from the file's template and the names of its special tokens.
+fn chat_format(
+    checkpoint: &GgufCheckpoint,
+    tokenizer: &Tokenizer,
+    vocabulary: &Vocabulary,
+) -> Result<Option<ChatFormat>> {
+    let special = vocabulary.special_ids()?;
+    let named = [
+        ("bos_token", special.bos),
+        ("eos_token", special.eos),
+        ("unk_token", special.unk),
+        ("pad_token", special.pad),
+    ];
+    let token = |id: u32| vocabulary.tokens.get(id as usize).map(|token| token.to_string());
+    let named = named.into_iter().filter_map(|(name, id)| Some((name.to_string(), token(id?)?))).collect();
+    let template = checkpoint.chat_template()?;
+    Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, named))
+}
+
+/// Reads tokenizer.json beside a file without a vocabulary.
+fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>)> {
+    let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
+    let missing = || format!("{} holds no vocabulary, and no tokenizer.json is beside it", checkpoint.path().display());
+    let tokenizer = Tokenizer::from_dir(dir).with_context(missing)?;
+    let template = checkpoint.chat_template()?;
+    let chat = match template {
+        Some(_) => ChatFormat::from_template(&tokenizer, &file_name(checkpoint), template, Vec::new()),
+        None => ChatFormat::load(dir, &tokenizer)?,
+    };
+    Ok((tokenizer, chat))
+}
+
+fn file_name(checkpoint: &GgufCheckpoint) -> String {
+    checkpoint.path().file_name().unwrap_or_default().to_string_lossy().into_owned()
+}

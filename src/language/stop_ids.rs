@@ -1,0 +1,38 @@
+//! The tokens that end a text, from all files of a snapshot that name one.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+
+use crate::chat::ChatFormat;
+use crate::tokenizer::Tokenizer;
+
+/// Reads a JSON file of the snapshot. Returns null if the file does not exist.
+pub fn read_json(dir: &Path, name: &str) -> Result<Value> {
+    let path = dir.join(name);
+    match std::fs::read_to_string(&path) {
+        Ok(text) => serde_json::from_str(&text).with_context(|| format!("broken {}", path.display())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
+        Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
+    }
+}
+
+/// Collects the ids that end a text from every file that names one: with one file alone, some models never stop.
+pub fn collect(dir: &Path, generation: &Value, tokenizer: &Tokenizer, chat: Option<&ChatFormat>) -> Result<Vec<u32>> {
+    let mut ids = BTreeSet::new();
+    for json in [&read_json(dir, "config.json")?, generation] {
+        match &json["eos_token_id"] {
+            Value::Array(several) => ids.extend(several.iter().filter_map(Value::as_u64)),
+            one => ids.extend(one.as_u64()),
+        }
+    }
+    let mut ids: BTreeSet<u32> = ids.into_iter().filter_map(|id| u32::try_from(id).ok()).collect();
+    let tokenizer_config = read_json(dir, "tokenizer_config.json")?;
+    let eos = &tokenizer_config["eos_token"];
+    let eos = eos.as_str().or_else(|| eos["content"].as_str());
+    ids.extend(eos.and_then(|eos| tokenizer.token_id(eos)));
+    ids.extend(chat.iter().flat_map(|chat| chat.stop_ids()));
+    Ok(ids.into_iter().collect())
+}

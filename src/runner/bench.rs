@@ -1,0 +1,143 @@
+//! Bare steps without sampling, for `inferno bench`, `inferno doctor` and tests; and the bytes that each step must read.
+
+use anyhow::{Context, Result, bail};
+use candle_core::{D, Tensor};
+
+use super::{Decode, KernelTime, LaunchCounts, Runner, StepBytes};
+use crate::nn::kv_cache;
+use crate::nn::pass::LogitRows;
+
+impl Runner {
+    /// Reads tokens after the cached ones, in chunks, and waits for the device.
+    pub fn fill(&mut self, tokens: &[u32]) -> Result<()> {
+        for chunk in tokens.chunks(self.cache.chunk()) {
+            self.forward(chunk, LogitRows::Last)?;
+        }
+        Ok(self.device.synchronize()?)
+    }
+
+    /// Runs `count` greedy steps after the cached tokens, the first of them on `first`, and waits for the device. Returns
+    /// the token that each step chose.
+    pub fn decode_steps(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
+        let mut chosen = Vec::with_capacity(count);
+        let mut token = first;
+        if self.start_graph(first)? {
+            #[cfg(feature = "cuda")]
+            for left in (1..=count).rev() {
+                token = self.graph_step(Some(token), left)?;
+                chosen.push(token);
+            }
+            self.device.synchronize()?;
+            return Ok(chosen);
+        }
+        for _ in 0..count {
+            let logits = self.forward(&[token], LogitRows::Last)?;
+            // Only the four bytes of the token are copied to the host, not the logits.
+            token = logits.argmax(D::Minus1)?.to_vec1::<u32>()?[0];
+            chosen.push(token);
+        }
+        self.device.synchronize()?;
+        Ok(chosen)
+    }
+
+    /// Runs `count` greedy steps whose launches are issued one by one instead of as a graph, to compare the graph with.
+    /// The cache is emptied afterwards. Fails without a graph.
+    #[cfg(feature = "cuda")]
+    pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
+        if count > self.cache.context() - self.cache.len() || !self.start_graph(first)? {
+            bail!("{count} steps of a graph do not fit, or there is none");
+        }
+        let Decode::Graph(graph) = &mut self.decode else { bail!("there is no graph to run") };
+        let chosen = (0..count).map(|_| graph.next_ungraphed()).collect();
+        self.reset();
+        chosen
+    }
+
+    /// Runs `ids` from an empty cache, one decode step each. Returns the logits f32 \[T, V\] of every token, to compare with
+    /// [`logits`](Self::logits).
+    pub fn step_logits(&mut self, ids: &[u32]) -> Result<Tensor> {
+        self.reset();
+        let mut rows = Vec::with_capacity(ids.len());
+        for &id in ids {
+            rows.push(self.one_step_logits(id)?);
+        }
+        Ok(Tensor::cat(&rows, 0)?)
+    }
+
+    fn one_step_logits(&mut self, id: u32) -> Result<Tensor> {
+        if !self.start_graph(id)? {
+            return self.forward(&[id], LogitRows::Last);
+        }
+        #[cfg(feature = "cuda")]
+        self.graph_step(Some(id), 1)?;
+        match &self.decode {
+            Decode::Eager(_) => bail!("there is no graph to run"),
+            #[cfg(feature = "cuda")]
+            // A copy: the next step overwrites these logits.
+            Decode::Graph(graph) => Ok(graph.logits().unsqueeze(0)?.force_contiguous()?),
+        }
+    }
+
+    /// Starts the graph after the cached tokens, with `token` as its first input. Returns false if there is no graph.
+    fn start_graph(&mut self, token: u32) -> Result<bool> {
+        match &mut self.decode {
+            Decode::Eager(_) => {
+                let _ = token;
+                Ok(false)
+            }
+            #[cfg(feature = "cuda")]
+            Decode::Graph(graph) => graph.start(self.cache.len(), token, None).map(|()| true),
+        }
+    }
+
+    /// Goes back to the first `len` cached tokens and sets a checkpoint there, so that the next rewind reads nothing again.
+    pub fn rewind(&mut self, len: usize) -> Result<()> {
+        if len > self.cached.len() {
+            bail!("cannot go back to {len} tokens, {} are cached", self.cached.len());
+        }
+        let held = self.cache.truncate(len)?;
+        // Sliding layers may have gone back further.
+        let missing = self.cached[held..len].to_vec();
+        self.cached.truncate(held);
+        self.fill(&missing).context("cannot read the cached tokens again")?;
+        self.cache.set_checkpoint()?;
+        Ok(self.device.synchronize()?)
+    }
+
+    /// Returns the bytes that a decode step reads after `depth` cached tokens.
+    pub fn step_bytes(&self, depth: usize) -> StepBytes {
+        let cache = kv_cache::step_bytes(self.decoder.cache_layers(), depth, self.dtype());
+        StepBytes { weights: self.decoder.step_bytes(), cache }
+    }
+
+    /// Times each kernel of a decode step after the cached tokens. Returns `None` without a graph.
+    pub fn kernel_times(&mut self) -> Result<Option<Vec<KernelTime>>> {
+        #[cfg(feature = "cuda")]
+        if self.cache.len() < self.cache.context() && self.start_graph(0)? {
+            let dtype = self.dtype();
+            let Decode::Graph(graph) = &mut self.decode else { return Ok(None) };
+            let mut times = graph.kernel_times()?;
+            let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.cache.len(), dtype);
+            // The bytes that attention reads depend on the depth. A model whose layers differ has several kernels.
+            let mut attention = times.iter_mut().filter(|time| time.name.starts_with("flash_attention"));
+            if let (Some(time), None) = (attention.next(), attention.next()) {
+                time.bytes = cache;
+            }
+            self.cache.advance_written(0, 1);
+            return Ok(Some(times));
+        }
+        Ok(None)
+    }
+
+    /// Counts the launches of a decode step. Returns `None` without a graph.
+    pub fn launch_counts(&self) -> Option<LaunchCounts> {
+        match &self.decode {
+            Decode::Eager(_) => None,
+            #[cfg(feature = "cuda")]
+            Decode::Graph(graph) => {
+                let kernels = graph.launches();
+                Some(LaunchCounts { kernels, graph_nodes: kernels, host_syncs: 0, copies: 0 })
+            }
+        }
+    }
+}
