@@ -1,12 +1,11 @@
 //! The decode executor against the eager decoder: the same logits step by step, graph replay against single launches, and
-//! tokens drawn on the device against the sampler on the host. They need a GPU; without one they say so and pass.
+//! tokens drawn on the device against the sampler on the host. All need a GPU.
 
 use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::SamplingParams;
-use inferno::device::{self, DeviceChoice};
 use inferno::engine::executor::Executor;
 use inferno::engine::sampler::Sampler;
 use inferno::models;
@@ -17,17 +16,13 @@ use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
 use crate::gguf::models::{llama_in_many_types, saved};
-use crate::support::{golden, relative_error, values};
+use crate::support::{golden, gpu, relative_error, values};
 
 const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
 
 /// Families whose router may decide a close call in another way when its input was rounded in another way.
 const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
-
-fn gpu() -> Option<Device> {
-    device::open(DeviceChoice::FirstCuda).map_err(|error| println!("not tested: {error}")).ok()
-}
 
 struct Model {
     name: String,
@@ -244,7 +239,7 @@ const GOLDEN: [&str; 9] = [
 
 /// The models that a graph can run, in both short dtypes.
 fn each_model(test: impl Fn(&mut Model)) {
-    let Some(device) = gpu() else { return };
+    let device = gpu();
     for dtype in [DType::BF16, DType::F16] {
         for case in GOLDEN {
             test(&mut Model::load(case, &golden(case), &device, dtype));
@@ -338,9 +333,9 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
 }
 
 /// Every position's logits, each from a step of the graph on transformers' own tokens; and its greedy continuation.
-#[test]
+#[test(gpu)]
 fn steps_of_the_graph_agree_with_transformers() {
-    let Some(device) = gpu() else { return };
+    let device = gpu();
     for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
         for case in GOLDEN {
             let mut model = Model::load(case, &golden(case), &device, dtype);
@@ -374,9 +369,9 @@ fn steps_of_the_graph_agree_with_transformers() {
 }
 
 /// Experts with scales that tensor cores cannot hold are served, by the eager decoder.
-#[test]
+#[test(gpu)]
 fn what_the_graph_cannot_run_is_told() {
-    let Some(device) = gpu() else { return };
+    let device = gpu();
     let why = |case, dtype| {
         let model = Model::load(case, &golden(case), &device, dtype);
         Executor::plan(&model.decoder, &model.cache).unwrap().err().unwrap_or_default()
@@ -390,7 +385,7 @@ fn what_the_graph_cannot_run_is_told() {
 }
 
 /// Across window and ring borders, to the end of the context.
-#[test]
+#[test(gpu)]
 fn steps_of_the_graph_agree_with_the_eager_decoder() {
     each_model(|model| {
         let mut executor = model.executor();
@@ -427,7 +422,7 @@ fn steps_of_the_graph_agree_with_the_eager_decoder() {
     });
 }
 
-#[test]
+#[test(gpu)]
 fn a_replayed_graph_does_what_its_launches_do_one_by_one() {
     each_model(|model| {
         let prompt = prompt(model, 40);
@@ -450,7 +445,7 @@ fn a_replayed_graph_does_what_its_launches_do_one_by_one() {
 
 /// The next turn of a chat: steps have written to the cache, some beyond what was taken; it goes back a little, or so far
 /// that rings have lost it, and reads on.
-#[test]
+#[test(gpu)]
 fn a_conversation_goes_on_from_what_steps_wrote() {
     each_model(|model| {
         if model.has_router {
@@ -485,7 +480,7 @@ fn a_conversation_goes_on_from_what_steps_wrote() {
     });
 }
 
-#[test]
+#[test(gpu)]
 fn tokens_drawn_on_the_device_are_those_that_the_host_draws() {
     let base = SamplingParams { temperature: 1.0, seed: 11, ..SamplingParams::greedy() };
     let cases = [

@@ -11,7 +11,7 @@ use inferno::kernels::norm::add_norm;
 use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 use inferno::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 
-use crate::support::{devices, golden, relative_error, values};
+use crate::support::{devices, golden, gpu_with_dtypes, relative_error, values};
 
 /// A small generator of repeatable values; tests need no better one.
 struct Noise(u64);
@@ -62,9 +62,9 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
     assert!(error <= tolerance, "{what}: off by {error:e}, allowed {tolerance:e}");
 }
 
-#[test]
+#[test(gpu)]
 fn split_qkv_agrees_with_its_reference() {
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         // T, (H, K, D), rotated dims, bias, norms
         let cases = [
             (1, (1, 1, 2), 2, false, false),
@@ -100,9 +100,9 @@ fn split_qkv_agrees_with_its_reference() {
     }
 }
 
-#[test]
+#[test(gpu)]
 fn add_norm_agrees_with_its_reference() {
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         let cases = [
             (1, 2, true, false),
             (3, 64, false, false),
@@ -160,9 +160,9 @@ fn soft_cap_agrees_with_candle() {
     }
 }
 
-#[test]
+#[test(gpu)]
 fn clamped_swiglu_agrees_with_its_reference() {
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         for shape in [[1, 1, 2], [3, 4, 64], [1, 5, 1026]] {
             let x = Noise(2).tensor(&shape, dtype);
             let got = clamped_swiglu(&on(&x, &device, dtype), 7.0).unwrap();
@@ -192,9 +192,9 @@ fn a_nan_stays_a_nan_in_clamped_swiglu() {
     }
 }
 
-#[test]
+#[test(gpu)]
 fn topk_softmax_agrees_with_its_reference() {
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         for (tokens, experts, chosen) in [(1, 32, 4), (7, 128, 4), (65, 5, 3), (2, 3, 3), (9, 1000, 32)] {
             for softmax in [Softmax::OverChosen, Softmax::OverAll] {
                 let logits = Noise(3).tensor(&[tokens, experts], dtype);
@@ -219,7 +219,7 @@ fn topk_softmax_breaks_ties_downwards_and_survives_nan() {
     }
 }
 
-#[test]
+#[test(gpu)]
 fn attention_agrees_with_its_reference() {
     // tokens, heads, kv heads, head dim, rows, position, window, sinks
     let cases = [
@@ -247,7 +247,7 @@ fn attention_agrees_with_its_reference() {
         (130, 140, 140, 256, 133, 3, None, true),
         (130, 140, 140, 128, 140, 3, Some(90), true),
     ];
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         for (case, softcap) in cases.iter().flat_map(|case| [(case, None), (case, Some(2.0))]) {
             let &(tokens, heads, kv_heads, head_dim, rows, position, window, with_sinks) = case;
             let mut noise = Noise(4);
@@ -285,15 +285,15 @@ fn attention_agrees_with_its_reference() {
     }
 }
 
+#[test(gpu)]
 #[cfg(feature = "cuda")]
-#[test]
 fn expert_mlp_agrees_with_the_products_one_by_one() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
     use inferno::kernels::moe::experts::{Mxfp4Tiles, RowOrder};
     // tokens, experts, chosen, C, F
     let cases =
         [(1, 7, 4, 64, 96), (5, 4, 2, 96, 160), (70, 32, 4, 192, 64), (300, 3, 1, 64, 32), (900, 5, 4, 160, 96)];
-    for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
+    for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
         for (tokens, experts, chosen, columns, intermediate) in cases {
             let mut noise = Noise(9);
             // Sizes of one, as after a norm: the products' sums then stay within the limit's reach.
@@ -354,7 +354,7 @@ fn attention_refuses_a_cache_that_has_lost_what_it_sees() {
     assert!(attend(&zeros((18, 1, 8))).is_err());
 }
 
-#[test]
+#[test(gpu)]
 fn expert_matmul_agrees_with_its_reference() {
     // tokens, chosen, experts, rows, columns; the last ones are past the switch to the tiled kernel
     let cases = [
@@ -369,7 +369,7 @@ fn expert_matmul_agrees_with_its_reference() {
         (500, 1, 2, 136, 128),
         (70, 2, 3, 20, 2880),
     ];
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         for (tokens, chosen, experts, rows, columns) in cases {
             let mut noise = Noise(5);
             let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
