@@ -16,7 +16,7 @@ use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
 use crate::gguf::models::{llama_in_many_types, saved};
-use crate::support::{golden, gpu, relative_error, values};
+use crate::support::{Random, golden, gpu, relative_error, values};
 
 const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
@@ -177,12 +177,9 @@ impl Llama {
             "attention_bias": bias, "mlp_bias": bias, "tie_word_embeddings": tied,
         });
         std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
-        let mut state = 1u64;
+        let mut numbers = Random(1);
         let mut random = |shape: &[usize], scale: f32, around: f32| {
-            let mut next = || {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4 * scale + around
-            };
+            let mut next = || (numbers.unit() - 0.5) * 3.4 * scale + around;
             let values: Vec<f32> = (0..shape.iter().product()).map(|_| next()).collect();
             Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap()
         };
@@ -290,13 +287,10 @@ fn write_experts(dir: &Path) {
         "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
     });
     std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
-    let mut state = 7u64;
+    let mut numbers = Random(7);
     let mut tensors = HashMap::new();
     let mut add = |name: String, shape: &[usize]| {
-        let mut next = || {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4
-        };
+        let mut next = || (numbers.unit() - 0.5) * 3.4;
         let values: Vec<f32> = match shape {
             [size] => (0..*size).map(|_| 1.0 + 0.1 * next()).collect(),
             _ => (0..shape.iter().product()).map(|_| next() * (shape[1] as f32).powf(-0.5)).collect(),

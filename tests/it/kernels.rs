@@ -11,37 +11,7 @@ use inferno::kernels::norm::add_norm;
 use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 use inferno::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 
-use crate::support::{devices, golden, gpu_with_dtypes, relative_error, values};
-
-/// A small generator of repeatable values; tests need no better one.
-struct Noise(u64);
-
-impl Noise {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        self.0 >> 33
-    }
-
-    /// About normal, one in fifty an outlier.
-    fn float(&mut self) -> f32 {
-        let unit: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
-        if self.next().is_multiple_of(50) { unit * 40.0 } else { unit }
-    }
-
-    /// Values that the dtype holds exactly, so that only the arithmetic differs.
-    fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
-        let count = shape.iter().product();
-        let values: Vec<f32> = (0..count).map(|_| self.float()).collect();
-        Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()
-    }
-
-    fn bytes(&mut self, shape: &[usize], range: std::ops::Range<u64>) -> Tensor {
-        let count = shape.iter().product();
-        let values: Vec<u8> =
-            (0..count).map(|_| (range.start + self.next() % (range.end - range.start)) as u8).collect();
-        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
-    }
-}
+use crate::support::{Random, devices, golden, gpu_with_dtypes, relative_error, values};
 
 fn rounding(dtype: DType) -> f32 {
     match dtype {
@@ -75,7 +45,7 @@ fn split_qkv_agrees_with_its_reference() {
             (2, (3, 1, 256), 256, false, true),
         ];
         for (tokens, heads, rotated, with_bias, with_norms) in cases {
-            let mut noise = Noise(1);
+            let mut noise = Random(1);
             let width = (heads.0 + 2 * heads.1) * heads.2;
             let qkv = noise.tensor(&[tokens, width], DType::F32);
             let bias = with_bias.then(|| noise.tensor(&[width], DType::F32));
@@ -111,7 +81,7 @@ fn add_norm_agrees_with_its_reference() {
             (3, 33, false, true),
         ];
         for (tokens, columns, adds, centerd) in cases {
-            let mut noise = Noise(7);
+            let mut noise = Random(7);
             let (x, y) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[tokens, columns], DType::F32));
             let weight = noise.tensor(&[columns], DType::F32);
             let bias = centerd.then(|| noise.tensor(&[columns], DType::F32));
@@ -131,7 +101,7 @@ fn add_norm_agrees_with_its_reference() {
 fn gates_agree_with_candle() {
     for (device, dtype) in devices() {
         for activation in [Activation::Silu, Activation::GeluTanh] {
-            let mut noise = Noise(8);
+            let mut noise = Random(8);
             let (gate, up) = (noise.tensor(&[3, 1027], DType::F32), noise.tensor(&[3, 1027], DType::F32));
             let activate = |x: &Tensor| match activation {
                 Activation::Silu => x.silu().unwrap(),
@@ -154,7 +124,7 @@ fn gates_agree_with_candle() {
 #[test]
 fn soft_cap_agrees_with_candle() {
     for (device, _) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
-        let x = Noise(12).tensor(&[3, 513], DType::F32);
+        let x = Random(12).tensor(&[3, 513], DType::F32);
         let want = ((&x / 5.0).unwrap().tanh().unwrap() * 5.0).unwrap();
         assert_close("soft_cap", &soft_cap(&x.to_device(&device).unwrap(), 5.0).unwrap(), &want, 1e-6);
     }
@@ -164,7 +134,7 @@ fn soft_cap_agrees_with_candle() {
 fn clamped_swiglu_agrees_with_its_reference() {
     for (device, dtype) in gpu_with_dtypes() {
         for shape in [[1, 1, 2], [3, 4, 64], [1, 5, 1026]] {
-            let x = Noise(2).tensor(&shape, dtype);
+            let x = Random(2).tensor(&shape, dtype);
             let got = clamped_swiglu(&on(&x, &device, dtype), 7.0).unwrap();
             assert_close("clamped_swiglu", &got, &clamped_swiglu(&x, 7.0).unwrap(), rounding(dtype));
         }
@@ -197,7 +167,7 @@ fn topk_softmax_agrees_with_its_reference() {
     for (device, dtype) in gpu_with_dtypes() {
         for (tokens, experts, chosen) in [(1, 32, 4), (7, 128, 4), (65, 5, 3), (2, 3, 3), (9, 1000, 32)] {
             for softmax in [Softmax::OverChosen, Softmax::OverAll] {
-                let logits = Noise(3).tensor(&[tokens, experts], dtype);
+                let logits = Random(3).tensor(&[tokens, experts], dtype);
                 let (want_ids, want) = topk_softmax(&logits, chosen, softmax).unwrap();
                 let (ids, weights) = topk_softmax(&on(&logits, &device, dtype), chosen, softmax).unwrap();
                 let list = |ids: &Tensor| ids.flatten_all().unwrap().to_vec1::<u32>().unwrap();
@@ -250,7 +220,7 @@ fn attention_agrees_with_its_reference() {
     for (device, dtype) in gpu_with_dtypes() {
         for (case, softcap) in cases.iter().flat_map(|case| [(case, None), (case, Some(2.0))]) {
             let &(tokens, heads, kv_heads, head_dim, rows, position, window, with_sinks) = case;
-            let mut noise = Noise(4);
+            let mut noise = Random(4);
             let q = noise.tensor(&[tokens, heads, head_dim], dtype);
             let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
             let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
@@ -295,7 +265,7 @@ fn expert_mlp_agrees_with_the_products_one_by_one() {
         [(1, 7, 4, 64, 96), (5, 4, 2, 96, 160), (70, 32, 4, 192, 64), (300, 3, 1, 64, 32), (900, 5, 4, 160, 96)];
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
         for (tokens, experts, chosen, columns, intermediate) in cases {
-            let mut noise = Noise(9);
+            let mut noise = Random(9);
             // Sizes of one, as after a norm: the products' sums then stay within the limit's reach.
             let x = (noise.tensor(&[tokens, columns], dtype) * 0.5).unwrap();
             let mut stack = |rows: usize, columns: usize| {
@@ -371,7 +341,7 @@ fn expert_matmul_agrees_with_its_reference() {
     ];
     for (device, dtype) in gpu_with_dtypes() {
         for (tokens, chosen, experts, rows, columns) in cases {
-            let mut noise = Noise(5);
+            let mut noise = Random(5);
             let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
             let scales = noise.bytes(&[experts, rows, columns / 32], 118..126);
             let dense = noise.tensor(&[experts, rows, columns], dtype);
@@ -474,7 +444,7 @@ fn bandwidth_is_measured_on_a_gpu_alone() {
 #[test]
 fn embed_add_bias_and_copy_rows_do_what_candle_does() {
     for (device, dtype) in devices() {
-        let mut noise = Noise(10);
+        let mut noise = Random(10);
         let (table, y) = (noise.tensor(&[50, 37], dtype), noise.tensor(&[9, 37], DType::F32));
         let ids = Tensor::new(&[3u32, 49, 0, 3, 17], &Device::Cpu).unwrap();
         let bias = noise.tensor(&[37], DType::F32);

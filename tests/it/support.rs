@@ -1,5 +1,6 @@
 //! Helpers that several tests share: where the fixtures are, which devices to test, how close values are, random numbers.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
 use candle_core::{DType, Device, Tensor};
@@ -70,19 +71,43 @@ pub fn demo_dir() -> PathBuf {
     folder.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo")))
 }
 
-/// Seeded numbers: SplitMix64 (Steele et al., OOPSLA 2014).
+/// Random numbers that are the same in every run: the linear congruential generator of Knuth's MMIX.
 pub struct Random(pub u64);
 
 impl Random {
+    /// The upper 31 bits; the lower ones are less random.
     pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        self.0 >> 33
     }
 
+    /// A number below `limit`; 0 if `limit` is 0.
     pub fn below(&mut self, limit: usize) -> usize {
         (self.next() % limit.max(1) as u64) as usize
+    }
+
+    /// A number in [0, 1), with 24 bits.
+    pub fn unit(&mut self) -> f32 {
+        (self.next() >> 7) as f32 / (1u64 << 24) as f32
+    }
+
+    /// A number from an approximate normal distribution. One in fifty is an outlier.
+    pub fn normal(&mut self) -> f32 {
+        let sum: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
+        if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }
+    }
+
+    /// Normal numbers in f32 that `dtype` holds exactly, so that only the arithmetic of two kernels differs.
+    pub fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| self.normal()).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()
+    }
+
+    /// Bytes in a range.
+    pub fn bytes(&mut self, shape: &[usize], range: Range<u64>) -> Tensor {
+        let values: Vec<u8> = (0..shape.iter().product())
+            .map(|_| (range.start + self.next() % (range.end - range.start)) as u8)
+            .collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
     }
 }

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::fs::OpenOptions;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use tempfile::TempDir;
 
-use crate::support::{golden, gpu, gpu_if_expected};
+use crate::support::{Random, golden, gpu, gpu_if_expected};
 
 /// A target in the memory of the host, which counts what lives.
 #[derive(Clone, Default)]
@@ -97,9 +97,11 @@ fn snapshot(tensors: impl IntoIterator<Item = (String, Tensor)>) -> TempDir {
     folder
 }
 
+/// Numbers that no other tensor of the run has.
 fn random(elements: usize, dtype: DType) -> Tensor {
-    let values = Tensor::randn(0f32, 50f32, elements, &Device::Cpu).unwrap();
-    values.abs().unwrap().to_dtype(dtype).unwrap()
+    static SEED: AtomicU64 = AtomicU64::new(0);
+    let values = Random(SEED.fetch_add(1, Ordering::Relaxed)).tensor(&[elements], DType::F32);
+    (values.abs().unwrap() * 50.0).unwrap().to_dtype(dtype).unwrap()
 }
 
 /// Tensors of every dtype, of sizes around a piece and a staging buffer.
