@@ -4,6 +4,7 @@
 //! It takes libtest's options, so `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture` work as usual.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
+use std::borrow::Cow;
 use std::cell::RefCell;
 use std::fmt::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,14 +16,22 @@ use clap::Parser;
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 /// One test, as `#[test]` registers it.
+#[derive(Clone)]
 pub struct Test {
-    /// Crate, modules and function.
-    pub path: &'static str,
+    /// The crate, the modules and the function.
+    pub path: Cow<'static, str>,
     pub need: Option<Need>,
     pub run: fn(),
 }
 
 inventory::collect!(Test);
+
+impl Test {
+    /// The name to filter by: the path without the crate.
+    fn name(&self) -> &str {
+        self.path.split_once("::").map_or(&self.path, |(_, name)| name)
+    }
+}
 
 /// What a test needs that not every machine has.
 #[derive(Clone, Copy, PartialEq)]
@@ -74,14 +83,15 @@ pub fn fail_without_cuda() {
 
 /// The tests of `executor.rs`, which compiles in CUDA builds only. Other builds list them as ignored.
 #[cfg(not(feature = "cuda"))]
-fn tests_of_cuda_builds() -> Vec<(String, Option<Need>, fn())> {
+fn tests_of_cuda_builds() -> Vec<Test> {
     let source = include_str!("executor.rs").split("#[test(gpu)]\nfn ").skip(1);
     let names = source.filter_map(|test| test.split('(').next());
-    names.map(|name| (format!("executor::{name}"), Some(Need::Gpu), fail_without_cuda as fn())).collect()
+    let path = |name| format!("it::executor::{name}").into();
+    names.map(|name| Test { path: path(name), need: Some(Need::Gpu), run: fail_without_cuda }).collect()
 }
 
 #[cfg(feature = "cuda")]
-fn tests_of_cuda_builds() -> Vec<(String, Option<Need>, fn())> {
+fn tests_of_cuda_builds() -> Vec<Test> {
     Vec::new()
 }
 
@@ -102,29 +112,25 @@ pub fn main() -> ExitCode {
     let is_captured = !(no_capture || common.nocapture || std::env::var_os("RUST_TEST_NOCAPTURE").is_some());
     let threads = std::env::var("RUST_TEST_THREADS").ok().and_then(|threads| threads.parse().ok());
     common.test_threads = common.test_threads.or(threads);
-    let mut tests: Vec<(String, Option<Need>, fn())> = inventory::iter::<Test>
-        .into_iter()
-        .map(|test| (test.path.split_once("::").map_or(test.path, |(_, path)| path).to_string(), test.need, test.run))
-        .chain(tests_of_cuda_builds())
-        .collect();
-    tests.sort_by(|a, b| a.0.cmp(&b.0));
+    let mut tests: Vec<Test> = inventory::iter::<Test>.into_iter().cloned().chain(tests_of_cuda_builds()).collect();
+    tests.sort_by(|a, b| a.path.cmp(&b.path));
     if !more_filters.is_empty() {
         let filters: Vec<String> = common.filter.take().into_iter().chain(more_filters).collect();
-        let is_exact = common.exact;
-        tests.retain(|(name, ..)| filters.iter().any(|f| if is_exact { name == f } else { name.contains(f) }));
+        let is_selected = |name: &str| filters.iter().any(|f| if common.exact { name == f } else { name.contains(f) });
+        tests.retain(|test| is_selected(test.name()));
     }
     let skipped: Arc<[AtomicUsize; 3]> = Arc::default();
     let runs_ignored = common.ignored || common.include_ignored;
-    let trials = tests.into_iter().map(|(name, need, run)| {
-        let skipped = skipped.clone();
-        let trial = Trial::ignorable_test(name, move || match need {
+    let trials = tests.into_iter().map(|test| {
+        let (skipped, need) = (skipped.clone(), test.need);
+        let trial = Trial::ignorable_test(test.name().to_string(), move || match need {
             Some(need) if !runs_ignored && !need.is_met() => {
                 skipped[need as usize].fetch_add(1, Ordering::Relaxed);
                 Ok(Completion::ignored_with(format!("needs {}", need.name())))
             }
-            _ => run_captured(run, is_captured).map(|()| Completion::Completed),
+            _ => run_captured(test.run, is_captured).map(|()| Completion::Completed),
         });
-        // With `--ignored`, exactly the tests that need something run.
+        // `--ignored` runs exactly the tests that need something.
         trial.with_ignored_flag(common.ignored && need.is_some())
     });
     let trials = trials.collect();

@@ -87,6 +87,7 @@ impl Random {
     }
 
     /// A number in [0, 1), with 24 bits.
+    #[cfg(feature = "cuda")]
     pub fn unit(&mut self) -> f32 {
         (self.next() >> 7) as f32 / (1u64 << 24) as f32
     }

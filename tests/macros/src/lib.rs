@@ -49,7 +49,7 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     };
     let registration = format!(
         "::inventory::submit! {{ crate::harness::Test {{
-            path: concat!(module_path!(), \"::{name}\"),
+            path: ::std::borrow::Cow::Borrowed(concat!(module_path!(), \"::{name}\")),
             need: {need},
             run: {run},
         }} }}"
