@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/chat.json: what reference implementations make of a few conversations.
+"""Makes tests/golden/chat.json: a few conversations as reference implementations render them.
 
     TIKTOKEN_ENCODINGS_BASE=DIR python scripts/chat_golden.py FIXTURES tests/golden/chat.json
-    python scripts/chat_golden.py FIXTURES --show TEMPLATE CONVERSATION     # the whole text, to compare by eye
+    python scripts/chat_golden.py FIXTURES --show TEMPLATE CONVERSATION     # prints the whole text
 
 Needs transformers 5 (its template environment renders the fixtures' chat_templates/*.jinja) and openai-harmony (renders
-the same conversations for gpt-oss; DIR holds o200k_base.tiktoken). The templates and what they say are under their
-models' licenses, so only FNV-1a hashes and lengths of rendered texts are kept; harmony's ids are kept whole, its text
-is either ours or a quotation from its Apache-licensed source.
+the same conversations for gpt-oss; DIR holds o200k_base.tiktoken). The templates and the texts in them are under their
+models' licenses, so the file has only FNV-1a hashes and lengths of the rendered texts. It has all of harmony's token ids,
+whose text is our own or from harmony's Apache-licensed source.
 """
 
 import copy
@@ -123,7 +123,7 @@ CONVERSATIONS = {
     "bad-order": ([ASK, MORE], None),
 }
 
-# Special tokens of the template's models. Gemma, Mistral and Llama begin with one; Qwen has none.
+# The special tokens of the templates' models. Gemma, Mistral and Llama start with one; Qwen has none.
 TOKENS = {
     "google": ("<bos>", "<eos>"),
     "meta": ("<|begin_of_text|>", "<|eot_id|>"),
@@ -137,7 +137,7 @@ TOKENS = {
     "HuggingFaceTB": (None, "<|im_end|>"),
 }
 
-# Lines of ollama-templates.jsonl. 7 is Qwen 2's, 2 TinyLlama's; Mixtral's is one of Mistral's.
+# Lines of ollama-templates.jsonl: 7 is Qwen 2, 2 is TinyLlama; Mixtral has one of Mistral's templates.
 LINES = {
     2: ("zephyr", "<s>", "</s>"),
     7: ("chatml", None, "<|im_end|>"),
@@ -167,8 +167,8 @@ class Pinned(datetime):
 
 
 def messages_for(source, messages, string_arguments):
-    """As inferno passes them: reasoning under the names that the template reads, null content where it tells that from
-    an empty one."""
+    """Messages as inferno passes them: reasoning under the names that the template reads, and null content if the
+    template treats it differently from empty content."""
     out = []
     for message in copy.deepcopy(messages):
         reasoning = message.pop("reasoning_content", None)
@@ -210,7 +210,7 @@ def render(source, bos, eos, name, add_generation_prompt):
 
 
 def cases(source, bos, eos, names):
-    """What becomes of conversations, hashed."""
+    """Hashes of the rendered conversations."""
     out = []
     for name in names:
         for add in [True, False]:
@@ -221,7 +221,7 @@ def cases(source, bos, eos, names):
 
 
 def line_cases(fixtures):
-    """Of ollama-templates.jsonl the templates of families that have no file of their own: by the number of their line."""
+    """Renders templates of ollama-templates.jsonl, by line number, for families without a template file."""
     lines = (fixtures / "chat_templates" / "ollama-templates.jsonl").read_text().splitlines()
     names = [name for name in CONVERSATIONS if "tool" not in name and name != "two-calls"]
     out = {}
@@ -233,7 +233,7 @@ def line_cases(fixtures):
 
 
 def harmony_messages(messages, tools):
-    """The conversation in openai-harmony's own terms, by the rules of its docs/format.md."""
+    """The conversation as openai-harmony's types, by the rules of its docs/format.md."""
     import openai_harmony as h
 
     system = h.SystemContent.new().with_reasoning_effort(h.ReasoningEffort.MEDIUM).with_conversation_start_date(DATE)
@@ -288,8 +288,8 @@ SNAPSHOTS = ["Llama-3.1-8B-Instruct", "DeepSeek-R1-Distill-Llama-8B", "TinyLlama
 
 
 def snapshot_case(directory, name):
-    """Ids by the published tokenizer.json itself: transformers 5.17 rebuilds a tokenizer for tokenizer_class
-    LlamaTokenizerFast, and what it makes of DeepSeek-R1-Distill-Llama drops every space and newline."""
+    """Token ids by the published tokenizer.json. transformers 5.17 would rebuild the tokenizer, because its class is
+    LlamaTokenizerFast, and lose every space and newline of DeepSeek-R1-Distill-Llama."""
     text = transformers.AutoTokenizer.from_pretrained(directory).apply_chat_template(
         CONVERSATIONS[name][0], add_generation_prompt=True, tokenize=False)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))

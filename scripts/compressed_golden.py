@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/compressed: a tiny Llama quantized to 8 bits in five ways, and what transformers computes from it.
+"""Makes tests/golden/compressed: a tiny Llama quantized to 8 bits in five ways, with the logits of transformers.
 
     python scripts/compressed_golden.py [--out tests/golden/compressed]     # CPU, some minutes
 
-Needs torch, transformers, safetensors and compressed-tensors; the versions used are in provenance.json. A case is a folder
-as those of tests/golden/make.py, with the same golden.safetensors:
+Needs torch, transformers, safetensors and compressed-tensors; the versions used are in provenance.json. Each case is a
+folder with the same files as those of tests/golden/make.py:
 
-    int8           int8 weights, a scale a row; inputs int8, a scale a token. llm-compressor's W8A8.
-    int8_weights   int8 weights, a scale a row; inputs as they are
+    int8           int8 weights, one scale per row; int8 inputs, one scale per token. llm-compressor's W8A8.
+    int8_weights   int8 weights, one scale per row; inputs are not quantized
     int8_packed    the same, four weights in an int32. llm-compressor's W8A16.
-    fp8            E4M3 weights, a scale a row; inputs E4M3, a scale a token; one v_proj is ignored by a pattern. FP8_DYNAMIC.
-    fp8_static     E4M3 weights, a scale a matrix; inputs E4M3 by an input_scale that some exceed. FP8.
+    fp8            E4M3 weights, one scale per row; E4M3 inputs, one scale per token; a pattern ignores one v_proj. FP8_DYNAMIC.
+    fp8_static     E4M3 weights, one scale per matrix; E4M3 inputs with an input_scale that clamps some. FP8.
 
-transformers dequantizes the weights at the first forward (code x scale) and lets the library round the inputs of each
-quantized layer (`fake_quantize`: divide by the scale, clamp, round halves to even, multiply by the scale), all in the
-dtype of the model: here float32. `by_hand` says the same in its own words and must give the same bits.
+transformers dequantizes the weights in the first forward pass (code x scale). The library rounds the inputs of each
+quantized layer (`fake_quantize`: divide by the scale, clamp, round halves to even, multiply by the scale). Both compute in
+the dtype of the model, here float32. `by_hand` is a second implementation, which must give the same bits.
 
-A code that flips moves logits by 1e-3, so the tokens are chosen such that no input is close to where rounding turns over
-(`margin`). Int8 has one such place by design: the largest magnitude of a token / (itself / 127.5) is 127.5 but for the last
-bit, which becomes 127 if positive and -127 or -128 if negative. So one channel of each input is always large and positive
-(`make_loud`), as in real models.
+A code that is rounded the other way changes logits by 1e-3, so the tokens are chosen to keep every input away from the
+points where rounding changes (`margin`). Int8 always has an input at such a point: the largest magnitude of a token divided
+by its scale is 127.5 up to the last bit. It becomes 127 if positive, and -127 or -128 if negative. So one channel of each
+input is always large and positive (`make_loud`), as in real models.
 """
 
 import argparse
@@ -44,15 +44,15 @@ sys.path.insert(0, str(GOLDEN))
 import make  # noqa: E402
 
 SEED = 20261122
-LOUD = 5  # the channel that is large
+LOUD = 5  # the channel with large values
 SIZES = SimpleNamespace(C=48, F=112, L=4, H=6, K=2, D=16, V=104, T=37)
-# Between two neighbors of E4M3 lies where rounding turns over. Below 0.5 a flip is too small to be seen.
+# The midpoints between neighbors in E4M3, where rounding changes. Below 0.5 the change is too small to matter.
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-TURNS = ((E4M3[1:] + E4M3[:-1]) / 2)[E4M3[:-1] >= 0.5]
+MIDPOINTS = ((E4M3[1:] + E4M3[:-1]) / 2)[E4M3[:-1] >= 0.5]
 
 
 def cases():
-    """(name, config group, what is ignored)."""
+    """Yields (name, format, config group, ignored layers)."""
     channel = {"num_bits": 8, "strategy": "channel", "symmetric": True}
     token = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
     tensor = {"num_bits": 8, "strategy": "tensor", "symmetric": True}
@@ -84,7 +84,7 @@ def base_config():
 
 
 def make_loud(weights):
-    """Gives the input of every linear layer a channel that is large and positive, as far as that can be foreseen."""
+    """Gives the input of every linear layer one channel that is likely to be large and positive."""
     g = torch.Generator().manual_seed(SEED)
     weights["model.embed_tokens.weight"][:, LOUD] = 7 + 0.3 * torch.randn(SIZES.V, generator=g)
     for name, weight in weights.items():
@@ -101,7 +101,7 @@ def make_loud(weights):
 
 
 def quantize(name, format, group, ignore, config, weights):
-    """The section of config.json, and the tensors of the file; `input_scale` is still to be found."""
+    """Returns the section of config.json, the tensors of the file without `input_scale`, and the quantized layers."""
     settings = QuantizationConfig(
         config_groups={"group_0": {"targets": ["Linear"], "format": format, **group}},
         format=format,
@@ -118,7 +118,7 @@ def quantize(name, format, group, ignore, config, weights):
         whole = scheme.weights.strategy == "tensor"
         low, high = (weight.min(), weight.max()) if whole else (weight.amin(1, True), weight.amax(1, True))
         scale, _ = calculate_qparams(low, high, scheme.weights)
-        # As files have it, but for the one case that shows that float32 is read as well.
+        # bf16, as in real files. One case has float32, which inferno reads too.
         scale = scale.to(torch.float32 if name == "int8_weights" else torch.bfloat16)
         tensors = NaiveQuantizationCompressor.compress({"weight": weight, "weight_scale": scale.float()}, scheme)
         stored[layer + ".weight"], stored[layer + ".weight_scale"] = tensors["weight"], scale
@@ -127,7 +127,7 @@ def quantize(name, format, group, ignore, config, weights):
 
 
 def packed(stored, layers):
-    """The tensors of the file, where those of quantized layers are packed."""
+    """The tensors of the file, with the weights of quantized layers packed."""
     tensors = dict(stored)
     for layer in layers:
         weight = tensors.pop(layer + ".weight")
@@ -140,13 +140,13 @@ def load(folder, dtype=torch.float32):
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
     )
-    left = {what: names for what, names in info.items() if names}
-    assert not left, f"{folder}: transformers reports {left}"
+    reports = {kind: names for kind, names in info.items() if names}
+    assert not reports, f"{folder}: transformers reports {reports}"
     return model.eval()
 
 
-def dynamic_scale(x, most, dims=-1):
-    scale = x.abs().amax(dims, keepdim=True) / most
+def dynamic_scale(x, largest_code, dims=-1):
+    scale = x.abs().amax(dims, keepdim=True) / largest_code
     return torch.where(scale == 0, torch.finfo(x.dtype).eps, scale)
 
 
@@ -159,7 +159,7 @@ def fp8_codes(x, scale):
 
 
 def rounding(name):
-    """How the input of a layer is rounded: from its tensors and x to numbers. None where it is not."""
+    """A function of a layer's tensors and its input x that rounds x. None if inputs are not rounded."""
 
     def int8(layer, x):
         scale = dynamic_scale(x, 127.5)
@@ -176,17 +176,17 @@ def rounding(name):
 
 
 def mistakes(name):
-    """One wrong way each."""
+    """Wrong ways to round the inputs, each with one mistake."""
 
-    def int8(most, dims=-1, codes=int8_codes):
+    def int8(largest_code, dims=-1, codes=int8_codes):
         def rounded(layer, x):
-            scale = dynamic_scale(x, most, dims)
+            scale = dynamic_scale(x, largest_code, dims)
             return codes(x, scale) * scale
 
         return rounded
 
-    def fp8(most, dims=-1):
-        return int8(most, dims, fp8_codes)
+    def fp8(largest_code, dims=-1):
+        return int8(largest_code, dims, fp8_codes)
 
     def towards_zero(x, scale):
         return (x / scale).clamp(-128, 127).trunc()
@@ -199,7 +199,7 @@ def mistakes(name):
 
     return {
         "int8": {
-            "inputs as they are": none,
+            "inputs not rounded": none,
             "largest magnitude / 127": int8(127),
             "a scale for all tokens": int8(127.5, (-2, -1)),
             "rounded towards zero": int8(127.5, codes=towards_zero),
@@ -207,16 +207,16 @@ def mistakes(name):
         "int8_weights": {"inputs as int8": int8(127.5)},
         "int8_packed": {"inputs as int8": int8(127.5)},
         "fp8": {
-            "inputs as they are": none,
+            "inputs not rounded": none,
             "largest magnitude / 240": fp8(240),
             "a scale for all tokens": fp8(448, (-2, -1)),
         },
-        "fp8_static": {"inputs as they are": none, "a scale for each token": fp8(448), "as E5M2": e5m2},
+        "fp8_static": {"inputs not rounded": none, "a scale for each token": fp8(448), "as E5M2": e5m2},
     }[name]
 
 
 def by_hand(config, stored, layers, rounded, dtype=torch.float32):
-    """The same model without compressed-tensors."""
+    """The same model, computed without compressed-tensors."""
     plain = {name: config[name] for name in config if name != "quantization_config"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain), attn_implementation="eager", dtype=dtype)
     state = {name: tensor.to(dtype) for name, tensor in stored.items() if not name.endswith("_scale")}
@@ -231,22 +231,22 @@ def by_hand(config, stored, layers, rounded, dtype=torch.float32):
 
 
 def margin(name, tensors, x):
-    """For each token of x [B, T, C]: how far its inputs, divided by the scale, are from where rounding turns over."""
+    """For each token of x [B, T, C]: how close an input, divided by the scale, is to a point where rounding changes."""
     if name == "int8":
         y = x / dynamic_scale(x, 127.5)
         turn = (y.floor() + 0.5).clamp(-127.5, 126.5)
     else:
         scale = tensors["input_scale"].float() if name == "fp8_static" else dynamic_scale(x, 448)
         y = (x / scale).abs()
-        above = torch.searchsorted(TURNS, y.contiguous()).clamp(1, len(TURNS) - 1)
-        low, high = TURNS[above - 1], TURNS[above]
+        above = torch.searchsorted(MIDPOINTS, y.contiguous()).clamp(1, len(MIDPOINTS) - 1)
+        low, high = MIDPOINTS[above - 1], MIDPOINTS[above]
         turn = torch.where(y - low < high - y, low, high)
     return (y - turn).abs().amin(-1)
 
 
 @torch.no_grad()
 def margins(name, stored, layers, model, batch):
-    """For each sequence of the batch: the smallest margin of its last token, over all quantized layers."""
+    """For each sequence of the batch: the smallest margin of its last token in any quantized layer."""
     smallest, hooks = [], []
     for layer in layers:
         tensors = {"input_scale": stored.get(layer + ".input_scale")}
@@ -259,7 +259,7 @@ def margins(name, stored, layers, model, batch):
 
 
 def choose_ids(name, stored, layers, model):
-    """At each position the token whose rounding is the least close call, of those that have not just been."""
+    """Chooses at each position the token with the largest margin, without recent tokens."""
     ids, least = [], []
     g = torch.Generator().manual_seed(SEED)
     for _ in range(SIZES.T):
@@ -277,21 +277,21 @@ def choose_ids(name, stored, layers, model):
 
 @torch.no_grad()
 def find_input_scales(config, stored, layers):
-    """A little less than what random tokens need, so that some are clamped."""
+    """Finds scales that are a little too small for random tokens, so that some inputs are clamped."""
     model = by_hand(config, stored, layers, None)
-    most = {}
+    largest = {}
     for layer in layers:
-        hook = lambda module, args, layer=layer: most.update({layer: args[0].abs().max().reshape(1)})
+        hook = lambda module, args, layer=layer: largest.update({layer: args[0].abs().max().reshape(1)})
         model.get_submodule(layer).register_forward_pre_hook(hook)
     g = torch.Generator().manual_seed(SEED)
     model(input_ids=torch.randint(SIZES.V, (4, SIZES.T), generator=g), use_cache=False)
     for layer in layers:
-        stored[layer + ".input_scale"] = (0.8 * most[layer] / 448).to(torch.bfloat16)
+        stored[layer + ".input_scale"] = (0.8 * largest[layer] / 448).to(torch.bfloat16)
 
 
 @torch.no_grad()
 def clamped(stored, layers, model, ids):
-    """How many of the inputs lie beyond 448 scales."""
+    """The share of inputs beyond 448 times the scale."""
     found, hooks = [], []
     for layer in layers:
         scale = stored[layer + ".input_scale"].float()
@@ -324,12 +324,12 @@ def make_case(out, name, format, group, ignore):
     logits, seen = make.forward(model, ids)
     prompt, continued, leads = make.choose_greedy(model, ids, SIZES, config)
 
-    # The same by hand; what float64 and bfloat16 change; what mistakes change.
+    # Compare with `by_hand`, with float64 and bfloat16, and with the mistakes.
     hand = by_hand(config, stored, layers, rounding(name))
-    assert torch.equal(make.forward(hand, ids)[0], logits), f"{name}: by hand it is something else"
+    assert torch.equal(make.forward(hand, ids)[0], logits), f"{name}: by_hand gives other logits"
     moved = {}
-    for what, wrong in mistakes(name).items():
-        moved[what] = make.relative(make.forward(by_hand(config, stored, layers, wrong), ids)[0], logits)
+    for mistake, rounded in mistakes(name).items():
+        moved[mistake] = make.relative(make.forward(by_hand(config, stored, layers, rounded), ids)[0], logits)
     assert min(moved.values()) > 2e-3, moved
     facts = {
         "sizes": vars(SIZES),
@@ -349,7 +349,7 @@ def make_case(out, name, format, group, ignore):
     if name == "fp8_static":
         facts["clamped"] = clamped(stored, layers, model, ids)
         assert facts["clamped"] > 1e-3, facts
-    # Another order of summation must not flip a code.
+    # Another order of summation must not change a code.
     assert facts["float64_relative_error"] < 1e-5, facts
     assert all(torch.isfinite(hidden).all() for hidden in seen.hidden)
 

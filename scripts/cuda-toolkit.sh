@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Lays out a CUDA 13.0 toolkit from NVIDIA's Python wheels, for a machine that has none. Needs no root and, to build,
-# no GPU and no driver. 1.2 GB; a minute or so, most of it the download.
+# Installs a CUDA 13.0 toolkit from NVIDIA's Python wheels into a folder. Needs no root, no GPU and no driver. The download is
+# 1.2 GB and takes about a minute.
 #
 #   scripts/cuda-toolkit.sh DIR && source DIR/env.sh
 #
-# DIR gets an ordinary toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) and env.sh, which names it to
-# cargo, to the linker and to the programs built with it. A DIR that this very script has completed is left as it is.
+# DIR gets an ordinary toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) and env.sh, which sets the variables
+# that cargo, the linker and CUDA programs need. If this version of the script has completed DIR before, nothing changes.
 set -euo pipefail
 
 fail() {
@@ -15,7 +15,7 @@ fail() {
 
 [ $# = 1 ] || fail "usage: scripts/cuda-toolkit.sh DIR"
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "these wheels are for Linux on x86-64, this is $(uname -sm)"
-for tool in python3 gcc g++; do # nvcc needs the C++ compiler, the driver's stand-in below the C one
+for tool in python3 gcc g++; do # nvcc needs g++; the stub of the driver needs gcc
   command -v $tool > /dev/null || fail "$tool is needed (on Debian: apt-get install python3-venv g++)"
 done
 
@@ -23,7 +23,7 @@ script=$(realpath "$0")
 mkdir -p "$1"
 dir=$(cd "$1" && pwd)
 if cmp -s "$script" "$dir/made-by.sh" && grep -qF "CUDA_HOME=$dir/" "$dir/env.sh"; then
-  echo "already there: source $dir/env.sh"
+  echo "already installed: source $dir/env.sh"
   exit
 fi
 rm -f "$dir/made-by.sh"
@@ -35,20 +35,20 @@ python3 -m venv --clear "$dir/venv"
 home=$(echo "$dir"/venv/lib/python3*/site-packages/nvidia/cu13)
 cd "$home"
 
-# The wheels have neither lib64 nor the names without a version that a linker looks for.
+# The wheels have no lib64, and no library names without a version, which a linker looks for.
 [ -e lib64 ] || ln -s lib lib64
 for library in lib/*.so.*; do
   name=${library%%.so.*}.so
   [ -e "$name" ] || ln -s "$(basename "$library")" "$name"
 done
 
-# The driver's stand-in for linking: every cu* name of the headers, empty. At run time the real libcuda.so.1 is found.
+# A stub of the driver for the linker: every cu* name of the headers, empty. At run time the real libcuda.so.1 is loaded.
 mkdir -p lib/stubs
 grep -ohE '\bcu[A-Z][A-Za-z0-9_]*' include/cuda.h include/cudaTypedefs.h | sort -u |
   awk '{ print "void " $1 "(void) {}" }' |
   gcc -shared -fno-builtin -w -Wl,-soname,libcuda.so.1 -x c - -o lib/stubs/libcuda.so
 
-# Without a GPU to ask, code for the oldest architecture that is supported: later ones run its PTX.
+# Without a GPU, compile for the oldest supported architecture: newer ones run its PTX.
 cat > "$dir/env.sh" << ENV
 export CUDA_HOME=$home
 export NVCC=\$CUDA_HOME/bin/nvcc

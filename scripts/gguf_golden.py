@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/gguf: what the `gguf` package makes of blocks, and small files that it wrote.
+"""Makes tests/golden/gguf: blocks with the values that the `gguf` package dequantizes, and small files that it writes.
 
     python scripts/gguf_golden.py tests/golden/gguf fuzz/corpus     # needs gguf, numpy, safetensors
 
 blocks.safetensors  for each type T: `T.blocks` u8 [blocks, bytes] and `T.values` f32 [blocks, elements] by
-                    gguf.quants.dequantize. Blocks are random bytes with sane scales, random bytes as they come
-                    (infinite and NaN scales among them), all bits clear, all bits set; MXFP4 has every scale byte.
-tiny.gguf           every type of metadata value and array, a tensor of each type
+                    gguf.quants.dequantize. Blocks are random bytes with ordinary scales, random bytes with any scale
+                    (infinite and NaN too), all bits 0, all bits 1. MXFP4 has every scale byte.
+tiny.gguf           every type of metadata value and array, and a tensor of each type
 tiny-0000N-of-…     the same in three parts
-big-endian.gguf     to be refused
-tiny.json           what gguf.GGUFReader finds in tiny.gguf, types named
+big-endian.gguf     a file that inferno must refuse
+tiny.json           the contents of tiny.gguf as gguf.GGUFReader reads them
 provenance.json     versions, seed, checksums
 
-The second folder gets what fuzzing begins with: small vocabularies, a few tensors, models of one layer,
-safetensors files and indices.
+The second folder gets the first inputs for fuzzing: small vocabularies, a few tensors, models of one layer, safetensors
+files and indexes.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from safetensors.numpy import save_file
 
 SEED = 20261121
 
-# Where the f16 fields of a block lie: those are what makes values infinite.
+# The offsets of the f16 fields of a block, which can make values infinite.
 HALVES = {
     T.F32: [],
     T.F16: [],
@@ -63,7 +63,7 @@ def blocks(rng, kind):
         random = rng.integers(0, 256, (256, size), dtype=np.uint8)
         random[:, 0] = np.arange(256)
     if kind in (T.Q5_K, T.Q4_K, T.Q2_K, T.Q6_K, T.Q3_K):
-        # The largest and the smallest scales that are finite and not 0.
+        # The largest and smallest finite scales other than 0.
         for row, half in ((-3, np.float16(65504)), (-4, np.float16(6e-8)), (-5, np.float16(-65504))):
             for at in HALVES[kind]:
                 random[row, at : at + 2] = np.frombuffer(half.tobytes(), dtype=np.uint8)
@@ -75,7 +75,7 @@ def write(path, arrays, endianess=GGUFEndian.LITTLE, split=0):
     writer.add_name("tiny")
     writer.add_block_count(2)
     if not split:
-        # Parts after the first carry no metadata, so it would be lost there.
+        # Later parts carry no metadata, so it must be in the first.
         writer.add_custom_alignment(64)
     writer.add_uint8("all.u8", 200)
     writer.add_int8("all.i8", -100)
@@ -137,7 +137,7 @@ def write_vocabulary(path, model):
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     if model == "gpt2":
-        # The bytes that print stand for themselves; a space is Ġ, a line's end Ċ.
+        # Printable bytes stand for themselves; a space is Ġ, a newline is Ċ.
         tokens = [chr(byte) for byte in range(33, 127)] + ["Ġ", "Ċ", "Ã", "¶"]
         tokens += ["lo", "He", "llo", "<s>", "</s>", "<think>"]
         writer.add_tokenizer_pre("llama-bpe")
@@ -164,7 +164,7 @@ def write_vocabulary(path, model):
 
 
 def write_model(path, architecture):
-    """One layer of random numbers, as small as blocks allow."""
+    """A model of one layer with random weights, as small as blocks allow."""
     writer = GGUFWriter(path, architecture)
     hidden, feed, heads, kv_heads, vocab, experts = 32, 32, 2, 1, 4, 2
     writer.add_block_count(1)
@@ -259,7 +259,7 @@ def main():
         golden[f"{kind.name}.blocks"] = raw
         golden[f"{kind.name}.values"] = values.reshape(len(raw), -1)
         arrays[kind] = raw[:4].reshape(2, -1)
-    # The writer takes bytes for all but these.
+    # For all other types the writer takes bytes.
     arrays[T.F32], arrays[T.F16] = arrays[T.F32].view(np.float32), arrays[T.F16].view(np.float16)
     save_file(golden, out / "blocks.safetensors")
     (out / "blocks.safetensors").chmod(0o644)

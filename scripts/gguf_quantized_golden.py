@@ -6,16 +6,17 @@
 Needs torch, transformers, accelerate, safetensors, numpy and gguf; the versions used are in provenance.json. For each family
 
     FAMILY.gguf          a model of random weights, with all matrices quantized by the gguf package: Q8_0, Q4_0, Q4_1, Q5_0
-                         and Q5_1 in turn, so that what inferno stacks (q, k and v, or gate and up) is of several types;
+                         and Q5_1 in turn, so that the matrices inferno stacks (q, k, v; gate, up) have several types;
                          gpt-oss's experts in MXFP4. Routers, norms and biases are F32, as llama.cpp leaves them.
     FAMILY.safetensors   `ids` I64 [T] and `logits` F32 [T, V]: float32, eager attention, the whole sequence at once, by
-                         transformers from a checkpoint of the values that those blocks stand for (gguf.quants.dequantize)
+                         transformers from a checkpoint with the dequantized blocks (gguf.quants.dequantize)
 
-What happens to tensors on their way into a file is said by llama.cpp's convert_hf_to_gguf.py: rows of Llama's q and k are put
-in the order of rotated pairs, Gemma's norms get 1 added, GPT-2's matrices are turned round, experts are stacked. Names are those
-of gguf.TensorNameMap. Where transformers reads the architecture from GGUF files itself, it must say the same of the file.
+Tensors are changed as in llama.cpp's convert_hf_to_gguf.py: the rows of Llama's q and k are in the order of rotated pairs,
+Gemma's norms have 1 added, GPT-2's matrices are transposed, experts are stacked. Names come from gguf.TensorNameMap. If
+transformers can read the architecture from GGUF files, its logits for the file must agree.
 
-Mistral's files are Llama's. Rope is plain and nothing slides: files with all that are made in tests/it/gguf.
+Mistral's files are like Llama's. RoPE has no scaling and windows cover the whole context; tests/it/gguf makes files that
+differ.
 """
 
 import argparse
@@ -43,22 +44,22 @@ import make  # noqa: E402
 
 SEED = 20261123
 TYPES = [T.Q8_0, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1]
-# Rows are of C, F and HD, all multiples of 32; sizes are otherwise different.
+# Rows have C, F or HD elements, all multiples of 32. All sizes differ.
 SIZES = {"C": 32, "F": 64, "L": 2, "H": 8, "K": 2, "D": 12, "V": 57, "T": 31}
-# Of gpt2, whose heads follow from C.
+# gpt2's head size follows from C.
 GPT2 = {"C": 96, "F": 64, "L": 2, "H": 6, "K": 6, "D": 16, "V": 57, "T": 31, "P": 41}
-# transformers 5.17 reads these from GGUF files.
-JUDGED = {"llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2"}
+# The architectures that transformers 5.17 reads from GGUF files.
+READ_BY_TRANSFORMERS = {"llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2"}
 
 
 def cases():
     """(family, sizes, config.json, GGUF architecture)."""
-    usual = {"hidden_act": "silu", "max_position_embeddings": 240, "rms_norm_eps": 1e-5, "rope_theta": 500.0}
-    gemma = {**usual, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 200, "query_pre_attn_scalar": 10}
+    standard = {"hidden_act": "silu", "max_position_embeddings": 240, "rms_norm_eps": 1e-5, "rope_theta": 500.0}
+    gemma = {**standard, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 200, "query_pre_attn_scalar": 10}
     moe = {"E": 5, "N": 2}
     routed = {"num_experts_per_tok": moe["N"], "output_router_logits": False}
 
-    def case(family, architecture, model_type, arch, sizes=SIZES, base=usual, **rest):
+    def case(family, architecture, model_type, arch, sizes=SIZES, base=standard, **rest):
         s = SimpleNamespace(**sizes)
         config = families.config_of(architecture, s, **{**base, "head_dim": s.D, "model_type": model_type, "tie_word_embeddings": False, **rest})
         return family, s, config, arch
@@ -87,7 +88,7 @@ def cases():
 
 
 class Quantizer:
-    """Quantizes matrices, each to the next type; knows what they become."""
+    """Quantizes each matrix to the next type, and records the types."""
 
     def __init__(self):
         self.types = itertools.cycle(TYPES)
@@ -106,12 +107,12 @@ def is_float(name, weight):
 
 
 def permuted(weight, heads):
-    """Rows of a head (half, i) in the order (i, half)."""
+    """Reorders the rows of each head from (half, i) to (i, half)."""
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def in_file(family, s, config, arch, weights, quantizer):
-    """The file's tensors, (data, type) by their names, and the weights as they are once read."""
+    """Returns the file's tensors as {name: (data, type)}, and the weights after dequantization."""
     names, values = gguf.get_tensor_name_map(arch, s.L), {}
     tensors, stacks = {}, {}
     gemma, permutes = family.startswith("gemma"), family in ("llama", "mixtral")
@@ -123,8 +124,8 @@ def in_file(family, s, config, arch, weights, quantizer):
         if name.endswith(".sinks"):
             ours = f"blk.{name.split('.')[2]}.attn_sinks.weight"
         assert ours, name
-        turned = family == "gpt2" and ours.startswith("blk.") and weight.dim() == 2
-        stored = weight.T.contiguous() if turned else weight
+        transposed = family == "gpt2" and ours.startswith("blk.") and weight.dim() == 2
+        stored = weight.T.contiguous() if transposed else weight
         heads = {"attn_q": s.H, "attn_k": s.K}.get(ours.split(".")[2] if ours.startswith("blk.") else "") if permutes else None
         if heads:
             stored = permuted(stored, heads)
@@ -137,7 +138,7 @@ def in_file(family, s, config, arch, weights, quantizer):
         tensors[ours] = (blocks, quantizer.used[ours])
         if heads:
             made = made.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-        values[name] = made.T.contiguous() if turned else made
+        values[name] = made.T.contiguous() if transposed else made
     for layer in range(s.L):
         of_layer = {name: weight for name, weight in stacks.items() if f"layers.{layer}." in name}
         if family == "gpt_oss":
@@ -153,7 +154,7 @@ def routed_experts(s, layer, weights, tensors, values, quantizer):
         if not names:
             continue
         ours = f"blk.{layer}.ffn_{part}_exps.weight"
-        # In the first layer gate and up can be kept as one matrix, in the second they cannot.
+        # In the first layer gate and up have one type and can be stacked; in the second they have two.
         kind = quantizer.used[f"blk.{layer}.ffn_gate_exps.weight"] if (part, layer) == ("up", 0) else None
         blocks, made = quantizer(ours, torch.stack([weights[name] for name in names]), kind)
         tensors[ours] = (blocks, quantizer.used[ours])
@@ -161,7 +162,7 @@ def routed_experts(s, layer, weights, tensors, values, quantizer):
 
 
 def gpt_oss_experts(layer, weights, tensors, values, quantizer):
-    """[E, C, 2F] with gate and up in turn, and [E, F, C], as transformers keeps them; rows the other way round in files."""
+    """transformers has [E, C, 2F], with gate and up interleaved, and [E, F, C]. Files have the transposed matrices."""
     for name, weight in weights.items():
         place = name.split(".")[-1]
         is_bias = place.endswith("_bias")
@@ -249,9 +250,9 @@ def make_case(out, number, family, s, config, arch):
             make.write_checkpoint(Path(folder), config, tensors_of, ["model.safetensors"])
             logits.append(logits_of(make.load(Path(folder), config), ids))
         read = {}
-        if family in JUDGED:
-            given = AutoConfig.from_pretrained(folder)
-            model = AutoModelForCausalLM.from_pretrained(out, gguf_file=path.name, config=given, dtype=torch.float32, attn_implementation="eager")
+        if family in READ_BY_TRANSFORMERS:
+            given_config = AutoConfig.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(out, gguf_file=path.name, config=given_config, dtype=torch.float32, attn_implementation="eager")
             read["read_by_transformers"] = make.relative(logits_of(model, ids), logits[0])
             assert read["read_by_transformers"] < 1e-5, f"{family}: {read}"
     moved = make.relative(logits[1], logits[0])

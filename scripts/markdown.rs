@@ -1,5 +1,8 @@
-//! Streams Markdown from standard input to the terminal as the chat shows an answer, piece by piece:
-//! `cargo run --release --example markdown < README.md`. A number sets the pieces a second [200].
+//! Shows Markdown from standard input as the chat shows an answer: formatted, four characters at a time.
+//!
+//!     cargo run --release --example markdown < README.md
+//!
+//! An argument sets how many pieces are shown per second [200].
 
 use std::io::{Read, stdin, stdout};
 use std::time::Duration;

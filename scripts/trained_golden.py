@@ -1,27 +1,26 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/trained: a small Llama that has learnt something, and what it loses when it is quantized.
+"""Makes tests/golden/trained: a small trained Llama, and what quantization does to its perplexity.
 
-    python scripts/trained_golden.py train                  # anew; some minutes on two cores
-    python scripts/trained_golden.py measure GGML           # what transformers computes from the files
+    python scripts/trained_golden.py train                  # trains the model; some minutes on two cores
+    python scripts/trained_golden.py measure GGML           # writes golden.safetensors
 
-Needs torch, transformers, tokenizers, gguf and numpy; GGML is a folder with the sources of ggml-org/ggml, and a C compiler
-makes its quantizers. The model learns the prose of this repository but for every 30th paragraph, from which text.txt is
-taken. Rows are of 256, so that K types apply; within 1.5 MB that leaves no room for sizes that differ, which the other
-golden checkpoints have.
+Needs torch, transformers, tokenizers, gguf, numpy, a C compiler, and GGML, a folder with the sources of ggml-org/ggml. The
+model is trained on the prose of this repository except every 30th paragraph; text.txt is taken from those. Rows have 256
+elements, which K types need. Within 1.5 MB the sizes therefore cannot all differ, as they do in the other golden checkpoints.
 
-golden.safetensors has, computed by transformers in float32 from the files:
+transformers computes golden.safetensors in float32 from the files:
 
-    ids             I64 [T]      text.txt by the tokenizer
-    positions       I64 [P]      some of them
-    logits          F32 [P, V]   there
-    nll             F32 [T-1]    the loss at each token from the second on
-    TYPE.nll        F32 [T-1]    the same once every matrix was quantized and made floats again
-    TYPE.kl         F32 [T]      the divergence of what it says then from what it said
-    TYPE.values     I64 [1]      a digest of those floats: of all matrices in the order of their names
+    ids             I64 [T]      the tokens of text.txt
+    positions       I64 [P]      positions of some of these tokens
+    logits          F32 [P, V]   the logits at those positions
+    nll             F32 [T-1]    the negative log-likelihood of each token from the second on
+    TYPE.nll        F32 [T-1]    the same after every matrix was quantized and dequantized
+    TYPE.kl         F32 [T]      the KL divergence between the two distributions
+    TYPE.values     I64 [1]      a digest of the dequantized matrices, in the order of their names
 
-TYPE is what `--quantize` takes. What ggml's own quantizers make (`ggml_quantize_chunk`, without an importance matrix) is
-made floats by the gguf package, which quantizes to some of the types too: the same bytes, or this script fails. int8 and
-fp8 are a scale for each row, the largest magnitude over 127 or 448, and codes rounded to the nearest, halves to even.
+TYPE is a value of `--quantize`. ggml quantizes (`ggml_quantize_chunk`, without an importance matrix) and the gguf package
+dequantizes. The gguf package also quantizes to some of the types; this script fails if its bytes differ. int8 and fp8 have
+a scale for each row, the largest magnitude / 127 or 448, and codes rounded to the nearest, halves to even.
 """
 
 import argparse
@@ -53,7 +52,7 @@ import make  # noqa: E402
 SEED = 20261122
 SIZES = SimpleNamespace(C=256, F=256, L=2, H=4, K=1, D=64, V=311)
 TOKENS = 1000  # of text.txt
-POSITIONS = 40  # whose logits are kept
+POSITIONS = 40  # number of positions with logits
 STEPS, BATCH, LENGTH, RATE = 900, 8, 1024, 3e-3
 END = "<|endoftext|>"
 TYPES = ("q8_0", "int8", "fp8", "q6_k", "q5_1", "q5_k", "q5_0", "q4_1", "q4_k", "q4_0", "q3_k", "q2_k")
@@ -83,7 +82,7 @@ def paragraphs():
 
 
 def make_tokenizer(texts):
-    """Bytes, and what is said most often."""
+    """A byte-level BPE tokenizer trained on the texts."""
     tokenizer = Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -110,10 +109,10 @@ def config():
 def train():
     torch.manual_seed(SEED)
     texts = list(paragraphs())
-    held_out, seen = texts[::30], [text for at, text in enumerate(texts) if at % 30]
-    tokenizer = make_tokenizer(seen)
+    held_out, trained_on = texts[::30], [text for at, text in enumerate(texts) if at % 30]
+    tokenizer = make_tokenizer(trained_on)
     encode = lambda texts: [id for text in texts for id in [*tokenizer.encode(text).ids, 0]]
-    ids, left = torch.tensor(encode(seen)), encode(held_out)
+    ids, left = torch.tensor(encode(trained_on)), encode(held_out)
     assert len(left) >= TOKENS, len(left)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = LlamaForCausalLM(LlamaConfig(**config())).to(device)
@@ -138,7 +137,7 @@ def train():
     weights = {name: tensor.detach().cpu().bfloat16() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     make.write_checkpoint(OUT, config(), weights, ["model.safetensors"])
     tokenizer.save(str(OUT / "tokenizer.json"), pretty=False)
-    # As many paragraphs as it takes, cut where the tokens end.
+    # Cut the text after TOKENS tokens.
     text = "\n\n".join(held_out)
     shown = tokenizer.encode(text)
     text = text[: shown.offsets[TOKENS - 1][1]]
@@ -146,7 +145,7 @@ def train():
     assert len(tokenizer.encode(text).ids) == TOKENS
     facts = {"steps": STEPS, "batch": BATCH, "length": LENGTH, "rate": RATE, "tokens": len(ids), "last_loss": loss.item()}
     facts |= {"device": device, "torch": torch.__version__, "transformers": make.VERSIONS["transformers"]}
-    facts["text_sha256"] = hashlib.sha256("\n\n".join(seen).encode()).hexdigest()
+    facts["text_sha256"] = hashlib.sha256("\n\n".join(trained_on).encode()).hexdigest()
     (OUT / "provenance.json").write_text(json.dumps({"training": facts}, indent=1) + "\n")
 
 
@@ -154,13 +153,13 @@ def train():
 
 
 def ggml_quantizer(sources):
-    """ggml's own: a function of a type and float32 [rows, columns] that gives the blocks."""
+    """Compiles ggml's quantizers. Returns a function from a type and float32 [rows, columns] to blocks."""
     folder = Path(tempfile.mkdtemp())
-    # What is called for other types, and for buffers, is not here.
-    outside = ["ggml_critical_section_start", "ggml_critical_section_end", "ggml_backend_tensor_set"]
-    outside += ["ggml_backend_tensor_memset", "ggml_backend_buffer_get_usage"]
-    (folder / "outside.c").write_text("".join(f"void {name}(void) {{}}\n" for name in outside))
-    paths = [folder / "outside.c", sources / "src/ggml.c", sources / "src/ggml-quants.c"]
+    # Empty functions for the parts of ggml that quantization does not call.
+    stubs = ["ggml_critical_section_start", "ggml_critical_section_end", "ggml_backend_tensor_set"]
+    stubs += ["ggml_backend_tensor_memset", "ggml_backend_buffer_get_usage"]
+    (folder / "stubs.c").write_text("".join(f"void {name}(void) {{}}\n" for name in stubs))
+    paths = [folder / "stubs.c", sources / "src/ggml.c", sources / "src/ggml-quants.c"]
     flags = ["-O2", "-shared", "-fPIC", "-D_GNU_SOURCE", '-DGGML_VERSION=""', '-DGGML_COMMIT=""']
     include = [f"-I{sources / name}" for name in ("include", "src")]
     subprocess.run(["cc", *flags, *include, *paths, "-o", folder / "ggml.so", "-lm"], check=True)
@@ -182,7 +181,7 @@ def ggml_quantizer(sources):
 
 
 def blockwise(ggml, name, weight):
-    """Values of the blocks of one type, by two packages where both know it."""
+    """The dequantized values of one type. Checks that both packages make the same blocks."""
     kind = gguf.GGMLQuantizationType[name.upper()]
     blocks = ggml(kind, weight)
     try:
@@ -195,16 +194,16 @@ def blockwise(ggml, name, weight):
 
 
 def rowwise(name, weight):
-    """Values of codes of 8 bits and a scale for each row."""
+    """The dequantized values of 8-bit codes with a scale for each row."""
     weight = torch.from_numpy(weight)
-    most = weight.abs().amax(1, keepdim=True)
+    largest = weight.abs().amax(1, keepdim=True)
     if name == "int8":
-        return (torch.round(weight / (most / 127)).to(torch.int8).float() * (most / 127)).numpy()
-    return ((weight / (most / 448)).to(torch.float8_e4m3fn).float() * (most / 448)).numpy()
+        return (torch.round(weight / (largest / 127)).to(torch.int8).float() * (largest / 127)).numpy()
+    return ((weight / (largest / 448)).to(torch.float8_e4m3fn).float() * (largest / 448)).numpy()
 
 
-def digested(digest, values):
-    """Goes on with digest = digest · P + bits modulo 2^64, for the bits of each value."""
+def update_digest(digest, values):
+    """Updates a digest: digest · P + bits modulo 2^64, for the bits of each value."""
     bits = np.ascontiguousarray(values, dtype="<f4").view("<u4").ravel().astype(np.uint64)
     powers = np.full(len(bits), 0x100000001B3, dtype=np.uint64)
     powers[-1] = 1
@@ -243,7 +242,7 @@ def measure(sources):
         for matrix, weight in originals.items():
             weight = weight.numpy()
             values = rowwise(name, weight) if name in ("int8", "fp8") else blockwise(ggml, name, weight)
-            digest = digested(digest, values)
+            digest = update_digest(digest, values)
             matrices[matrix].data.copy_(torch.from_numpy(values))
         logs = log_probabilities(model, ids)
         kl = (plain.exp() * (plain - logs)).sum(-1)

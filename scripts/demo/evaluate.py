@@ -1,10 +1,10 @@
-"""How often the demo model is right, above all on phrasings it was never trained on.
+"""Measures how often the demo model is right, mainly on phrasings that it was not trained on.
 
     python evaluate.py SNAPSHOT                         ask the snapshot itself, in PyTorch
     python evaluate.py --dump-questions questions.jsonl write the held-out questions: {"intent", "question"}
-    python evaluate.py --answers answers.jsonl          judge somebody else's answers: {"question", "text"}
+    python evaluate.py --answers answers.jsonl          check answers from another program: {"question", "text"}
 
-An answer is right when it is the intent's answer, or holds everything the intent asks of an answer (`keys`).
+An answer is right if it is the intent's answer, or if it contains all of the intent's `keys`.
 """
 
 import argparse
@@ -38,11 +38,11 @@ def is_right(intent, text, values):
 
 
 def held_out(intents):
-    """(intent id, question, values) of every phrasing that is never trained on."""
+    """Yields (intent id, question, values) for every held-out phrasing."""
     names = load("names")["test"].split()
     for intent in intents.values():
         for i, question in enumerate(intent.test):
-            if intent.id != "name-asked":  # needs a conversation before it
+            if intent.id != "name-asked":  # needs an earlier turn
                 values = {"name": names[i], "date": Conversation([]).date}
                 yield intent.id, question.replace("{name}", values["name"]), values
 
@@ -94,7 +94,7 @@ def report(kind, intents, answered, show_failures):
 
 
 def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show_failures=True):
-    """Asks the snapshot everything, prints the shares and returns them by kind."""
+    """Asks the snapshot all questions. Prints and returns the share of right answers by kind."""
     from tokenizers import Tokenizer
 
     from harmony import Writer
@@ -135,8 +135,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("snapshot", nargs="?", help="folder with config.json, model.safetensors and tokenizer.json")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--limit", type=int, help="at most so many questions of each kind")
-    parser.add_argument("--answers", metavar="FILE", help="judge these answers instead; `date` may be given too")
+    parser.add_argument("--limit", type=int, help="the most questions of each kind")
+    parser.add_argument("--answers", metavar="FILE", help="check these answers instead; lines may have a `date`")
     parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions and stop")
     args = parser.parse_args()
     if args.dump_questions:

@@ -1,4 +1,4 @@
-"""Conversations as token ids in gpt-oss's chat format, and the small tokenizer they are written in."""
+"""Renders conversations as token ids in gpt-oss's chat format, and trains the small tokenizer."""
 
 import re
 
@@ -10,7 +10,7 @@ CONTROL = [
 ]  # fmt: skip
 STOP = ["<|return|>", "<|endoftext|>", "<|call|>"]
 
-# How text is cut into words before byte-pair encoding: o200k's rule, with at most one digit a piece.
+# How text is split before byte-pair encoding: o200k's rule, with single digits.
 SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -27,7 +27,7 @@ def system_text(date, effort):
 
 
 def thought(think, effort):
-    """Low effort thinks a shorter thought: up to the first colon or semicolon."""
+    """With low effort, the analysis ends at its first colon or semicolon."""
     return re.split(r"[:;]", think)[0].rstrip(".") + "." if effort == "low" else think
 
 
@@ -52,14 +52,14 @@ def train_tokenizer(texts, vocab_size):
 
 
 class Writer:
-    """Turns conversations into ids. Text never becomes a control token, whatever it says."""
+    """Turns conversations into token ids. Text never becomes a control token."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         tokenizer.encode_special_tokens = True
         self.control = {token: tokenizer.token_to_id(token) for token in CONTROL}
         self.stop_ids = [self.control[token] for token in STOP]
-        self.known = {}  # answers and thoughts come again and again
+        self.known = {}  # the same answers and analyses occur often
 
     def text(self, text):
         if text not in self.known:
@@ -77,12 +77,12 @@ class Writer:
         ]  # fmt: skip
 
     def prompt(self, conversation):
-        """The ids up to where the model takes over, and whether each one belongs to a past answer's text."""
+        """The token ids of the prompt, and for each one whether it belongs to the text of an earlier answer."""
         ids, answers = self.message("system", system_text(conversation.date, conversation.effort)), []
         if conversation.developer:
             ids += self.message("developer", f"# Instructions\n\n{conversation.developer}\n\n")
         for i, turn in enumerate(conversation.turns):
-            if i > 0:  # past turns keep their answer and lose their analysis
+            if i > 0:  # earlier turns keep only their answer
                 past = conversation.turns[i - 1].answer
                 ids += self.message("assistant", past, "final")
                 answers.append(range(len(ids) - len(self.text(past)) - 1, len(ids) - 1))
@@ -94,14 +94,14 @@ class Writer:
         return ids, past_answer
 
     def completion(self, conversation):
-        """What the model is to write: its analysis and its answer."""
+        """The completion: the analysis and the answer."""
         turn = conversation.turns[-1]
         analysis = self.message("assistant", thought(turn.think, conversation.effort), "analysis")
-        start = 1 + len(self.text("assistant"))  # these the prompt ends with
+        start = 1 + len(self.text("assistant"))  # the prompt ends with these tokens
         return analysis[start:] + self.message("assistant", turn.answer, "final", end="<|return|>")
 
     def answer(self, ids):
-        """The text of the final channel in what the model wrote, or nothing."""
+        """The text of the final channel in a completion, or an empty string."""
         for i, id in enumerate(ids):
             if id == self.control["<|message|>"] and ids[: i][-len(self.text("final")) :] == self.text("final"):
                 return self.tokenizer.decode(ids[i + 1 :])

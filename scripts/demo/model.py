@@ -1,8 +1,8 @@
-"""gpt-oss in PyTorch, small enough to train in minutes: transformers' maths, parameter names of the checkpoint.
+"""gpt-oss in PyTorch with the parameter names of the checkpoint.
 
-Two things differ from transformers' GptOssForCausalLM, neither of them in the result: every expert runs for every
-token and the routing weights (zero for experts not chosen) mix them, which is faster at this size; and while training,
-expert weights pass through MXFP4 on their way into the forward pass, so that the model learns to live with it.
+It computes the same as transformers' GptOssForCausalLM in two other ways. Every expert runs for every token, and the
+routing weights (zero for experts that are not chosen) mix them, which is faster at this size. During training, expert
+weights are rounded to MXFP4 in the forward pass, so that the model adapts to the rounding.
 
 B batch, T tokens, S keys, H query heads, K kv heads, G = H/K, D head dim, C hidden, F intermediate, E experts, V vocabulary.
 """
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-# Every size differs from every other, so that no swapped dimension goes unnoticed.
+# All sizes differ, so that swapped dimensions cause an error.
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -66,22 +66,22 @@ CONFIG = {
     },
 }
 
-# ---- MXFP4: 32 numbers share a power of two; each is a sign and one of eight magnitudes ----
+# ---- MXFP4: blocks of 32 numbers with one scale, a power of two; each number is a sign and one of eight magnitudes ----
 
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def mxfp4_round(weight):
-    """[..., in] -> values that MXFP4 has, in units of their block's scale, [..., in/32, 32]; exponents [..., in/32, 1]"""
+    """[..., in] -> MXFP4 values in units of the block's scale, [..., in/32, 32], and exponents [..., in/32, 1]"""
     blocks = weight.unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
-    exponents = torch.ceil(torch.log2(largest / 6))  # the smallest scale at which nothing is clipped
+    exponents = torch.ceil(torch.log2(largest / 6))  # the smallest scale that clips nothing
     scaled = blocks * torch.exp2(-exponents)
-    gap = 0.5 + 0.5 * (scaled.abs() >= 2) + (scaled.abs() >= 4)  # between neighbouring magnitudes
+    gap = 0.5 + 0.5 * (scaled.abs() >= 2) + (scaled.abs() >= 4)  # between neighboring magnitudes
     return torch.round(scaled / gap) * gap, exponents
 
 
-def mxfp4_dequantise(values, exponents):
+def mxfp4_dequantize(values, exponents):
     return (values * torch.exp2(exponents)).flatten(-2)
 
 
@@ -95,19 +95,19 @@ def mxfp4_pack(weight):
 def mxfp4_unpack(blocks, scales):
     codes = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
     values = MAGNITUDES[codes & 7] * torch.where(codes >= 8, -1.0, 1.0)
-    return mxfp4_dequantise(values, scales[..., None].float() - 127)
+    return mxfp4_dequantize(values, scales[..., None].float() - 127)
 
 
 def through_mxfp4(weight):
-    """The rounded weight forward, the identity backward."""
-    return weight + (mxfp4_dequantise(*mxfp4_round(weight)) - weight).detach()
+    """Rounds the weight in the forward pass; the backward pass is the identity."""
+    return weight + (mxfp4_dequantize(*mxfp4_round(weight)) - weight).detach()
 
 
 # ---- the layers ----
 
 
 def yarn_frequencies(config):
-    """Inverse frequencies [D/2] and the factor on cos and sin."""
+    """The inverse frequencies [D/2], and the factor on cos and sin."""
     yarn, dim, base = config.rope_scaling, config.head_dim, config.rope_theta
     frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     turns = lambda n: dim * math.log(yarn["original_max_position_embeddings"] / (n * 2 * math.pi)) / (2 * math.log(base))
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(H))
 
     def forward(self, x, cos, sin, hidden, past):
-        """hidden: [B or 1, 1, T, S] true where a key must not be seen; past: keys and values so far, or None"""
+        """hidden: [B or 1, 1, T, S], true for masked keys; past: the cached keys and values, or None"""
         split = lambda y, heads: y.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
         q = rotate(split(self.q_proj(x), self.heads), cos, sin).to(x.dtype)  # [B, H, T, D]
         k = rotate(split(self.k_proj(x), self.kv_heads), cos, sin).to(x.dtype)  # [B, K, S, D]
@@ -146,7 +146,7 @@ class Attention(nn.Module):
         scores = (q @ k.transpose(2, 3)).float() * self.head_dim**-0.5
         scores = scores.masked_fill(hidden, -math.inf)
         sinks = self.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]  # the sink takes its share and is dropped
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]  # the sink takes part in the softmax only
         return self.o_proj((weights.to(v.dtype) @ v).transpose(1, 2).flatten(2))
 
 
@@ -161,7 +161,7 @@ class Experts(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.zeros(E, C))
 
     def forward(self, x, mix):
-        """x [B, T, C], mix [B, T, E]: each expert's share, zero for those not chosen"""
+        """x [B, T, C]; mix [B, T, E], the weight of each expert, zero if it is not chosen"""
         through = through_mxfp4 if self.training else lambda weight: weight
         gate_up = F.linear(x, through(self.gate_up_proj).flatten(0, 1), self.gate_up_proj_bias.flatten())
         gate, up = gate_up.unflatten(-1, (mix.shape[-1], -1, 2)).unbind(-1)  # [B, T, E, F]
@@ -182,7 +182,7 @@ class Mlp(nn.Module):
         scores = self.router(x).float()
         top, index = scores.topk(self.chosen, dim=-1)
         mix = torch.zeros_like(scores).scatter(-1, index, top.softmax(-1))
-        # How evenly the experts are used: 1 when they all are, E when one does everything.
+        # Load balance of the experts: 1 if all are used equally, E if one is always used.
         balance = ((mix > 0).float().mean((0, 1)) / self.chosen * scores.softmax(-1).mean((0, 1))).sum() * scores.shape[-1]
         return self.experts(x, mix.to(x.dtype)), balance
 
@@ -243,7 +243,7 @@ class GptOss(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompts, stop_ids, max_tokens):
-        """Greedy continuations of prompts (lists of ids), all at once. The stop token is left out."""
+        """Greedy completions of several prompts (lists of ids) in one batch, without the stop token."""
         device, longest = self.frequencies.device, max(map(len, prompts))
         padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -276,7 +276,7 @@ def snapshot_tensors(model):
 
 
 def load_snapshot(folder, device="cpu"):
-    """A snapshot as written by train.py, its experts dequantised, in f32."""
+    """Loads a snapshot that train.py wrote, with dequantized experts, in f32."""
     folder = Path(folder)
     model = GptOss(json.loads((folder / "config.json").read_text()))
     state = {}

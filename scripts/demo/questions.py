@@ -1,6 +1,6 @@
-"""What the demo model learns: the intents of data/*.toml, and endless varied conversations drawn from them.
+"""The training data of the demo model: samples conversations from the intents of data/*.toml.
 
-`python questions.py` prints what there is and some sampled conversations.
+`python questions.py` prints a summary and some sampled conversations.
 """
 
 import random
@@ -14,14 +14,14 @@ DATA = Path(__file__).parent / "data"
 
 @dataclass
 class Intent:
-    """One thing a user may want, and its one answer."""
+    """Something that a user may ask, and the answer."""
 
     id: str
     answer: str
     think: str
-    keys: list[str]  # what a right answer contains
+    keys: list[str]  # strings that a right answer contains
     ask: list[str]  # phrasings to train on
-    patterns: list[str]  # more of them, see expand
+    patterns: list[str]  # patterns of phrasings, see `expand`
     test: list[str]  # phrasings that are never trained on
     terms: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ def lines(text: str) -> list[str]:
 
 
 def normal(text: str) -> str:
-    """Letters and digits in lower case: two phrasings with the same normal form are the same."""
+    """Lower-case letters and digits. Phrasings with the same normal form count as the same."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
@@ -57,13 +57,13 @@ def load(name: str) -> dict:
 
 
 def expand(pattern: str, choose) -> str:
-    """`(this|that|)` becomes one of its alternatives, as `choose` picks from a list."""
+    """Replaces each `(this|that|)` by the alternative that `choose` picks."""
     picked = re.sub(r"\(([^()]*\|[^()]*)\)", lambda m: choose(alternatives(m[1])), pattern)
     return re.sub(r"\s+(?=[?.,!](?:\s|$))|^\s+|\s+$|(?<=\s)\s+", "", picked)
 
 
 def alternatives(text: str) -> list[str]:
-    return re.split(r"(?<!<)\|(?!>)", text)  # the bars of <|end|> are no separators
+    return re.split(r"(?<!<)\|(?!>)", text)  # the bars of <|end|> do not separate
 
 
 def load_intents() -> dict[str, Intent]:
@@ -82,7 +82,7 @@ def load_intents() -> dict[str, Intent]:
     return intents
 
 
-# ---- one meaning, many wordings ----
+# ---- phrasings ----
 
 TERM_FRAMES = lines("""
 What is {}?
@@ -276,10 +276,10 @@ flag: option, switch, parameter, argument
 flags: options, switches, parameters
 command: instruction, verb, subcommand
 commands: instructions, verbs
-licence: license
-license: licence
-quantisation: quantization
-quantised: quantized, compressed
+license: license
+license: license
+quantization: quantization
+quantized: quantized, compressed
 list: show, enumerate, display
 print: show, output, write
 made: created, built, developed, written
@@ -314,7 +314,7 @@ WORD = re.compile(r"[A-Za-z][A-Za-z']*")
 
 
 class Sampler:
-    """Draws training conversations. Everything random comes from `seed`."""
+    """Samples training conversations. The same `seed` gives the same conversations."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -342,12 +342,12 @@ class Sampler:
         return made_up.capitalize()
 
     def fill(self, text: str) -> str:
-        """Fills {slot}s that [slots] knows; {name} and {date} belong to the conversation and stay."""
+        """Replaces the slots of [slots]. {name} and {date} stay: they belong to the conversation."""
         choose = lambda m: self.random.choice(self.slots[m[1]]) if m[1] in self.slots else m[0]
         return re.sub(r"\{(\w+)\}", choose, text)
 
     def wording(self, intent: Intent) -> str:
-        """One phrasing of an intent: written by hand, or a frame around one of its names."""
+        """One phrasing of an intent: written by hand, or a frame filled with one of its terms."""
         if intent.terms and self.chance(0.25):
             return self.random.choice(TERM_FRAMES).format(self.random.choice(intent.terms))
         if intent.flags and self.chance(0.2):
@@ -367,19 +367,19 @@ class Sampler:
         at = self.random.choice(words).start() + self.random.randint(1, 2)
         kind = self.random.randrange(3)
         if kind == 0:
-            return text[:at] + text[at + 1 :]  # a letter is missing
+            return text[:at] + text[at + 1 :]  # drop a letter
         if kind == 1:
-            return text[:at] + text[at] + text[at:]  # a letter is doubled
-        return text[:at] + text[at + 1] + text[at] + text[at + 2 :]  # two letters changed places
+            return text[:at] + text[at] + text[at:]  # double a letter
+        return text[:at] + text[at + 1] + text[at] + text[at + 2 :]  # swap two letters
 
     def question(self, intent: Intent) -> str:
-        """A training phrasing, never one that is held out."""
+        """A training phrasing that is not held out."""
         while normal(question := self.typed(self.wording(intent))) in self.held_out:
             pass
         return question
 
     def typed(self, text: str) -> str:
-        """A phrasing as somebody might type it: other words, a prefix, a typo, no punctuation."""
+        """A phrasing as a person might type it: with synonyms, a prefix, a typo, no punctuation."""
         if "{name}" in text or len(text) < 3:
             return text
 
@@ -390,7 +390,7 @@ class Sampler:
         if self.chance(0.6):
             text = WORD.sub(swap, text)
         words = text.split()
-        if len(words) > 3 and self.chance(0.12):  # a small word is missing
+        if len(words) > 3 and self.chance(0.12):  # drop a short word
             small = [i for i, word in enumerate(words) if word.lower() in FILLERS]
             if small:
                 words.pop(self.random.choice(small))
@@ -410,7 +410,7 @@ class Sampler:
         return text
 
     def turn(self, intent: Intent, **values: str) -> Turn:
-        """Values fill {name} and {date} in question, analysis and answer."""
+        """One turn, with {name} and {date} replaced in the question, analysis and answer."""
         user = self.question(intent)
         parts = [user, intent.think, intent.answer]
         for key, value in values.items():
@@ -421,7 +421,7 @@ class Sampler:
         return [self.turn(i, **values) for i in self.random.choices(self.topics, self.weights, k=count)]
 
     def conversation(self, turns: int) -> Conversation:
-        """A conversation of about that many turns: questions, often with a name given and asked for."""
+        """A conversation of about that many turns. Often the user tells a name and asks for it later."""
         r = self.random
         date = f"{r.randint(2024, 2030)}-{r.randint(1, 12):02}-{r.randint(1, 28):02}"
         if self.chance(0.45 if turns > 1 else 0.04):
@@ -429,7 +429,7 @@ class Sampler:
             name = name.lower() if self.chance(0.15) else name
             talk = [self.turn(self.intents["name-given"], name=name)]
             if turns > 1:
-                # The name is asked for at any point, or never: knowing it must not decide what a question is about.
+                # The user asks for the name at any point, or never, so a known name says nothing about the next question.
                 before = r.randint(0, 1) if turns > 2 else 0
                 rest = self.other_turns(r.randint(1, turns - 1 - before), date=date)
                 if self.chance(0.6):

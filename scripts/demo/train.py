@@ -1,6 +1,6 @@
-"""Trains inferno's demo model from nothing: its tokenizer, its weights, the snapshot, and how good it is.
+"""Trains inferno's demo model and its tokenizer, writes the snapshot, and measures how often it is right.
 
-    python train.py --out OUT                  about 6 minutes on one data-centre GPU
+    python train.py --out OUT                  about 6 minutes on one data-center GPU
     python train.py --out OUT --smoke          the same path on a CPU in a minute or two; learns nothing
 """
 
@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from evaluate import evaluate
 from harmony import Writer, system_text, train_tokenizer
-from model import CONFIG, GptOss, load_snapshot, mxfp4_dequantise, mxfp4_round, snapshot_tensors
+from model import CONFIG, GptOss, load_snapshot, mxfp4_dequantize, mxfp4_round, snapshot_tensors
 from questions import Conversation, Sampler
 from tokenizers import Tokenizer
 
-# name, turns from..to, tokens a sample, samples a batch, share of the batches
+# name, (fewest turns, most turns), tokens per sample, samples per batch, share of the batches
 BUCKETS = [("short", (1, 1), 176, 256, 0.56), ("medium", (2, 4), 336, 128, 0.34), ("long", (5, 28), 1600, 24, 0.10)]
-PAST_ANSWER_WEIGHT = 0.3  # earlier answers of a conversation teach too, but they are not what the model will write
+PAST_ANSWER_WEIGHT = 0.3  # earlier answers count less than the last one
 
 
 # ---- data ----
@@ -42,7 +42,7 @@ def tokenizer_texts(sampler, count):
 
 
 class Batches(IterableDataset):
-    """Endless batches: ids [B, T + 1] and the weight of each id as a target, [B, T + 1]."""
+    """An endless stream of batches: ids [B, T + 1], and the weight of each id as a target, [B, T + 1]."""
 
     def __init__(self, tokenizer_json, seed, shrink):
         self.tokenizer_json, self.seed, self.shrink = tokenizer_json, seed, shrink
@@ -85,7 +85,7 @@ def train(tokenizer_json, args):
     for layer in model.model.layers:
         layer.dropout.p = args.dropout
         if args.compile:
-            torch._dynamo.config.suppress_errors = True  # a layer that does not compile runs as it is
+            torch._dynamo.config.suppress_errors = True  # a layer that cannot be compiled runs uncompiled
             layer.compile(dynamic=False)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -108,7 +108,7 @@ def train(tokenizer_json, args):
     batches = Batches(tokenizer_json, args.seed, args.shrink)
     began = time.time()
     sampler, writer = Sampler(0), Writer(Tokenizer.from_str(tokenizer_json))
-    for bucket in BUCKETS:  # a step of each shape with a learning rate of zero: compiles outside the schedule
+    for bucket in BUCKETS:  # one step per shape with learning rate 0, which compiles before the clock starts
         step(*batches.batch(bucket, sampler, writer))
     settled = float(step(*batches.batch(BUCKETS[0], sampler, writer))[0])
     print(f"a step of each shape in {time.time() - began:.0f} s, loss {settled:.3f}", flush=True)
@@ -126,7 +126,7 @@ def train(tokenizer_json, args):
     budget, began, said, steps, samples, waited = args.minutes * 60, time.time(), 0.0, 0, 0, 0.0
     losses = []
     while (progress := (time.time() - began) / budget) < 1 and (args.steps is None or steps < args.steps):
-        # Warm up for a fiftieth of the time, then a cosine down to nothing. Time, not steps: the budget is kept.
+        # Warm up for a fiftieth of the time, then a cosine to 0. The schedule follows time, not steps.
         rate = args.lr * min(1, progress * 50 + 1e-3) * (0.5 + 0.5 * math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -189,7 +189,7 @@ def export(model, tokenizer_json, out):
 
 @torch.no_grad()
 def verify(model, out):
-    """transformers, reading the snapshot, agrees with the training module and with our own reader."""
+    """Checks that transformers, our own reader and the trained module compute the same logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -198,13 +198,13 @@ def verify(model, out):
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    theirs = theirs.float().eval()  # after loading: dequantised experts come as bf16, which holds them exactly
+    theirs = theirs.float().eval()  # the dequantized experts are bf16, which holds them exactly
     ours = load_snapshot(out)
     trained = GptOss().eval()
     trained.load_state_dict(model.state_dict())
-    for name, parameter in trained.named_parameters():  # what the export rounds, rounded here
+    for name, parameter in trained.named_parameters():  # round as the export does
         packed = name.endswith(("gate_up_proj", "down_proj"))
-        parameter.copy_(mxfp4_dequantise(*mxfp4_round(parameter)) if packed else parameter.bfloat16())
+        parameter.copy_(mxfp4_dequantize(*mxfp4_round(parameter)) if packed else parameter.bfloat16())
 
     tokenizer = AutoTokenizer.from_pretrained(out)
     for text in ("Grüße, 你好 🦀!\r\n\tfn main() {}  ", bytes(range(256)).decode("latin-1")):
@@ -213,7 +213,7 @@ def verify(model, out):
     talk = Sampler(seed=3).other_turns(14, date="2026-01-15")
     ids = writer.prompt(Conversation(talk))[0] + writer.completion(Conversation(talk))
     assert tokenizer.encode(writer.tokenizer.decode(ids, skip_special_tokens=False)) == ids, "control tokens differ"
-    ids = torch.tensor([ids])  # longer than the window, and than YaRN's original length
+    ids = torch.tensor([ids])  # longer than the window and YaRN's original length
     reference = theirs(ids).logits
     for who, logits in (("this reader", ours(ids)[0]), ("training module", trained(ids)[0])):
         error = float((logits - reference).abs().max() / reference.abs().max())
@@ -226,19 +226,19 @@ def verify(model, out):
 
 
 def main():
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # workers fork
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are forked
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the snapshot")
-    parser.add_argument("--minutes", type=float, default=5.0, help="training time, compiling and checking not counted")
-    parser.add_argument("--steps", type=int, help="stop after so many steps, whatever the time")
+    parser.add_argument("--minutes", type=float, default=5.0, help="training time, without compilation and checks")
+    parser.add_argument("--steps", type=int, help="the number of steps, instead of a time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--workers", type=int, help="processes that make batches")
+    parser.add_argument("--workers", type=int, help="the number of processes that make batches")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--smoke", action="store_true", help="a few small steps, to see that everything works")
+    parser.add_argument("--smoke", action="store_true", help="run a few small steps to test the script")
     args = parser.parse_args()
     if args.workers is None:
         args.workers = 0 if args.smoke else max(min(14, (os.cpu_count() or 2) - 2), 1)

@@ -4,14 +4,14 @@
 //! `$INFERNO_FIXTURES` and say so when they skip; their expected values in `tests/golden/chat.json` come from
 //! `scripts/chat_golden.py`.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::OnceLock;
 
 use inferno::chat::{Channel, ChatFormat, Delta, Message, ReasoningEffort, RenderOptions, Rendered, ToolCall};
 use inferno::tokenizer::{ControlTokens, Tokenizer};
 use serde_json::{Value, json};
 
-use crate::support::Random;
+use crate::support::{Random, fixtures};
 
 mod golden;
 mod harmony;
@@ -72,17 +72,9 @@ fn harmony_format(tokenizer: &Tokenizer) -> ChatFormat {
 }
 
 /// gpt-oss's own tokenizer, loaded once: it takes a while.
-fn gpt_oss() -> Option<&'static Tokenizer> {
-    static TOKENIZER: OnceLock<Option<Tokenizer>> = OnceLock::new();
-    TOKENIZER.get_or_init(|| Some(Tokenizer::from_dir(&fixtures()?.join("gpt-oss-20b")).unwrap())).as_ref()
-}
-
-fn fixtures() -> Option<PathBuf> {
-    let dir = std::env::var_os("INFERNO_FIXTURES").map(PathBuf::from);
-    if dir.is_none() {
-        eprintln!("skipped: INFERNO_FIXTURES is not set");
-    }
-    dir
+fn gpt_oss() -> &'static Tokenizer {
+    static TOKENIZER: OnceLock<Tokenizer> = OnceLock::new();
+    TOKENIZER.get_or_init(|| Tokenizer::from_dir(&fixtures().join("gpt-oss-20b")).unwrap())
 }
 
 fn options() -> RenderOptions {

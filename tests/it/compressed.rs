@@ -1,14 +1,14 @@
 //! What config.json says of quantization by compressed-tensors: the golden checkpoints, real configs, and what is refused.
-//! Real configs are skipped without $INFERNO_FIXTURES.
+//! Real configs need INFERNO_FIXTURES.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use inferno::Error;
 use inferno::weights::Checkpoint;
 use inferno::weights::compressed::{Activations, CompressedConfig, Format, Scheme, WeightScales};
 use serde_json::{Value, json};
 
-use crate::support::golden;
+use crate::support::{fixtures, golden};
 
 const CASES: &[(&str, Scheme)] = &[
     ("int8", scheme(Format::Int8, WeightScales::PerChannel, Activations::PerToken)),
@@ -23,14 +23,6 @@ const CASES: &[(&str, Scheme)] = &[
 
 const fn scheme(format: Format, weight_scales: WeightScales, activations: Activations) -> Scheme {
     Scheme { format, weight_scales, activations, packed: false }
-}
-
-fn fixtures() -> Option<PathBuf> {
-    let folder = std::env::var_os("INFERNO_FIXTURES").map(PathBuf::from);
-    if folder.is_none() {
-        println!("skipped: INFERNO_FIXTURES is not set");
-    }
-    folder.map(|folder| folder.join("w8a8-compressed-tensors"))
 }
 
 fn json_of(path: &Path) -> Value {
@@ -82,9 +74,9 @@ fn the_config_says_what_each_tensor_of_the_golden_checkpoints_is() {
     }
 }
 
-#[test]
+#[test(fixtures)]
 fn real_configs_are_read() {
-    let Some(fixtures) = fixtures() else { return };
+    let fixtures = fixtures().join("w8a8-compressed-tensors");
     for style in ["config.2024-style.json", "config.2025-style.json"] {
         let config = read(&json_of(&fixtures.join(style)));
         let expected = Some(CASES[0].1);

@@ -1,12 +1,11 @@
 //! The decode executor against the eager decoder: the same logits step by step, graph replay against single launches, and
-//! tokens drawn on the device against the sampler on the host. They need a GPU; without one they say so and pass.
+//! tokens drawn on the device against the sampler on the host. All need a GPU.
 
 use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::SamplingParams;
-use inferno::device::{self, DeviceChoice};
 use inferno::engine::sampler::Sampler;
 use inferno::models;
 use inferno::nn::decoder::Decoder;
@@ -17,17 +16,13 @@ use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
 use crate::gguf::models::{llama_in_many_types, saved};
-use crate::support::{golden, relative_error, values};
+use crate::support::{Random, golden, gpu, relative_error, values};
 
 const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
 
 /// Families whose router may decide a close call in another way when its input was rounded in another way.
 const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
-
-fn gpu() -> Option<Device> {
-    device::open(DeviceChoice::FirstCuda).map_err(|error| println!("not tested: {error}")).ok()
-}
 
 struct Model {
     name: String,
@@ -184,12 +179,9 @@ impl Llama {
             "attention_bias": bias, "mlp_bias": bias, "tie_word_embeddings": tied,
         });
         std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
-        let mut state = 1u64;
+        let mut numbers = Random(1);
         let mut random = |shape: &[usize], scale: f32, around: f32| {
-            let mut next = || {
-                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-                ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4 * scale + around
-            };
+            let mut next = || (numbers.unit() - 0.5) * 3.4 * scale + around;
             let values: Vec<f32> = (0..shape.iter().product()).map(|_| next()).collect();
             Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap()
         };
@@ -246,7 +238,7 @@ const GOLDEN: [&str; 9] = [
 
 /// The models that a graph can run, in both short dtypes.
 fn each_model(test: impl Fn(&mut Model)) {
-    let Some(device) = gpu() else { return };
+    let device = gpu();
     for dtype in [DType::BF16, DType::F16] {
         for case in GOLDEN {
             test(&mut Model::load(case, &golden(case), &device, dtype));
@@ -297,13 +289,10 @@ fn write_experts(dir: &Path) {
         "rope_theta": 10000.0, "tie_word_embeddings": false, "hidden_act": "silu",
     });
     std::fs::write(dir.join("config.json"), config.to_string()).unwrap();
-    let mut state = 7u64;
+    let mut numbers = Random(7);
     let mut tensors = HashMap::new();
     let mut add = |name: String, shape: &[usize]| {
-        let mut next = || {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4
-        };
+        let mut next = || (numbers.unit() - 0.5) * 3.4;
         let values: Vec<f32> = match shape {
             [size] => (0..*size).map(|_| 1.0 + 0.1 * next()).collect(),
             _ => (0..shape.iter().product()).map(|_| next() * (shape[1] as f32).powf(-0.5)).collect(),
@@ -340,9 +329,9 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
 }
 
 /// Every position's logits, each from a step of the graph on transformers' own tokens; and its greedy continuation.
-#[test]
+#[test(gpu)]
 fn steps_of_the_graph_agree_with_transformers() {
-    let Some(device) = gpu() else { return };
+    let device = gpu();
     for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
         for case in GOLDEN {
             let mut model = Model::load(case, &golden(case), &device, dtype);
@@ -376,9 +365,9 @@ fn steps_of_the_graph_agree_with_transformers() {
 }
 
 /// Experts with scales that tensor cores cannot hold are served, by the eager decoder.
-#[test]
+#[test(gpu)]
 fn what_the_graph_cannot_run_is_told() {
-    let Some(device) = gpu() else { return };
+    let device = gpu();
     let why = |case, dtype| {
         let model = Model::load(case, &golden(case), &device, dtype);
         let plan = DecodeGraph::plan(&model.decoder, &model.cache).unwrap();
@@ -393,7 +382,7 @@ fn what_the_graph_cannot_run_is_told() {
 }
 
 /// Across window and ring borders, to the end of the context.
-#[test]
+#[test(gpu)]
 fn steps_of_the_graph_agree_with_the_eager_decoder() {
     each_model(|model| {
         let mut executor = model.executor();
@@ -430,7 +419,7 @@ fn steps_of_the_graph_agree_with_the_eager_decoder() {
     });
 }
 
-#[test]
+#[test(gpu)]
 fn a_replayed_graph_does_what_its_launches_do_one_by_one() {
     each_model(|model| {
         let prompt = prompt(model, 40);
@@ -453,7 +442,7 @@ fn a_replayed_graph_does_what_its_launches_do_one_by_one() {
 
 /// The next turn of a chat: steps have written to the cache, some beyond what was taken; it goes back a little, or so far
 /// that rings have lost it, and reads on.
-#[test]
+#[test(gpu)]
 fn a_conversation_goes_on_from_what_steps_wrote() {
     each_model(|model| {
         if model.has_router {
@@ -488,7 +477,7 @@ fn a_conversation_goes_on_from_what_steps_wrote() {
     });
 }
 
-#[test]
+#[test(gpu)]
 fn tokens_drawn_on_the_device_are_those_that_the_host_draws() {
     let base = SamplingParams { temperature: 1.0, seed: 11, ..SamplingParams::greedy() };
     let cases = [

@@ -1,8 +1,11 @@
-//! A module imports from lower floors only, and siblings on a floor do not import each other.
+//! The layout of the source: which module may import which, and no circles between files.
 
-use std::path::Path;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::{Path, PathBuf};
 
-/// From the ground up.
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
+
+/// The modules of the crate, lowest floor first.
 const FLOORS: &[&[&str]] = &[
     &["error", "text"],
     &["device", "snapshot"],
@@ -12,57 +15,373 @@ const FLOORS: &[&[&str]] = &[
     &["models", "language"],
     &["runner"],
     &["engine"],
+    &["conversation"],
     &["repl"],
     &["commands"],
     &["cli"],
 ];
 
-fn floor(module: &str) -> usize {
-    let found = FLOORS.iter().position(|modules| modules.contains(&module));
-    found.unwrap_or_else(|| panic!("module {module} has no floor: add it to this test and to README.md"))
-}
+/// Folders with circles between their files. Remove a folder when its circles are gone: the test fails until then. Do not
+/// add any.
+const FOLDERS_WITH_CIRCLES: &[&str] = &[
+    "chat",
+    "commands/doctor",
+    "engine",
+    "hub",
+    "kernels/quantized",
+    "repl",
+    "snapshot",
+    "tokenizer",
+    "weights",
+    "weights/ggml",
+    "weights/gguf",
+];
 
+/// A module imports from lower floors only, and modules of one floor do not import each other.
 #[test]
-fn no_module_imports_upwards() {
-    let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-    let mut files = Vec::new();
-    collect(&src, &mut files);
-    assert!(files.len() > 20);
-    for file in files {
-        let relative = file.strip_prefix(&src).unwrap();
-        let first = relative.components().next().unwrap().as_os_str().to_str().unwrap();
-        let module = first.trim_end_matches(".rs");
-        // The root may name everything; a build script is not part of the crate.
-        if module == "lib" || module == "main" || relative.ends_with("kernels/build.rs") {
+fn no_module_imports_from_its_floor_or_above() {
+    for reference in Sources::read().references() {
+        let (module, target) = (&reference.from[0], &reference.to[0]);
+        if module == target {
             continue;
         }
-        let text = std::fs::read_to_string(&file).unwrap();
-        let code = text.lines().filter(|line| !line.trim_start().starts_with("//"));
-        for (number, line) in code.enumerate() {
-            for after in line.split("crate::").skip(1) {
-                let target: String = after.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
-                if target == module {
-                    continue;
-                }
-                // What the root re-exports, or several modules at once, would hide where it comes from.
-                assert!(
-                    target.starts_with(char::is_lowercase),
-                    "{}:{}: {module} imports crate::{after}, and not from a module",
-                    relative.display(),
-                    number + 1
-                );
-                assert!(
-                    floor(&target) < floor(module),
-                    "{}:{}: {module} may not import {target}",
-                    relative.display(),
-                    number + 1
-                );
-            }
-        }
+        // A name that `lib.rs` re-exports would hide which module it comes from.
+        let place = format!("{}:{}", reference.file.display(), reference.line);
+        assert!(target.starts_with(char::is_lowercase), "{place}: import {target} from the module that defines it");
+        assert!(floor(target) < floor(module), "{place}: {module} may not import {target}");
     }
 }
 
-fn collect(folder: &Path, files: &mut Vec<std::path::PathBuf>) {
+fn floor(module: &str) -> usize {
+    let floor = FLOORS.iter().position(|modules| modules.contains(&module));
+    floor.unwrap_or_else(|| panic!("add the module {module} to FLOORS in tests/it/floors.rs and to docs/"))
+}
+
+/// Files of one folder do not import each other in a circle. The rules:
+///
+/// - The files of a folder are its `.rs` files and its subfolders. `x.rs` and everything in the folder `x/` count as one.
+/// - The file that declares the folder's modules (`mod.rs`, or `x.rs` beside the folder `x/`) counts as a file: `mod`.
+/// - A file depends on another if it names a path into it: in a `use`, or anywhere in the code.
+/// - A name that is imported or re-exported by a file counts as the name of the file that defines it.
+/// - In `mod`, a declaration (`mod x;`) and a re-export (`pub use x::Name;`) are no dependencies. Using the name is one.
+/// - Modules named `tests` do not count.
+#[test]
+fn files_of_a_folder_have_no_circles() {
+    let circles = Sources::read().circles();
+    let mut problems = String::new();
+    for (folder, circle) in &circles {
+        if !FOLDERS_WITH_CIRCLES.contains(&folder.as_str()) {
+            problems += &format!("circle in {folder}:\n{circle}");
+        }
+    }
+    for folder in FOLDERS_WITH_CIRCLES {
+        if !circles.iter().any(|(other, _)| other == folder) {
+            problems += &format!("{folder} has no circle: remove it from FOLDERS_WITH_CIRCLES\n");
+        }
+    }
+    assert!(problems.is_empty(), "{problems}");
+}
+
+/// A path of modules below the crate, perhaps with an item at its end.
+type ModulePath = Vec<String>;
+
+/// A path in the code of a file.
+struct Reference {
+    file: PathBuf,
+    line: usize,
+    from: ModulePath,
+    to: ModulePath,
+}
+
+/// One `.rs` file.
+#[derive(Default)]
+struct Source {
+    file: PathBuf,
+    /// What the file's own items are called.
+    items: BTreeSet<String>,
+    /// Imported and re-exported names, with their full paths.
+    imports: HashMap<String, ModulePath>,
+    /// Modules whose names are all imported (`use x::*`).
+    globs: Vec<ModulePath>,
+    /// Paths that the code names, with their lines.
+    paths: Vec<(usize, ModulePath)>,
+}
+
+/// All files of the crate by module path. The crate's root and the build script are not part of it.
+struct Sources(BTreeMap<ModulePath, Source>);
+
+impl Sources {
+    fn read() -> Self {
+        let src = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        let mut files = Vec::new();
+        collect(&src, &mut files);
+        let mut sources = BTreeMap::new();
+        for file in files {
+            let relative = file.strip_prefix(&src).unwrap().to_path_buf();
+            let mut module: ModulePath =
+                relative.with_extension("").iter().map(|part| part.to_str().unwrap().to_string()).collect();
+            if module.last().is_some_and(|name| name == "mod") {
+                module.pop();
+            }
+            if [vec!["lib"], vec!["main"], vec!["kernels", "build"]].iter().any(|root| module == *root) {
+                continue;
+            }
+            let text = std::fs::read_to_string(&file).unwrap();
+            let tokens: TokenStream = text.parse().unwrap_or_else(|error| panic!("{}: {error}", relative.display()));
+            let mut source = Source { file: relative, ..Default::default() };
+            source.scan(tokens, &module, &module);
+            sources.insert(module, source);
+        }
+        assert!(sources.len() > 20);
+        Self(sources)
+    }
+
+    /// All paths from one module to another, at the place where they are written.
+    fn references(&self) -> Vec<Reference> {
+        let mut references = Vec::new();
+        for (module, source) in &self.0 {
+            for (line, to) in &source.paths {
+                if !to.is_empty() {
+                    let (file, from, to) = (source.file.clone(), module.clone(), to.clone());
+                    references.push(Reference { file, line: *line, from, to });
+                }
+            }
+        }
+        references
+    }
+
+    /// The path where a name is defined, through imports and re-exports.
+    fn definition(&self, path: &[String]) -> ModulePath {
+        let mut path = path.to_vec();
+        // Imports cannot form a longer chain.
+        for _ in 0..20 {
+            let Some(length) = (0..path.len()).rev().find(|length| self.0.contains_key(&path[..*length])) else {
+                break;
+            };
+            if self.0.contains_key(&path) {
+                break;
+            }
+            let (source, name) = (&self.0[&path[..length]], &path[length]);
+            if source.items.contains(name) {
+                break;
+            }
+            let glob = source.globs.iter().find(|glob| {
+                self.0.get(*glob).is_some_and(|source| source.items.contains(name) || source.imports.contains_key(name))
+            });
+            let target = source.imports.get(name).cloned().or(glob.map(|glob| [glob, &path[length..=length]].concat()));
+            match target {
+                Some(target) => path = [&target[..], &path[length + 1..]].concat(),
+                None => break,
+            }
+        }
+        path
+    }
+
+    /// The circles: each with its folder and its dependencies.
+    fn circles(&self) -> Vec<(String, String)> {
+        // By folder: from a file to the files that it depends on, with one place that says so.
+        let mut folders: BTreeMap<ModulePath, BTreeMap<(String, String), String>> = BTreeMap::new();
+        for Reference { file, line, from, to } in self.references() {
+            let to = self.definition(&to);
+            let shared = from.iter().zip(&to).take_while(|(a, b)| a == b).count();
+            let node = |path: &ModulePath| match path.get(shared) {
+                Some(name) if self.0.contains_key(&path[..=shared]) => name.clone(),
+                _ => "mod".to_string(),
+            };
+            let (from, target) = (node(&from), node(&to));
+            // A module that is only named (`use super;`) says nothing; the paths through it do.
+            if shared > 0 && from != target && to.len() > shared {
+                let place = format!("  {from} -> {target}: {}:{line} {}\n", file.display(), to.join("::"));
+                folders.entry(to[..shared].to_vec()).or_default().entry((from, target)).or_insert(place);
+            }
+        }
+        let mut circles = Vec::new();
+        for (folder, edges) in folders {
+            let reachable = |start: &str| {
+                let (mut found, mut open) = (BTreeSet::new(), vec![start.to_string()]);
+                while let Some(file) = open.pop() {
+                    for (_, next) in edges.keys().filter(|(from, _)| *from == file) {
+                        if found.insert(next.clone()) {
+                            open.push(next.clone());
+                        }
+                    }
+                }
+                found
+            };
+            let reachable: BTreeMap<&String, BTreeSet<String>> =
+                edges.keys().map(|(from, _)| (from, reachable(from))).collect();
+            for (file, found) in &reachable {
+                let is_mutual = |other: &&String| reachable.get(*other).is_some_and(|found| found.contains(*file));
+                let circle: Vec<&String> = found.iter().filter(is_mutual).collect();
+                if circle.first() == Some(file) {
+                    let inside = edges.iter().filter(|((a, b), _)| circle.contains(&a) && circle.contains(&b));
+                    let reasons = inside.map(|(_, place)| place.as_str()).collect();
+                    circles.push((folder.join("/"), reasons));
+                }
+            }
+        }
+        circles
+    }
+}
+
+impl Source {
+    /// Collects names and paths. `module` is the file's path; `scope` is deeper inside an inline module.
+    fn scan(&mut self, tokens: TokenStream, module: &ModulePath, scope: &ModulePath) {
+        let tokens: Vec<TokenTree> = tokens.into_iter().collect();
+        let is_top = module == scope;
+        let mut i = 0;
+        while i < tokens.len() {
+            let start = i;
+            i += 1;
+            let TokenTree::Ident(ident) = &tokens[start] else {
+                if let TokenTree::Group(group) = &tokens[start] {
+                    self.scan(group.stream(), module, scope);
+                }
+                continue;
+            };
+            let (word, line) = (ident.to_string(), ident.span().start().line);
+            match (word.as_str(), tokens.get(i), tokens.get(i + 1)) {
+                ("use", Some(_), _) => {
+                    let end = (i..tokens.len()).find(|at| is_punct(&tokens[*at], ';')).unwrap_or(tokens.len());
+                    let is_public = is_preceded_by_pub(&tokens[..start]);
+                    self.import(&tokens[i..end], &[], module, scope, is_public, line);
+                    i = end;
+                }
+                ("mod", Some(TokenTree::Ident(name)), Some(TokenTree::Group(body))) => {
+                    let name = name.to_string();
+                    if name != "tests" {
+                        self.scan(body.stream(), module, &[&scope[..], std::slice::from_ref(&name)].concat());
+                    }
+                    i += 2;
+                }
+                ("mod", Some(TokenTree::Ident(name)), _) => {
+                    let name = name.to_string();
+                    self.imports.insert(name.clone(), [&scope[..], &[name]].concat());
+                    i += 1;
+                }
+                ("fn" | "struct" | "enum" | "union" | "trait" | "type" | "const" | "static" | "macro_rules", ..) => {
+                    let name = tokens[i..].iter().take(3).find_map(|token| match token {
+                        TokenTree::Ident(name) if name != "mut" => Some(name.to_string()),
+                        _ => None,
+                    });
+                    if is_top {
+                        self.items.extend(name);
+                    }
+                }
+                _ => {
+                    let is_member =
+                        start > 0 && (is_punct(&tokens[start - 1], '.') || is_path_separator(&tokens, start));
+                    let mut path = vec![word];
+                    while is_path_separator(&tokens, i + 2)
+                        && let Some(TokenTree::Ident(next)) = tokens.get(i + 2)
+                    {
+                        path.push(next.to_string());
+                        i += 3;
+                    }
+                    let is_call = matches!(tokens.get(i), Some(TokenTree::Group(group)) if group.delimiter() == Delimiter::Parenthesis);
+                    let is_name = path.len() > 1 || is_call || path[0].starts_with(char::is_uppercase);
+                    if !is_member && is_name {
+                        self.paths.extend(self.resolve(&path, scope).map(|path| (line, path)));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds one tree of a `use` declaration.
+    fn import(
+        &mut self,
+        tokens: &[TokenTree],
+        prefix: &[String],
+        module: &ModulePath,
+        scope: &ModulePath,
+        is_public: bool,
+        line: usize,
+    ) {
+        let mut path = prefix.to_vec();
+        let mut alias = None;
+        let mut i = 0;
+        while i < tokens.len() {
+            match &tokens[i] {
+                TokenTree::Ident(ident) if ident == "as" => {
+                    alias = tokens.get(i + 1).map(|name| name.to_string());
+                    break;
+                }
+                TokenTree::Ident(ident) if ident == "self" && !path.is_empty() => {}
+                TokenTree::Ident(ident) => path.push(ident.to_string()),
+                TokenTree::Group(group) => {
+                    let inner: Vec<TokenTree> = group.stream().into_iter().collect();
+                    for tree in inner.split(|token| is_punct(token, ',')).filter(|tree| !tree.is_empty()) {
+                        self.import(tree, &path, module, scope, is_public, line);
+                    }
+                    return;
+                }
+                TokenTree::Punct(punct) if punct.as_char() == '*' => {
+                    if let Some(target) = self.resolve(&path, scope) {
+                        self.globs.push(target.clone());
+                        self.paths.push((line, [target, vec!["*".to_string()]].concat()));
+                    }
+                    return;
+                }
+                _ => {}
+            }
+            i += 1;
+        }
+        let Some(target) = self.resolve(&path, scope) else { return };
+        let name = alias.or_else(|| path.last().cloned()).unwrap_or_default();
+        let is_reexport = is_public && target.starts_with(module) && target.len() > module.len();
+        if !is_reexport {
+            self.paths.push((line, target.clone()));
+        }
+        self.imports.insert(name, target);
+    }
+
+    /// The full path of a path in the code; `None` if it leads out of the crate.
+    fn resolve(&self, path: &[String], scope: &ModulePath) -> Option<ModulePath> {
+        let mut base = scope.clone();
+        let rest = match path[0].as_str() {
+            "crate" => {
+                base.clear();
+                &path[1..]
+            }
+            "self" => &path[1..],
+            "super" => {
+                let supers = path.iter().take_while(|name| *name == "super").count();
+                base.truncate(base.len().checked_sub(supers)?);
+                &path[supers..]
+            }
+            name => {
+                base = self.imports.get(name)?.clone();
+                &path[1..]
+            }
+        };
+        base.extend_from_slice(rest);
+        Some(base)
+    }
+}
+
+fn is_punct(token: &TokenTree, character: char) -> bool {
+    matches!(token, TokenTree::Punct(punct) if punct.as_char() == character)
+}
+
+/// Whether `::` stands right before a position.
+fn is_path_separator(tokens: &[TokenTree], position: usize) -> bool {
+    position >= 2
+        && position <= tokens.len()
+        && is_punct(&tokens[position - 1], ':')
+        && is_punct(&tokens[position - 2], ':')
+}
+
+/// Whether the tokens end in `pub` or `pub(…)`.
+fn is_preceded_by_pub(tokens: &[TokenTree]) -> bool {
+    let tokens = match tokens {
+        [rest @ .., TokenTree::Group(_)] => rest,
+        all => all,
+    };
+    matches!(tokens, [.., TokenTree::Ident(word)] if word == "pub")
+}
+
+fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {

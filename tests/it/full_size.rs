@@ -1,7 +1,6 @@
-//! Checks on a model of real size, on a GPU. They are ignored unless asked for, and say nothing of a model they are not
-//! given:
+//! Checks on a model of real size, on a GPU. To run them:
 //!
-//!     INFERNO_FULL_SIZE=DIR cargo test --release --features cuda -- --ignored --nocapture full_size
+//!     INFERNO_FULL_SIZE=DIR cargo test --release --features cuda full_size -- --nocapture
 //!
 //! `scripts/reference_logits.py DIR` writes what the first one compares with.
 
@@ -42,8 +41,7 @@ fn compare(got: &Tensor, want: &Tensor) -> (f64, f64) {
     (kl / rows as f64, same as f64 / rows as f64)
 }
 
-#[test]
-#[ignore = "needs a GPU and a model of real size"]
+#[test(full_size)]
 fn full_size_logits_agree_with_transformers() {
     let reference = safetensors::load(model().join("reference.safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = reference["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
@@ -73,8 +71,7 @@ fn host_bytes() -> u64 {
     line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok()).unwrap_or(0) * 1024
 }
 
-#[test]
-#[ignore = "needs a GPU and a model of real size"]
+#[test(full_size)]
 fn full_size_thousand_generations_leak_nothing() {
     let engine = load();
     let free = || device::info(&device::open(DeviceChoice::FirstCuda).unwrap()).unwrap().free_bytes;
@@ -104,8 +101,7 @@ fn full_size_thousand_generations_leak_nothing() {
     assert!(lost < 64 << 20, "{lost} bytes of GPU memory lost");
 }
 
-#[test]
-#[ignore = "needs a GPU and a model of real size"]
+#[test(full_size)]
 fn full_size_greedy_tokens_are_the_same_every_time() {
     let engine = load();
     let prompt: Vec<u32> = (0..300).map(|i| (i * 7919 + 3) % engine.info().vocab_size as u32).collect();
@@ -133,8 +129,7 @@ fn full_size_greedy_tokens_are_the_same_every_time() {
     }
 }
 
-#[test]
-#[ignore = "needs a GPU and a model of real size"]
+#[test(full_size)]
 fn full_size_figures() {
     let engine = load();
     let info = engine.info().clone();
@@ -166,9 +161,8 @@ fn full_size_figures() {
 }
 
 /// How fast weights come out of the page cache and off the disk, by how they are read.
+#[test(full_size)]
 #[cfg(feature = "cuda")]
-#[test]
-#[ignore = "needs a GPU and a model of real size"]
 fn full_size_reading_figures() {
     use std::time::Instant;
 

@@ -11,7 +11,7 @@ use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::nn::rope::{RopeConfig, RopeLengths};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
-use crate::support::{devices, golden, relative_error, values};
+use crate::support::{Random, devices, golden, relative_error, values};
 
 const CASES: &[&str] = &[
     "gpt_oss",
@@ -275,11 +275,8 @@ fn going_back_twice_does_not_find_overwritten_rows() {
 fn any_way_through_the_cache_gives_what_a_fresh_one_gives() {
     each_case(|name, case| {
         let vocab = case.golden["logits"].dim(1).unwrap() as u64;
-        let mut state = 7u64;
-        let mut random = move |below: usize| {
-            state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-            ((state >> 33) % below as u64) as usize
-        };
+        let mut numbers = Random(7);
+        let mut random = move |limit: usize| numbers.below(limit);
         for round in 0..8 {
             let (mut cache, mut ids) = (case.cache(8), Vec::new());
             for _ in 0..12 {

@@ -11,37 +11,7 @@ use inferno::kernels::norm::add_norm;
 use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 use inferno::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 
-use crate::support::{devices, golden, relative_error, values};
-
-/// A small generator of repeatable values.
-struct Noise(u64);
-
-impl Noise {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        self.0 >> 33
-    }
-
-    /// Roughly normal values; one in fifty is an outlier.
-    fn float(&mut self) -> f32 {
-        let unit: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
-        if self.next().is_multiple_of(50) { unit * 40.0 } else { unit }
-    }
-
-    /// Values that the dtype represents exactly, so that only the arithmetic differs.
-    fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
-        let count = shape.iter().product();
-        let values: Vec<f32> = (0..count).map(|_| self.float()).collect();
-        Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()
-    }
-
-    fn bytes(&mut self, shape: &[usize], range: std::ops::Range<u64>) -> Tensor {
-        let count = shape.iter().product();
-        let values: Vec<u8> =
-            (0..count).map(|_| (range.start + self.next() % (range.end - range.start)) as u8).collect();
-        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
-    }
-}
+use crate::support::{Random, devices, golden, gpu_with_dtypes, relative_error, values};
 
 fn rounding(dtype: DType) -> f32 {
     match dtype {
@@ -62,9 +32,9 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
     assert!(error <= tolerance, "{what}: off by {error:e}, allowed {tolerance:e}");
 }
 
-#[test]
+#[test(gpu)]
 fn split_qkv_matches_its_reference() {
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         // T, (H, K, D), rotated dims, bias, norms
         let cases = [
             (1, (1, 1, 2), 2, false, false),
@@ -75,7 +45,7 @@ fn split_qkv_matches_its_reference() {
             (2, (3, 1, 256), 256, false, true),
         ];
         for (tokens, heads, rotated, with_bias, with_norms) in cases {
-            let mut noise = Noise(1);
+            let mut noise = Random(1);
             let width = (heads.0 + 2 * heads.1) * heads.2;
             let qkv = noise.tensor(&[tokens, width], DType::F32);
             let bias = with_bias.then(|| noise.tensor(&[width], DType::F32));
@@ -101,9 +71,9 @@ fn split_qkv_matches_its_reference() {
     }
 }
 
-#[test]
+#[test(gpu)]
 fn add_norm_matches_its_reference() {
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         let cases = [
             (1, 2, true, false),
             (3, 64, false, false),
@@ -112,7 +82,7 @@ fn add_norm_matches_its_reference() {
             (3, 33, false, true),
         ];
         for (tokens, columns, has_y, has_bias) in cases {
-            let mut noise = Noise(7);
+            let mut noise = Random(7);
             let (x, y) = (noise.tensor(&[tokens, columns], DType::F32), noise.tensor(&[tokens, columns], DType::F32));
             let weight = noise.tensor(&[columns], DType::F32);
             let bias = has_bias.then(|| noise.tensor(&[columns], DType::F32));
@@ -132,7 +102,7 @@ fn add_norm_matches_its_reference() {
 fn gated_activations_match_candle() {
     for (device, dtype) in devices() {
         for activation in [Activation::Silu, Activation::GeluTanh] {
-            let mut noise = Noise(8);
+            let mut noise = Random(8);
             let (gate, up) = (noise.tensor(&[3, 1027], DType::F32), noise.tensor(&[3, 1027], DType::F32));
             let activate = |x: &Tensor| match activation {
                 Activation::Silu => x.silu().unwrap(),
@@ -155,17 +125,17 @@ fn gated_activations_match_candle() {
 #[test]
 fn soft_cap_matches_candle() {
     for (device, _) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
-        let x = Noise(12).tensor(&[3, 513], DType::F32);
+        let x = Random(12).tensor(&[3, 513], DType::F32);
         let want = ((&x / 5.0).unwrap().tanh().unwrap() * 5.0).unwrap();
         assert_close("soft_cap", &soft_cap(&x.to_device(&device).unwrap(), 5.0).unwrap(), &want, 1e-6);
     }
 }
 
-#[test]
+#[test(gpu)]
 fn clamped_swiglu_matches_its_reference() {
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         for shape in [[1, 1, 2], [3, 4, 64], [1, 5, 1026]] {
-            let x = Noise(2).tensor(&shape, dtype);
+            let x = Random(2).tensor(&shape, dtype);
             let got = clamped_swiglu(&to_device(&x, &device, dtype), 7.0).unwrap();
             assert_close("clamped_swiglu", &got, &clamped_swiglu(&x, 7.0).unwrap(), rounding(dtype));
         }
@@ -193,12 +163,12 @@ fn clamped_swiglu_keeps_nan() {
     }
 }
 
-#[test]
+#[test(gpu)]
 fn topk_softmax_matches_its_reference() {
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         for (tokens, experts, chosen) in [(1, 32, 4), (7, 128, 4), (65, 5, 3), (2, 3, 3), (9, 1000, 32)] {
             for softmax in [Softmax::OverChosen, Softmax::OverAll] {
-                let logits = Noise(3).tensor(&[tokens, experts], dtype);
+                let logits = Random(3).tensor(&[tokens, experts], dtype);
                 let (want_ids, want) = topk_softmax(&logits, chosen, softmax).unwrap();
                 let (ids, weights) = topk_softmax(&to_device(&logits, &device, dtype), chosen, softmax).unwrap();
                 let list = |ids: &Tensor| ids.flatten_all().unwrap().to_vec1::<u32>().unwrap();
@@ -220,7 +190,7 @@ fn topk_softmax_prefers_lower_experts_in_ties_and_puts_nan_last() {
     }
 }
 
-#[test]
+#[test(gpu)]
 fn attention_matches_its_reference() {
     // tokens, heads, kv heads, head dim, rows, position, window, sinks
     let cases = [
@@ -248,10 +218,10 @@ fn attention_matches_its_reference() {
         (130, 140, 140, 256, 133, 3, None, true),
         (130, 140, 140, 128, 140, 3, Some(90), true),
     ];
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         for (case, softcap) in cases.iter().flat_map(|case| [(case, None), (case, Some(2.0))]) {
             let &(tokens, heads, kv_heads, head_dim, rows, position, window, with_sinks) = case;
-            let mut noise = Noise(4);
+            let mut noise = Random(4);
             let q = noise.tensor(&[tokens, heads, head_dim], dtype);
             let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
             let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
@@ -287,16 +257,16 @@ fn attention_matches_its_reference() {
 }
 
 #[cfg(feature = "cuda")]
-#[test]
+#[test(gpu)]
 fn expert_mlp_matches_separate_products() {
     use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
     use inferno::kernels::moe::experts::{Mxfp4Tiles, RowOrder};
     // tokens, experts, chosen, C, F
     let cases =
         [(1, 7, 4, 64, 96), (5, 4, 2, 96, 160), (70, 32, 4, 192, 64), (300, 3, 1, 64, 32), (900, 5, 4, 160, 96)];
-    for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
+    for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
         for (tokens, experts, chosen, columns, intermediate) in cases {
-            let mut noise = Noise(9);
+            let mut noise = Random(9);
             // The inputs are as large as after a norm, so that the sums stay near the clamp's limit.
             let x = (noise.tensor(&[tokens, columns], dtype) * 0.5).unwrap();
             let mut stack = |rows: usize, columns: usize| {
@@ -356,7 +326,7 @@ fn attention_rejects_a_cache_that_has_overwritten_visible_keys() {
     assert!(attend(&zeros((18, 1, 8))).is_err());
 }
 
-#[test]
+#[test(gpu)]
 fn expert_matmul_matches_its_reference() {
     // tokens, chosen, experts, rows, columns; the last cases are large enough for the tiled kernel
     let cases = [
@@ -371,9 +341,9 @@ fn expert_matmul_matches_its_reference() {
         (500, 1, 2, 136, 128),
         (70, 2, 3, 20, 2880),
     ];
-    for (device, dtype) in devices() {
+    for (device, dtype) in gpu_with_dtypes() {
         for (tokens, chosen, experts, rows, columns) in cases {
-            let mut noise = Noise(5);
+            let mut noise = Random(5);
             let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
             let scales = noise.bytes(&[experts, rows, columns / 32], 118..126);
             let dense = noise.tensor(&[experts, rows, columns], dtype);
@@ -483,7 +453,7 @@ fn bandwidth_is_measured_only_on_a_gpu() {
 #[test]
 fn embed_add_bias_and_copy_rows_match_candle() {
     for (device, dtype) in devices() {
-        let mut noise = Noise(10);
+        let mut noise = Random(10);
         let (table, y) = (noise.tensor(&[50, 37], dtype), noise.tensor(&[9, 37], DType::F32));
         let ids = Tensor::new(&[3u32, 49, 0, 3, 17], &Device::Cpu).unwrap();
         let bias = noise.tensor(&[37], DType::F32);

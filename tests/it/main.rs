@@ -1,4 +1,19 @@
-//! One integration binary, so that a CUDA build's tests are one file to carry to a machine with a GPU.
+//! All integration tests in one binary: one file to copy to a machine with a GPU.
+
+/// The `#[test]` of this binary, which replaces the built-in one in every module.
+#[macro_use]
+extern crate inferno_test_macros;
+
+/// Prints through the harness, which shows the output of failed tests only.
+#[allow(unused_macros)]
+macro_rules! println {
+    () => { crate::harness::print(format_args!("\n")) };
+    ($($arguments:tt)*) => { crate::harness::print(format_args!("{}\n", format_args!($($arguments)*))) };
+}
+#[allow(unused_macros)]
+macro_rules! eprintln {
+    ($($arguments:tt)*) => { println!($($arguments)*) };
+}
 
 mod bench;
 mod chat;
@@ -16,6 +31,7 @@ mod floors;
 mod full_size;
 mod gguf;
 mod golden;
+mod harness;
 mod hub;
 mod interrupted;
 mod kept;
@@ -30,3 +46,7 @@ mod support;
 mod terminal;
 mod tokenizer;
 mod weights;
+
+fn main() -> std::process::ExitCode {
+    harness::main()
+}

@@ -3,13 +3,12 @@
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
-use inferno::device::{self, DeviceChoice};
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use inferno::kernels::quantized::{Format, InputRounding, QuantizedMatrix};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::{MatrixRows, QuantizationTarget};
 
-use crate::support::{relative_error, values};
+use crate::support::{Random, gpu, relative_error, values};
 
 mod perplexity;
 
@@ -26,25 +25,16 @@ const BLOCKS: [GgmlType; 10] = [
     GgmlType::Q6K,
 ];
 
-/// Bytes without a pattern.
-fn noise(count: usize, seed: u64) -> impl Iterator<Item = u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    (0..count).map(move |_| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 32) as u8
-    })
-}
-
+/// Numbers in [-2, 2).
 fn floats(count: usize, seed: u64) -> Vec<f32> {
-    let bytes: Vec<u8> = noise(2 * count, seed).collect();
-    bytes.chunks_exact(2).map(|two| f32::from(i16::from_le_bytes([two[0], two[1]])) / 16384.0).collect()
+    let mut random = Random(seed);
+    (0..count).map(|_| f32::from(random.next() as i16) / 16384.0).collect()
 }
 
 /// Blocks of any bits, but for scales of magnitudes as models have them.
 fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
-    let mut bytes: Vec<u8> = noise(count * ggml_type.block_bytes(), ggml_type.id().into()).collect();
+    let mut random = Random(ggml_type.id().into());
+    let mut bytes: Vec<u8> = (0..count * ggml_type.block_bytes()).map(|_| random.next() as u8).collect();
     let halves: &[usize] = match ggml_type {
         GgmlType::Q4_0 | GgmlType::Q5_0 | GgmlType::Q8_0 => &[0],
         GgmlType::Q4_1 | GgmlType::Q5_1 | GgmlType::Q4K | GgmlType::Q5K => &[0, 2],
@@ -266,12 +256,9 @@ fn roundings(format: Format) -> Vec<InputRounding> {
 }
 
 /// On a GPU: rows that end within a chunk, and inputs that are no numbers, which must not become some.
-#[test]
+#[test(gpu)]
 fn kernels_agree_with_the_cpu_at_the_edges() {
-    let gpu = match device::open(DeviceChoice::FirstCuda) {
-        Ok(gpu) => gpu,
-        Err(error) => return println!("not tested: {error}"),
-    };
+    let gpu = gpu();
     for columns in [36, 100] {
         for quantize in [QuantizationTarget::Int8, QuantizationTarget::Fp8] {
             let values_of = floats(48 * columns, 7);
@@ -305,12 +292,9 @@ fn kernels_agree_with_the_cpu_at_the_edges() {
 }
 
 /// On a GPU: values, rows, products with few tokens and with many, in all dtypes.
-#[test]
+#[test(gpu)]
 fn kernels_agree_with_the_cpu() {
-    let gpu = match device::open(DeviceChoice::FirstCuda) {
-        Ok(gpu) => gpu,
-        Err(error) => return println!("not tested: {error}"),
-    };
+    let gpu = gpu();
     // More than one round of the grid's warps; odd, and as the libraries of tensor cores want them.
     // MatrixRows that a lane goes over in one round, in several.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {

@@ -1,21 +1,12 @@
-//! Real tokenizers against the vectors of llama.cpp, and text as it streams. Skipped without $INFERNO_FIXTURES.
+//! Real tokenizers against the vectors of llama.cpp, and text as it streams. Some need INFERNO_FIXTURES.
 
 use std::fs;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use inferno::tokenizer::{ControlTokens, TextStream, Tokenizer};
 use serde_json::{Value, json};
 
-use crate::support::demo_dir;
-
-fn fixtures() -> Option<PathBuf> {
-    let folder = std::env::var_os("INFERNO_FIXTURES").map(PathBuf::from);
-    if folder.is_none() {
-        println!("skipped: INFERNO_FIXTURES is not set");
-    }
-    folder
-}
+use crate::support::{demo_dir, fixtures, fixtures_if_set};
 
 /// Whose tokenizer, and which vectors.
 const VECTORS: &[(&str, &str)] = &[
@@ -26,9 +17,9 @@ const VECTORS: &[(&str, &str)] = &[
     ("TinyLlama-1.1B-Chat-v1.0", "ggml-vocab-llama-spm"),
 ];
 
-#[test]
+#[test(fixtures)]
 fn ids_agree_with_the_vectors_of_llama_cpp() {
-    let Some(fixtures) = fixtures() else { return };
+    let fixtures = fixtures();
     for (model, vectors) in VECTORS {
         let tokenizer = Tokenizer::from_dir(&fixtures.join(model)).unwrap();
         let read = |ending: &str| {
@@ -49,9 +40,9 @@ fn ids_agree_with_the_vectors_of_llama_cpp() {
     }
 }
 
-#[test]
+#[test(fixtures)]
 fn streamed_text_is_the_whole_text_and_never_half_a_character() {
-    let Some(fixtures) = fixtures() else { return };
+    let fixtures = fixtures();
     let text = "Once upon a time, naïve Ångström 你好，世界 🦀🏳️‍🌈 told:\n\tfn main() {}  twice.  अच्छा ";
     for (model, _) in VECTORS {
         let tokenizer = Tokenizer::from_dir(&fixtures.join(model)).unwrap();
@@ -75,9 +66,9 @@ fn streamed_text_is_the_whole_text_and_never_half_a_character() {
     }
 }
 
-#[test]
+#[test(fixtures)]
 fn ids_without_a_token_are_survived() {
-    let Some(fixtures) = fixtures() else { return };
+    let fixtures = fixtures();
     let tokenizer = Tokenizer::from_dir(&fixtures.join("gpt-oss-20b")).unwrap();
     let hello = tokenizer.encode("Hello", ControlTokens::Text).unwrap();
     let ids = [&[200_500], &hello[..], &[201_087; 50], &hello[..]].concat();
@@ -90,8 +81,8 @@ fn ids_without_a_token_are_survived() {
 /// The library's own reading of a file is the judge of ours, which is faster, in every spelling of a model.
 #[test]
 fn tokenizers_are_what_the_library_makes_of_them() {
-    let folders =
-        fixtures().map_or(Vec::new(), |fixtures| VECTORS.iter().map(|(model, _)| fixtures.join(model)).collect());
+    let folders = fixtures_if_set()
+        .map_or(Vec::new(), |fixtures| VECTORS.iter().map(|(model, _)| fixtures.join(model)).collect());
     for folder in folders.into_iter().chain([demo_dir()]) {
         let bytes = fs::read(folder.join("tokenizer.json")).unwrap();
         let as_is: Value = serde_json::from_slice(&bytes).unwrap();

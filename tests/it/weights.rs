@@ -7,18 +7,17 @@ use std::collections::HashMap;
 use std::fs::OpenOptions;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, mpsc};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Result, Tensor, bail, safetensors};
-use inferno::device::{self, DeviceChoice};
 use inferno::kernels::upload::Target;
 use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use tempfile::TempDir;
 
-use crate::support::golden;
+use crate::support::{Random, golden, gpu, gpu_if_expected};
 
 /// A target in the memory of the host, which counts what lives.
 #[derive(Clone, Default)]
@@ -90,11 +89,6 @@ fn small(threads: usize) -> ReadAheadOptions {
     ReadAheadOptions { threads, piece_bytes: 8, ahead_bytes: 64 }
 }
 
-fn gpu() -> Option<Device> {
-    let gpu = cfg!(feature = "cuda").then(|| device::open(DeviceChoice::FirstCuda))?;
-    gpu.map_err(|error| println!("no GPU tested: {error}")).ok()
-}
-
 /// A snapshot of these tensors.
 fn snapshot(tensors: impl IntoIterator<Item = (String, Tensor)>) -> TempDir {
     let folder = TempDir::new().unwrap();
@@ -103,9 +97,11 @@ fn snapshot(tensors: impl IntoIterator<Item = (String, Tensor)>) -> TempDir {
     folder
 }
 
+/// Numbers that no other tensor of the run has.
 fn random(elements: usize, dtype: DType) -> Tensor {
-    let values = Tensor::randn(0f32, 50f32, elements, &Device::Cpu).unwrap();
-    values.abs().unwrap().to_dtype(dtype).unwrap()
+    static SEED: AtomicU64 = AtomicU64::new(0);
+    let values = Random(SEED.fetch_add(1, Ordering::Relaxed)).tensor(&[elements], DType::F32);
+    (values.abs().unwrap() * 50.0).unwrap().to_dtype(dtype).unwrap()
 }
 
 /// Tensors of every dtype, of sizes around a piece and a staging buffer.
@@ -190,7 +186,7 @@ fn what_layers_stack_is_read_as_one() {
     let checkpoint = Checkpoint::open(&golden("llama3")).unwrap();
     let stored = checkpoint.info("model.layers.0.self_attn.q_proj.weight").unwrap().candle_dtype().unwrap();
     let mut devices = vec![(Device::Cpu, stored)];
-    devices.extend(gpu().map(|gpu| (gpu, DType::BF16)));
+    devices.extend(gpu_if_expected().map(|gpu| (gpu, DType::BF16)));
     for (device, dtype) in devices {
         let host = Host::default();
         let settings = ReadAheadOptions { piece_bytes: 1000, ..small(3) };
@@ -220,9 +216,9 @@ fn what_layers_stack_is_read_as_one() {
     }
 }
 
-#[test]
+#[test(gpu)]
 fn a_gpu_gets_the_tensors_of_the_file() {
-    let Some(gpu) = gpu() else { return };
+    let gpu = gpu();
     let report = |_| ();
     let loaded = LoadProgress::new(&report);
     let folder = mixed();
@@ -246,7 +242,7 @@ fn thousands_of_tiny_tensors_arrive() {
     let reader = ReadAhead::start(Host::default(), checkpoint.extents(DType::F32), small(4)).unwrap();
     let weights = Weights::with_reader(&checkpoint, &Device::Cpu, DType::F32, &loaded, reader);
     compare(&checkpoint, &weights, &names, DType::F32);
-    if let Some(gpu) = gpu() {
+    if let Some(gpu) = gpu_if_expected() {
         let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &loaded).unwrap();
         compare(&checkpoint, &weights, &names, DType::BF16);
     }
@@ -285,7 +281,7 @@ fn failures_are_errors_that_name_the_tensor() {
     assert!(error.contains("model.safetensors") && error.contains("ends"), "{error}");
     assert_eq!(host.live.load(Ordering::SeqCst), 0, "everything is given back");
     #[cfg(feature = "cuda")]
-    if let Some(Device::Cuda(gpu)) = gpu() {
+    if let Some(Device::Cuda(gpu)) = gpu_if_expected() {
         let error = take_the_middle(inferno::kernels::upload::CopyStream::new(&gpu).unwrap(), truncate);
         assert!(error.contains("model.safetensors") && error.contains("ends"), "{error}");
     }
@@ -298,7 +294,7 @@ fn a_reader_may_be_dropped_at_any_time() {
     let names = names(&checkpoint);
     let host = Host::default();
     #[cfg(feature = "cuda")]
-    let gpu = gpu();
+    let gpu = gpu_if_expected();
     for taken in 0..12 {
         take_some(host.clone(), &checkpoint, &names[..taken]);
         assert_eq!(host.live.load(Ordering::SeqCst), 0, "everything is given back");
@@ -319,9 +315,9 @@ fn take_some<T: Target>(target: T, checkpoint: &Checkpoint, names: &[String]) {
 }
 
 /// A tensor that no GPU has room for, in a file that is mostly a hole.
-#[test]
+#[test(gpu)]
 fn a_gpu_too_small_is_an_error() {
-    let Some(gpu) = gpu() else { return };
+    let gpu = gpu();
     let folder = TempDir::new().unwrap();
     let (bytes, path) = (1u64 << 40, folder.path().join("model.safetensors"));
     let header = format!(r#"{{"x":{{"dtype":"U8","shape":[{bytes}],"data_offsets":[0,{bytes}]}}}}"#);

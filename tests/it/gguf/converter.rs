@@ -1,5 +1,5 @@
 //! The golden checkpoints as GGUF files, by the rules of llama.cpp's `convert_hf_to_gguf.py`: written apart from what
-//! reads them, so that one mistake is not made twice. `scripts/gguf_judge.py` has transformers read what this writes.
+//! reads them, so that one mistake is not made twice. `scripts/check_gguf_with_transformers.py` has transformers read what this writes.
 
 use std::path::Path;
 

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 use super::converter::{convert, convert_apart};
 use super::tokenizers::converted;
 use super::writer::Writer;
-use crate::support::{demo_dir, golden, relative_error, values};
+use crate::support::{Random, demo_dir, golden, relative_error, values};
 
 const CASES: &[&str] = &[
     "llama2",
@@ -61,7 +61,7 @@ fn error(writer: &Writer) -> String {
     format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
-/// With INFERNO_GGUF_OUT the files are left there, for `scripts/gguf_judge.py`.
+/// With INFERNO_GGUF_OUT the files are left there, for `scripts/check_gguf_with_transformers.py`.
 #[test]
 fn logits_agree_with_transformers() {
     for case in CASES {
@@ -91,12 +91,9 @@ fn experts_may_have_tensors_of_their_own() {
 }
 
 /// Bytes that anyone could have written, with scales that keep activations in bounds.
-fn random_blocks(ggml_type: GgmlType, elements: usize, state: &mut u64) -> Vec<u8> {
+fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> Vec<u8> {
     let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
-    for byte in &mut bytes {
-        *state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        *byte = (*state >> 33) as u8;
-    }
+    bytes.fill_with(|| random.next() as u8);
     // f16: 2^-8 or so; a Q8_0 value is up to 127 of them, one of Q4_K up to 63 · 15.
     let scales: &[(usize, u16)] = match ggml_type {
         GgmlType::Q8_0 => &[(0, 0x0c00)],
@@ -142,10 +139,10 @@ fn llama_of(ggml_type: impl Fn(&str) -> GgmlType, dequantized: bool) -> Writer {
         writer = writer.u32(&format!("llama.{key}"), value as u32);
     }
     writer = writer.f32("llama.attention.layer_norm_rms_epsilon", 1e-5);
-    let mut state = 1;
+    let mut random = Random(1);
     let mut matrix = |writer: Writer, name: &str, rows: usize, columns: usize| {
         let ggml_type = ggml_type(name);
-        let blocks = random_blocks(ggml_type, rows * columns, &mut state);
+        let blocks = random_blocks(ggml_type, rows * columns, &mut random);
         let shape = [columns as u64, rows as u64];
         if !dequantized {
             return writer.tensor(name, &shape, ggml_type.id(), &blocks);

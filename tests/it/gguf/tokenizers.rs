@@ -1,9 +1,9 @@
 //! Tokenizers made of GGUF metadata, against the vectors of llama.cpp and the models' own tokenizer.json. The large ones
-//! are skipped without $INFERNO_FIXTURES.
+//! need INFERNO_FIXTURES.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use inferno::tokenizer::gguf::Vocabulary;
 use inferno::tokenizer::{ControlTokens, TextStream, Tokenizer};
@@ -11,14 +11,7 @@ use inferno::weights::gguf::{GgufCheckpoint, Header, chat_template, vocabulary};
 use serde_json::Value;
 
 use super::writer::Writer;
-
-fn fixtures() -> Option<PathBuf> {
-    let folder = std::env::var_os("INFERNO_FIXTURES").map(PathBuf::from);
-    if folder.is_none() {
-        println!("skipped: INFERNO_FIXTURES is not set");
-    }
-    folder
-}
+use crate::support::fixtures;
 
 const NORMAL: i32 = 1;
 const UNKNOWN: i32 = 2;
@@ -102,9 +95,9 @@ fn check_vectors(name: &str, fixtures: &Path, tokenizer: &Tokenizer) {
     assert!(checked > 30, "{name}: {checked} texts");
 }
 
-#[test]
+#[test(fixtures)]
 fn ids_of_the_gguf_vocabulary_agree_with_the_vectors_of_llama_cpp() {
-    let Some(fixtures) = fixtures() else { return };
+    let fixtures = fixtures();
     let file = fixtures.join("vectors/llama.cpp/ggml-vocab-gpt-2.gguf");
     let checkpoint = GgufCheckpoint::open(&file).unwrap();
     assert_eq!(checkpoint.architecture().unwrap(), "gpt2");
@@ -126,9 +119,9 @@ const BYTE_LEVEL: &[(&str, &str, &str)] = &[
     ("gpt-oss-20b", "gpt-4o", "gpt-4o"),
 ];
 
-#[test]
+#[test(fixtures)]
 fn ids_of_converted_vocabularies_agree_with_the_vectors_of_llama_cpp() {
-    let Some(fixtures) = fixtures() else { return };
+    let fixtures = fixtures();
     for (model, pre, vectors) in BYTE_LEVEL {
         let tokenizer = tokenizer(&converted(&fixtures.join(model)).byte_level(pre));
         check_vectors(vectors, &fixtures, &tokenizer);
@@ -177,9 +170,9 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
 }
 
 /// Where scores are equal, merges have to come to the same as SentencePiece's own order.
-#[test]
+#[test(fixtures)]
 fn merges_do_what_sentencepiece_does() {
-    let Some(fixtures) = fixtures() else { return };
+    let fixtures = fixtures();
     let tinyllama = converted(&fixtures.join("TinyLlama-1.1B-Chat-v1.0"));
     let scores = llama2_scores(&tinyllama);
     let mistral = fs::read(fixtures.join("Mistral-7B-Instruct-v0.3/tokenizer.model.v3")).unwrap();
@@ -282,9 +275,9 @@ const TEXTS: &[&str] = &[
 ];
 
 /// Real scores and types, judged by the same model's tokenizer.json.
-#[test]
+#[test(fixtures)]
 fn a_sentencepiece_model_is_what_its_tokenizer_json_is() {
-    let Some(fixtures) = fixtures() else { return };
+    let fixtures = fixtures();
     let folder = fixtures.join("Mistral-7B-Instruct-v0.3");
     let (model, scores) = sentencepiece_model(&fs::read(folder.join("tokenizer.model.v3")).unwrap());
     assert_eq!(model.tokens.len(), 32768);
@@ -311,9 +304,9 @@ fn a_sentencepiece_model_is_what_its_tokenizer_json_is() {
 }
 
 /// The same ids as by the model's own file, with control tokens read and written as text; and the same text again.
-#[test]
+#[test(fixtures)]
 fn converted_vocabularies_are_what_their_tokenizer_json_is() {
-    let Some(fixtures) = fixtures() else { return };
+    let fixtures = fixtures();
     let texts =
         ["<|im_start|>user\nHi<|im_end|> <|eot_id|><|begin_of_text|>x <tool_call> <|return|>", "a<|endoftext|>b"];
     for (model, pre, _) in BYTE_LEVEL {
@@ -336,9 +329,9 @@ fn converted_vocabularies_are_what_their_tokenizer_json_is() {
     }
 }
 
-#[test]
+#[test(fixtures)]
 fn prefixes_and_stops_are_those_of_the_models() {
-    let Some(fixtures) = fixtures() else { return };
+    let fixtures = fixtures();
     let llama = converted(&fixtures.join("Llama-3.1-8B-Instruct")).byte_level("llama-bpe");
     let llama = llama.u32("tokenizer.ggml.bos_token_id", 128_000).u32("tokenizer.ggml.eos_token_id", 128_009);
     let theirs = Tokenizer::from_dir(&fixtures.join("Llama-3.1-8B-Instruct")).unwrap();

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Takes the pictures of the README anew: docs/*.svg, of real runs in a terminal (tmux) with the demo model.
+# Makes the pictures of the README, docs/*.svg, from runs of the demo model in a terminal (tmux).
 #
 #   cargo build --release --example markdown --bin inferno && scripts/pictures.sh [target/release]
 set -euo pipefail
@@ -11,7 +11,7 @@ trap 'tmux kill-session -t $session 2> /dev/null; rm -rf "$scratch"' EXIT
 export PATH=$built:$built/examples:$PATH HOME=$scratch INFERNO_CACHE=$scratch/models TERM=xterm-256color LC_ALL=C.UTF-8
 export XDG_STATE_HOME=$scratch/state XDG_CONFIG_HOME=$scratch/config
 
-# start ROWS: a new terminal with a plain prompt, cleared.
+# start ROWS: opens a new terminal with a plain prompt.
 start() {
   tmux kill-session -t $session 2> /dev/null || true
   tmux -f /dev/null new-session -d -s $session -x 92 -y "$1" "PS1='\$ ' bash --norc --noprofile"
@@ -19,7 +19,7 @@ start() {
   sleep 0.5
 }
 
-# type TEXT, then wait until PATTERN stands in the last line that is not empty.
+# type_and_wait TEXT PATTERN: types a line, then waits until the last line that is not empty matches the pattern.
 type_and_wait() {
   tmux send-keys -t $session -l "$1"
   sleep 0.3
@@ -30,11 +30,11 @@ type_and_wait() {
       return
     fi
   done
-  echo "'$2' did not come after '$1'" >&2
+  echo "'$2' did not appear after '$1'" >&2
   exit 1
 }
 
-# picture NAME TITLE
+# picture NAME TITLE: draws the terminal as docs/NAME.svg.
 picture() {
   sleep 0.3
   tmux capture-pane -e -p -t $session | scripts/terminal_picture.py --title "$2" --columns 92 -o "docs/$1.svg"

@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""Draws a terminal as an SVG: what `tmux capture-pane -e -p` prints, colors, bold and dim included.
+"""Draws the text of a terminal, as `tmux capture-pane -e -p` prints it, as an SVG with its colors and styles.
 
     tmux capture-pane -e -p -t SESSION | scripts/terminal_picture.py --title "inferno play" -o docs/play.svg
 
-Each stretch of text is pinned to the terminal's grid, so that the picture looks the same in whatever monospace font
-the reader has.
+Each run of text is placed on the terminal's grid, so the picture looks the same in every monospace font.
 """
 
 import argparse
@@ -25,8 +24,8 @@ FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Libe
 FONT_SIZE, CELL, LINE, MARGIN, TITLE_HEIGHT = 14, 8.4, 20, 16, 34
 
 ESCAPE = re.compile(
-    r"\x1b\[([0-9;:]*)m"  # SGR, the one kind that is obeyed
-    r"|\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)"  # other CSI; OSC, such as links
+    r"\x1b\[([0-9;:]*)m"  # SGR sets colors and styles; the rest is dropped
+    r"|\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)"  # other CSI sequences; OSC, such as links
     r"|\x1b[ -/]*[0-~]|[\x00-\x1f]"  # charset switches; lone control characters
 )
 
@@ -42,7 +41,7 @@ class Style:
     inverse: bool = False
 
     def colors(self):
-        """Text color, and the color behind it if that is not the window's."""
+        """The text color, and the background color if it differs from the window's."""
         color, background = self.color or FOREGROUND, self.background
         if self.inverse:
             color, background = background or BACKGROUND, color
@@ -57,7 +56,7 @@ def blend(color, behind, share=0.55):
 
 
 def indexed(index):
-    """A color of the 256: sixteen named ones, a 6 × 6 × 6 cube, a ramp of gray."""
+    """One of 256 colors: sixteen named ones, a 6 × 6 × 6 cube, shades of gray."""
     if index < 16:
         return PALETTE[index]
     if index < 232:
@@ -104,18 +103,18 @@ def is_wide(character):
 
 
 def width(text):
-    """Cells that a text takes."""
+    """The number of cells that a text occupies."""
     return sum(0 if unicodedata.combining(c) else 1 + is_wide(c) for c in text)
 
 
 def parse(text):
-    """Lines of (column, text, style). A style lasts until it is changed, across lines too."""
+    """Returns lines of (column, text, style). A style lasts until the next one, also across lines."""
     lines, style = [], Style()
     for line in text.split("\n"):
         runs, column, start = [], 0, 0
         for match in [*ESCAPE.finditer(line), None]:
             piece = line[start : match.start() if match else len(line)]
-            for _, group in groupby(piece, is_wide):  # each with its own pitch
+            for _, group in groupby(piece, is_wide):  # wide characters are runs of their own
                 group = "".join(group)
                 runs.append((column, group, style))
                 column += width(group)
@@ -154,7 +153,7 @@ def draw(lines, title, columns):
             x, length = round(MARGIN + column * CELL, 1), round(width(text) * CELL, 1)
             if background:
                 out.append(f'<rect x="{x:g}" y="{top}" width="{length:g}" height="{LINE}" fill="{background}"/>')
-            # Spaces at the ends are left out; what stays is pinned to its columns.
+            # Drop the spaces at both ends; the rest keeps its columns.
             shown = text.strip(" ")
             if not shown:
                 continue
@@ -177,9 +176,9 @@ def draw(lines, title, columns):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input", nargs="?", type=Path, help="captured text [standard input]")
-    parser.add_argument("-o", "--output", type=Path, help="the SVG [standard output]")
-    parser.add_argument("--title", default="inferno", help="in the window's bar")
-    parser.add_argument("--columns", type=int, default=80, help="smallest width of the window [80]")
+    parser.add_argument("-o", "--output", type=Path, help="the SVG file [standard output]")
+    parser.add_argument("--title", default="inferno", help="the title of the window")
+    parser.add_argument("--columns", type=int, default=80, help="the smallest width of the window [80]")
     args = parser.parse_args()
     data = args.input.read_bytes() if args.input else sys.stdin.buffer.read()
     svg = draw(parse(data.decode("utf-8", "replace").replace("\r\n", "\n")), args.title, args.columns)

@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""Writes docs/third-party-notices.txt: the licenses of the crates that a Linux binary with GPU support contains.
+
+    scripts/third_party_notices.py           writes the file
+    scripts/third_party_notices.py --check   fails if the file is not current
+
+Of a crate with several licenses to choose from, the shortest one is taken. Equal texts are printed once, with the copyright
+lines of each crate above them.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTICES = ROOT / "docs" / "third-party-notices.txt"
+# The license that is taken where a crate offers several.
+PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause", "Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0"]
+# What the name of a license file contains, where a crate has one file for each license.
+FILE_NAMES = {"MIT": r"MIT", "Apache-2.0": r"APACHE", "0BSD": r"0BSD", "Zlib": r"ZLIB", "ISC": r"ISC"}
+HEADER = """\
+Third-party notices
+
+A binary of inferno, built on Linux with `--features cuda`, contains the crates below. inferno itself is licensed under MIT
+or Apache-2.0. NVIDIA's libraries are not part of the binary: it loads those that are installed.
+
+scripts/third_party_notices.py writes this file.
+"""
+
+
+def linked_crates():
+    """The crates whose code ends up in the binary: no build scripts, macros or tests."""
+    command = ["cargo", "metadata", "--locked", "--format-version", "1", "--features", "cuda"]
+    command += ["--filter-platform", "x86_64-unknown-linux-gnu"]
+    metadata = json.loads(subprocess.check_output(command, cwd=ROOT))
+    packages = {package["id"]: package for package in metadata["packages"]}
+    nodes = {node["id"]: node for node in metadata["resolve"]["nodes"]}
+    root = metadata["resolve"]["root"]
+    found, open_ids = set(), [root]
+    while open_ids:
+        crate = open_ids.pop()
+        if crate in found:
+            continue
+        found.add(crate)
+        for dependency in nodes[crate]["deps"]:
+            is_normal = any(kind["kind"] is None for kind in dependency["dep_kinds"])
+            is_macro = any("proc-macro" in target["kind"] for target in packages[dependency["pkg"]]["targets"])
+            if is_normal and not is_macro:
+                open_ids.append(dependency["pkg"])
+    found.remove(root)
+    return sorted((packages[crate] for crate in found), key=lambda package: (package["name"], package["version"]))
+
+
+def chosen_licenses(package):
+    """The licenses that apply: one of those joined by OR, all of those joined by AND."""
+    expression = re.sub(r"\s*/\s*", " OR ", package["license"])
+    choices = [[part.strip("() ") for part in choice.split(" AND ")] for choice in expression.split(" OR ")]
+
+    def rank(choice):
+        return max(PREFERRED.index(license) if license in PREFERRED else len(PREFERRED) for license in choice)
+
+    return min(choices, key=rank)
+
+
+def license_text(package, license):
+    """The text of a license as the crate ships it, or None."""
+    folder = Path(package["manifest_path"]).parent
+    files = sorted(file for file in folder.iterdir() if re.match(r"(?i)(un)?licen[cs]e|copying", file.name) and file.is_file())
+    named = [file for file in files if re.search(FILE_NAMES.get(license, license), file.name, re.IGNORECASE)]
+    general = [file for file in files if not re.search(r"(?i)mit|apache|zlib|0bsd|unlicense", file.name)]
+    for file in named + general:
+        return file.read_text(encoding="utf-8", errors="replace").replace("\r\n", "\n")
+    return None
+
+
+def main():
+    groups = {}
+    for package in linked_crates():
+        crate = f"{package['name']} {package['version']}"
+        for license in chosen_licenses(package):
+            text = license_text(package, license)
+            if text is None and license in ("MIT", "Apache-2.0"):
+                # The crate ships no text: use the standard text and the crate's authors.
+                text = f"Copyright (c) {', '.join(package['authors']) or 'the authors of ' + package['name']}\n"
+            elif text is None:
+                sys.exit(f"no text of the license {license} in {crate}")
+            # The MIT license has copyright lines on top; the text of the Apache license is the same everywhere.
+            is_copyright = re.compile(r"(?i)^\W*(copyright (\(c\)|©|\d{4}|the|by)|©)").match
+            # Some put the year on one line and the name on the next.
+            text = re.sub(r"(?im)^(\W*copyright \(c\) [\d\-, ]+)\n+(?!Permission)", r"\1 ", text)
+            lines = [line.strip() for line in text.split("\n")]
+            copyrights = [line for line in lines if is_copyright(line)] if license != "Apache-2.0" else []
+            body = "\n".join(line.rstrip() for line in text.split("\n") if line.strip() not in copyrights).strip("\n")
+            if license in ("MIT", "Apache-2.0"):
+                key = license  # one wording for all
+            else:
+                key = license + re.sub(r"\W+", "", body).lower()
+            group = groups.setdefault(key, {"license": license, "body": "", "crates": []})
+            # The shortest text of at least the usual length has no additions by a crate.
+            if len(body) > 900 and (not group["body"] or len(body) < len(group["body"])):
+                group["body"] = body
+            group["body"] = group["body"] or body
+            group["crates"].append((crate, copyrights))
+    out = [HEADER]
+    for group in sorted(groups.values(), key=lambda group: (PREFERRED.index(group["license"]), group["crates"])):
+        out.append("=" * 100)
+        out.append(group["license"] + "\n")
+        for crate, copyrights in group["crates"]:
+            out.append(crate)
+            out.extend(f"    {line}" for line in copyrights)
+        out.append("\n" + group["body"] + "\n")
+    text = "\n".join(out)
+    if "--check" not in sys.argv:
+        NOTICES.write_text(text, encoding="utf-8")
+    elif not NOTICES.exists() or NOTICES.read_text(encoding="utf-8") != text:
+        sys.exit(f"{NOTICES.relative_to(ROOT)} is not current; run: scripts/third_party_notices.py")
+
+
+if __name__ == "__main__":
+    main()

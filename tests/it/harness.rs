@@ -1,0 +1,187 @@
+//! Runs the tests of this binary. libtest can ignore a test only at compile time; this harness decides when it runs, counts
+//! a test without its GPU or its fixtures as ignored, and says at the end how to run the ignored ones.
+//!
+//! It takes libtest's options, so `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture` work as usual.
+
+use std::backtrace::{Backtrace, BacktraceStatus};
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::fmt::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use clap::Parser;
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+/// One test, as `#[test]` registers it.
+#[derive(Clone)]
+pub struct Test {
+    /// The crate, the modules and the function.
+    pub path: Cow<'static, str>,
+    pub need: Option<Need>,
+    pub run: fn(),
+}
+
+inventory::collect!(Test);
+
+impl Test {
+    /// The name to filter by: the path without the crate.
+    fn name(&self) -> &str {
+        self.path.split_once("::").map_or(&self.path, |(_, name)| name)
+    }
+}
+
+/// What a test needs that not every machine has.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Need {
+    Gpu,
+    Fixtures,
+    FullSize,
+}
+
+impl Need {
+    const ALL: [Need; 3] = [Need::Gpu, Need::Fixtures, Need::FullSize];
+
+    /// Whether the test can run here. A required GPU counts as found, so that its tests fail without one.
+    fn is_met(self) -> bool {
+        match self {
+            Need::Gpu => is_gpu_expected(),
+            Need::Fixtures => std::env::var_os("INFERNO_FIXTURES").is_some(),
+            Need::FullSize => std::env::var_os("INFERNO_FULL_SIZE").is_some(),
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Need::Gpu => "an NVIDIA GPU",
+            Need::Fixtures => "the fixtures in INFERNO_FIXTURES",
+            Need::FullSize => "a GPU and the model in INFERNO_FULL_SIZE",
+        }
+    }
+
+    fn command(self) -> &'static str {
+        match self {
+            Need::Gpu => "INFERNO_REQUIRE_GPU=1 cargo test --features cuda",
+            Need::Fixtures => "INFERNO_FIXTURES=DIR cargo test",
+            Need::FullSize => "INFERNO_FULL_SIZE=DIR cargo test --release --features cuda full_size",
+        }
+    }
+}
+
+/// Whether this run has to find a GPU: there is one, or `INFERNO_REQUIRE_GPU=1` says that there must be one.
+pub fn is_gpu_expected() -> bool {
+    std::env::var("INFERNO_REQUIRE_GPU").is_ok_and(|value| !matches!(value.as_str(), "" | "0"))
+        || inferno::device::gpus() > 0
+}
+
+/// Fails a GPU test whose code is not part of this build.
+pub fn fail_without_cuda() {
+    panic!("this build has no CUDA code; run: {}", Need::Gpu.command());
+}
+
+/// The tests of `executor.rs`, which compiles in CUDA builds only. Other builds list them as ignored.
+#[cfg(not(feature = "cuda"))]
+fn tests_of_cuda_builds() -> Vec<Test> {
+    let source = include_str!("executor.rs").split("#[test(gpu)]\nfn ").skip(1);
+    let names = source.filter_map(|test| test.split('(').next());
+    let path = |name| format!("it::executor::{name}").into();
+    names.map(|name| Test { path: path(name), need: Some(Need::Gpu), run: fail_without_cuda }).collect()
+}
+
+#[cfg(feature = "cuda")]
+fn tests_of_cuda_builds() -> Vec<Test> {
+    Vec::new()
+}
+
+/// libtest's options. libtest takes several filters, libtest-mimic takes one.
+#[derive(Parser)]
+struct Options {
+    #[command(flatten)]
+    common: Arguments,
+    #[arg(value_name = "FILTER", hide = true)]
+    more_filters: Vec<String>,
+    #[arg(long = "no-capture", hide = true)]
+    no_capture: bool,
+}
+
+/// Runs the tests that the command line selects.
+pub fn main() -> ExitCode {
+    let Options { mut common, more_filters, no_capture } = Options::parse();
+    let is_captured = !(no_capture || common.nocapture || std::env::var_os("RUST_TEST_NOCAPTURE").is_some());
+    let threads = std::env::var("RUST_TEST_THREADS").ok().and_then(|threads| threads.parse().ok());
+    common.test_threads = common.test_threads.or(threads);
+    let mut tests: Vec<Test> = inventory::iter::<Test>.into_iter().cloned().chain(tests_of_cuda_builds()).collect();
+    tests.sort_by(|a, b| a.path.cmp(&b.path));
+    if !more_filters.is_empty() {
+        let filters: Vec<String> = common.filter.take().into_iter().chain(more_filters).collect();
+        let is_selected = |name: &str| filters.iter().any(|f| if common.exact { name == f } else { name.contains(f) });
+        tests.retain(|test| is_selected(test.name()));
+    }
+    let skipped: Arc<[AtomicUsize; 3]> = Arc::default();
+    let runs_ignored = common.ignored || common.include_ignored;
+    let trials = tests.into_iter().map(|test| {
+        let (skipped, need) = (skipped.clone(), test.need);
+        let trial = Trial::ignorable_test(test.name().to_string(), move || match need {
+            Some(need) if !runs_ignored && !need.is_met() => {
+                skipped[need as usize].fetch_add(1, Ordering::Relaxed);
+                Ok(Completion::ignored_with(format!("needs {}", need.name())))
+            }
+            _ => run_captured(test.run, is_captured).map(|()| Completion::Completed),
+        });
+        // `--ignored` runs exactly the tests that need something.
+        trial.with_ignored_flag(common.ignored && need.is_some())
+    });
+    let trials = trials.collect();
+    install_panic_hook();
+    let conclusion = libtest_mimic::run(&common, trials);
+    for need in Need::ALL {
+        let count = skipped[need as usize].load(Ordering::Relaxed);
+        if count > 0 {
+            let tests_need = if count == 1 { "test needs" } else { "tests need" };
+            std::println!("skipped: {count} {tests_need} {}; run: {}", need.name(), need.command());
+        }
+    }
+    conclusion.exit_code()
+}
+
+thread_local! {
+    /// What the test on this thread has printed; `None` where output is not captured.
+    static CAPTURED: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Runs one test; its output is part of the failure and is dropped if it passes.
+fn run_captured(run: fn(), is_captured: bool) -> Result<(), Failed> {
+    CAPTURED.set(is_captured.then(String::new));
+    let outcome = catch_unwind(AssertUnwindSafe(run));
+    let output = CAPTURED.take().unwrap_or_default();
+    outcome.map_err(|_| Failed::from(output))
+}
+
+/// Prints what a test says, or keeps it until the test fails. `main.rs` routes `println!` and `eprintln!` here.
+pub fn print(text: std::fmt::Arguments) {
+    let is_kept = CAPTURED.with_borrow_mut(|captured| captured.as_mut().map(|output| output.write_fmt(text))).is_some();
+    if !is_kept {
+        std::print!("{text}");
+    }
+}
+
+/// Adds the message of a panic to the test's output.
+fn install_panic_hook() {
+    let default_hook = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let is_kept = CAPTURED.with_borrow_mut(|captured| {
+            captured.as_mut().map(|output| {
+                let backtrace = Backtrace::capture();
+                let _ = writeln!(output, "{panic}");
+                if backtrace.status() == BacktraceStatus::Captured {
+                    let _ = writeln!(output, "{backtrace}");
+                }
+            })
+        });
+        if is_kept.is_none() {
+            default_hook(panic);
+        }
+    }));
+}

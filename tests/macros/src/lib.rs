@@ -1,0 +1,68 @@
+//! The `#[test]` attribute of the integration tests. It replaces the built-in attribute, which can ignore a test only at
+//! compile time: whether there is a GPU is known only when the tests run.
+
+use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
+
+/// Registers a test with the harness in `tests/it/harness.rs`.
+///
+/// - `#[test]` runs everywhere.
+/// - `#[test(gpu)]` needs an NVIDIA GPU.
+/// - `#[test(fixtures)]` needs the folder that `INFERNO_FIXTURES` names.
+/// - `#[test(full_size)]` needs a GPU and the model that `INFERNO_FULL_SIZE` names.
+///
+/// A test whose need is not met is reported as ignored. A `#[cfg]` below `#[test(gpu)]` removes the body of the test only:
+/// a build without CUDA still lists the test.
+#[proc_macro_attribute]
+pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
+    let need = match need.to_string().as_str() {
+        "" => "None",
+        "gpu" => "Some(crate::harness::Need::Gpu)",
+        "fixtures" => "Some(crate::harness::Need::Fixtures)",
+        "full_size" => "Some(crate::harness::Need::FullSize)",
+        other => return error(&format!("#[test] does not know '{other}'; use gpu, fixtures or full_size")),
+    };
+    let tokens: Vec<TokenTree> = function.clone().into_iter().collect();
+    let Some(fn_position) = tokens.iter().position(|token| token.to_string() == "fn") else {
+        return error("#[test] belongs on a function");
+    };
+    let name = tokens[fn_position + 1].to_string();
+    let attributes = || {
+        tokens[..fn_position].iter().filter_map(|token| match token {
+            TokenTree::Group(group) if group.delimiter() == Delimiter::Bracket => Some(group),
+            _ => None,
+        })
+    };
+    if attributes().any(|attribute| attribute_name(attribute) == "ignore") {
+        return error("write #[test(gpu)], #[test(fixtures)] or #[test(full_size)] instead of #[ignore]");
+    }
+    let conditions: Vec<String> = attributes()
+        .filter(|attribute| attribute_name(attribute) == "cfg")
+        .filter_map(|attribute| attribute.stream().into_iter().nth(1))
+        .map(|condition| condition.to_string())
+        .collect();
+    let run = match conditions.as_slice() {
+        [] => name.clone(),
+        conditions => {
+            let all = format!("all({})", conditions.join(", "));
+            format!("|| {{ #[cfg({all})] {name}(); #[cfg(not({all}))] crate::harness::fail_without_cuda(); }}")
+        }
+    };
+    let registration = format!(
+        "::inventory::submit! {{ crate::harness::Test {{
+            path: ::std::borrow::Cow::Borrowed(concat!(module_path!(), \"::{name}\")),
+            need: {need},
+            run: {run},
+        }} }}"
+    );
+    let mut output = function;
+    output.extend(registration.parse::<TokenStream>().expect("the registration is valid Rust"));
+    output
+}
+
+fn attribute_name(attribute: &Group) -> String {
+    attribute.stream().into_iter().next().map(|token| token.to_string()).unwrap_or_default()
+}
+
+fn error(message: &str) -> TokenStream {
+    format!("compile_error!({message:?});").parse().expect("compile_error! takes a string")
+}
