@@ -30,8 +30,7 @@ const FILES: &[(&str, &[u8])] = &[
 
 /// An honest line about the demo model, for whoever starts it.
 pub fn notice(snapshot: &Snapshot) -> Option<&'static str> {
-    (snapshot.source == Source::BuiltIn)
-        .then_some("the built-in demo was trained on questions about inferno; on all else it errs")
+    (snapshot.source == Source::BuiltIn).then_some("demo model: answers questions about inferno only")
 }
 
 /// The demo's snapshot under `cache`, written if it is not there. Another version of the binary writes another one.

@@ -11,6 +11,7 @@ const FLOORS: &[&[&str]] = &[
     &["nn"],
     &["models"],
     &["engine"],
+    &["conversation", "terminal"],
     &["repl"],
     &["commands"],
     &["cli"],

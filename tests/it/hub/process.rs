@@ -423,7 +423,7 @@ fn a_model_that_is_not_here_is_offered() {
         command.stdin(Stdio::inherit());
         let mut terminal = spawn_command(command, Some(60_000)).unwrap();
         let question = terminal.exp_string("[Y/n]").unwrap();
-        assert!(question.contains(&format!("{REPO} is not here; download")), "{question}");
+        assert!(question.contains(&format!("{REPO} is not downloaded; download")), "{question}");
         terminal.send_line(answer).unwrap();
         terminal.exp_eof().unwrap()
     };
