@@ -191,7 +191,7 @@ fn help(name: &str) -> Result<String, String> {
     let mut lines: Vec<String> =
         COMMANDS.iter().map(|command| format!("{:23} {}", usage(command), command.summary)).collect();
     for (keys, effect) in [
-        ("\"\"\"", "starts and ends a message of several lines; or end each with \\"),
+        ("\"\"\"", "put it around several lines, or end each line with \\"),
         ("Tab, Ctrl-R, Ctrl-G", "complete, search the history, write in $EDITOR"),
         ("Ctrl-C, Ctrl-O", "during an answer: stop it, fold its reasoning"),
     ] {
