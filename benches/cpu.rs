@@ -128,13 +128,12 @@ fn expert_product(criterion: &mut Criterion) -> Result<()> {
 #[cfg(unix)]
 fn terminal(criterion: &mut Criterion) -> Result<()> {
     use inferno::chat::{Channel, Delta};
-    use inferno::repl::live::Size;
-    use inferno::repl::view::View;
+    use inferno::terminal::{TurnView, WindowSize};
     use std::io::Read;
     use std::time::{Duration, Instant};
 
     let between = Duration::from_secs(1) / 900;
-    let window = Size { rows: 50, columns: 120 };
+    let window = WindowSize { rows: 50, columns: 120 };
     let pty = nix::pty::openpty(None, None)?;
     let (mut screen, mut reader) = (File::from(pty.slave), File::from(pty.master));
     std::thread::spawn(move || {
@@ -157,7 +156,7 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
         let pieces: Vec<Delta> = pieces.into_iter().map(|text| Delta { channel: Channel::Answer, text }).collect();
         // A second of an answer; what is told is the time of one token.
         let mut answer = || {
-            let mut view = View::new(window, false, true);
+            let mut view = TurnView::new(window, false, true);
             let (start, mut spent) = (Instant::now(), Duration::ZERO);
             for (token, delta) in pieces.iter().cycle().take(900).enumerate() {
                 while start.elapsed() < between * token as u32 {

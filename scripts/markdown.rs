@@ -1,26 +1,22 @@
-//! Shows Markdown from standard input as the chat shows an answer: formatted, four characters at a time.
-//!
-//!     cargo run --release --example markdown < README.md
-//!
-//! An argument sets how many pieces are shown per second [200].
+//! Streams Markdown from standard input to the terminal, as the chat shows an answer:
+//! `cargo run --release --example markdown < README.md`. An argument sets the pieces per second [200].
 
 use std::io::{Read, stdin, stdout};
 use std::time::Duration;
 
 use inferno::chat::{Channel, Delta};
-use inferno::repl::live::Size;
-use inferno::repl::view::View;
+use inferno::terminal::{TurnView, WindowSize};
 
 fn main() -> anyhow::Result<()> {
     let per_second: u32 = std::env::args().nth(1).map_or(Ok(200), |number| number.parse())?;
     let mut text = String::new();
     stdin().read_to_string(&mut text)?;
-    let (mut view, mut out) = (View::new(Size::now(), false, false), stdout().lock());
+    let (mut view, mut out) = (TurnView::new(WindowSize::now(), false, false), stdout().lock());
     let characters: Vec<char> = text.chars().collect();
     for piece in characters.chunks(4) {
         let delta = Delta { channel: Channel::Answer, text: piece.iter().collect() };
-        view.show(&delta, Size::now(), &mut out)?;
+        view.show(&delta, WindowSize::now(), &mut out)?;
         std::thread::sleep(Duration::from_secs(1) / per_second.max(1));
     }
-    Ok(view.finish(Size::now(), &mut out)?)
+    Ok(view.finish(WindowSize::now(), &mut out)?)
 }

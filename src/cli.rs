@@ -70,24 +70,25 @@ pub fn main() -> ExitCode {
 
 /// The command line, with the configuration below it.
 fn arguments() -> Result<Cli> {
-    let line = defaults::read(Cli::command(), None)?;
+    let line = defaults::parse(Cli::command(), None)?;
     let mut cli = understood(&line);
     if let Command::Play(args) = &mut cli.command {
         let saved = line.saved.clone();
-        args.origin = play::Origin::of(line);
-        args.origin.reread = Some(Box::new(move |model| {
-            let line = defaults::read(Cli::command(), Some(&defaults::Known { model, saved: saved.as_ref() }))?;
+        args.origin = play::ValueOrigin::from_command_line(line);
+        args.origin.reparse = Some(Box::new(move |model| {
+            let line =
+                defaults::parse(Cli::command(), Some(&defaults::KnownModel { name: model, saved: saved.as_ref() }))?;
             let Command::Play(mut args) = understood(&line).command else {
                 anyhow::bail!("this was another verb before")
             };
-            args.origin = play::Origin::of(line);
+            args.origin = play::ValueOrigin::from_command_line(line);
             Ok(*args)
         }));
     }
     Ok(cli)
 }
 
-fn understood(line: &defaults::Line) -> Cli {
+fn understood(line: &defaults::ParsedCommandLine) -> Cli {
     Cli::from_arg_matches(&line.matches).unwrap_or_else(|error| error.exit())
 }
 

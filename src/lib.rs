@@ -8,6 +8,8 @@ pub mod chat;
 pub mod cli;
 #[doc(hidden)]
 pub mod commands;
+#[doc(hidden)]
+pub mod conversation;
 pub mod device;
 pub mod engine;
 pub mod error;
@@ -20,6 +22,8 @@ pub mod nn;
 pub mod repl;
 pub mod runner;
 pub mod snapshot;
+#[doc(hidden)]
+pub mod terminal;
 #[doc(hidden)]
 pub mod text;
 pub mod tokenizer;

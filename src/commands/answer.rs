@@ -1,4 +1,4 @@
-//! One answer for a script: as text, as one JSON object, or as JSON lines while it comes.
+//! One-shot answers: as text, as one JSON object, or as JSON lines while the answer streams.
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -8,95 +8,96 @@ use serde_json::{Value, json};
 
 use super::note;
 use crate::chat::Channel;
+use crate::conversation::{ReasoningVisibility, Session, Turn};
 use crate::engine::FinishReason;
-use crate::repl::live::Size;
-use crate::repl::view::View;
-use crate::repl::{self, Reasoning, Session, Turn, style};
-use crate::text;
+use crate::terminal::interrupt::cancel_on_ctrl_c;
+use crate::terminal::{Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
+use crate::text::printable;
 
-/// The answer alone on stdout; reasoning and the stats line on stderr, for a person who looks on.
+/// Writes the answer to stdout. On a terminal, also writes the reasoning and the figures to stderr.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
-    repl::stop_on_ctrl_c(&session.options)?;
-    let watched = std::io::stderr().is_terminal();
-    let show_reasoning = watched && session.reasoning == Reasoning::Shown;
-    let turn = match session.is_drawn() {
-        true => draw(&mut session, prompt, show_reasoning)?,
-        false => write(&mut session, prompt, show_reasoning)?,
+    cancel_on_ctrl_c(session.cancel.clone())?;
+    let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;
+    let uses_view = stdout_color() == Color::On && !session.settings.plain && !session.raw;
+    let turn = match uses_view {
+        true => draw(&mut session, prompt, shows_reasoning)?,
+        false => write(&mut session, prompt, shows_reasoning)?,
     };
-    if let Some(warning) = only_thoughts(&turn) {
+    if let Some(warning) = missing_answer(&turn) {
         writeln!(std::io::stderr(), "warning: {warning}")?;
     }
-    note(&style::stats(&turn.summary));
-    for remark in &turn.notes {
-        note(&text::printable(remark));
+    note(&turn.figures());
+    for text in &turn.notes {
+        note(&printable(text));
     }
     Ok(exit_code(&turn))
 }
 
-/// What to do where an answer ended before its first word.
-fn only_thoughts(turn: &Turn) -> Option<String> {
+/// Returns a warning if the tokens ran out before the answer began.
+fn missing_answer(turn: &Turn) -> Option<String> {
     let summary = &turn.summary;
     if !turn.text.is_empty() || turn.reasoning.is_empty() || summary.finish_reason != FinishReason::Length {
         return None;
     }
-    let full = summary.context_used >= summary.context;
-    let flag = if full { "--context" } else { "--max-tokens" };
-    Some(format!("all {} tokens went into thinking; raise {flag}", summary.completion_tokens))
+    let is_context_full = summary.context_used >= summary.context;
+    let flag = if is_context_full { "--context" } else { "--max-tokens" };
+    Some(format!("the model spent all {} tokens on reasoning; raise {flag}", summary.completion_tokens))
 }
 
-/// For a terminal: as in the chat.
-fn draw(session: &mut Session, prompt: &str, show_reasoning: bool) -> Result<Turn> {
+/// Draws the answer on a terminal, as the chat does.
+fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let mut out = std::io::stdout().lock();
-    let mut view = View::new(Size::now(), false, false);
-    let turn = session.turn(prompt, &mut |delta| {
-        if delta.channel == Channel::Answer || (delta.channel == Channel::Reasoning && show_reasoning) {
-            view.show(delta, Size::now(), &mut out)?;
+    let mut view = TurnView::new(WindowSize::now(), false, false);
+    let turn = session.answer(prompt, &mut |delta| {
+        if delta.channel == Channel::Answer || (delta.channel == Channel::Reasoning && shows_reasoning) {
+            view.show(delta, WindowSize::now(), &mut out)?;
         }
         Ok(())
     });
-    view.finish(Size::now(), &mut out)?;
+    view.finish(WindowSize::now(), &mut out)?;
     turn
 }
 
-fn write(session: &mut Session, prompt: &str, show_reasoning: bool) -> Result<Turn> {
+/// Writes the answer as it is, for a pipe, a file or a terminal without colors.
+fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
-    let (to_terminal, color) = (std::io::stdout().is_terminal(), style::stderr_color());
-    let (mut thinking, mut ended_line) = (false, true);
-    let turn = session.turn(prompt, &mut |delta| {
+    let (is_terminal, color) = (std::io::stdout().is_terminal(), stderr_color());
+    let (mut is_reasoning, mut ends_line) = (false, true);
+    let turn = session.answer(prompt, &mut |delta| {
         match delta.channel {
-            Channel::Reasoning if show_reasoning => {
-                thinking = true;
-                write!(err, "{}", style::dim(&text::printable(&delta.text), color))?;
+            Channel::Reasoning if shows_reasoning => {
+                is_reasoning = true;
+                write!(err, "{}", dim(&printable(&delta.text), color))?;
                 err.flush()?;
             }
             Channel::Answer => {
-                if std::mem::take(&mut thinking) {
+                if std::mem::take(&mut is_reasoning) {
                     write!(err, "\n\n")?;
                 }
-                ended_line = delta.text.ends_with('\n');
-                if to_terminal {
-                    out.write_all(text::printable(&delta.text).as_bytes())?;
+                ends_line = delta.text.ends_with('\n');
+                if is_terminal {
+                    out.write_all(printable(&delta.text).as_bytes())?;
                 } else {
                     out.write_all(delta.text.as_bytes())?;
                 }
                 out.flush()?;
             }
-            _ => {}
+            Channel::Reasoning | Channel::ToolCall => {}
         }
         Ok(())
     })?;
-    if !ended_line {
+    if !ends_line {
         writeln!(out)?;
     }
     out.flush()?;
     Ok(turn)
 }
 
-/// One object when all is done.
+/// Prints one JSON object when the answer is complete.
 pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
-    repl::stop_on_ctrl_c(&session.options)?;
-    let seed = session.options.sampling.seed;
-    let turn = session.turn(prompt, &mut |_| Ok(()))?;
+    cancel_on_ctrl_c(session.cancel.clone())?;
+    let seed = session.settings.sampling.seed;
+    let turn = session.answer(prompt, &mut |_| Ok(()))?;
     let mut object = json!({ "text": turn.text, "reasoning": turn.reasoning, "tokens": turn.tokens });
     extend(&mut object, figures(&session, &turn)?);
     object["model"] = session.snapshot.name.clone().into();
@@ -106,12 +107,12 @@ pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// An object for each piece as it comes, between one that opens and one that ends.
+/// Prints one JSON object per line: `start`, each piece of text as it arrives, and `end` or `error`.
 pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
-    repl::stop_on_ctrl_c(&session.options)?;
-    let (name, seed) = (session.snapshot.name.clone(), session.options.sampling.seed);
+    cancel_on_ctrl_c(session.cancel.clone())?;
+    let (name, seed) = (session.snapshot.name.clone(), session.settings.sampling.seed);
     print(&json!({ "event": "start", "model": name, "revision": session.snapshot.revision, "seed": seed }))?;
-    let turn = session.turn(prompt, &mut |delta| {
+    let turn = session.answer(prompt, &mut |delta| {
         let event = match delta.channel {
             Channel::Reasoning => "reasoning",
             Channel::Answer => "answer",
@@ -122,7 +123,7 @@ pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     let turn = match turn {
         Ok(turn) => turn,
         Err(error) => {
-            print(&json!({ "event": "error", "message": text::error_message(&error) }))?;
+            print(&json!({ "event": "error", "message": crate::text::error_message(&error) }))?;
             return Err(error);
         }
     };
@@ -132,7 +133,7 @@ pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// How it ended, counts and times.
+/// Returns the finish reason, the token counts and the times of a turn as JSON.
 fn figures(session: &Session, turn: &Turn) -> Result<Value> {
     let summary = &turn.summary;
     let load_s = session.engine().info().load.total_s;
@@ -147,9 +148,10 @@ fn figures(session: &Session, turn: &Turn) -> Result<Value> {
     Ok(object)
 }
 
-fn extend(object: &mut Value, with: Value) {
-    if let (Value::Object(object), Value::Object(with)) = (object, with) {
-        object.extend(with);
+/// Adds the fields of one JSON object to another.
+fn extend(object: &mut Value, fields: Value) {
+    if let (Value::Object(object), Value::Object(fields)) = (object, fields) {
+        object.extend(fields);
     }
 }
 

@@ -1,7 +1,9 @@
-//! Where the value of a flag comes from: the command line, else the environment (`INFERNO_TEMPERATURE`), else the
-//! conversation that is resumed, else the configuration file for this model, else for all, else its default.
+//! Where the value of a flag comes from.
 //!
-//! The lower ones become clap's own defaults and the command line is read once more, so that a flag need not know.
+//! The first of these that has a value wins: the command line, the environment (such as `INFERNO_TEMPERATURE`), the
+//! resumed conversation, the configuration file for this model, the configuration file for all models, and the default
+//! of the flag. Values from other places than the command line become defaults of clap, and the command line is parsed
+//! again. So the code behind a flag need not know where its value came from.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -13,13 +15,12 @@ use clap::parser::ValueSource;
 use clap::{ArgAction, ArgMatches, Command};
 use toml::{Table, Value};
 
+use crate::conversation::{SavedConversation, SettingValues, is_setting, journal};
 use crate::engine::sampling::SAMPLING_FIELDS;
 use crate::error::Error;
 use crate::hub::Hub;
-use crate::repl;
-use crate::repl::journal::{self, Saved, Settings};
 
-/// The flags of `play`, besides the sampling flags, that the environment, the configuration file and a conversation set.
+/// The flags of `play` that have values from other places, besides the sampling flags.
 const OTHER_FLAGS: [&str; 15] = [
     "attention",
     "chunk",
@@ -38,7 +39,7 @@ const OTHER_FLAGS: [&str; 15] = [
     "system",
 ];
 
-/// All flags of `play` that the environment, the configuration file and a conversation set, sorted by name.
+/// All flags of `play` that the environment, the configuration file and a conversation can set, sorted by name.
 static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     let sampling = SAMPLING_FIELDS.iter().map(|field| field.flag);
     let mut flags: Vec<&str> = OTHER_FLAGS.into_iter().chain(sampling).collect();
@@ -46,251 +47,291 @@ static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     flags
 });
 
-/// Those that are on or off. Elsewhere than on the command line they have a value.
+/// Flags without a value on the command line. In other places their value is true or false.
 const SWITCHES: [&str; 3] = ["eager", "hide-reasoning", "plain"];
 
-/// Other verbs that run a model share this one.
+/// The flag that other subcommands share with `play`.
 const DEVICE: [&str; 1] = ["device"];
 
-/// The command line, with what lies below it.
-pub struct Line {
+/// The parsed command line, with values from the other places.
+pub struct ParsedCommandLine {
     pub matches: ArgMatches,
-    /// Flags of `play` that were asked for: on the command line, in the environment, in a conversation that goes on.
-    pub given: Settings,
-    /// Those that the configuration has.
-    pub configured: Settings,
-    /// The conversation that goes on.
-    pub saved: Option<Saved>,
-    /// What of it makes no sense here.
-    pub left_out: Vec<String>,
+    /// Flags of `play` set by the command line, the environment or a resumed conversation.
+    pub requested: SettingValues,
+    /// Flags of `play` set by the configuration file.
+    pub configured: SettingValues,
+    /// The resumed conversation.
+    pub saved: Option<SavedConversation>,
+    /// Settings of the resumed conversation that do not fit, with the reason.
+    pub rejected: Vec<String>,
 }
 
-/// What is known by the time that the command line is read again.
-pub struct Known<'a> {
-    /// The whole name of the model.
-    pub model: &'a str,
-    pub saved: Option<&'a Saved>,
+/// The model and the conversation, which are known when the command line is parsed for the second time.
+pub struct KnownModel<'a> {
+    /// The full name of the model.
+    pub name: &'a str,
+    pub saved: Option<&'a SavedConversation>,
 }
 
-/// Reads the command line of this process. Ends the process, as clap does, where that cannot be understood.
-pub fn read(command: Command, known: Option<&Known>) -> Result<Line> {
+/// Parses the command line of this process. If it is wrong, prints why and ends the process, as clap does.
+pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedCommandLine> {
     let args: Vec<OsString> = std::env::args_os().collect();
     let matches = command.clone().try_get_matches_from(&args).unwrap_or_else(|error| error.exit());
     if known.is_none() {
-        // The configuration is the first of the files that `-v` tells of.
+        // Start logging now: `-v` also reports the configuration file.
         super::logging::start(matches.get_count("verbose"));
     }
-    let mut line =
-        Line { matches, given: Settings::new(), configured: Settings::new(), saved: None, left_out: Vec::new() };
-    let Some((verb, of_verb)) = line.matches.subcommand() else { return Ok(line) };
-    let flags = flags(verb);
+    let mut line = ParsedCommandLine {
+        matches,
+        requested: SettingValues::new(),
+        configured: SettingValues::new(),
+        saved: None,
+        rejected: Vec::new(),
+    };
+    let Some((subcommand, arguments)) = line.matches.subcommand() else { return Ok(line) };
+    let flags = flags_of(subcommand);
     if flags.is_empty() {
         return Ok(line);
     }
-    let command = command.mut_subcommand(verb, |command| {
-        let switches = SWITCHES.into_iter().filter(|flag| flags.contains(flag));
-        switches
-            .fold(command, |command, flag| command.mut_arg(id(flag), |arg| arg.value_parser(BoolishValueParser::new())))
-    });
-    let typed = of_verb.get_one::<String>("model");
-    let saved = match (of_verb.try_get_one::<String>("resume"), known) {
-        // It may have another name by now.
+    let parser = Parser { command: with_switch_values(command, subcommand, flags), subcommand, args: &args };
+
+    let typed_model = arguments.get_one::<String>("model");
+    let saved = match (arguments.try_get_one::<String>("resume"), known) {
+        // The conversation may have been renamed since the first parse.
         (_, Some(known)) => known.saved.cloned(),
         (Ok(Some(name)), None) => Some(journal::peek(Some(name))?),
         _ => None,
     };
-    let model =
-        known.map(|known| known.model).or(typed.or(saved.as_ref().map(|saved| &saved.model)).map(String::as_str));
-    let (mut configured, path) = configured(model, of_verb)?;
-    // Other verbs share the file.
+    let saved_model = saved.as_ref().map(|saved| &saved.model);
+    let model = known.map(|known| known.name).or(typed_model.or(saved_model).map(String::as_str));
+
+    let (mut configured, path) = read_configuration(model, arguments)?;
+    // The file also has flags of other subcommands.
     configured.retain(|flag, _| flags.contains(&flag.as_str()));
-    let check = |flag: &str, values: &[String]| check(&command, verb, &args, flag, values);
     for (flag, values) in &configured {
-        check(flag, values).map_err(|problem| Error::usage(format!("{path}: {problem}")))?;
+        parser.check(flag, values).map_err(|reason| Error::usage(format!("{path}: {reason}")))?;
     }
     if let Some(saved) = &saved {
-        let (fitting, left_out) = of_conversation(saved, flags, &check);
-        (line.given, line.left_out) = (fitting, left_out);
-        match typed {
-            // Of another model only what was set in the chat goes on, and where it runs.
-            Some(_) => line.given.retain(|flag, _| flag == "device" || repl::is_setting(flag)),
-            None => drop(line.given.insert("model".to_string(), vec![saved.model.clone()])),
+        (line.requested, line.rejected) = fitting_settings(saved, flags, &parser);
+        match typed_model {
+            // With another model, only settings of the chat and the device stay.
+            Some(_) => line.requested.retain(|flag, _| flag == "device" || is_setting(flag)),
+            None => drop(line.requested.insert("model".to_string(), vec![saved.model.clone()])),
         }
-        // It has its own instructions, and may have taken a limit away.
+        // The conversation has its own instructions, and it may have removed a limit.
         configured.remove("system");
-        configured.retain(|flag, _| !line.given.get(flag).is_some_and(|values| is_none(flag, values)));
+        configured.retain(|flag, _| !line.requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }
-    // What is typed wins over what lies below, also where it says the same in another way.
-    let is_typed = |flag: &str| flag == "revision" && typed.is_some_and(|model| model.contains('@'));
-    line.given.retain(|flag, _| !is_typed(flag));
-    configured.retain(|flag, _| !is_typed(flag));
-    for flag in flags {
-        let variable = format!("INFERNO_{}", id(flag).to_uppercase());
-        let Some(value) = std::env::var_os(&variable).filter(|value| !value.is_empty()) else { continue };
-        if is_on_the_line(of_verb, flag) || is_typed(flag) {
-            continue;
-        }
-        let values = vec![value.into_string().map_err(|_| Error::usage(format!("{variable} is not UTF-8 text")))?];
-        check(flag, &values).map_err(|problem| Error::usage(format!("{variable}: {problem}")))?;
-        line.given.insert(flag.to_string(), values);
-    }
-    let mut below: Settings = configured.clone().into_iter().chain(line.given.clone()).collect();
-    below.retain(|flag, values| !is_none(flag, values));
-    if !below.is_empty() {
-        let command = below.into_iter().fold(command, |command, (flag, values)| with(command, verb, &flag, &values));
-        let matches = command.try_get_matches_from(&args).map_err(|error| Error::usage(first_line(&error)))?;
+    // `MODEL@REV` on the command line is a revision too and overrides the other places.
+    let is_typed_in_model = |flag: &str| flag == "revision" && typed_model.is_some_and(|model| model.contains('@'));
+    line.requested.retain(|flag, _| !is_typed_in_model(flag));
+    configured.retain(|flag, _| !is_typed_in_model(flag));
+
+    let is_overridden = |flag: &str| is_on_command_line(arguments, flag) || is_typed_in_model(flag);
+    line.requested.extend(read_environment(flags, &parser, &is_overridden)?);
+
+    let mut defaults: SettingValues = configured.clone().into_iter().chain(line.requested.clone()).collect();
+    defaults.retain(|flag, values| !is_removed_limit(flag, values));
+    if !defaults.is_empty() {
+        let matches = parser.parse_with_defaults(&defaults).map_err(|error| Error::usage(first_line(&error)))?;
         line.matches = matches;
     }
-    if let Some((_, of_verb)) = line.matches.subcommand() {
-        for flag in flags.iter().filter(|flag| is_on_the_line(of_verb, flag)) {
-            let values = of_verb.get_raw(&id(flag)).into_iter().flatten();
-            let values = values.map(|value| value.to_string_lossy().into_owned()).collect();
-            line.given.insert(flag.to_string(), values);
-        }
-    }
-    // These are part of the conversation, not of how it goes on.
-    for no_setting in ["system", "model"] {
-        line.given.remove(no_setting);
-        configured.remove(no_setting);
+    line.requested.extend(typed_values(&line.matches, flags));
+    // The model and the instructions are part of a conversation and no settings of it.
+    for flag in ["system", "model"] {
+        line.requested.remove(flag);
+        configured.remove(flag);
     }
     (line.configured, line.saved) = (configured, saved);
     Ok(line)
 }
 
-/// Whether a conversation has taken a limit away, with `/set max-tokens none`.
-fn is_none(flag: &str, values: &[String]) -> bool {
+/// Reads the flags that environment variables set, such as `INFERNO_TOP_P`. Empty variables count as unset.
+fn read_environment(flags: &[&str], parser: &Parser, is_overridden: &dyn Fn(&str) -> bool) -> Result<SettingValues> {
+    let mut settings = SettingValues::new();
+    for flag in flags.iter().filter(|flag| !is_overridden(flag)) {
+        let variable = format!("INFERNO_{}", id(flag).to_uppercase());
+        let Some(value) = std::env::var_os(&variable).filter(|value| !value.is_empty()) else { continue };
+        let value = value.into_string().map_err(|_| Error::usage(format!("{variable} is not UTF-8 text")))?;
+        let values = vec![value];
+        parser.check(flag, &values).map_err(|reason| Error::usage(format!("{variable}: {reason}")))?;
+        settings.insert(flag.to_string(), values);
+    }
+    Ok(settings)
+}
+
+/// Returns the values of the flags that were typed on the command line.
+fn typed_values(matches: &ArgMatches, flags: &[&str]) -> SettingValues {
+    let mut settings = SettingValues::new();
+    let Some((_, arguments)) = matches.subcommand() else { return settings };
+    for flag in flags.iter().filter(|flag| is_on_command_line(arguments, flag)) {
+        let values = arguments.get_raw(&id(flag)).into_iter().flatten();
+        settings.insert(flag.to_string(), values.map(|value| value.to_string_lossy().into_owned()).collect());
+    }
+    settings
+}
+
+/// Returns whether a conversation removed a limit, with `/set max-tokens none`.
+fn is_removed_limit(flag: &str, values: &[String]) -> bool {
     matches!(flag, "max-tokens" | "stop") && values == ["none"]
 }
 
-type Check<'a> = dyn Fn(&str, &[String]) -> Result<(), String> + 'a;
-
-/// The settings of a conversation that are understood here, and what is to be said of the others: a journal may be of
-/// another version, or damaged, and is still worth going on with.
-fn of_conversation(saved: &Saved, flags: &[&str], check: &Check) -> (Settings, Vec<String>) {
-    let (mut fitting, mut left_out) = (Settings::new(), Vec::new());
+/// Splits the settings of a conversation into those that fit and messages about the others.
+///
+/// The journal may be damaged or of another version. The conversation can still be resumed then.
+fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) -> (SettingValues, Vec<String>) {
+    let (mut fitting, mut rejected) = (SettingValues::new(), Vec::new());
     for (flag, values) in &saved.settings {
-        let checked = match flags.contains(&flag.as_str()) {
-            true if is_none(flag, values) => Ok(()),
-            true => check(flag, values),
+        let result = match flags.contains(&flag.as_str()) {
+            true if is_removed_limit(flag, values) => Ok(()),
+            true => parser.check(flag, values),
             false => Err(format!("there is no setting '{flag}'")),
         };
-        match checked {
+        match result {
             Ok(()) => drop(fitting.insert(flag.clone(), values.clone())),
-            Err(problem) => left_out.push(format!("left out of what the conversation had set: {problem}")),
+            Err(reason) => rejected.push(format!("ignored a setting of the conversation: {reason}")),
         }
     }
-    (fitting, left_out)
+    (fitting, rejected)
 }
 
-/// Whether a flag takes these values where it is not on the command line.
-fn check(command: &Command, verb: &str, args: &[OsString], flag: &str, values: &[String]) -> Result<(), String> {
-    let arg =
-        command.find_subcommand(verb).and_then(|command| command.get_arguments().find(|arg| arg.get_id() == &id(flag)));
-    let several = arg.is_some_and(|arg| matches!(arg.get_action(), ArgAction::Append));
-    if !several && values.len() != 1 {
-        return Err(format!("'{flag}' takes one value, not {}", values.len()));
+/// Parses the command line with other defaults, to check values from other places.
+struct Parser<'a> {
+    command: Command,
+    subcommand: &'a str,
+    args: &'a [OsString],
+}
+
+impl Parser<'_> {
+    /// Parses the command line with these default values of flags.
+    fn parse_with_defaults(&self, defaults: &SettingValues) -> Result<ArgMatches, clap::Error> {
+        let command = defaults
+            .iter()
+            .fold(self.command.clone(), |command, (flag, values)| with_default(command, self.subcommand, flag, values));
+        command.try_get_matches_from(self.args)
     }
-    // The same line without this default was right.
-    let parsed = with(command.clone(), verb, flag, values).try_get_matches_from(args);
-    parsed.map(|_| ()).map_err(|error| first_line(&error))
+
+    /// Checks whether a flag accepts these values from another place than the command line.
+    fn check(&self, flag: &str, values: &[String]) -> Result<(), String> {
+        let arg = self.command.find_subcommand(self.subcommand);
+        let arg = arg.and_then(|command| command.get_arguments().find(|arg| arg.get_id() == &id(flag)));
+        let is_repeatable = arg.is_some_and(|arg| matches!(arg.get_action(), ArgAction::Append));
+        if !is_repeatable && values.len() != 1 {
+            return Err(format!("'{flag}' takes one value, not {}", values.len()));
+        }
+        // Without this default the command line was valid, so an error is about this flag.
+        let command = with_default(self.command.clone(), self.subcommand, flag, values);
+        command.try_get_matches_from(self.args).map(|_| ()).map_err(|error| first_line(&error))
+    }
 }
 
-/// The command with other defaults for a flag.
-fn with(command: Command, verb: &str, flag: &str, values: &[String]) -> Command {
+/// Lets the switches of a subcommand take the values true and false.
+fn with_switch_values(command: Command, subcommand: &str, flags: &[&str]) -> Command {
+    command.mut_subcommand(subcommand, |command| {
+        let switches = SWITCHES.into_iter().filter(|flag| flags.contains(flag));
+        switches
+            .fold(command, |command, flag| command.mut_arg(id(flag), |arg| arg.value_parser(BoolishValueParser::new())))
+    })
+}
+
+/// Returns the command with other default values for a flag.
+fn with_default(command: Command, subcommand: &str, flag: &str, values: &[String]) -> Command {
     let values = values.to_vec();
-    command.mut_subcommand(verb, |command| command.mut_arg(id(flag), |arg| arg.default_values(values)))
+    command.mut_subcommand(subcommand, |command| command.mut_arg(id(flag), |arg| arg.default_values(values)))
 }
 
-fn is_on_the_line(of_verb: &ArgMatches, flag: &str) -> bool {
-    of_verb.value_source(&id(flag)) == Some(ValueSource::CommandLine)
+fn is_on_command_line(arguments: &ArgMatches, flag: &str) -> bool {
+    arguments.value_source(&id(flag)) == Some(ValueSource::CommandLine)
 }
 
 fn first_line(error: &clap::Error) -> String {
-    let problem = error.to_string();
-    problem.trim_start_matches("error: ").lines().next().unwrap_or_default().to_string()
+    let message = error.to_string();
+    message.trim_start_matches("error: ").lines().next().unwrap_or_default().to_string()
 }
 
-fn flags(verb: &str) -> &'static [&'static str] {
-    match verb {
+/// Returns the flags of a subcommand that can have values from other places than the command line.
+fn flags_of(subcommand: &str) -> &'static [&'static str] {
+    match subcommand {
         "play" => &PLAY_FLAGS,
         "bench" | "perplexity" => &DEVICE,
         _ => &[],
     }
 }
 
-/// clap names a flag by the field that it fills.
+/// Returns the id of a flag in clap, which is the name of the field that it fills.
 fn id(flag: &str) -> String {
     flag.replace('-', "_")
 }
 
-/// What the configuration file says for a model, and where it stands.
-fn configured(model: Option<&str>, of_verb: &ArgMatches) -> Result<(Settings, String)> {
-    let Some(path) = path() else { return Ok((Settings::new(), String::new())) };
-    let shown = path.display().to_string();
-    let mistake = |problem: String| Error::usage(format!("{shown}: {problem}"));
+/// Reads the values of the configuration file for a model. Also returns the path of the file.
+fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(SettingValues, String)> {
+    let Some(path) = configuration_path() else { return Ok((SettingValues::new(), String::new())) };
+    let shown_path = path.display().to_string();
+    let invalid = |reason: String| Error::usage(format!("{shown_path}: {reason}"));
     let text = match std::fs::read_to_string(&path) {
         Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((Settings::new(), shown)),
-        Err(error) => return Err(mistake(error.to_string())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((SettingValues::new(), shown_path)),
+        Err(error) => return Err(invalid(error.to_string())),
     };
-    tracing::info!(path = shown, "configuration");
-    let mut table: Table = text.parse().map_err(|error: toml::de::Error| mistake(error.to_string()))?;
+    tracing::info!(path = shown_path, "configuration");
+    let mut table: Table = text.parse().map_err(|error: toml::de::Error| invalid(error.to_string()))?;
     let models = table.remove("models");
-    let mut settings = Settings::new();
-    read_table(&table, "", &mut settings).map_err(mistake)?;
+    let mut settings = SettingValues::new();
+    read_table(&table, "", &mut settings).map_err(invalid)?;
     if let Some(models) = models {
-        let Value::Table(models) = models else { return Err(mistake("models is no table".to_string())) };
-        let model = model.map(|model| whole_name(model, of_verb));
-        for (name, of_model) in &models {
-            let place = format!(" in [models.{name:?}]");
-            let Value::Table(of_model) = of_model else {
-                return Err(mistake(format!("{name}{place} is no table")));
+        let Value::Table(models) = models else { return Err(invalid("models is not a table".to_string())) };
+        let model = model.map(|model| full_name(model, arguments));
+        for (name, table) in &models {
+            let section = format!(" in [models.{name:?}]");
+            let Value::Table(table) = table else {
+                return Err(invalid(format!("{name}{section} is not a table")));
             };
-            // Mistakes are told even where they are for another model.
-            let mut its_own = Settings::new();
-            read_table(of_model, &place, &mut its_own).map_err(mistake)?;
-            if model.as_ref().is_some_and(|model| means(name, model)) {
-                settings.extend(its_own);
+            // Report mistakes in the sections of other models too.
+            let mut model_settings = SettingValues::new();
+            read_table(table, &section, &mut model_settings).map_err(invalid)?;
+            if model.as_ref().is_some_and(|model| is_name_of(name, model)) {
+                settings.extend(model_settings);
             }
         }
     }
-    Ok((settings, shown))
+    Ok((settings, shown_path))
 }
 
-/// A part of a model's name is enough on the command line.
-fn whole_name(model: &str, of_verb: &ArgMatches) -> String {
-    let revision = of_verb.try_get_one::<String>("revision").ok().flatten();
+/// Returns the full name of a model, which the command line may abbreviate.
+fn full_name(model: &str, arguments: &ArgMatches) -> String {
+    let revision = arguments.try_get_one::<String>("revision").ok().flatten();
     let found = Hub::from_env().and_then(|hub| hub.find(model, revision.map(String::as_str)));
     found.map_or_else(|_| model.to_string(), |snapshot| snapshot.name)
 }
 
-/// Whether a name in the configuration is that of a model: of a repository, of one of its files, of a directory.
-fn means(name: &str, model: &str) -> bool {
-    let of_repository = model.split_once(':').is_some_and(|(repository, _)| repository == name);
-    let place = |name: &str| std::fs::canonicalize(name).ok();
-    name == model || of_repository || (place(name).is_some() && place(name) == place(model))
+/// Returns whether a section of the configuration is about a model: by its repository, its file or its directory.
+fn is_name_of(section: &str, model: &str) -> bool {
+    let is_repository = model.split_once(':').is_some_and(|(repository, _)| repository == section);
+    let path = |name: &str| std::fs::canonicalize(name).ok();
+    section == model || is_repository || (path(section).is_some() && path(section) == path(model))
 }
 
-/// `$INFERNO_CONFIG`, or `inferno/config.toml` in the XDG directory.
-fn path() -> Option<PathBuf> {
+/// Returns `$INFERNO_CONFIG`, or `inferno/config.toml` in the XDG configuration directory.
+fn configuration_path() -> Option<PathBuf> {
     if let Some(path) = std::env::var_os("INFERNO_CONFIG").filter(|path| !path.is_empty()) {
         return Some(PathBuf::from(path));
     }
-    let config = std::env::var_os("XDG_CONFIG_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
-    let config = config.or_else(|| Some(std::env::home_dir()?.join(".config")))?;
-    Some(config.join("inferno/config.toml"))
+    let folder = std::env::var_os("XDG_CONFIG_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
+    let folder = folder.or_else(|| Some(std::env::home_dir()?.join(".config")))?;
+    Some(folder.join("inferno/config.toml"))
 }
 
-fn read_table(table: &Table, place: &str, settings: &mut Settings) -> Result<(), String> {
+/// Adds the values of a table to `settings`. `section` names the table in error messages.
+fn read_table(table: &Table, section: &str, settings: &mut SettingValues) -> Result<(), String> {
     for (key, value) in table {
         if !PLAY_FLAGS.contains(&key.as_str()) {
-            return Err(format!("unknown key '{key}'{place}\n  known: {}", PLAY_FLAGS.join(", ")));
+            return Err(format!("unknown key '{key}'{section}\n  known keys: {}", PLAY_FLAGS.join(", ")));
         }
         let values = match value {
             Value::Array(values) => values.iter().map(scalar).collect(),
             value => scalar(value).map(|value| vec![value]),
         };
-        let values = values.ok_or_else(|| format!("'{key}'{place} is neither a text nor a number"))?;
+        let values = values.ok_or_else(|| format!("'{key}'{section} is neither text, a number nor a boolean"))?;
         settings.insert(key.clone(), values);
     }
     Ok(())

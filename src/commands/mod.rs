@@ -169,7 +169,7 @@ fn today() -> String {
 /// A remark for the person at the terminal: dim, on stderr, and only if that is a terminal.
 fn note(text: &str) {
     if std::io::stderr().is_terminal() {
-        crate::repl::remark(text);
+        crate::terminal::remark(text);
     }
 }
 

@@ -1,4 +1,4 @@
-//! What a one-shot call asks.
+//! The prompt of a one-shot call, from `--prompt` and standard input.
 
 use std::fs::File;
 use std::io::{IsTerminal, Read, Seek, stdin};
@@ -7,30 +7,30 @@ use anyhow::{Context, Result};
 
 use crate::error::Error;
 
-/// More than any context holds.
-const LARGEST: u64 = 64 << 20;
+/// A larger prompt, in bytes, fits no context.
+const MAX_BYTES: u64 = 64 << 20;
 
-/// The prompt of a one-shot call, none for a chat: `--prompt`, or else standard input if it is piped.
+/// Returns the prompt of a one-shot call, or `None` for a chat.
 ///
-/// With `--prompt`, standard input is read only where it is sure to end: a file, from its start. A pipe may be what a
-/// script or a service left open for good, and a file that was read in part belongs to a loop around this call
-/// (`while read ..; do inferno ..; done < list`); `--stdin` says that it is meant.
-pub fn one_shot(prompt: Option<&str>, read_stdin: bool, raw: bool, json: bool) -> Result<Option<String>> {
-    let none = || Error::usage("there is no prompt: give --prompt TEXT, or pipe one in");
+/// Without `--prompt`, piped standard input is the prompt. With `--prompt`, standard input is appended only if it is
+/// sure to end: a file, at its start. A script or a service may leave a pipe open forever, and a file that was partly
+/// read belongs to a loop around this call (`while read ..; do inferno ..; done < list`). `--stdin` appends any input.
+pub fn one_shot(prompt: Option<&str>, append_stdin: bool, raw: bool, json: bool) -> Result<Option<String>> {
+    let missing = || Error::usage("there is no prompt: give --prompt TEXT, or pipe one in");
     match prompt {
-        Some("") => Err(none()),
-        Some(prompt) if read_stdin || is_file_at_its_start() => Ok(Some(behind(prompt, &piped(raw)?, raw))),
+        Some("") => Err(missing()),
+        Some(prompt) if append_stdin || is_file_at_start() => Ok(Some(join(prompt, &read_stdin(raw)?, raw))),
         Some(prompt) => Ok(Some(prompt.to_string())),
-        None if stdin().is_terminal() && json => Err(none()),
+        None if stdin().is_terminal() && json => Err(missing()),
         None if stdin().is_terminal() => Ok(None),
-        None => match piped(raw)? {
-            text if text.is_empty() => Err(none()),
+        None => match read_stdin(raw)? {
+            text if text.is_empty() => Err(missing()),
             text => Ok(Some(text)),
         },
     }
 }
 
-fn behind(prompt: &str, text: &str, raw: bool) -> String {
+fn join(prompt: &str, text: &str, raw: bool) -> String {
     match text {
         "" => prompt.to_string(),
         text if raw => format!("{prompt}{text}"),
@@ -38,24 +38,25 @@ fn behind(prompt: &str, text: &str, raw: bool) -> String {
     }
 }
 
-fn piped(raw: bool) -> Result<String> {
-    let mut piped = String::new();
-    stdin().take(LARGEST + 1).read_to_string(&mut piped).context("standard input is not UTF-8 text")?;
-    if piped.len() as u64 > LARGEST {
-        return Err(Error::usage("standard input is larger than any context"));
+fn read_stdin(raw: bool) -> Result<String> {
+    let mut text = String::new();
+    stdin().take(MAX_BYTES + 1).read_to_string(&mut text).context("cannot read standard input as UTF-8 text")?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(Error::usage("cannot use standard input: it is larger than any context"));
     }
-    // A text to continue is taken to the letter; after a question, the line end that `echo` adds means nothing.
-    Ok(if raw { piped } else { piped.trim_end_matches(['\n', '\r']).to_string() })
+    // A text to continue is used as it is. After a question, the line break that `echo` adds is dropped.
+    Ok(if raw { text } else { text.trim_end_matches(['\n', '\r']).to_string() })
 }
 
 #[cfg(unix)]
-fn is_file_at_its_start() -> bool {
+fn is_file_at_start() -> bool {
     use std::os::fd::AsFd;
     let Ok(mut file) = stdin().as_fd().try_clone_to_owned().map(File::from) else { return false };
-    file.metadata().is_ok_and(|metadata| metadata.is_file()) && file.stream_position().is_ok_and(|at| at == 0)
+    let is_file = file.metadata().is_ok_and(|metadata| metadata.is_file());
+    is_file && file.stream_position().is_ok_and(|position| position == 0)
 }
 
 #[cfg(not(unix))]
-fn is_file_at_its_start() -> bool {
+fn is_file_at_start() -> bool {
     false
 }

@@ -1,154 +1,155 @@
-//! Shows a turn on stdout: laid out where that is a terminal that can, else as plain text.
+//! Shows a turn on stdout: laid out if that is a terminal with colors, else as plain text.
 
 use std::io::Write;
 
 use anyhow::Result;
 
 #[cfg(unix)]
-use super::keys::Keys;
-use super::live::Size;
-use super::session::{Reasoning, Session, Turn};
-use super::style::{self, Color};
-use super::typed::Typed;
-use super::view::View;
+use super::keys::KeyListener;
+use super::type_ahead::TypeAhead;
 use crate::chat::{Channel, Delta};
-use crate::text;
+use crate::conversation::{ReasoningVisibility, Session, Turn};
+use crate::terminal::{Color, TurnView, WindowSize, dim, stdout_color, stdout_columns};
+use crate::text::{printable, wrapped};
 
-pub struct Display {
-    how: How,
-    reasoning: Reasoning,
+/// Shows one turn of a chat and listens to keys meanwhile.
+pub struct TurnDisplay {
+    output: Output,
+    /// Whether reasoning was shown when the turn started.
+    reasoning: ReasoningVisibility,
     #[cfg(unix)]
-    keys: Option<Keys>,
-    /// How often the program had been stopped when something was last shown.
+    keys: Option<KeyListener>,
+    /// How often the program had been stopped when a piece was last shown.
     #[cfg(unix)]
     stops: usize,
-    /// What was typed ahead, where nothing listens to keys.
-    typed: Typed,
+    /// What was typed before the turn, if nothing listens to keys.
+    type_ahead: TypeAhead,
 }
 
-enum How {
-    Drawn(Box<View>),
-    Plain(Plain),
+enum Output {
+    View(Box<TurnView>),
+    Plain(PlainText),
 }
 
-/// Pieces as they come. Words tell thoughts from the answer, as nothing may be dimmed here.
-struct Plain {
-    hidden: bool,
+/// Pieces of text as they arrive. Without colors, labels separate the reasoning from the answer.
+struct PlainText {
+    hides_reasoning: bool,
     color: Color,
     last: Option<Channel>,
 }
 
-impl Display {
-    /// For the next turn of a chat. What is typed while it goes on is put behind `typed`.
-    pub fn new(session: &Session, typed: Typed) -> Self {
-        let hidden = session.reasoning == Reasoning::Hidden;
-        let (color, drawn) = (style::stdout_color(), session.is_drawn());
+impl TurnDisplay {
+    /// Prepares the next turn. What a person types during the turn is appended to `type_ahead`.
+    pub fn new(session: &Session, type_ahead: TypeAhead) -> Self {
+        let settings = &session.settings;
+        let hides_reasoning = settings.reasoning == ReasoningVisibility::Hidden;
+        let color = stdout_color();
+        let uses_view = color == Color::On && !settings.plain && !session.raw;
         #[cfg(unix)]
-        let (keys, typed) = match if drawn { Keys::listen(typed) } else { Err(typed) } {
-            Ok(keys) => (Some(keys), Typed::default()),
-            Err(typed) => (None, typed),
+        let (keys, type_ahead) = match if uses_view { KeyListener::start(type_ahead) } else { Err(type_ahead) } {
+            Ok(keys) => (Some(keys), TypeAhead::default()),
+            Err(type_ahead) => (None, type_ahead),
         };
         #[cfg(unix)]
-        let listens = keys.is_some();
+        let has_keys = keys.is_some();
         #[cfg(not(unix))]
-        let listens = false;
-        let how = match drawn {
-            true => How::Drawn(Box::new(View::new(Size::now(), hidden, listens))),
-            false => How::Plain(Plain { hidden, color, last: None }),
+        let has_keys = false;
+        let output = match uses_view {
+            true => Output::View(Box::new(TurnView::new(WindowSize::now(), hides_reasoning, has_keys))),
+            false => Output::Plain(PlainText { hides_reasoning, color, last: None }),
         };
         Self {
-            how,
-            reasoning: session.reasoning,
+            output,
+            reasoning: settings.reasoning,
             #[cfg(unix)]
             keys,
             #[cfg(unix)]
             stops: 0,
-            typed,
+            type_ahead,
         }
     }
 
+    /// Shows a piece of the turn.
     pub fn show(&mut self, delta: &Delta) -> Result<()> {
         let mut out = std::io::stdout().lock();
-        match &mut self.how {
-            How::Drawn(view) => {
+        match &mut self.output {
+            Output::View(view) => {
                 #[cfg(unix)]
                 if let Some(keys) = &self.keys {
                     if keys.stops() != self.stops {
                         self.stops = keys.stops();
-                        view.begin_anew();
+                        view.restart_below();
                     }
-                    let fold = self.reasoning.after(keys.presses()) == Reasoning::Hidden;
-                    view.fold(fold, Size::now(), &mut out)?;
+                    let folds = toggled(self.reasoning, keys.toggles()) == ReasoningVisibility::Hidden;
+                    view.fold_reasoning(folds, WindowSize::now(), &mut out)?;
                 }
-                view.show(delta, Size::now(), &mut out)?;
+                view.show(delta, WindowSize::now(), &mut out)?;
             }
-            How::Plain(plain) => plain.show(delta, &mut out)?,
+            Output::Plain(plain) => plain.show(delta, &mut out)?,
         }
         Ok(())
     }
 
-    /// Ends the turn, with a line of figures if it did not fail. Returns whether thoughts are shown from here on, and what
-    /// was typed meanwhile.
-    pub fn end(mut self, turn: Option<&Turn>) -> Result<(Reasoning, Typed)> {
+    /// Ends the turn and prints its figures and notes, unless it failed.
+    ///
+    /// Returns whether reasoning is shown in the next turn, and what was typed ahead.
+    pub fn finish(mut self, turn: Option<&Turn>) -> Result<(ReasoningVisibility, TypeAhead)> {
         let mut out = std::io::stdout().lock();
-        match &mut self.how {
-            How::Drawn(view) => view.finish(Size::now(), &mut out)?,
-            How::Plain(_) => writeln!(out)?,
+        match &mut self.output {
+            Output::View(view) => view.finish(WindowSize::now(), &mut out)?,
+            Output::Plain(_) => writeln!(out)?,
         }
-        let color = style::stdout_color();
-        let wrapped = |line: &str| text::wrapped(line, style::columns(&console::Term::stdout()));
         if let Some(turn) = turn {
+            let color = stdout_color();
+            let dim_line = |line: &str| dim(&wrapped(&printable(line), stdout_columns()), color);
             for call in &turn.summary.tool_calls {
-                let name = text::printable(&call.name);
-                writeln!(out, "{}", style::dim(&format!("[asks for the tool {name}]"), color))?;
+                writeln!(out, "{}", dim(&format!("[calls the tool {}]", printable(&call.name)), color))?;
             }
-            writeln!(out, "{}", style::dim(&wrapped(&style::stats(&turn.summary)), color))?;
+            writeln!(out, "{}", dim_line(&turn.figures()))?;
             for note in &turn.notes {
-                writeln!(out, "{}", style::dim(&wrapped(&text::printable(note)), color))?;
+                writeln!(out, "{}", dim_line(note))?;
             }
             writeln!(out)?;
         }
         out.flush()?;
         #[cfg(unix)]
         if let Some(keys) = self.keys.take() {
-            let reasoning = self.reasoning.after(keys.presses());
-            return Ok((reasoning, keys.end()));
+            let reasoning = toggled(self.reasoning, keys.toggles());
+            return Ok((reasoning, keys.stop()));
         }
-        Ok((self.reasoning, self.typed))
+        Ok((self.reasoning, self.type_ahead))
     }
 }
 
-impl Reasoning {
-    /// After so many presses of Ctrl-O.
-    #[cfg(unix)]
-    fn after(self, presses: usize) -> Reasoning {
-        match (self, presses % 2) {
-            (Reasoning::Shown, 1) => Reasoning::Hidden,
-            (Reasoning::Hidden, 1) => Reasoning::Shown,
-            (same, _) => same,
-        }
+/// Returns the visibility after Ctrl-O was pressed so many times.
+#[cfg(unix)]
+fn toggled(reasoning: ReasoningVisibility, presses: usize) -> ReasoningVisibility {
+    match (reasoning, presses % 2) {
+        (ReasoningVisibility::Shown, 1) => ReasoningVisibility::Hidden,
+        (ReasoningVisibility::Hidden, 1) => ReasoningVisibility::Shown,
+        (unchanged, _) => unchanged,
     }
 }
 
-impl Plain {
+impl PlainText {
     fn show(&mut self, delta: &Delta, out: &mut dyn Write) -> Result<()> {
-        let (thinking, answering) = if self.color == Color::On { ("", "") } else { ("[thinking] ", "[answer] ") };
-        let text = text::printable(&delta.text);
+        let (thinking, answer) = if self.color == Color::On { ("", "") } else { ("[thinking] ", "[answer] ") };
+        let text = printable(&delta.text);
         match delta.channel {
-            Channel::Reasoning if self.hidden => return Ok(()),
+            Channel::Reasoning if self.hides_reasoning => return Ok(()),
             Channel::Answer => {
                 if self.last == Some(Channel::Reasoning) {
-                    write!(out, "\n\n{answering}")?;
+                    write!(out, "\n\n{answer}")?;
                 }
-                // A model's leading line breaks would only open a gap after its thoughts.
-                let first = self.last != Some(Channel::Answer);
-                write!(out, "{}", if first { text.trim_start_matches('\n') } else { &text })?;
+                // Skip line breaks between the reasoning and the answer.
+                let is_first = self.last != Some(Channel::Answer);
+                write!(out, "{}", if is_first { text.trim_start_matches('\n') } else { &text })?;
             }
             Channel::Reasoning | Channel::ToolCall => {
                 if self.last.is_none() {
                     write!(out, "{thinking}")?;
                 }
-                write!(out, "{}", style::dim(&text, self.color))?;
+                write!(out, "{}", dim(&text, self.color))?;
             }
         }
         self.last = Some(delta.channel);

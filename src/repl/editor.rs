@@ -1,8 +1,8 @@
-//! The line that a person types: history, several lines, Tab, and $EDITOR for what is too long for a line.
+//! The line that a person types: history, several lines, Tab, and $EDITOR for longer texts.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context as _, Result};
@@ -17,37 +17,46 @@ use rustyline::{
     KeyEvent, RepeatCount,
 };
 
-use super::{commands, state};
+use super::{commands, multiline};
+use crate::conversation::{journal, state_folder};
+use crate::terminal;
+use crate::text::printable;
 
-/// Names that complete what is typed after a command.
-pub type Names = Box<dyn Fn() -> Vec<String>>;
+/// Returns the names that complete an argument.
+pub type NameList = Box<dyn Fn() -> Vec<String>>;
 
-/// What came of asking for a message.
-pub enum Line {
+/// What a person entered.
+pub enum Input {
     Message(String),
     /// Ctrl-C on an empty line.
     Interrupted,
-    /// Ctrl-C on what was typed, which is dropped.
+    /// Ctrl-C on a line with text, which is dropped.
     Cleared,
+    /// Ctrl-D.
     End,
 }
 
+/// Asks for messages at the prompt.
 pub struct LineEditor {
-    editor: Editor<Completion, FileHistory>,
+    editor: Editor<LineHelper, FileHistory>,
     history: Option<PathBuf>,
-    /// What was typed when Ctrl-G was pressed.
-    handed_over: Shared,
-    /// The same of Ctrl-Z.
-    stopped: Shared,
-    /// What is on the line.
-    draft: Shared,
+    /// The text of the line when Ctrl-G was pressed.
+    sent_to_editor: SharedText,
+    /// The text of the line when Ctrl-Z was pressed.
+    suspended: SharedText,
+    /// The current text of the line.
+    draft: SharedText,
 }
 
-type Shared = Arc<Mutex<Option<String>>>;
+/// A text that the key handlers of the line editor share with its owner.
+type SharedText = Arc<Mutex<Option<String>>>;
+
+/// Longer messages are not remembered: whole documents would be read at each start.
+const MAX_HISTORY_BYTES: usize = 64 << 10;
 
 impl LineEditor {
-    /// `models` are the names after `/model`.
-    pub fn new(models: Names) -> Result<Self> {
+    /// Opens the history and prepares the terminal. `model_names` completes `/model`.
+    pub fn new(model_names: NameList) -> Result<Self> {
         let config = Config::builder()
             .auto_add_history(false)
             .max_history_size(1000)?
@@ -55,95 +64,101 @@ impl LineEditor {
             .bracketed_paste(true)
             .build();
         let mut editor = Editor::with_config(config).context("cannot use this terminal")?;
-        let (handed_over, stopped, draft) = (Shared::default(), Shared::default(), Shared::default());
-        editor.set_helper(Some(Completion { files: FilenameCompleter::new(), models, draft: draft.clone() }));
-        let open_editor = Box::new(HandOver(handed_over.clone()));
-        editor.bind_sequence(KeyEvent::ctrl('G'), EventHandler::Conditional(open_editor));
+        let (sent_to_editor, suspended, draft) = (SharedText::default(), SharedText::default(), SharedText::default());
+        editor.set_helper(Some(LineHelper { files: FilenameCompleter::new(), model_names, draft: draft.clone() }));
+        let ctrl_g = EventHandler::Conditional(Box::new(EndLine(sent_to_editor.clone())));
+        editor.bind_sequence(KeyEvent::ctrl('G'), ctrl_g);
         #[cfg(unix)]
-        editor.bind_sequence(KeyEvent::ctrl('Z'), EventHandler::Conditional(Box::new(HandOver(stopped.clone()))));
-        let folder = state::folder().filter(|_| state::is_kept());
-        let history = folder.filter(|folder| state::make_folder(folder).is_ok()).map(|folder| folder.join("history"));
+        {
+            let ctrl_z = EventHandler::Conditional(Box::new(EndLine(suspended.clone())));
+            editor.bind_sequence(KeyEvent::ctrl('Z'), ctrl_z);
+        }
+        let history = history_path();
         if let Some(path) = &history
             && let Err(error) = editor.load_history(path)
         {
-            set_aside(path, &error);
+            set_damaged_history_aside(path, &error);
         }
-        Ok(Self { editor, history, handed_over, stopped, draft })
+        Ok(Self { editor, history, sent_to_editor, suspended, draft })
     }
 
-    /// Asks for a message; `typed` stands there already.
-    pub fn read(&mut self, typed: &str) -> Result<Line> {
-        let mut typed = typed.to_string();
+    /// Asks for a message. The line starts with `initial`.
+    pub fn read(&mut self, initial: &str) -> Result<Input> {
+        let mut initial = initial.to_string();
         loop {
-            put(&self.draft, Some(typed.clone()));
-            match self.editor.readline_with_initial(">>> ", (&typed, "")) {
-                Ok(line) => return Ok(Line::Message(self.take(&line))),
-                Err(ReadlineError::Interrupted) => match (take(&self.handed_over), take(&self.stopped)) {
-                    (_, Some(text)) => {
+            put(&self.draft, Some(initial.clone()));
+            match self.editor.readline_with_initial(">>> ", (&initial, "")) {
+                Ok(line) => return Ok(Input::Message(self.accept(&line))),
+                Err(ReadlineError::Interrupted) => {
+                    if let Some(text) = take(&self.suspended) {
                         #[cfg(unix)]
-                        super::terminal::stop();
-                        typed = text;
-                    }
-                    (Some(text), None) => {
-                        typed = edited(&text).unwrap_or_else(|error| {
-                            eprintln!("{}", super::text::printable(&super::text::error_message(&error)));
+                        terminal::modes::stop_process();
+                        initial = text;
+                    } else if let Some(text) = take(&self.sent_to_editor) {
+                        initial = edit(&text).unwrap_or_else(|error| {
+                            eprintln!("{}", printable(&crate::text::error_message(&error)));
                             text
                         });
+                    } else {
+                        let had_text = take(&self.draft).is_some_and(|draft| !draft.is_empty());
+                        return Ok(if had_text { Input::Cleared } else { Input::Interrupted });
                     }
-                    _ if take(&self.draft).is_some_and(|draft| !draft.is_empty()) => return Ok(Line::Cleared),
-                    _ => return Ok(Line::Interrupted),
-                },
-                Err(ReadlineError::Eof) => return Ok(Line::End),
-                Err(ReadlineError::Io(error)) if error.kind() == std::io::ErrorKind::InvalidData => {
-                    eprintln!("that was not UTF-8; the line is as it was before");
-                    drop_input();
-                    typed = take(&self.draft).unwrap_or_default();
+                }
+                Err(ReadlineError::Eof) => return Ok(Input::End),
+                Err(ReadlineError::Io(error)) if error.kind() == ErrorKind::InvalidData => {
+                    eprintln!("the input was not UTF-8; the line is unchanged");
+                    discard_input();
+                    initial = take(&self.draft).unwrap_or_default();
                 }
                 Err(error) => return Err(error).context("cannot read from the terminal"),
             }
         }
     }
 
-    /// The message in a line, which is remembered.
-    pub fn take(&mut self, line: &str) -> String {
-        if !line.trim().is_empty() && line.len() <= LONGEST_REMEMBERED {
+    /// Adds a line to the history. Returns the message in it.
+    pub fn accept(&mut self, line: &str) -> String {
+        if !line.trim().is_empty() && line.len() <= MAX_HISTORY_BYTES {
             let _ = self.editor.add_history_entry(line);
             if let Some(path) = &self.history {
-                // A full disk is no reason not to chat.
+                // The chat continues on a full disk.
                 let _ = self.editor.append_history(path);
             }
         }
-        joined(line)
+        multiline::message(line)
     }
 }
 
-/// Whole documents are no use in a history of lines, and would be read at each start.
-const LONGEST_REMEMBERED: usize = 64 << 10;
-
-fn put(shared: &Shared, text: Option<String>) {
-    // A poisoned lock still has its text.
+fn put(shared: &SharedText, text: Option<String>) {
+    // The text is valid even if a thread panicked while it held the lock.
     *shared.lock().unwrap_or_else(PoisonError::into_inner) = text;
 }
 
-fn take(shared: &Shared) -> Option<String> {
+fn take(shared: &SharedText) -> Option<String> {
     shared.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
-/// A history that cannot be read would never be written again. A missing one is the first.
-fn set_aside(path: &Path, error: &ReadlineError) {
-    use std::io::ErrorKind;
-    if matches!(error, ReadlineError::Io(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied))
+/// Returns the path of the history file, whose folder exists. `None` if no history is kept.
+fn history_path() -> Option<PathBuf> {
+    let folder = state_folder::path().filter(|_| state_folder::is_enabled())?;
+    state_folder::create_folder(&folder).ok()?;
+    Some(folder.join("history"))
+}
+
+/// Renames a history that cannot be read, since it could not be written either. A missing history is no error.
+fn set_damaged_history_aside(path: &Path, error: &ReadlineError) {
+    if let ReadlineError::Io(error) = error
+        && matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied)
     {
         return;
     }
-    let aside = path.with_extension("bad");
-    if std::fs::rename(path, &aside).is_ok() {
-        eprintln!("the history of what was typed is damaged: it is {} now, and begins anew", aside.display());
+    let backup = path.with_extension("bad");
+    if std::fs::rename(path, &backup).is_ok() {
+        eprintln!("the input history is damaged: it was moved to {}, and a new one was started", backup.display());
     }
 }
 
-/// What came together with something unreadable is not to be taken for lines.
-fn drop_input() {
+/// Discards what arrived together with invalid input, so that it is not read as lines.
+fn discard_input() {
     #[cfg(unix)]
     {
         use nix::sys::termios::{FlushArg, tcflush};
@@ -152,30 +167,12 @@ fn drop_input() {
     }
 }
 
-/// A message without what only held its lines together.
-fn joined(line: &str) -> String {
-    match line.trim().strip_prefix(QUOTES) {
-        Some(text) => text.strip_suffix(QUOTES).unwrap_or(text).trim().to_string(),
-        None => line.replace("\\\n", "\n"),
-    }
-}
-
-const QUOTES: &str = "\"\"\"";
-
-/// Whether more lines are to come.
-pub fn goes_on(line: &str) -> bool {
-    match line.trim().strip_prefix(QUOTES) {
-        Some(text) => !text.ends_with(QUOTES),
-        None => line.ends_with('\\'),
-    }
-}
-
-/// Has $VISUAL or $EDITOR change a text.
-fn edited(text: &str) -> Result<String> {
+/// Lets the person edit a text in $VISUAL or $EDITOR. Returns the edited text.
+fn edit(text: &str) -> Result<String> {
     let variable = |name| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
     let editor = variable("VISUAL").or_else(|| variable("EDITOR")).unwrap_or_else(|| "vi".to_string());
-    let folder = state::folder().context("there is no home for the text to be edited: set HOME")?;
-    state::make_folder(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let folder = state_folder::path().context("cannot edit the text: there is no home directory; set HOME")?;
+    state_folder::create_folder(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let path = folder.join(format!("message-{}.md", std::process::id()));
     let _ = std::fs::remove_file(&path);
     let result = edit_file(&editor, &path, text);
@@ -184,76 +181,77 @@ fn edited(text: &str) -> Result<String> {
 }
 
 fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
-    std::io::Write::write_all(&mut state::make_file(path)?, text.as_bytes())?;
-    // As git does it: the variable may hold arguments too. The shell around it is not ended by a Ctrl-C that is for the editor.
-    super::ELSEWHERE.store(true, Ordering::Relaxed);
-    let status =
-        Command::new("sh").arg("-c").arg(format!("trap : INT; {editor} \"$@\"")).arg(editor).arg(path).status();
-    super::ELSEWHERE.store(false, Ordering::Relaxed);
+    std::io::Write::write_all(&mut state_folder::create_file(path)?, text.as_bytes())?;
+    // Like git, allow arguments in the variable. The shell must survive a Ctrl-C that is meant for the editor.
+    let script = format!("trap : INT; {editor} \"$@\"");
+    let mut shell = Command::new("sh");
+    shell.arg("-c").arg(script).arg(editor).arg(path);
+    let status = terminal::interrupt::ignore_ctrl_c_during(|| shell.status());
     let status = status.with_context(|| format!("cannot run {editor}"))?;
-    anyhow::ensure!(status.success(), "{editor} failed ({status}); set EDITOR to another one");
-    let edited = std::fs::read_to_string(path).context("what was edited is no text")?;
+    anyhow::ensure!(status.success(), "{editor} failed ({status}); set EDITOR to another editor");
+    let edited = std::fs::read_to_string(path).context("cannot read the edited text")?;
     Ok(edited.trim_end().to_string())
 }
 
-/// Ends the line on Ctrl-G or Ctrl-Z, keeping what was typed.
-struct HandOver(Shared);
+/// Ends the line on Ctrl-G or Ctrl-Z and remembers its text.
+struct EndLine(SharedText);
 
-impl ConditionalEventHandler for HandOver {
+impl ConditionalEventHandler for EndLine {
     fn handle(&self, _: &Event, _: RepeatCount, _: bool, context: &EventContext) -> Option<Cmd> {
         put(&self.0, Some(context.line().to_string()));
         Some(Cmd::Interrupt)
     }
 }
 
-/// Tab, and when Enter ends a message.
-struct Completion {
+/// Completes on Tab, and decides whether Enter ends a message.
+struct LineHelper {
     files: FilenameCompleter,
-    models: Names,
-    draft: Shared,
+    model_names: NameList,
+    draft: SharedText,
 }
 
-impl Completer for Completion {
+impl Completer for LineHelper {
     type Candidate = Pair;
 
-    fn complete(&self, line: &str, at: usize, _: &Context<'_>) -> rustyline::Result<(usize, Vec<Pair>)> {
-        let typed = &line[..at];
-        let Some((command, rest)) = typed.split_once(' ') else {
+    fn complete(&self, line: &str, cursor: usize, _: &Context<'_>) -> rustyline::Result<(usize, Vec<Pair>)> {
+        let typed = &line[..cursor];
+        let Some((command, argument)) = typed.split_once(' ') else {
             let names = if typed.starts_with('/') { commands::names() } else { Vec::new() };
-            return Ok((0, starting_with(typed, names)));
+            return Ok((0, candidates(typed, names)));
         };
-        let start = at - rest.trim_start().len();
+        let argument = argument.trim_start();
         let names = match command {
-            "/file" | "/export" => return self.files.complete_path(line, at),
-            "/model" => (self.models)(),
-            "/load" => super::journal::names(),
+            "/file" | "/export" => return self.files.complete_path(line, cursor),
+            "/model" => (self.model_names)(),
+            "/load" => journal::names(),
             _ => commands::arguments(command),
         };
-        Ok((start, starting_with(rest.trim_start(), names)))
+        Ok((cursor - argument.len(), candidates(argument, names)))
     }
 }
 
-fn starting_with(typed: &str, names: Vec<String>) -> Vec<Pair> {
-    let fitting = names.into_iter().filter(|name| name.starts_with(typed));
-    fitting.map(|name| Pair { display: super::text::printable(&name), replacement: name }).collect()
+fn candidates(typed: &str, names: Vec<String>) -> Vec<Pair> {
+    let matching = names.into_iter().filter(|name| name.starts_with(typed));
+    matching.map(|name| Pair { display: printable(&name), replacement: name }).collect()
 }
 
-impl Validator for Completion {
+impl Validator for LineHelper {
     fn validate(&self, context: &mut ValidationContext) -> rustyline::Result<ValidationResult> {
-        Ok(if goes_on(context.input()) { ValidationResult::Incomplete } else { ValidationResult::Valid(None) })
+        let is_incomplete = multiline::is_incomplete(context.input());
+        Ok(if is_incomplete { ValidationResult::Incomplete } else { ValidationResult::Valid(None) })
     }
 }
 
-impl Hinter for Completion {
+impl Hinter for LineHelper {
     type Hint = String;
 
-    /// There are no hints, but this sees each change of the line.
+    /// Gives no hints. It is called on each change of the line and stores the draft.
     fn hint(&self, line: &str, _: usize, _: &Context<'_>) -> Option<String> {
         put(&self.draft, Some(line.to_string()));
         None
     }
 }
 
-impl Highlighter for Completion {}
+impl Highlighter for LineHelper {}
 
-impl Helper for Completion {}
+impl Helper for LineHelper {}

@@ -1,5 +1,7 @@
-//! Keys that a person presses while an answer streams. The terminal passes them on one by one and unechoed, but still turns
-//! Ctrl-C into a signal; however this ends, it is put back as it was.
+//! Listens to keys while an answer streams.
+//!
+//! Meanwhile the terminal sends each key at once and without an echo. Ctrl-C still becomes a signal. However listening
+//! ends, the modes of the terminal are restored.
 
 use std::fs::File;
 use std::io::{IsTerminal, Read, stdin};
@@ -11,127 +13,134 @@ use std::thread::JoinHandle;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::termios::{InputFlags, LocalFlags, SetArg, SpecialCharacterIndices, Termios, tcgetattr, tcsetattr};
 
-use super::terminal;
-use super::typed::{Key, Typed};
+use super::type_ahead::{Key, TypeAhead};
+use crate::terminal::modes;
 
-/// Often enough that the end of an answer is not held up.
+/// How often the listener checks whether the answer has ended, in milliseconds.
 const TICK_MS: u8 = 20;
-/// So many ticks without a byte, and the end of what was begun will not come.
-const PATIENCE: usize = 25;
+/// After so many ticks without a byte, the rest of an incomplete key or paste is given up.
+const MAX_QUIET_TICKS: usize = 25;
 
-/// Listens until dropped.
-pub struct Keys {
-    seen: Arc<Seen>,
-    before: Termios,
-    thread: Option<JoinHandle<Typed>>,
+/// A thread that listens to keys until it is stopped or dropped.
+pub struct KeyListener {
+    shared: Arc<Shared>,
+    original_modes: Termios,
+    thread: Option<JoinHandle<TypeAhead>>,
 }
 
+/// What the thread and its owner share.
 #[derive(Default)]
-struct Seen {
-    folds: AtomicUsize,
+struct Shared {
+    toggles: AtomicUsize,
     stops: AtomicUsize,
-    end: AtomicBool,
+    should_end: AtomicBool,
 }
 
-impl Keys {
-    /// What is typed goes behind what was `typed` before. That comes back where no person types.
-    pub fn listen(typed: Typed) -> Result<Keys, Typed> {
-        let Some((input, before)) = prepare() else { return Err(typed) };
-        let mut now = before.clone();
-        now.local_flags.remove(LocalFlags::ICANON | LocalFlags::ECHO | LocalFlags::IEXTEN);
-        now.input_flags.remove(InputFlags::ICRNL);
-        // Ctrl-Z comes as a key, so that the terminal can be put back before the program stops.
-        now.control_chars[SpecialCharacterIndices::VSUSP as usize] = nix::libc::_POSIX_VDISABLE;
-        if tcsetattr(stdin().as_fd(), SetArg::TCSANOW, &now).is_err() {
-            return Err(typed);
+impl KeyListener {
+    /// Starts to listen and appends what is typed to `type_ahead`. Returns it unchanged if stdin is no terminal.
+    pub fn start(type_ahead: TypeAhead) -> Result<KeyListener, TypeAhead> {
+        let Some((input, original_modes)) = open_terminal() else { return Err(type_ahead) };
+        let mut modes = original_modes.clone();
+        modes.local_flags.remove(LocalFlags::ICANON | LocalFlags::ECHO | LocalFlags::IEXTEN);
+        modes.input_flags.remove(InputFlags::ICRNL);
+        // Receive Ctrl-Z as a key, so that the modes can be restored before the program stops.
+        modes.control_chars[SpecialCharacterIndices::VSUSP as usize] = nix::libc::_POSIX_VDISABLE;
+        if tcsetattr(stdin().as_fd(), SetArg::TCSANOW, &modes).is_err() {
+            return Err(type_ahead);
         }
-        terminal::mark_pastes(true);
-        let seen = Arc::new(Seen::default());
+        modes::set_bracketed_paste(true);
+        let shared = Arc::new(Shared::default());
         let thread = std::thread::spawn({
-            let (seen, before) = (seen.clone(), before.clone());
-            move || read(input, typed, &seen, &before, &now)
+            let (shared, original_modes) = (shared.clone(), original_modes.clone());
+            move || listen(input, type_ahead, &shared, &original_modes, &modes)
         });
-        Ok(Keys { seen, before, thread: Some(thread) })
+        Ok(KeyListener { shared, original_modes, thread: Some(thread) })
     }
 
-    /// How often Ctrl-O was pressed.
-    pub fn presses(&self) -> usize {
-        self.seen.folds.load(Ordering::Relaxed)
+    /// Returns how often Ctrl-O was pressed.
+    pub fn toggles(&self) -> usize {
+        self.shared.toggles.load(Ordering::Relaxed)
     }
 
-    /// How often the program was stopped, and others may have written to the terminal.
+    /// Returns how often the program was stopped. Other programs may have written to the terminal each time.
     pub fn stops(&self) -> usize {
-        self.seen.stops.load(Ordering::Relaxed)
+        self.shared.stops.load(Ordering::Relaxed)
     }
 
-    /// Ends listening. Returns what was typed so far.
-    pub fn end(mut self) -> Typed {
-        self.stop()
+    /// Stops listening. Returns what was typed.
+    pub fn stop(mut self) -> TypeAhead {
+        self.join()
     }
 
-    fn stop(&mut self) -> Typed {
-        self.seen.end.store(true, Ordering::Relaxed);
-        let Some(thread) = self.thread.take() else { return Typed::default() };
-        let typed = thread.join();
-        terminal::mark_pastes(false);
-        let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, &self.before);
-        typed.unwrap_or_default()
+    fn join(&mut self) -> TypeAhead {
+        self.shared.should_end.store(true, Ordering::Relaxed);
+        let Some(thread) = self.thread.take() else { return TypeAhead::default() };
+        let type_ahead = thread.join();
+        modes::set_bracketed_paste(false);
+        let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, &self.original_modes);
+        type_ahead.unwrap_or_default()
     }
 }
 
-impl Drop for Keys {
+impl Drop for KeyListener {
     fn drop(&mut self) {
-        self.stop();
+        self.join();
     }
 }
 
-fn prepare() -> Option<(File, Termios)> {
+fn open_terminal() -> Option<(File, Termios)> {
     if !stdin().is_terminal() {
         return None;
     }
     Some((File::from(stdin().as_fd().try_clone_to_owned().ok()?), tcgetattr(stdin().as_fd()).ok()?))
 }
 
-fn read(mut input: File, mut typed: Typed, seen: &Seen, before: &Termios, now: &Termios) -> Typed {
-    let mut quiet = 0;
-    // A paste that has begun is read to its end: the rest would be taken for lines that were typed.
-    while !seen.end.load(Ordering::Relaxed) || (typed.is_open() && quiet < PATIENCE) {
+fn listen(
+    mut input: File,
+    mut type_ahead: TypeAhead,
+    shared: &Shared,
+    original_modes: &Termios,
+    modes: &Termios,
+) -> TypeAhead {
+    let mut quiet_ticks = 0;
+    // Read a paste to its end: the rest would otherwise look like typed lines.
+    while !shared.should_end.load(Ordering::Relaxed) || (type_ahead.is_incomplete() && quiet_ticks < MAX_QUIET_TICKS) {
         let mut waiting = [PollFd::new(input.as_fd(), PollFlags::POLLIN)];
         match poll(&mut waiting, PollTimeout::from(TICK_MS)) {
             Ok(0) | Err(nix::errno::Errno::EINTR) => {
-                typed.pause();
-                quiet += 1;
+                type_ahead.pause();
+                quiet_ticks += 1;
                 continue;
             }
-            Ok(_) => quiet = 0,
+            Ok(_) => quiet_ticks = 0,
             Err(_) => break,
         }
         let mut bytes = [0; 4096];
         let Ok(length @ 1..) = input.read(&mut bytes) else { break };
         for byte in &bytes[..length] {
-            match typed.press(*byte) {
-                Some(Key::Fold) => {
-                    seen.folds.fetch_add(1, Ordering::Relaxed);
+            match type_ahead.push_byte(*byte) {
+                Some(Key::ToggleReasoning) => {
+                    shared.toggles.fetch_add(1, Ordering::Relaxed);
                 }
                 Some(Key::Suspend) => {
-                    suspend(before, now);
-                    seen.stops.fetch_add(1, Ordering::Relaxed);
+                    suspend(original_modes, modes);
+                    shared.stops.fetch_add(1, Ordering::Relaxed);
                 }
                 None => {}
             }
         }
     }
-    typed.close();
-    typed
+    type_ahead.abandon_incomplete();
+    type_ahead
 }
 
-/// Stops the program as Ctrl-Z does elsewhere; in the background it then goes on without keys.
-fn suspend(before: &Termios, now: &Termios) {
-    terminal::mark_pastes(false);
-    let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, before);
-    terminal::stop();
-    if terminal::is_ours() {
-        let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, now);
-        terminal::mark_pastes(true);
+/// Stops the program, as Ctrl-Z does elsewhere. If it continues in the background, it does not listen to keys.
+fn suspend(original_modes: &Termios, modes: &Termios) {
+    modes::set_bracketed_paste(false);
+    let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, original_modes);
+    modes::stop_process();
+    if modes::is_foreground() {
+        let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, modes);
+        modes::set_bracketed_paste(true);
     }
 }

@@ -1,4 +1,4 @@
-//! Conversations from end to end: commands, what is kept on disk, what happens at the end of the context.
+//! Conversations from end to end: commands, journals on disk, a full context.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,14 +16,14 @@ fn prompt(chat: &mut PtySession) -> String {
     expect(chat, ">>> ")
 }
 
-/// Types a line and returns what came of it, up to the next prompt.
+/// Types a line. Returns the output up to the next prompt.
 fn say(chat: &mut PtySession, line: &str) -> String {
     chat.send_line(line).unwrap();
-    // The line is echoed once, behind the prompt.
+    // The terminal echoes the line once, after the prompt.
     prompt(chat)
 }
 
-/// Types without Enter.
+/// Types text without pressing Enter.
 fn type_in(chat: &mut PtySession, text: &str) {
     chat.send(text).unwrap();
     chat.flush().unwrap();
@@ -87,7 +87,7 @@ fn commands_do_what_their_help_says() {
     assert!(say(&mut chat, "/undo").contains("taken back: What is my name?"));
     assert!(say(&mut chat, "/stats").contains("messages      2"));
     let context = say(&mut chat, "/context");
-    assert!(context.contains("of 4096 tokens") && context.contains("at the end    stop"), "{context}");
+    assert!(context.contains("of 4096 tokens") && context.contains("when full     stop"), "{context}");
 
     let export = home.path().join("talk.md");
     assert!(say(&mut chat, &format!("/export md {}", export.display())).contains("written"));
@@ -104,8 +104,8 @@ fn commands_do_what_their_help_says() {
     assert!(say(&mut chat, "/save talk").contains("--resume talk"));
     assert!(say(&mut chat, "/save ../talk").contains("cannot name"));
     assert!(say(&mut chat, "/load").contains("talk"));
-    assert!(say(&mut chat, "/clear").contains("forgotten"));
-    assert!(say(&mut chat, "/system Be brief.").contains("anew"));
+    assert!(say(&mut chat, "/clear").contains("new conversation"));
+    assert!(say(&mut chat, "/system Be brief.").contains("new instructions"));
     assert!(say(&mut chat, "/system").contains("Be brief."));
 
     assert!(say(&mut chat, "/file /nonexistent").contains("No such file"));
@@ -121,8 +121,8 @@ fn commands_do_what_their_help_says() {
     leave(chat);
 
     let journal = conversations(&home).join("talk.jsonl");
-    let kept: String = journals(&home).iter().map(|path| fs::read_to_string(path).unwrap()).collect();
-    assert!(kept.contains("notes.txt:\\n```\\nMy name is Ada\\n```\\n\\nWhat is in it?"), "{kept}");
+    let saved: String = journals(&home).iter().map(|path| fs::read_to_string(path).unwrap()).collect();
+    assert!(saved.contains("notes.txt:\\n```\\nMy name is Ada\\n```\\n\\nWhat is in it?"), "{saved}");
     #[cfg(unix)]
     {
         assert_eq!(mode(&journal), 0o600);
@@ -139,24 +139,24 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     say(&mut chat, "My name is Ada");
     say(&mut chat, "/set top-p 0.5");
     say(&mut chat, "How do I list my models?");
-    // An answer without end, killed in the middle of it.
+    // Kill the program in the middle of an endless answer.
     let mut killed = {
         leave(chat);
         play(&home, &["--resume", "--ignore-eos"])
     };
     assert!(prompt(&mut killed).contains("2 questions"));
     killed.send_line("What is the KV cache?").unwrap();
-    // Its first thoughts are on the screen.
+    // Wait for the first words of its reasoning.
     expect(&mut killed, "\u{1b}[2m");
     killed.process_mut().kill(Signal::SIGKILL).unwrap();
     drop(killed);
 
-    // As if the kill had come in the middle of a write, too.
+    // Simulate a kill in the middle of a write.
     let [journal] = &journals(&home)[..] else { panic!("{:?}", journals(&home)) };
     let whole = fs::read(journal).unwrap();
     fs::write(journal, [&whole[..], br#"{"record":"turn","messages":[{"role":"us"#].concat()).unwrap();
 
-    // Neither model nor device nor settings are named again.
+    // The model, the device and the settings come from the journal.
     let mut chat = play_with(&home, &["--resume"], &[]);
     let banner = prompt(&mut chat);
     assert!(banner.contains("demo") && banner.contains("2 questions"), "{banner}");
@@ -168,7 +168,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     assert!(say(&mut chat, "What is my name?").contains("Ada"));
     let name = journal.file_stem().unwrap().to_str().unwrap().to_string();
 
-    // Two at once would write into each other.
+    // Another process cannot open the same conversation.
     let mut second = play_with(&home, &["--resume", &name], &[]);
     expect(&mut second, "open in another inferno");
     leave(chat);
@@ -182,18 +182,18 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
 }
 
 #[test]
-fn nothing_is_kept_where_nothing_shall_be() {
+fn inferno_nohistory_keeps_everything_off_the_disk() {
     let home = TempDir::new().unwrap();
     let mut chat = play_with(&home, &["demo", "--device", "cpu"], &[("INFERNO_NOHISTORY", "1")]);
     prompt(&mut chat);
     say(&mut chat, "My name is Ada");
-    assert!(say(&mut chat, "/save ada").contains("not kept"));
+    assert!(say(&mut chat, "/save ada").contains("not saved"));
     leave(chat);
     assert!(!home.path().join(".local/state/inferno").exists());
 }
 
 #[test]
-fn the_end_of_the_context_is_announced_and_decided() {
+fn a_full_context_is_announced_and_drop_oldest_continues() {
     let home = TempDir::new().unwrap();
     let question = "How do I download a model?";
     let mut chat = play(&home, &["demo", "--context", "256", "--max-tokens", "40", "--temperature", "0"]);
@@ -203,20 +203,20 @@ fn the_end_of_the_context_is_announced_and_decided() {
         said.push_str(&say(&mut chat, question));
     }
     assert!(said.contains("% of the context is used") || said.contains("the context is full"), "{said}");
-    assert!(said.contains("would outgrow the context of 256 tokens"), "{said}");
+    assert!(said.contains("would exceed the context of 256 tokens"), "{said}");
     assert!(say(&mut chat, "/set overflow drop-oldest").contains("drop-oldest"));
-    let on = say(&mut chat, question);
-    assert!(on.contains("the model does not see them") && on.contains("tok/s"), "{on}");
+    let answer = say(&mut chat, question);
+    assert!(answer.contains("the model does not see them") && answer.contains("tok/s"), "{answer}");
     assert!(say(&mut chat, "/context").contains("not seen"));
     for _ in 0..4 {
-        let on = say(&mut chat, question);
-        assert!(on.contains("tok/s") && !on.contains("outgrow"), "{on}");
+        let answer = say(&mut chat, question);
+        assert!(answer.contains("tok/s") && !answer.contains("would exceed"), "{answer}");
     }
     leave(chat);
 }
 
 #[test]
-fn ctrl_o_folds_thoughts_and_what_is_typed_ahead_is_not_lost() {
+fn ctrl_o_folds_reasoning_and_typed_ahead_lines_are_kept() {
     let home = TempDir::new().unwrap();
     let mut chat = play(&home, &["demo", "--ignore-eos", "--max-tokens", "150", "--temperature", "0"]);
     prompt(&mut chat);
@@ -224,12 +224,12 @@ fn ctrl_o_folds_thoughts_and_what_is_typed_ahead_is_not_lost() {
     expect(&mut chat, "inferno download");
     chat.send_control('o').unwrap();
     chat.send_line("/context").unwrap();
-    let rest = expect(&mut chat, "at the end");
+    let rest = expect(&mut chat, "when full");
     assert!(rest.contains("tok/s") && rest.contains(">>> /context"), "{rest}");
     prompt(&mut chat);
     let second = say(&mut chat, "What is the KV cache?");
-    assert!(second.contains("thought: "), "folded from here on: {second}");
-    // The terminal echoes again.
+    assert!(second.contains("thought: "), "reasoning stays folded: {second}");
+    // The terminal echoes keys again.
     type_in(&mut chat, "/stats");
     expect(&mut chat, "/stats");
     chat.send_line("").unwrap();
@@ -238,7 +238,7 @@ fn ctrl_o_folds_thoughts_and_what_is_typed_ahead_is_not_lost() {
 }
 
 #[test]
-fn lines_are_completed_and_edited_elsewhere() {
+fn tab_completes_and_ctrl_g_opens_the_editor() {
     let home = TempDir::new().unwrap();
     let editor = home.path().join("an editor");
     fs::write(&editor, "#!/bin/sh\necho ' list my models?' >> \"$1\"\n").unwrap();
@@ -248,7 +248,7 @@ fn lines_are_completed_and_edited_elsewhere() {
     let mut chat = play_with(&home, &["demo", "--device", "cpu"], &[("EDITOR", &quoted), ("VISUAL", "")]);
     prompt(&mut chat);
     type_in(&mut chat, "/he\t\n");
-    expect(&mut chat, "this list");
+    expect(&mut chat, "list the commands");
     prompt(&mut chat);
     type_in(&mut chat, "/model de\t\n");
     expect(&mut chat, "demo answers from here on");
@@ -260,17 +260,17 @@ fn lines_are_completed_and_edited_elsewhere() {
     chat.send_line("").unwrap();
     expect(&mut chat, "inferno list");
     prompt(&mut chat);
-    // Searched in what was typed before.
+    // Ctrl-R searches the history.
     chat.send_control('r').unwrap();
     type_in(&mut chat, "/mod");
     expect(&mut chat, "/model demo");
     chat.send_control('c').unwrap();
     prompt(&mut chat);
-    // Pasted: one message, however many lines it has.
+    // A paste of several lines is one message.
     type_in(&mut chat, "\u{1b}[200~/help\nand /exit\u{1b}[201~");
     expect(&mut chat, "and /exit");
     chat.send_line("").unwrap();
     let answer = expect(&mut chat, ">>> ");
-    assert!(answer.contains("tok/s") && !answer.contains("this list"), "{answer}");
+    assert!(answer.contains("tok/s") && !answer.contains("list the commands"), "{answer}");
     leave(chat);
 }

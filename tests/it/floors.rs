@@ -15,7 +15,7 @@ const FLOORS: &[&[&str]] = &[
     &["models", "language"],
     &["runner"],
     &["engine"],
-    &["conversation"],
+    &["conversation", "terminal"],
     &["repl"],
     &["commands"],
     &["cli"],

@@ -73,7 +73,7 @@ impl Need {
 /// Whether this run has to find a GPU: there is one, or `INFERNO_REQUIRE_GPU=1` says that there must be one.
 pub fn is_gpu_expected() -> bool {
     std::env::var("INFERNO_REQUIRE_GPU").is_ok_and(|value| !matches!(value.as_str(), "" | "0"))
-        || inferno::device::gpus() > 0
+        || inferno::device::gpu_count() > 0
 }
 
 /// Fails a GPU test whose code is not part of this build.

@@ -1,5 +1,4 @@
-//! What a person presses while the chat does something else, and signals: nothing is lost, and the terminal is left as it
-//! was found.
+//! Keys and signals during an answer: no input is lost, and the terminal is restored.
 
 use std::fs;
 use std::time::Duration;
@@ -14,11 +13,11 @@ use crate::screen::{DEMO, Screen};
 
 const CTRL_C: &[u8] = b"\x03";
 const QUESTION: &[u8] = b"How do I download a model?\r";
-const ENDLESS: [&str; 3] = ["--ignore-eos", "--max-tokens", "2000"];
+const LONG_ANSWER: [&str; 3] = ["--ignore-eos", "--max-tokens", "2000"];
 
-/// A chat with an answer under way that takes its time.
+/// Starts a chat in which a long answer streams.
 fn streaming(home: &TempDir) -> Screen {
-    let mut chat = Screen::chat(home, &ENDLESS);
+    let mut chat = Screen::chat(home, &LONG_ANSWER);
     stream(&mut chat);
     chat
 }
@@ -30,18 +29,18 @@ fn stream(chat: &mut Screen) {
 }
 
 #[test]
-fn signals_leave_the_terminal_as_it_was_found() {
+fn signals_restore_the_terminal() {
     let home = TempDir::new().unwrap();
-    // The shell outlives its program: what that leaves behind is not tidied up by the end of the session.
+    // The shell outlives the program, so the end of the session does not hide what the program left behind.
     let shell = "ulimit -c 0; trap : TERM HUP QUIT; \"$@\"; echo ended with $?; read line";
     for (signal, in_mid_stream) in
         [(Signal::SIGTERM, true), (Signal::SIGTERM, false), (Signal::SIGHUP, true), (Signal::SIGQUIT, false)]
     {
         if is_ignored(signal) {
-            println!("skipped: {signal} is ignored here, as under nohup, and so by all that is started");
+            println!("skipped: this process ignores {signal}, as under nohup, and so do its children");
             continue;
         }
-        let mut chat = Screen::of(&home, shell, &[&DEMO[..], &ENDLESS].concat(), &[]);
+        let mut chat = Screen::with_script(&home, shell, &[&DEMO[..], &LONG_ANSWER].concat(), &[]);
         chat.wait(">>> ");
         chat.settle();
         if in_mid_stream {
@@ -52,11 +51,11 @@ fn signals_leave_the_terminal_as_it_was_found() {
         chat.wait(&format!("ended with {}", 128 + signal as i32));
         assert!(chat.is_sane(), "{signal}, {in_mid_stream}");
         let written = String::from_utf8_lossy(&chat.written).into_owned();
-        assert!(written.rfind("\x1b[?2004l") > written.rfind("\x1b[?2004h"), "pastes are not marked any more");
+        assert!(written.rfind("\x1b[?2004l") > written.rfind("\x1b[?2004h"), "bracketed paste is off again");
     }
 }
 
-/// Whether this process was started with a signal ignored.
+/// Returns whether this process was started with a signal ignored.
 fn is_ignored(signal: Signal) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -65,11 +64,15 @@ fn is_ignored(signal: Signal) -> bool {
 }
 
 #[test]
-fn ctrl_z_stops_the_chat_and_fg_goes_on() {
+fn ctrl_z_stops_the_chat_and_fg_continues_it() {
     let home = TempDir::new().unwrap();
     let program = env!("CARGO_BIN_EXE_inferno");
-    let mut shell =
-        Screen::of(&home, "exec bash --norc --noprofile --noediting -i", &[], &[("PS1", "shell: "), ("P", program)]);
+    let mut shell = Screen::with_script(
+        &home,
+        "exec bash --norc --noprofile --noediting -i",
+        &[],
+        &[("PS1", "shell: "), ("P", program)],
+    );
     shell.wait("shell: ");
     shell.send(format!("$P {} --ignore-eos --max-tokens 300\r", DEMO.join(" ")).as_bytes());
     shell.wait(">>> ");
@@ -92,11 +95,11 @@ fn ctrl_z_stops_the_chat_and_fg_goes_on() {
     shell.send(b"fg\r");
     shell.settle();
     assert!(shell.say("/stats").contains("harmony"));
-    // Stopped or not, it ends when it is told to.
+    // A stopped program ends on SIGTERM too.
     shell.settle();
     shell.send(b"\x1a");
     shell.wait("shell: ");
-    // The shell hears of it a moment later. `jobs -l` tells why one is stopped.
+    // The shell notices that a moment later. `jobs -l` lists a job that is still stopped.
     shell.send(b"kill %1; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.5; kill -0 %1 2> /dev/null || break; done\r");
     shell.wait("shell: ");
     shell.settle();
@@ -107,17 +110,17 @@ fn ctrl_z_stops_the_chat_and_fg_goes_on() {
 }
 
 #[test]
-fn ctrl_c_is_for_one_thing_at_a_time() {
+fn each_ctrl_c_stops_the_answer_clears_the_line_or_leaves() {
     let home = TempDir::new().unwrap();
     let mut chat = streaming(&home);
-    // The message behind an answer that was stopped waits for the person.
+    // A message typed during a stopped answer becomes the draft.
     chat.send(b"/clear\r");
     chat.settle_briefly();
     chat.send(CTRL_C);
     chat.wait("stopped");
     chat.settle();
     assert_eq!(chat.rows().last().unwrap(), ">>> /clear");
-    // With a draft it clears the line, and the one before stopped an answer.
+    // Ctrl-C clears a line that has text. It does not count towards leaving.
     chat.send(CTRL_C);
     chat.settle();
     assert_eq!(chat.rows().last().unwrap(), ">>>");
@@ -135,7 +138,7 @@ fn ctrl_c_is_for_one_thing_at_a_time() {
 }
 
 #[test]
-fn what_is_typed_ahead_is_kept_in_order_and_pastes_are_one_message() {
+fn typed_ahead_lines_stay_in_order_and_a_paste_is_one_message() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &["--ignore-eos", "--max-tokens", "150"]);
     stream(&mut chat);
@@ -161,11 +164,11 @@ fn what_is_typed_ahead_is_kept_in_order_and_pastes_are_one_message() {
 }
 
 #[test]
-fn bytes_that_are_no_text_cost_nothing() {
+fn invalid_utf_8_leaves_the_line_unchanged() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     chat.settle();
-    // The byte after it shows that it begins no character.
+    // The byte after it shows that it starts no character.
     chat.send(b"/st\xe9 ");
     chat.wait("not UTF-8");
     chat.settle();
@@ -174,7 +177,7 @@ fn bytes_that_are_no_text_cost_nothing() {
 }
 
 #[test]
-fn ctrl_c_in_an_editor_is_for_the_editor() {
+fn ctrl_c_in_the_editor_does_not_reach_the_chat() {
     let home = TempDir::new().unwrap();
     let editor = home.path().join("editor.sh");
     let script = "trap : INT; echo editor is ready; while ! read line; do :; done; echo What is a token? > \"$1\"\n";

@@ -1,4 +1,4 @@
-//! Terminals that are resized, dumb, or of another time; and people who paste a book into them.
+//! Resized windows, dumb terminals, other locales and huge pastes.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -11,20 +11,20 @@ use crate::screen::{DEMO, Screen};
 
 const QUESTION: &str = "How do I download a model?";
 
-/// The words on the screen and above it, without figures that differ each time.
+/// Returns the words of the last turn, without the figures, which differ each time.
 fn words(chat: &mut Screen) -> Vec<String> {
     let rows = chat.all_rows();
-    let told = rows.iter().skip_while(|row| !row.contains(QUESTION)).take_while(|row| !row.contains("tok/s"));
-    told.flat_map(|row| row.split_whitespace()).map(str::to_string).collect()
+    let turn = rows.iter().skip_while(|row| !row.contains(QUESTION)).take_while(|row| !row.contains("tok/s"));
+    turn.flat_map(|row| row.split_whitespace()).map(str::to_string).collect()
 }
 
-fn asked(chat: &mut Screen) {
+fn ask(chat: &mut Screen) {
     chat.settle();
     chat.send(QUESTION.as_bytes());
     chat.send(b"\r");
 }
 
-fn ended(chat: &mut Screen) -> Vec<String> {
+fn wait_for_end(chat: &mut Screen) -> Vec<String> {
     chat.wait("tok/s");
     chat.wait(">>> ");
     chat.settle();
@@ -33,66 +33,66 @@ fn ended(chat: &mut Screen) -> Vec<String> {
 
 const LONG: [&str; 3] = ["--ignore-eos", "--max-tokens", "250"];
 
-fn undisturbed(home: &TempDir) -> Vec<String> {
+fn words_without_disturbance(home: &TempDir) -> Vec<String> {
     let mut chat = Screen::chat(home, &LONG);
-    asked(&mut chat);
-    ended(&mut chat)
+    ask(&mut chat);
+    wait_for_end(&mut chat)
 }
 
 #[test]
-fn thoughts_that_are_folded_and_unfolded_look_as_if_they_never_were() {
+fn folding_and_unfolding_reasoning_changes_no_words() {
     let home = TempDir::new().unwrap();
-    let plain = undisturbed(&home);
+    let plain = words_without_disturbance(&home);
     let answer = plain.iter().position(|word| word == "inferno").unwrap();
 
     let mut chat = Screen::chat(&home, &LONG);
-    asked(&mut chat);
+    ask(&mut chat);
     chat.wait("\x1b[2m");
     chat.send(b"\x0f");
     chat.wait("▸ th");
     let folded = chat.rows();
     chat.send(b"\x0f");
-    let unfolded = ended(&mut chat);
+    let unfolded = wait_for_end(&mut chat);
     if unfolded.iter().any(|word| word == "thought:") {
-        // A busy machine: they were over before the second key.
+        // On a busy machine, the reasoning ended before the second key.
         assert!(unfolded.ends_with(&plain[answer..]), "{unfolded:?}\n{plain:?}");
     } else {
         assert_eq!(unfolded, plain, "{folded:?}");
     }
 
     let mut chat = Screen::chat(&home, &LONG);
-    asked(&mut chat);
+    ask(&mut chat);
     chat.wait("\x1b[2m");
     chat.send(b"\x0f");
-    let folded = ended(&mut chat);
+    let folded = wait_for_end(&mut chat);
     assert!(folded.iter().any(|word| word == "thought:") && folded.ends_with(&plain[answer..]), "{folded:?}");
 }
 
 #[test]
-fn a_window_may_change_its_size_in_mid_stream() {
+fn resizing_the_window_during_an_answer_loses_nothing() {
     let home = TempDir::new().unwrap();
-    let plain = undisturbed(&home);
+    let plain = words_without_disturbance(&home);
     let mut chat = Screen::chat(&home, &LONG);
-    asked(&mut chat);
+    ask(&mut chat);
     chat.wait("inferno");
     chat.resize(30, 100);
-    assert_eq!(ended(&mut chat), plain);
+    assert_eq!(wait_for_end(&mut chat), plain);
 
-    // Narrower: what is cut off above is not ours any more, what comes then is all there, once.
+    // In a narrower window, rows above may be cut off. All words after that appear once.
     let mut chat = Screen::chat(&home, &LONG);
-    asked(&mut chat);
+    ask(&mut chat);
     chat.wait("inferno");
     chat.resize(24, 50);
-    let narrow = ended(&mut chat);
+    let narrow = wait_for_end(&mut chat);
     let same = narrow.iter().rev().zip(plain.iter().rev()).take_while(|(a, b)| a == b).count();
     assert!(same > plain.len() / 3, "{same} words of {narrow:?}\n{plain:?}");
-    assert!(narrow.len() <= plain.len() + 12, "nothing twice: {narrow:?}\n{plain:?}");
+    assert!(narrow.len() <= plain.len() + 12, "no word appears twice: {narrow:?}\n{plain:?}");
     chat.resize(24, 80);
     assert!(chat.say("/stats").contains("harmony"));
 }
 
 #[test]
-fn a_megabyte_is_pasted_as_one_message() {
+fn a_pasted_megabyte_is_one_message() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     chat.settle();
@@ -100,13 +100,13 @@ fn a_megabyte_is_pasted_as_one_message() {
     chat.send(format!("\x1b[200~a {megabyte}\x1b[201~").as_bytes());
     chat.settle();
     chat.send(b"\r");
-    chat.wait("this message alone is longer");
+    chat.wait("this message alone exceeds");
     assert!(chat.say("My name is Ada").contains("tok/s"));
-    // The same while an answer comes.
-    asked(&mut chat);
+    // Paste it while an answer streams.
+    ask(&mut chat);
     chat.wait("\x1b[2m");
     chat.send(format!("\x1b[200~b {megabyte}\x1b[201~\r").as_bytes());
-    chat.wait("this message alone is longer");
+    chat.wait("this message alone exceeds");
     chat.wait(">>> ");
     chat.settle();
     chat.send(b"/exit\r");
@@ -126,7 +126,7 @@ fn a_dumb_terminal_gets_no_escape_sequences() {
 }
 
 #[test]
-fn no_color_and_plain_show_what_was_written() {
+fn no_color_and_plain_show_the_answer_as_written() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::new(&home, &DEMO, &[("NO_COLOR", "1")]);
     chat.wait(">>> ");
@@ -140,7 +140,7 @@ fn no_color_and_plain_show_what_was_written() {
 }
 
 #[test]
-fn another_locale_changes_nothing() {
+fn the_c_locale_changes_nothing() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::new(&home, &DEMO, &[("LC_ALL", "C"), ("LANG", "C")]);
     chat.wait(">>> ");
@@ -150,7 +150,7 @@ fn another_locale_changes_nothing() {
 
 #[cfg(unix)]
 #[test]
-fn who_has_seen_enough_may_leave() {
+fn a_closed_stdout_is_no_error() {
     let home = TempDir::new().unwrap();
     let output = Command::new("sh")
         .args(["-c", "{ \"$@\"; echo code $? >&2; } | head -c 10", "sh", env!("CARGO_BIN_EXE_inferno")])
@@ -167,7 +167,7 @@ fn who_has_seen_enough_may_leave() {
 }
 
 #[test]
-fn lines_go_on_behind_a_backslash() {
+fn a_backslash_continues_the_message_on_the_next_line() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     chat.settle();
@@ -182,7 +182,7 @@ fn lines_go_on_behind_a_backslash() {
 }
 
 #[test]
-fn files_that_do_not_fit_are_refused_in_words() {
+fn unsuitable_files_are_refused_with_a_reason() {
     let home = TempDir::new().unwrap();
     let at = |name: &str| home.path().join(name).display().to_string();
     fs::write(at("binary"), [0u8, 159, 146, 150]).unwrap();
@@ -190,8 +190,10 @@ fn files_that_do_not_fit_are_refused_in_words() {
     fs::write(at("near.txt"), "download ".repeat(6_000)).unwrap();
     let mut chat = Screen::chat(&home, &[]);
     assert!(chat.say(&format!("/file {}", at("binary"))).contains("not UTF-8"));
-    assert!(chat.say(&format!("/file {}", at(""))).contains("no file"));
-    assert!(chat.say(&format!("/file {}", at("large.txt"))).contains("do not fit the context of 4096 tokens"));
+    assert!(chat.say(&format!("/file {}", at(""))).contains("not a regular file"));
+    let refusal = chat.say(&format!("/file {}", at("large.txt")));
+    let refusal = refusal.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(refusal.contains("do not fit the context of 4096 tokens"), "{refusal}");
     assert!(chat.say("/file").contains("nothing is attached"));
     assert!(chat.say(&format!("/file {}", at("near.txt"))).contains("goes with the next message"));
     assert!(chat.say("My name is Ada").contains("/file none"));
@@ -205,7 +207,7 @@ fn files_that_do_not_fit_are_refused_in_words() {
 }
 
 #[test]
-fn a_message_longer_than_the_context_has_words_of_its_own() {
+fn a_message_longer_than_the_context_is_explained() {
     let home = TempDir::new().unwrap();
     for overflow in ["stop", "drop-oldest"] {
         let mut chat = Screen::chat(&home, &["--context", "256", "--overflow", overflow]);
@@ -216,8 +218,8 @@ fn a_message_longer_than_the_context_has_words_of_its_own() {
         }
         chat.send(b"end\"\"\"\r");
         chat.wait("end\"\"\"");
-        let told = chat.wait(">>> ");
-        assert!(told.contains("this message alone is longer than the context of 256 tokens"), "{told}");
+        let output = chat.wait(">>> ");
+        assert!(output.contains("this message alone exceeds the context of 256 tokens"), "{output}");
         assert!(chat.say("My name is Ada").contains("tok/s"));
     }
 }

@@ -1,25 +1,24 @@
-//! Answers as a terminal shows them. `vt100` is the terminal: what is compared is what a person sees.
+//! Answers on the screen of a terminal, which `vt100` emulates.
 
 use std::num::NonZero;
 
 use inferno::chat::{Channel, Delta};
-use inferno::repl::live::Size;
-use inferno::repl::view::View;
+use inferno::terminal::{TurnView, WindowSize};
 
-const SIZE: Size = Size { rows: 24, columns: 60 };
+const SIZE: WindowSize = WindowSize { rows: 24, columns: 60 };
 
-/// A terminal of this size, with room to scroll back.
-fn terminal(size: Size) -> vt100::Parser {
+/// Returns a terminal of this size with a scrollback.
+fn terminal(size: WindowSize) -> vt100::Parser {
     let (rows, columns) = cells(size);
     vt100::Parser::new(rows, columns, 5000)
 }
 
-fn cells(size: Size) -> (NonZero<u16>, NonZero<u16>) {
+fn cells(size: WindowSize) -> (NonZero<u16>, NonZero<u16>) {
     let cells = |count: usize| NonZero::new(count as u16).unwrap();
     (cells(size.rows), cells(size.columns))
 }
 
-/// As the terminal driver does it.
+/// Feeds output to the terminal, with line breaks as the terminal driver writes them.
 fn feed(terminal: &mut vt100::Parser, bytes: &[u8]) {
     let text = String::from_utf8(bytes.to_vec()).unwrap();
     terminal.process(text.replace('\n', "\r\n").as_bytes());
@@ -29,15 +28,15 @@ fn delta(channel: Channel, text: &str) -> Delta {
     Delta { channel, text: text.into() }
 }
 
-/// Pieces of `length` characters.
+/// Splits a text into pieces of `length` characters.
 fn pieces(text: &str, length: usize) -> Vec<String> {
     let chars: Vec<char> = text.chars().collect();
     chars.chunks(length).map(|piece| piece.iter().collect()).collect()
 }
 
-/// Everything that was written while `text` streamed in such pieces.
-fn written(text: &str, length: usize, size: Size) -> Vec<u8> {
-    let mut view = View::new(size, false, false);
+/// Returns the output of an answer that streams in pieces of `length` characters.
+fn written(text: &str, length: usize, size: WindowSize) -> Vec<u8> {
+    let mut view = TurnView::new(size, false, false);
     let mut out = Vec::new();
     for piece in pieces(text, length) {
         view.show(&delta(Channel::Answer, &piece), size, &mut out).unwrap();
@@ -46,14 +45,14 @@ fn written(text: &str, length: usize, size: Size) -> Vec<u8> {
     out
 }
 
-/// All rows, those that have scrolled away too, with their looks as escape sequences.
-fn screen(out: &[u8], size: Size) -> Vec<String> {
+/// Returns all rows, also those that were scrolled away, with their styles as escape sequences.
+fn screen(out: &[u8], size: WindowSize) -> Vec<String> {
     let mut terminal = terminal(size);
     feed(&mut terminal, out);
     all_rows(&mut terminal, size)
 }
 
-fn all_rows(terminal: &mut vt100::Parser, size: Size) -> Vec<String> {
+fn all_rows(terminal: &mut vt100::Parser, size: WindowSize) -> Vec<String> {
     terminal.screen_mut().set_scrollback(usize::MAX);
     let back = terminal.screen().scrollback();
     let mut rows = Vec::new();
@@ -65,7 +64,7 @@ fn all_rows(terminal: &mut vt100::Parser, size: Size) -> Vec<String> {
         let visible: Vec<String> = visible.zip(texts).map(|(looks, text)| format!("{} {}", text, looks)).collect();
         if offset == 0 {
             rows.extend(visible);
-            // How far the window was scrolled is not what is compared.
+            // Ignore how far the window was scrolled.
             while rows.last().is_some_and(|row| row.trim().is_empty()) {
                 rows.pop();
             }
@@ -81,8 +80,8 @@ fn text(text: &str) -> String {
     texts(&written(text, usize::MAX, SIZE), SIZE)
 }
 
-fn texts(out: &[u8], size: Size) -> String {
-    let mut terminal = terminal(Size { rows: 500, ..size });
+fn texts(out: &[u8], size: WindowSize) -> String {
+    let mut terminal = terminal(WindowSize { rows: 500, ..size });
     feed(&mut terminal, out);
     terminal.screen().contents()
 }
@@ -90,7 +89,7 @@ fn texts(out: &[u8], size: Size) -> String {
 const ORDINARY: &str = include_str!("render/ordinary.md");
 
 #[test]
-fn markdown_is_laid_out() {
+fn markdown_is_laid_out_with_styles() {
     let shown = text(ORDINARY);
     for line in [
         "Moons of Jupiter",
@@ -116,7 +115,7 @@ fn markdown_is_laid_out() {
 }
 
 #[test]
-fn streamed_is_as_in_one_piece() {
+fn streaming_in_pieces_ends_up_the_same_as_one_piece() {
     let long: String = (0..80).map(|n| format!("- item {n} with `code` and **weight**\n")).collect();
     let table: String = (0..60).map(|n| format!("| {n} | {} |\n", "x".repeat(n))).collect();
     let table = format!("before\n\n| a | b |\n|---|---|\n{table}\nafter\n");
@@ -128,7 +127,7 @@ fn streamed_is_as_in_one_piece() {
     let paragraph = "word ".repeat(900);
     let whole = format!("# All\n\n{ORDINARY}\n{long}\n{table}\n{code}\n\n{nested}");
     for text in [ORDINARY, &long, &table, &code, nested, &paragraph, &whole] {
-        for size in [SIZE, Size { rows: 8, columns: 33 }] {
+        for size in [SIZE, WindowSize { rows: 8, columns: 33 }] {
             let want = screen(&written(text, usize::MAX, size), size);
             for length in [1, 3, 17] {
                 let got = screen(&written(text, length, size), size);
@@ -145,7 +144,7 @@ fn streamed_is_as_in_one_piece() {
     }
 }
 
-/// Escape sequences that this program writes itself: looks, moving up, clearing, and drawing at once.
+/// Returns whether inferno writes this escape sequence: styles, cursor up, clearing, synchronized output.
 fn is_own(sequence: &str) -> bool {
     let Some(rest) = sequence.strip_prefix("\u{1b}[") else { return false };
     let body = &rest[..rest.len() - 1];
@@ -170,14 +169,14 @@ fn assert_harmless(out: &[u8]) {
             &rest[at..].chars().take(8).collect::<String>()
         );
         let end = rest[at + 2..].find(|c: char| c.is_ascii_alphabetic()).map_or(rest.len(), |end| at + 2 + end + 1);
-        assert!(is_own(&rest[at..end]), "not ours: {:?}", &rest[at..end]);
+        assert!(is_own(&rest[at..end]), "not an escape sequence of inferno: {:?}", &rest[at..end]);
         rest = &rest[end..];
     }
     assert!(!out.contains(['\u{202e}', '\u{2066}']));
 }
 
 #[test]
-fn no_escape_of_a_model_reaches_the_terminal() {
+fn escape_sequences_of_a_model_never_reach_the_terminal() {
     let hostile = [
         "\u{1b}[2J\u{1b}]0;title\u{7}\u{9b}31m text",
         "&#27;[2J &#x1b;]52;c;AAAA&#7; &#155;31m &#8238;",
@@ -196,9 +195,9 @@ fn no_escape_of_a_model_reaches_the_terminal() {
             assert_eq!(screen(&out, SIZE), screen(&written(text, usize::MAX, SIZE), SIZE));
         }
     }
-    // The same as thoughts, and as a tool's arguments.
+    // The same holds for reasoning and for the arguments of a tool call.
     for channel in [Channel::Reasoning, Channel::ToolCall] {
-        let (mut view, mut out) = (View::new(SIZE, false, false), Vec::new());
+        let (mut view, mut out) = (TurnView::new(SIZE, false, false), Vec::new());
         view.show(&delta(channel, hostile[0]), SIZE, &mut out).unwrap();
         view.finish(SIZE, &mut out).unwrap();
         assert_harmless(&out);
@@ -206,7 +205,7 @@ fn no_escape_of_a_model_reaches_the_terminal() {
 }
 
 #[test]
-fn pathological_markdown_ends_soon() {
+fn pathological_markdown_is_laid_out_in_time() {
     let texts = [
         ">".repeat(20_000),
         "- ".repeat(10_000),
@@ -221,19 +220,19 @@ fn pathological_markdown_ends_soon() {
         "1. a\n   ".repeat(3_000),
     ];
     for text in texts {
-        let begun = std::time::Instant::now();
+        let started = std::time::Instant::now();
         assert_harmless(&written(&text, 50, SIZE));
         let name: String = text.chars().take(12).collect();
-        // On an idle machine in release builds each takes well below a second.
-        assert!(begun.elapsed().as_secs() < 60, "{name:?} took {:?}", begun.elapsed());
-        println!("{name:?} {:?}", begun.elapsed());
+        // A release build on an idle machine takes well below a second for each.
+        assert!(started.elapsed().as_secs() < 60, "{name:?} took {:?}", started.elapsed());
+        println!("{name:?} {:?}", started.elapsed());
     }
 }
 
 #[test]
-fn what_is_finished_is_never_written_again() {
+fn finished_lines_are_never_written_again() {
     let out = String::from_utf8(written(ORDINARY, 1, SIZE)).unwrap();
-    // Long texts: what is redrawn is at most the open block, so the whole stays small.
+    // Only the open block is redrawn, so the output stays small.
     assert!(out.len() < 30 * ORDINARY.len(), "{} for {}", out.len(), ORDINARY.len());
     let plain =
         "A sentence of ordinary words that goes on for more than one row of this window, as they do. ".repeat(3);
@@ -242,13 +241,14 @@ fn what_is_finished_is_never_written_again() {
 }
 
 #[test]
-fn a_resized_window_is_used_at_once() {
-    let (narrow, wide) = (Size { rows: 20, columns: 40 }, Size { rows: 20, columns: 80 });
+fn a_resized_window_applies_at_once() {
+    let (narrow, wide) = (WindowSize { rows: 20, columns: 40 }, WindowSize { rows: 20, columns: 80 });
     let words = "alpha beta gamma delta epsilon zeta eta theta iota kappa ".repeat(3);
-    let mut view = View::new(narrow, false, false);
+    let mut view = TurnView::new(narrow, false, false);
     let mut terminal = terminal(narrow);
-    let mut show = |text: &str, size: Size, terminal: &mut vt100::Parser| {
-        std::thread::sleep(std::time::Duration::from_millis(15));
+    let mut show = |text: &str, size: WindowSize, terminal: &mut vt100::Parser| {
+        // Longer than the longest time between two drawings.
+        std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Answer, text), size, &mut out).unwrap();
         feed(terminal, &out);
@@ -265,37 +265,38 @@ fn a_resized_window_is_used_at_once() {
 }
 
 #[test]
-fn thoughts_fold_and_unfold() {
-    let mut view = View::new(SIZE, false, true);
+fn reasoning_folds_and_unfolds() {
+    let mut view = TurnView::new(SIZE, false, true);
     let mut terminal = terminal(SIZE);
     let draw = |out: Vec<u8>, terminal: &mut vt100::Parser| {
         feed(terminal, &out);
         terminal.screen().contents()
     };
-    let think = |view: &mut View, text: &str| {
-        std::thread::sleep(std::time::Duration::from_millis(15));
+    let think = |view: &mut TurnView, text: &str| {
+        // Longer than the longest time between two drawings.
+        std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Reasoning, text), SIZE, &mut out).unwrap();
         out
     };
-    let thoughts = "The user asks for moons.\nThere are many of them.\nWhich ones? ";
-    let shown = draw(think(&mut view, thoughts), &mut terminal);
-    assert_eq!(shown.trim_end(), thoughts.trim_end());
+    let reasoning = "The user asks for moons.\nThere are many of them.\nWhich ones? ";
+    let shown = draw(think(&mut view, reasoning), &mut terminal);
+    assert_eq!(shown.trim_end(), reasoning.trim_end());
 
     let mut out = Vec::new();
-    view.fold(true, SIZE, &mut out).unwrap();
+    view.fold_reasoning(true, SIZE, &mut out).unwrap();
     let shown = draw(out, &mut terminal);
     assert_eq!(shown.trim_end(), "▸ thinking: 12 words (Ctrl-O shows them)");
     let shown = draw(think(&mut view, "Io, say.\nAnd Europa."), &mut terminal);
     assert_eq!(shown.trim_end(), "▸ thinking: 16 words (Ctrl-O shows them)");
 
     let mut out = Vec::new();
-    view.fold(false, SIZE, &mut out).unwrap();
+    view.fold_reasoning(false, SIZE, &mut out).unwrap();
     let shown = draw(out, &mut terminal);
-    assert_eq!(shown.trim_end(), format!("{thoughts}Io, say.\nAnd Europa."));
+    assert_eq!(shown.trim_end(), format!("{reasoning}Io, say.\nAnd Europa."));
 
     let mut out = Vec::new();
-    view.fold(true, SIZE, &mut out).unwrap();
+    view.fold_reasoning(true, SIZE, &mut out).unwrap();
     view.show(&delta(Channel::Answer, "Io."), SIZE, &mut out).unwrap();
     view.finish(SIZE, &mut out).unwrap();
     let shown = draw(out, &mut terminal);
@@ -303,12 +304,12 @@ fn thoughts_fold_and_unfold() {
 }
 
 #[test]
-fn a_table_too_wide_for_columns_becomes_lines() {
+fn a_table_too_wide_for_the_window_becomes_lines() {
     let table =
         "| one | two | three | four | five |\n|---|---|---|---|---|\n| a | b | **c** | d | |\n| f | g | h | i | j |\n";
-    let narrow = Size { rows: 24, columns: 25 };
+    let narrow = WindowSize { rows: 24, columns: 25 };
     let shown = texts(&written(table, usize::MAX, narrow), narrow);
     assert_eq!(shown.trim_end(), "one: a\ntwo: b\nthree: c\nfour: d\n\none: f\ntwo: g\nthree: h\nfour: i\nfive: j");
-    // With room for columns it is a table.
+    // In a wide window it is a table.
     assert!(text(table).contains("─┼─"));
 }

@@ -1,4 +1,4 @@
-//! A terminal around a command: its screen as a person sees it, its bytes as they came, and how it is set.
+//! A pseudo terminal around a command: its screen as a person sees it, its raw output, and its modes.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -16,32 +16,32 @@ use tempfile::TempDir;
 
 use crate::terminal::at_home;
 
-/// Generous: a debug build on a busy machine.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// How long to wait for output. A debug build on a busy machine is slow.
+const TIMEOUT: Duration = Duration::from_secs(120);
 
 pub const DEMO: [&str; 6] = ["play", "demo", "--device", "cpu", "--temperature", "0"];
 
 pub struct Screen {
     process: PtyProcess,
     pid: Pid,
-    /// The name of the terminal.
+    /// The path of the terminal device.
     tty: String,
     file: File,
     terminal: vt100::Parser,
-    /// All that was written.
+    /// Everything that the program wrote.
     pub written: Vec<u8>,
-    /// How much of it was waited for.
+    /// The number of written bytes that were waited for.
     seen: usize,
 }
 
 impl Screen {
-    /// inferno in a window of 24 rows and 80 columns.
+    /// Starts inferno in a window of 24 rows and 80 columns.
     pub fn new(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) -> Self {
-        Self::of(home, "exec \"$@\"", args, environment)
+        Self::with_script(home, "exec \"$@\"", args, environment)
     }
 
-    /// inferno as a line of shell runs it: `$@` is its whole command.
-    pub fn of(home: &TempDir, script: &str, args: &[&str], environment: &[(&str, &str)]) -> Self {
+    /// Runs a shell script, in which `$@` is the command line of inferno.
+    pub fn with_script(home: &TempDir, script: &str, args: &[&str], environment: &[(&str, &str)]) -> Self {
         let mut command = at_home(Command::new("sh"), home);
         command.envs(environment.iter().copied());
         command
@@ -65,7 +65,7 @@ impl Screen {
         screen
     }
 
-    /// A chat with the demo, at its first prompt.
+    /// Starts a chat with the demo model and waits for the first prompt.
     pub fn chat(home: &TempDir, args: &[&str]) -> Self {
         let mut screen = Self::new(home, &[&DEMO, args].concat(), &[]);
         screen.wait(">>> ");
@@ -76,21 +76,21 @@ impl Screen {
         self.pid
     }
 
-    /// Takes what comes within this time. False where nothing did.
-    fn pump(&mut self, within: u16) -> bool {
+    /// Reads output for at most so many milliseconds. Returns false if there was none.
+    fn pump(&mut self, timeout_ms: u16) -> bool {
         let mut ready = [PollFd::new(self.file.as_fd(), PollFlags::POLLIN)];
-        if poll(&mut ready, PollTimeout::from(within)).unwrap_or(0) == 0 {
+        if poll(&mut ready, PollTimeout::from(timeout_ms)).unwrap_or(0) == 0 {
             return false;
         }
         let mut bytes = [0; 65536];
-        // At the end of the program, a pty has an error instead of an end of file.
+        // When the program ends, a pseudo terminal returns an error instead of an end of file.
         let Ok(length @ 1..) = self.file.read(&mut bytes) else { return false };
         self.terminal.process(&bytes[..length]);
         self.written.extend(&bytes[..length]);
         true
     }
 
-    /// Waits for this text, and returns what came before it.
+    /// Waits for a text in the output. Returns the output before it.
     pub fn wait(&mut self, text: &str) -> String {
         let start = Instant::now();
         loop {
@@ -100,21 +100,21 @@ impl Screen {
                 self.seen += at + text.len();
                 return before;
             }
-            // The end of it says enough.
+            // Show only the end of the output.
             let new = String::from_utf8_lossy(&new[new.len().saturating_sub(2000)..]).into_owned();
-            assert!(start.elapsed() < PATIENCE, "waiting for {text:?} in {new:?}");
+            assert!(start.elapsed() < TIMEOUT, "waiting for {text:?} in {new:?}");
             if !self.pump(200) {
                 assert!(self.process.status() == Some(WaitStatus::StillAlive), "ended before {text:?}: {new:?}");
             }
         }
     }
 
-    /// Until nothing more comes for a while.
+    /// Waits until no more output arrives for 400 ms.
     pub fn settle(&mut self) {
         while self.pump(400) {}
     }
 
-    /// As long as a person waits between two keys, while more comes all the time.
+    /// Reads output for 200 ms, as long as a person waits between two keys.
     pub fn settle_briefly(&mut self) {
         let start = Instant::now();
         while start.elapsed() < Duration::from_millis(200) {
@@ -122,6 +122,7 @@ impl Screen {
         }
     }
 
+    /// Types bytes, while reading the output.
     pub fn send(&mut self, bytes: &[u8]) {
         for piece in bytes.chunks(1024) {
             let mut rest = piece;
@@ -136,13 +137,13 @@ impl Screen {
         }
     }
 
-    /// Types a line; returns what came of it, its echo included, up to the next prompt.
+    /// Types a line. Returns its echo and the output up to the next prompt.
     pub fn say(&mut self, line: &str) -> String {
         self.settle();
         self.seen = self.written.len();
         self.send(line.as_bytes());
         self.send(b"\r");
-        // The echo ends with a line end, and behind it no prompt is drawn for this line again.
+        // The echo ends with a line break. The prompt after it is the next one.
         let echo = self.wait("\n");
         echo + &self.wait(">>> ")
     }
@@ -151,41 +152,41 @@ impl Screen {
         self.process.signal(signal).unwrap();
     }
 
-    /// Waits for the end and returns how it ended.
+    /// Waits for the program to end. Returns its exit status.
     pub fn end(&mut self) -> WaitStatus {
         let start = Instant::now();
         loop {
             while self.pump(100) {}
             match self.process.status() {
-                Some(WaitStatus::StillAlive) => assert!(start.elapsed() < PATIENCE, "no end: {:?}", self.rows()),
+                Some(WaitStatus::StillAlive) => assert!(start.elapsed() < TIMEOUT, "no end: {:?}", self.rows()),
                 Some(status) => return status,
                 None => panic!("no status"),
             }
         }
     }
 
-    /// Changes the window's size, as a person does with the mouse.
+    /// Resizes the window, as a person does with the mouse.
     pub fn resize(&mut self, rows: u16, columns: u16) {
         let slave = File::open(&self.tty).unwrap();
         let size = [rows.to_string(), columns.to_string()];
-        let done = Command::new("stty").args(["rows", &size[0], "cols", &size[1]]).stdin(Stdio::from(slave)).status();
-        assert!(done.unwrap().success());
+        let status = Command::new("stty").args(["rows", &size[0], "cols", &size[1]]).stdin(Stdio::from(slave)).status();
+        assert!(status.unwrap().success());
         self.terminal.screen_mut().set_size(NonZero::new(rows).unwrap(), NonZero::new(columns).unwrap());
     }
 
-    /// Whether the terminal is as a shell wants it: it echoes, and edits lines.
+    /// Returns whether the terminal has the modes that a shell expects: it echoes and edits lines.
     pub fn is_sane(&self) -> bool {
         let flags = tcgetattr(&self.file).unwrap().local_flags;
         flags.contains(LocalFlags::ECHO | LocalFlags::ICANON | LocalFlags::ISIG | LocalFlags::IEXTEN)
     }
 
-    /// The rows on the screen, without those at the end that are empty.
+    /// Returns the rows on the screen without empty rows at the end.
     pub fn rows(&self) -> Vec<String> {
         let text = self.terminal.screen().contents();
         text.trim_end().lines().map(|line| line.trim_end().to_string()).collect()
     }
 
-    /// Everything that was ever on it, row by row.
+    /// Returns all rows, also those that were scrolled away.
     pub fn all_rows(&mut self) -> Vec<String> {
         let (rows, columns) = self.terminal.screen().size();
         self.terminal.screen_mut().set_scrollback(usize::MAX);

@@ -1,4 +1,4 @@
-//! The chat as a person meets it, in a real (pseudo) terminal.
+//! The chat in a pseudo terminal.
 
 use std::process::Command;
 
@@ -12,11 +12,11 @@ pub fn play(home: &TempDir, args: &[&str]) -> PtySession {
 pub fn play_with(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) -> PtySession {
     let mut command = at_home(Command::new(env!("CARGO_BIN_EXE_inferno")), home);
     command.envs(environment.iter().copied()).arg("play").args(args);
-    // Generous: a debug build on a busy machine.
+    // A long timeout: a debug build on a busy machine is slow.
     spawn_command(command, Some(120_000)).unwrap()
 }
 
-/// A command in an environment of its own, with a terminal and no network.
+/// Gives a command a home directory of its own, a terminal type and no network.
 pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     for variable in ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "NO_COLOR"] {
         command.env_remove(variable);
@@ -26,22 +26,25 @@ pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     command
 }
 
-/// Waits for `text` and returns what came before it.
+/// Waits for a text in the output. Returns the output before it.
 pub fn expect(session: &mut PtySession, text: &str) -> String {
     session.exp_string(text).unwrap_or_else(|error| panic!("waiting for {text:?}: {error}"))
 }
 
 #[test]
-fn a_conversation_streams_remembers_and_ends() {
+fn a_conversation_streams_and_remembers_earlier_turns() {
     let home = TempDir::new().unwrap();
     let mut chat = play(&home, &["demo"]);
     let banner = expect(&mut chat, ">>> ");
-    assert!(banner.contains("built-in demo") && banner.contains("/help"), "{banner}");
+    assert!(
+        banner.contains("demo model: answers questions about inferno only") && banner.contains("/help"),
+        "{banner}"
+    );
 
     chat.send_line("My name is Ada").unwrap();
     let first = expect(&mut chat, "tok/s");
     assert!(first.contains("Ada"), "{first}");
-    assert!(first.contains("\u{1b}[2m"), "thoughts are dimmed: {first}");
+    assert!(first.contains("\u{1b}[2m"), "reasoning is dim: {first}");
     expect(&mut chat, ">>> ");
 
     chat.send_line("What is my name?").unwrap();
@@ -62,7 +65,7 @@ fn a_conversation_streams_remembers_and_ends() {
 #[test]
 fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
     let home = TempDir::new().unwrap();
-    // Without an end of text this answer would fill the whole context.
+    // With --ignore-eos this answer would fill the whole context.
     let mut chat = play(&home, &["demo", "--ignore-eos", "--context", "4096"]);
     expect(&mut chat, ">>> ");
     chat.send_line("How do I download a model?").unwrap();
@@ -70,7 +73,7 @@ fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
     chat.send_control('c').unwrap();
     expect(&mut chat, "stopped");
     expect(&mut chat, ">>> ");
-    // Still in the chat, which goes on.
+    // The chat continues.
     chat.send_line("/set temperature 0.5").unwrap();
     expect(&mut chat, "temperature is 0.5");
     expect(&mut chat, ">>> ");
@@ -81,7 +84,7 @@ fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
 }
 
 #[test]
-fn without_a_model_it_asks_which() {
+fn play_without_a_model_asks_for_one() {
     let home = TempDir::new().unwrap();
     let mut chat = play(&home, &[]);
     let table = expect(&mut chat, "which? [1-1] ");

@@ -1,45 +1,46 @@
-//! `/export`: the conversation as a document, or for another program.
+//! `/export`: writes the conversation as a document, or as JSON for another program.
 
 use std::io::Write;
 
-use super::super::session::{Keep, Session};
-use super::super::state;
 use super::paths;
 use crate::chat::Role;
+use crate::conversation::{Recording, Session, state_folder};
 
-pub fn run(text: &str, session: &Session) -> Result<String, String> {
-    let (format, path) = text.split_once(char::is_whitespace).unwrap_or((text, ""));
+/// Writes the conversation to a new file. Returns what to tell the person.
+pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
+    let (format, path) = arguments.split_once(char::is_whitespace).unwrap_or((arguments, ""));
     let document = match format {
         "md" => markdown(session),
         "json" => json(session)?,
-        _ => return Err("/export md|json [PATH]".to_string()),
+        _ => return Err("usage: /export md|json [PATH]".to_string()),
     };
     if session.messages.is_empty() {
         return Err("there is nothing to export yet".to_string());
     }
-    let name = match &session.keep {
-        Keep::In(journal) => journal.name(),
+    let name = match &session.recording {
+        Recording::To(journal) => journal.name(),
         _ => "conversation",
     };
     let path = match path.trim() {
         "" => format!("{name}.{format}"),
-        path => paths::typed(path),
+        path => paths::unquote(path),
     };
-    let written = state::make_file(&paths::expanded(&path)).and_then(|mut file| file.write_all(document.as_bytes()));
-    written.map_err(|error| format!("{path}: {error}"))?;
+    state_folder::create_file(&paths::expand_home(&path))
+        .and_then(|mut file| file.write_all(document.as_bytes()))
+        .map_err(|error| format!("cannot write {path}: {error}"))?;
     Ok(format!("written to {path}"))
 }
 
 fn markdown(session: &Session) -> String {
     let mut text = format!("# A conversation with {}\n", session.snapshot.name);
     for message in &session.messages {
-        let who = match message.role {
+        let speaker = match message.role {
             Role::User => "You",
             Role::Assistant => "Model",
             Role::System | Role::Developer => "Instructions",
             Role::Tool => "Tool",
         };
-        text.push_str(&format!("\n## {who}\n\n{}\n", message.content.trim()));
+        text.push_str(&format!("\n## {speaker}\n\n{}\n", message.content.trim()));
     }
     text
 }

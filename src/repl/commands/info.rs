@@ -2,36 +2,27 @@
 
 use anyhow::Result;
 
-use super::super::overflow::{self, Overflow};
-use super::super::session::{Keep, Session};
+use crate::conversation::{Overflow, Recording, Session, visible_messages};
 use crate::text;
 
+/// Describes the loaded model.
 pub fn stats(session: &Session) -> String {
     let engine = session.engine();
     let info = engine.info();
-    let format = engine.language().chat.as_ref().map_or("none", |chat| chat.name());
-    let kept = match &session.keep {
-        Keep::In(journal) => journal.name(),
-        Keep::New => "from the first answer on",
-        Keep::No => "no",
+    let quantization = info.quantization.as_deref().unwrap_or("unquantized");
+    let chat_format = engine.language().chat.as_ref().map_or("none", |chat| chat.name());
+    let saved_as = match &session.recording {
+        Recording::To(journal) => journal.name(),
+        Recording::FromFirstAnswer => "saved from the first answer on",
+        Recording::Off => "not saved",
     };
-    lines(&[
-        (
-            "model",
-            format!(
-                "{}: {} {}",
-                session.snapshot.name,
-                info.family,
-                info.quantization.as_deref().unwrap_or("unquantized")
-            ),
-        ),
-        (
-            "executor",
-            match engine.eager_reason() {
-                None => engine.executor().to_string(),
-                Some(reason) => format!("{} ({reason})", engine.executor()),
-            },
-        ),
+    let executor = match engine.eager_reason() {
+        None => engine.executor().to_string(),
+        Some(reason) => format!("{}, because {reason}", engine.executor()),
+    };
+    table(&[
+        ("model", format!("{}: {} {quantization}", session.snapshot.name, info.family)),
+        ("executor", executor),
         ("attention", info.attention.to_string()),
         ("parameters", info.parameters.to_string()),
         ("device", info.device.name.clone()),
@@ -39,43 +30,44 @@ pub fn stats(session: &Session) -> String {
         ("weights", text::size(info.weight_bytes)),
         ("cache", format!("{} for {} tokens", text::size(info.cache_bytes), engine.context())),
         ("context used", engine.cached_tokens().to_string()),
-        ("chat format", format.to_string()),
+        ("chat format", chat_format.to_string()),
         ("messages", session.messages.len().to_string()),
-        ("kept as", kept.to_string()),
+        ("saved as", saved_as.to_string()),
         ("loaded in", format!("{:.2} s", info.load.total_s)),
     ])
 }
 
+/// Describes how full the context is.
 pub fn context(session: &Session) -> Result<String> {
     let engine = session.engine();
-    let seen = overflow::seen(&session.messages, session.left_out);
-    let used = match (session.raw, seen.is_empty()) {
+    let visible = visible_messages(&session.messages, session.dropped);
+    let used = match (session.raw, visible.is_empty()) {
         (true, _) => engine.cached_tokens(),
-        // What is still in the cache is no part of the conversation any more.
+        // The cache may still hold an earlier conversation.
         (false, true) => 0,
-        (false, false) => engine.language().render(&seen, &session.render)?.ids.len(),
+        (false, false) => session.count_tokens(&visible)?,
     };
     let context = engine.context();
-    let mut shown = vec![
+    let mut rows = vec![
         ("used", format!("{used} of {context} tokens ({} %)", used * 100 / context.max(1))),
         ("free", context.saturating_sub(used).to_string()),
-        ("in the cache", format!("{}, which need not be read again", engine.cached_tokens())),
+        ("cached", format!("{}, which need no prefill", engine.cached_tokens())),
         ("model allows", engine.info().max_context.to_string()),
         ("messages", session.messages.len().to_string()),
     ];
-    if session.left_out > 0 {
-        shown.push(("not seen", format!("the oldest {} messages", session.left_out)));
+    if session.dropped > 0 {
+        rows.push(("not seen", format!("the oldest {} messages", session.dropped)));
     }
-    shown.push((
-        "at the end",
-        match session.overflow {
-            Overflow::Stop => "stop: it says so; /set overflow drop-oldest goes on without the oldest".to_string(),
+    rows.push((
+        "when full",
+        match session.settings.overflow {
+            Overflow::Stop => "stop; /set overflow drop-oldest continues without the oldest".to_string(),
             Overflow::DropOldest => "drop-oldest: the model no longer sees the oldest messages".to_string(),
         },
     ));
-    Ok(lines(&shown))
+    Ok(table(&rows))
 }
 
-fn lines(named: &[(&str, String)]) -> String {
-    named.iter().map(|(name, value)| format!("{name:13} {value}")).collect::<Vec<_>>().join("\n")
+fn table(rows: &[(&str, String)]) -> String {
+    rows.iter().map(|(name, value)| format!("{name:13} {value}")).collect::<Vec<_>>().join("\n")
 }

@@ -5,10 +5,10 @@ mod file;
 mod info;
 mod paths;
 
-use super::journal::{self, Change};
-use super::session::{Keep, Session};
-use super::settings;
+use crate::chat::Role;
+use crate::conversation::{self, Change, Recording, Session, journal};
 
+/// What `/help` says about a command.
 struct Command {
     name: &'static str,
     arguments: &'static str,
@@ -18,108 +18,109 @@ struct Command {
 }
 
 const COMMANDS: &[Command] = &[
-    Command { name: "help", arguments: "[COMMAND]", summary: "this list, or more about one", details: "" },
-    Command { name: "exit", arguments: "", summary: "leave (also Ctrl-D, or Ctrl-C twice)", details: "" },
+    Command { name: "help", arguments: "[COMMAND]", summary: "list the commands, or explain one", details: "" },
+    Command { name: "exit", arguments: "", summary: "leave (or press Ctrl-D, or Ctrl-C twice)", details: "" },
     Command {
         name: "clear",
         arguments: "",
-        summary: "begin a new conversation",
-        details: "The instructions of /system stay, and so do the settings. What was said is kept under its name, for /load.",
+        summary: "start a new conversation",
+        details: "The instructions of /system and the settings stay. The old conversation is saved; /load opens it.",
     },
     Command {
         name: "undo",
         arguments: "",
-        summary: "take the last question and its answer back",
-        details: "May be given again. The model has not seen what was taken back.",
+        summary: "take back the last question and its answer",
+        details: "Repeat it to take back more. The model no longer sees what was taken back.",
     },
     Command {
         name: "regen",
         arguments: "",
-        summary: "answer the last question anew",
-        details: "With a temperature above 0 the answer will be another one. If it fails, or is stopped before its first \
-                  word, the old one stays.",
+        summary: "answer the last question again",
+        details: "The new answer differs if the temperature is above 0. If it fails, or is stopped before its first word, the \
+                  old answer stays.",
     },
     Command {
         name: "system",
         arguments: "[TEXT]",
-        summary: "show the instructions, or begin anew with others",
-        details: "The flag --system does the same at the start.",
+        summary: "show the instructions, or start over with new ones",
+        details: "The flag --system sets them at the start.",
     },
     Command {
         name: "set",
         arguments: "[NAME VALUE]",
         summary: "show or change the settings",
-        details: "Without a name it shows all; they have the names of the flags of `inferno play --help`. `/set stop none` \
-                  and `/set max-tokens none` take a limit away, `/set plain on` shows answers as they were written.",
+        details: "Settings have the names of the flags of `inferno play`. `/set stop none` and `/set max-tokens none` \
+                  remove a limit. `/set plain on` shows answers as the model wrote them.",
     },
     Command {
         name: "reasoning",
         arguments: "EFFORT",
-        summary: "how much the model thinks: low, medium, high",
-        details: "`show` and `hide` decide whether that is seen. Not every model knows efforts. There is no off: gpt-oss was not trained for it.",
+        summary: "set how much the model thinks: low, medium, high",
+        details: "`/reasoning show` and `/reasoning hide` show or hide its reasoning. Not every model has efforts. gpt-oss \
+                  always thinks, so there is no off.",
     },
     Command {
         name: "file",
         arguments: "[PATH]",
         summary: "attach a text file to the next message",
-        details: "May be given again for more files; without a path it shows what is attached, `/file none` drops it.",
+        details: "Repeat it to attach more files. Without a path it lists the attached files. `/file none` detaches them.",
     },
     Command {
         name: "save",
         arguments: "NAME",
-        summary: "give this conversation a name",
-        details: "Every conversation is kept turn by turn; a name is easier to find again, with /load NAME or \
+        summary: "name this conversation",
+        details: "Every conversation is saved after each turn. To open one by its name, type /load NAME or start \
                   `inferno play --resume NAME`.",
     },
     Command {
         name: "load",
         arguments: "[NAME]",
-        summary: "go on with another conversation, or list them",
-        details: "Its messages and settings come back in place of these; the model stays the one that is loaded.",
+        summary: "continue a saved conversation, or list them",
+        details: "Its messages and settings replace the current ones. The loaded model stays.",
     },
     Command {
         name: "export",
         arguments: "md|json [PATH]",
-        summary: "write the conversation to a file",
-        details: "json has the messages in OpenAI's shape, thoughts included. A file that is there is not replaced.",
+        summary: "write the conversation to a new file",
+        details: "json has the messages as in OpenAI's API, with the reasoning. An existing file is not replaced.",
     },
-    Command { name: "stats", arguments: "", summary: "what is loaded, and how fast", details: "" },
+    Command { name: "stats", arguments: "", summary: "describe the loaded model", details: "" },
     Command {
         name: "context",
         arguments: "",
-        summary: "how full the context is, and with what",
-        details: "What happens at its end is `/set overflow stop|drop-oldest`.",
+        summary: "show how full the context is",
+        details: "`/set overflow stop|drop-oldest` sets what happens when it is full.",
     },
     Command {
         name: "model",
         arguments: "[NAME]",
-        summary: "go on with another model, or list them",
-        details: "The conversation and what was set stay. If it cannot be loaded, the old one is loaded again.",
+        summary: "switch to another model, or list them",
+        details: "The conversation and its settings stay. If the new model cannot be loaded, the old one is loaded again.",
     },
 ];
 
-/// What became of a line.
+/// What to do about a line.
 pub enum Outcome {
-    /// It was a command; this is to be shown.
+    /// The command is done; show this text.
     Done(String),
     Leave,
-    /// The last question is to be answered anew.
+    /// Answer the last question again.
     Regenerate,
-    /// Another model is to be loaded.
-    Switch(String),
-    /// It is a message for the model.
-    NoCommand,
+    /// Load another model.
+    SwitchModel(String),
+    /// The line is a message for the model.
+    NotACommand,
 }
 
-/// Names of all commands, as they are typed.
+/// Returns the names of all commands with their slash.
 pub fn names() -> Vec<String> {
     COMMANDS.iter().map(|command| format!("/{}", command.name)).collect()
 }
 
-/// What can stand behind a command, as far as there is a list.
+/// Returns the possible arguments of a command, if they can be listed.
 pub fn arguments(command: &str) -> Vec<String> {
     let words: Vec<&str> = match command {
-        "/set" => settings::names().collect(),
+        "/set" => conversation::setting_names().collect(),
         "/reasoning" => vec!["low", "medium", "high", "show", "hide"],
         "/help" => COMMANDS.iter().map(|command| command.name).collect(),
         _ => Vec::new(),
@@ -127,123 +128,123 @@ pub fn arguments(command: &str) -> Vec<String> {
     words.into_iter().map(str::to_string).collect()
 }
 
-/// Runs `line` if it is a command.
+/// Runs a line if it is a command.
 pub fn run(line: &str, session: &mut Session) -> Outcome {
     let line = line.trim();
-    let (name, rest) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
-    let rest = rest.trim();
-    // Lines that were pasted, or typed while an answer came, are a message, whatever the first begins with.
+    let (name, arguments) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
+    let arguments = arguments.trim();
+    // Several lines, pasted or typed ahead, are a message, however the first one starts.
     if line.contains('\n') && name != "/system" {
-        return Outcome::NoCommand;
+        return Outcome::NotACommand;
     }
-    let alone = ["/exit", "/quit", "/bye", "/clear", "/undo", "/regen", "/stats", "/context"];
-    if alone.contains(&name) && !rest.is_empty() {
-        return Outcome::Done(format!("{name} stands alone; {rest:?} was not expected"));
+    let without_arguments = ["/exit", "/quit", "/bye", "/clear", "/undo", "/regen", "/stats", "/context"];
+    if without_arguments.contains(&name) && !arguments.is_empty() {
+        return Outcome::Done(format!("{name} takes no arguments, but got {arguments:?}"));
     }
-    let done = match name {
-        "/help" | "/?" => help(rest),
+    let result = match name {
+        "/help" | "/?" => help(arguments),
         "/exit" | "/quit" | "/bye" => return Outcome::Leave,
-        "/clear" => session.clear().map(|before| left("the conversation is forgotten", before)).map_err(in_words),
+        "/clear" => session.clear().map(|old| with_saved_name("new conversation", old)).map_err(message),
         "/undo" => undo(session),
         "/regen" => return Outcome::Regenerate,
-        "/system" => system(rest, session),
-        "/set" => set(rest, session),
-        "/reasoning" if rest.is_empty() => Ok(settings::value_of(session, "reasoning")),
-        "/reasoning" => settings::set(session, "reasoning", rest),
-        "/file" => file::attach(rest, session),
-        "/save" => save(rest, session),
-        "/load" => load(rest, session),
-        "/export" => export::run(rest, session),
+        "/system" => system(arguments, session),
+        "/set" => set(arguments, session),
+        "/reasoning" if arguments.is_empty() => Ok(session.settings.get("reasoning")),
+        "/reasoning" => session.change_setting("reasoning", arguments),
+        "/file" => file::run(arguments, session),
+        "/save" => save(arguments, session),
+        "/load" => load(arguments, session),
+        "/export" => export::run(arguments, session),
         "/stats" => Ok(info::stats(session)),
-        "/context" => info::context(session).map_err(in_words),
-        "/model" if rest.is_empty() => Ok(models(session)),
-        "/model" => return Outcome::Switch(rest.to_string()),
-        // A path or a division may start with a slash; one word after it hardly does.
+        "/context" => info::context(session).map_err(message),
+        "/model" if arguments.is_empty() => Ok(models(session)),
+        "/model" => return Outcome::SwitchModel(arguments.to_string()),
+        // A path or a division may start with a slash too, but not with a slash and one lower-case word.
         _ if name.len() > 1 && name.starts_with('/') && name[1..].chars().all(|c| c.is_ascii_lowercase()) => {
-            Err(format!("there is no command {name}; /help shows those there are"))
+            Err(unknown_command(&name[1..]))
         }
-        _ => return Outcome::NoCommand,
+        _ => return Outcome::NotACommand,
     };
-    Outcome::Done(done.unwrap_or_else(|problem| problem))
+    Outcome::Done(result.unwrap_or_else(|error| error))
 }
 
-fn in_words(error: anyhow::Error) -> String {
+fn message(error: anyhow::Error) -> String {
     crate::text::error_message(&error)
 }
 
-/// What became of the conversation before.
-fn left(done: &str, before: Option<String>) -> String {
-    before.map_or_else(|| done.to_string(), |name| format!("{done}; what was said before is kept as {name}"))
+fn unknown_command(name: &str) -> String {
+    format!("there is no command /{name}; /help lists the commands")
+}
+
+/// Adds to a message the name under which the old conversation is saved.
+fn with_saved_name(text: &str, old_name: Option<String>) -> String {
+    old_name.map_or_else(|| text.to_string(), |name| format!("{text}; the old one is saved as {name}"))
 }
 
 fn help(name: &str) -> Result<String, String> {
     let usage = |command: &Command| format!("/{} {}", command.name, command.arguments).trim_end().to_string();
     if !name.is_empty() {
         let name = name.trim_start_matches('/');
-        let command = COMMANDS.iter().find(|command| command.name == name);
-        let command = command.ok_or_else(|| format!("there is no command /{name}; /help shows those there are"))?;
+        let command = COMMANDS.iter().find(|command| command.name == name).ok_or_else(|| unknown_command(name))?;
         return Ok(format!("{}: {}\n{}", usage(command), command.summary, command.details).trim_end().to_string());
     }
     let mut lines: Vec<String> =
         COMMANDS.iter().map(|command| format!("{:23} {}", usage(command), command.summary)).collect();
-    for (keys, what) in [
-        ("\"\"\"", "around a message of several lines; or \\ ends each"),
-        ("Tab, Ctrl-R, Ctrl-G", "complete, search older lines, write in $EDITOR"),
-        ("Ctrl-C, Ctrl-O", "while an answer comes: stop it, fold its thoughts"),
+    for (keys, effect) in [
+        ("\"\"\"", "put it around several lines, or end each line with \\"),
+        ("Tab, Ctrl-R, Ctrl-G", "complete, search the history, write in $EDITOR"),
+        ("Ctrl-C, Ctrl-O", "during an answer: stop it, fold its reasoning"),
     ] {
-        lines.push(format!("{keys:23} {what}"));
+        lines.push(format!("{keys:23} {effect}"));
     }
     Ok(lines.join("\n"))
 }
 
 fn undo(session: &mut Session) -> Result<String, String> {
-    match session.undo().map_err(in_words)? {
-        Some(question) => {
-            let first = question.lines().next_back().unwrap_or("");
-            Ok(format!("taken back: {first}"))
-        }
+    match session.undo().map_err(message)? {
+        Some(question) => Ok(format!("taken back: {}", question.lines().next_back().unwrap_or(""))),
         None => Err("there is nothing to take back".to_string()),
     }
 }
 
 fn system(text: &str, session: &mut Session) -> Result<String, String> {
     if !text.is_empty() {
-        let before = session.set_system(text).map_err(in_words)?;
-        return Ok(left("new instructions; the conversation starts anew", before));
+        let old_name = session.clear_with_system(text).map_err(message)?;
+        return Ok(with_saved_name("new instructions and a new conversation", old_name));
     }
-    let current = session.messages.iter().find(|message| message.role == crate::chat::Role::System);
-    Ok(current.map_or_else(|| "there are no instructions".to_string(), |message| message.content.clone()))
+    let instructions = session.messages.iter().find(|message| message.role == Role::System);
+    Ok(instructions.map_or_else(|| "there are no instructions".to_string(), |message| message.content.clone()))
 }
 
-fn set(text: &str, session: &mut Session) -> Result<String, String> {
-    match text.split_once(char::is_whitespace) {
-        Some((name, value)) => settings::set(session, name, value.trim()),
-        None if text.is_empty() => {
-            let line = |name: &str| format!("{name:19} {}", settings::value_of(session, name));
-            Ok(settings::names().map(line).collect::<Vec<_>>().join("\n"))
+fn set(arguments: &str, session: &mut Session) -> Result<String, String> {
+    match arguments.split_once(char::is_whitespace) {
+        Some((name, value)) => session.change_setting(name, value.trim()),
+        None if arguments.is_empty() => {
+            let line = |name: &str| format!("{name:19} {}", session.settings.get(name));
+            Ok(conversation::setting_names().map(line).collect::<Vec<_>>().join("\n"))
         }
-        None => Err(format!("/set {text} VALUE")),
+        None => Err(format!("usage: /set {arguments} VALUE")),
     }
 }
 
 fn save(name: &str, session: &mut Session) -> Result<String, String> {
     if name.is_empty() {
-        return match &session.keep {
-            Keep::In(journal) => Ok(format!("this conversation is {}; /save NAME renames it", journal.name())),
-            _ => Err("/save NAME".to_string()),
+        return match &session.recording {
+            Recording::To(journal) => Ok(format!("this conversation is {}; /save NAME renames it", journal.name())),
+            _ => Err("usage: /save NAME".to_string()),
         };
     }
-    if matches!(session.keep, Keep::New) {
-        // An earlier answer could not be kept: now it can, or the reason is told.
-        session.keep(Change::Messages).map_err(in_words)?;
+    if matches!(session.recording, Recording::FromFirstAnswer) {
+        // An earlier answer may have failed to be saved. Try again, or say why it fails.
+        session.record(Change::Messages).map_err(message)?;
     }
-    match &mut session.keep {
-        Keep::In(journal) => {
-            journal.rename(name).map_err(in_words)?;
-            Ok(format!("saved: `inferno play --resume {name}` goes on with it"))
+    match &mut session.recording {
+        Recording::To(journal) => {
+            journal.rename(name).map_err(message)?;
+            Ok(format!("saved; continue it: inferno play --resume {name}"))
         }
-        Keep::New => Err("there is nothing to save yet".to_string()),
-        Keep::No => Err("conversations are not kept (INFERNO_NOHISTORY, or --raw)".to_string()),
+        Recording::FromFirstAnswer => Err("there is nothing to save yet".to_string()),
+        Recording::Off => Err("conversations are not saved (INFERNO_NOHISTORY or --raw)".to_string()),
     }
 }
 
@@ -252,26 +253,27 @@ fn load(name: &str, session: &mut Session) -> Result<String, String> {
         let names = journal::names();
         return if names.is_empty() { Err("there are no conversations yet".to_string()) } else { Ok(names.join("\n")) };
     }
-    if matches!(&session.keep, Keep::In(journal) if journal.name() == name) {
+    if matches!(&session.recording, Recording::To(journal) if journal.name() == name) {
         return Ok(format!("{name} is this conversation"));
     }
-    let note = session.load(name).map_err(in_words)?;
-    Ok(note.into_iter().chain([summary(session)]).collect::<Vec<_>>().join("\n"))
+    let warning = session.load(name).map_err(message)?;
+    let summary = format!("continuing {}", summary(session));
+    Ok(warning.into_iter().chain([summary]).collect::<Vec<_>>().join("\n"))
 }
 
-/// What there is to go on with.
+/// Describes the conversation in one line.
 pub fn summary(session: &Session) -> String {
-    let mut questions = session.messages.iter().filter(|message| message.role == crate::chat::Role::User);
+    let mut questions = session.messages.iter().filter(|message| message.role == Role::User);
     let (count, last) = (questions.clone().count(), questions.next_back());
     let last = last.and_then(|message| message.content.lines().next_back()).unwrap_or("");
     let questions = if count == 1 { "question" } else { "questions" };
-    format!("a conversation of {count} {questions}, the last of them: {last}")
+    format!("a conversation of {count} {questions}, the last one: {last}")
 }
 
 fn models(session: &Session) -> String {
     let current = session.model_name();
     let mark = |name: String| if name == current { format!("{name} (this one)") } else { name };
-    (session.models.names)().into_iter().map(mark).collect::<Vec<_>>().join("\n")
+    session.models.names().into_iter().map(mark).collect::<Vec<_>>().join("\n")
 }
 
 #[cfg(test)]
@@ -279,7 +281,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn help_fits_the_smallest_windows() {
+    fn help_fits_into_79_columns() {
         for line in help("").unwrap().lines() {
             assert!(line.chars().count() <= 79, "{line}");
         }

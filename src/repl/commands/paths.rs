@@ -1,9 +1,9 @@
-//! Paths as a person types them behind a command.
+//! Paths as a person types them after a command.
 
 use std::path::PathBuf;
 
-/// Without what a shell would take away: quotes around all of it, and the backslashes that Tab puts before spaces.
-pub fn typed(path: &str) -> String {
+/// Removes what a shell would remove: quotes around the path, and the backslashes that Tab puts before spaces.
+pub fn unquote(path: &str) -> String {
     let path = path.trim();
     for quote in ['"', '\''] {
         if let Some(inner) = path.strip_prefix(quote).and_then(|path| path.strip_suffix(quote)) {
@@ -13,8 +13,8 @@ pub fn typed(path: &str) -> String {
     path.replace("\\ ", " ")
 }
 
-/// With a home for `~`.
-pub fn expanded(path: &str) -> PathBuf {
+/// Replaces `~` at the start by the home directory.
+pub fn expand_home(path: &str) -> PathBuf {
     match (path.strip_prefix("~/"), std::env::home_dir()) {
         (Some(rest), Some(home)) => home.join(rest),
         _ => path.into(),
@@ -26,8 +26,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_are_taken_as_a_shell_takes_them() {
-        for (as_typed, meant) in [
+    fn paths_are_unquoted_as_in_a_shell() {
+        for (typed, path) in [
             ("a.txt", "a.txt"),
             ("a\\ b.txt ", "a b.txt"),
             ("\"a b.txt\"", "a b.txt"),
@@ -35,8 +35,8 @@ mod tests {
             ("\"", "\""),
             ("it's", "it's"),
         ] {
-            assert_eq!(typed(as_typed), meant);
+            assert_eq!(unquote(typed), path);
         }
-        assert!(expanded("~/x").is_absolute());
+        assert!(expand_home("~/x").is_absolute());
     }
 }

@@ -432,7 +432,7 @@ fn play_offers_to_download_a_missing_model() {
         command.stdin(Stdio::inherit());
         let mut terminal = spawn_command(command, Some(60_000)).unwrap();
         let question = terminal.exp_string("[Y/n]").unwrap();
-        assert!(question.contains(&format!("{REPO} is not here; download")), "{question}");
+        assert!(question.contains(&format!("{REPO} is not downloaded; download")), "{question}");
         terminal.send_line(answer).unwrap();
         terminal.exp_eof().unwrap()
     };

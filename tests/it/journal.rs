@@ -1,4 +1,4 @@
-//! What of a conversation is on the disk after all that can happen to it.
+//! The journal of a conversation survives kills, full disks and damage.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ fn leave(mut chat: Screen) {
     chat.end();
 }
 
-/// A conversation of these questions, left in peace.
+/// Has a conversation of these questions and leaves it with /exit.
 fn conversation(home: &TempDir, args: &[&str], questions: &[&str]) {
     let mut chat = Screen::chat(home, args);
     for question in questions {
@@ -45,7 +45,7 @@ fn conversation(home: &TempDir, args: &[&str], questions: &[&str]) {
     leave(chat);
 }
 
-/// The questions, in order.
+/// Returns the questions in a journal, in order.
 fn questions(path: &Path) -> Vec<String> {
     let mut questions = Vec::new();
     for line in fs::read_to_string(path).unwrap().lines() {
@@ -61,7 +61,7 @@ fn questions(path: &Path) -> Vec<String> {
 }
 
 #[test]
-fn settings_of_every_kind_come_back() {
+fn resume_restores_all_settings_and_ignores_invalid_ones() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &["--stop", "zebra", "--stop", "yak"]);
     chat.say("/set plain on");
@@ -78,24 +78,24 @@ fn settings_of_every_kind_come_back() {
     let (mut chat, banner) = resume(&home, &[]);
     assert!(banner.contains("1 question"), "{banner}");
     assert_eq!(shown(&mut chat), (true, true));
-    // A model that is loaded anew changes none of them.
+    // Loading a model again changes none of them.
     assert!(chat.say("/model demo").contains("from here on"));
     assert_eq!(shown(&mut chat), (true, true));
     leave(chat);
 
-    // What makes no sense is left out, and the rest is not.
+    // Invalid settings are ignored, and the others are used.
     let path = journal(&home);
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, text.replace("\"plain\":[\"true\"]", "\"plain\":[\"maybe\"],\"color\":[\"red\"]")).unwrap();
     let (mut chat, banner) = resume(&home, &[]);
-    assert!(banner.contains("left out") && banner.contains("maybe") && banner.contains("'color'"), "{banner}");
+    assert!(banner.contains("ignored a setting") && banner.contains("maybe") && banner.contains("'color'"), "{banner}");
     assert!(!banner.contains("config.toml"), "{banner}");
     assert_eq!(shown(&mut chat), (false, true));
     leave(chat);
 }
 
 #[test]
-fn what_a_full_disk_refused_is_written_later() {
+fn turns_that_a_full_disk_refused_are_written_later() {
     let home = TempDir::new().unwrap();
     conversation(&home, &[], &["My name is Ada"]);
     let path = journal(&home);
@@ -107,14 +107,14 @@ fn what_a_full_disk_refused_is_written_later() {
         assert!(status.unwrap().success());
     };
     let before = fs::read(&path).unwrap();
-    // Room for a part of the next turn.
+    // Leave space for part of the next turn.
     limit(&format!("{}:", before.len() + 60));
     let second = "How do I list my models?";
-    assert!(chat.say(second).contains("not kept for --resume"));
-    assert_eq!(fs::read(&path).unwrap(), before, "no part of it stays");
+    assert!(chat.say(second).contains("not saved for --resume"));
+    assert_eq!(fs::read(&path).unwrap(), before, "no part of the turn is left");
     limit("unlimited:");
     let third = chat.say("What is my name?");
-    assert!(third.contains("tok/s") && !third.contains("not kept"), "{third}");
+    assert!(third.contains("tok/s") && !third.contains("not saved"), "{third}");
     leave(chat);
     assert_eq!(questions(&path), ["My name is Ada", second, "What is my name?"].map(str::to_string));
     let (chat, banner) = resume(&home, &[]);
@@ -123,7 +123,7 @@ fn what_a_full_disk_refused_is_written_later() {
 }
 
 #[test]
-fn damage_costs_what_follows_it_and_no_more() {
+fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     let home = TempDir::new().unwrap();
     conversation(&home, &[], &["My name is Ada", "How do I list my models?", "What is a token?"]);
     let path = journal(&home);
@@ -132,14 +132,14 @@ fn damage_costs_what_follows_it_and_no_more() {
     let damaged = fs::read(&path).unwrap();
     let (mut chat, banner) = resume(&home, &[]);
     assert!(banner.contains("is damaged in line") && banner.contains("1 question"), "{banner}");
-    assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "nothing is thrown away");
+    assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "the copy has everything");
     assert!(chat.say("What is my name?").contains("Ada"));
     leave(chat);
     let (chat, banner) = resume(&home, &[]);
     assert!(banner.contains("2 questions") && !banner.contains("damaged"), "{banner}");
     leave(chat);
 
-    // A second time nothing of the first rescue is written over; with all questions gone it is still the last one.
+    // A second copy does not replace the first. A conversation that lost all its questions can still be resumed.
     let first_line = fs::read_to_string(&path).unwrap().lines().next().unwrap().to_string();
     fs::write(&path, format!("{first_line}\nnonsense\n")).unwrap();
     let (chat, banner) = resume(&home, &[]);
@@ -150,7 +150,7 @@ fn damage_costs_what_follows_it_and_no_more() {
 }
 
 #[test]
-fn limits_that_were_taken_away_stay_away() {
+fn removed_limits_stay_removed_after_resume() {
     let home = TempDir::new().unwrap();
     let config = home.path().join(".config/inferno");
     fs::create_dir_all(&config).unwrap();
@@ -165,7 +165,7 @@ fn limits_that_were_taken_away_stay_away() {
     let settings = chat.say("/set");
     assert!(settings.contains("max-tokens          none") && !settings.contains("zebra"), "{settings}");
     leave(chat);
-    // One that is open goes on elsewhere.
+    // Without a name, a conversation that is open elsewhere is skipped.
     conversation(&home, &[], &["What is the KV cache?"]);
     let (open, banner) = resume(&home, &[]);
     assert!(banner.contains("the KV"), "{banner}");
@@ -176,12 +176,12 @@ fn limits_that_were_taken_away_stay_away() {
 }
 
 #[test]
-fn what_is_pasted_or_more_than_a_command_runs_none() {
+fn pasted_lines_and_unexpected_arguments_run_no_command() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     assert!(chat.say("My name is Ada").contains("tok/s"));
     for command in ["/clear all", "/exit now", "/undo twice"] {
-        assert!(chat.say(command).contains("stands alone"), "{command}");
+        assert!(chat.say(command).contains("takes no arguments"), "{command}");
     }
     chat.settle();
     chat.send(b"\x1b[200~/clear\rand what is my name?\x1b[201~\r");
@@ -191,7 +191,7 @@ fn what_is_pasted_or_more_than_a_command_runs_none() {
 }
 
 #[test]
-fn kills_in_mid_stream_cost_the_turn_that_streamed() {
+fn a_kill_during_an_answer_loses_only_that_turn() {
     let home = TempDir::new().unwrap();
     conversation(&home, &[], &["My name is Ada"]);
     for round in 1..=3 {
@@ -209,7 +209,7 @@ fn kills_in_mid_stream_cost_the_turn_that_streamed() {
 }
 
 #[test]
-fn clear_leaves_what_was_said_and_load_brings_all_of_it_back() {
+fn load_restores_a_cleared_conversation_with_its_settings() {
     let home = TempDir::new().unwrap();
     let notes = home.path().join("my notes.txt");
     fs::write(&notes, "notes").unwrap();
@@ -217,13 +217,13 @@ fn clear_leaves_what_was_said_and_load_brings_all_of_it_back() {
     chat.say("/set top-k 3");
     chat.say("My name is Ada");
     assert!(chat.say("/save ada").contains("saved"));
-    assert!(chat.say("/clear").contains("kept as ada"));
+    assert!(chat.say("/clear").contains("saved as ada"));
     assert!(chat.say("/context").contains("used          0 of"));
     chat.say("/set top-k 9");
     chat.say("/set stop none");
     chat.say("/set max-tokens 50");
     assert!(chat.say(&format!("/file '{}'", notes.display())).contains("goes with the next"));
-    // One that is not there changes nothing.
+    // Loading an unknown name changes nothing.
     assert!(chat.say("/load nobody").contains("no conversation 'nobody'"));
     assert!(chat.say("/set top-k 8").contains("top-k is 8"));
     let loaded = chat.say("/load ada");
@@ -234,15 +234,15 @@ fn clear_leaves_what_was_said_and_load_brings_all_of_it_back() {
     }
     assert!(chat.say("/file").contains("nothing is attached"));
     assert!(chat.say("What is my name?").contains("Ada"));
-    let anew = chat.say("/system Be brief.").split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(anew.contains("kept as ada"), "{anew}");
+    let output = chat.say("/system Be brief.").split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(output.contains("saved as ada"), "{output}");
     leave(chat);
     let ada = folder(&home).join("conversations/ada.jsonl");
     assert_eq!(questions(&ada), ["My name is Ada", "What is my name?"].map(str::to_string));
 }
 
 #[test]
-fn nothing_is_offered_that_nobody_asked() {
+fn resume_skips_conversations_without_a_question() {
     let home = TempDir::new().unwrap();
     conversation(&home, &[], &["My name is Ada"]);
     let mut chat = Screen::chat(&home, &[]);
@@ -255,7 +255,7 @@ fn nothing_is_offered_that_nobody_asked() {
 }
 
 #[test]
-fn resume_takes_instructions_and_writes_nothing_where_nothing_is_kept() {
+fn resume_accepts_new_instructions_and_obeys_inferno_nohistory() {
     let home = TempDir::new().unwrap();
     conversation(&home, &["--system", "Be kind."], &["My name is Ada"]);
     let path = journal(&home);
@@ -277,9 +277,9 @@ fn resume_takes_instructions_and_writes_nothing_where_nothing_is_kept() {
 }
 
 #[test]
-fn regen_answers_otherwise_and_the_journal_has_the_last_answer() {
+fn regen_gives_another_answer_and_the_journal_has_the_last_one() {
     let home = TempDir::new().unwrap();
-    // Hot, since the demo is sure of what it says.
+    // A high temperature, because the demo model is certain of its answers.
     let mut chat =
         Screen::new(&home, &["play", "demo", "--device", "cpu", "--temperature", "2", "--max-tokens", "60"], &[]);
     chat.wait(">>> ");
@@ -309,22 +309,22 @@ fn regen_answers_otherwise_and_the_journal_has_the_last_answer() {
 }
 
 #[test]
-fn a_state_folder_that_cannot_be_used_costs_no_answer() {
+fn an_unusable_state_folder_does_not_stop_the_chat() {
     let home = TempDir::new().unwrap();
     fs::create_dir_all(home.path().join(".local/state")).unwrap();
-    // Not only a folder that is read-only: that would stop everyone but root.
-    fs::write(folder(&home), "in the way").unwrap();
+    // A file instead of the folder: a read-only folder would not stop root.
+    fs::write(folder(&home), "not a folder").unwrap();
     let mut chat = Screen::chat(&home, &[]);
     let answer = chat.say("My name is Ada");
-    assert!(answer.contains("tok/s") && answer.contains("not kept for --resume: cannot make"), "{answer}");
-    assert!(chat.say("/save ada").contains("cannot make"));
+    assert!(answer.contains("tok/s") && answer.contains("not saved for --resume: cannot create"), "{answer}");
+    assert!(chat.say("/save ada").contains("cannot create"));
     assert!(chat.say("What is my name?").contains("Ada"));
     leave(chat);
 }
 
 #[cfg(unix)]
 #[test]
-fn a_damaged_history_is_set_aside() {
+fn a_damaged_history_is_moved_aside() {
     let home = TempDir::new().unwrap();
     fs::create_dir_all(folder(&home)).unwrap();
     let history = folder(&home).join("history");

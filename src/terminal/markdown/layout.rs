@@ -1,27 +1,27 @@
-//! Markdown to lines: blocks one below the other, text wrapped.
+//! Lays out Markdown: blocks below each other, with wrapped text.
 
 use std::iter::Peekable;
 
 use pulldown_cmark::{CodeBlockKind, Event, HeadingLevel, Options, Parser, Tag};
 
+use super::super::styled_text::{Span, Style, StyledLine, wrap};
 use super::code::Highlighter;
 use super::table;
-use super::text::{Line, Span, Style, wrap};
 
-/// Deeper nesting is laid out as if it were this deep: a model may write ten thousand `>` in a row.
-const DEEPEST: usize = 16;
+/// Deeper nesting is laid out at this depth: a model may write ten thousand `>` in a row.
+const MAX_DEPTH: usize = 16;
 
-/// What is spoken here beside CommonMark.
+/// The extensions of CommonMark that are supported.
 pub fn options() -> Options {
     Options::ENABLE_TABLES | Options::ENABLE_STRIKETHROUGH | Options::ENABLE_TASKLISTS
 }
 
-/// Lines of a piece of Markdown. If it begins with a list that goes on from an earlier piece, `number` is that of its
-/// first item.
-pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<Line> {
+/// Lays out a piece of Markdown. If it starts with a list that continues an earlier piece, `number` is the number of
+/// its first item.
+pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<StyledLine> {
     let mut layout = Layout { events: Parser::new_ext(source, options()).peekable(), number, depth: 0 };
     let mut lines = layout.blocks(columns, Gap::Blank);
-    // Never, as long as starts and ends of the parser match: what is left would be lost.
+    // The parser's starts and ends always match. If they ever do not, the rest of the text is still shown.
     while layout.events.peek().is_some() {
         layout.events.next();
         lines.extend(layout.blocks(columns, Gap::Blank));
@@ -32,8 +32,8 @@ pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<Line> {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gap {
     Blank,
-    /// Items of a list stand close together, however far apart they were written: whether a list is loose shows only at
-    /// its end, and its first items are on the screen by then.
+    /// No blank line between list items, however they were written. Whether a list is loose is known only at its end,
+    /// when its first items are already on the screen.
     None,
 }
 
@@ -44,10 +44,10 @@ struct Layout<'a> {
 }
 
 impl<'a> Layout<'a> {
-    /// Blocks up to the end of what holds them, which is left to be taken.
-    fn blocks(&mut self, columns: usize, gap: Gap) -> Vec<Line> {
-        let mut lines: Vec<Line> = Vec::new();
-        // Containers that were too deep to be shown.
+    /// Lays out blocks up to the end of their container. Does not consume that end.
+    fn blocks(&mut self, columns: usize, gap: Gap) -> Vec<StyledLine> {
+        let mut lines: Vec<StyledLine> = Vec::new();
+        // The number of open containers that are nested too deep to be shown.
         let mut skipped = 0;
         while let Some(event) = self.events.peek() {
             if let Event::End(_) = event {
@@ -58,28 +58,28 @@ impl<'a> Layout<'a> {
                 self.events.next();
                 continue;
             }
-            if self.depth >= DEEPEST && matches!(event, Event::Start(Tag::BlockQuote(_) | Tag::List(_) | Tag::Item)) {
+            if self.depth >= MAX_DEPTH && matches!(event, Event::Start(Tag::BlockQuote(_) | Tag::List(_) | Tag::Item)) {
                 skipped += 1;
                 self.events.next();
                 continue;
             }
-            let list = matches!(event, Event::Start(Tag::List(_)));
+            let is_list = matches!(event, Event::Start(Tag::List(_)));
             let block = self.block(columns);
-            let close = list && gap == Gap::None;
-            if !lines.is_empty() && !block.is_empty() && !close {
-                lines.push(Line::new());
+            let is_tight = is_list && gap == Gap::None;
+            if !lines.is_empty() && !block.is_empty() && !is_tight {
+                lines.push(StyledLine::new());
             }
             lines.extend(block);
         }
         lines
     }
 
-    fn block(&mut self, columns: usize) -> Vec<Line> {
+    fn block(&mut self, columns: usize) -> Vec<StyledLine> {
         let Some(Event::Start(tag)) = self.events.next_if(|event| starts_block(event)) else {
             if self.events.next_if(|event| matches!(event, Event::Rule)).is_some() {
                 return vec![vec![Span::new(&"─".repeat(columns.min(40)), Style::DIM)]];
             }
-            // Text without a paragraph around it, as in the items of a tight list.
+            // Text without a paragraph, as in the items of a tight list.
             let text = self.inlines(Style::default());
             return wrap(&text, columns);
         };
@@ -96,7 +96,7 @@ impl<'a> Layout<'a> {
             }
             Tag::BlockQuote(_) => {
                 let inner = self.blocks(columns.saturating_sub(2), Gap::Blank);
-                inner.into_iter().map(|line| behind(Span::new("│ ", Style::DIM), line)).collect()
+                inner.into_iter().map(|line| prefixed(Span::new("│ ", Style::DIM), line)).collect()
             }
             Tag::CodeBlock(kind) => self.code(kind),
             Tag::List(start) => self.list(start, columns),
@@ -111,12 +111,12 @@ impl<'a> Layout<'a> {
             _ => wrap(&self.inlines(Style::default()), columns),
         };
         self.depth -= 1;
-        self.end();
+        self.skip_to_end();
         lines
     }
 
-    /// The end of a block, and before it whatever no one expected there.
-    fn end(&mut self) {
+    /// Consumes events up to and including the end of the block.
+    fn skip_to_end(&mut self) {
         let mut depth = 0;
         for event in self.events.by_ref() {
             match event {
@@ -128,8 +128,8 @@ impl<'a> Layout<'a> {
         }
     }
 
-    fn list(&mut self, start: Option<u64>, columns: usize) -> Vec<Line> {
-        // Only the first list of a piece goes on from before.
+    fn list(&mut self, start: Option<u64>, columns: usize) -> Vec<StyledLine> {
+        // Only the first list of a piece can continue an earlier one.
         let mut number = start.map(|start| self.number.take().unwrap_or(start));
         let mut lines = Vec::new();
         while self.events.next_if(|event| matches!(event, Event::Start(Tag::Item))).is_some() {
@@ -143,35 +143,35 @@ impl<'a> Layout<'a> {
             };
             let indent = marker.chars().count();
             let inner = self.blocks(columns.saturating_sub(indent), Gap::None);
-            self.end();
+            self.skip_to_end();
             if inner.is_empty() {
                 lines.push(vec![Span::new(marker.trim_end(), Style::DIM)]);
             }
             for (index, line) in inner.into_iter().enumerate() {
                 lines.push(match index {
-                    0 => behind(Span::new(&marker, Style::DIM), line),
+                    0 => prefixed(Span::new(&marker, Style::DIM), line),
                     _ if line.is_empty() => line,
-                    _ => behind(Span::plain(&" ".repeat(indent)), line),
+                    _ => prefixed(Span::plain(&" ".repeat(indent)), line),
                 });
             }
         }
         lines
     }
 
-    fn code(&mut self, kind: CodeBlockKind) -> Vec<Line> {
+    fn code(&mut self, kind: CodeBlockKind) -> Vec<StyledLine> {
         let text = self.text();
         let CodeBlockKind::Fenced(language) = kind else {
             return text.trim_end().lines().map(|line| vec![Span::plain(&format!("    {line}"))]).collect();
         };
         let mut highlighter = Highlighter::new(&language);
         let mut lines = vec![fence(&language)];
-        lines.extend(text.lines().map(|line| highlighter.line(line)));
+        lines.extend(text.lines().map(|line| highlighter.highlight(line)));
         lines.push(fence(""));
         lines
     }
 
-    /// Cells, row by row, the header's first.
-    fn rows(&mut self) -> Vec<Vec<Line>> {
+    /// Returns the cells of a table, row by row, starting with the header.
+    fn rows(&mut self) -> Vec<Vec<StyledLine>> {
         let mut rows = Vec::new();
         while let Some(Event::Start(row)) =
             self.events.next_if(|event| matches!(event, Event::Start(Tag::TableHead | Tag::TableRow)))
@@ -180,15 +180,15 @@ impl<'a> Layout<'a> {
             let mut cells = Vec::new();
             while self.events.next_if(|event| matches!(event, Event::Start(Tag::TableCell))).is_some() {
                 cells.push(self.inlines(style));
-                self.end();
+                self.skip_to_end();
             }
-            self.end();
+            self.skip_to_end();
             rows.push(cells);
         }
         rows
     }
 
-    /// The bare text of code or HTML, up to its end.
+    /// Returns the text of code or HTML up to its end.
     fn text(&mut self) -> String {
         let mut text = String::new();
         while let Some(event) = self.events.next_if(|event| !matches!(event, Event::End(_) | Event::Start(_))) {
@@ -199,9 +199,9 @@ impl<'a> Layout<'a> {
         text
     }
 
-    /// Text up to the end of what holds it, or up to the next block.
-    fn inlines(&mut self, style: Style) -> Line {
-        let mut spans = Line::new();
+    /// Returns text up to the end of its container or up to the next block.
+    fn inlines(&mut self, style: Style) -> StyledLine {
+        let mut spans = StyledLine::new();
         let mut skipped = 0;
         while let Some(event) = self.events.peek() {
             if starts_block(event) || matches!(event, Event::Rule) || (skipped == 0 && matches!(event, Event::End(_))) {
@@ -209,13 +209,13 @@ impl<'a> Layout<'a> {
             }
             let Some(event) = self.events.next() else { break };
             match event {
-                Event::Start(_) if self.depth >= DEEPEST => skipped += 1,
+                Event::Start(_) if self.depth >= MAX_DEPTH => skipped += 1,
                 Event::End(_) => skipped -= 1,
                 Event::Start(tag) => {
                     self.depth += 1;
-                    spans.extend(self.inside(tag, style));
+                    spans.extend(self.styled_inlines(tag, style));
                     self.depth -= 1;
-                    self.end();
+                    self.skip_to_end();
                 }
                 Event::Code(text) => spans.push(Span::new(&text.replace('\n', " "), Style { color: Some(6), ..style })),
                 Event::SoftBreak => spans.push(Span::new(" ", style)),
@@ -234,14 +234,15 @@ impl<'a> Layout<'a> {
         spans
     }
 
-    fn inside(&mut self, tag: Tag<'a>, style: Style) -> Line {
+    /// Returns the text inside an inline tag, in the style of that tag.
+    fn styled_inlines(&mut self, tag: Tag<'a>, style: Style) -> StyledLine {
         match tag {
             Tag::Emphasis => self.inlines(Style { italic: true, ..style }),
             Tag::Strong => self.inlines(Style { bold: true, ..style }),
             Tag::Strikethrough => self.inlines(Style { strike: true, ..style }),
             Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. } => {
                 let mut text = self.inlines(Style { underline: true, ..style });
-                // Where a link leads is seen, always: the text may say something else.
+                // Always show the destination of a link: its text may say something else.
                 let shown: String = text.iter().map(Span::text).collect();
                 if !dest_url.is_empty() && shown != *dest_url {
                     text.push(Span::new(&format!(" ({dest_url})"), Style { dim: true, ..style }));
@@ -272,12 +273,13 @@ fn is_line_break(tag: &str) -> bool {
     tag.eq_ignore_ascii_case("br")
 }
 
-/// The line above or below a block of code, as it would be typed.
-pub fn fence(language: &str) -> Line {
+/// Returns the line above or below a block of code, as it is typed.
+pub fn fence(language: &str) -> StyledLine {
     vec![Span::new(&format!("```{}", language.replace('\n', " ")), Style::DIM)]
 }
 
-fn behind(first: Span, line: Line) -> Line {
+/// Puts a span before a line.
+fn prefixed(first: Span, line: StyledLine) -> StyledLine {
     let mut all = vec![first];
     all.extend(line);
     all

@@ -1,11 +1,11 @@
-//! Styled text: what it looks like, how wide it is, where it breaks.
+//! Styled text: how it looks, how wide it is and where it wraps.
 
 use unicode_segmentation::UnicodeSegmentation;
 use unicode_width::UnicodeWidthStr;
 
 use crate::text::printable;
 
-/// How a span looks. Colors are the terminal's own sixteen, so that they suit its background.
+/// The look of a span. It uses the terminal's own colors, which suit its background.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Style {
     pub bold: bool,
@@ -13,7 +13,7 @@ pub struct Style {
     pub italic: bool,
     pub underline: bool,
     pub strike: bool,
-    /// 0 to 7: black, red, green, yellow, blue, magenta, cyan, white.
+    /// A color from 0 to 7: black, red, green, yellow, blue, magenta, cyan, white.
     pub color: Option<u8>,
 }
 
@@ -25,7 +25,8 @@ impl Style {
         Style { color: Some(number), ..Style::default() }
     }
 
-    fn codes(self) -> Vec<String> {
+    /// Returns the parameters of the SGR escape sequence.
+    fn sgr_codes(self) -> Vec<String> {
         let switches = [(self.bold, 1), (self.dim, 2), (self.italic, 3), (self.underline, 4), (self.strike, 9)];
         let mut codes: Vec<String> = switches.iter().filter(|(on, _)| *on).map(|(_, code)| code.to_string()).collect();
         codes.extend(self.color.map(|color| (30 + color).to_string()));
@@ -33,7 +34,7 @@ impl Style {
     }
 }
 
-/// Text of one look. Only what may reach a terminal gets in: see [`Span::new`].
+/// Text in one style. It holds only characters that may reach a terminal: see [`Span::new`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     text: String,
@@ -41,12 +42,15 @@ pub struct Span {
 }
 
 impl Span {
-    /// Control characters are dropped here, the last place before the terminal: Markdown can spell them as entities
-    /// (`&#27;`), which a filter on the source would not see. Tabs become spaces: nobody knows how wide they are.
+    /// Creates a span without the control characters of `text`.
+    ///
+    /// They are dropped here, right before the terminal, because Markdown can write them as entities (`&#27;`), which a
+    /// filter on the source would miss. Tabs become four spaces, since their width on the screen is unknown.
     pub fn new(text: &str, style: Style) -> Span {
         Span { text: printable(text).replace('\t', "    "), style }
     }
 
+    /// Creates a span without a style.
     pub fn plain(text: &str) -> Span {
         Span::new(text, Style::default())
     }
@@ -57,18 +61,18 @@ impl Span {
 }
 
 /// One line, which may be wider than the window.
-pub type Line = Vec<Span>;
+pub type StyledLine = Vec<Span>;
 
-/// Columns that a line takes.
+/// Returns the number of columns that a line takes.
 pub fn width(line: &[Span]) -> usize {
     line.iter().map(|span| span.text.width()).sum()
 }
 
-/// A line as it is written to a terminal.
+/// Returns a line as text with escape sequences.
 pub fn paint(line: &[Span]) -> String {
     let mut painted = String::new();
     for span in line {
-        let codes = span.style.codes();
+        let codes = span.style.sgr_codes();
         if codes.is_empty() || span.text.is_empty() {
             painted.push_str(&span.text);
         } else {
@@ -78,7 +82,7 @@ pub fn paint(line: &[Span]) -> String {
     painted
 }
 
-/// One character as a person sees it.
+/// One grapheme cluster: a character as a person sees it.
 #[derive(Clone, Copy)]
 struct Cell<'a> {
     text: &'a str,
@@ -92,55 +96,56 @@ fn cells(line: &[Span]) -> impl Iterator<Item = Cell<'_>> {
     })
 }
 
-fn push(line: &mut Line, cell: Cell) {
+fn push(line: &mut StyledLine, cell: Cell) {
     match line.last_mut() {
         Some(last) if last.style == cell.style => last.text.push_str(cell.text),
         _ => line.push(Span { text: cell.text.to_string(), style: cell.style }),
     }
 }
 
-/// Breaks text at spaces, at line breaks, beside wide (East Asian) characters, and inside of words that are wider than
-/// `columns`.
-pub fn wrap(text: &[Span], columns: usize) -> Vec<Line> {
+/// Wraps text at spaces, at line breaks and next to wide (East Asian) characters. Splits words wider than `columns`.
+///
+/// `textwrap` wraps plain text only: it knows no styles, and an escape sequence would count as visible columns.
+pub fn wrap(text: &[Span], columns: usize) -> Vec<StyledLine> {
     let columns = columns.max(1);
-    let mut wrapped = Wrapped { columns, lines: Vec::new(), line: Vec::new(), width: 0, space: None };
+    let mut wrapper = Wrapper { columns, lines: Vec::new(), line: Vec::new(), width: 0, space: None };
     let mut word: Vec<Cell> = Vec::new();
     for cell in cells(text) {
         match cell.text {
             "\n" => {
-                wrapped.word(&mut word);
-                wrapped.end_line();
+                wrapper.push_word(&mut word);
+                wrapper.end_line();
             }
             " " => {
-                wrapped.word(&mut word);
-                wrapped.space = Some(cell);
+                wrapper.push_word(&mut word);
+                wrapper.space = Some(cell);
             }
             _ if cell.width > 1 => {
-                wrapped.word(&mut word);
-                wrapped.word(&mut vec![cell]);
+                wrapper.push_word(&mut word);
+                wrapper.push_word(&mut vec![cell]);
             }
             _ => word.push(cell),
         }
     }
-    wrapped.word(&mut word);
-    if !wrapped.line.is_empty() {
-        wrapped.end_line();
+    wrapper.push_word(&mut word);
+    if !wrapper.line.is_empty() {
+        wrapper.end_line();
     }
-    wrapped.lines
+    wrapper.lines
 }
 
-struct Wrapped<'a> {
+struct Wrapper<'a> {
     columns: usize,
-    lines: Vec<Line>,
-    line: Line,
+    lines: Vec<StyledLine>,
+    line: StyledLine,
     width: usize,
-    /// Between the last word and the next, if they stay on one line.
+    /// The space before the next word, which is dropped if that word starts a new line.
     space: Option<Cell<'a>>,
 }
 
-impl<'a> Wrapped<'a> {
-    /// Takes `word`, which is left empty.
-    fn word(&mut self, word: &mut Vec<Cell<'a>>) {
+impl<'a> Wrapper<'a> {
+    /// Appends a word and leaves `word` empty.
+    fn push_word(&mut self, word: &mut Vec<Cell<'a>>) {
         if word.is_empty() {
             return;
         }
@@ -170,13 +175,13 @@ impl<'a> Wrapped<'a> {
     }
 }
 
-/// The rows that a line takes in a window: cut wherever it is full, as a terminal does.
-pub fn rows(line: &[Span], columns: usize) -> Vec<Line> {
-    let mut rows = vec![Line::new()];
+/// Cuts a line into rows of a window, exactly where each row is full, as a terminal does.
+pub fn rows(line: &[Span], columns: usize) -> Vec<StyledLine> {
+    let mut rows = vec![StyledLine::new()];
     let mut width = 0;
     for cell in cells(line) {
         if width > 0 && width + cell.width > columns.max(1) {
-            rows.push(Line::new());
+            rows.push(StyledLine::new());
             width = 0;
         }
         width += cell.width;

@@ -1,4 +1,4 @@
-//! Where settings come from, what a script may pipe in, and what it gets back line by line.
+//! Settings from flags, the environment and the configuration file; piped prompts; JSON lines.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
@@ -37,7 +37,7 @@ fn flags_win_over_the_environment_over_the_file() {
     let config = "device = \"cpu\"\ntemperature = 0\nseed = 1\nmax-tokens = 3\n[models.demo]\nseed = 2\n[models.\"a/b\"]\nseed = 3\n";
     let home = home_with(config);
     let seed = |more: &[&str], environment: &[(&str, &str)]| json(&ask(&home, more, environment))["seed"].as_u64();
-    assert_eq!(seed(&[], &[]), Some(2), "the model's own before those for all");
+    assert_eq!(seed(&[], &[]), Some(2), "the section of the model overrides the rest");
     assert_eq!(seed(&[], &[("INFERNO_SEED", "4")]), Some(4));
     assert_eq!(seed(&["--seed", "5"], &[("INFERNO_SEED", "4")]), Some(5));
     let answer = json(&ask(&home, &[], &[]));
@@ -45,13 +45,13 @@ fn flags_win_over_the_environment_over_the_file() {
     let other = home.path().join("other.toml");
     fs::write(&other, "device = \"cpu\"\nseed = 6\nmax-tokens = 1\nstop = [\"a\", \"b\"]\nplain = true\n").unwrap();
     assert_eq!(seed(&[], &[("INFERNO_CONFIG", other.to_str().unwrap())]), Some(6));
-    // The device counts for other verbs too; the rest does not concern them.
+    // Other subcommands use the device and ignore the other keys.
     let output = inferno(&home).args(["bench", "demo", "-p", "8", "-n", "2", "-r", "1"]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
 #[test]
-fn mistakes_in_the_file_are_named() {
+fn mistakes_in_the_configuration_file_are_reported() {
     let fails = |config: &str, words: &[&str]| assert_fails(&ask(&home_with(config), &[], &[]), 2, words);
     fails("tempratur = 1\n", &["config.toml", "unknown key 'tempratur'", "temperature"]);
     fails("[models.other]\ndevize = \"cpu\"\n", &["unknown key 'devize'", "other"]);
@@ -67,14 +67,14 @@ fn mistakes_in_the_file_are_named() {
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
     assert_fails(&ask(&home, &[], &[]), 2, &["config.toml"]);
-    // No one who looks for help is kept from it.
+    // Help and list work in spite of mistakes.
     let output = inferno(&home_with("x = 1\n")).args(["play", "--help"]).output().unwrap();
     assert!(output.status.success());
     assert!(inferno(&home_with("x = 1\n")).arg("list").output().unwrap().status.success());
 }
 
 #[test]
-fn the_environment_is_named_where_it_is_wrong() {
+fn mistakes_in_the_environment_are_reported() {
     let home = TempDir::new().unwrap();
     let with = |name: &str, value: &str| ask(&home, &["--device", "cpu", "--max-tokens", "1"], &[(name, value)]);
     for (name, value) in [
@@ -90,7 +90,7 @@ fn the_environment_is_named_where_it_is_wrong() {
     assert_eq!(json(&with("INFERNO_SEED", "12"))["seed"], 12);
     assert_fails(&with("INFERNO_TEMPERATURE", "abc"), 2, &["INFERNO_TEMPERATURE", "'abc'"]);
     assert_fails(&with("INFERNO_PLAIN", "perhaps"), 2, &["INFERNO_PLAIN"]);
-    // What a flag says counts, whatever stands there.
+    // A flag overrides an invalid variable.
     json(&ask(&home, &["--device", "cpu", "--max-tokens", "1", "--seed", "3"], &[("INFERNO_SEED", "abc")]));
 }
 
@@ -131,7 +131,7 @@ fn every_place_knows_every_sampling_parameter() {
 }
 
 #[test]
-fn a_model_is_configured_by_its_whole_name() {
+fn configuration_sections_match_the_full_model_name() {
     let commit = "0123456789abcdef0123456789abcdef01234567";
     let home =
         home_with("device = \"cpu\"\nmax-tokens = 9\n[models.\"a/little\"]\ntop-k = 7\n[models.demo]\ntop-k = 5\n");
@@ -159,7 +159,7 @@ fn a_model_is_configured_by_its_whole_name() {
     expect(&mut chat, "demo answers");
     expect(&mut chat, ">>> ");
     assert_eq!(top_k(&mut chat), "5");
-    // What the person says holds for every model.
+    // A setting changed with /set stays for every model.
     chat.send_line("/set top-k 3").unwrap();
     expect(&mut chat, ">>> ");
     chat.send_line("/model littl").unwrap();
@@ -189,7 +189,7 @@ fn a_model_is_configured_by_its_whole_name() {
     let mut chat = play_with(&home, &["--resume", "branch"], &[]);
     assert!(expect(&mut chat, ">>> ").contains("1 question"));
 
-    // What is typed wins, in whichever way.
+    // A revision in the model name overrides the environment.
     let other = [("INFERNO_REVISION", "other")];
     let mut chat = play_with(&home, &["a/little@main", "--device", "cpu"], &other);
     expect(&mut chat, ">>> ");
@@ -202,7 +202,7 @@ fn a_model_is_configured_by_its_whole_name() {
 }
 
 #[test]
-fn a_file_follows_the_prompt_and_a_pipe_only_if_asked_for() {
+fn a_redirected_file_is_appended_and_a_pipe_only_with_stdin_flag() {
     let home = TempDir::new().unwrap();
     let path = home.path().join("notes.txt");
     fs::write(&path, "first line of notes\nand a second one\n").unwrap();
@@ -214,12 +214,12 @@ fn a_file_follows_the_prompt_and_a_pipe_only_if_asked_for() {
     let alone = tokens(Stdio::null(), &[]);
     let with_file = tokens(File::open(&path).unwrap().into(), &[]);
     assert!(with_file > alone + 5, "{with_file} and {alone}");
-    // A loop around this call has read the first line: the rest is not for us.
-    let mut begun = File::open(&path).unwrap();
-    begun.seek(SeekFrom::Start(20)).unwrap();
-    assert_eq!(tokens(begun.into(), &[]), alone);
+    // A loop around this call has read the first line, so the rest of the file is not ours.
+    let mut partly_read = File::open(&path).unwrap();
+    partly_read.seek(SeekFrom::Start(20)).unwrap();
+    assert_eq!(tokens(partly_read.into(), &[]), alone);
 
-    // A pipe that is never closed.
+    // A pipe that is never closed must not block.
     let mut child = inferno(&home)
         .args(ASK)
         .args(["--device", "cpu", "--max-tokens", "1"])
@@ -250,23 +250,23 @@ fn assert_fails_usage(output: &Output) {
 }
 
 #[test]
-fn json_lines_come_as_the_answer_does() {
+fn json_lines_arrive_while_the_answer_streams() {
     let home = TempDir::new().unwrap();
     let args = ["play", "demo", "--device", "cpu", "--prompt", "How do I list my models?", "--temperature", "0"];
     let whole = json(&inferno(&home).args(args).arg("--json").output().unwrap());
     let output = inferno(&home).args(args).arg("--jsonl").output().unwrap();
     let events: Vec<Value> = text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-    let of = |event: &str| -> String {
+    let text_of = |event: &str| -> String {
         events.iter().filter(|line| line["event"] == event).map(|line| line["text"].as_str().unwrap()).collect()
     };
     assert_eq!(events.first().unwrap()["event"], "start");
     assert_eq!(events.first().unwrap()["model"], "demo");
-    assert_eq!(of("answer"), whole["text"].as_str().unwrap());
-    assert_eq!(of("reasoning"), whole["reasoning"].as_str().unwrap());
+    assert_eq!(text_of("answer"), whole["text"].as_str().unwrap());
+    assert_eq!(text_of("reasoning"), whole["reasoning"].as_str().unwrap());
     let end = events.last().unwrap();
     assert_eq!((end["event"].as_str(), end["finish_reason"].as_str()), (Some("end"), Some("stop")));
     assert_eq!(end["usage"], whole["usage"]);
-    assert!(events.len() > 10, "piece by piece");
+    assert!(events.len() > 10, "the answer arrives in pieces");
     assert_fails_usage(&run(&["play", "demo", "--prompt", "x", "--json", "--jsonl"]));
     let long = "download ".repeat(500);
     let output = run(&["play", "demo", "--device", "cpu", "--context", "128", "--prompt", &long, "--jsonl"]);
@@ -276,7 +276,7 @@ fn json_lines_come_as_the_answer_does() {
 }
 
 #[test]
-fn completions_and_logs() {
+fn completions_are_generated_and_verbose_logs_go_to_stderr() {
     for (shell, word) in [("bash", "complete -F"), ("zsh", "#compdef inferno"), ("fish", "complete -c inferno")] {
         let script = text(&run(&["completions", shell]).stdout);
         assert!(script.contains(word) && script.contains("hide-reasoning"), "{shell}");

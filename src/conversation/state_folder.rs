@@ -4,20 +4,20 @@ use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Whether anything of a chat may be written to disk: not with INFERNO_NOHISTORY.
-pub fn is_kept() -> bool {
+/// Returns whether a chat may write anything to disk. INFERNO_NOHISTORY forbids it.
+pub fn is_enabled() -> bool {
     std::env::var_os("INFERNO_NOHISTORY").is_none_or(|value| value.is_empty() || value == "0")
 }
 
-/// `$XDG_STATE_HOME/inferno`, or `~/.local/state/inferno`.
-pub fn folder() -> Option<PathBuf> {
+/// Returns `$XDG_STATE_HOME/inferno`, or else `~/.local/state/inferno`.
+pub fn path() -> Option<PathBuf> {
     let state = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
     let state = state.or_else(|| Some(std::env::home_dir()?.join(".local/state")))?;
     Some(state.join("inferno"))
 }
 
-/// Makes a folder for its owner alone. One that is there stays as it is.
-pub fn make_folder(path: &Path) -> io::Result<()> {
+/// Creates a folder that only its owner may enter. A folder that exists keeps its permissions.
+pub fn create_folder(path: &Path) -> io::Result<()> {
     let mut builder = DirBuilder::new();
     builder.recursive(true);
     #[cfg(unix)]
@@ -25,8 +25,8 @@ pub fn make_folder(path: &Path) -> io::Result<()> {
     builder.create(path)
 }
 
-/// Makes a file for its owner alone. Fails if there is one.
-pub fn make_file(path: &Path) -> io::Result<File> {
+/// Creates a file that only its owner may read. Fails if the file exists.
+pub fn create_file(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).append(true).create_new(true);
     #[cfg(unix)]

@@ -1,92 +1,91 @@
-//! Markdown as it streams in: which lines are finished, never to change again, and what the open block looks like so far.
+//! Markdown as it streams: lines that will never change again, and the block that is still open.
 //!
-//! What is finished depends on the lines of the text alone, not on the pieces that they came in: a text that comes byte by
-//! byte ends up as one that comes at once.
+//! The result depends on the text alone, not on how it is split into pieces: a text that arrives byte by byte ends up
+//! the same as one that arrives at once.
 
 mod code;
 mod layout;
 mod table;
-pub mod text;
 
 use std::time::{Duration, Instant};
 
 use pulldown_cmark::{CodeBlockKind, Event, Parser, Tag};
 
+use super::styled_text::{Span, StyledLine};
 use code::Highlighter;
-use text::{Line, Span};
 
-/// A block longer than this is finished where it stands. Its Markdown is read anew with each line, which must not take
-/// longer than the model takes to write it.
-const LONGEST: usize = 16 * 1024;
+/// A block longer than this, in bytes, is finished early. An open block is parsed again with each line, which must stay
+/// faster than the model writes.
+const MAX_BLOCK_BYTES: usize = 16 * 1024;
 
-/// Coloring a line of code takes a quarter of a millisecond, so an open one is not colored for each frame.
-const RECOLOR: Duration = Duration::from_millis(60);
+/// The shortest time between two highlights of an open line of code. Each takes a quarter of a millisecond.
+const HIGHLIGHT_INTERVAL: Duration = Duration::from_millis(60);
 
-/// Markdown on its way to a window.
+/// Lays out Markdown for a window while it streams.
 pub struct Markdown {
     columns: usize,
-    /// Whole lines of the open block.
+    /// Complete lines of the open block.
     open: String,
-    /// The line that is still being written.
+    /// The incomplete last line.
     line: String,
-    code: Option<Code>,
-    /// The open block is a list whose first items are finished; for a numbered one, the number of the next.
+    code: Option<OpenCode>,
+    /// Set if the open block is a list whose first items are finished; with the next number if it is numbered.
     list: Option<Option<u64>>,
-    /// Something was finished: the next block keeps its distance.
-    begun: bool,
+    /// Whether a block is finished, so that the next one needs a blank line before it.
+    has_content: bool,
 }
 
-/// A fenced block of code that is open. Its lines are finished as they come.
-struct Code {
+/// An open fenced block of code. Each of its lines is finished as soon as it is complete.
+struct OpenCode {
     fence: u8,
     length: usize,
     indent: usize,
     highlighter: Highlighter,
-    /// The open line as it was last colored, and when.
-    colored: Option<(String, Line, Instant)>,
+    /// The open line as it was last highlighted, and when.
+    highlighted: Option<(String, StyledLine, Instant)>,
 }
 
 impl Markdown {
-    /// For a window with this many columns.
+    /// Starts an empty text for a window with this many columns.
     pub fn new(columns: usize) -> Self {
-        Self { columns, open: String::new(), line: String::new(), code: None, list: None, begun: false }
+        Self { columns, open: String::new(), line: String::new(), code: None, list: None, has_content: false }
     }
 
-    /// From now on the window is this wide.
+    /// Lays out later lines for a window with this many columns.
     pub fn resize(&mut self, columns: usize) {
         self.columns = columns;
     }
 
-    /// Takes more of the text. Returns the lines that this finished.
-    pub fn push(&mut self, text: &str) -> Vec<Line> {
+    /// Appends text. Returns the lines that it finished.
+    pub fn push(&mut self, text: &str) -> Vec<StyledLine> {
         let mut finished = Vec::new();
         for c in text.chars() {
             self.line.push(c);
-            if c == '\n' || self.line.len() >= LONGEST {
+            if c == '\n' || self.line.len() >= MAX_BLOCK_BYTES {
                 self.end_line(&mut finished);
             }
         }
         finished
     }
 
-    /// The open block as far as it has come.
-    pub fn open(&mut self) -> Vec<Line> {
+    /// Lays out the open block as far as it is written.
+    pub fn open(&mut self) -> Vec<StyledLine> {
         if let Some(code) = &mut self.code {
             let closing = self.line.trim_start().bytes().all(|byte| byte == code.fence);
             return if closing { Vec::new() } else { vec![code.open_line(&self.line)] };
         }
         let source = format!("{}{}", self.open, shown_part(&self.line));
-        // Rows of a table look like text until the line below its header has come.
+        // The rows of a table look like text until the line below its header is written.
         if source.trim_start().starts_with('|')
             && matches!(Parser::new_ext(&source, layout::options()).next(), Some(Event::Start(Tag::Paragraph)))
         {
             return Vec::new();
         }
-        self.laid_out(&with_marks_closed(&source))
+        self.lay_out(&with_marks_closed(&source))
     }
 
-    /// Ends the text. Returns what was open.
-    pub fn finish(&mut self) -> Vec<Line> {
+    /// Ends the text. Returns the lines of the open block.
+    pub fn finish(&mut self) -> Vec<StyledLine> {
         let mut finished = Vec::new();
         if !self.line.is_empty() {
             self.end_line(&mut finished);
@@ -98,14 +97,14 @@ impl Markdown {
         finished
     }
 
-    fn end_line(&mut self, finished: &mut Vec<Line>) {
+    fn end_line(&mut self, finished: &mut Vec<StyledLine>) {
         let line = std::mem::take(&mut self.line);
         if let Some(code) = &mut self.code {
-            if code.ends_at(&line) {
+            if code.is_closed_by(&line) {
                 self.code = None;
                 finished.push(layout::fence(""));
             } else {
-                finished.push(code.highlighter.line(unindented(line.trim_end_matches(['\n', '\r']), code.indent)));
+                finished.push(code.highlighter.highlight(unindented(line.trim_end_matches(['\n', '\r']), code.indent)));
             }
             return;
         }
@@ -113,12 +112,12 @@ impl Markdown {
         if !line.ends_with('\n') {
             self.open.push('\n');
         }
-        self.settle(finished);
+        self.finish_blocks(finished);
     }
 
-    /// Finishes all but the last block of what is open, and all but the last item if that is a list.
-    fn settle(&mut self, finished: &mut Vec<Line>) {
-        let blocks = outline(&self.open);
+    /// Finishes all open blocks but the last one. If the last one is a list, finishes all its items but the last.
+    fn finish_blocks(&mut self, finished: &mut Vec<StyledLine>) {
+        let blocks = top_level_blocks(&self.open);
         let mut taken = 0;
         for next in blocks.iter().skip(1) {
             let rest = self.open.split_off(next.start - taken);
@@ -135,68 +134,69 @@ impl Markdown {
                 self.list = Some(first.map(|first| first.saturating_add(items.len() as u64 - 1)));
             }
             Some(Kind::Fenced { language }) => self.open_code(&language, finished),
-            _ if self.open.len() >= LONGEST => self.finish_block(finished),
+            _ if self.open.len() >= MAX_BLOCK_BYTES => self.finish_block(finished),
             _ => {}
         }
     }
 
-    fn finish_block(&mut self, finished: &mut Vec<Line>) {
-        let lines = self.laid_out(&self.open);
-        self.begun |= !lines.is_empty();
+    fn finish_block(&mut self, finished: &mut Vec<StyledLine>) {
+        let lines = self.lay_out(&self.open);
+        self.has_content |= !lines.is_empty();
         finished.extend(lines);
         self.open.clear();
         self.list = None;
     }
 
-    fn open_code(&mut self, language: &str, finished: &mut Vec<Line>) {
+    fn open_code(&mut self, language: &str, finished: &mut Vec<StyledLine>) {
         let opening = self.open.trim_start_matches(['\n', '\r']);
         let fence = opening.trim_start();
         let first = fence.as_bytes().first().copied().unwrap_or(b'`');
-        self.code = Some(Code {
+        self.code = Some(OpenCode {
             fence: first,
             length: fence.bytes().take_while(|byte| *byte == first).count(),
             indent: opening.len() - fence.len(),
             highlighter: Highlighter::new(language),
-            colored: None,
+            highlighted: None,
         });
-        if self.begun {
-            finished.push(Line::new());
+        if self.has_content {
+            finished.push(StyledLine::new());
         }
         finished.push(layout::fence(language));
-        self.begun = true;
+        self.has_content = true;
         self.open.clear();
     }
 
-    /// What is open, or a part of it, as lines, with the blank one that sets it off from what came before.
-    fn laid_out(&self, source: &str) -> Vec<Line> {
+    /// Lays out the open block or a part of it, with a blank line before it if needed.
+    fn lay_out(&self, source: &str) -> Vec<StyledLine> {
         let mut lines = layout::layout(source, self.columns, self.list.flatten());
-        if !lines.is_empty() && self.begun && self.list.is_none() {
-            lines.insert(0, Line::new());
+        if !lines.is_empty() && self.has_content && self.list.is_none() {
+            lines.insert(0, StyledLine::new());
         }
         lines
     }
 }
 
-impl Code {
-    /// A line that is being written. What came since it was last colored may be plain for a moment.
-    fn open_line(&mut self, line: &str) -> Line {
+impl OpenCode {
+    /// Returns the incomplete line. Text added since the last highlight may be plain for a moment.
+    fn open_line(&mut self, line: &str) -> StyledLine {
         let line = unindented(line, self.indent);
-        if let Some((before, colored, when)) = &self.colored
+        if let Some((before, highlighted, when)) = &self.highlighted
             && let Some(more) = line.strip_prefix(before.as_str())
-            && when.elapsed() < RECOLOR
+            && when.elapsed() < HIGHLIGHT_INTERVAL
         {
-            let mut shown = colored.clone();
+            let mut shown = highlighted.clone();
             if !more.is_empty() {
                 shown.push(Span::plain(&crate::text::printable(more)));
             }
             return shown;
         }
-        let colored = self.highlighter.clone().line(line);
-        self.colored = Some((line.to_string(), colored.clone(), Instant::now()));
-        colored
+        let highlighted = self.highlighter.clone().highlight(line);
+        self.highlighted = Some((line.to_string(), highlighted.clone(), Instant::now()));
+        highlighted
     }
 
-    fn ends_at(&self, line: &str) -> bool {
+    /// Returns whether a line is the closing fence.
+    fn is_closed_by(&self, line: &str) -> bool {
         let line = line.trim_end();
         let fence = line.trim_start_matches(' ');
         line.len() - fence.len() <= 3 && fence.len() >= self.length && fence.bytes().all(|byte| byte == self.fence)
@@ -208,9 +208,9 @@ fn unindented(line: &str, indent: usize) -> &str {
     &line[spaces.min(indent)..]
 }
 
-/// A block that is in no other.
+/// A block at the top level.
 struct Block {
-    /// Where its first line starts.
+    /// The position of its first line.
     start: usize,
     kind: Kind,
 }
@@ -218,7 +218,7 @@ struct Block {
 enum Kind {
     List {
         number: Option<u64>,
-        /// Where the first line of each item starts.
+        /// The position of the first line of each item.
         items: Vec<usize>,
     },
     Fenced {
@@ -227,8 +227,8 @@ enum Kind {
     Other,
 }
 
-/// The outermost blocks of a text.
-fn outline(source: &str) -> Vec<Block> {
+/// Returns the top-level blocks of a text.
+fn top_level_blocks(source: &str) -> Vec<Block> {
     let start_of_line = |at: usize| source[..at].rfind('\n').map_or(0, |end| end + 1);
     let mut blocks: Vec<Block> = Vec::new();
     let mut depth = 0;
@@ -261,14 +261,14 @@ fn outline(source: &str) -> Vec<Block> {
     blocks
 }
 
-/// A line that is being written, or nothing while it could become anything: `-` may start an item, underline a heading,
-/// or be a rule.
+/// Returns an incomplete line, or nothing while its meaning is open: `-` may start an item, underline a heading or be a
+/// rule.
 fn shown_part(line: &str) -> &str {
     let undecided = |c: char| "-=*_#>`~|+:. ".contains(c) || c.is_ascii_digit();
     if line.chars().all(undecided) { "" } else { line }
 }
 
-/// The text with marks closed that are open at its end, so that `**bo` looks bold before the rest of it comes.
+/// Closes marks that are open at the end of a text, so that `**bo` looks bold before the closing mark is written.
 fn with_marks_closed(source: &str) -> String {
     let fences = source.lines().filter(|line| line.trim_start().starts_with("```")).count();
     if fences % 2 == 1 {

@@ -1,0 +1,20 @@
+//! Text files that go with the next message.
+
+/// The text of one attached file.
+pub struct Attachment {
+    pub path: String,
+    pub text: String,
+}
+
+/// Returns the message that the model reads: the attached files, then `text`.
+///
+/// Each file stands in a fence longer than any run of backquotes in it.
+pub fn with_attachments(attachments: &[Attachment], text: &str) -> String {
+    let mut message = String::new();
+    for Attachment { path, text } in attachments {
+        let longest_run = text.split(|c| c != '`').map(str::len).max().unwrap_or(0);
+        let fence = "`".repeat(longest_run.max(2) + 1);
+        message.push_str(&format!("{path}:\n{fence}\n{}\n{fence}\n\n", text.trim_end_matches('\n')));
+    }
+    message + text
+}

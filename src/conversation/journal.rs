@@ -1,0 +1,350 @@
+//! Conversations on disk: after a crash or a kill, `inferno play --resume` continues where the last turn ended.
+//!
+//! Each conversation is one file with one JSON object per line. The file only grows, and each line is synced to the disk
+//! before the next message is asked for. A line that a crash cut off is always the last one and is dropped. If a write
+//! fails, its remains are removed, and the next successful write saves the whole conversation.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+
+use super::settings::SettingValues;
+use super::state_folder;
+use crate::chat::{Message, Role};
+use crate::error::Error;
+
+/// The version of the file format. A higher version was written by a later inferno.
+const VERSION: u32 = 1;
+
+#[derive(Serialize, Deserialize)]
+#[serde(tag = "record", rename_all = "snake_case")]
+enum Record {
+    /// The first line: the model and its settings.
+    Start {
+        version: u32,
+        model: String,
+        settings: SettingValues,
+    },
+    /// Another model answers from here on.
+    Model {
+        model: String,
+        settings: SettingValues,
+    },
+    Settings {
+        settings: SettingValues,
+    },
+    /// A question and its answer.
+    Turn {
+        messages: Vec<Message>,
+    },
+    /// All messages, after `/undo`, `/clear`, `/system` or `/regen`.
+    Messages {
+        messages: Vec<Message>,
+    },
+}
+
+/// A conversation as its journal has it.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SavedConversation {
+    pub model: String,
+    pub settings: SettingValues,
+    pub messages: Vec<Message>,
+    /// Describes a damaged line, if there is one. Everything from that line on is missing.
+    pub damage: Option<String>,
+}
+
+impl SavedConversation {
+    fn has_question(&self) -> bool {
+        self.messages.iter().any(|message| message.role == Role::User)
+    }
+}
+
+/// The open, locked file of a conversation.
+pub struct Journal {
+    name: String,
+    path: PathBuf,
+    file: LockedFile,
+    /// The length of all complete lines in bytes.
+    length: u64,
+    /// Whether a write failed, so that the file lacks part of the conversation.
+    is_incomplete: bool,
+}
+
+/// What changed in a conversation.
+#[derive(Clone, Copy, Debug)]
+pub enum Change {
+    Model,
+    Settings,
+    /// A question and its answer were added.
+    Turn,
+    Messages,
+}
+
+/// The current state of a conversation.
+pub struct ConversationState<'a> {
+    pub model: &'a str,
+    pub settings: &'a SettingValues,
+    pub messages: &'a [Message],
+}
+
+#[cfg(unix)]
+type LockedFile = nix::fcntl::Flock<File>;
+#[cfg(not(unix))]
+type LockedFile = File;
+
+impl Journal {
+    /// Creates the journal of a new conversation, named after the time. Returns `None` if nothing may be written.
+    pub fn create(model: &str, settings: &SettingValues) -> Result<Option<Journal>> {
+        let time = jiff::Zoned::now().strftime("%Y-%m-%d-%H%M%S").to_string();
+        let Some(folder) = folder().filter(|_| state_folder::is_enabled()) else { return Ok(None) };
+        state_folder::create_folder(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+        for number in 1.. {
+            let name = if number == 1 { time.clone() } else { format!("{time}-{number}") };
+            let path = journal_path(&folder, &name);
+            match state_folder::create_file(&path) {
+                Ok(file) => {
+                    let mut journal = Journal { name, file: lock(file, &path)?, path, length: 0, is_incomplete: false };
+                    let (model, settings) = (model.to_string(), settings.clone());
+                    if let Err(error) = journal.write(&[Record::Start { version: VERSION, model, settings }]) {
+                        let _ = fs::remove_file(&journal.path);
+                        return Err(error);
+                    }
+                    // The folder's entry must survive a crash too.
+                    let _ = File::open(&folder).and_then(|folder| folder.sync_all());
+                    return Ok(Some(journal));
+                }
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(error).with_context(|| format!("cannot create {}", path.display())),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Opens a conversation to continue it. Without a name, opens the one that was written last.
+    pub fn open(name: Option<&str>) -> Result<(Journal, SavedConversation)> {
+        let (name, path) = find(name)?;
+        let file = OpenOptions::new().read(true).append(true).open(&path);
+        let file = lock(file.with_context(|| format!("cannot open {}", path.display()))?, &path)?;
+        let (mut saved, length) = read(&path)?;
+        tracing::info!(path = %path.display(), messages = saved.messages.len(), "conversation");
+        if let Some(damage) = &mut saved.damage {
+            // Keep a copy: a person may still recover something from it.
+            let copy = copy_damaged(&path).with_context(|| format!("{damage}; cannot keep a copy of it"))?;
+            damage.push_str(&format!("; later lines are not loaded, but {} still has them", copy.display()));
+        }
+        // Remove a line that a crash cut off: the next line would be appended to it.
+        file.set_len(length).with_context(|| format!("cannot write {}", path.display()))?;
+        Ok((Journal { name, path, file, length, is_incomplete: false }, saved))
+    }
+
+    /// Returns the name of the conversation, which is its file name without the extension.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Writes a change, or the whole conversation if an earlier write failed. Returns once the data is on the disk.
+    pub fn write_change(&mut self, change: Change, state: &ConversationState) -> Result<()> {
+        let model = || Record::Model { model: state.model.to_string(), settings: state.settings.clone() };
+        let messages = || Record::Messages { messages: state.messages.to_vec() };
+        if self.is_incomplete {
+            return self.write(&[model(), messages()]);
+        }
+        self.write(&[match change {
+            Change::Model => model(),
+            Change::Settings => Record::Settings { settings: state.settings.clone() },
+            Change::Turn => {
+                let turn = &state.messages[state.messages.len().saturating_sub(2)..];
+                Record::Turn { messages: turn.to_vec() }
+            }
+            Change::Messages => messages(),
+        }])
+    }
+
+    /// Renames the conversation. Fails if another conversation has that name.
+    pub fn rename(&mut self, name: &str) -> Result<()> {
+        let name = validate_name(name)?;
+        if name == self.name {
+            return Ok(());
+        }
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        let path = journal_path(folder, name);
+        // Unlike renaming, a hard link never replaces another conversation.
+        fs::hard_link(&self.path, &path).with_context(|| match path.exists() {
+            true => format!("cannot name the conversation {name}: there is one of that name; choose another name"),
+            false => format!("cannot write {}", path.display()),
+        })?;
+        let _ = fs::remove_file(&self.path);
+        (self.name, self.path) = (name.to_string(), path);
+        Ok(())
+    }
+
+    fn write(&mut self, records: &[Record]) -> Result<()> {
+        let mut lines = Vec::new();
+        for record in records {
+            serde_json::to_writer(&mut lines, record)?;
+            lines.push(b'\n');
+        }
+        let result = self.append(&lines);
+        self.is_incomplete = result.is_err();
+        result.with_context(|| format!("cannot write {}", self.path.display()))
+    }
+
+    fn append(&mut self, lines: &[u8]) -> io::Result<()> {
+        // A failed write may have left part of a line, which must not become the start of this one.
+        if self.is_incomplete {
+            self.file.set_len(self.length)?;
+        }
+        // A single write, so that a reader sees either whole lines or a last line that it drops.
+        if let Err(error) = self.file.write_all(lines).and_then(|()| self.file.sync_data()) {
+            let _ = self.file.set_len(self.length);
+            return Err(error);
+        }
+        self.length += lines.len() as u64;
+        Ok(())
+    }
+}
+
+/// Reads a conversation without opening it for writing.
+pub fn peek(name: Option<&str>) -> Result<SavedConversation> {
+    Ok(read(&find(name)?.1)?.0)
+}
+
+/// Returns the names of all conversations, the last written first.
+pub fn names() -> Vec<String> {
+    let entries = folder().and_then(|folder| fs::read_dir(folder).ok());
+    let mut found: Vec<_> = entries
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| {
+            let path = entry.ok()?.path();
+            let name = path.file_name()?.to_str()?.strip_suffix(".jsonl")?.to_string();
+            // A crash during creation leaves an empty file.
+            let metadata = path.metadata().ok().filter(|metadata| metadata.len() > 0)?;
+            Some((metadata.modified().ok()?, name))
+        })
+        .collect();
+    found.sort_by(|a, b| b.cmp(a));
+    found.into_iter().map(|(_, name)| name).collect()
+}
+
+fn folder() -> Option<PathBuf> {
+    Some(state_folder::path()?.join("conversations"))
+}
+
+fn journal_path(folder: &Path, name: &str) -> PathBuf {
+    folder.join(format!("{name}.jsonl"))
+}
+
+/// Returns the name and path of a conversation. Without a name, finds the last one that is worth resuming.
+fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
+    let folder =
+        folder().ok_or_else(|| Error::usage("cannot find conversations: there is no home directory; set HOME"))?;
+    let names = names();
+    let name = match name.filter(|name| !name.is_empty()) {
+        Some(name) => validate_name(name)?,
+        None => names
+            .iter()
+            .find(|name| is_resumable(&journal_path(&folder, name)))
+            .ok_or_else(|| Error::usage("there is no conversation to resume; start one: inferno play MODEL"))?,
+    };
+    let path = journal_path(&folder, name);
+    if !path.exists() {
+        let known: Vec<&str> = names.iter().take(10).map(String::as_str).collect();
+        let hint = match known.is_empty() {
+            true => "no conversation has been saved yet".to_string(),
+            false => format!("try {}", known.join(", ")),
+        };
+        return Err(Error::usage(format!("there is no conversation '{name}'\n  {hint}")));
+    }
+    Ok((name.to_string(), path))
+}
+
+/// Returns whether a conversation may be resumed without being named.
+///
+/// A conversation that is open elsewhere is not resumed, nor is one whose questions were all undone.
+fn is_resumable(path: &Path) -> bool {
+    !is_open(path) && read(path).map_or(true, |(saved, _)| saved.has_question() || saved.damage.is_some())
+}
+
+/// Returns `name` if it is a plain file name.
+fn validate_name(name: &str) -> Result<&str> {
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    if name.is_empty() || name.len() > 100 || name.starts_with(['.', '-']) || !name.chars().all(is_allowed) {
+        return Err(Error::usage(format!("cannot name a conversation '{name}': use letters, digits, - _ and .")));
+    }
+    Ok(name)
+}
+
+/// Copies a damaged journal without replacing an earlier copy. Returns the path of the copy.
+fn copy_damaged(path: &Path) -> io::Result<PathBuf> {
+    for number in 1.. {
+        let extension = if number == 1 { "damaged".to_string() } else { format!("damaged-{number}") };
+        let copy = path.with_extension(extension);
+        if !copy.exists() {
+            return fs::copy(path, &copy).map(|_| copy);
+        }
+    }
+    unreachable!("a folder holds fewer files than there are numbers")
+}
+
+/// Returns whether another inferno has the conversation open.
+fn is_open(path: &Path) -> bool {
+    File::open(path).is_ok_and(|file| lock(file, path).is_err())
+}
+
+#[cfg(unix)]
+fn lock(file: File, path: &Path) -> Result<LockedFile> {
+    use nix::fcntl::{Flock, FlockArg};
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(file) => Ok(file),
+        Err((_, nix::errno::Errno::EWOULDBLOCK)) => {
+            let name = path.file_stem().unwrap_or_default().to_string_lossy();
+            bail!("cannot open the conversation {name}: it is open in another inferno")
+        }
+        Err((_, error)) => Err(error).with_context(|| format!("cannot lock {}", path.display())),
+    }
+}
+
+#[cfg(not(unix))]
+fn lock(file: File, _: &Path) -> Result<LockedFile> {
+    Ok(file)
+}
+
+/// Reads a journal up to its first incomplete or damaged line. Also returns the number of bytes before that line.
+fn read(path: &Path) -> Result<(SavedConversation, u64)> {
+    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let mut saved = SavedConversation::default();
+    let mut length = 0;
+    for (index, line) in bytes.split_inclusive(|byte| *byte == b'\n').enumerate() {
+        if !line.ends_with(b"\n") {
+            break;
+        }
+        let record = match serde_json::from_slice(line) {
+            Ok(record) => record,
+            Err(error) => {
+                saved.damage = Some(format!("{} is damaged in line {} ({error})", path.display(), index + 1));
+                break;
+            }
+        };
+        match record {
+            Record::Start { version, .. } if version > VERSION => {
+                bail!("cannot read {}: a later version of inferno wrote it", path.display())
+            }
+            Record::Start { model, settings, .. } | Record::Model { model, settings } => {
+                (saved.model, saved.settings) = (model, settings)
+            }
+            Record::Settings { settings } => saved.settings = settings,
+            Record::Turn { messages } => saved.messages.extend(messages),
+            Record::Messages { messages } => saved.messages = messages,
+        }
+        length += line.len() as u64;
+    }
+    if saved.model.is_empty() {
+        let cause = saved.damage.unwrap_or_else(|| format!("{} has no complete first line", path.display()));
+        bail!("{cause}: it does not name a model");
+    }
+    Ok((saved, length))
+}

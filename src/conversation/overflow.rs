@@ -1,0 +1,102 @@
+//! What happens when a conversation outgrows the context.
+
+use std::fmt;
+use std::str::FromStr;
+
+use anyhow::Result;
+
+use crate::chat::{Message, Role};
+use crate::engine::{FinishReason, Summary};
+
+/// The values of `--overflow`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Overflow {
+    /// Tell the person and let them decide.
+    #[default]
+    Stop,
+    /// Show the model the instructions and the latest messages only.
+    DropOldest,
+}
+
+impl FromStr for Overflow {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "stop" => Ok(Overflow::Stop),
+            "drop-oldest" => Ok(Overflow::DropOldest),
+            other => Err(format!("unknown overflow '{other}': expected stop or drop-oldest")),
+        }
+    }
+}
+
+impl fmt::Display for Overflow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Overflow::Stop => "stop",
+            Overflow::DropOldest => "drop-oldest",
+        })
+    }
+}
+
+/// Chooses the messages that fit the context. Returns them and how many of the oldest were dropped.
+///
+/// `dropped_before` were dropped in earlier turns. A quarter of the context is reserved for the answer. Once a message
+/// has to go, enough messages go to leave room for the next turns too: each change at the start of a prompt means that
+/// the whole prompt is prefilled again.
+pub fn drop_oldest(
+    messages: &[Message],
+    dropped_before: usize,
+    context: usize,
+    max_tokens: Option<usize>,
+    count_tokens: &dyn Fn(&[Message]) -> Result<usize>,
+) -> Result<(Vec<Message>, usize)> {
+    let (_, dialog) = split_instructions(messages);
+    let reserve = (context / 4).min(max_tokens.unwrap_or(usize::MAX));
+    let mut dropped = dropped_before.min(dialog.len().saturating_sub(1));
+    let mut visible = visible_messages(messages, dropped);
+    if count_tokens(&visible)? + reserve <= context {
+        return Ok((visible, dropped));
+    }
+    while let Some(next) = next_question(dialog, dropped) {
+        dropped = next;
+        visible = visible_messages(messages, dropped);
+        if count_tokens(&visible)? + reserve <= context / 4 * 3 {
+            break;
+        }
+    }
+    Ok((visible, dropped))
+}
+
+/// Returns the messages that the model sees: the instructions, and the dialog without its `dropped` oldest messages.
+pub fn visible_messages(messages: &[Message], dropped: usize) -> Vec<Message> {
+    let (instructions, dialog) = split_instructions(messages);
+    [instructions, &dialog[dropped.min(dialog.len())..]].concat()
+}
+
+/// Splits messages before the first question.
+fn split_instructions(messages: &[Message]) -> (&[Message], &[Message]) {
+    messages.split_at(messages.iter().take_while(|message| message.role != Role::User).count())
+}
+
+/// Returns the index of the first question after `index`: what the model sees must begin with a question.
+fn next_question(dialog: &[Message], index: usize) -> Option<usize> {
+    (index + 1..dialog.len()).find(|&later| dialog[later].role == Role::User)
+}
+
+/// Returns a warning once 80 % of the context is used.
+pub fn warning(summary: &Summary, overflow: Overflow) -> Option<String> {
+    let (used, context) = (summary.context_used, summary.context);
+    let is_full = summary.finish_reason == FinishReason::Length && used >= context;
+    if used * 10 < context * 8 && !is_full {
+        return None;
+    }
+    let percent = used * 100 / context.max(1);
+    let state = if is_full { "the context is full".to_string() } else { format!("{percent} % of the context is used") };
+    Some(match overflow {
+        Overflow::Stop => {
+            format!("{state}: /clear starts over, /set overflow drop-oldest continues without the oldest messages")
+        }
+        Overflow::DropOldest => format!("{state}: the oldest messages will be dropped"),
+    })
+}

@@ -1,0 +1,380 @@
+//! A conversation with a loaded model: its messages, its settings, one turn at a time.
+
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context, Result, bail};
+
+use super::attachment::{Attachment, with_attachments};
+use super::journal::{self, Change, ConversationState, Journal, SavedConversation};
+use super::model_source::{LoadedModel, ModelSource, NoModelLoaded, require_chat_format};
+use super::overflow::{self, Overflow, visible_messages};
+use super::settings::{self, ChatSettings, SettingValues};
+use super::state_folder;
+use super::turn::Turn;
+use crate::chat::{Channel, Delta, Message, RenderOptions, Role};
+use crate::engine::{Engine, FinishReason, GenerateOptions, SamplingParams};
+use crate::hub::Snapshot;
+use crate::language::Language;
+
+/// Whether and where a conversation is recorded.
+pub enum Recording {
+    Off,
+    /// A journal is created with the first answer.
+    FromFirstAnswer,
+    To(Journal),
+}
+
+/// Receives each piece of text of a turn as it arrives.
+pub type OnDelta<'a> = dyn FnMut(&Delta) -> Result<()> + 'a;
+
+/// A conversation and the model that answers it.
+pub struct Session {
+    /// `None` only while [`Session::switch_model`] loads another model.
+    engine: Option<Engine>,
+    pub models: Rc<dyn ModelSource>,
+    pub snapshot: Snapshot,
+    pub settings: ChatSettings,
+    /// Settings that flags, the environment, a resumed conversation or `/set` asked for.
+    pub requested: SettingValues,
+    /// Settings of the configuration file for this model. Requested settings override them.
+    pub configured: SettingValues,
+    /// Continue texts without a chat format.
+    pub raw: bool,
+    /// Generate past the model's own end of text.
+    pub ignore_eos: bool,
+    /// Set from another thread (Ctrl-C) to end the running turn.
+    pub cancel: Arc<AtomicBool>,
+    pub messages: Vec<Message>,
+    /// How many of the oldest messages the model no longer sees.
+    pub dropped: usize,
+    /// Files that go with the next message.
+    pub attached: Vec<Attachment>,
+    pub recording: Recording,
+    /// The date in the prompt. It stays the same for the whole session: another date would change the start of the
+    /// prompt, and the whole conversation would be prefilled again.
+    date: String,
+    /// The number of turns so far. Each turn has a seed of its own, so that `/regen` can answer differently.
+    turns: u64,
+}
+
+impl Session {
+    /// Starts an empty conversation. `date` is what the prompt says about today.
+    pub fn new(snapshot: Snapshot, loaded: LoadedModel, models: Rc<dyn ModelSource>, date: String) -> Self {
+        Self {
+            engine: Some(loaded.engine),
+            models,
+            snapshot,
+            settings: ChatSettings::new(loaded.sampling),
+            requested: SettingValues::new(),
+            configured: loaded.configured,
+            raw: false,
+            ignore_eos: false,
+            cancel: Arc::new(AtomicBool::new(false)),
+            messages: Vec::new(),
+            dropped: 0,
+            attached: Vec::new(),
+            recording: Recording::Off,
+            date,
+            turns: 0,
+        }
+    }
+
+    /// Returns the engine of the loaded model.
+    pub fn engine(&self) -> &Engine {
+        self.engine.as_ref().expect("switch_model puts an engine back or ends the chat")
+    }
+
+    /// Returns a name that finds this model again, from any directory.
+    pub fn model_name(&self) -> String {
+        let path = Path::new(&self.snapshot.name);
+        let path = if path.exists() { std::fs::canonicalize(path).ok() } else { None };
+        path.map_or_else(|| self.snapshot.name.clone(), |path| path.to_string_lossy().into_owned())
+    }
+
+    /// Counts the tokens of messages as the model reads them.
+    pub fn count_tokens(&self, messages: &[Message]) -> Result<usize> {
+        Ok(self.engine().language().render(messages, &self.render_options())?.ids.len())
+    }
+
+    fn render_options(&self) -> RenderOptions {
+        RenderOptions {
+            tools: Vec::new(),
+            reasoning_effort: self.settings.reasoning_effort,
+            date: self.date.clone(),
+            add_generation_prompt: true,
+        }
+    }
+
+    /// Answers `text`, together with the attached files. `on_delta` receives each piece of text as it arrives.
+    ///
+    /// The conversation grows only if this succeeds. It keeps the part of an interrupted answer that arrived.
+    pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
+        let text = with_attachments(&self.attached, text);
+        let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
+        self.attached.clear();
+        Ok(turn)
+    }
+
+    /// Answers the last question again. The old answer stays if this fails.
+    pub fn regenerate(&mut self, on_delta: &mut OnDelta) -> Result<Turn> {
+        let Some(question) = self.last_question() else { bail!("there is no answer yet") };
+        let text = self.messages[question].content.clone();
+        self.run_turn(self.messages[..question].to_vec(), &text, on_delta)
+    }
+
+    /// Answers `text` after the `history`, and makes both and the answer the conversation.
+    fn run_turn(&mut self, history: Vec<Message>, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
+        let is_new_turn = history.len() == self.messages.len();
+        let mut messages = history;
+        messages.push(Message::user(text));
+        let mut notes = Vec::new();
+        let visible = if self.raw { Vec::new() } else { self.fit_context(&messages, &mut notes)? };
+
+        let (render, options) = (self.render_options(), self.next_options());
+        let Some(engine) = &self.engine else { bail!("no model is loaded") };
+        let mut stream = match self.raw {
+            true => engine.complete(text, options)?,
+            false => engine.chat(&visible, &render, options)?,
+        };
+        let (mut answer, mut reasoning, mut tokens) = (String::new(), String::new(), Vec::new());
+        for event in &mut stream {
+            let event = event?;
+            tokens.extend(event.token());
+            for delta in event.deltas() {
+                match delta.channel {
+                    Channel::Answer => answer.push_str(&delta.text),
+                    Channel::Reasoning => reasoning.push_str(&delta.text),
+                    Channel::ToolCall => {}
+                }
+                on_delta(delta)?;
+            }
+        }
+        let summary = stream.summary();
+
+        // A turn that was interrupted before the first word of the answer leaves no trace.
+        let has_answer = summary.finish_reason != FinishReason::Interrupted || !answer.is_empty();
+        if !self.raw && has_answer {
+            let mut message = Message::assistant(&answer);
+            message.reasoning = (!reasoning.is_empty()).then(|| reasoning.clone());
+            message.tool_calls = summary.tool_calls.clone();
+            messages.push(message);
+            self.messages = messages;
+            let recorded = self.record(if is_new_turn { Change::Turn } else { Change::Messages });
+            // A full disk must not cost the answer.
+            notes.extend(recorded.err().map(|error| format!("not saved for --resume: {error:#}")));
+        }
+        notes.extend(overflow::warning(&summary, self.settings.overflow));
+        Ok(Turn { text: answer, reasoning, tokens, summary, notes })
+    }
+
+    /// Returns the options of the next turn.
+    fn next_options(&mut self) -> GenerateOptions {
+        let mut sampling = self.settings.sampling.clone();
+        sampling.seed = sampling.seed.wrapping_add(self.turns);
+        self.turns += 1;
+        GenerateOptions {
+            max_tokens: self.settings.max_tokens,
+            stop: self.settings.stop.clone(),
+            ignore_eos: self.ignore_eos,
+            cancel: Some(self.cancel.clone()),
+            ..GenerateOptions::new(sampling)
+        }
+    }
+
+    /// Returns the messages that the model will see. Notes how many were dropped for the first time.
+    fn fit_context(&mut self, messages: &[Message], notes: &mut Vec<String>) -> Result<Vec<Message>> {
+        if self.settings.overflow == Overflow::Stop {
+            return Ok(messages.to_vec());
+        }
+        let count_tokens = |messages: &[Message]| self.count_tokens(messages);
+        let (context, max_tokens) = (self.engine().context(), self.settings.max_tokens);
+        let (visible, dropped) = overflow::drop_oldest(messages, self.dropped, context, max_tokens, &count_tokens)?;
+        if dropped > self.dropped {
+            notes.push(format!("the oldest {dropped} messages no longer fit the context: the model does not see them"));
+        }
+        self.dropped = dropped;
+        Ok(visible)
+    }
+
+    /// Returns whether a message with its attachments would fit the context of an empty conversation.
+    pub fn fits_alone(&self, text: &str) -> bool {
+        let mut messages = visible_messages(&self.messages, usize::MAX);
+        messages.push(Message::user(with_attachments(&self.attached, text)));
+        self.raw || self.count_tokens(&messages).is_ok_and(|tokens| tokens < self.engine().context())
+    }
+
+    fn last_question(&self) -> Option<usize> {
+        self.messages.iter().rposition(|message| message.role == Role::User)
+    }
+
+    /// Removes the last question and its answer. Returns the question.
+    pub fn undo(&mut self) -> Result<Option<String>> {
+        let Some(question) = self.last_question() else { return Ok(None) };
+        let text = self.messages[question].content.clone();
+        self.replace_messages(self.messages[..question].to_vec())?;
+        Ok(Some(text))
+    }
+
+    /// Starts a new conversation with the same instructions. Returns the name of the old one if it was saved.
+    pub fn clear(&mut self) -> Result<Option<String>> {
+        self.attached.clear();
+        let instructions = self.messages.iter().filter(|message| message.role == Role::System).cloned().collect();
+        self.start_over(instructions)
+    }
+
+    /// Starts a new conversation with other instructions. Returns the name of the old one if it was saved.
+    pub fn clear_with_system(&mut self, text: &str) -> Result<Option<String>> {
+        self.start_over(if text.is_empty() { Vec::new() } else { vec![Message::system(text)] })
+    }
+
+    /// Replaces the instructions without ending the conversation.
+    pub fn replace_system(&mut self, text: &str) -> Result<()> {
+        let dialog = self.messages.iter().filter(|message| message.role != Role::System).cloned();
+        let messages: Vec<Message> = [Message::system(text)].into_iter().chain(dialog).collect();
+        if messages == self.messages { Ok(()) } else { self.replace_messages(messages) }
+    }
+
+    /// Starts a new conversation, in a journal of its own if the old one has a question.
+    fn start_over(&mut self, messages: Vec<Message>) -> Result<Option<String>> {
+        let old_name = match &self.recording {
+            Recording::To(journal) if self.last_question().is_some() => Some(journal.name().to_string()),
+            _ => None,
+        };
+        if old_name.is_some() {
+            self.recording = Recording::FromFirstAnswer;
+        }
+        self.replace_messages(messages)?;
+        Ok(old_name)
+    }
+
+    fn replace_messages(&mut self, messages: Vec<Message>) -> Result<()> {
+        self.messages = messages;
+        self.dropped = 0;
+        self.record(Change::Messages)
+    }
+
+    /// Loads another model to continue with. Loads the old model again if that fails.
+    ///
+    /// Fails with [`NoModelLoaded`] if the old model cannot be loaded either.
+    pub fn switch_model(&mut self, name: &str) -> Result<()> {
+        let models = self.models.clone();
+        let snapshot = models.find(name)?;
+        if !self.raw {
+            // Check this before the old model is dropped.
+            require_chat_format(&Language::load(&snapshot.path)?, &snapshot.name)?;
+        }
+        // The device may not have memory for both.
+        drop(self.engine.take());
+        let loaded = match models.load(&snapshot) {
+            Ok(loaded) => loaded,
+            Err(error) => {
+                let reloaded = models.load(&self.snapshot).with_context(|| {
+                    format!("{error:#}; {} cannot be loaded again either, but --resume continues", self.snapshot.name)
+                });
+                self.engine = Some(reloaded.map_err(|error| error.context(NoModelLoaded))?.engine);
+                return Err(error);
+            }
+        };
+        self.snapshot = snapshot;
+        self.engine = Some(loaded.engine);
+        self.dropped = 0;
+        // The revision belongs to the old model.
+        self.requested.remove("revision");
+        self.configured = loaded.configured;
+        self.reset_settings(loaded.sampling);
+        self.record(Change::Model)
+    }
+
+    /// Changes a setting for the rest of the conversation and for `--resume`. Returns what to tell the person.
+    pub fn change_setting(&mut self, name: &str, value: &str) -> Result<String, String> {
+        let (name, value) = settings::normalize(name, value)?;
+        self.settings.set(name, std::slice::from_ref(&value))?;
+        // Also remember `none`: the configuration file may set a limit.
+        self.requested.insert(name.to_string(), vec![value.clone()]);
+        self.record(Change::Settings).map_err(|error| format!("not saved for --resume: {error:#}"))?;
+        Ok(match (name, value.as_str()) {
+            ("hide-reasoning", "true") => "reasoning is hidden".to_string(),
+            ("hide-reasoning", _) => "reasoning is shown".to_string(),
+            _ => format!("{name} is {}", self.settings.get(name)),
+        })
+    }
+
+    /// Applies configured and requested settings to the defaults. Returns a message for each one that does not fit.
+    ///
+    /// The seed stays the same.
+    fn reset_settings(&mut self, sampling: SamplingParams) -> Vec<String> {
+        let seed = self.settings.sampling.seed;
+        self.settings = ChatSettings::new(SamplingParams { seed, ..sampling });
+        let mut problems = Vec::new();
+        // Some flags, such as --device, are no settings of a chat.
+        for (name, values) in self.all_settings().iter().filter(|(name, _)| settings::is_setting(name)) {
+            if let Err(problem) = self.settings.set(name, values) {
+                problems.push(format!("{name} stays {}: {problem}", self.settings.get(name)));
+            }
+        }
+        problems
+    }
+
+    /// Returns all settings that were configured or requested.
+    pub fn all_settings(&self) -> SettingValues {
+        self.configured.clone().into_iter().chain(self.requested.clone()).collect()
+    }
+
+    /// Continues a saved conversation with the current settings. Returns a warning if its journal is damaged.
+    ///
+    /// Changes nothing if it fails.
+    pub fn resume(&mut self, name: &str) -> Result<Option<String>> {
+        let (recording, saved) = open_saved(name)?;
+        self.continue_with(recording, saved)
+    }
+
+    /// Continues a saved conversation with its own settings. Returns warnings for the person.
+    pub fn load(&mut self, name: &str) -> Result<Option<String>> {
+        let (recording, saved) = open_saved(name)?;
+        self.requested.retain(|name, _| !settings::is_setting(name));
+        self.requested.extend(saved.settings.clone().into_iter().filter(|(name, _)| settings::is_setting(name)));
+        let problems = self.reset_settings(self.engine().defaults().clone());
+        let damage = self.continue_with(recording, saved)?;
+        let warnings: Vec<String> = damage.into_iter().chain(problems).collect();
+        Ok((!warnings.is_empty()).then(|| warnings.join("\n")))
+    }
+
+    fn continue_with(&mut self, recording: Recording, saved: SavedConversation) -> Result<Option<String>> {
+        self.attached.clear();
+        (self.recording, self.messages, self.dropped) = (recording, saved.messages, 0);
+        if saved.model != self.model_name() {
+            self.record(Change::Model)?;
+        } else if saved.settings != self.all_settings() {
+            self.record(Change::Settings)?;
+        }
+        Ok(saved.damage)
+    }
+
+    /// Writes a change to the journal, which it creates with the first answer.
+    pub fn record(&mut self, change: Change) -> Result<()> {
+        let (model, settings) = (self.model_name(), self.all_settings());
+        let mut change = change;
+        let has_answer = self.messages.iter().any(|message| message.role == Role::Assistant);
+        if matches!(self.recording, Recording::FromFirstAnswer) && has_answer {
+            self.recording = Journal::create(&model, &settings)?.map_or(Recording::Off, Recording::To);
+            change = Change::Messages;
+        }
+        let state = ConversationState { model: &model, settings: &settings, messages: &self.messages };
+        match &mut self.recording {
+            Recording::To(journal) => journal.write_change(change, &state),
+            Recording::Off | Recording::FromFirstAnswer => Ok(()),
+        }
+    }
+}
+
+/// Opens a saved conversation. Nothing will be recorded if the state folder is disabled.
+fn open_saved(name: &str) -> Result<(Recording, SavedConversation)> {
+    if !state_folder::is_enabled() {
+        return Ok((Recording::Off, journal::peek(Some(name))?));
+    }
+    let (journal, saved) = Journal::open(Some(name))?;
+    Ok((Recording::To(journal), saved))
+}

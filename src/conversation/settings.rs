@@ -1,0 +1,136 @@
+//! The settings that `/set` shows and changes, named like the flags of `inferno play`.
+
+use std::collections::BTreeMap;
+use std::str::FromStr;
+
+use super::overflow::Overflow;
+use crate::chat::ReasoningEffort;
+use crate::engine::SamplingParams;
+use crate::engine::sampling::{SAMPLING_FIELDS, SamplingField};
+
+/// Values by the name of their flag, such as `temperature`. A flag that may be repeated has several values.
+pub type SettingValues = BTreeMap<String, Vec<String>>;
+
+/// Settings of the chat besides the sampling parameters.
+const OTHER_NAMES: [&str; 6] = ["max-tokens", "stop", "reasoning", "hide-reasoning", "plain", "overflow"];
+
+/// Returns the names of all settings, in the order in which `/set` shows them.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    SAMPLING_FIELDS.iter().map(|field| field.flag).chain(OTHER_NAMES)
+}
+
+/// Returns whether a chat has a setting of this name.
+pub fn is_setting(name: &str) -> bool {
+    names().any(|known| known == name)
+}
+
+/// Whether a person sees what the model thinks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReasoningVisibility {
+    Shown,
+    Hidden,
+}
+
+/// The settings of a chat.
+#[derive(Clone, Debug)]
+pub struct ChatSettings {
+    pub sampling: SamplingParams,
+    /// The most tokens of one answer; `None` lets it fill the context.
+    pub max_tokens: Option<usize>,
+    /// Texts that end an answer.
+    pub stop: Vec<String>,
+    pub reasoning_effort: ReasoningEffort,
+    pub reasoning: ReasoningVisibility,
+    /// Show answers as the model wrote them, even where their Markdown could be laid out.
+    pub plain: bool,
+    pub overflow: Overflow,
+}
+
+impl ChatSettings {
+    /// Returns the default settings around `sampling`.
+    pub fn new(sampling: SamplingParams) -> Self {
+        Self {
+            sampling,
+            max_tokens: None,
+            stop: Vec::new(),
+            reasoning_effort: ReasoningEffort::default(),
+            reasoning: ReasoningVisibility::Shown,
+            plain: false,
+            overflow: Overflow::Stop,
+        }
+    }
+
+    /// Returns the value of a setting as text; empty for an unknown name.
+    pub fn get(&self, name: &str) -> String {
+        match name {
+            "max-tokens" => self.max_tokens.map_or("none".to_string(), |limit| limit.to_string()),
+            "stop" if self.stop.is_empty() => "none".to_string(),
+            "stop" => format!("{:?}", self.stop).trim_matches(['[', ']']).to_string(),
+            "reasoning" => self.reasoning_effort.to_string(),
+            "hide-reasoning" => on_or_off(self.reasoning == ReasoningVisibility::Hidden),
+            "plain" => on_or_off(self.plain),
+            "overflow" => self.overflow.to_string(),
+            _ => SamplingField::find(name).map_or_else(String::new, |field| field.get(&self.sampling)),
+        }
+    }
+
+    /// Changes a setting. Fails without a change if the name is unknown or a value does not fit.
+    pub fn set(&mut self, name: &str, values: &[String]) -> Result<(), String> {
+        let value = match (name, values) {
+            ("stop", values) if values != ["none"] => {
+                self.stop = values.to_vec();
+                return Ok(());
+            }
+            (_, [value]) => value.as_str(),
+            _ => return Err(format!("{name} takes one value, not {}", values.len())),
+        };
+        match name {
+            "max-tokens" if value == "none" => self.max_tokens = None,
+            "max-tokens" => match parse(name, value, "a whole number, 1 or more, or none")? {
+                0 => return Err("max-tokens must be 1 or more, or none".to_string()),
+                limit => self.max_tokens = Some(limit),
+            },
+            "stop" => self.stop.clear(),
+            "reasoning" => self.reasoning_effort = parse(name, value, "low, medium, high, show or hide")?,
+            "hide-reasoning" if parse_switch(name, value)? => self.reasoning = ReasoningVisibility::Hidden,
+            "hide-reasoning" => self.reasoning = ReasoningVisibility::Shown,
+            "plain" => self.plain = parse_switch(name, value)?,
+            "overflow" => self.overflow = parse(name, value, "stop or drop-oldest")?,
+            _ => match SamplingField::find(name) {
+                Some(field) => field
+                    .set(&mut self.sampling, value)
+                    .map_err(|expected| format!("cannot set {name} to '{value}': {expected}"))?,
+                None => return Err(format!("there is no setting '{name}'; type /set to list the settings")),
+            },
+        }
+        Ok(())
+    }
+}
+
+/// Returns the setting and the value that a person means by `/set NAME VALUE`, written as flags take them.
+///
+/// `reasoning show` and `reasoning hide` mean `hide-reasoning`; switches become `true` or `false`.
+pub fn normalize<'a>(name: &'a str, value: &str) -> Result<(&'a str, String), String> {
+    Ok(match (name, value) {
+        ("reasoning", "show") => ("hide-reasoning", "false".to_string()),
+        ("reasoning", "hide") => ("hide-reasoning", "true".to_string()),
+        ("hide-reasoning" | "plain", value) => (name, parse_switch(name, value)?.to_string()),
+        (name, value) => (name, value.to_string()),
+    })
+}
+
+fn parse<T: FromStr>(name: &str, value: &str, expected: &str) -> Result<T, String> {
+    value.parse().map_err(|_| format!("cannot set {name} to '{value}': expected {expected}"))
+}
+
+fn parse_switch(name: &str, value: &str) -> Result<bool, String> {
+    match value {
+        "true" | "on" | "yes" => Ok(true),
+        "false" | "off" | "no" => Ok(false),
+        _ => Err(format!("cannot set {name} to '{value}': expected on or off")),
+    }
+}
+
+fn on_or_off(is_on: bool) -> String {
+    if is_on { "on" } else { "off" }.to_string()
+}

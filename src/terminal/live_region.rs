@@ -1,0 +1,163 @@
+//! The part of the window that may still change.
+//!
+//! Finished lines stay as printed. Of the open rows below them, only rows that changed are written, all at once. So
+//! nothing flickers, and nothing above the region is ever touched.
+
+use std::io::{self, Write};
+
+use super::styled_text::{StyledLine, paint, rows, width};
+
+/// The size of a window in characters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WindowSize {
+    pub rows: usize,
+    pub columns: usize,
+}
+
+impl WindowSize {
+    /// Returns the current size of the terminal behind stdout, or 24 × 80 if it is unknown.
+    pub fn now() -> WindowSize {
+        let (rows, columns) = console::Term::stdout().size_checked().unwrap_or((24, 80));
+        // A terminal that does not know its size reports 0.
+        let known_or = |size: u16, default| if size == 0 { default } else { usize::from(size) };
+        WindowSize { rows: known_or(rows, 24), columns: known_or(columns, 80) }
+    }
+
+    /// Returns the longest width of a line. The last column stays free, because terminals differ in whether they wrap
+    /// after writing to it.
+    pub fn text_columns(self) -> usize {
+        self.columns.saturating_sub(1).max(1)
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Row {
+    painted: String,
+    width: usize,
+}
+
+impl Row {
+    fn new(line: &StyledLine) -> Self {
+        Row { painted: paint(line), width: width(line) }
+    }
+}
+
+/// The open rows below the finished lines. The cursor stands at the end of the last open row.
+pub struct LiveRegion {
+    size: WindowSize,
+    shown: Vec<Row>,
+}
+
+impl LiveRegion {
+    pub fn new(size: WindowSize) -> Self {
+        Self { size, shown: Vec::new() }
+    }
+
+    /// Prints finished lines for good, and below them the open lines, as many of the last ones as the window holds.
+    pub fn update(
+        &mut self,
+        finished: &[StyledLine],
+        open: &[StyledLine],
+        size: WindowSize,
+        out: &mut dyn Write,
+    ) -> io::Result<()> {
+        let is_resized = size.columns != self.size.columns;
+        let (cursor_row, shown) = (self.cursor_row(size), std::mem::take(&mut self.shown));
+        self.size = size;
+
+        let mut open: Vec<Row> = open.iter().flat_map(|line| cut(line, size)).collect();
+        // One row stays free for the line break after the last finished line.
+        open.drain(..open.len().saturating_sub(size.rows.saturating_sub(1).max(1)));
+
+        // The terminal wraps finished lines that are too long. They are not cut, so that they can be copied.
+        let finished: Vec<Row> = finished.iter().map(Row::new).collect();
+        let next: Vec<&Row> = finished.iter().chain(&open).collect();
+        // Rows at the top that are on the screen already need not be written again.
+        let mut same = shown.iter().zip(&next).take_while(|(a, b)| a == *b).count();
+        if is_resized {
+            same = 0;
+        } else if same == next.len() && same < shown.len() && same > 0 {
+            // Rows were only removed. Write the last remaining row again, so that the cursor ends behind it.
+            same -= 1;
+        }
+        if same == shown.len() && same == next.len() && finished.is_empty() {
+            self.shown = open;
+            return Ok(());
+        }
+
+        let mut text = String::new();
+        // If only the end of the last row is new, nothing else needs to move.
+        let is_grown = !is_resized && same + 1 == shown.len() && same < next.len();
+        let growth = is_grown.then(|| next[same].painted.strip_prefix(shown[same].painted.as_str())).flatten();
+        let mut first = same;
+        if let Some(more) = growth {
+            text.push_str(more);
+            first += 1;
+        } else if same < shown.len() {
+            let up = if is_resized { cursor_row } else { shown.len() - 1 - same };
+            if up > 0 {
+                text.push_str(&format!("\x1b[{up}A"));
+            }
+            text.push('\r');
+        }
+        // Rows are overwritten, and only the rest of each is cleared, so that no row is ever empty. Behind a row that
+        // fills the window that is impossible, so such a row has everything cleared first.
+        let overwrites = same < shown.len() && growth.is_none();
+        let clears_first = overwrites && (is_resized || next.iter().skip(first).any(|row| row.width >= size.columns));
+        if clears_first {
+            text.push_str("\x1b[J");
+        }
+        for (index, row) in next.iter().enumerate().skip(first) {
+            // Start a new line, unless the cursor is already at the start of this row.
+            if index == first && first > 0 && (growth.is_some() || same == shown.len()) || index > first {
+                text.push('\n');
+            }
+            text.push_str(&row.painted);
+            if overwrites && !clears_first && index < shown.len() {
+                text.push_str("\x1b[K");
+            }
+        }
+        if overwrites && !clears_first && shown.len() > next.len() {
+            text.push_str("\x1b[J");
+        }
+        // Move the cursor below the last finished line.
+        if open.is_empty() && !finished.is_empty() {
+            text.push('\n');
+        }
+        // Terminals with synchronized output (mode 2026) then show no intermediate state.
+        if overwrites {
+            text = format!("\x1b[?2026h{text}\x1b[?2026l");
+        }
+        self.shown = open;
+        out.write_all(text.as_bytes())?;
+        out.flush()
+    }
+
+    /// Starts a new region at the cursor, which must be at the start of a row.
+    pub fn restart(&mut self) {
+        self.shown.clear();
+    }
+
+    /// Makes the last of these finished lines, each one row, open again, as many as are still in the window. Returns
+    /// their number.
+    pub fn reopen(&mut self, lines: &[StyledLine]) -> usize {
+        let count = self.size.rows.saturating_sub(1 + self.shown.len().max(1)).min(lines.len());
+        if self.shown.is_empty() && count > 0 {
+            // The cursor stands below the last line, as if an empty row were open.
+            self.shown.push(Row { painted: String::new(), width: 0 });
+        }
+        self.shown.splice(0..0, lines[lines.len() - count..].iter().map(Row::new));
+        count
+    }
+
+    /// Returns how many rows the cursor is below the first open row. A narrower window wraps rows into several.
+    fn cursor_row(&self, size: WindowSize) -> usize {
+        let rows: usize = self.shown.iter().map(|row| row.width.div_ceil(size.columns).max(1)).sum();
+        rows.saturating_sub(1).min(size.rows.saturating_sub(1))
+    }
+}
+
+/// Cuts a line into rows of the window.
+fn cut(line: &StyledLine, size: WindowSize) -> Vec<Row> {
+    rows(line, size.text_columns()).iter().map(Row::new).collect()
+}

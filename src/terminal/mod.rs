@@ -1,0 +1,25 @@
+//! What a terminal shows, for the chat and for one-shot answers: styles, Markdown, a view that is redrawn in place.
+
+pub mod interrupt;
+mod live_region;
+mod markdown;
+#[cfg(unix)]
+pub mod modes;
+mod notice;
+mod reasoning;
+mod style;
+mod styled_text;
+mod view;
+
+pub use live_region::WindowSize;
+pub use notice::{print, remark};
+pub use style::{Color, dim, stderr_color, stdout_color, stdout_columns};
+pub use view::TurnView;
+
+/// Prepares the terminal for a chat. Call this before any thread starts.
+///
+/// However the chat ends, the terminal is restored.
+pub fn guard() {
+    #[cfg(unix)]
+    modes::guard();
+}

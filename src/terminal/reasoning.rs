@@ -1,0 +1,94 @@
+//! What a model thinks, as plain dim text: wrapped, or folded into one line.
+
+use super::styled_text::{Span, Style, StyledLine, wrap};
+
+/// Reasoning as it streams.
+pub struct ReasoningText {
+    /// Rows that will not change.
+    rows: Vec<StyledLine>,
+    /// How many of the rows are on the screen.
+    printed: usize,
+    /// The text after the last finished row.
+    rest: String,
+    words: usize,
+    is_in_word: bool,
+}
+
+impl ReasoningText {
+    pub fn new() -> Self {
+        Self { rows: Vec::new(), printed: 0, rest: String::new(), words: 0, is_in_word: false }
+    }
+
+    /// Appends text, which finishes the rows that it fills.
+    pub fn push(&mut self, text: &str, columns: usize) {
+        for c in text.chars() {
+            self.words += usize::from(!c.is_whitespace() && !self.is_in_word);
+            self.is_in_word = !c.is_whitespace();
+        }
+        self.rest.push_str(text);
+        while let Some((line, rest)) = self.rest.split_once('\n') {
+            let rows = wrap_dim(line, columns);
+            // Skip empty lines at the start.
+            if !rows.is_empty() || !self.rows.is_empty() {
+                self.rows.extend(if rows.is_empty() { vec![StyledLine::new()] } else { rows });
+            }
+            self.rest = rest.to_string();
+        }
+        let mut rows = wrap_dim(&self.rest, columns);
+        if rows.len() > 1
+            && let Some(last) = rows.pop()
+        {
+            let spaces = self.rest.len() - self.rest.trim_end_matches(' ').len();
+            self.rest = last.iter().map(Span::text).collect::<String>() + &" ".repeat(spaces);
+            self.rows.extend(rows);
+        }
+    }
+
+    /// Returns the finished rows that are not printed yet and counts them as printed.
+    pub fn take_finished(&mut self) -> Vec<StyledLine> {
+        let finished = self.rows[self.printed..].to_vec();
+        self.printed = self.rows.len();
+        finished
+    }
+
+    /// Returns the row that may still grow.
+    pub fn open(&self, columns: usize) -> Vec<StyledLine> {
+        wrap_dim(&self.rest, columns)
+    }
+
+    /// Ends the text: every row is finished, without empty rows at the end.
+    pub fn finish(&mut self, columns: usize) {
+        self.rows.extend(wrap_dim(&std::mem::take(&mut self.rest), columns));
+        while self.rows.len() > self.printed && self.rows.last().is_some_and(Vec::is_empty) {
+            self.rows.pop();
+        }
+    }
+
+    /// Returns the printed rows.
+    pub fn printed(&self) -> &[StyledLine] {
+        &self.rows[..self.printed]
+    }
+
+    /// Counts the last `rows` printed rows as not printed, because they were taken off the screen.
+    pub fn unprint(&mut self, rows: usize) {
+        self.printed -= rows;
+    }
+
+    /// Returns one line that stands for the whole text.
+    pub fn folded(&self, is_open: bool, has_keys: bool) -> StyledLine {
+        let words = format!("{} {}", self.words, if self.words == 1 { "word" } else { "words" });
+        let text = match (is_open, has_keys) {
+            (true, true) => format!("▸ thinking: {words} (Ctrl-O shows them)"),
+            (true, false) => format!("▸ thinking: {words}"),
+            (false, _) => format!("▸ thought: {words}"),
+        };
+        vec![Span::new(&text, Style::DIM)]
+    }
+}
+
+/// Wraps one line of dim text. Its indentation becomes no-break spaces, which wrapping keeps.
+fn wrap_dim(line: &str, columns: usize) -> Vec<StyledLine> {
+    let text = line.trim_start_matches(' ');
+    let indented = "\u{a0}".repeat(line.len() - text.len()) + text;
+    if text.is_empty() { Vec::new() } else { wrap(&[Span::new(&indented, Style::DIM)], columns) }
+}

@@ -1,0 +1,51 @@
+//! Colors and widths of the terminal behind stdout and stderr.
+
+use std::io::IsTerminal;
+
+use console::Term;
+
+/// Whether styles and colors may be written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Color {
+    On,
+    Off,
+}
+
+/// Returns whether stderr is a terminal with colors. NO_COLOR (no-color.org) turns them off.
+pub fn stderr_color() -> Color {
+    color(std::io::stderr().is_terminal())
+}
+
+/// Returns whether stdout is a terminal with colors. Without colors, Markdown is not laid out either.
+pub fn stdout_color() -> Color {
+    color(std::io::stdout().is_terminal())
+}
+
+fn color(is_terminal: bool) -> Color {
+    let is_refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let is_dumb = std::env::var_os("TERM").is_some_and(|term| term == "dumb");
+    if is_terminal && !is_refused && !is_dumb { Color::On } else { Color::Off }
+}
+
+/// Returns the width of the window behind stdout, if it is known.
+pub fn stdout_columns() -> Option<usize> {
+    columns(&Term::stdout())
+}
+
+/// Returns the width of the window behind stderr, if it is known.
+pub fn stderr_columns() -> Option<usize> {
+    columns(&Term::stderr())
+}
+
+fn columns(terminal: &Term) -> Option<usize> {
+    let (_, columns) = terminal.size_checked()?;
+    Some(usize::from(columns)).filter(|columns| *columns > 0)
+}
+
+/// Returns dimmed text.
+pub fn dim(text: &str, color: Color) -> String {
+    match color {
+        Color::On if !text.is_empty() => format!("\x1b[2m{text}\x1b[22m"),
+        _ => text.to_string(),
+    }
+}

@@ -1,0 +1,158 @@
+//! An answer as it streams: reasoning dimmed, Markdown laid out, the open block redrawn without flicker.
+
+use std::io::{self, Write};
+use std::time::{Duration, Instant};
+
+use super::live_region::{LiveRegion, WindowSize};
+use super::markdown::Markdown;
+use super::reasoning::ReasoningText;
+use super::styled_text::StyledLine;
+use crate::chat::{Channel, Delta};
+
+/// The shortest time between two drawings. Pieces that arrive faster than a screen refreshes are drawn together.
+const MIN_FRAME: Duration = Duration::from_millis(12);
+/// After a drawing, wait this many times as long as it took, so that drawing takes at most 1 % of the time.
+const REST_FACTOR: u32 = 100;
+/// The longest time between two drawings, for a slow terminal. This still looks fluent.
+const MAX_FRAME: Duration = Duration::from_millis(80);
+
+/// Draws one turn.
+pub struct TurnView {
+    region: LiveRegion,
+    section: Section,
+    folds_reasoning: bool,
+    /// Whether Ctrl-O can unfold the reasoning.
+    has_keys: bool,
+    /// Finished lines that are not drawn yet.
+    finished: Vec<StyledLine>,
+    has_content: bool,
+    /// The earliest time of the next drawing.
+    next_drawing: Option<Instant>,
+}
+
+/// The part of the turn that is being written.
+enum Section {
+    None,
+    Reasoning(ReasoningText),
+    /// The arguments of a tool call.
+    ToolCall(ReasoningText),
+    Answer(Box<Markdown>),
+}
+
+impl TurnView {
+    /// Creates an empty view. `folds_reasoning` shows reasoning as one line; `has_keys` says that a key can unfold it.
+    pub fn new(size: WindowSize, folds_reasoning: bool, has_keys: bool) -> Self {
+        Self {
+            region: LiveRegion::new(size),
+            section: Section::None,
+            folds_reasoning,
+            has_keys,
+            finished: Vec::new(),
+            has_content: false,
+            next_drawing: None,
+        }
+    }
+
+    /// Adds a piece of the turn and draws if it is time.
+    pub fn show(&mut self, delta: &Delta, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
+        let columns = size.text_columns();
+        let is_same_section = matches!(
+            (&self.section, delta.channel),
+            (Section::Reasoning(_), Channel::Reasoning)
+                | (Section::ToolCall(_), Channel::ToolCall)
+                | (Section::Answer(_), Channel::Answer)
+        );
+        if !is_same_section {
+            self.end_section(columns);
+            if self.has_content {
+                self.finished.push(StyledLine::new());
+            }
+            self.section = match delta.channel {
+                Channel::Reasoning => Section::Reasoning(ReasoningText::new()),
+                Channel::ToolCall => Section::ToolCall(ReasoningText::new()),
+                Channel::Answer => Section::Answer(Box::new(Markdown::new(columns))),
+            };
+        }
+        match &mut self.section {
+            Section::Reasoning(text) | Section::ToolCall(text) => text.push(&delta.text, columns),
+            Section::Answer(markdown) => {
+                markdown.resize(columns);
+                let finished = markdown.push(&delta.text);
+                self.add_finished(finished);
+            }
+            Section::None => {}
+        }
+        if self.next_drawing.is_none_or(|next| Instant::now() >= next) {
+            self.draw(size, out)?;
+        }
+        Ok(())
+    }
+
+    /// Folds or unfolds the reasoning.
+    pub fn fold_reasoning(&mut self, folds: bool, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
+        if folds == self.folds_reasoning {
+            return Ok(());
+        }
+        self.draw(size, out)?;
+        self.folds_reasoning = folds;
+        if let Section::Reasoning(text) = &mut self.section
+            && folds
+        {
+            let reopened = self.region.reopen(text.printed());
+            text.unprint(reopened);
+        }
+        self.draw(size, out)
+    }
+
+    /// Continues below the cursor, after other programs wrote to the terminal.
+    pub fn restart_below(&mut self) {
+        self.region.restart();
+    }
+
+    /// Ends the turn: prints everything and leaves the cursor at the start of a line.
+    pub fn finish(&mut self, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
+        self.end_section(size.text_columns());
+        self.draw(size, out)
+    }
+
+    fn add_finished(&mut self, lines: Vec<StyledLine>) {
+        self.has_content |= !lines.is_empty();
+        self.finished.extend(lines);
+    }
+
+    fn end_section(&mut self, columns: usize) {
+        let lines = match &mut self.section {
+            Section::None => return,
+            Section::Reasoning(text) if self.folds_reasoning => vec![text.folded(false, self.has_keys)],
+            Section::Reasoning(text) | Section::ToolCall(text) => {
+                text.finish(columns);
+                text.take_finished()
+            }
+            Section::Answer(markdown) => {
+                markdown.resize(columns);
+                markdown.finish()
+            }
+        };
+        self.section = Section::None;
+        self.add_finished(lines);
+    }
+
+    fn draw(&mut self, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
+        let started = Instant::now();
+        let columns = size.text_columns();
+        let mut finished = std::mem::take(&mut self.finished);
+        let open = match &mut self.section {
+            Section::None => Vec::new(),
+            Section::Reasoning(text) if self.folds_reasoning => vec![text.folded(true, self.has_keys)],
+            Section::Reasoning(text) | Section::ToolCall(text) => {
+                finished.extend(text.take_finished());
+                text.open(columns)
+            }
+            Section::Answer(markdown) => markdown.open(),
+        };
+        self.has_content |= !finished.is_empty();
+        self.region.update(&finished, &open, size, out)?;
+        self.next_drawing = Some(Instant::now() + (started.elapsed() * REST_FACTOR).clamp(MIN_FRAME, MAX_FRAME));
+        Ok(())
+    }
+}
