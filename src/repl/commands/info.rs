@@ -13,7 +13,7 @@ pub fn stats(session: &Session) -> String {
     let chat_format = engine.language().chat.as_ref().map_or("none", |chat| chat.name());
     let saved_as = match &session.recording {
         Recording::To(journal) => journal.name(),
-        Recording::FromFirstAnswer => "saved from the first answer on",
+        Recording::FromFirstAnswer => "not saved yet",
         Recording::Off => "not saved",
     };
     let executor = match engine.eager_reason() {

@@ -36,8 +36,8 @@ const COMMANDS: &[Command] = &[
         name: "regen",
         arguments: "",
         summary: "answer the last question again",
-        details: "The new answer differs if the temperature is above 0. If it fails, or is stopped before its first word, the \
-                  old answer stays.",
+        details: "With a temperature above 0, the new answer can differ. If it fails, or is stopped before its first word, \
+                  the old answer stays.",
     },
     Command {
         name: "system",
@@ -75,7 +75,7 @@ const COMMANDS: &[Command] = &[
     Command {
         name: "load",
         arguments: "[NAME]",
-        summary: "continue a saved conversation, or list them",
+        summary: "continue a saved conversation, or list all",
         details: "Its messages and settings replace the current ones. The loaded model stays.",
     },
     Command {
@@ -94,7 +94,7 @@ const COMMANDS: &[Command] = &[
     Command {
         name: "model",
         arguments: "[NAME]",
-        summary: "switch to another model, or list them",
+        summary: "switch to another model, or list all",
         details: "The conversation and its settings stay. If the new model cannot be loaded, the old one is loaded again.",
     },
 ];
