@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NOTICES = ROOT / "docs" / "third-party-notices.txt"
 # The license that is taken where a crate offers several.
-PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause", "Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0"]
+PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause", "Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0", "MPL-2.0"]
 # What the name of a license file contains, where a crate has one file for each license.
 FILE_NAMES = {"MIT": r"MIT", "Apache-2.0": r"APACHE", "0BSD": r"0BSD", "Zlib": r"ZLIB", "ISC": r"ISC"}
 HEADER = """\
@@ -107,6 +107,8 @@ def main():
     for group in sorted(groups.values(), key=lambda group: (PREFERRED.index(group["license"]), group["crates"])):
         out.append("=" * 100)
         out.append(group["license"] + "\n")
+        if group["license"] == "MPL-2.0":
+            out.append("The source code of these crates, unchanged, is on https://crates.io.\n")
         for crate, copyrights in group["crates"]:
             out.append(crate)
             out.extend(f"    {line}" for line in copyrights)

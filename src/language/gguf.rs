@@ -4,16 +4,16 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use serde_json::Value;
 
-use super::Language;
 use crate::chat::ChatFormat;
 use crate::tokenizer::Tokenizer;
 use crate::tokenizer::gguf::Vocabulary;
 use crate::weights::gguf::GgufCheckpoint;
 
-/// Loads the language of an open GGUF file. A tokenizer.json beside the file counts only if the file has no vocabulary: the
+/// Reads the tokenizer, the chat format, the generation defaults and the stop tokens of an open GGUF file. A tokenizer.json beside the file counts only if the file has no vocabulary: the
 /// vocabulary in the file was made for its weights.
-pub fn load(checkpoint: &GgufCheckpoint) -> Result<Language> {
+pub fn read(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>, Value, Vec<u32>)> {
     let broken = || format!("broken tokenizer in {}", checkpoint.path().display());
     let mut stop_ids = BTreeSet::new();
     let (tokenizer, chat) = match checkpoint.vocabulary().with_context(broken)? {
@@ -27,7 +27,7 @@ pub fn load(checkpoint: &GgufCheckpoint) -> Result<Language> {
     };
     stop_ids.extend(chat.iter().flat_map(|chat| chat.stop_ids()));
     let generation_config = checkpoint.generation_config()?;
-    Ok(Language { tokenizer, chat, generation_config, stop_ids: stop_ids.into_iter().collect() })
+    Ok((tokenizer, chat, generation_config, stop_ids.into_iter().collect()))
 }
 
 /// Builds the chat format from the file's template and the names of its special tokens.

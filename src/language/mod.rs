@@ -31,7 +31,7 @@ impl Language {
     /// Loads the language of the snapshot in `dir`, which may be a GGUF file itself. Weights are not needed.
     pub fn load(dir: &Path) -> Result<Self> {
         match snapshot::gguf::find(dir)? {
-            Some(file) => gguf::load(&GgufCheckpoint::open(&file)?),
+            Some(file) => Self::from_gguf(&GgufCheckpoint::open(&file)?),
             None => Self::from_files(dir),
         }
     }
@@ -39,9 +39,14 @@ impl Language {
     /// Loads the language of the snapshot in `dir` whose checkpoint is already open: a GGUF head is not parsed again.
     pub fn from_checkpoint(dir: &Path, checkpoint: &Checkpoint) -> Result<Self> {
         match checkpoint {
-            Checkpoint::Gguf(model) => gguf::load(model.file()),
+            Checkpoint::Gguf(model) => Self::from_gguf(model.file()),
             Checkpoint::Safetensors(_) => Self::from_files(dir),
         }
+    }
+
+    fn from_gguf(checkpoint: &GgufCheckpoint) -> Result<Self> {
+        let (tokenizer, chat, generation_config, stop_ids) = gguf::read(checkpoint)?;
+        Ok(Self { tokenizer, chat, generation_config, stop_ids })
     }
 
     /// Reads tokenizer.json and the config files beside it.

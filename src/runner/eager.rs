@@ -6,7 +6,7 @@ use std::fmt;
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Tensor};
 
-use super::ChooseToken;
+use super::choose_token::ChooseToken;
 
 /// Why decode steps run operation by operation instead of as a CUDA graph.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,6 +3,7 @@
 //! A [`Runner`] knows token ids and positions. Requests, text and sampling parameters belong to the floors above it.
 
 mod bench;
+mod choose_token;
 #[cfg(feature = "cuda")]
 pub mod decode_graph;
 mod eager;
@@ -18,22 +19,9 @@ use crate::nn::pass::{LogitRows, StepBatch};
 use decode_graph::DecodeGraph;
 use eager::EagerDecode;
 
+pub use choose_token::ChooseToken;
 pub use eager::EagerReason;
 pub use figures::{KernelTime, LaunchCounts, StepBytes};
-
-/// Chooses the next token of a sequence.
-pub trait ChooseToken {
-    /// Returns the token to take after `logits` \[V\], which may be changed in place.
-    fn choose(&mut self, logits: &mut [f32]) -> u32;
-
-    /// Returns the same choice as parameters for the sampling kernel, and how often each of the `vocab_size` tokens was
-    /// seen if that matters. `None` means the likeliest token.
-    #[cfg(feature = "cuda")]
-    fn on_device(
-        &self,
-        vocab_size: usize,
-    ) -> Option<(crate::kernels::decode::sample::SamplingKernelParams, Option<Vec<u32>>)>;
-}
 
 /// One decode step of one sequence.
 pub struct DecodeStep<'s> {

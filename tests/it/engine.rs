@@ -438,7 +438,7 @@ fn streams_of_a_dropped_or_panicked_engine_end_with_an_error() {
 
     let engine = demo(1024);
     let panicked = engine.with_runner(|_| panic!("a panic that this test expects"));
-    assert!(panicked.map(|()| ()).unwrap_err().to_string().contains("engine stopped"));
+    assert!(panicked.unwrap_err().to_string().contains("engine stopped"));
     assert!(engine.complete("How do I", greedy()).is_err());
     assert!(engine.drain().is_err());
 }
