@@ -62,7 +62,9 @@ impl Decode {
                 Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
                 // Tests fail here. A person gets slow answers and a warning.
                 Err(error) if is_test() => Err(error.context("cannot plan the decode graph")),
-                Err(error) => Ok(Decode::Eager(EagerDecode::new(EagerReason::PlanFailed(format!("{error:#}"))))),
+                Err(error) => {
+                    Ok(Decode::Eager(EagerDecode::new(EagerReason::PlanFailed(crate::text::error_message(&error)))))
+                }
             };
         }
         let _ = (decoder, cache);
