@@ -1,4 +1,4 @@
-//! What the host does for each token, and what people wait for at the prompt: `cargo bench --bench cpu -- --quick`.
+//! Benchmarks of the host's work for each token, and of commands: `cargo bench --bench cpu -- --quick`.
 
 use std::fs::{self, File};
 use std::hint::black_box;
@@ -16,7 +16,7 @@ use inferno::kernels::moe::experts::{self, ExpertWeights, MXFP4_BLOCK};
 use inferno::language::Language;
 use inferno::tokenizer::{ControlTokens, TextStream};
 
-/// Of gpt-oss.
+/// The vocabulary size of gpt-oss.
 const VOCAB_SIZE: usize = 201_088;
 
 fn main() -> Result<()> {
@@ -33,7 +33,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Numbers in [-1, 1), the same each time.
+/// Random numbers in [-1, 1), the same in every run.
 fn noise(count: usize) -> Vec<f32> {
     let mut state = 1u32;
     let mut next = || {
@@ -43,19 +43,19 @@ fn noise(count: usize) -> Vec<f32> {
     (0..count).map(|_| next()).collect()
 }
 
-/// One draw.
+/// Measures one draw of a token.
 fn sampler(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("sampler");
-    // As a model's logits are: most are hopeless, a few compete.
+    // Like the logits of a model: a few large ones, the rest far below.
     let mut logits: Vec<f32> = noise(VOCAB_SIZE).into_iter().map(|x| 12.0 * x * x * x).collect();
     let greedy = SamplingParams::greedy();
-    let warm = SamplingParams { temperature: 1.0, ..greedy.clone() };
+    let sampled = SamplingParams { temperature: 1.0, ..greedy.clone() };
     let cases = [
         ("greedy", greedy),
-        ("temperature", warm.clone()),
-        ("top-k 50", SamplingParams { top_k: 50, ..warm.clone() }),
-        ("top-p 0.95", SamplingParams { top_p: 0.95, ..warm.clone() }),
-        ("min-p 0.05", SamplingParams { min_p: 0.05, ..warm }),
+        ("temperature", sampled.clone()),
+        ("top-k 50", SamplingParams { top_k: 50, ..sampled.clone() }),
+        ("top-p 0.95", SamplingParams { top_p: 0.95, ..sampled.clone() }),
+        ("min-p 0.05", SamplingParams { min_p: 0.05, ..sampled }),
     ];
     for (name, params) in cases {
         let mut sampler = Sampler::new(params, &[]);
@@ -65,7 +65,7 @@ fn sampler(criterion: &mut Criterion) {
 
 const SENTENCE: &str = "The KV cache keeps keys and values of past tokens – so each new token needs little work. ";
 
-/// An answer of some thousand tokens, with reasoning before it.
+/// Measures parsing of an answer of a few thousand tokens, half of it reasoning.
 fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     let options = RenderOptions {
         tools: Vec::new(),
@@ -91,7 +91,7 @@ fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     Ok(())
 }
 
-/// A text of some thousand tokens, as it comes.
+/// Measures decoding of a text of a few thousand tokens, token by token.
 fn text_stream(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     let ids = demo.tokenizer.encode(&SENTENCE.repeat(120), ControlTokens::Text)?;
     let mut group = criterion.benchmark_group("tokenizer");
@@ -105,7 +105,7 @@ fn text_stream(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     Ok(())
 }
 
-/// One token through four of eight experts.
+/// Measures the product of one token with four of eight experts.
 fn expert_product(criterion: &mut Criterion) -> Result<()> {
     let (experts, rows, columns) = (8, 512, 512);
     let ids = [1, 6, 3, 0];
@@ -123,8 +123,8 @@ fn expert_product(criterion: &mut Criterion) -> Result<()> {
     Ok(())
 }
 
-/// What drawing an answer takes of each token's time at 900 tokens a second, to a pseudo terminal that somebody reads. It
-/// should take less than 2 % of those 1.1 ms, which is 22 us.
+/// Measures how long the chat takes to draw one token at 900 tokens per second, on a pseudo terminal that is read.
+/// The limit is 22 us, 2 % of the 1.1 ms between two tokens.
 #[cfg(unix)]
 fn terminal(criterion: &mut Criterion) -> Result<()> {
     use inferno::chat::{Channel, Delta};
@@ -132,7 +132,7 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
     use std::io::Read;
     use std::time::{Duration, Instant};
 
-    let between = Duration::from_secs(1) / 900;
+    let interval = Duration::from_secs(1) / 900;
     let window = WindowSize { rows: 50, columns: 120 };
     let pty = nix::pty::openpty(None, None)?;
     let (mut screen, mut reader) = (File::from(pty.slave), File::from(pty.master));
@@ -150,20 +150,20 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
     let mut group = criterion.benchmark_group("terminal");
     group.sample_size(10).warm_up_time(Duration::from_millis(20)).measurement_time(Duration::from_secs(5));
     for (name, text) in texts {
-        // Of four characters, as most tokens are.
+        // Pieces of four characters, the usual length of a token.
         let characters: Vec<char> = text.chars().collect();
         let pieces: Vec<String> = characters.chunks(4).map(|piece| piece.iter().collect()).collect();
         let pieces: Vec<Delta> = pieces.into_iter().map(|text| Delta { channel: Channel::Answer, text }).collect();
-        // A second of an answer; what is told is the time of one token.
+        // Draws one second of an answer and returns the time per token.
         let mut answer = || {
             let mut view = TurnView::new(window, false, true);
             let (start, mut spent) = (Instant::now(), Duration::ZERO);
             for (token, delta) in pieces.iter().cycle().take(900).enumerate() {
-                while start.elapsed() < between * token as u32 {
+                while start.elapsed() < interval * token as u32 {
                     std::hint::spin_loop();
                 }
                 let before = Instant::now();
-                view.show(delta, window, &mut screen).expect("the pseudo terminal takes all");
+                view.show(delta, window, &mut screen).expect("the pseudo terminal is writable");
                 spent += before.elapsed();
             }
             spent / 900
@@ -173,7 +173,7 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
     Ok(())
 }
 
-/// From Enter to the next prompt: `inferno --help`, and `inferno list` with 200 models of 8B.
+/// Measures the run time of `inferno --help`, and of `inferno list` with 200 models of 8B.
 fn commands(criterion: &mut Criterion) -> Result<()> {
     let home = tempfile::tempdir()?;
     let tensors = llama_tensors();
@@ -190,15 +190,15 @@ fn commands(criterion: &mut Criterion) -> Result<()> {
         let mut end = 0;
         for (name, shape) in &tensors {
             let bytes = 2 * shape.iter().product::<u64>();
-            let about = serde_json::json!({ "dtype": "BF16", "shape": shape, "data_offsets": [end, end + bytes] });
-            header.insert(name.clone(), about);
+            let info = serde_json::json!({ "dtype": "BF16", "shape": shape, "data_offsets": [end, end + bytes] });
+            header.insert(name.clone(), info);
             end += bytes;
         }
         let header = serde_json::to_vec(&header)?;
         let mut file = File::create(snapshot.join("model.safetensors"))?;
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(&header)?;
-        // A hole takes no room.
+        // A sparse file takes no disk space.
         file.set_len(8 + header.len() as u64 + end)?;
     }
     let run = |args: &[&str]| {
@@ -208,7 +208,7 @@ fn commands(criterion: &mut Criterion) -> Result<()> {
     };
     let listed = run(&["list"])?;
     let lines = String::from_utf8_lossy(&listed.stdout).lines().filter(|line| line.contains("8.0B")).count();
-    ensure!(lines == 200, "{lines} models are listed");
+    ensure!(lines == 200, "`inferno list` shows {lines} of 200 models");
     let mut group = criterion.benchmark_group("commands");
     group.sample_size(20);
     group.bench_function("inferno --help", |bencher| bencher.iter(|| run(&["--help"])));
@@ -222,7 +222,7 @@ const LLAMA: &str = r#"{ "architectures": ["LlamaForCausalLM"], "model_type": "l
     "hidden_act": "silu", "tie_word_embeddings": false, "bos_token_id": 128000, "eos_token_id": 128001,
     "torch_dtype": "bfloat16" }"#;
 
-/// Names and shapes of Llama-3.1-8B.
+/// The names and shapes of the tensors of Llama-3.1-8B.
 fn llama_tensors() -> Vec<(String, Vec<u64>)> {
     let mut tensors = vec![
         ("model.embed_tokens.weight".to_string(), vec![128_256, 4096]),

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Installs a CUDA 13.0 toolkit from NVIDIA's Python wheels into a folder. Needs no root, no GPU and no driver. The download is
-# 1.2 GB and takes about a minute.
+# Installs a CUDA 13.0 toolkit from NVIDIA's Python wheels into a folder.
+# Needs no root, no GPU and no driver. The download is 1.2 GB and takes about a minute.
 #
 #   scripts/cuda-toolkit.sh DIR && source DIR/env.sh
 #
-# DIR gets an ordinary toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) and env.sh, which sets the variables
-# that cargo, the linker and CUDA programs need. If this version of the script has completed DIR before, nothing changes.
+# DIR gets an ordinary toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) and env.sh.
+# env.sh sets the variables that cargo, the linker and CUDA programs need.
+# If this version of the script has completed DIR before, nothing changes.
 set -euo pipefail
 
 fail() {

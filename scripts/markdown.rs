@@ -1,5 +1,6 @@
 //! Streams Markdown from standard input to the terminal, as the chat shows an answer:
-//! `cargo run --release --example markdown < README.md`. An argument sets the pieces per second [200].
+//! `cargo run --release --example markdown < README.md`.
+//! An argument sets the pieces per second [200].
 
 use std::io::{Read, stdin, stdout};
 use std::time::Duration;

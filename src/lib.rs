@@ -33,8 +33,3 @@ pub use engine::{
     Engine, EngineHandle, Event, FinishReason, GenerateOptions, LoadOptions, Request, RequestStream, SamplingParams,
 };
 pub use error::Error;
-
-/// Its example compiles, too.
-#[cfg(doctest)]
-#[doc = include_str!("../README.md")]
-struct Readme;

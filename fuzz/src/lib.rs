@@ -1,4 +1,6 @@
-//! What fuzzing runs: any bytes are a checkpoint or an error. The test suite includes this file as well.
+//! The functions that fuzzing runs.
+//! Any bytes must be a checkpoint or an error.
+//! The test suite includes this file too.
 
 use std::ops::Range;
 
@@ -9,16 +11,16 @@ use inferno::weights::gguf::{self, GgufCheckpoint, GgufModel, Header};
 use inferno::weights::quantized::MatrixRows;
 use inferno::weights::{Checkpoint, Inventory, Summary};
 
-/// Tensors of more elements are not made: they would only take time.
+/// Larger tensors are not loaded, to save time.
 const MAX_ELEMENTS: usize = 1 << 16;
 
-/// A GGUF file: its head, all that it says, its tensors, its tokenizer, and the model that it is.
+/// Reads a GGUF file: its header, its metadata, its tensors, its tokenizer, and its model.
 pub fn gguf(data: &[u8]) {
     let Ok(header) = Header::parse(data) else { return };
     let metadata = header.metadata(data);
     for key in metadata.keys() {
         if let Ok(Some(gguf::Value::Array(array))) = metadata.get(key) {
-            assert!(array.values().all(|value| value.is_ok()), "{key} was read before");
+            assert!(array.values().all(|value| value.is_ok()), "metadata {key} has an unreadable element");
         }
         let _ = (metadata.string(key), metadata.u32(key), metadata.strings(key), metadata.i32s(key));
     }
@@ -41,7 +43,7 @@ pub fn gguf(data: &[u8]) {
     }
 }
 
-/// A file as `show --remote` reads it, its config.json, and its tensors under their Hugging Face names.
+/// Reads a file as `show --remote` does, then its config and its tensors by their Hugging Face names.
 fn model(data: &[u8]) {
     let read = |_: &str, range: Range<u64>| Ok(data[range.start as usize..range.end as usize].to_vec());
     let Ok(file) = GgufCheckpoint::open_remote(&[("a.gguf".into(), data.len() as u64)], &read) else { return };
@@ -66,9 +68,10 @@ fn model(data: &[u8]) {
     let _ = (inventory.groups(), inventory.loaded_bytes(DType::BF16), inventory.largest_expert_layer(DType::BF16));
 }
 
-/// A snapshot's `model.safetensors`; if it begins with a brace, its index, beside one good shard.
+/// Reads a snapshot whose `model.safetensors` has these bytes.
+/// Bytes that start with a brace are an index, beside one valid shard.
 pub fn safetensors(data: &[u8]) {
-    // One tensor `a` of two U8.
+    // One tensor `a` with two bytes.
     const SHARD: &[u8] = b"\x35\0\0\0\0\0\0\0{\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]}}\x01\x02";
     let Ok(folder) = tempfile::tempdir() else { return };
     let write = |name: &str, bytes: &[u8]| std::fs::write(folder.path().join(name), bytes).is_ok();

@@ -51,44 +51,13 @@ pub use stream::{Event, Events, RequestStream, Summary};
 /// With a blocking iterator:
 ///
 /// ```
-/// use inferno::chat::Message;
-/// use inferno::device::DeviceChoice;
-/// use inferno::{Engine, Request, hub};
-///
-/// fn main() -> anyhow::Result<()> {
-///     let snapshot = hub::Hub::from_env()?.find("demo", None)?;
-///     let engine = Engine::builder(&snapshot.path).device(DeviceChoice::Cpu).load()?;
-///     let request = Request::chat([Message::user("How do I list my models?")]);
-///     for event in engine.submit(request)? {
-///         print!("{}", event?.answer());
-///     }
-///     Ok(())
-/// }
+#[doc = include_str!("../../docs/examples/blocking.rs")]
 /// ```
 ///
 /// With an async stream, in any runtime:
 ///
 /// ```
-/// use futures::StreamExt;
-/// use inferno::chat::Message;
-/// use inferno::device::DeviceChoice;
-/// use inferno::{Engine, Request, hub};
-///
-/// async fn answer(engine: &Engine) -> anyhow::Result<()> {
-///     let request = Request::chat([Message::user("How do I list my models?")]);
-///     let mut stream = engine.submit(request)?;
-///     while let Some(event) = stream.next().await {
-///         print!("{}", event?.answer());
-///     }
-///     println!("\n{:.1} tokens/s", stream.summary().tok_per_s);
-///     Ok(())
-/// }
-///
-/// fn main() -> anyhow::Result<()> {
-///     let snapshot = hub::Hub::from_env()?.find("demo", None)?;
-///     let engine = Engine::builder(&snapshot.path).device(DeviceChoice::Cpu).load()?;
-///     futures::executor::block_on(answer(&engine))
-/// }
+#[doc = include_str!("../../docs/examples/async_stream.rs")]
 /// ```
 pub struct Engine {
     handle: EngineHandle,

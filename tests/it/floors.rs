@@ -21,8 +21,9 @@ const FLOORS: &[&[&str]] = &[
     &["cli"],
 ];
 
-/// Folders with circles between their files. Remove a folder when its circles are gone: the test fails until then. Do not
-/// add any.
+/// Folders with circles between their files.
+/// Remove a folder when its circles are gone: the test fails until then.
+/// Do not add any.
 const FOLDERS_WITH_CIRCLES: &[&str] =
     &["chat", "commands/doctor", "kernels/quantized", "tokenizer", "weights", "weights/ggml", "weights/gguf"];
 
@@ -71,7 +72,7 @@ fn files_of_a_folder_have_no_circles() {
     assert!(problems.is_empty(), "{problems}");
 }
 
-/// A path of modules below the crate, perhaps with an item at its end.
+/// The path of a module or an item below the crate.
 type ModulePath = Vec<String>;
 
 /// A path in the code of a file.
@@ -86,7 +87,7 @@ struct Reference {
 #[derive(Default)]
 struct Source {
     file: PathBuf,
-    /// What the file's own items are called.
+    /// The names of the file's own items.
     items: BTreeSet<String>,
     /// Imported and re-exported names, with their full paths.
     imports: HashMap<String, ModulePath>,
@@ -125,7 +126,7 @@ impl Sources {
         Self(sources)
     }
 
-    /// All paths from one module to another, at the place where they are written.
+    /// All paths in the code, with the files and lines that contain them.
     fn references(&self) -> Vec<Reference> {
         let mut references = Vec::new();
         for (module, source) in &self.0 {
@@ -168,7 +169,7 @@ impl Sources {
 
     /// The circles: each with its folder and its dependencies.
     fn circles(&self) -> Vec<(String, String)> {
-        // By folder: from a file to the files that it depends on, with one place that says so.
+        // For each folder: pairs of files, the first of which depends on the second, with one example.
         let mut folders: BTreeMap<ModulePath, BTreeMap<(String, String), String>> = BTreeMap::new();
         for Reference { file, line, from, to } in self.references() {
             let to = self.definition(&to);
@@ -178,7 +179,7 @@ impl Sources {
                 _ => "mod".to_string(),
             };
             let (from, target) = (node(&from), node(&to));
-            // A module that is only named (`use super;`) says nothing; the paths through it do.
+            // A path that ends at the folder itself is no dependency; longer paths through it are.
             if shared > 0 && from != target && to.len() > shared {
                 let place = format!("  {from} -> {target}: {}:{line} {}\n", file.display(), to.join("::"));
                 folders.entry(to[..shared].to_vec()).or_default().entry((from, target)).or_insert(place);
@@ -353,7 +354,7 @@ fn is_punct(token: &TokenTree, character: char) -> bool {
     matches!(token, TokenTree::Punct(punct) if punct.as_char() == character)
 }
 
-/// Whether `::` stands right before a position.
+/// Whether `::` ends right before a position.
 fn is_path_separator(tokens: &[TokenTree], position: usize) -> bool {
     position >= 2
         && position <= tokens.len()

@@ -1,5 +1,6 @@
-//! Runs the tests of this binary. libtest can ignore a test only at compile time; this harness decides when it runs, counts
-//! a test without its GPU or its fixtures as ignored, and says at the end how to run the ignored ones.
+//! Runs the tests of this binary.
+//! libtest can ignore a test only at compile time. This harness decides when the tests run.
+//! A test without its GPU or its fixtures counts as ignored, and the last lines say how to run the ignored tests.
 //!
 //! It takes libtest's options, so `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture` work as usual.
 
@@ -44,7 +45,7 @@ pub enum Need {
 impl Need {
     const ALL: [Need; 3] = [Need::Gpu, Need::Fixtures, Need::FullSize];
 
-    /// Whether the test can run here. A required GPU counts as found, so that its tests fail without one.
+    /// Whether the test can run here. A required GPU counts as present, so that GPU tests fail without one.
     fn is_met(self) -> bool {
         match self {
             Need::Gpu => is_gpu_expected(),
@@ -147,11 +148,11 @@ pub fn main() -> ExitCode {
 }
 
 thread_local! {
-    /// What the test on this thread has printed; `None` where output is not captured.
+    /// The output of the test on this thread; `None` if output is not captured.
     static CAPTURED: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Runs one test; its output is part of the failure and is dropped if it passes.
+/// Runs one test. Its output becomes part of a failure and is dropped otherwise.
 fn run_captured(run: fn(), is_captured: bool) -> Result<(), Failed> {
     CAPTURED.set(is_captured.then(String::new));
     let outcome = catch_unwind(AssertUnwindSafe(run));
@@ -159,7 +160,7 @@ fn run_captured(run: fn(), is_captured: bool) -> Result<(), Failed> {
     outcome.map_err(|_| Failed::from(output))
 }
 
-/// Prints what a test says, or keeps it until the test fails. `main.rs` routes `println!` and `eprintln!` here.
+/// Prints text, or keeps it until the test fails. `println!` and the other macros in `main.rs` call this function.
 pub fn print(text: std::fmt::Arguments) {
     let is_kept = CAPTURED.with_borrow_mut(|captured| captured.as_mut().map(|output| output.write_fmt(text))).is_some();
     if !is_kept {

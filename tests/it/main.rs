@@ -11,6 +11,10 @@ macro_rules! println {
     ($($arguments:tt)*) => { crate::harness::print(format_args!("{}\n", format_args!($($arguments)*))) };
 }
 #[allow(unused_macros)]
+macro_rules! print {
+    ($($arguments:tt)*) => { crate::harness::print(format_args!($($arguments)*)) };
+}
+#[allow(unused_macros)]
 macro_rules! eprintln {
     ($($arguments:tt)*) => { println!($($arguments)*) };
 }
@@ -24,6 +28,7 @@ mod conversation;
 mod docs;
 mod doctor;
 mod engine;
+mod examples;
 #[cfg(feature = "cuda")]
 mod executor;
 mod families;

@@ -1,4 +1,4 @@
-//! Helpers that several tests share: where the fixtures are, which devices to test, how close values are, random numbers.
+//! Helpers that several tests share: paths of fixtures, devices, the distance of values, random numbers.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -8,7 +8,8 @@ use inferno::device::{self, DeviceChoice};
 
 use crate::harness::is_gpu_expected;
 
-/// A folder of `tests/golden`. `INFERNO_GOLDEN` names another root, for a test binary that was copied to another machine.
+/// A folder of `tests/golden`.
+/// `INFERNO_GOLDEN` names another root, for a test binary that was copied to another machine.
 pub fn golden(case: &str) -> PathBuf {
     let root = std::env::var_os("INFERNO_GOLDEN").map(PathBuf::from);
     root.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden"))).join(case)
@@ -65,7 +66,8 @@ pub fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The files of the demo model. `INFERNO_DEMO` names another folder, for a test binary that was copied to another machine.
+/// The files of the demo model.
+/// `INFERNO_DEMO` names another folder, for a test binary that was copied to another machine.
 pub fn demo_dir() -> PathBuf {
     let folder = std::env::var_os("INFERNO_DEMO").map(PathBuf::from);
     folder.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo")))

@@ -1,5 +1,6 @@
-//! The `#[test]` attribute of the integration tests. It replaces the built-in attribute, which can ignore a test only at
-//! compile time: whether there is a GPU is known only when the tests run.
+//! The `#[test]` attribute of the integration tests.
+//! It replaces the built-in attribute, which can ignore a test only at compile time:
+//! whether there is a GPU is known only when the tests run.
 
 use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 
@@ -10,8 +11,8 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 /// - `#[test(fixtures)]` needs the folder that `INFERNO_FIXTURES` names.
 /// - `#[test(full_size)]` needs a GPU and the model that `INFERNO_FULL_SIZE` names.
 ///
-/// A test whose need is not met is reported as ignored. A `#[cfg]` below `#[test(gpu)]` removes the body of the test only:
-/// a build without CUDA still lists the test.
+/// A test whose need is not met is reported as ignored.
+/// A `#[cfg]` below `#[test(gpu)]` removes the body of the test only: a build without CUDA still lists the test.
 #[proc_macro_attribute]
 pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     let need = match need.to_string().as_str() {

@@ -1,0 +1,12 @@
+use inferno::chat::Message;
+use inferno::device::DeviceChoice;
+use inferno::{Engine, Request, hub};
+
+fn main() -> anyhow::Result<()> {
+    let snapshot = hub::Hub::from_env()?.find("demo", None)?;
+    let engine = Engine::builder(&snapshot.path).device(DeviceChoice::Cpu).load()?;
+    for event in engine.submit(Request::chat([Message::user("How do I list my models?")]))? {
+        print!("{}", event?.answer());
+    }
+    Ok(())
+}

@@ -1,0 +1,34 @@
+//! The examples of the library run, and README.md shows the same code.
+
+mod blocking {
+    include!("../../docs/examples/blocking.rs");
+
+    #[test]
+    fn example_runs() {
+        main().unwrap();
+    }
+}
+
+mod async_stream {
+    include!("../../docs/examples/async_stream.rs");
+
+    #[test]
+    fn example_runs() {
+        main().unwrap();
+    }
+}
+
+#[test]
+fn readme_shows_code_of_the_examples() {
+    let examples =
+        [include_str!("../../docs/examples/blocking.rs"), include_str!("../../docs/examples/async_stream.rs")];
+    let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
+    let blocks: Vec<&str> = readme.split("```rust\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
+    assert_eq!(blocks.len(), examples.len());
+    for (block, example) in blocks.iter().zip(examples) {
+        // A block may import less than the whole example.
+        for line in block.lines().filter(|line| !line.starts_with("use ")) {
+            assert!(example.lines().any(|other| other == line), "not in the example: {line}");
+        }
+    }
+}
