@@ -1,4 +1,4 @@
-//! `inferno doctor`
+//! `inferno doctor`: checks this machine and says what to fix.
 
 mod gpu;
 mod machine;
@@ -12,11 +12,10 @@ use anyhow::Result;
 use serde::Serialize;
 
 use crate::hub::Hub;
-use crate::text::one_line;
-use crate::text::printable;
+use crate::text::{one_line, printable};
 use gpu::SelfTest;
 
-/// Check this machine: build, GPU and kernels, disk, hub, models
+/// Check this machine: build, GPU, kernels, disk, hub and models
 #[derive(clap::Args)]
 pub struct Args {
     /// Print JSON
@@ -28,19 +27,19 @@ pub struct Args {
 #[serde(rename_all = "UPPERCASE")]
 enum Status {
     Pass,
-    /// Something will not work, or not as well as it could.
+    /// Something does not work, or works worse than it could.
     Warn,
-    /// inferno cannot do here what it is for.
+    /// inferno cannot run models on a GPU here.
     Fail,
 }
 
-/// One line about one thing.
+/// The result of one check.
 #[derive(Clone, Debug, Serialize)]
 struct Finding {
     status: Status,
     name: &'static str,
     what: String,
-    /// The next command to type; none if there is nothing to do.
+    /// The next command to type; `None` if there is nothing to do.
     next: Option<String>,
 }
 
@@ -62,7 +61,7 @@ impl Finding {
 struct Report {
     status: Status,
     findings: Vec<Finding>,
-    /// Every kernel on every GPU.
+    /// The self-test of every kernel on every GPU.
     self_test: Vec<SelfTest>,
 }
 
@@ -80,7 +79,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
-        // Names come from folders that anyone may have made.
+        // Model names come from untrusted folders, so they may contain control characters.
         write!(out, "{}", printable(&lines(&report)))?;
     }
     out.flush()?;
