@@ -11,7 +11,6 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::json;
-use super::json;
 use crate::hub::{Hub, Snapshot};
 use crate::models;
 use crate::snapshot::gguf;
@@ -116,7 +115,10 @@ impl Model {
     }
 }
 
-fn serialize_time<S: serde::Serializer>(time: &Option<Timestamp>, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+fn serialize_time<S: serde::Serializer>(
+    time: &Option<Timestamp>,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
     time.map(|time| time.to_string()).serialize(serializer)
 }
 

@@ -56,7 +56,10 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 fn peek(hub: &Hub, args: &Args) -> Result<hub::RemoteModel> {
     if args.model == demo::NAME {
-        return Err(Error::Usage("the demo is built into inferno and not on the hub; to show it: inferno show demo".into()).into());
+        return Err(Error::Usage(
+            "the demo is built into inferno and not on the hub; to show it: inferno show demo".into(),
+        )
+        .into());
     }
     super::note(&format!("asking {}", hub.config().endpoint_for_display()));
     hub.inspect(&args.model, args.revision.as_deref())

@@ -96,10 +96,13 @@ fn read_conversation(path: &PathBuf) -> Result<(Vec<Message>, Vec<serde_json::Va
         list => (Some(list), None),
     };
     let Some(messages) = messages else { bail!("cannot read {}: it has no 'messages'", path.display()) };
-    let messages = serde_json::from_value(messages).with_context(|| format!("cannot parse 'messages' of {}", path.display()))?;
+    let messages =
+        serde_json::from_value(messages).with_context(|| format!("cannot parse 'messages' of {}", path.display()))?;
     let tools = match tools {
         None | Some(serde_json::Value::Null) => Vec::new(),
-        Some(tools) => serde_json::from_value(tools).with_context(|| format!("cannot parse 'tools' of {}", path.display()))?,
+        Some(tools) => {
+            serde_json::from_value(tools).with_context(|| format!("cannot parse 'tools' of {}", path.display()))?
+        }
     };
     Ok((messages, tools))
 }

@@ -37,7 +37,11 @@ pub fn run(args: Args) -> Result<ExitCode> {
         let bad_files = bad_files(&checked);
         if !bad_files.is_empty() || !args.quiet {
             // stdout may be closed (`| head`). The exit code still tells the result.
-            let _ = write!(out, "{}", printable(&format!("{} {}\n{bad_files}", summary(&checked), short_revision(&checked))));
+            let _ = write!(
+                out,
+                "{}",
+                printable(&format!("{} {}\n{bad_files}", summary(&checked), short_revision(&checked)))
+            );
             let _ = out.flush();
         }
         let faults = checked.damaged_files().count();

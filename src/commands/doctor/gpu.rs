@@ -85,11 +85,16 @@ fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding 
         return Finding::fail("GPU", what, "inferno play demo --device cpu");
     }
     if found < built {
-        return Finding::fail("GPU", format!("{what}: this build needs compute capability {} or later", number(built)), rebuild);
+        return Finding::fail(
+            "GPU",
+            format!("{what}: this build needs compute capability {} or later", number(built)),
+            rebuild,
+        );
     }
     if found.0 > built.0 {
         // The driver compiles the kernels' PTX at startup.
-        let what = format!("{what}: this build is for compute capability {}, so it starts and runs slower", number(built));
+        let what =
+            format!("{what}: this build is for compute capability {}, so it starts and runs slower", number(built));
         return Finding::warn("GPU", what, rebuild);
     }
     if info.free_bytes < info.total_bytes / 2 {

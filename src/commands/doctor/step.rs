@@ -42,13 +42,13 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
     let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % reference.vocab_size() as u32).collect();
     let batch = StepBatch { ids: &ids, tokens: &[STEPS], logits: LogitRows::All };
     let expected = reference.forward(&batch, &mut [&mut reference_cache])?.to_vec2::<f32>()?;
-    let graph = DecodeGraph::plan(&there, &cache_there)?;
+    let graph = DecodeGraph::plan(&decoder, &cache)?;
     let mut graph = graph.map_err(|reason| anyhow::anyhow!("no decode graph: {reason}"))?;
     let mut max_error = 0f32;
     for (position, (&id, expected)) in ids.iter().zip(&expected).enumerate() {
         graph.start(position, id, None)?;
         graph.next(1)?;
-        let got = graph.logits().to_vec1::<f32>()?;
+        let actual = graph.logits().to_vec1::<f32>()?;
         let scale = expected.iter().fold(f32::MIN_POSITIVE, |scale, value| scale.max(value.abs()));
         for (actual, expected) in actual.iter().zip(expected) {
             let error = (actual - expected).abs() / scale;

@@ -174,7 +174,9 @@ fn inventory(model: &RemoteModel) -> Result<Inventory> {
     if !inventory.is_empty() {
         return Ok(inventory);
     }
-    Err(anyhow!("the repository has no safetensors weights (model.safetensors or an index of shards) and no GGUF files"))
+    Err(anyhow!(
+        "the repository has no safetensors weights (model.safetensors or an index of shards) and no GGUF files"
+    ))
 }
 
 fn file_name(path: &Path) -> String {

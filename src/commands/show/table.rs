@@ -81,8 +81,7 @@ fn facts(out: &mut String, report: &Report) {
     fact(
         "experts",
         sizes.experts.map(|experts| {
-            let chosen =
-                sizes.experts_chosen.map(|chosen| format!(", {chosen} chosen per token")).unwrap_or_default();
+            let chosen = sizes.experts_chosen.map(|chosen| format!(", {chosen} chosen per token")).unwrap_or_default();
             let size = sizes.expert_intermediate_size.map(|size| format!(", intermediate {}", grouped(size)));
             format!("{experts}{chosen}{}", size.unwrap_or_default())
         }),
@@ -185,15 +184,15 @@ fn memory(out: &mut String, needs: &Needs, gpu: &Gpu) {
     );
     wrapped(out, "cache", &cache);
     let chunk = grouped(needs.chunk as u64);
-    wrapped(out, "workspace", &format!("{}, for prompts in chunks of {chunk} tokens", text::size(needs.workspace_bytes)));
+    wrapped(
+        out,
+        "workspace",
+        &format!("{}, for prompts in chunks of {chunk} tokens", text::size(needs.workspace_bytes)),
+    );
     let running = needs.weight_bytes.saturating_add(needs.cache_bytes).saturating_add(needs.workspace_bytes);
     if running < needs.total_bytes {
         let loading = text::size(needs.loading_bytes);
-        wrapped(
-            out,
-            "loading",
-            &format!("{loading}, only while loading: to convert the experts of a layer"),
-        );
+        wrapped(out, "loading", &format!("{loading}, only while loading: to convert the experts of a layer"));
     }
     let verdict = match (needs.fits, needs.largest_context) {
         (Some(true), Some(largest)) => {
