@@ -1,5 +1,6 @@
 //! `inferno doctor`: checks this machine and says what to fix.
 
+mod finding;
 mod gpu;
 mod machine;
 #[cfg(feature = "cuda")]
@@ -13,6 +14,7 @@ use serde::Serialize;
 
 use crate::hub::Hub;
 use crate::text::{one_line, printable};
+use finding::{Finding, Status};
 use gpu::SelfTest;
 
 /// Check this machine: build, GPU, kernels, disk, hub and models
@@ -21,40 +23,6 @@ pub struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "UPPERCASE")]
-enum Status {
-    Pass,
-    /// Something does not work, or works worse than it could.
-    Warn,
-    /// inferno cannot run models on a GPU here.
-    Fail,
-}
-
-/// The result of one check.
-#[derive(Clone, Debug, Serialize)]
-struct Finding {
-    status: Status,
-    name: &'static str,
-    what: String,
-    /// The next command to type; `None` if there is nothing to do.
-    next: Option<String>,
-}
-
-impl Finding {
-    fn pass(name: &'static str, what: impl Into<String>) -> Self {
-        Self { status: Status::Pass, name, what: what.into(), next: None }
-    }
-
-    fn warn(name: &'static str, what: impl Into<String>, next: impl Into<String>) -> Self {
-        Self { status: Status::Warn, name, what: what.into(), next: Some(next.into()) }
-    }
-
-    fn fail(name: &'static str, what: impl Into<String>, next: impl Into<String>) -> Self {
-        Self { status: Status::Fail, ..Self::warn(name, what, next) }
-    }
 }
 
 #[derive(Serialize)]

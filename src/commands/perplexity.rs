@@ -48,7 +48,8 @@ struct QuantizationEffect {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let text = std::fs::read(&args.file).with_context(|| format!("cannot read {}", args.file.display()))?;
-    let text = String::from_utf8(text).with_context(|| format!("{} is not UTF-8", args.file.display()))?;
+    let text =
+        String::from_utf8(text).with_context(|| format!("cannot read {}: it is not UTF-8", args.file.display()))?;
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
     hub.record_use(&snapshot);
@@ -58,7 +59,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let nll = engine.negative_log_likelihood(&ids)?;
     let change = before.map(|(logits, bytes)| -> Result<QuantizationEffect> {
         let tokens = logits.dim(0)?;
-        Ok(QuantizationEffect { kl: mean_kl(&logits, &logits_of(&engine, &ids[..tokens])?)?, tokens, bytes })
+        Ok(QuantizationEffect { kl: mean_kl(&logits, &logits_on_cpu(&engine, &ids[..tokens])?)?, tokens, bytes })
     });
     let change = change.transpose()?;
     let weight_bytes = engine.info().weight_bytes;
@@ -93,7 +94,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the unquantized model's logits of the first tokens, f32 \[T, V\] on the CPU, and the bytes of its weights.
+/// Loads the unquantized model. Returns its logits of the first tokens, f32 \[T, V\] on the CPU, and its weight bytes.
 fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tensor, u64)> {
     let engine = load.unquantized().load(snapshot)?;
     let ids = engine.tokenizer().encode(text, ControlTokens::Default)?;
@@ -101,10 +102,10 @@ fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tens
     if tokens == 0 {
         return Err(Error::Usage("--kl needs a text of at least one token".into()).into());
     }
-    Ok((logits_of(&engine, &ids[..tokens])?, engine.info().weight_bytes))
+    Ok((logits_on_cpu(&engine, &ids[..tokens])?, engine.info().weight_bytes))
 }
 
-fn logits_of(engine: &EngineHandle, ids: &[u32]) -> Result<Tensor> {
+fn logits_on_cpu(engine: &EngineHandle, ids: &[u32]) -> Result<Tensor> {
     Ok(engine.logits(ids)?.to_device(&Device::Cpu)?)
 }
 

@@ -3,7 +3,7 @@
 use candle_core::Device;
 use serde::Serialize;
 
-use super::{Finding, Status};
+use super::finding::{Finding, Status};
 use crate::device::{self, DeviceChoice, DeviceInfo, GpuFacts};
 use crate::error::Error;
 use crate::kernels::selftest::{self, Check};

@@ -1,6 +1,6 @@
 //! Checks the build, the disk, the hub and the models.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::commands::list::Model;
 use crate::device;
 use crate::error::Error;

@@ -62,7 +62,10 @@ fn remote_file_gives_the_same_report_as_a_local_one() {
     let remote_model = show_remote(&fake, REPO);
     assert_eq!((&remote_model["revision"], &remote_model["path"]), (&json!(COMMIT), &Value::Null));
     assert_eq!(remote_model["supported"], true, "{}", remote_model["reason"]);
-    assert_eq!((&remote_model["license"], &remote_model["chat"]), (&json!("llama3.2"), &json!("tokenizer.chat_template")));
+    assert_eq!(
+        (&remote_model["license"], &remote_model["chat"]),
+        (&json!("llama3.2"), &json!("tokenizer.chat_template"))
+    );
     for (field, value) in local.as_object().unwrap() {
         // The free memory of a GPU may change between the two reports.
         let changes = !local["gpu"].is_null() && ["gpu", "needs"].contains(&field.as_str());
@@ -77,7 +80,8 @@ fn remote_file_gives_the_same_report_as_a_local_one() {
     let quantized = quantized_llama(GgmlType::Q8_0, false).bytes();
     assert!(quantized.len() > MB);
     std::fs::write(&path, &quantized).unwrap();
-    let (local, remote_model) = (show(&[path.to_str().unwrap()]), show_remote(&FakeHub::start(&[("a.gguf", &quantized)]), REPO));
+    let (local, remote_model) =
+        (show(&[path.to_str().unwrap()]), show_remote(&FakeHub::start(&[("a.gguf", &quantized)]), REPO));
     assert!(remote_model["needs"].is_object());
     for field in ["needs", "tensors", "quantization", "weight_bytes", "parameters"] {
         assert_eq!(remote_model[field], local[field], "{field}");
