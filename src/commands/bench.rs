@@ -147,7 +147,7 @@ impl Bench {
     /// Calls `run` once as a warm-up, then `repetitions` times. Returns the seconds of those. `run` gets its index from 0.
     fn repeat(&self, mut run: impl FnMut(&EngineHandle, u64) -> Result<f64>) -> Result<Vec<f64>> {
         run(&self.engine, 0)?;
-        (1..=self.repetitions as u64).map(|time| run(&self.engine, time)).collect()
+        (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
     /// Returns the bytes that each of `tokens` steps reads after `depth` cached tokens.
@@ -234,7 +234,10 @@ impl Bench {
             Ok(seconds)
         })?;
         // The first run is the warm-up.
-        Ok(test.with_step_bytes(&self.step_bytes(tokens, depth)?).with_seconds(&seconds).with_gaps(Gaps::new(gaps[1..].concat())))
+        Ok(test
+            .with_step_bytes(&self.step_bytes(tokens, depth)?)
+            .with_seconds(&seconds)
+            .with_gaps(Gaps::new(gaps[1..].concat())))
     }
 }
 

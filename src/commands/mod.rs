@@ -10,7 +10,6 @@ pub mod defaults;
 pub mod doctor;
 pub mod download;
 mod json;
-mod json;
 pub mod list;
 pub mod logging;
 pub mod perplexity;
@@ -110,11 +109,11 @@ impl LoadArgs {
 
     /// Loads a snapshot. Shows a progress bar and a line about the device on stderr.
     pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
-        self.load_speaking(snapshot, &|_| Ok(()))
+        self.load_with_language_check(snapshot, &|_| Ok(()))
     }
 
-    /// The same for a model whose language is as `check` wants it.
-    pub fn load_speaking(
+    /// Loads a snapshot. `check_language` can reject its tokenizer and chat format before the weights are read.
+    pub fn load_with_language_check(
         &self,
         snapshot: &Snapshot,
         check_language: &(dyn Fn(&Language) -> Result<()> + Sync),

@@ -185,7 +185,7 @@ impl ModelSource for HubModels {
         let args = (self.reparse)(&snapshot.name)?;
         let raw = self.raw;
         let check = |language: &Language| if raw { Ok(()) } else { require_chat_format(language, &snapshot.name) };
-        let engine = args.load.load_speaking(snapshot, &check)?;
+        let engine = args.load.load_with_language_check(snapshot, &check)?;
         introduce(snapshot, &engine);
         let sampling = args.sampling.apply_to(engine.defaults())?;
         Ok(LoadedModel { sampling, engine, configured: args.origin.configured })
