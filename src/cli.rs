@@ -1,4 +1,4 @@
-//! The command line: which verb, and what a failure says and returns.
+//! The command line: parses it, runs the subcommand, and turns an error into a message and an exit code.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -13,25 +13,25 @@ use crate::error::Error;
 use crate::text::{error_message, printable};
 
 const AFTER_HELP: &str = "\
-Try it without a GPU:   inferno play demo --device cpu
-With one:               inferno download openai/gpt-oss-20b
-                        inferno play openai/gpt-oss-20b
+Without a GPU:   inferno play demo --device cpu
+With a GPU:      inferno download openai/gpt-oss-20b
+                 inferno play openai/gpt-oss-20b
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 3 not found, 4 access restricted, 5 offline or network,
+Exit codes: 0 success, 1 failure, 2 wrong usage, 3 not found, 4 access restricted, 5 offline or network,
             6 verification failed, 7 no GPU, 8 out of memory, 9 unsupported model, 10 context full,
             11 disk full, 130 interrupted";
 
-/// With the commit that it is built from.
+/// The version and the commit that this binary was built from.
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("INFERNO_COMMIT"), ")");
 
-/// Runs open-weight language models on an NVIDIA GPU, in the terminal.
+/// Run open-weight language models on an NVIDIA GPU, in the terminal
 #[derive(Parser)]
 #[command(name = "inferno", version = VERSION, after_help = AFTER_HELP)]
 struct Cli {
-    /// Tell on stderr what is opened and chosen; twice for more
-    // Behind the flags of the verb.
+    /// Log to stderr; -vv logs more
+    // Listed after the flags of the subcommand.
     #[arg(long, short, global = true, action = ArgAction::Count, display_order = 900)]
-    // `defaults` reads it, before all else.
+    // `defaults` reads it before clap does.
     #[allow(dead_code)]
     verbose: u8,
     #[command(subcommand)]
@@ -54,32 +54,32 @@ enum Command {
     Completions(completions::Args),
 }
 
-/// Runs the command line of this process.
+/// Runs the command line of this process and returns its exit code.
 pub fn main() -> ExitCode {
-    match arguments().and_then(run) {
+    match parse().and_then(run) {
         Ok(code) => code,
         // Whoever read our output has had enough (`| head`): not a failure of ours.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            // Messages quote files that anyone may have written. And a closed stderr is no reason to panic.
+            // Messages quote untrusted files, so they may contain control characters. stderr may be closed.
             let _ = writeln!(std::io::stderr(), "error: {}", printable(&error_message(&error)));
             ExitCode::from(error.downcast_ref::<Error>().map_or(1, Error::exit_code))
         }
     }
 }
 
-/// The command line, with the configuration below it.
-fn arguments() -> Result<Cli> {
+/// Parses the command line. Values from the configuration file apply to flags that were not given.
+fn parse() -> Result<Cli> {
     let line = defaults::parse(Cli::command(), None)?;
-    let mut cli = understood(&line);
+    let mut cli = to_cli(&line);
     if let Command::Play(args) = &mut cli.command {
         let saved = line.saved.clone();
         args.origin = play::ValueOrigin::from_command_line(line);
         args.origin.reparse = Some(Box::new(move |model| {
             let line =
                 defaults::parse(Cli::command(), Some(&defaults::KnownModel { name: model, saved: saved.as_ref() }))?;
-            let Command::Play(mut args) = understood(&line).command else {
-                anyhow::bail!("this was another verb before")
+            let Command::Play(mut args) = to_cli(&line).command else {
+                anyhow::bail!("internal error: the subcommand changed on re-parse")
             };
             args.origin = play::ValueOrigin::from_command_line(line);
             Ok(*args)
@@ -88,7 +88,7 @@ fn arguments() -> Result<Cli> {
     Ok(cli)
 }
 
-fn understood(line: &defaults::ParsedCommandLine) -> Cli {
+fn to_cli(line: &defaults::ParsedCommandLine) -> Cli {
     Cli::from_arg_matches(&line.matches).unwrap_or_else(|error| error.exit())
 }
 

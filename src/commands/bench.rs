@@ -1,5 +1,5 @@
-//! `inferno bench`: how fast a model runs here, by llama-bench's definitions: random tokens, batch 1, no tokenizer, one
-//! warm-up before what is counted.
+//! `inferno bench`: measures how fast a model runs, as llama-bench does: random tokens, batch size 1, no tokenizer, one
+//! warm-up run before the measured ones.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -9,7 +9,7 @@ use anyhow::Result;
 use clap::value_parser;
 
 use super::bench_report::{Build, DeviceFacts, FirstToken, Gaps, Memory, Model, Report, Stats, Test, TestKind};
-use super::{LoadArgs, note};
+use super::{LoadArgs, json, note};
 use crate::device::{self, GpuFacts};
 use crate::engine::{Engine, EngineHandle, GenerateOptions, SamplingParams};
 use crate::error::Error;
@@ -23,47 +23,47 @@ use crate::text::printable;
 pub struct Args {
     /// Name or directory of a model
     model: String,
-    /// Lengths of prompts to read; 0 for none. Requests of 512 tokens are timed in any case
+    /// Prompt lengths to measure; 0 for none. A prompt of 512 tokens is always timed for the first token
     #[arg(short, long, value_delimiter = ',', default_value = "512", value_name = "TOKENS")]
     prompt: Vec<u32>,
-    /// Tokens to decode; 0 for none
+    /// Number of tokens to decode; 0 for none
     #[arg(short = 'n', long = "decode", default_value_t = 128, value_name = "TOKENS")]
     decode: u32,
-    /// Tokens in the cache before each test
+    /// Cached tokens before each test
     #[arg(short, long, value_delimiter = ',', default_value = "0", value_name = "TOKENS")]
     depth: Vec<u32>,
-    /// How often each test runs, after a warm-up
+    /// Runs of each test, after a warm-up
     #[arg(short, long, default_value_t = 5, value_parser = value_parser!(u32).range(1..), value_name = "TIMES")]
     repetitions: u32,
-    /// Print JSON, with every single figure
+    /// Print JSON with every sample
     #[arg(long)]
     json: bool,
-    /// Time each kernel of a decode step too
+    /// Also time each kernel of a decode step
     #[arg(long)]
     kernels: bool,
     #[command(flatten)]
     load: LoadArgs,
 }
 
-/// The prompt of the first request, and one of those after it.
-const REQUEST: usize = 512;
-/// A generation reads one token at least, and ends when no position is free.
-const SPARE: usize = 2;
-/// All tokens and draws derive from it.
+/// The prompt length of the first request, in tokens. It is also one of the warm requests.
+const FIRST_PROMPT: usize = 512;
+/// Positions that a generation needs besides its tokens: one for the prompt, one that stays free.
+const EXTRA_POSITIONS: usize = 2;
+/// The seed of all random tokens and of sampling.
 const SEED: u64 = 1;
 
 pub fn run(mut args: Args) -> Result<ExitCode> {
-    let lengths = |given: &[u32]| given.iter().map(|&length| length as usize).collect::<Vec<_>>();
+    let lengths = |args: &[u32]| args.iter().map(|&length| length as usize).collect::<Vec<_>>();
     let (mut prompts, depths) = (lengths(&args.prompt), lengths(&args.depth));
     prompts.retain(|&prompt| prompt > 0);
     let decode = args.decode as usize;
     let longest = prompts.iter().copied().max().unwrap_or(0).max(decode);
     if longest == 0 {
-        return Err(Error::Usage("there is nothing to measure: give -p or -n".into()).into());
+        return Err(Error::Usage("nothing to measure: -p and -n are both 0".into()).into());
     }
     let last_depth = depths.last().copied().unwrap_or(0);
     let deepest = depths.iter().copied().max().unwrap_or(0);
-    args.load.make_room((deepest + longest).max(REQUEST) + SPARE)?;
+    args.load.require_context((deepest + longest).max(FIRST_PROMPT) + EXTRA_POSITIONS)?;
 
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
@@ -77,7 +77,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let first_token = bench.first_tokens(&prompts)?;
     let mut tests = Vec::new();
     for &depth in &depths {
-        bench.go_to(depth)?;
+        bench.fill_cache(depth)?;
         for &prompt in &prompts {
             tests.push(bench.prompt(prompt, depth)?);
         }
@@ -96,15 +96,15 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
             runner.kernel_times()
         })??;
     }
-    // Last, because the memory that it takes stays with the allocator.
+    // Measured last, because the allocator keeps the memory that this takes.
     let bandwidth = bandwidth::measure(engine.device())?;
-    tests.iter_mut().for_each(|test| test.compare_with(bandwidth.as_ref()));
+    tests.iter_mut().for_each(|test| test.set_bandwidth_share(bandwidth.as_ref()));
 
     let report = Report {
         command: command_line(),
         date: jiff::Zoned::now().strftime("%Y-%m-%dT%H:%M:%S%:z").to_string(),
-        inferno: Build::this(&engine),
-        model: Model::of(&snapshot, &engine),
+        inferno: Build::new(&engine),
+        model: Model::new(&snapshot, &engine),
         device: DeviceFacts::new(engine.info(), gpu, before, after),
         bandwidth,
         load: engine.info().load,
@@ -118,7 +118,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     };
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
+        writeln!(out, "{}", json::pretty(&report)?)?;
     } else {
         write!(out, "{}", printable(&report.table(args.kernels)))?;
     }
@@ -126,7 +126,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Device memory taken since before the model was loaded; `None` on a CPU, whose memory is everyone's.
+/// Returns the device memory used since before the model was loaded; `None` on a CPU, which shares its memory.
 fn memory_in_use(engine: &Engine) -> Result<Option<u64>> {
     let free = device::info(engine.device())?.free_bytes;
     Ok(engine.device().is_cuda().then(|| engine.info().device.free_bytes.saturating_sub(free)))
@@ -137,41 +137,41 @@ fn command_line() -> String {
     std::iter::once("inferno".to_string()).chain(args).collect::<Vec<_>>().join(" ")
 }
 
-/// A loaded model under test.
+/// A loaded model to measure.
 struct Bench {
     engine: Engine,
     repetitions: usize,
 }
 
 impl Bench {
-    /// Seconds that `run` says it took, `repetitions` times after a warm-up. It hears which time it is, from 0 on.
+    /// Calls `run` once as a warm-up, then `repetitions` times. Returns the seconds of those. `run` gets its index from 0.
     fn repeat(&self, mut run: impl FnMut(&EngineHandle, u64) -> Result<f64>) -> Result<Vec<f64>> {
         run(&self.engine, 0)?;
-        (1..=self.repetitions as u64).map(|time| run(&self.engine, time)).collect()
+        (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
-    /// Bytes that each of `tokens` steps reads after `depth` cached tokens.
+    /// Returns the bytes that each of `tokens` steps reads after `depth` cached tokens.
     fn step_bytes(&self, tokens: usize, depth: usize) -> Result<Vec<StepBytes>> {
         self.engine.with_runner(move |runner| (depth..depth + tokens).map(|depth| runner.step_bytes(depth)).collect())
     }
 
-    /// Seconds to the first token of the first request, then of prompts of several lengths.
+    /// Measures the time to the first token: of the first request, then of prompts of several lengths.
     fn first_tokens(&self, prompts: &[usize]) -> Result<FirstToken> {
-        note("first tokens");
-        let cold_ms = 1e3 * first_token_s(&self.engine, REQUEST, SEED)?;
-        let mut lengths = [&[1, REQUEST], prompts].concat();
+        note("time to first token");
+        let cold_ms = 1e3 * first_token_s(&self.engine, FIRST_PROMPT, SEED)?;
+        let mut lengths = [&[1, FIRST_PROMPT], prompts].concat();
         lengths.sort();
         lengths.dedup();
         let warm = lengths.into_iter().map(|tokens| {
-            let seconds = self.repeat(|engine, time| first_token_s(engine, tokens, SEED + 1 + time))?;
-            Ok((tokens, Stats::of(seconds.iter().map(|s| 1e3 * s).collect())))
+            let seconds = self.repeat(|engine, index| first_token_s(engine, tokens, SEED + 1 + index))?;
+            Ok((tokens, Stats::new(seconds.iter().map(|s| 1e3 * s).collect())))
         });
-        Ok(FirstToken::new((REQUEST, cold_ms), warm.collect::<Result<_>>()?))
+        Ok(FirstToken::new((FIRST_PROMPT, cold_ms), warm.collect::<Result<_>>()?))
     }
 
-    /// Fills the cache with random tokens.
-    fn go_to(&self, depth: usize) -> Result<()> {
-        note(&format!("reading {depth} tokens"));
+    /// Fills the cache with `depth` random tokens.
+    fn fill_cache(&self, depth: usize) -> Result<()> {
+        note(&format!("filling the cache with {depth} tokens"));
         let tokens = self.engine.random_tokens(SEED, depth);
         self.engine.with_runner(move |runner| {
             runner.reset();
@@ -179,12 +179,12 @@ impl Bench {
         })?
     }
 
-    /// Reads a prompt behind what the cache holds.
+    /// Measures the prefill of a prompt after `depth` cached tokens.
     fn prompt(&self, tokens: usize, depth: usize) -> Result<Test> {
         let test = Test::new(TestKind::Prompt, tokens, depth);
         note(&test.name());
-        let seconds = self.repeat(|engine, time| {
-            let prompt = engine.random_tokens(SEED + 1 + time, tokens);
+        let seconds = self.repeat(|engine, index| {
+            let prompt = engine.random_tokens(SEED + 1 + index, tokens);
             engine.with_runner(move |runner| {
                 runner.rewind(depth)?;
                 let started = Instant::now();
@@ -192,15 +192,15 @@ impl Bench {
                 Ok(started.elapsed().as_secs_f64())
             })?
         })?;
-        Ok(test.timed(&seconds))
+        Ok(test.with_seconds(&seconds))
     }
 
-    /// Decodes without sampling or text: the model and its executor alone.
+    /// Measures decoding without sampling and detokenizing.
     fn decode(&self, tokens: usize, depth: usize) -> Result<Test> {
         let test = Test::new(TestKind::Decode, tokens, depth);
         note(&test.name());
-        let seconds = self.repeat(|engine, time| {
-            let first = engine.random_tokens(SEED + 1 + time, 1)[0];
+        let seconds = self.repeat(|engine, index| {
+            let first = engine.random_tokens(SEED + 1 + index, 1)[0];
             engine.with_runner(move |runner| {
                 runner.rewind(depth)?;
                 let started = Instant::now();
@@ -208,33 +208,36 @@ impl Bench {
                 Ok(started.elapsed().as_secs_f64())
             })?
         })?;
-        Ok(test.reading(&self.step_bytes(tokens, depth)?).timed(&seconds))
+        Ok(test.with_step_bytes(&self.step_bytes(tokens, depth)?).with_seconds(&seconds))
     }
 
-    /// Decodes as a chat does: samples, brings tokens to the host, and makes text of them.
+    /// Measures decoding as in a chat, with sampling and detokenizing.
     fn chat(&self, tokens: usize, depth: usize) -> Result<Test> {
         let test = Test::new(TestKind::Chat, tokens, depth);
         note(&test.name());
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
-        let seconds = self.repeat(|engine, time| {
+        let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // Two more than are counted: the first token comes from the prompt, and nothing is run after the last one.
-            let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + time))?;
+            // Two tokens are not counted: the first comes from the prompt, and the last needs no step.
+            let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + index))?;
             let mut events = stream.into_iter();
             events.next().transpose()?;
-            let mut of_run = Vec::with_capacity(tokens);
-            let mut before = Instant::now();
+            let mut run_gaps = Vec::with_capacity(tokens);
+            let mut last = Instant::now();
             for event in events.take(tokens) {
                 event?;
-                of_run.push(before.elapsed());
-                before = Instant::now();
+                run_gaps.push(last.elapsed());
+                last = Instant::now();
             }
-            let seconds = of_run.iter().sum::<Duration>().as_secs_f64();
-            gaps.push(of_run);
+            let seconds = run_gaps.iter().sum::<Duration>().as_secs_f64();
+            gaps.push(run_gaps);
             Ok(seconds)
         })?;
-        // The first run was the warm-up.
-        Ok(test.reading(&self.step_bytes(tokens, depth)?).timed(&seconds).with_gaps(Gaps::of(gaps[1..].concat())))
+        // The first run is the warm-up.
+        Ok(test
+            .with_step_bytes(&self.step_bytes(tokens, depth)?)
+            .with_seconds(&seconds)
+            .with_gaps(Gaps::new(gaps[1..].concat())))
     }
 }
 

@@ -1,4 +1,4 @@
-//! What `inferno bench` reports: one JSON object, whose keys carry their units, or tables for a person.
+//! The report of `inferno bench`: a JSON object whose keys include their units, or tables.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -40,7 +40,7 @@ pub struct Build {
 }
 
 impl Build {
-    pub fn this(engine: &EngineHandle) -> Self {
+    pub fn new(engine: &EngineHandle) -> Self {
         let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("INFERNO_COMMIT"));
         let attention = engine.info().attention.to_string();
         Self { version, commit, executor: engine.executor(), attention }
@@ -61,7 +61,7 @@ pub struct Model {
 }
 
 impl Model {
-    pub fn of(snapshot: &Snapshot, engine: &EngineHandle) -> Self {
+    pub fn new(snapshot: &Snapshot, engine: &EngineHandle) -> Self {
         let info = engine.info();
         Self {
             name: snapshot.name.clone(),
@@ -94,7 +94,7 @@ impl DeviceFacts {
     }
 }
 
-/// Device memory taken by all that this process has done since it opened the device.
+/// Device memory that this process has used since it opened the device.
 #[derive(Serialize)]
 pub struct Memory {
     after_load_bytes: u64,
@@ -107,17 +107,17 @@ impl From<(u64, u64)> for Memory {
     }
 }
 
-/// Several measurements of one thing.
+/// The samples of one measurement.
 #[derive(Serialize)]
 pub struct Stats {
     mean: f64,
-    /// Of a sample, n - 1 in the denominator; 0 for a single one.
+    /// The sample standard deviation, with n - 1 in the denominator; 0 for one sample.
     sd: f64,
     samples: Vec<f64>,
 }
 
 impl Stats {
-    pub fn of(samples: Vec<f64>) -> Self {
+    pub fn new(samples: Vec<f64>) -> Self {
         let count = samples.len() as f64;
         let mean = samples.iter().sum::<f64>() / count;
         let squares: f64 = samples.iter().map(|sample| (sample - mean).powi(2)).sum();
@@ -131,21 +131,23 @@ pub struct FirstToken {
     warm: Vec<Warm>,
 }
 
-/// The first request after loading.
+/// The time to the first token of the first request after loading.
 #[derive(Serialize)]
 struct Cold {
     prompt_tokens: usize,
     ms: f64,
 }
 
+/// The time to the first token of later requests.
 #[derive(Serialize)]
+/// The time to the first token of later requests.
 struct Warm {
     prompt_tokens: usize,
     ms: Stats,
 }
 
 impl FirstToken {
-    /// Of (tokens of the prompt, milliseconds).
+    /// Takes pairs of prompt length and milliseconds.
     pub fn new((prompt_tokens, ms): (usize, f64), warm: Vec<(usize, Stats)>) -> Self {
         let warm = warm.into_iter().map(|(prompt_tokens, ms)| Warm { prompt_tokens, ms }).collect();
         Self { cold: Cold { prompt_tokens, ms }, warm }
@@ -162,19 +164,19 @@ pub enum TestKind {
     Chat,
 }
 
-/// One row of the table.
+/// One test, which is a row of the table.
 #[derive(Serialize)]
 pub struct Test {
     kind: TestKind,
     tokens: usize,
-    /// In the cache before.
+    /// The cached tokens before the test.
     depth: usize,
     tok_per_s: Stats,
-    /// Of a decode step, on average.
+    /// The mean bytes that a decode step reads.
     step_bytes: Option<StepBytes>,
     bytes_per_s: Option<f64>,
     share_of_read_bandwidth: Option<f64>,
-    /// From token to token.
+    /// The times between tokens.
     gaps: Option<Gaps>,
 }
 
@@ -185,7 +187,7 @@ impl Test {
         Self { kind, tokens, depth, tok_per_s, step_bytes, bytes_per_s, share_of_read_bandwidth, gaps }
     }
 
-    /// As llama-bench names it.
+    /// Returns the name that llama-bench gives this test.
     pub fn name(&self) -> String {
         let kind = match self.kind {
             TestKind::Prompt => "pp",
@@ -196,16 +198,16 @@ impl Test {
         format!("{kind}{}{depth}", self.tokens)
     }
 
-    /// With what each of its steps reads.
-    pub fn reading(mut self, steps: &[StepBytes]) -> Self {
+    /// Sets the bytes that its decode steps read.
+    pub fn with_step_bytes(mut self, steps: &[StepBytes]) -> Self {
         let mean = |part: fn(&StepBytes) -> u64| steps.iter().map(part).sum::<u64>() / steps.len() as u64;
         self.step_bytes = Some(StepBytes { weights: mean(|step| step.weights), cache: mean(|step| step.cache) });
         self
     }
 
-    /// With the seconds of each repetition.
-    pub fn timed(mut self, seconds: &[f64]) -> Self {
-        self.tok_per_s = Stats::of(seconds.iter().map(|seconds| self.tokens as f64 / seconds).collect());
+    /// Sets the seconds of each repetition.
+    pub fn with_seconds(mut self, seconds: &[f64]) -> Self {
+        self.tok_per_s = Stats::new(seconds.iter().map(|seconds| self.tokens as f64 / seconds).collect());
         self.bytes_per_s = self.step_bytes.map(|bytes| bytes.total() as f64 * self.tok_per_s.mean);
         self
     }
@@ -215,13 +217,14 @@ impl Test {
         self
     }
 
-    pub fn compare_with(&mut self, bandwidth: Option<&Bandwidth>) {
+    /// Sets the share of the measured read bandwidth that the test achieved.
+    pub fn set_bandwidth_share(&mut self, bandwidth: Option<&Bandwidth>) {
         self.share_of_read_bandwidth =
             self.bytes_per_s.zip(bandwidth).map(|(achieved, bandwidth)| achieved / bandwidth.read_bytes_per_s);
     }
 }
 
-/// Times from token to token.
+/// The distribution of the times between tokens.
 #[derive(Serialize)]
 pub struct Gaps {
     p50_ms: f64,
@@ -230,10 +233,10 @@ pub struct Gaps {
 }
 
 impl Gaps {
-    /// Of at least one.
-    pub fn of(mut gaps: Vec<Duration>) -> Self {
+    /// Takes at least one time.
+    pub fn new(mut gaps: Vec<Duration>) -> Self {
         gaps.sort();
-        // The least that is no less than this share of all.
+        // The smallest time that is at least as large as this share of all times.
         let percentile = |share: f64| {
             let rank = (share * gaps.len() as f64).ceil() as usize;
             1e3 * gaps[rank.clamp(1, gaps.len()) - 1].as_secs_f64()
@@ -243,17 +246,17 @@ impl Gaps {
 }
 
 impl Report {
-    /// For a person, `with_kernels` if those were asked for.
+    /// Returns the report as tables, with the table of kernels if `with_kernels`.
     pub fn table(&self, with_kernels: bool) -> String {
-        let mut parts = vec![self.head(), self.speed(), self.latency()];
+        let mut parts = vec![self.header(), self.speed(), self.latency()];
         if with_kernels {
             parts.push(self.kernel_table());
         }
         parts.join("\n")
     }
 
-    /// What was measured on what.
-    fn head(&self) -> String {
+    /// Describes model, device and build.
+    fn header(&self) -> String {
         let Model { name, family, quantization, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
             &self.model;
         let Build { version, commit, executor, attention } = &self.inferno;
@@ -276,13 +279,13 @@ impl Report {
         lines.push(match &self.bandwidth {
             Some(bandwidth) => {
                 let [read, copy] = [bandwidth.read_bytes_per_s, bandwidth.copy_bytes_per_s].map(|rate| rate / 1e9);
-                format!("memory bandwidth, measured: {read:.0} GB/s reading, {copy:.0} GB/s copying")
+                format!("measured memory bandwidth: {read:.0} GB/s read, {copy:.0} GB/s copy")
             }
             None => "memory bandwidth: not measured".into(),
         });
         if let Some(LaunchCounts { kernels, graph_nodes, host_syncs, copies }) = self.launches_per_token {
             lines.push(format!(
-                "a token takes {kernels} launches, {graph_nodes} graph nodes, {host_syncs} syncs, {copies} copies"
+                "per token: {kernels} launches, {graph_nodes} graph nodes, {host_syncs} syncs, {copies} copies"
             ));
         }
         lines.join("\n") + "\n"
@@ -313,7 +316,7 @@ impl Report {
     }
 
     fn latency(&self) -> String {
-        let mut rows = vec![["first token after", "ms", ""].map(String::from)];
+        let mut rows = vec![["time to first token", "ms", ""].map(String::from)];
         let Cold { prompt_tokens, ms } = self.first_token.cold;
         rows.push([format!("{prompt_tokens} tokens, cold"), format!("{ms:.1}"), String::new()]);
         for Warm { prompt_tokens, ms } in &self.first_token.warm {
@@ -321,7 +324,7 @@ impl Report {
             rows.push([format!("{prompt_tokens} {tokens}"), format!("{:.1}", ms.mean), format!("± {:.1}", ms.sd)]);
         }
         let mut text = aligned(&rows);
-        let mut rows = vec![["from token to token, ms", "p50", "p99", "max"].map(String::from)];
+        let mut rows = vec![["between tokens, ms", "p50", "p99", "max"].map(String::from)];
         for test in &self.tests {
             if let Some(Gaps { p50_ms, p99_ms, max_ms }) = test.gaps {
                 let [p50, p99, max] = [p50_ms, p99_ms, max_ms].map(|ms| format!("{ms:.2}"));
@@ -337,7 +340,7 @@ impl Report {
 
     fn kernel_table(&self) -> String {
         let Some(kernels) = &self.kernels else {
-            return format!("kernels: the {} executor does not time them\n", self.inferno.executor);
+            return format!("kernels: the {} executor cannot time them\n", self.inferno.executor);
         };
         let mut rows = vec![["kernel", "calls", "µs/token", "MB/token", "GB/s", "of read"].map(String::from)];
         for KernelTime { name, calls, seconds, bytes } in kernels {
@@ -356,7 +359,7 @@ impl Report {
 }
 
 impl DeviceFacts {
-    /// `NVIDIA H200, compute capability 9.0, 132 multiprocessors, CUDA 13.0, driver 580.1, SM 1980 of 1980 MHz, …`
+    /// Formats as `NVIDIA H200, compute capability 9.0, 132 multiprocessors, CUDA 13.0, driver 580.1, SM 1980 of 1980 MHz, …`
     fn line(&self) -> String {
         let mut line = self.name.clone();
         if let Some(capability) = &self.compute_capability {
@@ -386,9 +389,9 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-/// The first column from the left, the figures from the right.
+/// Formats rows in columns: the first left-aligned, the others right-aligned.
 fn aligned<const COLUMNS: usize>(rows: &[[String; COLUMNS]]) -> String {
-    // A column with nothing under its head is left out.
+    // A column with no cells under its header is left out.
     let width = |column: usize| match rows.iter().skip(1).any(|row| !row[column].is_empty()) {
         true => rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0),
         false => 0,

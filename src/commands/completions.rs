@@ -1,4 +1,4 @@
-//! `inferno completions`: what a shell needs to complete commands and flags.
+//! `inferno completions`: prints a completion script for a shell.
 
 use std::process::ExitCode;
 
@@ -8,11 +8,11 @@ use clap_complete::Shell;
 /// Print completions for bash, zsh or fish
 #[derive(clap::Args)]
 pub struct Args {
-    /// Whose: `source <(inferno completions bash)` in ~/.bashrc, for example
+    /// The shell; for bash, add `source <(inferno completions bash)` to ~/.bashrc
     shell: Shell,
 }
 
-/// `command` is all of the command line.
+/// Prints the script. `command` describes the whole command line.
 pub fn run(args: Args, mut command: clap::Command) -> Result<ExitCode> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "inferno", &mut script);

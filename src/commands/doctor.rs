@@ -1,5 +1,6 @@
-//! `inferno doctor`
+//! `inferno doctor`: checks this machine and says what to fix.
 
+mod finding;
 mod gpu;
 mod machine;
 #[cfg(feature = "cuda")]
@@ -12,11 +13,11 @@ use anyhow::Result;
 use serde::Serialize;
 
 use crate::hub::Hub;
-use crate::text::one_line;
-use crate::text::printable;
+use crate::text::{one_line, printable};
+use finding::{Finding, Status};
 use gpu::SelfTest;
 
-/// Check this machine: build, GPU and kernels, disk, hub, models
+/// Check this machine: build, GPU, kernels, disk, hub and models
 #[derive(clap::Args)]
 pub struct Args {
     /// Print JSON
@@ -24,45 +25,11 @@ pub struct Args {
     json: bool,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "UPPERCASE")]
-enum Status {
-    Pass,
-    /// Something will not work, or not as well as it could.
-    Warn,
-    /// inferno cannot do here what it is for.
-    Fail,
-}
-
-/// One line about one thing.
-#[derive(Clone, Debug, Serialize)]
-struct Finding {
-    status: Status,
-    name: &'static str,
-    what: String,
-    /// The next command to type; none if there is nothing to do.
-    next: Option<String>,
-}
-
-impl Finding {
-    fn pass(name: &'static str, what: impl Into<String>) -> Self {
-        Self { status: Status::Pass, name, what: what.into(), next: None }
-    }
-
-    fn warn(name: &'static str, what: impl Into<String>, next: impl Into<String>) -> Self {
-        Self { status: Status::Warn, name, what: what.into(), next: Some(next.into()) }
-    }
-
-    fn fail(name: &'static str, what: impl Into<String>, next: impl Into<String>) -> Self {
-        Self { status: Status::Fail, ..Self::warn(name, what, next) }
-    }
-}
-
 #[derive(Serialize)]
 struct Report {
     status: Status,
     findings: Vec<Finding>,
-    /// Every kernel on every GPU.
+    /// The self-test of every kernel on every GPU.
     self_test: Vec<SelfTest>,
 }
 
@@ -80,7 +47,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
-        // Names come from folders that anyone may have made.
+        // Model names come from untrusted folders, so they may contain control characters.
         write!(out, "{}", printable(&lines(&report)))?;
     }
     out.flush()?;

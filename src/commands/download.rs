@@ -1,14 +1,14 @@
-//! `inferno download`
+//! `inferno download`: fetches a model from the hub.
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::progress::{Listener, Show};
+use super::progress::{ProgressStyle, ProgressView};
 use crate::hub::{FileFilter, Hub};
 
-/// Fetch a model from the Hugging Face hub; the same command goes on where an earlier one stopped
+/// Fetch a model from the Hugging Face hub; run the same command again to resume an interrupted download
 #[derive(clap::Args)]
 pub struct Args {
     /// Repository, such as openai/gpt-oss-20b
@@ -16,32 +16,32 @@ pub struct Args {
     /// Branch, tag or commit
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
-    /// Weight files to fetch, such as '*Q4_K_M*', instead of all of the model's safetensors; may be given again
+    /// Weight files to fetch, such as '*Q4_K_M*' [default: all safetensors]; can be repeated
     #[arg(long, value_name = "GLOB")]
     include: Vec<String>,
-    /// Files to leave out; may be given again
+    /// Files to leave out; can be repeated
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
-    /// Say nothing unless it fails
+    /// Print nothing unless the download fails
     #[arg(long, short)]
     quiet: bool,
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
-    let show = Show::new(Listener::new(args.quiet), "fetched");
+    let progress = ProgressView::new(ProgressStyle::new(args.quiet), "fetched");
     let filter = FileFilter { include: args.include, exclude: args.exclude };
-    let result = hub.download(&args.repo, args.revision.as_deref(), &filter, &show);
-    show.finish();
+    let result = hub.download(&args.repo, args.revision.as_deref(), &filter, &progress);
+    progress.finish();
     let snapshot = result?;
     if args.quiet {
         return Ok(ExitCode::SUCCESS);
     }
     let mut err = std::io::stderr();
     writeln!(err, "{} is in {}", snapshot.name, snapshot.path.display())?;
-    // Only a part may have been asked for.
+    // With --include, the download may not be a whole model.
     for model in snapshot.models().iter().filter(|model| hub.find(&model.name, None).is_ok()) {
-        writeln!(err, "chat with it: inferno play {}", model.name)?;
+        writeln!(err, "to chat with it: inferno play {}", model.name)?;
     }
     Ok(ExitCode::SUCCESS)
 }

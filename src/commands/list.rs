@@ -1,4 +1,4 @@
-//! `inferno list`
+//! `inferno list`: shows the models on this machine.
 
 use std::cmp::Reverse;
 use std::io::Write;
@@ -10,6 +10,7 @@ use jiff::Timestamp;
 use rayon::prelude::*;
 use serde::Serialize;
 
+use super::json;
 use crate::hub::{Hub, Snapshot};
 use crate::models;
 use crate::snapshot::gguf;
@@ -20,7 +21,7 @@ use crate::weights::gguf::GgufCheckpoint;
 /// Show the models on this machine
 #[derive(clap::Args)]
 pub struct Args {
-    /// By what: name, size and params from the largest down, used from the latest down
+    /// Sort by name, size (largest first), params (largest first) or used (latest first)
     #[arg(long, default_value = "name", value_name = "COLUMN")]
     sort: Sort,
     /// Print JSON
@@ -40,7 +41,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
     let mut models = Model::read_all(&hub, &super::playable(&hub)?);
     match args.sort {
-        // As they come, the demo last.
+        // The models are already sorted by name, with the demo last.
         Sort::Name => {}
         Sort::Size => models.sort_by_key(|model| Reverse(model.size_bytes)),
         Sort::Params => models.sort_by_key(|model| Reverse(model.parameters)),
@@ -48,7 +49,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
     let mut out = std::io::stdout().lock();
     if args.json {
-        writeln!(out, "{}", serde_json::to_string_pretty(&models)?)?;
+        writeln!(out, "{}", json::pretty(&models)?)?;
     } else {
         write!(out, "{}", table(&models))?;
     }
@@ -56,26 +57,26 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What is known of a model without loading it. What cannot be read is left out, not an error: one broken model must
-/// not hide the others.
+/// What `list` shows about a model. Anything that cannot be read is left out rather than an error, so that one broken
+/// model does not hide the others.
 #[derive(Serialize)]
 pub struct Model {
     pub name: String,
     pub revision: Option<String>,
-    /// `unsupported` models are listed too, with the family their config names.
+    /// The family, or for an unsupported model the name in its config.
     pub family: Option<String>,
     pub supported: bool,
     pub quantization: Option<String>,
     pub parameters: Option<u64>,
     pub size_bytes: u64,
-    /// By inferno, whatever else may have read it.
-    #[serde(serialize_with = "as_text")]
+    /// The last time that inferno used it; other programs do not count.
+    #[serde(serialize_with = "serialize_time")]
     pub last_used: Option<Timestamp>,
     pub path: String,
 }
 
 impl Model {
-    /// All at once: reading the headers is most of the work.
+    /// Reads all models in parallel, because reading their headers takes most of the time.
     pub fn read_all(hub: &Hub, snapshots: &[Snapshot]) -> Vec<Self> {
         snapshots.par_iter().map(|snapshot| Self::read(hub, snapshot)).collect()
     }
@@ -83,7 +84,7 @@ impl Model {
     fn read(hub: &Hub, snapshot: &Snapshot) -> Self {
         let path = &snapshot.path;
         let (config, declared, weights) = match gguf::find(path).ok().flatten() {
-            // Its head holds the vocabulary, too: megabytes, which are not to be gone through twice.
+            // The header includes the vocabulary, which is megabytes long. Parse it once.
             Some(file) => match GgufCheckpoint::open(&file) {
                 Ok(file) => {
                     let declared = file.architecture().ok().map(str::to_string);
@@ -114,7 +115,10 @@ impl Model {
     }
 }
 
-fn as_text<S: serde::Serializer>(time: &Option<Timestamp>, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+fn serialize_time<S: serde::Serializer>(
+    time: &Option<Timestamp>,
+    serializer: S,
+) -> std::result::Result<S::Ok, S::Error> {
     time.map(|time| time.to_string()).serialize(serializer)
 }
 
@@ -123,11 +127,11 @@ fn folder_bytes(path: &Path) -> u64 {
         return gguf::total_bytes(path);
     }
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
-    // `metadata` follows links: the files of a snapshot are links to blobs.
+    // The files of a snapshot are symbolic links to blobs; `metadata` follows them.
     entries.filter_map(|entry| std::fs::metadata(entry.path()).ok()).filter(|m| m.is_file()).map(|m| m.len()).sum()
 }
 
-/// The models as a table, numbered from 1.
+/// Returns the models as a table, numbered from 1.
 pub fn table(models: &[Model]) -> String {
     let header = ["", "NAME", "REVISION", "FAMILY", "QUANT", "PARAMS", "SIZE", "USED", "PATH"].map(String::from);
     let mut rows = vec![header];
@@ -150,13 +154,13 @@ pub fn table(models: &[Model]) -> String {
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let line = |row: &[String; 9]| {
         let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
-        // Family and quantization come from a downloaded file.
+        // Family and quantization come from downloaded files, so they may contain control characters.
         format!("{}\n", printable(cells.join("  ").trim_end()))
     };
     rows.iter().map(line).collect()
 }
 
-/// now, 5 min ago, 3 h ago, 12 days ago
+/// Formats a time as `now`, `5 min ago`, `3 h ago` or `12 days ago`.
 fn ago(time: Timestamp) -> String {
     match Timestamp::now().duration_since(time).as_secs() {
         ..60 => "now".to_string(),

@@ -1,10 +1,10 @@
-//! `-v`: what inferno does, on stderr.
+//! `-v`: logs on stderr.
 
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// `-v` tells what is opened and chosen, `-vv` more. RUST_LOG decides where neither is given, such as
+/// Starts logging: `-v` logs at level info, `-vv` at level debug. Without either, RUST_LOG applies, as in
 /// `RUST_LOG=inferno::hub=debug`.
 pub fn start(verbose: u8) {
     let variable = std::env::var("RUST_LOG").ok().and_then(|value| value.parse::<Targets>().ok());
@@ -16,6 +16,6 @@ pub fn start(verbose: u8) {
     };
     let format = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false);
     let format = format.with_timer(tracing_subscriber::fmt::time::uptime());
-    // Only a second call fails, and there is none.
+    // It fails only if logging has been started before.
     let _ = tracing_subscriber::registry().with(format).with(filter).try_init();
 }

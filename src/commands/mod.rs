@@ -1,5 +1,6 @@
-//! One file a verb: its flags, its help, its `run`. Here, the flags that several verbs share. `defaults`, `logging`,
-//! `progress`, `prompt`, `answer`, `sampling` and `bench_report` are no verbs, but what those are made of.
+//! The subcommands, one file each: its flags, its help and its `run`. This file has the flags that several of them share.
+//!
+//! `answer`, `bench_report`, `defaults`, `json`, `logging`, `progress`, `prompt` and `sampling` are helpers.
 
 mod answer;
 pub mod bench;
@@ -8,6 +9,7 @@ pub mod completions;
 pub mod defaults;
 pub mod doctor;
 pub mod download;
+mod json;
 pub mod list;
 pub mod logging;
 pub mod perplexity;
@@ -37,7 +39,7 @@ use crate::language::Language;
 use crate::text::printable;
 use crate::weights::quantized::QuantizationTarget;
 
-/// Where and how a model is loaded.
+/// The flags that say how to load a model.
 #[derive(Clone, clap::Args)]
 pub struct LoadArgs {
     /// Branch, tag or commit of the model
@@ -46,23 +48,23 @@ pub struct LoadArgs {
     /// cuda, cuda:N, or cpu (for development and the demo model)
     #[arg(long, default_value = "cuda", value_name = "DEVICE")]
     device: DeviceChoice,
-    /// What to compute in [default: bf16 on a GPU, f32 on a CPU]
+    /// Compute dtype [default: bf16 on a GPU, f32 on a CPU]
     #[arg(long, value_name = "DTYPE")]
     dtype: Option<Dtype>,
-    /// Tokens to make room for, prompt and answers together [default: what fits, up to 32768]
+    /// Context length in tokens, for prompt and answers together [default: what fits, up to 32768]
     #[arg(long, value_name = "TOKENS")]
     context: Option<usize>,
-    /// Most tokens of a prompt to read at once [default: up to 8192, as memory allows]
+    /// Largest prompt chunk in one forward pass, in tokens [default: up to 8192, as memory allows]
     #[arg(long, value_name = "TOKENS", hide_short_help = true)]
     chunk: Option<usize>,
-    /// QuantizationTarget matrices of floats while loading: q8_0, q6_k, q5_k, q4_k, .. as in GGUF files, fp8 or int8
+    /// Quantize float weights while loading: q8_0, q6_k, q5_k, q4_k and others from GGUF, fp8 or int8
     #[arg(long, value_name = "FORMAT")]
     quantize: Option<QuantizationTarget>,
-    /// Decode operation by operation, without a CUDA graph: slow, to compare with
+    /// Decode without a CUDA graph, one operation at a time; slow, for comparison
     #[arg(long, hide_short_help = true)]
     eager: bool,
-    /// Whose attention kernel reads prompts: auto, own, flash (builds with that feature) or eager
-    #[arg(long, default_value = "auto", value_name = "WHOSE", hide_short_help = true)]
+    /// Attention kernel for prompts: auto, own, flash (needs the flash-attn feature) or eager
+    #[arg(long, default_value = "auto", value_name = "KERNEL", hide_short_help = true)]
     attention: Attention,
 }
 
@@ -86,38 +88,40 @@ impl LoadArgs {
         self.revision.as_deref()
     }
 
-    /// The same without --quantize.
-    fn as_it_is(&self) -> Self {
+    /// Returns the same flags without --quantize.
+    fn unquantized(&self) -> Self {
         Self { quantize: None, ..self.clone() }
     }
 
-    /// Makes room for `tokens`. Fails if `--context` was given and has less.
-    fn make_room(&mut self, tokens: usize) -> Result<()> {
+    /// Sets the context to `tokens` if `--context` was not given. Fails if it was given and is smaller.
+    fn require_context(&mut self, tokens: usize) -> Result<()> {
         match self.context {
             Some(context) if context < tokens => {
-                let problem = format!("this needs --context {tokens}, and {context} was given");
-                Err(Error::Usage(problem).into())
+                let message = format!("--context {context} is too small for these flags: use --context {tokens}");
+                Err(Error::Usage(message).into())
             }
-            given => {
-                self.context = Some(given.unwrap_or(tokens));
+            context => {
+                self.context = Some(context.unwrap_or(tokens));
                 Ok(())
             }
         }
     }
 
-    /// Loads a snapshot, with a progress bar and a line about the device on stderr.
+    /// Loads a snapshot. Shows a progress bar and a line about the device on stderr.
     pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
-        self.load_speaking(snapshot, &|_| Ok(()))
+        self.load_with_language_check(snapshot, &|_| Ok(()))
     }
 
-    /// The same for a model whose language is as `check` wants it.
-    pub fn load_speaking(
+    /// Loads a snapshot. `check_language` can reject its tokenizer and chat format before the weights are read.
+    pub fn load_with_language_check(
         &self,
         snapshot: &Snapshot,
         check_language: &(dyn Fn(&Language) -> Result<()> + Sync),
     ) -> Result<Engine> {
         let bar = ProgressBar::with_draw_target(Some(0), stderr_target());
-        bar.set_style(style("loading {wide_bar} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}"));
+        bar.set_style(progress_style(
+            "loading {wide_bar} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}",
+        ));
         let engine = Engine::load(
             &snapshot.path,
             &LoadOptions {
@@ -154,30 +158,30 @@ impl LoadArgs {
     }
 }
 
-/// Every model that can be played: those in the caches, and last the built-in demo, unless the cache cannot be written.
+/// Lists all local models: those in the caches, then the built-in demo. The demo is left out if the cache is read-only.
 fn playable(hub: &Hub) -> Result<Vec<Snapshot>> {
     let mut snapshots = hub.list()?;
     snapshots.extend(hub.find(demo::NAME, None));
     Ok(snapshots)
 }
 
-/// Today as YYYY-MM-DD, in the local time zone.
+/// Returns today's date in the local time zone, YYYY-MM-DD.
 fn today() -> String {
     jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
 }
 
-/// A remark for the person at the terminal: dim, on stderr, and only if that is a terminal.
+/// Prints a dim note on stderr, but only on a terminal.
 fn note(text: &str) {
     if std::io::stderr().is_terminal() {
         crate::terminal::remark(text);
     }
 }
 
-/// Progress bars are drawn on a terminal only.
+/// Returns where to draw progress bars: stderr if it is a terminal, else nowhere.
 fn stderr_target() -> ProgressDrawTarget {
     if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() }
 }
 
-fn style(template: &str) -> ProgressStyle {
+fn progress_style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }

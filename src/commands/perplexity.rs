@@ -1,21 +1,22 @@
-//! `inferno perplexity`
+//! `inferno perplexity`: measures how well a model predicts a text.
 
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result};
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
+use candle_nn::ops::log_softmax;
 use rayon::prelude::*;
 
-use super::LoadArgs;
+use super::{LoadArgs, json};
 use crate::engine::EngineHandle;
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot};
 use crate::text::size;
 use crate::tokenizer::ControlTokens;
 
-/// Tokens whose predictions are compared by `--kl`: their logits are held in memory, 0.8 MB each for a vocabulary of 200,000.
+/// The most tokens that `--kl` compares. Their logits are kept in memory: 0.8 MB per token for a vocabulary of 200,000.
 const KL_TOKENS: usize = 512;
 
 /// Measure how well a model predicts a text
@@ -23,31 +24,32 @@ const KL_TOKENS: usize = 512;
 pub struct Args {
     /// Name or directory of a model
     model: String,
-    /// The text, UTF-8; read in overlapping windows if it is longer than the context
+    /// Text file in UTF-8; texts longer than the context are read in overlapping windows
     #[arg(long, value_name = "PATH")]
     file: PathBuf,
-    /// Print JSON, with the negative log-likelihood of every token from the second on
+    /// Print JSON with the negative log-likelihood of every token from the second on
     #[arg(long)]
     json: bool,
-    /// With --quantize: also measure how far predictions are from those of the weights as they are, which are loaded first
+    /// With --quantize: also measure the KL divergence from the unquantized model, which is loaded first
     #[arg(long, requires = "quantize")]
     kl: bool,
     #[command(flatten)]
     load: LoadArgs,
 }
 
-/// What quantization did to a model.
-struct Change {
-    /// Mean KL divergence of the quantized model's predictions from the other's, in nats a token.
+/// The effect of quantization on a model.
+struct QuantizationEffect {
+    /// The mean KL divergence of the quantized model's predictions from the unquantized ones, in nats per token.
     kl: f64,
     tokens: usize,
-    /// Of all weights as they are.
+    /// The bytes of the unquantized weights.
     bytes: u64,
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let text = std::fs::read(&args.file).with_context(|| format!("cannot read {}", args.file.display()))?;
-    let text = String::from_utf8(text).with_context(|| format!("{} is not UTF-8", args.file.display()))?;
+    let text =
+        String::from_utf8(text).with_context(|| format!("cannot read {}: it is not UTF-8", args.file.display()))?;
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
     hub.record_use(&snapshot);
@@ -55,9 +57,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let engine = args.load.load(&snapshot)?;
     let ids = engine.tokenizer().encode(&text, ControlTokens::Default)?;
     let nll = engine.negative_log_likelihood(&ids)?;
-    let change = before.map(|(logits, bytes)| -> Result<Change> {
+    let change = before.map(|(logits, bytes)| -> Result<QuantizationEffect> {
         let tokens = logits.dim(0)?;
-        Ok(Change { kl: mean_kl(&logits, &logits_of(&engine, &ids[..tokens])?)?, tokens, bytes })
+        Ok(QuantizationEffect { kl: mean_kl(&logits, &logits_on_cpu(&engine, &ids[..tokens])?)?, tokens, bytes })
     });
     let change = change.transpose()?;
     let weight_bytes = engine.info().weight_bytes;
@@ -71,18 +73,18 @@ pub fn run(args: Args) -> Result<ExitCode> {
             "weight_bytes": weight_bytes,
             "nll": nll,
         });
-        if let Some(Change { kl, tokens, bytes }) = change {
+        if let Some(QuantizationEffect { kl, tokens, bytes }) = change {
             result["kl"] = kl.into();
             result["kl_tokens"] = tokens.into();
             result["unquantized_weight_bytes"] = bytes.into();
         }
-        writeln!(out, "{result}")?;
+        writeln!(out, "{}", json::with_old_keys(result))?;
     } else {
-        writeln!(out, "perplexity {:.4} (mean NLL {mean_nll:.4} over {} tokens)", mean_nll.exp(), nll.len())?;
-        if let Some(Change { kl, tokens, bytes }) = change {
+        writeln!(out, "perplexity {} (mean NLL {mean_nll:.4} over {} tokens)", perplexity(mean_nll), nll.len())?;
+        if let Some(QuantizationEffect { kl, tokens, bytes }) = change {
             writeln!(
                 out,
-                "KL divergence {kl:.5} from the weights as they are (mean over {tokens} tokens); {} instead of {}",
+                "KL divergence {kl:.5} from the unquantized model (mean over {tokens} tokens); {} instead of {}",
                 size(weight_bytes),
                 size(bytes)
             )?;
@@ -92,37 +94,60 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Logits f32 \[T, V\] of the text's first tokens by the model as it is, on the host, and the bytes of its weights.
+/// Loads the unquantized model. Returns its logits of the first tokens, f32 \[T, V\] on the CPU, and its weight bytes.
 fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tensor, u64)> {
-    let engine = load.as_it_is().load(snapshot)?;
+    let engine = load.unquantized().load(snapshot)?;
     let ids = engine.tokenizer().encode(text, ControlTokens::Default)?;
     let tokens = KL_TOKENS.min(engine.context()).min(ids.len());
     if tokens == 0 {
-        return Err(Error::Usage("--kl needs a text of one token at least".into()).into());
+        return Err(Error::Usage("--kl needs a text of at least one token".into()).into());
     }
-    Ok((logits_of(&engine, &ids[..tokens])?, engine.info().weight_bytes))
+    Ok((logits_on_cpu(&engine, &ids[..tokens])?, engine.info().weight_bytes))
 }
 
-fn logits_of(engine: &EngineHandle, ids: &[u32]) -> Result<Tensor> {
+fn logits_on_cpu(engine: &EngineHandle, ids: &[u32]) -> Result<Tensor> {
     Ok(engine.logits(ids)?.to_device(&Device::Cpu)?)
 }
 
-/// Σ p ln(p / q) over the vocabulary, p and q the predictions by rows of `ours` and `theirs` f32 \[T, V\]; the mean of all rows.
-fn mean_kl(ours: &Tensor, theirs: &Tensor) -> Result<f64> {
-    let (p, q) = (ours.to_vec2::<f32>()?, theirs.to_vec2::<f32>()?);
-    let of_row = |(p, q): (&Vec<f32>, &Vec<f32>)| {
-        let (p_sum, q_sum) = (log_sum_exp(p), log_sum_exp(q));
-        let terms = p.iter().zip(q).map(|(&p, &q)| {
-            let (p, q) = (p as f64 - p_sum, q as f64 - q_sum);
-            p.exp() * (p - q)
-        });
-        terms.sum::<f64>()
+/// Returns the mean KL divergence, in nats, of the predictions `q_logits` from `p_logits`, both f32 \[T, V\] on the CPU.
+fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
+    let (tokens, _) = p_logits.dims2()?;
+    // Row by row: in f64, all rows at once would take gigabytes.
+    let kl_of_row = |row: usize| -> Result<f64> {
+        let log_probabilities = |logits: &Tensor| log_softmax(&logits.get(row)?.to_dtype(DType::F64)?, 0);
+        let (p, q) = (log_probabilities(p_logits)?, log_probabilities(q_logits)?);
+        Ok((p.exp()? * (p - q)?)?.sum_all()?.to_scalar::<f64>()?)
     };
-    let total: f64 = p.par_iter().zip(&q).map(of_row).sum();
-    Ok(total / p.len() as f64)
+    let rows = (0..tokens).into_par_iter().map(kl_of_row).collect::<Result<Vec<_>>>()?;
+    Ok(rows.iter().sum::<f64>() / tokens as f64)
 }
 
-fn log_sum_exp(logits: &[f32]) -> f64 {
-    let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max) as f64;
-    top + logits.iter().map(|&logit| (logit as f64 - top).exp()).sum::<f64>().ln()
+/// Formats the perplexity for a mean negative log-likelihood. Large values get an exponent instead of all their digits.
+fn perplexity(mean_nll: f64) -> String {
+    match mean_nll.exp() {
+        perplexity if perplexity < 1e6 => format!("{perplexity:.4}"),
+        perplexity => format!("{perplexity:.4e}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn large_perplexities_are_printed_with_an_exponent() {
+        assert_eq!(perplexity(0.0), "1.0000");
+        assert_eq!(perplexity(12.5), "268337.2865");
+        assert_eq!(perplexity(684.0), "1.1414e297");
+        assert_eq!(perplexity(1000.0), "inf");
+    }
+
+    #[test]
+    fn kl_divergence_is_the_mean_over_rows() {
+        let logits = |rows: [[f32; 2]; 2]| Tensor::new(&rows, &Device::Cpu).unwrap();
+        let (even, skewed) = ([0.0, 0.0], [3f32.ln(), 0.0]);
+        // 0.5 ln(0.5 / 0.75) + 0.5 ln(0.5 / 0.25) in the first row, 0 in the second.
+        let kl = mean_kl(&logits([even, even]), &logits([skewed, even])).unwrap();
+        assert!((kl - 0.5 * (4f64 / 3.0).ln() / 2.0).abs() < 1e-7, "{kl}");
+    }
 }

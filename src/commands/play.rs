@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 
 use super::defaults::ParsedCommandLine;
 use super::list::{self, Model};
-use super::progress::{Listener, Show};
+use super::progress::{ProgressStyle, ProgressView};
 use super::sampling::SamplingArgs;
 use super::{LoadArgs, answer, note, playable, prompt, today};
 use crate::chat::{Message, ReasoningEffort};
@@ -185,7 +185,7 @@ impl ModelSource for HubModels {
         let args = (self.reparse)(&snapshot.name)?;
         let raw = self.raw;
         let check = |language: &Language| if raw { Ok(()) } else { require_chat_format(language, &snapshot.name) };
-        let engine = args.load.load_speaking(snapshot, &check)?;
+        let engine = args.load.load_with_language_check(snapshot, &check)?;
         introduce(snapshot, &engine);
         let sampling = args.sampling.apply_to(engine.defaults())?;
         Ok(LoadedModel { sampling, engine, configured: args.origin.configured })
@@ -232,7 +232,7 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
     if !line.ends_with('\n') || !matches!(line.trim().to_lowercase().as_str(), "" | "y" | "yes") {
         return Err(missing);
     }
-    let show = Show::new(Listener::new(false), "fetched");
+    let show = ProgressView::new(ProgressStyle::new(false), "fetched");
     let result = hub.download(&name, revision.as_deref(), &pick, &show);
     show.finish();
     result?;

@@ -1,4 +1,4 @@
-//! `inferno prune`
+//! `inferno prune`: deletes files that no model uses.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -8,10 +8,10 @@ use anyhow::Result;
 use crate::hub::Hub;
 use crate::text::size;
 
-/// Delete what interrupted downloads have left, and files that no model needs any more
+/// Delete partial downloads and files that no model uses
 #[derive(clap::Args)]
 pub struct Args {
-    /// Delete even where locks do not work, as on some network disks, and no other inferno would be noticed
+    /// Delete even if file locks do not work, as on some network disks; make sure no other inferno is running
     #[arg(long)]
     force: bool,
 }
@@ -21,7 +21,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut freed_bytes = 0;
     for pruned in Hub::from_env()?.with_force(args.force).prune()? {
         if pruned.is_busy {
-            writeln!(out, "{}: left alone, another inferno is at work on it", pruned.name)?;
+            writeln!(out, "{}: skipped, another inferno process is using it", pruned.name)?;
             continue;
         }
         let files = if pruned.files == 1 { "1 file".to_string() } else { format!("{} files", pruned.files) };

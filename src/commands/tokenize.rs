@@ -1,4 +1,4 @@
-//! `inferno tokenize`
+//! `inferno tokenize`: prints the token ids of a text or conversation.
 
 use std::io::{Read, Write};
 use std::path::PathBuf;
@@ -12,10 +12,10 @@ use crate::hub::Hub;
 use crate::language::Language;
 use crate::tokenizer::ControlTokens;
 
-/// Show a text or a conversation as a model reads it
+/// Show the tokens of a text or a conversation
 #[derive(clap::Args)]
 pub struct Args {
-    /// Name or directory of a model; its weights are not needed
+    /// Name or directory of a model; only its tokenizer is needed
     model: String,
     /// The text [default: standard input]
     text: Option<String>,
@@ -25,19 +25,19 @@ pub struct Args {
     /// Read a conversation: a JSON array of OpenAI-style messages, or an object with `messages` and `tools`
     #[arg(long, value_name = "PATH", conflicts_with_all = ["text", "file"])]
     chat: Option<PathBuf>,
-    /// Do not open the assistant's turn at the end of a conversation
+    /// Do not add the start of the assistant's turn
     #[arg(long, requires = "chat")]
     no_generation_prompt: bool,
-    /// How much the model is told to think: low, medium or high
+    /// The reasoning effort in the prompt: low, medium or high
     #[arg(long, default_value = "medium", requires = "chat", value_name = "EFFORT")]
     reasoning: ReasoningEffort,
-    /// The day a conversation is told it is, YYYY-MM-DD [default: today]
+    /// The current date in the prompt, YYYY-MM-DD [default: today]
     #[arg(long, requires = "chat", value_name = "DATE")]
     date: Option<String>,
     /// Branch, tag or commit of the model
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
-    /// Print JSON: ids, pieces and the rendered text
+    /// Print JSON with ids, pieces and the rendered text
     #[arg(long)]
     json: bool,
 }
@@ -90,16 +90,19 @@ fn read_text(args: &Args) -> Result<String> {
 fn read_conversation(path: &PathBuf) -> Result<(Vec<Message>, Vec<serde_json::Value>)> {
     let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let json: serde_json::Value =
-        serde_json::from_str(&text).with_context(|| format!("{} is no JSON", path.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("cannot parse {}: it is not JSON", path.display()))?;
     let (messages, tools) = match json {
         serde_json::Value::Object(mut fields) => (fields.remove("messages"), fields.remove("tools")),
         list => (Some(list), None),
     };
-    let Some(messages) = messages else { bail!("{} has no messages", path.display()) };
-    let messages = serde_json::from_value(messages).with_context(|| format!("{}: broken messages", path.display()))?;
+    let Some(messages) = messages else { bail!("cannot read {}: it has no 'messages'", path.display()) };
+    let messages =
+        serde_json::from_value(messages).with_context(|| format!("cannot parse 'messages' of {}", path.display()))?;
     let tools = match tools {
         None | Some(serde_json::Value::Null) => Vec::new(),
-        Some(tools) => serde_json::from_value(tools).with_context(|| format!("{}: broken tools", path.display()))?,
+        Some(tools) => {
+            serde_json::from_value(tools).with_context(|| format!("cannot parse 'tools' of {}", path.display()))?
+        }
     };
     Ok((messages, tools))
 }

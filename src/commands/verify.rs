@@ -1,53 +1,57 @@
-//! `inferno verify`
+//! `inferno verify`: compares downloaded files with their hashes.
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::progress::{Listener, Show};
+use super::progress::{ProgressStyle, ProgressView};
 use crate::error::Error;
 use crate::hub::{FileState, Hub, VerifiedSnapshot};
 use crate::text::{printable, short};
 
-/// Read models again and compare them with their hashes
+/// Check the files of downloaded models against their hashes
 #[derive(clap::Args)]
 pub struct Args {
-    /// Name of a model, or a part of it [default: all that are here]
+    /// Name of a model, or part of a name [default: all models]
     model: Option<String>,
-    /// Branch, tag or commit [default: all that are here]
+    /// Branch, tag or commit [default: all downloaded revisions]
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
     /// Fetch the files that are bad or missing
     #[arg(long)]
     repair: bool,
-    /// Name only what is wrong
+    /// Print only the models that have bad files
     #[arg(long, short)]
     quiet: bool,
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
-    let show = Show::new(Listener::new(args.quiet), "read");
-    let result = hub.verify(args.model.as_deref(), args.revision.as_deref(), &show);
-    show.finish();
+    let progress = ProgressView::new(ProgressStyle::new(args.quiet), "read");
+    let result = hub.verify(args.model.as_deref(), args.revision.as_deref(), &progress);
+    progress.finish();
     let mut out = std::io::stdout().lock();
     let (mut models, mut files, mut failure) = (0, 0, None);
     for checked in result? {
-        let report = report(&checked);
-        if !report.is_empty() || !args.quiet {
-            // Whoever reads this may have had enough; what was found is told by the exit code all the same.
-            let _ = write!(out, "{}", printable(&format!("{} {}\n{report}", summary(&checked), at(&checked))));
+        let bad_files = bad_files(&checked);
+        if !bad_files.is_empty() || !args.quiet {
+            // stdout may be closed (`| head`). The exit code still tells the result.
+            let _ = write!(
+                out,
+                "{}",
+                printable(&format!("{} {}\n{bad_files}", summary(&checked), short_revision(&checked)))
+            );
             let _ = out.flush();
         }
         let faults = checked.damaged_files().count();
         if faults > 0 && args.repair {
-            let show = Show::new(Listener::new(args.quiet), "fetched");
-            let result = hub.repair(&checked, &show);
-            show.finish();
+            let progress = ProgressView::new(ProgressStyle::new(args.quiet), "fetched");
+            let result = hub.repair(&checked, &progress);
+            progress.finish();
             match result {
-                Ok(()) => drop(writeln!(out, "  {} fetched anew", count(faults, "file"))),
-                // The others can be helped all the same.
+                Ok(()) => drop(writeln!(out, "  {} fetched again", count(faults, "file"))),
+                // Repair the other models before reporting the error.
                 Err(error) => {
                     let _ = writeln!(out, "  not repaired");
                     failure.get_or_insert(error);
@@ -74,12 +78,12 @@ fn summary(checked: &VerifiedSnapshot) -> String {
     format!("{}: {good} of {} good", checked.name, count(checked.files.len(), "file"))
 }
 
-fn at(checked: &VerifiedSnapshot) -> String {
+fn short_revision(checked: &VerifiedSnapshot) -> String {
     format!("({})", short(&checked.revision))
 }
 
-/// The files that are not good, one a line.
-fn report(checked: &VerifiedSnapshot) -> String {
+/// Lists the files that are not good, one per line.
+fn bad_files(checked: &VerifiedSnapshot) -> String {
     let line = |(name, state): &(String, FileState)| {
         let state = match state {
             FileState::Good => return None,
@@ -92,6 +96,6 @@ fn report(checked: &VerifiedSnapshot) -> String {
     checked.files.iter().filter_map(line).collect()
 }
 
-fn count(number: usize, what: &str) -> String {
-    if number == 1 { format!("1 {what}") } else { format!("{number} {what}s") }
+fn count(number: usize, noun: &str) -> String {
+    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }

@@ -1,6 +1,7 @@
 //! The config.json fields that most families share, and checks on them.
 
 use anyhow::{Result, bail};
+use candle_nn::Activation;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -32,6 +33,7 @@ pub(super) struct CommonConfig {
     pub layer_types: Option<Vec<LayerType>>,
     #[serde(default)]
     pub attention_bias: bool,
+    pub hidden_act: Activation,
     #[serde(flatten)]
     pub rope: RopeConfig,
 }
@@ -59,12 +61,15 @@ pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults
     Ok(serde_json::from_value(json)?)
 }
 
-/// Fails unless the activation in `field` is absent or in `supported`.
-pub(super) fn check_activation(family: &str, json: &Value, field: &str, supported: &[&str]) -> Result<()> {
-    match json[field].as_str().filter(|activation| !supported.contains(activation)) {
-        Some(activation) => bail!("{field} '{activation}' is not supported for {family} ({})", supported.join(", ")),
-        None => Ok(()),
+/// Moves the activation from `field` to `hidden_act`, where configs read it. If it is absent, the first of `supported`
+/// applies. Fails if it is not in `supported`.
+pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, supported: &[&str]) -> Result<()> {
+    let name = json[field].as_str().unwrap_or(supported[0]);
+    if !supported.contains(&name) {
+        bail!("{field} '{name}' is not supported for {family} ({})", supported.join(", "));
     }
+    json["hidden_act"] = name.into();
+    Ok(())
 }
 
 /// Fails if one of `fields` is set to anything but null and false. The family does not support these options.
@@ -176,7 +181,8 @@ impl CommonConfig {
 
     /// Loads the MLP of a layer, without biases.
     pub fn load_mlp(&self, layer: &Weights) -> Result<GatedMlp> {
-        GatedMlp::load(&layer.at("mlp"), self.hidden_size, self.intermediate_size, Bias::Without)
+        let Self { hidden_size, intermediate_size, hidden_act, .. } = *self;
+        GatedMlp::load(&layer.at("mlp"), hidden_size, intermediate_size, Bias::Without, hidden_act)
     }
 
     pub fn decoder_config(&self, cache_layers: Vec<LayerSpec>, context: usize) -> Result<DecoderConfig> {

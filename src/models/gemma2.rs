@@ -11,7 +11,6 @@ use serde_json::{Value, json};
 use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
 use super::standard::StandardDecoder;
-use crate::kernels::swiglu::Activation;
 use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder_config::{DecoderConfig, DecoderNames, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
@@ -39,8 +38,8 @@ struct Config {
     common: CommonConfig,
 }
 
-fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    config::check_activation("gemma2", &json, "hidden_activation", &["gelu_pytorch_tanh"])?;
+fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
+    config::normalize_activation("gemma2", &mut json, "hidden_activation", &["gelu_pytorch_tanh"])?;
     config::reject_fields("gemma2", &json, &["use_bidirectional_attention"])?;
     let defaults = json!({
         "max_position_embeddings": 8192, "head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": true,
@@ -93,7 +92,7 @@ impl StandardDecoder for Config {
         };
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
         let mlp = self.common.load_mlp(weights)?;
-        Ok((attention, Mlp::Gated(mlp.with_activation(Activation::GeluTanh))))
+        Ok((attention, Mlp::Gated(mlp)))
     }
 
     fn decoder_config(&self, weights: &Weights, context: usize) -> Result<DecoderConfig> {

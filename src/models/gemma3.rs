@@ -12,7 +12,6 @@ use super::config::{self, CommonConfig};
 use super::family::{Architecture, Family};
 use super::gemma2;
 use super::standard::StandardDecoder;
-use crate::kernels::swiglu::Activation;
 use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
@@ -41,7 +40,7 @@ struct Config {
 }
 
 fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
-    config::check_activation("gemma3", &json, "hidden_activation", &["gelu_pytorch_tanh"])?;
+    config::normalize_activation("gemma3", &mut json, "hidden_activation", &["gelu_pytorch_tanh"])?;
     config::reject_fields("gemma3", &json, &["use_bidirectional_attention", "attn_logit_softcapping"])?;
     split_rope(&mut json)?;
     let defaults = json!({
@@ -105,7 +104,7 @@ impl StandardDecoder for Config {
         };
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
         let mlp = self.common.load_mlp(weights)?;
-        Ok((attention, Mlp::Gated(mlp.with_activation(Activation::GeluTanh))))
+        Ok((attention, Mlp::Gated(mlp)))
     }
 
     fn decoder_config(&self, weights: &Weights, context: usize) -> Result<DecoderConfig> {

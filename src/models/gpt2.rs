@@ -2,12 +2,12 @@
 //! matrices that are stored transposed.
 
 use anyhow::{Result, bail};
+use candle_nn::Activation;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::config::{self, ModelSizes};
 use super::family::{Architecture, Family};
-use crate::kernels::swiglu::Activation;
 use crate::nn::attention::{Attention, AttentionConfig};
 use crate::nn::decoder::Decoder;
 use crate::nn::decoder_config::{DecoderConfig, DecoderNames, LayerInfo};
@@ -39,13 +39,14 @@ struct Config {
     n_inner: Option<usize>,
     n_positions: usize,
     layer_norm_epsilon: f64,
+    hidden_act: Activation,
     scale_attn_weights: bool,
     scale_attn_by_inverse_layer_idx: bool,
     tie_word_embeddings: bool,
 }
 
-fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    config::check_activation("gpt2", &json, "activation_function", &["gelu_new", "gelu_pytorch_tanh"])?;
+fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
+    config::normalize_activation("gpt2", &mut json, "activation_function", &["gelu_new", "gelu_pytorch_tanh"])?;
     config::reject_fields("gpt2", &json, &["add_cross_attention"])?;
     let defaults = json!({
         "vocab_size": 50_257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
@@ -103,7 +104,7 @@ impl Config {
         let attention = Attention::new(&attn, config, layer.rotary, c_attn, c_proj)?;
         let fc = Linear::load_transposed(&mlp.at("c_fc"), hidden_size, intermediate_size)?;
         let proj = Linear::load_transposed(&mlp.at("c_proj"), intermediate_size, hidden_size)?;
-        Ok((attention, Mlp::Plain(PlainMlp::new(fc, proj, Activation::GeluTanh, weights.dtype()))))
+        Ok((attention, Mlp::Plain(PlainMlp::new(fc, proj, self.hidden_act, weights.dtype())?)))
     }
 }
 

@@ -26,8 +26,8 @@ struct Config {
     common: CommonConfig,
 }
 
-fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    config::check_activation("llama", &json, "hidden_act", &["silu"])?;
+fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
+    config::normalize_activation("llama", &mut json, "hidden_act", &["silu"])?;
     let config: Config = config::parse("llama", json, json!({"max_position_embeddings": 2048}))?;
     config.common.validate()?;
     Ok(Box::new(config))
@@ -46,8 +46,9 @@ impl StandardDecoder for Config {
         let bias = Bias::from(self.common.attention_bias);
         let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, ..self.common.attention(layer.spec) };
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
-        let CommonConfig { hidden_size, intermediate_size, .. } = self.common;
-        let mlp = GatedMlp::load(&weights.at("mlp"), hidden_size, intermediate_size, Bias::from(self.mlp_bias))?;
+        let CommonConfig { hidden_size, intermediate_size, hidden_act, .. } = self.common;
+        let mlp_bias = Bias::from(self.mlp_bias);
+        let mlp = GatedMlp::load(&weights.at("mlp"), hidden_size, intermediate_size, mlp_bias, hidden_act)?;
         Ok((attention, Mlp::Gated(mlp)))
     }
 }

@@ -25,8 +25,8 @@ struct Config {
     common: CommonConfig,
 }
 
-fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    config::check_activation("mistral", &json, "hidden_act", &["silu"])?;
+fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
+    config::normalize_activation("mistral", &mut json, "hidden_act", &["silu"])?;
     config::reject_fields("mistral", &json, &["attention_bias", "layer_types"])?;
     let defaults = json!({"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096});
     let config: Config = config::parse("mistral", json, defaults)?;

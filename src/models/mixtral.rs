@@ -29,8 +29,8 @@ struct Config {
     common: CommonConfig,
 }
 
-fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    config::check_activation("mixtral", &json, "hidden_act", &["silu"])?;
+fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
+    config::normalize_activation("mixtral", &mut json, "hidden_act", &["silu"])?;
     config::reject_fields("mixtral", &json, &["attention_bias", "layer_types"])?;
     let defaults = json!({
         "max_position_embeddings": 131_072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6,

@@ -26,7 +26,7 @@ struct Config {
 }
 
 fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
-    config::check_activation("phi3", &json, "hidden_act", &["silu"])?;
+    config::normalize_activation("phi3", &mut json, "hidden_act", &["silu"])?;
     config::reject_fields("phi3", &json, &["attention_bias", "layer_types"])?;
     for key in ["rope_scaling", "rope_parameters"] {
         rename_longrope(&mut json[key])?;
@@ -71,8 +71,8 @@ impl StandardDecoder for Config {
     fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let attention = self.common.attention(layer.spec);
         let attention = Attention::load_fused(&weights.at("self_attn"), attention, layer.rotary)?;
-        let CommonConfig { hidden_size, intermediate_size, .. } = self.common;
-        let mlp = GatedMlp::load_fused(&weights.at("mlp"), hidden_size, intermediate_size)?;
+        let CommonConfig { hidden_size, intermediate_size, hidden_act, .. } = self.common;
+        let mlp = GatedMlp::load_fused(&weights.at("mlp"), hidden_size, intermediate_size, hidden_act)?;
         Ok((attention, Mlp::Gated(mlp)))
     }
 }

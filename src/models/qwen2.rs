@@ -30,8 +30,8 @@ struct Config {
     common: CommonConfig,
 }
 
-fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    config::check_activation("qwen2", &json, "hidden_act", &["silu"])?;
+fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
+    config::normalize_activation("qwen2", &mut json, "hidden_act", &["silu"])?;
     config::reject_fields("qwen2", &json, &["use_mrope"])?;
     let defaults = json!({"max_position_embeddings": 32_768, "sliding_window": 4096, "max_window_layers": 28});
     let mut config: Config = config::parse("qwen2", json, defaults)?;

@@ -27,8 +27,8 @@ struct Config {
     common: CommonConfig,
 }
 
-fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    config::check_activation("qwen3", &json, "hidden_act", &["silu"])?;
+fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
+    config::normalize_activation("qwen3", &mut json, "hidden_act", &["silu"])?;
     config::reject_fields("qwen3", &json, &["use_mrope"])?;
     let defaults = json!({
         "max_position_embeddings": 32_768, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28

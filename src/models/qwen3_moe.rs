@@ -37,8 +37,8 @@ struct Config {
     common: CommonConfig,
 }
 
-fn read(json: Value) -> Result<Box<dyn Architecture>> {
-    config::check_activation("qwen3_moe", &json, "hidden_act", &["silu"])?;
+fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
+    config::normalize_activation("qwen3_moe", &mut json, "hidden_act", &["silu"])?;
     config::reject_fields("qwen3_moe", &json, &["layer_types"])?;
     let defaults = json!({
         "max_position_embeddings": 32_768, "sliding_window": 4096, "norm_topk_prob": false, "decoder_sparse_step": 1,
@@ -85,11 +85,11 @@ impl StandardDecoder for Config {
         let attention = self.common.attention(layer.spec);
         let attention = AttentionConfig { qkv_bias: bias, o_bias: bias, qk_norm: Some(norm), ..attention };
         let attention = Attention::load(&weights.at("self_attn"), attention, layer.rotary)?;
-        let CommonConfig { hidden_size, intermediate_size, .. } = self.common;
+        let CommonConfig { hidden_size, intermediate_size, hidden_act, .. } = self.common;
         let weights = weights.at("mlp");
         let mlp = match self.is_sparse(layer.index) {
             true => Mlp::GatedMoe(GatedMoe::load(&weights, self.moe_config(), &EXPERT_NAMES)?),
-            false => Mlp::Gated(GatedMlp::load(&weights, hidden_size, intermediate_size, Bias::Without)?),
+            false => Mlp::Gated(GatedMlp::load(&weights, hidden_size, intermediate_size, Bias::Without, hidden_act)?),
         };
         Ok((attention, mlp))
     }
@@ -104,7 +104,7 @@ mod tests {
         let sizes = json!({
             "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 6, "num_attention_heads": 2,
             "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 4, "max_position_embeddings": 64,
-            "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": true
+            "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": true, "hidden_act": "silu"
         });
         let config: Config = config::parse("qwen3_moe", sizes, json!({})).unwrap();
         assert_eq!((0..6).filter(|&layer| config.is_sparse(layer)).collect::<Vec<_>>(), [1, 5]);

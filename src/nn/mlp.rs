@@ -1,11 +1,12 @@
 //! The feed-forward part of a layer: a gated MLP, a plain MLP, or a mixture of experts.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
+use candle_nn::Activation;
 
 use super::linear::{Bias, Linear};
 use super::moe::{ClampedMoe, GatedMoe};
-use crate::kernels::swiglu::{Activation, gated};
+use crate::kernels::swiglu::{self, gated};
 use crate::weights::Weights;
 
 pub enum Mlp {
@@ -51,37 +52,43 @@ pub struct GatedMlp {
     pub(crate) gate_proj: Linear,
     pub(crate) up_proj: Linear,
     pub(crate) down_proj: Linear,
-    pub(crate) activation: Activation,
+    pub(crate) activation: swiglu::Activation,
     dtype: DType,
 }
 
 impl GatedMlp {
-    /// Loads `gate_proj`, `up_proj` and `down_proj`. The activation is SiLU.
-    pub fn load(weights: &Weights, hidden_size: usize, intermediate_size: usize, bias: Bias) -> Result<Self> {
+    /// Loads `gate_proj`, `up_proj` and `down_proj`.
+    pub fn load(
+        weights: &Weights,
+        hidden_size: usize,
+        intermediate_size: usize,
+        bias: Bias,
+        activation: Activation,
+    ) -> Result<Self> {
         Ok(Self {
             gate_proj: Linear::load(&weights.at("gate_proj"), hidden_size, intermediate_size, bias)?,
             up_proj: Linear::load(&weights.at("up_proj"), hidden_size, intermediate_size, bias)?,
             down_proj: Linear::load(&weights.at("down_proj"), intermediate_size, hidden_size, bias)?,
-            activation: Activation::Silu,
+            activation: kernel_activation(activation)?,
             dtype: weights.dtype(),
         })
     }
 
     /// Loads a checkpoint that stores gate and up as one `gate_up_proj`, the gate's rows first. There are no biases.
-    pub fn load_fused(weights: &Weights, hidden_size: usize, intermediate_size: usize) -> Result<Self> {
+    pub fn load_fused(
+        weights: &Weights,
+        hidden_size: usize,
+        intermediate_size: usize,
+        activation: Activation,
+    ) -> Result<Self> {
         let gate_up = Linear::load(&weights.at("gate_up_proj"), hidden_size, 2 * intermediate_size, Bias::Without)?;
         Ok(Self {
             gate_proj: gate_up.rows(0, intermediate_size)?,
             up_proj: gate_up.rows(intermediate_size, intermediate_size)?,
             down_proj: Linear::load(&weights.at("down_proj"), intermediate_size, hidden_size, Bias::Without)?,
-            activation: Activation::Silu,
+            activation: kernel_activation(activation)?,
             dtype: weights.dtype(),
         })
-    }
-
-    /// Replaces the activation.
-    pub fn with_activation(self, activation: Activation) -> Self {
-        Self { activation, ..self }
     }
 
     /// Returns the dtype that inputs must have.
@@ -100,17 +107,27 @@ impl GatedMlp {
 pub struct PlainMlp {
     fc: Linear,
     proj: Linear,
-    activation: Activation,
+    activation: swiglu::Activation,
     dtype: DType,
 }
 
 impl PlainMlp {
     /// Builds the MLP from loaded projections, for inputs of `dtype`.
-    pub fn new(fc: Linear, proj: Linear, activation: Activation, dtype: DType) -> Self {
-        Self { fc, proj, activation, dtype }
+    pub fn new(fc: Linear, proj: Linear, activation: Activation, dtype: DType) -> Result<Self> {
+        Ok(Self { fc, proj, activation: kernel_activation(activation)?, dtype })
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.proj.forward(&gated(&self.fc.forward(x)?, None, self.activation, self.dtype)?)
+    }
+}
+
+/// Returns the kernel that computes an activation. The kernels fuse it with the product and the cast that follow, so
+/// they are used in place of candle's own.
+fn kernel_activation(activation: Activation) -> Result<swiglu::Activation> {
+    match activation {
+        Activation::Silu | Activation::Swish => Ok(swiglu::Activation::Silu),
+        Activation::NewGelu | Activation::GeluPytorchTanh => Ok(swiglu::Activation::GeluTanh),
+        other => bail!("no kernel computes the activation {other:?}"),
     }
 }

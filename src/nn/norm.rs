@@ -68,3 +68,32 @@ impl Norm {
         Ok(self.add_norm(x, None, DType::F32)?.1)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    fn largest_difference(a: &Tensor, b: &Tensor) -> f32 {
+        (a - b).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap()
+    }
+
+    #[test]
+    fn norms_agree_with_candle_nn() {
+        let value = |i: i64| ((i * 37 % 101) as f32 - 50.0) / 17.0;
+        let tensor = |shape: &[usize], start: i64| {
+            let count = shape.iter().product::<usize>() as i64;
+            Tensor::from_iter((start..start + count).map(value), &Device::Cpu).unwrap().reshape(shape).unwrap()
+        };
+        let (x, weight, bias, eps) = (tensor(&[5, 24], 0), tensor(&[24], 7), tensor(&[24], 90), 1e-5);
+
+        let rms = Norm { weight: weight.clone(), bias: None, eps };
+        let expected = candle_nn::ops::rms_norm(&x, &weight, eps).unwrap();
+        assert!(largest_difference(&rms.forward(&x).unwrap(), &expected) < 1e-5);
+
+        let layer = Norm { weight: weight.clone(), bias: Some(bias.clone()), eps };
+        let expected = candle_nn::ops::layer_norm(&x, &weight, &bias, eps).unwrap();
+        assert!(largest_difference(&layer.forward(&x).unwrap(), &expected) < 1e-5);
+    }
+}

@@ -239,3 +239,34 @@ impl RotaryEmbedding {
         Rotation { cos: &self.cos, sin: &self.sin, positions }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::DType;
+
+    use super::*;
+    use crate::kernels::attention::rope::split_qkv;
+
+    #[test]
+    fn rotation_agrees_with_candle_nn() {
+        let (tokens, heads, kv_heads, head_dim, first) = (7, 3, 1, 8, 2);
+        let frequencies = RopeFrequencies { inv_freq: vec![1.0, 0.3, 0.1, 0.02], attention_factor: 1.0 };
+        let rotary = RotaryEmbedding::new(&frequencies, 16, &Device::Cpu).unwrap();
+        let count = tokens * (heads + 2 * kv_heads) * head_dim;
+        let values = (0..count).map(|i| ((i * 37 % 101) as f32 - 50.0) / 17.0);
+        let qkv = Tensor::from_iter(values, &Device::Cpu).unwrap().reshape((tokens, ())).unwrap();
+        let positions = Tensor::arange(first as u32, (first + tokens) as u32, &Device::Cpu).unwrap();
+
+        let sizes = (heads, kv_heads, head_dim);
+        let (q, ..) = split_qkv(&qkv, None, None, rotary.rotation(&positions), sizes, DType::F32).unwrap();
+
+        // candle's rope takes [batch, heads, tokens, head_dim].
+        let plain = qkv.narrow(1, 0, heads * head_dim).unwrap().reshape((1, tokens, heads, head_dim)).unwrap();
+        let plain = plain.transpose(1, 2).unwrap().contiguous().unwrap();
+        let table = |table: &Tensor| table.narrow(0, first, tokens).unwrap();
+        let expected = candle_nn::rotary_emb::rope(&plain, &table(&rotary.cos), &table(&rotary.sin)).unwrap();
+        let expected = expected.transpose(1, 2).unwrap().squeeze(0).unwrap();
+        let difference = (q - expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        assert!(difference < 1e-5, "{difference}");
+    }
+}

@@ -1,8 +1,8 @@
-"""The families that need no more than a config, weights under their own names, and a list of mistakes: used by make.py.
+"""The families that need only a config, weights, and a list of mistakes; used by make.py.
 
-Weights are named as the hub's repositories have them (one tensor for each expert's matrix, say), whatever transformers 5 would
-save; `state` says what transformers should make of them. Shape letters as in src/lib.rs; L layers, W window, T tokens, M the
-experts' intermediate size where a model has two.
+Weights are named as in the hub's repositories, with one tensor per matrix of an expert, not as transformers 5 would save them;
+`state` has the parameters that transformers should load. Shape letters are those of src/lib.rs; L layers, W window, T tokens,
+M the experts' intermediate size if a model has two.
 """
 from types import SimpleNamespace
 
@@ -11,26 +11,26 @@ import torch
 ROPE = {"rope_theta": 500.0}
 
 def config_of(architecture, s, **rest):
-    """What all but gpt2 have."""
+    """Returns the config fields that all families but GPT-2 share."""
     heads = {} if s.H == s.K else {"num_key_value_heads": s.K}
     return {"architectures": [architecture], "vocab_size": s.V, "hidden_size": s.C, "intermediate_size": s.F, "num_hidden_layers": s.L, "num_attention_heads": s.H, **heads,
         "initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, **rest}
 
 def cases():
-    # Mistral 7B v0.1's window on all layers, Nemo's head_dim that is not C / H. A decode graph can run it.
+    # All layers have a window as in Mistral 7B v0.1. head_dim is not C / H, as in Nemo. The decode graph supports it.
     s = SimpleNamespace(C=40, F=56, L=4, H=6, K=2, D=16, W=11, V=97, T=53)
     yield "mistral", s, config_of("MistralForCausalLM", s, model_type="mistral", head_dim=s.D, hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-05, sliding_window=s.W,
         tie_word_embeddings=False, torch_dtype="bfloat16", **ROPE), torch.bfloat16, ["model.safetensors"]
-    # Qwen2.5, with the window on its upper layers that no published one turns on. A decode graph can run it.
+    # Qwen2.5 with a window on its upper layers, which no published model has. The decode graph supports it.
     s = SimpleNamespace(C=96, F=40, L=4, H=6, K=2, D=16, W=9, V=109, T=51)
     yield "qwen2", s, config_of("Qwen2ForCausalLM", s, model_type="qwen2", hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-06, use_sliding_window=True, sliding_window=s.W,
         max_window_layers=2, use_mrope=False, tie_word_embeddings=True, torch_dtype="bfloat16", **ROPE), torch.bfloat16, ["model.safetensors"]
-    # Qwen3 as transformers 5 saves it.
+    # Qwen3 as saved by transformers 5.
     s = SimpleNamespace(C=40, F=72, L=4, H=6, K=2, D=16, V=101, T=49)
     yield "qwen3", s, config_of("Qwen3ForCausalLM", s, model_type="qwen3", head_dim=s.D, hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-06, attention_bias=False,
         use_sliding_window=False, sliding_window=None, max_window_layers=4, layer_types=["full_attention"] * s.L, tie_word_embeddings=False, dtype="bfloat16",
         rope_parameters={"rope_type": "default", "rope_theta": 500.0}), torch.bfloat16, ["model.safetensors"]
-    # Qwen3-30B-A3B, but for weights that are shares of all experts, and one layer without any.
+    # Like Qwen3-30B-A3B, but the softmax is over all experts, and one layer has no experts.
     s = SimpleNamespace(C=40, F=72, L=3, H=8, K=2, D=10, E=7, N=5, M=24, V=103, T=47)
     yield "qwen3_moe", s, config_of("Qwen3MoeForCausalLM", s, model_type="qwen3_moe", head_dim=s.D, hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-06, attention_bias=False,
         use_sliding_window=False, sliding_window=None, max_window_layers=3, num_experts=s.E, num_experts_per_tok=s.N, moe_intermediate_size=s.M, norm_topk_prob=False, decoder_sparse_step=1,
@@ -38,12 +38,12 @@ def cases():
     s = SimpleNamespace(C=32, F=20, L=4, H=15, K=3, D=6, E=7, N=2, V=89, T=45)
     yield "mixtral", s, config_of("MixtralForCausalLM", s, model_type="mixtral", head_dim=s.D, hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-05, sliding_window=None,
         num_local_experts=s.E, num_experts_per_tok=s.N, router_aux_loss_coef=0.02, output_router_logits=False, tie_word_embeddings=False, torch_dtype="bfloat16", **ROPE), torch.bfloat16, ["model.safetensors"]
-    # Phi-3-mini-128k, grouped as phi-3-medium: everything lies beyond the original length, so the long factors hold; all layers slide.
+    # Phi-3-mini-128k with phi-3-medium's grouped heads. The context exceeds the original length, so the long factors apply. All layers have a window.
     s = SimpleNamespace(C=80, F=44, L=3, H=8, K=2, D=10, W=13, V=107, T=83)
     yield "phi3", s, config_of("Phi3ForCausalLM", s, model_type="phi3", hidden_act="silu", max_position_embeddings=240, original_max_position_embeddings=32, rms_norm_eps=1e-05,
         sliding_window=s.W, resid_pdrop=0.0, embd_pdrop=0.0, pad_token_id=None, tie_word_embeddings=False, torch_dtype="bfloat16", rope_theta=500.0, rope_scaling={"type": "longrope",
         "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0], "long_factor": [1.2, 1.9, 2.6, 3.9, 6.0]}), torch.bfloat16, ["model.safetensors"]
-    # Phi-4-mini: a part of each head is rotated, tied embeddings; everything lies within the original length, so the short factors hold.
+    # Phi-4-mini: RoPE on part of each head, tied embeddings. The context is within the original length, so the short factors apply.
     s = SimpleNamespace(C=48, F=28, L=4, H=6, K=2, D=8, V=113, T=45)
     yield "phi4", s, config_of("Phi3ForCausalLM", s, model_type="phi3", hidden_act="silu", max_position_embeddings=640, original_max_position_embeddings=160, rms_norm_eps=1e-05,
         sliding_window=None, resid_pdrop=0.0, embd_pdrop=0.0, pad_token_id=None, partial_rotary_factor=0.75, tie_word_embeddings=True, torch_dtype="bfloat16", rope_theta=500.0,
@@ -56,12 +56,12 @@ def cases():
     yield "gemma3", s, config_of("Gemma3ForCausalLM", s, model_type="gemma3_text", head_dim=s.D, hidden_activation="gelu_pytorch_tanh", max_position_embeddings=240, rms_norm_eps=1e-06,
         sliding_window=s.W, sliding_window_pattern=3, query_pre_attn_scalar=10, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=False, pad_token_id=0,
         rope_local_base_freq=50.0, rope_scaling={"rope_type": "linear", "factor": 2.0}, torch_dtype="bfloat16", rope_theta=100.0), torch.bfloat16, ["model.safetensors"]
-    # GPT-2 as openai-community/gpt2 has it: no prefix, F32.
+    # GPT-2 as in openai-community/gpt2: no prefix, F32.
     s = SimpleNamespace(C=40, F=44, L=3, H=5, K=5, D=8, P=163, V=97, T=47)
     yield "gpt2", s, {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": s.V, "n_embd": s.C, "n_layer": s.L, "n_head": s.H, "n_inner": s.F, "n_positions": s.P, "n_ctx": s.P,
         "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "initializer_range": 0.02, "bos_token_id": 96, "eos_token_id": 96,
         "scale_attn_by_inverse_layer_idx": True}, torch.float32, ["model.safetensors"]
-    # Four of the above in sizes that a decode graph can run.
+    # Four of the above in sizes that the decode graph supports.
     s = SimpleNamespace(C=40, F=56, L=4, H=15, K=3, D=16, E=7, N=2, V=89, T=45)
     yield "mixtral_graph", s, config_of("MixtralForCausalLM", s, model_type="mixtral", head_dim=s.D, hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-05, sliding_window=None,
         num_local_experts=s.E, num_experts_per_tok=s.N, tie_word_embeddings=False, torch_dtype="bfloat16", **ROPE), torch.bfloat16, ["model.safetensors"]
@@ -78,11 +78,11 @@ def cases():
         sliding_window=s.W, sliding_window_pattern=3, query_pre_attn_scalar=200, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=False, pad_token_id=0,
         rope_local_base_freq=50.0, rope_scaling={"rope_type": "linear", "factor": 2.0}, torch_dtype="bfloat16", rope_theta=100.0), torch.bfloat16, ["model.safetensors"]
 
-# Sizes that follow from each other.
+# Sizes that may be equal, because one follows from the other.
 SAME = {"gemma3_graph": [{"G", "H"}, {"D", "KD"}], "qwen2": [{"C", "HD"}], "phi3": [{"C", "HD"}], "phi4": [{"C", "HD"}], "gpt2": [{"H", "K"}, {"HD", "KD"}, {"C", "HD"}, {"C", "KD"}]}
 
 def make_weights(s, config, g):
-    """Tensors by the names of the hub's files, float32."""
+    """Returns tensors in float32 by the names in the hub's files."""
     family = config["model_type"]
     gemma, moe, tied = family.startswith("gemma"), family in ("qwen3_moe", "mixtral"), config.get("tie_word_embeddings", True)
     rand = lambda *shape, std: torch.randn(*shape, generator=g) * std
@@ -138,7 +138,7 @@ def gpt2_weights(s, rand):
     return w
 
 def state(config, weights):
-    """The parameters that transformers should make of the file, put together here."""
+    """Returns the parameters that transformers should load from the file."""
     family, out = config["model_type"], {}
     for name, t in weights.items():
         name = "transformer." + name if family == "gpt2" else name.replace("block_sparse_moe", "mlp")
@@ -158,7 +158,7 @@ def state(config, weights):
     return out
 
 def mistakes_in_config(s, config):
-    """One wrong reading of config.json each, as the entries to overwrite."""
+    """Returns mistakes in reading config.json, each as the entries to overwrite."""
     family, wrong = config["model_type"], {}
     if family == "gpt2": return {"scale by layer": {"scale_attn_by_inverse_layer_idx": False}, "no scale": {"scale_attn_weights": False}, "gelu as relu": {"activation_function": "relu"}}
     if "rope_parameters" in config: wrong["rope_theta x 1.1"] = {"rope_parameters": {**config["rope_parameters"], "rope_theta": 550.0}}
@@ -180,12 +180,12 @@ def mistakes_in_config(s, config):
     return wrong
 
 def mistakes_in_layers(s, config, weights):
-    """One wrong computation each, as a change to a loaded decoder layer."""
+    """Returns mistakes in the computation, each as a change to a loaded decoder layer."""
     family = config["model_type"]
     def zero(name): return lambda layer: [p.data.zero_() for n, p in layer.named_parameters() if n.endswith(name)]
     def swap(name, dim): return lambda layer: [p.data.copy_(p.data.unflatten(dim, (2, -1)).flip(dim).flatten(dim, dim + 1)) for n, p in layer.named_parameters() if n.endswith(name)]
     wrong = {f"no {b}": zero(b) for b in ("q_proj.bias", "k_proj.bias", "v_proj.bias", "c_attn.bias", "c_fc.bias", "c_proj.bias", "ln_1.bias", "ln_2.bias") if any(n.endswith(b) for n in weights)}
-    # Of Gemma's norms, zero is a weight of one.
+    # Gemma's norms store w - 1, so zero means a weight of one.
     wrong |= {f"no {n}": zero(n + ".weight") for n in ("q_norm", "k_norm", "pre_feedforward_layernorm", "post_feedforward_layernorm", "post_attention_layernorm") if any(n + ".weight" in name for name in weights)}
     if family == "phi3": wrong["gate and up swapped"] = swap("gate_up_proj.weight", 0)
     if family in ("qwen3_moe", "mixtral"): wrong["gate and up swapped"] = swap("experts.gate_up_proj", 1)

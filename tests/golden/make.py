@@ -1,21 +1,21 @@
 #!/usr/bin/env python3
-"""Makes the golden fixtures of this folder: tiny random checkpoints, and what transformers computes from them.
+"""Makes the golden fixtures in this folder: tiny random checkpoints, and the results that transformers computes from them.
 
     python tests/golden/make.py [CASE ...] [--out DIR]
 
-Needs torch, transformers and safetensors (CPU only, two minutes); the versions used are in provenance.json. A case is a
-directory with config.json, the weights as a hub repository would store them, and golden.safetensors:
+It needs torch, transformers and safetensors, and takes two minutes on a CPU. provenance.json has the versions used. A case is
+a directory with config.json, the weights as a hub repository would store them, and golden.safetensors:
 
     ids            I64 [T]       the input
-    logits         F32 [T, V]    float32, eager attention, the whole sequence in one forward, no cache
+    logits         F32 [T, V]    computed in float32, with eager attention, in one forward pass, without a cache
     hidden.<i>     F32 [T, C]    the residual stream after layer i, before the final norm
     greedy_prompt  I64 [P]       the first P of ids
-    greedy         I64 [24]      the tokens argmax appends to it; no stop id among them
-    greedy_margin  F32 [24]      how far each of them was ahead of the second best logit
+    greedy         I64 [24]      the tokens that argmax appends; none is a stop id
+    greedy_margin  F32 [24]      the difference between each token's logit and the second best
 
-The weights are written first; every golden value is then computed from the files, read by AutoModelForCausalLM.from_pretrained.
-No two sizes of a case coincide, so a transposed matrix or a swapped head order cannot pass. Beside the cases: mxfp4.safetensors
-(every scale byte, every nibble) and rope.json (inverse frequencies and attention scaling of real and tiny configs).
+The weights are written first. Every golden value is computed from the files, read by AutoModelForCausalLM.from_pretrained.
+All sizes of a case differ, so a transposed matrix or a swapped head order cannot pass. Two more files are made:
+mxfp4.safetensors (every scale byte and nibble) and rope.json (inverse frequencies and attention scaling of real configs).
 """
 import argparse, hashlib, json, logging, math, platform
 from pathlib import Path
@@ -32,7 +32,7 @@ import families
 
 SEED = 20_250_805
 GREEDY = 24  # tokens to append
-LOUD = 5     # a residual channel that is positive at every token, see mxfp4_edges
+LOUD = 5     # a residual channel that is positive at every token; see mxfp4_edges
 VERSIONS = {"transformers": transformers.__version__, "torch": torch.__version__, "safetensors": safetensors.__version__, "python": platform.python_version()}
 
 # ---------------------------------------------------------------------------------------------------------------- the cases
@@ -47,36 +47,36 @@ def llama_config(s, **rest):
         "num_attention_heads": s.H, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, **rest}
 
 def cases():
-    """(name, sizes, config.json, storage dtype, shard file names). Shape letters as in src/lib.rs; L layers, W window, T tokens."""
-    # As openai/gpt-oss-20b is stored: MXFP4 experts, old config spelling, shards counted from 0. Full attention comes first here.
+    """Yields (name, sizes, config.json, storage dtype, shard file names). Shape letters are those of src/lib.rs; L layers, W window, T tokens."""
+    # Like openai/gpt-oss-20b: MXFP4 experts, old config spelling, shards numbered from 0. But the first layer has full attention.
     s = SimpleNamespace(C=64, F=96, L=3, H=10, K=2, D=16, E=7, N=4, W=9, V=113, T=75)
     yield "gpt_oss", s, gpt_oss_config(s, experts_per_token=s.N, rms_norm_eps=1e-05, max_position_embeddings=128, initial_context_length=32, swiglu_limit=7.0,
         layer_types=["full_attention", "sliding_attention", "full_attention"], tie_word_embeddings=False, eos_token_id=112, pad_token_id=109, torch_dtype="bfloat16",
         rope_theta=200, rope_scaling={"beta_fast": 3.0, "beta_slow": 1.0, "factor": 4.0, "original_max_position_embeddings": 32, "rope_type": "yarn", "truncate": False},
         quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]},
         ), torch.bfloat16, ["model-00000-of-00001.safetensors", "model-00001-of-00001.safetensors"]
-    # As transformers 5 saves an unquantized one: [E, C, 2F] and [E, F, C] experts in bf16, rope_parameters, YaRN truncated by default.
+    # Unquantized gpt-oss as saved by transformers 5: [E, C, 2F] and [E, F, C] experts in bf16, rope_parameters, YaRN truncated by default.
     s = SimpleNamespace(C=56, F=40, L=2, H=15, K=3, D=10, E=6, N=4, W=13, V=131, T=67)
     yield "gpt_oss_new", s, gpt_oss_config(s, rms_norm_eps=0.02, max_position_embeddings=240, layer_types=["sliding_attention", "full_attention"],
         tie_word_embeddings=True, bos_token_id=127, eos_token_id=[130, 128], pad_token_id=129, dtype="bfloat16", transformers_version=transformers.__version__,
         rope_parameters={"beta_fast": 2.0, "beta_slow": 1.0, "factor": 6.0, "original_max_position_embeddings": 40, "rope_theta": 90.0, "rope_type": "yarn"},
         ), torch.bfloat16, ["model.safetensors"]
-    # As Llama 2 was first published: no head_dim, no num_key_value_heads, no rope_theta; multi-head attention, so H == K here only.
+    # Like the first Llama 2: no head_dim, num_key_value_heads or rope_theta. It has multi-head attention, so H == K here only.
     s = SimpleNamespace(C=48, F=80, L=3, H=6, K=6, D=8, V=97, T=47)
     yield "llama2", s, llama_config(s, rms_norm_eps=1e-06, max_position_embeddings=64, pretraining_tp=1, rope_scaling=None, tie_word_embeddings=False,
         bos_token_id=1, eos_token_id=2, torch_dtype="float16", transformers_version="4.31.0.dev0"), torch.float16, ["model.safetensors"]
-    # As Llama 3.2: grouped queries, tied embeddings, llama3 scaling with all three frequency bands; T is beyond the original length.
+    # Like Llama 3.2: grouped queries, tied embeddings, llama3 scaling with all three frequency bands. T exceeds the original length.
     s = SimpleNamespace(C=80, F=56, L=3, H=8, K=2, D=10, V=137, T=61)
     yield "llama3", s, llama_config(s, num_key_value_heads=s.K, rms_norm_eps=1e-05, max_position_embeddings=240, tie_word_embeddings=True, attention_bias=False, mlp_bias=False,
         bos_token_id=128, eos_token_id=[129, 136, 135], torch_dtype="bfloat16", rope_theta=500.0,
         rope_scaling={"factor": 5.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 48, "rope_type": "llama3"},
         ), torch.bfloat16, ["model.safetensors"]
-    # As transformers 5 saves one, with all that is optional: biases everywhere, head_dim that is not C / H, six-digit shards.
+    # Llama as saved by transformers 5 with all options: biases everywhere, a head_dim other than C / H, six-digit shard numbers.
     s = SimpleNamespace(C=40, F=52, L=3, H=10, K=2, D=14, V=101, T=53)
     yield "llama_new", s, llama_config(s, num_key_value_heads=s.K, head_dim=s.D, rms_norm_eps=0.03, max_position_embeddings=96, tie_word_embeddings=False, attention_bias=True,
         mlp_bias=True, attention_dropout=0.0, pretraining_tp=1, bos_token_id=98, eos_token_id=99, pad_token_id=None, dtype="float32", transformers_version=transformers.__version__,
         rope_parameters={"factor": 2.5, "rope_theta": 3000.0, "rope_type": "linear"}), torch.float32, [f"model-{i + 1:06d}-of-000003.safetensors" for i in range(3)]
-    # Two that the kernels of a GPU's decode graph can run: a head_dim of theirs, MXFP4 scales as real checkpoints have them.
+    # Two cases that the CUDA decode graph supports: head_dim 16, and MXFP4 scales in the range of real checkpoints.
     s = SimpleNamespace(C=96, F=64, L=3, H=10, K=2, D=16, E=7, N=4, W=9, V=113, T=75, edges=False)
     yield "gpt_oss_graph", s, gpt_oss_config(s, experts_per_token=s.N, rms_norm_eps=1e-05, max_position_embeddings=128, initial_context_length=32, swiglu_limit=7.0,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"], tie_word_embeddings=False, eos_token_id=112, pad_token_id=109, torch_dtype="bfloat16",
@@ -90,7 +90,7 @@ def cases():
         ), torch.bfloat16, ["model.safetensors"]
     yield from families.cases()
 
-OURS = ("gpt_oss", "llama")  # families whose weights and mistakes are in this file
+OURS = ("gpt_oss", "llama")  # families whose weights and mistakes are defined in this file
 
 def layers_of(model): return model.transformer.h if hasattr(model, "transformer") else model.model.layers
 def attention_of(layer): return layer.attn if hasattr(layer, "attn") else layer.self_attn
@@ -105,7 +105,7 @@ def assert_pairwise_different(name, s):
 # -------------------------------------------------------------------------------------------------------------- the weights
 
 def make_weights(s, config, dtype, g):
-    """Tensors by their Hugging Face names. Scales keep every part alive: peaked attention, varied routing, gates beyond the limit."""
+    """Returns tensors by their Hugging Face names, scaled so that every part matters: peaked attention, varied routing, clamped gates."""
     if config["model_type"] not in OURS: return {name: t.to(dtype) for name, t in families.make_weights(s, config, g).items()}
     oss, bias, tied = config["model_type"] == "gpt_oss", config.get("attention_bias", False), config["tie_word_embeddings"]
     loud = "quantization_config" in config
@@ -152,14 +152,14 @@ def make_weights(s, config, dtype, g):
     return {name: t if t.dtype == torch.uint8 else t.to(dtype) for name, t in w.items()}
 
 def random_mxfp4(w, name, shape, scales, g):
-    """[E, out, in] as openai stores it: blocks [E, out, in/32, 16], two nibbles a byte, the low one first; scales [E, out, in/32]."""
+    """Adds [E, out, in] as OpenAI stores it: blocks [E, out, in/32, 16] with two nibbles per byte, low first; scales [E, out, in/32]."""
     E, o, i = shape
     w[name + "_blocks"] = torch.randint(0, 256, (E, o, i // 32, 16), generator=g, dtype=torch.uint8)
     w[name + "_scales"] = torch.randint(*scales, (E, o, i // 32), generator=g, dtype=torch.uint8)
 
 def mxfp4_edges(w, experts, s):
-    """Extreme scale bytes in experts 1 and 4 that nothing overflows: up rows that saturate the swiglu limit on every token (their only
-    nonzero weight meets the always positive channel LOUD), rows that vanish, and zeros of both signs under the largest scale."""
+    """Sets extreme scale bytes in experts 1 and 4 without overflow: up rows that reach the swiglu limit at every token (their only
+    nonzero weight is for the always positive channel LOUD), rows near zero, and zeros of both signs with the largest scale."""
     zeros = torch.arange(16, dtype=torch.uint8).remainder(2) * 0x88  # +0 +0 -0 -0 ..
     block, byte, high = LOUD // 32, LOUD % 32 // 2, LOUD % 2
     for e in (1, 4):
@@ -177,12 +177,12 @@ def mxfp4_edges(w, experts, s):
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 def dequantize(blocks, scales):
-    """Our own reading of the format, in float64, one value at a time: [.., out, in/32, 16] to float32 [.., out, in]."""
+    """Our own decoder of the format, in float64, one value at a time: [.., out, in/32, 16] to float32 [.., out, in]."""
     values = [[FP4[n] * 2.0 ** (s - 127) for byte in row for n in (byte & 15, byte >> 4)] for row, s in zip(blocks.reshape(-1, 16).tolist(), scales.reshape(-1).tolist())]
     return torch.tensor(values, dtype=torch.float64).float().reshape(*blocks.shape[:-2], -1)
 
 def write_safetensors(tensors, file, metadata):
-    """As safetensors writes it, with a sorted header, so that the same run makes the same bytes."""
+    """Writes a safetensors file with a sorted header, so that the same run makes the same bytes."""
     data = save({k: v.contiguous() for k, v in tensors.items()}, metadata)
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8:8 + size])
@@ -196,7 +196,7 @@ def write_checkpoint(folder, config, weights, files):
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     names = list(weights)
     if len(files) == 3: shard_of = {n: i % 3 for i, n in enumerate(names)}  # scattered
-    else:  # two: cut between the blocks and the scales of one tensor
+    else:  # two shards: split between the blocks and the scales of one tensor
         cut = next((i for i, n in enumerate(names) if n == "model.layers.1.mlp.experts.gate_up_proj_scales"), len(names)) if len(files) == 2 else len(names)
         shard_of = {n: int(i >= cut) for i, n in enumerate(names)}
     for i, file in enumerate(files):
@@ -216,7 +216,7 @@ def load(folder, config, dtype=torch.float32):
 
 @torch.no_grad()
 def forward(model, ids):
-    """Logits [T, V] and the taps, in one forward without a cache; with what the gpt-oss layers met inside."""
+    """Returns logits [T, V] and the taps of one forward pass without a cache, with the inner values of gpt-oss layers."""
     seen = SimpleNamespace(hidden=[], router=[], loud=[], gates=[], attention=[])
     hooks = []
     for layer in layers_of(model):
@@ -233,7 +233,7 @@ def forward(model, ids):
 
 @torch.no_grad()
 def routing_gap(model, batch):
-    """For each sequence of the batch: the smallest lead, over the layers, of the last chosen expert before the first left out at the last token."""
+    """Returns, for the last token of each sequence, the smallest margin in any layer between the last chosen expert and the next one."""
     gaps, hooks = [], []
     for layer in filter(lambda layer: router_of(layer) is not None, model.model.layers):
         def keep(m, a, out): top = out[0].reshape(*batch.shape, -1)[:, -1].sort(descending=True).values; gaps.append(top[:, m.top_k - 1] - top[:, m.top_k])
@@ -243,7 +243,7 @@ def routing_gap(model, batch):
     return torch.stack(gaps).min(0).values
 
 def choose_ids(model, s, g):
-    """Random ids. With experts: at each position the candidate whose routing is the least close call, so that rounding cannot flip it."""
+    """Returns random ids. With experts, each id is the candidate with the largest routing margin, so that rounding cannot change the experts."""
     ids = []
     for _ in range(s.T):
         candidates = torch.randperm(s.V, generator=g)[:16]
@@ -262,7 +262,7 @@ def greedy(model, prompt):
     return ids[len(prompt):], margins
 
 def choose_greedy(model, ids, s, config):
-    """The prompt length whose continuation meets no stop id, is varied, and is the least close call."""
+    """Chooses the prompt length whose continuation has no stop id, is varied, and has the largest margin."""
     stops = config["eos_token_id"] if isinstance(config["eos_token_id"], list) else [config["eos_token_id"]]
     lengths = range(s.T // 2 - 8, s.T - 2, 2)
     runs = [(p, *greedy(model, ids[:p])) for p in lengths]
@@ -271,7 +271,7 @@ def choose_greedy(model, ids, s, config):
     return max(varied, key=lambda r: min(r[2]))
 
 def built_by_hand(folder, config, weights, model):
-    """The same model again, from the tensors in memory and our own MXFP4 decoder, without from_pretrained."""
+    """Builds the same model from the tensors in memory with our own MXFP4 decoder, without from_pretrained."""
     state = {} if config["model_type"] in OURS else families.state(config, weights)
     for name, t in weights.items() if config["model_type"] in OURS else []:
         if name.endswith("_blocks"):
@@ -288,7 +288,7 @@ def built_by_hand(folder, config, weights, model):
 def relative(a, b): return float((a.double() - b.double()).abs().max() / b.double().abs().max())
 
 def mistakes_in_config(s, config):
-    """One wrong reading of config.json each, as the entries to overwrite."""
+    """Returns mistakes in reading config.json, each as the entries to overwrite."""
     if config["model_type"] not in OURS: return families.mistakes_in_config(s, config)
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     rope, theta = config.get(key) or {}, (config.get(key) or config).get("rope_theta", config.get("rope_theta", 10000.0))
@@ -307,7 +307,7 @@ def mistakes_in_config(s, config):
     return wrong
 
 def mistakes_in_layers(s, config, weights):
-    """One wrong computation each, as a change to a loaded decoder layer."""
+    """Returns mistakes in the computation, each as a change to a loaded decoder layer."""
     if config["model_type"] not in OURS: return families.mistakes_in_layers(s, config, weights)
     def zero(name): return lambda layer: [p.data.zero_() for n, p in layer.named_parameters() if n.endswith(name)]
     def rows(change, *projections): return lambda layer: [setattr(x, "data", change(x.data).contiguous()) for p in projections for x in getattr(layer.self_attn, p).parameters()]
@@ -326,7 +326,7 @@ def mistakes_in_layers(s, config, weights):
     return wrong
 
 def sensitivity(folder, config, s, weights, ids, logits):
-    """How far the logits move when one thing is wrong: what this fixture catches at a given tolerance."""
+    """Returns how much each mistake changes the logits, and so which mistakes a given tolerance catches."""
     moved, file = {}, folder / "config.json"
     right = file.read_text()
     for what, edit in mistakes_in_config(s, config).items():
@@ -349,14 +349,14 @@ def make_case(out, number, name, s, config, dtype, files):
     weights, folder = make_weights(s, config, dtype, g), out / name
     write_checkpoint(folder, config, weights, files)
 
-    # The golden values, from the files.
+    # Compute the golden values from the files.
     model = load(folder, config)
     assert type(model).__name__ == config["architectures"][0] and model.config._attn_implementation == "eager"
     ids = choose_ids(model, s, g)
     logits, seen = forward(model, ids)
     prompt, continued, margins = choose_greedy(model, ids, s, config)
 
-    # The same again: a second load, a model built by hand, generate with its cache; and how much float64 and bfloat16 change.
+    # Check them against a second load, a model built by hand, and generate with a cache. Measure the error of float64 and bfloat16.
     assert torch.equal(forward(load(folder, config), ids)[0], logits), "a second load differs"
     assert torch.equal(forward(built_by_hand(folder, config, weights, model), ids)[0], logits), "the model built by hand differs"
     generated = model.generate(torch.tensor([ids[:prompt]]), attention_mask=torch.ones(1, prompt, dtype=torch.long), do_sample=False,
@@ -400,7 +400,7 @@ def make_case(out, number, name, s, config, dtype, files):
 # --------------------------------------------------------------------------------------------------------- MXFP4 and RoPE
 
 def make_mxfp4(out):
-    """Every scale byte once, each over all sixteen nibbles twice in a shuffled order; expected is what transformers makes of it."""
+    """Writes every scale byte once, each with all sixteen nibbles twice in a shuffled order, and the values that transformers decodes."""
     g = torch.Generator().manual_seed(SEED)
     nibbles = torch.stack([torch.cat([torch.randperm(16, generator=g), torch.randperm(16, generator=g)]) for _ in range(256)]).to(torch.uint8)
     blocks = (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).reshape(2, 64, 2, 16)  # E, out, in/32, 16
@@ -418,7 +418,7 @@ def make_mxfp4(out):
     return {"rows": 256, "scale_0": at(0), "scale_254": at(254), "scale_255": at(255), "subnormals_kept": bool(flat[scales.flatten() == 0].abs().max() > 0)}
 
 def make_rope(out, tiny):
-    """inv_freq [D/2] and attention scaling of every variant, through the rotary module of the family (thus ROPE_INIT_FUNCTIONS)."""
+    """Writes inv_freq [D/2] and the attention scaling of every variant, as computed by the rotary module of the family."""
     oss = {"model_type": "gpt_oss", "head_dim": 64, "hidden_size": 2880, "num_attention_heads": 64, "max_position_embeddings": 131072}
     llama = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 131072}
     yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn"}
@@ -450,7 +450,7 @@ def make_rope(out, tiny):
 
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ap.add_argument("case", nargs="*", help="only these (default: all, and mxfp4, rope, provenance)"); ap.add_argument("--out", type=Path, default=Path(__file__).parent)
+    ap.add_argument("case", nargs="*", help="make only these (default: all cases, mxfp4, rope and provenance)"); ap.add_argument("--out", type=Path, default=Path(__file__).parent)
     a = ap.parse_args()
     torch.set_num_threads(1); logging.getLogger("transformers").setLevel(logging.ERROR); transformers.utils.logging.disable_progress_bar()
     print("provenance:", VERSIONS, "seed", SEED)

@@ -1,4 +1,4 @@
-//! The program as a person or a script runs it: what it prints where, what it returns, and how it takes bad input.
+//! Runs the program as a person or a script does: its output, its exit codes, and its errors on bad input.
 
 use std::env;
 use std::fs;
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use crate::screen::Screen;
 use crate::support::{demo_dir, golden};
 
-/// The program, with caches of its own and no network.
+/// Returns the program with empty caches and no network.
 pub fn inferno(home: &TempDir) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_inferno"));
     for variable in
@@ -22,7 +22,7 @@ pub fn inferno(home: &TempDir) -> Command {
         command.env_remove(variable);
     }
     command.env("HOME", home.path()).env("INFERNO_CACHE", home.path().join("models"));
-    // A port that nothing listens on.
+    // No server listens on this port.
     command.env("HF_ENDPOINT", "http://127.0.0.1:1").stdin(Stdio::null());
     command
 }
@@ -35,7 +35,7 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// It failed with this code and a message that has all of these words, and did not panic.
+/// Asserts that the program failed with this exit code and an error message that contains all these words.
 pub fn assert_fails(output: &Output, code: i32, words: &[&str]) {
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{message}");
@@ -52,7 +52,7 @@ fn ask(model: &Path, more: &[&str]) -> Output {
     run(&[&["play", model, "--prompt", "How do I download a model?"], CPU, more].concat())
 }
 
-/// A copy of the demo's snapshot to be spoilt.
+/// Copies the demo's snapshot, so that a test can break it.
 pub fn copy_of_demo() -> (TempDir, PathBuf) {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model");
@@ -64,7 +64,7 @@ pub fn copy_of_demo() -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// A copy whose config.json was changed.
+/// Copies the demo's snapshot and changes its config.json.
 pub fn demo_with_config(change: impl FnOnce(&mut Value)) -> (TempDir, PathBuf) {
     let (folder, path) = copy_of_demo();
     let file = path.join("config.json");
@@ -75,12 +75,12 @@ pub fn demo_with_config(change: impl FnOnce(&mut Value)) -> (TempDir, PathBuf) {
 }
 
 #[test]
-fn one_shot_prints_the_answer_alone() {
+fn one_shot_prints_only_the_answer() {
     let output = run(&["play", "demo", "--device", "cpu", "--prompt", "How do I download a model?"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let answer = text(&output.stdout);
     assert!(answer.contains("inferno download") && answer.ends_with('\n') && !answer.contains("<|"), "{answer}");
-    assert_eq!(text(&output.stderr), "", "nothing is said where no one looks on");
+    assert_eq!(text(&output.stderr), "", "stderr is empty if it is not a terminal");
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn standard_input_is_the_prompt() {
 }
 
 #[test]
-fn json_has_all_that_a_script_needs() {
+fn play_json_has_text_tokens_usage_and_stats() {
     let output = ask(&demo_dir(), &["--json", "--seed", "7", "--temperature", "0"]);
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert!(json["text"].as_str().unwrap().contains("inferno download"));
@@ -116,7 +116,7 @@ fn json_has_all_that_a_script_needs() {
 }
 
 #[test]
-fn raw_continues_the_text_and_eos_can_be_ignored() {
+fn raw_mode_continues_the_text_and_can_ignore_eos() {
     let output = run(&[
         "play",
         "demo",
@@ -139,7 +139,7 @@ fn raw_continues_the_text_and_eos_can_be_ignored() {
 }
 
 #[test]
-fn an_answer_cut_off_in_its_header_is_empty() {
+fn answer_cut_off_within_its_header_is_empty() {
     for tokens in ["1", "2", "3"] {
         let output = ask(&demo_dir(), &["--json", "--max-tokens", tokens]);
         let json: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -153,15 +153,16 @@ fn list_shows_the_demo() {
     assert!(table.contains("demo") && table.contains("gpt_oss") && table.contains("mxfp4"), "{table}");
     let json: Value = serde_json::from_slice(&run(&["list", "--json"]).stdout).unwrap();
     let demo = &json[0];
-    for field in ["name", "revision", "family", "quantization", "parameters", "size_bytes", "path"] {
+    // Scripts may still read the old spelling.
+    for field in ["name", "revision", "family", "quantization", "quantisation", "parameters", "size_bytes", "path"] {
         assert!(!demo[field].is_null(), "{field}");
     }
     assert!(demo["size_bytes"].as_u64().unwrap() < 8_000_000);
 }
 
-/// Headers alone tell the numbers that whoever loads a model finds.
+/// `list` reads only headers. Its numbers must equal those of the loaded checkpoint.
 #[test]
-fn listed_numbers_are_those_of_the_model() {
+fn listed_numbers_equal_those_of_the_checkpoint() {
     let home = TempDir::new().unwrap();
     let commit = "0123456789abcdef0123456789abcdef01234567";
     let models = ["llama3", "gpt_oss", "mixtral", "compressed/int8", "compressed/fp8", "compressed/int8_packed"];
@@ -180,7 +181,7 @@ fn listed_numbers_are_those_of_the_model() {
         snapshot
     };
     models.iter().for_each(|model| drop(install(&model.replace('/', "-"), model)));
-    // Words of eight codes, which are not supported: how much they are cannot be told from the header.
+    // Weights packed eight to a word are not supported, so the header does not tell the number of parameters.
     let four_bits = install("four-bits", "compressed/int8_packed").join("config.json");
     let config = fs::read_to_string(&four_bits).unwrap();
     fs::write(&four_bits, config.replace("\"num_bits\": 8", "\"num_bits\": 4")).unwrap();
@@ -217,7 +218,7 @@ fn tokenize_shows_texts_and_conversations() {
     };
     let (rendered, tokens) = pieces(&[]);
     assert!(rendered.contains("Current date: 2026-01-31") && rendered.ends_with("<|start|>assistant"), "{rendered}");
-    // Two messages end, the system's and the user's: the one that was typed is no control token.
+    // The system and the user message end with <|end|>. The one in the user's text is not a control token.
     assert_eq!(tokens.matches("<|end|>").count(), 2, "{tokens}");
     assert!(!pieces(&["--no-generation-prompt"]).0.ends_with("assistant"));
 }
@@ -236,22 +237,24 @@ fn perplexity_reports_every_token() {
     assert!((mean - json["mean_nll"].as_f64().unwrap()).abs() < 1e-6);
     assert!((mean.exp() / json["perplexity"].as_f64().unwrap() - 1.0).abs() < 1e-6);
 
-    // What quantization costs: the more bits go, the further off.
-    let of = |quantize: &str| -> Value {
+    // Fewer bits give a larger KL divergence.
+    let quantized = |quantize: &str| -> Value {
         let args = ["perplexity", "demo", "--device", "cpu", "--file", file, "--json", "--kl", "--quantize", quantize];
         serde_json::from_slice(&run(&args).stdout).unwrap()
     };
-    let (small, large) = (of("q8_0"), of("q4_0"));
+    let (small, large) = (quantized("q8_0"), quantized("q4_0"));
     let kl = |json: &Value| json["kl"].as_f64().unwrap();
     assert!(0.0 < kl(&small) && kl(&small) < 0.01 && kl(&small) < kl(&large), "{} {}", kl(&small), kl(&large));
-    assert_eq!(small["unquantized_weight_bytes"], json["weight_bytes"]);
+    for key in ["unquantized_weight_bytes", "unquantised_weight_bytes"] {
+        assert_eq!(small[key], json["weight_bytes"], "{key}");
+    }
     assert!(large["weight_bytes"].as_u64() < small["weight_bytes"].as_u64());
     assert!(small["weight_bytes"].as_u64() < json["weight_bytes"].as_u64());
     assert_fails(&run(&["perplexity", "demo", "--device", "cpu", "--file", file, "--kl"]), 2, &["--quantize"]);
 }
 
 #[test]
-fn no_gpu_is_an_error_with_a_way_out() {
+fn missing_gpu_is_an_error_that_names_the_next_command() {
     let home = TempDir::new().unwrap();
     if !libraries_are_loaded_on_demand() {
         return println!("this build does not start without a driver");
@@ -265,22 +268,22 @@ fn no_gpu_is_an_error_with_a_way_out() {
     assert!(without_driver(&home).arg("--help").output().unwrap().status.success());
 }
 
-/// What needs no GPU waits neither for cuBLAS nor for a driver.
+/// Commands that need no GPU must not wait for cuBLAS or a driver.
 #[test]
-fn starting_loads_none_of_nvidias_libraries() {
-    // Only then do debug builds load some: `device/libraries.rs` says why.
+fn startup_loads_no_nvidia_library() {
+    // Debug builds linked by GNU ld do load some; `device/libraries.rs` says why.
     let by_gnu_ld = !fs::read(env!("CARGO_BIN_EXE_inferno")).unwrap().windows(12).any(|part| part == b"Linker: LLD ");
     assert!(libraries_are_loaded_on_demand() || (by_gnu_ld && cfg!(debug_assertions)));
 }
 
-/// Asks the system's loader what it would load before `main`.
+/// Returns whether the dynamic loader loads no NVIDIA library before `main`.
 pub fn libraries_are_loaded_on_demand() -> bool {
     let output = inferno(&TempDir::new().unwrap()).env("LD_TRACE_LOADED_OBJECTS", "1").output().unwrap();
     let loaded = text(&output.stdout);
     !["libcuda.so", "libcublas", "libcurand", "libnvrtc"].iter().any(|library| loaded.contains(library))
 }
 
-/// inferno where NVIDIA's driver cannot be loaded, though there may be one.
+/// Returns the program on a machine whose NVIDIA driver cannot be loaded, even if it has one.
 pub fn without_driver(home: &TempDir) -> Command {
     let broken = home.path().join("driver");
     fs::create_dir_all(&broken).unwrap();
@@ -293,7 +296,7 @@ pub fn without_driver(home: &TempDir) -> Command {
 }
 
 #[test]
-fn models_that_are_not_there_say_how_to_get_them() {
+fn missing_model_error_names_the_download_command() {
     let output = run(&["play", "openai/gpt-oss-20b", "--device", "cpu", "--prompt", "hello"]);
     assert_fails(&output, 3, &["openai/gpt-oss-20b", "inferno download openai/gpt-oss-20b"]);
     let home = TempDir::new().unwrap();
@@ -304,7 +307,7 @@ fn models_that_are_not_there_say_how_to_get_them() {
 }
 
 #[test]
-fn broken_weights_are_named() {
+fn broken_weights_error_names_the_file() {
     let weights = "model.safetensors";
     // Truncated at several points: in the length, in the header, in the data.
     for length in [0, 5, 8, 1000, 100_000] {
@@ -313,7 +316,7 @@ fn broken_weights_are_named() {
         file.set_len(length).unwrap();
         assert_fails(&ask(&path, &[]), 1, &[weights]);
     }
-    // A header that lies: longer than the file, absurdly long, no JSON, other offsets.
+    // Headers that are longer than the file, absurdly long, not JSON, or have wrong offsets.
     let rewrite = |change: &dyn Fn(Vec<u8>) -> Vec<u8>| {
         let (folder, path) = copy_of_demo();
         let bytes = fs::read(path.join(weights)).unwrap();
@@ -336,7 +339,7 @@ fn broken_weights_are_named() {
     };
     assert_fails(&rewrite(&replace("\"data_offsets\":[0,", "\"data_offsets\":[1,")), 1, &[weights]);
     assert_fails(&rewrite(&replace("\"dtype\":\"BF16\"", "\"dtype\":\"F8XX\"")), 1, &[weights]);
-    // A tensor under another name is missing under its own.
+    // A renamed tensor is missing under its own name.
     let renamed = rewrite(&replace("model.norm.weight", "model.nrom.weight"));
     assert_fails(&renamed, 1, &["model.norm.weight", "missing", weights]);
     let (_folder, path) = copy_of_demo();
@@ -345,7 +348,7 @@ fn broken_weights_are_named() {
 }
 
 #[test]
-fn wrong_shapes_are_named_with_what_was_expected() {
+fn wrong_shape_error_names_the_expected_shape() {
     let (_folder, path) = demo_with_config(|config| {
         let size = config["vocab_size"].as_u64().unwrap();
         config["vocab_size"] = (size + 1).into();
@@ -354,7 +357,7 @@ fn wrong_shapes_are_named_with_what_was_expected() {
 }
 
 #[test]
-fn impossible_configs_are_refused() {
+fn invalid_configs_are_rejected() {
     let cases: [(&str, Value, &str); 10] = [
         ("swiglu_limit", (-1.0).into(), "swiglu_limit"),
         ("sliding_window", (u64::MAX - 254).into(), "sliding_window"),
@@ -382,7 +385,7 @@ fn impossible_configs_are_refused() {
 }
 
 #[test]
-fn shards_that_are_missing_or_elsewhere_are_refused() {
+fn shards_that_are_missing_or_outside_the_folder_are_rejected() {
     let index = |shard: &str| {
         let (folder, path) = copy_of_demo();
         let index = serde_json::json!({ "metadata": {}, "weight_map": { "model.norm.weight": shard } });
@@ -402,7 +405,7 @@ fn shards_that_are_missing_or_elsewhere_are_refused() {
 }
 
 #[test]
-fn broken_tokenizers_are_named() {
+fn broken_tokenizer_error_names_the_file() {
     for broken in
         ["", "{}", "[1, 2", r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0},"merges":[["b","c"]]}}"#]
     {
@@ -410,9 +413,9 @@ fn broken_tokenizers_are_named() {
         fs::write(path.join("tokenizer.json"), broken).unwrap();
         assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);
     }
-    // This one makes the tokenizer library panic (its issue 2094): caught, and nothing of it shows.
+    // This one makes the tokenizers library panic (its issue 2094). The panic is caught and not shown.
     let merge = r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[["a","b"]]}}"#;
-    // So does this, on another thread.
+    // This one makes it panic on another thread.
     let charsmap = r#"{"version":"1.0","normalizer":{"type":"Precompiled","precompiled_charsmap":"%"},"model":{}}"#;
     for panics in [merge, charsmap] {
         let (_folder, path) = copy_of_demo();
@@ -427,7 +430,7 @@ fn broken_tokenizers_are_named() {
 }
 
 #[test]
-fn a_prompt_longer_than_the_context_says_so() {
+fn prompt_longer_than_the_context_is_an_error() {
     let long = "download ".repeat(500);
     let output = run(&["play", "demo", "--device", "cpu", "--context", "128", "--prompt", &long]);
     assert_fails(&output, 10, &["context holds 128", "--context"]);
@@ -438,7 +441,7 @@ fn a_prompt_longer_than_the_context_says_so() {
 }
 
 #[test]
-fn a_reader_that_leaves_early_is_no_failure() {
+fn closed_stdout_is_not_a_failure() {
     let home = TempDir::new().unwrap();
     let mut child = inferno(&home)
         .args(["play", "demo", "--device", "cpu", "--prompt", "How do I download a model?", "--ignore-eos"])
@@ -457,21 +460,21 @@ fn a_reader_that_leaves_early_is_no_failure() {
 }
 
 #[test]
-fn a_base_model_is_refused_before_its_weights_are_read() {
+fn base_model_is_rejected_before_its_weights_are_read() {
     let (_folder, model) = copy_of_demo();
-    // Harmony is known by its tokens.
+    // A tokenizer with harmony's tokens would be taken for a chat model.
     let tokenizer = fs::read_to_string(model.join("tokenizer.json")).unwrap();
     fs::write(model.join("tokenizer.json"), tokenizer.replace("<|channel|>", "<|canal|>")).unwrap();
     let name = model.to_str().unwrap();
     assert_fails(&ask(&model, &[]), 1, &["no chat format", &format!("inferno play {name} --raw")]);
     let raw = run(&["play", name, "--device", "cpu", "--raw", "--prompt", "To", "--max-tokens", "1"]);
     assert!(raw.status.success(), "{}", text(&raw.stderr));
-    // In a chat the model that is there stays.
+    // In a chat, the current model stays loaded.
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     assert!(chat.say(&format!("/model {name}")).contains("no chat format"));
     assert!(chat.say("My name is Ada").contains("tok/s"));
-    // And is told so whatever its weights are.
+    // The error is the same if the weights are broken.
     for entry in fs::read_dir(&model).unwrap() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|extension| extension == "safetensors") {
@@ -485,11 +488,11 @@ fn a_base_model_is_refused_before_its_weights_are_read() {
 }
 
 #[test]
-fn flags_say_what_they_take() {
+fn invalid_flags_and_limits_are_explained() {
     assert_fails(&ask(&demo_dir(), &["--temperature", "-3"]), 2, &["temperature"]);
     let output = ask(&demo_dir(), &["--max-tokens", "0"]);
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
-    // Every token was spent on thinking, or the context was too small for more.
+    // The answer is empty if reasoning uses all tokens, or if the context is too small.
     let output = ask(&demo_dir(), &["--max-tokens", "8"]);
     assert!(text(&output.stderr).contains("raise --max-tokens"), "{}", text(&output.stderr));
     let tokens = run(&["play", demo_dir().to_str().unwrap(), "--device", "cpu", "--prompt", "How?", "--json"]);
@@ -499,7 +502,7 @@ fn flags_say_what_they_take() {
     let small = ["--device", "cpu", "--prompt", "How?", "--context", &context];
     let output = run(&[&["play", demo_dir().to_str().unwrap()][..], &small].concat());
     assert!(text(&output.stderr).contains("raise --context"), "{}", text(&output.stderr));
-    // The flags of the verb come first.
+    // The flags of the subcommand come first.
     let help = text(&run(&["play", "--help"]).stdout);
     assert!(help.find("--verbose") > help.find("--seed"), "{help}");
 }

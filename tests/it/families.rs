@@ -1,4 +1,4 @@
-//! What config.json says, in all its spellings, and what is refused; checkpoints that name the same tensors otherwise.
+//! Config files of all families: spellings, defaults and rejected options. Checkpoints with alternative tensor names.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -39,12 +39,12 @@ fn read(config: &Value) -> anyhow::Result<models::ModelConfig> {
     models::read_config(dir.path())
 }
 
-/// Of each layer.
+/// Returns the sliding window of each layer.
 fn windows(config: &Value) -> Vec<Option<usize>> {
     read(config).unwrap().architecture.cache_layers().into_iter().map(|layer| layer.window).collect()
 }
 
-fn with(case: &str, fields: Value) -> Value {
+fn config_with(case: &str, fields: Value) -> Value {
     let mut config = config(case);
     for (name, value) in fields.as_object().unwrap() {
         config[name] = value.clone();
@@ -53,37 +53,37 @@ fn with(case: &str, fields: Value) -> Value {
 }
 
 #[test]
-fn windows_are_where_the_config_puts_them() {
+fn sliding_windows_follow_the_config() {
     assert_eq!(windows(&config("mistral")), [Some(11); 4]);
-    assert_eq!(windows(&with("mistral", json!({"sliding_window": null}))), [None; 4]);
+    assert_eq!(windows(&config_with("mistral", json!({"sliding_window": null}))), [None; 4]);
     let mut absent = config("mistral");
     absent.as_object_mut().unwrap().remove("sliding_window");
     absent["max_position_embeddings"] = json!(32_768);
-    assert_eq!(windows(&absent), [Some(4096); 4], "transformers' default");
+    assert_eq!(windows(&absent), [Some(4096); 4], "the default of transformers");
     absent["max_position_embeddings"] = json!(4096);
-    assert_eq!(windows(&absent), [None; 4], "a window that holds every position is none");
+    assert_eq!(windows(&absent), [None; 4], "a window of the whole context is no window");
 
     assert_eq!(windows(&config("qwen2")), [None, None, Some(9), Some(9)]);
-    assert_eq!(windows(&with("qwen2", json!({"use_sliding_window": false}))), [None; 4]);
+    assert_eq!(windows(&config_with("qwen2", json!({"use_sliding_window": false}))), [None; 4]);
     let types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"];
-    assert_eq!(windows(&with("qwen2", json!({"layer_types": types}))), [Some(9), None, None, Some(9)]);
+    assert_eq!(windows(&config_with("qwen2", json!({"layer_types": types}))), [Some(9), None, None, Some(9)]);
 
     assert_eq!(windows(&config("gemma2")), [Some(9), None, Some(9)]);
     assert_eq!(windows(&config("gemma3")), [Some(7), Some(7), None, Some(7)]);
-    let mut six = with("gemma3", json!({"num_hidden_layers": 12}));
+    let mut six = config_with("gemma3", json!({"num_hidden_layers": 12}));
     six.as_object_mut().unwrap().remove("sliding_window_pattern");
     let full: Vec<usize> = (0..12).filter(|&layer| windows(&six)[layer].is_none()).collect();
     assert_eq!(full, [5, 11]);
     assert_eq!(windows(&config("phi3")), [Some(13); 3]);
-    // Those keep their own frequencies, however far they see.
-    let wide = with("gemma3", json!({"sliding_window": 4096}));
+    // In Gemma 3, a window of any size keeps the layer sliding, because such layers have their own RoPE frequencies.
+    let wide = config_with("gemma3", json!({"sliding_window": 4096}));
     assert_eq!(windows(&wide), [Some(4096), Some(4096), None, Some(4096)]);
 }
 
-/// Configs as they are on the hub, without what is not read: vocabulary, longest context, and of the layers how many there
-/// are, how many of them slide, their key/value heads and sizes of a head.
+/// Real configs from the hub, reduced to the fields that are read. Expected are the vocabulary, the longest context, the
+/// number of layers, the number of sliding-window layers, the key/value heads and the head dim.
 #[test]
-fn configs_of_the_hub_are_read() {
+fn configs_from_the_hub_are_read() {
     let phi = |long: bool| {
         let scaling = json!({"type": "longrope", "short_factor": vec![1.0; 48], "long_factor": vec![2.0; 48]});
         let (max, scaling) = if long { (131_072, scaling) } else { (4096, Value::Null) };
@@ -178,13 +178,13 @@ fn configs_of_the_hub_are_read() {
         let layers = model.cache_layers();
         let sliding = layers.iter().filter(|layer| layer.window.is_some()).count();
         let (first, lengths) = (layers[0], (model.vocab_size(), model.max_position_embeddings()));
-        let got = (lengths.0, lengths.1, layers.len(), sliding, first.kv_heads, first.head_dim);
-        assert_eq!(got, expected, "{name}");
+        let actual = (lengths.0, lengths.1, layers.len(), sliding, first.kv_heads, first.head_dim);
+        assert_eq!(actual, expected, "{name}");
     }
 }
 
 #[test]
-fn what_is_not_supported_is_refused_by_name() {
+fn unsupported_options_are_errors_that_name_the_field() {
     let cases = [
         ("mistral", json!({"hidden_act": "gelu"}), "hidden_act 'gelu'"),
         ("mistral", json!({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}), "'dynamic'"),
@@ -211,14 +211,15 @@ fn what_is_not_supported_is_refused_by_name() {
         ("gpt2", json!({"add_cross_attention": true}), "add_cross_attention"),
     ];
     for (case, fields, expected) in cases {
-        let Err(error) = read(&with(case, fields.clone())) else { panic!("{case} with {fields} was taken") };
+        let Err(error) = read(&config_with(case, fields.clone())) else { panic!("{case} with {fields} was accepted") };
         assert!(format!("{error:#}").contains(expected), "{case} with {fields}: {error:#}");
     }
 }
 
-/// Every number of a config.json as no model has it: an error or a model, soon, and before a lot of memory is taken.
+/// Replaces every number of a config.json by an absurd value. Loading must fail or succeed quickly, without allocating
+/// much memory.
 #[test]
-fn numbers_that_no_model_has() {
+fn absurd_numbers_fail_quickly_or_load() {
     let sizes = [
         "vocab_size",
         "hidden_size",
@@ -239,46 +240,46 @@ fn numbers_that_no_model_has() {
     ];
     let impossible =
         [json!(0), json!(-1), json!(u64::MAX), json!(1e300), json!(0.5), json!("many"), json!([4]), json!({})];
-    let strange = [json!(1), json!(3), json!(u32::MAX), json!(1u64 << 53), json!(-1e300), json!(null), json!(true)];
+    let unusual = [json!(1), json!(3), json!(u32::MAX), json!(1u64 << 53), json!(-1e300), json!(null), json!(true)];
     let report = |_| ();
     let loaded = LoadProgress::new(&report);
     for case in CASES {
         let checkpoint = Checkpoint::open(&golden(case)).unwrap();
         let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
-        let as_is = config(case);
+        let original = config(case);
         let build = |json: Value| -> anyhow::Result<()> {
             let model = models::parse_config(json)?.architecture;
             let context = model.max_position_embeddings().min(160);
             model.build(&weights, context).map(drop)
         };
-        build(as_is.clone()).unwrap();
+        build(original.clone()).unwrap();
         let numbers = |json: &Value| -> Vec<String> {
             let fields = json.as_object().into_iter().flatten();
             fields.filter(|(_, value)| value.is_number()).map(|(name, _)| name.clone()).collect()
         };
         let nested = ["rope_scaling", "rope_parameters"]
-            .map(|place| numbers(&as_is[place]).into_iter().map(move |name| (Some(place), name)));
-        let own = numbers(&as_is).into_iter().map(|name| (None, name));
-        for (place, name) in own.chain(nested.into_iter().flatten()) {
-            for value in impossible.iter().chain(&strange) {
-                let mut json = as_is.clone();
-                match place {
-                    Some(place) => json[place][&name] = value.clone(),
+            .map(|section| numbers(&original[section]).into_iter().map(move |name| (Some(section), name)));
+        let top_level = numbers(&original).into_iter().map(|name| (None, name));
+        for (section, name) in top_level.chain(nested.into_iter().flatten()) {
+            for value in impossible.iter().chain(&unusual) {
+                let mut json = original.clone();
+                match section {
+                    Some(section) => json[section][&name] = value.clone(),
                     None => json[&name] = value.clone(),
                 }
-                let begin = Instant::now();
+                let start = Instant::now();
                 let outcome = build(json);
-                let took = begin.elapsed();
-                assert!(took < Duration::from_secs(10), "{case}: {name} {value} took {took:?}");
-                let must_fail = place.is_none() && sizes.contains(&name.as_str()) && impossible.contains(value);
-                assert!(!must_fail || outcome.is_err(), "{case}: {name} {value} was taken");
+                let duration = start.elapsed();
+                assert!(duration < Duration::from_secs(10), "{case}: {name} {value} took {duration:?}");
+                let must_fail = section.is_none() && sizes.contains(&name.as_str()) && impossible.contains(value);
+                assert!(!must_fail || outcome.is_err(), "{case}: {name} {value} was accepted");
             }
         }
     }
 }
 
 #[test]
-fn an_unsupported_architecture_is_told_its_nearest() {
+fn unsupported_architecture_error_names_the_nearest_supported_one() {
     let message = |name: &str| read(&json!({"model_type": name})).err().unwrap().to_string();
     assert!(message("mistral3").contains("nearest is mistral"), "{}", message("mistral3"));
     assert!(message("qwen3_next").contains("nearest is qwen3_moe"), "{}", message("qwen3_next"));
@@ -287,17 +288,17 @@ fn an_unsupported_architecture_is_told_its_nearest() {
     assert!(message("mamba2").contains("gpt_oss, llama, mistral"));
 }
 
-/// The short factors hold up to the original length; whoever asks for more gets the long ones.
+/// LongRoPE has short factors up to the original length. Longer contexts need the long factors and must be asked for.
 #[test]
-fn longrope_models_are_loaded_for_their_original_length() {
+fn longrope_models_default_to_their_original_length() {
     let phi = |case| read(&config(case)).unwrap().architecture;
     assert_eq!((phi("phi3").default_context(), phi("phi3").max_position_embeddings()), (32, 240));
     assert_eq!((phi("phi4").default_context(), phi("phi4").max_position_embeddings()), (160, 640));
     assert_eq!(phi("mistral").default_context(), 240);
-    let plain = read(&with("phi3", json!({"rope_scaling": null}))).unwrap().architecture;
-    assert_eq!(plain.default_context(), 240, "nothing changes with the length");
+    let plain = read(&config_with("phi3", json!({"rope_scaling": null}))).unwrap().architecture;
+    assert_eq!(plain.default_context(), 240, "without LongRoPE, all contexts use the same frequencies");
     assert!(
-        read(&with(
+        read(&config_with(
             "phi3",
             json!({"rope_scaling": {
         "type": "su", "short_factor": [1, 1, 1, 1, 1], "long_factor": [1, 2, 3, 4, 5]}})
@@ -306,7 +307,7 @@ fn longrope_models_are_loaded_for_their_original_length() {
     );
 }
 
-/// Logits of a case's ids, from the checkpoint in `dir`.
+/// Returns the logits of all `ids`, computed by the checkpoint in `dir`.
 fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let report = |_| ();
@@ -318,8 +319,8 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     values(&decoder.forward(&batch, &mut [&mut cache]).unwrap())
 }
 
-/// The golden checkpoint under other names is the same model.
-fn assert_same_under(case: &str, config: &Value, rename: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
+/// Asserts that the golden checkpoint with renamed tensors and this config still gives the golden logits.
+fn assert_same_model(case: &str, config: &Value, rename: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
     let tensors = safetensors::load(golden(case).join("model.safetensors"), &Device::Cpu).unwrap();
@@ -327,25 +328,25 @@ fn assert_same_under(case: &str, config: &Value, rename: impl Fn(HashMap<String,
     let golden = safetensors::load(golden(case).join("golden.safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let error = relative_error(&logits(dir.path(), &ids), &values(&golden["logits"]));
-    assert!(error < 1e-4, "{case}: off by {error:e}");
+    assert!(error < 1e-4, "{case}: relative error {error:e}");
 }
 
-fn renamed(tensors: HashMap<String, Tensor>, rename: impl Fn(&str) -> String) -> HashMap<String, Tensor> {
+fn rename_all(tensors: HashMap<String, Tensor>, rename: impl Fn(&str) -> String) -> HashMap<String, Tensor> {
     tensors.into_iter().map(|(name, tensor)| (rename(&name), tensor)).collect()
 }
 
 #[test]
-fn gpt2_is_found_with_and_without_its_prefix() {
-    assert_same_under("gpt2", &config("gpt2"), |tensors| renamed(tensors, |name| format!("transformer.{name}")));
+fn gpt2_loads_with_and_without_its_prefix() {
+    assert_same_model("gpt2", &config("gpt2"), |tensors| rename_all(tensors, |name| format!("transformer.{name}")));
 }
 
 #[test]
-fn gemma3_is_found_in_multimodal_checkpoints_and_in_new_spelling() {
+fn gemma3_loads_from_multimodal_checkpoints_and_with_rope_parameters() {
     let old = config("gemma3");
     let multimodal = json!({"model_type": "gemma3", "text_config": old, "vision_config": {"hidden_size": 7}});
-    for place in ["language_model.model.", "model.language_model."] {
-        let rename = |name: &str| name.replacen("model.", place, 1);
-        assert_same_under("gemma3", &multimodal, |tensors| renamed(tensors, rename));
+    for prefix in ["language_model.model.", "model.language_model."] {
+        let rename = |name: &str| name.replacen("model.", prefix, 1);
+        assert_same_model("gemma3", &multimodal, |tensors| rename_all(tensors, rename));
     }
     let mut new = old.clone();
     for field in ["rope_scaling", "rope_theta", "rope_local_base_freq", "sliding_window_pattern"] {
@@ -356,30 +357,30 @@ fn gemma3_is_found_in_multimodal_checkpoints_and_in_new_spelling() {
         "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}
     });
-    assert_same_under("gemma3", &new, |tensors| tensors);
+    assert_same_model("gemma3", &new, |tensors| tensors);
 }
 
-/// transformers 5 keeps all experts of a layer in one tensor; repositories have one for each matrix.
+/// transformers 5 stacks the experts of a layer in one tensor. Most repositories have a tensor for each matrix.
 #[test]
-fn experts_are_found_one_by_one_and_stacked() {
+fn stacked_experts_load_as_separate_ones_do() {
     let stack = |mut tensors: HashMap<String, Tensor>, block: &str, [gate, up, down]: [&str; 3]| {
         let gates: Vec<String> =
             tensors.keys().filter(|name| name.ends_with(&format!("experts.0.{gate}.weight"))).cloned().collect();
         for first in gates {
-            let place = first.split(".experts.").next().unwrap().to_string();
+            let prefix = first.split(".experts.").next().unwrap().to_string();
             let mut take =
-                |expert: usize, name: &str| tensors.remove(&format!("{place}.experts.{expert}.{name}.weight"));
+                |expert: usize, name: &str| tensors.remove(&format!("{prefix}.experts.{expert}.{name}.weight"));
             let (mut gate_up, mut downs) = (Vec::new(), Vec::new());
             while let Some(matrix) = take(downs.len(), gate) {
                 gate_up.push(Tensor::cat(&[matrix, take(downs.len(), up).unwrap()], 0).unwrap());
                 downs.push(take(downs.len(), down).unwrap());
             }
-            tensors.insert(format!("{place}.experts.gate_up_proj"), Tensor::stack(&gate_up, 0).unwrap());
-            tensors.insert(format!("{place}.experts.down_proj"), Tensor::stack(&downs, 0).unwrap());
+            tensors.insert(format!("{prefix}.experts.gate_up_proj"), Tensor::stack(&gate_up, 0).unwrap());
+            tensors.insert(format!("{prefix}.experts.down_proj"), Tensor::stack(&downs, 0).unwrap());
         }
-        renamed(tensors, |name| name.replace(block, "mlp"))
+        rename_all(tensors, |name| name.replace(block, "mlp"))
     };
     let (qwen, mixtral) = (["gate_proj", "up_proj", "down_proj"], ["w1", "w3", "w2"]);
-    assert_same_under("qwen3_moe", &config("qwen3_moe"), |tensors| stack(tensors, "mlp", qwen));
-    assert_same_under("mixtral", &config("mixtral"), |tensors| stack(tensors, "block_sparse_moe", mixtral));
+    assert_same_model("qwen3_moe", &config("qwen3_moe"), |tensors| stack(tensors, "mlp", qwen));
+    assert_same_model("mixtral", &config("mixtral"), |tensors| stack(tensors, "block_sparse_moe", mixtral));
 }

@@ -1,5 +1,5 @@
-//! Every family against transformers' own numbers (`tests/golden/make.py`): logits, the residual stream after each layer,
-//! greedy continuations; whole and in chunks, cached and uncached, one sequence and two in a batch.
+//! Compares every family with transformers (`tests/golden/make.py`): logits, the residual stream after each layer, and
+//! greedy continuations. Each runs whole and in chunks, with and without a cache, alone and in a batch of two.
 
 use std::collections::HashMap;
 
@@ -36,8 +36,8 @@ const CASES: &[&str] = &[
     "gemma2_graph",
     "gemma3_graph",
 ];
-/// In 8 bits, by compressed-tensors. Inputs are rounded to codes, so that the last bit of a sum may change one: what is
-/// computed in another order than transformers' agrees less.
+/// Models in 8 bits, by compressed-tensors. Inputs are quantized, so a difference in the last bit of a sum may change a
+/// code. Results computed in another order than transformers' agree less closely.
 const COMPRESSED: &[&str] = &[
     "compressed/int8",
     "compressed/int8_weights",
@@ -78,7 +78,7 @@ impl Case {
         KvCache::new(self.decoder.cache_layers(), CONTEXT, chunk, self.dtype, &self.device).unwrap()
     }
 
-    /// All logits of `ids`, read after what the cache holds, in chunks of its size.
+    /// Returns the logits of all `ids`, run after the cached tokens in chunks of the cache's size.
     fn run(&self, cache: &mut KvCache, ids: &[u32]) -> Vec<f32> {
         let mut logits = Vec::new();
         for part in ids.chunks(cache.chunk()) {
@@ -88,23 +88,23 @@ impl Case {
         logits
     }
 
-    /// The same with a fresh cache.
+    /// Returns the logits of all `ids`, run with a new cache.
     fn logits(&self, ids: &[u32], chunk: usize) -> Vec<f32> {
         self.run(&mut self.cache(chunk), ids)
     }
 
-    fn is_short(&self) -> bool {
+    fn is_16_bit(&self) -> bool {
         self.dtype != DType::F32
     }
 
-    /// Largest relative error that a dtype may show against the f32 reference. f32 is the requirement of exactness;
-    /// the others are a few roundings (2^-8 and 2^-11) through three or four layers.
+    /// Returns the largest relative error allowed against the f32 reference. For bf16 and f16 it is a few roundings, 2^-8
+    /// and 2^-11, through three or four layers.
     fn tolerance(&self) -> f32 {
         match (self.dtype, self.name.as_str()) {
-            // transformers in bf16 is itself off by 3.3, 1.4, 5.6 and 9.1 % from itself in f32. Tensor cores sum FP8 to some
-            // 13 bits, as torch's product shows too (3e-4 to 9e-4), which is enough to change codes that come after.
-            (_, "compressed/fp8") if self.is_short() || self.device.is_cuda() => 12e-2,
-            (_, "compressed/fp8_static") if self.is_short() || self.device.is_cuda() => 19e-2,
+            // transformers in bf16 differs from its own f32 results by 3.3, 1.4, 5.6 and 9.1 %. Tensor cores add FP8 with
+            // about 13 bits (torch's products err by 3e-4 to 9e-4), which is enough to change later codes.
+            (_, "compressed/fp8") if self.is_16_bit() || self.device.is_cuda() => 12e-2,
+            (_, "compressed/fp8_static") if self.is_16_bit() || self.device.is_cuda() => 19e-2,
             (DType::F32, _) => 1e-4,
             (_, "compressed/int8") => 7e-2,
             (DType::F16, _) => 2e-2,
@@ -117,8 +117,8 @@ fn each_case(test: impl Fn(&str, Case)) {
     each_of(CASES, test);
 }
 
-/// Computed as transformers does it, token by token and layer by layer.
-fn each_straight_case(test: impl Fn(&str, Case)) {
+/// Runs `test` on the compressed cases too. Use it only for results computed in the same order as in transformers.
+fn each_case_and_compressed(test: impl Fn(&str, Case)) {
     each_of(&[CASES, COMPRESSED].concat(), test);
 }
 
@@ -132,7 +132,7 @@ fn each_of(cases: &[&str], test: impl Fn(&str, Case)) {
 
 #[test]
 fn logits_and_every_layer_agree_with_transformers() {
-    each_straight_case(|name, case| {
+    each_case_and_compressed(|name, case| {
         let mut cache = case.cache(case.ids.len());
         let batch = StepBatch { ids: &case.ids, tokens: &[case.ids.len()], logits: LogitRows::All };
         let mut taps = Vec::new();
@@ -143,17 +143,17 @@ fn logits_and_every_layer_agree_with_transformers() {
         let logits = case.decoder.forward_tapped(&batch, &mut [&mut cache], Some(&mut tap)).unwrap();
         for (layer, tap) in taps.iter().enumerate() {
             let error = relative_error(tap, &values(&case.golden[&format!("hidden.{layer}")]));
-            assert!(error < case.tolerance(), "{name}: layer {layer} is off by {error:e}");
+            assert!(error < case.tolerance(), "{name}: layer {layer} has error {error:e}");
         }
         let error = relative_error(&values(&logits), &values(&case.golden["logits"]));
-        println!("{name}: logits off by {error:e}");
-        assert!(error < case.tolerance(), "{name}: logits are off by {error:e}");
+        println!("{name}: logits have error {error:e}");
+        assert!(error < case.tolerance(), "{name}: logits have error {error:e}");
     });
 }
 
 #[test]
 fn mean_nll_agrees_with_transformers() {
-    each_straight_case(|name, case| {
+    each_case_and_compressed(|name, case| {
         let vocab = case.golden["logits"].dim(1).unwrap();
         let nll = |logits: &[f32]| {
             let rows = logits.chunks_exact(vocab).zip(&case.ids[1..]);
@@ -165,43 +165,43 @@ fn mean_nll_agrees_with_transformers() {
                 .collect();
             losses.iter().sum::<f64>() / losses.len() as f64
         };
-        let (got, want) = (nll(&case.logits(&case.ids, case.ids.len())), nll(&values(&case.golden["logits"])));
+        let (actual, expected) = (nll(&case.logits(&case.ids, case.ids.len())), nll(&values(&case.golden["logits"])));
         let tolerance = if case.tolerance() > 1e-4 { f64::from(case.tolerance()) / 2.0 } else { 1e-4 };
-        assert!((got - want).abs() < tolerance, "{name}: mean NLL {got}, transformers {want}");
+        assert!((actual - expected).abs() < tolerance, "{name}: mean NLL {actual}, transformers {expected}");
     });
 }
 
 #[test]
 fn greedy_tokens_agree_with_transformers() {
-    // Rounding may rightly flip a near tie in the short dtypes, so this holds in f32 only.
-    each_straight_case(|name, case| {
+    // In 16-bit dtypes, rounding may flip a near tie, so this checks f32 only.
+    each_case_and_compressed(|name, case| {
         if case.tolerance() > 1e-4 {
             return;
         }
         let mut ids = integers(&case.golden["greedy_prompt"]);
-        let want = integers(&case.golden["greedy"]);
+        let expected = integers(&case.golden["greedy"]);
         let mut cache = case.cache(ids.len());
-        let mut got = Vec::new();
-        while got.len() < want.len() {
+        let mut tokens = Vec::new();
+        while tokens.len() < expected.len() {
             let batch = StepBatch { ids: &ids, tokens: &[ids.len()], logits: LogitRows::Last };
             let logits = values(&case.decoder.forward(&batch, &mut [&mut cache]).unwrap());
             let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32;
-            got.push(best);
+            tokens.push(best);
             ids = vec![best];
         }
-        assert_eq!(got, want, "{name}");
+        assert_eq!(tokens, expected, "{name}");
     });
 }
 
-/// Different paths through the same arithmetic: sums in another order, no more.
-fn assert_same(name: &str, what: &str, case: &Case, got: &[f32], want: &[f32]) {
-    let error = relative_error(got, want);
+/// Asserts that two ways to compute the same result differ only by the order of sums.
+fn assert_same(name: &str, what: &str, case: &Case, actual: &[f32], expected: &[f32]) {
+    let error = relative_error(actual, expected);
     let tolerance = if case.dtype == DType::F32 { 2e-5 } else { case.tolerance() };
     assert!(error < tolerance, "{name}: {what} differs by {error:e}");
 }
 
 #[test]
-fn chunks_give_what_the_whole_gives() {
+fn chunked_prefill_equals_whole_prefill() {
     each_case(|name, case| {
         let whole = case.logits(&case.ids, case.ids.len());
         for chunk in [1, 5, 7, 16, 33] {
@@ -211,25 +211,25 @@ fn chunks_give_what_the_whole_gives() {
 }
 
 #[test]
-fn a_batch_of_two_gives_what_each_gives_alone() {
+fn batch_of_two_equals_each_sequence_alone() {
     each_case(|name, case| {
         let (first, second) = (&case.ids[..19], &case.ids[7..20]);
         let (mut a, mut b) = (case.cache(64), case.cache(64));
-        // The second sequence is already under way when the batch comes.
+        // The second sequence has cached tokens when the batch starts.
         let start = StepBatch { ids: &second[..4], tokens: &[4], logits: LogitRows::All };
-        let mut of_second = values(&case.decoder.forward(&start, &mut [&mut b]).unwrap());
+        let mut second_logits = values(&case.decoder.forward(&start, &mut [&mut b]).unwrap());
         let ids = [first, &second[4..]].concat();
         let batch = StepBatch { ids: &ids, tokens: &[first.len(), second.len() - 4], logits: LogitRows::All };
         let both = values(&case.decoder.forward(&batch, &mut [&mut a, &mut b]).unwrap());
         let split = both.len() / ids.len() * first.len();
-        of_second.extend(&both[split..]);
+        second_logits.extend(&both[split..]);
         assert_same(name, "the first of two", &case, &both[..split], &case.logits(first, 64));
-        assert_same(name, "the second of two", &case, &of_second, &case.logits(second, 64));
+        assert_same(name, "the second of two", &case, &second_logits, &case.logits(second, 64));
     });
 }
 
 #[test]
-fn going_back_in_the_cache_gives_what_a_fresh_one_gives() {
+fn truncated_cache_equals_a_fresh_one() {
     each_case(|name, case| {
         let vocab = case.golden["logits"].dim(1).unwrap();
         let fresh = case.logits(&case.ids, 8);
@@ -237,23 +237,23 @@ fn going_back_in_the_cache_gives_what_a_fresh_one_gives() {
             let mut cache = case.cache(8);
             case.run(&mut cache, &case.ids[..checkpoint]);
             cache.set_checkpoint().unwrap();
-            // Another continuation, long enough to overwrite the rings.
+            // Run another continuation, long enough to overwrite the ring buffers.
             let other: Vec<u32> = case.ids.iter().rev().copied().collect();
             case.run(&mut cache, &case.ids[checkpoint..(checkpoint + 3).max(target)]);
             case.run(&mut cache, &other[..40]);
             let left = cache.truncate(target).unwrap();
             assert!(left == target || left == checkpoint || left == 0, "{name}: {left} positions left");
             assert!(left > 0 || checkpoint > target || checkpoint == 0, "{name}: the checkpoint was not used");
-            let got = case.run(&mut cache, &case.ids[left..]);
-            let what = format!("back to {target} (checkpoint at {checkpoint}, {left} left)");
-            assert_same(name, &what, &case, &got, &fresh[left * vocab..]);
+            let logits = case.run(&mut cache, &case.ids[left..]);
+            let what = format!("truncated to {target} (checkpoint at {checkpoint}, {left} left)");
+            assert_same(name, &what, &case, &logits, &fresh[left * vocab..]);
         }
     });
 }
 
-/// Going back does not bring back what the rings have overwritten: after a second step back they must know it still.
+/// Truncating does not restore overwritten rows of a ring buffer. A second truncation must still account for them.
 #[test]
-fn going_back_twice_does_not_find_overwritten_rows() {
+fn truncating_twice_does_not_use_overwritten_rows() {
     each_case(|name, case| {
         let vocab = case.golden["logits"].dim(1).unwrap();
         let fresh = case.logits(&case.ids[..60.min(case.ids.len())], 8);
@@ -264,15 +264,15 @@ fn going_back_twice_does_not_find_overwritten_rows() {
             let first = cache.truncate(last - 5).unwrap();
             case.run(&mut cache, &case.ids[first..first + 1]);
             let left = cache.truncate((first + 1).saturating_sub(step)).unwrap();
-            let got = case.run(&mut cache, &case.ids[left..last]);
-            assert_same(name, &format!("{step} steps back"), &case, &got, &fresh[left * vocab..]);
+            let logits = case.run(&mut cache, &case.ids[left..last]);
+            assert_same(name, &format!("truncated by {step}"), &case, &logits, &fresh[left * vocab..]);
         }
     });
 }
 
-/// Many turns in a row: reading on, going back, checkpoints, in an order that no one would think of.
+/// Appends, truncates and sets checkpoints in random order.
 #[test]
-fn any_way_through_the_cache_gives_what_a_fresh_one_gives() {
+fn random_cache_operations_equal_a_fresh_cache() {
     each_case(|name, case| {
         let vocab = case.golden["logits"].dim(1).unwrap() as u64;
         let mut numbers = Random(7);
@@ -283,16 +283,16 @@ fn any_way_through_the_cache_gives_what_a_fresh_one_gives() {
                 match random(4) {
                     0 if !ids.is_empty() => cache.set_checkpoint().unwrap(),
                     1 if !ids.is_empty() => {
-                        // Mostly a little, as within what a ring still holds.
-                        let far = [4, 9, 14, ids.len() + 1][random(4)];
-                        let target = ids.len() - random(far.min(ids.len() + 1));
+                        // Mostly by less than a ring buffer holds.
+                        let limit = [4, 9, 14, ids.len() + 1][random(4)];
+                        let target = ids.len() - random(limit.min(ids.len() + 1));
                         let left = cache.truncate(target).unwrap();
                         assert!(left <= target, "{name}");
                         ids.truncate(left);
                     }
                     _ => {
-                        let most = if random(2) == 0 { 4 } else { 30 };
-                        let more = (1 + random(most)).min(CONTEXT - 2 - ids.len());
+                        let limit = if random(2) == 0 { 4 } else { 30 };
+                        let more = (1 + random(limit)).min(CONTEXT - 2 - ids.len());
                         let new: Vec<u32> = (0..more).map(|_| random(vocab as usize) as u32).collect();
                         for part in new.chunks(8) {
                             let batch = StepBatch { ids: part, tokens: &[part.len()], logits: LogitRows::Last };
@@ -305,10 +305,10 @@ fn any_way_through_the_cache_gives_what_a_fresh_one_gives() {
             }
             let next = [random(vocab as usize) as u32];
             let batch = StepBatch { ids: &next, tokens: &[1], logits: LogitRows::Last };
-            let got = values(&case.decoder.forward(&batch, &mut [&mut cache]).unwrap());
+            let logits = values(&case.decoder.forward(&batch, &mut [&mut cache]).unwrap());
             ids.extend(next);
             let fresh = case.logits(&ids, 8);
-            assert_same(name, &format!("round {round}"), &case, &got, &fresh[fresh.len() - vocab as usize..]);
+            assert_same(name, &format!("round {round}"), &case, &logits, &fresh[fresh.len() - vocab as usize..]);
         }
     });
 }
@@ -328,14 +328,14 @@ fn rope_frequencies_agree_with_transformers() {
         let theta = if config["model_type"] == "gpt_oss" { 150_000.0 } else { 10_000.0 };
         let max_position_embeddings = size("max_position_embeddings").unwrap();
         let lengths = RopeLengths { max_position_embeddings, context: max_position_embeddings };
-        let got = rope.frequencies(dim, lengths, theta).unwrap();
-        let want: Vec<f32> =
+        let actual = rope.frequencies(dim, lengths, theta).unwrap();
+        let expected: Vec<f32> =
             variant["inv_freq"].as_array().unwrap().iter().map(|value| value.as_f64().unwrap() as f32).collect();
-        assert_eq!(got.inv_freq.len(), want.len(), "{name}");
-        for (got, want) in got.inv_freq.iter().zip(&want) {
-            assert!((got - want).abs() <= 4.0 * f32::EPSILON * want, "{name}: {got} {want}");
+        assert_eq!(actual.inv_freq.len(), expected.len(), "{name}");
+        for (actual, expected) in actual.inv_freq.iter().zip(&expected) {
+            assert!((actual - expected).abs() <= 4.0 * f32::EPSILON * expected, "{name}: {actual} {expected}");
         }
         let scaling = variant["attention_scaling"].as_f64().unwrap() as f32;
-        assert!((got.attention_factor - scaling).abs() <= 1e-6, "{name}");
+        assert!((actual.attention_factor - scaling).abs() <= 1e-6, "{name}");
     }
 }

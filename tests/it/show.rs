@@ -1,4 +1,4 @@
-//! `inferno show`: models on this machine, and models on a hub whose weights stay there.
+//! `inferno show`, for models on this machine and on the hub. It never downloads the weights.
 
 mod gguf;
 
@@ -18,11 +18,11 @@ fn show(args: &[&str]) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// On a machine whose hub is the fake one.
+/// Runs `inferno show --remote` against the fake hub.
 fn remote(fake: &FakeHub, args: &[&str]) -> Output {
     let home = TempDir::new().unwrap();
     let output = command(&home, fake).args(args).output().unwrap();
-    assert!(!home.path().join("models").exists(), "nothing is written");
+    assert!(!home.path().join("models").exists(), "show --remote must not write to the cache");
     output
 }
 
@@ -32,7 +32,7 @@ fn command(home: &TempDir, fake: &FakeHub) -> Command {
     command
 }
 
-/// A safetensors file: the header, and zeros for the tensors.
+/// Returns a safetensors file whose tensors are zeros.
 fn file(tensors: &[(&str, &str, &[u64], usize)]) -> Vec<u8> {
     let (mut header, mut end) = (serde_json::Map::new(), 0);
     for (name, dtype, shape, bytes) in tensors {
@@ -63,7 +63,7 @@ fn two_shards() -> FakeHub {
 }
 
 #[test]
-fn the_demo_is_known_through_and_through() {
+fn demo_report_has_all_sizes_and_needs() {
     let model = show(&["demo"]);
     assert_eq!(model["name"], "demo");
     assert_eq!(model["supported"], true);
@@ -96,7 +96,7 @@ fn the_demo_is_known_through_and_through() {
 }
 
 #[test]
-fn a_table_is_for_people() {
+fn table_fits_120_columns() {
     let output = run(&["show", "demo"]);
     let table = text(&output.stdout);
     assert!(output.status.success() && text(&output.stderr).is_empty());
@@ -107,7 +107,7 @@ fn a_table_is_for_people() {
 }
 
 #[test]
-fn a_context_is_counted_or_refused() {
+fn context_changes_the_cache_size_or_is_rejected() {
     let cache = |context: &str| show(&["demo", "--context", context])["needs"]["cache_bytes"].as_u64().unwrap();
     assert!(cache("1000") < cache("2000"));
     assert_fails(&run(&["show", "demo", "--context", "5000"]), 2, &["--context 5000", "4096"]);
@@ -115,7 +115,7 @@ fn a_context_is_counted_or_refused() {
 }
 
 #[test]
-fn an_unsupported_model_is_shown_with_the_reason() {
+fn unsupported_model_is_shown_with_the_reason() {
     let (_folder, path) = demo_with_config(|config| config["model_type"] = "mamba9".into());
     let model = show(&[path.to_str().unwrap()]);
     assert_eq!((&model["family"], &model["supported"]), (&json!("mamba9"), &json!(false)));
@@ -126,7 +126,7 @@ fn an_unsupported_model_is_shown_with_the_reason() {
     let (_folder, path) = demo_with_config(|config| config["num_attention_heads"] = 0.into());
     assert!(show(&[path.to_str().unwrap()])["reason"].as_str().unwrap().contains("num_attention_heads"));
 
-    // Neither a broken config nor broken weights keep the rest from being shown.
+    // The rest of the report is shown even if config and weights are broken.
     let (_folder, path) = copy_of_demo();
     fs::write(path.join("config.json"), "{").unwrap();
     fs::write(path.join("model.safetensors"), "short").unwrap();
@@ -139,14 +139,14 @@ fn an_unsupported_model_is_shown_with_the_reason() {
 }
 
 #[test]
-fn a_model_that_is_not_here_may_be_elsewhere() {
+fn missing_model_error_suggests_remote() {
     assert_fails(&run(&["show", "org/name"]), 3, &["inferno download org/name", "inferno show org/name --remote"]);
     let output = run(&["show", "./nowhere"]);
     assert_fails(&output, 3, &["./nowhere"]);
     assert!(!text(&output.stderr).contains("--remote"));
     assert_fails(&run(&["show", "demo", "--remote"]), 2, &["inferno show demo"]);
     assert_fails(&run(&["show", "a/b/c", "--remote"]), 2, &["org/name"]);
-    // Nothing listens there.
+    // No server listens on this port.
     assert_fails(&run(&["show", "org/name", "--remote"]), 5, &["127.0.0.1:1"]);
     let home = TempDir::new().unwrap();
     let output = inferno(&home).args(["show", REPO, "--remote"]).env("HF_HUB_OFFLINE", "1").output().unwrap();
@@ -154,7 +154,7 @@ fn a_model_that_is_not_here_may_be_elsewhere() {
 }
 
 #[test]
-fn a_model_on_the_hub_is_known_by_its_headers() {
+fn remote_model_is_read_from_its_headers() {
     let fake = two_shards();
     let output = remote(&fake, &["--json"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
@@ -165,7 +165,7 @@ fn a_model_on_the_hub_is_known_by_its_headers() {
     assert_eq!(model["chat"], "tokenizer_config.json");
     assert_eq!((&model["parameters"], &model["weight_bytes"]), (&json!(88), &json!(192)));
     assert_eq!(model["tied_embeddings"], true);
-    // As they will be loaded: in bf16, but for the norm of 8, which is kept in f32.
+    // The weights are loaded in bf16, except the norm of 8 elements, which stays f32.
     assert_eq!(model["needs"]["weight_bytes"], 192);
     assert_eq!(model["files"].as_array().unwrap().len(), 7);
 
@@ -175,11 +175,11 @@ fn a_model_on_the_hub_is_known_by_its_headers() {
     let mut expected = vec![format!("GET /api/models/{REPO}/revision/main?blobs=true")];
     expected.extend(["README.md", "config.json", SHARDS[0], SHARDS[1], INDEX, "tokenizer_config.json"].map(file));
     expected.sort();
-    assert_eq!(lines, expected, "one request a file, and none for what is not needed");
+    assert_eq!(lines, expected, "one request per file, and only for needed files");
 }
 
 #[test]
-fn no_server_makes_it_fetch_the_weights() {
+fn weights_are_not_fetched_even_from_a_server_without_ranges() {
     const SIZE: usize = 64 << 20;
     let weights = file(&[("model.embed_tokens.weight", "U8", &[SIZE as u64], SIZE)]);
     for does_ranges in [true, false] {
@@ -190,14 +190,14 @@ fn no_server_makes_it_fetch_the_weights() {
         let model: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(model["weight_bytes"], SIZE);
         let sent = fake.world.lock().unwrap().sent_bytes;
-        // What lies in the buffers of both ends of a connection has left too.
-        let most = if does_ranges { 200_000 } else { SIZE / 2 };
-        assert!(sent < most, "{sent} bytes were sent, ranges: {does_ranges}");
+        // Without ranges, the server also sends what fits into the buffers of the connection.
+        let limit = if does_ranges { 200_000 } else { SIZE / 2 };
+        assert!(sent < limit, "{sent} bytes were sent, ranges: {does_ranges}");
     }
 }
 
 #[test]
-fn a_long_header_takes_a_second_request() {
+fn long_header_takes_a_second_request() {
     let names: Vec<String> = (0..3000).map(|index| format!("model.layers.{index}.self_attn.q_proj.weight")).collect();
     let tensors: Vec<(&str, &str, &[u64], usize)> =
         names.iter().map(|name| (name.as_str(), "F16", &[2, 3][..], 12)).collect();
@@ -209,13 +209,13 @@ fn a_long_header_takes_a_second_request() {
         assert!(output.status.success(), "{}", text(&output.stderr));
         let model: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(model["parameters"], 18_000);
-        let of_weights = fake.lines().iter().filter(|line| line.ends_with("model.safetensors")).count();
-        assert_eq!(of_weights, requests);
+        let weight_requests = fake.lines().iter().filter(|line| line.ends_with("model.safetensors")).count();
+        assert_eq!(weight_requests, requests);
     }
 }
 
 #[test]
-fn broken_headers_are_refused() {
+fn broken_headers_are_rejected() {
     let whole = file(&[("model.norm.weight", "F32", &[8], 32)]);
     let with_length = |length: u64| [&length.to_le_bytes(), &whole[8..]].concat();
     let cases = [
@@ -227,29 +227,29 @@ fn broken_headers_are_refused() {
         (with_length(1 << 20), "claims a header"),
         (with_length(20), "model.safetensors"),
     ];
-    for (weights, said) in cases {
-        // A mirror may not tell sizes; then the file's end is where the connection ends.
+    for (weights, message) in cases {
+        // A mirror may not send sizes. Then the file ends where the connection ends.
         for tells_sizes in [true, false] {
             let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &weights)]);
             fake.change(|world| world.tells_sizes = tells_sizes);
             let output = remote(&fake, &[]);
             if output.status.success() {
                 let table = text(&output.stdout);
-                assert!(!tells_sizes || table.contains(said), "{said}:\n{table}");
+                assert!(!tells_sizes || table.contains(message), "{message}:\n{table}");
             } else {
                 assert_eq!(output.status.code(), Some(1));
                 assert!(text(&output.stderr).contains("model.safetensors"), "{}", text(&output.stderr));
             }
         }
     }
-    // The hub lists more than its storage has.
+    // The hub lists a larger size than its storage has.
     let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &whole[..30])]);
     fake.change(|world| world.claimed_bytes = Some(whole.len() as u64));
     assert_fails(&remote(&fake, &[]), 1, &["model.safetensors is not a complete safetensors file", "30 bytes"]);
 }
 
 #[test]
-fn refusals_and_names_are_those_of_a_download() {
+fn remote_errors_are_those_of_a_download() {
     let fake = two_shards();
     fake.change(|world| world.files_refused = Some((403, "GatedRepo")));
     assert_fails(&remote(&fake, &[]), 4, &["accept its license", REPO]);
@@ -269,29 +269,29 @@ fn refusals_and_names_are_those_of_a_download() {
 }
 
 #[test]
-fn the_token_stays_with_the_endpoint() {
+fn token_is_sent_only_to_the_endpoint() {
     let (fake, storage) = (two_shards(), two_shards());
-    // Another host by name, though the same machine.
+    // A different host name for the same machine.
     fake.change(|world| world.storage = Some(format!("http://localhost:{}", storage.port)));
     let home = TempDir::new().unwrap();
     let output = command(&home, &fake).env("HF_TOKEN", "hf_secret").output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(!text(&output.stdout).contains("hf_secret"));
-    let head = |head: &String| head.to_lowercase().contains("authorization: bearer hf_secret");
-    assert!(fake.heads().iter().all(head));
-    let there = storage.heads();
-    assert!(!there.is_empty() && !there.iter().any(head), "{there:?}");
+    let has_token = |head: &String| head.to_lowercase().contains("authorization: bearer hf_secret");
+    assert!(fake.heads().iter().all(has_token));
+    let storage_heads = storage.heads();
+    assert!(!storage_heads.is_empty() && !storage_heads.iter().any(has_token), "{storage_heads:?}");
 }
 
 #[test]
-fn other_weights_are_named() {
+fn repository_without_supported_weights_is_an_error() {
     let fake = FakeHub::start(&[("pytorch_model.bin", b"pickle")]);
     let table = text(&remote(&fake, &[]).stdout);
     assert!(table.contains("no config.json") && table.contains("no safetensors weights"), "{table}");
 }
 
 #[test]
-fn absurd_figures_are_only_figures() {
+fn absurd_sizes_do_not_crash_the_report() {
     let names = ["num_hidden_layers", "num_attention_heads", "head_dim", "vocab_size", "hidden_size", "sliding_window"];
     for value in [json!(u64::MAX), json!(-1), json!(1e300), json!("many"), json!(0), json!([4])] {
         let mut config = json!({"model_type": "mamba9", "max_position_embeddings": value, "num_experts": value,

@@ -1,25 +1,25 @@
-//! The GPUs, the driver, and whether our kernels compute on them what they should.
+//! Checks the GPUs, the driver, and the results of our kernels.
 
 use candle_core::Device;
 use serde::Serialize;
 
-use super::{Finding, Status};
+use super::finding::{Finding, Status};
 use crate::device::{self, DeviceChoice, DeviceInfo, GpuFacts};
 use crate::error::Error;
 use crate::kernels::selftest::{self, Check};
 use crate::text::one_line;
 
-/// What the kernels are written for.
-const LOWEST: (u32, u32) = (8, 0);
+/// The lowest compute capability that the kernels support.
+const MIN_CAPABILITY: (u32, u32) = (8, 0);
 
-/// One kernel in one dtype on one GPU.
+/// The self-test of one kernel in one dtype on one GPU.
 #[derive(Serialize)]
 pub struct SelfTest {
     gpu: usize,
     name: String,
     dtype: &'static str,
     passed: bool,
-    /// Relative to the largest value; null if it is no number, or nothing was computed.
+    /// The largest error relative to the largest value; null if it is not finite or the kernel failed.
     error: Option<f32>,
     tolerance: f32,
     seconds: f64,
@@ -33,8 +33,8 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
         let device = match device::open(DeviceChoice::Cuda(ordinal)) {
             Ok(device) => device,
             Err(error) => {
-                let there = smi.as_ref().map(|(_, names)| names.join(", "));
-                findings.push(no_gpu(&error, there));
+                let seen = smi.as_ref().map(|(_, names)| names.join(", "));
+                findings.push(no_gpu(&error, seen));
                 continue;
             }
         };
@@ -55,46 +55,50 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
         }
     }
     let driver = driver.map_or_else(
-        || Finding::warn("driver", "no nvidia-smi that answers: no NVIDIA driver, or no GPU", "nvidia-smi"),
+        || Finding::warn("driver", "nvidia-smi does not run: there is no NVIDIA driver or no GPU", "nvidia-smi"),
         |driver| Finding::pass("driver", driver),
     );
-    // Before what it drives.
+    // The driver is listed before the GPUs.
     findings.insert(1, driver);
 }
 
-/// There is no GPU, or none for this build; `there` are those that nvidia-smi sees all the same.
-fn no_gpu(error: &anyhow::Error, there: Option<String>) -> Finding {
+/// Reports a GPU that cannot be opened. `seen` are the GPUs that nvidia-smi lists.
+fn no_gpu(error: &anyhow::Error, seen: Option<String>) -> Finding {
     let (reason, next) = match error.downcast_ref::<Error>() {
         Some(Error::NoGpu { reason, hint }) => (reason.clone(), hint.lines().next().unwrap_or_default()),
         _ => (one_line(error), "nvidia-smi"),
     };
-    let there = there.map(|names| format!(", though there is {names}")).unwrap_or_default();
-    let what = format!("{reason}{there}; the demo still works: inferno play demo --device cpu");
-    let built = device::built_compute_capability().is_some();
-    Finding::fail("GPU", what, if built { next } else { "cargo install --locked --path . --features cuda" })
+    let seen = seen.map(|names| format!(", although nvidia-smi lists {names}")).unwrap_or_default();
+    let what = format!("{reason}{seen}; the demo works without one: inferno play demo --device cpu");
+    let has_cuda = device::built_compute_capability().is_some();
+    Finding::fail("GPU", what, if has_cuda { next } else { "cargo install --locked --path . --features cuda" })
 }
 
-/// Whether the kernels of this build run on a GPU, and whether it is free.
+/// Checks whether the kernels of this build run on a GPU, and whether its memory is free.
 fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding {
     let what = format!("{ordinal}: {info}");
     let (Some(built), Some(found)) = (built, info.compute_capability) else { return Finding::pass("GPU", what) };
     let rebuild = format!("CUDA_COMPUTE_CAP={}{} cargo install --locked --path . --features cuda", found.0, found.1);
     let number = |(major, minor): (u32, u32)| format!("{major}.{minor}");
-    if found < LOWEST {
-        let what = format!("{what}: too old, the kernels need {}", number(LOWEST));
+    if found < MIN_CAPABILITY {
+        let what = format!("{what}: too old, the kernels need compute capability {}", number(MIN_CAPABILITY));
         return Finding::fail("GPU", what, "inferno play demo --device cpu");
     }
     if found < built {
-        return Finding::fail("GPU", format!("{what}: this build is for {} and later", number(built)), rebuild);
+        return Finding::fail(
+            "GPU",
+            format!("{what}: this build needs compute capability {} or later", number(built)),
+            rebuild,
+        );
     }
     if found.0 > built.0 {
-        // The driver translates the kernels' PTX.
+        // The driver compiles the kernels' PTX at startup.
         let what =
-            format!("{what}: this build is for {}, it starts slowly and does not use all that is new", number(built));
+            format!("{what}: this build is for compute capability {}, so it starts and runs slower", number(built));
         return Finding::warn("GPU", what, rebuild);
     }
     if info.free_bytes < info.total_bytes / 2 {
-        return Finding::warn("GPU", format!("{what}: something else uses more than half of it"), "nvidia-smi");
+        return Finding::warn("GPU", format!("{what}: other programs use more than half of its memory"), "nvidia-smi");
     }
     Finding::pass("GPU", what)
 }
@@ -119,22 +123,22 @@ fn kernels(ordinal: usize, device: &Device, findings: &mut Vec<Finding>, self_te
     }));
 }
 
-/// One line if all is well, else one for each kernel that is not, up to a few.
+/// Returns one finding if all checks pass, else one for each failed check, up to a limit.
 fn self_test_findings(ordinal: usize, checks: &[Check]) -> Vec<Finding> {
-    const SHOWN: usize = 6;
-    let next = "inferno doctor --json > doctor.json, and report it with that file";
+    const MAX_SHOWN: usize = 6;
+    let next = "inferno doctor --json > doctor.json, then attach the file to a bug report";
     let failed: Vec<&Check> = checks.iter().filter(|check| !check.passed()).collect();
     let finding = |check: &&Check| {
         let problem = match &check.error {
-            Ok(error) => format!("off by {error:.1e}, allowed {:.1e}", check.tolerance),
+            Ok(error) => format!("error {error:.1e}, tolerance {:.1e}", check.tolerance),
             Err(problem) => problem.lines().next().unwrap_or_default().to_string(),
         };
         let what = format!("{} in {} on GPU {ordinal}: {problem}", check.name, check.dtype.as_str());
         Finding::fail("kernels", what, next)
     };
-    let mut findings: Vec<Finding> = failed.iter().take(SHOWN).map(finding).collect();
-    if failed.len() > SHOWN {
-        let what = format!("{} of {} checks on GPU {ordinal} fail, these among them", failed.len(), checks.len());
+    let mut findings: Vec<Finding> = failed.iter().take(MAX_SHOWN).map(finding).collect();
+    if failed.len() > MAX_SHOWN {
+        let what = format!("{} of {} checks on GPU {ordinal} fail, including these", failed.len(), checks.len());
         findings.push(Finding::fail("kernels", what, next));
     }
     if failed.is_empty() {
@@ -150,25 +154,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_gpu_is_judged_by_what_the_build_is_for() {
-        let judged = |found, built, free_bytes| {
+    fn gpu_is_checked_against_the_builds_compute_capability() {
+        let check = |found, built, free_bytes| {
             let info = DeviceInfo { name: "X".into(), compute_capability: Some(found), free_bytes, total_bytes: 100 };
             let finding = gpu(0, &info, Some(built));
             assert_eq!(finding.next.is_none(), finding.status == Status::Pass);
             (finding.status, finding.next.unwrap_or_default())
         };
-        assert_eq!(judged((9, 0), (9, 0), 90).0, Status::Pass);
-        assert_eq!(judged((8, 9), (8, 0), 90).0, Status::Pass);
-        assert_eq!(judged((9, 0), (9, 0), 10).0, Status::Warn);
-        assert_eq!(judged((7, 5), (8, 0), 90).0, Status::Fail);
-        let (status, next) = judged((8, 6), (9, 0), 90);
+        assert_eq!(check((9, 0), (9, 0), 90).0, Status::Pass);
+        assert_eq!(check((8, 9), (8, 0), 90).0, Status::Pass);
+        assert_eq!(check((9, 0), (9, 0), 10).0, Status::Warn);
+        assert_eq!(check((7, 5), (8, 0), 90).0, Status::Fail);
+        let (status, next) = check((8, 6), (9, 0), 90);
         assert!(status == Status::Fail && next.starts_with("CUDA_COMPUTE_CAP=86 "), "{next}");
-        let (status, next) = judged((12, 0), (9, 0), 90);
+        let (status, next) = check((12, 0), (9, 0), 90);
         assert!(status == Status::Warn && next.starts_with("CUDA_COMPUTE_CAP=120 "), "{next}");
     }
 
     #[test]
-    fn a_kernel_that_fails_is_named() {
+    fn failed_kernels_are_named() {
         let mut checks = selftest::run(&Device::Cpu);
         let findings = self_test_findings(0, &checks);
         assert!(findings.len() == 1 && findings[0].status == Status::Pass, "{findings:?}");
@@ -177,7 +181,7 @@ mod tests {
         let findings = self_test_findings(0, &checks);
         assert_eq!(findings.len(), 2);
         assert!(findings.iter().all(|finding| finding.status == Status::Fail));
-        assert!(findings[0].what.contains("off by NaN") && findings[1].what.ends_with("no such kernel"));
+        assert!(findings[0].what.contains("error NaN") && findings[1].what.ends_with("no such kernel"));
         checks.iter_mut().for_each(|check| check.error = Err("nothing works".into()));
         let findings = self_test_findings(0, &checks);
         assert!(findings.len() == 7 && findings[6].what.contains(&format!("{0} of {0} checks", checks.len())));

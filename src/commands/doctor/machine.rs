@@ -1,17 +1,16 @@
-//! The build, the disk, the hub and the models.
+//! Checks the build, the disk, the hub and the models.
 
-use super::Finding;
+use super::finding::Finding;
 use crate::commands::list::Model;
 use crate::device;
 use crate::error::Error;
 use crate::hub::{Hub, TokenStatus};
-use crate::text::one_line;
-use crate::text::size;
+use crate::text::{one_line, size};
 
-/// Room for one model of a usual size.
-const ROOM_BYTES: u64 = 20_000_000_000;
-/// Not even room for a tokenizer.
-const NO_ROOM_BYTES: u64 = 100_000_000;
+/// Enough disk space for a model of common size.
+const ENOUGH_BYTES: u64 = 20_000_000_000;
+/// Not enough disk space for a tokenizer.
+const LOW_BYTES: u64 = 100_000_000;
 
 pub fn build() -> Finding {
     let kernels = match device::built_compute_capability() {
@@ -32,18 +31,18 @@ pub fn check(hub: &Hub, findings: &mut Vec<Finding>) {
 fn cache(hub: &Hub) -> Finding {
     let dir = hub.cache_dir().display();
     match hub.check_cache_is_writable() {
-        Ok(()) => Finding::pass("cache", format!("{dir} can be written to")),
-        Err(error) => Finding::fail("cache", one_line(&error), "export INFERNO_CACHE=a folder of yours"),
+        Ok(()) => Finding::pass("cache", format!("{dir} is writable")),
+        Err(error) => Finding::fail("cache", one_line(&error), "export INFERNO_CACHE=/path/to/a/writable/folder"),
     }
 }
 
 fn disk(hub: &Hub) -> Option<Finding> {
     let free_bytes = hub.free_bytes()?;
     let what = format!("{} free for models", size(free_bytes));
-    let next = "export INFERNO_CACHE=a folder on another disk";
+    let next = "export INFERNO_CACHE=/path/on/another/disk";
     Some(match free_bytes {
-        ..NO_ROOM_BYTES => Finding::fail("disk", what, next),
-        NO_ROOM_BYTES..ROOM_BYTES => Finding::warn("disk", format!("{what}: too few for many of them"), next),
+        ..LOW_BYTES => Finding::fail("disk", what, next),
+        LOW_BYTES..ENOUGH_BYTES => Finding::warn("disk", format!("{what}: not enough for large models"), next),
         _ => Finding::pass("disk", what),
     })
 }
@@ -52,16 +51,16 @@ fn reach(hub: &Hub) -> Finding {
     let endpoint = &hub.config().endpoint_for_display();
     match hub.check_endpoint() {
         Ok(TokenStatus::NoToken) => {
-            Finding::pass("hub", format!("{endpoint} answers; no token is set, which gated models need"))
+            Finding::pass("hub", format!("{endpoint} answers; no token is set, but gated models need one"))
         }
         Ok(TokenStatus::Accepted) => Finding::pass("hub", format!("{endpoint} answers and accepts the token")),
         Ok(TokenStatus::NotSupported) => Finding::pass("hub", format!("{endpoint} answers; a token is set")),
         Ok(TokenStatus::Refused) => {
             let what = format!("{endpoint} refuses the token: it is wrong or has expired");
-            Finding::warn("hub", what, "export HF_TOKEN=a new one from huggingface.co/settings/tokens")
+            Finding::warn("hub", what, "export HF_TOKEN=<a new token from huggingface.co/settings/tokens>")
         }
         Err(error) => match error.downcast_ref::<Error>() {
-            Some(Error::Offline { .. }) => Finding::pass("hub", "not asked: HF_HUB_OFFLINE is set"),
+            Some(Error::Offline { .. }) => Finding::pass("hub", "not contacted: HF_HUB_OFFLINE is set"),
             Some(Error::Network { cause, .. }) => {
                 Finding::warn("hub", format!("{endpoint} does not answer: {cause}"), format!("curl -I {endpoint}"))
             }
@@ -79,7 +78,7 @@ fn models(hub: &Hub, findings: &mut Vec<Finding>) {
     }
     for model in Model::read_all(hub, &snapshots) {
         let problem = match (model.supported, model.parameters) {
-            (false, _) => format!("cannot be run: {}", model.family.as_deref().unwrap_or("unknown")),
+            (false, _) => format!("is not supported: {}", model.family.as_deref().unwrap_or("unknown family")),
             (true, None) => "has weights that cannot be read".to_string(),
             _ => continue,
         };
@@ -89,9 +88,9 @@ fn models(hub: &Hub, findings: &mut Vec<Finding>) {
     }
     if findings.len() == before {
         let what = match snapshots.len() {
-            0 => "none here yet but the demo: inferno play demo --device cpu".to_string(),
-            1 => "one is here, whole and supported".to_string(),
-            count => format!("{count} are here, whole and supported"),
+            0 => "only the demo is here: inferno play demo --device cpu".to_string(),
+            1 => "one is here, complete and supported".to_string(),
+            count => format!("{count} are here, complete and supported"),
         };
         findings.push(Finding::pass("models", what));
     }

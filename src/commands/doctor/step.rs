@@ -1,5 +1,4 @@
-//! A whole decode step of a tiny model, as this GPU's graph of fused kernels computes it, against the operations one by one
-//! on a CPU.
+//! Compares whole decode steps of a tiny model: the fused kernels on this GPU against the eager operations on a CPU.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -17,47 +16,47 @@ use crate::runner::decode_graph::DecodeGraph;
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
 
-/// Steps of the sequence.
+/// The number of decode steps.
 const STEPS: usize = 80;
 
-/// With weights as they are and quantized, in both dtypes that graphs compute in.
+/// Runs the check with float and with quantized weights, in both dtypes that the decode graph supports.
 pub fn run(device: &Device) -> Vec<Check> {
-    let ways = [("", None), (", quantized", "q8_0".parse().ok())];
-    let every = ways.into_iter().flat_map(|way| [(way, DType::BF16, 6e-2), (way, DType::F16, 2e-2)]);
-    let check = |((what, quantize), dtype, tolerance)| {
+    let weights = [("", None), (", quantized", "q8_0".parse().ok())];
+    let cases = weights.into_iter().flat_map(|weights| [(weights, DType::BF16, 6e-2), (weights, DType::F16, 2e-2)]);
+    let check = |((label, quantize), dtype, tolerance)| {
         let started = Instant::now();
-        let error = error(device, dtype, quantize).map_err(|error| crate::text::error_message(&error));
+        let error = max_error(device, dtype, quantize).map_err(|error| crate::text::error_message(&error));
         let seconds = started.elapsed().as_secs_f64();
-        Check { name: format!("decode step{what}"), dtype, error, tolerance, seconds }
+        Check { name: format!("decode step{label}"), dtype, error, tolerance, seconds }
     };
-    every.map(check).collect()
+    cases.map(check).collect()
 }
 
-/// The largest difference of any step's logits over the largest logit.
-fn error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<f32> {
-    let dir = Folder::new()?;
-    write(&dir.0)?;
-    let dir = dir.0.as_path();
-    let (here, mut cache) = load(dir, &Device::Cpu, DType::F32, quantize)?;
-    let (there, cache_there) = load(dir, device, dtype, quantize)?;
-    let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % here.vocab_size() as u32).collect();
+/// Returns the largest error of a step's logits, relative to the step's largest logit.
+fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<f32> {
+    let folder = TemporaryFolder::new()?;
+    let dir = folder.0.as_path();
+    write_checkpoint(dir)?;
+    let (reference, mut reference_cache) = load(dir, &Device::Cpu, DType::F32, quantize)?;
+    let (decoder, cache) = load(dir, device, dtype, quantize)?;
+    let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % reference.vocab_size() as u32).collect();
     let batch = StepBatch { ids: &ids, tokens: &[STEPS], logits: LogitRows::All };
-    let want = here.forward(&batch, &mut [&mut cache])?.to_vec2::<f32>()?;
-    let graph = DecodeGraph::plan(&there, &cache_there)?;
+    let expected = reference.forward(&batch, &mut [&mut reference_cache])?.to_vec2::<f32>()?;
+    let graph = DecodeGraph::plan(&decoder, &cache)?;
     let mut graph = graph.map_err(|reason| anyhow::anyhow!("no decode graph: {reason}"))?;
-    let mut most = 0f32;
-    for (position, (&id, want)) in ids.iter().zip(&want).enumerate() {
+    let mut max_error = 0f32;
+    for (position, (&id, expected)) in ids.iter().zip(&expected).enumerate() {
         graph.start(position, id, None)?;
         graph.next(1)?;
-        let got = graph.logits().to_vec1::<f32>()?;
-        let scale = want.iter().fold(f32::MIN_POSITIVE, |scale, value| scale.max(value.abs()));
-        for (got, want) in got.iter().zip(want) {
-            let off = (got - want).abs() / scale;
-            // What is no number stays.
-            most = if off > most || off.is_nan() { off } else { most };
+        let actual = graph.logits().to_vec1::<f32>()?;
+        let scale = expected.iter().fold(f32::MIN_POSITIVE, |scale, value| scale.max(value.abs()));
+        for (actual, expected) in actual.iter().zip(expected) {
+            let error = (actual - expected).abs() / scale;
+            // `f32::max` would drop a NaN.
+            max_error = if error > max_error || error.is_nan() { error } else { max_error };
         }
     }
-    Ok(most)
+    Ok(max_error)
 }
 
 fn load(dir: &Path, device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<(Decoder, KvCache)> {
@@ -73,26 +72,26 @@ fn load(dir: &Path, device: &Device, dtype: DType, quantize: Option<Quantization
     Ok((decoder, cache))
 }
 
-/// A folder of its own, gone when it is dropped.
-struct Folder(PathBuf);
+/// A temporary folder, deleted when this is dropped.
+struct TemporaryFolder(PathBuf);
 
-impl Folder {
+impl TemporaryFolder {
     fn new() -> Result<Self> {
         let path = std::env::temp_dir().join(format!("inferno-doctor-{}", std::process::id()));
-        std::fs::create_dir(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        std::fs::create_dir(&path).with_context(|| format!("cannot create {}", path.display()))?;
         Ok(Self(path))
     }
 }
 
-impl Drop for Folder {
+impl Drop for TemporaryFolder {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
-/// A Qwen3-MoE of random weights: a layer with experts, of which every token takes all, as a close call would be another
-/// result; and one without.
-fn write(dir: &Path) -> Result<()> {
+/// Writes a Qwen3-MoE with random weights: one layer with experts and one without. Every token uses all experts, since
+/// with fewer a rounding error could change which ones are chosen.
+fn write_checkpoint(dir: &Path) -> Result<()> {
     let config = serde_json::json!({
         "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "moe_intermediate_size": 32,
@@ -117,10 +116,10 @@ fn write(dir: &Path) -> Result<()> {
         for name in ["self_attn.q_norm", "self_attn.k_norm"] {
             add(name, &[16]);
         }
-        let mut mlp = |place: &str, width: usize| {
-            add(&format!("{place}.gate_proj"), &[width, 64]);
-            add(&format!("{place}.up_proj"), &[width, 64]);
-            add(&format!("{place}.down_proj"), &[64, width]);
+        let mut mlp = |prefix: &str, width: usize| {
+            add(&format!("{prefix}.gate_proj"), &[width, 64]);
+            add(&format!("{prefix}.up_proj"), &[width, 64]);
+            add(&format!("{prefix}.down_proj"), &[64, width]);
         };
         if layer == 1 {
             mlp("mlp", 96);
@@ -135,12 +134,12 @@ fn write(dir: &Path) -> Result<()> {
         ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4
     };
     let tensors = shapes.into_iter().map(|(name, shape)| {
-        // Norms lie around one; products of all others keep their size.
-        let (around, scale) = match shape[..] {
+        // Norm weights are near one. Matrices are scaled so that products keep the magnitude of their inputs.
+        let (center, scale) = match shape[..] {
             [_, columns] => (0.0, (columns as f32).powf(-0.5)),
             _ => (1.0, 0.1),
         };
-        let values: Vec<f32> = (0..shape.iter().product()).map(|_| around + random() * scale).collect();
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| center + random() * scale).collect();
         let tensor = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(DType::BF16)?;
         Ok((format!("{name}.weight"), tensor))
     });

@@ -1,4 +1,4 @@
-//! All that `inferno show` tells, as one object.
+//! The report of `inferno show`: everything it prints, as one object.
 
 use anyhow::Result;
 use serde::Serialize;
@@ -21,23 +21,23 @@ pub struct Report {
     /// `None` for a model on the hub.
     pub path: Option<String>,
     #[serde(skip)]
-    pub place: &'static str,
-    /// As config.json names it, supported or not.
+    pub location: &'static str,
+    /// The family that config.json names, supported or not.
     pub family: Option<String>,
     pub supported: bool,
-    /// Why it is not supported.
+    /// Why the model is not supported.
     pub reason: Option<String>,
     pub license: Option<String>,
     pub quantization: Option<String>,
-    /// `harmony`, or where the template is; `None` for a base model.
+    /// `harmony`, or the file with the chat template; `None` for a base model.
     pub chat: Option<&'static str>,
     #[serde(flatten)]
     pub sizes: Sizes,
     pub parameters: Option<u64>,
     pub active_parameters: Option<u64>,
-    /// Of the tensors as stored.
+    /// The bytes of all tensors as stored.
     pub weight_bytes: Option<u64>,
-    /// Why there is nothing to be said of the weights.
+    /// Why the weights could not be read.
     pub weights_problem: Option<String>,
     pub tensors: Vec<Group>,
     pub files: Vec<File>,
@@ -52,36 +52,36 @@ pub struct File {
     pub bytes: Option<u64>,
 }
 
-/// What the model takes of a GPU's memory, in bytes.
+/// The GPU memory that the model needs, in bytes.
 #[derive(Serialize)]
 pub struct Needs {
     pub dtype: &'static str,
     pub weight_bytes: u64,
     pub cache_bytes_per_1000_tokens: u64,
-    /// What sliding layers keep however long the context is.
+    /// The cache of sliding-window layers, which does not grow with the context.
     pub cache_bytes_of_windows: u64,
-    /// The context that all below is counted for, and the tokens of a prompt read at once.
+    /// The context and the prompt chunk that the figures below are for, in tokens.
     pub context: usize,
     pub chunk: usize,
     pub cache_bytes: u64,
     pub workspace_bytes: u64,
-    /// What loading takes beside the weights, before there are a cache and a workspace.
+    /// Memory that loading needs besides the weights. It is freed before cache and workspace are allocated.
     pub loading_bytes: u64,
     pub total_bytes: u64,
-    /// Whether that much is free; `None` without a GPU.
+    /// Whether that much memory is free; `None` without a GPU.
     pub fits: Option<bool>,
-    /// The longest context that fits; `None` without a GPU, or if none does.
+    /// The longest context that fits; `None` without a GPU, or if no context fits.
     pub largest_context: Option<usize>,
-    /// Whether a family that inferno knows said what a layer keeps; else it is worked out from config.json alone.
+    /// Whether the cache size is a guess from config.json, because inferno does not support the family.
     pub estimated: bool,
 }
 
 /// The GPU that the model would run on.
 #[derive(Serialize)]
 pub struct Gpu {
-    #[serde(serialize_with = "device")]
+    #[serde(serialize_with = "serialize_gpu")]
     pub gpu: Option<DeviceInfo>,
-    /// Why there is none.
+    /// Why there is no GPU.
     pub no_gpu: Option<String>,
 }
 
@@ -100,7 +100,7 @@ impl Gpu {
     }
 }
 
-fn device<S: serde::Serializer>(info: &Option<DeviceInfo>, serializer: S) -> Result<S::Ok, S::Error> {
+fn serialize_gpu<S: serde::Serializer>(info: &Option<DeviceInfo>, serializer: S) -> Result<S::Ok, S::Error> {
     let json = info.as_ref().map(
         |info| serde_json::json!({ "name": info.name, "free_bytes": info.free_bytes, "total_bytes": info.total_bytes }),
     );
@@ -108,27 +108,27 @@ fn device<S: serde::Serializer>(info: &Option<DeviceInfo>, serializer: S) -> Res
 }
 
 impl Report {
-    /// Fails only for a `context` that the model cannot have.
+    /// Fails only if the model does not support `context`.
     pub fn new(source: Source, context: Option<usize>, gpu: Gpu) -> Result<Self> {
         let chat = chat(&source);
-        let (json, read) = match source.said.config {
+        let (json, parsed) = match source.metadata.config {
             Ok(json) => (json.clone(), models::parse_config(json)),
             Err(error) => (Value::Null, Err(error)),
         };
-        let (model, reason) = match read {
+        let (model, reason) = match parsed {
             Ok(model) => (Some(model), None),
             Err(error) => (None, Some(one_line(&error))),
         };
-        let mut sizes = Sizes::of(&json);
+        let mut sizes = Sizes::from_config(&json);
         if let Some(model) = &model {
-            sizes = sizes.read_by(model.architecture.as_ref());
+            sizes = sizes.with_architecture(model.architecture.as_ref());
         }
-        let (inventory, weights_problem) = match source.said.inventory {
+        let (inventory, weights_problem) = match source.metadata.inventory {
             Ok(inventory) => (Some(inventory), None),
             Err(error) => (None, Some(one_line(&error))),
         };
         let tensors = inventory.as_ref().map(Inventory::groups).unwrap_or_default();
-        // Many files leave it out.
+        // Many config files leave out `tie_word_embeddings`.
         if !tensors.is_empty() && sizes.tied_embeddings != Some(true) {
             sizes.tied_embeddings = Some(!tensors.iter().any(|group| group.name == "head"));
         }
@@ -138,25 +138,25 @@ impl Report {
         };
         let method = json["quantization_config"]["quant_method"].as_str().map(str::to_string);
         let main_dtype = inventory.as_ref().and_then(Inventory::main_dtype);
-        let active = |inventory: &Inventory| match (sizes.experts_chosen, sizes.experts) {
+        let active_parameters = |inventory: &Inventory| match (sizes.experts_chosen, sizes.experts) {
             (Some(chosen), Some(experts)) => inventory.active_parameters(chosen, experts),
             _ => inventory.parameters(),
         };
-        let type_of =
+        let model_type =
             |json: &Value| json["model_type"].as_str().or(json["architectures"][0].as_str()).map(String::from);
         Ok(Self {
             name: source.name,
             revision: source.revision,
             path: source.path.map(|path| path.display().to_string()),
-            place: source.place,
-            family: model.as_ref().map(|model| model.family.model_type.to_string()).or_else(|| type_of(&json)),
+            location: source.location,
+            family: model.as_ref().map(|model| model.family.model_type.to_string()).or_else(|| model_type(&json)),
             supported: model.is_some(),
             reason,
-            license: source.said.license,
+            license: source.metadata.license,
             quantization: method.or(main_dtype),
             chat,
             parameters: inventory.as_ref().map(Inventory::parameters),
-            active_parameters: inventory.as_ref().map(active),
+            active_parameters: inventory.as_ref().map(active_parameters),
             weight_bytes: inventory.as_ref().map(Inventory::bytes),
             sizes,
             weights_problem,
@@ -168,7 +168,7 @@ impl Report {
     }
 }
 
-/// On the GPU that is here, or on one with memory enough. `None` if nobody can say what a layer keeps.
+/// Plans the memory on this machine's GPU, or on one with enough memory. Returns `None` if the cache size is unknown.
 fn needs(
     inventory: &Inventory,
     model: Option<&ModelConfig>,
@@ -182,7 +182,7 @@ fn needs(
         Some(model) => MemoryPlan::new(inventory, model.architecture.as_ref(), dtype, DeviceKind::Gpu),
         None => {
             let context = sizes.context.and_then(|context| usize::try_from(context).ok());
-            // Nobody has checked these figures.
+            // No family has validated these sizes.
             let max_context = context.filter(|context| (1..=1 << 40).contains(context));
             let (Some(layers), Some(max_context)) = (sizes.cache_layers(config), max_context) else {
                 return Ok(None);
@@ -190,19 +190,19 @@ fn needs(
             MemoryPlan::from_layers(inventory, layers, max_context, dtype, DeviceKind::Gpu)
         }
     };
-    let asked = need.checked(context)?;
-    let smallest = || need.smallest(asked.unwrap_or(need.default_context()));
-    let (room, fits): (Capacity, Option<bool>) = match device.map(|device| need.choose(asked, device)) {
+    let requested = need.checked(context)?;
+    let smallest = || need.smallest(requested.unwrap_or(need.default_context()));
+    let (room, fits): (Capacity, Option<bool>) = match device.map(|device| need.choose(requested, device)) {
         Some(Ok(room)) => (room, Some(true)),
         Some(Err(_)) => (smallest(), Some(false)),
         None => (smallest(), None),
     };
-    let (per_1000, of_windows) = need.cache_growth(room.chunk);
+    let (per_1000, windows) = need.cache_growth(room.chunk);
     Ok(Some(Needs {
         dtype: dtype.as_str(),
         weight_bytes: need.weight_bytes(),
         cache_bytes_per_1000_tokens: per_1000,
-        cache_bytes_of_windows: of_windows,
+        cache_bytes_of_windows: windows,
         context: room.context,
         chunk: room.chunk,
         cache_bytes: need.cache_bytes(room),
@@ -215,15 +215,15 @@ fn needs(
     }))
 }
 
-/// What a conversation with the model is written in.
+/// Returns the chat format of the model.
 fn chat(source: &Source) -> Option<&'static str> {
-    if source.said.config.as_ref().is_ok_and(|config| config["model_type"] == "gpt_oss") {
+    if source.metadata.config.as_ref().is_ok_and(|config| config["model_type"] == "gpt_oss") {
         return Some("harmony");
     }
     if source.has("chat_template.jinja") {
         return Some("chat_template.jinja");
     }
-    let template = &source.said.tokenizer_config["chat_template"];
-    let there = template.as_str().is_some_and(|text| !text.is_empty()) || template.is_array();
-    there.then_some(source.said.tokenizer_config_is)
+    let template = &source.metadata.tokenizer_config["chat_template"];
+    let has_template = template.as_str().is_some_and(|text| !text.is_empty()) || template.is_array();
+    has_template.then_some(source.metadata.tokenizer_config_name)
 }

@@ -1,4 +1,4 @@
-//! The sizes of a model as config.json has them, whatever its family calls them.
+//! The sizes of a model, read from config.json under any family's names.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::models::Architecture;
 use crate::nn::kv_cache::LayerSpec;
 
-/// What config.json does not say is `None`.
+/// The sizes of a model. A size that config.json does not have is `None`.
 #[derive(Debug, Default, Serialize)]
 pub struct Sizes {
     pub layers: Option<u64>,
@@ -17,10 +17,12 @@ pub struct Sizes {
     pub head_dim: Option<u64>,
     pub experts: Option<u64>,
     pub experts_chosen: Option<u64>,
-    /// Of one expert, where dense layers have another.
+    /// The intermediate size of an expert, if that of dense layers differs.
     pub expert_intermediate_size: Option<u64>,
-    /// Positions in sight of a sliding layer, and how many layers slide.
+    /// The positions that a sliding-window layer attends to.
     pub sliding_window: Option<u64>,
+    /// The number of sliding-window layers.
+    /// The number of sliding-window layers.
     pub sliding_layers: Option<u64>,
     pub vocab_size: Option<u64>,
     pub context: Option<u64>,
@@ -31,35 +33,35 @@ pub struct Sizes {
 #[derive(Debug, PartialEq, Serialize)]
 pub struct Rope {
     pub theta: Option<f64>,
-    /// `yarn`, `llama3`, …; `default` for none.
+    /// The scaling rule, such as `yarn` or `llama3`; `default` for none.
     pub scaling: String,
     pub factor: Option<f64>,
     pub original_context: Option<u64>,
 }
 
 impl Sizes {
-    /// As the file says.
-    pub fn of(config: &Value) -> Self {
-        // Models that also see or hear keep their language model's sizes apart.
+    /// Reads the sizes that the file has.
+    pub fn from_config(config: &Value) -> Self {
+        // Multimodal models have the sizes of their language model in `text_config`.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };
         let first = |names: &[&str]| names.iter().find_map(|name| config[*name].as_u64());
         let (hidden_size, heads) =
             (first(&["hidden_size", "n_embd", "d_model"]), first(&["num_attention_heads", "n_head", "n_heads"]));
         let layers = first(&["num_hidden_layers", "n_layer", "n_layers", "num_layers"]);
-        let by_head = || hidden_size?.checked_div(heads?);
+        let default_head_dim = || hidden_size?.checked_div(heads?);
         let experts = first(&["num_local_experts", "num_experts", "n_routed_experts"]).filter(|&experts| experts > 0);
         let types = config["layer_types"].as_array();
-        let slides = |kind: &&Value| kind.as_str() == Some("sliding_attention");
-        let sliding_layers = types.map(|types| types.iter().filter(slides).count() as u64);
-        let used = config["use_sliding_window"].as_bool() != Some(false) && sliding_layers != Some(0);
-        let sliding_window = first(&["sliding_window"]).filter(|_| used);
+        let is_sliding = |kind: &&Value| kind.as_str() == Some("sliding_attention");
+        let sliding_layers = types.map(|types| types.iter().filter(is_sliding).count() as u64);
+        let is_used = config["use_sliding_window"].as_bool() != Some(false) && sliding_layers != Some(0);
+        let sliding_window = first(&["sliding_window"]).filter(|_| is_used);
         Self {
             layers,
             hidden_size,
             intermediate_size: first(&["intermediate_size", "n_inner", "ffn_dim", "d_ff"]),
             heads,
             kv_heads: first(&["num_key_value_heads", "n_head_kv"]).or(heads),
-            head_dim: first(&["head_dim"]).or_else(by_head),
+            head_dim: first(&["head_dim"]).or_else(default_head_dim),
             experts,
             experts_chosen: first(&["num_experts_per_tok", "experts_per_token"]).filter(|_| experts.is_some()),
             expert_intermediate_size: first(&["moe_intermediate_size"]),
@@ -67,13 +69,13 @@ impl Sizes {
             sliding_layers: sliding_window.and(sliding_layers.or(layers)),
             vocab_size: first(&["vocab_size"]),
             context: first(&["max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"]),
-            rope: Rope::of(config),
+            rope: Rope::from_config(config),
             tied_embeddings: config["tie_word_embeddings"].as_bool(),
         }
     }
 
-    /// What the model's own family makes of the file counts more.
-    pub fn read_by(mut self, architecture: &dyn Architecture) -> Self {
+    /// Replaces sizes by those that the model's family has read.
+    pub fn with_architecture(mut self, architecture: &dyn Architecture) -> Self {
         let layers = architecture.cache_layers();
         let windows: Vec<usize> = layers.iter().filter_map(|layer| layer.window).collect();
         self.layers = Some(layers.len() as u64);
@@ -87,17 +89,17 @@ impl Sizes {
         self
     }
 
-    /// What the layers of a family that is not known would keep, if they keep keys and values as all others do.
+    /// Guesses the KV cache of an unsupported family: a key and a value per position and head, as in all supported ones.
     pub fn cache_layers(&self, config: &Value) -> Option<Vec<LayerSpec>> {
-        // Latent attention keeps something else, and state spaces keep no positions at all.
+        // Latent attention and state space models do not cache keys and values per position.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };
-        let other = ["kv_lora_rank", "ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads"];
-        if other.iter().any(|name| !config[*name].is_null()) {
+        let other_caches = ["kv_lora_rank", "ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads"];
+        if other_caches.iter().any(|name| !config[*name].is_null()) {
             return None;
         }
-        // Beyond these it is no model, and a list of its layers no list to make.
-        let within = |size: Option<u64>, most: usize| {
-            size.and_then(|size| usize::try_from(size).ok()).filter(|size| (1..=most).contains(size))
+        // Sizes beyond these limits cannot be those of a model, and must not cause a huge allocation.
+        let within = |size: Option<u64>, limit: usize| {
+            size.and_then(|size| usize::try_from(size).ok()).filter(|size| (1..=limit).contains(size))
         };
         let (layers, kv_heads) = (within(self.layers, 4096)?, within(self.kv_heads, 1 << 16)?);
         let head_dim = within(self.head_dim, 1 << 16)?;
@@ -109,7 +111,7 @@ impl Sizes {
 }
 
 impl Rope {
-    fn of(config: &Value) -> Option<Self> {
+    fn from_config(config: &Value) -> Option<Self> {
         let scaling = [&config["rope_parameters"], &config["rope_scaling"]].into_iter().find(|json| json.is_object());
         let field = |name: &str| scaling.map(|scaling| &scaling[name]);
         let number = |name: &str| field(name).and_then(Value::as_f64);
@@ -134,24 +136,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn families_have_their_own_words() {
-        let sizes = Sizes::of(&json!({"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024}));
+    fn sizes_are_found_under_each_familys_names() {
+        let sizes = Sizes::from_config(&json!({"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024}));
         assert_eq!((sizes.hidden_size, sizes.head_dim, sizes.kv_heads), (Some(768), Some(64), Some(12)));
         assert_eq!((sizes.layers, sizes.context), (Some(12), Some(1024)));
         let vision = json!({"model_type": "x", "text_config": {"hidden_size": 8, "num_hidden_layers": 2}});
-        assert_eq!(Sizes::of(&vision).layers, Some(2));
-        assert!(Sizes::of(&json!({"n_head": 0, "n_embd": 5})).head_dim.is_none());
-        assert!(Sizes::of(&json!([1, 2])).layers.is_none());
+        assert_eq!(Sizes::from_config(&vision).layers, Some(2));
+        assert!(Sizes::from_config(&json!({"n_head": 0, "n_embd": 5})).head_dim.is_none());
+        assert!(Sizes::from_config(&json!([1, 2])).layers.is_none());
         let rope = json!({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4}});
         let expected = Rope { theta: Some(1e4), scaling: "linear".into(), factor: Some(4.0), original_context: None };
-        assert_eq!(Sizes::of(&rope).rope, Some(expected));
+        assert_eq!(Sizes::from_config(&rope).rope, Some(expected));
     }
 
     #[test]
-    fn what_an_unknown_family_keeps_is_guessed_or_left_open() {
+    fn cache_of_an_unsupported_family_is_guessed_or_unknown() {
         let plain = json!({"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 64, "sliding_window": 16,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]});
-        let layers = Sizes::of(&plain).cache_layers(&plain).unwrap();
+        let layers = Sizes::from_config(&plain).cache_layers(&plain).unwrap();
         assert_eq!(layers.len(), 4);
         assert_eq!(layers.iter().filter(|layer| layer.window == Some(16)).count(), 2);
         for other in [json!({"kv_lora_rank": 512}), json!({"num_hidden_layers": u64::MAX}), json!({})] {
@@ -161,7 +163,7 @@ mod tests {
             } else {
                 config.as_object_mut().unwrap().extend(other.as_object().unwrap().clone());
             }
-            assert!(Sizes::of(&config).cache_layers(&config).is_none(), "{config}");
+            assert!(Sizes::from_config(&config).cache_layers(&config).is_none(), "{config}");
         }
     }
 }

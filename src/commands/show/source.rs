@@ -1,4 +1,4 @@
-//! What is known of a model, wherever it is: here on a disk, or on a hub.
+//! Reads what `show` needs from a model's files, on this machine or on the hub.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -11,39 +11,41 @@ use crate::snapshot::gguf as gguf_files;
 use crate::weights::gguf::GgufCheckpoint;
 use crate::weights::{Checkpoint, Inventory};
 
-/// The longest README whose front matter is looked at, and the longest license whose title is.
+/// The bytes that are read of a README, for its front matter, and of a license file, for its title.
 const HEAD_BYTES: usize = 16 << 10;
 
 pub struct Source {
     pub name: String,
     pub revision: Option<String>,
-    /// `None` on a hub.
+    /// `None` for a model on the hub.
     pub path: Option<PathBuf>,
-    pub place: &'static str,
-    pub said: Said,
+    /// Where the model is, as a phrase: `a directory`.
+    pub location: &'static str,
+    pub metadata: Metadata,
+    /// The names and sizes of the model's files.
     pub files: Vec<(String, Option<u64>)>,
 }
 
-/// What a model's files say of it.
-pub struct Said {
+/// What a model's files say about it.
+pub struct Metadata {
     pub config: Result<Value>,
-    /// Null where there is none.
+    /// Null if there is no tokenizer_config.json.
     pub tokenizer_config: Value,
-    /// What it was read from.
-    pub tokenizer_config_is: &'static str,
+    /// Where `tokenizer_config` was read from.
+    pub tokenizer_config_name: &'static str,
     pub license: Option<String>,
     pub inventory: Result<Inventory>,
 }
 
-impl Said {
-    /// By a GGUF file, which has all in one.
-    fn by_gguf(file: Result<GgufCheckpoint>) -> Self {
-        let tokenizer_config_is = "tokenizer.chat_template";
+impl Metadata {
+    /// Reads everything from a GGUF file.
+    fn from_gguf(file: Result<GgufCheckpoint>) -> Self {
+        let tokenizer_config_name = "tokenizer.chat_template";
         let file = match file {
             Ok(file) => file,
             Err(error) => {
                 let (config, tokenizer_config) = (Err(anyhow!("{error:#}")), Value::Null);
-                return Self { config, tokenizer_config, tokenizer_config_is, license: None, inventory: Err(error) };
+                return Self { config, tokenizer_config, tokenizer_config_name, license: None, inventory: Err(error) };
             }
         };
         let metadata = file.metadata();
@@ -55,25 +57,27 @@ impl Said {
         Self {
             config: file.config(),
             tokenizer_config: json!({"chat_template": file.chat_template().ok().flatten()}),
-            tokenizer_config_is,
+            tokenizer_config_name,
             license: license.map(|license| license.chars().take(80).collect()),
             inventory: Checkpoint::from_gguf(file).map(|checkpoint| Inventory::from_checkpoint(&checkpoint, None)),
         }
     }
 
+    /// Sets the license if none is known.
+    /// Sets the license if none is known.
     fn or_license(self, license: Option<String>) -> Self {
         Self { license: self.license.or(license), ..self }
     }
 }
 
-/// The model that the heads of GGUF files on a hub tell of; and apart from that, whether they could be read.
-fn heads(hub: &Hub, model: &RemoteModel) -> Result<Result<GgufCheckpoint>> {
+/// Reads the headers of GGUF files on the hub. The outer error is a failure of the hub, the inner one a bad file.
+fn remote_gguf(hub: &Hub, model: &RemoteModel) -> Result<Result<GgufCheckpoint>> {
     let failure = Cell::new(None);
     let read = |name: &str, bytes| {
         hub.read_range(model, name, bytes).map_err(|error| {
-            let said = anyhow!("{error:#}");
+            let message = anyhow!("{error:#}");
             failure.set(Some(error));
-            said
+            message
         })
     };
     let file = GgufCheckpoint::open_remote(&model.gguf, &read);
@@ -81,10 +85,10 @@ fn heads(hub: &Hub, model: &RemoteModel) -> Result<Result<GgufCheckpoint>> {
 }
 
 impl Source {
-    /// A model on this machine. What cannot be read is a finding, not a failure.
-    pub fn here(snapshot: &Snapshot) -> Self {
+    /// Reads a model on this machine. Files that cannot be read are reported, but do not fail the call.
+    pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
-        // A GGUF file is all there is of its model; what lies beside it says nothing of it but its license.
+        // A GGUF file is the whole model. Of the other files in its folder, only the license belongs to it.
         let dir = match &gguf {
             Some(file) => file.parent().unwrap_or(&snapshot.path),
             None => &snapshot.path,
@@ -95,15 +99,15 @@ impl Source {
         };
         let readme = head(&dir.join("README.md")).and_then(|readme| front_matter_license(&readme));
         let title = |name: &str| head(&dir.join(name)).and_then(|text| license_title(&text, name));
-        // The demo's weights are a part of this crate.
-        let ours = (snapshot.source == hub::Source::BuiltIn).then(|| env!("CARGO_PKG_LICENSE").to_string());
-        let said = match &gguf {
-            Some(file) => Said::by_gguf(GgufCheckpoint::open(file)),
-            None => Said {
+        // The demo's weights are part of this crate.
+        let built_in_license = (snapshot.source == hub::Source::BuiltIn).then(|| env!("CARGO_PKG_LICENSE").to_string());
+        let metadata = match &gguf {
+            Some(file) => Metadata::from_gguf(GgufCheckpoint::open(file)),
+            None => Metadata {
                 config: json(dir, "config.json"),
                 tokenizer_config: json(dir, "tokenizer_config.json").unwrap_or_default(),
-                tokenizer_config_is: "tokenizer_config.json",
-                license: ours,
+                tokenizer_config_name: "tokenizer_config.json",
+                license: built_in_license,
                 inventory: Checkpoint::open(&snapshot.path)
                     .map(|checkpoint| Inventory::from_checkpoint(&checkpoint, None)),
             },
@@ -112,48 +116,48 @@ impl Source {
             name: snapshot.name.clone(),
             revision: snapshot.revision.clone(),
             path: Some(snapshot.path.clone()),
-            place: match snapshot.source {
+            location: match snapshot.source {
                 hub::Source::Inferno => "inferno's cache",
                 hub::Source::HuggingFace => "the shared Hugging Face cache",
                 hub::Source::Directory if gguf.is_some() => "a GGUF file",
                 hub::Source::Directory => "a directory",
                 hub::Source::BuiltIn => "built into inferno",
             },
-            said: said.or_license(readme.or_else(|| license_file(&files).and_then(title))),
+            metadata: metadata.or_license(readme.or_else(|| license_file(&files).and_then(title))),
             files,
         }
     }
 
-    /// A model on a hub. Fails if the hub does; what is broken there is a finding.
+    /// Reads a model on the hub. Broken files are reported, but only a failure of the hub fails the call.
     pub fn remote(hub: &Hub, model: RemoteModel) -> Result<Self> {
         let text = |name: &str| model.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
         let readme = text("README.md").and_then(|readme| front_matter_license(&readme));
         let license = readme.or_else(|| license_file(&model.files).map(str::to_string));
-        let said = match model.gguf.is_empty() {
+        let metadata = match model.gguf.is_empty() {
             true => {
                 let config = match text("config.json") {
-                    Some(text) => serde_json::from_str(&text).context("broken config.json"),
+                    Some(text) => serde_json::from_str(&text).context("cannot parse config.json"),
                     None => Err(anyhow!("the repository has no config.json")),
                 };
                 let tokenizer_config = text("tokenizer_config.json").and_then(|text| serde_json::from_str(&text).ok());
-                Said {
+                Metadata {
                     config,
                     tokenizer_config: tokenizer_config.unwrap_or_default(),
-                    tokenizer_config_is: "tokenizer_config.json",
+                    tokenizer_config_name: "tokenizer_config.json",
                     license: None,
                     inventory: inventory(&model),
                 }
             }
-            false => Said::by_gguf(heads(hub, &model)?),
+            false => Metadata::from_gguf(remote_gguf(hub, &model)?),
         };
         let gguf = model.gguf.into_iter().map(|(name, bytes)| (name, Some(bytes)));
         Ok(Self {
             name: model.name,
             revision: Some(model.commit),
             path: None,
-            place: "on the hub",
+            location: "on the hub",
             files: if gguf.len() == 0 { model.files } else { gguf.collect() },
-            said: said.or_license(license),
+            metadata: metadata.or_license(license),
         })
     }
 
@@ -170,7 +174,9 @@ fn inventory(model: &RemoteModel) -> Result<Inventory> {
     if !inventory.is_empty() {
         return Ok(inventory);
     }
-    Err(anyhow!("there are no safetensors weights (model.safetensors or an index of shards), and no GGUF files"))
+    Err(anyhow!(
+        "the repository has no safetensors weights (model.safetensors or an index of shards) and no GGUF files"
+    ))
 }
 
 fn file_name(path: &Path) -> String {
@@ -180,14 +186,14 @@ fn file_name(path: &Path) -> String {
 fn json(dir: &Path, name: &str) -> Result<Value> {
     let path = dir.join(name);
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-    serde_json::from_str(&text).with_context(|| format!("broken {}", path.display()))
+    serde_json::from_str(&text).with_context(|| format!("cannot parse {}", path.display()))
 }
 
-/// Files of the folder itself, by name.
+/// Lists the files of a folder by name, without subfolders.
 fn files(dir: &Path) -> Vec<(String, Option<u64>)> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let file = |entry: std::fs::DirEntry| {
-        // `metadata` follows links: the files of a snapshot are links to blobs.
+        // The files of a snapshot are symbolic links to blobs; `metadata` follows them.
         let data = std::fs::metadata(entry.path()).ok().filter(|data| data.is_file())?;
         Some((entry.file_name().to_string_lossy().into_owned(), Some(data.len())))
     };
@@ -196,6 +202,7 @@ fn files(dir: &Path) -> Vec<(String, Option<u64>)> {
     files
 }
 
+/// Reads the first [`HEAD_BYTES`] of a file.
 fn head(path: &Path) -> Option<String> {
     use std::io::Read;
     let mut bytes = Vec::new();
@@ -204,11 +211,11 @@ fn head(path: &Path) -> Option<String> {
 }
 
 fn license_file(files: &[(String, Option<u64>)]) -> Option<&str> {
-    let is_license = |name: &str| ["license", "license"].iter().any(|word| name.to_lowercase().starts_with(word));
+    let is_license = |name: &str| ["license", "licence"].iter().any(|word| name.to_lowercase().starts_with(word));
     files.iter().map(|(name, _)| name.as_str()).find(|name| is_license(name))
 }
 
-/// The first line of a license, which is its name.
+/// Returns the first line of a license file, which is its title.
 fn license_title(text: &str, file: &str) -> Option<String> {
     let title = text
         .lines()
@@ -217,7 +224,7 @@ fn license_title(text: &str, file: &str) -> Option<String> {
     Some(format!("{} ({file})", title.chars().take(60).collect::<String>()))
 }
 
-/// `license:` between the two lines of `---` at the top of a README; where that is `other`, `license_name:`.
+/// Returns `license:` from the front matter of a README, or `license_name:` if the license is `other`.
 fn front_matter_license(readme: &str) -> Option<String> {
     let mut lines = readme.trim_start_matches('\u{feff}').lines();
     if lines.next()?.trim_end() != "---" {
@@ -240,7 +247,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn licenses_are_found() {
+    fn license_is_read_from_front_matter_or_title() {
         let license = |text: &str| front_matter_license(text);
         assert_eq!(license("---\nlicense: apache-2.0\ntags:\n- x\n---\n# Model").as_deref(), Some("apache-2.0"));
         assert_eq!(license("---\r\nlicense: 'mit'\r\n---\r\n").as_deref(), Some("mit"));
@@ -249,6 +256,8 @@ mod tests {
         assert_eq!(license("# Model\nlicense: mit"), None);
         assert_eq!(license("---\ntags: x\n---\nlicense: mit"), None);
         assert_eq!(license(""), None);
+        let british = [("LICENCE.md".to_string(), None)];
+        assert_eq!(license_file(&british), Some("LICENCE.md"));
         let title = license_title("\n   Apache License\n  Version 2.0", "LICENSE");
         assert_eq!(title.as_deref(), Some("Apache License (LICENSE)"));
     }

@@ -1,4 +1,4 @@
-//! The report as people read it, at most 120 columns wide.
+//! The report as text, at most 120 columns wide.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -7,20 +7,20 @@ use super::report::{File, Gpu, Needs, Report};
 use crate::text::{self, count, home_relative};
 
 const COLUMNS: usize = 120;
-/// Where values begin.
+/// The column where values begin.
 const INDENT: usize = 13;
-/// Files that are listed one by one.
-const FILES: usize = 24;
+/// The most rows of the file list.
+const MAX_FILES: usize = 24;
 
 pub fn table(report: &Report) -> String {
-    let mut out = format!("{} ({})\n", report.name, report.place);
+    let mut out = format!("{} ({})\n", report.name, report.location);
     facts(&mut out, report);
     tensors(&mut out, report);
     files(&mut out, &report.files);
     match &report.needs {
         Some(needs) => memory(&mut out, needs, &report.gpu),
         None if report.weights_problem.is_none() => {
-            let text = "what it needs cannot be told: config.json does not say what its layers keep";
+            let text = "the memory it needs is unknown: config.json does not tell the size of its cache";
             out += &format!("\n{text}\n");
         }
         None => {}
@@ -40,12 +40,12 @@ fn facts(out: &mut String, report: &Report) {
     let family = report.family.as_deref().unwrap_or("unknown");
     fact("family", Some(if report.supported { family.to_string() } else { format!("{family}, not supported") }));
     fact("why not", report.reason.clone());
-    fact("license", Some(report.license.clone().unwrap_or("not told by the files".into())));
-    fact("chat", Some(report.chat.unwrap_or("no template: a base model, for inferno play --raw").to_string()));
+    fact("license", Some(report.license.clone().unwrap_or("not stated in the files".into())));
+    fact("chat", Some(report.chat.unwrap_or("none: a base model; use inferno play --raw").to_string()));
     fact(
         "parameters",
         report.parameters.map(|all| match report.active_parameters {
-            Some(active) if active != all => format!("{}, {} of them active for a token", count(all), count(active)),
+            Some(active) if active != all => format!("{}, {} of them active per token", count(all), count(active)),
             _ => count(all),
         }),
     );
@@ -81,8 +81,7 @@ fn facts(out: &mut String, report: &Report) {
     fact(
         "experts",
         sizes.experts.map(|experts| {
-            let chosen =
-                sizes.experts_chosen.map(|chosen| format!(", {chosen} chosen for a token")).unwrap_or_default();
+            let chosen = sizes.experts_chosen.map(|chosen| format!(", {chosen} chosen per token")).unwrap_or_default();
             let size = sizes.expert_intermediate_size.map(|size| format!(", intermediate {}", grouped(size)));
             format!("{experts}{chosen}{}", size.unwrap_or_default())
         }),
@@ -91,8 +90,8 @@ fn facts(out: &mut String, report: &Report) {
         "vocabulary",
         sizes.vocab_size.map(|size| {
             let tied = match sizes.tied_embeddings {
-                Some(true) => ", the embedding is the head too",
-                Some(false) => ", embedding and head apart",
+                Some(true) => ", output head tied to the embedding",
+                Some(false) => ", separate output head",
                 None => "",
             };
             format!("{}{tied}", grouped(size))
@@ -128,7 +127,7 @@ fn tensors(out: &mut String, report: &Report) {
     aligned(out, &rows, &[1, 2, 3]);
 }
 
-/// Shards and the like, many files of one pattern, are one line.
+/// Lists the files. The shards of one model share a line.
 fn files(out: &mut String, files: &[File]) {
     let mut patterns: BTreeMap<String, Vec<&File>> = BTreeMap::new();
     for file in files {
@@ -148,15 +147,15 @@ fn files(out: &mut String, files: &[File]) {
         let bytes = files.iter().try_fold(0u64, |sum, file| sum.checked_add(file.bytes?));
         rows.push([name, size(bytes)]);
     }
-    if rows.len() > FILES {
-        let more = rows.split_off(FILES).len();
+    if rows.len() > MAX_FILES {
+        let more = rows.split_off(MAX_FILES).len();
         rows.push([format!("and {more} more"), String::new()]);
     }
     rows.insert(0, ["FILES", "SIZE"].map(String::from));
     aligned(out, &rows, &[1]);
 }
 
-/// A name with `*` for the number of a shard: digits before or after `of`.
+/// Replaces the number of a shard in its name by `*`.
 fn pattern(name: &str) -> String {
     let Some((before, after)) = name.rsplit_once("-of-") else { return name.to_string() };
     let stem = before.trim_end_matches(|c: char| c.is_ascii_digit());
@@ -164,68 +163,68 @@ fn pattern(name: &str) -> String {
 }
 
 fn memory(out: &mut String, needs: &Needs, gpu: &Gpu) {
-    let place = match (&gpu.gpu, &gpu.no_gpu) {
+    let heading = match (&gpu.gpu, &gpu.no_gpu) {
         (Some(info), _) => format!("ON THIS GPU, in {}: {info}", needs.dtype),
         (None, reason) => {
-            format!("ON A GPU, in {} (none is here: {})", needs.dtype, reason.as_deref().unwrap_or("none was found"))
+            format!("ON A GPU, in {} (none found: {})", needs.dtype, reason.as_deref().unwrap_or("unknown reason"))
         }
     };
-    let _ = writeln!(out, "\n{}", clipped(&place));
+    let _ = writeln!(out, "\n{}", clipped(&heading));
     wrapped(out, "weights", &text::size(needs.weight_bytes));
     let windows = match needs.cache_bytes_of_windows {
         0 => String::new(),
         bytes => format!(", and {} for sliding windows", text::size(bytes)),
     };
-    let guessed = if needs.estimated { " (worked out from config.json alone)" } else { "" };
+    let estimated = if needs.estimated { " (estimated from config.json)" } else { "" };
     let context = grouped(needs.context as u64);
     let cache = format!(
-        "{} for a context of {context}: {} per 1,000 tokens{windows}{guessed}",
+        "{} for a context of {context}: {} per 1,000 tokens{windows}{estimated}",
         text::size(needs.cache_bytes),
         text::size(needs.cache_bytes_per_1000_tokens)
     );
     wrapped(out, "cache", &cache);
     let chunk = grouped(needs.chunk as u64);
-    wrapped(out, "workspace", &format!("{}, prompts read by {chunk} tokens", text::size(needs.workspace_bytes)));
+    wrapped(
+        out,
+        "workspace",
+        &format!("{}, for prompts in chunks of {chunk} tokens", text::size(needs.workspace_bytes)),
+    );
     let running = needs.weight_bytes.saturating_add(needs.cache_bytes).saturating_add(needs.workspace_bytes);
     if running < needs.total_bytes {
         let loading = text::size(needs.loading_bytes);
-        wrapped(
-            out,
-            "loading",
-            &format!("{loading} for a while, before there is a cache: a layer's experts laid out anew"),
-        );
+        wrapped(out, "loading", &format!("{loading}, only while loading: to convert the experts of a layer"));
     }
     let verdict = match (needs.fits, needs.largest_context) {
         (Some(true), Some(largest)) => {
-            format!(": it fits; the largest context that does has {} tokens", grouped(largest as u64))
+            format!(": it fits; the largest context that fits is {} tokens", grouped(largest as u64))
         }
         (Some(false), Some(largest)) => {
-            format!(": it does not fit; a context of {} would (--context)", grouped(largest as u64))
+            format!(": it does not fit; a smaller context does: --context {}", largest)
         }
-        (Some(_), None) => ": it does not fit, with no context".to_string(),
+        (Some(_), None) => ": it does not fit with any context".to_string(),
         (None, _) => String::new(),
     };
     wrapped(out, "in all", &format!("{}{verdict}", text::size(needs.total_bytes)));
 }
 
-/// A name and its value, which goes on below itself where the line ends. Paths and other words stay whole.
+/// Writes a name and its value. Long values are wrapped between words and stay indented.
 fn wrapped(out: &mut String, name: &str, value: &str) {
     let mut line = format!("{name:INDENT$}");
-    let mut words = 0;
+    let mut words_in_line = 0;
     for word in value.split_whitespace() {
-        if words > 0 && line.chars().count() + 1 + word.chars().count() > COLUMNS {
+        if words_in_line > 0 && line.chars().count() + 1 + word.chars().count() > COLUMNS {
             let _ = writeln!(out, "{line}");
             line = " ".repeat(INDENT);
-            words = 0;
+            words_in_line = 0;
         }
-        let space = if words > 0 { " " } else { "" };
+        let space = if words_in_line > 0 { " " } else { "" };
         let _ = write!(line, "{space}{word}");
-        words += 1;
+        words_in_line += 1;
     }
     let _ = writeln!(out, "{}", line.trim_end());
 }
 
-/// Columns as wide as their widest cell; `right` are the numbers of those that end at one place.
+/// Writes rows in columns as wide as their widest cell. `right` lists the right-aligned columns.
 fn aligned<const N: usize>(out: &mut String, rows: &[[String; N]], right: &[usize]) {
     out.push('\n');
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
@@ -250,7 +249,7 @@ fn size(bytes: Option<u64>) -> String {
     bytes.map_or("?".into(), text::size)
 }
 
-/// 131,072
+/// Formats a number with thousands separators: `131,072`.
 fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let group = |(index, digit): (usize, char)| {
@@ -265,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_and_names() {
+    fn numbers_are_grouped_and_shard_names_get_a_pattern() {
         assert_eq!([0, 12, 999, 1000, 131_072, 1_000_000].map(grouped).join(" "), "0 12 999 1,000 131,072 1,000,000");
         assert_eq!([12, 1200, 7_600_000, 13_800_000_000].map(text::size).join(" "), "12 B 1.2 KB 7.6 MB 13.8 GB");
         assert_eq!(pattern("model-00001-of-00163.safetensors"), "model-*-of-00163.safetensors");
@@ -273,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn long_values_go_on_below() {
+    fn long_values_are_wrapped_and_indented() {
         let mut out = String::new();
         wrapped(&mut out, "why not", &"because ".repeat(40));
         assert!(out.lines().all(|line| line.chars().count() <= COLUMNS));

@@ -171,9 +171,9 @@ fn second_process_waits_for_the_first() {
     let mut line = String::new();
     let mut stderr = BufReader::new(second.stderr.take().unwrap());
     stderr.read_line(&mut line).unwrap();
-    assert!(line.contains(&format!("another inferno is at work on {REPO}; waiting")), "{line}");
+    assert!(line.contains(&format!("another inferno process is using {REPO}; waiting")), "{line}");
     let pruned = command(&home, &fake, &["prune"]).output().unwrap();
-    assert!(text(&pruned.stdout).contains("left alone"), "{}", text(&pruned.stdout));
+    assert!(text(&pruned.stdout).contains("skipped"), "{}", text(&pruned.stdout));
     let first = first.wait_with_output().unwrap();
     assert!(first.status.success(), "{}", text(&first.stderr));
     let mut rest = String::new();
@@ -395,7 +395,7 @@ fn verify_prune_and_remove_report_what_they_did() {
     assert!(text(&output.stdout).contains("bad      model.safetensors"), "{}", text(&output.stdout));
     let output = run(&["verify", "--repair"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert!(text(&output.stdout).contains("1 file fetched anew"), "{}", text(&output.stdout));
+    assert!(text(&output.stdout).contains("1 file fetched again"), "{}", text(&output.stdout));
     assert!(run(&["verify"]).status.success());
 
     fs::write(repo(&home).join("blobs/begun.parts"), vec![0; 100_000]).unwrap();

@@ -1,4 +1,4 @@
-//! GGUF models on a hub: their heads are read, and no tensors.
+//! GGUF models on the hub: `show` reads their headers and no tensors.
 
 use inferno::weights::ggml::GgmlType;
 use serde_json::{Value, json};
@@ -13,18 +13,18 @@ use crate::support::golden;
 
 const MB: usize = 1 << 20;
 
-/// A model with llama 3's factors, and words of the file's own.
+/// Returns a model with Llama 3's RoPE factors, a license and a chat template.
 fn llama() -> Writer {
     let llama = convert(&golden("llama3")).string("general.license", "llama3.2");
     llama.string("tokenizer.chat_template", "{{ messages }}")
 }
 
-/// Makes the head longer by about so many bytes.
-fn longer(writer: Writer, bytes: usize) -> Writer {
+/// Makes the header longer by about this many bytes.
+fn with_long_header(writer: Writer, bytes: usize) -> Writer {
     writer.strings("filler", &vec!["x".repeat(992); bytes / 1000])
 }
 
-fn looked_at(fake: &FakeHub, model: &str) -> Value {
+fn show_remote(fake: &FakeHub, model: &str) -> Value {
     let home = tempfile::tempdir().unwrap();
     let output = crate::cli::inferno(&home)
         .env("HF_ENDPOINT", fake.endpoint())
@@ -32,26 +32,26 @@ fn looked_at(fake: &FakeHub, model: &str) -> Value {
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert!(!home.path().join("models").exists(), "nothing is written");
+    assert!(!home.path().join("models").exists(), "show --remote must not write to the cache");
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// The parts of GGUF files that were asked for, as `name first-last`.
+/// Returns the byte ranges of GGUF files that were requested, as `name first-last`.
 fn ranges(fake: &FakeHub) -> Vec<String> {
     let ranges = fake.heads().into_iter().filter(|head| head.lines().next().unwrap().contains(".gguf ")).map(|head| {
         let path = head.split(' ').nth(1).unwrap();
         let range = head.lines().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_string));
-        format!("{} {}", path.rsplit('/').next().unwrap(), range.expect("no range is asked for"))
+        format!("{} {}", path.rsplit('/').next().unwrap(), range.expect("a request without a range"))
     });
     ranges.collect()
 }
 
 #[test]
-fn a_file_on_the_hub_is_known_as_one_that_is_here() {
+fn remote_file_gives_the_same_report_as_a_local_one() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("tiny-Q4_K_M.gguf");
     std::fs::write(&path, llama().bytes()).unwrap();
-    let here = show(&[path.to_str().unwrap()]);
+    let local = show(&[path.to_str().unwrap()]);
     let files: &[(&str, &[u8])] = &[
         ("README.md", b"---\nlicense: other\n---\n"),
         ("config.json", b"{}"),
@@ -59,35 +59,39 @@ fn a_file_on_the_hub_is_known_as_one_that_is_here() {
         ("tiny-Q4_K_M.gguf", &llama().bytes()),
     ];
     let fake = FakeHub::start(files);
-    let there = looked_at(&fake, REPO);
-    assert_eq!((&there["revision"], &there["path"]), (&json!(COMMIT), &Value::Null));
-    assert_eq!(there["supported"], true, "{}", there["reason"]);
-    assert_eq!((&there["license"], &there["chat"]), (&json!("llama3.2"), &json!("tokenizer.chat_template")));
-    for (field, value) in here.as_object().unwrap() {
-        // What is free on a GPU changes from one moment to the next.
-        let changes = !here["gpu"].is_null() && ["gpu", "needs"].contains(&field.as_str());
+    let remote_model = show_remote(&fake, REPO);
+    assert_eq!((&remote_model["revision"], &remote_model["path"]), (&json!(COMMIT), &Value::Null));
+    assert_eq!(remote_model["supported"], true, "{}", remote_model["reason"]);
+    assert_eq!(
+        (&remote_model["license"], &remote_model["chat"]),
+        (&json!("llama3.2"), &json!("tokenizer.chat_template"))
+    );
+    for (field, value) in local.as_object().unwrap() {
+        // The free memory of a GPU may change between the two reports.
+        let changes = !local["gpu"].is_null() && ["gpu", "needs"].contains(&field.as_str());
         if !changes && !["name", "revision", "path"].contains(&field.as_str()) {
-            assert_eq!(&there[field], value, "{field}");
+            assert_eq!(&remote_model[field], value, "{field}");
         }
     }
     let lines = fake.lines();
     assert!(lines.iter().all(|line| !line.contains("config.json")), "{lines:?}");
 
-    // What its tensors will take is told by the head as well: not all of them are fetched.
+    // The header also tells the memory that quantized tensors need.
     let quantized = quantized_llama(GgmlType::Q8_0, false).bytes();
     assert!(quantized.len() > MB);
     std::fs::write(&path, &quantized).unwrap();
-    let (here, there) = (show(&[path.to_str().unwrap()]), looked_at(&FakeHub::start(&[("a.gguf", &quantized)]), REPO));
-    assert!(there["needs"].is_object());
+    let (local, remote_model) =
+        (show(&[path.to_str().unwrap()]), show_remote(&FakeHub::start(&[("a.gguf", &quantized)]), REPO));
+    assert!(remote_model["needs"].is_object());
     for field in ["needs", "tensors", "quantization", "weight_bytes", "parameters"] {
-        assert_eq!(there[field], here[field], "{field}");
+        assert_eq!(remote_model[field], local[field], "{field}");
     }
 }
 
 #[test]
-fn a_head_is_read_until_it_is_whole() {
+fn header_is_read_until_it_is_complete() {
     let small = llama().bytes().len();
-    // What is added to the head, what is asked for then, and how much the tensors after it take.
+    // Bytes added to the header, the ranges requested for them, and the bytes of the tensors.
     let cases = [
         (0, vec![format!("0-{}", small - 1)], 0),
         (3 * MB / 2, vec![format!("0-{}", MB - 1), format!("{MB}-{}", 4 * MB - 1)], 8 * MB),
@@ -97,30 +101,30 @@ fn a_head_is_read_until_it_is_whole() {
             16 * MB,
         ),
     ];
-    for (filler, want, data) in cases {
-        let writer = if filler == 0 { llama() } else { longer(llama(), filler).data(data) };
+    for (filler, expected, data) in cases {
+        let writer = if filler == 0 { llama() } else { with_long_header(llama(), filler).data(data) };
         for does_ranges in [true, false] {
             let fake = FakeHub::start(&[("tiny.gguf", &writer.bytes())]);
             fake.change(|world| world.does_ranges = does_ranges);
-            let model = looked_at(&fake, REPO);
+            let model = show_remote(&fake, REPO);
             assert_eq!((&model["supported"], &model["layers"]), (&json!(true), &json!(3)), "{}", model["reason"]);
-            let want: Vec<String> = want.iter().map(|range| format!("tiny.gguf {range}")).collect();
-            assert_eq!(ranges(&fake), want);
-            // A server without ranges is hung up on; what lies in buffers has left by then.
-            let last: usize = want.last().unwrap().rsplit_once('-').unwrap().1.parse().unwrap();
+            let expected: Vec<String> = expected.iter().map(|range| format!("tiny.gguf {range}")).collect();
+            assert_eq!(ranges(&fake), expected);
+            // A server without ranges has filled the buffers before the connection is closed.
+            let last: usize = expected.last().unwrap().rsplit_once('-').unwrap().1.parse().unwrap();
             let sent = fake.world.lock().unwrap().sent_bytes;
             assert!(!does_ranges || sent == last + 1, "{sent} bytes were sent");
         }
     }
 }
 
-/// Llama 3's factors are a tensor of a few bytes, wherever it lies.
+/// Llama 3's RoPE factors are a small tensor, which may be anywhere in the file.
 #[test]
-fn factors_are_fetched_from_among_the_tensors() {
+fn rope_factors_are_fetched_from_the_tensor_data() {
     let head = 20_000;
-    let writer = longer(llama(), MB - head);
+    let writer = with_long_header(llama(), MB - head);
     let fake = FakeHub::start(&[("tiny.gguf", &writer.bytes())]);
-    let model = looked_at(&fake, REPO);
+    let model = show_remote(&fake, REPO);
     assert_eq!(model["supported"], true, "{}", model["reason"]);
     assert_eq!(model["rope"]["scaling"], "longrope");
     let ranges = ranges(&fake);
@@ -131,7 +135,7 @@ fn factors_are_fetched_from_among_the_tensors() {
 }
 
 #[test]
-fn of_several_models_one_is_named() {
+fn one_of_several_models_is_chosen_by_name() {
     let q4 = llama().bytes();
     let files: &[(&str, &[u8])] = &[
         ("tiny-Q4_K_M.gguf", &q4),
@@ -142,27 +146,27 @@ fn of_several_models_one_is_named() {
     let fake = FakeHub::start(files);
     let list = [&format!("inferno show {REPO}:Q4_K_M --remote")[..], &format!("inferno show {REPO}:Q8_0 --remote")];
     assert_fails(&remote(&fake, &[]), 2, &["several GGUF models", list[0], list[1]]);
-    assert!(ranges(&fake).is_empty(), "nothing of them is read");
-    let model = looked_at(&fake, &format!("{REPO}:q4_k_m"));
+    assert!(ranges(&fake).is_empty(), "no file may be read");
+    let model = show_remote(&fake, &format!("{REPO}:q4_k_m"));
     assert_eq!((&model["name"], &model["layers"]), (&json!(format!("{REPO}:q4_k_m")), &json!(3)));
     assert_eq!(model["files"], json!([{"name": "tiny-Q4_K_M.gguf", "bytes": q4.len()}]));
     assert!(ranges(&fake).iter().all(|range| range.starts_with("tiny-Q4_K_M.gguf ")));
 
     let home = tempfile::tempdir().unwrap();
-    let asked = |model: &str| {
+    let show_named = |model: &str| {
         let args = ["show", model, "--remote"];
         crate::cli::inferno(&home).env("HF_ENDPOINT", fake.endpoint()).args(args).output().unwrap()
     };
-    assert_fails(&asked(&format!("{REPO}:Q2_K")), 3, &["has these GGUF models", list[0], list[1]]);
+    assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has these GGUF models", list[0], list[1]]);
     fake.change(|world| world.files.retain(|name, _| name == "README.md"));
-    assert_fails(&asked(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file; it has README.md"]);
-    // What is not here may be looked at there.
+    assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file; it has README.md"]);
+    // A missing model can be shown from the hub.
     let hints = ["inferno show org/name:Q2_K --remote", "inferno download org/name --include '*Q2_K*'"];
     assert_fails(&crate::cli::run(&["show", "org/name:Q2_K"]), 3, &hints);
 }
 
 #[test]
-fn every_part_of_a_split_model_is_read() {
+fn all_parts_of_a_split_model_are_read() {
     let tensors = llama().tensors.0 as u32;
     let split = |writer: Writer, number: u32, tensors: u32| {
         writer.u32("split.no", number).u32("split.count", 2).u32("split.tensors.count", tensors)
@@ -173,10 +177,10 @@ fn every_part_of_a_split_model_is_read() {
         let shape = [columns as u64, rows as u64];
         split(Writer::new(), 1, tensors).tensor("output.weight", &shape, 0, &head).bytes()
     };
-    let whole = looked_at(&FakeHub::start(&[("tiny.gguf", &llama().bytes())]), REPO);
+    let whole = show_remote(&FakeHub::start(&[("tiny.gguf", &llama().bytes())]), REPO);
     let parts = ["q/t-00001-of-00002.gguf", "q/t-00002-of-00002.gguf"];
     let fake = FakeHub::start(&[(parts[0], &split(llama(), 0, tensors + 1).bytes()), (parts[1], &second(tensors + 1))]);
-    let model = looked_at(&fake, REPO);
+    let model = show_remote(&fake, REPO);
     assert_eq!(model["supported"], true, "{}", model["reason"]);
     let parameters = |model: &Value| model["parameters"].as_u64().unwrap();
     assert_eq!(parameters(&model), parameters(&whole) + (rows * columns) as u64);
@@ -184,15 +188,15 @@ fn every_part_of_a_split_model_is_read() {
     assert_eq!(ranges(&fake).len(), 2);
 
     fake.change(|world| drop(world.files.insert(parts[1].into(), second(tensors))));
-    let model = looked_at(&fake, REPO);
+    let model = show_remote(&fake, REPO);
     assert!(model["weights_problem"].as_str().unwrap().contains("is not of the same model as the other parts"));
     fake.change(|world| drop(world.files.remove(parts[1])));
     assert_fails(&remote(&fake, &[]), 1, &["lacks q/t-00002-of-00002.gguf"]);
 }
 
-/// What is broken is told beside all that is not; what cannot be read is a failure.
+/// A broken file is reported together with the rest of the report. A failed request is an error.
 #[test]
-fn broken_heads_are_findings() {
+fn broken_headers_are_reported() {
     let long = Writer::new().raw("filler", 8, (80u64 << 20).to_le_bytes()).data(90 << 20).bytes();
     let cases: [(&[u8], &str); 5] = [
         (b"", "this is no GGUF file"),
@@ -201,11 +205,11 @@ fn broken_heads_are_findings() {
         (&Writer::new().line("a", &[32], 20, 0).bytes(), "type 20 (IQ4_NL) is not supported"),
         (&long, "a head of more than the 64 MB that are read of one"),
     ];
-    for (file, said) in cases {
+    for (file, message) in cases {
         let fake = FakeHub::start(&[("tiny.gguf", file)]);
-        let model = looked_at(&fake, REPO);
+        let model = show_remote(&fake, REPO);
         let problem = model["weights_problem"].as_str().unwrap();
-        assert!(problem.contains(said) && problem.contains("tiny.gguf"), "no {said:?} in {problem}");
+        assert!(problem.contains(message) && problem.contains("tiny.gguf"), "no {message:?} in {problem}");
         assert!(fake.world.lock().unwrap().sent_bytes <= MB);
         assert!(text(&remote(&fake, &[]).stdout).contains("why not"));
     }
@@ -217,22 +221,22 @@ fn broken_heads_are_findings() {
         world.lost = Some("tiny.gguf");
     });
     assert_fails(&remote(&fake, &[]), 1, &["the hub lists tiny.gguf", "does not have it"]);
-    // A mirror that tells no sizes is asked for them.
+    // A mirror may not list sizes. Then they are requested.
     fake.change(|world| {
         world.lost = None;
         world.tells_sizes = false;
     });
-    assert_eq!(looked_at(&fake, REPO)["layers"], 3);
+    assert_eq!(show_remote(&fake, REPO)["layers"], 3);
     let home = tempfile::tempdir().unwrap();
     assert!(command(&home, &fake).output().unwrap().status.success());
 }
 
-/// A license of its own name, and the repository's where the file has none.
+/// The license of the GGUF file applies, or else that of the repository.
 #[test]
-fn whose_license_it_is() {
+fn license_is_read_from_the_file_or_the_readme() {
     let license = |writer: Writer| {
         let fake = FakeHub::start(&[("tiny.gguf", &writer.bytes()), ("README.md", b"---\nlicense: mit\n---\n")]);
-        looked_at(&fake, REPO)["license"].clone()
+        show_remote(&fake, REPO)["license"].clone()
     };
     assert_eq!(license(Writer::new()), "mit");
     assert_eq!(license(Writer::new().string("general.license", " ")), "mit");

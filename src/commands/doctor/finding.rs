@@ -1,0 +1,37 @@
+//! The result of one check, and how bad it is.
+
+use serde::Serialize;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub enum Status {
+    Pass,
+    /// Something does not work, or works worse than it could.
+    Warn,
+    /// inferno cannot run models on a GPU here.
+    Fail,
+}
+
+/// The result of one check.
+#[derive(Clone, Debug, Serialize)]
+pub struct Finding {
+    pub status: Status,
+    pub name: &'static str,
+    pub what: String,
+    /// The next command to type; `None` if there is nothing to do.
+    pub next: Option<String>,
+}
+
+impl Finding {
+    pub fn pass(name: &'static str, what: impl Into<String>) -> Self {
+        Self { status: Status::Pass, name, what: what.into(), next: None }
+    }
+
+    pub fn warn(name: &'static str, what: impl Into<String>, next: impl Into<String>) -> Self {
+        Self { status: Status::Warn, name, what: what.into(), next: Some(next.into()) }
+    }
+
+    pub fn fail(name: &'static str, what: impl Into<String>, next: impl Into<String>) -> Self {
+        Self { status: Status::Fail, ..Self::warn(name, what, next) }
+    }
+}
