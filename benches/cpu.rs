@@ -12,7 +12,8 @@ use criterion::{Criterion, Throughput};
 use inferno::SamplingParams;
 use inferno::chat::{Message, ReasoningEffort, RenderOptions};
 use inferno::engine::sampler::Sampler;
-use inferno::kernels::moe::experts::{self, ExpertWeights, MXFP4_BLOCK};
+use inferno::kernels::moe::experts::{self, ExpertWeights};
+use inferno::kernels::moe::mxfp4::MXFP4_BLOCK;
 use inferno::language::Language;
 use inferno::tokenizer::{ControlTokens, TextStream};
 

@@ -8,7 +8,8 @@ use candle_core::{DType, Device, Result, Tensor};
 use crate::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
 use crate::kernels::attention::{AttentionBackend, AttentionMask, attention};
 use crate::kernels::matmul::matmul_f32;
-use crate::kernels::moe::experts::{ExpertWeights, combine, expert_matmul};
+use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
+use crate::kernels::moe::grouped_gemm::combine;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::norm::add_norm;
 use crate::kernels::quantized::{Format, PlaneBytes, QuantizedMatrix};
@@ -297,8 +298,8 @@ mod fused {
     use candle_core::{DType, Result, Tensor, bail};
 
     use super::{CheckTarget, bytes, noise, numbers};
-    use crate::kernels::moe::expert_mlp::{self, ExpertLinear};
-    use crate::kernels::moe::experts::{ExpertWeights, Mxfp4Tiles, RowOrder, expert_matmul};
+    use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
+    use crate::kernels::moe::experts_gemm::{self, ExpertLinear, Mxfp4Tiles, RowOrder};
     use crate::kernels::swiglu::clamped_swiglu;
 
     /// Computes the MLP with the fused kernels on a GPU, and product by product on a CPU.
@@ -335,7 +336,7 @@ mod fused {
         let (up_tiles, down_tiles) = (tiles(&up, RowOrder::Paired)?, tiles(&down, RowOrder::Plain)?);
         let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };
         let down = ExpertLinear { tiles: &down_tiles, bias: &down.2 };
-        expert_mlp::expert_mlp(&target.f32(&x)?, &ids, &shares, gate_up, down, 7.0)
+        experts_gemm::expert_mlp(&target.f32(&x)?, &ids, &shares, gate_up, down, 7.0)
     }
 }
 

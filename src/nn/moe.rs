@@ -5,9 +5,10 @@ use candle_core::{DType, Tensor};
 
 use super::linear::{Bias, Linear};
 use crate::kernels;
+use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
 #[cfg(feature = "cuda")]
-use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
-use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, combine, expert_matmul};
+use crate::kernels::moe::experts_gemm::{ExpertLinear, expert_mlp};
+use crate::kernels::moe::grouped_gemm::combine;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::quantized::Matrix;
 use crate::kernels::swiglu::{Activation, clamped_swiglu, gated_halves};

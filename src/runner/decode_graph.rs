@@ -83,15 +83,15 @@ impl DecodeGraph {
             }
         }
         let head = &decoder.lm_head.weight;
-        decode::head(&mut chain, &buffers, norm(&decoder.norm), head, decoder.dtype(), decoder.final_softcap)?;
+        decode::add_head(&mut chain, &buffers, norm(&decoder.norm), head, decoder.dtype(), decoder.final_softcap)?;
         let choice = |add: &dyn Fn(&mut LaunchSequence) -> candle_core::Result<()>| -> Result<Choice> {
             let mut tail = LaunchSequence::new(device)?;
             add(&mut tail)?;
             let graph = LaunchGraph::capture(&chain, &tail).context("cannot capture the decode step")?;
             Ok(Choice { tail, graph })
         };
-        let greedy = choice(&|tail| decode::argmax_token(tail, &buffers, &embedding, head, &mailbox))?;
-        let drawn = choice(&|tail| sample::sample(tail, &buffers, &draw, &embedding, &mailbox))?;
+        let greedy = choice(&|tail| decode::add_argmax(tail, &buffers, &embedding, head, &mailbox))?;
+        let drawn = choice(&|tail| sample::add_sample(tail, &buffers, &draw, &embedding, &mailbox))?;
         Ok(Ok(Self {
             device: device.clone(),
             buffers,
@@ -416,7 +416,7 @@ fn attention(
         v: cache.v(),
         qk_norm,
     };
-    decode::qkv(chain, buffers, norm(&layer.input_layernorm), &qkv)?;
+    decode::add_qkv(chain, buffers, norm(&layer.input_layernorm), &qkv)?;
 
     let Device::Cuda(cuda) = device else { bail!("the decode graph is for a GPU") };
     let mask = AttentionMask { position: 0, window: config.spec.window, scale: config.scale, softcap: config.softcap };
@@ -433,13 +433,13 @@ fn attention(
     };
     // The kernel may read keys of earlier steps while the QKV projection still runs: they were written before it started.
     let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
-    // SAFETY: `decode::qkv` has checked shapes and dtypes, `start` that the position is below the context; rows are taken
+    // SAFETY: `decode::add_qkv` has checked shapes and dtypes, `start` that the position is below the context; rows are taken
     // modulo the cache's.
     unsafe { chain.add(launch)? };
 
     let raw = scratch.tensor(6, buffers.x.dims(), DType::F32, device)?;
     let after = after(&layer.attention_post_norm, &raw);
-    Ok(decode::residual(chain, buffers, &attended.flatten_all()?, &o_proj.weight, o_proj.bias.as_ref(), after)?)
+    Ok(decode::add_residual(chain, buffers, &attended.flatten_all()?, &o_proj.weight, o_proj.bias.as_ref(), after)?)
 }
 
 fn gated(
@@ -454,9 +454,9 @@ fn gated(
     let h = scratch.tensor(4, &[intermediate], mlp.dtype(), buffers.x.device())?;
     let raw = scratch.tensor(6, buffers.x.dims(), DType::F32, buffers.x.device())?;
     let (gate, up) = (projection(gate_proj), projection(up_proj));
-    decode::gate_up(chain, buffers, norm(&layer.post_attention_layernorm), gate, up, *activation, &h)?;
+    decode::add_gate_up(chain, buffers, norm(&layer.post_attention_layernorm), gate, up, *activation, &h)?;
     let after = after(&layer.mlp_post_norm, &raw);
-    Ok(decode::residual(chain, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), after)?)
+    Ok(decode::add_residual(chain, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), after)?)
 }
 
 fn routed(
@@ -476,9 +476,9 @@ fn routed(
     let logits = scratch.tensor(7, &[config.experts], DType::F32, device)?;
     let h = scratch.tensor(4, &[config.experts_per_token, config.intermediate_size], *dtype, device)?;
     let norm = norm(&layer.post_attention_layernorm);
-    decode::router(chain, buffers, norm, router, None, &logits, None)?;
-    decode::routed_gate_up(chain, buffers, norm, &gate_up, &logits, &h)?;
-    Ok(decode::routed_down(chain, buffers, &down, &logits, config.softmax, &h)?)
+    decode::add_router(chain, buffers, norm, router, None, &logits, None)?;
+    decode::add_routed_gate_up(chain, buffers, norm, &gate_up, &logits, &h)?;
+    Ok(decode::add_routed_down(chain, buffers, &down, &logits, config.softmax, &h)?)
 }
 
 fn experts(
@@ -499,7 +499,7 @@ fn experts(
     }
     let expert_buffers = &scratch.experts[0];
     let norm = norm(&layer.post_attention_layernorm);
-    decode::router(
+    decode::add_router(
         chain,
         buffers,
         norm,
@@ -509,6 +509,6 @@ fn experts(
         Some(expert_buffers),
     )?;
     let (up_bias, down_bias) = (gate_up_bias.to_dtype(DType::F32)?, down_bias.to_dtype(DType::F32)?);
-    decode::expert_gate_up(chain, buffers, gate_up, &up_bias, config.swiglu_limit, expert_buffers)?;
-    Ok(decode::expert_down(chain, buffers, down, &down_bias, expert_buffers)?)
+    decode::add_mxfp4_gate_up(chain, buffers, gate_up, &up_bias, config.swiglu_limit, expert_buffers)?;
+    Ok(decode::add_mxfp4_down(chain, buffers, down, &down_bias, expert_buffers)?)
 }

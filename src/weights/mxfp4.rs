@@ -3,9 +3,10 @@
 use anyhow::{Result, bail};
 
 use super::Weights;
-use crate::kernels::moe::experts::{ExpertWeights, MXFP4_BLOCK};
+use crate::kernels::moe::experts::ExpertWeights;
 #[cfg(feature = "cuda")]
-use crate::kernels::moe::experts::{Mxfp4Tiles, RowOrder};
+use crate::kernels::moe::experts_gemm::{Mxfp4Tiles, RowOrder};
+use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 
 /// `{name}_blocks` and `{name}_scales` [E, R, C/32, ..], or else the dense `{name}` [E, C, R], which transformers keeps
 /// transposed; kept here as [E, R, C] either way.

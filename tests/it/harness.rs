@@ -78,16 +78,17 @@ pub fn is_gpu_expected() -> bool {
 }
 
 /// Fails a GPU test whose code is not part of this build.
+#[cfg_attr(feature = "cuda", allow(dead_code))]
 pub fn fail_without_cuda() {
     panic!("this build has no CUDA code; run: {}", Need::Gpu.command());
 }
 
-/// The tests of `executor.rs`, which compiles in CUDA builds only. Other builds list them as ignored.
+/// The tests of `decode_graph.rs`, which compiles in CUDA builds only. Other builds list them as ignored.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {
-    let source = include_str!("executor.rs").split("#[test(gpu)]\nfn ").skip(1);
+    let source = include_str!("decode_graph.rs").split("#[test(gpu)]\nfn ").skip(1);
     let names = source.filter_map(|test| test.split('(').next());
-    let path = |name| format!("it::executor::{name}").into();
+    let path = |name| format!("it::decode_graph::{name}").into();
     names.map(|name| Test { path: path(name), need: Some(Need::Gpu), run: fail_without_cuda }).collect()
 }
 

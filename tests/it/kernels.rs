@@ -5,7 +5,9 @@ use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
 use inferno::kernels::attention::{AttentionBackend, AttentionMask, attention};
 use inferno::kernels::bandwidth;
-use inferno::kernels::moe::experts::{E2M1_VALUES, ExpertWeights, combine, e8m0_to_f32, expert_matmul};
+use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
+use inferno::kernels::moe::grouped_gemm::combine;
+use inferno::kernels::moe::mxfp4::{E2M1_VALUES, e8m0_to_f32};
 use inferno::kernels::moe::topk::{Softmax, topk_softmax};
 use inferno::kernels::norm::add_norm;
 use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
@@ -259,8 +261,7 @@ fn attention_matches_its_reference() {
 #[cfg(feature = "cuda")]
 #[test(gpu)]
 fn expert_mlp_matches_separate_products() {
-    use inferno::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
-    use inferno::kernels::moe::experts::{Mxfp4Tiles, RowOrder};
+    use inferno::kernels::moe::experts_gemm::{ExpertLinear, Mxfp4Tiles, RowOrder, expert_mlp};
     // tokens, experts, chosen, C, F
     let cases =
         [(1, 7, 4, 64, 96), (5, 4, 2, 96, 160), (70, 32, 4, 192, 64), (300, 3, 1, 64, 32), (900, 5, 4, 160, 96)];

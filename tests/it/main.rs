@@ -25,12 +25,12 @@ mod cli;
 mod compressed;
 mod configuration;
 mod conversation;
+#[cfg(feature = "cuda")]
+mod decode_graph;
 mod docs;
 mod doctor;
 mod engine;
 mod examples;
-#[cfg(feature = "cuda")]
-mod executor;
 mod families;
 mod floors;
 mod full_size;

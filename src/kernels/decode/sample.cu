@@ -1,46 +1,50 @@
-// The next token from the logits, on the device: penalties, temperature, top-k, top-p, min-p and a draw that depends on the
-// seed and the step alone; the same rules, in the same order, as the sampler on the host (engine/sampler.rs),
-// but that tokens of equal logits are kept or cut together.
+// Samples the next token from the logits on the device: penalties, temperature, top-k, top-p, min-p.
+// The random number depends only on the seed and the step.
+// The sampler on the host applies the same rules in the same order.
+// The only difference: here tokens with equal logits are kept or dropped together.
 //
-// One launch of at most one block a multiprocessor, so that all blocks run at once and may wait for each other. Each block
-// has a run of ids, each thread a few logits in registers. Probabilities are counted in fixed point (2^-40 of the likeliest
-// token's), so that sums do not depend on their order and a seed gives the same text every time.
-//   logits f32 [V]; seen u32 [V]: 0, or 1 + how often the token was generated; params: see Params
-//   embedding T [V, C], or null, times factor → x f32 [C]; state, ring: as in decode.cu; scratch: see Scratch, all zero between launches
-//   grid ceil(V / IDS) or fewer, block 1024; bytes moved: 4·V (8·V with penalties), some 2 to 10 barriers
+// One launch has at most one block per multiprocessor, so all blocks run at once and can wait for each other.
+// Each block has a range of token ids, and each thread holds some of its logits in registers.
+// Probabilities are fixed-point numbers in units of 2^-40 of the largest one.
+// Their sums do not depend on the order of additions, so a seed always gives the same text.
+//   logits f32 [V]; seen u32 [V]: 0, or 1 + how often the token was generated; params: SamplingParams
+//   embedding T [V, C], multiplied by embedding_scale → x f32 [C]; null leaves x to quantized_next
+//   state: see decode/mod.rs; mailbox: see decode_next in head.cu; scratch: Scratch, all zero between launches
+//   grid ceil(V / 1024), at most one block per multiprocessor; block 1024
+//   bytes moved: 4·V (8·V with penalties); 2 to 10 grid-wide barriers
+#include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 
-constexpr int THREADS = 1024, IDS_A_THREAD = 8;
 constexpr float UNIT = 1099511627776.0f;  // 2^40
 
-struct Params {
+struct SamplingParams {
     float temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty;
-    uint32_t top_k, drawn;  // drawn: tokens drawn before the first step
+    uint32_t top_k, sampled_before;  // sampled_before: tokens sampled before the first step
     uint32_t seed[2];
 };
 
 struct Scratch {
-    uint32_t arrived, done, top, pad;
-    uint32_t counts[4][256];
-    unsigned long long masses[4][256];
-    unsigned long long blocks[1024];
+    uint32_t arrived, finished, top, padding;
+    uint32_t counts[SAMPLE_ROUNDS][SAMPLE_BINS];
+    unsigned long long masses[SAMPLE_ROUNDS][SAMPLE_BINS];
+    unsigned long long block_masses[SAMPLE_MAX_BLOCKS];
 };
 
-// Ordered as the floats are.
-__device__ __forceinline__ uint32_t order(float value) {
+// Returns an integer that compares as the float does.
+__device__ __forceinline__ uint32_t sort_key(float value) {
     const uint32_t bits = __float_as_uint(value);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// All blocks have come here; what they wrote before can be read.
-__device__ void meet(Scratch* scratch, uint32_t& met) {
+// Waits for all blocks of the grid. What they wrote before can be read after it.
+__device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();
-    met += gridDim.x;
+    expected += gridDim.x;
     if (threadIdx.x == 0) {
         __threadfence();
         atomicAdd(&scratch->arrived, 1u);
-        while (*(volatile uint32_t*)&scratch->arrived < met) {
+        while (*(volatile uint32_t*)&scratch->arrived < expected) {
         }
         __threadfence();
     }
@@ -53,14 +57,14 @@ __device__ __forceinline__ unsigned long long mix(unsigned long long z) {
     return z ^ (z >> 31);
 }
 
-// In [0, 1): SplitMix64 from a seed and a counter.
+// Returns a number in [0, 1) from a seed and a counter, by SplitMix64.
 __device__ double uniform(unsigned long long seed, unsigned long long counter) {
     const unsigned long long golden = 0x9E3779B97F4A7C15ull;
     return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;
 }
 
-// Inclusive sum over the block, in the order of threads. `warps` holds 32 words.
-__device__ unsigned long long scan(unsigned long long value, unsigned long long* warps) {
+// Returns the inclusive prefix sum over the threads of the block. `warps` holds 32 numbers.
+__device__ unsigned long long inclusive_scan(unsigned long long value, unsigned long long* warps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int offset = 1; offset < 32; offset *= 2) {
         const unsigned long long other = __shfl_up_sync(0xffffffffu, value, offset);
@@ -74,50 +78,54 @@ __device__ unsigned long long scan(unsigned long long value, unsigned long long*
     return value + before;
 }
 
-// The smallest key so that the keys from it upwards amount to `target`, of those that are at least `floor`: counted one each,
-// or by mass. Four rounds of eight bits.
+// Returns the largest key such that the tokens with this key or a larger one reach `target`.
+// Only keys of at least `floor` take part.
+// BY_MASS: the target is `share` of all their mass.
+// Otherwise it is a number of tokens.
+// The key is found in four rounds of eight bits each.
 template <bool BY_MASS>
-__device__ uint32_t threshold(const uint32_t (&keys)[IDS_A_THREAD], const unsigned long long (&masses)[IDS_A_THREAD],
-                              int mine, uint32_t floor, float share, unsigned long long target, Scratch* scratch,
-                              uint32_t& met, unsigned long long* warps) {
-    __shared__ unsigned long long bins[256];
+__device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
+                              const unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD], int own_ids, uint32_t floor,
+                              float share, unsigned long long target, Scratch* scratch, uint32_t& expected,
+                              unsigned long long* warps) {
+    __shared__ unsigned long long bins[SAMPLE_BINS];
     __shared__ uint32_t chosen;
     __shared__ unsigned long long rest;
     uint32_t prefix = 0;
-    for (int round = 0; round < 4; ++round) {
+    for (int round = 0; round < SAMPLE_ROUNDS; ++round) {
         const int shift = 24 - 8 * round;
-        if (threadIdx.x < 256) bins[threadIdx.x] = 0;
+        if (threadIdx.x < SAMPLE_BINS) bins[threadIdx.x] = 0;
         __syncthreads();
-        for (int i = 0; i < IDS_A_THREAD; ++i) {
-            const bool counts = i < mine && keys[i] >= floor && (round == 0 || keys[i] >> (shift + 8) == prefix);
+        for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
+            const bool counts = i < own_ids && keys[i] >= floor && (round == 0 || keys[i] >> (shift + 8) == prefix);
             if (counts) atomicAdd(&bins[keys[i] >> shift & 255], BY_MASS ? masses[i] : 1ull);
         }
         __syncthreads();
-        if (threadIdx.x < 256 && bins[threadIdx.x]) {
+        if (threadIdx.x < SAMPLE_BINS && bins[threadIdx.x]) {
             if (BY_MASS)
                 atomicAdd(&scratch->masses[round][threadIdx.x], bins[threadIdx.x]);
             else
                 atomicAdd(&scratch->counts[round][threadIdx.x], (uint32_t)bins[threadIdx.x]);
         }
-        meet(scratch, met);
-        // From the top downwards: thread t has bin 255 - t.
-        const int bin = 255 - threadIdx.x;
+        grid_barrier(scratch, expected);
+        // Sums go from the largest bin down: thread t has bin 255 - t.
+        const int bin = SAMPLE_BINS - 1 - threadIdx.x;
         unsigned long long value = 0;
         if (bin >= 0)
             value = BY_MASS ? __ldcg(&scratch->masses[round][bin])
                             : (unsigned long long)__ldcg(&scratch->counts[round][bin]);
-        const unsigned long long sum = scan(value, warps);
+        const unsigned long long sum = inclusive_scan(value, warps);
         if (round == 0 && BY_MASS) {
-            // The target is a share of the whole.
-            if (threadIdx.x == 255) rest = (unsigned long long)((double)share * (double)sum);
+            // Thread 255 has the total mass.
+            if (threadIdx.x == SAMPLE_BINS - 1) rest = (unsigned long long)((double)share * (double)sum);
             __syncthreads();
             target = rest;
-            __syncthreads();  // before `rest` is used again
+            __syncthreads();  // `rest` is written again below
         }
         if (threadIdx.x == 0) chosen = 0, rest = 0;
         __syncthreads();
         if (bin >= 0 && value > 0 && sum >= target && sum - value < target) chosen = bin, rest = target - (sum - value);
-        // A target of nothing is reached by the first bin that has anything.
+        // The first bin that is not empty reaches a target of 0.
         if (bin >= 0 && value > 0 && target == 0 && sum == value) chosen = bin;
         __syncthreads();
         prefix = prefix << 8 | chosen, target = rest;
@@ -127,132 +135,138 @@ __device__ uint32_t threshold(const uint32_t (&keys)[IDS_A_THREAD], const unsign
 }
 
 template <typename T>
-__device__ void sample(const float* logits, uint32_t* seen, const uint32_t* raw, const T* embedding, float* x,
-                       uint32_t* state, volatile uint32_t* ring, Scratch* scratch, int vocab, int columns, int slots,
-                       float factor) {
+__device__ void sample(const float* logits, uint32_t* seen, const uint32_t* param_words, const T* embedding, float* x,
+                       uint32_t* state, volatile uint32_t* mailbox, Scratch* scratch, int vocab, int columns, int slots,
+                       float embedding_scale) {
     __shared__ unsigned long long warps[32];
     __shared__ uint32_t winner;
     pdl_wait();
-    const Params params = *reinterpret_cast<const Params*>(raw);
-    const uint32_t steps = __ldcg(state + 2);  // before any block can have drawn
-    const int run = (vocab + gridDim.x - 1) / gridDim.x, first = blockIdx.x * run, last = min(first + run, vocab);
-    const int mine = first + (int)threadIdx.x < last ? (last - first - (int)threadIdx.x + THREADS - 1) / THREADS : 0;
-    uint32_t met = 0;
+    const SamplingParams params = *reinterpret_cast<const SamplingParams*>(param_words);
+    const uint32_t steps = __ldcg(state + 2);  // read before any block can have finished
+    // This block has the ids first to last - 1;
+    // this thread has first + threadIdx.x + i · SAMPLE_THREADS for i < own_ids.
+    const int ids = (vocab + gridDim.x - 1) / gridDim.x, first = blockIdx.x * ids, last = min(first + ids, vocab);
+    const int own_ids =
+        first + (int)threadIdx.x < last ? (last - first - (int)threadIdx.x + SAMPLE_THREADS - 1) / SAMPLE_THREADS : 0;
+    uint32_t expected = 0;
 
-    // 1. penalties; the largest logit
-    float values[IDS_A_THREAD];
-    uint32_t keys[IDS_A_THREAD], top = 0;
-    const bool penalized =
+    // 1. Apply penalties and find the largest logit.
+    float values[SAMPLE_IDS_PER_THREAD];
+    uint32_t keys[SAMPLE_IDS_PER_THREAD], top = 0;
+    const bool has_penalty =
         params.repetition_penalty != 1.0f || params.frequency_penalty != 0.0f || params.presence_penalty != 0.0f;
 #pragma unroll
-    for (int i = 0; i < IDS_A_THREAD; ++i) {
+    for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
         keys[i] = 0, values[i] = -INFINITY;
-        if (i >= mine) continue;
-        const int id = first + threadIdx.x + i * THREADS;
+        if (i >= own_ids) continue;
+        const int id = first + threadIdx.x + i * SAMPLE_THREADS;
         float logit = __ldcg(logits + id);
-        const uint32_t times = penalized ? seen[id] : 0;
+        const uint32_t times = has_penalty ? seen[id] : 0;
         if (times > 0) {
             logit = logit > 0.0f ? logit / params.repetition_penalty : logit * params.repetition_penalty;
             if (times > 1) logit -= params.frequency_penalty * (times - 1) + params.presence_penalty;
         }
         if (isnan(logit)) continue;
-        values[i] = logit, keys[i] = order(logit);
+        values[i] = logit, keys[i] = sort_key(logit);
         top = max(top, keys[i]);
     }
     top = __reduce_max_sync(0xffffffffu, top);
     if (threadIdx.x % 32 == 0 && top > 0) atomicMax(&scratch->top, top);
-    meet(scratch, met);
+    grid_barrier(scratch, expected);
     top = __ldcg(&scratch->top);
     const float best = __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
-    const bool broken = top <= order(-INFINITY);
+    const bool is_nan = top <= sort_key(-INFINITY);
 
-    // 2. weights, and what is kept of them
-    unsigned long long masses[IDS_A_THREAD];
+    // 2. Compute the masses, and set those of dropped tokens to 0.
+    unsigned long long masses[SAMPLE_IDS_PER_THREAD];
     const float inverse = 1.0f / fmaxf(params.temperature, 1e-6f);
-    const bool greedy = params.temperature == 0.0f;
+    const bool is_greedy = params.temperature == 0.0f;
 #pragma unroll
-    for (int i = 0; i < IDS_A_THREAD; ++i) {
-        masses[i] = i < mine && keys[i] > 0
+    for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
+        masses[i] = i < own_ids && keys[i] > 0
                         ? (unsigned long long)(keys[i] == top ? UNIT : expf((values[i] - best) * inverse) * UNIT)
                         : 0;
         if (masses[i] == 0) keys[i] = 0;
     }
-    uint32_t floor = greedy ? top : 1;
-    if (!greedy && params.top_k > 0 && params.top_k < vocab)
-        floor = max(floor, threshold<false>(keys, masses, mine, floor, 0.0f, params.top_k, scratch, met, warps));
-    if (!greedy && params.top_p < 1.0f)
-        floor = max(floor, threshold<true>(keys, masses, mine, floor, params.top_p, 0, scratch, met, warps));
-    const unsigned long long least = (unsigned long long)(params.min_p * UNIT);
+    uint32_t floor = is_greedy ? top : 1;
+    if (!is_greedy && params.top_k > 0 && params.top_k < vocab)
+        floor =
+            max(floor, threshold<false>(keys, masses, own_ids, floor, 0.0f, params.top_k, scratch, expected, warps));
+    if (!is_greedy && params.top_p < 1.0f)
+        floor = max(floor, threshold<true>(keys, masses, own_ids, floor, params.top_p, 0, scratch, expected, warps));
+    const unsigned long long min_mass = (unsigned long long)(params.min_p * UNIT);
     unsigned long long total = 0;
 #pragma unroll
-    for (int i = 0; i < IDS_A_THREAD; ++i) {
-        if (keys[i] < floor || masses[i] < least) masses[i] = 0;
+    for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
+        if (keys[i] < floor || masses[i] < min_mass) masses[i] = 0;
         total += masses[i];
     }
-    const unsigned long long block_total = scan(total, warps);
-    if (threadIdx.x == THREADS - 1) scratch->blocks[blockIdx.x] = block_total;
-    meet(scratch, met);
+    const unsigned long long block_mass = inclusive_scan(total, warps);
+    if (threadIdx.x == SAMPLE_THREADS - 1) scratch->block_masses[blockIdx.x] = block_mass;
+    grid_barrier(scratch, expected);
 
-    // 3. the draw: every block knows where among all masses it falls
+    // 3. Draw a point in the total mass. Every block computes the same point and its own offset.
     unsigned long long before = 0, all = 0;
     {
-        const unsigned long long value = threadIdx.x < gridDim.x ? __ldcg(&scratch->blocks[threadIdx.x]) : 0;
-        const unsigned long long sum = scan(value, warps);
+        const unsigned long long value = threadIdx.x < gridDim.x ? __ldcg(&scratch->block_masses[threadIdx.x]) : 0;
+        const unsigned long long sum = inclusive_scan(value, warps);
         __shared__ unsigned long long sums[2];
         if (threadIdx.x == blockIdx.x) sums[0] = sum - value;
-        if (threadIdx.x == THREADS - 1) sums[1] = sum;
+        if (threadIdx.x == SAMPLE_THREADS - 1) sums[1] = sum;
         if (threadIdx.x == 0) winner = 0xffffffffu;
         __syncthreads();
         before = sums[0], all = sums[1];
     }
     const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
-    const unsigned long long at =
-        greedy ? 0 : min((unsigned long long)(uniform(seed, params.drawn + steps) * (double)all), all - 1);
+    const unsigned long long point =
+        is_greedy ? 0
+                  : min((unsigned long long)(uniform(seed, params.sampled_before + steps) * (double)all), all - 1);
 #pragma unroll
-    for (int i = 0; i < IDS_A_THREAD; ++i) {
-        if (i * THREADS >= last - first) break;
-        const unsigned long long sum = scan(masses[i], warps);
-        if (masses[i] > 0 && before + sum > at && before + sum - masses[i] <= at)
-            winner = first + threadIdx.x + i * THREADS;
+    for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
+        if (i * SAMPLE_THREADS >= last - first) break;
+        const unsigned long long sum = inclusive_scan(masses[i], warps);
+        if (masses[i] > 0 && before + sum > point && before + sum - masses[i] <= point)
+            winner = first + threadIdx.x + i * SAMPLE_THREADS;
         __shared__ unsigned long long round_total;
-        if (threadIdx.x == THREADS - 1) round_total = sum;
+        if (threadIdx.x == SAMPLE_THREADS - 1) round_total = sum;
         __syncthreads();
         before += round_total;
         __syncthreads();
     }
-    // Nothing but NaN: the host sees the mark and reports it; here any token will do.
-    const bool ends = broken ? blockIdx.x == 0 : winner != 0xffffffffu;
-    if (ends) {
-        const uint32_t token = broken ? 0 : winner;
-        for (int i = threadIdx.x; embedding && i < columns; i += THREADS)
-            x[i] = to_float(embedding[(size_t)token * columns + i]) * factor;
+    // If every logit is NaN, the host gets the error mark and stops. The next input does not matter then.
+    const bool has_winner = is_nan ? blockIdx.x == 0 : winner != 0xffffffffu;
+    if (has_winner) {
+        const uint32_t token = is_nan ? 0 : winner;
+        for (int i = threadIdx.x; embedding && i < columns; i += SAMPLE_THREADS)
+            x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
         if (threadIdx.x == 0) {
-            if (penalized) seen[token] = max(seen[token], 1u) + 1;
-            ring[steps % slots] = broken ? 0xffffffffu : token + 1;
+            if (has_penalty) seen[token] = max(seen[token], 1u) + 1;
+            mailbox[steps % slots] = is_nan ? 0xffffffffu : token + 1;
             __threadfence_system();
             state[0] += 1, state[1] = token, state[2] = steps + 1;
         }
     }
 
-    // 4. the last block to leave cleans up
-    __shared__ bool leaves_last;
+    // 4. The last block to finish clears the scratch memory.
+    __shared__ bool is_last;
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
-        leaves_last = atomicAdd(&scratch->done, 1u) == gridDim.x - 1;
+        is_last = atomicAdd(&scratch->finished, 1u) == gridDim.x - 1;
     }
     __syncthreads();
-    if (!leaves_last) return;
-    for (int i = threadIdx.x; i < 4 * 256; i += THREADS)
+    if (!is_last) return;
+    for (int i = threadIdx.x; i < SAMPLE_ROUNDS * SAMPLE_BINS; i += SAMPLE_THREADS)
         (&scratch->counts[0][0])[i] = 0, (&scratch->masses[0][0])[i] = 0;
-    if (threadIdx.x == 0) scratch->arrived = scratch->done = scratch->top = 0;
+    if (threadIdx.x == 0) scratch->arrived = scratch->finished = scratch->top = 0;
 }
 
 #define DEFINE(T, SUFFIX)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1) decode_sample_##SUFFIX(                                \
+    extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1) decode_sample_##SUFFIX(                                \
         const float* logits, uint32_t* seen, const uint32_t* params, const T* embedding, float* x, uint32_t* state, \
-        volatile uint32_t* ring, Scratch* scratch, int vocab, int columns, int slots, float factor) {               \
-        sample<T>(logits, seen, params, embedding, x, state, ring, scratch, vocab, columns, slots, factor);         \
+        volatile uint32_t* mailbox, Scratch* scratch, int vocab, int columns, int slots, float embedding_scale) {   \
+        sample<T>(logits, seen, params, embedding, x, state, mailbox, scratch, vocab, columns, slots,               \
+                  embedding_scale);                                                                                 \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

@@ -1,18 +1,19 @@
-//! Drawing a token on the device (`sample.cu`): penalties, temperature, top-k, top-p and min-p over a decode step's logits.
+//! Sampling on the device (`sample.cu`): penalties, temperature, top-k, top-p and min-p.
 //!
-//! Its judge is the host's sampler: `tests/it/executor.rs`.
+//! The reference is the sampler on the host (`tests/it/decode_graph.rs`).
 
 use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor};
 
+use super::buffers::{StepBuffers, check, check_f32};
+use super::head::{Embedding, add_quantized_embedding, check_embedding, dense_table};
 use crate::kernels::bytes;
-use crate::kernels::decode::{Embedding, StepBuffers, check, check_embedding, check_f32, dense_table, embed_token};
-use crate::kernels::launch::chain::{Arguments, Chain, Mailbox, Shape};
-use crate::kernels::launch::cuda::module;
+use crate::kernels::constants::{SAMPLE_BINS, SAMPLE_IDS_PER_THREAD, SAMPLE_MAX_BLOCKS, SAMPLE_ROUNDS, SAMPLE_THREADS};
+use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, Mailbox, module};
 use crate::kernels::rows::copy_rows;
 
-/// How tokens are drawn on the device; the words of `Params` in `sample.cu`.
+/// How the kernel samples: `SamplingParams` of `sample.cu`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingKernelParams {
     pub temperature: f32,
@@ -23,12 +24,12 @@ pub struct SamplingKernelParams {
     pub frequency_penalty: f32,
     pub presence_penalty: f32,
     pub seed: u64,
-    /// Tokens drawn before the first step.
+    /// The number of tokens sampled before the first step.
     pub sampled_before: u32,
 }
 
 impl SamplingKernelParams {
-    /// The likeliest token, without penalties.
+    /// Greedy sampling without penalties.
     pub fn greedy() -> Self {
         Self {
             temperature: 0.0,
@@ -44,33 +45,35 @@ impl SamplingKernelParams {
     }
 }
 
-/// What drawing needs in device memory.
+/// The buffers of the sampling kernel.
 pub struct SamplingBuffers {
+    /// `SamplingParams` of `sample.cu`, as words.
     params: Tensor,
-    /// u32 \[V\]: 0, or 1 + how often the token was generated.
+    /// u32 \[V\]: 0 for a token that never appeared, otherwise 1 + how often it was generated.
     seen: Tensor,
+    /// `Scratch` of `sample.cu`, as words.
     scratch: Tensor,
 }
 
-/// Words of `Scratch` in `sample.cu`.
-const SCRATCH_WORDS: usize = 4 + 4 * 256 + 2 * (4 * 256) + 2 * 1024;
-/// Logits that a thread of `decode_sample` holds at most.
-const IDS_A_THREAD: usize = 8;
-const SAMPLE_THREADS: usize = 1024;
+/// The words of `SamplingParams`.
+const PARAM_WORDS: usize = 10;
+/// The words of `Scratch`: four counters, then counts, masses and masses of blocks, the masses in 64 bits.
+const SCRATCH_WORDS: usize =
+    4 + SAMPLE_ROUNDS * SAMPLE_BINS + 2 * (SAMPLE_ROUNDS * SAMPLE_BINS) + 2 * SAMPLE_MAX_BLOCKS;
 
 impl SamplingBuffers {
     pub fn new(logits: &Tensor) -> Result<Self> {
         let device = logits.device();
         Ok(Self {
-            params: Tensor::zeros(10, DType::U32, device)?,
+            params: Tensor::zeros(PARAM_WORDS, DType::U32, device)?,
             seen: Tensor::zeros(logits.dims1()?, DType::U32, device)?,
             scratch: Tensor::zeros(SCRATCH_WORDS, DType::U32, device)?,
         })
     }
 
-    /// Sets what the next steps draw by. `seen` \[V\] as above; not looked at unless there is a penalty.
+    /// Sets how the next steps sample. `seen` has V counts; only penalties need it.
     pub fn set(&self, params: &SamplingKernelParams, seen: Option<Vec<u32>>) -> Result<()> {
-        let words = [
+        let words: [u32; PARAM_WORDS] = [
             params.temperature.to_bits(),
             params.top_p.to_bits(),
             params.min_p.to_bits(),
@@ -90,20 +93,20 @@ impl SamplingBuffers {
     }
 }
 
-/// Whether `sample` can hold a vocabulary of this size.
+/// Returns whether the threads of [`add_sample`] can hold all logits on this GPU.
 pub fn can_sample(buffers: &StepBuffers) -> bool {
     let vocab = buffers.logits.elem_count();
-    vocab <= sample_blocks(vocab, buffers) * SAMPLE_THREADS * IDS_A_THREAD
+    vocab <= sample_blocks(vocab, buffers) * SAMPLE_THREADS * SAMPLE_IDS_PER_THREAD
 }
 
-/// All blocks must run at once: they wait for each other.
+/// Returns the number of blocks. All of them must run at once, because they wait for each other.
 fn sample_blocks(vocab: usize, buffers: &StepBuffers) -> usize {
     vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors)
 }
 
-/// A token is drawn and becomes the next input; it is told to the host.
-pub fn sample(
-    chain: &mut Chain,
+/// Adds sampling: the sampled token becomes the next input and goes to the mailbox.
+pub fn add_sample(
+    sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
     sampling: &SamplingBuffers,
     embedding: &Embedding,
@@ -113,7 +116,6 @@ pub fn sample(
     check_f32("logits", &buffers.logits, sampling.seen.elem_count())?;
     check("logits", can_sample(buffers), &buffers.logits)?;
     let (table, suffix) = dense_table(&embedding.table)?;
-    let blocks = sample_blocks(vocab, buffers);
     let arguments = Arguments::new()
         .tensor(&buffers.logits)?
         .tensor(&sampling.seen)?
@@ -127,9 +129,10 @@ pub fn sample(
         .int(columns)
         .int(mailbox.slots())
         .float(embedding.scale);
-    let shape = Shape { grid: (blocks, 1, 1), block: SAMPLE_THREADS, shared_bytes: 0 };
-    let name = format!("decode_sample_{suffix}");
-    // SAFETY: shapes checked above; the grid is no more than the multiprocessors, one block fits on each.
-    unsafe { chain.push(&module!("sample"), &name, shape, bytes(&buffers.logits), arguments)? };
-    embed_token(chain, buffers, embedding)
+    let shape = LaunchShape::linear(sample_blocks(vocab, buffers), SAMPLE_THREADS);
+    let launch = Launch::new(module!("sample"), format!("decode_sample_{suffix}"), shape, arguments);
+    // SAFETY: shapes are checked above;
+    // the grid has at most one block per multiprocessor, and one block fits on each.
+    unsafe { sequence.add(launch.with_bytes_moved(bytes(&buffers.logits)))? };
+    add_quantized_embedding(sequence, buffers, embedding)
 }

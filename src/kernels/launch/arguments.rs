@@ -111,6 +111,12 @@ impl Arguments {
         }
     }
 
+    /// Adds an address. The caller keeps its memory alive.
+    pub fn address(mut self, address: CUdeviceptr) -> Self {
+        self.args.push(Arg::Address(address));
+        self
+    }
+
     /// Adds a C struct by value. `tensors` are the tensors whose addresses it holds.
     pub fn value<'t, T>(mut self, value: T, tensors: impl IntoIterator<Item = &'t Tensor>) -> Self
     where

@@ -8,8 +8,6 @@
 //! may be dropped as soon as a launch on it is queued, and no launch needs an event.
 
 mod arguments;
-pub mod chain;
-pub mod cuda;
 mod device;
 mod graph;
 mod kernel_launch;

@@ -1,10 +1,13 @@
-// Matrix products of routed experts on packed weights: out[t, n] = W[ids[t, n]] · x[t or (t, n)] + bias[ids[t, n]].
+// Matrix products of routed experts: out[t, n] = W[ids[t, n]] · x[t or (t, n)] + bias[ids[t, n]].
 //   MXFP4 weights: blocks u8 [E, R, C/32, 16] (low nibble = even element), scales u8 [E, R, C/32] (2^(s-127), 255 = NaN)
 //   dense weights: [E, R, C] of the compute dtype; bias [E, R] of the compute dtype or null
 //   x [T, C] (shared by a token's experts) or [T, N, C]; ids u32 [T, N]; out [T, N, R]
-// Three kernels: a matrix-vector one for few tokens; for many, `sort_by_expert` and, for MXFP4, a tensor-core tile that reads
-// each expert's weights once per 64 (token, expert) pairs instead of once per pair. On MXFP4 in bf16 and f16 experts_gemm.cu
-// and decode.cu take their place, unless a scale is above 2; on floats grouped_gemm.cu does. The sort serves all.
+// `expert_gemv` is for few tokens. `expert_gemm` is for many tokens on MXFP4.
+// `expert_gemm` reads each expert's weights once per 64 pairs of token and expert instead of once per pair.
+// Its pairs are sorted by sort_by_expert.cu.
+// For MXFP4 in bf16 and f16, experts_gemm.cu and decode/mxfp4_experts.cu are used instead, unless a scale is above 2.
+// For many tokens on float weights, grouped_gemm.cu is used instead.
+#include "constants.cuh"
 #include "headers/common.cuh"
 #include <mma.h>
 
@@ -27,7 +30,8 @@ template <typename T> struct Dense {
     const T* weights;
 };
 
-// One lane's share of the dot product of weight row `row` (of all E·R) with x: 32-element groups lane, lane + 32, ..
+// Returns one lane's part of the dot product of weight row `row` (of E·R rows) with x:
+// MXFP4 blocks lane, lane + 32, ..
 template <typename T> __device__ float lane_dot(const Mxfp4& w, size_t row, const T* x, int columns, int lane) {
     const int groups = columns / 32;
     float sum = 0.0f;
@@ -48,7 +52,8 @@ template <typename T> __device__ float lane_dot(const Dense<T>& w, size_t row, c
     return sum;
 }
 
-// grid (ceil(R / 8), T·N), block 256: one warp an output element.
+// One warp computes one output element.
+//   grid (ceil(R / 8), T·N), block 256; bytes moved: R rows of weights for each of the T·N pairs
 template <typename W, typename T>
 __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids, T* out, int rows, int columns, int pairs_per_x) {
     const int pair = blockIdx.y, row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -71,40 +76,24 @@ __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids,
     }
 FOR_EACH_DTYPE(DEFINE_GEMV)
 
-// Groups the pairs by expert: sorted[offsets[e] .. offsets[e+1]] are the pairs of expert e, in any order.
-// One block of 1024; E <= 1024.
-extern "C" __global__ void sort_by_expert(const uint32_t* ids, uint32_t* sorted, uint32_t* offsets, int pairs, int experts) {
-    __shared__ uint32_t count[1024], next[1024];
-    for (int e = threadIdx.x; e < experts; e += blockDim.x) count[e] = 0;
-    __syncthreads();
-    for (int p = threadIdx.x; p < pairs; p += blockDim.x) atomicAdd(&count[ids[p]], 1u);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        uint32_t start = 0;
-        for (int e = 0; e < experts; ++e) {
-            offsets[e] = next[e] = start;
-            start += count[e];
-        }
-        offsets[experts] = start;
-    }
-    __syncthreads();
-    for (int p = threadIdx.x; p < pairs; p += blockDim.x) sorted[atomicAdd(&next[ids[p]], 1u)] = p;
-}
-
-// One tile: TILE_R weight rows × TILE_P pairs of one expert, four warps of 32×32, K in steps of one MXFP4 block.
-// grid (ceil(R / TILE_R), ceil(pairs / TILE_P) + E), block 128. A y index past the last tile ends at once.
-constexpr int TILE_R = 64, TILE_P = 64, STEP = 32, PITCH = STEP + 8;
+// A block computes a tile of EXPERT_GEMM_ROWS weight rows × EXPERT_GEMM_PAIRS pairs of one expert.
+// Each of its four warps has 32 × 32 of it, and each step is one MXFP4 block of 32 columns.
+//   grid (ceil(R / EXPERT_GEMM_ROWS), ceil(P / EXPERT_GEMM_PAIRS) + E), block EXPERT_GEMM_THREADS
+//   A block past the last tile exits at once.
+//   bytes moved: the weights once per tile of pairs
+constexpr int STEP = 32, PITCH = STEP + 8;
 
 template <typename T> __device__ void load_weights(const Mxfp4& w, T* tile, size_t first_row, int valid, int group, int groups) {
-    // 128 threads: half a block of 16 values each. E2M1 × 2^k is exact in bf16; in f16 only within its range.
-    const int r = threadIdx.x / 2, part = threadIdx.x % 2;
-    T* to = tile + r * PITCH + part * 16;
+    // Each of the 128 threads unpacks half an MXFP4 block: 16 values.
+    // E2M1 · 2^k is exact in bf16, and in f16 within its range.
+    const int r = threadIdx.x / 2, half = threadIdx.x % 2;
+    T* to = tile + r * PITCH + half * 16;
     if (r >= valid) {
         for (int i = 0; i < 16; ++i) to[i] = from_float<T>(0.0f);
         return;
     }
     const size_t block = (first_row + r) * groups + group;
-    const uint2 packed = *reinterpret_cast<const uint2*>(w.blocks + block * 16 + part * 8);
+    const uint2 packed = *reinterpret_cast<const uint2*>(w.blocks + block * 16 + half * 8);
     const float scale = e8m0(w.scales[block]);
 #pragma unroll
     for (int i = 0; i < 16; ++i) to[i] = from_float<T>(e2m1((i < 8 ? packed.x : packed.y) >> (4 * (i % 8)) & 15) * scale);
@@ -113,35 +102,35 @@ template <typename T> __device__ void load_weights(const Mxfp4& w, T* tile, size
 template <typename T>
 __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int rows,
                             int columns, int pairs_per_x, int experts) {
-    // Which expert and which of its tiles this block is: walk the (few) experts.
+    // Finds the expert and the tile of this block by walking over the experts, which are few.
     int expert = 0, tile_index = blockIdx.y;
     for (; expert < experts; ++expert) {
-        const int tiles = (offsets[expert + 1] - offsets[expert] + TILE_P - 1) / TILE_P;
+        const int tiles = (offsets[expert + 1] - offsets[expert] + EXPERT_GEMM_PAIRS - 1) / EXPERT_GEMM_PAIRS;
         if (tile_index < tiles) break;
         tile_index -= tiles;
     }
     if (expert == experts) return;
-    const int first_pair = offsets[expert] + tile_index * TILE_P;
-    const int pairs = min(TILE_P, (int)offsets[expert + 1] - first_pair);
-    const int first_row = blockIdx.x * TILE_R, valid_rows = min(TILE_R, rows - first_row), groups = columns / 32;
+    const int first_pair = offsets[expert] + tile_index * EXPERT_GEMM_PAIRS;
+    const int pairs = min(EXPERT_GEMM_PAIRS, (int)offsets[expert + 1] - first_pair);
+    const int first_row = blockIdx.x * EXPERT_GEMM_ROWS, valid_rows = min(EXPERT_GEMM_ROWS, rows - first_row), groups = columns / 32;
     const size_t weight_row = (size_t)expert * rows + first_row;
 
     using namespace nvcuda;
-    // The inputs of a step and, after the last one, the results share the same memory.
-    __shared__ __align__(32) unsigned char buffer[TILE_P * (TILE_R + 4) * sizeof(float)];
-    static_assert(sizeof(buffer) >= (TILE_R + TILE_P) * PITCH * sizeof(T));
-    T *tile_w = reinterpret_cast<T*>(buffer), *tile_x = tile_w + TILE_R * PITCH;
+    // Holds the inputs of a step; after the last step, the results.
+    __shared__ __align__(32) unsigned char buffer[EXPERT_GEMM_PAIRS * (EXPERT_GEMM_ROWS + 4) * sizeof(float)];
+    static_assert(sizeof(buffer) >= (EXPERT_GEMM_ROWS + EXPERT_GEMM_PAIRS) * PITCH * sizeof(T));
+    T *tile_w = reinterpret_cast<T*>(buffer), *tile_x = tile_w + EXPERT_GEMM_ROWS * PITCH;
     float* tile_out = reinterpret_cast<float*>(buffer);
     const int warp = threadIdx.x / 32, warp_r = (warp / 2) * 32, warp_p = (warp % 2) * 32;
     wmma::fragment<wmma::accumulator, 16, 16, 16, float> sum[2][2];
-    for (auto& line : sum)
-        for (auto& fragment : line) wmma::fill_fragment(fragment, 0.0f);
+    for (auto& row : sum)
+        for (auto& fragment : row) wmma::fill_fragment(fragment, 0.0f);
 
-    const int p = threadIdx.x / 2, part = threadIdx.x % 2;
-    const T* source = p < pairs ? x + (size_t)(sorted[first_pair + p] / pairs_per_x) * columns + part * 16 : nullptr;
+    const int p = threadIdx.x / 2, half = threadIdx.x % 2;
+    const T* source = p < pairs ? x + (size_t)(sorted[first_pair + p] / pairs_per_x) * columns + half * 16 : nullptr;
     for (int group = 0; group < groups; ++group) {
         load_weights(w, tile_w, weight_row, valid_rows, group, groups);
-        uint4* to = reinterpret_cast<uint4*>(tile_x + p * PITCH + part * 16);
+        uint4* to = reinterpret_cast<uint4*>(tile_x + p * PITCH + half * 16);
         const uint4* from = reinterpret_cast<const uint4*>(source + group * 32);
         to[0] = source ? from[0] : make_uint4(0, 0, 0, 0);
         to[1] = source ? from[1] : make_uint4(0, 0, 0, 0);
@@ -162,24 +151,24 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
         }
         __syncthreads();
     }
-    // sum[i][j] is (row, pair); stored column-major it lands as [pair][row], the order of `out`.
+    // sum[i][j] has rows × pairs. A column-major store makes it [pair][row], the order of `out`.
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-            wmma::store_matrix_sync(tile_out + (warp_p + 16 * j) * (TILE_R + 4) + warp_r + 16 * i, sum[i][j], TILE_R + 4,
+            wmma::store_matrix_sync(tile_out + (warp_p + 16 * j) * (EXPERT_GEMM_ROWS + 4) + warp_r + 16 * i, sum[i][j], EXPERT_GEMM_ROWS + 4,
                                     wmma::mem_col_major);
     __syncthreads();
-    for (int i = threadIdx.x; i < pairs * TILE_R; i += blockDim.x) {
-        const int pair = i / TILE_R, row = i % TILE_R;
+    for (int i = threadIdx.x; i < pairs * EXPERT_GEMM_ROWS; i += blockDim.x) {
+        const int pair = i / EXPERT_GEMM_ROWS, row = i % EXPERT_GEMM_ROWS;
         if (row >= valid_rows) continue;
-        const float value = tile_out[pair * (TILE_R + 4) + row] + (bias ? to_float(bias[weight_row + row]) : 0.0f);
+        const float value = tile_out[pair * (EXPERT_GEMM_ROWS + 4) + row] + (bias ? to_float(bias[weight_row + row]) : 0.0f);
         out[(size_t)sorted[first_pair + pair] * rows + first_row + row] = from_float<T>(value);
     }
 }
 
 #define DEFINE_GEMM(T, SUFFIX)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(128)                                                                       \
+    extern "C" __global__ void __launch_bounds__(EXPERT_GEMM_THREADS)                                                                       \
         expert_gemm_mxfp4_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,                 \
                                    const uint32_t* sorted, const uint32_t* offsets, T* out, int rows, int columns,          \
                                    int pairs_per_x, int experts) {                                                          \

@@ -1,130 +1,51 @@
-//! Matrix products of routed experts, on MXFP4 weights as they are stored (no unpacked copy), on quantized or on dense
-//! ones; and MXFP4 weights laid out for tensor cores, which `expert_mlp` and `decode` multiply with.
-//!
-//! MXFP4 (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale. Layout as in openai/gpt-oss-20b: blocks
-//! [E, R, C/32, 16], two values a byte, the even element in the low nibble; scales [E, R, C/32], value 2^(byte - 127).
+//! Matrix products of routed experts, for all formats of their weights (`experts.cu`).
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
-use crate::kernels::quantized::InputRounding;
+use super::experts_gemm::Mxfp4Tiles;
+#[cfg(feature = "cuda")]
+use super::grouped_gemm::grouped_gemm;
+use super::mxfp4::{E2M1_VALUES, MXFP4_BLOCK, e8m0_to_f32, mxfp4_dims};
+#[cfg(feature = "cuda")]
+use super::sort_by_expert::{SortedPairs, sort_by_expert};
+use crate::kernels::constants::MAX_EXPERTS;
+#[cfg(feature = "cuda")]
+use crate::kernels::constants::{EXPERT_GEMM_PAIRS, EXPERT_GEMM_ROWS, EXPERT_GEMM_THREADS};
+#[cfg(feature = "cuda")]
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+#[cfg(feature = "cuda")]
+use crate::kernels::quantized::{InputRounding, quantized_ops};
 use crate::kernels::quantized::{Matrix, QuantizedMatrix};
-use crate::kernels::{bytes, elements, to_f32};
+use crate::kernels::{bytes, elements, to_f32, unsupported};
 
-/// Values in one MXFP4 block.
-pub const MXFP4_BLOCK: usize = 32;
-
-/// E2M1 by nibble.
-pub const E2M1_VALUES: [f32; 16] =
-    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
-
-/// Pairs of token and expert in one call: a grid is at most so high.
+/// The most pairs of token and expert in one call: the limit of a grid's second dimension.
 pub const MAX_PAIRS: usize = 65_535;
 
-/// From this many (token, expert) pairs on, each expert's weights are read once a tile rather than once a pair.
+/// From this many pairs on, each expert's weights are read once per tile instead of once per pair.
 #[cfg(feature = "cuda")]
 const GEMM_FROM_PAIRS: usize = 64;
 
-/// The stacked weight matrices of all experts, each [R, C].
+/// The weight matrices of all experts, each \[R, C\].
 #[derive(Clone, Debug)]
 pub enum ExpertWeights {
-    /// blocks [E, R, C/32, 16] u8, scales [E, R, C/32] u8.
+    /// Blocks u8 \[E, R, C/32, 16\], scales u8 \[E, R, C/32\].
     Mxfp4 { blocks: Tensor, scales: Tensor },
-    /// [E, R, C] of the compute dtype.
+    /// \[E, R, C\] of the compute dtype.
     Dense(Tensor),
-    /// [E·R, C], and E.
+    /// One matrix \[E·R, C\], and E.
     Quantized(QuantizedMatrix, usize),
-    /// MXFP4, laid out anew for tensor cores: what a GPU computes in bf16 or f16 with.
+    /// MXFP4 repacked for tensor cores: a GPU that computes in bf16 or f16 uses these.
     #[cfg(feature = "cuda")]
     Mxfp4Tiles(Mxfp4Tiles),
 }
 
-/// MXFP4 matrices in tiles of 16 rows × 64 columns, each the fragments of a tensor-core product (`experts_gemm.cu`).
-#[cfg(feature = "cuda")]
-#[derive(Clone, Debug)]
-pub struct Mxfp4Tiles {
-    /// u8 [E, ceil(R/16), ceil(C/64), 512]
-    blocks: Tensor,
-    /// u8 [E, ceil(R/16), ceil(C/64), 32]
-    scales: Tensor,
-    rows: usize,
-    columns: usize,
-}
-
-/// How the 16 rows of a tile follow each other.
-#[cfg(feature = "cuda")]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RowOrder {
-    Plain,
-    /// Rows 2g and 2g + 1, a gate and its linear half, at g and g + 8.
-    Paired,
-}
-
-#[cfg(feature = "cuda")]
-impl Mxfp4Tiles {
-    /// From blocks [E, R, C/32, 16] and scales [E, R, C/32], on the GPU; waits for it. `None` if a scale is above 2: the
-    /// tensor-core kernels cannot compute with such weights, which no known checkpoint has.
-    pub fn repack(blocks: &Tensor, scales: &Tensor, order: RowOrder) -> Result<Option<Self>> {
-        use crate::kernels::launch::cuda::{Arg, launch, module};
-        let weights = ExpertWeights::Mxfp4 { blocks: blocks.clone(), scales: scales.clone() };
-        let (experts, rows, columns) = weights.dims()?;
-        let Device::Cuda(device) = blocks.device() else {
-            return crate::kernels::unsupported("Mxfp4Tiles::repack", blocks);
-        };
-        let (row_tiles, column_tiles) = (rows.div_ceil(16), columns.div_ceil(64));
-        // SAFETY: the kernel writes every byte of every tile.
-        let empty =
-            |bytes| unsafe { Tensor::empty((experts, row_tiles, column_tiles, bytes), DType::U8, blocks.device()) };
-        let tiles = Self { blocks: empty(512)?, scales: empty(32)?, rows, columns };
-        let extreme = Tensor::zeros(1, DType::U32, blocks.device())?;
-        let args = [
-            Arg::tensor(blocks)?,
-            Arg::tensor(scales)?,
-            Arg::tensor(&tiles.blocks)?,
-            Arg::tensor(&tiles.scales)?,
-            Arg::tensor(&extreme)?,
-            experts.into(),
-            rows.into(),
-            columns.into(),
-            Arg::Int(i32::from(order == RowOrder::Paired)),
-        ];
-        let grid = ((experts * row_tiles * column_tiles).div_ceil(8), 1, 1);
-        // SAFETY: `dims` checked that blocks and scales go together; the tiles have the sizes that the kernel counts.
-        unsafe { launch(device, &module!("experts_gemm"), "repack_mxfp4", grid, 256, 0, &args)? };
-        Ok((extreme.to_vec1::<u32>()?[0] == 0).then_some(tiles))
-    }
-
-    /// (E, R, C).
-    pub fn dims(&self) -> (usize, usize, usize) {
-        (self.blocks.dims()[0], self.rows, self.columns)
-    }
-
-    pub fn blocks(&self) -> &Tensor {
-        &self.blocks
-    }
-
-    pub fn scales(&self) -> &Tensor {
-        &self.scales
-    }
-
-    pub fn bytes(&self) -> u64 {
-        bytes(&self.blocks) + bytes(&self.scales)
-    }
-}
-
 impl ExpertWeights {
-    /// (E, R, C).
+    /// (E, R, C)
     pub fn dims(&self) -> Result<(usize, usize, usize)> {
         match self {
-            ExpertWeights::Mxfp4 { blocks, scales } => {
-                let (experts, rows, groups, bytes) = blocks.dims4()?;
-                let u8s = blocks.dtype() == DType::U8 && scales.dtype() == DType::U8;
-                if !u8s || bytes != MXFP4_BLOCK / 2 || scales.dims() != [experts, rows, groups] {
-                    bail!("MXFP4 blocks {:?} do not go with scales {:?}", blocks.dims(), scales.dims());
-                }
-                Ok((experts, rows, groups * MXFP4_BLOCK))
-            }
+            ExpertWeights::Mxfp4 { blocks, scales } => mxfp4_dims(blocks, scales),
             ExpertWeights::Dense(weights) => weights.dims3(),
             ExpertWeights::Quantized(matrix, experts) => {
                 let (rows, columns) = matrix.dims();
@@ -135,7 +56,7 @@ impl ExpertWeights {
         }
     }
 
-    /// All experts' rows as one matrix [E·R, C]; `None` of MXFP4.
+    /// Returns the rows of all experts as one matrix \[E·R, C\]; `None` for MXFP4.
     pub fn as_matrix(&self) -> Result<Option<Matrix>> {
         Ok(match self {
             ExpertWeights::Dense(weights) => Some(Matrix::Dense(weights.flatten(0, 1)?)),
@@ -144,7 +65,6 @@ impl ExpertWeights {
         })
     }
 
-    /// Bytes of all experts.
     pub fn bytes(&self) -> u64 {
         match self {
             ExpertWeights::Mxfp4 { blocks, scales } => bytes(blocks) + bytes(scales),
@@ -156,10 +76,10 @@ impl ExpertWeights {
     }
 }
 
-/// out[t, n] = W[ids[t, n]] · x + bias[ids[t, n]].
+/// Returns out\[t, n\] = W\[ids\[t, n\]\] · x + bias\[ids\[t, n\]\], \[T, N, R\] of x's dtype.
 ///
-/// x [T, C], shared by a token's experts, or [T, N, C]; ids [T, N] u32, each below E (on a GPU this is not checked); bias
-/// [E, R] of x's dtype. Returns [T, N, R].
+/// x \[T, C\], shared by a token's experts, or \[T, N, C\];
+/// ids u32 \[T, N\], each below E (a GPU does not check it); bias \[E, R\] of x's dtype.
 pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>, ids: &Tensor) -> Result<Tensor> {
     let (experts, rows, columns) = weights.dims()?;
     let (tokens, chosen) = ids.dims2()?;
@@ -168,24 +88,20 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
     } else if x.dims() == [tokens, chosen, columns] {
         1
     } else {
-        bail!("expert_matmul: x {:?} does not go with ids {:?} and weights of {columns} columns", x.dims(), ids.dims())
+        bail!("expert_matmul: x {:?} does not fit ids {:?} and weights of {columns} columns", x.dims(), ids.dims())
     };
-    // The sort has room for 1,024 experts.
-    if ids.dtype() != DType::U32 || experts > 1024 || tokens * chosen > MAX_PAIRS {
+    if ids.dtype() != DType::U32 || experts > MAX_EXPERTS || tokens * chosen > MAX_PAIRS {
+        let dtype = ids.dtype();
         bail!(
-            "expert_matmul: {tokens} x {chosen} ids of {:?} (U32, at most {MAX_PAIRS}), {experts} experts",
-            ids.dtype()
+            "expert_matmul: ids {dtype:?} [{tokens}, {chosen}] of {experts} experts, expected U32, at most {MAX_PAIRS} \
+             ids and {MAX_EXPERTS} experts"
         );
     }
     if let Some(bias) = bias
         && (bias.dims() != [experts, rows] || bias.dtype() != x.dtype())
     {
-        bail!(
-            "expert_matmul: bias is {:?} {:?}, expected {:?} [{experts}, {rows}]",
-            bias.dtype(),
-            bias.dims(),
-            x.dtype()
-        );
+        let (dtype, dims, expected) = (bias.dtype(), bias.dims(), x.dtype());
+        bail!("expert_matmul: bias is {dtype:?} {dims:?}, expected {expected:?} [{experts}, {rows}]");
     }
     if let ExpertWeights::Dense(dense) = weights
         && dense.dtype() != x.dtype()
@@ -202,107 +118,136 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
             Tensor::from_vec(out, (tokens, chosen, rows), &Device::Cpu)?.to_dtype(x.dtype())
         }
         #[cfg(feature = "cuda")]
-        Device::Cuda(device) => {
-            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
-            let suffix = suffix(x.dtype())?;
-            let pairs = tokens * chosen;
-            if let ExpertWeights::Quantized(matrix, _) = weights {
-                if bias.is_some() {
-                    bail!("expert_matmul: quantized experts with a bias");
-                }
-                // Dequantizing all experts moves some four times as much as a pair of each.
-                if pairs < GEMM_FROM_PAIRS.max(4 * experts) || x.dtype() == DType::F32 {
-                    return crate::kernels::quantized::cuda::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
-                }
-                // What codes stand for, on both sides.
-                let rounded = match matrix.input_rounding {
-                    InputRounding::None => x.clone(),
-                    rounding => {
-                        let flat = x.reshape(((), columns))?;
-                        crate::kernels::quantized::cuda::round_floats(device, &flat, rounding)?.reshape(x.shape())?
-                    }
-                };
-                let dense = matrix.dequantize(x.dtype())?.reshape((experts, rows, columns))?;
-                return expert_matmul(&rounded, &ExpertWeights::Dense(dense), None, ids);
-            }
-            // SAFETY: both paths write R elements for each of the T·N pairs.
-            let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
-            let (kind, first, second) = match weights {
-                ExpertWeights::Mxfp4 { blocks, scales } => ("mxfp4", Arg::tensor(blocks)?, Arg::tensor(scales)?),
-                ExpertWeights::Dense(dense) => ("dense", Arg::tensor(dense)?, Arg::optional(None)?),
-                ExpertWeights::Mxfp4Tiles(_) | ExpertWeights::Quantized(..) => {
-                    bail!("expert_matmul: unexpected weights")
-                }
-            };
-            let (bias, input, output) = (Arg::optional(bias)?, Arg::tensor(x)?, Arg::tensor(&out)?);
-            let module = module!("experts");
-            let step = if kind == "dense" { 8 } else { MXFP4_BLOCK };
-            if pairs < GEMM_FROM_PAIRS || x.dtype() == DType::F32 || !columns.is_multiple_of(step) {
-                let sizes = [rows, columns, pairs_per_x].map(Arg::from);
-                let args = [[first, second, bias, input, Arg::tensor(ids)?, output].as_slice(), &sizes].concat();
-                let name = format!("expert_gemv_{kind}_{suffix}");
-                // SAFETY: shapes and dtypes checked above; ids are below E by the contract.
-                unsafe { launch(device, &module, &name, (rows.div_ceil(8), pairs, 1), 256, 0, &args)? };
-                return Ok(out);
-            }
-            // SAFETY: sort_by_expert writes all pairs and all E + 1 offsets.
-            let sorted = unsafe { Tensor::empty(pairs, ids.dtype(), x.device())? };
-            // SAFETY: as above.
-            let offsets = unsafe { Tensor::empty(experts + 1, ids.dtype(), x.device())? };
-            let args = [Arg::tensor(ids)?, Arg::tensor(&sorted)?, Arg::tensor(&offsets)?, pairs.into(), experts.into()];
-            // SAFETY: shapes and E checked above.
-            unsafe { launch(device, &module, "sort_by_expert", (1, 1, 1), 1024, 0, &args)? };
-            let order = [Arg::tensor(&sorted)?, Arg::tensor(&offsets)?, output];
-            let sizes = [rows, columns, pairs_per_x, experts].map(Arg::from);
-            // Rows, pairs and threads of a block's tile, and its shared memory.
-            let (module, name, tile, shared) = match weights {
-                ExpertWeights::Dense(_) => {
-                    let most = if pairs > 96 * experts { 128 } else { 64 };
-                    let name = format!("grouped_gemm_{most}_{suffix}");
-                    (module!("grouped_gemm"), name, (128, most, 256), 3 * (most + 128) * 128)
-                }
-                _ => (module, format!("expert_gemm_mxfp4_{suffix}"), (64, 64, 128), 0),
-            };
-            let first = if kind == "dense" { vec![first] } else { vec![first, second] };
-            let args = [first.as_slice(), &[bias, input], &order, &sizes].concat();
-            let grid = (rows.div_ceil(tile.0), pairs.div_ceil(tile.1) + experts, 1);
-            // SAFETY: shapes and dtypes checked above; the grid covers the most tiles there can be.
-            unsafe { launch(device, &module, &name, grid, tile.2, shared, &args)? };
-            Ok(out)
-        }
+        Device::Cuda(device) => cuda::expert_matmul(device, x, weights, bias, ids, pairs_per_x),
         #[allow(unreachable_patterns)]
-        _ => crate::kernels::unsupported("expert_matmul", x),
+        _ => unsupported("expert_matmul", x),
     }
 }
 
-/// Σ shares[t, n] · y[t, n]: y [T, N, C], shares [T, N] f32. Returns [T, C] f32.
-pub fn combine(y: &Tensor, shares: &Tensor) -> Result<Tensor> {
-    let (tokens, chosen, _) = y.dims3()?;
-    if shares.dims() != [tokens, chosen] || shares.dtype() != DType::F32 {
-        bail!("combine: {:?} {:?} for y {:?}", shares.dtype(), shares.dims(), y.dims());
-    }
-    match y.device() {
-        Device::Cpu => y.to_dtype(DType::F32)?.broadcast_mul(&shares.unsqueeze(2)?)?.sum(1),
-        #[cfg(feature = "cuda")]
-        Device::Cuda(device) => {
-            use crate::kernels::launch::cuda::{Arg, launch, module, suffix};
-            let columns = y.dim(2)?;
-            let n = tokens * columns;
-            // SAFETY: the kernel writes every element.
-            let out = unsafe { Tensor::empty((tokens, columns), DType::F32, y.device())? };
-            let sizes = [n, columns, chosen].map(Arg::from);
-            let args = [[Arg::tensor(y)?, Arg::tensor(shares)?, Arg::tensor(&out)?].as_slice(), &sizes].concat();
-            let name = format!("mix_{}", suffix(y.dtype())?);
-            // SAFETY: shapes and dtypes checked above.
-            unsafe { launch(device, &module!("grouped_gemm"), &name, (n.div_ceil(256), 1, 1), 256, 0, &args)? };
-            Ok(out)
+/// The launches of [`expert_matmul`], whose shapes it has checked.
+#[cfg(feature = "cuda")]
+mod cuda {
+    use candle_core::cuda_backend::CudaDevice;
+
+    use super::*;
+
+    pub fn expert_matmul(
+        device: &CudaDevice,
+        x: &Tensor,
+        weights: &ExpertWeights,
+        bias: Option<&Tensor>,
+        ids: &Tensor,
+        pairs_per_x: usize,
+    ) -> Result<Tensor> {
+        let ((tokens, chosen), (_, rows, columns)) = (ids.dims2()?, weights.dims()?);
+        if let ExpertWeights::Quantized(matrix, experts) = weights {
+            if bias.is_some() {
+                bail!("expert_matmul: quantized experts with a bias");
+            }
+            return quantized_expert_matmul(device, x, matrix, *experts, ids, pairs_per_x);
         }
-        #[allow(unreachable_patterns)]
-        _ => crate::kernels::unsupported("combine", y),
+        // SAFETY: all kernels below write R elements for each of the T·N pairs.
+        let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
+        let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32;
+        match weights {
+            ExpertWeights::Mxfp4 { blocks, scales } if needs_gemv => {
+                let weights = Arguments::new().tensor(blocks)?.tensor(scales)?;
+                gemv(device, "mxfp4", weights, x, bias, ids, (rows, columns, pairs_per_x), &out)?;
+            }
+            ExpertWeights::Mxfp4 { blocks, scales } => {
+                mxfp4_gemm(device, (blocks, scales), x, bias, ids, pairs_per_x, &out)?;
+            }
+            ExpertWeights::Dense(dense) if needs_gemv || !columns.is_multiple_of(8) => {
+                let weights = Arguments::new().tensor(dense)?.optional(None)?;
+                gemv(device, "dense", weights, x, bias, ids, (rows, columns, pairs_per_x), &out)?;
+            }
+            ExpertWeights::Dense(dense) => {
+                // SAFETY: the public function checked shapes and dtypes; its caller answers for the ids.
+                unsafe { grouped_gemm(device, x, dense, bias, ids, pairs_per_x, &out)? };
+            }
+            ExpertWeights::Mxfp4Tiles(_) | ExpertWeights::Quantized(..) => {
+                bail!("expert_matmul: no kernel for these weights")
+            }
+        }
+        Ok(out)
+    }
+
+    fn quantized_expert_matmul(
+        device: &CudaDevice,
+        x: &Tensor,
+        matrix: &QuantizedMatrix,
+        experts: usize,
+        ids: &Tensor,
+        pairs_per_x: usize,
+    ) -> Result<Tensor> {
+        let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
+        // Dequantizing all experts moves about four times as many bytes as one pair of each does.
+        if ids.elem_count() < GEMM_FROM_PAIRS.max(4 * experts) || x.dtype() == DType::F32 {
+            return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
+        }
+        let rounded = match matrix.input_rounding {
+            InputRounding::None => x.clone(),
+            rounding => {
+                let flat = x.reshape(((), columns))?;
+                quantized_ops::round_floats(device, &flat, rounding)?.reshape(x.shape())?
+            }
+        };
+        let dense = matrix.dequantize(x.dtype())?.reshape((experts, rows, columns))?;
+        super::expert_matmul(&rounded, &ExpertWeights::Dense(dense), None, ids)
+    }
+
+    /// One warp per element of `out`. `weights` has the first two arguments of the kernel.
+    #[allow(clippy::too_many_arguments)]
+    fn gemv(
+        device: &CudaDevice,
+        kind: &str,
+        weights: Arguments,
+        x: &Tensor,
+        bias: Option<&Tensor>,
+        ids: &Tensor,
+        (rows, columns, pairs_per_x): (usize, usize, usize),
+        out: &Tensor,
+    ) -> Result<()> {
+        let arguments =
+            weights.optional(bias)?.tensor(x)?.tensor(ids)?.tensor(out)?.int(rows).int(columns).int(pairs_per_x);
+        let kernel = format!("expert_gemv_{kind}_{}", dtype_suffix(x.dtype())?);
+        let shape = LaunchShape::new((rows.div_ceil(8), ids.elem_count(), 1), 256);
+        // SAFETY: the public function checked shapes and dtypes; its caller answers for the ids.
+        unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device) }
+    }
+
+    fn mxfp4_gemm(
+        device: &CudaDevice,
+        (blocks, scales): (&Tensor, &Tensor),
+        x: &Tensor,
+        bias: Option<&Tensor>,
+        ids: &Tensor,
+        pairs_per_x: usize,
+        out: &Tensor,
+    ) -> Result<()> {
+        let (experts, rows, columns) = mxfp4_dims(blocks, scales)?;
+        let SortedPairs { sorted, offsets } = sort_by_expert(device, ids, experts)?;
+        let arguments = Arguments::new()
+            .tensor(blocks)?
+            .tensor(scales)?
+            .optional(bias)?
+            .tensor(x)?
+            .tensor(&sorted)?
+            .tensor(&offsets)?
+            .tensor(out)?
+            .int(rows)
+            .int(columns)
+            .int(pairs_per_x)
+            .int(experts);
+        let kernel = format!("expert_gemm_mxfp4_{}", dtype_suffix(x.dtype())?);
+        let tiles = ids.elem_count().div_ceil(EXPERT_GEMM_PAIRS) + experts;
+        let shape = LaunchShape::new((rows.div_ceil(EXPERT_GEMM_ROWS), tiles, 1), EXPERT_GEMM_THREADS);
+        // SAFETY: as in `gemv`; the grid covers the most tiles there can be.
+        unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device) }
     }
 }
 
-/// [`expert_matmul`] in plain Rust; x has one row for each `pairs_per_x` entries of `ids`.
+/// [`expert_matmul`] in plain Rust. x has one row for each `pairs_per_x` ids.
 pub fn reference(
     x: &[f32],
     weights: &ExpertWeights,
@@ -312,12 +257,13 @@ pub fn reference(
 ) -> Result<Vec<f32>> {
     let (_, rows, columns) = weights.dims()?;
     let mut out = vec![0f32; ids.len() * rows];
-    let each = |compute: &(dyn Fn(usize, &[f32]) -> f32 + Sync), out: &mut [f32]| {
+    // `dot` multiplies a row of all experts' weights with a row of x.
+    let fill = |dot: &(dyn Fn(usize, &[f32]) -> f32 + Sync), out: &mut [f32]| {
         out.par_iter_mut().enumerate().for_each(|(index, out)| {
             let (pair, row) = (index / rows, index % rows);
             let expert_row = ids[pair] as usize * rows + row;
             let x = &x[pair / pairs_per_x * columns..][..columns];
-            *out = compute(expert_row, x) + bias.map_or(0.0, |bias| bias[expert_row]);
+            *out = dot(expert_row, x) + bias.map_or(0.0, |bias| bias[expert_row]);
         });
     };
     match weights {
@@ -331,7 +277,7 @@ pub fn reference(
                 let groups = blocks.zip(scales).zip(x.chunks_exact(MXFP4_BLOCK));
                 groups.map(|((block, scale), x)| block_dot(block, x) * e8m0_to_f32(*scale)).sum()
             };
-            each(&dot, &mut out);
+            fill(&dot, &mut out);
         }
         ExpertWeights::Dense(dense) => {
             let dense = to_f32(dense)?;
@@ -340,7 +286,7 @@ pub fn reference(
             let dot = |row: usize, x: &[f32]| {
                 dense[row * columns..][..columns].iter().zip(x).map(|(weight, x)| weight * x).sum()
             };
-            each(&dot, &mut out);
+            fill(&dot, &mut out);
         }
         ExpertWeights::Quantized(matrix, _) => {
             let columns = x.len() / (ids.len() / pairs_per_x).max(1);
@@ -353,21 +299,13 @@ pub fn reference(
             }
         }
         #[cfg(feature = "cuda")]
-        ExpertWeights::Mxfp4Tiles(_) => bail!("expert_matmul: tiles are for a GPU"),
+        ExpertWeights::Mxfp4Tiles(_) => bail!("expert_matmul: only a GPU can multiply with tiles"),
     }
     Ok(out)
 }
 
+/// Returns the dot product of one MXFP4 block, without its scale, with 32 elements of x.
 fn block_dot(block: &[u8], x: &[f32]) -> f32 {
     let pairs = block.iter().zip(x.chunks_exact(2));
     pairs.map(|(byte, x)| E2M1_VALUES[(byte & 15) as usize] * x[0] + E2M1_VALUES[(byte >> 4) as usize] * x[1]).sum()
-}
-
-/// The value of an E8M0 scale: 2^(byte - 127), NaN for 255.
-pub fn e8m0_to_f32(byte: u8) -> f32 {
-    match byte {
-        0 => f32::from_bits(0x0040_0000),
-        255 => f32::NAN,
-        _ => f32::from_bits((byte as u32) << 23),
-    }
 }

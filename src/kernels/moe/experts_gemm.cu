@@ -1,43 +1,44 @@
-// The MLP of routed experts for many tokens, on MXFP4 weights: tensor-core products that unpack the weights on the way
-// from memory to the registers.
+// The MLP of routed experts for many tokens, with MXFP4 weights:
+// matrix products on tensor cores that unpack the weights between shared memory and registers.
 //
 //   x [T, C] -> gather_tokens -> expert_gate_up -> h [P, F] -> expert_down -> y [P, C] -> expert_mix
-//   P = T·N pairs (token, chosen expert); the last makes sum_n weight[t, n] · y[t, n].
+//   P = T·N pairs of token and chosen expert. expert_mix computes Σ weight[t, n] · y[t, n] over n.
 //
 // Weights W [E, R, C] are repacked once, at load (`repack_mxfp4`), into tiles of 16 rows × 64 columns:
-//   blocks [E][ceil(R / 16)][ceil(C / 64)][lane 0..31][16 bytes]; lane 4g + t holds the words of (row g, block 2j),
-//   (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1), each the values k = 8t .. 8t + 7 of its block
-//   scales [E][ceil(R / 16)][ceil(C / 64)][g 0..7][4 bytes]: the same four of row g and row g + 8
-//   a word: even values in the low half, odd ones in the high half; pairs 0 to 3 have their magnitudes in the bits 11..9,
-//   8..6, 5..3, 2..0 of each half and their signs in the bits 15, 14, 13, 12
-// A lane's 16 bytes are its fragments of A for four products of depth 16, so weights never change lanes.
+//   blocks [E][ceil(R / 16)][ceil(C / 64)][lane 0..31][16 bytes]: lane 4g + t holds the words of (row g, block 2j),
+//   (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1), with the values 8t .. 8t + 7 of each block
+//   scales [E][ceil(R / 16)][ceil(C / 64)][g 0..7][4 bytes]: the scales of the same four blocks
+//   a word: even values in the low half, odd values in the high half; pairs 0 to 3 have their magnitudes in bits 11..9,
+//   8..6, 5..3, 2..0 of each half and their signs in bits 15, 14, 13, 12
+// The 16 bytes of a lane are its fragments of A for four products of depth 16, so weights never change lanes.
 //
-// Columns of x, h and y are in *fragment order*: within each 32, the pair of columns 2i, 2i + 1 with i = 4t + p is stored as
-// pair 4p + t (its own inverse), so that every lane gets the columns which its weights have.
+// Columns of x, h and y are in *fragment order*:
+// within each 32, the pair of columns 2i, 2i + 1 with i = 4t + p is stored as pair 4p + t.
+// Each lane then reads the columns that match its weights.
+// The order is its own inverse.
 //
-// Rows of x and h are *tiled*: [ceil(C / 64)][rows][128 bytes], in the order of `sorted` (see sort_by_expert) but with
-// each expert's first row at a multiple of 8, so rows = P + 8·E is enough. Of row r, chunk c of 16 bytes is stored at
-// c ^ (r % 8), and columns past C are zeros. Any rows of a tile × 64 columns are then contiguous and, as they are, what the
-// tensor cores read from shared memory without bank conflicts. y is [P, C] in the order of pairs.
+// Rows of x and h are *tiled*: [ceil(C / 64)][rows][128 bytes], in the order of `sorted` (see sort_by_expert),
+// with the first row of each expert at a multiple of 8; P + 8·E rows are always enough.
+// Segment s (16 bytes) of row r is stored at s ^ (r % 8), and columns past C are zeros.
+// Consecutive rows × 64 columns are then contiguous, and tensor cores read them from shared memory without bank conflicts.
+// y is [P, C], in the order of the pairs.
+#include "constants.cuh"
+#include "headers/async_copy.cuh"
 #include "headers/common.cuh"
-#include "moe/parts.cuh"
+#include "headers/tensor_core.cuh"
+#include "moe/work_items.cuh"
 
-constexpr int STEP = 64;         // columns of a tile of weights: 128 bytes of a row of x
-constexpr float ALPHA = 1.702f;  // of the clamped SwiGLU
+// The columns of a step: one tile of weights, and 128 bytes of a row of x.
+constexpr int STEP = MXFP4_TILE_COLUMNS;
 
+// The type of two packed values.
 template <typename T> struct Pair;
 template <> struct Pair<__half> {
     using type = __half2;
-    static __device__ __forceinline__ type of(float a, float b) { return __floats2half2_rn(a, b); }
 };
 template <> struct Pair<__nv_bfloat16> {
     using type = __nv_bfloat162;
-    static __device__ __forceinline__ type of(float a, float b) { return __floats2bfloat162_rn(a, b); }
 };
-template <typename T> __device__ __forceinline__ uint32_t pack(float a, float b) {
-    const typename Pair<T>::type pair = Pair<T>::of(a, b);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-}
 template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
     const T* halves = reinterpret_cast<const T*>(&word);
     return make_float2(to_float(halves[0]), to_float(halves[1]));
@@ -45,10 +46,12 @@ template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
 
 // ---- repacking and orders ----
 
-// blocks u8 [E, R, C/32, 16], scales u8 [E, R, C/32] -> tiles; `paired` puts the rows 2g, 2g + 1 of each 16 (a gate and its
-// up) at g and g + 8, where one lane has both products. Padding is zeros of scale 1. `extreme` is set if there is a scale
-// above 2 (byte 128): the products below have no number for some of its values, and other kernels must be used.
-// grid ceil(E · ceil(R / 16) · ceil(C / 64) / 8), block 256 (one warp a tile); bytes moved: 2 · E·R·C · 17/32.
+// Repacks blocks u8 [E, R, C/32, 16] and scales u8 [E, R, C/32] into tiles.
+// `paired` moves rows 2g and 2g + 1 of each 16 (a gate and its up) to g and g + 8, where one lane gets both products.
+// Padding is zeros with a scale of 1.
+// Sets `extreme` if a scale is above 2 (byte 128): scale_factors would overflow, so other kernels must be used.
+//   grid ceil(E · ceil(R / 16) · ceil(C / 64) / 8), block 256: one warp per tile
+//   bytes moved: 2 · E·R·C · 17/32
 extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* scales, uint8_t* tile_blocks,
                                         uint8_t* tile_scales, uint32_t* extreme, int experts, int rows, int columns,
                                         int paired) {
@@ -77,42 +80,44 @@ extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* sc
     reinterpret_cast<uint4*>(tile_blocks)[tile * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// x f32 [T, C] -> T, tiled [ceil(C / 64)][rows][64]: each pair's token.
-// grid ceil(P / 8), block 256 (one warp a pair); bytes moved: T·C · 4 + P·C · 2.
+// Copies the token of each pair.
+//   x f32 [T, C]; out T, tiled [ceil(C / 64)][rows][64]
+//   grid ceil(P / 8), block 256: one warp per pair; bytes moved: T·C · 4 + P·C · 2
 template <typename T>
-__device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int columns, int rows,
-                              int chosen, int experts) {
+__device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int columns,
+                              int rows, int chosen, int experts) {
     const int position = blockIdx.x * 8 + threadIdx.x / 32;
-    Part part;
-    if (!find_part(offsets, experts, 1, 1, position, part)) return;
+    WorkItem item;
+    if (!find_work_item(offsets, experts, 1, 1, position, item)) return;
     const float2* from = reinterpret_cast<const float2*>(x) + (size_t)(sorted[position] / chosen) * (columns / 2);
-    const int row = part.row + part.index;
+    const int row = item.row + item.index;
 #pragma unroll 4
     for (int i = threadIdx.x % 32; i < (columns + 63) / 64 * 8; i += 32) {
         uint4 value = make_uint4(0, 0, 0, 0);
         if (i < columns / 8) {
             // Stored pairs 4p .. 4p + 3 are the pairs p, 4 + p, 8 + p, 12 + p.
-            const float2* at = from + i / 4 * 16 + i % 4;
-            const float2 a = at[0], b = at[4], c = at[8], d = at[12];
+            const float2* pair = from + i / 4 * 16 + i % 4;
+            const float2 a = pair[0], b = pair[4], c = pair[8], d = pair[12];
             value = make_uint4(pack<T>(a.x, a.y), pack<T>(b.x, b.y), pack<T>(c.x, c.y), pack<T>(d.x, d.y));
         }
         reinterpret_cast<uint4*>(out)[((size_t)(i / 8) * rows + row) * 8 + (i ^ row) % 8] = value;
     }
 }
 
-// x[t] = sum_n weights[t, n] · y[t·N + n]: x f32 [T, C], weights f32 [T, N], y [T·N, C] in fragment order.
-// n = T·C / 8; grid ceil(n / 256), block 256; bytes moved: T·C · (4 + 2N).
+// x[t] = Σ weights[t, n] · y[t·N + n] over n
+//   x f32 [T, C]; weights f32 [T, N]; y [T·N, C] in fragment order; n = T·C / 8
+//   grid ceil(n / 256), block 256; bytes moved: T·C · (4 + 2N)
 template <typename T>
 __device__ void expert_mix(const T* y, const float* weights, float* x, int n, int columns, int chosen) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    const int chunks = columns / 8, token = i / chunks, chunk = i % chunks;
+    const int segments = columns / 8, token = i / segments, segment = i % segments;
     float2* to = reinterpret_cast<float2*>(x) + (size_t)(i / 4) * 16 + i % 4;
     float2 sum[4] = {};
     for (int c = 0; c < chosen; ++c) {
         const size_t pair = (size_t)token * chosen + c;
         const float weight = weights[pair];
-        const uint4 packed = reinterpret_cast<const uint4*>(y)[pair * chunks + chunk];
+        const uint4 packed = reinterpret_cast<const uint4*>(y)[pair * segments + segment];
         const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -127,16 +132,17 @@ __device__ void expert_mix(const T* y, const float* weights, float* x, int n, in
 
 // ---- unpacking ----
 
-// Four scale bytes to the factors, twice each in a word, by which unpacked values are multiplied. Bytes are at most 128
-// (repack_mxfp4 sees to it), or 255 for NaN, of which the factor is any number: nan_scales takes care of them.
+// Converts four scale bytes to the factors of unpacked values; each word holds its factor twice.
+// Bytes are at most 128 (repack_mxfp4 checks it), or 255 for NaN:
+// its factor is arbitrary, because nan_scales handles NaN.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[4]);
-// bf16: unpacked values are E2M1 · 2^-126, so 2^(s - 127) takes a factor of 2^(s - 1), exact down to s = 0.
+// bf16: unpacked values are E2M1 · 2^-126, so the factor for 2^(s - 127) is 2^(s - 1), exact down to s = 0.
 template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(scales, 0, 0x4040 + 0x0101 * i) * 128u + 0x3F003F00u;
 }
-// f16: unpacked values are E2M1 · 2^-14, so it takes 2^(s - 113), normal from s = 99 on; below that all products round to
-// zero.
+// f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), normal from s = 99 on.
+// Below that, all products round to zero.
 template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -144,10 +150,12 @@ template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scale
         factors[i] = exponents << 10;
     }
 }
-// Bit 7 of each byte that is 255; the others are not meant to be looked at.
-__device__ __forceinline__ uint32_t nan_scales(uint32_t scales) { return ((scales & 0x7F7F7F7Fu) + 0x01010101u) & scales; }
+// Sets bit 7 of each byte that is 255. Callers must ignore the other bits.
+__device__ __forceinline__ uint32_t nan_scales(uint32_t scales) {
+    return ((scales & 0x7F7F7F7Fu) + 0x01010101u) & scales;
+}
 
-// Pair p of a word, times its scale.
+// Returns pair P of a word, multiplied by its scale.
 template <typename T, int P> __device__ __forceinline__ uint32_t unpack_pair(uint32_t word, uint32_t factor) {
     using T2 = typename Pair<T>::type;
     constexpr bool HALF = __is_same(T, __half);
@@ -169,40 +177,36 @@ struct Weights {
     int rows, columns;
 };
 
-// A token tile (at most `most` pairs of one expert, whose pairs are split evenly) × a tile of weight rows.
+// A token tile × a tile of weight rows.
+// A token tile has at most `max_pairs` pairs of one expert; the pairs of an expert are divided evenly.
 struct Tile {
     int expert, first_pair, pairs;
-    int row;       // of tiled x and h
+    int row;       // the first row of tiled x and h
     int row_tile;  // the first of ROW_TILES tiles of 16 weight rows each
 };
 
-// The item-th tile; false past the last. Items go through the experts one by one, and within an expert the token tiles of
-// the same weight rows follow each other: the weights leave DRAM once, and an expert's activations stay in L2.
+// Finds tile number `number`; returns false past the last.
+// Tiles go through the experts one by one.
+// Within an expert, token tiles with the same weight rows follow each other:
+// weights are read from DRAM once, and activations stay in L2.
 template <int ROW_TILES, bool GATE_UP>
-__device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int most, int item,
-                                          Tile& tile) {
-    // h is padded to 64 columns, which are 128 rows.
+__device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
+                                          int number, Tile& tile) {
+    // The columns of h are padded to 64, which are 128 rows of gate and up.
     const int rows = GATE_UP ? (weight_rows + 127) / 128 * 128 : weight_rows;
     const int row_blocks = (rows + ROW_TILES * 16 - 1) / (ROW_TILES * 16);
-    Part part;
-    if (!find_part(offsets, experts, most, row_blocks, item, part)) return false;
-    const int tiles = part.parts / row_blocks, share = ((part.pairs + tiles - 1) / tiles + 7) / 8 * 8;
-    const int start = part.index % tiles * share, pairs = min(share, part.pairs - start);
-    tile = {part.expert, part.first + start, pairs, part.row + start, part.index / tiles * ROW_TILES};
+    WorkItem item;
+    if (!find_work_item(offsets, experts, max_pairs, row_blocks, number, item)) return false;
+    const int tiles = item.count / row_blocks, tile_pairs = ((item.pairs + tiles - 1) / tiles + 7) / 8 * 8;
+    const int start = item.index % tiles * tile_pairs, pairs = min(tile_pairs, item.pairs - start);
+    tile = {item.expert, item.first + start, pairs, item.row + start, item.index / tiles * ROW_TILES};
     return true;
-}
-
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int PENDING> __device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
 // ---- results ----
 
-// Both halves of an 8×8 matrix of pairs change places: of row g, columns 2t and 2t + 1 become those of column g.
+// Transposes an 8 × 8 matrix of which this lane has columns 2t and 2t + 1 of row g:
+// returns rows 2t and 2t + 1 of column g.
 template <typename T> __device__ __forceinline__ uint32_t transposed(float a, float b) {
     uint32_t word = pack<T>(a, b);
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
@@ -210,9 +214,9 @@ template <typename T> __device__ __forceinline__ uint32_t transposed(float a, fl
 }
 
 __device__ __forceinline__ float clamped_swiglu(float g, float u, float limit) {
-    // Comparisons, not fminf and fmaxf, which would turn a NaN into the limit.
+    // Comparisons keep NaN; fminf and fmaxf would return the limit.
     const float gate = g > limit ? limit : g, up = u > limit ? limit : u < -limit ? -limit : u;
-    return __fdividef(gate, 1.0f + __expf(-ALPHA * gate)) * (up + 1.0f);
+    return __fdividef(gate, 1.0f + __expf(-SWIGLU_ALPHA * gate)) * (up + 1.0f);
 }
 
 template <typename T> struct Output {
@@ -223,10 +227,11 @@ template <typename T> struct Output {
     float limit;
 };
 
-// Biases of the rows g and g + 8 of a weight tile as its lanes have them; NaN where a scale of the row was.
+// Returns the biases of rows g and g + 8 of a weight tile. They are NaN if the row has a NaN scale.
 template <typename T, bool GATE_UP>
 __device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int expert, int row_tile, uint32_t nan) {
-    const int g = threadIdx.x % 32 / 4, first = row_tile * 16 + (GATE_UP ? 2 * g : g), second = first + (GATE_UP ? 1 : 8);
+    const int g = threadIdx.x % 32 / 4;
+    const int first = row_tile * 16 + (GATE_UP ? 2 * g : g), second = first + (GATE_UP ? 1 : 8);
     const T* bias = o.bias + (size_t)expert * rows;
     float2 value = make_float2(0.0f, 0.0f);
     if (o.bias && row_tile * 16 < rows) value = make_float2(to_float(bias[first]), to_float(bias[second]));
@@ -240,11 +245,13 @@ template <> struct Vector<1> { using type = uint32_t; };
 template <> struct Vector<2> { using type = uint2; };
 template <> struct Vector<4> { using type = uint4; };
 template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* to, const uint32_t (&words)[WORDS]) {
-    *reinterpret_cast<typename Vector<WORDS>::type*>(to) = *reinterpret_cast<const typename Vector<WORDS>::type*>(words);
+    using V = typename Vector<WORDS>::type;
+    *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(words);
 }
 
-// Stores the results of 8 tokens × TILES (1 or 2) weight tiles from an even one on if 2; of each tile `sums` has the
-// products of row g and tokens 2t, 2t + 1, then those of row g + 8.
+// Stores the results of 8 tokens × TILES weight tiles.
+// TILES is 1 or 2; with 2, the first tile is even.
+// `sums` has the products of row g with tokens 2t and 2t + 1, then those of row g + 8, for each tile.
 template <typename T, bool GATE_UP, int TILES>
 __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& tile, int row_tile, int token,
                                       const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {
@@ -256,11 +263,11 @@ __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& 
             const float first = clamped_swiglu(sums[i][0] + bias[i].x, sums[i][2] + bias[i].y, o.limit);
             const float second = clamped_swiglu(sums[i][1] + bias[i].x, sums[i][3] + bias[i].y, o.limit);
             words[i] = transposed<T>(first, second);
-            if (row_tile * 16 >= rows) words[i] = 0;  // columns past the last
+            if (row_tile * 16 >= rows) words[i] = 0;  // padding columns of h
         }
-        // Columns 8·row_tile + 2t, 8·row_tile + 2t + 1 of h are the word row_tile % 4 of their chunk.
-        const int row = tile.row + token + g, chunk = row_tile / 4 * 4 + t;
-        const size_t at = ((size_t)(chunk / 8) * o.tiled_rows + row) * 8 + (chunk ^ row) % 8;
+        // Columns 8·row_tile + 2t and 8·row_tile + 2t + 1 of h are word row_tile % 4 of their segment.
+        const int row = tile.row + token + g, segment = row_tile / 4 * 4 + t;
+        const size_t at = ((size_t)(segment / 8) * o.tiled_rows + row) * 8 + (segment ^ row) % 8;
         if (token + g < tile.pairs && row_tile * 16 < (rows + 127) / 128 * 128)
             store_words(o.out + at * 8 + row_tile % 4 * 2, words);
     } else {
@@ -279,27 +286,15 @@ __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& 
 
 // ---- products by mma.sync ----
 
-template <typename T>
-__device__ __forceinline__ void mma(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    if constexpr (__is_same(T, __half)) {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    } else {
-        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    }
-}
-
-// TOKENS pairs × 256 rows a tile, eight warps of TOKENS · 32 (128 tokens: 64 × 64) results each.
-// grid: any number of blocks, each takes every grid-th tile; block 256; shared memory STAGES · (TOKENS · 128 + 8704) bytes.
+// A tile has TOKENS pairs × 256 rows.
+// Each of the eight warps computes TOKENS × 32 results (64 × 64 for 128 tokens).
+//   grid: any number of blocks; each takes every grid-th tile
+//   block EXPERT_MMA_THREADS; shared memory: STAGES · (X_BYTES + W_BYTES)
 template <typename T, int TOKENS, bool GATE_UP>
 __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets, int experts) {
-    constexpr int ROW_TILES = 16, WEIGHT_BYTES = ROW_TILES * 512, SCALE_BYTES = ROW_TILES * 32;
-    constexpr int STAGES = 4, X_BYTES = TOKENS * 128, W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
+    constexpr int ROW_TILES = EXPERT_MMA_ROW_TILES, STAGES = EXPERT_MMA_STAGES;
+    constexpr int WEIGHT_BYTES = ROW_TILES * MXFP4_TILE_BYTES, SCALE_BYTES = ROW_TILES * MXFP4_TILE_SCALE_BYTES;
+    constexpr int X_BYTES = TOKENS * 128, W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
     constexpr int COLUMN_WARPS = TOKENS == 128 ? 2 : 1, MT = 2 * COLUMN_WARPS, NT = TOKENS / 8 / COLUMN_WARPS;
     extern __shared__ __align__(1024) unsigned char shared[];
     const uint32_t xs = __cvta_generic_to_shared(shared), ws = xs + STAGES * X_BYTES;
@@ -308,18 +303,22 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
     const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
 
     Tile tile;
-    const auto next_tile = [&](int item) { return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, TOKENS, item, tile); };
-    for (int item = blockIdx.x; next_tile(item); item += gridDim.x) {
+    const auto next_tile = [&](int number) {
+        return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, TOKENS, number, tile);
+    };
+    for (int number = blockIdx.x; next_tile(number); number += gridDim.x) {
         const uint4* x_from = reinterpret_cast<const uint4*>(x) + (size_t)tile.row * 8;
         const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile) * steps;
-        const int chunks = tile.pairs * 8, tiles = min(row_tiles - tile.row_tile, ROW_TILES);
-        // Rows of shared memory past the last pair or weight tile keep what they had: it only gets to results nobody stores.
+        const int segments = tile.pairs * 8, tiles = min(row_tiles - tile.row_tile, ROW_TILES);
+        // Rows of shared memory past the last pair or weight tile keep old data:
+        // it only affects results that are not stored.
         const auto load = [&](int step) {
             const uint32_t to_x = xs + step % STAGES * X_BYTES, to_w = ws + step % STAGES * W_BYTES;
 #pragma unroll
             for (int i = 0; i < X_BYTES / 16 / 256; ++i) {
-                const int chunk = threadIdx.x + i * 256;
-                if (chunk < chunks) copy_async(to_x + chunk * 16, x_from + (size_t)step * o.tiled_rows * 8 + chunk);
+                const int segment = threadIdx.x + i * 256;
+                if (segment < segments)
+                    copy_async(to_x + segment * 16, x_from + (size_t)step * o.tiled_rows * 8 + segment);
             }
 #pragma unroll
             for (int i = 0; i < ROW_TILES / 8; ++i) {
@@ -338,7 +337,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
         float sum[MT][NT][4] = {};
         uint32_t nan[MT] = {};
         for (int step = 0; step < steps; ++step) {
-            wait_copies<STAGES - 2>();
+            wait_for_copies<STAGES - 2>();
             __syncthreads();
             const int next = step + STAGES - 1;
             if (next < steps) load(next);
@@ -368,7 +367,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
                     a[m][1][0] = unpack_pair<T, 2>(low, f), a[m][1][1] = unpack_pair<T, 2>(high, f8);
                     a[m][1][2] = unpack_pair<T, 3>(low, f), a[m][1][3] = unpack_pair<T, 3>(high, f8);
                 }
-                const uint32_t chunk = ((4 * block + lane / 8) ^ lane % 8) * 16;
+                const uint32_t segment = ((4 * block + lane / 8) ^ lane % 8) * 16;
 #pragma unroll
                 for (int n = 0; n < NT; n += 2) {
                     const int token = (n * COLUMN_WARPS + my_column) * 8;
@@ -376,17 +375,15 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
                     uint32_t b[2][4];
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
-                        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                                     : "=r"(b[i][0]), "=r"(b[i][1]), "=r"(b[i][2]), "=r"(b[i][3])
-                                     : "r"(x_stage + (token + i * COLUMN_WARPS * 8) * 128 + chunk)
-                                     : "memory");
-                    // Products of the same sum are kept apart: each waits for the one before.
+                        load_matrices(b[i], x_stage + (token + i * COLUMN_WARPS * 8) * 128 + segment);
+                    // Products that add to the same sum are spread out, because each waits for the one before.
 #pragma unroll
                     for (int k = 0; k < 2; ++k)
 #pragma unroll
                         for (int m = 0; m < MT; ++m)
 #pragma unroll
-                            for (int i = 0; i < 2; ++i) mma<T>(sum[m][n + i], a[m][k], b[i][2 * k], b[i][2 * k + 1]);
+                            for (int i = 0; i < 2; ++i)
+                                multiply_add<T>(sum[m][n + i], a[m][k], b[i][2 * k], b[i][2 * k + 1]);
                 }
             }
         }
@@ -402,29 +399,34 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
                     store<T, GATE_UP, 2>(o, w.rows, tile, row_tile, token, {sum[m][n], sum[m + 1][n]}, bias);
             }
         }
-        __syncthreads();  // the next tile's copies go where slower warps may still read
+        __syncthreads();  // before the copies of the next tile overwrite what slower warps still read
     }
 }
 
 // ---- products by wgmma (sm_90a) ----
 
-// A block's tiles: at most MOST pairs × 192 rows (which divide gpt-oss's 2880 and 5760), 64 rows for each of three
-// warpgroups; a fourth copies. Three, because while a warp waits for its products others unpack; not four, because 160
-// registers are needed. UNROLL: the loop over columns is unrolled twice for up to so many pairs.
-template <int MOST_, int UNROLL_, int STAGES_> struct Shape {
-    static constexpr int MOST = MOST_, UNROLL = UNROLL_, STAGES = STAGES_;
+// The tile of a block: at most PAIRS pairs × 192 rows, 64 rows for each of three warpgroups; a fourth one copies.
+// 192 divides the 2880 and 5760 rows of gpt-oss.
+// With three warpgroups, some unpack while others wait for their products;
+// a fourth would not fit, because each thread needs 160 registers.
+// For at most UNROLL_PAIRS pairs, the loop over columns is unrolled twice.
+template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_> struct TileShape {
+    static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_, STAGES = STAGES_;
     // A stage is two steps.
-    static constexpr int HALF_X = MOST * 128, X_BYTES = 2 * HALF_X;
-    static constexpr int WEIGHT_BYTES = 2 * 12 * 512, SCALE_BYTES = 2 * 12 * 32, W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
-    static constexpr int SHARED_BYTES = STAGES * (X_BYTES + W_BYTES + 16) + 1024;
+    static constexpr int HALF_X = PAIRS * 128, X_BYTES = 2 * HALF_X;
+    static constexpr int WEIGHT_BYTES = 2 * EXPERT_WGMMA_ROW_TILES * MXFP4_TILE_BYTES;
+    static constexpr int SCALE_BYTES = 2 * EXPERT_WGMMA_ROW_TILES * MXFP4_TILE_SCALE_BYTES;
+    static constexpr int W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
 };
-using Wide = Shape<160, 0, 4>;    // for many pairs an expert: few passes over the weights
-using Narrow = Shape<96, 96, 5>;  // for few, where unpacking takes most of the time
+// For many pairs per expert: few passes over the weights.
+using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES>;
+// For few pairs per expert, where unpacking takes most of the time.
+using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES>;
 
-// In a build for other than sm_90a the kernels by wgmma (narrow and wide) exist but do nothing; use the others there.
+// In builds for other targets than sm_90a, the wgmma kernels (narrow and wide) are empty and must not be launched.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// sum [64, N] += a [64, 16] · b [16, N]: a in registers, b in shared memory (128-byte rows, swizzled).
+// sum [64, N] += a [64, 16] · b [16, N]: a in registers, b in shared memory (swizzled rows of 128 bytes).
 #define SUM4(i) "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3])
 #define SUM8(i) SUM4(i), SUM4(i + 4)
 #define SUMS16 SUM8(0)
@@ -447,16 +449,18 @@ using Narrow = Shape<96, 96, 5>;  // for few, where unpacking takes most of the 
 #define NAMES128 NAMES112 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define NAMES144 NAMES128 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define NAMES160 NAMES144 ", %72, %73, %74, %75, %76, %77, %78, %79"
-#define WGMMA(N, TYPE, A, B)                                                                                             \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES##N "}, {" A "}, " B ", 1, 1, 1, 0;" \
-                 : SUMS##N                                                                                               \
+#define WGMMA(N, TYPE, A, B)                                                                                           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES##N "}, {" A "}, " B ", "   \
+                 "1, 1, 1, 0;"                                                                                         \
+                 : SUMS##N                                                                                             \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define DEFINE_WGMMA(N, A, B)                                                                                            \
-    template <typename T> __device__ __forceinline__ void wgmma(float (&sum)[N / 2], const uint32_t (&a)[4], uint64_t b) { \
-        if constexpr (__is_same(T, __half))                                                                              \
-            WGMMA(N, "f16", A, B);                                                                                       \
-        else                                                                                                             \
-            WGMMA(N, "bf16", A, B);                                                                                      \
+#define DEFINE_WGMMA(N, A, B)                                                                                          \
+    template <typename T>                                                                                              \
+    __device__ __forceinline__ void wgmma(float (&sum)[N / 2], const uint32_t (&a)[4], uint64_t b) {                   \
+        if constexpr (__is_same(T, __half))                                                                            \
+            WGMMA(N, "f16", A, B);                                                                                     \
+        else                                                                                                           \
+            WGMMA(N, "bf16", A, B);                                                                                    \
     }
 DEFINE_WGMMA(16, "%8, %9, %10, %11", "%12")
 DEFINE_WGMMA(32, "%16, %17, %18, %19", "%20")
@@ -490,14 +494,16 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
         "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
 
-// The ring of stages: `full` counts the bytes copied into it, `empty` the warps that are done with it.
+// The ring buffer of stages. The barrier `full` counts copied bytes; `empty` counts warps that have finished reading.
 template <typename S> struct Ring {
     static constexpr int WEIGHTS = S::STAGES * S::X_BYTES, BARRIERS = S::STAGES * (S::X_BYTES + S::W_BYTES);
     unsigned char* base;
     uint32_t address;
     __device__ __forceinline__ uint32_t x(int stage) const { return address + stage * S::X_BYTES; }
     __device__ __forceinline__ uint32_t weights(int stage) const { return address + WEIGHTS + stage * S::W_BYTES; }
-    __device__ __forceinline__ const unsigned char* weight_bytes(int stage) const { return base + WEIGHTS + stage * S::W_BYTES; }
+    __device__ __forceinline__ const unsigned char* weight_bytes(int stage) const {
+        return base + WEIGHTS + stage * S::W_BYTES;
+    }
     __device__ __forceinline__ uint32_t full(int stage) const { return address + BARRIERS + stage * 16; }
     __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
 };
@@ -509,27 +515,28 @@ template <int STAGES> struct Position {
     }
 };
 
-// One warpgroup's share of a tile: 64 rows × N pairs.
+// Computes one warpgroup's part of a tile: 64 rows × N pairs.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>& at, const Weights& w, const Output<T>& o,
-                                        const Tile& tile) {
+__device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>& position, const Weights& w,
+                                        const Output<T>& o, const Tile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // a warp has one weight tile
     const int steps = (w.columns + STEP - 1) / STEP;
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] = 0.0f;
-    uint32_t a[2][4];  // weights for products of depth 16: while some are multiplied the next are unpacked
+    uint32_t a[2][4];  // weights for two products of depth 16: one runs while the next is unpacked
     uint32_t nan = 0;
     int previous = -1;
     const auto multiply = [&](int half) __attribute__((always_inline)) {
-        const unsigned char* bytes = ring.weight_bytes(at.stage);
+        const unsigned char* bytes = ring.weight_bytes(position.stage);
         const uint4 words = *reinterpret_cast<const uint4*>(bytes + warp * 1024 + half * 512 + lane * 16);
-        const uint32_t scales = *reinterpret_cast<const uint32_t*>(bytes + S::WEIGHT_BYTES + warp * 64 + half * 32 + g * 4);
+        const unsigned char* scale_bytes = bytes + S::WEIGHT_BYTES + warp * 64 + half * 32 + g * 4;
+        const uint32_t scales = *reinterpret_cast<const uint32_t*>(scale_bytes);
         uint32_t factors[4];
         scale_factors<T>(scales, factors);
         nan |= nan_scales(scales);
-        // The descriptor of b: swizzled rows of 128 bytes, eight of them 1024 bytes from the next eight.
-        const uint64_t x = (ring.x(at.stage) + half * S::HALF_X) >> 4 & 0x3FFF;
+        // The descriptor of b: swizzled rows of 128 bytes, in groups of eight that are 1024 bytes apart.
+        const uint64_t x = (ring.x(position.stage) + half * S::HALF_X) >> 4 & 0x3FFF;
         const uint64_t b = (uint64_t)1 << 62 | (uint64_t)64 << 32 | (uint64_t)1 << 16 | x;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -544,28 +551,28 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
             wgmma<T>(sum, to, b + 2 * k);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            // The last products of the stage before are done now.
+            // The last product of the previous stage has finished now.
             if (k == 0 && half == 0 && previous >= 0 && lane == 0) barrier_arrive(ring.empty(previous));
         }
     };
     int step = 0;
-    if constexpr (N <= S::UNROLL) {
+    if constexpr (N <= S::UNROLL_PAIRS) {
 #pragma unroll 1
         for (; step + 1 < steps; step += 2) {
-            barrier_wait(ring.full(at.stage), at.round & 1);
+            barrier_wait(ring.full(position.stage), position.round & 1);
             multiply(0);
             multiply(1);
-            previous = at.stage;
-            at.next();
+            previous = position.stage;
+            position.next();
         }
     }
 #pragma unroll 1
     for (; step < steps; ++step) {
-        if (step % 2 == 0) barrier_wait(ring.full(at.stage), at.round & 1);
+        if (step % 2 == 0) barrier_wait(ring.full(position.stage), position.round & 1);
         multiply(step % 2);
         if (step % 2 == 1 || step + 1 == steps) {
-            previous = at.stage;
-            at.next();
+            previous = position.stage;
+            position.next();
         }
     }
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -579,22 +586,27 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
     for (int n = 0; n < N / 8; ++n) store<T, GATE_UP, 1>(o, w.rows, tile, row_tile, n * 8, {sum + n * 4}, bias);
 }
 
-// Chooses the least N, a multiple of 16, that has room for the tile's pairs.
+// Chooses the smallest N, a multiple of 16, that holds all pairs of the tile.
 template <typename S, typename T, int N, bool GATE_UP>
-__device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::STAGES>& at, const Weights& w,
+__device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::STAGES>& position, const Weights& w,
                                               const Output<T>& o, const Tile& tile) {
-    if constexpr (N < S::MOST) {
-        if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(ring, at, w, o, tile);
+    if constexpr (N < S::PAIRS) {
+        if (tile.pairs > N) return multiply_tile<S, T, N + 16, GATE_UP>(ring, position, w, o, tile);
     }
-    consume<S, T, N, GATE_UP>(ring, at, w, o, tile);
+    consume<S, T, N, GATE_UP>(ring, position, w, o, tile);
 }
 
-// Three warpgroups multiply, the last copies and runs ahead of them over the ends of tiles. Copies are bulk copies because
-// those count as the tensor cores' own accesses: after cp.async each stage needs a fence, which waits for all copies.
-// grid: any number of blocks (one fits an SM); block 512; shared memory S::SHARED_BYTES.
+// Three warpgroups multiply.
+// The fourth copies and runs ahead of them, past the ends of tiles.
+// It uses bulk copies, which are in the same proxy as the tensor cores.
+// After cp.async, each stage would need a fence that waits for all copies.
+//   grid: any number of blocks; one fits on a multiprocessor
+//   block EXPERT_WGMMA_THREADS; shared memory: see `wgmma_shared_bytes` in experts_gemm.rs
 template <typename S, typename T, bool GATE_UP>
-__device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets, int experts) {
-    constexpr int STAGES = S::STAGES, ROW_TILES = 12, MULTIPLYING = 384;
+__device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
+                                     int experts) {
+    constexpr int STAGES = S::STAGES, ROW_TILES = EXPERT_WGMMA_ROW_TILES;
+    constexpr int MULTIPLYING = EXPERT_WGMMA_THREADS / 4 * 3;  // threads
     extern __shared__ __align__(1024) unsigned char shared[];
     Ring<S> ring;
     ring.address = (__cvta_generic_to_shared(shared) + 1023) / 1024 * 1024;
@@ -605,40 +617,45 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
     }
     __syncthreads();
     Tile tile;
-    Position<STAGES> at;
-    const auto next = [&](int item) { return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::MOST, item, tile); };
+    Position<STAGES> position;
+    const auto next = [&](int number) {
+        return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
+    };
     if (threadIdx.x >= MULTIPLYING) {
-        // Of the 128 registers a thread has at first those that copy leave some to the others.
+        // Threads start with 128 registers each. The copying warpgroup gives most of its own to the others.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-        // Three lanes of each warp copy the blocks of a weight tile each, three the scales (a warp's copies go one by one).
-        const int lane = threadIdx.x % 32, line = threadIdx.x / 32 % 4 * (ROW_TILES / 4) + lane % (ROW_TILES / 4);
+        // In each warp, three lanes copy the blocks of one weight tile each, and three lanes the scales.
+        // The copies of a warp are issued one by one, so they are spread over the warps.
+        const int lane = threadIdx.x % 32, row_tile = threadIdx.x / 32 % 4 * (ROW_TILES / 4) + lane % (ROW_TILES / 4);
         const bool blocks = lane < ROW_TILES / 4;
         const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
-        for (int item = blockIdx.x; next(item); item += gridDim.x) {
-            const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile + line) * steps;
+        for (int number = blockIdx.x; next(number); number += gridDim.x) {
+            const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile + row_tile) * steps;
             const int tiles = min(row_tiles - tile.row_tile, ROW_TILES), x_bytes = (tile.pairs + 7) / 8 * 1024;
-            const int size = blocks ? 512 : 32, to = blocks ? line * 1024 : S::WEIGHT_BYTES + line * 64;
+            const int size = blocks ? 512 : 32, to = blocks ? row_tile * 1024 : S::WEIGHT_BYTES + row_tile * 64;
             const uint8_t* from = (blocks ? w.blocks : w.scales) + first_tile * size;
             const char* x_from = reinterpret_cast<const char*>(x) + (size_t)tile.row * 128;
             const size_t x_pitch = (size_t)o.tiled_rows * 128;
 #pragma unroll 1
             for (int step = 0; step < steps; step += 2) {
                 const int count = min(2, steps - step);
-                barrier_wait(ring.empty(at.stage), (at.round & 1) ^ 1);
-                const uint32_t full = ring.full(at.stage);
+                barrier_wait(ring.empty(position.stage), (position.round & 1) ^ 1);
+                const uint32_t full = ring.full(position.stage);
                 if (threadIdx.x == MULTIPLYING) {
                     barrier_expect(full, count * (x_bytes + tiles * (512 + 32)));
-                    copy_bulk(ring.x(at.stage), x_from, x_bytes, full);
-                    if (count == 2) copy_bulk(ring.x(at.stage) + S::HALF_X, x_from + x_pitch, x_bytes, full);
+                    copy_bulk(ring.x(position.stage), x_from, x_bytes, full);
+                    if (count == 2) copy_bulk(ring.x(position.stage) + S::HALF_X, x_from + x_pitch, x_bytes, full);
                 }
-                if (lane < ROW_TILES / 2 && line < tiles) copy_bulk(ring.weights(at.stage) + to, from, size * count, full);
+                if (lane < ROW_TILES / 2 && row_tile < tiles)
+                    copy_bulk(ring.weights(position.stage) + to, from, size * count, full);
                 from += size * 2, x_from += x_pitch * 2;
-                at.next();
+                position.next();
             }
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 160;");
-        for (int item = blockIdx.x; next(item); item += gridDim.x) multiply_tile<S, T, 16, GATE_UP>(ring, at, w, o, tile);
+        for (int number = blockIdx.x; next(number); number += gridDim.x)
+            multiply_tile<S, T, 16, GATE_UP>(ring, position, w, o, tile);
     }
 }
 #else
@@ -646,35 +663,36 @@ template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*, const uint32_t*, int) {}
 #endif
 
-// gate_up: x tiled, weights repacked `paired`, bias [E, 2F] -> h [P, F] tiled; rows = 2F, columns = C.
-// down: h tiled, weights repacked plainly, bias [E, C] -> y [P, C]; rows = C, columns = F.
-// C and F are multiples of 32, as MXFP4 has it.
-#define DEFINE_PRODUCT(T, SUFFIX, THREADS, PRODUCT)                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                 \
-        expert_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,                     \
-                                const uint32_t* sorted, const uint32_t* offsets, T* h, int rows, int columns,                \
-                                int tiled_rows, int experts, float limit) {                                                  \
-        PRODUCT, true>({blocks, scales, rows, columns}, {bias, sorted, h, tiled_rows, limit}, x, offsets, experts);          \
-    }                                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                                 \
-        expert_down_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* h,                        \
-                             const uint32_t* sorted, const uint32_t* offsets, T* y, int rows, int columns, int tiled_rows,   \
-                             int experts) {                                                                                  \
-        PRODUCT, false>({blocks, scales, rows, columns}, {bias, sorted, y, tiled_rows, 0.0f}, h, offsets, experts);          \
+//   gate_up: tiled x, paired weights, bias [E, 2F] -> tiled h [P, F]; rows = 2F, columns = C
+//   down: tiled h, plain weights, bias [E, C] -> y [P, C]; rows = C, columns = F
+// C and F are multiples of 32, the MXFP4 block.
+#define DEFINE_PRODUCT(T, SUFFIX, THREADS, PRODUCT)                                                                    \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
+        expert_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,               \
+                                const uint32_t* sorted, const uint32_t* offsets, T* h, int rows, int columns,          \
+                                int tiled_rows, int experts, float limit) {                                            \
+        PRODUCT, true>({blocks, scales, rows, columns}, {bias, sorted, h, tiled_rows, limit}, x, offsets, experts);    \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
+        expert_down_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* h,                  \
+                             const uint32_t* sorted, const uint32_t* offsets, T* y, int rows, int columns, int tiled_rows,\
+                             int experts) {                                                                            \
+        PRODUCT, false>({blocks, scales, rows, columns}, {bias, sorted, y, tiled_rows, 0.0f}, h, offsets, experts);    \
     }
 #define COMMA ,
-#define DEFINE(T, SUFFIX)                                                                                                    \
-    extern "C" __global__ void gather_tokens_##SUFFIX(const float* x, const uint32_t* sorted, const uint32_t* offsets,       \
-                                                      T* out, int columns, int rows, int chosen, int experts) {              \
-        gather_tokens<T>(x, sorted, offsets, out, columns, rows, chosen, experts);                                           \
-    }                                                                                                                        \
-    extern "C" __global__ void expert_mix_##SUFFIX(const T* y, const float* weights, float* x, int n, int columns, int chosen) { \
-        expert_mix<T>(y, weights, x, n, columns, chosen);                                                                    \
-    }                                                                                                                        \
-    DEFINE_PRODUCT(T, SUFFIX##_t32, 256, expert_product<T COMMA 32)                                                          \
-    DEFINE_PRODUCT(T, SUFFIX##_t64, 256, expert_product<T COMMA 64)                                                          \
-    DEFINE_PRODUCT(T, SUFFIX##_t128, 256, expert_product<T COMMA 128)                                                        \
-    DEFINE_PRODUCT(T, SUFFIX##_narrow, 512, expert_product_wgmma<Narrow COMMA T)                                 \
-    DEFINE_PRODUCT(T, SUFFIX##_wide, 512, expert_product_wgmma<Wide COMMA T)
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void gather_tokens_##SUFFIX(const float* x, const uint32_t* sorted, const uint32_t* offsets, \
+                                                      T* out, int columns, int rows, int chosen, int experts) {        \
+        gather_tokens<T>(x, sorted, offsets, out, columns, rows, chosen, experts);                                     \
+    }                                                                                                                  \
+    extern "C" __global__ void expert_mix_##SUFFIX(const T* y, const float* weights, float* x, int n, int columns,     \
+                                                   int chosen) {                                                       \
+        expert_mix<T>(y, weights, x, n, columns, chosen);                                                              \
+    }                                                                                                                  \
+    DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, expert_product<T COMMA 32)                                     \
+    DEFINE_PRODUCT(T, SUFFIX##_t64, EXPERT_MMA_THREADS, expert_product<T COMMA 64)                                     \
+    DEFINE_PRODUCT(T, SUFFIX##_t128, EXPERT_MMA_THREADS, expert_product<T COMMA 128)                                   \
+    DEFINE_PRODUCT(T, SUFFIX##_narrow, EXPERT_WGMMA_THREADS, expert_product_wgmma<Narrow COMMA T)                      \
+    DEFINE_PRODUCT(T, SUFFIX##_wide, EXPERT_WGMMA_THREADS, expert_product_wgmma<Wide COMMA T)
 DEFINE(__half, f16)
 DEFINE(__nv_bfloat16, bf16)

@@ -1,6 +1,12 @@
-//! Mixture of experts: the choice of experts and the products with their weights.
+//! Mixture of experts: choosing experts and multiplying with their weights.
+//!
+//! A *pair* is a token and one of its chosen experts; T tokens with N experts each have T·N pairs.
 
-#[cfg(feature = "cuda")]
-pub mod expert_mlp;
 pub mod experts;
+#[cfg(feature = "cuda")]
+pub mod experts_gemm;
+pub mod grouped_gemm;
+pub mod mxfp4;
+#[cfg(feature = "cuda")]
+mod sort_by_expert;
 pub mod topk;

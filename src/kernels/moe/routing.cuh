@@ -1,25 +1,27 @@
-// Routing on the device: one warp of every block that needs the choice works it out from the E logits.
+// Chooses the experts of one token.
+// One warp of every block that needs the choice computes it from the E router logits.
 #pragma once
+#include "constants.cuh"
 #include "headers/common.cuh"
 
-constexpr int MAX_CHOSEN = 32;
-
 struct Routing {
-    uint32_t expert[MAX_CHOSEN];
-    float share[MAX_CHOSEN];
+    uint32_t expert[MAX_CHOSEN_EXPERTS];
+    float weight[MAX_CHOSEN_EXPERTS];
 
-    // The `count` best of E logits, best first, the lower of equals first, NaN last. Shares of the best `chosen` are a
-    // softmax over them, or over all experts. Called by one whole warp; E <= 32 · 32.
+    // Finds the `count` largest of E logits, largest first.
+    // Of equal logits the lower expert comes first; NaN comes last.
+    // The routing weights of the first `chosen` are a softmax over them, or over all experts.
+    // A whole warp calls this; E <= MAX_EXPERTS, so that a word holds one bit for each expert of a lane.
     __device__ __forceinline__ void choose(const float* logits, int experts, int count, int chosen, int lane,
                                            bool over_all = false) {
-        uint32_t taken = 0;  // of this lane's experts lane, lane + 32, .., one bit each
-        float top = 0.0f, mine = -INFINITY;
-        constexpr int HELD = 4;  // in registers, of this lane's; those of more experts are read again
+        uint32_t taken = 0;  // one bit for each expert of this lane: lane, lane + 32, ..
+        float top = 0.0f, own = -INFINITY;
+        constexpr int HELD = 4;  // logits per lane that stay in registers; others are loaded again in every round
         float held[HELD];
 #pragma unroll
         for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? __ldcg(logits + lane + 32 * i) : -INFINITY;
         for (int n = 0; n < count; ++n) {
-            // Ordered as the logits are; 0: taken or none, 1: NaN
+            // Keys compare as the logits do. Key 0: taken, or no expert. Key 1: NaN.
             uint32_t best = 0, id = 0xffffffffu;
             const auto offer = [&](int i, float logit) {
                 const uint32_t bits = __float_as_uint(logit);
@@ -36,16 +38,16 @@ struct Routing {
                     if (lane + 32 * i < experts) offer(i, held[i]);
                 for (int i = HELD; lane + 32 * i < experts; ++i) offer(i, __ldcg(logits + lane + 32 * i));
             }
-            const uint32_t most = __reduce_max_sync(0xffffffffu, best);
-            id = __reduce_min_sync(0xffffffffu, best == most ? id : 0xffffffffu);
+            const uint32_t largest = __reduce_max_sync(0xffffffffu, best);
+            id = __reduce_min_sync(0xffffffffu, best == largest ? id : 0xffffffffu);
             if (id % 32 == lane) taken |= 1u << (id / 32);
             const float logit =
-                most <= 1 ? -INFINITY : __uint_as_float(most & 0x80000000u ? most & 0x7fffffffu : ~most);
+                largest <= 1 ? -INFINITY : __uint_as_float(largest & 0x80000000u ? largest & 0x7fffffffu : ~largest);
             if (n == 0) top = logit;
-            if (n == lane) mine = logit, expert[n] = id;
+            if (n == lane) own = logit, expert[n] = id;
         }
-        const float weight = lane < chosen ? expf(mine - top) : 0.0f;
-        float total = weight;
+        const float exponential = lane < chosen ? expf(own - top) : 0.0f;
+        float total = exponential;
         if (over_all) {
             total = 0.0f;
             for (int i = lane; i < experts; i += 32) {
@@ -54,6 +56,6 @@ struct Routing {
             }
         }
         total = warp_sum(total);
-        if (lane < chosen) share[lane] = weight / total;
+        if (lane < chosen) weight[lane] = exponential / total;
     }
 };

@@ -1,43 +1,71 @@
-//! Weights as kernel arguments, whether quantized or not.
+//! Quantized matrices as kernel arguments: structs that are passed by value.
 
+use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{Result, bail};
 
-use super::cuda::RawParts;
-use super::{Matrix, QuantizedMatrix};
-use crate::kernels::launch::Arguments;
+use super::quantized_matrix::{InputRounding, QuantizedMatrix};
+use crate::kernels::constants::{
+    MAX_STACKED_MATRICES, ROUNDING_FP8_PER_TOKEN, ROUNDING_FP8_STATIC, ROUNDING_INT8_PER_TOKEN, ROUNDING_INT8_STATIC,
+    ROUNDING_NONE,
+};
+use crate::kernels::launch::{Arguments, address};
+
+/// `QuantizedMatrix` of `quantized.cuh`.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct RawMatrix {
+    planes: [u64; 4],
+    format: i32,
+    rows: i32,
+}
+
+/// `QuantizedStack` of `quantized.cuh`.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct RawStack {
+    matrices: [RawMatrix; MAX_STACKED_MATRICES],
+    row_ends: [i32; MAX_STACKED_MATRICES],
+}
+
+// SAFETY: plain numbers, laid out as in C.
+unsafe impl DeviceRepr for RawStack {}
+
+impl RawStack {
+    fn new(matrices: &[QuantizedMatrix]) -> Result<Self> {
+        if matrices.is_empty() || matrices.len() > MAX_STACKED_MATRICES {
+            bail!("a kernel takes 1 to {MAX_STACKED_MATRICES} quantized matrices, got {}", matrices.len());
+        }
+        let mut raw = Self::default();
+        let mut row_end = 0;
+        for (i, matrix) in matrices.iter().enumerate() {
+            let mut planes = [0; 4];
+            for (raw_plane, plane) in planes.iter_mut().zip(&matrix.planes) {
+                *raw_plane = plane.as_ref().map(address).transpose()?.unwrap_or(0);
+            }
+            let rows = matrix.dims().0;
+            row_end += rows;
+            raw.matrices[i] = RawMatrix { planes, format: matrix.format as i32, rows: rows as i32 };
+            raw.row_ends[i] = row_end as i32;
+        }
+        Ok(raw)
+    }
+}
 
 impl Arguments {
-    /// Adds a weight: the address of an unquantized one, or the parts of a quantized one by value.
-    pub fn matrix(self, matrix: &Matrix) -> Result<Self> {
-        match matrix {
-            Matrix::Dense(weight) => self.tensor(weight),
-            Matrix::Quantized(parts) => self.parts(parts),
-            Matrix::Mixed(_) => bail!("no kernel takes a weight with quantized and unquantized parts"),
-        }
+    /// Adds quantized matrices of equal width, one below the other.
+    pub fn stack(self, matrices: &[QuantizedMatrix]) -> Result<Self> {
+        Ok(self.value(RawStack::new(matrices)?, matrices.iter().flat_map(QuantizedMatrix::tensors)))
     }
 
-    /// Adds two weights of one kind: two addresses, or the parts of both as one value.
-    pub fn pair(self, first: &Matrix, second: &Matrix) -> Result<Self> {
-        match (first, second) {
-            (Matrix::Dense(first), Matrix::Dense(second)) => self.tensor(first)?.tensor(second),
-            (Matrix::Quantized(first), Matrix::Quantized(second)) => self.parts(&[first.as_slice(), second].concat()),
-            _ => bail!("no kernel takes a quantized and an unquantized weight together"),
-        }
-    }
-
-    /// Adds how a kernel rounds the input of a product with a quantized weight. Adds nothing for an unquantized weight.
-    pub fn rounding(self, matrix: &Matrix) -> Result<Self> {
-        let Matrix::Quantized(parts) = matrix else { return Ok(self) };
-        let rounding = parts[0].input_rounding;
-        if parts.iter().any(|part| part.input_rounding != rounding) {
-            bail!("the parts of a weight round their input in different ways");
-        }
-        let (kind, scale) = rounding.arguments();
-        Ok(self.int(kind).float(scale))
-    }
-
-    /// Adds quantized matrices by value.
-    pub fn parts(self, parts: &[QuantizedMatrix]) -> Result<Self> {
-        Ok(self.value(RawParts::new(parts)?, parts.iter().flat_map(QuantizedMatrix::tensors)))
+    /// Adds how the kernel rounds its input: a number and a scale.
+    pub fn input_rounding(self, rounding: InputRounding) -> Self {
+        let (number, scale) = match rounding {
+            InputRounding::None => (ROUNDING_NONE, 0.0),
+            InputRounding::Int8PerToken => (ROUNDING_INT8_PER_TOKEN, 0.0),
+            InputRounding::Fp8PerToken => (ROUNDING_FP8_PER_TOKEN, 0.0),
+            InputRounding::Fp8Static(scale) => (ROUNDING_FP8_STATIC, scale),
+            InputRounding::Int8Static(scale) => (ROUNDING_INT8_STATIC, scale),
+        };
+        self.int(number).float(scale)
     }
 }

@@ -1,5 +1,6 @@
-//! The decode executor against the eager decoder: the same logits step by step, graph replay against single launches, and
-//! tokens drawn on the device against the sampler on the host. All need a GPU.
+//! The decode graph against the eager decoder: logits of every step,
+//! graph replay against single launches, and sampling on the device against the sampler on the host.
+//! All tests need a GPU.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -21,7 +22,7 @@ use crate::support::{Random, golden, gpu, relative_error, values};
 const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
 
-/// Families whose router may decide a close call in another way when its input was rounded in another way.
+/// Families with a router. A different rounding of its input may flip a near tie between two experts.
 const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
 
 struct Model {
@@ -63,32 +64,32 @@ impl Model {
         KvCache::new(self.decoder.cache_layers(), CONTEXT, CHUNK, self.dtype, &self.device).unwrap()
     }
 
-    fn executor(&self) -> DecodeGraph {
+    fn graph(&self) -> DecodeGraph {
         DecodeGraph::plan(&self.decoder, &self.cache)
             .unwrap()
             .unwrap_or_else(|reason| panic!("{}: {reason}", self.name))
     }
 
-    /// Reads a prompt anew into the executor's cache.
+    /// Resets the graph's cache and prefills it with a prompt.
     fn prefill(&mut self, prompt: &[u32]) {
         self.cache.reset();
-        for part in prompt.chunks(CHUNK) {
-            let batch = StepBatch { ids: part, tokens: &[part.len()], logits: LogitRows::Last };
+        for chunk in prompt.chunks(CHUNK) {
+            let batch = StepBatch { ids: chunk, tokens: &[chunk.len()], logits: LogitRows::Last };
             self.decoder.forward(&batch, &mut [&mut self.cache]).unwrap();
         }
     }
 
-    /// Reads tokens into another cache; returns the last one's logits.
-    fn read(&self, ids: &[u32], cache: &mut KvCache) -> Tensor {
-        let parts = ids.chunks(CHUNK).map(|part| {
-            let batch = StepBatch { ids: part, tokens: &[part.len()], logits: LogitRows::Last };
+    /// Prefills another cache; returns the logits of the last token.
+    fn forward(&self, ids: &[u32], cache: &mut KvCache) -> Tensor {
+        let logits = ids.chunks(CHUNK).map(|chunk| {
+            let batch = StepBatch { ids: chunk, tokens: &[chunk.len()], logits: LogitRows::Last };
             self.decoder.forward(&batch, &mut [&mut *cache]).unwrap()
         });
-        parts.last().unwrap()
+        logits.last().unwrap()
     }
 }
 
-/// A llama of random weights with sizes of its own, all different.
+/// A Llama model with random weights. Its sizes are pairwise different.
 struct Llama {
     hidden_size: usize,
     heads: usize,
@@ -153,7 +154,7 @@ const LLAMAS: &[(&str, Llama)] = &[
             tied: true,
         },
     ),
-    // More logits than a thread a token can hold: several rounds and all blocks take part in a draw.
+    // So many logits that sampling needs all blocks, and several logits per thread.
     (
         "V 140001",
         Llama {
@@ -223,7 +224,7 @@ impl Llama {
     }
 }
 
-/// Golden models whose sizes are such that a graph can run them.
+/// The golden models that the graph supports.
 const GOLDEN: [&str; 9] = [
     "gpt_oss_graph",
     "llama_graph",
@@ -236,8 +237,8 @@ const GOLDEN: [&str; 9] = [
     "gemma3_graph",
 ];
 
-/// The models that a graph can run, in both short dtypes.
-fn each_model(test: impl Fn(&mut Model)) {
+/// Runs a test on every model that the graph supports, in bf16 and f16.
+fn for_each_model(test: impl Fn(&mut Model)) {
     let device = gpu();
     for dtype in [DType::BF16, DType::F16] {
         for case in GOLDEN {
@@ -255,18 +256,18 @@ fn each_model(test: impl Fn(&mut Model)) {
             test(&mut Model::load_quantized(&format!("llama in {name}"), dir.path(), &device, dtype, Some(quantize)));
         }
         let dir = tempfile::tempdir().unwrap();
-        write_experts(dir.path());
+        write_qwen3_moe(dir.path());
         for name in ["q8_0", "q4_k", "q6_k", "q5_0", "fp8", "int8"] {
             let quantize: QuantizationTarget = name.parse().unwrap();
             test(&mut Model::load_quantized(&format!("experts in {name}"), dir.path(), &device, dtype, Some(quantize)));
         }
-        // Queries, keys and values of three formats, and a quantized embedding.
+        // Queries, keys and values have three formats, and the embedding is quantized.
         let (_folder, file) = saved(&llama_in_many_types());
         test(&mut Model::load("llama of many types", &file, &device, dtype));
     }
 }
 
-/// Rows of whole blocks of 256, so that each format can have them; the embedding is the head.
+/// All rows are multiples of 256, so that every format can hold them. The embedding is the head.
 const QUANTIZED: Llama = Llama {
     hidden_size: 512,
     heads: 6,
@@ -278,8 +279,8 @@ const QUANTIZED: Llama = Llama {
     tied: true,
 };
 
-/// A Qwen3-MoE of random weights with rows of whole blocks of 256.
-fn write_experts(dir: &Path) {
+/// Writes a Qwen3-MoE with random weights. All rows are multiples of 256.
+fn write_qwen3_moe(dir: &Path) {
     let (hidden, heads, kv_heads, head_dim, experts, chosen, width, vocab) = (256, 6, 2, 64, 37, 5, 512, 301);
     let config = serde_json::json!({
         "model_type": "qwen3_moe", "hidden_size": hidden, "num_hidden_layers": 2, "num_attention_heads": heads,
@@ -328,9 +329,9 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
     (0..tokens as u32).map(|i| (i * 31 + 7) % vocab).collect()
 }
 
-/// Every position's logits, each from a step of the graph on transformers' own tokens; and its greedy continuation.
+/// Compares the logits of every position, with one graph step each, and the greedy continuation.
 #[test(gpu)]
-fn steps_of_the_graph_agree_with_transformers() {
+fn graph_steps_match_transformers() {
     let device = gpu();
     for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
         for case in GOLDEN {
@@ -340,145 +341,144 @@ fn steps_of_the_graph_agree_with_transformers() {
                 golden[name].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect()
             };
             model.cache.reset();
-            let mut executor = model.executor();
+            let mut graph = model.graph();
             let mut got = Vec::new();
             for (position, &id) in ids("ids").iter().enumerate() {
-                executor.start(position, id, None).unwrap();
-                executor.next(1).unwrap();
-                got.extend(values(executor.logits()));
+                graph.start(position, id, None).unwrap();
+                graph.next(1).unwrap();
+                got.extend(values(graph.logits()));
             }
             let error = relative_error(&got, &values(&golden["logits"]));
             println!("{}: off by {error:e}", model.name);
             assert!(error < tolerance, "{}: off by {error:e}", model.name);
 
-            // Where bf16 may rightly decide a close call in another way, f16 may not.
+            // bf16 may flip a near tie; f16 must not.
             if dtype == DType::F16 {
                 let (prompt, want) = (ids("greedy_prompt"), ids("greedy"));
                 let (last, rest) = prompt.split_last().unwrap();
                 model.prefill(rest);
-                executor.start(rest.len(), *last, None).unwrap();
-                let tokens: Vec<u32> = (1..=want.len()).rev().map(|left| executor.next(left).unwrap()).collect();
+                graph.start(rest.len(), *last, None).unwrap();
+                let tokens: Vec<u32> = (1..=want.len()).rev().map(|left| graph.next(left).unwrap()).collect();
                 assert_eq!(tokens, want, "{}", model.name);
             }
         }
     }
 }
 
-/// Experts with scales that tensor cores cannot hold are served, by the eager decoder.
 #[test(gpu)]
-fn what_the_graph_cannot_run_is_told() {
+fn unsupported_models_get_a_reason() {
     let device = gpu();
-    let why = |case, dtype| {
+    let reason = |case, dtype| {
         let model = Model::load(case, &golden(case), &device, dtype);
         let plan = DecodeGraph::plan(&model.decoder, &model.cache).unwrap();
         plan.err().map_or(String::new(), |reason| reason.to_string())
     };
-    assert!(why("gpt_oss", DType::BF16).contains("scales"));
-    assert!(why("llama2", DType::BF16).contains("heads of 8"));
-    assert!(why("gemma2", DType::BF16).contains("heads of 10"));
-    assert!(why("gpt2", DType::BF16).contains("LayerNorm"));
-    assert!(why("mixtral", DType::BF16).contains("heads of 6"));
-    assert!(why("llama_graph", DType::F32).contains("F32"));
+    assert!(reason("gpt_oss", DType::BF16).contains("scales"));
+    assert!(reason("llama2", DType::BF16).contains("heads of 8"));
+    assert!(reason("gemma2", DType::BF16).contains("heads of 10"));
+    assert!(reason("gpt2", DType::BF16).contains("LayerNorm"));
+    assert!(reason("mixtral", DType::BF16).contains("heads of 6"));
+    assert!(reason("llama_graph", DType::F32).contains("F32"));
 }
 
-/// Across window and ring borders, to the end of the context.
+/// Runs past the ends of windows and ring buffers, up to the end of the context.
 #[test(gpu)]
-fn steps_of_the_graph_agree_with_the_eager_decoder() {
-    each_model(|model| {
-        let mut executor = model.executor();
+fn graph_steps_match_the_eager_decoder() {
+    for_each_model(|model| {
+        let mut graph = model.graph();
         let mut seen = prompt(model, 21);
         let mut eager = model.fresh_cache();
         model.prefill(&seen);
-        model.read(&seen, &mut eager);
-        let (mut token, mut steps, mut others) = (3, 0, 0);
+        model.forward(&seen, &mut eager);
+        let (mut token, mut steps, mut flipped) = (3, 0, 0);
         for position in seen.len()..CONTEXT {
-            // Started anew at each step, so that no later step overwrites the logits.
-            executor.start(position, token, None).unwrap();
-            let next = executor.next(1).unwrap();
-            let got = values(executor.logits());
-            let want = values(&model.read(&[token], &mut eager));
+            // Every step starts anew, so that no later step overwrites the logits.
+            graph.start(position, token, None).unwrap();
+            let next = graph.next(1).unwrap();
+            let got = values(graph.logits());
+            let want = values(&model.forward(&[token], &mut eager));
             let error = relative_error(&got, &want);
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
-            // Where a router decides a close call in another way, a step is another one.
-            let is_other = model.has_router && (allowed..1.0).contains(&error);
-            (steps, others) = (steps + 1, others + usize::from(is_other));
-            assert!(error < allowed || is_other, "{} at {position}: off by {error:e}", model.name);
+            // A router that flips a near tie changes the step.
+            let is_flipped = model.has_router && (allowed..1.0).contains(&error);
+            (steps, flipped) = (steps + 1, flipped + usize::from(is_flipped));
+            assert!(error < allowed || is_flipped, "{} at {position}: off by {error:e}", model.name);
             let best = (0..got.len()).max_by(|&a, &b| got[a].total_cmp(&got[b]).then(b.cmp(&a))).unwrap();
             assert_eq!(next as usize, best, "{} at {position}", model.name);
             seen.push(token);
             token = (next * 7 + position as u32) % got.len() as u32;
             if model.has_router {
-                // What was decided in another way stays in the cache: both go on from the same one.
+                // A flipped choice stays in the cache, so both continue from equal caches.
                 model.prefill(&seen);
                 eager = model.fresh_cache();
-                model.read(&seen, &mut eager);
+                model.forward(&seen, &mut eager);
             }
         }
-        let most = if model.dtype == DType::F16 { steps / 15 } else { steps / 4 };
-        assert!(others <= most, "{}: {others} of {steps} steps are others", model.name);
+        let allowed_flips = if model.dtype == DType::F16 { steps / 15 } else { steps / 4 };
+        assert!(flipped <= allowed_flips, "{}: the router flipped {flipped} of {steps} steps", model.name);
     });
 }
 
 #[test(gpu)]
-fn a_replayed_graph_does_what_its_launches_do_one_by_one() {
-    each_model(|model| {
+fn graph_replay_matches_single_launches() {
+    for_each_model(|model| {
         let prompt = prompt(model, 40);
         let steps = CONTEXT - prompt.len();
-        let mut executor = model.executor();
+        let mut graph = model.graph();
         let mut runs = Vec::new();
-        for graphed in [true, false, true] {
+        for use_graph in [true, false, true] {
             model.prefill(&prompt);
-            executor.start(prompt.len(), 5, None).unwrap();
-            let step = |left: usize| match graphed {
-                true => executor.next(left).unwrap(),
-                false => executor.next_ungraphed().unwrap(),
+            graph.start(prompt.len(), 5, None).unwrap();
+            let step = |left: usize| match use_graph {
+                true => graph.next(left).unwrap(),
+                false => graph.next_ungraphed().unwrap(),
             };
             let tokens: Vec<u32> = (1..=steps).rev().map(step).collect();
-            runs.push((tokens, values(executor.logits())));
+            runs.push((tokens, values(graph.logits())));
         }
         assert!(runs[0] == runs[1] && runs[0] == runs[2], "{}", model.name);
     });
 }
 
-/// The next turn of a chat: steps have written to the cache, some beyond what was taken; it goes back a little, or so far
-/// that rings have lost it, and reads on.
+/// The next turn of a chat.
+/// Queued steps wrote past the last token that was taken.
+/// The cache is cut back a little, or so far that ring buffers have overwritten it, and prefill continues.
 #[test(gpu)]
-fn a_conversation_goes_on_from_what_steps_wrote() {
-    each_model(|model| {
+fn next_turn_continues_from_the_cache_of_graph_steps() {
+    for_each_model(|model| {
         if model.has_router {
             return;
         }
         let (opening, steps) = (prompt(model, 37), 45);
-        let mut executor = model.executor();
-        for kept in [opening.len() + steps - 2, opening.len() + 20, opening.len()] {
+        let mut graph = model.graph();
+        for length in [opening.len() + steps - 2, opening.len() + 20, opening.len()] {
             model.prefill(&opening);
             model.cache.set_checkpoint().unwrap();
-            executor.start(opening.len(), 5, None).unwrap();
-            let answer: Vec<u32> =
-                (0..steps).map(|_| executor.next(CONTEXT - opening.len() - steps).unwrap()).collect();
-            let ahead = executor.queued_steps();
+            graph.start(opening.len(), 5, None).unwrap();
+            let answer: Vec<u32> = (0..steps).map(|_| graph.next(CONTEXT - opening.len() - steps).unwrap()).collect();
+            let ahead = graph.queued_steps();
             assert!(ahead > 0);
-            executor.drain().unwrap();
+            graph.drain().unwrap();
             model.cache.advance_written(steps, ahead);
             let mut ids = [&opening[..], &[5], &answer[..]].concat();
-            ids.truncate(kept);
-            let cached = model.cache.truncate(kept).unwrap();
-            assert!(opening.len() <= cached && cached <= kept, "{}: {cached} of {kept}", model.name);
+            ids.truncate(length);
+            let cached = model.cache.truncate(length).unwrap();
+            assert!(opening.len() <= cached && cached <= length, "{}: {cached} of {length}", model.name);
             ids.extend(prompt(model, 9));
-            let want = values(&model.read(&ids, &mut model.fresh_cache()));
-            let last = &ids[cached..];
+            let want = values(&model.forward(&ids, &mut model.fresh_cache()));
+            let rest = &ids[cached..];
             let fresh = model.fresh_cache();
             let mut cache = std::mem::replace(&mut model.cache, fresh);
-            let error = relative_error(&values(&model.read(last, &mut cache)), &want);
+            let error = relative_error(&values(&model.forward(rest, &mut cache)), &want);
             model.cache = cache;
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
-            assert!(error < allowed, "{}, {kept} kept: off by {error:e}", model.name);
+            assert!(error < allowed, "{}, cut to {length}: off by {error:e}", model.name);
         }
     });
 }
 
 #[test(gpu)]
-fn tokens_drawn_on_the_device_are_those_that_the_host_draws() {
+fn device_sampling_matches_host_sampling() {
     let base = SamplingParams { temperature: 1.0, seed: 11, ..SamplingParams::greedy() };
     let cases = [
         base.clone(),
@@ -491,27 +491,27 @@ fn tokens_drawn_on_the_device_are_those_that_the_host_draws() {
         SamplingParams { repetition_penalty: 1.3, frequency_penalty: 0.2, presence_penalty: -0.1, ..base.clone() },
         SamplingParams { temperature: 0.0, repetition_penalty: 1.5, ..base.clone() },
     ];
-    each_model(|model| {
+    for_each_model(|model| {
         let prompt = prompt(model, 21);
-        let mut executor = model.executor();
+        let mut graph = model.graph();
         for params in &cases {
             model.prefill(&prompt);
             let mut host = Sampler::new(params.clone(), &prompt);
             let vocab = model.decoder.vocab_size();
             let mut token = 3;
             for position in prompt.len()..CONTEXT {
-                executor.start(position, token, host.on_device(vocab)).unwrap();
-                token = executor.next(1).unwrap();
-                let want = host.sample(&mut values(executor.logits()));
+                graph.start(position, token, host.on_device(vocab)).unwrap();
+                token = graph.next(1).unwrap();
+                let want = host.sample(&mut values(graph.logits()));
                 assert_eq!(token, want, "{} at {position}, {params:?}", model.name);
             }
-            // And by itself, without the host's help in between.
+            // Without the host between the steps, two runs must agree.
             let host = Sampler::new(params.clone(), &prompt);
-            let run = |executor: &mut DecodeGraph| -> Vec<u32> {
-                executor.start(prompt.len(), 3, host.on_device(vocab)).unwrap();
-                (0..30).map(|step| executor.next(30 - step).unwrap()).collect()
+            let run = |graph: &mut DecodeGraph| -> Vec<u32> {
+                graph.start(prompt.len(), 3, host.on_device(vocab)).unwrap();
+                (0..30).map(|step| graph.next(30 - step).unwrap()).collect()
             };
-            assert_eq!(run(&mut executor), run(&mut executor), "{}, {params:?}", model.name);
+            assert_eq!(run(&mut graph), run(&mut graph), "{}, {params:?}", model.name);
         }
     });
 }

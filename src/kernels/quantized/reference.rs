@@ -1,11 +1,13 @@
-//! The reference: quantized matrices in host memory, element by element.
+//! Quantized matrices in host memory, element by element: the reference for the kernels.
 
 use candle_core::{Result, Tensor};
 use float8::F8E4M3;
 
-use super::{Format, GROUP_COLUMNS, InputRounding};
+use super::format::{Format, GROUP_COLUMNS};
+use super::quantized_matrix::{InputRounding, QuantizedMatrix};
+use crate::kernels::elements;
 
-/// Eight sums at once, which the compiler makes vectors of.
+/// Returns the dot product of two slices. It keeps eight sums, which the compiler vectorizes.
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 8];
     let (a, a_rest) = a.as_chunks::<8>();
@@ -18,7 +20,19 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum::<f32>()
 }
 
-/// The reference: planes of a matrix in host memory.
+/// Calls `then` with the planes of a matrix on the CPU.
+pub fn with_host_planes<R>(matrix: &QuantizedMatrix, then: impl FnOnce(&HostPlanes) -> Result<R>) -> Result<R> {
+    let guards = matrix.planes.each_ref().map(|plane| plane.as_ref().map(Tensor::storage_and_layout));
+    let mut planes = [&[][..]; 4];
+    for (plane, guard) in planes.iter_mut().zip(&guards) {
+        if let Some((storage, layout)) = guard {
+            *plane = elements::<u8>(storage, layout)?;
+        }
+    }
+    then(&HostPlanes { format: matrix.format, row_bytes: matrix.format.row_bytes(matrix.columns), planes })
+}
+
+/// The planes of a matrix in host memory.
 pub struct HostPlanes<'p> {
     pub format: Format,
     pub row_bytes: [usize; 4],
@@ -26,20 +40,20 @@ pub struct HostPlanes<'p> {
 }
 
 impl HostPlanes<'_> {
-    /// The values of a row.
+    /// Writes the values of a row.
     pub fn row(&self, row: usize, values: &mut [f32]) {
         let [low, high, scales, supers] =
             std::array::from_fn(|i| &self.planes[i][row * self.row_bytes[i]..][..self.row_bytes[i]]);
         let bytes = self.format.plane_bytes();
-        for (chunk, values) in values.chunks_mut(GROUP_COLUMNS).enumerate() {
-            let part = |plane: &'_ [u8], bytes: usize| -> [u8; 32] {
-                let mut part = [0; 32];
-                part[..bytes].copy_from_slice(&plane[chunk * bytes..][..bytes]);
-                part
+        for (group, values) in values.chunks_mut(GROUP_COLUMNS).enumerate() {
+            let padded = |plane: &'_ [u8], bytes: usize| -> [u8; 32] {
+                let mut padded = [0; 32];
+                padded[..bytes].copy_from_slice(&plane[group * bytes..][..bytes]);
+                padded
             };
-            let q = unpack(&part(low, bytes.low), bytes.low, &part(high, bytes.high), bytes.high);
-            let supers = supers.get(chunk / 8 * 4..).unwrap_or(&[]);
-            let scales = &scales[if bytes.scales == 0 { 0 } else { chunk * bytes.scales }..];
+            let q = unpack(&padded(low, bytes.low), bytes.low, &padded(high, bytes.high), bytes.high);
+            let supers = supers.get(group / 8 * 4..).unwrap_or(&[]);
+            let scales = &scales[if bytes.scales == 0 { 0 } else { group * bytes.scales }..];
             let scaling = Scaling::read(self.format, scales, supers);
             for (i, value) in values.iter_mut().enumerate() {
                 *value = scaling.value(self.format, q[i], i);
@@ -48,7 +62,7 @@ impl HostPlanes<'_> {
     }
 }
 
-/// The 32 q of a chunk, from planes of so many bytes.
+/// Returns the 32 q of a group from the bytes of its planes.
 fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) -> [u8; 32] {
     let two = |plane: &[u8; 32], j: usize, i: usize| plane[4 * (j / 4) + i] >> (2 * (j % 4)) & 3;
     std::array::from_fn(|column| {
@@ -66,14 +80,14 @@ fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) 
     })
 }
 
-/// The planes' bytes for 32 q: the inverse of `unpack`. `low` and `high` are as long as the format says.
+/// Writes the bytes of 32 q to the planes. `low` and `high` have the lengths of [`super::PlaneBytes`].
 pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {
     let (quads, _) = q.as_chunks::<4>();
     let two = |plane: &mut [u8], shift: usize| {
         for (half, word) in plane.chunks_exact_mut(4).enumerate() {
             for (i, byte) in word.iter_mut().enumerate() {
-                let part = |j: usize| (quads[4 * half + j][i] >> shift & 3) << (2 * j);
-                *byte = part(0) | part(1) | part(2) | part(3);
+                let bits = |j: usize| (quads[4 * half + j][i] >> shift & 3) << (2 * j);
+                *byte = bits(0) | bits(1) | bits(2) | bits(3);
             }
         }
     };
@@ -106,7 +120,7 @@ pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {
     }
 }
 
-/// What turns the q of a chunk into values: a scale and a min for each 16.
+/// How the q of a group become values: a scale and a min for each half of 16 columns.
 struct Scaling {
     scales: [f32; 2],
     mins: [f32; 2],
@@ -160,19 +174,19 @@ impl Scaling {
 /// The largest finite E4M3. (`F8E4M3::MAX` of float8 0.7 is 416, one step below.)
 pub const E4M3_MAX: f32 = 448.0;
 
-/// x f32 \[T, C\] as the product is to see it.
-pub fn round(x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
+/// Returns x f32 \[T, C\] rounded to 8 bits and converted back.
+pub fn round_input(x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
     if rounding == InputRounding::None {
         return Ok(x.clone());
     }
     let (_, columns) = x.dims2()?;
     let mut values: Vec<f32> = x.flatten_all()?.to_vec1()?;
     for row in values.chunks_exact_mut(columns) {
-        let most = row.iter().fold(0.0f32, |most, value| most.max(value.abs()));
+        let largest = row.iter().fold(0.0f32, |largest, value| largest.max(value.abs()));
         let scale = match rounding {
-            InputRounding::Int8PerToken => most / 127.5,
+            InputRounding::Int8PerToken => largest / 127.5,
             InputRounding::Fp8Static(scale) | InputRounding::Int8Static(scale) => scale,
-            _ => most / E4M3_MAX,
+            _ => largest / E4M3_MAX,
         }
         .max(f32::MIN_POSITIVE);
         for value in row {

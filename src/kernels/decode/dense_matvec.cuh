@@ -1,0 +1,130 @@
+// Matrix-vector products with bf16 or f16 weights, for the decode kernels.
+//
+// A *segment* is 8 consecutive elements of a row: 16 bytes, one load of one lane.
+// A *unit* is the rows that a warp multiplies at a time.
+// Units are dealt to the warps of the grid in turn.
+#pragma once
+#include "constants.cuh"
+#include "decode/block_sum.cuh"
+#include "headers/streaming_loads.cuh"
+
+// Loads that a warp keeps in flight for each row: of a unit of two rows, and of a unit of one row.
+constexpr int DENSE_DEPTH_2 = 3, DENSE_DEPTH_1 = 6;
+
+template <typename T> __device__ __forceinline__ float2 unpack(uint32_t pair);
+template <> __device__ __forceinline__ float2 unpack<__nv_bfloat16>(uint32_t pair) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+template <> __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+
+// Adds the products of one segment of weights with 8 inputs, `a` and then `b`.
+template <typename T> __device__ __forceinline__ float dot8(uint4 w, float4 a, float4 b, float sum) {
+    const float2 w0 = unpack<T>(w.x), w1 = unpack<T>(w.y), w2 = unpack<T>(w.z), w3 = unpack<T>(w.w);
+    sum = fmaf(w0.x, a.x, sum), sum = fmaf(w0.y, a.y, sum), sum = fmaf(w1.x, a.z, sum), sum = fmaf(w1.y, a.w, sum);
+    sum = fmaf(w2.x, b.x, sum), sum = fmaf(w2.y, b.y, sum), sum = fmaf(w3.x, b.z, sum), sum = fmaf(w3.y, b.w, sum);
+    return sum;
+}
+
+// The input vector in shared memory as f32, in two planes:
+// the first four elements of every segment, then the last four.
+// A warp that reads one segment per lane has no bank conflicts.
+struct DenseInput {
+    float4* planes;
+    int segments;
+    // Elements 4 * index to 4 * index + 3.
+    __device__ __forceinline__ float4& quad(int index) const { return planes[(index & 1) * segments + (index >> 1)]; }
+};
+
+template <typename T> __device__ __forceinline__ const uint4* as_segments(const T* row) {
+    return reinterpret_cast<const uint4*>(row);
+}
+
+// Streams the rows of a matrix through a warp, one unit of ROWS rows at a time, DEPTH loads of each row in flight.
+// `locate(u, r)` returns the segments of row r of unit u:
+// a pointer, or an Address that segment + index turns into one.
+template <typename T, int ROWS, int DEPTH, class Locate, class Address = const uint4*> struct DenseStream {
+    const Locate locate;
+    const int segments, units, stride, lane;
+    int unit;
+    Address rows[ROWS];
+    uint4 loaded[DEPTH][ROWS];
+
+    __device__ __forceinline__ DenseStream(int segments, int units, Locate locate)
+        : locate(locate),
+          segments(segments),
+          units(units),
+          stride(gridDim.x * (blockDim.x / 32)),
+          lane(threadIdx.x % 32),
+          unit(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) {
+        prefetch();
+    }
+
+    __device__ __forceinline__ bool has_unit() const { return unit < units; }
+
+    // Returns zeros past the end of a row instead of branching,
+    // so that the unrolled loops below are straight-line code.
+    __device__ __forceinline__ uint4 load(int r, int segment) const {
+        return segment < segments ? load_stream_16(rows[r] + segment) : make_uint4(0, 0, 0, 0);
+    }
+
+    // Starts the first loads of the current unit.
+    __device__ __forceinline__ void prefetch() {
+        if (unit >= units) return;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) rows[r] = locate(unit, r);
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) loaded[d][r] = load(r, lane + 32 * d);
+    }
+
+    // Computes the dot products of the current unit with `x`, in every lane, and moves on to the next unit.
+    __device__ __forceinline__ void multiply(const DenseInput& x, float (&sum)[ROWS]) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) sum[r] = 0.0f;
+        for (int base = lane; base - lane < segments; base += 32 * DEPTH) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d) {
+                const int segment = min(base + 32 * d, segments - 1);
+                const float4 a = x.planes[segment], b = x.planes[segments + segment];
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+                    sum[r] = dot8<T>(loaded[d][r], a, b, sum[r]);
+                    loaded[d][r] = load(r, base + 32 * (d + DEPTH));
+                }
+            }
+        }
+        unit += stride;
+        prefetch();
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) sum[r] = warp_sum(sum[r]);
+    }
+};
+
+// Writes x · norm to shared memory. Returns 1 / rms(x), by which the caller multiplies the dot products.
+__device__ __forceinline__ float load_normed(const DenseInput& input, const float* x, const float* norm, int columns,
+                                             float eps, float* scratch) {
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) {
+        const float4 v = __ldcg(reinterpret_cast<const float4*>(x) + i),
+                     w = __ldg(reinterpret_cast<const float4*>(norm) + i);
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+        input.quad(i) = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
+    }
+    return rsqrtf(block_sum(squares, scratch) / columns + eps);
+}
+
+// Writes x to shared memory, segment s multiplied by factor(s).
+template <typename T, class Factor>
+__device__ __forceinline__ void load_vector(const DenseInput& input, const T* x, Factor factor) {
+    for (int i = threadIdx.x; i < input.segments; i += blockDim.x) {
+        const uint4 v = __ldcg(reinterpret_cast<const uint4*>(x) + i);
+        const float2 a = unpack<T>(v.x), b = unpack<T>(v.y), c = unpack<T>(v.z), d = unpack<T>(v.w);
+        const float f = factor(i);
+        input.planes[i] = make_float4(a.x * f, a.y * f, b.x * f, b.y * f);
+        input.planes[input.segments + i] = make_float4(c.x * f, c.y * f, d.x * f, d.y * f);
+    }
+    __syncthreads();
+}

@@ -1,0 +1,73 @@
+// The first half of a gated MLP: h = activation(gate(norm(x))) · up(norm(x)).
+//
+//   x f32 [C]; norm f32 [C]; gate, up [F, C]: T, or two quantized matrices; biases f32 [F] or null; h T [F]
+//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized); bytes moved: both weights
+// A unit is one element of h: a row of gate and the same row of up.
+#include "decode/dense_matvec.cuh"
+#include "decode/quantized_matvec.cuh"
+#include "headers/activation.cuh"
+#include "headers/pdl.cuh"
+
+template <typename T>
+__device__ void decode_gate_up(const float* x, const float* norm, const T* gate, const T* up, const float* gate_bias,
+                               const float* up_bias, T* h, int rows, int columns, int activation, float eps) {
+    extern __shared__ float4 shared[];
+    __shared__ float scratch[DECODE_MAX_WARPS];
+    const DenseInput input{shared, columns / 8};
+    const auto row = [=](int unit, int r) {
+        return as_segments((r == 0 ? gate : up) + (size_t)unit * columns);
+    };
+    DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, rows, row);
+    pdl_wait();
+    pdl_launch_dependents();
+    const float scale = load_normed(input, x, norm, columns, eps, scratch);
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane != 0) continue;
+        const float g = sum[0] * scale + (gate_bias ? gate_bias[unit] : 0.0f),
+                    u = sum[1] * scale + (up_bias ? up_bias[unit] : 0.0f);
+        h[unit] = from_float<T>(activate(g, activation) * u);
+    }
+}
+
+template <typename T>
+__device__ void quantized_gate_up(const float* x, const float* norm, const QuantizedStack& weight,
+                                  const float* gate_bias, const float* up_bias, T* h, int rows, int columns,
+                                  int activation, float eps, RoundingArgs rounding) {
+    extern __shared__ float4 vector[];
+    __shared__ float scratch[QUANTIZED_WARPS];
+    const int groups = (columns + 31) / 32;
+    const QuantizedInput input(vector, weight, groups);
+    const auto row = [](int unit, int r, int& matrix) { return matrix = r, unit; };
+    QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, rows, row);
+    pdl_wait();
+    pdl_launch_dependents();
+    const float scale = load_normed(input, x, norm, columns, eps, rounding, scratch);
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane != 0) continue;
+        const float g = sum[0] * scale + (gate_bias ? gate_bias[unit] : 0.0f),
+                    u = sum[1] * scale + (up_bias ? up_bias[unit] : 0.0f);
+        h[unit] = from_float<T>(activate(g, activation) * u);
+    }
+}
+
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
+        decode_gate_up_##SUFFIX(const float* x, const float* norm, const T* gate, const T* up, const float* gate_bias, \
+                                const float* up_bias, T* h, int rows, int columns, int activation, float eps) {        \
+        decode_gate_up<T>(x, norm, gate, up, gate_bias, up_bias, h, rows, columns, activation, eps);                   \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
+        quantized_gate_up_##SUFFIX(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight,   \
+                                   const float* gate_bias, const float* up_bias, T* h, int rows, int columns,          \
+                                   int activation, float eps, int rounding, float static_scale) {                      \
+        quantized_gate_up<T>(x, norm, weight, gate_bias, up_bias, h, rows, columns, activation, eps,                   \
+                             {rounding, static_scale});                                                                \
+    }
+DEFINE(__nv_bfloat16, bf16)
+DEFINE(__half, f16)

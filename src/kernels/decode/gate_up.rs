@@ -1,0 +1,53 @@
+//! The first half of a gated MLP (`gate_up.cu`).
+
+use candle_core::{Result, Tensor};
+
+use super::buffers::{RmsNorm, StepBuffers, check_f32};
+use super::matvec::{check_weight, matvec_kernel, matvec_shape};
+use crate::kernels::launch::{Arguments, Launch, LaunchSequence, dtype_suffix, module};
+use crate::kernels::quantized::Matrix;
+use crate::kernels::swiglu::Activation;
+
+/// One projection of a gated MLP: weight \[F, C\], bias f32 \[F\].
+#[derive(Clone, Copy)]
+pub struct Projection<'t> {
+    pub weight: &'t Matrix,
+    pub bias: Option<&'t Tensor>,
+}
+
+/// Adds h = activation(gate(norm(x))) · up(norm(x)). h T \[F\].
+pub fn add_gate_up(
+    sequence: &mut LaunchSequence,
+    buffers: &StepBuffers,
+    norm: RmsNorm,
+    gate: Projection,
+    up: Projection,
+    activation: Activation,
+    h: &Tensor,
+) -> Result<()> {
+    let (rows, columns) = (h.dims1()?, buffers.x.dims1()?);
+    check_f32("a norm", norm.weight, columns)?;
+    for projection in [gate, up] {
+        check_weight(projection.weight, rows, columns, h.dtype())?;
+        if let Some(bias) = projection.bias {
+            check_f32("a bias", bias, rows)?;
+        }
+    }
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(norm.weight)?
+        .two_weights(gate.weight, up.weight)?
+        .optional(gate.bias)?
+        .optional(up.bias)?
+        .tensor(h)?
+        .int(rows)
+        .int(columns)
+        .int(activation as usize)
+        .float(norm.eps)
+        .rounding(gate.weight)?;
+    let kernel = matvec_kernel(gate.weight, &format!("gate_up_{}", dtype_suffix(h.dtype())?));
+    let launch = Launch::new(module!("gate_up"), kernel, matvec_shape(buffers, rows, gate.weight), arguments);
+    let bytes = gate.weight.bytes() + up.weight.bytes();
+    // SAFETY: shapes and dtypes are checked above.
+    unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
+}

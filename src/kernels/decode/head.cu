@@ -1,0 +1,165 @@
+// The end of a decode step: logits, the argmax, and the embedding of the chosen token as the next input.
+#include "decode/dense_matvec.cuh"
+#include "decode/quantized_matvec.cuh"
+#include "headers/pdl.cuh"
+
+// Returns cap · tanh(x / cap), or x if cap is 0.
+__device__ __forceinline__ float soft_capped(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
+
+// The largest logit so far and its token. Of equal logits the lower token wins; NaN never wins.
+struct Argmax {
+    float logit;
+    uint32_t token;
+    __device__ __forceinline__ void offer(float other, uint32_t other_token) {
+        if (other > logit || (other == logit && other_token < token)) logit = other, token = other_token;
+    }
+};
+
+// Writes the argmax over the first lanes of a block's warps to best[block]. `warps` holds one Argmax per warp.
+__device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* best) {
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = own;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int w = 1; w < blockDim.x / 32; ++w) own.offer(warps[w].logit, warps[w].token);
+        best[blockIdx.x] = own;
+    }
+}
+
+// logits = head(norm(x)), and the argmax of each block. With softcap > 0, logits l become softcap · tanh(l / softcap).
+//   x, norm f32 [C]; weight [V, C]: T, or one quantized matrix; logits f32 [V]; best [grid]
+//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized); bytes moved: the weight
+// A unit is two rows of the weight.
+template <typename T>
+__device__ void decode_head(const float* x, const float* norm, const T* weight, float* logits, Argmax* best, int vocab,
+                            int columns, float eps, float softcap) {
+    extern __shared__ float4 shared[];
+    __shared__ float scratch[DECODE_MAX_WARPS];
+    __shared__ Argmax warps[DECODE_MAX_WARPS];
+    const DenseInput input{shared, columns / 8};
+    const auto row = [=](int unit, int r) {
+        return as_segments(weight + (size_t)min(2 * unit + r, vocab - 1) * columns);
+    };
+    DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, (vocab + 1) / 2, row);
+    pdl_wait();
+    pdl_launch_dependents();
+    const float scale = load_normed(input, x, norm, columns, eps, scratch);
+    Argmax own{-INFINITY, 0xffffffffu};
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane != 0) continue;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (2 * unit + r >= vocab) break;
+            const float logit = soft_capped(sum[r] * scale, softcap);
+            logits[2 * unit + r] = logit;
+            own.offer(logit, 2 * unit + r);
+        }
+    }
+    block_argmax(own, warps, best);
+}
+
+__device__ void quantized_head(const float* x, const float* norm, const QuantizedStack& weight, float* logits,
+                               Argmax* best, int vocab, int columns, float eps, float softcap, RoundingArgs rounding) {
+    extern __shared__ float4 vector[];
+    __shared__ float scratch[QUANTIZED_WARPS];
+    __shared__ Argmax warps[QUANTIZED_WARPS];
+    const int groups = (columns + 31) / 32;
+    const QuantizedInput input(vector, weight, groups);
+    const auto row = [=](int unit, int r, int& matrix) { return matrix = 0, min(2 * unit + r, vocab - 1); };
+    QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, (vocab + 1) / 2, row);
+    pdl_wait();
+    pdl_launch_dependents();
+    const float scale = load_normed(input, x, norm, columns, eps, rounding, scratch);
+    Argmax own{-INFINITY, 0xffffffffu};
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane != 0) continue;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (2 * unit + r >= vocab) break;
+            const float logit = soft_capped(sum[r] * scale, softcap);
+            logits[2 * unit + r] = logit;
+            own.offer(logit, 2 * unit + r);
+        }
+    }
+    block_argmax(own, warps, best);
+}
+
+// The argmax over all blocks of the head is the next token. Its row of the embedding is the next input. One block of 1024.
+//   embedding T [V, C], multiplied by embedding_scale; null leaves x to quantized_next
+//   mailbox u32 [slots], in host memory: the token of step s, plus one, goes to slot s mod slots; 0xffffffff is an error
+template <typename T>
+__device__ void decode_next(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,
+                            volatile uint32_t* mailbox, int slots, int columns, float embedding_scale) {
+    __shared__ Argmax warps[32];
+    const int lane = threadIdx.x % 32;
+    pdl_wait();
+    Argmax own{-INFINITY, 0xffffffffu};
+    for (int i = threadIdx.x; i < blocks; i += blockDim.x) own.offer(__ldcg(&best[i].logit), __ldcg(&best[i].token));
+    const auto reduce = [&] {
+        for (int offset = 16; offset > 0; offset /= 2)
+            own.offer(__shfl_xor_sync(0xffffffffu, own.logit, offset), __shfl_xor_sync(0xffffffffu, own.token, offset));
+    };
+    reduce();
+    if (lane == 0) warps[threadIdx.x / 32] = own;
+    __syncthreads();
+    own = warps[lane];
+    reduce();
+    // If every logit is NaN, the host gets the error mark and stops. The next input does not matter then.
+    const bool is_nan = own.token == 0xffffffffu;
+    const uint32_t token = is_nan ? 0 : own.token;
+    for (int i = threadIdx.x; embedding && i < columns; i += blockDim.x)
+        x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
+    if (threadIdx.x == 0) {
+        const uint32_t steps = state[2];
+        mailbox[steps % slots] = is_nan ? 0xffffffffu : token + 1;
+        __threadfence_system();
+        state[0] += 1, state[1] = token, state[2] = steps + 1;
+    }
+}
+
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
+        decode_head_##SUFFIX(const float* x, const float* norm, const T* weight, float* logits, Argmax* best,          \
+                             int vocab, int columns, float eps, float softcap) {                                       \
+        decode_head<T>(x, norm, weight, logits, best, vocab, columns, eps, softcap);                                   \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                 \
+        decode_next_##SUFFIX(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,            \
+                             volatile uint32_t* mailbox, int slots, int columns, float embedding_scale) {              \
+        decode_next<T>(best, blocks, embedding, x, state, mailbox, slots, columns, embedding_scale);                   \
+    }
+DEFINE(__nv_bfloat16, bf16)
+DEFINE(__half, f16)
+
+extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)
+    quantized_head(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight, float* logits,
+                   Argmax* best, int vocab, int columns, float eps, float softcap, int rounding, float static_scale) {
+    quantized_head(x, norm, weight, logits, best, vocab, columns, eps, softcap, {rounding, static_scale});
+}
+
+// x = the row of a quantized embedding for the token in `state`, multiplied by embedding_scale.
+// It follows decode_next and decode_sample, which leave x alone then.
+//   x f32 [C]; grid ceil(C / 8 / 256), block 256: one thread per 8 columns
+extern "C" __global__ void __launch_bounds__(256)
+    quantized_next(const __grid_constant__ QuantizedStack embedding, const uint32_t* state, float* x, int columns,
+                   float embedding_scale) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    pdl_wait();
+    pdl_launch_dependents();
+    if (8 * i >= columns) return;
+    const int row = __ldcg(state + 1);
+    with_format(embedding.matrices[0].format, [&](auto format) {
+        const EightValues v =
+            dequantize8<decltype(format)::value>(embedding.matrices[0], row, i / 4, i % 4, (columns + 31) / 32);
+        const auto scaled = [=](float4 a) {
+            return make_float4(a.x * embedding_scale, a.y * embedding_scale, a.z * embedding_scale,
+                               a.w * embedding_scale);
+        };
+        reinterpret_cast<float4*>(x)[2 * i] = scaled(v.first), reinterpret_cast<float4*>(x)[2 * i + 1] = scaled(v.second);
+    });
+}

@@ -1,0 +1,96 @@
+//! How the matrix-vector kernels of a decode step are launched,
+//! for dense and quantized weights (`dense_matvec.cuh`, `quantized_matvec.cuh`).
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Result, bail};
+
+use super::buffers::StepBuffers;
+use crate::kernels::constants::{DECODE_MAX_WARPS, QUANTIZED_WARPS};
+use crate::kernels::launch::{Arguments, LaunchShape, max_shared_bytes};
+use crate::kernels::quantized::{GROUP_COLUMNS, Matrix, quantized_ops};
+
+/// Returns whether this GPU can multiply `weight` with `inputs` vectors at once: there is a kernel and enough shared memory.
+pub fn can_multiply(device: &CudaDevice, weight: &Matrix, inputs: usize) -> Result<bool> {
+    // A kernel has up to 1 KiB of static shared memory.
+    let fits = weight.dims().1.is_multiple_of(8) && input_bytes(weight, inputs) + 1024 <= max_shared_bytes(device)?;
+    Ok(fits && !matches!(weight, Matrix::Mixed(_)))
+}
+
+/// Returns the shared memory that holds `inputs` input vectors of a product, in bytes.
+pub(super) fn input_bytes(weight: &Matrix, inputs: usize) -> usize {
+    let (_, columns) = weight.dims();
+    match weight {
+        Matrix::Quantized(parts) => {
+            quantized_ops::input_bytes(parts[0].format, inputs * columns.next_multiple_of(GROUP_COLUMNS))
+        }
+        _ => inputs * columns * size_of::<f32>(),
+    }
+}
+
+/// Returns the shape of a launch in which each warp multiplies one of `units` at a time, with one input vector.
+pub(super) fn matvec_shape(buffers: &StepBuffers, units: usize, weight: &Matrix) -> LaunchShape {
+    matvec_shape_for(buffers, units, weight, 1)
+}
+
+/// Returns the shape of a launch in which each warp multiplies one of `units` at a time, with `inputs` input vectors.
+///
+/// The grid has at most one block per multiprocessor, and a block is as large as that needs.
+pub(super) fn matvec_shape_for(buffers: &StepBuffers, units: usize, weight: &Matrix, inputs: usize) -> LaunchShape {
+    let max_warps = if matches!(weight, Matrix::Dense(_)) { DECODE_MAX_WARPS } else { QUANTIZED_WARPS };
+    let warps = units.div_ceil(buffers.multiprocessors).clamp(4, max_warps);
+    let blocks = units.div_ceil(warps).min(buffers.multiprocessors);
+    LaunchShape::linear(blocks, 32 * warps).with_shared_bytes(input_bytes(weight, inputs))
+}
+
+/// Returns the name of the kernel called `name` for dense or quantized weights.
+pub(super) fn matvec_kernel(weight: &Matrix, name: &str) -> String {
+    match weight {
+        Matrix::Dense(_) => format!("decode_{name}"),
+        _ => format!("quantized_{name}"),
+    }
+}
+
+/// Fails unless `weight` is \[rows, columns\] and there is a kernel for it and activations of `dtype`.
+pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: DType) -> Result<()> {
+    let has_kernel = match weight {
+        Matrix::Dense(weight) => weight.dtype() == dtype,
+        Matrix::Quantized(_) => true,
+        Matrix::Mixed(_) => false,
+    };
+    let fits = weight.dims() == (rows, columns) && columns.is_multiple_of(8);
+    if fits && has_kernel && matches!(dtype, DType::BF16 | DType::F16) {
+        return Ok(());
+    }
+    bail!("cannot plan a decode step: a weight is {:?}, expected [{rows}, {columns}] for {dtype:?}", weight.dims())
+}
+
+impl Arguments {
+    /// Adds a weight: the address of a dense one, or the stack of a quantized one.
+    pub(super) fn weight(self, weight: &Matrix) -> Result<Self> {
+        match weight {
+            Matrix::Dense(weight) => self.tensor(weight),
+            Matrix::Quantized(parts) => self.stack(parts),
+            Matrix::Mixed(_) => {
+                bail!("cannot plan a decode step: no kernel multiplies with parts in different formats")
+            }
+        }
+    }
+
+    /// Adds two weights of one kind: two addresses, or one stack.
+    pub(super) fn two_weights(self, first: &Matrix, second: &Matrix) -> Result<Self> {
+        match (first, second) {
+            (Matrix::Dense(first), Matrix::Dense(second)) => self.tensor(first)?.tensor(second),
+            (Matrix::Quantized(first), Matrix::Quantized(second)) => self.stack(&[first.as_slice(), second].concat()),
+            _ => bail!("cannot plan a decode step: no kernel multiplies with a dense and a quantized weight"),
+        }
+    }
+
+    /// Adds how the kernel rounds its input if the weight is quantized. These are the last arguments of such kernels.
+    pub(super) fn rounding(self, weight: &Matrix) -> Result<Self> {
+        let Matrix::Quantized(_) = weight else { return Ok(self) };
+        let Some(rounding) = weight.input_rounding() else {
+            bail!("cannot plan a decode step: the parts of a weight round their input in different ways")
+        };
+        Ok(self.input_rounding(rounding))
+    }
+}

@@ -1,0 +1,207 @@
+// Routed experts of one token with MXFP4 weights: a clamped SwiGLU MLP with biases (gpt-oss), on tensor cores.
+// Each block chooses the experts itself from the router logits.
+#include "constants.cuh"
+#include "headers/common.cuh"
+#include "headers/pdl.cuh"
+#include "headers/streaming_loads.cuh"
+#include "headers/tensor_core.cuh"
+#include "moe/routing.cuh"
+
+// Weights as `repack_mxfp4` (experts_gemm.cu) lays them out:
+// blocks [E][R/16][C/64][lane][16 bytes], scales [E][R/16][C/64][8][4 bytes], R/16 and C/64 rounded up.
+// The 16 bytes of a lane are its fragments of A for four mma.m16n8k16:
+// rows g and g + 8 of two MXFP4 blocks of 32 columns.
+struct Mxfp4Tiles {
+    const uint8_t *blocks, *scales;
+    int groups;  // of 64 columns
+};
+
+// Returns pair I of a word of 8 values as f16x2, times 2^-14.
+template <int I> __device__ __forceinline__ uint32_t e2m1_pair(uint32_t w) {
+    if (I == 0) return w & 0x8e008e00u;
+    return ((w << (3 * I)) & 0x0e000e00u) | ((w << I) & 0x80008000u);
+}
+
+// Multiplies 16 rows × 32 columns with x.
+// In the lanes that hold column 0, c[0] and c[2] are the sums of rows g and g + 8.
+// The other seven columns of the product are the same, because x fills all eight columns of B; this costs nothing.
+__device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4 x, float (&c)[4]) {
+    c[0] = c[1] = c[2] = c[3] = 0.0f;
+    const uint32_t first[4] = {e2m1_pair<0>(low), e2m1_pair<0>(high), e2m1_pair<1>(low), e2m1_pair<1>(high)};
+    multiply_add<__half>(c, first, x.x, x.y);
+    const uint32_t second[4] = {e2m1_pair<2>(low), e2m1_pair<2>(high), e2m1_pair<3>(low), e2m1_pair<3>(high)};
+    multiply_add<__half>(c, second, x.z, x.w);
+}
+
+// Returns 2^(s - 127) for scale byte `index` of a word.
+// 0 becomes zero and 255 becomes infinity.
+// In an f32 sum, zero makes no difference; `repack_mxfp4` rejects 255.
+__device__ __forceinline__ float scale_of(uint32_t word, int index) {
+    return __uint_as_float((index == 3 ? word >> 1 : word << (23 - 8 * index)) & 0x7f800000u);
+}
+
+// One warp's share of the product with one tile row: groups first, first + STEP, .. with DEPTH of them in flight.
+template <int STEP, int DEPTH> struct TileStream {
+    const uint8_t *blocks, *scales;  // this lane's part of group `first`
+    uint4 weights[DEPTH];
+    uint32_t exponents[DEPTH];
+    const int first, groups;
+
+    // Loads group base + i · STEP into slot d.
+    __device__ __forceinline__ void load(int d, int i) {
+        weights[d] = load_stream_16(blocks + i * STEP * MXFP4_TILE_BYTES);
+        exponents[d] = load_stream_4(scales + i * STEP * MXFP4_TILE_SCALE_BYTES);
+    }
+
+    __device__ __forceinline__ TileStream(const Mxfp4Tiles& tiles, size_t tile_row, int first, int lane)
+        : first(first), groups(tiles.groups) {
+        blocks = tiles.blocks + (tile_row * groups + first) * MXFP4_TILE_BYTES + lane * 16,
+        scales = tiles.scales + (tile_row * groups + first) * MXFP4_TILE_SCALE_BYTES + lane / 4 * 4;
+#pragma unroll
+        for (int d = 0; d < DEPTH; ++d)
+            if (first + d * STEP < groups) load(d, d);
+    }
+
+    __device__ __forceinline__ void multiply_group(int d, const uint4* x, float& low, float& high) const {
+        const uint4 w = weights[d];
+        const uint32_t s = exponents[d];
+        float c[4];
+        block_product(w.x, w.y, x[d * STEP * 8], c);
+        low += scale_of(s, 0) * c[0], high += scale_of(s, 1) * c[2];
+        block_product(w.z, w.w, x[d * STEP * 8 + 4], c);
+        low += scale_of(s, 2) * c[0], high += scale_of(s, 3) * c[2];
+    }
+
+    // Computes the sums of rows g and g + 8, which the caller multiplies by 2^14.
+    //   x: f16 in shared memory, zero from C on
+    __device__ __forceinline__ void multiply(const uint4* x, int lane, float& low, float& high) {
+        low = high = 0.0f;
+        x += first * 8 + lane % 4;
+        int base = first;
+        // While at least another full round follows, no bounds need checking.
+        for (; base + (2 * DEPTH - 1) * STEP < groups; base += DEPTH * STEP) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d) multiply_group(d, x, low, high), load(d, d + DEPTH);
+            blocks += DEPTH * STEP * MXFP4_TILE_BYTES, scales += DEPTH * STEP * MXFP4_TILE_SCALE_BYTES, x += DEPTH * STEP * 8;
+        }
+        // The last rounds: at most one full round and a partial one.
+        for (; base < groups; base += DEPTH * STEP) {
+#pragma unroll
+            for (int d = 0; d < DEPTH; ++d) {
+                if (base + d * STEP < groups) multiply_group(d, x, low, high);
+                if (base + (d + DEPTH) * STEP < groups) load(d, d + DEPTH);
+            }
+            blocks += DEPTH * STEP * MXFP4_TILE_BYTES, scales += DEPTH * STEP * MXFP4_TILE_SCALE_BYTES, x += DEPTH * STEP * 8;
+        }
+    }
+};
+
+// Undoes the factor 2^-14 of e2m1_pair.
+constexpr float E2M1_UNIT = 16384.0f;
+
+// h[n] = the clamped SwiGLU of the n-th chosen expert.
+//   normed f16 [C], normed_scale f32 [1]: from the router kernel; logits f32 [E]
+//   weights [E, 2F, C] in paired tiles: gate in row g, up in row g + 8; bias f32 [E, 2F], interleaved; h f16 [N, F]
+//   grid (ceil(ceil(F / 8) / DECODE_UP_TILES), N), block DECODE_UP_THREADS: DECODE_UP_WARPS warps share the columns of a tile
+//   shared memory: C rounded up to 64, f16; bytes moved: 17/32 · 2F · C for each chosen expert
+constexpr int UP_DEPTH = 3;
+__device__ void decode_gate_up_experts(const __half* normed, const float* normed_scale, const float* logits,
+                                       Mxfp4Tiles weights, const float* bias, __half* h, int experts, int intermediate,
+                                       int columns, float alpha, float limit) {
+    extern __shared__ uint4 x[];
+    __shared__ float sums[DECODE_UP_TILES][DECODE_UP_WARPS][16];
+    __shared__ Routing routing;
+    const int warp = threadIdx.x / 32 % DECODE_UP_WARPS, block_tile = threadIdx.x / 32 / DECODE_UP_WARPS, lane = threadIdx.x % 32;
+    const int segments = weights.groups * 8, full_segments = columns / 8, tiles = (intermediate + 7) / 8,
+              tile = blockIdx.x * DECODE_UP_TILES + block_tile;
+    pdl_wait();
+    pdl_launch_dependents();
+    if (threadIdx.x < 32) routing.choose(logits, experts, blockIdx.y + 1, 0, lane);
+    for (int i = threadIdx.x; i < segments; i += DECODE_UP_THREADS)
+        x[i] = i < full_segments ? __ldcg(reinterpret_cast<const uint4*>(normed) + i) : make_uint4(0, 0, 0, 0);
+    const float unscale = E2M1_UNIT * __ldcg(normed_scale);
+    __syncthreads();
+    const uint32_t expert = routing.expert[blockIdx.y];
+    const int unit = tile * 8 + lane;
+    const bool writes_h = warp == 0 && lane < 8 && unit < intermediate;
+    float2 b = make_float2(0.0f, 0.0f);
+    if (tile < tiles) {
+        TileStream<DECODE_UP_WARPS, UP_DEPTH> stream(weights, (size_t)expert * tiles + tile, warp, lane);
+        if (writes_h) b = __ldg(reinterpret_cast<const float2*>(bias) + (size_t)expert * intermediate + unit);
+        float low, high;
+        stream.multiply(x, lane, low, high);
+        if (lane % 4 == 0) sums[block_tile][warp][lane / 4] = low, sums[block_tile][warp][lane / 4 + 8] = high;
+    }
+    __syncthreads();
+    if (writes_h) {
+        float gate = 0.0f, up = 0.0f;
+#pragma unroll
+        for (int w = 0; w < DECODE_UP_WARPS; ++w) gate += sums[block_tile][w][lane], up += sums[block_tile][w][lane + 8];
+        gate = gate * unscale + b.x, up = up * unscale + b.y;
+        // Comparisons keep NaN, as torch.clamp does; fminf would not.
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+        h[(size_t)blockIdx.y * intermediate + unit] =
+            __float2half_rn(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
+    }
+}
+
+// x += Σ routing weight · (down(h) + bias) over the N chosen experts.
+//   x f32 [C]; h f16 [N, F]; logits f32 [E]; weights [E, C, F] in plain tiles; bias f32 [E, C]
+//   grid ceil(C / 16), block 32 · N · DECODE_DOWN_SPLITS: DECODE_DOWN_SPLITS warps share the columns of an expert's tile
+//   shared memory: N · (F rounded up to 64) f16, then 16 floats per warp; bytes moved: 17/32 · C · F per chosen expert
+constexpr int DOWN_DEPTH = 5;
+__device__ void decode_down_experts(float* x, const __half* h, const float* logits, Mxfp4Tiles weights,
+                                    const float* bias, int experts, int chosen, int rows, int columns) {
+    extern __shared__ uint4 inputs[];
+    __shared__ Routing routing;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, tiles = gridDim.x;
+    const int n = warp % chosen, split = warp / chosen, segments = weights.groups * 8, full_segments = columns / 8;
+    float* sums = reinterpret_cast<float*>(inputs + chosen * segments);
+    // Safe before the wait: the router ran before the previous kernel,
+    // and this kernel starts only after the router's end.
+    if (warp == 0) routing.choose(logits, experts, chosen, chosen, lane);
+    __syncthreads();
+    TileStream<DECODE_DOWN_SPLITS, DOWN_DEPTH> stream(weights, (size_t)routing.expert[n] * tiles + tile, split, lane);
+    const int row = tile * 16 + threadIdx.x;
+    const bool writes_x = threadIdx.x < 16 && row < rows;
+    float sum = 0.0f;
+    for (int i = 0; i < chosen && writes_x; ++i)
+        sum += routing.weight[i] * __ldg(bias + (size_t)routing.expert[i] * rows + row);
+    pdl_wait();
+    pdl_launch_dependents();
+    if (writes_x) sum += __ldcg(x + row);
+    for (int i = threadIdx.x; i < chosen * segments; i += blockDim.x) {
+        const int row = i / segments, segment = i % segments;
+        inputs[i] = segment < full_segments ? __ldcg(reinterpret_cast<const uint4*>(h) + row * full_segments + segment)
+                                            : make_uint4(0, 0, 0, 0);
+    }
+    __syncthreads();
+    float low, high;
+    stream.multiply(inputs + n * segments, lane, low, high);
+    if (lane % 4 == 0) sums[warp * 16 + lane / 4] = low, sums[warp * 16 + lane / 4 + 8] = high;
+    __syncthreads();
+    if (writes_x) {
+        for (int i = 0; i < chosen; ++i) {
+            float y = 0.0f;
+#pragma unroll
+            for (int split = 0; split < DECODE_DOWN_SPLITS; ++split) y += sums[(split * chosen + i) * 16 + threadIdx.x];
+            sum += routing.weight[i] * E2M1_UNIT * y;
+        }
+        x[row] = sum;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(DECODE_UP_THREADS, 2)
+    decode_gate_up_mxfp4(const __half* normed, const float* normed_scale, const float* logits, const uint8_t* blocks,
+                         const uint8_t* scales, const float* bias, __half* h, int experts, int intermediate,
+                         int columns, float alpha, float limit) {
+    decode_gate_up_experts(normed, normed_scale, logits, {blocks, scales, (columns + 63) / 64}, bias, h, experts,
+                           intermediate, columns, alpha, limit);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * DECODE_DOWN_SPLITS * DECODE_DOWN_MAX_CHOSEN, 2)
+    decode_down_mxfp4(float* x, const __half* h, const float* logits, const uint8_t* blocks, const uint8_t* scales,
+                      const float* bias, int experts, int chosen, int rows, int columns) {
+    decode_down_experts(x, h, logits, {blocks, scales, (columns + 63) / 64}, bias, experts, chosen, rows, columns);
+}

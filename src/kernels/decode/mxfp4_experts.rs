@@ -1,0 +1,111 @@
+//! Routed experts of one token with MXFP4 weights (`mxfp4_experts.cu`).
+
+use candle_core::{DType, Result, Tensor};
+
+use super::buffers::{StepBuffers, check, check_f32};
+use crate::kernels::constants::{DECODE_DOWN_SPLITS, DECODE_UP_THREADS, DECODE_UP_TILES, MXFP4_TILE_ROWS};
+use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, module};
+use crate::kernels::moe::experts_gemm::Mxfp4Tiles;
+use crate::kernels::swiglu::ALPHA;
+
+/// The most MXFP4 experts per token.
+pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;
+
+/// The largest F of MXFP4 experts: the inputs of all chosen experts must fit in shared memory.
+pub const MAX_EXPERT_COLUMNS: usize = 24 << 10;
+
+/// Buffers between the kernels of MXFP4 experts.
+pub struct ExpertBuffers {
+    /// f32 \[E\]
+    pub logits: Tensor,
+    /// f16 \[C\]
+    pub(super) normed: Tensor,
+    /// f32 \[1\]
+    pub(super) normed_scale: Tensor,
+    /// f16 \[N, F\]
+    h: Tensor,
+}
+
+impl ExpertBuffers {
+    pub fn new(x: &Tensor, experts: usize, chosen: usize, intermediate_size: usize) -> Result<Self> {
+        let device = x.device();
+        Ok(Self {
+            logits: Tensor::zeros(experts, DType::F32, device)?,
+            normed: Tensor::zeros(x.dims1()?, DType::F16, device)?,
+            normed_scale: Tensor::zeros(1, DType::F32, device)?,
+            h: Tensor::zeros((chosen, intermediate_size), DType::F16, device)?,
+        })
+    }
+}
+
+/// Adds h of the chosen experts.
+///
+/// weights \[E, 2F, C\] in paired tiles; bias f32 \[E, 2F\]
+pub fn add_mxfp4_gate_up(
+    sequence: &mut LaunchSequence,
+    buffers: &StepBuffers,
+    weights: &Mxfp4Tiles,
+    bias: &Tensor,
+    limit: f32,
+    expert_buffers: &ExpertBuffers,
+) -> Result<()> {
+    let ((chosen, intermediate), columns) = (expert_buffers.h.dims2()?, buffers.x.dims1()?);
+    let experts = expert_buffers.logits.dims1()?;
+    check("the tiles of experts", weights.dims() == (experts, 2 * intermediate, columns), weights.blocks())?;
+    check_f32("the bias of experts", bias, experts * 2 * intermediate)?;
+    let arguments = Arguments::new()
+        .tensor(&expert_buffers.normed)?
+        .tensor(&expert_buffers.normed_scale)?
+        .tensor(&expert_buffers.logits)?
+        .tensor(weights.blocks())?
+        .tensor(weights.scales())?
+        .tensor(bias)?
+        .tensor(&expert_buffers.h)?
+        .int(experts)
+        .int(intermediate)
+        .int(columns)
+        .float(ALPHA)
+        .float(limit);
+    let grid = (intermediate.div_ceil(8).div_ceil(DECODE_UP_TILES), chosen, 1);
+    let shape = LaunchShape::new(grid, DECODE_UP_THREADS).with_shared_bytes(columns.next_multiple_of(64) * 2);
+    let launch = Launch::new(module!("mxfp4_experts"), "decode_gate_up_mxfp4", shape, arguments);
+    let bytes = weights.bytes() / experts as u64 * chosen as u64;
+    // SAFETY: shapes and dtypes are checked above; the routing chooses experts below E.
+    unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
+}
+
+/// Adds x += Σ routing weight · (down(h) + bias) over the chosen experts.
+///
+/// weights \[E, C, F\] in plain tiles; bias f32 \[E, C\]
+pub fn add_mxfp4_down(
+    sequence: &mut LaunchSequence,
+    buffers: &StepBuffers,
+    weights: &Mxfp4Tiles,
+    bias: &Tensor,
+    expert_buffers: &ExpertBuffers,
+) -> Result<()> {
+    let ((chosen, intermediate), rows) = (expert_buffers.h.dims2()?, buffers.x.dims1()?);
+    let experts = expert_buffers.logits.dims1()?;
+    check("the tiles of experts", weights.dims() == (experts, rows, intermediate), weights.blocks())?;
+    check("h", chosen <= MAX_CHOSEN_MXFP4 && intermediate % 8 == 0, &expert_buffers.h)?;
+    check_f32("the bias of experts", bias, experts * rows)?;
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(&expert_buffers.h)?
+        .tensor(&expert_buffers.logits)?
+        .tensor(weights.blocks())?
+        .tensor(weights.scales())?
+        .tensor(bias)?
+        .int(experts)
+        .int(chosen)
+        .int(rows)
+        .int(intermediate);
+    let warps = chosen * DECODE_DOWN_SPLITS;
+    let (input_bytes, sum_bytes) = (chosen * intermediate.next_multiple_of(64) * 2, warps * 16 * size_of::<f32>());
+    let shape =
+        LaunchShape::linear(rows.div_ceil(MXFP4_TILE_ROWS), 32 * warps).with_shared_bytes(input_bytes + sum_bytes);
+    let launch = Launch::new(module!("mxfp4_experts"), "decode_down_mxfp4", shape, arguments);
+    let bytes = weights.bytes() / experts as u64 * chosen as u64;
+    // SAFETY: shapes and dtypes are checked above; the routing chooses experts below E.
+    unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
+}

@@ -1,0 +1,156 @@
+// Queries, keys and values of one token: RMSNorm, projection, bias, RoPE.
+// Queries go to a buffer, keys and values into the KV cache.
+//
+//   x f32 [C]; norm f32 [C]; weight [(H + 2K)·D, C]: T, or quantized in up to three matrices; bias f32 [(H + 2K)·D] or null
+//   cos, sin f32 [P, R/2], where the first R of the D elements of a head rotate; state: see decode/mod.rs
+//   q T [H, D]; cache k, v T [S, K, D]: position p lies in row p mod S
+//   raw f32 [H + K, D] or null: with q and k norms, queries and keys go here, and decode_qk_norm finishes them
+//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized); bytes moved: the weight
+// A unit is two rows of the weight: the pair of elements that RoPE rotates together.
+#include "decode/dense_matvec.cuh"
+#include "decode/quantized_matvec.cuh"
+#include "headers/pdl.cuh"
+
+// Where the results of the projection go.
+template <typename T> struct QkvTarget {
+    const float *bias, *cos, *sin;
+    T *q, *k, *v;
+    float* raw;
+    int heads, kv_heads, head_dim, rotated, rows;
+
+    __device__ __forceinline__ int units() const { return (heads + 2 * kv_heads) * (head_dim / 2); }
+    __device__ __forceinline__ int in_head(int unit, int r) const {
+        const int p = unit % (head_dim / 2), half = rotated / 2;
+        return p < half ? p + r * half : 2 * p + r;
+    }
+    __device__ __forceinline__ int row(int unit, int r) const {
+        return unit / (head_dim / 2) * head_dim + in_head(unit, r);
+    }
+};
+
+// The two elements of a unit. The constructor loads biases and angles before the products are ready.
+template <typename T> struct QkvPair {
+    int head, first, second;
+    float a_bias, b_bias, cos, sin;
+
+    __device__ __forceinline__ QkvPair(const QkvTarget<T>& to, int unit, int position)
+        : head(unit / (to.head_dim / 2)), first(to.in_head(unit, 0)), second(to.in_head(unit, 1)) {
+        const size_t base = (size_t)head * to.head_dim;
+        const int half = to.rotated / 2;
+        const bool rotates = head < to.heads + to.kv_heads && first < half;
+        a_bias = to.bias ? __ldg(to.bias + base + first) : 0.0f;
+        b_bias = to.bias ? __ldg(to.bias + base + second) : 0.0f;
+        cos = rotates ? __ldg(to.cos + (size_t)position * half + first) : 1.0f;
+        sin = rotates ? __ldg(to.sin + (size_t)position * half + first) : 0.0f;
+    }
+
+    __device__ __forceinline__ void store(const QkvTarget<T>& to, int position, float a, float b) const {
+        const size_t base = (size_t)head * to.head_dim, cache_row = (size_t)(position % to.rows) * to.kv_heads;
+        a += a_bias, b += b_bias;
+        if (to.raw && head < to.heads + to.kv_heads) {
+            to.raw[base + first] = a, to.raw[base + second] = b;
+            return;
+        }
+        T* out = head < to.heads                 ? to.q + base
+                 : head < to.heads + to.kv_heads ? to.k + (cache_row + head - to.heads) * to.head_dim
+                                                 : to.v + (cache_row + head - to.heads - to.kv_heads) * to.head_dim;
+        out[first] = from_float<T>(a * cos - b * sin), out[second] = from_float<T>(b * cos + a * sin);
+    }
+};
+
+template <typename T>
+__device__ void decode_qkv(const float* x, const float* norm, const T* weight, const uint32_t* state,
+                           const QkvTarget<T>& qkv, int columns, float eps) {
+    extern __shared__ float4 shared[];
+    __shared__ float scratch[DECODE_MAX_WARPS];
+    const DenseInput input{shared, columns / 8};
+    const auto row = [=](int unit, int r) {
+        return as_segments(weight + (size_t)qkv.row(unit, r) * columns);
+    };
+    DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, qkv.units(), row);
+    pdl_wait();
+    pdl_launch_dependents();
+    const float scale = load_normed(input, x, norm, columns, eps, scratch);
+    const int position = __ldcg(state);
+    while (stream.has_unit()) {
+        const QkvPair<T> pair(qkv, stream.unit, position);
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) pair.store(qkv, position, sum[0] * scale, sum[1] * scale);
+    }
+}
+
+template <typename T>
+__device__ void quantized_qkv(const float* x, const float* norm, const QuantizedStack& weight, const uint32_t* state,
+                              const QkvTarget<T>& qkv, int columns, float eps, RoundingArgs rounding) {
+    extern __shared__ float4 vector[];
+    __shared__ float scratch[QUANTIZED_WARPS];
+    const int groups = (columns + 31) / 32;
+    const QuantizedInput input(vector, weight, groups);
+    const auto row = [&](int unit, int r, int& matrix) {
+        const int row = qkv.row(unit, r);
+        matrix = row < weight.row_ends[0] ? 0 : row < weight.row_ends[1] ? 1 : 2;
+        return matrix == 0 ? row : row - weight.row_ends[matrix - 1];
+    };
+    QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, qkv.units(), row);
+    pdl_wait();
+    pdl_launch_dependents();
+    const float scale = load_normed(input, x, norm, columns, eps, rounding, scratch);
+    const int position = __ldcg(state);
+    while (stream.has_unit()) {
+        const QkvPair<T> pair(qkv, stream.unit, position);
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) pair.store(qkv, position, sum[0] * scale, sum[1] * scale);
+    }
+}
+
+// RMSNorm of every head of q and k, then RoPE. Queries go to their buffer, keys into the cache.
+//   raw f32 [H + K, D]; q_norm, k_norm f32 [D]; grid ceil((H + K) / 8), block 256: one warp per head
+template <typename T>
+__device__ void decode_qk_norm(const float* raw, const float* q_norm, const float* k_norm, const float* cos,
+                               const float* sin, const uint32_t* state, T* q, T* k, int heads, int kv_heads,
+                               int head_dim, int rotated, int rows, float eps) {
+    const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, half = rotated / 2;
+    pdl_wait();
+    pdl_launch_dependents();
+    if (head >= heads + kv_heads) return;
+    const int position = __ldcg(state);
+    const float *x = raw + (size_t)head * head_dim, *weight = head < heads ? q_norm : k_norm;
+    const float *c = cos + (size_t)position * half, *s = sin + (size_t)position * half;
+    T* out = head < heads ? q + (size_t)head * head_dim
+                          : k + ((size_t)(position % rows) * kv_heads + head - heads) * head_dim;
+    float squares = 0.0f;
+    for (int i = lane; i < head_dim; i += 32) squares += __ldcg(x + i) * __ldcg(x + i);
+    const float scale = rsqrtf(warp_sum(squares) / head_dim + eps);
+    for (int i = lane; i < half; i += 32) {
+        const float a = __ldcg(x + i) * scale * weight[i], b = __ldcg(x + i + half) * scale * weight[i + half];
+        out[i] = from_float<T>(a * c[i] - b * s[i]), out[i + half] = from_float<T>(b * c[i] + a * s[i]);
+    }
+    for (int i = rotated + lane; i < head_dim; i += 32) out[i] = from_float<T>(__ldcg(x + i) * scale * weight[i]);
+}
+
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
+        decode_qkv_##SUFFIX(const float* x, const float* norm, const T* weight, const float* bias, const float* cos,   \
+                            const float* sin, const uint32_t* state, T* q, T* k, T* v, float* raw, int columns,        \
+                            int heads, int kv_heads, int head_dim, int rotated, int rows, float eps) {                 \
+        const QkvTarget<T> target{bias, cos, sin, q, k, v, raw, heads, kv_heads, head_dim, rotated, rows};             \
+        decode_qkv<T>(x, norm, weight, state, target, columns, eps);                                                   \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
+        quantized_qkv_##SUFFIX(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight,       \
+                               const float* bias, const float* cos, const float* sin, const uint32_t* state, T* q,     \
+                               T* k, T* v, float* raw, int columns, int heads, int kv_heads, int head_dim,             \
+                               int rotated, int rows, float eps, int rounding, float static_scale) {                   \
+        const QkvTarget<T> target{bias, cos, sin, q, k, v, raw, heads, kv_heads, head_dim, rotated, rows};             \
+        quantized_qkv<T>(x, norm, weight, state, target, columns, eps, {rounding, static_scale});                      \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        decode_qk_norm_##SUFFIX(const float* raw, const float* q_norm, const float* k_norm, const float* cos,          \
+                                const float* sin, const uint32_t* state, T* q, T* k, int heads, int kv_heads,          \
+                                int head_dim, int rotated, int rows, float eps) {                                      \
+        decode_qk_norm<T>(raw, q_norm, k_norm, cos, sin, state, q, k, heads, kv_heads, head_dim, rotated, rows, eps);  \
+    }
+DEFINE(__nv_bfloat16, bf16)
+DEFINE(__half, f16)

@@ -1,0 +1,58 @@
+// Matrix-vector products with quantized weights, for the decode kernels: how they load and round their input.
+#pragma once
+#include "decode/block_sum.cuh"
+#include "quantized/quantized.cuh"
+
+// Groups of 32 columns that a warp keeps in flight for each row: of a unit of two rows, and of a unit of one row.
+constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
+
+// Writes norm(x) to shared memory. Returns the factor that is still missing from the dot products.
+__device__ __forceinline__ float load_normed(const QuantizedInput& input, const float* x, const float* norm,
+                                             int columns, float eps, RoundingArgs rounding, float* scratch) {
+    const auto quad = [=](int i) {
+        if (4 * i >= columns) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        return __ldcg(reinterpret_cast<const float4*>(x) + i);
+    };
+    const auto weighted = [=](int i, float4 a) {
+        if (4 * i >= columns) return a;
+        const float4 w = __ldg(reinterpret_cast<const float4*>(norm) + i);
+        return make_float4(a.x * w.x, a.y * w.y, a.z * w.z, a.w * w.w);
+    };
+    float squares = 0.0f, largest = 0.0f;
+    const auto add_squares = [&](float4 a) { squares += a.x * a.x + a.y * a.y + a.z * a.z + a.w * a.w; };
+    if (rounding.mode == ROUNDING_NONE) {
+        input.fill<false>([&](int i) {
+            const float4 a = quad(i);
+            add_squares(a);
+            return weighted(i, a);
+        });
+        return rsqrtf(block_sum(squares, scratch) / columns + eps);
+    }
+    for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) {
+        const float4 a = quad(i);
+        add_squares(a);
+        largest = max_magnitude(largest, max_magnitude(weighted(i, a)));
+    }
+    const float rms = rsqrtf(block_sum(squares, scratch) / columns + eps);
+    return fill_rounded(input, [&](int i) { return weighted(i, quad(i)); }, largest, rms, rounding, scratch);
+}
+
+// Writes y to shared memory. Returns the factor that is still missing from the dot products.
+template <typename T>
+__device__ __forceinline__ float load_vector(const QuantizedInput& input, const T* y, int columns,
+                                             RoundingArgs rounding, float* scratch) {
+    const auto quad = [=](int i) {
+        if (4 * i >= columns) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const uint2 two = __ldcg(reinterpret_cast<const uint2*>(y) + i);
+        const T* four = reinterpret_cast<const T*>(&two);
+        return make_float4(to_float(four[0]), to_float(four[1]), to_float(four[2]), to_float(four[3]));
+    };
+    if (rounding.mode == ROUNDING_NONE) {
+        input.fill<false>(quad);
+        __syncthreads();
+        return 1.0f;
+    }
+    float largest = 0.0f;
+    for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) largest = max_magnitude(largest, max_magnitude(quad(i)));
+    return fill_rounded(input, quad, largest, 1.0f, rounding, scratch);
+}

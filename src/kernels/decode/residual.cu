@@ -1,0 +1,90 @@
+// Projections back into the residual stream: of attention (o_proj) and of the MLP (down_proj).
+//
+//   out = x + W·y + bias
+//   weight [C, R]: T, or one quantized matrix; y T [R]; bias f32 [C] or null
+//   x, out f32 [C], which may be the same; x is null if decode_add_normed adds the result to the residual stream
+//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized); bytes moved: the weight
+// A unit is one row of the weight.
+#include "decode/dense_matvec.cuh"
+#include "decode/quantized_matvec.cuh"
+#include "headers/pdl.cuh"
+
+template <typename T>
+__device__ void decode_residual(const float* x, float* out, const T* y, const T* weight, const float* bias, int rows,
+                                int columns) {
+    extern __shared__ float4 shared[];
+    const DenseInput input{shared, columns / 8};
+    const auto row = [=](int unit, int) { return as_segments(weight + (size_t)unit * columns); };
+    DenseStream<T, 1, DENSE_DEPTH_1, decltype(row)> stream(input.segments, rows, row);
+    pdl_wait();
+    pdl_launch_dependents();
+    load_vector(input, y, [](int) { return 1.0f; });
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        const float rest = (x ? __ldcg(x + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
+        float sum[1];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) out[unit] = sum[0] + rest;
+    }
+}
+
+template <typename T>
+__device__ void quantized_residual(const float* x, float* out, const T* y, const QuantizedStack& weight,
+                                   const float* bias, int rows, int columns, RoundingArgs rounding) {
+    extern __shared__ float4 vector[];
+    __shared__ float scratch[QUANTIZED_WARPS];
+    const int groups = (columns + 31) / 32;
+    const QuantizedInput input(vector, weight, groups);
+    const auto row = [](int unit, int, int& matrix) { return matrix = 0, unit; };
+    QuantizedStream<1, QUANTIZED_DEPTH_1, decltype(row)> stream(weight, groups, rows, row);
+    pdl_wait();
+    pdl_launch_dependents();
+    const float scale = load_vector(input, y, columns, rounding, scratch);
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        const float rest = (x ? __ldcg(x + unit) : 0.0f) + (bias ? __ldg(bias + unit) : 0.0f);
+        float sum[1];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) out[unit] = sum[0] * scale + rest;
+    }
+}
+
+// x += norm(y)
+//   x, y, norm f32 [C]; one block of 1024 threads
+__device__ void decode_add_normed(float* x, const float* y, const float* norm, int columns, float eps) {
+    __shared__ float scratch[32];
+    pdl_wait();
+    pdl_launch_dependents();
+    const auto quad = [](const float* from, int i) { return __ldcg(reinterpret_cast<const float4*>(from) + i); };
+    float squares = 0.0f;
+    for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) {
+        const float4 v = quad(y, i);
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    const float scale = rsqrtf(block_sum(squares, scratch) / columns + eps);
+    for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) {
+        const float4 v = quad(y, i), w = quad(norm, i), sum = quad(x, i);
+        reinterpret_cast<float4*>(x)[i] = make_float4(sum.x + v.x * scale * w.x, sum.y + v.y * scale * w.y,
+                                                      sum.z + v.z * scale * w.z, sum.w + v.w * scale * w.w);
+    }
+}
+
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
+        decode_residual_##SUFFIX(const float* x, float* out, const T* y, const T* weight, const float* bias, int rows, \
+                                 int columns) {                                                                        \
+        decode_residual<T>(x, out, y, weight, bias, rows, columns);                                                    \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
+        quantized_residual_##SUFFIX(const float* x, float* out, const T* y,                                            \
+                                    const __grid_constant__ QuantizedStack weight, const float* bias, int rows,        \
+                                    int columns, int rounding, float static_scale) {                                   \
+        quantized_residual<T>(x, out, y, weight, bias, rows, columns, {rounding, static_scale});                       \
+    }
+DEFINE(__nv_bfloat16, bf16)
+DEFINE(__half, f16)
+
+extern "C" __global__ void __launch_bounds__(1024)
+    decode_add_normed_f32(float* x, const float* y, const float* norm, int columns, float eps) {
+    decode_add_normed(x, y, norm, columns, eps);
+}

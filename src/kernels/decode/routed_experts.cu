@@ -1,0 +1,248 @@
+// Routed experts of one token with bf16, f16 or quantized weights, without biases.
+// Each block chooses the experts itself from the router logits.
+#include "decode/dense_matvec.cuh"
+#include "decode/quantized_matvec.cuh"
+#include "headers/activation.cuh"
+#include "headers/pdl.cuh"
+#include "moe/routing.cuh"
+
+// h of the chosen experts: h[n] = silu(gate(norm(x))) · up(norm(x)).
+//   x, norm f32 [C]; weight [E, 2F, C], each expert's gate above its up: T, or one quantized matrix; logits f32 [E]
+//   h T [N, F]
+//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized)
+//   bytes moved: the weights of N experts
+// A unit is one element of h: a row of gate and the same row of up.
+template <typename T>
+__device__ void decode_routed_gate_up(const float* x, const float* norm, const T* weight, const float* logits, T* h,
+                                      int experts, int chosen, int rows, int columns, float eps) {
+    extern __shared__ float4 shared[];
+    __shared__ float scratch[DECODE_MAX_WARPS];
+    __shared__ Routing routing;
+    const DenseInput input{shared, columns / 8};
+    pdl_wait();
+    pdl_launch_dependents();
+    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, 0, threadIdx.x);
+    __syncthreads();
+    const uint32_t* expert = routing.expert;
+    const auto row = [=](int unit, int r) {
+        const size_t half = (size_t)expert[unit / rows] * 2 + r;
+        return as_segments(weight + (half * rows + unit % rows) * columns);
+    };
+    DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, chosen * rows, row);
+    const float scale = load_normed(input, x, norm, columns, eps, scratch);
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) h[unit] = from_float<T>(activate(sum[0] * scale, 0) * (sum[1] * scale));
+    }
+}
+
+template <typename T>
+__device__ void quantized_routed_gate_up(const float* x, const float* norm, const QuantizedStack& weight,
+                                         const float* logits, T* h, int experts, int chosen, int rows, int columns,
+                                         float eps, RoundingArgs rounding) {
+    extern __shared__ float4 vector[];
+    __shared__ float scratch[QUANTIZED_WARPS];
+    __shared__ Routing routing;
+    const int groups = (columns + 31) / 32;
+    const QuantizedInput input(vector, weight, groups);
+    pdl_wait();
+    pdl_launch_dependents();
+    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, 0, threadIdx.x);
+    __syncthreads();
+    const uint32_t* expert = routing.expert;
+    const auto row = [=](int unit, int r, int& matrix) {
+        return matrix = 0, ((int)expert[unit / rows] * 2 + r) * rows + unit % rows;
+    };
+    QuantizedStream<2, QUANTIZED_DEPTH_2, decltype(row)> stream(weight, groups, chosen * rows, row);
+    const float scale = load_normed(input, x, norm, columns, eps, rounding, scratch);
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) h[unit] = from_float<T>(activate(sum[0] * scale, 0) * (sum[1] * scale));
+    }
+}
+
+// One row of each chosen expert, concatenated.
+// A piece is what one lane loads at a time: a segment of a float row, or a group of a quantized one.
+struct ChosenRows {
+    const uint32_t* experts;
+    int pieces;            // of one expert's row
+    size_t expert_pieces;  // of one expert's whole matrix
+    uint32_t inverse;      // 2^32 / pieces, rounded up: exact for indexes below 2^32 / pieces
+
+    __device__ __forceinline__ ChosenRows() {}
+    __device__ __forceinline__ ChosenRows(const uint32_t* experts, int pieces, size_t expert_pieces)
+        : experts(experts), pieces(pieces), expert_pieces(expert_pieces), inverse(0xffffffffu / pieces + 1) {}
+    // Returns which of the chosen experts a piece belongs to. With one piece per row, the inverse is 0.
+    __device__ __forceinline__ int index_of(int piece) const {
+        return pieces == 1 ? piece : __umulhi(piece, inverse);
+    }
+};
+
+// The address of a float row of each chosen expert; adding a segment's index gives the address of that segment.
+struct ChosenSegments {
+    const uint4* row;  // of expert 0
+    ChosenRows rows;
+    __device__ __forceinline__ const uint4* operator+(int segment) const {
+        const int n = rows.index_of(segment);
+        return row + rows.experts[n] * rows.expert_pieces + (segment - n * rows.pieces);
+    }
+};
+
+// The layout of a quantized row of each chosen expert, for QuantizedStream.
+struct ChosenGroups {
+    static constexpr bool is_gathered = true;
+    ChosenRows rows;
+    int expert_rows;
+    __device__ __forceinline__ size_t group_index(int row, int group) const {
+        const int n = rows.index_of(group);
+        return rows.experts[n] * rows.expert_pieces + (size_t)row * rows.pieces + (group - n * rows.pieces);
+    }
+    __device__ __forceinline__ int scale_row(int row, int group) const {
+        return (int)rows.experts[rows.index_of(group)] * expert_rows + row;
+    }
+};
+
+// x += Σ routing weight · down(h) over the chosen experts. The rows of the chosen experts are multiplied as one long row.
+//   x f32 [C]; h T [N, F]; logits f32 [E]; weight [E, C, F]: T, or one quantized matrix
+//   over_all: routing weights are a softmax over all experts, not over the chosen ones
+//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized)
+//   bytes moved: the weights of N experts
+// A unit is one row of the result.
+template <typename T>
+__device__ void decode_routed_down(float* x, const T* h, const float* logits, const T* weight, int experts, int chosen,
+                                   int rows, int columns, int over_all) {
+    extern __shared__ float4 shared[];
+    __shared__ Routing routing;
+    const int segments = columns / 8;
+    const DenseInput input{shared, chosen * segments};
+    // Safe before the wait: the router ran before the previous kernel,
+    // and this kernel starts only after the router's end.
+    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
+    __syncthreads();
+    const ChosenRows chosen_rows(routing.expert, segments, (size_t)rows * segments);
+    const auto row = [=](int unit, int) {
+        return ChosenSegments{as_segments(weight) + (size_t)unit * segments, chosen_rows};
+    };
+    DenseStream<T, 1, DENSE_DEPTH_1, decltype(row), ChosenSegments> stream(input.segments, rows, row);
+    pdl_wait();
+    pdl_launch_dependents();
+    load_vector(input, h, [&](int segment) { return routing.weight[chosen_rows.index_of(segment)]; });
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        const float rest = __ldcg(x + unit);
+        float sum[1];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) x[unit] = sum[0] + rest;
+    }
+}
+
+// Writes h to shared memory, each expert's part rounded by itself and multiplied by its routing weight.
+// `factors` holds one float per chosen expert.
+template <typename T>
+__device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T* h, const Routing& routing,
+                                            const ChosenRows& rows, int chosen, int columns, RoundingArgs rounding,
+                                            float* factors) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const auto four = [=](int n, int i) {
+        const uint2 two = __ldcg(reinterpret_cast<const uint2*>(h + (size_t)n * columns) + i);
+        const T* values = reinterpret_cast<const T*>(&two);
+        return make_float4(to_float(values[0]), to_float(values[1]), to_float(values[2]), to_float(values[3]));
+    };
+    // Returns quad i of the input, each value passed through `change`; zero past the last column of an expert.
+    const auto quad = [&](int i, auto change) {
+        const int n = rows.index_of(i / 8), quad = i - n * rows.pieces * 8;
+        if (4 * quad >= columns) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const float4 a = four(n, quad);
+        return make_float4(change(a.x, n), change(a.y, n), change(a.z, n), change(a.w, n));
+    };
+    if (rounding.mode == ROUNDING_NONE) {
+        input.fill<false>([&](int i) {
+            return quad(i, [&](float value, int n) { return value * routing.weight[n]; });
+        });
+        __syncthreads();
+        return;
+    }
+    for (int n = warp; n < chosen; n += blockDim.x / 32) {
+        float largest = 0.0f;
+        for (int i = lane; 4 * i < columns; i += 32) largest = max_magnitude(largest, max_magnitude(four(n, i)));
+        for (int offset = 16; offset > 0; offset /= 2)
+            largest = max_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+        if (lane == 0) factors[n] = rounding_scale(largest, rounding.mode, rounding.static_scale);
+    }
+    __syncthreads();
+    input.fill<true>([&](int i) {
+        return quad(i, [&](float value, int n) {
+            const float rounded = round_scaled(value / factors[n], rounding.mode);
+            return input.is_float ? rounded * factors[n] * routing.weight[n] : rounded;
+        });
+    });
+    __syncthreads();
+    if (input.is_float) return;
+    for (int group = threadIdx.x; group < input.groups; group += blockDim.x) {
+        const int n = rows.index_of(group);
+        input.scales[group] = factors[n] * routing.weight[n];
+    }
+    __syncthreads();
+}
+
+template <typename T>
+__device__ void quantized_routed_down(float* x, const T* h, const float* logits, const QuantizedStack& weight,
+                                      int experts, int chosen, int rows, int columns, int over_all,
+                                      RoundingArgs rounding) {
+    extern __shared__ float4 vector[];
+    __shared__ float factors[MAX_CHOSEN_EXPERTS];
+    __shared__ Routing routing;
+    const int expert_groups = (columns + 31) / 32, groups = chosen * expert_groups;
+    const QuantizedInput input(vector, weight, groups);
+    // Safe before the wait: the router ran before the previous kernel,
+    // and this kernel starts only after the router's end.
+    if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
+    __syncthreads();
+    const ChosenRows chosen_rows(routing.expert, expert_groups, (size_t)rows * expert_groups);
+    const auto row = [](int unit, int, int& matrix) { return matrix = 0, unit; };
+    QuantizedStream<1, QUANTIZED_DEPTH_1, decltype(row), ChosenGroups> stream(weight, groups, rows, row,
+                                                                              ChosenGroups{chosen_rows, rows});
+    pdl_wait();
+    pdl_launch_dependents();
+    load_chosen(input, h, routing, chosen_rows, chosen, columns, rounding, factors);
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        const float rest = __ldcg(x + unit);
+        float sum[1];
+        stream.multiply(input, sum);
+        if (stream.lane == 0) x[unit] = sum[0] + rest;
+    }
+}
+
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
+        decode_routed_gate_up_##SUFFIX(const float* x, const float* norm, const T* weight, const float* logits, T* h,  \
+                                       int experts, int chosen, int rows, int columns, float eps) {                    \
+        decode_routed_gate_up<T>(x, norm, weight, logits, h, experts, chosen, rows, columns, eps);                     \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
+        decode_routed_down_##SUFFIX(float* x, const T* h, const float* logits, const T* weight, int experts,           \
+                                    int chosen, int rows, int columns, int over_all) {                                 \
+        decode_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all);                         \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
+        quantized_routed_gate_up_##SUFFIX(const float* x, const float* norm,                                           \
+                                          const __grid_constant__ QuantizedStack weight, const float* logits, T* h,    \
+                                          int experts, int chosen, int rows, int columns, float eps, int rounding,     \
+                                          float static_scale) {                                                        \
+        quantized_routed_gate_up<T>(x, norm, weight, logits, h, experts, chosen, rows, columns, eps,                   \
+                                    {rounding, static_scale});                                                         \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
+        quantized_routed_down_##SUFFIX(float* x, const T* h, const float* logits,                                      \
+                                       const __grid_constant__ QuantizedStack weight, int experts, int chosen,         \
+                                       int rows, int columns, int over_all, int rounding, float static_scale) {        \
+        quantized_routed_down<T>(x, h, logits, weight, experts, chosen, rows, columns, over_all,                       \
+                                 {rounding, static_scale});                                                            \
+    }
+DEFINE(__nv_bfloat16, bf16)
+DEFINE(__half, f16)

@@ -1,0 +1,83 @@
+//! Routed experts of one token with dense or quantized weights (`routed_experts.cu`).
+
+use candle_core::{DType, Result, Tensor};
+
+use super::buffers::{RmsNorm, StepBuffers, check, check_f32};
+use super::matvec::{check_weight, matvec_kernel, matvec_shape, matvec_shape_for};
+use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
+use crate::kernels::launch::{Arguments, Launch, LaunchSequence, dtype_suffix, module};
+use crate::kernels::moe::topk::Softmax;
+use crate::kernels::quantized::Matrix;
+
+/// Adds h of the chosen experts: silu(gate(norm(x))) · up(norm(x)).
+///
+/// weight \[E · 2F, C\], each expert's gate above its up; router logits f32 \[E\]; h T \[N, F\]
+pub fn add_routed_gate_up(
+    sequence: &mut LaunchSequence,
+    buffers: &StepBuffers,
+    norm: RmsNorm,
+    weight: &Matrix,
+    logits: &Tensor,
+    h: &Tensor,
+) -> Result<()> {
+    let ((chosen, rows), columns, experts) = (h.dims2()?, buffers.x.dims1()?, logits.dims1()?);
+    check_routing(logits, chosen)?;
+    check_weight(weight, experts * 2 * rows, columns, h.dtype())?;
+    check_f32("a norm", norm.weight, columns)?;
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(norm.weight)?
+        .weight(weight)?
+        .tensor(logits)?
+        .tensor(h)?
+        .int(experts)
+        .int(chosen)
+        .int(rows)
+        .int(columns)
+        .float(norm.eps)
+        .rounding(weight)?;
+    let kernel = matvec_kernel(weight, &format!("routed_gate_up_{}", dtype_suffix(h.dtype())?));
+    let shape = matvec_shape(buffers, chosen * rows, weight);
+    let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
+    let bytes = weight.bytes() / experts as u64 * chosen as u64;
+    // SAFETY: shapes and dtypes are checked above; the routing chooses experts below E.
+    unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
+}
+
+/// Adds x += Σ routing weight · down(h) over the chosen experts.
+///
+/// weight \[E · C, F\]; router logits f32 \[E\]; h T \[N, F\]
+pub fn add_routed_down(
+    sequence: &mut LaunchSequence,
+    buffers: &StepBuffers,
+    weight: &Matrix,
+    logits: &Tensor,
+    softmax: Softmax,
+    h: &Tensor,
+) -> Result<()> {
+    let ((chosen, columns), rows, experts) = (h.dims2()?, buffers.x.dims1()?, logits.dims1()?);
+    check_routing(logits, chosen)?;
+    check_weight(weight, experts * rows, columns, h.dtype())?;
+    let arguments = Arguments::new()
+        .tensor(&buffers.x)?
+        .tensor(h)?
+        .tensor(logits)?
+        .weight(weight)?
+        .int(experts)
+        .int(chosen)
+        .int(rows)
+        .int(columns)
+        .flag(softmax == Softmax::OverAll)
+        .rounding(weight)?;
+    let kernel = matvec_kernel(weight, &format!("routed_down_{}", dtype_suffix(h.dtype())?));
+    let shape = matvec_shape_for(buffers, rows, weight, chosen);
+    let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
+    let bytes = weight.bytes() / experts as u64 * chosen as u64;
+    // SAFETY: as above.
+    unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
+}
+
+fn check_routing(logits: &Tensor, chosen: usize) -> Result<()> {
+    let fits = logits.elem_count() <= MAX_EXPERTS && chosen <= MAX_CHOSEN_EXPERTS.min(logits.elem_count());
+    check("router logits", fits && logits.dtype() == DType::F32, logits)
+}

@@ -1,0 +1,79 @@
+// Router logits of one token, and norm(x) in f16 as the input of MXFP4 experts.
+//
+//   x, norm f32 [C]; weight f32 [E, C]; bias f32 [E] or null; logits f32 [E]
+//   normed f16 [C] = norm(x) / 2^k, or null; normed_scale f32 [1] = 2^k
+//   grid E, block 256: one block per expert, which also writes a slice of normed; bytes moved: the weight
+// f16 keeps three more bits than bf16. k is 0 unless norm(x) would overflow f16.
+#include "headers/common.cuh"
+#include "headers/pdl.cuh"
+
+// Loads constants at this point of the program. The compiler would move a plain load behind the wait.
+__device__ __forceinline__ float4 load_early(const float4* address) {
+    float4 v;
+    asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(address));
+    return v;
+}
+
+__device__ void decode_router(const float* x, const float* norm, const float* weight, const float* bias, float* logits,
+                              __half* normed, float* normed_scale, int columns, int experts, float eps) {
+    __shared__ float scratch[3][32];
+    const int expert = blockIdx.x, quads = columns / 4, warps = blockDim.x / 32;
+    constexpr int PREFETCHED = 4;
+    const float4* row = reinterpret_cast<const float4*>(weight + (size_t)expert * columns);
+    float4 w[PREFETCHED], n[PREFETCHED];
+#pragma unroll
+    for (int i = 0; i < PREFETCHED; ++i) {
+        const int quad = threadIdx.x + i * blockDim.x;
+        if (quad < quads) w[i] = load_early(row + quad), n[i] = load_early(reinterpret_cast<const float4*>(norm) + quad);
+    }
+    // This block writes elements first to first + slice of norm(x); this thread starts with element `own`.
+    const int slice = (columns + experts - 1) / experts, first = expert * slice, own = first + threadIdx.x;
+    const bool writes_normed = normed && threadIdx.x < slice && own < columns;
+    const float own_norm = writes_normed ? __ldg(norm + own) : 0.0f, router_bias = bias ? __ldg(bias + expert) : 0.0f;
+    pdl_wait();
+    pdl_launch_dependents();
+    // Loaded early, used at the end.
+    const float own_x = writes_normed ? __ldcg(x + own) : 0.0f;
+    float squares = 0.0f, dot = 0.0f, largest = 0.0f;
+    const auto add = [&](float4 v, float4 n, float4 w) {
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+        const float4 y = make_float4(v.x * n.x, v.y * n.y, v.z * n.z, v.w * n.w);
+        dot += y.x * w.x + y.y * w.y + y.z * w.z + y.w * w.w;
+        largest = fmaxf(fmaxf(fmaxf(largest, fabsf(y.x)), fmaxf(fabsf(y.y), fabsf(y.z))), fabsf(y.w));
+    };
+    const float4* xs = reinterpret_cast<const float4*>(x);
+#pragma unroll
+    for (int i = 0; i < PREFETCHED; ++i) {
+        const int quad = threadIdx.x + i * blockDim.x;
+        if (quad < quads) add(__ldcg(xs + quad), n[i], w[i]);
+    }
+    for (int quad = threadIdx.x + PREFETCHED * blockDim.x; quad < quads; quad += blockDim.x)
+        add(__ldcg(xs + quad), __ldg(reinterpret_cast<const float4*>(norm) + quad), __ldg(row + quad));
+    squares = warp_sum(squares), dot = warp_sum(dot);
+    for (int offset = 16; offset > 0; offset /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
+    if (threadIdx.x % 32 == 0) {
+        const int warp = threadIdx.x / 32;
+        scratch[0][warp] = squares, scratch[1][warp] = dot, scratch[2][warp] = largest;
+    }
+    __syncthreads();
+    squares = dot = largest = 0.0f;
+    for (int i = 0; i < warps; ++i)
+        squares += scratch[0][i], dot += scratch[1][i], largest = fmaxf(largest, scratch[2][i]);
+    const float rms = rsqrtf(squares / columns + eps);
+    const int exponent = largest * rms < 32768.0f ? 0 : ilogbf(largest * rms) - 14;
+    const float shrink = rms * exp2f((float)-exponent);
+    if (writes_normed) normed[own] = __float2half_rn(own_x * own_norm * shrink);
+    for (int i = own + blockDim.x; normed && i < min(first + slice, columns); i += blockDim.x)
+        normed[i] = __float2half_rn(__ldcg(x + i) * __ldg(norm + i) * shrink);
+    if (threadIdx.x == 0) {
+        logits[expert] = dot * rms + router_bias;
+        if (normed && expert == 0) *normed_scale = exp2f((float)exponent);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    decode_router_f32(const float* x, const float* norm, const float* weight, const float* bias, float* logits,
+                      __half* normed, float* normed_scale, int columns, int experts, float eps) {
+    decode_router(x, norm, weight, bias, logits, normed, normed_scale, columns, experts, eps);
+}

@@ -1,0 +1,84 @@
+//! Products of routed experts with float weights for many tokens,
+//! and the weighted sum of the experts' outputs (`grouped_gemm.cu`).
+
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{DType, Device, Result, Tensor, bail};
+
+#[cfg(feature = "cuda")]
+use super::sort_by_expert::{SortedPairs, sort_by_expert};
+#[cfg(feature = "cuda")]
+use crate::kernels::constants::{GROUPED_GEMM_COLUMNS, GROUPED_GEMM_ROWS, GROUPED_GEMM_STAGES, GROUPED_GEMM_THREADS};
+#[cfg(feature = "cuda")]
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+use crate::kernels::unsupported;
+
+/// Writes out[t, n] = W[ids[t, n]] · x[t or (t, n)] + bias[ids[t, n]].
+///
+/// weights \[E, R, C\], bias \[E, R\], x and out \[T, N, R\] of one dtype, bf16 or f16; C is a multiple of 8.
+/// Every `pairs_per_x` pairs share a row of x.
+///
+/// # Safety
+/// The tensors must have these shapes, and every id must be below E.
+#[cfg(feature = "cuda")]
+pub(super) unsafe fn grouped_gemm(
+    device: &CudaDevice,
+    x: &Tensor,
+    weights: &Tensor,
+    bias: Option<&Tensor>,
+    ids: &Tensor,
+    pairs_per_x: usize,
+    out: &Tensor,
+) -> Result<()> {
+    let ((experts, rows, columns), pairs) = (weights.dims3()?, ids.elem_count());
+    let SortedPairs { sorted, offsets } = sort_by_expert(device, ids, experts)?;
+    let arguments = Arguments::new()
+        .tensor(weights)?
+        .optional(bias)?
+        .tensor(x)?
+        .tensor(&sorted)?
+        .tensor(&offsets)?
+        .tensor(out)?
+        .int(rows)
+        .int(columns)
+        .int(pairs_per_x)
+        .int(experts);
+    let tile_pairs = if pairs > 96 * experts { 128 } else { 64 };
+    let grid = (rows.div_ceil(GROUPED_GEMM_ROWS), pairs.div_ceil(tile_pairs) + experts, 1);
+    let row_bytes = GROUPED_GEMM_COLUMNS * x.dtype().size_in_bytes();
+    let shape = LaunchShape::new(grid, GROUPED_GEMM_THREADS)
+        .with_shared_bytes(GROUPED_GEMM_STAGES * (tile_pairs + GROUPED_GEMM_ROWS) * row_bytes);
+    let kernel = format!("grouped_gemm_{tile_pairs}_{}", dtype_suffix(x.dtype())?);
+    // SAFETY: the caller answers for shapes and ids; the grid covers the most tiles there can be.
+    unsafe { Launch::new(module!("grouped_gemm"), kernel, shape, arguments).enqueue(device) }
+}
+
+/// Returns Σ routing_weights\[t, n\] · y\[t, n\] over n, f32 \[T, C\]. y \[T, N, C\], routing_weights f32 \[T, N\].
+pub fn combine(y: &Tensor, routing_weights: &Tensor) -> Result<Tensor> {
+    let (tokens, chosen, columns) = y.dims3()?;
+    if routing_weights.dims() != [tokens, chosen] || routing_weights.dtype() != DType::F32 {
+        let (dtype, dims) = (routing_weights.dtype(), routing_weights.dims());
+        bail!("combine: routing weights are {dtype:?} {dims:?}, expected F32 [{tokens}, {chosen}]");
+    }
+    match y.device() {
+        Device::Cpu => y.to_dtype(DType::F32)?.broadcast_mul(&routing_weights.unsqueeze(2)?)?.sum(1),
+        #[cfg(feature = "cuda")]
+        Device::Cuda(device) => {
+            let count = tokens * columns;
+            // SAFETY: the kernel writes every element.
+            let out = unsafe { Tensor::empty((tokens, columns), DType::F32, y.device())? };
+            let arguments =
+                Arguments::new().tensor(y)?.tensor(routing_weights)?.tensor(&out)?.int(count).int(columns).int(chosen);
+            let kernel = format!("mix_{}", dtype_suffix(y.dtype())?);
+            let launch = Launch::new(module!("grouped_gemm"), kernel, LaunchShape::one_thread_each(count), arguments);
+            // SAFETY: shapes and dtypes are checked above.
+            unsafe { launch.enqueue(device)? };
+            Ok(out)
+        }
+        #[allow(unreachable_patterns)]
+        _ => {
+            let _ = columns;
+            unsupported("combine", y)
+        }
+    }
+}

@@ -1,0 +1,33 @@
+//! The MXFP4 format (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale.
+//!
+//! Blocks are \[E, R, C/32, 16\] as in openai/gpt-oss-20b,
+//! with two values per byte, the even element in the low half.
+//! Scales are \[E, R, C/32\]; a scale is 2^(byte - 127).
+
+use candle_core::{DType, Result, Tensor, bail};
+
+/// The values of one block.
+pub const MXFP4_BLOCK: usize = 32;
+
+/// The values of E2M1 by their four bits.
+pub const E2M1_VALUES: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+
+/// Returns the value of an E8M0 scale: 2^(byte - 127), or NaN for 255.
+pub fn e8m0_to_f32(byte: u8) -> f32 {
+    match byte {
+        0 => f32::from_bits(0x0040_0000),
+        255 => f32::NAN,
+        _ => f32::from_bits((byte as u32) << 23),
+    }
+}
+
+/// Returns (E, R, C) of u8 blocks \[E, R, C/32, 16\] and scales \[E, R, C/32\].
+pub(super) fn mxfp4_dims(blocks: &Tensor, scales: &Tensor) -> Result<(usize, usize, usize)> {
+    let (experts, rows, groups, bytes) = blocks.dims4()?;
+    let are_bytes = blocks.dtype() == DType::U8 && scales.dtype() == DType::U8;
+    if !are_bytes || bytes != MXFP4_BLOCK / 2 || scales.dims() != [experts, rows, groups] {
+        bail!("MXFP4 blocks {:?} do not fit scales {:?}", blocks.dims(), scales.dims());
+    }
+    Ok((experts, rows, groups * MXFP4_BLOCK))
+}

@@ -1,0 +1,31 @@
+//! Pairs of token and expert, sorted by expert on the GPU (`sort_by_expert.cu`).
+
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{Result, Tensor, bail};
+
+use crate::kernels::constants::MAX_EXPERTS;
+use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
+
+/// Pairs sorted by expert: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
+pub(super) struct SortedPairs {
+    /// u32 \[T·N\]
+    pub sorted: Tensor,
+    /// u32 \[E + 1\]
+    pub offsets: Tensor,
+}
+
+/// Sorts the pairs of `ids` u32 \[T, N\]. Every id must be below `experts`; this is not checked.
+pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) -> Result<SortedPairs> {
+    if experts > MAX_EXPERTS {
+        bail!("sort_by_expert: {experts} experts, at most {MAX_EXPERTS}");
+    }
+    let pairs = ids.elem_count();
+    // SAFETY: the kernel writes all pairs and all offsets.
+    let empty = |count: usize| unsafe { Tensor::empty(count, ids.dtype(), ids.device()) };
+    let (sorted, offsets) = (empty(pairs)?, empty(experts + 1)?);
+    let arguments = Arguments::new().tensor(ids)?.tensor(&sorted)?.tensor(&offsets)?.int(pairs).int(experts);
+    let shape = LaunchShape::linear(1, 1024);
+    // SAFETY: the tensors have the sizes that the kernel expects; the caller answers for the ids.
+    unsafe { Launch::new(module!("sort_by_expert"), "sort_by_expert", shape, arguments).enqueue(device)? };
+    Ok(SortedPairs { sorted, offsets })
+}

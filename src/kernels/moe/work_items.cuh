@@ -1,0 +1,46 @@
+// Divides the pairs of token and expert, sorted by expert, into work items for the blocks of a grid.
+#pragma once
+#include "headers/common.cuh"
+
+// One work item: a share of the pairs of one expert.
+struct WorkItem {
+    int expert;
+    int index, count;  // this is the index-th of the expert's `count` items
+    int first, pairs;  // of the expert: its first pair in `sorted`, and how many pairs it has
+    int row;           // of the expert: its first row of tiled x and h
+};
+
+// Finds the work item with number `number`; returns false past the last.
+// An expert with p pairs has ceil(p / unit) · times items.
+// A whole warp calls this.
+__device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int experts, int unit, int times, int number,
+                                               WorkItem& item) {
+    const int lane = threadIdx.x % 32;
+    int before = 0, rows_before = 0;
+    for (int base = 0; base < experts; base += 32) {
+        const int expert = base + lane;
+        const int first = expert < experts ? offsets[expert] : 0;
+        const int pairs = expert < experts ? offsets[expert + 1] - first : 0;
+        const int count = (pairs + unit - 1) / unit * times, rows = (pairs + 7) / 8 * 8;
+        int end = count, end_row = rows;
+#pragma unroll
+        for (int offset = 1; offset < 32; offset *= 2) {
+            const int other = __shfl_up_sync(0xffffffffu, end, offset);
+            const int other_row = __shfl_up_sync(0xffffffffu, end_row, offset);
+            if (lane >= offset) end += other, end_row += other_row;
+        }
+        const uint32_t reached = __ballot_sync(0xffffffffu, number < before + end);
+        if (reached) {
+            const int owner = __ffs(reached) - 1;
+            item.expert = base + owner;
+            item.count = __shfl_sync(0xffffffffu, count, owner);
+            item.index = number - before - __shfl_sync(0xffffffffu, end - count, owner);
+            item.first = __shfl_sync(0xffffffffu, first, owner);
+            item.pairs = __shfl_sync(0xffffffffu, pairs, owner);
+            item.row = rows_before + __shfl_sync(0xffffffffu, end_row - rows, owner);
+            return true;
+        }
+        before += __shfl_sync(0xffffffffu, end, 31), rows_before += __shfl_sync(0xffffffffu, end_row, 31);
+    }
+    return false;
+}

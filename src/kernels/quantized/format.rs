@@ -1,0 +1,93 @@
+//! The formats of quantized matrices, and how many bytes they take.
+
+use crate::kernels::constants;
+
+/// The columns of a group, which one lane of a warp reads at a time.
+pub const GROUP_COLUMNS: usize = 32;
+/// The columns that share a super-scale.
+pub const SUPERBLOCK_COLUMNS: usize = 256;
+
+/// How a quantized number becomes a value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub enum Format {
+    Q4_0 = constants::FORMAT_Q4_0 as i32,
+    Q4_1 = constants::FORMAT_Q4_1 as i32,
+    Q5_0 = constants::FORMAT_Q5_0 as i32,
+    Q5_1 = constants::FORMAT_Q5_1 as i32,
+    Q8_0 = constants::FORMAT_Q8_0 as i32,
+    Q2K = constants::FORMAT_Q2_K as i32,
+    Q3K = constants::FORMAT_Q3_K as i32,
+    Q4K = constants::FORMAT_Q4_K as i32,
+    Q5K = constants::FORMAT_Q5_K as i32,
+    Q6K = constants::FORMAT_Q6_K as i32,
+    /// Signed bytes with one scale per row.
+    Int8 = constants::FORMAT_INT8 as i32,
+    /// E4M3 with one scale per row.
+    Fp8 = constants::FORMAT_FP8 as i32,
+}
+
+/// The size of each plane in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlaneBytes {
+    /// For each group.
+    pub low: usize,
+    /// For each group.
+    pub high: usize,
+    /// For each group; 0 if each row has one scale.
+    pub scales: usize,
+    /// For each 256 columns.
+    pub supers: usize,
+}
+
+impl Format {
+    pub const ALL: [Self; 12] = [
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
+        Self::Q8_0,
+        Self::Q2K,
+        Self::Q3K,
+        Self::Q4K,
+        Self::Q5K,
+        Self::Q6K,
+        Self::Int8,
+        Self::Fp8,
+    ];
+
+    pub fn plane_bytes(self) -> PlaneBytes {
+        let (low, high, scales, supers) = match self {
+            Self::Q4_0 => (16, 0, 2, 0),
+            Self::Q4_1 => (16, 0, 4, 0),
+            Self::Q5_0 => (16, 4, 2, 0),
+            Self::Q5_1 => (16, 4, 4, 0),
+            Self::Q8_0 => (32, 0, 2, 0),
+            Self::Q2K => (8, 0, 2, 4),
+            Self::Q3K => (8, 4, 2, 4),
+            Self::Q4K => (16, 0, 2, 4),
+            Self::Q5K => (16, 4, 2, 4),
+            Self::Q6K => (16, 8, 2, 4),
+            Self::Int8 | Self::Fp8 => (32, 0, 0, 0),
+        };
+        PlaneBytes { low, high, scales, supers }
+    }
+
+    /// Whether each row has one scale.
+    pub fn has_row_scales(self) -> bool {
+        self.plane_bytes().scales == 0
+    }
+
+    /// Returns the bytes of one row in each plane: low, high, scales, supers.
+    pub fn row_bytes(self, columns: usize) -> [usize; 4] {
+        let PlaneBytes { low, high, scales, supers } = self.plane_bytes();
+        let groups = columns.div_ceil(GROUP_COLUMNS);
+        let scales = if self.has_row_scales() { size_of::<f32>() } else { scales * groups };
+        [low * groups, high * groups, scales, supers * (columns / SUPERBLOCK_COLUMNS)]
+    }
+
+    /// Returns the bytes of a whole matrix.
+    pub fn bytes(self, rows: u64, columns: u64) -> u64 {
+        (self.row_bytes(columns as usize).iter().sum::<usize>() as u64).saturating_mul(rows)
+    }
+}

@@ -1,0 +1,93 @@
+//! One quantized matrix in memory.
+
+use candle_core::{Device, Result, Tensor, bail};
+
+use super::format::{Format, GROUP_COLUMNS, SUPERBLOCK_COLUMNS};
+
+/// How the input of a product is rounded to 8 bits first, as in the calibration of W8A8 and FP8 checkpoints.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum InputRounding {
+    /// The input stays as it is.
+    None,
+    /// To integers from -128 to 127.
+    /// The scale of a token is its largest magnitude / 127.5 (compressed-tensors, `calculate_qparams`).
+    Int8PerToken,
+    /// To integers from -128 to 127, with this scale.
+    Int8Static(f32),
+    /// To E4M3. The scale of a token is its largest magnitude / 448.
+    Fp8PerToken,
+    /// To E4M3, with this scale.
+    Fp8Static(f32),
+}
+
+/// A matrix \[R, C\].
+#[derive(Clone, Debug)]
+pub struct QuantizedMatrix {
+    pub format: Format,
+    pub(super) columns: usize,
+    /// U8 \[R, bytes of a row\] each: low, high, scales, supers. `None` if the format has no such plane.
+    pub(super) planes: [Option<Tensor>; 4],
+    pub input_rounding: InputRounding,
+}
+
+impl QuantizedMatrix {
+    /// Copies planes with all rows one after the other to `device`. Fails if their sizes do not fit the format.
+    pub fn new(format: Format, columns: usize, planes: [Vec<u8>; 4], device: &Device) -> Result<Self> {
+        let row_bytes = format.row_bytes(columns);
+        let rows = planes[0].len() / row_bytes[0].max(1);
+        let column_multiple = if format.plane_bytes().supers > 0 {
+            SUPERBLOCK_COLUMNS
+        } else if format.has_row_scales() {
+            1
+        } else {
+            GROUP_COLUMNS
+        };
+        let fits = planes.iter().zip(row_bytes).all(|(plane, bytes)| plane.len() == rows * bytes);
+        if !fits || rows == 0 || !columns.is_multiple_of(column_multiple) {
+            let sizes = planes.each_ref().map(Vec::len);
+            bail!("planes of {sizes:?} bytes are not a matrix of {columns} columns in {format:?}");
+        }
+        let mut tensors = [const { None }; 4];
+        for ((tensor, plane), bytes) in tensors.iter_mut().zip(planes).zip(row_bytes) {
+            if bytes > 0 {
+                *tensor = Some(Tensor::from_vec(plane, (rows, bytes), device)?);
+            }
+        }
+        Ok(Self { format, columns, planes: tensors, input_rounding: InputRounding::None })
+    }
+
+    /// Returns all planes.
+    pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.planes.iter().flatten()
+    }
+
+    pub fn with_input_rounding(self, input_rounding: InputRounding) -> Self {
+        Self { input_rounding, ..self }
+    }
+
+    pub(super) fn low(&self) -> &Tensor {
+        self.planes[0].as_ref().expect("every format has low bits")
+    }
+
+    /// (R, C)
+    pub fn dims(&self) -> (usize, usize) {
+        (self.low().dims()[0], self.columns)
+    }
+
+    pub fn device(&self) -> &Device {
+        self.low().device()
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.tensors().map(crate::kernels::bytes).sum()
+    }
+
+    /// Returns rows `first` to `first + rows`, which share memory with this matrix.
+    pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
+        let mut planes = self.planes.clone();
+        for plane in planes.iter_mut().flatten() {
+            *plane = plane.narrow(0, first, rows)?;
+        }
+        Ok(Self { planes, ..self.clone() })
+    }
+}

@@ -1,0 +1,157 @@
+// Quantized matrices outside the decode graph: matrix-vector products for few tokens,
+// dequantization and 8-bit rounding for matrix products with many tokens, and embedding lookup.
+#include "quantized/quantized.cuh"
+
+// y[t] = W·x[t]
+//   x T [T, C]; y S [T, stride]: fills `rows` columns from the given address on
+//   ids u32 [T] or null: y[t] is the product with expert ids[t], which has `rows` rows; every `per_x` of them share a row of x
+//   grid (blocks, T), block 32·QUANTIZED_WARPS; shared memory: see `input_bytes` in quantized_ops.rs; bytes moved: the weights once per token
+// A unit is two rows of the weights.
+template <typename T, typename S>
+__device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns, int stride,
+                       int per_x, RoundingArgs rounding) {
+    extern __shared__ float4 vector[];
+    __shared__ float scratch[QUANTIZED_WARPS];
+    const int groups = (columns + 31) / 32;
+    const QuantizedInput input(vector, weights, groups);
+    const int first = ids ? ids[blockIdx.y] * rows : 0;
+    const auto row = [=](int unit, int r, int& matrix) { return matrix = 0, first + min(2 * unit + r, rows - 1); };
+    QuantizedStream<2, 2, decltype(row)> stream(weights, groups, (rows + 1) / 2, row);
+    x += (size_t)(blockIdx.y / per_x) * columns, y += (size_t)blockIdx.y * stride;
+    const auto one = [=](int i) { return i < columns ? to_float(x[i]) : 0.0f; };
+    const auto quad = [=](int i) { return make_float4(one(4 * i), one(4 * i + 1), one(4 * i + 2), one(4 * i + 3)); };
+    float scale = 1.0f;
+    if (rounding.mode == ROUNDING_NONE) {
+        input.fill<false>(quad);
+        __syncthreads();
+    } else {
+        float largest = 0.0f;
+        for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, one(i));
+        scale = fill_rounded(input, quad, largest, 1.0f, rounding, scratch);
+    }
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane != 0) continue;
+        y[2 * unit] = from_float<S>(sum[0] * scale);
+        if (2 * unit + 1 < rows) y[2 * unit + 1] = from_float<S>(sum[1] * scale);
+    }
+}
+
+// Stores eight values, multiplied by `factor`, in columns 8i to 8i + 7 of a row.
+template <typename T>
+__device__ __forceinline__ void store(T* row, int i, int columns, EightValues v, float factor) {
+    const float values[8] = {v.first.x,  v.first.y,  v.first.z,  v.first.w,
+                             v.second.x, v.second.y, v.second.z, v.second.w};
+    alignas(16) T rounded[8];
+#pragma unroll
+    for (int c = 0; c < 8; ++c) rounded[c] = from_float<T>(values[c] * factor);
+    if (columns % 8 == 0) {
+#pragma unroll
+        for (int segment = 0; segment < sizeof(rounded) / 16; ++segment)
+            reinterpret_cast<uint4*>(row + 8 * i)[segment] = reinterpret_cast<const uint4*>(rounded)[segment];
+    } else {
+        for (int c = 0; c < 8 && 8 * i + c < columns; ++c) row[8 * i + c] = rounded[c];
+    }
+}
+
+// Dequantizes a matrix. out T [rows, C]
+//   grid ceil(rows · ceil(C / 8) / 256), block 256: one thread per 8 columns; bytes moved: the matrix + rows · C · sizeof(T)
+template <typename T> __device__ void dequantize(const QuantizedStack& weights, T* out, int rows, int columns) {
+    const int eights = (columns + 7) / 8, groups = (columns + 31) / 32;
+    const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= (long long)rows * eights) return;
+    const int row = at / eights, i = at % eights;
+    with_format(weights.matrices[0].format, [&](auto format) {
+        const EightValues v = dequantize8<decltype(format)::value>(weights.matrices[0], row, i / 4, i % 4, groups);
+        store(out + (size_t)row * columns, i, columns, v, 1.0f);
+    });
+}
+
+// out[t] = row ids[t] of an embedding, multiplied by `factor`. ids u32 [T]; out f32 [T, C]; grid T, block 256
+extern "C" __global__ void __launch_bounds__(256)
+    quantized_embed(const __grid_constant__ QuantizedStack weights, const uint32_t* ids, float* out, int columns,
+                    float factor) {
+    const int eights = (columns + 7) / 8, groups = (columns + 31) / 32;
+    with_format(weights.matrices[0].format, [&](auto format) {
+        for (int i = threadIdx.x; i < eights; i += blockDim.x) {
+            const EightValues v =
+                dequantize8<decltype(format)::value>(weights.matrices[0], ids[blockIdx.x], i / 4, i % 4, groups);
+            store(out + (size_t)blockIdx.x * columns, i, columns, v, factor);
+        }
+    });
+}
+
+// Rounds rows to 8 bits for an int8 or FP8 matrix product.
+//   x T [T, C]; q bytes [T, padded], zero from C on; scales f32 [T]; grid T, block 256
+template <typename T>
+__device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, int padded, RoundingArgs rounding) {
+    __shared__ float scratch[8];
+    x += (size_t)blockIdx.x * columns, q += (size_t)blockIdx.x * padded;
+    float largest = 0.0f;
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, to_float(x[i]));
+    const float scale = rounding_scale(block_max_magnitude(largest, scratch), rounding.mode, rounding.static_scale);
+    if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+    for (int i = threadIdx.x; i < padded; i += blockDim.x) {
+        const float v = i < columns ? to_float(x[i]) / scale : 0.0f;
+        q[i] = rounds_to_int8(rounding.mode) ? (uint8_t)(int8_t)(int)round_scaled(v, rounding.mode)
+                                             : (uint8_t)__nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
+    }
+}
+
+// Rounds rows to 8 bits and converts them back to floats.
+//   x, y T [T, C]; grid T, block 256
+template <typename T>
+__device__ void round_floats(const T* x, T* y, int columns, RoundingArgs rounding) {
+    __shared__ float scratch[8];
+    x += (size_t)blockIdx.x * columns, y += (size_t)blockIdx.x * columns;
+    float largest = 0.0f;
+    for (int i = threadIdx.x; i < columns; i += blockDim.x) largest = max_magnitude(largest, to_float(x[i]));
+    const float scale = rounding_scale(block_max_magnitude(largest, scratch), rounding.mode, rounding.static_scale);
+    for (int i = threadIdx.x; i < columns; i += blockDim.x)
+        y[i] = from_float<T>(round_scaled(to_float(x[i]) / scale, rounding.mode) * scale);
+}
+
+// y[t, r] = sums[t, r] · x_scales[t] · w_scales[r], after an 8-bit matrix product.
+//   sums int or float [T, R]; y f32 [T, stride]; grid (T, ceil(R / 256)), block 256
+template <typename S>
+__device__ void unround(const S* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
+    const int row = blockIdx.y * blockDim.x + threadIdx.x, token = blockIdx.x;
+    if (row < rows)
+        y[(size_t)token * stride + row] = (float)sums[(size_t)token * rows + row] * x_scales[token] * w_scales[row];
+}
+extern "C" __global__ void __launch_bounds__(256)
+    unround_int(const int* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
+    unround(sums, x_scales, w_scales, y, rows, stride);
+}
+extern "C" __global__ void __launch_bounds__(256)
+    unround_float(const float* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
+    unround(sums, x_scales, w_scales, y, rows, stride);
+}
+
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
+        quantized_matvec_##SUFFIX(const T* x, const __grid_constant__ QuantizedStack weights, float* y, int rows,      \
+                                  int columns, int stride, int rounding, float static_scale) {                         \
+        matvec<T, float>(x, weights, nullptr, y, rows, columns, stride, 1, {rounding, static_scale});                  \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
+        quantized_experts_##SUFFIX(const T* x, const __grid_constant__ QuantizedStack weights, const uint32_t* ids,    \
+                                   T* y, int rows, int columns, int per_x, int rounding, float static_scale) {         \
+        matvec<T, T>(x, weights, ids, y, rows, columns, rows, per_x, {rounding, static_scale});                        \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        dequantize_##SUFFIX(const __grid_constant__ QuantizedStack weights, T* out, int rows, int columns) {           \
+        dequantize<T>(weights, out, rows, columns);                                                                    \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        round_rows_##SUFFIX(const T* x, uint8_t* q, float* scales, int columns, int padded, int rounding,              \
+                            float static_scale) {                                                                      \
+        round_rows<T>(x, q, scales, columns, padded, {rounding, static_scale});                                        \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        round_floats_##SUFFIX(const T* x, T* y, int columns, int rounding, float static_scale) {                       \
+        round_floats<T>(x, y, columns, {rounding, static_scale});                                                      \
+    }
+FOR_EACH_DTYPE(DEFINE)

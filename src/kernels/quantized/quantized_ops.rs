@@ -1,0 +1,343 @@
+//! Operations on quantized matrices: products, dequantization, embedding lookup.
+//!
+//! On a GPU, products with few tokens read the weights as they are (`quantized_matvec`).
+//! Products with many tokens run on tensor cores:
+//! in 8 bits if weights and input both have them, otherwise on dequantized weights.
+
+#[cfg(feature = "cuda")]
+use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{DType, Device, Result, Tensor, bail};
+use rayon::prelude::*;
+
+#[cfg(feature = "cuda")]
+use super::format::{Format, GROUP_COLUMNS};
+#[cfg(feature = "cuda")]
+use super::quantized_matrix::InputRounding;
+use super::quantized_matrix::QuantizedMatrix;
+use super::reference::{dot, round_input, with_host_planes};
+#[cfg(feature = "cuda")]
+use crate::kernels::constants::QUANTIZED_WARPS;
+#[cfg(feature = "cuda")]
+use crate::kernels::launch::{
+    Arguments, Launch, LaunchShape, address, dtype_suffix, max_shared_bytes, module, multiprocessors,
+};
+#[cfg(feature = "cuda")]
+use crate::kernels::matmul::cublas_lt::{LowType, matmul_lt};
+#[cfg(feature = "cuda")]
+use crate::kernels::matmul::gemm;
+use crate::kernels::{elements, to_f32, unsupported};
+
+/// Up to this many tokens, the weights are read once per token.
+/// With more tokens it is faster to dequantize them for a product on tensor cores,
+/// which costs as much as reading them about eight times.
+#[cfg(feature = "cuda")]
+const MATVEC_TOKENS: usize = 8;
+/// Elements that are dequantized at a time: they stay in L2 until the product has read them.
+#[cfg(feature = "cuda")]
+const DEQUANTIZED_AT_A_TIME: usize = 16 << 20;
+
+impl QuantizedMatrix {
+    /// Returns the values in a float dtype, \[R, C\].
+    pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
+        let (rows, columns) = self.dims();
+        match self.device() {
+            Device::Cpu => {
+                let values = with_host_planes(self, |host| {
+                    let mut values = vec![0.0; rows * columns];
+                    values.par_chunks_mut(columns).enumerate().for_each(|(row, values)| host.row(row, values));
+                    Ok(values)
+                })?;
+                Tensor::from_vec(values, (rows, columns), &Device::Cpu)?.to_dtype(dtype)
+            }
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => dequantize(device, self, dtype),
+            #[allow(unreachable_patterns)]
+            _ => unsupported("dequantize", self.low()),
+        }
+    }
+
+    /// Returns x · Wᵀ, f32 \[T, R\]. x \[T, C\] has any float dtype and is rounded as `input_rounding` says.
+    pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
+        let ((tokens, columns), (rows, _)) = (x.dims2()?, self.dims());
+        if columns != self.columns {
+            bail!("cannot multiply x {:?} with a matrix {:?}", x.dims(), self.dims());
+        }
+        match self.device() {
+            Device::Cpu => {
+                let x = round_input(&to_f32(x)?, self.input_rounding)?;
+                let (storage, layout) = x.storage_and_layout();
+                let x: &[f32] = elements(&storage, layout)?;
+                let mut products = vec![0.0; rows * tokens];
+                with_host_planes(self, |host| {
+                    products.par_chunks_mut(tokens.max(1)).enumerate().for_each_init(
+                        || vec![0.0; columns],
+                        |values, (row, products)| {
+                            host.row(row, values);
+                            for (product, x) in products.iter_mut().zip(x.chunks_exact(columns)) {
+                                *product = dot(values, x);
+                            }
+                        },
+                    );
+                    Ok(())
+                })?;
+                Tensor::from_vec(products, (rows, tokens), &Device::Cpu)?.t()?.contiguous()
+            }
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => matmul(device, std::slice::from_ref(self), x),
+            #[allow(unreachable_patterns)]
+            _ => unsupported("matmul with a quantized matrix", x),
+        }
+    }
+
+    /// Returns the rows for ids u32 \[T\], multiplied by `scale`, as f32 \[T, C\].
+    /// Every id must be below R; a GPU does not check it.
+    pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
+        match self.device() {
+            Device::Cpu => {
+                let ids: Vec<u32> = ids.to_vec1()?;
+                let (rows, columns) = self.dims();
+                if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {
+                    bail!("embed: token {id} is outside an embedding of {rows} rows");
+                }
+                let mut values = vec![0.0; ids.len() * columns];
+                with_host_planes(self, |host| {
+                    for (values, &id) in values.chunks_exact_mut(columns).zip(&ids) {
+                        host.row(id as usize, values);
+                        values.iter_mut().for_each(|value| *value *= scale);
+                    }
+                    Ok(())
+                })?;
+                Tensor::from_vec(values, (ids.len(), columns), &Device::Cpu)
+            }
+            #[cfg(feature = "cuda")]
+            Device::Cuda(device) => embed(device, self, ids, scale),
+            #[allow(unreachable_patterns)]
+            _ => unsupported("embed", ids),
+        }
+    }
+}
+
+/// Returns the shared memory of a kernel whose input vector has this many columns (`QuantizedInput`), in bytes.
+#[cfg(feature = "cuda")]
+pub fn input_bytes(format: Format, columns: usize) -> usize {
+    let groups = columns.div_ceil(GROUP_COLUMNS);
+    match format {
+        Format::Fp8 => 8 * (groups + 1) * 16,
+        _ => 4 * (groups + 1) * 16 + groups * (8 + 4),
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn dequantize(device: &CudaDevice, matrix: &QuantizedMatrix, dtype: DType) -> Result<Tensor> {
+    let (rows, columns) = matrix.dims();
+    // SAFETY: the kernel writes every element.
+    let out = unsafe { Tensor::empty((rows, columns), dtype, matrix.device())? };
+    let arguments = Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(&out)?.int(rows).int(columns);
+    let shape = LaunchShape::one_thread_each(rows * columns.div_ceil(8));
+    let kernel = format!("dequantize_{}", dtype_suffix(dtype)?);
+    // SAFETY: `QuantizedMatrix::new` checked that the planes hold this many rows and columns.
+    unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device)? };
+    Ok(out)
+}
+
+#[cfg(feature = "cuda")]
+fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32) -> Result<Tensor> {
+    let (tokens, (_, columns)) = (ids.dims1()?, matrix.dims());
+    if ids.dtype() != DType::U32 {
+        bail!("embed: ids are {:?}, expected U32", ids.dtype());
+    }
+    // SAFETY: the kernel writes every element.
+    let out = unsafe { Tensor::empty((tokens, columns), DType::F32, matrix.device())? };
+    let arguments =
+        Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);
+    let shape = LaunchShape::linear(tokens, 256);
+    // SAFETY: shapes and dtypes are checked above; the caller answers for the ids.
+    unsafe { Launch::new(module!("quantized_ops"), "quantized_embed", shape, arguments).enqueue(device)? };
+    Ok(out)
+}
+
+/// Returns x · Wᵀ, f32 \[T, R\], where W is the stack of all `parts`. x \[T, C\] has any float dtype.
+#[cfg(feature = "cuda")]
+pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Result<Tensor> {
+    let ((tokens, columns), x) = (x.dims2()?, x.contiguous()?);
+    if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {
+        bail!("cannot multiply x {:?} with a matrix {:?}", x.dims(), part.dims());
+    }
+    let stride = parts.iter().map(|part| part.dims().0).sum();
+    // SAFETY: the products below write every column of every row.
+    let out = unsafe { Tensor::empty((tokens, stride), DType::F32, x.device())? };
+    let mut first = 0;
+    for part in parts {
+        let output = OutputColumns { tensor: &out, first, stride };
+        match part.input_rounding {
+            _ if tokens <= MATVEC_TOKENS && can_matvec(device, part)? => matvec(device, part, &x, output)?,
+            InputRounding::None => matmul_dequantized(device, part, &x, output)?,
+            rounding => match low_type(device, part)? {
+                Some(low_type) => matmul_low_precision(device, part, &x, output, low_type)?,
+                None => matmul_dequantized(device, part, &round_floats(device, &x, rounding)?, output)?,
+            },
+        }
+        first += part.dims().0;
+    }
+    Ok(out)
+}
+
+/// Whether a block on this GPU can hold the input vector of a product, and 1 KiB beside it.
+#[cfg(feature = "cuda")]
+fn can_matvec(device: &CudaDevice, part: &QuantizedMatrix) -> Result<bool> {
+    Ok(input_bytes(part.format, part.dims().1) + 1024 <= max_shared_bytes(device)?)
+}
+
+/// The columns of f32 \[T, stride\] from `first` on.
+#[cfg(feature = "cuda")]
+#[derive(Clone, Copy)]
+struct OutputColumns<'t> {
+    tensor: &'t Tensor,
+    first: usize,
+    stride: usize,
+}
+
+#[cfg(feature = "cuda")]
+impl OutputColumns<'_> {
+    /// Returns the address of a column, counted from `first`, in the first row.
+    fn address(&self, column: usize) -> Result<u64> {
+        Ok(address(self.tensor)? + ((self.first + column) * size_of::<f32>()) as u64)
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: OutputColumns) -> Result<()> {
+    let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
+    let arguments = Arguments::new()
+        .tensor(x)?
+        .stack(std::slice::from_ref(part))?
+        .address(output.address(0)?)
+        .int(rows)
+        .int(columns)
+        .int(output.stride)
+        .input_rounding(part.input_rounding);
+    let blocks = rows.div_ceil(2 * QUANTIZED_WARPS).min(multiprocessors(device)?);
+    let shape = LaunchShape::new((blocks, tokens, 1), 32 * QUANTIZED_WARPS)
+        .with_shared_bytes(input_bytes(part.format, columns));
+    let kernel = format!("quantized_matvec_{}", dtype_suffix(x.dtype())?);
+    // SAFETY: the caller checked shapes; `output` has R columns in each of T rows.
+    unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
+}
+
+/// Returns the products of x with the experts that `ids` u32 \[T, N\] names, \[T, N, R\] of x's dtype.
+///
+/// `experts` \[E·R, C\]; x \[T, C\], which `pairs_per_x` = N experts share, or \[T, N, C\].
+/// Every id must be below E; this is not checked.
+#[cfg(feature = "cuda")]
+pub fn expert_matvec(
+    device: &CudaDevice,
+    experts: &QuantizedMatrix,
+    rows: usize,
+    x: &Tensor,
+    ids: &Tensor,
+    pairs_per_x: usize,
+) -> Result<Tensor> {
+    let ((tokens, chosen), (_, columns)) = (ids.dims2()?, experts.dims());
+    // SAFETY: the kernel writes R elements for each of the T·N pairs.
+    let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
+    let arguments = Arguments::new()
+        .tensor(x)?
+        .stack(std::slice::from_ref(experts))?
+        .tensor(ids)?
+        .tensor(&out)?
+        .int(rows)
+        .int(columns)
+        .int(pairs_per_x)
+        .input_rounding(experts.input_rounding);
+    let blocks = rows.div_ceil(2 * QUANTIZED_WARPS).min(multiprocessors(device)?);
+    let shape = LaunchShape::new((blocks, tokens * chosen, 1), 32 * QUANTIZED_WARPS)
+        .with_shared_bytes(input_bytes(experts.format, columns));
+    let kernel = format!("quantized_experts_{}", dtype_suffix(x.dtype())?);
+    // SAFETY: `expert_matmul` checked the shapes of x and ids; its caller answers for the ids.
+    unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device)? };
+    Ok(out)
+}
+
+#[cfg(feature = "cuda")]
+fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: OutputColumns) -> Result<()> {
+    let (rows, columns) = part.dims();
+    let rows_at_a_time = (DEQUANTIZED_AT_A_TIME / columns).next_multiple_of(128);
+    for first in (0..rows).step_by(rows_at_a_time) {
+        let weight = dequantize(device, &part.rows(first, rows_at_a_time.min(rows - first))?, x.dtype())?;
+        // SAFETY: `output` has R columns in each of T rows.
+        unsafe { gemm(device, x, &weight, output.address(first)?, output.stride)? };
+    }
+    Ok(())
+}
+
+/// Returns the type in which tensor cores can multiply the matrix if the input has 8 bits too.
+#[cfg(feature = "cuda")]
+fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<LowType>> {
+    let capability = device.cuda_stream().context().compute_capability().w()?;
+    // cuBLASLt needs rows of the result that start at multiples of 16 bytes.
+    let is_aligned = part.dims().0.is_multiple_of(16);
+    Ok(match part.format {
+        Format::Int8 if is_aligned => Some(LowType::Int8),
+        Format::Fp8 if is_aligned && capability >= (8, 9) => Some(LowType::Fp8),
+        _ => None,
+    })
+}
+
+/// Returns x \[T, C\] rounded to 8 bits and converted back to its dtype.
+#[cfg(feature = "cuda")]
+pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
+    let (tokens, columns) = x.dims2()?;
+    // SAFETY: the kernel writes every element.
+    let out = unsafe { Tensor::empty(x.dims(), x.dtype(), x.device())? };
+    let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(columns).input_rounding(rounding);
+    let kernel = format!("round_floats_{}", dtype_suffix(x.dtype())?);
+    let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
+    // SAFETY: both tensors are [T, C] of one dtype.
+    unsafe { launch.enqueue(device)? };
+    Ok(out)
+}
+
+/// A product on tensor cores with weights and input in 8 bits.
+#[cfg(feature = "cuda")]
+fn matmul_low_precision(
+    device: &CudaDevice,
+    part: &QuantizedMatrix,
+    x: &Tensor,
+    output: OutputColumns,
+    low_type: LowType,
+) -> Result<()> {
+    let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
+    // cuBLASLt needs multiples of 16.
+    let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
+    // SAFETY: the kernel writes the rows of all tokens; results from the padding are not used.
+    let q = unsafe { Tensor::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
+    // SAFETY: the kernel writes a scale for each token.
+    let scales = unsafe { Tensor::empty(tokens, DType::F32, x.device())? };
+    let arguments = Arguments::new()
+        .tensor(x)?
+        .tensor(&q)?
+        .tensor(&scales)?
+        .int(columns)
+        .int(padded_columns)
+        .input_rounding(part.input_rounding);
+    let kernel = format!("round_rows_{}", dtype_suffix(x.dtype())?);
+    let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
+    // SAFETY: the tensors have the shapes that the kernel expects.
+    unsafe { launch.enqueue(device)? };
+
+    let (Some(low), Some(weight_scales)) = (&part.planes[0], &part.planes[2]) else {
+        bail!("cannot multiply in 8 bits: {:?} has no row scales", part.format)
+    };
+    let sums = matmul_lt(device, low_type, low, &q)?;
+    let arguments = Arguments::new()
+        .tensor(&sums)?
+        .tensor(&scales)?
+        .tensor(weight_scales)?
+        .address(output.address(0)?)
+        .int(rows)
+        .int(output.stride);
+    let kernel = if low_type == LowType::Int8 { "unround_int" } else { "unround_float" };
+    let shape = LaunchShape::new((tokens, rows.div_ceil(256), 1), 256);
+    // SAFETY: `sums` has at least T rows of R columns; `output` has R columns in each of T rows.
+    unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
+}
