@@ -28,8 +28,9 @@ pub struct TemplateFormat(Box<Template>);
 impl ChatFormat {
     /// Loads the chat format of the model in `dir`.
     ///
-    /// Harmony if the vocabulary has its control tokens; else chat_template.jinja; else `chat_template` in
-    /// tokenizer_config.json. `None` for a base model without a template.
+    /// Harmony if the vocabulary has its control tokens;
+    /// else chat_template.jinja; else `chat_template` in tokenizer_config.json.
+    /// `None` for a base model without a template.
     pub fn load(dir: &Path, tokenizer: &Tokenizer) -> Result<Option<ChatFormat>> {
         if let Some(harmony) = Harmony::find(tokenizer) {
             return Ok(Some(ChatFormat::Harmony(HarmonyFormat(harmony))));
@@ -37,8 +38,9 @@ impl ChatFormat {
         Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat(Box::new(template)))))
     }
 
-    /// Makes the chat format from a template that was read from `file`. `special_tokens` are the tokens that the template may
-    /// name, such as `bos_token`. Harmony takes precedence here as well.
+    /// Makes the chat format from a template that was read from `file`.
+    /// `special_tokens` are the tokens that the template may name, such as `bos_token`.
+    /// Harmony takes precedence here as well.
     pub fn from_template(
         tokenizer: &Tokenizer,
         file: &str,
@@ -60,8 +62,8 @@ impl ChatFormat {
         }
     }
 
-    /// Renders a conversation to token ids. Fails if the template is broken or rejects the conversation, or if a tool message
-    /// answers no call.
+    /// Renders a conversation to token ids.
+    /// Fails if the template is broken or rejects the conversation, or if a tool message answers no call.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         match self {
             ChatFormat::Harmony(format) => format.0.render(tokenizer, messages, options),

@@ -1,12 +1,13 @@
 //! Harmony, the chat format of gpt-oss: conversations to token ids.
 //!
-//! This follows openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token. Every text and every piece of a
-//! header is encoded separately, as in that library. There is one difference: reasoning is dropped from every turn up to the
-//! last final answer, as in `docs/format.md` and in the model's chat_template.jinja. The library drops it only up to the first
-//! final answer, and not at all while a tool call is open.
+//! This follows openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token.
+//! Every text and every piece of a header is encoded separately, as in that library.
+//! There is one difference: reasoning is dropped from every turn up to the last final answer,
+//! as in `docs/format.md` and in the model's chat_template.jinja.
+//! The library drops it only up to the first final answer, and not at all while a tool call is open.
 //!
-//! The chat_template.jinja of gpt-oss is not followed, because it writes another dialect: `json` without `<|constrain|>`, tool
-//! results quoted as JSON strings, a blank line after the instructions.
+//! The chat_template.jinja of gpt-oss is not followed, because it writes another dialect:
+//! `json` without `<|constrain|>`, tool results quoted as JSON strings, a blank line after the instructions.
 
 use anyhow::{Context, Result, bail};
 
@@ -108,7 +109,8 @@ fn split_instructions(messages: &[Message]) -> (String, &[Message]) {
     (texts.join("\n\n"), turns)
 }
 
-/// Returns true if a message ends its turn. A message with tool calls does not, nor one that was stopped while reasoning.
+/// Returns true if a message ends its turn.
+/// A message with tool calls does not, nor one that was stopped while reasoning.
 fn is_final(message: &Message) -> bool {
     message.role == Role::Assistant
         && message.tool_calls.is_empty()

@@ -1,4 +1,5 @@
-//! The headers of generated harmony messages, between `<|start|>` and `<|message|>`: role, recipient, channel and content type.
+//! The headers of generated harmony messages, between `<|start|>` and `<|message|>`:
+//! role, recipient, channel and content type.
 //! Models write them in any order, and sometimes incompletely.
 
 use anyhow::Result;
@@ -154,8 +155,9 @@ fn split_word(text: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// Splits off a recipient, such as `to=functions.f`. The second value is the text after it, or `None` if the name may still
-/// grow. Returns `None` if the text does not begin with a recipient.
+/// Splits off a recipient, such as `to=functions.f`.
+/// The second value is the text after it, or `None` if the name may still grow.
+/// Returns `None` if the text does not begin with a recipient.
 fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     let text = text.strip_prefix("to=")?;
     Some(match text.find(|c| !(is_name_character(c) || ".:".contains(c))) {
@@ -206,8 +208,8 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
     }
 }
 
-/// Reads the part after `<|channel|>`: `commentary to=functions.f json`. Further words are content whose `<|message|>` is
-/// missing.
+/// Reads the part after `<|channel|>`: `commentary to=functions.f json`.
+/// Further words are content whose `<|message|>` is missing.
 fn read_channel(text: &str) -> Words<'_> {
     let trimmed = text.trim_start();
     let mut words = Words { undecided: true, ..Words::default() };

@@ -1,8 +1,9 @@
 //! Parses generated harmony, the chat format of gpt-oss, into channels of text.
 //!
-//! Models violate the format in a few of every hundred turns (llama.cpp #27720, openai/harmony #33 #80 #82). So the parser never
-//! fails and never drops text. It recognizes control tokens by id, recovers at the next valid token, and counts violations. It
-//! returns text as soon as the text cannot be part of a header.
+//! Models violate the format in a few of every hundred turns (llama.cpp #27720, openai/harmony #33 #80 #82).
+//! So the parser never fails and never drops text.
+//! It recognizes control tokens by id, recovers at the next valid token, and counts violations.
+//! It returns text as soon as the text cannot be part of a header.
 
 use anyhow::Result;
 
@@ -224,7 +225,8 @@ impl HarmonyParser {
                     return Ok(());
                 }
                 self.malformed += 1;
-                // A word after the channel is content if the message ends there, but not if the generation ends there.
+                // A word after the channel is content if the message ends there,
+                // but not if the generation ends there.
                 let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.undecided;
                 if cut_off || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
                     push_words(&mut self.header_words, &parsed.words);

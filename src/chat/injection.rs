@@ -1,9 +1,11 @@
 //! Prevents text from people and tools from becoming control tokens in a rendered template.
 //!
-//! A template joins its own control tokens and the messages into one string. In that string, an `<|im_end|>` from a message
-//! looks like one from the template. So before rendering, every control token in a message is marked with a character that
-//! none of the texts contain. After rendering, marked text is encoded as ordinary text. Without a mark, which is nearly always
-//! the case, the whole string is encoded at once, and the ids equal those of the reference implementation.
+//! A template joins its own control tokens and the messages into one string.
+//! In that string, an `<|im_end|>` from a message looks like one from the template.
+//! So before rendering, every control token in a message is marked with a character that none of the texts contain.
+//! After rendering, marked text is encoded as ordinary text.
+//! Without a mark, which is nearly always the case, the whole string is encoded at once,
+//! and the ids equal those of the reference implementation.
 
 use anyhow::{Result, bail};
 
@@ -16,7 +18,8 @@ const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 pub struct Marker<'t> {
     tokenizer: &'t Tokenizer,
     mark: char,
-    /// The bytes that control tokens begin with, so that a long text is scanned once, and not once for each control token.
+    /// The bytes that control tokens begin with,
+    /// so that a long text is scanned once, and not once for each control token.
     first_bytes: [bool; 256],
 }
 

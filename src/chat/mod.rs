@@ -1,7 +1,9 @@
 //! Chat formats: messages to token ids, and generated ids to channels of text.
 //!
-//! gpt-oss has harmony, which is implemented here. Every other model has a Jinja template. In both cases, text from people and
-//! tools never becomes a control token. Generated text is never lost, and parsing it never fails.
+//! gpt-oss has harmony, which is implemented here.
+//! Every other model has a Jinja template.
+//! In both cases, text from people and tools never becomes a control token.
+//! Generated text is never lost, and parsing it never fails.
 
 mod channel;
 mod format;

@@ -8,7 +8,8 @@ use super::message::ToolCall;
 use super::tagged_parser::TaggedParser;
 use crate::tokenizer::Tokenizer;
 
-/// Splits generated tokens into channels, token by token. Each call takes the tokenizer, so that one struct can own both.
+/// Splits generated tokens into channels, token by token.
+/// Each call takes the tokenizer, so that one struct can own both.
 pub struct Parser(ParserKind);
 
 /// The parser of one chat format.

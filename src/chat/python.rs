@@ -116,7 +116,8 @@ impl Formatter for PythonFormatter {
     }
 }
 
-/// Formats a finite float as Python's `repr`: the shortest digits, and exponents below -4 or from 16, such as `1e-05`.
+/// Formats a finite float as Python's `repr`:
+/// the shortest digits, and exponents below -4 or from 16, such as `1e-05`.
 fn float_repr(value: f64) -> String {
     let scientific = format!("{value:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));

@@ -8,8 +8,9 @@ pub struct RenderOptions {
     /// Tools as OpenAI's objects: `{"type": "function", "function": {"name", "description", "parameters"}}`.
     pub tools: Vec<serde_json::Value>,
     pub reasoning_effort: ReasoningEffort,
-    /// The current date, `YYYY-MM-DD`. The caller keeps it for a whole session: a new date at midnight would change the first
-    /// tokens of the prompt and invalidate the KV cache.
+    /// The current date, `YYYY-MM-DD`.
+    /// The caller keeps it for a whole session:
+    /// a new date at midnight would change the first tokens of the prompt and invalidate the KV cache.
     pub date: String,
     /// Whether the prompt ends with the beginning of an assistant message.
     pub add_generation_prompt: bool,

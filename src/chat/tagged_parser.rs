@@ -1,9 +1,11 @@
 //! Parses the output of models with a chat template into channels of text.
 //!
-//! The output is an answer, with reasoning before it between `<think>` and `</think>`, and with tool calls in it between
-//! `<tool_call>` and `</tool_call>`. The tags of reasoning are single tokens in some vocabularies and several tokens in others,
-//! so they are recognized by token and by text. The tags of tool calls are recognized only by token, because an answer may
-//! contain them as text. Other control tokens are dropped.
+//! The output is an answer, with reasoning before it between `<think>` and `</think>`,
+//! and with tool calls in it between `<tool_call>` and `</tool_call>`.
+//! The tags of reasoning are single tokens in some vocabularies and several tokens in others,
+//! so they are recognized by token and by text.
+//! The tags of tool calls are recognized only by token, because an answer may contain them as text.
+//! Other control tokens are dropped.
 
 use anyhow::Result;
 use serde::Deserialize;
@@ -177,8 +179,8 @@ impl TaggedParser {
         out.push(Delta { channel: self.channel, text: text.to_string() });
     }
 
-    /// Parses a finished tool call, `{"name": .., "arguments": ..}` as Hermes and Qwen write it. A call that is not valid JSON
-    /// keeps its text as arguments.
+    /// Parses a finished tool call, `{"name": .., "arguments": ..}` as Hermes and Qwen write it.
+    /// A call that is not valid JSON keeps its text as arguments.
     fn read_tool_call(&mut self) {
         #[derive(Deserialize)]
         struct Call {

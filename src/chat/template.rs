@@ -1,10 +1,12 @@
 //! The Jinja chat template of a model.
 //!
-//! The environment is the same as in transformers 5 (`utils/chat_template_utils.py`): trim_blocks, lstrip_blocks, its `tojson`,
-//! `raise_exception`, `strftime_now` and `{% generation %}`, and the tokenizer's special tokens by name.
+//! The environment is the same as in transformers 5 (`utils/chat_template_utils.py`): trim_blocks, lstrip_blocks,
+//! its `tojson`, `raise_exception`, `strftime_now` and `{% generation %}`,
+//! and the tokenizer's special tokens by name.
 //!
-//! A template is untrusted code. It cannot read files, and its steps, depth and output are limited. Its memory is not limited:
-//! minijinja cannot stop a loop that keeps doubling a string.
+//! A template is untrusted code.
+//! It cannot read files, and its steps, depth and output are limited.
+//! Its memory is not limited: minijinja cannot stop a loop that keeps doubling a string.
 
 use std::io;
 use std::path::Path;
@@ -34,8 +36,8 @@ const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 pub struct Template {
     /// The name of the file with the template.
     file: String,
-    /// The compiled template, or the reason why it does not compile. Only rendering returns this error, because a model can be
-    /// used without its template.
+    /// The compiled template, or the reason why it does not compile.
+    /// Only rendering returns this error, because a model can be used without its template.
     environment: std::result::Result<Environment<'static>, String>,
     /// The special tokens by name, such as `bos_token`.
     special_tokens: Vec<(String, String)>,
@@ -97,8 +99,9 @@ impl Template {
         let marker = Marker::new(tokenizer, written.collect::<Vec<_>>().into_iter())?;
         let tools = map_strings(&tools, &|text| marker.mark(text, &[]));
 
-        // OpenAI's messages have the arguments of a tool call as JSON in a string. Nearly every template expects an object,
-        // and the few that expect the string fail on the object. So objects are tried first.
+        // OpenAI's messages have the arguments of a tool call as JSON in a string.
+        // Nearly every template expects an object, and the few that expect the string fail on the object.
+        // So objects are tried first.
         let objects = self.run(messages, &tools, options, &marker, Arguments::Objects);
         let has_calls = messages.iter().any(|message| !message.tool_calls.is_empty());
         let text = match objects {
@@ -200,7 +203,8 @@ enum Arguments {
     Strings,
 }
 
-/// The template failed, but did not reject the conversation. Rendering tries again with the arguments in another form.
+/// The template failed, but did not reject the conversation.
+/// Rendering tries again with the arguments in another form.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateFailed(String);
@@ -274,8 +278,8 @@ fn named_template(value: &Json) -> Option<&str> {
     source.filter(|source| !source.is_empty())
 }
 
-/// Returns the special tokens from tokenizer_config.json or special_tokens_map.json. Each is a string, or an object with the
-/// string in `content`.
+/// Returns the special tokens from tokenizer_config.json or special_tokens_map.json.
+/// Each is a string, or an object with the string in `content`.
 fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
     let names = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
     let token = |name: &str| {

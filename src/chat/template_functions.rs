@@ -36,8 +36,8 @@ pub fn raised(error: &Error) -> Option<String> {
     None
 }
 
-/// Returns the function `strftime_now(format)`. It formats midnight of the session's date, so that the beginning of the
-/// prompt stays the same from turn to turn.
+/// Returns the function `strftime_now(format)`.
+/// It formats midnight of the session's date, so that the beginning of the prompt stays the same from turn to turn.
 pub fn strftime_now(date: String) -> Value {
     Value::from_function(move |format: String| -> Result<String, Error> {
         let failed = |error: jiff::Error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}"));
@@ -46,7 +46,8 @@ pub fn strftime_now(date: String) -> Value {
     })
 }
 
-/// `json.dumps` with the defaults of transformers: no escapes for HTML or for non-ASCII characters, and keys in order.
+/// `json.dumps` with the defaults of transformers:
+/// no escapes for HTML or for non-ASCII characters, and keys in order.
 fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<Value, Error> {
     let failed = |error: String| Error::new(ErrorKind::InvalidOperation, format!("tojson: {error}"));
     if value.is_undefined() {
@@ -120,8 +121,8 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
     }
 }
 
-/// Replaces `{% generation %}` blocks, which mark the assistant's tokens for training, by plain scopes. Whitespace control and
-/// line numbers do not change.
+/// Replaces `{% generation %}` blocks, which mark the assistant's tokens for training, by plain scopes.
+/// Whitespace control and line numbers do not change.
 pub fn replace_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

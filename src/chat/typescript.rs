@@ -1,14 +1,15 @@
 //! Harmony's description of function tools: TypeScript types in a `functions` namespace.
 //!
-//! This follows openai/harmony v0.0.8 `src/encoding.rs` (`template_tools_section`, `json_schema_to_typescript`) byte for byte,
-//! because the models were trained on exactly this text. The bugs are included: only the first line of a multi-line property
-//! description becomes a comment.
+//! This follows openai/harmony v0.0.8 `src/encoding.rs` (`template_tools_section`,
+//! `json_schema_to_typescript`) byte for byte, because the models were trained on exactly this text.
+//! The bugs are included: only the first line of a multi-line property description becomes a comment.
 
 use anyhow::{Result, anyhow};
 use serde_json::Value;
 
-/// Returns the `# Tools` section of a developer message. `tools` are OpenAI's tool objects, `{"type": "function", "function":
-/// {"name", "description", "parameters"}}`, or the inner objects alone.
+/// Returns the `# Tools` section of a developer message.
+/// `tools` are OpenAI's tool objects,
+/// `{"type": "function", "function": {"name", "description", "parameters"}}`, or the inner objects alone.
 pub fn tools_section(tools: &[Value]) -> Result<String> {
     let mut out = String::from("# Tools\n\n## functions\n\nnamespace functions {\n");
     for tool in tools {

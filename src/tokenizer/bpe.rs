@@ -1,7 +1,8 @@
 //! A faster parser for tokenizer.json files with a BPE model.
 //!
-//! The library parses vocabulary and merges three or four times, to detect the kind of the model and the format of the
-//! merges. That takes over 1 s for the 28 MB of gpt-oss, longer than loading its weights.
+//! The library parses vocabulary and merges three or four times,
+//! to detect the kind of the model and the format of the merges.
+//! That takes over 1 s for the 28 MB of gpt-oss, longer than loading its weights.
 
 use std::fmt;
 

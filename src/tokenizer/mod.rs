@@ -1,8 +1,9 @@
 //! Tokenizers: text to token ids and back, and a streaming decoder that never splits a character.
 //!
-//! A tokenizer comes from tokenizer.json or from the metadata of a GGUF file. The work is done by Hugging Face `tokenizers`.
-//! Some crafted files make that library panic (its issue #2094), so every call into it catches panics. A broken file is an
-//! error, never a crash.
+//! A tokenizer comes from tokenizer.json or from the metadata of a GGUF file.
+//! The work is done by Hugging Face `tokenizers`.
+//! Some crafted files make that library panic (its issue #2094), so every call into it catches panics.
+//! A broken file is an error, never a crash.
 
 mod bpe;
 pub mod gguf;
@@ -18,8 +19,8 @@ use guard::guarded;
 /// How `encode` treats control tokens in a text, such as `<|start|>` and `</s>`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlTokens {
-    /// Parse control tokens, and add the tokenizer's own prefix and suffix, such as `<s>`. This is the default of `encode` in
-    /// the reference implementation.
+    /// Parse control tokens, and add the tokenizer's own prefix and suffix, such as `<s>`.
+    /// This is the default of `encode` in the reference implementation.
     Default,
     /// Parse control tokens and add nothing: for a rendered chat template.
     Parse,
@@ -29,9 +30,11 @@ pub enum ControlTokens {
 
 /// A loaded tokenizer.
 pub struct Tokenizer {
-    /// Behind a mutex, because the library has no argument of `encode` for control tokens, but a switch on the tokenizer.
+    /// Behind a mutex, because the library has no argument of `encode` for control tokens,
+    /// but a switch on the tokenizer.
     inner: Mutex<tokenizers::Tokenizer>,
-    /// Added tokens that act as control tokens, longest first: all special tokens, and those of the form `<...>` or `[...]`.
+    /// Added tokens that act as control tokens, longest first:
+    /// all special tokens, and those of the form `<...>` or `[...]`.
     controls: Vec<ControlToken>,
     /// Ids at or above this have no token. The vocab_size in config.json is often larger.
     vocab_size: usize,
@@ -89,8 +92,9 @@ impl Tokenizer {
             ControlTokens::Default => self.encode_raw(text, true, false),
             ControlTokens::Parse => self.encode_raw(text, false, false),
             ControlTokens::Text => {
-                // The library can encode special tokens as text, but not the added tokens that are not marked special, such
-                // as `<think>` and `<tool_call>`. Those are split between two pieces, so that no piece has a whole one.
+                // The library can encode special tokens as text,
+                // but not the added tokens that are not marked special, such as `<think>` and `<tool_call>`.
+                // Those are split between two pieces, so that no piece has a whole one.
                 let mut ids = Vec::new();
                 for piece in self.split_at_unmarked_controls(text) {
                     ids.extend(self.encode_raw(piece, false, true)?);
@@ -158,7 +162,8 @@ impl Tokenizer {
     }
 }
 
-/// Returns true for tokens such as `<think>`, `</tool_call>` and `[INST]`, which steer a model without being marked special.
+/// Returns true for tokens such as `<think>`, `</tool_call>` and `[INST]`,
+/// which steer a model without being marked special.
 fn looks_like_control(content: &str) -> bool {
     let inner = content
         .strip_prefix('<')
@@ -184,8 +189,8 @@ impl TextStream {
         Self { ids: Vec::new(), emitted: 0 }
     }
 
-    /// Continues a text after `ids`. In SentencePiece vocabularies, the first word of a text has no space before it, and
-    /// later words have one.
+    /// Continues a text after `ids`.
+    /// In SentencePiece vocabularies, the first word of a text has no space before it, and later words have one.
     pub fn continuing(ids: &[u32]) -> Self {
         let context = &ids[ids.len().saturating_sub(4)..];
         Self { ids: context.to_vec(), emitted: context.len() }

@@ -34,8 +34,9 @@ impl Checkpoint {
         Ok(Self::Gguf(Box::new(GgufModel::new(file)?)))
     }
 
-    /// Returns the opened GGUF file, which also holds the config, the vocabulary, the chat template and the sampling
-    /// defaults. `None` for safetensors.
+    /// Returns the opened GGUF file, which also holds the config,
+    /// the vocabulary, the chat template and the sampling defaults.
+    /// `None` for safetensors.
     pub fn gguf(&self) -> Option<&GgufCheckpoint> {
         match self {
             Self::Safetensors(_) => None,
@@ -82,8 +83,8 @@ impl Checkpoint {
         stored.unwrap_or(info.dtype.to_string()).to_lowercase()
     }
 
-    /// Returns the bytes that a tensor takes in memory if it stays packed or quantized. `None` for a tensor that becomes
-    /// floats.
+    /// Returns the bytes that a tensor takes in memory if it stays packed or quantized.
+    /// `None` for a tensor that becomes floats.
     pub(super) fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         match self {
             Self::Gguf(model) if info.dtype != Dtype::U8 => model.packed_bytes(name),
@@ -92,8 +93,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the rows and columns of a matrix [out, in] that can be quantized while it loads. Stacked matrices count as
-    /// one with all their rows.
+    /// Returns the rows and columns of a matrix [out, in] that can be quantized while it loads.
+    /// Stacked matrices count as one with all their rows.
     pub(super) fn matrix_shape(&self, name: &str) -> Option<(usize, usize)> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,
@@ -106,8 +107,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the tensors that can be read ahead for a model of this compute dtype. None of a GGUF file, because the host
-    /// transforms its tensors.
+    /// Returns the tensors that can be read ahead for a model of this compute dtype.
+    /// None of a GGUF file, because the host transforms its tensors.
     pub fn extents(&self, dtype: DType) -> Vec<Extent> {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.extents(dtype),

@@ -2,13 +2,14 @@
 //!
 //! `quantization_config` in config.json says which linear layers are quantized, and how.
 //!
-//! A quantized layer has `weight` \[out, in\] in I8 or F8_E4M3, and `weight_scale` \[out, 1\] or \[1\]. With static input
-//! quantization it also has `input_scale` \[1\]. Older files may have scalars instead of \[1\]. A packed layer has
-//! `weight_packed` I32 \[out, in / 4\] and `weight_shape` instead of `weight`. Each word holds four codes plus 128, the first
-//! in the lowest byte.
+//! A quantized layer has `weight` \[out, in\] in I8 or F8_E4M3, and `weight_scale` \[out, 1\] or \[1\].
+//! With static input quantization it also has `input_scale` \[1\].
+//! Older files may have scalars instead of \[1\].
+//! A packed layer has `weight_packed` I32 \[out, in / 4\] and `weight_shape` instead of `weight`.
+//! Each word holds four codes plus 128, the first in the lowest byte.
 //!
-//! Source: vllm-project/compressed-tensors 0.20, `quantization/quant_config.py`, `quantization/quant_args.py`,
-//! `quantization/lifecycle/apply.py` and `utils/match.py`.
+//! Source: vllm-project/compressed-tensors 0.20, `quantization/quant_config.py`,
+//! `quantization/quant_args.py`, `quantization/lifecycle/apply.py` and `utils/match.py`.
 
 use std::collections::BTreeMap;
 
@@ -137,8 +138,9 @@ fn eight() -> Value {
 }
 
 impl CompressedConfig {
-    /// Reads the section from config.json. `None` for a model that is not quantized, or is quantized to MXFP4. Fails with
-    /// [`Error::UnsupportedQuantization`] for any other quantization.
+    /// Reads the section from config.json.
+    /// `None` for a model that is not quantized, or is quantized to MXFP4.
+    /// Fails with [`Error::UnsupportedQuantization`] for any other quantization.
     pub fn read(config: &Value) -> Result<Option<Self>> {
         // Until the fall of 2024 the section was called `compression_config`. Even older files nest it in there.
         let sections = [&config["quantization_config"], &config["compression_config"]];
@@ -196,8 +198,9 @@ impl CompressedConfig {
         format!("w8a{activations} {format}")
     }
 
-    /// Returns how a linear layer is quantized. `None` if it is not. `module` is the name of its weight without `.weight`,
-    /// such as `model.layers.0.self_attn.q_proj`.
+    /// Returns how a linear layer is quantized.
+    /// `None` if it is not.
+    /// `module` is the name of its weight without `.weight`, such as `model.layers.0.self_attn.q_proj`.
     pub fn scheme(&self, module: &str) -> Option<Scheme> {
         if self.ignore.iter().any(|target| target.matches_name(module) || target.is_linear_class()) {
             return None;

@@ -65,8 +65,8 @@ pub struct Group {
 /// The groups, in the order in which a token passes through them.
 const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", "head", "other"];
 
-/// Parts of the names of tensors that no model loads: tables and masks that are computed, input scales, which become plain
-/// numbers, and the vision half of a multimodal model.
+/// Parts of the names of tensors that no model loads: tables and masks that are computed,
+/// input scales, which become plain numbers, and the vision half of a multimodal model.
 const NEVER_LOADED: [&str; 7] = [
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -100,7 +100,8 @@ impl Summary {
 }
 
 impl Inventory {
-    /// Lists the tensors of a checkpoint as they will be loaded. `target` is what matrices of floats are quantized to.
+    /// Lists the tensors of a checkpoint as they will be loaded.
+    /// `target` is what matrices of floats are quantized to.
     pub fn from_checkpoint(checkpoint: &Checkpoint, target: Option<QuantizationTarget>) -> Self {
         let tensor = |(name, info): (&str, &TensorInfo)| {
             let packed_bytes = match MemoryFormat::for_floats(name, info.shape.len()) {
@@ -140,7 +141,8 @@ impl Inventory {
 
     /// Adds the tensors of a safetensors header.
     ///
-    /// `header` is the JSON without the length before it. `data_bytes` is the size of the data after the header, if known.
+    /// `header` is the JSON without the length before it.
+    /// `data_bytes` is the size of the data after the header, if known.
     /// Unknown dtypes are allowed, because the model is only described.
     pub fn add_header(&mut self, file: &str, header: &[u8], data_bytes: Option<u64>) -> Result<()> {
         safetensors_header::read(file, header, data_bytes, |tensor| {
@@ -176,14 +178,14 @@ impl Inventory {
         self.parameters() - in_experts + u64::try_from(active).unwrap_or(in_experts).min(in_experts)
     }
 
-    /// Returns the bytes that the weights take in memory. Too much only if the files have an unused head: one of a model
-    /// that uses its embedding as head.
+    /// Returns the bytes that the weights take in memory.
+    /// This is too much only for files with an unused head, of a model that uses its embedding as head.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
 
-    /// Returns the bytes that the largest layer of experts takes in memory. Loading needs this much more for a while, because
-    /// it repacks or stacks the experts of one layer at a time.
+    /// Returns the bytes that the largest layer of experts takes in memory.
+    /// Loading needs this much more for a while, because it repacks or stacks the experts of one layer at a time.
     pub fn largest_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
         for tensor in &self.tensors {
@@ -196,8 +198,8 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Returns the bytes that the quantized experts of one layer take as floats. For many tokens, a GPU dequantizes them layer
-    /// by layer.
+    /// Returns the bytes that the quantized experts of one layer take as floats.
+    /// For many tokens, a GPU dequantizes them layer by layer.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
         for tensor in self

@@ -19,7 +19,8 @@ use crate::error::Error;
 use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::Target;
 
-/// A checkpoint with a name prefix, from which a layer loads its tensors, and the device and dtype that they are loaded to.
+/// A checkpoint with a name prefix, from which a layer loads its tensors,
+/// and the device and dtype that they are loaded to.
 #[derive(Clone)]
 pub struct Weights<'c> {
     pub(super) checkpoint: &'c Checkpoint,
@@ -55,8 +56,8 @@ impl<T: Target> TensorReader for ReadAhead<T> {
 impl<'c> Weights<'c> {
     /// Loads float tensors as `dtype` to `device`.
     ///
-    /// For safetensors on a GPU, background threads start to read right away. A returned tensor may still be in transfer;
-    /// work on the device's stream waits for it.
+    /// For safetensors on a GPU, background threads start to read right away.
+    /// A returned tensor may still be in transfer; work on the device's stream waits for it.
     pub fn new(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -80,7 +81,8 @@ impl<'c> Weights<'c> {
         Self { checkpoint, prefix, device, dtype, quantize: None, progress, reader: None }
     }
 
-    /// Quantizes matrices of floats while they load. Nothing is read ahead, because quantizing takes longer than reading.
+    /// Quantizes matrices of floats while they load.
+    /// Nothing is read ahead, because quantizing takes longer than reading.
     pub fn quantizing(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -132,7 +134,8 @@ impl<'c> Weights<'c> {
         self.checkpoint.info(&self.full_name(name)).is_some()
     }
 
-    /// Loads a float tensor in the compute dtype. The file has it as F32, F16, BF16 or F8_E4M3, in exactly this shape.
+    /// Loads a float tensor in the compute dtype.
+    /// The file has it as F32, F16, BF16 or F8_E4M3, in exactly this shape.
     pub fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         self.float_as(name, shape, self.dtype)
     }
@@ -144,8 +147,8 @@ impl<'c> Weights<'c> {
             return self.float_from_e4m3(&name, shape, dtype);
         }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
-        // Norms and biases are converted on the host: on a machine's first run, the driver takes a second to compile candle's
-        // conversion kernels.
+        // Norms and biases are converted on the host: on a machine's first run,
+        // the driver takes a second to compile candle's conversion kernels.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = model.float(&name, dtype)?.to_device(&self.device);

@@ -12,8 +12,9 @@ use super::safetensors::{self, SafetensorsCheckpoint, module};
 use crate::kernels::quantized::{Format, InputRounding, Matrix, QuantizedMatrix};
 
 impl<'c> Weights<'c> {
-    /// Loads the matrices \[rows, columns\] named `name` of several modules, stacked. Matrices that the file has quantized,
-    /// or that are to be quantized, become quantized matrices; the others become floats in the compute dtype.
+    /// Loads the matrices \[rows, columns\] named `name` of several modules, stacked.
+    /// Matrices that the file has quantized, or that are to be quantized,
+    /// become quantized matrices; the others become floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
         let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, *rows, columns);
         let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;
@@ -58,8 +59,8 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Loads a quantized matrix that a GGUF file stores transposed to the Hugging Face checkpoint. `None` if the matrix is not
-    /// quantized.
+    /// Loads a quantized matrix that a GGUF file stores transposed, unlike the Hugging Face checkpoint.
+    /// `None` if the matrix is not quantized.
     pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Matrix>> {
         if !matches!(self.checkpoint, Checkpoint::Gguf(_)) {
             return Ok(None);
@@ -75,7 +76,8 @@ impl<'c> Weights<'c> {
         Ok(matrix)
     }
 
-    /// Returns the rows of a matrix that the file has quantized or that is to be quantized. `None` for other matrices.
+    /// Returns the rows of a matrix that the file has quantized or that is to be quantized.
+    /// `None` for other matrices.
     fn quantized(&self, name: &str, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
         let name = self.full_name(name);
         let info = self.checkpoint.required(&name)?;

@@ -1,4 +1,5 @@
-//! Checkpoints: tensors by their Hugging Face names. The dtype and the shape of each tensor are checked before it is used.
+//! Checkpoints: tensors by their Hugging Face names.
+//! The dtype and the shape of each tensor are checked before it is used.
 
 mod checkpoint;
 pub mod compressed;

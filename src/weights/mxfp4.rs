@@ -9,8 +9,8 @@ use crate::kernels::moe::experts::{Mxfp4Tiles, RowOrder};
 
 /// Loads the matrices [E, R, C] of all experts.
 ///
-/// The checkpoint has them packed, as `{name}_blocks` and `{name}_scales` [E, R, C/32, ..], or as floats: `{name}` [E, C, R],
-/// which transformers stores transposed.
+/// The checkpoint has them packed, as `{name}_blocks` and `{name}_scales` [E, R,
+/// C/32, ..], or as floats: `{name}` [E, C, R], which transformers stores transposed.
 pub fn experts(
     weights: &Weights,
     name: &str,

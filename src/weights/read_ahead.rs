@@ -1,9 +1,11 @@
 //! Background threads that read tensors before they are requested.
 //!
-//! Each thread takes the next piece of a tensor, reads it into its own staging buffer, and queues the copy to the device.
-//! The threads start tensors in the listed order. A requested tensor that was not started goes first, even beyond the limit
-//! on reading ahead, so a request never waits forever. A request returns once all copies of its tensor are queued, and not
-//! when they are done.
+//! Each thread takes the next piece of a tensor,
+//! reads it into its own staging buffer, and queues the copy to the device.
+//! The threads start tensors in the listed order.
+//! A requested tensor that was not started goes first,
+//! even beyond the limit on reading ahead, so a request never waits forever.
+//! A request returns once all copies of its tensor are queued, and not when they are done.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
@@ -61,8 +63,9 @@ pub struct ReadAheadOptions {
 
 impl Default for ReadAheadOptions {
     fn default() -> Self {
-        // Eight threads read the page cache as fast as an H200 can copy: 43 GB/s. Four threads reach 28 GB/s, and sixteen
-        // are not faster than eight. The staging buffers take 64 MiB.
+        // Eight threads read the page cache as fast as an H200 can copy: 43 GB/s.
+        // Four threads reach 28 GB/s, and sixteen are not faster than eight.
+        // The staging buffers take 64 MiB.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self { threads: cores.clamp(2, 8), piece_bytes: 4 << 20, ahead_bytes: 512 << 20 }
     }

@@ -1,9 +1,11 @@
 //! The safetensors files of a model: one `model.safetensors`, or the shards that an index lists.
 //!
-//! The files are mapped into memory. A CPU copies tensors from the mapping; for a GPU, [`super::read_ahead`] reads the files.
+//! The files are mapped into memory.
+//! A CPU copies tensors from the mapping; for a GPU, [`super::read_ahead`] reads the files.
 //!
-//! The safetensors crate checks the header: length, overlaps, gaps, shape × dtype against offsets, end of file. This module
-//! checks that every tensor lies in the shard that the index names. `snapshot` checks the names of the shards.
+//! The safetensors crate checks the header: length, overlaps, gaps, shape × dtype against offsets, end of file.
+//! This module checks that every tensor lies in the shard that the index names.
+//! `snapshot` checks the names of the shards.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -117,8 +119,9 @@ impl SafetensorsCheckpoint {
         self.compressed.as_ref()?.scheme(module)
     }
 
-    /// Returns the bytes that a tensor takes in memory if it stays packed or quantized. `None` for a tensor that becomes
-    /// floats. Scales count with their matrix, and as 0 by themselves.
+    /// Returns the bytes that a tensor takes in memory if it stays packed or quantized.
+    /// `None` for a tensor that becomes floats.
+    /// Scales count with their matrix, and as 0 by themselves.
     pub fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         let quantized = |name: &str| {
             let scheme = self.scheme(module(name))?;
@@ -138,8 +141,9 @@ impl SafetensorsCheckpoint {
         let mut tensors = BTreeMap::new();
         for path in paths {
             let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
-            // SAFETY: the mapping is read-only. If another process truncates the file, this process is killed, as with
-            // any mapped file. Downloads are written once and then renamed into place.
+            // SAFETY: the mapping is read-only.
+            // If another process truncates the file, this process is killed, as with any mapped file.
+            // Downloads are written once and then renamed into place.
             let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
             tracing::info!(path = %path.display(), bytes = map.len(), "opened");
             let (header, metadata) = SafeTensors::read_metadata(&map)
@@ -168,7 +172,8 @@ impl SafetensorsCheckpoint {
 
     /// Returns every tensor that a model of this compute dtype can load, roughly in loading order.
     ///
-    /// Tensors that layers stack are one extent under a common name. Stacking them on the device would need twice the memory.
+    /// Tensors that layers stack are one extent under a common name.
+    /// Stacking them on the device would need twice the memory.
     pub fn extents(&self, dtype: DType) -> Vec<Extent> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, stored)| stored.info.bytes() > 0).collect();
         usable.sort_by_key(|(name, _)| loading_order(name));
@@ -193,7 +198,8 @@ impl SafetensorsCheckpoint {
         usable.into_iter().filter_map(extent).collect()
     }
 
-    /// Returns the names of the tensors that are stacked with this one. `None` unless all of them have the compute dtype.
+    /// Returns the names of the tensors that are stacked with this one.
+    /// `None` unless all of them have the compute dtype.
     fn stack(&self, name: &str, dtype: DType) -> Option<Vec<String>> {
         let prefix = STACKED.iter().find_map(|part| name.strip_suffix(part))?;
         let names: Vec<String> = STACKED.iter().map(|part| format!("{prefix}{part}")).collect();

@@ -1,4 +1,5 @@
-//! Reads the header of a safetensors file tensor by tensor, to describe a model without loading it. The file may be remote.
+//! Reads the header of a safetensors file tensor by tensor, to describe a model without loading it.
+//! The file may be remote.
 //! Loading uses the safetensors crate instead, which checks more.
 
 use std::borrow::Cow;
@@ -19,7 +20,8 @@ pub struct HeaderTensor<'h> {
     pub rank: usize,
     pub elements: u64,
     pub bytes: u64,
-    /// Whether compressed-tensors packed four I8 values into each word. Such a tensor is reported unpacked, as `weight` in I8.
+    /// Whether compressed-tensors packed four I8 values into each word.
+    /// Such a tensor is reported unpacked, as `weight` in I8.
     /// The number of values per word is in config.json; loading supports only four.
     pub packed: bool,
 }
@@ -29,7 +31,8 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// Calls `each` for every tensor of a header, in the order of the file.
 ///
-/// `header` is the JSON without the length before it. `data_bytes` is the size of the data after the header, if known.
+/// `header` is the JSON without the length before it.
+/// `data_bytes` is the size of the data after the header, if known.
 pub fn read<'h>(
     file: &str,
     header: &'h [u8],

@@ -45,8 +45,8 @@ impl TensorInfo {
     }
 }
 
-/// Returns the number of parameters in a tensor: its elements, but two per byte of packed MXFP4 blocks, and none for MXFP4
-/// scales and for `weight_shape`.
+/// Returns the number of parameters in a tensor:
+/// its elements, but two per byte of packed MXFP4 blocks, and none for MXFP4 scales and for `weight_shape`.
 pub(super) fn parameter_count(name: &str, is_bytes: bool, elements: u64) -> u64 {
     match is_bytes {
         true if name.ends_with("_blocks") => elements.saturating_mul(2),

@@ -1,7 +1,8 @@
 //! Chat formats: conversations to ids, and generated ids to channels.
 //!
-//! Most tests use a tiny tokenizer that is built here. Tests of real tokenizers and templates need `$INFERNO_FIXTURES` and are
-//! skipped without it. Their expected values in `tests/golden/chat.json` come from `scripts/chat_golden.py`.
+//! Most tests use a tiny tokenizer that is built here.
+//! Tests of real tokenizers and templates need `$INFERNO_FIXTURES` and are skipped without it.
+//! Their expected values in `tests/golden/chat.json` come from `scripts/chat_golden.py`.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -31,8 +32,8 @@ const HARMONY: [&str; 9] = [
     "<|reserved|>",
 ];
 
-/// Returns a tokenizer of the 256 bytes, with `special` and `plain` added tokens after them. Every character is at least one
-/// token, so text is split across as many tokens as possible.
+/// Returns a tokenizer of the 256 bytes, with `special` and `plain` added tokens after them.
+/// Every character is at least one token, so text is split across as many tokens as possible.
 fn byte_tokenizer(special: &[&str], plain: &[&str]) -> Tokenizer {
     // GPT-2 maps every byte to a printable character.
     let printable = |b: &u32| (33..=126).contains(b) || (161..=172).contains(b) || (174..=255).contains(b);

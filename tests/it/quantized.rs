@@ -1,5 +1,6 @@
-//! Quantized matrices. Their values are compared with the original blocks, their products with those of the dequantized
-//! matrix, and every GPU kernel with the CPU.
+//! Quantized matrices.
+//! Their values are compared with the original blocks,
+//! their products with those of the dequantized matrix, and every GPU kernel with the CPU.
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
@@ -131,8 +132,8 @@ fn matrices_are_stacked_in_order() {
 fn quantization_error_is_bounded() {
     let (rows, columns) = (4, 512);
     let original = floats(rows * columns, 11);
-    // The largest error of a value, relative to the largest magnitude in its row, which is about 2. It is half a step, or a
-    // whole step where a block cannot represent both extremes.
+    // The largest error of a value, relative to the largest magnitude in its row, which is about 2.
+    // It is half a step, or a whole step where a block cannot represent both extremes.
     for (name, limit) in [
         ("q8_0", 1.0 / 127.0 / 2.0),
         ("int8", 1.0 / 127.0 / 2.0),
@@ -140,7 +141,8 @@ fn quantization_error_is_bounded() {
         ("q6_k", 1.0 / 31.0),
         ("q5_0", 1.0 / 15.0),
         ("q5_1", 1.0 / 31.0),
-        // q5_k and q4_k fit a group by least squares, which sacrifices the extremes. ggml has errors of 0.0481 and 0.0745.
+        // q5_k and q4_k fit a group by least squares, which sacrifices the extremes.
+        // ggml has errors of 0.0481 and 0.0745.
         ("q5_k", 0.0482 / 1.1),
         ("q4_0", 1.0 / 7.0),
         ("q4_1", 1.0 / 15.0),
@@ -337,8 +339,9 @@ fn gpu_kernels_agree_with_the_cpu() {
                         let got =
                             there.clone().with_input_rounding(rounding).matmul(&x.to_device(&gpu).unwrap()).unwrap();
                         let error = relative_error(&values(&got), &values(&want));
-                        // For few tokens, the kernels use exact weights and 16-bit integers. For many tokens, they round the
-                        // weights to the dtype. Tensor cores sum 8-bit codes: integers exactly, FP8 to some 13 bits.
+                        // For few tokens, the kernels use exact weights and 16-bit integers.
+                        // For many tokens, they round the weights to the dtype.
+                        // Tensor cores sum 8-bit codes: integers exactly, FP8 to some 13 bits.
                         let tolerance = match rounding {
                             _ if tokens <= 8 => 5e-5,
                             InputRounding::None => tolerance,

@@ -1,8 +1,9 @@
 //! Builds tokenizers from the vocabularies of GGUF files.
 //!
-//! Source: llama.cpp's handling of the keys `tokenizer.ggml.*` (ggml-org/llama.cpp, `src/llama-vocab.cpp`). Tests use its test
-//! vectors. Where a model's tokenizer.json is known to differ from llama.cpp, tokenizer.json is followed. Files are not
-//! trusted: every value that the library uses as an index, or panics on, is checked first.
+//! Source: llama.cpp's handling of the keys `tokenizer.ggml.*` (ggml-org/llama.cpp, `src/llama-vocab.cpp`).
+//! Tests use its test vectors.
+//! Where a model's tokenizer.json is known to differ from llama.cpp, tokenizer.json is followed.
+//! Files are not trusted: every value that the library uses as an index, or panics on, is checked first.
 
 mod pre;
 mod sentencepiece;

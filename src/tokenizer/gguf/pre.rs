@@ -1,10 +1,11 @@
 //! The pre-tokenizers that `tokenizer.ggml.pre` names.
 //!
-//! A pre-tokenizer splits a text with one pattern after the other. Each pattern splits the pieces that the previous one left;
-//! text between its matches is a piece as well.
+//! A pre-tokenizer splits a text with one pattern after the other.
+//! Each pattern splits the pieces that the previous one left; text between its matches is a piece as well.
 //!
-//! Source: the names are from ggml-org/llama.cpp, `src/llama-vocab.cpp`. The patterns are from the models' tokenizer.json where
-//! possible, because llama.cpp rewrites them for its own matcher.
+//! Source: the names are from ggml-org/llama.cpp, `src/llama-vocab.cpp`.
+//! The patterns are from the models' tokenizer.json where possible,
+//! because llama.cpp rewrites them for its own matcher.
 
 /// How a byte-level BPE splits a text into words, and other properties that its name implies.
 pub struct PreTokenizerSpec {

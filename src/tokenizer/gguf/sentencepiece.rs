@@ -1,9 +1,11 @@
 //! Converts SentencePiece's token scores to BPE merges.
 //!
-//! SentencePiece joins the two neighbors whose joined token has the highest score. A BPE does the same if it has one merge for
-//! each way to split each token in two, ranked by the token's score. transformers converts such models in the same way. Among
-//! equal scores, SentencePiece takes the leftmost pair, and this code the lower id. In the vocabularies of Llama and Mistral
-//! only runs of spaces have equal scores, and for these the result is the same.
+//! SentencePiece joins the two neighbors whose joined token has the highest score.
+//! A BPE does the same if it has one merge for each way to split each token in two, ranked by the token's score.
+//! transformers converts such models in the same way.
+//! Among equal scores, SentencePiece takes the leftmost pair, and this code the lower id.
+//! In the vocabularies of Llama and Mistral only runs of spaces have equal scores,
+//! and for these the result is the same.
 
 use std::collections::HashMap;
 
@@ -12,7 +14,8 @@ use tokenizers::models::bpe::Merges;
 
 use super::vocabulary::{MAX_MERGES, TokenType, Vocabulary};
 
-/// The limit on the sum of the squared token lengths in bytes, to which the time is proportional. Llama 2 has 2 million.
+/// The limit on the sum of the squared token lengths in bytes, to which the time is proportional.
+/// Llama 2 has 2 million.
 const MAX_WORK: usize = 1 << 29;
 
 /// Returns all merges in order of priority.
@@ -36,7 +39,8 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
             bail!("metadata key tokenizer.ggml.tokens: more than {MAX_MERGES} pairs of tokens make tokens");
         }
     }
-    // Among equal scores the lower id wins, and among splits of one token the parts with lower ids, as in transformers.
+    // Among equal scores the lower id wins,
+    // and among splits of one token the parts with lower ids, as in transformers.
     let by_ids = |(id, left, right): &(usize, &str, &str)| (*id, ids.get(left).copied(), ids.get(right).copied());
     found.sort_by(|a, b| scores[b.0].total_cmp(&scores[a.0]).then_with(|| by_ids(a).cmp(&by_ids(b))));
     Ok(found.into_iter().map(|(_, left, right)| (left.to_string(), right.to_string())).collect())

@@ -1,7 +1,8 @@
 //! Dequantizes one block of each type. `bytes` is exactly one block, `values` exactly its elements.
 //!
-//! d is the block's scale, m or dmin its minimum, q a quantized integer. One byte holds bits of elements from different
-//! halves or quarters of the block, so that neighboring bytes hold neighboring elements.
+//! d is the block's scale, m or dmin its minimum, q a quantized integer.
+//! One byte holds bits of elements from different halves or quarters of the block,
+//! so that neighboring bytes hold neighboring elements.
 
 use half::f16;
 
@@ -114,11 +115,13 @@ pub fn q6_k(bytes: &[u8], values: &mut [f32]) {
 /// Twice the E2M1 value of each nibble. ggml's table holds integers, so -0 becomes 0.
 const TWICE_E2M1: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
-/// Layout: an E8M0 scale, 16 bytes of nibbles. The low nibbles are the first 16 elements. In safetensors files of gpt-oss,
-/// they are the even elements.
+/// Layout: an E8M0 scale, 16 bytes of nibbles.
+/// The low nibbles are the first 16 elements.
+/// In safetensors files of gpt-oss, they are the even elements.
 pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
-    // Half of 2^(e - 127), because the table holds doubled values. The two smallest scales are subnormal. ggml reads 255,
-    // which is NaN by the standard, as 2^128.
+    // Half of 2^(e - 127), because the table holds doubled values.
+    // The two smallest scales are subnormal.
+    // ggml reads 255, which is NaN by the standard, as 2^128.
     let e = u32::from(bytes[0]);
     let d = f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (e - 1) << 23 });
     for (i, value) in values.iter_mut().enumerate() {
@@ -146,8 +149,9 @@ pub fn bit(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 8] >> (i % 8) & 1
 }
 
-/// Returns the s-th of 8 scales and mins, 6 bits each. The first four are the low bits of the first eight bytes. The others
-/// have 4 bits in the last four bytes and 2 in the high bits of the first eight.
+/// Returns the s-th of 8 scales and mins, 6 bits each.
+/// The first four are the low bits of the first eight bytes.
+/// The others have 4 bits in the last four bytes and 2 in the high bits of the first eight.
 pub fn scale_and_min(scales: &[u8], s: usize) -> (u8, u8) {
     if s < 4 {
         return (scales[s] & 63, scales[s + 4] & 63);

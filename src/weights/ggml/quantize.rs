@@ -1,6 +1,7 @@
 //! Quantizes floats to blocks of the K types, without an importance matrix.
 //!
-//! Source: `quantize_row_q2_K_ref` and the like in ggml, `ggml/src/ggml-quants.c`. candle has the functions of an older ggml.
+//! Source: `quantize_row_q2_K_ref` and the like in ggml, `ggml/src/ggml-quants.c`.
+//! candle has the functions of an older ggml.
 //! The order of operations is the same as in ggml, so the blocks are equal bit by bit.
 
 use half::f16;
@@ -9,8 +10,8 @@ use super::types::{GgmlType, SUPER_BLOCK};
 
 /// Rounds to the nearest integer, halves to even, within a range.
 ///
-/// Adding 1.5 · 2^23 rounds, because floats of that size have no fractional bits. `round_ties_even` would be a function call
-/// on targets without SSE 4.1.
+/// Adding 1.5 · 2^23 rounds, because floats of that size have no fractional bits.
+/// `round_ties_even` would be a function call on targets without SSE 4.1.
 fn nearest(value: f32, min: f32, max: f32) -> f32 {
     const ROUNDING: f32 = 12_582_912.0;
     value.clamp(min, max) + ROUNDING - ROUNDING
@@ -42,7 +43,8 @@ struct TwoLevels {
 }
 
 impl TwoLevels {
-    /// Quantizes groups of `group` values to codes up to `max_code`, and their scales and minimums to codes up to `levels`.
+    /// Quantizes groups of `group` values to codes up to `max_code`,
+    /// and their scales and minimums to codes up to `levels`.
     /// `fit` finds the scale and the minimum of a group.
     fn new(x: &[f32], group: usize, max_code: f32, levels: f32, fit: impl Fn(&[f32]) -> (f32, f32)) -> Self {
         let fits: Vec<(f32, f32)> = x.chunks_exact(group).map(fit).collect();
@@ -95,7 +97,8 @@ impl TwoLevels {
     }
 }
 
-/// Fits `code * scale - minimum` to the values by weighted least squares. Returns the scale and the minimum, both positive.
+/// Fits `code * scale - minimum` to the values by weighted least squares.
+/// Returns the scale and the minimum, both positive.
 ///
 /// Several starting points are tried: those for which the largest code is `max_code + first + 0.1 * step`.
 fn fit_affine(

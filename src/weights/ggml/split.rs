@@ -5,8 +5,10 @@ use super::types::GgmlType;
 
 /// Returns the quantized integers of the `group`-th 32 elements of a block, and writes their scales to `scales`.
 ///
-/// The integers are unsigned, except for the signed bytes of Q8_0. The scales are the f16 scale and min of the block; for the
-/// K types one byte for each 16 elements; for Q4_K and Q5_K a scale and a min. The f16 scales of a K block are not written.
+/// The integers are unsigned, except for the signed bytes of Q8_0.
+/// The scales are the f16 scale and min of the block;
+/// for the K types one byte for each 16 elements; for Q4_K and Q5_K a scale and a min.
+/// The f16 scales of a K block are not written.
 pub fn split_group(ggml_type: GgmlType, bytes: &[u8], group: usize, scales: &mut [u8]) -> [u8; 32] {
     match ggml_type {
         GgmlType::Q2K => scales.copy_from_slice(&bytes[2 * group..][..2]),

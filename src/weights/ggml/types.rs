@@ -129,8 +129,8 @@ impl GgmlType {
         }
     }
 
-    /// Returns the size of a tensor [rows, columns] in bytes. `None` if a row is not a whole number of blocks, or if the
-    /// size overflows 64 bits.
+    /// Returns the size of a tensor [rows, columns] in bytes.
+    /// `None` if a row is not a whole number of blocks, or if the size overflows 64 bits.
     pub fn bytes(self, columns: u64, rows: u64) -> Option<u64> {
         let length = self.block_length() as u64;
         if !columns.is_multiple_of(length) {

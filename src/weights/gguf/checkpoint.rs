@@ -52,16 +52,16 @@ pub struct GgufTensorView<'c> {
 }
 
 impl GgufCheckpoint {
-    /// Maps a file and parses its header; tensor data is not read. If the file is a part of a split model, all parts are
-    /// opened.
+    /// Maps a file and parses its header; tensor data is not read.
+    /// If the file is a part of a split model, all parts are opened.
     pub fn open(path: &Path) -> Result<Self> {
         Self::from_parts(split::open_parts(path, &LocalParts)?)
     }
 
     /// Opens a model on a hub. Only headers are fetched, a few megabytes for a file with a vocabulary.
     ///
-    /// `files` lists the parts and their sizes in bytes; `read` fetches a range of a file. Tensors are listed, but their
-    /// data cannot be viewed.
+    /// `files` lists the parts and their sizes in bytes; `read` fetches a range of a file.
+    /// Tensors are listed, but their data cannot be viewed.
     pub fn open_remote(files: &[(String, u64)], read: &ReadRange) -> Result<Self> {
         let (first, _) = files.first().context("cannot open a GGUF model: no file is listed")?;
         Self::from_parts(split::open_parts(Path::new(first), &RemoteParts { files, read })?)
@@ -112,8 +112,8 @@ impl GgufCheckpoint {
         Ok((heads as usize, kv_heads as usize))
     }
 
-    /// Returns the name of the file's quantization, such as `Q4_K_M`. A file that does not set it gets the type of most of
-    /// its bytes.
+    /// Returns the name of the file's quantization, such as `Q4_K_M`.
+    /// A file that does not set it gets the type of most of its bytes.
     pub fn quantization(&self) -> Option<String> {
         let file_type = self.metadata().u32("general.file_type").ok().flatten();
         if let Some((_, name)) = file_type.and_then(|id| FILE_TYPES.iter().find(|(known, _)| *known == id)) {

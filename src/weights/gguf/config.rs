@@ -1,8 +1,9 @@
-//! Converts metadata to the fields of config.json and generation_config.json, so that a family reads and checks one form
-//! for every container.
+//! Converts metadata to the fields of config.json and generation_config.json,
+//! so that a family reads and checks one form for every container.
 //!
-//! Missing keys have llama.cpp's defaults (ggml-org/llama.cpp, `src/llama-model.cpp`): as many key/value heads as heads,
-//! heads that share the hidden size evenly, a rope_theta of 10,000, and no RoPE scaling.
+//! Missing keys have llama.cpp's defaults (ggml-org/llama.cpp, `src/llama-model.cpp`):
+//! as many key/value heads as heads, heads that share the hidden size evenly,
+//! a rope_theta of 10,000, and no RoPE scaling.
 
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -15,13 +16,14 @@ use super::metadata::Metadata;
 impl GgufCheckpoint {
     /// Returns the metadata in the form of a config.json.
     ///
-    /// Fails with [`Error::UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture) for an unknown
-    /// architecture, and for metadata that a config.json cannot express.
+    /// Fails with [`Error::UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture)
+    /// for an unknown architecture, and for metadata that a config.json cannot express.
     pub fn config(&self) -> Result<Value> {
         config(self)
     }
 
-    /// Returns the sampling defaults in the form of a generation_config.json; fields that the file does not set are null.
+    /// Returns the sampling defaults in the form of a generation_config.json;
+    /// fields that the file does not set are null.
     pub fn generation_config(&self) -> Result<Value> {
         generation_config(&self.metadata())
     }

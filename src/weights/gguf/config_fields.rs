@@ -12,7 +12,7 @@ pub fn none(_: &ArchitectureKeys, _: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// Llama, Mistral and Mixtral, which llama.cpp all calls `llama`. Old files of Mistral lack the sliding window.
+/// Llama, Mistral and Mixtral, all of which llama.cpp calls `llama`. Old files of Mistral lack the sliding window.
 pub fn llama(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<()> {
     fields.insert("mlp_bias".into(), keys.has("blk.0.ffn_down.bias").into());
     if keys.size("expert_count")?.is_some_and(|experts| experts > 0) {
@@ -63,8 +63,9 @@ pub fn phi3(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<
     Ok(())
 }
 
-/// Fields that Gemma 2 and 3 share. The largest model of each, recognized by its number of layers, scales attention scores
-/// by the hidden size per head; the others scale them by the head size.
+/// Fields that Gemma 2 and 3 share.
+/// The largest model of each, recognized by its number of layers,
+/// scales attention scores by the hidden size per head; the others scale them by the head size.
 fn gemma(keys: &ArchitectureKeys, fields: &mut Map<String, Value>, layers_of_largest: usize) -> Result<()> {
     let (heads, _) = keys.file.head_counts()?;
     let scalar = match keys.float("attention.scale")?.filter(|scale| *scale > 0.0) {

@@ -11,8 +11,8 @@ pub struct Cursor<'b> {
     file_bytes: u64,
 }
 
-/// The value lies in the file, but beyond the bytes that were fetched. Holds how many bytes from the beginning of the
-/// file are needed.
+/// The value lies in the file, but beyond the bytes that were fetched.
+/// Holds how many bytes from the beginning of the file are needed.
 #[derive(Debug, thiserror::Error)]
 #[error("the first {0} bytes of the file are needed")]
 pub struct NeedsMoreBytes(pub u64);
@@ -23,8 +23,8 @@ impl<'b> Cursor<'b> {
         Self { bytes, position, file_bytes: bytes.len() as u64 }
     }
 
-    /// Starts at the beginning of a file of `file_bytes` bytes, of which `head` was fetched. Reading past `head` fails
-    /// with [`NeedsMoreBytes`].
+    /// Starts at the beginning of a file of `file_bytes` bytes, of which `head` was fetched.
+    /// Reading past `head` fails with [`NeedsMoreBytes`].
     pub fn from_head(head: &'b [u8], file_bytes: u64) -> Self {
         let fetched = head.len().min(usize::try_from(file_bytes).unwrap_or(usize::MAX));
         Self { bytes: &head[..fetched], position: 0, file_bytes }

@@ -1,5 +1,6 @@
-//! Routed experts. The file has one tensor each for gate, up and down; the model has gate and up in one tensor. For gpt-oss,
-//! the model's tensors are packed MXFP4.
+//! Routed experts.
+//! The file has one tensor each for gate, up and down; the model has gate and up in one tensor.
+//! For gpt-oss, the model's tensors are packed MXFP4.
 
 use std::collections::BTreeMap;
 
@@ -47,8 +48,8 @@ impl Experts<'_> {
         }
         let gate_up: Vec<String> = gate.into_iter().zip(up).flat_map(|(gate, up)| [gate, up]).collect();
         if self.layout.model_type == "gpt_oss" && down.len() > 1 {
-            // The model interleaves the rows of gate and up, which works for stacked experts only. No converter ever wrote
-            // such a file.
+            // The model interleaves the rows of gate and up, which works for stacked experts only.
+            // No converter ever wrote such a file.
             bail!("layer {}: gpt-oss needs all experts in one tensor, found {} tensors", self.layer, down.len());
         }
         if self.layout.model_type != "gpt_oss" {

@@ -1,5 +1,5 @@
-//! The header of one file: magic, version, counts, metadata, tensor table. Every number is checked against the file's size
-//! before it is used.
+//! The header of one file: magic, version, counts, metadata, tensor table.
+//! Every number is checked against the file's size before it is used.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry as Slot;
@@ -52,8 +52,8 @@ impl Header {
         Self::parse_head(bytes, bytes.len() as u64)
     }
 
-    /// Parses the header of a file of `file_bytes` bytes, of which only the beginning was fetched. Fails with
-    /// [`NeedsMoreBytes`] if the header is longer.
+    /// Parses the header of a file of `file_bytes` bytes, of which only the beginning was fetched.
+    /// Fails with [`NeedsMoreBytes`] if the header is longer.
     pub(super) fn parse_head(bytes: &[u8], file_bytes: u64) -> Result<Self> {
         let mut cursor = Cursor::from_head(bytes, file_bytes);
         let magic =

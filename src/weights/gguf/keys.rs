@@ -72,8 +72,9 @@ impl<'c> ArchitectureKeys<'c> {
 
     /// Returns the attention type of each layer, as config.json lists it.
     ///
-    /// The file has one boolean per layer, or a period n: every n-th layer has full attention and the others slide. A
-    /// period of 0 means full attention everywhere. `default_period` holds if the file has neither.
+    /// The file has one boolean per layer, or a period n: every n-th layer has full attention and the others slide.
+    /// A period of 0 means full attention everywhere.
+    /// `default_period` holds if the file has neither.
     pub fn layer_types(&self, default_period: u64) -> Result<Value> {
         let key = self.key("attention.sliding_window_pattern");
         let metadata = self.file.metadata();

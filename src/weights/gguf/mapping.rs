@@ -12,7 +12,8 @@ use super::model_tensor::{ModelTensor, RowMapping, Transform, default_dtype};
 use super::tensor_names::LayerTensorName;
 use crate::weights::tensor_info::TensorInfo;
 
-/// Returns the model's tensors by their Hugging Face names. Fails if the file has a tensor that the architecture lacks.
+/// Returns the model's tensors by their Hugging Face names.
+/// Fails if the file has a tensor that the architecture lacks.
 pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor>> {
     let layout = architectures::find(file.architecture()?)?;
     let layers = file.block_count()?;

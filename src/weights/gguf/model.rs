@@ -1,7 +1,7 @@
 //! A GGUF file as a checkpoint: tensors under their Hugging Face names.
 //!
-//! Matrices keep their quantized blocks ([`GgufModel::quantized`]); all other tensors become floats
-//! ([`GgufModel::float`]).
+//! Matrices keep their quantized blocks ([`GgufModel::quantized`]);
+//! all other tensors become floats ([`GgufModel::float`]).
 
 use std::collections::BTreeMap;
 
@@ -101,8 +101,9 @@ impl GgufModel {
         Some(format.bytes(rows as u64, columns as u64))
     }
 
-    /// Returns the rows and columns of a matrix [out, in]. Stacked matrices count as one with all their rows. `None` for
-    /// other tensors, and for sources of different types.
+    /// Returns the rows and columns of a matrix [out, in].
+    /// Stacked matrices count as one with all their rows.
+    /// `None` for other tensors, and for sources of different types.
     pub fn matrix_shape(&self, name: &str) -> Result<Option<(usize, usize)>> {
         let tensor = self.required(name)?;
         let mut types = tensor.sources.iter().map(|source| self.file.info(source).map(|info| info.ggml_type));
@@ -235,8 +236,8 @@ impl<'c> SourceRows<'c> {
     }
 }
 
-/// Reorders the nibbles of an MXFP4 block. In ggml the low nibbles hold the first 16 of 32 elements; in safetensors files of
-/// gpt-oss they hold the even ones.
+/// Reorders the nibbles of an MXFP4 block.
+/// In ggml the low nibbles hold the first 16 of 32 elements; in safetensors files of gpt-oss they hold the even ones.
 fn pair_neighbors(from: &[u8], to: &mut [u8]) {
     for i in 0..8 {
         let (a, b) = (from[2 * i], from[2 * i + 1]);

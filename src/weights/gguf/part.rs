@@ -32,8 +32,9 @@ impl GgufPart {
     /// Maps a file and parses its header.
     pub fn open(path: PathBuf) -> Result<Self> {
         let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
-        // SAFETY: the mapping is read-only. If another process truncates the file, this process is killed, as with any
-        // mapped file. If the file changes in place, every value is checked again when it is read again.
+        // SAFETY: the mapping is read-only.
+        // If another process truncates the file, this process is killed, as with any mapped file.
+        // If the file changes in place, every value is checked again when it is read again.
         let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
         tracing::info!(path = %path.display(), bytes = map.len(), "opened");
         let header = Header::parse(&map).with_context(|| format!("broken GGUF file {}", path.display()))?;

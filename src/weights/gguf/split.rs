@@ -1,7 +1,7 @@
 //! Models in several parts: `name-00001-of-00003.gguf` and so on.
 //!
-//! Each part gives its number in `split.no` (from 0), the number of parts in `split.count`, and the number of tensors in
-//! all parts in `split.tensors.count`.
+//! Each part gives its number in `split.no` (from 0), the number of parts in `split.count`,
+//! and the number of tensors in all parts in `split.tensors.count`.
 
 use std::path::Path;
 

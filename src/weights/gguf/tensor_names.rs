@@ -1,7 +1,7 @@
 //! The naming scheme of tensors in GGUF files.
 
-/// Tensors that hold RoPE factors: for all contexts, for short contexts, and for long contexts. A config.json has them as
-/// fields, so they are neither parameters nor weights.
+/// Tensors that hold RoPE factors: for all contexts, for short contexts, and for long contexts.
+/// A config.json has them as fields, so they are neither parameters nor weights.
 pub const ROPE_FACTOR_TENSORS: [&str; 3] =
     ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
 

@@ -1,4 +1,5 @@
-//! Compares rendered conversations with transformers and openai-harmony, for real templates and the tokenizer of gpt-oss.
+//! Compares rendered conversations with transformers and openai-harmony,
+//! for real templates and the tokenizer of gpt-oss.
 
 use super::*;
 

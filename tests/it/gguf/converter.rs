@@ -361,7 +361,7 @@ impl Writer {
         self.raw(key, F32, value.to_le_bytes())
     }
 
-    /// The same with one key's value changed to another number of 32 bits.
+    /// Returns the file with one u32 value changed.
     pub fn with_u32(mut self, key: &str, value: u32) -> Self {
         let mark = [string(key), super::writer::U32.to_le_bytes().to_vec()].concat();
         let at = self.keys.1.windows(mark.len()).position(|window| window == mark).expect(key) + mark.len();

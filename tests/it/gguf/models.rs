@@ -120,7 +120,8 @@ pub fn llama_in_many_types() -> Writer {
     llama_with_types(type_of, false)
 }
 
-/// A Llama with all matrices of one type: as quantized blocks or, if `dequantized`, as the f32 values of the same blocks.
+/// A Llama with all matrices of one type: as quantized blocks or,
+/// if `dequantized`, as the f32 values of the same blocks.
 pub fn quantized_llama(ggml_type: GgmlType, dequantized: bool) -> Writer {
     llama_with_types(|_| ggml_type, dequantized)
 }

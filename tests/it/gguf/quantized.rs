@@ -1,5 +1,6 @@
-//! A quantized GGUF file of each family, compared with the logits that transformers computes from the dequantized values
-//! (`scripts/gguf_quantized_golden.py`).
+//! A quantized GGUF file of each family,
+//! compared with the logits that transformers computes from
+//! the dequantized values (`scripts/gguf_quantized_golden.py`).
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;

@@ -130,8 +130,9 @@ fn converted_vocabularies_agree_with_llama_cpp() {
     check_vectors("llama-spm", &fixtures, &tokenizer(&tinyllama.sentencepiece(&llama2_scores(&tinyllama))));
 }
 
-/// Returns the scores in Llama 2's tokenizer.model. Pieces rank by id, except runs of spaces, which come last. Control tokens
-/// and bytes have the score 0.
+/// Returns the scores in Llama 2's tokenizer.model.
+/// Pieces rank by id, except runs of spaces, which come last.
+/// Control tokens and bytes have the score 0.
 fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
     let score = |(id, token): (usize, &String)| match id {
         259.. if token.chars().all(|c| c == '▁') => -1e9,
@@ -140,7 +141,8 @@ fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
     vocabulary.tokens.iter().enumerate().map(score).collect()
 }
 
-/// SentencePiece's algorithm: of all neighbors that form a piece, join those with the highest score, the leftmost first.
+/// SentencePiece's algorithm: of all neighbors that form a piece,
+/// join those with the highest score, the leftmost first.
 fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec<u32> {
     let pieces: HashMap<&str, usize> =
         model.tokens.iter().enumerate().map(|(id, token)| (token.as_str(), id)).collect();
@@ -197,8 +199,8 @@ fn merges_agree_with_sentencepiece() {
     }
 }
 
-/// Reads the pieces and scores of a SentencePiece model. In its protobuf, field 1 is a piece, with its text, score and type as
-/// fields 1, 2 and 3.
+/// Reads the pieces and scores of a SentencePiece model.
+/// In its protobuf, field 1 is a piece, with its text, score and type as fields 1, 2 and 3.
 fn sentencepiece_model(bytes: &[u8]) -> (Converted, Vec<f32>) {
     let mut found = Converted { tokens: Vec::new(), types: Vec::new(), merges: Vec::new() };
     let mut scores = Vec::new();

@@ -109,8 +109,8 @@ fn quantized_demo_model_stays_close_to_the_original() {
     }
 }
 
-/// A trained model with rows of 256. Its quantized weights are compared with ggml's, and its losses with transformers
-/// (`scripts/trained_golden.py`).
+/// A trained model with rows of 256.
+/// Its quantized weights are compared with ggml's, and its losses with transformers (`scripts/trained_golden.py`).
 #[test]
 fn quantized_model_agrees_with_ggml_and_transformers() {
     let dir = golden("trained");

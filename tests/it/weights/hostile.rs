@@ -1,4 +1,5 @@
-//! Hostile safetensors files, shard indexes and packed experts: each one is an error that names the file or the tensor.
+//! Hostile safetensors files, shard indexes and packed experts:
+//! each one is an error that names the file or the tensor.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
