@@ -178,22 +178,22 @@ fn is_name_character(c: char) -> bool {
 /// Reads the part before `<|channel|>`: `assistant to=functions.f`, ` to=functions.f`, `functions.f to=assistant`.
 fn read_role(text: &str, opening: Opening) -> Words<'_> {
     let trimmed = text.trim_start();
-    if let Some((recipient, after)) = split_recipient(trimmed) {
-        return Words { recipient: Some(recipient), rest: after.unwrap_or_default(), ..Words::default() };
+    if let Some((recipient, tail)) = split_recipient(trimmed) {
+        return Words { recipient: Some(recipient), rest: tail.unwrap_or_default(), ..Words::default() };
     }
-    let (first, after) = split_word(trimmed);
+    let (first, tail) = split_word(trimmed);
     let known = matches!(first, "assistant" | "user" | "system" | "developer" | "tool") || CHANNELS.contains(&first);
-    let may_be_role = match (opening, after) {
+    let may_be_role = match (opening, tail) {
         (Opening::Start, _) => true,
         (Opening::Implied, None) => "assistant".starts_with(first) || may_be_recipient(first),
         (Opening::Implied, Some(_)) => first == "assistant",
     };
-    let (second, after_second) = split_word(after.unwrap_or_default());
+    let (second, after_second) = split_word(tail.unwrap_or_default());
     if !may_be_role {
         return Words { rest: text, ..Words::default() };
     }
-    if let Some((recipient, after)) = after.and_then(split_recipient) {
-        let rest = after.unwrap_or_default();
+    if let Some((recipient, tail)) = tail.and_then(split_recipient) {
+        let rest = tail.unwrap_or_default();
         return Words { name: Some(first), recipient: Some(recipient), rest, undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
@@ -203,7 +203,7 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
     }
     match opening {
         // Words after a role are content whose <|message|> is missing.
-        Opening::Start if known => Words { name: Some(first), rest: after.unwrap_or_default(), ..Words::default() },
+        Opening::Start if known => Words { name: Some(first), rest: tail.unwrap_or_default(), ..Words::default() },
         _ => Words { rest: text, ..Words::default() },
     }
 }
@@ -218,16 +218,16 @@ fn read_channel(text: &str) -> Words<'_> {
         // The content may follow the name without a space: `final你好`, `finalHello`.
         let name_end = trimmed.find(|c| !is_name_character(c)).unwrap_or(trimmed.len());
         let known = CHANNELS.iter().find(|name| trimmed.starts_with(**name));
-        let (name, after) = trimmed.split_at(known.map_or(name_end, |name| name.len()));
+        let (name, tail) = trimmed.split_at(known.map_or(name_end, |name| name.len()));
         words.name = (!name.is_empty()).then_some(name);
-        words.undecided = after.is_empty() || after.starts_with(char::is_whitespace);
-        rest = after.trim_start();
+        words.undecided = tail.is_empty() || tail.starts_with(char::is_whitespace);
+        rest = tail.trim_start();
     }
     // The recipient comes before or after the content type.
     let after_type = split_word(rest).1;
-    if let Some((recipient, after)) = split_recipient(rest).or_else(|| split_recipient(after_type?)) {
+    if let Some((recipient, tail)) = split_recipient(rest).or_else(|| split_recipient(after_type?)) {
         words.recipient = Some(recipient);
-        rest = after.unwrap_or_default();
+        rest = tail.unwrap_or_default();
         words.undecided &= split_word(rest).1.is_none_or(str::is_empty);
     } else if let Some(second) = after_type {
         words.undecided &= !second.contains(char::is_whitespace) && may_be_recipient(second);

@@ -209,15 +209,15 @@ impl TextStream {
 
     fn take(&mut self, tokenizer: &Tokenizer, force: bool) -> Result<String> {
         // Some text depends on its left context: the space before a word in SentencePiece vocabularies.
-        let before = tokenizer.decode(&self.ids[..self.emitted])?;
-        let now = tokenizer.decode(&self.ids)?;
-        if !force && now.ends_with('\u{FFFD}') {
+        let emitted = tokenizer.decode(&self.ids[..self.emitted])?;
+        let text = tokenizer.decode(&self.ids)?;
+        if !force && text.ends_with('\u{FFFD}') {
             return Ok(String::new());
         }
-        let new = match now.strip_prefix(before.as_str()) {
+        let new = match text.strip_prefix(emitted.as_str()) {
             Some(new) => new.to_string(),
             // The context ended in an incomplete character that was returned anyway. Count characters instead.
-            None => now.chars().skip(before.chars().count()).collect(),
+            None => text.chars().skip(emitted.chars().count()).collect(),
         };
         // Ids without text give no context.
         self.ids.drain(..if new.is_empty() { self.ids.len().saturating_sub(MAX_HELD_IDS) } else { self.emitted });

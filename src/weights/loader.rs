@@ -180,7 +180,7 @@ impl<'c> Weights<'c> {
     pub(super) fn check_unscaled(&self, name: &str) -> Result<()> {
         let is_scale = |other: &str| other.strip_prefix(module(name)).is_some_and(|rest| rest.contains("scale"));
         match self.checkpoint.tensors().find(|(other, _)| is_scale(other)) {
-            Some((scale, _)) => self.refuse_quantized(name, &format!("with the scale {scale}")),
+            Some((scale, _)) => self.refuse_quantized(name, &format!("its scale is {scale}")),
             None => Ok(()),
         }
     }
@@ -188,7 +188,7 @@ impl<'c> Weights<'c> {
     /// Fails with [`Error::UnsupportedQuantization`] for a tensor that quantization_config does not describe.
     fn refuse_quantized<T>(&self, name: &str, how: &str) -> Result<T> {
         let dtype = self.checkpoint.required(name)?.dtype;
-        let what = format!("tensor {name} in {dtype}, {how} and not described by quantization_config,");
+        let what = format!("tensor {name} in {dtype} ({how}, and quantization_config does not describe it)");
         Err(Error::UnsupportedQuantization { what }.into())
     }
 
@@ -203,7 +203,7 @@ impl<'c> Weights<'c> {
     pub(super) fn check(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<&'c TensorInfo> {
         let info = self.checkpoint.required(name)?;
         if matches!(info.dtype, Dtype::I8 | Dtype::U8 | Dtype::F8_E5M2) && !dtypes.contains(&DType::U8) {
-            return self.refuse_quantized(name, "which needs scales");
+            return self.refuse_quantized(name, "it needs scales");
         }
         if !info.candle_dtype().is_some_and(|dtype| dtypes.contains(&dtype)) {
             bail!("tensor {name}: expected one of {dtypes:?}, found {}", self.checkpoint.describe(name));

@@ -91,14 +91,14 @@ fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let lines = vocabulary.merges.as_ref().context("metadata key tokenizer.ggml.merges is missing")?;
     let mut merges = Merges::with_capacity(lines.len());
     for (rank, line) in lines.iter().enumerate() {
-        let wrong = |why: &str| anyhow!("metadata key tokenizer.ggml.merges[{rank}]: {} {why}", excerpt(line));
-        let (left, right) = line.split_once(' ').ok_or_else(|| wrong("is not two tokens"))?;
+        let invalid = |why: &str| anyhow!("metadata key tokenizer.ggml.merges[{rank}]: {} {why}", excerpt(line));
+        let (left, right) = line.split_once(' ').ok_or_else(|| invalid("is not two tokens"))?;
         if left.is_empty() || right.is_empty() || right.contains(' ') {
-            return Err(wrong("is not two tokens"));
+            return Err(invalid("is not two tokens"));
         }
         let whole = ids.get([left, right].concat().as_str());
         let (Some(whole), true, true) = (whole, ids.contains_key(left), ids.contains_key(right)) else {
-            return Err(wrong("has a part or a result that is not a token"));
+            return Err(invalid("has a part or a result that is not a token"));
         };
         // Ordinary text must never become a control token.
         if vocabulary.token_type(*whole as usize) != TokenType::Control {

@@ -82,10 +82,11 @@ impl Header {
     }
 }
 
-fn count(cursor: &mut Cursor, what: &str, limit: u64) -> Result<u64> {
-    let count = cursor.u64().with_context(|| format!("the number of {what} is missing"))?;
+/// Reads the number of `things`.
+fn count(cursor: &mut Cursor, things: &str, limit: u64) -> Result<u64> {
+    let count = cursor.u64().with_context(|| format!("the number of {things} is missing"))?;
     if count > limit {
-        bail!("{count} {what} exceed the limit of {limit}");
+        bail!("{count} {things} exceed the limit of {limit}");
     }
     Ok(count)
 }

@@ -273,8 +273,8 @@ impl<'c> Metadata<'c> {
 
     fn scalar<T>(&self, key: &str, expected: &str, convert: impl Fn(Value<'c>) -> Option<T>) -> Result<Option<T>> {
         let Some(value) = self.get(key)? else { return Ok(None) };
-        let wrong = || anyhow!("metadata key {key}: expected {expected}, found {}", value.describe());
-        convert(value).map(Some).ok_or_else(wrong)
+        let type_error = || anyhow!("metadata key {key}: expected {expected}, found {}", value.describe());
+        convert(value).map(Some).ok_or_else(type_error)
     }
 
     fn array<T>(&self, key: &str, expected: &str, convert: impl Fn(Value<'c>) -> Option<T>) -> Result<Option<Vec<T>>> {
@@ -285,8 +285,8 @@ impl<'c> Metadata<'c> {
         };
         let element = |(index, value): (usize, Result<Value<'c>>)| {
             let value = value.with_context(|| format!("metadata key {key}"))?;
-            let wrong = || anyhow!("metadata key {key}[{index}]: expected {expected}, found {}", value.describe());
-            convert(value).ok_or_else(wrong)
+            let type_error = || anyhow!("metadata key {key}[{index}]: expected {expected}, found {}", value.describe());
+            convert(value).ok_or_else(type_error)
         };
         array.values().enumerate().map(element).collect::<Result<_>>().map(Some)
     }

@@ -84,18 +84,18 @@ fn tensors_that_need_scales_are_errors() {
     let query = "model.layers.0.self_attn.q_proj.weight";
     let int8 = |value: f32| vec![(value * 100.0) as i8 as u8];
     for (dtype, extra, message) in [
-        (Dtype::I8, None, "which needs scales"),
-        (Dtype::U8, None, "which needs scales"),
-        (Dtype::F8_E5M2, None, "which needs scales"),
+        (Dtype::I8, None, "it needs scales"),
+        (Dtype::U8, None, "it needs scales"),
+        (Dtype::F8_E5M2, None, "it needs scales"),
         (
             Dtype::F8_E4M3,
             Some("model.layers.0.self_attn.q_proj.weight_scale_inv"),
-            "with the scale model.layers.0.self_attn.q_proj.weight_scale_inv",
+            "its scale is model.layers.0.self_attn.q_proj.weight_scale_inv",
         ),
         (
             Dtype::F8_E4M3,
             Some("model.layers.0.self_attn.q_proj.scale_weight"),
-            "with the scale model.layers.0.self_attn.q_proj.scale_weight",
+            "its scale is model.layers.0.self_attn.q_proj.scale_weight",
         ),
     ] {
         let folder = match dtype {
@@ -107,7 +107,7 @@ fn tensors_that_need_scales_are_errors() {
             let text = format!("{error:#}");
             // The embedding loads first. It has no scale, so with an extra scale the error is about q_proj.
             let name = if extra.is_some() { query } else { "model.embed_tokens.weight" };
-            assert!(text.contains(&format!("tensor {name} in {dtype}, ")) && text.contains(message), "{text}");
+            assert!(text.contains(&format!("tensor {name} in {dtype} (")) && text.contains(message), "{text}");
             let kind = error.chain().find_map(|cause| cause.downcast_ref::<Error>()).expect(&text);
             assert_eq!(kind.exit_code(), 9);
         }
