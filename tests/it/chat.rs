@@ -1,7 +1,7 @@
 //! Chat formats: conversations to ids, and generated ids to channels.
 //!
 //! Most tests use a tiny tokenizer that is built here.
-//! Tests of real tokenizers and templates need `$INFERNO_FIXTURES` and are skipped without it.
+//! Tests of real tokenizers and templates need `INFERNO_FIXTURES`.
 //! Their expected values in `tests/golden/chat.json` come from `scripts/chat_golden.py`.
 
 use std::path::Path;

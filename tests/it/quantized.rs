@@ -300,8 +300,8 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
-    // More rows than the warps of the grid, odd, and a multiple of 16, which cuBLASLt needs. Columns that a lane covers in one
-    // iteration, and in several.
+    // More rows than the warps of the grid, odd, and a multiple of 16, which cuBLASLt needs.
+    // Columns that a lane covers in one iteration, and in several.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let here = matrices_of_each_format(rows, columns, &Device::Cpu);

@@ -363,3 +363,17 @@ fn demo_model_plays_from_a_gguf_file() {
     let (_, wanted, _) = inferno(home.path(), &["tokenize", "demo", "How do I download a model?"]);
     assert_eq!(ids, wanted);
 }
+
+/// Opening a file is what parses its header.
+/// The config, the vocabulary, the chat template,
+/// the sampling defaults and the tensors must all come from the same opened file.
+#[test]
+fn loading_a_model_opens_its_gguf_file_once() {
+    let home = TempDir::new().unwrap();
+    let (_folder, file) = saved(&demo());
+    let path = file.to_str().unwrap();
+    let (code, _, log) = inferno(home.path(), &["-v", "play", path, "--device", "cpu", "--prompt", "Hi"]);
+    assert_eq!(code, Some(0), "{log}");
+    let opened = log.lines().filter(|line| line.contains("opened") && line.contains(path)).count();
+    assert_eq!(opened, 1, "{log}");
+}
