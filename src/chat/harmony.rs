@@ -1,21 +1,22 @@
 //! Harmony, the chat format of gpt-oss: conversations to token ids.
 //!
-//! Follows openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token: every piece of a header and
-//! every text is encoded by itself, as there. One departure: reasoning is dropped from every turn up to the last final
-//! answer, as `docs/format.md` and the model's own chat_template.jinja have it. The library drops it only up to the
-//! first final answer, and not at all while a call is open.
+//! This follows openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token.
+//! Every text and every piece of a header is encoded separately, as in that library.
+//! There is one difference: reasoning is dropped from every turn up to the last final answer,
+//! as in `docs/format.md` and in the model's chat_template.jinja.
+//! The library drops it only up to the first final answer, and not at all while a tool call is open.
 //!
-//! The chat_template.jinja that ships with gpt-oss is another dialect (`json` without `<|constrain|>`, tool results
-//! quoted as JSON strings, a blank line after the instructions): it is not followed.
+//! The chat_template.jinja of gpt-oss is not followed, because it writes another dialect:
+//! `json` without `<|constrain|>`, tool results quoted as JSON strings, a blank line after the instructions.
 
 use anyhow::{Context, Result, bail};
 
 use super::message::{Message, Role, ToolCall};
+use super::rendered::{RenderOptions, Rendered};
 use super::typescript::tools_section;
-use super::{RenderOptions, Rendered};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
-/// The ids of harmony's control tokens, by their names in this model's vocabulary.
+/// The ids of harmony's control tokens in a model's vocabulary.
 #[derive(Clone, Copy, Debug)]
 pub struct Harmony {
     pub(super) start: u32,
@@ -28,7 +29,7 @@ pub struct Harmony {
 }
 
 impl Harmony {
-    /// None when the vocabulary has no harmony control tokens.
+    /// Looks up the control tokens. `None` if the vocabulary does not have them.
     pub fn find(tokenizer: &Tokenizer) -> Option<Self> {
         Some(Self {
             start: tokenizer.token_id("<|start|>")?,
@@ -41,30 +42,31 @@ impl Harmony {
         })
     }
 
-    /// Ids that end a generation: `<|return|>`, and `<|call|>` where the vocabulary has it.
+    /// Returns the ids that end a generation: `<|return|>` and, if the vocabulary has it, `<|call|>`.
     pub fn stop_ids(&self) -> Vec<u32> {
         [Some(self.end_of_turn), self.call].into_iter().flatten().collect()
     }
 
+    /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let mut out = Writer { harmony: self, tokenizer, ids: Vec::new(), text: String::new() };
-        out.message(Header::of("system"), &system_text(options), self.end)?;
+        out.message(Header::from_author("system"), &system_text(options), self.end)?;
         let (instructions, turns) = split_instructions(messages);
         if !instructions.is_empty() || !options.tools.is_empty() {
             let tools = if options.tools.is_empty() { None } else { Some(tools_section(&options.tools)?) };
-            out.message(Header::of("developer"), &developer_text(&instructions, tools.as_deref()), self.end)?;
+            out.message(Header::from_author("developer"), &developer_text(&instructions, tools.as_deref()), self.end)?;
         }
         let last_final = turns.iter().rposition(is_final);
         for (i, message) in turns.iter().enumerate() {
             match message.role {
                 Role::System | Role::Developer => {
-                    out.message(Header::of("developer"), &developer_text(&message.content, None), self.end)?
+                    out.message(Header::from_author("developer"), &developer_text(&message.content, None), self.end)?
                 }
-                Role::User => out.message(Header::of(&named("user", message)), &message.content, self.end)?,
+                Role::User => out.message(Header::from_author(&author("user", message)), &message.content, self.end)?,
                 Role::Assistant => out.assistant(message, last_final.is_none_or(|last| i > last))?,
                 Role::Tool => {
                     let function = function_name(&turns[..i], message)?;
-                    let header = Header::of(&function).to("assistant").on("commentary");
+                    let header = Header::from_author(&function).to("assistant").on("commentary");
                     out.message(header, &message.content, self.end)?;
                 }
             }
@@ -77,7 +79,7 @@ impl Harmony {
     }
 }
 
-/// The system message is the format's own; what people call a system prompt goes into the developer message.
+/// Returns the system message, which the format defines. The user's system prompt goes into the developer message.
 fn system_text(options: &RenderOptions) -> String {
     let mut text = format!(
         "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\nCurrent date: {}\n\n\
@@ -91,13 +93,14 @@ fn system_text(options: &RenderOptions) -> String {
     text
 }
 
+/// Returns the developer message: instructions and tools.
 fn developer_text(instructions: &str, tools: Option<&str>) -> String {
     let instructions = (!instructions.is_empty()).then(|| format!("# Instructions\n\n{instructions}"));
     let sections: Vec<&str> = instructions.as_deref().into_iter().chain(tools).collect();
     sections.join("\n\n")
 }
 
-/// The system and developer messages that open a conversation, as one text, and the rest.
+/// Splits off the leading system and developer messages. Returns them as one text, and the remaining messages.
 fn split_instructions(messages: &[Message]) -> (String, &[Message]) {
     let is_turn = |message: &Message| !matches!(message.role, Role::System | Role::Developer);
     let (opening, turns) = messages.split_at(messages.iter().position(is_turn).unwrap_or(messages.len()));
@@ -106,50 +109,52 @@ fn split_instructions(messages: &[Message]) -> (String, &[Message]) {
     (texts.join("\n\n"), turns)
 }
 
-/// Whether a message closes its turn. One with tool calls does not, nor one that was stopped while it still reasoned.
+/// Returns true if a message ends its turn.
+/// A message with tool calls does not, nor one that was stopped while reasoning.
 fn is_final(message: &Message) -> bool {
     message.role == Role::Assistant
         && message.tool_calls.is_empty()
         && (!message.content.is_empty() || message.reasoning.is_none())
 }
 
-fn named(role: &str, message: &Message) -> String {
+/// Returns the author of a message: the role, with the name if there is one.
+fn author(role: &str, message: &Message) -> String {
     match &message.name {
         Some(name) => format!("{role}:{name}"),
         None => role.to_string(),
     }
 }
 
-/// A function as harmony addresses it. Built-in tools (`browser.search`) carry their namespace already.
+/// Returns the address of a function in harmony. Built-in tools, such as `browser.search`, already have a namespace.
 fn address(name: &str) -> String {
     if name.contains('.') { name.to_string() } else { format!("functions.{name}") }
 }
 
-/// Which function a tool message comes from: its own name, else the call it answers, else the last call.
-fn function_name(before: &[Message], message: &Message) -> Result<String> {
+/// Returns the function that a tool message comes from: its own name, or the call that it answers, or the last call.
+fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
     if let Some(name) = &message.name {
         return Ok(address(name));
     }
-    let calls: Vec<&ToolCall> = before.iter().flat_map(|message| &message.tool_calls).collect();
+    let calls: Vec<&ToolCall> = earlier.iter().flat_map(|message| &message.tool_calls).collect();
     let answered = |call: &&&ToolCall| call.id.is_some() && call.id == message.tool_call_id;
     match calls.iter().rev().find(answered).or(calls.last()) {
         Some(call) => Ok(address(&call.name)),
-        None => bail!("a tool message without a name, and without a tool call before it that it could answer"),
+        None => bail!("cannot render a tool message that has no name and answers no earlier tool call"),
     }
 }
 
-/// What stands between `<|start|>` and `<|message|>`.
+/// The header of a message, between `<|start|>` and `<|message|>`.
 #[derive(Clone, Copy)]
 struct Header<'a> {
     author: &'a str,
     recipient: Option<&'a str>,
     channel: Option<&'a str>,
-    constrain: Option<&'a str>,
+    content_type: Option<&'a str>,
 }
 
 impl<'a> Header<'a> {
-    fn of(author: &'a str) -> Self {
-        Self { author, recipient: None, channel: None, constrain: None }
+    fn from_author(author: &'a str) -> Self {
+        Self { author, recipient: None, channel: None, content_type: None }
     }
 
     fn to(self, recipient: &'a str) -> Self {
@@ -161,6 +166,7 @@ impl<'a> Header<'a> {
     }
 }
 
+/// Writes messages as token ids and as text.
 struct Writer<'a> {
     harmony: &'a Harmony,
     tokenizer: &'a Tokenizer,
@@ -174,7 +180,7 @@ impl Writer<'_> {
         self.text.push_str(name);
     }
 
-    /// Text that never becomes a control token, whatever it spells.
+    /// Writes text that never becomes a control token.
     fn plain(&mut self, text: &str) -> Result<()> {
         self.ids.extend(self.tokenizer.encode(text, ControlTokens::Text)?);
         self.text.push_str(text);
@@ -191,9 +197,10 @@ impl Writer<'_> {
             self.control(self.harmony.channel, "<|channel|>");
             self.plain(channel)?;
         }
-        if let Some(content_type) = header.constrain {
+        if let Some(content_type) = header.content_type {
             self.plain(" ")?;
-            let id = self.harmony.constrain.context("the vocabulary has no <|constrain|>, which a tool call needs")?;
+            let id =
+                self.harmony.constrain.context("cannot render a tool call: the vocabulary has no <|constrain|>")?;
             self.control(id, "<|constrain|>");
             self.plain(content_type)?;
         }
@@ -204,10 +211,10 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Reasoning, what is said to the person, tool calls, in that order: the order in which they were generated.
+    /// Writes an assistant message in the order of its generation: reasoning, text, tool calls.
     fn assistant(&mut self, message: &Message, keep_reasoning: bool) -> Result<()> {
-        let author = named("assistant", message);
-        let header = Header::of(&author);
+        let author = author("assistant", message);
+        let header = Header::from_author(&author);
         let end = self.harmony.end;
         if let Some(reasoning) = message.reasoning.as_deref().filter(|text| keep_reasoning && !text.is_empty()) {
             self.message(header.on("analysis"), reasoning, end)?;
@@ -218,9 +225,9 @@ impl Writer<'_> {
             self.message(header.on("commentary"), &message.content, end)?;
         }
         for call in &message.tool_calls {
-            let call_end = self.harmony.call.context("the vocabulary has no <|call|>, which a tool call needs")?;
+            let call_end = self.harmony.call.context("cannot render a tool call: the vocabulary has no <|call|>")?;
             let recipient = address(&call.name);
-            let header = Header { constrain: Some("json"), ..header.to(&recipient).on("commentary") };
+            let header = Header { content_type: Some("json"), ..header.to(&recipient).on("commentary") };
             self.message(header, &call.arguments, call_end)?;
         }
         Ok(())

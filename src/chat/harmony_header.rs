@@ -1,44 +1,45 @@
-//! What stands between `<|start|>` and `<|message|>` in generated harmony: role, recipient, channel, content type, in
-//! whatever order and state a model leaves them.
+//! The headers of generated harmony messages, between `<|start|>` and `<|message|>`:
+//! role, recipient, channel and content type.
+//! Models write them in any order, and sometimes incompletely.
 
 use anyhow::Result;
 
-use super::Channel;
+use super::channel::Channel;
 use crate::tokenizer::Tokenizer;
 
-/// Where a header begins.
+/// How a header begins.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Opening {
-    /// After `<|start|>`: a role comes first.
+    /// After a generated `<|start|>`. The header begins with a role.
     Start,
-    /// After the prompt's own `<|start|>assistant`, or after a message that no `<|start|>` follows.
+    /// After `<|start|>assistant` at the end of the prompt, or after a message that is not followed by `<|start|>`.
     Implied,
 }
 
-/// A header as far as it has come.
+/// A header, as far as it was generated.
 pub struct Header {
     pub opening: Opening,
-    /// Before the first `<|channel|>`: the role, perhaps a recipient.
+    /// The ids before `<|channel|>`: the role, and possibly a recipient.
     pub role: Vec<u32>,
-    /// After `<|channel|>`: its name, perhaps a recipient and a content type.
+    /// The ids after `<|channel|>`: its name, and possibly a recipient and a content type.
     pub channel: Option<Vec<u32>>,
-    /// After `<|constrain|>`: the content type.
+    /// The ids after `<|constrain|>`: the content type.
     pub constrain: Option<Vec<u32>>,
-    /// From an earlier channel part that a second `<|channel|>` replaced.
+    /// The recipient in a channel part that a second `<|channel|>` replaced.
     pub recipient: Option<String>,
 }
 
-/// What a header says.
-pub struct Reading {
+/// The meaning of a header.
+pub struct ParsedHeader {
     pub channel: Channel,
     pub recipient: Option<String>,
-    /// Whether everything needed was there, in its place.
+    /// Whether the header follows the format.
     pub well_formed: bool,
-    /// Text that is no part of a header: it belongs to the content.
+    /// Text that does not belong to the header, but to the content.
     pub rest: String,
-    /// Whether `rest` could still turn out to be part of the header.
+    /// Whether `rest` may still turn out to be part of the header.
     pub undecided: bool,
-    /// All words, for want of anything better.
+    /// All words of the header, to show if nothing better was generated.
     pub words: String,
 }
 
@@ -47,21 +48,23 @@ impl Header {
         Self { opening, role: Vec::new(), channel: None, constrain: None, recipient: None }
     }
 
-    /// The part that is being written.
+    /// Returns the ids of the current part.
     pub fn part(&mut self) -> &mut Vec<u32> {
         self.constrain.as_mut().or(self.channel.as_mut()).unwrap_or(&mut self.role)
     }
 
+    /// Returns the number of tokens.
     pub fn tokens(&self) -> usize {
         self.role.len() + self.channel.as_ref().map_or(0, Vec::len) + self.constrain.as_ref().map_or(0, Vec::len)
     }
 
-    /// Whether it holds nothing that was generated.
+    /// Returns true if nothing was generated yet.
     pub fn is_fresh(&self) -> bool {
         self.tokens() == 0 && self.channel.is_none() && self.constrain.is_none()
     }
 
-    pub fn read(&self, tokenizer: &Tokenizer) -> Result<Reading> {
+    /// Parses the header.
+    pub fn parse(&self, tokenizer: &Tokenizer) -> Result<ParsedHeader> {
         let role_text = tokenizer.decode(&self.role)?;
         let channel_text = self.channel.as_ref().map(|ids| tokenizer.decode(ids)).transpose()?;
         let constrain_text = self.constrain.as_ref().map(|ids| tokenizer.decode(ids)).transpose()?;
@@ -70,14 +73,14 @@ impl Header {
         recipient = recipient.or(self.recipient.as_deref());
         let mut channel = None;
         if let Some(text) = &channel_text {
-            // Whatever was undecided before a control token was part of the header.
+            // Undecided words before a control token belong to the header.
             let words = read_channel(text);
             channel = words.name;
             recipient = words.recipient.or(recipient);
             (rest, undecided) = (words.rest, words.undecided);
         }
         if let Some(text) = &constrain_text {
-            // The content type ends where it can be no word any more: `json{"a": 1}`.
+            // The content type ends with the first character that no name has: `json{"a": 1}`.
             let text = text.trim_start();
             (rest, undecided) = (text.trim_start_matches(is_name_character).trim_start(), false);
         }
@@ -87,20 +90,20 @@ impl Header {
             || role.contains('.')
             || (recipient == Some("assistant") && !matches!(role, "" | "assistant"));
         let recipient = recipient.filter(|to| !foreign && !matches!(*to, "assistant" | "user" | "all" | ""));
-        // `<|start|>final<|message|>` names the channel in the role's place.
+        // `<|start|>final<|message|>` has the channel in the place of the role.
         let name = channel.unwrap_or(role);
         let channel = match name {
             _ if recipient.is_some() => Channel::ToolCall,
-            // A message in someone else's name is made up: shown, but not as the answer.
+            // The model wrote a message in another role. It is shown as reasoning and not as the answer.
             _ if foreign => Channel::Reasoning,
             "analysis" => Channel::Reasoning,
             _ => Channel::Answer,
         };
-        // `assistant` once more, though the prompt has it, or after a message without a `<|start|>`.
+        // A second `assistant`, although the prompt ends with it, or a role without a `<|start|>` before it.
         let repeated = self.opening == Opening::Implied && !role.is_empty();
         let parts = [Some(&role_text), channel_text.as_ref(), constrain_text.as_ref()];
         let words: Vec<&str> = parts.into_iter().flatten().flat_map(|text| text.split_whitespace()).collect();
-        Ok(Reading {
+        Ok(ParsedHeader {
             channel,
             recipient: recipient.map(str::to_string),
             well_formed: self.channel.is_some() && CHANNELS.contains(&name) && !foreign && !repeated,
@@ -111,10 +114,11 @@ impl Header {
     }
 }
 
+/// The names of the channels.
 pub const CHANNELS: [&str; 3] = ["analysis", "commentary", "final"];
 
-impl Reading {
-    /// Read as a header that `<|message|>` has closed: what was undecided was part of it.
+impl ParsedHeader {
+    /// Returns the meaning after `<|message|>`: undecided words belong to the header.
     pub fn closed(mut self) -> Self {
         if self.undecided {
             self.rest.clear();
@@ -123,6 +127,7 @@ impl Reading {
     }
 }
 
+/// Appends words with a space before them.
 pub fn push_words(text: &mut String, more: &str) {
     if !text.is_empty() && !more.is_empty() {
         text.push(' ');
@@ -130,19 +135,19 @@ pub fn push_words(text: &mut String, more: &str) {
     text.push_str(more);
 }
 
-/// One part of a header, read as words.
+/// The words of one part of a header.
 #[derive(Default)]
 struct Words<'t> {
-    /// The role or the channel.
+    /// The role or the name of the channel.
     name: Option<&'t str>,
     recipient: Option<&'t str>,
-    /// From the first word on that is neither.
+    /// The text from the first word that is neither name nor recipient.
     rest: &'t str,
     /// Whether `rest` may still become part of the header.
     undecided: bool,
 }
 
-/// The first word of `text` and what follows it; None where the word may go on.
+/// Splits off the first word. The second value is the text after it, or `None` if the word may still grow.
 fn split_word(text: &str) -> (&str, Option<&str>) {
     match text.find(char::is_whitespace) {
         Some(end) => (&text[..end], Some(text[end..].trim_start())),
@@ -150,7 +155,9 @@ fn split_word(text: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// The recipient that `text` begins with, `to=functions.f`, and what follows; None where the name may go on.
+/// Splits off a recipient, such as `to=functions.f`.
+/// The second value is the text after it, or `None` if the name may still grow.
+/// Returns `None` if the text does not begin with a recipient.
 fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     let text = text.strip_prefix("to=")?;
     Some(match text.find(|c| !(is_name_character(c) || ".:".contains(c))) {
@@ -159,7 +166,7 @@ fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     })
 }
 
-/// Whether a word is a recipient, or may become one.
+/// Returns true if a word is a recipient or may become one.
 fn may_be_recipient(word: &str) -> bool {
     word.starts_with("to=") || "to=".starts_with(word)
 }
@@ -168,59 +175,59 @@ fn is_name_character(c: char) -> bool {
     c.is_ascii_alphanumeric() || "_-/+".contains(c)
 }
 
-/// Reads what stands before `<|channel|>`: `assistant to=functions.f`, ` to=functions.f`, `functions.f to=assistant`.
+/// Reads the part before `<|channel|>`: `assistant to=functions.f`, ` to=functions.f`, `functions.f to=assistant`.
 fn read_role(text: &str, opening: Opening) -> Words<'_> {
     let trimmed = text.trim_start();
-    if let Some((recipient, after)) = split_recipient(trimmed) {
-        return Words { recipient: Some(recipient), rest: after.unwrap_or_default(), ..Words::default() };
+    if let Some((recipient, tail)) = split_recipient(trimmed) {
+        return Words { recipient: Some(recipient), rest: tail.unwrap_or_default(), ..Words::default() };
     }
-    let (first, after) = split_word(trimmed);
+    let (first, tail) = split_word(trimmed);
     let known = matches!(first, "assistant" | "user" | "system" | "developer" | "tool") || CHANNELS.contains(&first);
-    let may_be_role = match (opening, after) {
+    let may_be_role = match (opening, tail) {
         (Opening::Start, _) => true,
         (Opening::Implied, None) => "assistant".starts_with(first) || may_be_recipient(first),
         (Opening::Implied, Some(_)) => first == "assistant",
     };
-    let (second, after_second) = split_word(after.unwrap_or_default());
+    let (second, after_second) = split_word(tail.unwrap_or_default());
     if !may_be_role {
         return Words { rest: text, ..Words::default() };
     }
-    if let Some((recipient, after)) = after.and_then(split_recipient) {
-        let rest = after.unwrap_or_default();
+    if let Some((recipient, tail)) = tail.and_then(split_recipient) {
+        let rest = tail.unwrap_or_default();
         return Words { name: Some(first), recipient: Some(recipient), rest, undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
-        // Nothing but a role so far; a word that is no role we know is content if nothing more comes.
+        // Only a role so far. An unknown role is content if nothing follows it.
         let rest = if known { second } else { text };
         return Words { name: Some(first), recipient: None, rest, undecided: true };
     }
     match opening {
-        // Words after a role: content whose <|message|> is missing.
-        Opening::Start if known => Words { name: Some(first), rest: after.unwrap_or_default(), ..Words::default() },
+        // Words after a role are content whose <|message|> is missing.
+        Opening::Start if known => Words { name: Some(first), rest: tail.unwrap_or_default(), ..Words::default() },
         _ => Words { rest: text, ..Words::default() },
     }
 }
 
-/// Reads what stands after `<|channel|>`: `commentary to=functions.f json`. More words than these are content whose
-/// `<|message|>` is missing.
+/// Reads the part after `<|channel|>`: `commentary to=functions.f json`.
+/// Further words are content whose `<|message|>` is missing.
 fn read_channel(text: &str) -> Words<'_> {
     let trimmed = text.trim_start();
     let mut words = Words { undecided: true, ..Words::default() };
     let mut rest = trimmed;
     if !trimmed.starts_with("to=") {
-        // Content may be glued to the name: `final你好`, `finalHello`.
+        // The content may follow the name without a space: `final你好`, `finalHello`.
         let name_end = trimmed.find(|c| !is_name_character(c)).unwrap_or(trimmed.len());
         let known = CHANNELS.iter().find(|name| trimmed.starts_with(**name));
-        let (name, after) = trimmed.split_at(known.map_or(name_end, |name| name.len()));
+        let (name, tail) = trimmed.split_at(known.map_or(name_end, |name| name.len()));
         words.name = (!name.is_empty()).then_some(name);
-        words.undecided = after.is_empty() || after.starts_with(char::is_whitespace);
-        rest = after.trim_start();
+        words.undecided = tail.is_empty() || tail.starts_with(char::is_whitespace);
+        rest = tail.trim_start();
     }
-    // A recipient comes first, or after the content type.
+    // The recipient comes before or after the content type.
     let after_type = split_word(rest).1;
-    if let Some((recipient, after)) = split_recipient(rest).or_else(|| split_recipient(after_type?)) {
+    if let Some((recipient, tail)) = split_recipient(rest).or_else(|| split_recipient(after_type?)) {
         words.recipient = Some(recipient);
-        rest = after.unwrap_or_default();
+        rest = tail.unwrap_or_default();
         words.undecided &= split_word(rest).1.is_none_or(str::is_empty);
     } else if let Some(second) = after_type {
         words.undecided &= !second.contains(char::is_whitespace) && may_be_recipient(second);

@@ -1,49 +1,52 @@
-//! Harmony, the chat format of gpt-oss: generated token ids to channels of text, as they come.
+//! Parses generated harmony, the chat format of gpt-oss, into channels of text.
 //!
-//! Models get this format wrong in a few of every hundred turns (llama.cpp #27720, openai/harmony #33 #80 #82), so the
-//! parser never fails and never drops what was said: it reads control tokens by id, recovers at the next thing it
-//! understands, counts what was malformed, and hands out text as soon as it is certain that it is no header.
+//! Models violate the format in a few of every hundred turns (llama.cpp #27720, openai/harmony #33 #80 #82).
+//! So the parser never fails and never drops text.
+//! It recognizes control tokens by id, recovers at the next valid token, and counts violations.
+//! It returns text as soon as the text cannot be part of a header.
 
 use anyhow::Result;
 
+use super::channel::{Channel, Delta};
 use super::harmony::Harmony;
-use super::harmony_header::{CHANNELS, Header, Opening, Reading, push_words};
+use super::harmony_header::{CHANNELS, Header, Opening, ParsedHeader, push_words};
 use super::message::ToolCall;
-use super::{Channel, Delta};
 use crate::tokenizer::{TextStream, Tokenizer};
 
-/// A header with more tokens than this and no `<|message|>` is text.
+/// A longer header without `<|message|>` is content.
 const MAX_HEADER_TOKENS: usize = 64;
 
+/// The state of parsing one generation.
 pub struct HarmonyParser {
     harmony: Harmony,
     state: State,
     tool_calls: Vec<ToolCall>,
     malformed: usize,
-    /// Whether any text, or a tool call, was handed out.
-    gave: bool,
-    /// Words of headers that never became messages: the answer of last resort.
-    orphans: String,
+    /// Whether any text or tool call was returned.
+    has_output: bool,
+    /// Words of headers without a message. They become the answer if nothing else was generated.
+    header_words: String,
 }
 
+/// What is being generated.
 enum State {
     Header(Header),
     Content {
         channel: Channel,
         stream: TextStream,
     },
-    /// A message has ended; `<|start|>` should come.
+    /// A message has ended, and `<|start|>` should follow.
     Between,
 }
 
-/// How a message ends.
+/// How a message ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ending {
-    /// With `<|end|>`, `<|call|>` or `<|return|>`.
+    /// By `<|end|>`, `<|call|>` or `<|return|>`.
     Marked,
-    /// Without, because the next one begins.
+    /// By the beginning of the next message: the end token is missing.
     Missing,
-    /// Nothing more comes.
+    /// By the end of the generation.
     Generation,
 }
 
@@ -54,8 +57,8 @@ impl HarmonyParser {
             state: State::Header(Header::new(Opening::Implied)),
             tool_calls: Vec::new(),
             malformed: 0,
-            gave: false,
-            orphans: String::new(),
+            has_output: false,
+            header_words: String::new(),
         }
     }
 
@@ -67,6 +70,7 @@ impl HarmonyParser {
         self.malformed
     }
 
+    /// Adds a token and returns the text whose channel is now certain.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<Vec<Delta>> {
         let mut out = Vec::new();
         let harmony = self.harmony;
@@ -92,22 +96,23 @@ impl HarmonyParser {
         Ok(out)
     }
 
-    /// What is still held back, at the end of a generation.
+    /// Ends the generation and returns the text that was held back.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         let mut out = Vec::new();
         self.close(tokenizer, Ending::Generation, &mut out)?;
-        let orphans = std::mem::take(&mut self.orphans);
-        if !self.gave && !orphans.is_empty() {
-            self.give(Channel::Answer, orphans, &mut out);
+        let words = std::mem::take(&mut self.header_words);
+        if !self.has_output && !words.is_empty() {
+            self.emit(Channel::Answer, words, &mut out);
         }
         Ok(out)
     }
 
+    /// Handles a token that is not a control token.
     fn text(&mut self, tokenizer: &Tokenizer, id: u32, out: &mut Vec<Delta>) -> Result<()> {
         match &mut self.state {
             State::Content { channel, stream } => {
                 let (channel, text) = (*channel, stream.push(tokenizer, id)?);
-                self.give(channel, text, out);
+                self.emit(channel, text, out);
             }
             State::Between => {
                 let mut header = Header::new(Opening::Implied);
@@ -123,42 +128,43 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// A `<|message|>` is missing where what came cannot be a header any more.
+    /// Starts the content if the header has text that cannot belong to a header: `<|message|>` is missing.
     fn leave_header_if_text(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         let State::Header(header) = &self.state else { return Ok(()) };
-        let mut reading = header.read(tokenizer)?;
+        let mut parsed = header.parse(tokenizer)?;
         if header.tokens() > MAX_HEADER_TOKENS {
-            if reading.rest.is_empty() {
-                reading.rest = std::mem::take(&mut reading.words);
+            if parsed.rest.is_empty() {
+                parsed.rest = std::mem::take(&mut parsed.words);
             }
-        } else if reading.rest.is_empty() || reading.undecided || reading.rest.ends_with('\u{FFFD}') {
-            // The last of these: bytes of a character that is not complete yet. The next token tells.
+        } else if parsed.rest.is_empty() || parsed.undecided || parsed.rest.ends_with('\u{FFFD}') {
+            // Text that ends with U+FFFD ends with an incomplete character, which the next token may complete.
             return Ok(());
         }
         self.malformed += 1;
-        self.open(reading, out);
+        self.open(parsed, out);
         Ok(())
     }
 
-    /// Starts the content of a message, with what of its header was content already.
-    fn open(&mut self, reading: Reading, out: &mut Vec<Delta>) {
-        if let Some(recipient) = reading.recipient {
+    /// Starts the content of a message. It begins with the part of the header that was content.
+    fn open(&mut self, parsed: ParsedHeader, out: &mut Vec<Delta>) {
+        if let Some(recipient) = parsed.recipient {
             let name = recipient.strip_prefix("functions.").unwrap_or(&recipient).to_string();
             self.tool_calls.push(ToolCall { id: None, name, arguments: String::new() });
-            self.gave = true;
+            self.has_output = true;
         }
-        self.state = State::Content { channel: reading.channel, stream: TextStream::new() };
-        self.give(reading.channel, reading.rest, out);
+        self.state = State::Content { channel: parsed.channel, stream: TextStream::new() };
+        self.emit(parsed.channel, parsed.rest, out);
     }
 
+    /// Handles `<|message|>`.
     fn message_marker(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         match &self.state {
             State::Header(header) => {
-                let reading = header.read(tokenizer)?;
-                self.malformed += usize::from(!reading.well_formed);
-                self.open(reading.closed(), out);
+                let parsed = header.parse(tokenizer)?;
+                self.malformed += usize::from(!parsed.well_formed);
+                self.open(parsed.closed(), out);
             }
-            // A second <|message|>: the content goes on.
+            // The content continues after a second <|message|>.
             State::Content { .. } => self.malformed += 1,
             State::Between => {
                 self.malformed += 1;
@@ -168,6 +174,7 @@ impl HarmonyParser {
         Ok(())
     }
 
+    /// Handles `<|channel|>`.
     fn channel_marker(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         let mut header = Header::new(Opening::Implied);
         match &mut self.state {
@@ -175,10 +182,10 @@ impl HarmonyParser {
                 current.channel = Some(Vec::new());
                 return Ok(());
             }
-            // A second <|channel|> in one header: the last one counts, but a recipient is not forgotten.
+            // Of two <|channel|> in one header the last one counts, but an earlier recipient stays.
             State::Header(current) => {
                 self.malformed += 1;
-                header.recipient = current.read(tokenizer)?.recipient;
+                header.recipient = current.parse(tokenizer)?.recipient;
                 header.opening = current.opening;
                 header.role = std::mem::take(&mut current.role);
             }
@@ -192,38 +199,39 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Ends whatever is open.
+    /// Ends the current header or content.
     fn close(&mut self, tokenizer: &Tokenizer, ending: Ending, out: &mut Vec<Delta>) -> Result<()> {
         match std::mem::replace(&mut self.state, State::Between) {
-            // Nothing has come yet, or a redundant <|return|> has.
+            // Nothing was generated yet, or a redundant <|return|>.
             State::Between => {}
             State::Content { channel, mut stream } => {
                 self.malformed += usize::from(ending == Ending::Missing);
                 let text = stream.finish(tokenizer)?;
-                self.give(channel, text, out);
+                self.emit(channel, text, out);
             }
             State::Header(header) => {
-                let reading = header.read(tokenizer)?;
+                let parsed = header.parse(tokenizer)?;
                 if header.is_fresh() {
                     return Ok(());
                 }
-                // Cut off in a header that was right so far: nothing was said, and nothing is wrong.
-                let words = reading.words.trim_start();
+                // The generation ended in a valid header. There is no text, and no violation.
+                let words = parsed.words.trim_start();
                 let started = CHANNELS.iter().any(|channel| channel.starts_with(words) || words.starts_with(channel));
                 if ending == Ending::Generation
                     && header.channel.is_some()
                     && started
-                    && (reading.rest.is_empty() || reading.undecided)
+                    && (parsed.rest.is_empty() || parsed.undecided)
                 {
                     return Ok(());
                 }
                 self.malformed += 1;
-                // A word after the channel is content if the message ends there, but not if the generation does.
-                let cut_off = ending == Ending::Generation && header.channel.is_some() && reading.undecided;
-                if cut_off || (reading.rest.is_empty() && reading.recipient.is_none()) {
-                    push_words(&mut self.orphans, &reading.words);
+                // A word after the channel is content if the message ends there,
+                // but not if the generation ends there.
+                let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.undecided;
+                if cut_off || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
+                    push_words(&mut self.header_words, &parsed.words);
                 } else {
-                    self.open(reading, out);
+                    self.open(parsed, out);
                     self.state = State::Between;
                 }
             }
@@ -231,11 +239,12 @@ impl HarmonyParser {
         Ok(())
     }
 
-    fn give(&mut self, channel: Channel, text: String, out: &mut Vec<Delta>) {
+    /// Returns text to the caller.
+    fn emit(&mut self, channel: Channel, text: String, out: &mut Vec<Delta>) {
         if text.is_empty() {
             return;
         }
-        self.gave = true;
+        self.has_output = true;
         if channel == Channel::ToolCall
             && let Some(call) = self.tool_calls.last_mut()
         {

@@ -1,4 +1,4 @@
-//! Conversation messages in OpenAI's JSON shape, as clients send them and as chat templates expect them.
+//! Messages of a conversation, in the JSON form of OpenAI's API.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use super::python;
 
-/// Who speaks.
+/// The author of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -22,7 +22,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// The role as templates and harmony write it.
+    /// Returns the name of the role in templates and harmony.
     pub fn as_str(self) -> &'static str {
         match self {
             Role::System => "system",
@@ -34,7 +34,7 @@ impl Role {
     }
 }
 
-/// How long a reasoning model thinks. There is no «off»: gpt-oss was not trained for it.
+/// How long a reasoning model thinks. It cannot be turned off, because gpt-oss was not trained for that.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReasoningEffort {
     Low,
@@ -61,7 +61,7 @@ impl FromStr for ReasoningEffort {
             "low" => Ok(ReasoningEffort::Low),
             "medium" => Ok(ReasoningEffort::Medium),
             "high" => Ok(ReasoningEffort::High),
-            other => Err(format!("unknown reasoning effort '{other}': low, medium or high")),
+            other => Err(format!("unknown reasoning effort '{other}'; choose low, medium or high")),
         }
     }
 }
@@ -70,19 +70,20 @@ impl FromStr for ReasoningEffort {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Message {
     pub role: Role,
-    /// The text. Empty where the JSON had null, as it often is beside tool calls.
+    /// The text. Empty if the JSON has null, as is common in messages with tool calls.
     pub content: String,
-    /// What an assistant thought before it answered.
+    /// The assistant's reasoning before the answer.
     pub reasoning: Option<String>,
-    /// What an assistant asks to be run.
+    /// The functions that the assistant calls.
     pub tool_calls: Vec<ToolCall>,
-    /// Which call a tool message answers.
+    /// In a tool message, the call that it answers.
     pub tool_call_id: Option<String>,
-    /// The speaker's name; in a tool message, the function's.
+    /// The name of the author. In a tool message, the name of the function.
     pub name: Option<String>,
 }
 
 impl Message {
+    /// Makes a message with only a role and a text.
     pub fn new(role: Role, content: impl Into<String>) -> Self {
         Self { role, content: content.into(), reasoning: None, tool_calls: Vec::new(), tool_call_id: None, name: None }
     }
@@ -100,17 +101,17 @@ impl Message {
     }
 }
 
-/// A function that an assistant asks to be run.
+/// A call of a function by the assistant.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ToolCall {
     pub id: Option<String>,
-    /// The function's own name, without harmony's `functions.` before it.
+    /// The name of the function, without harmony's prefix `functions.`.
     pub name: String,
-    /// The arguments as the model wrote them: JSON most of the time, but nothing promises it.
+    /// The arguments as the model wrote them, usually valid JSON.
     pub arguments: String,
 }
 
-/// Unknown keys are ignored: clients send many that no chat format has a place for.
+/// The JSON of a message. Unknown fields are ignored, because clients send many that chat formats do not use.
 #[derive(Deserialize)]
 struct WireMessage {
     role: Role,
@@ -131,7 +132,7 @@ struct WireMessage {
 }
 
 #[derive(Deserialize)]
-#[serde(untagged, expecting = "content is neither a string, null nor an array of {\"type\": \"text\"} parts")]
+#[serde(untagged, expecting = "content must be a string, null or an array of {\"type\": \"text\"} parts")]
 enum WireContent {
     Text(String),
     Parts(Vec<WirePart>),
@@ -180,7 +181,7 @@ impl<'de> Deserialize<'de> for Message {
                         }
                         _ => {
                             return Err(D::Error::custom(format!(
-                                "only text content is supported, not '{}'",
+                                "content of type '{}' is not supported; use 'text'",
                                 part.kind
                             )));
                         }
@@ -208,7 +209,7 @@ impl TryFrom<WireToolCall> for ToolCall {
         let (name, arguments) = match (wire.function, wire.name) {
             (Some(function), _) => (function.name, function.arguments),
             (None, Some(name)) => (name, wire.arguments),
-            (None, None) => return Err("a tool call without a function name"),
+            (None, None) => return Err("a tool call has no function name"),
         };
         let arguments = match arguments {
             None => String::new(),

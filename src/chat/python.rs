@@ -1,4 +1,4 @@
-//! JSON as Python's `json.dumps` writes it, which is what models saw in training.
+//! JSON in the form of Python's `json.dumps`, which models saw in training.
 
 use std::io::{self, Write};
 
@@ -10,7 +10,7 @@ use serde_json::ser::{Formatter, Serializer};
 /// `json.dumps(value, ensure_ascii=False)`: `", "` and `": "` between items, keys in their own order.
 pub fn json_dumps(value: &Value) -> String {
     let default = Style::default();
-    // Writing a Value into memory cannot fail: its keys are strings, and the buffer grows.
+    // Writing a `Value` to memory cannot fail: its keys are strings, and the buffer grows.
     dumps(value, default).unwrap_or_else(|_| value.to_string())
 }
 
@@ -22,19 +22,19 @@ pub fn dumps(value: &impl Serialize, style: Style) -> Result<String> {
     Ok(String::from_utf8(out)?)
 }
 
-/// What `json.dumps` lets a caller choose.
+/// The options of `json.dumps`.
 #[derive(Clone, Debug, Default)]
 pub struct Style {
-    /// What one level is indented by; None keeps everything on one line.
+    /// The indentation of one level. `None` writes everything on one line.
     pub indent: Option<String>,
-    /// Between items, and between a key and its value.
+    /// The separators between items, and between a key and its value.
     pub separators: Option<(String, String)>,
 }
 
 struct PythonFormatter {
     style: Style,
     depth: usize,
-    /// Whether the innermost list or object got an item: an empty one stays `[]` however it is indented.
+    /// Whether the innermost list or object has an item. An empty one is `[]` with any indentation.
     has_items: bool,
 }
 
@@ -116,7 +116,8 @@ impl Formatter for PythonFormatter {
     }
 }
 
-/// Python's `repr` of a finite float: the shortest digits, exponents below -4 and from 16 on, written `1e-05`.
+/// Formats a finite float as Python's `repr`:
+/// the shortest digits, and exponents below -4 or from 16, such as `1e-05`.
 fn float_repr(value: f64) -> String {
     let scientific = format!("{value:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));

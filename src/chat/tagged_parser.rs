@@ -1,16 +1,19 @@
-//! What models with a chat template generate: an answer, before it perhaps reasoning between `<think>` and `</think>`,
-//! in it perhaps tool calls between `<tool_call>` and `</tool_call>`.
+//! Parses the output of models with a chat template into channels of text.
 //!
-//! The tags of reasoning are single tokens in some vocabularies and several in others, so they are found both by token
-//! and by text; those of tool calls only by token, because an answer may well spell them. Any other control token is
-//! dropped.
+//! The output is an answer, with reasoning before it between `<think>` and `</think>`,
+//! and with tool calls in it between `<tool_call>` and `</tool_call>`.
+//! The tags of reasoning are single tokens in some vocabularies and several tokens in others,
+//! so they are recognized by token and by text.
+//! The tags of tool calls are recognized only by token, because an answer may contain them as text.
+//! Other control tokens are dropped.
 
 use anyhow::Result;
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::channel::{Channel, Delta};
 use super::message::ToolCall;
-use super::{Channel, Delta, python};
+use super::python;
 use crate::tokenizer::{TextStream, Tokenizer};
 
 const THINK: &str = "<think>";
@@ -18,24 +21,25 @@ const END_THINK: &str = "</think>";
 const TOOL_CALL: &str = "<tool_call>";
 const END_TOOL_CALL: &str = "</tool_call>";
 
-/// Newlines after a tag that belong to it: models write `</think>\n\n`.
+/// The most newlines after a tag that belong to it. Models write `</think>\n\n`.
 const MAX_NEWLINES: usize = 2;
 
+/// The state of parsing one generation.
 pub struct TaggedParser {
     channel: Channel,
     stream: TextStream,
-    /// Text that may be the beginning of a tag, or newlines that a tag may swallow.
+    /// Text that may be the beginning of a tag, or newlines that may belong to a tag.
     held: String,
-    /// How many newlines a tag still swallows.
-    swallow: usize,
-    /// Whether the answer has begun: after that, `<think>` is a word like any other.
+    /// How many newlines are still skipped after a tag.
+    skip_newlines: usize,
+    /// Whether the answer has begun. From then on, `<think>` is ordinary text.
     answered: bool,
     tool_calls: Vec<ToolCall>,
     malformed: usize,
 }
 
 impl TaggedParser {
-    /// `prompt`: the rendered conversation. Templates of reasoning models often end it with `<think>` already.
+    /// `prompt` is the rendered conversation. For reasoning models it often ends with `<think>`.
     pub fn new(prompt: &str) -> Self {
         let prompt = prompt.trim_end();
         let thinking = prompt.ends_with(THINK);
@@ -43,7 +47,7 @@ impl TaggedParser {
             channel: if thinking { Channel::Reasoning } else { Channel::Answer },
             stream: TextStream::new(),
             held: String::new(),
-            swallow: if thinking || prompt.ends_with(END_THINK) { MAX_NEWLINES } else { 0 },
+            skip_newlines: if thinking || prompt.ends_with(END_THINK) { MAX_NEWLINES } else { 0 },
             answered: false,
             tool_calls: Vec::new(),
             malformed: 0,
@@ -58,6 +62,7 @@ impl TaggedParser {
         self.malformed
     }
 
+    /// Adds a token and returns the text whose channel is now certain.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<Vec<Delta>> {
         let mut out = Vec::new();
         if !tokenizer.is_control(id) {
@@ -81,13 +86,13 @@ impl TaggedParser {
         Ok(out)
     }
 
-    /// What is still held back, at the end of a generation.
+    /// Ends the generation and returns the text that was held back.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         let mut out = Vec::new();
         let text = std::mem::take(&mut self.stream).finish(tokenizer)?;
         self.feed(&text, &mut out);
         let held = std::mem::take(&mut self.held);
-        self.give(&held, &mut out);
+        self.emit(&held, &mut out);
         if self.channel == Channel::ToolCall {
             self.malformed += 1;
             self.read_tool_call();
@@ -96,7 +101,7 @@ impl TaggedParser {
         Ok(out)
     }
 
-    /// The tag, written out as text, that changes the channel here.
+    /// Returns the tag that would end the current channel, and the next channel.
     fn tag(&self) -> Option<(&'static str, Channel)> {
         match self.channel {
             Channel::Reasoning => Some((END_THINK, Channel::Answer)),
@@ -105,30 +110,31 @@ impl TaggedParser {
         }
     }
 
+    /// Adds text and returns the part of it whose channel is certain.
     fn feed(&mut self, text: &str, out: &mut Vec<Delta>) {
         self.held.push_str(text);
         while let Some((tag, next)) = self.tag() {
             let Some(at) = self.held.find(tag) else { break };
-            // Before an answer, what stands before `<think>` must be nothing but space.
+            // Only whitespace may come before `<think>`.
             if self.channel == Channel::Answer && !self.held[..at].trim().is_empty() {
                 break;
             }
-            let after = self.held.split_off(at + tag.len());
+            let rest = self.held.split_off(at + tag.len());
             self.held.truncate(at);
             self.enter(next, out);
-            self.held = after;
+            self.held = rest;
         }
-        let keep = self.undecided();
+        let keep = self.undecided_start();
         let held = self.held.split_off(keep);
         let certain = std::mem::replace(&mut self.held, held);
-        self.give(&certain, out);
+        self.emit(&certain, out);
     }
 
-    /// From where on the held text may still turn into a tag, or be swallowed by one.
-    fn undecided(&self) -> usize {
+    /// Returns the offset from which the held text may still become a tag, or belong to one.
+    fn undecided_start(&self) -> usize {
         let Some((tag, _)) = self.tag() else { return self.held.len() };
         if self.channel == Channel::Answer {
-            // Space before a tag, and the beginning of the tag: all of it or nothing.
+            // Whitespace and the beginning of a tag are held back together.
             return if tag.starts_with(self.held.trim_start()) { 0 } else { self.held.len() };
         }
         let begins_tag = |at: &usize| self.held.is_char_boundary(*at) && tag.starts_with(&self.held[*at..]);
@@ -137,7 +143,7 @@ impl TaggedParser {
         self.held[..at].trim_end_matches('\n').len()
     }
 
-    /// Gives out what is held, without the newlines and the space that belong to the tag, and changes the channel.
+    /// Returns the held text, without newlines and spaces that belong to the tag, and changes the channel.
     fn enter(&mut self, next: Channel, out: &mut Vec<Delta>) {
         let held = std::mem::take(&mut self.held);
         let text = match self.channel {
@@ -145,24 +151,25 @@ impl TaggedParser {
             Channel::Answer if held.trim().is_empty() => "",
             _ => &held,
         };
-        self.give(text, out);
+        self.emit(text, out);
         if self.channel == Channel::ToolCall {
             self.read_tool_call();
         }
         self.channel = next;
-        self.swallow = MAX_NEWLINES;
+        self.skip_newlines = MAX_NEWLINES;
     }
 
-    fn give(&mut self, text: &str, out: &mut Vec<Delta>) {
+    /// Returns text to the caller.
+    fn emit(&mut self, text: &str, out: &mut Vec<Delta>) {
         let mut text = text;
-        while let Some(rest) = text.strip_prefix('\n').filter(|_| self.swallow > 0) {
-            self.swallow -= 1;
+        while let Some(rest) = text.strip_prefix('\n').filter(|_| self.skip_newlines > 0) {
+            self.skip_newlines -= 1;
             text = rest;
         }
         if text.is_empty() {
             return;
         }
-        self.swallow = 0;
+        self.skip_newlines = 0;
         self.answered |= self.channel == Channel::Answer && !text.trim().is_empty();
         if self.channel == Channel::ToolCall
             && let Some(call) = self.tool_calls.last_mut()
@@ -172,7 +179,8 @@ impl TaggedParser {
         out.push(Delta { channel: self.channel, text: text.to_string() });
     }
 
-    /// `{"name": .., "arguments": ..}` as Hermes and Qwen write it. What cannot be read stays as it is.
+    /// Parses a finished tool call, `{"name": .., "arguments": ..}` as Hermes and Qwen write it.
+    /// A call that is not valid JSON keeps its text as arguments.
     fn read_tool_call(&mut self) {
         #[derive(Deserialize)]
         struct Call {

@@ -1,9 +1,12 @@
-//! The Jinja chat template that a model brings along.
+//! The Jinja chat template of a model.
 //!
-//! Set up as transformers 5 does (`utils/chat_template_utils.py`): trim_blocks, lstrip_blocks, its `tojson`,
-//! `raise_exception`, `strftime_now` and `{% generation %}`, the tokenizer's special tokens by name. A template is code
-//! from the internet: it gets no files, limited steps, limited depth and limited output. (Memory it can still waste:
-//! nothing in minijinja bounds a string that a loop keeps doubling.)
+//! The environment is the same as in transformers 5 (`utils/chat_template_utils.py`): trim_blocks, lstrip_blocks,
+//! its `tojson`, `raise_exception`, `strftime_now` and `{% generation %}`,
+//! and the tokenizer's special tokens by name.
+//!
+//! A template is untrusted code.
+//! It cannot read files, and its steps, depth and output are limited.
+//! Its memory is not limited: minijinja cannot stop a loop that keeps doubling a string.
 
 use std::io;
 use std::path::Path;
@@ -16,39 +19,43 @@ use serde_json::{Map, Value as Json, json};
 
 use super::injection::Marker;
 use super::message::{Message, ReasoningEffort, Role};
-use super::{RenderOptions, Rendered, template_functions};
+use super::rendered::{RenderOptions, Rendered};
+use super::template_functions;
 use crate::tokenizer::Tokenizer;
 
-/// Steps of the template machine: some hundred times what a long conversation takes, about a second.
+/// The most steps of the template engine, about a second. A long conversation takes a hundredth of that.
 const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const NAME: &str = "chat_template";
 
-/// Tags that a model writes itself: templates look for them in its earlier answers, to take reasoning out.
+/// Tags that a model writes itself. Templates search them in earlier answers, to remove the reasoning.
 const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 
+/// A compiled chat template.
 pub struct Template {
-    /// The file that it stands in.
+    /// The name of the file with the template.
     file: String,
-    /// Compiled, or why it cannot be. Whoever renders hears of it; reading a model without chatting needs no template.
+    /// The compiled template, or the reason why it does not compile.
+    /// Only rendering returns this error, because a model can be used without its template.
     environment: std::result::Result<Environment<'static>, String>,
-    /// `bos_token` and its like, for those that the tokenizer has.
+    /// The special tokens by name, such as `bos_token`.
     special_tokens: Vec<(String, String)>,
     dialect: Dialect,
 }
 
-/// What a template knows of, judged by the words in it.
+/// The features of a template, judged by the words in it.
 struct Dialect {
+    /// Whether it knows the role `developer`.
     developer_role: bool,
-    /// Which names for reasoning it reads.
+    /// The message fields that it reads reasoning from.
     reasoning_keys: Vec<&'static str>,
-    /// Whether it tells an absent content (beside tool calls) from an empty one.
+    /// Whether it distinguishes null content, next to tool calls, from empty content.
     null_content: bool,
 }
 
 impl Template {
-    /// None when the snapshot has no template.
+    /// Loads the template from a model's directory. `None` if there is none.
     pub fn load(dir: &Path) -> Result<Option<Self>> {
         let config = read_json(&dir.join("tokenizer_config.json"))?;
         let path = dir.join("chat_template.jinja");
@@ -63,7 +70,7 @@ impl Template {
         Ok(Some(Self::new(file, source, special_tokens(&config, &special_map))))
     }
 
-    /// A template that stands in `file`, with the tokens that it may name.
+    /// Compiles a template from `file`. `special_tokens` are the tokens that it may name.
     pub fn new(file: &str, source: String, special_tokens: Vec<(String, String)>) -> Self {
         let dialect = Dialect {
             developer_role: has_word(&source, "developer"),
@@ -80,22 +87,25 @@ impl Template {
         Self { file: file.to_string(), environment, special_tokens, dialect }
     }
 
+    /// Returns the name of the file with the template.
     pub fn name(&self) -> &str {
         &self.file
     }
 
+    /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let tools = Json::Array(options.tools.clone());
         let written = messages.iter().flat_map(texts_of).chain(strings_of(&tools));
         let marker = Marker::new(tokenizer, written.collect::<Vec<_>>().into_iter())?;
         let tools = map_strings(&tools, &|text| marker.mark(text, &[]));
 
-        // transformers passes what it is given, but OpenAI's arguments are JSON in a string, and nearly every template
-        // wants the object. Those few that want the string fail on the object.
+        // OpenAI's messages have the arguments of a tool call as JSON in a string.
+        // Nearly every template expects an object, and the few that expect the string fail on the object.
+        // So objects are tried first.
         let objects = self.run(messages, &tools, options, &marker, Arguments::Objects);
         let has_calls = messages.iter().any(|message| !message.tool_calls.is_empty());
         let text = match objects {
-            Err(error) if has_calls && error.is::<Broken>() => {
+            Err(error) if has_calls && error.is::<TemplateFailed>() => {
                 self.run(messages, &tools, options, &marker, Arguments::Strings).map_err(|_| error)?
             }
             result => result?,
@@ -104,6 +114,7 @@ impl Template {
         Ok(Rendered { ids, text })
     }
 
+    /// Runs the template.
     fn run(
         &self,
         messages: &[Message],
@@ -123,7 +134,7 @@ impl Template {
             ("strftime_now".to_string(), template_functions::strftime_now(options.date.clone())),
         ];
         context.extend(self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str()))));
-        // Some templates refuse efforts that they do not know, so only one that was asked for is passed on.
+        // Some templates reject unknown efforts, so only an effort that is not the default is passed.
         if options.reasoning_effort != ReasoningEffort::Medium {
             context.push(("reasoning_effort".into(), Value::from(options.reasoning_effort.to_string())));
         }
@@ -132,17 +143,17 @@ impl Template {
         let template = environment.get_template(NAME)?;
         if let Err(error) = template.render_captured_to(context, &mut out) {
             return Err(match template_functions::raised(&error) {
-                Some(message) => anyhow!("the chat template ({}) refuses this conversation: {message}", self.file),
+                Some(message) => anyhow!("the chat template ({}) rejects this conversation: {message}", self.file),
                 None if error.kind() == ErrorKind::OutOfFuel => {
                     anyhow!("{} (stopped after {FUEL} steps)", explain(&self.file, &error))
                 }
-                None => Broken(explain(&self.file, &error)).into(),
+                None => TemplateFailed(explain(&self.file, &error)).into(),
             });
         }
         Ok(String::from_utf8(out.0)?)
     }
 
-    /// A message as the dictionary that templates expect: what is absent has no key.
+    /// Returns a message as the dictionary that templates expect. Absent values have no key.
     fn message(&self, message: &Message, marker: &Marker, arguments: Arguments) -> Json {
         let allowed = if message.role == Role::Assistant { &ASSISTANT_TAGS[..] } else { &[] };
         let mark = |text: &str| marker.mark(text, allowed);
@@ -185,18 +196,20 @@ impl Template {
     }
 }
 
-/// How a tool call's arguments are passed.
+/// How the arguments of tool calls are passed to the template.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Arguments {
     Objects,
     Strings,
 }
 
-/// An error of the template, not a refusal: worth a second try with other arguments.
+/// The template failed, but did not reject the conversation.
+/// Rendering tries again with the arguments in another form.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct Broken(String);
+struct TemplateFailed(String);
 
+/// Compiles a template.
 fn environment(source: String) -> std::result::Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
@@ -208,7 +221,7 @@ fn environment(source: String) -> std::result::Result<Environment<'static>, Erro
     Ok(environment)
 }
 
-/// The file, the line and the cause, of which there may be several.
+/// Returns an error message with the file, the line and all causes.
 fn explain(file: &str, error: &Error) -> String {
     let line = error.line().map(|line| format!(", line {line}")).unwrap_or_default();
     let mut text = format!("the chat template ({file}{line}) failed: {}", error.kind());
@@ -223,7 +236,7 @@ fn explain(file: &str, error: &Error) -> String {
     text
 }
 
-/// Memory that refuses to grow without end.
+/// A buffer of limited size.
 struct LimitedOutput(Vec<u8>);
 
 impl io::Write for LimitedOutput {
@@ -240,20 +253,20 @@ impl io::Write for LimitedOutput {
     }
 }
 
-/// An absent file is an empty object: none of these files is required.
+/// Reads a JSON object from a file. A missing file is an empty object, because none of these files is required.
 fn read_json(path: &Path) -> Result<Json> {
     if !path.exists() {
         return Ok(json!({}));
     }
     let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let value: Json = serde_json::from_str(&text).with_context(|| format!("{} is not JSON", path.display()))?;
+    let value: Json = serde_json::from_str(&text).with_context(|| format!("{} is not valid JSON", path.display()))?;
     if !value.is_object() {
-        bail!("{} holds no JSON object", path.display());
+        bail!("{} is not a JSON object", path.display());
     }
     Ok(value)
 }
 
-/// `chat_template` is a string, or a list of `{name, template}` of which the default is ours.
+/// Returns the default template. `chat_template` is a string, or a list of `{name, template}`.
 fn named_template(value: &Json) -> Option<&str> {
     let source = match value {
         Json::Array(list) => {
@@ -265,7 +278,8 @@ fn named_template(value: &Json) -> Option<&str> {
     source.filter(|source| !source.is_empty())
 }
 
-/// tokenizer_config.json's special tokens, else special_tokens_map.json's: strings, or objects with the string inside.
+/// Returns the special tokens from tokenizer_config.json or special_tokens_map.json.
+/// Each is a string, or an object with the string in `content`.
 fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
     let names = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
     let token = |name: &str| {
@@ -275,7 +289,7 @@ fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
     names.iter().filter_map(|name| Some((name.to_string(), token(name)?))).collect()
 }
 
-/// Whether `word` stands in `source` as a whole identifier.
+/// Returns true if `source` contains `word` as a whole identifier.
 fn has_word(source: &str, word: &str) -> bool {
     let is_part = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
     source
@@ -283,7 +297,7 @@ fn has_word(source: &str, word: &str) -> bool {
         .any(|(at, _)| !is_part(source[..at].chars().next_back()) && !is_part(source[at + word.len()..].chars().next()))
 }
 
-/// Everything in a message that someone else wrote.
+/// Returns all texts of a message. None of them come from the template.
 fn texts_of(message: &Message) -> Vec<&str> {
     let mut texts = vec![message.content.as_str()];
     let optional = [&message.reasoning, &message.tool_call_id, &message.name];
@@ -295,6 +309,7 @@ fn texts_of(message: &Message) -> Vec<&str> {
     texts
 }
 
+/// Returns all strings in a JSON value, including keys.
 fn strings_of(value: &Json) -> Vec<&str> {
     match value {
         Json::String(text) => vec![text],
@@ -306,6 +321,7 @@ fn strings_of(value: &Json) -> Vec<&str> {
     }
 }
 
+/// Applies a function to all strings in a JSON value, including keys.
 fn map_strings(value: &Json, change: &dyn Fn(&str) -> String) -> Json {
     match value {
         Json::String(text) => Json::String(change(text)),

@@ -1,4 +1,4 @@
-//! What chat templates expect of Jinja beyond minijinja: transformers' own functions, and Python where it shows.
+//! Functions that chat templates expect and minijinja lacks: those of transformers, and methods of Python.
 
 use anyhow::Result;
 use minijinja::value::{Kwargs, ValueKind, from_args};
@@ -7,23 +7,24 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::python;
 
+/// Adds all functions to an environment.
 pub fn install(environment: &mut Environment<'static>) {
     environment.set_unknown_method_callback(method);
     environment.add_filter("tojson", tojson);
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
     });
-    // A string is a sequence of characters in Python, and templates rely on the answer.
+    // In Python a string is a sequence of characters, and templates rely on that.
     environment.add_test("iterable", |value: &Value| value.kind() == ValueKind::String || value.try_iter().is_ok());
     environment.add_test("sequence", |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq));
 }
 
-/// A template's own objection, made with `raise_exception`.
+/// The error of a template that called `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
 
-/// What `raise_exception` was called with, if that is what went wrong.
+/// Returns the message that was passed to `raise_exception`. `None` for other errors.
 pub fn raised(error: &Error) -> Option<String> {
     let mut source = std::error::Error::source(error);
     while let Some(cause) = source {
@@ -35,8 +36,8 @@ pub fn raised(error: &Error) -> Option<String> {
     None
 }
 
-/// `strftime_now(format)`, with the session's date in the place of now: the hour is midnight, so that a prompt's
-/// beginning stays the same from turn to turn.
+/// Returns the function `strftime_now(format)`.
+/// It formats midnight of the session's date, so that the beginning of the prompt stays the same from turn to turn.
 pub fn strftime_now(date: String) -> Value {
     Value::from_function(move |format: String| -> Result<String, Error> {
         let failed = |error: jiff::Error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}"));
@@ -45,7 +46,8 @@ pub fn strftime_now(date: String) -> Value {
     })
 }
 
-/// `json.dumps` with transformers' defaults: nothing escaped for HTML, nothing escaped for ASCII, keys in their order.
+/// `json.dumps` with the defaults of transformers:
+/// no escapes for HTML or for non-ASCII characters, and keys in order.
 fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<Value, Error> {
     let failed = |error: String| Error::new(ErrorKind::InvalidOperation, format!("tojson: {error}"));
     if value.is_undefined() {
@@ -88,7 +90,7 @@ fn escape_non_ascii(text: &str) -> String {
     out
 }
 
-/// Methods of Python's strings and dictionaries: minijinja's, and those that templates use beside them.
+/// Methods of Python's strings and dictionaries: those of minijinja, and others that templates use.
 fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     let Some(text) = value.as_str() else { return unknown_method_callback(state, value, method, args) };
     match method {
@@ -109,32 +111,32 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
         }
         "partition" => {
             let (separator,): (&str,) = from_args(args)?;
-            let (before, found, after) = match text.split_once(separator) {
-                Some((before, after)) => (before, separator, after),
+            let (head, found, tail) = match text.split_once(separator) {
+                Some((head, tail)) => (head, separator, tail),
                 None => (text, "", ""),
             };
-            Ok([before, found, after].into_iter().collect())
+            Ok([head, found, tail].into_iter().collect())
         }
         _ => unknown_method_callback(state, value, method, args),
     }
 }
 
-/// Turns `{% generation %}` blocks, with which transformers finds the assistant's tokens for training, into plain
-/// scopes. Whitespace control and line numbers stay as they are.
+/// Replaces `{% generation %}` blocks, which mark the assistant's tokens for training, by plain scopes.
+/// Whitespace control and line numbers do not change.
 pub fn replace_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     while let Some(start) = rest.find("{%") {
-        let (before, tag) = rest.split_at(start);
-        out.push_str(before);
+        let (text, tag) = rest.split_at(start);
+        out.push_str(text);
         let end = tag.find("%}").map_or(tag.len(), |end| end + 2);
-        let (tag, after) = tag.split_at(end);
+        let (tag, remaining) = tag.split_at(end);
         match tag.trim_start_matches(['{', '%', '-', '+']).trim_end_matches(['}', '%', '-', '+']).trim() {
             "generation" => out.push_str(&tag.replace("generation", "with")),
             "endgeneration" => out.push_str(&tag.replace("endgeneration", "endwith")),
             _ => out.push_str(tag),
         }
-        rest = after;
+        rest = remaining;
     }
     out.push_str(rest);
     out

@@ -1,19 +1,20 @@
-//! Function tools as harmony shows them to a model: TypeScript types in a `functions` namespace.
+//! Harmony's description of function tools: TypeScript types in a `functions` namespace.
 //!
-//! Follows openai/harmony v0.0.8 `src/encoding.rs` (`template_tools_section`, `json_schema_to_typescript`) byte for
-//! byte, its oddities included (a multi-line property description is commented on its first line only): the models
-//! were trained on exactly this text.
+//! This follows openai/harmony v0.0.8 `src/encoding.rs` (`template_tools_section`,
+//! `json_schema_to_typescript`) byte for byte, because the models were trained on exactly this text.
+//! The bugs are included: only the first line of a multi-line property description becomes a comment.
 
 use anyhow::{Result, anyhow};
 use serde_json::Value;
 
-/// The `# Tools` section of a developer message. `tools` are OpenAI's tool objects, `{"type": "function", "function":
-/// {"name", "description", "parameters"}}` or the same without the inner object.
+/// Returns the `# Tools` section of a developer message.
+/// `tools` are OpenAI's tool objects,
+/// `{"type": "function", "function": {"name", "description", "parameters"}}`, or the inner objects alone.
 pub fn tools_section(tools: &[Value]) -> Result<String> {
     let mut out = String::from("# Tools\n\n## functions\n\nnamespace functions {\n");
     for tool in tools {
         let function = tool.get("function").unwrap_or(tool);
-        let name = text(function, "name").ok_or_else(|| anyhow!("a tool without a function name: {tool}"))?;
+        let name = text(function, "name").ok_or_else(|| anyhow!("a tool has no function name: {tool}"))?;
         for line in text(function, "description").unwrap_or_default().lines() {
             out.push_str(&format!("\n// {line}"));
         }
@@ -38,7 +39,7 @@ fn is_enum(schema: &Value) -> bool {
     list(schema, "enum").is_some_and(|values| !values.is_empty())
 }
 
-/// How a default is written in a comment: strings in quotes, unless they name a value of an enum.
+/// Formats a default value for a comment. Strings are quoted, except for values of an enum.
 fn default_text(schema: &Value) -> Option<String> {
     schema.get("default").map(|default| match default.as_str() {
         Some(text) if is_enum(schema) => text.to_string(),
@@ -47,6 +48,7 @@ fn default_text(schema: &Value) -> Option<String> {
     })
 }
 
+/// Returns the TypeScript type of a JSON schema.
 fn type_of(schema: &Value, indent: &str) -> String {
     if let Some(variants) = list(schema, "oneOf") {
         return one_of(variants, indent);
@@ -75,21 +77,21 @@ fn type_of(schema: &Value, indent: &str) -> String {
     }
 }
 
-/// The type of `schema`, with `null` where it may be that.
+/// Returns the type of a schema, with `| null` if it is nullable.
 fn nullable_type_of(schema: &Value, indent: &str) -> String {
     let name = type_of(schema, indent);
     let nullable = schema.get("nullable").and_then(Value::as_bool).unwrap_or(false);
     if nullable && !name.contains("null") { name + " | null" } else { name }
 }
 
-/// A choice that is no property itself: an array's items, or the variant of another choice.
+/// Returns the type of a `oneOf` that is not a property: the items of an array, or a variant of another `oneOf`.
 fn one_of(variants: &[Value], indent: &str) -> String {
     let mut out = String::new();
     for variant in variants {
         out.push_str(&format!("\n{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
         let mut comments: Vec<String> = text(variant, "description").map(str::to_string).into_iter().collect();
         if let Some(default) = variant.get("default") {
-            // Unlike everywhere else, an enum's default stands in quotes here.
+            // Only here, the default of an enum is quoted.
             let default = default.as_str().filter(|_| !is_enum(variant)).map(|text| format!("\"{text}\""));
             comments.push(format!("default: {}", default.unwrap_or_else(|| variant["default"].to_string())));
         }
@@ -119,6 +121,7 @@ fn object(schema: &Value, indent: &str) -> String {
     out
 }
 
+/// Writes a property of an object.
 fn property_of(out: &mut String, key: &str, property: &Value, indent: &str) {
     if let Some(title) = text(property, "title") {
         out.push_str(&format!("{indent}// {title}\n{indent}//\n"));
@@ -143,7 +146,7 @@ fn property_of(out: &mut String, key: &str, property: &Value, indent: &str) {
     out.push('\n');
 }
 
-/// A property that is a choice: its comments above, one variant a line.
+/// Writes a property with `oneOf`: its comments first, then one variant per line.
 fn choice(out: &mut String, key: &str, property: &Value, variants: &[Value], indent: &str) {
     let description = text(property, "description");
     let first_description = variants.first().and_then(|variant| text(variant, "description"));
@@ -157,7 +160,7 @@ fn choice(out: &mut String, key: &str, property: &Value, variants: &[Value], ind
     out.push_str(&format!("{indent}{key}:\n"));
     for (i, variant) in variants.iter().enumerate() {
         out.push_str(&format!("{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
-        // The first variant's description gives way to the property's, whatever it says.
+        // A description of the property replaces the description of the first variant.
         let own = text(variant, "description").filter(|_| i > 0 || above.is_none());
         let mut comments: Vec<String> =
             own.filter(|own| Some(*own) != description).map(str::to_string).into_iter().collect();

@@ -1,6 +1,8 @@
-//! Byte-pair encodings parsed without detours. The library goes through vocabulary and merges three or four times to find
-//! out what kind of model they are and how the merges are spelled: over 1 s for gpt-oss's 28 MB, more than its weights
-//! take.
+//! A faster parser for tokenizer.json files with a BPE model.
+//!
+//! The library parses vocabulary and merges three or four times,
+//! to detect the kind of the model and the format of the merges.
+//! That takes over 1 s for the 28 MB of gpt-oss, longer than loading its weights.
 
 use std::fmt;
 
@@ -11,9 +13,9 @@ use tokenizers::{
     AddedToken, DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, Result, Tokenizer,
 };
 
-use super::Quiet;
+use super::guard::SilencedPanics;
 
-/// A tokenizer.json with such a model. Truncation and padding are left out.
+/// A tokenizer.json with a BPE model, without truncation and padding.
 #[derive(Deserialize)]
 struct BpeFile {
     version: Option<String>,
@@ -40,7 +42,7 @@ struct Bpe {
     vocab: Vocab,
 }
 
-/// The rest of it, half the work: parsed on a thread of its own.
+/// The merges of the same file. Parsing them is half of the work, and runs on a second thread.
 #[derive(Deserialize)]
 struct MergesFile {
     model: Merges,
@@ -51,7 +53,7 @@ struct Merges {
     merges: Vec<Merge>,
 }
 
-/// `["a", "b"]`, or `"a b"` as it used to be.
+/// A merge: `["a", "b"]`, or `"a b"` in older files.
 struct Merge(String, String);
 
 impl<'de> Deserialize<'de> for Merge {
@@ -71,21 +73,21 @@ impl<'de> Visitor<'de> for MergeVisitor {
 
     fn visit_str<E: Error>(self, both: &str) -> std::result::Result<Merge, E> {
         let split = both.split_once(' ').filter(|(_, right)| !right.contains(' '));
-        let (left, right) = split.ok_or_else(|| E::custom("a merge is of two tokens"))?;
+        let (left, right) = split.ok_or_else(|| E::custom("a merge must have two tokens"))?;
         Ok(Merge(left.to_string(), right.to_string()))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut both: A) -> std::result::Result<Merge, A::Error> {
-        let mut next = || both.next_element()?.ok_or_else(|| A::Error::custom("a merge is of two tokens"));
+        let mut next = || both.next_element()?.ok_or_else(|| A::Error::custom("a merge must have two tokens"));
         Ok(Merge(next()?, next()?))
     }
 }
 
-/// The tokenizer, or none if the library has to see for itself what this file is or what is wrong with it.
+/// Parses a tokenizer.json. `None` if the library should parse the file, because it is of another kind or broken.
 pub fn parse(bytes: &[u8]) -> Result<Option<Tokenizer>> {
     fn read<'b, T: Deserialize<'b>>(bytes: &'b [u8]) -> Option<T> {
-        // On a thread of rayon's, whose panics come back to this one.
-        let _quiet = Quiet::new();
+        // This may run on a thread of rayon, which passes its panics to the caller.
+        let _silenced = SilencedPanics::new();
         serde_json::from_slice(bytes).ok()
     }
     let (file, merges) = rayon::join(|| read::<BpeFile>(bytes), || read::<MergesFile>(bytes));

@@ -1,11 +1,15 @@
-//! Checkpoints quantized to 8 bits by compressed-tensors (llm-compressor, vLLM): which of a model's linear layers are
-//! quantized, and how, by `quantization_config` in config.json.
+//! Checkpoints that compressed-tensors (llm-compressor, vLLM) quantized to 8 bits.
 //!
-//! Source: vllm-project/compressed-tensors 0.20, `quantization/quant_config.py`, `quantization/quant_args.py`,
-//! `quantization/lifecycle/apply.py` and `utils/match.py`. A layer of such a checkpoint has `weight` \[out, in\] in I8 or
-//! F8_E4M3, `weight_scale` \[out, 1\] or \[1\], and `input_scale` \[1\] if that is static. Older files may have scalars
-//! for \[1\]. Packed ones have `weight_packed` I32 \[out, in / 4\] for it, each with four codes more 128, the first in the
-//! lowest byte, and `weight_shape`.
+//! `quantization_config` in config.json says which linear layers are quantized, and how.
+//!
+//! A quantized layer has `weight` \[out, in\] in I8 or F8_E4M3, and `weight_scale` \[out, 1\] or \[1\].
+//! With static input quantization it also has `input_scale` \[1\].
+//! Older files may have scalars instead of \[1\].
+//! A packed layer has `weight_packed` I32 \[out, in / 4\] and `weight_shape` instead of `weight`.
+//! Each word holds four codes plus 128, the first in the lowest byte.
+//!
+//! Source: vllm-project/compressed-tensors 0.20, `quantization/quant_config.py`,
+//! `quantization/quant_args.py`, `quantization/lifecycle/apply.py` and `utils/match.py`.
 
 use std::collections::BTreeMap;
 
@@ -17,37 +21,36 @@ use serde_json::{Map, Value};
 use crate::error::Error;
 use crate::kernels::quantized;
 
-/// Which linear layers are quantized, and how.
+/// The `quantization_config` of a model: which linear layers are quantized, and how.
 #[derive(Debug)]
 pub struct CompressedConfig {
-    /// In the order in which they are asked. What a rule has no scheme for stays as it is.
+    /// In order of precedence. A rule without a scheme leaves its layers unquantized.
     rules: Vec<(Target, Option<Scheme>)>,
     ignore: Vec<Target>,
 }
 
-/// How a linear layer is quantized, always symmetrically: a number is its code times the scale. The product is that of
-/// the numbers that the codes of weights and inputs stand for.
+/// How a linear layer is quantized. Quantization is always symmetric: a value is its code times the scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scheme {
     pub format: Format,
     pub weight_scales: WeightScales,
     pub activations: Activations,
-    /// Whether four codes are in a word.
+    /// Whether four codes are packed into a word.
     pub packed: bool,
 }
 
-/// What codes are. To make one, a number is divided by the scale, clamped, and rounded, halves to even.
+/// The type of the codes. Quantization divides a value by the scale, clamps it, and rounds halves to even.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// -128 to 127. A dynamic scale is the largest magnitude / 127.5, so that -128 occurs and 127.5 becomes 127.
+    /// -128 to 127. A dynamic scale is the largest magnitude / 127.5, so the code -128 occurs, and 127.5 becomes 127.
     Int8,
     /// E4M3, up to 448 and without infinities. A dynamic scale is the largest magnitude / 448.
     Fp8,
 }
 
 impl Format {
-    /// How codes are kept in memory.
-    pub fn kept(self) -> quantized::Format {
+    /// Returns the format of the matrix in memory.
+    pub fn memory_format(self) -> quantized::Format {
         match self {
             Self::Int8 => quantized::Format::Int8,
             Self::Fp8 => quantized::Format::Fp8,
@@ -55,32 +58,33 @@ impl Format {
     }
 }
 
-/// What shares a scale, `weight_scale`.
+/// Which weights share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightScales {
     PerTensor,
-    /// One for each row of [out, in].
+    /// One scale for each row of [out, in].
     PerChannel,
 }
 
-/// What a layer's input becomes before it is multiplied: codes of the same [`Format`] as the weights', if any.
+/// How a layer's input is quantized. The codes have the same [`Format`] as the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activations {
-    /// Weights alone are quantized.
+    /// Only the weights are quantized.
     Unquantized,
-    /// Scales are found while running, one for each token. That of zeros only is the dtype's epsilon.
+    /// Each token gets its own scale at run time. A token of zeros gets the dtype's epsilon.
     PerToken,
-    /// One is in the checkpoint, `input_scale`.
+    /// The checkpoint has one scale for all tokens, `input_scale`.
     Static,
 }
 
-/// A name of a layer, `re:` and a pattern that its beginning matches, or a class of layers.
+/// A selector of layers: a name, `re:` and a pattern for the beginning of the name, or a class of layers.
 #[derive(Debug)]
 struct Target {
     text: String,
     pattern: Option<Regex>,
 }
 
+/// The section `quantization_config`.
 #[derive(Deserialize)]
 struct Section {
     #[serde(default)]
@@ -90,23 +94,24 @@ struct Section {
     ignore: Option<Vec<String>>,
 }
 
+/// One of the `config_groups`.
 #[derive(Deserialize)]
 struct Group {
     targets: Vec<String>,
     #[serde(default)]
     format: Option<String>,
     #[serde(default)]
-    weights: Option<Arguments>,
+    weights: Option<QuantizationArgs>,
     #[serde(default)]
-    input_activations: Option<Arguments>,
+    input_activations: Option<QuantizationArgs>,
     #[serde(default)]
     output_activations: Value,
 }
 
-/// How one tensor is quantized. Observers are of no concern once scales are known.
+/// How one tensor is quantized. Observers are ignored, because the scales are already known.
 #[derive(Deserialize)]
-struct Arguments {
-    /// A number; some tools write a map by layer.
+struct QuantizationArgs {
+    /// A number. Some tools write an object with a number for each layer.
     #[serde(default = "eight")]
     num_bits: Value,
     #[serde(default, rename = "type")]
@@ -117,7 +122,7 @@ struct Arguments {
     strategy: Option<String>,
     #[serde(default)]
     group_size: Option<i64>,
-    /// Yes, no, or "local".
+    /// true, false, or "local".
     #[serde(default)]
     dynamic: Value,
     #[serde(default)]
@@ -133,10 +138,11 @@ fn eight() -> Value {
 }
 
 impl CompressedConfig {
-    /// Reads config.json. `None` for a model that is not quantized, and for MXFP4, which is read elsewhere. Any other
-    /// quantization that cannot be computed fails with [`Error::UnsupportedQuantization`].
+    /// Reads the section from config.json.
+    /// `None` for a model that is not quantized, or is quantized to MXFP4.
+    /// Fails with [`Error::UnsupportedQuantization`] for any other quantization.
     pub fn read(config: &Value) -> Result<Option<Self>> {
-        // Until the autumn of 2024 the section was `compression_config`, before that a part of it.
+        // Until the fall of 2024 the section was called `compression_config`. Even older files nest it in there.
         let sections = [&config["quantization_config"], &config["compression_config"]];
         let Some(outer) = sections.into_iter().find(|section| is_set(section)) else { return Ok(None) };
         let nested = &outer["quantization_config"];
@@ -144,17 +150,17 @@ impl CompressedConfig {
         match section["quant_method"].as_str() {
             Some("compressed-tensors" | "compressed_tensors" | "sparseml") => {}
             Some("mxfp4") => return Ok(None),
-            Some(other) => return refuse(format!("quantization '{other}'")),
-            None => return refuse("a quantization_config without quant_method"),
+            Some(other) => return unsupported(format!("quantization '{other}'")),
+            None => return unsupported("quantization_config without quant_method"),
         }
         for field in ["kv_cache_scheme", "transform_config", "moe_sparsity_config"] {
             if is_set(&section[field]) {
-                return refuse(format!("{field} of compressed-tensors"));
+                return unsupported(format!("{field} of compressed-tensors"));
             }
         }
         for sparsity in [&outer["sparsity_config"]["format"], &section["sparsity_config"]["format"]] {
             if is_set(sparsity) && sparsity != "dense" {
-                return refuse(format!("sparsity_config {sparsity} of compressed-tensors"));
+                return unsupported(format!("sparsity_config {sparsity} of compressed-tensors"));
             }
         }
         Self::from_section(section).map(Some)
@@ -163,18 +169,18 @@ impl CompressedConfig {
     fn from_section(section: &Value) -> Result<Self> {
         let broken = || "broken quantization_config".to_string();
         let section: Section = serde_json::from_value(section.clone()).with_context(broken)?;
-        // Names come before patterns, each in the order of the alphabet; the last of two that are the same holds.
+        // Names take precedence over patterns; both are in alphabetical order. The last of two equal targets wins.
         let mut schemes: BTreeMap<(bool, String), Option<Scheme>> = BTreeMap::new();
         for (name, group) in section.config_groups {
-            let place = format!("config_groups.{name}");
+            let path = format!("config_groups.{name}");
             if group.is_array() {
-                return refuse(format!("the preset {place}"));
+                return unsupported(format!("the preset {path}"));
             }
-            let group: Group = serde_json::from_value(group).with_context(|| format!("{}: {place}", broken()))?;
-            let scheme = group.scheme(&place, section.format.as_deref())?;
+            let group: Group = serde_json::from_value(group).with_context(|| format!("{}: {path}", broken()))?;
+            let scheme = group.scheme(&path, section.format.as_deref())?;
             for target in group.targets {
                 if target == "Embedding" && scheme.is_some() {
-                    return refuse(format!("the target Embedding of {place}"));
+                    return unsupported(format!("the target Embedding of {path}"));
                 }
                 schemes.insert((target.contains("re:"), target), scheme);
             }
@@ -184,7 +190,7 @@ impl CompressedConfig {
         Ok(Self { rules: rules.collect::<Result<_>>()?, ignore: ignore.collect::<Result<_>>()? })
     }
 
-    /// In short: the bits of weights and activations and what they are, such as `w8a8 int8`.
+    /// Returns a short name: the bits of weights and activations and their type, such as `w8a8 int8`.
     pub fn name(&self) -> String {
         let Some(scheme) = self.rules.iter().find_map(|(_, scheme)| *scheme) else { return "unquantized".into() };
         let activations = if scheme.activations == Activations::Unquantized { 16 } else { 8 };
@@ -192,14 +198,15 @@ impl CompressedConfig {
         format!("w8a{activations} {format}")
     }
 
-    /// How the linear layer of this name, such as `model.layers.0.self_attn.q_proj`, is quantized, if it is. Names are
-    /// those of the checkpoint's tensors, without `.weight`.
+    /// Returns how a linear layer is quantized.
+    /// `None` if it is not.
+    /// `module` is the name of its weight without `.weight`, such as `model.layers.0.self_attn.q_proj`.
     pub fn scheme(&self, module: &str) -> Option<Scheme> {
-        if self.ignore.iter().any(|target| target.names(module) || target.is_of_linear()) {
+        if self.ignore.iter().any(|target| target.matches_name(module) || target.is_linear_class()) {
             return None;
         }
-        let by_name = self.rules.iter().find(|(target, _)| target.names(module));
-        let by_class = || self.rules.iter().find(|(target, _)| target.is_of_linear());
+        let by_name = self.rules.iter().find(|(target, _)| target.matches_name(module));
+        let by_class = || self.rules.iter().find(|(target, _)| target.is_linear_class());
         by_name.or_else(by_class)?.1
     }
 }
@@ -208,114 +215,115 @@ impl Target {
     fn new(text: String) -> Result<Self> {
         let pattern = match text.strip_prefix("re:").map(|pattern| Regex::new(&format!("^(?:{pattern})"))) {
             Some(Ok(pattern)) => Some(pattern),
-            // Python's expressions can look around, which takes time without bound.
-            Some(Err(_)) => return refuse(format!("the pattern '{text}' of quantization_config")),
+            // Python's patterns may have lookaround, which the regex crate does not support.
+            Some(Err(_)) => return unsupported(format!("the pattern '{text}' of quantization_config")),
             None => None,
         };
         Ok(Self { text, pattern })
     }
 
-    fn names(&self, module: &str) -> bool {
+    /// Returns true if the target is this module's name or a pattern that matches it.
+    fn matches_name(&self, module: &str) -> bool {
         self.pattern.as_ref().map_or(self.text == module, |pattern| pattern.is_match(module))
     }
 
-    /// By torch's classes.
-    fn is_of_linear(&self) -> bool {
+    /// Returns true if the target is one of torch's classes for linear layers.
+    fn is_linear_class(&self) -> bool {
         self.text == "Linear" || self.text == "Module"
     }
 }
 
 impl Group {
-    /// `None` if it leaves layers as they are.
-    fn scheme(&self, place: &str, format: Option<&str>) -> Result<Option<Scheme>> {
+    /// Returns the scheme of the group. `None` if it leaves its layers unquantized.
+    fn scheme(&self, path: &str, format: Option<&str>) -> Result<Option<Scheme>> {
         if is_set(&self.output_activations) {
-            return refuse(format!("output_activations of {place}"));
+            return unsupported(format!("output_activations of {path}"));
         }
         let Some(weights) = &self.weights else {
             return match self.input_activations {
-                Some(_) => refuse(format!("{place}, which quantizes inputs and not weights,")),
+                Some(_) => unsupported(format!("{path}, which quantizes only inputs,")),
                 None => Ok(None),
             };
         };
         let packed = match self.format.as_deref().or(format) {
             Some("int-quantized" | "float-quantized" | "naive-quantized") => false,
             Some("pack-quantized") => true,
-            Some(other) => return refuse(format!("format '{other}' of compressed-tensors")),
-            None => return refuse("a quantization_config of compressed-tensors without format"),
+            Some(other) => return unsupported(format!("format '{other}' of compressed-tensors")),
+            None => return unsupported("quantization_config of compressed-tensors without format"),
         };
-        let place_of = |field| format!("{place}.{field}");
-        let place = place_of("weights");
-        let format = weights.format(&place)?;
+        let group_path = path;
+        let path = &format!("{group_path}.weights");
+        let format = weights.format(path)?;
         if packed && format != Format::Int8 {
-            return refuse(format!("type 'float' of {place} in words"));
+            return unsupported(format!("packed 'float' of {path}"));
         }
-        let weight_scales = match (weights.strategy(), weights.is_dynamic(&place)?) {
+        let weight_scales = match (weights.strategy(), weights.is_dynamic(path)?) {
             ("tensor", false) => WeightScales::PerTensor,
             ("channel", false) => WeightScales::PerChannel,
-            (_, true) => return refuse(format!("dynamic of {place}")),
-            (other, false) => return refuse(format!("strategy '{other}' of {place}")),
+            (_, true) => return unsupported(format!("dynamic of {path}")),
+            (other, false) => return unsupported(format!("strategy '{other}' of {path}")),
         };
-        let place = place_of("input_activations");
+        let path = &format!("{group_path}.input_activations");
         let activations = match &self.input_activations {
             None => Activations::Unquantized,
-            Some(inputs) if inputs.format(&place)? != format => {
-                return refuse(format!("{place} of another type than its weights"));
+            Some(inputs) if inputs.format(path)? != format => {
+                return unsupported(format!("{path} of another type than the weights"));
             }
-            Some(inputs) if is_set(&inputs.scale_dtype) => return refuse(format!("scale_dtype of {place}")),
-            Some(inputs) => match (inputs.strategy(), inputs.is_dynamic(&place)?) {
+            Some(inputs) if is_set(&inputs.scale_dtype) => return unsupported(format!("scale_dtype of {path}")),
+            Some(inputs) => match (inputs.strategy(), inputs.is_dynamic(path)?) {
                 ("token", true) => Activations::PerToken,
-                // One scale for all tokens of a pass: results would depend on what is computed together.
-                ("tensor", true) => return refuse(format!("dynamic scales of whole tensors of {place}")),
+                // One scale for all tokens of a pass would make the result depend on the other tokens in it.
+                ("tensor", true) => return unsupported(format!("dynamic per-tensor scales of {path}")),
                 ("tensor", false) => Activations::Static,
-                ("token", false) => return refuse(format!("strategy 'token' without dynamic of {place}")),
-                (other, _) => return refuse(format!("strategy '{other}' of {place}")),
+                ("token", false) => return unsupported(format!("strategy 'token' without dynamic of {path}")),
+                (other, _) => return unsupported(format!("strategy '{other}' of {path}")),
             },
         };
         Ok(Some(Scheme { format, weight_scales, activations, packed }))
     }
 }
 
-impl Arguments {
-    fn format(&self, place: &str) -> Result<Format> {
+impl QuantizationArgs {
+    fn format(&self, path: &str) -> Result<Format> {
         if self.num_bits.is_object() {
-            return refuse(format!("num_bits by layer of {place}"));
+            return unsupported(format!("num_bits per layer of {path}"));
         }
         if self.num_bits != 8 {
-            return refuse(format!("num_bits {} of {place}", self.num_bits));
+            return unsupported(format!("num_bits {} of {path}", self.num_bits));
         }
         if self.symmetric == Some(false) {
-            return refuse(format!("symmetric false of {place}"));
+            return unsupported(format!("symmetric false of {path}"));
         }
         for (field, value) in [("actorder", &self.actorder), ("block_structure", &self.block_structure)] {
             if is_set(value) {
-                return refuse(format!("{field} {value} of {place}"));
+                return unsupported(format!("{field} {value} of {path}"));
             }
         }
         if let Some(size) = self.group_size.filter(|&size| size != -1) {
-            return refuse(format!("group_size {size} of {place}"));
+            return unsupported(format!("group_size {size} of {path}"));
         }
         match self.kind.as_deref().unwrap_or("int").to_lowercase().as_str() {
             "int" => Ok(Format::Int8),
             "float" => Ok(Format::Fp8),
-            other => refuse(format!("type '{other}' of {place}")),
+            other => unsupported(format!("type '{other}' of {path}")),
         }
     }
 
-    /// A missing one follows from the size of groups, where -1 is a whole row.
+    /// Returns the strategy. By default it follows from the group size: -1 means a whole row.
     fn strategy(&self) -> &str {
         self.strategy.as_deref().unwrap_or(if self.group_size == Some(-1) { "channel" } else { "tensor" })
     }
 
-    fn is_dynamic(&self, place: &str) -> Result<bool> {
+    fn is_dynamic(&self, path: &str) -> Result<bool> {
         match &self.dynamic {
             Value::Null => Ok(false),
             Value::Bool(dynamic) => Ok(*dynamic),
-            other => refuse(format!("dynamic {other} of {place}")),
+            other => unsupported(format!("dynamic {other} of {path}")),
         }
     }
 }
 
-/// Anything but null, false and an empty object.
+/// Returns false for null, false and an empty object, else true.
 fn is_set(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => false,
@@ -324,7 +332,7 @@ fn is_set(value: &Value) -> bool {
     }
 }
 
-fn refuse<T>(what: impl Into<String>) -> Result<T> {
+fn unsupported<T>(what: impl Into<String>) -> Result<T> {
     Err(Error::UnsupportedQuantization { what: what.into() }.into())
 }
 
@@ -349,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_goes_before_a_pattern_and_a_pattern_before_a_class() {
+    fn names_precede_patterns_and_patterns_precede_classes() {
         let groups = json!({
             "a": weights("int", "channel", &["Linear"]),
             "b": weights("float", "channel", &["re:.*o_proj"]),
@@ -364,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn patterns_match_from_the_beginning_as_in_python() {
+    fn patterns_match_the_beginning_of_the_name() {
         let groups = json!({"a": weights("int", "tensor", &["re:q_proj|l\\.\\d+\\.k"])});
         let config = config(groups, json!([]));
         assert!(config.scheme("l.12.k_proj").is_some());
@@ -374,7 +382,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_ignored_stays_as_it_is() {
+    fn ignored_layers_stay_unquantized() {
         let linear = |ignore| config(json!({"a": weights("int", "tensor", &["Linear"])}), ignore);
         let some = linear(json!(["lm_head", "re:.*\\.mlp\\.gate$"]));
         assert_eq!(some.scheme("lm_head"), None);
@@ -385,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_of_two_groups_with_the_same_target_holds() {
+    fn last_group_with_the_same_target_wins() {
         let groups = json!({"b": weights("int", "tensor", &["Linear"]), "a": weights("float", "tensor", &["Linear"])});
         assert_eq!(config(groups, json!([])).scheme("x"), scheme(Format::Fp8, WeightScales::PerTensor));
     }

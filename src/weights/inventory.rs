@@ -1,4 +1,4 @@
-//! Which tensors a checkpoint has, as headers tell: enough to know what a model takes before a byte of it is here.
+//! The tensors of a checkpoint, as its headers list them: enough to compute a model's size before it is downloaded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -7,50 +7,52 @@ use anyhow::Result;
 use candle_core::DType;
 use serde::Serialize;
 
+use super::checkpoint::Checkpoint;
 use super::gguf::GgufCheckpoint;
 use super::quantized::QuantizationTarget;
-use super::{Checkpoint, header};
+use super::safetensors_header::{self, HeaderTensor};
+use super::tensor_info::{TensorInfo, parameter_count};
 use crate::snapshot::safetensors::{self, ShardIndex};
 
-/// One tensor as its header tells of it.
+/// One tensor of a checkpoint.
 #[derive(Clone, Debug)]
-pub struct Entry {
-    pub name: String,
-    /// In lower case, as safetensors names it: `bf16`, `u8`, `f8_e4m3`.
-    pub dtype: String,
-    pub elements: u64,
-    /// As stored.
-    pub bytes: u64,
-    pub kept: Kept,
+struct InventoryTensor {
+    name: String,
+    /// The safetensors name in lower case: `bf16`, `u8`, `f8_e4m3`.
+    dtype: String,
+    elements: u64,
+    /// The size in the file.
+    bytes: u64,
+    format: MemoryFormat,
 }
 
-/// What a tensor is once it is loaded.
+/// How a tensor is stored in memory once it is loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kept {
-    /// Floats of the compute dtype.
-    Floats,
-    /// f32, whatever is computed in: norms, biases, sinks, routers.
+enum MemoryFormat {
+    /// Floats in the compute dtype.
+    ComputeDtype,
+    /// F32 in every compute dtype: norms, biases, sinks, routers.
     F32,
-    /// So many bytes: what is packed or quantized. Nothing of what no model asks for.
+    /// This many bytes, packed or quantized. 0 for tensors that no model loads.
     Bytes(u64),
 }
 
 /// The tensors of a checkpoint.
 #[derive(Clone, Debug, Default)]
 pub struct Inventory {
-    entries: Vec<Entry>,
+    tensors: Vec<InventoryTensor>,
 }
 
-/// What a list of models tells of one.
+/// What `inferno list` shows about a model's weights.
 pub struct Summary {
     pub parameters: u64,
-    /// The dtype that most bytes are in, in lower case; of a GGUF file what it calls itself, such as `Q4_K_M`.
+    /// The dtype of most bytes, in lower case. For a GGUF file its quantization, such as `Q4_K_M`.
     pub main_dtype: Option<String>,
-    /// Whether this holds only if config.json can be read: words of codes are taken for four each.
+    /// Whether packed words were counted as four parameters each, which is only correct if config.json says so.
     pub packed: bool,
 }
 
-/// Tensors that do one kind of work.
+/// The tensors of one part of a model.
 #[derive(Clone, Debug, Serialize, PartialEq)]
 pub struct Group {
     pub name: &'static str,
@@ -60,11 +62,11 @@ pub struct Group {
     pub dtypes: BTreeSet<String>,
 }
 
-/// In the order in which a token passes through.
+/// The groups, in the order in which a token passes through them.
 const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", "head", "other"];
 
-/// In names of what is in files and of no use: tables and masks that are computed, scales of inputs, of which the number alone
-/// is kept, and the half of a multimodal model that sees.
+/// Parts of the names of tensors that no model loads: tables and masks that are computed,
+/// input scales, which become plain numbers, and the vision half of a multimodal model.
 const NEVER_LOADED: [&str; 7] = [
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -76,17 +78,18 @@ const NEVER_LOADED: [&str; 7] = [
 ];
 
 impl Summary {
+    /// Summarizes a GGUF file.
     pub fn from_gguf(file: &GgufCheckpoint) -> Self {
         Self { parameters: file.parameters(), main_dtype: file.quantization(), packed: false }
     }
 
-    /// Of a snapshot. Reads headers and nothing else: a model that is listed may yet turn out to be broken.
+    /// Summarizes the safetensors files of a directory. Only headers are read, so the model may still be broken.
     pub fn from_safetensors(dir: &Path) -> Result<Self> {
         let (mut parameters, mut bytes, mut packed) = (0u64, BytesByDtype::default(), false);
         for file in safetensors::files(dir, ShardIndex::read(dir)?.as_ref())? {
-            let (json, data_bytes) = header::of_file(&file)?;
-            header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
-                let count = self::parameters(&tensor.name, tensor.dtype == "U8", tensor.elements);
+            let (json, data_bytes) = safetensors_header::read_file(&file)?;
+            safetensors_header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
+                let count = parameter_count(&tensor.name, tensor.dtype == "U8", tensor.elements);
                 parameters = parameters.saturating_add(count);
                 bytes.add(&tensor.dtype, tensor.bytes);
                 packed |= tensor.packed;
@@ -97,158 +100,172 @@ impl Summary {
 }
 
 impl Inventory {
-    /// Of a checkpoint as it will be loaded, where matrices of floats may become quantized.
-    pub fn from_checkpoint(checkpoint: &Checkpoint, quantize: Option<QuantizationTarget>) -> Self {
-        let entry = |(name, info): (&str, &super::TensorInfo)| {
-            let kept = match Kept::of_floats(name, info.shape.len()) {
-                Kept::Floats if !name.contains("wpe") => checkpoint.kept_bytes(name, info),
-                _ if name.ends_with("_scale") => checkpoint.kept_bytes(name, info),
+    /// Lists the tensors of a checkpoint as they will be loaded.
+    /// `target` is what matrices of floats are quantized to.
+    pub fn from_checkpoint(checkpoint: &Checkpoint, target: Option<QuantizationTarget>) -> Self {
+        let tensor = |(name, info): (&str, &TensorInfo)| {
+            let packed_bytes = match MemoryFormat::for_floats(name, info.shape.len()) {
+                MemoryFormat::ComputeDtype if !name.contains("wpe") => checkpoint.packed_bytes(name, info),
+                _ if name.ends_with("_scale") => checkpoint.packed_bytes(name, info),
                 _ => None,
             };
-            Entry {
+            InventoryTensor {
                 name: name.to_string(),
                 dtype: checkpoint.stored_as(name, info),
                 elements: info.elements() as u64,
                 bytes: info.bytes() as u64,
-                kept: kept.map_or(Kept::of_floats(name, info.shape.len()), Kept::Bytes),
+                format: packed_bytes.map_or(MemoryFormat::for_floats(name, info.shape.len()), MemoryFormat::Bytes),
             }
         };
-        let mut inventory = Self { entries: checkpoint.tensors().map(entry).collect() };
-        let has_head = inventory.entries.iter().any(|entry| entry.group() == "head");
-        let is_matrix = |entry: &&mut Entry| entry.kept == Kept::Floats && !entry.name.ends_with("_bias");
-        for entry in inventory.entries.iter_mut().filter(is_matrix) {
-            let becomes = match entry.group() {
+        let mut inventory = Self { tensors: checkpoint.tensors().map(tensor).collect() };
+        let has_head = inventory.tensors.iter().any(|tensor| tensor.group() == "head");
+        let is_matrix = |tensor: &&mut InventoryTensor| {
+            tensor.format == MemoryFormat::ComputeDtype && !tensor.name.ends_with("_bias")
+        };
+        for tensor in inventory.tensors.iter_mut().filter(is_matrix) {
+            let is_quantized = match tensor.group() {
                 "attention" | "mlp" | "head" => true,
-                // gpt-oss's, which have biases, stay floats.
-                "experts" => checkpoint.info(&format!("{}_bias", entry.name)).is_none(),
-                "embedding" => !has_head && !entry.name.contains("wpe"),
+                // The experts of gpt-oss, which have biases, stay floats.
+                "experts" => checkpoint.info(&format!("{}_bias", tensor.name)).is_none(),
+                "embedding" => !has_head && !tensor.name.contains("wpe"),
                 _ => false,
             };
-            let shape = checkpoint.matrix_shape(&entry.name).filter(|_| becomes);
-            let format = |(_, columns)| quantize.and_then(|quantize| quantize.format(columns));
+            let shape = checkpoint.matrix_shape(&tensor.name).filter(|_| is_quantized);
+            let format = |(_, columns)| target.and_then(|target| target.format(columns));
             if let (Some((rows, columns)), Some(format)) = (shape, shape.and_then(format)) {
-                entry.kept = Kept::Bytes(format.bytes(rows as u64, columns as u64));
+                tensor.format = MemoryFormat::Bytes(format.bytes(rows as u64, columns as u64));
             }
         }
         inventory
     }
 
-    /// Adds what the header of a safetensors file says, its JSON without the length before it. `data_bytes` is what
-    /// follows the header in the file. Any dtype will do: this is about knowing a model, not about loading it.
+    /// Adds the tensors of a safetensors header.
+    ///
+    /// `header` is the JSON without the length before it.
+    /// `data_bytes` is the size of the data after the header, if known.
+    /// Unknown dtypes are allowed, because the model is only described.
     pub fn add_header(&mut self, file: &str, header: &[u8], data_bytes: Option<u64>) -> Result<()> {
-        header::read(file, header, data_bytes, |header::Tensor { name, dtype, rank, elements, bytes, .. }| {
+        safetensors_header::read(file, header, data_bytes, |tensor| {
+            let HeaderTensor { name, dtype, rank, elements, bytes, .. } = tensor;
             let (name, dtype) = (name.into_owned(), dtype.to_lowercase());
-            let kept = match Kept::of_floats(&name, rank) {
-                Kept::Floats if !is_float(&dtype) => Kept::Bytes(bytes),
-                kept => kept,
+            let format = match MemoryFormat::for_floats(&name, rank) {
+                MemoryFormat::ComputeDtype if !is_float(&dtype) => MemoryFormat::Bytes(bytes),
+                format => format,
             };
-            self.entries.push(Entry { name, dtype, elements, bytes, kept });
+            self.tensors.push(InventoryTensor { name, dtype, elements, bytes, format });
         })
     }
 
+    /// Returns true if no tensor is listed.
     pub fn is_empty(&self) -> bool {
-        self.entries.is_empty()
+        self.tensors.is_empty()
     }
 
-    /// As stored.
+    /// Returns the total size of all tensors in the files, in bytes.
     pub fn bytes(&self) -> u64 {
-        sum(self.entries.iter().map(|entry| entry.bytes))
+        sum(self.tensors.iter().map(|tensor| tensor.bytes))
     }
 
+    /// Returns the number of parameters.
     pub fn parameters(&self) -> u64 {
-        sum(self.entries.iter().map(Entry::parameters))
+        sum(self.tensors.iter().map(InventoryTensor::parameters))
     }
 
-    /// Those that one token meets, where it takes `chosen` of `experts`.
+    /// Returns the number of parameters that one token uses, if it is routed to `chosen` of `experts` experts.
     pub fn active_parameters(&self, chosen: u64, experts: u64) -> u64 {
-        let of_experts = sum(self.entries.iter().filter(|entry| entry.is_expert()).map(Entry::parameters));
-        let active = u128::from(of_experts) * u128::from(chosen) / u128::from(experts.max(1));
-        self.parameters() - of_experts + u64::try_from(active).unwrap_or(of_experts).min(of_experts)
+        let in_experts = sum(self.tensors.iter().filter(|tensor| tensor.is_expert()).map(InventoryTensor::parameters));
+        let active = u128::from(in_experts) * u128::from(chosen) / u128::from(experts.max(1));
+        self.parameters() - in_experts + u64::try_from(active).unwrap_or(in_experts).min(in_experts)
     }
 
-    /// Bytes of the weights once loaded. Exact, but for a head in the files of a model whose embedding is its head: that is
-    /// counted and not loaded.
+    /// Returns the bytes that the weights take in memory.
+    /// This is too much only for files with an unused head, of a model that uses its embedding as head.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
-        sum(self.entries.iter().map(|entry| entry.loaded_bytes(dtype)))
+        sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
 
-    /// Bytes of the experts of the layer that has most of them, once loaded: they are laid out anew or stacked, one layer at
-    /// a time.
+    /// Returns the bytes that the largest layer of experts takes in memory.
+    /// Loading needs this much more for a while, because it repacks or stacks the experts of one layer at a time.
     pub fn largest_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
-        for entry in &self.entries {
-            let expert = entry.name.split_once(".experts.").map(|(layer, _)| layer);
-            if entry.dtype == "u8" || expert.is_some() {
-                let sum = layers.entry(expert.unwrap_or(&entry.name)).or_default();
-                *sum = sum.saturating_add(entry.loaded_bytes(dtype));
+        for tensor in &self.tensors {
+            let expert = tensor.name.split_once(".experts.").map(|(layer, _)| layer);
+            if tensor.dtype == "u8" || expert.is_some() {
+                let sum = layers.entry(expert.unwrap_or(&tensor.name)).or_default();
+                *sum = sum.saturating_add(tensor.loaded_bytes(dtype));
             }
         }
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Bytes of the quantized experts of one layer as floats: what a GPU multiplies many tokens with, a layer at a time.
+    /// Returns the bytes that the quantized experts of one layer take as floats.
+    /// For many tokens, a GPU dequantizes them layer by layer.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
-        for entry in self.entries.iter().filter(|entry| matches!(entry.kept, Kept::Bytes(1..)) && entry.dtype != "u8") {
-            if let Some((layer, _)) = entry.name.split_once(".experts.") {
+        for tensor in self
+            .tensors
+            .iter()
+            .filter(|tensor| matches!(tensor.format, MemoryFormat::Bytes(1..)) && tensor.dtype != "u8")
+        {
+            if let Some((layer, _)) = tensor.name.split_once(".experts.") {
                 let sum = layers.entry(layer).or_default();
-                *sum = sum.saturating_add(entry.elements.saturating_mul(dtype.size_in_bytes() as u64));
+                *sum = sum.saturating_add(tensor.elements.saturating_mul(dtype.size_in_bytes() as u64));
             }
         }
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// The dtype that most bytes are in.
+    /// Returns the dtype of most bytes.
     pub fn main_dtype(&self) -> Option<String> {
         let mut bytes = BytesByDtype::default();
-        self.entries.iter().for_each(|entry| bytes.add(&entry.dtype, entry.bytes));
+        self.tensors.iter().for_each(|tensor| bytes.add(&tensor.dtype, tensor.bytes));
         bytes.main()
     }
 
-    /// What kind of work the tensors do, by their names; kinds without a tensor are left out.
+    /// Returns the groups that have tensors. A tensor's name decides its group.
     pub fn groups(&self) -> Vec<Group> {
         let group = |name| {
-            let entries = || self.entries.iter().filter(move |entry| entry.group() == name);
-            let dtype = |entry: &Entry| match entry.is_packed_mxfp4() {
+            let tensors = || self.tensors.iter().filter(move |tensor| tensor.group() == name);
+            let dtype = |tensor: &InventoryTensor| match tensor.is_packed_mxfp4() {
                 true => "mxfp4".to_string(),
-                false => entry.dtype.clone(),
+                false => tensor.dtype.clone(),
             };
             Group {
                 name,
-                tensors: entries().count(),
-                parameters: sum(entries().map(Entry::parameters)),
-                bytes: sum(entries().map(|entry| entry.bytes)),
-                dtypes: entries().map(dtype).collect(),
+                tensors: tensors().count(),
+                parameters: sum(tensors().map(InventoryTensor::parameters)),
+                bytes: sum(tensors().map(|tensor| tensor.bytes)),
+                dtypes: tensors().map(dtype).collect(),
             }
         };
         GROUPS.into_iter().map(group).filter(|group| group.tensors > 0).collect()
     }
 }
 
-impl Kept {
-    /// What becomes of floats of so many dimensions that are not quantized.
-    fn of_floats(name: &str, rank: usize) -> Self {
+impl MemoryFormat {
+    /// Returns the format of an unquantized float tensor with this number of dimensions.
+    fn for_floats(name: &str, rank: usize) -> Self {
         let is_router = ["mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight"];
         if NEVER_LOADED.iter().any(|part| name.contains(part)) {
             Self::Bytes(0)
         } else if rank < 2 || name.ends_with("_scale") || is_router.iter().any(|router| name.ends_with(router)) {
             Self::F32
         } else {
-            Self::Floats
+            Self::ComputeDtype
         }
     }
 }
 
-impl Entry {
+impl InventoryTensor {
     fn parameters(&self) -> u64 {
-        parameters(&self.name, self.dtype == "u8", self.elements)
+        parameter_count(&self.name, self.dtype == "u8", self.elements)
     }
 
     fn loaded_bytes(&self, dtype: DType) -> u64 {
-        match self.kept {
-            Kept::Floats => self.elements.saturating_mul(dtype.size_in_bytes() as u64),
-            Kept::F32 => self.elements.saturating_mul(size_of::<f32>() as u64),
-            Kept::Bytes(bytes) => bytes,
+        match self.format {
+            MemoryFormat::ComputeDtype => self.elements.saturating_mul(dtype.size_in_bytes() as u64),
+            MemoryFormat::F32 => self.elements.saturating_mul(size_of::<f32>() as u64),
+            MemoryFormat::Bytes(bytes) => bytes,
         }
     }
 
@@ -260,7 +277,7 @@ impl Entry {
         self.name.contains(".experts.")
     }
 
-    /// One of `GROUPS`.
+    /// Returns one of [`GROUPS`].
     fn group(&self) -> &'static str {
         let parts: Vec<&str> = self.name.split('.').collect();
         let any = |is: &dyn Fn(&str) -> bool| parts.iter().any(|part| is(part));
@@ -282,7 +299,7 @@ impl Entry {
     }
 }
 
-/// How many bytes are in which dtype.
+/// The number of bytes in each dtype.
 #[derive(Default)]
 struct BytesByDtype(BTreeMap<String, u64>);
 
@@ -294,7 +311,7 @@ impl BytesByDtype {
         }
     }
 
-    /// The dtype that most bytes are in, in lower case.
+    /// Returns the dtype of most bytes, in lower case.
     fn main(self) -> Option<String> {
         self.0.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype.to_lowercase())
     }
@@ -304,20 +321,9 @@ fn is_float(dtype: &str) -> bool {
     matches!(dtype, "f32" | "f16" | "bf16")
 }
 
-/// Sizes from a server may be anything.
+/// Adds numbers without overflow: a remote header may contain any size.
 fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
     numbers.fold(0, u64::saturating_add)
-}
-
-/// How many parameters a tensor holds: its elements, two for each byte of packed MXFP4 blocks, none for their scales or
-/// for a shape.
-pub(super) fn parameters(name: &str, is_bytes: bool, elements: u64) -> u64 {
-    match is_bytes {
-        true if name.ends_with("_blocks") => elements.saturating_mul(2),
-        true if name.ends_with("_scales") => 0,
-        false if name.ends_with(".weight_shape") => 0,
-        _ => elements,
-    }
 }
 
 #[cfg(test)]
@@ -333,7 +339,7 @@ mod tests {
         "model.layers.0.mlp.experts.down_proj_scales":{"dtype":"U8","shape":[2,4,1],"data_offsets":[292,300]}}"#;
 
     #[test]
-    fn a_header_is_counted() {
+    fn header_is_counted() {
         let mut inventory = Inventory::default();
         inventory.add_header("a.safetensors", HEADER.as_bytes(), Some(300)).unwrap();
         assert_eq!(inventory.bytes(), 300);
@@ -350,28 +356,28 @@ mod tests {
     }
 
     #[test]
-    fn headers_that_lie_are_refused() {
-        let refused = |header: &str, data_bytes| {
+    fn inconsistent_headers_are_errors() {
+        let assert_error = |header: &str, data_bytes| {
             let error = Inventory::default().add_header("a.safetensors", header.as_bytes(), data_bytes).unwrap_err();
             assert!(format!("{error:#}").contains("a.safetensors"), "{error:#}");
         };
-        refused(HEADER, Some(299));
-        refused(HEADER, Some(301));
-        // There twice, and a hole.
+        assert_error(HEADER, Some(299));
+        assert_error(HEADER, Some(301));
+        // A tensor that occurs twice, and a gap.
         let two = r#""a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}"#;
-        refused(&format!("{{{two},{two}}}"), Some(2));
-        refused(r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}"#, Some(4));
-        refused("{", None);
-        refused("[]", None);
-        refused(r#"{"a":{"dtype":"F32"}}"#, None);
-        refused(r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#, None);
-        refused(r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#, None);
-        refused(r#"{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}"#, None);
-        refused(r#"{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}}"#, None);
+        assert_error(&format!("{{{two},{two}}}"), Some(2));
+        assert_error(r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}"#, Some(4));
+        assert_error("{", None);
+        assert_error("[]", None);
+        assert_error(r#"{"a":{"dtype":"F32"}}"#, None);
+        assert_error(r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}"#, None);
+        assert_error(r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}"#, None);
+        assert_error(r#"{"a":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}"#, None);
+        assert_error(r#"{"a":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,4]}}"#, None);
     }
 
     #[test]
-    fn names_of_other_families_find_their_group() {
+    fn names_determine_the_group() {
         for (name, group) in [
             ("transformer.wte.weight", "embedding"),
             ("transformer.h.0.attn.c_attn.weight", "attention"),
@@ -383,8 +389,9 @@ mod tests {
             ("lm_head.weight", "head"),
             ("backbone.layers.0.mixer.A_log", "other"),
         ] {
-            let entry = Entry { name: name.into(), dtype: "bf16".into(), elements: 1, bytes: 2, kept: Kept::Floats };
-            assert_eq!(entry.group(), group, "{name}");
+            let format = MemoryFormat::ComputeDtype;
+            let tensor = InventoryTensor { name: name.into(), dtype: "bf16".into(), elements: 1, bytes: 2, format };
+            assert_eq!(tensor.group(), group, "{name}");
         }
     }
 }

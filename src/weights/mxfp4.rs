@@ -1,15 +1,17 @@
-//! Stacked expert matrices as gpt-oss checkpoints store them: packed MXFP4, or dense where a fine-tune was unpacked.
+//! The stacked expert matrices of gpt-oss checkpoints: packed MXFP4, or floats in an unpacked fine-tune.
 
 use anyhow::{Result, bail};
 
-use super::Weights;
+use super::loader::Weights;
 use crate::kernels::moe::experts::ExpertWeights;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::experts_gemm::{Mxfp4Tiles, RowOrder};
 use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 
-/// `{name}_blocks` and `{name}_scales` [E, R, C/32, ..], or else the dense `{name}` [E, C, R], which transformers keeps
-/// transposed; kept here as [E, R, C] either way.
+/// Loads the matrices [E, R, C] of all experts.
+///
+/// The checkpoint has them packed, as `{name}_blocks` and `{name}_scales` [E, R,
+/// C/32, ..], or as floats: `{name}` [E, C, R], which transformers stores transposed.
 pub fn experts(
     weights: &Weights,
     name: &str,
@@ -17,7 +19,7 @@ pub fn experts(
 ) -> Result<ExpertWeights> {
     if weights.contains(&format!("{name}_blocks")) {
         if columns % MXFP4_BLOCK != 0 {
-            bail!("{name}: {columns} columns are no multiple of the MXFP4 block of {MXFP4_BLOCK}");
+            bail!("{name}: {columns} columns are not a multiple of the MXFP4 block of {MXFP4_BLOCK}");
         }
         let groups = columns / MXFP4_BLOCK;
         let blocks = weights.bytes(&format!("{name}_blocks"), &[experts, rows, groups, MXFP4_BLOCK / 2])?;
@@ -28,8 +30,9 @@ pub fn experts(
     Ok(ExpertWeights::Dense(dense.transpose(1, 2)?.contiguous()?))
 }
 
-/// The two stacks of an MLP in the layout of a GPU's tensor cores, where they can be used: on a GPU, in bf16 or f16, without
-/// extreme scales. Otherwise as they are.
+/// Repacks the matrices of an MLP for a GPU's tensor cores.
+///
+/// Returns them unchanged if tensor cores cannot use them: on a CPU, in f32, or with extreme scales.
 #[cfg(feature = "cuda")]
 pub fn for_tensor_cores(
     weights: &Weights,
@@ -37,10 +40,10 @@ pub fn for_tensor_cores(
     down: ExpertWeights,
 ) -> Result<(ExpertWeights, ExpertWeights)> {
     use candle_core::DType;
-    let short = weights.device().is_cuda() && weights.dtype() != DType::F32;
+    let has_tensor_cores = weights.device().is_cuda() && weights.dtype() != DType::F32;
     if let (ExpertWeights::Mxfp4 { blocks: up, scales: up_scales }, ExpertWeights::Mxfp4 { blocks, scales }) =
         (&gate_up, &down)
-        && short
+        && has_tensor_cores
         && let Some(up) = Mxfp4Tiles::repack(up, up_scales, RowOrder::Paired)?
         && let Some(down) = Mxfp4Tiles::repack(blocks, scales, RowOrder::Plain)?
     {

@@ -1,5 +1,4 @@
-//! Quantized matrices made of what a checkpoint has: blocks of a GGUF file as they are, or floats quantized while they are
-//! loaded.
+//! Quantized matrices: the blocks of a GGUF file, or floats that are quantized while they load.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,17 +10,17 @@ use float8::F8E4M3;
 use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
-use super::ggml::{self, GgmlType, split};
+use super::ggml::{self, GgmlType, split_group};
 use crate::kernels::quantized::{E4M3_MAX, Format, GROUP_COLUMNS, InputRounding, QuantizedMatrix, pack};
 
-/// What `--quantize` makes of matrices.
+/// What matrices of floats are quantized to: the values of `--quantize`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QuantizationTarget {
     /// Blocks of a ggml type.
     Blocks(GgmlType),
-    /// E4M3 and a scale for each row.
+    /// E4M3 with a scale for each row.
     Fp8,
-    /// Signed bytes and a scale for each row.
+    /// Signed bytes with a scale for each row.
     Int8,
 }
 
@@ -41,25 +40,25 @@ impl QuantizationTarget {
         ("int8", Self::Int8),
     ];
 
-    /// What rows of so many columns become; none if they stay floats.
+    /// Returns the format of a matrix with this many columns. `None` if it stays floats.
     pub fn format(self, columns: usize) -> Option<Format> {
         match self {
             Self::Fp8 => Some(Format::Fp8),
             Self::Int8 => Some(Format::Int8),
-            Self::Blocks(of) => format(Self::blocks(of, columns)?),
+            Self::Blocks(ggml_type) => format(Self::fitting_type(ggml_type, columns)?),
         }
     }
 
-    /// The type itself, or the next larger one whose blocks are shorter, as llama.cpp's quantization chooses it.
-    fn blocks(of: GgmlType, columns: usize) -> Option<GgmlType> {
-        let shorter = match of {
+    /// Returns the type itself, or the larger type with shorter blocks that llama.cpp falls back to.
+    fn fitting_type(ggml_type: GgmlType, columns: usize) -> Option<GgmlType> {
+        let fallback = match ggml_type {
             GgmlType::Q2K | GgmlType::Q3K => GgmlType::Q4_0,
             GgmlType::Q4K => GgmlType::Q5_0,
             GgmlType::Q5K => GgmlType::Q5_1,
             GgmlType::Q6K => GgmlType::Q8_0,
             other => other,
         };
-        [of, shorter].into_iter().find(|of| columns.is_multiple_of(of.block_length()))
+        [ggml_type, fallback].into_iter().find(|ggml_type| columns.is_multiple_of(ggml_type.block_length()))
     }
 }
 
@@ -68,7 +67,7 @@ impl FromStr for QuantizationTarget {
 
     fn from_str(name: &str) -> Result<Self, String> {
         let known = Self::NAMES.iter().find(|(known, _)| known.eq_ignore_ascii_case(name));
-        known.map(|(_, quantize)| *quantize).ok_or_else(|| {
+        known.map(|(_, target)| *target).ok_or_else(|| {
             let names: Vec<_> = Self::NAMES.iter().map(|(name, _)| *name).collect();
             format!("choose one of {}", names.join(", "))
         })
@@ -77,12 +76,12 @@ impl FromStr for QuantizationTarget {
 
 impl fmt::Display for QuantizationTarget {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
-        let name = Self::NAMES.iter().find(|(_, quantize)| quantize == self).map_or("", |(name, _)| name);
+        let name = Self::NAMES.iter().find(|(_, target)| target == self).map_or("", |(name, _)| name);
         f.pad(name)
     }
 }
 
-/// How the blocks of a type are kept in memory; none for types that become floats.
+/// Returns the memory format of a ggml type. `None` for types that become floats.
 pub fn format(ggml_type: GgmlType) -> Option<Format> {
     Some(match ggml_type {
         GgmlType::Q4_0 => Format::Q4_0,
@@ -99,7 +98,7 @@ pub fn format(ggml_type: GgmlType) -> Option<Format> {
     })
 }
 
-/// The rows of one matrix before they are laid out.
+/// The rows of one matrix before they are packed.
 pub struct MatrixRows<'c> {
     pub format: Format,
     pub rows: usize,
@@ -108,11 +107,11 @@ pub struct MatrixRows<'c> {
     pub write: WriteRow<'c>,
 }
 
-/// Writes a row's part of each plane.
+/// Writes one row to the planes of a matrix.
 pub type WriteRow<'c> = Box<dyn Fn(usize, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 
 impl<'c> MatrixRows<'c> {
-    /// Blocks of a ggml type; `row` has their bytes.
+    /// Takes blocks of a ggml type; `row` returns the bytes of a row. `None` for types that become floats.
     pub fn from_blocks(
         ggml_type: GgmlType,
         rows: usize,
@@ -121,34 +120,34 @@ impl<'c> MatrixRows<'c> {
     ) -> Option<Self> {
         let format = format(ggml_type)?;
         let write = move |index: usize, planes: [&mut [u8]; 4]| {
-            lay_out(ggml_type, format, row(index), planes);
+            pack_row(ggml_type, format, row(index), planes);
             Ok(())
         };
         Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
     }
 
-    /// Floats, which are quantized here; `row` writes them. None if they are to stay floats.
+    /// Quantizes floats; `row` writes the values of a row. `None` if the matrix stays floats.
     pub fn from_floats(
-        quantize: QuantizationTarget,
+        target: QuantizationTarget,
         rows: usize,
         columns: usize,
         row: impl Fn(usize, &mut [f32]) -> Result<()> + Sync + 'c,
     ) -> Option<Self> {
-        let format = quantize.format(columns)?;
+        let format = target.format(columns)?;
         let write = move |index: usize, planes: [&mut [u8]; 4]| {
             let mut values = vec![0.0; columns];
             row(index, &mut values)?;
-            let blocks = match quantize {
-                QuantizationTarget::Blocks(of) => QuantizationTarget::blocks(of, columns),
+            let block_type = match target {
+                QuantizationTarget::Blocks(ggml_type) => QuantizationTarget::fitting_type(ggml_type, columns),
                 QuantizationTarget::Fp8 | QuantizationTarget::Int8 => None,
             };
             if !values.iter().all(|value| value.is_finite()) {
-                bail!("row {index} holds what is no number, which cannot be quantized");
+                bail!("cannot quantize row {index}: it contains NaN or infinity");
             }
-            match blocks {
+            match block_type {
                 None => scale_row(format, &values, planes),
                 Some(ggml_type) => {
-                    lay_out(ggml_type, format, &ggml_blocks(ggml_type, values)?, planes);
+                    pack_row(ggml_type, format, &ggml_blocks(ggml_type, values)?, planes);
                 }
             }
             Ok(())
@@ -156,31 +155,31 @@ impl<'c> MatrixRows<'c> {
         Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
     }
 
-    /// All rows of several matrices of one format, one below the other. The whole machine takes part.
+    /// Builds one matrix from the rows of several matrices of one format. All cores work on it.
     pub fn build(parts: &[&Self], device: &Device) -> Result<QuantizedMatrix> {
-        let [first, ..] = parts else { bail!("a matrix without rows") };
+        let [first, ..] = parts else { bail!("cannot build a matrix without rows") };
         let (format, columns) = (first.format, first.columns);
         if columns == 0 || parts.iter().any(|part| part.rows == 0) {
-            bail!("a matrix of {} rows and {columns} columns", first.rows);
+            bail!("cannot build a matrix of {} rows and {columns} columns", first.rows);
         }
         let rows: usize = parts.iter().map(|part| part.rows).sum();
         let row_bytes = format.row_bytes(columns);
         let mut planes = row_bytes.map(|bytes| vec![0u8; rows * bytes]);
         let mut rest = planes.each_mut().map(Vec::as_mut_slice);
         for part in parts {
-            let here = rest.each_mut().map(std::mem::take);
+            let current = rest.each_mut().map(std::mem::take);
             let mut split = [(); 4].map(|()| (&mut [][..], &mut [][..]));
-            for ((split, plane), bytes) in split.iter_mut().zip(here).zip(row_bytes) {
+            for ((split, plane), bytes) in split.iter_mut().zip(current).zip(row_bytes) {
                 *split = plane.split_at_mut(part.rows * bytes);
             }
             let [low, high, scales, supers] = split;
             rest = [low.1, high.1, scales.1, supers.1];
             let [low, high, scales, supers] = [low.0, high.0, scales.0, supers.0];
-            // Planes that a format lacks have rows of no bytes, which rayon cannot count.
+            // A format may lack a plane. Its rows have no bytes, and rayon cannot split an empty slice into rows.
             low.par_chunks_mut(row_bytes[0])
-                .zip(chunks(high, row_bytes[1], part.rows))
-                .zip(chunks(scales, row_bytes[2], part.rows))
-                .zip(chunks(supers, row_bytes[3], part.rows))
+                .zip(plane_rows(high, row_bytes[1], part.rows))
+                .zip(plane_rows(scales, row_bytes[2], part.rows))
+                .zip(plane_rows(supers, row_bytes[3], part.rows))
                 .with_min_len(16)
                 .enumerate()
                 .try_for_each(|(row, (((low, high), scales), supers))| {
@@ -192,20 +191,20 @@ impl<'c> MatrixRows<'c> {
     }
 }
 
-/// A row as ggml would quantize it.
+/// Quantizes a row exactly as ggml does.
 fn ggml_blocks(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
     let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));
     if blocks.all(|(block, values)| ggml::quantize(ggml_type, values, block)) {
         return Ok(bytes);
     }
-    // candle's quantizers of the others are ggml's.
+    // For the other types, candle's quantizers equal ggml's.
     let columns = values.len();
     let row = Tensor::from_vec(values, columns, &Device::Cpu)?;
     Ok(QTensor::quantize(&row, candle_type(ggml_type)?)?.data()?.to_vec())
 }
 
-/// As candle calls it.
+/// Returns candle's name of a type.
 fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
     Ok(match ggml_type {
         GgmlType::Q4_0 => GgmlDType::Q4_0,
@@ -213,12 +212,12 @@ fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
         GgmlType::Q5_0 => GgmlDType::Q5_0,
         GgmlType::Q5_1 => GgmlDType::Q5_1,
         GgmlType::Q8_0 => GgmlDType::Q8_0,
-        other => bail!("nothing is quantized to {other}"),
+        other => bail!("cannot quantize to {other}"),
     })
 }
 
-/// `rows` slices of `bytes` each, which may be none.
-fn chunks(plane: &mut [u8], bytes: usize, rows: usize) -> impl IndexedParallelIterator<Item = &mut [u8]> {
+/// Splits a plane into `rows` rows of `bytes` bytes. `bytes` may be 0.
+fn plane_rows(plane: &mut [u8], bytes: usize, rows: usize) -> impl IndexedParallelIterator<Item = &mut [u8]> {
     let mut slices: Vec<&mut [u8]> = Vec::with_capacity(rows);
     match bytes {
         0 => slices.resize_with(rows, Default::default),
@@ -227,15 +226,15 @@ fn chunks(plane: &mut [u8], bytes: usize, rows: usize) -> impl IndexedParallelIt
     slices.into_par_iter()
 }
 
-/// A row of blocks as planes.
-fn lay_out(ggml_type: GgmlType, format: Format, bytes: &[u8], planes: [&mut [u8]; 4]) {
+/// Packs a row of blocks into planes.
+fn pack_row(ggml_type: GgmlType, format: Format, bytes: &[u8], planes: [&mut [u8]; 4]) {
     let sizes = format.plane_bytes();
     let [low, high, scales, supers] = planes;
-    let chunks = ggml_type.block_length() / GROUP_COLUMNS;
+    let groups = ggml_type.block_length() / GROUP_COLUMNS;
     for (index, block) in bytes.chunks_exact(ggml_type.block_bytes()).enumerate() {
-        for chunk in 0..chunks {
-            let at = index * chunks + chunk;
-            let q = split(ggml_type, block, chunk, &mut scales[at * sizes.scales..][..sizes.scales]);
+        for group in 0..groups {
+            let at = index * groups + group;
+            let q = split_group(ggml_type, block, group, &mut scales[at * sizes.scales..][..sizes.scales]);
             let high = if sizes.high == 0 { &mut [][..] } else { &mut high[at * sizes.high..][..sizes.high] };
             pack(&q, &mut low[at * sizes.low..][..sizes.low], high);
         }
@@ -251,11 +250,11 @@ fn lay_out(ggml_type: GgmlType, format: Format, bytes: &[u8], planes: [&mut [u8]
     }
 }
 
-/// A row of floats as 8 bits each and the scale that its largest magnitude asks for.
+/// Quantizes a row of floats to 8 bits each. The largest magnitude determines the scale.
 fn scale_row(format: Format, values: &[f32], planes: [&mut [u8]; 4]) {
     let [low, _, scales, _] = planes;
-    let most = values.iter().fold(0.0f32, |most, value| most.max(value.abs()));
-    let scale = if format == Format::Int8 { most / 127.0 } else { most / E4M3_MAX };
+    let max = values.iter().fold(0.0f32, |max, value| max.max(value.abs()));
+    let scale = if format == Format::Int8 { max / 127.0 } else { max / E4M3_MAX };
     for (q, value) in low.iter_mut().zip(values) {
         let value = if scale > 0.0 { value / scale } else { 0.0 };
         *q = match format {
@@ -266,7 +265,7 @@ fn scale_row(format: Format, values: &[f32], planes: [&mut [u8]; 4]) {
     scales.copy_from_slice(&scale.to_le_bytes());
 }
 
-/// Elements of a float dtype as f32.
+/// Converts elements of a float dtype to f32.
 pub fn read_floats(dtype: Dtype, bytes: &[u8], values: &mut [f32]) -> Result<()> {
     let ggml_type = match dtype {
         Dtype::F32 => GgmlType::F32,
@@ -276,7 +275,7 @@ pub fn read_floats(dtype: Dtype, bytes: &[u8], values: &mut [f32]) -> Result<()>
             values.iter_mut().zip(bytes).for_each(|(value, byte)| *value = F8E4M3::from_bits(*byte).to_f32());
             return Ok(());
         }
-        other => bail!("{other} are no floats"),
+        other => bail!("cannot read {other} as floats"),
     };
-    ggml_type.dequantize(bytes, values).context("a row of floats")
+    ggml_type.dequantize(bytes, values).context("cannot read a row of floats")
 }

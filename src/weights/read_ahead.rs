@@ -1,9 +1,11 @@
-//! Tensors read by threads of their own, ahead of who asks for them.
+//! Background threads that read tensors before they are requested.
 //!
-//! Each thread takes the next piece of a tensor, reads it into a staging buffer of its own and queues the copy from there.
-//! Tensors are begun in the order they were listed in; one that is asked for and has not been begun goes first, whatever
-//! the bound on reading ahead says. So whoever asks is always served, and waits until all copies of the tensor are
-//! queued, not until they are done.
+//! Each thread takes the next piece of a tensor,
+//! reads it into its own staging buffer, and queues the copy to the device.
+//! The threads start tensors in the listed order.
+//! A requested tensor that was not started goes first,
+//! even beyond the limit on reading ahead, so a request never waits forever.
+//! A request returns once all copies of its tensor are queued, and not when they are done.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
@@ -23,20 +25,20 @@ pub struct Source {
     pub file: File,
 }
 
-/// One tensor to be read.
+/// One tensor to read.
 pub struct Extent {
     pub name: String,
-    /// Its bytes, one part after the other: a tensor of the file, or several that are used as one.
-    pub parts: Vec<Part>,
+    /// The tensor's bytes in order. A stacked tensor has one range for each matrix.
+    pub ranges: Vec<ByteRange>,
     pub retention: Retention,
 }
 
-/// Bytes of a file.
-pub struct Part {
+/// A range of bytes in a file.
+pub struct ByteRange {
     pub source: Arc<Source>,
-    /// In the file.
+    /// The offset in the file.
     pub start: u64,
-    /// At least one.
+    /// The length, at least 1.
     pub bytes: usize,
 }
 
@@ -49,26 +51,27 @@ pub enum Retention {
     Temporary,
 }
 
-/// How to read.
+/// How many threads read, and how far ahead.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadAheadOptions {
     pub threads: usize,
-    /// Read and copied at once.
+    /// The bytes that a thread reads and copies at once.
     pub piece_bytes: usize,
-    /// Of passing tensors, read and not taken.
+    /// The limit on the bytes of temporary tensors that are read and not yet taken.
     pub ahead_bytes: usize,
 }
 
 impl Default for ReadAheadOptions {
     fn default() -> Self {
-        // Eight threads copy out of the page cache as fast as a GPU takes it (43 GB/s on an H200; 28 with four, no more
-        // with sixteen), with 64 MiB of staging buffers.
+        // Eight threads read the page cache as fast as an H200 can copy: 43 GB/s.
+        // Four threads reach 28 GB/s, and sixteen are not faster than eight.
+        // The staging buffers take 64 MiB.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self { threads: cores.clamp(2, 8), piece_bytes: 4 << 20, ahead_bytes: 512 << 20 }
     }
 }
 
-/// The threads and what they have read. Dropped, it stops them and waits for them.
+/// The reading threads and the tensors that they have read. Dropping it stops the threads and waits for them.
 pub struct ReadAhead<T: Target> {
     shared: Arc<Shared<T>>,
     names: HashMap<String, usize>,
@@ -78,85 +81,87 @@ pub struct ReadAhead<T: Target> {
 struct Shared<T: Target> {
     target: T,
     extents: Vec<Extent>,
-    settings: ReadAheadOptions,
+    options: ReadAheadOptions,
     queue: Mutex<Queue<T::Memory>>,
-    /// Something in the queue is not as it was.
+    /// Signals every change of the queue.
     changed: Condvar,
 }
 
 struct Queue<M> {
-    tensors: Vec<Progress<M>>,
-    /// Asked for before they were begun.
-    wanted: VecDeque<usize>,
-    /// Everything listed before this one was begun.
+    tensors: Vec<TensorState<M>>,
+    /// Tensors that were requested before they were started.
+    requested: VecDeque<usize>,
+    /// The first tensor that was not started in the listed order.
     next: usize,
-    /// Begun tensors, and how far their pieces have been handed to threads.
+    /// Started tensors, each with the offset of its next piece.
     open: VecDeque<(usize, usize)>,
-    /// Of passing tensors, begun and not taken.
+    /// The bytes of temporary tensors that were started and not yet taken.
     ahead_bytes: usize,
     failure: Option<String>,
     stopped: bool,
 }
 
-enum Progress<M> {
-    /// Nobody has asked for it nor begun it.
+/// The state of one tensor.
+enum TensorState<M> {
+    /// Neither requested nor started.
     Idle,
-    /// Asked for, or about to get its memory.
+    /// Requested, or about to be allocated.
     Chosen,
-    /// With the bytes whose copies have yet to be queued.
+    /// Being read. `left` is the number of bytes whose copies are not yet queued.
     Reading {
         memory: Arc<M>,
         left: usize,
     },
+    /// All copies are queued.
     Ready(M),
     Taken,
 }
 
-/// What a thread does at a time.
+/// The bytes of a tensor that a thread reads at once.
 struct Piece<M> {
     tensor: usize,
     memory: Arc<M>,
-    /// In the tensor.
+    /// The offset in the tensor.
     offset: usize,
     source: Arc<Source>,
-    /// In the file.
+    /// The offset in the file.
     start: u64,
     bytes: usize,
 }
 
 impl<T: Target> ReadAhead<T> {
-    /// Begins to read `extents` in their order.
-    pub fn start(target: T, extents: Vec<Extent>, settings: ReadAheadOptions) -> Result<Self> {
+    /// Starts to read `extents` in order.
+    pub fn start(target: T, extents: Vec<Extent>, options: ReadAheadOptions) -> Result<Self> {
         let names = extents.iter().enumerate().map(|(index, extent)| (extent.name.clone(), index)).collect();
-        let parts = extents.iter().flat_map(|extent| &extent.parts);
-        let pieces: usize = parts.map(|part| part.bytes.div_ceil(settings.piece_bytes)).sum();
+        let ranges = extents.iter().flat_map(|extent| &extent.ranges);
+        let pieces: usize = ranges.map(|range| range.bytes.div_ceil(options.piece_bytes)).sum();
         let queue = Queue {
-            tensors: extents.iter().map(|_| Progress::Idle).collect(),
-            wanted: VecDeque::new(),
+            tensors: extents.iter().map(|_| TensorState::Idle).collect(),
+            requested: VecDeque::new(),
             next: 0,
             open: VecDeque::new(),
             ahead_bytes: 0,
             failure: None,
             stopped: false,
         };
-        let shared = Shared { target, extents, settings, queue: Mutex::new(queue), changed: Condvar::new() };
+        let shared = Shared { target, extents, options, queue: Mutex::new(queue), changed: Condvar::new() };
         let mut reader = Self { shared: Arc::new(shared), names, threads: Vec::new() };
-        for _ in 0..settings.threads.clamp(1, pieces.max(1)) {
+        for _ in 0..options.threads.clamp(1, pieces.max(1)) {
             let shared = reader.shared.clone();
             let thread = std::thread::Builder::new().name("weights".into()).spawn(move || shared.run());
-            reader.threads.push(thread.context("cannot start a thread to read weights")?);
+            reader.threads.push(thread.context("cannot start a thread that reads weights")?);
         }
         Ok(reader)
     }
 
-    /// Whether the tensor was listed.
+    /// Returns true if the tensor was listed.
     pub fn contains(&self, name: &str) -> bool {
         self.names.contains_key(name)
     }
 
-    /// Waits for a listed tensor and hands it out; if asked for again, it is read again.
+    /// Waits for a listed tensor and returns it. A tensor that is taken twice is read twice.
     pub fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        let Some(&index) = self.names.get(name) else { bail!("tensor {name} was not listed to be read") };
+        let Some(&index) = self.names.get(name) else { bail!("tensor {name} is not on the list of the reader") };
         let memory = self.shared.take(index)?;
         self.shared.target.tensor(memory, dtype, shape).with_context(|| format!("cannot use tensor {name}"))
     }
@@ -167,7 +172,7 @@ impl<T: Target> Drop for ReadAhead<T> {
         self.shared.lock().stopped = true;
         self.shared.changed.notify_all();
         for thread in self.threads.drain(..) {
-            // Its panics were caught.
+            // `run` catches panics.
             let _ = thread.join();
         }
     }
@@ -188,24 +193,24 @@ impl<T: Target> Shared<T> {
             if let Some(failure) = &queue.failure {
                 bail!("{failure}");
             }
-            match std::mem::replace(&mut queue.tensors[index], Progress::Taken) {
-                Progress::Ready(memory) => {
-                    queue.ahead_bytes -= self.extents[index].passing_bytes();
+            match std::mem::replace(&mut queue.tensors[index], TensorState::Taken) {
+                TensorState::Ready(memory) => {
+                    queue.ahead_bytes -= self.extents[index].temporary_bytes();
                     self.changed.notify_all();
                     return Ok(memory);
                 }
-                Progress::Idle | Progress::Taken => {
-                    queue.tensors[index] = Progress::Chosen;
-                    queue.wanted.push_back(index);
+                TensorState::Idle | TensorState::Taken => {
+                    queue.tensors[index] = TensorState::Chosen;
+                    queue.requested.push_back(index);
                     self.changed.notify_all();
                 }
-                under_way => queue.tensors[index] = under_way,
+                in_progress => queue.tensors[index] = in_progress,
             }
             queue = self.wait(queue);
         }
     }
 
-    /// One thread's life.
+    /// Runs one thread until it is stopped.
     fn run(&self) {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.read_pieces()));
         if let Err(error) = outcome.unwrap_or_else(|_| Err(anyhow!("a thread that reads weights panicked"))) {
@@ -215,7 +220,7 @@ impl<T: Target> Shared<T> {
     }
 
     fn read_pieces(&self) -> Result<()> {
-        let mut staging = self.target.staging(self.settings.piece_bytes).context("cannot get staging buffers")?;
+        let mut staging = self.target.staging(self.options.piece_bytes).context("cannot get staging buffers")?;
         while let Some(piece) = self.next_piece()? {
             let name = &self.extents[piece.tensor].name;
             self.read_piece(&piece, &mut staging)
@@ -226,38 +231,38 @@ impl<T: Target> Shared<T> {
     }
 
     fn read_piece(&self, piece: &Piece<T::Memory>, staging: &mut T::Staging) -> Result<()> {
-        // The disk begins while this thread waits for a buffer.
-        piece.source.announce(piece.start, piece.bytes);
+        // The disk starts to read while this thread waits for a buffer.
+        piece.source.advise(piece.start, piece.bytes);
         piece.source.read(&mut self.target.buffer(staging)?[..piece.bytes], piece.start)?;
         Ok(self.target.copy(staging, piece.bytes, &piece.memory, piece.offset)?)
     }
 
-    /// The next piece to be read; none at the end.
+    /// Returns the next piece to read, and waits for one if necessary. `None` once the reader is stopped.
     fn next_piece(&self) -> Result<Option<Piece<T::Memory>>> {
         let mut queue = self.lock();
         loop {
             if queue.stopped || queue.failure.is_some() {
                 return Ok(None);
             }
-            let asked = queue.wanted.pop_front();
-            if asked.is_none()
+            let request = queue.requested.pop_front();
+            if request.is_none()
                 && let Some(piece) = self.cut_piece(&mut queue)
             {
                 return Ok(Some(piece));
             }
-            let Some(tensor) = asked.or_else(|| self.choose(&mut queue)) else {
+            let Some(tensor) = request.or_else(|| self.choose(&mut queue)) else {
                 queue = self.wait(queue);
                 continue;
             };
-            // Allocating takes its time where the driver has to find memory first.
+            // The lock is released, because the driver may take long to allocate memory.
             let extent = &self.extents[tensor];
-            queue.ahead_bytes += extent.passing_bytes();
+            queue.ahead_bytes += extent.temporary_bytes();
             drop(queue);
             let memory = self.target.allocate(extent.bytes());
             let memory = memory.with_context(|| format!("cannot allocate tensor {}", extent.name))?;
             queue = self.lock();
-            queue.tensors[tensor] = Progress::Reading { memory: Arc::new(memory), left: extent.bytes() };
-            if asked.is_some() {
+            queue.tensors[tensor] = TensorState::Reading { memory: Arc::new(memory), left: extent.bytes() };
+            if request.is_some() {
                 queue.open.push_front((tensor, 0))
             } else {
                 queue.open.push_back((tensor, 0))
@@ -266,31 +271,33 @@ impl<T: Target> Shared<T> {
         }
     }
 
-    /// The next piece of the tensors that have been begun.
+    /// Returns the next piece of a started tensor.
     fn cut_piece(&self, queue: &mut Queue<T::Memory>) -> Option<Piece<T::Memory>> {
         let (tensor, offset) = queue.open.pop_front()?;
-        let (part, inside) = self.extents[tensor].part_at(offset)?;
-        let bytes = (part.bytes - inside).min(self.settings.piece_bytes);
+        let (range, inside) = self.extents[tensor].range_at(offset)?;
+        let bytes = (range.bytes - inside).min(self.options.piece_bytes);
         if offset + bytes < self.extents[tensor].bytes() {
             queue.open.push_front((tensor, offset + bytes));
         }
-        let Progress::Reading { memory, .. } = &queue.tensors[tensor] else { unreachable!("an open tensor is read") };
-        let (memory, source, start) = (memory.clone(), part.source.clone(), part.start + inside as u64);
+        let TensorState::Reading { memory, .. } = &queue.tensors[tensor] else {
+            unreachable!("an open tensor is being read")
+        };
+        let (memory, source, start) = (memory.clone(), range.source.clone(), range.start + inside as u64);
         Some(Piece { tensor, memory, offset, source, start, bytes })
     }
 
-    /// The next tensor to be begun without having been asked for, unless there is enough of what will pass.
+    /// Returns the next tensor to start without a request. `None` at the limit of temporary tensors.
     fn choose(&self, queue: &mut Queue<T::Memory>) -> Option<usize> {
         while queue.next < self.extents.len() {
             let tensor = queue.next;
-            let ahead_bytes = queue.ahead_bytes + self.extents[tensor].passing_bytes();
-            let idle = matches!(queue.tensors[tensor], Progress::Idle);
-            if idle && ahead_bytes > self.settings.ahead_bytes && queue.ahead_bytes > 0 {
+            let ahead_bytes = queue.ahead_bytes + self.extents[tensor].temporary_bytes();
+            let idle = matches!(queue.tensors[tensor], TensorState::Idle);
+            if idle && ahead_bytes > self.options.ahead_bytes && queue.ahead_bytes > 0 {
                 return None;
             }
             queue.next += 1;
             if idle {
-                queue.tensors[tensor] = Progress::Chosen;
+                queue.tensors[tensor] = TensorState::Chosen;
                 return Some(tensor);
             }
         }
@@ -300,44 +307,49 @@ impl<T: Target> Shared<T> {
     fn piece_done(&self, piece: Piece<T::Memory>) -> Result<()> {
         let mut queue = self.lock();
         drop(piece.memory);
-        let progress = std::mem::replace(&mut queue.tensors[piece.tensor], Progress::Chosen);
-        let Progress::Reading { memory, left } = progress else { unreachable!("a piece of a tensor that is not read") };
+        let progress = std::mem::replace(&mut queue.tensors[piece.tensor], TensorState::Chosen);
+        let TensorState::Reading { memory, left } = progress else {
+            unreachable!("a piece belongs to a tensor that is being read")
+        };
         let left = left - piece.bytes;
         if left > 0 {
-            queue.tensors[piece.tensor] = Progress::Reading { memory, left };
+            queue.tensors[piece.tensor] = TensorState::Reading { memory, left };
             return Ok(());
         }
-        let Some(mut memory) = Arc::into_inner(memory) else { unreachable!("all pieces have let go of their tensor") };
+        let Some(mut memory) = Arc::into_inner(memory) else {
+            unreachable!("no piece holds the memory of a complete tensor")
+        };
         self.target.complete(&mut memory)?;
-        queue.tensors[piece.tensor] = Progress::Ready(memory);
+        queue.tensors[piece.tensor] = TensorState::Ready(memory);
         self.changed.notify_all();
         Ok(())
     }
 }
 
 impl Extent {
+    /// Returns the tensor's size in bytes.
     pub fn bytes(&self) -> usize {
-        self.parts.iter().map(|part| part.bytes).sum()
+        self.ranges.iter().map(|range| range.bytes).sum()
     }
 
-    fn passing_bytes(&self) -> usize {
+    fn temporary_bytes(&self) -> usize {
         if self.retention == Retention::Temporary { self.bytes() } else { 0 }
     }
 
-    /// The part that holds the byte at `offset`, and where in it.
-    fn part_at(&self, offset: usize) -> Option<(&Part, usize)> {
-        let mut before = 0;
-        self.parts.iter().find_map(|part| {
-            let inside = offset - before;
-            before += part.bytes;
-            (inside < part.bytes).then_some((part, inside))
+    /// Returns the range that holds the byte at `offset`, and the offset in that range.
+    fn range_at(&self, offset: usize) -> Option<(&ByteRange, usize)> {
+        let mut range_start = 0;
+        self.ranges.iter().find_map(|range| {
+            let inside = offset - range_start;
+            range_start += range.bytes;
+            (inside < range.bytes).then_some((range, inside))
         })
     }
 }
 
 impl Source {
-    /// Tells the system that these bytes are read next. Advice only: what comes of it is not looked at.
-    fn announce(&self, offset: u64, bytes: usize) {
+    /// Advises the operating system that these bytes are read next. Errors do not matter.
+    fn advise(&self, offset: u64, bytes: usize) {
         #[cfg(target_os = "linux")]
         {
             use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
@@ -348,7 +360,7 @@ impl Source {
         let _ = (offset, bytes);
     }
 
-    /// Fills `buffer` with the bytes at `offset`.
+    /// Fills `buffer` with the bytes at `offset` of the file.
     fn read(&self, mut buffer: &mut [u8], mut offset: u64) -> Result<()> {
         while !buffer.is_empty() {
             #[cfg(unix)]
@@ -356,13 +368,13 @@ impl Source {
             #[cfg(windows)]
             let read = std::os::windows::fs::FileExt::seek_read(&self.file, buffer, offset);
             match read {
-                Ok(0) => bail!("the file ends {} bytes short of what its header says", buffer.len()),
+                Ok(0) => bail!("the file is {} bytes shorter than its header says", buffer.len()),
                 Ok(bytes) => {
                     buffer = &mut buffer[bytes..];
                     offset += bytes as u64;
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error).context("reading failed"),
+                Err(error) => return Err(error).context("cannot read the file"),
             }
         }
         Ok(())

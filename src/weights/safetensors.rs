@@ -1,8 +1,11 @@
-//! safetensors files of a snapshot: one `model.safetensors`, or the shards of an index. They are mapped into memory, from
-//! where a CPU takes them; for a GPU they are read ([`super::read_ahead`]).
+//! The safetensors files of a model: one `model.safetensors`, or the shards that an index lists.
 //!
-//! The safetensors crate checks the header (length, overlaps, holes, shape × dtype against offsets, end of file); here
-//! the index is checked: every tensor lies in the shard that the index names. `snapshot` checks the names of the shards.
+//! The files are mapped into memory.
+//! A CPU copies tensors from the mapping; for a GPU, [`super::read_ahead`] reads the files.
+//!
+//! The safetensors crate checks the header: length, overlaps, gaps, shape × dtype against offsets, end of file.
+//! This module checks that every tensor lies in the shard that the index names.
+//! `snapshot` checks the names of the shards.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,16 +17,16 @@ use candle_core::DType;
 use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
-use super::checkpoint::TensorInfo;
 use super::compressed::{CompressedConfig, Scheme};
-use super::read_ahead::{Extent, Part, Retention, Source};
+use super::read_ahead::{ByteRange, Extent, Retention, Source};
+use super::tensor_info::TensorInfo;
 use crate::snapshot::{self, safetensors::ShardIndex};
 
-/// The safetensors files of a snapshot: which tensors there are, and their bytes.
+/// The opened safetensors files of a model.
 pub struct SafetensorsCheckpoint {
     files: Vec<MappedFile>,
-    tensors: BTreeMap<String, Placed>,
-    /// How config.json says that linear layers are quantized.
+    tensors: BTreeMap<String, StoredTensor>,
+    /// The `quantization_config` of config.json.
     compressed: Option<CompressedConfig>,
 }
 
@@ -32,49 +35,52 @@ struct MappedFile {
     map: Mmap,
 }
 
-/// A tensor and where it lies.
-struct Placed {
+/// A tensor and its location.
+struct StoredTensor {
     info: TensorInfo,
+    /// The index of its file.
     file: usize,
-    /// In the file.
+    /// The offset in that file, in bytes.
     start: usize,
 }
 
-/// One tensor's bytes where they lie.
-pub struct View<'c> {
+/// The bytes of one tensor in its file.
+pub struct TensorView<'c> {
     pub info: &'c TensorInfo,
     pub file: &'c Path,
     pub bytes: &'c [u8],
 }
 
 impl SafetensorsCheckpoint {
-    /// Maps the files and reads their headers; no tensor is touched.
+    /// Maps the files and reads their headers; tensor data is not read.
     pub fn open(dir: &Path) -> Result<Self> {
         let index = ShardIndex::read(dir)?;
         let checkpoint = Self::from_files(snapshot::safetensors::files(dir, index.as_ref())?)?;
         for (tensor, shard) in index.iter().flat_map(|index| &index.weight_map) {
-            let found = checkpoint.tensors.get(tensor).map(|placed| &checkpoint.files[placed.file].source.path);
+            let found = checkpoint.tensors.get(tensor).map(|stored| &checkpoint.files[stored.file].source.path);
             match found {
                 Some(path) if path.file_name().is_some_and(|name| name == shard.as_str()) => {}
-                Some(path) => bail!("tensor {tensor}: the index places it in {shard}, it lies in {}", path.display()),
-                None => bail!("tensor {tensor}: the index places it in {shard}, it is not there"),
+                Some(path) => {
+                    bail!("tensor {tensor}: the index names the shard {shard}, but it is in {}", path.display())
+                }
+                None => bail!("tensor {tensor}: the index names the shard {shard}, but it is missing there"),
             }
         }
         checkpoint.with_config(dir)
     }
 
-    /// Knows what config.json says of quantization, if the snapshot has one.
+    /// Reads `quantization_config` from config.json, if the directory has one.
     fn with_config(mut self, dir: &Path) -> Result<Self> {
         let Ok(text) = std::fs::read(dir.join("config.json")) else { return Ok(self) };
         if let Ok(json) = serde_json::from_slice(&text) {
             self.compressed = CompressedConfig::read(&json)?;
         }
-        self.unpack_names()?;
+        self.list_packed_as_weights()?;
         Ok(self)
     }
 
-    /// Words of four codes are seen as what they stand for, `weight` in I8. Bytes stay as they are.
-    fn unpack_names(&mut self) -> Result<()> {
+    /// Replaces each packed tensor by `weight` in I8. The bytes are the same: a word holds four codes.
+    fn list_packed_as_weights(&mut self) -> Result<()> {
         let packed = |name: &String| {
             let module = name.strip_suffix(".weight_packed")?.to_string();
             self.scheme(&module)?.packed.then_some(module)
@@ -82,37 +88,44 @@ impl SafetensorsCheckpoint {
         for module in self.tensors.keys().filter_map(packed).collect::<Vec<_>>() {
             let name = format!("{module}.weight_packed");
             let shape = self.view(&format!("{module}.weight_shape"))?;
-            let said: Vec<u64> = shape
+            let unpacked_shape: Vec<u64> = shape
                 .bytes
                 .chunks_exact(8)
                 .map(|size| u64::from_le_bytes(size.try_into().unwrap_or_default()))
                 .collect();
-            let Some(mut placed) = self.tensors.remove(&name) else { continue };
-            let &[rows, words] = placed.info.shape.as_slice() else { bail!("tensor {name} has no rows") };
+            let Some(mut stored) = self.tensors.remove(&name) else { continue };
+            let &[rows, words] = stored.info.shape.as_slice() else {
+                bail!("tensor {name}: expected two dimensions, found {:?}", stored.info.shape)
+            };
             let columns = words.saturating_mul(4);
-            if placed.info.dtype != Dtype::I32 || said != [rows as u64, columns as u64] {
-                bail!("tensor {name}: {:?} {:?} is not what packs {said:?}", placed.info.dtype, placed.info.shape);
+            if stored.info.dtype != Dtype::I32 || unpacked_shape != [rows as u64, columns as u64] {
+                bail!(
+                    "tensor {name}: expected packed I32 of shape {unpacked_shape:?}, found {:?} {:?}",
+                    stored.info.dtype,
+                    stored.info.shape
+                );
             }
-            placed.info = TensorInfo::new(Dtype::I8, vec![rows, columns], placed.info.bytes());
+            stored.info = TensorInfo::new(Dtype::I8, vec![rows, columns], stored.info.bytes());
             self.tensors.remove(&format!("{module}.weight_shape"));
-            if self.tensors.insert(format!("{module}.weight"), placed).is_some() {
-                bail!("tensor {module}.weight is there twice, packed and not");
+            if self.tensors.insert(format!("{module}.weight"), stored).is_some() {
+                bail!("tensor {module}.weight occurs twice: packed and unpacked");
             }
         }
         Ok(())
     }
 
-    /// How a linear layer is quantized, if it is.
+    /// Returns how a linear layer is quantized. `None` if it is not.
     pub fn scheme(&self, module: &str) -> Option<Scheme> {
         self.compressed.as_ref()?.scheme(module)
     }
 
-    /// Bytes of a tensor that stays as it is stored, once it is loaded: with its scales, if it has some, which are then
-    /// nothing by themselves. None for what becomes floats.
-    pub fn kept_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
+    /// Returns the bytes that a tensor takes in memory if it stays packed or quantized.
+    /// `None` for a tensor that becomes floats.
+    /// Scales count with their matrix, and as 0 by themselves.
+    pub fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         let quantized = |name: &str| {
             let scheme = self.scheme(module(name))?;
-            self.info(&format!("{name}_scale")).map(|_| scheme.format.kept())
+            self.info(&format!("{name}_scale")).map(|_| scheme.format.memory_format())
         };
         if name.strip_suffix("_scale").and_then(quantized).is_some() {
             return Some(0);
@@ -128,18 +141,19 @@ impl SafetensorsCheckpoint {
         let mut tensors = BTreeMap::new();
         for path in paths {
             let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
-            // SAFETY: the file is only read. Another process that truncates it while it is mapped ends this one, as with
-            // every mapped file; snapshots are written once and renamed into place.
+            // SAFETY: the mapping is read-only.
+            // If another process truncates the file, this process is killed, as with any mapped file.
+            // Downloads are written once and then renamed into place.
             let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
             tracing::info!(path = %path.display(), bytes = map.len(), "opened");
             let (header, metadata) = SafeTensors::read_metadata(&map)
-                .map_err(|error| anyhow!("{} is no valid safetensors file: {error}", path.display()))?;
+                .map_err(|error| anyhow!("{} is not a valid safetensors file: {error}", path.display()))?;
             let data = header + 8;
             for (name, info) in metadata.tensors() {
                 let (start, end) = (data + info.data_offsets.0, data + info.data_offsets.1);
                 let info = TensorInfo::new(info.dtype, info.shape.clone(), end - start);
-                if tensors.insert(name.clone(), Placed { info, file: files.len(), start }).is_some() {
-                    bail!("tensor {name} is in two shards, the second is {}", path.display());
+                if tensors.insert(name.clone(), StoredTensor { info, file: files.len(), start }).is_some() {
+                    bail!("tensor {name} is in two shards; the second is {}", path.display());
                 }
             }
             files.push(MappedFile { source: Arc::new(Source { path, file }), map });
@@ -148,80 +162,84 @@ impl SafetensorsCheckpoint {
     }
 
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {
-        self.tensors.get(name).map(|placed| &placed.info)
+        self.tensors.get(name).map(|stored| &stored.info)
     }
 
-    /// All tensors by name.
+    /// Returns all tensors, sorted by name.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
-        self.tensors.iter().map(|(name, placed)| (name.as_str(), &placed.info))
+        self.tensors.iter().map(|(name, stored)| (name.as_str(), &stored.info))
     }
 
-    /// Every tensor that a model of this compute dtype can ask for, about in the order in which it asks. Those that layers
-    /// stack are one, under a name of their own: stacked on the device they would need their memory twice.
+    /// Returns every tensor that a model of this compute dtype can load, roughly in loading order.
+    ///
+    /// Tensors that layers stack are one extent under a common name.
+    /// Stacking them on the device would need twice the memory.
     pub fn extents(&self, dtype: DType) -> Vec<Extent> {
-        let mut usable: Vec<_> = self.tensors.iter().filter(|(_, placed)| placed.info.bytes() > 0).collect();
+        let mut usable: Vec<_> = self.tensors.iter().filter(|(_, stored)| stored.info.bytes() > 0).collect();
         usable.sort_by_key(|(name, _)| loading_order(name));
-        let part = |placed: &Placed| Part {
-            source: self.files[placed.file].source.clone(),
-            start: placed.start as u64,
-            bytes: placed.info.bytes(),
+        let range = |stored: &StoredTensor| ByteRange {
+            source: self.files[stored.file].source.clone(),
+            start: stored.start as u64,
+            bytes: stored.info.bytes(),
         };
-        let extent = |(name, placed): (&String, &Placed)| {
-            let stored = placed.info.candle_dtype()?;
-            let retention =
-                if stored == dtype || stored == DType::U8 { Retention::Permanent } else { Retention::Temporary };
+        let extent = |(name, stored): (&String, &StoredTensor)| {
+            let stored_dtype = stored.info.candle_dtype()?;
+            let is_final = stored_dtype == dtype || stored_dtype == DType::U8;
+            let retention = if is_final { Retention::Permanent } else { Retention::Temporary };
             match self.stack(name, dtype) {
                 Some(names) if names[0] != *name => None,
                 Some(names) => {
-                    let parts = names.iter().map(|name| part(&self.tensors[name])).collect();
-                    Some(Extent { name: stacked_name(&names), parts, retention })
+                    let ranges = names.iter().map(|name| range(&self.tensors[name])).collect();
+                    Some(Extent { name: stacked_name(&names), ranges, retention })
                 }
-                None => Some(Extent { name: name.clone(), parts: vec![part(placed)], retention }),
+                None => Some(Extent { name: name.clone(), ranges: vec![range(stored)], retention }),
             }
         };
         usable.into_iter().filter_map(extent).collect()
     }
 
-    /// The names of the stack that a tensor belongs to, if all of it is there, as it will be used.
+    /// Returns the names of the tensors that are stacked with this one.
+    /// `None` unless all of them have the compute dtype.
     fn stack(&self, name: &str, dtype: DType) -> Option<Vec<String>> {
         let prefix = STACKED.iter().find_map(|part| name.strip_suffix(part))?;
         let names: Vec<String> = STACKED.iter().map(|part| format!("{prefix}{part}")).collect();
-        let usable = |placed: &Placed| placed.info.candle_dtype() == Some(dtype) && placed.info.bytes() > 0;
-        names.iter().all(|name| self.tensors.get(name).is_some_and(usable)).then_some(names)
+        let is_usable = |stored: &StoredTensor| stored.info.candle_dtype() == Some(dtype) && stored.info.bytes() > 0;
+        names.iter().all(|name| self.tensors.get(name).is_some_and(is_usable)).then_some(names)
     }
 
-    /// A tensor's bytes.
-    pub fn view(&self, name: &str) -> Result<View<'_>> {
-        let Some(Placed { info, file, start }) = self.tensors.get(name) else {
-            let near: Vec<_> = self.files.iter().map(|file| file.source.path.display().to_string()).collect();
-            bail!("tensor {name} is missing from {}", near.join(", "));
+    /// Returns a tensor's bytes.
+    pub fn view(&self, name: &str) -> Result<TensorView<'_>> {
+        let Some(StoredTensor { info, file, start }) = self.tensors.get(name) else {
+            let files: Vec<_> = self.files.iter().map(|file| file.source.path.display().to_string()).collect();
+            bail!("tensor {name} is missing from {}", files.join(", "));
         };
         let file = &self.files[*file];
-        Ok(View { info, file: &file.source.path, bytes: &file.map[*start..start + info.bytes()] })
+        Ok(TensorView { info, file: &file.source.path, bytes: &file.map[*start..start + info.bytes()] })
     }
 }
 
+/// A segment of a tensor name. Numbers sort by value and come before words.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 enum Segment<'n> {
     Number(u64),
     Word(&'n str),
 }
 
-/// What attention multiplies with at once.
+/// The matrices that attention stacks, to multiply by them at once.
 const STACKED: [&str; 3] = ["q_proj.weight", "k_proj.weight", "v_proj.weight"];
 
-/// What several tensors are called as one.
+/// Returns the common name of stacked tensors.
 pub fn stacked_name(names: &[String]) -> String {
     names.join(" + ")
 }
 
-/// The embedding, the layers by number (files have layer 10 before layer 2), the last norm, and then the head.
+/// A sort key: the embedding, the layers by number (files have layer 10 before layer 2), the last norm, the head.
 fn loading_order(name: &str) -> (bool, Vec<Segment<'_>>) {
     let segment = |part| str::parse(part).map_or(Segment::Word(part), Segment::Number);
     (name.starts_with("lm_head."), name.split('.').map(segment).collect())
 }
 
-/// The layer that a weight is of.
+/// Returns the module that a weight belongs to: the name without `.weight`.
 pub fn module(name: &str) -> &str {
     name.strip_suffix(".weight").unwrap_or(name)
 }

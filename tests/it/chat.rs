@@ -1,8 +1,8 @@
-//! Chat formats: conversations to ids, generated ids to channels.
+//! Chat formats: conversations to ids, and generated ids to channels.
 //!
-//! Most tests run on a tiny tokenizer made here. Those against real tokenizers and templates look for them in
-//! `$INFERNO_FIXTURES` and say so when they skip; their expected values in `tests/golden/chat.json` come from
-//! `scripts/chat_golden.py`.
+//! Most tests use a tiny tokenizer that is built here.
+//! Tests of real tokenizers and templates need `INFERNO_FIXTURES`.
+//! Their expected values in `tests/golden/chat.json` come from `scripts/chat_golden.py`.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -32,10 +32,10 @@ const HARMONY: [&str; 9] = [
     "<|reserved|>",
 ];
 
-/// A byte-level tokenizer whose only entries are the 256 bytes, with `special` and `plain` added tokens after them:
-/// every character is at least one token of its own, so whatever can be split across tokens is.
+/// Returns a tokenizer of the 256 bytes, with `special` and `plain` added tokens after them.
+/// Every character is at least one token, so text is split across as many tokens as possible.
 fn byte_tokenizer(special: &[&str], plain: &[&str]) -> Tokenizer {
-    // GPT-2's printable stand-ins for the bytes.
+    // GPT-2 maps every byte to a printable character.
     let printable = |b: &u32| (33..=126).contains(b) || (161..=172).contains(b) || (174..=255).contains(b);
     let mut vocab = serde_json::Map::new();
     let mut next = 256;
@@ -71,7 +71,7 @@ fn harmony_format(tokenizer: &Tokenizer) -> ChatFormat {
     ChatFormat::load(Path::new("/nonexistent"), tokenizer).unwrap().expect("harmony")
 }
 
-/// gpt-oss's own tokenizer, loaded once: it takes a while.
+/// Returns the tokenizer of gpt-oss. It is loaded once, because loading is slow.
 fn gpt_oss() -> &'static Tokenizer {
     static TOKENIZER: OnceLock<Tokenizer> = OnceLock::new();
     TOKENIZER.get_or_init(|| Tokenizer::from_dir(&fixtures().join("gpt-oss-20b")).unwrap())
@@ -86,7 +86,7 @@ fn options() -> RenderOptions {
     }
 }
 
-/// What a parser made of some text, control tokens spelled out: the deltas joined by channel.
+/// The result of parsing a text. Consecutive deltas of one channel are joined.
 struct Parsed {
     deltas: Vec<(Channel, String)>,
     tool_calls: Vec<ToolCall>,
@@ -94,16 +94,16 @@ struct Parsed {
 }
 
 impl Parsed {
-    fn of(&self, channel: Channel) -> String {
+    fn text(&self, channel: Channel) -> String {
         self.deltas.iter().filter(|(c, _)| *c == channel).map(|(_, text)| text.as_str()).collect()
     }
 
     fn answer(&self) -> String {
-        self.of(Channel::Answer)
+        self.text(Channel::Answer)
     }
 
     fn reasoning(&self) -> String {
-        self.of(Channel::Reasoning)
+        self.text(Channel::Reasoning)
     }
 }
 
@@ -123,7 +123,7 @@ fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u3
         take(parser.push(tokenizer, id).unwrap());
     }
     take(parser.finish(tokenizer).unwrap());
-    assert_eq!(parser.finish(tokenizer).unwrap(), [], "finish gives everything once");
+    assert_eq!(parser.finish(tokenizer).unwrap(), [], "finish returns the rest only once");
     Parsed { deltas, tool_calls: parser.tool_calls().to_vec(), malformed: parser.malformed() }
 }
 

@@ -1,5 +1,5 @@
-//! What config.json says of quantization by compressed-tensors: the golden checkpoints, real configs, and what is refused.
-//! Real configs need INFERNO_FIXTURES.
+//! `quantization_config` of compressed-tensors: golden checkpoints, real configs, and unsupported configs.
+//! Tests of real configs need INFERNO_FIXTURES.
 
 use std::path::Path;
 
@@ -33,30 +33,30 @@ fn read(config: &Value) -> CompressedConfig {
     CompressedConfig::read(config).unwrap().expect("quantized")
 }
 
-/// The first line of what is said, which must come with the exit code of an unsupported model.
-fn refusal(config: &Value) -> String {
-    let error = CompressedConfig::read(config).expect_err("not refused");
+/// Returns the first line of the error, and checks its exit code.
+fn unsupported(config: &Value) -> String {
+    let error = CompressedConfig::read(config).expect_err("an error");
     let error = error.downcast_ref::<Error>().unwrap_or_else(|| panic!("{error:#}"));
     assert_eq!(error.exit_code(), 9);
     error.to_string().lines().next().unwrap().to_string()
 }
 
 #[test]
-fn the_config_says_what_each_tensor_of_the_golden_checkpoints_is() {
+fn schemes_match_the_tensors_of_golden_checkpoints() {
     for (case, expected) in CASES {
         let dir = golden("compressed").join(case);
         let config = read(&json_of(&dir.join("config.json")));
         let checkpoint = Checkpoint::open(&dir).unwrap();
         let is_layer = |name: &&str| name.ends_with("_proj") || *name == "lm_head";
         let names = checkpoint.tensors().filter_map(|(name, _)| name.strip_suffix(".weight"));
-        let mut plain = Vec::new();
+        let mut unquantized = Vec::new();
         for layer in names.filter(is_layer) {
             let tensor = |ending: &str| checkpoint.info(&format!("{layer}.{ending}"));
             let weight = tensor("weight").unwrap();
             let Some(scheme) = config.scheme(layer) else {
                 assert_eq!(weight.dtype.to_string(), "BF16", "{case}: {layer}");
                 assert!(tensor("weight_scale").is_none(), "{case}: {layer}");
-                plain.push(layer);
+                unquantized.push(layer);
                 continue;
             };
             assert_eq!(scheme, *expected, "{case}: {layer}");
@@ -70,12 +70,12 @@ fn the_config_says_what_each_tensor_of_the_golden_checkpoints_is() {
         }
         let ignored: &[&str] =
             if *case == "fp8" { &["lm_head", "model.layers.1.self_attn.v_proj"] } else { &["lm_head"] };
-        assert_eq!(plain, ignored, "{case}");
+        assert_eq!(unquantized, ignored, "{case}");
     }
 }
 
 #[test(fixtures)]
-fn real_configs_are_read() {
+fn real_configs_are_supported() {
     let fixtures = fixtures().join("w8a8-compressed-tensors");
     for style in ["config.2024-style.json", "config.2025-style.json"] {
         let config = read(&json_of(&fixtures.join(style)));
@@ -88,16 +88,16 @@ fn real_configs_are_read() {
     let expected = scheme(Format::Int8, WeightScales::PerTensor, Activations::Static);
     assert_eq!(read(&example).scheme("lm_head"), Some(expected));
     let by_layer = json!({"quantization_config": json_of(&fixtures.join("quantization_config.num_bits-map.json"))});
-    assert_eq!(refusal(&by_layer), "num_bits by layer of config_groups.group_0.weights is not supported");
+    assert_eq!(unsupported(&by_layer), "num_bits per layer of config_groups.group_0.weights is not supported");
 }
 
-/// Of a W8A8 config.
+/// Returns the section of a W8A8 config.
 fn section() -> Value {
     json_of(&golden("compressed/int8/config.json"))["quantization_config"].take()
 }
 
 #[test]
-fn older_spellings_are_read() {
+fn older_forms_are_supported() {
     let expected = Some(CASES[0].1);
     let mut underscored = section();
     underscored["quant_method"] = json!("compressed_tensors");
@@ -113,11 +113,11 @@ fn older_spellings_are_read() {
     }
     let mut sparse = json!({"compression_config": old});
     sparse["compression_config"]["sparsity_config"]["format"] = json!("sparse-bitmask");
-    assert_eq!(refusal(&sparse), "sparsity_config \"sparse-bitmask\" of compressed-tensors is not supported");
+    assert_eq!(unsupported(&sparse), "sparsity_config \"sparse-bitmask\" of compressed-tensors is not supported");
 }
 
 #[test]
-fn what_is_not_quantized_or_read_elsewhere_is_none() {
+fn unquantized_and_mxfp4_models_have_no_scheme() {
     for config in [
         json!({}),
         json!({"quantization_config": null}),
@@ -129,16 +129,16 @@ fn what_is_not_quantized_or_read_elsewhere_is_none() {
 }
 
 #[test]
-fn other_quantizations_are_refused_by_name() {
+fn other_quantization_methods_are_errors() {
     for method in ["gptq", "awq", "bitsandbytes", "fp8", "fbgemm_fp8", "modelopt", "quark", "hqq", "torchao"] {
         let config = json!({"quantization_config": {"quant_method": method}});
-        assert_eq!(refusal(&config), format!("quantization '{method}' is not supported"));
+        assert_eq!(unsupported(&config), format!("quantization '{method}' is not supported"));
     }
     let config = json!({"quantization_config": {"load_in_8bit": true}});
-    assert_eq!(refusal(&config), "a quantization_config without quant_method is not supported");
+    assert_eq!(unsupported(&config), "quantization_config without quant_method is not supported");
 }
 
-/// A W8A8 config with one field set otherwise.
+/// Returns a W8A8 config with one field changed.
 fn with(pointer: &str, value: Value) -> Value {
     let mut section = section();
     let (parent, field) = pointer.rsplit_once('/').unwrap();
@@ -151,59 +151,59 @@ const WEIGHTS: &str = "/config_groups/group_0/weights";
 const INPUTS: &str = "/config_groups/group_0/input_activations";
 
 #[test]
-fn what_cannot_be_computed_is_refused_by_name() {
-    let refused = |pointer: &str, value: Value, what: &str| {
-        assert_eq!(refusal(&with(pointer, value)), format!("{what} is not supported"));
+fn unsupported_fields_are_errors() {
+    let check = |pointer: &str, value: Value, what: &str| {
+        assert_eq!(unsupported(&with(pointer, value)), format!("{what} is not supported"));
     };
-    refused("/kv_cache_scheme", json!({"num_bits": 8}), "kv_cache_scheme of compressed-tensors");
-    refused("/transform_config", json!({"config_groups": {"u": {}}}), "transform_config of compressed-tensors");
-    refused("/moe_sparsity_config", json!({"method": "prune"}), "moe_sparsity_config of compressed-tensors");
+    check("/kv_cache_scheme", json!({"num_bits": 8}), "kv_cache_scheme of compressed-tensors");
+    check("/transform_config", json!({"config_groups": {"u": {}}}), "transform_config of compressed-tensors");
+    check("/moe_sparsity_config", json!({"method": "prune"}), "moe_sparsity_config of compressed-tensors");
     let sparse = json!({"format": "sparse-24-bitmask"});
-    refused("/sparsity_config", sparse, "sparsity_config \"sparse-24-bitmask\" of compressed-tensors");
-    refused("/ignore", json!(["re:(?!lm_head)"]), "the pattern 're:(?!lm_head)' of quantization_config");
+    check("/sparsity_config", sparse, "sparsity_config \"sparse-24-bitmask\" of compressed-tensors");
+    check("/ignore", json!(["re:(?!lm_head)"]), "the pattern 're:(?!lm_head)' of quantization_config");
 
-    refused(GROUP, json!(["Linear"]), "the preset config_groups.group_0");
+    check(GROUP, json!(["Linear"]), "the preset config_groups.group_0");
     let formats = ["marlin-24", "nvfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"];
     for format in formats {
         let what = format!("format '{format}' of compressed-tensors");
-        refused(&format!("{GROUP}/format"), json!(format), &what);
+        check(&format!("{GROUP}/format"), json!(format), &what);
         let mut config = with("/format", json!(format));
         config["quantization_config"]["config_groups"]["group_0"].as_object_mut().unwrap().remove("format");
-        assert_eq!(refusal(&config), format!("{what} is not supported"));
+        assert_eq!(unsupported(&config), format!("{what} is not supported"));
     }
     let output = "output_activations of config_groups.group_0";
-    refused(&format!("{GROUP}/output_activations"), json!({"num_bits": 8}), output);
-    refused(&format!("{GROUP}/targets"), json!(["re:*"]), "the pattern 're:*' of quantization_config");
-    refused(&format!("{GROUP}/targets"), json!(["Embedding"]), "the target Embedding of config_groups.group_0");
-    refused(WEIGHTS, Value::Null, "config_groups.group_0, which quantizes inputs and not weights,");
+    check(&format!("{GROUP}/output_activations"), json!({"num_bits": 8}), output);
+    check(&format!("{GROUP}/targets"), json!(["re:*"]), "the pattern 're:*' of quantization_config");
+    check(&format!("{GROUP}/targets"), json!(["Embedding"]), "the target Embedding of config_groups.group_0");
+    check(WEIGHTS, Value::Null, "config_groups.group_0, which quantizes only inputs,");
 
     for (tensor, place) in [(WEIGHTS, "weights"), (INPUTS, "input_activations")] {
-        let refused = |field: &str, value: Value, what: &str| {
-            refused(&format!("{tensor}/{field}"), value, &format!("{what} of config_groups.group_0.{place}"));
+        let check_field = |field: &str, value: Value, what: &str| {
+            check(&format!("{tensor}/{field}"), value, &format!("{what} of config_groups.group_0.{place}"));
         };
-        refused("num_bits", json!(4), "num_bits 4");
-        refused("num_bits", json!({"mlp.experts": 4}), "num_bits by layer");
-        refused("type", json!("uint"), "type 'uint'");
-        refused("symmetric", json!(false), "symmetric false");
-        refused("actorder", json!("weight"), "actorder \"weight\"");
-        refused("group_size", json!(128), "group_size 128");
-        refused("block_structure", json!([128, 128]), "block_structure [128,128]");
-        refused("strategy", json!("block"), "strategy 'block'");
-        refused("strategy", json!("group"), "strategy 'group'");
-        refused("strategy", json!("tensor_group"), "strategy 'tensor_group'");
-        refused("dynamic", json!("local"), "dynamic \"local\"");
+        check_field("num_bits", json!(4), "num_bits 4");
+        check_field("num_bits", json!({"mlp.experts": 4}), "num_bits per layer");
+        check_field("type", json!("uint"), "type 'uint'");
+        check_field("symmetric", json!(false), "symmetric false");
+        check_field("actorder", json!("weight"), "actorder \"weight\"");
+        check_field("group_size", json!(128), "group_size 128");
+        check_field("block_structure", json!([128, 128]), "block_structure [128,128]");
+        check_field("strategy", json!("block"), "strategy 'block'");
+        check_field("strategy", json!("group"), "strategy 'group'");
+        check_field("strategy", json!("tensor_group"), "strategy 'tensor_group'");
+        check_field("dynamic", json!("local"), "dynamic \"local\"");
     }
-    refused(&format!("{WEIGHTS}/dynamic"), json!(true), "dynamic of config_groups.group_0.weights");
+    check(&format!("{WEIGHTS}/dynamic"), json!(true), "dynamic of config_groups.group_0.weights");
     let inputs = |what| format!("{what} of config_groups.group_0.input_activations");
-    refused(&format!("{INPUTS}/dynamic"), json!(false), &inputs("strategy 'token' without dynamic"));
-    refused(&format!("{INPUTS}/scale_dtype"), json!("torch.uint8"), &inputs("scale_dtype"));
-    refused(INPUTS, json!({"strategy": "tensor", "dynamic": true}), &inputs("dynamic scales of whole tensors"));
-    let other = "config_groups.group_0.input_activations of another type than its weights";
-    refused(&format!("{INPUTS}/type"), json!("float"), other);
+    check(&format!("{INPUTS}/dynamic"), json!(false), &inputs("strategy 'token' without dynamic"));
+    check(&format!("{INPUTS}/scale_dtype"), json!("torch.uint8"), &inputs("scale_dtype"));
+    check(INPUTS, json!({"strategy": "tensor", "dynamic": true}), &inputs("dynamic per-tensor scales"));
+    let other = "config_groups.group_0.input_activations of another type than the weights";
+    check(&format!("{INPUTS}/type"), json!("float"), other);
 }
 
 #[test]
-fn what_changes_nothing_is_not_refused() {
+fn fields_without_effect_are_allowed() {
     let w8a8 = CASES[0].1;
     let per_tensor = Scheme { weight_scales: WeightScales::PerTensor, ..w8a8 };
     let inputs = |activations| Scheme { activations, ..w8a8 };
@@ -229,7 +229,7 @@ fn what_changes_nothing_is_not_refused() {
 }
 
 #[test]
-fn a_config_that_makes_no_sense_is_an_error() {
+fn malformed_configs_are_errors() {
     for (pointer, value) in [
         ("/config_groups", json!([])),
         ("/config_groups", Value::Null),

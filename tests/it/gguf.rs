@@ -1,4 +1,4 @@
-//! GGUF files: what the gguf package wrote and what hostile hands could.
+//! GGUF files: valid files from Python's gguf package, and hostile ones.
 
 mod blocks;
 pub mod converter;

@@ -1,5 +1,6 @@
-//! Matrices that stay quantized: their layout against the blocks that they are made of, products against those of the
-//! dequantized matrix, and on a GPU every kernel against the same on a CPU.
+//! Quantized matrices.
+//! Their values are compared with the original blocks,
+//! their products with those of the dequantized matrix, and every GPU kernel with the CPU.
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
@@ -25,13 +26,13 @@ const BLOCKS: [GgmlType; 10] = [
     GgmlType::Q6K,
 ];
 
-/// Numbers in [-2, 2).
+/// Returns random numbers in [-2, 2).
 fn floats(count: usize, seed: u64) -> Vec<f32> {
     let mut random = Random(seed);
     (0..count).map(|_| f32::from(random.next() as i16) / 16384.0).collect()
 }
 
-/// Blocks of any bits, but for scales of magnitudes as models have them.
+/// Returns blocks of random bits, with scales of realistic magnitudes.
 fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
     let mut random = Random(ggml_type.id().into());
     let mut bytes: Vec<u8> = (0..count * ggml_type.block_bytes()).map(|_| random.next() as u8).collect();
@@ -44,25 +45,27 @@ fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
     };
     for block in bytes.chunks_exact_mut(ggml_type.block_bytes()) {
         for at in halves {
-            // Between 2^-7 and 2^-5, of either sign.
+            // Magnitudes between 2^-7 and 2^-5, with either sign.
             block[at + 1] = block[at + 1] & 0x84 | 0x20;
         }
     }
     bytes
 }
 
-/// A matrix of random blocks, and its values by the blocks' own arithmetic.
+/// Returns a matrix of random blocks, and its dequantized values.
 fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device) -> (QuantizedMatrix, Vec<f32>) {
     let bytes = blocks(ggml_type, rows * columns / ggml_type.block_length());
     let row_bytes = bytes.len() / rows;
-    let made = MatrixRows::from_blocks(ggml_type, rows, columns, |row| &bytes[row * row_bytes..][..row_bytes]).unwrap();
-    let matrix = MatrixRows::build(&[&made], device).unwrap();
+    let matrix_rows =
+        MatrixRows::from_blocks(ggml_type, rows, columns, |row| &bytes[row * row_bytes..][..row_bytes]).unwrap();
+    let matrix = MatrixRows::build(&[&matrix_rows], device).unwrap();
     let mut values = vec![0.0; rows * columns];
     ggml_type.dequantize(&bytes, &mut values).unwrap();
     (matrix, values)
 }
 
-fn of_floats(quantize: QuantizationTarget, values: &[f32], columns: usize, device: &Device) -> QuantizedMatrix {
+/// Quantizes floats to a matrix.
+fn quantized_floats(quantize: QuantizationTarget, values: &[f32], columns: usize, device: &Device) -> QuantizedMatrix {
     let row = |row: usize, to: &mut [f32]| {
         to.copy_from_slice(&values[row * columns..][..columns]);
         Ok(())
@@ -71,36 +74,36 @@ fn of_floats(quantize: QuantizationTarget, values: &[f32], columns: usize, devic
         .unwrap()
 }
 
-/// One matrix of each format.
-fn of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<QuantizedMatrix> {
+/// Returns one matrix of each format.
+fn matrices_of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<QuantizedMatrix> {
     let mut matrices: Vec<_> = BLOCKS.iter().map(|of| from_blocks(*of, rows, columns, device).0).collect();
     let values = floats(rows * columns, 7);
     matrices.extend(
         [QuantizationTarget::Int8, QuantizationTarget::Fp8]
-            .map(|quantize| of_floats(quantize, &values, columns, device)),
+            .map(|quantize| quantized_floats(quantize, &values, columns, device)),
     );
     assert_eq!(matrices.iter().map(|matrix| matrix.format).collect::<Vec<_>>(), Format::ALL);
     matrices
 }
 
 #[test]
-fn values_are_those_of_the_blocks_bit_by_bit() {
+fn values_equal_those_of_the_blocks_bit_by_bit() {
     for of in BLOCKS {
         let (matrix, want) = from_blocks(of, 3, 512, &Device::Cpu);
         let got = values(&matrix.dequantize(DType::F32).unwrap());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&got), bits(&want), "{of}");
-        // No more than in the file but for scales of 12 bytes, which become 16.
+        // A matrix is as large as in the file, except that 12 bytes of scales become 16.
         let file = 3 * 512 / of.block_length() * of.block_bytes();
         assert!(matrix.bytes() as usize <= file + 3 * 2 * 6, "{of}: {} bytes of {file}", matrix.bytes());
     }
 }
 
 #[test]
-fn products_and_rows_are_those_of_the_values() {
+fn products_and_rows_match_the_dequantized_matrix() {
     let x = Tensor::from_vec(floats(5 * 512, 3), (5, 512), &Device::Cpu).unwrap();
     let ids = Tensor::new(&[2u32, 0, 6], &Device::Cpu).unwrap();
-    for matrix in of_each_format(7, 512, &Device::Cpu) {
+    for matrix in matrices_of_each_format(7, 512, &Device::Cpu) {
         let dense = matrix.dequantize(DType::F32).unwrap();
         let want = x.matmul(&dense.t().unwrap()).unwrap();
         let error = relative_error(&values(&matrix.matmul(&x).unwrap()), &values(&want));
@@ -113,7 +116,7 @@ fn products_and_rows_are_those_of_the_values() {
 }
 
 #[test]
-fn several_matrices_stand_one_below_the_other() {
+fn matrices_are_stacked_in_order() {
     let (bytes, columns) = (blocks(GgmlType::Q6K, 10), 256);
     let of = |first: usize, rows: usize| {
         let bytes = &bytes[first * 210..];
@@ -126,19 +129,20 @@ fn several_matrices_stand_one_below_the_other() {
 }
 
 #[test]
-fn quantized_floats_are_near_to_what_they_were() {
+fn quantization_error_is_bounded() {
     let (rows, columns) = (4, 512);
     let original = floats(rows * columns, 11);
-    // The largest error of a value, in parts of its row's largest magnitude, here about 2: half a step, or a whole one where
-    // blocks have no value at both ends.
-    for (name, most) in [
+    // The largest error of a value, relative to the largest magnitude in its row, which is about 2.
+    // It is half a step, or a whole step where a block cannot represent both extremes.
+    for (name, limit) in [
         ("q8_0", 1.0 / 127.0 / 2.0),
         ("int8", 1.0 / 127.0 / 2.0),
         ("fp8", 1.0 / 28.0),
         ("q6_k", 1.0 / 31.0),
         ("q5_0", 1.0 / 15.0),
         ("q5_1", 1.0 / 31.0),
-        // These two fit a group by least squares, which gives up its ends: ggml's own are off by 0.0481 and 0.0745 here.
+        // q5_k and q4_k fit a group by least squares, which sacrifices the extremes.
+        // ggml has errors of 0.0481 and 0.0745.
         ("q5_k", 0.0482 / 1.1),
         ("q4_0", 1.0 / 7.0),
         ("q4_1", 1.0 / 15.0),
@@ -148,14 +152,14 @@ fn quantized_floats_are_near_to_what_they_were() {
     ] {
         let quantize: QuantizationTarget = name.parse().unwrap();
         assert_eq!(quantize.to_string(), name);
-        let matrix = of_floats(quantize, &original, columns, &Device::Cpu);
+        let matrix = quantized_floats(quantize, &original, columns, &Device::Cpu);
         let got = values(&matrix.dequantize(DType::F32).unwrap());
         let worst = got.iter().zip(&original).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-        // And the rounding of the scale itself to f16.
-        assert!(worst / 2.0 <= most * 1.1, "{quantize}: off by {worst}");
+        // The factor 1.1 allows for rounding the scale to f16.
+        assert!(worst / 2.0 <= limit * 1.1, "{quantize}: off by {worst}");
         assert!(worst > 0.0, "{quantize} changes nothing");
     }
-    // MatrixRows that are no whole blocks.
+    // Rows that are not a whole number of blocks.
     let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().format(columns);
     assert_eq!(format("q4_k", 320), Some(Format::Q5_0));
     assert_eq!(format("q2_k", 320), Some(Format::Q4_0));
@@ -165,12 +169,12 @@ fn quantized_floats_are_near_to_what_they_were() {
     assert!("q9".parse::<QuantizationTarget>().unwrap_err().contains("q8_0, q6_k"));
 }
 
-/// Blocks without a range, or with one that no scale can be found for.
+/// Blocks of equal values, and of values too small for a scale.
 #[test]
-fn rows_of_nothing_are_quantized_to_nothing() {
+fn constant_and_tiny_rows_are_quantized_to_finite_values() {
     for format in ["q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "q5_1", "q5_0", "q4_1", "q4_0", "fp8", "int8"] {
         for value in [0.0, -0.0, 1e-40, -3e-20, 1.0, -1.0] {
-            let matrix = of_floats(format.parse().unwrap(), &[value; 512], 512, &Device::Cpu);
+            let matrix = quantized_floats(format.parse().unwrap(), &[value; 512], 512, &Device::Cpu);
             let got = values(&matrix.dequantize(DType::F32).unwrap());
             let worst = got.iter().map(|got| (got - value).abs()).fold(0.0, |a: f32, b| if b > a { b } else { a });
             assert!(got.iter().all(|got| got.is_finite()), "{format} makes {got:?} of {value:e}");
@@ -180,7 +184,7 @@ fn rows_of_nothing_are_quantized_to_nothing() {
 }
 
 #[test]
-fn e4m3_is_rounded_to_the_nearest() {
+fn e4m3_rounds_to_the_nearest_value() {
     let all: Vec<(u8, f32)> = (0..=255u8).map(|byte| (byte, F8E4M3::from_bits(byte).to_f32())).collect();
     assert_eq!(
         (F8E4M3::from_bits(0x7e).to_f32(), F8E4M3::from_bits(1).to_f32(), F8E4M3::from_bits(0x38).to_f32()),
@@ -203,21 +207,21 @@ fn e4m3_is_rounded_to_the_nearest() {
 }
 
 #[test]
-fn inputs_are_rounded_as_the_model_asks() {
-    let weight = of_floats(QuantizationTarget::Int8, &floats(3 * 64, 1), 64, &Device::Cpu);
+fn inputs_are_rounded_as_configured() {
+    let weight = quantized_floats(QuantizationTarget::Int8, &floats(3 * 64, 1), 64, &Device::Cpu);
     let x = floats(2 * 64, 2);
     let product = |matrix: &QuantizedMatrix, x: &[f32]| {
         values(&matrix.matmul(&Tensor::from_slice(x, (2, 64), &Device::Cpu).unwrap()).unwrap())
     };
     let by_hand = |round: &dyn Fn(f32, f32) -> f32| {
         let rows = x.chunks_exact(64).flat_map(|row| {
-            let most = row.iter().fold(0.0f32, |most, value| most.max(value.abs()));
-            row.iter().map(move |value| round(*value, most))
+            let max = row.iter().fold(0.0f32, |max, value| max.max(value.abs()));
+            row.iter().map(move |value| round(*value, max))
         });
         product(&weight, &rows.collect::<Vec<_>>())
     };
-    let int8 = by_hand(&|value, most| (value / (most / 127.5)).round_ties_even().clamp(-128.0, 127.0) * (most / 127.5));
-    let fp8 = by_hand(&|value, most| F8E4M3::from_f32(value / (most / 448.0)).to_f32() * (most / 448.0));
+    let int8 = by_hand(&|value, max| (value / (max / 127.5)).round_ties_even().clamp(-128.0, 127.0) * (max / 127.5));
+    let fp8 = by_hand(&|value, max| F8E4M3::from_f32(value / (max / 448.0)).to_f32() * (max / 448.0));
     let fixed = by_hand(&|value, _| F8E4M3::from_f32(value / 0.25).to_f32() * 0.25);
     for (rounding, want) in [
         (InputRounding::Int8PerToken, int8),
@@ -231,10 +235,10 @@ fn inputs_are_rounded_as_the_model_asks() {
 }
 
 #[test]
-fn experts_are_those_that_were_chosen() {
+fn expert_products_use_the_chosen_experts() {
     let (experts, rows, columns) = (5, 3, 512);
     let ids = Tensor::new(&[[4u32, 0], [2, 4], [1, 1]], &Device::Cpu).unwrap();
-    for matrix in of_each_format(experts * rows, columns, &Device::Cpu) {
+    for matrix in matrices_of_each_format(experts * rows, columns, &Device::Cpu) {
         let dense = matrix.dequantize(DType::F32).unwrap().reshape((experts, rows, columns)).unwrap();
         for shape in [vec![3, columns], vec![3, 2, columns]] {
             let x = Tensor::from_vec(floats(shape.iter().product(), 4), shape, &Device::Cpu).unwrap();
@@ -246,7 +250,7 @@ fn experts_are_those_that_were_chosen() {
     }
 }
 
-/// How inputs of products with such a weight may be rounded.
+/// Returns the ways to round the inputs of a product with this format.
 fn roundings(format: Format) -> Vec<InputRounding> {
     match format {
         Format::Int8 => vec![InputRounding::None, InputRounding::Int8PerToken, InputRounding::Int8Static(0.01)],
@@ -255,14 +259,15 @@ fn roundings(format: Format) -> Vec<InputRounding> {
     }
 }
 
-/// On a GPU: rows that end within a chunk, and inputs that are no numbers, which must not become some.
+/// Rows that end within a group of columns, and NaN in the inputs, which must stay NaN.
 #[test(gpu)]
-fn kernels_agree_with_the_cpu_at_the_edges() {
+fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
     for columns in [36, 100] {
         for quantize in [QuantizationTarget::Int8, QuantizationTarget::Fp8] {
             let values_of = floats(48 * columns, 7);
-            let [cpu, there] = [&Device::Cpu, &gpu].map(|device| of_floats(quantize, &values_of, columns, device));
+            let [cpu, there] =
+                [&Device::Cpu, &gpu].map(|device| quantized_floats(quantize, &values_of, columns, device));
             for (tokens, rounding) in
                 [1, 3, 40].into_iter().flat_map(|t| roundings(cpu.format).into_iter().map(move |r| (t, r)))
             {
@@ -291,18 +296,18 @@ fn kernels_agree_with_the_cpu_at_the_edges() {
     }
 }
 
-/// On a GPU: values, rows, products with few tokens and with many, in all dtypes.
+/// Values, rows, and products with few and many tokens, in all dtypes.
 #[test(gpu)]
-fn kernels_agree_with_the_cpu() {
+fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
-    // More than one round of the grid's warps; odd, and as the libraries of tensor cores want them.
-    // MatrixRows that a lane goes over in one round, in several.
+    // More rows than the warps of the grid, odd, and a multiple of 16, which cuBLASLt needs.
+    // Columns that a lane covers in one iteration, and in several.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
-        let here = of_each_format(rows, columns, &Device::Cpu);
-        for (cpu, there) in here.iter().zip(of_each_format(rows, columns, &gpu)) {
+        let here = matrices_of_each_format(rows, columns, &Device::Cpu);
+        for (cpu, there) in here.iter().zip(matrices_of_each_format(rows, columns, &gpu)) {
             let format = cpu.format;
-            // 29 experts, few and many at a time.
+            // 29 experts, with few and with many tokens.
             for tokens in [3, 50] {
                 let ids: Vec<u32> = (0..2 * tokens).map(|i| i * 7 % 29).collect();
                 let ids = Tensor::from_vec(ids, (tokens as usize, 2), &Device::Cpu).unwrap();
@@ -334,12 +339,13 @@ fn kernels_agree_with_the_cpu() {
                         let got =
                             there.clone().with_input_rounding(rounding).matmul(&x.to_device(&gpu).unwrap()).unwrap();
                         let error = relative_error(&values(&got), &values(&want));
-                        // Few tokens are multiplied by the exact weights, as integers of 16 bits. For many the weights are
-                        // rounded to the dtype. Tensor cores sum codes of 8 bits: integers exactly, FP8 to some 13 bits.
+                        // For few tokens, the kernels use exact weights and 16-bit integers.
+                        // For many tokens, they round the weights to the dtype.
+                        // Tensor cores sum 8-bit codes: integers exactly, FP8 to some 13 bits.
                         let tolerance = match rounding {
                             _ if tokens <= 8 => 5e-5,
                             InputRounding::None => tolerance,
-                            // What no library takes is multiplied as floats.
+                            // cuBLASLt does not support these rows, so they are multiplied as floats.
                             _ if rows % 16 != 0 => tolerance,
                             InputRounding::Int8PerToken | InputRounding::Int8Static(_) => 2e-5,
                             _ => 3e-3,

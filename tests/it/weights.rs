@@ -1,4 +1,4 @@
-//! Tensors that are read ahead are those of the file, whatever the order, the bounds and the failures.
+//! Reading ahead: tensors equal those of the file in any order and with any limits, and failures are errors.
 
 mod dtypes;
 mod hostile;
@@ -19,15 +19,17 @@ use tempfile::TempDir;
 
 use crate::support::{Random, golden, gpu, gpu_if_expected};
 
-/// A target in the memory of the host, which counts what lives.
+/// A target in host memory that counts its allocations.
 #[derive(Clone, Default)]
 struct Host {
     live: Arc<AtomicUsize>,
-    /// Allocations of more bytes fail.
+    /// Larger allocations fail.
     limit: Option<usize>,
     panics: bool,
 }
 
+/// A value that counts itself as long as it lives.
+/// A value that counts itself as long as it lives.
 struct Counted<T>(T, Arc<AtomicUsize>);
 
 impl Host {
@@ -44,7 +46,7 @@ impl<T> Drop for Counted<T> {
 }
 
 impl Target for Host {
-    /// The bytes, how many have come, and whether it is complete.
+    /// The bytes, how many of them were copied, and whether the tensor is complete.
     type Memory = Counted<Mutex<(Vec<u8>, usize, bool)>>;
     type Staging = Counted<Vec<u8>>;
 
@@ -60,7 +62,7 @@ impl Target for Host {
     }
 
     fn buffer<'s>(&self, staging: &'s mut Self::Staging) -> Result<&'s mut [u8]> {
-        assert!(!self.panics, "a target's own fault");
+        assert!(!self.panics, "the target panics on purpose");
         Ok(&mut staging.0)
     }
 
@@ -73,7 +75,7 @@ impl Target for Host {
 
     fn complete(&self, memory: &mut Self::Memory) -> Result<()> {
         let memory = memory.0.get_mut().unwrap();
-        assert_eq!((memory.1, memory.2), (memory.0.len(), false), "bytes, and complete before");
+        assert_eq!((memory.1, memory.2), (memory.0.len(), false), "bytes copied, and whether it was complete");
         memory.2 = true;
         Ok(())
     }
@@ -85,11 +87,13 @@ impl Target for Host {
     }
 }
 
+/// Options with tiny pieces and limits.
+/// Options with tiny pieces and limits.
 fn small(threads: usize) -> ReadAheadOptions {
     ReadAheadOptions { threads, piece_bytes: 8, ahead_bytes: 64 }
 }
 
-/// A snapshot of these tensors.
+/// Writes a checkpoint with these tensors.
 fn snapshot(tensors: impl IntoIterator<Item = (String, Tensor)>) -> TempDir {
     let folder = TempDir::new().unwrap();
     let tensors: HashMap<String, Tensor> = tensors.into_iter().collect();
@@ -97,14 +101,14 @@ fn snapshot(tensors: impl IntoIterator<Item = (String, Tensor)>) -> TempDir {
     folder
 }
 
-/// Numbers that no other tensor of the run has.
+/// Returns random values. Every call returns other values.
 fn random(elements: usize, dtype: DType) -> Tensor {
     static SEED: AtomicU64 = AtomicU64::new(0);
     let values = Random(SEED.fetch_add(1, Ordering::Relaxed)).tensor(&[elements], DType::F32);
     (values.abs().unwrap() * 50.0).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Tensors of every dtype, of sizes around a piece and a staging buffer.
+/// Writes tensors of every dtype, with sizes around those of a piece and of a staging buffer.
 fn mixed() -> TempDir {
     let sizes = [1, 2, 3, 4, 5, 100, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 11 << 20];
     let dtypes = [DType::F32, DType::F16, DType::BF16, DType::U8];
@@ -121,7 +125,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     values.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// What a test does with weights, given those of the mapped file too.
+/// Loads tensors in the given order, and compares them with those of the mapped file.
 fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: DType) {
     let report = |_| ();
     let loaded = LoadProgress::new(&report);
@@ -134,7 +138,7 @@ fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: 
         };
         let (got, want) = (take(weights), take(&mapped));
         assert_eq!((got.dtype(), got.dims()), (want.dtype(), want.dims()), "{name}");
-        assert!(bits(&got) == bits(&want), "{name} as {dtype:?} is not what the file has");
+        assert!(bits(&got) == bits(&want), "{name} as {dtype:?} differs from the file");
     }
 }
 
@@ -142,7 +146,7 @@ fn names(checkpoint: &Checkpoint) -> Vec<String> {
     checkpoint.tensors().map(|(name, _)| name.to_string()).collect()
 }
 
-/// The orders that a model might ask in: sorted, reversed, interleaved, and some twice.
+/// Orders in which a model might load tensors: sorted, reversed, interleaved, and each tensor twice.
 fn orders(names: &[String]) -> Vec<Vec<String>> {
     let reversed = names.iter().rev().cloned().collect();
     let far_apart = (0..names.len()).map(|i| names[i * 7919 % names.len()].clone()).collect();
@@ -151,7 +155,7 @@ fn orders(names: &[String]) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn tensors_read_ahead_are_those_of_the_file() {
+fn tensors_read_ahead_equal_those_of_the_file() {
     let report = |_| ();
     let loaded = LoadProgress::new(&report);
     for case in ["gpt_oss", "llama3"] {
@@ -159,28 +163,28 @@ fn tensors_read_ahead_are_those_of_the_file() {
         for order in orders(&names(&checkpoint)) {
             for (threads, dtype) in [(1, DType::F32), (3, DType::BF16), (8, DType::F16)] {
                 let (host, cpu) = (Host::default(), Device::Cpu);
-                let settings = ReadAheadOptions { piece_bytes: 1000, ..small(threads) };
-                let reader = ReadAhead::start(host.clone(), checkpoint.extents(dtype), settings).unwrap();
+                let options = ReadAheadOptions { piece_bytes: 1000, ..small(threads) };
+                let reader = ReadAhead::start(host.clone(), checkpoint.extents(dtype), options).unwrap();
                 let weights = Weights::with_reader(&checkpoint, &cpu, dtype, &loaded, reader);
                 compare(&checkpoint, &weights, &order, dtype);
                 drop(weights);
-                assert_eq!(host.live.load(Ordering::SeqCst), 0, "everything is given back");
+                assert_eq!(host.live.load(Ordering::SeqCst), 0, "all memory is freed");
             }
         }
     }
 }
 
-/// Where the three projections of a layer's attention are, and their rows.
+/// Returns the weights of the q, k and v projections of a layer, and their numbers of rows.
 fn attention_parts<'c>(checkpoint: &Checkpoint, weights: &Weights<'c>, layer: usize) -> [(Weights<'c>, usize); 3] {
     ["q_proj", "k_proj", "v_proj"].map(|name| {
-        let place = format!("model.layers.{layer}.self_attn.{name}");
-        let rows = checkpoint.info(&format!("{place}.weight")).unwrap().shape[0];
-        (weights.at(place), rows)
+        let module = format!("model.layers.{layer}.self_attn.{name}");
+        let rows = checkpoint.info(&format!("{module}.weight")).unwrap().shape[0];
+        (weights.at(module), rows)
     })
 }
 
 #[test]
-fn what_layers_stack_is_read_as_one() {
+fn stacked_tensors_are_read_as_one() {
     let report = |_| ();
     let loaded = LoadProgress::new(&report);
     let checkpoint = Checkpoint::open(&golden("llama3")).unwrap();
@@ -189,15 +193,15 @@ fn what_layers_stack_is_read_as_one() {
     devices.extend(gpu_if_expected().map(|gpu| (gpu, DType::BF16)));
     for (device, dtype) in devices {
         let host = Host::default();
-        let settings = ReadAheadOptions { piece_bytes: 1000, ..small(3) };
+        let options = ReadAheadOptions { piece_bytes: 1000, ..small(3) };
         let extents = checkpoint.extents(dtype);
-        let stacks = extents.iter().filter(|extent| extent.parts.len() == 3).count();
+        let stacks = extents.iter().filter(|extent| extent.ranges.len() == 3).count();
         let layers = checkpoint.tensors().filter(|(name, _)| name.ends_with("q_proj.weight")).count();
         assert_eq!(stacks, if dtype == stored { layers } else { 0 });
         let mapped = Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
         let weights = match &device {
             Device::Cpu => {
-                let reader = ReadAhead::start(host.clone(), extents, settings).unwrap();
+                let reader = ReadAhead::start(host.clone(), extents, options).unwrap();
                 Weights::with_reader(&checkpoint, &device, dtype, &loaded, reader)
             }
             gpu => Weights::new(&checkpoint, gpu, dtype, &loaded).unwrap(),
@@ -217,7 +221,7 @@ fn what_layers_stack_is_read_as_one() {
 }
 
 #[test(gpu)]
-fn a_gpu_gets_the_tensors_of_the_file() {
+fn tensors_on_a_gpu_equal_those_of_the_file() {
     let gpu = gpu();
     let report = |_| ();
     let loaded = LoadProgress::new(&report);
@@ -232,7 +236,7 @@ fn a_gpu_gets_the_tensors_of_the_file() {
 }
 
 #[test]
-fn thousands_of_tiny_tensors_arrive() {
+fn thousands_of_tiny_tensors_are_read() {
     let tensor = |i: usize| (format!("model.layers.{i}.x"), random(i % 5 + 1, DType::BF16));
     let folder = snapshot((0..5000).map(tensor));
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
@@ -248,15 +252,15 @@ fn thousands_of_tiny_tensors_arrive() {
     }
 }
 
-/// Runs what must end, whatever happens.
+/// Runs a function that must return within a minute.
 fn in_time<R: Send + 'static>(run: impl FnOnce() -> R + Send + 'static) -> R {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || sender.send(run()));
-    receiver.recv_timeout(Duration::from_secs(60)).expect("it hangs, or it panicked")
+    receiver.recv_timeout(Duration::from_secs(60)).expect("it hung or panicked")
 }
 
-/// Three tensors of 40 bytes; the middle one is asked for.
-fn take_the_middle<T: Target>(target: T, spoil: impl FnOnce(PathBuf) + Send + 'static) -> String {
+/// Takes the middle one of three tensors of 40 bytes. Returns the error.
+fn take_middle_tensor<T: Target>(target: T, spoil: impl FnOnce(PathBuf) + Send + 'static) -> String {
     in_time(move || {
         let folder = snapshot(["a", "b", "c"].map(|name| (name.to_string(), random(20, DType::BF16))));
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
@@ -269,26 +273,26 @@ fn take_the_middle<T: Target>(target: T, spoil: impl FnOnce(PathBuf) + Send + 's
 #[test]
 fn failures_are_errors_that_name_the_tensor() {
     let host = Host::default();
-    let error = take_the_middle(Host { limit: Some(39), ..host.clone() }, |_| ());
+    let error = take_middle_tensor(Host { limit: Some(39), ..host.clone() }, |_| ());
     assert!(error.contains("cannot allocate tensor ") && error.contains("out of memory"), "{error}");
-    let error = take_the_middle(Host { panics: true, ..host.clone() }, |_| ());
+    let error = take_middle_tensor(Host { panics: true, ..host.clone() }, |_| ());
     assert!(error.contains("panicked"), "{error}");
     let truncate = |path| {
         let file = OpenOptions::new().write(true).open(path).unwrap();
         file.set_len(file.metadata().unwrap().len() - 110).unwrap();
     };
-    let error = take_the_middle(host.clone(), truncate);
-    assert!(error.contains("model.safetensors") && error.contains("ends"), "{error}");
-    assert_eq!(host.live.load(Ordering::SeqCst), 0, "everything is given back");
+    let error = take_middle_tensor(host.clone(), truncate);
+    assert!(error.contains("model.safetensors") && error.contains("shorter than its header says"), "{error}");
+    assert_eq!(host.live.load(Ordering::SeqCst), 0, "all memory is freed");
     #[cfg(feature = "cuda")]
     if let Some(Device::Cuda(gpu)) = gpu_if_expected() {
-        let error = take_the_middle(inferno::kernels::upload::CopyStream::new(&gpu).unwrap(), truncate);
-        assert!(error.contains("model.safetensors") && error.contains("ends"), "{error}");
+        let error = take_middle_tensor(inferno::kernels::upload::CopyStream::new(&gpu).unwrap(), truncate);
+        assert!(error.contains("model.safetensors") && error.contains("shorter than its header says"), "{error}");
     }
 }
 
 #[test]
-fn a_reader_may_be_dropped_at_any_time() {
+fn reader_can_be_dropped_at_any_time() {
     let folder = mixed();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     let names = names(&checkpoint);
@@ -297,7 +301,7 @@ fn a_reader_may_be_dropped_at_any_time() {
     let gpu = gpu_if_expected();
     for taken in 0..12 {
         take_some(host.clone(), &checkpoint, &names[..taken]);
-        assert_eq!(host.live.load(Ordering::SeqCst), 0, "everything is given back");
+        assert_eq!(host.live.load(Ordering::SeqCst), 0, "all memory is freed");
         #[cfg(feature = "cuda")]
         if let Some(Device::Cuda(gpu)) = &gpu {
             take_some(inferno::kernels::upload::CopyStream::new(gpu).unwrap(), &checkpoint, &names[..taken]);
@@ -306,17 +310,17 @@ fn a_reader_may_be_dropped_at_any_time() {
 }
 
 fn take_some<T: Target>(target: T, checkpoint: &Checkpoint, names: &[String]) {
-    let settings = ReadAheadOptions { threads: 4, piece_bytes: 1 << 16, ahead_bytes: 1 << 20 };
-    let reader = ReadAhead::start(target, checkpoint.extents(DType::BF16), settings).unwrap();
+    let options = ReadAheadOptions { threads: 4, piece_bytes: 1 << 16, ahead_bytes: 1 << 20 };
+    let reader = ReadAhead::start(target, checkpoint.extents(DType::BF16), options).unwrap();
     for name in names {
         let info = checkpoint.info(name).unwrap();
         reader.take(name, info.candle_dtype().unwrap(), &info.shape).unwrap();
     }
 }
 
-/// A tensor that no GPU has room for, in a file that is mostly a hole.
+/// A tensor of 1 TiB in a sparse file.
 #[test(gpu)]
-fn a_gpu_too_small_is_an_error() {
+fn tensor_larger_than_gpu_memory_is_an_error() {
     let gpu = gpu();
     let folder = TempDir::new().unwrap();
     let (bytes, path) = (1u64 << 40, folder.path().join("model.safetensors"));

@@ -1,18 +1,21 @@
-//! The pre-tokenizers that `tokenizer.ggml.pre` names: patterns that cut a text one after the other, each what the one
-//! before has left in a piece. What a pattern does not match stays a piece too.
+//! The pre-tokenizers that `tokenizer.ggml.pre` names.
 //!
-//! Source of names: ggml-org/llama.cpp, `src/llama-vocab.cpp`; of patterns: the models' tokenizer.json where there is
-//! one, which llama.cpp rewrites for its own matcher.
+//! A pre-tokenizer splits a text with one pattern after the other.
+//! Each pattern splits the pieces that the previous one left; text between its matches is a piece as well.
+//!
+//! Source: the names are from ggml-org/llama.cpp, `src/llama-vocab.cpp`.
+//! The patterns are from the models' tokenizer.json where possible,
+//! because llama.cpp rewrites them for its own matcher.
 
-/// How a byte-level BPE cuts a text into words, and what else is known by its name.
-pub struct Pre {
+/// How a byte-level BPE splits a text into words, and other properties that its name implies.
+pub struct PreTokenizerSpec {
     names: &'static [&'static str],
     pub patterns: &'static [&'static str],
-    /// A word that is a token is that token, whatever the merges would make of it.
+    /// Whether a word that is a token becomes that token without applying merges.
     pub ignore_merges: bool,
-    /// Unless the file says otherwise.
+    /// Whether a text begins with BOS, unless the file says otherwise.
     pub add_bos: bool,
-    /// The model's tokenizer.json brings text into Unicode's form NFC, which llama.cpp does not.
+    /// Whether the model's tokenizer.json normalizes text to NFC. llama.cpp does not.
     pub nfc: bool,
 }
 
@@ -50,42 +53,53 @@ const DEEPSEEK3: &str = concat!(
     r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
 
-const PLAIN: Pre = Pre { names: &[], patterns: &[], ignore_merges: false, add_bos: false, nfc: false };
+const PLAIN: PreTokenizerSpec =
+    PreTokenizerSpec { names: &[], patterns: &[], ignore_merges: false, add_bos: false, nfc: false };
 
-const PRES: &[Pre] = &[
-    Pre { names: &["default"], patterns: &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"], ..PLAIN },
-    Pre { names: &["gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion"], patterns: &[GPT2], ..PLAIN },
-    Pre {
+const SPECS: &[PreTokenizerSpec] = &[
+    PreTokenizerSpec {
+        names: &["default"],
+        patterns: &[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
+        ..PLAIN
+    },
+    PreTokenizerSpec {
+        names: &["gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "trillion"],
+        patterns: &[GPT2],
+        ..PLAIN
+    },
+    PreTokenizerSpec {
         names: &["llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"],
         patterns: &[LLAMA3],
         ignore_merges: true,
         add_bos: true,
         ..PLAIN
     },
-    Pre { names: &["dbrx", "smaug-bpe", "glm4", "chatglm-bpe"], patterns: &[LLAMA3], ..PLAIN },
-    Pre { names: &["qwen2"], patterns: &[QWEN2], nfc: true, ..PLAIN },
-    Pre { names: &["deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"], patterns: &[QWEN2], ..PLAIN },
-    Pre { names: &["qwen35"], patterns: &[QWEN35], nfc: true, ..PLAIN },
-    // Made from tiktoken's vocabularies, which take words whole: so does gpt-oss's tokenizer.json.
-    Pre { names: &["gpt-4o", "llama4"], patterns: &[GPT4O], ignore_merges: true, ..PLAIN },
-    Pre { names: &["tekken"], patterns: &[TEKKEN], ignore_merges: true, add_bos: true, ..PLAIN },
-    Pre {
+    PreTokenizerSpec { names: &["dbrx", "smaug-bpe", "glm4", "chatglm-bpe"], patterns: &[LLAMA3], ..PLAIN },
+    PreTokenizerSpec { names: &["qwen2"], patterns: &[QWEN2], nfc: true, ..PLAIN },
+    PreTokenizerSpec { names: &["deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"], patterns: &[QWEN2], ..PLAIN },
+    PreTokenizerSpec { names: &["qwen35"], patterns: &[QWEN35], nfc: true, ..PLAIN },
+    // These come from tiktoken, which looks up whole words first, as gpt-oss's tokenizer.json does.
+    PreTokenizerSpec { names: &["gpt-4o", "llama4"], patterns: &[GPT4O], ignore_merges: true, ..PLAIN },
+    PreTokenizerSpec { names: &["tekken"], patterns: &[TEKKEN], ignore_merges: true, add_bos: true, ..PLAIN },
+    PreTokenizerSpec {
         names: &["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"],
         patterns: &[r"\p{N}", GPT2],
         ..PLAIN
     },
-    Pre {
+    PreTokenizerSpec {
         names: &["deepseek-v3", "hunyuan-dense"],
         patterns: &[r"\p{N}{1,3}", "[一-龥\u{3040}-ゟ゠-ヿ]+", DEEPSEEK3],
         ..PLAIN
     },
-    Pre { names: &["falcon"], patterns: &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]"], ..PLAIN },
+    PreTokenizerSpec { names: &["falcon"], patterns: &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]"], ..PLAIN },
 ];
 
-pub fn find(name: &str) -> Option<&'static Pre> {
-    PRES.iter().find(|pre| pre.names.contains(&name))
+/// Returns the pre-tokenizer of this name.
+pub fn find(name: &str) -> Option<&'static PreTokenizerSpec> {
+    SPECS.iter().find(|spec| spec.names.contains(&name))
 }
 
+/// Returns all supported names.
 pub fn names() -> Vec<&'static str> {
-    PRES.iter().flat_map(|pre| pre.names).copied().collect()
+    SPECS.iter().flat_map(|spec| spec.names).copied().collect()
 }

@@ -1,21 +1,24 @@
-//! Scores of SentencePiece's BPE as merges.
+//! Converts SentencePiece's token scores to BPE merges.
 //!
-//! SentencePiece joins, of all neighbors that make a token, those whose token has the highest score. A BPE with a merge
-//! for each way to cut each token in two, ranked by the token's score, does the same; so does transformers when it
-//! converts such a model. Of tokens of one and the same score SentencePiece takes the leftmost, this the lower id: in Llama's
-//! and Mistral's vocabularies these are the runs of spaces, for which both come to the same.
+//! SentencePiece joins the two neighbors whose joined token has the highest score.
+//! A BPE does the same if it has one merge for each way to split each token in two, ranked by the token's score.
+//! transformers converts such models in the same way.
+//! Among equal scores, SentencePiece takes the leftmost pair, and this code the lower id.
+//! In the vocabularies of Llama and Mistral only runs of spaces have equal scores,
+//! and for these the result is the same.
 
 use std::collections::HashMap;
 
 use anyhow::{Context, Result, bail};
 use tokenizers::models::bpe::Merges;
 
-use super::{MAX_MERGES, TokenType, Vocabulary};
+use super::vocabulary::{MAX_MERGES, TokenType, Vocabulary};
 
-/// Bound on the squared lengths of all tokens in bytes, which is what finding their parts takes. Llama 2 has 2 million.
+/// The limit on the sum of the squared token lengths in bytes, to which the time is proportional.
+/// Llama 2 has 2 million.
 const MAX_WORK: usize = 1 << 29;
 
-/// All merges, the first to be applied first.
+/// Returns all merges in order of priority.
 pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let scores = vocabulary.scores.as_ref().context("metadata key tokenizer.ggml.scores is missing")?;
     let normal = |token: &str| ids.get(token).is_some_and(|id| is_normal(vocabulary, *id as usize));
@@ -36,13 +39,14 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
             bail!("metadata key tokenizer.ggml.tokens: more than {MAX_MERGES} pairs of tokens make tokens");
         }
     }
-    // Of equal scores the lower id, and of one token the parts of lower ids, as transformers has it.
+    // Among equal scores the lower id wins,
+    // and among splits of one token the parts with lower ids, as in transformers.
     let by_ids = |(id, left, right): &(usize, &str, &str)| (*id, ids.get(left).copied(), ids.get(right).copied());
     found.sort_by(|a, b| scores[b.0].total_cmp(&scores[a.0]).then_with(|| by_ids(a).cmp(&by_ids(b))));
     Ok(found.into_iter().map(|(_, left, right)| (left.to_string(), right.to_string())).collect())
 }
 
-/// Whether a text can become this token: the others are markers, bytes or user-defined, which are found before.
+/// Returns true if merges can produce the token. Control, byte and user-defined tokens are matched in another way.
 fn is_normal(vocabulary: &Vocabulary, id: usize) -> bool {
     vocabulary.token_type(id) == TokenType::Normal
 }

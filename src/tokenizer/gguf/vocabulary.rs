@@ -1,4 +1,4 @@
-//! The values that a tokenizer is made of, and what their ids mean.
+//! The vocabulary of a GGUF file, and the ids with a special meaning.
 
 use std::collections::HashMap;
 
@@ -6,25 +6,25 @@ use anyhow::{Result, bail};
 
 use super::pre;
 
-/// Tokens of a vocabulary that is read; the largest have some 260,000.
+/// The most tokens in a vocabulary. The largest vocabularies have some 260,000.
 pub const MAX_TOKENS: usize = 1 << 21;
-/// Merges that are read; the most are some 450,000.
+/// The most merges in a vocabulary. The largest vocabularies have some 450,000.
 pub const MAX_MERGES: usize = 1 << 22;
 
-/// A tokenizer as GGUF metadata hold it, each field the value of the key `tokenizer.ggml.…` of its name.
+/// The vocabulary in the metadata of a GGUF file. Each field is the value of a key `tokenizer.ggml.*`.
 #[derive(Clone, Debug, Default)]
 pub struct Vocabulary<'v> {
     /// `gpt2` for byte-level BPE, `llama` for SentencePiece.
     pub model: &'v str,
-    /// Which pre-tokenizer a byte-level BPE has.
+    /// The name of the pre-tokenizer of a byte-level BPE.
     pub pre: Option<&'v str>,
-    /// By id.
+    /// The tokens by id.
     pub tokens: Vec<&'v str>,
-    /// By id: SentencePiece's scores.
+    /// SentencePiece's scores by id.
     pub scores: Option<Vec<f32>>,
-    /// `token_type`, by id.
+    /// The values of `token_type` by id.
     pub types: Option<Vec<i32>>,
-    /// `left right`, the first to be applied first.
+    /// The merges in order of priority, each as `left right`.
     pub merges: Option<Vec<&'v str>>,
     pub bos: Option<u32>,
     pub eos: Option<u32>,
@@ -37,34 +37,34 @@ pub struct Vocabulary<'v> {
     pub add_space_prefix: Option<bool>,
 }
 
-/// Ids with a meaning, checked and with llama.cpp's defaults.
+/// The ids with a special meaning. They are checked, and missing ones have llama.cpp's defaults.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SpecialIds {
     pub bos: Option<u32>,
     pub eos: Option<u32>,
     pub unk: Option<u32>,
     pub pad: Option<u32>,
-    /// Whatever ends an answer, ascending.
+    /// The ids that end a generation, ascending.
     pub stop: Vec<u32>,
-    /// Whether a text begins with `bos`.
+    /// Whether `bos` is added before a text.
     pub add_bos: bool,
-    /// Whether a text ends with `eos`.
+    /// Whether `eos` is added after a text.
     pub add_eos: bool,
 }
 
-/// What a token is for.
+/// The type of a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenType {
     Normal,
     Unknown,
     Control,
-    /// Found in a text before anything else is, like a control token, but part of what people write.
+    /// Matched before all merges, like a control token, but part of ordinary text.
     UserDefined,
     Unused,
     Byte,
 }
 
-/// Control tokens that end an answer, whatever the file says of them: few files name more than one.
+/// Control tokens that always end a generation. Most files name only one of them in their metadata.
 const STOPS: &[&str] = &[
     "<|eot_id|>",
     "<|eom_id|>",
@@ -94,7 +94,7 @@ impl Vocabulary<'_> {
     pub(super) fn check_lengths(&self) -> Result<()> {
         let tokens = self.tokens.len();
         if tokens == 0 || tokens > MAX_TOKENS {
-            bail!("metadata key tokenizer.ggml.tokens: {tokens} tokens; 1 to {MAX_TOKENS} are read");
+            bail!("metadata key tokenizer.ggml.tokens: {tokens} tokens; 1 to {MAX_TOKENS} are allowed");
         }
         let scores = ("scores", self.scores.as_ref().map(Vec::len));
         let types = ("token_type", self.types.as_ref().map(Vec::len));
@@ -107,27 +107,30 @@ impl Vocabulary<'_> {
         }
         let merges = self.merges.as_ref().map_or(0, Vec::len);
         if merges > MAX_MERGES {
-            bail!("metadata key tokenizer.ggml.merges: {merges} merges are more than the {MAX_MERGES} that are read");
+            bail!("metadata key tokenizer.ggml.merges: {merges} merges exceed the limit of {MAX_MERGES}");
         }
         Ok(())
     }
 
-    /// Ids by token; each token is there once. Empty ones, which fill gaps, are left out.
+    /// Returns the ids by token. Fails if a token occurs twice. Empty tokens only fill gaps and are left out.
     pub(super) fn ids(&self) -> Result<HashMap<&str, u32>> {
         let mut ids = HashMap::with_capacity(self.tokens.len());
         for (id, token) in self.tokens.iter().enumerate().filter(|(_, token)| !token.is_empty()) {
-            if let Some(before) = ids.insert(*token, id as u32) {
-                bail!("metadata key tokenizer.ggml.tokens: {} is both {before} and {id}", excerpt(token));
+            if let Some(first) = ids.insert(*token, id as u32) {
+                bail!("metadata key tokenizer.ggml.tokens: {} has the ids {first} and {id}", excerpt(token));
             }
         }
         Ok(ids)
     }
 
-    /// Checks the ids that the file names, and finds those that it does not.
+    /// Returns the special ids. Checks those that the file names, and finds the others by their text.
     pub fn special_ids(&self) -> Result<SpecialIds> {
         let named = |key: &str, id: Option<u32>| match id {
             Some(id) if id as usize >= self.tokens.len() => {
-                bail!("metadata key tokenizer.ggml.{key}: {id} is no token, there are {}", self.tokens.len())
+                bail!(
+                    "metadata key tokenizer.ggml.{key}: {id} is not a token id, the vocabulary has {} tokens",
+                    self.tokens.len()
+                )
             }
             id => Ok(id),
         };
@@ -144,15 +147,17 @@ impl Vocabulary<'_> {
             .zip(0u32..)
             .filter_map(|(token, id)| (STOPS.contains(token) && control(id as usize)).then_some((*token, id)))
             .collect();
-        // gpt-oss ends each message with <|end|>, and goes on.
+        // gpt-oss ends each message with <|end|> and then continues.
         let harmony = marks.contains_key("<|return|>") && marks.contains_key("<|call|>");
         stop.extend(marks.iter().filter(|(mark, _)| !(harmony && **mark == "<|end|>")).map(|(_, id)| id));
         stop.sort_unstable();
         stop.dedup();
         let default_bos = sentencepiece || self.pre.and_then(pre::find).is_some_and(|pre| pre.add_bos);
-        let wanted = |key: &str, asked: Option<bool>, default: bool, id: Option<u32>| match (asked, id) {
-            (Some(true), None) => bail!("metadata key tokenizer.ggml.{key} is true, but the token has no id"),
-            (asked, id) => Ok(asked.unwrap_or(default) && id.is_some()),
+        let is_added = |key: &str, setting: Option<bool>, default: bool, id: Option<u32>| match (setting, id) {
+            (Some(true), None) => {
+                bail!("metadata key tokenizer.ggml.{key} is true, but the vocabulary has no such token")
+            }
+            (setting, id) => Ok(setting.unwrap_or(default) && id.is_some()),
         };
         Ok(SpecialIds {
             bos,
@@ -160,13 +165,13 @@ impl Vocabulary<'_> {
             unk: named("unknown_token_id", self.unk)?.or(default(0)),
             pad: named("padding_token_id", self.pad)?,
             stop,
-            add_bos: wanted("add_bos_token", self.add_bos, default_bos, bos)?,
-            add_eos: wanted("add_eos_token", self.add_eos, false, eos)?,
+            add_bos: is_added("add_bos_token", self.add_bos, default_bos, bos)?,
+            add_eos: is_added("add_eos_token", self.add_eos, false, eos)?,
         })
     }
 }
 
-/// The beginning of what a file says, for messages.
+/// Returns the beginning of a text from a file, quoted for an error message.
 pub fn excerpt(text: &str) -> String {
     const CHARACTERS: usize = 60;
     let more = if text.chars().nth(CHARACTERS).is_some() { "…" } else { "" };

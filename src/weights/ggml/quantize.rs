@@ -1,22 +1,26 @@
-//! Floats to blocks of the K types, as ggml does it without an importance matrix: `quantize_row_q2_K_ref` and its kin in
-//! `ggml/src/ggml-quants.c`. candle has those of an older ggml. The order of operations is kept, so that
-//! blocks are the same.
+//! Quantizes floats to blocks of the K types, without an importance matrix.
+//!
+//! Source: `quantize_row_q2_K_ref` and the like in ggml, `ggml/src/ggml-quants.c`.
+//! candle has the functions of an older ggml.
+//! The order of operations is the same as in ggml, so the blocks are equal bit by bit.
 
 use half::f16;
 
-use super::{GgmlType, SUPER_BLOCK};
+use super::types::{GgmlType, SUPER_BLOCK};
 
-/// To the nearest of the integers from one to another, halves to even: as `round_ties_even`, which is a call where processors
-/// older than SSE 4.1 must be served. From 2^23 on there is nothing between the integers.
-fn nearest(value: f32, from: f32, to: f32) -> f32 {
-    const INTEGERS: f32 = 12_582_912.0;
-    value.clamp(from, to) + INTEGERS - INTEGERS
+/// Rounds to the nearest integer, halves to even, within a range.
+///
+/// Adding 1.5 · 2^23 rounds, because floats of that size have no fractional bits.
+/// `round_ties_even` would be a function call on targets without SSE 4.1.
+fn nearest(value: f32, min: f32, max: f32) -> f32 {
+    const ROUNDING: f32 = 12_582_912.0;
+    value.clamp(min, max) + ROUNDING - ROUNDING
 }
 
-/// Groups of less are nothing.
-const NOTHING: f32 = 1e-15;
+/// Groups whose largest magnitude is below this count as zeros.
+const SMALLEST_MAGNITUDE: f32 = 1e-15;
 
-/// The block that stands for 256 finite values; false for a type that is not made here.
+/// Quantizes 256 finite values to one block. Returns false for a type that is not supported here.
 pub fn quantize(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
     match ggml_type {
         GgmlType::Q2K => q2_k(values, block),
@@ -29,7 +33,7 @@ pub fn quantize(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
     true
 }
 
-/// Codes with a scale and a minimum for each group, which are codes themselves.
+/// Quantized values with a scale and a minimum for each group. The scales and the minimums are quantized as well.
 struct TwoLevels {
     d: f16,
     dmin: f16,
@@ -39,10 +43,12 @@ struct TwoLevels {
 }
 
 impl TwoLevels {
-    /// Groups of so many values, codes up to `most`, scales and minima up to `levels`. `fit` finds a group's scale and minimum.
-    fn new(x: &[f32], group: usize, most: f32, levels: f32, fit: impl Fn(&[f32]) -> (f32, f32)) -> Self {
+    /// Quantizes groups of `group` values to codes up to `max_code`,
+    /// and their scales and minimums to codes up to `levels`.
+    /// `fit` finds the scale and the minimum of a group.
+    fn new(x: &[f32], group: usize, max_code: f32, levels: f32, fit: impl Fn(&[f32]) -> (f32, f32)) -> Self {
         let fits: Vec<(f32, f32)> = x.chunks_exact(group).map(fit).collect();
-        let largest = |of: fn(&(f32, f32)) -> f32| fits.iter().map(of).fold(0.0, f32::max);
+        let largest = |part: fn(&(f32, f32)) -> f32| fits.iter().map(part).fold(0.0, f32::max);
         let (max_scale, max_min) = (largest(|fit| fit.0), largest(|fit| fit.1));
         let code = |value: f32, max: f32| match max > 0.0 {
             true => nearest(levels / max * value, 0.0, levels) as u8,
@@ -59,22 +65,22 @@ impl TwoLevels {
                 continue;
             }
             for (code, x) in codes.iter_mut().zip(x) {
-                *code = nearest((x + min) / scale, 0.0, most) as u8;
+                *code = nearest((x + min) / scale, 0.0, max_code) as u8;
             }
         }
         Self { d, dmin, scales, mins, codes }
     }
 
-    /// Eight groups of 32, whose scales and minima have 6 bits.
-    fn of_32(x: &[f32], most: f32, first: f32, steps: u8) -> Self {
-        Self::new(x, 32, most, 63.0, |x| {
+    /// Quantizes eight groups of 32 values. Their scales and minimums have 6 bits.
+    fn with_groups_of_32(x: &[f32], max_code: f32, first: f32, steps: u8) -> Self {
+        Self::new(x, 32, max_code, 63.0, |x| {
             let squares = x.iter().fold(0.0, |sum, x| sum + x * x);
             let mean = (squares / 32f32).sqrt();
-            fit_affine(x, |x| mean + x.abs(), most, (first, steps), |error| error * error)
+            fit_affine(x, |x| mean + x.abs(), max_code, (first, steps), |error| error * error)
         })
     }
 
-    /// Scales and minima as Q4_K and Q5_K pack them into 12 bytes.
+    /// Packs scales and minimums into 12 bytes, as in Q4_K and Q5_K.
     fn pack_scales(&self, to: &mut [u8]) {
         for i in 0..4 {
             let (scale, min) = (self.scales[i + 4], self.mins[i + 4]);
@@ -84,18 +90,21 @@ impl TwoLevels {
         }
     }
 
-    fn head(&self) -> [u8; 4] {
+    /// Returns the bytes of d and dmin.
+    fn header(&self) -> [u8; 4] {
         let ([a, b], [c, d]) = (self.d.to_le_bytes(), self.dmin.to_le_bytes());
         [a, b, c, d]
     }
 }
 
-/// The scale and the minimum, both positive, of code · scale - minimum, by weighted least squares for each of several first
-/// guesses: those with which the codes would reach up to `most` + `first` + 0.1 · step.
+/// Fits `code * scale - minimum` to the values by weighted least squares.
+/// Returns the scale and the minimum, both positive.
+///
+/// Several starting points are tried: those for which the largest code is `max_code + first + 0.1 * step`.
 fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,
-    most: f32,
+    max_code: f32,
     (first, steps): (f32, u8),
     cost: impl Fn(f32) -> f32,
 ) -> (f32, f32) {
@@ -109,12 +118,12 @@ fn fit_affine(
         sum_x += w * x;
     }
     let min = if min > 0.0 { 0.0 } else { min };
-    let code = |inverse: f32, min: f32, x: f32| nearest(inverse * (x - min), 0.0, most);
-    let inverse = most / (max - min);
+    let code = |inverse: f32, min: f32, x: f32| nearest(inverse * (x - min), 0.0, max_code);
+    let inverse = max_code / (max - min);
     if max == min || !inverse.is_finite() {
         return (0.0, -min);
     }
-    // Of codes that are made with one pair and read with another.
+    // The error of codes that were computed with one scale and minimum, and are read with another.
     let error = |inverse: f32, from: f32, (scale, min): (f32, f32)| {
         let error = |(&x, w): (&f32, f32)| w * cost(scale * code(inverse, from, x) + min - x);
         x.iter().zip(weights).map(error).fold(0.0, |sum, error| sum + error)
@@ -122,9 +131,9 @@ fn fit_affine(
     let mut best = (1.0 / inverse, min);
     let mut least = error(inverse, min, best);
     for step in 0..=steps {
-        // Each guess begins where the best one so far does.
+        // Each attempt starts from the best minimum so far.
         let min = best.1;
-        let inverse = (first + 0.1 * f32::from(step) + most) / (max - min);
+        let inverse = (first + 0.1 * f32::from(step) + max_code) / (max - min);
         let (mut sum_l, mut sum_l2, mut sum_xl) = (0.0, 0.0, 0.0);
         for (&x, w) in x.iter().zip(weights) {
             let l = code(inverse, min, x);
@@ -149,7 +158,7 @@ fn fit_affine(
     (best.0, -best.1)
 }
 
-/// Two bits each: four quarters of 128 codes in one byte.
+/// Packs 2-bit codes: a byte holds one code of each quarter of 128 codes.
 fn pack_quarters(codes: &[u8], to: &mut [u8]) {
     for (codes, to) in codes.chunks_exact(128).zip(to.chunks_exact_mut(32)) {
         for (i, byte) in to.iter_mut().enumerate() {
@@ -164,12 +173,12 @@ fn q2_k(x: &[f32], block: &mut [u8]) {
         *to = found.scales[i] | found.mins[i] << 4;
     }
     pack_quarters(&found.codes, &mut block[16..80]);
-    block[80..84].copy_from_slice(&found.head());
+    block[80..84].copy_from_slice(&found.header());
 }
 
 fn q4_k(x: &[f32], block: &mut [u8]) {
-    let found = TwoLevels::of_32(x, 15.0, -1.0, 20);
-    block[..4].copy_from_slice(&found.head());
+    let found = TwoLevels::with_groups_of_32(x, 15.0, -1.0, 20);
+    block[..4].copy_from_slice(&found.header());
     found.pack_scales(&mut block[4..16]);
     for (codes, to) in found.codes.chunks_exact(64).zip(block[16..144].chunks_exact_mut(32)) {
         to.iter_mut().enumerate().for_each(|(i, byte)| *byte = codes[i] | codes[i + 32] << 4);
@@ -177,8 +186,8 @@ fn q4_k(x: &[f32], block: &mut [u8]) {
 }
 
 fn q5_k(x: &[f32], block: &mut [u8]) {
-    let found = TwoLevels::of_32(x, 31.0, -0.5, 15);
-    block[..4].copy_from_slice(&found.head());
+    let found = TwoLevels::with_groups_of_32(x, 31.0, -0.5, 15);
+    block[..4].copy_from_slice(&found.header());
     found.pack_scales(&mut block[4..16]);
     let (high, low) = block[16..176].split_at_mut(32);
     high.fill(0);
@@ -197,17 +206,17 @@ fn q3_k(x: &[f32], block: &mut [u8]) {
     for ((x, codes), scale) in x.chunks_exact(16).zip(codes.chunks_exact_mut(16)).zip(&mut scales) {
         *scale = fit_q3(x, codes);
     }
-    let largest = scales.iter().fold(0.0f32, |most, scale| if scale.abs() > most.abs() { *scale } else { most });
+    let largest = scales.iter().fold(0.0f32, |max, scale| if scale.abs() > max.abs() { *scale } else { max });
     let (high, rest) = block.split_at_mut(32);
     let (low, rest) = rest.split_at_mut(64);
     let (packed, d) = rest.split_at_mut(12);
     high.fill(0);
     packed.fill(0);
     let inverse = -32.0 / largest;
-    let some = if inverse.is_finite() { x } else { &[] };
+    let nonzero = if inverse.is_finite() { x } else { &[] };
     let super_scale = if inverse.is_finite() { f16::from_f32(1.0 / inverse) } else { f16::ZERO };
     d.copy_from_slice(&super_scale.to_le_bytes());
-    for (j, (x, codes)) in some.chunks_exact(16).zip(codes.chunks_exact_mut(16)).enumerate() {
+    for (j, (x, codes)) in nonzero.chunks_exact(16).zip(codes.chunks_exact_mut(16)).enumerate() {
         let scale = nearest(inverse * scales[j], -32.0, 31.0);
         let bits = (scale as i8 + 32) as u8;
         packed[j % 8] |= (bits & 15) << (4 * (j / 8));
@@ -232,9 +241,9 @@ fn q6_k(x: &[f32], block: &mut [u8]) {
     for ((x, codes), scale) in x.chunks_exact(16).zip(codes.chunks_exact_mut(16)).zip(&mut scales) {
         *scale = fit_q6(x, codes);
     }
-    let largest = scales.iter().fold(0.0f32, |most, scale| if scale.abs() > most.abs() { *scale } else { most });
+    let largest = scales.iter().fold(0.0f32, |max, scale| if scale.abs() > max.abs() { *scale } else { max });
     block.fill(0);
-    if largest.abs() < NOTHING {
+    if largest.abs() < SMALLEST_MAGNITUDE {
         return;
     }
     let inverse = -128.0 / largest;
@@ -260,11 +269,12 @@ fn q6_k(x: &[f32], block: &mut [u8]) {
     }
 }
 
-/// The scale of 16 values and their codes, of -32 to 31, plus 32 (`make_qx_quants`): of several guesses the one that leaves the
-/// least error, weighted by squares.
+/// Quantizes 16 values to codes from -32 to 31, stored plus 32, and returns their scale (`make_qx_quants` in ggml).
+///
+/// Of several scales, the one with the smallest error wins, weighted by the squares of the values.
 fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
     let max = x.iter().fold(0.0f32, |max, x| if x.abs() > max.abs() { *x } else { max });
-    if max.abs() < NOTHING {
+    if max.abs() < SMALLEST_MAGNITUDE {
         return 0.0;
     }
     let code = |inverse: f32, x: f32| nearest(inverse * x, -32.0, 31.0);
@@ -277,23 +287,23 @@ fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
     let mut best = -32.0 / max;
     let (sum_lx, sum_l2) = sums(best);
     let mut scale = if sum_l2 != 0.0 { sum_lx / sum_l2 } else { 0.0 };
-    let mut most = scale * sum_lx;
+    let mut best_score = scale * sum_lx;
     for step in (-9i8..=9).filter(|&step| step != 0) {
         let inverse = -(32.0 + 0.1 * f32::from(step)) / max;
         let (sum_lx, sum_l2) = sums(inverse);
-        if sum_l2 > 0.0 && sum_lx * sum_lx > most * sum_l2 {
+        if sum_l2 > 0.0 && sum_lx * sum_lx > best_score * sum_l2 {
             (best, scale) = (inverse, sum_lx / sum_l2);
-            most = scale * sum_lx;
+            best_score = scale * sum_lx;
         }
     }
     codes.iter_mut().zip(x).for_each(|(to, &x)| *to = (code(best, x) + 32.0) as u8);
     scale
 }
 
-/// The scale of 16 values and their codes, of -4 to 3, plus 4 (`make_q3_quants`).
+/// Quantizes 16 values to codes from -4 to 3, stored plus 4, and returns their scale (`make_q3_quants` in ggml).
 fn fit_q3(x: &[f32], codes: &mut [u8]) -> f32 {
     let max = x.iter().fold(0.0f32, |max, x| if x.abs() > max.abs() { *x } else { max });
-    if max.abs() < NOTHING {
+    if max.abs() < SMALLEST_MAGNITUDE {
         return 0.0;
     }
     let code = |value: f32| nearest(value, -4.0, 3.0);

@@ -1,16 +1,17 @@
-//! Routed experts: a stack for each of gate, up and down in the file, gate and up as one tensor in the model; packed for
-//! gpt-oss.
+//! Routed experts.
+//! The file has one tensor each for gate, up and down; the model has gate and up in one tensor.
+//! For gpt-oss, the model's tensors are packed MXFP4.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Result, bail};
 use safetensors::tensor::Dtype;
 
-use super::GgufCheckpoint;
-use super::model::{Change, Entry, Rows, dtype};
-use super::names::Layout;
-use crate::weights::TensorInfo;
+use super::checkpoint::GgufCheckpoint;
+use super::layout::Layout;
+use super::model_tensor::{ModelTensor, RowMapping, Transform, default_dtype};
 use crate::weights::ggml::GgmlType;
+use crate::weights::tensor_info::TensorInfo;
 
 /// The routed experts of one layer.
 pub struct Experts<'c> {
@@ -20,17 +21,17 @@ pub struct Experts<'c> {
 }
 
 impl Experts<'_> {
-    /// Adds them to the model's tensors; nothing if the layer has none.
-    pub fn add(&self, entries: &mut BTreeMap<String, Entry>) -> Result<()> {
-        let place = format!("{}.{}.mlp.experts", self.layout.outer.layers, self.layer);
+    /// Adds the layer's experts to the model's tensors. A layer without experts adds nothing.
+    pub fn add(&self, tensors: &mut BTreeMap<String, ModelTensor>) -> Result<()> {
+        let module = format!("{}.{}.mlp.experts", self.layout.outer.layers, self.layer);
         let stack = |matrix: &str| vec![format!("blk.{}.ffn_{matrix}_exps.weight", self.layer)];
         let mut sources = ["gate", "up", "down"].map(stack);
         if self.file.info(&sources[2][0]).is_none() {
-            let each = |matrix: &str| -> Vec<String> {
+            let one_per_expert = |matrix: &str| -> Vec<String> {
                 let name = |expert: usize| format!("blk.{}.ffn_{matrix}.{expert}.weight", self.layer);
                 (0..).map(name).take_while(|name| self.file.info(name).is_some()).collect()
             };
-            sources = ["gate", "up", "down"].map(each);
+            sources = ["gate", "up", "down"].map(one_per_expert);
         }
         let [gate, up, down] = sources;
         if down.is_empty() {
@@ -38,7 +39,7 @@ impl Experts<'_> {
         }
         if gate.len() != up.len() || gate.len() != down.len() {
             bail!(
-                "layer {}: {} gates, {} ups and {} downs are no experts",
+                "layer {}: the numbers of expert tensors differ: {} gate, {} up, {} down",
                 self.layer,
                 gate.len(),
                 up.len(),
@@ -47,79 +48,81 @@ impl Experts<'_> {
         }
         let gate_up: Vec<String> = gate.into_iter().zip(up).flat_map(|(gate, up)| [gate, up]).collect();
         if self.layout.model_type == "gpt_oss" && down.len() > 1 {
-            // Rows of gate and up alternate in the model, which is told for stacks only. No such file was ever made.
-            bail!("layer {}: {} experts in tensors of their own, which gpt-oss keeps in one", self.layer, down.len());
+            // The model interleaves the rows of gate and up, which works for stacked experts only.
+            // No converter ever wrote such a file.
+            bail!("layer {}: gpt-oss needs all experts in one tensor, found {} tensors", self.layer, down.len());
         }
         if self.layout.model_type != "gpt_oss" {
-            entries.insert(format!("{place}.gate_up_proj"), self.stack(&gate_up, Interleaved::Halves)?);
-            entries.insert(format!("{place}.down_proj"), self.stack(&down, Interleaved::Halves)?);
+            tensors.insert(format!("{module}.gate_up_proj"), self.stack(&gate_up, GateUpLayout::Concatenated)?);
+            tensors.insert(format!("{module}.down_proj"), self.stack(&down, GateUpLayout::Concatenated)?);
             return Ok(());
         }
         for (name, sources) in [("gate_up_proj", gate_up), ("down_proj", down)] {
-            let name = format!("{place}.{name}");
-            let entry = self.stack(&sources, Interleaved::Rows)?;
+            let name = format!("{module}.{name}");
+            let tensor = self.stack(&sources, GateUpLayout::Interleaved)?;
             let types = sources.iter().map(|name| self.file.info(name).map(|info| info.ggml_type));
             if types.into_iter().all(|ggml_type| ggml_type == Some(GgmlType::Mxfp4)) {
-                let (blocks, scales) = packed(entry);
-                entries.insert(format!("{name}_blocks"), blocks);
-                entries.insert(format!("{name}_scales"), scales);
+                let (blocks, scales) = packed(tensor);
+                tensors.insert(format!("{name}_blocks"), blocks);
+                tensors.insert(format!("{name}_scales"), scales);
             } else {
                 // Unpacked checkpoints of gpt-oss have the input dimension first.
-                let mut entry = entry;
-                entry.info.shape.swap(1, 2);
-                entries.insert(name.clone(), Entry { change: Change::Transposed, ..entry });
+                let mut tensor = tensor;
+                tensor.info.shape.swap(1, 2);
+                tensors.insert(name.clone(), ModelTensor { transform: Transform::Transposed, ..tensor });
             }
             let bias = |source: &String| source.replace(".weight", ".bias");
             let biases: Vec<String> = sources.iter().map(bias).collect();
-            let entry = self.stack(&biases, Interleaved::Rows)?;
-            entries.insert(format!("{name}_bias"), entry);
+            let bias = self.stack(&biases, GateUpLayout::Interleaved)?;
+            tensors.insert(format!("{name}_bias"), bias);
         }
         Ok(())
     }
 
-    /// All experts' matrices \[E, R, C\] or biases \[E, R\] of one tensor, or of a gate's and an up's.
-    fn stack(&self, sources: &[String], interleaved: Interleaved) -> Result<Entry> {
+    /// Stacks the matrices \[E, R, C\] or biases \[E, R\] of all experts. The sources are down alone, or gate and up.
+    fn stack(&self, sources: &[String], gate_up: GateUpLayout) -> Result<ModelTensor> {
         let infos = sources.iter().map(|name| self.file.required(name)).collect::<Result<Vec<_>>>()?;
         let (first, name) = (infos[0], &sources[0]);
         if let Some((other, info)) = sources.iter().zip(&infos).find(|(_, info)| info.shape != first.shape) {
-            bail!("tensor {other}: found {:?} beside {name} {:?}", info.shape, first.shape);
+            bail!("tensor {other}: expected the shape of {name}, {:?}, found {:?}", first.shape, info.shape);
         }
-        let (in_stack, bias) = (name.contains("_exps"), name.ends_with(".bias"));
+        let (is_stacked, is_bias) = (name.contains("_exps"), name.ends_with(".bias"));
         let matrices = if name.contains("ffn_down") { 1 } else { 2 };
-        if first.shape.len() != 1 + usize::from(in_stack) + usize::from(!bias) {
-            bail!("tensor {name}: {:?} are no experts", first.shape);
+        if first.shape.len() != 1 + usize::from(is_stacked) + usize::from(!is_bias) {
+            bail!("tensor {name}: {:?} is not a shape of experts", first.shape);
         }
-        let experts = if in_stack { first.shape[0] } else { sources.len() / matrices };
-        let of_one = &first.shape[usize::from(in_stack)..];
-        // Each source was checked alone; together they may be more, if each is empty.
-        let mut lengths = [experts, matrices].into_iter().chain(of_one.iter().copied());
+        let experts = if is_stacked { first.shape[0] } else { sources.len() / matrices };
+        let expert_shape = &first.shape[usize::from(is_stacked)..];
+        // Each source was checked alone. Empty sources could still overflow when they are combined.
+        let mut lengths = [experts, matrices].into_iter().chain(expert_shape.iter().copied());
         if lengths.try_fold(1usize, |product, length| product.checked_mul(length.max(1))).is_none() {
-            bail!("tensor {name}: {experts} experts of {of_one:?} have too many elements");
+            bail!("tensor {name}: {experts} experts of shape {expert_shape:?} have too many elements");
         }
-        let shape = [&[experts, matrices * of_one[0]], &of_one[1..]].concat();
-        let rows = match (sources.len(), interleaved) {
-            (1, _) => Rows::Same,
-            (_, Interleaved::Rows) => Rows::Turns(1),
-            (_, Interleaved::Halves) => Rows::Turns(of_one[0].max(1)),
+        let shape = [&[experts, matrices * expert_shape[0]], &expert_shape[1..]].concat();
+        let rows = match (sources.len(), gate_up) {
+            (1, _) => RowMapping::Identity,
+            (_, GateUpLayout::Interleaved) => RowMapping::RoundRobin(1),
+            (_, GateUpLayout::Concatenated) => RowMapping::RoundRobin(expert_shape[0].max(1)),
         };
-        let change = if bias && sources.len() > 1 { Change::Vector } else { Change::Nothing };
+        let transform = if is_bias && sources.len() > 1 { Transform::Vector } else { Transform::None };
         let bytes = infos.iter().map(|info| info.bytes).sum();
-        Ok(Entry { info: TensorInfo::new(dtype(first.ggml_type), shape, bytes), sources: sources.into(), rows, change })
+        let info = TensorInfo::new(default_dtype(first.ggml_type), shape, bytes);
+        Ok(ModelTensor { info, sources: sources.into(), rows, transform })
     }
 }
 
-/// How gate and up are one tensor.
+/// How the rows of gate and up lie in their common tensor.
 #[derive(Clone, Copy)]
-enum Interleaved {
-    /// An expert's gate above its up.
-    Halves,
-    /// Row by row.
-    Rows,
+enum GateUpLayout {
+    /// All rows of an expert's gate, then all rows of its up.
+    Concatenated,
+    /// A row of gate, a row of up, and so on.
+    Interleaved,
 }
 
-/// A stack of MXFP4 as its blocks [E, R, C/32, 16] and scales [E, R, C/32].
-fn packed(entry: Entry) -> (Entry, Entry) {
-    let Entry { info, sources, rows, .. } = entry;
+/// Splits stacked MXFP4 matrices into elements [E, R, C/32, 16] and scales [E, R, C/32].
+fn packed(tensor: ModelTensor) -> (ModelTensor, ModelTensor) {
+    let ModelTensor { info, sources, rows, .. } = tensor;
     let groups = info.elements() / GgmlType::Mxfp4.block_length();
     let mut shape = info.shape.clone();
     if let Some(columns) = shape.last_mut() {
@@ -129,7 +132,7 @@ fn packed(entry: Entry) -> (Entry, Entry) {
     shape.push(16);
     let blocks = TensorInfo::new(Dtype::U8, shape, 16 * groups);
     (
-        Entry { info: blocks, sources: sources.clone(), rows, change: Change::Blocks },
-        Entry { info: scales, sources, rows, change: Change::Scales },
+        ModelTensor { info: blocks, sources: sources.clone(), rows, transform: Transform::Mxfp4Elements },
+        ModelTensor { info: scales, sources, rows, transform: Transform::Mxfp4Scales },
     )
 }

@@ -1,12 +1,12 @@
-//! Typed values by key. Strings and arrays stay where they lie in the file.
+//! Metadata: typed values by key. Strings and arrays are borrowed from the file.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow, bail};
 
-use super::bytes::Cursor;
+use super::cursor::Cursor;
 
-/// Types of values by the number that files name them by.
+/// The type of a metadata value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ValueType {
     U8,
@@ -28,11 +28,11 @@ impl ValueType {
     fn from_id(id: u32) -> Result<Self> {
         use ValueType::*;
         const ALL: [ValueType; 13] = [U8, I8, U16, I16, U32, I32, F32, Bool, String, Array, U64, I64, F64];
-        ALL.get(id as usize).copied().ok_or_else(|| anyhow!("value type {id} is unknown"))
+        ALL.get(id as usize).copied().ok_or_else(|| anyhow!("unknown value type {id}"))
     }
 
-    /// The least that one value takes in a file.
-    fn least_bytes(self) -> u64 {
+    /// Returns the smallest size of a value in a file, in bytes.
+    fn min_bytes(self) -> u64 {
         match self {
             Self::U8 | Self::I8 | Self::Bool => 1,
             Self::U16 | Self::I16 => 2,
@@ -43,7 +43,7 @@ impl ValueType {
     }
 }
 
-/// A value. Strings are UTF-8 by the format's definition, which [`Metadata::string`] checks.
+/// A metadata value. The format requires strings to be UTF-8; [`Metadata::string`] checks it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value<'c> {
     U8(u8),
@@ -61,7 +61,7 @@ pub enum Value<'c> {
     F64(f64),
 }
 
-/// Values of one type.
+/// An array of values of one type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Array<'c> {
     pub element: ValueType,
@@ -82,7 +82,7 @@ impl<'c> Value<'c> {
             ValueType::Bool => match cursor.array()? {
                 [0] => Self::Bool(false),
                 [1] => Self::Bool(true),
-                [other] => bail!("{other} is no truth value (0 or 1)"),
+                [other] => bail!("expected a boolean (0 or 1), found {other}"),
             },
             ValueType::String => Self::String(cursor.string()?),
             ValueType::Array => Self::Array(Array::read(cursor)?),
@@ -110,7 +110,7 @@ impl<'c> Value<'c> {
         }
     }
 
-    /// A whole number of any width.
+    /// Returns the value of an integer of any width.
     fn integer(&self) -> Option<i128> {
         match *self {
             Self::U8(value) => Some(value.into()),
@@ -149,7 +149,7 @@ impl<'c> Value<'c> {
         if let Self::String(bytes) = self { std::str::from_utf8(bytes).ok() } else { None }
     }
 
-    /// For messages: what it is, numbers with their value.
+    /// Describes the value for an error message.
     fn describe(&self) -> String {
         match self {
             Self::String(bytes) if std::str::from_utf8(bytes).is_err() => "a string that is not UTF-8".into(),
@@ -167,127 +167,126 @@ impl<'c> Array<'c> {
             bail!("arrays of arrays are not supported");
         }
         let len = cursor.u64()?;
-        let least = len.checked_mul(element.least_bytes());
-        if least.is_none_or(|least| least > cursor.remaining()) {
-            bail!("an array of {len} {element:?} cannot lie in the {} bytes that are left", cursor.remaining());
+        let min_bytes = len.checked_mul(element.min_bytes());
+        if min_bytes.is_none_or(|bytes| bytes > cursor.remaining()) {
+            bail!("an array of {len} {element:?} does not fit in the remaining {} bytes", cursor.remaining());
         }
         let mut end = *cursor;
         match element {
-            // Hundreds of thousands in a vocabulary.
             ValueType::String => (0..len).try_for_each(|_| end.string().map(drop))?,
             ValueType::Bool => (0..len).try_for_each(|_| Value::read(&mut end, element).map(drop))?,
-            _ => drop(end.take(len * element.least_bytes())?),
+            _ => drop(end.take(len * element.min_bytes())?),
         }
         let bytes = cursor.take((end.position() - cursor.position()) as u64)?;
-        // It lies in memory, so it fits a usize.
+        // The bytes are in memory, so the length fits a usize.
         Ok(Self { element, len: len as usize, bytes })
     }
 
-    /// The values in their order.
+    /// Returns the values in order.
     pub fn values(self) -> impl Iterator<Item = Result<Value<'c>>> {
         let mut cursor = Cursor::at(self.bytes, 0);
         (0..self.len).map(move |_| Value::read(&mut cursor, self.element))
     }
 }
 
-/// Where a value lies in the file.
+/// The type of a value and its offset in the file.
 #[derive(Clone, Copy, Debug)]
-pub struct Entry {
+pub struct ValueLocation {
     kind: ValueType,
     start: usize,
 }
 
-impl Entry {
-    /// The value at the cursor, which goes on behind it.
+impl ValueLocation {
+    /// Reads past the value at the cursor and returns its location.
     pub fn read(cursor: &mut Cursor) -> Result<Self> {
         let kind = ValueType::from_id(cursor.u32()?)?;
-        let entry = Self { kind, start: cursor.position() };
+        let location = Self { kind, start: cursor.position() };
         Value::read(cursor, kind)?;
-        Ok(entry)
+        Ok(location)
     }
 }
 
-/// What a file says of itself, by key. What is there and of another type is an error that names the key.
+/// The metadata of a file. A getter returns `None` for a missing key, and an error for a value of another type.
 #[derive(Clone, Copy)]
 pub struct Metadata<'c> {
     bytes: &'c [u8],
-    entries: &'c BTreeMap<String, Entry>,
+    locations: &'c BTreeMap<String, ValueLocation>,
 }
 
 impl<'c> Metadata<'c> {
-    pub(super) fn new(bytes: &'c [u8], entries: &'c BTreeMap<String, Entry>) -> Self {
-        Self { bytes, entries }
+    pub(super) fn new(bytes: &'c [u8], locations: &'c BTreeMap<String, ValueLocation>) -> Self {
+        Self { bytes, locations }
     }
 
     pub fn keys(&self) -> impl Iterator<Item = &'c str> {
-        self.entries.keys().map(String::as_str)
+        self.locations.keys().map(String::as_str)
     }
 
     pub fn get(&self, key: &str) -> Result<Option<Value<'c>>> {
-        let Some(entry) = self.entries.get(key) else { return Ok(None) };
-        // It was read before; but a file can change under its map.
-        let value = Value::read(&mut Cursor::at(self.bytes, entry.start), entry.kind);
+        let Some(location) = self.locations.get(key) else { return Ok(None) };
+        // This value parsed once already, but a mapped file can change.
+        let value = Value::read(&mut Cursor::at(self.bytes, location.start), location.kind);
         value.map(Some).with_context(|| format!("metadata key {key}"))
     }
 
-    /// `metadata.required(key, Metadata::string)`: what must be there.
+    /// Returns a value that must exist: `metadata.required(key, Metadata::string)`.
     pub fn required<T>(&self, key: &str, get: impl Fn(&Self, &str) -> Result<Option<T>>) -> Result<T> {
         get(self, key)?.with_context(|| format!("metadata key {key} is missing"))
     }
 
     pub fn string(&self, key: &str) -> Result<Option<&'c str>> {
-        self.one(key, "a string", Value::str)
+        self.scalar(key, "a string", Value::str)
     }
 
     pub fn bool(&self, key: &str) -> Result<Option<bool>> {
-        self.one(key, "a truth value", Value::bool)
+        self.scalar(key, "a boolean", Value::bool)
     }
 
     pub fn f32(&self, key: &str) -> Result<Option<f32>> {
-        self.one(key, "a float", Value::f32)
+        self.scalar(key, "a float", Value::f32)
     }
 
-    /// A whole number in any of the integer types.
+    /// Returns an unsigned 32-bit value, stored as any integer type.
     pub fn u32(&self, key: &str) -> Result<Option<u32>> {
-        self.one(key, "a whole number below 2^32", Value::u32)
+        self.scalar(key, "an integer below 2^32", Value::u32)
     }
 
     pub fn strings(&self, key: &str) -> Result<Option<Vec<&'c str>>> {
-        self.many(key, "strings", Value::str)
+        self.array(key, "strings", Value::str)
     }
 
     pub fn bools(&self, key: &str) -> Result<Option<Vec<bool>>> {
-        self.many(key, "truth values", Value::bool)
+        self.array(key, "booleans", Value::bool)
     }
 
     pub fn f32s(&self, key: &str) -> Result<Option<Vec<f32>>> {
-        self.many(key, "floats", Value::f32)
+        self.array(key, "floats", Value::f32)
     }
 
     pub fn u32s(&self, key: &str) -> Result<Option<Vec<u32>>> {
-        self.many(key, "whole numbers below 2^32", Value::u32)
+        self.array(key, "integers below 2^32", Value::u32)
     }
 
     pub fn i32s(&self, key: &str) -> Result<Option<Vec<i32>>> {
-        self.many(key, "whole numbers of 32 bits", Value::i32)
+        self.array(key, "32-bit signed integers", Value::i32)
     }
 
-    fn one<T>(&self, key: &str, wanted: &str, convert: impl Fn(Value<'c>) -> Option<T>) -> Result<Option<T>> {
+    fn scalar<T>(&self, key: &str, expected: &str, convert: impl Fn(Value<'c>) -> Option<T>) -> Result<Option<T>> {
         let Some(value) = self.get(key)? else { return Ok(None) };
-        let wrong = || anyhow!("metadata key {key}: expected {wanted}, found {}", value.describe());
-        convert(value).map(Some).ok_or_else(wrong)
+        let type_error = || anyhow!("metadata key {key}: expected {expected}, found {}", value.describe());
+        convert(value).map(Some).ok_or_else(type_error)
     }
 
-    fn many<T>(&self, key: &str, wanted: &str, convert: impl Fn(Value<'c>) -> Option<T>) -> Result<Option<Vec<T>>> {
+    fn array<T>(&self, key: &str, expected: &str, convert: impl Fn(Value<'c>) -> Option<T>) -> Result<Option<Vec<T>>> {
         let array = match self.get(key)? {
             None => return Ok(None),
             Some(Value::Array(array)) => array,
-            Some(other) => bail!("metadata key {key}: expected an array of {wanted}, found {}", other.describe()),
+            Some(other) => bail!("metadata key {key}: expected an array of {expected}, found {}", other.describe()),
         };
         let element = |(index, value): (usize, Result<Value<'c>>)| {
             let value = value.with_context(|| format!("metadata key {key}"))?;
-            let wrong = || anyhow!("metadata key {key}[{index}]: expected {wanted}, found {}", value.describe());
-            convert(value).ok_or_else(wrong)
+            let type_error = || anyhow!("metadata key {key}[{index}]: expected {expected}, found {}", value.describe());
+            convert(value).ok_or_else(type_error)
         };
         array.values().enumerate().map(element).collect::<Result<_>>().map(Some)
     }

@@ -1,154 +1,120 @@
-//! A GGUF file as a checkpoint: tensors by their Hugging Face names, each made from what the file has.
+//! A GGUF file as a checkpoint: tensors under their Hugging Face names.
 //!
-//! Matrices stay in their blocks ([`GgufModel::quantized`]); what else there is becomes floats ([`GgufModel::float`]).
+//! Matrices keep their quantized blocks ([`GgufModel::quantized`]);
+//! all other tensors become floats ([`GgufModel::float`]).
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor, WithDType};
 use half::{bf16, f16};
 use rayon::prelude::*;
-use safetensors::tensor::Dtype;
 
-use super::experts::Experts;
-use super::names::{InLayer, Layout, Role};
-use super::{GgufCheckpoint, View};
-use crate::weights::TensorInfo;
+use super::checkpoint::{GgufCheckpoint, GgufTensorView};
+use super::mapping::map_tensors;
+use super::model_tensor::{ModelTensor, RowMapping, Transform};
 use crate::weights::ggml::GgmlType;
-use crate::weights::quantized::{self, QuantizationTarget};
+use crate::weights::quantized::{self, MatrixRows, QuantizationTarget};
+use crate::weights::tensor_info::TensorInfo;
 
-/// A GGUF file and what the model's tensors are made of.
+/// An opened GGUF file and the tensors of its model.
 pub struct GgufModel {
     file: GgufCheckpoint,
-    tensors: BTreeMap<String, Entry>,
-}
-
-/// One tensor of the model.
-pub struct Entry {
-    pub info: TensorInfo,
-    /// The file's tensors that it is made of, which are alike.
-    pub(super) sources: Vec<String>,
-    pub(super) rows: Rows,
-    pub(super) change: Change,
-}
-
-/// Which row of which source is a row of the tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rows {
-    /// The same of the only source.
-    Same,
-    /// Of heads of this many rows, whose halves alternate in the file.
-    Halves(usize),
-    /// So many of each source in turn.
-    Turns(usize),
-}
-
-/// What else is done.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Change {
-    Nothing,
-    /// To a vector, whose elements are then its rows.
-    Vector,
-    MinusOne,
-    /// Matrices, of which there may be several, are turned round.
-    Transposed,
-    /// The nibbles of MXFP4.
-    Blocks,
-    /// The scales of MXFP4.
-    Scales,
+    tensors: BTreeMap<String, ModelTensor>,
 }
 
 impl GgufModel {
-    pub fn open(path: &Path) -> Result<Self> {
-        Self::new(GgufCheckpoint::open(path)?)
-    }
-
+    /// Maps the file's tensors to those of the model. Fails for an unknown architecture or an unknown tensor.
     pub fn new(file: GgufCheckpoint) -> Result<Self> {
-        let tensors = entries(&file).with_context(|| format!("cannot use {}", file.path().display()))?;
+        let tensors = map_tensors(&file).with_context(|| format!("cannot use {}", file.path().display()))?;
         Ok(Self { file, tensors })
     }
 
+    /// Returns the opened file.
     pub fn file(&self) -> &GgufCheckpoint {
         &self.file
     }
 
     pub fn info(&self, name: &str) -> Option<&TensorInfo> {
-        self.tensors.get(name).map(|entry| &entry.info)
+        self.tensors.get(name).map(|tensor| &tensor.info)
     }
 
+    /// Returns all tensors, sorted by name.
     pub fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
-        self.tensors.iter().map(|(name, entry)| (name.as_str(), &entry.info))
+        self.tensors.iter().map(|(name, tensor)| (name.as_str(), &tensor.info))
     }
 
-    pub fn entry(&self, name: &str) -> Result<&Entry> {
+    /// Returns a tensor that must exist.
+    pub fn required(&self, name: &str) -> Result<&ModelTensor> {
         self.tensors.get(name).with_context(|| {
             let files: Vec<_> = self.file.files().map(|file| file.display().to_string()).collect();
             format!("tensor {name} is missing from {}", files.join(", "))
         })
     }
 
-    /// The bytes that a tensor's blocks lie in and their type, if its rows are the file's and nothing was done to them.
-    fn stored(&self, name: &str) -> Result<Option<View<'_>>> {
-        let entry = self.entry(name)?;
-        let plain = entry.rows == Rows::Same && entry.change == Change::Nothing;
-        if plain { self.file.view(&entry.sources[0]).map(Some) } else { Ok(None) }
+    /// Returns the bytes of a tensor that the file stores as it is. `None` for a tensor that must be transformed.
+    fn stored(&self, name: &str) -> Result<Option<GgufTensorView<'_>>> {
+        let tensor = self.required(name)?;
+        let is_unchanged = tensor.rows == RowMapping::Identity && tensor.transform == Transform::None;
+        if is_unchanged { self.file.view(&tensor.sources[0]).map(Some) } else { Ok(None) }
     }
 
-    /// What a tensor's elements are in the file.
+    /// Returns the element type of a tensor in the file.
     pub fn stored_type(&self, name: &str) -> Option<GgmlType> {
         self.file.info(self.tensors.get(name)?.sources.first()?).map(|info| info.ggml_type)
     }
 
-    /// For messages: the file's names, types and shapes.
+    /// Describes a tensor for an error message: its names, types and shapes in the file.
     pub fn describe(&self, name: &str) -> String {
-        let Ok(entry) = self.entry(name) else { return "nothing".into() };
+        let Ok(tensor) = self.required(name) else { return "nothing".into() };
         let source = |name: &String| match self.file.view(name) {
             Ok(view) => format!("{name} {} {:?} in {}", view.info.ggml_type, view.info.shape, view.file.display()),
             Err(error) => error.to_string(),
         };
-        let sources: Vec<_> = entry.sources.iter().take(2).map(source).collect();
-        format!("{:?}, made of {}", entry.info.shape, sources.join(" and "))
+        let sources: Vec<_> = tensor.sources.iter().take(2).map(source).collect();
+        format!("{:?}, made from {}", tensor.info.shape, sources.join(" and "))
     }
 
-    /// The rows of a matrix whose blocks can be kept as they are.
-    pub fn quantized(&self, name: &str) -> Result<Option<quantized::MatrixRows<'_>>> {
+    /// Returns the rows of a matrix whose blocks are kept. `None` if the tensor must become floats.
+    pub fn quantized(&self, name: &str) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
-        let source = self.rows(self.entry(name)?)?;
+        let source = self.source_rows(self.required(name)?)?;
         let (ggml_type, ..) = source.sources[0];
-        Ok(quantized::MatrixRows::from_blocks(ggml_type, rows, columns, move |row| source.get(row).1))
+        Ok(MatrixRows::from_blocks(ggml_type, rows, columns, move |row| source.get(row).1))
     }
 
-    /// The rows of a matrix of floats, to be quantized.
-    pub fn to_quantize(&self, name: &str, quantize: QuantizationTarget) -> Result<Option<quantized::MatrixRows<'_>>> {
+    /// Returns the rows of a matrix of floats, to be quantized while they load. `None` if they stay floats.
+    pub fn rows_to_quantize(&self, name: &str, target: QuantizationTarget) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
-        let source = self.rows(self.entry(name)?)?;
+        let source = self.source_rows(self.required(name)?)?;
         let row = move |row: usize, values: &mut [f32]| {
             let (ggml_type, bytes) = source.get(row);
             ggml_type.dequantize(bytes, values)
         };
-        Ok(quantized::MatrixRows::from_floats(quantize, rows, columns, row))
+        Ok(MatrixRows::from_floats(target, rows, columns, row))
     }
 
-    /// Bytes of a matrix whose blocks are kept.
-    pub fn kept_bytes(&self, name: &str) -> Option<u64> {
+    /// Returns the bytes that a matrix of quantized blocks takes in memory. `None` for a tensor that becomes floats.
+    pub fn packed_bytes(&self, name: &str) -> Option<u64> {
         let format = quantized::format(self.stored_type(name)?)?;
         let (rows, columns) = self.matrix_shape(name).ok()??;
         Some(format.bytes(rows as u64, columns as u64))
     }
 
-    /// Rows and columns of a matrix as products take it, or of several of one type, one below the other.
+    /// Returns the rows and columns of a matrix [out, in].
+    /// Stacked matrices count as one with all their rows.
+    /// `None` for other tensors, and for sources of different types.
     pub fn matrix_shape(&self, name: &str) -> Result<Option<(usize, usize)>> {
-        let entry = self.entry(name)?;
-        let mut types = entry.sources.iter().map(|source| self.file.info(source).map(|info| info.ggml_type));
+        let tensor = self.required(name)?;
+        let mut types = tensor.sources.iter().map(|source| self.file.info(source).map(|info| info.ggml_type));
         let first = types.next().flatten();
         if types.any(|other| other != first) {
             return Ok(None);
         }
-        let shape = match entry.change {
-            Change::Nothing => &entry.info.shape,
-            // The file has it the way that products take it.
-            Change::Transposed => match (entry.sources.as_slice(), self.file.info(&entry.sources[0])) {
+        let shape = match tensor.transform {
+            Transform::None => &tensor.info.shape,
+            // The file stores the matrix as [out, in], unlike the Hugging Face checkpoint.
+            Transform::Transposed => match (tensor.sources.as_slice(), self.file.info(&tensor.sources[0])) {
                 ([_], Some(info)) if info.shape.len() == 2 => &info.shape,
                 _ => return Ok(None),
             },
@@ -160,7 +126,7 @@ impl GgufModel {
         })
     }
 
-    /// A float tensor in a dtype, on the host. The whole machine takes part; nothing is allocated but the result.
+    /// Returns a tensor as floats of this dtype, on the host. All cores work on it; only the result is allocated.
     pub fn float(&self, name: &str, dtype: DType) -> Result<Tensor> {
         let make = || match (self.stored(name)?, dtype) {
             (Some(view), _) if float_dtype(view.info.ggml_type) == Some(dtype) => {
@@ -169,23 +135,23 @@ impl GgufModel {
             (_, DType::F32) => self.make::<f32>(name, |value| value),
             (_, DType::F16) => self.make(name, f16::from_f32),
             (_, DType::BF16) => self.make(name, bf16::from_f32),
-            _ => bail!("{dtype:?} is no dtype that weights are dequantized to"),
+            _ => bail!("cannot dequantize to {dtype:?}"),
         };
         make().with_context(|| format!("tensor {name}"))
     }
 
     fn make<T: WithDType>(&self, name: &str, convert: impl Fn(f32) -> T + Sync) -> Result<Tensor> {
-        let entry = self.entry(name)?;
-        let rows = self.rows(entry)?;
-        let shift = if entry.change == Change::MinusOne { -1.0 } else { 0.0 };
-        let mut values = vec![T::zero(); entry.info.elements()];
+        let tensor = self.required(name)?;
+        let rows = self.source_rows(tensor)?;
+        let shift = if tensor.transform == Transform::MinusOne { -1.0 } else { 0.0 };
+        let mut values = vec![T::zero(); tensor.info.elements()];
         let row = |buffer: &mut Vec<f32>, (row, values): (usize, &mut [T])| {
             let (ggml_type, bytes) = rows.get(row);
             ggml_type.dequantize(bytes, buffer)?;
             values.iter_mut().zip(buffer.iter()).for_each(|(value, read)| *value = convert(read + shift));
             anyhow::Ok(())
         };
-        // A tensor without rows may say that they are as long as it likes.
+        // A hostile file may have an empty tensor with rows of any length.
         let columns = rows.columns.min(values.len()).max(1);
         let buffer = || vec![0.0; columns];
         values
@@ -194,8 +160,8 @@ impl GgufModel {
             .enumerate()
             .map_init(buffer, |b, r| row(b, r))
             .collect::<Result<()>>()?;
-        let shape = &entry.info.shape;
-        if entry.change != Change::Transposed {
+        let shape = &tensor.info.shape;
+        if tensor.transform != Transform::Transposed {
             return Ok(Tensor::from_vec(values, shape.as_slice(), &Device::Cpu)?);
         }
         let (mut stored, rank) = (shape.clone(), shape.len());
@@ -203,16 +169,16 @@ impl GgufModel {
         Ok(Tensor::from_vec(values, stored, &Device::Cpu)?.transpose(rank - 2, rank - 1)?.contiguous()?)
     }
 
-    /// A tensor of packed bytes in the layout of safetensors files, on the host.
+    /// Returns a tensor of packed MXFP4 bytes in the layout of safetensors files, on the host.
     pub fn packed(&self, name: &str) -> Result<Tensor> {
-        let entry = self.entry(name)?;
-        let rows = self.rows(entry)?;
-        let per_block = match entry.change {
-            Change::Blocks => 16,
-            Change::Scales => 1,
+        let tensor = self.required(name)?;
+        let rows = self.source_rows(tensor)?;
+        let per_block = match tensor.transform {
+            Transform::Mxfp4Elements => 16,
+            Transform::Mxfp4Scales => 1,
             _ => bail!("tensor {name} is not packed"),
         };
-        let mut bytes = vec![0u8; entry.info.elements()];
+        let mut bytes = vec![0u8; tensor.info.elements()];
         let row_bytes = (rows.columns / GgmlType::Mxfp4.block_length() * per_block).max(1);
         bytes.par_chunks_mut(row_bytes).with_min_len(16).enumerate().for_each(|(row, out)| {
             let blocks = rows.get(row).1.chunks_exact(GgmlType::Mxfp4.block_bytes());
@@ -223,52 +189,55 @@ impl GgufModel {
                 }
             }
         });
-        Ok(Tensor::from_vec(bytes, entry.info.shape.as_slice(), &Device::Cpu)?)
+        Ok(Tensor::from_vec(bytes, tensor.info.shape.as_slice(), &Device::Cpu)?)
     }
 
-    fn rows(&self, entry: &Entry) -> Result<SourceRows<'_>> {
-        let sources = entry.sources.iter().map(|name| self.file.view(name)).collect::<Result<Vec<_>>>()?;
-        let columns = match entry.change {
-            Change::Vector => 1,
+    fn source_rows(&self, tensor: &ModelTensor) -> Result<SourceRows<'_>> {
+        let sources = tensor.sources.iter().map(|name| self.file.view(name)).collect::<Result<Vec<_>>>()?;
+        let columns = match tensor.transform {
+            Transform::Vector => 1,
             _ => sources[0].info.shape.last().copied().unwrap_or(1),
         };
-        let bytes = |view: &View| view.info.ggml_type.bytes(columns as u64, 1);
+        let bytes = |view: &GgufTensorView| view.info.ggml_type.bytes(columns as u64, 1);
         let sources = sources.into_iter().map(|view| {
-            let row_bytes = bytes(&view).with_context(|| format!("rows of {columns} are no whole blocks"))?;
+            let row_bytes =
+                bytes(&view).with_context(|| format!("a row of {columns} elements is not a multiple of the block"))?;
             Ok((view.info.ggml_type, view.bytes, row_bytes as usize))
         });
-        Ok(SourceRows { sources: sources.collect::<Result<_>>()?, columns, order: entry.rows })
+        Ok(SourceRows { sources: sources.collect::<Result<_>>()?, columns, mapping: tensor.rows })
     }
 }
 
-/// The file's rows in the order of the tensor.
+/// The rows of a tensor's sources, in the order of the tensor.
 struct SourceRows<'c> {
-    /// Type, bytes, and bytes of a row.
+    /// The type, the bytes, and the bytes per row of each source.
     sources: Vec<(GgmlType, &'c [u8], usize)>,
     columns: usize,
-    order: Rows,
+    mapping: RowMapping,
 }
 
 impl<'c> SourceRows<'c> {
+    /// Returns the type and the bytes of one row.
     fn get(&self, row: usize) -> (GgmlType, &'c [u8]) {
-        let (source, row) = match self.order {
-            Rows::Same => (0, row),
-            Rows::Halves(head) => {
+        let (source, row) = match self.mapping {
+            RowMapping::Identity => (0, row),
+            RowMapping::InterleavedHalves(head) => {
                 let (start, within) = (row - row % head, row % head);
                 (0, start + within % (head / 2) * 2 + within / (head / 2))
             }
-            Rows::Turns(rows) => {
+            RowMapping::RoundRobin(rows) => {
                 let (turn, within) = (row / rows, row % rows);
                 (turn % self.sources.len(), turn / self.sources.len() * rows + within)
             }
         };
         let (ggml_type, bytes, row_bytes) = self.sources[source];
-        // Entries are made only of sources whose rows come to the tensor's.
+        // `map_tensors` checked that the sources have all rows of the tensor.
         (ggml_type, &bytes[row * row_bytes..][..row_bytes])
     }
 }
 
-/// ggml keeps the first half of 32 values in the low nibbles, safetensors files of gpt-oss the even ones.
+/// Reorders the nibbles of an MXFP4 block.
+/// In ggml the low nibbles hold the first 16 of 32 elements; in safetensors files of gpt-oss they hold the even ones.
 fn pair_neighbors(from: &[u8], to: &mut [u8]) {
     for i in 0..8 {
         let (a, b) = (from[2 * i], from[2 * i + 1]);
@@ -286,79 +255,13 @@ fn float_dtype(ggml_type: GgmlType) -> Option<DType> {
     }
 }
 
-/// The model's tensors. Every tensor of the file must have its place.
-fn entries(file: &GgufCheckpoint) -> Result<BTreeMap<String, Entry>> {
-    let layout = Layout::find(file.architecture()?)?;
-    let layers = file.block_count()?;
-    let mut entries = BTreeMap::new();
-    for (name, info) in file.tensors() {
-        if let Some(InLayer { layer, .. }) = InLayer::parse(name)
-            && layer >= layers
-        {
-            bail!("tensor {name} is of layer {layer}, but {}.block_count is {layers}", layout.name);
-        }
-        match layout.role(name) {
-            Some(Role::Tensor(ours)) => {
-                let entry = single(file, layout, name).with_context(|| format!("tensor {name}"))?;
-                entries.insert(ours, entry);
-            }
-            Some(Role::Expert | Role::Beside) => {}
-            None => bail!("tensor {name} {:?} has no place in {} as inferno knows it", info.shape, layout.name),
-        }
-    }
-    for layer in 0..layers {
-        let experts = Experts { file, layout, layer };
-        experts.add(&mut entries)?;
-    }
-    Ok(entries)
-}
-
-/// What is one tensor in the file too.
-fn single(file: &GgufCheckpoint, layout: &Layout, name: &str) -> Result<Entry> {
-    let info = file.required(name)?;
-    let part = InLayer::parse(name).map(|in_layer| in_layer.part);
-    let (mut rows, mut change, mut shape) = (Rows::Same, Change::Nothing, info.shape.clone());
-    if layout.permuted && matches!(part, Some("attn_q" | "attn_k")) {
-        let heads = file.head_counts()?;
-        let heads = if part == Some("attn_q") { heads.0 } else { heads.1 };
-        let length = shape.first().copied().unwrap_or(0);
-        if heads == 0 || !length.is_multiple_of(2 * heads) {
-            bail!("{length} rows cannot be {heads} heads, as attention.head_count or attention.head_count_kv says");
-        }
-        rows = Rows::Halves(length / heads);
-        if shape.len() == 1 {
-            change = Change::Vector;
-        }
-    } else if layout.norms_plus_one && name.ends_with("norm.weight") {
-        change = Change::MinusOne;
-    } else if layout.transposed && part.is_some() && shape.len() == 2 {
-        change = Change::Transposed;
-        shape.swap(0, 1);
-    }
-    Ok(Entry {
-        info: TensorInfo::new(dtype(info.ggml_type), shape, info.bytes),
-        sources: vec![name.into()],
-        rows,
-        change,
-    })
-}
-
-/// What a tensor's values are handed out as, unless another dtype is asked for.
-pub fn dtype(ggml_type: GgmlType) -> Dtype {
-    match ggml_type {
-        GgmlType::F16 => Dtype::F16,
-        GgmlType::Bf16 => Dtype::BF16,
-        _ => Dtype::F32,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn nibbles_are_paired_anew() {
-        // Element i is i mod 16 in ggml's order.
+    fn nibbles_are_reordered() {
+        // In ggml's order, element i has the value i mod 16.
         let from: Vec<u8> = (0..16).map(|i| i | i << 4).collect();
         let mut to = [0; 16];
         pair_neighbors(&from, &mut to);
@@ -367,9 +270,13 @@ mod tests {
     }
 
     #[test]
-    fn halves_of_heads_alternate_in_the_file() {
+    fn interleaved_halves_are_separated() {
         let bytes: Vec<u8> = (0..12).flat_map(|i| (i as f32).to_le_bytes()).collect();
-        let rows = SourceRows { sources: vec![(GgmlType::F32, &bytes, 4)], columns: 1, order: Rows::Halves(6) };
+        let rows = SourceRows {
+            sources: vec![(GgmlType::F32, &bytes, 4)],
+            columns: 1,
+            mapping: RowMapping::InterleavedHalves(6),
+        };
         let read: Vec<f32> = (0..12).map(|row| f32::from_le_bytes(rows.get(row).1.try_into().unwrap())).collect();
         assert_eq!(read, [0., 2., 4., 1., 3., 5., 6., 8., 10., 7., 9., 11.]);
     }

@@ -1,65 +1,82 @@
-//! Models in several files: `name-00001-of-00003.gguf` and so on, each of which says its number in `split.no` (from 0),
-//! how many there are in `split.count`, and how many tensors all of them hold in `split.tensors.count`.
+//! Models in several parts: `name-00001-of-00003.gguf` and so on.
+//!
+//! Each part gives its number in `split.no` (from 0), the number of parts in `split.count`,
+//! and the number of tensors in all parts in `split.tensors.count`.
 
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
 use super::metadata::Metadata;
-use super::{Files, Part};
+use super::part::{GgufPart, PartOpener};
 use crate::snapshot::gguf::{MAX_PARTS, PartName};
 
-/// The file, or all parts in their order if it is one of several.
-pub fn open_parts(path: &Path, files: &dyn Files) -> Result<Vec<Part>> {
-    let named = files.open(path)?;
-    let said = Said::of(&named)?;
-    if said.count == 1 {
-        return Ok(vec![named]);
+/// Opens a file and, if it is one part of a split model, all other parts. Returns them in order.
+pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>> {
+    let first = opener.open(path)?;
+    let split = SplitInfo::read(&first)?;
+    if split.count == 1 {
+        return Ok(vec![first]);
     }
     let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let Some(name) = PartName::parse(file) else {
-        bail!("{} is one of {} parts, but not called like one (…-00001-of-00003.gguf)", path.display(), said.count);
+        bail!(
+            "cannot open {}: it is one of {} parts, but its name does not end in -00001-of-00003.gguf or the like",
+            path.display(),
+            split.count
+        );
     };
-    if (name.number, name.count) != (said.number + 1, said.count) {
-        bail!("{} is part {} of {} by its contents: was it renamed?", path.display(), said.number + 1, said.count);
+    if (name.number, name.count) != (split.number + 1, split.count) {
+        bail!(
+            "cannot open {}: its metadata says part {} of {}; was the file renamed?",
+            path.display(),
+            split.number + 1,
+            split.count
+        );
     }
     let mut parts = Vec::new();
-    let mut named = Some(named);
+    let mut opened = Some(first);
     for number in 1..=name.count {
         let path = path.with_file_name(name.with_number(number));
-        if !files.has(&path) {
-            bail!("part {number} of {} is missing: {} (download the model again)", name.count, path.display());
+        if !opener.exists(&path) {
+            bail!(
+                "cannot open the model: part {number} of {} is missing: {}\n  download the model again",
+                name.count,
+                path.display()
+            );
         }
-        let part = match named.take_if(|_| number == said.number + 1) {
+        let part = match opened.take_if(|_| number == split.number + 1) {
             Some(part) => part,
-            None => files.open(&path)?,
+            None => opener.open(&path)?,
         };
-        check_part(&part, &Said { number: number - 1, ..said })?;
+        check_part(&part, &SplitInfo { number: number - 1, ..split })?;
         parts.push(part);
     }
-    let tensors: usize = parts.iter().map(|part| part.header.tensors.len()).sum();
-    if said.tensors.is_some_and(|said| said as usize != tensors) {
-        let said = said.tensors.unwrap_or_default();
-        bail!("the parts of {} hold {tensors} tensors, they say {said}: are they of one model?", name.prefix);
+    let found: usize = parts.iter().map(|part| part.header.tensors.len()).sum();
+    if let Some(expected) = split.tensors.filter(|expected| *expected as usize != found) {
+        bail!(
+            "the parts of {} hold {found} tensors, but their metadata says {expected}: do they belong to one model?",
+            name.prefix
+        );
     }
     Ok(parts)
 }
 
-/// What a part says of itself and the others.
+/// The split metadata of one part.
 #[derive(Clone, Copy, PartialEq, Eq)]
-struct Said {
-    /// From 0.
+struct SplitInfo {
+    /// Counted from 0.
     number: u32,
     count: u32,
     tensors: Option<u32>,
 }
 
-impl Said {
-    fn of(part: &Part) -> Result<Self> {
+impl SplitInfo {
+    fn read(part: &GgufPart) -> Result<Self> {
         let read = |metadata: Metadata| {
             let count = metadata.u32("split.count")?.unwrap_or(1).max(1);
             if count > MAX_PARTS {
-                bail!("metadata key split.count: {count} parts are more than the {MAX_PARTS} that are opened");
+                bail!("metadata key split.count: {count} parts exceed the limit of {MAX_PARTS}");
             }
             let number = if count == 1 { 0 } else { metadata.required("split.no", Metadata::u32)? };
             if number >= count {
@@ -71,19 +88,19 @@ impl Said {
     }
 }
 
-fn check_part(part: &Part, expected: &Said) -> Result<()> {
-    let said = Said::of(part)?;
-    if said != *expected {
-        let path = part.path.display();
+fn check_part(part: &GgufPart, expected: &SplitInfo) -> Result<()> {
+    let found = SplitInfo::read(part)?;
+    if found != *expected {
+        let tensors = |split: &SplitInfo| split.tensors.map_or("unknown".into(), |tensors| tensors.to_string());
         bail!(
-            "{path} is not of the same model as the other parts: it says to be part {} of {} with {} tensors, expected \
-             part {} of {} with {}",
-            said.number + 1,
-            said.count,
-            said.tensors.map_or("unknown".into(), |tensors| tensors.to_string()),
+            "{} belongs to another model: it is part {} of {} with {} tensors in all, expected part {} of {} with {}",
+            part.path.display(),
+            found.number + 1,
+            found.count,
+            tensors(&found),
             expected.number + 1,
             expected.count,
-            expected.tensors.map_or("unknown".into(), |tensors| tensors.to_string()),
+            tensors(expected),
         );
     }
     Ok(())

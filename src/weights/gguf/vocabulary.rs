@@ -1,8 +1,8 @@
-//! The tokenizer and the chat template of a GGUF file, as its metadata hold them.
+//! The vocabulary and the chat template in the metadata of a GGUF file.
 
 use anyhow::Result;
 
-use super::GgufCheckpoint;
+use super::checkpoint::GgufCheckpoint;
 use super::metadata::Metadata;
 use crate::tokenizer::gguf::Vocabulary;
 
@@ -22,7 +22,7 @@ impl GgufCheckpoint {
     }
 }
 
-/// What a tokenizer is made of, borrowed from the file: `tokenizer::Tokenizer::from_gguf` checks and takes it.
+/// Returns the vocabulary, borrowed from the file and unchecked. `Tokenizer::from_gguf` checks it.
 pub fn vocabulary<'c>(metadata: &Metadata<'c>) -> Result<Vocabulary<'c>> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let id = |name: &str| metadata.u32(&key(name));
@@ -45,7 +45,7 @@ pub fn vocabulary<'c>(metadata: &Metadata<'c>) -> Result<Vocabulary<'c>> {
     })
 }
 
-/// The Jinja template that conversations are rendered with; with a name, such as `tool_use`, that one of several.
+/// Returns the Jinja chat template: the default one, or the one of this name, such as `tool_use`.
 pub fn chat_template<'c>(metadata: &Metadata<'c>, name: Option<&str>) -> Result<Option<&'c str>> {
     match name {
         None => metadata.string("tokenizer.chat_template"),

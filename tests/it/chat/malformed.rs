@@ -1,4 +1,4 @@
-//! Harmony as models generate it, which is not always harmony.
+//! Parsing generated harmony, which is often malformed.
 
 use super::*;
 use Channel::{Answer, Reasoning, ToolCall as Call};
@@ -8,7 +8,7 @@ fn parse_harmony(text: &str) -> Parsed {
     parse(&harmony_format(tokenizer), tokenizer, "<|start|>assistant", text)
 }
 
-/// The channels and texts that come of a generation after `<|start|>assistant`.
+/// Checks the channels and texts of a generation after `<|start|>assistant`.
 fn check(text: &str, expected: &[(Channel, &str)]) -> Parsed {
     let parsed = parse_harmony(text);
     let deltas: Vec<(Channel, &str)> = parsed.deltas.iter().map(|(channel, text)| (*channel, text.as_str())).collect();
@@ -21,7 +21,7 @@ fn call(name: &str, arguments: &str) -> ToolCall {
 }
 
 #[test]
-fn well_formed() {
+fn well_formed_output_is_parsed() {
     let text = "<|channel|>analysis<|message|>Hm. 🙂<|end|><|start|>assistant<|channel|>final<|message|>It is 4.";
     for end in ["", "<|return|>", "<|end|>", "<|end|><|return|>", "<|endoftext|>"] {
         let parsed = check(&format!("{text}{end}"), &[(Reasoning, "Hm. 🙂"), (Answer, "It is 4.")]);
@@ -32,7 +32,7 @@ fn well_formed() {
 }
 
 #[test]
-fn tool_calls_with_the_recipient_in_either_place() {
+fn recipient_of_a_tool_call_may_be_in_either_place() {
     let arguments = "{\"x\": \"<ä>\"}";
     for header in [
         "<|channel|>commentary to=functions.f <|constrain|>json",
@@ -52,13 +52,13 @@ fn tool_calls_with_the_recipient_in_either_place() {
         assert_eq!(parsed.tool_calls, [call("f", arguments)], "{header}");
         assert_eq!(parsed.malformed, 0, "{header}");
     }
-    // No arguments is a call as well, and a namespace of its own stays.
+    // A call may have no arguments. A namespace other than `functions` stays.
     let parsed = check("<|channel|>analysis to=browser.search code<|message|><|call|>", &[]);
     assert_eq!(parsed.tool_calls, [call("browser.search", "")]);
 }
 
 #[test]
-fn what_is_said_before_a_call_is_for_the_person() {
+fn text_before_a_tool_call_is_part_of_the_answer() {
     let parsed = check(
         "<|channel|>commentary<|message|>I look it up.<|end|>\
          <|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>",
@@ -70,7 +70,7 @@ fn what_is_said_before_a_call_is_for_the_person() {
 }
 
 #[test]
-fn no_header_at_all() {
+fn output_without_a_header_is_the_answer() {
     for text in
         ["Hello.", "I can't help with that.", "assistants are many", "to be or not to be", "as", "assistant", "你好"]
     {
@@ -82,7 +82,7 @@ fn no_header_at_all() {
 }
 
 #[test]
-fn missing_message() {
+fn missing_message_marker_is_recovered() {
     check("<|channel|>final Hello there, you<|return|>", &[(Answer, "Hello there, you")]);
     check("<|channel|>commentary Hello<|end|>", &[(Answer, "Hello")]);
     check("<|channel|>final你好<|end|>", &[(Answer, "你好")]);
@@ -105,7 +105,7 @@ fn missing_message() {
 }
 
 #[test]
-fn missing_or_doubled_markers() {
+fn missing_and_doubled_markers_are_recovered() {
     let both = [(Reasoning, "Hm."), (Answer, "Yes.")];
     for text in [
         "<|start|>assistant<|channel|>analysis<|message|>Hm.<|end|><|start|><|start|>assistant<|channel|>final<|message|>Yes.",
@@ -120,7 +120,7 @@ fn missing_or_doubled_markers() {
         "<|channel|>analysis<|message|>Hm.<|end|>Yes.",
         "<|channel|>analysis<|message|>Hm.<|end|><|end|><|end|><|start|>assistant<|channel|>final<|message|>Yes.<|call|>",
     ] {
-        // «finale» begins with a channel's name: the rest of it is taken for text.
+        // «finale» begins with the name of a channel, so its last letter counts as text.
         let expected = if text.contains("finale") { [both[0], (Answer, "eYes.")] } else { both };
         let parsed = check(text, &expected);
         assert!(parsed.malformed > 0 || text.contains("<|end|><|end|>"), "{text}");
@@ -131,9 +131,9 @@ fn missing_or_doubled_markers() {
 }
 
 #[test]
-fn unknown_channels_and_foreign_roles() {
+fn unknown_channels_are_answers_and_foreign_roles_are_reasoning() {
     check("<|channel|>summary<|message|>Hello<|return|>", &[(Answer, "Hello")]);
-    // A message that the model made up in someone else's name is shown, but is no answer.
+    // A message that the model writes in another role is shown as reasoning, and not as the answer.
     check(
         "<|channel|>final<|message|>Yes.<|end|><|start|>user<|message|>More?<|end|>",
         &[(Answer, "Yes."), (Reasoning, "More?")],
@@ -142,17 +142,17 @@ fn unknown_channels_and_foreign_roles() {
 }
 
 #[test]
-fn nothing_but_a_header() {
-    // Cut off by a limit in a header that was right so far: there is no answer, and the model did nothing wrong.
+fn unfinished_headers_are_answers_only_as_a_last_resort() {
+    // A token limit ended the generation in a valid header. There is no answer, and no violation.
     check("<|channel|>ana", &[]);
     check("<|channel|>analysis", &[]);
     check("<|channel|>commentary to", &[]);
-    // Ended there by the model itself: the words are all there is.
+    // The model itself ended the message in the header. Its words are the answer.
     check("<|start|>assistant<|channel|>fin<|end|>", &[(Answer, "assistant fin")]);
     check("<|channel|>", &[]);
     check("", &[]);
     check("<|return|>", &[]);
-    // An unfinished header after an answer is not worth showing.
+    // An unfinished header after an answer is not shown.
     for header in ["ana", "analysis", "commentary to", "commentary json"] {
         let text = format!("<|channel|>final<|message|>Yes.<|end|><|start|>assistant<|channel|>{header}");
         check(&text, &[(Answer, "Yes.")]);
@@ -163,7 +163,7 @@ fn nothing_but_a_header() {
 }
 
 #[test]
-fn text_comes_as_soon_as_it_is_certain() {
+fn text_is_returned_as_soon_as_it_is_certain() {
     let tokenizer = harmony_tokenizer();
     let mut parser = harmony_format(tokenizer).parser(&Rendered { ids: vec![], text: String::new() });
     let mut seen = Vec::new();
@@ -173,9 +173,9 @@ fn text_comes_as_soon_as_it_is_certain() {
     assert_eq!(seen[seen.len() - 5..], ["", "é", "!", "H", "i"]);
 }
 
-/// Whatever comes, nothing panics, and every word that is no header comes out, in order.
+/// Random tokens never cause a panic, and all words outside of headers are returned in order.
 #[test]
-fn random_tokens() {
+fn random_tokens_never_lose_text() {
     let tokenizer = harmony_tokenizer();
     let format = harmony_format(tokenizer);
     let headers =
@@ -183,46 +183,47 @@ fn random_tokens() {
     let mut numbers = Random(0x9e37_79b9_7f4a_7c15);
     for round in 0..4000 {
         let mut text = String::new();
-        let mut said = Vec::new();
+        let mut expected = Vec::new();
         for step in 0..numbers.below(24) {
             match numbers.below(3) {
                 0 => text.push_str(HARMONY[numbers.below(HARMONY.len())]),
                 1 => text.push_str(headers[numbers.below(headers.len())]),
-                // Two words cannot be a content type, and the brackets set them apart.
+                // Two words in brackets cannot be part of a header.
                 _ => {
                     let words = format!("[{round} {step}]");
                     text.push_str(&words);
-                    said.push(words);
+                    expected.push(words);
                 }
             }
         }
         let mut ids = tokenizer.encode(&text, ControlTokens::Parse).unwrap();
         if round % 4 == 0 {
-            // Ids that the tokenizer has nothing for, and bytes that are no text.
+            // An id without a token, and a byte that is not valid UTF-8.
             ids.insert(numbers.below(ids.len() + 1), 9_999_999);
             ids.insert(numbers.below(ids.len() + 1), 0xff);
-            said.clear();
+            expected.clear();
         }
         let parsed = parse_ids(&format, tokenizer, "<|start|>assistant", &ids);
         let all: String = parsed.deltas.iter().map(|(_, text)| text.as_str()).collect();
         let mut at = 0;
-        for words in said {
+        for words in expected {
             match all[at..].find(&words) {
                 Some(found) => at += found + words.len(),
                 None => panic!("{words} is lost\n{text}\n{:?}", parsed.deltas),
             }
         }
-        let spoke = text.chars().any(|c| !c.is_whitespace()) && ids.iter().any(|id| *id > 32 && *id < 256);
-        let called = !parsed.tool_calls.is_empty();
-        let finished_empty = text.contains("<|message|>");
-        // A header that another one takes the place of was none of it said.
-        let broken_off = text.matches("<|channel|>").count() > 1;
-        assert!(!spoke || called || finished_empty || broken_off || !all.is_empty(), "nothing came of {text}");
+        let has_text = text.chars().any(|c| !c.is_whitespace()) && ids.iter().any(|id| *id > 32 && *id < 256);
+        let has_call = !parsed.tool_calls.is_empty();
+        let has_message = text.contains("<|message|>");
+        // A second <|channel|> discards the first header.
+        let has_discarded_header = text.matches("<|channel|>").count() > 1;
+        let may_be_empty = !has_text || has_call || has_message || has_discarded_header;
+        assert!(may_be_empty || !all.is_empty(), "no text from {text}");
     }
 }
 
 #[test(fixtures)]
-fn the_librarys_own_vectors() {
+fn parsing_agrees_with_the_vectors_of_openai_harmony() {
     let (fixtures, tokenizer) = (fixtures(), gpt_oss());
     let format = harmony_format(tokenizer);
     let read = |name: &str| std::fs::read_to_string(fixtures.join(format!("vectors/harmony/{name}.txt"))).unwrap();
@@ -242,7 +243,7 @@ fn the_librarys_own_vectors() {
     assert_eq!(parsed.tool_calls, [call("browser.search", arguments)]);
     assert!(parsed.reasoning().starts_with("User asks \"Who is"));
     assert!(parsed.reasoning().ends_with("{\"result\": \"https://openai.com/\"}"));
-    // Ids past the tokenizer's last are legal for the model.
+    // A model may generate ids above the tokenizer's last id.
     let parsed = parse_ids(&format, tokenizer, prompt, &[200005, 17196, 200008, 201000, 17, 201087, 200002]);
     assert_eq!(parsed.answer(), "2");
 }

@@ -1,10 +1,10 @@
-//! Messages as clients send them.
+//! Messages in the form that clients send them.
 
 use super::*;
 use inferno::chat::Role;
 
 #[test]
-fn the_shapes_of_openai_json() {
+fn openai_messages_are_parsed() {
     let parsed = messages(json!([
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": null, "reasoning": "r", "refusal": null, "tool_calls": [
@@ -22,11 +22,11 @@ fn the_shapes_of_openai_json() {
 }
 
 #[test]
-fn what_is_not_a_message_says_so() {
+fn invalid_messages_are_errors() {
     let error = |value: Value| serde_json::from_value::<Message>(value).unwrap_err().to_string();
     assert!(error(json!({"role": "bash", "content": ""})).contains("unknown variant `bash`"));
     assert!(error(json!({"role": "user", "content": [{"type": "image_url"}]})).contains("image_url"));
-    assert!(error(json!({"role": "user", "content": 3})).contains("content is neither"));
+    assert!(error(json!({"role": "user", "content": 3})).contains("content must be a string"));
     assert!(error(json!({"role": "assistant", "tool_calls": [{"id": "1"}]})).contains("function name"));
     assert!("off".parse::<ReasoningEffort>().unwrap_err().contains("low, medium or high"));
     assert_eq!("high".parse::<ReasoningEffort>().unwrap().to_string(), "high");

@@ -1,4 +1,4 @@
-//! What models with a template generate: answers, reasoning, tool calls.
+//! Parsing the output of models with a template: answers, reasoning, tool calls.
 
 use super::*;
 use Channel::{Answer, Reasoning, ToolCall as Call};
@@ -11,7 +11,7 @@ fn format(tokenizer: &Tokenizer) -> ChatFormat {
     ChatFormat::load(dir.path(), tokenizer).unwrap().unwrap()
 }
 
-/// With tags as tokens of their own, and as plain text.
+/// Returns one tokenizer with tags as tokens, and one with tags as plain text.
 fn tokenizers() -> [Tokenizer; 2] {
     [byte_tokenizer(&["<|im_end|>"], &TAGS), byte_tokenizer(&["<|im_end|>"], &[])]
 }
@@ -26,20 +26,20 @@ fn check(prompt: &str, text: &str, expected: &[(Channel, &str)]) {
 }
 
 #[test]
-fn reasoning_by_token_and_by_text() {
-    let asked = "<|im_start|>assistant\n";
-    check(asked, "Hello\n\n", &[(Answer, "Hello\n\n")]);
-    check(asked, "<think>\nHm.\n\nSo.\n</think>\n\nYes.<|im_end|>", &[(Reasoning, "Hm.\n\nSo."), (Answer, "Yes.")]);
-    check(asked, "\n<think>Hm.</think>Yes", &[(Reasoning, "Hm."), (Answer, "Yes")]);
-    check(asked, "<think>\n\n</think>\n\nYes", &[(Answer, "Yes")]);
-    check(asked, "<think>\nHm, a < b and 1 << 2 </", &[(Reasoning, "Hm, a < b and 1 << 2 </")]);
-    check(asked, "<thin", &[(Answer, "<thin")]);
-    check(asked, "  <b>", &[(Answer, "  <b>")]);
-    check(asked, " ", &[(Answer, " ")]);
+fn reasoning_tags_are_found_as_tokens_and_as_text() {
+    let prompt = "<|im_start|>assistant\n";
+    check(prompt, "Hello\n\n", &[(Answer, "Hello\n\n")]);
+    check(prompt, "<think>\nHm.\n\nSo.\n</think>\n\nYes.<|im_end|>", &[(Reasoning, "Hm.\n\nSo."), (Answer, "Yes.")]);
+    check(prompt, "\n<think>Hm.</think>Yes", &[(Reasoning, "Hm."), (Answer, "Yes")]);
+    check(prompt, "<think>\n\n</think>\n\nYes", &[(Answer, "Yes")]);
+    check(prompt, "<think>\nHm, a < b and 1 << 2 </", &[(Reasoning, "Hm, a < b and 1 << 2 </")]);
+    check(prompt, "<thin", &[(Answer, "<thin")]);
+    check(prompt, "  <b>", &[(Answer, "  <b>")]);
+    check(prompt, " ", &[(Answer, " ")]);
 }
 
 #[test]
-fn a_prompt_that_opens_the_reasoning() {
+fn prompt_may_end_with_the_reasoning_tag() {
     for prompt in ["<|Assistant|><think>\n", "<think>", "<think>\n\n"] {
         check(prompt, "Hm.\n</think>\n\nYes.", &[(Reasoning, "Hm."), (Answer, "Yes.")]);
         check(prompt, "Hm", &[(Reasoning, "Hm")]);
@@ -49,8 +49,8 @@ fn a_prompt_that_opens_the_reasoning() {
 }
 
 #[test]
-fn an_answer_may_speak_of_tags() {
-    // As text only: as a token of its own it is never a word.
+fn tags_in_an_answer_are_text() {
+    // This holds for tags as text. A tag that is a single token is always a tag.
     let tokenizer = byte_tokenizer(&[], &[]);
     let text = "<think>Hm.</think>Write <think> first, </think> last, then <tool_call>.";
     let parsed = parse(&format(&tokenizer), &tokenizer, "", text);
@@ -59,7 +59,7 @@ fn an_answer_may_speak_of_tags() {
 }
 
 #[test]
-fn tool_calls() {
+fn tool_calls_are_parsed() {
     let [tokenizer, _] = tokenizers();
     let text = "<think>Hm</think>Let me see.\n<tool_call>\n{\"name\": \"f\", \"arguments\": {\"x\": [1, 2]}}\n</tool_call>\n\
                 <tool_call>\n{\"name\": \"g\"}\n</tool_call><tool_call>broken";
@@ -79,7 +79,7 @@ fn control_tokens_are_never_text() {
 }
 
 #[test]
-fn random_tokens() {
+fn random_tokens_never_lose_text() {
     let pieces = [
         "<think>",
         "</think>",
@@ -99,12 +99,12 @@ fn random_tokens() {
         let format = format(&tokenizer);
         for round in 0..2000 {
             let mut text = String::new();
-            let mut said = Vec::new();
+            let mut expected = Vec::new();
             for step in 0..numbers.below(20) {
                 if numbers.below(3) == 0 {
                     let word = format!("[{round}.{step}]");
                     text.push_str(&word);
-                    said.push(word);
+                    expected.push(word);
                 } else {
                     text.push_str(pieces[numbers.below(pieces.len())]);
                 }
@@ -112,7 +112,7 @@ fn random_tokens() {
             let prompt = if round % 2 == 0 { "<think>\n" } else { "" };
             let parsed = parse(&format, &tokenizer, prompt, &text);
             let all: String = parsed.deltas.iter().map(|(_, text)| text.as_str()).collect();
-            for word in said {
+            for word in expected {
                 assert!(all.contains(&word), "{word} is lost\n{text:?}\n{:?}", parsed.deltas);
             }
             assert!(!all.contains("<|im_end|>"));

@@ -1,5 +1,7 @@
-//! The golden checkpoints as GGUF files, by the rules of llama.cpp's `convert_hf_to_gguf.py`: written apart from what
-//! reads them, so that one mistake is not made twice. `scripts/check_gguf_with_transformers.py` has transformers read what this writes.
+//! Converts golden checkpoints to GGUF files by the rules of llama.cpp's `convert_hf_to_gguf.py`.
+//!
+//! The converter shares no code with the reader, so that both do not make the same mistake.
+//! `scripts/check_gguf_with_transformers.py` checks the files with transformers.
 
 use std::path::Path;
 
@@ -19,7 +21,7 @@ struct Source {
     values: Vec<f32>,
 }
 
-/// `general.architecture` of a model_type.
+/// Returns `general.architecture` for a model_type.
 fn architecture(config: &Value) -> &'static str {
     match config["model_type"].as_str().unwrap() {
         "llama" | "mistral" | "mixtral" => "llama",
@@ -35,12 +37,12 @@ fn architecture(config: &Value) -> &'static str {
     }
 }
 
-/// A snapshot as the writer of a GGUF file in F32; MXFP4 stays packed.
+/// Converts a checkpoint to F32. MXFP4 stays packed.
 pub fn convert(dir: &Path) -> Writer {
     convert_with(dir, stacked_experts)
 }
 
-/// The same with experts as files had them until the spring of 2024, in tensors of their own.
+/// Converts a checkpoint with each expert in a tensor of its own, as until the spring of 2024.
 pub fn convert_apart(dir: &Path) -> Writer {
     convert_with(dir, experts_apart)
 }
@@ -86,7 +88,7 @@ fn metadata(config: &Value) -> Writer {
         ("block_count", first(&["num_hidden_layers", "n_layer"])),
         ("feed_forward_length", first(&["intermediate_size", "n_inner"])),
         ("attention.head_count", Some(heads)),
-        // Llama's files always say it; transformers does not undo the order of rows without.
+        // Files of Llama always have it. Without it, transformers does not restore the order of rows.
         ("attention.head_count_kv", size(config, "num_key_value_heads").or(Some(heads).filter(|_| name == "llama"))),
         ("attention.key_length", size(config, "head_dim")),
         ("attention.value_length", size(config, "head_dim")),
@@ -152,7 +154,7 @@ fn metadata(config: &Value) -> Writer {
     writer
 }
 
-/// A name, and what a layer's part is called.
+/// Returns the GGUF name of a tensor.
 fn renamed(name: &str, architecture: &str) -> String {
     let name = name.trim_start_matches("model.").trim_start_matches("transformer.");
     let (gemma, oss) = (architecture.starts_with("gemma"), architecture == "gpt-oss");
@@ -214,11 +216,11 @@ fn one(writer: Writer, config: &Value, source: Source) -> Writer {
         values.iter_mut().for_each(|value| *value += 1.0);
     }
     if architecture == "gpt2" && name.starts_with("blk.") && shape.len() == 2 {
-        values = turned(&values, shape[0], shape[1]);
+        values = transposed(&values, shape[0], shape[1]);
         shape.swap(0, 1);
     }
     if config["scale_attn_by_inverse_layer_idx"] == true && name.contains("attn_qkv") {
-        // GGUF cannot say it, but a smaller query comes to the same.
+        // GGUF has no key for this. A smaller query has the same effect.
         let layer: f32 = name.split('.').nth(1).unwrap().parse().unwrap();
         let queries = values.len() / 3;
         values[..queries].iter_mut().for_each(|value| *value /= layer + 1.0);
@@ -226,7 +228,7 @@ fn one(writer: Writer, config: &Value, source: Source) -> Writer {
     write(writer, &name, &shape, &values)
 }
 
-/// Rows of a head (half, i) in the order (i, half).
+/// Reorders the rows of each head from (half, i) to (i, half).
 fn permuted(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
     let head = values.len() / columns / heads;
     let mut out = Vec::with_capacity(values.len());
@@ -241,7 +243,8 @@ fn permuted(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
     out
 }
 
-fn turned(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+/// Transposes a matrix.
+fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     (0..columns).flat_map(|column| (0..rows).map(move |row| values[row * columns + column])).collect()
 }
 
@@ -260,7 +263,7 @@ fn experts_apart(mut writer: Writer, _: &Value, experts: Vec<Source>) -> Writer 
     writer
 }
 
-/// `….layers.N.….experts.E.matrix.weight` of all experts one behind the other.
+/// Stacks the tensors `layers.N.….experts.E.matrix.weight` of all experts.
 fn stacked_experts(mut writer: Writer, config: &Value, experts: Vec<Source>) -> Writer {
     let layers = size(config, "num_hidden_layers").unwrap_or(0);
     for layer in 0..layers {
@@ -280,7 +283,7 @@ fn stacked_experts(mut writer: Writer, config: &Value, experts: Vec<Source>) -> 
     writer
 }
 
-/// gpt-oss: gate and up apart, nibbles by halves, the scale before them.
+/// Writes the experts of gpt-oss: gate and up separately, with ggml's order of nibbles and the scale before them.
 fn packed_experts(mut writer: Writer, checkpoint: &Checkpoint, biases: Vec<Source>) -> Writer {
     for source in &biases {
         let layer = source.name.split('.').nth(2).unwrap();
@@ -319,7 +322,7 @@ fn packed_experts(mut writer: Writer, checkpoint: &Checkpoint, biases: Vec<Sourc
     writer
 }
 
-/// What each frequency is divided by, where a rule says so.
+/// Writes the divisors of the RoPE frequencies, if the config scales them.
 fn rope_factors(mut writer: Writer, config: &Value) -> Writer {
     let scaling = &config["rope_scaling"];
     let number = |name: &str| scaling[name].as_f64().unwrap();
@@ -358,7 +361,7 @@ impl Writer {
         self.raw(key, F32, value.to_le_bytes())
     }
 
-    /// The same with one key's value changed to another number of 32 bits.
+    /// Returns the file with one u32 value changed.
     pub fn with_u32(mut self, key: &str, value: u32) -> Self {
         let mark = [string(key), super::writer::U32.to_le_bytes().to_vec()].concat();
         let at = self.keys.1.windows(mark.len()).position(|window| window == mark).expect(key) + mark.len();

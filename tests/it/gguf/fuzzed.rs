@@ -1,4 +1,4 @@
-//! The bodies of the fuzz targets over their corpora and over mutations of them, seeded.
+//! Runs the fuzz targets over their corpora and over seeded mutations of them.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -8,17 +8,17 @@ use crate::support::Random;
 #[path = "../../../fuzz/src/lib.rs"]
 mod bodies;
 
-/// Mutations of each file of a corpus; more with INFERNO_MUTATIONS.
+/// Returns the number of mutations of each corpus file. INFERNO_MUTATIONS sets it.
 fn mutations() -> u64 {
     std::env::var("INFERNO_MUTATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100)
 }
 
-/// Numbers that parsers stumble over.
+/// Numbers that break careless parsers.
 const NUMBERS: [u64; 12] = [0, 1, 2, 3, 31, 255, 1 << 16, 1 << 31, 1 << 32, 1 << 62, i64::MAX as u64, u64::MAX];
 
 fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
     for _ in 0..1 + random.below(4) {
-        // Heads are what parsers read.
+        // Half of the mutations hit the header, which is what parsers read.
         let reach = if random.below(2) == 0 { bytes.len().min(256) } else { bytes.len() };
         let at = random.below(reach);
         match random.below(7) {
@@ -61,9 +61,9 @@ fn run(corpus: &str, body: fn(&[u8])) {
             let outcome = std::panic::catch_unwind(|| body(&bytes));
             slowest = slowest.max(begin.elapsed());
             if let Err(panic) = outcome {
-                let kept = std::env::temp_dir().join(format!("inferno-{corpus}-{number}"));
-                std::fs::write(&kept, &bytes).unwrap();
-                println!("mutation {number} of {} is kept as {}", file.display(), kept.display());
+                let saved = std::env::temp_dir().join(format!("inferno-{corpus}-{number}"));
+                std::fs::write(&saved, &bytes).unwrap();
+                println!("mutation {number} of {} was saved as {}", file.display(), saved.display());
                 std::panic::resume_unwind(panic);
             }
             ran += 1;

@@ -1,4 +1,4 @@
-//! Whole models from GGUF files, against the numbers of transformers for the checkpoints that they were made of.
+//! Whole models from GGUF files, compared with transformers on the checkpoints that they were converted from.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -35,7 +35,7 @@ const CASES: &[&str] = &[
     "gpt_oss_graph",
 ];
 
-/// A file that lasts as long as its folder.
+/// Writes a file to a temporary folder, which must stay alive as long as the file is used.
 pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model.gguf");
@@ -49,7 +49,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let report = |_| ();
     let loaded = LoadProgress::new(&report);
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded)?;
-    // As golden.rs: LongRoPE depends on it.
+    // The same context as in golden.rs, because LongRoPE depends on it.
     let decoder = config.architecture.build(&weights, 160)?;
     let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu)?;
     let batch = StepBatch { ids, tokens: &[ids.len()], logits: LogitRows::All };
@@ -61,7 +61,7 @@ fn error(writer: &Writer) -> String {
     format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
-/// With INFERNO_GGUF_OUT the files are left there, for `scripts/check_gguf_with_transformers.py`.
+/// INFERNO_GGUF_OUT names a folder for the files, where `scripts/check_gguf_with_transformers.py` reads them.
 #[test]
 fn logits_agree_with_transformers() {
     for case in CASES {
@@ -79,9 +79,9 @@ fn logits_agree_with_transformers() {
     }
 }
 
-/// As files of Mixtral were until the spring of 2024.
+/// Files of Mixtral were written like this until the spring of 2024.
 #[test]
-fn experts_may_have_tensors_of_their_own() {
+fn experts_in_separate_tensors_load() {
     let dir = golden("mixtral");
     let (_folder, path) = saved(&convert_apart(&dir));
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
@@ -90,11 +90,11 @@ fn experts_may_have_tensors_of_their_own() {
     assert!(error < 1e-5, "logits are off by {error:e}");
 }
 
-/// Bytes that anyone could have written, with scales that keep activations in bounds.
+/// Returns random blocks, with scales that keep activations finite.
 fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> Vec<u8> {
     let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
     bytes.fill_with(|| random.next() as u8);
-    // f16: 2^-8 or so; a Q8_0 value is up to 127 of them, one of Q4_K up to 63 · 15.
+    // f16 scales of about 2^-8. A value of Q8_0 is at most 127 scales, a value of Q4_K at most 63 * 15.
     let scales: &[(usize, u16)] = match ggml_type {
         GgmlType::Q8_0 => &[(0, 0x0c00)],
         GgmlType::Q4K => &[(0, 0x0400), (2, 0x0800)],
@@ -109,23 +109,24 @@ fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> V
     bytes
 }
 
-/// A Llama whose queries, keys and values are of three types, and others of others.
+/// A Llama whose matrices have three types: its q, k and v differ.
 #[cfg(feature = "cuda")]
 pub fn llama_in_many_types() -> Writer {
-    let of = |name: &str| match name.rsplit('.').nth(1).unwrap_or_default() {
+    let type_of = |name: &str| match name.rsplit('.').nth(1).unwrap_or_default() {
         "attn_q" | "ffn_gate" | "ffn_up" => GgmlType::Q4K,
         "attn_k" | "attn_output" => GgmlType::Q8_0,
         _ => GgmlType::Q6K,
     };
-    llama_of(of, false)
+    llama_with_types(type_of, false)
 }
 
-/// A Llama with matrices in one type, quantized or, with `dequantized`, as the values that those blocks stand for.
+/// A Llama with all matrices of one type: as quantized blocks or,
+/// if `dequantized`, as the f32 values of the same blocks.
 pub fn quantized_llama(ggml_type: GgmlType, dequantized: bool) -> Writer {
-    llama_of(|_| ggml_type, dequantized)
+    llama_with_types(|_| ggml_type, dequantized)
 }
 
-fn llama_of(ggml_type: impl Fn(&str) -> GgmlType, dequantized: bool) -> Writer {
+fn llama_with_types(ggml_type: impl Fn(&str) -> GgmlType, dequantized: bool) -> Writer {
     let (hidden, feed, vocab, layers) = (256, 512, 64, 2);
     let mut writer = Writer::new().string("general.architecture", "llama");
     for (key, value) in [
@@ -174,10 +175,9 @@ fn llama_of(ggml_type: impl Fn(&str) -> GgmlType, dequantized: bool) -> Writer {
     writer
 }
 
-/// The blocks themselves are judged in blocks.rs, and what is kept of them in quantized.rs, bit by bit: here nothing may be
-/// lost on the way into a model but the order of sums.
+/// blocks.rs and quantized.rs test the blocks bit by bit. Here, only the order of sums may change the logits.
 #[test]
-fn quantized_weights_are_the_values_they_stand_for() {
+fn quantized_and_dequantized_weights_give_equal_logits() {
     let ids: Vec<u32> = (0..32).map(|i| i * 7 % 64).collect();
     for ggml_type in [GgmlType::Q8_0, GgmlType::Q4K, GgmlType::Q6K] {
         let (_a, quantized) = saved(&quantized_llama(ggml_type, false));
@@ -198,7 +198,7 @@ fn quantized_weights_are_the_values_they_stand_for() {
 }
 
 #[test]
-fn in_short_dtypes_values_are_rounded_once() {
+fn values_are_rounded_once_to_16_bits() {
     let (_folder, path) = saved(&quantized_llama(GgmlType::Q4K, false));
     let checkpoint = Checkpoint::open(&path).unwrap();
     let report = |_| ();
@@ -215,9 +215,8 @@ fn in_short_dtypes_values_are_rounded_once() {
     }
 }
 
-/// What contradicts the tensors is said by its name.
 #[test]
-fn metadata_that_contradict_the_tensors_are_errors() {
+fn metadata_that_contradicts_the_tensors_is_an_error() {
     let llama = convert(&golden("llama2"));
     let cases: &[(&[(&str, u32)], &str)] = &[
         (&[("attention.head_count", 5)], "llama.attention.head_count"),
@@ -234,44 +233,48 @@ fn metadata_that_contradict_the_tensors_are_errors() {
         (&[("context_length", 0)], "max_position_embeddings is 0"),
         (&[("rope.dimension_count", 4)], "partial_rotary_factor"),
     ];
-    for (changes, said) in cases {
+    for (changes, message) in cases {
         let change = |file: Writer, (key, value): &(&str, u32)| file.with_u32(&format!("llama.{key}"), *value);
         let error = error(&changes.iter().fold(llama.clone(), change));
         println!("{changes:?}: {error}");
-        assert!(error.contains(said), "{changes:?}: no {said:?} in {error}");
+        assert!(error.contains(message), "{changes:?}: expected {message:?} in {error}");
     }
     let grouped = convert(&golden("llama3"));
-    for (kv_heads, said) in [(4, "attention.head_count_kv"), (1, "k_proj.weight: expected shape [10, 80]")] {
+    for (kv_heads, message) in [(4, "attention.head_count_kv"), (1, "k_proj.weight: expected shape [10, 80]")] {
         let error = error(&grouped.clone().with_u32("llama.attention.head_count_kv", kv_heads));
-        assert!(error.contains(said), "{kv_heads}: no {said:?} in {error}");
+        assert!(error.contains(message), "{kv_heads}: expected {message:?} in {error}");
     }
     let oss = convert(&golden("gpt_oss_graph"));
-    for (key, value, said) in [
+    for (key, value, message) in [
         ("gpt-oss.expert_count", 6, "gate_up_proj"),
         ("gpt-oss.expert_used_count", 8, "cannot choose 8 of 7 experts"),
         ("gpt-oss.attention.sliding_window", 0, "sliding_window is 0"),
     ] {
         let error = error(&oss.clone().with_u32(key, value));
-        assert!(error.contains(said), "{key} {value}: no {said:?} in {error}");
+        assert!(error.contains(message), "{key} {value}: expected {message:?} in {error}");
     }
 }
 
 #[test]
-fn what_has_no_place_is_named() {
+fn unknown_tensors_and_architectures_are_errors() {
     let llama = convert(&golden("llama2"));
     let bytes = [0; 48 * 4];
     let extra = llama.clone().tensor("blk.0.attn_q_norm.weight", &[48], 0, &bytes);
-    assert!(error(&extra).contains("blk.0.attn_q_norm.weight [48] has no place in llama"), "{}", error(&extra));
+    assert!(
+        error(&extra).contains("blk.0.attn_q_norm.weight [48] is unknown for the architecture llama"),
+        "{}",
+        error(&extra)
+    );
     let bias = convert(&golden("mixtral")).tensor("blk.0.ffn_gate_inp.bias", &[7], 0, &[0; 28]);
-    assert!(error(&bias).contains("blk.0.ffn_gate_inp.bias [7] has no place"), "{}", error(&bias));
+    assert!(error(&bias).contains("blk.0.ffn_gate_inp.bias [7] is unknown"), "{}", error(&bias));
     let other = Writer::new().string("general.architecture", "mamba");
     let error = error(&other);
     assert!(error.contains("architecture 'mamba' is not supported") && error.contains("qwen3moe"), "{error}");
 }
 
-/// Old files of Mixtral have them; of gpt-oss there are none, and gates and ups that alternate are not put together from them.
+/// Only old files of Mixtral have experts in separate tensors. No converter ever wrote such a file of gpt-oss.
 #[test]
-fn experts_of_gpt_oss_in_tensors_of_their_own_are_refused() {
+fn gpt_oss_experts_in_separate_tensors_are_an_error() {
     let mut file = Writer::new().string("general.architecture", "gpt-oss").u32("gpt-oss.block_count", 1);
     for name in ["gate", "up", "down"] {
         for expert in 0..2 {
@@ -280,10 +283,10 @@ fn experts_of_gpt_oss_in_tensors_of_their_own_are_refused() {
     }
     let (_folder, path) = saved(&file);
     let error = format!("{:#}", Checkpoint::open(&path).err().unwrap());
-    assert!(error.contains("layer 0: 2 experts in tensors of their own"), "{error}");
+    assert!(error.contains("layer 0: gpt-oss needs all experts in one tensor, found 2 tensors"), "{error}");
 }
 
-/// The demo with its tokenizer, as llama.cpp would have converted it.
+/// The demo model with its tokenizer, as llama.cpp would convert it.
 fn demo() -> Writer {
     let converted = converted(&demo_dir());
     let id = |token: &str| converted.tokens.iter().position(|other| other == token).unwrap() as u32;
@@ -313,7 +316,7 @@ fn inferno(home: &Path, args: &[&str]) -> (Option<i32>, String, String) {
 }
 
 #[test]
-fn the_demo_plays_from_a_gguf_file() {
+fn demo_model_plays_from_a_gguf_file() {
     let home = TempDir::new().unwrap();
     let ask = |model: &str| {
         let answer =
@@ -328,7 +331,7 @@ fn the_demo_plays_from_a_gguf_file() {
     assert_eq!(ask(file.to_str().unwrap()), want);
     assert_eq!(ask(folder.path().to_str().unwrap()), want);
 
-    // A snapshot with two files, in the cache that Python's tools share.
+    // A snapshot with two files in the Hugging Face cache.
     let commit = "0123456789012345678901234567890123456789";
     let snapshot = home.path().join("hf/hub/models--some--demo-GGUF/snapshots").join(commit);
     std::fs::create_dir_all(&snapshot).unwrap();
@@ -359,4 +362,18 @@ fn the_demo_plays_from_a_gguf_file() {
 
     let (_, wanted, _) = inferno(home.path(), &["tokenize", "demo", "How do I download a model?"]);
     assert_eq!(ids, wanted);
+}
+
+/// Opening a file is what parses its header.
+/// The config, the vocabulary, the chat template,
+/// the sampling defaults and the tensors must all come from the same opened file.
+#[test]
+fn loading_a_model_opens_its_gguf_file_once() {
+    let home = TempDir::new().unwrap();
+    let (_folder, file) = saved(&demo());
+    let path = file.to_str().unwrap();
+    let (code, _, log) = inferno(home.path(), &["-v", "play", path, "--device", "cpu", "--prompt", "Hi"]);
+    assert_eq!(code, Some(0), "{log}");
+    let opened = log.lines().filter(|line| line.contains("opened") && line.contains(path)).count();
+    assert_eq!(opened, 1, "{log}");
 }

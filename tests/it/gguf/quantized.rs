@@ -1,5 +1,6 @@
-//! Files that the gguf package quantized, of each family, against what transformers computes from the values that their
-//! blocks stand for (`scripts/gguf_quantized_golden.py`).
+//! A quantized GGUF file of each family,
+//! compared with the logits that transformers computes from
+//! the dequantized values (`scripts/gguf_quantized_golden.py`).
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;
@@ -13,7 +14,7 @@ const FAMILIES: [&str; 10] =
     ["llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gemma2", "gemma3", "gpt2", "gpt_oss"];
 
 #[test]
-fn logits_agree_with_transformers_and_weights_stay_as_they_are() {
+fn logits_of_quantized_files_agree_with_transformers() {
     for (device, dtype) in devices() {
         for family in FAMILIES {
             check(family, &device, dtype);
@@ -35,7 +36,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let logits = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));
     println!("{family} on {:?} in {dtype:?}: logits off by {error:e}", device.location());
-    // As the golden checkpoints.
+    // The same tolerances as for the golden checkpoints.
     let tolerance = match (device, dtype) {
         (Device::Cpu, DType::F32) => 1e-5,
         (_, DType::F32) => 1e-4,
@@ -50,10 +51,10 @@ fn check(family: &str, device: &Device, dtype: DType) {
         "{family} in {dtype:?}"
     );
     if dtype == DType::F32 {
-        // Bytes for bytes, but for a layer whose gates are of one type and whose ups are of another.
+        // The weights take as many bytes as in the file, except for a layer whose gate and up have different types.
         let two_types = checkpoint.info("model.layers.1.mlp.experts.gate_up_proj");
-        let grown = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
+        let extra_bytes = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
         assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family), "{family}");
-        assert_eq!(loaded.resident_bytes(), checkpoint.bytes() + grown, "{family}");
+        assert_eq!(loaded.resident_bytes(), checkpoint.bytes() + extra_bytes, "{family}");
     }
 }

@@ -1,4 +1,4 @@
-//! A file of the gguf package is what the package says it is.
+//! Reads a file that Python's gguf package wrote, and compares it with what the package lists.
 
 use inferno::weights::gguf::{GgufCheckpoint, Metadata, Value, ValueType};
 use inferno::weights::read_ahead::Retention;
@@ -21,7 +21,7 @@ fn to_json(value: Value) -> Json {
         Value::I16(value) => json!(value),
         Value::U32(value) => json!(value),
         Value::I32(value) => json!(value),
-        // As Python has it: f32 widened.
+        // Python widens an f32 to an f64.
         Value::F32(value) => json!(f64::from(value)),
         Value::Bool(value) => json!(value),
         Value::String(bytes) => json!(std::str::from_utf8(bytes).unwrap()),
@@ -66,7 +66,7 @@ fn python_name(kind: ValueType) -> String {
 }
 
 #[test]
-fn tensors_lie_where_the_package_put_them() {
+fn tensors_match_the_gguf_package() {
     let (checkpoint, json) = tiny();
     let wanted = json["tensors"].as_object().unwrap();
     assert_eq!(checkpoint.tensors().count(), wanted.len());
@@ -91,7 +91,7 @@ fn tensors_lie_where_the_package_put_them() {
 }
 
 #[test]
-fn getters_name_the_key_that_is_wrong() {
+fn getters_name_the_wrong_key() {
     let (checkpoint, _) = tiny();
     let metadata = checkpoint.metadata();
     assert_eq!(metadata.u32("all.u8").unwrap(), Some(200));
@@ -104,24 +104,15 @@ fn getters_name_the_key_that_is_wrong() {
     assert_eq!(metadata.u32s("array.u16").unwrap().unwrap(), [0, 65535]);
     assert_eq!(metadata.f32s("array.f32").unwrap().unwrap(), [-1.5, 3.25]);
     let errors = [
-        (metadata.u32("all.i8").map(drop), "metadata key all.i8: expected a whole number below 2^32, found I8(-100)"),
-        (
-            metadata.u32("all.u64").map(drop),
-            "metadata key all.u64: expected a whole number below 2^32, found U64(92233",
-        ),
+        (metadata.u32("all.i8").map(drop), "metadata key all.i8: expected an integer below 2^32, found I8(-100)"),
+        (metadata.u32("all.u64").map(drop), "metadata key all.u64: expected an integer below 2^32, found U64(92233"),
         (metadata.string("all.u32").map(drop), "metadata key all.u32: expected a string, found U32(4000000000)"),
-        (metadata.bool("all.string").map(drop), "metadata key all.string: expected a truth value, found a string"),
+        (metadata.bool("all.string").map(drop), "metadata key all.string: expected a boolean, found a string"),
         (metadata.f32("all.i32").map(drop), "metadata key all.i32: expected a float, found I32"),
         (metadata.strings("all.u8").map(drop), "metadata key all.u8: expected an array of strings, found U8(200)"),
         (metadata.strings("array.u8").map(drop), "metadata key array.u8[0]: expected strings, found U8(0)"),
-        (
-            metadata.u32s("array.i32").map(drop),
-            "metadata key array.i32[0]: expected whole numbers below 2^32, found I32",
-        ),
-        (
-            metadata.u32("array.u8").map(drop),
-            "metadata key array.u8: expected a whole number below 2^32, found an array",
-        ),
+        (metadata.u32s("array.i32").map(drop), "metadata key array.i32[0]: expected integers below 2^32, found I32"),
+        (metadata.u32("array.u8").map(drop), "metadata key array.u8: expected an integer below 2^32, found an array"),
         (metadata.required("all.absent", Metadata::u32).map(drop), "metadata key all.absent is missing"),
     ];
     for (result, want) in errors {
@@ -131,7 +122,7 @@ fn getters_name_the_key_that_is_wrong() {
 }
 
 #[test]
-fn version_2_is_read_as_well() {
+fn version_2_is_supported() {
     let mut writer = Writer::new().string("general.architecture", "llama").tensor("a.weight", &[2], 0, &[0; 8]);
     writer.version = 2;
     let folder = tempfile::tempdir().unwrap();
@@ -144,15 +135,14 @@ fn version_2_is_read_as_well() {
     assert_eq!(error, "metadata key llama.block_count is missing");
 }
 
-/// Loading onto a device goes by way of extents.
 #[test]
-fn extents_are_where_the_bytes_are() {
+fn extents_locate_the_bytes_of_tensors() {
     let (checkpoint, _) = tiny();
     for (name, info) in checkpoint.tensors() {
         let extent = checkpoint.extent(name, Retention::Permanent).unwrap();
-        let file = std::fs::read(&extent.parts[0].source.path).unwrap();
+        let file = std::fs::read(&extent.ranges[0].source.path).unwrap();
         assert_eq!(
-            &file[extent.parts[0].start as usize..][..extent.bytes()],
+            &file[extent.ranges[0].start as usize..][..extent.bytes()],
             checkpoint.view(name).unwrap().bytes,
             "{name}"
         );

@@ -1,4 +1,4 @@
-//! Models in parts.
+//! Models that are split into parts.
 
 use std::path::Path;
 
@@ -8,6 +8,7 @@ use tempfile::TempDir;
 use super::writer::Writer;
 use crate::support::golden;
 
+/// Copies golden files to a folder, under other names.
 fn copied(files: &[(&str, &str)]) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     for (from, to) in files {
@@ -23,7 +24,7 @@ fn error(path: &Path) -> String {
 }
 
 #[test]
-fn parts_are_one_model_whichever_is_named() {
+fn any_part_opens_the_whole_model() {
     let whole = GgufCheckpoint::open(&golden("gguf").join("tiny.gguf")).unwrap();
     for part in PARTS {
         let checkpoint = GgufCheckpoint::open(&golden("gguf").join(part)).unwrap();
@@ -43,39 +44,45 @@ fn missing_and_mixed_parts_are_errors() {
     let all = PARTS.map(|part| (part, part));
     let folder = copied(&[all[0], all[2]]);
     let message = error(&folder.path().join(PARTS[2]));
-    assert!(message.starts_with("part 2 of 3 is missing: ") && message.contains(PARTS[1]), "{message}");
+    assert!(
+        message.starts_with("cannot open the model: part 2 of 3 is missing: ") && message.contains(PARTS[1]),
+        "{message}"
+    );
 
     let folder = copied(&[(PARTS[0], "model.gguf")]);
     let message = error(&folder.path().join("model.gguf"));
-    assert!(message.contains("is one of 3 parts, but not called like one"), "{message}");
+    assert!(message.contains("it is one of 3 parts, but its name does not end in"), "{message}");
 
     let folder = copied(&[(PARTS[0], PARTS[1]), all[2]]);
     let message = error(&folder.path().join(PARTS[1]));
-    assert!(message.ends_with("is part 1 of 3 by its contents: was it renamed?"), "{message}");
+    assert!(message.ends_with("its metadata says part 1 of 3; was the file renamed?"), "{message}");
 
     let folder = copied(&[all[0], (PARTS[0], PARTS[1]), all[2]]);
     let message = error(&folder.path().join(PARTS[0]));
-    assert!(message.contains("is not of the same model as the other parts: it says to be part 1 of 3"), "{message}");
+    assert!(message.contains("belongs to another model: it is part 1 of 3"), "{message}");
 
     let folder = copied(&[all[0], ("tiny.gguf", PARTS[1]), all[2]]);
     let message = error(&folder.path().join(PARTS[0]));
-    assert!(message.contains("says to be part 1 of 1 with unknown tensors, expected part 2 of 3 with 15"), "{message}");
+    assert!(
+        message.contains("it is part 1 of 1 with unknown tensors in all, expected part 2 of 3 with 15"),
+        "{message}"
+    );
 }
 
 #[test]
-fn what_parts_say_is_checked() {
+fn inconsistent_split_metadata_is_an_error() {
     let part = |number: u32, count: u32, tensors: u32| {
         Writer::new().u32("split.no", number).u32("split.count", count).u32("split.tensors.count", tensors)
     };
     let one = |writer: Writer| writer.tensor("a.weight", &[1], 0, &[0; 4]);
     let cases = [
-        (one(part(0, 2, 2)), one(part(1, 2, 2)), "tensor a.weight is in two parts, the second is "),
-        (one(part(0, 2, 2)), part(1, 2, 2), "hold 1 tensors, they say 2: are they of one model?"),
-        (one(part(0, 2, 1)), part(1, 2, 9), "says to be part 2 of 2 with 9 tensors, expected part 2 of 2 with 1"),
+        (one(part(0, 2, 2)), one(part(1, 2, 2)), "tensor a.weight is in two parts; the second is "),
+        (one(part(0, 2, 2)), part(1, 2, 2), "hold 1 tensors, but their metadata says 2: do they belong to one model?"),
+        (one(part(0, 2, 1)), part(1, 2, 9), "it is part 2 of 2 with 9 tensors in all, expected part 2 of 2 with 1"),
         (one(part(2, 2, 1)), part(1, 2, 1), "metadata key split.no: part 2 of 2, counted from 0"),
-        (part(0, 1 << 20, 1), part(1, 2, 1), "1048576 parts are more than the 1024 that are opened"),
+        (part(0, 1 << 20, 1), part(1, 2, 1), "1048576 parts exceed the limit of 1024"),
         (Writer::new().u32("split.count", 2), part(1, 2, 1), "metadata key split.no is missing"),
-        (Writer::new().string("split.count", "2"), part(1, 2, 1), "metadata key split.count: expected a whole number"),
+        (Writer::new().string("split.count", "2"), part(1, 2, 1), "metadata key split.count: expected an integer"),
     ];
     for (first, second, want) in cases {
         let folder = tempfile::tempdir().unwrap();
@@ -83,6 +90,6 @@ fn what_parts_say_is_checked() {
         std::fs::write(path(1), first.bytes()).unwrap();
         std::fs::write(path(2), second.bytes()).unwrap();
         let message = error(&path(1));
-        assert!(message.contains(want), "{message:?} instead of {want:?}");
+        assert!(message.contains(want), "expected {want:?}, found {message:?}");
     }
 }

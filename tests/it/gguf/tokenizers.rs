@@ -1,5 +1,5 @@
-//! Tokenizers made of GGUF metadata, against the vectors of llama.cpp and the models' own tokenizer.json. The large ones
-//! need INFERNO_FIXTURES.
+//! Tokenizers from GGUF metadata, compared with llama.cpp's test vectors and the models' tokenizer.json.
+//! Tests with large vocabularies need INFERNO_FIXTURES.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -20,7 +20,7 @@ const USER_DEFINED: i32 = 4;
 const UNUSED: i32 = 5;
 const BYTE: i32 = 6;
 
-/// A tokenizer.json as the metadata that llama.cpp's converter would make of it.
+/// A tokenizer.json, converted to GGUF metadata as llama.cpp does.
 pub struct Converted {
     pub tokens: Vec<String>,
     pub types: Vec<i32>,
@@ -71,7 +71,7 @@ impl Converted {
     }
 }
 
-/// All the way: a file's bytes, its metadata, its tokenizer.
+/// Writes a file, parses its header, and builds its tokenizer.
 fn tokenizer(writer: &Writer) -> Tokenizer {
     let bytes = writer.bytes();
     let header = Header::parse(&bytes).unwrap();
@@ -87,7 +87,7 @@ fn check_vectors(name: &str, fixtures: &Path, tokenizer: &Tokenizer) {
     let mut checked = 0;
     for (text, ids) in inputs.split("\n__ggml_vocab_test__\n").zip(outputs.lines()) {
         let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
-        // The vectors have no prefix, as `Text` adds none.
+        // The vectors have no prefix, and `Text` adds none.
         assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{name}: {text:?}");
         checked += 1;
     }
@@ -96,7 +96,7 @@ fn check_vectors(name: &str, fixtures: &Path, tokenizer: &Tokenizer) {
 }
 
 #[test(fixtures)]
-fn ids_of_the_gguf_vocabulary_agree_with_the_vectors_of_llama_cpp() {
+fn gguf_vocabulary_agrees_with_llama_cpp() {
     let fixtures = fixtures();
     let file = fixtures.join("vectors/llama.cpp/ggml-vocab-gpt-2.gguf");
     let checkpoint = GgufCheckpoint::open(&file).unwrap();
@@ -111,7 +111,7 @@ fn ids_of_the_gguf_vocabulary_agree_with_the_vectors_of_llama_cpp() {
     assert_eq!((special.bos, special.eos, special.stop), (Some(50256), Some(50256), vec![50256]));
 }
 
-/// Whose tokenizer.json, as which pre-tokenizer, against which vectors.
+/// A model with a tokenizer.json, the name of its pre-tokenizer, and llama.cpp's test vectors for it.
 const BYTE_LEVEL: &[(&str, &str, &str)] = &[
     ("gpt2", "gpt-2", "gpt-2"),
     ("Llama-3.1-8B-Instruct", "llama-bpe", "llama-bpe"),
@@ -120,7 +120,7 @@ const BYTE_LEVEL: &[(&str, &str, &str)] = &[
 ];
 
 #[test(fixtures)]
-fn ids_of_converted_vocabularies_agree_with_the_vectors_of_llama_cpp() {
+fn converted_vocabularies_agree_with_llama_cpp() {
     let fixtures = fixtures();
     for (model, pre, vectors) in BYTE_LEVEL {
         let tokenizer = tokenizer(&converted(&fixtures.join(model)).byte_level(pre));
@@ -130,8 +130,9 @@ fn ids_of_converted_vocabularies_agree_with_the_vectors_of_llama_cpp() {
     check_vectors("llama-spm", &fixtures, &tokenizer(&tinyllama.sentencepiece(&llama2_scores(&tinyllama))));
 }
 
-/// Llama 2's tokenizer.model ranks its pieces by id, but for runs of spaces, which come last; what comes before them,
-/// markers and bytes, scores 0.
+/// Returns the scores in Llama 2's tokenizer.model.
+/// Pieces rank by id, except runs of spaces, which come last.
+/// Control tokens and bytes have the score 0.
 fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
     let score = |(id, token): (usize, &String)| match id {
         259.. if token.chars().all(|c| c == '▁') => -1e9,
@@ -140,8 +141,8 @@ fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
     vocabulary.tokens.iter().enumerate().map(score).collect()
 }
 
-/// SentencePiece's algorithm as it is told: of all neighbors that make a piece, join those with the highest score, the
-/// leftmost of equals.
+/// SentencePiece's algorithm: of all neighbors that form a piece,
+/// join those with the highest score, the leftmost first.
 fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec<u32> {
     let pieces: HashMap<&str, usize> =
         model.tokens.iter().enumerate().map(|(id, token)| (token.as_str(), id)).collect();
@@ -169,9 +170,9 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
     ids
 }
 
-/// Where scores are equal, merges have to come to the same as SentencePiece's own order.
+/// Texts with pieces of equal scores are included.
 #[test(fixtures)]
-fn merges_do_what_sentencepiece_does() {
+fn merges_agree_with_sentencepiece() {
     let fixtures = fixtures();
     let tinyllama = converted(&fixtures.join("TinyLlama-1.1B-Chat-v1.0"));
     let scores = llama2_scores(&tinyllama);
@@ -198,7 +199,8 @@ fn merges_do_what_sentencepiece_does() {
     }
 }
 
-/// Pieces and scores of a SentencePiece model, from its protobuf: field 1; in it piece, score and type are 1, 2 and 3.
+/// Reads the pieces and scores of a SentencePiece model.
+/// In its protobuf, field 1 is a piece, with its text, score and type as fields 1, 2 and 3.
 fn sentencepiece_model(bytes: &[u8]) -> (Converted, Vec<f32>) {
     let mut found = Converted { tokens: Vec::new(), types: Vec::new(), merges: Vec::new() };
     let mut scores = Vec::new();
@@ -222,7 +224,7 @@ fn sentencepiece_model(bytes: &[u8]) -> (Converted, Vec<f32>) {
     (found, scores)
 }
 
-/// (number, bytes) of a protobuf message's fields.
+/// Returns the fields of a protobuf message as (number, bytes).
 fn fields(mut bytes: &[u8]) -> Vec<(u64, &[u8])> {
     fn varint(bytes: &mut &[u8]) -> u64 {
         let mut value = 0;
@@ -274,9 +276,9 @@ const TEXTS: &[&str] = &[
     "é e\u{301} ｆｕｌｌ \u{200d}\u{feff}\u{0}",
 ];
 
-/// Real scores and types, judged by the same model's tokenizer.json.
+/// Compares real scores and types with tokenizer.json of the same model.
 #[test(fixtures)]
-fn a_sentencepiece_model_is_what_its_tokenizer_json_is() {
+fn sentencepiece_model_agrees_with_tokenizer_json() {
     let fixtures = fixtures();
     let folder = fixtures.join("Mistral-7B-Instruct-v0.3");
     let (model, scores) = sentencepiece_model(&fs::read(folder.join("tokenizer.model.v3")).unwrap());
@@ -286,11 +288,11 @@ fn a_sentencepiece_model_is_what_its_tokenizer_json_is() {
     let book = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
     for text in TEXTS.iter().copied().chain([book.as_str(), "<s>", "[INST] a", "x</s>y"]) {
         for controls in [ControlTokens::Text, ControlTokens::Default] {
-            // Of what follows a control token, llama.cpp has a space before it and this tokenizer.json has none.
-            let marks =
+            // After a control token, llama.cpp adds a space and this tokenizer.json does not.
+            let has_controls =
                 controls == ControlTokens::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
-            // Nor does it put one before another, as SentencePiece does.
-            if marks || text.starts_with(' ') {
+            // Nor does tokenizer.json add a space before another space, as SentencePiece does.
+            if has_controls || text.starts_with(' ') {
                 continue;
             }
             let want = theirs.encode(text, controls).unwrap();
@@ -298,14 +300,14 @@ fn a_sentencepiece_model_is_what_its_tokenizer_json_is() {
             assert_eq!(ours.decode(&want).unwrap(), theirs.decode(&want).unwrap(), "{text:?}");
         }
     }
-    // What follows a control token begins with a space again, as llama.cpp has it.
+    // Text after a control token begins with a space again, as in llama.cpp.
     let ids = ours.encode("x</s>y", ControlTokens::Parse).unwrap();
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
-/// The same ids as by the model's own file, with control tokens read and written as text; and the same text again.
+/// The ids and the decoded text are the same, with control tokens parsed and as text.
 #[test(fixtures)]
-fn converted_vocabularies_are_what_their_tokenizer_json_is() {
+fn converted_vocabularies_agree_with_tokenizer_json() {
     let fixtures = fixtures();
     let texts =
         ["<|im_start|>user\nHi<|im_end|> <|eot_id|><|begin_of_text|>x <tool_call> <|return|>", "a<|endoftext|>b"];
@@ -330,7 +332,7 @@ fn converted_vocabularies_are_what_their_tokenizer_json_is() {
 }
 
 #[test(fixtures)]
-fn prefixes_and_stops_are_those_of_the_models() {
+fn prefixes_and_stop_ids_match_the_models() {
     let fixtures = fixtures();
     let llama = converted(&fixtures.join("Llama-3.1-8B-Instruct")).byte_level("llama-bpe");
     let llama = llama.u32("tokenizer.ggml.bos_token_id", 128_000).u32("tokenizer.ggml.eos_token_id", 128_009);
@@ -357,11 +359,11 @@ fn prefixes_and_stops_are_those_of_the_models() {
     assert_eq!(stops(&oss.u32("tokenizer.ggml.eos_token_id", 200_002)), [199_999, 200_002, 200_012]);
 }
 
-/// A vocabulary of the 256 bytes and what a case adds.
+/// Returns a vocabulary of the 256 bytes, extended by the case.
 fn small(case: impl FnOnce(&mut Vec<String>, &mut Vec<i32>, &mut Vec<String>)) -> Converted {
     let byte = |byte: u8| match byte {
         b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte),
-        // The others follow from U+0100 on, in their order.
+        // The other bytes map to U+0100 and above, in order.
         0..=0x20 => char::from_u32(0x100 + u32::from(byte)).unwrap(),
         0x7f..=0xa0 => char::from_u32(0x121 + u32::from(byte - 0x7f)).unwrap(),
         0xad => '\u{143}',
@@ -378,7 +380,7 @@ fn push(tokens: &mut Vec<String>, types: &mut Vec<i32>, token: &str, kind: i32) 
 }
 
 #[test]
-fn each_kind_of_token_is_what_it_should_be() {
+fn every_token_type_is_encoded_correctly() {
     let vocabulary = small(|tokens, types, merges| {
         for (token, kind) in [("ab", NORMAL), ("abc", CONTROL), ("<think>", USER_DEFINED), ("<|end|>", CONTROL)] {
             push(tokens, types, token, kind);
@@ -392,7 +394,7 @@ fn each_kind_of_token_is_what_it_should_be() {
         let tokenizer = tokenizer(&vocabulary.byte_level(pre));
         let encode = |text, controls| tokenizer.encode(text, controls).unwrap();
         assert_eq!(encode("ab", ControlTokens::Text), [256], "{pre}");
-        // What is written never becomes a control token, neither by merges nor as a whole word.
+        // Text never becomes a control token, neither by merges nor as a whole word.
         assert_eq!(encode("abc", ControlTokens::Text), [256, u32::from(b'c')], "{pre}");
         assert_eq!(encode("abc", ControlTokens::Parse), [257], "{pre}");
         assert_eq!(encode("<think>", ControlTokens::Parse), [258], "{pre}");
@@ -404,9 +406,9 @@ fn each_kind_of_token_is_what_it_should_be() {
     }
 }
 
-/// Cuts that the vectors do not show, by texts that tell pre-tokenizers apart.
+/// Texts that each pre-tokenizer splits differently. llama.cpp's vectors do not cover them.
 #[test]
-fn pre_tokenizers_differ_where_they_should() {
+fn pre_tokenizers_split_differently() {
     let vocabulary = small(|tokens, types, merges| {
         for (left, right) in
             [("1", "2"), ("12", "3"), ("123", "4"), ("A", "b"), ("b", "C"), ("'", "S"), (".", "."), ("..", ".")]
@@ -446,7 +448,7 @@ fn pre_tokenizers_differ_where_they_should() {
 }
 
 #[test]
-fn vocabularies_that_lie() {
+fn invalid_vocabularies_are_errors() {
     let error = |writer: &Writer| {
         let bytes = writer.bytes();
         let header = Header::parse(&bytes).unwrap();
@@ -469,8 +471,8 @@ fn vocabularies_that_lie() {
         (plain().written("llama"), "metadata key tokenizer.ggml.scores is missing"),
         (plain().sentencepiece(&[0.0; 255]), "tokenizer.ggml.scores: 255 entries for 256 tokens"),
         (bare(&["a", "b"]).i32s(&key("token_type"), &[1; 3]), "tokenizer.ggml.token_type: 3 entries for 2 tokens"),
-        (bare(&[]), "tokenizer.ggml.tokens: 0 tokens; 1 to 2097152 are read"),
-        (bare(&["a", "b", "a"]), "tokenizer.ggml.tokens: \"a\" is both 0 and 2"),
+        (bare(&[]), "tokenizer.ggml.tokens: 0 tokens; 1 to 2097152 are allowed"),
+        (bare(&["a", "b", "a"]), "tokenizer.ggml.tokens: \"a\" has the ids 0 and 2"),
         (bare(&["a"]).strings(&key("scores"), &["1"]), "metadata key tokenizer.ggml.scores[0]: expected floats"),
         (
             Writer::new().string(&key("model"), "gpt2").i32s(&key("tokens"), &[1]),
@@ -482,19 +484,28 @@ fn vocabularies_that_lie() {
         (merged(" a"), "is not two tokens"),
         (merged("a "), "is not two tokens"),
         (merged(""), "is not two tokens"),
-        (merged("a b"), "tokenizer.ggml.merges[0]: \"a b\" has or makes what is no token"),
-        // Longer than any token: what tokenizers panics on.
-        (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "has or makes what is no token"),
-        (good().u32(&key("bos_token_id"), 256), "tokenizer.ggml.bos_token_id: 256 is no token, there are 256"),
-        (good().u32(&key("eot_token_id"), u32::MAX), "tokenizer.ggml.eot_token_id: 4294967295 is no token"),
-        (good().string(&key("eos_token_id"), "x"), "tokenizer.ggml.eos_token_id: expected a whole number"),
-        (good().bool(&key("add_bos_token"), true), "tokenizer.ggml.add_bos_token is true, but the token has no id"),
-        (good().bool(&key("add_eos_token"), true), "tokenizer.ggml.add_eos_token is true, but the token has no id"),
-        (good().u32(&key("add_eos_token"), 1), "tokenizer.ggml.add_eos_token: expected a truth value, found U32(1)"),
+        (merged("a b"), "tokenizer.ggml.merges[0]: \"a b\" has a part or a result that is not a token"),
+        // Parts longer than any token make the library panic.
+        (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "has a part or a result that is not a token"),
+        (
+            good().u32(&key("bos_token_id"), 256),
+            "tokenizer.ggml.bos_token_id: 256 is not a token id, the vocabulary has 256 tokens",
+        ),
+        (good().u32(&key("eot_token_id"), u32::MAX), "tokenizer.ggml.eot_token_id: 4294967295 is not a token id"),
+        (good().string(&key("eos_token_id"), "x"), "tokenizer.ggml.eos_token_id: expected an integer"),
+        (
+            good().bool(&key("add_bos_token"), true),
+            "tokenizer.ggml.add_bos_token is true, but the vocabulary has no such token",
+        ),
+        (
+            good().bool(&key("add_eos_token"), true),
+            "tokenizer.ggml.add_eos_token is true, but the vocabulary has no such token",
+        ),
+        (good().u32(&key("add_eos_token"), 1), "tokenizer.ggml.add_eos_token: expected a boolean, found U32(1)"),
     ];
     for (writer, want) in cases {
         let error = error(&writer);
-        assert!(error.contains(want), "{error:?} instead of {want:?}");
+        assert!(error.contains(want), "expected {want:?}, found {error:?}");
     }
     let long = "a".repeat(30_000);
     let begin = std::time::Instant::now();
@@ -526,7 +537,7 @@ fn sentencepiece_follows_scores_and_falls_back_to_bytes() {
     assert_eq!(text("bc", "abc"), [id("▁a"), id("bc")]);
     assert_eq!(text("ab", "abc"), [id("▁"), id("ab"), id("c")]);
     assert_eq!(text("ab", "é"), [id("▁"), id("<0xC3>"), id("<0xA9>")]);
-    // As text, a control token is what it is made of.
+    // As text, a control token is encoded by its characters.
     assert_eq!(text("ab", "<s>"), [id("▁"), id("<"), id("s>")]);
     let writer = model.sentencepiece(&scores("ab"));
     assert_eq!(encode(&writer, "a", ControlTokens::Default), [1, id("▁a")]);
@@ -550,9 +561,8 @@ fn chat_templates_are_found_by_name() {
     assert_eq!(chat_template(&metadata, Some("rag")).unwrap(), None);
 }
 
-/// A vocabulary that no file stands behind.
 #[test]
-fn an_empty_vocabulary_is_an_error() {
+fn empty_vocabulary_is_an_error() {
     let error = Tokenizer::from_gguf(&Vocabulary::default()).err().unwrap().to_string();
     assert!(error.contains("0 tokens"), "{error}");
 }

@@ -1,6 +1,6 @@
-//! GGUF files of our own, whole or broken.
+//! Writes GGUF files for tests, valid or broken.
 
-/// Type numbers of metadata values.
+/// Numbers of metadata types.
 pub const U32: u32 = 4;
 pub const I32: u32 = 5;
 pub const F32: u32 = 6;
@@ -8,12 +8,12 @@ pub const BOOL: u32 = 7;
 pub const STRING: u32 = 8;
 pub const ARRAY: u32 = 9;
 
-/// Puts a file together; each piece may be wrong.
+/// Builds a file. Every piece of it may be invalid.
 #[derive(Clone)]
 pub struct Writer {
     pub magic: [u8; 4],
     pub version: u32,
-    /// Said in place of the true number.
+    /// Written instead of the true number.
     pub tensor_count: Option<u64>,
     pub key_count: Option<u64>,
     pub alignment: usize,
@@ -36,7 +36,7 @@ impl Writer {
         }
     }
 
-    /// A value of any type as bytes.
+    /// Adds a metadata value of any type as bytes.
     pub fn raw(mut self, key: impl AsRef<[u8]>, kind: u32, value: impl AsRef<[u8]>) -> Self {
         self.keys.0 += 1;
         self.keys.1.extend(string(key));
@@ -76,8 +76,8 @@ impl Writer {
         self.raw(key, ARRAY, [&kind.to_le_bytes()[..], &count.to_le_bytes(), &values].concat())
     }
 
-    /// A line of the table, as it will stand there: the fastest dimension first.
-    pub fn line(mut self, name: impl AsRef<[u8]>, shape: &[u64], kind: u32, offset: u64) -> Self {
+    /// Adds a row of the tensor table, with the fastest dimension first.
+    pub fn row(mut self, name: impl AsRef<[u8]>, shape: &[u64], kind: u32, offset: u64) -> Self {
         self.tensors.0 += 1;
         let table = &mut self.tensors.1;
         table.extend(string(name));
@@ -88,15 +88,15 @@ impl Writer {
         self
     }
 
-    /// A tensor with its bytes, behind the others.
+    /// Adds a tensor with its bytes after the others.
     pub fn tensor(mut self, name: &str, shape: &[u64], kind: u32, bytes: &[u8]) -> Self {
         let offset = self.data.len().next_multiple_of(self.alignment);
         self.data.resize(offset, 0);
         self.data.extend(bytes);
-        self.line(name, shape, kind, offset as u64)
+        self.row(name, shape, kind, offset as u64)
     }
 
-    /// Bytes behind the others that no line speaks of.
+    /// Adds bytes that belong to no tensor.
     pub fn data(mut self, bytes: usize) -> Self {
         self.data.resize(self.data.len() + bytes, 0);
         self
@@ -115,7 +115,7 @@ impl Writer {
     }
 }
 
-/// A string as it stands in a file.
+/// Encodes a string as in a file.
 pub fn string(text: impl AsRef<[u8]>) -> Vec<u8> {
     let text = text.as_ref();
     [&(text.len() as u64).to_le_bytes()[..], text].concat()

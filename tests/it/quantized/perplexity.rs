@@ -1,4 +1,4 @@
-//! What whole models lose when they are quantized. What is printed is the README's table.
+//! How much whole models lose when they are quantized. The tests print the numbers in the documentation.
 
 use std::path::{Path, PathBuf};
 
@@ -22,20 +22,20 @@ struct Subject {
     ids: Vec<u32>,
 }
 
-/// What a model makes of a text.
+/// The output of a model for a text.
 struct Run {
-    /// The logarithms of all probabilities.
+    /// The log probabilities.
     rows: Vec<f32>,
     logits: Vec<f32>,
     vocab_size: usize,
-    /// Of the weights, in bf16 where they are floats.
+    /// The size of the weights, with floats in bf16.
     bytes: u64,
 }
 
 impl Subject {
-    fn new(dir: PathBuf, text: &str, most: usize) -> Self {
+    fn new(dir: PathBuf, text: &str, max_tokens: usize) -> Self {
         let mut ids = Tokenizer::from_dir(&dir).unwrap().encode(text, ControlTokens::Default).unwrap();
-        ids.truncate(most);
+        ids.truncate(max_tokens);
         Self { checkpoint: Checkpoint::open(&dir).unwrap(), dir, ids }
     }
 
@@ -64,7 +64,7 @@ impl Subject {
         Run { rows, logits, vocab_size: decoder.vocab_size(), bytes }
     }
 
-    /// The loss at each token from the second on.
+    /// Returns the negative log-likelihood of each token from the second on.
     fn nll(&self, run: &Run) -> Vec<f32> {
         let rows = run.rows.chunks_exact(run.vocab_size).zip(&self.ids[1..]);
         rows.map(|(row, &next)| -row[next as usize]).collect()
@@ -76,7 +76,7 @@ impl Subject {
 }
 
 impl Run {
-    /// How far another run is from this one at each token.
+    /// Returns the KL divergence of another run from this one at each token.
     fn kl(&self, other: &Self) -> Vec<f32> {
         let rows = self.rows.chunks_exact(self.vocab_size).zip(other.rows.chunks_exact(self.vocab_size));
         let of_row =
@@ -89,45 +89,45 @@ fn mean(numbers: &[f32]) -> f64 {
     numbers.iter().map(|&number| f64::from(number)).sum::<f64>() / numbers.len() as f64
 }
 
-/// The demo, whose rows are too short for the K types.
+/// The rows of the demo model are too short for the K types.
 #[test]
-fn a_model_changes_little_with_its_weights() {
+fn quantized_demo_model_stays_close_to_the_original() {
     let data = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/demo/data/using.toml")).unwrap();
     let answers: Vec<&str> =
         data.lines().filter_map(|line| line.strip_prefix("answer = \"")?.strip_suffix('"')).collect();
     let demo = Subject::new(demo_dir(), &answers.join("\n"), 1000);
     let plain = demo.run(None);
-    println!("demo as it is: {:.1} MB, perplexity {:.3}", plain.bytes as f64 / 1e6, demo.perplexity(&plain));
-    for (name, most) in
+    println!("demo, unquantized: {:.1} MB, perplexity {:.3}", plain.bytes as f64 / 1e6, demo.perplexity(&plain));
+    for (name, limit) in
         [("q8_0", 0.003), ("int8", 0.005), ("fp8", 0.05), ("q5_1", 0.05), ("q5_0", 0.05), ("q4_1", 0.2), ("q4_0", 0.2)]
     {
         let run = demo.run(Some(name.parse().unwrap()));
         let (kl, bytes) = (mean(&plain.kl(&run)), run.bytes);
         println!("demo, {name}: {:.1} MB, perplexity {:.3}, KL {kl:.4}", bytes as f64 / 1e6, demo.perplexity(&run));
-        assert!(kl > 0.0 && kl < most, "{name}: KL {kl}");
+        assert!(kl > 0.0 && kl < limit, "{name}: KL {kl}");
         assert!(bytes < plain.bytes, "{name}: {bytes} of {} bytes", plain.bytes);
     }
 }
 
-/// A model that was trained, with rows of 256: what ggml's quantizers make of it, or a scale for each row, and what
-/// transformers says then (`scripts/trained_golden.py`).
+/// A trained model with rows of 256.
+/// Its quantized weights are compared with ggml's, and its losses with transformers (`scripts/trained_golden.py`).
 #[test]
-fn a_model_changes_as_its_quantizer_has_it() {
+fn quantized_model_agrees_with_ggml_and_transformers() {
     let dir = golden("trained");
     let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();
     let trained = Subject::new(dir.clone(), &text, usize::MAX);
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
     let integers = |name: &str| golden[name].to_vec1::<i64>().unwrap();
-    let of = |what: &str| values(&golden[what]);
+    let floats = |name: &str| values(&golden[name]);
     assert_eq!(trained.ids, integers("ids").into_iter().map(|id| id as u32).collect::<Vec<_>>());
 
     let plain = trained.run(None);
     let rows = integers("positions").into_iter().map(|at| &plain.logits[at as usize * plain.vocab_size..]);
     let logits: Vec<f32> = rows.flat_map(|row| &row[..plain.vocab_size]).copied().collect();
-    let error = relative_error(&logits, &of("logits"));
+    let error = relative_error(&logits, &floats("logits"));
     assert!(error < 1e-5, "logits are off by {error:e}");
-    println!("trained as it is: {:.2} MB, perplexity {:.3}", plain.bytes as f64 / 1e6, trained.perplexity(&plain));
-    assert_near("as it is", &trained.nll(&plain), &of("nll"));
+    println!("trained, unquantized: {:.2} MB, perplexity {:.3}", plain.bytes as f64 / 1e6, trained.perplexity(&plain));
+    assert_near("unquantized", &trained.nll(&plain), &floats("nll"));
 
     for name in ["q8_0", "int8", "q6_k", "fp8", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k"] {
         let quantize: QuantizationTarget = name.parse().unwrap();
@@ -136,29 +136,29 @@ fn a_model_changes_as_its_quantizer_has_it() {
         let kl = plain.kl(&run);
         let megabytes = run.bytes as f64 / 1e6;
         println!("trained, {name}: {megabytes:.2} MB, perplexity {:.3}, KL {:.4}", trained.perplexity(&run), mean(&kl));
-        assert_near(name, &trained.nll(&run), &of(&format!("{name}.nll")));
-        assert_near(name, &kl, &of(&format!("{name}.kl")));
+        assert_near(name, &trained.nll(&run), &floats(&format!("{name}.nll")));
+        assert_near(name, &kl, &floats(&format!("{name}.kl")));
     }
 }
 
-/// The same numbers but for the order of sums, which moves a logit of 20 by 1e-4 at most.
+/// Checks that numbers are equal up to the order of sums, which changes a logit of 20 by at most 1e-4.
 fn assert_near(name: &str, got: &[f32], want: &[f32]) {
     assert_eq!(got.len(), want.len(), "{name}");
     let worst = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f32::max);
-    assert!(worst < 2e-4, "{name}: a token's is off by {worst:e}");
+    assert!(worst < 2e-4, "{name}: the worst token is off by {worst:e}");
     let (got, want) = (mean(got), mean(want));
-    assert!((got - want).abs() < 2e-6, "{name}: {got} where transformers has {want}");
+    assert!((got - want).abs() < 2e-6, "{name}: {got}, but transformers has {want}");
 }
 
-/// Of all matrices' values once they were quantized.
+/// Returns a hash of the quantized values of all matrices.
 fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
     let report = |_| ();
     let loaded = LoadProgress::new(&report);
     let weights = subject.weights(Some(quantize), &loaded);
     let mut digest = 0u64;
     for (name, info) in subject.checkpoint.tensors() {
-        let (Some(place), [rows, columns]) = (name.strip_suffix(".weight"), info.shape.as_slice()) else { continue };
-        let matrix = Weights::matrix(&[(weights.at(place), *rows)], "weight", *columns).unwrap();
+        let (Some(module), [rows, columns]) = (name.strip_suffix(".weight"), info.shape.as_slice()) else { continue };
+        let matrix = Weights::matrix(&[(weights.at(module), *rows)], "weight", *columns).unwrap();
         let Matrix::Quantized(parts) = matrix else { panic!("{quantize}: {name} stays floats") };
         for value in values(&parts[0].dequantize(DType::F32).unwrap()) {
             digest = digest.wrapping_mul(0x100_0000_01b3).wrapping_add(u64::from(value.to_bits()));
@@ -167,9 +167,9 @@ fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
     digest as i64
 }
 
-/// By way of everything that `inferno perplexity` goes through.
+/// Takes the same path as `inferno perplexity`.
 #[test]
-fn an_engine_reads_a_text_as_transformers_does() {
+fn engine_agrees_with_transformers_on_the_loss_of_a_text() {
     let dir = golden("trained");
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
     let text = std::fs::read_to_string(dir.join("text.txt")).unwrap();

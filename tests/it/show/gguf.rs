@@ -202,7 +202,7 @@ fn broken_headers_are_reported() {
         (b"", "this is no GGUF file"),
         (b"GGUF", "the version is missing"),
         (&llama().bytes()[..5000], "(is the download complete?)"),
-        (&Writer::new().line("a", &[32], 20, 0).bytes(), "type 20 (IQ4_NL) is not supported"),
+        (&Writer::new().row("a", &[32], 20, 0).bytes(), "type 20 (IQ4_NL) is not supported"),
         (&long, "a head of more than the 64 MB that are read of one"),
     ];
     for (file, message) in cases {

@@ -1,4 +1,4 @@
-//! Tensors in 8 bits without compressed-tensors: E4M3 that was cast is read, what needs scales is refused.
+//! 8-bit tensors without a quantization_config: plain E4M3 loads, and tensors that need scales are errors.
 
 use std::path::Path;
 
@@ -17,8 +17,8 @@ use crate::support::{devices, golden, values};
 
 const IDS: [u32; 7] = [3, 1, 4, 1, 5, 9, 2];
 
-/// The golden Llama 3 with matrices, its embedding among them, in another dtype, and a tensor more.
-fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, more: Option<&str>) -> TempDir {
+/// Writes the golden Llama 3 with its matrices and embedding in another dtype. `extra` names an additional tensor.
+fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, extra: Option<&str>) -> TempDir {
     let (dir, folder) = (golden("llama3"), TempDir::new().unwrap());
     std::fs::copy(dir.join("config.json"), folder.path().join("config.json")).unwrap();
     let checkpoint = Checkpoint::open(&dir).unwrap();
@@ -32,8 +32,8 @@ fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, more: Option<&str>)
         let floats = values(&weights.float(name, &info.shape).unwrap());
         (name.to_string(), dtype, info.shape.clone(), floats.into_iter().flat_map(&element).collect())
     });
-    let one = more.map(|name| (name.to_string(), Dtype::F32, vec![1], 2f32.to_le_bytes().to_vec()));
-    let tensors: Vec<_> = tensors.chain(one).collect();
+    let extra = extra.map(|name| (name.to_string(), Dtype::F32, vec![1], 2f32.to_le_bytes().to_vec()));
+    let tensors: Vec<_> = tensors.chain(extra).collect();
     let views = tensors
         .iter()
         .map(|(name, dtype, shape, bytes)| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
@@ -60,7 +60,7 @@ fn e4m3(value: f32) -> Vec<u8> {
     vec![F8E4M3::from_f32(value).to_bits()]
 }
 
-/// transformers casts it to the dtype it is asked for, too. Every E4M3 number is one of bf16.
+/// transformers casts such tensors to the requested dtype, too. bf16 can represent every E4M3 value.
 #[test]
 fn e4m3_without_scales_is_a_float() {
     let cast = rewritten(Dtype::F8_E4M3, e4m3, None);
@@ -74,37 +74,48 @@ fn e4m3_without_scales_is_a_float() {
             assert_eq!(got, want, "{quantize:?} in {dtype:?}");
         }
     }
-    // And it is not what the file had before: something was cast.
+    // The cast changed the values, so the comparison above means something.
     let exact = logits(&golden("llama3"), None, &Device::Cpu, DType::F32).unwrap();
     assert_ne!(logits(cast.path(), None, &Device::Cpu, DType::F32).unwrap(), exact);
 }
 
 #[test]
-fn what_needs_scales_is_refused_by_name() {
+fn tensors_that_need_scales_are_errors() {
     let query = "model.layers.0.self_attn.q_proj.weight";
     let int8 = |value: f32| vec![(value * 100.0) as i8 as u8];
-    for (dtype, more, said) in [
-        (Dtype::I8, None, "whose numbers need scales"),
-        (Dtype::U8, None, "whose numbers need scales"),
-        (Dtype::F8_E5M2, None, "whose numbers need scales"),
-        (Dtype::F8_E4M3, Some("model.layers.0.self_attn.q_proj.weight_scale_inv"), "weight_scale_inv belongs to"),
-        (Dtype::F8_E4M3, Some("model.layers.0.self_attn.q_proj.scale_weight"), "scale_weight belongs to"),
+    for (dtype, extra, message) in [
+        (Dtype::I8, None, "it needs scales"),
+        (Dtype::U8, None, "it needs scales"),
+        (Dtype::F8_E5M2, None, "it needs scales"),
+        (
+            Dtype::F8_E4M3,
+            Some("model.layers.0.self_attn.q_proj.weight_scale_inv"),
+            "its scale is model.layers.0.self_attn.q_proj.weight_scale_inv",
+        ),
+        (
+            Dtype::F8_E4M3,
+            Some("model.layers.0.self_attn.q_proj.scale_weight"),
+            "its scale is model.layers.0.self_attn.q_proj.scale_weight",
+        ),
     ] {
         let folder = match dtype {
-            Dtype::F8_E4M3 => rewritten(dtype, e4m3, more),
-            _ => rewritten(dtype, int8, more),
+            Dtype::F8_E4M3 => rewritten(dtype, e4m3, extra),
+            _ => rewritten(dtype, int8, extra),
         };
         for quantize in [None, Some("int8".parse().unwrap())] {
             let error = logits(folder.path(), quantize, &Device::Cpu, DType::F32).unwrap_err();
             let text = format!("{error:#}");
-            // The embedding comes first, and only one layer has scales here.
-            let name = if more.is_some() { query } else { "model.embed_tokens.weight" };
-            assert!(text.contains(&format!("tensor {name} in {dtype}, ")) && text.contains(said), "{text}");
+            // The embedding loads first. It has no scale, so with an extra scale the error is about q_proj.
+            let name = if extra.is_some() { query } else { "model.embed_tokens.weight" };
+            assert!(text.contains(&format!("tensor {name} in {dtype} (")) && text.contains(message), "{text}");
             let kind = error.chain().find_map(|cause| cause.downcast_ref::<Error>()).expect(&text);
             assert_eq!(kind.exit_code(), 9);
         }
     }
     let folder = rewritten(Dtype::F8_E4M3, e4m3, Some("model.layers.0.self_attn.q_proj.weight_scale"));
     let error = format!("{:#}", logits(folder.path(), None, &Device::Cpu, DType::F32).unwrap_err());
-    assert!(error.contains(&format!("tensor {query} has a scale, but quantization_config does not say")), "{error}");
+    assert!(
+        error.contains(&format!("tensor {query} has a scale, but quantization_config does not describe it")),
+        "{error}"
+    );
 }

@@ -1,4 +1,5 @@
-//! safetensors files, indices and packed experts that lie: each is an error that names the file or the tensor.
+//! Hostile safetensors files, shard indexes and packed experts:
+//! each one is an error that names the file or the tensor.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -7,12 +8,13 @@ use candle_core::{DType, Device};
 use inferno::weights::{Checkpoint, LoadProgress, Weights, mxfp4};
 use tempfile::TempDir;
 
-/// A file with this header, however long it says it is.
+/// Makes a safetensors file. `length` replaces the true length of the header.
 fn file(length: Option<u64>, header: &str, data: usize) -> Vec<u8> {
     let length = length.unwrap_or(header.len() as u64);
     [&length.to_le_bytes()[..], header.as_bytes(), &vec![0; data]].concat()
 }
 
+/// Returns the error of opening a checkpoint, or `no error`.
 fn error(dir: &Path) -> String {
     let begin = Instant::now();
     let error = Checkpoint::open(dir).err().map_or("no error".into(), |error| format!("{error:#}"));
@@ -20,14 +22,15 @@ fn error(dir: &Path) -> String {
     error
 }
 
-fn error_of(bytes: &[u8]) -> String {
+/// Returns the error of opening a single file with these bytes.
+fn error_for_file(bytes: &[u8]) -> String {
     let folder = TempDir::new().unwrap();
     std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
     error(folder.path())
 }
 
 #[test]
-fn headers_that_lie() {
+fn invalid_headers_are_errors() {
     let one = |entry: &str| format!("{{\"a\":{entry}}}");
     let entry = |dtype: &str, shape: &str, offsets: &str| {
         one(&format!(r#"{{"dtype":"{dtype}","shape":{shape},"data_offsets":{offsets}}}"#))
@@ -37,7 +40,7 @@ fn headers_that_lie() {
         format!(r#"{{"a":{},"b":{}}}"#, tensor(first), tensor(second))
     };
     let good = entry("F32", "[2]", "[0,8]");
-    assert_eq!(error_of(&file(None, &good, 8)), "no error");
+    assert_eq!(error_for_file(&file(None, &good, 8)), "no error");
     let deep = one(&format!("{}{}", "[".repeat(100_000), "]".repeat(100_000)));
     let mut cases: Vec<Vec<u8>> = (0..8).map(|length| vec![0; length]).collect();
     cases.extend([
@@ -64,18 +67,18 @@ fn headers_that_lie() {
         file(None, &two("[0,4]", "[2,6]"), 6),
         file(None, &two("[0,4]", "[8,12]"), 12),
         file(None, &two("[4,8]", "[8,12]"), 12),
-        // Under one name: the last counts, and leaves a hole.
+        // Two tensors of the same name: the last one counts, which leaves a gap.
         file(None, &two("[0,4]", "[4,8]").replace("\"b\"", "\"a\""), 8),
     ]);
     for bytes in cases {
-        let error = error_of(&bytes);
+        let error = error_for_file(&bytes);
         let head = String::from_utf8_lossy(&bytes[..bytes.len().min(120)]).into_owned();
-        assert!(error.contains("model.safetensors is no valid safetensors file: "), "{head:?}: {error}");
+        assert!(error.contains("model.safetensors is not a valid safetensors file: "), "{head:?}: {error}");
     }
 }
 
 #[test]
-fn indices_that_lie() {
+fn invalid_shard_indexes_are_errors() {
     let tensor =
         |name: &str| file(None, &format!(r#"{{"{name}":{{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}}}"#), 1);
     let check = |index: &str, second: &str, want: &str| {
@@ -85,14 +88,14 @@ fn indices_that_lie() {
         write("2.safetensors", &tensor(second));
         write("model.safetensors.index.json", index.as_bytes());
         let error = error(folder.path());
-        assert!(error.contains(want), "{index}: no {want:?} in {error}");
+        assert!(error.contains(want), "{index}: expected {want:?} in {error}");
     };
     let both = r#"{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}"#;
     check(both, "b", "no error");
-    check(both, "a", "tensor a is in two shards, the second is ");
-    check(both, "c", "tensor b: the index places it in 2.safetensors, it is not there");
+    check(both, "a", "tensor a is in two shards; the second is ");
+    check(both, "c", "tensor b: the index names the shard 2.safetensors, but it is missing there");
     let swapped = r#"{"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}"#;
-    check(swapped, "b", ": the index places it in ");
+    check(swapped, "b", ": the index names the shard ");
     let absent = r#"{"weight_map": {"a": "1.safetensors", "b": "3.safetensors"}}"#;
     check(absent, "b", "shard 3.safetensors is missing from ");
     for broken in ["", "[]", "{}", r#"{"weight_map": []}"#, r#"{"weight_map": {"a": 1}}"#, &"[".repeat(100_000)] {
@@ -104,7 +107,7 @@ fn indices_that_lie() {
 }
 
 #[test]
-fn packed_experts_that_do_not_fit() {
+fn packed_experts_of_the_wrong_shape_are_errors() {
     let error = |blocks: &str, scales: &str, columns: usize| {
         let (count, rows) = (2, 4);
         let bytes = |shape: &str| -> usize {
@@ -139,10 +142,10 @@ fn packed_experts_that_do_not_fit() {
         ("[2,4,1,15]", scales, 32, "x_blocks: expected shape [2, 4, 1, 16]"),
         ("[2,4,16]", scales, 32, "x_blocks: expected shape [2, 4, 1, 16]"),
         (blocks, scales, 64, "x_blocks: expected shape [2, 4, 2, 16]"),
-        (blocks, scales, 33, "x: 33 columns are no multiple of the MXFP4 block of 32"),
+        (blocks, scales, 33, "x: 33 columns are not a multiple of the MXFP4 block of 32"),
         ("", scales, 32, "tensor x is missing"),
     ] {
         let error = error(blocks, scales, columns);
-        assert!(error.contains(want), "no {want:?} in {error}");
+        assert!(error.contains(want), "expected {want:?} in {error}");
     }
 }

@@ -1,8 +1,9 @@
-//! Tokenizers from the metadata of GGUF files.
+//! Builds tokenizers from the vocabularies of GGUF files.
 //!
-//! Source: what llama.cpp makes of the keys `tokenizer.ggml.*` (ggml-org/llama.cpp, `src/llama-vocab.cpp`), whose test
-//! vectors judge this; where a model's own tokenizer.json is known to differ, that one is followed. Files are not
-//! believed: whatever the library would index with, or panic on, is checked before it gets it.
+//! Source: llama.cpp's handling of the keys `tokenizer.ggml.*` (ggml-org/llama.cpp, `src/llama-vocab.cpp`).
+//! Tests use its test vectors.
+//! Where a model's tokenizer.json is known to differ from llama.cpp, tokenizer.json is followed.
+//! Files are not trusted: every value that the library uses as an index, or panics on, is checked first.
 
 mod pre;
 mod sentencepiece;
@@ -19,13 +20,13 @@ use tokenizers::{
     PreTokenizedString, PreTokenizer, PreTokenizerWrapper,
 };
 
-use super::guarded;
-use pre::Pre;
+use super::guard::guarded;
+use pre::PreTokenizerSpec;
 use vocabulary::{TokenType, excerpt};
 
 pub use vocabulary::{MAX_MERGES, MAX_TOKENS, SpecialIds, Vocabulary};
 
-/// The library's tokenizer for a vocabulary.
+/// Builds the library's tokenizer for a vocabulary.
 pub fn build(vocabulary: &Vocabulary) -> Result<tokenizers::Tokenizer> {
     vocabulary.check_lengths()?;
     let ids = vocabulary.ids()?;
@@ -38,7 +39,7 @@ pub fn build(vocabulary: &Vocabulary) -> Result<tokenizers::Tokenizer> {
         }
     };
     let post_processor = post_processor(vocabulary, &special)?;
-    let tokenizer = guarded("loading", || {
+    let tokenizer = guarded("load the tokenizer", || {
         let mut tokenizer = tokenizers::Tokenizer::new(parts.model);
         tokenizer
             .with_normalizer(parts.normalizer)?
@@ -51,12 +52,12 @@ pub fn build(vocabulary: &Vocabulary) -> Result<tokenizers::Tokenizer> {
     if let Some((content, id)) =
         tokenizer.get_added_vocabulary().get_vocab().iter().find(|(c, id)| ids.get(c.as_str()) != Some(id))
     {
-        bail!("token {} got id {id}, which is not its own", excerpt(content));
+        bail!("cannot load the tokenizer: token {} has the wrong id {id}", excerpt(content));
     }
     Ok(tokenizer)
 }
 
-/// What differs between the two kinds of vocabularies.
+/// The parts of a tokenizer that depend on the kind of vocabulary.
 struct Parts {
     model: BPE,
     normalizer: Option<NormalizerWrapper>,
@@ -64,9 +65,10 @@ struct Parts {
     decoder: DecoderWrapper,
 }
 
+/// Byte-level BPE: the model `gpt2`.
 fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts> {
     let Some(name) = vocabulary.pre else {
-        bail!("metadata key tokenizer.ggml.pre is missing: the file is older than May 2024; make it again");
+        bail!("metadata key tokenizer.ggml.pre is missing: the file is older than May 2024; convert the model again");
     };
     let Some(pre) = pre::find(name) else {
         let (name, supported) = (excerpt(name), pre::names().join(", "));
@@ -77,28 +79,28 @@ fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts
     let whole_words = pre.ignore_merges && !words_make_controls(vocabulary, &pre_tokenizer)?;
     let builder = BpeBuilder::new().vocab_and_merges(owned(ids), merges).ignore_merges(whole_words);
     Ok(Parts {
-        model: guarded("loading", || builder.build())?,
+        model: guarded("load the tokenizer", || builder.build())?,
         normalizer: if pre.nfc { Some(component(json!({"type": "NFC"}))?) } else { None },
         pre_tokenizer: Some(pre_tokenizer),
         decoder: component(byte_level_json())?,
     })
 }
 
-/// Merges of two tokens that make a third.
+/// Returns the merges, each of two tokens that form a third.
 fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let lines = vocabulary.merges.as_ref().context("metadata key tokenizer.ggml.merges is missing")?;
     let mut merges = Merges::with_capacity(lines.len());
     for (rank, line) in lines.iter().enumerate() {
-        let wrong = |why: &str| anyhow!("metadata key tokenizer.ggml.merges[{rank}]: {} {why}", excerpt(line));
-        let (left, right) = line.split_once(' ').ok_or_else(|| wrong("is not two tokens"))?;
+        let invalid = |why: &str| anyhow!("metadata key tokenizer.ggml.merges[{rank}]: {} {why}", excerpt(line));
+        let (left, right) = line.split_once(' ').ok_or_else(|| invalid("is not two tokens"))?;
         if left.is_empty() || right.is_empty() || right.contains(' ') {
-            return Err(wrong("is not two tokens"));
+            return Err(invalid("is not two tokens"));
         }
         let whole = ids.get([left, right].concat().as_str());
         let (Some(whole), true, true) = (whole, ids.contains_key(left), ids.contains_key(right)) else {
-            return Err(wrong("has or makes what is no token"));
+            return Err(invalid("has a part or a result that is not a token"));
         };
-        // What somebody writes never becomes a control token.
+        // Ordinary text must never become a control token.
         if vocabulary.token_type(*whole as usize) != TokenType::Control {
             merges.push((left.to_string(), right.to_string()));
         }
@@ -106,14 +108,14 @@ fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     Ok(merges)
 }
 
-/// Whether a control token is spelled like a word, so that taking words whole would make it of a text.
+/// Returns true if the pre-tokenizer splits off a control token as one word. Then whole words must not become tokens.
 fn words_make_controls(vocabulary: &Vocabulary, pre_tokenizer: &PreTokenizerWrapper) -> Result<bool> {
     for (id, token) in vocabulary.tokens.iter().enumerate() {
         if vocabulary.token_type(id) != TokenType::Control || token.is_empty() {
             continue;
         }
         let mut text = PreTokenizedString::from(*token);
-        guarded("loading", || pre_tokenizer.pre_tokenize(&mut text))?;
+        guarded("load the tokenizer", || pre_tokenizer.pre_tokenize(&mut text))?;
         if text.get_splits(OffsetReferential::Normalized, OffsetType::Byte).len() == 1 {
             return Ok(true);
         }
@@ -121,6 +123,7 @@ fn words_make_controls(vocabulary: &Vocabulary, pre_tokenizer: &PreTokenizerWrap
     Ok(false)
 }
 
+/// SentencePiece: the model `llama`.
 fn sentencepiece(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>, special: &SpecialIds) -> Result<Parts> {
     let merges = sentencepiece::merges(vocabulary, ids)?;
     let mut builder = BpeBuilder::new().vocab_and_merges(owned(ids), merges).byte_fallback(true).fuse_unk(true);
@@ -136,7 +139,7 @@ fn sentencepiece(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>, special: &Sp
         decoders.push(json!({"type": "Strip", "content": " ", "start": 1, "stop": 0}));
     }
     Ok(Parts {
-        model: guarded("loading", || builder.build())?,
+        model: guarded("load the tokenizer", || builder.build())?,
         normalizer: Some(component(json!({"type": "Sequence", "normalizers": normalizers}))?),
         pre_tokenizer: None,
         decoder: component(json!({"type": "Sequence", "decoders": decoders}))?,
@@ -156,7 +159,7 @@ fn added_tokens(vocabulary: &Vocabulary) -> Vec<AddedToken> {
     vocabulary.tokens.iter().enumerate().filter_map(added).collect()
 }
 
-/// Adds what a text begins and ends with.
+/// Returns the post-processor that adds the BOS and EOS tokens.
 fn post_processor(vocabulary: &Vocabulary, special: &SpecialIds) -> Result<Option<PostProcessorWrapper>> {
     let bos = special.bos.filter(|_| special.add_bos);
     let eos = special.eos.filter(|_| special.add_eos);
@@ -184,17 +187,17 @@ fn post_processor(vocabulary: &Vocabulary, special: &SpecialIds) -> Result<Optio
     component(processor).map(Some)
 }
 
-/// A part of a tokenizer as tokenizer.json would spell it.
+/// Parses a part of a tokenizer from the JSON that tokenizer.json would have.
 fn component<T: DeserializeOwned>(json: Value) -> Result<T> {
-    guarded("loading", || serde_json::from_value(json))
+    guarded("load the tokenizer", || serde_json::from_value(json))
 }
 
-/// The pre-tokenizer and decoder between bytes and the letters that stand for them; patterns are other steps.
+/// The byte-level pre-tokenizer and decoder: they map bytes to letters and back. Patterns are separate steps.
 fn byte_level_json() -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false})
 }
 
-impl Pre {
+impl PreTokenizerSpec {
     fn pre_tokenizer(&self) -> Value {
         let split = |pattern: &&str| -> Value {
             json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false})

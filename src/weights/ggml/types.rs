@@ -1,14 +1,4 @@
-//! The element types of GGUF files: sizes of their blocks, and what a block's bytes mean, in plain Rust. A kernel that
-//! computes on blocks is judged by this.
-//!
-//! Source: the block layouts of ggml (ggml-org/llama.cpp, `ggml/src/ggml-common.h`) and the arithmetic of
-//! `gguf-py/gguf/quants.py`, whose order of roundings is kept, so that results agree bit by bit.
-
-mod blocks;
-mod quantize;
-
-pub use blocks::split;
-pub use quantize::quantize;
+//! The element types of GGUF files and the sizes of their blocks.
 
 use std::fmt;
 
@@ -33,11 +23,11 @@ pub enum GgmlType {
     Mxfp4,
 }
 
-/// Elements in a block of the K types.
-const SUPER_BLOCK: usize = 256;
+/// The number of elements in a block of the K types.
+pub const SUPER_BLOCK: usize = 256;
 
-/// Types that are not read, named for the error that says so.
-const OTHERS: &[(u32, &str)] = &[
+/// Types that are not supported, with their names for error messages.
+const UNSUPPORTED: &[(u32, &str)] = &[
     (4, "Q4_2, removed in 2023"),
     (5, "Q4_3, removed in 2023"),
     (9, "Q8_1"),
@@ -87,39 +77,40 @@ impl GgmlType {
         Self::Mxfp4,
     ];
 
-    /// The type that a file names by this number.
+    /// Returns the type with this number in GGUF files.
     pub fn from_id(id: u32) -> Result<Self> {
         if let Some(found) = Self::ALL.into_iter().find(|candidate| candidate.id() == id) {
             return Ok(found);
         }
         let supported = Self::ALL.map(Self::name).join(", ");
-        match OTHERS.iter().find(|(other, _)| *other == id) {
+        match UNSUPPORTED.iter().find(|(other, _)| *other == id) {
             Some((_, name)) => bail!("type {id} ({name}) is not supported; supported: {supported}"),
-            None => bail!("type {id} is unknown; supported: {supported}"),
+            None => bail!("unknown type {id}; supported: {supported}"),
         }
     }
 
-    /// The number that files name it by.
+    /// Returns the number of the type in GGUF files.
     pub fn id(self) -> u32 {
-        self.facts().0
+        self.properties().0
     }
 
-    /// ggml's name.
+    /// Returns ggml's name of the type.
     pub fn name(self) -> &'static str {
-        self.facts().1
+        self.properties().1
     }
 
-    /// Elements in a block.
+    /// Returns the number of elements in a block.
     pub fn block_length(self) -> usize {
-        self.facts().2
+        self.properties().2
     }
 
-    /// Bytes of a block.
+    /// Returns the size of a block in bytes.
     pub fn block_bytes(self) -> usize {
-        self.facts().3
+        self.properties().3
     }
 
-    fn facts(self) -> (u32, &'static str, usize, usize) {
+    /// Returns the number, the name, the elements per block, and the bytes per block.
+    fn properties(self) -> (u32, &'static str, usize, usize) {
         match self {
             Self::F32 => (0, "F32", 1, 4),
             Self::F16 => (1, "F16", 1, 2),
@@ -138,40 +129,14 @@ impl GgmlType {
         }
     }
 
-    /// Bytes of a tensor with rows of `columns` elements; none if a row is no whole number of blocks, or the product
-    /// does not fit into 64 bits.
+    /// Returns the size of a tensor [rows, columns] in bytes.
+    /// `None` if a row is not a whole number of blocks, or if the size overflows 64 bits.
     pub fn bytes(self, columns: u64, rows: u64) -> Option<u64> {
         let length = self.block_length() as u64;
         if !columns.is_multiple_of(length) {
             return None;
         }
         (columns / length).checked_mul(rows)?.checked_mul(self.block_bytes() as u64)
-    }
-
-    /// Whole blocks as values.
-    pub fn dequantize(self, bytes: &[u8], values: &mut [f32]) -> Result<()> {
-        if self.bytes(values.len() as u64, 1) != Some(bytes.len() as u64) {
-            bail!("{} bytes are no {} elements of {self}", bytes.len(), values.len());
-        }
-        let block = match self {
-            Self::F32 => blocks::f32,
-            Self::F16 => blocks::f16,
-            Self::Bf16 => blocks::bf16,
-            Self::Q4_0 => blocks::q4_0,
-            Self::Q4_1 => blocks::q4_1,
-            Self::Q5_0 => blocks::q5_0,
-            Self::Q5_1 => blocks::q5_1,
-            Self::Q8_0 => blocks::q8_0,
-            Self::Q2K => blocks::q2_k,
-            Self::Q3K => blocks::q3_k,
-            Self::Q4K => blocks::q4_k,
-            Self::Q5K => blocks::q5_k,
-            Self::Q6K => blocks::q6_k,
-            Self::Mxfp4 => blocks::mxfp4,
-        };
-        let blocks = bytes.chunks_exact(self.block_bytes());
-        blocks.zip(values.chunks_exact_mut(self.block_length())).for_each(|(bytes, values)| block(bytes, values));
-        Ok(())
     }
 }
 

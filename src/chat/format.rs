@@ -1,0 +1,89 @@
+//! The chat format of a model: harmony or a Jinja template.
+
+use std::path::Path;
+
+use anyhow::Result;
+
+use super::harmony::Harmony;
+use super::harmony_parser::HarmonyParser;
+use super::message::Message;
+use super::parser::{Parser, ParserKind};
+use super::rendered::{RenderOptions, Rendered};
+use super::tagged_parser::TaggedParser;
+use super::template::Template;
+use crate::tokenizer::Tokenizer;
+
+/// The chat format of a model.
+pub enum ChatFormat {
+    Harmony(HarmonyFormat),
+    Template(TemplateFormat),
+}
+
+/// Harmony, the format of gpt-oss.
+pub struct HarmonyFormat(Harmony);
+
+/// A Jinja template from the model's files.
+pub struct TemplateFormat(Box<Template>);
+
+impl ChatFormat {
+    /// Loads the chat format of the model in `dir`.
+    ///
+    /// Harmony if the vocabulary has its control tokens;
+    /// else chat_template.jinja; else `chat_template` in tokenizer_config.json.
+    /// `None` for a base model without a template.
+    pub fn load(dir: &Path, tokenizer: &Tokenizer) -> Result<Option<ChatFormat>> {
+        if let Some(harmony) = Harmony::find(tokenizer) {
+            return Ok(Some(ChatFormat::Harmony(HarmonyFormat(harmony))));
+        }
+        Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat(Box::new(template)))))
+    }
+
+    /// Makes the chat format from a template that was read from `file`.
+    /// `special_tokens` are the tokens that the template may name, such as `bos_token`.
+    /// Harmony takes precedence here as well.
+    pub fn from_template(
+        tokenizer: &Tokenizer,
+        file: &str,
+        template: Option<&str>,
+        special_tokens: Vec<(String, String)>,
+    ) -> Option<ChatFormat> {
+        if let Some(harmony) = Harmony::find(tokenizer) {
+            return Some(ChatFormat::Harmony(HarmonyFormat(harmony)));
+        }
+        let template = Template::new(file, template.filter(|template| !template.is_empty())?.into(), special_tokens);
+        Some(ChatFormat::Template(TemplateFormat(Box::new(template))))
+    }
+
+    /// Returns `harmony`, or the name of the file with the template.
+    pub fn name(&self) -> &str {
+        match self {
+            ChatFormat::Harmony(_) => "harmony",
+            ChatFormat::Template(format) => format.0.name(),
+        }
+    }
+
+    /// Renders a conversation to token ids.
+    /// Fails if the template is broken or rejects the conversation, or if a tool message answers no call.
+    pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
+        match self {
+            ChatFormat::Harmony(format) => format.0.render(tokenizer, messages, options),
+            ChatFormat::Template(format) => format.0.render(tokenizer, messages, options),
+        }
+    }
+
+    /// Returns the ids at which the format ends a generation, in addition to those in the model's config.
+    pub fn stop_ids(&self) -> Vec<u32> {
+        match self {
+            ChatFormat::Harmony(format) => format.0.stop_ids(),
+            ChatFormat::Template(_) => Vec::new(),
+        }
+    }
+
+    /// Returns a parser for the text that is generated after `prompt`.
+    pub fn parser(&self, prompt: &Rendered) -> Parser {
+        Parser::new(match self {
+            ChatFormat::Harmony(format) => ParserKind::Harmony(Box::new(HarmonyParser::new(format.0))),
+            ChatFormat::Template(_) => ParserKind::Tagged(Box::new(TaggedParser::new(&prompt.text))),
+        })
+    }
+}

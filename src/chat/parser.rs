@@ -1,0 +1,57 @@
+//! Splits generated tokens into channels of text.
+
+use anyhow::Result;
+
+use super::channel::Delta;
+use super::harmony_parser::HarmonyParser;
+use super::message::ToolCall;
+use super::tagged_parser::TaggedParser;
+use crate::tokenizer::Tokenizer;
+
+/// Splits generated tokens into channels, token by token.
+/// Each call takes the tokenizer, so that one struct can own both.
+pub struct Parser(ParserKind);
+
+/// The parser of one chat format.
+pub enum ParserKind {
+    Harmony(Box<HarmonyParser>),
+    Tagged(Box<TaggedParser>),
+}
+
+impl Parser {
+    pub(super) fn new(kind: ParserKind) -> Self {
+        Self(kind)
+    }
+
+    /// Adds a token and returns the text whose channel is now certain: no piece, one, or several.
+    pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<Vec<Delta>> {
+        match &mut self.0 {
+            ParserKind::Harmony(parser) => parser.push(tokenizer, id),
+            ParserKind::Tagged(parser) => parser.push(tokenizer, id),
+        }
+    }
+
+    /// Ends the generation and returns the text that was held back. The stop token may or may not have been pushed.
+    pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
+        match &mut self.0 {
+            ParserKind::Harmony(parser) => parser.finish(tokenizer),
+            ParserKind::Tagged(parser) => parser.finish(tokenizer),
+        }
+    }
+
+    /// Returns the tool calls so far. The arguments of the last one may still grow.
+    pub fn tool_calls(&self) -> &[ToolCall] {
+        match &self.0 {
+            ParserKind::Harmony(parser) => parser.tool_calls(),
+            ParserKind::Tagged(parser) => parser.tool_calls(),
+        }
+    }
+
+    /// Returns how often the model violated its format and the parser had to guess.
+    pub fn malformed(&self) -> usize {
+        match &self.0 {
+            ParserKind::Harmony(parser) => parser.malformed(),
+            ParserKind::Tagged(parser) => parser.malformed(),
+        }
+    }
+}

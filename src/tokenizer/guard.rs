@@ -1,0 +1,52 @@
+//! Turns panics of the `tokenizers` library into errors.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Once;
+
+use anyhow::{Result, bail};
+
+thread_local! {
+    /// Whether a panic on this thread is caught and reported as an error.
+    static GUARDED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Silences panic messages of this thread while it lives. The panics must be caught.
+pub struct SilencedPanics {
+    /// Whether an outer guard silenced them already.
+    was_guarded: bool,
+}
+
+impl SilencedPanics {
+    pub fn new() -> Self {
+        Self { was_guarded: GUARDED.replace(true) }
+    }
+}
+
+impl Drop for SilencedPanics {
+    fn drop(&mut self) {
+        GUARDED.set(self.was_guarded);
+    }
+}
+
+/// Calls into `tokenizers` and turns its errors and panics into errors. `action` names the call: `load`, `encode`.
+pub fn guarded<T, E: std::fmt::Display>(action: &str, call: impl FnOnce() -> Result<T, E>) -> Result<T> {
+    // Rust prints the message of a panic before the panic can be caught, so the hook must be silenced.
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let print_message = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            if !GUARDED.get() {
+                print_message(info);
+            }
+        }));
+    });
+    let silenced = SilencedPanics::new();
+    let result = catch_unwind(AssertUnwindSafe(call));
+    drop(silenced);
+    match result {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => bail!("cannot {action}: {error}"),
+        Err(_) => bail!("cannot {action}: the tokenizer is inconsistent, and the tokenizers library panicked"),
+    }
+}

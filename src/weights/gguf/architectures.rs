@@ -1,0 +1,126 @@
+//! The architectures whose GGUF files can be read.
+
+use anyhow::Result;
+
+use super::config_fields as fields;
+use super::layout::{Layout, OuterNames};
+use crate::error::Error;
+
+const OUTER: OuterNames = OuterNames { embed_tokens: "model.embed_tokens", layers: "model.layers", norm: "model.norm" };
+const GPT2_OUTER: OuterNames =
+    OuterNames { embed_tokens: "transformer.wte", layers: "transformer.h", norm: "transformer.ln_f" };
+
+const Q_NORM: (&str, &str) = ("attn_q_norm", "self_attn.q_norm");
+const K_NORM: (&str, &str) = ("attn_k_norm", "self_attn.k_norm");
+const GEMMA: [(&str, &str); 3] = [
+    ("ffn_norm", "pre_feedforward_layernorm"),
+    ("post_attention_norm", "post_attention_layernorm"),
+    ("post_ffw_norm", "post_feedforward_layernorm"),
+];
+
+const ATTENTION: &[&str] = &["attn_q", "attn_k", "attn_v", "attn_output"];
+
+const LLAMA: Layout = Layout {
+    name: "llama",
+    model_type: "llama",
+    permuted: true,
+    norms_plus_one: false,
+    transposed: false,
+    outer: &OUTER,
+    parts: &[],
+    biased: &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"],
+    add_fields: fields::llama,
+};
+
+/// A layout without permuted rows and without biases.
+const PLAIN: Layout = Layout { permuted: false, biased: &[], add_fields: fields::none, ..LLAMA };
+
+/// Every supported architecture.
+const LAYOUTS: &[Layout] = &[
+    LLAMA,
+    Layout { name: "mistral", ..LLAMA },
+    Layout {
+        name: "qwen2",
+        model_type: "qwen2",
+        biased: &["attn_q", "attn_k", "attn_v"],
+        add_fields: fields::sliding_window,
+        ..PLAIN
+    },
+    Layout {
+        name: "qwen3",
+        model_type: "qwen3",
+        parts: &[Q_NORM, K_NORM],
+        biased: ATTENTION,
+        add_fields: fields::sliding_window,
+        ..PLAIN
+    },
+    Layout {
+        name: "qwen3moe",
+        model_type: "qwen3_moe",
+        parts: &[Q_NORM, K_NORM],
+        biased: ATTENTION,
+        add_fields: fields::qwen3_moe,
+        ..PLAIN
+    },
+    Layout {
+        name: "phi3",
+        model_type: "phi3",
+        parts: &[("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")],
+        add_fields: fields::phi3,
+        ..PLAIN
+    },
+    Layout {
+        name: "gemma2",
+        model_type: "gemma2",
+        norms_plus_one: true,
+        parts: &GEMMA,
+        add_fields: fields::gemma2,
+        ..PLAIN
+    },
+    Layout {
+        name: "gemma3",
+        model_type: "gemma3_text",
+        norms_plus_one: true,
+        parts: &[GEMMA[0], GEMMA[1], GEMMA[2], Q_NORM, K_NORM],
+        add_fields: fields::gemma3,
+        ..PLAIN
+    },
+    Layout {
+        name: "gpt2",
+        model_type: "gpt2",
+        transposed: true,
+        outer: &GPT2_OUTER,
+        parts: &[
+            ("attn_norm", "ln_1"),
+            ("attn_qkv", "attn.c_attn"),
+            ("attn_output", "attn.c_proj"),
+            ("ffn_norm", "ln_2"),
+            ("ffn_up", "mlp.c_fc"),
+            ("ffn_down", "mlp.c_proj"),
+        ],
+        biased: &["attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down"],
+        add_fields: fields::gpt2,
+        ..PLAIN
+    },
+    Layout {
+        name: "gpt-oss",
+        model_type: "gpt_oss",
+        parts: &[
+            ("post_attention_norm", "post_attention_layernorm"),
+            ("attn_sinks", "self_attn.sinks"),
+            ("ffn_gate_inp", "mlp.router"),
+        ],
+        biased: &["attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp"],
+        add_fields: fields::gpt_oss,
+        ..PLAIN
+    },
+];
+
+/// Returns the layout of an architecture. Fails with [`Error::UnsupportedArchitecture`] for an unknown one.
+pub fn find(name: &str) -> Result<&'static Layout> {
+    LAYOUTS.iter().find(|layout| layout.name == name).ok_or_else(|| {
+        let supported = LAYOUTS.iter().map(|layout| layout.name).collect::<Vec<_>>().join(", ");
+        let supported = format!("{supported} (of GGUF files)");
+        Error::UnsupportedArchitecture { found: name.to_string(), supported }.into()
+    })
+}

@@ -1,0 +1,194 @@
+//! An opened GGUF model: its metadata, its tensor table, and the bytes of its tensors.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+
+use super::header::GgufTensorInfo;
+use super::limits::MAX_BLOCKS;
+use super::metadata::Metadata;
+use super::part::{Contents, GgufPart, LocalParts};
+use super::remote::{ReadRange, RemoteParts};
+use super::split;
+use super::tensor_names::ROPE_FACTOR_TENSORS;
+use crate::weights::ggml::GgmlType;
+use crate::weights::read_ahead::{ByteRange, Extent, Retention};
+
+/// Names for the values of `general.file_type`, numbered as in llama.cpp's `llama_ftype`.
+const FILE_TYPES: &[(u32, &str)] = &[
+    (0, "F32"),
+    (1, "F16"),
+    (2, "Q4_0"),
+    (3, "Q4_1"),
+    (7, "Q8_0"),
+    (8, "Q5_0"),
+    (9, "Q5_1"),
+    (10, "Q2_K"),
+    (11, "Q3_K_S"),
+    (12, "Q3_K_M"),
+    (13, "Q3_K_L"),
+    (14, "Q4_K_S"),
+    (15, "Q4_K_M"),
+    (16, "Q5_K_S"),
+    (17, "Q5_K_M"),
+    (18, "Q6_K"),
+    (21, "Q2_K_S"),
+    (32, "BF16"),
+    (38, "MXFP4"),
+];
+
+/// An opened GGUF model. Its header is parsed once, when it is opened.
+pub struct GgufCheckpoint {
+    parts: Vec<GgufPart>,
+    tensors: BTreeMap<String, GgufTensorInfo>,
+}
+
+/// The bytes of one tensor in its file.
+pub struct GgufTensorView<'c> {
+    pub info: &'c GgufTensorInfo,
+    pub file: &'c Path,
+    pub bytes: &'c [u8],
+}
+
+impl GgufCheckpoint {
+    /// Maps a file and parses its header; tensor data is not read.
+    /// If the file is a part of a split model, all parts are opened.
+    pub fn open(path: &Path) -> Result<Self> {
+        Self::from_parts(split::open_parts(path, &LocalParts)?)
+    }
+
+    /// Opens a model on a hub. Only headers are fetched, a few megabytes for a file with a vocabulary.
+    ///
+    /// `files` lists the parts and their sizes in bytes; `read` fetches a range of a file.
+    /// Tensors are listed, but their data cannot be viewed.
+    pub fn open_remote(files: &[(String, u64)], read: &ReadRange) -> Result<Self> {
+        let (first, _) = files.first().context("cannot open a GGUF model: no file is listed")?;
+        Self::from_parts(split::open_parts(Path::new(first), &RemoteParts { files, read })?)
+    }
+
+    fn from_parts(mut parts: Vec<GgufPart>) -> Result<Self> {
+        let mut tensors = BTreeMap::new();
+        for (number, part) in parts.iter_mut().enumerate() {
+            for (name, info) in std::mem::take(&mut part.header.tensors) {
+                let info = GgufTensorInfo { part: number, ..info };
+                if tensors.contains_key(&name) {
+                    bail!("tensor {name} is in two parts; the second is {}", part.path.display());
+                }
+                tensors.insert(name, info);
+            }
+        }
+        Ok(Self { parts, tensors })
+    }
+
+    /// Returns the metadata of the first part, which holds for the whole model.
+    pub fn metadata(&self) -> Metadata<'_> {
+        self.parts[0].metadata()
+    }
+
+    /// Returns the name of the model's architecture, such as `llama`. Most metadata keys begin with it.
+    pub fn architecture(&self) -> Result<&str> {
+        self.metadata().required("general.architecture", Metadata::string)
+    }
+
+    /// Returns the number of layers.
+    pub fn block_count(&self) -> Result<usize> {
+        let key = format!("{}.block_count", self.architecture()?);
+        let blocks = self.metadata().required(&key, Metadata::u32)?;
+        if blocks > MAX_BLOCKS {
+            bail!("metadata key {key}: {blocks} layers exceed the limit of {MAX_BLOCKS}");
+        }
+        Ok(blocks as usize)
+    }
+
+    /// Returns the numbers of query heads and key/value heads. Without a key/value count, both are equal.
+    pub fn head_counts(&self) -> Result<(usize, usize)> {
+        let (architecture, metadata) = (self.architecture()?, self.metadata());
+        let heads = metadata.required(&format!("{architecture}.attention.head_count"), Metadata::u32)?;
+        let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?.unwrap_or(heads);
+        if heads == 0 || kv_heads == 0 {
+            bail!("metadata key {architecture}.attention.head_count is {heads}, head_count_kv {kv_heads}");
+        }
+        Ok((heads as usize, kv_heads as usize))
+    }
+
+    /// Returns the name of the file's quantization, such as `Q4_K_M`.
+    /// A file that does not set it gets the type of most of its bytes.
+    pub fn quantization(&self) -> Option<String> {
+        let file_type = self.metadata().u32("general.file_type").ok().flatten();
+        if let Some((_, name)) = file_type.and_then(|id| FILE_TYPES.iter().find(|(known, _)| *known == id)) {
+            return Some(name.to_string());
+        }
+        let mut bytes: BTreeMap<GgmlType, usize> = BTreeMap::new();
+        for info in self.tensors.values() {
+            *bytes.entry(info.ggml_type).or_default() += info.bytes;
+        }
+        bytes.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(ggml_type, _)| ggml_type.to_string())
+    }
+
+    pub fn info(&self, name: &str) -> Option<&GgufTensorInfo> {
+        self.tensors.get(name)
+    }
+
+    /// Returns all tensors, sorted by name.
+    pub fn tensors(&self) -> impl Iterator<Item = (&str, &GgufTensorInfo)> {
+        self.tensors.iter().map(|(name, info)| (name.as_str(), info))
+    }
+
+    /// Returns the path of the first part.
+    pub fn path(&self) -> &Path {
+        &self.parts[0].path
+    }
+
+    /// Returns the paths of the parts, in order.
+    pub fn files(&self) -> impl Iterator<Item = &Path> {
+        self.parts.iter().map(|part| part.path.as_path())
+    }
+
+    /// Returns the total size of all tensors in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.tensors.values().map(|info| info.bytes as u64).sum()
+    }
+
+    /// Returns the number of parameters. RoPE factors do not count, because other formats keep them in config.json.
+    pub fn parameters(&self) -> u64 {
+        let tensors = self.tensors.iter().filter(|(name, _)| !ROPE_FACTOR_TENSORS.contains(&name.as_str()));
+        tensors.map(|(_, info)| info.elements() as u64).sum()
+    }
+
+    /// Returns where a tensor lies in its file. `None` if it is missing, empty or remote.
+    pub fn extent(&self, name: &str, retention: Retention) -> Option<Extent> {
+        let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
+        let Contents::Mapped { source, .. } = &self.parts[info.part].contents else { return None };
+        let ranges = vec![ByteRange { source: source.clone(), start: info.start as u64, bytes: info.bytes }];
+        Some(Extent { name: name.to_string(), ranges, retention })
+    }
+
+    /// Returns a tensor that must exist.
+    pub(super) fn required(&self, name: &str) -> Result<&GgufTensorInfo> {
+        self.tensors.get(name).with_context(|| {
+            let files: Vec<_> = self.files().map(|file| file.display().to_string()).collect();
+            format!("tensor {name} is missing from {}", files.join(", "))
+        })
+    }
+
+    /// Returns a tensor's bytes.
+    pub fn view(&self, name: &str) -> Result<GgufTensorView<'_>> {
+        let info = self.required(name)?;
+        let part = &self.parts[info.part];
+        let bytes = part.bytes(info.range());
+        let bytes = bytes.with_context(|| {
+            format!("cannot read tensor {name}: only the header of {} was fetched", part.path.display())
+        })?;
+        Ok(GgufTensorView { info, file: &part.path, bytes })
+    }
+
+    /// Returns a tensor's values as f32, dequantized if necessary.
+    pub fn values(&self, name: &str) -> Result<Vec<f32>> {
+        let view = self.view(name)?;
+        let mut values = vec![0.0; view.info.elements()];
+        let dequantized = view.info.ggml_type.dequantize(view.bytes, &mut values);
+        dequantized.with_context(|| format!("tensor {name} in {}", view.file.display()))?;
+        Ok(values)
+    }
+}

@@ -1,0 +1,88 @@
+//! Reads little-endian values and checks every length.
+
+use anyhow::{Result, anyhow};
+
+/// A position in the bytes of a file.
+#[derive(Clone, Copy)]
+pub struct Cursor<'b> {
+    bytes: &'b [u8],
+    position: usize,
+    /// The file's size. `bytes` may be only the beginning of the file.
+    file_bytes: u64,
+}
+
+/// The value lies in the file, but beyond the bytes that were fetched.
+/// Holds how many bytes from the beginning of the file are needed.
+#[derive(Debug, thiserror::Error)]
+#[error("the first {0} bytes of the file are needed")]
+pub struct NeedsMoreBytes(pub u64);
+
+impl<'b> Cursor<'b> {
+    /// Starts at a byte offset. An offset past the end is not an error until something is read.
+    pub fn at(bytes: &'b [u8], position: usize) -> Self {
+        Self { bytes, position, file_bytes: bytes.len() as u64 }
+    }
+
+    /// Starts at the beginning of a file of `file_bytes` bytes, of which `head` was fetched.
+    /// Reading past `head` fails with [`NeedsMoreBytes`].
+    pub fn from_head(head: &'b [u8], file_bytes: u64) -> Self {
+        let fetched = head.len().min(usize::try_from(file_bytes).unwrap_or(usize::MAX));
+        Self { bytes: &head[..fetched], position: 0, file_bytes }
+    }
+
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    pub fn remaining(&self) -> u64 {
+        self.file_bytes.saturating_sub(self.position as u64)
+    }
+
+    /// Reads the next `bytes` bytes.
+    #[inline]
+    pub fn take(&mut self, bytes: u64) -> Result<&'b [u8]> {
+        // The position may lie past the end.
+        let rest = self.bytes.get(self.position..).unwrap_or_default();
+        if bytes > rest.len() as u64 {
+            return Err(self.too_short(bytes));
+        }
+        self.position += bytes as usize;
+        Ok(&rest[..bytes as usize])
+    }
+
+    #[cold]
+    fn too_short(&self, bytes: u64) -> anyhow::Error {
+        if bytes > self.remaining() {
+            return anyhow!(
+                "expected {bytes} bytes at offset {}, but the file ends after {}",
+                self.position,
+                self.remaining()
+            );
+        }
+        // `bytes` is at most `remaining()`, so the sum is at most the file's size.
+        NeedsMoreBytes(self.position as u64 + bytes).into()
+    }
+
+    #[inline]
+    pub fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.take(N as u64)?);
+        Ok(array)
+    }
+
+    pub fn u32(&mut self) -> Result<u32> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    #[inline]
+    pub fn u64(&mut self) -> Result<u64> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    /// Reads a string: a 64-bit length, then the bytes.
+    #[inline]
+    pub fn string(&mut self) -> Result<&'b [u8]> {
+        let bytes = self.u64()?;
+        self.take(bytes)
+    }
+}

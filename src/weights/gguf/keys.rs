@@ -1,0 +1,145 @@
+//! Reads the metadata keys of an architecture.
+//!
+//! Source: ggml-org/llama.cpp, `src/llama-arch.cpp`.
+
+use anyhow::{Result, bail};
+use serde_json::{Value, json};
+
+use super::checkpoint::GgufCheckpoint;
+use super::metadata::{Metadata, Value as MetadataValue};
+use super::tensor_names::ROPE_FACTOR_TENSORS;
+
+/// The metadata keys that begin with the architecture's name, such as `llama.block_count`.
+pub struct ArchitectureKeys<'c> {
+    pub file: &'c GgufCheckpoint,
+    pub architecture: &'c str,
+}
+
+impl<'c> ArchitectureKeys<'c> {
+    /// Returns the full name of a key.
+    pub fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.architecture)
+    }
+
+    pub fn size(&self, name: &str) -> Result<Option<u64>> {
+        Ok(self.file.metadata().u32(&self.key(name))?.map(u64::from))
+    }
+
+    pub fn required_size(&self, name: &str) -> Result<u64> {
+        Ok(self.file.metadata().required(&self.key(name), Metadata::u32)?.into())
+    }
+
+    /// Returns a float as the f64 that prints the same: 1e-5, and not 0.000009999999747378752.
+    pub fn float(&self, name: &str) -> Result<Option<f64>> {
+        Ok(self.file.metadata().f32(&self.key(name))?.map(widen))
+    }
+
+    pub fn string(&self, name: &str) -> Result<Option<&'c str>> {
+        self.file.metadata().string(&self.key(name))
+    }
+
+    /// Returns true if the file has the tensor.
+    pub fn has(&self, tensor: &str) -> bool {
+        self.file.info(tensor).is_some()
+    }
+
+    /// Returns the size of a head. By default, the heads share the hidden size evenly.
+    pub fn head_dim(&self) -> Result<u64> {
+        let (heads, hidden) = (self.file.head_counts()?.0 as u64, self.required_size("embedding_length")?);
+        let head_dim = match self.size("attention.key_length")? {
+            Some(length) => length,
+            None if heads == 0 || hidden.is_multiple_of(heads) => hidden / heads.max(1),
+            None => {
+                let (count, length) = (self.key("attention.head_count"), self.key("embedding_length"));
+                bail!("metadata keys {count} and {length}: {heads} heads cannot share {hidden} dimensions evenly")
+            }
+        };
+        match self.size("attention.value_length")?.filter(|length| *length != head_dim) {
+            Some(other) => bail!("heads with keys of size {head_dim} and values of size {other} are not supported"),
+            None => Ok(head_dim),
+        }
+    }
+
+    /// Returns the vocabulary size: the key of that name, or the number of tokens, or the rows of the embedding.
+    pub fn vocab_size(&self) -> Result<Option<u64>> {
+        let rows = self.file.info("token_embd.weight").and_then(|info| info.shape.first()).map(|rows| *rows as u64);
+        let tokens = match self.file.metadata().get("tokenizer.ggml.tokens")? {
+            Some(MetadataValue::Array(tokens)) => Some(tokens.len as u64),
+            _ => None,
+        };
+        Ok(self.size("vocab_size")?.or(tokens).or(rows))
+    }
+
+    /// Returns the attention type of each layer, as config.json lists it.
+    ///
+    /// The file has one boolean per layer, or a period n: every n-th layer has full attention and the others slide.
+    /// A period of 0 means full attention everywhere.
+    /// `default_period` holds if the file has neither.
+    pub fn layer_types(&self, default_period: u64) -> Result<Value> {
+        let key = self.key("attention.sliding_window_pattern");
+        let metadata = self.file.metadata();
+        let layers = self.file.block_count()? as u64;
+        let slides: Vec<bool> = match metadata.get(&key)? {
+            Some(MetadataValue::Array(_)) => match metadata.bools(&key) {
+                Ok(Some(slides)) => slides,
+                _ => metadata.u32s(&key)?.unwrap_or_default().into_iter().map(|slides| slides != 0).collect(),
+            },
+            _ => {
+                let period = metadata.u32(&key)?.map_or(default_period, u64::from);
+                (1..=layers).map(|layer| period != 0 && !layer.is_multiple_of(period)).collect()
+            }
+        };
+        Ok(slides.into_iter().map(|slides| if slides { "sliding_attention" } else { "full_attention" }).collect())
+    }
+
+    /// Returns the `rope_scaling` object of config.json, if the file scales RoPE.
+    pub fn rope_scaling(&self) -> Result<Option<Value>> {
+        let factors = |name: &str| -> Result<Option<Vec<f64>>> {
+            let values = self.has(name).then(|| self.file.values(name)).transpose()?;
+            Ok(values.map(|factors| factors.into_iter().map(widen).collect()))
+        };
+        let original = self.size("rope.scaling.original_context_length")?;
+        // For Llama 3, the converter computes the divisor of each frequency and stores it as a tensor.
+        let [freqs, short, long] = ROPE_FACTOR_TENSORS;
+        if let Some(factors) = factors(freqs)? {
+            return Ok(Some(json!({
+                "rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0
+            })));
+        }
+        if let (Some(short), Some(long)) = (factors(short)?, factors(long)?) {
+            return Ok(Some(json!({
+                "rope_type": "longrope", "short_factor": short, "long_factor": long,
+                "attention_factor": self.float("rope.scaling.attn_factor")?,
+                "original_max_position_embeddings": original
+            })));
+        }
+        let factor = self.float("rope.scaling.factor")?;
+        Ok(match self.string("rope.scaling.type")? {
+            // Files of 2023 have another key, inverted by some converters. Only a plain factor is read.
+            None | Some("none") => factor.map(|factor| json!({"rope_type": "linear", "factor": factor})),
+            Some("linear") => Some(json!({"rope_type": "linear", "factor": factor.unwrap_or(1.0)})),
+            Some("yarn") => Some(json!({
+                "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
+                "beta_fast": self.float("rope.scaling.yarn_beta_fast")?,
+                "beta_slow": self.float("rope.scaling.yarn_beta_slow")?
+            })),
+            Some(other) => bail!("metadata key {}: '{other}' is not supported", self.key("rope.scaling.type")),
+        })
+    }
+}
+
+/// Returns the f64 that prints the same as the f32.
+pub fn widen(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or(f64::from(value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn widened_floats_print_the_same() {
+        assert_eq!(widen(1e-5), 1e-5);
+        assert_eq!(widen(500_000.0), 500_000.0);
+    }
+}

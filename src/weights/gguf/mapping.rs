@@ -1,0 +1,71 @@
+//! Maps the tensors of a GGUF file to the tensors of the model.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result, bail};
+
+use super::architectures;
+use super::checkpoint::GgufCheckpoint;
+use super::experts::Experts;
+use super::layout::{Layout, Role};
+use super::model_tensor::{ModelTensor, RowMapping, Transform, default_dtype};
+use super::tensor_names::LayerTensorName;
+use crate::weights::tensor_info::TensorInfo;
+
+/// Returns the model's tensors by their Hugging Face names.
+/// Fails if the file has a tensor that the architecture lacks.
+pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor>> {
+    let layout = architectures::find(file.architecture()?)?;
+    let layers = file.block_count()?;
+    let mut tensors = BTreeMap::new();
+    for (name, info) in file.tensors() {
+        if let Some(LayerTensorName { layer, .. }) = LayerTensorName::parse(name)
+            && layer >= layers
+        {
+            bail!("tensor {name} belongs to layer {layer}, but {}.block_count is {layers}", layout.name);
+        }
+        match layout.role(name) {
+            Some(Role::Tensor(hf_name)) => {
+                let tensor = single(file, layout, name).with_context(|| format!("tensor {name}"))?;
+                tensors.insert(hf_name, tensor);
+            }
+            Some(Role::Expert | Role::NotAWeight) => {}
+            None => bail!("tensor {name} {:?} is unknown for the architecture {}", info.shape, layout.name),
+        }
+    }
+    for layer in 0..layers {
+        let experts = Experts { file, layout, layer };
+        experts.add(&mut tensors)?;
+    }
+    Ok(tensors)
+}
+
+/// Returns the model's tensor for a tensor of the file that maps to it alone.
+fn single(file: &GgufCheckpoint, layout: &Layout, name: &str) -> Result<ModelTensor> {
+    let info = file.required(name)?;
+    let part = LayerTensorName::parse(name).map(|name| name.part);
+    let (mut rows, mut transform, mut shape) = (RowMapping::Identity, Transform::None, info.shape.clone());
+    if layout.permuted && matches!(part, Some("attn_q" | "attn_k")) {
+        let heads = file.head_counts()?;
+        let heads = if part == Some("attn_q") { heads.0 } else { heads.1 };
+        let length = shape.first().copied().unwrap_or(0);
+        if heads == 0 || !length.is_multiple_of(2 * heads) {
+            bail!("{length} rows cannot form {heads} heads (attention.head_count, attention.head_count_kv)");
+        }
+        rows = RowMapping::InterleavedHalves(length / heads);
+        if shape.len() == 1 {
+            transform = Transform::Vector;
+        }
+    } else if layout.norms_plus_one && name.ends_with("norm.weight") {
+        transform = Transform::MinusOne;
+    } else if layout.transposed && part.is_some() && shape.len() == 2 {
+        transform = Transform::Transposed;
+        shape.swap(0, 1);
+    }
+    Ok(ModelTensor {
+        info: TensorInfo::new(default_dtype(info.ggml_type), shape, info.bytes),
+        sources: vec![name.into()],
+        rows,
+        transform,
+    })
+}

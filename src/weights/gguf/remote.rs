@@ -1,0 +1,110 @@
+//! GGUF files on a hub. Only the header of each file is fetched, and the small tensors that hold RoPE factors.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+
+use super::cursor::NeedsMoreBytes;
+use super::header::Header;
+use super::part::{Contents, GgufPart, PartOpener};
+use super::tensor_names::ROPE_FACTOR_TENSORS;
+
+/// The largest header that is fetched. A vocabulary of 260,000 tokens makes a header of some 16 MB.
+pub const MAX_HEADER_BYTES: u64 = 64 << 20;
+
+/// How many bytes of a file are fetched, attempt by attempt, until the header is complete.
+const FETCH_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
+
+/// The largest tensor of RoPE factors that is fetched. It has one factor for each pair of a head's dimensions.
+const MAX_TENSOR_BYTES: usize = 64 << 10;
+
+/// Fetches a range of the named file. The result is shorter only if the file ends early.
+pub type ReadRange<'r> = dyn Fn(&str, Range<u64>) -> Result<Vec<u8>> + 'r;
+
+/// The files of a model on a hub.
+pub struct RemoteParts<'r> {
+    /// Names and sizes in bytes.
+    pub files: &'r [(String, u64)],
+    pub read: &'r ReadRange<'r>,
+}
+
+impl RemoteParts<'_> {
+    fn find(&self, path: &Path) -> Option<&(String, u64)> {
+        self.files.iter().find(|(name, _)| Path::new(name) == path)
+    }
+
+    fn read(&self, name: &str, range: Range<u64>) -> Result<Vec<u8>> {
+        let bytes = (self.read)(name, range.clone())?;
+        if bytes.len() as u64 != range.end - range.start {
+            bail!("{name} ends early: {} bytes of the range {}..{}", bytes.len(), range.start, range.end);
+        }
+        Ok(bytes)
+    }
+
+    /// Fetches and parses the header of a file of `file_bytes` bytes.
+    fn header(&self, name: &str, file_bytes: u64) -> Result<(Header, Vec<u8>)> {
+        let (mut head, mut needed) = (Vec::new(), 0);
+        for size in FETCH_SIZES {
+            if size < needed {
+                continue;
+            }
+            head.extend(self.read(name, head.len() as u64..size.min(file_bytes))?);
+            match Header::parse_head(&head, file_bytes) {
+                Ok(header) => return Ok((header, head)),
+                Err(error) => match error.downcast_ref() {
+                    Some(NeedsMoreBytes(bytes)) => needed = *bytes,
+                    None => return Err(error).with_context(|| format!("broken GGUF file {name}")),
+                },
+            }
+        }
+        bail!("cannot read {name}: its header is larger than {} MB", MAX_HEADER_BYTES >> 20)
+    }
+}
+
+impl PartOpener for RemoteParts<'_> {
+    fn exists(&self, path: &Path) -> bool {
+        self.find(path).is_some()
+    }
+
+    fn open(&self, path: &Path) -> Result<GgufPart> {
+        let (name, file_bytes) = self.find(path).with_context(|| format!("cannot find {}", path.display()))?;
+        let (header, head) = self.header(name, *file_bytes)?;
+        let mut tensors = BTreeMap::new();
+        for info in ROPE_FACTOR_TENSORS.iter().filter_map(|name| header.tensors.get(*name)) {
+            let Range { start, end } = info.range();
+            if end > head.len() && (1..=MAX_TENSOR_BYTES).contains(&info.bytes) {
+                tensors.insert(start, self.read(name, start as u64..end as u64)?);
+            }
+        }
+        Ok(GgufPart { path: path.to_path_buf(), header, contents: Contents::Remote { head, tensors } })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_prefix_parses_or_reports_how_many_bytes_are_needed() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/gguf/tiny.gguf");
+        let file = std::fs::read(path).unwrap();
+        let whole = Header::parse(&file).unwrap();
+        let mut needed = 0;
+        for length in 0..file.len() {
+            match Header::parse_head(&file[..length], file.len() as u64) {
+                Ok(header) => {
+                    assert!(length as u64 >= needed, "{length}");
+                    assert_eq!(format!("{:?}", header.tensors), format!("{:?}", whole.tensors), "{length}");
+                }
+                Err(error) => {
+                    let Some(NeedsMoreBytes(bytes)) = error.downcast_ref() else { panic!("{length}: {error:#}") };
+                    assert!(*bytes > length as u64 && *bytes <= file.len() as u64, "{length}");
+                    needed = *bytes;
+                }
+            }
+        }
+        assert!(needed > 500, "{needed}");
+    }
+}

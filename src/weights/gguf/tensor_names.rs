@@ -1,0 +1,23 @@
+//! The naming scheme of tensors in GGUF files.
+
+/// Tensors that hold RoPE factors: for all contexts, for short contexts, and for long contexts.
+/// A config.json has them as fields, so they are neither parameters nor weights.
+pub const ROPE_FACTOR_TENSORS: [&str; 3] =
+    ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
+
+/// The parts of a tensor name of the form `blk.N.part.suffix`.
+pub struct LayerTensorName<'n> {
+    pub layer: usize,
+    pub part: &'n str,
+    /// `weight` or `bias`.
+    pub suffix: &'n str,
+}
+
+impl<'n> LayerTensorName<'n> {
+    /// Parses a name. `None` if the tensor is not part of a layer.
+    pub fn parse(name: &'n str) -> Option<Self> {
+        let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
+        let (part, suffix) = rest.rsplit_once('.')?;
+        Some(Self { layer: layer.parse().ok()?, part, suffix })
+    }
+}

@@ -1,0 +1,239 @@
+//! Loads the tensors of a model's layers.
+
+use std::sync::Arc;
+
+use ::safetensors::tensor::Dtype;
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Device, Tensor};
+
+use super::checkpoint::Checkpoint;
+use super::progress::LoadProgress;
+use super::quantized::{self, QuantizationTarget};
+use super::read_ahead::ReadAhead;
+#[cfg(feature = "cuda")]
+use super::read_ahead::{ReadAheadOptions, Retention};
+use super::safetensors::module;
+use super::tensor_info::TensorInfo;
+use crate::error::Error;
+#[cfg(feature = "cuda")]
+use crate::kernels::upload::CopyStream;
+use crate::kernels::upload::Target;
+
+/// A checkpoint with a name prefix, from which a layer loads its tensors,
+/// and the device and dtype that they are loaded to.
+#[derive(Clone)]
+pub struct Weights<'c> {
+    pub(super) checkpoint: &'c Checkpoint,
+    prefix: String,
+    pub(super) device: Device,
+    pub(super) dtype: DType,
+    /// What matrices of floats are quantized to.
+    pub(super) quantize: Option<QuantizationTarget>,
+    pub(super) progress: &'c LoadProgress<'c>,
+    /// Reads tensors before they are requested. It stops when the last clone of these weights is dropped.
+    pub(super) reader: Option<Arc<dyn TensorReader>>,
+}
+
+/// The dtype of tensors up to this size is converted on the host, before they go to the device.
+const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
+
+/// A [`ReadAhead`] for any kind of memory.
+pub(super) trait TensorReader {
+    fn contains(&self, name: &str) -> bool;
+    fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor>;
+}
+
+impl<T: Target> TensorReader for ReadAhead<T> {
+    fn contains(&self, name: &str) -> bool {
+        self.contains(name)
+    }
+
+    fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        self.take(name, dtype, shape)
+    }
+}
+
+impl<'c> Weights<'c> {
+    /// Loads float tensors as `dtype` to `device`.
+    ///
+    /// For safetensors on a GPU, background threads start to read right away.
+    /// A returned tensor may still be in transfer; work on the device's stream waits for it.
+    pub fn new(
+        checkpoint: &'c Checkpoint,
+        device: &Device,
+        dtype: DType,
+        progress: &'c LoadProgress<'c>,
+    ) -> Result<Self> {
+        #[cfg(feature = "cuda")]
+        if let (Device::Cuda(cuda), Checkpoint::Safetensors(_)) = (device, checkpoint) {
+            let mut extents = checkpoint.extents(dtype);
+            extents.retain(|extent| {
+                extent.retention == Retention::Permanent || extent.bytes() > MAX_HOST_CONVERSION_BYTES
+            });
+            let reader = ReadAhead::start(CopyStream::new(cuda)?, extents, ReadAheadOptions::default())?;
+            return Ok(Self::with_reader(checkpoint, device, dtype, progress, reader));
+        }
+        Ok(Self::mapped(checkpoint, device, dtype, progress))
+    }
+
+    fn mapped(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, progress: &'c LoadProgress<'c>) -> Self {
+        let (prefix, device) = (String::new(), device.clone());
+        Self { checkpoint, prefix, device, dtype, quantize: None, progress, reader: None }
+    }
+
+    /// Quantizes matrices of floats while they load.
+    /// Nothing is read ahead, because quantizing takes longer than reading.
+    pub fn quantizing(
+        checkpoint: &'c Checkpoint,
+        device: &Device,
+        dtype: DType,
+        progress: &'c LoadProgress<'c>,
+        quantize: QuantizationTarget,
+    ) -> Self {
+        Self { quantize: Some(quantize), ..Self::mapped(checkpoint, device, dtype, progress) }
+    }
+
+    /// Takes tensors from a reader, which reads them to `device`.
+    pub fn with_reader(
+        checkpoint: &'c Checkpoint,
+        device: &Device,
+        dtype: DType,
+        progress: &'c LoadProgress<'c>,
+        reader: ReadAhead<impl Target>,
+    ) -> Self {
+        Self { reader: Some(Arc::new(reader)), ..Self::mapped(checkpoint, device, dtype, progress) }
+    }
+
+    /// Returns the same weights without quantization of floats.
+    pub fn unquantized(&self) -> Self {
+        Self { quantize: None, ..self.clone() }
+    }
+
+    /// Returns the device that tensors are loaded to.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Returns the dtype of float tensors.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Returns the weights of the submodule `name`.
+    pub fn at(&self, name: impl std::fmt::Display) -> Self {
+        Self { prefix: self.full_name(&name.to_string()), ..self.clone() }
+    }
+
+    /// Returns the name of a tensor in the checkpoint.
+    pub(super) fn full_name(&self, name: &str) -> String {
+        if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
+    }
+
+    /// Returns true if the checkpoint has the tensor.
+    pub fn contains(&self, name: &str) -> bool {
+        self.checkpoint.info(&self.full_name(name)).is_some()
+    }
+
+    /// Loads a float tensor in the compute dtype.
+    /// The file has it as F32, F16, BF16 or F8_E4M3, in exactly this shape.
+    pub fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
+        self.float_as(name, shape, self.dtype)
+    }
+
+    /// Loads a float tensor of exactly this shape in another dtype.
+    pub fn float_as(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let name = self.full_name(name);
+        if self.checkpoint.required(&name)?.dtype == Dtype::F8_E4M3 {
+            return self.float_from_e4m3(&name, shape, dtype);
+        }
+        let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
+        // Norms and biases are converted on the host: on a machine's first run,
+        // the driver takes a second to compile candle's conversion kernels.
+        let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
+        if let Checkpoint::Gguf(model) = self.checkpoint {
+            let tensor = model.float(&name, dtype)?.to_device(&self.device);
+            self.progress.add_read(info.bytes() as u64);
+            let tensor = tensor.with_context(|| format!("cannot load tensor {name}"))?;
+            return Ok(self.progress.add_tensor(tensor));
+        }
+        let tensor = self.load(&name, if on_host { &Device::Cpu } else { &self.device })?;
+        let converted = tensor.to_dtype(dtype).and_then(|tensor| tensor.to_device(&self.device));
+        let converted = converted.with_context(|| format!("cannot convert {name} to {dtype:?}"))?;
+        Ok(self.progress.add_tensor(converted))
+    }
+
+    /// Loads FP8 values without scales. The host converts them, because few GPUs support the type.
+    fn float_from_e4m3(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let view = self.checkpoint.view(name)?;
+        self.check_unscaled(name)?;
+        if view.info.shape != shape {
+            bail!("tensor {name}: expected shape {shape:?}, found {}", self.checkpoint.describe(name));
+        }
+        let mut values = vec![0.0; view.info.elements()];
+        quantized::read_floats(Dtype::F8_E4M3, view.bytes, &mut values)?;
+        let tensor = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(&self.device);
+        self.progress.add_read(view.bytes.len() as u64);
+        Ok(self.progress.add_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?))
+    }
+
+    /// Fails if the same layer has a scale: its values mean nothing without it.
+    pub(super) fn check_unscaled(&self, name: &str) -> Result<()> {
+        let is_scale = |other: &str| other.strip_prefix(module(name)).is_some_and(|rest| rest.contains("scale"));
+        match self.checkpoint.tensors().find(|(other, _)| is_scale(other)) {
+            Some((scale, _)) => self.refuse_quantized(name, &format!("its scale is {scale}")),
+            None => Ok(()),
+        }
+    }
+
+    /// Fails with [`Error::UnsupportedQuantization`] for a tensor that quantization_config does not describe.
+    fn refuse_quantized<T>(&self, name: &str, how: &str) -> Result<T> {
+        let dtype = self.checkpoint.required(name)?.dtype;
+        let what = format!("tensor {name} in {dtype} ({how}, and quantization_config does not describe it)");
+        Err(Error::UnsupportedQuantization { what }.into())
+    }
+
+    /// Loads a U8 tensor of exactly this shape.
+    pub fn bytes(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
+        let name = self.full_name(name);
+        self.check(&name, &[DType::U8], shape)?;
+        Ok(self.progress.add_tensor(self.load(&name, &self.device)?))
+    }
+
+    /// Checks the dtype and the shape of a tensor.
+    pub(super) fn check(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<&'c TensorInfo> {
+        let info = self.checkpoint.required(name)?;
+        if matches!(info.dtype, Dtype::I8 | Dtype::U8 | Dtype::F8_E5M2) && !dtypes.contains(&DType::U8) {
+            return self.refuse_quantized(name, "it needs scales");
+        }
+        if !info.candle_dtype().is_some_and(|dtype| dtypes.contains(&dtype)) {
+            bail!("tensor {name}: expected one of {dtypes:?}, found {}", self.checkpoint.describe(name));
+        }
+        if info.shape != shape {
+            bail!("tensor {name}: expected shape {shape:?}, found {}", self.checkpoint.describe(name));
+        }
+        Ok(info)
+    }
+
+    /// Loads a tensor as it is stored, to the weights' device or to the host.
+    fn load(&self, name: &str, device: &Device) -> Result<Tensor> {
+        if let Checkpoint::Gguf(model) = self.checkpoint {
+            let tensor = model.packed(name)?.to_device(device)?;
+            self.progress.add_read(self.checkpoint.required(name)?.bytes() as u64);
+            return Ok(tensor);
+        }
+        let view = self.checkpoint.view(name)?;
+        let (shape, file) = (&view.info.shape, view.file.display());
+        let Some(dtype) = view.info.candle_dtype() else {
+            bail!("tensor {name}: the dtype {} is not supported", view.info.dtype)
+        };
+        let tensor = match &self.reader {
+            Some(reader) if reader.contains(name) && device.same_device(&self.device) => {
+                reader.take(name, dtype, shape)?
+            }
+            _ => Tensor::from_raw_buffer(view.bytes, dtype, shape, device)
+                .with_context(|| format!("cannot load tensor {name} from {file}"))?,
+        };
+        self.progress.add_read(view.bytes.len() as u64);
+        Ok(tensor)
+    }
+}

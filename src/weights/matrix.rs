@@ -1,0 +1,195 @@
+//! Loads matrices: as floats, or quantized in any of the supported formats.
+
+use ::safetensors::tensor::Dtype;
+use anyhow::{Context, Result, bail};
+use candle_core::Tensor;
+
+use super::checkpoint::Checkpoint;
+use super::compressed::{self, Activations, WeightScales};
+use super::loader::Weights;
+use super::quantized::{self, MatrixRows};
+use super::safetensors::{self, SafetensorsCheckpoint, module};
+use crate::kernels::quantized::{Format, InputRounding, Matrix, QuantizedMatrix};
+
+impl<'c> Weights<'c> {
+    /// Loads the matrices \[rows, columns\] named `name` of several modules, stacked.
+    /// Matrices that the file has quantized, or that are to be quantized,
+    /// become quantized matrices; the others become floats in the compute dtype.
+    pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
+        let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, *rows, columns);
+        let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;
+        // Neighbors become one matrix if one kernel can multiply by all of them.
+        let is_compatible = |a: &Option<MatrixRows>, b: &Option<MatrixRows>| match (a, b) {
+            (Some(a), Some(b)) => a.rounding == b.rounding && (a.format == Format::Fp8) == (b.format == Format::Fp8),
+            (None, None) => true,
+            _ => false,
+        };
+        let (mut matrices, mut rest) = (Vec::new(), parts);
+        for run in found.chunk_by(is_compatible) {
+            let (modules, remaining) = rest.split_at(run.len());
+            rest = remaining;
+            let rows: Vec<_> = run.iter().flatten().collect();
+            if rows.is_empty() {
+                matrices.push(Matrix::Dense(Self::stacked(modules, name, columns)?));
+                continue;
+            }
+            let first = &modules[0].0;
+            let has_same_format = |a: &&MatrixRows, b: &&MatrixRows| a.format == b.format;
+            let built = rows.chunk_by(has_same_format).map(|rows| first.build(rows)).collect::<Result<Vec<_>>>();
+            matrices.push(Matrix::Quantized(built.with_context(|| format!("cannot load {}", first.full_name(name)))?));
+            for (weights, _) in modules {
+                weights.progress.add_read(weights.checkpoint.required(&weights.full_name(name))?.bytes() as u64);
+            }
+        }
+        Ok(match matrices.len() {
+            1 => matrices.remove(0),
+            _ => Matrix::Mixed(matrices),
+        })
+    }
+
+    /// Loads the stacked matrices of all experts from one tensor. Floats are \[E, R, C\].
+    pub fn experts(&self, name: &str, shape: [usize; 3]) -> Result<Matrix> {
+        let [experts, rows, columns] = shape;
+        match self.quantized(name, experts * rows, columns)? {
+            Some(found) => {
+                self.progress.add_read(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
+                Ok(Matrix::Quantized(vec![self.build(&[&found])?]))
+            }
+            None => Ok(Matrix::Dense(self.float(name, &shape)?)),
+        }
+    }
+
+    /// Loads a quantized matrix that a GGUF file stores transposed, unlike the Hugging Face checkpoint.
+    /// `None` if the matrix is not quantized.
+    pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Matrix>> {
+        if !matches!(self.checkpoint, Checkpoint::Gguf(_)) {
+            return Ok(None);
+        }
+        let Some(found) = self.quantized(name, rows, columns)? else { return Ok(None) };
+        self.progress.add_read(self.checkpoint.required(&self.full_name(name))?.bytes() as u64);
+        Ok(Some(Matrix::Quantized(vec![self.build(&[&found])?])))
+    }
+
+    fn build(&self, parts: &[&MatrixRows]) -> Result<QuantizedMatrix> {
+        let matrix = MatrixRows::build(parts, &self.device)?;
+        self.progress.add_resident(matrix.bytes());
+        Ok(matrix)
+    }
+
+    /// Returns the rows of a matrix that the file has quantized or that is to be quantized.
+    /// `None` for other matrices.
+    fn quantized(&self, name: &str, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
+        let name = self.full_name(name);
+        let info = self.checkpoint.required(&name)?;
+        let found = match self.checkpoint {
+            Checkpoint::Gguf(model) => match (model.quantized(&name)?, self.quantize) {
+                (None, Some(target)) => model.rows_to_quantize(&name, target)?,
+                (found, _) => found,
+            },
+            Checkpoint::Safetensors(checkpoint) => match self.quantize {
+                // Embeddings and ignored modules have no scales.
+                _ if checkpoint.info(&format!("{name}_scale")).is_some() => {
+                    Some(self.compressed(checkpoint, &name, [rows, columns])?)
+                }
+                Some(target) if info.is_float() => {
+                    if info.dtype == Dtype::F8_E4M3 {
+                        self.check_unscaled(&name)?;
+                    }
+                    let (bytes, dtype) = (self.checkpoint.view(&name)?.bytes, info.dtype);
+                    let row_bytes = columns * dtype.bitsize() / 8;
+                    if info.elements() != rows * columns || info.shape.last() != Some(&columns) {
+                        bail!("tensor {name}: expected shape {:?}, found {:?}", [rows, columns], info.shape);
+                    }
+                    MatrixRows::from_floats(target, rows, columns, move |row, values| {
+                        quantized::read_floats(dtype, &bytes[row * row_bytes..][..row_bytes], values)
+                    })
+                }
+                _ => None,
+            },
+        };
+        match found {
+            Some(found) if (found.rows, found.columns) != (rows, columns) => {
+                bail!("tensor {name}: expected shape {:?}, found {}", [rows, columns], self.checkpoint.describe(&name))
+            }
+            found => Ok(found),
+        }
+    }
+
+    /// Returns the rows of a matrix that compressed-tensors quantized.
+    fn compressed(
+        &self,
+        checkpoint: &'c SafetensorsCheckpoint,
+        name: &str,
+        shape: [usize; 2],
+    ) -> Result<MatrixRows<'c>> {
+        let Some(scheme) = checkpoint.scheme(module(name)) else {
+            bail!("tensor {name} has a scale, but quantization_config does not describe it");
+        };
+        let view = checkpoint.view(name)?;
+        let (format, stored) = match scheme.format {
+            compressed::Format::Int8 => (scheme.format.memory_format(), Dtype::I8),
+            compressed::Format::Fp8 => (scheme.format.memory_format(), Dtype::F8_E4M3),
+        };
+        if view.info.dtype != stored || view.info.shape != shape {
+            let found = self.checkpoint.describe(name);
+            bail!("tensor {name}: quantization_config requires {stored} {shape:?}, found {found}");
+        }
+        let [rows, columns] = shape;
+        let scales = |name: &str, counts: [usize; 2]| -> Result<Vec<f32>> {
+            let view = checkpoint.view(name)?;
+            let elements = view.info.elements();
+            if !view.info.is_float() || !counts.contains(&elements) {
+                bail!("tensor {name}: expected {counts:?} scales, found {}", self.checkpoint.describe(name));
+            }
+            let mut values = vec![0.0; elements];
+            quantized::read_floats(view.info.dtype, view.bytes, &mut values)?;
+            self.progress.add_read(view.bytes.len() as u64);
+            Ok(values)
+        };
+        let weight_scales = match scheme.weight_scales {
+            WeightScales::PerTensor => scales(&format!("{name}_scale"), [1, 1])?,
+            WeightScales::PerChannel => scales(&format!("{name}_scale"), [rows, rows])?,
+        };
+        let rounding = match (scheme.activations, format) {
+            (Activations::Unquantized, _) => InputRounding::None,
+            (Activations::PerToken, Format::Int8) => InputRounding::Int8PerToken,
+            (Activations::PerToken, _) => InputRounding::Fp8PerToken,
+            (Activations::Static, _) => {
+                let scale = scales(&format!("{}.input_scale", module(name)), [1, 1])?[0];
+                if format == Format::Int8 { InputRounding::Int8Static(scale) } else { InputRounding::Fp8Static(scale) }
+            }
+        };
+        // Packed codes are unsigned: 128 more than the value.
+        let (bytes, flip) = (view.bytes, if scheme.packed { 0x80 } else { 0 });
+        let write = move |row: usize, [low, _, scales, _]: [&mut [u8]; 4]| {
+            for (code, byte) in low.iter_mut().zip(&bytes[row * columns..][..columns]) {
+                *code = byte ^ flip;
+            }
+            let scale = weight_scales.get(row).unwrap_or(&weight_scales[0]);
+            scales.copy_from_slice(&scale.to_le_bytes());
+            Ok(())
+        };
+        Ok(MatrixRows { format, rows, columns, rounding, write: Box::new(write) })
+    }
+
+    /// Loads the float matrices \[rows, columns\] named `name` of several modules, stacked, in the compute dtype.
+    pub fn stacked(parts: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
+        if let [(weights, rows)] = parts {
+            return weights.float(name, &[*rows, columns]);
+        }
+        let names: Vec<String> = parts.iter().map(|(weights, _)| weights.full_name(name)).collect();
+        let stacked = safetensors::stacked_name(&names);
+        if let Some((first, _)) = parts.first()
+            && let Some(reader) = first.reader.as_ref().filter(|reader| reader.contains(&stacked))
+        {
+            for ((weights, rows), name) in parts.iter().zip(&names) {
+                let info = weights.check(name, &[weights.dtype], &[*rows, columns])?;
+                weights.progress.add_read(info.bytes() as u64);
+            }
+            let rows = parts.iter().map(|(_, rows)| rows).sum();
+            return Ok(first.progress.add_tensor(reader.take(&stacked, first.dtype, &[rows, columns])?));
+        }
+        let tensors = parts.iter().map(|(weights, rows)| weights.float(name, &[*rows, columns]));
+        Ok(Tensor::cat(&tensors.collect::<Result<Vec<_>>>()?, 0)?)
+    }
+}

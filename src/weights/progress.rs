@@ -1,0 +1,43 @@
+//! Progress of loading a model.
+
+use std::cell::Cell;
+
+use candle_core::Tensor;
+
+use crate::kernels;
+
+/// Counts the bytes of loaded tensors and reports them to a progress display.
+pub struct LoadProgress<'p> {
+    read_bytes: Cell<u64>,
+    resident_bytes: Cell<u64>,
+    report: &'p dyn Fn(u64),
+}
+
+impl<'p> LoadProgress<'p> {
+    /// Calls `report` after each tensor, with the total number of bytes read so far.
+    pub fn new(report: &'p dyn Fn(u64)) -> Self {
+        Self { read_bytes: Cell::new(0), resident_bytes: Cell::new(0), report }
+    }
+
+    /// Returns the bytes that the loaded tensors take in memory.
+    pub fn resident_bytes(&self) -> u64 {
+        self.resident_bytes.get()
+    }
+
+    /// Counts bytes that were read from a file.
+    pub(super) fn add_read(&self, bytes: u64) {
+        self.read_bytes.set(self.read_bytes.get() + bytes);
+        (self.report)(self.read_bytes.get());
+    }
+
+    /// Counts bytes that stay in memory.
+    pub(super) fn add_resident(&self, bytes: u64) {
+        self.resident_bytes.set(self.resident_bytes.get() + bytes);
+    }
+
+    /// Counts a tensor that stays in memory, and returns it.
+    pub(super) fn add_tensor(&self, tensor: Tensor) -> Tensor {
+        self.add_resident(kernels::bytes(&tensor));
+        tensor
+    }
+}

@@ -1,0 +1,146 @@
+//! Reads the header of a safetensors file tensor by tensor, to describe a model without loading it.
+//! The file may be remote.
+//! Loading uses the safetensors crate instead, which checks more.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use serde::de::{DeserializeSeed, IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+
+/// One tensor in a header.
+pub struct HeaderTensor<'h> {
+    pub name: Cow<'h, str>,
+    /// `BF16`, `U8`, `F8_E4M3`. Unknown dtypes are allowed.
+    pub dtype: Cow<'h, str>,
+    pub rank: usize,
+    pub elements: u64,
+    pub bytes: u64,
+    /// Whether compressed-tensors packed four I8 values into each word.
+    /// Such a tensor is reported unpacked, as `weight` in I8.
+    /// The number of values per word is in config.json; loading supports only four.
+    pub packed: bool,
+}
+
+/// The largest header, the same limit as in the safetensors crate.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// Calls `each` for every tensor of a header, in the order of the file.
+///
+/// `header` is the JSON without the length before it.
+/// `data_bytes` is the size of the data after the header, if known.
+pub fn read<'h>(
+    file: &str,
+    header: &'h [u8],
+    data_bytes: Option<u64>,
+    mut each: impl FnMut(HeaderTensor<'h>),
+) -> Result<()> {
+    let (mut end, mut total) = (0, 0u64);
+    let mut invalid = None;
+    let mut json = serde_json::Deserializer::from_slice(header);
+    let tensors = TensorMap(|name: Cow<'h, str>, JsonTensor { dtype, shape, data_offsets: (first, last) }| {
+        let elements = shape.iter().try_fold(1u64, |product, &size| product.checked_mul(size));
+        let (Some(elements), Some(bytes)) = (elements, last.checked_sub(first)) else {
+            invalid = Some(format!("tensor {name:?} has the shape {shape:?} and the bytes {first} to {last}"));
+            return;
+        };
+        if bits(&dtype).is_some_and(|bits| elements.checked_mul(bits) != bytes.checked_mul(8)) {
+            invalid = Some(format!("tensor {name:?} has {elements} elements of {dtype} in {bytes} bytes"));
+            return;
+        }
+        end = end.max(last);
+        total = total.saturating_add(bytes);
+        let rank = shape.len();
+        each(match name.strip_suffix(".weight_packed") {
+            Some(module) if dtype == "I32" => {
+                let (name, elements) = (format!("{module}.weight").into(), elements.saturating_mul(4));
+                HeaderTensor { name, dtype: "I8".into(), rank, elements, bytes, packed: true }
+            }
+            _ => HeaderTensor { name, dtype, rank, elements, bytes, packed: false },
+        });
+    });
+    let read = tensors.deserialize(&mut json).and_then(|()| json.end());
+    read.with_context(|| format!("{file} does not have a valid safetensors header"))?;
+    if let Some(invalid) = invalid {
+        bail!("the header of {file} is invalid: {invalid}");
+    }
+    // The tensors must fill the data without gaps and overlaps.
+    ensure!(total == end, "the header of {file} is invalid: tensors of {total} bytes lie in {end} bytes");
+    if let Some(data_bytes) = data_bytes.filter(|bytes| *bytes != end) {
+        bail!("the header of {file} lists {end} bytes of tensors, but the file has {data_bytes}");
+    }
+    Ok(())
+}
+
+/// Reads a file's header. Returns its JSON and the size of the data after it, in bytes.
+pub fn read_file(path: &Path) -> Result<(Vec<u8>, u64)> {
+    let context = || format!("cannot read {}", path.display());
+    let mut file = File::open(path).with_context(context)?;
+    let file_bytes = file.metadata().with_context(context)?.len();
+    let mut length = [0; 8];
+    file.read_exact(&mut length).with_context(context)?;
+    let length = u64::from_le_bytes(length);
+    let data_bytes = file_bytes.checked_sub(8).and_then(|bytes| bytes.checked_sub(length));
+    let data_bytes = data_bytes.filter(|_| length <= MAX_HEADER_BYTES);
+    ensure!(data_bytes.is_some(), "{} is not a safetensors file: its header would have {length} bytes", path.display());
+    let mut header = vec![0; length as usize];
+    file.read_exact(&mut header).with_context(context)?;
+    Ok((header, data_bytes.unwrap_or_default()))
+}
+
+/// Returns the bits of one element. `None` for an unknown dtype.
+fn bits(dtype: &str) -> Option<u64> {
+    match dtype {
+        "F64" | "I64" | "U64" | "C64" => Some(64),
+        "F32" | "I32" | "U32" => Some(32),
+        "F16" | "BF16" | "I16" | "U16" => Some(16),
+        "F8_E4M3" | "F8_E5M2" | "F8_E8M0" | "I8" | "U8" | "BOOL" => Some(8),
+        _ => None,
+    }
+}
+
+#[derive(Deserialize)]
+struct JsonTensor<'h> {
+    #[serde(borrow)]
+    dtype: Cow<'h, str>,
+    shape: Vec<u64>,
+    data_offsets: (u64, u64),
+}
+
+/// A name, borrowed unless it has escapes. Serde never borrows a plain `Cow`.
+#[derive(Deserialize)]
+struct Name<'h>(#[serde(borrow)] Cow<'h, str>);
+
+/// Calls a function for each tensor of the JSON object as it is parsed.
+struct TensorMap<F>(F);
+
+impl<'h, F: FnMut(Cow<'h, str>, JsonTensor<'h>)> DeserializeSeed<'h> for TensorMap<F> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'h>>(self, deserializer: D) -> Result<(), D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'h, F: FnMut(Cow<'h, str>, JsonTensor<'h>)> Visitor<'h> for TensorMap<F> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("an object of tensors")
+    }
+
+    fn visit_map<A: MapAccess<'h>>(mut self, mut map: A) -> Result<(), A::Error> {
+        while let Some(Name(name)) = map.next_key()? {
+            if name == "__metadata__" {
+                map.next_value::<IgnoredAny>()?;
+            } else {
+                (self.0)(name, map.next_value()?);
+            }
+        }
+        Ok(())
+    }
+}

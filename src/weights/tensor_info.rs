@@ -1,0 +1,57 @@
+//! The dtype, shape and size of a tensor.
+
+use candle_core::DType;
+use safetensors::tensor::Dtype;
+
+/// What a header says about one tensor of a model.
+#[derive(Clone, Debug)]
+pub struct TensorInfo {
+    /// The dtype that the tensor is loaded as by default. F32 for quantized tensors of a GGUF file.
+    pub dtype: Dtype,
+    pub shape: Vec<usize>,
+    bytes: usize,
+}
+
+impl TensorInfo {
+    /// `bytes` is the tensor's size in the file.
+    pub(super) fn new(dtype: Dtype, shape: Vec<usize>, bytes: usize) -> Self {
+        Self { dtype, shape, bytes }
+    }
+
+    /// Returns the tensor's size in the file, in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Returns the number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Returns true for floats, including FP8. Elements of other dtypes need scales.
+    pub fn is_float(&self) -> bool {
+        matches!(self.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3)
+    }
+
+    /// Returns the candle dtype. `None` for dtypes that are not loaded directly.
+    pub fn candle_dtype(&self) -> Option<DType> {
+        match self.dtype {
+            Dtype::F32 => Some(DType::F32),
+            Dtype::F16 => Some(DType::F16),
+            Dtype::BF16 => Some(DType::BF16),
+            Dtype::U8 => Some(DType::U8),
+            _ => None,
+        }
+    }
+}
+
+/// Returns the number of parameters in a tensor:
+/// its elements, but two per byte of packed MXFP4 blocks, and none for MXFP4 scales and for `weight_shape`.
+pub(super) fn parameter_count(name: &str, is_bytes: bool, elements: u64) -> u64 {
+    match is_bytes {
+        true if name.ends_with("_blocks") => elements.saturating_mul(2),
+        true if name.ends_with("_scales") => 0,
+        false if name.ends_with(".weight_shape") => 0,
+        _ => elements,
+    }
+}
