@@ -401,7 +401,7 @@ fn shards_that_are_missing_or_outside_the_folder_are_rejected() {
     let (_folder, path) = copy_of_demo();
     let index = serde_json::json!({ "weight_map": { "model.missing.weight": "model.safetensors" } });
     fs::write(path.join("model.safetensors.index.json"), index.to_string()).unwrap();
-    assert_fails(&ask(&path, &[]), 1, &["model.missing.weight", "not there"]);
+    assert_fails(&ask(&path, &[]), 1, &["model.missing.weight", "is missing there"]);
 }
 
 #[test]

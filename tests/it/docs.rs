@@ -87,7 +87,7 @@ fn reference_page_lists_every_configuration_key() {
     fs::write(&config, "no-such-key = 1\n").unwrap();
     let output = crate::cli::inferno(&home).env("INFERNO_CONFIG", &config).args(["play", "demo"]).output().unwrap();
     let message = text(&output.stderr);
-    let known = message.split_once("known: ").unwrap_or_else(|| panic!("{message}")).1.lines().next().unwrap();
+    let known = message.split_once("known keys: ").unwrap_or_else(|| panic!("{message}")).1.lines().next().unwrap();
     let page = page("docs/reference.md");
     for key in known.split(", ") {
         assert!(page.contains(&format!("`{key}`")), "docs/reference.md does not list the key {key}");

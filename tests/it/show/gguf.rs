@@ -189,7 +189,7 @@ fn all_parts_of_a_split_model_are_read() {
 
     fake.change(|world| drop(world.files.insert(parts[1].into(), second(tensors))));
     let model = show_remote(&fake, REPO);
-    assert!(model["weights_problem"].as_str().unwrap().contains("is not of the same model as the other parts"));
+    assert!(model["weights_problem"].as_str().unwrap().contains("belongs to another model"));
     fake.change(|world| drop(world.files.remove(parts[1])));
     assert_fails(&remote(&fake, &[]), 1, &["lacks q/t-00002-of-00002.gguf"]);
 }
@@ -199,11 +199,11 @@ fn all_parts_of_a_split_model_are_read() {
 fn broken_headers_are_reported() {
     let long = Writer::new().raw("filler", 8, (80u64 << 20).to_le_bytes()).data(90 << 20).bytes();
     let cases: [(&[u8], &str); 5] = [
-        (b"", "this is no GGUF file"),
+        (b"", "not a GGUF file"),
         (b"GGUF", "the version is missing"),
         (&llama().bytes()[..5000], "(is the download complete?)"),
         (&Writer::new().row("a", &[32], 20, 0).bytes(), "type 20 (IQ4_NL) is not supported"),
-        (&long, "a head of more than the 64 MB that are read of one"),
+        (&long, "its header is larger than 64 MB"),
     ];
     for (file, message) in cases {
         let fake = FakeHub::start(&[("tiny.gguf", file)]);
