@@ -1,5 +1,5 @@
-//! What a model takes of a device, known from headers and config alone: loading asks before it allocates, `inferno show`
-//! before a model is even here.
+//! The memory that a model needs, computed from headers and config alone. Loading asks before it allocates, and
+//! `inferno show` asks before a model is downloaded.
 
 use anyhow::Result;
 use candle_core::DType;
@@ -10,14 +10,17 @@ use crate::models::Architecture;
 use crate::nn::kv_cache::{self, LayerSpec};
 use crate::weights::Inventory;
 
+/// The longest context that is chosen by default.
 const DEFAULT_CONTEXT: usize = 32_768;
-/// A context that is chosen for want of memory is no smaller than this.
+/// The shortest context that is chosen when memory is short.
 const SMALLEST_CONTEXT: usize = 2048;
 
-/// Bytes for activations: in any case, and for each token of a chunk.
-const WORKSPACE: (u64, u64) = (192 << 20, 448 << 10);
+/// Bytes for activations, whatever the chunk.
+const WORKSPACE_BYTES: u64 = 192 << 20;
+/// Bytes for activations, for each token of a chunk.
+const WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 
-/// Where a model is to run.
+/// The kind of device that a model runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
     Gpu,
@@ -25,7 +28,8 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// Tokens in one pass of prefill: more is faster until the matrix units are full, and takes more memory.
+    /// The chunk sizes to choose from, best first. A larger chunk is faster until the matrix units are busy, and takes more
+    /// memory.
     fn chunk_sizes(self) -> &'static [usize] {
         match self {
             DeviceKind::Gpu => &[8192, 2048, 512],
@@ -34,40 +38,41 @@ impl DeviceKind {
     }
 }
 
-/// What a model takes.
+/// The bytes that a model needs, as a function of its [`Capacity`].
 pub struct MemoryPlan {
     weight_bytes: u64,
-    /// What loading takes beside the weights, before cache and activations do: a layer's experts, laid out anew.
+    /// Bytes that loading needs beside the weights: the experts of one layer in their new layout. They are free again before
+    /// the KV cache is allocated.
     loading_bytes: u64,
-    /// What a pass takes beside activations: quantized experts as floats.
+    /// Bytes that a pass needs beside activations: the quantized experts of one layer as floats.
     unpacked_bytes: u64,
     layers: Vec<LayerSpec>,
-    /// Tokens in one pass of prefill that may be chosen, the best first.
+    /// The chunk sizes to choose from, best first.
     chunks: Vec<usize>,
     dtype: DType,
     max_context: usize,
-    /// Chosen up to this if nobody asks for more.
+    /// The longest context that is chosen by default. RoPE scaling may put it below `max_context`.
     default_context: usize,
 }
 
-/// What is made capacity for.
+/// The sizes that a KV cache is allocated for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capacity {
-    /// Positions.
+    /// The most positions of a sequence.
     pub context: usize,
-    /// Tokens in one pass of prefill.
+    /// The most tokens of a prompt in one pass.
     pub chunk: usize,
 }
 
 impl MemoryPlan {
-    /// Of a model with these tensors, computed in `dtype`.
+    /// Plans a model with these tensors whose activations are in `dtype`.
     pub fn new(inventory: &Inventory, architecture: &dyn Architecture, dtype: DType, device_kind: DeviceKind) -> Self {
         let (layers, max_context) = (architecture.cache_layers(), architecture.max_position_embeddings());
         let default_context = architecture.default_context();
         Self { default_context, ..Self::from_layers(inventory, layers, max_context, dtype, device_kind) }
     }
 
-    /// The same for a model whose family is not known: what its layers keep is taken on trust.
+    /// Plans a model of an unknown family. The caller says what its layers keep in the KV cache.
     pub fn from_layers(
         inventory: &Inventory,
         layers: Vec<LayerSpec>,
@@ -87,40 +92,43 @@ impl MemoryPlan {
         }
     }
 
-    /// With no choice of how many tokens of a prompt are read at once.
+    /// Fixes the chunk size, if one is given. Fails for 0.
     pub fn with_chunk(self, chunk: Option<usize>) -> Result<Self> {
         match chunk {
-            Some(0) => Err(Error::Usage("--chunk 0 reads nothing".into()).into()),
+            Some(0) => {
+                Err(Error::Usage("cannot read a prompt in chunks of 0 tokens: give --chunk 1 or more".into()).into())
+            }
             Some(chunk) => Ok(Self { chunks: vec![chunk], ..self }),
             None => Ok(self),
         }
     }
 
-    /// What each layer keeps.
+    /// What each layer keeps in the KV cache.
     pub fn layers(&self) -> &[LayerSpec] {
         &self.layers
     }
 
-    /// Of the weights once they are loaded.
+    /// Bytes of the loaded weights.
     pub fn weight_bytes(&self) -> u64 {
         self.weight_bytes
     }
 
-    /// What loading takes beside the weights, before there is a cache.
+    /// Bytes that loading needs beside the weights, before the KV cache is allocated.
     pub fn loading_bytes(&self) -> u64 {
         self.loading_bytes
     }
 
+    /// Bytes of the KV cache.
     pub fn cache_bytes(&self, capacity: Capacity) -> u64 {
         kv_cache::bytes(&self.layers, capacity.context, capacity.chunk, self.dtype)
     }
 
-    /// Of the activations of one chunk.
+    /// Bytes of the activations of one chunk.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
-        (WORKSPACE.0 + capacity.chunk as u64 * WORKSPACE.1).saturating_add(self.unpacked_bytes)
+        (WORKSPACE_BYTES + capacity.chunk as u64 * WORKSPACE_BYTES_PER_TOKEN).saturating_add(self.unpacked_bytes)
     }
 
-    /// What 1,000 positions more add to the cache, and what sliding layers keep however long the context is.
+    /// Returns the bytes that each 1,000 positions add to the KV cache, and the fixed bytes of the sliding layers.
     pub fn cache_growth(&self, chunk: usize) -> (u64, u64) {
         let (sliding, full): (Vec<LayerSpec>, Vec<LayerSpec>) =
             self.layers.iter().partition(|layer| layer.window.is_some());
@@ -128,80 +136,83 @@ impl MemoryPlan {
         (bytes(&full, 1000), bytes(&sliding, self.max_context))
     }
 
-    /// Everything, with the activations of one chunk.
+    /// Bytes in all: weights, KV cache, and the activations of one chunk.
     pub fn bytes(&self, capacity: Capacity) -> u64 {
-        let running = self.cache_bytes(capacity).saturating_add(self.workspace_bytes(capacity) - WORKSPACE.0);
-        self.weight_bytes.saturating_add(WORKSPACE.0).saturating_add(running.max(self.loading_bytes))
+        let running = self.cache_bytes(capacity).saturating_add(self.workspace_bytes(capacity) - WORKSPACE_BYTES);
+        self.weight_bytes.saturating_add(WORKSPACE_BYTES).saturating_add(running.max(self.loading_bytes))
     }
 
-    /// This context read in the smallest chunks: what takes least.
+    /// Returns the capacity for this context with the smallest chunk, which needs the least memory.
     pub fn smallest(&self, context: usize) -> Capacity {
         Capacity { context, chunk: self.chunks.last().copied().unwrap_or(context).min(context) }
     }
 
-    /// The context that is chosen where memory is ample and nobody asks for another.
+    /// The context that is chosen by default if there is enough memory.
     pub fn default_context(&self) -> usize {
         self.max_context.min(self.default_context).min(DEFAULT_CONTEXT)
     }
 
-    /// The longest context that fits, if prompts are read in the smallest chunks.
+    /// Returns the longest context that fits with the smallest chunk; `None` if nothing fits.
     pub fn largest_context(&self, device: &DeviceInfo) -> Option<usize> {
         let fits = |context| self.fits(self.smallest(context), device);
         if self.max_context == 0 || !fits(1) {
             return None;
         }
-        // `fit` does, `beyond` does not.
-        let (mut fit, mut beyond) = (1, self.max_context + 1);
-        while beyond - fit > 1 {
-            let middle = fit + (beyond - fit) / 2;
-            if fits(middle) { fit = middle } else { beyond = middle }
+        // Invariant of the search: `fitting` fits, `too_long` does not.
+        let (mut fitting, mut too_long) = (1, self.max_context + 1);
+        while too_long - fitting > 1 {
+            let middle = fitting + (too_long - fitting) / 2;
+            if fits(middle) { fitting = middle } else { too_long = middle }
         }
-        Some(fit)
+        Some(fitting)
     }
 
+    /// A device whose memory is unknown takes everything.
     fn fits(&self, capacity: Capacity, device: &DeviceInfo) -> bool {
         device.total_bytes == 0 || self.bytes(capacity) <= device.free_bytes
     }
 
-    /// This context with the largest chunk that fits.
+    /// Returns the capacity for this context with the largest chunk that fits.
     fn fit(&self, context: usize, device: &DeviceInfo) -> Option<Capacity> {
         let mut capacities = self.chunks.iter().map(|&chunk| Capacity { context, chunk: chunk.min(context) });
         capacities.find(|capacity| self.fits(*capacity, device))
     }
 
-    /// The context asked for, or the largest up to the default that fits. Where memory is short, prompts are read in
-    /// smaller chunks before the context shrinks.
-    pub fn choose(&self, asked: Option<usize>, device: &DeviceInfo) -> Result<Capacity> {
-        let Some(context) = self.checked(asked)? else {
-            let most = self.default_context();
-            return self.halvings(most).find_map(|context| self.fit(context, device)).ok_or_else(|| {
-                let smallest = self.halvings(most).last().unwrap_or(most);
+    /// Chooses the capacity: the requested context, or the longest one up to the default that fits.
+    ///
+    /// If memory is short, the chunk shrinks before the context does.
+    pub fn choose(&self, requested: Option<usize>, device: &DeviceInfo) -> Result<Capacity> {
+        let Some(context) = self.check_context(requested)? else {
+            let default = self.default_context();
+            return self.halvings(default).find_map(|context| self.fit(context, device)).ok_or_else(|| {
+                let smallest = self.halvings(default).last().unwrap_or(default);
                 self.out_of_memory(smallest, device).into()
             });
         };
         self.fit(context, device).ok_or_else(|| self.out_of_memory(context, device).into())
     }
 
-    /// A context that was asked for, if it is one that this model can have.
-    pub fn checked(&self, asked: Option<usize>) -> Result<Option<usize>> {
-        match asked {
-            Some(0) => Err(Error::Usage("--context 0 has no capacity for anything".into()).into()),
-            Some(asked) if asked > self.max_context => {
+    /// Returns the requested context if the model allows it.
+    pub fn check_context(&self, requested: Option<usize>) -> Result<Option<usize>> {
+        let error = match requested {
+            Some(0) => "cannot load a model with a context of 0 tokens: give --context 1 or more".into(),
+            Some(context) if context > self.max_context => {
                 let limit = self.max_context;
-                let problem = format!("--context {asked} is more than the {limit} that this model was made for");
-                Err(Error::Usage(problem).into())
+                format!("cannot load with --context {context}: this model was made for at most {limit} tokens")
             }
-            asked => Ok(asked),
-        }
+            _ => return Ok(requested),
+        };
+        Err(Error::Usage(error).into())
     }
 
-    /// `most`, half of it, and so on, down to the smallest context that is chosen for want of memory.
-    fn halvings(&self, most: usize) -> impl Iterator<Item = usize> {
-        let smallest = SMALLEST_CONTEXT.min(most);
-        let next = move |&context: &usize| (context > smallest).then(|| (context / 2).max(smallest));
-        std::iter::successors(Some(most), next)
+    /// Yields `longest`, half of it, and so on, down to the shortest context that is chosen when memory is short.
+    fn halvings(&self, longest: usize) -> impl Iterator<Item = usize> {
+        let shortest = SMALLEST_CONTEXT.min(longest);
+        let next = move |&context: &usize| (context > shortest).then(|| (context / 2).max(shortest));
+        std::iter::successors(Some(longest), next)
     }
 
+    /// Returns the error for a context that does not fit, with one that does.
     pub fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
         let what = format!("this model with a context of {context} tokens");
         let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);
@@ -235,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn room_shrinks_by_chunk_first_and_by_context_then() {
+    fn chunk_shrinks_before_the_context_does() {
         let plan = plan();
         let all = Capacity { context: DEFAULT_CONTEXT, chunk: 2048 };
         assert_eq!(plan.choose(None, &device(80 << 30)).unwrap(), all);
@@ -249,16 +260,16 @@ mod tests {
     }
 
     #[test]
-    fn loading_may_take_more_than_running() {
+    fn loading_can_need_more_memory_than_running() {
         let capacity = Capacity { context: 100, chunk: 100 };
         let running = plan().bytes(capacity);
         let plan = MemoryPlan { loading_bytes: 5 << 30, ..plan() };
-        assert_eq!(plan.bytes(capacity), (10 << 30) + WORKSPACE.0 + (5 << 30));
+        assert_eq!(plan.bytes(capacity), (10 << 30) + WORKSPACE_BYTES + (5 << 30));
         assert!(running < plan.bytes(capacity));
     }
 
     #[test]
-    fn what_does_not_fit_says_what_would() {
+    fn out_of_memory_error_names_a_context_that_fits() {
         let plan = plan();
         let fits = plan.bytes(Capacity { context: 4096, chunk: 512 });
         let error = plan.choose(Some(16_384), &device(fits)).unwrap_err();
@@ -269,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_context_is_the_last_that_fits() {
+    fn largest_context_is_the_last_one_that_fits() {
         let plan = plan();
         assert_eq!(plan.largest_context(&device(80 << 30)), Some(131_072));
         assert_eq!(plan.largest_context(&device(1 << 30)), None);
@@ -280,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cache_grows_with_full_layers_alone() {
+    fn only_full_layers_grow_with_the_context() {
         let plan = plan();
         let (per_1000, fixed) = plan.cache_growth(512);
         assert_eq!(per_1000, 1000 * 2 * 8 * 64 * 2);

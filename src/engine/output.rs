@@ -65,7 +65,7 @@ impl Output {
 
     /// Returns whether a stop string was generated.
     pub fn is_stopped(&self) -> bool {
-        self.stop.hit()
+        self.stop.is_stopped()
     }
 
     /// The tools that the model asked for so far.

@@ -1,27 +1,31 @@
-//! From logits to a token: penalties, temperature, top-k, top-p, min-p, in transformers' order, and a draw that depends
-//! on the seed and the position alone, so that the same seed gives the same text.
+//! From logits to a token: penalties, temperature, top-k, top-p and min-p, in the order of transformers, then a random draw.
+//!
+//! The draw depends only on the seed and on the number of draws before it, so the same seed gives the same text.
 
 use std::collections::HashMap;
 
 use super::sampling::SamplingParams;
+#[cfg(feature = "cuda")]
+use crate::kernels::decode::sample::SamplingKernelParams;
 use crate::runner::ChooseToken;
 
 /// Chooses the tokens of one generation.
 pub struct Sampler {
     params: SamplingParams,
-    /// How often each token of prompt and answer was generated; 0 for those of the prompt alone.
+    /// The tokens of prompt and answer, and how often each was generated: 0 for a token of the prompt alone.
     seen: HashMap<u32, u32>,
-    drawn: u64,
+    /// The number of random draws so far.
+    draws: u64,
 }
 
 impl Sampler {
-    /// `prompt` counts for the repetition penalty.
+    /// Starts a generation after `prompt`, whose tokens count for the repetition penalty.
     pub fn new(params: SamplingParams, prompt: &[u32]) -> Self {
         let seen = prompt.iter().map(|&id| (id, 0)).collect();
-        Self { params, seen, drawn: 0 }
+        Self { params, seen, draws: 0 }
     }
 
-    /// The next token. `logits` \[V\] are changed in place.
+    /// Chooses the next token. Penalties change `logits` \[V\] in place.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         self.penalize(logits);
         let token = if self.params.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };
@@ -29,23 +33,22 @@ impl Sampler {
         token
     }
 
-    fn penalizes(&self) -> bool {
+    fn has_penalties(&self) -> bool {
         let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
         repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
     }
 
-    /// Returns this sampler, from here on, as parameters for the sampling kernel, and with penalties how often each token was
-    /// seen. `None` means the likeliest token.
+    /// Returns the parameters with which the sampling kernel goes on like this sampler. `None` means the likeliest token.
+    ///
+    /// With penalties, the second part has an entry for each token of the vocabulary: 0 for a token that was not seen, else
+    /// 1 + how often it was generated.
     #[cfg(feature = "cuda")]
-    pub fn on_device(
-        &self,
-        vocab_size: usize,
-    ) -> Option<(crate::kernels::decode::sample::SamplingKernelParams, Option<Vec<u32>>)> {
+    pub fn on_device(&self, vocab_size: usize) -> Option<(SamplingKernelParams, Option<Vec<u32>>)> {
         let SamplingParams { temperature, top_k, top_p, min_p, seed, .. } = self.params;
-        if temperature == 0.0 && !self.penalizes() {
+        if temperature == 0.0 && !self.has_penalties() {
             return None;
         }
-        let draw = crate::kernels::decode::sample::SamplingKernelParams {
+        let params = SamplingKernelParams {
             temperature,
             top_k: top_k.min(u32::MAX as usize) as u32,
             top_p,
@@ -54,9 +57,9 @@ impl Sampler {
             frequency_penalty: self.params.frequency_penalty,
             presence_penalty: self.params.presence_penalty,
             seed,
-            sampled_before: self.drawn as u32,
+            sampled_before: self.draws as u32,
         };
-        let seen = self.penalizes().then(|| {
+        let seen = self.has_penalties().then(|| {
             let mut seen = vec![0; vocab_size];
             for (&id, &generated) in &self.seen {
                 if let Some(seen) = seen.get_mut(id as usize) {
@@ -65,12 +68,12 @@ impl Sampler {
             }
             seen
         });
-        Some((draw, seen))
+        Some((params, seen))
     }
 
     fn penalize(&self, logits: &mut [f32]) {
         let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
-        if !self.penalizes() {
+        if !self.has_penalties() {
             return;
         }
         for (&id, &generated) in &self.seen {
@@ -84,16 +87,16 @@ impl Sampler {
 
     fn draw(&mut self, logits: &[f32]) -> u32 {
         let mut candidates = candidates(logits, &self.params);
-        // In the order of ids, as the sampler on a GPU draws.
+        // The sampling kernel draws in the order of ids too.
         if !candidates.is_sorted_by_key(|candidate| candidate.id) {
             candidates.sort_unstable_by_key(|candidate| candidate.id);
         }
         let total: f64 = candidates.iter().map(|c| c.weight).sum();
-        let mut left = uniform(self.params.seed, self.drawn) * total;
-        self.drawn += 1;
+        let mut remaining = uniform(self.params.seed, self.draws) * total;
+        self.draws += 1;
         for candidate in &candidates {
-            left -= candidate.weight;
-            if left < 0.0 {
+            remaining -= candidate.weight;
+            if remaining < 0.0 {
                 return candidate.id;
             }
         }
@@ -107,22 +110,19 @@ impl ChooseToken for Sampler {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_device(
-        &self,
-        vocab_size: usize,
-    ) -> Option<(crate::kernels::decode::sample::SamplingKernelParams, Option<Vec<u32>>)> {
+    fn on_device(&self, vocab_size: usize) -> Option<(SamplingKernelParams, Option<Vec<u32>>)> {
         Sampler::on_device(self, vocab_size)
     }
 }
 
-/// A token that may be drawn, with its weight relative to the likeliest token's 1.
+/// A token that may be drawn. The weight of the likeliest token is 1.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
     pub id: u32,
     pub weight: f64,
 }
 
-/// What is left of the distribution after temperature, top-k, top-p and min-p. Likeliest first if anything was cut.
+/// Returns the tokens that temperature, top-k, top-p and min-p leave. If a limit applied, the likeliest come first.
 pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     let top = logits.iter().copied().filter(|logit| !logit.is_nan()).fold(f32::NEG_INFINITY, f32::max);
     if top == f32::NEG_INFINITY {
@@ -145,7 +145,7 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     all
 }
 
-/// Likeliest first; equal ones by id, so that the order does not depend on the sort.
+/// Orders the likeliest first, and equal ones by id: the result does not depend on the sorting algorithm.
 fn by_weight(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
     b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }
@@ -158,8 +158,10 @@ fn keep_likeliest(candidates: &mut Vec<Candidate>, count: usize) {
     candidates.sort_unstable_by(by_weight);
 }
 
-/// The fewest of the likeliest whose probabilities reach p, at least one. A vocabulary has 200,000 entries and a nucleus
-/// a few dozen, so ever larger heads are sorted rather than everything.
+/// Keeps the fewest of the likeliest tokens whose probabilities reach p, at least one.
+///
+/// A vocabulary has 200,000 tokens and a nucleus a few dozen. So only the first 64 are sorted, then eight times as many if
+/// they do not suffice, and so on.
 fn keep_nucleus(candidates: &mut Vec<Candidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
     let mut head = 64.min(candidates.len());
@@ -181,7 +183,7 @@ fn keep_nucleus(candidates: &mut Vec<Candidate>, p: f64) {
     }
 }
 
-/// The likeliest token; the first of equals. NaN never wins.
+/// Returns the likeliest token, the first of equals. NaN never wins.
 pub fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, &logit) in logits.iter().enumerate() {
@@ -192,7 +194,9 @@ pub fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// A number in [0, 1) from a seed and a counter: SplitMix64 (Steele et al., OOPSLA 2014) at that point of its sequence.
+/// Returns a number in [0, 1): the one at `counter` in the sequence of a seed.
+///
+/// Source: SplitMix64 (Steele et al., OOPSLA 2014).
 pub(super) fn uniform(seed: u64, counter: u64) -> f64 {
     const GOLDEN: u64 = 0x9E37_79B9_7F4A_7C15;
     let mix = |mut z: u64| {
@@ -200,7 +204,7 @@ pub(super) fn uniform(seed: u64, counter: u64) -> f64 {
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         z ^ (z >> 31)
     };
-    // Mixed twice: neighboring seeds would otherwise walk the same sequence, one step apart.
+    // The seed is mixed first. Otherwise neighboring seeds would give the same sequence, shifted by one.
     let start = mix(seed.wrapping_add(GOLDEN));
     let bits = mix(start.wrapping_add(counter.wrapping_add(1).wrapping_mul(GOLDEN)));
     (bits >> 11) as f64 / (1u64 << 53) as f64

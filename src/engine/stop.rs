@@ -1,48 +1,50 @@
-//! Stop strings in a stream of text, across the borders of tokens.
+//! Finds stop strings in a stream of text, even if they span several tokens.
 
-/// Lets text through until a stop string is complete; holds back what may become one.
+/// Passes text on until a stop string is complete, and holds back text that may become one.
 pub struct StopStrings {
     stops: Vec<String>,
     held: String,
-    hit: bool,
+    is_stopped: bool,
 }
 
 impl StopStrings {
-    /// Empty strings are ignored: they would stop everything at once.
+    /// Searches for `stops`. Empty strings are ignored: they would stop every text at once.
     pub fn new(stops: &[String]) -> Self {
         let stops = stops.iter().filter(|stop| !stop.is_empty()).cloned().collect();
-        Self { stops, held: String::new(), hit: false }
+        Self { stops, held: String::new(), is_stopped: false }
     }
 
-    /// Whether a stop string has been completed.
-    pub fn hit(&self) -> bool {
-        self.hit
+    /// Returns whether a stop string was found.
+    pub fn is_stopped(&self) -> bool {
+        self.is_stopped
     }
 
-    /// The part of what came so far that may be shown. Nothing comes after a hit; the stop string itself never does.
+    /// Takes a piece of text. Returns the text that is certain to precede any stop string.
+    ///
+    /// The stop string is never returned, nor anything after it.
     pub fn push(&mut self, text: &str) -> String {
-        if self.hit {
+        if self.is_stopped {
             return String::new();
         }
         self.held.push_str(text);
         if let Some(at) = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min() {
-            self.hit = true;
+            self.is_stopped = true;
             self.held.truncate(at);
             return std::mem::take(&mut self.held);
         }
-        let keep = self.stops.iter().map(|stop| longest_start_at_end(&self.held, stop)).max().unwrap_or(0);
-        let rest = self.held.split_off(self.held.len() - keep);
-        std::mem::replace(&mut self.held, rest)
+        let prefix_bytes = self.stops.iter().map(|stop| longest_prefix_at_end(&self.held, stop)).max().unwrap_or(0);
+        let held = self.held.split_off(self.held.len() - prefix_bytes);
+        std::mem::replace(&mut self.held, held)
     }
 
-    /// What is still held back, at the end of the text.
+    /// Returns the text that is still held back, at the end of a generation.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 }
 
-/// Length in bytes of the longest proper start of `stop` that `text` ends with.
-fn longest_start_at_end(text: &str, stop: &str) -> usize {
+/// Returns the bytes of the longest proper prefix of `stop` that `text` ends with.
+fn longest_prefix_at_end(text: &str, stop: &str) -> usize {
     let ends = stop.char_indices().map(|(at, _)| at).skip(1);
     ends.filter(|&end| text.ends_with(&stop[..end])).max().unwrap_or(0)
 }

@@ -11,9 +11,19 @@ use crate::tokenizer::Tokenizer;
 use crate::tokenizer::gguf::Vocabulary;
 use crate::weights::gguf::GgufCheckpoint;
 
-/// Reads the tokenizer, the chat format, the generation defaults and the stop tokens of an open GGUF file. A tokenizer.json beside the file counts only if the file has no vocabulary: the
+/// The parts of a language in a GGUF file.
+pub struct GgufLanguage {
+    pub tokenizer: Tokenizer,
+    pub chat: Option<ChatFormat>,
+    /// Sampling defaults, as generation_config.json would have them.
+    pub generation_config: Value,
+    /// Tokens that end a text, sorted.
+    pub stop_ids: Vec<u32>,
+}
+
+/// Reads the language of an open GGUF file. A tokenizer.json beside the file counts only if the file has no vocabulary: the
 /// vocabulary in the file was made for its weights.
-pub fn read(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>, Value, Vec<u32>)> {
+pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
     let broken = || format!("broken tokenizer in {}", checkpoint.path().display());
     let mut stop_ids = BTreeSet::new();
     let (tokenizer, chat) = match checkpoint.vocabulary().with_context(broken)? {
@@ -27,7 +37,7 @@ pub fn read(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat
     };
     stop_ids.extend(chat.iter().flat_map(|chat| chat.stop_ids()));
     let generation_config = checkpoint.generation_config()?;
-    Ok((tokenizer, chat, generation_config, stop_ids.into_iter().collect()))
+    Ok(GgufLanguage { tokenizer, chat, generation_config, stop_ids: stop_ids.into_iter().collect() })
 }
 
 /// Builds the chat format from the file's template and the names of its special tokens.

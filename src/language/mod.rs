@@ -15,6 +15,7 @@ use crate::snapshot;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Checkpoint;
 use crate::weights::gguf::GgufCheckpoint;
+use gguf::GgufLanguage;
 
 /// The tokenizer, chat format, stop tokens and generation defaults of one model.
 pub struct Language {
@@ -44,8 +45,9 @@ impl Language {
         }
     }
 
+    /// Reads the metadata of a GGUF file.
     fn from_gguf(checkpoint: &GgufCheckpoint) -> Result<Self> {
-        let (tokenizer, chat, generation_config, stop_ids) = gguf::read(checkpoint)?;
+        let GgufLanguage { tokenizer, chat, generation_config, stop_ids } = gguf::read(checkpoint)?;
         Ok(Self { tokenizer, chat, generation_config, stop_ids })
     }
 

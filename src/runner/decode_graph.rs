@@ -45,7 +45,7 @@ pub struct DecodeGraph {
     layers: LaunchSequence,
     greedy: Choice,
     drawn: Choice,
-    choosing: Choosing,
+    sampling: Sampling,
     /// Steps queued since the start. Step s writes its token to slot s mod `mailbox.slots()`.
     queued: usize,
     /// Tokens taken from the mailbox since the start.
@@ -70,24 +70,31 @@ impl DecodeGraph {
             return Ok(Err(EagerReason::VocabularySize(vocab_size)));
         }
         let mailbox = Mailbox::new(device, 64)?;
-        let mut chain = LaunchSequence::new(device)?;
+        let mut sequence = LaunchSequence::new(device)?;
         let draw = SamplingBuffers::new(&buffers.logits)?;
         let mut scratch = Scratch::default();
         for (index, layer) in decoder.layers.iter().enumerate() {
-            attention(&mut chain, &buffers, &mut scratch, layer, cache.layer(index))?;
+            add_attention(&mut sequence, &buffers, &mut scratch, layer, cache.layer(index))?;
             match &layer.mlp {
-                Mlp::Gated(mlp) => gated(&mut chain, &buffers, &mut scratch, layer, mlp)?,
-                Mlp::ClampedMoe(mlp) => experts(&mut chain, &buffers, &mut scratch, layer, mlp)?,
-                Mlp::GatedMoe(mlp) => routed(&mut chain, &buffers, &mut scratch, layer, mlp)?,
+                Mlp::Gated(mlp) => add_gated_mlp(&mut sequence, &buffers, &mut scratch, layer, mlp)?,
+                Mlp::ClampedMoe(mlp) => add_clamped_moe(&mut sequence, &buffers, &mut scratch, layer, mlp)?,
+                Mlp::GatedMoe(mlp) => add_gated_moe(&mut sequence, &buffers, &mut scratch, layer, mlp)?,
                 Mlp::Plain(_) => bail!("the decode graph has no kernel for an MLP without a gate"),
             }
         }
         let head = &decoder.lm_head.weight;
-        decode::add_head(&mut chain, &buffers, norm(&decoder.norm), head, decoder.dtype(), decoder.final_softcap)?;
+        decode::add_head(
+            &mut sequence,
+            &buffers,
+            rms_norm(&decoder.norm),
+            head,
+            decoder.dtype(),
+            decoder.final_softcap,
+        )?;
         let choice = |add: &dyn Fn(&mut LaunchSequence) -> candle_core::Result<()>| -> Result<Choice> {
             let mut tail = LaunchSequence::new(device)?;
             add(&mut tail)?;
-            let graph = LaunchGraph::capture(&chain, &tail).context("cannot capture the decode step")?;
+            let graph = LaunchGraph::capture(&sequence, &tail).context("cannot capture the decode step")?;
             Ok(Choice { tail, graph })
         };
         let greedy = choice(&|tail| decode::add_argmax(tail, &buffers, &embedding, head, &mailbox))?;
@@ -99,10 +106,10 @@ impl DecodeGraph {
             context: cache.context().min(decoder.context()),
             mailbox,
             draw,
-            layers: chain,
+            layers: sequence,
             greedy,
             drawn,
-            choosing: Choosing::Greedy,
+            sampling: Sampling::Greedy,
             queued: 0,
             taken: 0,
         }))
@@ -120,9 +127,12 @@ impl DecodeGraph {
     ) -> Result<()> {
         let vocab_size = self.buffers.logits.dims1()?;
         if token as usize >= vocab_size || position >= self.context {
-            bail!("token {token} at position {position}: {vocab_size} tokens and {} positions", self.context);
+            bail!(
+                "cannot decode token {token} at position {position}: there are {vocab_size} tokens and {} positions",
+                self.context
+            );
         }
-        self.choose_by(draw)?;
+        self.set_sampling(draw)?;
         let id = Tensor::new(&[token], self.buffers.x.device())?;
         copy_rows(&self.buffers.x, &self.embedding.table.embed(&id, self.embedding.scale)?.flatten_all()?, 0)?;
         let state = Tensor::new(&[position as u32, token, 0, 0], self.buffers.x.device())?;
@@ -138,37 +148,40 @@ impl DecodeGraph {
         logits: &Tensor,
         draw: Option<(SamplingKernelParams, Option<Vec<u32>>)>,
     ) -> Result<()> {
-        self.choose_by(draw)?;
+        self.set_sampling(draw)?;
         copy_rows(&self.buffers.logits, &logits.flatten_all()?, 0)?;
         let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
-        // The greedy choice reads the maxima that the head's blocks left, not the logits: a draw of the likeliest token does.
-        let tail = match self.choosing {
-            Choosing::Greedy => {
+        // The argmax kernel reads maxima that the head kernel leaves, and no head kernel ran for these logits. The sampling
+        // kernel reads the logits themselves.
+        let tail = match self.sampling {
+            Sampling::Greedy => {
                 self.draw.set(&SamplingKernelParams::greedy(), None)?;
                 &self.drawn.tail
             }
-            Choosing::Drawn => &self.drawn.tail,
+            Sampling::Drawn => &self.drawn.tail,
         };
         tail.enqueue()?;
         (self.queued, self.taken) = (1, 0);
         Ok(())
     }
 
-    fn choose_by(&mut self, draw: Option<(SamplingKernelParams, Option<Vec<u32>>)>) -> Result<()> {
+    /// Sets how the next steps choose their tokens, after all queued steps have run.
+    fn set_sampling(&mut self, draw: Option<(SamplingKernelParams, Option<Vec<u32>>)>) -> Result<()> {
         self.drain()?;
-        self.choosing = Choosing::Greedy;
+        self.sampling = Sampling::Greedy;
         if let Some((draw, seen)) = draw {
             self.draw.set(&draw, seen)?;
-            self.choosing = Choosing::Drawn;
+            self.sampling = Sampling::Drawn;
         }
         Ok(())
     }
 
+    /// The graph and the tail for the current sampling.
     fn choice(&self) -> &Choice {
-        match self.choosing {
-            Choosing::Greedy => &self.greedy,
-            Choosing::Drawn => &self.drawn,
+        match self.sampling {
+            Sampling::Greedy => &self.greedy,
+            Sampling::Drawn => &self.drawn,
         }
     }
 
@@ -202,6 +215,7 @@ impl DecodeGraph {
         Ok(())
     }
 
+    /// Waits for the next word in the mailbox: 1 + the token, or `u32::MAX` for logits that are NaN.
     fn wait(&mut self) -> Result<u32> {
         let slot = self.taken % self.mailbox.slots();
         let mut polls = 0u32;
@@ -273,7 +287,7 @@ struct Choice {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Choosing {
+enum Sampling {
     Greedy,
     Drawn,
 }
@@ -339,7 +353,10 @@ fn mlp_products(mlp: &Mlp) -> Result<std::result::Result<Products, EagerReason>>
         Mlp::ClampedMoe(mlp) => {
             let ClampedMoe { gate_up_proj, down_proj, config, .. } = mlp;
             let (chosen, experts, columns) = (config.experts_per_token, config.experts, config.intermediate_size);
-            if !matches!((gate_up_proj, down_proj), (ExpertWeights::Mxfp4Tiles(_), ExpertWeights::Mxfp4Tiles(_))) {
+            if !matches!(mlp.router.weight, Matrix::Dense(_)) {
+                Err(EagerReason::Layer("a quantized router"))
+            } else if !matches!((gate_up_proj, down_proj), (ExpertWeights::Mxfp4Tiles(_), ExpertWeights::Mxfp4Tiles(_)))
+            {
                 Err(EagerReason::ExpertFormat)
             } else if chosen > decode::MAX_CHOSEN_MXFP4 || experts > decode::MAX_EXPERTS {
                 Err(EagerReason::ExpertCount { chosen, experts })
@@ -349,10 +366,19 @@ fn mlp_products(mlp: &Mlp) -> Result<std::result::Result<Products, EagerReason>>
                 Ok(Vec::new())
             }
         }
-        Mlp::GatedMoe(mlp) => match (mlp.gate_up_proj.as_matrix()?, mlp.down_proj.as_matrix()?) {
-            (Some(gate_up), Some(down)) => Ok(vec![(gate_up, 1), (down, mlp.config.experts_per_token)]),
-            _ => Err(EagerReason::Layer("experts in this format")),
-        },
+        Mlp::GatedMoe(mlp) => {
+            let (chosen, experts) = (mlp.config.experts_per_token, mlp.config.experts);
+            if !matches!(mlp.router.weight, Matrix::Dense(_)) {
+                Err(EagerReason::Layer("a quantized router"))
+            } else if chosen > decode::MAX_CHOSEN_EXPERTS || experts > decode::MAX_EXPERTS {
+                Err(EagerReason::ExpertCount { chosen, experts })
+            } else {
+                match (mlp.gate_up_proj.as_matrix()?, mlp.down_proj.as_matrix()?) {
+                    (Some(gate_up), Some(down)) => Ok(vec![(gate_up, 1), (down, chosen)]),
+                    _ => Err(EagerReason::Layer("experts in this format")),
+                }
+            }
+        }
         Mlp::Plain(_) => Err(EagerReason::Layer("an MLP without a gate")),
     })
 }
@@ -367,7 +393,7 @@ struct Scratch {
 impl Scratch {
     /// Returns the buffer of `slot` with this shape, made by an earlier layer or now.
     fn tensor(&mut self, slot: usize, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
-        // The first dimension tells slots of one shape apart.
+        // The first dimension is larger for each slot, so slots of one shape get different tensors.
         let keyed: Vec<usize> = [slot + 1].into_iter().chain(shape.iter().copied()).collect();
         if let Some(found) = self.tensors.iter().find(|t| t.dims() == keyed.as_slice() && t.dtype() == dtype) {
             return Ok(found.get(slot)?);
@@ -377,13 +403,13 @@ impl Scratch {
     }
 }
 
-fn norm(norm: &NormLayer) -> RmsNorm<'_> {
+fn rms_norm(norm: &NormLayer) -> RmsNorm<'_> {
     RmsNorm { weight: &norm.weight, eps: norm.eps }
 }
 
-/// The norm of what is added, if there is one, and room for that.
-fn after<'t>(norm_after: &'t Option<NormLayer>, raw: &'t Tensor) -> Option<PostNorm<'t>> {
-    norm_after.as_ref().map(|layer| PostNorm { norm: norm(layer), scratch: raw })
+/// Returns the norm of a layer's output, if the layer has one. The kernel needs `scratch` f32 \[C\] for it.
+fn post_norm<'t>(norm: &'t Option<NormLayer>, scratch: &'t Tensor) -> Option<PostNorm<'t>> {
+    norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), scratch })
 }
 
 fn projection(linear: &Linear) -> Projection<'_> {
@@ -391,8 +417,8 @@ fn projection(linear: &Linear) -> Projection<'_> {
 }
 
 /// Adds the attention of a layer: norm, QKV projection, attention, output projection.
-fn attention(
-    chain: &mut LaunchSequence,
+fn add_attention(
+    sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
     layer: &DecoderLayer,
@@ -416,7 +442,7 @@ fn attention(
         v: cache.v(),
         qk_norm,
     };
-    decode::add_qkv(chain, buffers, norm(&layer.input_layernorm), &qkv)?;
+    decode::add_qkv(sequence, buffers, rms_norm(&layer.input_layernorm), &qkv)?;
 
     let Device::Cuda(cuda) = device else { bail!("the decode graph is for a GPU") };
     let mask = AttentionMask { position: 0, window: config.spec.window, scale: config.scale, softcap: config.softcap };
@@ -433,17 +459,25 @@ fn attention(
     };
     // The kernel may read keys of earlier steps while the QKV projection still runs: they were written before it started.
     let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
-    // SAFETY: `decode::add_qkv` has checked shapes and dtypes, `start` that the position is below the context; rows are taken
-    // modulo the cache's.
-    unsafe { chain.add(launch)? };
+    // SAFETY: `decode::add_qkv` checked shapes and dtypes. `start` checks that the position is below the context, and the kernel
+    // takes rows modulo the rows of the cache.
+    unsafe { sequence.add(launch)? };
 
     let raw = scratch.tensor(6, buffers.x.dims(), DType::F32, device)?;
-    let after = after(&layer.attention_post_norm, &raw);
-    Ok(decode::add_residual(chain, buffers, &attended.flatten_all()?, &o_proj.weight, o_proj.bias.as_ref(), after)?)
+    let post_norm = post_norm(&layer.attention_post_norm, &raw);
+    Ok(decode::add_residual(
+        sequence,
+        buffers,
+        &attended.flatten_all()?,
+        &o_proj.weight,
+        o_proj.bias.as_ref(),
+        post_norm,
+    )?)
 }
 
-fn gated(
-    chain: &mut LaunchSequence,
+/// Adds an MLP with a gate: norm, gate and up projections, down projection.
+fn add_gated_mlp(
+    sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
     layer: &DecoderLayer,
@@ -454,13 +488,14 @@ fn gated(
     let h = scratch.tensor(4, &[intermediate], mlp.dtype(), buffers.x.device())?;
     let raw = scratch.tensor(6, buffers.x.dims(), DType::F32, buffers.x.device())?;
     let (gate, up) = (projection(gate_proj), projection(up_proj));
-    decode::add_gate_up(chain, buffers, norm(&layer.post_attention_layernorm), gate, up, *activation, &h)?;
-    let after = after(&layer.mlp_post_norm, &raw);
-    Ok(decode::add_residual(chain, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), after)?)
+    decode::add_gate_up(sequence, buffers, rms_norm(&layer.post_attention_layernorm), gate, up, *activation, &h)?;
+    let post_norm = post_norm(&layer.mlp_post_norm, &raw);
+    Ok(decode::add_residual(sequence, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), post_norm)?)
 }
 
-fn routed(
-    chain: &mut LaunchSequence,
+/// Adds the experts of Mixtral and Qwen3-MoE: router, gate and up projections, down projection.
+fn add_gated_moe(
+    sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
     layer: &DecoderLayer,
@@ -475,14 +510,15 @@ fn routed(
     let device = buffers.x.device();
     let logits = scratch.tensor(7, &[config.experts], DType::F32, device)?;
     let h = scratch.tensor(4, &[config.experts_per_token, config.intermediate_size], *dtype, device)?;
-    let norm = norm(&layer.post_attention_layernorm);
-    decode::add_router(chain, buffers, norm, router, None, &logits, None)?;
-    decode::add_routed_gate_up(chain, buffers, norm, &gate_up, &logits, &h)?;
-    Ok(decode::add_routed_down(chain, buffers, &down, &logits, config.softmax, &h)?)
+    let norm = rms_norm(&layer.post_attention_layernorm);
+    decode::add_router(sequence, buffers, norm, router, None, &logits, None)?;
+    decode::add_routed_gate_up(sequence, buffers, norm, &gate_up, &logits, &h)?;
+    Ok(decode::add_routed_down(sequence, buffers, &down, &logits, config.softmax, &h)?)
 }
 
-fn experts(
-    chain: &mut LaunchSequence,
+/// Adds the MXFP4 experts of gpt-oss: router, gate and up projections, down projection.
+fn add_clamped_moe(
+    sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
     layer: &DecoderLayer,
@@ -498,9 +534,9 @@ fn experts(
         scratch.experts.push(ExpertBuffers::new(&buffers.x, count, chosen, config.intermediate_size)?);
     }
     let expert_buffers = &scratch.experts[0];
-    let norm = norm(&layer.post_attention_layernorm);
+    let norm = rms_norm(&layer.post_attention_layernorm);
     decode::add_router(
-        chain,
+        sequence,
         buffers,
         norm,
         router_weight,
@@ -509,6 +545,6 @@ fn experts(
         Some(expert_buffers),
     )?;
     let (up_bias, down_bias) = (gate_up_bias.to_dtype(DType::F32)?, down_bias.to_dtype(DType::F32)?);
-    decode::add_mxfp4_gate_up(chain, buffers, gate_up, &up_bias, config.swiglu_limit, expert_buffers)?;
-    Ok(decode::add_mxfp4_down(chain, buffers, down, &down_bias, expert_buffers)?)
+    decode::add_mxfp4_gate_up(sequence, buffers, gate_up, &up_bias, config.swiglu_limit, expert_buffers)?;
+    Ok(decode::add_mxfp4_down(sequence, buffers, down, &down_bias, expert_buffers)?)
 }

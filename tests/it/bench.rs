@@ -1,4 +1,4 @@
-//! `inferno bench`, the raw steps that it times, and the bytes that it holds them against.
+//! `inferno bench`: its report, the bare steps that it times, and the bytes that a step must read.
 
 use candle_core::{DType, Device};
 use inferno::device::DeviceChoice;
@@ -17,7 +17,7 @@ fn bench(more: &[&str]) -> std::process::Output {
 }
 
 #[test]
-fn bench_json_has_every_figure() {
+fn bench_json_has_all_figures() {
     let output = bench(&["-p", "24,16", "-n", "6", "-d", "0,40", "-r", "2", "--json"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
     let json: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -37,7 +37,7 @@ fn bench_json_has_every_figure() {
         assert!(positive(&model[figure]), "{figure}");
     }
     assert!(json["device"]["name"].as_str().unwrap().starts_with("CPU"));
-    // Of a CPU neither is known; nor does this executor count or time kernels.
+    // A CPU has no measured bandwidth, and the eager executor neither counts nor times kernels.
     for unknown in ["bandwidth", "memory", "launches_per_token", "kernels"] {
         assert!(json.get(unknown).unwrap().is_null(), "{unknown}");
     }
@@ -79,10 +79,10 @@ fn bench_json_has_every_figure() {
 }
 
 #[test]
-fn bench_prints_a_line_for_each_test() {
+fn bench_table_has_a_line_for_each_test() {
     let output = bench(&["-p", "8", "-n", "4", "-d", "0,9", "-r", "1", "--kernels"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert_eq!(text(&output.stderr), "", "nothing is said where no one looks on");
+    assert_eq!(text(&output.stderr), "", "stderr is quiet without a terminal");
     let table = text(&output.stdout);
     let lines: Vec<&str> = table.lines().collect();
     for start in
@@ -97,7 +97,7 @@ fn bench_prints_a_line_for_each_test() {
 }
 
 #[test]
-fn bench_leaves_out_what_is_zero() {
+fn bench_skips_lengths_of_zero() {
     let tests = |more: &[&str]| {
         let output = bench(&[more, &["-r", "1", "--json"]].concat());
         let json: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -109,11 +109,11 @@ fn bench_leaves_out_what_is_zero() {
 }
 
 #[test]
-fn bench_says_which_context_it_needs() {
+fn bench_names_the_context_that_it_needs() {
     for wrong in [["-r", "0"], ["-p", "many"], ["-n", "-1"], ["-d", ""]] {
         assert_eq!(bench(&wrong).status.code(), Some(2), "{wrong:?}");
     }
-    // 900 tokens behind 700, and two to spare.
+    // 900 tokens after 700, and two spare positions.
     let too_small = bench(&["-p", "16,900", "-n", "8", "-d", "0,700", "--context", "1024"]);
     assert_fails(&too_small, 2, &["--context 1602", "1024"]);
     // More than the demo was made for.
@@ -126,7 +126,7 @@ fn demo() -> Engine {
 }
 
 #[test]
-fn bench_steps_are_those_of_a_greedy_generation() {
+fn bare_steps_choose_the_tokens_of_a_greedy_generation() {
     let engine = demo();
     let prompt = engine.random_tokens(3, 40);
     assert_eq!(prompt, engine.random_tokens(3, 40));
@@ -144,7 +144,7 @@ fn bench_steps_are_those_of_a_greedy_generation() {
 }
 
 #[test]
-fn bench_rewinds_to_the_same_state() {
+fn rewind_restores_the_same_state() {
     let engine = demo();
     let (tokens, more) = (engine.random_tokens(5, 200), engine.random_tokens(6, 480));
     let rewinds = engine.with_runner(move |runner| {
@@ -178,13 +178,13 @@ fn build(case: &str) -> Decoder {
 
 /// Sizes from tests/golden/*/config.json. Weights are 2 bytes; norms, biases of projections, sinks and router 4.
 #[test]
-fn step_bytes_are_those_counted_by_hand() {
-    // gpt_oss: V 113, C 64, F 96, H 10, K 2, D 16, E 7, N 4; 3 layers, of which the second sees 9 positions.
+fn step_bytes_match_a_count_by_hand() {
+    // gpt_oss: V 113, C 64, F 96, H 10, K 2, D 16, E 7, N 4; 3 layers. The second one has a window of 9 positions.
     let q_and_o = 2 * (160 * 64 * 2) + (160 + 64) * 4;
     let k_and_v = 2 * (32 * 64 * 2 + 32 * 4);
     let attention = q_and_o + k_and_v + 10 * 4;
     let router = 7 * 64 * 4 + 7 * 4;
-    // A block of 32 values takes 16 bytes and its scale one: 2 blocks a row of 64, 3 a row of 96.
+    // A block of 32 values has 16 bytes and a scale of one byte. A row of 64 has 2 blocks, a row of 96 has 3.
     let expert = 192 * 2 * 17 + 192 * 2 + 64 * 3 * 17 + 64 * 2;
     let layer = 2 * 64 * 4 + attention + router + 4 * expert;
     let decoder = build("gpt_oss");
@@ -195,7 +195,7 @@ fn step_bytes_are_those_counted_by_hand() {
     assert_eq!(cache(8), (9 + 9 + 9) * row);
     assert_eq!(cache(30), (31 + 9 + 31) * row);
 
-    // llama3: V 137, C 80, F 56, H 8, K 2, D 10; 3 layers; the head is the embedding, of which a row is read besides.
+    // llama3: V 137, C 80, F 56, H 8, K 2, D 10; 3 layers. The head is the embedding, and a step reads one more row of it.
     let layer = 2 * 80 * 4 + (2 * 80 * 80 + 2 * 20 * 80 + 3 * 56 * 80) * 2;
     let decoder = build("llama3");
     assert_eq!(decoder.step_bytes(), 80 * 2 + 3 * layer + 80 * 4 + 137 * 80 * 2);

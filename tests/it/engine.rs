@@ -125,7 +125,7 @@ fn stop_strings_are_found_across_token_borders() {
         let stops: Vec<String> = stops.iter().map(|stop| stop.to_string()).collect();
         let mut matcher = StopStrings::new(&stops);
         let shown: Vec<String> = pieces.iter().map(|piece| matcher.push(piece)).collect();
-        (shown.concat(), matcher.finish(), matcher.hit())
+        (shown.concat(), matcher.finish(), matcher.is_stopped())
     };
     assert_eq!(run(&["STOP"], &["a S", "T", "OP b"]), ("a ".into(), "".into(), true));
     assert_eq!(run(&["STOP"], &["a S", "T", "Ab"]), ("a STAb".into(), "".into(), false));

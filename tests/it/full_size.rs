@@ -20,7 +20,7 @@ fn load() -> Engine {
     Engine::load(&model(), &LoadOptions { context: Some(8192), ..Default::default() }).unwrap()
 }
 
-/// Mean KL divergence of each row of `got` from the same row of `want`, and how often both have the same likeliest token.
+/// Returns the mean KL divergence of the rows of `got` from those of `want`, and how often the likeliest tokens agree.
 fn compare(got: &Tensor, want: &Tensor) -> (f64, f64) {
     let probabilities = |row: &[f32]| -> Vec<f64> {
         let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max) as f64;
@@ -49,19 +49,19 @@ fn full_size_logits_agree_with_transformers() {
     let (their_kl, their_top1) = compare(&reference["bf16"], &reference["f32"]);
     println!("positions {}", ids.len());
     println!("transformers bf16 against transformers f32:  mean KL {their_kl:.3e}, top-1 {:.1} %", 100.0 * their_top1);
-    let judge = |what: &str, got: Tensor| {
+    let compare_with_reference = |what: &str, got: Tensor| {
         let got = got.to_device(&Device::Cpu).unwrap();
         let (kl, top1) = compare(&got, &reference["f32"]);
         let (kl_bf16, top1_bf16) = compare(&got, &reference["bf16"]);
         println!("{what}: mean KL {kl:.3e}, top-1 {:.1} %", 100.0 * top1);
         println!("  against transformers bf16: mean KL {kl_bf16:.3e}, top-1 {:.1} %", 100.0 * top1_bf16);
-        // No further from the truth than the reference implementation is in the same dtype, with room for chance.
+        // The reference implementation in the same dtype sets the limit. The factor 1.5 allows for chance.
         assert!(kl <= 1.5 * their_kl, "{what}: mean KL {kl:e}, transformers' own in bf16 is {their_kl:e}");
         assert!(top1 >= their_top1 - 0.03, "{what}: top-1 {top1}, transformers' own in bf16 is {their_top1}");
     };
-    judge("inferno bf16, prefill", engine.logits(&ids).unwrap());
+    compare_with_reference("inferno bf16, prefill", engine.logits(&ids).unwrap());
     let steps = engine.with_runner(move |runner| runner.step_logits(&ids)).unwrap().unwrap();
-    judge(&format!("inferno bf16, decode steps ({})", engine.executor()), steps);
+    compare_with_reference(&format!("inferno bf16, decode steps ({})", engine.executor()), steps);
 }
 
 /// Resident memory of this process.
@@ -78,7 +78,7 @@ fn full_size_thousand_generations_leak_nothing() {
     let vocab = engine.info().vocab_size as u32;
     let (mut after_warm_up, mut host_after_warm_up) = (0, 0);
     for round in 0..1000u32 {
-        // Lengths around the window, a chunk's end and one token, ever new texts, sampled and greedy.
+        // Prompts of one token, and of lengths around the window and the end of a chunk. Every round has a new text.
         let length = [1, 17, 127, 128, 129, 700, 2048, 2049][round as usize % 8];
         let prompt: Vec<u32> = (0..length).map(|i| (i * 7919 + round * 104_729 + 1) % vocab).collect();
         let mut sampling = SamplingParams::greedy();
@@ -102,7 +102,7 @@ fn full_size_thousand_generations_leak_nothing() {
 }
 
 #[test(full_size)]
-fn full_size_greedy_tokens_are_the_same_every_time() {
+fn full_size_greedy_tokens_are_the_same_in_every_run() {
     let engine = load();
     let prompt: Vec<u32> = (0..300).map(|i| (i * 7919 + 3) % engine.info().vocab_size as u32).collect();
     let run = || -> Vec<u32> {

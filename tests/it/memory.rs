@@ -1,4 +1,4 @@
-//! What a model is said to take before it is loaded, against the tensors that loading makes.
+//! The memory that is estimated before loading, compared with the tensors that loading makes.
 
 use std::path::Path;
 
@@ -34,10 +34,10 @@ const CASES: [&str; 18] = [
 ];
 const COMPRESSED: [&str; 5] =
     ["compressed/int8", "compressed/int8_weights", "compressed/int8_packed", "compressed/fp8", "compressed/fp8_static"];
-/// Those with rows of 32, of 256 or else of 32, and of any length.
+/// Formats for rows of 32, for rows of 256 with a fallback to 32, and for rows of any length.
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
-/// Both numbers must be the same, whatever is computed in.
+/// Checks that the estimate equals the bytes that loading keeps, in every dtype.
 fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let architecture = models::read_config(path).unwrap().architecture;
@@ -50,18 +50,18 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
             None => Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap(),
         };
         let decoder = architecture.build(&weights, 32).unwrap();
-        let what = quantize.map_or("as it is".into(), |quantize| quantize.to_string());
+        let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), loaded.resident_bytes(), "{name} {what} in {dtype:?}");
-        // The count is right: the decoder's own layers come to the same, where a token meets all of them.
-        let meets_all = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
+        // The layers of the decoder have the same bytes. A step of a dense model reads all of them.
+        let is_dense = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
-            (meets_all, quantize.is_none(), checkpoint.info("model.embed_tokens.weight"))
+            (is_dense, quantize.is_none(), checkpoint.info("model.embed_tokens.weight"))
             && checkpoint.stored_as("model.embed_tokens.weight", embedding).ends_with("f16")
         {
             let row = (embedding.shape[1] * dtype.size_in_bytes()) as u64;
             let tied = checkpoint.info("lm_head.weight").is_none();
-            let unmet = if tied { 0 } else { row * embedding.shape[0] as u64 };
-            assert_eq!(decoder.step_bytes(), loaded.resident_bytes() - unmet + row, "{name} in {dtype:?}");
+            let unread = if tied { 0 } else { row * embedding.shape[0] as u64 };
+            assert_eq!(decoder.step_bytes(), loaded.resident_bytes() - unread + row, "{name} in {dtype:?}");
         }
     }
 }
@@ -74,7 +74,7 @@ fn each_quantization(name: &str, path: &Path) {
 }
 
 #[test]
-fn estimates_are_what_loading_makes() {
+fn estimates_equal_the_loaded_bytes() {
     for case in CASES.iter().chain(&COMPRESSED) {
         each_quantization(case, &golden(case));
     }
@@ -82,7 +82,7 @@ fn estimates_are_what_loading_makes() {
 }
 
 #[test]
-fn estimates_of_gguf_files_are_what_loading_makes() {
+fn estimates_of_gguf_files_equal_the_loaded_bytes() {
     for case in CASES.iter().filter(|case| !["gpt_oss_new", "llama_new", "trained"].contains(case)) {
         let (_folder, path) = saved(&convert(&golden(case)));
         each_quantization(&format!("{case}.gguf"), &path);
@@ -95,10 +95,10 @@ fn estimates_of_gguf_files_are_what_loading_makes() {
     }
 }
 
-/// Headers alone, as a hub gives them, say the same of what is not quantized. Of what is they do not know how it is laid out:
-/// rows may be filled up to 32 columns and get a scale each, where one number is stored for all.
+/// Headers alone, as a hub sends them, give the same estimate for unquantized models. For quantized ones they do not show
+/// the layout after loading: rows may be padded to 32 columns, and each row may get a scale of its own.
 #[test]
-fn headers_say_what_files_say() {
+fn estimates_from_headers_agree_with_estimates_from_files() {
     for case in CASES.iter().chain(&COMPRESSED) {
         let (dir, mut inventory) = (golden(case), Inventory::default());
         let mut tensors = 0;
@@ -116,14 +116,17 @@ fn headers_say_what_files_say() {
         assert!(tensors > 0, "{case}");
         let checkpoint = Checkpoint::open(&dir).unwrap();
         for dtype in [DType::F32, DType::BF16] {
-            let (said, is) =
+            let (estimate, exact) =
                 (inventory.loaded_bytes(dtype), Inventory::from_checkpoint(&checkpoint, None).loaded_bytes(dtype));
             if case.starts_with("compressed") {
                 let codes = checkpoint.tensors().filter(|(_, info)| info.dtype.bitsize() == 8);
                 let rows: usize = codes.map(|(_, info)| info.shape[0]).sum();
-                assert!(said <= is && is - said <= rows as u64 * (31 + 4), "{case}: {said} of {is}");
+                assert!(
+                    estimate <= exact && exact - estimate <= rows as u64 * (31 + 4),
+                    "{case}: {estimate} of {exact}"
+                );
             } else {
-                assert_eq!(said, is, "{case} in {dtype:?}");
+                assert_eq!(estimate, exact, "{case} in {dtype:?}");
             }
         }
     }

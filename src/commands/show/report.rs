@@ -190,7 +190,7 @@ fn needs(
             MemoryPlan::from_layers(inventory, layers, max_context, dtype, DeviceKind::Gpu)
         }
     };
-    let requested = need.checked(context)?;
+    let requested = need.check_context(context)?;
     let smallest = || need.smallest(requested.unwrap_or(need.default_context()));
     let (room, fits): (Capacity, Option<bool>) = match device.map(|device| need.choose(requested, device)) {
         Some(Ok(room)) => (room, Some(true)),

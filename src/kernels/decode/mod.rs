@@ -33,4 +33,4 @@ pub use residual::{PostNorm, add_residual};
 pub use routed_experts::{add_routed_down, add_routed_gate_up};
 pub use router::add_router;
 
-pub use crate::kernels::constants::MAX_EXPERTS;
+pub use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
