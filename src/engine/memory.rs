@@ -195,7 +195,7 @@ impl MemoryPlan {
     /// Returns the requested context if the model allows it.
     pub fn check_context(&self, requested: Option<usize>) -> Result<Option<usize>> {
         let error = match requested {
-            Some(0) => "cannot load a model with a context of 0 tokens: give --context 1 or more".into(),
+            Some(0) => "cannot load a model with --context 0: give --context 1 or more".into(),
             Some(context) if context > self.max_context => {
                 let limit = self.max_context;
                 format!("cannot load with --context {context}: this model was made for at most {limit} tokens")
