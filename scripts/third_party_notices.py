@@ -108,7 +108,7 @@ def main():
         out.append("=" * 100)
         out.append(group["license"] + "\n")
         if group["license"] == "MPL-2.0":
-            out.append("The source code of these crates, unchanged, is on https://crates.io.\n")
+            out.append("The source code of these crates, unchanged, is in their repositories; `cargo info NAME` names them.\n")
         for crate, copyrights in group["crates"]:
             out.append(crate)
             out.extend(f"    {line}" for line in copyrights)
