@@ -1,4 +1,4 @@
-//! Benchmarks of the host's work for each token, and of commands: `cargo bench --bench cpu -- --quick`.
+//! Benchmarks of the host's work per token and of commands. Run: `cargo bench --bench cpu -- --quick`.
 
 use std::fs::{self, File};
 use std::hint::black_box;
@@ -34,7 +34,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Random numbers in [-1, 1), the same in every run.
+/// Returns pseudo-random numbers in [-1, 1), the same in every run.
 fn noise(count: usize) -> Vec<f32> {
     let mut state = 1u32;
     let mut next = || {
@@ -44,10 +44,10 @@ fn noise(count: usize) -> Vec<f32> {
     (0..count).map(|_| next()).collect()
 }
 
-/// Measures one draw of a token.
+/// Measures sampling one token.
 fn sampler(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("sampler");
-    // Like the logits of a model: a few large ones, the rest far below.
+    // A few large logits and many small ones, as in a real model.
     let mut logits: Vec<f32> = noise(VOCAB_SIZE).into_iter().map(|x| 12.0 * x * x * x).collect();
     let greedy = SamplingParams::greedy();
     let sampled = SamplingParams { temperature: 1.0, ..greedy.clone() };
@@ -66,7 +66,7 @@ fn sampler(criterion: &mut Criterion) {
 
 const SENTENCE: &str = "The KV cache keeps keys and values of past tokens – so each new token needs little work. ";
 
-/// Measures parsing of an answer of a few thousand tokens, half of it reasoning.
+/// Measures parsing an answer of a few thousand tokens. Half of the answer is reasoning.
 fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     let options = RenderOptions {
         tools: Vec::new(),
@@ -80,7 +80,7 @@ fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
         "<|channel|>analysis<|message|>{text}<|end|><|start|>assistant<|channel|>final<|message|>{text}<|return|>"
     );
     let ids = demo.tokenizer.encode(&answer, ControlTokens::Parse)?;
-    let format = demo.chat.as_ref().context("the demo has a chat format")?;
+    let format = demo.chat.as_ref().context("the demo model has no chat format")?;
     let mut group = criterion.benchmark_group("harmony");
     group.throughput(Throughput::Elements(ids.len() as u64));
     group.bench_function("parser", |bencher| {
@@ -92,7 +92,7 @@ fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     Ok(())
 }
 
-/// Measures decoding of a text of a few thousand tokens, token by token.
+/// Measures decoding a text of a few thousand tokens, one token at a time.
 fn text_stream(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     let ids = demo.tokenizer.encode(&SENTENCE.repeat(120), ControlTokens::Text)?;
     let mut group = criterion.benchmark_group("tokenizer");
@@ -106,7 +106,7 @@ fn text_stream(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     Ok(())
 }
 
-/// Measures the product of one token with four of eight experts.
+/// Measures multiplying one token by the weights of four of eight experts.
 fn expert_product(criterion: &mut Criterion) -> Result<()> {
     let (experts, rows, columns) = (8, 512, 512);
     let ids = [1, 6, 3, 0];
@@ -124,8 +124,9 @@ fn expert_product(criterion: &mut Criterion) -> Result<()> {
     Ok(())
 }
 
-/// Measures how long the chat takes to draw one token at 900 tokens per second, on a pseudo terminal that is read.
-/// The limit is 22 us, 2 % of the 1.1 ms between two tokens.
+/// Measures how long the chat takes to draw one token at 900 tokens per second. A thread reads the pseudo terminal.
+///
+/// The limit is 22 µs, which is 2% of the 1.1 ms between two tokens.
 #[cfg(unix)]
 fn terminal(criterion: &mut Criterion) -> Result<()> {
     use inferno::chat::{Channel, Delta};
@@ -151,7 +152,7 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
     let mut group = criterion.benchmark_group("terminal");
     group.sample_size(10).warm_up_time(Duration::from_millis(20)).measurement_time(Duration::from_secs(5));
     for (name, text) in texts {
-        // Pieces of four characters, the usual length of a token.
+        // Pieces of four characters, the typical length of a token.
         let characters: Vec<char> = text.chars().collect();
         let pieces: Vec<String> = characters.chunks(4).map(|piece| piece.iter().collect()).collect();
         let pieces: Vec<Delta> = pieces.into_iter().map(|text| Delta { channel: Channel::Answer, text }).collect();
@@ -164,7 +165,7 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
                     std::hint::spin_loop();
                 }
                 let before = Instant::now();
-                view.show(delta, window, &mut screen).expect("the pseudo terminal is writable");
+                view.show(delta, window, &mut screen).expect("the pseudo terminal should be writable");
                 spent += before.elapsed();
             }
             spent / 900
@@ -174,7 +175,7 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
     Ok(())
 }
 
-/// Measures the run time of `inferno --help`, and of `inferno list` with 200 models of 8B.
+/// Measures the run time of `inferno --help`, and of `inferno list` with 200 models of 8B parameters.
 fn commands(criterion: &mut Criterion) -> Result<()> {
     let home = tempfile::tempdir()?;
     let tensors = llama_tensors();
@@ -199,7 +200,7 @@ fn commands(criterion: &mut Criterion) -> Result<()> {
         let mut file = File::create(snapshot.join("model.safetensors"))?;
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(&header)?;
-        // A sparse file takes no disk space.
+        // A sparse file uses no disk space.
         file.set_len(8 + header.len() as u64 + end)?;
     }
     let run = |args: &[&str]| {

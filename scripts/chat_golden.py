@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/chat.json: a few conversations as reference implementations render them.
+"""Writes tests/golden/chat.json: conversations rendered by reference implementations.
 
     TIKTOKEN_ENCODINGS_BASE=DIR python scripts/chat_golden.py FIXTURES tests/golden/chat.json
-    python scripts/chat_golden.py FIXTURES --show TEMPLATE CONVERSATION     # prints the whole text
+    python scripts/chat_golden.py FIXTURES --show TEMPLATE CONVERSATION     # prints the rendered text
 
-Needs transformers 5 (its template environment renders the fixtures' chat_templates/*.jinja) and openai-harmony (renders
-the same conversations for gpt-oss; DIR holds o200k_base.tiktoken). The templates and the texts in them are under their
-models' licenses, so the file has only FNV-1a hashes and lengths of the rendered texts. It has all of harmony's token ids,
-whose text is our own or from harmony's Apache-licensed source.
+Requires transformers 5 and openai-harmony. transformers renders the fixtures' chat_templates/*.jinja. openai-harmony
+renders the same conversations for gpt-oss and reads o200k_base.tiktoken from DIR.
+
+The templates are under the licenses of their models, so the output contains only FNV-1a hashes and lengths of the
+rendered texts. For harmony, it contains all token ids, because their text is our own or Apache-licensed.
 """
 
 import copy
@@ -123,7 +124,7 @@ CONVERSATIONS = {
     "bad-order": ([ASK, MORE], None),
 }
 
-# The special tokens of the templates' models. Gemma, Mistral and Llama start with one; Qwen has none.
+# The BOS and EOS tokens by template name. Qwen has no BOS token.
 TOKENS = {
     "google": ("<bos>", "<eos>"),
     "meta": ("<|begin_of_text|>", "<|eot_id|>"),
@@ -137,7 +138,8 @@ TOKENS = {
     "HuggingFaceTB": (None, "<|im_end|>"),
 }
 
-# Lines of ollama-templates.jsonl: 7 is Qwen 2, 2 is TinyLlama; Mixtral has one of Mistral's templates.
+# Template name, BOS and EOS by line of ollama-templates.jsonl. Line 2 is TinyLlama, line 7 is Qwen 2.
+# Mixtral shares a template with Mistral.
 LINES = {
     2: ("zephyr", "<s>", "</s>"),
     7: ("chatml", None, "<|im_end|>"),
@@ -167,8 +169,10 @@ class Pinned(datetime):
 
 
 def messages_for(source, messages, string_arguments):
-    """Messages as inferno passes them: reasoning under the names that the template reads, and null content if the
-    template treats it differently from empty content."""
+    """Returns messages as inferno passes them to a template.
+
+    Reasoning gets the names that the template reads. Empty content becomes null if the template distinguishes the two.
+    """
     out = []
     for message in copy.deepcopy(messages):
         reasoning = message.pop("reasoning_content", None)
@@ -210,7 +214,7 @@ def render(source, bos, eos, name, add_generation_prompt):
 
 
 def cases(source, bos, eos, names):
-    """Hashes of the rendered conversations."""
+    """Returns the hashes of the rendered conversations."""
     out = []
     for name in names:
         for add in [True, False]:
@@ -233,7 +237,7 @@ def line_cases(fixtures):
 
 
 def harmony_messages(messages, tools):
-    """The conversation as openai-harmony's types, by the rules of its docs/format.md."""
+    """Converts a conversation to openai-harmony's types, following its docs/format.md."""
     import openai_harmony as h
 
     system = h.SystemContent.new().with_reasoning_effort(h.ReasoningEffort.MEDIUM).with_conversation_start_date(DATE)
@@ -288,8 +292,10 @@ SNAPSHOTS = ["Llama-3.1-8B-Instruct", "DeepSeek-R1-Distill-Llama-8B", "TinyLlama
 
 
 def snapshot_case(directory, name):
-    """Token ids by the published tokenizer.json. transformers 5.17 would rebuild the tokenizer, because its class is
-    LlamaTokenizerFast, and lose every space and newline of DeepSeek-R1-Distill-Llama."""
+    """Returns the number and the hash of the token ids from the published tokenizer.json.
+
+    transformers 5.17 rebuilds a LlamaTokenizerFast. For DeepSeek-R1-Distill-Llama, that loses all spaces and newlines.
+    """
     text = transformers.AutoTokenizer.from_pretrained(directory).apply_chat_template(
         CONVERSATIONS[name][0], add_generation_prompt=True, tokenize=False)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))

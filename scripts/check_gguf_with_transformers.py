@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Reads the GGUF files that tests/it/gguf/converter.rs writes with transformers and compares logits with the golden values.
+"""Compares the logits that transformers computes from GGUF files with the golden values.
 
     mkdir DIR && INFERNO_GGUF_OUT=DIR cargo test --test it gguf::models::logits
     python scripts/check_gguf_with_transformers.py DIR
 
-Needs torch, transformers and gguf. Each file is read twice: with the config.json of its checkpoint, which tests the tensors
-only, and with the config that transformers makes of the metadata. Prints the largest difference of logits, divided by the
-largest logit, or '-' with the reason if transformers cannot read the file.
+Requires torch, transformers and gguf. tests/it/gguf/converter.rs writes the files. The script reads each file twice:
+with the config.json of its checkpoint, which tests only the tensors, and with the config that transformers derives from
+the metadata.
+
+Prints the largest logit difference divided by the largest logit, or '-' and the reason if transformers cannot read the file.
 """
 import sys
 from pathlib import Path
@@ -30,6 +32,6 @@ def error(folder, file, golden, **options):
 for path in sorted(Path(sys.argv[1]).glob("*.gguf")):
     golden = load_file(GOLDEN / path.stem / "golden.safetensors")
     config = AutoConfig.from_pretrained(GOLDEN / path.stem)
-    config.scale_attn_by_inverse_layer_idx = False  # the file has scaled queries instead
+    config.scale_attn_by_inverse_layer_idx = False  # the queries in the file are already scaled
     config.quantization_config = None
     print(f"{path.stem:15} config.json: {error(path.parent, path.name, golden, config=config):10} metadata: {error(path.parent, path.name, golden)}", flush=True)

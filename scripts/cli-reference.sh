@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes docs/cli.md: the `--help` of inferno and of each of its commands.
+# Writes docs/cli.md: the `--help` output of inferno and of every command.
 #
 #   cargo build && scripts/cli-reference.sh [target/debug/inferno]
 set -euo pipefail

@@ -1,25 +1,26 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/compressed: a tiny Llama quantized to 8 bits in five ways, with the logits of transformers.
+"""Writes tests/golden/compressed: a tiny Llama quantized to 8 bits in five ways, with logits from transformers.
 
-    python scripts/compressed_golden.py [--out tests/golden/compressed]     # CPU, some minutes
+    python scripts/compressed_golden.py [--out tests/golden/compressed]     # takes a few minutes on a CPU
 
-Needs torch, transformers, safetensors and compressed-tensors; the versions used are in provenance.json. Each case is a
-folder with the same files as those of tests/golden/make.py:
+Requires torch, transformers, safetensors and compressed-tensors; provenance.json lists the versions.
+Each case is a folder with the same files that tests/golden/make.py writes:
 
     int8           int8 weights, one scale per row; int8 inputs, one scale per token. llm-compressor's W8A8.
     int8_weights   int8 weights, one scale per row; inputs are not quantized
-    int8_packed    the same, four weights in an int32. llm-compressor's W8A16.
-    fp8            E4M3 weights, one scale per row; E4M3 inputs, one scale per token; a pattern ignores one v_proj. FP8_DYNAMIC.
-    fp8_static     E4M3 weights, one scale per matrix; E4M3 inputs with an input_scale that clamps some. FP8.
+    int8_packed    the same, with four weights packed in an int32. llm-compressor's W8A16.
+    fp8            E4M3 weights, one scale per row; E4M3 inputs, one scale per token. FP8_DYNAMIC.
+                   A pattern in `ignore` excludes one v_proj.
+    fp8_static     E4M3 weights, one scale per matrix; E4M3 inputs with an input_scale that clamps some of them. FP8.
 
-transformers dequantizes the weights in the first forward pass (code x scale). The library rounds the inputs of each
+transformers dequantizes the weights in the first forward pass (code x scale). compressed-tensors rounds the inputs of each
 quantized layer (`fake_quantize`: divide by the scale, clamp, round halves to even, multiply by the scale). Both compute in
-the dtype of the model, here float32. `by_hand` is a second implementation, which must give the same bits.
+the dtype of the model, here float32. `by_hand` is a second implementation that must produce the same bits.
 
-A code that is rounded the other way changes logits by 1e-3, so the tokens are chosen to keep every input away from the
-points where rounding changes (`margin`). Int8 always has an input at such a point: the largest magnitude of a token divided
-by its scale is 127.5 up to the last bit. It becomes 127 if positive, and -127 or -128 if negative. So one channel of each
-input is always large and positive (`make_loud`), as in real models.
+Rounding one code the other way changes the logits by 1e-3. The tokens are therefore chosen to keep every input away from
+the rounding boundaries (`margin`). With int8, one input is always on a boundary: the largest magnitude of a token, divided
+by its scale, is 127.5 up to the last bit. A positive value becomes 127, but a negative value becomes -127 or -128.
+For this reason, one channel of each input is always large and positive (`make_loud`), as in real models.
 """
 
 import argparse
@@ -46,7 +47,7 @@ import make  # noqa: E402
 SEED = 20261122
 LOUD = 5  # the channel with large values
 SIZES = SimpleNamespace(C=48, F=112, L=4, H=6, K=2, D=16, V=104, T=37)
-# The midpoints between neighbors in E4M3, where rounding changes. Below 0.5 the change is too small to matter.
+# The midpoints between adjacent E4M3 values. Below 0.5, a different rounding has too little effect.
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 MIDPOINTS = ((E4M3[1:] + E4M3[:-1]) / 2)[E4M3[:-1] >= 0.5]
 
@@ -84,7 +85,7 @@ def base_config():
 
 
 def make_loud(weights):
-    """Gives the input of every linear layer one channel that is likely to be large and positive."""
+    """Makes one input channel of every linear layer likely to be large and positive."""
     g = torch.Generator().manual_seed(SEED)
     weights["model.embed_tokens.weight"][:, LOUD] = 7 + 0.3 * torch.randn(SIZES.V, generator=g)
     for name, weight in weights.items():
@@ -101,7 +102,7 @@ def make_loud(weights):
 
 
 def quantize(name, format, group, ignore, config, weights):
-    """Returns the section of config.json, the tensors of the file without `input_scale`, and the quantized layers."""
+    """Returns the quantization_config, the tensors without `input_scale`, and the quantized layers."""
     settings = QuantizationConfig(
         config_groups={"group_0": {"targets": ["Linear"], "format": format, **group}},
         format=format,
@@ -118,7 +119,7 @@ def quantize(name, format, group, ignore, config, weights):
         whole = scheme.weights.strategy == "tensor"
         low, high = (weight.min(), weight.max()) if whole else (weight.amin(1, True), weight.amax(1, True))
         scale, _ = calculate_qparams(low, high, scheme.weights)
-        # bf16, as in real files. One case has float32, which inferno reads too.
+        # Real files use bf16 scales. One case uses float32, which inferno can also read.
         scale = scale.to(torch.float32 if name == "int8_weights" else torch.bfloat16)
         tensors = NaiveQuantizationCompressor.compress({"weight": weight, "weight_scale": scale.float()}, scheme)
         stored[layer + ".weight"], stored[layer + ".weight_scale"] = tensors["weight"], scale
@@ -127,7 +128,7 @@ def quantize(name, format, group, ignore, config, weights):
 
 
 def packed(stored, layers):
-    """The tensors of the file, with the weights of quantized layers packed."""
+    """Returns the tensors with the weights of quantized layers packed."""
     tensors = dict(stored)
     for layer in layers:
         weight = tensors.pop(layer + ".weight")
@@ -159,7 +160,7 @@ def fp8_codes(x, scale):
 
 
 def rounding(name):
-    """A function of a layer's tensors and its input x that rounds x. None if inputs are not rounded."""
+    """Returns a function that rounds the input of a layer, or None if inputs are not rounded."""
 
     def int8(layer, x):
         scale = dynamic_scale(x, 127.5)
@@ -176,7 +177,7 @@ def rounding(name):
 
 
 def mistakes(name):
-    """Wrong ways to round the inputs, each with one mistake."""
+    """Returns wrong ways to round the inputs. Each contains one mistake."""
 
     def int8(largest_code, dims=-1, codes=int8_codes):
         def rounded(layer, x):
@@ -216,7 +217,7 @@ def mistakes(name):
 
 
 def by_hand(config, stored, layers, rounded, dtype=torch.float32):
-    """The same model, computed without compressed-tensors."""
+    """Returns the same model, implemented without compressed-tensors."""
     plain = {name: config[name] for name in config if name != "quantization_config"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain), attn_implementation="eager", dtype=dtype)
     state = {name: tensor.to(dtype) for name, tensor in stored.items() if not name.endswith("_scale")}
@@ -231,7 +232,7 @@ def by_hand(config, stored, layers, rounded, dtype=torch.float32):
 
 
 def margin(name, tensors, x):
-    """For each token of x [B, T, C]: how close an input, divided by the scale, is to a point where rounding changes."""
+    """Returns the smallest distance of a scaled input to a rounding boundary, for each token of x [B, T, C]."""
     if name == "int8":
         y = x / dynamic_scale(x, 127.5)
         turn = (y.floor() + 0.5).clamp(-127.5, 126.5)
@@ -246,7 +247,7 @@ def margin(name, tensors, x):
 
 @torch.no_grad()
 def margins(name, stored, layers, model, batch):
-    """For each sequence of the batch: the smallest margin of its last token in any quantized layer."""
+    """Returns the smallest margin of the last token over all quantized layers, for each sequence of the batch."""
     smallest, hooks = [], []
     for layer in layers:
         tensors = {"input_scale": stored.get(layer + ".input_scale")}
@@ -259,7 +260,7 @@ def margins(name, stored, layers, model, batch):
 
 
 def choose_ids(name, stored, layers, model):
-    """Chooses at each position the token with the largest margin, without recent tokens."""
+    """Chooses the token with the largest margin at each position, excluding recent tokens."""
     ids, least = [], []
     g = torch.Generator().manual_seed(SEED)
     for _ in range(SIZES.T):
@@ -277,7 +278,7 @@ def choose_ids(name, stored, layers, model):
 
 @torch.no_grad()
 def find_input_scales(config, stored, layers):
-    """Finds scales that are a little too small for random tokens, so that some inputs are clamped."""
+    """Sets input scales slightly too small for random tokens, so that some inputs are clamped."""
     model = by_hand(config, stored, layers, None)
     largest = {}
     for layer in layers:
@@ -291,7 +292,7 @@ def find_input_scales(config, stored, layers):
 
 @torch.no_grad()
 def clamped(stored, layers, model, ids):
-    """The share of inputs beyond 448 times the scale."""
+    """Returns the fraction of inputs whose magnitude exceeds 448 times the scale."""
     found, hooks = [], []
     for layer in layers:
         scale = stored[layer + ".input_scale"].float()
@@ -317,16 +318,16 @@ def make_case(out, name, format, group, ignore):
     tensors = packed(stored, layers) if format == "pack-quantized" else stored
     make.write_checkpoint(folder, config, tensors, ["model.safetensors"])
 
-    # The golden values, from the files.
+    # Compute the golden values from the written files.
     model = load(folder)
     model(input_ids=torch.tensor([[0]]))  # dequantizes the weights
     ids, least = choose_ids(name, stored, layers, model)
     logits, seen = make.forward(model, ids)
     prompt, continued, leads = make.choose_greedy(model, ids, SIZES, config)
 
-    # Compare with `by_hand`, with float64 and bfloat16, and with the mistakes.
+    # Compare with `by_hand`, float64, bfloat16 and the mistakes.
     hand = by_hand(config, stored, layers, rounding(name))
-    assert torch.equal(make.forward(hand, ids)[0], logits), f"{name}: by_hand gives other logits"
+    assert torch.equal(make.forward(hand, ids)[0], logits), f"{name}: by_hand computes different logits"
     moved = {}
     for mistake, rounded in mistakes(name).items():
         moved[mistake] = make.relative(make.forward(by_hand(config, stored, layers, rounded), ids)[0], logits)
@@ -349,7 +350,7 @@ def make_case(out, name, format, group, ignore):
     if name == "fp8_static":
         facts["clamped"] = clamped(stored, layers, model, ids)
         assert facts["clamped"] > 1e-3, facts
-    # Another order of summation must not change a code.
+    # A different summation order must not change any code.
     assert facts["float64_relative_error"] < 1e-5, facts
     assert all(torch.isfinite(hidden).all() for hidden in seen.hidden)
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Installs a CUDA 13.0 toolkit from NVIDIA's Python wheels into a folder.
-# Needs no root, no GPU and no driver. The download is 1.2 GB and takes about a minute.
+# Requires no root, GPU or driver. The download is 1.2 GB and takes about a minute.
 #
 #   scripts/cuda-toolkit.sh DIR && source DIR/env.sh
 #
-# DIR gets an ordinary toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) and env.sh.
+# Fills DIR with a standard toolkit tree (bin/nvcc, include, lib64, lib64/stubs/libcuda.so) and env.sh.
 # env.sh sets the variables that cargo, the linker and CUDA programs need.
-# If this version of the script has completed DIR before, nothing changes.
+# Does nothing if this version of the script has already completed DIR.
 set -euo pipefail
 
 fail() {
@@ -15,9 +15,9 @@ fail() {
 }
 
 [ $# = 1 ] || fail "usage: scripts/cuda-toolkit.sh DIR"
-[ "$(uname -sm)" = "Linux x86_64" ] || fail "these wheels are for Linux on x86-64, this is $(uname -sm)"
-for tool in python3 gcc g++; do # nvcc needs g++; the stub of the driver needs gcc
-  command -v $tool > /dev/null || fail "$tool is needed (on Debian: apt-get install python3-venv g++)"
+[ "$(uname -sm)" = "Linux x86_64" ] || fail "cannot install on $(uname -sm): the wheels are for Linux on x86-64"
+for tool in python3 gcc g++; do # nvcc needs g++; the driver stub needs gcc
+  command -v $tool > /dev/null || fail "cannot find $tool; install it (on Debian: apt-get install python3-venv g++)"
 done
 
 script=$(realpath "$0")
@@ -36,20 +36,21 @@ python3 -m venv --clear "$dir/venv"
 home=$(echo "$dir"/venv/lib/python3*/site-packages/nvidia/cu13)
 cd "$home"
 
-# The wheels have no lib64, and no library names without a version, which a linker looks for.
+# The linker looks for lib64 and for library names without a version. The wheels contain neither.
 [ -e lib64 ] || ln -s lib lib64
 for library in lib/*.so.*; do
   name=${library%%.so.*}.so
   [ -e "$name" ] || ln -s "$(basename "$library")" "$name"
 done
 
-# A stub of the driver for the linker: every cu* name of the headers, empty. At run time the real libcuda.so.1 is loaded.
+# Build a driver stub for the linker: an empty function for every cu* name in the headers.
+# At run time, the real libcuda.so.1 is loaded.
 mkdir -p lib/stubs
 grep -ohE '\bcu[A-Z][A-Za-z0-9_]*' include/cuda.h include/cudaTypedefs.h | sort -u |
   awk '{ print "void " $1 "(void) {}" }' |
   gcc -shared -fno-builtin -w -Wl,-soname,libcuda.so.1 -x c - -o lib/stubs/libcuda.so
 
-# Without a GPU, compile for the oldest supported architecture: newer ones run its PTX.
+# Without a GPU, compile for the oldest supported architecture. Newer GPUs can run its PTX.
 cat > "$dir/env.sh" << ENV
 export CUDA_HOME=$home
 export NVCC=\$CUDA_HOME/bin/nvcc

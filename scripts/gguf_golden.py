@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/gguf: blocks with the values that the `gguf` package dequantizes, and small files that it writes.
+"""Writes tests/golden/gguf with the `gguf` package: blocks with their dequantized values, and small GGUF files.
 
-    python scripts/gguf_golden.py tests/golden/gguf fuzz/corpus     # needs gguf, numpy, safetensors
+    python scripts/gguf_golden.py tests/golden/gguf fuzz/corpus     # requires gguf, numpy, safetensors
 
-blocks.safetensors  for each type T: `T.blocks` u8 [blocks, bytes] and `T.values` f32 [blocks, elements] by
-                    gguf.quants.dequantize. Blocks are random bytes with ordinary scales, random bytes with any scale
-                    (infinite and NaN too), all bits 0, all bits 1. MXFP4 has every scale byte.
+blocks.safetensors  for each type T: `T.blocks` u8 [blocks, bytes], and `T.values` f32 [blocks, elements] from
+                    gguf.quants.dequantize. Half of the blocks have typical scales, the others have random scales,
+                    including infinity and NaN. Two blocks have all bits 0 or all bits 1. MXFP4 covers all scale bytes.
 tiny.gguf           every type of metadata value and array, and a tensor of each type
 tiny-0000N-of-…     the same in three parts
 big-endian.gguf     a file that inferno must refuse
 tiny.json           the contents of tiny.gguf as gguf.GGUFReader reads them
 provenance.json     versions, seed, checksums
 
-The second folder gets the first inputs for fuzzing: small vocabularies, a few tensors, models of one layer, safetensors
+The second folder receives the seed inputs for fuzzing: small vocabularies, a few tensors, one-layer models, safetensors
 files and indexes.
 """
 
@@ -30,7 +30,7 @@ from safetensors.numpy import save_file
 
 SEED = 20261121
 
-# The offsets of the f16 fields of a block, which can make values infinite.
+# The byte offsets of the f16 fields in a block. These fields can make values infinite.
 HALVES = {
     T.F32: [],
     T.F16: [],
@@ -50,7 +50,7 @@ HALVES = {
 
 
 def blocks(rng, kind):
-    """u8 [blocks, bytes]."""
+    """Returns random blocks as u8 [blocks, bytes]."""
     length, size = gguf.GGML_QUANT_SIZES[kind]
     count = 512 if length == 1 else 16 if length == 256 else 32
     random = rng.integers(0, 256, (count, size), dtype=np.uint8)
@@ -75,7 +75,7 @@ def write(path, arrays, endianess=GGUFEndian.LITTLE, split=0):
     writer.add_name("tiny")
     writer.add_block_count(2)
     if not split:
-        # Later parts carry no metadata, so it must be in the first.
+        # The later parts of a split file have no metadata, so they cannot set an alignment.
         writer.add_custom_alignment(64)
     writer.add_uint8("all.u8", 200)
     writer.add_int8("all.i8", -100)
@@ -137,7 +137,7 @@ def write_vocabulary(path, model):
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     if model == "gpt2":
-        # Printable bytes stand for themselves; a space is Ġ, a newline is Ċ.
+        # Printable bytes represent themselves; Ġ is a space, Ċ is a newline.
         tokens = [chr(byte) for byte in range(33, 127)] + ["Ġ", "Ċ", "Ã", "¶"]
         tokens += ["lo", "He", "llo", "<s>", "</s>", "<think>"]
         writer.add_tokenizer_pre("llama-bpe")
@@ -164,7 +164,7 @@ def write_vocabulary(path, model):
 
 
 def write_model(path, architecture):
-    """A model of one layer with random weights, as small as blocks allow."""
+    """Writes a one-layer model with random weights, as small as the block sizes allow."""
     writer = GGUFWriter(path, architecture)
     hidden, feed, heads, kv_heads, vocab, experts = 32, 32, 2, 1, 4, 2
     writer.add_block_count(1)
@@ -259,7 +259,7 @@ def main():
         golden[f"{kind.name}.blocks"] = raw
         golden[f"{kind.name}.values"] = values.reshape(len(raw), -1)
         arrays[kind] = raw[:4].reshape(2, -1)
-    # For all other types the writer takes bytes.
+    # The writer expects bytes for all other types.
     arrays[T.F32], arrays[T.F16] = arrays[T.F32].view(np.float32), arrays[T.F16].view(np.float16)
     save_file(golden, out / "blocks.safetensors")
     (out / "blocks.safetensors").chmod(0o644)

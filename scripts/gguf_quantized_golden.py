@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/gguf_quantized: tiny models of each family as quantized GGUF files, and what transformers computes.
+"""Writes tests/golden/gguf_quantized: a tiny quantized GGUF model of each family, with logits from transformers.
 
-    python scripts/gguf_quantized_golden.py [--out tests/golden/gguf_quantized]     # CPU, a minute
+    python scripts/gguf_quantized_golden.py [--out tests/golden/gguf_quantized]     # takes a minute on a CPU
 
-Needs torch, transformers, accelerate, safetensors, numpy and gguf; the versions used are in provenance.json. For each family
+Requires torch, transformers, accelerate, safetensors, numpy and gguf; provenance.json lists the versions. For each family:
 
-    FAMILY.gguf          a model of random weights, with all matrices quantized by the gguf package: Q8_0, Q4_0, Q4_1, Q5_0
-                         and Q5_1 in turn, so that the matrices inferno stacks (q, k, v; gate, up) have several types;
-                         gpt-oss's experts in MXFP4. Routers, norms and biases are F32, as llama.cpp leaves them.
-    FAMILY.safetensors   `ids` I64 [T] and `logits` F32 [T, V]: float32, eager attention, the whole sequence at once, by
-                         transformers from a checkpoint with the dequantized blocks (gguf.quants.dequantize)
+    FAMILY.gguf          a model with random weights. The gguf package quantizes its matrices to Q8_0, Q4_0, Q4_1, Q5_0
+                         and Q5_1 in turn, so that the matrices that inferno stacks (q, k, v; gate, up) differ in type.
+                         gpt-oss's experts are MXFP4. Routers, norms and biases are F32, as in llama.cpp's files.
+    FAMILY.safetensors   `ids` I64 [T] and `logits` F32 [T, V], computed by transformers from the dequantized blocks
+                         (gguf.quants.dequantize), in float32 with eager attention and the whole sequence at once
 
-Tensors are changed as in llama.cpp's convert_hf_to_gguf.py: the rows of Llama's q and k are in the order of rotated pairs,
-Gemma's norms have 1 added, GPT-2's matrices are transposed, experts are stacked. Names come from gguf.TensorNameMap. If
-transformers can read the architecture from GGUF files, its logits for the file must agree.
+Tensors are converted as in llama.cpp's convert_hf_to_gguf.py: the rows of Llama's q and k are reordered for rotated pairs,
+1 is added to Gemma's norms, GPT-2's matrices are transposed, and experts are stacked. Names come from gguf.TensorNameMap.
+If transformers can read the architecture from GGUF files, its logits for the file must agree.
 
-Mistral's files are like Llama's. RoPE has no scaling and windows cover the whole context; tests/it/gguf makes files that
-differ.
+Mistral uses the same files as Llama. Except for gpt-oss, RoPE is not scaled and sliding windows cover the whole context;
+tests/it/gguf writes files with other settings.
 """
 
 import argparse
@@ -46,14 +46,14 @@ SEED = 20261123
 TYPES = [T.Q8_0, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1]
 # Rows have C, F or HD elements, all multiples of 32. All sizes differ.
 SIZES = {"C": 32, "F": 64, "L": 2, "H": 8, "K": 2, "D": 12, "V": 57, "T": 31}
-# gpt2's head size follows from C.
+# GPT-2 derives its head size from C.
 GPT2 = {"C": 96, "F": 64, "L": 2, "H": 6, "K": 6, "D": 16, "V": 57, "T": 31, "P": 41}
-# The architectures that transformers 5.17 reads from GGUF files.
+# The architectures that transformers 5.17 can read from GGUF files.
 READ_BY_TRANSFORMERS = {"llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt2"}
 
 
 def cases():
-    """(family, sizes, config.json, GGUF architecture)."""
+    """Yields (family, sizes, config.json, GGUF architecture)."""
     standard = {"hidden_act": "silu", "max_position_embeddings": 240, "rms_norm_eps": 1e-5, "rope_theta": 500.0}
     gemma = {**standard, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 200, "query_pre_attn_scalar": 10}
     moe = {"E": 5, "N": 2}
@@ -88,7 +88,7 @@ def cases():
 
 
 class Quantizer:
-    """Quantizes each matrix to the next type, and records the types."""
+    """A quantizer that cycles through `TYPES` and records the type of each matrix."""
 
     def __init__(self):
         self.types = itertools.cycle(TYPES)
@@ -112,7 +112,7 @@ def permuted(weight, heads):
 
 
 def in_file(family, s, config, arch, weights, quantizer):
-    """Returns the file's tensors as {name: (data, type)}, and the weights after dequantization."""
+    """Returns the GGUF tensors as {name: (data, type)}, and the dequantized weights."""
     names, values = gguf.get_tensor_name_map(arch, s.L), {}
     tensors, stacks = {}, {}
     gemma, permutes = family.startswith("gemma"), family in ("llama", "mixtral")
@@ -154,7 +154,7 @@ def routed_experts(s, layer, weights, tensors, values, quantizer):
         if not names:
             continue
         ours = f"blk.{layer}.ffn_{part}_exps.weight"
-        # In the first layer gate and up have one type and can be stacked; in the second they have two.
+        # In the first layer, gate and up have the same type and can be stacked. In the second layer, they differ.
         kind = quantizer.used[f"blk.{layer}.ffn_gate_exps.weight"] if (part, layer) == ("up", 0) else None
         blocks, made = quantizer(ours, torch.stack([weights[name] for name in names]), kind)
         tensors[ours] = (blocks, quantizer.used[ours])
@@ -162,7 +162,10 @@ def routed_experts(s, layer, weights, tensors, values, quantizer):
 
 
 def gpt_oss_experts(layer, weights, tensors, values, quantizer):
-    """transformers has [E, C, 2F], with gate and up interleaved, and [E, F, C]. Files have the transposed matrices."""
+    """Adds gpt-oss's experts to the tensors.
+
+    transformers stores [E, C, 2F], with gate and up interleaved, and [E, F, C]. GGUF files store the transposed matrices.
+    """
     for name, weight in weights.items():
         place = name.split(".")[-1]
         is_bias = place.endswith("_bias")
@@ -256,7 +259,7 @@ def make_case(out, number, family, s, config, arch):
             read["read_by_transformers"] = make.relative(logits_of(model, ids), logits[0])
             assert read["read_by_transformers"] < 1e-5, f"{family}: {read}"
     moved = make.relative(logits[1], logits[0])
-    assert moved > 5e-3, f"{family}: quantizing moves the logits by {moved}"
+    assert moved > 5e-3, f"{family}: quantization changes the logits by only {moved}"
     metadata = {**make.VERSIONS, "gguf": version("gguf"), "seed": str(SEED), "compute": "float32, eager attention, cpu, no cache"}
     make.write_safetensors({"ids": ids, "logits": logits[0]}, out / f"{family}.safetensors", metadata)
     types = sorted({kind.name for kind in quantizer.used.values()})

@@ -1,6 +1,6 @@
-//! Streams Markdown from standard input to the terminal, as the chat shows an answer:
+//! Streams Markdown from standard input to the terminal, formatted as in the chat:
 //! `cargo run --release --example markdown < README.md`.
-//! An argument sets the pieces per second [200].
+//! The optional argument is the number of pieces per second [200].
 
 use std::io::{Read, stdin, stdout};
 use std::time::Duration;

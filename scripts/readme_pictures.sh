@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes the pictures of the README, docs/*.svg, from runs of the demo model in a terminal (tmux).
+# Writes the README's pictures (docs/*.svg) from chats with the demo model in tmux.
 #
-#   cargo build --release --example markdown --bin inferno && scripts/pictures.sh [target/release]
+#   cargo build --release --example markdown --bin inferno && scripts/readme_pictures.sh [target/release]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 built=$(realpath "${1:-target/release}")
@@ -11,7 +11,7 @@ trap 'tmux kill-session -t $session 2> /dev/null; rm -rf "$scratch"' EXIT
 export PATH=$built:$built/examples:$PATH HOME=$scratch INFERNO_CACHE=$scratch/models TERM=xterm-256color LC_ALL=C.UTF-8
 export XDG_STATE_HOME=$scratch/state XDG_CONFIG_HOME=$scratch/config
 
-# start ROWS: opens a new terminal with a plain prompt.
+# start ROWS: opens a new terminal with a simple prompt.
 start() {
   tmux kill-session -t $session 2> /dev/null || true
   tmux -f /dev/null new-session -d -s $session -x 92 -y "$1" "PS1='\$ ' bash --norc --noprofile"
@@ -19,7 +19,7 @@ start() {
   sleep 0.5
 }
 
-# type_and_wait TEXT PATTERN: types a line, then waits until the last line that is not empty matches the pattern.
+# type_and_wait TEXT PATTERN: types a line and waits until the last nonblank line matches the pattern.
 type_and_wait() {
   tmux send-keys -t $session -l "$1"
   sleep 0.3
@@ -34,7 +34,7 @@ type_and_wait() {
   exit 1
 }
 
-# picture NAME TITLE: draws the terminal as docs/NAME.svg.
+# picture NAME TITLE: saves the terminal as docs/NAME.svg.
 picture() {
   sleep 0.3
   tmux capture-pane -e -p -t $session | scripts/terminal_picture.py --title "$2" --columns 92 -o "docs/$1.svg"

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes the logits that transformers computes, for the test `full_size_logits_agree_with_transformers`.
+"""Writes logits from transformers for the test `full_size_logits_agree_with_transformers`.
 
     reference_logits.py MODEL_DIR [--tokens 384]
 
-Needs torch, transformers, accelerate and a GPU with room for all weights in float32 (84 GB for gpt-oss-20b).
-Writes MODEL_DIR/reference.safetensors: ids [T], and logits [T, V] computed in bf16 and in f32 from the same weights.
+Requires torch, transformers, accelerate and a GPU that fits all weights in float32 (84 GB for gpt-oss-20b).
+Writes MODEL_DIR/reference.safetensors: ids [T], and logits [T, V] in bf16 and in f32 from the same weights.
 """
 import argparse
 import json
@@ -36,7 +36,7 @@ def main():
     ids = torch.randint(0, min(config["vocab_size"], 200_000), (args.tokens,), generator=generator)
     out = {"ids": ids}
     for name, dtype in [("bf16", torch.bfloat16), ("f32", torch.float32)]:
-        # Convert the parameters only: `model.to` would round the buffers too, such as the frequencies of RoPE.
+        # Convert only the parameters: `model.to` would also round buffers, such as the RoPE frequencies.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         assert all(buffer.dtype == torch.float32 for buffer in model.buffers() if buffer.is_floating_point())

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Draws the text of a terminal, as `tmux capture-pane -e -p` prints it, as an SVG with its colors and styles.
+"""Converts the output of `tmux capture-pane -e -p` to an SVG picture of the terminal.
 
-    tmux capture-pane -e -p -t SESSION | scripts/terminal_picture.py --title "inferno play" -o docs/play.svg
+    tmux capture-pane -e -p -t SESSION | scripts/terminal_to_svg.py --title "inferno play" -o docs/play.svg
 
-Each run of text is placed on the terminal's grid, so the picture looks the same in every monospace font.
+The SVG keeps colors and styles. It places text on the terminal's grid, so it looks the same in every monospace font.
 """
 
 import argparse
@@ -24,7 +24,7 @@ FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Libe
 FONT_SIZE, CELL, LINE, MARGIN, TITLE_HEIGHT = 14, 8.4, 20, 16, 34
 
 ESCAPE = re.compile(
-    r"\x1b\[([0-9;:]*)m"  # SGR sets colors and styles; the rest is dropped
+    r"\x1b\[([0-9;:]*)m"  # SGR sequences set colors and styles; all others are dropped
     r"|\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)"  # other CSI sequences; OSC, such as links
     r"|\x1b[ -/]*[0-~]|[\x00-\x1f]"  # charset switches; lone control characters
 )
@@ -41,7 +41,7 @@ class Style:
     inverse: bool = False
 
     def colors(self):
-        """The text color, and the background color if it differs from the window's."""
+        """Returns the text color, and the background color if it differs from the window's."""
         color, background = self.color or FOREGROUND, self.background
         if self.inverse:
             color, background = background or BACKGROUND, color
@@ -56,7 +56,7 @@ def blend(color, behind, share=0.55):
 
 
 def indexed(index):
-    """One of 256 colors: sixteen named ones, a 6 × 6 × 6 cube, shades of gray."""
+    """Returns a color of the 256-color palette: 16 named colors, a 6 × 6 × 6 cube and shades of gray."""
     if index < 16:
         return PALETTE[index]
     if index < 232:
@@ -67,7 +67,7 @@ def indexed(index):
 
 
 def apply(style, parameters):
-    """The style after one SGR sequence."""
+    """Returns the style after one SGR sequence."""
     codes = [int(code or 0) for code in re.split("[;:]", parameters)]
     flags = {1: "bold", 2: "dim", 3: "italic", 4: "underline", 7: "inverse"}
     while codes:
@@ -103,18 +103,18 @@ def is_wide(character):
 
 
 def width(text):
-    """The number of cells that a text occupies."""
+    """Returns the number of cells that a text occupies."""
     return sum(0 if unicodedata.combining(c) else 1 + is_wide(c) for c in text)
 
 
 def parse(text):
-    """Returns lines of (column, text, style). A style lasts until the next one, also across lines."""
+    """Returns lines of (column, text, style). A style applies until the next one, even across lines."""
     lines, style = [], Style()
     for line in text.split("\n"):
         runs, column, start = [], 0, 0
         for match in [*ESCAPE.finditer(line), None]:
             piece = line[start : match.start() if match else len(line)]
-            for _, group in groupby(piece, is_wide):  # wide characters are runs of their own
+            for _, group in groupby(piece, is_wide):  # wide characters form separate runs
                 group = "".join(group)
                 runs.append((column, group, style))
                 column += width(group)
@@ -153,7 +153,7 @@ def draw(lines, title, columns):
             x, length = round(MARGIN + column * CELL, 1), round(width(text) * CELL, 1)
             if background:
                 out.append(f'<rect x="{x:g}" y="{top}" width="{length:g}" height="{LINE}" fill="{background}"/>')
-            # Drop the spaces at both ends; the rest keeps its columns.
+            # Drop leading and trailing spaces. The text keeps its columns.
             shown = text.strip(" ")
             if not shown:
                 continue
@@ -178,7 +178,7 @@ def main():
     parser.add_argument("input", nargs="?", type=Path, help="captured text [standard input]")
     parser.add_argument("-o", "--output", type=Path, help="the SVG file [standard output]")
     parser.add_argument("--title", default="inferno", help="the title of the window")
-    parser.add_argument("--columns", type=int, default=80, help="the smallest width of the window [80]")
+    parser.add_argument("--columns", type=int, default=80, help="the minimum width of the window in columns [80]")
     args = parser.parse_args()
     data = args.input.read_bytes() if args.input else sys.stdin.buffer.read()
     svg = draw(parse(data.decode("utf-8", "replace").replace("\r\n", "\n")), args.title, args.columns)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes docs/third-party-notices.txt: the licenses of the crates that a Linux binary with GPU support contains.
+"""Writes docs/third-party-notices.txt: the licenses of all crates in a Linux binary with GPU support.
 
     scripts/third_party_notices.py           writes the file
-    scripts/third_party_notices.py --check   fails if the file is not current
+    scripts/third_party_notices.py --check   fails if the file is out of date
 
-Of a crate with several licenses to choose from, the shortest one is taken. Equal texts are printed once, with the copyright
-lines of each crate above them.
+If a crate offers several licenses, the script chooses one by `PREFERRED`. It prints identical license texts only once, below
+the copyright lines of all crates that use them.
 """
 
 import json
@@ -16,22 +16,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTICES = ROOT / "docs" / "third-party-notices.txt"
-# The license that is taken where a crate offers several.
+# The licenses in order of preference, for crates that offer several.
 PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause", "Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0", "MPL-2.0"]
-# What the name of a license file contains, where a crate has one file for each license.
+# Patterns for the names of license files, for crates with one file per license.
 FILE_NAMES = {"MIT": r"MIT", "Apache-2.0": r"APACHE", "0BSD": r"0BSD", "Zlib": r"ZLIB", "ISC": r"ISC"}
 HEADER = """\
 Third-party notices
 
-A binary of inferno, built on Linux with `--features cuda`, contains the crates below. inferno itself is licensed under MIT
-or Apache-2.0. NVIDIA's libraries are not part of the binary: it loads those that are installed.
+An inferno binary that is built on Linux with `--features cuda` contains the crates below. inferno itself is licensed under
+MIT or Apache-2.0. The binary does not contain NVIDIA's libraries; it loads the installed ones at run time.
 
 scripts/third_party_notices.py writes this file.
 """
 
 
 def linked_crates():
-    """The crates whose code ends up in the binary: no build scripts, macros or tests."""
+    """Returns the crates whose code is in the binary, without those for build scripts, macros or tests."""
     command = ["cargo", "metadata", "--locked", "--format-version", "1", "--features", "cuda"]
     command += ["--filter-platform", "x86_64-unknown-linux-gnu"]
     metadata = json.loads(subprocess.check_output(command, cwd=ROOT))
@@ -54,7 +54,7 @@ def linked_crates():
 
 
 def chosen_licenses(package):
-    """The licenses that apply: one of those joined by OR, all of those joined by AND."""
+    """Returns the licenses that apply: one of several joined by OR, or all of those joined by AND."""
     expression = re.sub(r"\s*/\s*", " OR ", package["license"])
     choices = [[part.strip("() ") for part in choice.split(" AND ")] for choice in expression.split(" OR ")]
 
@@ -65,7 +65,7 @@ def chosen_licenses(package):
 
 
 def license_text(package, license):
-    """The text of a license as the crate ships it, or None."""
+    """Returns the license text from the crate's files, or None."""
     folder = Path(package["manifest_path"]).parent
     files = sorted(file for file in folder.iterdir() if re.match(r"(?i)(un)?licen[cs]e|copying", file.name) and file.is_file())
     named = [file for file in files if re.search(FILE_NAMES.get(license, license), file.name, re.IGNORECASE)]
@@ -85,10 +85,10 @@ def main():
                 # The crate ships no text: use the standard text and the crate's authors.
                 text = f"Copyright (c) {', '.join(package['authors']) or 'the authors of ' + package['name']}\n"
             elif text is None:
-                sys.exit(f"no text of the license {license} in {crate}")
-            # The MIT license has copyright lines on top; the text of the Apache license is the same everywhere.
+                sys.exit(f"cannot find the text of the license {license} in {crate}")
+            # The MIT license starts with copyright lines. The Apache license has the same text in every crate.
             is_copyright = re.compile(r"(?i)^\W*(copyright (\(c\)|©|\d{4}|the|by)|©)").match
-            # Some put the year on one line and the name on the next.
+            # Some crates put the year on one line and the name on the next.
             text = re.sub(r"(?im)^(\W*copyright \(c\) [\d\-, ]+)\n+(?!Permission)", r"\1 ", text)
             lines = [line.strip() for line in text.split("\n")]
             copyrights = [line for line in lines if is_copyright(line)] if license != "Apache-2.0" else []
@@ -98,7 +98,7 @@ def main():
             else:
                 key = license + re.sub(r"\W+", "", body).lower()
             group = groups.setdefault(key, {"license": license, "body": "", "crates": []})
-            # The shortest text of at least the usual length has no additions by a crate.
+            # Use the shortest complete text, because longer ones contain additions by a crate.
             if len(body) > 900 and (not group["body"] or len(body) < len(group["body"])):
                 group["body"] = body
             group["body"] = group["body"] or body
@@ -108,7 +108,7 @@ def main():
         out.append("=" * 100)
         out.append(group["license"] + "\n")
         if group["license"] == "MPL-2.0":
-            out.append("The source code of these crates, unchanged, is in their repositories; `cargo info NAME` names them.\n")
+            out.append("The unmodified source code of these crates is in their repositories, which `cargo info NAME` shows.\n")
         for crate, copyrights in group["crates"]:
             out.append(crate)
             out.extend(f"    {line}" for line in copyrights)
@@ -117,7 +117,7 @@ def main():
     if "--check" not in sys.argv:
         NOTICES.write_text(text, encoding="utf-8")
     elif not NOTICES.exists() or NOTICES.read_text(encoding="utf-8") != text:
-        sys.exit(f"{NOTICES.relative_to(ROOT)} is not current; run: scripts/third_party_notices.py")
+        sys.exit(f"{NOTICES.relative_to(ROOT)} is out of date; run: scripts/third_party_notices.py")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,27 @@
 #!/usr/bin/env python3
-"""Makes tests/golden/trained: a small trained Llama, and what quantization does to its perplexity.
+"""Writes tests/golden/trained: a small trained Llama, and the effect of quantization on its perplexity.
 
-    python scripts/trained_golden.py train                  # trains the model; some minutes on two cores
+    python scripts/trained_golden.py train                  # trains the model; takes a few minutes on two cores
     python scripts/trained_golden.py measure GGML           # writes golden.safetensors
 
-Needs torch, transformers, tokenizers, gguf, numpy, a C compiler, and GGML, a folder with the sources of ggml-org/ggml. The
-model is trained on the prose of this repository except every 30th paragraph; text.txt is taken from those. Rows have 256
-elements, which K types need. Within 1.5 MB the sizes therefore cannot all differ, as they do in the other golden checkpoints.
+Requires torch, transformers, tokenizers, gguf, numpy and a C compiler. GGML is a folder with the sources of ggml-org/ggml.
+The model is trained on the prose of this repository, except every 30th paragraph. text.txt comes from these paragraphs.
+Rows have 256 elements because the K types require it. To keep the files below 1.5 MB, some sizes are equal, unlike in the
+other golden checkpoints.
 
 transformers computes golden.safetensors in float32 from the files:
 
     ids             I64 [T]      the tokens of text.txt
-    positions       I64 [P]      positions of some of these tokens
+    positions       I64 [P]      the positions that have logits
     logits          F32 [P, V]   the logits at those positions
     nll             F32 [T-1]    the negative log-likelihood of each token from the second on
-    TYPE.nll        F32 [T-1]    the same after every matrix was quantized and dequantized
-    TYPE.kl         F32 [T]      the KL divergence between the two distributions
-    TYPE.values     I64 [1]      a digest of the dequantized matrices, in the order of their names
+    TYPE.nll        F32 [T-1]    the same, after all matrices were quantized and dequantized
+    TYPE.kl         F32 [T]      the KL divergence from the unquantized distribution
+    TYPE.values     I64 [1]      a digest of the dequantized matrices, in name order
 
 TYPE is a value of `--quantize`. ggml quantizes (`ggml_quantize_chunk`, without an importance matrix) and the gguf package
-dequantizes. The gguf package also quantizes to some of the types; this script fails if its bytes differ. int8 and fp8 have
-a scale for each row, the largest magnitude / 127 or 448, and codes rounded to the nearest, halves to even.
+dequantizes. The gguf package can also quantize to some of the types; the script fails if its bytes differ from ggml's.
+int8 and fp8 have one scale per row, the largest magnitude divided by 127 or 448. Their codes are rounded half to even.
 """
 
 import argparse
@@ -61,7 +62,7 @@ TYPES = ("q8_0", "int8", "fp8", "q6_k", "q5_1", "q5_k", "q5_0", "q4_1", "q4_k", 
 
 
 def strings(value):
-    """All texts in a TOML file."""
+    """Yields all strings in a TOML value."""
     if isinstance(value, str):
         yield value.strip()
     elif isinstance(value, (dict, list)):
@@ -70,7 +71,7 @@ def strings(value):
 
 
 def paragraphs():
-    """The repository's prose: the demo's questions and answers, documentation, comments in the code."""
+    """Yields the prose of the repository: the demo's questions and answers, documentation and code comments."""
     for name in ("using", "concepts", "talk"):
         for intent in tomllib.loads((ROOT / f"scripts/demo/data/{name}.toml").read_text())["intent"]:
             yield "\n".join(strings({key: intent[key] for key in ("ask", "answer") if key in intent}))
@@ -82,7 +83,7 @@ def paragraphs():
 
 
 def make_tokenizer(texts):
-    """A byte-level BPE tokenizer trained on the texts."""
+    """Trains a byte-level BPE tokenizer on the texts."""
     tokenizer = Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -153,9 +154,9 @@ def train():
 
 
 def ggml_quantizer(sources):
-    """Compiles ggml's quantizers. Returns a function from a type and float32 [rows, columns] to blocks."""
+    """Compiles ggml's quantizers. Returns a function that quantizes float32 [rows, columns] to blocks."""
     folder = Path(tempfile.mkdtemp())
-    # Empty functions for the parts of ggml that quantization does not call.
+    # Stubs for ggml functions that quantization does not call.
     stubs = ["ggml_critical_section_start", "ggml_critical_section_end", "ggml_backend_tensor_set"]
     stubs += ["ggml_backend_tensor_memset", "ggml_backend_buffer_get_usage"]
     (folder / "stubs.c").write_text("".join(f"void {name}(void) {{}}\n" for name in stubs))
@@ -181,7 +182,7 @@ def ggml_quantizer(sources):
 
 
 def blockwise(ggml, name, weight):
-    """The dequantized values of one type. Checks that both packages make the same blocks."""
+    """Quantizes and dequantizes a matrix. Checks that ggml and gguf produce the same blocks."""
     kind = gguf.GGMLQuantizationType[name.upper()]
     blocks = ggml(kind, weight)
     try:
@@ -194,7 +195,7 @@ def blockwise(ggml, name, weight):
 
 
 def rowwise(name, weight):
-    """The dequantized values of 8-bit codes with a scale for each row."""
+    """Quantizes a matrix to 8-bit codes with one scale per row and dequantizes it."""
     weight = torch.from_numpy(weight)
     largest = weight.abs().amax(1, keepdim=True)
     if name == "int8":
@@ -203,7 +204,7 @@ def rowwise(name, weight):
 
 
 def update_digest(digest, values):
-    """Updates a digest: digest · P + bits modulo 2^64, for the bits of each value."""
+    """Returns the updated digest: digest · P + bits (mod 2^64) for the bits of each value."""
     bits = np.ascontiguousarray(values, dtype="<f4").view("<u4").ravel().astype(np.uint64)
     powers = np.full(len(bits), 0x100000001B3, dtype=np.uint64)
     powers[-1] = 1

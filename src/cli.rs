@@ -1,4 +1,4 @@
-//! The command line: parses it, runs the subcommand, and turns an error into a message and an exit code.
+//! Parses the command line, runs the subcommand, and turns errors into messages and exit codes.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -17,21 +17,21 @@ Without a GPU:   inferno play demo --device cpu
 With a GPU:      inferno download openai/gpt-oss-20b
                  inferno play openai/gpt-oss-20b
 
-Exit codes: 0 success, 1 failure, 2 wrong usage, 3 not found, 4 access restricted, 5 offline or network,
+Exit codes: 0 success, 1 failure, 2 usage error, 3 not found, 4 access restricted, 5 offline or network,
             6 verification failed, 7 no GPU, 8 out of memory, 9 unsupported model, 10 context full,
             11 disk full, 130 interrupted";
 
-/// The version and the commit that this binary was built from.
+/// The version and the git commit of this binary.
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), " (", env!("INFERNO_COMMIT"), ")");
 
-/// Run open-weight language models on an NVIDIA GPU, in the terminal
+/// Run open-weight language models on an NVIDIA GPU from the terminal
 #[derive(Parser)]
 #[command(name = "inferno", version = VERSION, after_help = AFTER_HELP)]
 struct Cli {
     /// Log to stderr; -vv logs more
-    // Listed after the flags of the subcommand.
+    // Sorts this flag after the subcommand's own flags in `--help`.
     #[arg(long, short, global = true, action = ArgAction::Count, display_order = 900)]
-    // `defaults` reads it before clap does.
+    // Unused here: `defaults::parse` reads this flag from clap's matches.
     #[allow(dead_code)]
     verbose: u8,
     #[command(subcommand)]
@@ -54,21 +54,21 @@ enum Command {
     Completions(completions::Args),
 }
 
-/// Runs the command line of this process and returns its exit code.
+/// Runs the command line of the current process and returns the exit code.
 pub fn main() -> ExitCode {
     match parse().and_then(run) {
         Ok(code) => code,
-        // Whoever read our output has had enough (`| head`): not a failure of ours.
+        // The reader closed the pipe, as in `| head`. That is not an error.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            // Messages quote untrusted files, so they may contain control characters. stderr may be closed.
+            // Escape control characters, because messages quote untrusted files. Ignore a closed stderr.
             let _ = writeln!(std::io::stderr(), "error: {}", printable(&error_message(&error)));
             ExitCode::from(error.downcast_ref::<Error>().map_or(1, Error::exit_code))
         }
     }
 }
 
-/// Parses the command line. Values from the configuration file apply to flags that were not given.
+/// Parses the command line. The environment and the configuration file supply flags that were not given.
 fn parse() -> Result<Cli> {
     let line = defaults::parse(Cli::command(), None)?;
     let mut cli = to_cli(&line);

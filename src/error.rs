@@ -1,10 +1,10 @@
-//! The failures that a caller can act on. Each has an exit code and names the next command to type.
+//! Errors that the user can act on. Each maps to an exit code, and most messages suggest the next command.
 //!
-//! Every other failure is an `anyhow::Error` with context that names the file, tensor or layer.
+//! All other errors are `anyhow::Error`s whose context names the file, tensor or layer.
 
 use std::path::PathBuf;
 
-/// A failure that a caller can act on. `downcast_ref` finds it in an `anyhow::Error`.
+/// An error that the user can act on. Use `downcast_ref` to find it in an `anyhow::Error`.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("cannot use an NVIDIA GPU: {reason}\n  {hint}")]
@@ -14,7 +14,7 @@ pub enum Error {
     ModelNotFound { model: String, hint: String },
 
     #[error(
-        "there is no repository '{repo}' at {endpoint}, or it is private\n  check the name; for a private repository set HF_TOKEN"
+        "cannot find repository '{repo}' at {endpoint}: it does not exist or is private\n  check the name; for a private repository, set HF_TOKEN"
     )]
     RepositoryNotFound { repo: String, endpoint: String },
 
@@ -22,7 +22,7 @@ pub enum Error {
     RevisionNotFound { repo: String, revision: String },
 
     #[error(
-        "access to '{repo}' is restricted\n  accept its license at {endpoint}/{repo}, then set HF_TOKEN to a token that may read it"
+        "access to '{repo}' is restricted\n  accept its license at {endpoint}/{repo}, then set HF_TOKEN to a token with access to it"
     )]
     Gated { repo: String, endpoint: String },
 
@@ -44,20 +44,18 @@ pub enum Error {
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
-    /// A download or a file is not what the hub says it is.
+    /// A downloaded or local file does not match what the hub lists.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
     #[error("architecture '{found}' is not supported\n  supported: {supported}")]
     UnsupportedArchitecture { found: String, supported: String },
 
-    #[error(
-        "{what} is not supported\n  choose a repository that is not quantized, a GGUF file, or 8-bit compressed-tensors weights"
-    )]
+    #[error("{what} is not supported\n  use unquantized weights, a GGUF file, or 8-bit compressed-tensors weights")]
     UnsupportedQuantization { what: String },
 
     #[error(
-        "{what} needs {:.1} GB of memory on {device}, and {:.1} GB are free\n  {}",
+        "{what} needs {:.1} GB of memory on {device}, but only {:.1} GB is free\n  {}",
         *needed_bytes as f64 / 1e9,
         *free_bytes as f64 / 1e9,
         match fitting_context {
@@ -74,20 +72,20 @@ pub enum Error {
         fitting_context: Option<usize>,
     },
 
-    /// The model is on this machine, but not where inferno may change it.
+    /// The model is on this machine, but not in the cache that inferno manages.
     #[error("{0}")]
     NotOurs(String),
 
-    /// Arguments that cannot work on any machine.
+    /// The command line is invalid.
     #[error("{0}")]
     Usage(String),
 
     #[error(
-        "the prompt has {prompt_tokens} tokens, and the context holds {context_tokens}\n  {}",
+        "the prompt has {prompt_tokens} tokens, but the context holds only {context_tokens}\n  {}",
         if context_tokens < limit_tokens {
             format!("shorten it, or raise --context (this model allows {limit_tokens})")
         } else {
-            "shorten it: this model allows no more".to_string()
+            "shorten it: this model does not allow a longer context".to_string()
         }
     )]
     ContextFull { prompt_tokens: usize, context_tokens: usize, limit_tokens: usize },
@@ -99,13 +97,13 @@ impl Error {
         Self::Usage(problem.into()).into()
     }
 
-    /// Returns [`Error::NoGpu`] with a hint: `next`, and how to run the demo model without a GPU.
+    /// Returns [`Error::NoGpu`]. The hint is `next`, followed by the command that runs the demo without a GPU.
     pub fn no_gpu(reason: impl Into<String>, next: &str) -> Self {
         let hint = format!("{next}\n  or run the demo model without a GPU: inferno play demo --device cpu");
         Self::NoGpu { reason: reason.into(), hint }
     }
 
-    /// Returns the exit code of the process. Other failures exit with 1, clap's usage errors with 2, Ctrl-C with 130.
+    /// Returns the exit code of the process. Other errors exit with 1, clap's usage errors with 2, and Ctrl-C with 130.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Usage(_) => 2,

@@ -1,7 +1,18 @@
-//! inferno: open-weight language models on one NVIDIA GPU.
+//! inferno runs open-weight language models on a single NVIDIA GPU.
 //!
-//! Shape letters used throughout: T tokens in this pass, S cached length, H query heads, K key/value heads, G = H/K,
-//! D head dim, C hidden size, F intermediate size, E experts, N experts chosen per token, V vocabulary.
+//! Tensor shapes in the documentation use these letters:
+//!
+//! - T: tokens in the current forward pass
+//! - S: length of the KV cache in tokens
+//! - H: query heads
+//! - K: key/value heads
+//! - G: query heads per key/value head, H / K
+//! - D: head dimension
+//! - C: hidden size
+//! - F: intermediate size
+//! - E: experts
+//! - N: experts selected per token
+//! - V: vocabulary size
 
 pub mod chat;
 #[doc(hidden)]

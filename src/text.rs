@@ -1,13 +1,13 @@
-//! Text for people: amounts, names, error messages, and what a terminal may show.
+//! Formats text for display: sizes, counts, paths and error messages.
 
 use std::sync::LazyLock;
 
 use regex::{Captures, Regex};
 use textwrap::{Options, WordSplitter, WrapAlgorithm};
 
-/// Removes control characters other than line break and tab, and characters that change the reading direction.
+/// Removes control characters except newline and tab, and characters that change the text direction.
 ///
-/// The output of a model must not move the cursor, set the window title, or write to the clipboard.
+/// Model output must not move the cursor, set the window title, or write to the clipboard.
 pub fn printable(text: &str) -> String {
     let is_harmless = |c: &char| match c {
         '\n' | '\t' => true,
@@ -17,9 +17,9 @@ pub fn printable(text: &str) -> String {
     text.chars().filter(is_harmless).collect()
 }
 
-/// Wraps lines between words. A word that is longer than `columns` stays whole.
+/// Wraps lines at word boundaries. Words longer than `columns` are not split.
 ///
-/// Without `columns` the text is returned as it is: a terminal of unknown width wraps lines itself.
+/// Returns the text unchanged if `columns` is `None`. The terminal then wraps long lines itself.
 pub fn wrapped(text: &str, columns: Option<usize>) -> String {
     let Some(columns) = columns.filter(|columns| *columns > 0) else { return text.to_string() };
     let options = Options::new(columns)
@@ -29,7 +29,7 @@ pub fn wrapped(text: &str, columns: Option<usize>) -> String {
     textwrap::fill(text, options)
 }
 
-/// Formats a number of parameters: 20.9B, 137M, 5.1M.
+/// Formats a parameter count, such as 20.9B, 137M or 5.1M.
 pub fn count(parameters: u64) -> String {
     let (value, unit) = match parameters {
         0..1_000_000 => (parameters as f64 / 1e3, "K"),
@@ -39,7 +39,7 @@ pub fn count(parameters: u64) -> String {
     if value < 100.0 { format!("{value:.1}{unit}") } else { format!("{value:.0}{unit}") }
 }
 
-/// Formats a number of bytes: 13.8 GB, 7.6 MB, 1.2 KB, 12 B.
+/// Formats a size in bytes, such as 13.8 GB, 7.6 MB, 1.2 KB or 12 B.
 pub fn size(bytes: u64) -> String {
     let scaled = |unit: f64| bytes as f64 / unit;
     match bytes {
@@ -50,7 +50,7 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// Writes a path below the home directory as `~/x`.
+/// Abbreviates a path inside the home directory to `~/x`.
 pub fn home_relative(path: &str) -> String {
     let home = std::env::var("HOME").unwrap_or_default();
     match path.strip_prefix(&home) {
@@ -64,18 +64,18 @@ pub fn short(commit: &str) -> String {
     commit.chars().take(7).collect()
 }
 
-/// Returns the message of an error with its causes, as it is shown to a person.
+/// Returns the message of an error and its causes, formatted for display.
 pub fn error_message(error: &anyhow::Error) -> String {
     plain_cuda_errors(&format!("{error:#}"))
 }
 
-/// Returns [`error_message`] as one line.
+/// Returns [`error_message`] on a single line.
 pub fn one_line(error: &anyhow::Error) -> String {
     let text = error_message(error);
     text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")
 }
 
-/// Replaces the errors of CUDA libraries, which cudarc prints in Rust's debug form, with their meaning and name.
+/// Replaces CUDA errors in the debug format of cudarc with a description and the name of the error.
 ///
 /// `DriverError(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")` becomes
 /// `no CUDA-capable device is detected (CUDA_ERROR_NO_DEVICE)`.
@@ -86,9 +86,9 @@ pub fn plain_cuda_errors(text: &str) -> String {
     });
     let plain = |error: &Captures| {
         let (library, name) = (&error[1], &error[2]);
-        // cudarc puts a text in angle brackets where the driver knows no meaning.
-        match error.get(3).map(|meaning| meaning.as_str()).filter(|meaning| !meaning.starts_with('<')) {
-            Some(meaning) => format!("{meaning} ({name})"),
+        // If the driver has no description, cudarc puts a placeholder in angle brackets.
+        match error.get(3).map(|description| description.as_str()).filter(|description| !description.starts_with('<')) {
+            Some(description) => format!("{description} ({name})"),
             None => format!("{} failed ({name})", library_name(library)),
         }
     };
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn cuda_errors_are_shown_as_meaning_and_name() {
+    fn cuda_errors_show_a_description_and_a_name() {
         let no_device = r#"DriverError(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")"#;
         assert_eq!(plain_cuda_errors(no_device), "no CUDA-capable device is detected (CUDA_ERROR_NO_DEVICE)");
         let unknown = r#"DriverError(CUDA_ERROR_UNKNOWN, "<Failure when calling cuGetErrorString()>")"#;

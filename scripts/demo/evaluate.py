@@ -1,10 +1,10 @@
-"""Measures how often the demo model is right, mainly on phrasings that it was not trained on.
+"""Measures how often the demo model answers correctly, mainly on phrasings that are not in the training data.
 
-    python evaluate.py SNAPSHOT                         ask the snapshot itself, in PyTorch
+    python evaluate.py SNAPSHOT                         ask the snapshot, in PyTorch
     python evaluate.py --dump-questions questions.jsonl write the held-out questions: {"intent", "question"}
     python evaluate.py --answers answers.jsonl          check answers from another program: {"question", "text"}
 
-An answer is right if it is the intent's answer, or if it contains all of the intent's `keys`.
+An answer is correct if it equals the intent's answer or contains all of the intent's `keys`.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def held_out(intents):
 
 
 def cases(sampler):
-    """kind -> cases"""
+    """Returns the test cases by kind."""
     intents, names, date = sampler.intents, load("names")["test"].split(), Conversation([]).date
     ask = lambda question: Turn(question, "", "")
     said = lambda turns: [Turn(turn.user, turn.think, turn.answer) for turn in turns]
@@ -82,7 +82,10 @@ def cases(sampler):
 
 
 def report(kind, intents, answered, show_failures):
-    """answered: (case's intent id, question, values, text)"""
+    """Prints and returns the share of correct answers.
+
+    `answered` contains tuples of (intent id, question, values, text).
+    """
     wrong = [(id, question, text) for id, question, values, text in answered if not is_right(intents[id], text, values)]
     share = 1 - len(wrong) / max(len(answered), 1)
     print(f"{kind:30} {len(answered) - len(wrong):5} of {len(answered):5} right, {share:6.1%}", flush=True)
@@ -94,7 +97,7 @@ def report(kind, intents, answered, show_failures):
 
 
 def evaluate(snapshot, device="cpu", limit=None, max_tokens=160, batch=192, show_failures=True):
-    """Asks the snapshot all questions. Prints and returns the share of right answers by kind."""
+    """Asks the snapshot all questions. Prints and returns the share of correct answers by kind."""
     from tokenizers import Tokenizer
 
     from harmony import Writer
@@ -135,9 +138,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("snapshot", nargs="?", help="folder with config.json, model.safetensors and tokenizer.json")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--limit", type=int, help="the most questions of each kind")
-    parser.add_argument("--answers", metavar="FILE", help="check these answers instead; lines may have a `date`")
-    parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions and stop")
+    parser.add_argument("--limit", type=int, help="the maximum number of questions of each kind")
+    parser.add_argument("--answers", metavar="FILE", help="check the answers in this file instead; a line may have a `date`")
+    parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions and exit")
     args = parser.parse_args()
     if args.dump_questions:
         rows = [{"intent": id, "question": question} for id, question, _ in held_out(load_intents())]
@@ -147,7 +150,7 @@ def main():
     elif args.snapshot:
         evaluate(args.snapshot, args.device, args.limit)
     else:
-        parser.error("name a snapshot, --answers or --dump-questions")
+        parser.error("specify a snapshot, --answers or --dump-questions")
 
 
 if __name__ == "__main__":

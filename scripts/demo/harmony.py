@@ -10,7 +10,7 @@ CONTROL = [
 ]  # fmt: skip
 STOP = ["<|return|>", "<|endoftext|>", "<|call|>"]
 
-# How text is split before byte-pair encoding: o200k's rule, with single digits.
+# The pattern that splits text before byte-pair encoding: o200k's pattern, with single digits.
 SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -27,7 +27,7 @@ def system_text(date, effort):
 
 
 def thought(think, effort):
-    """With low effort, the analysis ends at its first colon or semicolon."""
+    """Returns the analysis. With low effort, it ends at its first colon or semicolon."""
     return re.split(r"[:;]", think)[0].rstrip(".") + "." if effort == "low" else think
 
 
@@ -46,20 +46,20 @@ def train_tokenizer(texts, vocab_size):
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    assert tokenizer.get_vocab_size() == vocab_size - len(CONTROL), "too little text for this vocabulary"
+    assert tokenizer.get_vocab_size() == vocab_size - len(CONTROL), "not enough text for this vocabulary size"
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
     return tokenizer
 
 
 class Writer:
-    """Turns conversations into token ids. Text never becomes a control token."""
+    """A converter from conversations to token ids. Text never becomes a control token."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         tokenizer.encode_special_tokens = True
         self.control = {token: tokenizer.token_to_id(token) for token in CONTROL}
         self.stop_ids = [self.control[token] for token in STOP]
-        self.known = {}  # the same answers and analyses occur often
+        self.known = {}  # a cache, because the same answers and analyses occur often
 
     def text(self, text):
         if text not in self.known:
@@ -77,7 +77,7 @@ class Writer:
         ]  # fmt: skip
 
     def prompt(self, conversation):
-        """The token ids of the prompt, and for each one whether it belongs to the text of an earlier answer."""
+        """Returns the token ids of the prompt, and for each id whether it is part of an earlier answer."""
         ids, answers = self.message("system", system_text(conversation.date, conversation.effort)), []
         if conversation.developer:
             ids += self.message("developer", f"# Instructions\n\n{conversation.developer}\n\n")
@@ -94,14 +94,14 @@ class Writer:
         return ids, past_answer
 
     def completion(self, conversation):
-        """The completion: the analysis and the answer."""
+        """Returns the token ids of the completion: the analysis and the answer."""
         turn = conversation.turns[-1]
         analysis = self.message("assistant", thought(turn.think, conversation.effort), "analysis")
         start = 1 + len(self.text("assistant"))  # the prompt ends with these tokens
         return analysis[start:] + self.message("assistant", turn.answer, "final", end="<|return|>")
 
     def answer(self, ids):
-        """The text of the final channel in a completion, or an empty string."""
+        """Returns the text of the final channel in a completion, or an empty string."""
         for i, id in enumerate(ids):
             if id == self.control["<|message|>"] and ids[: i][-len(self.text("final")) :] == self.text("final"):
                 return self.tokenizer.decode(ids[i + 1 :])

@@ -1,8 +1,8 @@
 """gpt-oss in PyTorch with the parameter names of the checkpoint.
 
-It computes the same as transformers' GptOssForCausalLM in two other ways. Every expert runs for every token, and the
-routing weights (zero for experts that are not chosen) mix them, which is faster at this size. During training, expert
-weights are rounded to MXFP4 in the forward pass, so that the model adapts to the rounding.
+It computes the same results as transformers' GptOssForCausalLM, with two differences. Every expert runs for every token,
+and the routing weights combine them, with 0 for experts that are not selected. This is faster at this size. During
+training, expert weights are rounded to MXFP4 in the forward pass, so that the model adapts to the rounding.
 
 B batch, T tokens, S keys, H query heads, K kv heads, G = H/K, D head dim, C hidden, F intermediate, E experts, V vocabulary.
 """
@@ -66,18 +66,18 @@ CONFIG = {
     },
 }
 
-# ---- MXFP4: blocks of 32 numbers with one scale, a power of two; each number is a sign and one of eight magnitudes ----
+# ---- MXFP4: blocks of 32 numbers with a power-of-two scale; each number is a sign and one of eight magnitudes ----
 
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def mxfp4_round(weight):
-    """[..., in] -> MXFP4 values in units of the block's scale, [..., in/32, 32], and exponents [..., in/32, 1]"""
+    """Rounds [..., in] to MXFP4 values [..., in/32, 32] in units of the scale, and exponents [..., in/32, 1]."""
     blocks = weight.unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
-    exponents = torch.ceil(torch.log2(largest / 6))  # the smallest scale that clips nothing
+    exponents = torch.ceil(torch.log2(largest / 6))  # the smallest scale without clipping
     scaled = blocks * torch.exp2(-exponents)
-    gap = 0.5 + 0.5 * (scaled.abs() >= 2) + (scaled.abs() >= 4)  # between neighboring magnitudes
+    gap = 0.5 + 0.5 * (scaled.abs() >= 2) + (scaled.abs() >= 4)  # between adjacent magnitudes
     return torch.round(scaled / gap) * gap, exponents
 
 
@@ -86,7 +86,7 @@ def mxfp4_dequantize(values, exponents):
 
 
 def mxfp4_pack(weight):
-    """[..., in] -> blocks [..., in/32, 16] U8, low nibble first, and scales [..., in/32] U8, E8M0 with bias 127"""
+    """Packs [..., in] into U8 blocks [..., in/32, 16], low nibble first, and E8M0 scales [..., in/32] with bias 127."""
     values, exponents = mxfp4_round(weight)
     codes = torch.searchsorted(MAGNITUDES, values.abs()) + 8 * (values < 0)
     return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), (exponents[..., 0] + 127).to(torch.uint8)
@@ -107,7 +107,7 @@ def through_mxfp4(weight):
 
 
 def yarn_frequencies(config):
-    """The inverse frequencies [D/2], and the factor on cos and sin."""
+    """Returns the inverse frequencies [D/2], and the factor for cos and sin."""
     yarn, dim, base = config.rope_scaling, config.head_dim, config.rope_theta
     frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     turns = lambda n: dim * math.log(yarn["original_max_position_embeddings"] / (n * 2 * math.pi)) / (2 * math.log(base))
@@ -134,7 +134,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(H))
 
     def forward(self, x, cos, sin, hidden, past):
-        """hidden: [B or 1, 1, T, S], true for masked keys; past: the cached keys and values, or None"""
+        """`hidden` [B or 1, 1, T, S] is true for masked keys. `past` contains the cached keys and values, or is None."""
         split = lambda y, heads: y.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
         q = rotate(split(self.q_proj(x), self.heads), cos, sin).to(x.dtype)  # [B, H, T, D]
         k = rotate(split(self.k_proj(x), self.kv_heads), cos, sin).to(x.dtype)  # [B, K, S, D]
@@ -146,7 +146,7 @@ class Attention(nn.Module):
         scores = (q @ k.transpose(2, 3)).float() * self.head_dim**-0.5
         scores = scores.masked_fill(hidden, -math.inf)
         sinks = self.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]  # the sink takes part in the softmax only
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]  # the sink affects only the softmax
         return self.o_proj((weights.to(v.dtype) @ v).transpose(1, 2).flatten(2))
 
 
@@ -161,7 +161,7 @@ class Experts(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.zeros(E, C))
 
     def forward(self, x, mix):
-        """x [B, T, C]; mix [B, T, E], the weight of each expert, zero if it is not chosen"""
+        """`x` is [B, T, C]. `mix` [B, T, E] contains the weight of each expert, 0 if it is not selected."""
         through = through_mxfp4 if self.training else lambda weight: weight
         gate_up = F.linear(x, through(self.gate_up_proj).flatten(0, 1), self.gate_up_proj_bias.flatten())
         gate, up = gate_up.unflatten(-1, (mix.shape[-1], -1, 2)).unbind(-1)  # [B, T, E, F]
@@ -182,7 +182,7 @@ class Mlp(nn.Module):
         scores = self.router(x).float()
         top, index = scores.topk(self.chosen, dim=-1)
         mix = torch.zeros_like(scores).scatter(-1, index, top.softmax(-1))
-        # Load balance of the experts: 1 if all are used equally, E if one is always used.
+        # The load balance of the experts: 1 if all are used equally, E if only one is used.
         balance = ((mix > 0).float().mean((0, 1)) / self.chosen * scores.softmax(-1).mean((0, 1))).sum() * scores.shape[-1]
         return self.experts(x, mix.to(x.dtype)), balance
 
@@ -219,10 +219,10 @@ class GptOss(nn.Module):
                 nn.init.normal_(parameter, std=0.04 / (2 * config.num_hidden_layers) ** 0.5 if into_residual else 0.04)
 
     def forward(self, ids, padding=None, cache=None):
-        """ids [B, T] -> logits [B, T, V] and the balance of the experts.
+        """Returns the logits [B, T, V] for ids [B, T], and the load balance of the experts.
 
-        padding: [B], how many of the first positions are padding. cache: a list for each layer, filled with its keys
-        and values, so that the next call continues where this one ends.
+        `padding` [B] is the number of padding positions at the start. `cache` has one list per layer, which this call
+        fills with keys and values, so that the next call can continue from there.
         """
         past = cache[0][0].shape[2] if cache and cache[0] else 0
         keys = torch.arange(past + ids.shape[1], device=ids.device)
@@ -243,7 +243,7 @@ class GptOss(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompts, stop_ids, max_tokens):
-        """Greedy completions of several prompts (lists of ids) in one batch, without the stop token."""
+        """Returns greedy completions of several prompts (lists of ids) in one batch, without the stop token."""
         device, longest = self.frequencies.device, max(map(len, prompts))
         padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -264,7 +264,7 @@ class GptOss(nn.Module):
 
 
 def snapshot_tensors(model):
-    """The checkpoint's tensors: experts packed as MXFP4, everything else BF16."""
+    """Returns the checkpoint's tensors: experts packed as MXFP4, everything else in BF16."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.detach().float().cpu()
@@ -276,7 +276,7 @@ def snapshot_tensors(model):
 
 
 def load_snapshot(folder, device="cpu"):
-    """Loads a snapshot that train.py wrote, with dequantized experts, in f32."""
+    """Loads a snapshot from train.py in f32, with dequantized experts."""
     folder = Path(folder)
     model = GptOss(json.loads((folder / "config.json").read_text()))
     state = {}

@@ -1,4 +1,4 @@
-"""The training data of the demo model: samples conversations from the intents of data/*.toml.
+"""Samples training conversations for the demo model from the intents in data/*.toml.
 
 `python questions.py` prints a summary and some sampled conversations.
 """
@@ -14,14 +14,14 @@ DATA = Path(__file__).parent / "data"
 
 @dataclass
 class Intent:
-    """Something that a user may ask, and the answer."""
+    """A question that a user may ask, and its answer."""
 
     id: str
     answer: str
     think: str
-    keys: list[str]  # strings that a right answer contains
+    keys: list[str]  # strings that a correct answer contains
     ask: list[str]  # phrasings to train on
-    patterns: list[str]  # patterns of phrasings, see `expand`
+    patterns: list[str]  # patterns for more phrasings, see `expand`
     test: list[str]  # phrasings that are never trained on
     terms: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ def lines(text: str) -> list[str]:
 
 
 def normal(text: str) -> str:
-    """Lower-case letters and digits. Phrasings with the same normal form count as the same."""
+    """Returns the words of a text in lowercase. Phrasings with the same normal form count as equal."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
@@ -57,13 +57,13 @@ def load(name: str) -> dict:
 
 
 def expand(pattern: str, choose) -> str:
-    """Replaces each `(this|that|)` by the alternative that `choose` picks."""
+    """Replaces each `(this|that|)` with the alternative that `choose` picks."""
     picked = re.sub(r"\(([^()]*\|[^()]*)\)", lambda m: choose(alternatives(m[1])), pattern)
     return re.sub(r"\s+(?=[?.,!](?:\s|$))|^\s+|\s+$|(?<=\s)\s+", "", picked)
 
 
 def alternatives(text: str) -> list[str]:
-    return re.split(r"(?<!<)\|(?!>)", text)  # the bars of <|end|> do not separate
+    return re.split(r"(?<!<)\|(?!>)", text)  # the bars in <|end|> are not separators
 
 
 def load_intents() -> dict[str, Intent]:
@@ -75,7 +75,7 @@ def load_intents() -> dict[str, Intent]:
             intent.weight = intent.weight or min(max(len(intent.ask) / 10, 0.7), 2.5)
             intents[intent.id] = intent
     trained = {normal(ask) for intent in intents.values() for ask in intent.ask}
-    assert not patterns | held_out, f"phrasings of no intent: {list(patterns | held_out)}"
+    assert not patterns | held_out, f"phrasings without an intent: {list(patterns | held_out)}"
     for intent in intents.values():
         assert all(key in intent.answer for key in intent.keys), intent.id
         assert not trained & {normal(test) for test in intent.test}, f"{intent.id}: a held-out phrasing is in `ask`"
@@ -314,7 +314,7 @@ WORD = re.compile(r"[A-Za-z][A-Za-z']*")
 
 
 class Sampler:
-    """Samples training conversations. The same `seed` gives the same conversations."""
+    """A sampler of training conversations. The same seed produces the same conversations."""
 
     def __init__(self, seed: int):
         self.random = random.Random(seed)
@@ -342,12 +342,12 @@ class Sampler:
         return made_up.capitalize()
 
     def fill(self, text: str) -> str:
-        """Replaces the slots of [slots]. {name} and {date} stay: they belong to the conversation."""
+        """Fills the slots from [slots]. {name} and {date} stay, because they depend on the conversation."""
         choose = lambda m: self.random.choice(self.slots[m[1]]) if m[1] in self.slots else m[0]
         return re.sub(r"\{(\w+)\}", choose, text)
 
     def wording(self, intent: Intent) -> str:
-        """One phrasing of an intent: written by hand, or a frame filled with one of its terms."""
+        """Returns a phrasing of an intent: a handwritten one, or a frame filled with one of its terms."""
         if intent.terms and self.chance(0.25):
             return self.random.choice(TERM_FRAMES).format(self.random.choice(intent.terms))
         if intent.flags and self.chance(0.2):
@@ -373,13 +373,13 @@ class Sampler:
         return text[:at] + text[at + 1] + text[at] + text[at + 2 :]  # swap two letters
 
     def question(self, intent: Intent) -> str:
-        """A training phrasing that is not held out."""
+        """Returns a training phrasing that is not held out."""
         while normal(question := self.typed(self.wording(intent))) in self.held_out:
             pass
         return question
 
     def typed(self, text: str) -> str:
-        """A phrasing as a person might type it: with synonyms, a prefix, a typo, no punctuation."""
+        """Varies a phrasing as users do: with synonyms, a prefix, a typo or missing punctuation."""
         if "{name}" in text or len(text) < 3:
             return text
 
@@ -410,7 +410,7 @@ class Sampler:
         return text
 
     def turn(self, intent: Intent, **values: str) -> Turn:
-        """One turn, with {name} and {date} replaced in the question, analysis and answer."""
+        """Returns one turn. Replaces {name} and {date} in the question, analysis and answer."""
         user = self.question(intent)
         parts = [user, intent.think, intent.answer]
         for key, value in values.items():
@@ -421,7 +421,7 @@ class Sampler:
         return [self.turn(i, **values) for i in self.random.choices(self.topics, self.weights, k=count)]
 
     def conversation(self, turns: int) -> Conversation:
-        """A conversation of about that many turns. Often the user tells a name and asks for it later."""
+        """Returns a conversation of about this many turns. In many, the user gives a name and later asks for it."""
         r = self.random
         date = f"{r.randint(2024, 2030)}-{r.randint(1, 12):02}-{r.randint(1, 28):02}"
         if self.chance(0.45 if turns > 1 else 0.04):
@@ -429,7 +429,7 @@ class Sampler:
             name = name.lower() if self.chance(0.15) else name
             talk = [self.turn(self.intents["name-given"], name=name)]
             if turns > 1:
-                # The user asks for the name at any point, or never, so a known name says nothing about the next question.
+                # The user asks for the name at any point, or never, so a known name does not predict the next question.
                 before = r.randint(0, 1) if turns > 2 else 0
                 rest = self.other_turns(r.randint(1, turns - 1 - before), date=date)
                 if self.chance(0.6):

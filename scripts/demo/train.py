@@ -1,7 +1,7 @@
-"""Trains inferno's demo model and its tokenizer, writes the snapshot, and measures how often it is right.
+"""Trains inferno's demo model and its tokenizer, writes the snapshot, and measures how often its answers are correct.
 
     python train.py --out OUT                  about 6 minutes on one data-center GPU
-    python train.py --out OUT --smoke          the same path on a CPU in a minute or two; learns nothing
+    python train.py --out OUT --smoke          the same steps on a CPU in a minute or two; the model is useless
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 # name, (fewest turns, most turns), tokens per sample, samples per batch, share of the batches
 BUCKETS = [("short", (1, 1), 176, 256, 0.56), ("medium", (2, 4), 336, 128, 0.34), ("long", (5, 28), 1600, 24, 0.10)]
-PAST_ANSWER_WEIGHT = 0.3  # earlier answers count less than the last one
+PAST_ANSWER_WEIGHT = 0.3  # the loss weight of earlier answers, relative to the last one
 
 
 # ---- data ----
@@ -85,7 +85,7 @@ def train(tokenizer_json, args):
     for layer in model.model.layers:
         layer.dropout.p = args.dropout
         if args.compile:
-            torch._dynamo.config.suppress_errors = True  # a layer that cannot be compiled runs uncompiled
+            torch._dynamo.config.suppress_errors = True  # run a layer without compilation if it cannot be compiled
             layer.compile(dynamic=False)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -108,10 +108,10 @@ def train(tokenizer_json, args):
     batches = Batches(tokenizer_json, args.seed, args.shrink)
     began = time.time()
     sampler, writer = Sampler(0), Writer(Tokenizer.from_str(tokenizer_json))
-    for bucket in BUCKETS:  # one step per shape with learning rate 0, which compiles before the clock starts
+    for bucket in BUCKETS:  # compile before the clock starts: one step per shape with learning rate 0
         step(*batches.batch(bucket, sampler, writer))
     settled = float(step(*batches.batch(BUCKETS[0], sampler, writer))[0])
-    print(f"a step of each shape in {time.time() - began:.0f} s, loss {settled:.3f}", flush=True)
+    print(f"one step of each shape took {time.time() - began:.0f} s, loss {settled:.3f}", flush=True)
 
     loader = iter(
         DataLoader(
@@ -126,7 +126,7 @@ def train(tokenizer_json, args):
     budget, began, said, steps, samples, waited = args.minutes * 60, time.time(), 0.0, 0, 0, 0.0
     losses = []
     while (progress := (time.time() - began) / budget) < 1 and (args.steps is None or steps < args.steps):
-        # Warm up for a fiftieth of the time, then a cosine to 0. The schedule follows time, not steps.
+        # Warm up for 2 % of the time, then decay to 0 along a cosine. The schedule depends on time, not on steps.
         rate = args.lr * min(1, progress * 50 + 1e-3) * (0.5 + 0.5 * math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -198,11 +198,11 @@ def verify(model, out):
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    theirs = theirs.float().eval()  # the dequantized experts are bf16, which holds them exactly
+    theirs = theirs.float().eval()  # bf16 represents the dequantized experts exactly
     ours = load_snapshot(out)
     trained = GptOss().eval()
     trained.load_state_dict(model.state_dict())
-    for name, parameter in trained.named_parameters():  # round as the export does
+    for name, parameter in trained.named_parameters():  # round the parameters in the same way as the export
         packed = name.endswith(("gate_up_proj", "down_proj"))
         parameter.copy_(mxfp4_dequantize(*mxfp4_round(parameter)) if packed else parameter.bfloat16())
 
@@ -213,7 +213,7 @@ def verify(model, out):
     talk = Sampler(seed=3).other_turns(14, date="2026-01-15")
     ids = writer.prompt(Conversation(talk))[0] + writer.completion(Conversation(talk))
     assert tokenizer.encode(writer.tokenizer.decode(ids, skip_special_tokens=False)) == ids, "control tokens differ"
-    ids = torch.tensor([ids])  # longer than the window and YaRN's original length
+    ids = torch.tensor([ids])  # longer than the sliding window and YaRN's original length
     reference = theirs(ids).logits
     for who, logits in (("this reader", ours(ids)[0]), ("training module", trained(ids)[0])):
         error = float((logits - reference).abs().max() / reference.abs().max())
@@ -226,17 +226,17 @@ def verify(model, out):
 
 
 def main():
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are forked
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # because the workers are forked
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the snapshot")
-    parser.add_argument("--minutes", type=float, default=5.0, help="training time, without compilation and checks")
-    parser.add_argument("--steps", type=int, help="the number of steps, instead of a time")
+    parser.add_argument("--minutes", type=float, default=5.0, help="the training time in minutes, without compilation and checks")
+    parser.add_argument("--steps", type=int, help="stop after this many steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--workers", type=int, help="the number of processes that make batches")
+    parser.add_argument("--workers", type=int, help="the number of processes that generate batches")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--smoke", action="store_true", help="run a few small steps to test the script")
     args = parser.parse_args()
@@ -254,7 +254,7 @@ def main():
     verify(model, args.out)
     shares = evaluate(args.out, args.device, *((6, 16) if args.smoke else ()))
     files = {path.name: path.stat().st_size for path in sorted(args.out.iterdir())}
-    print(f"{args.out}: {sum(files.values()) / 1e6:.2f} MB in all; " + ", ".join(f"{n} {s}" for n, s in files.items()))
+    print(f"{args.out}: {sum(files.values()) / 1e6:.2f} MB in total; " + ", ".join(f"{n} {s}" for n, s in files.items()))
     print("summary: " + ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items()))
 
 

@@ -28,9 +28,13 @@ pub struct TemplateFormat(Box<Template>);
 impl ChatFormat {
     /// Loads the chat format of the model in `dir`.
     ///
-    /// Harmony if the vocabulary has its control tokens;
-    /// else chat_template.jinja; else `chat_template` in tokenizer_config.json.
-    /// `None` for a base model without a template.
+    /// The first of these that exists is used:
+    ///
+    /// 1. harmony, if the vocabulary contains its control tokens
+    /// 2. the file chat_template.jinja
+    /// 3. the key `chat_template` in tokenizer_config.json
+    ///
+    /// Returns `None` for a base model, which has no chat format.
     pub fn load(dir: &Path, tokenizer: &Tokenizer) -> Result<Option<ChatFormat>> {
         if let Some(harmony) = Harmony::find(tokenizer) {
             return Ok(Some(ChatFormat::Harmony(HarmonyFormat(harmony))));
@@ -38,9 +42,10 @@ impl ChatFormat {
         Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat(Box::new(template)))))
     }
 
-    /// Makes the chat format from a template that was read from `file`.
-    /// `special_tokens` are the tokens that the template may name, such as `bos_token`.
-    /// Harmony takes precedence here as well.
+    /// Creates the chat format from a template that was read from `file`.
+    ///
+    /// `special_tokens` are the tokens that the template can use by name, such as `bos_token`.
+    /// Harmony takes precedence over the template.
     pub fn from_template(
         tokenizer: &Tokenizer,
         file: &str,
@@ -54,7 +59,7 @@ impl ChatFormat {
         Some(ChatFormat::Template(TemplateFormat(Box::new(template))))
     }
 
-    /// Returns `harmony`, or the name of the file with the template.
+    /// Returns `harmony` or the name of the template file.
     pub fn name(&self) -> &str {
         match self {
             ChatFormat::Harmony(_) => "harmony",
@@ -63,7 +68,8 @@ impl ChatFormat {
     }
 
     /// Renders a conversation to token ids.
-    /// Fails if the template is broken or rejects the conversation, or if a tool message answers no call.
+    ///
+    /// Fails if the template is invalid, if it rejects the conversation, or if a tool message answers no call.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         match self {
             ChatFormat::Harmony(format) => format.0.render(tokenizer, messages, options),
@@ -71,7 +77,7 @@ impl ChatFormat {
         }
     }
 
-    /// Returns the ids at which the format ends a generation, in addition to those in the model's config.
+    /// Returns the stop token ids of the format. The model's config can define more.
     pub fn stop_ids(&self) -> Vec<u32> {
         match self {
             ChatFormat::Harmony(format) => format.0.stop_ids(),
@@ -79,7 +85,7 @@ impl ChatFormat {
         }
     }
 
-    /// Returns a parser for the text that is generated after `prompt`.
+    /// Returns a parser for the text generated after `prompt`.
     pub fn parser(&self, prompt: &Rendered) -> Parser {
         Parser::new(match self {
             ChatFormat::Harmony(format) => ParserKind::Harmony(Box::new(HarmonyParser::new(format.0))),

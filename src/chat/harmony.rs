@@ -1,13 +1,17 @@
-//! Harmony, the chat format of gpt-oss: conversations to token ids.
+//! Renders conversations in harmony, the chat format of gpt-oss.
 //!
-//! This follows openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token.
+//! The output matches openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token.
 //! Every text and every piece of a header is encoded separately, as in that library.
-//! There is one difference: reasoning is dropped from every turn up to the last final answer,
-//! as in `docs/format.md` and in the model's chat_template.jinja.
-//! The library drops it only up to the first final answer, and not at all while a tool call is open.
 //!
-//! The chat_template.jinja of gpt-oss is not followed, because it writes another dialect:
-//! `json` without `<|constrain|>`, tool results quoted as JSON strings, a blank line after the instructions.
+//! One difference is intentional: this code drops reasoning from every turn up to the last final answer.
+//! `docs/format.md` and the model's chat_template.jinja do the same.
+//! The library drops reasoning only up to the first final answer, and keeps all of it while a tool call is open.
+//!
+//! This code does not use the chat_template.jinja of gpt-oss, which writes a different dialect:
+//!
+//! - `json` without `<|constrain|>`
+//! - tool results quoted as JSON strings
+//! - a blank line after the instructions
 
 use anyhow::{Context, Result, bail};
 
@@ -29,7 +33,7 @@ pub struct Harmony {
 }
 
 impl Harmony {
-    /// Looks up the control tokens. `None` if the vocabulary does not have them.
+    /// Looks up the control tokens. Returns `None` if the vocabulary does not contain them.
     pub fn find(tokenizer: &Tokenizer) -> Option<Self> {
         Some(Self {
             start: tokenizer.token_id("<|start|>")?,
@@ -42,7 +46,7 @@ impl Harmony {
         })
     }
 
-    /// Returns the ids that end a generation: `<|return|>` and, if the vocabulary has it, `<|call|>`.
+    /// Returns the ids that end a generation: `<|return|>` and, if present, `<|call|>`.
     pub fn stop_ids(&self) -> Vec<u32> {
         [Some(self.end_of_turn), self.call].into_iter().flatten().collect()
     }
@@ -79,7 +83,7 @@ impl Harmony {
     }
 }
 
-/// Returns the system message, which the format defines. The user's system prompt goes into the developer message.
+/// Returns the system message defined by the format. The user's system prompt goes into the developer message.
 fn system_text(options: &RenderOptions) -> String {
     let mut text = format!(
         "You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\nCurrent date: {}\n\n\
@@ -100,7 +104,7 @@ fn developer_text(instructions: &str, tools: Option<&str>) -> String {
     sections.join("\n\n")
 }
 
-/// Splits off the leading system and developer messages. Returns them as one text, and the remaining messages.
+/// Splits off the leading system and developer messages. Returns their joined text and the remaining messages.
 fn split_instructions(messages: &[Message]) -> (String, &[Message]) {
     let is_turn = |message: &Message| !matches!(message.role, Role::System | Role::Developer);
     let (opening, turns) = messages.split_at(messages.iter().position(is_turn).unwrap_or(messages.len()));
@@ -109,15 +113,16 @@ fn split_instructions(messages: &[Message]) -> (String, &[Message]) {
     (texts.join("\n\n"), turns)
 }
 
-/// Returns true if a message ends its turn.
-/// A message with tool calls does not, nor one that was stopped while reasoning.
+/// Returns whether a message ends its turn.
+///
+/// A message with tool calls does not end its turn. Neither does a message that was stopped while reasoning.
 fn is_final(message: &Message) -> bool {
     message.role == Role::Assistant
         && message.tool_calls.is_empty()
         && (!message.content.is_empty() || message.reasoning.is_none())
 }
 
-/// Returns the author of a message: the role, with the name if there is one.
+/// Returns the author of a message: `role`, or `role:name` if the message has a name.
 fn author(role: &str, message: &Message) -> String {
     match &message.name {
         Some(name) => format!("{role}:{name}"),
@@ -125,12 +130,14 @@ fn author(role: &str, message: &Message) -> String {
     }
 }
 
-/// Returns the address of a function in harmony. Built-in tools, such as `browser.search`, already have a namespace.
+/// Returns the full name of a function in harmony. Built-in tools, such as `browser.search`, have their own namespace.
 fn address(name: &str) -> String {
     if name.contains('.') { name.to_string() } else { format!("functions.{name}") }
 }
 
-/// Returns the function that a tool message comes from: its own name, or the call that it answers, or the last call.
+/// Returns the name of the function that produced a tool message.
+///
+/// Uses the name in the message, then the call that the message answers, then the last call.
 fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
     if let Some(name) = &message.name {
         return Ok(address(name));
@@ -139,7 +146,7 @@ fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
     let answered = |call: &&&ToolCall| call.id.is_some() && call.id == message.tool_call_id;
     match calls.iter().rev().find(answered).or(calls.last()) {
         Some(call) => Ok(address(&call.name)),
-        None => bail!("cannot render a tool message that has no name and answers no earlier tool call"),
+        None => bail!("cannot render a tool message: it has no name and follows no tool call"),
     }
 }
 
@@ -166,7 +173,7 @@ impl<'a> Header<'a> {
     }
 }
 
-/// Writes messages as token ids and as text.
+/// The messages written so far, as token ids and as text.
 struct Writer<'a> {
     harmony: &'a Harmony,
     tokenizer: &'a Tokenizer,
@@ -180,7 +187,7 @@ impl Writer<'_> {
         self.text.push_str(name);
     }
 
-    /// Writes text that never becomes a control token.
+    /// Writes text. Control tokens in the text are encoded as ordinary text.
     fn plain(&mut self, text: &str) -> Result<()> {
         self.ids.extend(self.tokenizer.encode(text, ControlTokens::Text)?);
         self.text.push_str(text);
@@ -211,7 +218,7 @@ impl Writer<'_> {
         Ok(())
     }
 
-    /// Writes an assistant message in the order of its generation: reasoning, text, tool calls.
+    /// Writes an assistant message in the order of generation: reasoning, text, tool calls.
     fn assistant(&mut self, message: &Message, keep_reasoning: bool) -> Result<()> {
         let author = author("assistant", message);
         let header = Header::from_author(&author);

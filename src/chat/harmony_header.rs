@@ -1,6 +1,7 @@
-//! The headers of generated harmony messages, between `<|start|>` and `<|message|>`:
-//! role, recipient, channel and content type.
-//! Models write them in any order, and sometimes incompletely.
+//! Parses the headers of generated harmony messages, between `<|start|>` and `<|message|>`.
+//!
+//! A header contains a role, a recipient, a channel and a content type.
+//! Models write these parts in any order and sometimes omit some.
 
 use anyhow::Result;
 
@@ -12,11 +13,11 @@ use crate::tokenizer::Tokenizer;
 pub enum Opening {
     /// After a generated `<|start|>`. The header begins with a role.
     Start,
-    /// After `<|start|>assistant` at the end of the prompt, or after a message that is not followed by `<|start|>`.
+    /// After `<|start|>assistant` at the end of the prompt, or after a message without a following `<|start|>`.
     Implied,
 }
 
-/// A header, as far as it was generated.
+/// The part of a header that was generated so far.
 pub struct Header {
     pub opening: Opening,
     /// The ids before `<|channel|>`: the role, and possibly a recipient.
@@ -25,21 +26,21 @@ pub struct Header {
     pub channel: Option<Vec<u32>>,
     /// The ids after `<|constrain|>`: the content type.
     pub constrain: Option<Vec<u32>>,
-    /// The recipient in a channel part that a second `<|channel|>` replaced.
+    /// The recipient from a channel part that a second `<|channel|>` replaced.
     pub recipient: Option<String>,
 }
 
-/// The meaning of a header.
+/// The parsed form of a header.
 pub struct ParsedHeader {
     pub channel: Channel,
     pub recipient: Option<String>,
     /// Whether the header follows the format.
     pub well_formed: bool,
-    /// Text that does not belong to the header, but to the content.
+    /// Text that belongs to the content, not to the header.
     pub rest: String,
     /// Whether `rest` may still turn out to be part of the header.
     pub undecided: bool,
-    /// All words of the header, to show if nothing better was generated.
+    /// All words of the header, shown if no other text was generated.
     pub words: String,
 }
 
@@ -58,7 +59,7 @@ impl Header {
         self.role.len() + self.channel.as_ref().map_or(0, Vec::len) + self.constrain.as_ref().map_or(0, Vec::len)
     }
 
-    /// Returns true if nothing was generated yet.
+    /// Returns whether the header is still empty.
     pub fn is_fresh(&self) -> bool {
         self.tokens() == 0 && self.channel.is_none() && self.constrain.is_none()
     }
@@ -80,7 +81,7 @@ impl Header {
             (rest, undecided) = (words.rest, words.undecided);
         }
         if let Some(text) = &constrain_text {
-            // The content type ends with the first character that no name has: `json{"a": 1}`.
+            // The content type ends at the first character that is not valid in a name: `json{"a": 1}`.
             let text = text.trim_start();
             (rest, undecided) = (text.trim_start_matches(is_name_character).trim_start(), false);
         }
@@ -90,16 +91,16 @@ impl Header {
             || role.contains('.')
             || (recipient == Some("assistant") && !matches!(role, "" | "assistant"));
         let recipient = recipient.filter(|to| !foreign && !matches!(*to, "assistant" | "user" | "all" | ""));
-        // `<|start|>final<|message|>` has the channel in the place of the role.
+        // `<|start|>final<|message|>` has the channel in place of the role.
         let name = channel.unwrap_or(role);
         let channel = match name {
             _ if recipient.is_some() => Channel::ToolCall,
-            // The model wrote a message in another role. It is shown as reasoning and not as the answer.
+            // The model wrote a message in another role. Show it as reasoning, not as the answer.
             _ if foreign => Channel::Reasoning,
             "analysis" => Channel::Reasoning,
             _ => Channel::Answer,
         };
-        // A second `assistant`, although the prompt ends with it, or a role without a `<|start|>` before it.
+        // The role repeats `assistant` from the end of the prompt, or has no `<|start|>` before it.
         let repeated = self.opening == Opening::Implied && !role.is_empty();
         let parts = [Some(&role_text), channel_text.as_ref(), constrain_text.as_ref()];
         let words: Vec<&str> = parts.into_iter().flatten().flat_map(|text| text.split_whitespace()).collect();
@@ -118,7 +119,7 @@ impl Header {
 pub const CHANNELS: [&str; 3] = ["analysis", "commentary", "final"];
 
 impl ParsedHeader {
-    /// Returns the meaning after `<|message|>`: undecided words belong to the header.
+    /// Closes the header at `<|message|>`. Undecided words become part of the header.
     pub fn closed(mut self) -> Self {
         if self.undecided {
             self.rest.clear();
@@ -127,7 +128,7 @@ impl ParsedHeader {
     }
 }
 
-/// Appends words with a space before them.
+/// Appends words after a separating space.
 pub fn push_words(text: &mut String, more: &str) {
     if !text.is_empty() && !more.is_empty() {
         text.push(' ');
@@ -138,10 +139,10 @@ pub fn push_words(text: &mut String, more: &str) {
 /// The words of one part of a header.
 #[derive(Default)]
 struct Words<'t> {
-    /// The role or the name of the channel.
+    /// The role or the channel name.
     name: Option<&'t str>,
     recipient: Option<&'t str>,
-    /// The text from the first word that is neither name nor recipient.
+    /// The text after the name and recipient.
     rest: &'t str,
     /// Whether `rest` may still become part of the header.
     undecided: bool,
@@ -155,9 +156,9 @@ fn split_word(text: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// Splits off a recipient, such as `to=functions.f`.
+/// Splits off a recipient, such as `to=functions.f`. Returns `None` if the text does not start with one.
+///
 /// The second value is the text after it, or `None` if the name may still grow.
-/// Returns `None` if the text does not begin with a recipient.
 fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     let text = text.strip_prefix("to=")?;
     Some(match text.find(|c| !(is_name_character(c) || ".:".contains(c))) {
@@ -166,7 +167,7 @@ fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     })
 }
 
-/// Returns true if a word is a recipient or may become one.
+/// Returns whether a word is a recipient or may become one.
 fn may_be_recipient(word: &str) -> bool {
     word.starts_with("to=") || "to=".starts_with(word)
 }
@@ -175,7 +176,7 @@ fn is_name_character(c: char) -> bool {
     c.is_ascii_alphanumeric() || "_-/+".contains(c)
 }
 
-/// Reads the part before `<|channel|>`: `assistant to=functions.f`, ` to=functions.f`, `functions.f to=assistant`.
+/// Parses the part before `<|channel|>`: `assistant to=functions.f`, ` to=functions.f`, `functions.f to=assistant`.
 fn read_role(text: &str, opening: Opening) -> Words<'_> {
     let trimmed = text.trim_start();
     if let Some((recipient, tail)) = split_recipient(trimmed) {
@@ -197,19 +198,20 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
         return Words { name: Some(first), recipient: Some(recipient), rest, undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
-        // Only a role so far. An unknown role is content if nothing follows it.
+        // Only a role so far. An unknown role becomes content if nothing follows it.
         let rest = if known { second } else { text };
         return Words { name: Some(first), recipient: None, rest, undecided: true };
     }
     match opening {
-        // Words after a role are content whose <|message|> is missing.
+        // The words after a role are content. The <|message|> before them is missing.
         Opening::Start if known => Words { name: Some(first), rest: tail.unwrap_or_default(), ..Words::default() },
         _ => Words { rest: text, ..Words::default() },
     }
 }
 
-/// Reads the part after `<|channel|>`: `commentary to=functions.f json`.
-/// Further words are content whose `<|message|>` is missing.
+/// Parses the part after `<|channel|>`: `commentary to=functions.f json`.
+///
+/// Any further words are content. The `<|message|>` before them is missing.
 fn read_channel(text: &str) -> Words<'_> {
     let trimmed = text.trim_start();
     let mut words = Words { undecided: true, ..Words::default() };
@@ -223,7 +225,7 @@ fn read_channel(text: &str) -> Words<'_> {
         words.undecided = tail.is_empty() || tail.starts_with(char::is_whitespace);
         rest = tail.trim_start();
     }
-    // The recipient comes before or after the content type.
+    // The recipient may come before or after the content type.
     let after_type = split_word(rest).1;
     if let Some((recipient, tail)) = split_recipient(rest).or_else(|| split_recipient(after_type?)) {
         words.recipient = Some(recipient);

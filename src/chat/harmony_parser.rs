@@ -1,9 +1,9 @@
 //! Parses generated harmony, the chat format of gpt-oss, into channels of text.
 //!
-//! Models violate the format in a few of every hundred turns (llama.cpp #27720, openai/harmony #33 #80 #82).
-//! So the parser never fails and never drops text.
+//! Models violate the format in a few percent of turns (llama.cpp #27720, openai/harmony #33 #80 #82).
+//! The parser therefore never rejects or drops text.
 //! It recognizes control tokens by id, recovers at the next valid token, and counts violations.
-//! It returns text as soon as the text cannot be part of a header.
+//! It returns text as soon as that text cannot be part of a header.
 
 use anyhow::Result;
 
@@ -13,10 +13,10 @@ use super::harmony_header::{CHANNELS, Header, Opening, ParsedHeader, push_words}
 use super::message::ToolCall;
 use crate::tokenizer::{TextStream, Tokenizer};
 
-/// A longer header without `<|message|>` is content.
+/// The maximum length of a header in tokens. Longer text without `<|message|>` is content.
 const MAX_HEADER_TOKENS: usize = 64;
 
-/// The state of parsing one generation.
+/// The parser of one generation.
 pub struct HarmonyParser {
     harmony: Harmony,
     state: State,
@@ -28,7 +28,7 @@ pub struct HarmonyParser {
     header_words: String,
 }
 
-/// What is being generated.
+/// The part of a message that is being generated.
 enum State {
     Header(Header),
     Content {
@@ -42,11 +42,11 @@ enum State {
 /// How a message ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ending {
-    /// By `<|end|>`, `<|call|>` or `<|return|>`.
+    /// Ended by `<|end|>`, `<|call|>` or `<|return|>`.
     Marked,
-    /// By the beginning of the next message: the end token is missing.
+    /// Ended by the start of the next message, without an end token.
     Missing,
-    /// By the end of the generation.
+    /// Cut off by the end of the generation.
     Generation,
 }
 
@@ -128,7 +128,7 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Starts the content if the header has text that cannot belong to a header: `<|message|>` is missing.
+    /// Starts the content if the header contains other text, which means that `<|message|>` is missing.
     fn leave_header_if_text(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         let State::Header(header) = &self.state else { return Ok(()) };
         let mut parsed = header.parse(tokenizer)?;
@@ -137,7 +137,7 @@ impl HarmonyParser {
                 parsed.rest = std::mem::take(&mut parsed.words);
             }
         } else if parsed.rest.is_empty() || parsed.undecided || parsed.rest.ends_with('\u{FFFD}') {
-            // Text that ends with U+FFFD ends with an incomplete character, which the next token may complete.
+            // U+FFFD at the end marks an incomplete character, which the next token may complete.
             return Ok(());
         }
         self.malformed += 1;
@@ -145,7 +145,7 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Starts the content of a message. It begins with the part of the header that was content.
+    /// Starts the content of a message with any text left over from its header.
     fn open(&mut self, parsed: ParsedHeader, out: &mut Vec<Delta>) {
         if let Some(recipient) = parsed.recipient {
             let name = recipient.strip_prefix("functions.").unwrap_or(&recipient).to_string();
@@ -182,7 +182,7 @@ impl HarmonyParser {
                 current.channel = Some(Vec::new());
                 return Ok(());
             }
-            // Of two <|channel|> in one header the last one counts, but an earlier recipient stays.
+            // If a header has two <|channel|> tokens, the last one counts, but an earlier recipient is kept.
             State::Header(current) => {
                 self.malformed += 1;
                 header.recipient = current.parse(tokenizer)?.recipient;
@@ -202,7 +202,7 @@ impl HarmonyParser {
     /// Ends the current header or content.
     fn close(&mut self, tokenizer: &Tokenizer, ending: Ending, out: &mut Vec<Delta>) -> Result<()> {
         match std::mem::replace(&mut self.state, State::Between) {
-            // Nothing was generated yet, or a redundant <|return|>.
+            // Nothing was generated yet, or the <|return|> is redundant.
             State::Between => {}
             State::Content { channel, mut stream } => {
                 self.malformed += usize::from(ending == Ending::Missing);
@@ -214,7 +214,7 @@ impl HarmonyParser {
                 if header.is_fresh() {
                     return Ok(());
                 }
-                // The generation ended in a valid header. There is no text, and no violation.
+                // The generation ended inside a valid header. This is not a violation.
                 let words = parsed.words.trim_start();
                 let started = CHANNELS.iter().any(|channel| channel.starts_with(words) || words.starts_with(channel));
                 if ending == Ending::Generation
@@ -225,8 +225,7 @@ impl HarmonyParser {
                     return Ok(());
                 }
                 self.malformed += 1;
-                // A word after the channel is content if the message ends there,
-                // but not if the generation ends there.
+                // A word after the channel is content if the message ends there, but not if the generation ends there.
                 let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.undecided;
                 if cut_off || (parsed.rest.is_empty() && parsed.recipient.is_none()) {
                     push_words(&mut self.header_words, &parsed.words);
@@ -239,7 +238,7 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Returns text to the caller.
+    /// Appends text to the output.
     fn emit(&mut self, channel: Channel, text: String, out: &mut Vec<Delta>) {
         if text.is_empty() {
             return;

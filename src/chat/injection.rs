@@ -1,34 +1,33 @@
-//! Prevents text from people and tools from becoming control tokens in a rendered template.
+//! Prevents text from users and tools from becoming control tokens in a rendered template.
 //!
 //! A template joins its own control tokens and the messages into one string.
 //! In that string, an `<|im_end|>` from a message looks like one from the template.
-//! So before rendering, every control token in a message is marked with a character that none of the texts contain.
+//! Before rendering, this module marks every control token in a message with a character that no message contains.
 //! After rendering, marked text is encoded as ordinary text.
-//! Without a mark, which is nearly always the case, the whole string is encoded at once,
-//! and the ids equal those of the reference implementation.
+//!
+//! Most conversations need no mark. Their text is encoded all at once, as in transformers.
 
 use anyhow::{Result, bail};
 
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
-/// Noncharacters, which Unicode reserves for use inside a program.
+/// Unicode noncharacters, which are reserved for internal use.
 const MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 
-/// Marks control tokens in texts, with a character that none of the texts contain.
+/// A marker for control tokens in messages. The mark is a character that no message contains.
 pub struct Marker<'t> {
     tokenizer: &'t Tokenizer,
     mark: char,
-    /// The bytes that control tokens begin with,
-    /// so that a long text is scanned once, and not once for each control token.
+    /// For each byte, whether a control token starts with it. Avoids one scan of the text per control token.
     first_bytes: [bool; 256],
 }
 
 impl<'t> Marker<'t> {
-    /// `texts` are all texts that will be marked.
+    /// Creates a marker. `texts` must contain all texts that will be marked.
     pub fn new<'s>(tokenizer: &'t Tokenizer, texts: impl Iterator<Item = &'s str> + Clone) -> Result<Self> {
         let unused = |mark: &char| !texts.clone().any(|text| text.contains(*mark));
         let Some(mark) = MARKS.into_iter().find(unused) else {
-            bail!("the messages contain every Unicode noncharacter from U+FDD0 to U+FDEF");
+            bail!("cannot render the messages: they contain every Unicode noncharacter from U+FDD0 to U+FDEF");
         };
         let mut first_bytes = [false; 256];
         for byte in tokenizer.controls().filter_map(|(control, _)| control.bytes().next()) {
@@ -49,7 +48,7 @@ impl<'t> Marker<'t> {
         out
     }
 
-    /// Returns the longest control token at an offset in `text`.
+    /// Returns the longest control token that starts at offset `at` in `text`.
     fn control_at(&self, text: &str, at: usize) -> Option<&str> {
         let rest = &text[at..];
         if !rest.bytes().next().is_some_and(|byte| self.first_bytes[usize::from(byte)]) {
@@ -58,28 +57,28 @@ impl<'t> Marker<'t> {
         self.tokenizer.controls().map(|(control, _)| control).find(|c| !c.is_empty() && rest.starts_with(c))
     }
 
-    /// Encodes a rendered text. Returns the ids, and the text without marks.
+    /// Encodes rendered text. Returns the ids and the text without marks.
     pub fn encode(&self, rendered: String) -> Result<(Vec<u32>, String)> {
         if !rendered.contains(self.mark) {
             return Ok((self.tokenizer.encode(&rendered, ControlTokens::Parse)?, rendered));
         }
         let mut ids = Vec::new();
-        // `begin` is where the text that is not yet encoded begins; `stretch` is the end of the last control token.
-        let (mut begin, mut stretch, mut at) = (0, 0, 0);
+        // `begin` is the start of the text that is not encoded yet. `control_end` is the end of the last control token.
+        let (mut begin, mut control_end, mut at) = (0, 0, 0);
         while at < rendered.len() {
             let Some(control) = self.control_at(&rendered, at) else {
                 at += rendered[at..].chars().next().map_or(1, char::len_utf8);
                 continue;
             };
-            if rendered[stretch..at].contains(self.mark) {
-                self.encode_marked(&rendered[begin..stretch], &rendered[stretch..at], &mut ids)?;
+            if rendered[control_end..at].contains(self.mark) {
+                self.encode_marked(&rendered[begin..control_end], &rendered[control_end..at], &mut ids)?;
                 begin = at;
             }
             at += control.len();
-            stretch = at;
+            control_end = at;
         }
-        if rendered[stretch..].contains(self.mark) {
-            self.encode_marked(&rendered[begin..stretch], &rendered[stretch..], &mut ids)?;
+        if rendered[control_end..].contains(self.mark) {
+            self.encode_marked(&rendered[begin..control_end], &rendered[control_end..], &mut ids)?;
         } else {
             ids.extend(self.tokenizer.encode(&rendered[begin..], ControlTokens::Parse)?);
         }
@@ -87,8 +86,8 @@ impl<'t> Marker<'t> {
     }
 
     /// Encodes text from the template, then marked text.
-    fn encode_marked(&self, scaffold: &str, marked: &str, ids: &mut Vec<u32>) -> Result<()> {
-        ids.extend(self.tokenizer.encode(scaffold, ControlTokens::Parse)?);
+    fn encode_marked(&self, template_text: &str, marked: &str, ids: &mut Vec<u32>) -> Result<()> {
+        ids.extend(self.tokenizer.encode(template_text, ControlTokens::Parse)?);
         ids.extend(self.tokenizer.encode(&marked.replace(self.mark, ""), ControlTokens::Text)?);
         Ok(())
     }

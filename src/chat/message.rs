@@ -1,4 +1,4 @@
-//! Messages of a conversation, in the JSON form of OpenAI's API.
+//! Messages of a conversation, in the JSON format of OpenAI's API.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,7 +22,7 @@ pub enum Role {
 }
 
 impl Role {
-    /// Returns the name of the role in templates and harmony.
+    /// Returns the name of the role, as used in templates and harmony.
     pub fn as_str(self) -> &'static str {
         match self {
             Role::System => "system",
@@ -34,7 +34,7 @@ impl Role {
     }
 }
 
-/// How long a reasoning model thinks. It cannot be turned off, because gpt-oss was not trained for that.
+/// How long a model reasons. Reasoning cannot be turned off, because gpt-oss was not trained for that.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReasoningEffort {
     Low,
@@ -70,20 +70,20 @@ impl FromStr for ReasoningEffort {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Message {
     pub role: Role,
-    /// The text. Empty if the JSON has null, as is common in messages with tool calls.
+    /// The text. Empty if the JSON value is null, which is common in messages with tool calls.
     pub content: String,
     /// The assistant's reasoning before the answer.
     pub reasoning: Option<String>,
     /// The functions that the assistant calls.
     pub tool_calls: Vec<ToolCall>,
-    /// In a tool message, the call that it answers.
+    /// In a tool message, the id of the call that it answers.
     pub tool_call_id: Option<String>,
     /// The name of the author. In a tool message, the name of the function.
     pub name: Option<String>,
 }
 
 impl Message {
-    /// Makes a message with only a role and a text.
+    /// Creates a message with only a role and a text.
     pub fn new(role: Role, content: impl Into<String>) -> Self {
         Self { role, content: content.into(), reasoning: None, tool_calls: Vec::new(), tool_call_id: None, name: None }
     }
@@ -101,17 +101,17 @@ impl Message {
     }
 }
 
-/// A call of a function by the assistant.
+/// A function call by the assistant.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ToolCall {
     pub id: Option<String>,
-    /// The name of the function, without harmony's prefix `functions.`.
+    /// The name of the function, without harmony's `functions.` prefix.
     pub name: String,
     /// The arguments as the model wrote them, usually valid JSON.
     pub arguments: String,
 }
 
-/// The JSON of a message. Unknown fields are ignored, because clients send many that chat formats do not use.
+/// A message in JSON. Unknown fields are ignored, because clients send many that chat formats do not use.
 #[derive(Deserialize)]
 struct WireMessage {
     role: Role,
@@ -146,7 +146,7 @@ struct WirePart {
     text: Option<String>,
 }
 
-/// `{"id", "type", "function": {"name", "arguments"}}`, or flat as in OpenAI's Responses API.
+/// A tool call in JSON: `{"id", "type", "function": {"name", "arguments"}}`, or flat as in OpenAI's Responses API.
 #[derive(Deserialize)]
 struct WireToolCall {
     #[serde(default)]

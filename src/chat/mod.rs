@@ -1,9 +1,9 @@
-//! Chat formats: messages to token ids, and generated ids to channels of text.
+//! Chat formats, which render messages to token ids and parse generated ids into channels of text.
 //!
-//! gpt-oss has harmony, which is implemented here.
-//! Every other model has a Jinja template.
-//! In both cases, text from people and tools never becomes a control token.
-//! Generated text is never lost, and parsing it never fails.
+//! gpt-oss uses harmony, which is implemented here.
+//! All other models use a Jinja template.
+//! In both cases, text from users and tools never becomes a control token.
+//! The parsers accept malformed output and never drop text.
 
 mod channel;
 mod format;

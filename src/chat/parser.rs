@@ -8,8 +8,9 @@ use super::message::ToolCall;
 use super::tagged_parser::TaggedParser;
 use crate::tokenizer::Tokenizer;
 
-/// Splits generated tokens into channels, token by token.
-/// Each call takes the tokenizer, so that one struct can own both.
+/// A parser that splits generated tokens into channels, one token at a time.
+///
+/// Each call takes the tokenizer as an argument, so that one struct can own both.
 pub struct Parser(ParserKind);
 
 /// The parser of one chat format.
@@ -23,7 +24,7 @@ impl Parser {
         Self(kind)
     }
 
-    /// Adds a token and returns the text whose channel is now certain: no piece, one, or several.
+    /// Adds a token and returns the text whose channel is now certain, in zero or more pieces.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<Vec<Delta>> {
         match &mut self.0 {
             ParserKind::Harmony(parser) => parser.push(tokenizer, id),
@@ -31,7 +32,7 @@ impl Parser {
         }
     }
 
-    /// Ends the generation and returns the text that was held back. The stop token may or may not have been pushed.
+    /// Ends the generation and returns the text that was held back. Pushing the stop token first is optional.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<Vec<Delta>> {
         match &mut self.0 {
             ParserKind::Harmony(parser) => parser.finish(tokenizer),

@@ -1,4 +1,4 @@
-//! JSON in the form of Python's `json.dumps`, which models saw in training.
+//! Formats JSON like Python's `json.dumps`, because models saw that format in training.
 
 use std::io::{self, Write};
 
@@ -7,14 +7,14 @@ use serde::Serialize;
 use serde_json::Value;
 use serde_json::ser::{Formatter, Serializer};
 
-/// `json.dumps(value, ensure_ascii=False)`: `", "` and `": "` between items, keys in their own order.
+/// Formats JSON like `json.dumps(value, ensure_ascii=False)`, with `", "` and `": "` as separators.
 pub fn json_dumps(value: &Value) -> String {
     let default = Style::default();
-    // Writing a `Value` to memory cannot fail: its keys are strings, and the buffer grows.
+    // Writing a `Value` to memory cannot fail, because its keys are strings and the buffer grows.
     dumps(value, default).unwrap_or_else(|_| value.to_string())
 }
 
-/// `json.dumps(value, ensure_ascii=False, indent=.., separators=..)`.
+/// Formats JSON like `json.dumps(value, ensure_ascii=False, indent=.., separators=..)`.
 pub fn dumps(value: &impl Serialize, style: Style) -> Result<String> {
     let mut out = Vec::new();
     let formatter = PythonFormatter { style, depth: 0, has_items: false };
@@ -34,7 +34,7 @@ pub struct Style {
 struct PythonFormatter {
     style: Style,
     depth: usize,
-    /// Whether the innermost list or object has an item. An empty one is `[]` with any indentation.
+    /// Whether the innermost list or object has an item. An empty list is `[]` with any indentation.
     has_items: bool,
 }
 
@@ -116,8 +116,9 @@ impl Formatter for PythonFormatter {
     }
 }
 
-/// Formats a finite float as Python's `repr`:
-/// the shortest digits, and exponents below -4 or from 16, such as `1e-05`.
+/// Formats a finite float like Python's `repr`, with the fewest digits that round-trip.
+///
+/// Values below 1e-4 and from 1e16 use an exponent, such as `1e-05`.
 fn float_repr(value: f64) -> String {
     let scientific = format!("{value:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));

@@ -1,10 +1,12 @@
 //! Parses the output of models with a chat template into channels of text.
 //!
-//! The output is an answer, with reasoning before it between `<think>` and `</think>`,
-//! and with tool calls in it between `<tool_call>` and `</tool_call>`.
-//! The tags of reasoning are single tokens in some vocabularies and several tokens in others,
-//! so they are recognized by token and by text.
-//! The tags of tool calls are recognized only by token, because an answer may contain them as text.
+//! Reasoning comes before the answer, between `<think>` and `</think>`.
+//! These tags are single tokens in some vocabularies and several tokens in others.
+//! The parser therefore recognizes them both as tokens and as text.
+//!
+//! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`.
+//! The parser recognizes these tags only as tokens, because an answer may contain them as text.
+//!
 //! Other control tokens are dropped.
 
 use anyhow::Result;
@@ -21,16 +23,16 @@ const END_THINK: &str = "</think>";
 const TOOL_CALL: &str = "<tool_call>";
 const END_TOOL_CALL: &str = "</tool_call>";
 
-/// The most newlines after a tag that belong to it. Models write `</think>\n\n`.
+/// The maximum number of newlines that belong to the tag before them. Models write `</think>\n\n`.
 const MAX_NEWLINES: usize = 2;
 
-/// The state of parsing one generation.
+/// The parser of one generation.
 pub struct TaggedParser {
     channel: Channel,
     stream: TextStream,
-    /// Text that may be the beginning of a tag, or newlines that may belong to a tag.
+    /// Text that may be the start of a tag, or newlines that may belong to a tag.
     held: String,
-    /// How many newlines are still skipped after a tag.
+    /// The number of newlines that are still skipped after a tag.
     skip_newlines: usize,
     /// Whether the answer has begun. From then on, `<think>` is ordinary text.
     answered: bool,
@@ -39,7 +41,7 @@ pub struct TaggedParser {
 }
 
 impl TaggedParser {
-    /// `prompt` is the rendered conversation. For reasoning models it often ends with `<think>`.
+    /// Creates a parser. `prompt` is the rendered conversation, which often ends with `<think>` for reasoning models.
     pub fn new(prompt: &str) -> Self {
         let prompt = prompt.trim_end();
         let thinking = prompt.ends_with(THINK);
@@ -101,7 +103,7 @@ impl TaggedParser {
         Ok(out)
     }
 
-    /// Returns the tag that would end the current channel, and the next channel.
+    /// Returns the tag that ends the current channel, and the channel after it.
     fn tag(&self) -> Option<(&'static str, Channel)> {
         match self.channel {
             Channel::Reasoning => Some((END_THINK, Channel::Answer)),
@@ -110,7 +112,7 @@ impl TaggedParser {
         }
     }
 
-    /// Adds text and returns the part of it whose channel is certain.
+    /// Adds text and emits the part whose channel is certain.
     fn feed(&mut self, text: &str, out: &mut Vec<Delta>) {
         self.held.push_str(text);
         while let Some((tag, next)) = self.tag() {
@@ -130,11 +132,11 @@ impl TaggedParser {
         self.emit(&certain, out);
     }
 
-    /// Returns the offset from which the held text may still become a tag, or belong to one.
+    /// Returns the offset from which the held text may still be part of a tag.
     fn undecided_start(&self) -> usize {
         let Some((tag, _)) = self.tag() else { return self.held.len() };
         if self.channel == Channel::Answer {
-            // Whitespace and the beginning of a tag are held back together.
+            // Hold back whitespace together with the start of a tag.
             return if tag.starts_with(self.held.trim_start()) { 0 } else { self.held.len() };
         }
         let begins_tag = |at: &usize| self.held.is_char_boundary(*at) && tag.starts_with(&self.held[*at..]);
@@ -143,7 +145,7 @@ impl TaggedParser {
         self.held[..at].trim_end_matches('\n').len()
     }
 
-    /// Returns the held text, without newlines and spaces that belong to the tag, and changes the channel.
+    /// Emits the held text, without whitespace that belongs to the tag, and switches the channel.
     fn enter(&mut self, next: Channel, out: &mut Vec<Delta>) {
         let held = std::mem::take(&mut self.held);
         let text = match self.channel {
@@ -159,7 +161,7 @@ impl TaggedParser {
         self.skip_newlines = MAX_NEWLINES;
     }
 
-    /// Returns text to the caller.
+    /// Appends text to the output, without newlines that belong to a tag.
     fn emit(&mut self, text: &str, out: &mut Vec<Delta>) {
         let mut text = text;
         while let Some(rest) = text.strip_prefix('\n').filter(|_| self.skip_newlines > 0) {
@@ -179,7 +181,8 @@ impl TaggedParser {
         out.push(Delta { channel: self.channel, text: text.to_string() });
     }
 
-    /// Parses a finished tool call, `{"name": .., "arguments": ..}` as Hermes and Qwen write it.
+    /// Parses a complete tool call in the format of Hermes and Qwen, `{"name": .., "arguments": ..}`.
+    ///
     /// A call that is not valid JSON keeps its text as arguments.
     fn read_tool_call(&mut self) {
         #[derive(Deserialize)]

@@ -1,12 +1,12 @@
 //! The Jinja chat template of a model.
 //!
-//! The environment is the same as in transformers 5 (`utils/chat_template_utils.py`): trim_blocks, lstrip_blocks,
-//! its `tojson`, `raise_exception`, `strftime_now` and `{% generation %}`,
-//! and the tokenizer's special tokens by name.
+//! The template environment matches transformers 5 (`utils/chat_template_utils.py`).
+//! It enables `trim_blocks` and `lstrip_blocks`, and defines `tojson`, `raise_exception` and `strftime_now`.
+//! It also supports `{% generation %}` and provides the tokenizer's special tokens by name.
 //!
-//! A template is untrusted code.
-//! It cannot read files, and its steps, depth and output are limited.
-//! Its memory is not limited: minijinja cannot stop a loop that keeps doubling a string.
+//! Templates are untrusted code.
+//! They cannot read files, and their steps, recursion depth and output are limited.
+//! Memory is not limited, because minijinja cannot stop a loop that keeps doubling a string.
 
 use std::io;
 use std::path::Path;
@@ -23,20 +23,21 @@ use super::rendered::{RenderOptions, Rendered};
 use super::template_functions;
 use crate::tokenizer::Tokenizer;
 
-/// The most steps of the template engine, about a second. A long conversation takes a hundredth of that.
+/// The maximum number of template engine steps, about one second. A long conversation takes about 1% of that.
 const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const NAME: &str = "chat_template";
 
-/// Tags that a model writes itself. Templates search them in earlier answers, to remove the reasoning.
+/// Tags that models write themselves. Templates use them to remove the reasoning from earlier answers.
 const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 
 /// A compiled chat template.
 pub struct Template {
-    /// The name of the file with the template.
+    /// The name of the template file.
     file: String,
-    /// The compiled template, or the reason why it does not compile.
+    /// The compiled template, or the compile error.
+    ///
     /// Only rendering returns this error, because a model can be used without its template.
     environment: std::result::Result<Environment<'static>, String>,
     /// The special tokens by name, such as `bos_token`.
@@ -44,18 +45,18 @@ pub struct Template {
     dialect: Dialect,
 }
 
-/// The features of a template, judged by the words in it.
+/// The features of a template, detected from words in its source.
 struct Dialect {
-    /// Whether it knows the role `developer`.
+    /// Whether the template supports the `developer` role.
     developer_role: bool,
-    /// The message fields that it reads reasoning from.
+    /// The message fields from which the template reads reasoning.
     reasoning_keys: Vec<&'static str>,
-    /// Whether it distinguishes null content, next to tool calls, from empty content.
+    /// Whether the template distinguishes null content from empty content in messages with tool calls.
     null_content: bool,
 }
 
 impl Template {
-    /// Loads the template from a model's directory. `None` if there is none.
+    /// Loads the template from a model's directory. Returns `None` if the model has no template.
     pub fn load(dir: &Path) -> Result<Option<Self>> {
         let config = read_json(&dir.join("tokenizer_config.json"))?;
         let path = dir.join("chat_template.jinja");
@@ -70,7 +71,7 @@ impl Template {
         Ok(Some(Self::new(file, source, special_tokens(&config, &special_map))))
     }
 
-    /// Compiles a template from `file`. `special_tokens` are the tokens that it may name.
+    /// Compiles a template from `file`. `special_tokens` are the tokens that it can use by name.
     pub fn new(file: &str, source: String, special_tokens: Vec<(String, String)>) -> Self {
         let dialect = Dialect {
             developer_role: has_word(&source, "developer"),
@@ -87,7 +88,7 @@ impl Template {
         Self { file: file.to_string(), environment, special_tokens, dialect }
     }
 
-    /// Returns the name of the file with the template.
+    /// Returns the name of the template file.
     pub fn name(&self) -> &str {
         &self.file
     }
@@ -99,9 +100,9 @@ impl Template {
         let marker = Marker::new(tokenizer, written.collect::<Vec<_>>().into_iter())?;
         let tools = map_strings(&tools, &|text| marker.mark(text, &[]));
 
-        // OpenAI's messages have the arguments of a tool call as JSON in a string.
-        // Nearly every template expects an object, and the few that expect the string fail on the object.
-        // So objects are tried first.
+        // In OpenAI's format, the arguments of a tool call are a string that contains JSON.
+        // Nearly every template expects an object instead. The few that expect a string fail on an object.
+        // Therefore, try objects first.
         let objects = self.run(messages, &tools, options, &marker, Arguments::Objects);
         let has_calls = messages.iter().any(|message| !message.tool_calls.is_empty());
         let text = match objects {
@@ -134,7 +135,7 @@ impl Template {
             ("strftime_now".to_string(), template_functions::strftime_now(options.date.clone())),
         ];
         context.extend(self.special_tokens.iter().map(|(name, token)| (name.clone(), Value::from(token.as_str()))));
-        // Some templates reject unknown efforts, so only an effort that is not the default is passed.
+        // Some templates reject unknown efforts, so pass the effort only if it is not the default.
         if options.reasoning_effort != ReasoningEffort::Medium {
             context.push(("reasoning_effort".into(), Value::from(options.reasoning_effort.to_string())));
         }
@@ -153,7 +154,7 @@ impl Template {
         Ok(String::from_utf8(out.0)?)
     }
 
-    /// Returns a message as the dictionary that templates expect. Absent values have no key.
+    /// Returns a message as the dictionary that templates expect, without keys for absent values.
     fn message(&self, message: &Message, marker: &Marker, arguments: Arguments) -> Json {
         let allowed = if message.role == Role::Assistant { &ASSISTANT_TAGS[..] } else { &[] };
         let mark = |text: &str| marker.mark(text, allowed);
@@ -196,15 +197,16 @@ impl Template {
     }
 }
 
-/// How the arguments of tool calls are passed to the template.
+/// The form in which tool call arguments are passed to the template.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Arguments {
     Objects,
     Strings,
 }
 
-/// The template failed, but did not reject the conversation.
-/// Rendering tries again with the arguments in another form.
+/// The error of a template that failed without rejecting the conversation.
+///
+/// Rendering then retries with tool call arguments as strings.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateFailed(String);
@@ -236,7 +238,7 @@ fn explain(file: &str, error: &Error) -> String {
     text
 }
 
-/// A buffer of limited size.
+/// An output buffer of limited size.
 struct LimitedOutput(Vec<u8>);
 
 impl io::Write for LimitedOutput {
@@ -253,7 +255,7 @@ impl io::Write for LimitedOutput {
     }
 }
 
-/// Reads a JSON object from a file. A missing file is an empty object, because none of these files is required.
+/// Reads a JSON object from an optional file. Returns an empty object if the file does not exist.
 fn read_json(path: &Path) -> Result<Json> {
     if !path.exists() {
         return Ok(json!({}));
@@ -266,7 +268,7 @@ fn read_json(path: &Path) -> Result<Json> {
     Ok(value)
 }
 
-/// Returns the default template. `chat_template` is a string, or a list of `{name, template}`.
+/// Returns the default template from `chat_template`, which is a string or a list of `{name, template}`.
 fn named_template(value: &Json) -> Option<&str> {
     let source = match value {
         Json::Array(list) => {
@@ -279,7 +281,8 @@ fn named_template(value: &Json) -> Option<&str> {
 }
 
 /// Returns the special tokens from tokenizer_config.json or special_tokens_map.json.
-/// Each is a string, or an object with the string in `content`.
+///
+/// Each token is a string, or an object with the string in `content`.
 fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
     let names = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
     let token = |name: &str| {
@@ -289,7 +292,7 @@ fn special_tokens(config: &Json, map: &Json) -> Vec<(String, String)> {
     names.iter().filter_map(|name| Some((name.to_string(), token(name)?))).collect()
 }
 
-/// Returns true if `source` contains `word` as a whole identifier.
+/// Returns whether `source` contains `word` as a whole identifier.
 fn has_word(source: &str, word: &str) -> bool {
     let is_part = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
     source
@@ -297,7 +300,7 @@ fn has_word(source: &str, word: &str) -> bool {
         .any(|(at, _)| !is_part(source[..at].chars().next_back()) && !is_part(source[at + word.len()..].chars().next()))
 }
 
-/// Returns all texts of a message. None of them come from the template.
+/// Returns all strings in a message, including its tool calls.
 fn texts_of(message: &Message) -> Vec<&str> {
     let mut texts = vec![message.content.as_str()];
     let optional = [&message.reasoning, &message.tool_call_id, &message.name];

@@ -1,4 +1,4 @@
-//! Functions that chat templates expect and minijinja lacks: those of transformers, and methods of Python.
+//! Functions and Python methods that chat templates expect but minijinja lacks.
 
 use anyhow::Result;
 use minijinja::value::{Kwargs, ValueKind, from_args};
@@ -14,7 +14,7 @@ pub fn install(environment: &mut Environment<'static>) {
     environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, "raise_exception").with_source(Raised(message)))
     });
-    // In Python a string is a sequence of characters, and templates rely on that.
+    // In Python, a string is a sequence of characters, and templates rely on that.
     environment.add_test("iterable", |value: &Value| value.kind() == ValueKind::String || value.try_iter().is_ok());
     environment.add_test("sequence", |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq));
 }
@@ -24,7 +24,7 @@ pub fn install(environment: &mut Environment<'static>) {
 #[error("{0}")]
 struct Raised(String);
 
-/// Returns the message that was passed to `raise_exception`. `None` for other errors.
+/// Returns the message that was passed to `raise_exception`, or `None` for other errors.
 pub fn raised(error: &Error) -> Option<String> {
     let mut source = std::error::Error::source(error);
     while let Some(cause) = source {
@@ -37,7 +37,8 @@ pub fn raised(error: &Error) -> Option<String> {
 }
 
 /// Returns the function `strftime_now(format)`.
-/// It formats midnight of the session's date, so that the beginning of the prompt stays the same from turn to turn.
+///
+/// The function always formats midnight of the session's date, so the start of the prompt never changes.
 pub fn strftime_now(date: String) -> Value {
     Value::from_function(move |format: String| -> Result<String, Error> {
         let failed = |error: jiff::Error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}"));
@@ -46,8 +47,9 @@ pub fn strftime_now(date: String) -> Value {
     })
 }
 
-/// `json.dumps` with the defaults of transformers:
-/// no escapes for HTML or for non-ASCII characters, and keys in order.
+/// Formats JSON like `json.dumps` with the defaults of transformers.
+///
+/// Does not escape HTML or non-ASCII characters, and keeps the order of keys.
 fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<Value, Error> {
     let failed = |error: String| Error::new(ErrorKind::InvalidOperation, format!("tojson: {error}"));
     if value.is_undefined() {
@@ -90,7 +92,7 @@ fn escape_non_ascii(text: &str) -> String {
     out
 }
 
-/// Methods of Python's strings and dictionaries: those of minijinja, and others that templates use.
+/// Calls a Python method: a string method from this module, or a method from `minijinja_contrib`.
 fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     let Some(text) = value.as_str() else { return unknown_method_callback(state, value, method, args) };
     match method {
@@ -121,8 +123,9 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
     }
 }
 
-/// Replaces `{% generation %}` blocks, which mark the assistant's tokens for training, by plain scopes.
-/// Whitespace control and line numbers do not change.
+/// Replaces `{% generation %}` blocks, which mark assistant tokens for training, with plain scopes.
+///
+/// Does not change whitespace control or line numbers.
 pub fn replace_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

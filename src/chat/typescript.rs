@@ -1,15 +1,16 @@
-//! Harmony's description of function tools: TypeScript types in a `functions` namespace.
+//! Describes function tools for harmony, as TypeScript types in a `functions` namespace.
 //!
-//! This follows openai/harmony v0.0.8 `src/encoding.rs` (`template_tools_section`,
-//! `json_schema_to_typescript`) byte for byte, because the models were trained on exactly this text.
-//! The bugs are included: only the first line of a multi-line property description becomes a comment.
+//! The output matches openai/harmony v0.0.8 byte for byte, because the models were trained on exactly this text.
+//! The source is `template_tools_section` and `json_schema_to_typescript` in its `src/encoding.rs`.
+//! Its bugs are reproduced: only the first line of a multi-line property description becomes a comment.
 
 use anyhow::{Result, anyhow};
 use serde_json::Value;
 
 /// Returns the `# Tools` section of a developer message.
-/// `tools` are OpenAI's tool objects,
-/// `{"type": "function", "function": {"name", "description", "parameters"}}`, or the inner objects alone.
+///
+/// `tools` are tool objects in OpenAI's format, or only their inner `function` objects:
+/// `{"type": "function", "function": {"name", "description", "parameters"}}`.
 pub fn tools_section(tools: &[Value]) -> Result<String> {
     let mut out = String::from("# Tools\n\n## functions\n\nnamespace functions {\n");
     for tool in tools {
@@ -39,7 +40,7 @@ fn is_enum(schema: &Value) -> bool {
     list(schema, "enum").is_some_and(|values| !values.is_empty())
 }
 
-/// Formats a default value for a comment. Strings are quoted, except for values of an enum.
+/// Formats a default value for a comment. Quotes strings, except enum values.
 fn default_text(schema: &Value) -> Option<String> {
     schema.get("default").map(|default| match default.as_str() {
         Some(text) if is_enum(schema) => text.to_string(),
@@ -77,21 +78,21 @@ fn type_of(schema: &Value, indent: &str) -> String {
     }
 }
 
-/// Returns the type of a schema, with `| null` if it is nullable.
+/// Returns the type of a schema, with `| null` if the schema is nullable.
 fn nullable_type_of(schema: &Value, indent: &str) -> String {
     let name = type_of(schema, indent);
     let nullable = schema.get("nullable").and_then(Value::as_bool).unwrap_or(false);
     if nullable && !name.contains("null") { name + " | null" } else { name }
 }
 
-/// Returns the type of a `oneOf` that is not a property: the items of an array, or a variant of another `oneOf`.
+/// Returns the type of a `oneOf` that is not a property, such as array items or a variant of another `oneOf`.
 fn one_of(variants: &[Value], indent: &str) -> String {
     let mut out = String::new();
     for variant in variants {
         out.push_str(&format!("\n{indent} | {}", nullable_type_of(variant, &format!("{indent}   "))));
         let mut comments: Vec<String> = text(variant, "description").map(str::to_string).into_iter().collect();
         if let Some(default) = variant.get("default") {
-            // Only here, the default of an enum is quoted.
+            // Unlike elsewhere, the default of an enum is quoted here.
             let default = default.as_str().filter(|_| !is_enum(variant)).map(|text| format!("\"{text}\""));
             comments.push(format!("default: {}", default.unwrap_or_else(|| variant["default"].to_string())));
         }

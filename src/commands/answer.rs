@@ -1,4 +1,4 @@
-//! One-shot answers: as text, as one JSON object, or as JSON lines while the answer streams.
+//! One-shot answers, printed as text, as one JSON object, or as streamed JSON lines.
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -14,7 +14,7 @@ use crate::terminal::interrupt::cancel_on_ctrl_c;
 use crate::terminal::{Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
 use crate::text::printable;
 
-/// Writes the answer to stdout. On a terminal, also writes the reasoning and the figures to stderr.
+/// Writes the answer to stdout. On a terminal, also writes the reasoning and the statistics to stderr.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;
@@ -33,7 +33,7 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// Returns a warning if the tokens ran out before the answer began.
+/// Returns a warning if the model ran out of tokens before it started its answer.
 fn missing_answer(turn: &Turn) -> Option<String> {
     let summary = &turn.summary;
     if !turn.text.is_empty() || turn.reasoning.is_empty() || summary.finish_reason != FinishReason::Length {
@@ -41,10 +41,10 @@ fn missing_answer(turn: &Turn) -> Option<String> {
     }
     let is_context_full = summary.context_used >= summary.context;
     let flag = if is_context_full { "--context" } else { "--max-tokens" };
-    Some(format!("the model spent all {} tokens on reasoning; raise {flag}", summary.completion_tokens))
+    Some(format!("the model used all {} tokens for reasoning; raise {flag}", summary.completion_tokens))
 }
 
-/// Draws the answer on a terminal, as the chat does.
+/// Draws the formatted answer on a terminal, in the same way as the chat.
 fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let mut out = std::io::stdout().lock();
     let mut view = TurnView::new(WindowSize::now(), false, false);
@@ -58,7 +58,7 @@ fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Tu
     turn
 }
 
-/// Writes the answer as it is, for a pipe, a file or a terminal without colors.
+/// Writes the answer without formatting, to a pipe, a file or a terminal without colors.
 fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let (mut out, mut err) = (std::io::stdout().lock(), std::io::stderr().lock());
     let (is_terminal, color) = (std::io::stdout().is_terminal(), stderr_color());
@@ -107,7 +107,7 @@ pub fn json(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// Prints one JSON object per line: `start`, each piece of text as it arrives, and `end` or `error`.
+/// Prints one JSON object per line: `start`, one for each piece of text as it arrives, then `end` or `error`.
 pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let (name, seed) = (session.snapshot.name.clone(), session.settings.sampling.seed);
@@ -133,7 +133,7 @@ pub fn json_lines(mut session: Session, prompt: &str) -> Result<ExitCode> {
     Ok(exit_code(&turn))
 }
 
-/// Returns the finish reason, the token counts and the times of a turn as JSON.
+/// Returns the finish reason, the token counts and the timings of a turn as JSON.
 fn figures(session: &Session, turn: &Turn) -> Result<Value> {
     let summary = &turn.summary;
     let load_s = session.engine().info().load.total_s;
@@ -148,7 +148,7 @@ fn figures(session: &Session, turn: &Turn) -> Result<Value> {
     Ok(object)
 }
 
-/// Adds the fields of one JSON object to another.
+/// Adds `fields` to a JSON object.
 fn extend(object: &mut Value, fields: Value) {
     if let (Value::Object(object), Value::Object(fields)) = (object, fields) {
         object.extend(fields);

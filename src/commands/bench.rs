@@ -1,5 +1,6 @@
-//! `inferno bench`: measures how fast a model runs, as llama-bench does: random tokens, batch size 1, no tokenizer, one
-//! warm-up run before the measured ones.
+//! `inferno bench`: measures how fast a model runs.
+//!
+//! Follows llama-bench: random tokens, batch size 1, no tokenizer, and one warm-up run before the measured runs.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -23,7 +24,7 @@ use crate::text::printable;
 pub struct Args {
     /// Name or directory of a model
     model: String,
-    /// Prompt lengths to measure; 0 for none. A prompt of 512 tokens is always timed for the first token
+    /// Prompt lengths to measure; 0 for none. Time to first token is also measured for 512 tokens
     #[arg(short, long, value_delimiter = ',', default_value = "512", value_name = "TOKENS")]
     prompt: Vec<u32>,
     /// Number of tokens to decode; 0 for none
@@ -32,7 +33,7 @@ pub struct Args {
     /// Cached tokens before each test
     #[arg(short, long, value_delimiter = ',', default_value = "0", value_name = "TOKENS")]
     depth: Vec<u32>,
-    /// Runs of each test, after a warm-up
+    /// Measured runs of each test, after one warm-up run
     #[arg(short, long, default_value_t = 5, value_parser = value_parser!(u32).range(1..), value_name = "TIMES")]
     repetitions: u32,
     /// Print JSON with every sample
@@ -45,11 +46,11 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// The prompt length of the first request, in tokens. It is also one of the warm requests.
+/// The prompt length of the first request, in tokens. Later requests include this length too.
 const FIRST_PROMPT: usize = 512;
-/// Positions that a generation needs besides its tokens: one for the prompt, one that stays free.
+/// The extra context positions that a test needs: one for the prompt and one that stays free.
 const EXTRA_POSITIONS: usize = 2;
-/// The seed of all random tokens and of sampling.
+/// The seed for random tokens and for sampling.
 const SEED: u64 = 1;
 
 pub fn run(mut args: Args) -> Result<ExitCode> {
@@ -96,7 +97,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
             runner.kernel_times()
         })??;
     }
-    // Measured last, because the allocator keeps the memory that this takes.
+    // Measured last, because the allocator keeps the memory that this measurement uses.
     let bandwidth = bandwidth::measure(engine.device())?;
     tests.iter_mut().for_each(|test| test.set_bandwidth_share(bandwidth.as_ref()));
 
@@ -126,7 +127,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the device memory used since before the model was loaded; `None` on a CPU, which shares its memory.
+/// Returns the device memory in use since loading began. `None` on a CPU, where other programs share the memory.
 fn memory_in_use(engine: &Engine) -> Result<Option<u64>> {
     let free = device::info(engine.device())?.free_bytes;
     Ok(engine.device().is_cuda().then(|| engine.info().device.free_bytes.saturating_sub(free)))
@@ -144,18 +145,20 @@ struct Bench {
 }
 
 impl Bench {
-    /// Calls `run` once as a warm-up, then `repetitions` times. Returns the seconds of those. `run` gets its index from 0.
+    /// Calls `run` once as a warm-up, then `repetitions` times, and returns the seconds of the repetitions.
+    ///
+    /// `run` receives the index of the call. The warm-up has index 0.
     fn repeat(&self, mut run: impl FnMut(&EngineHandle, u64) -> Result<f64>) -> Result<Vec<f64>> {
         run(&self.engine, 0)?;
         (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
-    /// Returns the bytes that each of `tokens` steps reads after `depth` cached tokens.
+    /// Returns the bytes that each of `tokens` decode steps reads, starting with `depth` cached tokens.
     fn step_bytes(&self, tokens: usize, depth: usize) -> Result<Vec<StepBytes>> {
         self.engine.with_runner(move |runner| (depth..depth + tokens).map(|depth| runner.step_bytes(depth)).collect())
     }
 
-    /// Measures the time to the first token: of the first request, then of prompts of several lengths.
+    /// Measures the time to first token of the first request, then of prompts of several lengths.
     fn first_tokens(&self, prompts: &[usize]) -> Result<FirstToken> {
         note("time to first token");
         let cold_ms = 1e3 * first_token_s(&self.engine, FIRST_PROMPT, SEED)?;
@@ -169,7 +172,7 @@ impl Bench {
         Ok(FirstToken::new((FIRST_PROMPT, cold_ms), warm.collect::<Result<_>>()?))
     }
 
-    /// Fills the cache with `depth` random tokens.
+    /// Fills the KV cache with `depth` random tokens.
     fn fill_cache(&self, depth: usize) -> Result<()> {
         note(&format!("filling the cache with {depth} tokens"));
         let tokens = self.engine.random_tokens(SEED, depth);
@@ -195,7 +198,7 @@ impl Bench {
         Ok(test.with_seconds(&seconds))
     }
 
-    /// Measures decoding without sampling and detokenizing.
+    /// Measures decoding without sampling or detokenization.
     fn decode(&self, tokens: usize, depth: usize) -> Result<Test> {
         let test = Test::new(TestKind::Decode, tokens, depth);
         note(&test.name());
@@ -211,14 +214,14 @@ impl Bench {
         Ok(test.with_step_bytes(&self.step_bytes(tokens, depth)?).with_seconds(&seconds))
     }
 
-    /// Measures decoding as in a chat, with sampling and detokenizing.
+    /// Measures decoding as in a chat, with sampling and detokenization.
     fn chat(&self, tokens: usize, depth: usize) -> Result<Test> {
         let test = Test::new(TestKind::Chat, tokens, depth);
         note(&test.name());
         let mut gaps: Vec<Vec<Duration>> = Vec::new();
         let seconds = self.repeat(|engine, index| {
             let prompt = engine.random_tokens(SEED, depth.max(1));
-            // Two tokens are not counted: the first comes from the prompt, and the last needs no step.
+            // Two tokens are not timed: the first comes from the prefill, and no decode step follows the last.
             let stream = engine.complete_ids(&prompt, chat_options(tokens + 2, SEED + 1 + index))?;
             let mut events = stream.into_iter();
             events.next().transpose()?;

@@ -1,4 +1,4 @@
-//! The report of `inferno bench`: a JSON object whose keys include their units, or tables.
+//! The report of `inferno bench`, as tables or as JSON. The JSON keys include the units.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -94,7 +94,7 @@ impl DeviceFacts {
     }
 }
 
-/// Device memory that this process has used since it opened the device.
+/// The device memory that this process has allocated since it opened the device.
 #[derive(Serialize)]
 pub struct Memory {
     after_load_bytes: u64,
@@ -107,11 +107,11 @@ impl From<(u64, u64)> for Memory {
     }
 }
 
-/// The samples of one measurement.
+/// The mean, the standard deviation and the samples of one measurement.
 #[derive(Serialize)]
 pub struct Stats {
     mean: f64,
-    /// The sample standard deviation, with n - 1 in the denominator; 0 for one sample.
+    /// The sample standard deviation, with n - 1 in the denominator. 0 for a single sample.
     sd: f64,
     samples: Vec<f64>,
 }
@@ -131,23 +131,22 @@ pub struct FirstToken {
     warm: Vec<Warm>,
 }
 
-/// The time to the first token of the first request after loading.
+/// The time to first token of the first request after loading.
 #[derive(Serialize)]
 struct Cold {
     prompt_tokens: usize,
     ms: f64,
 }
 
-/// The time to the first token of later requests.
+/// The time to first token of later requests.
 #[derive(Serialize)]
-/// The time to the first token of later requests.
 struct Warm {
     prompt_tokens: usize,
     ms: Stats,
 }
 
 impl FirstToken {
-    /// Takes pairs of prompt length and milliseconds.
+    /// Takes pairs of a prompt length in tokens and a time in milliseconds.
     pub fn new((prompt_tokens, ms): (usize, f64), warm: Vec<(usize, Stats)>) -> Self {
         let warm = warm.into_iter().map(|(prompt_tokens, ms)| Warm { prompt_tokens, ms }).collect();
         Self { cold: Cold { prompt_tokens, ms }, warm }
@@ -164,19 +163,19 @@ pub enum TestKind {
     Chat,
 }
 
-/// One test, which is a row of the table.
+/// The results of one test, which form one row of the table.
 #[derive(Serialize)]
 pub struct Test {
     kind: TestKind,
     tokens: usize,
-    /// The cached tokens before the test.
+    /// The number of cached tokens before the test.
     depth: usize,
     tok_per_s: Stats,
-    /// The mean bytes that a decode step reads.
+    /// The mean number of bytes that a decode step reads.
     step_bytes: Option<StepBytes>,
     bytes_per_s: Option<f64>,
     share_of_read_bandwidth: Option<f64>,
-    /// The times between tokens.
+    /// The time between consecutive tokens.
     gaps: Option<Gaps>,
 }
 
@@ -187,7 +186,7 @@ impl Test {
         Self { kind, tokens, depth, tok_per_s, step_bytes, bytes_per_s, share_of_read_bandwidth, gaps }
     }
 
-    /// Returns the name that llama-bench gives this test.
+    /// Returns the name of the test in llama-bench style, such as `pp512` or `tg128 @ d4096`.
     pub fn name(&self) -> String {
         let kind = match self.kind {
             TestKind::Prompt => "pp",
@@ -198,14 +197,14 @@ impl Test {
         format!("{kind}{}{depth}", self.tokens)
     }
 
-    /// Sets the bytes that its decode steps read.
+    /// Sets the mean number of bytes that a decode step of this test reads.
     pub fn with_step_bytes(mut self, steps: &[StepBytes]) -> Self {
         let mean = |part: fn(&StepBytes) -> u64| steps.iter().map(part).sum::<u64>() / steps.len() as u64;
         self.step_bytes = Some(StepBytes { weights: mean(|step| step.weights), cache: mean(|step| step.cache) });
         self
     }
 
-    /// Sets the seconds of each repetition.
+    /// Sets the duration of each repetition, in seconds.
     pub fn with_seconds(mut self, seconds: &[f64]) -> Self {
         self.tok_per_s = Stats::new(seconds.iter().map(|seconds| self.tokens as f64 / seconds).collect());
         self.bytes_per_s = self.step_bytes.map(|bytes| bytes.total() as f64 * self.tok_per_s.mean);
@@ -217,14 +216,14 @@ impl Test {
         self
     }
 
-    /// Sets the share of the measured read bandwidth that the test achieved.
+    /// Sets the fraction of the measured read bandwidth that the test achieved.
     pub fn set_bandwidth_share(&mut self, bandwidth: Option<&Bandwidth>) {
         self.share_of_read_bandwidth =
             self.bytes_per_s.zip(bandwidth).map(|(achieved, bandwidth)| achieved / bandwidth.read_bytes_per_s);
     }
 }
 
-/// The distribution of the times between tokens.
+/// The distribution of the time between consecutive tokens.
 #[derive(Serialize)]
 pub struct Gaps {
     p50_ms: f64,
@@ -233,10 +232,10 @@ pub struct Gaps {
 }
 
 impl Gaps {
-    /// Takes at least one time.
+    /// Computes the percentiles of `gaps`, which must not be empty.
     pub fn new(mut gaps: Vec<Duration>) -> Self {
         gaps.sort();
-        // The smallest time that is at least as large as this share of all times.
+        // The nearest-rank percentile.
         let percentile = |share: f64| {
             let rank = (share * gaps.len() as f64).ceil() as usize;
             1e3 * gaps[rank.clamp(1, gaps.len()) - 1].as_secs_f64()
@@ -246,7 +245,7 @@ impl Gaps {
 }
 
 impl Report {
-    /// Returns the report as tables, with the table of kernels if `with_kernels`.
+    /// Formats the report as tables, including the kernel table if `with_kernels` is true.
     pub fn table(&self, with_kernels: bool) -> String {
         let mut parts = vec![self.header(), self.speed(), self.latency()];
         if with_kernels {
@@ -255,7 +254,7 @@ impl Report {
         parts.join("\n")
     }
 
-    /// Describes model, device and build.
+    /// Describes the model, the device and the build.
     fn header(&self) -> String {
         let Model { name, family, quantization, parameters, dtype, context, weight_bytes, cache_bytes, .. } =
             &self.model;
@@ -340,7 +339,7 @@ impl Report {
 
     fn kernel_table(&self) -> String {
         let Some(kernels) = &self.kernels else {
-            return format!("kernels: the {} executor cannot time them\n", self.inferno.executor);
+            return format!("kernels: the {} executor cannot time kernels\n", self.inferno.executor);
         };
         let mut rows = vec![["kernel", "calls", "µs/token", "MB/token", "GB/s", "of read"].map(String::from)];
         for KernelTime { name, calls, seconds, bytes } in kernels {
@@ -359,7 +358,7 @@ impl Report {
 }
 
 impl DeviceFacts {
-    /// Formats as `NVIDIA H200, compute capability 9.0, 132 multiprocessors, CUDA 13.0, driver 580.1, SM 1980 of 1980 MHz, …`
+    /// Formats the device as one line: `NVIDIA H200, compute capability 9.0, 132 multiprocessors, CUDA 13.0, …`.
     fn line(&self) -> String {
         let mut line = self.name.clone();
         if let Some(capability) = &self.compute_capability {
@@ -389,9 +388,9 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-/// Formats rows in columns: the first left-aligned, the others right-aligned.
+/// Formats rows as aligned columns: the first column to the left, the others to the right.
 fn aligned<const COLUMNS: usize>(rows: &[[String; COLUMNS]]) -> String {
-    // A column with no cells under its header is left out.
+    // Columns that are empty below the header are omitted.
     let width = |column: usize| match rows.iter().skip(1).any(|row| !row[column].is_empty()) {
         true => rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0),
         false => 0,

@@ -5,14 +5,14 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap_complete::Shell;
 
-/// Print completions for bash, zsh or fish
+/// Print a completion script for bash, zsh or fish
 #[derive(clap::Args)]
 pub struct Args {
     /// The shell; for bash, add `source <(inferno completions bash)` to ~/.bashrc
     shell: Shell,
 }
 
-/// Prints the script. `command` describes the whole command line.
+/// Prints the completion script for `command`, which describes the whole command line.
 pub fn run(args: Args, mut command: clap::Command) -> Result<ExitCode> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut command, "inferno", &mut script);

@@ -1,9 +1,16 @@
-//! Where the value of a flag comes from.
+//! Flag values from sources other than the command line.
 //!
-//! The first of these that has a value wins: the command line, the environment (such as `INFERNO_TEMPERATURE`), the
-//! resumed conversation, the configuration file for this model, the configuration file for all models, and the default
-//! of the flag. Values from other places than the command line become defaults of clap, and the command line is parsed
-//! again. So the code behind a flag need not know where its value came from.
+//! The first source that sets a flag wins:
+//!
+//! 1. the command line
+//! 2. the environment, such as `INFERNO_TEMPERATURE`
+//! 3. the resumed conversation
+//! 4. the configuration file's section for this model
+//! 5. the configuration file's settings for all models
+//! 6. the flag's own default
+//!
+//! Values from the other sources become clap defaults, and then the command line is parsed again.
+//! The code that uses a flag therefore does not depend on the source of its value.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -20,7 +27,7 @@ use crate::engine::sampling::SAMPLING_FIELDS;
 use crate::error::Error;
 use crate::hub::Hub;
 
-/// The flags of `play` that have values from other places, besides the sampling flags.
+/// The flags of `play`, other than the sampling flags, that can be set outside the command line.
 const OTHER_FLAGS: [&str; 15] = [
     "attention",
     "chunk",
@@ -39,7 +46,7 @@ const OTHER_FLAGS: [&str; 15] = [
     "system",
 ];
 
-/// All flags of `play` that the environment, the configuration file and a conversation can set, sorted by name.
+/// All flags of `play` that can be set outside the command line, sorted by name.
 static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     let sampling = SAMPLING_FIELDS.iter().map(|field| field.flag);
     let mut flags: Vec<&str> = OTHER_FLAGS.into_iter().chain(sampling).collect();
@@ -47,13 +54,13 @@ static PLAY_FLAGS: LazyLock<Vec<&str>> = LazyLock::new(|| {
     flags
 });
 
-/// Flags without a value on the command line. In other places their value is true or false.
+/// Flags that take no value on the command line. Other sources set them to true or false.
 const SWITCHES: [&str; 3] = ["eager", "hide-reasoning", "plain"];
 
-/// The flag that other subcommands share with `play`.
+/// The flags of `bench` and `perplexity` that can be set outside the command line.
 const DEVICE: [&str; 1] = ["device"];
 
-/// The parsed command line, with values from the other places.
+/// The parsed command line, including values from the other sources.
 pub struct ParsedCommandLine {
     pub matches: ArgMatches,
     /// Flags of `play` set by the command line, the environment or a resumed conversation.
@@ -62,23 +69,23 @@ pub struct ParsedCommandLine {
     pub configured: SettingValues,
     /// The resumed conversation.
     pub saved: Option<SavedConversation>,
-    /// Settings of the resumed conversation that do not fit, with the reason.
+    /// Messages about invalid settings in the resumed conversation.
     pub rejected: Vec<String>,
 }
 
-/// The model and the conversation, which are known when the command line is parsed for the second time.
+/// The model and the conversation from the first parse, which the second parse uses.
 pub struct KnownModel<'a> {
     /// The full name of the model.
     pub name: &'a str,
     pub saved: Option<&'a SavedConversation>,
 }
 
-/// Parses the command line of this process. If it is wrong, prints why and ends the process, as clap does.
+/// Parses the command line of this process. If it is invalid, prints an error and exits, like clap.
 pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedCommandLine> {
     let args: Vec<OsString> = std::env::args_os().collect();
     let matches = command.clone().try_get_matches_from(&args).unwrap_or_else(|error| error.exit());
     if known.is_none() {
-        // Start logging now: `-v` also reports the configuration file.
+        // Start logging now, because `-v` also logs the configuration file.
         super::logging::start(matches.get_count("verbose"));
     }
     let mut line = ParsedCommandLine {
@@ -97,7 +104,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
 
     let typed_model = arguments.get_one::<String>("model");
     let saved = match (arguments.try_get_one::<String>("resume"), known) {
-        // The conversation may have been renamed since the first parse.
+        // Do not read the conversation again, because it may have been renamed since the first parse.
         (_, Some(known)) => known.saved.cloned(),
         (Ok(Some(name)), None) => Some(journal::peek(Some(name))?),
         _ => None,
@@ -106,7 +113,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     let model = known.map(|known| known.name).or(typed_model.or(saved_model).map(String::as_str));
 
     let (mut configured, path) = read_configuration(model, arguments)?;
-    // The file also has flags of other subcommands.
+    // The file may also set flags of other subcommands.
     configured.retain(|flag, _| flags.contains(&flag.as_str()));
     for (flag, values) in &configured {
         parser.check(flag, values).map_err(|reason| Error::usage(format!("{path}: {reason}")))?;
@@ -114,15 +121,15 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     if let Some(saved) = &saved {
         (line.requested, line.rejected) = fitting_settings(saved, flags, &parser);
         match typed_model {
-            // With another model, only settings of the chat and the device stay.
+            // With a different model, keep only the chat settings and the device.
             Some(_) => line.requested.retain(|flag, _| flag == "device" || is_setting(flag)),
             None => drop(line.requested.insert("model".to_string(), vec![saved.model.clone()])),
         }
-        // The conversation has its own instructions, and it may have removed a limit.
+        // The conversation has its own instructions, and may have removed a limit that the file sets.
         configured.remove("system");
         configured.retain(|flag, _| !line.requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }
-    // `MODEL@REV` on the command line is a revision too and overrides the other places.
+    // `MODEL@REV` on the command line also sets the revision and overrides the other sources.
     let is_typed_in_model = |flag: &str| flag == "revision" && typed_model.is_some_and(|model| model.contains('@'));
     line.requested.retain(|flag, _| !is_typed_in_model(flag));
     configured.retain(|flag, _| !is_typed_in_model(flag));
@@ -137,7 +144,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
         line.matches = matches;
     }
     line.requested.extend(typed_values(&line.matches, flags));
-    // The model and the instructions are part of a conversation and no settings of it.
+    // The model and the instructions belong to the conversation itself and are not settings.
     for flag in ["system", "model"] {
         line.requested.remove(flag);
         configured.remove(flag);
@@ -146,13 +153,13 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     Ok(line)
 }
 
-/// Reads the flags that environment variables set, such as `INFERNO_TOP_P`. Empty variables count as unset.
+/// Reads flags from environment variables such as `INFERNO_TOP_P`. Empty variables count as unset.
 fn read_environment(flags: &[&str], parser: &Parser, is_overridden: &dyn Fn(&str) -> bool) -> Result<SettingValues> {
     let mut settings = SettingValues::new();
     for flag in flags.iter().filter(|flag| !is_overridden(flag)) {
         let variable = format!("INFERNO_{}", id(flag).to_uppercase());
         let Some(value) = std::env::var_os(&variable).filter(|value| !value.is_empty()) else { continue };
-        let value = value.into_string().map_err(|_| Error::usage(format!("{variable} is not UTF-8 text")))?;
+        let value = value.into_string().map_err(|_| Error::usage(format!("{variable} is not valid UTF-8")))?;
         let values = vec![value];
         parser.check(flag, &values).map_err(|reason| Error::usage(format!("{variable}: {reason}")))?;
         settings.insert(flag.to_string(), values);
@@ -160,7 +167,7 @@ fn read_environment(flags: &[&str], parser: &Parser, is_overridden: &dyn Fn(&str
     Ok(settings)
 }
 
-/// Returns the values of the flags that were typed on the command line.
+/// Returns the flags that were typed on the command line, with their values.
 fn typed_values(matches: &ArgMatches, flags: &[&str]) -> SettingValues {
     let mut settings = SettingValues::new();
     let Some((_, arguments)) = matches.subcommand() else { return settings };
@@ -171,21 +178,21 @@ fn typed_values(matches: &ArgMatches, flags: &[&str]) -> SettingValues {
     settings
 }
 
-/// Returns whether a conversation removed a limit, with `/set max-tokens none`.
+/// Returns true if a conversation removed this limit, as with `/set max-tokens none`.
 fn is_removed_limit(flag: &str, values: &[String]) -> bool {
     matches!(flag, "max-tokens" | "stop") && values == ["none"]
 }
 
-/// Splits the settings of a conversation into those that fit and messages about the others.
+/// Returns the valid settings of a conversation, and a message about each invalid one.
 ///
-/// The journal may be damaged or of another version. The conversation can still be resumed then.
+/// The conversation can be resumed even if its journal is damaged or comes from another version.
 fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) -> (SettingValues, Vec<String>) {
     let (mut fitting, mut rejected) = (SettingValues::new(), Vec::new());
     for (flag, values) in &saved.settings {
         let result = match flags.contains(&flag.as_str()) {
             true if is_removed_limit(flag, values) => Ok(()),
             true => parser.check(flag, values),
-            false => Err(format!("there is no setting '{flag}'")),
+            false => Err(format!("unknown setting '{flag}'")),
         };
         match result {
             Ok(()) => drop(fitting.insert(flag.clone(), values.clone())),
@@ -195,7 +202,7 @@ fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) 
     (fitting, rejected)
 }
 
-/// Parses the command line with other defaults, to check values from other places.
+/// Parses the command line with different defaults, to check values from other sources.
 struct Parser<'a> {
     command: Command,
     subcommand: &'a str,
@@ -203,7 +210,7 @@ struct Parser<'a> {
 }
 
 impl Parser<'_> {
-    /// Parses the command line with these default values of flags.
+    /// Parses the command line with these default values for flags.
     fn parse_with_defaults(&self, defaults: &SettingValues) -> Result<ArgMatches, clap::Error> {
         let command = defaults
             .iter()
@@ -211,7 +218,7 @@ impl Parser<'_> {
         command.try_get_matches_from(self.args)
     }
 
-    /// Checks whether a flag accepts these values from another place than the command line.
+    /// Fails if a flag does not accept these values as its default.
     fn check(&self, flag: &str, values: &[String]) -> Result<(), String> {
         let arg = self.command.find_subcommand(self.subcommand);
         let arg = arg.and_then(|command| command.get_arguments().find(|arg| arg.get_id() == &id(flag)));
@@ -219,13 +226,13 @@ impl Parser<'_> {
         if !is_repeatable && values.len() != 1 {
             return Err(format!("'{flag}' takes one value, not {}", values.len()));
         }
-        // Without this default the command line was valid, so an error is about this flag.
+        // The command line is valid without these values, so any error is about this flag.
         let command = with_default(self.command.clone(), self.subcommand, flag, values);
         command.try_get_matches_from(self.args).map(|_| ()).map_err(|error| first_line(&error))
     }
 }
 
-/// Lets the switches of a subcommand take the values true and false.
+/// Makes the switches of a subcommand accept the values true and false.
 fn with_switch_values(command: Command, subcommand: &str, flags: &[&str]) -> Command {
     command.mut_subcommand(subcommand, |command| {
         let switches = SWITCHES.into_iter().filter(|flag| flags.contains(flag));
@@ -234,7 +241,7 @@ fn with_switch_values(command: Command, subcommand: &str, flags: &[&str]) -> Com
     })
 }
 
-/// Returns the command with other default values for a flag.
+/// Returns the command with new default values for a flag.
 fn with_default(command: Command, subcommand: &str, flag: &str, values: &[String]) -> Command {
     let values = values.to_vec();
     command.mut_subcommand(subcommand, |command| command.mut_arg(id(flag), |arg| arg.default_values(values)))
@@ -249,7 +256,7 @@ fn first_line(error: &clap::Error) -> String {
     message.trim_start_matches("error: ").lines().next().unwrap_or_default().to_string()
 }
 
-/// Returns the flags of a subcommand that can have values from other places than the command line.
+/// Returns the flags of a subcommand that can be set outside the command line.
 fn flags_of(subcommand: &str) -> &'static [&'static str] {
     match subcommand {
         "play" => &PLAY_FLAGS,
@@ -258,12 +265,12 @@ fn flags_of(subcommand: &str) -> &'static [&'static str] {
     }
 }
 
-/// Returns the id of a flag in clap, which is the name of the field that it fills.
+/// Returns clap's id for a flag, which is the name of its field in `Args`.
 fn id(flag: &str) -> String {
     flag.replace('-', "_")
 }
 
-/// Reads the values of the configuration file for a model. Also returns the path of the file.
+/// Reads the configuration for a model. Also returns the path of the configuration file.
 fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(SettingValues, String)> {
     let Some(path) = configuration_path() else { return Ok((SettingValues::new(), String::new())) };
     let shown_path = path.display().to_string();
@@ -284,7 +291,7 @@ fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(Se
         for (name, table) in &models {
             let section = format!(" in [models.{name:?}]");
             let Value::Table(table) = table else {
-                return Err(invalid(format!("{name}{section} is not a table")));
+                return Err(invalid(format!("'{name}'{section} is not a table")));
             };
             // Report mistakes in the sections of other models too.
             let mut model_settings = SettingValues::new();
@@ -304,7 +311,7 @@ fn full_name(model: &str, arguments: &ArgMatches) -> String {
     found.map_or_else(|_| model.to_string(), |snapshot| snapshot.name)
 }
 
-/// Returns whether a section of the configuration is about a model: by its repository, its file or its directory.
+/// Returns true if a configuration section applies to a model, named by repository, file or directory.
 fn is_name_of(section: &str, model: &str) -> bool {
     let is_repository = model.split_once(':').is_some_and(|(repository, _)| repository == section);
     let path = |name: &str| std::fs::canonicalize(name).ok();
@@ -331,7 +338,7 @@ fn read_table(table: &Table, section: &str, settings: &mut SettingValues) -> Res
             Value::Array(values) => values.iter().map(scalar).collect(),
             value => scalar(value).map(|value| vec![value]),
         };
-        let values = values.ok_or_else(|| format!("'{key}'{section} is neither text, a number nor a boolean"))?;
+        let values = values.ok_or_else(|| format!("'{key}'{section} is not a string, a number or a boolean"))?;
         settings.insert(key.clone(), values);
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! `inferno doctor`: checks this machine and says what to fix.
+//! `inferno doctor`: checks this machine and suggests fixes.
 
 mod finding;
 mod gpu;
@@ -29,7 +29,7 @@ pub struct Args {
 struct Report {
     status: Status,
     findings: Vec<Finding>,
-    /// The self-test of every kernel on every GPU.
+    /// The self-test results of every kernel on every GPU.
     self_test: Vec<SelfTest>,
 }
 
@@ -47,7 +47,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if args.json {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     } else {
-        // Model names come from untrusted folders, so they may contain control characters.
+        // Model names come from untrusted directories and may contain control characters.
         write!(out, "{}", printable(&lines(&report)))?;
     }
     out.flush()?;

@@ -19,7 +19,7 @@ pub struct Args {
     /// Weight files to fetch, such as '*Q4_K_M*' [default: all safetensors]; can be repeated
     #[arg(long, value_name = "GLOB")]
     include: Vec<String>,
-    /// Files to leave out; can be repeated
+    /// Files to skip; can be repeated
     #[arg(long, value_name = "GLOB")]
     exclude: Vec<String>,
     /// Print nothing unless the download fails
@@ -39,7 +39,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     }
     let mut err = std::io::stderr();
     writeln!(err, "{} is in {}", snapshot.name, snapshot.path.display())?;
-    // With --include, the download may not be a whole model.
+    // With --include, the download may be only part of a model.
     for model in snapshot.models().iter().filter(|model| hub.find(&model.name, None).is_ok()) {
         writeln!(err, "to chat with it: inferno play {}", model.name)?;
     }

@@ -11,7 +11,7 @@ const OLD_KEYS: &[(&str, &str)] = &[
     ("unquantized_weight_bytes", "unquantised_weight_bytes"),
 ];
 
-/// Serializes `value` on several lines, with the old keys.
+/// Serializes `value` as indented JSON, including the old keys.
 pub fn pretty(value: &impl Serialize) -> Result<String> {
     Ok(serde_json::to_string_pretty(&with_old_keys(serde_json::to_value(value)?))?)
 }

@@ -21,7 +21,7 @@ use crate::weights::gguf::GgufCheckpoint;
 /// Show the models on this machine
 #[derive(clap::Args)]
 pub struct Args {
-    /// Sort by name, size (largest first), params (largest first) or used (latest first)
+    /// Sort by name, size (largest first), params (largest first) or used (most recent first)
     #[arg(long, default_value = "name", value_name = "COLUMN")]
     sort: Sort,
     /// Print JSON
@@ -57,19 +57,20 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What `list` shows about a model. Anything that cannot be read is left out rather than an error, so that one broken
-/// model does not hide the others.
+/// What `inferno list` shows about a model.
+///
+/// Fields that cannot be read are `None`, so one broken model does not hide the others.
 #[derive(Serialize)]
 pub struct Model {
     pub name: String,
     pub revision: Option<String>,
-    /// The family, or for an unsupported model the name in its config.
+    /// The family. For an unsupported model, the model type in its config.
     pub family: Option<String>,
     pub supported: bool,
     pub quantization: Option<String>,
     pub parameters: Option<u64>,
     pub size_bytes: u64,
-    /// The last time that inferno used it; other programs do not count.
+    /// The last time that inferno used the model. Use by other programs is not recorded.
     #[serde(serialize_with = "serialize_time")]
     pub last_used: Option<Timestamp>,
     pub path: String,
@@ -84,7 +85,7 @@ impl Model {
     fn read(hub: &Hub, snapshot: &Snapshot) -> Self {
         let path = &snapshot.path;
         let (config, declared, weights) = match gguf::find(path).ok().flatten() {
-            // The header includes the vocabulary, which is megabytes long. Parse it once.
+            // Parse the header only once, because it includes the vocabulary and takes megabytes.
             Some(file) => match GgufCheckpoint::open(&file) {
                 Ok(file) => {
                     let declared = file.architecture().ok().map(str::to_string);
@@ -127,11 +128,11 @@ fn folder_bytes(path: &Path) -> u64 {
         return gguf::total_bytes(path);
     }
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
-    // The files of a snapshot are symbolic links to blobs; `metadata` follows them.
+    // Snapshot files are symlinks to blobs, and `metadata` follows them.
     entries.filter_map(|entry| std::fs::metadata(entry.path()).ok()).filter(|m| m.is_file()).map(|m| m.len()).sum()
 }
 
-/// Returns the models as a table, numbered from 1.
+/// Formats the models as a table, numbered from 1.
 pub fn table(models: &[Model]) -> String {
     let header = ["", "NAME", "REVISION", "FAMILY", "QUANT", "PARAMS", "SIZE", "USED", "PATH"].map(String::from);
     let mut rows = vec![header];
@@ -154,7 +155,7 @@ pub fn table(models: &[Model]) -> String {
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let line = |row: &[String; 9]| {
         let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
-        // Family and quantization come from downloaded files, so they may contain control characters.
+        // Family and quantization come from downloaded files and may contain control characters.
         format!("{}\n", printable(cells.join("  ").trim_end()))
     };
     rows.iter().map(line).collect()

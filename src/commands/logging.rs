@@ -1,11 +1,12 @@
-//! `-v`: logs on stderr.
+//! Logging to stderr, enabled by `-v` or RUST_LOG.
 
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// Starts logging: `-v` logs at level info, `-vv` at level debug. Without either, RUST_LOG applies, as in
-/// `RUST_LOG=inferno::hub=debug`.
+/// Starts logging: `-v` logs at the info level, and `-vv` at the debug level.
+///
+/// Without `-v`, RUST_LOG sets the filter, as in `RUST_LOG=inferno::hub=debug`.
 pub fn start(verbose: u8) {
     let variable = std::env::var("RUST_LOG").ok().and_then(|value| value.parse::<Targets>().ok());
     let filter = match (verbose, variable) {
@@ -16,6 +17,6 @@ pub fn start(verbose: u8) {
     };
     let format = tracing_subscriber::fmt::layer().with_writer(std::io::stderr).with_ansi(false).with_target(false);
     let format = format.with_timer(tracing_subscriber::fmt::time::uptime());
-    // It fails only if logging has been started before.
+    // Fails only if logging has already started.
     let _ = tracing_subscriber::registry().with(format).with(filter).try_init();
 }

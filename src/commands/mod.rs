@@ -1,5 +1,6 @@
-//! The subcommands, one file each: its flags, its help and its `run`. This file has the flags that several of them share.
+//! The subcommands. Each file has the flags, the help text and the `run` function of one subcommand.
 //!
+//! This file has the flags and functions that several subcommands share.
 //! `answer`, `bench_report`, `defaults`, `json`, `logging`, `progress`, `prompt` and `sampling` are helpers.
 
 mod answer;
@@ -39,7 +40,7 @@ use crate::language::Language;
 use crate::text::printable;
 use crate::weights::quantized::QuantizationTarget;
 
-/// The flags that say how to load a model.
+/// The flags that control how a model is loaded.
 #[derive(Clone, clap::Args)]
 pub struct LoadArgs {
     /// Branch, tag or commit of the model
@@ -57,7 +58,7 @@ pub struct LoadArgs {
     /// Largest prompt chunk in one forward pass, in tokens [default: up to 8192, as memory allows]
     #[arg(long, value_name = "TOKENS", hide_short_help = true)]
     chunk: Option<usize>,
-    /// Quantize float weights while loading: q8_0, q6_k, q5_k, q4_k and others from GGUF, fp8 or int8
+    /// Quantize float weights while loading: fp8, int8, or a GGUF type such as q8_0, q6_k, q5_k or q4_k
     #[arg(long, value_name = "FORMAT")]
     quantize: Option<QuantizationTarget>,
     /// Decode without a CUDA graph, one operation at a time; slow, for comparison
@@ -88,12 +89,12 @@ impl LoadArgs {
         self.revision.as_deref()
     }
 
-    /// Returns the same flags without --quantize.
+    /// Returns a copy of these flags without `--quantize`.
     fn unquantized(&self) -> Self {
         Self { quantize: None, ..self.clone() }
     }
 
-    /// Sets the context to `tokens` if `--context` was not given. Fails if it was given and is smaller.
+    /// Sets the context to `tokens` if `--context` was not given. Fails if `--context` is smaller.
     fn require_context(&mut self, tokens: usize) -> Result<()> {
         match self.context {
             Some(context) if context < tokens => {
@@ -158,26 +159,26 @@ impl LoadArgs {
     }
 }
 
-/// Lists all local models: those in the caches, then the built-in demo. The demo is left out if the cache is read-only.
+/// Lists all local models: the cached models, then the built-in demo. Omits the demo if the cache is read-only.
 fn playable(hub: &Hub) -> Result<Vec<Snapshot>> {
     let mut snapshots = hub.list()?;
     snapshots.extend(hub.find(demo::NAME, None));
     Ok(snapshots)
 }
 
-/// Returns today's date in the local time zone, YYYY-MM-DD.
+/// Returns today's date in the local time zone, as YYYY-MM-DD.
 fn today() -> String {
     jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
 }
 
-/// Prints a dim note on stderr, but only on a terminal.
+/// Prints a dim note to stderr if stderr is a terminal.
 fn note(text: &str) {
     if std::io::stderr().is_terminal() {
         crate::terminal::remark(text);
     }
 }
 
-/// Returns where to draw progress bars: stderr if it is a terminal, else nowhere.
+/// Returns the target for progress bars: stderr if it is a terminal, otherwise hidden.
 fn stderr_target() -> ProgressDrawTarget {
     if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() }
 }

@@ -16,7 +16,9 @@ use crate::hub::{Hub, Snapshot};
 use crate::text::size;
 use crate::tokenizer::ControlTokens;
 
-/// The most tokens that `--kl` compares. Their logits are kept in memory: 0.8 MB per token for a vocabulary of 200,000.
+/// The maximum number of tokens that `--kl` compares.
+///
+/// Their logits are kept in memory: 0.8 MB per token for a vocabulary of 200,000.
 const KL_TOKENS: usize = 512;
 
 /// Measure how well a model predicts a text
@@ -24,10 +26,10 @@ const KL_TOKENS: usize = 512;
 pub struct Args {
     /// Name or directory of a model
     model: String,
-    /// Text file in UTF-8; texts longer than the context are read in overlapping windows
+    /// UTF-8 text file; text longer than the context is split into overlapping windows
     #[arg(long, value_name = "PATH")]
     file: PathBuf,
-    /// Print JSON with the negative log-likelihood of every token from the second on
+    /// Print JSON with the negative log-likelihood of every token except the first
     #[arg(long)]
     json: bool,
     /// With --quantize: also measure the KL divergence from the unquantized model, which is loaded first
@@ -39,17 +41,17 @@ pub struct Args {
 
 /// The effect of quantization on a model.
 struct QuantizationEffect {
-    /// The mean KL divergence of the quantized model's predictions from the unquantized ones, in nats per token.
+    /// The mean KL divergence of the quantized model from the unquantized model, in nats per token.
     kl: f64,
     tokens: usize,
-    /// The bytes of the unquantized weights.
+    /// The size of the unquantized weights, in bytes.
     bytes: u64,
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let text = std::fs::read(&args.file).with_context(|| format!("cannot read {}", args.file.display()))?;
-    let text =
-        String::from_utf8(text).with_context(|| format!("cannot read {}: it is not UTF-8", args.file.display()))?;
+    let text = String::from_utf8(text)
+        .with_context(|| format!("cannot read {}: it is not valid UTF-8", args.file.display()))?;
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
     hub.record_use(&snapshot);
@@ -84,7 +86,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
         if let Some(QuantizationEffect { kl, tokens, bytes }) = change {
             writeln!(
                 out,
-                "KL divergence {kl:.5} from the unquantized model (mean over {tokens} tokens); {} instead of {}",
+                "KL divergence {kl:.5} from the unquantized model (mean over {tokens} tokens); weights {} instead of {}",
                 size(weight_bytes),
                 size(bytes)
             )?;
@@ -94,7 +96,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Loads the unquantized model. Returns its logits of the first tokens, f32 \[T, V\] on the CPU, and its weight bytes.
+/// Loads the unquantized model. Returns its logits for the first tokens, and the size of its weights in bytes.
+///
+/// The logits are f32 `[tokens, vocab]` on the CPU.
 fn unquantized(load: &LoadArgs, snapshot: &Snapshot, text: &str) -> Result<(Tensor, u64)> {
     let engine = load.unquantized().load(snapshot)?;
     let ids = engine.tokenizer().encode(text, ControlTokens::Default)?;
@@ -109,10 +113,10 @@ fn logits_on_cpu(engine: &EngineHandle, ids: &[u32]) -> Result<Tensor> {
     Ok(engine.logits(ids)?.to_device(&Device::Cpu)?)
 }
 
-/// Returns the mean KL divergence, in nats, of the predictions `q_logits` from `p_logits`, both f32 \[T, V\] on the CPU.
+/// Returns the mean KL divergence KL(p ‖ q) in nats. Both logits are f32 `[tokens, vocab]` on the CPU.
 fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
     let (tokens, _) = p_logits.dims2()?;
-    // Row by row: in f64, all rows at once would take gigabytes.
+    // Convert one row at a time, because all rows in f64 would take gigabytes.
     let kl_of_row = |row: usize| -> Result<f64> {
         let log_probabilities = |logits: &Tensor| log_softmax(&logits.get(row)?.to_dtype(DType::F64)?, 0);
         let (p, q) = (log_probabilities(p_logits)?, log_probabilities(q_logits)?);
@@ -122,7 +126,7 @@ fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
     Ok(rows.iter().sum::<f64>() / tokens as f64)
 }
 
-/// Formats the perplexity for a mean negative log-likelihood. Large values get an exponent instead of all their digits.
+/// Formats the perplexity for a mean negative log-likelihood. Large values use scientific notation.
 fn perplexity(mean_nll: f64) -> String {
     match mean_nll.exp() {
         perplexity if perplexity < 1e6 => format!("{perplexity:.4}"),
@@ -146,7 +150,7 @@ mod tests {
     fn kl_divergence_is_the_mean_over_rows() {
         let logits = |rows: [[f32; 2]; 2]| Tensor::new(&rows, &Device::Cpu).unwrap();
         let (even, skewed) = ([0.0, 0.0], [3f32.ln(), 0.0]);
-        // 0.5 ln(0.5 / 0.75) + 0.5 ln(0.5 / 0.25) in the first row, 0 in the second.
+        // The first row is 0.5 ln(0.5 / 0.75) + 0.5 ln(0.5 / 0.25), and the second row is 0.
         let kl = mean_kl(&logits([even, even]), &logits([skewed, even])).unwrap();
         assert!((kl - 0.5 * (4f64 / 3.0).ln() / 2.0).abs() < 1e-7, "{kl}");
     }

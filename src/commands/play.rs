@@ -1,4 +1,4 @@
-//! `inferno play`: a chat for a person, or one answer for a script.
+//! `inferno play`: an interactive chat, or a single answer for a script.
 
 use std::io::IsTerminal;
 use std::num::NonZero;
@@ -32,10 +32,10 @@ pub struct Args {
     /// Answer this prompt and exit [default: piped standard input]
     #[arg(long, short, value_name = "TEXT")]
     prompt: Option<String>,
-    /// Append standard input to --prompt, also from a pipe; a file (`< notes.txt`) is always appended
+    /// Append standard input to --prompt, even from a pipe; a file (`< notes.txt`) is always appended
     #[arg(long, requires = "prompt")]
     stdin: bool,
-    /// Continue a saved conversation; without a name, the last one
+    /// Continue a saved conversation; without a name, the most recent one
     #[arg(long, value_name = "NAME", num_args = 0..=1, default_missing_value = "", conflicts_with = "raw")]
     resume: Option<String>,
     /// Instructions for the model; with --resume, they replace the old ones
@@ -44,22 +44,22 @@ pub struct Args {
     /// How much the model thinks before it answers: low, medium or high
     #[arg(long, default_value = "medium", value_name = "EFFORT")]
     reasoning: ReasoningEffort,
-    /// Do not show what the model thinks
+    /// Hide the model's reasoning
     #[arg(long)]
     hide_reasoning: bool,
-    /// Show answers as the model wrote them, without laying out Markdown
+    /// Show answers as the model wrote them, without formatting Markdown
     #[arg(long)]
     plain: bool,
     /// End an answer after this many tokens
     #[arg(long, value_name = "TOKENS")]
     max_tokens: Option<NonZero<usize>>,
-    /// End an answer at this text; may be repeated
+    /// End an answer at this text; can be repeated
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// Continue the text of the prompt, without a chat format
+    /// Continue the prompt as plain text, without a chat format
     #[arg(long)]
     raw: bool,
-    /// Continue after the model's own end of text
+    /// Keep generating after the model's end-of-text token
     #[arg(long)]
     ignore_eos: bool,
     /// Print one JSON object: text, reasoning, tokens, finish_reason, usage, stats
@@ -75,25 +75,25 @@ pub struct Args {
     sampling: SamplingArgs,
     #[command(flatten)]
     load: LoadArgs,
-    /// Where the values come from. The command line sets it after parsing.
+    /// Where the values of the flags came from. Set after parsing.
     #[arg(skip)]
     pub origin: ValueOrigin,
 }
 
-/// Where the values of the flags come from.
+/// Where the values of the flags came from.
 #[derive(Default)]
 pub struct ValueOrigin {
-    /// Values of flags, the environment or a resumed conversation.
+    /// Values from the command line, the environment or a resumed conversation.
     pub requested: SettingValues,
-    /// Values of the configuration file, which requested values override.
+    /// Values from the configuration file. Requested values override them.
     pub configured: SettingValues,
-    /// Settings of a resumed conversation that do not fit, with the reason.
+    /// Messages about invalid settings in a resumed conversation.
     pub rejected: Vec<String>,
-    /// Reads the command line again with the configuration of a model.
+    /// Parses the command line again, with the configuration for a model.
     pub reparse: Option<Box<Reparse>>,
 }
 
-/// Reads the command line again with the configuration of the named model.
+/// Parses the command line again, with the configuration for the named model.
 type Reparse = dyn Fn(&str) -> Result<Args>;
 
 impl ValueOrigin {
@@ -113,7 +113,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
     let Some(snapshot) = select_model(&hub, &args, prompt.is_some())? else { return Ok(ExitCode::SUCCESS) };
     let typed_revision = args.model.as_deref().and_then(revision_in).filter(|_| snapshot.revision.is_some());
-    let reparse = args.origin.reparse.take().context("internal error: the command line cannot be read again")?;
+    let reparse = args.origin.reparse.take().context("internal error: the command line cannot be parsed again")?;
     let args = reparse(&snapshot.name)?;
     let models = Rc::new(HubModels { hub, raw: args.raw, reparse });
     let loaded = models.load(&snapshot)?;
@@ -135,18 +135,18 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     }
 }
 
-/// Finds the model on the command line, or asks a person for one. Returns `None` if the person leaves.
+/// Finds the model named on the command line, or asks the user for one. Returns `None` if the user quits.
 fn select_model(hub: &Hub, args: &Args, is_one_shot: bool) -> Result<Option<Snapshot>> {
     match &args.model {
         Some(model) => find_or_download(hub, model, args.load.revision()).map(Some),
         None if is_one_shot => Err(Error::usage(
-            "name a model: inferno play MODEL --prompt TEXT (`inferno list` shows the models on this machine)",
+            "no model given: inferno play MODEL --prompt TEXT (`inferno list` shows the models on this machine)",
         )),
         None => choose(hub),
     }
 }
 
-/// Starts a session with the settings of the command line.
+/// Starts a session with the settings from the command line.
 fn new_session(args: &Args, snapshot: Snapshot, loaded: LoadedModel, models: Rc<dyn ModelSource>) -> Session {
     let mut session = Session::new(snapshot, loaded, models, today());
     let settings = &mut session.settings;
@@ -161,7 +161,7 @@ fn new_session(args: &Args, snapshot: Snapshot, loaded: LoadedModel, models: Rc<
     session
 }
 
-/// The models on this machine, loaded with the flags of the command line.
+/// The models on this machine, to be loaded with the flags from the command line.
 struct HubModels {
     hub: Hub,
     raw: bool,
@@ -171,7 +171,7 @@ struct HubModels {
 impl ModelSource for HubModels {
     fn find(&self, name: &str) -> Result<Snapshot> {
         let snapshot = self.hub.find(name, None)?;
-        // Report flags that do not fit this model while the old model is still loaded.
+        // Report flags that are invalid for this model while the old model is still loaded.
         let args = (self.reparse)(&snapshot.name)?;
         let revision = args.origin.configured.get("revision").and_then(|values| values.first());
         match revision.filter(|_| snapshot.revision.is_some() && revision_in(name).is_none()) {
@@ -196,7 +196,7 @@ impl ModelSource for HubModels {
     }
 }
 
-/// Continues a saved conversation. New instructions replace the old ones.
+/// Resumes a saved conversation. If given, `system` replaces the instructions.
 fn resume(session: &mut Session, name: &str, system: Option<&str>) -> Result<()> {
     if let Some(damage) = session.resume(name)? {
         eprintln!("{}", text::printable(&damage));
@@ -212,13 +212,13 @@ fn revision_in(model: &str) -> Option<&str> {
     Some(model.split_once('@')?.1)
 }
 
-/// Finds a model. Offers to download a missing one if a person can answer.
+/// Finds a model. On a terminal, offers to download a missing one.
 fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Snapshot> {
     let missing = match hub.find(model, revision) {
         Err(error) if matches!(error.downcast_ref(), Some(Error::ModelNotFound { .. })) => error,
         found => return found,
     };
-    // A partial name does not say which repository to download.
+    // A partial name does not identify the repository to download.
     let can_download = model.contains('/') && is_repo_name(model) && !hub.config().offline;
     let is_interactive = std::io::stdin().is_terminal() && std::io::stderr().is_terminal();
     if !can_download || !is_interactive {
@@ -239,17 +239,17 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
     hub.find(model, revision.as_deref())
 }
 
-/// Lists the models on this machine and asks for one. Returns `None` if the person leaves.
+/// Lists the models on this machine and asks for one. Returns `None` if the user quits.
 fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
     let snapshots = playable(hub)?;
     anyhow::ensure!(
         !snapshots.is_empty(),
-        "there is no model on this machine; download one: inferno download openai/gpt-oss-20b"
+        "no model is on this machine; to download one: inferno download openai/gpt-oss-20b"
     );
     let models = Model::read_all(hub, &snapshots);
     eprint!("{}", list::table(&models));
     loop {
-        eprint!("which? [1-{}] ", models.len());
+        eprint!("which model? [1-{}] ", models.len());
         let mut line = String::new();
         if std::io::stdin().read_line(&mut line)? == 0 || line.trim() == "q" {
             return Ok(None);
@@ -259,12 +259,12 @@ fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
         let by_name = snapshots.iter().position(|snapshot| snapshot.name == line);
         match number.map(|number| number - 1).or(by_name) {
             Some(index) => return Ok(Some(snapshots[index].clone())),
-            None => eprintln!("type a number from 1 to {}, a name, or q to leave", models.len()),
+            None => eprintln!("type a number from 1 to {}, a name, or q to quit", models.len()),
         }
     }
 }
 
-/// Describes the loaded model on stderr.
+/// Prints a summary of the loaded model to stderr.
 fn introduce(snapshot: &Snapshot, engine: &Engine) {
     let info = engine.info();
     // A CPU has only one executor.

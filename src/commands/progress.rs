@@ -12,10 +12,10 @@ use super::progress_style;
 use crate::hub::{Progress, Snapshot};
 use crate::text::{printable, size};
 
-/// The time between two lines if stderr is not a terminal.
+/// The time between two progress lines if stderr is not a terminal.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Verifying a file of this size takes long enough to log it.
+/// Verifying a file of at least this size takes long enough to be reported.
 const LARGE_BYTES: u64 = 1_000_000_000;
 
 /// How progress is shown.
@@ -29,7 +29,7 @@ pub enum ProgressStyle {
 }
 
 impl ProgressStyle {
-    /// Returns `Silent` if `--quiet` or HF_HUB_DISABLE_PROGRESS_BARS asks for it.
+    /// Chooses a style. `--quiet` and HF_HUB_DISABLE_PROGRESS_BARS select `Silent`.
     pub fn new(quiet: bool) -> Self {
         let disabled = std::env::var("HF_HUB_DISABLE_PROGRESS_BARS").unwrap_or_default().to_uppercase();
         if quiet || ["1", "ON", "YES", "TRUE"].contains(&disabled.as_str()) {
@@ -43,12 +43,12 @@ impl ProgressStyle {
 /// Shows the progress of a download or of a verification.
 pub struct ProgressView {
     style: ProgressStyle,
-    /// What happens to the bytes: `fetched` or `read`.
+    /// The verb in progress lines: `fetched` or `read`.
     verb: &'static str,
     bars: MultiProgress,
     total: ProgressBar,
     state: Arc<Mutex<State>>,
-    /// Keeps the thread that writes lines alive. Dropping it ends the thread.
+    /// Keeps the thread that writes progress lines alive. Dropping the sender ends the thread.
     _ticker: Option<Sender<()>>,
 }
 
@@ -63,7 +63,7 @@ impl State {
         self.files.values().map(|file| file.done).sum()
     }
 
-    /// Writes a line if one is due, even if no bytes have arrived since the last one.
+    /// Writes a progress line if one is due, even if no bytes have arrived since the last line.
     fn tick(&mut self, verb: &str) {
         let (done, total) = (self.done_bytes(), self.files.values().map(|file| file.size).sum());
         if !self.files.is_empty()
@@ -129,7 +129,7 @@ impl ProgressView {
 }
 
 fn write_line(text: &str) {
-    // A download goes on if stderr is closed.
+    // A closed stderr must not stop a download.
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
@@ -182,7 +182,7 @@ impl Progress for ProgressView {
                 }
             } else if !is_first {
                 let bar = file.bar.get_or_insert_with(|| self.bars.insert_before(&self.total, bar(file.size, name)));
-                // Bytes from an earlier run do not count for the rate.
+                // Bytes from an earlier run do not count toward the rate.
                 if bar.position() == 0 {
                     bar.reset_eta();
                 }
@@ -193,7 +193,7 @@ impl Progress for ProgressView {
         self.total.set_position(done_bytes);
         if is_first {
             self.total.reset_eta();
-            // Bytes from an earlier run do not count for the rate.
+            // Bytes from an earlier run do not count toward the rate.
             state.lines.initial_bytes = done_bytes;
         }
         if self.style == ProgressStyle::Lines {
@@ -224,7 +224,7 @@ impl Progress for ProgressView {
     }
 }
 
-/// Decides when a progress line is due, and writes its text.
+/// Decides when a progress line is due, and formats it.
 struct LineTimer {
     start: Instant,
     /// Bytes from an earlier run.
@@ -271,7 +271,7 @@ mod tests {
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut lines = LineTimer::new(start);
         let (mb, total) = (1_000_000, 400_000_000);
-        // The 100 MB of an earlier run do not count for the rate.
+        // The 100 MB from an earlier run do not count toward the rate.
         lines.initial_bytes = 100 * mb;
         assert_eq!(lines.next_line(at(4), 130 * mb, total, "fetched"), None);
         let line = lines.next_line(at(5), 150 * mb, total, "fetched").unwrap();

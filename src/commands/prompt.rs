@@ -7,16 +7,18 @@ use anyhow::{Context, Result};
 
 use crate::error::Error;
 
-/// A larger prompt, in bytes, fits no context.
+/// The maximum size of a prompt in bytes. A larger prompt does not fit in any context.
 const MAX_BYTES: u64 = 64 << 20;
 
 /// Returns the prompt of a one-shot call, or `None` for a chat.
 ///
-/// Without `--prompt`, piped standard input is the prompt. With `--prompt`, standard input is appended only if it is
-/// sure to end: a file, at its start. A script or a service may leave a pipe open forever, and a file that was partly
-/// read belongs to a loop around this call (`while read ..; do inferno ..; done < list`). `--stdin` appends any input.
+/// Without `--prompt`, piped standard input is the prompt.
+/// With `--prompt` and `--stdin`, standard input is appended to the prompt.
+/// With `--prompt` alone, standard input is appended only if it is a file that nothing has been read from:
+/// - A pipe may never end, because a script or service may keep it open.
+/// - A partly read file belongs to a surrounding loop, as in `while read ..; do inferno ..; done < list`.
 pub fn one_shot(prompt: Option<&str>, append_stdin: bool, raw: bool, json: bool) -> Result<Option<String>> {
-    let missing = || Error::usage("there is no prompt: give --prompt TEXT, or pipe one in");
+    let missing = || Error::usage("no prompt given: use --prompt TEXT, or pipe one in");
     match prompt {
         Some("") => Err(missing()),
         Some(prompt) if append_stdin || is_file_at_start() => Ok(Some(join(prompt, &read_stdin(raw)?, raw))),
@@ -42,9 +44,9 @@ fn read_stdin(raw: bool) -> Result<String> {
     let mut text = String::new();
     stdin().take(MAX_BYTES + 1).read_to_string(&mut text).context("cannot read standard input as UTF-8 text")?;
     if text.len() as u64 > MAX_BYTES {
-        return Err(Error::usage("cannot use standard input: it is larger than any context"));
+        return Err(Error::usage("cannot use standard input: it is longer than any context"));
     }
-    // A text to continue is used as it is. After a question, the line break that `echo` adds is dropped.
+    // With --raw, keep the text unchanged. Otherwise drop the line break that `echo` adds.
     Ok(if raw { text } else { text.trim_end_matches(['\n', '\r']).to_string() })
 }
 

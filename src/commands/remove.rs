@@ -43,11 +43,12 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Asks whether to delete the model `name`, given as only `part` of its name. A script must give the full name: on its
-/// next run, the same part could match another model.
+/// Asks for confirmation to delete the model `name`, because the user typed only `part` of the name.
+///
+/// A script must pass the full name: on its next run, the same part could match a different model.
 fn is_confirmed(part: &str, name: &str) -> Result<bool> {
     if !stdin().is_terminal() || !stderr().is_terminal() {
-        let message = format!("'{part}' is only a part of a name; to delete that model: inferno remove {name}");
+        let message = format!("'{part}' is only part of a name; to delete the model: inferno remove {name}");
         return Err(Error::Usage(message).into());
     }
     eprint!("remove {name}? [y/N] ");

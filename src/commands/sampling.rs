@@ -13,7 +13,7 @@ pub struct SamplingArgs {
 }
 
 impl SamplingArgs {
-    /// Returns `defaults` with these values in their place. Without `--seed`, each call draws a new seed.
+    /// Returns `defaults`, overridden by these values. Without `--seed`, each call uses a new seed.
     pub fn apply_to(&self, defaults: &SamplingParams) -> Result<SamplingParams> {
         let mut params = SamplingParams { seed: fresh_seed(), ..defaults.clone() };
         for (field, value) in &self.values {
@@ -47,7 +47,7 @@ impl FromArgMatches for SamplingArgs {
     }
 }
 
-/// Returns the flag of one sampling parameter.
+/// Returns the clap argument for one sampling parameter.
 fn arg(field: &'static SamplingField) -> Arg {
     let check = |text: &str| field.set(&mut SamplingParams::greedy(), text).map(|()| text.to_string());
     Arg::new(field.name)
@@ -58,7 +58,7 @@ fn arg(field: &'static SamplingField) -> Arg {
         .value_parser(move |text: &str| check(text))
 }
 
-/// Returns a seed that differs from run to run and is short enough to type again.
+/// Returns a seed that differs between runs and is short enough to retype.
 fn fresh_seed() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.map_or(0, |now| now.as_micros() as u64) % 1_000_000_007

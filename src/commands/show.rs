@@ -1,4 +1,4 @@
-//! `inferno show`: prints what a model is and how much memory it needs.
+//! `inferno show`: describes a model and the memory that it needs.
 
 mod report;
 mod sizes;
@@ -17,7 +17,7 @@ use crate::text::printable;
 use report::{Gpu, Report};
 use source::Source;
 
-/// Show what a model is and how much memory it needs, without loading it
+/// Describe a model and the memory it needs, without loading it
 #[derive(clap::Args)]
 pub struct Args {
     /// Name or directory of a model
@@ -25,7 +25,7 @@ pub struct Args {
     /// Branch, tag or commit of the model
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
-    /// Look at a model on the hub, without downloading its weights
+    /// Describe a model on the hub, without downloading its weights
     #[arg(long)]
     remote: bool,
     /// Context length in tokens [default: what inferno play would choose]
@@ -47,7 +47,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if args.json {
         writeln!(out, "{}", json::pretty(&report)?)?;
     } else {
-        // Names come from untrusted files, so they may contain control characters.
+        // Names come from untrusted files and may contain control characters.
         write!(out, "{}", printable(&table::table(&report)))?;
     }
     out.flush()?;
@@ -57,7 +57,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 fn peek(hub: &Hub, args: &Args) -> Result<hub::RemoteModel> {
     if args.model == demo::NAME {
         return Err(Error::Usage(
-            "the demo is built into inferno and not on the hub; to show it: inferno show demo".into(),
+            "the demo is built into inferno, not on the hub; to show it: inferno show demo".into(),
         )
         .into());
     }
@@ -65,7 +65,7 @@ fn peek(hub: &Hub, args: &Args) -> Result<hub::RemoteModel> {
     hub.inspect(&args.model, args.revision.as_deref())
 }
 
-/// Adds to a not-found error that `--remote` can show models on the hub.
+/// Adds a hint about `--remote` to a not-found error.
 fn suggest_remote(error: anyhow::Error) -> anyhow::Error {
     match error.downcast_ref::<Error>() {
         Some(Error::ModelNotFound { model, hint }) if hub::is_repo_name(model) && model.contains('/') => {

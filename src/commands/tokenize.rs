@@ -17,7 +17,7 @@ use crate::tokenizer::ControlTokens;
 pub struct Args {
     /// Name or directory of a model; only its tokenizer is needed
     model: String,
-    /// The text [default: standard input]
+    /// Text to tokenize [default: standard input]
     text: Option<String>,
     /// Read the text from a file
     #[arg(long, value_name = "PATH", conflicts_with = "text")]
@@ -28,10 +28,10 @@ pub struct Args {
     /// Do not add the start of the assistant's turn
     #[arg(long, requires = "chat")]
     no_generation_prompt: bool,
-    /// The reasoning effort in the prompt: low, medium or high
+    /// Reasoning effort in the prompt: low, medium or high
     #[arg(long, default_value = "medium", requires = "chat", value_name = "EFFORT")]
     reasoning: ReasoningEffort,
-    /// The current date in the prompt, YYYY-MM-DD [default: today]
+    /// Current date in the prompt, YYYY-MM-DD [default: today]
     #[arg(long, requires = "chat", value_name = "DATE")]
     date: Option<String>,
     /// Branch, tag or commit of the model
@@ -97,11 +97,11 @@ fn read_conversation(path: &PathBuf) -> Result<(Vec<Message>, Vec<serde_json::Va
     };
     let Some(messages) = messages else { bail!("cannot read {}: it has no 'messages'", path.display()) };
     let messages =
-        serde_json::from_value(messages).with_context(|| format!("cannot parse 'messages' of {}", path.display()))?;
+        serde_json::from_value(messages).with_context(|| format!("cannot parse 'messages' in {}", path.display()))?;
     let tools = match tools {
         None | Some(serde_json::Value::Null) => Vec::new(),
         Some(tools) => {
-            serde_json::from_value(tools).with_context(|| format!("cannot parse 'tools' of {}", path.display()))?
+            serde_json::from_value(tools).with_context(|| format!("cannot parse 'tools' in {}", path.display()))?
         }
     };
     Ok((messages, tools))

@@ -1,4 +1,4 @@
-//! `inferno verify`: compares downloaded files with their hashes.
+//! `inferno verify`: checks downloaded files against their hashes.
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -36,7 +36,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     for checked in result? {
         let bad_files = bad_files(&checked);
         if !bad_files.is_empty() || !args.quiet {
-            // stdout may be closed (`| head`). The exit code still tells the result.
+            // Ignore a closed stdout, as in `| head`. The exit code still reports the result.
             let _ = write!(
                 out,
                 "{}",
@@ -82,7 +82,7 @@ fn short_revision(checked: &VerifiedSnapshot) -> String {
     format!("({})", short(&checked.revision))
 }
 
-/// Lists the files that are not good, one per line.
+/// Lists the files that are bad, missing or unknown, one per line.
 fn bad_files(checked: &VerifiedSnapshot) -> String {
     let line = |(name, state): &(String, FileState)| {
         let state = match state {

@@ -1,4 +1,4 @@
-//! Text files that go with the next message.
+//! Text files that are attached to the next message.
 
 /// The text of one attached file.
 pub struct Attachment {
@@ -6,9 +6,9 @@ pub struct Attachment {
     pub text: String,
 }
 
-/// Returns the message that the model reads: the attached files, then `text`.
+/// Returns the message for the model: the attached files, followed by `text`.
 ///
-/// Each file stands in a fence longer than any run of backquotes in it.
+/// The fence around each file is longer than any run of backticks in it.
 pub fn with_attachments(attachments: &[Attachment], text: &str) -> String {
     let mut message = String::new();
     for Attachment { path, text } in attachments {

@@ -1,8 +1,9 @@
-//! Conversations on disk: after a crash or a kill, `inferno play --resume` continues where the last turn ended.
+//! Conversations on disk. After a crash, `inferno play --resume` continues after the last complete turn.
 //!
-//! Each conversation is one file with one JSON object per line. The file only grows, and each line is synced to the disk
-//! before the next message is asked for. A line that a crash cut off is always the last one and is dropped. If a write
-//! fails, its remains are removed, and the next successful write saves the whole conversation.
+//! Each conversation is an append-only file with one JSON object per line.
+//! Each line is synced to disk before the user is prompted again.
+//! A crash can truncate only the last line, and a truncated line is ignored.
+//! If a write fails, its partial data is removed, and the next write saves the whole conversation.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -16,7 +17,7 @@ use super::state_folder;
 use crate::chat::{Message, Role};
 use crate::error::Error;
 
-/// The version of the file format. A higher version was written by a later inferno.
+/// The version of the file format. Newer versions of inferno may write a higher version.
 const VERSION: u32 = 1;
 
 #[derive(Serialize, Deserialize)]
@@ -28,7 +29,7 @@ enum Record {
         model: String,
         settings: SettingValues,
     },
-    /// Another model answers from here on.
+    /// A switch to another model.
     Model {
         model: String,
         settings: SettingValues,
@@ -46,13 +47,13 @@ enum Record {
     },
 }
 
-/// A conversation as its journal has it.
+/// A conversation that was read from its journal.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SavedConversation {
     pub model: String,
     pub settings: SettingValues,
     pub messages: Vec<Message>,
-    /// Describes a damaged line, if there is one. Everything from that line on is missing.
+    /// A description of the first damaged line, if any. That line and all later lines are missing.
     pub damage: Option<String>,
 }
 
@@ -69,11 +70,11 @@ pub struct Journal {
     file: LockedFile,
     /// The length of all complete lines in bytes.
     length: u64,
-    /// Whether a write failed, so that the file lacks part of the conversation.
+    /// Whether the last write failed, so that part of the conversation is missing from the file.
     is_incomplete: bool,
 }
 
-/// What changed in a conversation.
+/// The kind of change to a conversation.
 #[derive(Clone, Copy, Debug)]
 pub enum Change {
     Model,
@@ -96,7 +97,7 @@ type LockedFile = nix::fcntl::Flock<File>;
 type LockedFile = File;
 
 impl Journal {
-    /// Creates the journal of a new conversation, named after the time. Returns `None` if nothing may be written.
+    /// Creates the journal of a new conversation, named after the current time. Returns `None` if saving is disabled.
     pub fn create(model: &str, settings: &SettingValues) -> Result<Option<Journal>> {
         let time = jiff::Zoned::now().strftime("%Y-%m-%d-%H%M%S").to_string();
         let Some(folder) = folder().filter(|_| state_folder::is_enabled()) else { return Ok(None) };
@@ -112,7 +113,7 @@ impl Journal {
                         let _ = fs::remove_file(&journal.path);
                         return Err(error);
                     }
-                    // The folder's entry must survive a crash too.
+                    // Sync the folder as well: the new entry must survive a crash.
                     let _ = File::open(&folder).and_then(|folder| folder.sync_all());
                     return Ok(Some(journal));
                 }
@@ -123,7 +124,7 @@ impl Journal {
         Ok(None)
     }
 
-    /// Opens a conversation to continue it. Without a name, opens the one that was written last.
+    /// Opens a conversation to continue it. Without a name, opens the most recent one.
     pub fn open(name: Option<&str>) -> Result<(Journal, SavedConversation)> {
         let (name, path) = find(name)?;
         let file = OpenOptions::new().read(true).append(true).open(&path);
@@ -131,11 +132,11 @@ impl Journal {
         let (mut saved, length) = read(&path)?;
         tracing::info!(path = %path.display(), messages = saved.messages.len(), "conversation");
         if let Some(damage) = &mut saved.damage {
-            // Keep a copy: a person may still recover something from it.
-            let copy = copy_damaged(&path).with_context(|| format!("{damage}; cannot keep a copy of it"))?;
-            damage.push_str(&format!("; later lines are not loaded, but {} still has them", copy.display()));
+            // Keep a copy: the user may still recover something from it.
+            let copy = copy_damaged(&path).with_context(|| format!("{damage}; cannot make a backup copy"))?;
+            damage.push_str(&format!("; skipped this line and all later lines; the backup is {}", copy.display()));
         }
-        // Remove a line that a crash cut off: the next line would be appended to it.
+        // Remove a truncated last line. Otherwise, the next line would be appended to it.
         file.set_len(length).with_context(|| format!("cannot write {}", path.display()))?;
         Ok((Journal { name, path, file, length, is_incomplete: false }, saved))
     }
@@ -145,7 +146,7 @@ impl Journal {
         &self.name
     }
 
-    /// Writes a change, or the whole conversation if an earlier write failed. Returns once the data is on the disk.
+    /// Writes a change, or the whole conversation if the previous write failed. Returns once the data is on disk.
     pub fn write_change(&mut self, change: Change, state: &ConversationState) -> Result<()> {
         let model = || Record::Model { model: state.model.to_string(), settings: state.settings.clone() };
         let messages = || Record::Messages { messages: state.messages.to_vec() };
@@ -173,7 +174,7 @@ impl Journal {
         let path = journal_path(folder, name);
         // Unlike renaming, a hard link never replaces another conversation.
         fs::hard_link(&self.path, &path).with_context(|| match path.exists() {
-            true => format!("cannot name the conversation {name}: there is one of that name; choose another name"),
+            true => format!("cannot name the conversation {name}: that name is taken; choose another name"),
             false => format!("cannot write {}", path.display()),
         })?;
         let _ = fs::remove_file(&self.path);
@@ -193,11 +194,11 @@ impl Journal {
     }
 
     fn append(&mut self, lines: &[u8]) -> io::Result<()> {
-        // A failed write may have left part of a line, which must not become the start of this one.
+        // Remove the partial line that a failed write may have left.
         if self.is_incomplete {
             self.file.set_len(self.length)?;
         }
-        // A single write, so that a reader sees either whole lines or a last line that it drops.
+        // Use a single write, so that a reader sees only whole lines or a truncated last line, which it ignores.
         if let Err(error) = self.file.write_all(lines).and_then(|()| self.file.sync_data()) {
             let _ = self.file.set_len(self.length);
             return Err(error);
@@ -212,7 +213,7 @@ pub fn peek(name: Option<&str>) -> Result<SavedConversation> {
     Ok(read(&find(name)?.1)?.0)
 }
 
-/// Returns the names of all conversations, the last written first.
+/// Returns the names of all conversations, most recently written first.
 pub fn names() -> Vec<String> {
     let entries = folder().and_then(|folder| fs::read_dir(folder).ok());
     let mut found: Vec<_> = entries
@@ -238,33 +239,33 @@ fn journal_path(folder: &Path, name: &str) -> PathBuf {
     folder.join(format!("{name}.jsonl"))
 }
 
-/// Returns the name and path of a conversation. Without a name, finds the last one that is worth resuming.
+/// Returns the name and path of a conversation. Without a name, finds the most recent resumable one.
 fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
     let folder =
-        folder().ok_or_else(|| Error::usage("cannot find conversations: there is no home directory; set HOME"))?;
+        folder().ok_or_else(|| Error::usage("cannot find conversations: no home directory found; set HOME"))?;
     let names = names();
     let name = match name.filter(|name| !name.is_empty()) {
         Some(name) => validate_name(name)?,
         None => names
             .iter()
             .find(|name| is_resumable(&journal_path(&folder, name)))
-            .ok_or_else(|| Error::usage("there is no conversation to resume; start one: inferno play MODEL"))?,
+            .ok_or_else(|| Error::usage("cannot find a conversation to resume; start one: inferno play MODEL"))?,
     };
     let path = journal_path(&folder, name);
     if !path.exists() {
         let known: Vec<&str> = names.iter().take(10).map(String::as_str).collect();
         let hint = match known.is_empty() {
-            true => "no conversation has been saved yet".to_string(),
+            true => "no conversations have been saved yet".to_string(),
             false => format!("try {}", known.join(", ")),
         };
-        return Err(Error::usage(format!("there is no conversation '{name}'\n  {hint}")));
+        return Err(Error::usage(format!("cannot open the conversation '{name}': not found\n  {hint}")));
     }
     Ok((name.to_string(), path))
 }
 
-/// Returns whether a conversation may be resumed without being named.
+/// Returns whether `--resume` without a name may choose this conversation.
 ///
-/// A conversation that is open elsewhere is not resumed, nor is one whose questions were all undone.
+/// Skips a conversation that is open in another process, or that contains no questions and is not damaged.
 fn is_resumable(path: &Path) -> bool {
     !is_open(path) && read(path).map_or(true, |(saved, _)| saved.has_question() || saved.damage.is_some())
 }
@@ -273,7 +274,9 @@ fn is_resumable(path: &Path) -> bool {
 fn validate_name(name: &str) -> Result<&str> {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     if name.is_empty() || name.len() > 100 || name.starts_with(['.', '-']) || !name.chars().all(is_allowed) {
-        return Err(Error::usage(format!("cannot name a conversation '{name}': use letters, digits, - _ and .")));
+        return Err(Error::usage(format!(
+            "cannot name a conversation '{name}': use letters, digits, '-', '_' and '.'"
+        )));
     }
     Ok(name)
 }
@@ -287,10 +290,10 @@ fn copy_damaged(path: &Path) -> io::Result<PathBuf> {
             return fs::copy(path, &copy).map(|_| copy);
         }
     }
-    unreachable!("a folder holds fewer files than there are numbers")
+    unreachable!("cannot find a free name for the copy")
 }
 
-/// Returns whether another inferno has the conversation open.
+/// Returns whether another inferno process has the conversation open.
 fn is_open(path: &Path) -> bool {
     File::open(path).is_ok_and(|file| lock(file, path).is_err())
 }
@@ -302,7 +305,7 @@ fn lock(file: File, path: &Path) -> Result<LockedFile> {
         Ok(file) => Ok(file),
         Err((_, nix::errno::Errno::EWOULDBLOCK)) => {
             let name = path.file_stem().unwrap_or_default().to_string_lossy();
-            bail!("cannot open the conversation {name}: it is open in another inferno")
+            bail!("cannot open the conversation {name}: it is open in another inferno process")
         }
         Err((_, error)) => Err(error).with_context(|| format!("cannot lock {}", path.display())),
     }
@@ -331,7 +334,7 @@ fn read(path: &Path) -> Result<(SavedConversation, u64)> {
         };
         match record {
             Record::Start { version, .. } if version > VERSION => {
-                bail!("cannot read {}: a later version of inferno wrote it", path.display())
+                bail!("cannot read {}: it was written by a newer version of inferno", path.display())
             }
             Record::Start { model, settings, .. } | Record::Model { model, settings } => {
                 (saved.model, saved.settings) = (model, settings)
@@ -343,7 +346,7 @@ fn read(path: &Path) -> Result<(SavedConversation, u64)> {
         length += line.len() as u64;
     }
     if saved.model.is_empty() {
-        let cause = saved.damage.unwrap_or_else(|| format!("{} has no complete first line", path.display()));
+        let cause = saved.damage.unwrap_or_else(|| format!("the first line of {} is incomplete", path.display()));
         bail!("{cause}: it does not name a model");
     }
     Ok((saved, length))

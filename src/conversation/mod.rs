@@ -1,7 +1,7 @@
-//! What a chat is, however it is shown: messages, settings, a journal on disk, and one turn at a time.
+//! Conversations, independent of how they are displayed: messages, settings, turns and a journal on disk.
 //!
-//! Nothing here knows of a terminal. The chat and one-shot answers both drive a [`Session`] and show each piece of text
-//! that a turn hands them.
+//! This module does not use the terminal. The chat and one-shot answers both run a [`Session`].
+//! They display each piece of text that it streams.
 
 mod attachment;
 pub mod journal;

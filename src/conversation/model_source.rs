@@ -1,4 +1,4 @@
-//! Where a chat gets its models from.
+//! The source of the models for a chat.
 
 use anyhow::{Result, bail};
 
@@ -7,9 +7,11 @@ use crate::engine::{Engine, SamplingParams};
 use crate::hub::Snapshot;
 use crate::language::Language;
 
-/// Finds and loads models. The command line implements it, since a conversation knows neither flags nor progress bars.
+/// Finds and loads models.
+///
+/// The command line implements this trait, because conversations do not depend on flags or progress bars.
 pub trait ModelSource {
-    /// Finds a model on this machine by its name, or by a unique part of it.
+    /// Finds a model on this machine by its name or by a unique part of its name.
     fn find(&self, name: &str) -> Result<Snapshot>;
 
     /// Loads a model that [`find`](Self::find) returned.
@@ -22,18 +24,18 @@ pub trait ModelSource {
 /// A loaded model with its settings.
 pub struct LoadedModel {
     pub engine: Engine,
-    /// The model's own defaults, overridden by what was requested.
+    /// The model's default sampling parameters, overridden by the requested settings.
     pub sampling: SamplingParams,
-    /// What the configuration file sets for this model.
+    /// Settings for this model from the configuration file.
     pub configured: SettingValues,
 }
 
-/// Neither the requested model nor the previous one could be loaded, so the chat must end.
+/// The error that ends a chat: neither the requested model nor the previous one could be loaded.
 #[derive(Debug, thiserror::Error)]
-#[error("no model is loaded any more")]
+#[error("no model is loaded")]
 pub struct NoModelLoaded;
 
-/// Fails for a model that can only continue texts.
+/// Returns an error if the model has no chat format.
 pub fn require_chat_format(language: &Language, name: &str) -> Result<()> {
     match language.chat {
         Some(_) => Ok(()),

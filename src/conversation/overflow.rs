@@ -1,4 +1,4 @@
-//! What happens when a conversation outgrows the context.
+//! Handles conversations that outgrow the context.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,10 +11,10 @@ use crate::engine::{FinishReason, Summary};
 /// The values of `--overflow`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Overflow {
-    /// Tell the person and let them decide.
+    /// Report that the context is full and let the user decide.
     #[default]
     Stop,
-    /// Show the model the instructions and the latest messages only.
+    /// Send only the system prompt and the latest messages to the model.
     DropOldest,
 }
 
@@ -25,7 +25,7 @@ impl FromStr for Overflow {
         match text {
             "stop" => Ok(Overflow::Stop),
             "drop-oldest" => Ok(Overflow::DropOldest),
-            other => Err(format!("unknown overflow '{other}': expected stop or drop-oldest")),
+            other => Err(format!("unknown overflow mode '{other}': expected stop or drop-oldest")),
         }
     }
 }
@@ -39,11 +39,12 @@ impl fmt::Display for Overflow {
     }
 }
 
-/// Chooses the messages that fit the context. Returns them and how many of the oldest were dropped.
+/// Returns the messages that fit the context, and the number of oldest messages that were dropped.
 ///
-/// `dropped_before` were dropped in earlier turns. A quarter of the context is reserved for the answer. Once a message
-/// has to go, enough messages go to leave room for the next turns too: each change at the start of a prompt means that
-/// the whole prompt is prefilled again.
+/// `dropped_before` counts the messages dropped in earlier turns.
+/// Up to a quarter of the context is reserved for the answer.
+/// If messages must be dropped, drops more than needed, which leaves room for the next turns.
+/// Otherwise, every turn would change the start of the prompt and require a prefill of the whole prompt.
 pub fn drop_oldest(
     messages: &[Message],
     dropped_before: usize,
@@ -68,18 +69,18 @@ pub fn drop_oldest(
     Ok((visible, dropped))
 }
 
-/// Returns the messages that the model sees: the instructions, and the dialog without its `dropped` oldest messages.
+/// Returns the messages for the model: the system prompt, then the dialog without its `dropped` oldest messages.
 pub fn visible_messages(messages: &[Message], dropped: usize) -> Vec<Message> {
     let (instructions, dialog) = split_instructions(messages);
     [instructions, &dialog[dropped.min(dialog.len())..]].concat()
 }
 
-/// Splits messages before the first question.
+/// Splits the messages into the system prompt and the dialog, which starts with the first question.
 fn split_instructions(messages: &[Message]) -> (&[Message], &[Message]) {
     messages.split_at(messages.iter().take_while(|message| message.role != Role::User).count())
 }
 
-/// Returns the index of the first question after `index`: what the model sees must begin with a question.
+/// Returns the index of the first question after `index`. The visible dialog must begin with a question.
 fn next_question(dialog: &[Message], index: usize) -> Option<usize> {
     (index + 1..dialog.len()).find(|&later| dialog[later].role == Role::User)
 }

@@ -1,4 +1,4 @@
-//! A conversation with a loaded model: its messages, its settings, one turn at a time.
+//! A conversation with a loaded model: its messages, settings and turns.
 
 use std::path::Path;
 use std::rc::Rc;
@@ -22,12 +22,12 @@ use crate::language::Language;
 /// Whether and where a conversation is recorded.
 pub enum Recording {
     Off,
-    /// A journal is created with the first answer.
+    /// Recording starts with the first answer, which creates the journal.
     FromFirstAnswer,
     To(Journal),
 }
 
-/// Receives each piece of text of a turn as it arrives.
+/// A callback that receives each piece of a turn's text as it arrives.
 pub type OnDelta<'a> = dyn FnMut(&Delta) -> Result<()> + 'a;
 
 /// A conversation and the model that answers it.
@@ -37,31 +37,32 @@ pub struct Session {
     pub models: Rc<dyn ModelSource>,
     pub snapshot: Snapshot,
     pub settings: ChatSettings,
-    /// Settings that flags, the environment, a resumed conversation or `/set` asked for.
+    /// Settings from flags, the environment, a resumed conversation or `/set`.
     pub requested: SettingValues,
-    /// Settings of the configuration file for this model. Requested settings override them.
+    /// Settings for this model from the configuration file. Requested settings override them.
     pub configured: SettingValues,
-    /// Continue texts without a chat format.
+    /// Whether to continue texts without a chat format.
     pub raw: bool,
-    /// Generate past the model's own end of text.
+    /// Whether to keep generating after the model's end-of-text token.
     pub ignore_eos: bool,
-    /// Set from another thread (Ctrl-C) to end the running turn.
+    /// A flag that another thread sets to stop the current turn (Ctrl-C).
     pub cancel: Arc<AtomicBool>,
     pub messages: Vec<Message>,
-    /// How many of the oldest messages the model no longer sees.
+    /// The number of oldest messages that the model no longer sees.
     pub dropped: usize,
-    /// Files that go with the next message.
+    /// Files that are attached to the next message.
     pub attached: Vec<Attachment>,
     pub recording: Recording,
-    /// The date in the prompt. It stays the same for the whole session: another date would change the start of the
-    /// prompt, and the whole conversation would be prefilled again.
+    /// The date in the prompt. It is fixed for the whole session.
+    ///
+    /// A new date would change the start of the prompt and require a prefill of the whole conversation.
     date: String,
-    /// The number of turns so far. Each turn has a seed of its own, so that `/regen` can answer differently.
+    /// The number of turns so far. It changes the seed of each turn, so that `/regen` can answer differently.
     turns: u64,
 }
 
 impl Session {
-    /// Starts an empty conversation. `date` is what the prompt says about today.
+    /// Starts an empty conversation. `date` is the current date for the prompt.
     pub fn new(snapshot: Snapshot, loaded: LoadedModel, models: Rc<dyn ModelSource>, date: String) -> Self {
         Self {
             engine: Some(loaded.engine),
@@ -84,17 +85,17 @@ impl Session {
 
     /// Returns the engine of the loaded model.
     pub fn engine(&self) -> &Engine {
-        self.engine.as_ref().expect("switch_model puts an engine back or ends the chat")
+        self.engine.as_ref().expect("switch_model restores an engine or ends the chat")
     }
 
-    /// Returns a name that finds this model again, from any directory.
+    /// Returns a name that identifies this model from any directory.
     pub fn model_name(&self) -> String {
         let path = Path::new(&self.snapshot.name);
         let path = if path.exists() { std::fs::canonicalize(path).ok() } else { None };
         path.map_or_else(|| self.snapshot.name.clone(), |path| path.to_string_lossy().into_owned())
     }
 
-    /// Counts the tokens of messages as the model reads them.
+    /// Returns the number of tokens in the rendered messages.
     pub fn count_tokens(&self, messages: &[Message]) -> Result<usize> {
         Ok(self.engine().language().render(messages, &self.render_options())?.ids.len())
     }
@@ -108,9 +109,9 @@ impl Session {
         }
     }
 
-    /// Answers `text`, together with the attached files. `on_delta` receives each piece of text as it arrives.
+    /// Answers `text` with the attached files. `on_delta` receives each piece of text as it arrives.
     ///
-    /// The conversation grows only if this succeeds. It keeps the part of an interrupted answer that arrived.
+    /// The conversation does not change on failure. It keeps the part of an interrupted answer that has arrived.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
@@ -118,14 +119,14 @@ impl Session {
         Ok(turn)
     }
 
-    /// Answers the last question again. The old answer stays if this fails.
+    /// Answers the last question again. The old answer stays on failure.
     pub fn regenerate(&mut self, on_delta: &mut OnDelta) -> Result<Turn> {
-        let Some(question) = self.last_question() else { bail!("there is no answer yet") };
+        let Some(question) = self.last_question() else { bail!("cannot answer again: no answer yet") };
         let text = self.messages[question].content.clone();
         self.run_turn(self.messages[..question].to_vec(), &text, on_delta)
     }
 
-    /// Answers `text` after the `history`, and makes both and the answer the conversation.
+    /// Answers `text` after `history`. The history, `text` and the answer become the conversation.
     fn run_turn(&mut self, history: Vec<Message>, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let is_new_turn = history.len() == self.messages.len();
         let mut messages = history;
@@ -154,7 +155,7 @@ impl Session {
         }
         let summary = stream.summary();
 
-        // A turn that was interrupted before the first word of the answer leaves no trace.
+        // Discard a turn that was interrupted before the first word of its answer.
         let has_answer = summary.finish_reason != FinishReason::Interrupted || !answer.is_empty();
         if !self.raw && has_answer {
             let mut message = Message::assistant(&answer);
@@ -163,7 +164,7 @@ impl Session {
             messages.push(message);
             self.messages = messages;
             let recorded = self.record(if is_new_turn { Change::Turn } else { Change::Messages });
-            // A full disk must not cost the answer.
+            // Keep the answer even if it cannot be saved, for example on a full disk.
             notes.extend(recorded.err().map(|error| format!("not saved for --resume: {error:#}")));
         }
         notes.extend(overflow::warning(&summary, self.settings.overflow));
@@ -184,7 +185,7 @@ impl Session {
         }
     }
 
-    /// Returns the messages that the model will see. Notes how many were dropped for the first time.
+    /// Returns the messages for the model. Adds a note if more messages were dropped.
     fn fit_context(&mut self, messages: &[Message], notes: &mut Vec<String>) -> Result<Vec<Message>> {
         if self.settings.overflow == Overflow::Stop {
             return Ok(messages.to_vec());
@@ -218,26 +219,26 @@ impl Session {
         Ok(Some(text))
     }
 
-    /// Starts a new conversation with the same instructions. Returns the name of the old one if it was saved.
+    /// Starts a new conversation with the same system prompt. Returns the name of the old one if it was saved.
     pub fn clear(&mut self) -> Result<Option<String>> {
         self.attached.clear();
         let instructions = self.messages.iter().filter(|message| message.role == Role::System).cloned().collect();
         self.start_over(instructions)
     }
 
-    /// Starts a new conversation with other instructions. Returns the name of the old one if it was saved.
+    /// Starts a new conversation with a new system prompt. Returns the name of the old one if it was saved.
     pub fn clear_with_system(&mut self, text: &str) -> Result<Option<String>> {
         self.start_over(if text.is_empty() { Vec::new() } else { vec![Message::system(text)] })
     }
 
-    /// Replaces the instructions without ending the conversation.
+    /// Replaces the system prompt without ending the conversation.
     pub fn replace_system(&mut self, text: &str) -> Result<()> {
         let dialog = self.messages.iter().filter(|message| message.role != Role::System).cloned();
         let messages: Vec<Message> = [Message::system(text)].into_iter().chain(dialog).collect();
         if messages == self.messages { Ok(()) } else { self.replace_messages(messages) }
     }
 
-    /// Starts a new conversation, in a journal of its own if the old one has a question.
+    /// Starts a new conversation. Uses a new journal if the old conversation has a question.
     fn start_over(&mut self, messages: Vec<Message>) -> Result<Option<String>> {
         let old_name = match &self.recording {
             Recording::To(journal) if self.last_question().is_some() => Some(journal.name().to_string()),
@@ -256,23 +257,23 @@ impl Session {
         self.record(Change::Messages)
     }
 
-    /// Loads another model to continue with. Loads the old model again if that fails.
+    /// Switches to another model. If it cannot be loaded, loads the old model again.
     ///
     /// Fails with [`NoModelLoaded`] if the old model cannot be loaded either.
     pub fn switch_model(&mut self, name: &str) -> Result<()> {
         let models = self.models.clone();
         let snapshot = models.find(name)?;
         if !self.raw {
-            // Check this before the old model is dropped.
+            // Check this before dropping the old model.
             require_chat_format(&Language::load(&snapshot.path)?, &snapshot.name)?;
         }
-        // The device may not have memory for both.
+        // The device may not have enough memory for both models.
         drop(self.engine.take());
         let loaded = match models.load(&snapshot) {
             Ok(loaded) => loaded,
             Err(error) => {
                 let reloaded = models.load(&self.snapshot).with_context(|| {
-                    format!("{error:#}; {} cannot be loaded again either, but --resume continues", self.snapshot.name)
+                    format!("{error:#}; cannot load {} again either; continue with --resume", self.snapshot.name)
                 });
                 self.engine = Some(reloaded.map_err(|error| error.context(NoModelLoaded))?.engine);
                 return Err(error);
@@ -288,11 +289,11 @@ impl Session {
         self.record(Change::Model)
     }
 
-    /// Changes a setting for the rest of the conversation and for `--resume`. Returns what to tell the person.
+    /// Changes a setting for the rest of the conversation and for `--resume`. Returns a message for the user.
     pub fn change_setting(&mut self, name: &str, value: &str) -> Result<String, String> {
         let (name, value) = settings::normalize(name, value)?;
         self.settings.set(name, std::slice::from_ref(&value))?;
-        // Also remember `none`: the configuration file may set a limit.
+        // Store `none` too, because the configuration file may set a limit.
         self.requested.insert(name.to_string(), vec![value.clone()]);
         self.record(Change::Settings).map_err(|error| format!("not saved for --resume: {error:#}"))?;
         Ok(match (name, value.as_str()) {
@@ -302,14 +303,14 @@ impl Session {
         })
     }
 
-    /// Applies configured and requested settings to the defaults. Returns a message for each one that does not fit.
+    /// Resets all settings except the seed to their defaults, then applies configured and requested settings.
     ///
-    /// The seed stays the same.
+    /// Returns a message for each setting that is invalid.
     fn reset_settings(&mut self, sampling: SamplingParams) -> Vec<String> {
         let seed = self.settings.sampling.seed;
         self.settings = ChatSettings::new(SamplingParams { seed, ..sampling });
         let mut problems = Vec::new();
-        // Some flags, such as --device, are no settings of a chat.
+        // Some flags, such as --device, are not chat settings.
         for (name, values) in self.all_settings().iter().filter(|(name, _)| settings::is_setting(name)) {
             if let Err(problem) = self.settings.set(name, values) {
                 problems.push(format!("{name} stays {}: {problem}", self.settings.get(name)));
@@ -325,13 +326,13 @@ impl Session {
 
     /// Continues a saved conversation with the current settings. Returns a warning if its journal is damaged.
     ///
-    /// Changes nothing if it fails.
+    /// Changes nothing if the conversation cannot be opened.
     pub fn resume(&mut self, name: &str) -> Result<Option<String>> {
         let (recording, saved) = open_saved(name)?;
         self.continue_with(recording, saved)
     }
 
-    /// Continues a saved conversation with its own settings. Returns warnings for the person.
+    /// Continues a saved conversation with its own settings. Returns warnings for the user.
     pub fn load(&mut self, name: &str) -> Result<Option<String>> {
         let (recording, saved) = open_saved(name)?;
         self.requested.retain(|name, _| !settings::is_setting(name));
@@ -353,7 +354,7 @@ impl Session {
         Ok(saved.damage)
     }
 
-    /// Writes a change to the journal, which it creates with the first answer.
+    /// Writes a change to the journal. Creates the journal with the first answer.
     pub fn record(&mut self, change: Change) -> Result<()> {
         let (model, settings) = (self.model_name(), self.all_settings());
         let mut change = change;
@@ -370,7 +371,7 @@ impl Session {
     }
 }
 
-/// Opens a saved conversation. Nothing will be recorded if the state folder is disabled.
+/// Opens a saved conversation. Turns off recording if the state folder is disabled.
 fn open_saved(name: &str) -> Result<(Recording, SavedConversation)> {
     if !state_folder::is_enabled() {
         return Ok((Recording::Off, journal::peek(Some(name))?));

@@ -1,4 +1,4 @@
-//! The settings that `/set` shows and changes, named like the flags of `inferno play`.
+//! The settings that `/set` shows and changes. They have the same names as the flags of `inferno play`.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;
@@ -8,23 +8,23 @@ use crate::chat::ReasoningEffort;
 use crate::engine::SamplingParams;
 use crate::engine::sampling::{SAMPLING_FIELDS, SamplingField};
 
-/// Values by the name of their flag, such as `temperature`. A flag that may be repeated has several values.
+/// Setting values by flag name, such as `temperature`. A repeatable flag has several values.
 pub type SettingValues = BTreeMap<String, Vec<String>>;
 
-/// Settings of the chat besides the sampling parameters.
+/// The names of the chat settings that are not sampling parameters.
 const OTHER_NAMES: [&str; 6] = ["max-tokens", "stop", "reasoning", "hide-reasoning", "plain", "overflow"];
 
-/// Returns the names of all settings, in the order in which `/set` shows them.
+/// Returns the names of all settings in display order.
 pub fn names() -> impl Iterator<Item = &'static str> {
     SAMPLING_FIELDS.iter().map(|field| field.flag).chain(OTHER_NAMES)
 }
 
-/// Returns whether a chat has a setting of this name.
+/// Returns whether `name` is a chat setting.
 pub fn is_setting(name: &str) -> bool {
     names().any(|known| known == name)
 }
 
-/// Whether a person sees what the model thinks.
+/// Whether the model's reasoning is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReasoningVisibility {
     Shown,
@@ -35,19 +35,19 @@ pub enum ReasoningVisibility {
 #[derive(Clone, Debug)]
 pub struct ChatSettings {
     pub sampling: SamplingParams,
-    /// The most tokens of one answer; `None` lets it fill the context.
+    /// The maximum number of tokens in one answer. `None` lets the answer fill the context.
     pub max_tokens: Option<usize>,
-    /// Texts that end an answer.
+    /// Strings that end an answer.
     pub stop: Vec<String>,
     pub reasoning_effort: ReasoningEffort,
     pub reasoning: ReasoningVisibility,
-    /// Show answers as the model wrote them, even where their Markdown could be laid out.
+    /// Whether to show answers as written, without Markdown formatting.
     pub plain: bool,
     pub overflow: Overflow,
 }
 
 impl ChatSettings {
-    /// Returns the default settings around `sampling`.
+    /// Returns the default settings with the given sampling parameters.
     pub fn new(sampling: SamplingParams) -> Self {
         Self {
             sampling,
@@ -60,7 +60,7 @@ impl ChatSettings {
         }
     }
 
-    /// Returns the value of a setting as text; empty for an unknown name.
+    /// Returns the value of a setting as text, or an empty string for an unknown name.
     pub fn get(&self, name: &str) -> String {
         match name {
             "max-tokens" => self.max_tokens.map_or("none".to_string(), |limit| limit.to_string()),
@@ -74,7 +74,7 @@ impl ChatSettings {
         }
     }
 
-    /// Changes a setting. Fails without a change if the name is unknown or a value does not fit.
+    /// Changes a setting. Returns an error and changes nothing if the name is unknown or a value is invalid.
     pub fn set(&mut self, name: &str, values: &[String]) -> Result<(), String> {
         let value = match (name, values) {
             ("stop", values) if values != ["none"] => {
@@ -86,7 +86,7 @@ impl ChatSettings {
         };
         match name {
             "max-tokens" if value == "none" => self.max_tokens = None,
-            "max-tokens" => match parse(name, value, "a whole number, 1 or more, or none")? {
+            "max-tokens" => match parse(name, value, "a positive integer or none")? {
                 0 => return Err("max-tokens must be 1 or more, or none".to_string()),
                 limit => self.max_tokens = Some(limit),
             },
@@ -100,16 +100,16 @@ impl ChatSettings {
                 Some(field) => field
                     .set(&mut self.sampling, value)
                     .map_err(|expected| format!("cannot set {name} to '{value}': {expected}"))?,
-                None => return Err(format!("there is no setting '{name}'; type /set to list the settings")),
+                None => return Err(format!("unknown setting '{name}'; type /set to list the settings")),
             },
         }
         Ok(())
     }
 }
 
-/// Returns the setting and the value that a person means by `/set NAME VALUE`, written as flags take them.
+/// Converts the arguments of `/set NAME VALUE` to a flag name and its value.
 ///
-/// `reasoning show` and `reasoning hide` mean `hide-reasoning`; switches become `true` or `false`.
+/// `reasoning show` and `reasoning hide` set `hide-reasoning`. Switches become `true` or `false`.
 pub fn normalize<'a>(name: &'a str, value: &str) -> Result<(&'a str, String), String> {
     Ok(match (name, value) {
         ("reasoning", "show") => ("hide-reasoning", "false".to_string()),

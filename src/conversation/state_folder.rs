@@ -1,10 +1,10 @@
-//! Where the chat keeps its files: `inferno` in the XDG state directory, readable by their owner alone.
+//! The folder for the chat's files: `inferno` in the XDG state directory. Only the owner can read the files.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Returns whether a chat may write anything to disk. INFERNO_NOHISTORY forbids it.
+/// Returns whether a chat may write to disk. INFERNO_NOHISTORY turns this off.
 pub fn is_enabled() -> bool {
     std::env::var_os("INFERNO_NOHISTORY").is_none_or(|value| value.is_empty() || value == "0")
 }
@@ -16,7 +16,7 @@ pub fn path() -> Option<PathBuf> {
     Some(state.join("inferno"))
 }
 
-/// Creates a folder that only its owner may enter. A folder that exists keeps its permissions.
+/// Creates a folder that only its owner can access. An existing folder keeps its permissions.
 pub fn create_folder(path: &Path) -> io::Result<()> {
     let mut builder = DirBuilder::new();
     builder.recursive(true);
@@ -25,7 +25,7 @@ pub fn create_folder(path: &Path) -> io::Result<()> {
     builder.create(path)
 }
 
-/// Creates a file that only its owner may read. Fails if the file exists.
+/// Creates a file that only its owner can read. Fails if the file exists.
 pub fn create_file(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).append(true).create_new(true);

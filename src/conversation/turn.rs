@@ -1,19 +1,19 @@
-//! The result of one turn, and the line of figures below an answer.
+//! The result of one turn, and the line of statistics below an answer.
 
 use crate::engine::{FinishReason, Summary};
 
-/// One answer of the model.
+/// One answer from the model.
 pub struct Turn {
     pub text: String,
     pub reasoning: String,
     pub tokens: Vec<u32>,
     pub summary: Summary,
-    /// What the person should know besides the figures.
+    /// Notes for the user, shown below the statistics.
     pub notes: Vec<String>,
 }
 
 impl Turn {
-    /// Returns the figures of the turn in one line:
+    /// Returns the statistics of the turn in one line:
     /// `57 tokens · 31.2 tok/s (graph) · first token after 0.21 s · context 312 of 4096`.
     pub fn figures(&self) -> String {
         let summary = &self.summary;
@@ -26,13 +26,13 @@ impl Turn {
         parts.push(format!("context {} of {}", summary.context_used, summary.context));
         match summary.finish_reason {
             FinishReason::Interrupted => parts.push("stopped".into()),
-            // A note says that the context is full.
+            // A separate note says that the context is full.
             FinishReason::Length if summary.context_used >= summary.context => {}
-            FinishReason::Length => parts.push("cut at --max-tokens".into()),
+            FinishReason::Length => parts.push("reached --max-tokens".into()),
             FinishReason::Stop | FinishReason::ToolCalls => {}
         }
         if summary.malformed > 0 {
-            parts.push("the model broke its chat format".into());
+            parts.push("the model violated its chat format".into());
         }
         parts.join(" · ")
     }

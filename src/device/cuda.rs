@@ -1,4 +1,4 @@
-//! Opens NVIDIA GPUs and reads their memory.
+//! Opens NVIDIA GPUs and queries their memory.
 
 use std::ptr;
 
@@ -12,7 +12,7 @@ use super::libraries;
 use crate::error::Error;
 use crate::text::plain_cuda_errors;
 
-/// Opens the GPU with this number. Fails with [`Error::NoGpu`] if there is no driver, or no such GPU.
+/// Opens GPU `ordinal`. Fails with [`Error::NoGpu`] if the driver or the GPU is missing.
 pub fn open(ordinal: usize) -> Result<Device> {
     libraries::load().map_err(|error| Error::no_gpu(&error.reason, error.hint))?;
     let driver_error = |error: DriverError| {
@@ -22,18 +22,18 @@ pub fn open(ordinal: usize) -> Result<Device> {
     result::init().map_err(driver_error)?;
     let count = CudaContext::device_count().map_err(driver_error)?;
     if ordinal >= count as usize {
-        let reason = format!("there is no GPU {ordinal}; the number of visible GPUs is {count}");
+        let reason = format!("GPU {ordinal} does not exist (visible GPUs: {count})");
         return Err(Error::no_gpu(reason, "list the GPUs: nvidia-smi").into());
     }
     let device = CudaDevice::new_with_stream(ordinal).with_context(|| format!("cannot open GPU {ordinal}"))?;
-    // SAFETY: every tensor of this device is used and freed on its one stream. Uploads from another stream are ordered
-    // by events of their own.
+    // SAFETY: every tensor on this device is used and freed on its single stream.
+    // Uploads run on another stream and record their own events.
     unsafe { device.disable_event_tracking() };
     keep_freed_memory(&device)?;
     Ok(Device::Cuda(device))
 }
 
-/// Returns the number of visible GPUs. 0 without a driver.
+/// Returns the number of visible GPUs, or 0 if NVIDIA's libraries cannot be loaded.
 pub fn gpu_count() -> usize {
     if libraries::load().is_err() {
         return 0;
@@ -42,15 +42,15 @@ pub fn gpu_count() -> usize {
     count.map_or(0, |count| count as usize)
 }
 
-/// Makes the stream-ordered allocator keep freed memory.
+/// Configures the stream-ordered allocator to keep freed memory.
 ///
-/// By default it returns memory to the driver at every synchronization, which makes the next allocations slow.
+/// By default, it returns freed memory to the driver at every synchronization, which slows down later allocations.
 fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     let context = device.cuda_stream().context().clone();
     context.bind_to_thread()?;
     let mut pool = ptr::null_mut();
     let mut threshold = u64::MAX;
-    // SAFETY: the first call writes `pool` before the second reads it; the attribute's type is a u64.
+    // SAFETY: the first call writes `pool` before the second reads it; the attribute is a u64.
     unsafe {
         sys::cuDeviceGetDefaultMemPool(&mut pool, context.cu_device()).result()?;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
@@ -59,7 +59,7 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     Ok(())
 }
 
-/// Returns [`info`] after this process has given its unused GPU memory back to the driver.
+/// Releases this process's unused GPU memory, then returns [`info`].
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     if let Device::Cuda(cuda) = device {
         let stream = cuda.cuda_stream();
@@ -74,7 +74,7 @@ pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     info(device)
 }
 
-/// Returns the name and the memory of a device.
+/// Returns the name, compute capability and memory of a device.
 pub fn info(device: &Device) -> Result<DeviceInfo> {
     let Device::Cuda(device) = device else { return Ok(DeviceInfo::cpu()) };
     let stream = device.cuda_stream();

@@ -1,4 +1,4 @@
-//! What a benchmark reports about the GPU: driver, clocks and limits.
+//! GPU properties for benchmark reports: driver, clocks and limits.
 
 use std::process::Command;
 
@@ -6,18 +6,18 @@ use anyhow::Result;
 use candle_core::Device;
 use serde::Serialize;
 
-/// The properties of a GPU that do not change while a program runs.
+/// GPU properties that stay constant while the program runs.
 #[derive(Clone, Debug, Serialize)]
 pub struct GpuFacts {
     pub multiprocessors: u32,
     /// The latest CUDA version that the driver supports.
     pub cuda_version: String,
-    /// The id that nvidia-smi knows the GPU by.
+    /// The GPU's UUID in the format of nvidia-smi.
     #[serde(skip)]
     uuid: String,
 }
 
-/// What nvidia-smi reports at one moment.
+/// The GPU state that nvidia-smi reports at one moment.
 #[derive(Clone, Debug, Serialize)]
 pub struct GpuState {
     pub driver_version: String,
@@ -29,7 +29,7 @@ pub struct GpuState {
 }
 
 impl GpuFacts {
-    /// Reads the properties of an open device. `None` for a CPU.
+    /// Reads the properties of an open device. Returns `None` for a CPU.
     pub fn for_device(device: &Device) -> Result<Option<Self>> {
         match device {
             #[cfg(feature = "cuda")]
@@ -38,7 +38,7 @@ impl GpuFacts {
         }
     }
 
-    /// Reads the current state from nvidia-smi. `None` if nvidia-smi is not installed.
+    /// Reads the current state from nvidia-smi. Returns `None` if nvidia-smi is missing or fails.
     pub fn state(&self) -> Option<GpuState> {
         let fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu";
         let query = format!("--query-gpu={fields}");
@@ -48,7 +48,7 @@ impl GpuFacts {
 }
 
 impl GpuState {
-    /// Parses one line of nvidia-smi, with the fields of [`GpuFacts::state`]. Unknown values read `[N/A]`.
+    /// Parses a line of nvidia-smi output with the fields of [`GpuFacts::state`]. Unknown values are `[N/A]`.
     fn parse(line: &str) -> Option<Self> {
         let fields: Vec<&str> = line.trim().split(',').map(str::trim).collect();
         let [driver, numbers @ ..] = fields.as_slice() else { return None };
@@ -64,7 +64,7 @@ impl GpuState {
     }
 }
 
-/// Returns the driver's version and the names of the GPUs. `None` if nvidia-smi is missing or finds no GPU.
+/// Returns the driver version and the GPU names, or `None` if nvidia-smi is missing or finds no GPU.
 pub fn nvidia_smi_gpus() -> Option<(String, Vec<String>)> {
     let text = run_nvidia_smi(&["--query-gpu=driver_version,name", "--format=csv,noheader"])?;
     let lines: Vec<(&str, &str)> = text.lines().filter_map(|line| line.split_once(", ")).collect();

@@ -1,4 +1,4 @@
-//! The name and memory of a device, as they are shown at start.
+//! A device's name and memory, shown at startup.
 
 use std::fmt;
 
@@ -9,12 +9,12 @@ pub struct DeviceInfo {
     /// Compute capability as (major, minor). `None` for a CPU.
     pub compute_capability: Option<(u32, u32)>,
     pub free_bytes: u64,
-    /// 0 if it is not known.
+    /// 0 if unknown.
     pub total_bytes: u64,
 }
 
 impl DeviceInfo {
-    /// Returns the CPU's threads, and its memory if /proc/meminfo exists.
+    /// Returns the CPU's thread count, and its memory if /proc/meminfo exists.
     pub fn cpu() -> Self {
         let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let bytes = |field: &str| {

@@ -1,15 +1,17 @@
-//! Loads NVIDIA's libraries when a GPU is first used. docs/nvidia-libraries.md has the reasons and the alternatives.
+//! Loads NVIDIA's libraries on the first use of a GPU. docs/nvidia-libraries.md explains why and lists alternatives.
 //!
-//! candle links these libraries. The system would then load them before `main`: `inferno --help` would wait 80 ms for
-//! cuBLAS, and without a driver the program could not even start to say so. Therefore this file defines every function
-//! that candle and our kernels call in these libraries. Each definition jumps to an address that [`load`] looks up.
+//! candle links against these libraries, so the system would load them before `main`. `inferno --help` would wait 80 ms
+//! for cuBLAS. Without a driver, the program could not even start to report the problem.
 //!
-//! The linker prefers these definitions to the libraries' own. rustc passes `--as-needed`, so a library that then
-//! provides no function is not linked at all.
+//! This file therefore defines every function that candle and our kernels call in these libraries.
+//! Each definition jumps to an address that [`load`] looks up.
 //!
-//! A call to a function that is not listed below still works, but its library is linked again. The test
-//! `starting_loads_none_of_nvidias_libraries` detects that. Debug builds with GNU ld always link the libraries, because
-//! GNU ld also counts calls in unreachable code.
+//! The linker prefers these definitions over the libraries' own.
+//! rustc passes `--as-needed`, so the linker drops a library that then provides no function.
+//!
+//! A call to a function that is not listed below still works, but it links the library again.
+//! The test `starting_loads_none_of_nvidias_libraries` detects such calls.
+//! Debug builds with GNU ld always link the libraries, because GNU ld also counts calls in unreachable code.
 
 use std::arch::naked_asm;
 use std::error::Error;
@@ -20,13 +22,13 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use libloading::Library;
 
-/// The address of a function, once its library is loaded.
+/// The address of a library function. It is valid after [`load`].
 type Address = AtomicPtr<c_void>;
 
-/// The file name of a library, and the names and addresses of its functions.
+/// The file name of a library, with the names and addresses of its functions.
 type LibraryTable = (&'static str, &'static [(&'static str, &'static Address)]);
 
-/// Why a library cannot be used.
+/// The reason why a library cannot be used.
 pub struct LoadError {
     /// One line that starts with the library's name.
     pub reason: String,
@@ -34,10 +36,10 @@ pub struct LoadError {
     pub hint: &'static str,
 }
 
-/// The file name of the driver.
+/// The file name of the driver library.
 const DRIVER: &str = "libcuda.so.1";
 
-/// A driver function that CUDA 12.8 introduced. Builds with CUDA 12 do not call it, so an older driver may lack it.
+/// A driver function introduced in CUDA 12.8. Builds with CUDA 12 do not call it, so an older driver may lack it.
 const SINCE_CUDA_12_8: &str = "cuEventElapsedTime_v2";
 
 /// Loads the libraries on the first call. Later calls return the result of the first.
@@ -52,17 +54,17 @@ fn load_library((file, functions): &LibraryTable) -> Result<(), LoadError> {
     let library = open(file).map_err(|reason| LoadError {
         reason,
         hint: match is_driver {
-            true => "install NVIDIA's driver; it works once `nvidia-smi` lists the GPU",
-            false => "add the directory of CUDA's libraries to LD_LIBRARY_PATH, such as /usr/local/cuda/lib64",
+            true => "install NVIDIA's driver, then check that `nvidia-smi` lists the GPU",
+            false => "add the CUDA library directory to LD_LIBRARY_PATH, for example /usr/local/cuda/lib64",
         },
     })?;
     for (name, address) in *functions {
-        // SAFETY: the address is only stored here. Its callers declare the function as NVIDIA's headers do.
+        // SAFETY: this only stores the address. Callers declare the function as NVIDIA's headers do.
         match unsafe { library.get::<*mut c_void>(name.as_bytes()) } {
             Ok(function) => address.store(*function, Ordering::Release),
             Err(_) if *name == SINCE_CUDA_12_8 && env!("INFERNO_CUDA_MAJOR") == "12" => {}
             Err(_) => {
-                let reason = format!("{file} has no {name}: it is too old for this build");
+                let reason = format!("{file} is too old for this build: it has no {name}");
                 let hint = match is_driver {
                     true => "update NVIDIA's driver",
                     false => "install the CUDA version that inferno was built with",
@@ -76,10 +78,10 @@ fn load_library((file, functions): &LibraryTable) -> Result<(), LoadError> {
     Ok(())
 }
 
-/// Opens a library where the system's loader finds it, or in other usual directories. The error is the loader's message.
+/// Opens a library through the system's loader, or else in other common directories. The error is the loader's message.
 fn open(file: &str) -> Result<Library, String> {
     let open = |path: &OsStr| {
-        // SAFETY: the initializers of NVIDIA's libraries have no requirements, and the libraries are never unloaded.
+        // SAFETY: the initializers of NVIDIA's libraries have no preconditions.
         let library = unsafe { Library::new(path) };
         library.map_err(|error| error.source().map_or_else(|| error.to_string(), ToString::to_string))
     };
@@ -93,21 +95,21 @@ fn open(file: &str) -> Result<Library, String> {
     }
 }
 
-/// Directories of NVIDIA's libraries that the system's loader may not search.
+/// Returns common directories of NVIDIA's libraries that the system's loader may not search.
 fn other_directories() -> Vec<PathBuf> {
     let toolkits = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(std::env::var_os).map(PathBuf::from);
     let toolkits = toolkits.chain(["/usr/local/cuda".into()]).map(|toolkit| toolkit.join("lib64"));
-    // The driver's directories on WSL and on NixOS.
+    // The directories of the driver library on WSL and NixOS.
     toolkits.chain(["/usr/lib/wsl/lib".into(), "/run/opengl-driver/lib".into()]).collect()
 }
 
-/// The address of every function before [`load`].
+/// The jump target of every function until [`load`] replaces it.
 extern "C" fn called_before_load() -> ! {
-    eprintln!("error: internal error: inferno called one of NVIDIA's libraries before loading it");
+    eprintln!("error: internal error: inferno called an NVIDIA library before loading it");
     std::process::abort()
 }
 
-/// Defines the listed functions: for each one its address, its jump, and its entry in `LIBRARIES`.
+/// Defines the address, the jump and the `LIBRARIES` entry of each listed function.
 macro_rules! libraries {
     ($($file:expr => $($function:ident)+;)+) => {
         /// The libraries in load order: cuBLAS needs cuBLASLt.
@@ -123,7 +125,7 @@ macro_rules! libraries {
             )+)+
         }
 
-        /// The functions that candle calls. Each one jumps on, so arguments and results pass through unchanged.
+        /// The functions that candle calls. Each one is a plain jump, so arguments and results pass through unchanged.
         #[allow(non_snake_case)]
         mod jumps {
             $($(
@@ -145,7 +147,7 @@ macro_rules! libraries {
     };
 }
 
-// Where CUDA 12 and CUDA 13 use different names, both are listed.
+// Functions that have different names in CUDA 12 and CUDA 13 are listed under both names.
 libraries! {
     DRIVER =>
         cuCtxDestroy_v2 cuCtxGetCurrent cuCtxSetCurrent cuCtxSynchronize cuDeviceGet cuDeviceGetAttribute
@@ -167,7 +169,7 @@ libraries! {
     concat!("libcublas.so.", env!("INFERNO_CUDA_MAJOR")) =>
         cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmEx cublasGemmStridedBatchedEx
         cublasSetStream_v2;
-    // The same version in CUDA 12 and 13.
+    // CUDA 12 and CUDA 13 contain the same version of cuRAND.
     "libcurand.so.10" =>
         curandCreateGenerator curandDestroyGenerator curandSetPseudoRandomGeneratorSeed curandSetStream;
 }

@@ -1,7 +1,7 @@
 //! Chooses and opens the device that a model runs on.
 //!
-//! Inference is for NVIDIA GPUs. Without one, opening a GPU is an error that names the next command, never a silent
-//! fallback. The CPU is an explicit choice for development, tests and the demo model.
+//! inferno targets NVIDIA GPUs. Without one, opening a GPU returns an error that names the next command to run.
+//! There is no silent fallback: the CPU is an explicit choice for development, tests and the demo model.
 
 #[cfg(feature = "cuda")]
 mod cuda;
@@ -46,9 +46,9 @@ impl FromStr for DeviceChoice {
     }
 }
 
-/// Opens a device. A GPU gets a stream of its own, and candle's events for each tensor are off.
+/// Opens a device. A GPU gets its own stream, and candle's per-tensor event tracking is off.
 ///
-/// `kernels::upload` orders uploads from another stream with events of its own.
+/// `kernels::upload` records its own events to order uploads from another stream.
 pub fn open(choice: DeviceChoice) -> Result<Device> {
     match choice {
         DeviceChoice::Cpu => Ok(Device::Cpu),
@@ -64,11 +64,11 @@ fn open_cuda(ordinal: usize) -> Result<Device> {
 
 #[cfg(not(feature = "cuda"))]
 fn open_cuda(_: usize) -> Result<Device> {
-    let next = "build it with: cargo install --locked --path . --features cuda";
+    let next = "build inferno with GPU support: cargo install --locked --path . --features cuda";
     Err(crate::error::Error::no_gpu("this build of inferno has no GPU support", next).into())
 }
 
-/// Returns true if a GPU allocation failed. The driver's error is known only by its name.
+/// Returns whether a GPU allocation failed. Only the name of the driver's error identifies this case.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }
@@ -78,7 +78,7 @@ pub fn default_dtype(device: &Device) -> DType {
     if device.is_cuda() { DType::BF16 } else { DType::F32 }
 }
 
-/// Returns the compute capability that the kernels are built for. `None` in a build without GPU support.
+/// Returns the compute capability that the kernels are built for, or `None` in a build without GPU support.
 pub fn built_compute_capability() -> Option<(u32, u32)> {
     let number: u32 = option_env!("INFERNO_COMPUTE_CAP")?.parse().ok()?;
     Some((number / 10, number % 10))
@@ -90,13 +90,13 @@ pub fn gpu_count() -> usize {
     0
 }
 
-/// Returns the name and the memory of a device.
+/// Returns the name, compute capability and memory of a device.
 #[cfg(not(feature = "cuda"))]
 pub fn info(_: &Device) -> Result<DeviceInfo> {
     Ok(DeviceInfo::cpu())
 }
 
-/// Returns [`info`] after this process has given its unused GPU memory back to the driver.
+/// Releases this process's unused GPU memory, then returns [`info`].
 #[cfg(not(feature = "cuda"))]
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     info(device)

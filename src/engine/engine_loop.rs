@@ -1,6 +1,6 @@
-//! The engine's thread: plan → step → deliver. Nothing but this thread touches the model.
+//! The loop of the engine thread: plan, step, deliver. Only this thread uses the model.
 //!
-//! Requests are answered one at a time, in the order in which they came.
+//! Requests run one at a time, in the order of submission.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -16,17 +16,17 @@ use super::stats::{self, Counters};
 use crate::language::Language;
 use crate::runner::{DecodeStep, Runner};
 
-/// A message from a client to the engine's thread.
+/// A message from a client to the engine thread.
 pub enum Command {
     /// Answer a request.
     Submit(Box<Sequence>),
-    /// Call a function with the bare runner, after all requests that came before.
+    /// Call a function with the runner, after all earlier requests.
     Run(RunnerCall),
-    /// End the thread. Requests that are not answered yet end with an error.
+    /// End the thread. Unfinished requests end with an error.
     Shutdown,
 }
 
-/// A function that needs the model for itself.
+/// A function that needs exclusive access to the model.
 pub type RunnerCall = Box<dyn FnOnce(&mut Runner) + Send>;
 
 /// A queued request or call.
@@ -35,21 +35,21 @@ enum Job {
     Call(RunnerCall),
 }
 
-/// What the next step does.
+/// The action of the next step.
 enum Plan {
     /// Find the longest prefix of the prompt in the KV cache.
     Start,
-    /// Read this part of the prompt.
+    /// Prefill this part of the prompt.
     Prefill(Range<usize>),
     /// Generate a token.
     Decode,
     /// End the running sequence.
     Finish(FinishReason),
-    /// Call a function with the bare runner.
+    /// Call a function with the runner.
     Call(RunnerCall),
 }
 
-/// The state of the engine's thread.
+/// The state of the engine thread.
 pub struct EngineLoop {
     runner: Runner,
     language: Arc<Language>,
@@ -64,7 +64,7 @@ impl EngineLoop {
         Self { runner, language, commands, counters, waiting: VecDeque::new(), running: None }
     }
 
-    /// Runs until a client asks to stop, or until there is no client any more.
+    /// Runs until shutdown, or until all handles are dropped.
     pub fn run(mut self) {
         while self.receive_commands() {
             if let Some(plan) = self.plan() {
@@ -75,7 +75,7 @@ impl EngineLoop {
         }
     }
 
-    /// Queues what clients sent, and waits for a command if there is nothing to do. Returns whether to go on.
+    /// Queues incoming commands. Blocks while idle. Returns whether the loop should continue.
     fn receive_commands(&mut self) -> bool {
         loop {
             let is_idle = self.running.is_none() && self.waiting.is_empty();
@@ -92,7 +92,7 @@ impl EngineLoop {
         }
     }
 
-    /// Decides what the next step does; admits the next job if none is running.
+    /// Plans the next step. Starts the next job if none is running.
     fn plan(&mut self) -> Option<Plan> {
         if self.running.is_none() {
             match self.waiting.pop_front()? {
@@ -111,14 +111,14 @@ impl EngineLoop {
             Plan::Start
         } else if let Some(chunk) = sequence.next_chunk(self.runner.chunk()) {
             Plan::Prefill(chunk)
-        } else if sequence.wants_no_tokens() {
+        } else if sequence.is_prefill_only() {
             Plan::Finish(FinishReason::Length)
         } else {
             Plan::Decode
         })
     }
 
-    /// Runs the plan on the device. Returns why the running sequence ends, if it does.
+    /// Runs the plan. Returns the finish reason if the running sequence ends.
     fn step(&mut self, plan: Plan) -> Result<Option<FinishReason>> {
         let Some(sequence) = &mut self.running else {
             if let Plan::Call(call) = plan {
@@ -136,7 +136,7 @@ impl EngineLoop {
                 stats::add(&self.counters.prompt_tokens, chunk.len() as u64);
                 if sequence.advance_prefill(chunk.end) {
                     self.runner.set_checkpoint()?;
-                    if !sequence.wants_no_tokens() {
+                    if !sequence.is_prefill_only() {
                         self.runner.start_decode(&logits, &sequence.sampler)?;
                     }
                 }
@@ -153,7 +153,7 @@ impl EngineLoop {
         Ok(None)
     }
 
-    /// Tells the client of the running sequence how it ended, if it did.
+    /// Sends the outcome to the client if the running sequence has ended.
     fn deliver(&mut self, outcome: Result<Option<FinishReason>>) {
         let outcome = match outcome {
             Ok(None) => return,
@@ -171,7 +171,7 @@ impl EngineLoop {
                 sequence.finish(reason);
             }
             Err(error) => {
-                // The contents of the cache are unknown after an error.
+                // After an error, the contents of the KV cache are unknown.
                 self.runner.reset();
                 stats::add(&self.counters.failed, 1);
                 sequence.fail(error);

@@ -1,4 +1,4 @@
-//! The client's end of an engine: requests go in, streams of events come out.
+//! The client side of an engine: submits requests and returns event streams.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,14 +24,14 @@ use crate::language::Language;
 use crate::runner::{EagerReason, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
-/// A client of an engine. Clones are clients of the same engine, on any thread.
+/// A handle to an engine. Clones refer to the same engine and can be used on any thread.
 #[derive(Clone)]
 pub struct EngineHandle {
     commands: Sender<Command>,
     shared: Arc<Shared>,
 }
 
-/// What clients may read without asking the engine's thread.
+/// State that clients read without a round trip to the engine thread.
 pub(super) struct Shared {
     pub language: Arc<Language>,
     pub info: ModelInfo,
@@ -45,11 +45,12 @@ impl EngineHandle {
         Self { commands, shared: Arc::new(shared) }
     }
 
-    /// Queues a request. Returns the stream of its events.
+    /// Queues a request and returns its event stream.
     ///
-    /// Requests are answered in the order in which they come. Tokens of the prompt that the KV cache already has, from the
-    /// start, are not read again. Fails for an empty prompt, with [`Error::ContextFull`] for one that leaves no position for
-    /// an answer, and for a conversation that the model's chat format cannot render.
+    /// Requests run in the order of submission. A prompt prefix that is already in the KV cache is reused.
+    ///
+    /// Fails if the prompt is empty, or if the chat format cannot render the conversation.
+    /// Fails with [`Error::ContextFull`] if the prompt leaves no room for an answer.
     pub fn submit(&self, request: Request) -> Result<RequestStream> {
         let language = &self.shared.language;
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.shared.defaults.clone()));
@@ -76,7 +77,7 @@ impl EngineHandle {
         let submitted = Instant::now();
         options.sampling.validate().map_err(anyhow::Error::msg)?;
         if ids.is_empty() {
-            bail!("the prompt is empty");
+            bail!("cannot generate text: the prompt is empty");
         }
         let (prompt_tokens, context) = (ids.len(), self.context());
         if prompt_tokens >= context {
@@ -85,7 +86,7 @@ impl EngineHandle {
         }
         let counters = &self.shared.counters;
         if counters.is_draining.load(Ordering::Relaxed) {
-            bail!("cannot take a new request: the engine is draining");
+            bail!("cannot accept a request: the engine is draining");
         }
         let (sender, events) = unbounded_channel();
         let sequence = Sequence::new(ids, options, sender);
@@ -94,7 +95,7 @@ impl EngineHandle {
         Ok(RequestStream::new(events, output, options, prompt_tokens, (context, self.executor()), submitted))
     }
 
-    /// Answers a conversation: [`submit`](Self::submit) with [`Prompt::Chat`].
+    /// Submits a conversation to answer. See [`submit`](Self::submit) and [`Prompt::Chat`].
     pub fn chat(
         &self,
         messages: &[Message],
@@ -104,86 +105,86 @@ impl EngineHandle {
         self.submit(Request::chat(messages).render(render.clone()).options(options))
     }
 
-    /// Continues a text: [`submit`](Self::submit) with [`Prompt::Text`].
+    /// Submits a text to continue. See [`submit`](Self::submit) and [`Prompt::Text`].
     pub fn complete(&self, text: &str, options: GenerateOptions) -> Result<RequestStream> {
         self.submit(Request::text(text).options(options))
     }
 
-    /// Continues token ids: [`submit`](Self::submit) with [`Prompt::Ids`].
+    /// Submits token ids to continue. See [`submit`](Self::submit) and [`Prompt::Ids`].
     pub fn complete_ids(&self, ids: &[u32], options: GenerateOptions) -> Result<RequestStream> {
         self.submit(Request::ids(ids).options(options))
     }
 
-    /// What was loaded, and how.
+    /// Returns the properties of the loaded model.
     pub fn info(&self) -> &ModelInfo {
         &self.shared.info
     }
 
-    /// The model's tokenizer and chat format.
+    /// Returns the model's tokenizer and chat format.
     pub fn language(&self) -> &Language {
         &self.shared.language
     }
 
-    /// The tokenizer of [`language`](Self::language).
+    /// Returns the model's tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.shared.language.tokenizer
     }
 
-    /// The model's own sampling from generation_config.json; greedy if the file does not say.
+    /// Returns the sampling defaults from generation_config.json, or greedy sampling if it has none.
     pub fn defaults(&self) -> &SamplingParams {
         &self.shared.defaults
     }
 
-    /// The most positions of a sequence.
+    /// Returns the context length in tokens.
     pub fn context(&self) -> usize {
         self.shared.info.context
     }
 
-    /// The number of tokens in the KV cache.
+    /// Returns the number of tokens in the KV cache.
     pub fn cached_tokens(&self) -> usize {
         self.stats().cached_tokens as usize
     }
 
-    /// Where weights and cache are.
+    /// Returns the device that holds the weights and the KV cache.
     pub fn device(&self) -> &Device {
         &self.shared.device
     }
 
-    /// What runs decode steps: [`ModelInfo::executor`].
+    /// Returns how decode steps run. See [`ModelInfo::executor`].
     pub fn executor(&self) -> &'static str {
         self.shared.info.executor
     }
 
-    /// Why decode steps do not run as a graph; `None` if they do.
+    /// Returns why decode does not use a CUDA graph, or `None` if it does.
     pub fn eager_reason(&self) -> Option<&EagerReason> {
         self.shared.info.eager_reason.as_ref()
     }
 
-    /// Returns what the engine did so far, and what it has to do.
+    /// Returns the current counters of the engine.
     pub fn stats(&self) -> EngineStats {
         self.shared.counters.snapshot()
     }
 
-    /// Refuses new requests from now on, and waits until all that were submitted have ended.
+    /// Rejects new requests and waits until all submitted requests have ended.
     pub fn drain(&self) -> Result<()> {
         self.shared.counters.is_draining.store(true, Ordering::Relaxed);
         self.with_runner(|_| ())
     }
 
-    /// Calls a function on the engine's thread with the bare runner, and waits for its result.
+    /// Calls a function on the engine thread with the runner and waits for the result.
     ///
-    /// The call waits for all requests before it, and requests after it wait for the call: it has the KV cache to itself.
-    /// Fails if the engine has stopped, or stops because the function panics.
+    /// The call runs after all earlier requests and before all later ones, with exclusive use of the KV cache.
+    /// Fails if the engine has stopped, or if the function panics and thereby stops the engine.
     pub fn with_runner<T: Send + 'static>(&self, call: impl FnOnce(&mut Runner) -> T + Send + 'static) -> Result<T> {
         let (sender, result) = mpsc::sync_channel(1);
         self.send(Command::Run(Box::new(move |runner| {
-            // A caller that is gone needs no result.
+            // The send fails only if the caller no longer waits for the result.
             let _ = sender.send(call(runner));
         })))?;
         result.recv().map_err(|_| anyhow!("the engine stopped"))
     }
 
-    /// Returns `count` token ids that depend on `seed` alone.
+    /// Returns `count` random token ids that depend only on `seed`.
     pub fn random_tokens(&self, seed: u64, count: usize) -> Vec<u32> {
         let vocab_size = self.info().vocab_size as f64;
         (0..count as u64).map(|index| (uniform(seed, index) * vocab_size) as u32).collect()

@@ -1,4 +1,4 @@
-//! What was loaded, and how long it took.
+//! Properties of a loaded model and its load times.
 
 use candle_core::DType;
 use serde::Serialize;
@@ -7,52 +7,53 @@ use crate::device::DeviceInfo;
 use crate::kernels::attention::AttentionBackend;
 use crate::runner::EagerReason;
 
-/// A loaded model.
+/// Properties of a loaded model.
 #[derive(Clone, Debug)]
 pub struct ModelInfo {
-    /// `model_type` in config.json.
+    /// The value of `model_type` in config.json.
     pub family: &'static str,
-    /// The format of quantized weights, such as `mxfp4` or `Q4_K_M`; `None` for plain floats.
+    /// The quantization format, such as `mxfp4` or `Q4_K_M`. `None` for unquantized weights.
     pub quantization: Option<String>,
-    /// The number of parameters. Packed ones count as the values that they stand for.
+    /// The number of parameters, counted after unpacking quantized weights.
     pub parameters: u64,
-    /// Rows of logits.
+    /// The number of logits per token.
     pub vocab_size: usize,
-    /// The longest context that the model was made for.
+    /// The longest context that the model supports, in tokens.
     pub max_context: usize,
-    /// The most positions of a sequence, as loaded.
+    /// The context length that was allocated, in tokens.
     pub context: usize,
     /// The dtype of activations.
     pub dtype: DType,
-    /// The attention kernel of prefill and of eager decode steps. The decode graph has its own.
+    /// The attention kernel for prefill and eager decode. The decode graph uses its own kernel.
     pub attention: AttentionBackend,
-    /// What runs decode steps: `graph`, a CUDA graph of fused kernels, or `eager`, the decoder operation by operation.
+    /// How decode steps run: `graph` (a CUDA graph of fused kernels) or `eager` (one operation at a time).
     pub executor: &'static str,
-    /// Why decode steps do not run as a graph; `None` if they do.
+    /// Why decode does not use a CUDA graph. `None` if it does.
     pub eager_reason: Option<EagerReason>,
     pub device: DeviceInfo,
-    /// Bytes of the weights on the device.
+    /// The size of the weights on the device, in bytes.
     pub weight_bytes: u64,
-    /// Bytes of the KV cache on the device.
+    /// The size of the KV cache on the device, in bytes.
     pub cache_bytes: u64,
     pub load: LoadTimes,
 }
 
-/// Seconds that the parts of loading took. The tokenizer is parsed while the device is opened and the weights are read, so
-/// the parts add up to more than the total.
+/// Load times in seconds.
+///
+/// The tokenizer loads in parallel with the weights, so the parts can add up to more than the total.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct LoadTimes {
-    /// Reading config.json and the headers of the weights.
+    /// Time to read config.json and the weight headers.
     pub headers_s: f64,
-    /// Loading tokenizer and chat format.
+    /// Time to load the tokenizer and chat format.
     pub tokenizer_s: f64,
-    /// Opening the device.
+    /// Time to open the device.
     pub device_s: f64,
-    /// Loading all weights onto the device.
+    /// Time to load the weights onto the device.
     pub weights_s: f64,
-    /// Allocating the KV cache.
+    /// Time to allocate the KV cache.
     pub cache_s: f64,
-    /// Planning and capturing the decode graph.
+    /// Time to plan and capture the decode graph.
     pub graph_s: f64,
     pub total_s: f64,
 }

@@ -1,4 +1,4 @@
-//! From a snapshot directory to a loaded model. What it needs is known before anything is allocated.
+//! Loads a model from a snapshot directory. Checks that the model fits before allocating memory.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,26 +20,26 @@ use crate::runner::Runner;
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 
-/// How to load a model.
+/// Options for loading a model.
 pub struct LoadOptions<'o> {
     pub device: DeviceChoice,
-    /// The dtype of activations; `None` for bf16 on a GPU and f32 on a CPU.
+    /// The dtype of activations. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
-    /// The most positions of a sequence; `None` for as many as the model and the memory allow, up to 32,768.
+    /// The context length in tokens. `None` selects as many as fit in memory, up to 32,768.
     pub context: Option<usize>,
-    /// The most tokens of a prompt in one pass; `None` for the fastest size that fits in memory.
+    /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,
-    /// Quantizes matrices of floats to this format while they are loaded.
+    /// The format to which floating-point weight matrices are quantized during loading.
     pub quantize: Option<QuantizationTarget>,
-    /// Runs decode steps operation by operation, even if a graph could run them.
+    /// Whether to run decode steps one operation at a time, even if a CUDA graph could run them.
     pub eager: bool,
-    /// The attention kernel of prefill on a GPU, and of decode steps without a graph.
+    /// The attention kernel for prefill and eager decode on a GPU.
     pub attention: AttentionBackend,
-    /// Called with the bytes loaded so far and the bytes in all.
+    /// A callback that receives the bytes loaded so far and the total bytes.
     pub progress: &'o dyn Fn(u64, u64),
-    /// Called once the device is open.
+    /// A callback that runs once the device is open.
     pub on_device: &'o dyn Fn(&DeviceInfo),
-    /// Refuses a model for its language while its weights are still being read.
+    /// A check of the tokenizer and chat format, run while the weights load. If it fails, loading fails.
     pub check_language: &'o (dyn Fn(&Language) -> Result<()> + Sync),
 }
 
@@ -60,7 +60,7 @@ impl Default for LoadOptions<'_> {
     }
 }
 
-/// The parts of an engine, before its thread is started.
+/// The parts of an engine before its thread starts.
 pub(super) struct LoadedModel {
     pub language: Language,
     pub runner: Runner,
@@ -68,9 +68,9 @@ pub(super) struct LoadedModel {
     pub info: ModelInfo,
 }
 
-/// Loads the snapshot in `dir`, which may be a GGUF file itself.
+/// Loads the snapshot in `dir`, which may also be the path of a GGUF file.
 ///
-/// Fails before anything is allocated if the model is not supported or does not fit.
+/// Fails before allocating device memory if the model is not supported or does not fit.
 pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<LoadedModel> {
     let started = Instant::now();
     let (config, checkpoint) = models::open(dir)?;
@@ -89,7 +89,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<LoadedModel> {
         let model = load_onto_device(&config, &checkpoint, options, &is_refused, &mut times);
         (language.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), model)
     });
-    // An error in the snapshot is reported before an error of the machine.
+    // If both failed, report the error in the snapshot, not the device error.
     let (language, tokenizer_s) = language?;
     times.tokenizer_s = tokenizer_s;
     let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes } = model?;
@@ -137,7 +137,7 @@ fn log(info: &ModelInfo) {
     }
 }
 
-/// The part of a model that is on the device.
+/// The parts of a model that are on the device.
 struct OnDevice {
     runner: Runner,
     attention: AttentionBackend,
@@ -146,7 +146,7 @@ struct OnDevice {
     cache_bytes: u64,
 }
 
-/// Loads the weights and allocates the KV cache. Fails early if the language was refused meanwhile.
+/// Loads the weights and allocates the KV cache. Stops early if the language check has already failed.
 fn load_onto_device(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
@@ -172,7 +172,7 @@ fn load_onto_device(
 
     let allocated = allocate(config, checkpoint, options, (&device, dtype), (&plan, capacity), times);
     let (runner, attention) = allocated.map_err(|error| match device::is_out_of_memory(&error) {
-        // Another process may have taken memory since it was counted. The failed allocation stays in the message.
+        // Another process may have allocated memory since the check. Keep the failed allocation in the message.
         true => {
             let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
             error.context(plan.out_of_memory(capacity.context, &device_info))
@@ -183,7 +183,7 @@ fn load_onto_device(
     Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes })
 }
 
-/// Makes the decoder, the KV cache and the decode graph. Returns the attention kernel that was chosen too.
+/// Builds the decoder, the KV cache and the decode graph. Also returns the selected attention kernel.
 fn allocate(
     config: &ModelConfig,
     checkpoint: &Checkpoint,

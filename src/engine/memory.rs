@@ -1,5 +1,6 @@
-//! The memory that a model needs, computed from headers and config alone. Loading asks before it allocates, and
-//! `inferno show` asks before a model is downloaded.
+//! Computes the memory that a model needs from its config and weight headers.
+//!
+//! Loading checks this before it allocates memory. `inferno show` reports it before a download.
 
 use anyhow::Result;
 use candle_core::DType;
@@ -10,14 +11,14 @@ use crate::models::Architecture;
 use crate::nn::kv_cache::{self, LayerSpec};
 use crate::weights::Inventory;
 
-/// The longest context that is chosen by default.
+/// The longest default context, in tokens.
 const DEFAULT_CONTEXT: usize = 32_768;
-/// The shortest context that is chosen when memory is short.
+/// The shortest default context when memory is limited, in tokens.
 const SMALLEST_CONTEXT: usize = 2048;
 
-/// Bytes for activations, whatever the chunk.
+/// Activation memory that does not depend on the chunk size, in bytes.
 const WORKSPACE_BYTES: u64 = 192 << 20;
-/// Bytes for activations, for each token of a chunk.
+/// Activation memory for each token of a chunk, in bytes.
 const WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 
 /// The kind of device that a model runs on.
@@ -28,8 +29,9 @@ pub enum DeviceKind {
 }
 
 impl DeviceKind {
-    /// The chunk sizes to choose from, best first. A larger chunk is faster until the matrix units are busy, and takes more
-    /// memory.
+    /// Returns the chunk sizes to choose from, best first.
+    ///
+    /// Larger chunks need more memory. They are faster until the tensor cores are saturated.
     fn chunk_sizes(self) -> &'static [usize] {
         match self {
             DeviceKind::Gpu => &[8192, 2048, 512],
@@ -38,41 +40,41 @@ impl DeviceKind {
     }
 }
 
-/// The bytes that a model needs, as a function of its [`Capacity`].
+/// The memory requirements of a model as a function of its [`Capacity`].
 pub struct MemoryPlan {
     weight_bytes: u64,
-    /// Bytes that loading needs beside the weights: the experts of one layer in their new layout. They are free again before
-    /// the KV cache is allocated.
+    /// Extra bytes needed during loading, for the experts of one layer in their new layout.
+    /// They are freed before the KV cache is allocated.
     loading_bytes: u64,
-    /// Bytes that a pass needs beside activations: the quantized experts of one layer as floats.
+    /// Extra bytes needed during a forward pass, for the dequantized experts of one layer.
     unpacked_bytes: u64,
     layers: Vec<LayerSpec>,
     /// The chunk sizes to choose from, best first.
     chunks: Vec<usize>,
     dtype: DType,
     max_context: usize,
-    /// The longest context that is chosen by default. RoPE scaling may put it below `max_context`.
+    /// The longest default context. RoPE scaling can make it shorter than `max_context`.
     default_context: usize,
 }
 
-/// The sizes that a KV cache is allocated for.
+/// The sizes for which a KV cache is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capacity {
-    /// The most positions of a sequence.
+    /// The context length in tokens.
     pub context: usize,
-    /// The most tokens of a prompt in one pass.
+    /// The prefill chunk size: the maximum number of prompt tokens in one forward pass.
     pub chunk: usize,
 }
 
 impl MemoryPlan {
-    /// Plans a model with these tensors whose activations are in `dtype`.
+    /// Plans memory for a model with these tensors and activations in `dtype`.
     pub fn new(inventory: &Inventory, architecture: &dyn Architecture, dtype: DType, device_kind: DeviceKind) -> Self {
         let (layers, max_context) = (architecture.cache_layers(), architecture.max_position_embeddings());
         let default_context = architecture.default_context();
         Self { default_context, ..Self::from_layers(inventory, layers, max_context, dtype, device_kind) }
     }
 
-    /// Plans a model of an unknown family. The caller says what its layers keep in the KV cache.
+    /// Plans memory for a model of an unknown family. `layers` describes its KV cache.
     pub fn from_layers(
         inventory: &Inventory,
         layers: Vec<LayerSpec>,
@@ -92,43 +94,41 @@ impl MemoryPlan {
         }
     }
 
-    /// Fixes the chunk size, if one is given. Fails for 0.
+    /// Sets the chunk size, if one is given. Fails if it is 0.
     pub fn with_chunk(self, chunk: Option<usize>) -> Result<Self> {
         match chunk {
-            Some(0) => {
-                Err(Error::Usage("cannot read a prompt in chunks of 0 tokens: give --chunk 1 or more".into()).into())
-            }
+            Some(0) => Err(Error::Usage("cannot load a model with --chunk 0: use --chunk 1 or more".into()).into()),
             Some(chunk) => Ok(Self { chunks: vec![chunk], ..self }),
             None => Ok(self),
         }
     }
 
-    /// What each layer keeps in the KV cache.
+    /// Returns the KV cache shape of each layer.
     pub fn layers(&self) -> &[LayerSpec] {
         &self.layers
     }
 
-    /// Bytes of the loaded weights.
+    /// Returns the size of the loaded weights in bytes.
     pub fn weight_bytes(&self) -> u64 {
         self.weight_bytes
     }
 
-    /// Bytes that loading needs beside the weights, before the KV cache is allocated.
+    /// Returns the extra bytes needed during loading, before the KV cache is allocated.
     pub fn loading_bytes(&self) -> u64 {
         self.loading_bytes
     }
 
-    /// Bytes of the KV cache.
+    /// Returns the size of the KV cache in bytes.
     pub fn cache_bytes(&self, capacity: Capacity) -> u64 {
         kv_cache::bytes(&self.layers, capacity.context, capacity.chunk, self.dtype)
     }
 
-    /// Bytes of the activations of one chunk.
+    /// Returns the bytes needed to run one chunk: activations and dequantized experts.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         (WORKSPACE_BYTES + capacity.chunk as u64 * WORKSPACE_BYTES_PER_TOKEN).saturating_add(self.unpacked_bytes)
     }
 
-    /// Returns the bytes that each 1,000 positions add to the KV cache, and the fixed bytes of the sliding layers.
+    /// Returns the KV cache bytes per 1,000 tokens of context, and the fixed bytes of sliding-window layers.
     pub fn cache_growth(&self, chunk: usize) -> (u64, u64) {
         let (sliding, full): (Vec<LayerSpec>, Vec<LayerSpec>) =
             self.layers.iter().partition(|layer| layer.window.is_some());
@@ -136,7 +136,7 @@ impl MemoryPlan {
         (bytes(&full, 1000), bytes(&sliding, self.max_context))
     }
 
-    /// Bytes in all: weights, KV cache, and the activations of one chunk.
+    /// Returns the peak memory of loading and running the model, in bytes.
     pub fn bytes(&self, capacity: Capacity) -> u64 {
         let running = self.cache_bytes(capacity).saturating_add(self.workspace_bytes(capacity) - WORKSPACE_BYTES);
         self.weight_bytes.saturating_add(WORKSPACE_BYTES).saturating_add(running.max(self.loading_bytes))
@@ -147,18 +147,18 @@ impl MemoryPlan {
         Capacity { context, chunk: self.chunks.last().copied().unwrap_or(context).min(context) }
     }
 
-    /// The context that is chosen by default if there is enough memory.
+    /// Returns the default context length, assuming enough memory.
     pub fn default_context(&self) -> usize {
         self.max_context.min(self.default_context).min(DEFAULT_CONTEXT)
     }
 
-    /// Returns the longest context that fits with the smallest chunk; `None` if nothing fits.
+    /// Returns the longest context that fits with the smallest chunk, or `None` if no context fits.
     pub fn largest_context(&self, device: &DeviceInfo) -> Option<usize> {
         let fits = |context| self.fits(self.smallest(context), device);
         if self.max_context == 0 || !fits(1) {
             return None;
         }
-        // Invariant of the search: `fitting` fits, `too_long` does not.
+        // Invariant of the binary search: `fitting` fits, `too_long` does not.
         let (mut fitting, mut too_long) = (1, self.max_context + 1);
         while too_long - fitting > 1 {
             let middle = fitting + (too_long - fitting) / 2;
@@ -167,7 +167,7 @@ impl MemoryPlan {
         Some(fitting)
     }
 
-    /// A device whose memory is unknown takes everything.
+    /// Returns whether the model fits on the device. Always true if the device's memory size is unknown.
     fn fits(&self, capacity: Capacity, device: &DeviceInfo) -> bool {
         device.total_bytes == 0 || self.bytes(capacity) <= device.free_bytes
     }
@@ -178,9 +178,9 @@ impl MemoryPlan {
         capacities.find(|capacity| self.fits(*capacity, device))
     }
 
-    /// Chooses the capacity: the requested context, or the longest one up to the default that fits.
+    /// Chooses the capacity for the requested context, or for the default context if none is requested.
     ///
-    /// If memory is short, the chunk shrinks before the context does.
+    /// If memory is short, the chunk size is reduced before the default context.
     pub fn choose(&self, requested: Option<usize>, device: &DeviceInfo) -> Result<Capacity> {
         let Some(context) = self.check_context(requested)? else {
             let default = self.default_context();
@@ -192,27 +192,27 @@ impl MemoryPlan {
         self.fit(context, device).ok_or_else(|| self.out_of_memory(context, device).into())
     }
 
-    /// Returns the requested context if the model allows it.
+    /// Returns the requested context. Fails if it is 0 or longer than the model supports.
     pub fn check_context(&self, requested: Option<usize>) -> Result<Option<usize>> {
         let error = match requested {
-            Some(0) => "cannot load a model with --context 0: give --context 1 or more".into(),
+            Some(0) => "cannot load a model with --context 0: use --context 1 or more".into(),
             Some(context) if context > self.max_context => {
                 let limit = self.max_context;
-                format!("cannot load with --context {context}: this model was made for at most {limit} tokens")
+                format!("cannot load with --context {context}: this model supports at most {limit} tokens")
             }
             _ => return Ok(requested),
         };
         Err(Error::Usage(error).into())
     }
 
-    /// Yields `longest`, half of it, and so on, down to the shortest context that is chosen when memory is short.
+    /// Yields `longest`, then half of it, and so on down to [`SMALLEST_CONTEXT`].
     fn halvings(&self, longest: usize) -> impl Iterator<Item = usize> {
         let shortest = SMALLEST_CONTEXT.min(longest);
         let next = move |&context: &usize| (context > shortest).then(|| (context / 2).max(shortest));
         std::iter::successors(Some(longest), next)
     }
 
-    /// Returns the error for a context that does not fit, with one that does.
+    /// Returns the error for a context that does not fit. The error suggests a shorter context, if one fits.
     pub fn out_of_memory(&self, context: usize, device: &DeviceInfo) -> Error {
         let what = format!("this model with a context of {context} tokens");
         let (needed_bytes, free_bytes) = (self.bytes(self.smallest(context)), device.free_bytes);

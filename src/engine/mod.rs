@@ -1,7 +1,8 @@
-//! The engine: a model on its own thread that answers requests.
+//! Runs a model on its own thread and serves requests.
 //!
-//! [`Engine`] loads a model and owns its thread. Clients hold an [`EngineHandle`]: they submit a [`Request`] and read the
-//! events of the answer from a [`RequestStream`]. The thread knows token ids only; text is made on the client's side.
+//! [`Engine`] loads a model and owns the engine thread. Clients submit a [`Request`] through an [`EngineHandle`].
+//! They receive the answer as events from a [`RequestStream`].
+//! The engine thread handles only token ids. Text is encoded and decoded on the client's thread.
 
 mod engine_loop;
 mod handle;
@@ -45,16 +46,16 @@ pub use stream::{Event, Events, RequestStream, Summary};
 
 /// A loaded model and the thread that runs it.
 ///
-/// It derefs to its [`EngineHandle`]; clone the handle to submit requests from other threads. When the engine is dropped,
-/// its thread ends and the memory of the model is free again.
+/// Dereferences to an [`EngineHandle`]. Clone the handle to submit requests from other threads.
+/// Dropping the engine stops the thread and frees the model's memory.
 ///
-/// With a blocking iterator:
+/// Example with a blocking iterator:
 ///
 /// ```
 #[doc = include_str!("../../docs/examples/blocking.rs")]
 /// ```
 ///
-/// With an async stream, in any runtime:
+/// Example with an async stream, on any runtime:
 ///
 /// ```
 #[doc = include_str!("../../docs/examples/async_stream.rs")]
@@ -65,14 +66,14 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Starts to describe how the snapshot in `dir` is loaded; `dir` may be a GGUF file itself.
+    /// Returns a builder that loads the snapshot in `dir`. `dir` may also be the path of a GGUF file.
     pub fn builder<'o>(dir: impl AsRef<Path>) -> EngineBuilder<'o> {
         EngineBuilder { dir: dir.as_ref().to_path_buf(), options: LoadOptions::default() }
     }
 
-    /// Loads the snapshot in `dir`, which may be a GGUF file itself, and starts its thread.
+    /// Loads the snapshot in `dir` and starts the engine thread. `dir` may also be the path of a GGUF file.
     ///
-    /// Fails before anything is allocated if the model is not supported or does not fit.
+    /// Fails before allocating device memory if the model is not supported or does not fit.
     pub fn load(dir: &Path, options: &LoadOptions) -> Result<Self> {
         let model = load::load(dir, options)?;
         let (commands, receiver) = mpsc::channel();
@@ -86,11 +87,11 @@ impl Engine {
         };
         let engine_loop = EngineLoop::new(model.runner, language, receiver, counters);
         let thread = thread::Builder::new().name("inferno-engine".into()).spawn(move || engine_loop.run());
-        let thread = Some(thread.context("cannot start the engine's thread")?);
+        let thread = Some(thread.context("cannot start the engine thread")?);
         Ok(Self { handle: EngineHandle::new(commands, shared), thread })
     }
 
-    /// Returns a handle of this engine. It fails to submit once the engine was dropped.
+    /// Returns a handle to this engine. Submitting requests fails once the engine is dropped.
     pub fn handle(&self) -> EngineHandle {
         self.handle.clone()
     }
@@ -106,20 +107,20 @@ impl Deref for Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // Neither fails but for a thread that has already ended.
+        // An error here means that the thread has already ended.
         let _ = self.handle.send(Command::Shutdown);
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 
-/// How to load a model: [`LoadOptions`], one call for each option. From [`Engine::builder`].
+/// A builder for an [`Engine`], created by [`Engine::builder`].
 pub struct EngineBuilder<'o> {
     dir: PathBuf,
     options: LoadOptions<'o>,
 }
 
 impl<'o> EngineBuilder<'o> {
-    /// Loads onto this device instead of the first GPU.
+    /// Sets the device. The default is the first GPU.
     pub fn device(mut self, device: DeviceChoice) -> Self {
         self.options.device = device;
         self
@@ -131,55 +132,55 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the most positions of a sequence. The default is as many as the model and the memory allow, up to 32,768.
+    /// Sets the context length in tokens. The default is as many as fit in memory, up to 32,768.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self
     }
 
-    /// Sets the most tokens of a prompt in one pass. The default is the fastest size that fits in memory.
+    /// Sets the prefill chunk size in tokens. The default is the fastest size that fits in memory.
     pub fn chunk(mut self, chunk: usize) -> Self {
         self.options.chunk = Some(chunk);
         self
     }
 
-    /// Quantizes matrices of floats to this format while they are loaded.
+    /// Quantizes floating-point weight matrices to this format during loading.
     pub fn quantize(mut self, quantize: QuantizationTarget) -> Self {
         self.options.quantize = Some(quantize);
         self
     }
 
-    /// Runs decode steps operation by operation, even if a graph could run them.
+    /// Runs decode steps one operation at a time, even if a CUDA graph could run them.
     pub fn eager(mut self, eager: bool) -> Self {
         self.options.eager = eager;
         self
     }
 
-    /// Sets the attention kernel of prefill on a GPU, and of decode steps without a graph.
+    /// Sets the attention kernel for prefill and eager decode on a GPU.
     pub fn attention(mut self, attention: AttentionBackend) -> Self {
         self.options.attention = attention;
         self
     }
 
-    /// Calls this with the bytes loaded so far and the bytes in all.
+    /// Sets a callback that receives the bytes loaded so far and the total bytes.
     pub fn progress(mut self, progress: &'o dyn Fn(u64, u64)) -> Self {
         self.options.progress = progress;
         self
     }
 
-    /// Calls this once the device is open.
+    /// Sets a callback that runs once the device is open.
     pub fn on_device(mut self, on_device: &'o dyn Fn(&DeviceInfo)) -> Self {
         self.options.on_device = on_device;
         self
     }
 
-    /// Refuses a model for its language while its weights are still being read.
+    /// Sets a check of the tokenizer and chat format, run while the weights load. If it fails, loading fails.
     pub fn check_language(mut self, check: &'o (dyn Fn(&Language) -> Result<()> + Sync)) -> Self {
         self.options.check_language = check;
         self
     }
 
-    /// Loads the model and starts its thread.
+    /// Loads the model and starts the engine thread.
     pub fn load(self) -> Result<Engine> {
         Engine::load(&self.dir, &self.options)
     }

@@ -1,4 +1,4 @@
-//! The client's side of a request: generated tokens become text, and a stop string ends the answer.
+//! Converts generated tokens to text on the client's thread and ends the answer at a stop string.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::chat::{Channel, Delta, Parser, ToolCall};
 use crate::language::Language;
 use crate::tokenizer::TextStream;
 
-/// Turns the tokens of one generation into text on channels.
+/// The text output of one generation, split into channels.
 pub struct Output {
     language: Arc<Language>,
     reader: Reader,
@@ -18,21 +18,21 @@ pub struct Output {
     ignore_eos: bool,
 }
 
-/// How tokens are read.
+/// The decoder of generated tokens.
 enum Reader {
-    /// By the parser of a chat format.
+    /// The parser of a chat format.
     Chat(Box<Parser>),
-    /// As continued text: everything is the answer.
+    /// Plain text. All of it belongs to the answer.
     Raw(TextStream),
 }
 
 impl Output {
-    /// Reads the answer to a conversation with the parser of its chat format.
+    /// Creates an output that parses the model's chat format.
     pub fn chat(language: Arc<Language>, parser: Parser, options: &GenerateOptions) -> Self {
         Self::new(language, Reader::Chat(Box::new(parser)), options)
     }
 
-    /// Reads the continuation of `prompt`.
+    /// Creates an output that decodes the continuation of `prompt` as plain text.
     pub fn raw(language: Arc<Language>, prompt: &[u32], options: &GenerateOptions) -> Self {
         Self::new(language, Reader::Raw(TextStream::continuing(prompt)), options)
     }
@@ -41,7 +41,7 @@ impl Output {
         Self { language, reader, stop: StopStrings::new(&options.stop), ignore_eos: options.ignore_eos }
     }
 
-    /// Returns the text that became certain with `token`, possibly none.
+    /// Adds a token. Returns the text that is now complete, if any.
     pub fn push(&mut self, token: u32) -> Result<Vec<Delta>> {
         let ends_text = self.language.is_stop(token) && !self.ignore_eos;
         let deltas = match &mut self.reader {
@@ -52,7 +52,7 @@ impl Output {
         Ok(self.until_stop(deltas))
     }
 
-    /// Returns the text that the parser and the stop strings held back, at the end of a generation.
+    /// Ends the generation. Returns the text that the parser and the stop string search held back.
     pub fn finish(&mut self) -> Result<Vec<Delta>> {
         let held = match &mut self.reader {
             Reader::Chat(parser) => parser.finish(&self.language.tokenizer)?,
@@ -68,7 +68,7 @@ impl Output {
         self.stop.is_stopped()
     }
 
-    /// The tools that the model asked for so far.
+    /// Returns the tool calls generated so far.
     pub fn tool_calls(&self) -> &[ToolCall] {
         match &self.reader {
             Reader::Chat(parser) => parser.tool_calls(),
@@ -76,7 +76,7 @@ impl Output {
         }
     }
 
-    /// How often the model broke its chat format.
+    /// Returns how often the model violated its chat format.
     pub fn malformed(&self) -> usize {
         match &self.reader {
             Reader::Chat(parser) => parser.malformed(),
@@ -84,14 +84,14 @@ impl Output {
         }
     }
 
-    /// Searches the answer for stop strings. The other channels pass unchanged.
+    /// Searches the answer for stop strings. Other channels pass through unchanged.
     fn until_stop(&mut self, deltas: Vec<Delta>) -> Vec<Delta> {
         let mut passed = Vec::new();
         for delta in deltas {
             if delta.channel == Channel::Answer {
                 passed.extend(answer(self.stop.push(&delta.text)));
             } else {
-                // Text that was held back precedes this delta.
+                // Emit held-back answer text before this delta.
                 passed.extend(answer(self.stop.finish()));
                 passed.push(delta);
             }

@@ -1,4 +1,4 @@
-//! What a client asks of the engine: a prompt, and the limits of the answer.
+//! Requests to the engine: prompts and generation options.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -8,27 +8,29 @@ use serde::Serialize;
 use super::sampling::SamplingParams;
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
 
-/// A prompt and how to answer it, for [`EngineHandle::submit`](super::EngineHandle::submit).
+/// A prompt and its generation options, for [`EngineHandle::submit`](super::EngineHandle::submit).
 #[derive(Clone, Debug)]
 pub struct Request {
     pub prompt: Prompt,
-    /// `None` for the model's own sampling, until the model ends its text or the context is full.
+    /// `None` uses the model's sampling defaults and sets no token limit.
     pub options: Option<GenerateOptions>,
 }
 
-/// The text or the tokens that a model reads before it generates.
+/// The input of a generation.
 #[derive(Clone, Debug)]
 pub enum Prompt {
-    /// A conversation, rendered in the model's chat format. A model without one fails.
+    /// A conversation, rendered in the model's chat format. Fails if the model has none.
     Chat { messages: Vec<Message>, render: RenderOptions },
-    /// A text to continue: no chat format, and everything generated is the answer.
+    /// A text to continue, without a chat format. All generated text is the answer.
     Text(String),
     /// Token ids to continue.
     Ids(Vec<u32>),
 }
 
 impl Request {
-    /// Asks for the next message of a conversation: medium reasoning effort, no tools, and today as the date.
+    /// Creates a request for the next message of a conversation.
+    ///
+    /// The defaults are medium reasoning effort, no tools and today's date.
     pub fn chat(messages: impl Into<Vec<Message>>) -> Self {
         let render = RenderOptions {
             tools: Vec::new(),
@@ -39,17 +41,17 @@ impl Request {
         Self { prompt: Prompt::Chat { messages: messages.into(), render }, options: None }
     }
 
-    /// Asks for the continuation of a text.
+    /// Creates a request to continue a text.
     pub fn text(text: impl Into<String>) -> Self {
         Self { prompt: Prompt::Text(text.into()), options: None }
     }
 
-    /// Asks for the continuation of token ids.
+    /// Creates a request to continue token ids.
     pub fn ids(ids: impl Into<Vec<u32>>) -> Self {
         Self { prompt: Prompt::Ids(ids.into()), options: None }
     }
 
-    /// Renders a conversation with these options. No effect on other prompts.
+    /// Sets the render options of a conversation. Has no effect on other prompts.
     pub fn render(mut self, options: RenderOptions) -> Self {
         if let Prompt::Chat { render, .. } = &mut self.prompt {
             *render = options;
@@ -64,23 +66,24 @@ impl Request {
     }
 }
 
-/// How an answer is sampled, and where it ends. [`EngineHandle::defaults`](super::EngineHandle::defaults) has the model's
-/// own sampling.
+/// Options for sampling an answer and for ending it.
+///
+/// [`EngineHandle::defaults`](super::EngineHandle::defaults) returns the model's sampling defaults.
 #[derive(Clone, Debug)]
 pub struct GenerateOptions {
     pub sampling: SamplingParams,
-    /// The most tokens to generate; `None` until the context is full.
+    /// The maximum number of tokens to generate. `None` allows as many as fit in the context.
     pub max_tokens: Option<usize>,
-    /// Texts that end the answer. They are not part of it.
+    /// Strings that end the answer. The answer does not include them.
     pub stop: Vec<String>,
-    /// Generate past the model's own end of text, for measurements.
+    /// Whether to continue after the model's stop token, for benchmarks.
     pub ignore_eos: bool,
-    /// Set to true from another thread (Ctrl-C) to end a generation at the next token, or a prefill at the next chunk.
+    /// A flag that cancels the request at the next token or prompt chunk. Another thread sets it, such as on Ctrl-C.
     pub cancel: Option<Arc<AtomicBool>>,
 }
 
 impl GenerateOptions {
-    /// No limits, no stop strings.
+    /// Creates options without limits or stop strings.
     pub fn new(sampling: SamplingParams) -> Self {
         Self { sampling, max_tokens: None, stop: Vec::new(), ignore_eos: false, cancel: None }
     }
@@ -90,11 +93,11 @@ impl GenerateOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FinishReason {
-    /// The model ended its text, or a stop string was generated.
+    /// The model generated a stop token or a stop string.
     Stop,
-    /// `max_tokens` were generated, or the context is full.
+    /// The answer reached `max_tokens`, or the context is full.
     Length,
-    /// The model asks for tools to be run.
+    /// The model called one or more tools.
     ToolCalls,
     /// The client canceled the request.
     Interrupted,

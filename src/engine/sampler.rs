@@ -1,6 +1,7 @@
-//! From logits to a token: penalties, temperature, top-k, top-p and min-p, in the order of transformers, then a random draw.
+//! Samples a token from logits: penalties, temperature, top-k, top-p and min-p, then a random draw.
 //!
-//! The draw depends only on the seed and on the number of draws before it, so the same seed gives the same text.
+//! The order is the same as in transformers.
+//! The draw depends only on the seed and the number of earlier draws, so the same seed gives the same text.
 
 use std::collections::HashMap;
 
@@ -9,23 +10,23 @@ use super::sampling::SamplingParams;
 use crate::kernels::decode::sample::SamplingKernelParams;
 use crate::runner::ChooseToken;
 
-/// Chooses the tokens of one generation.
+/// The sampler of one generation.
 pub struct Sampler {
     params: SamplingParams,
-    /// The tokens of prompt and answer, and how often each was generated: 0 for a token of the prompt alone.
+    /// How often each token was generated. Tokens that occur only in the prompt have 0.
     seen: HashMap<u32, u32>,
     /// The number of random draws so far.
     draws: u64,
 }
 
 impl Sampler {
-    /// Starts a generation after `prompt`, whose tokens count for the repetition penalty.
+    /// Creates a sampler. The tokens of `prompt` count toward the repetition penalty.
     pub fn new(params: SamplingParams, prompt: &[u32]) -> Self {
         let seen = prompt.iter().map(|&id| (id, 0)).collect();
         Self { params, seen, draws: 0 }
     }
 
-    /// Chooses the next token. Penalties change `logits` \[V\] in place.
+    /// Samples the next token. Applies penalties to `logits` \[V\] in place.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         self.penalize(logits);
         let token = if self.params.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };
@@ -38,10 +39,10 @@ impl Sampler {
         repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
     }
 
-    /// Returns the parameters with which the sampling kernel goes on like this sampler. `None` means the likeliest token.
+    /// Returns the state that lets the GPU sampling kernel continue this generation. `None` means greedy sampling.
     ///
-    /// With penalties, the second part has an entry for each token of the vocabulary: 0 for a token that was not seen, else
-    /// 1 + how often it was generated.
+    /// With penalties, the second value is a list \[V\] with one entry per token.
+    /// An entry is 0 for an unseen token, otherwise 1 plus the number of times the token was generated.
     #[cfg(feature = "cuda")]
     pub fn on_device(&self, vocab_size: usize) -> Option<(SamplingKernelParams, Option<Vec<u32>>)> {
         let SamplingParams { temperature, top_k, top_p, min_p, seed, .. } = self.params;
@@ -87,7 +88,7 @@ impl Sampler {
 
     fn draw(&mut self, logits: &[f32]) -> u32 {
         let mut candidates = candidates(logits, &self.params);
-        // The sampling kernel draws in the order of ids too.
+        // Sort by id to match the order of the GPU sampling kernel.
         if !candidates.is_sorted_by_key(|candidate| candidate.id) {
             candidates.sort_unstable_by_key(|candidate| candidate.id);
         }
@@ -115,14 +116,16 @@ impl ChooseToken for Sampler {
     }
 }
 
-/// A token that may be drawn. The weight of the likeliest token is 1.
+/// A token that may be drawn. Weights are relative to the most likely token, which has weight 1.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
     pub id: u32,
     pub weight: f64,
 }
 
-/// Returns the tokens that temperature, top-k, top-p and min-p leave. If a limit applied, the likeliest come first.
+/// Returns the candidates that remain after temperature, top-k, top-p and min-p.
+///
+/// If top-k or top-p applies, the candidates are sorted by descending weight.
 pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     let top = logits.iter().copied().filter(|logit| !logit.is_nan()).fold(f32::NEG_INFINITY, f32::max);
     if top == f32::NEG_INFINITY {
@@ -134,10 +137,10 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     };
     let mut all: Vec<Candidate> = logits.iter().enumerate().map(weigh).filter(|c| c.weight > 0.0).collect();
     if params.top_k > 0 {
-        keep_likeliest(&mut all, params.top_k);
+        keep_top_k(&mut all, params.top_k);
     }
     if params.top_p < 1.0 {
-        keep_nucleus(&mut all, params.top_p as f64);
+        keep_top_p(&mut all, params.top_p as f64);
     }
     if params.min_p > 0.0 {
         all.retain(|candidate| candidate.weight >= params.min_p as f64);
@@ -145,12 +148,12 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     all
 }
 
-/// Orders the likeliest first, and equal ones by id: the result does not depend on the sorting algorithm.
+/// Orders candidates by descending weight, then by id. This makes unstable sorting deterministic.
 fn by_weight(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
     b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }
 
-fn keep_likeliest(candidates: &mut Vec<Candidate>, count: usize) {
+fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
     if count < candidates.len() {
         candidates.select_nth_unstable_by(count, by_weight);
         candidates.truncate(count);
@@ -158,11 +161,11 @@ fn keep_likeliest(candidates: &mut Vec<Candidate>, count: usize) {
     candidates.sort_unstable_by(by_weight);
 }
 
-/// Keeps the fewest of the likeliest tokens whose probabilities reach p, at least one.
+/// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. The set is never empty.
 ///
-/// A vocabulary has 200,000 tokens and a nucleus a few dozen. So only the first 64 are sorted, then eight times as many if
-/// they do not suffice, and so on.
-fn keep_nucleus(candidates: &mut Vec<Candidate>, p: f64) {
+/// A vocabulary can have 200,000 tokens, but the kept set usually has only a few dozen.
+/// This function therefore sorts the top 64 first and multiplies that number by 8 until the sum is reached.
+fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
     let mut head = 64.min(candidates.len());
     loop {
@@ -183,7 +186,7 @@ fn keep_nucleus(candidates: &mut Vec<Candidate>, p: f64) {
     }
 }
 
-/// Returns the likeliest token, the first of equals. NaN never wins.
+/// Returns the most likely token. The lowest id wins a tie, and NaN never wins.
 pub fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, &logit) in logits.iter().enumerate() {
@@ -194,7 +197,7 @@ pub fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// Returns a number in [0, 1): the one at `counter` in the sequence of a seed.
+/// Returns the random number in [0, 1) at index `counter` of the sequence for `seed`.
 ///
 /// Source: SplitMix64 (Steele et al., OOPSLA 2014).
 pub(super) fn uniform(seed: u64, counter: u64) -> f64 {
@@ -204,7 +207,7 @@ pub(super) fn uniform(seed: u64, counter: u64) -> f64 {
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         z ^ (z >> 31)
     };
-    // The seed is mixed first. Otherwise neighboring seeds would give the same sequence, shifted by one.
+    // Mix the seed first. Otherwise, neighboring seeds would give the same sequence shifted by one.
     let start = mix(seed.wrapping_add(GOLDEN));
     let bits = mix(start.wrapping_add(counter.wrapping_add(1).wrapping_mul(GOLDEN)));
     (bits >> 11) as f64 / (1u64 << 53) as f64

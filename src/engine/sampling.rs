@@ -1,8 +1,14 @@
-//! The sampling parameters of a request, defined in one table.
+//! Sampling parameters, defined in one table.
 //!
-//! A row of the table is all that a parameter needs: the flag of `inferno play` and its help, the accepted range, the
-//! setting in a chat, the key in `config.toml` and in journals, the environment variable and the JSON field all come
-//! from it. Only [`Sampler`](super::sampler::Sampler), which applies the parameters, knows them one by one.
+//! Each row of the table defines, for one parameter:
+//!
+//! - the flag of `inferno play` and its help text
+//! - the accepted range
+//! - the setting in a chat
+//! - the key in `config.toml` and in journals
+//! - the environment variable and the JSON field
+//!
+//! [`Sampler`](super::sampler::Sampler) applies the parameters. A new parameter also needs code there.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
@@ -10,28 +16,29 @@ use std::str::FromStr;
 
 use serde_json::Value;
 
-/// Defines [`SamplingParams`] and [`SAMPLING_FIELDS`] from rows of
-/// `field: type, "flag" "VALUE_NAME", neutral: value, range: from..=to, generation_config: when, help: "text";`.
+/// Defines [`SamplingParams`] and [`SAMPLING_FIELDS`] from rows of this form:
+///
+/// `field: type, "flag" "VALUE_NAME", neutral: value, range: from..=to, generation_config: when, help: "text";`
 macro_rules! sampling_table {
     ($(
         $(#[$doc:meta])*
         $field:ident: $type:ty, $flag:literal $value_name:literal, neutral: $neutral:expr, range: $range:expr,
         generation_config: $when:ident, help: $help:literal;
     )*) => {
-        /// How tokens are chosen.
+        /// The parameters that control how tokens are sampled.
         #[derive(Clone, Debug, PartialEq)]
         pub struct SamplingParams {
             $($(#[$doc])* pub $field: $type,)*
         }
 
         impl SamplingParams {
-            /// Returns parameters that always choose the likeliest token: each has its neutral value.
+            /// Returns the parameters of greedy sampling, where each parameter has its neutral value.
             pub fn greedy() -> Self {
                 Self { $($field: $neutral,)* }
             }
         }
 
-        /// Every sampling parameter, in the order of the table.
+        /// All sampling parameters, in the order of the table.
         pub static SAMPLING_FIELDS: &[SamplingField] = &[$(
             SamplingField {
                 name: stringify!($field),
@@ -54,48 +61,48 @@ macro_rules! sampling_table {
 }
 
 sampling_table! {
-    /// Divides the logits; 0 always chooses the likeliest token.
+    /// The sampling temperature, which divides the logits. 0 always selects the most likely token.
     temperature: f32, "temperature" "X", neutral: 0.0, range: 0.0..=100.0, generation_config: WhenSampling,
-    help: "0 always takes the likeliest token";
+    help: "Sampling temperature; 0 always selects the most likely token";
 
-    /// Only the k likeliest tokens may be chosen; 0 allows all.
+    /// The number of top tokens to consider. 0 considers all tokens.
     top_k: usize, "top-k" "K", neutral: 0, range: 0..=usize::MAX, generation_config: WhenSampling,
-    help: "Only the K likeliest tokens; 0 for all";
+    help: "Sample only from the K most likely tokens; 0 for all";
 
-    /// Only the likeliest tokens whose probabilities sum to p may be chosen; 1 allows all.
+    /// The cumulative probability of the top tokens to consider. 1 considers all tokens.
     top_p: f32, "top-p" "P", neutral: 1.0, range: 0.0..=1.0, generation_config: WhenSampling,
-    help: "Only the likeliest tokens whose probabilities reach P";
+    help: "Sample only from the top tokens with a cumulative probability of P";
 
-    /// Only tokens at least this fraction as likely as the likeliest may be chosen; 0 allows all.
+    /// The minimum probability of a token, relative to the most likely token. 0 considers all tokens.
     min_p: f32, "min-p" "P", neutral: 0.0, range: 0.0..=1.0, generation_config: WhenSampling,
-    help: "Only tokens at least P times as likely as the likeliest";
+    help: "Minimum probability of a token relative to the most likely token";
 
-    /// Divides the logits of tokens in the prompt or the answer (arXiv 1909.05858); 1 changes nothing.
+    /// The penalty on tokens in the prompt or the answer (arXiv 1909.05858). 1 has no effect.
     repetition_penalty: f32, "repetition-penalty" "X", neutral: 1.0, range: 0.01..=100.0, generation_config: Always,
-    help: "Makes tokens that already occurred less likely; 1 for none";
+    help: "Penalty on tokens that already occurred; 1 for none";
 
-    /// Subtracted from a token's logit for each time it was generated (OpenAI); 0 changes nothing.
+    /// The penalty on a token for each time it was generated, as in OpenAI's API. 0 has no effect.
     frequency_penalty: f32, "frequency-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,
-    help: "Subtracted for each time a token was generated";
+    help: "Penalty on a token for each time it was generated; 0 for none";
 
-    /// Subtracted once from the logit of each generated token (OpenAI); 0 changes nothing.
+    /// The penalty on a token that was generated at least once, as in OpenAI's API. 0 has no effect.
     presence_penalty: f32, "presence-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,
-    help: "Subtracted once for each token that was generated";
+    help: "Penalty on a token that was generated at least once; 0 for none";
 
-    /// The same seed chooses the same tokens.
+    /// The seed of the random draws. The same seed gives the same tokens.
     seed: u64, "seed" "SEED", neutral: 0, range: 0..=u64::MAX, generation_config: Never,
-    help: "Same seed, same text [default: another each time]";
+    help: "Random seed; the same seed gives the same text [default: random]";
 }
 
-/// One row of the table: a sampling parameter and how the outside world writes it.
+/// One row of the table: a sampling parameter with its names and valid range.
 pub struct SamplingField {
-    /// The name of the field in [`SamplingParams`], in JSON and in generation_config.json, such as `top_p`.
+    /// The field name in [`SamplingParams`], in JSON and in generation_config.json, such as `top_p`.
     pub name: &'static str,
-    /// The long flag, and the name in `/set`, `config.toml` and journals, such as `top-p`.
+    /// The name of the flag, also used in `/set`, `config.toml` and journals, such as `top-p`.
     pub flag: &'static str,
-    /// What `--help` calls the value, such as `P` in `--top-p <P>`.
+    /// The placeholder for the value in `--help`, such as `P` in `--top-p <P>`.
     pub value_name: &'static str,
-    /// What `--help` says about the flag.
+    /// The description of the flag in `--help`.
     pub help: &'static str,
     /// When generation_config.json sets this parameter.
     pub generation_config: GenerationConfigUse,
@@ -116,7 +123,7 @@ pub enum GenerationConfigUse {
 }
 
 impl SamplingField {
-    /// Returns the row of a flag, named without its dashes.
+    /// Returns the row for a flag. `flag` has no leading dashes.
     pub fn find(flag: &str) -> Option<&'static SamplingField> {
         SAMPLING_FIELDS.iter().find(|field| field.flag == flag)
     }
@@ -126,14 +133,14 @@ impl SamplingField {
         (self.get)(params)
     }
 
-    /// Sets this parameter from text. Fails with what is expected, such as `expected a number from 0 to 1`.
+    /// Sets this parameter from text. The error describes the valid range: `expected a number from 0 to 1`.
     pub fn set(&self, params: &mut SamplingParams, text: &str) -> Result<(), String> {
         (self.set_text)(params, text)
     }
 }
 
 impl SamplingParams {
-    /// Checks every parameter against its range. Fails with the first one that is outside.
+    /// Checks that every parameter is in range. The error names the first parameter that is not.
     pub fn validate(&self) -> Result<(), String> {
         match SAMPLING_FIELDS.iter().find(|field| !(field.is_valid)(self)) {
             Some(field) => Err(format!("{} is {}: {}", field.flag, field.get(self), (field.expected)())),
@@ -141,9 +148,9 @@ impl SamplingParams {
         }
     }
 
-    /// Reads the defaults of a model from its generation_config.json; JSON null means greedy.
+    /// Reads a model's sampling defaults from generation_config.json. JSON null gives greedy sampling.
     ///
-    /// Without `"do_sample": true` the defaults are greedy, as in transformers.
+    /// Without `"do_sample": true`, the defaults are greedy, as in transformers.
     pub fn from_generation_config(generation_config: &Value) -> Self {
         let is_sampling = generation_config["do_sample"].as_bool() == Some(true);
         let mut params = Self::greedy();
@@ -164,11 +171,11 @@ impl SamplingParams {
     }
 }
 
-/// A type that a sampling parameter can have.
+/// The value type of a sampling parameter.
 trait FieldType: FromStr + Display + PartialOrd {
-    /// What an error message calls the type.
+    /// The name of the type in error messages.
     const KIND: &'static str;
-    /// The largest value of a type without a natural limit, which messages leave out.
+    /// The maximum value of an integer type. Error messages do not show it as an upper bound.
     const UNBOUNDED: Option<Self>;
 
     fn from_json(json: &Value) -> Option<Self>;
@@ -201,7 +208,7 @@ impl FieldType for u64 {
     }
 }
 
-/// Describes a range: `expected a number from 0 to 1`.
+/// Formats a range for an error message: `expected a number from 0 to 1`.
 fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
     match T::UNBOUNDED {
         Some(unbounded) if *range.end() == unbounded => format!("expected {}, {} or more", T::KIND, range.start()),
@@ -209,7 +216,7 @@ fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
     }
 }
 
-/// Sets `field` to a parsed value that lies in `range`. NaN lies in no range.
+/// Sets `field` to `parsed`. Fails if the value is missing, out of range or NaN.
 fn set<T: FieldType>(field: &mut T, parsed: Option<T>, range: &RangeInclusive<T>) -> Result<(), String> {
     let value = parsed.filter(|value| range.contains(value)).ok_or_else(|| expected(range))?;
     *field = value;

@@ -1,4 +1,4 @@
-//! How likely a model finds a text: logits and negative log-likelihoods of tokens that are already known.
+//! Scores known tokens with a model: logits and negative log-likelihoods.
 
 use anyhow::{Result, bail};
 use candle_core::{D, DType, Tensor};
@@ -6,32 +6,32 @@ use candle_core::{D, DType, Tensor};
 use super::handle::EngineHandle;
 use crate::runner::Runner;
 
-/// Rows of logits that are computed at once: each row has the size of the vocabulary, in f32.
+/// The number of logit rows computed at once. Each row has one f32 per vocabulary entry.
 const LOGITS_ROWS: usize = 256;
 
 impl EngineHandle {
-    /// Returns the logits f32 \[T, V\] of every token of `ids`, on the engine's device.
+    /// Returns the logits of every token in `ids`, f32 \[T, V\], on the engine's device.
     ///
-    /// Fails if they do not fit in the context. Takes 2 × T × V × 4 bytes on the device.
+    /// Fails if `ids` do not fit in the context. Needs 2 × T × V × 4 bytes of device memory.
     pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = ids.to_vec();
         self.with_runner(move |runner| runner.logits(&ids))?
     }
 
-    /// Returns the negative log-likelihood (natural logarithm) of each token after the first, given those before it.
+    /// Returns the negative log-likelihood, in nats, of each token after the first, given the preceding tokens.
     ///
-    /// A text that is longer than the context is read in windows that overlap by half: each token has at least half a
-    /// context before it.
+    /// A text longer than the context is split into windows that overlap by half.
+    /// After the first window, each token is scored with at least half a context before it.
     pub fn negative_log_likelihood(&self, ids: &[u32]) -> Result<Vec<f32>> {
         let vocab_size = self.info().vocab_size;
         if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
-            bail!("token id {id} is outside the model's vocabulary of {vocab_size}");
+            bail!("cannot score token id {id}: the vocabulary has {vocab_size} tokens");
         }
         if ids.len() < 2 {
-            bail!("cannot score a text of {} tokens: two are needed", ids.len());
+            bail!("cannot score a text of {} tokens: at least 2 are needed", ids.len());
         }
         if self.context() < 2 {
-            bail!("cannot score with a context of {} tokens: two are needed", self.context());
+            bail!("cannot score with a context of {} tokens: at least 2 are needed", self.context());
         }
         let ids = ids.to_vec();
         self.with_runner(move |runner| windows_nll(runner, &ids))?
@@ -46,7 +46,7 @@ fn windows_nll(runner: &mut Runner, ids: &[u32]) -> Result<Vec<f32>> {
     while losses.len() + 1 < ids.len() {
         let end = (start + window).min(ids.len());
         let window_losses = window_nll(runner, &ids[start..end])?;
-        // The window scores the tokens after `start`. Those of the window before had a longer context there.
+        // Skip tokens that the previous window already scored with more context.
         let known = losses.len() - start;
         losses.extend(&window_losses[known..]);
         start = end - (window / 2).min(end);

@@ -1,4 +1,4 @@
-//! One sequence on the engine's thread: its token ids, sampling state and limits. There is no text in it.
+//! The state of one sequence on the engine thread: token ids, sampler and limits, but no text.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,14 +10,14 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::request::{FinishReason, GenerateOptions};
 use super::sampler::Sampler;
 
-/// A message from the engine's thread to the client of a sequence.
+/// A message from the engine thread to the client of a sequence.
 #[derive(Debug)]
 pub enum SequenceEvent {
-    /// The prompt is being read, after the tokens that the KV cache already had.
+    /// The prefill has started, after the tokens reused from the KV cache.
     Started {
         cached_tokens: usize,
     },
-    /// A token was generated at this time.
+    /// A generated token, with the time of its generation.
     Token {
         id: u32,
         at: Instant,
@@ -26,18 +26,18 @@ pub enum SequenceEvent {
     Failed(anyhow::Error),
 }
 
-/// A request as the engine's thread sees it.
+/// A request on the engine thread.
 pub struct Sequence {
     prompt: Vec<u32>,
-    /// How many tokens of the prompt are in the KV cache; `None` until the sequence is admitted.
+    /// The number of prompt tokens in the KV cache. `None` until the sequence starts.
     prefilled: Option<usize>,
-    /// The token that the last step chose.
+    /// The token sampled by the last step.
     pub last: Option<u32>,
     generated: usize,
     pub sampler: Sampler,
     max_tokens: Option<usize>,
     ignore_eos: bool,
-    /// The caller's own flag, besides closing the channel.
+    /// The caller's cancel flag. Closing the channel also cancels the sequence.
     cancel: Option<Arc<AtomicBool>>,
     events: UnboundedSender<SequenceEvent>,
 }
@@ -66,40 +66,40 @@ impl Sequence {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
     }
 
-    /// Returns whether the sequence still has to look for its prefix in the KV cache.
+    /// Returns whether the sequence has not started yet.
     pub fn is_new(&self) -> bool {
         self.prefilled.is_none()
     }
 
-    /// Starts the prefill after `cached_tokens` of the prompt.
+    /// Starts the prefill after the first `cached_tokens` tokens of the prompt.
     pub fn start(&mut self, cached_tokens: usize) {
         self.prefilled = Some(cached_tokens);
         self.send(SequenceEvent::Started { cached_tokens });
     }
 
-    /// Returns the part of the prompt that comes next, at most `limit` tokens; `None` once all of it was read.
+    /// Returns the next part of the prompt, at most `limit` tokens. `None` once the prefill is complete.
     pub fn next_chunk(&self, limit: usize) -> Option<Range<usize>> {
         let start = self.prefilled.unwrap_or(0);
         (start < self.prompt.len()).then(|| start..self.prompt.len().min(start + limit))
     }
 
-    /// Counts prompt tokens up to `end` as read. Returns whether that was the last chunk.
+    /// Marks prompt tokens up to `end` as prefilled. Returns whether the prefill is complete.
     pub fn advance_prefill(&mut self, end: usize) -> bool {
         self.prefilled = Some(end);
         end == self.prompt.len()
     }
 
-    /// Returns whether no token is wanted at all: the prompt is only to be read.
-    pub fn wants_no_tokens(&self) -> bool {
+    /// Returns whether the request generates no tokens.
+    pub fn is_prefill_only(&self) -> bool {
         self.max_tokens == Some(0)
     }
 
-    /// The most tokens that this sequence may still take.
+    /// Returns how many more tokens the sequence may generate.
     pub fn remaining(&self) -> usize {
         self.max_tokens.map_or(usize::MAX, |max| max.saturating_sub(self.generated))
     }
 
-    /// Takes a generated token and sends it to the client. Returns why the sequence ends with it, if it does.
+    /// Adds a generated token and sends it to the client. Returns the finish reason if the token ends the sequence.
     pub fn push(&mut self, token: u32, is_stop: bool, context: usize) -> Option<FinishReason> {
         self.last = Some(token);
         self.generated += 1;
@@ -113,7 +113,7 @@ impl Sequence {
         }
     }
 
-    /// Sends the reason of the end to the client.
+    /// Sends the finish reason to the client.
     pub fn finish(self, reason: FinishReason) {
         self.send(SequenceEvent::Finished(reason));
     }
@@ -123,7 +123,7 @@ impl Sequence {
         self.send(SequenceEvent::Failed(error));
     }
 
-    /// A client that is gone needs no message.
+    /// Sends an event, unless the client has dropped its stream.
     fn send(&self, event: SequenceEvent) {
         let _ = self.events.send(event);
     }

@@ -1,24 +1,24 @@
-//! Counters of the engine: written by its thread, read by any client.
+//! Counters of the engine, readable from any thread.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// What the engine did so far, and what it has to do.
+/// A snapshot of the engine's counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct EngineStats {
-    /// Requests that wait for their turn.
+    /// Requests in the queue.
     pub waiting: u64,
-    /// Requests that are being answered.
+    /// Requests in progress.
     pub running: u64,
-    /// Requests that ended, for whatever reason.
+    /// Requests that have ended for any reason.
     pub ended: u64,
-    /// Requests that ended because their client canceled them.
+    /// Requests ended by the client: canceled, dropped, or stopped at a stop string.
     pub canceled: u64,
     /// Requests that ended with an error.
     pub failed: u64,
-    /// Prompt tokens that were read. Tokens that the KV cache already had are not counted.
+    /// Prefilled prompt tokens, excluding tokens reused from the KV cache.
     pub prompt_tokens: u64,
     pub generated_tokens: u64,
-    /// Tokens in the KV cache. A prompt that starts with them does not read them again.
+    /// Tokens in the KV cache. A prompt that starts with the same tokens reuses them.
     pub cached_tokens: u64,
 }
 
@@ -33,12 +33,12 @@ pub struct Counters {
     pub prompt_tokens: AtomicU64,
     pub generated_tokens: AtomicU64,
     pub cached_tokens: AtomicU64,
-    /// Whether new requests are refused.
+    /// Whether the engine rejects new requests.
     pub is_draining: AtomicBool,
 }
 
 impl Counters {
-    /// Returns the counters at this moment.
+    /// Returns the current counter values.
     pub fn snapshot(&self) -> EngineStats {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         EngineStats {

@@ -1,6 +1,6 @@
-//! Finds stop strings in a stream of text, even if they span several tokens.
+//! Finds stop strings in streamed text, even if they span several tokens.
 
-/// Passes text on until a stop string is complete, and holds back text that may become one.
+/// A filter that ends streamed text at a stop string. It holds back text that may be the start of one.
 pub struct StopStrings {
     stops: Vec<String>,
     held: String,
@@ -8,7 +8,7 @@ pub struct StopStrings {
 }
 
 impl StopStrings {
-    /// Searches for `stops`. Empty strings are ignored: they would stop every text at once.
+    /// Creates a filter for `stops`. Ignores empty strings, which would match immediately.
     pub fn new(stops: &[String]) -> Self {
         let stops = stops.iter().filter(|stop| !stop.is_empty()).cloned().collect();
         Self { stops, held: String::new(), is_stopped: false }
@@ -19,9 +19,9 @@ impl StopStrings {
         self.is_stopped
     }
 
-    /// Takes a piece of text. Returns the text that is certain to precede any stop string.
+    /// Adds a piece of text. Returns the text that cannot be part of a stop string.
     ///
-    /// The stop string is never returned, nor anything after it.
+    /// Never returns the stop string or any text after it.
     pub fn push(&mut self, text: &str) -> String {
         if self.is_stopped {
             return String::new();
@@ -37,13 +37,13 @@ impl StopStrings {
         std::mem::replace(&mut self.held, held)
     }
 
-    /// Returns the text that is still held back, at the end of a generation.
+    /// Ends the stream. Returns any text that is still held back.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
 }
 
-/// Returns the bytes of the longest proper prefix of `stop` that `text` ends with.
+/// Returns the length in bytes of the longest proper prefix of `stop` at the end of `text`.
 fn longest_prefix_at_end(text: &str, stop: &str) -> usize {
     let ends = stop.char_indices().map(|(at, _)| at).skip(1);
     ends.filter(|&end| text.ends_with(&stop[..end])).max().unwrap_or(0)

@@ -1,4 +1,4 @@
-//! The events of one request, for a blocking iterator or an async `Stream`.
+//! The events of one request, as a blocking iterator or an async `Stream`.
 
 use std::borrow::BorrowMut;
 use std::pin::Pin;
@@ -16,17 +16,17 @@ use super::request::{FinishReason, GenerateOptions};
 use super::sequence::SequenceEvent;
 use crate::chat::{Channel, Delta, ToolCall};
 
-/// A piece of an answer.
+/// An event of a generation.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// A generated token, and the text that became certain with it, possibly none.
+    /// A generated token, with the text that it completes, if any.
     Token { id: u32, deltas: Vec<Delta> },
-    /// The end: text that was held back, and the counts and times of the whole generation.
+    /// The end of the generation, with any held-back text and a summary.
     End { deltas: Vec<Delta>, summary: Box<Summary> },
 }
 
 impl Event {
-    /// The generated token; `None` at the end.
+    /// Returns the generated token, or `None` for the end event.
     pub fn token(&self) -> Option<u32> {
         match self {
             Event::Token { id, .. } => Some(*id),
@@ -34,14 +34,14 @@ impl Event {
         }
     }
 
-    /// The text of this event, in pieces.
+    /// Returns the text of this event, split by channel.
     pub fn deltas(&self) -> &[Delta] {
         match self {
             Event::Token { deltas, .. } | Event::End { deltas, .. } => deltas,
         }
     }
 
-    /// Counts and times; only at the end.
+    /// Returns the summary of the end event, or `None` for a token.
     pub fn summary(&self) -> Option<&Summary> {
         match self {
             Event::Token { .. } => None,
@@ -49,46 +49,47 @@ impl Event {
         }
     }
 
-    /// The part of the text that belongs to the answer.
+    /// Returns the answer text of this event.
     pub fn answer(&self) -> String {
         self.text(Channel::Answer)
     }
 
-    /// The part of the text on one channel.
+    /// Returns the text of this event on one channel.
     pub fn text(&self, channel: Channel) -> String {
         self.deltas().iter().filter(|delta| delta.channel == channel).map(|delta| delta.text.as_str()).collect()
     }
 }
 
-/// Counts and times of a generation.
+/// Token counts and timings of a generation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Summary {
     pub finish_reason: FinishReason,
     pub prompt_tokens: usize,
-    /// Prompt tokens that the KV cache already had.
+    /// Prompt tokens reused from the KV cache.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
-    /// Seconds from the request to its first token.
+    /// Time to first token, in seconds.
     pub ttft_s: f64,
-    /// Tokens per second after the first one; 0 with fewer than two.
+    /// Decode speed in tokens per second, or 0 for fewer than two tokens.
     pub tok_per_s: f64,
-    /// Positions in use.
+    /// Tokens of the prompt and the answer.
     pub context_used: usize,
-    /// Positions in all.
+    /// Context length in tokens.
     pub context: usize,
-    /// What ran the decode steps: [`EngineHandle::executor`](super::EngineHandle::executor).
+    /// How decode steps ran. See [`EngineHandle::executor`](super::EngineHandle::executor).
     pub executor: &'static str,
     pub tool_calls: Vec<ToolCall>,
-    /// How often the model broke its chat format.
+    /// How often the model violated its chat format.
     pub malformed: usize,
 }
 
-/// The events of one request, from [`EngineHandle::submit`](super::EngineHandle::submit).
+/// The events of one request, returned by [`EngineHandle::submit`](super::EngineHandle::submit).
 ///
-/// A `for` loop over the stream, or over `&mut` of it, blocks for each event; as a [`Stream`] it works with any async
-/// runtime. Both give the same events. It is no `Iterator` itself, since `next()` would then be ambiguous in async code.
+/// A `for` loop over the stream, or over a mutable reference to it, blocks until the next event.
+/// The [`Stream`] implementation yields the same events in any async runtime.
+/// The type does not implement `Iterator`, because `next()` would be ambiguous in async code.
 ///
-/// Dropping the stream cancels the request: the engine stops at the next token, or at the next chunk of the prompt.
+/// Dropping the stream cancels the request. The engine stops at the next token or prompt chunk.
 pub struct RequestStream {
     events: UnboundedReceiver<SequenceEvent>,
     output: Output,
@@ -133,7 +134,7 @@ impl RequestStream {
 
     /// Waits for the next event. Returns `None` after the end or an error.
     ///
-    /// Panics in an async task of tokio, which must not block: use the [`Stream`] there.
+    /// Panics inside a tokio task, which must not block. Use the [`Stream`] implementation there.
     pub fn next_blocking(&mut self) -> Option<Result<Event>> {
         loop {
             if let Some(end) = self.end_if_finished() {
@@ -146,12 +147,12 @@ impl RequestStream {
         }
     }
 
-    /// Ends the request: the engine stops at the next token, and the stream ends with [`FinishReason::Interrupted`].
+    /// Cancels the request. The stream ends with [`FinishReason::Interrupted`].
     pub fn cancel(&mut self) {
         self.finish_as(FinishReason::Interrupted);
     }
 
-    /// Returns counts and times so far; final once the stream has ended.
+    /// Returns the counts and timings so far. They are final once the stream has ended.
     pub fn summary(&self) -> Summary {
         let tool_calls = self.output.tool_calls().to_vec();
         let finish_reason = match self.finish.unwrap_or(FinishReason::Interrupted) {
@@ -175,12 +176,12 @@ impl RequestStream {
         }
     }
 
-    /// Returns the last event if the generation has finished, `Some(None)` after that, and `None` while it goes on.
+    /// Returns `None` while the generation runs, then the end event once, then `Some(None)`.
     fn end_if_finished(&mut self) -> Option<Option<Result<Event>>> {
         if self.has_ended {
             return Some(None);
         }
-        // Tokens that are already queued are not shown any more.
+        // Cancellation discards tokens that are already queued.
         if self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed)) {
             self.finish_as(FinishReason::Interrupted);
         }
@@ -190,13 +191,13 @@ impl RequestStream {
         Some(Some(deltas.map(|deltas| Event::End { deltas, summary: Box::new(self.summary()) })))
     }
 
-    /// Finishes for this reason, unless there was one before, and cancels what the engine still does for this request.
+    /// Sets the finish reason if none is set. Closes the channel, which tells the engine to stop this request.
     fn finish_as(&mut self, reason: FinishReason) {
         self.finish.get_or_insert(reason);
         self.events.close();
     }
 
-    /// Takes a message of the engine's thread. Returns the event that the client sees, if there is one.
+    /// Handles a message from the engine thread. Returns an event for the client, if any.
     fn receive(&mut self, event: Option<SequenceEvent>) -> Option<Result<Event>> {
         let result = match event {
             Some(SequenceEvent::Started { cached_tokens }) => {
@@ -243,7 +244,7 @@ impl Stream for RequestStream {
     }
 }
 
-/// The blocking iterator over a [`RequestStream`], owned or borrowed.
+/// A blocking iterator over an owned or borrowed [`RequestStream`].
 pub struct Events<S>(S);
 
 impl<S: BorrowMut<RequestStream>> Iterator for Events<S> {

@@ -1,9 +1,15 @@
-//! The Hugging Face cache layout on disk, for inferno's own cache and for the one that Python's tools share.
+//! The Hugging Face cache layout on disk, used for inferno's own cache and for the shared Hugging Face cache.
 //!
-//! A repository is `models--org--name/` with `blobs/<etag>`, `snapshots/<commit>/<file> -> ../../blobs/<etag>` and
-//! `refs/<revision>` (huggingface_hub docs, "Understand caching"). hf-hub knows the folders. Refs, blobs and links are
-//! our own: hf-hub joins etags and revisions to paths without a check, and writes refs in place, where a crash leaves
-//! half of one.
+//! A repository is a directory `models--org--name/` with these files (huggingface_hub docs, "Understand caching"):
+//!
+//! - `blobs/<etag>`
+//! - `snapshots/<commit>/<file> -> ../../blobs/<etag>`
+//! - `refs/<revision>`
+//!
+//! The hf-hub crate provides the directory names. This module handles refs, blobs and links itself for two reasons:
+//!
+//! - hf-hub joins etags and revisions to paths without validating them.
+//! - hf-hub writes refs in place, so a crash can leave a truncated ref.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -20,20 +26,20 @@ use super::disk::{
 use super::lock::{self, Lock};
 use super::names;
 
-/// A directory of repositories.
+/// A cache, which is a directory of repositories.
 pub(super) struct Cache {
     pub root: PathBuf,
 }
 
 impl Cache {
-    /// Returns the folder of a repository. `name` must be a valid repository name.
+    /// Returns the directory of a repository. `name` must be a valid repository name.
     pub fn repo(&self, name: &str) -> RepoDir {
         let repo = Repo::model(name.to_string());
         let path = self.root.join(repo.folder_name());
         RepoDir { path, layout: HuggingFaceCache::new(self.root.clone()).repo(repo) }
     }
 
-    /// Returns the name of every repository that has a folder, complete or not.
+    /// Returns the names of all repositories in the cache, complete or not.
     pub fn names(&self) -> Vec<String> {
         let name = |entry: fs::DirEntry| {
             let name = entry.file_name().to_str()?.strip_prefix("models--")?.replace("--", "/");
@@ -45,24 +51,24 @@ impl Cache {
     }
 }
 
-/// One repository's folder in a cache.
+/// The directory of one repository in a cache.
 pub(super) struct RepoDir {
     pub path: PathBuf,
     layout: hf_hub::CacheRepo,
 }
 
 impl RepoDir {
-    /// Takes the lock of this folder, which every process that changes the folder must hold.
+    /// Acquires the lock of this directory. Every process that changes the directory must hold the lock.
     pub fn lock(&self, on_wait: impl FnOnce()) -> Result<Lock> {
         lock::acquire(&self.lock_path(), on_wait)
     }
 
-    /// Takes the lock of this folder without waiting. `None` if another process holds it.
+    /// Acquires the lock of this directory without waiting. Returns `None` if another process holds it.
     pub fn try_lock(&self) -> Result<Option<Lock>> {
         lock::try_acquire(&self.lock_path())
     }
 
-    /// `.locks/models--org--name.lock` beside the folder, where Python's tools keep their locks too.
+    /// Returns the path `.locks/models--org--name.lock` in the cache. Python tools also keep their locks in `.locks`.
     fn lock_path(&self) -> PathBuf {
         let name = self.path.file_name().unwrap_or_default();
         let cache = self.path.parent().unwrap_or(&self.path);
@@ -79,13 +85,13 @@ impl RepoDir {
         self.path.join("blobs").join(etag)
     }
 
-    /// Returns the commit of a branch, tag or commit prefix. `None` if this cache does not know it.
+    /// Returns the commit of a branch, tag or commit prefix. Returns `None` if this cache does not have it.
     pub fn commit(&self, revision: &str) -> Option<String> {
         if let Ok(commit) = fs::read_to_string(self.path.join("refs").join(revision)) {
             let commit = commit.trim();
             return names::is_commit(commit).then(|| commit.to_string());
         }
-        // A commit, or a prefix that only one commit has.
+        // `revision` may be a full commit hash or a unique prefix of one.
         let mut found = self.commits().into_iter().filter(|commit| commit.starts_with(revision));
         match (found.next(), found.next()) {
             (Some(commit), None) if revision.len() >= 7 => Some(commit),
@@ -93,7 +99,7 @@ impl RepoDir {
         }
     }
 
-    /// Returns the commits that have a snapshot folder, the most recently changed first.
+    /// Returns the commits that have a snapshot, most recently changed first.
     pub fn commits(&self) -> Vec<String> {
         let mut commits: Vec<(SystemTime, String)> = entries(&self.path.join("snapshots"))
             .filter_map(|entry| {
@@ -126,17 +132,17 @@ impl RepoDir {
         files_below(&dir).into_iter().filter_map(file).collect()
     }
 
-    /// Links a blob into a snapshot under `name`. Copies it where the disk supports no links.
+    /// Links a blob into a snapshot as `name`. Copies the blob if the disk does not support links.
     pub fn link(&self, commit: &str, name: &str, etag: &str) -> Result<()> {
         let pointer = self.snapshot(commit).join(name);
         create_dir(pointer.parent().unwrap_or(&pointer))?;
         let blob = self.blob(etag);
-        // snapshots/<commit>/ is two levels below the repository, and each folder in `name` is one more.
+        // `snapshots/<commit>/` is two levels below the repository, and each directory in `name` adds one level.
         let target = PathBuf::from("../".repeat(2 + name.matches('/').count())).join("blobs").join(etag);
         if fs::read_link(&pointer).is_ok_and(|present| present == target) {
             return Ok(());
         }
-        // Renamed into place, so that other processes never see a missing or partial file.
+        // Rename the link into place, so other processes never see a missing or partial file.
         let (temporary, created) = loop {
             let temporary = temporary_path(&pointer);
             let created = match symlink(&target, &temporary) {
@@ -145,13 +151,13 @@ impl RepoDir {
                 }
                 created => created,
             };
-            // An earlier process had the same id. Its file stays for `prune`.
+            // An earlier process with the same ID left this file behind. `prune` deletes it.
             if !created.as_ref().is_err_and(|error| error.kind() == ErrorKind::AlreadyExists) {
                 break (temporary, created);
             }
         };
         let renamed = created.and_then(|()| fs::rename(&temporary, &pointer));
-        // The temporary file remains after a failure, or if both names were hard links to the same file.
+        // The temporary file remains after a failure, or if both names are hard links to the same file.
         let _ = fs::remove_file(&temporary);
         renamed.map_err(|error| write_error(error, &pointer, 0))
     }
@@ -161,14 +167,14 @@ impl RepoDir {
         revision == commit || fs::read_to_string(self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
     }
 
-    /// Stores that `revision` stands for `commit`. Called last, so that a ref never points to a partial snapshot.
+    /// Writes the ref from `revision` to `commit`. Call this last, so a ref never points to a partial snapshot.
     pub fn write_ref(&self, revision: &str, commit: &str) -> Result<()> {
         if self.has_ref(revision, commit) {
             return Ok(());
         }
         let path = self.path.join("refs").join(revision);
         create_dir(path.parent().unwrap_or(&path))?;
-        // The snapshot reaches the disk before the ref that points to it.
+        // Flush the snapshot to disk before writing the ref that points to it.
         let files = files_below(&self.snapshot(commit));
         let mut dirs: BTreeSet<&Path> = files.iter().filter_map(|file| file.parent()).collect();
         let (blobs, snapshots) = (self.path.join("blobs"), self.path.join("snapshots"));
@@ -186,7 +192,7 @@ impl RepoDir {
     }
 }
 
-/// Returns true if the error means that symbolic links are not available on this disk or system.
+/// Returns true if the error means that this disk or system does not support symlinks.
 fn is_unsupported(error: &io::Error) -> bool {
     cfg!(not(unix)) || matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::PermissionDenied)
 }

@@ -1,4 +1,4 @@
-//! The caches on this machine and the hub that fills them.
+//! The model caches on this machine, and the hub that models are downloaded from.
 
 use std::fs;
 use std::path::Path;
@@ -12,10 +12,10 @@ use super::remote::{self, TokenStatus};
 use super::snapshot::Source;
 use crate::error::Error;
 
-/// The caches on this machine and the hub that fills them.
+/// The model caches on this machine, and the hub that models are downloaded from.
 pub struct Hub {
     pub(super) config: HubConfig,
-    /// If true, files are deleted even on disks without locks.
+    /// Whether to delete files even on disks without file locks.
     pub(super) force: bool,
 }
 
@@ -29,7 +29,7 @@ impl Hub {
         Self { config, force: false }
     }
 
-    /// Allows [`remove`](Self::remove) and [`prune`](Self::prune) to delete files on disks without locks.
+    /// Allows [`remove`](Self::remove) and [`prune`](Self::prune) to delete files on disks without file locks.
     pub fn with_force(self, force: bool) -> Self {
         Self { force, ..self }
     }
@@ -38,23 +38,23 @@ impl Hub {
         &self.config
     }
 
-    /// Returns inferno's own cache, where downloads go. It need not exist yet.
+    /// Returns the directory of inferno's own cache, where downloads are stored. The directory may not exist yet.
     pub fn cache_dir(&self) -> &Path {
         &self.config.cache
     }
 
-    /// Sends a short request to the hub, and checks whether it accepts the token. Waits a few seconds at most.
+    /// Checks that the hub responds, and whether it accepts the token. Uses short timeouts.
     pub fn check_endpoint(&self) -> Result<TokenStatus> {
-        self.check_online(|| "the hub cannot be reached (HF_HUB_OFFLINE is set)".into())?;
+        self.check_online(|| "cannot contact the hub: HF_HUB_OFFLINE is set".into())?;
         remote::check_endpoint(&self.config)
     }
 
-    /// Returns the free space on the disk of inferno's cache, in bytes. `None` if the system does not say.
+    /// Returns the free space on the disk of inferno's cache, in bytes. Returns `None` if it is unknown.
     pub fn free_bytes(&self) -> Option<u64> {
         disk::free_bytes(&self.config.cache)
     }
 
-    /// Checks that inferno's cache can be written to. Creates the directory, and a file that is deleted again.
+    /// Checks that inferno's cache is writable. Creates the directory, then writes and deletes a test file.
     pub fn check_cache_is_writable(&self) -> Result<()> {
         disk::create_dir(&self.config.cache)?;
         let probe = disk::temporary_path(&self.config.cache.join("probe"));
@@ -62,19 +62,19 @@ impl Hub {
         written.with_context(|| format!("cannot write {}", probe.display()))
     }
 
-    /// Fails if inferno's cache is the one that Python's tools share, which inferno must not change.
+    /// Fails if inferno's cache is the same directory as the shared Hugging Face cache, which inferno must not change.
     pub(super) fn check_own_cache(&self) -> Result<()> {
         let HubConfig { cache, shared_cache, .. } = &self.config;
         if cache != shared_cache && disk::resolve(cache) != disk::resolve(shared_cache) {
             return Ok(());
         }
         Err(Error::usage(format!(
-            "{} is the cache of Python's tools, which inferno does not change\n  set INFERNO_CACHE to another directory",
+            "{} is the shared Hugging Face cache, which inferno does not change\n  set INFERNO_CACHE to another directory",
             cache.display()
         )))
     }
 
-    /// Fails with [`Error::Offline`] if HF_HUB_OFFLINE is set. `what` says what is not possible offline.
+    /// Fails with [`Error::Offline`] if HF_HUB_OFFLINE is set. `what` returns the message.
     pub(super) fn check_online(&self, what: impl FnOnce() -> String) -> Result<()> {
         if self.config.offline { Err(Error::Offline { what: what() }.into()) } else { Ok(()) }
     }

@@ -1,7 +1,7 @@
-//! Where models are stored and how the hub is reached, as the environment says.
+//! The cache directories and the hub connection, configured by environment variables.
 //!
-//! Variable names and precedence are those of `huggingface_hub` (docs, "Environment variables"): a machine that is set
-//! up for Python needs no further setup.
+//! Variable names and precedence follow the `huggingface_hub` docs, "Environment variables".
+//! A machine that is set up for Python therefore needs no further setup.
 
 use std::ffi::OsString;
 use std::fs;
@@ -14,33 +14,33 @@ use hf_hub::Cache as HuggingFaceCache;
 use super::limits::Limits;
 use crate::error::Error;
 
-/// Where models are stored and how the hub is reached.
+/// The cache directories and the connection settings for the hub.
 #[derive(Clone)]
 pub struct HubConfig {
-    /// inferno's own cache, the only directory that it writes to.
+    /// inferno's own cache, the only cache that it writes to.
     pub cache: PathBuf,
-    /// The cache that Python's tools share. Read only.
+    /// The shared Hugging Face cache. inferno never writes to it.
     pub shared_cache: PathBuf,
     /// `https://huggingface.co` or a mirror, without a trailing slash.
     pub endpoint: String,
-    /// Sent to the endpoint's host and to no other host.
+    /// The access token, which is sent only to the endpoint's host.
     pub token: Option<String>,
-    /// If true, no connection is opened.
+    /// True if network access is disabled.
     pub offline: bool,
     pub limits: Limits,
 }
 
 impl HubConfig {
-    /// Reads the environment of the process.
+    /// Reads the configuration from the environment of this process.
     pub fn from_env() -> Result<Self> {
         Self::from_vars(|name| match std::env::var_os(name) {
-            // Without HOME, the password database still knows the home directory.
+            // If HOME is not set, read the home directory from the password database.
             None if name == "HOME" => std::env::home_dir().map(PathBuf::into_os_string),
             value => value,
         })
     }
 
-    /// Reads an environment that is given as a function. An empty variable counts as unset.
+    /// Reads the configuration from `var`, which looks up a variable. An empty variable counts as unset.
     pub fn from_vars(var: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
         let vars = Variables { var: &|name| var(name).filter(|value| !value.is_empty()) };
         let hf_home = vars.path("HF_HOME").map_or_else(|| vars.below_user_cache("huggingface"), Ok)?;
@@ -65,7 +65,7 @@ impl HubConfig {
         })
     }
 
-    /// Returns the endpoint as messages may show it: without a password.
+    /// Returns the endpoint for use in messages, without the user name and password.
     pub fn endpoint_for_display(&self) -> String {
         match self.endpoint.split_once("://") {
             Some((scheme, rest)) => {
@@ -77,7 +77,7 @@ impl HubConfig {
     }
 }
 
-/// An environment, with the conversions that its variables need.
+/// An environment with typed access to its variables.
 struct Variables<'a> {
     var: &'a dyn Fn(&str) -> Option<OsString>,
 }
@@ -95,7 +95,9 @@ impl Variables<'_> {
         (self.var)("HOME").map(PathBuf::from)
     }
 
-    /// A path, with a leading `~` expanded as Python's `expanduser` does: quotes and service files keep it from shells.
+    /// Returns a path with a leading `~` expanded, like Python's `expanduser`.
+    ///
+    /// Shells do not expand `~` in quotes, and service files do not go through a shell.
     fn path(&self, name: &str) -> Option<PathBuf> {
         let path = PathBuf::from((self.var)(name)?);
         match (path.strip_prefix("~"), self.home()) {
@@ -131,7 +133,7 @@ fn endpoint(vars: &Variables) -> Result<String> {
     Ok(endpoint)
 }
 
-/// Reads the token from HF_TOKEN, or else from the file where `hf auth login` stores it.
+/// Reads the token from HF_TOKEN, or from the file where `hf auth login` stores it.
 fn token(vars: &Variables, hf_home: &Path) -> Result<Option<String>> {
     if vars.is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return Ok(None);

@@ -1,4 +1,4 @@
-//! The demo model: a small trained gpt-oss inside the binary, which is written to the cache when it is first used.
+//! The demo model: a small gpt-oss model that is built into the binary and written to the cache on first use.
 
 use std::fs;
 use std::io;
@@ -12,7 +12,7 @@ use super::snapshot::{FileState, Snapshot, Source, VerifiedSnapshot};
 /// The demo model's name.
 pub const NAME: &str = "demo";
 
-/// A hash of the demo's files, in place of a commit.
+/// A hash of the demo's files, used as the revision instead of a commit.
 const REVISION: &str = env!("INFERNO_DEMO_REVISION");
 
 macro_rules! asset {
@@ -30,14 +30,14 @@ const FILES: &[(&str, &[u8])] = &[
     asset!("model.safetensors"),
 ];
 
-/// Returns a line about the limits of the demo model. `None` for any other model.
+/// Returns a line about the limits of the demo model. Returns `None` for other models.
 pub fn notice(snapshot: &Snapshot) -> Option<&'static str> {
     (snapshot.source == Source::BuiltIn).then_some("demo model: answers questions about inferno only")
 }
 
-/// Returns the demo's snapshot below `cache`, and writes its files if they are not there.
+/// Returns the demo's snapshot in `cache`. Writes the files if they are missing.
 ///
-/// Each version of the binary has a directory of its own.
+/// Each version of the demo has its own directory.
 pub fn materialize(cache: &Path) -> Result<Snapshot> {
     let path = cache.join(NAME).join(REVISION);
     if !is_complete(&path) {
@@ -52,7 +52,7 @@ fn is_complete(path: &Path) -> bool {
     FILES.iter().all(is_present)
 }
 
-/// Writes the files to a temporary directory and renames it, so that no process sees a partial model.
+/// Writes the files to a temporary directory and renames it, so no process sees a partial model.
 fn write_files(path: &Path) -> io::Result<()> {
     let temporary = disk::temporary_path(path);
     fs::create_dir_all(&temporary)?;
@@ -61,9 +61,9 @@ fn write_files(path: &Path) -> io::Result<()> {
     }
     match fs::rename(&temporary, path) {
         Ok(()) => Ok(()),
-        // Another process was faster.
+        // Another process has written the files in the meantime.
         Err(_) if is_complete(path) => fs::remove_dir_all(&temporary),
-        // The directory is incomplete: a cleaner or a power cut removed some of its files.
+        // The directory is incomplete, because a cleanup tool or a power failure removed some of its files.
         Err(_) => {
             let _ = fs::remove_dir_all(path);
             fs::rename(&temporary, path)
@@ -71,7 +71,7 @@ fn write_files(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Compares the demo's files on disk with those in the binary. `None` if they were never written.
+/// Compares the demo's files on disk with the built-in files. Returns `None` if they were never written.
 pub(super) fn verify(cache: &Path) -> Result<Option<VerifiedSnapshot>> {
     let path = cache.join(NAME).join(REVISION);
     if !path.exists() {
@@ -87,13 +87,13 @@ pub(super) fn verify(cache: &Path) -> Result<Option<VerifiedSnapshot>> {
     Ok(Some(VerifiedSnapshot { name, revision, source: Source::BuiltIn, files }))
 }
 
-/// Writes the demo's files again.
+/// Deletes the demo's files and writes them again.
 pub(super) fn repair(cache: &Path) -> Result<()> {
     remove(cache)?;
     materialize(cache).map(drop)
 }
 
-/// Deletes the demo's files, those of other versions too, and returns the bytes that were freed.
+/// Deletes the demo's files of all versions, and returns the number of bytes freed.
 pub(super) fn remove(cache: &Path) -> Result<u64> {
     let dir = cache.join(NAME);
     let bytes = disk::files_below(&dir).iter().filter_map(|path| fs::metadata(path).ok()).map(|m| m.len()).sum();

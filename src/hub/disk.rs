@@ -1,4 +1,4 @@
-//! Small file operations of the cache: directories, temporary names, free space, and writes that survive a power cut.
+//! File operations for the cache: directories, temporary names, free space, and writes that survive a power failure.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -20,7 +20,7 @@ pub(super) fn create_dir(dir: &Path) -> Result<()> {
 
 /// Fails if the disk of `dir` has less than `needed_bytes` of free space.
 pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
-    // A directory that cannot be created is the more useful error.
+    // Create the directory first, because a failure to create it is the more useful error.
     create_dir(dir)?;
     match free_bytes(dir) {
         Some(free_bytes) if free_bytes < needed_bytes => {
@@ -30,7 +30,7 @@ pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
     }
 }
 
-/// Returns how many bytes a normal user may still write to the disk of `dir`. `dir` need not exist yet.
+/// Returns the free disk space at `dir` for unprivileged users, in bytes. `dir` need not exist yet.
 #[cfg(unix)]
 pub(super) fn free_bytes(dir: &Path) -> Option<u64> {
     let existing = dir.ancestors().find(|dir| dir.exists())?;
@@ -45,7 +45,7 @@ pub(super) fn free_bytes(_dir: &Path) -> Option<u64> {
     None
 }
 
-/// Returns the error for a failed write. `needed_bytes` is what was still to be written.
+/// Returns the error for a failed write. `needed_bytes` is the number of bytes left to write.
 pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> anyhow::Error {
     // FileTooLarge: `ulimit -f` or the file system limits the size of a file.
     if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge) {
@@ -57,30 +57,30 @@ pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> a
     anyhow::Error::new(error).context(format!("cannot write {}", path.display()))
 }
 
-/// Flushes a directory, so that the names in it survive a power cut. Does nothing where that is not supported.
+/// Flushes a directory, so its entries survive a power failure. Does nothing where that is not supported.
 pub(super) fn sync_dir(dir: &Path) {
     let _ = File::open(dir).and_then(|dir| dir.sync_all());
 }
 
-/// Returns a name beside `path` that no other process or thread uses. The file is renamed to `path` once it is complete.
+/// Returns a unique temporary path next to `path`. The caller renames the finished file to `path`.
 pub(super) fn temporary_path(path: &Path) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     with_suffix(path, &format!(".{}-{}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed)))
 }
 
-/// Creates a new file beside `path`, under a temporary name. Never opens the leftover of another process.
+/// Creates a new file with a temporary name next to `path`. Never opens a file that another process left behind.
 pub(super) fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     loop {
         let temporary = temporary_path(path);
         match File::options().write(true).create_new(true).open(&temporary) {
-            // An earlier process had the same id. Its file stays for `prune`.
+            // An earlier process with the same ID left this file behind. `prune` deletes it.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             file => return file.map(|file| (temporary, file)),
         }
     }
 }
 
-/// Returns true for a name that [`temporary_path`] made.
+/// Returns true if a file name has the form that [`temporary_path`] returns.
 pub(super) fn is_temporary(name: &str) -> bool {
     let numbers = name.strip_suffix(".tmp").and_then(|name| name.rsplit_once('.')?.1.split_once('-'));
     let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -94,7 +94,7 @@ pub(super) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     path.into()
 }
 
-/// Returns every file below a directory, sorted. Links count as files; an unreadable directory counts as empty.
+/// Returns all files below a directory, sorted. Symlinks count as files, and unreadable directories as empty.
 pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in entries(dir) {
@@ -108,12 +108,12 @@ pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Returns the entries of a directory. Empty if it cannot be read: a cache that does not exist yet is an empty one.
+/// Returns the entries of a directory, or none if it cannot be read, such as a cache that does not exist yet.
 pub(super) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
     fs::read_dir(dir).into_iter().flatten().flatten()
 }
 
-/// Resolves the links of a path. The last part of the path need not exist.
+/// Resolves the symlinks in a path. The last components of the path need not exist.
 pub(super) fn resolve(path: &Path) -> PathBuf {
     let resolve = |dir: &Path| Some(fs::canonicalize(dir).ok()?.join(path.strip_prefix(dir).ok()?));
     path.ancestors().find_map(resolve).unwrap_or_else(|| path.to_path_buf())

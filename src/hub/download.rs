@@ -21,8 +21,8 @@ use crate::snapshot::{Required, safetensors::INDEX};
 impl Hub {
     /// Downloads a model into inferno's cache and returns its snapshot. Resumes an interrupted download.
     ///
-    /// `revision` is a branch, tag or commit; the default is main. Fetches nothing if either cache has all files. Waits
-    /// for another process that downloads the same model.
+    /// `revision` is a branch, tag or commit. The default is main.
+    /// Fetches nothing if either cache has all files. Waits while another process downloads the same model.
     pub fn download(
         &self,
         repo: &str,
@@ -71,8 +71,8 @@ impl Hub {
         let lock = disk::check_space(&self.config.cache, 0).and_then(|()| repo.lock(|| progress.waiting(name)));
         // The process that held the lock may have fetched the model.
         if let Some(snapshot) = self.find_present(name, &listing, filter)? {
-            // The ref is written even for a snapshot in the shared cache, so that both caches agree on the newest
-            // commit. A read-only cache is no error: the model is complete without the ref.
+            // Write the ref even for a snapshot in the shared cache, so both caches agree on the newest commit.
+            // A read-only cache is not an error, because the model is complete without the ref.
             let written = lock.and_then(|_lock| repo.write_ref(revision, commit));
             if let Err(error) = written {
                 tracing::warn!(error = format!("{error:#}"), revision, "cannot write the ref");
@@ -90,9 +90,9 @@ impl Hub {
         Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: Source::Inferno })
     }
 
-    /// Returns how many bytes a download would fetch, without the files that are already here.
+    /// Returns how many bytes a download would fetch, not counting files that are already present.
     ///
-    /// An estimate for sharded weights: it counts every safetensors file of the listing and does not fetch the index.
+    /// For sharded weights, this is an estimate: it counts every safetensors file instead of fetching the index.
     pub fn download_bytes(&self, repo: &str, revision: Option<&str>, filter: &FileFilter) -> Result<u64> {
         let (name, revision) = names::split_revision(repo, revision)?;
         names::check_repo(name)?;
@@ -108,7 +108,7 @@ impl Hub {
         Ok(files.iter().filter(|file| !is_present(&path, file)).filter_map(|file| file.bytes).sum())
     }
 
-    /// Fetches files into the snapshot of `commit`, unless the cache has them. The caller holds the lock.
+    /// Fetches files that the cache lacks into the snapshot of `commit`. The caller must hold the lock.
     pub(super) fn fetch_files(
         &self,
         remote: &Remote,
@@ -128,7 +128,7 @@ impl Hub {
         fetch(remote, commit, repo, &files, progress)
     }
 
-    /// Returns the snapshot of the listed commit, if either cache has all chosen files.
+    /// Returns the snapshot of the listed commit if either cache has all selected files.
     fn find_present(&self, name: &str, listing: &Listing, filter: &CompiledFilter) -> Result<Option<Snapshot>> {
         let index = match listing.file(INDEX) {
             Some(file) if filter.needs_index() => match self.read_present(name, &listing.commit, file)? {
@@ -151,7 +151,7 @@ impl Hub {
         Ok(found)
     }
 
-    /// Reads a file from either cache. `None` if neither has it.
+    /// Reads a file from either cache. Returns `None` if neither cache has it.
     fn read_present(&self, name: &str, commit: &str, file: &RemoteFile) -> Result<Option<Vec<u8>>> {
         for (cache, _) in self.caches() {
             let dir = cache.repo(name).snapshot(commit);
@@ -162,7 +162,7 @@ impl Hub {
         Ok(None)
     }
 
-    /// Returns the contents of the shard index, from a cache or from the hub. `None` if the download needs no index.
+    /// Returns the contents of the shard index, from a cache or the hub. Returns `None` if no index is needed.
     fn fetch_index(
         &self,
         remote: &Remote,
@@ -180,12 +180,12 @@ impl Hub {
     }
 }
 
-/// What [`Error::Offline`](crate::error::Error::Offline) says about a download.
+/// Returns the message of [`Error::Offline`](crate::error::Error::Offline) for a download.
 pub(super) fn cannot_download(name: &str) -> String {
-    format!("'{name}' cannot be downloaded (HF_HUB_OFFLINE is set)")
+    format!("cannot download '{name}': HF_HUB_OFFLINE is set")
 }
 
-/// Returns true if a snapshot has a file in the size that the hub lists.
+/// Returns true if a snapshot has a file with the size that the hub lists.
 fn is_present(dir: &Path, file: &RemoteFile) -> bool {
     let data = fs::metadata(dir.join(&file.name));
     data.is_ok_and(|data| data.is_file() && file.bytes.is_none_or(|bytes| data.len() == bytes))

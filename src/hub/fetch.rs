@@ -1,7 +1,7 @@
-//! Fetches files from the hub into the cache, several at once and in parts.
+//! Fetches files from the hub into the cache, in parallel and in parts.
 //!
-//! The bytes of an unfinished file are a [`Partial`](super::partial::Partial). The file gets the name of its blob once
-//! it is complete and its hash matches. So an interrupted download can resume, and every blob is complete.
+//! An unfinished file is stored as a [`Partial`](super::partial::Partial), so an interrupted download can resume.
+//! A file becomes a blob only once it is complete and its hash matches, so every blob is complete.
 
 use std::mem;
 use std::ops::Range;
@@ -24,8 +24,8 @@ use crate::snapshot::is_weights_file;
 
 /// Fetches files into the blobs of `repo` and links them into the snapshot.
 ///
-/// Weights are linked last, after all other files are present: they are what makes a folder count as a model. The first
-/// failure ends the download; what was fetched until then is kept.
+/// Weights are linked last, because a snapshot with weights counts as a model.
+/// The first failure ends the download. Bytes that were fetched until then are kept.
 pub(super) fn fetch(
     remote: &Remote,
     commit: &str,
@@ -53,7 +53,7 @@ pub(super) fn fetch(
     });
     let board = download.board.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
     for job in board.jobs.iter().filter(|job| matches!(job.phase, Phase::Fetching | Phase::Verifying)) {
-        // If the disk is full, the record of a second ago remains.
+        // If saving fails because the disk is full, the previous record remains.
         let _ = job.partial.save();
     }
     if let Some(error) = board.failure {
@@ -68,7 +68,7 @@ pub(super) fn fetch(
 }
 
 impl Download<'_> {
-    /// The main function of a thread: executes tasks until there are no more.
+    /// Executes tasks on the current thread until none are left.
     fn run_thread(&self) {
         while let Some(task) = self.next_task() {
             let result = match task {
@@ -87,7 +87,7 @@ impl Download<'_> {
         let mut transfer = Transfer { download: self, job, part: part.clone(), position: part.start, generation };
         let limits = self.remote.limits();
         let mut retry = Retry::new(limits, limits.max_failures);
-        // The furthest position of any attempt. A server that cannot resume starts each attempt at the beginning.
+        // The furthest position of any attempt. If the server cannot resume, each attempt starts at the beginning.
         let mut furthest = part.start;
         let result = loop {
             let (cause, retry_after) = match transfer.run() {
@@ -121,7 +121,8 @@ impl Download<'_> {
     fn gave_up(&self, job: usize, cause: &str, retry_after: Option<Duration>) -> anyhow::Error {
         let board = self.board();
         let job = &board.jobs[job];
-        let wait = retry_after.map(|wait| format!(", and asks to wait {} s", wait.as_secs())).unwrap_or_default();
+        let wait =
+            retry_after.map(|wait| format!(", and the server asks to wait {} s", wait.as_secs())).unwrap_or_default();
         self.remote.temporary_error(format!(
             "{} stopped at {} of {} bytes: {cause}{wait} (downloaded bytes are kept; run the same command to resume)",
             job.names[0],
@@ -130,7 +131,7 @@ impl Download<'_> {
         ))
     }
 
-    /// Checks the hash of a complete file. A bad file is deleted and fetched once more.
+    /// Verifies the hash of a complete file. A bad file is deleted and fetched once more.
     fn verify(&self, index: usize) -> Result<()> {
         let (etag, bytes, name, checkpoint) = {
             let board = self.board();
@@ -138,25 +139,25 @@ impl Download<'_> {
             (job.etag, job.bytes, job.names[0], job.partial.checkpoint())
         };
         let blob = self.repo.blob(etag);
-        // A file that has the name of its blob was verified when it arrived.
+        // An existing blob was verified before it got its name.
         let is_good = is_complete(&blob, bytes) || {
             self.progress.verifying(name);
             let mut stop_on_failure = |_| if self.board().failure.is_some() { bail!("stopped") } else { Ok(()) };
             hash::matches(checkpoint.path(), etag, &mut stop_on_failure)?
         };
         if is_good {
-            // Flushed here, without the lock on the board.
+            // Flush here, while the board is not locked.
             checkpoint.sync()?;
         }
         let mut board = self.board();
         if let Err(error) = self.conclude(&mut board.jobs[index], is_good) {
-            // Set while the lock is held, so that no thread takes another task first.
+            // Set the failure while the board is locked, so no thread takes another task first.
             board.failure.get_or_insert(error);
         }
         Ok(())
     }
 
-    /// Links a good file into the snapshot, unless it is weights, which `fetch` links last. Restarts a bad one.
+    /// Links a good file into the snapshot, or restarts a bad one. Weights are linked later, by [`fetch`].
     fn conclude(&self, job: &mut Job, is_good: bool) -> Result<()> {
         job.in_flight -= 1;
         if is_good {
@@ -175,15 +176,15 @@ impl Download<'_> {
         let name = job.names[0];
         if mem::replace(&mut job.was_bad, true) {
             let what = format!(
-                "cannot download {name} of '{}': it arrived twice with contents that do not match its hash",
+                "cannot download {name} from '{}': the downloaded file failed hash verification twice",
                 self.remote.repo()
             );
-            let hint = "a proxy or a mirror may change it: try again, or set HF_ENDPOINT to another hub";
+            let hint = "a proxy or mirror may be changing the file: try again, or set HF_ENDPOINT to another hub";
             return Err(Error::Verification { what, hint: hint.to_string() }.into());
         }
         job.phase = Phase::New;
         job.report(self.progress);
-        self.remote.report_retry(name, "its contents do not match the hub's hash", Duration::ZERO);
+        self.remote.report_retry(name, "its contents do not match the hash from the hub", Duration::ZERO);
         Ok(())
     }
 }

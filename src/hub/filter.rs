@@ -1,4 +1,4 @@
-//! Which files of a repository are downloaded.
+//! Selects which files of a repository to download.
 
 use anyhow::{Context, Result, bail};
 use globset::{Glob, GlobSet, GlobSetBuilder};
@@ -9,7 +9,7 @@ use crate::error::Error;
 use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 
-/// The small files that are always downloaded if the repository has them. All lie at its root.
+/// The small files at the root of a repository that are always downloaded if they exist.
 const SMALL_FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -19,12 +19,12 @@ const SMALL_FILES: [&str; 6] = [
     "chat_template.jinja",
 ];
 
-/// Glob patterns that select the files of a download. Without patterns, a download fetches what the model needs.
+/// Glob patterns that select the files to download. Without patterns, a download fetches what the model needs.
 #[derive(Clone, Debug, Default)]
 pub struct FileFilter {
-    /// Files to fetch in place of the weights. `*` matches slashes too, as in `hf download --include`.
+    /// Files to fetch instead of the weights. `*` also matches slashes, as in `hf download --include`.
     pub include: Vec<String>,
-    /// Files to leave out.
+    /// Files to skip.
     pub exclude: Vec<String>,
 }
 
@@ -49,7 +49,7 @@ impl CompiledFilter {
         Ok(Self { include, exclude: compile(&filter.exclude)? })
     }
 
-    /// Returns true if the shard index decides which weights are downloaded.
+    /// Returns true if the shard index determines which weights are downloaded.
     pub fn needs_index(&self) -> bool {
         self.include.is_none()
     }
@@ -58,13 +58,13 @@ impl CompiledFilter {
 fn compile(patterns: &[String]) -> Result<GlobSet> {
     let mut set = GlobSetBuilder::new();
     for pattern in patterns {
-        let invalid = |error| Error::Usage(format!("{pattern:?} is not a glob pattern: {error}"));
+        let invalid = |error| Error::Usage(format!("{pattern:?} is not a valid glob pattern: {error}"));
         set.add(Glob::new(pattern).map_err(invalid)?);
     }
     Ok(set.build()?)
 }
 
-/// Returns the files to download, small ones first. `index` is the contents of [`INDEX`], if the repository has one.
+/// Returns the files to download, small files first. `index` is the contents of [`INDEX`] if the repository has it.
 pub(super) fn choose_files(
     repo: &str,
     files: &[RemoteFile],
@@ -90,13 +90,13 @@ fn find<'f>(files: &'f [RemoteFile], name: &str) -> Option<&'f RemoteFile> {
     files.iter().find(|file| file.name == name)
 }
 
-/// The small files, and the files that `--include` selects.
+/// Returns the small files and the files that `--include` selects.
 fn included_files(repo: &str, files: &[RemoteFile], patterns: &GlobSet) -> Result<Vec<RemoteFile>> {
     if !files.iter().any(|file| patterns.is_match(&file.name)) {
-        bail!("nothing in '{repo}' matches --include; it has {}", some_names(files));
+        bail!("nothing in '{repo}' matches --include; the repository has {}", some_names(files));
     }
     let mut chosen = small_files(files);
-    // Shards that `--include '*.safetensors'` selects are of no use without the index.
+    // `--include '*.safetensors'` selects shards, which cannot be loaded without the index.
     chosen.extend(find(files, INDEX).cloned());
     let is_new = |file: &&RemoteFile| patterns.is_match(&file.name) && find(&chosen, &file.name).is_none();
     let matching: Vec<RemoteFile> = files.iter().filter(is_new).cloned().collect();
@@ -104,14 +104,14 @@ fn included_files(repo: &str, files: &[RemoteFile], patterns: &GlobSet) -> Resul
     Ok(chosen)
 }
 
-/// The small files, and the weights that inferno loads.
+/// Returns the small files and the weights that inferno loads.
 fn model_files(repo: &str, files: &[RemoteFile], index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
     let mut chosen = small_files(files);
     if index.is_none() && find(files, SINGLE_FILE).is_none() {
         chosen.extend(only_gguf_model(repo, files)?);
         return Ok(chosen);
     }
-    // Checked before gigabytes are fetched: no model can be loaded without these two.
+    // Check for these files before fetching gigabytes, because no model loads without them.
     for required in ["config.json", "tokenizer.json"] {
         if find(files, required).is_none() {
             bail!("'{repo}' has no {required}, which inferno needs; it has {}", some_names(files));
@@ -123,13 +123,13 @@ fn model_files(repo: &str, files: &[RemoteFile], index: Option<&[u8]>) -> Result
     };
     chosen.extend(find(files, INDEX).cloned());
     for name in ShardIndex::parse(index)?.shards() {
-        let shard = find(files, name).with_context(|| format!("'{repo}' lacks {name}, which {INDEX} names"))?;
+        let shard = find(files, name).with_context(|| format!("'{repo}' lacks {name}, which {INDEX} lists"))?;
         chosen.push(shard.clone());
     }
     Ok(chosen)
 }
 
-/// Returns all parts of a GGUF model, given its first one.
+/// Returns all parts of a GGUF model, given its first part.
 fn gguf_parts(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Result<Vec<RemoteFile>> {
     let (folder, name) = first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
     let path = |name: String| if folder.is_empty() { name } else { format!("{folder}/{name}") };
@@ -141,7 +141,7 @@ fn gguf_parts(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Result<Ve
     gguf::part_names(name).into_iter().map(part).collect()
 }
 
-/// Returns the size of a GGUF model, all parts together. `None` if the hub does not say.
+/// Returns the total size of a GGUF model's parts. Returns `None` if the hub does not list a size.
 fn gguf_bytes(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Option<u64> {
     gguf_parts(repo, files, first).unwrap_or_default().iter().map(|part| part.bytes).sum()
 }
@@ -151,9 +151,9 @@ fn gguf_models(files: &[RemoteFile]) -> Vec<&RemoteFile> {
     files.iter().filter(|file| gguf::is_model_name(&file.name)).collect()
 }
 
-/// Returns the parts of the GGUF model that `tag` selects, or of the only one, to inspect it.
+/// Returns the parts of the GGUF model that `tag` selects, or of the only GGUF model.
 ///
-/// `None` if the repository has no GGUF model and there is no tag.
+/// Returns `None` if the repository has no GGUF model and there is no tag.
 pub(super) fn choose_gguf(repo: &str, files: &[RemoteFile], tag: Option<&str>) -> Result<Option<Vec<RemoteFile>>> {
     let models = gguf_models(files);
     let selected: Vec<&&RemoteFile> =
@@ -179,7 +179,7 @@ pub(super) fn choose_gguf(repo: &str, files: &[RemoteFile], tag: Option<&str>) -
     }
 }
 
-/// Returns the parts of the only GGUF model of a repository without safetensors. Fails if there are several.
+/// Returns the parts of the only GGUF model in a repository. Fails if the repository has none or several.
 fn only_gguf_model(repo: &str, files: &[RemoteFile]) -> Result<Vec<RemoteFile>> {
     let models = gguf_models(files);
     match models[..] {
@@ -190,7 +190,7 @@ fn only_gguf_model(repo: &str, files: &[RemoteFile]) -> Result<Vec<RemoteFile>> 
             let list: Vec<String> = models.iter().map(line).collect();
             let suggested = models.iter().find(|file| file.name.contains("Q4_K_M")).unwrap_or(&first);
             Err(Error::usage(format!(
-                "'{repo}' has several GGUF models; choose one, as in\n  inferno download {repo} --include '*{}*'\n{}",
+                "'{repo}' has several GGUF models; choose one, for example:\n  inferno download {repo} --include '*{}*'\n{}",
                 gguf::tag(&suggested.name),
                 list.join("\n")
             )))
@@ -198,7 +198,7 @@ fn only_gguf_model(repo: &str, files: &[RemoteFile]) -> Result<Vec<RemoteFile>> 
     }
 }
 
-/// The message for a repository without weights that inferno can load.
+/// Returns the message for a repository without weights that inferno can load.
 fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
     let has = |suffix: &str| files.iter().any(|file| file.name.ends_with(suffix));
     if let Some(other) = files.iter().find(|file| file.name.ends_with(".safetensors")) {
@@ -217,7 +217,7 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
     )
 }
 
-/// A few file names for an error message.
+/// Formats a few file names for an error message.
 fn some_names(files: &[RemoteFile]) -> String {
     const SHOWN: usize = 8;
     let names: Vec<&str> = files.iter().take(SHOWN).map(|file| file.name.as_str()).collect();
@@ -236,7 +236,7 @@ mod tests {
         names.iter().map(|name| RemoteFile { name: name.to_string(), bytes: None, etag: None }).collect()
     }
 
-    /// The files that are chosen by `patterns`, where `!` marks a pattern of --exclude.
+    /// Returns the files that `patterns` select. A leading `!` marks a pattern for --exclude.
     fn choose(names: &[&str], patterns: &[&str], index: Option<&str>) -> Result<Vec<String>> {
         let (exclude, include): (Vec<&str>, Vec<&str>) = patterns.iter().partition(|glob| glob.starts_with('!'));
         let globs = |globs: Vec<&str>| globs.iter().map(|glob| glob.trim_start_matches('!').to_string()).collect();

@@ -16,13 +16,13 @@ use crate::snapshot::{Required, first_missing_file, gguf};
 impl Hub {
     /// Finds a complete model on this machine. Never uses the network.
     ///
-    /// `model` is a directory, a GGUF file, or `org/name`, with `@revision` and `:Q4_K_M` if wanted. A part of a name is
-    /// enough if only one model has it.
+    /// `model` is a directory, a GGUF file, or `org/name` with an optional `:Q4_K_M` and `@revision`.
+    /// Part of a name is enough if it matches only one model.
     pub fn find(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_with(model, revision, Required::Weights)
     }
 
-    /// Finds a model whose tokenizer is on this machine; the weights may be missing. Otherwise as [`find`](Self::find).
+    /// Finds a model like [`find`](Self::find), but requires only its tokenizer. The weights may be missing.
     pub fn find_tokenizer(&self, model: &str, revision: Option<&str>) -> Result<Snapshot> {
         self.find_with(model, revision, Required::Tokenizer)
     }
@@ -44,7 +44,7 @@ impl Hub {
             return choose_model(snapshot, tag);
         }
 
-        // A different spelling of a name, or a part of it.
+        // `name` may differ in case, omit the organization, or be only part of a name.
         let is_complete = |other: &String| self.look_up(other, revision, required).is_some();
         let complete: BTreeSet<String> =
             self.caches().iter().flat_map(|(cache, _)| cache.names()).filter(is_complete).collect();
@@ -76,16 +76,17 @@ impl Hub {
         let complete: BTreeSet<String> = self.list().into_iter().flatten().map(|snapshot| snapshot.name).collect();
         let complete: Vec<String> = complete.into_iter().collect();
         let nearest = names::nearest(name, &complete).filter(|nearest| *nearest != name);
-        let nearest = nearest.map(|name| format!("\n  did you mean '{name}', which is here?")).unwrap_or_default();
+        let nearest =
+            nearest.map(|name| format!("\n  did you mean '{name}', which is on this machine?")).unwrap_or_default();
         match name.contains('/') {
             true => format!("inferno download {name}{flags}{nearest}"),
-            false => format!("inferno download ORG/{name}{flags}, with the organization in place of ORG{nearest}"),
+            false => format!("inferno download ORG/{name}{flags}, where ORG is the organization{nearest}"),
         }
     }
 
     /// Lists every complete model in both caches, sorted by name.
     ///
-    /// Of each model, the snapshot that [`find`](Self::find) returns comes first, then those of other refs.
+    /// For each model, the snapshot that [`find`](Self::find) returns comes first, then the snapshots of other refs.
     pub fn list(&self) -> Result<Vec<Snapshot>> {
         let mut found = Vec::new();
         for name in &self.repo_names() {
@@ -101,9 +102,9 @@ impl Hub {
         Ok(found)
     }
 
-    /// Returns the incomplete models, each with the first file that it lacks.
+    /// Returns the incomplete models, each with its first missing file.
     ///
-    /// The shared cache holds much that was never meant for inferno, so only models without weights count there.
+    /// The shared cache also has repositories that are not models. Those without a tokenizer are skipped.
     pub fn incomplete(&self) -> Vec<(String, String)> {
         let missing = |name: &String| {
             if self.look_up(name, None, Required::Weights).is_some() {
@@ -120,9 +121,9 @@ impl Hub {
         self.repo_names().iter().filter_map(missing).collect()
     }
 
-    /// Returns the full name of a repository on this machine, if `name` lacks only the organization. Else `name` itself.
+    /// Adds the organization to a name without one, if only one repository on this machine has that name.
     ///
-    /// A part of a name is not enough here: `gpt2` is a repository, and also a part of other names.
+    /// A partial name is not completed here: `gpt2` is a repository, but also part of other names.
     pub(super) fn full_name(&self, name: &str) -> String {
         let names = self.repo_names();
         match &names.iter().filter(|other| names::is_same_name(other, name)).collect::<Vec<_>>()[..] {
@@ -131,12 +132,12 @@ impl Hub {
         }
     }
 
-    /// The names of the repositories in both caches, complete or not.
+    /// Returns the names of the repositories in both caches, complete or not.
     fn repo_names(&self) -> BTreeSet<String> {
         self.caches().iter().flat_map(|(cache, _)| cache.names()).collect()
     }
 
-    /// Returns a repository's snapshot at a revision. Without a revision: at main, else the newest complete one.
+    /// Returns a repository's snapshot at `revision`. The default is main, or else the newest complete snapshot.
     pub(super) fn look_up(&self, name: &str, revision: Option<&str>, required: Required) -> Option<Snapshot> {
         let repos: Vec<RepoDir> = self.caches().iter().map(|(cache, _)| cache.repo(name)).collect();
         let wanted = repos.iter().filter_map(|repo| repo.commit(revision.unwrap_or(MAIN)));
@@ -152,7 +153,7 @@ impl Hub {
         })
     }
 
-    /// Fails unless `names` are all the same model. `model` is what the user typed.
+    /// Fails unless all `names` are the same model. `model` is what the user typed.
     pub(super) fn check_is_one_model<'a>(&self, model: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
         let names: BTreeSet<&String> = names.collect();
         let hint = match names.len() {
@@ -165,7 +166,7 @@ impl Hub {
     }
 }
 
-/// Returns the model that `model` names as a path: a file, a directory, or `directory:Q4_K_M`. `None` if it is no path.
+/// Finds a model by its path: a file, a directory, or `directory:Q4_K_M`. Returns `None` if `model` is not a path.
 fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<Option<Snapshot>> {
     let path = match find_gguf(model)? {
         Some(file) => file,
@@ -173,12 +174,12 @@ fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<
         None => return Ok(None),
     };
     if let Some(revision) = revision {
-        bail!("cannot find revision '{revision}' of {model}: a path has no revisions");
+        bail!("cannot find revision '{revision}' of {model}: local files have no revisions");
     }
     Ok(Some(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory }))
 }
 
-/// The file that a plain directory must have to count as a model.
+/// Returns the file that a plain directory must contain to count as a model.
 fn marker_file(required: Required) -> &'static str {
     match required {
         Required::Tokenizer => "tokenizer.json",
@@ -186,20 +187,19 @@ fn marker_file(required: Required) -> &'static str {
     }
 }
 
-/// Returns the hint for a name that no repository can have.
+/// Returns the hint for an invalid repository name.
 fn invalid_name_hint(model: &str, required: Required) -> String {
     let is_path = model.starts_with(['/', '.', '~']) || model.ends_with(".gguf");
     match (Path::new(model).is_dir(), is_path) {
         (true, _) => format!("the directory {model} has no {}", marker_file(required)),
         (false, true) => "there is no such file or directory".into(),
         (false, false) => {
-            "write org/name as on huggingface.co, or a directory; `inferno list` lists the models on this machine"
-                .into()
+            "use org/name as on huggingface.co, or a directory; `inferno list` lists the models on this machine".into()
         }
     }
 }
 
-/// Returns the GGUF file that a path names: a file, the only model of a directory, or `directory:Q4_K_M`.
+/// Returns the GGUF file at a path: a file, the only model in a directory, or `directory:Q4_K_M`.
 fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(model);
     if path.is_file() {
@@ -209,7 +209,7 @@ fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     if Path::new(dir).is_dir() { gguf::choose(dir, Path::new(dir), tag) } else { Ok(None) }
 }
 
-/// Returns the model of a snapshot that `tag` selects. A snapshot may hold several GGUF files.
+/// Returns the model that `tag` selects in a snapshot, which may contain several GGUF files.
 fn choose_model(snapshot: Snapshot, tag: Option<&str>) -> Result<Snapshot> {
     let Some(path) = gguf::choose(&snapshot.name, &snapshot.path, tag)? else { return Ok(snapshot) };
     let name = tag.map_or(snapshot.name.clone(), |tag| format!("{}:{tag}", snapshot.name));

@@ -1,7 +1,8 @@
 //! Checks a file's contents against its etag.
 //!
-//! The hub's etag is a hash: SHA-256 for large files, and for small ones git's blob id, which is the SHA-1 of
-//! `blob <length>\0` and the contents. Mirrors may use other words, which say nothing about the contents.
+//! The hub's etags are hashes. For large files, the etag is the SHA-256 of the contents.
+//! For small files, the etag is git's blob ID: the SHA-1 of `blob <length>\0` followed by the contents.
+//! Mirrors may send other etags, which cannot be checked.
 
 use std::fs::File;
 use std::io::Read;
@@ -10,7 +11,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use ring::digest::{self, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 
-/// Removes the quotes and the weak marker `W/` of an etag header.
+/// Removes the quotes and the weak marker `W/` from an etag header.
 pub(super) fn bare_etag(etag: &str) -> &str {
     etag.trim_start_matches("W/").trim_matches('"')
 }
@@ -20,9 +21,9 @@ pub(super) fn is_hash(etag: &str) -> bool {
     matches!(etag.len(), 40 | 64) && etag.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// Returns true if a file has the contents that `etag` stands for, or if the etag is no hash.
+/// Returns true if the hash of a file matches `etag`, or if the etag is not a hash.
 ///
-/// `progress` receives the number of bytes read so far. An error from it stops the reading.
+/// `progress` receives the number of bytes read so far. An error from `progress` is returned immediately.
 pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<bool> {
     if !is_hash(etag) {
         return Ok(true);
@@ -52,7 +53,7 @@ pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> 
     Ok(hex(hash.finish().as_ref()).eq_ignore_ascii_case(etag))
 }
 
-/// Returns an etag for a file whose server sends no hash. It depends on all of `words`, and on nothing else.
+/// Returns an etag for a file whose server sends no hash. The result depends only on `words`.
 pub(super) fn weak_etag(words: &[&str]) -> String {
     let mut hash = digest::Context::new(&SHA256);
     for word in words {
@@ -76,7 +77,7 @@ mod tests {
         let path = dir.path().join("file");
         std::fs::write(&path, "hello\n").unwrap();
         let matches = |etag: &str| matches(&path, etag, &mut |_| Ok(())).unwrap();
-        // From `git hash-object` and `sha256sum`.
+        // The expected hashes come from `git hash-object` and `sha256sum`.
         assert!(matches("ce013625030ba8dba906f756967f9e9ca394464a"));
         assert!(matches("5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03"));
         assert!(matches("5891B5B522D5DF086D0FF0B110FBD9D21BB4FC7163AF34D08286A2E846F6BE03"));

@@ -1,7 +1,7 @@
 //! Describes a model on the hub without downloading its weights.
 //!
-//! Reads the small text files, and of each safetensors file only the header. The head of a GGUF file does not say how
-//! long it is, so its parser reads ranges as it needs them ([`Hub::read_range`]).
+//! Reads the small text files, and only the header of each safetensors file.
+//! A GGUF header does not state its length, so the GGUF parser reads ranges as needed ([`Hub::read_range`]).
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
@@ -30,9 +30,9 @@ pub struct RemoteModel {
     /// `org/name`, or `org/name:Q4_K_M`.
     pub name: String,
     pub commit: String,
-    /// Every file of the repository with its size in bytes, if the hub sends one.
+    /// All files of the repository, with their sizes in bytes if the hub lists them.
     pub files: Vec<(String, Option<u64>)>,
-    /// The contents of config.json and similar files by name; of README.md only the beginning.
+    /// The contents of config.json and similar files by name. README.md may be truncated.
     pub texts: BTreeMap<String, Vec<u8>>,
     /// The header of each safetensors file that inferno would load.
     pub headers: Vec<SafetensorsHeader>,
@@ -44,57 +44,59 @@ pub struct RemoteModel {
 #[derive(Debug)]
 pub struct SafetensorsHeader {
     pub file: String,
-    /// The JSON, without the length before it.
+    /// The JSON text, without the length that precedes it.
     pub json: Vec<u8>,
-    /// The size of the tensors after the header.
+    /// The size of the tensor data after the header, in bytes.
     pub data_bytes: Option<u64>,
 }
 
-/// The text files that are read, and the most bytes that are read of each.
+/// The text files to read, with the maximum number of bytes of each.
 const TEXTS: [(&str, u64); 3] =
     [("config.json", 4 << 20), ("tokenizer_config.json", 32 << 20), ("README.md", README_BYTES)];
 
-/// The front matter of a README fits in this.
+/// The number of bytes to read from a README, which is enough for the front matter.
 const README_BYTES: u64 = 16 << 10;
 
-/// The index of a hundred thousand tensors is smaller.
+/// The maximum size of a shard index. The index of a hundred thousand tensors is smaller.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 
-/// The limit of the safetensors library. The largest real headers are below 1 MB.
+/// The maximum header size, as in the safetensors library. The largest real headers are below 1 MB.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The size of the first request. Nearly every header is shorter, so one request is enough.
+/// The size of the first request. Most headers are shorter, so one request is usually enough.
 const FIRST_REQUEST_BYTES: u64 = 128 << 10;
 
-/// The most bytes that are skipped when a server does not support ranges.
+/// The maximum number of bytes to skip if a server does not support ranges.
 const MAX_SKIPPED_BYTES: u64 = 64 << 20;
 
-/// Headers that are read at the same time.
+/// The number of headers to read in parallel.
 const THREADS: usize = 8;
 
 impl Hub {
-    /// Describes a model on the hub: its files, its configuration, and the headers of its weights. Writes nothing.
+    /// Describes a model on the hub: its files, its configuration, and the headers of its weights. Writes no files.
     ///
-    /// `org/name:Q4_K_M` selects one of several GGUF models. Their heads are left to [`read_range`](Self::read_range).
+    /// `org/name:Q4_K_M` selects one of several GGUF models. Use [`read_range`](Self::read_range) to read GGUF headers.
     pub fn inspect(&self, model: &str, revision: Option<&str>) -> Result<RemoteModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         let (name, tag) = gguf::split_tag(name);
         let name = &self.full_name(name);
         names::check_repo(name)?;
-        self.check_online(|| format!("the hub cannot be asked about '{name}' (HF_HUB_OFFLINE is set)"))?;
+        self.check_online(|| format!("cannot look up '{name}' on the hub: HF_HUB_OFFLINE is set"))?;
         let remote = Remote::new(&self.config, name, revision.unwrap_or(MAIN), &());
         let listing = remote.listing()?;
         Inspection { remote: &remote, listing: &listing }.run(tag)
     }
 
-    /// Reads a range of bytes of a file of an inspected model. Returns fewer bytes at the end of the file.
+    /// Reads a byte range from a file of an inspected model. Returns fewer bytes at the end of the file.
     pub fn read_range(&self, model: &RemoteModel, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
         let (name, _) = gguf::split_tag(&model.name);
         let remote = Remote::new(&self.config, name, &model.commit, &());
         let (mut body, is_partial) = request(&remote, &model.commit, file, range.clone())?;
         if !is_partial && range.start > 0 {
             if range.start > MAX_SKIPPED_BYTES {
-                bail!("cannot read {file}: the server sends only whole files, and the range starts too far into it");
+                bail!(
+                    "cannot read {file}: the server does not support ranges, and the range starts too far into the file"
+                );
             }
             let skipped = io::copy(&mut body.by_ref().take(range.start), &mut io::sink());
             skipped.map_err(|error| remote.temporary_error(error.to_string()))?;
@@ -103,7 +105,7 @@ impl Hub {
     }
 }
 
-/// One model that is being inspected.
+/// The inspection of one model.
 struct Inspection<'a> {
     remote: &'a Remote<'a>,
     listing: &'a Listing,
@@ -125,7 +127,7 @@ impl Inspection<'_> {
         })
     }
 
-    /// The parts of the GGUF model with their sizes. Empty if the repository has safetensors and there is no tag.
+    /// Returns the GGUF model's parts with their sizes. Empty if `tag` is `None` and there are safetensors files.
     fn gguf_files(&self, tag: Option<&str>) -> Result<Vec<(String, u64)>> {
         let Listing { commit, files } = self.listing;
         let has_safetensors = self.listing.file(INDEX).or(self.listing.file(SINGLE_FILE)).is_some();
@@ -137,21 +139,21 @@ impl Inspection<'_> {
         parts.into_iter().map(with_size).collect()
     }
 
-    /// The small text files. A GGUF file holds its own configuration, so only README.md is read beside it.
+    /// Reads the small text files. A GGUF file contains its own configuration, so it needs only README.md.
     fn texts(&self, is_gguf: bool) -> Result<BTreeMap<String, Vec<u8>>> {
         let is_wanted = |name: &str| self.listing.file(name).is_some() && (!is_gguf || name == "README.md");
         let mut texts = BTreeMap::new();
         for (name, limit) in TEXTS.into_iter().filter(|(name, _)| is_wanted(name)) {
             let text = self.beginning(name, limit)?;
             if text.len() as u64 == limit && limit != README_BYTES {
-                bail!("{name} is longer than {limit} bytes; refused");
+                bail!("cannot read {name}: it is longer than {limit} bytes");
             }
             texts.insert(name.to_string(), text);
         }
         Ok(texts)
     }
 
-    /// The safetensors files that inferno would load.
+    /// Returns the safetensors files that inferno would load.
     fn shards(&self) -> Result<Vec<&RemoteFile>> {
         if self.listing.file(INDEX).is_none() {
             return Ok(self.listing.file(SINGLE_FILE).into_iter().collect());
@@ -159,12 +161,12 @@ impl Inspection<'_> {
         let index = ShardIndex::parse(&self.beginning(INDEX, MAX_INDEX_BYTES)?)?;
         let shard = |name: &str| match self.listing.file(name) {
             Some(file) => Ok(file),
-            None => bail!("the repository lacks {name}, which {INDEX} names"),
+            None => bail!("the repository lacks {name}, which {INDEX} lists"),
         };
         index.shards().into_iter().map(shard).collect()
     }
 
-    /// Reads the headers of all files, several at a time, and sorts them by file name.
+    /// Reads the headers of all files in parallel, and sorts them by file name.
     fn headers(&self, files: &[&RemoteFile]) -> Result<Vec<SafetensorsHeader>> {
         let next = AtomicUsize::new(0);
         let results = Mutex::new(Vec::with_capacity(files.len()));
@@ -174,7 +176,7 @@ impl Inspection<'_> {
                     while let Some(file) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
                         let header = self.header(file);
                         if header.is_err() {
-                            // One failure fails them all, so the other files are skipped.
+                            // One failure fails the whole call, so skip the other files.
                             next.store(files.len(), Ordering::Relaxed);
                         }
                         results.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(header);
@@ -197,10 +199,12 @@ impl Inspection<'_> {
         let Ok(length) = <[u8; 8]>::try_from(start.as_slice()) else { bail!("{}", truncated(start.len())) };
         let length = u64::from_le_bytes(length);
         if length > MAX_HEADER_BYTES {
-            bail!("{name} claims a header of {length} bytes, and the limit is {MAX_HEADER_BYTES}; refused");
+            bail!("cannot read {name}: it claims a header of {length} bytes, but the limit is {MAX_HEADER_BYTES}");
         }
         let data_bytes = match file.bytes.map(|bytes| bytes.checked_sub(8 + length)) {
-            Some(None) => bail!("{name} claims a header of {length} bytes and has {} in all", file.bytes.unwrap_or(0)),
+            Some(None) => {
+                bail!("{name} claims a header of {length} bytes, but has only {} bytes", file.bytes.unwrap_or(0))
+            }
             data_bytes => data_bytes.flatten(),
         };
         let mut json = read_up_to(remote, &mut body, length)?;
@@ -208,7 +212,7 @@ impl Inspection<'_> {
         if is_partial && received == FIRST_REQUEST_BYTES && received < 8 + length {
             let (mut body, is_partial) = request(remote, &self.listing.commit, name, received..8 + length)?;
             if !is_partial {
-                bail!("the server sent a part of {name} first, and then the whole file; refused");
+                bail!("cannot read {name}: the server sent a part first, and then the whole file");
             }
             json.extend(read_up_to(remote, &mut body, 8 + length - received)?);
         }
@@ -225,17 +229,17 @@ impl Inspection<'_> {
     }
 }
 
-/// Requests a range of a file. Returns false beside the body if the server sends the whole file from its beginning.
+/// Requests a range of a file. Returns the body, and whether it contains only that range.
 ///
-/// A caller that drops the body early closes the connection.
+/// Otherwise, the body is the whole file. Dropping the body before its end closes the connection.
 fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Result<(impl Read + use<>, bool)> {
     let first = range.start;
     let response: Response<Body> = remote.get_range(commit, name, range)?;
     let is_partial = match response.status() {
         StatusCode::PARTIAL_CONTENT if starts_at(&response, first) => true,
         StatusCode::OK => false,
-        StatusCode::PARTIAL_CONTENT => bail!("the server sent another part of {name} than the requested one; refused"),
-        // An empty file has no first byte.
+        StatusCode::PARTIAL_CONTENT => bail!("cannot read {name}: the server sent a different range than requested"),
+        // An empty file has no byte at offset 0.
         StatusCode::RANGE_NOT_SATISFIABLE if first == 0 => return Ok((Body::builder().data("").into_reader(), true)),
         _ => return Err(remote.refusal(response, Some(name))),
     };
@@ -246,7 +250,7 @@ fn starts_at(response: &Response<Body>, first: u64) -> bool {
     content_range(response.headers()).is_some_and(|range| range.first == first)
 }
 
-/// Reads up to `limit` bytes. Allocates only for bytes that arrive, not for what a server claims.
+/// Reads up to `limit` bytes. Allocates memory only for bytes that arrive, not for a claimed length.
 fn read_up_to(remote: &Remote, body: &mut impl Read, limit: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     match body.take(limit).read_to_end(&mut bytes) {

@@ -1,4 +1,4 @@
-//! The shared state of a download: what its threads still have to fetch, and what is already there.
+//! The shared state of a download: the parts left to fetch and the parts already on disk.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -20,21 +20,21 @@ use super::remote::Remote;
 pub(super) struct WantedFile {
     pub name: String,
     pub bytes: u64,
-    /// The hash of the contents if the hub sends one, else a name that no other file has.
+    /// The hash of the contents if the hub sends one, otherwise a unique name.
     pub etag: String,
 }
 
 impl WantedFile {
-    /// Completes what the listing says of a file, with a HEAD request if necessary.
+    /// Adds the size and the etag to a listed file, with a HEAD request if necessary.
     pub fn new(remote: &Remote, commit: &str, file: RemoteFile) -> Result<Self> {
         let complete = match file {
             RemoteFile { bytes: Some(_), etag: Some(_), .. } => file,
             file => remote.head(commit, &file.name)?,
         };
         let (Some(bytes), Some(etag)) = (complete.bytes, complete.etag) else {
-            bail!("the hub does not say how large {} is", complete.name);
+            bail!("cannot download {}: the hub does not send its size", complete.name);
         };
-        // An etag that is no hash may belong to several files, and to the same file at another commit.
+        // If an etag is not a hash, several files or several versions of a file may have the same etag.
         let etag = match hash::is_hash(&etag) {
             true => etag,
             false => hash::weak_etag(&[commit, &complete.name, &bytes.to_string(), &etag]),
@@ -54,7 +54,7 @@ pub(super) fn is_complete(blob: &Path, bytes: u64) -> bool {
     fs::metadata(blob).is_ok_and(|data| data.is_file() && data.len() == bytes)
 }
 
-/// A running download, as its threads see it.
+/// A running download, shared by its threads.
 pub(super) struct Download<'a> {
     pub remote: &'a Remote<'a>,
     pub commit: &'a str,
@@ -75,21 +75,21 @@ pub(super) struct Board<'a> {
 pub(super) struct Job<'a> {
     pub etag: &'a str,
     pub bytes: u64,
-    /// The files that have these contents.
+    /// The names of the files with these contents.
     pub names: Vec<&'a str>,
     pub partial: Partial,
     pub phase: Phase,
-    /// Parts that wait for a thread.
+    /// Parts that are waiting for a thread.
     pub parts: VecDeque<Range<u64>>,
-    /// The number of threads that work on this job.
+    /// The number of threads that are working on this job.
     pub in_flight: usize,
-    /// Increases when all fetched bytes become invalid. A transfer of an earlier generation stops.
+    /// Incremented when all fetched bytes become invalid. Transfers of earlier generations stop.
     pub generation: u32,
-    /// True if the server sends only whole files.
+    /// True if the server can send only whole files.
     pub is_whole_only: bool,
-    /// How often a server has sent the whole file in place of a part.
+    /// How often a server has sent the whole file instead of a part.
     pub whole_responses: u32,
-    /// True after the complete file had the wrong hash once.
+    /// True if the complete file has had a wrong hash once.
     pub was_bad: bool,
     pub last_save: Instant,
 }
@@ -131,7 +131,7 @@ impl<'a> Job<'a> {
     pub fn report(&self, progress: &dyn Progress) {
         let done_bytes = match self.phase {
             Phase::Done => self.bytes,
-            // A count equal to the size would say that the file is finished.
+            // A count equal to the size would mean that the file is finished.
             _ => self.partial.done_bytes().min(self.bytes.saturating_sub(1)),
         };
         self.names.iter().for_each(|name| progress.file(name, done_bytes));
@@ -151,7 +151,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Discards all fetched bytes, to start from the beginning.
+    /// Discards all fetched bytes and starts from the beginning.
     pub fn restart(&mut self) -> Result<()> {
         self.generation += 1;
         self.partial.clear();
@@ -165,7 +165,9 @@ impl<'a> Download<'a> {
         self.board.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
-    /// Returns the next task, in file order. Waits while other threads may still create work. `None` ends the thread.
+    /// Returns the next task, in file order. Waits while other threads may still create tasks.
+    ///
+    /// Returns `None` if the thread should exit.
     pub fn next_task(&self) -> Option<Task> {
         let mut board = self.board();
         loop {
@@ -222,7 +224,7 @@ impl<'a> Download<'a> {
         if is_busy { Search::Busy } else { Search::Finished }
     }
 
-    /// Waits for `wait`, or until the download fails. Returns false if it failed.
+    /// Waits for `wait`, or until the download fails. Returns false if the download failed.
     pub fn sleep(&self, wait: Duration) -> bool {
         let end = Instant::now() + wait;
         let mut board = self.board();
@@ -242,7 +244,7 @@ impl<'a> Download<'a> {
 /// The result of looking for a task.
 enum Search {
     Found(Task),
-    /// Other threads are at work and may create new tasks.
+    /// Other threads are working and may create new tasks.
     Busy,
     Finished,
 }

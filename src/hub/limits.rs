@@ -1,29 +1,29 @@
-//! Timeouts, retries and request sizes of the connection to a hub.
+//! Timeouts, retries and request sizes for the connection to a hub.
 
 use std::time::Duration;
 
-/// How long a server is waited for, how often a request is retried, and how much one request asks for.
+/// Timeouts, retry limits and request sizes for the connection to a hub.
 #[derive(Clone, Debug)]
 pub struct Limits {
-    /// The longest wait for a connection.
+    /// The maximum time to open a connection.
     pub connect_timeout: Duration,
-    /// The longest wait for the headers of a response. HF_HUB_ETAG_TIMEOUT sets it.
+    /// The maximum wait for the headers of a response. Set by HF_HUB_ETAG_TIMEOUT.
     pub response_timeout: Duration,
-    /// The longest pause between two reads of a body. HF_HUB_DOWNLOAD_TIMEOUT sets it.
+    /// The maximum pause between two reads of a body. Set by HF_HUB_DOWNLOAD_TIMEOUT.
     pub stall_timeout: Duration,
-    /// The wait before the first retry. Each further failure in a row doubles it.
+    /// The wait before the first retry. Each consecutive failure doubles the wait.
     pub first_wait: Duration,
-    /// The longest wait before any retry. A server that asks for more (Retry-After) is given up.
+    /// The maximum wait before a retry. If the server asks for more with Retry-After, the request fails.
     pub max_wait: Duration,
-    /// Failures in a row, without a byte gained, before a file is given up.
+    /// The maximum number of consecutive failures to retry while a file makes no progress.
     pub max_failures: u32,
-    /// Failures in a row before a metadata request, such as the file list, is given up.
+    /// The maximum number of consecutive failures to retry for a metadata request, such as the file list.
     pub max_metadata_failures: u32,
-    /// Requests for file contents that run at the same time.
+    /// The number of parallel requests for file contents.
     pub connections: usize,
-    /// The most bytes that one request asks for.
+    /// The maximum number of bytes per request.
     pub part_bytes: u64,
-    /// How often progress is saved. A killed process loses at most what arrived since then.
+    /// How often progress is saved. A killed process loses at most the bytes since the last save.
     pub save_interval: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! File locks: one process at a time changes a repository's folder.
+//! File locks, so only one process at a time changes a repository's directory.
 
 use std::fs::File;
 use std::path::Path;
@@ -12,7 +12,7 @@ use nix::{
 
 use super::disk::create_dir;
 
-/// A lock that is held until it is dropped or the process ends.
+/// A file lock that is held until it is dropped or the process ends.
 #[cfg(unix)]
 pub(super) struct Lock(Option<Flock<File>>);
 
@@ -20,7 +20,7 @@ pub(super) struct Lock(Option<Flock<File>>);
 pub(super) struct Lock;
 
 impl Lock {
-    /// Returns false if the disk does not support locks. Then the lock keeps no other process out.
+    /// Returns false if the disk does not support locks, so the lock does not exclude other processes.
     #[cfg(unix)]
     pub fn is_effective(&self) -> bool {
         self.0.is_some()
@@ -32,9 +32,9 @@ impl Lock {
     }
 }
 
-/// Takes the lock at `path`. If another process holds it, calls `on_wait` and then waits.
+/// Acquires the lock at `path`. If another process holds the lock, calls `on_wait` and then waits.
 ///
-/// The lock has no effect on disks without locks, such as some network disks.
+/// The lock has no effect on disks without file locks, such as some network disks.
 pub(super) fn acquire(path: &Path, on_wait: impl FnOnce()) -> Result<Lock> {
     if let Some(lock) = try_acquire(path)? {
         return Ok(lock);
@@ -43,7 +43,7 @@ pub(super) fn acquire(path: &Path, on_wait: impl FnOnce()) -> Result<Lock> {
     wait(open(path)?)
 }
 
-/// Takes the lock at `path` without waiting. `None` if another process holds it.
+/// Acquires the lock at `path` without waiting. Returns `None` if another process holds the lock.
 #[cfg(unix)]
 pub(super) fn try_acquire(path: &Path) -> Result<Option<Lock>> {
     match Flock::lock(open(path)?, FlockArg::LockExclusiveNonblock) {
@@ -76,7 +76,7 @@ fn wait(_file: File) -> Result<Lock> {
 
 fn open(path: &Path) -> Result<File> {
     create_dir(path.parent().unwrap_or(path))?;
-    // Never truncated and never deleted: every process must lock the same file.
+    // Never truncate or delete this file, because every process must lock the same file.
     let file = File::options().append(true).create(true).open(path);
     file.with_context(|| format!("cannot write {}", path.display()))
 }

@@ -1,7 +1,8 @@
 //! Finds models on this machine and downloads them from a Hugging Face hub.
 //!
-//! A model becomes a [`Snapshot`]: a directory of files at one commit. Two caches are searched, inferno's own and the
-//! one that Python's tools share; inferno writes only to its own. A plain directory works in place of a name.
+//! A [`Snapshot`] is a directory with the files of a model at one commit.
+//! Models are found in two caches: inferno's own cache, and the Hugging Face cache that Python tools share.
+//! inferno writes only to its own cache. A plain directory can be used in place of a model name.
 
 mod cache;
 mod client;

@@ -1,4 +1,4 @@
-//! Names of repositories, revisions and files. Each is checked before it becomes a path or a URL.
+//! Names of repositories, revisions and files, validated before they become part of a path or URL.
 
 use std::collections::BTreeSet;
 
@@ -8,15 +8,15 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use crate::error::Error;
 use crate::snapshot::{gguf, is_safe_path};
 
-/// The revision that is used if none is given.
+/// The default revision.
 pub(super) const MAIN: &str = "main";
 
-/// Returns true if this could be a repository on a hub, with or without `:Q4_K_M` and `@revision`.
+/// Returns true if `model` is a valid repository name, with or without `:Q4_K_M` and `@revision`.
 pub fn is_repo_name(model: &str) -> bool {
     split_revision(model, None).is_ok_and(|(name, _)| is_repo(gguf::split_tag(name).0))
 }
 
-/// Splits `org/name@revision`. Fails if `revision` is given as well and is a different one.
+/// Splits `org/name@revision`. Fails if `revision` is given too and is different.
 pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> Result<(&'a str, Option<&'a str>)> {
     let (name, inline) = match model.split_once('@') {
         Some((name, inline)) => (name, Some(inline)),
@@ -25,19 +25,20 @@ pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> R
     if let (Some(inline), Some(revision)) = (inline, revision)
         && inline != revision
     {
-        let problem = format!("two different revisions: '{inline}' in {model:?}, and '{revision}'\n  give one of them");
+        let problem =
+            format!("two different revisions: '{inline}' in {model:?}, and '{revision}'\n  use only one of them");
         return Err(Error::usage(problem));
     }
     let revision = inline.or(revision);
     if let Some(revision) = revision
         && !is_safe_path(revision)
     {
-        return Err(Error::usage(format!("{revision:?} is not a revision: write a branch, a tag or a commit")));
+        return Err(Error::usage(format!("{revision:?} is not a valid revision: use a branch, a tag or a commit")));
     }
     Ok((name, revision))
 }
 
-/// Returns true if a name follows the hub's rule: `org/name`, or a bare `name` for the hub's oldest models.
+/// Returns true if a repository name is valid: `org/name`, or a bare `name` for the hub's oldest models.
 pub(super) fn is_repo(repo: &str) -> bool {
     let is_valid = |part: &str| {
         !part.is_empty()
@@ -45,7 +46,7 @@ pub(super) fn is_repo(repo: &str) -> bool {
             && !part.starts_with(['.', '-'])
             && !part.ends_with(['.', '-'])
     };
-    // The cache's folder names write the slash as `--`, so a name cannot contain `--`.
+    // Directory names in the cache use `--` in place of the slash, so a name cannot contain `--`.
     repo.len() <= 96 && repo.split('/').count() <= 2 && repo.split('/').all(is_valid) && !repo.contains("--")
 }
 
@@ -54,7 +55,7 @@ pub(super) fn check_repo(name: &str) -> Result<()> {
     if is_repo(name) {
         return Ok(());
     }
-    Err(Error::usage(format!("{name:?} is not a repository name: write org/name, as in openai/gpt-oss-20b")))
+    Err(Error::usage(format!("{name:?} is not a valid repository name: use org/name, as in openai/gpt-oss-20b")))
 }
 
 /// Returns true for a full git commit hash: SHA-1 or SHA-256.
@@ -62,15 +63,16 @@ pub(super) fn is_commit(commit: &str) -> bool {
     matches!(commit.len(), 40 | 64) && commit.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// Returns true if an etag can be the file name of a blob. The hub's etags are hashes; mirrors use other words.
+/// Returns true if an etag is safe as the file name of a blob. Mirrors may send etags that are not hashes.
 pub(super) fn is_etag(etag: &str) -> bool {
     (1..=128).contains(&etag.len())
         && !etag.starts_with('.')
         && etag.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b))
 }
 
-/// The characters of a URL path that stand for themselves, besides letters and digits.
+/// The characters to percent-encode in a segment of a URL path.
 const SEGMENT: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
+/// The characters to percent-encode in a URL path with several segments.
 const PATH: &AsciiSet = &SEGMENT.remove(b'/');
 
 /// Percent-encodes a file name for a URL and keeps its slashes.
@@ -78,15 +80,15 @@ pub(super) fn encode_path(name: &str) -> String {
     utf8_percent_encode(name, PATH).to_string()
 }
 
-/// Percent-encodes a revision for a URL, slashes included: the revision is one segment.
+/// Percent-encodes a revision for a URL, including its slashes, because the revision is one segment.
 pub(super) fn encode_segment(name: &str) -> String {
     utf8_percent_encode(name, SEGMENT).to_string()
 }
 
-/// Returns the names that `model` stands for.
+/// Returns the names that match `model`.
 ///
-/// An exact match wins, in any case and with or without the organization. Otherwise every name that contains `model`
-/// matches, unless `model` has an organization: a full name stands for one repository only.
+/// Exact matches win. They ignore case and may omit the organization.
+/// Otherwise, every name that contains `model` matches, unless `model` has an organization.
 pub(super) fn matching<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
     let exact: Vec<&String> = names.iter().filter(|name| is_same_name(name, model)).collect();
     let model = model.to_lowercase();
@@ -102,13 +104,13 @@ pub(super) fn is_same_name(name: &str, model: &str) -> bool {
     name.eq_ignore_ascii_case(model) || last.eq_ignore_ascii_case(model)
 }
 
-/// Returns the name that is most similar to `model`, if it is close enough to be a typing error.
+/// Returns the name that is most similar to `model`, if `model` could be a typo of it.
 pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String> {
     let model = model.to_lowercase();
     let distance = |name: &String| {
         let name = name.to_lowercase();
         let last = name.rsplit('/').next().unwrap_or(&name);
-        // A model without an organization is compared with the last part alone.
+        // Compare a model without an organization only with the part after the slash.
         strsim::levenshtein(&model, if model.contains('/') { &name } else { last })
     };
     let (distance, name) = names.iter().map(|name| (distance(name), name)).min()?;

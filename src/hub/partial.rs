@@ -1,8 +1,9 @@
-//! A file that is being downloaded: the bytes on disk, and a record of which bytes they are.
+//! A partially downloaded file: its bytes on disk, and a record of which byte ranges are present.
 //!
-//! Parts arrive in any order, so the length of `blobs/<etag>.parts` says nothing. `<etag>.parts.json` lists the ranges
-//! that are safely on disk. It is written after the data, so it stays true after a kill or a power cut.
-#![allow(clippy::single_range_in_vec_init, reason = "lists of ranges, some with one element, are intended here")]
+//! Parts arrive in any order, so the length of `blobs/<etag>.parts` does not tell which bytes are present.
+//! `<etag>.parts.json` lists the byte ranges that are safely on disk.
+//! The record is written after the data, so it is correct even after a crash or a power failure.
+#![allow(clippy::single_range_in_vec_init, reason = "lists with a single range are intended here")]
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
@@ -16,36 +17,36 @@ use serde::{Deserialize, Serialize};
 
 use super::disk::{create_dir, create_temporary, with_suffix, write_error};
 
-/// The suffixes of unfinished files. `.incomplete` is a file that Python's tools fill from its beginning.
+/// The suffixes of unfinished files. Hugging Face's Python tools write `.incomplete` files sequentially.
 pub(super) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
 
-/// The suffix of a blob with the wrong contents, which is kept until its replacement arrives.
+/// The suffix of a blob with wrong contents, which is kept until its replacement arrives.
 pub(super) const BAD: &str = ".bad";
 
-/// The part of one file that is on disk.
+/// A partially downloaded file.
 pub(super) struct Partial {
     path: PathBuf,
-    /// The size of the whole file.
+    /// The size of the complete file.
     bytes: u64,
     record: Record,
-    /// True once the data of earlier records is gone or could not be flushed. Those records are no longer written.
+    /// True if earlier data is gone or could not be flushed. Pending records of that data are not written.
     ///
-    /// An operating system reports a failed flush once and then forgets it, so this never becomes false again.
+    /// Never reset to false, because an operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
 }
 
 /// The contents of `<etag>.parts.json`.
 #[derive(Clone, Default, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
-    /// The byte ranges on disk: sorted, not empty, with gaps between them.
+    /// The byte ranges on disk: sorted, nonempty, and separated by gaps.
     done: Vec<Range<u64>>,
-    /// The server's etag, for blobs whose own name is no hash of their contents.
+    /// The server's etag, for blobs whose name is not a hash of their contents.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     etag: Option<String>,
 }
 
 impl Record {
-    /// Returns true if the ranges are sorted, not empty, disjoint, and inside a file of `bytes`.
+    /// Returns true if the ranges are sorted, nonempty, disjoint, and within a file of `bytes` bytes.
     fn is_valid(&self, bytes: u64) -> bool {
         let mut previous_end = 0;
         self.done.iter().all(|range| {
@@ -57,7 +58,7 @@ impl Record {
 }
 
 impl Partial {
-    /// Reads what earlier attempts left of the file that will become `blob`. Writes nothing.
+    /// Finds the bytes of `blob` that earlier attempts have downloaded. Writes nothing.
     pub fn find(blob: &Path, bytes: u64) -> Self {
         let path = with_suffix(blob, ".parts");
         let json = fs::read(with_suffix(blob, ".parts.json")).ok();
@@ -72,7 +73,7 @@ impl Partial {
             (None, None) => 0,
         };
         if record.is_valid(bytes) {
-            // The file may have been truncated since.
+            // The file may have been truncated since the record was written.
             record.done.iter_mut().for_each(|range| range.end = range.end.min(length_on_disk));
             record.done.retain(|range| range.start < range.end);
         } else {
@@ -81,7 +82,7 @@ impl Partial {
         Self { path, bytes, record, is_lost: Arc::default() }
     }
 
-    /// Creates the file, or takes over what [`find`](Self::find) found.
+    /// Creates the file, or continues with the file that [`find`](Self::find) found.
     pub fn create(&self, blob: &Path) -> Result<()> {
         create_dir(blob.parent().unwrap_or(blob))?;
         if !self.path.exists() {
@@ -93,19 +94,19 @@ impl Partial {
                 self.checkpoint().write_record()?;
                 fs::rename(&incomplete, &self.path).map_err(|error| write_error(error, &self.path, 0))?;
             } else {
-                // An old record would be taken for a record of the new file.
+                // An old record would be mistaken for a record of the new file.
                 delete(&record_path(&self.path))?;
             }
         }
         let file = self.open()?;
-        // A leftover of another file that had this name.
+        // If the file is too long, it is left over from another file with the same name.
         if file.metadata().is_ok_and(|data| data.len() > self.bytes) {
             file.set_len(self.bytes).map_err(|error| write_error(error, &self.path, 0))?;
         }
         Ok(())
     }
 
-    /// Opens one more handle for writing.
+    /// Opens a new handle for writing.
     pub fn open(&self) -> Result<File> {
         let mut options = File::options();
         options.write(true).create(true).truncate(false);
@@ -113,12 +114,15 @@ impl Partial {
         {
             use nix::fcntl::OFlag;
             use std::os::unix::fs::OpenOptionsExt;
-            // Only a regular file will do: a link could lead anywhere, and a pipe would wait for a reader.
+            // Accept only regular files: a symlink could point anywhere, and opening a pipe would block.
             options.custom_flags((OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits());
         }
         let file = options.open(&self.path).map_err(|error| write_error(error, &self.path, 0))?;
         if !file.metadata().is_ok_and(|data| data.is_file()) {
-            bail!("cannot write {}: it is not a file\n  delete it and run the same command again", self.path.display());
+            bail!(
+                "cannot write {}: it is not a regular file\n  delete it and run the same command again",
+                self.path.display()
+            );
         }
         Ok(file)
     }
@@ -138,13 +142,13 @@ impl Partial {
         starts.zip(ends).filter(|(start, end)| start < end).map(|(start, end)| start..end).collect()
     }
 
-    /// Adds a range of bytes that was written.
+    /// Records that a range of bytes was written.
     pub fn add(&mut self, new: Range<u64>) {
         if new.start >= new.end {
             return;
         }
         let done = &mut self.record.done;
-        // Ranges that touch the new one are merged with it.
+        // Merge all ranges that touch the new range.
         let first = done.partition_point(|range| range.end < new.start);
         let last = done.partition_point(|range| range.start <= new.end);
         let mut merged = new;
@@ -154,20 +158,20 @@ impl Partial {
         done.splice(first..last, [merged]);
     }
 
-    /// Forgets all bytes. Pending checkpoints of the old bytes are not written.
+    /// Clears the record. Pending checkpoints of the old bytes are not written.
     pub fn clear(&mut self) {
         self.record = Record::default();
-        // A disk that lost data once is not trusted again.
+        // Never trust a disk again after it has lost data.
         let was_lost = self.is_lost.swap(true, Ordering::AcqRel);
         self.is_lost = Arc::new(AtomicBool::new(was_lost));
     }
 
-    /// Returns true if a server's etag is the same as in its earlier responses. Stores the first one.
+    /// Returns true if the server's etag is the same as in earlier responses. Stores the first etag.
     pub fn has_same_etag(&mut self, etag: &str) -> bool {
         *self.record.etag.get_or_insert_with(|| etag.to_string()) == etag
     }
 
-    /// Returns a checkpoint of the current state. It can be saved without a lock on this value.
+    /// Returns a checkpoint of the current state, which can be saved without holding a lock on the `Partial`.
     pub fn checkpoint(&self) -> Checkpoint {
         Checkpoint { path: self.path.clone(), record: self.record.clone(), is_lost: self.is_lost.clone() }
     }
@@ -187,14 +191,14 @@ impl Partial {
 
     /// Renames the complete file to `blob` and deletes its record.
     pub fn finish(&self, blob: &Path) -> Result<()> {
-        // Flushed before the rename: a power cut must not leave a blob of the right length that is full of zeros.
+        // Flush before renaming. Otherwise, a power failure could leave a blob of the right length, filled with zeros.
         self.checkpoint().sync()?;
         fs::rename(&self.path, blob).with_context(|| format!("cannot rename {}", self.path.display()))?;
         self.delete()
     }
 }
 
-/// The state of a [`Partial`] at one moment, ready to be saved.
+/// A copy of the state of a [`Partial`], ready to be saved.
 pub(super) struct Checkpoint {
     path: PathBuf,
     record: Record,
@@ -206,7 +210,7 @@ impl Checkpoint {
         &self.path
     }
 
-    /// Flushes the data, then writes the record. Writes no record if the data is gone or was never flushed completely.
+    /// Flushes the data, then writes the record. Skips the record if the data is gone or could not be flushed.
     pub fn save(&self) -> Result<()> {
         if self.is_lost.load(Ordering::Acquire) || !self.sync()? || self.is_lost.load(Ordering::Acquire) {
             return Ok(());
@@ -214,7 +218,7 @@ impl Checkpoint {
         self.write_record()
     }
 
-    /// Flushes the data to disk. Returns false if there is no file.
+    /// Flushes the data to disk. Returns false if the file does not exist.
     pub fn sync(&self) -> Result<bool> {
         match File::open(&self.path).and_then(|data| data.sync_data()) {
             Ok(()) => Ok(true),
@@ -289,7 +293,7 @@ mod tests {
         assert!(partial.has_same_etag("a") && partial.has_same_etag("a") && !partial.has_same_etag("b"));
         partial.save().unwrap();
         assert_eq!(Partial::find(&blob, 100).record, partial.record);
-        assert_eq!(Partial::find(&blob, 85).done_bytes(), 0, "the record is of a longer file");
+        assert_eq!(Partial::find(&blob, 85).done_bytes(), 0, "the record belongs to a longer file");
         partial.open().unwrap().set_len(85).unwrap();
         assert_eq!(Partial::find(&blob, 100).record.done, [0..30, 80..85]);
         let unsorted = r#"{"done":[{"start":9,"end":10},{"start":0,"end":3}]}"#;

@@ -1,25 +1,25 @@
-//! What a caller can observe of a download.
+//! The progress events of a download.
 
 use std::time::Duration;
 
 use super::snapshot::Snapshot;
 
-/// Observes a download. Every method does nothing unless overridden; `&()` ignores all events.
+/// Receives the progress events of a download. By default, every method does nothing. `&()` ignores all events.
 pub trait Progress: Sync {
-    /// Nothing is fetched, because this snapshot is complete.
+    /// The snapshot is already complete, so nothing is fetched.
     fn already_present(&self, _snapshot: &Snapshot) {}
-    /// All files of the snapshot with their sizes in bytes, in download order, present ones included.
+    /// The download starts. `files` has the name and size in bytes of every file, even if it is already present.
     fn start(&self, _files: &[(String, u64)]) {}
-    /// `done_bytes` of the file `name` are on disk. Equal to the file's size: the file is finished.
+    /// `done_bytes` bytes of the file `name` are on disk. The file is finished once this equals its size.
     ///
-    /// Each file is first reported with the bytes that an earlier attempt left. The count goes down if a server cannot
-    /// resume.
+    /// The first report for a file counts the bytes from earlier attempts.
+    /// The count decreases if the server cannot resume.
     fn file(&self, _name: &str, _done_bytes: u64) {}
     /// The file `name` is complete, and its hash is being computed.
     fn verifying(&self, _name: &str) {}
-    /// A request for `name` failed. It is sent again after `wait`.
+    /// A request for `name` failed and will be sent again after `wait`.
     fn retrying(&self, _name: &str, _cause: &str, _wait: Duration) {}
-    /// Another process holds the lock of this repository and must finish first.
+    /// Another process holds the lock of this repository, so the download waits.
     fn waiting(&self, _repo: &str) {}
 }
 

@@ -1,11 +1,14 @@
-//! HTTP requests to a hub, and the errors that its answers stand for.
+//! HTTP requests to a hub, and the errors for its responses.
 //!
-//! The transport is our own, on ureq, because no hf-hub verifies what it downloads: neither 0.5 nor 1.0 compares
-//! a file with its SHA-256. hf-hub 0.5 also repeats the token to the host that a download is redirected to, joins the
-//! server's etag and commit to paths without a check, appends to a file when a server ignores the Range header, and
-//! drops the `x-error-code` header, which tells a gated repository from a missing one.
+//! Requests use ureq instead of the hf-hub crate, because hf-hub 0.5 and 1.0 do not verify the SHA-256 of downloads.
+//! hf-hub 0.5 has further problems:
 //!
-//! Redirects are resolved by hand, since the url crate would add some twenty crates for international domain names.
+//! - It sends the token to the host that a download is redirected to.
+//! - It joins the server's etag and commit to paths without validating them.
+//! - It appends to a file when a server ignores the Range header.
+//! - It drops the `x-error-code` header, which distinguishes a gated repository from a missing one.
+//!
+//! Redirects are resolved by hand, because the url crate would add about 20 crates for international domain names.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -23,10 +26,10 @@ use super::retry::{Retry, is_temporary, retry_after};
 use super::{hash, names};
 use crate::error::Error;
 
-/// The listing of a repository with tens of thousands of files is smaller.
+/// The maximum size of a listing. A listing of tens of thousands of files is smaller.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
 
-/// The redirect from the hub to a storage host is one.
+/// The maximum number of redirects. The hub normally redirects once, to a storage host.
 const MAX_REDIRECTS: usize = 5;
 
 /// One repository on a hub.
@@ -35,38 +38,38 @@ pub(super) struct Remote<'a> {
     config: &'a HubConfig,
     repo: &'a str,
     revision: &'a str,
-    /// Observes retries.
+    /// Receives an event for each retry.
     progress: &'a dyn Progress,
 }
 
-/// What a request fetches, which decides how long it may take.
+/// What a request fetches, which determines its timeouts.
 #[derive(Clone, Copy)]
 enum Purpose {
-    /// A short answer. The whole body has a time limit.
+    /// A short response. The timeout applies to the whole body.
     Metadata,
-    /// A file of any length. Only pauses between reads have a time limit.
+    /// A file of any length. The timeout applies only to the pauses between reads.
     Contents,
 }
 
 /// The response to a GET request.
 pub(super) struct Answer {
     pub response: Response<Body>,
-    /// True if a host other than the endpoint sent it.
+    /// True if the response came from a host other than the endpoint.
     pub is_from_other_host: bool,
 }
 
-/// What a hub says about the token.
+/// The result of checking the token with a hub.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TokenStatus {
     /// There is no token to check.
     NoToken,
     Accepted,
     Refused,
-    /// The endpoint cannot check tokens, like many mirrors.
+    /// The endpoint cannot check tokens, as is common for mirrors.
     NotSupported,
 }
 
-/// Sends one short request to the endpoint, and to no other host.
+/// Sends one short request to the endpoint. Does not follow redirects.
 pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     let unreachable =
         |cause: String| Error::Network { endpoint: config.endpoint_for_display(), cause, is_temporary: true };
@@ -80,7 +83,7 @@ pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     }
     let response = request.call().map_err(|error| unreachable(error.to_string()))?;
     match (response.status(), config.token.is_some()) {
-        (status, _) if status.is_server_error() => Err(unreachable(format!("it answered HTTP {status}")).into()),
+        (status, _) if status.is_server_error() => Err(unreachable(format!("HTTP {status}")).into()),
         (_, false) => Ok(TokenStatus::NoToken),
         (StatusCode::UNAUTHORIZED, true) => Ok(TokenStatus::Refused),
         (status, true) if status.is_success() => Ok(TokenStatus::Accepted),
@@ -91,9 +94,9 @@ pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
 fn agent(limits: &Limits) -> Agent {
     Agent::config_builder()
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
-        // Lengths and ranges must count the bytes of the file, not of a compressed stream.
+        // Lengths and ranges must refer to the bytes of the file, not of a compressed stream.
         .accept_encoding("identity")
-        // The body and headers of an error response are read too.
+        // Return error responses as `Ok`, because their headers and bodies are read too.
         .http_status_as_error(false)
         // Large files are redirected to another host, which must not see the token. `follow` handles redirects.
         .max_redirects(0)
@@ -119,13 +122,13 @@ impl<'a> Remote<'a> {
         &self.config.limits
     }
 
-    /// Fetches the commit that the revision stands for, and its file list.
+    /// Fetches the commit of the revision, and its file list.
     pub fn listing(&self) -> Result<Listing> {
         let revision = names::encode_segment(self.revision);
         let url = format!("{}/api/models/{}/revision/{revision}?blobs=true", self.config.endpoint, self.repo);
         let mut response = self.with_retries(self.repo, || {
             let mut response = self.follow(&url, None, Purpose::Metadata)?.response;
-            // Read here, so that a body that breaks off is requested again.
+            // Read the body here, so the request is retried if the body is truncated.
             if response.status().is_success() {
                 let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES).read_to_vec();
                 *response.body_mut() =
@@ -139,13 +142,13 @@ impl<'a> Remote<'a> {
         let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES).read_to_vec()?;
         let info: ModelInfo = serde_json::from_slice(&body).map_err(|error| {
             self.permanent_error(format!(
-                "its answer is not a model hub's (a login page, or a wrong HF_ENDPOINT?): {error}"
+                "the response is not from a model hub (a login page, or a wrong HF_ENDPOINT?): {error}"
             ))
         })?;
         let listing = info.check(self.repo)?;
         if names::is_commit(self.revision) && !listing.commit.eq_ignore_ascii_case(self.revision) {
             let what = format!(
-                "the hub sent commit {} of '{}' in place of commit {}; refused",
+                "the hub sent commit {} of '{}' instead of commit {}",
                 listing.commit, self.repo, self.revision
             );
             return Err(Error::Verification { what, hint: "set HF_ENDPOINT to another hub".into() }.into());
@@ -157,7 +160,7 @@ impl<'a> Remote<'a> {
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
         let mut url = self.file_url(commit, name);
         for _ in 0..MAX_REDIRECTS {
-            // The first response with the file's hash counts, not that of the storage behind it.
+            // Use the first response with the file's hash, not the response of the storage host.
             let request = || self.call(self.prepare(self.agent.head(&url), &url, Purpose::Metadata, true));
             let response = self.with_retries(name, request)?;
             let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
@@ -165,7 +168,7 @@ impl<'a> Remote<'a> {
             if response.status().is_redirection() && linked_etag.is_none() {
                 match text("location").and_then(|to| self.resolve(&url, to)).filter(|to| self.is_endpoint(to)) {
                     Some(next) => url = next,
-                    None => bail!("the hub redirects {name} to another host without its size and hash"),
+                    None => bail!("the hub redirects {name} to another host without sending its size and hash"),
                 }
                 continue;
             }
@@ -173,7 +176,7 @@ impl<'a> Remote<'a> {
                 return Err(self.refusal(response, Some(name)));
             }
             let etag = hash::bare_etag(linked_etag.or(text("etag")).unwrap_or_default());
-            // The content-length of a redirect is that of its own empty body.
+            // The content-length of a redirect is the length of its own empty body.
             let length = if response.status().is_redirection() { None } else { text("content-length") };
             let bytes = text("x-linked-size").or(length).and_then(|bytes| bytes.parse().ok());
             let bytes = bytes.filter(|bytes| *bytes <= MAX_FILE_BYTES);
@@ -185,7 +188,7 @@ impl<'a> Remote<'a> {
         Err(self.permanent_error(format!("it redirects {name} more than {MAX_REDIRECTS} times")))
     }
 
-    /// Requests a file, or a range of its bytes. The status says whether the server honored the range.
+    /// Requests a file, or a range of its bytes. The status shows whether the server honored the range.
     pub fn get(&self, commit: &str, name: &str, range: Option<Range<u64>>) -> Result<Answer> {
         let range = range.map(|range| format!("bytes={}-{}", range.start, range.end.saturating_sub(1)));
         self.follow(&self.file_url(commit, name), range.as_deref(), Purpose::Contents)
@@ -193,12 +196,12 @@ impl<'a> Remote<'a> {
 
     /// Requests a range of a file, with retries.
     ///
-    /// A server without ranges sends the whole file with status 200. The caller must not read more than it asked for.
+    /// A server without range support sends the whole file with status 200, so the caller must limit what it reads.
     pub fn get_range(&self, commit: &str, name: &str, range: Range<u64>) -> Result<Response<Body>> {
         self.with_retries(name, || Ok(self.get(commit, name, Some(range.clone()))?.response))
     }
 
-    /// Sends a request again while it fails in a way that may pass. `name` is the file or repository, for messages.
+    /// Sends a request and retries temporary failures. `name` is the file or repository, for messages.
     fn with_retries(&self, name: &str, send: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
         let limits = self.limits();
         let mut retry = Retry::new(limits, limits.max_metadata_failures);
@@ -220,7 +223,7 @@ impl<'a> Remote<'a> {
         }
     }
 
-    /// Reports that the request for `name` is sent again after `wait`.
+    /// Reports that the request for `name` will be sent again after `wait`.
     pub fn report_retry(&self, name: &str, cause: &str, wait: Duration) {
         tracing::info!(name, cause, wait_ms = wait.as_millis() as u64, "retrying a request");
         self.progress.retrying(name, cause, wait);
@@ -228,12 +231,12 @@ impl<'a> Remote<'a> {
 
     /// Sends a GET request and follows redirects.
     ///
-    /// The token goes to the endpoint alone: not to another host or port, and not over http if the endpoint is https.
+    /// Sends the token only to the endpoint: never to another host or port, and never over http instead of https.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<Answer> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;
         for _ in 0..=MAX_REDIRECTS {
-            // Another host that redirects back to the endpoint must not make us send the token.
+            // If another host redirects back to the endpoint, do not send the token.
             is_from_other_host |= !self.is_endpoint(&url);
             let mut request = self.prepare(self.agent.get(&url), &url, purpose, !is_from_other_host);
             if let Some(range) = range {
@@ -246,9 +249,11 @@ impl<'a> Remote<'a> {
                 Some(to) => match self.resolve(&url, to) {
                     Some(next) => url = next,
                     None => {
-                        // The query may hold a signature, which is not shown.
+                        // Do not show the query, which may contain a signature.
                         let to = to.split(['?', '#']).next().unwrap_or_default();
-                        return Err(self.permanent_error(format!("it redirects to {to:?}, which is not a web address")));
+                        return Err(
+                            self.permanent_error(format!("it redirects to {to:?}, which is not a valid web address"))
+                        );
                     }
                 },
             }
@@ -256,7 +261,7 @@ impl<'a> Remote<'a> {
         Err(self.permanent_error(format!("it redirects more than {MAX_REDIRECTS} times")))
     }
 
-    /// Returns the error for a response without success. `file` is the requested file, `None` for the listing.
+    /// Returns the error for an unsuccessful response. `file` is the requested file, or `None` for the listing.
     pub fn refusal(&self, mut response: Response<Body>, file: Option<&str>) -> anyhow::Error {
         let status = response.status();
         let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok()).unwrap_or_default();
@@ -269,17 +274,17 @@ impl<'a> Remote<'a> {
             (_, "GatedRepo") => gated.into(),
             (_, "RepoNotFound") => no_repository.into(),
             (_, "RevisionNotFound") => no_revision.into(),
-            // The repository was listed a moment ago, so only its files are restricted.
+            // Listing the repository succeeded, so only its files are restricted.
             (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) if file.is_some() => gated.into(),
             (StatusCode::UNAUTHORIZED, _) if self.config.token.is_some() => {
-                anyhow::Error::new(gated).context("the hub refuses the token: it is wrong or has expired")
+                anyhow::Error::new(gated).context("the hub rejects the token: it is invalid or has expired")
             }
             // Without a token, the hub hides whether a private repository exists.
             (StatusCode::UNAUTHORIZED, _) => no_repository.into(),
             (StatusCode::FORBIDDEN, _) => gated.into(),
             (StatusCode::NOT_FOUND, _) => match file {
                 Some(file) => anyhow::anyhow!("the hub lists {file} in '{repo}' but does not have it"),
-                // Mirrors without error codes name the cause in the body.
+                // Mirrors that send no error codes state the cause in the body.
                 None => match response.body_mut().with_config().limit(1 << 16).read_to_string() {
                     Ok(body) if body.to_lowercase().contains("invalid rev") => no_revision.into(),
                     _ => no_repository.into(),
@@ -290,18 +295,18 @@ impl<'a> Remote<'a> {
                     "" => "later".to_string(),
                     seconds => format!("in {seconds} s"),
                 };
-                self.temporary_error(format!("it received too many requests (HTTP 429); try again {wait}"))
+                self.temporary_error(format!("too many requests (HTTP 429); try again {wait}"))
             }
-            _ => self.temporary_error(format!("it answered HTTP {status}")),
+            _ => self.temporary_error(format!("HTTP {status}")),
         }
     }
 
-    /// Returns a network error that a retry may cure.
+    /// Returns a network error that a retry may fix.
     pub fn temporary_error(&self, cause: String) -> anyhow::Error {
         Error::Network { endpoint: self.config.endpoint_for_display(), cause, is_temporary: true }.into()
     }
 
-    /// Returns a network error that a retry would only repeat.
+    /// Returns a network error that a retry would not fix.
     fn permanent_error(&self, cause: String) -> anyhow::Error {
         Error::Network { endpoint: self.config.endpoint_for_display(), cause, is_temporary: false }.into()
     }
@@ -310,7 +315,7 @@ impl<'a> Remote<'a> {
         format!("{}/{}/resolve/{commit}/{}", self.config.endpoint, self.repo, names::encode_path(name))
     }
 
-    /// Adds the time limits for `purpose` to a request, and the token if `with_token` and `url` is on the endpoint.
+    /// Adds the timeouts for `purpose`, and the token if `with_token` is true and `url` is on the endpoint.
     fn prepare(
         &self,
         mut request: RequestBuilder<WithoutBody>,
@@ -335,7 +340,7 @@ impl<'a> Remote<'a> {
         request.call().map_err(|error| self.temporary_error(error.to_string()))
     }
 
-    /// Returns the address that a redirect leads to. `None` for other schemes, and for http if `url` is https.
+    /// Returns the target of a redirect. Returns `None` for other schemes, and for redirects from https to http.
     fn resolve(&self, url: &str, location: &str) -> Option<String> {
         let scheme_end = url.find("://")?;
         let next = if location.starts_with("//") {
@@ -351,7 +356,7 @@ impl<'a> Remote<'a> {
         (is_https || next.starts_with("http://") && !url.starts_with("https://")).then_some(next)
     }
 
-    /// Returns true if an address has the scheme, host and port of the endpoint.
+    /// Returns true if a URL has the scheme, host and port of the endpoint.
     fn is_endpoint(&self, url: &str) -> bool {
         let origin = |url: &str| {
             let url: Uri = url.parse().ok()?;
@@ -364,7 +369,7 @@ impl<'a> Remote<'a> {
     }
 }
 
-/// Sends a request for this machine past any proxy, which could not reach it.
+/// Disables the proxy for requests to this machine, which a proxy could not reach.
 fn bypass_proxy_if_local(request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
     let host = url.parse::<Uri>().ok().and_then(|url| url.host().map(str::to_lowercase));
     match host.as_deref() {

@@ -1,4 +1,4 @@
-//! Removes models from inferno's cache, and prunes files that no model needs.
+//! Removes models from inferno's cache, and prunes files that no model uses.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -25,7 +25,7 @@ pub struct RemovedModel {
     /// The commits that were removed. Empty for the demo.
     pub revisions: Vec<String>,
     pub freed_bytes: u64,
-    /// The size of its files that other revisions share, and that therefore stay.
+    /// The size in bytes of the model's files that are kept because other revisions use them.
     pub kept_bytes: u64,
 }
 
@@ -33,28 +33,28 @@ pub struct RemovedModel {
 #[derive(Debug, PartialEq, Eq)]
 pub struct PrunedRepo {
     pub name: String,
-    /// How many files were deleted.
+    /// The number of deleted files.
     pub files: usize,
     pub freed_bytes: u64,
     /// True if another process holds the lock, so nothing was deleted.
     pub is_busy: bool,
 }
 
-/// What removing a model takes out of its repository.
+/// The snapshots and files to remove from a repository.
 #[derive(Default)]
 struct Selection {
-    /// Every commit that the removal touches.
+    /// All commits that the removal affects.
     revisions: Vec<String>,
-    /// The commits whose whole snapshot goes.
+    /// The commits whose whole snapshot is removed.
     whole_commits: Vec<String>,
-    /// Files that go from snapshots that stay.
+    /// Files to remove from snapshots that are kept.
     files: Vec<PathBuf>,
 }
 
 impl Hub {
-    /// Returns the full name of the model that `model` is only a part of. `None` if `model` is a full name.
+    /// Returns the full name of the model if `model` is only part of its name. Returns `None` for a full name.
     ///
-    /// Commands that delete ask for the full name: a part may match another model the next time.
+    /// Commands that delete require the full name, because a part may match a different model the next time.
     pub fn complete_partial_name(&self, model: &str) -> Option<String> {
         let (name, _) = names::split_revision(model, None).ok()?;
         let (part, _) = gguf::split_tag(name);
@@ -65,9 +65,9 @@ impl Hub {
         }
     }
 
-    /// Removes a model from inferno's cache, at one revision or at all. `:Q4_K_M` selects one of its GGUF files.
+    /// Removes one revision or all revisions of a model from inferno's cache. `:Q4_K_M` selects a GGUF model.
     ///
-    /// Files that other revisions share stay. Waits for another process that works on the same repository.
+    /// Keeps files that other revisions use. Waits while another process uses the same repository.
     pub fn remove(&self, model: &str, revision: Option<&str>, progress: &dyn Progress) -> Result<RemovedModel> {
         let (name, revision) = names::split_revision(model, revision)?;
         if name == demo::NAME {
@@ -79,7 +79,7 @@ impl Hub {
         let (part, tag) = gguf::split_tag(name);
         let own_names = self.own_cache().names().into_iter().collect();
         let matching = names::matching(part, &own_names);
-        // A model of the shared cache may have a ref here and no snapshot.
+        // A model in the shared cache may have a ref in inferno's cache, but no snapshot.
         if matching.iter().all(|name| self.own_cache().repo(name).commits().is_empty()) {
             self.check_is_not_elsewhere(part)?;
         }
@@ -108,7 +108,7 @@ impl Hub {
 
     /// Deletes the leftovers of interrupted downloads, and blobs that no revision links to.
     ///
-    /// Skips a repository that another process works on.
+    /// Skips repositories that another process is using.
     pub fn prune(&self) -> Result<Vec<PrunedRepo>> {
         self.check_own_cache()?;
         let mut pruned = Vec::new();
@@ -127,11 +127,11 @@ impl Hub {
         Ok(pruned)
     }
 
-    /// Fails if the lock has no effect, since another process would go unnoticed. `--force` allows that.
+    /// Fails if the lock has no effect, because another process could be using the repository. `--force` allows that.
     fn check_lock(&self, lock: &Lock, repo: &RepoDir) -> Result<()> {
         if !lock.is_effective() && !self.force {
             bail!(
-                "cannot delete safely: the disk of {} has no file locks, so another inferno would not be noticed\n  to delete anyway: --force",
+                "cannot delete safely: the disk of {} has no file locks, so another inferno process may be using it\n  to delete anyway: --force",
                 repo.path.display()
             );
         }
@@ -148,7 +148,7 @@ impl Hub {
             }
             [] => Ok(()),
             [name, ..] => Err(Error::NotOurs(format!(
-                "'{name}' is in the cache of Python's tools, which inferno does not change\n  hf cache rm model/{name}"
+                "'{name}' is in the shared Hugging Face cache, which inferno does not change\n  to delete it: hf cache rm model/{name}"
             ))
             .into()),
         }
@@ -157,7 +157,7 @@ impl Hub {
 
 /// Selects what to remove: whole snapshots, or the GGUF files that `tag` selects.
 ///
-/// A snapshot goes with the last of its weights.
+/// Selects the whole snapshot if it would have no weights left.
 fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Selection> {
     let Some(tag) = tag else {
         return Ok(Selection { revisions: commits.clone(), whole_commits: commits, files: Vec::new() });
@@ -187,7 +187,7 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
     Ok(selection)
 }
 
-/// Deletes what was selected. Reads everything first: an unreadable folder must not count as an empty one.
+/// Deletes the selection. Reads everything first, because an unreadable directory must not count as empty.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
     let Selection { revisions, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);
@@ -198,7 +198,7 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
     let (removed_blobs, remaining_blobs) = (linked_blobs(&removed)?, linked_blobs(&remaining)?);
     let refs = read_refs(repo)?;
 
-    // First the refs, then the links, then the blobs: no name ever stands for a partial model.
+    // Delete the refs first, then the links, then the blobs, so no name ever refers to a partial model.
     for (path, _) in refs.into_iter().filter(|(_, commit)| whole_commits.contains(commit)) {
         remove_file(&path)?;
     }
@@ -226,9 +226,9 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
     })
 }
 
-/// Deletes the leftovers in a repository and returns the size of each.
+/// Deletes the leftovers in a repository and returns the sizes of the deleted files.
 fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
-    // Everything is read first: an unreadable folder must not count as an empty one.
+    // Read everything first, because an unreadable directory must not count as empty.
     let snapshot_files: Vec<PathBuf> =
         walk(&repo.path.join("snapshots"))?.into_iter().filter(|path| !is_leftover(path)).collect();
     let linked = linked_blobs(&snapshot_files)?;
@@ -247,14 +247,14 @@ fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
     Ok(freed)
 }
 
-/// Returns the commits that have a snapshot folder. Fails if they cannot be read.
+/// Returns the commits that have a snapshot. Fails if the directory cannot be read.
 fn read_commits(repo: &RepoDir) -> Result<Vec<String>> {
     let entries = read_dir(&repo.path.join("snapshots"))?;
     let names = entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok());
     Ok(names.filter(|name| names::is_commit(name)).collect())
 }
 
-/// Returns the file of each ref and the commit that it points to. Fails if one cannot be read.
+/// Returns the path of each ref and the commit that the ref points to. Fails if a ref cannot be read.
 fn read_refs(repo: &RepoDir) -> Result<Vec<(PathBuf, String)>> {
     let commit = |path: PathBuf| {
         let commit = fs::read_to_string(&path).with_context(|| cannot_read(&path))?.trim().to_string();
@@ -275,9 +275,9 @@ fn linked_blobs(files: &[PathBuf]) -> Result<BTreeSet<String>> {
     Ok(etags)
 }
 
-/// Returns every file below a directory, sorted. Links count as files.
+/// Returns all files below a directory, sorted. Symlinks count as files.
 ///
-/// Unlike [`files_below`], it fails if something cannot be read.
+/// Unlike [`files_below`], fails if a directory cannot be read or is a symlink.
 fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for entry in read_dir(dir)? {
@@ -286,8 +286,8 @@ fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
         if kind.is_dir() {
             files.extend(walk(&path)?);
         } else if kind.is_symlink() && path.is_dir() {
-            // The user moved a part of the cache. The link is no file, and the files behind it are not ours to count.
-            bail!("cannot delete safely: {} links to another folder; nothing was deleted there", path.display());
+            // The user has moved part of the cache. Do not delete files behind the symlink.
+            bail!("cannot delete safely: {} is a link to another directory; nothing was deleted there", path.display());
         } else {
             files.push(path);
         }
@@ -296,7 +296,7 @@ fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Returns the entries of a directory. Empty only if the directory does not exist.
+/// Returns the entries of a directory. Fails if the directory exists but cannot be read.
 fn read_dir(dir: &Path) -> Result<Vec<fs::DirEntry>> {
     match fs::read_dir(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
@@ -308,7 +308,7 @@ fn cannot_read(path: &Path) -> String {
     format!("cannot read {}; nothing was deleted there", path.display())
 }
 
-/// Returns true for files that an interrupted process leaves: unfinished blobs and temporary files.
+/// Returns true for files that an interrupted process left behind: unfinished blobs and temporary files.
 fn is_leftover(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let is_in_blobs = path.parent().is_some_and(|dir| dir.ends_with("blobs"));
@@ -319,7 +319,7 @@ fn bytes_below(dir: &Path) -> u64 {
     files_below(dir).iter().map(|path| file_bytes(path)).sum()
 }
 
-/// Returns the size of a file, and 0 for a link: its target is counted where it lies.
+/// Returns the size of a file in bytes. A symlink has size 0, because its target is counted separately.
 fn file_bytes(path: &Path) -> u64 {
     path.symlink_metadata().ok().filter(|data| data.is_file()).map_or(0, |data| data.len())
 }
@@ -330,7 +330,7 @@ fn remove_file(path: &Path) -> Result<()> {
 
 fn remove_dir(dir: &Path) -> Result<()> {
     match fs::remove_dir_all(dir) {
-        // The folder was already gone.
+        // The directory was already gone.
         Err(_) if entries(dir).next().is_none() && !dir.exists() => Ok(()),
         result => result.with_context(|| format!("cannot delete {}", dir.display())),
     }

@@ -1,4 +1,4 @@
-//! When a failed request is sent again.
+//! Decides whether and when to retry a failed request.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::time::Duration;
@@ -7,10 +7,10 @@ use ureq::http::{HeaderMap, StatusCode, header};
 
 use super::limits::Limits;
 
-/// The wait stops doubling here. A server may still ask for more.
+/// The wait stops doubling at this value. A server may still ask for a longer wait.
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
-/// Counts the failures in a row of one request.
+/// Counts the consecutive failures of one request.
 pub(super) struct Retry<'a> {
     limits: &'a Limits,
     max_failures: u32,
@@ -22,14 +22,14 @@ impl<'a> Retry<'a> {
         Self { limits, max_failures, failures: 0 }
     }
 
-    /// Starts counting again, after bytes arrived.
+    /// Resets the failure count, after bytes have arrived.
     pub fn reset(&mut self) {
         self.failures = 0;
     }
 
-    /// Counts a failure and returns how long to wait before the next attempt. `None` means to give up.
+    /// Counts a failure and returns how long to wait before the next attempt. Returns `None` to give up.
     ///
-    /// `retry_after` is what the server asked for.
+    /// `retry_after` is the wait that the server asked for.
     pub fn wait_after_failure(&mut self, retry_after: Option<Duration>) -> Option<Duration> {
         self.failures += 1;
         if self.failures > self.max_failures {
@@ -41,7 +41,7 @@ impl<'a> Retry<'a> {
     }
 }
 
-/// Returns between half of `wait` and all of it, so that many clients do not return at the same moment.
+/// Returns a random time between half of `wait` and `wait`, so many clients do not retry at the same moment.
 fn with_jitter(wait: Duration) -> Duration {
     // The keys of the standard hasher are random, which is good enough here.
     let random = RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64;
@@ -53,14 +53,14 @@ pub(super) fn is_temporary(status: StatusCode) -> bool {
     status.is_server_error() || matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT)
 }
 
-/// Reads the Retry-After header, in either of its forms: a number of seconds, or a date.
+/// Parses the Retry-After header, which is either a number of seconds or a date.
 pub(super) fn retry_after(headers: &HeaderMap) -> Option<Duration> {
     let value = headers.get(header::RETRY_AFTER)?.to_str().ok()?.trim();
     if let Ok(seconds) = value.parse() {
         return Some(Duration::from_secs(seconds));
     }
     let date = jiff::fmt::rfc2822::parse(value).ok()?.timestamp();
-    // A date in the past means now.
+    // A date in the past means no wait.
     Some(Duration::from_secs(u64::try_from(date.duration_since(jiff::Timestamp::now()).as_secs()).unwrap_or(0)))
 }
 

@@ -7,17 +7,17 @@ use crate::snapshot::gguf;
 /// A model's files on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// `org/name`, or the path of a directory as the user wrote it.
+    /// `org/name`, or the path of a directory as the user typed it.
     pub name: String,
     /// The commit. `None` for a plain directory.
     pub revision: Option<String>,
-    /// The directory of the files, or the GGUF file that is the whole model (its first part, if it has several).
+    /// The directory with the files, or the GGUF file of the model (the first part if there are several).
     pub path: PathBuf,
     pub source: Source,
 }
 
 impl Snapshot {
-    /// Returns the models in this snapshot: one for each complete GGUF file, else the snapshot itself.
+    /// Returns the models in this snapshot: one for each complete GGUF model, or else the snapshot itself.
     pub fn models(&self) -> Vec<Self> {
         let named = gguf::named_models(&self.name, &self.path);
         if named.is_empty() {
@@ -32,15 +32,15 @@ impl Snapshot {
 pub enum Source {
     /// inferno's own cache.
     Inferno,
-    /// The cache that Python's tools share.
+    /// The Hugging Face cache that Python tools share.
     HuggingFace,
     /// A directory or file that the user named.
     Directory,
-    /// The demo model inside the binary.
+    /// The demo model, which is built into the binary.
     BuiltIn,
 }
 
-/// A snapshot after verification.
+/// The result of verifying a snapshot.
 #[derive(Debug)]
 pub struct VerifiedSnapshot {
     pub name: String,
@@ -61,10 +61,10 @@ impl VerifiedSnapshot {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileState {
     Good,
-    /// The contents have another hash.
+    /// The hash of the contents does not match.
     Bad,
-    /// The model needs the file, and it is not on the disk.
+    /// The model needs the file, but it is not on disk.
     Missing,
-    /// The file has no hash to compare with: it came from a mirror, or the disk does not support links.
+    /// The file has no hash to compare with, because it came from a mirror or the disk does not support symlinks.
     Unknown,
 }

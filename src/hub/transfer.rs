@@ -1,6 +1,6 @@
-//! One request for one part of a file: sent, checked, and written to disk.
+//! Requests one part of a file, checks the response, and writes it to disk.
 //!
-//! Whatever a server sends, only bytes of the requested part of the requested file are written.
+//! No matter what a server sends, only bytes of the requested part of the requested file are written.
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::mem;
@@ -18,26 +18,26 @@ use crate::error::Error;
 
 /// How often a server may ignore a range before the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
-/// A transfer that gains fewer bytes than this in twice the stall timeout counts as stalled.
+/// A transfer that receives fewer bytes than this within twice the stall timeout counts as stalled.
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
 /// Why a transfer ended early.
 pub(super) enum Stop {
     /// Another attempt may succeed. The server may ask to wait first (Retry-After).
     Temporary(String, Option<Duration>),
-    /// Another attempt would fail in the same way.
+    /// Another attempt would fail the same way.
     Permanent(anyhow::Error),
     /// The part is no longer needed.
     Obsolete,
 }
 
-/// One part that a thread fetches.
+/// The transfer of one part of a file, on one thread.
 pub(super) struct Transfer<'a, 'b> {
     pub download: &'b Download<'a>,
     /// The index of the job.
     pub job: usize,
     pub part: Range<u64>,
-    /// The end of the bytes that are on disk.
+    /// The offset in the file where the next bytes are written.
     pub position: u64,
     pub generation: u32,
 }
@@ -64,7 +64,7 @@ impl Transfer<'_, '_> {
             StatusCode::PARTIAL_CONTENT => {
                 let sent = content_range(response.headers());
                 if range.is_none() || !sent.is_some_and(|sent| sent.is(self.position, self.part.end, bytes)) {
-                    return Err(temporary("the server sent another part than the requested one"));
+                    return Err(temporary("the server sent a different range than requested"));
                 }
             }
             StatusCode::OK => {
@@ -73,18 +73,20 @@ impl Transfer<'_, '_> {
                 }
                 if range.is_some() {
                     if content_length(response.headers()) != Some(bytes) {
-                        return Err(temporary("the server sent a body of unknown length in place of a part"));
+                        return Err(temporary(
+                            "the server sent a body of unknown length instead of the requested range",
+                        ));
                     }
                     self.restart_whole()?;
                 }
             }
             StatusCode::RANGE_NOT_SATISFIABLE => {
-                return Err(temporary("the server says that the file has no such part"));
+                return Err(temporary("the server says that the file has no such range"));
             }
             status if is_temporary(status) => {
                 return Err(Stop::Temporary(format!("HTTP {status}"), retry_after(response.headers())));
             }
-            // A link to a storage host expires. The next request gets a new one.
+            // Links to a storage host expire. The next request gets a new link.
             status if is_from_other_host => return Err(temporary(format!("the storage host answered HTTP {status}"))),
             _ => return Err(Stop::Permanent(remote.refusal(response, Some(name)))),
         }
@@ -93,9 +95,9 @@ impl Transfer<'_, '_> {
         self.write_body(response.into_body().into_reader(), name, has_length)
     }
 
-    /// Takes over the whole file, because the server sends no parts. Other transfers of the file stop.
+    /// Switches to fetching the whole file, because the server ignores ranges. Other transfers of the file stop.
     ///
-    /// Discards the bytes on disk only after several such responses: one of several servers may have erred.
+    /// Discards the bytes on disk only after several such responses, because only one of several servers may be faulty.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut board = self.download.board();
         let job = &mut board.jobs[self.job];
@@ -105,7 +107,7 @@ impl Transfer<'_, '_> {
         job.whole_responses = job.whole_responses.saturating_add(1);
         let limit = MAX_WHOLE_RESPONSES.min(self.download.remote.limits().max_failures);
         if job.whole_responses <= limit && job.partial.done_bytes() > 0 {
-            return Err(temporary("the server sent the whole file in place of a part"));
+            return Err(temporary("the server sent the whole file instead of the requested range"));
         }
         job.generation += 1;
         job.is_whole_only = true;
@@ -116,7 +118,7 @@ impl Transfer<'_, '_> {
         Ok(())
     }
 
-    /// Checks that the server's etag is the same as before, for files without a hash. Restarts the file if it changed.
+    /// Checks that the etag of a file without a hash is the same as before. Restarts the file if the etag has changed.
     fn check_etag(&self, headers: &HeaderMap) -> Result<(), Stop> {
         let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()).map(hash::bare_etag) else {
             return Ok(());
@@ -140,7 +142,7 @@ impl Transfer<'_, '_> {
         Err(Stop::Obsolete)
     }
 
-    /// Writes a body to its place in the file, and no byte more than requested.
+    /// Writes a body to its position in the file. Never writes more bytes than requested.
     fn write_body(&mut self, mut body: BodyReader, name: &str, has_length: bool) -> Result<(), Stop> {
         let (mut output, path) = {
             let board = self.download.board();
@@ -173,14 +175,14 @@ impl Transfer<'_, '_> {
             output.write_all(&buffer[..count]).map_err(|error| cannot_write(error, left))?;
             self.record_written(count as u64)?;
         }
-        // Reading to the end makes the connection reusable. Without a length, this could wait for the server.
+        // Read to the end, so the connection can be reused. Without a content length, this read could block.
         if has_length {
             let _ = body.read(&mut buffer);
         }
         Ok(())
     }
 
-    /// Records bytes that were written, and saves the record if it is due.
+    /// Records bytes that were written, and saves the record if a save is due.
     fn record_written(&mut self, count: u64) -> Result<(), Stop> {
         let checkpoint = {
             let mut board = self.download.board();
@@ -201,7 +203,7 @@ impl Transfer<'_, '_> {
                 job.partial.checkpoint()
             })
         };
-        // Saved without the lock on the board.
+        // Save while the board is not locked.
         checkpoint.map_or(Ok(()), |checkpoint| checkpoint.save().map_err(Stop::Permanent))
     }
 }
@@ -210,15 +212,15 @@ fn temporary(cause: impl Into<String>) -> Stop {
     Stop::Temporary(cause.into(), None)
 }
 
-/// Returns why a response with status 200 cannot be the requested file. `None` if it can be.
+/// Returns why a response with status 200 cannot be the requested file, or `None` if it can.
 fn wrong_file(response: &Response<Body>, name: &str, bytes: u64) -> Option<String> {
     let text = |name: header::HeaderName| response.headers().get(name).and_then(|value| value.to_str().ok());
     let is_page = text(header::CONTENT_TYPE).is_some_and(|kind| kind.starts_with("text/html"));
     match content_length(response.headers()) {
         _ if is_page && !name.ends_with(".html") => {
-            Some("the server sent a web page in place of the file (a network's login page?)".into())
+            Some("the server sent a web page instead of the file (the login page of a network?)".into())
         }
-        Some(length) if length != bytes => Some(format!("the server sent {length} bytes in place of the file")),
+        Some(length) if length != bytes => Some(format!("the server sent {length} bytes, but the file has {bytes}")),
         _ => None,
     }
 }

@@ -1,6 +1,6 @@
-//! When each model was last used, recorded in inferno's cache.
+//! Records in inferno's cache when each model was last used.
 //!
-//! File access times do not tell: most systems do not record them.
+//! File access times are not reliable, because most systems do not record every access.
 
 use std::fs;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use super::disk;
 use super::snapshot::{Snapshot, Source};
 
 impl Hub {
-    /// Records that a model is used now. A failure to write is ignored.
+    /// Records that a model is being used now. Ignores write errors.
     pub fn record_use(&self, snapshot: &Snapshot) {
         if snapshot.source == Source::Directory {
             return;
@@ -24,13 +24,13 @@ impl Hub {
             .and_then(|()| fs::rename(&temporary, &path));
     }
 
-    /// Returns when inferno last used a model. `None` if that was never recorded.
+    /// Returns when inferno last used a model, or `None` if there is no record.
     pub fn last_used(&self, snapshot: &Snapshot) -> Option<SystemTime> {
         let seconds = fs::read_to_string(self.usage_path(&snapshot.name)).ok()?.trim().parse().ok()?;
         SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
     }
 
-    /// Deletes the record of a removed model. `org/name` stands for all its `org/name:TAG` too.
+    /// Deletes the record of a removed model. `org/name` also includes every `org/name:TAG`.
     pub(super) fn forget_use(&self, name: &str) {
         let name = file_name(name);
         for entry in disk::entries(&self.config.cache.join(".used")) {
@@ -47,7 +47,7 @@ impl Hub {
     }
 }
 
-/// Turns a model's name into a file name: `--` stands for the slash, as in the cache.
+/// Turns a model's name into a file name. Replaces each slash with `--`, as in the cache.
 fn file_name(name: &str) -> String {
     name.replace(['/', '\\'], "--")
 }

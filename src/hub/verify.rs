@@ -1,6 +1,6 @@
-//! Verifies and repairs the files on disk.
+//! Verifies and repairs the model files on disk.
 //!
-//! The files of a snapshot are links to blobs that are named by their hashes, so verification needs no hub.
+//! Snapshot files are symlinks to blobs, and a blob's name is its hash, so verification works offline.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -20,7 +20,7 @@ use super::{demo, disk, hash, names};
 use crate::error::Error;
 use crate::snapshot::{Required, first_missing_file, gguf, missing_files};
 
-/// A snapshot in a cache that is to be verified.
+/// A cached snapshot to verify.
 struct Candidate {
     name: String,
     repo: RepoDir,
@@ -29,9 +29,9 @@ struct Candidate {
 }
 
 impl Hub {
-    /// Computes the hash of every file of a model, at one revision or at all that are on disk.
+    /// Verifies the hash of every file of a model, at one revision or at every revision on disk.
     ///
-    /// Without `model`, verifies all models in both caches. Incomplete models count too, in inferno's own cache.
+    /// Without `model`, verifies all models in both caches, including incomplete models in inferno's own cache.
     pub fn verify(
         &self,
         model: Option<&str>,
@@ -75,7 +75,7 @@ impl Hub {
         Ok(verified)
     }
 
-    /// The snapshots to verify. Without `model`, all that are models.
+    /// Returns the snapshots to verify. Without `model`, returns all snapshots that are models.
     fn candidates(&self, model: Option<&str>, revision: Option<&str>) -> Vec<Candidate> {
         let all_names: BTreeSet<String> = self.caches().iter().flat_map(|(cache, _)| cache.names()).collect();
         let selected = match model {
@@ -91,7 +91,7 @@ impl Hub {
                     None => repo.commits(),
                 };
                 for commit in commits {
-                    // Python's tools also keep repositories that are no models, or only a few of their files.
+                    // The shared cache may have repositories that are not models, or only a few files of a model.
                     let is_model = source == Source::Inferno
                         || first_missing_file(&repo.snapshot(&commit), Required::Tokenizer).is_none();
                     if is_model || model.is_some() {
@@ -103,7 +103,7 @@ impl Hub {
         candidates
     }
 
-    /// Fetches the damaged files that [`verify`](Self::verify) found, in inferno's own cache only.
+    /// Fetches the damaged files that [`verify`](Self::verify) found. Repairs only inferno's own cache.
     pub fn repair(&self, verified: &VerifiedSnapshot, progress: &dyn Progress) -> Result<()> {
         let damaged: BTreeSet<&str> = verified.damaged_files().map(|(file, _)| file.as_str()).collect();
         if damaged.is_empty() {
@@ -114,7 +114,7 @@ impl Hub {
             Source::Inferno => self.check_own_cache()?,
             Source::BuiltIn => return demo::repair(&self.config.cache),
             Source::HuggingFace | Source::Directory => {
-                let what = format!("'{name}' is in the cache of Python's tools, which inferno does not change");
+                let what = format!("'{name}' is in the shared Hugging Face cache, which inferno does not change");
                 let hint = format!("hf download {name} --revision {revision} --force-download");
                 return Err(Error::Verification { what, hint }.into());
             }
@@ -136,8 +136,8 @@ impl Hub {
         let fetched = set_bad_blobs_aside(&repo, revision, &damaged, &mut set_aside)
             .and_then(|()| self.fetch_files(&remote, revision, &repo, files, progress));
         for (blob, bad) in set_aside {
-            // Without a replacement the bad blob returns, since the snapshot links to it. Errors here are ignored: the
-            // first failure is the one to report.
+            // Without a replacement, restore the bad blob, because the snapshot links to it.
+            // Ignore errors here, because the first failure is the one to report.
             let _ = match blob.exists() {
                 true => fs::remove_file(&bad).or_else(|_| fs::remove_dir_all(&bad)),
                 false => fs::rename(&bad, &blob),
@@ -147,7 +147,7 @@ impl Hub {
     }
 }
 
-/// Renames the blobs of damaged files, so that they are fetched again. Adds the old and new paths to `set_aside`.
+/// Renames the blobs of damaged files, so they are fetched again. Adds the old and new paths to `set_aside`.
 fn set_bad_blobs_aside(
     repo: &RepoDir,
     commit: &str,
@@ -156,7 +156,7 @@ fn set_bad_blobs_aside(
 ) -> Result<()> {
     for (file, path, etag) in repo.snapshot_files(commit) {
         let Some(etag) = etag.filter(|_| damaged.contains(file.as_str())) else { continue };
-        // Another process may have repaired the file meanwhile. An unreadable file counts as bad.
+        // Another process may have repaired the file in the meantime. An unreadable file counts as bad.
         if path.exists() && !hash::matches(&path, &etag, &mut |_| Ok(())).unwrap_or(false) {
             let blob = repo.blob(&etag);
             let bad = with_suffix(&blob, BAD);
@@ -167,7 +167,7 @@ fn set_bad_blobs_aside(
     Ok(())
 }
 
-/// Verifies the files of a snapshot. Returns the missing ones too, for a snapshot in inferno's own cache.
+/// Verifies the files of a snapshot. For a snapshot in inferno's own cache, also returns the missing files.
 fn file_states(
     candidate: &Candidate,
     known_blobs: &mut BTreeMap<PathBuf, bool>,

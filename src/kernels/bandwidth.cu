@@ -1,7 +1,7 @@
-// Measures how fast the GPU's memory can be read.
+// Measures the read bandwidth of the GPU's memory.
 
-// Fills x with random bits, because zeros take less power to move than real weights.
-//   x [n]; grid any, block any; bytes moved: 16 n
+// Fills x with random bits, because moving zeros takes less power than moving real weights.
+//   x [n]; any grid and block size; bytes moved: 16·n
 extern "C" __global__ void fill_random(uint4* x, int n) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
         unsigned h = i * 0x9E3779B9u;
@@ -12,8 +12,8 @@ extern "C" __global__ void fill_random(uint4* x, int n) {
     }
 }
 
-// Reads all of x with eight independent loads of 16 bytes a thread.
-//   x [n], n a multiple of 8 blockDim; out [1]; grid any, block any; bytes moved: 16 n
+// Reads all of x with eight independent 16-byte loads per thread.
+//   x [n], n a multiple of 8·blockDim; out [1]; any grid and block size; bytes moved: 16·n
 extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsigned* out, int n) {
     constexpr int LOADS = 8;
     unsigned sum = 0;
@@ -26,6 +26,6 @@ extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsig
 #pragma unroll
         for (int j = 0; j < LOADS; ++j) sum += v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
     }
-    // The compiler cannot decide this condition, so it keeps the loads. Almost nothing is written.
+    // The compiler cannot evaluate this condition, so it keeps the loads. The condition is almost never true.
     if (sum == 0x5EED5EED) *out = sum;
 }

@@ -1,16 +1,17 @@
-//! The measured memory bandwidth of a GPU. A decode step is compared with it, because no kernel reaches the bandwidth of the
-//! data sheet.
+//! Measures the memory bandwidth of a GPU.
+//!
+//! Decode steps are compared with the measured value, because no kernel reaches the bandwidth of the data sheet.
 
 use anyhow::Result;
 use candle_core::Device;
 use serde::Serialize;
 
-/// The bandwidth of the fastest of ten rounds.
+/// The memory bandwidth in the fastest of ten rounds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Bandwidth {
     /// The bandwidth of a kernel that only reads.
     pub read_bytes_per_s: f64,
-    /// The bandwidth of a copy on the device. Bytes read and bytes written both count.
+    /// The bandwidth of a copy on the device, counting both bytes read and bytes written.
     pub copy_bytes_per_s: f64,
     /// The size of the buffer that is read or copied.
     pub buffer_bytes: usize,
@@ -18,7 +19,7 @@ pub struct Bandwidth {
 
 /// Measures the memory bandwidth of a device. Returns `None` for a CPU, or if almost no memory is free.
 ///
-/// Uses 4 GiB of memory while it runs, or less if less than 5 GiB are free.
+/// Allocates 4 GiB of GPU memory, or less if less than 5 GiB is free.
 pub fn measure(device: &Device) -> Result<Option<Bandwidth>> {
     match device {
         #[cfg(feature = "cuda")]
@@ -45,7 +46,7 @@ mod with_cuda {
         let stream = device.cuda_stream();
         let context = stream.context();
         let (free, _) = context.mem_get_info()?;
-        // Two buffers leave at least a fifth of the free memory.
+        // The two buffers leave at least a fifth of the free memory unused.
         let mut bytes = 2 * GIB;
         while bytes * 5 / 2 > free {
             bytes /= 2;
@@ -53,7 +54,7 @@ mod with_cuda {
         if bytes < GIB / 16 {
             return Ok(None);
         }
-        // As many blocks as the GPU runs at once.
+        // Launch as many blocks as the GPU can run at once.
         use sys::CUdevice_attribute as Attribute;
         let multiprocessors = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let threads = context.attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR)?;
@@ -70,7 +71,7 @@ mod with_cuda {
             )
         };
         let arguments = Arguments::new().tensor(&from)?.int(words);
-        // SAFETY: `from` holds that many 16-byte words, and the allocator aligns to 256 bytes.
+        // SAFETY: `from` holds `words` 16-byte words, and the allocator aligns to 256 bytes.
         unsafe { Launch::new(module!("bandwidth"), "fill_random", shape, arguments).enqueue(device)? };
         let fastest = |run: &dyn Fn() -> Result<()>, bytes_moved: usize| -> Result<f64> {
             let mut bytes_per_s = 0f64;
@@ -86,7 +87,7 @@ mod with_cuda {
         let read = || {
             let arguments = Arguments::new().tensor(&from)?.tensor(&sum)?.int(words);
             let launch = Launch::new(module!("bandwidth"), "read_all", shape, arguments);
-            // SAFETY: as above; `words`, a power of two of at least 2^22, is a multiple of 8 blocks.
+            // SAFETY: as above; `words` is a power of two of at least 2^22, and therefore a multiple of 8 · `BLOCK`.
             unsafe { launch.enqueue(device)? };
             Ok(())
         };

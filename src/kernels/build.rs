@@ -1,13 +1,17 @@
-//! Compiles every `.cu` file in this folder and below it into a fat binary, so that the driver compiles nothing at startup.
-//! A fat binary holds machine code for the GPU that it is built for, and PTX for later GPUs.
+//! Compiles every `.cu` file under this directory into a fat binary, so the driver compiles nothing at startup.
+//! A fat binary contains machine code for the target GPU, and PTX for later GPUs.
 //!
-//! CUDA is compiled only with the feature `cuda`. These variables choose how:
-//! - nvcc: `NVCC`, or else `bin/nvcc` in `CUDA_HOME` or `CUDA_PATH`, or else nvcc in `PATH` or in `/usr/local/cuda/bin`.
-//! - GPU: `CUDA_COMPUTE_CAP`, such as 90; or else the GPU that nvidia-smi reports; or else 80.
+//! CUDA code is compiled only with the feature `cuda`. Environment variables control how:
+//! - nvcc: `NVCC`; otherwise `bin/nvcc` in `CUDA_HOME` or `CUDA_PATH`; otherwise nvcc in `PATH` or
+//!   `/usr/local/cuda/bin`.
+//! - Target GPU: `CUDA_COMPUTE_CAP`, such as 90; otherwise the GPU that nvidia-smi reports; otherwise 80.
 //! - Machine code for more GPUs: `INFERNO_EXTRA_COMPUTE_CAPS`, such as 80,86,89.
 //!
-//! The crate learns from this script its commit (`INFERNO_COMMIT`), a hash of the demo model (`INFERNO_DEMO_REVISION`), the
-//! compute capability (`INFERNO_COMPUTE_CAP`), and the major version of the CUDA toolkit (`INFERNO_CUDA_MAJOR`).
+//! The script sets these variables for the crate:
+//! - `INFERNO_COMMIT`: the commit
+//! - `INFERNO_DEMO_REVISION`: a hash of the demo model
+//! - `INFERNO_COMPUTE_CAP`: the compute capability of the kernels
+//! - `INFERNO_CUDA_MAJOR`: the major version of the CUDA toolkit
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -40,7 +44,7 @@ fn main() {
     }
 }
 
-/// Compiles all kernels, unless the last run compiled the same sources in the same way.
+/// Compiles all kernels, unless the last run compiled the same sources with the same options.
 fn build_kernels() {
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let nvcc = find_nvcc();
@@ -53,15 +57,15 @@ fn build_kernels() {
     let commands: Vec<Command> = units.iter().map(|source| compile_command(&nvcc, &capability, source, &out)).collect();
     let constants = constants_header();
 
-    // Every commit runs this script, and most commits leave the kernels as they are.
+    // This script runs after every commit, but most commits do not change the kernels.
     let mut inputs = format!("{commands:?}\n{constants}").into_bytes();
-    inputs.extend(sources.iter().flat_map(|source| std::fs::read(source).expect("a CUDA source is readable")));
+    inputs.extend(sources.iter().flat_map(|source| std::fs::read(source).expect("CUDA sources should be readable")));
     let stamp = out.join("inputs");
     if std::fs::read(&stamp).is_ok_and(|inputs_of_last_run| inputs_of_last_run == inputs) {
         return;
     }
     std::fs::write(out.join("constants.cuh"), constants).expect("OUT_DIR is writable");
-    // All files are compiled at once.
+    // Compile all files in parallel.
     let children: Vec<_> = commands.into_iter().map(|mut command| command.spawn()).collect();
     for (source, child) in units.into_iter().zip(children) {
         match child.and_then(|mut child| child.wait()) {
@@ -73,13 +77,14 @@ fn build_kernels() {
     std::fs::write(&stamp, inputs).expect("OUT_DIR is writable");
 }
 
-/// Returns the `.cu` and `.cuh` files under `src/kernels`, sorted. Panics if two have the same name, because a fat binary
-/// is named after its source.
+/// Returns the `.cu` and `.cuh` files under `src/kernels`, sorted.
+///
+/// Panics if two files have the same name, because a fat binary is named after its source.
 fn cuda_sources() -> Vec<PathBuf> {
     let mut folders = vec![PathBuf::from(KERNELS)];
     let mut sources = Vec::new();
     while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(&folder).expect("a folder of kernels is readable").flatten() {
+        for entry in std::fs::read_dir(&folder).expect("kernel directories should be readable").flatten() {
             let path = entry.path();
             if path.is_dir() {
                 folders.push(path);
@@ -91,14 +96,14 @@ fn cuda_sources() -> Vec<PathBuf> {
     sources.sort();
     let mut names = HashSet::new();
     for source in &sources {
-        assert!(names.insert(source.file_name()), "two CUDA files have the name of {}", source.display());
+        assert!(names.insert(source.file_name()), "two CUDA files have the same name: {}", source.display());
     }
     sources
 }
 
 /// Returns the command that compiles one `.cu` file into `OUT_DIR`.
 fn compile_command(nvcc: &Path, capability: &str, source: &Path, out: &Path) -> Command {
-    let name = source.file_stem().and_then(|name| name.to_str()).expect("the name of a kernel file is UTF-8");
+    let name = source.file_stem().and_then(|name| name.to_str()).expect("kernel file names should be UTF-8");
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-O3", "-std=c++17", "-lineinfo"]).arg("-I").arg(KERNELS).arg("-I").arg(out);
     command.args(code_targets(name, capability));
@@ -106,10 +111,10 @@ fn compile_command(nvcc: &Path, capability: &str, source: &Path, out: &Path) -> 
     command
 }
 
-/// Returns the `-gencode` options for one file: machine code and PTX for `capability`, and machine code for the extra ones.
+/// Returns the `-gencode` options for one file: machine code and PTX for `capability`, and machine code for extra GPUs.
 fn code_targets(name: &str, capability: &str) -> Vec<String> {
     let mut targets = if (name, capability) == ("experts_gemm", "90") {
-        // Hopper's matrix instructions exist only in sm_90a, which no later GPU runs. So the PTX goes without them.
+        // Hopper's wgmma instructions exist only in sm_90a, which no later GPU can run. The PTX therefore omits them.
         vec!["arch=compute_90a,code=sm_90a".into(), "arch=compute_90,code=compute_90".into()]
     } else {
         vec![format!("arch=compute_{capability},code=[compute_{capability},sm_{capability}]")]
@@ -123,10 +128,10 @@ fn code_targets(name: &str, capability: &str) -> Vec<String> {
     targets.into_iter().map(|target| format!("-gencode={target}")).collect()
 }
 
-/// Returns `constants.rs` as a CUDA header.
+/// Translates `constants.rs` into a CUDA header.
 fn constants_header() -> String {
     let text = std::fs::read_to_string(CONSTANTS).expect("constants.rs is readable");
-    let mut header = String::from("// Written by build.rs from constants.rs.\n#pragma once\n");
+    let mut header = String::from("// Generated by build.rs from constants.rs.\n#pragma once\n");
     let code: String = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
     for declaration in code.split("pub const ").skip(1) {
         let parsed = declaration.split_once(": ").and_then(|(name, rest)| {
@@ -152,20 +157,21 @@ fn cpp_declaration(name: &str, kind: &str, value: &str) -> Option<String> {
     }
 }
 
-/// Returns a hash of the demo model's files (FNV-1a, 64 bits). It takes the place of a commit.
+/// Returns a 64-bit FNV-1a hash of the demo model's files. The hash serves as the revision of the model.
 fn demo_revision() -> String {
     let folder = Path::new("assets/demo");
     println!("cargo::rerun-if-changed={}", folder.display());
     let mut hash = 0xcbf2_9ce4_8422_2325u64;
     for name in DEMO {
-        let bytes = std::fs::read(folder.join(name)).expect("the crate contains the demo model");
+        let bytes = std::fs::read(folder.join(name)).expect("the crate should contain the demo model");
         hash = bytes.iter().fold(hash, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
     }
     format!("{hash:016x}")
 }
 
-/// Returns the short hash of the checked-out commit, or `unknown` outside a clone. A packaged crate may lie inside the
-/// clone of another project, so only a `.git` in the crate's own folder counts.
+/// Returns the short hash of the checked-out commit, or `unknown` outside a Git clone.
+///
+/// A packaged crate may be inside the clone of another project, so only a `.git` in the crate's own directory counts.
 fn commit() -> String {
     let git = |args: &[&str]| {
         let output = Command::new("git").args(args).output().ok().filter(|output| output.status.success())?;
@@ -174,9 +180,9 @@ fn commit() -> String {
     if !Path::new(".git").exists() {
         return "unknown".into();
     }
-    // Git adds a line to `logs/HEAD` at every commit and checkout. `HEAD` is for clones that keep no such log.
+    // Git appends to `logs/HEAD` at every commit and checkout. `HEAD` is for clones without a reflog.
     for watched in ["logs/HEAD", "HEAD"].iter().filter_map(|name| git(&["rev-parse", "--git-path", name])) {
-        // Cargo would run this script every time if it watched a path that does not exist.
+        // Cargo would run this script in every build if it watched a path that does not exist.
         if Path::new(&watched).exists() {
             println!("cargo::rerun-if-changed={watched}");
         }
@@ -199,7 +205,7 @@ fn find_nvcc() -> PathBuf {
 /// Returns the major version of nvcc's toolkit: `13` for "Cuda compilation tools, release 13.0, V13.0.88".
 fn toolkit_major_version(nvcc: &Path) -> String {
     let version = Command::new(nvcc).arg("--version").output().unwrap_or_else(|error| {
-        let hint = "the feature `cuda` needs a CUDA toolkit; set CUDA_HOME to its folder";
+        let hint = "the feature `cuda` needs a CUDA toolkit; set CUDA_HOME to its directory";
         panic!("cannot run {}: {error}; {hint}", nvcc.display())
     });
     let text = String::from_utf8_lossy(&version.stdout);
@@ -214,7 +220,7 @@ fn compute_capability() -> String {
     }
     let query = Command::new("nvidia-smi").args(["--query-gpu=compute_cap", "--format=csv,noheader"]).output();
     let text = query.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
-    // Without a driver nvidia-smi prints an error message, which has no numbers alone on a line.
+    // Without a driver, nvidia-smi prints an error message, in which no line is a bare number.
     let lowest = text.lines().filter_map(|line| line.trim().replace('.', "").parse::<u32>().ok()).min();
     lowest.unwrap_or(80).to_string()
 }

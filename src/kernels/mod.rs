@@ -1,14 +1,15 @@
 //! inferno's own operations.
 //!
-//! Most have two files. `x.rs` contains the public operation with its checks of shapes and dtypes, the launch of the CUDA
-//! kernel, and `reference`, the same operation in plain Rust on f32. `x.cu` contains the CUDA kernel. On a CPU the operation
-//! runs its reference.
+//! Most operations have two files:
+//! - `x.rs` contains the public operation, its shape and dtype checks, and the launch of the CUDA kernel.
+//!   It also contains `reference`, the same operation in plain Rust on f32. On a CPU, the operation runs its reference.
+//! - `x.cu` contains the CUDA kernel.
 //!
-//! `moe::expert_mlp` and `decode`, the fused kernels of a decode step, run on a GPU only. Tests compare them with the
+//! `moe::expert_mlp` and `decode`, the fused kernels of a decode step, run only on a GPU. Tests compare them with the
 //! operations that they replace.
 //!
-//! `launch` launches kernels, `upload` copies weights to a device, `bandwidth` measures the memory of a GPU, and `selftest`
-//! compares every kernel with its reference on the GPU at hand.
+//! `launch` launches kernels, `upload` copies weights to a device, and `bandwidth` measures GPU memory bandwidth.
+//! `selftest` compares every kernel with its reference on the current GPU.
 
 pub mod attention;
 pub mod bandwidth;
@@ -28,7 +29,7 @@ pub mod upload;
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};
 
-/// Returns the tensor as contiguous f32, without a copy if it is that already. Every CPU reference starts with this.
+/// Returns the tensor as contiguous f32, and copies only if needed. Every CPU reference starts with this.
 pub(crate) fn to_f32(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_dtype(DType::F32)?.contiguous()
 }
@@ -46,7 +47,7 @@ pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) 
     }
 }
 
-/// Fails because `op` has no implementation for the device of `tensor`.
+/// Returns the error that `op` does not support the device of `tensor`.
 #[cfg_attr(feature = "cuda", allow(dead_code))]
 pub(crate) fn unsupported<T>(op: &str, tensor: &Tensor) -> Result<T> {
     bail!("{op} has no implementation for {:?}", tensor.device().location())

@@ -1,11 +1,11 @@
-// The addition to the residual stream and the norm after it: sum = x + y, normed = sum / sqrt(mean(sum²) + eps) · weight.
-// With a bias this is LayerNorm: the mean of sum is subtracted first, and the bias is added last.
-//   x, y, sum f32 [T, C] (y and sum null: nothing is added, and the norm is that of x)
+// Residual addition and norm: sum = x + y, normed = sum / sqrt(mean(sum²) + eps) · weight.
+// With a bias, this is LayerNorm: the mean of sum is subtracted first, and the bias is added last.
+//   x, y, sum f32 [T, C] (without y, x itself is normalized and sum is not written)
 //   weight f32 [C]; bias f32 [C] or null; normed T [T, C]
 //   grid T, block 256; bytes moved: T·C·(12 + sizeof(T)), or T·C·(4 + sizeof(T)) without y
 #include "headers/common.cuh"
 
-// Returns the sum over the block to every thread. The first barrier ends all earlier reads of `scratch`.
+// Returns the sum over the block to every thread. The first barrier waits for all earlier reads of `scratch`.
 __device__ float block_sum(float value, float* scratch) {
     value = warp_sum(value);
     __syncthreads();

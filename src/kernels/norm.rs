@@ -1,4 +1,4 @@
-//! RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450) of the residual stream, fused with the addition before it.
+//! RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), fused with the residual addition before the norm.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -7,8 +7,8 @@ use crate::kernels::{elements, to_f32};
 
 /// Returns s = x + y and the norm of s in `dtype`.
 ///
-/// Without a bias the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight. With a bias it is LayerNorm: the mean of s is
-/// subtracted first and the bias is added last. Without y, s is x itself.
+/// Without a bias, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight. Without y, s is x itself.
+/// With a bias, it is LayerNorm: the mean of s is subtracted first, and the bias is added last.
 ///
 /// x, y f32 \[T, C\]; weight, bias f32 \[C\].
 pub fn add_norm(
@@ -25,7 +25,8 @@ pub fn add_norm(
         && weight.dims() == [columns]
         && bias.is_none_or(|bias| bias.dims() == [columns]);
     if !all_f32 || !shapes_match {
-        bail!("add_norm: x {:?}, y {:?}, weight {:?}, all F32", x.dims(), y.map(Tensor::dims), weight.dims());
+        let (x, y, weight) = (x.dims(), y.map(Tensor::dims), weight.dims());
+        bail!("add_norm: inputs must match and be F32: x {x:?}, y {y:?}, weight {weight:?}");
     }
     match x.device() {
         Device::Cpu => {
@@ -72,7 +73,7 @@ pub fn add_norm(
     }
 }
 
-/// The norm in plain Rust, row by row: x \[T, C\] and weight \[C\] return \[T, C\].
+/// Computes the norm of each row in plain Rust. Takes x \[T, C\] and weight \[C\], and returns \[T, C\].
 pub fn reference(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32) -> Vec<f32> {
     let mut out = vec![0f32; x.len()];
     let columns = weight.len();

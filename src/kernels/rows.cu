@@ -1,7 +1,7 @@
 // Small operations on the rows of a matrix.
 #include "headers/common.cuh"
 
-// Embedding lookup: rows of the table times a scale, as f32.
+// Embedding lookup: table rows times a scale, as f32.
 //   table T [V, C]; ids u32 [T]; out f32 [T, C]; grid T, block 256; bytes moved: T·C·(4 + sizeof(T))
 template <typename T> __device__ void embed(const T* table, const uint32_t* ids, float* out, int columns, float scale) {
     const T* row = table + (size_t)ids[blockIdx.x] * columns;
@@ -23,7 +23,7 @@ extern "C" __global__ void add_bias(const float* y, const float* bias, float* ou
     if (i < n) out[i] = y[i] + bias[i % columns];
 }
 
-// Soft cap: cap · tanh(x / cap) of every element.
+// Soft cap: computes cap · tanh(x / cap) for every element.
 //   x, out f32 [n]; grid ceil(n / 256), block 256; bytes moved: 8·n
 extern "C" __global__ void soft_cap(const float* x, float* out, int n, float cap) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,11 +1,12 @@
 //! Small operations on the rows of a matrix: embedding lookup, bias, soft cap, copy.
 //!
-//! candle has them too. But the driver compiles candle's kernels when they are first used, which takes seconds for each
-//! module on a new machine. These kernels are compiled at build time, so a forward pass on a GPU uses none of candle's.
+//! candle has these operations too, but the driver compiles candle's kernels on first use.
+//! This takes seconds per module on a new machine. The kernels here are compiled at build time, so a forward pass on a
+//! GPU uses no kernels from candle.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Returns the rows `ids` of an embedding, times `scale`, as f32 \[T, C\].
+/// Returns rows `ids` of an embedding table, multiplied by `scale`, as f32 \[T, C\].
 ///
 /// table \[V, C\]; ids u32 \[T\], each below V (not checked on a GPU).
 pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
@@ -23,7 +24,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
             let arguments = Arguments::new().tensor(table)?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);
             let kernel = format!("embed_{}", dtype_suffix(table.dtype())?);
             let launch = Launch::new(module!("rows"), kernel, LaunchShape::linear(tokens, 256), arguments);
-            // SAFETY: shapes and dtypes are checked above; the caller answers for the ids.
+            // SAFETY: shapes and dtypes are checked above; the caller guarantees valid ids.
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
@@ -32,11 +33,11 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     }
 }
 
-/// Returns y + bias, the bias added to every row. y f32 \[T, R\]; bias f32 \[R\].
+/// Returns y with the bias added to every row. y f32 \[T, R\]; bias f32 \[R\].
 pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (_, columns) = y.dims2()?;
     if bias.dims() != [columns] || y.dtype() != DType::F32 || bias.dtype() != DType::F32 {
-        bail!("add_bias: y {:?} {:?}, bias {:?} {:?}", y.dtype(), y.dims(), bias.dtype(), bias.dims());
+        bail!("add_bias: bias {:?} {:?} does not fit y {:?} {:?}", bias.dtype(), bias.dims(), y.dtype(), y.dims());
     }
     match y.device() {
         Device::Cpu => y.broadcast_add(bias),
@@ -72,7 +73,7 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).float(cap);
             let launch = Launch::new(module!("rows"), "soft_cap", LaunchShape::one_thread_each(count), arguments);
-            // SAFETY: both tensors are contiguous (`Arguments::tensor` checks it) and hold `count` elements.
+            // SAFETY: both tensors are contiguous (`Arguments::tensor` checks this) and hold `count` elements.
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
@@ -81,12 +82,15 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
     }
 }
 
-/// Copies `from` \[T, ..\] over the rows of `to` \[S, ..\] that start at `row`. Both are contiguous and have one dtype and
-/// one row size.
+/// Copies `from` \[T, ..\] to the rows of `to` \[S, ..\] that start at `row`.
+///
+/// Both tensors are contiguous and have the same dtype and row size.
 pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
     let rows_match = to.dims()[1..] == from.dims()[1..] && to.dtype() == from.dtype();
     if !rows_match || row + from.dims()[0] > to.dims()[0] {
-        bail!("copy_rows: {:?} {:?} to row {row} of {:?} {:?}", from.dtype(), from.dims(), to.dtype(), to.dims());
+        let (from_dtype, to_dtype) = (from.dtype(), to.dtype());
+        let (from, to) = (from.dims(), to.dims());
+        bail!("copy_rows: cannot copy {from_dtype:?} {from:?} to row {row} of {to_dtype:?} {to:?}");
     }
     match to.device() {
         #[cfg(feature = "cuda")]
@@ -99,8 +103,8 @@ pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
             let target = address(to)? + (row * row_bytes) as u64;
             let stream = device.cuda_stream();
             stream.context().bind_to_thread().w()?;
-            // SAFETY: both tensors are contiguous and on the device (`address` checks it), and the rows lie within `to`
-            // (checked above). The copy runs in the order of the device's stream, like every other use of them.
+            // SAFETY: both tensors are contiguous and on the device (`address` checks this).
+            // The rows are within `to` (checked above). The copy runs in stream order.
             unsafe { result::memcpy_dtod_async(target, address(from)?, bytes(from) as usize, stream.cu_stream()).w() }
         }
         _ => to.slice_set(from, 0, row),

@@ -1,5 +1,7 @@
-//! Compares every operation on a device with its reference on the CPU, on small odd shapes. This shows whether this GPU,
-//! driver and build compute correct results. `tests/it/kernels.rs` tests the kernels in more depth.
+//! Compares every operation on a device with its CPU reference, using small, irregular shapes.
+//!
+//! The comparison shows whether this GPU, driver and build compute correct results.
+//! `tests/it/kernels.rs` tests the kernels in more depth.
 
 use std::time::Instant;
 
@@ -21,10 +23,10 @@ use crate::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 pub struct Check {
     pub name: String,
     pub dtype: DType,
-    /// The largest difference divided by the largest value, NaN if a value is not finite; or why the operation failed.
+    /// The largest difference divided by the largest value, or why the operation failed. NaN if a value is not finite.
     pub error: std::result::Result<f32, String>,
     pub tolerance: f32,
-    /// The time on the device, with the copies to the device and back.
+    /// The run time of the operation, including the copies to and from the device.
     pub seconds: f64,
 }
 
@@ -58,7 +60,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
         check("add_norm", target, rounding, &|target| norm(target, false)),
         check("add_norm, layer norm", target, rounding, &|target| norm(target, true)),
         check("split_qkv", target, rounding, &|target| rope(target, false)),
-        check("split_qkv, normed", target, rounding, &|target| rope(target, true)),
+        check("split_qkv, with norms", target, rounding, &|target| rope(target, true)),
         check("clamped_swiglu", target, rounding, &|target| {
             clamped_swiglu(&target.put(&noise(9, &[3, 514], dtype)?)?, 7.0)
         }),
@@ -68,25 +70,27 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
             gated_halves(&target.put(&noise(39, &[3, 514], dtype)?)?, Activation::Silu)
         }),
         check("topk_softmax", target, 1e-5, &|target| routing(target, dtype, Softmax::OverChosen)),
-        check("topk_softmax, of all", target, 1e-5, &|target| routing(target, dtype, Softmax::OverAll)),
+        check("topk_softmax, over all experts", target, 1e-5, &|target| routing(target, dtype, Softmax::OverAll)),
         check("matmul", target, rounding, &|target| {
             matmul_f32(&target.put(&noise(13, &[5, 96], dtype)?)?, &target.put(&noise(14, &[72, 96], dtype)?)?)
         }),
     ];
-    for (name, tokens) in [("experts mxfp4", 3), ("experts mxfp4, many", 33)] {
+    for (name, tokens) in [("experts mxfp4, few tokens", 3), ("experts mxfp4, many tokens", 33)] {
         checks.push(check(name, target, rounding, &|target| experts(target, tokens, true)));
     }
-    for (name, tokens) in [("experts dense", 3), ("experts dense, many", 33), ("experts dense, very many", 331)] {
+    for (name, tokens) in
+        [("experts dense, few tokens", 3), ("experts dense, many tokens", 33), ("experts dense, 331 tokens", 331)]
+    {
         checks.push(check(name, target, rounding, &|target| experts(target, tokens, false)));
     }
     checks.push(check("combine", target, 1e-5, &|target| {
         combine(&target.put(&noise(43, &[5, 3, 37], dtype)?)?, &target.f32(&noise(44, &[5, 3], DType::F32)?)?)
     }));
     for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
-        // One token, a few, and many: a backend has a kernel for each.
+        // Backends have different kernels for one token, a few tokens and many tokens.
         for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
-            // A backend without a kernel for this build or dtype is skipped, not failed.
-            for (variant, head_dim, softcap) in [("", 64, None), (", heads of 256, soft-capped", 256, Some(5.0))] {
+            // Backends without a kernel for this build or dtype are skipped, which is not a failure.
+            for (variant, head_dim, softcap) in [("", 64, None), (", head size 256, soft cap", 256, Some(5.0))] {
                 if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_ok() {
                     let name = format!("attention {backend}, {what}{variant}");
                     let queries = Queries { tokens, position, head_dim, softcap };
@@ -96,9 +100,9 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
         }
     }
     for format in Format::ALL {
-        // A product with few tokens reads the quantized weights; one with many dequantizes them first.
-        for (what, tokens) in [("few", 3), ("many", 33)] {
-            let name = format!("product with {format:?}, {what}");
+        // Products with few tokens read the quantized weights. Products with many tokens dequantize them first.
+        for (what, tokens) in [("few tokens", 3), ("many tokens", 33)] {
+            let name = format!("matmul {format:?}, {what}");
             checks.push(check(&name, target, 2.0 * rounding.max(1e-4), &|target| {
                 quantized(target, format)?.matmul(&target.put(&noise(42, &[tokens, 512], dtype)?)?)
             }));
@@ -109,7 +113,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     }
     #[cfg(feature = "cuda")]
     if device.is_cuda() && dtype != DType::F32 {
-        for (name, tokens) in [("expert_mlp", 5), ("expert_mlp, many", 301)] {
+        for (name, tokens) in [("expert_mlp, few tokens", 5), ("expert_mlp, many tokens", 301)] {
             checks.push(check(name, target, 2.0 * rounding, &|target| fused::expert_mlp(target, tokens)));
         }
     }
@@ -151,20 +155,22 @@ fn quantized(target: CheckTarget, format: Format) -> Result<QuantizedMatrix> {
         _ => halves.iter_mut().skip(1).step_by(2).for_each(|high| *high = *high & 0x84 | 0x20),
     }
     if format == Format::Fp8 {
-        // Clears a bit of the exponent, so that no byte is a NaN.
+        // Clears an exponent bit, so that no byte is NaN.
         low.iter_mut().for_each(|byte| *byte &= 0xbf);
     }
     QuantizedMatrix::new(format, columns, planes, target.device)
 }
 
-/// Returns the tensor as f32 on the CPU. The conversion runs on the CPU too, because the driver would compile candle's
-/// kernels at their first use on the device.
+/// Returns the tensor as f32 on the CPU.
+///
+/// The conversion also runs on the CPU. On the device, the driver would compile candle's kernels on first use.
 fn to_cpu(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)
 }
 
-/// Runs an operation on the target and on the CPU and compares the results. The CPU computes in f32, from values that the
-/// target's dtype represents exactly.
+/// Runs an operation on the target and on the CPU, and compares the results.
+///
+/// The CPU computes in f32, from values that the target's dtype represents exactly.
 fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarget) -> Result<Tensor>) -> Check {
     let values = |tensor: Tensor| to_cpu(&tensor)?.flatten_all()?.to_vec1::<f32>();
     let started = Instant::now();
@@ -194,7 +200,7 @@ fn rounding(dtype: DType) -> f32 {
     }
 }
 
-/// Returns pseudo-random numbers below `below`, the same for the same seed.
+/// Returns `count` pseudo-random numbers below `below`. The same seed gives the same numbers.
 fn numbers(seed: u64, count: usize, below: u64) -> impl Iterator<Item = u64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     std::iter::repeat_with(move || {
@@ -214,7 +220,7 @@ fn noise(seed: u64, shape: &[usize], dtype: DType) -> Result<Tensor> {
     Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_dtype(DType::F32)
 }
 
-/// Returns pseudo-random bytes from `first` to below `first + below`.
+/// Returns pseudo-random bytes in the range `first..first + below`.
 fn bytes(seed: u64, shape: &[usize], first: u8, below: u64) -> Result<Tensor> {
     let bytes: Vec<u8> = numbers(seed, shape.iter().product(), below).map(|n| first + n as u8).collect();
     Tensor::from_vec(bytes, shape, &Device::Cpu)
@@ -234,7 +240,7 @@ fn activation(target: CheckTarget, activation: Activation) -> Result<Tensor> {
 
 fn routing(target: CheckTarget, dtype: DType, softmax: Softmax) -> Result<Tensor> {
     let (ids, shares) = topk_softmax(&target.put(&noise(12, &[7, 33], dtype)?)?, 4, softmax)?;
-    // A wrong expert changes the result by at least one, whatever its weight.
+    // A wrong expert id changes the result by at least one, regardless of its weight.
     Tensor::cat(&[to_cpu(&ids)?, to_cpu(&shares)?], 1)
 }
 
@@ -264,7 +270,7 @@ struct Queries {
 fn attend(target: CheckTarget, queries: Queries, backend: AttentionBackend) -> Result<Tensor> {
     let Queries { tokens, position, head_dim, softcap } = queries;
     let (heads, kv_heads, rows) = (6, 2, 331);
-    // The values are representable in the narrowest dtype, so every target gets the same ones.
+    // The values are representable in the narrowest dtype, so every target gets the same values.
     let tensor = |seed, rows, heads| target.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
     let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
     let sinks = target.f32(&noise(22, &[heads], DType::F32)?)?;
@@ -302,10 +308,10 @@ mod fused {
     use crate::kernels::moe::experts_gemm::{self, ExpertLinear, Mxfp4Tiles, RowOrder};
     use crate::kernels::swiglu::clamped_swiglu;
 
-    /// Computes the MLP with the fused kernels on a GPU, and product by product on a CPU.
+    /// Computes the MLP with fused kernels on a GPU, and one matrix product at a time on a CPU.
     pub fn expert_mlp(target: CheckTarget, tokens: usize) -> Result<Tensor> {
         let (experts, chosen, columns, intermediate) = (5, 3, 96, 160);
-        // The inputs are as large as after a norm, so that the sums stay near the clamp's limit. Halving is exact.
+        // The inputs are scaled like normalized activations, so the sums stay near the clamp limit. Halving is exact.
         let x = (noise(29, &[tokens, columns], DType::BF16)? * 0.5)?;
         let ids: Vec<u32> = numbers(30, tokens, experts as u64)
             .flat_map(|first| (0..chosen as u64).map(move |next| ((first + next) % experts as u64) as u32))

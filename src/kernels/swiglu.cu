@@ -2,13 +2,13 @@
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
 
-// The clamped SwiGLU of gpt-oss: out = g·sigmoid(alpha·g)·(u + 1), where g = min(x[2i], limit) and u = x[2i + 1] clamped to
-// ±limit.
+// The clamped SwiGLU of gpt-oss: out = g·sigmoid(alpha·g)·(u + 1), where g = min(x[2i], limit) and u is x[2i + 1]
+// clamped to ±limit.
 //   x T [R, 2F], out T [R, F]; bytes moved: 3·n·sizeof(T)
 template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
-    // fminf and fmaxf would turn a NaN into the limit, so these are comparisons.
+    // Comparisons preserve NaN, whereas fminf and fmaxf would return the limit.
     const float g = to_float(x[2 * (size_t)i]), u = to_float(x[2 * (size_t)i + 1]);
     const float gate = g > limit ? limit : g, up = u > limit ? limit : u < -limit ? -limit : u;
     out[i] = from_float<T>(gate / (1.0f + expf(-alpha * gate)) * (up + 1.0f));
@@ -21,7 +21,7 @@ template <typename T> __device__ void gated(const float* gate, const float* up, 
     if (i < n) out[i] = from_float<T>(activate(gate[i], activation) * (up ? up[i] : 1.0f));
 }
 
-// out = activation(gate) · up, where each row of x holds F gates and then F values of up.
+// out = activation(gate) · up, where each row of x holds F gate values followed by F up values.
 //   x T [R, 2F], out T [R, F]; bytes moved: 3·n·sizeof(T)
 template <typename T> __device__ void gated_halves(const T* x, T* out, int n, int columns, int activation) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

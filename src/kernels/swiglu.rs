@@ -1,7 +1,7 @@
 //! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss (openai/gpt-oss,
 //! `gpt_oss/torch/model.py`, `swiglu`).
 //!
-//! The clamped SwiGLU clamps the gate from above only. It clamps the linear half on both sides and adds one to it.
+//! The clamped SwiGLU clamps the gate only from above. It clamps the linear half on both sides and adds one to it.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
@@ -11,7 +11,7 @@ pub use crate::kernels::constants::SWIGLU_ALPHA as ALPHA;
 
 /// Returns the clamped SwiGLU of x, \[.., F\] in x's dtype.
 ///
-/// x \[.., 2F\] has gates and linear halves interleaved, the gate first.
+/// x \[.., 2F\] interleaves gate and linear values, starting with a gate value.
 pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
     let shape = half_width("clamped_swiglu", x)?;
     match x.device() {
@@ -29,7 +29,7 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).float(ALPHA).float(limit);
             let kernel = format!("clamped_swiglu_{}", dtype_suffix(x.dtype())?);
             let launch = Launch::new(module!("swiglu"), kernel, LaunchShape::one_thread_each(count), arguments);
-            // SAFETY: both tensors are contiguous (`Arguments::tensor` checks it); x holds twice `count` elements.
+            // SAFETY: both tensors are contiguous (`Arguments::tensor` checks this); x holds twice `count` elements.
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
@@ -38,12 +38,12 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
     }
 }
 
-/// The activation of a gate or of a hidden unit.
+/// An activation function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// x · sigmoid(x)
     Silu,
-    /// x · Φ(x) (arXiv 1606.08415) with Φ approximated by tanh: `gelu_pytorch_tanh` and `gelu_new` of config.json.
+    /// x · Φ(x) (arXiv 1606.08415) with Φ approximated by tanh: `gelu_pytorch_tanh` or `gelu_new` in config.json.
     GeluTanh,
 }
 
@@ -57,7 +57,7 @@ impl Activation {
         }
     }
 
-    /// Returns the number of this activation in `activation.cuh`.
+    /// Returns the code of this activation in `activation.cuh`.
     #[cfg(feature = "cuda")]
     pub fn code(self) -> usize {
         use crate::kernels::constants::{ACTIVATION_GELU_TANH, ACTIVATION_SILU};
@@ -68,11 +68,12 @@ impl Activation {
     }
 }
 
-/// Returns activation(gate) · up in `dtype`; without `up`, the activation alone. gate and up are f32 of one shape.
+/// Returns activation(gate) · up in `dtype`, or activation(gate) without `up`. gate and up are f32 of the same shape.
 pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: DType) -> Result<Tensor> {
     let up_fits = up.is_none_or(|up| up.dims() == gate.dims() && up.dtype() == DType::F32);
     if gate.dtype() != DType::F32 || !up_fits {
-        bail!("gated: gate {:?} {:?}, up {:?}, all F32", gate.dtype(), gate.dims(), up.map(Tensor::dims));
+        let (dtype, gate, up) = (gate.dtype(), gate.dims(), up.map(Tensor::dims));
+        bail!("gated: inputs must match and be F32: gate {dtype:?} {gate:?}, up {up:?}");
     }
     match gate.device() {
         Device::Cpu => {
@@ -95,7 +96,7 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
                 Arguments::new().tensor(gate)?.optional(up)?.tensor(&out)?.int(count).int(activation.code());
             let kernel = format!("gated_{}", dtype_suffix(dtype)?);
             let launch = Launch::new(module!("swiglu"), kernel, LaunchShape::one_thread_each(count), arguments);
-            // SAFETY: all tensors are contiguous (`Arguments::tensor` checks it) and hold `count` elements.
+            // SAFETY: all tensors are contiguous (`Arguments::tensor` checks this) and hold `count` elements.
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
@@ -104,7 +105,7 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
     }
 }
 
-/// Returns activation(gate) · up, \[.., F\] in x's dtype. x \[.., 2F\] has the gates in its first half.
+/// Returns activation(gate) · up, \[.., F\] in x's dtype. The first half of each row of x \[.., 2F\] is the gate.
 pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
     let out_shape = half_width("gated_halves", x)?;
     let columns = out_shape[out_shape.len() - 1];
@@ -122,7 +123,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).int(columns).int(activation.code());
             let kernel = format!("gated_halves_{}", dtype_suffix(x.dtype())?);
             let launch = Launch::new(module!("swiglu"), kernel, LaunchShape::one_thread_each(count), arguments);
-            // SAFETY: both tensors are contiguous (`Arguments::tensor` checks it); x holds rows of 2F elements.
+            // SAFETY: both tensors are contiguous (`Arguments::tensor` checks this); x holds rows of 2F elements.
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
@@ -131,7 +132,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
     }
 }
 
-/// Returns the shape of x with half its last dimension.
+/// Returns the shape of x with its last dimension halved.
 fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
     let mut shape = x.dims().to_vec();
     match shape.last_mut() {
@@ -141,11 +142,11 @@ fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
     Ok(shape)
 }
 
-/// The clamped SwiGLU in plain Rust.
+/// Computes the clamped SwiGLU in plain Rust.
 pub fn reference(x: &[f32], limit: f32) -> Vec<f32> {
     x.chunks_exact(2)
         .map(|pair| {
-            // A comparison, as in torch.clamp, so that a NaN stays a NaN.
+            // A comparison preserves NaN, as torch.clamp does.
             let gate = if pair[0] > limit { limit } else { pair[0] };
             let up = pair[1].clamp(-limit, limit);
             gate / (1.0 + (-ALPHA * gate).exp()) * (up + 1.0)

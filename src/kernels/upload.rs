@@ -1,34 +1,34 @@
-//! Uploads to a device: bytes are read into a staging buffer, and the device copies them while the next buffer fills.
+//! Uploads to a device. Bytes are read into a staging buffer, and the device copies them while the next buffer fills.
 //!
-//! On CUDA, the staging buffers are pinned, and all copies use one stream of their own beside the stream of candle's device.
-//! The memory of a tensor comes from the same stream-ordered pool as candle's and is allocated on the copy stream, so no
-//! copy waits for a computation. When a tensor is complete, candle's stream waits for its last copy and takes it over.
+//! On CUDA, the staging buffers are pinned, and all copies use a dedicated stream next to the candle device's stream.
+//! Tensor memory comes from candle's stream-ordered pool but is allocated on the copy stream.
+//! No copy therefore waits for a computation. When a tensor is complete, candle's stream waits for its last copy.
 
 use candle_core::{DType, Result, Tensor};
 
-/// A destination of uploads. Its copies run in the order in which they are queued.
+/// An upload destination. Its copies run in the order in which they are queued.
 pub trait Target: Send + Sync + 'static {
-    /// Memory that becomes a tensor after it is filled piece by piece.
+    /// Memory that is filled piece by piece and then becomes a tensor.
     type Memory: Send + Sync;
-    /// The staging buffers of one reading thread.
+    /// The staging buffers of one reader thread.
     type Staging;
 
     /// Creates staging buffers of `bytes` each.
     fn staging(&self, bytes: usize) -> Result<Self::Staging>;
 
-    /// Allocates uninitialized memory for `bytes`, which is at least one.
+    /// Allocates `bytes` of uninitialized memory. `bytes` is at least 1.
     fn allocate(&self, bytes: usize) -> Result<Self::Memory>;
 
-    /// Returns the next buffer to fill. Waits until its earlier copies are done.
+    /// Returns the next buffer to fill. Waits until earlier copies from this buffer have finished.
     fn buffer<'s>(&self, staging: &'s mut Self::Staging) -> Result<&'s mut [u8]>;
 
-    /// Queues a copy of the first `bytes` of that buffer to `offset` in `memory`.
+    /// Queues a copy of the first `bytes` of the current buffer to `offset` in `memory`.
     fn copy(&self, staging: &mut Self::Staging, bytes: usize, memory: &Self::Memory, offset: usize) -> Result<()>;
 
-    /// Declares that copies to every byte of `memory` have been queued.
+    /// Marks `memory` as complete, after copies to all of its bytes have been queued.
     fn complete(&self, memory: &mut Self::Memory) -> Result<()>;
 
-    /// Turns complete `memory` into a tensor. Work that is queued on the tensor's device from now on sees its bytes.
+    /// Turns complete `memory` into a tensor. Later work on the tensor's device sees the uploaded bytes.
     fn tensor(&self, memory: Self::Memory, dtype: DType, shape: &[usize]) -> Result<Tensor>;
 }
 
@@ -48,31 +48,33 @@ mod with_cuda {
 
     use super::Target;
 
-    /// Staging buffers of one thread: it fills one while the copy engine reads the other.
+    /// Staging buffers per thread. The thread fills one while the copy engine reads the other.
     const BUFFERS: usize = 2;
 
-    /// A stream of copies to the GPU of a candle device.
+    /// A CUDA stream for copies to the GPU of a candle device.
     pub struct CopyStream {
         device: CudaDevice,
         stream: Arc<CudaStream>,
     }
 
     impl CopyStream {
-        /// Creates the stream. The device's event tracking must be off, as `device::open` leaves it. Otherwise cudarc
-        /// would add events to both streams.
+        /// Creates the stream.
+        ///
+        /// The device's event tracking must be off, as `device::open` leaves it.
+        /// Otherwise, cudarc would add events to both streams.
         pub fn new(device: &CudaDevice) -> Result<Self> {
             if device.is_event_tracking() {
-                bail!("cannot upload to a device with event tracking: uploads order their streams themselves");
+                bail!("cannot upload to a device with event tracking: uploads synchronize their streams themselves");
             }
             let stream = device.cuda_stream().context().new_stream().w()?;
             Ok(Self { device: device.clone(), stream })
         }
     }
 
-    /// Memory of the copy stream. If it is dropped before it becomes a tensor, it is freed on that stream after its copies.
+    /// Memory allocated on the copy stream. If dropped before it becomes a tensor, it is freed after its copies.
     pub struct DeviceMemory {
         bytes: CudaSlice<u8>,
-        /// An event after the last copy.
+        /// The event recorded after the last copy.
         arrived: Option<CudaEvent>,
     }
 
@@ -82,26 +84,26 @@ mod with_cuda {
         next: usize,
     }
 
-    /// Page-locked host memory, all of it initialized.
+    /// Page-locked, initialized host memory.
     struct Pinned {
         start: NonNull<u8>,
         len: usize,
-        /// An event after the last copy from this buffer.
+        /// The event recorded after the last copy from this buffer.
         copied: CudaEvent,
         stream: Arc<CudaStream>,
     }
 
     impl Pinned {
         fn new(len: usize, stream: &Arc<CudaStream>) -> Result<Self> {
-            // A waiting thread sleeps. A spinning one would take a core from the threads that read.
+            // A waiting thread sleeps, because a spinning thread would take a core from the reader threads.
             let copied = stream.context().new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
-            // Flags 0 mean cached memory. Reading a file into write-combined memory is no faster.
+            // Flags of 0 select cached memory. Reading a file into write-combined memory is no faster.
             // SAFETY: any length is allowed, and creating the event has bound the context.
             let start = unsafe { result::malloc_host(len, 0) }.w()?.cast::<u8>();
             let Some(start) = NonNull::new(start) else {
                 bail!("cannot allocate {len} bytes of pinned memory: the driver returned null")
             };
-            // SAFETY: `len` bytes were allocated. They are zeroed because a slice must be initialized.
+            // SAFETY: `len` bytes were allocated. They are zeroed, because a slice must be initialized.
             unsafe { start.write_bytes(0, len) };
             Ok(Self { start, len, copied, stream: stream.clone() })
         }
@@ -111,7 +113,7 @@ mod with_cuda {
         fn drop(&mut self) {
             // If the stream fails, a copy may still read the buffer, so the buffer is leaked.
             if self.stream.synchronize().is_ok() {
-                // SAFETY: allocated by `malloc_host`, freed once, and no copy is under way.
+                // SAFETY: allocated by `malloc_host`, freed once, and no copy is in progress.
                 let _ = unsafe { result::free_host(self.start.as_ptr().cast()) };
             }
         }
@@ -127,7 +129,7 @@ mod with_cuda {
         }
 
         fn allocate(&self, bytes: usize) -> Result<DeviceMemory> {
-            // SAFETY: the memory becomes a tensor only after `complete`, when copies to all of it have been queued.
+            // SAFETY: the memory becomes a tensor only after `complete`, when copies to all of its bytes are queued.
             let bytes = unsafe { self.stream.alloc(bytes) }.w()?;
             Ok(DeviceMemory { bytes, arrived: None })
         }
@@ -135,7 +137,7 @@ mod with_cuda {
         fn buffer<'s>(&self, staging: &'s mut Staging) -> Result<&'s mut [u8]> {
             let buffer = &mut staging.buffers[staging.next];
             buffer.copied.synchronize().w()?;
-            // SAFETY: `len` initialized bytes that `buffer` owns, and the last copy from them is done.
+            // SAFETY: `buffer` owns `len` initialized bytes, and the last copy from them has finished.
             Ok(unsafe { std::slice::from_raw_parts_mut(buffer.start.as_ptr(), buffer.len) })
         }
 
@@ -143,11 +145,12 @@ mod with_cuda {
             let buffer = &staging.buffers[staging.next];
             assert!(
                 bytes <= buffer.len && offset + bytes <= memory.bytes.len(),
-                "a copy must lie within its buffer and its memory"
+                "a copy must stay within its buffer and its memory"
             );
             let address = memory.bytes.device_ptr(&self.stream).0 + offset as u64;
-            // SAFETY: both ranges are checked above. The buffer is written again after `copied`, and freed after the
-            // stream has finished. The memory is freed on this stream, or on one that waits for `arrived`.
+            // SAFETY: both ranges are checked above. The buffer is written again only after `copied`.
+            // The buffer is freed only after the stream has finished.
+            // The memory is freed on this stream, or on one that waits for `arrived`.
             unsafe {
                 let source = std::slice::from_raw_parts(buffer.start.as_ptr(), bytes);
                 result::memcpy_htod_async(address, source, self.stream.cu_stream()).w()?;
@@ -165,17 +168,17 @@ mod with_cuda {
         fn tensor(&self, memory: DeviceMemory, dtype: DType, shape: &[usize]) -> Result<Tensor> {
             let elements: usize = shape.iter().product();
             let DeviceMemory { bytes, arrived: Some(arrived) } = memory else {
-                bail!("cannot make a tensor of an incomplete upload")
+                bail!("cannot make a tensor from an incomplete upload")
             };
             if elements * dtype.size_in_bytes() != bytes.len() {
-                bail!("cannot make a tensor of {dtype:?} {shape:?} from {} bytes", bytes.len());
+                bail!("cannot make a {dtype:?} tensor of shape {shape:?} from {} bytes", bytes.len());
             }
             let stream = self.device.cuda_stream();
             stream.wait(&arrived).w()?;
             macro_rules! slice {
                 ($variant:ident) => {
-                    // SAFETY: the allocation has this length, and any bits are a value of these types. The copies to it
-                    // end before later work on candle's stream, and it is freed in the order of that stream.
+                    // SAFETY: the allocation has this length, and any bit pattern is valid for these types.
+                    // Its copies finish before later work on candle's stream starts. That stream also frees it.
                     CudaStorageSlice::$variant(unsafe { stream.upgrade_device_ptr(bytes.leak(), elements) })
                 };
             }

@@ -1,4 +1,4 @@
-//! The language that a GGUF file carries in its metadata.
+//! Reads the tokenizer, chat format and sampling defaults from the metadata of a GGUF file.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -11,18 +11,20 @@ use crate::tokenizer::Tokenizer;
 use crate::tokenizer::gguf::Vocabulary;
 use crate::weights::gguf::GgufCheckpoint;
 
-/// The parts of a language in a GGUF file.
+/// The tokenizer, chat format and sampling defaults of a GGUF file.
 pub struct GgufLanguage {
     pub tokenizer: Tokenizer,
     pub chat: Option<ChatFormat>,
-    /// Sampling defaults, as generation_config.json would have them.
+    /// Sampling defaults in the format of generation_config.json.
     pub generation_config: Value,
-    /// Tokens that end a text, sorted.
+    /// The ids of tokens that end a generation, sorted.
     pub stop_ids: Vec<u32>,
 }
 
-/// Reads the language of an open GGUF file. A tokenizer.json beside the file counts only if the file has no vocabulary: the
-/// vocabulary in the file was made for its weights.
+/// Reads the language data of an open GGUF file.
+///
+/// The vocabulary in the file takes precedence over tokenizer.json, because it matches the weights.
+/// Files without a vocabulary use the tokenizer.json in the same directory.
 pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
     let broken = || format!("broken tokenizer in {}", checkpoint.path().display());
     let mut stop_ids = BTreeSet::new();
@@ -40,7 +42,7 @@ pub fn read(checkpoint: &GgufCheckpoint) -> Result<GgufLanguage> {
     Ok(GgufLanguage { tokenizer, chat, generation_config, stop_ids: stop_ids.into_iter().collect() })
 }
 
-/// Builds the chat format from the file's template and the names of its special tokens.
+/// Builds the chat format from the template and special tokens in the file.
 fn chat_format(
     checkpoint: &GgufCheckpoint,
     tokenizer: &Tokenizer,
@@ -59,10 +61,10 @@ fn chat_format(
     Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, named))
 }
 
-/// Reads tokenizer.json beside a file without a vocabulary.
+/// Loads tokenizer.json from the directory of a GGUF file without a vocabulary.
 fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>)> {
     let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
-    let missing = || format!("{} holds no vocabulary, and no tokenizer.json is beside it", checkpoint.path().display());
+    let missing = || format!("{} has no vocabulary and needs a tokenizer.json beside it", checkpoint.path().display());
     let tokenizer = Tokenizer::from_dir(dir).with_context(missing)?;
     let template = checkpoint.chat_template()?;
     let chat = match template {

@@ -1,6 +1,6 @@
-//! The language side of a model: its tokenizer, its chat format, the tokens that end a text, and how it wants to be sampled.
+//! The language data of a model: tokenizer, chat format, stop tokens and sampling defaults.
 //!
-//! None of it needs the weights: a snapshot's tokenizer and config files are enough, or the head of a GGUF file.
+//! Loading reads only the tokenizer and config files, or the metadata of a GGUF file, but never the weights.
 
 mod gguf;
 mod stop_ids;
@@ -17,19 +17,19 @@ use crate::weights::Checkpoint;
 use crate::weights::gguf::GgufCheckpoint;
 use gguf::GgufLanguage;
 
-/// The tokenizer, chat format, stop tokens and generation defaults of one model.
+/// The tokenizer, chat format, stop tokens and sampling defaults of one model.
 pub struct Language {
     pub tokenizer: Tokenizer,
-    /// `None` for a base model, which only continues texts.
+    /// `None` for a base model, which only continues text.
     pub chat: Option<ChatFormat>,
-    /// The contents of generation_config.json, or what a GGUF file has in its place. Null if there is none.
+    /// The contents of generation_config.json or the equivalent GGUF metadata. Null if absent.
     pub generation_config: Value,
-    /// Tokens that end a text, sorted.
+    /// The ids of tokens that end a generation, sorted.
     stop_ids: Vec<u32>,
 }
 
 impl Language {
-    /// Loads the language of the snapshot in `dir`, which may be a GGUF file itself. Weights are not needed.
+    /// Loads the language data of the snapshot in `dir`, which may also be the path of a GGUF file.
     pub fn load(dir: &Path) -> Result<Self> {
         match snapshot::gguf::find(dir)? {
             Some(file) => Self::from_gguf(&GgufCheckpoint::open(&file)?),
@@ -37,7 +37,7 @@ impl Language {
         }
     }
 
-    /// Loads the language of the snapshot in `dir` whose checkpoint is already open: a GGUF head is not parsed again.
+    /// Loads the language data of a snapshot whose checkpoint is already open. Does not parse GGUF metadata again.
     pub fn from_checkpoint(dir: &Path, checkpoint: &Checkpoint) -> Result<Self> {
         match checkpoint {
             Checkpoint::Gguf(model) => Self::from_gguf(model.file()),
@@ -45,13 +45,13 @@ impl Language {
         }
     }
 
-    /// Reads the metadata of a GGUF file.
+    /// Loads the language data from GGUF metadata.
     fn from_gguf(checkpoint: &GgufCheckpoint) -> Result<Self> {
         let GgufLanguage { tokenizer, chat, generation_config, stop_ids } = gguf::read(checkpoint)?;
         Ok(Self { tokenizer, chat, generation_config, stop_ids })
     }
 
-    /// Reads tokenizer.json and the config files beside it.
+    /// Loads the language data from tokenizer.json and the config files.
     fn from_files(dir: &Path) -> Result<Self> {
         let tokenizer = Tokenizer::from_dir(dir)?;
         let chat = ChatFormat::load(dir, &tokenizer)?;
@@ -60,12 +60,12 @@ impl Language {
         Ok(Self { tokenizer, chat, generation_config, stop_ids })
     }
 
-    /// Returns whether `token` ends a text.
+    /// Returns whether `token` ends a generation.
     pub fn is_stop(&self, token: u32) -> bool {
         self.stop_ids.contains(&token)
     }
 
-    /// Tokens that end a text: all that config.json, generation_config.json, the tokenizer and the chat format name.
+    /// Returns the ids of all tokens that end a generation, sorted.
     pub fn stop_ids(&self) -> &[u32] {
         &self.stop_ids
     }
@@ -79,7 +79,7 @@ impl Language {
     pub fn chat_format(&self) -> Result<&ChatFormat> {
         match &self.chat {
             Some(chat) => Ok(chat),
-            None => bail!("this model has no chat format, it only continues texts"),
+            None => bail!("cannot chat with this model: it has no chat format and only continues text"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The tokens that end a text, from all files of a snapshot that name one.
+//! Collects the ids of stop tokens from all files of a snapshot.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -9,17 +9,17 @@ use serde_json::Value;
 use crate::chat::ChatFormat;
 use crate::tokenizer::Tokenizer;
 
-/// Reads a JSON file of the snapshot. Returns null if the file does not exist.
+/// Reads a JSON file from the snapshot. Returns null if the file does not exist.
 pub fn read_json(dir: &Path, name: &str) -> Result<Value> {
     let path = dir.join(name);
     match std::fs::read_to_string(&path) {
-        Ok(text) => serde_json::from_str(&text).with_context(|| format!("broken {}", path.display())),
+        Ok(text) => serde_json::from_str(&text).with_context(|| format!("cannot parse {}", path.display())),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
         Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
     }
 }
 
-/// Collects the ids that end a text from every file that names one: with one file alone, some models never stop.
+/// Collects stop token ids from every file that can contain them. With only one file, some models never stop.
 pub fn collect(dir: &Path, generation: &Value, tokenizer: &Tokenizer, chat: Option<&ChatFormat>) -> Result<Vec<u32>> {
     let mut ids = BTreeSet::new();
     for json in [&read_json(dir, "config.json")?, generation] {

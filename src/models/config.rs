@@ -1,4 +1,4 @@
-//! The config.json fields that most families share, and checks on them.
+//! The config.json fields that most families share, and their validation.
 
 use anyhow::{Result, bail};
 use candle_nn::Activation;
@@ -15,7 +15,7 @@ use crate::nn::norm::NormConfig;
 use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::weights::Weights;
 
-/// The fields that nearly all families name alike.
+/// The fields that have the same names in nearly all families.
 #[derive(Debug, Deserialize)]
 pub(super) struct CommonConfig {
     pub vocab_size: usize,
@@ -45,8 +45,8 @@ pub(super) enum LayerType {
     FullAttention,
 }
 
-/// Parses a family's config.json. `defaults` are the values that transformers uses for absent fields. A field that is
-/// `null` is not absent.
+/// Parses a family's config.json. `defaults` are the values that transformers uses for absent fields.
+/// A field with the value `null` does not count as absent.
 pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults: Value) -> Result<T> {
     if json["quantization_config"]["quant_method"] == "mxfp4" {
         bail!("quantization 'mxfp4' is not supported for {family}");
@@ -61,18 +61,18 @@ pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults
     Ok(serde_json::from_value(json)?)
 }
 
-/// Moves the activation from `field` to `hidden_act`, where configs read it. If it is absent, the first of `supported`
-/// applies. Fails if it is not in `supported`.
+/// Copies the activation from `field` to `hidden_act`, where all configs read it.
+/// If `field` is absent, the first name in `supported` is used. Fails if the name is not in `supported`.
 pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, supported: &[&str]) -> Result<()> {
     let name = json[field].as_str().unwrap_or(supported[0]);
     if !supported.contains(&name) {
-        bail!("{field} '{name}' is not supported for {family} ({})", supported.join(", "));
+        bail!("{field} '{name}' is not supported for {family}; supported: {}", supported.join(", "));
     }
     json["hidden_act"] = name.into();
     Ok(())
 }
 
-/// Fails if one of `fields` is set to anything but null and false. The family does not support these options.
+/// Fails if one of `fields`, which the family does not support, is set to anything but `null` or `false`.
 pub(super) fn reject_fields(family: &str, json: &Value, fields: &[&str]) -> Result<()> {
     let is_set = |field: &&&str| !matches!(json[**field], Value::Null | Value::Bool(false));
     match fields.iter().find(is_set) {
@@ -84,7 +84,7 @@ pub(super) fn reject_fields(family: &str, json: &Value, fields: &[&str]) -> Resu
 /// Fails if an optional number is not finite and positive.
 pub(super) fn check_positive(name: &str, value: Option<f32>) -> Result<()> {
     match value.filter(|value| !(value.is_finite() && *value > 0.0)) {
-        Some(value) => bail!("{name} is {value}"),
+        Some(value) => bail!("{name} is {value}; it must be positive and finite"),
         None => Ok(()),
     }
 }
@@ -92,7 +92,7 @@ pub(super) fn check_positive(name: &str, value: Option<f32>) -> Result<()> {
 /// Fails unless `layer_types` is absent or has an entry for each layer.
 pub(super) fn check_layer_types(layer_types: Option<&Vec<LayerType>>, layers: usize) -> Result<()> {
     match layer_types.filter(|types| types.len() != layers) {
-        Some(types) => bail!("{} layer_types for {layers} layers", types.len()),
+        Some(types) => bail!("found {} layer_types for {layers} layers", types.len()),
         None => Ok(()),
     }
 }
@@ -100,7 +100,7 @@ pub(super) fn check_layer_types(layer_types: Option<&Vec<LayerType>>, layers: us
 /// Fails unless the window is absent or between 1 and 2^24 positions.
 pub(super) fn check_window(sliding_window: Option<usize>) -> Result<()> {
     match sliding_window.filter(|window| !(1..=1 << 24).contains(window)) {
-        Some(window) => bail!("sliding_window is {window}"),
+        Some(window) => bail!("sliding_window is {window}; it must be between 1 and 2^24"),
         None => Ok(()),
     }
 }
@@ -110,14 +110,12 @@ impl CommonConfig {
     pub fn validate(&self) -> Result<()> {
         let (rotary_dim, head_dim) = (self.rope.rotary_dim(self.head_dim()), self.head_dim());
         if rotary_dim != head_dim {
-            bail!(
-                "partial_rotary_factor, which rotates {rotary_dim} of {head_dim} dims, is not supported for this family"
-            );
+            bail!("partial_rotary_factor rotates {rotary_dim} of {head_dim} dims, which this family does not support");
         }
         self.validate_with_partial_rope()
     }
 
-    /// Does what `validate` does, but allows RoPE on part of a head.
+    /// Validates the same fields as `validate`, but allows RoPE on part of a head.
     pub fn validate_with_partial_rope(&self) -> Result<()> {
         ModelSizes {
             hidden_size: self.hidden_size,
@@ -134,7 +132,7 @@ impl CommonConfig {
         check_window(self.sliding_window)?;
         let rotary_dim = self.rope.rotary_dim(self.head_dim());
         if rotary_dim > self.head_dim() {
-            bail!("partial_rotary_factor rotates {rotary_dim} dims of heads of {}", self.head_dim());
+            bail!("partial_rotary_factor rotates {rotary_dim} dims, but the head size is {}", self.head_dim());
         }
         // LongRoPE has one list of factors for short contexts and one for long ones. Check both.
         self.frequencies(1)?;
@@ -155,18 +153,19 @@ impl CommonConfig {
         self.rope.frequencies(self.rope.rotary_dim(self.head_dim()), lengths, 10_000.0)
     }
 
-    /// Returns all layers. `window` gives the sliding window of a layer by its index.
+    /// Returns the cache specs of all layers. `window` returns the sliding window of a layer, given its index.
     pub fn layers(&self, window: impl Fn(usize) -> Option<usize>) -> Vec<LayerSpec> {
         let spec = |layer| LayerSpec { kv_heads: self.kv_heads(), head_dim: self.head_dim(), window: window(layer) };
         (0..self.num_hidden_layers).map(spec).collect()
     }
 
-    /// Returns all layers, each with the sliding window of the model. A window of the whole context is none.
+    /// Returns the cache specs of all layers, each with the sliding window of the model.
+    /// A window that covers the whole context is treated as no window.
     pub fn sliding_layers(&self) -> Vec<LayerSpec> {
         self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }
 
-    /// Returns the sliding window of a layer. `layer_types` says which layers have one, or else `is_sliding`.
+    /// Returns the sliding window of a layer, if it has one. `is_sliding` is used if `layer_types` is absent.
     pub fn window(&self, layer: usize, is_sliding: impl Fn(usize) -> bool) -> Option<usize> {
         let sliding = match &self.layer_types {
             Some(types) => types[layer] == LayerType::SlidingAttention,
@@ -195,7 +194,7 @@ impl CommonConfig {
     }
 }
 
-/// The sizes that every family has. Bad ones would otherwise fail late, or overflow.
+/// The sizes that every family has. Invalid sizes would otherwise fail late or cause overflows.
 pub(super) struct ModelSizes {
     pub hidden_size: usize,
     pub layers: usize,
@@ -219,15 +218,15 @@ impl ModelSizes {
             ("vocab_size", self.vocab_size),
             ("max_position_embeddings", self.max_position_embeddings),
         ];
-        // 2^24 exceeds every real model, and the product of two such sizes fits a u64.
+        // 2^24 exceeds every real model, and the product of two such sizes fits in a u64.
         if let Some((name, value)) = sizes.into_iter().find(|&(_, value)| value == 0 || value > 1 << 24) {
-            bail!("{name} is {value}");
+            bail!("{name} is {value}; it must be between 1 and 2^24");
         }
         if self.layers > 4096 || self.heads > 1 << 16 {
-            bail!("num_hidden_layers is {}, num_attention_heads {}", self.layers, self.heads);
+            bail!("{} layers and {} attention heads exceed the limits of 4096 and 65536", self.layers, self.heads);
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
-            bail!("{} attention heads cannot share {} key/value heads", self.heads, self.kv_heads);
+            bail!("num_attention_heads {} is not a multiple of num_key_value_heads {}", self.heads, self.kv_heads);
         }
         if self.head_dim > 256 || !self.head_dim.is_multiple_of(2) {
             bail!("head_dim is {}; even sizes up to 256 are supported", self.head_dim);

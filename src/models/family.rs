@@ -1,4 +1,4 @@
-//! What a model family provides: how its config.json is recognized and read, and how its decoder is built.
+//! The interface of a model family, which recognizes and reads its config.json and builds its decoder.
 
 use anyhow::Result;
 use serde_json::Value;
@@ -17,12 +17,12 @@ pub struct Family {
     pub read: fn(Value) -> Result<Box<dyn Architecture>>,
 }
 
-/// The validated config of one model. It builds the decoder.
+/// The validated config of one model, which builds the decoder.
 pub trait Architecture {
-    /// Returns V, the size of the vocabulary.
+    /// Returns the size of the vocabulary.
     fn vocab_size(&self) -> usize;
 
-    /// Returns the longest context that the model was made for.
+    /// Returns the longest context that the model supports.
     fn max_position_embeddings(&self) -> usize;
 
     /// Returns the longest context that keeps the short RoPE factors. Longer contexts are opt-in.
@@ -30,7 +30,7 @@ pub trait Architecture {
         self.max_position_embeddings()
     }
 
-    /// Returns what each layer keeps in the KV cache.
+    /// Returns the KV cache spec of each layer.
     fn cache_layers(&self) -> Vec<LayerSpec>;
 
     /// Loads the model for contexts of up to `context` positions.

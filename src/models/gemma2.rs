@@ -1,7 +1,7 @@
 //! Gemma 2 (arXiv 2408.00118; transformers `modeling_gemma2.py`).
 //!
-//! It differs from Llama in these points: norms before and after attention and MLP, GeGLU, soft caps on attention scores
-//! and logits, a sliding window on every second layer, and scaled embeddings.
+//! Differences from Llama: norms both before and after attention and MLP, GeGLU, scaled embeddings,
+//! soft caps on attention scores and logits, and a sliding window on every second layer.
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -21,7 +21,8 @@ use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "gemma2", architecture: "Gemma2ForCausalLM", read };
 
-/// In Gemma, `post_attention_layernorm` norms the attention output. The norm before the MLP has another name.
+/// In Gemma, `post_attention_layernorm` is the norm of the attention output.
+/// The norm before the MLP has a different name than in Llama.
 pub(super) const NAMES: DecoderNames = DecoderNames {
     post_attention_layernorm: "pre_feedforward_layernorm",
     post_norms: Some(("post_attention_layernorm", "post_feedforward_layernorm")),
@@ -54,14 +55,15 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     Ok(Box::new(config))
 }
 
-/// Returns the decoder config of all Gemma models: norms that store w - 1, and embeddings scaled by sqrt(C).
+/// Returns the decoder config of all Gemma models, with norms that store w - 1 and scaled embeddings.
+/// The embedding scale is sqrt(hidden_size).
 pub(super) fn decoder_config(
     common: &CommonConfig,
     weights: &Weights,
     layers: Vec<LayerSpec>,
     context: usize,
 ) -> Result<DecoderConfig> {
-    // transformers rounds the factor to the compute dtype.
+    // transformers rounds the embedding scale to the compute dtype.
     let scale = Tensor::new((common.hidden_size as f64).sqrt() as f32, &Device::Cpu)?;
     let scale = scale.to_dtype(weights.dtype())?.to_dtype(DType::F32)?.to_scalar::<f32>()?;
     let config = common.decoder_config(layers, context)?;

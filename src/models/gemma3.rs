@@ -1,8 +1,9 @@
-//! Gemma 3 (arXiv 2503.19786; transformers `modeling_gemma3.py`): the text model, alone or from a multimodal checkpoint.
-//! Images are not supported.
+//! Gemma 3 (arXiv 2503.19786; transformers `modeling_gemma3.py`).
 //!
-//! It differs from Gemma 2 in these points: q/k norms in place of the soft cap on attention scores, five sliding-window
-//! layers for each full layer, and separate RoPE frequencies for the sliding-window layers.
+//! Supports the text model, alone or from a multimodal checkpoint, but not images.
+//!
+//! Differences from Gemma 2: q/k norms in place of the soft cap on attention scores,
+//! five sliding-window layers per full-attention layer, and separate RoPE frequencies for sliding-window layers.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
@@ -24,7 +25,7 @@ pub const TEXT: Family = Family { model_type: "gemma3_text", architecture: "Gemm
 pub const MULTIMODAL: Family =
     Family { model_type: "gemma3", architecture: "Gemma3ForConditionalGeneration", read: read_multimodal };
 
-/// The prefixes of the text model: alone, in a multimodal checkpoint, and in one saved by transformers 5.
+/// The tensor name prefixes of a text-only checkpoint, a multimodal one, and one saved by transformers 5.
 const PREFIXES: [&str; 3] = ["model", "language_model.model", "model.language_model"];
 
 /// The fields of config.json.
@@ -33,7 +34,7 @@ struct Config {
     query_pre_attn_scalar: f64,
     sliding_window_pattern: usize,
     final_logit_softcapping: Option<f32>,
-    /// For sliding-window layers; `common` has the one for full layers.
+    /// The RoPE config of sliding-window layers. `common` has the RoPE config of full-attention layers.
     sliding_rope: RopeConfig,
     #[serde(flatten)]
     common: CommonConfig,
@@ -54,7 +55,7 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     config::check_positive("query_pre_attn_scalar", Some(config.query_pre_attn_scalar as f32))?;
     config::check_positive("final_logit_softcapping", config.final_logit_softcapping)?;
     if config.sliding_window_pattern == 0 {
-        bail!("sliding_window_pattern is 0");
+        bail!("sliding_window_pattern is 0; it must be at least 1");
     }
     Ok(Box::new(config))
 }
@@ -67,8 +68,9 @@ fn read_multimodal(mut json: Value) -> Result<Box<dyn Architecture>> {
     read(text)
 }
 
-/// Gives full and sliding-window layers a RoPE config of their own. config.json has either `rope_theta`, `rope_scaling`
-/// and `rope_local_base_freq`, or one `rope_parameters` per layer type.
+/// Splits the RoPE fields into one config for full-attention layers and one for sliding-window layers.
+/// config.json has either one `rope_parameters` object per layer type,
+/// or the fields `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
 fn split_rope(json: &mut Value) -> Result<()> {
     let local = json["rope_local_base_freq"].as_f64().unwrap_or(10_000.0);
     let by_type = json["rope_parameters"].take();
@@ -76,7 +78,7 @@ fn split_rope(json: &mut Value) -> Result<()> {
     if !by_type.is_null() && parameters("full_attention").is_none() {
         bail!("rope_parameters has no full_attention");
     }
-    // In older files, `rope_scaling` is for full layers only.
+    // In older files, `rope_scaling` applies to full-attention layers only.
     let sliding = parameters("sliding_attention").filter(Value::is_object).unwrap_or_else(|| json!({}));
     json["sliding_rope"] = json!({"rope_theta": local, "rope_parameters": sliding});
     json["rope_parameters"] = parameters("full_attention").unwrap_or(Value::Null);

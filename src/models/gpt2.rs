@@ -1,5 +1,6 @@
-//! GPT-2 (Radford et al., 2019; transformers `modeling_gpt2.py`): learned positions, LayerNorm, an MLP without a gate, and
-//! matrices that are stored transposed.
+//! GPT-2 (Radford et al., 2019; transformers `modeling_gpt2.py`).
+//!
+//! It has learned positions, LayerNorm, an MLP without a gate, and matrices that are stored transposed.
 
 use anyhow::{Result, bail};
 use candle_nn::Activation;
@@ -84,14 +85,14 @@ impl Config {
         self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
     }
 
-    /// Returns the factor on the attention scores of a layer.
+    /// Returns the scale of the attention scores in a layer.
     fn attention_scale(&self, layer: usize) -> f32 {
         let size_divisor = if self.scale_attn_weights { (self.head_dim() as f32).sqrt() } else { 1.0 };
         let layer_divisor = if self.scale_attn_by_inverse_layer_idx { (layer + 1) as f32 } else { 1.0 };
         1.0 / (size_divisor * layer_divisor)
     }
 
-    /// Loads attention and MLP of one layer.
+    /// Loads the attention and the MLP of one layer.
     fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let (hidden_size, intermediate_size) = (self.n_embd, self.intermediate_size());
         let config = AttentionConfig {
@@ -126,7 +127,7 @@ impl Architecture for Config {
         let config = DecoderConfig {
             tie_word_embeddings: self.tie_word_embeddings,
             cache_layers: self.cache_layers(),
-            // The oldest files have no prefix.
+            // The oldest checkpoints have no prefix.
             prefix: if weights.contains("transformer.wte.weight") { "transformer" } else { "" }.into(),
             names: NAMES,
             learned_positions: Some(("wpe", self.n_positions)),

@@ -1,5 +1,6 @@
-//! gpt-oss (openai/gpt-oss, `gpt_oss/torch/model.py`; transformers `modeling_gpt_oss.py`): a mixture of experts in MXFP4,
-//! attention sinks, a sliding window on every second layer, and YaRN.
+//! gpt-oss (openai/gpt-oss, `gpt_oss/torch/model.py`; transformers `modeling_gpt_oss.py`).
+//!
+//! It has MXFP4 experts, attention sinks, a sliding window on every second layer, and YaRN.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
@@ -61,7 +62,7 @@ fn default_attention_bias() -> bool {
 }
 
 fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
-    // OpenAI's own files have this number under both names. serde would reject the second as a duplicate.
+    // OpenAI's own files use both names for this field, and serde would reject the second as a duplicate.
     if let Some(fields) = json.as_object_mut().filter(|fields| fields.contains_key("num_experts_per_tok")) {
         fields.remove("experts_per_token");
     }
@@ -90,7 +91,7 @@ impl Config {
         config::check_layer_types(self.layer_types.as_ref(), self.num_hidden_layers)?;
         config::check_window(self.sliding_window)?;
         if self.swiglu_limit.is_nan() || self.swiglu_limit <= 0.0 {
-            bail!("swiglu_limit is {}", self.swiglu_limit);
+            bail!("swiglu_limit is {}; it must be positive", self.swiglu_limit);
         }
         self.frequencies()?;
         Ok(())
@@ -102,13 +103,13 @@ impl Config {
         self.rope.frequencies(self.head_dim, lengths, 150_000.0)
     }
 
-    /// Returns the type of a layer. Without `layer_types`, even layers have a sliding window.
+    /// Returns the type of a layer. Without `layer_types`, even-numbered layers have a sliding window.
     fn layer_type(&self, layer: usize) -> LayerType {
         let default = if layer.is_multiple_of(2) { LayerType::SlidingAttention } else { LayerType::FullAttention };
         self.layer_types.as_ref().map_or(default, |types| types[layer])
     }
 
-    /// Loads attention and MLP of one layer.
+    /// Loads the attention and the MLP of one layer.
     fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let bias = Bias::from(self.attention_bias);
         let attention = AttentionConfig {

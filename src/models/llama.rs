@@ -1,5 +1,6 @@
-//! Llama 2 to 3.3, TinyLlama, DeepSeek-R1-Distill-Llama, and every other model that names `LlamaForCausalLM`
-//! (arXiv 2302.13971, 2407.21783; transformers `modeling_llama.py`).
+//! Llama 2 to 3.3, TinyLlama, DeepSeek-R1-Distill-Llama, and all other `LlamaForCausalLM` models.
+//!
+//! Source: arXiv 2302.13971, 2407.21783; transformers `modeling_llama.py`.
 
 use anyhow::Result;
 use serde::Deserialize;

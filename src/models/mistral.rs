@@ -1,7 +1,8 @@
-//! Mistral 7B, Nemo, Small, and every other model that names `MistralForCausalLM` (arXiv 2310.06825; transformers
-//! `modeling_mistral.py`).
+//! Mistral 7B, Nemo, Small, and all other `MistralForCausalLM` models.
 //!
-//! The layers are Llama's. In v0.1 all of them have a sliding window, in later versions none.
+//! The layers are the same as in Llama. All layers have a sliding window in v0.1 and none in later versions.
+//!
+//! Source: arXiv 2310.06825; transformers `modeling_mistral.py`.
 
 use anyhow::Result;
 use serde::Deserialize;

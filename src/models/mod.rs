@@ -1,4 +1,4 @@
-//! The model families. Each has a file of its own and a line in `FAMILIES`.
+//! The model families. Each family has its own file and an entry in `FAMILIES`.
 
 mod config;
 mod family;
@@ -48,12 +48,12 @@ const FAMILIES: &[&Family] = &[
 pub struct ModelConfig {
     pub family: &'static Family,
     pub architecture: Box<dyn Architecture>,
-    /// The quantization method, such as `mxfp4`; `None` for float weights.
+    /// The quantization method, such as `mxfp4`, or `None` for float weights.
     pub quantization: Option<String>,
 }
 
-/// Reads the config of a snapshot from config.json or from the GGUF file. Fails with
-/// [`Error::UnsupportedArchitecture`] if no family supports the model.
+/// Reads the config of a snapshot from config.json or from the GGUF file.
+/// Fails with [`Error::UnsupportedArchitecture`] if no family supports the model.
 pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     if let Some(path) = snapshot::gguf::find(dir)? {
         return gguf_config(&GgufCheckpoint::open(&path)?);
@@ -62,13 +62,14 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let json: Value = serde_json::from_str(&text).with_context(|| format!("cannot read {}", path.display()))?;
     parse_config(json).map_err(|error| match error.is::<Error>() {
-        // The message for an unsupported architecture is complete.
+        // The message of an `Error` is already complete.
         true => error,
         false => error.context(format!("cannot use {}", path.display())),
     })
 }
 
-/// Reads the config of the snapshot in `dir` and opens its checkpoint. The head of a GGUF file is parsed once for both.
+/// Reads the config of the snapshot in `dir` and opens its checkpoint.
+/// The header of a GGUF file is parsed only once.
 pub fn open(dir: &Path) -> Result<(ModelConfig, Checkpoint)> {
     let Some(path) = snapshot::gguf::find(dir)? else {
         return Ok((read_config(dir)?, Checkpoint::open(dir)?));
@@ -78,7 +79,7 @@ pub fn open(dir: &Path) -> Result<(ModelConfig, Checkpoint)> {
     Ok((config, Checkpoint::Gguf(Box::new(GgufModel::new(file)?))))
 }
 
-/// Returns the config of an open GGUF file.
+/// Returns the config of an opened GGUF file.
 pub fn gguf_config(file: &GgufCheckpoint) -> Result<ModelConfig> {
     let cannot = || format!("cannot use {}", file.path().display());
     let json = file.config().with_context(cannot)?;
@@ -98,7 +99,7 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
     Ok(ModelConfig { family, architecture, quantization })
 }
 
-/// Returns the model type that config.json names, supported or not. Returns `None` if the file cannot be read.
+/// Returns the model type in config.json, supported or not, or `None` if the file cannot be read.
 pub fn declared_type(dir: &Path) -> Option<String> {
     let text = std::fs::read_to_string(dir.join("config.json")).ok()?;
     let json: Value = serde_json::from_str(&text).ok()?;
@@ -124,7 +125,7 @@ fn find_family(json: &Value) -> Result<&'static Family> {
     })
 }
 
-/// Returns the supported name that is most similar to this one, if one is similar enough.
+/// Returns the supported name that is most similar to `found`, if any name is similar enough.
 fn nearest_name(found: &str) -> Option<&'static str> {
     let names = FAMILIES.iter().flat_map(|family| [family.model_type, family.architecture]);
     let by_distance = |name: &&str| strsim::levenshtein(&found.to_lowercase(), &name.to_lowercase());

@@ -1,7 +1,7 @@
 //! Phi-3, Phi-3.5 and Phi-4, but not their vision and MoE variants (arXiv 2404.14219; transformers `modeling_phi3.py`).
 //!
-//! It differs from Llama in these points: projections are fused, models with long contexts use LongRoPE, and Phi-4-mini
-//! rotates only part of each head.
+//! Differences from Llama: fused projections, LongRoPE in models with long contexts,
+//! and RoPE on only part of each head in Phi-4-mini.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
@@ -39,14 +39,15 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     Ok(Box::new(config))
 }
 
-/// Renames LongRoPE in older files. They call it `su`, and some `yarn`, which is a different rule in other families.
+/// Renames `su` and `yarn` to `longrope`. Older Phi files use these names for LongRoPE.
+/// In other families, `yarn` is a different scaling rule.
 fn rename_longrope(scaling: &mut Value) -> Result<()> {
     let Some(fields) = scaling.as_object_mut() else { return Ok(()) };
     for key in ["type", "rope_type"] {
         match fields.get_mut(key) {
             Some(Value::String(name)) if name == "su" || name == "yarn" => *name = "longrope".into(),
             Some(Value::String(name)) if name != "longrope" && name != "default" => {
-                bail!("RoPE scaling '{name}' is not supported for phi3 (default, longrope)")
+                bail!("RoPE scaling '{name}' is not supported for phi3; supported: default, longrope")
             }
             _ => {}
         }

@@ -1,8 +1,9 @@
-//! Qwen2, Qwen2.5, QwQ, and every other model that names `Qwen2ForCausalLM` (arXiv 2407.10671; transformers
-//! `modeling_qwen2.py`).
+//! Qwen2, Qwen2.5, QwQ, and all other `Qwen2ForCausalLM` models.
 //!
-//! The layers are Llama's with biases on q, k and v. config.json may give the upper layers a sliding window, but no
-//! published model has one.
+//! The layers are the same as in Llama, with biases on q, k and v.
+//! config.json can enable a sliding window for the upper layers, but no published model does.
+//!
+//! Source: arXiv 2407.10671; transformers `modeling_qwen2.py`.
 
 use anyhow::Result;
 use serde::Deserialize;

@@ -1,4 +1,4 @@
-//! The standard decoder: the architecture of Llama and of the families that follow it.
+//! The standard decoder: the architecture of Llama and of the families based on it.
 
 use anyhow::Result;
 
@@ -11,17 +11,18 @@ use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::Mlp;
 use crate::weights::Weights;
 
-/// A family whose config.json has the fields of [`CommonConfig`]. It provides its layers; the rest is the same for all.
+/// A family whose config.json has the fields of [`CommonConfig`].
+/// Each family provides its layers. All other parts are shared.
 pub(super) trait StandardDecoder {
     fn common(&self) -> &CommonConfig;
 
-    /// Returns what each layer keeps in the KV cache.
+    /// Returns the KV cache spec of each layer.
     fn layers(&self) -> Vec<LayerSpec>;
 
-    /// Loads attention and MLP of one layer.
+    /// Loads the attention and the MLP of one layer.
     fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)>;
 
-    /// Returns the config of everything around attention and MLP.
+    /// Returns the config of everything except attention and MLP.
     fn decoder_config(&self, _: &Weights, context: usize) -> Result<DecoderConfig> {
         self.common().decoder_config(self.layers(), context)
     }

@@ -1,5 +1,6 @@
-//! The self-attention of one layer: q, k and v projections, optional q/k norm, RoPE, KV cache, attention and output
-//! projection.
+//! The self-attention of one layer.
+//!
+//! It consists of the q, k and v projections, optional q/k norms, RoPE, KV cache, attention and output projection.
 
 use std::sync::Arc;
 
@@ -29,16 +30,16 @@ pub struct AttentionConfig {
     pub qkv_bias: Bias,
     pub o_bias: Bias,
     pub sinks: Sinks,
-    /// Norms of each head of q and k before RoPE: `q_norm` and `k_norm` \[D\].
+    /// The norms applied to each head of q and k before RoPE: `q_norm` and `k_norm`, each `[head_dim]`.
     pub qk_norm: Option<NormConfig>,
-    /// Factor on the scores q·k.
+    /// The scale of the scores q·k.
     pub scale: f32,
-    /// With a cap, each score s becomes cap · tanh(s / cap).
+    /// The soft cap, if any. Each score s becomes cap · tanh(s / cap).
     pub softcap: Option<f32>,
 }
 
 impl AttentionConfig {
-    /// Returns the config of most families: no biases, no sinks, no q/k norms, a scale of 1/sqrt(D).
+    /// Returns the config of most families: no biases, sinks or q/k norms, and a scale of 1/sqrt(head_dim).
     pub fn new(hidden_size: usize, heads: usize, spec: LayerSpec) -> Self {
         Self {
             hidden_size,
@@ -53,13 +54,13 @@ impl AttentionConfig {
         }
     }
 
-    /// Returns the output size of q_proj, and that of k_proj or v_proj.
+    /// Returns two output sizes: one for q_proj, and one for both k_proj and v_proj.
     fn projection_sizes(&self) -> (usize, usize) {
         (self.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
     }
 }
 
-/// Whether a layer has a learned attention sink, one logit per head.
+/// Whether a layer has learned attention sinks, with one logit per head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sinks {
     With,
@@ -67,16 +68,16 @@ pub enum Sinks {
 }
 
 pub struct Attention {
-    /// q_proj, k_proj and v_proj, stacked in this order.
+    /// The q_proj, k_proj and v_proj weights, stacked in this order.
     pub(crate) qkv_proj: Linear,
     pub(crate) o_proj: Linear,
-    /// f32 `[H]`
+    /// f32 `[heads]`
     pub(crate) sinks: Option<Tensor>,
-    /// The norms of q and of k.
+    /// The norms of q and k.
     pub(crate) qk_norm: Option<(Norm, Norm)>,
     pub(crate) rotary: Arc<RotaryEmbedding>,
     pub(crate) config: AttentionConfig,
-    /// The dtype of projections and cache.
+    /// The dtype of the projections and the KV cache.
     dtype: DType,
 }
 
@@ -123,7 +124,7 @@ impl Attention {
         })
     }
 
-    /// Returns the bytes of all weights.
+    /// Returns the size of all weights in bytes.
     pub fn bytes(&self) -> u64 {
         let norms = self.qk_norm.as_ref().map_or(0, |(q, k)| q.bytes() + k.bytes());
         self.qkv_proj.bytes() + self.o_proj.bytes() + self.sinks.as_ref().map_or(0, kernels::bytes) + norms
@@ -134,20 +135,21 @@ impl Attention {
         self.dtype
     }
 
-    /// Maps x \[T, C\], the tokens of all sequences, to \[T, C\] f32. Appends keys and values to each sequence's cache.
+    /// Computes attention for the tokens of all sequences, from x `[tokens, hidden]` to f32 `[tokens, hidden]`.
+    /// Appends the new keys and values to the cache of each sequence.
     pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let AttentionConfig { heads, spec, scale, softcap, .. } = self.config;
         let LayerSpec { kv_heads, head_dim, window } = spec;
 
-        // 1. project, norm and rotate
+        // 1. project, normalize and rotate
         let qkv = self.qkv_proj.matmul(x)?;
         let norms = self.qk_norm.as_ref().map(|(q, k)| QkNorm { q: &q.weight, k: &k.weight, eps: q.eps });
         let rotation = self.rotary.rotation(pass.positions());
         let (q, k, v) =
             split_qkv(&qkv, self.qkv_proj.bias.as_ref(), norms, rotation, (heads, kv_heads, head_dim), self.dtype)?;
 
-        // 2. attend, each sequence over its own cache
+        // 2. compute attention for each sequence with its own cache
         let attend = |q: &Tensor, cached: &LayerCache, positions: &Tensor, mask: AttentionMask| {
             attention(q, cached.k(), cached.v(), self.sinks.as_ref(), positions, mask, pass.backend())
         };

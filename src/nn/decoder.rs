@@ -22,12 +22,12 @@ use crate::kernels::{
 };
 use crate::weights::Weights;
 
-/// A callback that receives each layer's index and the residual stream after it, f32 \[T, C\].
+/// A callback that receives the index of each layer and the residual stream after it, f32 `[tokens, hidden]`.
 pub type Tap<'t> = &'t mut dyn FnMut(usize, &Tensor) -> Result<()>;
 
-/// A whole model: embedding, layers, last norm and output head.
+/// A whole model: embedding, layers, final norm and output head.
 pub struct Decoder {
-    /// `[V, C]`
+    /// `[vocab, hidden]`
     pub(crate) embed_tokens: Matrix,
     /// The dtype of activations and of the KV cache.
     dtype: DType,
@@ -35,7 +35,7 @@ pub struct Decoder {
     pub(crate) norm: Norm,
     pub(crate) lm_head: Linear,
     pub(crate) embed_scale: f32,
-    /// `[P, C]`
+    /// `[positions, hidden]`
     embed_positions: Option<Tensor>,
     pub(crate) final_softcap: Option<f32>,
     cache_layers: Vec<LayerSpec>,
@@ -47,7 +47,7 @@ pub struct Decoder {
 impl Decoder {
     /// Loads a decoder for contexts of up to `context` positions.
     ///
-    /// `load_parts` loads attention and MLP of one layer; `config` names everything else.
+    /// `load_parts` loads the attention and the MLP of one layer. `config` describes everything else.
     pub fn load(
         weights: &Weights,
         context: usize,
@@ -56,7 +56,7 @@ impl Decoder {
     ) -> Result<Self> {
         let DecoderConfig { vocab_size, hidden_size, names, tie_word_embeddings, .. } = config;
         if let Some((_, positions)) = config.learned_positions.filter(|&(_, positions)| positions < context) {
-            bail!("cannot load a context of {context} positions: the model has {positions} learned positions");
+            bail!("cannot load a context of {context} positions: the model has only {positions} learned positions");
         }
         let root = if config.prefix.is_empty() { weights.clone() } else { weights.at(&config.prefix) };
         let embed_tokens = load_embedding(&root.at(names.embed_tokens), vocab_size, hidden_size, tie_word_embeddings)?;
@@ -79,13 +79,13 @@ impl Decoder {
         })
     }
 
-    /// Runs a batch and appends to each sequence's cache. Returns logits f32 \[rows, V\], one row per token that
-    /// `batch.logits` selects.
+    /// Runs a batch and appends its keys and values to the cache of each sequence.
+    /// Returns f32 logits `[rows, vocab]`, with one row per token that `batch.logits` selects.
     pub fn forward(&self, batch: &StepBatch, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         self.forward_tapped(batch, caches, None)
     }
 
-    /// Does what `forward` does, and calls `tap` after each layer.
+    /// Runs a batch like `forward`, and calls `tap` after each layer.
     pub fn forward_tapped(
         &self,
         batch: &StepBatch,
@@ -96,7 +96,7 @@ impl Decoder {
         let device = self.embed_tokens.device();
         let pass = Pass::new(batch, caches, device, self.backend)?;
 
-        // 1. embed: x is the residual stream, y what is to be added to it
+        // 1. embed: x is the residual stream, and y is added to it by the next norm
         let mut x = self.embed_tokens.embed(&Tensor::new(batch.ids, device)?, self.embed_scale)?;
         let mut y = self.embed_positions.as_ref().map(|table| embed(table, pass.positions(), 1.0)).transpose()?;
 
@@ -124,20 +124,20 @@ impl Decoder {
         })
     }
 
-    /// Fails if a token id or a cache does not belong to this model.
+    /// Fails if a token id is outside the vocabulary, or if a cache is larger than the loaded context.
     fn validate(&self, batch: &StepBatch, caches: &[&mut KvCache]) -> Result<()> {
         let vocab_size = self.vocab_size();
         if let Some(id) = batch.ids.iter().find(|&&id| id as usize >= vocab_size) {
             bail!("token id {id} is outside the model's vocabulary of {vocab_size}");
         }
         if let Some(cache) = caches.iter().find(|cache| cache.context() > self.context) {
-            bail!("the cache has {} positions, the model was loaded for {}", cache.context(), self.context);
+            bail!("the cache has {} positions, but the model was loaded for {}", cache.context(), self.context);
         }
         Ok(())
     }
 
-    /// Makes later passes use this attention backend. Returns the backend that `Auto` resolves to. Fails if a layer
-    /// cannot use the backend.
+    /// Sets the attention backend for later passes and returns the backend that `Auto` resolves to.
+    /// Fails if a layer cannot use the backend.
     pub fn set_attention_backend(&mut self, backend: AttentionBackend) -> Result<AttentionBackend> {
         let (on_gpu, mut chosen) = (self.is_on_gpu(), backend);
         for layer in &self.layers {
@@ -151,7 +151,7 @@ impl Decoder {
         Ok(chosen)
     }
 
-    /// Returns what the decode kernels do not support about this decoder as a whole.
+    /// Returns a feature of the whole decoder that the decode kernels do not support, if any.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(crate) fn unsupported_reason(&self) -> Option<&'static str> {
         if self.norm.bias.is_some() || self.layers.iter().any(DecoderLayer::has_layer_norm) {
@@ -165,19 +165,19 @@ impl Decoder {
         self.dtype
     }
 
-    /// Returns what each layer keeps in the KV cache.
+    /// Returns the KV cache spec of each layer.
     pub fn cache_layers(&self) -> &[LayerSpec] {
         &self.cache_layers
     }
 
-    /// Returns the bytes of weights that one token reads: all dense weights, the chosen experts, and one row of the
-    /// embedding.
+    /// Returns the bytes of weights that one token reads.
+    /// They include all dense weights, the chosen experts, and one row of the embedding.
     pub fn step_bytes(&self) -> u64 {
         let row = self.embed_tokens.bytes() / self.vocab_size() as u64;
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
     }
 
-    /// Returns V, the number of rows of the embedding.
+    /// Returns the size of the vocabulary, which is the number of rows in the embedding.
     pub fn vocab_size(&self) -> usize {
         self.embed_tokens.dims().0
     }
@@ -192,7 +192,7 @@ impl Decoder {
     }
 }
 
-/// Loads all layers. Layers of one kind share their RoPE tables.
+/// Loads all layers. Layers of the same kind share their RoPE tables.
 fn load_layers(
     root: &Weights,
     context: usize,
@@ -223,14 +223,14 @@ fn load_layers(
     config.cache_layers.iter().enumerate().map(load_layer).collect()
 }
 
-/// Loads an embedding \[V, C\]. A float embedding is quantized only if it is the output head too: a lookup reads one
-/// row, the head reads them all.
+/// Loads an embedding `[vocab, hidden]`. A float embedding is quantized only if it is also the output head.
+/// A lookup reads a single row, but the output head reads all rows.
 fn load_embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
     let weights = if is_head { weights.clone() } else { weights.unquantized() };
     Weights::matrix(&[(weights, vocab_size)], "weight", hidden_size)
 }
 
-/// Returns the row of each sequence's last token.
+/// Returns the row of the last token in each sequence.
 fn last_rows(rows: &Tensor, pass: &Pass) -> Result<Tensor> {
     let rows = pass.spans().map(|span| rows.narrow(0, span.end - 1, 1));
     Ok(Tensor::cat(&rows.collect::<candle_core::Result<Vec<_>>>()?, 0)?.contiguous()?)

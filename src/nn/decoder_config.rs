@@ -1,4 +1,4 @@
-//! Sizes, options and tensor names of a decoder, as a family in `models` fills them in.
+//! The sizes, options and tensor names of a decoder. Each family in `models` provides them.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use super::kv_cache::LayerSpec;
 use super::norm::NormConfig;
 use super::rope::{RopeFrequencies, RotaryEmbedding};
 
-/// Everything that a decoder has besides its attention and MLP.
+/// The config of a decoder, except for its attention and MLP.
 pub struct DecoderConfig {
     pub vocab_size: usize,
     pub hidden_size: usize,
@@ -14,22 +14,22 @@ pub struct DecoderConfig {
     /// Whether the output head uses the weights of the embedding.
     pub tie_word_embeddings: bool,
     pub frequencies: RopeFrequencies,
-    /// RoPE frequencies of sliding-window layers, if they differ from those of full layers.
+    /// The RoPE frequencies of sliding-window layers, if they differ from full-attention layers.
     pub sliding_frequencies: Option<RopeFrequencies>,
     pub cache_layers: Vec<LayerSpec>,
-    /// Prefix of all tensor names but the output head's; empty if there is none.
+    /// The prefix of all tensor names except the output head. It may be empty.
     pub prefix: String,
     pub names: DecoderNames,
-    /// Factor on the embeddings.
+    /// The scale of the embeddings.
     pub embed_scale: f32,
-    /// Name and length of a learned position embedding.
+    /// The name and length of the learned position embedding, if any.
     pub learned_positions: Option<(&'static str, usize)>,
-    /// With a cap, each logit l becomes cap · tanh(l / cap).
+    /// The soft cap, if any. Each logit l becomes cap · tanh(l / cap).
     pub final_softcap: Option<f32>,
 }
 
 impl DecoderConfig {
-    /// Returns a config with the options of Llama. Callers fill in `cache_layers` and whatever differs.
+    /// Returns a config with the options of Llama. Callers set `cache_layers` and all options that differ.
     pub fn new(vocab_size: usize, hidden_size: usize, norm: NormConfig, frequencies: RopeFrequencies) -> Self {
         Self {
             vocab_size,
@@ -57,14 +57,14 @@ pub struct DecoderNames {
     pub input_layernorm: &'static str,
     /// The norm before the MLP.
     pub post_attention_layernorm: &'static str,
-    /// The norms of the attention output and of the MLP output.
+    /// The norms of the attention output and the MLP output.
     pub post_norms: Option<(&'static str, &'static str)>,
     /// The norm before the output head.
     pub norm: &'static str,
 }
 
 impl DecoderNames {
-    /// The names that Llama uses, and most families after it.
+    /// The names that Llama and most other families use.
     pub const LLAMA: Self = Self {
         embed_tokens: "embed_tokens",
         layers: "layers",
@@ -75,7 +75,7 @@ impl DecoderNames {
     };
 }
 
-/// The layer that a family is asked to load.
+/// The layer that `load_parts` loads.
 pub struct LayerInfo {
     pub index: usize,
     pub spec: LayerSpec,

@@ -1,9 +1,12 @@
-//! The keys and values of one sequence, allocated once. A full layer keeps every position. A sliding-window layer keeps
-//! a ring buffer of the last positions.
+//! The keys and values of one sequence, allocated once.
 //!
-//! The next turn of a chat often changes the end of the prompt: gpt-oss drops past reasoning from its history. So the
-//! cache can be truncated. A full layer can be cut at any position. A ring buffer has overwritten its oldest positions,
-//! so it can be cut a little, or restored from the checkpoint taken at the end of the prefill.
+//! A full-attention layer keeps every position. A sliding-window layer keeps a ring buffer of the last positions.
+//!
+//! The next turn of a chat often changes the end of the prompt. For example, gpt-oss drops past reasoning.
+//! The cache can therefore be truncated.
+//! A full-attention layer can be truncated to any position.
+//! A ring buffer has overwritten its oldest positions, so it can only be truncated by a few positions.
+//! To go back further, it is restored from the checkpoint taken at the end of the prefill.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
@@ -20,14 +23,14 @@ pub struct LayerSpec {
 }
 
 impl LayerSpec {
-    /// Returns the rows to allocate for `context` positions if one pass writes at most `chunk` of them. The first query
-    /// of a chunk must still find its whole window after the last key of the chunk is written.
+    /// Returns the number of rows to allocate for `context` positions if one pass writes at most `chunk` of them.
+    /// After a chunk is written, the whole window of its first query must still be in the cache.
     fn rows(&self, context: usize, chunk: usize) -> usize {
         self.window.map_or(context, |window| context.min(window + chunk - 1))
     }
 }
 
-/// Returns the bytes that a cache of these layers allocates.
+/// Returns the size of a cache with these layers, in bytes.
 pub fn bytes(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType) -> u64 {
     let elements = |layer: &LayerSpec| {
         let row = 2 * layer.kv_heads as u64 * layer.head_dim as u64;
@@ -37,7 +40,7 @@ pub fn bytes(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType) -
     layers.iter().map(bytes).fold(0, u64::saturating_add)
 }
 
-/// Returns the bytes of keys and values that one token reads after `depth` cached ones, including its own.
+/// Returns the bytes of keys and values that a token at position `depth` reads, including its own.
 pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     let elements = |layer: &LayerSpec| {
         let positions = layer.window.map_or(depth + 1, |window| window.min(depth + 1));
@@ -46,7 +49,7 @@ pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     layers.iter().map(|layer| (elements(layer) * dtype.size_in_bytes()) as u64).sum()
 }
 
-/// The cache of one sequence.
+/// The KV cache of one sequence.
 pub struct KvCache {
     layers: Vec<LayerCache>,
     context: usize,
@@ -56,23 +59,23 @@ pub struct KvCache {
     checkpoint: Option<Checkpoint>,
 }
 
-/// The keys and values of one layer, both \[S, K, D\]. Position p is in row p mod S.
+/// The keys and values of one layer, both `[rows, kv_heads, head_dim]`. Position p is in row p mod rows.
 pub struct LayerCache {
     k: Tensor,
     v: Tensor,
     window: Option<usize>,
-    /// The oldest position that no later one has overwritten. Truncating does not restore overwritten rows.
+    /// The oldest position that has not been overwritten. Truncation does not restore overwritten rows.
     oldest: usize,
 }
 
-/// A copy of the rows of sliding-window layers that positions from `len` on attend to.
+/// A copy of the rows in sliding-window layers that positions from `len` onward attend to.
 struct Checkpoint {
     len: usize,
     rows: Vec<Option<(Tensor, Tensor)>>,
 }
 
 impl KvCache {
-    /// Allocates `context` positions. One pass may write at most `chunk` of them.
+    /// Allocates a cache for `context` positions. One pass may write at most `chunk` of them.
     pub fn new(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType, device: &Device) -> Result<Self> {
         let layer = |spec: &LayerSpec| {
             let shape = (spec.rows(context, chunk), spec.kv_heads, spec.head_dim);
@@ -92,17 +95,17 @@ impl KvCache {
         self.len == 0
     }
 
-    /// Returns the number of positions allocated.
+    /// Returns the number of allocated positions.
     pub fn context(&self) -> usize {
         self.context
     }
 
-    /// Returns the most tokens that one pass may write.
+    /// Returns the maximum number of tokens that one pass may write.
     pub fn chunk(&self) -> usize {
         self.chunk
     }
 
-    /// Fails unless `tokens` more fit.
+    /// Fails unless the cache has room for `tokens` more positions.
     pub fn check_capacity(&self, tokens: usize) -> Result<()> {
         if tokens > self.chunk || self.len + tokens > self.context {
             bail!(
@@ -115,8 +118,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// Writes k and v \[T, K, D\] of one layer after the cached positions. Returns the layer. Call `advance` after the
-    /// last layer.
+    /// Writes `k` and `v`, both `[tokens, kv_heads, head_dim]`, after the cached positions of one layer.
+    /// Returns the layer. Call `advance` after writing the last layer.
     pub fn write(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<&LayerCache> {
         let layer = &mut self.layers[layer];
         layer.write(self.len, k, v)?;
@@ -130,13 +133,14 @@ impl KvCache {
         self.layers.iter_mut().for_each(|layer| layer.oldest = 0);
     }
 
-    /// Counts `tokens` positions that `write` has written to all layers.
+    /// Advances the length by `tokens` positions, which `write` must have written to all layers.
     pub fn advance(&mut self, tokens: usize) {
         self.len += tokens;
     }
 
-    /// Counts `tokens` positions that the decode graph has written. It has also written `beyond` positions after them.
-    /// Those do not count, but they have overwritten rows of the ring buffers.
+    /// Advances the length by `tokens` positions that the decode graph has written.
+    /// The graph has also written `beyond` positions after them, which are not part of the new length.
+    /// Those extra positions have overwritten rows of the ring buffers.
     pub fn advance_written(&mut self, tokens: usize, beyond: usize) {
         self.len += tokens;
         for layer in &mut self.layers {
@@ -149,15 +153,16 @@ impl KvCache {
         &self.layers[layer]
     }
 
-    /// Copies what later positions attend to, so that `truncate` can return here however much is written after.
+    /// Saves the rows that later positions attend to.
+    /// `truncate` can then restore this length, no matter how many positions are written after it.
     pub fn set_checkpoint(&mut self) -> Result<()> {
         let rows = self.layers.iter().map(|layer| layer.save_window(self.len)).collect::<Result<_>>()?;
         self.checkpoint = Some(Checkpoint { len: self.len, rows });
         Ok(())
     }
 
-    /// Keeps the first `len` positions, or fewer if a ring buffer has lost some of the window of position `len`. Returns
-    /// how many positions are left.
+    /// Truncates the cache to `len` positions and returns the number of positions left.
+    /// Fewer positions are left if a ring buffer has lost part of the window of position `len`.
     pub fn truncate(&mut self, len: usize) -> Result<usize> {
         let len = len.min(self.len);
         if self.layers.iter().all(|layer| layer.has_window_of(len)) {
@@ -180,17 +185,17 @@ impl KvCache {
 }
 
 impl LayerCache {
-    /// [S, K, D]
+    /// `[rows, kv_heads, head_dim]`
     pub fn k(&self) -> &Tensor {
         &self.k
     }
 
-    /// [S, K, D]
+    /// `[rows, kv_heads, head_dim]`
     pub fn v(&self) -> &Tensor {
         &self.v
     }
 
-    /// Returns S.
+    /// Returns the number of rows.
     fn rows(&self) -> usize {
         self.k.dims()[0]
     }
@@ -209,17 +214,18 @@ impl LayerCache {
         Ok(())
     }
 
-    /// Returns how many positions before its own a token of a sliding-window layer attends to.
+    /// Returns the number of previous positions that a token in a sliding-window layer attends to.
     fn past_window(&self) -> Option<usize> {
         self.window.map(|window| window - 1)
     }
 
-    /// Returns whether the layer still has every position that position `len` attends to.
+    /// Returns true if the layer still has every position that position `len` attends to.
     fn has_window_of(&self, len: usize) -> bool {
         self.oldest <= self.past_window().map_or(0, |past| len.saturating_sub(past))
     }
 
-    /// Copies the rows that position `len` attends to. Returns `None` for a full layer, which never loses them.
+    /// Copies the rows that position `len` attends to. Returns `None` if there is nothing to save.
+    /// A full-attention layer never loses these rows.
     fn save_window(&self, len: usize) -> Result<Option<(Tensor, Tensor)>> {
         let Some(past) = self.past_window() else { return Ok(None) };
         let (count, rows) = (past.min(len), self.rows());

@@ -1,4 +1,4 @@
-//! One pre-norm decoder layer: attention, then the MLP, each behind a norm.
+//! A pre-norm decoder layer: attention followed by an MLP, each with a norm on its input.
 
 use anyhow::Result;
 use candle_core::Tensor;
@@ -9,25 +9,25 @@ use super::mlp::Mlp;
 use super::norm::Norm;
 use super::pass::Pass;
 
-/// Computes x + attention(norm(x)), then x + mlp(norm(x)).
+/// A decoder layer, which computes x + attention(norm(x)), then x + mlp(norm(x)).
 ///
-/// x is the residual stream. It is f32 whatever the compute dtype, because it is a sum over all layers and would keep
-/// the rounding error of each.
+/// x is the residual stream. It is always f32, regardless of the compute dtype.
+/// As a sum over all layers, it would accumulate the rounding error of each layer in a narrower dtype.
 pub(crate) struct DecoderLayer {
     pub(crate) input_layernorm: Norm,
     pub(crate) self_attn: Attention,
-    /// Norm of the attention output, before it is added (Gemma).
+    /// The norm of the attention output, before the residual addition (Gemma).
     pub(crate) attention_post_norm: Option<Norm>,
     pub(crate) post_attention_layernorm: Norm,
     pub(crate) mlp: Mlp,
-    /// Norm of the MLP output, before it is added (Gemma).
+    /// The norm of the MLP output, before the residual addition (Gemma).
     pub(crate) mlp_post_norm: Option<Norm>,
 }
 
 impl DecoderLayer {
-    /// Runs the layer on x, the residual stream, and y, the output of the layer before; both f32 \[T, C\].
+    /// Runs the layer on the residual stream x and the output y of the previous layer, both f32 `[tokens, hidden]`.
     ///
-    /// Returns the same pair for the next layer. Each y is added by the norm that follows it, which fuses both steps.
+    /// Returns the same pair for the next layer. The norm that follows y also adds it to x in the same kernel.
     pub(super) fn forward(
         &self,
         x: &Tensor,
@@ -49,13 +49,13 @@ impl DecoderLayer {
         norms + self.self_attn.bytes() + self.mlp.step_bytes()
     }
 
-    /// Returns every norm of the layer but those of q and k.
+    /// Returns all norms of the layer except the q/k norms.
     fn norms(&self) -> impl Iterator<Item = &Norm> {
         let post_norms = [&self.attention_post_norm, &self.mlp_post_norm].into_iter().flatten();
         [&self.input_layernorm, &self.post_attention_layernorm].into_iter().chain(post_norms)
     }
 
-    /// Returns whether a norm of the layer is a LayerNorm.
+    /// Returns true if any norm of the layer is a LayerNorm.
     pub(super) fn has_layer_norm(&self) -> bool {
         let qk_norms = self.self_attn.qk_norm.iter().flat_map(|(q, k)| [q, k]);
         self.norms().chain(qk_norms).any(|norm| norm.bias.is_some())

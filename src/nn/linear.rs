@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use crate::kernels::{self, quantized::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
-/// Whether a projection has a bias. config.json decides this, not the tensors that a file has.
+/// Whether a projection has a bias, according to config.json. The tensors in the file do not matter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     With,
@@ -27,19 +27,19 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Loads `weight` \[out, in\] and, if there is a bias, `bias` \[out\].
+    /// Loads `weight` with shape `[out, in]` and, for a layer with a bias, `bias` with shape `[out]`.
     pub fn load(weights: &Weights, input: usize, output: usize, bias: Bias) -> Result<Self> {
         Self::load_stacked(&[(weights.clone(), output)], input, bias)
     }
 
-    /// Loads a float weight in the given dtype. Inputs must have that dtype too.
+    /// Loads a float weight in the given dtype. Inputs must have the same dtype.
     pub fn load_with_dtype(weights: &Weights, input: usize, output: usize, bias: Bias, dtype: DType) -> Result<Self> {
         let weight = Matrix::Dense(weights.float_as("weight", &[output, input], dtype)?);
         let bias = (bias == Bias::With).then(|| weights.float_as("bias", &[output], DType::F32)).transpose()?;
         Ok(Self { weight, bias })
     }
 
-    /// Loads several projections of one input as one layer. `parts` are their weights and output sizes.
+    /// Loads several projections of the same input as one layer. `parts` lists their weights and output sizes.
     pub fn load_stacked(parts: &[(Weights, usize)], input: usize, bias: Bias) -> Result<Self> {
         let weight = Weights::matrix(parts, "weight", input)?;
         let biases = match bias {
@@ -57,7 +57,7 @@ impl Linear {
         Ok(Self { weight, bias })
     }
 
-    /// Loads `weight`, stored transposed as \[in, out\] (GPT-2's `Conv1D`), and `bias` \[out\].
+    /// Loads a `Conv1D` layer of GPT-2, which stores `weight` as `[in, out]`, with its `bias` of shape `[out]`.
     pub fn load_transposed(weights: &Weights, input: usize, output: usize) -> Result<Self> {
         let weight = match weights.transposed("weight", output, input)? {
             Some(weight) => weight,
@@ -66,17 +66,18 @@ impl Linear {
         Ok(Self { weight, bias: Some(weights.float_as("bias", &[output], DType::F32)?) })
     }
 
-    /// Returns `rows` rows of the weight, from row `first` on, as a layer without a bias that shares their memory.
+    /// Returns `rows` rows of the weight, starting at row `first`, as a layer without a bias.
+    /// Both layers share the same memory.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         Ok(Self { weight: self.weight.rows(first, rows)?, bias: None })
     }
 
-    /// Returns a layer that shares its weight \[out, in\] with the embedding.
+    /// Returns a layer that shares its weight `[out, in]` with the embedding.
     pub fn tied(weight: Matrix) -> Self {
         Self { weight, bias: None }
     }
 
-    /// Returns the bytes of weight and bias.
+    /// Returns the size of the weight and the bias in bytes.
     pub fn bytes(&self) -> u64 {
         self.weight.bytes() + self.bias.as_ref().map_or(0, kernels::bytes)
     }
@@ -86,7 +87,7 @@ impl Linear {
         Ok(self.weight.matmul(x)?)
     }
 
-    /// Maps x \[T, in\] to \[T, out\] f32. If the weight is not quantized, x must have its dtype.
+    /// Maps x `[tokens, in]` to f32 `[tokens, out]`. If the weight is not quantized, x must have the weight's dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let y = self.matmul(x)?;
         Ok(match &self.bias {

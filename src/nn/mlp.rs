@@ -17,7 +17,7 @@ pub enum Mlp {
 }
 
 impl Mlp {
-    /// Returns the dtype that inputs must have. A router takes f32.
+    /// Returns the dtype that inputs must have. MoE layers take f32 for their router.
     pub fn dtype(&self) -> DType {
         match self {
             Mlp::Gated(mlp) => mlp.dtype,
@@ -26,7 +26,7 @@ impl Mlp {
         }
     }
 
-    /// Maps x \[T, C\] to \[T, C\] f32.
+    /// Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Mlp::Gated(mlp) => mlp.forward(x),
@@ -47,7 +47,7 @@ impl Mlp {
     }
 }
 
-/// down(activation(gate(x)) · up(x)), arXiv 2002.05202.
+/// A gated MLP: down(activation(gate(x)) · up(x)), from arXiv 2002.05202.
 pub struct GatedMlp {
     pub(crate) gate_proj: Linear,
     pub(crate) up_proj: Linear,
@@ -74,7 +74,8 @@ impl GatedMlp {
         })
     }
 
-    /// Loads a checkpoint that stores gate and up as one `gate_up_proj`, the gate's rows first. There are no biases.
+    /// Loads a checkpoint that stores gate and up as one `gate_up_proj`, with the rows of the gate first.
+    /// The projections have no biases.
     pub fn load_fused(
         weights: &Weights,
         hidden_size: usize,
@@ -103,7 +104,7 @@ impl GatedMlp {
     }
 }
 
-/// proj(activation(fc(x))), both projections with biases (GPT-2).
+/// A plain MLP: proj(activation(fc(x))), with biases in both projections (GPT-2).
 pub struct PlainMlp {
     fc: Linear,
     proj: Linear,
@@ -112,7 +113,7 @@ pub struct PlainMlp {
 }
 
 impl PlainMlp {
-    /// Builds the MLP from loaded projections, for inputs of `dtype`.
+    /// Builds the MLP from loaded projections. `dtype` is the dtype of its inputs.
     pub fn new(fc: Linear, proj: Linear, activation: Activation, dtype: DType) -> Result<Self> {
         Ok(Self { fc, proj, activation: kernel_activation(activation)?, dtype })
     }
@@ -122,12 +123,12 @@ impl PlainMlp {
     }
 }
 
-/// Returns the kernel that computes an activation. The kernels fuse it with the product and the cast that follow, so
-/// they are used in place of candle's own.
+/// Returns the kernel that computes an activation.
+/// Unlike candle's activations, the kernels also fuse the product and the cast that follow.
 fn kernel_activation(activation: Activation) -> Result<swiglu::Activation> {
     match activation {
         Activation::Silu | Activation::Swish => Ok(swiglu::Activation::Silu),
         Activation::NewGelu | Activation::GeluPytorchTanh => Ok(swiglu::Activation::GeluTanh),
-        other => bail!("no kernel computes the activation {other:?}"),
+        other => bail!("activation {other:?} is not supported"),
     }
 }

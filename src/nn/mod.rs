@@ -1,4 +1,4 @@
-//! The layers that all families share, run eagerly with candle ops and the ops of `kernels`, on any device.
+//! The layers that all families share. They run eagerly on any device, with ops from candle and from `kernels`.
 
 pub mod attention;
 pub mod decoder;

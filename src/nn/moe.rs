@@ -1,4 +1,4 @@
-//! Mixture-of-experts layers: a router chooses N of E experts for each token, and combines their outputs.
+//! Mixture-of-experts layers. A router chooses experts for each token, and their outputs are combined.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
@@ -14,7 +14,7 @@ use crate::kernels::quantized::Matrix;
 use crate::kernels::swiglu::{Activation, clamped_swiglu, gated_halves};
 use crate::weights::{Weights, mxfp4};
 
-/// Sizes of a [`GatedMoe`], and how it weights the chosen experts.
+/// The sizes of a [`GatedMoe`] and the method for weighting the chosen experts.
 #[derive(Clone, Copy, Debug)]
 pub struct GatedMoeConfig {
     pub hidden_size: usize,
@@ -25,11 +25,11 @@ pub struct GatedMoeConfig {
 }
 
 impl GatedMoeConfig {
-    /// Fails if the kernels cannot choose N of E experts, or if a product of sizes could overflow.
+    /// Fails if the kernels do not support these numbers of experts, or if a product of sizes could overflow.
     pub fn validate(&self) -> Result<()> {
         let (chosen, experts) = (self.experts_per_token, self.experts);
         if self.intermediate_size == 0 || self.intermediate_size > 1 << 24 {
-            bail!("the intermediate size of experts is {}", self.intermediate_size);
+            bail!("the intermediate size of experts is {}; it must be between 1 and 2^24", self.intermediate_size);
         }
         if chosen == 0 || chosen > experts || chosen > 32 || experts > 1024 {
             bail!("cannot choose {chosen} of {experts} experts (at most 32 of 1024)");
@@ -45,21 +45,24 @@ pub struct ExpertNames {
     pub down: &'static str,
 }
 
-/// Experts that are gated MLPs without biases: Qwen3-MoE and Mixtral.
+/// A mixture of gated MLPs without biases, as in Qwen3-MoE and Mixtral.
 pub struct GatedMoe {
-    /// In f32, because a rounding error here may send a token to another expert.
+    /// The router, in f32 because a rounding error may send a token to a different expert.
     pub(crate) router: Linear,
-    /// `[E, 2F, C]`; the first F rows of an expert are its gate.
+    /// `[experts, 2 * intermediate, hidden]`. The first half of an expert's rows is its gate.
     pub(crate) gate_up_proj: ExpertWeights,
-    /// `[E, C, F]`
+    /// `[experts, hidden, intermediate]`
     pub(crate) down_proj: ExpertWeights,
     pub(crate) dtype: DType,
     pub(crate) config: GatedMoeConfig,
 }
 
 impl GatedMoe {
-    /// Loads the router, `gate`, and either one set of matrices per expert, `experts.7.*`, or the stacked matrices of
-    /// transformers 5: `experts.gate_up_proj` \[E, 2F, C\] and `experts.down_proj` \[E, C, F\].
+    /// Loads the router `gate` and the experts.
+    ///
+    /// The experts are separate matrices, such as `experts.7.gate_proj`, or the stacked matrices of transformers 5:
+    /// - `experts.gate_up_proj` with shape `[experts, 2 * intermediate, hidden]`
+    /// - `experts.down_proj` with shape `[experts, hidden, intermediate]`
     pub fn load(weights: &Weights, config: GatedMoeConfig, names: &ExpertNames) -> Result<Self> {
         let GatedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
         let router = Linear::load_with_dtype(&weights.at("gate"), hidden_size, experts, Bias::Without, DType::F32)?;
@@ -80,15 +83,15 @@ impl GatedMoe {
         Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config })
     }
 
-    /// Returns the bytes that one token reads: the router, and N of E experts.
+    /// Returns the bytes of weights that one token reads: the router and the chosen experts.
     pub fn step_bytes(&self) -> u64 {
         let experts = self.gate_up_proj.bytes() + self.down_proj.bytes();
         self.router.bytes() + experts / self.config.experts as u64 * self.config.experts_per_token as u64
     }
 
-    /// Maps x f32 \[T, C\] to \[T, C\] f32.
+    /// Maps x, f32 `[tokens, hidden]`, to f32 `[tokens, hidden]`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        // A grid takes at most MAX_PAIRS pairs of token and expert.
+        // One kernel grid covers at most MAX_PAIRS (token, expert) pairs.
         let (tokens, limit) = (x.dim(0)?, MAX_PAIRS / self.config.experts_per_token);
         if tokens <= limit {
             return self.forward_grid(x);
@@ -100,19 +103,19 @@ impl GatedMoe {
     }
 
     fn forward_grid(&self, x: &Tensor) -> Result<Tensor> {
-        // 1. route: ids [T, N], weights [T, N] f32
+        // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
         let (ids, weights) =
             topk_softmax(&self.router.forward(x)?, self.config.experts_per_token, self.config.softmax)?;
-        // 2. each chosen expert's MLP: [T, N, 2F] → [T, N, F] → [T, N, C]
+        // 2. run the chosen experts: [tokens, chosen, 2 * intermediate] → [tokens, chosen, hidden]
         let x = x.to_dtype(self.dtype)?;
         let gate_up = expert_matmul(&x, &self.gate_up_proj, None, &ids)?;
         let down = expert_matmul(&gated_halves(&gate_up, Activation::Silu)?, &self.down_proj, None, &ids)?;
-        // 3. combine in f32: [T, N, C] → [T, C]
+        // 3. combine in f32: [tokens, chosen, hidden] → [tokens, hidden]
         Ok(combine(&down, &weights)?)
     }
 }
 
-/// Views a matrix of stacked experts, \[E · rows, columns\], as \[E, rows, columns\].
+/// Reshapes a matrix of stacked experts from `[experts * rows, columns]` to `[experts, rows, columns]`.
 fn split_experts(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
     match matrix {
         Matrix::Dense(weights) => Ok(ExpertWeights::Dense(weights.reshape(&shape)?)),
@@ -121,7 +124,7 @@ fn split_experts(matrix: Matrix, shape: [usize; 3]) -> Result<ExpertWeights> {
     }
 }
 
-/// Sizes of a [`ClampedMoe`].
+/// The sizes of a [`ClampedMoe`].
 #[derive(Clone, Copy, Debug)]
 pub struct ClampedMoeConfig {
     pub hidden_size: usize,
@@ -131,23 +134,24 @@ pub struct ClampedMoeConfig {
     pub swiglu_limit: f32,
 }
 
-/// Experts of gpt-oss: MXFP4 weights, biases, and a clamped SwiGLU with interleaved gate and linear rows.
+/// The experts of gpt-oss, with MXFP4 weights, biases, and a clamped SwiGLU.
+/// The gate rows and the linear rows alternate.
 pub struct ClampedMoe {
-    /// In f32, because a rounding error here may send a token to another expert.
+    /// The router, in f32 because a rounding error may send a token to a different expert.
     pub(crate) router: Linear,
-    /// `[E, 2F, C]`
+    /// `[experts, 2 * intermediate, hidden]`
     pub(crate) gate_up_proj: ExpertWeights,
-    /// `[E, 2F]`
+    /// `[experts, 2 * intermediate]`
     pub(crate) gate_up_bias: Tensor,
-    /// `[E, C, F]`
+    /// `[experts, hidden, intermediate]`
     pub(crate) down_proj: ExpertWeights,
-    /// `[E, C]`
+    /// `[experts, hidden]`
     pub(crate) down_bias: Tensor,
     pub(crate) config: ClampedMoeConfig,
 }
 
 impl ClampedMoe {
-    /// Loads `router`, and `experts` with their biases.
+    /// Loads `router` and `experts` with their biases.
     pub fn load(weights: &Weights, config: ClampedMoeConfig) -> Result<Self> {
         let ClampedMoeConfig { hidden_size, intermediate_size, experts, .. } = config;
         let all = weights.at("experts");
@@ -164,16 +168,16 @@ impl ClampedMoe {
         })
     }
 
-    /// Returns the bytes that one token reads: the router, and N of E experts.
+    /// Returns the bytes of weights that one token reads: the router and the chosen experts.
     pub fn step_bytes(&self) -> u64 {
         let biases = kernels::bytes(&self.gate_up_bias) + kernels::bytes(&self.down_bias);
         let experts = self.gate_up_proj.bytes() + self.down_proj.bytes() + biases;
         self.router.bytes() + experts / self.config.experts as u64 * self.config.experts_per_token as u64
     }
 
-    /// Maps x f32 \[T, C\] to \[T, C\] f32.
+    /// Maps x, f32 `[tokens, hidden]`, to f32 `[tokens, hidden]`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        // 1. route: ids [T, N], weights [T, N] f32
+        // 1. route: ids [tokens, chosen], f32 weights [tokens, chosen]
         let (ids, weights) =
             topk_softmax(&self.router.forward(x)?, self.config.experts_per_token, Softmax::OverChosen)?;
         #[cfg(feature = "cuda")]
@@ -185,11 +189,11 @@ impl ClampedMoe {
             return Ok(expert_mlp(x, &ids, &weights, gate_up, down, self.config.swiglu_limit)?);
         }
         let x = x.to_dtype(self.gate_up_bias.dtype())?;
-        // 2. each chosen expert's MLP: [T, N, 2F] → [T, N, F] → [T, N, C]
+        // 2. run the chosen experts: [tokens, chosen, 2 * intermediate] → [tokens, chosen, hidden]
         let gate_up = expert_matmul(&x, &self.gate_up_proj, Some(&self.gate_up_bias), &ids)?;
         let gated = clamped_swiglu(&gate_up, self.config.swiglu_limit)?;
         let down = expert_matmul(&gated, &self.down_proj, Some(&self.down_bias), &ids)?;
-        // 3. combine in f32: [T, N, C] → [T, C]
+        // 3. combine in f32: [tokens, chosen, hidden] → [tokens, hidden]
         Ok(combine(&down, &weights)?)
     }
 }

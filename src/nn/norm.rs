@@ -2,8 +2,8 @@
 //!
 //! RMSNorm is x / sqrt(mean(x²) + eps) · w. LayerNorm first subtracts the mean of x, and adds a bias at the end.
 //!
-//! These are not `candle_nn::RmsNorm` and `LayerNorm`: ours fuse the residual addition and the cast to the compute dtype
-//! into the same kernel, and take f32 weights with bf16 outputs.
+//! Unlike the norms in candle_nn, these fuse the residual addition and the cast to the compute dtype into one kernel.
+//! They also support f32 weights with bf16 outputs.
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};
@@ -21,7 +21,7 @@ pub struct NormConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
     Rms,
-    /// RMSNorm of a checkpoint that stores w - 1 (Gemma).
+    /// RMSNorm with a checkpoint that stores w - 1 (Gemma).
     RmsOffByOne,
     /// LayerNorm with a bias.
     Layer,
@@ -34,15 +34,15 @@ impl NormConfig {
 }
 
 pub struct Norm {
-    /// f32 `[C]`
+    /// f32 `[size]`
     pub(crate) weight: Tensor,
-    /// f32 `[C]`, for a LayerNorm only.
+    /// f32 `[size]`, only for a LayerNorm.
     pub(crate) bias: Option<Tensor>,
     pub(crate) eps: f32,
 }
 
 impl Norm {
-    /// Loads `weight` \[C\] and, for a LayerNorm, `bias` \[C\].
+    /// Loads `weight` and, for a LayerNorm, `bias`. Both have the shape `[size]`.
     pub fn load(weights: &Weights, size: usize, config: NormConfig) -> Result<Self> {
         let weight = weights.float_as("weight", &[size], DType::F32)?;
         let bias = match config.kind {
@@ -53,17 +53,17 @@ impl Norm {
         Ok(Self { weight, bias, eps: config.eps as f32 })
     }
 
-    /// Returns the bytes of weight and bias.
+    /// Returns the size of the weight and the bias in bytes.
     pub fn bytes(&self) -> u64 {
         kernels::bytes(&self.weight) + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Returns x + y, f32 \[T, C\], and the norm of that sum in `dtype`.
+    /// Returns x + y as f32 `[tokens, hidden]`, and the norm of the sum in `dtype`.
     pub fn add_norm(&self, x: &Tensor, y: Option<&Tensor>, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok(kernels::norm::add_norm(x, y, &self.weight, self.bias.as_ref(), self.eps, dtype)?)
     }
 
-    /// Returns the norm of x, f32 \[T, C\], in f32.
+    /// Returns the norm of the f32 tensor x `[tokens, hidden]` in f32.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         Ok(self.add_norm(x, None, DType::F32)?.1)
     }

@@ -1,4 +1,4 @@
-//! One forward pass: the tokens it runs, and what every layer needs to know about them.
+//! One forward pass: its tokens, and the data about them that all layers share.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::kernels::attention::AttentionBackend;
 pub struct StepBatch<'b> {
     /// The token ids of all sequences, one sequence after the other.
     pub ids: &'b [u32],
-    /// The number of tokens of each sequence. Their positions continue where the sequence's cache ends.
+    /// The number of new tokens in each sequence. Their positions start at the end of the sequence's cache.
     pub tokens: &'b [usize],
     pub logits: LogitRows,
 }
@@ -29,14 +29,14 @@ pub enum LogitRows {
 
 /// The part of a forward pass that is the same for all layers.
 pub struct Pass {
-    /// u32 `[T]`
+    /// u32 `[tokens]`
     positions: Tensor,
     spans: Vec<Range<usize>>,
     backend: AttentionBackend,
 }
 
 impl Pass {
-    /// Computes the position of every token. Fails if a cache has no capacity for its sequence's tokens.
+    /// Computes the position of every token. Fails if a cache has no room for the tokens of its sequence.
     pub(super) fn new(
         batch: &StepBatch,
         caches: &[&mut KvCache],
@@ -45,7 +45,7 @@ impl Pass {
     ) -> Result<Self> {
         let StepBatch { ids, tokens: counts, .. } = *batch;
         if counts.len() != caches.len() || counts.iter().sum::<usize>() != ids.len() {
-            bail!("the batch has {} token ids and counts {counts:?} for {} caches", ids.len(), caches.len());
+            bail!("the batch has {} token ids, token counts {counts:?}, and {} caches", ids.len(), caches.len());
         }
         let mut spans = Vec::new();
         let mut positions = Vec::with_capacity(ids.len());
@@ -58,12 +58,12 @@ impl Pass {
         Ok(Self { positions: Tensor::from_vec(positions, count, device)?, spans, backend })
     }
 
-    /// Returns the position of every token, u32 \[T\].
+    /// Returns the position of every token, u32 `[tokens]`.
     pub fn positions(&self) -> &Tensor {
         &self.positions
     }
 
-    /// Returns the range of rows that each sequence has among the T tokens.
+    /// Returns the row range of each sequence in the tokens of the pass.
     pub fn spans(&self) -> impl Iterator<Item = Range<usize>> {
         self.spans.iter().cloned()
     }

@@ -1,8 +1,9 @@
-//! Rotary position embedding (RoPE): the frequencies of each scaling rule, as transformers computes them in
-//! `modeling_rope_utils.py`, read from both spellings of config.json.
+//! Rotary position embedding (RoPE): the frequencies of each scaling rule.
 //!
-//! The rotation itself is `kernels::rope`, not `candle_nn::rotary_emb`: ours takes a position for each token, rotates
-//! part of a head where a model does so, and fuses bias, q/k norm and cast.
+//! The formulas are from `modeling_rope_utils.py` in transformers. Both notations of config.json are supported.
+//!
+//! The rotation itself is in `kernels::attention::rope`. Unlike `candle_nn::rotary_emb`, it takes a position per token,
+//! can rotate only part of a head, and fuses the bias, the q/k norm and the cast.
 
 use std::f32::consts::PI;
 
@@ -13,7 +14,7 @@ use serde::Deserialize;
 
 use crate::kernels::attention::rope::Rotation;
 
-/// The rope fields of a config.json: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`.
+/// The RoPE fields of config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` from transformers 5.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub struct RopeConfig {
     rope_theta: Option<f64>,
@@ -48,23 +49,23 @@ struct RopeParameters {
 /// The context lengths that RoPE frequencies depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeLengths {
-    /// The length in config.json, also used if the file does not name an original length.
+    /// The length in config.json. It is also the original length if the file does not specify one.
     pub max_position_embeddings: usize,
     /// The number of positions that the model is loaded for.
     pub context: usize,
 }
 
-/// The angles by which a model rotates each pair of dims, per position.
+/// The angles by which a model rotates each pair of dims per position.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeFrequencies {
-    /// Radians per position for each rotated pair, f32 \[R/2\].
+    /// The angle per position for each rotated pair, in radians, f32 `[rotary_dim / 2]`.
     pub inv_freq: Vec<f32>,
-    /// Factor on cos and sin, used by YaRN and LongRoPE; 1 for the other rules.
+    /// The scale of cos and sin for YaRN and LongRoPE. It is 1 for the other rules.
     pub attention_factor: f32,
 }
 
 impl RopeFrequencies {
-    /// No rotation, for models with learned positions.
+    /// Returns frequencies without any rotation, for models with learned positions.
     pub fn none() -> Self {
         Self { inv_freq: vec![0.0], attention_factor: 1.0 }
     }
@@ -75,13 +76,13 @@ impl RopeConfig {
         self.rope_parameters.as_ref().or(self.rope_scaling.as_ref())
     }
 
-    /// Returns R, the number of dims of a head that are rotated.
+    /// Returns the number of dims per head that are rotated.
     pub fn rotary_dim(&self, head_dim: usize) -> usize {
         let inner = self.parameters().and_then(|parameters| parameters.partial_rotary_factor);
         (head_dim as f64 * inner.or(self.partial_rotary_factor).unwrap_or(1.0)) as usize
     }
 
-    /// Returns the context length of the model before it was extended to longer ones.
+    /// Returns the context length of the model before its extension to longer contexts.
     fn original_length(&self) -> Option<usize> {
         let inner = self.parameters().and_then(|parameters| parameters.original_max_position_embeddings);
         self.original_max_position_embeddings.or(inner)
@@ -118,13 +119,14 @@ impl RopeConfig {
             "yarn" => yarn(plain, parameters, factor()?, theta as f64, original as f64),
             "longrope" | "su" => longrope(plain, parameters, original, lengths),
             other => {
-                bail!("config.json: RoPE scaling '{other}' is not supported (default, linear, llama3, yarn, longrope)")
+                bail!("config.json: unknown RoPE scaling '{other}'; supported: default, linear, llama3, yarn, longrope")
             }
         }
     }
 }
 
-/// Llama 3.1: divides the frequency of long wavelengths by `factor`, keeps that of short ones, and interpolates between.
+/// Computes the frequencies of Llama 3.1. Low frequencies are divided by `factor`, and high frequencies are kept.
+/// Frequencies in between are interpolated.
 fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f32) -> RopeFrequencies {
     let low = parameters.low_freq_factor.unwrap_or(1.0) as f32;
     let high = parameters.high_freq_factor.unwrap_or(4.0) as f32;
@@ -142,10 +144,11 @@ fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f
     RopeFrequencies { inv_freq: plain.into_iter().map(scale).collect(), attention_factor: 1.0 }
 }
 
-/// LongRoPE (arXiv 2402.13753): divides each frequency by a factor from one of two lists.
+/// Computes the frequencies of LongRoPE (arXiv 2402.13753) with one of two lists of divisors.
 ///
-/// transformers switches to the long list when a sequence exceeds the original length, and recomputes all keys. Here
-/// the loaded context decides, so that cached keys stay valid. Up to the original length both give the same result.
+/// When a sequence exceeds the original length, transformers switches to the long list and recomputes all keys.
+/// Here, the loaded context determines the list, so cached keys stay valid.
+/// The results are the same if the loaded context does not exceed the original length.
 fn longrope(
     plain: Vec<f32>,
     parameters: &RopeParameters,
@@ -158,7 +161,7 @@ fn longrope(
     };
     let Some(factors) = list.as_ref().filter(|list| list.len() == plain.len()) else {
         let found = list.as_ref().map_or(0, Vec::len);
-        bail!("config.json: RoPE scaling needs a {name} of {} numbers, found {found}", plain.len());
+        bail!("config.json: RoPE scaling needs {} numbers in {name}, found {found}", plain.len());
     };
     let factor = parameters.factor.unwrap_or(lengths.max_position_embeddings as f64 / original as f64);
     let attention_factor = match parameters.attention_factor {
@@ -168,12 +171,13 @@ fn longrope(
     };
     let inv_freq: Vec<f32> = plain.iter().zip(factors).map(|(f, factor)| 1.0 / (*factor as f32 * (1.0 / f))).collect();
     if let Some(bad) = inv_freq.iter().find(|frequency| !frequency.is_finite()) {
-        bail!("config.json: {name} gives a frequency of {bad}");
+        bail!("config.json: {name} results in the RoPE frequency {bad}");
     }
     Ok(RopeFrequencies { inv_freq, attention_factor: attention_factor as f32 })
 }
 
-/// YaRN (arXiv 2309.00071): blends interpolated and plain frequencies by a ramp, and scales cos and sin.
+/// Computes the frequencies of YaRN (arXiv 2309.00071), which blends interpolated and plain frequencies with a ramp.
+/// YaRN also scales cos and sin.
 fn yarn(
     plain: Vec<f32>,
     parameters: &RopeParameters,
@@ -190,7 +194,7 @@ fn yarn(
         }
         _ => concentration(factor, 1.0),
     };
-    // The dim that makes `rotations` full turns within the original context.
+    // The dim that completes `rotations` full turns within the original context.
     let dimension =
         |rotations: f64| dim as f64 * (original / (rotations * 2.0 * std::f64::consts::PI)).ln() / (2.0 * theta.ln());
     let nonzero = |value: Option<f64>, default: f64| value.filter(|value| *value != 0.0).unwrap_or(default);
@@ -222,7 +226,7 @@ pub struct RotaryEmbedding {
 }
 
 impl RotaryEmbedding {
-    /// Computes the tables for positions 0 to `positions` - 1. They take positions × R × 4 bytes.
+    /// Computes the tables for positions 0 to `positions` - 1. They take positions × rotary_dim × 4 bytes.
     pub fn new(frequencies: &RopeFrequencies, positions: usize, device: &Device) -> Result<Self> {
         let half = frequencies.inv_freq.len();
         let angle = |i: usize| (i / half) as f32 * frequencies.inv_freq[i % half];
@@ -234,7 +238,7 @@ impl RotaryEmbedding {
         Ok(Self { cos: table(f32::cos)?, sin: table(f32::sin)? })
     }
 
-    /// Returns the rotation of tokens at `positions`, u32 \[T\].
+    /// Returns the rotation for tokens at `positions`, u32 `[tokens]`.
     pub fn rotation<'t>(&'t self, positions: &'t Tensor) -> Rotation<'t> {
         Rotation { cos: &self.cos, sin: &self.sin, positions }
     }

@@ -1,4 +1,4 @@
-//! Shows a turn on stdout: laid out if that is a terminal with colors, else as plain text.
+//! Shows a turn on stdout, formatted on a color terminal and as plain text otherwise.
 
 use std::io::Write;
 
@@ -12,17 +12,17 @@ use crate::conversation::{ReasoningVisibility, Session, Turn};
 use crate::terminal::{Color, TurnView, WindowSize, dim, stdout_color, stdout_columns};
 use crate::text::{printable, wrapped};
 
-/// Shows one turn of a chat and listens to keys meanwhile.
+/// The display of one chat turn. It also handles keys while the answer streams.
 pub struct TurnDisplay {
     output: Output,
     /// Whether reasoning was shown when the turn started.
     reasoning: ReasoningVisibility,
     #[cfg(unix)]
     keys: Option<KeyListener>,
-    /// How often the program had been stopped when a piece was last shown.
+    /// The number of suspensions (Ctrl-Z) that the display has handled.
     #[cfg(unix)]
     stops: usize,
-    /// What was typed before the turn, if nothing listens to keys.
+    /// The input typed before the turn, if there is no key listener.
     type_ahead: TypeAhead,
 }
 
@@ -31,7 +31,7 @@ enum Output {
     Plain(PlainText),
 }
 
-/// Pieces of text as they arrive. Without colors, labels separate the reasoning from the answer.
+/// Plain output of text as it arrives. Without color, labels separate the reasoning from the answer.
 struct PlainText {
     hides_reasoning: bool,
     color: Color,
@@ -39,7 +39,7 @@ struct PlainText {
 }
 
 impl TurnDisplay {
-    /// Prepares the next turn. What a person types during the turn is appended to `type_ahead`.
+    /// Prepares the next turn. Input typed during the turn is appended to `type_ahead`.
     pub fn new(session: &Session, type_ahead: TypeAhead) -> Self {
         let settings = &session.settings;
         let hides_reasoning = settings.reasoning == ReasoningVisibility::Hidden;
@@ -90,9 +90,9 @@ impl TurnDisplay {
         Ok(())
     }
 
-    /// Ends the turn and prints its figures and notes, unless it failed.
+    /// Ends the turn. Prints its statistics and notes unless it failed.
     ///
-    /// Returns whether reasoning is shown in the next turn, and what was typed ahead.
+    /// Returns whether the next turn shows reasoning, and the input that was typed ahead.
     pub fn finish(mut self, turn: Option<&Turn>) -> Result<(ReasoningVisibility, TypeAhead)> {
         let mut out = std::io::stdout().lock();
         match &mut self.output {
@@ -103,7 +103,7 @@ impl TurnDisplay {
             let color = stdout_color();
             let dim_line = |line: &str| dim(&wrapped(&printable(line), stdout_columns()), color);
             for call in &turn.summary.tool_calls {
-                writeln!(out, "{}", dim(&format!("[calls the tool {}]", printable(&call.name)), color))?;
+                writeln!(out, "{}", dim(&format!("[tool call: {}]", printable(&call.name)), color))?;
             }
             writeln!(out, "{}", dim_line(&turn.figures()))?;
             for note in &turn.notes {
@@ -121,7 +121,7 @@ impl TurnDisplay {
     }
 }
 
-/// Returns the visibility after Ctrl-O was pressed so many times.
+/// Returns the visibility after `presses` presses of Ctrl-O.
 #[cfg(unix)]
 fn toggled(reasoning: ReasoningVisibility, presses: usize) -> ReasoningVisibility {
     match (reasoning, presses % 2) {

@@ -1,4 +1,4 @@
-//! The line that a person types: history, several lines, Tab, and $EDITOR for longer texts.
+//! The line editor of the chat: history, multi-line input, Tab completion, and $EDITOR for longer messages.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -22,40 +22,40 @@ use crate::conversation::{journal, state_folder};
 use crate::terminal;
 use crate::text::printable;
 
-/// Returns the names that complete an argument.
+/// A function that returns the possible values of an argument, for completion.
 pub type NameList = Box<dyn Fn() -> Vec<String>>;
 
-/// What a person entered.
+/// What the user entered at the prompt.
 pub enum Input {
     Message(String),
     /// Ctrl-C on an empty line.
     Interrupted,
-    /// Ctrl-C on a line with text, which is dropped.
+    /// Ctrl-C on a line with text. The text is discarded.
     Cleared,
     /// Ctrl-D.
     End,
 }
 
-/// Asks for messages at the prompt.
+/// The line editor that reads messages at the prompt.
 pub struct LineEditor {
     editor: Editor<LineHelper, FileHistory>,
     history: Option<PathBuf>,
-    /// The text of the line when Ctrl-G was pressed.
+    /// The text of the line when the user pressed Ctrl-G.
     sent_to_editor: SharedText,
-    /// The text of the line when Ctrl-Z was pressed.
+    /// The text of the line when the user pressed Ctrl-Z.
     suspended: SharedText,
     /// The current text of the line.
     draft: SharedText,
 }
 
-/// A text that the key handlers of the line editor share with its owner.
+/// Text that a key handler shares with the line editor.
 type SharedText = Arc<Mutex<Option<String>>>;
 
-/// Longer messages are not remembered: whole documents would be read at each start.
+/// The longest message to keep in the history. Whole documents would slow down every start.
 const MAX_HISTORY_BYTES: usize = 64 << 10;
 
 impl LineEditor {
-    /// Opens the history and prepares the terminal. `model_names` completes `/model`.
+    /// Creates the editor: loads the history and binds the keys. `model_names` completes `/model`.
     pub fn new(model_names: NameList) -> Result<Self> {
         let config = Config::builder()
             .auto_add_history(false)
@@ -77,12 +77,12 @@ impl LineEditor {
         if let Some(path) = &history
             && let Err(error) = editor.load_history(path)
         {
-            set_damaged_history_aside(path, &error);
+            move_damaged_history_aside(path, &error);
         }
         Ok(Self { editor, history, sent_to_editor, suspended, draft })
     }
 
-    /// Asks for a message. The line starts with `initial`.
+    /// Reads one message. The line initially contains `initial`.
     pub fn read(&mut self, initial: &str) -> Result<Input> {
         let mut initial = initial.to_string();
         loop {
@@ -106,7 +106,7 @@ impl LineEditor {
                 }
                 Err(ReadlineError::Eof) => return Ok(Input::End),
                 Err(ReadlineError::Io(error)) if error.kind() == ErrorKind::InvalidData => {
-                    eprintln!("the input was not UTF-8; the line is unchanged");
+                    eprintln!("cannot read the input: it is not UTF-8; the line is unchanged");
                     discard_input();
                     initial = take(&self.draft).unwrap_or_default();
                 }
@@ -115,12 +115,12 @@ impl LineEditor {
         }
     }
 
-    /// Adds a line to the history. Returns the message in it.
+    /// Adds a line to the history and returns the message in it.
     pub fn accept(&mut self, line: &str) -> String {
         if !line.trim().is_empty() && line.len() <= MAX_HISTORY_BYTES {
             let _ = self.editor.add_history_entry(line);
             if let Some(path) = &self.history {
-                // The chat continues on a full disk.
+                // Ignore errors, so that the chat continues on a full disk.
                 let _ = self.editor.append_history(path);
             }
         }
@@ -137,15 +137,15 @@ fn take(shared: &SharedText) -> Option<String> {
     shared.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
-/// Returns the path of the history file, whose folder exists. `None` if no history is kept.
+/// Returns the path of the history file and creates its folder. Returns `None` if the history is disabled.
 fn history_path() -> Option<PathBuf> {
     let folder = state_folder::path().filter(|_| state_folder::is_enabled())?;
     state_folder::create_folder(&folder).ok()?;
     Some(folder.join("history"))
 }
 
-/// Renames a history that cannot be read, since it could not be written either. A missing history is no error.
-fn set_damaged_history_aside(path: &Path, error: &ReadlineError) {
+/// Moves a damaged history file aside, because it cannot be written either. A missing file is not an error.
+fn move_damaged_history_aside(path: &Path, error: &ReadlineError) {
     if let ReadlineError::Io(error) = error
         && matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied)
     {
@@ -153,11 +153,11 @@ fn set_damaged_history_aside(path: &Path, error: &ReadlineError) {
     }
     let backup = path.with_extension("bad");
     if std::fs::rename(path, &backup).is_ok() {
-        eprintln!("the input history is damaged: it was moved to {}, and a new one was started", backup.display());
+        eprintln!("the input history is damaged: moved it to {} and started a new one", backup.display());
     }
 }
 
-/// Discards what arrived together with invalid input, so that it is not read as lines.
+/// Discards pending input after an invalid line, so that it is not read as new messages.
 fn discard_input() {
     #[cfg(unix)]
     {
@@ -167,11 +167,11 @@ fn discard_input() {
     }
 }
 
-/// Lets the person edit a text in $VISUAL or $EDITOR. Returns the edited text.
+/// Opens `text` in $VISUAL or $EDITOR and returns the edited text.
 fn edit(text: &str) -> Result<String> {
     let variable = |name| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
     let editor = variable("VISUAL").or_else(|| variable("EDITOR")).unwrap_or_else(|| "vi".to_string());
-    let folder = state_folder::path().context("cannot edit the text: there is no home directory; set HOME")?;
+    let folder = state_folder::path().context("cannot edit the text: no home directory found; set HOME")?;
     state_folder::create_folder(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let path = folder.join(format!("message-{}.md", std::process::id()));
     let _ = std::fs::remove_file(&path);
@@ -182,7 +182,7 @@ fn edit(text: &str) -> Result<String> {
 
 fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     std::io::Write::write_all(&mut state_folder::create_file(path)?, text.as_bytes())?;
-    // Like git, allow arguments in the variable. The shell must survive a Ctrl-C that is meant for the editor.
+    // Like git, allow arguments in $EDITOR. The trap keeps the shell alive if Ctrl-C is meant for the editor.
     let script = format!("trap : INT; {editor} \"$@\"");
     let mut shell = Command::new("sh");
     shell.arg("-c").arg(script).arg(editor).arg(path);
@@ -193,7 +193,7 @@ fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     Ok(edited.trim_end().to_string())
 }
 
-/// Ends the line on Ctrl-G or Ctrl-Z and remembers its text.
+/// A key handler for Ctrl-G and Ctrl-Z. It stores the text of the line and ends the input.
 struct EndLine(SharedText);
 
 impl ConditionalEventHandler for EndLine {
@@ -203,7 +203,7 @@ impl ConditionalEventHandler for EndLine {
     }
 }
 
-/// Completes on Tab, and decides whether Enter ends a message.
+/// The rustyline helper: Tab completion, and whether Enter ends a message.
 struct LineHelper {
     files: FilenameCompleter,
     model_names: NameList,
@@ -245,7 +245,7 @@ impl Validator for LineHelper {
 impl Hinter for LineHelper {
     type Hint = String;
 
-    /// Gives no hints. It is called on each change of the line and stores the draft.
+    /// Stores the draft, because rustyline calls this on each change of the line. Never returns a hint.
     fn hint(&self, line: &str, _: usize, _: &Context<'_>) -> Option<String> {
         put(&self.draft, Some(line.to_string()));
         None

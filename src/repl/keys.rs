@@ -1,7 +1,7 @@
-//! Listens to keys while an answer streams.
+//! Handles keys while an answer streams.
 //!
-//! Meanwhile the terminal sends each key at once and without an echo. Ctrl-C still becomes a signal. However listening
-//! ends, the modes of the terminal are restored.
+//! The terminal sends each key immediately and without an echo. Ctrl-C still raises a signal.
+//! The original terminal modes are always restored afterwards.
 
 use std::fs::File;
 use std::io::{IsTerminal, Read, stdin};
@@ -16,19 +16,19 @@ use nix::sys::termios::{InputFlags, LocalFlags, SetArg, SpecialCharacterIndices,
 use super::type_ahead::{Key, TypeAhead};
 use crate::terminal::modes;
 
-/// How often the listener checks whether the answer has ended, in milliseconds.
+/// The interval, in milliseconds, at which the listener checks whether the answer has ended.
 const TICK_MS: u8 = 20;
-/// After so many ticks without a byte, the rest of an incomplete key or paste is given up.
+/// The number of ticks without input after which an incomplete key or paste is abandoned.
 const MAX_QUIET_TICKS: usize = 25;
 
-/// A thread that listens to keys until it is stopped or dropped.
+/// A thread that listens for keys until it is stopped or dropped.
 pub struct KeyListener {
     shared: Arc<Shared>,
     original_modes: Termios,
     thread: Option<JoinHandle<TypeAhead>>,
 }
 
-/// What the thread and its owner share.
+/// State that the thread shares with its owner.
 #[derive(Default)]
 struct Shared {
     toggles: AtomicUsize,
@@ -37,13 +37,13 @@ struct Shared {
 }
 
 impl KeyListener {
-    /// Starts to listen and appends what is typed to `type_ahead`. Returns it unchanged if stdin is no terminal.
+    /// Starts to listen. Appends all input to `type_ahead`, or returns it unchanged if stdin is not a terminal.
     pub fn start(type_ahead: TypeAhead) -> Result<KeyListener, TypeAhead> {
         let Some((input, original_modes)) = open_terminal() else { return Err(type_ahead) };
         let mut modes = original_modes.clone();
         modes.local_flags.remove(LocalFlags::ICANON | LocalFlags::ECHO | LocalFlags::IEXTEN);
         modes.input_flags.remove(InputFlags::ICRNL);
-        // Receive Ctrl-Z as a key, so that the modes can be restored before the program stops.
+        // Receive Ctrl-Z as a key, so that the modes can be restored before the program is suspended.
         modes.control_chars[SpecialCharacterIndices::VSUSP as usize] = nix::libc::_POSIX_VDISABLE;
         if tcsetattr(stdin().as_fd(), SetArg::TCSANOW, &modes).is_err() {
             return Err(type_ahead);
@@ -57,17 +57,17 @@ impl KeyListener {
         Ok(KeyListener { shared, original_modes, thread: Some(thread) })
     }
 
-    /// Returns how often Ctrl-O was pressed.
+    /// Returns how often the user pressed Ctrl-O.
     pub fn toggles(&self) -> usize {
         self.shared.toggles.load(Ordering::Relaxed)
     }
 
-    /// Returns how often the program was stopped. Other programs may have written to the terminal each time.
+    /// Returns how often the program was suspended. Other programs may have written to the terminal in between.
     pub fn stops(&self) -> usize {
         self.shared.stops.load(Ordering::Relaxed)
     }
 
-    /// Stops listening. Returns what was typed.
+    /// Stops listening and returns the input so far.
     pub fn stop(mut self) -> TypeAhead {
         self.join()
     }
@@ -103,7 +103,7 @@ fn listen(
     modes: &Termios,
 ) -> TypeAhead {
     let mut quiet_ticks = 0;
-    // Read a paste to its end: the rest would otherwise look like typed lines.
+    // Read a paste to its end. Otherwise, its remaining lines would look as if the user had typed them.
     while !shared.should_end.load(Ordering::Relaxed) || (type_ahead.is_incomplete() && quiet_ticks < MAX_QUIET_TICKS) {
         let mut waiting = [PollFd::new(input.as_fd(), PollFlags::POLLIN)];
         match poll(&mut waiting, PollTimeout::from(TICK_MS)) {
@@ -134,7 +134,7 @@ fn listen(
     type_ahead
 }
 
-/// Stops the program, as Ctrl-Z does elsewhere. If it continues in the background, it does not listen to keys.
+/// Suspends the program, as Ctrl-Z normally does. Handles keys again only if it resumes in the foreground.
 fn suspend(original_modes: &Termios, modes: &Termios) {
     modes::set_bracketed_paste(false);
     let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, original_modes);

@@ -1,4 +1,4 @@
-//! The chat in the terminal.
+//! The interactive chat in the terminal.
 
 mod commands;
 mod display;
@@ -22,7 +22,7 @@ use display::TurnDisplay;
 use editor::{Input, LineEditor};
 use type_ahead::TypeAhead;
 
-/// Chats until the person leaves.
+/// Runs the chat until the user leaves.
 pub fn run(mut session: Session) -> Result<ExitCode> {
     let cancel = session.cancel.clone();
     terminal::interrupt::cancel_on_ctrl_c(cancel.clone())?;
@@ -32,14 +32,14 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
         terminal::remark(&format!("continuing {}", commands::summary(&session)));
     }
     terminal::remark("/help lists the commands, Ctrl-C stops an answer, /exit leaves");
-    // Set the introduction apart from the first prompt.
+    // Separate the introduction from the first prompt.
     eprintln!();
 
     let mut was_interrupted = false;
     let mut type_ahead = TypeAhead::default();
     loop {
         if cancel.swap(false, Ordering::Relaxed) {
-            // The person did not see the whole answer, so do not send what they typed after it unasked.
+            // The answer was cut short, so let the user review the lines typed ahead before sending them.
             type_ahead.hold();
         }
         let input = match next_input(&mut editor, &mut type_ahead)? {
@@ -47,7 +47,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             Input::Interrupted if was_interrupted => break,
             Input::Interrupted => {
                 was_interrupted = true;
-                terminal::remark("press Ctrl-C once more to leave");
+                terminal::remark("press Ctrl-C again to leave");
                 continue;
             }
             Input::Cleared => {
@@ -56,7 +56,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             }
             Input::End => break,
         };
-        // A Ctrl-C in $EDITOR was meant for the editor.
+        // Ignore a Ctrl-C in $EDITOR: it was meant for the editor.
         cancel.store(false, Ordering::Relaxed);
         was_interrupted = false;
         if input.trim().is_empty() {
@@ -72,7 +72,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             Outcome::Regenerate => show_turn(&mut session, None, &mut type_ahead),
             Outcome::NotACommand => show_turn(&mut session, Some(&input), &mut type_ahead),
         };
-        // An error, such as a prompt that is too long or a GPU out of memory, ends the turn and not the chat.
+        // An error, such as a prompt that is too long or a GPU out of memory, ends the turn but not the chat.
         match result {
             Ok(()) => {}
             Err(error) if error.is::<NoModelLoaded>() => return Err(error),
@@ -83,12 +83,12 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
         }
     }
     if let Recording::To(journal) = &session.recording {
-        terminal::remark(&format!("continue this conversation: inferno play --resume {}", journal.name()));
+        terminal::remark(&format!("to continue this conversation: inferno play --resume {}", journal.name()));
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Explains why a message does not fit the context and what to do about it.
+/// Explains why a message does not fit the context, and what to do about it.
 fn context_full(session: &Session, message: &str) -> String {
     let context = session.engine().context();
     if session.fits_alone(message) {
@@ -105,7 +105,7 @@ fn context_full(session: &Session, message: &str) -> String {
     }
 }
 
-/// Returns the next message that was typed ahead, or asks for one.
+/// Returns the next message that was typed ahead, or prompts for one.
 fn next_input(editor: &mut LineEditor, type_ahead: &mut TypeAhead) -> Result<Input> {
     match type_ahead.next_message() {
         Some(line) => {
@@ -116,7 +116,7 @@ fn next_input(editor: &mut LineEditor, type_ahead: &mut TypeAhead) -> Result<Inp
     }
 }
 
-/// Streams one turn: dim reasoning, the answer, a line of figures. Without a message, answers the last one again.
+/// Streams one turn: reasoning, answer and statistics. Without a message, answers the last one again.
 fn show_turn(session: &mut Session, message: Option<&str>, type_ahead: &mut TypeAhead) -> Result<()> {
     let mut display = TurnDisplay::new(session, std::mem::take(type_ahead));
     let turn = match message {
@@ -129,6 +129,6 @@ fn show_turn(session: &mut Session, message: Option<&str>, type_ahead: &mut Type
 
 fn switch_model(session: &mut Session, name: &str) -> Result<()> {
     session.switch_model(name)?;
-    eprintln!("{} answers from here on", printable(&session.model_name()));
+    eprintln!("switched to {}", printable(&session.model_name()));
     Ok(())
 }

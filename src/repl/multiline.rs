@@ -1,4 +1,4 @@
-//! Messages of several lines: `"""` around the message, or `\` at the end of each line.
+//! Multi-line messages: `"""` around the message, or `\` at the end of each line.
 
 const QUOTES: &str = "\"\"\"";
 
@@ -10,7 +10,7 @@ pub fn is_incomplete(input: &str) -> bool {
     }
 }
 
-/// Returns a message without the quotes or backslashes that held its lines together.
+/// Returns a message without the quotes or backslashes that mark it as multi-line.
 pub fn message(input: &str) -> String {
     match input.trim().strip_prefix(QUOTES) {
         Some(text) => text.strip_suffix(QUOTES).unwrap_or(text).trim().to_string(),

@@ -1,8 +1,7 @@
-//! What a person types while an answer streams: messages that wait for their turn, and the draft of the next one.
+//! Input that the user types while an answer streams: queued messages and the draft of the next one.
 //!
-//! The parser is not `vte`, which parses what a program sends to a terminal. In what a terminal sends, Alt-] or Alt-P is
-//! a key; `vte` would take it for the start of a string and swallow what follows. It also cannot tell whether a
-//! sequence is incomplete.
+//! The `vte` crate does not fit, because it parses the output of programs. It would treat the keys Alt-] and Alt-P as
+//! the start of a control string and swallow the following keys. It also cannot report an incomplete sequence.
 
 use std::collections::VecDeque;
 
@@ -10,16 +9,16 @@ use unicode_segmentation::UnicodeSegmentation;
 
 use super::multiline;
 
-/// Keys that take effect at once.
+/// Keys that take effect immediately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Key {
     /// Ctrl-O shows or hides the reasoning.
     ToggleReasoning,
-    /// Ctrl-Z stops the program.
+    /// Ctrl-Z suspends the program.
     Suspend,
 }
 
-/// Collects the bytes that a terminal sends.
+/// Messages and a draft, parsed from the bytes that a terminal sends.
 #[derive(Default)]
 pub struct TypeAhead {
     messages: VecDeque<String>,
@@ -27,12 +26,12 @@ pub struct TypeAhead {
     /// The first bytes of an incomplete UTF-8 character.
     partial: Vec<u8>,
     sequence: Sequence,
-    /// Whether the text is being pasted. Line breaks in it do not end a message.
+    /// Whether a paste is in progress. Line breaks in pasted text do not end a message.
     is_pasting: bool,
     follows_return: bool,
 }
 
-/// An incomplete escape sequence. Keys without a character, such as the arrows, send one.
+/// An incomplete escape sequence, from a key without a character, such as an arrow key.
 #[derive(Default, PartialEq)]
 enum Sequence {
     #[default]
@@ -40,15 +39,15 @@ enum Sequence {
     Escape,
     /// The bytes after `ESC [`.
     Csi(Vec<u8>),
-    /// One byte follows `ESC O`.
+    /// The state after `ESC O`, which one more byte completes.
     Ss3,
 }
 
-/// No key sends a longer sequence.
+/// The longest escape sequence to accept. No key sends a longer one.
 const MAX_SEQUENCE_BYTES: usize = 32;
 
 impl TypeAhead {
-    /// Adds a byte. Returns a key if it completes one.
+    /// Adds a byte. Returns a key if this byte completes one.
     pub fn push_byte(&mut self, byte: u8) -> Option<Key> {
         match std::mem::take(&mut self.sequence) {
             Sequence::None => return self.push_text_byte(byte),
@@ -57,7 +56,7 @@ impl TypeAhead {
                     b'[' => Sequence::Csi(Vec::new()),
                     b'O' => Sequence::Ss3,
                     0x1b => Sequence::Escape,
-                    // Ignore Alt with a character.
+                    // Ignore Alt plus a character.
                     _ => Sequence::None,
                 }
             }
@@ -81,7 +80,7 @@ impl TypeAhead {
     fn push_text_byte(&mut self, byte: u8) -> Option<Key> {
         let follows_return = std::mem::replace(&mut self.follows_return, byte == b'\r');
         if byte < 0x20 && !self.partial.is_empty() {
-            // A control character cannot complete the UTF-8 character.
+            // A control character cannot continue the incomplete UTF-8 character.
             self.partial.clear();
             self.draft.push(char::REPLACEMENT_CHARACTER);
         }
@@ -142,7 +141,7 @@ impl TypeAhead {
         }
     }
 
-    /// Tells that no byte came for a moment: an escape that came alone is the Esc key.
+    /// Handles a pause in the input, after which a lone escape byte counts as the Esc key.
     pub fn pause(&mut self) {
         if self.sequence == Sequence::Escape {
             self.sequence = Sequence::None;
@@ -154,14 +153,14 @@ impl TypeAhead {
         self.is_pasting || self.sequence != Sequence::None || !self.partial.is_empty()
     }
 
-    /// Gives up an incomplete paste, escape sequence or character.
+    /// Abandons an incomplete paste, escape sequence or character.
     pub fn abandon_incomplete(&mut self) {
         self.is_pasting = false;
         self.sequence = Sequence::None;
         self.partial.clear();
     }
 
-    /// Removes and returns the message that has waited longest.
+    /// Removes and returns the oldest queued message.
     pub fn next_message(&mut self) -> Option<String> {
         self.messages.pop_front()
     }
@@ -171,7 +170,7 @@ impl TypeAhead {
         std::mem::take(&mut self.draft)
     }
 
-    /// Turns all waiting messages into the draft, so that none is sent before the person sees it.
+    /// Moves all queued messages into the draft, so that the user can review them before sending.
     pub fn hold(&mut self) {
         let draft = self.take_draft();
         let lines: Vec<String> = self.messages.drain(..).chain((!draft.is_empty()).then_some(draft)).collect();
@@ -183,7 +182,7 @@ impl TypeAhead {
 mod tests {
     use super::*;
 
-    /// Returns the messages and the draft that these bytes make.
+    /// Returns the messages and the draft after these bytes were typed.
     fn typed(bytes: &str) -> (Vec<String>, String) {
         let mut type_ahead = TypeAhead::default();
         push_all(&mut type_ahead, bytes.as_bytes());

@@ -1,4 +1,4 @@
-//! Bare steps without sampling, for `inferno bench`, `inferno doctor` and tests; and the bytes that each step must read.
+//! Steps without sampling for `inferno bench`, `inferno doctor` and tests, and the bytes that each step must read.
 
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
@@ -8,7 +8,7 @@ use crate::nn::kv_cache;
 use crate::nn::pass::LogitRows;
 
 impl Runner {
-    /// Reads tokens after the cached ones, in chunks, and waits for the device.
+    /// Prefills `tokens` after the cached ones, in chunks, and waits for the device.
     pub fn fill(&mut self, tokens: &[u32]) -> Result<()> {
         for chunk in tokens.chunks(self.cache.chunk()) {
             self.forward(chunk, LogitRows::Last)?;
@@ -16,8 +16,9 @@ impl Runner {
         Ok(self.device.synchronize()?)
     }
 
-    /// Runs `count` greedy steps after the cached tokens, the first of them on `first`, and waits for the device. Returns
-    /// the token that each step chose.
+    /// Runs `count` greedy steps after the cached tokens and waits for the device.
+    ///
+    /// The first step takes `first` as input. Returns the token that each step chose.
     pub fn decode_steps(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         let mut chosen = Vec::with_capacity(count);
         let mut token = first;
@@ -32,7 +33,7 @@ impl Runner {
         }
         for _ in 0..count {
             let logits = self.forward(&[token], LogitRows::Last)?;
-            // Only the four bytes of the token are copied to the host, not the logits.
+            // Copies only the four bytes of the token to the host, not the logits.
             token = logits.argmax(D::Minus1)?.to_vec1::<u32>()?[0];
             chosen.push(token);
         }
@@ -40,21 +41,23 @@ impl Runner {
         Ok(chosen)
     }
 
-    /// Runs `count` greedy steps whose launches are issued one by one instead of as a graph, to compare the graph with.
-    /// The cache is emptied afterwards. Fails without a graph.
+    /// Runs `count` greedy steps as individual launches, for comparison with the graph.
+    ///
+    /// Empties the cache afterwards. Fails if there is no graph.
     #[cfg(feature = "cuda")]
     pub fn decode_steps_ungraphed(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         if count > self.cache.context() - self.cache.len() || !self.start_graph(first)? {
-            bail!("{count} steps of a graph do not fit, or there is none");
+            bail!("cannot run {count} decode steps: they exceed the context, or there is no graph");
         }
-        let Decode::Graph(graph) = &mut self.decode else { bail!("there is no graph to run") };
+        let Decode::Graph(graph) = &mut self.decode else { bail!("no decode graph was planned") };
         let chosen = (0..count).map(|_| graph.next_ungraphed()).collect();
         self.reset();
         chosen
     }
 
-    /// Runs `ids` from an empty cache, one decode step each. Returns the logits f32 \[T, V\] of every token, to compare with
-    /// [`logits`](Self::logits).
+    /// Runs `ids` from an empty cache, one decode step per token. Returns the logits of every token, f32 \[T, V\].
+    ///
+    /// [`logits`](Self::logits) computes the same logits with prefill.
     pub fn step_logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.reset();
         let mut rows = Vec::with_capacity(ids.len());
@@ -71,9 +74,9 @@ impl Runner {
         #[cfg(feature = "cuda")]
         self.graph_step(Some(id), 1)?;
         match &self.decode {
-            Decode::Eager(_) => bail!("there is no graph to run"),
+            Decode::Eager(_) => bail!("no decode graph was planned"),
             #[cfg(feature = "cuda")]
-            // A copy: the next step overwrites these logits.
+            // Copied, because the next step overwrites these logits.
             Decode::Graph(graph) => Ok(graph.logits().unsqueeze(0)?.force_contiguous()?),
         }
     }
@@ -90,16 +93,16 @@ impl Runner {
         }
     }
 
-    /// Goes back to the first `len` cached tokens and sets a checkpoint there, so that the next rewind reads nothing again.
+    /// Rewinds to the first `len` cached tokens and sets a checkpoint there, so the next rewind needs no prefill.
     pub fn rewind(&mut self, len: usize) -> Result<()> {
         if len > self.cached.len() {
-            bail!("cannot go back to {len} tokens, {} are cached", self.cached.len());
+            bail!("cannot rewind to {len} tokens: only {} are cached", self.cached.len());
         }
         let held = self.cache.truncate(len)?;
-        // Sliding layers may have gone back further.
+        // Sliding-window layers may have forced a shorter prefix.
         let missing = self.cached[held..len].to_vec();
         self.cached.truncate(held);
-        self.fill(&missing).context("cannot read the cached tokens again")?;
+        self.fill(&missing).context("cannot prefill the cached tokens again")?;
         self.cache.set_checkpoint()?;
         Ok(self.device.synchronize()?)
     }
@@ -110,7 +113,7 @@ impl Runner {
         StepBytes { weights: self.decoder.step_bytes(), cache }
     }
 
-    /// Times each kernel of a decode step after the cached tokens. Returns `None` without a graph.
+    /// Times each kernel of a decode step after the cached tokens. Returns `None` if there is no graph.
     pub fn kernel_times(&mut self) -> Result<Option<Vec<KernelTime>>> {
         #[cfg(feature = "cuda")]
         if self.cache.len() < self.cache.context() && self.start_graph(0)? {
@@ -118,7 +121,8 @@ impl Runner {
             let Decode::Graph(graph) = &mut self.decode else { return Ok(None) };
             let mut times = graph.kernel_times()?;
             let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.cache.len(), dtype);
-            // The bytes that attention reads depend on the depth. A model whose layers differ has several kernels.
+            // The bytes that attention reads depend on the depth.
+            // They are set only if all layers use the same attention kernel.
             let mut attention = times.iter_mut().filter(|time| time.name.starts_with("flash_attention"));
             if let (Some(time), None) = (attention.next(), attention.next()) {
                 time.bytes = cache;
@@ -129,7 +133,7 @@ impl Runner {
         Ok(None)
     }
 
-    /// Counts the launches of a decode step. Returns `None` without a graph.
+    /// Counts the launches of a decode step. Returns `None` if there is no graph.
     pub fn launch_counts(&self) -> Option<LaunchCounts> {
         match &self.decode {
             Decode::Eager(_) => None,

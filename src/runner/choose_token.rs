@@ -5,13 +5,13 @@ use crate::kernels::decode::sample::SamplingKernelParams;
 
 /// Chooses the next token of a sequence.
 pub trait ChooseToken {
-    /// Returns the token to take after `logits` \[V\], which may be changed in place.
+    /// Returns the next token for `logits` \[V\]. May modify the logits in place.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
-    /// Returns the parameters with which the sampling kernel makes the same choices. `None` means the likeliest token.
+    /// Returns the parameters that make the sampling kernel choose the same tokens, or `None` for greedy sampling.
     ///
-    /// With penalties, the second part has an entry for each token of the vocabulary: 0 for a token that was not seen, else
-    /// 1 + how often it was generated.
+    /// With penalties, the second part has one entry per token of the vocabulary: 0 if the token was never seen,
+    /// otherwise 1 + the number of times it was generated.
     #[cfg(feature = "cuda")]
     fn on_device(&self, vocab_size: usize) -> Option<(SamplingKernelParams, Option<Vec<u32>>)>;
 }

@@ -1,8 +1,9 @@
-//! The decode step as a CUDA graph. The decoder's layers become a fixed list of fused launches on static buffers, once, and
-//! the list is captured as a graph.
+//! The decode step as a CUDA graph.
 //!
-//! A token costs the host one graph launch. The token stays on the device as the input of the next step; the host reads it
-//! from a mailbox while that step runs.
+//! Planning turns the decoder's layers into a fixed list of fused launches on static buffers and captures the list.
+//!
+//! Each token costs the host one graph launch. The token stays on the device as the input of the next step.
+//! The host reads the token from a mailbox while that step runs.
 
 use std::sync::Arc;
 
@@ -29,7 +30,7 @@ use crate::nn::mlp::{GatedMlp, Mlp};
 use crate::nn::moe::{ClampedMoe, GatedMoe};
 use crate::nn::norm::Norm as NormLayer;
 
-/// Steps that are queued behind the one whose token the host waits for.
+/// The number of extra steps to queue while the host waits for a token.
 const AHEAD: usize = 2;
 
 /// A captured decode step for one sequence.
@@ -37,14 +38,14 @@ pub struct DecodeGraph {
     device: CudaDevice,
     buffers: StepBuffers,
     embedding: Embedding,
-    /// Positions in the cache and the rotary tables.
+    /// The number of positions that fit in both the cache and the rotary tables.
     context: usize,
     mailbox: Arc<Mailbox>,
     draw: SamplingBuffers,
-    /// The launches of a step up to its logits.
+    /// The launches of a step, up to its logits.
     layers: LaunchSequence,
     greedy: Choice,
-    drawn: Choice,
+    sampled: Choice,
     sampling: Sampling,
     /// Steps queued since the start. Step s writes its token to slot s mod `mailbox.slots()`.
     queued: usize,
@@ -53,7 +54,7 @@ pub struct DecodeGraph {
 }
 
 impl DecodeGraph {
-    /// Plans and captures the decode step of `decoder` on `cache`. Returns the reason if the decoder has to run eagerly.
+    /// Plans and captures the decode step of `decoder` on `cache`. Returns the reason if the decoder must run eagerly.
     pub fn plan(decoder: &Decoder, cache: &KvCache) -> Result<std::result::Result<Self, EagerReason>> {
         let Device::Cuda(device) = decoder.embed_tokens.device() else {
             return Ok(Err(EagerReason::NotOnGpu));
@@ -98,7 +99,7 @@ impl DecodeGraph {
             Ok(Choice { tail, graph })
         };
         let greedy = choice(&|tail| decode::add_argmax(tail, &buffers, &embedding, head, &mailbox))?;
-        let drawn = choice(&|tail| sample::add_sample(tail, &buffers, &draw, &embedding, &mailbox))?;
+        let sampled = choice(&|tail| sample::add_sample(tail, &buffers, &draw, &embedding, &mailbox))?;
         Ok(Ok(Self {
             device: device.clone(),
             buffers,
@@ -108,7 +109,7 @@ impl DecodeGraph {
             draw,
             layers: sequence,
             greedy,
-            drawn,
+            sampled,
             sampling: Sampling::Greedy,
             queued: 0,
             taken: 0,
@@ -117,8 +118,10 @@ impl DecodeGraph {
 
     /// Starts at `position` with `token` as the input of the first step.
     ///
-    /// Without `draw` every step chooses the likeliest token. Penalties need `seen` \[V\]: 0 for a token that was not seen,
-    /// else 1 + how often it was generated.
+    /// Without `draw`, every step chooses the most likely token.
+    ///
+    /// With penalties, the second part of `draw` has one entry per vocabulary token: 0 if the token was never seen,
+    /// otherwise 1 + the number of times it was generated.
     pub fn start(
         &mut self,
         position: usize,
@@ -128,7 +131,7 @@ impl DecodeGraph {
         let vocab_size = self.buffers.logits.dims1()?;
         if token as usize >= vocab_size || position >= self.context {
             bail!(
-                "cannot decode token {token} at position {position}: there are {vocab_size} tokens and {} positions",
+                "cannot decode token {token} at position {position}: the limits are {vocab_size} and {}",
                 self.context
             );
         }
@@ -141,7 +144,7 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Starts after `tokens` cached tokens. The first token is chosen from `logits` f32 \[1, V\] of the last one.
+    /// Starts after `tokens` cached tokens. Chooses the first new token from the last token's `logits`, f32 \[1, V\].
     pub fn start_from(
         &mut self,
         tokens: usize,
@@ -152,41 +155,42 @@ impl DecodeGraph {
         copy_rows(&self.buffers.logits, &logits.flatten_all()?, 0)?;
         let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
-        // The argmax kernel reads maxima that the head kernel leaves, and no head kernel ran for these logits. The sampling
-        // kernel reads the logits themselves.
+        // The argmax kernel reads the maxima that the head kernel writes, but no head kernel ran for these logits.
+        // The sampling kernel reads the logits themselves.
         let tail = match self.sampling {
             Sampling::Greedy => {
                 self.draw.set(&SamplingKernelParams::greedy(), None)?;
-                &self.drawn.tail
+                &self.sampled.tail
             }
-            Sampling::Drawn => &self.drawn.tail,
+            Sampling::Sampled => &self.sampled.tail,
         };
         tail.enqueue()?;
         (self.queued, self.taken) = (1, 0);
         Ok(())
     }
 
-    /// Sets how the next steps choose their tokens, after all queued steps have run.
+    /// Waits for all queued steps, then sets how later steps choose their tokens.
     fn set_sampling(&mut self, draw: Option<(SamplingKernelParams, Option<Vec<u32>>)>) -> Result<()> {
         self.drain()?;
         self.sampling = Sampling::Greedy;
         if let Some((draw, seen)) = draw {
             self.draw.set(&draw, seen)?;
-            self.sampling = Sampling::Drawn;
+            self.sampling = Sampling::Sampled;
         }
         Ok(())
     }
 
-    /// The graph and the tail for the current sampling.
+    /// Returns the tail and the graph for the current sampling mode.
     fn choice(&self) -> &Choice {
         match self.sampling {
             Sampling::Greedy => &self.greedy,
-            Sampling::Drawn => &self.drawn,
+            Sampling::Sampled => &self.sampled,
         }
     }
 
-    /// Waits for the next token. At most `limit` more tokens fit or are wanted, this one included: steps beyond the limit are
-    /// not queued, nor more than `AHEAD` behind this one.
+    /// Waits for the next token. Queues at most `AHEAD` steps behind it, and none beyond `limit`.
+    ///
+    /// `limit` is the maximum number of tokens still to generate, including this one.
     pub fn next(&mut self, limit: usize) -> Result<u32> {
         if limit == 0 {
             bail!("the context is full");
@@ -197,17 +201,17 @@ impl DecodeGraph {
         }
         let token = self.wait()?;
         if token == u32::MAX {
-            bail!("the model's logits are not numbers: its weights are broken, or too large for this --dtype");
+            bail!("cannot choose a token: the logits are NaN; the weights are corrupt or overflow in this --dtype");
         }
         Ok(token - 1)
     }
 
-    /// The number of steps whose tokens were not taken yet. They have written to the cache, or will.
+    /// Returns the number of steps whose tokens have not been taken. They have written to the cache or will do so.
     pub fn queued_steps(&self) -> usize {
         self.queued - self.taken
     }
 
-    /// Waits for the queued steps and drops their tokens.
+    /// Waits for the queued steps and discards their tokens.
     pub fn drain(&mut self) -> Result<()> {
         while self.taken < self.queued {
             self.wait()?;
@@ -215,7 +219,7 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Waits for the next word in the mailbox: 1 + the token, or `u32::MAX` for logits that are NaN.
+    /// Waits for the next word in the mailbox: 1 + the token, or `u32::MAX` if the logits are NaN.
     fn wait(&mut self) -> Result<u32> {
         let slot = self.taken % self.mailbox.slots();
         let mut polls = 0u32;
@@ -227,11 +231,11 @@ impl DecodeGraph {
             }
             std::hint::spin_loop();
             polls += 1;
-            // A device that failed, or ran everything, sends nothing more. Asking it is slow, so it is asked rarely.
-            if polls.is_multiple_of(1 << 20) && is_idle(&self.device).context("the GPU failed in a decode step")? {
+            // A device that failed or ran out of work sends no more words. Querying it is slow, so it is rare.
+            if polls.is_multiple_of(1 << 20) && is_idle(&self.device).context("a decode step failed on the GPU")? {
                 let word = self.mailbox.take(slot);
                 if word == 0 {
-                    bail!("the GPU sent no token");
+                    bail!("the GPU finished without sending a token");
                 }
                 self.taken += 1;
                 return Ok(word);
@@ -239,17 +243,17 @@ impl DecodeGraph {
         }
     }
 
-    /// The logits f32 \[V\] of the last step that ran.
+    /// Returns the logits of the last step that ran, f32 \[V\].
     pub fn logits(&self) -> &Tensor {
         &self.buffers.logits
     }
 
-    /// The number of launches in a step.
+    /// Returns the number of launches in a step.
     pub fn launches(&self) -> usize {
         self.layers.len() + self.choice().tail.len()
     }
 
-    /// Runs one step, launch by launch, and times each kernel.
+    /// Runs one step as individual launches and times each kernel.
     pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
         let mut times: Vec<KernelTime> = Vec::new();
         let mut timed = self.layers.time_each()?;
@@ -269,7 +273,7 @@ impl DecodeGraph {
         Ok(times)
     }
 
-    /// Runs one step whose launches are issued one by one instead of as a graph, for tests. Returns its token.
+    /// Runs one step as individual launches instead of the graph, for tests. Returns its token.
     pub fn next_ungraphed(&mut self) -> Result<u32> {
         self.layers.enqueue()?;
         self.choice().tail.enqueue()?;
@@ -289,7 +293,7 @@ struct Choice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sampling {
     Greedy,
-    Drawn,
+    Sampled,
 }
 
 const _: fn() = || {
@@ -299,12 +303,12 @@ const _: fn() = || {
 
 impl Drop for DecodeGraph {
     fn drop(&mut self) {
-        // Queued steps write to buffers that are freed now. `drop` cannot return an error.
+        // Queued steps write to the buffers that are about to be freed. `drop` cannot return an error.
         let _ = self.device.cuda_stream().synchronize();
     }
 }
 
-/// Returns why the graph cannot run a layer; `None` if it can.
+/// Returns why the graph cannot run a layer, or `None` if it can.
 fn unsupported_reason(decoder: &Decoder, layer: &DecoderLayer) -> Result<Option<EagerReason>> {
     let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
@@ -323,7 +327,7 @@ fn unsupported_reason(decoder: &Decoder, layer: &DecoderLayer) -> Result<Option<
         Err(reason) => return Ok(Some(reason)),
     }
     if layer.mlp_post_norm.is_some() && !matches!(layer.mlp, Mlp::Gated(_)) {
-        return Ok(Some(EagerReason::Layer("a norm after experts")));
+        return Ok(Some(EagerReason::Layer("a norm after the experts")));
     }
     let Device::Cuda(device) = decoder.embed_tokens.device() else { return Ok(Some(EagerReason::NotOnGpu)) };
     for (weight, inputs) in products {
@@ -337,10 +341,10 @@ fn unsupported_reason(decoder: &Decoder, layer: &DecoderLayer) -> Result<Option<
     Ok(None)
 }
 
-/// The weights that one MLP multiplies by, each with its number of input vectors.
+/// The weight matrices of one MLP, each with its number of input vectors.
 type Products = Vec<(Matrix, usize)>;
 
-/// Returns the products of an MLP for the matrix-vector kernels, or the reason why no kernel runs the MLP.
+/// Returns the matrices of an MLP that the matrix-vector kernels multiply, or why no kernel supports the MLP.
 fn mlp_products(mlp: &Mlp) -> Result<std::result::Result<Products, EagerReason>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {
@@ -383,7 +387,7 @@ fn mlp_products(mlp: &Mlp) -> Result<std::result::Result<Products, EagerReason>>
     })
 }
 
-/// Buffers between two kernels. Layers of one shape share them.
+/// Buffers between kernels. Layers with the same shapes share them.
 #[derive(Default)]
 struct Scratch {
     tensors: Vec<Tensor>,
@@ -391,9 +395,9 @@ struct Scratch {
 }
 
 impl Scratch {
-    /// Returns the buffer of `slot` with this shape, made by an earlier layer or now.
+    /// Returns the buffer of `slot` with this shape. Allocates it on first use.
     fn tensor(&mut self, slot: usize, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
-        // The first dimension is larger for each slot, so slots of one shape get different tensors.
+        // The first dimension differs for each slot, so slots with the same shape get different tensors.
         let keyed: Vec<usize> = [slot + 1].into_iter().chain(shape.iter().copied()).collect();
         if let Some(found) = self.tensors.iter().find(|t| t.dims() == keyed.as_slice() && t.dtype() == dtype) {
             return Ok(found.get(slot)?);
@@ -407,7 +411,7 @@ fn rms_norm(norm: &NormLayer) -> RmsNorm<'_> {
     RmsNorm { weight: &norm.weight, eps: norm.eps }
 }
 
-/// Returns the norm of a layer's output, if the layer has one. The kernel needs `scratch` f32 \[C\] for it.
+/// Returns the norm after a layer's output with its scratch buffer f32 \[C\], or `None` if there is no such norm.
 fn post_norm<'t>(norm: &'t Option<NormLayer>, scratch: &'t Tensor) -> Option<PostNorm<'t>> {
     norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), scratch })
 }
@@ -444,7 +448,7 @@ fn add_attention(
     };
     decode::add_qkv(sequence, buffers, rms_norm(&layer.input_layernorm), &qkv)?;
 
-    let Device::Cuda(cuda) = device else { bail!("the decode graph is for a GPU") };
+    let Device::Cuda(cuda) = device else { bail!("the decode graph needs a GPU") };
     let mask = AttentionMask { position: 0, window: config.spec.window, scale: config.scale, softcap: config.softcap };
     let flash = FlashAttention::new(cuda, &q.unsqueeze(0)?, cache.k(), mask)?;
     let tensors = FlashTensors {
@@ -457,10 +461,10 @@ fn add_attention(
         partials: &scratch.tensor(2, &[flash.partials.max(1)], DType::F32, device)?,
         arrivals: &scratch.tensor(3, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
-    // The kernel may read keys of earlier steps while the QKV projection still runs: they were written before it started.
+    // The kernel may read earlier keys during the QKV projection, because they were written before it started.
     let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
-    // SAFETY: `decode::add_qkv` checked shapes and dtypes. `start` checks that the position is below the context, and the kernel
-    // takes rows modulo the rows of the cache.
+    // SAFETY: `decode::add_qkv` checked shapes and dtypes. `start` checks that the position is below the context.
+    // The kernel wraps positions modulo the number of cache rows.
     unsafe { sequence.add(launch)? };
 
     let raw = scratch.tensor(6, buffers.x.dims(), DType::F32, device)?;
@@ -526,7 +530,7 @@ fn add_clamped_moe(
 ) -> Result<()> {
     let ClampedMoe { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config } = mlp;
     let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) = (gate_up_proj, down_proj) else {
-        bail!("the decode graph runs experts in MXFP4 only");
+        bail!("the decode graph supports only MXFP4 experts");
     };
     let Matrix::Dense(router_weight) = &router.weight else { bail!("the router is quantized") };
     if scratch.experts.is_empty() {

@@ -1,13 +1,13 @@
-//! What a decode step costs: the bytes it must read, the launches it makes, the time of each kernel.
+//! The cost of a decode step: bytes read, launches, and time per kernel.
 
 use serde::Serialize;
 
-/// Bytes that one decode step cannot avoid reading.
+/// The bytes that one decode step must read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct StepBytes {
-    /// Every dense tensor once, the chosen experts, one row of the embedding.
+    /// All dense weights, the chosen experts, and one row of the embedding.
     pub weights: u64,
-    /// Keys and values that the token attends to.
+    /// The keys and values that the token attends to.
     pub cache: u64,
 }
 
@@ -23,17 +23,17 @@ pub struct KernelTime {
     pub name: String,
     /// Launches per token.
     pub calls: usize,
-    /// Seconds per token, all launches together.
+    /// Seconds per token, summed over all launches.
     pub seconds: f64,
-    /// Bytes read and written per token, all launches together.
+    /// Bytes read and written per token, summed over all launches.
     pub bytes: u64,
 }
 
-/// The work of the host and the driver for one token.
+/// The work of the host and the driver per token.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LaunchCounts {
     pub kernels: usize,
-    /// Nodes of the graph that is launched; 0 without a graph.
+    /// Nodes of the launched graph, or 0 without a graph.
     pub graph_nodes: usize,
     pub host_syncs: usize,
     pub copies: usize,

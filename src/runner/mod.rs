@@ -1,6 +1,6 @@
-//! One step on the device: prompts are prefilled in chunks, then tokens are decoded one step at a time.
+//! Runs a model on its device. Prompts are prefilled in chunks, then tokens are decoded one step at a time.
 //!
-//! A [`Runner`] knows token ids and positions. Requests, text and sampling parameters belong to the floors above it.
+//! A [`Runner`] handles token ids and positions. The layers above it handle requests, text and sampling parameters.
 
 mod bench;
 mod choose_token;
@@ -25,11 +25,12 @@ pub use figures::{KernelTime, LaunchCounts, StepBytes};
 
 /// One decode step of one sequence.
 pub struct DecodeStep<'s> {
-    /// The token that the step runs: the one that the step before chose. `None` for the first step of a sequence, whose
-    /// token follows from the logits of the prompt.
+    /// The input token, which the previous step chose.
+    ///
+    /// `None` for the first step after a prompt, which chooses its token from the prompt's logits.
     pub input: Option<u32>,
     pub sampler: &'s mut dyn ChooseToken,
-    /// The most tokens the sequence may still take, this one included. Steps beyond the limit are not queued.
+    /// The most tokens that the sequence may still generate, including this one. Steps beyond the limit are not queued.
     pub limit: usize,
 }
 
@@ -43,16 +44,16 @@ pub struct Runner {
     device: Device,
 }
 
-/// What runs decode steps.
+/// The implementation of decode steps.
 enum Decode {
-    /// The decoder, operation by operation.
+    /// Runs the decoder operation by operation.
     Eager(EagerDecode),
     #[cfg(feature = "cuda")]
     Graph(Box<DecodeGraph>),
 }
 
 impl Decode {
-    /// Plans the fastest decode step that the decoder allows.
+    /// Plans the fastest decode step that the decoder supports.
     fn plan(decoder: &Decoder, cache: &KvCache) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if decoder.is_on_gpu() {
@@ -60,7 +61,7 @@ impl Decode {
                 Ok(Ok(graph)) => Ok(Decode::Graph(Box::new(graph))),
                 Ok(Err(reason)) => Ok(Decode::Eager(EagerDecode::new(reason))),
                 Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
-                // Tests fail here. A person gets slow answers and a warning.
+                // Tests fail here. Users get a warning and slower answers.
                 Err(error) if is_test() => Err(error.context("cannot plan the decode graph")),
                 Err(error) => {
                     Ok(Decode::Eager(EagerDecode::new(EagerReason::PlanFailed(crate::text::error_message(&error)))))
@@ -72,14 +73,14 @@ impl Decode {
     }
 }
 
-/// Returns whether this process is a test: a unit test, or one that INFERNO_REQUIRE_GPU obliges to use the GPU.
+/// Returns whether this process is a unit test, or any test run with INFERNO_REQUIRE_GPU set.
 #[cfg(feature = "cuda")]
 fn is_test() -> bool {
     cfg!(test) || std::env::var_os("INFERNO_REQUIRE_GPU").is_some()
 }
 
 impl Runner {
-    /// Plans the decode step of a decoder on its cache. With `force_eager` no graph is made.
+    /// Plans the decode step of `decoder` on `cache`. With `force_eager`, no graph is planned.
     pub fn new(decoder: Decoder, cache: KvCache, device: Device, force_eager: bool) -> Result<Self> {
         let decode = match force_eager {
             true => Decode::Eager(EagerDecode::new(EagerReason::Requested)),
@@ -88,37 +89,37 @@ impl Runner {
         Ok(Self { decoder, cache, cached: Vec::new(), decode, device })
     }
 
-    /// The most positions of a sequence.
+    /// Returns the maximum number of positions in a sequence.
     pub fn context(&self) -> usize {
         self.cache.context()
     }
 
-    /// The most tokens of a prompt in one pass.
+    /// Returns the maximum number of prompt tokens in one forward pass.
     pub fn chunk(&self) -> usize {
         self.cache.chunk()
     }
 
-    /// Rows of logits.
+    /// Returns the size of the vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.decoder.vocab_size()
     }
 
-    /// The dtype of activations and of the cache.
+    /// Returns the dtype of activations and of the KV cache.
     pub fn dtype(&self) -> DType {
         self.decoder.dtype()
     }
 
-    /// Where weights and cache are.
+    /// Returns the device of the weights and the KV cache.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// The number of tokens in the cache.
+    /// Returns the number of tokens in the cache.
     pub fn cached_tokens(&self) -> usize {
         self.cached.len()
     }
 
-    /// What runs decode steps: `graph`, a CUDA graph of fused kernels, or `eager`, the decoder operation by operation.
+    /// Returns how decode steps run: `graph`, a CUDA graph of fused kernels, or `eager`, operation by operation.
     pub fn executor(&self) -> &'static str {
         match self.decode {
             Decode::Eager(_) => "eager",
@@ -127,7 +128,7 @@ impl Runner {
         }
     }
 
-    /// Why decode steps do not run as a graph; `None` if they do.
+    /// Returns why decode steps do not run as a graph, or `None` if they do.
     pub fn eager_reason(&self) -> Option<&EagerReason> {
         match &self.decode {
             Decode::Eager(eager) => Some(eager.reason()),
@@ -136,15 +137,15 @@ impl Runner {
         }
     }
 
-    /// Empties the cache: the next prompt is read from its start.
+    /// Empties the cache. The next prompt is prefilled from its start.
     pub fn reset(&mut self) {
         self.cached.clear();
         self.cache.reset();
     }
 
-    /// Goes back to the longest prefix that the cache shares with `prompt`. Returns its length.
+    /// Truncates the cache to the longest prefix that it shares with `prompt`. Returns the number of tokens kept.
     ///
-    /// At least the last token of the prompt is left to run, for its logits.
+    /// Never keeps the last token of the prompt, because its logits are needed.
     pub fn reuse_prefix(&mut self, prompt: &[u32]) -> Result<usize> {
         let last = prompt.len().saturating_sub(1);
         let common = prompt[..last].iter().zip(&self.cached).take_while(|(a, b)| a == b).count();
@@ -153,14 +154,14 @@ impl Runner {
         Ok(cached_tokens)
     }
 
-    /// Runs up to [`chunk`](Self::chunk) tokens of a prompt after the cached ones. Returns the logits f32 \[1, V\] of the
-    /// last one.
+    /// Runs up to [`chunk`](Self::chunk) prompt tokens after the cached ones.
+    ///
+    /// Returns the logits of the last token, f32 \[1, V\].
     pub fn prefill(&mut self, chunk: &[u32]) -> Result<Tensor> {
         self.forward(chunk, LogitRows::Last)
     }
 
-    /// Ends a prompt whose last chunk had these logits \[1, V\]: decoding starts here, and the cache can come back to this
-    /// point.
+    /// Starts decoding after a prompt whose last token has these logits, \[1, V\].
     pub fn start_decode(&mut self, logits: &Tensor, sampler: &dyn ChooseToken) -> Result<()> {
         match &mut self.decode {
             Decode::Eager(eager) => {
@@ -174,8 +175,9 @@ impl Runner {
         }
     }
 
-    /// Remembers the end of the prompt, so that [`reuse_prefix`](Self::reuse_prefix) can come back to it however many
-    /// tokens follow.
+    /// Sets a checkpoint at the end of the prompt.
+    ///
+    /// [`reuse_prefix`](Self::reuse_prefix) can return to it after any number of generated tokens.
     pub fn set_checkpoint(&mut self) -> Result<()> {
         self.cache.set_checkpoint()
     }
@@ -195,21 +197,21 @@ impl Runner {
         }
     }
 
-    /// Returns the next token of the graph: that of the step whose input was `input`, or the first one after a prompt.
+    /// Returns the token that the graph chose after `input`, or the first token after a prompt if `input` is `None`.
     #[cfg(feature = "cuda")]
     fn graph_step(&mut self, input: Option<u32>, limit: usize) -> Result<u32> {
-        let Decode::Graph(graph) = &mut self.decode else { anyhow::bail!("there is no graph to run") };
+        let Decode::Graph(graph) = &mut self.decode else { anyhow::bail!("no decode graph was planned") };
         let free = self.cache.context() - self.cache.len();
         let possible = if input.is_none() { 1 + free } else { free };
         let token = match graph.next(possible.min(limit)) {
             Ok(token) => token,
             Err(error) => {
-                // Queued steps may have written anywhere.
+                // Queued steps may have written to any later position.
                 self.reset();
                 return Err(error);
             }
         };
-        // Queued steps have written to the positions after this one, or will.
+        // Queued steps have written to the positions after this one or will do so.
         let queued = graph.queued_steps();
         self.cache.advance_written(usize::from(input.is_some()), queued);
         self.cached.extend(input);
@@ -224,15 +226,14 @@ impl Runner {
         Ok(logits)
     }
 
-    /// Runs a chunk of at most [`chunk`](Self::chunk) tokens after the cached ones. Returns the logits f32 \[T, V\] of
-    /// every token.
+    /// Runs up to [`chunk`](Self::chunk) tokens after the cached ones. Returns the logits of every token, f32 \[T, V\].
     pub fn chunk_logits(&mut self, chunk: &[u32]) -> Result<Tensor> {
         self.forward(chunk, LogitRows::All)
     }
 
-    /// Runs `ids` from an empty cache. Returns the logits f32 \[T, V\] of every token.
+    /// Runs `ids` from an empty cache. Returns the logits of every token, f32 \[T, V\].
     ///
-    /// Fails if they do not fit in the context. Takes 2 × T × V × 4 bytes on the device.
+    /// Fails if `ids` do not fit in the context. Needs 2 · T · V · 4 bytes on the device.
     pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.reset();
         let rows: Vec<Tensor> =

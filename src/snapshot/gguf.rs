@@ -1,4 +1,4 @@
-//! The GGUF files of a directory or repository: which of them are models, what each model is called, and its parts.
+//! The GGUF models in a directory or repository, with their names, tags and parts.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,21 +8,21 @@ use anyhow::{Result, bail};
 use super::safetensors;
 use crate::error::Error;
 
-/// The most parts that a split model may have.
+/// The maximum number of parts of a split model.
 pub const MAX_PARTS: u32 = 1024;
 
 /// One GGUF model: a single file, or the first of its parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufFile {
     pub path: PathBuf,
-    /// The size of all parts together.
+    /// The total size of all parts, in bytes.
     pub bytes: u64,
-    /// The first part that is not in the directory.
+    /// The file name of the first missing part, if any.
     pub missing_part: Option<String>,
 }
 
 impl GgufFile {
-    /// Looks up the sizes of a model's parts. `first` is the file, or the first part.
+    /// Looks up the sizes of a model's parts. `first` is the single file or the first part.
     fn from_first_part(first: PathBuf) -> Self {
         let (mut bytes, mut missing_part) = (0, None);
         for name in part_names(&first.file_name().unwrap_or_default().to_string_lossy()) {
@@ -45,7 +45,7 @@ pub struct PartName<'n> {
 }
 
 impl<'n> PartName<'n> {
-    /// Parses a file name. `None` if it is not the name of a part.
+    /// Parses a file name. Returns `None` if it is not the name of a part.
     pub fn parse(file_name: &'n str) -> Option<Self> {
         let (rest, count) = file_name.strip_suffix(".gguf")?.rsplit_once("-of-")?;
         let (prefix, number) = rest.rsplit_once('-')?;
@@ -62,7 +62,7 @@ impl<'n> PartName<'n> {
     }
 }
 
-/// Returns the file names of all parts of a model, given its first one. A model in one file is its own only part.
+/// Returns the file names of all parts of a model, given the first part or the single file.
 pub fn part_names(first: &str) -> Vec<String> {
     match PartName::parse(first) {
         Some(part) if (1..=MAX_PARTS).contains(&part.count) => {
@@ -72,9 +72,10 @@ pub fn part_names(first: &str) -> Vec<String> {
     }
 }
 
-/// Returns the GGUF file that `path` stands for: `path` itself, or the only model of a directory.
+/// Returns the GGUF file for `path`: `path` itself, or the only model of a directory.
 ///
-/// `None` if the directory has safetensors weights, or no GGUF model. Fails if it has several, and lists them.
+/// Returns `None` if the directory has safetensors weights or no GGUF model.
+/// Fails if the directory has several GGUF models, and lists them in the error.
 pub fn find(path: &Path) -> Result<Option<PathBuf>> {
     if is_gguf(path) && !path.is_dir() {
         return Ok(Some(path.to_path_buf()));
@@ -89,14 +90,14 @@ pub fn find(path: &Path) -> Result<Option<PathBuf>> {
             let name = |model: &GgufFile| model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             let list: Vec<String> = models.iter().map(|model| size_line(&name(model), Some(model.bytes))).collect();
             let example = models[0].path.display();
-            bail!("{} holds several models; choose one, such as {example}:\n{}", path.display(), list.join("\n"))
+            bail!("{} has several GGUF models; choose one, such as {example}:\n{}", path.display(), list.join("\n"))
         }
     }
 }
 
-/// Returns every GGUF model of a directory and of its direct subdirectories, sorted by path.
+/// Returns every GGUF model in a directory and its direct subdirectories, sorted by path.
 ///
-/// Vision projectors (`mmproj`) are left out: they are no model by themselves.
+/// Vision projectors (`mmproj`) are skipped because they are not models by themselves.
 pub fn models_in(dir: &Path) -> Vec<GgufFile> {
     let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let folders = entries(dir).filter(|path| path.is_dir());
@@ -107,7 +108,7 @@ pub fn models_in(dir: &Path) -> Vec<GgufFile> {
     files.into_iter().map(GgufFile::from_first_part).collect()
 }
 
-/// Returns the size of a model, all parts together, given its first part.
+/// Returns the total size of all parts of a model in bytes, given the first part.
 pub fn total_bytes(first: &Path) -> u64 {
     GgufFile::from_first_part(first.to_path_buf()).bytes
 }
@@ -116,14 +117,14 @@ fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
 }
 
-/// Returns true if a file is a model by its name, or the first part of one.
+/// Returns true if the file name is a valid name for a GGUF model or its first part.
 pub fn is_model_name(path: &str) -> bool {
     let file = path.rsplit('/').next().unwrap_or(path);
     let is_first = PartName::parse(file).is_none_or(|part| part.number == 1);
     is_gguf(Path::new(file)) && is_first && !file.to_lowercase().contains("mmproj")
 }
 
-/// Returns the last word of a file name, which tells it from the other models of its repository.
+/// Returns the last word of a file name, which distinguishes the model from others in its repository.
 ///
 /// The tag of `Llama-3.2-1B-Q4_K_M.gguf` is `Q4_K_M`.
 pub fn tag(path: &str) -> &str {
@@ -131,13 +132,13 @@ pub fn tag(path: &str) -> &str {
     stem.rsplit(['-', '.']).next().unwrap_or(stem)
 }
 
-/// The file name without its extension and part number.
+/// Returns the file name without its extension and part number.
 fn stem(path: &str) -> &str {
     let file = path.rsplit('/').next().unwrap_or(path);
     PartName::parse(file).map_or(file.strip_suffix(".gguf").unwrap_or(file), |part| part.prefix)
 }
 
-/// Returns true if `tag` selects a file: by its file name, by its name without `.gguf`, or by its last words.
+/// Returns true if `tag` is the name of a file, its name without `.gguf`, or the last words of its name.
 pub fn matches_tag(path: &str, tag: &str) -> bool {
     let (path, stem, tag) = (path.to_lowercase(), stem(path).to_lowercase(), tag.to_lowercase());
     let is_suffix = stem.strip_suffix(&tag).is_some_and(|rest| rest.is_empty() || rest.ends_with(['-', '.']));
@@ -152,9 +153,9 @@ pub fn split_tag(model: &str) -> (&str, Option<&str>) {
     }
 }
 
-/// Returns what to call each model of a repository: `name` if there is only one, else `name:TAG`.
+/// Returns the name of each model in a repository: `name` for a single model, and `name:TAG` for several.
 ///
-/// Where two files have the same tag, the file name takes its place.
+/// If several files have the same tag, their file names are used in place of the tag.
 pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
     let tags: Vec<&str> = files.iter().map(|file| tag(file.as_ref())).collect();
     let model_name = |path: &str| {
@@ -169,9 +170,9 @@ pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
     files.iter().map(|file| model_name(file.as_ref())).collect()
 }
 
-/// Returns the complete GGUF models of a directory, each with its name. `name` is the name of the directory.
+/// Returns the complete GGUF models of a directory and their names. `name` is the name of the directory.
 ///
-/// Empty if the directory has safetensors weights.
+/// The list is empty if the directory has safetensors weights.
 pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
     if safetensors::is_present(dir) {
         return Vec::new();
@@ -182,9 +183,10 @@ pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
     model_names(name, &paths).into_iter().zip(models).collect()
 }
 
-/// Returns the GGUF model of a directory that `tag` selects, or the only one. `None` if there is no GGUF model.
+/// Returns the GGUF model that `tag` selects in a directory. Without a tag, returns the only model.
 ///
-/// Fails if `tag` selects no model, or if there are several and no tag.
+/// Returns `None` if there is no tag and the directory has no GGUF model.
+/// Fails if `tag` selects no model, or if several models match.
 pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBuf>> {
     let models = named_models(name, dir);
     let is_selected =
@@ -197,13 +199,13 @@ pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBu
     match (&models.iter().filter(is_selected).collect::<Vec<_>>()[..], tag) {
         ([(_, model)], _) => Ok(Some(model.path.clone())),
         ([], None) => Ok(None),
-        ([], Some(tag)) if models.is_empty() => Err(not_found(tag, format!("{name} has no GGUF file")).into()),
+        ([], Some(tag)) if models.is_empty() => Err(not_found(tag, format!("{name} has no GGUF files")).into()),
         ([], Some(tag)) => Err(not_found(tag, format!("{name} has these GGUF models:\n{}", list())).into()),
-        _ => Err(Error::usage(format!("{name} holds several models; choose one:\n{}", list()))),
+        _ => Err(Error::usage(format!("{name} has several GGUF models; choose one:\n{}", list()))),
     }
 }
 
-/// Formats one line of a list of models: the size, then the name.
+/// Formats one line of a list of models, with the size followed by the name.
 pub fn size_line(name: &str, bytes: Option<u64>) -> String {
     let size = bytes.map_or("?".into(), |bytes| format!("{:.2} GB", bytes as f64 / 1e9));
     format!("  {size:>10}  {name}")

@@ -1,7 +1,8 @@
-//! Which files of a directory make up a model.
+//! The rules for which files in a directory make up a model.
 //!
-//! A model's weights are one `model.safetensors`, the shards that `model.safetensors.index.json` lists, or a GGUF file,
-//! which may be split into parts. `hub` applies these rules before it downloads, `weights` before it opens a file.
+//! The weights of a model are in one `model.safetensors`, in the shards listed in `model.safetensors.index.json`,
+//! or in a GGUF file, which may be split into parts.
+//! `hub` applies these rules before a download, and `weights` applies them before opening a file.
 
 pub mod gguf;
 mod paths;
@@ -13,18 +14,19 @@ use gguf::GgufFile;
 pub use paths::is_safe_path;
 use safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 
-/// What a directory must hold to be usable.
+/// The files that a directory must contain to be usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Required {
-    /// config.json and tokenizer.json: enough to count or render tokens.
+    /// config.json and tokenizer.json, which are enough to count or render tokens.
     Tokenizer,
-    /// The weights as well: every shard that the index lists, or the single file.
+    /// The weights as well: either the single file or every shard in the index.
     Weights,
 }
 
-/// Returns the names of the files that a model's directory lacks. Empty if the model is complete.
+/// Returns the names of the files that are missing from a model's directory.
 ///
-/// A GGUF model needs no other file. Names are relative to `dir` and use `/`, as on a hub.
+/// The list is empty if the model is complete. A GGUF model needs no other files.
+/// Names are relative to `dir` and use `/` as the separator, as on a hub.
 pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {
     if !safetensors::is_present(dir) {
         let models = gguf::models_in(dir);
@@ -44,21 +46,21 @@ pub fn missing_files(dir: &Path, required: Required) -> Vec<String> {
     missing
 }
 
-/// Returns the first of [`missing_files`]. `None` if the model is complete.
+/// Returns the first of [`missing_files`], or `None` if the model is complete.
 pub fn first_missing_file(dir: &Path, required: Required) -> Option<String> {
     missing_files(dir, required).into_iter().next()
 }
 
-/// The missing part of a split GGUF model, relative to `dir`.
+/// Returns the path of the missing part of a split GGUF model, relative to `dir`.
 fn missing_part(dir: &Path, model: &GgufFile) -> Option<String> {
     let path = model.path.with_file_name(model.missing_part.as_ref()?);
     Some(path.strip_prefix(dir).ok()?.to_str()?.replace(MAIN_SEPARATOR, "/"))
 }
 
-/// The safetensors files that a directory lacks.
+/// Returns the names of the safetensors files that are missing from a directory.
 fn missing_weights(dir: &Path) -> Vec<String> {
     let is_missing = |name: &str| !dir.join(name).is_file();
-    // A dangling link still shows that the model has an index.
+    // A dangling symlink still shows that the model has an index.
     if dir.join(INDEX).symlink_metadata().is_err() {
         return [SINGLE_FILE].into_iter().filter(|name| is_missing(name)).map(str::to_string).collect();
     }
@@ -68,7 +70,7 @@ fn missing_weights(dir: &Path) -> Vec<String> {
     }
 }
 
-/// Returns true if the file extension is one that weights have, in any format.
+/// Returns true if a file has the extension of a weights format, including formats that are not supported.
 pub fn is_weights_file(path: &Path) -> bool {
     const EXTENSIONS: [&str; 8] = ["safetensors", "gguf", "bin", "pt", "pth", "ckpt", "h5", "onnx"];
     let extension = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();

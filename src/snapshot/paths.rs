@@ -1,10 +1,10 @@
-//! The check of file names that come from servers and shard indexes.
+//! Validation of file names from servers and shard indexes.
 
 use std::path::{Component, Path};
 
-/// Returns true if a file name stays below the directory that it is joined to, on every operating system.
+/// Returns true if a file name, joined to a directory, stays inside it on every operating system.
 ///
-/// Every name that a server or a shard index sends is checked before it becomes a path.
+/// Every name from a server or a shard index is checked before it is used as a path.
 pub fn is_safe_path(name: &str) -> bool {
     name.len() <= 512
         && !name.chars().any(|c| c.is_control() || c == '\\')

@@ -15,27 +15,27 @@ pub const SINGLE_FILE: &str = "model.safetensors";
 /// The file that lists the shards of a sharded checkpoint.
 pub const INDEX: &str = "model.safetensors.index.json";
 
-/// The index of a sharded checkpoint. It names at least one shard, and only plain file names.
+/// The index of a sharded checkpoint. It lists at least one shard, and every shard has a plain file name.
 #[derive(Debug, Deserialize)]
 pub struct ShardIndex {
-    /// The shard that holds each tensor.
+    /// The file name of the shard that contains each tensor.
     pub weight_map: BTreeMap<String, String>,
 }
 
 impl ShardIndex {
-    /// Parses an index and checks its shard names. A shard lies in the directory of the index, never elsewhere.
+    /// Parses an index and checks its shard names. Every shard must be in the directory of the index.
     pub fn parse(json: &[u8]) -> Result<Self> {
         let index: Self = serde_json::from_slice(json).with_context(|| format!("{INDEX} is not a shard index"))?;
         if index.weight_map.is_empty() {
-            bail!("{INDEX} names no shards");
+            bail!("{INDEX} lists no shards");
         }
         if let Some(name) = index.shards().into_iter().find(|name| !is_safe_path(name) || name.contains('/')) {
-            bail!("{INDEX} names the shard {name:?}, which is not a plain file name; refused");
+            bail!("{INDEX} lists the shard {name:?}, which is not a plain file name");
         }
         Ok(index)
     }
 
-    /// Reads the index of a directory. `None` if the directory has no index.
+    /// Reads the index of a directory. Returns `None` if the directory has no index.
     pub fn read(dir: &Path) -> Result<Option<Self>> {
         let path = dir.join(INDEX);
         if !path.exists() {
@@ -51,12 +51,13 @@ impl ShardIndex {
     }
 }
 
-/// Returns true if a directory has safetensors weights. They are preferred to GGUF files.
+/// Returns true if a directory has safetensors weights, which take precedence over GGUF files.
 pub fn is_present(dir: &Path) -> bool {
     [SINGLE_FILE, INDEX].iter().any(|name| dir.join(name).exists())
 }
 
-/// Returns the paths of a model's safetensors files: the shards of its index, or the single file. Fails if one is missing.
+/// Returns the paths of a model's safetensors files: the shards in the index, or the single file.
+/// Fails if a file is missing.
 pub fn files(dir: &Path, index: Option<&ShardIndex>) -> Result<Vec<PathBuf>> {
     let names = index.map_or_else(|| BTreeSet::from([SINGLE_FILE]), ShardIndex::shards);
     match names.iter().find(|name| !dir.join(name).exists()) {
@@ -64,7 +65,7 @@ pub fn files(dir: &Path, index: Option<&ShardIndex>) -> Result<Vec<PathBuf>> {
         Some(shard) if index.is_some() => {
             bail!("cannot load the model: shard {shard} is missing from {}\n  download the model again", dir.display())
         }
-        Some(_) => bail!("no weights in {}: it has no {SINGLE_FILE}, no {INDEX} and no .gguf file", dir.display()),
+        Some(_) => bail!("no weights in {}: found no {SINGLE_FILE}, {INDEX} or .gguf file", dir.display()),
     }
 }
 
@@ -84,7 +85,7 @@ mod tests {
 
     #[test]
     fn index_without_shards_is_an_error() {
-        assert!(ShardIndex::parse(b"{\"weight_map\":{}}").unwrap_err().to_string().contains("names no shards"));
+        assert!(ShardIndex::parse(b"{\"weight_map\":{}}").unwrap_err().to_string().contains("lists no shards"));
         assert!(ShardIndex::parse(b"<html>").unwrap_err().to_string().contains("not a shard index"));
     }
 }

@@ -1,14 +1,16 @@
-//! Ctrl-C ends an answer, not the program.
+//! Handles Ctrl-C: it stops the current answer instead of ending the program.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
 
-/// Whether another program, such as $EDITOR, has the terminal and gets the Ctrl-C.
+/// Whether to ignore Ctrl-C because another program, such as $EDITOR, controls the terminal.
 static IS_SUSPENDED: AtomicBool = AtomicBool::new(false);
 
-/// Makes Ctrl-C set `cancel`, which ends a generation. A second Ctrl-C before that took effect ends the process.
+/// Installs a Ctrl-C handler that sets `cancel`, which stops the current generation.
+///
+/// If `cancel` is still set on the next Ctrl-C, the process exits with code 130.
 pub fn cancel_on_ctrl_c(cancel: Arc<AtomicBool>) -> Result<()> {
     ctrlc::set_handler(move || {
         if !IS_SUSPENDED.load(Ordering::Relaxed) && cancel.swap(true, Ordering::Relaxed) {
@@ -20,7 +22,7 @@ pub fn cancel_on_ctrl_c(cancel: Arc<AtomicBool>) -> Result<()> {
     .context("cannot handle Ctrl-C")
 }
 
-/// Runs `call` while Ctrl-C is ignored here, because it is meant for a program that `call` starts.
+/// Runs `call` with Ctrl-C ignored, because the program that `call` starts handles it.
 pub fn ignore_ctrl_c_during<T>(call: impl FnOnce() -> T) -> T {
     IS_SUSPENDED.store(true, Ordering::Relaxed);
     let result = call();

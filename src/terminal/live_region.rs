@@ -1,13 +1,13 @@
-//! The part of the window that may still change.
+//! The live region: the last rows on the screen, which may still change.
 //!
-//! Finished lines stay as printed. Of the open rows below them, only rows that changed are written, all at once. So
-//! nothing flickers, and nothing above the region is ever touched.
+//! Finished lines above the region are never rewritten. An update rewrites only the rows that changed.
+//! It writes them all at once, which avoids flicker.
 
 use std::io::{self, Write};
 
 use super::styled_text::{StyledLine, paint, rows, width};
 
-/// The size of a window in characters.
+/// The size of the terminal window in character cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WindowSize {
     pub rows: usize,
@@ -15,16 +15,17 @@ pub struct WindowSize {
 }
 
 impl WindowSize {
-    /// Returns the current size of the terminal behind stdout, or 24 × 80 if it is unknown.
+    /// Returns the size of the terminal on stdout, or 24 × 80 if it is unknown.
     pub fn now() -> WindowSize {
         let (rows, columns) = console::Term::stdout().size_checked().unwrap_or((24, 80));
-        // A terminal that does not know its size reports 0.
+        // A reported size of 0 means that the size is unknown.
         let known_or = |size: u16, default| if size == 0 { default } else { usize::from(size) };
         WindowSize { rows: known_or(rows, 24), columns: known_or(columns, 80) }
     }
 
-    /// Returns the longest width of a line. The last column stays free, because terminals differ in whether they wrap
-    /// after writing to it.
+    /// Returns the maximum width of a line.
+    ///
+    /// The last column stays free because not all terminals wrap after writing to it.
     pub fn text_columns(self) -> usize {
         self.columns.saturating_sub(1).max(1)
     }
@@ -42,7 +43,7 @@ impl Row {
     }
 }
 
-/// The open rows below the finished lines. The cursor stands at the end of the last open row.
+/// The open rows below the finished lines. The cursor is at the end of the last open row.
 pub struct LiveRegion {
     size: WindowSize,
     shown: Vec<Row>,
@@ -53,7 +54,9 @@ impl LiveRegion {
         Self { size, shown: Vec::new() }
     }
 
-    /// Prints finished lines for good, and below them the open lines, as many of the last ones as the window holds.
+    /// Prints the finished lines permanently and draws the open lines below them.
+    ///
+    /// If the open lines do not fit in the window, only the last ones are drawn.
     pub fn update(
         &mut self,
         finished: &[StyledLine],
@@ -66,18 +69,18 @@ impl LiveRegion {
         self.size = size;
 
         let mut open: Vec<Row> = open.iter().flat_map(|line| cut(line, size)).collect();
-        // One row stays free for the line break after the last finished line.
+        // Keep one row free for the line break after the last finished line.
         open.drain(..open.len().saturating_sub(size.rows.saturating_sub(1).max(1)));
 
-        // The terminal wraps finished lines that are too long. They are not cut, so that they can be copied.
+        // Leave long finished lines to the terminal's own wrapping, so that they can be copied as one line.
         let finished: Vec<Row> = finished.iter().map(Row::new).collect();
         let next: Vec<&Row> = finished.iter().chain(&open).collect();
-        // Rows at the top that are on the screen already need not be written again.
+        // Skip leading rows that are already on the screen.
         let mut same = shown.iter().zip(&next).take_while(|(a, b)| a == *b).count();
         if is_resized {
             same = 0;
         } else if same == next.len() && same < shown.len() && same > 0 {
-            // Rows were only removed. Write the last remaining row again, so that the cursor ends behind it.
+            // Rows were only removed. Rewrite the last remaining row to put the cursor at its end.
             same -= 1;
         }
         if same == shown.len() && same == next.len() && finished.is_empty() {
@@ -86,7 +89,7 @@ impl LiveRegion {
         }
 
         let mut text = String::new();
-        // If only the end of the last row is new, nothing else needs to move.
+        // If the last row only grew, write just the added text.
         let is_grown = !is_resized && same + 1 == shown.len() && same < next.len();
         let growth = is_grown.then(|| next[same].painted.strip_prefix(shown[same].painted.as_str())).flatten();
         let mut first = same;
@@ -100,15 +103,15 @@ impl LiveRegion {
             }
             text.push('\r');
         }
-        // Rows are overwritten, and only the rest of each is cleared, so that no row is ever empty. Behind a row that
-        // fills the window that is impossible, so such a row has everything cleared first.
+        // Overwrite each row and then clear only its remainder, so that no row is ever blank.
+        // A row as wide as the window has no remainder to clear: in that case, clear the whole region first.
         let overwrites = same < shown.len() && growth.is_none();
         let clears_first = overwrites && (is_resized || next.iter().skip(first).any(|row| row.width >= size.columns));
         if clears_first {
             text.push_str("\x1b[J");
         }
         for (index, row) in next.iter().enumerate().skip(first) {
-            // Start a new line, unless the cursor is already at the start of this row.
+            // Start a new line unless the cursor is already at the start of this row.
             if index == first && first > 0 && (growth.is_some() || same == shown.len()) || index > first {
                 text.push('\n');
             }
@@ -124,7 +127,7 @@ impl LiveRegion {
         if open.is_empty() && !finished.is_empty() {
             text.push('\n');
         }
-        // Terminals with synchronized output (mode 2026) then show no intermediate state.
+        // Terminals that support synchronized output (mode 2026) show no intermediate state.
         if overwrites {
             text = format!("\x1b[?2026h{text}\x1b[?2026l");
         }
@@ -138,26 +141,29 @@ impl LiveRegion {
         self.shown.clear();
     }
 
-    /// Makes the last of these finished lines, each one row, open again, as many as are still in the window. Returns
-    /// their number.
+    /// Reopens the finished `lines` that are still in the window. Returns the number of reopened lines.
+    ///
+    /// Each line must occupy exactly one row.
     pub fn reopen(&mut self, lines: &[StyledLine]) -> usize {
         let count = self.size.rows.saturating_sub(1 + self.shown.len().max(1)).min(lines.len());
         if self.shown.is_empty() && count > 0 {
-            // The cursor stands below the last line, as if an empty row were open.
+            // The cursor is below the last line, as if an empty row were open.
             self.shown.push(Row { painted: String::new(), width: 0 });
         }
         self.shown.splice(0..0, lines[lines.len() - count..].iter().map(Row::new));
         count
     }
 
-    /// Returns how many rows the cursor is below the first open row. A narrower window wraps rows into several.
+    /// Returns the number of rows from the first open row to the cursor, in a window of `size`.
+    ///
+    /// Shrinking the window can wrap a row into several rows.
     fn cursor_row(&self, size: WindowSize) -> usize {
         let rows: usize = self.shown.iter().map(|row| row.width.div_ceil(size.columns).max(1)).sum();
         rows.saturating_sub(1).min(size.rows.saturating_sub(1))
     }
 }
 
-/// Cuts a line into rows of the window.
+/// Splits a line into rows of the window.
 fn cut(line: &StyledLine, size: WindowSize) -> Vec<Row> {
     rows(line, size.text_columns()).iter().map(Row::new).collect()
 }

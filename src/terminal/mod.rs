@@ -1,4 +1,4 @@
-//! What a terminal shows, for the chat and for one-shot answers: styles, Markdown, a view that is redrawn in place.
+//! Terminal output for the chat and for one-shot answers: styles, Markdown and a view that is redrawn in place.
 
 pub mod interrupt;
 mod live_region;
@@ -16,9 +16,9 @@ pub use notice::{print, remark};
 pub use style::{Color, dim, stderr_color, stdout_color, stdout_columns};
 pub use view::TurnView;
 
-/// Prepares the terminal for a chat. Call this before any thread starts.
+/// Saves the terminal modes and restores them if a signal ends the chat.
 ///
-/// However the chat ends, the terminal is restored.
+/// Call this before any other thread starts.
 pub fn guard() {
     #[cfg(unix)]
     modes::guard();

@@ -1,4 +1,4 @@
-//! The modes of the terminal, which are restored however the chat ends.
+//! Saves and restores the terminal modes.
 
 use std::io::{IsTerminal, stderr, stdin, stdout};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -13,16 +13,16 @@ use nix::unistd::{Pid, getpgrp, tcgetpgrp};
 /// The modes before the chat started.
 static ORIGINAL: Mutex<Option<Termios>> = Mutex::new(None);
 
-/// Saves the modes, and restores them when a signal ends the program.
+/// Saves the terminal modes and restores them when a signal ends the program.
 ///
-/// Call this before any other thread starts, since threads inherit which signals are blocked. The signals that end a
-/// program get a thread of their own. It restores the modes and then lets the signal take its usual effect.
+/// Call this before any other thread starts, because threads inherit the mask of blocked signals.
+/// A dedicated thread waits for SIGTERM, SIGHUP and SIGQUIT, restores the modes and raises the signal again.
 pub fn guard() {
     let Ok(original) = tcgetattr(stdin().as_fd()) else { return };
     *ORIGINAL.lock().unwrap_or_else(PoisonError::into_inner) = Some(original);
     let fatal: SigSet = [Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT].into_iter().collect();
     let mut blocked = fatal;
-    // A write beyond `ulimit -f` then fails with an error, like a full disk, and the chat survives it.
+    // With SIGXFSZ blocked, a write beyond `ulimit -f` fails with an error instead of ending the chat.
     blocked.add(Signal::SIGXFSZ);
     if blocked.thread_block().is_err() {
         return;
@@ -33,7 +33,7 @@ pub fn guard() {
             let received: SigSet = [signal].into_iter().collect();
             let _ = received.thread_unblock();
             let _ = raise(signal);
-            // The program is still alive: it ignores this signal, as under `nohup`.
+            // The program is still running, so it ignores this signal, as under `nohup`.
             let _ = received.thread_block();
         }
     });
@@ -42,16 +42,16 @@ pub fn guard() {
     }
 }
 
-/// Returns whether this program is in the foreground. In the background, changing the modes would stop it.
+/// Returns whether this program is in the foreground. A background program that changes the modes is stopped.
 pub fn is_foreground() -> bool {
     tcgetpgrp(stdin()).is_ok_and(|group| group == getpgrp())
 }
 
-/// Stops the program and its process group, as Ctrl-Z does, until the shell continues it. Restore the modes first.
+/// Suspends the process group, as Ctrl-Z does, until the shell resumes it. Restore the modes first.
 pub fn stop_process() {
     let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
-    // Another thread may receive the signal first, so wait until this one has stopped too. A program that is told to
-    // end while it is stopped also ends here, before it changes the modes again.
+    // Another thread may receive the signal first, so wait until this thread is stopped too.
+    // If the program was told to end while it was stopped, it ends here, before the modes change again.
     std::thread::sleep(Duration::from_millis(100));
 }
 
@@ -66,12 +66,14 @@ pub fn restore() {
     }
 }
 
-/// Turns bracketed paste on or off: the terminal then marks the start and the end of pasted text.
+/// Turns bracketed paste on or off. While it is on, the terminal marks the start and the end of pasted text.
 pub fn set_bracketed_paste(on: bool) {
     write(if on { "\x1b[?2004h" } else { "\x1b[?2004l" });
 }
 
-/// Writes without locks and buffers, which another thread may hold. Gives up if output is paused (Ctrl-S).
+/// Writes to the terminal without locking stdout or stderr, because another thread may hold the lock.
+///
+/// Gives up if output is paused (Ctrl-S).
 fn write(text: &str) {
     if std::env::var_os("TERM").is_none_or(|term| term == "dumb") {
         return;

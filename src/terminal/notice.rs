@@ -1,4 +1,4 @@
-//! inferno's own words to the person, on stderr.
+//! Messages from inferno to the user, on stderr.
 
 use super::style::{dim, stderr_color, stderr_columns};
 use crate::text::{printable, wrapped};

@@ -1,12 +1,12 @@
-//! What a model thinks, as plain dim text: wrapped, or folded into one line.
+//! Shows a model's reasoning as dim text, either wrapped or folded into one line.
 
 use super::styled_text::{Span, Style, StyledLine, wrap};
 
-/// Reasoning as it streams.
+/// Reasoning that is still streaming.
 pub struct ReasoningText {
-    /// Rows that will not change.
+    /// Finished rows.
     rows: Vec<StyledLine>,
-    /// How many of the rows are on the screen.
+    /// The number of rows that are already on the screen.
     printed: usize,
     /// The text after the last finished row.
     rest: String,
@@ -19,7 +19,7 @@ impl ReasoningText {
         Self { rows: Vec::new(), printed: 0, rest: String::new(), words: 0, is_in_word: false }
     }
 
-    /// Appends text, which finishes the rows that it fills.
+    /// Appends text. Rows that are full become finished.
     pub fn push(&mut self, text: &str, columns: usize) {
         for c in text.chars() {
             self.words += usize::from(!c.is_whitespace() && !self.is_in_word);
@@ -44,19 +44,19 @@ impl ReasoningText {
         }
     }
 
-    /// Returns the finished rows that are not printed yet and counts them as printed.
+    /// Returns the finished rows that are not printed yet and marks them as printed.
     pub fn take_finished(&mut self) -> Vec<StyledLine> {
         let finished = self.rows[self.printed..].to_vec();
         self.printed = self.rows.len();
         finished
     }
 
-    /// Returns the row that may still grow.
+    /// Returns the last row, which may still grow.
     pub fn open(&self, columns: usize) -> Vec<StyledLine> {
         wrap_dim(&self.rest, columns)
     }
 
-    /// Ends the text: every row is finished, without empty rows at the end.
+    /// Finishes the last row and removes empty rows at the end.
     pub fn finish(&mut self, columns: usize) {
         self.rows.extend(wrap_dim(&std::mem::take(&mut self.rest), columns));
         while self.rows.len() > self.printed && self.rows.last().is_some_and(Vec::is_empty) {
@@ -69,16 +69,16 @@ impl ReasoningText {
         &self.rows[..self.printed]
     }
 
-    /// Counts the last `rows` printed rows as not printed, because they were taken off the screen.
+    /// Marks the last `rows` printed rows as not printed, because they were removed from the screen.
     pub fn unprint(&mut self, rows: usize) {
         self.printed -= rows;
     }
 
-    /// Returns one line that stands for the whole text.
+    /// Returns a one-line summary of the reasoning.
     pub fn folded(&self, is_open: bool, has_keys: bool) -> StyledLine {
         let words = format!("{} {}", self.words, if self.words == 1 { "word" } else { "words" });
         let text = match (is_open, has_keys) {
-            (true, true) => format!("▸ thinking: {words} (Ctrl-O shows them)"),
+            (true, true) => format!("▸ thinking: {words} (Ctrl-O to show)"),
             (true, false) => format!("▸ thinking: {words}"),
             (false, _) => format!("▸ thought: {words}"),
         };
@@ -86,7 +86,7 @@ impl ReasoningText {
     }
 }
 
-/// Wraps one line of dim text. Its indentation becomes no-break spaces, which wrapping keeps.
+/// Wraps one line of dim text. Indentation becomes no-break spaces, which wrapping preserves.
 fn wrap_dim(line: &str, columns: usize) -> Vec<StyledLine> {
     let text = line.trim_start_matches(' ');
     let indented = "\u{a0}".repeat(line.len() - text.len()) + text;

@@ -1,22 +1,22 @@
-//! Colors and widths of the terminal behind stdout and stderr.
+//! Color support and width of the terminals on stdout and stderr.
 
 use std::io::IsTerminal;
 
 use console::Term;
 
-/// Whether styles and colors may be written.
+/// Whether output may contain colors and styles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Color {
     On,
     Off,
 }
 
-/// Returns whether stderr is a terminal with colors. NO_COLOR (no-color.org) turns them off.
+/// Returns whether to use color on stderr. NO_COLOR (no-color.org) turns it off.
 pub fn stderr_color() -> Color {
     color(std::io::stderr().is_terminal())
 }
 
-/// Returns whether stdout is a terminal with colors. Without colors, Markdown is not laid out either.
+/// Returns whether to use color on stdout. Without color, Markdown is not formatted either.
 pub fn stdout_color() -> Color {
     color(std::io::stdout().is_terminal())
 }
@@ -27,12 +27,12 @@ fn color(is_terminal: bool) -> Color {
     if is_terminal && !is_refused && !is_dumb { Color::On } else { Color::Off }
 }
 
-/// Returns the width of the window behind stdout, if it is known.
+/// Returns the width of the terminal on stdout, if it is known.
 pub fn stdout_columns() -> Option<usize> {
     columns(&Term::stdout())
 }
 
-/// Returns the width of the window behind stderr, if it is known.
+/// Returns the width of the terminal on stderr, if it is known.
 pub fn stderr_columns() -> Option<usize> {
     columns(&Term::stderr())
 }
@@ -42,7 +42,7 @@ fn columns(terminal: &Term) -> Option<usize> {
     Some(usize::from(columns)).filter(|columns| *columns > 0)
 }
 
-/// Returns dimmed text.
+/// Returns `text`, dimmed if `color` is on.
 pub fn dim(text: &str, color: Color) -> String {
     match color {
         Color::On if !text.is_empty() => format!("\x1b[2m{text}\x1b[22m"),

@@ -1,11 +1,11 @@
-//! Styled text: how it looks, how wide it is and where it wraps.
+//! Styled text: spans, their display width, and line wrapping.
 
 use unicode_segmentation::UnicodeSegmentation;
 use unicode_width::UnicodeWidthStr;
 
 use crate::text::printable;
 
-/// The look of a span. It uses the terminal's own colors, which suit its background.
+/// The style of a span. Colors come from the terminal's palette, which suits its background.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Style {
     pub bold: bool,
@@ -13,7 +13,7 @@ pub struct Style {
     pub italic: bool,
     pub underline: bool,
     pub strike: bool,
-    /// A color from 0 to 7: black, red, green, yellow, blue, magenta, cyan, white.
+    /// An ANSI color from 0 to 7: black, red, green, yellow, blue, magenta, cyan, white.
     pub color: Option<u8>,
 }
 
@@ -34,7 +34,7 @@ impl Style {
     }
 }
 
-/// Text in one style. It holds only characters that may reach a terminal: see [`Span::new`].
+/// Text in one style, without control characters. See [`Span::new`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     text: String,
@@ -42,10 +42,10 @@ pub struct Span {
 }
 
 impl Span {
-    /// Creates a span without the control characters of `text`.
+    /// Creates a span of `text` without its control characters.
     ///
-    /// They are dropped here, right before the terminal, because Markdown can write them as entities (`&#27;`), which a
-    /// filter on the source would miss. Tabs become four spaces, since their width on the screen is unknown.
+    /// It is not enough to filter the Markdown source, which can encode control characters as entities (`&#27;`).
+    /// Tabs become four spaces, because their width on the screen is unknown.
     pub fn new(text: &str, style: Style) -> Span {
         Span { text: printable(text).replace('\t', "    "), style }
     }
@@ -63,7 +63,7 @@ impl Span {
 /// One line, which may be wider than the window.
 pub type StyledLine = Vec<Span>;
 
-/// Returns the number of columns that a line takes.
+/// Returns the width of a line in columns.
 pub fn width(line: &[Span]) -> usize {
     line.iter().map(|span| span.text.width()).sum()
 }
@@ -82,7 +82,7 @@ pub fn paint(line: &[Span]) -> String {
     painted
 }
 
-/// One grapheme cluster: a character as a person sees it.
+/// One grapheme cluster: a character as the user sees it.
 #[derive(Clone, Copy)]
 struct Cell<'a> {
     text: &'a str,
@@ -105,7 +105,7 @@ fn push(line: &mut StyledLine, cell: Cell) {
 
 /// Wraps text at spaces, at line breaks and next to wide (East Asian) characters. Splits words wider than `columns`.
 ///
-/// `textwrap` wraps plain text only: it knows no styles, and an escape sequence would count as visible columns.
+/// The `textwrap` crate does not support styles: it would count escape sequences as visible columns.
 pub fn wrap(text: &[Span], columns: usize) -> Vec<StyledLine> {
     let columns = columns.max(1);
     let mut wrapper = Wrapper { columns, lines: Vec::new(), line: Vec::new(), width: 0, space: None };
@@ -139,7 +139,7 @@ struct Wrapper<'a> {
     lines: Vec<StyledLine>,
     line: StyledLine,
     width: usize,
-    /// The space before the next word, which is dropped if that word starts a new line.
+    /// The space before the next word. It is dropped if the word starts a new line.
     space: Option<Cell<'a>>,
 }
 
@@ -175,7 +175,7 @@ impl<'a> Wrapper<'a> {
     }
 }
 
-/// Cuts a line into rows of a window, exactly where each row is full, as a terminal does.
+/// Splits a line into rows of `columns` columns, even inside words, as a terminal does.
 pub fn rows(line: &[Span], columns: usize) -> Vec<StyledLine> {
     let mut rows = vec![StyledLine::new()];
     let mut width = 0;

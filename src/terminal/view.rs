@@ -1,4 +1,4 @@
-//! An answer as it streams: reasoning dimmed, Markdown laid out, the open block redrawn without flicker.
+//! Shows a streaming answer: dim reasoning, formatted Markdown, and an open block that is redrawn in place.
 
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
@@ -9,14 +9,14 @@ use super::reasoning::ReasoningText;
 use super::styled_text::StyledLine;
 use crate::chat::{Channel, Delta};
 
-/// The shortest time between two drawings. Pieces that arrive faster than a screen refreshes are drawn together.
+/// The minimum time between two frames. Pieces that arrive faster are drawn together.
 const MIN_FRAME: Duration = Duration::from_millis(12);
-/// After a drawing, wait this many times as long as it took, so that drawing takes at most 1 % of the time.
+/// The pause after a frame, as a multiple of its drawing time. It limits drawing to about 1 % of the time.
 const REST_FACTOR: u32 = 100;
-/// The longest time between two drawings, for a slow terminal. This still looks fluent.
+/// The maximum time between two frames on a slow terminal. The output still looks smooth.
 const MAX_FRAME: Duration = Duration::from_millis(80);
 
-/// Draws one turn.
+/// The view of one turn.
 pub struct TurnView {
     region: LiveRegion,
     section: Section,
@@ -26,11 +26,11 @@ pub struct TurnView {
     /// Finished lines that are not drawn yet.
     finished: Vec<StyledLine>,
     has_content: bool,
-    /// The earliest time of the next drawing.
-    next_drawing: Option<Instant>,
+    /// The earliest time of the next frame.
+    next_frame: Option<Instant>,
 }
 
-/// The part of the turn that is being written.
+/// The section of the turn that is currently streaming.
 enum Section {
     None,
     Reasoning(ReasoningText),
@@ -40,7 +40,9 @@ enum Section {
 }
 
 impl TurnView {
-    /// Creates an empty view. `folds_reasoning` shows reasoning as one line; `has_keys` says that a key can unfold it.
+    /// Creates an empty view.
+    ///
+    /// `folds_reasoning` shows reasoning as one line. `has_keys` means that Ctrl-O can unfold it.
     pub fn new(size: WindowSize, folds_reasoning: bool, has_keys: bool) -> Self {
         Self {
             region: LiveRegion::new(size),
@@ -49,11 +51,11 @@ impl TurnView {
             has_keys,
             finished: Vec::new(),
             has_content: false,
-            next_drawing: None,
+            next_frame: None,
         }
     }
 
-    /// Adds a piece of the turn and draws if it is time.
+    /// Adds a piece of the turn. Draws a frame unless the previous one is too recent.
     pub fn show(&mut self, delta: &Delta, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
         let columns = size.text_columns();
         let is_same_section = matches!(
@@ -82,7 +84,7 @@ impl TurnView {
             }
             Section::None => {}
         }
-        if self.next_drawing.is_none_or(|next| Instant::now() >= next) {
+        if self.next_frame.is_none_or(|next| Instant::now() >= next) {
             self.draw(size, out)?;
         }
         Ok(())
@@ -104,12 +106,12 @@ impl TurnView {
         self.draw(size, out)
     }
 
-    /// Continues below the cursor, after other programs wrote to the terminal.
+    /// Continues below the output that other programs wrote to the terminal.
     pub fn restart_below(&mut self) {
         self.region.restart();
     }
 
-    /// Ends the turn: prints everything and leaves the cursor at the start of a line.
+    /// Ends the turn: prints all remaining lines and leaves the cursor at the start of a line.
     pub fn finish(&mut self, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
         self.end_section(size.text_columns());
         self.draw(size, out)
@@ -152,7 +154,7 @@ impl TurnView {
         };
         self.has_content |= !finished.is_empty();
         self.region.update(&finished, &open, size, out)?;
-        self.next_drawing = Some(Instant::now() + (started.elapsed() * REST_FACTOR).clamp(MIN_FRAME, MAX_FRAME));
+        self.next_frame = Some(Instant::now() + (started.elapsed() * REST_FACTOR).clamp(MIN_FRAME, MAX_FRAME));
         Ok(())
     }
 }

@@ -1,8 +1,7 @@
 //! A faster parser for tokenizer.json files with a BPE model.
 //!
-//! The library parses vocabulary and merges three or four times,
-//! to detect the kind of the model and the format of the merges.
-//! That takes over 1 s for the 28 MB of gpt-oss, longer than loading its weights.
+//! The `tokenizers` library parses the vocabulary and merges three or four times to detect their format.
+//! For the 28 MB file of gpt-oss, that takes more than 1 s, longer than loading the weights.
 
 use std::fmt;
 
@@ -15,7 +14,7 @@ use tokenizers::{
 
 use super::guard::SilencedPanics;
 
-/// A tokenizer.json with a BPE model, without truncation and padding.
+/// The contents of a tokenizer.json with a BPE model, except truncation and padding.
 #[derive(Deserialize)]
 struct BpeFile {
     version: Option<String>,
@@ -42,7 +41,7 @@ struct Bpe {
     vocab: Vocab,
 }
 
-/// The merges of the same file. Parsing them is half of the work, and runs on a second thread.
+/// The merges of the same file. Parsing them is half of the work, so it runs on a second thread.
 #[derive(Deserialize)]
 struct MergesFile {
     model: Merges,
@@ -53,7 +52,7 @@ struct Merges {
     merges: Vec<Merge>,
 }
 
-/// A merge: `["a", "b"]`, or `"a b"` in older files.
+/// A merge, written as `["a", "b"]`, or as `"a b"` in older files.
 struct Merge(String, String);
 
 impl<'de> Deserialize<'de> for Merge {
@@ -83,10 +82,10 @@ impl<'de> Visitor<'de> for MergeVisitor {
     }
 }
 
-/// Parses a tokenizer.json. `None` if the library should parse the file, because it is of another kind or broken.
+/// Parses a tokenizer.json. Returns `None` for other model types and invalid files, which the library must parse.
 pub fn parse(bytes: &[u8]) -> Result<Option<Tokenizer>> {
     fn read<'b, T: Deserialize<'b>>(bytes: &'b [u8]) -> Option<T> {
-        // This may run on a thread of rayon, which passes its panics to the caller.
+        // This may run on a rayon thread, where the caller's guard has no effect. Rayon passes panics to the caller.
         let _silenced = SilencedPanics::new();
         serde_json::from_slice(bytes).ok()
     }

@@ -1,4 +1,4 @@
-//! Turns panics of the `tokenizers` library into errors.
+//! Converts panics in the `tokenizers` library into errors.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,9 +11,9 @@ thread_local! {
     static GUARDED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Silences panic messages of this thread while it lives. The panics must be caught.
+/// A guard that silences panic messages on this thread. The panics must be caught.
 pub struct SilencedPanics {
-    /// Whether an outer guard silenced them already.
+    /// Whether an outer guard already silences panic messages.
     was_guarded: bool,
 }
 
@@ -29,9 +29,9 @@ impl Drop for SilencedPanics {
     }
 }
 
-/// Calls into `tokenizers` and turns its errors and panics into errors. `action` names the call: `load`, `encode`.
+/// Calls into `tokenizers` and converts its errors and panics. Error messages start with `cannot {action}`.
 pub fn guarded<T, E: std::fmt::Display>(action: &str, call: impl FnOnce() -> Result<T, E>) -> Result<T> {
-    // Rust prints the message of a panic before the panic can be caught, so the hook must be silenced.
+    // The panic hook prints its message before the panic can be caught, so the hook itself must be silenced.
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let print_message = std::panic::take_hook();
@@ -47,6 +47,6 @@ pub fn guarded<T, E: std::fmt::Display>(action: &str, call: impl FnOnce() -> Res
     match result {
         Ok(Ok(value)) => Ok(value),
         Ok(Err(error)) => bail!("cannot {action}: {error}"),
-        Err(_) => bail!("cannot {action}: the tokenizer is inconsistent, and the tokenizers library panicked"),
+        Err(_) => bail!("cannot {action}: the tokenizer is inconsistent and caused a panic in the tokenizers library"),
     }
 }

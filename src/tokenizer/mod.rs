@@ -1,9 +1,9 @@
-//! Tokenizers: text to token ids and back, and a streaming decoder that never splits a character.
+//! Encodes text to token ids and decodes ids to text. Streaming decoding never splits a character.
 //!
-//! A tokenizer comes from tokenizer.json or from the metadata of a GGUF file.
-//! The work is done by Hugging Face `tokenizers`.
-//! Some crafted files make that library panic (its issue #2094), so every call into it catches panics.
-//! A broken file is an error, never a crash.
+//! A tokenizer is loaded from tokenizer.json or from GGUF metadata.
+//! It wraps the `tokenizers` library from Hugging Face.
+//! Malformed files can make that library panic (huggingface/tokenizers #2094), so every call catches panics.
+//! An invalid file causes an error, never a crash.
 
 mod bpe;
 pub mod gguf;
@@ -20,23 +20,21 @@ use guard::guarded;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlTokens {
     /// Parse control tokens, and add the tokenizer's own prefix and suffix, such as `<s>`.
-    /// This is the default of `encode` in the reference implementation.
+    /// This is the default of `encode` in Hugging Face libraries.
     Default,
-    /// Parse control tokens and add nothing: for a rendered chat template.
+    /// Parse control tokens and add nothing. Used for rendered chat templates.
     Parse,
-    /// Encode control tokens as ordinary text: for text from people and tools.
+    /// Encode control tokens as ordinary text. Used for text from users and tools.
     Text,
 }
 
 /// A loaded tokenizer.
 pub struct Tokenizer {
-    /// Behind a mutex, because the library has no argument of `encode` for control tokens,
-    /// but a switch on the tokenizer.
+    /// Guarded by a mutex, because control token handling is a setting of the tokenizer, not of each call.
     inner: Mutex<tokenizers::Tokenizer>,
-    /// Added tokens that act as control tokens, longest first:
-    /// all special tokens, and those of the form `<...>` or `[...]`.
+    /// Control tokens, longest first: special tokens and added tokens of the form `<...>` or `[...]`.
     controls: Vec<ControlToken>,
-    /// Ids at or above this have no token. The vocab_size in config.json is often larger.
+    /// The number of tokens. `vocab_size` in config.json is often larger.
     vocab_size: usize,
 }
 
@@ -68,7 +66,7 @@ impl Tokenizer {
     }
 
     fn new(mut inner: tokenizers::Tokenizer) -> Result<Self> {
-        // A file may have the truncation and the padding of its last training run. Generation must have neither.
+        // The file may contain truncation and padding settings from training. Generation must not use them.
         inner.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
         let mut controls: Vec<ControlToken> = inner
             .get_added_tokens_decoder()
@@ -86,15 +84,14 @@ impl Tokenizer {
         self.vocab_size
     }
 
-    /// Encodes a text to token ids.
+    /// Encodes text to token ids.
     pub fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
         match controls {
             ControlTokens::Default => self.encode_raw(text, true, false),
             ControlTokens::Parse => self.encode_raw(text, false, false),
             ControlTokens::Text => {
-                // The library can encode special tokens as text,
-                // but not the added tokens that are not marked special, such as `<think>` and `<tool_call>`.
-                // Those are split between two pieces, so that no piece has a whole one.
+                // The library can encode special tokens as text, but not added tokens that are not marked special.
+                // Such tokens, like `<think>` and `<tool_call>`, are split so that no piece contains a whole token.
                 let mut ids = Vec::new();
                 for piece in self.split_at_unmarked_controls(text) {
                     ids.extend(self.encode_raw(piece, false, true)?);
@@ -115,7 +112,7 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Splits a text inside every control token that is not marked special.
+    /// Splits text inside every control token that is not marked special.
     fn split_at_unmarked_controls<'t>(&self, text: &'t str) -> Vec<&'t str> {
         let mut pieces = Vec::new();
         let mut start = 0;
@@ -140,30 +137,31 @@ impl Tokenizer {
         self.controls.iter().map(|c| (c.content.as_str(), c.id))
     }
 
-    /// Returns true if `id` is a control token.
+    /// Returns whether `id` is a control token.
     pub fn is_control(&self, id: u32) -> bool {
         self.controls.iter().any(|c| c.id == id)
     }
 
-    /// Decodes ids to text, including control tokens. Ids without a token add nothing.
+    /// Decodes ids to text, including control tokens. Ignores ids that have no token.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         let inner = self.lock();
         guarded("decode the tokens", || inner.decode(ids, false))
     }
 
-    /// Returns the id of a token with exactly this text.
+    /// Returns the id of the token with exactly this text.
     pub fn token_id(&self, token: &str) -> Option<u32> {
         self.lock().token_to_id(token)
     }
 
-    /// Returns the token of an id in the tokenizer's own spelling: `Ġthe`, `▁the`.
+    /// Returns the token for an id as the vocabulary spells it, such as `Ġthe` or `▁the`.
     pub fn token(&self, id: u32) -> Option<String> {
         self.lock().id_to_token(id)
     }
 }
 
-/// Returns true for tokens such as `<think>`, `</tool_call>` and `[INST]`,
-/// which steer a model without being marked special.
+/// Returns whether a token looks like a control token, such as `<think>`, `</tool_call>` or `[INST]`.
+///
+/// Many vocabularies do not mark such tokens as special.
 fn looks_like_control(content: &str) -> bool {
     let inner = content
         .strip_prefix('<')
@@ -172,43 +170,44 @@ fn looks_like_control(content: &str) -> bool {
     inner.is_some_and(|inner| !inner.is_empty() && !inner.contains(char::is_whitespace))
 }
 
-/// Decodes ids one by one. Text is held back while its last character may be incomplete.
+/// A streaming decoder. It holds back text while the last character may be incomplete.
 pub struct TextStream {
-    /// The ids of the last complete text, as left context, and the ids after them.
+    /// The ids of the last complete text, kept as left context, followed by newer ids.
     ids: Vec<u32>,
-    /// How many of `ids` are already decoded in returned text.
+    /// The number of leading `ids` whose text was already returned.
     emitted: usize,
 }
 
-/// An incomplete character is returned as U+FFFD after this many ids. No valid character needs as many.
+/// The number of ids after which an incomplete character is returned as U+FFFD. Valid characters need fewer.
 const MAX_HELD_IDS: usize = 8;
 
 impl TextStream {
-    /// Starts a new text.
+    /// Creates a decoder for a new text.
     pub fn new() -> Self {
         Self { ids: Vec::new(), emitted: 0 }
     }
 
-    /// Continues a text after `ids`.
-    /// In SentencePiece vocabularies, the first word of a text has no space before it, and later words have one.
+    /// Creates a decoder that continues a text after `ids`.
+    ///
+    /// SentencePiece drops the space before the first word of a text, but keeps it before later words.
     pub fn continuing(ids: &[u32]) -> Self {
         let context = &ids[ids.len().saturating_sub(4)..];
         Self { ids: context.to_vec(), emitted: context.len() }
     }
 
-    /// Adds an id and returns the text that is now complete, possibly none.
+    /// Adds an id and returns the text that is now complete, if any.
     pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
         self.ids.push(id);
         self.take(tokenizer, self.ids.len() - self.emitted >= MAX_HELD_IDS)
     }
 
-    /// Ends the text and returns what was held back.
+    /// Ends the text and returns any text that was held back.
     pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
         self.take(tokenizer, true)
     }
 
     fn take(&mut self, tokenizer: &Tokenizer, force: bool) -> Result<String> {
-        // Some text depends on its left context: the space before a word in SentencePiece vocabularies.
+        // Some text depends on its left context, such as the space before a word in SentencePiece vocabularies.
         let emitted = tokenizer.decode(&self.ids[..self.emitted])?;
         let text = tokenizer.decode(&self.ids)?;
         if !force && text.ends_with('\u{FFFD}') {
@@ -216,10 +215,10 @@ impl TextStream {
         }
         let new = match text.strip_prefix(emitted.as_str()) {
             Some(new) => new.to_string(),
-            // The context ended in an incomplete character that was returned anyway. Count characters instead.
+            // The left context ended with an incomplete character, so skip its characters by count instead.
             None => text.chars().skip(emitted.chars().count()).collect(),
         };
-        // Ids without text give no context.
+        // Keep the previous left context if the new ids have no text.
         self.ids.drain(..if new.is_empty() { self.ids.len().saturating_sub(MAX_HELD_IDS) } else { self.emitted });
         self.emitted = self.ids.len();
         Ok(new)

@@ -1,4 +1,4 @@
-//! A model's tensors under their Hugging Face names, in any container.
+//! The tensors of a model under their Hugging Face names, from safetensors or GGUF files.
 
 use std::path::Path;
 
@@ -12,16 +12,16 @@ use super::safetensors::{SafetensorsCheckpoint, TensorView};
 use super::tensor_info::{TensorInfo, parameter_count};
 use crate::snapshot;
 
-/// The opened weights of a model: which tensors there are, and where their data lies.
+/// The opened weight files of a model: the list of tensors and the location of their data.
 pub enum Checkpoint {
     Safetensors(SafetensorsCheckpoint),
     Gguf(Box<GgufModel>),
 }
 
 impl Checkpoint {
-    /// Maps the files and reads their headers; tensor data is not read.
+    /// Maps the files and reads their headers, but no tensor data.
     ///
-    /// `path` is a GGUF file, or a directory with safetensors files or with one GGUF model.
+    /// `path` is a GGUF file, or a directory that contains safetensors files or one GGUF model.
     pub fn open(path: &Path) -> Result<Self> {
         Ok(match snapshot::gguf::find(path)? {
             Some(file) => Self::from_gguf(GgufCheckpoint::open(&file)?)?,
@@ -29,14 +29,13 @@ impl Checkpoint {
         })
     }
 
-    /// Makes a checkpoint from an opened GGUF file. The header is not parsed again.
+    /// Creates a checkpoint from an opened GGUF file without parsing its header again.
     pub fn from_gguf(file: GgufCheckpoint) -> Result<Self> {
         Ok(Self::Gguf(Box::new(GgufModel::new(file)?)))
     }
 
-    /// Returns the opened GGUF file, which also holds the config,
-    /// the vocabulary, the chat template and the sampling defaults.
-    /// `None` for safetensors.
+    /// Returns the opened GGUF file, or `None` for safetensors.
+    /// The file also contains the config, the vocabulary, the chat template and the sampling defaults.
     pub fn gguf(&self) -> Option<&GgufCheckpoint> {
         match self {
             Self::Safetensors(_) => None,
@@ -71,10 +70,10 @@ impl Checkpoint {
         self.tensors().map(count).sum()
     }
 
-    /// Returns the element type of a tensor in the file, in lower case: `bf16`, `q4_k`.
+    /// Returns the element type of a tensor in its file, in lower case, such as `bf16` or `q4_k`.
     pub fn stored_as(&self, name: &str, info: &TensorInfo) -> String {
         let stored = match self {
-            // Packed experts are bytes in either container.
+            // Packed experts are listed as U8 in both file formats.
             Self::Gguf(model) if info.dtype != Dtype::U8 => {
                 model.stored_type(name).map(|stored| stored.name().to_string())
             }
@@ -83,8 +82,8 @@ impl Checkpoint {
         stored.unwrap_or(info.dtype.to_string()).to_lowercase()
     }
 
-    /// Returns the bytes that a tensor takes in memory if it stays packed or quantized.
-    /// `None` for a tensor that becomes floats.
+    /// Returns the size in memory of a tensor that stays packed or quantized, in bytes.
+    /// Returns `None` for a tensor that is loaded as floats.
     pub(super) fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         match self {
             Self::Gguf(model) if info.dtype != Dtype::U8 => model.packed_bytes(name),
@@ -93,8 +92,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the rows and columns of a matrix [out, in] that can be quantized while it loads.
-    /// Stacked matrices count as one with all their rows.
+    /// Returns the rows and columns of a matrix `[out, in]` that can be quantized during loading.
+    /// Stacked matrices count as one matrix with their rows combined.
     pub(super) fn matrix_shape(&self, name: &str) -> Option<(usize, usize)> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,
@@ -107,8 +106,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the tensors that can be read ahead for a model of this compute dtype.
-    /// None of a GGUF file, because the host transforms its tensors.
+    /// Returns the tensors that can be read ahead for a model with this compute dtype.
+    /// The list is empty for a GGUF file, because its tensors are transformed on the host.
     pub fn extents(&self, dtype: DType) -> Vec<Extent> {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.extents(dtype),
@@ -116,15 +115,15 @@ impl Checkpoint {
         }
     }
 
-    /// Returns a tensor's bytes. Fails for a GGUF file, which stores tensors in a form of its own.
+    /// Returns the bytes of a tensor. Fails for a GGUF file, because it stores tensors in a different layout.
     pub fn view(&self, name: &str) -> Result<TensorView<'_>> {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.view(name),
-            Self::Gguf(_) => bail!("cannot view tensor {name}: a GGUF file stores it in another form"),
+            Self::Gguf(_) => bail!("cannot view tensor {name}: GGUF files store tensors in a different layout"),
         }
     }
 
-    /// Returns a tensor that must exist.
+    /// Returns the metadata of a tensor. Fails if the tensor is missing.
     pub(super) fn required(&self, name: &str) -> Result<&TensorInfo> {
         match self {
             Self::Safetensors(checkpoint) => Ok(checkpoint.view(name)?.info),
@@ -132,7 +131,7 @@ impl Checkpoint {
         }
     }
 
-    /// Describes a tensor for an error message: its dtype, its shape, and its file.
+    /// Describes the dtype, shape and file of a tensor for an error message.
     pub(super) fn describe(&self, name: &str) -> String {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.view(name).map_or_else(

@@ -1,12 +1,15 @@
-//! Checkpoints that compressed-tensors (llm-compressor, vLLM) quantized to 8 bits.
+//! Checkpoints quantized to 8 bits in the compressed-tensors format of llm-compressor and vLLM.
 //!
-//! `quantization_config` in config.json says which linear layers are quantized, and how.
+//! `quantization_config` in config.json lists the quantized linear layers and their schemes.
 //!
-//! A quantized layer has `weight` \[out, in\] in I8 or F8_E4M3, and `weight_scale` \[out, 1\] or \[1\].
-//! With static input quantization it also has `input_scale` \[1\].
-//! Older files may have scalars instead of \[1\].
-//! A packed layer has `weight_packed` I32 \[out, in / 4\] and `weight_shape` instead of `weight`.
-//! Each word holds four codes plus 128, the first in the lowest byte.
+//! A quantized layer has a `weight` of shape `[out, in]` in I8 or F8_E4M3.
+//! Its `weight_scale` has shape `[out, 1]` or `[1]`.
+//! With static input quantization, the layer also has an `input_scale` of shape `[1]`.
+//! Older files may store scalars in place of tensors of shape `[1]`.
+//!
+//! A packed layer has `weight_packed` and `weight_shape` in place of `weight`.
+//! `weight_packed` is an I32 tensor of shape `[out, in / 4]`.
+//! Each 32-bit word holds four codes with an offset of 128. The first code is in the lowest byte.
 //!
 //! Source: vllm-project/compressed-tensors 0.20, `quantization/quant_config.py`,
 //! `quantization/quant_args.py`, `quantization/lifecycle/apply.py` and `utils/match.py`.
@@ -21,30 +24,31 @@ use serde_json::{Map, Value};
 use crate::error::Error;
 use crate::kernels::quantized;
 
-/// The `quantization_config` of a model: which linear layers are quantized, and how.
+/// The `quantization_config` of a model, which assigns quantization schemes to linear layers.
 #[derive(Debug)]
 pub struct CompressedConfig {
-    /// In order of precedence. A rule without a scheme leaves its layers unquantized.
+    /// The rules in order of precedence. A rule without a scheme leaves its layers unquantized.
     rules: Vec<(Target, Option<Scheme>)>,
     ignore: Vec<Target>,
 }
 
-/// How a linear layer is quantized. Quantization is always symmetric: a value is its code times the scale.
+/// The quantization scheme of a linear layer. Quantization is always symmetric: value = code · scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scheme {
     pub format: Format,
     pub weight_scales: WeightScales,
     pub activations: Activations,
-    /// Whether four codes are packed into a word.
+    /// Whether four codes are packed into each 32-bit word.
     pub packed: bool,
 }
 
-/// The type of the codes. Quantization divides a value by the scale, clamps it, and rounds halves to even.
+/// The type of the codes. Quantizing a value divides it by the scale, clamps it, and rounds half to even.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
-    /// -128 to 127. A dynamic scale is the largest magnitude / 127.5, so the code -128 occurs, and 127.5 becomes 127.
+    /// Codes from -128 to 127. A dynamic scale is the largest magnitude / 127.5, so the code -128 can occur.
+    /// The value 127.5 is clamped to 127.
     Int8,
-    /// E4M3, up to 448 and without infinities. A dynamic scale is the largest magnitude / 448.
+    /// E4M3 codes up to 448, without infinities. A dynamic scale is the largest magnitude / 448.
     Fp8,
 }
 
@@ -58,33 +62,33 @@ impl Format {
     }
 }
 
-/// Which weights share a scale.
+/// The granularity of the weight scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WeightScales {
     PerTensor,
-    /// One scale for each row of [out, in].
+    /// One scale per row of the matrix `[out, in]`.
     PerChannel,
 }
 
-/// How a layer's input is quantized. The codes have the same [`Format`] as the weights.
+/// The quantization of a layer's input. Its codes have the same [`Format`] as the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activations {
     /// Only the weights are quantized.
     Unquantized,
-    /// Each token gets its own scale at run time. A token of zeros gets the dtype's epsilon.
+    /// Each token gets its own scale at run time. The scale of an all-zero token is the dtype's epsilon.
     PerToken,
-    /// The checkpoint has one scale for all tokens, `input_scale`.
+    /// All tokens share the `input_scale` of the checkpoint.
     Static,
 }
 
-/// A selector of layers: a name, `re:` and a pattern for the beginning of the name, or a class of layers.
+/// A selector of layers: a name, a class of layers, or `re:` followed by a regex that must match a name prefix.
 #[derive(Debug)]
 struct Target {
     text: String,
     pattern: Option<Regex>,
 }
 
-/// The section `quantization_config`.
+/// The `quantization_config` section of config.json.
 #[derive(Deserialize)]
 struct Section {
     #[serde(default)]
@@ -94,7 +98,7 @@ struct Section {
     ignore: Option<Vec<String>>,
 }
 
-/// One of the `config_groups`.
+/// One entry of `config_groups`.
 #[derive(Deserialize)]
 struct Group {
     targets: Vec<String>,
@@ -108,10 +112,10 @@ struct Group {
     output_activations: Value,
 }
 
-/// How one tensor is quantized. Observers are ignored, because the scales are already known.
+/// The quantization arguments of one tensor. Observers are ignored because the scales are already known.
 #[derive(Deserialize)]
 struct QuantizationArgs {
-    /// A number. Some tools write an object with a number for each layer.
+    /// The number of bits. Some tools write an object with one number per layer.
     #[serde(default = "eight")]
     num_bits: Value,
     #[serde(default, rename = "type")]
@@ -122,7 +126,7 @@ struct QuantizationArgs {
     strategy: Option<String>,
     #[serde(default)]
     group_size: Option<i64>,
-    /// true, false, or "local".
+    /// One of `true`, `false` and `"local"`.
     #[serde(default)]
     dynamic: Value,
     #[serde(default)]
@@ -138,11 +142,12 @@ fn eight() -> Value {
 }
 
 impl CompressedConfig {
-    /// Reads the section from config.json.
-    /// `None` for a model that is not quantized, or is quantized to MXFP4.
+    /// Reads `quantization_config` from config.json.
+    /// Returns `None` for a model that is unquantized or uses MXFP4.
     /// Fails with [`Error::UnsupportedQuantization`] for any other quantization.
     pub fn read(config: &Value) -> Result<Option<Self>> {
-        // Until the fall of 2024 the section was called `compression_config`. Even older files nest it in there.
+        // The section was named `compression_config` until the fall of 2024.
+        // Even older files nest `quantization_config` inside `compression_config`.
         let sections = [&config["quantization_config"], &config["compression_config"]];
         let Some(outer) = sections.into_iter().find(|section| is_set(section)) else { return Ok(None) };
         let nested = &outer["quantization_config"];
@@ -155,12 +160,12 @@ impl CompressedConfig {
         }
         for field in ["kv_cache_scheme", "transform_config", "moe_sparsity_config"] {
             if is_set(&section[field]) {
-                return unsupported(format!("{field} of compressed-tensors"));
+                return unsupported(format!("compressed-tensors {field}"));
             }
         }
         for sparsity in [&outer["sparsity_config"]["format"], &section["sparsity_config"]["format"]] {
             if is_set(sparsity) && sparsity != "dense" {
-                return unsupported(format!("sparsity_config {sparsity} of compressed-tensors"));
+                return unsupported(format!("compressed-tensors sparsity_config {sparsity}"));
             }
         }
         Self::from_section(section).map(Some)
@@ -169,7 +174,8 @@ impl CompressedConfig {
     fn from_section(section: &Value) -> Result<Self> {
         let broken = || "broken quantization_config".to_string();
         let section: Section = serde_json::from_value(section.clone()).with_context(broken)?;
-        // Names take precedence over patterns; both are in alphabetical order. The last of two equal targets wins.
+        // Names take precedence over patterns. Both are sorted alphabetically.
+        // If a target occurs twice, the last occurrence wins.
         let mut schemes: BTreeMap<(bool, String), Option<Scheme>> = BTreeMap::new();
         for (name, group) in section.config_groups {
             let path = format!("config_groups.{name}");
@@ -180,7 +186,7 @@ impl CompressedConfig {
             let scheme = group.scheme(&path, section.format.as_deref())?;
             for target in group.targets {
                 if target == "Embedding" && scheme.is_some() {
-                    return unsupported(format!("the target Embedding of {path}"));
+                    return unsupported(format!("target 'Embedding' in {path}"));
                 }
                 schemes.insert((target.contains("re:"), target), scheme);
             }
@@ -190,7 +196,7 @@ impl CompressedConfig {
         Ok(Self { rules: rules.collect::<Result<_>>()?, ignore: ignore.collect::<Result<_>>()? })
     }
 
-    /// Returns a short name: the bits of weights and activations and their type, such as `w8a8 int8`.
+    /// Returns a short name with the bit widths of weights and activations, such as `w8a8 int8`.
     pub fn name(&self) -> String {
         let Some(scheme) = self.rules.iter().find_map(|(_, scheme)| *scheme) else { return "unquantized".into() };
         let activations = if scheme.activations == Activations::Unquantized { 16 } else { 8 };
@@ -198,9 +204,8 @@ impl CompressedConfig {
         format!("w8a{activations} {format}")
     }
 
-    /// Returns how a linear layer is quantized.
-    /// `None` if it is not.
-    /// `module` is the name of its weight without `.weight`, such as `model.layers.0.self_attn.q_proj`.
+    /// Returns the quantization scheme of a linear layer, or `None` if the layer is unquantized.
+    /// `module` is the name of the layer's weight without `.weight`, such as `model.layers.0.self_attn.q_proj`.
     pub fn scheme(&self, module: &str) -> Option<Scheme> {
         if self.ignore.iter().any(|target| target.matches_name(module) || target.is_linear_class()) {
             return None;
@@ -215,68 +220,68 @@ impl Target {
     fn new(text: String) -> Result<Self> {
         let pattern = match text.strip_prefix("re:").map(|pattern| Regex::new(&format!("^(?:{pattern})"))) {
             Some(Ok(pattern)) => Some(pattern),
-            // Python's patterns may have lookaround, which the regex crate does not support.
-            Some(Err(_)) => return unsupported(format!("the pattern '{text}' of quantization_config")),
+            // Python patterns may use lookaround, which the regex crate does not support.
+            Some(Err(_)) => return unsupported(format!("pattern '{text}' in quantization_config")),
             None => None,
         };
         Ok(Self { text, pattern })
     }
 
-    /// Returns true if the target is this module's name or a pattern that matches it.
+    /// Returns true if the target is the name of this module or a pattern that matches the name.
     fn matches_name(&self, module: &str) -> bool {
         self.pattern.as_ref().map_or(self.text == module, |pattern| pattern.is_match(module))
     }
 
-    /// Returns true if the target is one of torch's classes for linear layers.
+    /// Returns true if the target is a PyTorch class of linear layers.
     fn is_linear_class(&self) -> bool {
         self.text == "Linear" || self.text == "Module"
     }
 }
 
 impl Group {
-    /// Returns the scheme of the group. `None` if it leaves its layers unquantized.
+    /// Returns the scheme of the group, or `None` if the group leaves its layers unquantized.
     fn scheme(&self, path: &str, format: Option<&str>) -> Result<Option<Scheme>> {
         if is_set(&self.output_activations) {
-            return unsupported(format!("output_activations of {path}"));
+            return unsupported(format!("output_activations in {path}"));
         }
         let Some(weights) = &self.weights else {
             return match self.input_activations {
-                Some(_) => unsupported(format!("{path}, which quantizes only inputs,")),
+                Some(_) => unsupported(format!("input-only quantization in {path}")),
                 None => Ok(None),
             };
         };
         let packed = match self.format.as_deref().or(format) {
             Some("int-quantized" | "float-quantized" | "naive-quantized") => false,
             Some("pack-quantized") => true,
-            Some(other) => return unsupported(format!("format '{other}' of compressed-tensors")),
-            None => return unsupported("quantization_config of compressed-tensors without format"),
+            Some(other) => return unsupported(format!("compressed-tensors format '{other}'")),
+            None => return unsupported("a compressed-tensors quantization_config without a format"),
         };
         let group_path = path;
         let path = &format!("{group_path}.weights");
         let format = weights.format(path)?;
         if packed && format != Format::Int8 {
-            return unsupported(format!("packed 'float' of {path}"));
+            return unsupported(format!("a packed 'float' type in {path}"));
         }
         let weight_scales = match (weights.strategy(), weights.is_dynamic(path)?) {
             ("tensor", false) => WeightScales::PerTensor,
             ("channel", false) => WeightScales::PerChannel,
-            (_, true) => return unsupported(format!("dynamic of {path}")),
-            (other, false) => return unsupported(format!("strategy '{other}' of {path}")),
+            (_, true) => return unsupported(format!("dynamic=true in {path}")),
+            (other, false) => return unsupported(format!("strategy='{other}' in {path}")),
         };
         let path = &format!("{group_path}.input_activations");
         let activations = match &self.input_activations {
             None => Activations::Unquantized,
             Some(inputs) if inputs.format(path)? != format => {
-                return unsupported(format!("{path} of another type than the weights"));
+                return unsupported(format!("{path} with a different type than the weights"));
             }
-            Some(inputs) if is_set(&inputs.scale_dtype) => return unsupported(format!("scale_dtype of {path}")),
+            Some(inputs) if is_set(&inputs.scale_dtype) => return unsupported(format!("scale_dtype in {path}")),
             Some(inputs) => match (inputs.strategy(), inputs.is_dynamic(path)?) {
                 ("token", true) => Activations::PerToken,
-                // One scale for all tokens of a pass would make the result depend on the other tokens in it.
-                ("tensor", true) => return unsupported(format!("dynamic per-tensor scales of {path}")),
+                // If all tokens of a pass shared a scale, the result of a token would depend on the other tokens.
+                ("tensor", true) => return unsupported(format!("dynamic per-tensor scaling in {path}")),
                 ("tensor", false) => Activations::Static,
-                ("token", false) => return unsupported(format!("strategy 'token' without dynamic of {path}")),
-                (other, _) => return unsupported(format!("strategy '{other}' of {path}")),
+                ("token", false) => return unsupported(format!("strategy='token' without dynamic=true in {path}")),
+                (other, _) => return unsupported(format!("strategy='{other}' in {path}")),
             },
         };
         Ok(Some(Scheme { format, weight_scales, activations, packed }))
@@ -286,30 +291,30 @@ impl Group {
 impl QuantizationArgs {
     fn format(&self, path: &str) -> Result<Format> {
         if self.num_bits.is_object() {
-            return unsupported(format!("num_bits per layer of {path}"));
+            return unsupported(format!("per-layer num_bits in {path}"));
         }
         if self.num_bits != 8 {
-            return unsupported(format!("num_bits {} of {path}", self.num_bits));
+            return unsupported(format!("num_bits={} in {path}", self.num_bits));
         }
         if self.symmetric == Some(false) {
-            return unsupported(format!("symmetric false of {path}"));
+            return unsupported(format!("symmetric=false in {path}"));
         }
         for (field, value) in [("actorder", &self.actorder), ("block_structure", &self.block_structure)] {
             if is_set(value) {
-                return unsupported(format!("{field} {value} of {path}"));
+                return unsupported(format!("{field}={value} in {path}"));
             }
         }
         if let Some(size) = self.group_size.filter(|&size| size != -1) {
-            return unsupported(format!("group_size {size} of {path}"));
+            return unsupported(format!("group_size={size} in {path}"));
         }
         match self.kind.as_deref().unwrap_or("int").to_lowercase().as_str() {
             "int" => Ok(Format::Int8),
             "float" => Ok(Format::Fp8),
-            other => unsupported(format!("type '{other}' of {path}")),
+            other => unsupported(format!("type='{other}' in {path}")),
         }
     }
 
-    /// Returns the strategy. By default it follows from the group size: -1 means a whole row.
+    /// Returns the strategy. The default depends on the group size: -1 stands for a whole row.
     fn strategy(&self) -> &str {
         self.strategy.as_deref().unwrap_or(if self.group_size == Some(-1) { "channel" } else { "tensor" })
     }
@@ -318,12 +323,12 @@ impl QuantizationArgs {
         match &self.dynamic {
             Value::Null => Ok(false),
             Value::Bool(dynamic) => Ok(*dynamic),
-            other => unsupported(format!("dynamic {other} of {path}")),
+            other => unsupported(format!("dynamic={other} in {path}")),
         }
     }
 }
 
-/// Returns false for null, false and an empty object, else true.
+/// Returns false for `null`, `false` and an empty object, and true for all other values.
 fn is_set(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => false,
@@ -368,7 +373,7 @@ mod tests {
         assert_eq!(config.scheme("l.0.q_proj"), scheme(Format::Int8, WeightScales::PerChannel));
         assert_eq!(config.scheme("l.0.o_proj"), scheme(Format::Fp8, WeightScales::PerChannel));
         assert_eq!(config.scheme("l.1.o_proj"), scheme(Format::Fp8, WeightScales::PerTensor));
-        assert_eq!(config.scheme("l.2.o_proj"), None, "a group may quantize nothing");
+        assert_eq!(config.scheme("l.2.o_proj"), None, "a group may leave its layers unquantized");
     }
 
     #[test]

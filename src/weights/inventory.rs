@@ -1,4 +1,5 @@
-//! The tensors of a checkpoint, as its headers list them: enough to compute a model's size before it is downloaded.
+//! The list of tensors in the headers of a checkpoint.
+//! It is enough to compute the size of a model before downloading it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -18,22 +19,22 @@ use crate::snapshot::safetensors::{self, ShardIndex};
 #[derive(Clone, Debug)]
 struct InventoryTensor {
     name: String,
-    /// The safetensors name in lower case: `bf16`, `u8`, `f8_e4m3`.
+    /// The dtype in the file in lower case, such as `bf16`, `f8_e4m3` or `q4_k`.
     dtype: String,
     elements: u64,
-    /// The size in the file.
+    /// The size in the file, in bytes.
     bytes: u64,
     format: MemoryFormat,
 }
 
-/// How a tensor is stored in memory once it is loaded.
+/// The format of a loaded tensor in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MemoryFormat {
     /// Floats in the compute dtype.
     ComputeDtype,
-    /// F32 in every compute dtype: norms, biases, sinks, routers.
+    /// F32 for every compute dtype: norms, biases, sinks and routers.
     F32,
-    /// This many bytes, packed or quantized. 0 for tensors that no model loads.
+    /// A packed or quantized format with this size in bytes. The size is 0 for tensors that no model loads.
     Bytes(u64),
 }
 
@@ -43,12 +44,12 @@ pub struct Inventory {
     tensors: Vec<InventoryTensor>,
 }
 
-/// What `inferno list` shows about a model's weights.
+/// The information about a model's weights that `inferno list` shows.
 pub struct Summary {
     pub parameters: u64,
-    /// The dtype of most bytes, in lower case. For a GGUF file its quantization, such as `Q4_K_M`.
+    /// The dtype with the most bytes, in lower case. For a GGUF file, its quantization, such as `Q4_K_M`.
     pub main_dtype: Option<String>,
-    /// Whether packed words were counted as four parameters each, which is only correct if config.json says so.
+    /// Whether packed words were counted as four parameters each. This is correct only for 8-bit quantization.
     pub packed: bool,
 }
 
@@ -62,11 +63,12 @@ pub struct Group {
     pub dtypes: BTreeSet<String>,
 }
 
-/// The groups, in the order in which a token passes through them.
+/// The groups in the order of the forward pass.
 const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", "head", "other"];
 
-/// Parts of the names of tensors that no model loads: tables and masks that are computed,
-/// input scales, which become plain numbers, and the vision half of a multimodal model.
+/// Name fragments of tensors that no model loads.
+/// They match computed tables and masks, input scales, and the vision part of multimodal models.
+/// Input scales are read as plain numbers.
 const NEVER_LOADED: [&str; 7] = [
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -83,7 +85,7 @@ impl Summary {
         Self { parameters: file.parameters(), main_dtype: file.quantization(), packed: false }
     }
 
-    /// Summarizes the safetensors files of a directory. Only headers are read, so the model may still be broken.
+    /// Summarizes the safetensors files of a directory. Only the headers are read and validated.
     pub fn from_safetensors(dir: &Path) -> Result<Self> {
         let (mut parameters, mut bytes, mut packed) = (0u64, BytesByDtype::default(), false);
         for file in safetensors::files(dir, ShardIndex::read(dir)?.as_ref())? {
@@ -100,8 +102,8 @@ impl Summary {
 }
 
 impl Inventory {
-    /// Lists the tensors of a checkpoint as they will be loaded.
-    /// `target` is what matrices of floats are quantized to.
+    /// Lists the tensors of a checkpoint in the formats in which they will be loaded.
+    /// `target` is the quantization of float matrices during loading, if any.
     pub fn from_checkpoint(checkpoint: &Checkpoint, target: Option<QuantizationTarget>) -> Self {
         let tensor = |(name, info): (&str, &TensorInfo)| {
             let packed_bytes = match MemoryFormat::for_floats(name, info.shape.len()) {
@@ -125,7 +127,7 @@ impl Inventory {
         for tensor in inventory.tensors.iter_mut().filter(is_matrix) {
             let is_quantized = match tensor.group() {
                 "attention" | "mlp" | "head" => true,
-                // The experts of gpt-oss, which have biases, stay floats.
+                // The experts of gpt-oss are the only ones with biases. They stay in floats.
                 "experts" => checkpoint.info(&format!("{}_bias", tensor.name)).is_none(),
                 "embedding" => !has_head && !tensor.name.contains("wpe"),
                 _ => false,
@@ -141,9 +143,9 @@ impl Inventory {
 
     /// Adds the tensors of a safetensors header.
     ///
-    /// `header` is the JSON without the length before it.
+    /// `header` is the JSON text without the length prefix.
     /// `data_bytes` is the size of the data after the header, if known.
-    /// Unknown dtypes are allowed, because the model is only described.
+    /// Unknown dtypes are allowed, because the model is described but not loaded.
     pub fn add_header(&mut self, file: &str, header: &[u8], data_bytes: Option<u64>) -> Result<()> {
         safetensors_header::read(file, header, data_bytes, |tensor| {
             let HeaderTensor { name, dtype, rank, elements, bytes, .. } = tensor;
@@ -156,7 +158,7 @@ impl Inventory {
         })
     }
 
-    /// Returns true if no tensor is listed.
+    /// Returns true if the inventory has no tensors.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }
@@ -171,21 +173,21 @@ impl Inventory {
         sum(self.tensors.iter().map(InventoryTensor::parameters))
     }
 
-    /// Returns the number of parameters that one token uses, if it is routed to `chosen` of `experts` experts.
+    /// Returns the number of parameters that one token uses if the router chooses `chosen` of `experts` experts.
     pub fn active_parameters(&self, chosen: u64, experts: u64) -> u64 {
         let in_experts = sum(self.tensors.iter().filter(|tensor| tensor.is_expert()).map(InventoryTensor::parameters));
         let active = u128::from(in_experts) * u128::from(chosen) / u128::from(experts.max(1));
         self.parameters() - in_experts + u64::try_from(active).unwrap_or(in_experts).min(in_experts)
     }
 
-    /// Returns the bytes that the weights take in memory.
-    /// This is too much only for files with an unused head, of a model that uses its embedding as head.
+    /// Returns the size of the loaded weights in memory, in bytes.
+    /// The result is too large only for a model with tied embeddings whose files contain an unused output head.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
 
-    /// Returns the bytes that the largest layer of experts takes in memory.
-    /// Loading needs this much more for a while, because it repacks or stacks the experts of one layer at a time.
+    /// Returns the size in memory of the largest layer of experts, in bytes.
+    /// Loading temporarily needs this much extra memory to repack or stack the experts of one layer at a time.
     pub fn largest_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
         for tensor in &self.tensors {
@@ -198,8 +200,8 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Returns the bytes that the quantized experts of one layer take as floats.
-    /// For many tokens, a GPU dequantizes them layer by layer.
+    /// Returns the size of the largest layer of quantized experts after dequantization, in bytes.
+    /// When a pass has many tokens, a GPU dequantizes the experts layer by layer.
     pub fn unpacked_expert_layer(&self, dtype: DType) -> u64 {
         let mut layers: BTreeMap<&str, u64> = BTreeMap::new();
         for tensor in self
@@ -215,14 +217,14 @@ impl Inventory {
         layers.into_values().max().unwrap_or(0)
     }
 
-    /// Returns the dtype of most bytes.
+    /// Returns the dtype with the most bytes.
     pub fn main_dtype(&self) -> Option<String> {
         let mut bytes = BytesByDtype::default();
         self.tensors.iter().for_each(|tensor| bytes.add(&tensor.dtype, tensor.bytes));
         bytes.main()
     }
 
-    /// Returns the groups that have tensors. A tensor's name decides its group.
+    /// Returns the groups that contain tensors. The name of a tensor determines its group.
     pub fn groups(&self) -> Vec<Group> {
         let group = |name| {
             let tensors = || self.tensors.iter().filter(move |tensor| tensor.group() == name);
@@ -243,7 +245,7 @@ impl Inventory {
 }
 
 impl MemoryFormat {
-    /// Returns the format of an unquantized float tensor with this number of dimensions.
+    /// Returns the format of an unquantized float tensor. `rank` is the number of its dimensions.
     fn for_floats(name: &str, rank: usize) -> Self {
         let is_router = ["mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight"];
         if NEVER_LOADED.iter().any(|part| name.contains(part)) {
@@ -299,7 +301,7 @@ impl InventoryTensor {
     }
 }
 
-/// The number of bytes in each dtype.
+/// The number of bytes per dtype.
 #[derive(Default)]
 struct BytesByDtype(BTreeMap<String, u64>);
 
@@ -311,7 +313,7 @@ impl BytesByDtype {
         }
     }
 
-    /// Returns the dtype of most bytes, in lower case.
+    /// Returns the dtype with the most bytes, in lower case.
     fn main(self) -> Option<String> {
         self.0.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype.to_lowercase())
     }
@@ -321,7 +323,7 @@ fn is_float(dtype: &str) -> bool {
     matches!(dtype, "f32" | "f16" | "bf16")
 }
 
-/// Adds numbers without overflow: a remote header may contain any size.
+/// Adds numbers with saturation, because a remote header may contain any size.
 fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
     numbers.fold(0, u64::saturating_add)
 }
@@ -345,7 +347,7 @@ mod tests {
         assert_eq!(inventory.bytes(), 300);
         assert_eq!(inventory.parameters(), 40 + 16 + 4 + 8 + 256);
         assert_eq!(inventory.active_parameters(1, 2), 40 + 16 + 4 + 8 + 128);
-        assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 * 4 + 2 * 16 + 136, "norms and routers in f32");
+        assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 * 4 + 2 * 16 + 136, "norms and routers are in f32");
         assert_eq!(inventory.largest_expert_layer(DType::BF16), 136);
         assert_eq!(inventory.main_dtype().as_deref(), Some("u8"));
         let groups = inventory.groups();
@@ -363,7 +365,7 @@ mod tests {
         };
         assert_error(HEADER, Some(299));
         assert_error(HEADER, Some(301));
-        // A tensor that occurs twice, and a gap.
+        // A duplicate tensor, then a gap in the data.
         let two = r#""a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}"#;
         assert_error(&format!("{{{two},{two}}}"), Some(2));
         assert_error(r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}"#, Some(4));

@@ -19,25 +19,24 @@ use crate::error::Error;
 use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::Target;
 
-/// A checkpoint with a name prefix, from which a layer loads its tensors,
-/// and the device and dtype that they are loaded to.
+/// The tensors of a checkpoint under a name prefix, with the device and dtype to load them to.
 #[derive(Clone)]
 pub struct Weights<'c> {
     pub(super) checkpoint: &'c Checkpoint,
     prefix: String,
     pub(super) device: Device,
     pub(super) dtype: DType,
-    /// What matrices of floats are quantized to.
+    /// The quantization of float matrices during loading, if any.
     pub(super) quantize: Option<QuantizationTarget>,
     pub(super) progress: &'c LoadProgress<'c>,
-    /// Reads tensors before they are requested. It stops when the last clone of these weights is dropped.
+    /// The background reader. It stops when the last clone of these weights is dropped.
     pub(super) reader: Option<Arc<dyn TensorReader>>,
 }
 
-/// The dtype of tensors up to this size is converted on the host, before they go to the device.
+/// The maximum size of a tensor whose dtype is converted on the host, before the copy to the device.
 const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
 
-/// A [`ReadAhead`] for any kind of memory.
+/// A [`ReadAhead`] with any type of target memory.
 pub(super) trait TensorReader {
     fn contains(&self, name: &str) -> bool;
     fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor>;
@@ -54,10 +53,10 @@ impl<T: Target> TensorReader for ReadAhead<T> {
 }
 
 impl<'c> Weights<'c> {
-    /// Loads float tensors as `dtype` to `device`.
+    /// Creates weights that load float tensors as `dtype` to `device`.
     ///
-    /// For safetensors on a GPU, background threads start to read right away.
-    /// A returned tensor may still be in transfer; work on the device's stream waits for it.
+    /// For safetensors on a GPU, background threads start reading immediately.
+    /// The copy of a loaded tensor may still be in flight, but work on the device's stream waits for it.
     pub fn new(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -81,7 +80,7 @@ impl<'c> Weights<'c> {
         Self { checkpoint, prefix, device, dtype, quantize: None, progress, reader: None }
     }
 
-    /// Quantizes matrices of floats while they load.
+    /// Creates weights that quantize float matrices during loading.
     /// Nothing is read ahead, because quantizing takes longer than reading.
     pub fn quantizing(
         checkpoint: &'c Checkpoint,
@@ -93,7 +92,7 @@ impl<'c> Weights<'c> {
         Self { quantize: Some(quantize), ..Self::mapped(checkpoint, device, dtype, progress) }
     }
 
-    /// Takes tensors from a reader, which reads them to `device`.
+    /// Creates weights that take tensors from a reader, which reads them to `device`.
     pub fn with_reader(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -104,7 +103,7 @@ impl<'c> Weights<'c> {
         Self { reader: Some(Arc::new(reader)), ..Self::mapped(checkpoint, device, dtype, progress) }
     }
 
-    /// Returns the same weights without quantization of floats.
+    /// Returns the same weights without quantization of float matrices.
     pub fn unquantized(&self) -> Self {
         Self { quantize: None, ..self.clone() }
     }
@@ -134,21 +133,21 @@ impl<'c> Weights<'c> {
         self.checkpoint.info(&self.full_name(name)).is_some()
     }
 
-    /// Loads a float tensor in the compute dtype.
-    /// The file has it as F32, F16, BF16 or F8_E4M3, in exactly this shape.
+    /// Loads a float tensor of exactly this shape in the compute dtype.
+    /// The file may store it as F32, F16, BF16 or F8_E4M3.
     pub fn float(&self, name: &str, shape: &[usize]) -> Result<Tensor> {
         self.float_as(name, shape, self.dtype)
     }
 
-    /// Loads a float tensor of exactly this shape in another dtype.
+    /// Loads a float tensor of exactly this shape and converts it to `dtype`.
     pub fn float_as(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         let name = self.full_name(name);
         if self.checkpoint.required(&name)?.dtype == Dtype::F8_E4M3 {
             return self.float_from_e4m3(&name, shape, dtype);
         }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
-        // Norms and biases are converted on the host: on a machine's first run,
-        // the driver takes a second to compile candle's conversion kernels.
+        // Small tensors, such as norms and biases, are converted on the host.
+        // On the first run on a machine, the driver would take a second to compile candle's conversion kernels.
         let on_host = info.candle_dtype() != Some(dtype) && info.bytes() <= MAX_HOST_CONVERSION_BYTES;
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = model.float(&name, dtype)?.to_device(&self.device);
@@ -162,7 +161,7 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(converted))
     }
 
-    /// Loads FP8 values without scales. The host converts them, because few GPUs support the type.
+    /// Loads FP8 values without scales. They are converted on the host, because few GPUs support the type.
     fn float_from_e4m3(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         let view = self.checkpoint.view(name)?;
         self.check_unscaled(name)?;
@@ -176,7 +175,7 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?))
     }
 
-    /// Fails if the same layer has a scale: its values mean nothing without it.
+    /// Fails if the layer has a scale, because its values would be wrong without it.
     pub(super) fn check_unscaled(&self, name: &str) -> Result<()> {
         let is_scale = |other: &str| other.strip_prefix(module(name)).is_some_and(|rest| rest.contains("scale"));
         match self.checkpoint.tensors().find(|(other, _)| is_scale(other)) {
@@ -188,7 +187,7 @@ impl<'c> Weights<'c> {
     /// Fails with [`Error::UnsupportedQuantization`] for a tensor that quantization_config does not describe.
     fn refuse_quantized<T>(&self, name: &str, how: &str) -> Result<T> {
         let dtype = self.checkpoint.required(name)?.dtype;
-        let what = format!("tensor {name} in {dtype} ({how}, and quantization_config does not describe it)");
+        let what = format!("tensor {name} in {dtype} ({how}, but quantization_config does not describe it)");
         Err(Error::UnsupportedQuantization { what }.into())
     }
 
@@ -214,7 +213,7 @@ impl<'c> Weights<'c> {
         Ok(info)
     }
 
-    /// Loads a tensor as it is stored, to the weights' device or to the host.
+    /// Loads a tensor in its stored dtype, to the device of these weights or to the host.
     fn load(&self, name: &str, device: &Device) -> Result<Tensor> {
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = model.packed(name)?.to_device(device)?;

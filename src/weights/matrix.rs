@@ -1,4 +1,4 @@
-//! Loads matrices: as floats, or quantized in any of the supported formats.
+//! Loads matrices as floats or in one of the supported quantized formats.
 
 use ::safetensors::tensor::Dtype;
 use anyhow::{Context, Result, bail};
@@ -12,13 +12,13 @@ use super::safetensors::{self, SafetensorsCheckpoint, module};
 use crate::kernels::quantized::{Format, InputRounding, Matrix, QuantizedMatrix};
 
 impl<'c> Weights<'c> {
-    /// Loads the matrices \[rows, columns\] named `name` of several modules, stacked.
-    /// Matrices that the file has quantized, or that are to be quantized,
-    /// become quantized matrices; the others become floats in the compute dtype.
+    /// Loads the matrix `name` of several modules, each with shape `[rows, columns]`, and stacks the matrices.
+    /// Matrices that are quantized in the file or during loading become quantized matrices.
+    /// All other matrices become floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
         let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, *rows, columns);
         let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;
-        // Neighbors become one matrix if one kernel can multiply by all of them.
+        // Adjacent matrices are merged if one kernel can multiply by all of them.
         let is_compatible = |a: &Option<MatrixRows>, b: &Option<MatrixRows>| match (a, b) {
             (Some(a), Some(b)) => a.rounding == b.rounding && (a.format == Format::Fp8) == (b.format == Format::Fp8),
             (None, None) => true,
@@ -47,7 +47,7 @@ impl<'c> Weights<'c> {
         })
     }
 
-    /// Loads the stacked matrices of all experts from one tensor. Floats are \[E, R, C\].
+    /// Loads the stacked matrices of all experts from one tensor. Floats have the shape `[experts, rows, columns]`.
     pub fn experts(&self, name: &str, shape: [usize; 3]) -> Result<Matrix> {
         let [experts, rows, columns] = shape;
         match self.quantized(name, experts * rows, columns)? {
@@ -59,8 +59,8 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Loads a quantized matrix that a GGUF file stores transposed, unlike the Hugging Face checkpoint.
-    /// `None` if the matrix is not quantized.
+    /// Loads a quantized matrix that is transposed in Hugging Face checkpoints but not in GGUF files.
+    /// Returns `None` if the matrix is not quantized.
     pub fn transposed(&self, name: &str, rows: usize, columns: usize) -> Result<Option<Matrix>> {
         if !matches!(self.checkpoint, Checkpoint::Gguf(_)) {
             return Ok(None);
@@ -76,8 +76,8 @@ impl<'c> Weights<'c> {
         Ok(matrix)
     }
 
-    /// Returns the rows of a matrix that the file has quantized or that is to be quantized.
-    /// `None` for other matrices.
+    /// Returns the rows of a matrix that is quantized in the file or during loading.
+    /// Returns `None` for a matrix that stays in floats.
     fn quantized(&self, name: &str, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
         let name = self.full_name(name);
         let info = self.checkpoint.required(&name)?;
@@ -115,7 +115,7 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Returns the rows of a matrix that compressed-tensors quantized.
+    /// Returns the rows of a matrix in the compressed-tensors format.
     fn compressed(
         &self,
         checkpoint: &'c SafetensorsCheckpoint,
@@ -159,7 +159,7 @@ impl<'c> Weights<'c> {
                 if format == Format::Int8 { InputRounding::Int8Static(scale) } else { InputRounding::Fp8Static(scale) }
             }
         };
-        // Packed codes are unsigned: 128 more than the value.
+        // Packed codes are unsigned, with an offset of 128.
         let (bytes, flip) = (view.bytes, if scheme.packed { 0x80 } else { 0 });
         let write = move |row: usize, [low, _, scales, _]: [&mut [u8]; 4]| {
             for (code, byte) in low.iter_mut().zip(&bytes[row * columns..][..columns]) {
@@ -172,7 +172,8 @@ impl<'c> Weights<'c> {
         Ok(MatrixRows { format, rows, columns, rounding, write: Box::new(write) })
     }
 
-    /// Loads the float matrices \[rows, columns\] named `name` of several modules, stacked, in the compute dtype.
+    /// Loads the float matrix `name` of several modules, each with shape `[rows, columns]`, and stacks the matrices.
+    /// The result has the compute dtype.
     pub fn stacked(parts: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
         if let [(weights, rows)] = parts {
             return weights.float(name, &[*rows, columns]);

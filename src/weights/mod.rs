@@ -1,5 +1,5 @@
-//! Checkpoints: tensors by their Hugging Face names.
-//! The dtype and the shape of each tensor are checked before it is used.
+//! Checkpoints, whose tensors are loaded by their Hugging Face names.
+//! The dtype and shape of each tensor are checked before use.
 
 mod checkpoint;
 pub mod compressed;

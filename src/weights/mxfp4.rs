@@ -1,4 +1,4 @@
-//! The stacked expert matrices of gpt-oss checkpoints: packed MXFP4, or floats in an unpacked fine-tune.
+//! The stacked expert matrices of gpt-oss checkpoints, packed as MXFP4 or stored as floats in unpacked fine-tunes.
 
 use anyhow::{Result, bail};
 
@@ -8,10 +8,11 @@ use crate::kernels::moe::experts::ExpertWeights;
 use crate::kernels::moe::experts_gemm::{Mxfp4Tiles, RowOrder};
 use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 
-/// Loads the matrices [E, R, C] of all experts.
+/// Loads the matrices of all experts with shape `[experts, rows, columns]`.
 ///
-/// The checkpoint has them packed, as `{name}_blocks` and `{name}_scales` [E, R,
-/// C/32, ..], or as floats: `{name}` [E, C, R], which transformers stores transposed.
+/// A packed checkpoint has `{name}_blocks` with shape `[experts, rows, columns / 32, 16]`
+/// and `{name}_scales` with shape `[experts, rows, columns / 32]`.
+/// An unpacked checkpoint has `{name}` with shape `[experts, columns, rows]`, transposed as in transformers.
 pub fn experts(
     weights: &Weights,
     name: &str,
@@ -19,7 +20,7 @@ pub fn experts(
 ) -> Result<ExpertWeights> {
     if weights.contains(&format!("{name}_blocks")) {
         if columns % MXFP4_BLOCK != 0 {
-            bail!("{name}: {columns} columns are not a multiple of the MXFP4 block of {MXFP4_BLOCK}");
+            bail!("{name}: {columns} columns are not a multiple of the MXFP4 block length {MXFP4_BLOCK}");
         }
         let groups = columns / MXFP4_BLOCK;
         let blocks = weights.bytes(&format!("{name}_blocks"), &[experts, rows, groups, MXFP4_BLOCK / 2])?;
@@ -30,7 +31,7 @@ pub fn experts(
     Ok(ExpertWeights::Dense(dense.transpose(1, 2)?.contiguous()?))
 }
 
-/// Repacks the matrices of an MLP for a GPU's tensor cores.
+/// Repacks the expert matrices of an MLP for the tensor cores of a GPU.
 ///
 /// Returns them unchanged if tensor cores cannot use them: on a CPU, in f32, or with extreme scales.
 #[cfg(feature = "cuda")]

@@ -1,4 +1,4 @@
-//! Progress of loading a model.
+//! Progress reports during model loading.
 
 use std::cell::Cell;
 
@@ -14,12 +14,12 @@ pub struct LoadProgress<'p> {
 }
 
 impl<'p> LoadProgress<'p> {
-    /// Calls `report` after each tensor, with the total number of bytes read so far.
+    /// Creates counters that call `report` after each tensor, with the total number of bytes read so far.
     pub fn new(report: &'p dyn Fn(u64)) -> Self {
         Self { read_bytes: Cell::new(0), resident_bytes: Cell::new(0), report }
     }
 
-    /// Returns the bytes that the loaded tensors take in memory.
+    /// Returns the size of the loaded tensors in memory, in bytes.
     pub fn resident_bytes(&self) -> u64 {
         self.resident_bytes.get()
     }

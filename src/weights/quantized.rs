@@ -1,4 +1,4 @@
-//! Quantized matrices: the blocks of a GGUF file, or floats that are quantized while they load.
+//! Quantized matrices, built from the blocks of a GGUF file or from floats that are quantized during loading.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,14 +13,14 @@ use safetensors::tensor::Dtype;
 use super::ggml::{self, GgmlType, split_group};
 use crate::kernels::quantized::{E4M3_MAX, Format, GROUP_COLUMNS, InputRounding, QuantizedMatrix, pack};
 
-/// What matrices of floats are quantized to: the values of `--quantize`.
+/// The quantization of float matrices during loading, as set with `--quantize`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QuantizationTarget {
     /// Blocks of a ggml type.
     Blocks(GgmlType),
-    /// E4M3 with a scale for each row.
+    /// E4M3 with one scale per row.
     Fp8,
-    /// Signed bytes with a scale for each row.
+    /// Signed bytes with one scale per row.
     Int8,
 }
 
@@ -40,7 +40,7 @@ impl QuantizationTarget {
         ("int8", Self::Int8),
     ];
 
-    /// Returns the format of a matrix with this many columns. `None` if it stays floats.
+    /// Returns the format of a matrix with this many columns, or `None` if the matrix stays in floats.
     pub fn format(self, columns: usize) -> Option<Format> {
         match self {
             Self::Fp8 => Some(Format::Fp8),
@@ -49,7 +49,7 @@ impl QuantizationTarget {
         }
     }
 
-    /// Returns the type itself, or the larger type with shorter blocks that llama.cpp falls back to.
+    /// Returns the type itself, or the fallback of llama.cpp: a larger type with shorter blocks.
     fn fitting_type(ggml_type: GgmlType, columns: usize) -> Option<GgmlType> {
         let fallback = match ggml_type {
             GgmlType::Q2K | GgmlType::Q3K => GgmlType::Q4_0,
@@ -81,7 +81,7 @@ impl fmt::Display for QuantizationTarget {
     }
 }
 
-/// Returns the memory format of a ggml type. `None` for types that become floats.
+/// Returns the memory format of a ggml type, or `None` for a type that becomes floats.
 pub fn format(ggml_type: GgmlType) -> Option<Format> {
     Some(match ggml_type {
         GgmlType::Q4_0 => Format::Q4_0,
@@ -107,11 +107,12 @@ pub struct MatrixRows<'c> {
     pub write: WriteRow<'c>,
 }
 
-/// Writes one row to the planes of a matrix.
+/// A function that writes one row to the planes of a matrix.
 pub type WriteRow<'c> = Box<dyn Fn(usize, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 
 impl<'c> MatrixRows<'c> {
-    /// Takes blocks of a ggml type; `row` returns the bytes of a row. `None` for types that become floats.
+    /// Creates rows from blocks of a ggml type. `row` returns the bytes of a row.
+    /// Returns `None` for a type that becomes floats.
     pub fn from_blocks(
         ggml_type: GgmlType,
         rows: usize,
@@ -126,7 +127,8 @@ impl<'c> MatrixRows<'c> {
         Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
     }
 
-    /// Quantizes floats; `row` writes the values of a row. `None` if the matrix stays floats.
+    /// Creates rows that quantize floats. `row` writes the values of a row.
+    /// Returns `None` if the matrix stays in floats.
     pub fn from_floats(
         target: QuantizationTarget,
         rows: usize,
@@ -155,7 +157,7 @@ impl<'c> MatrixRows<'c> {
         Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
     }
 
-    /// Builds one matrix from the rows of several matrices of one format. All cores work on it.
+    /// Builds one matrix from the rows of several matrices with the same format, using all cores.
     pub fn build(parts: &[&Self], device: &Device) -> Result<QuantizedMatrix> {
         let [first, ..] = parts else { bail!("cannot build a matrix without rows") };
         let (format, columns) = (first.format, first.columns);
@@ -175,7 +177,7 @@ impl<'c> MatrixRows<'c> {
             let [low, high, scales, supers] = split;
             rest = [low.1, high.1, scales.1, supers.1];
             let [low, high, scales, supers] = [low.0, high.0, scales.0, supers.0];
-            // A format may lack a plane. Its rows have no bytes, and rayon cannot split an empty slice into rows.
+            // Some formats lack a plane. `plane_rows` yields empty rows for it, as rayon cannot split an empty slice.
             low.par_chunks_mut(row_bytes[0])
                 .zip(plane_rows(high, row_bytes[1], part.rows))
                 .zip(plane_rows(scales, row_bytes[2], part.rows))
@@ -191,20 +193,20 @@ impl<'c> MatrixRows<'c> {
     }
 }
 
-/// Quantizes a row exactly as ggml does.
+/// Quantizes a row with the same results as ggml.
 fn ggml_blocks(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
     let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));
     if blocks.all(|(block, values)| ggml::quantize(ggml_type, values, block)) {
         return Ok(bytes);
     }
-    // For the other types, candle's quantizers equal ggml's.
+    // For the other types, candle's quantizers give the same results as ggml.
     let columns = values.len();
     let row = Tensor::from_vec(values, columns, &Device::Cpu)?;
     Ok(QTensor::quantize(&row, candle_type(ggml_type)?)?.data()?.to_vec())
 }
 
-/// Returns candle's name of a type.
+/// Returns the candle type for a ggml type.
 fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
     Ok(match ggml_type {
         GgmlType::Q4_0 => GgmlDType::Q4_0,
@@ -216,7 +218,7 @@ fn candle_type(ggml_type: GgmlType) -> Result<GgmlDType> {
     })
 }
 
-/// Splits a plane into `rows` rows of `bytes` bytes. `bytes` may be 0.
+/// Splits a plane into `rows` rows of `bytes` bytes each. `bytes` may be 0.
 fn plane_rows(plane: &mut [u8], bytes: usize, rows: usize) -> impl IndexedParallelIterator<Item = &mut [u8]> {
     let mut slices: Vec<&mut [u8]> = Vec::with_capacity(rows);
     match bytes {
@@ -250,7 +252,7 @@ fn pack_row(ggml_type: GgmlType, format: Format, bytes: &[u8], planes: [&mut [u8
     }
 }
 
-/// Quantizes a row of floats to 8 bits each. The largest magnitude determines the scale.
+/// Quantizes a row of floats to 8-bit codes. The largest magnitude determines the scale.
 fn scale_row(format: Format, values: &[f32], planes: [&mut [u8]; 4]) {
     let [low, _, scales, _] = planes;
     let max = values.iter().fold(0.0f32, |max, value| max.max(value.abs()));

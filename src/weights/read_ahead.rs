@@ -1,11 +1,10 @@
 //! Background threads that read tensors before they are requested.
 //!
-//! Each thread takes the next piece of a tensor,
-//! reads it into its own staging buffer, and queues the copy to the device.
+//! Each thread takes the next piece of a tensor, reads it into a staging buffer, and queues the copy to the device.
 //! The threads start tensors in the listed order.
-//! A requested tensor that was not started goes first,
-//! even beyond the limit on reading ahead, so a request never waits forever.
-//! A request returns once all copies of its tensor are queued, and not when they are done.
+//! A requested tensor that was not started goes first, even beyond the read-ahead limit.
+//! A request therefore never waits forever.
+//! A request returns once all copies of its tensor are queued, which may be before they complete.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
@@ -19,7 +18,7 @@ use candle_core::{DType, Tensor};
 
 use crate::kernels::upload::Target;
 
-/// A file that weights are read from.
+/// A file that contains weights.
 pub struct Source {
     pub path: PathBuf,
     pub file: File,
@@ -28,7 +27,7 @@ pub struct Source {
 /// One tensor to read.
 pub struct Extent {
     pub name: String,
-    /// The tensor's bytes in order. A stacked tensor has one range for each matrix.
+    /// The byte ranges of the tensor in order. A stacked tensor has one range per matrix.
     pub ranges: Vec<ByteRange>,
     pub retention: Retention,
 }
@@ -38,40 +37,40 @@ pub struct ByteRange {
     pub source: Arc<Source>,
     /// The offset in the file.
     pub start: u64,
-    /// The length, at least 1.
+    /// The length in bytes, at least 1.
     pub bytes: usize,
 }
 
-/// Whether the memory that a tensor is read into outlives loading.
+/// Whether the memory that a tensor is read into is kept after loading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retention {
-    /// The model keeps the tensor, at the same size. Reading it early takes no more memory than reading it late.
+    /// The model keeps the tensor as it was read, so reading it early takes no extra memory.
     Permanent,
-    /// The tensor is converted and then freed, so only a few of these may be in memory at a time.
+    /// The tensor is converted and then freed. The total size of such tensors in memory is limited.
     Temporary,
 }
 
-/// How many threads read, and how far ahead.
+/// The number of reading threads and the read-ahead limits.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadAheadOptions {
     pub threads: usize,
-    /// The bytes that a thread reads and copies at once.
+    /// The number of bytes that a thread reads and copies at a time.
     pub piece_bytes: usize,
-    /// The limit on the bytes of temporary tensors that are read and not yet taken.
+    /// The maximum size of the temporary tensors that are read but not yet taken, in bytes.
     pub ahead_bytes: usize,
 }
 
 impl Default for ReadAheadOptions {
     fn default() -> Self {
         // Eight threads read the page cache as fast as an H200 can copy: 43 GB/s.
-        // Four threads reach 28 GB/s, and sixteen are not faster than eight.
-        // The staging buffers take 64 MiB.
+        // Four threads reach 28 GB/s, and sixteen are no faster than eight.
+        // The staging buffers take 64 MiB in total.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self { threads: cores.clamp(2, 8), piece_bytes: 4 << 20, ahead_bytes: 512 << 20 }
     }
 }
 
-/// The reading threads and the tensors that they have read. Dropping it stops the threads and waits for them.
+/// The reading threads and the tensors that they have read. Dropping a reader stops and joins its threads.
 pub struct ReadAhead<T: Target> {
     shared: Arc<Shared<T>>,
     names: HashMap<String, usize>,
@@ -83,7 +82,7 @@ struct Shared<T: Target> {
     extents: Vec<Extent>,
     options: ReadAheadOptions,
     queue: Mutex<Queue<T::Memory>>,
-    /// Signals every change of the queue.
+    /// Notified on every change of the queue.
     changed: Condvar,
 }
 
@@ -91,11 +90,11 @@ struct Queue<M> {
     tensors: Vec<TensorState<M>>,
     /// Tensors that were requested before they were started.
     requested: VecDeque<usize>,
-    /// The first tensor that was not started in the listed order.
+    /// The index of the next tensor in the listed order.
     next: usize,
     /// Started tensors, each with the offset of its next piece.
     open: VecDeque<(usize, usize)>,
-    /// The bytes of temporary tensors that were started and not yet taken.
+    /// The size of the temporary tensors that were started but not yet taken, in bytes.
     ahead_bytes: usize,
     failure: Option<String>,
     stopped: bool,
@@ -117,7 +116,7 @@ enum TensorState<M> {
     Taken,
 }
 
-/// The bytes of a tensor that a thread reads at once.
+/// A range of a tensor that one thread reads at a time.
 struct Piece<M> {
     tensor: usize,
     memory: Arc<M>,
@@ -130,7 +129,7 @@ struct Piece<M> {
 }
 
 impl<T: Target> ReadAhead<T> {
-    /// Starts to read `extents` in order.
+    /// Starts reading `extents` in order.
     pub fn start(target: T, extents: Vec<Extent>, options: ReadAheadOptions) -> Result<Self> {
         let names = extents.iter().enumerate().map(|(index, extent)| (extent.name.clone(), index)).collect();
         let ranges = extents.iter().flat_map(|extent| &extent.ranges);
@@ -149,19 +148,19 @@ impl<T: Target> ReadAhead<T> {
         for _ in 0..options.threads.clamp(1, pieces.max(1)) {
             let shared = reader.shared.clone();
             let thread = std::thread::Builder::new().name("weights".into()).spawn(move || shared.run());
-            reader.threads.push(thread.context("cannot start a thread that reads weights")?);
+            reader.threads.push(thread.context("cannot start a thread to read weights")?);
         }
         Ok(reader)
     }
 
-    /// Returns true if the tensor was listed.
+    /// Returns true if the reader was started with this tensor.
     pub fn contains(&self, name: &str) -> bool {
         self.names.contains_key(name)
     }
 
     /// Waits for a listed tensor and returns it. A tensor that is taken twice is read twice.
     pub fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor> {
-        let Some(&index) = self.names.get(name) else { bail!("tensor {name} is not on the list of the reader") };
+        let Some(&index) = self.names.get(name) else { bail!("tensor {name} is not in the read-ahead list") };
         let memory = self.shared.take(index)?;
         self.shared.target.tensor(memory, dtype, shape).with_context(|| format!("cannot use tensor {name}"))
     }
@@ -210,17 +209,17 @@ impl<T: Target> Shared<T> {
         }
     }
 
-    /// Runs one thread until it is stopped.
+    /// Runs one reading thread until the reader is stopped.
     fn run(&self) {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.read_pieces()));
-        if let Err(error) = outcome.unwrap_or_else(|_| Err(anyhow!("a thread that reads weights panicked"))) {
+        if let Err(error) = outcome.unwrap_or_else(|_| Err(anyhow!("a weight-reading thread panicked"))) {
             self.lock().failure.get_or_insert(format!("{error:#}"));
             self.changed.notify_all();
         }
     }
 
     fn read_pieces(&self) -> Result<()> {
-        let mut staging = self.target.staging(self.options.piece_bytes).context("cannot get staging buffers")?;
+        let mut staging = self.target.staging(self.options.piece_bytes).context("cannot allocate staging buffers")?;
         while let Some(piece) = self.next_piece()? {
             let name = &self.extents[piece.tensor].name;
             self.read_piece(&piece, &mut staging)
@@ -231,13 +230,13 @@ impl<T: Target> Shared<T> {
     }
 
     fn read_piece(&self, piece: &Piece<T::Memory>, staging: &mut T::Staging) -> Result<()> {
-        // The disk starts to read while this thread waits for a buffer.
+        // The disk can start reading while this thread waits for a staging buffer.
         piece.source.advise(piece.start, piece.bytes);
         piece.source.read(&mut self.target.buffer(staging)?[..piece.bytes], piece.start)?;
         Ok(self.target.copy(staging, piece.bytes, &piece.memory, piece.offset)?)
     }
 
-    /// Returns the next piece to read, and waits for one if necessary. `None` once the reader is stopped.
+    /// Returns the next piece to read, waiting if necessary. Returns `None` once the reader is stopped.
     fn next_piece(&self) -> Result<Option<Piece<T::Memory>>> {
         let mut queue = self.lock();
         loop {
@@ -254,7 +253,7 @@ impl<T: Target> Shared<T> {
                 queue = self.wait(queue);
                 continue;
             };
-            // The lock is released, because the driver may take long to allocate memory.
+            // Release the lock, because the driver may take a long time to allocate memory.
             let extent = &self.extents[tensor];
             queue.ahead_bytes += extent.temporary_bytes();
             drop(queue);
@@ -280,13 +279,14 @@ impl<T: Target> Shared<T> {
             queue.open.push_front((tensor, offset + bytes));
         }
         let TensorState::Reading { memory, .. } = &queue.tensors[tensor] else {
-            unreachable!("an open tensor is being read")
+            unreachable!("an open tensor must be in the Reading state")
         };
         let (memory, source, start) = (memory.clone(), range.source.clone(), range.start + inside as u64);
         Some(Piece { tensor, memory, offset, source, start, bytes })
     }
 
-    /// Returns the next tensor to start without a request. `None` at the limit of temporary tensors.
+    /// Returns the next tensor to start without a request.
+    /// Returns `None` if no tensors are left, or if the temporary tensors have reached their limit.
     fn choose(&self, queue: &mut Queue<T::Memory>) -> Option<usize> {
         while queue.next < self.extents.len() {
             let tensor = queue.next;
@@ -309,7 +309,7 @@ impl<T: Target> Shared<T> {
         drop(piece.memory);
         let progress = std::mem::replace(&mut queue.tensors[piece.tensor], TensorState::Chosen);
         let TensorState::Reading { memory, left } = progress else {
-            unreachable!("a piece belongs to a tensor that is being read")
+            unreachable!("the tensor of a piece must be in the Reading state")
         };
         let left = left - piece.bytes;
         if left > 0 {
@@ -317,7 +317,7 @@ impl<T: Target> Shared<T> {
             return Ok(());
         }
         let Some(mut memory) = Arc::into_inner(memory) else {
-            unreachable!("no piece holds the memory of a complete tensor")
+            unreachable!("all pieces of a complete tensor must have released its memory")
         };
         self.target.complete(&mut memory)?;
         queue.tensors[piece.tensor] = TensorState::Ready(memory);
@@ -336,7 +336,7 @@ impl Extent {
         if self.retention == Retention::Temporary { self.bytes() } else { 0 }
     }
 
-    /// Returns the range that holds the byte at `offset`, and the offset in that range.
+    /// Returns the range that contains the byte at `offset`, and the offset within that range.
     fn range_at(&self, offset: usize) -> Option<(&ByteRange, usize)> {
         let mut range_start = 0;
         self.ranges.iter().find_map(|range| {
@@ -348,7 +348,7 @@ impl Extent {
 }
 
 impl Source {
-    /// Advises the operating system that these bytes are read next. Errors do not matter.
+    /// Tells the operating system that these bytes will be read soon. Errors are ignored.
     fn advise(&self, offset: u64, bytes: usize) {
         #[cfg(target_os = "linux")]
         {
@@ -360,7 +360,7 @@ impl Source {
         let _ = (offset, bytes);
     }
 
-    /// Fills `buffer` with the bytes at `offset` of the file.
+    /// Fills `buffer` with the bytes at `offset` in the file.
     fn read(&self, mut buffer: &mut [u8], mut offset: u64) -> Result<()> {
         while !buffer.is_empty() {
             #[cfg(unix)]

@@ -1,11 +1,11 @@
 //! The safetensors files of a model: one `model.safetensors`, or the shards that an index lists.
 //!
-//! The files are mapped into memory.
-//! A CPU copies tensors from the mapping; for a GPU, [`super::read_ahead`] reads the files.
+//! The files are mapped into memory. On a CPU, tensors are copied from the mapping.
+//! For a GPU, [`super::read_ahead`] reads the files.
 //!
-//! The safetensors crate checks the header: length, overlaps, gaps, shape × dtype against offsets, end of file.
-//! This module checks that every tensor lies in the shard that the index names.
-//! `snapshot` checks the names of the shards.
+//! The safetensors crate validates the header: its length, tensor sizes, overlaps, gaps, and the end of the file.
+//! This module checks that every tensor is in the shard where the index lists it.
+//! The `snapshot` module checks the names of the shards.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -52,7 +52,7 @@ pub struct TensorView<'c> {
 }
 
 impl SafetensorsCheckpoint {
-    /// Maps the files and reads their headers; tensor data is not read.
+    /// Maps the files and reads their headers, but no tensor data.
     pub fn open(dir: &Path) -> Result<Self> {
         let index = ShardIndex::read(dir)?;
         let checkpoint = Self::from_files(snapshot::safetensors::files(dir, index.as_ref())?)?;
@@ -61,9 +61,9 @@ impl SafetensorsCheckpoint {
             match found {
                 Some(path) if path.file_name().is_some_and(|name| name == shard.as_str()) => {}
                 Some(path) => {
-                    bail!("tensor {tensor}: the index names the shard {shard}, but it is in {}", path.display())
+                    bail!("tensor {tensor} is in {}, but the index lists it in shard {shard}", path.display())
                 }
-                None => bail!("tensor {tensor}: the index names the shard {shard}, but it is missing there"),
+                None => bail!("tensor {tensor} is missing from shard {shard}, where the index lists it"),
             }
         }
         checkpoint.with_config(dir)
@@ -79,7 +79,7 @@ impl SafetensorsCheckpoint {
         Ok(self)
     }
 
-    /// Replaces each packed tensor by `weight` in I8. The bytes are the same: a word holds four codes.
+    /// Lists each packed tensor as `weight` in I8. The bytes are the same, because a word holds four codes.
     fn list_packed_as_weights(&mut self) -> Result<()> {
         let packed = |name: &String| {
             let module = name.strip_suffix(".weight_packed")?.to_string();
@@ -114,14 +114,14 @@ impl SafetensorsCheckpoint {
         Ok(())
     }
 
-    /// Returns how a linear layer is quantized. `None` if it is not.
+    /// Returns the quantization scheme of a linear layer, or `None` if the layer is unquantized.
     pub fn scheme(&self, module: &str) -> Option<Scheme> {
         self.compressed.as_ref()?.scheme(module)
     }
 
-    /// Returns the bytes that a tensor takes in memory if it stays packed or quantized.
-    /// `None` for a tensor that becomes floats.
-    /// Scales count with their matrix, and as 0 by themselves.
+    /// Returns the size in memory of a tensor that stays packed or quantized, in bytes.
+    /// Returns `None` for a tensor that is loaded as floats.
+    /// The size of a matrix includes its scales, so a scale tensor counts as 0 bytes.
     pub fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         let quantized = |name: &str| {
             let scheme = self.scheme(module(name))?;
@@ -142,8 +142,8 @@ impl SafetensorsCheckpoint {
         for path in paths {
             let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
             // SAFETY: the mapping is read-only.
-            // If another process truncates the file, this process is killed, as with any mapped file.
-            // Downloads are written once and then renamed into place.
+            // If another process truncates the file, the OS kills this process, as with any mapped file.
+            // Downloaded files are written once and then renamed into place.
             let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
             tracing::info!(path = %path.display(), bytes = map.len(), "opened");
             let (header, metadata) = SafeTensors::read_metadata(&map)
@@ -170,9 +170,9 @@ impl SafetensorsCheckpoint {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), &stored.info))
     }
 
-    /// Returns every tensor that a model of this compute dtype can load, roughly in loading order.
+    /// Returns every tensor that a model with this compute dtype can load, roughly in loading order.
     ///
-    /// Tensors that layers stack are one extent under a common name.
+    /// Tensors that layers stack form one extent under a combined name.
     /// Stacking them on the device would need twice the memory.
     pub fn extents(&self, dtype: DType) -> Vec<Extent> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, stored)| stored.info.bytes() > 0).collect();
@@ -199,7 +199,7 @@ impl SafetensorsCheckpoint {
     }
 
     /// Returns the names of the tensors that are stacked with this one.
-    /// `None` unless all of them have the compute dtype.
+    /// Returns `None` unless all of them have the compute dtype.
     fn stack(&self, name: &str, dtype: DType) -> Option<Vec<String>> {
         let prefix = STACKED.iter().find_map(|part| name.strip_suffix(part))?;
         let names: Vec<String> = STACKED.iter().map(|part| format!("{prefix}{part}")).collect();
@@ -207,7 +207,7 @@ impl SafetensorsCheckpoint {
         names.iter().all(|name| self.tensors.get(name).is_some_and(is_usable)).then_some(names)
     }
 
-    /// Returns a tensor's bytes.
+    /// Returns the bytes of a tensor.
     pub fn view(&self, name: &str) -> Result<TensorView<'_>> {
         let Some(StoredTensor { info, file, start }) = self.tensors.get(name) else {
             let files: Vec<_> = self.files.iter().map(|file| file.source.path.display().to_string()).collect();
@@ -225,15 +225,16 @@ enum Segment<'n> {
     Word(&'n str),
 }
 
-/// The matrices that attention stacks, to multiply by them at once.
+/// The matrices that attention stacks into one for a single multiplication.
 const STACKED: [&str; 3] = ["q_proj.weight", "k_proj.weight", "v_proj.weight"];
 
-/// Returns the common name of stacked tensors.
+/// Returns the combined name of stacked tensors.
 pub fn stacked_name(names: &[String]) -> String {
     names.join(" + ")
 }
 
-/// A sort key: the embedding, the layers by number (files have layer 10 before layer 2), the last norm, the head.
+/// Returns a key that sorts the embedding first, then the layers by number, the final norm, and the output head.
+/// Sorting by name alone would place layer 10 before layer 2.
 fn loading_order(name: &str) -> (bool, Vec<Segment<'_>>) {
     let segment = |part| str::parse(part).map_or(Segment::Word(part), Segment::Number);
     (name.starts_with("lm_head."), name.split('.').map(segment).collect())

@@ -1,6 +1,5 @@
-//! Reads the header of a safetensors file tensor by tensor, to describe a model without loading it.
-//! The file may be remote.
-//! Loading uses the safetensors crate instead, which checks more.
+//! Reads the header of a local or remote safetensors file, to describe a model without loading it.
+//! Loading uses the safetensors crate instead, which performs more checks.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -15,23 +14,23 @@ use serde::{Deserialize, Deserializer};
 /// One tensor in a header.
 pub struct HeaderTensor<'h> {
     pub name: Cow<'h, str>,
-    /// `BF16`, `U8`, `F8_E4M3`. Unknown dtypes are allowed.
+    /// The dtype, such as `BF16` or `F8_E4M3`. Unknown dtypes are allowed.
     pub dtype: Cow<'h, str>,
     pub rank: usize,
     pub elements: u64,
     pub bytes: u64,
     /// Whether compressed-tensors packed four I8 values into each word.
-    /// Such a tensor is reported unpacked, as `weight` in I8.
-    /// The number of values per word is in config.json; loading supports only four.
+    /// A packed tensor is reported as an unpacked `weight` in I8.
+    /// The actual number of values per word is in config.json. Loading supports only four.
     pub packed: bool,
 }
 
-/// The largest header, the same limit as in the safetensors crate.
+/// The maximum size of a header, the same as in the safetensors crate.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Calls `each` for every tensor of a header, in the order of the file.
+/// Calls `each` for every tensor of a header, in file order.
 ///
-/// `header` is the JSON without the length before it.
+/// `header` is the JSON text without the length prefix.
 /// `data_bytes` is the size of the data after the header, if known.
 pub fn read<'h>(
     file: &str,
@@ -45,7 +44,7 @@ pub fn read<'h>(
     let tensors = TensorMap(|name: Cow<'h, str>, JsonTensor { dtype, shape, data_offsets: (first, last) }| {
         let elements = shape.iter().try_fold(1u64, |product, &size| product.checked_mul(size));
         let (Some(elements), Some(bytes)) = (elements, last.checked_sub(first)) else {
-            invalid = Some(format!("tensor {name:?} has the shape {shape:?} and the bytes {first} to {last}"));
+            invalid = Some(format!("tensor {name:?} has shape {shape:?} and byte range {first} to {last}"));
             return;
         };
         if bits(&dtype).is_some_and(|bits| elements.checked_mul(bits) != bytes.checked_mul(8)) {
@@ -68,10 +67,10 @@ pub fn read<'h>(
     if let Some(invalid) = invalid {
         bail!("the header of {file} is invalid: {invalid}");
     }
-    // The tensors must fill the data without gaps and overlaps.
-    ensure!(total == end, "the header of {file} is invalid: tensors of {total} bytes lie in {end} bytes");
+    // The tensors must fill the data without gaps or overlaps.
+    ensure!(total == end, "the header of {file} is invalid: its tensors have {total} bytes but span {end}");
     if let Some(data_bytes) = data_bytes.filter(|bytes| *bytes != end) {
-        bail!("the header of {file} lists {end} bytes of tensors, but the file has {data_bytes}");
+        bail!("the header of {file} lists {end} bytes of tensors, but the file has {data_bytes} bytes of data");
     }
     Ok(())
 }
@@ -86,13 +85,13 @@ pub fn read_file(path: &Path) -> Result<(Vec<u8>, u64)> {
     let length = u64::from_le_bytes(length);
     let data_bytes = file_bytes.checked_sub(8).and_then(|bytes| bytes.checked_sub(length));
     let data_bytes = data_bytes.filter(|_| length <= MAX_HEADER_BYTES);
-    ensure!(data_bytes.is_some(), "{} is not a safetensors file: its header would have {length} bytes", path.display());
+    ensure!(data_bytes.is_some(), "{} is not a safetensors file: its header length is {length} bytes", path.display());
     let mut header = vec![0; length as usize];
     file.read_exact(&mut header).with_context(context)?;
     Ok((header, data_bytes.unwrap_or_default()))
 }
 
-/// Returns the bits of one element. `None` for an unknown dtype.
+/// Returns the number of bits per element, or `None` for an unknown dtype.
 fn bits(dtype: &str) -> Option<u64> {
     match dtype {
         "F64" | "I64" | "U64" | "C64" => Some(64),
@@ -111,11 +110,11 @@ struct JsonTensor<'h> {
     data_offsets: (u64, u64),
 }
 
-/// A name, borrowed unless it has escapes. Serde never borrows a plain `Cow`.
+/// A name that is borrowed unless it contains escapes. Without `#[serde(borrow)]`, serde does not borrow a `Cow`.
 #[derive(Deserialize)]
 struct Name<'h>(#[serde(borrow)] Cow<'h, str>);
 
-/// Calls a function for each tensor of the JSON object as it is parsed.
+/// A visitor that calls a function for each tensor as the JSON object is parsed.
 struct TensorMap<F>(F);
 
 impl<'h, F: FnMut(Cow<'h, str>, JsonTensor<'h>)> DeserializeSeed<'h> for TensorMap<F> {

@@ -3,22 +3,22 @@
 use candle_core::DType;
 use safetensors::tensor::Dtype;
 
-/// What a header says about one tensor of a model.
+/// The header entry of one tensor.
 #[derive(Clone, Debug)]
 pub struct TensorInfo {
-    /// The dtype that the tensor is loaded as by default. F32 for quantized tensors of a GGUF file.
+    /// The default dtype for loading the tensor. It is F32 for quantized tensors of a GGUF file.
     pub dtype: Dtype,
     pub shape: Vec<usize>,
     bytes: usize,
 }
 
 impl TensorInfo {
-    /// `bytes` is the tensor's size in the file.
+    /// Creates the entry of a tensor. `bytes` is the size of the tensor in the file.
     pub(super) fn new(dtype: Dtype, shape: Vec<usize>, bytes: usize) -> Self {
         Self { dtype, shape, bytes }
     }
 
-    /// Returns the tensor's size in the file, in bytes.
+    /// Returns the size of the tensor in the file, in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -33,7 +33,7 @@ impl TensorInfo {
         matches!(self.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3)
     }
 
-    /// Returns the candle dtype. `None` for dtypes that are not loaded directly.
+    /// Returns the candle dtype, or `None` for dtypes that are not loaded directly.
     pub fn candle_dtype(&self) -> Option<DType> {
         match self.dtype {
             Dtype::F32 => Some(DType::F32),
@@ -45,8 +45,8 @@ impl TensorInfo {
     }
 }
 
-/// Returns the number of parameters in a tensor:
-/// its elements, but two per byte of packed MXFP4 blocks, and none for MXFP4 scales and for `weight_shape`.
+/// Returns the number of parameters in a tensor, which is usually its number of elements.
+/// Packed MXFP4 blocks have two parameters per byte. MXFP4 scales and `weight_shape` have none.
 pub(super) fn parameter_count(name: &str, is_bytes: bool, elements: u64) -> u64 {
     match is_bytes {
         true if name.ends_with("_blocks") => elements.saturating_mul(2),

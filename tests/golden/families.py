@@ -1,8 +1,8 @@
-"""The families that need only a config, weights, and a list of mistakes; used by make.py.
+"""The families that need only a config, weights and a list of mistakes. make.py uses this module.
 
-Weights are named as in the hub's repositories, with one tensor per matrix of an expert, not as transformers 5 would save them;
-`state` has the parameters that transformers should load. Shape letters are those of src/lib.rs; L layers, W window, T tokens,
-M the experts' intermediate size if a model has two.
+Weights have the names used in hub repositories, with one tensor per expert matrix, not the names that transformers 5 saves.
+`state` returns the parameters that transformers should load. Shape letters are defined in src/lib.rs; also L layers, W window,
+T tokens, and M, the intermediate size of experts if it differs from F.
 """
 from types import SimpleNamespace
 
@@ -17,11 +17,11 @@ def config_of(architecture, s, **rest):
         "initializer_range": 0.02, "use_cache": True, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, **rest}
 
 def cases():
-    # All layers have a window as in Mistral 7B v0.1. head_dim is not C / H, as in Nemo. The decode graph supports it.
+    # All layers have a window, as in Mistral 7B v0.1. head_dim differs from C / H, as in Nemo. The decode graph supports this case.
     s = SimpleNamespace(C=40, F=56, L=4, H=6, K=2, D=16, W=11, V=97, T=53)
     yield "mistral", s, config_of("MistralForCausalLM", s, model_type="mistral", head_dim=s.D, hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-05, sliding_window=s.W,
         tie_word_embeddings=False, torch_dtype="bfloat16", **ROPE), torch.bfloat16, ["model.safetensors"]
-    # Qwen2.5 with a window on its upper layers, which no published model has. The decode graph supports it.
+    # Qwen2.5 with a window on the upper layers, which no published model has. The decode graph supports this case.
     s = SimpleNamespace(C=96, F=40, L=4, H=6, K=2, D=16, W=9, V=109, T=51)
     yield "qwen2", s, config_of("Qwen2ForCausalLM", s, model_type="qwen2", hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-06, use_sliding_window=True, sliding_window=s.W,
         max_window_layers=2, use_mrope=False, tie_word_embeddings=True, torch_dtype="bfloat16", **ROPE), torch.bfloat16, ["model.safetensors"]
@@ -61,7 +61,7 @@ def cases():
     yield "gpt2", s, {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": s.V, "n_embd": s.C, "n_layer": s.L, "n_head": s.H, "n_inner": s.F, "n_positions": s.P, "n_ctx": s.P,
         "activation_function": "gelu_new", "layer_norm_epsilon": 1e-05, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "initializer_range": 0.02, "bos_token_id": 96, "eos_token_id": 96,
         "scale_attn_by_inverse_layer_idx": True}, torch.float32, ["model.safetensors"]
-    # Four of the above in sizes that the decode graph supports.
+    # Four of the cases above, in sizes that the decode graph supports.
     s = SimpleNamespace(C=40, F=56, L=4, H=15, K=3, D=16, E=7, N=2, V=89, T=45)
     yield "mixtral_graph", s, config_of("MixtralForCausalLM", s, model_type="mixtral", head_dim=s.D, hidden_act="silu", max_position_embeddings=240, rms_norm_eps=1e-05, sliding_window=None,
         num_local_experts=s.E, num_experts_per_tok=s.N, tie_word_embeddings=False, torch_dtype="bfloat16", **ROPE), torch.bfloat16, ["model.safetensors"]
@@ -78,11 +78,11 @@ def cases():
         sliding_window=s.W, sliding_window_pattern=3, query_pre_attn_scalar=200, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=False, pad_token_id=0,
         rope_local_base_freq=50.0, rope_scaling={"rope_type": "linear", "factor": 2.0}, torch_dtype="bfloat16", rope_theta=100.0), torch.bfloat16, ["model.safetensors"]
 
-# Sizes that may be equal, because one follows from the other.
+# Sizes that may be equal, because one determines the other.
 SAME = {"gemma3_graph": [{"G", "H"}, {"D", "KD"}], "qwen2": [{"C", "HD"}], "phi3": [{"C", "HD"}], "phi4": [{"C", "HD"}], "gpt2": [{"H", "K"}, {"HD", "KD"}, {"C", "HD"}, {"C", "KD"}]}
 
 def make_weights(s, config, g):
-    """Returns tensors in float32 by the names in the hub's files."""
+    """Returns float32 tensors by their names in hub repositories."""
     family = config["model_type"]
     gemma, moe, tied = family.startswith("gemma"), family in ("qwen3_moe", "mixtral"), config.get("tie_word_embeddings", True)
     rand = lambda *shape, std: torch.randn(*shape, generator=g) * std
@@ -158,7 +158,7 @@ def state(config, weights):
     return out
 
 def mistakes_in_config(s, config):
-    """Returns mistakes in reading config.json, each as the entries to overwrite."""
+    """Returns mistakes in reading config.json, each as the config entries to overwrite."""
     family, wrong = config["model_type"], {}
     if family == "gpt2": return {"scale by layer": {"scale_attn_by_inverse_layer_idx": False}, "no scale": {"scale_attn_weights": False}, "gelu as relu": {"activation_function": "relu"}}
     if "rope_parameters" in config: wrong["rope_theta x 1.1"] = {"rope_parameters": {**config["rope_parameters"], "rope_theta": 550.0}}

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Makes the golden fixtures in this folder: tiny random checkpoints, and the results that transformers computes from them.
+"""Makes the golden fixtures in this folder: tiny random checkpoints and the results that transformers computes from them.
 
     python tests/golden/make.py [CASE ...] [--out DIR]
 
-It needs torch, transformers and safetensors, and takes two minutes on a CPU. provenance.json has the versions used. A case is
-a directory with config.json, the weights as a hub repository would store them, and golden.safetensors:
+It needs torch, transformers and safetensors, and takes two minutes on a CPU. provenance.json records the versions. A case is a
+directory with config.json, the weights as a hub repository stores them, and golden.safetensors:
 
     ids            I64 [T]       the input
     logits         F32 [T, V]    computed in float32, with eager attention, in one forward pass, without a cache
     hidden.<i>     F32 [T, C]    the residual stream after layer i, before the final norm
     greedy_prompt  I64 [P]       the first P of ids
     greedy         I64 [24]      the tokens that argmax appends; none is a stop id
-    greedy_margin  F32 [24]      the difference between each token's logit and the second best
+    greedy_margin  F32 [24]      the logit of each token minus the second largest logit
 
-The weights are written first. Every golden value is computed from the files, read by AutoModelForCausalLM.from_pretrained.
-All sizes of a case differ, so a transposed matrix or a swapped head order cannot pass. Two more files are made:
-mxfp4.safetensors (every scale byte and nibble) and rope.json (inverse frequencies and attention scaling of real configs).
+The weights are written first. AutoModelForCausalLM.from_pretrained then reads the files to compute every golden value.
+All sizes of a case differ, so a transposed matrix or a swapped head order cannot pass.
+The script also makes mxfp4.safetensors (every scale byte and nibble) and rope.json (inverse frequencies and attention
+scaling of real configs).
 """
 import argparse, hashlib, json, logging, math, platform
 from pathlib import Path
@@ -47,8 +48,8 @@ def llama_config(s, **rest):
         "num_attention_heads": s.H, "hidden_act": "silu", "initializer_range": 0.02, "use_cache": True, **rest}
 
 def cases():
-    """Yields (name, sizes, config.json, storage dtype, shard file names). Shape letters are those of src/lib.rs; L layers, W window, T tokens."""
-    # Like openai/gpt-oss-20b: MXFP4 experts, old config spelling, shards numbered from 0. But the first layer has full attention.
+    """Yields (name, sizes, config.json, storage dtype, shard file names). Shape letters are defined in src/lib.rs; also L layers, W window, T tokens."""
+    # Like openai/gpt-oss-20b: MXFP4 experts, old config spelling, shards numbered from 0. Unlike there, the first layer has full attention.
     s = SimpleNamespace(C=64, F=96, L=3, H=10, K=2, D=16, E=7, N=4, W=9, V=113, T=75)
     yield "gpt_oss", s, gpt_oss_config(s, experts_per_token=s.N, rms_norm_eps=1e-05, max_position_embeddings=128, initial_context_length=32, swiglu_limit=7.0,
         layer_types=["full_attention", "sliding_attention", "full_attention"], tie_word_embeddings=False, eos_token_id=112, pad_token_id=109, torch_dtype="bfloat16",
@@ -61,7 +62,7 @@ def cases():
         tie_word_embeddings=True, bos_token_id=127, eos_token_id=[130, 128], pad_token_id=129, dtype="bfloat16", transformers_version=transformers.__version__,
         rope_parameters={"beta_fast": 2.0, "beta_slow": 1.0, "factor": 6.0, "original_max_position_embeddings": 40, "rope_theta": 90.0, "rope_type": "yarn"},
         ), torch.bfloat16, ["model.safetensors"]
-    # Like the first Llama 2: no head_dim, num_key_value_heads or rope_theta. It has multi-head attention, so H == K here only.
+    # Like the first Llama 2: no head_dim, num_key_value_heads or rope_theta. It has multi-head attention, so H == K.
     s = SimpleNamespace(C=48, F=80, L=3, H=6, K=6, D=8, V=97, T=47)
     yield "llama2", s, llama_config(s, rms_norm_eps=1e-06, max_position_embeddings=64, pretraining_tp=1, rope_scaling=None, tie_word_embeddings=False,
         bos_token_id=1, eos_token_id=2, torch_dtype="float16", transformers_version="4.31.0.dev0"), torch.float16, ["model.safetensors"]
@@ -105,7 +106,7 @@ def assert_pairwise_different(name, s):
 # -------------------------------------------------------------------------------------------------------------- the weights
 
 def make_weights(s, config, dtype, g):
-    """Returns tensors by their Hugging Face names, scaled so that every part matters: peaked attention, varied routing, clamped gates."""
+    """Returns tensors by Hugging Face name. They are scaled so that every part matters: peaked attention, varied routing, clamped gates."""
     if config["model_type"] not in OURS: return {name: t.to(dtype) for name, t in families.make_weights(s, config, g).items()}
     oss, bias, tied = config["model_type"] == "gpt_oss", config.get("attention_bias", False), config["tie_word_embeddings"]
     loud = "quantization_config" in config
@@ -152,14 +153,14 @@ def make_weights(s, config, dtype, g):
     return {name: t if t.dtype == torch.uint8 else t.to(dtype) for name, t in w.items()}
 
 def random_mxfp4(w, name, shape, scales, g):
-    """Adds [E, out, in] as OpenAI stores it: blocks [E, out, in/32, 16] with two nibbles per byte, low first; scales [E, out, in/32]."""
+    """Adds a random [E, out, in] matrix in OpenAI's layout: blocks [E, out, in/32, 16] with two nibbles per byte, low first; scales [E, out, in/32]."""
     E, o, i = shape
     w[name + "_blocks"] = torch.randint(0, 256, (E, o, i // 32, 16), generator=g, dtype=torch.uint8)
     w[name + "_scales"] = torch.randint(*scales, (E, o, i // 32), generator=g, dtype=torch.uint8)
 
 def mxfp4_edges(w, experts, s):
     """Sets extreme scale bytes in experts 1 and 4 without overflow: up rows that reach the swiglu limit at every token (their only
-    nonzero weight is for the always positive channel LOUD), rows near zero, and zeros of both signs with the largest scale."""
+    nonzero weight reads the channel LOUD, which is always positive), rows near zero, and zeros of both signs with the largest scale."""
     zeros = torch.arange(16, dtype=torch.uint8).remainder(2) * 0x88  # +0 +0 -0 -0 ..
     block, byte, high = LOUD // 32, LOUD % 32 // 2, LOUD % 2
     for e in (1, 4):
@@ -177,12 +178,12 @@ def mxfp4_edges(w, experts, s):
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 def dequantize(blocks, scales):
-    """Our own decoder of the format, in float64, one value at a time: [.., out, in/32, 16] to float32 [.., out, in]."""
+    """Decodes MXFP4 independently of transformers, in float64, one value at a time: [.., out, in/32, 16] to float32 [.., out, in]."""
     values = [[FP4[n] * 2.0 ** (s - 127) for byte in row for n in (byte & 15, byte >> 4)] for row, s in zip(blocks.reshape(-1, 16).tolist(), scales.reshape(-1).tolist())]
     return torch.tensor(values, dtype=torch.float64).float().reshape(*blocks.shape[:-2], -1)
 
 def write_safetensors(tensors, file, metadata):
-    """Writes a safetensors file with a sorted header, so that the same run makes the same bytes."""
+    """Writes a safetensors file with sorted metadata, so that equal runs write equal bytes."""
     data = save({k: v.contiguous() for k, v in tensors.items()}, metadata)
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8:8 + size])
@@ -216,7 +217,7 @@ def load(folder, config, dtype=torch.float32):
 
 @torch.no_grad()
 def forward(model, ids):
-    """Returns logits [T, V] and the taps of one forward pass without a cache, with the inner values of gpt-oss layers."""
+    """Runs one forward pass without a cache. Returns logits [T, V] and the values seen by hooks, including inner values of gpt-oss layers."""
     seen = SimpleNamespace(hidden=[], router=[], loud=[], gates=[], attention=[])
     hooks = []
     for layer in layers_of(model):
@@ -233,7 +234,7 @@ def forward(model, ids):
 
 @torch.no_grad()
 def routing_gap(model, batch):
-    """Returns, for the last token of each sequence, the smallest margin in any layer between the last chosen expert and the next one."""
+    """Returns the smallest margin in any layer between the last chosen expert and the next one, for the last token of each sequence."""
     gaps, hooks = [], []
     for layer in filter(lambda layer: router_of(layer) is not None, model.model.layers):
         def keep(m, a, out): top = out[0].reshape(*batch.shape, -1)[:, -1].sort(descending=True).values; gaps.append(top[:, m.top_k - 1] - top[:, m.top_k])
@@ -271,7 +272,7 @@ def choose_greedy(model, ids, s, config):
     return max(varied, key=lambda r: min(r[2]))
 
 def built_by_hand(folder, config, weights, model):
-    """Builds the same model from the tensors in memory with our own MXFP4 decoder, without from_pretrained."""
+    """Builds the same model from the tensors in memory, with the MXFP4 decoder of this script and without from_pretrained."""
     state = {} if config["model_type"] in OURS else families.state(config, weights)
     for name, t in weights.items() if config["model_type"] in OURS else []:
         if name.endswith("_blocks"):
@@ -288,7 +289,7 @@ def built_by_hand(folder, config, weights, model):
 def relative(a, b): return float((a.double() - b.double()).abs().max() / b.double().abs().max())
 
 def mistakes_in_config(s, config):
-    """Returns mistakes in reading config.json, each as the entries to overwrite."""
+    """Returns mistakes in reading config.json, each as the config entries to overwrite."""
     if config["model_type"] not in OURS: return families.mistakes_in_config(s, config)
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     rope, theta = config.get(key) or {}, (config.get(key) or config).get("rope_theta", config.get("rope_theta", 10000.0))
@@ -326,7 +327,7 @@ def mistakes_in_layers(s, config, weights):
     return wrong
 
 def sensitivity(folder, config, s, weights, ids, logits):
-    """Returns how much each mistake changes the logits, and so which mistakes a given tolerance catches."""
+    """Returns how much each mistake changes the logits. This shows which mistakes a tolerance catches."""
     moved, file = {}, folder / "config.json"
     right = file.read_text()
     for what, edit in mistakes_in_config(s, config).items():
@@ -356,7 +357,7 @@ def make_case(out, number, name, s, config, dtype, files):
     logits, seen = forward(model, ids)
     prompt, continued, margins = choose_greedy(model, ids, s, config)
 
-    # Check them against a second load, a model built by hand, and generate with a cache. Measure the error of float64 and bfloat16.
+    # Check the values against a second load, a model built by hand, and `generate` with a cache. Measure the errors of float64 and bfloat16.
     assert torch.equal(forward(load(folder, config), ids)[0], logits), "a second load differs"
     assert torch.equal(forward(built_by_hand(folder, config, weights, model), ids)[0], logits), "the model built by hand differs"
     generated = model.generate(torch.tensor([ids[:prompt]]), attention_mask=torch.ones(1, prompt, dtype=torch.long), do_sample=False,
@@ -400,7 +401,7 @@ def make_case(out, number, name, s, config, dtype, files):
 # --------------------------------------------------------------------------------------------------------- MXFP4 and RoPE
 
 def make_mxfp4(out):
-    """Writes every scale byte once, each with all sixteen nibbles twice in a shuffled order, and the values that transformers decodes."""
+    """Writes each scale byte once, with all sixteen nibbles twice in shuffled order, and the values that transformers decodes."""
     g = torch.Generator().manual_seed(SEED)
     nibbles = torch.stack([torch.cat([torch.randperm(16, generator=g), torch.randperm(16, generator=g)]) for _ in range(256)]).to(torch.uint8)
     blocks = (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).reshape(2, 64, 2, 16)  # E, out, in/32, 16
@@ -418,7 +419,7 @@ def make_mxfp4(out):
     return {"rows": 256, "scale_0": at(0), "scale_254": at(254), "scale_255": at(255), "subnormals_kept": bool(flat[scales.flatten() == 0].abs().max() > 0)}
 
 def make_rope(out, tiny):
-    """Writes inv_freq [D/2] and the attention scaling of every variant, as computed by the rotary module of the family."""
+    """Writes inv_freq [D/2] and the attention scaling of every variant, computed by the rotary module of the family."""
     oss = {"model_type": "gpt_oss", "head_dim": 64, "hidden_size": 2880, "num_attention_heads": 64, "max_position_embeddings": 131072}
     llama = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 131072}
     yarn = {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn"}

@@ -1,4 +1,4 @@
-//! `inferno bench`: its report, the bare steps that it times, and the bytes that a step must read.
+//! Tests of `inferno bench`: its report, the steps that it times, and the bytes that a step reads.
 
 use candle_core::{DType, Device};
 use inferno::device::DeviceChoice;
@@ -82,7 +82,7 @@ fn bench_json_has_all_figures() {
 fn bench_table_has_a_line_for_each_test() {
     let output = bench(&["-p", "8", "-n", "4", "-d", "0,9", "-r", "1", "--kernels"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert_eq!(text(&output.stderr), "", "stderr is quiet without a terminal");
+    assert_eq!(text(&output.stderr), "", "stderr is empty without a terminal");
     let table = text(&output.stdout);
     let lines: Vec<&str> = table.lines().collect();
     for start in
@@ -91,7 +91,7 @@ fn bench_table_has_a_line_for_each_test() {
         assert!(lines.iter().any(|line| line.starts_with(start)), "no line {start:?} in\n{table}");
     }
     for test in ["pp8", "tg4", "chat4", "pp8 @ d9", "tg4 @ d9", "chat4 @ d9", "1 token", "512 tokens, cold"] {
-        assert!(lines.iter().any(|line| line.starts_with(&format!("{test}  "))), "no line of {test} in\n{table}");
+        assert!(lines.iter().any(|line| line.starts_with(&format!("{test}  "))), "no line for {test} in\n{table}");
     }
     assert!(lines.iter().all(|line| line.chars().count() <= 120), "{table}");
 }
@@ -113,10 +113,10 @@ fn bench_names_the_context_that_it_needs() {
     for wrong in [["-r", "0"], ["-p", "many"], ["-n", "-1"], ["-d", ""]] {
         assert_eq!(bench(&wrong).status.code(), Some(2), "{wrong:?}");
     }
-    // 900 tokens after 700, and two spare positions.
+    // A prompt of 900 tokens at depth 700, plus two spare positions.
     let too_small = bench(&["-p", "16,900", "-n", "8", "-d", "0,700", "--context", "1024"]);
     assert_fails(&too_small, 2, &["--context 1602", "1024"]);
-    // More than the demo was made for.
+    // This depth exceeds the longest context of the demo model.
     assert_fails(&bench(&["-d", "100000"]), 2, &["--context 100514", "4096"]);
 }
 
@@ -150,7 +150,7 @@ fn rewind_restores_the_same_state() {
     let rewinds = engine.with_runner(move |runner| {
         runner.fill(&tokens).unwrap();
         let first = runner.decode_steps(7, 8).unwrap();
-        // The sliding layers still hold their windows after 1 and 3 tokens; after the others they need the checkpoint.
+        // After 1 or 3 tokens, the sliding-window layers still hold the window. After more, they need the checkpoint.
         for behind in [1, 400, 480, 3] {
             runner.fill(&more[..behind]).unwrap();
             runner.rewind(200).unwrap();
@@ -159,7 +159,7 @@ fn rewind_restores_the_same_state() {
         }
         runner.fill(&more[..450]).unwrap();
         runner.rewind(150).unwrap();
-        // A point before the checkpoint is read again.
+        // A rewind to a position before the checkpoint recomputes the missing tokens.
         runner.fill(&tokens[150..]).unwrap();
         assert_eq!(runner.decode_steps(7, 8).unwrap(), first);
         assert!(runner.rewind(500).is_err());
@@ -176,7 +176,8 @@ fn build(case: &str) -> Decoder {
     models::read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap()
 }
 
-/// Sizes from tests/golden/*/config.json. Weights are 2 bytes; norms, biases of projections, sinks and router 4.
+/// Sizes come from tests/golden/*/config.json.
+/// Weights take 2 bytes per value. Norms, projection biases, sinks and the router take 4.
 #[test]
 fn step_bytes_match_a_count_by_hand() {
     // gpt_oss: V 113, C 64, F 96, H 10, K 2, D 16, E 7, N 4; 3 layers. The second one has a window of 9 positions.
@@ -184,7 +185,7 @@ fn step_bytes_match_a_count_by_hand() {
     let k_and_v = 2 * (32 * 64 * 2 + 32 * 4);
     let attention = q_and_o + k_and_v + 10 * 4;
     let router = 7 * 64 * 4 + 7 * 4;
-    // A block of 32 values has 16 bytes and a scale of one byte. A row of 64 has 2 blocks, a row of 96 has 3.
+    // An MXFP4 block has 32 values in 16 bytes and a 1-byte scale. A row of 64 has 2 blocks, a row of 96 has 3.
     let expert = 192 * 2 * 17 + 192 * 2 + 64 * 3 * 17 + 64 * 2;
     let layer = 2 * 64 * 4 + attention + router + 4 * expert;
     let decoder = build("gpt_oss");
@@ -195,7 +196,8 @@ fn step_bytes_match_a_count_by_hand() {
     assert_eq!(cache(8), (9 + 9 + 9) * row);
     assert_eq!(cache(30), (31 + 9 + 31) * row);
 
-    // llama3: V 137, C 80, F 56, H 8, K 2, D 10; 3 layers. The head is the embedding, and a step reads one more row of it.
+    // llama3: V 137, C 80, F 56, H 8, K 2, D 10; 3 layers.
+    // The LM head is tied to the embedding. A step also reads one embedding row.
     let layer = 2 * 80 * 4 + (2 * 80 * 80 + 2 * 20 * 80 + 3 * 56 * 80) * 2;
     let decoder = build("llama3");
     assert_eq!(decoder.step_bytes(), 80 * 2 + 3 * layer + 80 * 4 + 137 * 80 * 2);

@@ -1,4 +1,4 @@
-//! Chat formats: conversations to ids, and generated ids to channels.
+//! Chat formats: rendering conversations to ids, and parsing generated ids into channels.
 //!
 //! Most tests use a tiny tokenizer that is built here.
 //! Tests of real tokenizers and templates need `INFERNO_FIXTURES`.
@@ -32,8 +32,8 @@ const HARMONY: [&str; 9] = [
     "<|reserved|>",
 ];
 
-/// Returns a tokenizer of the 256 bytes, with `special` and `plain` added tokens after them.
-/// Every character is at least one token, so text is split across as many tokens as possible.
+/// Returns a tokenizer with one token per byte, followed by the added tokens `special` and `plain`.
+/// Every character takes at least one token, so text is split into as many tokens as possible.
 fn byte_tokenizer(special: &[&str], plain: &[&str]) -> Tokenizer {
     // GPT-2 maps every byte to a printable character.
     let printable = |b: &u32| (33..=126).contains(b) || (161..=172).contains(b) || (174..=255).contains(b);
@@ -71,7 +71,7 @@ fn harmony_format(tokenizer: &Tokenizer) -> ChatFormat {
     ChatFormat::load(Path::new("/nonexistent"), tokenizer).unwrap().expect("harmony")
 }
 
-/// Returns the tokenizer of gpt-oss. It is loaded once, because loading is slow.
+/// Returns the gpt-oss tokenizer. It is loaded only once, because loading is slow.
 fn gpt_oss() -> &'static Tokenizer {
     static TOKENIZER: OnceLock<Tokenizer> = OnceLock::new();
     TOKENIZER.get_or_init(|| Tokenizer::from_dir(&fixtures().join("gpt-oss-20b")).unwrap())
@@ -86,7 +86,7 @@ fn options() -> RenderOptions {
     }
 }
 
-/// The result of parsing a text. Consecutive deltas of one channel are joined.
+/// The result of parsing generated text. Consecutive deltas of one channel are joined.
 struct Parsed {
     deltas: Vec<(Channel, String)>,
     tool_calls: Vec<ToolCall>,
@@ -123,7 +123,7 @@ fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u3
         take(parser.push(tokenizer, id).unwrap());
     }
     take(parser.finish(tokenizer).unwrap());
-    assert_eq!(parser.finish(tokenizer).unwrap(), [], "finish returns the rest only once");
+    assert_eq!(parser.finish(tokenizer).unwrap(), [], "finish returns the remaining deltas only once");
     Parsed { deltas, tool_calls: parser.tool_calls().to_vec(), malformed: parser.malformed() }
 }
 

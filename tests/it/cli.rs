@@ -1,4 +1,4 @@
-//! Runs the program as a person or a script does: its output, its exit codes, and its errors on bad input.
+//! Runs the program as a user or a script would. Checks its output, exit codes and error messages.
 
 use std::env;
 use std::fs;
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use crate::screen::Screen;
 use crate::support::{demo_dir, golden};
 
-/// Returns the program with empty caches and no network.
+/// Returns a command that runs inferno with empty caches and no network.
 pub fn inferno(home: &TempDir) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_inferno"));
     for variable in
@@ -35,7 +35,7 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// Asserts that the program failed with this exit code and an error message that contains all these words.
+/// Asserts that the program failed with exit code `code` and an error message that contains all `words`.
 pub fn assert_fails(output: &Output, code: i32, words: &[&str]) {
     let message = text(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{message}");
@@ -52,7 +52,7 @@ fn ask(model: &Path, more: &[&str]) -> Output {
     run(&[&["play", model, "--prompt", "How do I download a model?"], CPU, more].concat())
 }
 
-/// Copies the demo's snapshot, so that a test can break it.
+/// Copies the demo model to a temporary folder, for tests that damage it.
 pub fn copy_of_demo() -> (TempDir, PathBuf) {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model");
@@ -64,7 +64,7 @@ pub fn copy_of_demo() -> (TempDir, PathBuf) {
     (folder, path)
 }
 
-/// Copies the demo's snapshot and changes its config.json.
+/// Copies the demo model to a temporary folder and edits its config.json.
 pub fn demo_with_config(change: impl FnOnce(&mut Value)) -> (TempDir, PathBuf) {
     let (folder, path) = copy_of_demo();
     let file = path.join("config.json");
@@ -153,14 +153,14 @@ fn list_shows_the_demo() {
     assert!(table.contains("demo") && table.contains("gpt_oss") && table.contains("mxfp4"), "{table}");
     let json: Value = serde_json::from_slice(&run(&["list", "--json"]).stdout).unwrap();
     let demo = &json[0];
-    // Scripts may still read the old spelling.
+    // Scripts may still read the old field name `quantisation`.
     for field in ["name", "revision", "family", "quantization", "quantisation", "parameters", "size_bytes", "path"] {
         assert!(!demo[field].is_null(), "{field}");
     }
     assert!(demo["size_bytes"].as_u64().unwrap() < 8_000_000);
 }
 
-/// `list` reads only headers. Its numbers must equal those of the loaded checkpoint.
+/// `list` reads only headers. Its numbers must match the loaded checkpoint.
 #[test]
 fn listed_numbers_equal_those_of_the_checkpoint() {
     let home = TempDir::new().unwrap();
@@ -181,7 +181,7 @@ fn listed_numbers_equal_those_of_the_checkpoint() {
         snapshot
     };
     models.iter().for_each(|model| drop(install(&model.replace('/', "-"), model)));
-    // Weights packed eight to a word are not supported, so the header does not tell the number of parameters.
+    // 4-bit weights, packed eight to a word, are not supported, so their parameter count is unknown.
     let four_bits = install("four-bits", "compressed/int8_packed").join("config.json");
     let config = fs::read_to_string(&four_bits).unwrap();
     fs::write(&four_bits, config.replace("\"num_bits\": 8", "\"num_bits\": 4")).unwrap();
@@ -218,7 +218,7 @@ fn tokenize_shows_texts_and_conversations() {
     };
     let (rendered, tokens) = pieces(&[]);
     assert!(rendered.contains("Current date: 2026-01-31") && rendered.ends_with("<|start|>assistant"), "{rendered}");
-    // The system and the user message end with <|end|>. The one in the user's text is not a control token.
+    // The system and user messages end with <|end|>. The <|end|> in the user's text is not a control token.
     assert_eq!(tokens.matches("<|end|>").count(), 2, "{tokens}");
     assert!(!pieces(&["--no-generation-prompt"]).0.ends_with("assistant"));
 }
@@ -257,7 +257,7 @@ fn perplexity_reports_every_token() {
 fn missing_gpu_is_an_error_that_names_the_next_command() {
     let home = TempDir::new().unwrap();
     if !libraries_are_loaded_on_demand() {
-        return println!("this build does not start without a driver");
+        return println!("this build does not start without an NVIDIA driver");
     }
     let run = |device: &str| without_driver(&home).args(["play", "demo", "-p", "hello", "--device", device]).output();
     let reason = if cfg!(feature = "cuda") { "libcuda.so.1" } else { "--features cuda" };
@@ -268,22 +268,22 @@ fn missing_gpu_is_an_error_that_names_the_next_command() {
     assert!(without_driver(&home).arg("--help").output().unwrap().status.success());
 }
 
-/// Commands that need no GPU must not wait for cuBLAS or a driver.
+/// Commands that need no GPU must not load cuBLAS or the driver.
 #[test]
 fn startup_loads_no_nvidia_library() {
-    // Debug builds linked by GNU ld do load some; `device/libraries.rs` says why.
-    let by_gnu_ld = !fs::read(env!("CARGO_BIN_EXE_inferno")).unwrap().windows(12).any(|part| part == b"Linker: LLD ");
-    assert!(libraries_are_loaded_on_demand() || (by_gnu_ld && cfg!(debug_assertions)));
+    // Debug builds linked with GNU ld do load NVIDIA libraries. `device/libraries.rs` explains why.
+    let with_gnu_ld = !fs::read(env!("CARGO_BIN_EXE_inferno")).unwrap().windows(12).any(|part| part == b"Linker: LLD ");
+    assert!(libraries_are_loaded_on_demand() || (with_gnu_ld && cfg!(debug_assertions)));
 }
 
-/// Returns whether the dynamic loader loads no NVIDIA library before `main`.
+/// Returns true if the dynamic loader loads no NVIDIA library before `main`.
 pub fn libraries_are_loaded_on_demand() -> bool {
     let output = inferno(&TempDir::new().unwrap()).env("LD_TRACE_LOADED_OBJECTS", "1").output().unwrap();
     let loaded = text(&output.stdout);
     !["libcuda.so", "libcublas", "libcurand", "libnvrtc"].iter().any(|library| loaded.contains(library))
 }
 
-/// Returns the program on a machine whose NVIDIA driver cannot be loaded, even if it has one.
+/// Returns a command that runs inferno with a broken NVIDIA driver library, even on a machine with a driver.
 pub fn without_driver(home: &TempDir) -> Command {
     let broken = home.path().join("driver");
     fs::create_dir_all(&broken).unwrap();
@@ -309,14 +309,14 @@ fn missing_model_error_names_the_download_command() {
 #[test]
 fn broken_weights_error_names_the_file() {
     let weights = "model.safetensors";
-    // Truncated at several points: in the length, in the header, in the data.
+    // Truncate the file within the header length, the header and the data.
     for length in [0, 5, 8, 1000, 100_000] {
         let (_folder, path) = copy_of_demo();
         let file = fs::OpenOptions::new().write(true).open(path.join(weights)).unwrap();
         file.set_len(length).unwrap();
         assert_fails(&ask(&path, &[]), 1, &[weights]);
     }
-    // Headers that are longer than the file, absurdly long, not JSON, or have wrong offsets.
+    // Corrupt the header: longer than the file, absurdly long, invalid JSON, wrong offsets, unknown dtype.
     let rewrite = |change: &dyn Fn(Vec<u8>) -> Vec<u8>| {
         let (folder, path) = copy_of_demo();
         let bytes = fs::read(path.join(weights)).unwrap();
@@ -339,7 +339,7 @@ fn broken_weights_error_names_the_file() {
     };
     assert_fails(&rewrite(&replace("\"data_offsets\":[0,", "\"data_offsets\":[1,")), 1, &[weights]);
     assert_fails(&rewrite(&replace("\"dtype\":\"BF16\"", "\"dtype\":\"F8XX\"")), 1, &[weights]);
-    // A renamed tensor is missing under its own name.
+    // A renamed tensor is reported as missing under its original name.
     let renamed = rewrite(&replace("model.norm.weight", "model.nrom.weight"));
     assert_fails(&renamed, 1, &["model.norm.weight", "missing", weights]);
     let (_folder, path) = copy_of_demo();
@@ -413,9 +413,9 @@ fn broken_tokenizer_error_names_the_file() {
         fs::write(path.join("tokenizer.json"), broken).unwrap();
         assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);
     }
-    // This one makes the tokenizers library panic (its issue 2094). The panic is caught and not shown.
+    // This file makes the tokenizers crate panic (its issue 2094). inferno catches the panic and does not show it.
     let merge = r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[["a","b"]]}}"#;
-    // This one makes it panic on another thread.
+    // This file makes the crate panic on another thread.
     let charsmap = r#"{"version":"1.0","normalizer":{"type":"Precompiled","precompiled_charsmap":"%"},"model":{}}"#;
     for panics in [merge, charsmap] {
         let (_folder, path) = copy_of_demo();
@@ -462,7 +462,7 @@ fn closed_stdout_is_not_a_failure() {
 #[test]
 fn base_model_is_rejected_before_its_weights_are_read() {
     let (_folder, model) = copy_of_demo();
-    // A tokenizer with harmony's tokens would be taken for a chat model.
+    // With all harmony tokens in the tokenizer, the model would count as a chat model.
     let tokenizer = fs::read_to_string(model.join("tokenizer.json")).unwrap();
     fs::write(model.join("tokenizer.json"), tokenizer.replace("<|channel|>", "<|canal|>")).unwrap();
     let name = model.to_str().unwrap();
@@ -502,7 +502,7 @@ fn invalid_flags_and_limits_are_explained() {
     let small = ["--device", "cpu", "--prompt", "How?", "--context", &context];
     let output = run(&[&["play", demo_dir().to_str().unwrap()][..], &small].concat());
     assert!(text(&output.stderr).contains("raise --context"), "{}", text(&output.stderr));
-    // The flags of the subcommand come first.
+    // `--help` lists the flags of the subcommand first.
     let help = text(&run(&["play", "--help"]).stdout);
     assert!(help.find("--verbose") > help.find("--seed"), "{help}");
 }

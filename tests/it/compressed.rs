@@ -1,4 +1,4 @@
-//! `quantization_config` of compressed-tensors: golden checkpoints, real configs, and unsupported configs.
+//! The compressed-tensors `quantization_config`: golden checkpoints, real configs and unsupported configs.
 //! Tests of real configs need INFERNO_FIXTURES.
 
 use std::path::Path;
@@ -33,7 +33,7 @@ fn read(config: &Value) -> CompressedConfig {
     CompressedConfig::read(config).unwrap().expect("quantized")
 }
 
-/// Returns the first line of the error, and checks its exit code.
+/// Checks the exit code of the error and returns its first line.
 fn unsupported(config: &Value) -> String {
     let error = CompressedConfig::read(config).expect_err("an error");
     let error = error.downcast_ref::<Error>().unwrap_or_else(|| panic!("{error:#}"));
@@ -88,10 +88,10 @@ fn real_configs_are_supported() {
     let expected = scheme(Format::Int8, WeightScales::PerTensor, Activations::Static);
     assert_eq!(read(&example).scheme("lm_head"), Some(expected));
     let by_layer = json!({"quantization_config": json_of(&fixtures.join("quantization_config.num_bits-map.json"))});
-    assert_eq!(unsupported(&by_layer), "num_bits per layer of config_groups.group_0.weights is not supported");
+    assert_eq!(unsupported(&by_layer), "per-layer num_bits in config_groups.group_0.weights is not supported");
 }
 
-/// Returns the section of a W8A8 config.
+/// Returns the `quantization_config` section of a W8A8 model.
 fn section() -> Value {
     json_of(&golden("compressed/int8/config.json"))["quantization_config"].take()
 }
@@ -113,7 +113,7 @@ fn older_forms_are_supported() {
     }
     let mut sparse = json!({"compression_config": old});
     sparse["compression_config"]["sparsity_config"]["format"] = json!("sparse-bitmask");
-    assert_eq!(unsupported(&sparse), "sparsity_config \"sparse-bitmask\" of compressed-tensors is not supported");
+    assert_eq!(unsupported(&sparse), "compressed-tensors sparsity_config \"sparse-bitmask\" is not supported");
 }
 
 #[test]
@@ -155,50 +155,50 @@ fn unsupported_fields_are_errors() {
     let check = |pointer: &str, value: Value, what: &str| {
         assert_eq!(unsupported(&with(pointer, value)), format!("{what} is not supported"));
     };
-    check("/kv_cache_scheme", json!({"num_bits": 8}), "kv_cache_scheme of compressed-tensors");
-    check("/transform_config", json!({"config_groups": {"u": {}}}), "transform_config of compressed-tensors");
-    check("/moe_sparsity_config", json!({"method": "prune"}), "moe_sparsity_config of compressed-tensors");
+    check("/kv_cache_scheme", json!({"num_bits": 8}), "compressed-tensors kv_cache_scheme");
+    check("/transform_config", json!({"config_groups": {"u": {}}}), "compressed-tensors transform_config");
+    check("/moe_sparsity_config", json!({"method": "prune"}), "compressed-tensors moe_sparsity_config");
     let sparse = json!({"format": "sparse-24-bitmask"});
-    check("/sparsity_config", sparse, "sparsity_config \"sparse-24-bitmask\" of compressed-tensors");
-    check("/ignore", json!(["re:(?!lm_head)"]), "the pattern 're:(?!lm_head)' of quantization_config");
+    check("/sparsity_config", sparse, "compressed-tensors sparsity_config \"sparse-24-bitmask\"");
+    check("/ignore", json!(["re:(?!lm_head)"]), "pattern 're:(?!lm_head)' in quantization_config");
 
     check(GROUP, json!(["Linear"]), "the preset config_groups.group_0");
     let formats = ["marlin-24", "nvfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"];
     for format in formats {
-        let what = format!("format '{format}' of compressed-tensors");
+        let what = format!("compressed-tensors format '{format}'");
         check(&format!("{GROUP}/format"), json!(format), &what);
         let mut config = with("/format", json!(format));
         config["quantization_config"]["config_groups"]["group_0"].as_object_mut().unwrap().remove("format");
         assert_eq!(unsupported(&config), format!("{what} is not supported"));
     }
-    let output = "output_activations of config_groups.group_0";
+    let output = "output_activations in config_groups.group_0";
     check(&format!("{GROUP}/output_activations"), json!({"num_bits": 8}), output);
-    check(&format!("{GROUP}/targets"), json!(["re:*"]), "the pattern 're:*' of quantization_config");
-    check(&format!("{GROUP}/targets"), json!(["Embedding"]), "the target Embedding of config_groups.group_0");
-    check(WEIGHTS, Value::Null, "config_groups.group_0, which quantizes only inputs,");
+    check(&format!("{GROUP}/targets"), json!(["re:*"]), "pattern 're:*' in quantization_config");
+    check(&format!("{GROUP}/targets"), json!(["Embedding"]), "target 'Embedding' in config_groups.group_0");
+    check(WEIGHTS, Value::Null, "input-only quantization in config_groups.group_0");
 
     for (tensor, place) in [(WEIGHTS, "weights"), (INPUTS, "input_activations")] {
         let check_field = |field: &str, value: Value, what: &str| {
-            check(&format!("{tensor}/{field}"), value, &format!("{what} of config_groups.group_0.{place}"));
+            check(&format!("{tensor}/{field}"), value, &format!("{what} in config_groups.group_0.{place}"));
         };
-        check_field("num_bits", json!(4), "num_bits 4");
-        check_field("num_bits", json!({"mlp.experts": 4}), "num_bits per layer");
-        check_field("type", json!("uint"), "type 'uint'");
-        check_field("symmetric", json!(false), "symmetric false");
-        check_field("actorder", json!("weight"), "actorder \"weight\"");
-        check_field("group_size", json!(128), "group_size 128");
-        check_field("block_structure", json!([128, 128]), "block_structure [128,128]");
-        check_field("strategy", json!("block"), "strategy 'block'");
-        check_field("strategy", json!("group"), "strategy 'group'");
-        check_field("strategy", json!("tensor_group"), "strategy 'tensor_group'");
-        check_field("dynamic", json!("local"), "dynamic \"local\"");
+        check_field("num_bits", json!(4), "num_bits=4");
+        check_field("num_bits", json!({"mlp.experts": 4}), "per-layer num_bits");
+        check_field("type", json!("uint"), "type='uint'");
+        check_field("symmetric", json!(false), "symmetric=false");
+        check_field("actorder", json!("weight"), "actorder=\"weight\"");
+        check_field("group_size", json!(128), "group_size=128");
+        check_field("block_structure", json!([128, 128]), "block_structure=[128,128]");
+        check_field("strategy", json!("block"), "strategy='block'");
+        check_field("strategy", json!("group"), "strategy='group'");
+        check_field("strategy", json!("tensor_group"), "strategy='tensor_group'");
+        check_field("dynamic", json!("local"), "dynamic=\"local\"");
     }
-    check(&format!("{WEIGHTS}/dynamic"), json!(true), "dynamic of config_groups.group_0.weights");
-    let inputs = |what| format!("{what} of config_groups.group_0.input_activations");
-    check(&format!("{INPUTS}/dynamic"), json!(false), &inputs("strategy 'token' without dynamic"));
+    check(&format!("{WEIGHTS}/dynamic"), json!(true), "dynamic=true in config_groups.group_0.weights");
+    let inputs = |what| format!("{what} in config_groups.group_0.input_activations");
+    check(&format!("{INPUTS}/dynamic"), json!(false), &inputs("strategy='token' without dynamic=true"));
     check(&format!("{INPUTS}/scale_dtype"), json!("torch.uint8"), &inputs("scale_dtype"));
-    check(INPUTS, json!({"strategy": "tensor", "dynamic": true}), &inputs("dynamic per-tensor scales"));
-    let other = "config_groups.group_0.input_activations of another type than the weights";
+    check(INPUTS, json!({"strategy": "tensor", "dynamic": true}), &inputs("dynamic per-tensor scaling"));
+    let other = "config_groups.group_0.input_activations with a different type than the weights";
     check(&format!("{INPUTS}/type"), json!("float"), other);
 }
 

@@ -1,4 +1,4 @@
-//! Settings from flags, the environment and the configuration file; piped prompts; JSON lines.
+//! Tests settings from flags, the environment and the configuration file. Also tests piped prompts and JSON lines.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
@@ -33,11 +33,11 @@ fn json(output: &Output) -> Value {
 }
 
 #[test]
-fn flags_win_over_the_environment_over_the_file() {
+fn flags_override_the_environment_which_overrides_the_file() {
     let config = "device = \"cpu\"\ntemperature = 0\nseed = 1\nmax-tokens = 3\n[models.demo]\nseed = 2\n[models.\"a/b\"]\nseed = 3\n";
     let home = home_with(config);
     let seed = |more: &[&str], environment: &[(&str, &str)]| json(&ask(&home, more, environment))["seed"].as_u64();
-    assert_eq!(seed(&[], &[]), Some(2), "the section of the model overrides the rest");
+    assert_eq!(seed(&[], &[]), Some(2), "the section of the model overrides the top-level keys");
     assert_eq!(seed(&[], &[("INFERNO_SEED", "4")]), Some(4));
     assert_eq!(seed(&["--seed", "5"], &[("INFERNO_SEED", "4")]), Some(5));
     let answer = json(&ask(&home, &[], &[]));
@@ -45,7 +45,7 @@ fn flags_win_over_the_environment_over_the_file() {
     let other = home.path().join("other.toml");
     fs::write(&other, "device = \"cpu\"\nseed = 6\nmax-tokens = 1\nstop = [\"a\", \"b\"]\nplain = true\n").unwrap();
     assert_eq!(seed(&[], &[("INFERNO_CONFIG", other.to_str().unwrap())]), Some(6));
-    // Other subcommands use the device and ignore the other keys.
+    // Other subcommands read `device` and ignore all other keys.
     let output = inferno(&home).args(["bench", "demo", "-p", "8", "-n", "2", "-r", "1"]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
@@ -67,7 +67,7 @@ fn mistakes_in_the_configuration_file_are_reported() {
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
     assert_fails(&ask(&home, &[], &[]), 2, &["config.toml"]);
-    // Help and list work in spite of mistakes.
+    // `--help` and `list` work even if the file has mistakes.
     let output = inferno(&home_with("x = 1\n")).args(["play", "--help"]).output().unwrap();
     assert!(output.status.success());
     assert!(inferno(&home_with("x = 1\n")).arg("list").output().unwrap().status.success());
@@ -95,7 +95,7 @@ fn mistakes_in_the_environment_are_reported() {
 }
 
 #[test]
-fn every_place_knows_every_sampling_parameter() {
+fn every_sampling_parameter_can_be_set_everywhere() {
     let help = text(&run(&["play", "--help"]).stdout).to_string();
     let keys: String = SAMPLING_FIELDS.iter().map(|field| format!("{} = 1\n", field.flag)).collect();
     let home = home_with(&format!("device = \"cpu\"\nmax-tokens = 1\n{keys}"));
@@ -159,7 +159,7 @@ fn configuration_sections_match_the_full_model_name() {
     expect(&mut chat, "demo answers");
     expect(&mut chat, ">>> ");
     assert_eq!(top_k(&mut chat), "5");
-    // A setting changed with /set stays for every model.
+    // A value set with /set applies to every later model.
     chat.send_line("/set top-k 3").unwrap();
     expect(&mut chat, ">>> ");
     chat.send_line("/model littl").unwrap();
@@ -195,7 +195,7 @@ fn configuration_sections_match_the_full_model_name() {
     expect(&mut chat, ">>> ");
 
     let mut chat = play_with(&home, &[], &[]);
-    expect(&mut chat, "which? [1-2] ");
+    expect(&mut chat, "which model? [1-2] ");
     chat.send_line("a/little").unwrap();
     expect(&mut chat, ">>> ");
     assert_eq!(top_k(&mut chat), "7");
@@ -214,7 +214,7 @@ fn a_redirected_file_is_appended_and_a_pipe_only_with_stdin_flag() {
     let alone = tokens(Stdio::null(), &[]);
     let with_file = tokens(File::open(&path).unwrap().into(), &[]);
     assert!(with_file > alone + 5, "{with_file} and {alone}");
-    // A loop around this call has read the first line, so the rest of the file is not ours.
+    // A shell loop around this call has read the first line, so the rest of the file belongs to the loop.
     let mut partly_read = File::open(&path).unwrap();
     partly_read.seek(SeekFrom::Start(20)).unwrap();
     assert_eq!(tokens(partly_read.into(), &[]), alone);

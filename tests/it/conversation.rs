@@ -1,4 +1,4 @@
-//! Conversations from end to end: commands, journals on disk, a full context.
+//! End-to-end conversations: commands, journals on disk, a full context.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ fn prompt(chat: &mut PtySession) -> String {
     expect(chat, ">>> ")
 }
 
-/// Types a line. Returns the output up to the next prompt.
+/// Types a line and returns the output up to the next prompt.
 fn say(chat: &mut PtySession, line: &str) -> String {
     chat.send_line(line).unwrap();
     // The terminal echoes the line once, after the prompt.
@@ -62,18 +62,18 @@ fn commands_do_what_their_help_says() {
     {
         assert!(help.contains(&format!("/{command}")), "{command} in {help}");
         let about = say(&mut chat, &format!("/help {command}"));
-        assert!(about.contains(&format!("/{command}")) && !about.contains("no command"), "{about}");
+        assert!(about.contains(&format!("/{command}")) && !about.contains("unknown command"), "{about}");
     }
     let all = say(&mut chat, "/set");
     for setting in ["temperature", "top-k", "stop", "hide-reasoning", "plain", "overflow"] {
         assert!(all.contains(setting), "{setting} in {all}");
     }
-    assert!(say(&mut chat, "/set temprature 1").contains("no setting 'temprature'"));
+    assert!(say(&mut chat, "/set temprature 1").contains("unknown setting 'temprature'"));
     assert!(say(&mut chat, "/set temperature hot").contains("expected a number"));
     assert!(say(&mut chat, "/set top-p 7").contains("expected a number from 0 to 1"));
     assert!(say(&mut chat, "/reasoning low").contains("reasoning is low"));
     assert!(say(&mut chat, "/reasoning hide").contains("hidden"));
-    assert!(say(&mut chat, "/undo").contains("nothing to take back"));
+    assert!(say(&mut chat, "/undo").contains("nothing to undo"));
     assert!(say(&mut chat, "/regen").contains("no answer yet"));
     assert!(say(&mut chat, "/save talk").contains("nothing to save"));
     assert!(say(&mut chat, "/export md").contains("nothing to export"));
@@ -84,7 +84,7 @@ fn commands_do_what_their_help_says() {
     let again = say(&mut chat, "/regen");
     assert!(again.contains("Ada") && again.contains("tok/s"), "{again}");
     assert!(say(&mut chat, "/stats").contains("messages      4"));
-    assert!(say(&mut chat, "/undo").contains("taken back: What is my name?"));
+    assert!(say(&mut chat, "/undo").contains("removed: What is my name?"));
     assert!(say(&mut chat, "/stats").contains("messages      2"));
     let context = say(&mut chat, "/context");
     assert!(context.contains("of 4096 tokens") && context.contains("when full     stop"), "{context}");
@@ -105,18 +105,18 @@ fn commands_do_what_their_help_says() {
     assert!(say(&mut chat, "/save ../talk").contains("cannot name"));
     assert!(say(&mut chat, "/load").contains("talk"));
     assert!(say(&mut chat, "/clear").contains("new conversation"));
-    assert!(say(&mut chat, "/system Be brief.").contains("new instructions"));
+    assert!(say(&mut chat, "/system Be brief.").contains("new system prompt"));
     assert!(say(&mut chat, "/system").contains("Be brief."));
 
     assert!(say(&mut chat, "/file /nonexistent").contains("No such file"));
-    assert!(say(&mut chat, &format!("/file {}", notes.display())).contains("goes with the next message"));
+    assert!(say(&mut chat, &format!("/file {}", notes.display())).contains("attached to the next message"));
     assert!(say(&mut chat, "/file").contains("notes.txt"));
     say(&mut chat, "What is in it?");
     assert!(say(&mut chat, "/file").contains("nothing is attached"));
 
-    assert!(say(&mut chat, "/model").contains("demo (this one)"));
+    assert!(say(&mut chat, "/model").contains("demo (current)"));
     assert!(say(&mut chat, "/model nobody/nothing").contains("not on this machine"));
-    assert!(say(&mut chat, "/model demo").contains("demo answers from here on"));
+    assert!(say(&mut chat, "/model demo").contains("switched to demo"));
     assert!(say(&mut chat, "How do I list my models?").contains("inferno list"));
     leave(chat);
 
@@ -146,7 +146,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     };
     assert!(prompt(&mut killed).contains("2 questions"));
     killed.send_line("What is the KV cache?").unwrap();
-    // Wait for the first words of its reasoning.
+    // Wait for the first words of the reasoning.
     expect(&mut killed, "\u{1b}[2m");
     killed.process_mut().kill(Signal::SIGKILL).unwrap();
     drop(killed);
@@ -178,7 +178,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     assert!(say(&mut chat, "/set").contains("top-k               9"), "flags win");
     leave(chat);
     let mut none = play_with(&home, &["--resume", "other"], &[]);
-    expect(&mut none, "no conversation 'other'");
+    expect(&mut none, "conversation 'other': not found");
 }
 
 #[test]
@@ -229,7 +229,7 @@ fn ctrl_o_folds_reasoning_and_typed_ahead_lines_are_kept() {
     prompt(&mut chat);
     let second = say(&mut chat, "What is the KV cache?");
     assert!(second.contains("thought: "), "reasoning stays folded: {second}");
-    // The terminal echoes keys again.
+    // The terminal echoes typed keys again.
     type_in(&mut chat, "/stats");
     expect(&mut chat, "/stats");
     chat.send_line("").unwrap();
@@ -251,7 +251,7 @@ fn tab_completes_and_ctrl_g_opens_the_editor() {
     expect(&mut chat, "list the commands");
     prompt(&mut chat);
     type_in(&mut chat, "/model de\t\n");
-    expect(&mut chat, "demo answers from here on");
+    expect(&mut chat, "switched to demo");
     prompt(&mut chat);
     type_in(&mut chat, "How do I");
     expect(&mut chat, "How do I");

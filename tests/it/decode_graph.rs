@@ -1,6 +1,8 @@
-//! The decode graph against the eager decoder: logits of every step,
-//! graph replay against single launches, and sampling on the device against the sampler on the host.
-//! All tests need a GPU.
+//! Tests of the decode graph. All of them need a GPU.
+//!
+//! - The logits of every step match the eager decoder.
+//! - Graph replay matches single kernel launches.
+//! - Sampling on the GPU matches the sampler on the host.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -22,7 +24,7 @@ use crate::support::{Random, golden, gpu, relative_error, values};
 const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
 
-/// Families with a router. A different rounding of its input may flip a near tie between two experts.
+/// Families whose router may flip a near tie between two experts, because its input is rounded differently.
 const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
 
 struct Model {
@@ -79,7 +81,7 @@ impl Model {
         }
     }
 
-    /// Prefills another cache; returns the logits of the last token.
+    /// Prefills another cache and returns the logits of the last token.
     fn forward(&self, ids: &[u32], cache: &mut KvCache) -> Tensor {
         let logits = ids.chunks(CHUNK).map(|chunk| {
             let batch = StepBatch { ids: chunk, tokens: &[chunk.len()], logits: LogitRows::Last };
@@ -89,7 +91,7 @@ impl Model {
     }
 }
 
-/// A Llama model with random weights. Its sizes are pairwise different.
+/// The sizes and options of a Llama model with random weights.
 struct Llama {
     hidden_size: usize,
     heads: usize,
@@ -154,7 +156,7 @@ const LLAMAS: &[(&str, Llama)] = &[
             tied: true,
         },
     ),
-    // So many logits that sampling needs all blocks, and several logits per thread.
+    // The vocabulary is so large that sampling uses all thread blocks, with several logits per thread.
     (
         "V 140001",
         Llama {
@@ -261,13 +263,13 @@ fn for_each_model(test: impl Fn(&mut Model)) {
             let quantize: QuantizationTarget = name.parse().unwrap();
             test(&mut Model::load_quantized(&format!("experts in {name}"), dir.path(), &device, dtype, Some(quantize)));
         }
-        // Queries, keys and values have three formats, and the embedding is quantized.
+        // Queries, keys and values use three different formats, and the embedding is quantized.
         let (_folder, file) = saved(&llama_in_many_types());
-        test(&mut Model::load("llama of many types", &file, &device, dtype));
+        test(&mut Model::load("llama with mixed types", &file, &device, dtype));
     }
 }
 
-/// All rows are multiples of 256, so that every format can hold them. The embedding is the head.
+/// All row lengths are multiples of 256, which every format supports. The LM head is tied to the embedding.
 const QUANTIZED: Llama = Llama {
     hidden_size: 512,
     heads: 6,
@@ -279,7 +281,7 @@ const QUANTIZED: Llama = Llama {
     tied: true,
 };
 
-/// Writes a Qwen3-MoE with random weights. All rows are multiples of 256.
+/// Writes a Qwen3-MoE model with random weights. All row lengths are multiples of 256.
 fn write_qwen3_moe(dir: &Path) {
     let (hidden, heads, kv_heads, head_dim, experts, chosen, width, vocab) = (256, 6, 2, 64, 37, 5, 512, 301);
     let config = serde_json::json!({
@@ -329,7 +331,7 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
     (0..tokens as u32).map(|i| (i * 31 + 7) % vocab).collect()
 }
 
-/// Compares the logits of every position, with one graph step each, and the greedy continuation.
+/// Runs one graph step per position and compares the logits. Also compares the greedy continuation.
 #[test(gpu)]
 fn graph_steps_match_transformers() {
     let device = gpu();
@@ -381,7 +383,7 @@ fn unsupported_models_get_a_reason() {
     assert!(reason("llama_graph", DType::F32).contains("F32"));
 }
 
-/// Runs past the ends of windows and ring buffers, up to the end of the context.
+/// Runs past the ends of the sliding windows and ring buffers, up to the end of the context.
 #[test(gpu)]
 fn graph_steps_match_the_eager_decoder() {
     for_each_model(|model| {
@@ -392,14 +394,14 @@ fn graph_steps_match_the_eager_decoder() {
         model.forward(&seen, &mut eager);
         let (mut token, mut steps, mut flipped) = (3, 0, 0);
         for position in seen.len()..CONTEXT {
-            // Every step starts anew, so that no later step overwrites the logits.
+            // Restart the graph at each step, so that no queued step overwrites the logits.
             graph.start(position, token, None).unwrap();
             let next = graph.next(1).unwrap();
             let got = values(graph.logits());
             let want = values(&model.forward(&[token], &mut eager));
             let error = relative_error(&got, &want);
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
-            // A router that flips a near tie changes the step.
+            // If the router flips a near tie, the logits of this step change.
             let is_flipped = model.has_router && (allowed..1.0).contains(&error);
             (steps, flipped) = (steps + 1, flipped + usize::from(is_flipped));
             assert!(error < allowed || is_flipped, "{} at {position}: off by {error:e}", model.name);
@@ -408,7 +410,7 @@ fn graph_steps_match_the_eager_decoder() {
             seen.push(token);
             token = (next * 7 + position as u32) % got.len() as u32;
             if model.has_router {
-                // A flipped choice stays in the cache, so both continue from equal caches.
+                // The effect of a flipped choice stays in the cache, so rebuild both caches from the same tokens.
                 model.prefill(&seen);
                 eager = model.fresh_cache();
                 model.forward(&seen, &mut eager);
@@ -440,9 +442,8 @@ fn graph_replay_matches_single_launches() {
     });
 }
 
-/// The next turn of a chat.
-/// Queued steps wrote past the last token that was taken.
-/// The cache is cut back a little, or so far that ring buffers have overwritten it, and prefill continues.
+/// Simulates the next turn of a chat after queued steps have written past the last token that was used.
+/// The cache is truncated by a few tokens or by more than a ring buffer holds, and prefill continues.
 #[test(gpu)]
 fn next_turn_continues_from_the_cache_of_graph_steps() {
     for_each_model(|model| {
@@ -463,7 +464,11 @@ fn next_turn_continues_from_the_cache_of_graph_steps() {
             let mut ids = [&opening[..], &[5], &answer[..]].concat();
             ids.truncate(length);
             let cached = model.cache.truncate(length).unwrap();
-            assert!(opening.len() <= cached && cached <= length, "{}: {cached} of {length}", model.name);
+            assert!(
+                opening.len() <= cached && cached <= length,
+                "{}: {cached} of {length} tokens are cached",
+                model.name
+            );
             ids.extend(prompt(model, 9));
             let want = values(&model.forward(&ids, &mut model.fresh_cache()));
             let rest = &ids[cached..];
@@ -472,7 +477,7 @@ fn next_turn_continues_from_the_cache_of_graph_steps() {
             let error = relative_error(&values(&model.forward(rest, &mut cache)), &want);
             model.cache = cache;
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
-            assert!(error < allowed, "{}, cut to {length}: off by {error:e}", model.name);
+            assert!(error < allowed, "{}, truncated to {length}: off by {error:e}", model.name);
         }
     });
 }
@@ -505,7 +510,7 @@ fn device_sampling_matches_host_sampling() {
                 let want = host.sample(&mut values(graph.logits()));
                 assert_eq!(token, want, "{} at {position}, {params:?}", model.name);
             }
-            // Without the host between the steps, two runs must agree.
+            // Two runs without the host sampler between the steps must agree.
             let host = Sampler::new(params.clone(), &prompt);
             let run = |graph: &mut DecodeGraph| -> Vec<u32> {
                 graph.start(prompt.len(), 3, host.on_device(vocab)).unwrap();

@@ -1,4 +1,4 @@
-//! The reference pages in `docs/` are complete: every flag, environment variable, exit code and configuration key.
+//! Checks that the reference pages in `docs/` are complete: flags, environment variables, exit codes, config keys.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,7 +16,7 @@ fn page(name: &str) -> String {
     fs::read_to_string(repository().join(name)).unwrap()
 }
 
-/// The output of `inferno ARGS --help` without spaces at the ends of lines.
+/// Returns the output of `inferno ARGS --help` without trailing spaces.
 fn help(args: &[&str]) -> String {
     let output = run(&[args, &["--help"]].concat());
     assert!(output.status.success());
@@ -48,7 +48,7 @@ fn reference_page_lists_every_environment_variable() {
     let mut variables = BTreeSet::new();
     for file in files {
         let code = fs::read_to_string(&file).unwrap();
-        // Every second piece between quotation marks is a string literal, except after an escaped quotation mark.
+        // Splitting at quotation marks yields string literals and the code between them. The filter keeps only names.
         let literals = code.split('"').filter(|literal| {
             let prefixes = ["INFERNO_", "HF_", "XDG_", "CUDA_", "NVCC", "NO_COLOR", "RUST_LOG", "VISUAL", "EDITOR"];
             let is_name = literal.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_');
@@ -56,7 +56,7 @@ fn reference_page_lists_every_environment_variable() {
         });
         variables.extend(literals.map(str::to_string));
     }
-    // The build script sets these for the compiler; nobody else does. CUDA_ERROR_* are names of the driver's errors.
+    // Only the build script sets these, for the compiler. `CUDA_ERROR_*` are names of driver errors.
     let internal =
         ["INFERNO_COMMIT", "INFERNO_COMPUTE_CAP", "INFERNO_CUDA_MAJOR", "INFERNO_DEMO_REVISION"].map(str::to_string);
     let missing: Vec<&String> = variables

@@ -10,7 +10,8 @@ use crate::cli::{inferno, libraries_are_loaded_on_demand, text, without_driver};
 use crate::hub::fake::{COMMIT, FakeHub};
 use crate::support::demo_dir;
 
-/// Runs `inferno doctor --json`. Returns the report, and a function that finds the status and text of a finding.
+/// Runs `inferno doctor --json`.
+/// Returns the report and a function that looks up the status and text of a finding by name.
 fn diagnose(command: &mut Command) -> (Value, impl Fn(&str) -> (String, String) + use<>) {
     let output = command.args(["doctor", "--json"]).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -41,14 +42,14 @@ fn expect(found: (String, String), status: &str, words: &[&str]) {
 #[test]
 fn machine_without_a_gpu_fails_with_the_next_command() {
     if !libraries_are_loaded_on_demand() {
-        return println!("skipped: this build does not start without a driver");
+        return println!("skipped: this build does not start without an NVIDIA driver");
     }
     let home = TempDir::new().unwrap();
     let (report, find) = diagnose(&mut without_driver(&home));
     expect(find("build"), "PASS", &[env!("CARGO_PKG_VERSION")]);
     expect(find("cache"), "PASS", &["models"]);
     assert_eq!(fs::read_dir(home.path().join("models")).unwrap().count(), 0, "the probe file is deleted");
-    expect(find("hub"), "WARN", &["http://127.0.0.1:1", "does not answer", "curl -I"]);
+    expect(find("hub"), "WARN", &["http://127.0.0.1:1", "does not respond", "curl -I"]);
     expect(find("models"), "PASS", &["inferno play demo"]);
     assert_eq!(report["status"], "FAIL");
     let (reason, next) = match cfg!(feature = "cuda") {
@@ -82,7 +83,7 @@ fn hub_and_token_are_checked() {
     expect(with(None, false), "PASS", &["no token"]);
     assert!(fake.heads().iter().all(|head| !head.to_lowercase().contains("authorization")));
     expect(with(Some("hf_secret"), false), "PASS", &["accepts the token"]);
-    expect(with(Some("hf_wrong"), false), "WARN", &["refuses the token"]);
+    expect(with(Some("hf_wrong"), false), "WARN", &["rejects the token"]);
     fake.heads();
     expect(with(Some("hf_secret"), true), "PASS", &["HF_HUB_OFFLINE"]);
     assert!(fake.heads().is_empty());
@@ -105,7 +106,7 @@ fn unusable_models_are_reported() {
     let (config, tokenizer) = (file("config.json"), file("tokenizer.json"));
     place("org--part", &[("config.json", &config), ("tokenizer.json", &tokenizer)]);
     let (_, find) = diagnose(&mut inferno(&home));
-    expect(find("models"), "WARN", &["only a part of org/part", "model.safetensors", "inferno download org/part"]);
+    expect(find("models"), "WARN", &["org/part is incomplete", "model.safetensors", "inferno download org/part"]);
 
     fs::remove_dir_all(home.path().join("models")).unwrap();
     let strange = br#"{"model_type": "mamba9"}"#;
@@ -117,13 +118,13 @@ fn unusable_models_are_reported() {
     let weights = file("model.safetensors");
     place("org--good", &[("config.json", &config), ("tokenizer.json", &tokenizer), ("model.safetensors", &weights)]);
     let (_, find) = diagnose(&mut inferno(&home));
-    expect(find("models"), "PASS", &["one is here"]);
+    expect(find("models"), "PASS", &["1 model, complete"]);
 }
 
 #[test]
 fn cache_that_cannot_be_created_is_a_failure() {
     let home = TempDir::new().unwrap();
-    // A file in place of the folder. Permissions would not stop root.
+    // A file takes the place of the folder. Permissions would not stop root.
     fs::write(home.path().join("models"), "in the way").unwrap();
     let (_, find) = diagnose(&mut inferno(&home));
     expect(find("cache"), "FAIL", &["cannot create", "INFERNO_CACHE"]);

@@ -1,5 +1,6 @@
-//! Sampling, stop strings, and generation with the demo model: which tokens are chosen, when a generation ends, what a
-//! canceled request costs, and how several clients share one engine.
+//! Tests of sampling, stop strings and generation with the demo model.
+//!
+//! They cover the choice of tokens, the end of a generation, cancellation, and clients that share one engine.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -56,7 +57,7 @@ fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
         ),
         [2, 3]
     );
-    // A nucleus far larger than the first head that is sorted.
+    // A nucleus far larger than the part of the logits that is sorted first.
     let flat = vec![0.0; 5000];
     assert_eq!(remaining(&flat, &sampling(|p| p.top_p = 0.5)).len(), 2500);
 }
@@ -90,9 +91,9 @@ fn draws_follow_the_distribution_and_the_seed() {
         *counts.entry(token).or_default() += 1;
     }
     for (token, p) in [0.1, 0.2, 0.3, 0.4].into_iter().enumerate() {
-        // Four standard deviations.
+        // Allow four standard deviations.
         let (got, want) = (counts[&(token as u32)] as f64, 20_000.0 * p);
-        assert!((got - want).abs() < 4.0 * (want * (1.0 - p)).sqrt(), "{token}: {got} of {want}");
+        assert!((got - want).abs() < 4.0 * (want * (1.0 - p)).sqrt(), "token {token}: {got} draws, expected {want}");
     }
     // The first draws of neighboring seeds are independent too.
     let firsts: Vec<u32> = (0..2000).map(|seed| draw(seed, 1)[0]).collect();
@@ -103,12 +104,12 @@ fn draws_follow_the_distribution_and_the_seed() {
 #[test]
 fn penalties_change_logits_by_their_definitions() {
     let greedy = SamplingParams::greedy();
-    // Repetition: prompt tokens count. Positive logits are divided, negative ones multiplied.
+    // The repetition penalty divides positive logits and multiplies negative logits. Prompt tokens count.
     let mut sampler = Sampler::new(SamplingParams { repetition_penalty: 2.0, ..greedy.clone() }, &[0, 1]);
     let mut logits = vec![4.0, -1.0, 3.0];
     assert_eq!(sampler.sample(&mut logits), 2);
     assert_eq!(logits, [2.0, -2.0, 3.0]);
-    // Frequency is subtracted for each time a token was generated, presence once. Prompt tokens do not count.
+    // The frequency penalty is subtracted per occurrence, the presence penalty once. Prompt tokens do not count.
     let params = SamplingParams { frequency_penalty: 0.5, presence_penalty: 0.25, ..greedy };
     let mut sampler = Sampler::new(params, &[1]);
     for _ in 0..2 {
@@ -182,13 +183,13 @@ fn ask(engine: &EngineHandle, messages: &[Message], change: impl FnOnce(&mut Gen
     Answer::read(engine.chat(messages, &render(), options).unwrap())
 }
 
-/// Asks for endless greedy tokens: only the limit or the end of the context stops them.
+/// Starts a greedy generation that only `max_tokens` or the end of the context stops.
 fn endless(engine: &EngineHandle, max_tokens: Option<usize>) -> RequestStream {
     let options = GenerateOptions { ignore_eos: true, max_tokens, ..greedy() };
     engine.complete("How do I", options).unwrap()
 }
 
-/// Waits until the engine has nothing to do. Returns its counters.
+/// Waits until the engine is idle and returns its counters.
 fn stats_when_idle(engine: &EngineHandle) -> EngineStats {
     engine.with_runner(|_| ()).unwrap();
     engine.stats()
@@ -260,7 +261,7 @@ fn finish_reason_says_why_a_generation_ended() {
     let cancel = Arc::new(AtomicBool::new(true));
     let canceled = ask(&engine, &messages, |options| options.cancel = Some(cancel));
     assert_eq!((canceled.summary.finish_reason, canceled.tokens.len()), (FinishReason::Interrupted, 0));
-    // After all of these the engine still answers as it did at first.
+    // After all these requests, the engine still answers like a fresh one.
     let again = ask(&engine, &messages, |_| ());
     assert_eq!(again.tokens, ask(&demo(512), &messages, |_| ()).tokens);
 }
@@ -280,11 +281,15 @@ fn dropped_stream_cancels_within_a_step() {
     for _ in 0..3 {
         assert!(stream.next_blocking().unwrap().unwrap().token().is_some());
     }
-    // The engine runs ahead of its client, so its own count is what a drop must stop.
+    // The engine runs ahead of its client, so compare the engine's own token count.
     drop(stream);
     let at_drop = engine.stats().generated_tokens;
     let idle = stats_when_idle(&engine);
-    assert!(idle.generated_tokens <= at_drop + 2, "{at_drop} tokens at the drop, then {}", idle.generated_tokens);
+    assert!(
+        idle.generated_tokens <= at_drop + 2,
+        "{at_drop} tokens when the stream was dropped, {} afterward",
+        idle.generated_tokens
+    );
     assert!(idle.generated_tokens < 4000);
     assert_eq!((idle.running, idle.waiting, idle.ended, idle.canceled), (0, 0, 1, 1));
 }
@@ -320,9 +325,13 @@ fn canceled_prefill_stops_at_the_next_chunk() {
     drop(stream);
     let at_drop = engine.stats().prompt_tokens;
     let idle = stats_when_idle(&engine);
-    assert!(idle.prompt_tokens <= at_drop + 2 * 16, "{at_drop} tokens at the drop, then {}", idle.prompt_tokens);
+    assert!(
+        idle.prompt_tokens <= at_drop + 2 * 16,
+        "{at_drop} tokens when the stream was dropped, {} afterward",
+        idle.prompt_tokens
+    );
     assert_eq!((idle.generated_tokens, idle.canceled), (0, 1));
-    // The engine goes on with the next prompt.
+    // The engine continues with the next prompt.
     assert_eq!(Answer::read(endless(&engine, Some(3))).tokens.len(), 3);
 }
 
@@ -340,7 +349,7 @@ fn stop_string_cancels_the_rest_of_the_generation() {
 }
 
 #[test]
-fn requests_of_two_threads_get_the_answers_that_they_get_alone() {
+fn concurrent_requests_get_the_same_answers_as_single_requests() {
     let questions = ["How do I download a model?", "What is a token?"];
     let alone = questions.map(|question| ask(&demo(1024), &[Message::user(question)], |_| ()));
     let engine = demo(1024);
@@ -368,7 +377,7 @@ fn async_stream_and_blocking_iterator_give_the_same_events() {
         engine.with_runner(|runner| runner.reset()).unwrap();
         engine.chat(&messages, &render(), greedy()).unwrap()
     };
-    // All but the times.
+    // Compare everything except the timings.
     let comparable = |events: &[Event]| {
         let mut answer = Answer::from_events(events);
         (answer.summary.ttft_s, answer.summary.tok_per_s) = (0.0, 0.0);
@@ -395,13 +404,13 @@ fn one_async_task_reads_two_streams() {
 fn error_of_one_request_leaves_the_engine_usable() {
     let engine = demo(256);
     let good = ask(&engine, &[Message::user("What is a token?")], |_| ());
-    // No row of the embedding has this id: the step fails, not the submission.
+    // The embedding has no row for this id, so the step fails, not the submission.
     let vocab_size = engine.info().vocab_size as u32;
     let mut stream = engine.complete_ids(&[1, vocab_size, 2], greedy()).unwrap();
     let error = stream.next_blocking().unwrap().unwrap_err();
     assert!(error.to_string().contains("vocabulary"), "{error}");
     assert!(stream.next_blocking().is_none());
-    // These fail before they reach the engine.
+    // These requests fail before they reach the engine.
     let prompt = engine.random_tokens(1, 256);
     let error = engine.complete_ids(&prompt, greedy()).err().unwrap();
     assert!(matches!(error.downcast_ref(), Some(inferno::Error::ContextFull { prompt_tokens: 256, .. })), "{error}");
@@ -439,7 +448,7 @@ fn streams_of_a_dropped_or_panicked_engine_end_with_an_error() {
     let engine = demo(1024);
     let panicked = engine.with_runner(|_| panic!("a panic that this test expects"));
     assert!(panicked.unwrap_err().to_string().contains("engine stopped"));
-    // While the thread still unwinds, it accepts the request, and the stream ends with the error.
+    // A thread that is still unwinding accepts the request, and its stream ends with the error.
     match engine.complete("How do I", greedy()) {
         Ok(stream) => assert!(last(stream).contains("engine stopped")),
         Err(error) => assert!(error.to_string().contains("engine has stopped"), "{error}"),
@@ -456,12 +465,12 @@ fn likelihoods_of_windows_agree_with_the_whole_text() {
     let whole = long.negative_log_likelihood(&ids).unwrap();
     let windows = short.negative_log_likelihood(&ids).unwrap();
     assert_eq!((whole.len(), windows.len()), (ids.len() - 1, ids.len() - 1));
-    // They agree within the first window. Later windows have a shorter context, so their values differ a little.
+    // The values agree within the first window. Later windows have less context, so their values differ slightly.
     for (a, b) in whole[..63].iter().zip(&windows) {
         assert!((a - b).abs() < 1e-4, "{a} {b}");
     }
     assert!(windows.iter().all(|nll| nll.is_finite() && *nll >= 0.0));
-    // The chunks of the prefill make no difference.
+    // Chunked prefill makes no difference.
     let logits = long.logits(&ids).unwrap().to_vec2::<f32>().unwrap();
     for (row, (&next, nll)) in logits.iter().zip(ids[1..].iter().zip(&whole)) {
         let sum: f64 = row.iter().map(|&logit| (logit as f64).exp()).sum();

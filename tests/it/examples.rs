@@ -1,4 +1,4 @@
-//! The examples of the library run, and README.md shows the same code.
+//! Runs the library examples and checks that README.md shows the same code.
 
 mod blocking {
     include!("../../docs/examples/blocking.rs");

@@ -1,4 +1,5 @@
-//! Config files of all families: spellings, defaults and rejected options. Checkpoints with alternative tensor names.
+//! Tests of config.json for every family: spellings, defaults and rejected options.
+//! Also tests checkpoints with alternative tensor names.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -59,9 +60,9 @@ fn sliding_windows_follow_the_config() {
     let mut absent = config("mistral");
     absent.as_object_mut().unwrap().remove("sliding_window");
     absent["max_position_embeddings"] = json!(32_768);
-    assert_eq!(windows(&absent), [Some(4096); 4], "the default of transformers");
+    assert_eq!(windows(&absent), [Some(4096); 4], "the default in transformers");
     absent["max_position_embeddings"] = json!(4096);
-    assert_eq!(windows(&absent), [None; 4], "a window of the whole context is no window");
+    assert_eq!(windows(&absent), [None; 4], "a window as long as the context is ignored");
 
     assert_eq!(windows(&config("qwen2")), [None, None, Some(9), Some(9)]);
     assert_eq!(windows(&config_with("qwen2", json!({"use_sliding_window": false}))), [None; 4]);
@@ -75,13 +76,13 @@ fn sliding_windows_follow_the_config() {
     let full: Vec<usize> = (0..12).filter(|&layer| windows(&six)[layer].is_none()).collect();
     assert_eq!(full, [5, 11]);
     assert_eq!(windows(&config("phi3")), [Some(13); 3]);
-    // In Gemma 3, a window of any size keeps the layer sliding, because such layers have their own RoPE frequencies.
+    // In Gemma 3, even a wide window keeps a layer sliding, because sliding layers have their own RoPE frequencies.
     let wide = config_with("gemma3", json!({"sliding_window": 4096}));
     assert_eq!(windows(&wide), [Some(4096), Some(4096), None, Some(4096)]);
 }
 
-/// Real configs from the hub, reduced to the fields that are read. Expected are the vocabulary, the longest context, the
-/// number of layers, the number of sliding-window layers, the key/value heads and the head dim.
+/// Reads real configs from the hub, reduced to the fields that inferno reads.
+/// Expected values: vocabulary, longest context, layers, sliding-window layers, key/value heads, head dim.
 #[test]
 fn configs_from_the_hub_are_read() {
     let phi = |long: bool| {
@@ -216,8 +217,8 @@ fn unsupported_options_are_errors_that_name_the_field() {
     }
 }
 
-/// Replaces every number of a config.json by an absurd value. Loading must fail or succeed quickly, without allocating
-/// much memory.
+/// Replaces every number in a config.json with an absurd value.
+/// Loading must fail or succeed quickly, without allocating much memory.
 #[test]
 fn absurd_numbers_fail_quickly_or_load() {
     let sizes = [
@@ -288,7 +289,7 @@ fn unsupported_architecture_error_names_the_nearest_supported_one() {
     assert!(message("mamba2").contains("gpt_oss, llama, mistral"));
 }
 
-/// LongRoPE has short factors up to the original length. Longer contexts need the long factors and must be asked for.
+/// LongRoPE uses its short factors up to the original length. Longer contexts need the long factors and are opt-in.
 #[test]
 fn longrope_models_default_to_their_original_length() {
     let phi = |case| read(&config(case)).unwrap().architecture;
@@ -307,7 +308,7 @@ fn longrope_models_default_to_their_original_length() {
     );
 }
 
-/// Returns the logits of all `ids`, computed by the checkpoint in `dir`.
+/// Returns the logits that the checkpoint in `dir` computes for all `ids`.
 fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let checkpoint = Checkpoint::open(dir).unwrap();
     let report = |_| ();
@@ -360,7 +361,7 @@ fn gemma3_loads_from_multimodal_checkpoints_and_with_rope_parameters() {
     assert_same_model("gemma3", &new, |tensors| tensors);
 }
 
-/// transformers 5 stacks the experts of a layer in one tensor. Most repositories have a tensor for each matrix.
+/// transformers 5 stacks the experts of a layer in one tensor. Most repositories have one tensor per expert matrix.
 #[test]
 fn stacked_experts_load_as_separate_ones_do() {
     let stack = |mut tensors: HashMap<String, Tensor>, block: &str, [gate, up, down]: [&str; 3]| {

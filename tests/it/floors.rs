@@ -1,12 +1,12 @@
-//! The layout of the source: modules import from lower floors only, and files of one folder form no circle.
+//! Checks the module structure: modules import only from lower layers, and files in a folder form no import cycle.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
-/// The modules of the crate, lowest floor first.
-const FLOORS: &[&[&str]] = &[
+/// The modules of the crate, lowest layer first.
+const LAYERS: &[&[&str]] = &[
     &["error", "text"],
     &["device", "snapshot"],
     &["kernels", "hub", "tokenizer"],
@@ -21,45 +21,48 @@ const FLOORS: &[&[&str]] = &[
     &["cli"],
 ];
 
-/// A module imports from lower floors only, and modules of one floor do not import each other.
+/// A module imports only from lower layers. Modules of the same layer do not import each other.
 #[test]
-fn no_module_imports_from_its_floor_or_above() {
+fn no_module_imports_from_its_layer_or_above() {
     for reference in Sources::read().references() {
         let (module, target) = (&reference.from[0], &reference.to[0]);
         if module == target {
             continue;
         }
-        // A name that `lib.rs` re-exports would hide which module it comes from.
+        // A name re-exported by `lib.rs` would hide the module that defines it.
         let place = format!("{}:{}", reference.file.display(), reference.line);
         assert!(target.starts_with(char::is_lowercase), "{place}: import {target} from the module that defines it");
-        assert!(floor(target) < floor(module), "{place}: {module} may not import {target}");
+        assert!(layer(target) < layer(module), "{place}: {module} may not import {target}");
     }
 }
 
-fn floor(module: &str) -> usize {
-    let floor = FLOORS.iter().position(|modules| modules.contains(&module));
-    floor.unwrap_or_else(|| panic!("add the module {module} to FLOORS in tests/it/floors.rs and to docs/"))
+fn layer(module: &str) -> usize {
+    let layer = LAYERS.iter().position(|modules| modules.contains(&module));
+    layer.unwrap_or_else(|| {
+        panic!("add the module {module} to LAYERS in tests/it/floors.rs and to docs/architecture.md")
+    })
 }
 
-/// Files of one folder do not import each other in a circle. The rules:
+/// Files in one folder do not import each other in a cycle. The rules:
 ///
-/// - The files of a folder are its `.rs` files and its subfolders. `x.rs` and everything in the folder `x/` count as one.
-/// - The file that declares the folder's modules (`mod.rs`, or `x.rs` beside the folder `x/`) counts as a file: `mod`.
-/// - A file depends on another if it names a path into it: in a `use`, or anywhere in the code.
-/// - A name that is imported or re-exported by a file counts as the name of the file that defines it.
-/// - In `mod`, a declaration (`mod x;`) and a re-export (`pub use x::Name;`) are no dependencies. Using the name is one.
+/// - A folder consists of its `.rs` files and subfolders. `x.rs` and everything in the folder `x/` count as one file.
+/// - The file that declares the modules of a folder counts as a file named `mod`.
+///   It is `mod.rs`, or `x.rs` beside the folder `x/`.
+/// - A file depends on every file that it names in a path, in a `use` or elsewhere in the code.
+/// - An imported or re-exported name counts as a path into the file that defines it.
+/// - In `mod`, declarations (`mod x;`) and re-exports (`pub use x::Name;`) are not dependencies. Uses of `Name` are.
 /// - Modules named `tests` do not count.
 #[test]
-fn files_of_a_folder_have_no_circles() {
-    let circles = Sources::read().circles();
-    let circles: String = circles.iter().map(|(folder, circle)| format!("circle in {folder}:\n{circle}")).collect();
-    assert!(circles.is_empty(), "{circles}");
+fn files_of_a_folder_have_no_cycles() {
+    let cycles = Sources::read().cycles();
+    let cycles: String = cycles.iter().map(|(folder, cycle)| format!("cycle in {folder}:\n{cycle}")).collect();
+    assert!(cycles.is_empty(), "{cycles}");
 }
 
-/// The path of a module or an item below the crate.
+/// The path of a module or item, relative to the crate root.
 type ModulePath = Vec<String>;
 
-/// A path in the code of a file.
+/// A path that occurs in the code of a file.
 struct Reference {
     file: PathBuf,
     line: usize,
@@ -73,15 +76,15 @@ struct Source {
     file: PathBuf,
     /// The names of the file's own items.
     items: BTreeSet<String>,
-    /// Imported and re-exported names, with their full paths.
+    /// Imported and re-exported names with their full paths.
     imports: HashMap<String, ModulePath>,
-    /// Modules whose names are all imported (`use x::*`).
+    /// Modules that are imported with a glob (`use x::*`).
     globs: Vec<ModulePath>,
-    /// Paths that the code names, with their lines.
+    /// Paths in the code, with their line numbers.
     paths: Vec<(usize, ModulePath)>,
 }
 
-/// All files of the crate by module path. The crate's root and the build script are not part of it.
+/// All source files by module path, except the crate root and the build script.
 struct Sources(BTreeMap<ModulePath, Source>);
 
 impl Sources {
@@ -110,7 +113,7 @@ impl Sources {
         Self(sources)
     }
 
-    /// All paths in the code, with the files and lines that contain them.
+    /// Returns all paths in the code, with the files and lines that contain them.
     fn references(&self) -> Vec<Reference> {
         let mut references = Vec::new();
         for (module, source) in &self.0 {
@@ -124,10 +127,10 @@ impl Sources {
         references
     }
 
-    /// The path where a name is defined, through imports and re-exports.
+    /// Follows imports and re-exports. Returns the path where a name is defined.
     fn definition(&self, path: &[String]) -> ModulePath {
         let mut path = path.to_vec();
-        // Imports cannot form a longer chain.
+        // No chain of imports is longer than this.
         for _ in 0..20 {
             let Some(length) = (0..path.len()).rev().find(|length| self.0.contains_key(&path[..*length])) else {
                 break;
@@ -151,9 +154,9 @@ impl Sources {
         path
     }
 
-    /// The circles: each with its folder and its dependencies.
-    fn circles(&self) -> Vec<(String, String)> {
-        // For each folder: pairs of files, the first of which depends on the second, with one example.
+    /// Returns the import cycles, each with its folder and its dependencies.
+    fn cycles(&self) -> Vec<(String, String)> {
+        // For each folder, the dependencies as (from, to), each with one example.
         let mut folders: BTreeMap<ModulePath, BTreeMap<(String, String), String>> = BTreeMap::new();
         for Reference { file, line, from, to } in self.references() {
             let to = self.definition(&to);
@@ -163,13 +166,13 @@ impl Sources {
                 _ => "mod".to_string(),
             };
             let (from, target) = (node(&from), node(&to));
-            // A path that ends at the folder itself is no dependency; longer paths through it are.
+            // A path that ends at the folder itself is not a dependency. Longer paths through it are.
             if shared > 0 && from != target && to.len() > shared {
                 let place = format!("  {from} -> {target}: {}:{line} {}\n", file.display(), to.join("::"));
                 folders.entry(to[..shared].to_vec()).or_default().entry((from, target)).or_insert(place);
             }
         }
-        let mut circles = Vec::new();
+        let mut cycles = Vec::new();
         for (folder, edges) in folders {
             let reachable = |start: &str| {
                 let (mut found, mut open) = (BTreeSet::new(), vec![start.to_string()]);
@@ -186,20 +189,20 @@ impl Sources {
                 edges.keys().map(|(from, _)| (from, reachable(from))).collect();
             for (file, found) in &reachable {
                 let is_mutual = |other: &&String| reachable.get(*other).is_some_and(|found| found.contains(*file));
-                let circle: Vec<&String> = found.iter().filter(is_mutual).collect();
-                if circle.first() == Some(file) {
-                    let inside = edges.iter().filter(|((a, b), _)| circle.contains(&a) && circle.contains(&b));
+                let cycle: Vec<&String> = found.iter().filter(is_mutual).collect();
+                if cycle.first() == Some(file) {
+                    let inside = edges.iter().filter(|((a, b), _)| cycle.contains(&a) && cycle.contains(&b));
                     let reasons = inside.map(|(_, place)| place.as_str()).collect();
-                    circles.push((folder.join("/"), reasons));
+                    cycles.push((folder.join("/"), reasons));
                 }
             }
         }
-        circles
+        cycles
     }
 }
 
 impl Source {
-    /// Collects names and paths. `module` is the file's path; `scope` is deeper inside an inline module.
+    /// Collects names and paths. `module` is the module of the file, `scope` is the innermost inline module.
     fn scan(&mut self, tokens: TokenStream, module: &ModulePath, scope: &ModulePath) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         let is_top = module == scope;
@@ -262,7 +265,7 @@ impl Source {
         }
     }
 
-    /// Adds one tree of a `use` declaration.
+    /// Adds one use tree of a `use` declaration.
     fn import(
         &mut self,
         tokens: &[TokenTree],
@@ -310,7 +313,7 @@ impl Source {
         self.imports.insert(name, target);
     }
 
-    /// The full path of a path in the code; `None` if it leads out of the crate.
+    /// Resolves a path in the code to its full path. Returns `None` if it leads out of the crate.
     fn resolve(&self, path: &[String], scope: &ModulePath) -> Option<ModulePath> {
         let mut base = scope.clone();
         let rest = match path[0].as_str() {
@@ -338,7 +341,7 @@ fn is_punct(token: &TokenTree, character: char) -> bool {
     matches!(token, TokenTree::Punct(punct) if punct.as_char() == character)
 }
 
-/// Whether `::` ends right before a position.
+/// Returns true if `::` ends right before `position`.
 fn is_path_separator(tokens: &[TokenTree], position: usize) -> bool {
     position >= 2
         && position <= tokens.len()
@@ -346,7 +349,7 @@ fn is_path_separator(tokens: &[TokenTree], position: usize) -> bool {
         && is_punct(&tokens[position - 2], ':')
 }
 
-/// Whether the tokens end in `pub` or `pub(…)`.
+/// Returns true if the tokens end in `pub` or `pub(…)`.
 fn is_preceded_by_pub(tokens: &[TokenTree]) -> bool {
     let tokens = match tokens {
         [rest @ .., TokenTree::Group(_)] => rest,

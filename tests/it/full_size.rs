@@ -1,8 +1,8 @@
-//! Checks on a model of real size, on a GPU. To run them:
+//! Tests with a full-size model on a GPU. To run them:
 //!
 //!     INFERNO_FULL_SIZE=DIR cargo test --release --features cuda full_size -- --nocapture
 //!
-//! `scripts/reference_logits.py DIR` writes what the first one compares with.
+//! `scripts/reference_logits.py DIR` writes the reference logits for the first test.
 
 use std::path::PathBuf;
 
@@ -13,14 +13,14 @@ use inferno::{Engine, GenerateOptions, LoadOptions, SamplingParams};
 use crate::support::values;
 
 fn model() -> PathBuf {
-    PathBuf::from(std::env::var_os("INFERNO_FULL_SIZE").expect("INFERNO_FULL_SIZE names a model directory"))
+    PathBuf::from(std::env::var_os("INFERNO_FULL_SIZE").expect("INFERNO_FULL_SIZE must name a model directory"))
 }
 
 fn load() -> Engine {
     Engine::load(&model(), &LoadOptions { context: Some(8192), ..Default::default() }).unwrap()
 }
 
-/// Returns the mean KL divergence of the rows of `got` from those of `want`, and how often the likeliest tokens agree.
+/// Returns the mean KL divergence of `got` from `want`, and the share of rows with the same top token.
 fn compare(got: &Tensor, want: &Tensor) -> (f64, f64) {
     let probabilities = |row: &[f32]| -> Vec<f64> {
         let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max) as f64;
@@ -48,23 +48,23 @@ fn full_size_logits_agree_with_transformers() {
     let engine = load();
     let (their_kl, their_top1) = compare(&reference["bf16"], &reference["f32"]);
     println!("positions {}", ids.len());
-    println!("transformers bf16 against transformers f32:  mean KL {their_kl:.3e}, top-1 {:.1} %", 100.0 * their_top1);
+    println!("transformers bf16 against transformers f32: mean KL {their_kl:.3e}, top-1 {:.1} %", 100.0 * their_top1);
     let compare_with_reference = |what: &str, got: Tensor| {
         let got = got.to_device(&Device::Cpu).unwrap();
         let (kl, top1) = compare(&got, &reference["f32"]);
         let (kl_bf16, top1_bf16) = compare(&got, &reference["bf16"]);
         println!("{what}: mean KL {kl:.3e}, top-1 {:.1} %", 100.0 * top1);
         println!("  against transformers bf16: mean KL {kl_bf16:.3e}, top-1 {:.1} %", 100.0 * top1_bf16);
-        // The reference implementation in the same dtype sets the limit. The factor 1.5 allows for chance.
-        assert!(kl <= 1.5 * their_kl, "{what}: mean KL {kl:e}, transformers' own in bf16 is {their_kl:e}");
-        assert!(top1 >= their_top1 - 0.03, "{what}: top-1 {top1}, transformers' own in bf16 is {their_top1}");
+        // The limit is the error of transformers in bf16. The factor 1.5 allows for chance.
+        assert!(kl <= 1.5 * their_kl, "{what}: mean KL {kl:e}, but transformers in bf16 has {their_kl:e}");
+        assert!(top1 >= their_top1 - 0.03, "{what}: top-1 {top1}, but transformers in bf16 has {their_top1}");
     };
     compare_with_reference("inferno bf16, prefill", engine.logits(&ids).unwrap());
     let steps = engine.with_runner(move |runner| runner.step_logits(&ids)).unwrap().unwrap();
     compare_with_reference(&format!("inferno bf16, decode steps ({})", engine.executor()), steps);
 }
 
-/// Resident memory of this process.
+/// Returns the resident memory of this process in bytes.
 fn host_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
@@ -78,7 +78,7 @@ fn full_size_thousand_generations_leak_nothing() {
     let vocab = engine.info().vocab_size as u32;
     let (mut after_warm_up, mut host_after_warm_up) = (0, 0);
     for round in 0..1000u32 {
-        // Prompts of one token, and of lengths around the window and the end of a chunk. Every round has a new text.
+        // Use prompts of one token, and lengths around the window size and the chunk size. Every round has a new prompt.
         let length = [1, 17, 127, 128, 129, 700, 2048, 2049][round as usize % 8];
         let prompt: Vec<u32> = (0..length).map(|i| (i * 7919 + round * 104_729 + 1) % vocab).collect();
         let mut sampling = SamplingParams::greedy();
@@ -116,7 +116,7 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
     };
     let (first, second) = (run(), run());
     let distinct = first.iter().collect::<std::collections::BTreeSet<_>>().len();
-    println!("512 greedy tokens, {distinct} different ones, by {}", engine.executor());
+    println!("512 greedy tokens, {distinct} of them distinct, with the executor {}", engine.executor());
     assert_eq!(first, second);
     #[cfg(feature = "cuda")]
     if engine.executor() == "graph" {
@@ -125,7 +125,7 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
             runner.fill(&prompt).unwrap();
             runner.decode_steps_ungraphed(17, 512).unwrap()
         });
-        assert_eq!(ungraphed.unwrap(), first, "launches one by one");
+        assert_eq!(ungraphed.unwrap(), first, "kernels launched one by one");
     }
 }
 
@@ -160,7 +160,7 @@ fn full_size_figures() {
     println!("in use at the end: {} MiB", (info.device.free_bytes - end.free_bytes) >> 20);
 }
 
-/// How fast weights come out of the page cache and off the disk, by how they are read.
+/// Measures how fast weights load from the page cache and from disk, with different reader settings.
 #[test(full_size)]
 #[cfg(feature = "cuda")]
 fn full_size_reading_figures() {
@@ -181,7 +181,7 @@ fn full_size_reading_figures() {
         last = Instant::now();
     };
     assert!(device::gpu_count() > 0);
-    lap("NVIDIA's libraries, driver");
+    lap("NVIDIA libraries and driver");
     let context = driver::CudaContext::new(0).unwrap();
     lap("context");
     let stream = context.new_stream().unwrap();
@@ -191,10 +191,10 @@ fn full_size_reading_figures() {
     let _rng = CudaRng::new(1, stream).unwrap();
     lap("cuRAND");
     let device = device::open(DeviceChoice::FirstCuda).unwrap();
-    lap("the device, now that all that is there");
+    lap("device, with all of the above initialized");
     let frequencies = RopeFrequencies { inv_freq: vec![0.1; 32], attention_factor: 1.0 };
     RotaryEmbedding::new(&frequencies, 131_072, &device).unwrap();
-    lap("rotary tables of 131,072 positions");
+    lap("RoPE tables for 131,072 positions");
     let Device::Cuda(gpu) = &device else { unreachable!() };
     let checkpoint = Checkpoint::open(&model()).unwrap();
     let read = |settings: ReadAheadOptions| {
@@ -213,15 +213,15 @@ fn full_size_reading_figures() {
         drop(tensors);
         device.synchronize().unwrap();
         println!(
-            "{:2} threads, pieces of {:5} KiB: handed out {handed_out:.3} s, arrived {arrived:.3} s = {:.1} GB/s, \
-             threads gone {dropped:.3} s",
+            "{:2} threads, {:5} KiB pieces: tensors returned {handed_out:.3} s, copied {arrived:.3} s = {:.1} GB/s, \
+             threads joined {dropped:.3} s",
             settings.threads,
             settings.piece_bytes >> 10,
             checkpoint.bytes() as f64 / 1e9 / arrived,
         );
     };
     let standard = ReadAheadOptions::default();
-    println!("the first takes the GPU's memory from the driver, the others from the pool");
+    println!("the first run allocates GPU memory from the driver, later runs from the pool");
     read(standard);
     for threads in [4, 8, 16] {
         for piece_bytes in [2 << 20, 4 << 20] {
@@ -237,7 +237,7 @@ fn full_size_reading_figures() {
                     .status();
                 assert!(status.is_ok_and(|status| status.success()));
             }
-            println!("out of the page cache:");
+            println!("after eviction from the page cache:");
             read(ReadAheadOptions { threads, ..standard });
         }
     }

@@ -1,4 +1,4 @@
-//! GGUF files: valid files from Python's gguf package, and hostile ones.
+//! Tests of GGUF files: valid files from Python's gguf package, and hostile files.
 
 mod blocks;
 pub mod converter;

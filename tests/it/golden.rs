@@ -1,5 +1,7 @@
-//! Compares every family with transformers (`tests/golden/make.py`): logits, the residual stream after each layer, and
-//! greedy continuations. Each runs whole and in chunks, with and without a cache, alone and in a batch of two.
+//! Compares every family with transformers (`tests/golden/make.py`).
+//!
+//! The tests compare the logits, the residual stream after each layer, and greedy continuations.
+//! Chunked prefill, truncated caches and batches of two must give the same results as one prefill.
 
 use std::collections::HashMap;
 
@@ -36,8 +38,9 @@ const CASES: &[&str] = &[
     "gemma2_graph",
     "gemma3_graph",
 ];
-/// Models in 8 bits, by compressed-tensors. Inputs are quantized, so a difference in the last bit of a sum may change a
-/// code. Results computed in another order than transformers' agree less closely.
+/// 8-bit models in the compressed-tensors format.
+/// Their inputs are quantized, so a difference in the last bit of a sum can change a quantized value.
+/// Results computed in a different order than in transformers agree less closely.
 const COMPRESSED: &[&str] = &[
     "compressed/int8",
     "compressed/int8_weights",
@@ -78,7 +81,7 @@ impl Case {
         KvCache::new(self.decoder.cache_layers(), CONTEXT, chunk, self.dtype, &self.device).unwrap()
     }
 
-    /// Returns the logits of all `ids`, run after the cached tokens in chunks of the cache's size.
+    /// Runs `ids` after the cached tokens, in chunks of `cache.chunk()`. Returns the logits of all `ids`.
     fn run(&self, cache: &mut KvCache, ids: &[u32]) -> Vec<f32> {
         let mut logits = Vec::new();
         for part in ids.chunks(cache.chunk()) {
@@ -88,7 +91,7 @@ impl Case {
         logits
     }
 
-    /// Returns the logits of all `ids`, run with a new cache.
+    /// Runs `ids` with a new cache and returns their logits.
     fn logits(&self, ids: &[u32], chunk: usize) -> Vec<f32> {
         self.run(&mut self.cache(chunk), ids)
     }
@@ -97,12 +100,14 @@ impl Case {
         self.dtype != DType::F32
     }
 
-    /// Returns the largest relative error allowed against the f32 reference. For bf16 and f16 it is a few roundings, 2^-8
-    /// and 2^-11, through three or four layers.
+    /// Returns the largest relative error allowed against the f32 reference.
+    /// In bf16 and f16, rounding errors of 2^-8 and 2^-11 accumulate over three or four layers.
     fn tolerance(&self) -> f32 {
         match (self.dtype, self.name.as_str()) {
-            // transformers in bf16 differs from its own f32 results by 3.3, 1.4, 5.6 and 9.1 %. Tensor cores add FP8 with
-            // about 13 bits (torch's products err by 3e-4 to 9e-4), which is enough to change later codes.
+            // In bf16, transformers differs from its own f32 results by 3.3% (int8), 5.6% (fp8) and 9.1% (fp8_static).
+            // The tolerances are about twice these errors.
+            // Tensor cores accumulate FP8 with about 13 bits, which can change later quantized values.
+            // torch's FP8 products have errors of 3e-4 to 9e-4 for the same reason.
             (_, "compressed/fp8") if self.is_16_bit() || self.device.is_cuda() => 12e-2,
             (_, "compressed/fp8_static") if self.is_16_bit() || self.device.is_cuda() => 19e-2,
             (DType::F32, _) => 1e-4,
@@ -173,7 +178,7 @@ fn mean_nll_agrees_with_transformers() {
 
 #[test]
 fn greedy_tokens_agree_with_transformers() {
-    // In 16-bit dtypes, rounding may flip a near tie, so this checks f32 only.
+    // Rounding may flip a near tie, so cases with a loose tolerance are skipped.
     each_case_and_compressed(|name, case| {
         if case.tolerance() > 1e-4 {
             return;
@@ -193,7 +198,7 @@ fn greedy_tokens_agree_with_transformers() {
     });
 }
 
-/// Asserts that two ways to compute the same result differ only by the order of sums.
+/// Asserts that two computations of the same result differ only in summation order.
 fn assert_same(name: &str, what: &str, case: &Case, actual: &[f32], expected: &[f32]) {
     let error = relative_error(actual, expected);
     let tolerance = if case.dtype == DType::F32 { 2e-5 } else { case.tolerance() };
@@ -223,8 +228,8 @@ fn batch_of_two_equals_each_sequence_alone() {
         let both = values(&case.decoder.forward(&batch, &mut [&mut a, &mut b]).unwrap());
         let split = both.len() / ids.len() * first.len();
         second_logits.extend(&both[split..]);
-        assert_same(name, "the first of two", &case, &both[..split], &case.logits(first, 64));
-        assert_same(name, "the second of two", &case, &second_logits, &case.logits(second, 64));
+        assert_same(name, "the first sequence of two", &case, &both[..split], &case.logits(first, 64));
+        assert_same(name, "the second sequence of two", &case, &second_logits, &case.logits(second, 64));
     });
 }
 
@@ -283,7 +288,7 @@ fn random_cache_operations_equal_a_fresh_cache() {
                 match random(4) {
                     0 if !ids.is_empty() => cache.set_checkpoint().unwrap(),
                     1 if !ids.is_empty() => {
-                        // Mostly by less than a ring buffer holds.
+                        // Usually truncate by less than a ring buffer holds.
                         let limit = [4, 9, 14, ids.len() + 1][random(4)];
                         let target = ids.len() - random(limit.min(ids.len() + 1));
                         let left = cache.truncate(target).unwrap();

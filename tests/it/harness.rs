@@ -1,8 +1,10 @@
-//! Runs the tests of this binary.
-//! libtest can ignore a test only at compile time. This harness decides when the tests run.
-//! A test without its GPU or its fixtures counts as ignored, and the last lines say how to run the ignored tests.
+//! Runs the tests in this binary.
 //!
-//! It takes libtest's options, so `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture` work as usual.
+//! libtest can ignore a test only at compile time. This harness decides at run time.
+//! A test whose GPU or fixtures are missing is reported as ignored.
+//! The last lines of output say how to run the ignored tests.
+//!
+//! It accepts libtest's options: `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture` work as usual.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::borrow::Cow;
@@ -16,10 +18,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use clap::Parser;
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
-/// One test, as `#[test]` registers it.
+/// A test registered by `#[test]`.
 #[derive(Clone)]
 pub struct Test {
-    /// The crate, the modules and the function.
+    /// The full path: crate, modules and function, joined with `::`.
     pub path: Cow<'static, str>,
     pub need: Option<Need>,
     pub run: fn(),
@@ -28,13 +30,13 @@ pub struct Test {
 inventory::collect!(Test);
 
 impl Test {
-    /// The name to filter by: the path without the crate.
+    /// Returns the name used for filtering: the path without the crate.
     fn name(&self) -> &str {
         self.path.split_once("::").map_or(&self.path, |(_, name)| name)
     }
 }
 
-/// What a test needs that not every machine has.
+/// A requirement of a test that not every machine meets.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,
@@ -45,7 +47,8 @@ pub enum Need {
 impl Need {
     const ALL: [Need; 3] = [Need::Gpu, Need::Fixtures, Need::FullSize];
 
-    /// Whether the test can run here. A required GPU counts as present, so that GPU tests fail without one.
+    /// Returns true if the test can run here.
+    /// With `INFERNO_REQUIRE_GPU=1`, GPU tests run even without a GPU, and fail.
     fn is_met(self) -> bool {
         match self {
             Need::Gpu => is_gpu_expected(),
@@ -71,19 +74,19 @@ impl Need {
     }
 }
 
-/// Whether this run has to find a GPU: there is one, or `INFERNO_REQUIRE_GPU=1` says that there must be one.
+/// Returns true if a GPU is present or `INFERNO_REQUIRE_GPU=1` requires one.
 pub fn is_gpu_expected() -> bool {
     std::env::var("INFERNO_REQUIRE_GPU").is_ok_and(|value| !matches!(value.as_str(), "" | "0"))
         || inferno::device::gpu_count() > 0
 }
 
-/// Fails a GPU test whose code is not part of this build.
+/// Fails a GPU test in a build without CUDA.
 #[cfg_attr(feature = "cuda", allow(dead_code))]
 pub fn fail_without_cuda() {
     panic!("this build has no CUDA code; run: {}", Need::Gpu.command());
 }
 
-/// The tests of `decode_graph.rs`, which compiles in CUDA builds only. Other builds list them as ignored.
+/// Returns the tests in `decode_graph.rs`, which only CUDA builds compile. Other builds list them as ignored.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {
     let source = include_str!("decode_graph.rs").split("#[test(gpu)]\nfn ").skip(1);
@@ -97,7 +100,7 @@ fn tests_of_cuda_builds() -> Vec<Test> {
     Vec::new()
 }
 
-/// libtest's options. libtest takes several filters, libtest-mimic takes one.
+/// libtest's options. libtest accepts several filters, libtest-mimic only one.
 #[derive(Parser)]
 struct Options {
     #[command(flatten)]
@@ -132,7 +135,7 @@ pub fn main() -> ExitCode {
             }
             _ => run_captured(test.run, is_captured).map(|()| Completion::Completed),
         });
-        // `--ignored` runs exactly the tests that need something.
+        // `--ignored` runs only the tests that have a requirement.
         trial.with_ignored_flag(common.ignored && need.is_some())
     });
     let trials = trials.collect();
@@ -149,11 +152,11 @@ pub fn main() -> ExitCode {
 }
 
 thread_local! {
-    /// The output of the test on this thread; `None` if output is not captured.
+    /// The output of the test on this thread, or `None` if output is not captured.
     static CAPTURED: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Runs one test. Its output becomes part of a failure and is dropped otherwise.
+/// Runs one test. Its output is shown if the test fails and dropped otherwise.
 fn run_captured(run: fn(), is_captured: bool) -> Result<(), Failed> {
     CAPTURED.set(is_captured.then(String::new));
     let outcome = catch_unwind(AssertUnwindSafe(run));
@@ -161,7 +164,8 @@ fn run_captured(run: fn(), is_captured: bool) -> Result<(), Failed> {
     outcome.map_err(|_| Failed::from(output))
 }
 
-/// Prints text, or keeps it until the test fails. `println!` and the other macros in `main.rs` call this function.
+/// Prints text, or buffers it in case the test fails.
+/// `println!` and the other macros in `main.rs` call this function.
 pub fn print(text: std::fmt::Arguments) {
     let is_kept = CAPTURED.with_borrow_mut(|captured| captured.as_mut().map(|output| output.write_fmt(text))).is_some();
     if !is_kept {
@@ -169,7 +173,7 @@ pub fn print(text: std::fmt::Arguments) {
     }
 }
 
-/// Adds the message of a panic to the test's output.
+/// Installs a panic hook that adds panic messages to the captured output.
 fn install_panic_hook() {
     let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {

@@ -1,4 +1,4 @@
-//! Tests of `hub` with a fake hub on 127.0.0.1. They use no network and no cache of the user.
+//! Tests of `hub` with a fake hub on 127.0.0.1. They use neither the network nor the user's caches.
 
 pub mod fake;
 mod hostile;
@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 use fake::{COMMIT, FakeHub, Fault, INDEX, REPO, SHARDS, etag, pattern};
 
-/// Limits that retry almost at once.
+/// Returns limits that retry almost at once.
 fn fast_limits() -> Limits {
     let ms = Duration::from_millis;
     Limits { first_wait: ms(1), max_wait: ms(2_500), save_interval: ms(0), max_failures: 4, ..Limits::default() }
@@ -28,7 +28,7 @@ fn include_only(pattern: &str) -> FileFilter {
     FileFilter { include: vec![pattern.to_string()], ..FileFilter::default() }
 }
 
-/// A machine with two empty caches.
+/// A simulated machine with two empty caches: inferno's own cache and the shared cache.
 struct Machine {
     dir: TempDir,
     endpoint: String,
@@ -66,7 +66,7 @@ impl Machine {
         self.dir.path().join("own/models--org--tiny-model")
     }
 
-    /// Writes a snapshot into a cache as another tool would: plain files, and a ref.
+    /// Writes a snapshot into a cache as another tool would: plain files and a ref.
     fn write_snapshot(&self, cache: &str, repo: &str, commit: &str, files: &[(&str, &[u8])]) -> PathBuf {
         let repo = self.dir.path().join(cache).join(format!("models--{}", repo.replace('/', "--")));
         let snapshot = repo.join("snapshots").join(commit);
@@ -206,13 +206,13 @@ fn interrupted_download_is_resumed() {
     let weights = pattern(50_000, 3);
     let blobs = machine.repo().join("blobs");
     let partial = blobs.join(format!("{}.incomplete", etag("model.safetensors", &weights)));
-    for does_ranges in [true, false] {
+    for supports_ranges in [true, false] {
         fs::create_dir_all(&blobs).unwrap();
         fs::write(&partial, &weights[..20_000]).unwrap();
-        fake.change(|world| world.does_ranges = does_ranges);
+        fake.change(|world| world.supports_ranges = supports_ranges);
         let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
         assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=20000-")));
-        assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights, "ranges: {does_ranges}");
+        assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights, "ranges: {supports_ranges}");
         assert!(!partial.exists());
         fs::remove_dir_all(machine.repo()).unwrap();
     }
@@ -257,10 +257,10 @@ fn head_requests_complete_a_listing_without_sizes() {
     let machine = Machine::new(fake.endpoint());
     for storage in [None, Some("http://localhost:1".to_string())] {
         let redirected = storage.is_some();
-        fake.change(|world| (world.tells_sizes, world.storage) = (false, storage));
+        fake.change(|world| (world.lists_sizes, world.storage) = (false, storage));
         let events = Recorder::default();
         if redirected {
-            // The redirect has the sizes. The storage host that it names does not answer.
+            // The redirect has the sizes, but the storage host in it does not answer.
             fs::remove_dir_all(machine.repo()).unwrap();
             assert_eq!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &events)).1, 5);
         } else {
@@ -291,10 +291,10 @@ fn each_refusal_of_the_hub_has_its_error() {
     let machine = Machine::new(fake.endpoint());
     let download = || message_and_code(machine.hub().download(REPO, Some("v9"), &FileFilter::default(), &()));
     for (status, code, body, exit_code, expected) in [
-        (401, "RepoNotFound", "", 3, "there is no repository"),
-        (401, "", "", 3, "there is no repository"),
-        (404, "", "<html>what you saw previously is gone</html>", 3, "there is no repository"),
-        (404, "", "{\"error\":\"Repository not found\"}", 3, "there is no repository"),
+        (401, "RepoNotFound", "", 3, "cannot find repository"),
+        (401, "", "", 3, "cannot find repository"),
+        (404, "", "<html>what you saw previously is gone</html>", 3, "cannot find repository"),
+        (404, "", "{\"error\":\"Repository not found\"}", 3, "cannot find repository"),
         (404, "RevisionNotFound", "", 3, "has no revision 'v9'"),
         (404, "", "{\"error\":\"Invalid rev id: v9\"}", 3, "has no revision 'v9'"),
         (401, "GatedRepo", "", 4, "accept its license"),
@@ -309,11 +309,11 @@ fn each_refusal_of_the_hub_has_its_error() {
     }
     fake.change(|world| world.listing_refused = Some((200, "", "<html>log in</html>")));
     let (message, code) = download();
-    assert!(code == 5 && message.contains("not a model hub's"), "{message}");
+    assert!(code == 5 && message.contains("not from a model hub"), "{message}");
     fake.change(|world| world.listing_refused = Some((401, "", "")));
     let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
-    assert!(code == 4 && message.contains("refuses the token"), "{message}");
-    // Everyone may list a gated repository. Only its files are restricted.
+    assert!(code == 4 && message.contains("rejects the token"), "{message}");
+    // Anyone may list a gated repository. Only its files are restricted.
     fake.change(|world| (world.listing_refused, world.files_refused) = (None, Some((403, "GatedRepo"))));
     assert_eq!(download().1, 4);
     fake.change(|world| world.files_refused = Some((401, "")));
@@ -368,7 +368,7 @@ fn paths_outside_the_cache_are_refused() {
         fake.change(|world| drop(world.files.insert(name.to_string(), b"{}".to_vec())));
         let machine = Machine::new(fake.endpoint());
         let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
-        assert!(message.contains("refused"), "{message}");
+        assert!(message.contains("not a path inside the repository"), "{message}");
         assert!(file_names(machine.dir.path()).is_empty());
     }
     let fake = FakeHub::single();
@@ -386,12 +386,12 @@ fn invalid_names_are_rejected_before_any_request() {
     let machine = Machine::new(fake.endpoint());
     for repo in ["", "a/b/c", "../x", "a b/c", "org/..", "https://huggingface.co/org/name"] {
         let (message, _) = message_and_code(machine.hub().download(repo, None, &FileFilter::default(), &()));
-        assert!(message.contains("write org/name"), "{message}");
+        assert!(message.contains("use org/name"), "{message}");
     }
     assert!(
         message_and_code(machine.hub().download(REPO, Some("../x"), &FileFilter::default(), &()))
             .0
-            .contains("is not a revision")
+            .contains("is not a valid revision")
     );
     assert!(fake.lines().is_empty());
 }
@@ -517,7 +517,7 @@ fn error_for_a_missing_model_names_the_next_command() {
     };
     assert!(missing("openai/gpt-oss-20b", None).ends_with("\n  inferno download openai/gpt-oss-20b"));
     assert!(missing("openai/gpt-oss-20b@v1", None).ends_with("inferno download openai/gpt-oss-20b --revision v1"));
-    assert!(missing("", None).contains("write org/name"));
+    assert!(missing("", None).contains("use org/name"));
     assert!(hub.list().unwrap().is_empty());
 
     machine.write_snapshot("own", "openai/gpt-oss-20b", COMMIT, &COMPLETE);
@@ -549,7 +549,7 @@ fn error_for_a_missing_model_names_the_next_command() {
 #[test]
 fn weights_without_the_small_files_are_not_a_model() {
     let fake = FakeHub::sharded();
-    // All other files arrive before this one is given up.
+    // All other files arrive before the client gives up on this one.
     fake.change(|world| {
         world.faulty = |name| name == "chat_template.jinja";
         world.faults.extend([Fault::Stall(0); 5]);
@@ -574,12 +574,12 @@ fn another_commit_than_the_requested_one_is_refused() {
     let machine = Machine::new(fake.endpoint());
     let (message, code) =
         message_and_code(machine.hub().download(REPO, Some(&"a".repeat(40)), &FileFilter::default(), &()));
-    assert!(code == 6 && message.contains("refused"), "{message}");
+    assert!(code == 6 && message.contains("instead of commit"), "{message}");
     assert!(!machine.repo().exists());
     machine.hub().download(REPO, Some(COMMIT), &FileFilter::default(), &()).unwrap();
 }
 
-/// Some mirrors send etags made of time and length, which say nothing about the contents.
+/// Some mirrors build etags from time and length, which say nothing about the contents.
 #[test]
 fn files_with_the_same_weak_etag_are_kept_apart() {
     let fake = FakeHub::sharded();
@@ -594,14 +594,14 @@ fn files_with_the_same_weak_etag_are_kept_apart() {
         assert!(fs::read(snapshot.path.join(SHARDS[1])).unwrap() == pattern(90_000, second));
     };
     // Both shards have the same etag.
-    fake.change(|world| (world.tells_sizes, world.tells_hashes, world.etag_header) = (false, false, Some("\"5f-61\"")));
+    fake.change(|world| (world.lists_sizes, world.lists_hashes, world.etag_header) = (false, false, Some("\"5f-61\"")));
     fetch(1, 2);
     fake.change(|world| world.commit = "f".repeat(40));
     fetch(3, 4);
-    // The listing has only the hash of the pointer of a large file.
+    // For a large file, the listing has only the hash of its LFS pointer.
     fake.change(|world| {
         world.commit = "e".repeat(40);
-        (world.tells_sizes, world.etag_header) = (true, None);
+        (world.lists_sizes, world.etag_header) = (true, None);
     });
     fetch(5, 6);
     let checked = machine.hub().verify(Some(REPO), None, &()).unwrap();
@@ -631,7 +631,7 @@ fn impossible_listings_are_refused() {
 #[test]
 fn interrupted_download_is_not_a_model() {
     let fake = FakeHub::sharded();
-    // The listing has the second shard, and the storage does not.
+    // The listing has the second shard, but the storage does not.
     fake.change(|world| world.lost = Some(SHARDS[1]));
     let machine = Machine::new(fake.endpoint());
     let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));

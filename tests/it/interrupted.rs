@@ -15,7 +15,7 @@ const CTRL_C: &[u8] = b"\x03";
 const QUESTION: &[u8] = b"How do I download a model?\r";
 const LONG_ANSWER: [&str; 3] = ["--ignore-eos", "--max-tokens", "2000"];
 
-/// Starts a chat in which a long answer streams.
+/// Starts a chat and waits until it streams a long answer.
 fn streaming(home: &TempDir) -> Screen {
     let mut chat = Screen::chat(home, &LONG_ANSWER);
     stream(&mut chat);
@@ -31,13 +31,13 @@ fn stream(chat: &mut Screen) {
 #[test]
 fn signals_restore_the_terminal() {
     let home = TempDir::new().unwrap();
-    // The shell outlives the program, so the end of the session does not hide what the program left behind.
+    // The shell outlives the program, so the test can check the terminal state that the program leaves behind.
     let shell = "ulimit -c 0; trap : TERM HUP QUIT; \"$@\"; echo ended with $?; read line";
     for (signal, in_mid_stream) in
         [(Signal::SIGTERM, true), (Signal::SIGTERM, false), (Signal::SIGHUP, true), (Signal::SIGQUIT, false)]
     {
         if is_ignored(signal) {
-            println!("skipped: this process ignores {signal}, as under nohup, and so do its children");
+            println!("skipped: this process and its children ignore {signal}, as under nohup");
             continue;
         }
         let mut chat = Screen::with_script(&home, shell, &[&DEMO[..], &LONG_ANSWER].concat(), &[]);
@@ -55,7 +55,7 @@ fn signals_restore_the_terminal() {
     }
 }
 
-/// Returns whether this process was started with a signal ignored.
+/// Returns true if this process was started with `signal` ignored.
 fn is_ignored(signal: Signal) -> bool {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -99,7 +99,7 @@ fn ctrl_z_stops_the_chat_and_fg_continues_it() {
     shell.settle();
     shell.send(b"\x1a");
     shell.wait("shell: ");
-    // The shell notices that a moment later. `jobs -l` lists a job that is still stopped.
+    // The shell notices the exit a moment later. `jobs -l` would list a job that is still stopped.
     shell.send(b"kill %1; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.5; kill -0 %1 2> /dev/null || break; done\r");
     shell.wait("shell: ");
     shell.settle();
@@ -113,14 +113,14 @@ fn ctrl_z_stops_the_chat_and_fg_continues_it() {
 fn each_ctrl_c_stops_the_answer_clears_the_line_or_leaves() {
     let home = TempDir::new().unwrap();
     let mut chat = streaming(&home);
-    // A message typed during a stopped answer becomes the draft.
+    // A message typed before the answer is stopped becomes the draft.
     chat.send(b"/clear\r");
     chat.settle_briefly();
     chat.send(CTRL_C);
     chat.wait("stopped");
     chat.settle();
     assert_eq!(chat.rows().last().unwrap(), ">>> /clear");
-    // Ctrl-C clears a line that has text. It does not count towards leaving.
+    // Ctrl-C on a line with text clears the line. It does not count toward leaving.
     chat.send(CTRL_C);
     chat.settle();
     assert_eq!(chat.rows().last().unwrap(), ">>>");
@@ -168,7 +168,7 @@ fn invalid_utf_8_leaves_the_line_unchanged() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     chat.settle();
-    // The byte after it shows that it starts no character.
+    // The space after 0xe9 shows that 0xe9 does not start a UTF-8 character.
     chat.send(b"/st\xe9 ");
     chat.wait("not UTF-8");
     chat.settle();

@@ -36,7 +36,7 @@ fn leave(mut chat: Screen) {
     chat.end();
 }
 
-/// Has a conversation of these questions and leaves it with /exit.
+/// Asks these questions in a chat and leaves it with /exit.
 fn conversation(home: &TempDir, args: &[&str], questions: &[&str]) {
     let mut chat = Screen::chat(home, args);
     for question in questions {
@@ -78,12 +78,12 @@ fn resume_restores_all_settings_and_ignores_invalid_ones() {
     let (mut chat, banner) = resume(&home, &[]);
     assert!(banner.contains("1 question"), "{banner}");
     assert_eq!(shown(&mut chat), (true, true));
-    // Loading a model again changes none of them.
-    assert!(chat.say("/model demo").contains("from here on"));
+    // Loading the model again keeps these settings.
+    assert!(chat.say("/model demo").contains("switched to"));
     assert_eq!(shown(&mut chat), (true, true));
     leave(chat);
 
-    // Invalid settings are ignored, and the others are used.
+    // Invalid settings are ignored. All other settings apply.
     let path = journal(&home);
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, text.replace("\"plain\":[\"true\"]", "\"plain\":[\"maybe\"],\"color\":[\"red\"]")).unwrap();
@@ -111,7 +111,7 @@ fn turns_that_a_full_disk_refused_are_written_later() {
     limit(&format!("{}:", before.len() + 60));
     let second = "How do I list my models?";
     assert!(chat.say(second).contains("not saved for --resume"));
-    assert_eq!(fs::read(&path).unwrap(), before, "no part of the turn is left");
+    assert_eq!(fs::read(&path).unwrap(), before, "no part of the turn remains");
     limit("unlimited:");
     let third = chat.say("What is my name?");
     assert!(third.contains("tok/s") && !third.contains("not saved"), "{third}");
@@ -132,7 +132,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     let damaged = fs::read(&path).unwrap();
     let (mut chat, banner) = resume(&home, &[]);
     assert!(banner.contains("is damaged in line") && banner.contains("1 question"), "{banner}");
-    assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "the copy has everything");
+    assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "the copy is complete");
     assert!(chat.say("What is my name?").contains("Ada"));
     leave(chat);
     let (chat, banner) = resume(&home, &[]);
@@ -165,7 +165,7 @@ fn removed_limits_stay_removed_after_resume() {
     let settings = chat.say("/set");
     assert!(settings.contains("max-tokens          none") && !settings.contains("zebra"), "{settings}");
     leave(chat);
-    // Without a name, a conversation that is open elsewhere is skipped.
+    // `--resume` without a name skips a conversation that is open elsewhere.
     conversation(&home, &[], &["What is the KV cache?"]);
     let (open, banner) = resume(&home, &[]);
     assert!(banner.contains("the KV"), "{banner}");
@@ -222,9 +222,9 @@ fn load_restores_a_cleared_conversation_with_its_settings() {
     chat.say("/set top-k 9");
     chat.say("/set stop none");
     chat.say("/set max-tokens 50");
-    assert!(chat.say(&format!("/file '{}'", notes.display())).contains("goes with the next"));
+    assert!(chat.say(&format!("/file '{}'", notes.display())).contains("attached to the next message"));
     // Loading an unknown name changes nothing.
-    assert!(chat.say("/load nobody").contains("no conversation 'nobody'"));
+    assert!(chat.say("/load nobody").contains("conversation 'nobody': not found"));
     assert!(chat.say("/set top-k 8").contains("top-k is 8"));
     let loaded = chat.say("/load ada");
     assert!(loaded.contains("1 question") && loaded.contains("My name is Ada"), "{loaded}");
@@ -247,7 +247,7 @@ fn resume_skips_conversations_without_a_question() {
     conversation(&home, &[], &["My name is Ada"]);
     let mut chat = Screen::chat(&home, &[]);
     chat.say("How do I list my models?");
-    assert!(chat.say("/undo").contains("taken back"));
+    assert!(chat.say("/undo").contains("removed: "));
     leave(chat);
     let (chat, banner) = resume(&home, &[]);
     assert!(banner.contains("My name is Ada"), "{banner}");
@@ -279,7 +279,7 @@ fn resume_accepts_new_instructions_and_obeys_inferno_nohistory() {
 #[test]
 fn regen_gives_another_answer_and_the_journal_has_the_last_one() {
     let home = TempDir::new().unwrap();
-    // A high temperature, because the demo model is certain of its answers.
+    // Use a high temperature. At low temperatures, the demo model repeats its answers.
     let mut chat =
         Screen::new(&home, &["play", "demo", "--device", "cpu", "--temperature", "2", "--max-tokens", "60"], &[]);
     chat.wait(">>> ");
@@ -312,7 +312,7 @@ fn regen_gives_another_answer_and_the_journal_has_the_last_one() {
 fn an_unusable_state_folder_does_not_stop_the_chat() {
     let home = TempDir::new().unwrap();
     fs::create_dir_all(home.path().join(".local/state")).unwrap();
-    // A file instead of the folder: a read-only folder would not stop root.
+    // A file takes the place of the folder. A read-only folder would not stop root.
     fs::write(folder(&home), "not a folder").unwrap();
     let mut chat = Screen::chat(&home, &[]);
     let answer = chat.say("My name is Ada");

@@ -1,5 +1,5 @@
-//! Compares every CUDA kernel with its reference, on outliers, odd sizes and poisoned padding. Compares the references with
-//! independent values.
+//! Compares every CUDA kernel with its reference, including outliers, odd sizes and poisoned padding.
+//! Also compares the references with independent values.
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
@@ -17,7 +17,7 @@ use crate::support::{Random, devices, golden, gpu_with_dtypes, relative_error, v
 
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // The order of summation differs, for sums of up to 2880 products.
+        // The summation order differs, in sums of up to 2880 products.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
@@ -146,7 +146,7 @@ fn clamped_swiglu_matches_its_reference() {
 
 #[test]
 fn clamped_swiglu_clamps_like_gpt_oss() {
-    // The gate 9 becomes 7 and the linear value -8 becomes -7: 7·σ(11.914)·(-6). The gate -20 stays: there is no lower clamp.
+    // Gate 9 is clamped to 7, and up -8 to -7: 7·σ(11.914)·(-6). Gate -20 stays, because gates have no lower limit.
     let x = Tensor::new(&[9f32, -8.0, -20.0, 3.0], &Device::Cpu).unwrap();
     let got = values(&clamped_swiglu(&x, 7.0).unwrap());
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
@@ -227,7 +227,7 @@ fn attention_matches_its_reference() {
             let q = noise.tensor(&[tokens, heads, head_dim], dtype);
             let k = noise.tensor(&[rows, kv_heads, head_dim], dtype);
             let v = noise.tensor(&[rows, kv_heads, head_dim], dtype);
-            // Rows that no query sees hold NaN, so that a kernel that reads one fails the test.
+            // Rows that no query attends to hold NaN, so a kernel that reads such a row fails the test.
             let first = window.map_or(0, |window: usize| (position + 1usize).saturating_sub(window));
             let row_poison: Vec<f32> = (0..rows)
                 .map(|row| if (first..position + tokens).any(|p| p % rows == row) { 0.0 } else { f32::NAN })
@@ -243,7 +243,7 @@ fn attention_matches_its_reference() {
             let want = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), mask, AttentionBackend::Auto).unwrap();
             let sinks = sinks.map(|sinks| to_device(&sinks, &device, DType::F32));
             let [q, k, v] = [q, k, v].map(|tensor| to_device(&tensor, &device, dtype));
-            // The error of a sum grows with its length. In f32 no rounding of the result hides it.
+            // The error of a sum grows with its length. In 16-bit dtypes, rounding of the result hides this growth.
             let error_growth = if dtype == DType::F32 { 1.0 + (position + tokens) as f32 / 2880.0 } else { 1.0 };
             for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
                 if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_err() {
@@ -268,7 +268,7 @@ fn expert_mlp_matches_separate_products() {
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
         for (tokens, experts, chosen, columns, intermediate) in cases {
             let mut noise = Random(9);
-            // The inputs are as large as after a norm, so that the sums stay near the clamp's limit.
+            // The inputs are about as large as normalized values, so the sums stay near the clamp limit.
             let x = (noise.tensor(&[tokens, columns], dtype) * 0.5).unwrap();
             let mut stack = |rows: usize, columns: usize| {
                 let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
@@ -279,7 +279,7 @@ fn expert_mlp_matches_separate_products() {
             let (up, down) = (stack(2 * intermediate, columns), stack(columns, intermediate));
             let ids: Vec<u32> = (0..tokens)
                 .flat_map(|_| {
-                    // The choices are skewed: the first expert is in nearly all of them.
+                    // The choices are skewed: expert 0 comes first twice as often as any other expert.
                     let first = (noise.next() % (1 + experts as u64)).saturating_sub(1) as u32;
                     (0..chosen as u32).map(move |n| (first + n) % experts as u32)
                 })
@@ -329,7 +329,7 @@ fn attention_rejects_a_cache_that_has_overwritten_visible_keys() {
 
 #[test(gpu)]
 fn expert_matmul_matches_its_reference() {
-    // tokens, chosen, experts, rows, columns; the last cases are large enough for the tiled kernel
+    // tokens, chosen, experts, rows, columns. The last cases are large enough for the tiled kernel.
     let cases = [
         (1, 4, 32, 130, 96),
         (3, 2, 5, 7, 32),
@@ -425,7 +425,7 @@ fn mxfp4_matches_transformers() {
         let ids = Tensor::from_vec(ids, (columns, experts), &device).unwrap();
         let got = expert_matmul(&unit_vectors, &weights, None, &ids).unwrap().permute((1, 2, 0)).unwrap();
         let (got, want) = (values(&got), values(&file["expected"]));
-        // A NaN or infinite weight makes its whole row NaN here (0 · NaN). Such rows must not be finite in either result.
+        // A NaN or infinite weight makes its whole row NaN here (0 · NaN). Such a row must have a non-finite value.
         for row in 0..experts * rows {
             let (got, want) = (&got[row * columns..][..columns], &want[row * columns..][..columns]);
             if want.iter().all(|value| value.is_finite()) {
@@ -444,7 +444,7 @@ fn bandwidth_is_measured_only_on_a_gpu() {
         assert_eq!(bandwidth.is_some(), device.is_cuda());
         if let Some(bandwidth) = bandwidth {
             println!("{bandwidth:?}");
-            // From below the slowest GPU to above the fastest. A launch that did nothing would seem faster still.
+            // The range includes the slowest and the fastest GPU. A kernel that did nothing would appear even faster.
             let plausible = 1e10..1e14;
             assert!(plausible.contains(&bandwidth.read_bytes_per_s) && plausible.contains(&bandwidth.copy_bytes_per_s));
         }

@@ -1,10 +1,10 @@
-//! All integration tests in one binary: one file to copy to a machine with a GPU.
+//! All integration tests, in one binary that can be copied to a machine with a GPU.
 
-/// The `#[test]` of this binary, which replaces the built-in one in every module.
+/// The `#[test]` attribute of this crate replaces the built-in attribute in every module.
 #[macro_use]
 extern crate inferno_test_macros;
 
-/// Prints through the harness, which shows the output of failed tests only.
+/// Prints through the harness, which shows only the output of failed tests.
 #[allow(unused_macros)]
 macro_rules! println {
     () => { crate::harness::print(format_args!("\n")) };

@@ -1,4 +1,4 @@
-//! The memory that is estimated before loading, compared with the tensors that loading makes.
+//! Compares the memory estimated before loading with the tensors that loading creates.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 
-use crate::gguf::converter::{convert, convert_apart};
+use crate::gguf::converter::{convert, convert_with_separate_experts};
 use crate::gguf::models::{quantized_llama, saved};
 use crate::support::{demo_dir, golden};
 
@@ -34,10 +34,10 @@ const CASES: [&str; 18] = [
 ];
 const COMPRESSED: [&str; 5] =
     ["compressed/int8", "compressed/int8_weights", "compressed/int8_packed", "compressed/fp8", "compressed/fp8_static"];
-/// Formats for rows of 32, for rows of 256 with a fallback to 32, and for rows of any length.
+/// Formats with blocks of 32, with blocks of 256 that fall back to blocks of 32, and for rows of any length.
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
-/// Checks that the estimate equals the bytes that loading keeps, in every dtype.
+/// Checks that the estimate equals the bytes resident after loading, in f32 and bf16.
 fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let checkpoint = Checkpoint::open(path).unwrap();
     let architecture = models::read_config(path).unwrap().architecture;
@@ -52,7 +52,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
         let decoder = architecture.build(&weights, 32).unwrap();
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), loaded.resident_bytes(), "{name} {what} in {dtype:?}");
-        // The layers of the decoder have the same bytes. A step of a dense model reads all of them.
+        // The decoder layers hold the same bytes. A step of a dense model reads all of them.
         let is_dense = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
             (is_dense, quantize.is_none(), checkpoint.info("model.embed_tokens.weight"))
@@ -87,16 +87,17 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
         let (_folder, path) = saved(&convert(&golden(case)));
         each_quantization(&format!("{case}.gguf"), &path);
     }
-    let (_folder, path) = saved(&convert_apart(&golden("mixtral")));
-    each_quantization("mixtral.gguf, experts apart", &path);
+    let (_folder, path) = saved(&convert_with_separate_experts(&golden("mixtral")));
+    each_quantization("mixtral.gguf, separate experts", &path);
     for ggml_type in GgmlType::ALL.into_iter().filter(|&of| of.block_length() > 1 && of != GgmlType::Mxfp4) {
         let (_folder, path) = saved(&quantized_llama(ggml_type, false));
         each_quantization(&format!("{ggml_type}.gguf"), &path);
     }
 }
 
-/// Headers alone, as a hub sends them, give the same estimate for unquantized models. For quantized ones they do not show
-/// the layout after loading: rows may be padded to 32 columns, and each row may get a scale of its own.
+/// For unquantized models, the headers alone give the same estimate as the files.
+/// For quantized models, headers do not show the layout after loading.
+/// Rows may be padded to 32 columns, and each row may get its own scale.
 #[test]
 fn estimates_from_headers_agree_with_estimates_from_files() {
     for case in CASES.iter().chain(&COMPRESSED) {
@@ -123,7 +124,7 @@ fn estimates_from_headers_agree_with_estimates_from_files() {
                 let rows: usize = codes.map(|(_, info)| info.shape[0]).sum();
                 assert!(
                     estimate <= exact && exact - estimate <= rows as u64 * (31 + 4),
-                    "{case}: {estimate} of {exact}"
+                    "{case}: estimate {estimate}, exact {exact}"
                 );
             } else {
                 assert_eq!(estimate, exact, "{case} in {dtype:?}");

@@ -11,7 +11,7 @@ use crate::screen::{DEMO, Screen};
 
 const QUESTION: &str = "How do I download a model?";
 
-/// Returns the words of the last turn, without the figures, which differ each time.
+/// Returns the words of the last turn, without the timings, which differ each time.
 fn words(chat: &mut Screen) -> Vec<String> {
     let rows = chat.all_rows();
     let turn = rows.iter().skip_while(|row| !row.contains(QUESTION)).take_while(|row| !row.contains("tok/s"));
@@ -54,7 +54,7 @@ fn folding_and_unfolding_reasoning_changes_no_words() {
     chat.send(b"\x0f");
     let unfolded = wait_for_end(&mut chat);
     if unfolded.iter().any(|word| word == "thought:") {
-        // On a busy machine, the reasoning ended before the second key.
+        // On a busy machine, the reasoning ended before the second key press.
         assert!(unfolded.ends_with(&plain[answer..]), "{unfolded:?}\n{plain:?}");
     } else {
         assert_eq!(unfolded, plain, "{folded:?}");
@@ -78,7 +78,7 @@ fn resizing_the_window_during_an_answer_loses_nothing() {
     chat.resize(30, 100);
     assert_eq!(wait_for_end(&mut chat), plain);
 
-    // In a narrower window, rows above may be cut off. All words after that appear once.
+    // In a narrower window, the rows at the top may be cut off. All later words appear once.
     let mut chat = Screen::chat(&home, &LONG);
     ask(&mut chat);
     chat.wait("inferno");
@@ -102,7 +102,7 @@ fn a_pasted_megabyte_is_one_message() {
     chat.send(b"\r");
     chat.wait("this message alone exceeds");
     assert!(chat.say("My name is Ada").contains("tok/s"));
-    // Paste it while an answer streams.
+    // Paste again while an answer streams.
     ask(&mut chat);
     chat.wait("\x1b[2m");
     chat.send(format!("\x1b[200~b {megabyte}\x1b[201~\r").as_bytes());
@@ -145,7 +145,7 @@ fn the_c_locale_changes_nothing() {
     let mut chat = Screen::new(&home, &DEMO, &[("LC_ALL", "C"), ("LANG", "C")]);
     chat.wait(">>> ");
     assert!(chat.say("My name is Zoë").contains("tok/s"));
-    assert!(chat.say("/undo").contains("taken back: My name is Zoë"));
+    assert!(chat.say("/undo").contains("removed: My name is Zoë"));
 }
 
 #[cfg(unix)]
@@ -195,7 +195,7 @@ fn unsuitable_files_are_refused_with_a_reason() {
     let refusal = refusal.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(refusal.contains("do not fit the context of 4096 tokens"), "{refusal}");
     assert!(chat.say("/file").contains("nothing is attached"));
-    assert!(chat.say(&format!("/file {}", at("near.txt"))).contains("goes with the next message"));
+    assert!(chat.say(&format!("/file {}", at("near.txt"))).contains("attached to the next message"));
     assert!(chat.say("My name is Ada").contains("/file none"));
     assert!(chat.say("/file none").contains("nothing is attached"));
     assert!(chat.say("/export md /nonexistent/x.md").contains("nothing to export"));

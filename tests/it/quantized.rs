@@ -1,6 +1,8 @@
-//! Quantized matrices.
-//! Their values are compared with the original blocks,
-//! their products with those of the dequantized matrix, and every GPU kernel with the CPU.
+//! Tests of quantized matrices.
+//!
+//! - Their values equal the values of the original blocks.
+//! - Their products match the products of the dequantized matrix.
+//! - Every GPU kernel matches the CPU.
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
@@ -32,9 +34,9 @@ fn floats(count: usize, seed: u64) -> Vec<f32> {
     (0..count).map(|_| f32::from(random.next() as i16) / 16384.0).collect()
 }
 
-/// Returns the numbers in [-2, 2) for which the errors of ggml's quantizers are known.
+/// Returns numbers in [-2, 2) for which the errors of ggml's quantizers are known.
 ///
-/// A xorshift generator made them. Other numbers have other errors, so this stream stays.
+/// Do not replace this xorshift generator: the errors are known only for these numbers.
 fn floats_with_known_errors(count: usize) -> Vec<f32> {
     let mut state = 11u64.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next_byte = || {
@@ -66,7 +68,7 @@ fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
     bytes
 }
 
-/// Returns a matrix of random blocks, and its dequantized values.
+/// Returns a matrix of random blocks and its dequantized values.
 fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device) -> (QuantizedMatrix, Vec<f32>) {
     let bytes = blocks(ggml_type, rows * columns / ggml_type.block_length());
     let row_bytes = bytes.len() / rows;
@@ -107,9 +109,9 @@ fn values_equal_those_of_the_blocks_bit_by_bit() {
         let got = values(&matrix.dequantize(DType::F32).unwrap());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&got), bits(&want), "{of}");
-        // A matrix is as large as in the file, except that 12 bytes of scales become 16.
+        // A matrix takes as many bytes as in the file, except that 12 bytes of scales become 16.
         let file = 3 * 512 / of.block_length() * of.block_bytes();
-        assert!(matrix.bytes() as usize <= file + 3 * 2 * 6, "{of}: {} bytes of {file}", matrix.bytes());
+        assert!(matrix.bytes() as usize <= file + 3 * 2 * 6, "{of}: {} bytes, {file} in the file", matrix.bytes());
     }
 }
 
@@ -146,8 +148,8 @@ fn matrices_are_stacked_in_order() {
 fn quantization_error_is_bounded() {
     let (rows, columns) = (4, 512);
     let original = floats_with_known_errors(rows * columns);
-    // The largest error of a value, relative to the largest magnitude in its row, which is about 2.
-    // It is half a step, or a whole step where a block cannot represent both extremes.
+    // Each limit is relative to the largest magnitude in a row, which is about 2.
+    // The limit is half a quantization step, or a whole step if a block cannot represent both extremes.
     for (name, limit) in [
         ("q8_0", 1.0 / 127.0 / 2.0),
         ("int8", 1.0 / 127.0 / 2.0),
@@ -156,7 +158,7 @@ fn quantization_error_is_bounded() {
         ("q5_0", 1.0 / 15.0),
         ("q5_1", 1.0 / 31.0),
         // q5_k and q4_k fit a group by least squares, which sacrifices the extremes.
-        // ggml has errors of 0.0481 and 0.0745.
+        // The errors in ggml are 0.0481 and 0.0745.
         ("q5_k", 0.0482 / 1.1),
         ("q4_0", 1.0 / 7.0),
         ("q4_1", 1.0 / 15.0),
@@ -173,7 +175,7 @@ fn quantization_error_is_bounded() {
         assert!(worst / 2.0 <= limit * 1.1, "{quantize}: off by {worst}");
         assert!(worst > 0.0, "{quantize} changes nothing");
     }
-    // Rows that are not a whole number of blocks.
+    // Row lengths that are not a multiple of the block size fall back to another format.
     let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().format(columns);
     assert_eq!(format("q4_k", 320), Some(Format::Q5_0));
     assert_eq!(format("q2_k", 320), Some(Format::Q4_0));
@@ -183,7 +185,7 @@ fn quantization_error_is_bounded() {
     assert!("q9".parse::<QuantizationTarget>().unwrap_err().contains("q8_0, q6_k"));
 }
 
-/// Blocks of equal values, and of values too small for a scale.
+/// Tests blocks of equal values, including values too small for a scale.
 #[test]
 fn constant_and_tiny_rows_are_quantized_to_finite_values() {
     for format in ["q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "q5_1", "q5_0", "q4_1", "q4_0", "fp8", "int8"] {
@@ -191,8 +193,8 @@ fn constant_and_tiny_rows_are_quantized_to_finite_values() {
             let matrix = quantized_floats(format.parse().unwrap(), &[value; 512], 512, &Device::Cpu);
             let got = values(&matrix.dequantize(DType::F32).unwrap());
             let worst = got.iter().map(|got| (got - value).abs()).fold(0.0, |a: f32, b| if b > a { b } else { a });
-            assert!(got.iter().all(|got| got.is_finite()), "{format} makes {got:?} of {value:e}");
-            assert!(worst <= value.abs() / 15.0 + 1e-15, "{format} makes {} of {value:e}", got[0]);
+            assert!(got.iter().all(|got| got.is_finite()), "{format} turns {value:e} into {got:?}");
+            assert!(worst <= value.abs() / 15.0 + 1e-15, "{format} turns {value:e} into {}", got[0]);
         }
     }
 }
@@ -264,7 +266,7 @@ fn expert_products_use_the_chosen_experts() {
     }
 }
 
-/// Returns the ways to round the inputs of a product with this format.
+/// Returns the input roundings that a product with this format supports.
 fn roundings(format: Format) -> Vec<InputRounding> {
     match format {
         Format::Int8 => vec![InputRounding::None, InputRounding::Int8PerToken, InputRounding::Int8Static(0.01)],
@@ -273,7 +275,7 @@ fn roundings(format: Format) -> Vec<InputRounding> {
     }
 }
 
-/// Rows that end within a group of columns, and NaN in the inputs, which must stay NaN.
+/// Tests rows that end within a group of columns, and NaN inputs, which must stay NaN.
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
@@ -304,18 +306,18 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
                 let broken = Tensor::from_vec(broken, (tokens, columns), &Device::Cpu).unwrap();
                 let got = product(&there, &broken.to_dtype(DType::F16).unwrap());
                 assert!(got[..48].iter().all(|value| value.is_nan()), "{what}: a NaN was lost");
-                assert!(got[48..].iter().all(|value| value.is_finite()), "{what}: a NaN spread");
+                assert!(got[48..].iter().all(|value| value.is_finite()), "{what}: a NaN spread to another row");
             }
         }
     }
 }
 
-/// Values, rows, and products with few and many tokens, in all dtypes.
+/// Compares values, rows, and products with few and with many tokens, in all dtypes.
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
-    // More rows than the warps of the grid, odd, and a multiple of 16, which cuBLASLt needs.
-    // Columns that a lane covers in one iteration, and in several.
+    // The row counts exceed the warps of the grid, are odd, or are multiples of 16, which cuBLASLt needs.
+    // A lane covers the columns in one iteration or in several.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let here = matrices_of_each_format(rows, columns, &Device::Cpu);
@@ -355,11 +357,11 @@ fn gpu_kernels_agree_with_the_cpu() {
                         let error = relative_error(&values(&got), &values(&want));
                         // For few tokens, the kernels use exact weights and 16-bit integers.
                         // For many tokens, they round the weights to the dtype.
-                        // Tensor cores sum 8-bit codes: integers exactly, FP8 to some 13 bits.
+                        // Tensor cores accumulate 8-bit integers exactly, and FP8 with about 13 bits.
                         let tolerance = match rounding {
                             _ if tokens <= 8 => 5e-5,
                             InputRounding::None => tolerance,
-                            // cuBLASLt does not support these rows, so they are multiplied as floats.
+                            // cuBLASLt does not support these row counts, so the product is computed in floats.
                             _ if rows % 16 != 0 => tolerance,
                             InputRounding::Int8PerToken | InputRounding::Int8Static(_) => 2e-5,
                             _ => 3e-3,

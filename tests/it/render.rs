@@ -1,4 +1,4 @@
-//! Answers on the screen of a terminal, which `vt100` emulates.
+//! Renders answers on the screen of a terminal that `vt100` emulates.
 
 use std::num::NonZero;
 
@@ -18,7 +18,7 @@ fn cells(size: WindowSize) -> (NonZero<u16>, NonZero<u16>) {
     (cells(size.rows), cells(size.columns))
 }
 
-/// Feeds output to the terminal, with line breaks as the terminal driver writes them.
+/// Feeds output to the terminal, with `\r\n` line breaks, as the terminal driver writes them.
 fn feed(terminal: &mut vt100::Parser, bytes: &[u8]) {
     let text = String::from_utf8(bytes.to_vec()).unwrap();
     terminal.process(text.replace('\n', "\r\n").as_bytes());
@@ -34,7 +34,7 @@ fn pieces(text: &str, length: usize) -> Vec<String> {
     chars.chunks(length).map(|piece| piece.iter().collect()).collect()
 }
 
-/// Returns the output of an answer that streams in pieces of `length` characters.
+/// Returns the output for an answer that streams in pieces of `length` characters.
 fn written(text: &str, length: usize, size: WindowSize) -> Vec<u8> {
     let mut view = TurnView::new(size, false, false);
     let mut out = Vec::new();
@@ -45,7 +45,7 @@ fn written(text: &str, length: usize, size: WindowSize) -> Vec<u8> {
     out
 }
 
-/// Returns all rows, also those that were scrolled away, with their styles as escape sequences.
+/// Returns all rows, including rows that scrolled off, with their styles as escape sequences.
 fn screen(out: &[u8], size: WindowSize) -> Vec<String> {
     let mut terminal = terminal(size);
     feed(&mut terminal, out);
@@ -64,7 +64,7 @@ fn all_rows(terminal: &mut vt100::Parser, size: WindowSize) -> Vec<String> {
         let visible: Vec<String> = visible.zip(texts).map(|(looks, text)| format!("{} {}", text, looks)).collect();
         if offset == 0 {
             rows.extend(visible);
-            // Ignore how far the window was scrolled.
+            // The number of empty rows at the end depends on scrolling, so drop them.
             while rows.last().is_some_and(|row| row.trim().is_empty()) {
                 rows.pop();
             }
@@ -121,7 +121,7 @@ fn streaming_in_pieces_ends_up_the_same_as_one_piece() {
     let table = format!("before\n\n| a | b |\n|---|---|\n{table}\nafter\n");
     let code = format!(
         "```py\n{}```\nend",
-        "def f(x):  # a line that is longer than the window is wide, by far\n    return x\n".repeat(30)
+        "def f(x):  # a line that is by far longer than the window is wide\n    return x\n".repeat(30)
     );
     let nested = "1. one\n\n   ```sh\n   ls -l\n   ```\n2. two\n   > deep\n   > deeper\n10. ten\n\nafter\n---\n***\n";
     let paragraph = "word ".repeat(900);
@@ -144,7 +144,7 @@ fn streaming_in_pieces_ends_up_the_same_as_one_piece() {
     }
 }
 
-/// Returns whether inferno writes this escape sequence: styles, cursor up, clearing, synchronized output.
+/// Returns true if inferno writes this escape sequence itself: styles, cursor up, clearing, synchronized output.
 fn is_own(sequence: &str) -> bool {
     let Some(rest) = sequence.strip_prefix("\u{1b}[") else { return false };
     let body = &rest[..rest.len() - 1];
@@ -169,7 +169,7 @@ fn assert_harmless(out: &[u8]) {
             &rest[at..].chars().take(8).collect::<String>()
         );
         let end = rest[at + 2..].find(|c: char| c.is_ascii_alphabetic()).map_or(rest.len(), |end| at + 2 + end + 1);
-        assert!(is_own(&rest[at..end]), "not an escape sequence of inferno: {:?}", &rest[at..end]);
+        assert!(is_own(&rest[at..end]), "inferno does not write this escape sequence: {:?}", &rest[at..end]);
         rest = &rest[end..];
     }
     assert!(!out.contains(['\u{202e}', '\u{2066}']));
@@ -195,7 +195,7 @@ fn escape_sequences_of_a_model_never_reach_the_terminal() {
             assert_eq!(screen(&out, SIZE), screen(&written(text, usize::MAX, SIZE), SIZE));
         }
     }
-    // The same holds for reasoning and for the arguments of a tool call.
+    // The same applies to reasoning and to tool call arguments.
     for channel in [Channel::Reasoning, Channel::ToolCall] {
         let (mut view, mut out) = (TurnView::new(SIZE, false, false), Vec::new());
         view.show(&delta(channel, hostile[0]), SIZE, &mut out).unwrap();
@@ -223,7 +223,7 @@ fn pathological_markdown_is_laid_out_in_time() {
         let started = std::time::Instant::now();
         assert_harmless(&written(&text, 50, SIZE));
         let name: String = text.chars().take(12).collect();
-        // A release build on an idle machine takes well below a second for each.
+        // A release build on an idle machine takes well under a second for each text.
         assert!(started.elapsed().as_secs() < 60, "{name:?} took {:?}", started.elapsed());
         println!("{name:?} {:?}", started.elapsed());
     }
@@ -235,9 +235,9 @@ fn finished_lines_are_never_written_again() {
     // Only the open block is redrawn, so the output stays small.
     assert!(out.len() < 30 * ORDINARY.len(), "{} for {}", out.len(), ORDINARY.len());
     let plain =
-        "A sentence of ordinary words that goes on for more than one row of this window, as they do. ".repeat(3);
+        "A sentence of ordinary words that is longer than one row of this window and wraps to the next. ".repeat(3);
     let out = String::from_utf8(written(&plain, 4, SIZE)).unwrap();
-    assert!(out.len() < 4 * plain.len(), "plain text is written nearly once: {} for {}", out.len(), plain.len());
+    assert!(out.len() < 4 * plain.len(), "plain text is written about once: {} bytes for {}", out.len(), plain.len());
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn a_resized_window_applies_at_once() {
     let mut view = TurnView::new(narrow, false, false);
     let mut terminal = terminal(narrow);
     let mut show = |text: &str, size: WindowSize, terminal: &mut vt100::Parser| {
-        // Longer than the longest time between two drawings.
+        // Wait longer than the longest time between two redraws.
         std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Answer, text), size, &mut out).unwrap();
@@ -273,7 +273,7 @@ fn reasoning_folds_and_unfolds() {
         terminal.screen().contents()
     };
     let think = |view: &mut TurnView, text: &str| {
-        // Longer than the longest time between two drawings.
+        // Wait longer than the longest time between two redraws.
         std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Reasoning, text), SIZE, &mut out).unwrap();
@@ -286,9 +286,9 @@ fn reasoning_folds_and_unfolds() {
     let mut out = Vec::new();
     view.fold_reasoning(true, SIZE, &mut out).unwrap();
     let shown = draw(out, &mut terminal);
-    assert_eq!(shown.trim_end(), "▸ thinking: 12 words (Ctrl-O shows them)");
+    assert_eq!(shown.trim_end(), "▸ thinking: 12 words (Ctrl-O to show)");
     let shown = draw(think(&mut view, "Io, say.\nAnd Europa."), &mut terminal);
-    assert_eq!(shown.trim_end(), "▸ thinking: 16 words (Ctrl-O shows them)");
+    assert_eq!(shown.trim_end(), "▸ thinking: 16 words (Ctrl-O to show)");
 
     let mut out = Vec::new();
     view.fold_reasoning(false, SIZE, &mut out).unwrap();
@@ -310,6 +310,6 @@ fn a_table_too_wide_for_the_window_becomes_lines() {
     let narrow = WindowSize { rows: 24, columns: 25 };
     let shown = texts(&written(table, usize::MAX, narrow), narrow);
     assert_eq!(shown.trim_end(), "one: a\ntwo: b\nthree: c\nfour: d\n\none: f\ntwo: g\nthree: h\nfour: i\nfive: j");
-    // In a wide window it is a table.
+    // In a wide window, it stays a table.
     assert!(text(table).contains("─┼─"));
 }

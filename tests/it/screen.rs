@@ -1,4 +1,4 @@
-//! A pseudo terminal around a command: its screen as a person sees it, its raw output, and its modes.
+//! Runs a command in a pseudo terminal. Tests can check the visible screen, the raw output and the terminal modes.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -30,7 +30,7 @@ pub struct Screen {
     terminal: vt100::Parser,
     /// Everything that the program wrote.
     pub written: Vec<u8>,
-    /// The number of written bytes that were waited for.
+    /// The number of bytes in `written` that `wait` has consumed.
     seen: usize,
 }
 
@@ -40,7 +40,7 @@ impl Screen {
         Self::with_script(home, "exec \"$@\"", args, environment)
     }
 
-    /// Runs a shell script, in which `$@` is the command line of inferno.
+    /// Runs a shell script in which `$@` is the command line of inferno.
     pub fn with_script(home: &TempDir, script: &str, args: &[&str], environment: &[(&str, &str)]) -> Self {
         let mut command = at_home(Command::new("sh"), home);
         command.envs(environment.iter().copied());
@@ -76,7 +76,7 @@ impl Screen {
         self.pid
     }
 
-    /// Reads output for at most so many milliseconds. Returns false if there was none.
+    /// Reads output for at most `timeout_ms` milliseconds. Returns false if there was none.
     fn pump(&mut self, timeout_ms: u16) -> bool {
         let mut ready = [PollFd::new(self.file.as_fd(), PollFlags::POLLIN)];
         if poll(&mut ready, PollTimeout::from(timeout_ms)).unwrap_or(0) == 0 {
@@ -90,7 +90,7 @@ impl Screen {
         true
     }
 
-    /// Waits for a text in the output. Returns the output before it.
+    /// Waits for a text in the output and returns the output before it.
     pub fn wait(&mut self, text: &str) -> String {
         let start = Instant::now();
         loop {
@@ -102,19 +102,19 @@ impl Screen {
             }
             // Show only the end of the output.
             let new = String::from_utf8_lossy(&new[new.len().saturating_sub(2000)..]).into_owned();
-            assert!(start.elapsed() < TIMEOUT, "waiting for {text:?} in {new:?}");
+            assert!(start.elapsed() < TIMEOUT, "timed out waiting for {text:?} in {new:?}");
             if !self.pump(200) {
                 assert!(self.process.status() == Some(WaitStatus::StillAlive), "ended before {text:?}: {new:?}");
             }
         }
     }
 
-    /// Waits until no more output arrives for 400 ms.
+    /// Waits until no output has arrived for 400 ms.
     pub fn settle(&mut self) {
         while self.pump(400) {}
     }
 
-    /// Reads output for 200 ms, as long as a person waits between two keys.
+    /// Reads output for 200 ms, a typical pause between two key presses.
     pub fn settle_briefly(&mut self) {
         let start = Instant::now();
         while start.elapsed() < Duration::from_millis(200) {
@@ -122,7 +122,7 @@ impl Screen {
         }
     }
 
-    /// Types bytes, while reading the output.
+    /// Types bytes and reads the output at the same time.
     pub fn send(&mut self, bytes: &[u8]) {
         for piece in bytes.chunks(1024) {
             let mut rest = piece;
@@ -137,13 +137,13 @@ impl Screen {
         }
     }
 
-    /// Types a line. Returns its echo and the output up to the next prompt.
+    /// Types a line and returns its echo and the output up to the next prompt.
     pub fn say(&mut self, line: &str) -> String {
         self.settle();
         self.seen = self.written.len();
         self.send(line.as_bytes());
         self.send(b"\r");
-        // The echo ends with a line break. The prompt after it is the next one.
+        // The echo ends with a line break. The first prompt after the echo is the new prompt.
         let echo = self.wait("\n");
         echo + &self.wait(">>> ")
     }
@@ -152,7 +152,7 @@ impl Screen {
         self.process.signal(signal).unwrap();
     }
 
-    /// Waits for the program to end. Returns its exit status.
+    /// Waits for the program to end and returns its exit status.
     pub fn end(&mut self) -> WaitStatus {
         let start = Instant::now();
         loop {
@@ -165,7 +165,7 @@ impl Screen {
         }
     }
 
-    /// Resizes the window, as a person does with the mouse.
+    /// Resizes the window, as a user would with the mouse.
     pub fn resize(&mut self, rows: u16, columns: u16) {
         let slave = File::open(&self.tty).unwrap();
         let size = [rows.to_string(), columns.to_string()];
@@ -174,19 +174,19 @@ impl Screen {
         self.terminal.screen_mut().set_size(NonZero::new(rows).unwrap(), NonZero::new(columns).unwrap());
     }
 
-    /// Returns whether the terminal has the modes that a shell expects: it echoes and edits lines.
+    /// Returns true if the terminal has the modes that a shell expects, such as echo and line editing.
     pub fn is_sane(&self) -> bool {
         let flags = tcgetattr(&self.file).unwrap().local_flags;
         flags.contains(LocalFlags::ECHO | LocalFlags::ICANON | LocalFlags::ISIG | LocalFlags::IEXTEN)
     }
 
-    /// Returns the rows on the screen without empty rows at the end.
+    /// Returns the rows on the screen, without the empty rows at the end.
     pub fn rows(&self) -> Vec<String> {
         let text = self.terminal.screen().contents();
         text.trim_end().lines().map(|line| line.trim_end().to_string()).collect()
     }
 
-    /// Returns all rows, also those that were scrolled away.
+    /// Returns all rows, including rows that scrolled off the screen.
     pub fn all_rows(&mut self) -> Vec<String> {
         let (rows, columns) = self.terminal.screen().size();
         self.terminal.screen_mut().set_scrollback(usize::MAX);

@@ -1,4 +1,4 @@
-//! Helpers that several tests share: paths of fixtures, devices, the distance of values, random numbers.
+//! Shared test helpers: fixture paths, devices, relative error, random numbers.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -8,40 +8,41 @@ use inferno::device::{self, DeviceChoice};
 
 use crate::harness::is_gpu_expected;
 
-/// A folder of `tests/golden`.
-/// `INFERNO_GOLDEN` names another root, for a test binary that was copied to another machine.
+/// Returns the path of a folder in `tests/golden`.
+/// `INFERNO_GOLDEN` overrides the root, for a test binary that was copied to another machine.
 pub fn golden(case: &str) -> PathBuf {
     let root = std::env::var_os("INFERNO_GOLDEN").map(PathBuf::from);
     root.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden"))).join(case)
 }
 
-/// The folder of real tokenizers, configs and chat templates, for tests marked `#[test(fixtures)]`.
+/// Returns the folder of real tokenizers, configs and chat templates, for tests marked `#[test(fixtures)]`.
 pub fn fixtures() -> PathBuf {
-    fixtures_if_set().expect("INFERNO_FIXTURES names the folder of fixtures")
+    fixtures_if_set().expect("INFERNO_FIXTURES must name the folder of fixtures")
 }
 
-/// The same folder, for tests that have something to check without it.
+/// Returns the fixtures folder if `INFERNO_FIXTURES` is set, for tests that can also run without it.
 pub fn fixtures_if_set() -> Option<PathBuf> {
     std::env::var_os("INFERNO_FIXTURES").map(PathBuf::from)
 }
 
-/// The first GPU, for tests marked `#[test(gpu)]`.
+/// Returns the first GPU, for tests marked `#[test(gpu)]`.
 pub fn gpu() -> Device {
     device::open(DeviceChoice::FirstCuda).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// The first GPU, for tests that check the CPU first. `None` if there is no GPU and `INFERNO_REQUIRE_GPU` is not set.
+/// Returns the first GPU, for tests that check the CPU first.
+/// Returns `None` if there is no GPU and `INFERNO_REQUIRE_GPU` is not set.
 pub fn gpu_if_expected() -> Option<Device> {
     is_gpu_expected().then(gpu)
 }
 
-/// The first GPU with each dtype that kernels compute in, for tests marked `#[test(gpu)]`.
+/// Returns the first GPU with each dtype that kernels compute in, for tests marked `#[test(gpu)]`.
 pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     let gpu = gpu();
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
 }
 
-/// The CPU in f32, then the first GPU, if there is one, with each dtype that kernels compute in.
+/// Returns the CPU with f32, then the first GPU, if present, with each dtype that kernels compute in.
 pub fn devices() -> Vec<(Device, DType)> {
     let mut devices = vec![(Device::Cpu, DType::F32)];
     if is_gpu_expected() {
@@ -50,7 +51,7 @@ pub fn devices() -> Vec<(Device, DType)> {
     devices
 }
 
-/// The largest |got - want|, divided by the largest |want|. NaN if any value is NaN.
+/// Returns the largest |got - want| divided by the largest |want|, or NaN if any value is NaN.
 pub fn relative_error(got: &[f32], want: &[f32]) -> f32 {
     assert_eq!(got.len(), want.len(), "lengths differ");
     let scale = want.iter().fold(0f32, |scale, value| scale.max(value.abs()));
@@ -61,52 +62,52 @@ pub fn relative_error(got: &[f32], want: &[f32]) -> f32 {
     error / scale
 }
 
-/// All elements of a tensor as f32.
+/// Returns all elements of a tensor as f32.
 pub fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// The files of the demo model.
-/// `INFERNO_DEMO` names another folder, for a test binary that was copied to another machine.
+/// Returns the folder of the demo model.
+/// `INFERNO_DEMO` overrides the folder, for a test binary that was copied to another machine.
 pub fn demo_dir() -> PathBuf {
     let folder = std::env::var_os("INFERNO_DEMO").map(PathBuf::from);
     folder.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo")))
 }
 
-/// Random numbers that are the same in every run: the linear congruential generator of Knuth's MMIX.
+/// Random numbers that are the same in every run, from the linear congruential generator of Knuth's MMIX.
 pub struct Random(pub u64);
 
 impl Random {
-    /// The upper 31 bits; the lower ones are less random.
+    /// Returns the upper 31 bits of the next state. The lower bits are less random.
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         self.0 >> 33
     }
 
-    /// A number below `limit`; 0 if `limit` is 0.
+    /// Returns a number below `limit`, or 0 if `limit` is 0.
     pub fn below(&mut self, limit: usize) -> usize {
         (self.next() % limit.max(1) as u64) as usize
     }
 
-    /// A number in [0, 1), with 24 bits.
+    /// Returns a number in [0, 1) with 24 random bits.
     #[cfg(feature = "cuda")]
     pub fn unit(&mut self) -> f32 {
         (self.next() >> 7) as f32 / (1u64 << 24) as f32
     }
 
-    /// A number from an approximate normal distribution. One in fifty is an outlier.
+    /// Returns a number from an approximate normal distribution. One in fifty is an outlier.
     pub fn normal(&mut self) -> f32 {
         let sum: f32 = (0..4).map(|_| self.next() as f32 / (1u64 << 31) as f32 - 0.5).sum();
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }
     }
 
-    /// Normal numbers in f32 that `dtype` holds exactly, so that only the arithmetic of two kernels differs.
+    /// Returns normal numbers in f32 that `dtype` represents exactly, so that only kernel arithmetic differs.
     pub fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
         let values: Vec<f32> = (0..shape.iter().product()).map(|_| self.normal()).collect();
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()
     }
 
-    /// Bytes in a range.
+    /// Returns random bytes within a range.
     pub fn bytes(&mut self, shape: &[usize], range: Range<u64>) -> Tensor {
         let values: Vec<u8> = (0..shape.iter().product())
             .map(|_| (range.start + self.next() % (range.end - range.start)) as u8)

@@ -1,4 +1,4 @@
-//! The chat in a pseudo terminal.
+//! Tests of the chat in a pseudo terminal.
 
 use std::process::Command;
 
@@ -12,11 +12,11 @@ pub fn play(home: &TempDir, args: &[&str]) -> PtySession {
 pub fn play_with(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) -> PtySession {
     let mut command = at_home(Command::new(env!("CARGO_BIN_EXE_inferno")), home);
     command.envs(environment.iter().copied()).arg("play").args(args);
-    // A long timeout: a debug build on a busy machine is slow.
+    // Use a long timeout, because a debug build on a busy machine is slow.
     spawn_command(command, Some(120_000)).unwrap()
 }
 
-/// Gives a command a home directory of its own, a terminal type and no network.
+/// Gives a command its own home directory, a terminal type and no network.
 pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     for variable in ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "NO_COLOR"] {
         command.env_remove(variable);
@@ -26,7 +26,7 @@ pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     command
 }
 
-/// Waits for a text in the output. Returns the output before it.
+/// Waits for a text in the output and returns the output before it.
 pub fn expect(session: &mut PtySession, text: &str) -> String {
     session.exp_string(text).unwrap_or_else(|error| panic!("waiting for {text:?}: {error}"))
 }
@@ -65,7 +65,7 @@ fn a_conversation_streams_and_remembers_earlier_turns() {
 #[test]
 fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
     let home = TempDir::new().unwrap();
-    // With --ignore-eos this answer would fill the whole context.
+    // With --ignore-eos, this answer would fill the whole context.
     let mut chat = play(&home, &["demo", "--ignore-eos", "--context", "4096"]);
     expect(&mut chat, ">>> ");
     chat.send_line("How do I download a model?").unwrap();
@@ -87,11 +87,11 @@ fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
 fn play_without_a_model_asks_for_one() {
     let home = TempDir::new().unwrap();
     let mut chat = play(&home, &[]);
-    let table = expect(&mut chat, "which? [1-1] ");
+    let table = expect(&mut chat, "which model? [1-1] ");
     assert!(table.contains("demo"), "{table}");
     chat.send_line("7").unwrap();
     expect(&mut chat, "a number from 1 to 1");
-    expect(&mut chat, "which?");
+    expect(&mut chat, "which model?");
     chat.send_line("1").unwrap();
     expect(&mut chat, ">>> ");
     chat.send_line("\"\"\"How do I").unwrap();

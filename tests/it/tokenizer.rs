@@ -1,4 +1,4 @@
-//! Real tokenizers compared with llama.cpp's test vectors, streaming, and broken files.
+//! Compares real tokenizers with llama.cpp's test vectors. Also tests streaming and broken files.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::support::{demo_dir, fixtures, fixtures_if_set};
 
-/// A model with a tokenizer.json, and llama.cpp's test vectors for it.
+/// Models with a tokenizer.json, as (folder, llama.cpp test vectors).
 const VECTORS: &[(&str, &str)] = &[
     ("gpt-oss-20b", "ggml-vocab-gpt-4o"),
     ("Llama-3.1-8B-Instruct", "ggml-vocab-llama-bpe"),
@@ -32,7 +32,7 @@ fn ids_agree_with_llama_cpp() {
         let mut checked = 0;
         for (text, ids) in inputs.iter().zip(&outputs) {
             let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
-            // The vectors have no prefix, and `Text` adds none.
+            // The vectors have no prefix such as BOS, and `Text` adds none.
             assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{model}: {text:?}");
             checked += 1;
         }
@@ -56,7 +56,7 @@ fn streamed_text_is_complete_and_never_splits_a_character() {
         streamed.push_str(&stream.finish(&tokenizer).unwrap());
         assert_eq!(streamed, tokenizer.decode(&ids).unwrap(), "{model}");
         assert_eq!(streamed.trim_start(), text, "{model}");
-        // Continuing after a part of the text gives the rest of it, including its first space.
+        // A stream that continues after part of the text returns the rest, including its first space.
         let complete = |&end: &usize| !tokenizer.decode(&ids[..end]).unwrap().ends_with('\u{FFFD}');
         let half = (0..ids.len() / 2).rev().find(complete).unwrap();
         let mut stream = TextStream::continuing(&ids[..half]);
@@ -78,9 +78,9 @@ fn ids_without_a_token_decode_to_nothing() {
     assert_eq!(text, "HelloHello");
 }
 
-/// Compares our faster parser with the library's, for every form of tokenizer.json.
+/// Compares inferno's faster parser with the tokenizers crate, for every form of tokenizer.json.
 #[test]
-fn tokenizers_are_what_the_library_makes_of_them() {
+fn parser_agrees_with_the_tokenizers_crate() {
     let folders = fixtures_if_set()
         .map_or(Vec::new(), |fixtures| VECTORS.iter().map(|(model, _)| fixtures.join(model)).collect());
     for folder in folders.into_iter().chain([demo_dir()]) {
@@ -121,7 +121,7 @@ fn tokenizers_are_what_the_library_makes_of_them() {
     }
 }
 
-/// A byte-level BPE of three letters, with a change.
+/// Returns a BPE tokenizer.json with three letters, modified by `change`.
 fn small(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     let mut json = json!({
         "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": null, "post_processor": null,
@@ -132,7 +132,7 @@ fn small(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     serde_json::to_vec(&json).unwrap()
 }
 
-/// Returns the error of loading, encoding or decoding. `None` if there is none.
+/// Returns the error of loading, encoding or decoding, or `None` if all of them succeed.
 fn outcome(bytes: &[u8], text: &str) -> Option<String> {
     let begin = Instant::now();
     let run = || -> anyhow::Result<()> {
@@ -148,7 +148,7 @@ fn outcome(bytes: &[u8], text: &str) -> Option<String> {
     error
 }
 
-/// Files that make the library panic (its pull request 2151), or did in an earlier version.
+/// These files make the tokenizers crate panic (its pull request 2151), or did in an earlier version.
 #[test]
 fn files_that_make_the_library_panic_are_errors() {
     assert_eq!(outcome(&small(|_| ()), "abcab"), None);
@@ -170,8 +170,7 @@ fn files_that_make_the_library_panic_are_errors() {
     for (what, bytes) in cases {
         let outcome = outcome(&bytes, "abcab");
         println!("{what}: {outcome:?}");
-        let error = outcome.unwrap_or("cannot fail: no error".into());
-        assert!(error.contains("cannot "), "{what}: {error}");
+        assert!(outcome.is_none_or(|error| error.contains("cannot ")), "{what}");
     }
 }
 
@@ -203,7 +202,7 @@ fn strange_vocabularies_do_not_panic() {
     for vocab in [json!({}), json!({"a": u32::MAX}), json!({"a": 0, "b": 0}), json!({"": 0}), json!({"a": -1})] {
         println!("{:?}", outcome(&small(|json| json["model"]["vocab"] = vocab), "abc"));
     }
-    // Line breaks of Windows are whitespace. A byte order mark is not valid JSON.
+    // Windows line breaks are whitespace. A byte order mark is not valid JSON.
     let pretty: Value = serde_json::from_slice(&small(|_| ())).unwrap();
     let crlf = serde_json::to_string_pretty(&pretty).unwrap().replace('\n', "\r\n");
     assert_eq!(outcome(crlf.as_bytes(), "abc"), None);

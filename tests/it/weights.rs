@@ -1,4 +1,4 @@
-//! Reading ahead: tensors equal those of the file in any order and with any limits, and failures are errors.
+//! Tests of reading ahead: tensors equal the file in any order and with any limits. Failures are errors.
 
 mod dtypes;
 mod hostile;
@@ -28,8 +28,7 @@ struct Host {
     panics: bool,
 }
 
-/// A value that counts itself as long as it lives.
-/// A value that counts itself as long as it lives.
+/// A value that is counted while it is alive.
 struct Counted<T>(T, Arc<AtomicUsize>);
 
 impl Host {
@@ -46,7 +45,7 @@ impl<T> Drop for Counted<T> {
 }
 
 impl Target for Host {
-    /// The bytes, how many of them were copied, and whether the tensor is complete.
+    /// The bytes, the number of bytes copied so far, and whether the tensor is complete.
     type Memory = Counted<Mutex<(Vec<u8>, usize, bool)>>;
     type Staging = Counted<Vec<u8>>;
 
@@ -75,7 +74,7 @@ impl Target for Host {
 
     fn complete(&self, memory: &mut Self::Memory) -> Result<()> {
         let memory = memory.0.get_mut().unwrap();
-        assert_eq!((memory.1, memory.2), (memory.0.len(), false), "bytes copied, and whether it was complete");
+        assert_eq!((memory.1, memory.2), (memory.0.len(), false), "bytes copied and completeness");
         memory.2 = true;
         Ok(())
     }
@@ -87,8 +86,7 @@ impl Target for Host {
     }
 }
 
-/// Options with tiny pieces and limits.
-/// Options with tiny pieces and limits.
+/// Returns options with tiny pieces and limits.
 fn small(threads: usize) -> ReadAheadOptions {
     ReadAheadOptions { threads, piece_bytes: 8, ahead_bytes: 64 }
 }
@@ -101,14 +99,14 @@ fn snapshot(tensors: impl IntoIterator<Item = (String, Tensor)>) -> TempDir {
     folder
 }
 
-/// Returns random values. Every call returns other values.
+/// Returns random values, different in every call.
 fn random(elements: usize, dtype: DType) -> Tensor {
     static SEED: AtomicU64 = AtomicU64::new(0);
     let values = Random(SEED.fetch_add(1, Ordering::Relaxed)).tensor(&[elements], DType::F32);
     (values.abs().unwrap() * 50.0).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Writes tensors of every dtype, with sizes around those of a piece and of a staging buffer.
+/// Writes tensors of every dtype, with sizes around the piece size and the staging buffer size.
 fn mixed() -> TempDir {
     let sizes = [1, 2, 3, 4, 5, 100, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 11 << 20];
     let dtypes = [DType::F32, DType::F16, DType::BF16, DType::U8];
@@ -125,7 +123,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     values.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// Loads tensors in the given order, and compares them with those of the mapped file.
+/// Loads tensors in the given order and compares them with the mapped file.
 fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: DType) {
     let report = |_| ();
     let loaded = LoadProgress::new(&report);
@@ -146,7 +144,7 @@ fn names(checkpoint: &Checkpoint) -> Vec<String> {
     checkpoint.tensors().map(|(name, _)| name.to_string()).collect()
 }
 
-/// Orders in which a model might load tensors: sorted, reversed, interleaved, and each tensor twice.
+/// Returns orders in which a model might load tensors: sorted, reversed, interleaved, and each tensor twice.
 fn orders(names: &[String]) -> Vec<Vec<String>> {
     let reversed = names.iter().rev().cloned().collect();
     let far_apart = (0..names.len()).map(|i| names[i * 7919 % names.len()].clone()).collect();
@@ -174,7 +172,7 @@ fn tensors_read_ahead_equal_those_of_the_file() {
     }
 }
 
-/// Returns the weights of the q, k and v projections of a layer, and their numbers of rows.
+/// Returns the weights and row counts of the q, k and v projections of a layer.
 fn attention_parts<'c>(checkpoint: &Checkpoint, weights: &Weights<'c>, layer: usize) -> [(Weights<'c>, usize); 3] {
     ["q_proj", "k_proj", "v_proj"].map(|name| {
         let module = format!("model.layers.{layer}.self_attn.{name}");
@@ -256,10 +254,10 @@ fn thousands_of_tiny_tensors_are_read() {
 fn in_time<R: Send + 'static>(run: impl FnOnce() -> R + Send + 'static) -> R {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || sender.send(run()));
-    receiver.recv_timeout(Duration::from_secs(60)).expect("it hung or panicked")
+    receiver.recv_timeout(Duration::from_secs(60)).expect("the function timed out or panicked")
 }
 
-/// Takes the middle one of three tensors of 40 bytes. Returns the error.
+/// Takes the second of three 40-byte tensors and returns the error.
 fn take_middle_tensor<T: Target>(target: T, spoil: impl FnOnce(PathBuf) + Send + 'static) -> String {
     in_time(move || {
         let folder = snapshot(["a", "b", "c"].map(|name| (name.to_string(), random(20, DType::BF16))));
@@ -318,7 +316,7 @@ fn take_some<T: Target>(target: T, checkpoint: &Checkpoint, names: &[String]) {
     }
 }
 
-/// A tensor of 1 TiB in a sparse file.
+/// Tests a 1 TiB tensor in a sparse file.
 #[test(gpu)]
 fn tensor_larger_than_gpu_memory_is_an_error() {
     let gpu = gpu();

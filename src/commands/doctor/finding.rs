@@ -1,4 +1,4 @@
-//! The result of one check, and how bad it is.
+//! The result and the severity of one check.
 
 use serde::Serialize;
 
@@ -6,9 +6,9 @@ use serde::Serialize;
 #[serde(rename_all = "UPPERCASE")]
 pub enum Status {
     Pass,
-    /// Something does not work, or works worse than it could.
+    /// Something does not work, or is slower than it could be.
     Warn,
-    /// inferno cannot run models on a GPU here.
+    /// inferno cannot run models on this machine's GPUs.
     Fail,
 }
 
@@ -18,7 +18,7 @@ pub struct Finding {
     pub status: Status,
     pub name: &'static str,
     pub what: String,
-    /// The next command to type; `None` if there is nothing to do.
+    /// The next command to run. `None` if there is nothing to fix.
     pub next: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Checks the GPUs, the driver, and the results of our kernels.
+//! Checks the GPUs and the driver, and runs the kernel self-tests.
 
 use candle_core::Device;
 use serde::Serialize;
@@ -12,14 +12,14 @@ use crate::text::one_line;
 /// The lowest compute capability that the kernels support.
 const MIN_CAPABILITY: (u32, u32) = (8, 0);
 
-/// The self-test of one kernel in one dtype on one GPU.
+/// The self-test result of one kernel, for one dtype and one GPU.
 #[derive(Serialize)]
 pub struct SelfTest {
     gpu: usize,
     name: String,
     dtype: &'static str,
     passed: bool,
-    /// The largest error relative to the largest value; null if it is not finite or the kernel failed.
+    /// The maximum error relative to the largest value. `None` if it is not finite or the kernel failed.
     error: Option<f32>,
     tolerance: f32,
     seconds: f64,
@@ -55,33 +55,33 @@ pub fn check(findings: &mut Vec<Finding>, self_test: &mut Vec<SelfTest>) {
         }
     }
     let driver = driver.map_or_else(
-        || Finding::warn("driver", "nvidia-smi does not run: there is no NVIDIA driver or no GPU", "nvidia-smi"),
+        || Finding::warn("driver", "cannot run nvidia-smi: the NVIDIA driver or the GPU is missing", "nvidia-smi"),
         |driver| Finding::pass("driver", driver),
     );
-    // The driver is listed before the GPUs.
+    // List the driver before the GPUs.
     findings.insert(1, driver);
 }
 
-/// Reports a GPU that cannot be opened. `seen` are the GPUs that nvidia-smi lists.
+/// Reports a GPU that cannot be opened. `seen` names the GPUs that nvidia-smi lists.
 fn no_gpu(error: &anyhow::Error, seen: Option<String>) -> Finding {
     let (reason, next) = match error.downcast_ref::<Error>() {
         Some(Error::NoGpu { reason, hint }) => (reason.clone(), hint.lines().next().unwrap_or_default()),
         _ => (one_line(error), "nvidia-smi"),
     };
     let seen = seen.map(|names| format!(", although nvidia-smi lists {names}")).unwrap_or_default();
-    let what = format!("{reason}{seen}; the demo works without one: inferno play demo --device cpu");
+    let what = format!("{reason}{seen}; the demo runs without a GPU: inferno play demo --device cpu");
     let has_cuda = device::built_compute_capability().is_some();
     Finding::fail("GPU", what, if has_cuda { next } else { "cargo install --locked --path . --features cuda" })
 }
 
-/// Checks whether the kernels of this build run on a GPU, and whether its memory is free.
+/// Checks whether this build's kernels run on a GPU, and whether at least half of its memory is free.
 fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding {
     let what = format!("{ordinal}: {info}");
     let (Some(built), Some(found)) = (built, info.compute_capability) else { return Finding::pass("GPU", what) };
     let rebuild = format!("CUDA_COMPUTE_CAP={}{} cargo install --locked --path . --features cuda", found.0, found.1);
     let number = |(major, minor): (u32, u32)| format!("{major}.{minor}");
     if found < MIN_CAPABILITY {
-        let what = format!("{what}: too old, the kernels need compute capability {}", number(MIN_CAPABILITY));
+        let what = format!("{what}: too old; the kernels need compute capability {} or later", number(MIN_CAPABILITY));
         return Finding::fail("GPU", what, "inferno play demo --device cpu");
     }
     if found < built {
@@ -93,8 +93,10 @@ fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding 
     }
     if found.0 > built.0 {
         // The driver compiles the kernels' PTX at startup.
-        let what =
-            format!("{what}: this build is for compute capability {}, so it starts and runs slower", number(built));
+        let what = format!(
+            "{what}: this build is for compute capability {}, so it starts and runs more slowly",
+            number(built)
+        );
         return Finding::warn("GPU", what, rebuild);
     }
     if info.free_bytes < info.total_bytes / 2 {
@@ -123,7 +125,7 @@ fn kernels(ordinal: usize, device: &Device, findings: &mut Vec<Finding>, self_te
     }));
 }
 
-/// Returns one finding if all checks pass, else one for each failed check, up to a limit.
+/// Returns one finding if all checks pass; otherwise one per failed check, up to a limit.
 fn self_test_findings(ordinal: usize, checks: &[Check]) -> Vec<Finding> {
     const MAX_SHOWN: usize = 6;
     let next = "inferno doctor --json > doctor.json, then attach the file to a bug report";
@@ -138,12 +140,12 @@ fn self_test_findings(ordinal: usize, checks: &[Check]) -> Vec<Finding> {
     };
     let mut findings: Vec<Finding> = failed.iter().take(MAX_SHOWN).map(finding).collect();
     if failed.len() > MAX_SHOWN {
-        let what = format!("{} of {} checks on GPU {ordinal} fail, including these", failed.len(), checks.len());
+        let what = format!("{} of {} checks on GPU {ordinal} failed in total", failed.len(), checks.len());
         findings.push(Finding::fail("kernels", what, next));
     }
     if failed.is_empty() {
         let seconds: f64 = checks.iter().map(|check| check.seconds).sum();
-        let what = format!("{} checks on GPU {ordinal} agree with the CPU, in {seconds:.2} s", checks.len());
+        let what = format!("{} checks on GPU {ordinal} match the CPU ({seconds:.2} s)", checks.len());
         findings.push(Finding::pass("kernels", what));
     }
     findings

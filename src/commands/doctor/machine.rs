@@ -7,9 +7,9 @@ use crate::error::Error;
 use crate::hub::{Hub, TokenStatus};
 use crate::text::{one_line, size};
 
-/// Enough disk space for a model of common size.
+/// Enough disk space for a typical model.
 const ENOUGH_BYTES: u64 = 20_000_000_000;
-/// Not enough disk space for a tokenizer.
+/// Not enough disk space even for a tokenizer.
 const LOW_BYTES: u64 = 100_000_000;
 
 pub fn build() -> Finding {
@@ -51,18 +51,18 @@ fn reach(hub: &Hub) -> Finding {
     let endpoint = &hub.config().endpoint_for_display();
     match hub.check_endpoint() {
         Ok(TokenStatus::NoToken) => {
-            Finding::pass("hub", format!("{endpoint} answers; no token is set, but gated models need one"))
+            Finding::pass("hub", format!("{endpoint} responds; no token is set, but gated models need one"))
         }
-        Ok(TokenStatus::Accepted) => Finding::pass("hub", format!("{endpoint} answers and accepts the token")),
-        Ok(TokenStatus::NotSupported) => Finding::pass("hub", format!("{endpoint} answers; a token is set")),
+        Ok(TokenStatus::Accepted) => Finding::pass("hub", format!("{endpoint} responds and accepts the token")),
+        Ok(TokenStatus::NotSupported) => Finding::pass("hub", format!("{endpoint} responds; a token is set")),
         Ok(TokenStatus::Refused) => {
-            let what = format!("{endpoint} refuses the token: it is wrong or has expired");
+            let what = format!("{endpoint} rejects the token: it is invalid or has expired");
             Finding::warn("hub", what, "export HF_TOKEN=<a new token from huggingface.co/settings/tokens>")
         }
         Err(error) => match error.downcast_ref::<Error>() {
             Some(Error::Offline { .. }) => Finding::pass("hub", "not contacted: HF_HUB_OFFLINE is set"),
             Some(Error::Network { cause, .. }) => {
-                Finding::warn("hub", format!("{endpoint} does not answer: {cause}"), format!("curl -I {endpoint}"))
+                Finding::warn("hub", format!("{endpoint} does not respond: {cause}"), format!("curl -I {endpoint}"))
             }
             _ => Finding::warn("hub", one_line(&error), format!("curl -I {endpoint}")),
         },
@@ -73,7 +73,7 @@ fn models(hub: &Hub, findings: &mut Vec<Finding>) {
     let snapshots = hub.list().unwrap_or_default();
     let before = findings.len();
     for (name, missing) in hub.incomplete() {
-        let what = format!("only a part of {name} is here: {missing} is missing");
+        let what = format!("{name} is incomplete: {missing} is missing");
         findings.push(Finding::warn("models", what, format!("inferno download {name}")));
     }
     for model in Model::read_all(hub, &snapshots) {
@@ -88,9 +88,9 @@ fn models(hub: &Hub, findings: &mut Vec<Finding>) {
     }
     if findings.len() == before {
         let what = match snapshots.len() {
-            0 => "only the demo is here: inferno play demo --device cpu".to_string(),
-            1 => "one is here, complete and supported".to_string(),
-            count => format!("{count} are here, complete and supported"),
+            0 => "only the demo is available: inferno play demo --device cpu".to_string(),
+            1 => "1 model, complete and supported".to_string(),
+            count => format!("{count} models, all complete and supported"),
         };
         findings.push(Finding::pass("models", what));
     }

@@ -1,4 +1,4 @@
-//! Compares whole decode steps of a tiny model: the fused kernels on this GPU against the eager operations on a CPU.
+//! Compares decode steps of a tiny model: fused kernels on the GPU against eager operations on the CPU.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use crate::weights::{Checkpoint, LoadProgress, Weights};
 /// The number of decode steps.
 const STEPS: usize = 80;
 
-/// Runs the check with float and with quantized weights, in both dtypes that the decode graph supports.
+/// Runs the check with float and with quantized weights, for both dtypes that the decode graph supports.
 pub fn run(device: &Device) -> Vec<Check> {
     let weights = [("", None), (", quantized", "q8_0".parse().ok())];
     let cases = weights.into_iter().flat_map(|weights| [(weights, DType::BF16, 6e-2), (weights, DType::F16, 2e-2)]);
@@ -32,7 +32,7 @@ pub fn run(device: &Device) -> Vec<Check> {
     cases.map(check).collect()
 }
 
-/// Returns the largest error of a step's logits, relative to the step's largest logit.
+/// Returns the maximum error of the logits over all steps, relative to the largest logit of the step.
 fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<f32> {
     let folder = TemporaryFolder::new()?;
     let dir = folder.0.as_path();
@@ -52,7 +52,7 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
         let scale = expected.iter().fold(f32::MIN_POSITIVE, |scale, value| scale.max(value.abs()));
         for (actual, expected) in actual.iter().zip(expected) {
             let error = (actual - expected).abs() / scale;
-            // `f32::max` would drop a NaN.
+            // `f32::max` would ignore a NaN.
             max_error = if error > max_error || error.is_nan() { error } else { max_error };
         }
     }
@@ -72,7 +72,7 @@ fn load(dir: &Path, device: &Device, dtype: DType, quantize: Option<Quantization
     Ok((decoder, cache))
 }
 
-/// A temporary folder, deleted when this is dropped.
+/// A temporary directory that is deleted on drop.
 struct TemporaryFolder(PathBuf);
 
 impl TemporaryFolder {
@@ -89,8 +89,9 @@ impl Drop for TemporaryFolder {
     }
 }
 
-/// Writes a Qwen3-MoE with random weights: one layer with experts and one without. Every token uses all experts, since
-/// with fewer a rounding error could change which ones are chosen.
+/// Writes a Qwen3-MoE checkpoint with random weights: one MoE layer and one dense layer.
+///
+/// Every token uses all experts. With fewer, a rounding error could change which experts are selected.
 fn write_checkpoint(dir: &Path) -> Result<()> {
     let config = serde_json::json!({
         "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -134,7 +135,7 @@ fn write_checkpoint(dir: &Path) -> Result<()> {
         ((state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 3.4
     };
     let tensors = shapes.into_iter().map(|(name, shape)| {
-        // Norm weights are near one. Matrices are scaled so that products keep the magnitude of their inputs.
+        // Norm weights are near 1. Matrices are scaled to preserve the magnitude of their inputs.
         let (center, scale) = match shape[..] {
             [_, columns] => (0.0, (columns as f32).powf(-0.5)),
             _ => (1.0, 0.1),

@@ -1,4 +1,4 @@
-//! The report of `inferno show`: everything it prints, as one object.
+//! The report of `inferno show`, which contains everything that the command prints.
 
 use anyhow::Result;
 use serde::Serialize;
@@ -22,7 +22,7 @@ pub struct Report {
     pub path: Option<String>,
     #[serde(skip)]
     pub location: &'static str,
-    /// The family that config.json names, supported or not.
+    /// The family named in config.json, supported or not.
     pub family: Option<String>,
     pub supported: bool,
     /// Why the model is not supported.
@@ -35,7 +35,7 @@ pub struct Report {
     pub sizes: Sizes,
     pub parameters: Option<u64>,
     pub active_parameters: Option<u64>,
-    /// The bytes of all tensors as stored.
+    /// The stored size of all tensors, in bytes.
     pub weight_bytes: Option<u64>,
     /// Why the weights could not be read.
     pub weights_problem: Option<String>,
@@ -58,21 +58,22 @@ pub struct Needs {
     pub dtype: &'static str,
     pub weight_bytes: u64,
     pub cache_bytes_per_1000_tokens: u64,
-    /// The cache of sliding-window layers, which does not grow with the context.
+    /// The KV cache size of the sliding-window layers, which does not grow with the context.
     pub cache_bytes_of_windows: u64,
-    /// The context and the prompt chunk that the figures below are for, in tokens.
+    /// The context length, in tokens. The sizes below depend on it.
     pub context: usize,
+    /// The length of a prompt chunk, in tokens. The sizes below depend on it.
     pub chunk: usize,
     pub cache_bytes: u64,
     pub workspace_bytes: u64,
-    /// Memory that loading needs besides the weights. It is freed before cache and workspace are allocated.
+    /// Temporary memory for loading, besides the weights. Freed before the cache and the workspace are allocated.
     pub loading_bytes: u64,
     pub total_bytes: u64,
-    /// Whether that much memory is free; `None` without a GPU.
+    /// Whether `total_bytes` of memory are free. `None` without a GPU.
     pub fits: Option<bool>,
-    /// The longest context that fits; `None` without a GPU, or if no context fits.
+    /// The longest context that fits. `None` without a GPU, or if no context fits.
     pub largest_context: Option<usize>,
-    /// Whether the cache size is a guess from config.json, because inferno does not support the family.
+    /// True if the cache size is estimated from config.json, because the family is not supported.
     pub estimated: bool,
 }
 
@@ -108,7 +109,7 @@ fn serialize_gpu<S: serde::Serializer>(info: &Option<DeviceInfo>, serializer: S)
 }
 
 impl Report {
-    /// Fails only if the model does not support `context`.
+    /// Creates the report. Fails only if the model does not support `context`.
     pub fn new(source: Source, context: Option<usize>, gpu: Gpu) -> Result<Self> {
         let chat = chat(&source);
         let (json, parsed) = match source.metadata.config {
@@ -128,7 +129,7 @@ impl Report {
             Err(error) => (None, Some(one_line(&error))),
         };
         let tensors = inventory.as_ref().map(Inventory::groups).unwrap_or_default();
-        // Many config files leave out `tie_word_embeddings`.
+        // Many config files omit `tie_word_embeddings`.
         if !tensors.is_empty() && sizes.tied_embeddings != Some(true) {
             sizes.tied_embeddings = Some(!tensors.iter().any(|group| group.name == "head"));
         }
@@ -168,7 +169,9 @@ impl Report {
     }
 }
 
-/// Plans the memory on this machine's GPU, or on one with enough memory. Returns `None` if the cache size is unknown.
+/// Plans the memory use on this machine's GPU. Without a GPU, assumes one with enough memory.
+///
+/// Returns `None` if the cache size is unknown.
 fn needs(
     inventory: &Inventory,
     model: Option<&ModelConfig>,
@@ -182,7 +185,7 @@ fn needs(
         Some(model) => MemoryPlan::new(inventory, model.architecture.as_ref(), dtype, DeviceKind::Gpu),
         None => {
             let context = sizes.context.and_then(|context| usize::try_from(context).ok());
-            // No family has validated these sizes.
+            // The sizes of an unsupported family have not been validated.
             let max_context = context.filter(|context| (1..=1 << 40).contains(context));
             let (Some(layers), Some(max_context)) = (sizes.cache_layers(config), max_context) else {
                 return Ok(None);

@@ -1,4 +1,4 @@
-//! The sizes of a model, read from config.json under any family's names.
+//! The sizes of a model, read from config.json. Families use different names for the same size.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::models::Architecture;
 use crate::nn::kv_cache::LayerSpec;
 
-/// The sizes of a model. A size that config.json does not have is `None`.
+/// The sizes of a model. A size that is missing from config.json is `None`.
 #[derive(Debug, Default, Serialize)]
 pub struct Sizes {
     pub layers: Option<u64>,
@@ -17,11 +17,10 @@ pub struct Sizes {
     pub head_dim: Option<u64>,
     pub experts: Option<u64>,
     pub experts_chosen: Option<u64>,
-    /// The intermediate size of an expert, if that of dense layers differs.
+    /// The intermediate size of an expert, if config.json has a separate one.
     pub expert_intermediate_size: Option<u64>,
-    /// The positions that a sliding-window layer attends to.
+    /// The number of positions that a sliding-window layer attends to.
     pub sliding_window: Option<u64>,
-    /// The number of sliding-window layers.
     /// The number of sliding-window layers.
     pub sliding_layers: Option<u64>,
     pub vocab_size: Option<u64>,
@@ -40,9 +39,9 @@ pub struct Rope {
 }
 
 impl Sizes {
-    /// Reads the sizes that the file has.
+    /// Reads the sizes in config.json.
     pub fn from_config(config: &Value) -> Self {
-        // Multimodal models have the sizes of their language model in `text_config`.
+        // Multimodal models store the sizes of their language model in `text_config`.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };
         let first = |names: &[&str]| names.iter().find_map(|name| config[*name].as_u64());
         let (hidden_size, heads) =
@@ -74,7 +73,7 @@ impl Sizes {
         }
     }
 
-    /// Replaces sizes by those that the model's family has read.
+    /// Replaces sizes with the values that the model's family has parsed.
     pub fn with_architecture(mut self, architecture: &dyn Architecture) -> Self {
         let layers = architecture.cache_layers();
         let windows: Vec<usize> = layers.iter().filter_map(|layer| layer.window).collect();
@@ -89,15 +88,15 @@ impl Sizes {
         self
     }
 
-    /// Guesses the KV cache of an unsupported family: a key and a value per position and head, as in all supported ones.
+    /// Estimates the KV cache of an unsupported family, assuming a key and a value per position and head.
     pub fn cache_layers(&self, config: &Value) -> Option<Vec<LayerSpec>> {
-        // Latent attention and state space models do not cache keys and values per position.
+        // Latent attention and state-space models do not cache keys and values per position.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };
         let other_caches = ["kv_lora_rank", "ssm_cfg", "state_size", "mamba_d_state", "linear_num_key_heads"];
         if other_caches.iter().any(|name| !config[*name].is_null()) {
             return None;
         }
-        // Sizes beyond these limits cannot be those of a model, and must not cause a huge allocation.
+        // No real model exceeds these limits, and a bogus size must not cause a huge allocation.
         let within = |size: Option<u64>, limit: usize| {
             size.and_then(|size| usize::try_from(size).ok()).filter(|size| (1..=limit).contains(size))
         };

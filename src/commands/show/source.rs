@@ -1,4 +1,4 @@
-//! Reads what `show` needs from a model's files, on this machine or on the hub.
+//! Reads the metadata that `inferno show` needs, from local files or from the hub.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use crate::snapshot::gguf as gguf_files;
 use crate::weights::gguf::GgufCheckpoint;
 use crate::weights::{Checkpoint, Inventory};
 
-/// The bytes that are read of a README, for its front matter, and of a license file, for its title.
+/// The number of bytes to read from a README for its front matter, or from a license file for its title.
 const HEAD_BYTES: usize = 16 << 10;
 
 pub struct Source {
@@ -19,26 +19,26 @@ pub struct Source {
     pub revision: Option<String>,
     /// `None` for a model on the hub.
     pub path: Option<PathBuf>,
-    /// Where the model is, as a phrase: `a directory`.
+    /// Where the model is, as a phrase such as `a directory`.
     pub location: &'static str,
     pub metadata: Metadata,
     /// The names and sizes of the model's files.
     pub files: Vec<(String, Option<u64>)>,
 }
 
-/// What a model's files say about it.
+/// The metadata from a model's files.
 pub struct Metadata {
     pub config: Result<Value>,
     /// Null if there is no tokenizer_config.json.
     pub tokenizer_config: Value,
-    /// Where `tokenizer_config` was read from.
+    /// The name of the file or GGUF key that `tokenizer_config` was read from.
     pub tokenizer_config_name: &'static str,
     pub license: Option<String>,
     pub inventory: Result<Inventory>,
 }
 
 impl Metadata {
-    /// Reads everything from a GGUF file.
+    /// Reads all metadata from a GGUF file.
     fn from_gguf(file: Result<GgufCheckpoint>) -> Self {
         let tokenizer_config_name = "tokenizer.chat_template";
         let file = match file {
@@ -63,14 +63,15 @@ impl Metadata {
         }
     }
 
-    /// Sets the license if none is known.
-    /// Sets the license if none is known.
+    /// Sets the license if it is not known yet.
     fn or_license(self, license: Option<String>) -> Self {
         Self { license: self.license.or(license), ..self }
     }
 }
 
-/// Reads the headers of GGUF files on the hub. The outer error is a failure of the hub, the inner one a bad file.
+/// Reads the headers of GGUF files on the hub.
+///
+/// The outer error means that the hub failed. The inner error means that a file is invalid.
 fn remote_gguf(hub: &Hub, model: &RemoteModel) -> Result<Result<GgufCheckpoint>> {
     let failure = Cell::new(None);
     let read = |name: &str, bytes| {
@@ -85,10 +86,10 @@ fn remote_gguf(hub: &Hub, model: &RemoteModel) -> Result<Result<GgufCheckpoint>>
 }
 
 impl Source {
-    /// Reads a model on this machine. Files that cannot be read are reported, but do not fail the call.
+    /// Reads a model on this machine. Never fails: the metadata contains the errors of unreadable files.
     pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
-        // A GGUF file is the whole model. Of the other files in its folder, only the license belongs to it.
+        // A GGUF file is a whole model. Of the other files in its directory, only the license matters.
         let dir = match &gguf {
             Some(file) => file.parent().unwrap_or(&snapshot.path),
             None => &snapshot.path,
@@ -99,7 +100,7 @@ impl Source {
         };
         let readme = head(&dir.join("README.md")).and_then(|readme| front_matter_license(&readme));
         let title = |name: &str| head(&dir.join(name)).and_then(|text| license_title(&text, name));
-        // The demo's weights are part of this crate.
+        // The demo's weights are part of this crate and have its license.
         let built_in_license = (snapshot.source == hub::Source::BuiltIn).then(|| env!("CARGO_PKG_LICENSE").to_string());
         let metadata = match &gguf {
             Some(file) => Metadata::from_gguf(GgufCheckpoint::open(file)),
@@ -128,7 +129,7 @@ impl Source {
         }
     }
 
-    /// Reads a model on the hub. Broken files are reported, but only a failure of the hub fails the call.
+    /// Reads a model on the hub. Fails only if the hub fails: the metadata contains the errors of invalid files.
     pub fn remote(hub: &Hub, model: RemoteModel) -> Result<Self> {
         let text = |name: &str| model.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
         let readme = text("README.md").and_then(|readme| front_matter_license(&readme));
@@ -174,9 +175,7 @@ fn inventory(model: &RemoteModel) -> Result<Inventory> {
     if !inventory.is_empty() {
         return Ok(inventory);
     }
-    Err(anyhow!(
-        "the repository has no safetensors weights (model.safetensors or an index of shards) and no GGUF files"
-    ))
+    Err(anyhow!("the repository has neither safetensors weights (model.safetensors or a shard index) nor GGUF files"))
 }
 
 fn file_name(path: &Path) -> String {
@@ -189,11 +188,11 @@ fn json(dir: &Path, name: &str) -> Result<Value> {
     serde_json::from_str(&text).with_context(|| format!("cannot parse {}", path.display()))
 }
 
-/// Lists the files of a folder by name, without subfolders.
+/// Lists the files in a directory, sorted by name. Skips subdirectories.
 fn files(dir: &Path) -> Vec<(String, Option<u64>)> {
     let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
     let file = |entry: std::fs::DirEntry| {
-        // The files of a snapshot are symbolic links to blobs; `metadata` follows them.
+        // Snapshot files are symlinks to blobs, and `metadata` follows them.
         let data = std::fs::metadata(entry.path()).ok().filter(|data| data.is_file())?;
         Some((entry.file_name().to_string_lossy().into_owned(), Some(data.len())))
     };
@@ -215,7 +214,7 @@ fn license_file(files: &[(String, Option<u64>)]) -> Option<&str> {
     files.iter().map(|(name, _)| name.as_str()).find(|name| is_license(name))
 }
 
-/// Returns the first line of a license file, which is its title.
+/// Returns the title of a license, which is the first nonblank line of its text.
 fn license_title(text: &str, file: &str) -> Option<String> {
     let title = text
         .lines()

@@ -1,4 +1,4 @@
-//! The report as text, at most 120 columns wide.
+//! Formats the report as text, at most 120 columns wide.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -7,9 +7,9 @@ use super::report::{File, Gpu, Needs, Report};
 use crate::text::{self, count, home_relative};
 
 const COLUMNS: usize = 120;
-/// The column where values begin.
+/// The column where values start.
 const INDENT: usize = 13;
-/// The most rows of the file list.
+/// The maximum number of rows in the file list.
 const MAX_FILES: usize = 24;
 
 pub fn table(report: &Report) -> String {
@@ -20,7 +20,7 @@ pub fn table(report: &Report) -> String {
     match &report.needs {
         Some(needs) => memory(&mut out, needs, &report.gpu),
         None if report.weights_problem.is_none() => {
-            let text = "the memory it needs is unknown: config.json does not tell the size of its cache";
+            let text = "memory needs unknown: config.json does not specify the size of the KV cache";
             out += &format!("\n{text}\n");
         }
         None => {}
@@ -127,7 +127,7 @@ fn tensors(out: &mut String, report: &Report) {
     aligned(out, &rows, &[1, 2, 3]);
 }
 
-/// Lists the files. The shards of one model share a line.
+/// Lists the files. All shards of a model share one line.
 fn files(out: &mut String, files: &[File]) {
     let mut patterns: BTreeMap<String, Vec<&File>> = BTreeMap::new();
     for file in files {
@@ -155,7 +155,7 @@ fn files(out: &mut String, files: &[File]) {
     aligned(out, &rows, &[1]);
 }
 
-/// Replaces the number of a shard in its name by `*`.
+/// Replaces the shard number in a file name with `*`.
 fn pattern(name: &str) -> String {
     let Some((before, after)) = name.rsplit_once("-of-") else { return name.to_string() };
     let stem = before.trim_end_matches(|c: char| c.is_ascii_digit());
@@ -192,7 +192,7 @@ fn memory(out: &mut String, needs: &Needs, gpu: &Gpu) {
     let running = needs.weight_bytes.saturating_add(needs.cache_bytes).saturating_add(needs.workspace_bytes);
     if running < needs.total_bytes {
         let loading = text::size(needs.loading_bytes);
-        wrapped(out, "loading", &format!("{loading}, only while loading: to convert the experts of a layer"));
+        wrapped(out, "loading", &format!("{loading}, only while loading, to convert the experts of a layer"));
     }
     let verdict = match (needs.fits, needs.largest_context) {
         (Some(true), Some(largest)) => {
@@ -204,10 +204,10 @@ fn memory(out: &mut String, needs: &Needs, gpu: &Gpu) {
         (Some(_), None) => ": it does not fit with any context".to_string(),
         (None, _) => String::new(),
     };
-    wrapped(out, "in all", &format!("{}{verdict}", text::size(needs.total_bytes)));
+    wrapped(out, "total", &format!("{}{verdict}", text::size(needs.total_bytes)));
 }
 
-/// Writes a name and its value. Long values are wrapped between words and stay indented.
+/// Writes a name and its value. Wraps long values between words and indents each line.
 fn wrapped(out: &mut String, name: &str, value: &str) {
     let mut line = format!("{name:INDENT$}");
     let mut words_in_line = 0;
@@ -224,7 +224,7 @@ fn wrapped(out: &mut String, name: &str, value: &str) {
     let _ = writeln!(out, "{}", line.trim_end());
 }
 
-/// Writes rows in columns as wide as their widest cell. `right` lists the right-aligned columns.
+/// Writes rows as aligned columns. `right` lists the right-aligned columns.
 fn aligned<const N: usize>(out: &mut String, rows: &[[String; N]], right: &[usize]) {
     out.push('\n');
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);

@@ -1,30 +1,31 @@
-//! The choice of an attention kernel.
+//! Selects the kernels that compute attention.
 
 use candle_core::DType;
 
 use crate::kernels::constants::FLASH_HEAD_DIMS;
 
-/// Which kernels compute attention on a GPU.
+/// The kernels that compute attention on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionBackend {
-    /// The first of the others that supports the model.
+    /// The first of the other backends that supports the model.
     #[default]
     Auto,
     /// inferno's tensor-core kernels, `flash_attention.cu`.
     Own,
     /// The kernels of the crate candle-flash-attn, in builds with the feature `flash-attn`.
     CandleFlashAttn,
-    /// `eager_attention.cu`: slow, but for every dtype and head size.
+    /// `eager_attention.cu`: slow, but supports every dtype, and head sizes up to 256.
     Eager,
 }
 
 impl AttentionBackend {
-    /// Returns the backend that computes attention for queries of this dtype and head size, never `Auto`. The error says
-    /// why this backend cannot.
+    /// Returns the backend for queries of this dtype and head size, never `Auto`.
+    ///
+    /// The error says why `self` does not support such queries.
     pub fn choose(self, is_on_gpu: bool, dtype: DType, head_dim: usize, softcap: Option<f32>) -> Result<Self, String> {
         let has_tensor_cores = is_on_gpu && matches!(dtype, DType::BF16 | DType::F16);
         let has_own = has_tensor_cores && FLASH_HEAD_DIMS.contains(&head_dim);
-        // candle-flash-attn is not used for soft-capped scores.
+        // candle-flash-attn is never used with soft-capped scores.
         let has_candle =
             has_tensor_cores && cfg!(feature = "flash-attn") && softcap.is_none() && head_dim.is_multiple_of(8);
         match self {
@@ -35,10 +36,10 @@ impl AttentionBackend {
             Self::CandleFlashAttn if has_candle => Ok(Self::CandleFlashAttn),
             _ if !is_on_gpu => Err("it needs a GPU".into()),
             Self::CandleFlashAttn if !cfg!(feature = "flash-attn") => {
-                Err("this build of inferno does not contain it; build with --features flash-attn".into())
+                Err("this build does not include it; build inferno with --features flash-attn".into())
             }
             Self::CandleFlashAttn if softcap.is_some() => Err("it has no kernel for soft-capped scores".into()),
-            _ => Err(format!("it has no kernel for heads of {head_dim} in {dtype:?}")),
+            _ => Err(format!("it has no kernel for head size {head_dim} in {dtype:?}")),
         }
     }
 }

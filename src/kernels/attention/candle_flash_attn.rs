@@ -1,9 +1,10 @@
-//! Attention by the crate candle-flash-attn (FlashAttention 2).
+//! Attention with the crate candle-flash-attn (FlashAttention 2).
 //!
-//! Its kernels know no sinks. A sink adds exp(sink) to the denominator of the softmax, so out · sigmoid(lse - sink) is the
-//! exact result, where lse is the logarithm of the denominator. The crate does not expose lse in Rust, so this module calls
-//! its C function directly. That function is no stable interface: the version of the crate is pinned, and
-//! `tests/it/kernels.rs` compares its results with the reference.
+//! The crate's kernels do not support sinks. A sink adds exp(sink) to the softmax denominator.
+//! The exact result is therefore out · sigmoid(lse - sink), where lse is the logarithm of the denominator.
+//!
+//! The crate does not expose lse in Rust, so this module calls its C function directly. That function is not stable.
+//! The version of the crate is therefore pinned, and `tests/it/kernels.rs` compares the results with the reference.
 
 use std::ffi::{c_int, c_void};
 
@@ -17,7 +18,7 @@ use super::mask::AttentionMask;
 use crate::kernels::launch::address;
 
 unsafe extern "C" {
-    /// The declaration in `src/ffi.rs` of candle-flash-attn 0.11.1. Strides are in elements; `softmax_lse` is f32 \[H, T\].
+    /// Declared in `src/ffi.rs` of candle-flash-attn 0.11.1. Strides are in elements; `softmax_lse` is f32 \[H, T\].
     fn run_mha(
         q: *const c_void,
         k: *const c_void,
@@ -67,9 +68,9 @@ unsafe extern "C" {
     );
 }
 
-/// Returns the keys and values that the queries see, in the order of their positions, \[L, K, D\].
+/// Returns the keys and values that the queries see, ordered by position, \[L, K, D\].
 ///
-/// These are views, or copies where the positions wrap around the end of the cache.
+/// The results are views, or copies if the positions wrap around the end of the cache.
 fn visible_rows(k: &Tensor, v: &Tensor, tokens: usize, mask: AttentionMask) -> Result<(Tensor, Tensor)> {
     let (rows, end) = (k.dim(0)?, mask.position + tokens);
     let first = mask.window.map_or(0, |window| (mask.position + 1).saturating_sub(window));
@@ -83,7 +84,7 @@ fn visible_rows(k: &Tensor, v: &Tensor, tokens: usize, mask: AttentionMask) -> R
 
 /// Writes the attention of q, k and v to `out`.
 ///
-/// q, out \[T, H, D\]; k, v \[S, K, D\]; bf16 or f16, D a multiple of 8. The caller has checked this.
+/// q, out \[T, H, D\]; k, v \[S, K, D\]; all bf16 or f16. D is a multiple of 8. The caller has checked the inputs.
 pub(super) fn attention(
     device: &CudaDevice,
     (q, k, v): (&Tensor, &Tensor, &Tensor),
@@ -96,12 +97,12 @@ pub(super) fn attention(
     let length = k.dim(0)?;
     // SAFETY: the kernel writes every element.
     let lse = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
-    // The values that the crate sets: causal without a window; with one, its keys to the left and none to the right.
+    // As in the crate: causal without a window; otherwise up to window - 1 keys to the left and none to the right.
     let (is_causal, left) = mask.window.map_or((1, length), |window| (0, (window - 1).min(length)));
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);
     let pointer = |tensor: &Tensor| address(tensor).map(|address| address as *const c_void);
-    // SAFETY: the tensors are contiguous (`address` checks it) and have these sizes and strides. Their memory is allocated
-    // and freed in the order of this stream.
+    // SAFETY: the tensors are contiguous (`address` checks this) and have these sizes and strides.
+    // Their memory is allocated and freed in stream order.
     unsafe {
         run_mha(
             pointer(q)?,

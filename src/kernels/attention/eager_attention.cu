@@ -1,9 +1,12 @@
-// Causal attention over a KV cache without tensor cores: grouped queries, optional sliding window, sinks and soft cap. It
-// is for f32, and for the head sizes that flash_attention.cu has no kernels for.
-//   q, out [T, H, D]; k, v [S, K, D] (position p lies in row p mod S); sinks f32 [H] or null; D <= 256
-//   grid (T, H), block 32·W: W warps share the keys of one query head. Each keeps an online softmax; the end merges them.
-//   W is 4 with many queries, and 32 with few, to hide the latency of many keys; shared memory: W·(D + 2) floats
-//   bytes moved: about 2·T·H·L·D·sizeof(T) from L2 for L visible keys; heads of a group do not share their reads
+// Causal attention over a KV cache without tensor cores.
+// Supports grouped queries, and optionally a sliding window, sinks and a soft cap.
+// Used for f32, and for head sizes that flash_attention.cu does not support.
+//   q, out [T, H, D]; k, v [S, K, D] (position p is in row p mod S); sinks f32 [H] or null; D <= 256
+//   grid (T, H), block 32·W: W warps share the keys of one query head
+//   Each warp runs an online softmax. The results of all warps are merged at the end.
+//   W is 4 with many queries. It is 32 with few queries, to hide the latency of reading many keys.
+//   shared memory: W·(D + 2) floats
+//   bytes moved: about 2·T·H·L·D·sizeof(T) from L2 for L visible keys; the heads of a group do not share reads
 //   softcap > 0: a score s becomes softcap·tanh(s / softcap)
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -57,11 +60,11 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
         if (d < head_dim) sums[warp * head_dim + d] = sum[i];
     }
     __syncthreads();
-    // The sink is a logit without a value: it joins the denominator of the softmax only.
+    // The sink is a logit without a value, so it contributes only to the softmax denominator.
     float block_top = sinks ? sinks[head] : -INFINITY;
     for (int w = 0; w < warps; ++w) block_top = fmaxf(block_top, tops[w]);
     float block_total = sinks ? expf(sinks[head] - block_top) : 0.0f;
-    // A warp without keys has a share of exp(-inf), which is zero.
+    // A warp without keys contributes exp(-inf) = 0.
     for (int w = 0; w < warps; ++w) block_total += totals[w] * expf(tops[w] - block_top);
     for (int d = threadIdx.x; d < head_dim; d += blockDim.x) {
         float value = 0.0f;
@@ -70,7 +73,7 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
     }
 }
 
-// Turns attention without sinks into attention with sinks: out · sigmoid(lse - sink).
+// Adds sinks to attention that was computed without them: out · sigmoid(lse - sink).
 //   out [T, H, D]; lse f32 [H, T], the logarithm of each softmax's denominator; grid (T, H), block 32
 template <typename T>
 __device__ void scale_by_sinks(T* out, const float* lse, const float* sinks, int tokens, int heads, int head_dim) {

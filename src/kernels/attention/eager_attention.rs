@@ -1,5 +1,6 @@
-//! Attention without tensor cores, for every dtype and head size: the kernels of `eager_attention.cu`, and the reference in
-//! plain Rust.
+//! Attention without tensor cores, for every dtype and for head sizes up to 256.
+//!
+//! Contains the launch of the kernels in `eager_attention.cu` and the reference in plain Rust.
 
 use rayon::prelude::*;
 
@@ -12,7 +13,7 @@ pub struct AttentionShape {
     pub heads: usize,
     pub kv_heads: usize,
     pub head_dim: usize,
-    /// Rows of the KV cache; position p lies in row p mod `cache_rows`.
+    /// Rows of the KV cache. Position p is stored in row p mod `cache_rows`.
     pub cache_rows: usize,
 }
 
@@ -53,16 +54,16 @@ mod with_cuda {
             .int(mask.window.unwrap_or(0))
             .float(mask.scale)
             .float(mask.softcap.unwrap_or(0.0));
-        // With few blocks, more warps in each keep enough loads in flight. With many, small blocks waste less.
+        // With few blocks, each needs many warps to keep enough loads in flight. With many, small blocks waste less.
         let warps = if tokens * heads <= 512 { 32 } else { 4 };
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);
         let shape = LaunchShape::new((tokens, heads, 1), 32 * warps).with_shared_bytes(shared_bytes);
-        // SAFETY: the caller has checked shapes and dtypes; the kernel takes positions modulo the rows of the cache.
+        // SAFETY: the caller has checked shapes and dtypes; the kernel wraps positions modulo the number of cache rows.
         unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
     }
 
-    /// Turns attention without sinks into attention with them: out · sigmoid(lse - sink).
+    /// Adds sinks to attention that was computed without them: out · sigmoid(lse - sink).
     ///
     /// out \[T, H, D\]; lse f32 \[H, T\], the logarithm of each softmax's denominator; sinks f32 \[H\].
     #[cfg(feature = "flash-attn")]
@@ -76,7 +77,7 @@ mod with_cuda {
     }
 }
 
-/// Attention in plain Rust: scores, softmax with the sink in its denominator, weighted values.
+/// Computes attention in plain Rust: scores, softmax with the sink in its denominator, weighted sum of values.
 ///
 /// q \[T, H, D\]; k, v \[S, K, D\]; sinks \[H\]. Returns \[T, H, D\].
 pub fn reference(

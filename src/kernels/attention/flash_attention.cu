@@ -1,17 +1,17 @@
-// Causal attention on tensor cores over a KV cache (FlashAttention-2, arXiv 2307.08691): grouped queries, optional sliding
-// window, sinks and soft cap.
-//   q, out [T, H, D]; k, v [S, K, D] (position p lies in row p mod S); sinks f32 [H] or null; G = H/K
-//   positions u32: query t has the position positions[0] + t (in device memory, so that a CUDA graph can be replayed)
+// Causal attention on tensor cores over a KV cache (FlashAttention-2, arXiv 2307.08691).
+// Supports grouped queries, and optionally a sliding window, sinks and a soft cap.
+//   q, out [T, H, D]; k, v [S, K, D] (position p is in row p mod S); sinks f32 [H] or null; G = H/K
+//   positions u32 (in device memory, so a CUDA graph can be replayed): query t is at position positions[0] + t
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid (K, row tiles, splits); block 32·WARPS·TEAMS
-//   bytes moved: 2·D·sizeof(T) for each visible key, KV head and row tile; all but the first row tile read them from L2
+//   bytes moved: 2·D·sizeof(T) for each visible key, KV head and row tile; all row tiles but the first read from L2
 //
-// A row is a pair of a token and a query head of the group: row r of KV head k is token r / G and head k·G + r % G. So a
-// tile of rows reads each key and value once for all heads of the group.
+// A row is one token and one query head of the group: row r of KV head k is token r / G and head k·G + r % G.
+// A tile of rows therefore reads each key and value only once for all heads of the group.
 //
-// Splits share the keys of a row tile. The last split to finish combines the partial results, f32, through L2:
+// Splits share the keys of a row tile. The last split to finish combines the f32 partial results through L2:
 //   partials [row tiles, K, splits, ROWS·(D + 2)]: sums [ROWS, D], then (maximum, total) of each row
-//   arrivals u32 [row tiles, K]: how many splits have finished; all zero between launches
+//   arrivals u32 [row tiles, K]: the number of finished splits; all zero between launches
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/common.cuh"
@@ -19,9 +19,9 @@
 #include "headers/tensor_core.cuh"
 
 constexpr float LOG2_E = 1.44269504f;
-// Weights may grow to 2^8 before the sums are rescaled. That does no harm in f32 and f16 and avoids nearly all rescaling.
+// Weights may grow to 2^8 before the sums are rescaled. This is safe in f32 and f16 and avoids nearly all rescaling.
 constexpr float SLACK = 8.0f;
-// Partial results that are combined at once, so that as many loads are in flight.
+// The number of partial results to combine at once. Their loads are in flight at the same time.
 constexpr int COMBINE_BATCH = 16;
 
 constexpr int head_dim_index(int head_dim) {
@@ -30,9 +30,9 @@ constexpr int head_dim_index(int head_dim) {
     return index;
 }
 
-// How one block divides its work.
-//   TEAMS = 1 (prompts): WARPS warps of 16·M rows share tiles of KEYS keys, in STAGES buffers.
-//   TEAMS > 1 (decoding): teams of one warp have the same 16 rows and different tiles; their sums are added at the end.
+// The division of work within a block.
+//   TEAMS = 1 (prompts): WARPS warps of 16·M rows each share tiles of KEYS keys, in STAGES buffers.
+//   TEAMS > 1 (decoding): one-warp teams share the same 16 rows but use different key tiles. Their sums are merged.
 template <int HEAD_DIM, int TILE_ROWS> struct Tile {
     static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
     static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS;
@@ -41,18 +41,18 @@ template <int HEAD_DIM, int TILE_ROWS> struct Tile {
     static constexpr int KEYS = FEW ? FLASH_FEW_KEYS[INDEX] : MANY ? FLASH_MANY_KEYS[INDEX] : FLASH_MEDIUM_KEYS[INDEX];
     static constexpr int STAGES = FLASH_STAGES;
     static constexpr int M = ROWS / 16 / WARPS;
-    static constexpr int MIN_TILES = FEW ? 128 / KEYS : 4;  // a split with fewer tiles of keys is not worth combining
-    // Blocks on one multiprocessor. The sums of 16 rows of 256 fill half of a warp's registers.
+    static constexpr int MIN_TILES = FEW ? 128 / KEYS : 4;  // a split with fewer key tiles is not worth combining
+    // Resident blocks per multiprocessor. With D = 256, the sums of 16 rows fill half of a warp's registers.
     static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
     static constexpr int TEAM_THREADS = 32 * WARPS, THREADS = TEAM_THREADS * TEAMS;
     static constexpr int STRIDE = D + FLASH_ROW_PADDING, KEY_ELEMENTS = KEYS * STRIDE;
     static constexpr bool QUERIES_IN_REGISTERS = M * D <= FLASH_REGISTER_ELEMENTS;
     static constexpr int QUERY_BYTES = QUERIES_IN_REGISTERS ? 0 : 2 * ROWS * STRIDE;
     static constexpr int PIPELINE_BYTES = TEAMS * STAGES * 2 * KEY_ELEMENTS * 2;
-    static constexpr int MERGE_STRIDE = D + 8;  // puts the float2 of four rows into different banks
+    static constexpr int MERGE_STRIDE = D + 8;  // puts the float2 values of four rows into different banks
     static constexpr int MERGE_BYTES = TEAMS > 1 ? TEAMS * ROWS * (MERGE_STRIDE + 2) * 4 : 0;
-    static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge uses the memory of the pipeline");
-    static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps would need a barrier of its own");
+    static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge reuses the memory of the pipeline");
+    static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps would need its own barrier");
     static_assert(ROWS <= THREADS && STAGES >= 2);
 };
 
@@ -64,10 +64,10 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// Replaces an infinite maximum, which would give NaN when subtracted. If no key is visible, any finite number will do.
+// Replaces a maximum of -infinity, which would give NaN when subtracted. Without visible keys, any finite number works.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// The factor that turns a sum of weights·values relative to 2^maximum into the output. The sink joins the total here.
+// Returns the factor that turns weighted sums relative to 2^maximum into the output. Adds the sink to the total.
 __device__ __forceinline__ float normalizer(float maximum, float total, float sink) {
     const float base = fmaxf(maximum, sink);
     const float keep = exp2_fast(maximum - base);
@@ -79,8 +79,8 @@ __device__ __forceinline__ float soft_cap(float x, float cap) {
     return cap - __fdividef(2.0f * cap, 1.0f + exp2_fast(2.0f * LOG2_E / cap * x));
 }
 
-// Increments the counter and returns its value before; at `last` it starts over at 0. Everything that this block wrote
-// before is visible to the blocks that increment the counter later.
+// Increments the counter and returns its previous value. The counter wraps from `last` to 0.
+// Earlier writes of this block are visible to blocks that increment the counter later.
 __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
     uint32_t before;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
@@ -94,31 +94,31 @@ template <typename C> struct Rows {
     int kv_head, heads, group;  // group: query heads of a KV head
     int first, count;
 
-    // The first element of a row of this tile in q and out.
+    // Returns the index of the first element of a row of this tile in q and out.
     __device__ __forceinline__ size_t element(int row) const {
         const int r = first + row;
         return ((size_t)(r / group) * heads + kv_head * group + r % group) * C::D;
     }
-    // Rows past the end repeat the last one.
+    // Returns the token of a row. Rows past the end repeat the last row.
     __device__ __forceinline__ int token(int row) const { return (first + min(row, count - 1)) / group; }
 };
 
-// The keys that this team multiplies: tiles begin, begin + TEAMS, .. below end, counted from position `oldest`.
+// The keys of this team: tiles begin, begin + TEAMS, ..., below end. Tile 0 starts at position `oldest`.
 struct Keys {
     int oldest, newest, begin, end;
 };
 
-// ---- keys and values through shared memory ----
+// ---- loading keys and values ----
 
-// Starts to copy a tile of keys and values into the buffers of a stage, and commits the copies as one group.
+// Starts copying a tile of keys and values to the buffers of a stage, and commits the copies as one group.
 //
-// Keys that no row sees become zeros: the memory there may hold NaN, and zero times NaN is NaN. At most S positions are
-// visible, so those of a tile wrap around the end of the cache at most once.
+// Keys that no row sees become zeros, because their memory may hold NaN, and zero times NaN is NaN.
+// At most S positions are visible, so a tile wraps around the end of the cache at most once.
 template <typename T, typename C>
 __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* pipeline, const Keys& keys, int tile,
                                                      int stage, int cache_rows, int kv_heads, int kv_head) {
     if (tile < keys.end) {
-        constexpr uint32_t CHUNKS = C::D / 8, COPIES = C::KEYS * CHUNKS, THREADS = C::TEAM_THREADS;
+        constexpr uint32_t SEGMENTS = C::D / 8, COPIES = C::KEYS * SEGMENTS, THREADS = C::TEAM_THREADS;
         const uint32_t key = keys.oldest + tile * C::KEYS, size = cache_rows, base = key < size ? key : key % size;
         const uint32_t thread = threadIdx.x % THREADS, left = keys.newest - key;
         const uint32_t row_elements = kv_heads * C::D;
@@ -127,12 +127,12 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
         for (uint32_t c = 0; c < (COPIES + THREADS - 1) / THREADS; ++c) {
             const uint32_t copy = thread + c * THREADS;
             if (COPIES % THREADS != 0 && copy >= COPIES) break;
-            const bool even = THREADS % CHUNKS == 0;  // then a thread stays in one column
-            const uint32_t j = even ? thread / CHUNKS + c * (THREADS / CHUNKS) : copy / CHUNKS;
-            const uint32_t chunk = even ? thread % CHUNKS : copy % CHUNKS;
-            const uint32_t row = min(base + j, base + j - size);  // unsigned: the smaller one is in range
-            const size_t from = (size_t)row * row_elements + kv_head * C::D + chunk * 8;
-            const uint32_t target = to + (j * C::STRIDE + chunk * 8) * sizeof(T);
+            const bool even = THREADS % SEGMENTS == 0;  // if so, a thread stays in one column
+            const uint32_t j = even ? thread / SEGMENTS + c * (THREADS / SEGMENTS) : copy / SEGMENTS;
+            const uint32_t segment = even ? thread % SEGMENTS : copy % SEGMENTS;
+            const uint32_t row = min(base + j, base + j - size);  // unsigned: the smaller value is in range
+            const size_t from = (size_t)row * row_elements + kv_head * C::D + segment * 8;
+            const uint32_t target = to + (j * C::STRIDE + segment * 8) * sizeof(T);
             copy_async_or_zero(target, k + from, j <= left);
             copy_async_or_zero(target + C::KEY_ELEMENTS * sizeof(T), v + from, j <= left);
         }
@@ -142,19 +142,19 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
 
 // ---- queries ----
 
-// Starts to copy the queries of the block's rows to shared memory, as one group.
+// Starts copying the queries of the block's rows to shared memory, as one group.
 template <typename T, typename C>
 __device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile, const Rows<C>& rows) {
     static_assert(C::STAGES == 2, "the first wait of the main loop must cover this group too");
     for (int copy = threadIdx.x; copy < C::ROWS * (C::D / 8); copy += C::THREADS) {
-        const int row = copy / (C::D / 8), chunk = copy % (C::D / 8);
-        const T* from = q + rows.element(min(row, rows.count - 1)) + chunk * 8;
-        copy_async_or_zero(shared_address(query_tile + row * C::STRIDE + chunk * 8), from, true);
+        const int row = copy / (C::D / 8), segment = copy % (C::D / 8);
+        const T* from = q + rows.element(min(row, rows.count - 1)) + segment * 8;
+        copy_async_or_zero(shared_address(query_tile + row * C::STRIDE + segment * 8), from, true);
     }
     commit_copies();
 }
 
-// The queries of a warp as fragments. A thread holds rows lane/4 and lane/4 + 8 of each 16.
+// The queries of a warp as fragments. A thread holds rows lane/4 and lane/4 + 8 of each group of 16 rows.
 template <typename C> using Queries =
     uint32_t[C::QUERIES_IN_REGISTERS ? C::M : 1][C::QUERIES_IN_REGISTERS ? C::D / 16 : 1][4];
 
@@ -177,12 +177,12 @@ __device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, c
 
 // ---- one tile of keys ----
 
-// The scores of a warp's rows for one tile of keys. The results of mma.sync: a thread holds two neighboring columns of
-// rows lane/4 (elements 0, 1) and lane/4 + 8 (elements 2, 3).
+// The scores of a warp's rows for one key tile, in the layout of mma.sync results:
+// a thread holds two adjacent columns of row lane/4 (elements 0, 1) and of row lane/4 + 8 (elements 2, 3).
 template <typename C> using Scores = float[C::M][C::KEYS / 8][4];
-// The sums of weights·values, laid out like the scores.
+// The weighted sums of the values, in the same layout as the scores.
 template <typename C> using Sums = float[C::M][C::D / 8][4];
-// A number for each of the two rows that a thread holds of each 16.
+// One number for each of a thread's two rows in each group of 16 rows.
 template <typename C> using RowFloats = float[C::M][2];
 template <typename C> using RowInts = int[C::M][2];
 
@@ -226,7 +226,8 @@ template <typename C> __device__ __forceinline__ void cap_scores(Scores<C>& scor
     }
 }
 
-// Keys after the query's own position, or before its window, get the score -infinity. `key`: the first position of the tile.
+// Sets the score of a key to -infinity if the key is after the query or before its window.
+// `key` is the first position of the tile.
 template <typename C>
 __device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>& row_position, int key, int window,
                                             int lane) {
@@ -243,8 +244,9 @@ __device__ __forceinline__ void mask_scores(Scores<C>& scores, const RowInts<C>&
     }
 }
 
-// Raises the running maxima to those of this tile, and rescales totals and sums to match. Does nothing while no maximum
-// grows by more than SLACK. The maxima are in units of log2; `factor` turns scores into these units.
+// Raises the running maxima to the maxima of this tile, and rescales totals and sums to match.
+// Does nothing if no maximum grows by more than SLACK.
+// The maxima are base-2 exponents, and `factor` converts scores to base-2 exponents.
 template <typename C>
 __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float factor, RowFloats<C>& maxima,
                                               RowFloats<C>& totals, Sums<C>& sums) {
@@ -280,8 +282,8 @@ __device__ __forceinline__ void update_maxima(const Scores<C>& scores, float fac
     }
 }
 
-// Turns scores into weights, adds them to the totals, and adds weights·values to the sums. Each step takes 16 keys, so that
-// its exponentials run beside the products of the step before.
+// Turns scores into weights, adds the weights to the totals, and adds the weighted values to the sums.
+// Each step covers 16 keys, so its exponentials overlap with the matrix products of the previous step.
 template <typename T, typename C>
 __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float factor, const RowFloats<C>& maxima,
                                                   uint32_t values, RowFloats<C>& totals, Sums<C>& sums) {
@@ -318,7 +320,7 @@ __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float
 
 // ---- results ----
 
-// Adds up the parts of each row's total, which four lanes hold.
+// Sums the total of each row over the four lanes that hold its parts.
 template <typename C> __device__ __forceinline__ void reduce_totals(RowFloats<C>& totals) {
 #pragma unroll
     for (int m = 0; m < C::M; ++m) {
@@ -342,7 +344,7 @@ __device__ __forceinline__ void store_partial(float* partial, int row, int colum
     if (column == 0) __stcg(reinterpret_cast<float2*>(partial + C::ROWS * C::D + 2 * row), float2{maximum, total});
 }
 
-// Writes the result of one team that has seen all keys of its block: the output, or a partial result if there are splits.
+// Writes the result of a block with one team: the output, or a partial result if there are splits.
 template <typename T, typename C>
 __device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloats<C>& maxima,
                                               const RowFloats<C>& totals, const Rows<C>& rows, const float* row_sinks,
@@ -372,7 +374,7 @@ __device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloa
     }
 }
 
-// Merges the results of all teams through shared memory, and writes the output, or a partial result if there are splits.
+// Merges the results of all teams in shared memory. Writes the output, or a partial result if there are splits.
 template <typename T, typename C>
 __device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats<C>& maxima,
                                             const RowFloats<C>& totals, const Rows<C>& rows, const float* row_sinks,
@@ -454,21 +456,21 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ float row_sinks[C::ROWS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / C::WARPS;
-    // The last rows of a causal matrix have the most keys, so they start first.
+    // With a causal mask, the last rows have the most keys, so they start first.
     const int kv_head = blockIdx.x, row_tile = gridDim.y - 1 - blockIdx.y, split = blockIdx.z;
     const int group = heads / kv_heads, first_row = row_tile * C::ROWS;
     const Rows<C> rows = {kv_head, heads, group, first_row, min(C::ROWS, tokens * group - first_row)};
     const int warp_row = warp % C::WARPS * 16 * C::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
     const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
-    // The sinks are needed last, but the load starts here.
+    // The sinks are needed last, but their load starts here.
     float sink = -INFINITY;
     if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
-    // With `early`, the caller promises that positions[0] and the keys before it were complete when the kernel ahead of this
-    // one started. Then only the queries and this step's own keys must wait for that kernel.
+    // With `early`, the caller guarantees that positions[0] and all earlier keys were complete when the previous kernel
+    // started. Only the queries and the keys of this step must then wait for the previous kernel.
     if (!early) pdl_wait();
 
-    // 1. The keys that some row of the tile sees, and this team's part of this split's share of them.
+    // 1. Find the keys that any row of the tile sees, and the part of them for this split and team.
     const int position = (int)__ldcg(positions), newest = position + last_token;
     const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
     const int tiles = (newest - oldest) / C::KEYS + 1;
@@ -491,13 +493,13 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     pdl_wait();
     pdl_launch_dependents();
     if constexpr (!C::QUERIES_IN_REGISTERS) load_queries_to_shared<T, C>(q, query_tile, rows);
-    // Teams do not wait for each other in the main loop, but all of them have copied the queries.
+    // Teams do not synchronize in the main loop, so they wait here for the queries that they copied together.
     if constexpr (!C::QUERIES_IN_REGISTERS && C::TEAMS > 1) {
         wait_for_copies<0>();
         __syncthreads();
     }
 
-    // 2. The queries, and the positions of their rows.
+    // 2. Load the queries and the positions of their rows.
     Queries<C> queries;
     if constexpr (C::QUERIES_IN_REGISTERS) load_queries_to_registers<T, C>(queries, q, rows, warp_row, lane);
     RowInts<C> row_position;
@@ -508,7 +510,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     const int warp_first = position + warp_first_token, warp_last = position + warp_last_token;
 
-    // 3. Tiles of keys: scores, running maxima, weights, sums of values.
+    // 3. Process the key tiles: scores, running maxima, weights, weighted sums of values.
     Sums<C> sums = {};
     RowFloats<C> maxima, totals = {};
 #pragma unroll
@@ -540,9 +542,9 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     reduce_totals<C>(totals);
 
-    // 4. The output if this block has seen all keys, or else its partial result.
+    // 4. Write the output if this block has processed all keys, or else its partial result.
     if (threadIdx.x < rows.count) row_sinks[threadIdx.x] = sink * LOG2_E;
-    __syncthreads();  // from here on the memory of the pipeline is free
+    __syncthreads();  // the memory of the pipeline is free from here on
     const int slot = row_tile * kv_heads + kv_head;
     float* const slot_partials = partials + (size_t)slot * gridDim.z * C::ROWS * (C::D + 2);
     float* const partial = slot_partials + split * C::ROWS * (C::D + 2);
@@ -554,7 +556,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     if (splits == 1) return;
 
-    // 5. The last split to finish combines the partial results of all. It also resets the counter for the next launch.
+    // 5. The last split to finish combines all partial results. Its arrival resets the counter for the next launch.
     __shared__ bool is_last;
     __syncthreads();
     if (threadIdx.x == 0) is_last = arrive(arrivals + slot, splits - 1) == (uint32_t)splits - 1;
@@ -571,7 +573,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
         attention<T, Tile<D, ROWS>>(q, k, v, sinks, out, positions, partials, arrivals, tokens, heads, kv_heads,        \
                                     cache_rows, window, scale, softcap, early);                                         \
     }
-// 16 rows for decoding, 128 for long prompts, 64 where 128 would leave multiprocessors idle.
+// 16 rows for decoding, 128 for long prompts, and 64 where 128 would leave multiprocessors idle.
 #define DEFINE_HEAD_DIM(D)                        \
     DEFINE_KERNEL(16, D, __half, f16)             \
     DEFINE_KERNEL(64, D, __half, f16)             \

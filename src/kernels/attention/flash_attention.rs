@@ -1,4 +1,4 @@
-//! Attention on tensor cores (`flash_attention.cu`): the choice of a kernel, and its launch.
+//! Selects and launches the kernels for attention on tensor cores (`flash_attention.cu`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
@@ -11,10 +11,10 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
 
-/// The most blocks that share the keys of one tile of queries.
+/// The maximum number of blocks that share the keys of one query tile.
 const MAX_SPLITS: usize = 64;
 
-/// With a window of so many keys or fewer, the keys of a tile of queries are not split.
+/// The keys of a query tile are not split if the sliding window has at most this many keys.
 const MIN_SPLIT_WINDOW: usize = 256;
 
 /// The launch of one kernel for queries \[T, H, D\] on a KV cache \[S, K, D\].
@@ -26,7 +26,7 @@ pub struct FlashAttention {
     kv_heads: usize,
     cache_rows: usize,
     mask: AttentionMask,
-    /// The number of f32 elements of scratch memory for the partial results of splits.
+    /// The number of f32 scratch elements for the partial results of splits.
     pub partials: usize,
     /// The number of u32 counters of finished splits.
     pub arrivals: usize,
@@ -34,43 +34,43 @@ pub struct FlashAttention {
 
 /// The tensors of one launch, all contiguous.
 pub struct FlashTensors<'t> {
-    /// T \[T, H, D\]
+    /// The queries, \[T, H, D\] in bf16 or f16.
     pub q: &'t Tensor,
-    /// T \[S, K, D\]
+    /// The cached keys, \[S, K, D\] in the dtype of `q`.
     pub k: &'t Tensor,
-    /// T \[S, K, D\]
+    /// The cached values, \[S, K, D\] in the dtype of `q`.
     pub v: &'t Tensor,
-    /// f32 \[H\]
+    /// The sinks, f32 \[H\].
     pub sinks: Option<&'t Tensor>,
-    /// u32; the first element is the position of the first query.
+    /// The positions of the queries, u32. The kernel reads only the first element.
     pub positions: &'t Tensor,
-    /// T \[T, H, D\]
+    /// The output, \[T, H, D\] in the dtype of `q`.
     pub out: &'t Tensor,
-    /// f32, at least [`FlashAttention::partials`] elements.
+    /// Scratch memory: at least [`FlashAttention::partials`] elements, f32.
     pub partials: &'t Tensor,
-    /// u32, at least [`FlashAttention::arrivals`] elements, all zero. The kernel leaves them zero.
+    /// Counters: at least [`FlashAttention::arrivals`] elements, u32. They are zero before and after each launch.
     pub arrivals: &'t Tensor,
 }
 
-/// What the kernel may read before the kernel ahead of it has ended. Matters only in a launch sequence.
+/// The data that the kernel may read before the previous kernel of a launch sequence has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EarlyReads {
     /// Nothing.
     None,
-    /// The first position, and the keys and values of earlier positions. They must be complete when the kernel ahead
-    /// starts.
+    /// The first position, and the keys and values of earlier positions.
+    /// They must be complete when the previous kernel starts.
     EarlierPositions,
 }
 
 impl FlashAttention {
-    /// Chooses the kernel. q must be bf16 or f16, with one of [`FLASH_HEAD_DIMS`] as its head size.
+    /// Chooses the kernel. q must be bf16 or f16 and have a head size in [`FLASH_HEAD_DIMS`].
     pub fn new(device: &CudaDevice, q: &Tensor, k: &Tensor, mask: AttentionMask) -> Result<Self> {
         let ((tokens, heads, head_dim), (cache_rows, kv_heads, _)) = (q.dims3()?, k.dims3()?);
         let Some(tiles) = Tile::for_head_dim(head_dim).filter(|_| matches!(q.dtype(), DType::BF16 | DType::F16)) else {
-            bail!("flash_attention has no kernel for heads of {head_dim} in {:?}", q.dtype());
+            bail!("flash_attention has no kernel for head size {head_dim} in {:?}", q.dtype());
         };
         let (max_shared_bytes, multiprocessors) = (max_shared_bytes(device)?, multiprocessors(device)?);
-        // A row is a pair of a token and one of the query heads that share a KV head.
+        // A row is one token and one of the query heads that share a KV head.
         let rows = tokens * (heads / kv_heads);
         let [few, medium, many] = tiles;
         let fills_gpu = kv_heads * rows.div_ceil(FLASH_MANY_ROWS) >= 2 * multiprocessors;
@@ -82,7 +82,7 @@ impl FlashAttention {
             medium
         };
         let row_tiles = rows.div_ceil(tile.rows);
-        // A few row tiles after a long context leave multiprocessors idle. So several blocks share the keys of one tile.
+        // With only a few row tiles, multiprocessors would be idle. Several blocks then share the keys of one tile.
         let splits = match tile.rows {
             _ if mask.window.is_some_and(|window| window <= MIN_SPLIT_WINDOW) => 1,
             FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
@@ -104,7 +104,7 @@ impl FlashAttention {
         })
     }
 
-    /// Returns the launch of the kernel on `tensors`. Whoever queues or records it answers for their shapes and dtypes.
+    /// Returns the launch of the kernel on `tensors`. The caller must ensure that their shapes and dtypes are correct.
     pub fn launch(&self, tensors: &FlashTensors, early_reads: EarlyReads) -> Result<Launch> {
         let arguments = Arguments::new()
             .tensor(tensors.q)?
@@ -126,7 +126,7 @@ impl FlashAttention {
         Ok(Launch::new(module!("flash_attention"), &self.kernel, self.shape, arguments))
     }
 
-    /// Queues the kernel at once, with scratch memory of its own.
+    /// Allocates scratch memory and queues the kernel immediately.
     pub(super) fn enqueue(
         &self,
         device: &CudaDevice,
@@ -139,22 +139,22 @@ impl FlashAttention {
         let partials = &unsafe { Tensor::empty(self.partials.max(1), DType::F32, q.device())? };
         let arrivals = &Tensor::zeros(self.arrivals.max(1), DType::U32, q.device())?;
         let tensors = FlashTensors { q, k, v, sinks, positions, out, partials, arrivals };
-        // SAFETY: `attention` has checked shapes and dtypes; the kernel takes positions modulo the rows of the cache.
+        // SAFETY: `attention` has checked shapes and dtypes; the kernel wraps positions modulo the cache rows.
         unsafe { self.launch(&tensors, EarlyReads::None)?.enqueue(device) }
     }
 }
 
-/// One block's share of the work: `Tile` in `flash_attention.cu`.
+/// The tile that one thread block computes: `Tile` in `flash_attention.cu`.
 struct Tile {
     /// Query rows.
     rows: usize,
-    /// Threads of a block.
+    /// Threads per block.
     threads: usize,
     shared_bytes: usize,
 }
 
 impl Tile {
-    /// Returns the tiles of 16, 64 and 128 rows for a head size, or `None` if there are no kernels for it.
+    /// Returns the tiles of 16, 64 and 128 rows for a head size, or `None` if there are no kernels for the head size.
     fn for_head_dim(head_dim: usize) -> Option<[Self; 3]> {
         let index = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim)?;
         let tile = |rows: usize, warps: usize, teams: usize, keys: usize| {

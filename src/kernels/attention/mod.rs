@@ -1,6 +1,6 @@
 //! Causal grouped-query attention over a KV cache, with an optional sliding window and optional sinks.
 //!
-//! A sink is a learned logit of a head that takes part in the softmax and has no value (openai/gpt-oss,
+//! A sink is a learned logit per head that takes part in the softmax but has no value (openai/gpt-oss,
 //! `gpt_oss/torch/model.py`, `sdpa`). With a window of w, position i sees the keys i-w+1 ..= i.
 
 mod backend;
@@ -24,11 +24,14 @@ pub use eager_attention::{AttentionShape, reference};
 pub use flash_attention::{EarlyReads, FlashAttention, FlashTensors};
 pub use mask::AttentionMask;
 
-/// Returns the attention of the queries to the cached keys and values, \[T, H, D\] in q's dtype.
+/// Returns the attention of the queries over the cached keys and values, \[T, H, D\] in q's dtype.
 ///
-/// q \[T, H, D\]; k, v \[S, K, D\] of q's dtype, where position p lies in row p mod S and every position that a query sees
-/// has been written; sinks \[H\] f32; positions \[T\] u32, the positions of the mask on the device. On a CPU the reference
-/// runs, whatever the backend.
+/// - q \[T, H, D\]
+/// - k, v \[S, K, D\] of q's dtype. Position p is stored in row p mod S. All visible positions must be written.
+/// - sinks f32 \[H\]
+/// - positions u32 \[T\]: the positions of the queries, on the device
+///
+/// On a CPU, the reference runs regardless of the backend.
 pub fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -94,14 +97,14 @@ fn check_inputs(
         || head_dim > EAGER_MAX_HEAD_DIM
     {
         bail!(
-            "attention: q {:?}, k {:?}, v {:?} (head_dim at most {EAGER_MAX_HEAD_DIM})",
+            "attention: unsupported shapes: q {:?}, k {:?}, v {:?} (the maximum head_dim is {EAGER_MAX_HEAD_DIM})",
             q.dims(),
             k.dims(),
             v.dims()
         );
     }
     if k.dtype() != q.dtype() || v.dtype() != q.dtype() {
-        bail!("attention: q is {:?}, k {:?}, v {:?}", q.dtype(), k.dtype(), v.dtype());
+        bail!("attention: dtypes do not match: q {:?}, k {:?}, v {:?}", q.dtype(), k.dtype(), v.dtype());
     }
     if let Some(sinks) = sinks
         && (sinks.dims() != [heads] || sinks.dtype() != DType::F32)
@@ -111,7 +114,7 @@ fn check_inputs(
     if positions.dims() != [tokens] || positions.dtype() != DType::U32 {
         bail!("attention: positions are {:?} {:?}, expected U32 [{tokens}]", positions.dtype(), positions.dims());
     }
-    // Rows of the cache are reused. The oldest key that the first query sees must still be there after the last write.
+    // Cache rows are reused. The oldest key that the first query sees must not be overwritten by the last write.
     let visible = mask.window.unwrap_or(usize::MAX).min(mask.position + 1) + tokens - 1;
     if visible > cache_rows {
         bail!("attention: the queries see {visible} positions, but the cache has {cache_rows} rows");

@@ -1,9 +1,9 @@
 // Splits the fused projection into q, k and v: bias, RMSNorm and rotary position embedding (RoPE) of q and k, rounding.
-// Split-half RoPE: pair i of a head is (x[i], x[i + R/2]) for R rotated dimensions. Dimensions from R on stay as they are.
+// Split-half RoPE: pair i of a head is (x[i], x[i + R/2]) for R rotated dimensions. The other dimensions are unchanged.
 //   qkv f32 [T, H + 2K, D]; bias f32 [H + 2K, D] or null; cos, sin f32 [P, R/2]; positions u32 [T]
-//   q_norm, k_norm f32 [D] or null: each head is normed before the rotation
+//   q_norm, k_norm f32 [D] or null: each head is normalized before the rotation
 //   q T [T, H, D]; k, v T [T, K, D]
-//   one warp for HEADS heads of a token; grid ceil(T · ceil((H + 2K) / HEADS) / 8), block 256
+//   one warp per HEADS heads of a token; grid ceil(T · ceil((H + 2K) / HEADS) / 8), block 256
 //   bytes moved: T·(H + 2K)·D·(4 + sizeof(T))
 #include "constants.cuh"
 #include "headers/common.cuh"

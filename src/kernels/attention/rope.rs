@@ -1,7 +1,9 @@
-//! Splits the fused projection into queries, keys and values: bias, optional norms of queries and keys, and rotary position
-//! embedding (RoPE; RoFormer, arXiv 2104.09864) in the split-half layout of Hugging Face checkpoints.
+//! Splits the fused projection into queries, keys and values.
 //!
-//! The angles are f32 tables and all arithmetic is in f32, so that late positions keep their precision in bf16.
+//! Adds the bias, applies optional norms to queries and keys, and rotates queries and keys.
+//! RoPE (RoFormer, arXiv 2104.09864) uses the split-half layout of Hugging Face checkpoints.
+//!
+//! The angle tables and all arithmetic are f32, so late positions stay precise in bf16.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
@@ -17,7 +19,7 @@ pub struct Rotation<'t> {
     pub positions: &'t Tensor,
 }
 
-/// The RMSNorm of each head of q and k before the rotation.
+/// The RMSNorm of each head of q and k, applied before the rotation.
 #[derive(Clone, Copy)]
 pub struct QkNorm<'t> {
     /// f32 \[D\]
@@ -28,8 +30,8 @@ pub struct QkNorm<'t> {
 
 /// Returns q \[T, H, D\], k \[T, K, D\] and v \[T, K, D\] in `dtype` from their fused projection.
 ///
-/// Adds the bias, applies the norms to q and k, and rotates the first R dimensions of every head of q and k, where cos and
-/// sin are \[P, R/2\]. The other dimensions stay as they are.
+/// Adds the bias, applies the norms to q and k, and rotates the first R dimensions of every head of q and k.
+/// The other dimensions are unchanged. cos and sin are \[P, R/2\].
 ///
 /// qkv f32 \[T, (H + 2K) · D\]; `heads` is (H, K, D); bias f32 \[(H + 2K) · D\].
 pub fn split_qkv(
@@ -44,14 +46,15 @@ pub fn split_qkv(
     let ((q_heads, kv_heads, head_dim), (tokens, width)) = (heads, qkv.dims2()?);
     let (_, half) = cos.dims2()?;
     if width != (q_heads + 2 * kv_heads) * head_dim || bias.is_some_and(|bias| bias.dims() != [width]) {
-        bail!("split_qkv: qkv {:?}, bias {:?}, (H, K, D) {heads:?}", qkv.dims(), bias.map(Tensor::dims));
+        let bias = bias.map(Tensor::dims);
+        bail!("split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, (H, K, D) {heads:?}", qkv.dims());
     }
     if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
         bail!("split_qkv: cos {:?}, sin {:?}, positions {:?}, D {head_dim}", cos.dims(), sin.dims(), positions.dims());
     }
     let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
     if let Some(norm) = [q_norm, k_norm].into_iter().flatten().find(|norm| norm.dims() != [head_dim]) {
-        bail!("split_qkv: a norm of {:?} for heads of {head_dim}", norm.dims());
+        bail!("split_qkv: norm {:?} does not match head size {head_dim}", norm.dims());
     }
     let tensors = [Some(qkv), bias, q_norm, k_norm, Some(cos), Some(sin)];
     let all_f32 = tensors.into_iter().flatten().all(|tensor| tensor.dtype() == DType::F32);
@@ -84,7 +87,7 @@ pub fn split_qkv(
         Device::Cuda(device) => {
             use crate::kernels::constants::ROPE_HEADS_PER_WARP;
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes every element of all three.
+            // SAFETY: the kernel writes every element of all three tensors.
             let empty = |shape| unsafe { Tensor::empty(shape, dtype, qkv.device()) };
             let (q, k, v) = (empty(q_shape)?, empty(kv_shape)?, empty(kv_shape)?);
             let arguments = Arguments::new()
@@ -107,7 +110,7 @@ pub fn split_qkv(
             let kernel = format!("split_qkv_{}", dtype_suffix(dtype)?);
             let warps = tokens * (q_heads + 2 * kv_heads).div_ceil(ROPE_HEADS_PER_WARP);
             let launch = Launch::new(module!("rope"), kernel, LaunchShape::linear(warps.div_ceil(8), 256), arguments);
-            // SAFETY: shapes and dtypes are checked above; the caller answers for positions below P.
+            // SAFETY: shapes and dtypes are checked above; the caller guarantees positions below P.
             unsafe { launch.enqueue(device)? };
             Ok((q, k, v))
         }
@@ -116,9 +119,11 @@ pub fn split_qkv(
     }
 }
 
-/// Norms and rotation in plain Rust. Returns x with the heads of q and k normed and rotated, and the heads of v unchanged.
+/// Computes norms and rotation in plain Rust.
 ///
-/// x \[T, (H + 2K) · D\]; `norms` are the weights for q and k, and eps; (cos, sin) \[P, `rotated` / 2\].
+/// Returns x with the heads of q and k normalized and rotated. The heads of v are unchanged.
+///
+/// x \[T, (H + 2K) · D\]; `norms` is (q weight, k weight, eps); (cos, sin) \[P, `rotated` / 2\].
 pub fn reference(
     x: &[f32],
     norms: Option<(&[f32], &[f32], f32)>,

@@ -1,8 +1,9 @@
-// The sum over a thread block, which every thread gets.
+// Sum reduction over a thread block.
 #pragma once
 #include "headers/common.cuh"
 
-// `scratch` holds one float per warp. Callers may reuse it only after another barrier.
+// Returns the sum of `value` over the block to every thread.
+// `scratch` holds one float per warp. Callers may reuse it only after another __syncthreads().
 __device__ __forceinline__ float block_sum(float value, float* scratch) {
     value = warp_sum(value);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;

@@ -1,19 +1,19 @@
-//! What all kernels of a decode step share: static buffers, norms and shape checks.
+//! Static buffers, norm parameters and shape checks for the kernels of a decode step.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::kernels::launch::multiprocessors;
 
-/// The static buffers of a decode step.
+/// The buffers that all kernels of a decode step share. Their addresses never change.
 pub struct StepBuffers {
-    /// The residual stream, f32 \[C\].
+    /// The residual stream: f32 `[hidden]`.
     pub x: Tensor,
-    /// u32 \[4\]: the position of the token in this step, the token, the number of finished steps, unused.
+    /// u32 `[4]`: the current position, the current token, the number of finished steps, and an unused word.
     pub state: Tensor,
-    /// f32 \[V\]
+    /// f32 `[vocab]`
     pub logits: Tensor,
-    /// The largest logit and its token for each block of the head, u32 \[2 · blocks\].
+    /// The largest logit and its token for each thread block of the head: u32 `[2 * blocks]`.
     pub(super) best: Tensor,
     pub(super) multiprocessors: usize,
 }
@@ -32,15 +32,15 @@ impl StepBuffers {
     }
 }
 
-/// An RMSNorm ahead of a projection.
+/// The parameters of an RMSNorm.
 #[derive(Clone, Copy)]
 pub struct RmsNorm<'t> {
-    /// f32 \[C\]
+    /// f32 `[hidden]`
     pub weight: &'t Tensor,
     pub eps: f32,
 }
 
-/// Fails unless `fits`, with the dtype and the shape of `tensor`, which the message calls `what`.
+/// Returns an error unless `fits`. The message names `what` and the dtype and shape of `tensor`.
 pub(super) fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
     if fits {
         return Ok(());
@@ -48,7 +48,7 @@ pub(super) fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
     bail!("cannot plan a decode step: {what} has the wrong dtype or shape: {:?} {:?}", tensor.dtype(), tensor.dims())
 }
 
-/// Fails unless `tensor` has `size` elements of f32.
+/// Returns an error unless `tensor` has `size` f32 elements.
 pub(super) fn check_f32(what: &str, tensor: &Tensor, size: usize) -> Result<()> {
     check(what, tensor.dtype() == DType::F32 && tensor.elem_count() == size, tensor)
 }

@@ -1,8 +1,13 @@
 // The first half of a gated MLP: h = activation(gate(norm(x))) · up(norm(x)).
 //
-//   x f32 [C]; norm f32 [C]; gate, up [F, C]: T, or two quantized matrices; biases f32 [F] or null; h T [F]
-//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized); bytes moved: both weights
-// A unit is one element of h: a row of gate and the same row of up.
+//   x, norm: f32 [columns]
+//   gate, up: T [rows, columns], or two quantized matrices
+//   gate_bias, up_bias: f32 [rows] or null
+//   h: T [rows]
+//   grid: at most one block per multiprocessor
+//   block: at most 24 warps, or 16 with quantized weights
+//   bytes moved: both weights
+// Each unit computes one element of h from one row of gate and the same row of up.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/activation.cuh"

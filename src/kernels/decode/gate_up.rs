@@ -1,4 +1,4 @@
-//! The first half of a gated MLP (`gate_up.cu`).
+//! Launches the first half of a gated MLP (`gate_up.cu`).
 
 use candle_core::{Result, Tensor};
 
@@ -8,14 +8,18 @@ use crate::kernels::launch::{Arguments, Launch, LaunchSequence, dtype_suffix, mo
 use crate::kernels::quantized::Matrix;
 use crate::kernels::swiglu::Activation;
 
-/// One projection of a gated MLP: weight \[F, C\], bias f32 \[F\].
+/// The gate or up projection of a gated MLP.
 #[derive(Clone, Copy)]
 pub struct Projection<'t> {
+    /// `[intermediate, hidden]`
     pub weight: &'t Matrix,
+    /// f32 `[intermediate]`
     pub bias: Option<&'t Tensor>,
 }
 
-/// Adds h = activation(gate(norm(x))) · up(norm(x)). h T \[F\].
+/// Adds a launch that computes `h = activation(gate(norm(x))) · up(norm(x))`.
+///
+/// `h` is bf16 or f16 `[intermediate]`.
 pub fn add_gate_up(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -26,11 +30,11 @@ pub fn add_gate_up(
     h: &Tensor,
 ) -> Result<()> {
     let (rows, columns) = (h.dims1()?, buffers.x.dims1()?);
-    check_f32("a norm", norm.weight, columns)?;
+    check_f32("the norm weight", norm.weight, columns)?;
     for projection in [gate, up] {
         check_weight(projection.weight, rows, columns, h.dtype())?;
         if let Some(bias) = projection.bias {
-            check_f32("a bias", bias, rows)?;
+            check_f32("the bias", bias, rows)?;
         }
     }
     let arguments = Arguments::new()

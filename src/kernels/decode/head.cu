@@ -1,4 +1,4 @@
-// The end of a decode step: logits, the argmax, and the embedding of the chosen token as the next input.
+// The end of a decode step: computes the logits, chooses the next token and loads its embedding.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"
@@ -6,7 +6,7 @@
 // Returns cap · tanh(x / cap), or x if cap is 0.
 __device__ __forceinline__ float soft_capped(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
-// The largest logit so far and its token. Of equal logits the lower token wins; NaN never wins.
+// The largest logit so far and its token. Among equal logits, the lowest token id wins. NaN never wins.
 struct Argmax {
     float logit;
     uint32_t token;
@@ -15,7 +15,8 @@ struct Argmax {
     }
 };
 
-// Writes the argmax over the first lanes of a block's warps to best[block]. `warps` holds one Argmax per warp.
+// Writes the argmax of the block to best[blockIdx.x]. Lane 0 of each warp holds the argmax of the warp.
+// `warps` is shared memory for one Argmax per warp.
 __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* best) {
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = own;
     __syncthreads();
@@ -25,10 +26,16 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
     }
 }
 
-// logits = head(norm(x)), and the argmax of each block. With softcap > 0, logits l become softcap · tanh(l / softcap).
-//   x, norm f32 [C]; weight [V, C]: T, or one quantized matrix; logits f32 [V]; best [grid]
-//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized); bytes moved: the weight
-// A unit is two rows of the weight.
+// Computes logits = head(norm(x)) and the argmax of each block.
+// If softcap > 0, each logit l becomes softcap · tanh(l / softcap).
+//   x, norm: f32 [columns]
+//   weight: T [vocab, columns], or one quantized matrix
+//   logits: f32 [vocab]
+//   best: one Argmax per block
+//   grid: at most one block per multiprocessor
+//   block: at most 24 warps, or 16 with quantized weights
+//   bytes moved: the weight
+// Each unit is two rows of the weight.
 template <typename T>
 __device__ void decode_head(const float* x, const float* norm, const T* weight, float* logits, Argmax* best, int vocab,
                             int columns, float eps, float softcap) {
@@ -89,9 +96,11 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
     block_argmax(own, warps, best);
 }
 
-// The argmax over all blocks of the head is the next token. Its row of the embedding is the next input. One block of 1024.
-//   embedding T [V, C], multiplied by embedding_scale; null leaves x to quantized_next
-//   mailbox u32 [slots], in host memory: the token of step s, plus one, goes to slot s mod slots; 0xffffffff is an error
+// Chooses the token with the largest logit and writes its embedding to x, the input of the next step.
+//   best: the argmax of each block of the head
+//   embedding: T [vocab, columns], multiplied by embedding_scale; if null, quantized_next writes x
+//   mailbox: u32 [slots] in host memory; step s writes its token + 1 to slot s % slots, or 0xffffffff on error
+//   grid: 1; block: 1024
 template <typename T>
 __device__ void decode_next(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,
                             volatile uint32_t* mailbox, int slots, int columns, float embedding_scale) {
@@ -109,7 +118,7 @@ __device__ void decode_next(const Argmax* best, int blocks, const T* embedding, 
     __syncthreads();
     own = warps[lane];
     reduce();
-    // If every logit is NaN, the host gets the error mark and stops. The next input does not matter then.
+    // If every logit is NaN, the mailbox gets the error value and the host stops. The next input is then irrelevant.
     const bool is_nan = own.token == 0xffffffffu;
     const uint32_t token = is_nan ? 0 : own.token;
     for (int i = threadIdx.x; embedding && i < columns; i += blockDim.x)
@@ -142,9 +151,10 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)
     quantized_head(x, norm, weight, logits, best, vocab, columns, eps, softcap, {rounding, static_scale});
 }
 
-// x = the row of a quantized embedding for the token in `state`, multiplied by embedding_scale.
-// It follows decode_next and decode_sample, which leave x alone then.
-//   x f32 [C]; grid ceil(C / 8 / 256), block 256: one thread per 8 columns
+// Writes the embedding of the token in `state` to x, multiplied by embedding_scale.
+// Runs after decode_next or decode_sample if the embedding is quantized.
+//   x: f32 [columns]
+//   grid: ceil(columns / 8 / 256); block: 256, one thread per 8 columns
 extern "C" __global__ void __launch_bounds__(256)
     quantized_next(const __grid_constant__ QuantizedStack embedding, const uint32_t* state, float* x, int columns,
                    float embedding_scale) {

@@ -1,4 +1,4 @@
-//! The end of a decode step: logits, the argmax, and the next input (`head.cu`).
+//! Launches the end of a decode step: the logits, the argmax and the next input (`head.cu`).
 
 use std::sync::Arc;
 
@@ -9,18 +9,19 @@ use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, Mailbox, dtype_suffix, module};
 use crate::kernels::quantized::Matrix;
 
-/// The embedding that turns a token into the input of the next step.
+/// The token embedding, which provides the input of the next step.
 #[derive(Clone)]
 pub struct Embedding {
-    /// \[V, C\]
+    /// `[vocab, hidden]`
     pub table: Matrix,
-    /// Multiplies the rows of the table.
+    /// The factor that multiplies every row of the table.
     pub scale: f32,
 }
 
-/// Adds the logits of norm(x), and the largest of them for each block.
+/// Adds a launch that computes the logits of `norm(x)` and the largest logit of each thread block.
 ///
-/// weight \[V, C\]; a dense one has the dtype `dtype`. With a soft cap, l becomes cap · tanh(l / cap).
+/// `weight` is `[vocab, hidden]`. A dense weight has the dtype `dtype`.
+/// With a soft cap, each logit `l` becomes `softcap · tanh(l / softcap)`.
 pub fn add_head(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -31,7 +32,7 @@ pub fn add_head(
 ) -> Result<()> {
     let (vocab, columns) = (buffers.logits.dims1()?, buffers.x.dims1()?);
     check_weight(weight, vocab, columns, dtype)?;
-    check_f32("a norm", norm.weight, columns)?;
+    check_f32("the norm weight", norm.weight, columns)?;
     let arguments = Arguments::new()
         .tensor(&buffers.x)?
         .tensor(norm.weight)?
@@ -48,19 +49,19 @@ pub fn add_head(
         _ => matvec_kernel(weight, "head"),
     };
     let launch = Launch::new(module!("head"), kernel, head_shape(buffers, weight)?, arguments);
-    // SAFETY: shapes and dtypes are checked above;
-    // `best` has an entry for each multiprocessor, the most blocks there are.
+    // SAFETY: shapes and dtypes are checked above.
+    // The grid has at most one block per multiprocessor, and `best` has one entry for each multiprocessor.
     unsafe { sequence.add(launch.with_bytes_moved(weight.bytes())) }
 }
 
-/// Returns the shape of the head's launch. A unit is two rows.
+/// Returns the launch shape of the head. Each unit is two rows.
 fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> Result<LaunchShape> {
     Ok(matvec_shape(buffers, buffers.logits.dims1()?.div_ceil(2), weight))
 }
 
-/// Adds greedy sampling: the token with the largest logit becomes the next input and goes to the mailbox.
+/// Adds greedy sampling: the token with the largest logit becomes the next input and is sent to the mailbox.
 ///
-/// head \[V, C\]
+/// `head` is `[vocab, hidden]`.
 pub fn add_argmax(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -81,22 +82,23 @@ pub fn add_argmax(
         .int(columns)
         .float(embedding.scale);
     let kernel = format!("decode_next_{suffix}");
-    // SAFETY: shapes are checked above; tokens are rows of the head, which has as many as the embedding.
+    // SAFETY: shapes are checked above. The head and the embedding have one row for each token.
     unsafe { sequence.add(Launch::new(module!("head"), kernel, LaunchShape::linear(1, 1024), arguments))? };
     add_quantized_embedding(sequence, buffers, embedding)
 }
 
-/// Returns (V, C); fails unless the embedding has these dimensions.
+/// Returns `(vocab, hidden)`, or an error if the embedding has a different shape.
 pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Result<(usize, usize)> {
     let dims = (buffers.logits.dims1()?, buffers.x.dims1()?);
     if embedding.dims() == dims {
         return Ok(dims);
     }
-    bail!("cannot plan a decode step: an embedding is {:?}, expected {dims:?}", embedding.dims())
+    bail!("cannot plan a decode step: the embedding has shape {:?}, expected {dims:?}", embedding.dims())
 }
 
-/// Returns the table from which a sampling kernel reads the next input, and the suffix of that kernel.
-/// For a quantized embedding there is no table, and [`add_quantized_embedding`] must follow.
+/// Returns the embedding table for a sampling kernel and the dtype suffix of the kernel's name.
+///
+/// The table is `None` if the embedding is quantized. [`add_quantized_embedding`] must then follow the kernel.
 pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
     match embedding {
         Matrix::Dense(table) => Ok((Some(table), dtype_suffix(table.dtype())?)),
@@ -104,7 +106,7 @@ pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'stat
     }
 }
 
-/// Adds the lookup of the sampled token if the embedding is quantized.
+/// Adds the embedding lookup of the sampled token if the embedding is quantized.
 pub(super) fn add_quantized_embedding(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -115,6 +117,6 @@ pub(super) fn add_quantized_embedding(
     let arguments =
         Arguments::new().stack(parts)?.tensor(&buffers.state)?.tensor(&buffers.x)?.int(columns).float(embedding.scale);
     let shape = LaunchShape::one_thread_each(columns.div_ceil(8));
-    // SAFETY: the token is a row of the embedding, which has as many columns as x.
+    // SAFETY: the embedding has a row for every token, and as many columns as `x` has elements.
     unsafe { sequence.add(Launch::new(module!("head"), "quantized_next", shape, arguments)) }
 }

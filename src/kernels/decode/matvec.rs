@@ -1,5 +1,6 @@
-//! How the matrix-vector kernels of a decode step are launched,
-//! for dense and quantized weights (`dense_matvec.cuh`, `quantized_matvec.cuh`).
+//! Launch shapes and arguments for the matrix-vector kernels of a decode step.
+//!
+//! Weights are dense (`dense_matvec.cuh`) or quantized (`quantized_matvec.cuh`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, bail};
@@ -9,14 +10,17 @@ use crate::kernels::constants::{DECODE_MAX_WARPS, QUANTIZED_WARPS};
 use crate::kernels::launch::{Arguments, LaunchShape, max_shared_bytes};
 use crate::kernels::quantized::{GROUP_COLUMNS, Matrix, quantized_ops};
 
-/// Returns whether this GPU can multiply `weight` with `inputs` vectors at once: there is a kernel and enough shared memory.
+/// Returns whether a decode kernel can multiply `weight` by `inputs` vectors at once on this GPU.
+///
+/// Rows must have a multiple of 8 columns, the vectors must fit in shared memory,
+/// and the weight must not be [`Matrix::Mixed`].
 pub fn can_multiply(device: &CudaDevice, weight: &Matrix, inputs: usize) -> Result<bool> {
-    // A kernel has up to 1 KiB of static shared memory.
+    // Kernels have up to 1 KiB of static shared memory.
     let fits = weight.dims().1.is_multiple_of(8) && input_bytes(weight, inputs) + 1024 <= max_shared_bytes(device)?;
     Ok(fits && !matches!(weight, Matrix::Mixed(_)))
 }
 
-/// Returns the shared memory that holds `inputs` input vectors of a product, in bytes.
+/// Returns the size of `inputs` input vectors in shared memory, in bytes.
 pub(super) fn input_bytes(weight: &Matrix, inputs: usize) -> usize {
     let (_, columns) = weight.dims();
     match weight {
@@ -27,14 +31,14 @@ pub(super) fn input_bytes(weight: &Matrix, inputs: usize) -> usize {
     }
 }
 
-/// Returns the shape of a launch in which each warp multiplies one of `units` at a time, with one input vector.
+/// Returns the launch shape for `units` work units and one input vector. Each warp processes one unit at a time.
 pub(super) fn matvec_shape(buffers: &StepBuffers, units: usize, weight: &Matrix) -> LaunchShape {
     matvec_shape_for(buffers, units, weight, 1)
 }
 
-/// Returns the shape of a launch in which each warp multiplies one of `units` at a time, with `inputs` input vectors.
+/// Returns the launch shape for `units` work units and `inputs` input vectors. Each warp processes one unit at a time.
 ///
-/// The grid has at most one block per multiprocessor, and a block is as large as that needs.
+/// The grid has at most one block per multiprocessor. Blocks have more warps if the number of units requires it.
 pub(super) fn matvec_shape_for(buffers: &StepBuffers, units: usize, weight: &Matrix, inputs: usize) -> LaunchShape {
     let max_warps = if matches!(weight, Matrix::Dense(_)) { DECODE_MAX_WARPS } else { QUANTIZED_WARPS };
     let warps = units.div_ceil(buffers.multiprocessors).clamp(4, max_warps);
@@ -42,7 +46,7 @@ pub(super) fn matvec_shape_for(buffers: &StepBuffers, units: usize, weight: &Mat
     LaunchShape::linear(blocks, 32 * warps).with_shared_bytes(input_bytes(weight, inputs))
 }
 
-/// Returns the name of the kernel called `name` for dense or quantized weights.
+/// Returns the name of the dense or quantized variant of the kernel `name`.
 pub(super) fn matvec_kernel(weight: &Matrix, name: &str) -> String {
     match weight {
         Matrix::Dense(_) => format!("decode_{name}"),
@@ -50,7 +54,7 @@ pub(super) fn matvec_kernel(weight: &Matrix, name: &str) -> String {
     }
 }
 
-/// Fails unless `weight` is \[rows, columns\] and there is a kernel for it and activations of `dtype`.
+/// Returns an error unless `weight` is `[rows, columns]` and a kernel supports it with activations of `dtype`.
 pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: DType) -> Result<()> {
     let has_kernel = match weight {
         Matrix::Dense(weight) => weight.dtype() == dtype,
@@ -61,35 +65,38 @@ pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: 
     if fits && has_kernel && matches!(dtype, DType::BF16 | DType::F16) {
         return Ok(());
     }
-    bail!("cannot plan a decode step: a weight is {:?}, expected [{rows}, {columns}] for {dtype:?}", weight.dims())
+    bail!(
+        "cannot plan a decode step: a weight has shape {:?}, expected [{rows}, {columns}] in {dtype:?}",
+        weight.dims()
+    )
 }
 
 impl Arguments {
-    /// Adds a weight: the address of a dense one, or the stack of a quantized one.
+    /// Adds a weight: an address if it is dense, or a stack of matrices if it is quantized.
     pub(super) fn weight(self, weight: &Matrix) -> Result<Self> {
         match weight {
             Matrix::Dense(weight) => self.tensor(weight),
             Matrix::Quantized(parts) => self.stack(parts),
             Matrix::Mixed(_) => {
-                bail!("cannot plan a decode step: no kernel multiplies with parts in different formats")
+                bail!("cannot plan a decode step: no kernel supports a weight with parts in different formats")
             }
         }
     }
 
-    /// Adds two weights of one kind: two addresses, or one stack.
+    /// Adds two weights that are both dense (two addresses) or both quantized (one stack).
     pub(super) fn two_weights(self, first: &Matrix, second: &Matrix) -> Result<Self> {
         match (first, second) {
             (Matrix::Dense(first), Matrix::Dense(second)) => self.tensor(first)?.tensor(second),
             (Matrix::Quantized(first), Matrix::Quantized(second)) => self.stack(&[first.as_slice(), second].concat()),
-            _ => bail!("cannot plan a decode step: no kernel multiplies with a dense and a quantized weight"),
+            _ => bail!("cannot plan a decode step: no kernel supports a dense weight together with a quantized weight"),
         }
     }
 
-    /// Adds how the kernel rounds its input if the weight is quantized. These are the last arguments of such kernels.
+    /// Adds the input rounding if the weight is quantized. Kernels for quantized weights take it last.
     pub(super) fn rounding(self, weight: &Matrix) -> Result<Self> {
         let Matrix::Quantized(_) = weight else { return Ok(self) };
         let Some(rounding) = weight.input_rounding() else {
-            bail!("cannot plan a decode step: the parts of a weight round their input in different ways")
+            bail!("cannot plan a decode step: the parts of a weight use different input rounding")
         };
         Ok(self.input_rounding(rounding))
     }

@@ -1,16 +1,18 @@
-//! The fused kernels of a decode step: one token of one sequence, on static buffers.
+//! Fused CUDA kernels for one decode step: one token of one sequence, in static buffers.
 //!
-//! Each function checks shapes and adds one launch to a sequence; the sequence is made for a CUDA graph.
-//! Whatever changes from token to token lies in device memory: the position, the token, the choice of experts.
-//! Every weight is read once per token, so a kernel is good if it reads bytes fast.
+//! Each function checks shapes and adds one or two launches to a `LaunchSequence` for a CUDA graph.
+//! A CUDA graph replays fixed arguments, so the position, the token and the chosen experts are in device memory.
+//! Each step reads its weights once, so the speed of these kernels depends on their memory bandwidth.
 //!
 //! Launches overlap (programmatic dependent launch).
-//! A kernel loads its first weights while the previous kernel still runs; then it waits and reads its input.
+//! A kernel loads its first weights while the previous kernel still runs, then waits for its input.
 //!
-//! The kernels share these buffers: x f32 \[C\], the residual stream, and state u32 \[4\]:
-//! the position of the token in this step, the token, the number of finished steps, and an unused word.
-//! T stands for bf16 or f16, the dtype of q, k, v and of weights that are not quantized.
-//! The eager decoder on a CPU is the reference (`tests/it/decode_graph.rs`).
+//! All kernels share two buffers of [`StepBuffers`]:
+//! - `x`: the residual stream, f32 `[hidden]`
+//! - `state`: u32 `[4]` with the current position, the current token, the number of finished steps and an unused word
+//!
+//! In the CUDA files, `T` is bf16 or f16: the dtype of q, k, v and unquantized weights.
+//! Tests compare these kernels with the eager decoder (`tests/it/decode_graph.rs`).
 
 mod buffers;
 mod gate_up;

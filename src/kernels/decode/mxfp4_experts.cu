@@ -1,5 +1,5 @@
 // Routed experts of one token with MXFP4 weights: a clamped SwiGLU MLP with biases (gpt-oss), on tensor cores.
-// Each block chooses the experts itself from the router logits.
+// Each block determines the chosen experts from the router logits.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
@@ -7,24 +7,25 @@
 #include "headers/tensor_core.cuh"
 #include "moe/routing.cuh"
 
-// Weights as `repack_mxfp4` (experts_gemm.cu) lays them out:
-// blocks [E][R/16][C/64][lane][16 bytes], scales [E][R/16][C/64][8][4 bytes], R/16 and C/64 rounded up.
-// The 16 bytes of a lane are its fragments of A for four mma.m16n8k16:
-// rows g and g + 8 of two MXFP4 blocks of 32 columns.
+// MXFP4 weights in the layout of `repack_mxfp4` (experts_gemm.cu). Tile counts are rounded up.
+//   blocks: [experts][rows / 16][columns / 64][lane][16 bytes]
+//   scales: [experts][rows / 16][columns / 64][8][4 bytes]
+// The 16 bytes of a lane are its fragments of A for four mma.m16n8k16 instructions.
+// They contain rows g and g + 8 of two MXFP4 blocks of 32 columns, where g = lane / 4.
 struct Mxfp4Tiles {
     const uint8_t *blocks, *scales;
-    int groups;  // of 64 columns
+    int groups;  // the number of 64-column groups in a row
 };
 
-// Returns pair I of a word of 8 values as f16x2, times 2^-14.
+// Returns pair I of the 8 E2M1 values in a word, as f16x2 and multiplied by 2^-14.
 template <int I> __device__ __forceinline__ uint32_t e2m1_pair(uint32_t w) {
     if (I == 0) return w & 0x8e008e00u;
     return ((w << (3 * I)) & 0x0e000e00u) | ((w << I) & 0x80008000u);
 }
 
-// Multiplies 16 rows × 32 columns with x.
-// In the lanes that hold column 0, c[0] and c[2] are the sums of rows g and g + 8.
-// The other seven columns of the product are the same, because x fills all eight columns of B; this costs nothing.
+// Multiplies 16 rows × 32 columns of weights by x.
+// In the lanes that hold column 0 of the product, c[0] and c[2] are the sums of rows g and g + 8.
+// All eight columns of B contain x, so the other seven columns of the product are copies. They add no cost.
 __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4 x, float (&c)[4]) {
     c[0] = c[1] = c[2] = c[3] = 0.0f;
     const uint32_t first[4] = {e2m1_pair<0>(low), e2m1_pair<0>(high), e2m1_pair<1>(low), e2m1_pair<1>(high)};
@@ -34,20 +35,21 @@ __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4
 }
 
 // Returns 2^(s - 127) for scale byte `index` of a word.
-// 0 becomes zero and 255 becomes infinity.
-// In an f32 sum, zero makes no difference; `repack_mxfp4` rejects 255.
+// Byte 0 becomes zero instead of 2^-127, which is too small to matter in an f32 sum.
+// Byte 255 would become infinity, but `repack_mxfp4` rejects scales above 2.
 __device__ __forceinline__ float scale_of(uint32_t word, int index) {
     return __uint_as_float((index == 3 ? word >> 1 : word << (23 - 8 * index)) & 0x7f800000u);
 }
 
-// One warp's share of the product with one tile row: groups first, first + STEP, .. with DEPTH of them in flight.
+// One warp's share of a product with one row of tiles.
+// The warp processes groups first, first + STEP, first + 2 · STEP and so on, and keeps DEPTH groups in flight.
 template <int STEP, int DEPTH> struct TileStream {
-    const uint8_t *blocks, *scales;  // this lane's part of group `first`
+    const uint8_t *blocks, *scales;  // this lane's bytes of the oldest group in flight
     uint4 weights[DEPTH];
     uint32_t exponents[DEPTH];
     const int first, groups;
 
-    // Loads group base + i · STEP into slot d.
+    // Loads the group that is i · STEP groups ahead into slot d.
     __device__ __forceinline__ void load(int d, int i) {
         weights[d] = load_stream_16(blocks + i * STEP * MXFP4_TILE_BYTES);
         exponents[d] = load_stream_4(scales + i * STEP * MXFP4_TILE_SCALE_BYTES);
@@ -72,19 +74,19 @@ template <int STEP, int DEPTH> struct TileStream {
         low += scale_of(s, 2) * c[0], high += scale_of(s, 3) * c[2];
     }
 
-    // Computes the sums of rows g and g + 8, which the caller multiplies by 2^14.
-    //   x: f16 in shared memory, zero from C on
+    // Computes the sums of rows g and g + 8. The caller multiplies the sums by 2^14.
+    //   x: f16 in shared memory, padded with zeros to a multiple of 64
     __device__ __forceinline__ void multiply(const uint4* x, int lane, float& low, float& high) {
         low = high = 0.0f;
         x += first * 8 + lane % 4;
         int base = first;
-        // While at least another full round follows, no bounds need checking.
+        // No bounds checks are necessary as long as another full round follows.
         for (; base + (2 * DEPTH - 1) * STEP < groups; base += DEPTH * STEP) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) multiply_group(d, x, low, high), load(d, d + DEPTH);
             blocks += DEPTH * STEP * MXFP4_TILE_BYTES, scales += DEPTH * STEP * MXFP4_TILE_SCALE_BYTES, x += DEPTH * STEP * 8;
         }
-        // The last rounds: at most one full round and a partial one.
+        // The last full round and a partial round need bounds checks.
         for (; base < groups; base += DEPTH * STEP) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
@@ -96,14 +98,20 @@ template <int STEP, int DEPTH> struct TileStream {
     }
 };
 
-// Undoes the factor 2^-14 of e2m1_pair.
+// Cancels the factor 2^-14 of e2m1_pair.
 constexpr float E2M1_UNIT = 16384.0f;
 
-// h[n] = the clamped SwiGLU of the n-th chosen expert.
-//   normed f16 [C], normed_scale f32 [1]: from the router kernel; logits f32 [E]
-//   weights [E, 2F, C] in paired tiles: gate in row g, up in row g + 8; bias f32 [E, 2F], interleaved; h f16 [N, F]
-//   grid (ceil(ceil(F / 8) / DECODE_UP_TILES), N), block DECODE_UP_THREADS: DECODE_UP_WARPS warps share the columns of a tile
-//   shared memory: C rounded up to 64, f16; bytes moved: 17/32 · 2F · C for each chosen expert
+// Computes h[n], the clamped SwiGLU of the n-th chosen expert.
+//   normed: f16 [columns], from the router kernel
+//   normed_scale: f32 [1], from the router kernel
+//   logits: f32 [experts]
+//   weights: [experts, 2 · intermediate, columns] in paired tiles, with gate in row g and up in row g + 8
+//   bias: f32 [experts, 2 · intermediate], with gate and up interleaved
+//   h: f16 [chosen, intermediate]
+//   grid: (ceil(ceil(intermediate / 8) / DECODE_UP_TILES), chosen)
+//   block: DECODE_UP_THREADS; DECODE_UP_WARPS warps share the columns of a tile
+//   shared memory: f16 [columns rounded up to a multiple of 64]
+//   bytes moved: 17/32 · 2 · intermediate · columns per chosen expert
 constexpr int UP_DEPTH = 3;
 __device__ void decode_gate_up_experts(const __half* normed, const float* normed_scale, const float* logits,
                                        Mxfp4Tiles weights, const float* bias, __half* h, int experts, int intermediate,
@@ -138,7 +146,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 #pragma unroll
         for (int w = 0; w < DECODE_UP_WARPS; ++w) gate += sums[block_tile][w][lane], up += sums[block_tile][w][lane + 8];
         gate = gate * unscale + b.x, up = up * unscale + b.y;
-        // Comparisons keep NaN, as torch.clamp does; fminf would not.
+        // Comparisons propagate NaN, as torch.clamp does. fminf would drop it.
         gate = gate > limit ? limit : gate;
         up = up > limit ? limit : up < -limit ? -limit : up;
         h[(size_t)blockIdx.y * intermediate + unit] =
@@ -146,10 +154,16 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
     }
 }
 
-// x += Σ routing weight · (down(h) + bias) over the N chosen experts.
-//   x f32 [C]; h f16 [N, F]; logits f32 [E]; weights [E, C, F] in plain tiles; bias f32 [E, C]
-//   grid ceil(C / 16), block 32 · N · DECODE_DOWN_SPLITS: DECODE_DOWN_SPLITS warps share the columns of an expert's tile
-//   shared memory: N · (F rounded up to 64) f16, then 16 floats per warp; bytes moved: 17/32 · C · F per chosen expert
+// Computes x += Σ routing weight · (down(h) + bias) over the chosen experts.
+//   x: f32 [rows]
+//   h: f16 [chosen, columns]
+//   logits: f32 [experts]
+//   weights: [experts, rows, columns] in plain tiles
+//   bias: f32 [experts, rows]
+//   grid: ceil(rows / 16)
+//   block: 32 · chosen · DECODE_DOWN_SPLITS; DECODE_DOWN_SPLITS warps share the columns of an expert's tile
+//   shared memory: f16 [chosen, columns rounded up to a multiple of 64], then 16 floats per warp
+//   bytes moved: 17/32 · rows · columns per chosen expert
 constexpr int DOWN_DEPTH = 5;
 __device__ void decode_down_experts(float* x, const __half* h, const float* logits, Mxfp4Tiles weights,
                                     const float* bias, int experts, int chosen, int rows, int columns) {
@@ -158,8 +172,8 @@ __device__ void decode_down_experts(float* x, const __half* h, const float* logi
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = blockIdx.x, tiles = gridDim.x;
     const int n = warp % chosen, split = warp / chosen, segments = weights.groups * 8, full_segments = columns / 8;
     float* sums = reinterpret_cast<float*>(inputs + chosen * segments);
-    // Safe before the wait: the router ran before the previous kernel,
-    // and this kernel starts only after the router's end.
+    // It is safe to read the router logits before pdl_wait().
+    // Only the previous kernel can still be running, and the router ran earlier.
     if (warp == 0) routing.choose(logits, experts, chosen, chosen, lane);
     __syncthreads();
     TileStream<DECODE_DOWN_SPLITS, DOWN_DEPTH> stream(weights, (size_t)routing.expert[n] * tiles + tile, split, lane);

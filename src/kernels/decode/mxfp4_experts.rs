@@ -1,4 +1,4 @@
-//! Routed experts of one token with MXFP4 weights (`mxfp4_experts.cu`).
+//! Launches the routed experts of one token with MXFP4 weights (`mxfp4_experts.cu`).
 
 use candle_core::{DType, Result, Tensor};
 
@@ -8,21 +8,23 @@ use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, mod
 use crate::kernels::moe::experts_gemm::Mxfp4Tiles;
 use crate::kernels::swiglu::ALPHA;
 
-/// The most MXFP4 experts per token.
+/// The maximum number of MXFP4 experts per token.
 pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;
 
-/// The largest F of MXFP4 experts: the inputs of all chosen experts must fit in shared memory.
+/// The maximum intermediate size of MXFP4 experts.
+///
+/// The down projection keeps the inputs of all chosen experts in shared memory.
 pub const MAX_EXPERT_COLUMNS: usize = 24 << 10;
 
-/// Buffers between the kernels of MXFP4 experts.
+/// The intermediate results of a layer with MXFP4 experts.
 pub struct ExpertBuffers {
-    /// f32 \[E\]
+    /// The router logits: f32 `[experts]`.
     pub logits: Tensor,
-    /// f16 \[C\]
+    /// The normalized input divided by `normed_scale`: f16 `[hidden]`.
     pub(super) normed: Tensor,
-    /// f32 \[1\]
+    /// A power of two: f32 `[1]`.
     pub(super) normed_scale: Tensor,
-    /// f16 \[N, F\]
+    /// The outputs of SwiGLU: f16 `[chosen, intermediate]`.
     h: Tensor,
 }
 
@@ -38,9 +40,10 @@ impl ExpertBuffers {
     }
 }
 
-/// Adds h of the chosen experts.
+/// Adds a launch that computes the clamped SwiGLU of each chosen expert.
 ///
-/// weights \[E, 2F, C\] in paired tiles; bias f32 \[E, 2F\]
+/// `weights` are `[experts, 2 * intermediate, hidden]` in paired tiles.
+/// `bias` is f32 `[experts, 2 * intermediate]`.
 pub fn add_mxfp4_gate_up(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -51,8 +54,8 @@ pub fn add_mxfp4_gate_up(
 ) -> Result<()> {
     let ((chosen, intermediate), columns) = (expert_buffers.h.dims2()?, buffers.x.dims1()?);
     let experts = expert_buffers.logits.dims1()?;
-    check("the tiles of experts", weights.dims() == (experts, 2 * intermediate, columns), weights.blocks())?;
-    check_f32("the bias of experts", bias, experts * 2 * intermediate)?;
+    check("the expert tiles", weights.dims() == (experts, 2 * intermediate, columns), weights.blocks())?;
+    check_f32("the expert bias", bias, experts * 2 * intermediate)?;
     let arguments = Arguments::new()
         .tensor(&expert_buffers.normed)?
         .tensor(&expert_buffers.normed_scale)?
@@ -70,13 +73,13 @@ pub fn add_mxfp4_gate_up(
     let shape = LaunchShape::new(grid, DECODE_UP_THREADS).with_shared_bytes(columns.next_multiple_of(64) * 2);
     let launch = Launch::new(module!("mxfp4_experts"), "decode_gate_up_mxfp4", shape, arguments);
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
-    // SAFETY: shapes and dtypes are checked above; the routing chooses experts below E.
+    // SAFETY: shapes and dtypes are checked above. The routing returns valid expert ids.
     unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
 }
 
-/// Adds x += Σ routing weight · (down(h) + bias) over the chosen experts.
+/// Adds a launch that computes `x += Σ routing weight · (down(h) + bias)` over the chosen experts.
 ///
-/// weights \[E, C, F\] in plain tiles; bias f32 \[E, C\]
+/// `weights` are `[experts, hidden, intermediate]` in plain tiles. `bias` is f32 `[experts, hidden]`.
 pub fn add_mxfp4_down(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -86,9 +89,9 @@ pub fn add_mxfp4_down(
 ) -> Result<()> {
     let ((chosen, intermediate), rows) = (expert_buffers.h.dims2()?, buffers.x.dims1()?);
     let experts = expert_buffers.logits.dims1()?;
-    check("the tiles of experts", weights.dims() == (experts, rows, intermediate), weights.blocks())?;
-    check("h", chosen <= MAX_CHOSEN_MXFP4 && intermediate % 8 == 0, &expert_buffers.h)?;
-    check_f32("the bias of experts", bias, experts * rows)?;
+    check("the expert tiles", weights.dims() == (experts, rows, intermediate), weights.blocks())?;
+    check("the SwiGLU output", chosen <= MAX_CHOSEN_MXFP4 && intermediate % 8 == 0, &expert_buffers.h)?;
+    check_f32("the expert bias", bias, experts * rows)?;
     let arguments = Arguments::new()
         .tensor(&buffers.x)?
         .tensor(&expert_buffers.h)?
@@ -106,6 +109,6 @@ pub fn add_mxfp4_down(
         LaunchShape::linear(rows.div_ceil(MXFP4_TILE_ROWS), 32 * warps).with_shared_bytes(input_bytes + sum_bytes);
     let launch = Launch::new(module!("mxfp4_experts"), "decode_down_mxfp4", shape, arguments);
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
-    // SAFETY: shapes and dtypes are checked above; the routing chooses experts below E.
+    // SAFETY: shapes and dtypes are checked above. The routing returns valid expert ids.
     unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
 }

@@ -1,17 +1,23 @@
-// Queries, keys and values of one token: RMSNorm, projection, bias, RoPE.
-// Queries go to a buffer, keys and values into the KV cache.
+// Computes the queries, keys and values of one token: RMSNorm, projection, bias and RoPE.
+// Writes queries to a buffer, and keys and values to the KV cache.
 //
-//   x f32 [C]; norm f32 [C]; weight [(H + 2K)·D, C]: T, or quantized in up to three matrices; bias f32 [(H + 2K)·D] or null
-//   cos, sin f32 [P, R/2], where the first R of the D elements of a head rotate; state: see decode/mod.rs
-//   q T [H, D]; cache k, v T [S, K, D]: position p lies in row p mod S
-//   raw f32 [H + K, D] or null: with q and k norms, queries and keys go here, and decode_qk_norm finishes them
-//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized); bytes moved: the weight
-// A unit is two rows of the weight: the pair of elements that RoPE rotates together.
+//   x, norm: f32 [columns]
+//   weight: T [(heads + 2 · kv_heads) · head_dim, columns], or up to three quantized matrices
+//   bias: f32 [(heads + 2 · kv_heads) · head_dim] or null
+//   cos, sin: f32 [positions, rotated / 2]; RoPE applies to the first `rotated` elements of a head
+//   state: see decode/mod.rs
+//   q: T [heads, head_dim]
+//   k, v: the KV cache, T [rows, kv_heads, head_dim]; position p is in row p % rows
+//   raw: f32 [heads + kv_heads, head_dim] or null; with QK norms, the input of decode_qk_norm
+//   grid: at most one block per multiprocessor
+//   block: at most 24 warps, or 16 with quantized weights
+//   bytes moved: the weight
+// Each unit is two rows of the weight: the pair of elements that RoPE rotates together.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"
 
-// Where the results of the projection go.
+// The outputs of the projection, and the bias and RoPE tables applied to them.
 template <typename T> struct QkvTarget {
     const float *bias, *cos, *sin;
     T *q, *k, *v;
@@ -28,7 +34,7 @@ template <typename T> struct QkvTarget {
     }
 };
 
-// The two elements of a unit. The constructor loads biases and angles before the products are ready.
+// The two elements of a unit. The constructor loads biases and angles before the dot products are ready.
 template <typename T> struct QkvPair {
     int head, first, second;
     float a_bias, b_bias, cos, sin;
@@ -105,8 +111,11 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
     }
 }
 
-// RMSNorm of every head of q and k, then RoPE. Queries go to their buffer, keys into the cache.
-//   raw f32 [H + K, D]; q_norm, k_norm f32 [D]; grid ceil((H + K) / 8), block 256: one warp per head
+// Applies RMSNorm and then RoPE to each head of q and k.
+// Writes queries to their buffer and keys to the KV cache.
+//   raw: f32 [heads + kv_heads, head_dim]
+//   q_norm, k_norm: f32 [head_dim]
+//   grid: ceil((heads + kv_heads) / 8); block: 256, one warp per head
 template <typename T>
 __device__ void decode_qk_norm(const float* raw, const float* q_norm, const float* k_norm, const float* cos,
                                const float* sin, const uint32_t* state, T* q, T* k, int heads, int kv_heads,

@@ -1,4 +1,4 @@
-//! Queries, keys and values of one token (`qkv.cu`).
+//! Launches the QKV projection of one token (`qkv.cu`).
 
 use candle_core::{Result, Tensor};
 
@@ -7,39 +7,39 @@ use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, dtype_suffix, module};
 use crate::kernels::quantized::Matrix;
 
-/// The projection of a layer to queries, keys and values, and where they go.
+/// The query, key and value projection of a layer, with its output buffers.
 pub struct QkvProjection<'t> {
-    /// \[(H + 2K) · D, C\]
+    /// `[(heads + 2 * kv_heads) * head_dim, hidden]`
     pub weight: &'t Matrix,
-    /// f32 \[(H + 2K) · D\]
+    /// f32 `[(heads + 2 * kv_heads) * head_dim]`
     pub bias: Option<&'t Tensor>,
-    /// f32 \[P, R/2\]: the first R elements of a head rotate.
+    /// f32 `[positions, rotated / 2]`, where `rotated` is the number of elements per head that RoPE rotates.
     pub cos: &'t Tensor,
-    /// f32 \[P, R/2\]
+    /// f32 `[positions, rotated / 2]`
     pub sin: &'t Tensor,
-    /// T \[H, D\]
+    /// bf16 or f16 `[heads, head_dim]`
     pub q: &'t Tensor,
-    /// The KV cache: T \[S, K, D\].
+    /// The keys in the KV cache: `[cache_rows, kv_heads, head_dim]` in the dtype of `q`.
     pub k: &'t Tensor,
-    /// The KV cache: T \[S, K, D\].
+    /// The values in the KV cache: `[cache_rows, kv_heads, head_dim]` in the dtype of `q`.
     pub v: &'t Tensor,
-    /// The norms of the heads of q and k, ahead of RoPE.
+    /// The norms of query and key heads before RoPE, if the model has them.
     pub qk_norm: Option<QkNorm<'t>>,
 }
 
-/// RMSNorm of each head of q and k.
+/// The RMSNorms of query heads and key heads.
 #[derive(Clone, Copy)]
 pub struct QkNorm<'t> {
-    /// f32 \[D\]
+    /// f32 `[head_dim]`
     pub q: &'t Tensor,
-    /// f32 \[D\]
+    /// f32 `[head_dim]`
     pub k: &'t Tensor,
     pub eps: f32,
-    /// Holds q and k between the two kernels: f32 \[H + K, D\].
+    /// Holds q and k between the projection and the norm: f32 `[heads + kv_heads, head_dim]`.
     pub scratch: &'t Tensor,
 }
 
-/// Adds norm, projection, bias and RoPE; q goes to its buffer, k and v go to the cache.
+/// Adds the norm, projection, bias and RoPE of a layer. Writes q to its buffer, and k and v to the KV cache.
 pub fn add_qkv(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -52,17 +52,17 @@ pub fn add_qkv(
     let half_rotated = cos.dim(1)?;
     let dtype = q.dtype();
     check_weight(weight, rows, columns, dtype)?;
-    check_f32("a norm", norm.weight, columns)?;
+    check_f32("the norm weight", norm.weight, columns)?;
     let fits = kv_dim == head_dim && head_dim % 2 == 0 && k.dtype() == dtype && v.dtype() == dtype;
-    check("a KV cache", fits && v.dims() == k.dims(), k)?;
-    check("a table of angles", cos.dims() == sin.dims() && 2 * half_rotated <= head_dim, cos)?;
+    check("the KV cache", fits && v.dims() == k.dims(), k)?;
+    check("the RoPE table", cos.dims() == sin.dims() && 2 * half_rotated <= head_dim, cos)?;
     if let Some(bias) = bias {
-        check_f32("a bias", bias, rows)?;
+        check_f32("the bias", bias, rows)?;
     }
     if let Some(norms) = qk_norm {
-        check_f32("a norm of queries", norms.q, head_dim)?;
-        check_f32("a norm of keys", norms.k, head_dim)?;
-        check_f32("the scratch buffer of queries and keys", norms.scratch, (heads + kv_heads) * head_dim)?;
+        check_f32("the query norm", norms.q, head_dim)?;
+        check_f32("the key norm", norms.k, head_dim)?;
+        check_f32("the scratch buffer for q and k", norms.scratch, (heads + kv_heads) * head_dim)?;
     }
     let arguments = Arguments::new()
         .tensor(&buffers.x)?
@@ -86,7 +86,7 @@ pub fn add_qkv(
         .rounding(weight)?;
     let kernel = matvec_kernel(weight, &format!("qkv_{}", dtype_suffix(dtype)?));
     let launch = Launch::new(module!("qkv"), kernel, matvec_shape(buffers, rows / 2, weight), arguments);
-    // SAFETY: shapes and dtypes are checked above; the position is below P and its cache row is taken modulo S.
+    // SAFETY: shapes and dtypes are checked above. The RoPE tables cover every position, and cache rows wrap around.
     unsafe { sequence.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(norms) = qk_norm else { return Ok(()) };
     let arguments = Arguments::new()

@@ -1,12 +1,13 @@
-// Matrix-vector products with quantized weights, for the decode kernels: how they load and round their input.
+// Loads and rounds the input of matrix-vector products with quantized weights, for the decode kernels.
 #pragma once
 #include "decode/block_sum.cuh"
 #include "quantized/quantized.cuh"
 
-// Groups of 32 columns that a warp keeps in flight for each row: of a unit of two rows, and of a unit of one row.
+// Groups of 32 columns in flight per row, for units of two rows and for units of one row.
 constexpr int QUANTIZED_DEPTH_2 = 2, QUANTIZED_DEPTH_1 = 4;
 
-// Writes norm(x) to shared memory. Returns the factor that is still missing from the dot products.
+// Writes norm(x) / scale to shared memory and returns the scale.
+// The caller multiplies the dot products by the scale.
 __device__ __forceinline__ float load_normed(const QuantizedInput& input, const float* x, const float* norm,
                                              int columns, float eps, RoundingArgs rounding, float* scratch) {
     const auto quad = [=](int i) {
@@ -37,7 +38,8 @@ __device__ __forceinline__ float load_normed(const QuantizedInput& input, const 
     return fill_rounded(input, [&](int i) { return weighted(i, quad(i)); }, largest, rms, rounding, scratch);
 }
 
-// Writes y to shared memory. Returns the factor that is still missing from the dot products.
+// Writes y / scale to shared memory and returns the scale.
+// The caller multiplies the dot products by the scale.
 template <typename T>
 __device__ __forceinline__ float load_vector(const QuantizedInput& input, const T* y, int columns,
                                              RoundingArgs rounding, float* scratch) {

@@ -1,10 +1,15 @@
-// Projections back into the residual stream: of attention (o_proj) and of the MLP (down_proj).
+// Projections that add to the residual stream: o_proj of attention and down_proj of the MLP.
 //
-//   out = x + W·y + bias
-//   weight [C, R]: T, or one quantized matrix; y T [R]; bias f32 [C] or null
-//   x, out f32 [C], which may be the same; x is null if decode_add_normed adds the result to the residual stream
-//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized); bytes moved: the weight
-// A unit is one row of the weight.
+// Computes out = x + W·y + bias.
+//   weight: T [rows, columns], or one quantized matrix
+//   y: T [columns]
+//   bias: f32 [rows] or null
+//   x, out: f32 [rows]; both may be the same buffer
+//   x is null if decode_add_normed adds `out` to the residual stream
+//   grid: at most one block per multiprocessor
+//   block: at most 24 warps, or 16 with quantized weights
+//   bytes moved: the weight
+// Each unit is one row of the weight.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"
@@ -49,8 +54,9 @@ __device__ void quantized_residual(const float* x, float* out, const T* y, const
     }
 }
 
-// x += norm(y)
-//   x, y, norm f32 [C]; one block of 1024 threads
+// Computes x += norm(y).
+//   x, y, norm: f32 [columns]
+//   grid: 1; block: 1024
 __device__ void decode_add_normed(float* x, const float* y, const float* norm, int columns, float eps) {
     __shared__ float scratch[32];
     pdl_wait();

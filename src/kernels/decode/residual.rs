@@ -1,4 +1,4 @@
-//! Projections back into the residual stream (`residual.cu`).
+//! Launches the projections that add to the residual stream (`residual.cu`).
 
 use candle_core::{Result, Tensor};
 
@@ -7,17 +7,17 @@ use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, dtype_suffix, module};
 use crate::kernels::quantized::Matrix;
 
-/// A norm of the result before it is added to the residual stream.
+/// A norm that is applied to the result of a projection before the residual addition.
 #[derive(Clone, Copy)]
 pub struct PostNorm<'t> {
     pub norm: RmsNorm<'t>,
-    /// Holds the result: f32 \[C\].
+    /// Holds the result of the projection: f32 `[hidden]`.
     pub scratch: &'t Tensor,
 }
 
-/// Adds x += W·y + bias, or x += norm(W·y + bias) with a `post_norm`.
+/// Adds a launch that computes `x += W·y + bias`. With a `post_norm`, two launches compute `x += norm(W·y + bias)`.
 ///
-/// weight \[C, R\]; y T \[R\]; bias f32 \[C\]
+/// `weight` is `[hidden, columns]`, `y` is bf16 or f16 `[columns]`, and `bias` is f32 `[hidden]`.
 pub fn add_residual(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -29,10 +29,10 @@ pub fn add_residual(
     let (rows, columns) = (buffers.x.dims1()?, y.elem_count());
     check_weight(weight, rows, columns, y.dtype())?;
     if let Some(bias) = bias {
-        check_f32("a bias", bias, rows)?;
+        check_f32("the bias", bias, rows)?;
     }
     let out = post_norm.map_or(&buffers.x, |post_norm| post_norm.scratch);
-    check_f32("the scratch buffer of a projection", out, rows)?;
+    check_f32("the output of a projection", out, rows)?;
     let arguments = Arguments::new()
         .optional(post_norm.is_none().then_some(&buffers.x))?
         .tensor(out)?
@@ -47,11 +47,11 @@ pub fn add_residual(
     // SAFETY: shapes and dtypes are checked above.
     unsafe { sequence.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(PostNorm { norm, scratch }) = post_norm else { return Ok(()) };
-    check_f32("a norm", norm.weight, rows)?;
+    check_f32("the norm weight", norm.weight, rows)?;
     let arguments =
         Arguments::new().tensor(&buffers.x)?.tensor(scratch)?.tensor(norm.weight)?.int(rows).float(norm.eps);
-    // SAFETY: as above.
-    // C is a multiple of 4, because `check_weight` wants multiples of 8 for the columns of the head.
+    // SAFETY: shapes and dtypes are checked above.
+    // The hidden size is a multiple of 4, because `add_head` accepts only multiples of 8.
     unsafe {
         sequence.add(Launch::new(module!("residual"), "decode_add_normed_f32", LaunchShape::linear(1, 1024), arguments))
     }

@@ -1,17 +1,20 @@
 // Routed experts of one token with bf16, f16 or quantized weights, without biases.
-// Each block chooses the experts itself from the router logits.
+// Each block determines the chosen experts from the router logits.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/activation.cuh"
 #include "headers/pdl.cuh"
 #include "moe/routing.cuh"
 
-// h of the chosen experts: h[n] = silu(gate(norm(x))) · up(norm(x)).
-//   x, norm f32 [C]; weight [E, 2F, C], each expert's gate above its up: T, or one quantized matrix; logits f32 [E]
-//   h T [N, F]
-//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized)
-//   bytes moved: the weights of N experts
-// A unit is one element of h: a row of gate and the same row of up.
+// Computes h[n] = silu(gate(norm(x))) · up(norm(x)) for the n-th chosen expert.
+//   x, norm: f32 [columns]
+//   weight: T [experts, 2 · rows, columns], or one quantized matrix; each expert's gate rows come before its up rows
+//   logits: f32 [experts]
+//   h: T [chosen, rows]
+//   grid: at most one block per multiprocessor
+//   block: at most 24 warps, or 16 with quantized weights
+//   bytes moved: the weights of the chosen experts
+// Each unit computes one element of h from one row of gate and the same row of up.
 template <typename T>
 __device__ void decode_routed_gate_up(const float* x, const float* norm, const T* weight, const float* logits, T* h,
                                       int experts, int chosen, int rows, int columns, float eps) {
@@ -66,25 +69,25 @@ __device__ void quantized_routed_gate_up(const float* x, const float* norm, cons
 }
 
 // One row of each chosen expert, concatenated.
-// A piece is what one lane loads at a time: a segment of a float row, or a group of a quantized one.
+// A piece is the part of a row that one lane loads at a time: a segment of a dense row or a group of a quantized row.
 struct ChosenRows {
     const uint32_t* experts;
-    int pieces;            // of one expert's row
-    size_t expert_pieces;  // of one expert's whole matrix
+    int pieces;            // the number of pieces in one expert's row
+    size_t expert_pieces;  // the number of pieces in one expert's matrix
     uint32_t inverse;      // 2^32 / pieces, rounded up: exact for indexes below 2^32 / pieces
 
     __device__ __forceinline__ ChosenRows() {}
     __device__ __forceinline__ ChosenRows(const uint32_t* experts, int pieces, size_t expert_pieces)
         : experts(experts), pieces(pieces), expert_pieces(expert_pieces), inverse(0xffffffffu / pieces + 1) {}
-    // Returns which of the chosen experts a piece belongs to. With one piece per row, the inverse is 0.
+    // Returns the index of the chosen expert that contains a piece. With one piece per row, `inverse` overflows to 0.
     __device__ __forceinline__ int index_of(int piece) const {
         return pieces == 1 ? piece : __umulhi(piece, inverse);
     }
 };
 
-// The address of a float row of each chosen expert; adding a segment's index gives the address of that segment.
+// The address of a dense row of each chosen expert. Adding the index of a segment gives the address of the segment.
 struct ChosenSegments {
-    const uint4* row;  // of expert 0
+    const uint4* row;  // the row of expert 0
     ChosenRows rows;
     __device__ __forceinline__ const uint4* operator+(int segment) const {
         const int n = rows.index_of(segment);
@@ -106,12 +109,17 @@ struct ChosenGroups {
     }
 };
 
-// x += Σ routing weight · down(h) over the chosen experts. The rows of the chosen experts are multiplied as one long row.
-//   x f32 [C]; h T [N, F]; logits f32 [E]; weight [E, C, F]: T, or one quantized matrix
-//   over_all: routing weights are a softmax over all experts, not over the chosen ones
-//   grid: up to one block per multiprocessor; block: up to 24 warps (16 if quantized)
-//   bytes moved: the weights of N experts
-// A unit is one row of the result.
+// Computes x += Σ routing weight · down(h) over the chosen experts.
+// Multiplies the rows of the chosen experts as one long row.
+//   x: f32 [rows]
+//   h: T [chosen, columns]
+//   logits: f32 [experts]
+//   weight: T [experts, rows, columns], or one quantized matrix
+//   over_all: whether the routing softmax covers all experts or only the chosen experts
+//   grid: at most one block per multiprocessor
+//   block: at most 24 warps, or 16 with quantized weights
+//   bytes moved: the weights of the chosen experts
+// Each unit is one row of the result.
 template <typename T>
 __device__ void decode_routed_down(float* x, const T* h, const float* logits, const T* weight, int experts, int chosen,
                                    int rows, int columns, int over_all) {
@@ -119,8 +127,8 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     __shared__ Routing routing;
     const int segments = columns / 8;
     const DenseInput input{shared, chosen * segments};
-    // Safe before the wait: the router ran before the previous kernel,
-    // and this kernel starts only after the router's end.
+    // It is safe to read the router logits before pdl_wait().
+    // Only the previous kernel can still be running, and the router ran earlier.
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, segments, (size_t)rows * segments);
@@ -140,7 +148,7 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     }
 }
 
-// Writes h to shared memory, each expert's part rounded by itself and multiplied by its routing weight.
+// Writes h to shared memory. Rounds the part of each expert separately and multiplies it by the routing weight.
 // `factors` holds one float per chosen expert.
 template <typename T>
 __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T* h, const Routing& routing,
@@ -152,7 +160,7 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
         const T* values = reinterpret_cast<const T*>(&two);
         return make_float4(to_float(values[0]), to_float(values[1]), to_float(values[2]), to_float(values[3]));
     };
-    // Returns quad i of the input, each value passed through `change`; zero past the last column of an expert.
+    // Returns quad i of the input with `change` applied to each value, or zeros past the last column of an expert.
     const auto quad = [&](int i, auto change) {
         const int n = rows.index_of(i / 8), quad = i - n * rows.pieces * 8;
         if (4 * quad >= columns) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -198,8 +206,8 @@ __device__ void quantized_routed_down(float* x, const T* h, const float* logits,
     __shared__ Routing routing;
     const int expert_groups = (columns + 31) / 32, groups = chosen * expert_groups;
     const QuantizedInput input(vector, weight, groups);
-    // Safe before the wait: the router ran before the previous kernel,
-    // and this kernel starts only after the router's end.
+    // It is safe to read the router logits before pdl_wait().
+    // Only the previous kernel can still be running, and the router ran earlier.
     if (threadIdx.x < 32) routing.choose(logits, experts, chosen, chosen, threadIdx.x, over_all);
     __syncthreads();
     const ChosenRows chosen_rows(routing.expert, expert_groups, (size_t)rows * expert_groups);

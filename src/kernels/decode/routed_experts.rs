@@ -1,4 +1,4 @@
-//! Routed experts of one token with dense or quantized weights (`routed_experts.cu`).
+//! Launches the routed experts of one token with dense or quantized weights (`routed_experts.cu`).
 
 use candle_core::{DType, Result, Tensor};
 
@@ -9,9 +9,10 @@ use crate::kernels::launch::{Arguments, Launch, LaunchSequence, dtype_suffix, mo
 use crate::kernels::moe::topk::Softmax;
 use crate::kernels::quantized::Matrix;
 
-/// Adds h of the chosen experts: silu(gate(norm(x))) · up(norm(x)).
+/// Adds a launch that computes `h[n] = silu(gate(norm(x))) · up(norm(x))` for each chosen expert `n`.
 ///
-/// weight \[E · 2F, C\], each expert's gate above its up; router logits f32 \[E\]; h T \[N, F\]
+/// `weight` is `[experts * 2 * intermediate, hidden]`. The gate rows of each expert come before its up rows.
+/// The router `logits` are f32 `[experts]`, and `h` is bf16 or f16 `[chosen, intermediate]`.
 pub fn add_routed_gate_up(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -23,7 +24,7 @@ pub fn add_routed_gate_up(
     let ((chosen, rows), columns, experts) = (h.dims2()?, buffers.x.dims1()?, logits.dims1()?);
     check_routing(logits, chosen)?;
     check_weight(weight, experts * 2 * rows, columns, h.dtype())?;
-    check_f32("a norm", norm.weight, columns)?;
+    check_f32("the norm weight", norm.weight, columns)?;
     let arguments = Arguments::new()
         .tensor(&buffers.x)?
         .tensor(norm.weight)?
@@ -40,13 +41,14 @@ pub fn add_routed_gate_up(
     let shape = matvec_shape(buffers, chosen * rows, weight);
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
     let bytes = weight.bytes() / experts as u64 * chosen as u64;
-    // SAFETY: shapes and dtypes are checked above; the routing chooses experts below E.
+    // SAFETY: shapes and dtypes are checked above. The routing returns valid expert ids.
     unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
 }
 
-/// Adds x += Σ routing weight · down(h) over the chosen experts.
+/// Adds a launch that computes `x += Σ routing weight · down(h)` over the chosen experts.
 ///
-/// weight \[E · C, F\]; router logits f32 \[E\]; h T \[N, F\]
+/// `weight` is `[experts * hidden, intermediate]`.
+/// The router `logits` are f32 `[experts]`, and `h` is bf16 or f16 `[chosen, intermediate]`.
 pub fn add_routed_down(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -73,11 +75,11 @@ pub fn add_routed_down(
     let shape = matvec_shape_for(buffers, rows, weight, chosen);
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
     let bytes = weight.bytes() / experts as u64 * chosen as u64;
-    // SAFETY: as above.
+    // SAFETY: shapes and dtypes are checked above. The routing returns valid expert ids.
     unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
 }
 
 fn check_routing(logits: &Tensor, chosen: usize) -> Result<()> {
     let fits = logits.elem_count() <= MAX_EXPERTS && chosen <= MAX_CHOSEN_EXPERTS.min(logits.elem_count());
-    check("router logits", fits && logits.dtype() == DType::F32, logits)
+    check("the router logits", fits && logits.dtype() == DType::F32, logits)
 }

@@ -1,13 +1,19 @@
-// Router logits of one token, and norm(x) in f16 as the input of MXFP4 experts.
+// Computes the router logits of one token, and norm(x) in f16 as the input of MXFP4 experts.
 //
-//   x, norm f32 [C]; weight f32 [E, C]; bias f32 [E] or null; logits f32 [E]
-//   normed f16 [C] = norm(x) / 2^k, or null; normed_scale f32 [1] = 2^k
-//   grid E, block 256: one block per expert, which also writes a slice of normed; bytes moved: the weight
-// f16 keeps three more bits than bf16. k is 0 unless norm(x) would overflow f16.
+//   x, norm: f32 [columns]
+//   weight: f32 [experts, columns]
+//   bias: f32 [experts] or null
+//   logits: f32 [experts]
+//   normed: f16 [columns] or null; receives norm(x) / 2^k
+//   normed_scale: f32 [1]; receives 2^k
+//   grid: experts; block: 256
+//   bytes moved: the weight
+// Each block computes the logit of one expert and a slice of `normed`.
+// f16 has three more bits of precision than bf16. k is 0 unless norm(x) would overflow f16.
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 
-// Loads constants at this point of the program. The compiler would move a plain load behind the wait.
+// Loads constants before pdl_wait(). The compiler would move a plain load past the wait.
 __device__ __forceinline__ float4 load_early(const float4* address) {
     float4 v;
     asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(address));
@@ -26,13 +32,13 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
         const int quad = threadIdx.x + i * blockDim.x;
         if (quad < quads) w[i] = load_early(row + quad), n[i] = load_early(reinterpret_cast<const float4*>(norm) + quad);
     }
-    // This block writes elements first to first + slice of norm(x); this thread starts with element `own`.
+    // This block writes `slice` elements of norm(x), starting at `first`. This thread starts at element `own`.
     const int slice = (columns + experts - 1) / experts, first = expert * slice, own = first + threadIdx.x;
     const bool writes_normed = normed && threadIdx.x < slice && own < columns;
     const float own_norm = writes_normed ? __ldg(norm + own) : 0.0f, router_bias = bias ? __ldg(bias + expert) : 0.0f;
     pdl_wait();
     pdl_launch_dependents();
-    // Loaded early, used at the end.
+    // Loaded early to hide the latency. The value is used at the end.
     const float own_x = writes_normed ? __ldcg(x + own) : 0.0f;
     float squares = 0.0f, dot = 0.0f, largest = 0.0f;
     const auto add = [&](float4 v, float4 n, float4 w) {

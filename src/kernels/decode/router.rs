@@ -1,4 +1,4 @@
-//! Router logits of one token (`router.cu`).
+//! Launches the router of one token (`router.cu`).
 
 use candle_core::{DType, Result, Tensor};
 
@@ -7,9 +7,9 @@ use super::mxfp4_experts::ExpertBuffers;
 use crate::kernels::bytes;
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, module};
 
-/// Adds the router logits of norm(x), f32 \[E\], and norm(x) as the input of MXFP4 experts.
+/// Adds a launch that computes the router logits of `norm(x)` and, for MXFP4 experts, `norm(x)` itself.
 ///
-/// weight f32 \[E, C\]; bias f32 \[E\]
+/// `weight` is f32 `[experts, hidden]`. `bias` and `logits` are f32 `[experts]`.
 pub fn add_router(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -20,12 +20,12 @@ pub fn add_router(
     mxfp4: Option<&ExpertBuffers>,
 ) -> Result<()> {
     let (experts, columns) = (logits.dims1()?, buffers.x.dims1()?);
-    check_f32("router logits", logits, experts)?;
+    check_f32("the router logits", logits, experts)?;
     let fits = weight.dtype() == DType::F32 && weight.dims() == [experts, columns] && columns % 8 == 0;
-    check("a router", fits, weight)?;
-    check_f32("a norm", norm.weight, columns)?;
+    check("the router weight", fits, weight)?;
+    check_f32("the norm weight", norm.weight, columns)?;
     if let Some(bias) = bias {
-        check_f32("the bias of a router", bias, experts)?;
+        check_f32("the router bias", bias, experts)?;
     }
     let arguments = Arguments::new()
         .tensor(&buffers.x)?

@@ -1,17 +1,23 @@
-// Samples the next token from the logits on the device: penalties, temperature, top-k, top-p, min-p.
+// Samples the next token from the logits on the GPU with penalties, temperature, top-k, top-p and min-p.
 // The random number depends only on the seed and the step.
-// The sampler on the host applies the same rules in the same order.
-// The only difference: here tokens with equal logits are kept or dropped together.
+// The sampler on the host applies the same rules in the same order, with one difference:
+// this kernel keeps or drops tokens with equal logits together.
 //
-// One launch has at most one block per multiprocessor, so all blocks run at once and can wait for each other.
-// Each block has a range of token ids, and each thread holds some of its logits in registers.
-// Probabilities are fixed-point numbers in units of 2^-40 of the largest one.
-// Their sums do not depend on the order of additions, so a seed always gives the same text.
-//   logits f32 [V]; seen u32 [V]: 0, or 1 + how often the token was generated; params: SamplingParams
-//   embedding T [V, C], multiplied by embedding_scale → x f32 [C]; null leaves x to quantized_next
-//   state: see decode/mod.rs; mailbox: see decode_next in head.cu; scratch: Scratch, all zero between launches
-//   grid ceil(V / 1024), at most one block per multiprocessor; block 1024
-//   bytes moved: 4·V (8·V with penalties); 2 to 10 grid-wide barriers
+// A launch has at most one block per multiprocessor, so all blocks run at the same time and can wait for each other.
+// Each block handles a range of token ids, and each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.
+// Probabilities are 64-bit integers, and the most likely token has the probability mass 2^40.
+// Integer sums do not depend on the order of additions, so the same seed always gives the same text.
+//   logits: f32 [vocab]
+//   seen: u32 [vocab]; 0 if the token has not appeared, otherwise 1 + the number of times it was generated
+//   params: SamplingParams
+//   embedding: T [vocab, columns], multiplied by embedding_scale; if null, quantized_next writes x
+//   x: f32 [columns], the input of the next step
+//   state: see decode/mod.rs
+//   mailbox: see decode_next in head.cu
+//   scratch: all zeros before and after each launch
+//   grid: ceil(vocab / 1024), but at most one block per multiprocessor; block: 1024
+//   bytes moved: 4 · vocab, or 8 · vocab with penalties
+// A launch has 2 to 10 grid-wide barriers.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
@@ -20,7 +26,7 @@ constexpr float UNIT = 1099511627776.0f;  // 2^40
 
 struct SamplingParams {
     float temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty;
-    uint32_t top_k, sampled_before;  // sampled_before: tokens sampled before the first step
+    uint32_t top_k, sampled_before;  // sampled_before: the number of tokens sampled before the first step
     uint32_t seed[2];
 };
 
@@ -31,13 +37,13 @@ struct Scratch {
     unsigned long long block_masses[SAMPLE_MAX_BLOCKS];
 };
 
-// Returns an integer that compares as the float does.
+// Maps a float to an integer that has the same order.
 __device__ __forceinline__ uint32_t sort_key(float value) {
     const uint32_t bits = __float_as_uint(value);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Waits for all blocks of the grid. What they wrote before can be read after it.
+// Waits for all blocks of the grid. Their earlier writes are visible after the barrier.
 __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();
     expected += gridDim.x;
@@ -57,13 +63,13 @@ __device__ __forceinline__ unsigned long long mix(unsigned long long z) {
     return z ^ (z >> 31);
 }
 
-// Returns a number in [0, 1) from a seed and a counter, by SplitMix64.
+// Returns a random number in [0, 1) from a seed and a counter, using SplitMix64.
 __device__ double uniform(unsigned long long seed, unsigned long long counter) {
     const unsigned long long golden = 0x9E3779B97F4A7C15ull;
     return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;
 }
 
-// Returns the inclusive prefix sum over the threads of the block. `warps` holds 32 numbers.
+// Returns the inclusive prefix sum over the threads of the block. `warps` is shared memory for 32 values.
 __device__ unsigned long long inclusive_scan(unsigned long long value, unsigned long long* warps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -78,11 +84,11 @@ __device__ unsigned long long inclusive_scan(unsigned long long value, unsigned 
     return value + before;
 }
 
-// Returns the largest key such that the tokens with this key or a larger one reach `target`.
-// Only keys of at least `floor` take part.
-// BY_MASS: the target is `share` of all their mass.
-// Otherwise it is a number of tokens.
-// The key is found in four rounds of eight bits each.
+// Returns the largest key for which the tokens with this key or a larger key reach the target.
+// Ignores keys below `floor`.
+// With BY_MASS, the target is the fraction `share` of the total mass.
+// Otherwise, the target is `target` tokens.
+// Each of four rounds determines eight bits of the key.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
                               const unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD], int own_ids, uint32_t floor,
@@ -108,7 +114,7 @@ __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
                 atomicAdd(&scratch->counts[round][threadIdx.x], (uint32_t)bins[threadIdx.x]);
         }
         grid_barrier(scratch, expected);
-        // Sums go from the largest bin down: thread t has bin 255 - t.
+        // Sums start at the largest bin: thread t handles bin 255 - t.
         const int bin = SAMPLE_BINS - 1 - threadIdx.x;
         unsigned long long value = 0;
         if (bin >= 0)
@@ -116,16 +122,16 @@ __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
                             : (unsigned long long)__ldcg(&scratch->counts[round][bin]);
         const unsigned long long sum = inclusive_scan(value, warps);
         if (round == 0 && BY_MASS) {
-            // Thread 255 has the total mass.
+            // The sum of thread 255 is the total mass.
             if (threadIdx.x == SAMPLE_BINS - 1) rest = (unsigned long long)((double)share * (double)sum);
             __syncthreads();
             target = rest;
-            __syncthreads();  // `rest` is written again below
+            __syncthreads();  // before `rest` is overwritten below
         }
         if (threadIdx.x == 0) chosen = 0, rest = 0;
         __syncthreads();
         if (bin >= 0 && value > 0 && sum >= target && sum - value < target) chosen = bin, rest = target - (sum - value);
-        // The first bin that is not empty reaches a target of 0.
+        // If the target is 0, choose the first bin that is not empty.
         if (bin >= 0 && value > 0 && target == 0 && sum == value) chosen = bin;
         __syncthreads();
         prefix = prefix << 8 | chosen, target = rest;
@@ -142,9 +148,9 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     __shared__ uint32_t winner;
     pdl_wait();
     const SamplingParams params = *reinterpret_cast<const SamplingParams*>(param_words);
-    const uint32_t steps = __ldcg(state + 2);  // read before any block can have finished
-    // This block has the ids first to last - 1;
-    // this thread has first + threadIdx.x + i · SAMPLE_THREADS for i < own_ids.
+    const uint32_t steps = __ldcg(state + 2);  // read before any block can finish and increment it
+    // This block handles the token ids from `first` to `last` - 1.
+    // This thread handles the ids first + threadIdx.x + i · SAMPLE_THREADS for i < own_ids.
     const int ids = (vocab + gridDim.x - 1) / gridDim.x, first = blockIdx.x * ids, last = min(first + ids, vocab);
     const int own_ids =
         first + (int)threadIdx.x < last ? (last - first - (int)threadIdx.x + SAMPLE_THREADS - 1) / SAMPLE_THREADS : 0;
@@ -177,7 +183,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     const float best = __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
     const bool is_nan = top <= sort_key(-INFINITY);
 
-    // 2. Compute the masses, and set those of dropped tokens to 0.
+    // 2. Compute the probability mass of each token, and set the mass of dropped tokens to 0.
     unsigned long long masses[SAMPLE_IDS_PER_THREAD];
     const float inverse = 1.0f / fmaxf(params.temperature, 1e-6f);
     const bool is_greedy = params.temperature == 0.0f;
@@ -205,7 +211,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     if (threadIdx.x == SAMPLE_THREADS - 1) scratch->block_masses[blockIdx.x] = block_mass;
     grid_barrier(scratch, expected);
 
-    // 3. Draw a point in the total mass. Every block computes the same point and its own offset.
+    // 3. Draw a random point below the total mass. Each block computes the same point and its own offset.
     unsigned long long before = 0, all = 0;
     {
         const unsigned long long value = threadIdx.x < gridDim.x ? __ldcg(&scratch->block_masses[threadIdx.x]) : 0;
@@ -233,7 +239,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         before += round_total;
         __syncthreads();
     }
-    // If every logit is NaN, the host gets the error mark and stops. The next input does not matter then.
+    // If every logit is NaN, the mailbox gets the error value and the host stops. The next input is then irrelevant.
     const bool has_winner = is_nan ? blockIdx.x == 0 : winner != 0xffffffffu;
     if (has_winner) {
         const uint32_t token = is_nan ? 0 : winner;

@@ -1,6 +1,6 @@
-//! Sampling on the device (`sample.cu`): penalties, temperature, top-k, top-p and min-p.
+//! Sampling on the GPU with penalties, temperature, top-k, top-p and min-p (`sample.cu`).
 //!
-//! The reference is the sampler on the host (`tests/it/decode_graph.rs`).
+//! Tests compare the kernel with the sampler on the host (`tests/it/decode_graph.rs`).
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::kernels::constants::{SAMPLE_BINS, SAMPLE_IDS_PER_THREAD, SAMPLE_MAX_B
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, Mailbox, module};
 use crate::kernels::rows::copy_rows;
 
-/// How the kernel samples: `SamplingParams` of `sample.cu`.
+/// The parameters of the sampling kernel (`SamplingParams` in `sample.cu`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingKernelParams {
     pub temperature: f32,
@@ -29,7 +29,7 @@ pub struct SamplingKernelParams {
 }
 
 impl SamplingKernelParams {
-    /// Greedy sampling without penalties.
+    /// Returns parameters for greedy sampling without penalties.
     pub fn greedy() -> Self {
         Self {
             temperature: 0.0,
@@ -45,19 +45,20 @@ impl SamplingKernelParams {
     }
 }
 
-/// The buffers of the sampling kernel.
+/// The device buffers of the sampling kernel.
 pub struct SamplingBuffers {
-    /// `SamplingParams` of `sample.cu`, as words.
+    /// `SamplingParams` in `sample.cu`, as u32 words.
     params: Tensor,
-    /// u32 \[V\]: 0 for a token that never appeared, otherwise 1 + how often it was generated.
+    /// u32 `[vocab]`: 0 for a token that has not appeared, otherwise 1 + the number of times it was generated.
     seen: Tensor,
-    /// `Scratch` of `sample.cu`, as words.
+    /// `Scratch` in `sample.cu`, as u32 words.
     scratch: Tensor,
 }
 
-/// The words of `SamplingParams`.
+/// The size of `SamplingParams` in u32 words.
 const PARAM_WORDS: usize = 10;
-/// The words of `Scratch`: four counters, then counts, masses and masses of blocks, the masses in 64 bits.
+/// The size of `Scratch` in u32 words: four counters, counts per bin, masses per bin and masses per block.
+/// Masses are 64-bit.
 const SCRATCH_WORDS: usize =
     4 + SAMPLE_ROUNDS * SAMPLE_BINS + 2 * (SAMPLE_ROUNDS * SAMPLE_BINS) + 2 * SAMPLE_MAX_BLOCKS;
 
@@ -71,7 +72,7 @@ impl SamplingBuffers {
         })
     }
 
-    /// Sets how the next steps sample. `seen` has V counts; only penalties need it.
+    /// Sets the sampling parameters of the next steps. `seen` has one entry per token and is needed only for penalties.
     pub fn set(&self, params: &SamplingKernelParams, seen: Option<Vec<u32>>) -> Result<()> {
         let words: [u32; PARAM_WORDS] = [
             params.temperature.to_bits(),
@@ -93,18 +94,18 @@ impl SamplingBuffers {
     }
 }
 
-/// Returns whether the threads of [`add_sample`] can hold all logits on this GPU.
+/// Returns whether the threads of one [`add_sample`] launch can hold all logits on this GPU.
 pub fn can_sample(buffers: &StepBuffers) -> bool {
     let vocab = buffers.logits.elem_count();
     vocab <= sample_blocks(vocab, buffers) * SAMPLE_THREADS * SAMPLE_IDS_PER_THREAD
 }
 
-/// Returns the number of blocks. All of them must run at once, because they wait for each other.
+/// Returns the number of thread blocks. Blocks wait for each other, so all of them must run at the same time.
 fn sample_blocks(vocab: usize, buffers: &StepBuffers) -> usize {
     vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors)
 }
 
-/// Adds sampling: the sampled token becomes the next input and goes to the mailbox.
+/// Adds sampling: the sampled token becomes the next input and is sent to the mailbox.
 pub fn add_sample(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -113,8 +114,8 @@ pub fn add_sample(
     mailbox: &Arc<Mailbox>,
 ) -> Result<()> {
     let (vocab, columns) = check_embedding(buffers, &embedding.table)?;
-    check_f32("logits", &buffers.logits, sampling.seen.elem_count())?;
-    check("logits", can_sample(buffers), &buffers.logits)?;
+    check_f32("the logits", &buffers.logits, sampling.seen.elem_count())?;
+    check("the logits", can_sample(buffers), &buffers.logits)?;
     let (table, suffix) = dense_table(&embedding.table)?;
     let arguments = Arguments::new()
         .tensor(&buffers.logits)?
@@ -131,8 +132,8 @@ pub fn add_sample(
         .float(embedding.scale);
     let shape = LaunchShape::linear(sample_blocks(vocab, buffers), SAMPLE_THREADS);
     let launch = Launch::new(module!("sample"), format!("decode_sample_{suffix}"), shape, arguments);
-    // SAFETY: shapes are checked above;
-    // the grid has at most one block per multiprocessor, and one block fits on each.
+    // SAFETY: shapes are checked above.
+    // The grid has at most one block per multiprocessor, so all blocks can run at the same time.
     unsafe { sequence.add(launch.with_bytes_moved(bytes(&buffers.logits)))? };
     add_quantized_embedding(sequence, buffers, embedding)
 }

@@ -1,4 +1,4 @@
-// The activation of a gate or of a hidden unit: `Activation` in swiglu.rs.
+// Computes an activation function. Matches `Activation` in swiglu.rs.
 #pragma once
 #include "constants.cuh"
 

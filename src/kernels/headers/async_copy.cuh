@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-// The address of `p` in shared memory, as the instructions below and in tensor_core.cuh take it.
+// Returns the shared memory address of `p` for the instructions below and in tensor_core.cuh.
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 // Copies 16 bytes.
@@ -11,15 +11,16 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Copies 16 bytes if `is_valid`; otherwise writes zeros without reading. Fetches the 128 bytes around `from` into L2.
+// Copies 16 bytes if `is_valid`; otherwise writes zeros without reading.
+// Prefetches the 128 bytes around `from` into L2.
 __device__ __forceinline__ void copy_async_or_zero(uint32_t to, const void* from, bool is_valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_valid ? 16 : 0));
 }
 
-// Makes one group of this thread's copies since the last commit.
+// Commits all uncommitted copies of this thread as one group.
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
 
-// Waits until at most PENDING groups of this thread's copies are still under way.
+// Waits until at most PENDING copy groups of this thread are pending.
 template <int PENDING> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }

@@ -1,4 +1,4 @@
-// For every kernel: conversions between storage types and f32, and warp reductions.
+// Helpers for all kernels: conversions between storage types and f32, and warp reductions.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -19,8 +19,8 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// A template has no extern "C" name, so each .cu file defines its kernels with a macro: FOR_EACH_DTYPE(DEFINE) expands
-// DEFINE(type, suffix) for every dtype that kernels compute in.
+// Templates have no extern "C" names, so each .cu file defines its kernels with a macro.
+// FOR_EACH_DTYPE(DEFINE) expands DEFINE(type, suffix) for every dtype that kernels compute in.
 #define FOR_EACH_DTYPE(DEFINE) \
     DEFINE(float, f32)         \
     DEFINE(__half, f16)        \

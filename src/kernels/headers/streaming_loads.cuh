@@ -1,4 +1,4 @@
-// Loads of weights, which are read once: L1 does not cache them.
+// Load functions for weights. They bypass L1, because each weight is read only once.
 #pragma once
 #include "headers/common.cuh"
 

@@ -40,17 +40,17 @@ pub enum Arg {
 }
 
 impl Arg {
-    /// The address of the tensor.
+    /// Returns the address of the tensor.
     pub fn tensor(tensor: &Tensor) -> Result<Self> {
         Ok(Arg::Address(address(tensor)?))
     }
 
-    /// The address of the tensor, or null.
+    /// Returns the address of the tensor, or null if there is none.
     pub fn optional(tensor: Option<&Tensor>) -> Result<Self> {
         tensor.map_or(Ok(Arg::Address(0)), Arg::tensor)
     }
 
-    /// Returns a pointer to the argument's value, as `cuLaunchKernelEx` takes it.
+    /// Returns a pointer to the argument's value, as `cuLaunchKernelEx` expects it.
     fn pointer(&self) -> *mut c_void {
         match self {
             Arg::Address(value) => std::ptr::from_ref(value).cast_mut().cast(),
@@ -62,9 +62,11 @@ impl Arg {
 }
 
 impl From<usize> for Arg {
-    /// Kernels count in i32. No dimension of a real model exceeds it; a wrapped value would read out of bounds.
+    /// Converts a size to i32, as kernels expect it. No dimension of a real model overflows.
+    ///
+    /// Panics on overflow, because a wrapped value would read out of bounds.
     fn from(value: usize) -> Self {
-        Arg::Int(i32::try_from(value).expect("the sizes of a kernel fit 31 bits"))
+        Arg::Int(i32::try_from(value).expect("kernel sizes should fit in 31 bits"))
     }
 }
 
@@ -74,7 +76,7 @@ impl From<f32> for Arg {
     }
 }
 
-/// The arguments of one launch in the order of the kernel's parameters, and the memory they point to.
+/// The arguments of one launch, in the order of the kernel's parameters, and the memory that they point to.
 #[derive(Default)]
 pub struct Arguments {
     args: Vec<Arg>,
@@ -111,13 +113,13 @@ impl Arguments {
         }
     }
 
-    /// Adds an address. The caller keeps its memory alive.
+    /// Adds an address. The caller must keep its memory alive.
     pub fn address(mut self, address: CUdeviceptr) -> Self {
         self.args.push(Arg::Address(address));
         self
     }
 
-    /// Adds a C struct by value. `tensors` are the tensors whose addresses it holds.
+    /// Adds a C struct by value. `tensors` lists the tensors whose addresses the struct contains.
     pub fn value<'t, T>(mut self, value: T, tensors: impl IntoIterator<Item = &'t Tensor>) -> Self
     where
         T: DeviceRepr + Send + Sync + 'static,
@@ -146,12 +148,12 @@ impl Arguments {
         self
     }
 
-    /// Adds an i32 that is 1 or 0.
+    /// Adds a boolean as an i32: 1 for true, 0 for false.
     pub fn flag(self, value: bool) -> Self {
         self.int(usize::from(value))
     }
 
-    /// Returns pointers to the arguments' values, valid as long as the arguments are.
+    /// Returns pointers to the arguments' values. They are valid for the lifetime of the arguments.
     pub(super) fn pointers(&self) -> Vec<*mut c_void> {
         self.args.iter().map(Arg::pointer).collect()
     }
@@ -162,7 +164,7 @@ impl Arguments {
 }
 
 impl From<Vec<Arg>> for Arguments {
-    /// Arguments that keep no memory alive: for launches that are queued at once.
+    /// Creates arguments that keep no memory alive, for launches that are queued immediately.
     fn from(args: Vec<Arg>) -> Self {
         Self { args, memory: Memory::default() }
     }

@@ -1,4 +1,4 @@
-//! Facts about a CUDA device that launches depend on.
+//! Properties of a CUDA device that launches depend on.
 
 use candle_core::cuda_backend::cudarc::driver::sys;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -14,7 +14,7 @@ pub fn multiprocessors(device: &CudaDevice) -> Result<usize> {
     attribute(device, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
 }
 
-/// Returns the most shared memory that a block can have on the device, in bytes.
+/// Returns the maximum shared memory of a block on the device, in bytes.
 pub fn max_shared_bytes(device: &CudaDevice) -> Result<usize> {
     attribute(device, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 }
@@ -30,7 +30,7 @@ pub fn is_idle(device: &CudaDevice) -> Result<bool> {
     }
 }
 
-/// Returns the suffix that the names of the kernels for a dtype have.
+/// Returns the suffix of kernel names for a dtype.
 pub fn dtype_suffix(dtype: DType) -> Result<&'static str> {
     match dtype {
         DType::F32 => Ok("f32"),

@@ -1,4 +1,4 @@
-//! Launch sequences captured as one CUDA graph, so that a whole decode step costs the host one call.
+//! Launch sequences captured as one CUDA graph, so a whole decode step costs the host a single call.
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
@@ -18,12 +18,12 @@ pub struct LaunchGraph {
 unsafe impl Send for LaunchGraph {}
 
 impl LaunchGraph {
-    /// Captures the launches of `first` and then those of `second` on the stream of their device.
+    /// Captures the launches of `first` and then those of `second` on their device's stream.
     pub fn capture(first: &LaunchSequence, second: &LaunchSequence) -> Result<Self> {
         let stream = first.device().cuda_stream();
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
         let queued = first.enqueue().and_then(|()| second.enqueue());
-        // A capture must be ended even if a launch in it failed.
+        // The capture must end even if one of its launches failed.
         let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0)).w();
         queued?;
         let Some(graph) = graph? else { bail!("cannot capture a CUDA graph: the stream captured no launch") };

@@ -8,7 +8,7 @@ use candle_core::{Result, bail};
 use super::arguments::Arguments;
 use super::module::Module;
 
-/// The dynamic shared memory that any kernel may use: 48 KiB, less 16 KiB for its static shared memory.
+/// The dynamic shared memory that every kernel may use: 48 KiB, minus 16 KiB for static shared memory.
 const DEFAULT_SHARED_BYTES: usize = 32 << 10;
 
 /// The size of one launch.
@@ -16,9 +16,9 @@ const DEFAULT_SHARED_BYTES: usize = 32 << 10;
 pub struct LaunchShape {
     /// Blocks in x, y and z.
     pub grid: (usize, usize, usize),
-    /// Threads of a block.
+    /// Threads per block.
     pub block: usize,
-    /// Dynamic shared memory of a block, in bytes.
+    /// Dynamic shared memory per block, in bytes.
     pub shared_bytes: usize,
 }
 
@@ -27,12 +27,12 @@ impl LaunchShape {
         Self { grid, block, shared_bytes: 0 }
     }
 
-    /// A grid of one dimension.
+    /// Creates a shape with a one-dimensional grid.
     pub fn linear(blocks: usize, block: usize) -> Self {
         Self::new((blocks, 1, 1), block)
     }
 
-    /// As many blocks of 256 threads as it takes to have `count` threads.
+    /// Creates a shape with at least `count` threads, in blocks of 256.
     pub fn one_thread_each(count: usize) -> Self {
         Self::linear(count.div_ceil(256), 256)
     }
@@ -56,21 +56,21 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// A launch of the kernel called `kernel` in `module`.
+    /// Creates a launch of the kernel `kernel` in `module`.
     pub fn new(module: Module, kernel: impl Into<String>, shape: LaunchShape, arguments: Arguments) -> Self {
         Self { module, kernel: kernel.into(), shape, arguments, bytes_moved: 0 }
     }
 
-    /// Notes how many bytes the kernel reads and writes in device memory, for reports.
+    /// Sets the number of bytes that the kernel reads and writes in device memory, for reports.
     pub fn with_bytes_moved(self, bytes_moved: u64) -> Self {
         Self { bytes_moved, ..self }
     }
 
-    /// Queues the kernel on the device's stream. A launch without blocks does nothing.
+    /// Queues the kernel on the device's stream. A launch with an empty grid does nothing.
     ///
     /// # Safety
-    /// The arguments must match the kernel's parameters, and every address must be valid for what the kernel reads and
-    /// writes.
+    /// The arguments must match the kernel's parameters.
+    /// Every address must be valid for all reads and writes of the kernel.
     pub unsafe fn enqueue(self, device: &CudaDevice) -> Result<()> {
         if self.shape.is_empty() {
             return Ok(());
@@ -78,15 +78,15 @@ impl Launch {
         let stream = device.cuda_stream();
         stream.context().bind_to_thread().w()?;
         let launch = self.prepare(device)?;
-        // SAFETY: the caller answers for arguments and addresses.
+        // SAFETY: the caller guarantees valid arguments and addresses.
         unsafe { launch.enqueue(&stream, Overlap::No) }
     }
 
-    /// Looks up the kernel and allows it the shared memory that it needs.
+    /// Looks up the kernel and raises its shared memory limit if needed.
     pub(super) fn prepare(self, device: &CudaDevice) -> Result<PreparedLaunch> {
         let Self { module, kernel, shape, arguments, bytes_moved } = self;
         if shape.is_empty() {
-            bail!("cannot record a launch of {kernel} without blocks: {:?}", shape.grid);
+            bail!("cannot record a launch of {kernel}: the grid {:?} is empty", shape.grid);
         }
         let function = module.function(device, &kernel)?;
         if shape.shared_bytes > DEFAULT_SHARED_BYTES {
@@ -96,17 +96,17 @@ impl Launch {
     }
 }
 
-/// Raises the limit of the kernel's dynamic shared memory to `bytes`.
+/// Raises the kernel's limit on dynamic shared memory to `bytes`.
 fn allow_shared_bytes(function: &CudaFunction, bytes: usize) -> Result<()> {
     let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-    // The limit is never lowered: another launch of the same kernel may need more.
+    // The limit is never lowered, because another launch of the same kernel may need more.
     match function.get_attribute(attribute).w()? {
         limit if limit as usize >= bytes => Ok(()),
         _ => function.set_attribute(attribute, bytes as i32).w(),
     }
 }
 
-/// Whether a kernel may start before the one ahead of it has ended (programmatic dependent launch).
+/// Whether a kernel may start before the previous kernel has ended (programmatic dependent launch).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Overlap {
     Yes,
@@ -147,7 +147,7 @@ impl PreparedLaunch {
             numAttrs: u32::from(overlap == Overlap::Yes),
         };
         let mut arguments = self.arguments.pointers();
-        // SAFETY: the caller answers for arguments and addresses; the driver copies the arguments before it returns.
+        // SAFETY: the caller guarantees valid arguments and addresses. The driver copies the arguments during the call.
         unsafe {
             sys::cuLaunchKernelEx(&config, self.function.cu_function(), arguments.as_mut_ptr(), std::ptr::null_mut())
         }

@@ -1,4 +1,4 @@
-//! Words that a kernel sends to the host while the device continues.
+//! A mailbox for words that kernels send to the host while the device keeps running.
 
 use std::sync::Arc;
 
@@ -6,24 +6,24 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
-/// Slots of one u32 each in host memory, written by kernels and taken by the host. Zero means empty.
+/// u32 slots in host memory. Kernels write them, and the host takes their words. Zero means empty.
 pub struct Mailbox {
     slots: *mut u32,
     count: usize,
     device: CudaDevice,
 }
 
-// SAFETY: every word is read and written whole and volatile, and the memory belongs to the mailbox until `drop`.
+// SAFETY: every access is volatile and covers a whole word, and the mailbox owns the memory until `drop`.
 unsafe impl Send for Mailbox {}
 // SAFETY: as above.
 unsafe impl Sync for Mailbox {}
 
 impl Mailbox {
-    /// A mailbox with `count` empty slots.
+    /// Creates a mailbox with `count` empty slots.
     pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
         device.cuda_stream().context().bind_to_thread().w()?;
-        // The memory is mapped into the device's address space. With unified addressing, as on Linux, it has the same
-        // address there.
+        // The memory is mapped into the device's address space.
+        // With unified addressing, as on Linux, its address is the same there.
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: the memory is set to zero right away and freed in `drop`.
         let slots = unsafe { result::malloc_host(count * size_of::<u32>(), flags) }.w()?.cast::<u32>();
@@ -34,9 +34,9 @@ impl Mailbox {
 
     /// Takes the word of a slot and empties the slot. Returns zero if no word has arrived.
     pub fn take(&self, slot: usize) -> u32 {
-        assert!(slot < self.count, "slot {slot} of {}", self.count);
-        // SAFETY: the slot lies within the allocation. The callers' protocol lets the device write a slot again only
-        // after its word was taken.
+        assert!(slot < self.count, "slot {slot} is out of range for {} slots", self.count);
+        // SAFETY: the slot is within the allocation. By protocol, the device does not write to a slot again until the
+        // host has emptied it.
         unsafe {
             let word = self.slots.add(slot).read_volatile();
             if word != 0 {

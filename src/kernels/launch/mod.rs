@@ -1,11 +1,11 @@
-//! How a kernel is launched.
+//! Launches CUDA kernels.
 //!
-//! A [`Launch`] names a kernel, its grid and block, its shared memory and its arguments. It is queued at once with
-//! [`Launch::enqueue`], or added to a [`LaunchSequence`], which queues all its launches together and can be captured as a
-//! [`LaunchGraph`].
+//! A [`Launch`] names a kernel, its grid and block, its shared memory and its arguments.
+//! [`Launch::enqueue`] queues a launch immediately. A [`LaunchSequence`] records launches and queues them together.
+//! A [`LaunchGraph`] is a captured sequence.
 //!
-//! Every launch goes to the stream of the candle device, and candle frees memory in the order of that stream. So a tensor
-//! may be dropped as soon as a launch on it is queued, and no launch needs an event.
+//! Every launch goes to the candle device's stream, and candle frees memory in stream order.
+//! A tensor may therefore be dropped as soon as a launch that uses it is queued, and no launch needs an event.
 
 mod arguments;
 mod device;

@@ -1,4 +1,4 @@
-//! Compiled CUDA modules, embedded in the binary and loaded once for each device.
+//! Compiled CUDA modules, embedded in the binary and loaded once per device.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -29,14 +29,14 @@ pub(crate) use module;
 
 type LoadedModules = HashMap<(DeviceId, &'static str), Arc<CudaModule>>;
 
-/// The loaded modules of every device. One registry for the process, like the driver's own registry of contexts.
+/// Returns the loaded modules of all devices. There is one registry per process, as in the driver.
 fn loaded_modules() -> &'static Mutex<LoadedModules> {
     static MODULES: OnceLock<Mutex<LoadedModules>> = OnceLock::new();
     MODULES.get_or_init(Mutex::default)
 }
 
 impl Module {
-    /// Returns a kernel of this module. Loads the module at its first use on the device.
+    /// Returns a kernel of this module. Loads the module on its first use on the device.
     pub(super) fn function(&self, device: &CudaDevice, kernel: &str) -> Result<CudaFunction> {
         let mut modules = loaded_modules().lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let module = match modules.get(&(device.id(), self.name)) {
@@ -55,8 +55,8 @@ impl Module {
         match device.cuda_stream().context().load_module(binary) {
             Ok(module) => Ok(module),
             Err(error) => bail!(
-                "cannot load the CUDA kernels, which were built for compute capability {}: {error}; rebuild with \
-                 CUDA_COMPUTE_CAP set to the compute capability of this GPU",
+                "cannot load the CUDA kernels built for compute capability {}: {error}; rebuild with \
+                 CUDA_COMPUTE_CAP set to this GPU's compute capability",
                 env!("INFERNO_COMPUTE_CAP")
             ),
         }

@@ -1,7 +1,7 @@
-//! Launches that are recorded once and queued many times: a decode step on static buffers.
+//! Launches that are recorded once and queued many times, such as a decode step on static buffers.
 //!
-//! Each launch may start before the one ahead of it has ended (programmatic dependent launch, on GPUs that have it). The
-//! kernels of a sequence wait for the data they read themselves (`pdl.cuh`).
+//! Each launch may start before the previous one has ended (programmatic dependent launch, on GPUs that support it).
+//! The kernels themselves wait for the data that they read (`pdl.cuh`).
 
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaEvent, sys};
@@ -10,14 +10,14 @@ use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use super::arguments::Memory;
 use super::kernel_launch::{Launch, Overlap, PreparedLaunch};
 
-/// Launches on the stream of one device, in their order.
+/// An ordered list of launches on the stream of one device.
 pub struct LaunchSequence {
     device: CudaDevice,
     launches: Vec<PreparedLaunch>,
     overlap: Overlap,
 }
 
-/// How long one kernel of a sequence ran, without any other kernel beside it.
+/// The run time of one kernel of a sequence, measured without overlap.
 pub struct TimedLaunch {
     /// The name of the kernel.
     pub name: String,
@@ -27,10 +27,10 @@ pub struct TimedLaunch {
 }
 
 impl LaunchSequence {
-    /// An empty sequence.
+    /// Creates an empty sequence.
     pub fn new(device: &CudaDevice) -> Result<Self> {
         let (major, _) = device.cuda_stream().context().compute_capability().w()?;
-        // Code for older GPUs has no waits, so its launches must not overlap, whatever the GPU can do.
+        // Code built for older GPUs contains no waits, so its launches must not overlap on any GPU.
         let overlap = if major >= 9 && is_built_for_overlap() { Overlap::Yes } else { Overlap::No };
         Ok(Self { device: device.clone(), launches: Vec::new(), overlap })
     }
@@ -44,11 +44,11 @@ impl LaunchSequence {
         self.launches.is_empty()
     }
 
-    /// Adds a launch at the end. The sequence keeps the tensors and mailboxes among its arguments alive.
+    /// Appends a launch. The sequence keeps alive the tensors and mailboxes that the arguments point to.
     ///
     /// # Safety
-    /// The arguments must match the kernel's parameters, and every address must be valid for what the kernel reads and
-    /// writes whenever the sequence is queued.
+    /// The arguments must match the kernel's parameters.
+    /// Every address must be valid for all reads and writes of the kernel, whenever the sequence is queued.
     pub unsafe fn add(&mut self, launch: Launch) -> Result<()> {
         self.launches.push(launch.prepare(&self.device)?);
         Ok(())
@@ -58,11 +58,11 @@ impl LaunchSequence {
     pub fn enqueue(&self) -> Result<()> {
         let stream = self.device.cuda_stream();
         stream.context().bind_to_thread().w()?;
-        // SAFETY: the caller of `add` answers for arguments and addresses.
+        // SAFETY: the caller of `add` guarantees valid arguments and addresses.
         self.launches.iter().try_for_each(|launch| unsafe { launch.enqueue(&stream, self.overlap) })
     }
 
-    /// Runs the launches one by one and measures each with events on the device. Waits for them.
+    /// Runs the launches one by one, measures each with CUDA events, and waits for all of them.
     pub fn time_each(&self) -> Result<Vec<TimedLaunch>> {
         let stream = self.device.cuda_stream();
         stream.context().bind_to_thread().w()?;
@@ -70,7 +70,7 @@ impl LaunchSequence {
         let mut events = Vec::with_capacity(self.launches.len());
         for launch in &self.launches {
             let start = record_event()?;
-            // SAFETY: the caller of `add` answers for arguments and addresses.
+            // SAFETY: the caller of `add` guarantees valid arguments and addresses.
             unsafe { launch.enqueue(&stream, Overlap::No)? };
             events.push((start, record_event()?));
         }
@@ -93,7 +93,7 @@ impl LaunchSequence {
     }
 }
 
-/// Whether the kernels contain the waits of `pdl.cuh`, which are no-ops in code for GPUs before compute capability 9.0.
+/// Returns whether the kernels contain the waits of `pdl.cuh`, which are no-ops below compute capability 9.0.
 fn is_built_for_overlap() -> bool {
     env!("INFERNO_COMPUTE_CAP").parse::<u32>().is_ok_and(|capability| capability >= 90)
 }

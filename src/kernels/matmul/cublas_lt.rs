@@ -1,4 +1,4 @@
-//! Products of 8-bit matrices on tensor cores, with cuBLASLt.
+//! Products of 8-bit matrices on tensor cores, computed by cuBLASLt.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -13,16 +13,16 @@ use crate::kernels::launch::address;
 /// The element type of both matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LowType {
-    /// i8, with sums in i32.
+    /// i8 with i32 sums.
     Int8,
-    /// E4M3, with sums in f32.
+    /// E4M3 with f32 sums.
     Fp8,
 }
 
 /// The size of cuBLASLt's workspace. NVIDIA recommends 32 MiB for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// Returns x·wᵀ \[T, R\]: f32, or i32 in a tensor whose dtype says f32.
+/// Returns x·wᵀ \[T, R\] in a tensor of dtype F32. For [`LowType::Int8`], its elements are i32 bit patterns.
 ///
 /// x U8 \[T, C\] and w U8 \[R, C\] hold the bytes of `kind`. T and C are multiples of 16.
 pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> Result<Tensor> {
@@ -33,11 +33,11 @@ pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> 
         || w.dtype() != DType::U8
         || x.dtype() != DType::U8
     {
-        bail!("matmul_lt: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+        bail!("matmul_lt: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
     // SAFETY: the product below writes all T·R elements, because beta is 0.
     let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
-    // SAFETY: only cuBLASLt uses it.
+    // SAFETY: only cuBLASLt accesses the workspace.
     let workspace = unsafe { Tensor::empty(WORKSPACE_BYTES, DType::U8, x.device())? };
     let (input, output, compute) = match kind {
         LowType::Int8 => (
@@ -56,7 +56,7 @@ pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> 
         LowType::Fp8 => (1.0f32.to_bits(), 0u32),
     };
     let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
-    // cuBLAS is column-major: outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, and each leading dimension is the length of a row.
+    // cuBLAS is column-major: it computes outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, and each leading dimension is a row length.
     let shapes = [(input, columns, rows), (input, columns, tokens), (output, rows, tokens)];
     let mut descriptors = Descriptors::default();
     let layouts = shapes.map(|(dtype, height, width)| {
@@ -74,8 +74,8 @@ pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> 
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;
     let handle = handle(device)?;
-    // SAFETY: the descriptors live until the end of this function. The tensors are contiguous and on the device (`address`
-    // checks it) and have these sizes. The work is queued on the stream in whose order candle frees memory.
+    // SAFETY: the descriptors live until the end of this function. The tensors have these sizes. `address` checks that
+    // they are contiguous and on the device. candle frees their memory in stream order.
     unsafe {
         checked(result::set_matmul_desc_attribute(
             desc,
@@ -116,7 +116,7 @@ fn checked<T>(result: std::result::Result<T, result::CublasError>) -> Result<T> 
     result.map_err(|error| candle_core::Error::Msg(format!("cuBLASLt: {:?}", error.0)))
 }
 
-/// The descriptors of one product. They may be destroyed while the product is still running.
+/// The descriptors of one matrix product. They may be destroyed while the product is still running.
 #[derive(Default)]
 struct Descriptors {
     layouts: Vec<sys::cublasLtMatrixLayout_t>,
@@ -126,7 +126,7 @@ struct Descriptors {
 
 impl Drop for Descriptors {
     fn drop(&mut self) {
-        // SAFETY: each was created once and is no longer used. `drop` cannot report errors.
+        // SAFETY: each descriptor was created once and is no longer used. `drop` cannot report errors.
         unsafe {
             for layout in self.layouts.drain(..) {
                 let _ = result::destroy_matrix_layout(layout);
@@ -137,10 +137,10 @@ impl Drop for Descriptors {
     }
 }
 
-/// Returns the handle for a device, whose context is bound to this thread.
+/// Returns the cuBLASLt handle for a device. The context of the device must be bound to this thread.
 fn handle(device: &CudaDevice) -> Result<sys::cublasLtHandle_t> {
     struct Handle(sys::cublasLtHandle_t);
-    // SAFETY: several threads may call cuBLASLt with one handle.
+    // SAFETY: several threads may use one cuBLASLt handle at the same time.
     unsafe impl Send for Handle {}
     static HANDLES: Mutex<BTreeMap<usize, Handle>> = Mutex::new(BTreeMap::new());
     let mut handles = HANDLES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());

@@ -1,5 +1,5 @@
-//! Matrix products y = x·Wᵀ with results in f32. So the result of a projection is rounded once, after its bias, and logits
-//! are not rounded at all.
+//! Matrix products y = x·Wᵀ with f32 results. The result of a projection is rounded only once, after the bias is added.
+//! Logits are not rounded at all.
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;
@@ -8,11 +8,11 @@ pub mod cublas_lt;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Returns x·wᵀ as f32 \[T, R\]. x \[T, C\] and w \[R, C\] have one dtype: f32, f16 or bf16.
+/// Returns x·wᵀ as f32 \[T, R\]. x \[T, C\] and w \[R, C\] have the same dtype: f32, f16 or bf16.
 pub fn matmul_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || x.dtype() != w.dtype() {
-        bail!("matmul_f32: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+        bail!("matmul_f32: x and w do not match: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
     match x.device() {
         #[cfg(feature = "cuda")]
@@ -22,7 +22,7 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// cuBLAS can write its f32 sums, while candle's own product rounds them to the dtype of the inputs.
+/// Multiplies with cuBLAS, which can return its f32 sums. candle's own matmul rounds them to the dtype of the inputs.
 #[cfg(feature = "cuda")]
 fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
@@ -33,7 +33,9 @@ fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     Ok(out)
 }
 
-/// Writes x·wᵀ to the first R columns of f32 \[T, stride\] at the address `out`. x \[T, C\] and w \[R, C\] have one dtype.
+/// Writes x·wᵀ to the first R columns of a matrix f32 \[T, stride\] at address `out`.
+///
+/// x \[T, C\] and w \[R, C\] have the same dtype.
 ///
 /// # Safety
 /// `out` must point to device memory for the whole result.
@@ -52,9 +54,9 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
         other => bail!("cannot multiply matrices of {other:?}"),
     };
     let (alpha, beta) = (1.0f32, 0.0f32);
-    // cuBLAS is column-major: outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, and each leading dimension is the length of a row.
-    // SAFETY: the tensors are contiguous and on the device (`address` checks it) and have these sizes. The handle is bound
-    // to the device's stream. The caller answers for `out`.
+    // cuBLAS is column-major: it computes outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, and each leading dimension is a row length.
+    // SAFETY: the tensors are contiguous and on the device (`address` checks this) and have these sizes.
+    // The handle is bound to the device's stream. The caller guarantees that `out` is valid.
     unsafe {
         result::gemm_ex(
             *device.cublas_handle().handle(),

@@ -1,22 +1,22 @@
 // Matrix products of routed experts: out[t, n] = W[ids[t, n]] · x[t or (t, n)] + bias[ids[t, n]].
-//   MXFP4 weights: blocks u8 [E, R, C/32, 16] (low nibble = even element), scales u8 [E, R, C/32] (2^(s-127), 255 = NaN)
+//   MXFP4 weights: blocks u8 [E, R, C/32, 16] (low nibble: even element), scales u8 [E, R, C/32] (2^(s-127), 255 = NaN)
 //   dense weights: [E, R, C] of the compute dtype; bias [E, R] of the compute dtype or null
 //   x [T, C] (shared by a token's experts) or [T, N, C]; ids u32 [T, N]; out [T, N, R]
-// `expert_gemv` is for few tokens. `expert_gemm` is for many tokens on MXFP4.
-// `expert_gemm` reads each expert's weights once per 64 pairs of token and expert instead of once per pair.
+// `expert_gemv` is for few tokens. `expert_gemm` is for many tokens with MXFP4 weights.
+// `expert_gemm` reads each expert's weights once per 64 (token, expert) pairs instead of once per pair.
 // Its pairs are sorted by sort_by_expert.cu.
-// For MXFP4 in bf16 and f16, experts_gemm.cu and decode/mxfp4_experts.cu are used instead, unless a scale is above 2.
-// For many tokens on float weights, grouped_gemm.cu is used instead.
+// MXFP4 in bf16 and f16 uses experts_gemm.cu and decode/mxfp4_experts.cu instead, unless a scale exceeds 2.
+// Many tokens with float weights use grouped_gemm.cu instead.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include <mma.h>
 
 __device__ __forceinline__ float e8m0(uint8_t scale) {
-    // 2^(scale - 127): the exponent field of an f32, except at the ends: 0 is the subnormal 2^-127, 255 is NaN.
+    // 2^(scale - 127) is the exponent field of an f32, except that 0 is the subnormal 2^-127 and 255 is NaN.
     return scale == 0 ? __int_as_float(0x00400000) : scale == 255 ? NAN : __int_as_float((int)scale << 23);
 }
 
-// E2M1: 0 0.5 1 1.5 2 3 4 6 and their negatives.
+// E2M1 values: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 __device__ __forceinline__ float e2m1(uint32_t nibble) {
     const uint32_t magnitude = nibble & 7;
     const float value = magnitude < 5 ? 0.5f * magnitude : magnitude == 5 ? 3.0f : magnitude == 6 ? 4.0f : 6.0f;
@@ -30,8 +30,8 @@ template <typename T> struct Dense {
     const T* weights;
 };
 
-// Returns one lane's part of the dot product of weight row `row` (of E·R rows) with x:
-// MXFP4 blocks lane, lane + 32, ..
+// Returns one lane's part of the dot product of x with weight row `row` of the E·R rows.
+// The lane takes MXFP4 blocks lane, lane + 32, ...
 template <typename T> __device__ float lane_dot(const Mxfp4& w, size_t row, const T* x, int columns, int lane) {
     const int groups = columns / 32;
     float sum = 0.0f;
@@ -77,9 +77,9 @@ __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids,
 FOR_EACH_DTYPE(DEFINE_GEMV)
 
 // A block computes a tile of EXPERT_GEMM_ROWS weight rows × EXPERT_GEMM_PAIRS pairs of one expert.
-// Each of its four warps has 32 × 32 of it, and each step is one MXFP4 block of 32 columns.
+// Each of its four warps computes 32 × 32 results, and each step covers one MXFP4 block of 32 columns.
 //   grid (ceil(R / EXPERT_GEMM_ROWS), ceil(P / EXPERT_GEMM_PAIRS) + E), block EXPERT_GEMM_THREADS
-//   A block past the last tile exits at once.
+//   A block past the last tile exits immediately.
 //   bytes moved: the weights once per tile of pairs
 constexpr int STEP = 32, PITCH = STEP + 8;
 
@@ -102,7 +102,7 @@ template <typename T> __device__ void load_weights(const Mxfp4& w, T* tile, size
 template <typename T>
 __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int rows,
                             int columns, int pairs_per_x, int experts) {
-    // Finds the expert and the tile of this block by walking over the experts, which are few.
+    // Finds the expert and the tile of this block. A linear search is enough, because there are few experts.
     int expert = 0, tile_index = blockIdx.y;
     for (; expert < experts; ++expert) {
         const int tiles = (offsets[expert + 1] - offsets[expert] + EXPERT_GEMM_PAIRS - 1) / EXPERT_GEMM_PAIRS;
@@ -116,7 +116,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
     const size_t weight_row = (size_t)expert * rows + first_row;
 
     using namespace nvcuda;
-    // Holds the inputs of a step; after the last step, the results.
+    // Holds the inputs of a step, and the results after the last step.
     __shared__ __align__(32) unsigned char buffer[EXPERT_GEMM_PAIRS * (EXPERT_GEMM_ROWS + 4) * sizeof(float)];
     static_assert(sizeof(buffer) >= (EXPERT_GEMM_ROWS + EXPERT_GEMM_PAIRS) * PITCH * sizeof(T));
     T *tile_w = reinterpret_cast<T*>(buffer), *tile_x = tile_w + EXPERT_GEMM_ROWS * PITCH;
@@ -151,7 +151,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
         }
         __syncthreads();
     }
-    // sum[i][j] has rows × pairs. A column-major store makes it [pair][row], the order of `out`.
+    // sum[i][j] is [row][pair]. A column-major store turns it into [pair][row], the order of `out`.
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll

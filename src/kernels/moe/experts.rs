@@ -1,4 +1,4 @@
-//! Matrix products of routed experts, for all formats of their weights (`experts.cu`).
+//! Matrix products of routed experts, for all weight formats (`experts.cu`).
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
@@ -20,10 +20,10 @@ use crate::kernels::quantized::{InputRounding, quantized_ops};
 use crate::kernels::quantized::{Matrix, QuantizedMatrix};
 use crate::kernels::{bytes, elements, to_f32, unsupported};
 
-/// The most pairs of token and expert in one call: the limit of a grid's second dimension.
+/// The maximum number of (token, expert) pairs in one call: the limit of a grid's y dimension.
 pub const MAX_PAIRS: usize = 65_535;
 
-/// From this many pairs on, each expert's weights are read once per tile instead of once per pair.
+/// With at least this many pairs, each expert's weights are read once per tile instead of once per pair.
 #[cfg(feature = "cuda")]
 const GEMM_FROM_PAIRS: usize = 64;
 
@@ -34,15 +34,15 @@ pub enum ExpertWeights {
     Mxfp4 { blocks: Tensor, scales: Tensor },
     /// \[E, R, C\] of the compute dtype.
     Dense(Tensor),
-    /// One matrix \[E·R, C\], and E.
+    /// One matrix \[E·R, C\], and the number of experts E.
     Quantized(QuantizedMatrix, usize),
-    /// MXFP4 repacked for tensor cores: a GPU that computes in bf16 or f16 uses these.
+    /// MXFP4 repacked for tensor cores, for a GPU that computes in bf16 or f16.
     #[cfg(feature = "cuda")]
     Mxfp4Tiles(Mxfp4Tiles),
 }
 
 impl ExpertWeights {
-    /// (E, R, C)
+    /// Returns (E, R, C).
     pub fn dims(&self) -> Result<(usize, usize, usize)> {
         match self {
             ExpertWeights::Mxfp4 { blocks, scales } => mxfp4_dims(blocks, scales),
@@ -56,7 +56,7 @@ impl ExpertWeights {
         }
     }
 
-    /// Returns the rows of all experts as one matrix \[E·R, C\]; `None` for MXFP4.
+    /// Returns the rows of all experts as one matrix \[E·R, C\], or `None` for MXFP4.
     pub fn as_matrix(&self) -> Result<Option<Matrix>> {
         Ok(match self {
             ExpertWeights::Dense(weights) => Some(Matrix::Dense(weights.flatten(0, 1)?)),
@@ -78,8 +78,9 @@ impl ExpertWeights {
 
 /// Returns out\[t, n\] = W\[ids\[t, n\]\] · x + bias\[ids\[t, n\]\], \[T, N, R\] of x's dtype.
 ///
-/// x \[T, C\], shared by a token's experts, or \[T, N, C\];
-/// ids u32 \[T, N\], each below E (a GPU does not check it); bias \[E, R\] of x's dtype.
+/// - x \[T, C\], shared by a token's experts, or \[T, N, C\]
+/// - ids u32 \[T, N\], each below E (not checked on a GPU)
+/// - bias \[E, R\] of x's dtype
 pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>, ids: &Tensor) -> Result<Tensor> {
     let (experts, rows, columns) = weights.dims()?;
     let (tokens, chosen) = ids.dims2()?;
@@ -88,7 +89,7 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
     } else if x.dims() == [tokens, chosen, columns] {
         1
     } else {
-        bail!("expert_matmul: x {:?} does not fit ids {:?} and weights of {columns} columns", x.dims(), ids.dims())
+        bail!("expert_matmul: x {:?} does not match ids {:?} and weights of {columns} columns", x.dims(), ids.dims())
     };
     if ids.dtype() != DType::U32 || experts > MAX_EXPERTS || tokens * chosen > MAX_PAIRS {
         let dtype = ids.dtype();
@@ -124,7 +125,7 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
     }
 }
 
-/// The launches of [`expert_matmul`], whose shapes it has checked.
+/// The launches of [`expert_matmul`], which has checked the shapes.
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::CudaDevice;
@@ -142,7 +143,7 @@ mod cuda {
         let ((tokens, chosen), (_, rows, columns)) = (ids.dims2()?, weights.dims()?);
         if let ExpertWeights::Quantized(matrix, experts) = weights {
             if bias.is_some() {
-                bail!("expert_matmul: quantized experts with a bias");
+                bail!("expert_matmul: quantized experts cannot have a bias");
             }
             return quantized_expert_matmul(device, x, matrix, *experts, ids, pairs_per_x);
         }
@@ -162,7 +163,7 @@ mod cuda {
                 gemv(device, "dense", weights, x, bias, ids, (rows, columns, pairs_per_x), &out)?;
             }
             ExpertWeights::Dense(dense) => {
-                // SAFETY: the public function checked shapes and dtypes; its caller answers for the ids.
+                // SAFETY: the public function checked shapes and dtypes; its caller guarantees valid ids.
                 unsafe { grouped_gemm(device, x, dense, bias, ids, pairs_per_x, &out)? };
             }
             ExpertWeights::Mxfp4Tiles(_) | ExpertWeights::Quantized(..) => {
@@ -181,7 +182,7 @@ mod cuda {
         pairs_per_x: usize,
     ) -> Result<Tensor> {
         let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
-        // Dequantizing all experts moves about four times as many bytes as one pair of each does.
+        // Dequantizing all experts moves about four times as many bytes as multiplying one pair per expert.
         if ids.elem_count() < GEMM_FROM_PAIRS.max(4 * experts) || x.dtype() == DType::F32 {
             return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
         }
@@ -196,7 +197,7 @@ mod cuda {
         super::expert_matmul(&rounded, &ExpertWeights::Dense(dense), None, ids)
     }
 
-    /// One warp per element of `out`. `weights` has the first two arguments of the kernel.
+    /// Launches one warp per element of `out`. `weights` contains the first two arguments of the kernel.
     #[allow(clippy::too_many_arguments)]
     fn gemv(
         device: &CudaDevice,
@@ -212,7 +213,7 @@ mod cuda {
             weights.optional(bias)?.tensor(x)?.tensor(ids)?.tensor(out)?.int(rows).int(columns).int(pairs_per_x);
         let kernel = format!("expert_gemv_{kind}_{}", dtype_suffix(x.dtype())?);
         let shape = LaunchShape::new((rows.div_ceil(8), ids.elem_count(), 1), 256);
-        // SAFETY: the public function checked shapes and dtypes; its caller answers for the ids.
+        // SAFETY: the public function checked shapes and dtypes; its caller guarantees valid ids.
         unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device) }
     }
 
@@ -242,12 +243,12 @@ mod cuda {
         let kernel = format!("expert_gemm_mxfp4_{}", dtype_suffix(x.dtype())?);
         let tiles = ids.elem_count().div_ceil(EXPERT_GEMM_PAIRS) + experts;
         let shape = LaunchShape::new((rows.div_ceil(EXPERT_GEMM_ROWS), tiles, 1), EXPERT_GEMM_THREADS);
-        // SAFETY: as in `gemv`; the grid covers the most tiles there can be.
+        // SAFETY: as in `gemv`; the grid covers the maximum number of tiles.
         unsafe { Launch::new(module!("experts"), kernel, shape, arguments).enqueue(device) }
     }
 }
 
-/// [`expert_matmul`] in plain Rust. x has one row for each `pairs_per_x` ids.
+/// Computes [`expert_matmul`] in plain Rust. x has one row per `pairs_per_x` ids.
 pub fn reference(
     x: &[f32],
     weights: &ExpertWeights,
@@ -257,7 +258,7 @@ pub fn reference(
 ) -> Result<Vec<f32>> {
     let (_, rows, columns) = weights.dims()?;
     let mut out = vec![0f32; ids.len() * rows];
-    // `dot` multiplies a row of all experts' weights with a row of x.
+    // `dot` multiplies a row of the stacked expert weights by a row of x.
     let fill = |dot: &(dyn Fn(usize, &[f32]) -> f32 + Sync), out: &mut [f32]| {
         out.par_iter_mut().enumerate().for_each(|(index, out)| {
             let (pair, row) = (index / rows, index % rows);
@@ -299,12 +300,12 @@ pub fn reference(
             }
         }
         #[cfg(feature = "cuda")]
-        ExpertWeights::Mxfp4Tiles(_) => bail!("expert_matmul: only a GPU can multiply with tiles"),
+        ExpertWeights::Mxfp4Tiles(_) => bail!("expert_matmul: MXFP4 tiles need a GPU"),
     }
     Ok(out)
 }
 
-/// Returns the dot product of one MXFP4 block, without its scale, with 32 elements of x.
+/// Returns the dot product of 32 elements of x and one MXFP4 block without its scale.
 fn block_dot(block: &[u8], x: &[f32]) -> f32 {
     let pairs = block.iter().zip(x.chunks_exact(2));
     pairs.map(|(byte, x)| E2M1_VALUES[(byte & 15) as usize] * x[0] + E2M1_VALUES[(byte >> 4) as usize] * x[1]).sum()

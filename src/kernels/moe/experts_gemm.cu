@@ -1,26 +1,26 @@
-// The MLP of routed experts for many tokens, with MXFP4 weights:
-// matrix products on tensor cores that unpack the weights between shared memory and registers.
+// The MLP of routed experts with MXFP4 weights, for many tokens.
+// The matrix products run on tensor cores. They unpack the weights between shared memory and registers.
 //
 //   x [T, C] -> gather_tokens -> expert_gate_up -> h [P, F] -> expert_down -> y [P, C] -> expert_mix
-//   P = T·N pairs of token and chosen expert. expert_mix computes Σ weight[t, n] · y[t, n] over n.
+//   P = T·N (token, expert) pairs. expert_mix computes Σ weight[t, n] · y[t, n] over n.
 //
-// Weights W [E, R, C] are repacked once, at load (`repack_mxfp4`), into tiles of 16 rows × 64 columns:
+// At load time, `repack_mxfp4` repacks the weights W [E, R, C] into tiles of 16 rows × 64 columns:
 //   blocks [E][ceil(R / 16)][ceil(C / 64)][lane 0..31][16 bytes]: lane 4g + t holds the words of (row g, block 2j),
-//   (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1), with the values 8t .. 8t + 7 of each block
+//   (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //   scales [E][ceil(R / 16)][ceil(C / 64)][g 0..7][4 bytes]: the scales of the same four blocks
-//   a word: even values in the low half, odd values in the high half; pairs 0 to 3 have their magnitudes in bits 11..9,
-//   8..6, 5..3, 2..0 of each half and their signs in bits 15, 14, 13, 12
-// The 16 bytes of a lane are its fragments of A for four products of depth 16, so weights never change lanes.
+//   word: the values 8t .. 8t + 7 of a block, even values in the low half, odd values in the high half; in each half,
+//   pairs 0 to 3 have their magnitudes in bits 11..9, 8..6, 5..3, 2..0 and their signs in bits 15, 14, 13, 12
+// A lane's 16 bytes are its fragments of A for four products of depth 16, so weights never move between lanes.
 //
 // Columns of x, h and y are in *fragment order*:
-// within each 32, the pair of columns 2i, 2i + 1 with i = 4t + p is stored as pair 4p + t.
+// within each 32 columns, the pair of columns (2i, 2i + 1) with i = 4t + p is stored as pair 4p + t.
 // Each lane then reads the columns that match its weights.
-// The order is its own inverse.
+// This permutation is its own inverse.
 //
-// Rows of x and h are *tiled*: [ceil(C / 64)][rows][128 bytes], in the order of `sorted` (see sort_by_expert),
-// with the first row of each expert at a multiple of 8; P + 8·E rows are always enough.
+// Rows of x and h are *tiled*: [ceil(C / 64)][rows][128 bytes], in the order of `sorted` (see sort_by_expert).
+// The first row of each expert is a multiple of 8, so P + 8·E rows are always enough.
 // Segment s (16 bytes) of row r is stored at s ^ (r % 8), and columns past C are zeros.
-// Consecutive rows × 64 columns are then contiguous, and tensor cores read them from shared memory without bank conflicts.
+// Consecutive rows of 64 columns are then contiguous, and tensor cores read them without bank conflicts.
 // y is [P, C], in the order of the pairs.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
@@ -28,7 +28,7 @@
 #include "headers/tensor_core.cuh"
 #include "moe/work_items.cuh"
 
-// The columns of a step: one tile of weights, and 128 bytes of a row of x.
+// Columns per step: one weight tile, and 128 bytes of a row of x.
 constexpr int STEP = MXFP4_TILE_COLUMNS;
 
 // The type of two packed values.
@@ -44,16 +44,17 @@ template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
     return make_float2(to_float(halves[0]), to_float(halves[1]));
 }
 
-// ---- repacking and orders ----
+// ---- repacking and reordering ----
 
 // Repacks blocks u8 [E, R, C/32, 16] and scales u8 [E, R, C/32] into tiles.
-// `paired` moves rows 2g and 2g + 1 of each 16 (a gate and its up) to g and g + 8, where one lane gets both products.
+// `paired` moves rows 2g and 2g + 1 of each 16 (a gate row and its up row) to g and g + 8.
+// One lane then gets the products of both rows.
 // Padding is zeros with a scale of 1.
-// Sets `extreme` if a scale is above 2 (byte 128): scale_factors would overflow, so other kernels must be used.
+// Sets `has_large_scale` if a scale exceeds 2 (byte 128). scale_factors would overflow, so other kernels must be used.
 //   grid ceil(E · ceil(R / 16) · ceil(C / 64) / 8), block 256: one warp per tile
 //   bytes moved: 2 · E·R·C · 17/32
 extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* scales, uint8_t* tile_blocks,
-                                        uint8_t* tile_scales, uint32_t* extreme, int experts, int rows, int columns,
+                                        uint8_t* tile_scales, uint32_t* has_large_scale, int experts, int rows, int columns,
                                         int paired) {
     const int row_tiles = (rows + 15) / 16, column_tiles = (columns + 63) / 64, groups = columns / 32;
     const size_t tile = (size_t)blockIdx.x * 8 + threadIdx.x / 32;
@@ -75,12 +76,12 @@ extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* sc
         words[i] = word;
         const uint8_t scale = valid ? scales[block] : 127;
         if (t == i) tile_scales[tile * 32 + g * 4 + i] = scale;
-        if (scale > 128) *extreme = 1;
+        if (scale > 128) *has_large_scale = 1;
     }
     reinterpret_cast<uint4*>(tile_blocks)[tile * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Copies the token of each pair.
+// Copies the input row of each pair's token.
 //   x f32 [T, C]; out T, tiled [ceil(C / 64)][rows][64]
 //   grid ceil(P / 8), block 256: one warp per pair; bytes moved: T·C · 4 + P·C · 2
 template <typename T>
@@ -132,17 +133,17 @@ __device__ void expert_mix(const T* y, const float* weights, float* x, int n, in
 
 // ---- unpacking ----
 
-// Converts four scale bytes to the factors of unpacked values; each word holds its factor twice.
-// Bytes are at most 128 (repack_mxfp4 checks it), or 255 for NaN:
-// its factor is arbitrary, because nan_scales handles NaN.
+// Converts four scale bytes to factors for the unpacked values. Each word holds its factor twice.
+// repack_mxfp4 checks that bytes are at most 128.
+// The factor of a NaN scale is arbitrary, because nan_scales handles NaN.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[4]);
 // bf16: unpacked values are E2M1 · 2^-126, so the factor for 2^(s - 127) is 2^(s - 1), exact down to s = 0.
 template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(scales, 0, 0x4040 + 0x0101 * i) * 128u + 0x3F003F00u;
 }
-// f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), normal from s = 99 on.
-// Below that, all products round to zero.
+// f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), which is normal from s = 99 on.
+// For smaller s, all products round to zero.
 template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -177,22 +178,22 @@ struct Weights {
     int rows, columns;
 };
 
-// A token tile × a tile of weight rows.
-// A token tile has at most `max_pairs` pairs of one expert; the pairs of an expert are divided evenly.
+// A token tile combined with a tile of weight rows.
+// A token tile has at most `max_pairs` pairs of one expert. The pairs of an expert are divided evenly.
 struct Tile {
     int expert, first_pair, pairs;
     int row;       // the first row of tiled x and h
     int row_tile;  // the first of ROW_TILES tiles of 16 weight rows each
 };
 
-// Finds tile number `number`; returns false past the last.
-// Tiles go through the experts one by one.
-// Within an expert, token tiles with the same weight rows follow each other:
-// weights are read from DRAM once, and activations stay in L2.
+// Finds tile `number`. Returns false if `number` is past the last tile.
+// Tiles are ordered by expert.
+// Within an expert, token tiles with the same weight rows are consecutive.
+// Weights are therefore read from DRAM only once, and activations stay in L2.
 template <int ROW_TILES, bool GATE_UP>
 __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
                                           int number, Tile& tile) {
-    // The columns of h are padded to 64, which are 128 rows of gate and up.
+    // The columns of h are padded to a multiple of 64, which is 128 rows of gate and up.
     const int rows = GATE_UP ? (weight_rows + 127) / 128 * 128 : weight_rows;
     const int row_blocks = (rows + ROW_TILES * 16 - 1) / (ROW_TILES * 16);
     WorkItem item;
@@ -205,8 +206,8 @@ __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, 
 
 // ---- results ----
 
-// Transposes an 8 × 8 matrix of which this lane has columns 2t and 2t + 1 of row g:
-// returns rows 2t and 2t + 1 of column g.
+// Transposes an 8 × 8 matrix. This lane holds columns 2t and 2t + 1 of row g.
+// Returns rows 2t and 2t + 1 of column g.
 template <typename T> __device__ __forceinline__ uint32_t transposed(float a, float b) {
     uint32_t word = pack<T>(a, b);
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(word));
@@ -227,7 +228,7 @@ template <typename T> struct Output {
     float limit;
 };
 
-// Returns the biases of rows g and g + 8 of a weight tile. They are NaN if the row has a NaN scale.
+// Returns the biases of rows g and g + 8 of a weight tile. A bias is NaN if its row has a NaN scale.
 template <typename T, bool GATE_UP>
 __device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int expert, int row_tile, uint32_t nan) {
     const int g = threadIdx.x % 32 / 4;
@@ -250,8 +251,8 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
 }
 
 // Stores the results of 8 tokens × TILES weight tiles.
-// TILES is 1 or 2; with 2, the first tile is even.
-// `sums` has the products of row g with tokens 2t and 2t + 1, then those of row g + 8, for each tile.
+// TILES is 1 or 2. With 2, the index of the first tile is even.
+// For each tile, `sums` has the products of row g with tokens 2t and 2t + 1, then those of row g + 8.
 template <typename T, bool GATE_UP, int TILES>
 __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& tile, int row_tile, int token,
                                       const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {
@@ -286,9 +287,9 @@ __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& 
 
 // ---- products by mma.sync ----
 
-// A tile has TOKENS pairs × 256 rows.
+// A tile covers TOKENS pairs × 256 rows.
 // Each of the eight warps computes TOKENS × 32 results (64 × 64 for 128 tokens).
-//   grid: any number of blocks; each takes every grid-th tile
+//   grid: any number of blocks; each block takes every gridDim.x-th tile
 //   block EXPERT_MMA_THREADS; shared memory: STAGES · (X_BYTES + W_BYTES)
 template <typename T, int TOKENS, bool GATE_UP>
 __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets, int experts) {
@@ -310,8 +311,8 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
         const uint4* x_from = reinterpret_cast<const uint4*>(x) + (size_t)tile.row * 8;
         const size_t first_tile = ((size_t)tile.expert * row_tiles + tile.row_tile) * steps;
         const int segments = tile.pairs * 8, tiles = min(row_tiles - tile.row_tile, ROW_TILES);
-        // Rows of shared memory past the last pair or weight tile keep old data:
-        // it only affects results that are not stored.
+        // Rows of shared memory past the last pair or weight tile keep old data.
+        // The old data affects only results that are not stored.
         const auto load = [&](int step) {
             const uint32_t to_x = xs + step % STAGES * X_BYTES, to_w = ws + step % STAGES * W_BYTES;
 #pragma unroll
@@ -376,7 +377,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
                         load_matrices(b[i], x_stage + (token + i * COLUMN_WARPS * 8) * 128 + segment);
-                    // Products that add to the same sum are spread out, because each waits for the one before.
+                    // Products that add to the same sum are spread out, because each one waits for the previous one.
 #pragma unroll
                     for (int k = 0; k < 2; ++k)
 #pragma unroll
@@ -399,20 +400,20 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
                     store<T, GATE_UP, 2>(o, w.rows, tile, row_tile, token, {sum[m][n], sum[m + 1][n]}, bias);
             }
         }
-        __syncthreads();  // before the copies of the next tile overwrite what slower warps still read
+        __syncthreads();  // the next tile overwrites data that slower warps may still read
     }
 }
 
 // ---- products by wgmma (sm_90a) ----
 
-// The tile of a block: at most PAIRS pairs × 192 rows, 64 rows for each of three warpgroups; a fourth one copies.
-// 192 divides the 2880 and 5760 rows of gpt-oss.
-// With three warpgroups, some unpack while others wait for their products;
-// a fourth would not fit, because each thread needs 160 registers.
-// For at most UNROLL_PAIRS pairs, the loop over columns is unrolled twice.
+// The tile of a block: at most PAIRS pairs × 192 rows. Three warpgroups compute 64 rows each, and a fourth one copies.
+// 192 evenly divides gpt-oss's 2880 and 5760 rows.
+// With three warpgroups, some unpack while others wait for their products.
+// A fourth computing warpgroup would not fit, because each thread needs 160 registers.
+// With at most UNROLL_PAIRS pairs, the loop over columns is unrolled by two.
 template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_> struct TileShape {
     static constexpr int PAIRS = PAIRS_, UNROLL_PAIRS = UNROLL_PAIRS_, STAGES = STAGES_;
-    // A stage is two steps.
+    // A stage holds two steps.
     static constexpr int HALF_X = PAIRS * 128, X_BYTES = 2 * HALF_X;
     static constexpr int WEIGHT_BYTES = 2 * EXPERT_WGMMA_ROW_TILES * MXFP4_TILE_BYTES;
     static constexpr int SCALE_BYTES = 2 * EXPERT_WGMMA_ROW_TILES * MXFP4_TILE_SCALE_BYTES;
@@ -423,7 +424,7 @@ using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES>;
 // For few pairs per expert, where unpacking takes most of the time.
 using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES>;
 
-// In builds for other targets than sm_90a, the wgmma kernels (narrow and wide) are empty and must not be launched.
+// In builds for targets other than sm_90a, the wgmma kernels (narrow and wide) are empty and must not be launched.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
 // sum [64, N] += a [64, 16] · b [16, N]: a in registers, b in shared memory (swizzled rows of 128 bytes).
@@ -519,12 +520,12 @@ template <int STAGES> struct Position {
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>& position, const Weights& w,
                                         const Output<T>& o, const Tile& tile) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // a warp has one weight tile
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4;  // each warp has one weight tile
     const int steps = (w.columns + STEP - 1) / STEP;
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] = 0.0f;
-    uint32_t a[2][4];  // weights for two products of depth 16: one runs while the next is unpacked
+    uint32_t a[2][4];  // weights of two products of depth 16: one runs while the next is unpacked
     uint32_t nan = 0;
     int previous = -1;
     const auto multiply = [&](int half) __attribute__((always_inline)) {
@@ -551,7 +552,7 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
             wgmma<T>(sum, to, b + 2 * k);
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
             asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            // The last product of the previous stage has finished now.
+            // The last product of the previous stage has finished at this point.
             if (k == 0 && half == 0 && previous >= 0 && lane == 0) barrier_arrive(ring.empty(previous));
         }
     };
@@ -586,7 +587,7 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
     for (int n = 0; n < N / 8; ++n) store<T, GATE_UP, 1>(o, w.rows, tile, row_tile, n * 8, {sum + n * 4}, bias);
 }
 
-// Chooses the smallest N, a multiple of 16, that holds all pairs of the tile.
+// Runs `consume` with the smallest N, a multiple of 16, that holds all pairs of the tile.
 template <typename S, typename T, int N, bool GATE_UP>
 __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::STAGES>& position, const Weights& w,
                                               const Output<T>& o, const Tile& tile) {
@@ -596,11 +597,10 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
     consume<S, T, N, GATE_UP>(ring, position, w, o, tile);
 }
 
-// Three warpgroups multiply.
-// The fourth copies and runs ahead of them, past the ends of tiles.
-// It uses bulk copies, which are in the same proxy as the tensor cores.
-// After cp.async, each stage would need a fence that waits for all copies.
-//   grid: any number of blocks; one fits on a multiprocessor
+// Three warpgroups multiply. The fourth one copies and runs ahead of them, across tiles.
+// It uses bulk copies, which belong to the same memory proxy as wgmma.
+// With cp.async, each stage would need a fence that waits for all copies.
+//   grid: any number of blocks; one block fits on a multiprocessor
 //   block EXPERT_WGMMA_THREADS; shared memory: see `wgmma_shared_bytes` in experts_gemm.rs
 template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
@@ -622,10 +622,10 @@ __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const
         return find_tile<ROW_TILES, GATE_UP>(offsets, experts, w.rows, S::PAIRS, number, tile);
     };
     if (threadIdx.x >= MULTIPLYING) {
-        // Threads start with 128 registers each. The copying warpgroup gives most of its own to the others.
+        // Each thread starts with 128 registers. The copying warpgroup gives most of its registers to the others.
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-        // In each warp, three lanes copy the blocks of one weight tile each, and three lanes the scales.
-        // The copies of a warp are issued one by one, so they are spread over the warps.
+        // In each warp, three lanes copy the blocks of one weight tile each, and three lanes copy the scales.
+        // A warp issues its copies one by one, so the copies are spread over the warps.
         const int lane = threadIdx.x % 32, row_tile = threadIdx.x / 32 % 4 * (ROW_TILES / 4) + lane % (ROW_TILES / 4);
         const bool blocks = lane < ROW_TILES / 4;
         const int row_tiles = (w.rows + 15) / 16, steps = (w.columns + STEP - 1) / STEP;
@@ -665,7 +665,7 @@ __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*,
 
 //   gate_up: tiled x, paired weights, bias [E, 2F] -> tiled h [P, F]; rows = 2F, columns = C
 //   down: tiled h, plain weights, bias [E, C] -> y [P, C]; rows = C, columns = F
-// C and F are multiples of 32, the MXFP4 block.
+// C and F are multiples of 32, the size of an MXFP4 block.
 #define DEFINE_PRODUCT(T, SUFFIX, THREADS, PRODUCT)                                                                    \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
         expert_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,               \

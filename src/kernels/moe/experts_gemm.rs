@@ -1,6 +1,6 @@
-//! MXFP4 weights in tiles for tensor cores, and the MLP of routed experts on them (`experts_gemm.cu`).
+//! MXFP4 weights in tiles for tensor cores, and the MLP of routed experts that uses them (`experts_gemm.cu`).
 //!
-//! The reference of the MLP is `expert_matmul` and `clamped_swiglu` on a CPU.
+//! The CPU reference of the MLP combines `expert_matmul` and `clamped_swiglu`.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -30,15 +30,15 @@ pub struct Mxfp4Tiles {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowOrder {
     Plain,
-    /// Rows 2g and 2g + 1, a gate and its up, are at g and g + 8.
+    /// Rows 2g and 2g + 1, a gate row and its up row, are at g and g + 8.
     Paired,
 }
 
 impl Mxfp4Tiles {
-    /// Repacks blocks \[E, R, C/32, 16\] and scales \[E, R, C/32\] on the GPU, and waits for it.
+    /// Repacks blocks \[E, R, C/32, 16\] and scales \[E, R, C/32\] on the GPU and waits for the result.
     ///
-    /// Returns `None` if a scale is above 2.
-    /// The tensor-core kernels cannot compute with such weights, which no known checkpoint has.
+    /// Returns `None` if a scale exceeds 2. The tensor-core kernels do not support such scales.
+    /// No known checkpoint has them.
     pub fn repack(blocks: &Tensor, scales: &Tensor, order: RowOrder) -> Result<Option<Self>> {
         let (experts, rows, columns) = mxfp4_dims(blocks, scales)?;
         let Device::Cuda(device) = blocks.device() else { return unsupported("Mxfp4Tiles::repack", blocks) };
@@ -59,7 +59,7 @@ impl Mxfp4Tiles {
             .int(columns)
             .flag(order == RowOrder::Paired);
         let shape = LaunchShape::linear((experts * row_tiles * column_tiles).div_ceil(8), 256);
-        // SAFETY: `mxfp4_dims` checked blocks and scales; the tiles have the sizes that the kernel computes.
+        // SAFETY: `mxfp4_dims` checked blocks and scales; the tiles have the sizes that the kernel expects.
         unsafe { Launch::new(module!("experts_gemm"), "repack_mxfp4", shape, arguments).enqueue(device)? };
         Ok((has_large_scale.to_vec1::<u32>()?[0] == 0).then_some(tiles))
     }
@@ -92,8 +92,10 @@ pub struct ExpertLinear<'t> {
 
 /// Returns Σ routing weight · down(clamped_swiglu(gate_up(x))) over each token's chosen experts, f32 \[T, C\].
 ///
-/// x f32 \[T, C\] is rounded to the dtype of the biases, bf16 or f16; ids u32 \[T, N\], each below E (not checked);
-/// routing_weights f32 \[T, N\]; gate_up \[E, 2F, C\] in paired tiles; down \[E, C, F\] in plain tiles.
+/// - x f32 \[T, C\], which is rounded to the dtype of the biases, bf16 or f16
+/// - ids u32 \[T, N\], each below E (not checked)
+/// - routing_weights f32 \[T, N\]
+/// - gate_up \[E, 2F, C\] in paired tiles, down \[E, C, F\] in plain tiles
 pub fn expert_mlp(
     x: &Tensor,
     ids: &Tensor,
@@ -131,7 +133,7 @@ pub fn expert_mlp(
         .int(chosen)
         .int(experts);
     let shape = LaunchShape::linear(pairs.div_ceil(8), 256);
-    // SAFETY: shapes are checked above, here and below; the grids cover all elements; the caller answers for the ids.
+    // SAFETY: all shapes are checked above; all grids cover all elements; the caller guarantees valid ids.
     unsafe {
         Launch::new(module!("experts_gemm"), format!("gather_tokens_{suffix}"), shape, arguments).enqueue(device)?;
     }
@@ -190,7 +192,8 @@ fn check_shapes(
     let tiles_fit = up_columns == columns && down.tiles.dims() == (experts, columns, intermediate);
     let biases_fit = gate_up.bias.dims() == [experts, up_rows] && down.bias.dims() == [experts, columns];
     if !tiles_fit || !biases_fit || down.bias.dtype() != dtype || !matches!(dtype, DType::BF16 | DType::F16) {
-        bail!("expert_mlp: x {:?}, gate_up {:?}, down {:?}", x.dims(), gate_up.tiles.dims(), down.tiles.dims());
+        let (gate_up, down) = (gate_up.tiles.dims(), down.tiles.dims());
+        bail!("expert_mlp: x {:?}, gate_up {gate_up:?} and down {down:?} do not match", x.dims());
     }
     if ids.dims() != routing_weights.dims()
         || ids.dtype() != DType::U32
@@ -199,28 +202,28 @@ fn check_shapes(
     {
         let (ids_dtype, weights_dtype) = (ids.dtype(), routing_weights.dtype());
         let (ids, weights) = (ids.dims(), routing_weights.dims());
-        bail!("expert_mlp: ids {ids_dtype:?} {ids:?}, routing weights {weights_dtype:?} {weights:?}");
+        bail!("expert_mlp: invalid inputs: ids {ids_dtype:?} {ids:?}, routing weights {weights_dtype:?} {weights:?}");
     }
     let are_whole_blocks = columns.is_multiple_of(MXFP4_BLOCK) && intermediate.is_multiple_of(MXFP4_BLOCK);
     if experts > MAX_EXPERTS || chosen > MAX_CHOSEN_EXPERTS || !are_whole_blocks {
-        bail!("expert_mlp: {chosen} of {experts} experts with C {columns} and F {intermediate}");
+        bail!("expert_mlp: unsupported sizes: {chosen} of {experts} experts, C {columns}, F {intermediate}");
     }
     Ok(())
 }
 
-/// A kernel for the products of all experts. Its blocks take tiles until none is left.
+/// A kernel for the matrix products of all experts. Its blocks take tiles until none are left.
 struct ProductKernel {
-    /// The end of the kernel's name.
+    /// The suffix of the kernel's name.
     name: &'static str,
     shape: LaunchShape,
 }
 
 impl ProductKernel {
-    /// Chooses the kernel whose tile fits the number of pairs per expert.
+    /// Chooses the kernel whose tile suits the number of pairs per expert.
     fn choose(device: &CudaDevice, pairs: usize, experts: usize) -> Result<Self> {
         let multiprocessors = multiprocessors(device)?;
         let capability = device.cuda_stream().context().compute_capability();
-        // The wgmma instructions are only in code for sm_90a, which runs only on compute capability 9.0.
+        // Only code for sm_90a contains wgmma instructions, and it runs only on compute capability 9.0.
         let has_wgmma = env!("INFERNO_COMPUTE_CAP") == "90" && matches!(capability, Ok((9, 0)));
         let wgmma = |name, pairs, stages| Self {
             name,
@@ -242,14 +245,15 @@ impl ProductKernel {
     }
 }
 
-/// Returns the shared memory of the mma.sync kernels, in bytes: stages of `pairs` rows of x and a tile of weights.
+/// Returns the shared memory of the mma.sync kernels in bytes. A stage holds `pairs` rows of x and the weight tiles.
 const fn mma_shared_bytes(pairs: usize) -> usize {
     let weight_bytes = EXPERT_MMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
     EXPERT_MMA_STAGES * (pairs * 128 + weight_bytes)
 }
 
-/// Returns the shared memory of the wgmma kernels, in bytes:
-/// a ring buffer whose stages hold two steps and two barriers, and room to align it to 1024 bytes.
+/// Returns the shared memory of the wgmma kernels in bytes.
+///
+/// A stage of the ring buffer holds two steps and two barriers. The ring buffer is aligned to 1024 bytes.
 const fn wgmma_shared_bytes(pairs: usize, stages: usize) -> usize {
     let weight_bytes = EXPERT_WGMMA_ROW_TILES * (MXFP4_TILE_BYTES + MXFP4_TILE_SCALE_BYTES);
     stages * (2 * (pairs * 128 + weight_bytes) + 16) + 1024

@@ -1,9 +1,9 @@
-// Matrix products of routed experts with float weights, for many tokens, on tensor cores; and the weighted sum of the
-// experts' outputs.
+// Matrix products of routed experts with float weights on tensor cores, for many tokens.
+// Also computes the weighted sum of the experts' outputs.
 //   weights T [E, R, C]; bias T [E, R] or null; x T [T, C] (shared by a token's experts) or [T, N, C]; out T [T, N, R]
 //   sorted, offsets: from sort_by_expert.cu; C is a multiple of 8
-// A block computes a tile: up to BM pairs of one expert × BN of its rows. A segment is 16 bytes of a row. Segment s of row r
-// is stored at s ^ (r % 8) in shared memory, where ldmatrix has no bank conflicts. Segments past C are zeros.
+// A block computes a tile of up to BM pairs of one expert × BN weight rows. A segment is 16 bytes of a row.
+// Shared memory holds segment s of row r at s ^ (r % 8), so ldmatrix has no bank conflicts. Segments past C are zeros.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/tensor_core.cuh"
@@ -11,12 +11,13 @@
 
 constexpr int BN = GROUPED_GEMM_ROWS, BK = GROUPED_GEMM_COLUMNS, STAGES = GROUPED_GEMM_STAGES, ROW_BYTES = 2 * BK;
 
-// grid (ceil(R / BN), ceil(P / BM) + E), block GROUPED_GEMM_THREADS; a block past the last tile exits at once.
-//   shared memory: STAGES · (BM + BN) · ROW_BYTES; bytes moved: the weights once per tile of pairs, from L2 after the first
+// grid (ceil(R / BN), ceil(P / BM) + E), block GROUPED_GEMM_THREADS; a block past the last tile exits immediately.
+//   shared memory: STAGES · (BM + BN) · ROW_BYTES
+//   bytes moved: the weights once per tile of pairs, from L2 after the first tile
 template <typename T, int BM>
 __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const uint32_t* sorted,
                              const uint32_t* offsets, T* out, int rows, int columns, int per_x, int experts) {
-    // WM × WN warps; each computes 32 pairs × COLUMNS rows of weights.
+    // WM × WN warps. Each warp computes 32 pairs × COLUMNS weight rows.
     constexpr int WM = BM / 32, WN = 8 / WM, COLUMNS = BN / WN, TILES = COLUMNS / 8;
     constexpr int STAGE_BYTES = (BM + BN) * ROW_BYTES;
     extern __shared__ __align__(128) unsigned char shared[];
@@ -28,7 +29,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     if (threadIdx.x < BM) pair_of[threadIdx.x] = sorted[item.first + first_pair + min((int)threadIdx.x, pairs - 1)];
     __syncthreads();
 
-    // This thread copies segment `segment` of rows `row`, `row` + 32, ..; past the last row it repeats the last one.
+    // This thread copies segment `segment` of rows `row`, `row` + 32, ... Rows past the end repeat the last row.
     const int segment = threadIdx.x % 8, row = threadIdx.x / 8;
     const T *x_rows[BM / 32], *w_rows[BN / 32];
 #pragma unroll
@@ -81,7 +82,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
             }
         }
     }
-    // A lane has two neighboring elements of `out` for pairs lane / 4 and lane / 4 + 8 of each 16.
+    // A lane has two adjacent elements of `out` for pairs lane / 4 and lane / 4 + 8 of each group of 16 pairs.
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll

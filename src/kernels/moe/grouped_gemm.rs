@@ -1,5 +1,6 @@
-//! Products of routed experts with float weights for many tokens,
-//! and the weighted sum of the experts' outputs (`grouped_gemm.cu`).
+//! Matrix products of routed experts with float weights, for many tokens (`grouped_gemm.cu`).
+//!
+//! Also computes the weighted sum of the experts' outputs.
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::CudaDevice;
@@ -15,7 +16,7 @@ use crate::kernels::unsupported;
 
 /// Writes out[t, n] = W[ids[t, n]] · x[t or (t, n)] + bias[ids[t, n]].
 ///
-/// weights \[E, R, C\], bias \[E, R\], x and out \[T, N, R\] of one dtype, bf16 or f16; C is a multiple of 8.
+/// weights \[E, R, C\], bias \[E, R\], x and out \[T, N, R\] have the same dtype, bf16 or f16. C is a multiple of 8.
 /// Every `pairs_per_x` pairs share a row of x.
 ///
 /// # Safety
@@ -49,7 +50,7 @@ pub(super) unsafe fn grouped_gemm(
     let shape = LaunchShape::new(grid, GROUPED_GEMM_THREADS)
         .with_shared_bytes(GROUPED_GEMM_STAGES * (tile_pairs + GROUPED_GEMM_ROWS) * row_bytes);
     let kernel = format!("grouped_gemm_{tile_pairs}_{}", dtype_suffix(x.dtype())?);
-    // SAFETY: the caller answers for shapes and ids; the grid covers the most tiles there can be.
+    // SAFETY: the caller guarantees valid shapes and ids; the grid covers the maximum number of tiles.
     unsafe { Launch::new(module!("grouped_gemm"), kernel, shape, arguments).enqueue(device) }
 }
 

@@ -1,6 +1,6 @@
-//! Mixture of experts: choosing experts and multiplying with their weights.
+//! Mixture of experts: routing and matrix products.
 //!
-//! A *pair* is a token and one of its chosen experts; T tokens with N experts each have T·N pairs.
+//! A *pair* is a token and one of its chosen experts. T tokens with N experts each make T·N pairs.
 
 pub mod experts;
 #[cfg(feature = "cuda")]

@@ -1,15 +1,14 @@
 //! The MXFP4 format (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale.
 //!
-//! Blocks are \[E, R, C/32, 16\] as in openai/gpt-oss-20b,
-//! with two values per byte, the even element in the low half.
-//! Scales are \[E, R, C/32\]; a scale is 2^(byte - 127).
+//! Blocks are \[E, R, C/32, 16\], as in openai/gpt-oss-20b. Each byte holds two values, the even one in the low half.
+//! Scales are \[E, R, C/32\]. A scale is 2^(byte - 127).
 
 use candle_core::{DType, Result, Tensor, bail};
 
-/// The values of one block.
+/// The number of values in one block.
 pub const MXFP4_BLOCK: usize = 32;
 
-/// The values of E2M1 by their four bits.
+/// The E2M1 values, indexed by their four bits.
 pub const E2M1_VALUES: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
@@ -27,7 +26,7 @@ pub(super) fn mxfp4_dims(blocks: &Tensor, scales: &Tensor) -> Result<(usize, usi
     let (experts, rows, groups, bytes) = blocks.dims4()?;
     let are_bytes = blocks.dtype() == DType::U8 && scales.dtype() == DType::U8;
     if !are_bytes || bytes != MXFP4_BLOCK / 2 || scales.dims() != [experts, rows, groups] {
-        bail!("MXFP4 blocks {:?} do not fit scales {:?}", blocks.dims(), scales.dims());
+        bail!("MXFP4 blocks {:?} do not match scales {:?}", blocks.dims(), scales.dims());
     }
     Ok((experts, rows, groups * MXFP4_BLOCK))
 }

@@ -1,5 +1,5 @@
-// Sorts the pairs of token and expert by expert: sorted[offsets[e] .. offsets[e + 1]] are the pairs of expert e, in any
-// order.
+// Sorts the (token, expert) pairs by expert.
+// The pairs of expert e are sorted[offsets[e] .. offsets[e + 1]], in any order.
 //   ids u32 [T·N]; sorted u32 [T·N]; offsets u32 [E + 1]; E <= MAX_EXPERTS
 //   one block of 1024 threads; bytes moved: 3 · 4·T·N
 #include "constants.cuh"

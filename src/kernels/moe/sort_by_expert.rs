@@ -1,4 +1,4 @@
-//! Pairs of token and expert, sorted by expert on the GPU (`sort_by_expert.cu`).
+//! Sorts (token, expert) pairs by expert on the GPU (`sort_by_expert.cu`).
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, Tensor, bail};
@@ -17,7 +17,7 @@ pub(super) struct SortedPairs {
 /// Sorts the pairs of `ids` u32 \[T, N\]. Every id must be below `experts`; this is not checked.
 pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) -> Result<SortedPairs> {
     if experts > MAX_EXPERTS {
-        bail!("sort_by_expert: {experts} experts, at most {MAX_EXPERTS}");
+        bail!("sort_by_expert: {experts} experts exceed the limit of {MAX_EXPERTS}");
     }
     let pairs = ids.elem_count();
     // SAFETY: the kernel writes all pairs and all offsets.
@@ -25,7 +25,7 @@ pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) 
     let (sorted, offsets) = (empty(pairs)?, empty(experts + 1)?);
     let arguments = Arguments::new().tensor(ids)?.tensor(&sorted)?.tensor(&offsets)?.int(pairs).int(experts);
     let shape = LaunchShape::linear(1, 1024);
-    // SAFETY: the tensors have the sizes that the kernel expects; the caller answers for the ids.
+    // SAFETY: the tensors have the sizes that the kernel expects; the caller guarantees valid ids.
     unsafe { Launch::new(module!("sort_by_expert"), "sort_by_expert", shape, arguments).enqueue(device)? };
     Ok(SortedPairs { sorted, offsets })
 }

@@ -1,6 +1,6 @@
-// Expert routing: the N largest of E logits, and their softmax over the chosen experts or over all. Of equal logits the
-// lower expert comes first; a NaN comes last.
-//   logits [T, E]; ids u32 [T, N]; weights f32 [T, N]; grid T, block 32 (one warp a token); E <= 1024, N <= 32
+// Expert routing: the N largest of E logits, and their softmax over the chosen experts or over all experts.
+// Ties go to the lower expert id, and NaN comes last.
+//   logits [T, E]; ids u32 [T, N]; weights f32 [T, N]; grid T, block 32 (one warp per token); E <= 1024, N <= 32
 #include "headers/common.cuh"
 
 template <typename T>
@@ -8,9 +8,9 @@ __device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int
                              int over_all) {
     const T* row = logits + (size_t)blockIdx.x * experts;
     const int lane = threadIdx.x;
-    // One bit for each of this lane's experts (lane, lane + 32, ..): whether it has been chosen.
+    // One bit per expert of this lane (lane, lane + 32, ...), set when the expert is chosen.
     uint32_t taken = 0;
-    float top = 0.0f, mine = 0.0f;  // mine: the logit that was chosen in round `lane`
+    float top = 0.0f, mine = 0.0f;  // mine: the logit chosen in round `lane`
     uint32_t mine_id = 0;
     for (int round = 0; round < chosen; ++round) {
         float best = -INFINITY;

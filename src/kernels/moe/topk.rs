@@ -7,7 +7,7 @@ use candle_core::{Device, Result, Tensor, bail};
 use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
 use crate::kernels::{elements, to_f32};
 
-/// Which experts the softmax is taken over.
+/// The experts that the softmax covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Softmax {
     /// The chosen experts: their weights sum to one (gpt-oss, Mixtral, Qwen3 with `norm_topk_prob`).
@@ -18,7 +18,7 @@ pub enum Softmax {
 
 /// Returns the ids of the N experts with the largest logits, u32 \[T, N\], and their weights, f32 \[T, N\].
 ///
-/// logits \[T, E\]. The ids are in falling order of their logits; of equal logits the lower expert comes first.
+/// logits \[T, E\]. The ids are in descending order of their logits. Ties go to the lower expert id.
 pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<(Tensor, Tensor)> {
     let (tokens, experts) = logits.dims2()?;
     if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
@@ -59,7 +59,7 @@ pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<
     }
 }
 
-/// [`topk_softmax`] in plain Rust. A NaN logit comes last.
+/// Computes [`topk_softmax`] in plain Rust. A NaN logit comes last.
 pub fn reference(logits: &[f32], experts: usize, chosen: usize, softmax: Softmax) -> (Vec<u32>, Vec<f32>) {
     let (mut ids, mut weights) = (Vec::new(), Vec::new());
     for row in logits.chunks_exact(experts) {

@@ -1,18 +1,18 @@
-// Divides the pairs of token and expert, sorted by expert, into work items for the blocks of a grid.
+// Divides the (token, expert) pairs, sorted by expert, into work items for the blocks of a grid.
 #pragma once
 #include "headers/common.cuh"
 
 // One work item: a share of the pairs of one expert.
 struct WorkItem {
     int expert;
-    int index, count;  // this is the index-th of the expert's `count` items
-    int first, pairs;  // of the expert: its first pair in `sorted`, and how many pairs it has
-    int row;           // of the expert: its first row of tiled x and h
+    int index, count;  // the index of this item among the expert's `count` items
+    int first, pairs;  // the expert's first pair in `sorted`, and its number of pairs
+    int row;           // the expert's first row in tiled x and h
 };
 
-// Finds the work item with number `number`; returns false past the last.
+// Finds work item `number`. Returns false if `number` is past the last item.
 // An expert with p pairs has ceil(p / unit) · times items.
-// A whole warp calls this.
+// The whole warp must call this.
 __device__ __forceinline__ bool find_work_item(const uint32_t* offsets, int experts, int unit, int times, int number,
                                                WorkItem& item) {
     const int lane = threadIdx.x % 32;

@@ -1,4 +1,4 @@
-//! Quantized matrices as kernel arguments: structs that are passed by value.
+//! Quantized matrices as kernel arguments, which are structs passed by value.
 
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{Result, bail};
@@ -10,7 +10,7 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, address};
 
-/// `QuantizedMatrix` of `quantized.cuh`.
+/// The C layout of `QuantizedMatrix` in `quantized.cuh`.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct RawMatrix {
@@ -19,7 +19,7 @@ struct RawMatrix {
     rows: i32,
 }
 
-/// `QuantizedStack` of `quantized.cuh`.
+/// The C layout of `QuantizedStack` in `quantized.cuh`.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct RawStack {
@@ -27,13 +27,13 @@ struct RawStack {
     row_ends: [i32; MAX_STACKED_MATRICES],
 }
 
-// SAFETY: plain numbers, laid out as in C.
+// SAFETY: the struct has C layout and contains only integers.
 unsafe impl DeviceRepr for RawStack {}
 
 impl RawStack {
     fn new(matrices: &[QuantizedMatrix]) -> Result<Self> {
         if matrices.is_empty() || matrices.len() > MAX_STACKED_MATRICES {
-            bail!("a kernel takes 1 to {MAX_STACKED_MATRICES} quantized matrices, got {}", matrices.len());
+            bail!("a kernel accepts 1 to {MAX_STACKED_MATRICES} quantized matrices, got {}", matrices.len());
         }
         let mut raw = Self::default();
         let mut row_end = 0;
@@ -52,12 +52,12 @@ impl RawStack {
 }
 
 impl Arguments {
-    /// Adds quantized matrices of equal width, one below the other.
+    /// Adds vertically stacked quantized matrices with the same number of columns.
     pub fn stack(self, matrices: &[QuantizedMatrix]) -> Result<Self> {
         Ok(self.value(RawStack::new(matrices)?, matrices.iter().flat_map(QuantizedMatrix::tensors)))
     }
 
-    /// Adds how the kernel rounds its input: a number and a scale.
+    /// Adds the input rounding of the kernel: the rounding mode and the static scale.
     pub fn input_rounding(self, rounding: InputRounding) -> Self {
         let (number, scale) = match rounding {
             InputRounding::None => (ROUNDING_NONE, 0.0),

@@ -1,13 +1,13 @@
-//! The formats of quantized matrices, and how many bytes they take.
+//! The formats of quantized matrices and their sizes in bytes.
 
 use crate::kernels::constants;
 
-/// The columns of a group, which one lane of a warp reads at a time.
+/// The number of columns in a group. A lane of a warp reads one group at a time.
 pub const GROUP_COLUMNS: usize = 32;
-/// The columns that share a super-scale.
+/// The number of columns that share a super-scale.
 pub const SUPERBLOCK_COLUMNS: usize = 256;
 
-/// How a quantized number becomes a value.
+/// The number format of a quantized matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Format {
@@ -21,22 +21,22 @@ pub enum Format {
     Q4K = constants::FORMAT_Q4_K as i32,
     Q5K = constants::FORMAT_Q5_K as i32,
     Q6K = constants::FORMAT_Q6_K as i32,
-    /// Signed bytes with one scale per row.
+    /// Signed 8-bit integers with one scale per row.
     Int8 = constants::FORMAT_INT8 as i32,
-    /// E4M3 with one scale per row.
+    /// FP8 values (E4M3) with one scale per row.
     Fp8 = constants::FORMAT_FP8 as i32,
 }
 
-/// The size of each plane in bytes.
+/// The bytes of each plane per group or superblock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlaneBytes {
-    /// For each group.
+    /// Bytes per group.
     pub low: usize,
-    /// For each group.
+    /// Bytes per group.
     pub high: usize,
-    /// For each group; 0 if each row has one scale.
+    /// Bytes per group, or 0 if each row has a single scale.
     pub scales: usize,
-    /// For each 256 columns.
+    /// Bytes per superblock of 256 columns.
     pub supers: usize,
 }
 
@@ -73,12 +73,12 @@ impl Format {
         PlaneBytes { low, high, scales, supers }
     }
 
-    /// Whether each row has one scale.
+    /// Returns whether each row has a single scale.
     pub fn has_row_scales(self) -> bool {
         self.plane_bytes().scales == 0
     }
 
-    /// Returns the bytes of one row in each plane: low, high, scales, supers.
+    /// Returns the size of one row in each plane, in bytes: low, high, scales, supers.
     pub fn row_bytes(self, columns: usize) -> [usize; 4] {
         let PlaneBytes { low, high, scales, supers } = self.plane_bytes();
         let groups = columns.div_ceil(GROUP_COLUMNS);
@@ -86,7 +86,7 @@ impl Format {
         [low * groups, high * groups, scales, supers * (columns / SUPERBLOCK_COLUMNS)]
     }
 
-    /// Returns the bytes of a whole matrix.
+    /// Returns the size of a matrix in bytes.
     pub fn bytes(self, rows: u64, columns: u64) -> u64 {
         (self.row_bytes(columns as usize).iter().sum::<usize>() as u64).saturating_mul(rows)
     }

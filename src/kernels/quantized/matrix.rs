@@ -1,4 +1,4 @@
-//! The weight of a layer, quantized or not.
+//! The weight matrix of a layer, dense or quantized.
 
 use candle_core::{Device, Result, Tensor, bail};
 
@@ -8,19 +8,21 @@ use super::quantized_matrix::{InputRounding, QuantizedMatrix};
 use super::quantized_ops;
 use crate::kernels::matmul::matmul_f32;
 
-/// The weight of a layer: floats, or matrices of equal width, one below the other.
+/// The weight matrix of a layer, dense or quantized.
+///
+/// Parts of a matrix are stacked vertically and have the same number of columns.
 #[derive(Clone, Debug)]
 pub enum Matrix {
-    /// `[R, C]`
+    /// Floats, `[rows, columns]`.
     Dense(Tensor),
-    /// Quantized parts that one kernel can multiply with.
+    /// Quantized parts that a single kernel can process.
     Quantized(Vec<QuantizedMatrix>),
-    /// Parts that need different kernels.
+    /// Parts that require different kernels.
     Mixed(Vec<Matrix>),
 }
 
 impl Matrix {
-    /// (R, C)
+    /// Returns `(rows, columns)`.
     pub fn dims(&self) -> (usize, usize) {
         match self {
             Self::Dense(weight) => (weight.dims()[0], weight.dims()[1]),
@@ -45,7 +47,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the format of a quantized matrix; `None` for floats and for several formats.
+    /// Returns the format of a quantized matrix, or `None` if it is dense or has several formats.
     pub fn format(&self) -> Option<Format> {
         match self {
             Self::Quantized(parts) => {
@@ -55,7 +57,7 @@ impl Matrix {
         }
     }
 
-    /// Returns how the input of a product is rounded; `None` for floats and if the parts differ.
+    /// Returns the input rounding of a quantized matrix, or `None` if it is dense or its parts differ.
     pub fn input_rounding(&self) -> Option<InputRounding> {
         match self {
             Self::Quantized(parts) => {
@@ -65,17 +67,20 @@ impl Matrix {
         }
     }
 
-    /// Returns rows `first` to `first + rows`, which share memory with this matrix.
-    /// Fails for a matrix of several parts.
+    /// Returns `rows` rows, starting at row `first`. The result shares memory with this matrix.
+    ///
+    /// Returns an error if the matrix has several parts.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         Ok(match self {
             Self::Dense(weight) => Self::Dense(weight.narrow(0, first, rows)?),
             Self::Quantized(parts) if parts.len() == 1 => Self::Quantized(vec![parts[0].rows(first, rows)?]),
-            _ => bail!("cannot take rows of a matrix in several parts"),
+            _ => bail!("cannot select rows of a matrix with several parts"),
         })
     }
 
-    /// Returns x · Wᵀ, f32 \[T, R\]. x \[T, C\] has the dtype of a dense weight.
+    /// Returns `x · Wᵀ`, f32 `[tokens, rows]`.
+    ///
+    /// `x` is `[tokens, columns]`. It must have the dtype of the matrix if the matrix is dense.
     pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Dense(weight) => matmul_f32(x, weight),
@@ -91,13 +96,14 @@ impl Matrix {
         }
     }
 
-    /// Returns the rows for ids u32 \[T\], multiplied by `scale`, as f32 \[T, C\].
-    /// Every id must be below R; a GPU does not check it.
+    /// Returns the rows `ids`, multiplied by `scale`, as f32 `[tokens, columns]`.
+    ///
+    /// `ids` are u32 `[tokens]`. Every id must be a valid row index. This is not checked on a GPU.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
         match self {
             Self::Dense(table) => crate::kernels::rows::embed(table, ids, scale),
             Self::Quantized(parts) if parts.len() == 1 => parts[0].embed(ids, scale),
-            _ => bail!("cannot use a matrix in several parts as an embedding"),
+            _ => bail!("cannot use a matrix with several parts as an embedding"),
         }
     }
 }

@@ -1,25 +1,27 @@
-//! Matrices whose weights stay quantized in memory: products with them, their rows as an embedding, their values.
+//! Matrices whose weights stay quantized in memory: matrix products, embedding lookup and dequantization.
 //!
-//! All formats share one layout, made for a warp in which each lane reads 32 columns.
-//! The bits of a row's elements lie in **planes**, each in the order of the columns, so that every load is aligned:
+//! All formats share one memory layout, in which each lane of a warp reads a group of 32 columns at a time.
+//! The bits of each quantized integer `q` are split across **planes**.
+//! Each plane stores the groups of a row in order, so loads are aligned.
 //!
-//! | plane  | for each 32 columns (a group) |
-//! | ------ | ----------------------------- |
-//! | low    | the low 2, 4 or 8 bits of q |
-//! | high   | the 1 or 2 bits above them, or nothing |
-//! | scales | the scales of the group; for `Int8` and `Fp8`, one f32 per row instead |
-//! | supers | two f16 for each 256 columns, which multiply the scales, or nothing |
+//! | plane  | contents for each group of 32 columns |
+//! | ------ | ------------------------------------- |
+//! | low    | the low 2, 4 or 8 bits of each `q` |
+//! | high   | the next 1 or 2 bits of each `q`, in some formats |
+//! | scales | the scales of the group; `Int8` and `Fp8` have one f32 per row instead |
+//! | supers | two f16 factors per 256 columns for scales and mins, in the K formats |
 //!
-//! A value is scale · (q - zero) - min.
-//! The ggml formats keep the bytes of their files, with two exceptions.
-//! The 12 bytes of scales of Q3_K, Q4_K and Q5_K become 16.
-//! The one super-scale of Q3_K and Q6_K is followed by two unused bytes.
+//! The value of an element is `scale · (q - zero) - min`.
+//! The ggml formats take as many bytes as in GGUF files, with two exceptions in each block of 256 columns:
+//! - The 12 scale bytes of Q3_K, Q4_K and Q5_K become 16 bytes.
+//! - The single super-scale of Q3_K and Q6_K is followed by two unused bytes.
 //!
-//! The q of a group are eight *quads* of four columns each, numbered 0 to 7. Column i of quad j has:
-//! - 4 low bits: byte 4 (j / 2) + i; its low half if j is even.
-//! - 2 low bits, or 2 high bits: byte 4 (j / 4) + i, from bit 2 (j mod 4) on.
-//! - 1 high bit: byte i, bit j.
-//! - 8 bits: byte 4 j + i.
+//! A group consists of eight *quads* of four columns, numbered 0 to 7.
+//! The bits of column `i` in quad `j` have these positions within the group:
+//! - 4 low bits: byte `4 · (j / 2) + i`, in the low half if `j` is even and in the high half if `j` is odd
+//! - 2 low bits or 2 high bits: byte `4 · (j / 4) + i`, starting at bit `2 · (j mod 4)`
+//! - 1 high bit: bit `j` of byte `i`
+//! - 8 low bits: byte `4 · j + i`
 
 #[cfg(feature = "cuda")]
 mod arguments;

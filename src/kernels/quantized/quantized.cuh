@@ -1,11 +1,11 @@
-// Quantized matrices in the layout of `quantized.rs`, and products of their rows with one input vector.
+// Quantized matrices in the layout of `quantized/mod.rs`, and products of their rows with one input vector.
 //
-// A *group* is 32 columns of a row, which one lane reads at a time.
-// The input vector is rounded to 16-bit integers with one scale per group,
-// which keeps seven more bits of the largest value than bf16 does.
-// Its high and low bytes lie in separate planes, so that dp4a sums four products at a time exactly.
-// Only the scale and the min of each group are applied in floats.
-// With FP8 weights everything is in floats.
+// A *group* is 32 columns of a row. A lane reads one group at a time.
+// The input vector is rounded to 16-bit integers with one scale per group.
+// These integers keep seven more bits of the largest value than bf16.
+// Their high and low bytes are stored in separate planes, so dp4a can sum four products at a time exactly.
+// Only the scale and the min of each group are applied in floating point.
+// With FP8 weights, all arithmetic is in floating point.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -28,21 +28,24 @@ enum Format {
     FP8 = FORMAT_FP8,
 };
 
-// A matrix, or some rows of one.
+// A quantized matrix, or a range of its rows.
 struct QuantizedMatrix {
     const uint8_t *low, *high, *scales, *supers;
     int format, rows;
 };
 
-// Matrices of equal width, one below the other. The rows of matrix m end before row_ends[m].
+// Vertically stacked matrices with the same number of columns. The rows of matrix m end before row_ends[m].
 struct QuantizedStack {
     QuantizedMatrix matrices[MAX_STACKED_MATRICES];
     int row_ends[MAX_STACKED_MATRICES];
 };
 
-// The bytes of a group in each plane, and how its values are scaled.
-//   low, high: bytes with the low and the high bits of q     scales: bytes of scales; 0 if a whole row has one f32 scale
-//   zero: what is subtracted from q     has_half_scales: each half of the group has its own scale
+// The bytes of a group in each plane, and the scaling of its values.
+//   low: bytes that hold the low bits of q
+//   high: bytes that hold the high bits of q
+//   scales: bytes that hold scales, or 0 if each row has a single f32 scale
+//   zero: the zero point, which is subtracted from q
+//   has_half_scales: whether each half of the group has its own scale
 template <int F> struct FormatLayout {
     static constexpr bool has_row_scale = F == INT8 || F == FP8, has_supers = F >= Q2_K && F <= Q6_K;
     static constexpr int low = F == Q2_K || F == Q3_K ? 8 : F == Q8_0 || has_row_scale ? 32 : 16;
@@ -53,7 +56,7 @@ template <int F> struct FormatLayout {
     static constexpr bool has_mins = F == Q4_1 || F == Q5_1 || F == Q2_K || F == Q4_K || F == Q5_K;
 };
 
-// A group as loaded: the words of the low plane, then those of the high plane; its scales; its super-scales.
+// A group in registers: the words of the low plane and then of the high plane, the scales, and the super-scales.
 struct RawGroup {
     uint32_t words[8], scales, supers;
 };
@@ -65,7 +68,7 @@ template <int F> __device__ __forceinline__ void load_scales(RawGroup& raw, cons
     if (L::has_supers) raw.supers = __ldg(reinterpret_cast<const uint32_t*>(m.supers) + group / 8);
 }
 
-// Loads a group of a matrix; groups are counted from its first row on.
+// Loads a group of a matrix. Groups are numbered from the first row of the matrix.
 template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const QuantizedMatrix& m, size_t group) {
     using L = FormatLayout<F>;
     const uint8_t* low = m.low + group * L::low;
@@ -89,7 +92,7 @@ template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const
     load_scales<F>(raw, m, group);
 }
 
-// Returns the q of quad j (columns 4j to 4j + 3), one byte each.
+// Returns the quantized integers of quad j (columns 4j to 4j + 3), one byte each.
 template <int F> __device__ __forceinline__ uint32_t quad(const RawGroup& raw, int j) {
     using L = FormatLayout<F>;
     constexpr int high_word = L::low / 4, bits = L::low / 4 == 2 ? 2 : 4;
@@ -104,7 +107,7 @@ template <int F> __device__ __forceinline__ uint32_t quad(const RawGroup& raw, i
     return q;
 }
 
-// Returns four q as floats, with the zero subtracted.
+// Converts four quantized integers to floats and subtracts the zero point.
 template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
     if (F == FP8) {
         const auto pair = [](uint32_t two) {
@@ -113,7 +116,7 @@ template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
         const float2 a = pair(q & 0xffff), b = pair(q >> 16);
         return make_float4(a.x, a.y, b.x, b.y);
     }
-    // As the low bits of 2^23, q makes the float 2^23 + q. Signed bytes are first offset by 128.
+    // A float 2^23 with q in its low mantissa bits has the value 2^23 + q. Signed bytes are offset by 128 first.
     constexpr bool is_signed = FormatLayout<F>::low == 32;
     constexpr float offset = 8388608.0f + (is_signed ? 128 : FormatLayout<F>::zero);
     if (is_signed) q ^= 0x80808080u;
@@ -121,7 +124,7 @@ template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
     return make_float4(one(0x7440), one(0x7441), one(0x7442), one(0x7443));
 }
 
-// The scale and the min of each half of a group. The scale is 1 if the row has one scale.
+// The scale and the min of each half of a group. The scale is 1 if each row has a single scale.
 struct Scaling {
     float scale[2], min[2];
 };
@@ -141,7 +144,7 @@ template <int F> __device__ __forceinline__ Scaling scaling(const RawGroup& raw)
     return {{pair.x, pair.x}, {m, m}};
 }
 
-// The values of quads 2p and 2p + 1 of a group: of its columns 8p to 8p + 7.
+// The values of quads 2p and 2p + 1 of a group, which are columns 8p to 8p + 7.
 struct EightValues {
     float4 first, second;
 };
@@ -175,16 +178,19 @@ __device__ __forceinline__ EightValues dequantize8(const QuantizedMatrix& m, int
     const Scaling s = scaling<F>(raw);
     const float scale = L::has_row_scale ? __ldg(reinterpret_cast<const float*>(m.scales) + row) : s.scale[p / 2],
                 min = s.min[p / 2];
-    // Rounds the product before it subtracts the min, as ggml does.
+    // Rounds the product before subtracting the min, as ggml does.
     const auto value = [=](float q) { return __fsub_rn(__fmul_rn(scale, q), min); };
     const auto four = [=](float4 q) { return make_float4(value(q.x), value(q.y), value(q.z), value(q.w)); };
     return {four(to_floats<F>(first)), four(to_floats<F>(second))};
 }
 
 // The input vector in shared memory. Lanes that read neighboring groups have no bank conflicts.
-//   integers: pieces[0][g] and pieces[1][g] hold the high bytes of columns 0 to 15 and 16 to 31 of group g, pieces[2][g] and
-//   pieces[3][g] the low bytes, which are signed; then the scale of each group, and the sums of its two halves
-//   floats: pieces[j][g] holds quad j of group g
+// If the vector is stored as integers:
+//   pieces[0][g], pieces[1][g]: the high bytes of columns 0 to 15 and of columns 16 to 31 of group g
+//   pieces[2][g], pieces[3][g]: the low bytes of the same columns, as signed integers
+//   scales[g]: the scale of group g
+//   sums[g]: the sums of the two halves of group g
+// If the vector is stored as floats, pieces[j][g] holds quad j of group g.
 struct QuantizedInput {
     uint4* pieces;
     float* scales;
@@ -203,9 +209,9 @@ struct QuantizedInput {
         return reinterpret_cast<const float4*>(pieces)[j * stride + group];
     }
 
-    // Stores quad(i) for every quad i; it must be zero past the last column.
-    // With INTEGERS its values are integers of up to 15 bits and are stored exactly.
-    // All threads of the block call this, and then a barrier.
+    // Stores quad(i) for every quad i. quad(i) must return zeros past the last column.
+    // With INTEGERS, the values are integers of up to 15 bits and are stored exactly.
+    // All threads of the block must call this function, followed by __syncthreads().
     template <bool INTEGERS, class Quad> __device__ __forceinline__ void fill(Quad quad) const {
         for (int i = threadIdx.x; i < (8 * groups + 31) / 32 * 32; i += blockDim.x) {
             const int group = i / 8, j = i % 8;
@@ -217,7 +223,7 @@ struct QuantizedInput {
             }
             float scale = 1.0f, inverse = 1.0f;
             if (!INTEGERS) {
-                // The bits of magnitudes compare as integers, and NaN is the largest.
+                // Magnitudes are compared as integers, so NaN is the largest.
                 const auto bits = [](float x) { return __float_as_uint(x) & 0x7fffffffu; };
                 uint32_t largest = max(max(bits(v.x), bits(v.y)), max(bits(v.z), bits(v.w)));
 #pragma unroll
@@ -250,7 +256,7 @@ __device__ __forceinline__ float dot4(float4 a, float4 b, float sum) {
 }
 __device__ __forceinline__ int word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Adds the products of one group of ROWS rows with the same group of the input to `sum`.
+// Multiplies one group of ROWS rows by the same group of the input and adds the dot products to `sum`.
 template <int F, int ROWS>
 __device__ __forceinline__ void multiply_integers(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                                   float (&sum)[ROWS]) {
@@ -321,7 +327,7 @@ template <class Then> __device__ __forceinline__ void with_format(int format, Th
     }
 }
 
-// The layout of rows whose groups follow each other.
+// The layout of rows with contiguous groups.
 struct ContiguousRows {
     static constexpr bool is_gathered = false;
     int groups;
@@ -329,11 +335,11 @@ struct ContiguousRows {
     __device__ __forceinline__ int scale_row(int row, int) const { return row; }
 };
 
-// Streams the rows of a stack through a warp, one unit of ROWS rows at a time,
-// DEPTH groups of each row in flight; near the end of a unit, the first groups of the next one.
-// Units are dealt to the warps of the grid in turn.
-// `locate(u, r, matrix)` returns row r of unit u within its matrix, and sets `matrix`.
-// The rows of a unit share a format.
+// Streams the rows of a stack through a warp, one unit of ROWS rows at a time.
+// Each row has DEPTH groups in flight. Near the end of a unit, the warp loads the first groups of the next unit.
+// The warps of the grid process the units in round-robin order.
+// `locate(u, r, matrix)` sets `matrix` for row r of unit u and returns the index of the row in this matrix.
+// All rows of a unit have the same format.
 template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> struct QuantizedStream {
     struct UnitRows {
         int row[ROWS], matrix[ROWS];
@@ -386,7 +392,7 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
         }
     }
 
-    // Adds the products of a group. If gathered rows have one scale each, it applies the scale here.
+    // Adds the products of a group. Applies the row scales here if the rows are gathered.
     template <int F>
     __device__ __forceinline__ void add_group(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                               float (&sum)[ROWS]) const {
@@ -405,7 +411,8 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
         });
     }
 
-    // Computes the dot products of the current unit with `x`, in every lane, and moves on to the next unit.
+    // Computes the dot products of the current unit with `x` and advances to the next unit.
+    // All lanes receive the results.
     __device__ __forceinline__ void multiply(const QuantizedInput& x, float (&sum)[ROWS]) {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) sum[r] = 0.0f;
@@ -446,26 +453,26 @@ __device__ __forceinline__ float round_to_e4m3(float v) {
     const __nv_fp8_storage_t byte = __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
 }
-// Rounds a value that is already divided by its scale.
+// Rounds a value that has already been divided by its scale.
 __device__ __forceinline__ float round_scaled(float v, int rounding) {
     return rounds_to_int8(rounding) ? fminf(fmaxf(rintf(v), -128.0f), 127.0f) : round_to_e4m3(v);
 }
-// Returns the scale of a vector whose largest magnitude is `largest`.
+// Returns the rounding scale of a vector whose largest magnitude is `largest`.
 __device__ __forceinline__ float rounding_scale(float largest, int rounding, float static_scale) {
     const float scale = rounding == ROUNDING_INT8_PER_TOKEN  ? largest / 127.5f
                         : rounding == ROUNDING_FP8_PER_TOKEN ? largest / 448.0f
                                                              : static_scale;
-    // With a NaN scale, a vector with a NaN or an infinity stays NaN.
+    // If the vector contains a NaN or an infinity, the scale is NaN, so the result is NaN as well.
     return !isfinite(largest) ? __uint_as_float(0x7fc00000u) : scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
 }
 
-// How the input is rounded before the product: one of the ROUNDING_ constants, and the scale of the static ones.
+// The rounding of a product's input: one of the ROUNDING_ constants, and the scale of the static modes.
 struct RoundingArgs {
     int mode;
     float static_scale;
 };
 
-// Returns the larger magnitude. The bits of magnitudes compare as integers, and NaN is the largest.
+// Returns the larger magnitude. Magnitudes are compared as integers, so NaN is the largest.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
     return __uint_as_float(max(__float_as_uint(a) & 0x7fffffffu, __float_as_uint(b) & 0x7fffffffu));
 }
@@ -473,7 +480,7 @@ __device__ __forceinline__ float max_magnitude(float4 v) {
     return max_magnitude(max_magnitude(v.x, v.y), max_magnitude(v.z, v.w));
 }
 
-// Returns the largest magnitude of the block to every thread. `scratch` holds one float per warp.
+// Returns the largest magnitude over the block to every thread. `scratch` holds one float per warp.
 __device__ __forceinline__ float block_max_magnitude(float value, float* scratch) {
     for (int offset = 16; offset > 0; offset /= 2)
         value = max_magnitude(value, __shfl_xor_sync(0xffffffffu, value, offset));
@@ -485,9 +492,9 @@ __device__ __forceinline__ float block_max_magnitude(float value, float* scratch
     return largest;
 }
 
-// Stores factor · quad(i), rounded, in `input`.
-// `largest` is the largest magnitude that this thread saw in quad(i).
-// Returns the scale, by which the caller multiplies the products.
+// Rounds factor · quad(i) for every quad i and stores the result in `input`.
+// `largest` is the largest magnitude among the quads that this thread has read.
+// Returns the scale. The caller multiplies the dot products by it.
 template <class Quad>
 __device__ __forceinline__ float fill_rounded(const QuantizedInput& input, Quad quad, float largest, float factor,
                                               RoundingArgs rounding, float* scratch) {

@@ -1,37 +1,39 @@
-//! One quantized matrix in memory.
+//! A quantized matrix in host or device memory.
 
 use candle_core::{Device, Result, Tensor, bail};
 
 use super::format::{Format, GROUP_COLUMNS, SUPERBLOCK_COLUMNS};
 
-/// How the input of a product is rounded to 8 bits first, as in the calibration of W8A8 and FP8 checkpoints.
+/// How the input of a product is rounded to 8 bits, as in the calibration of W8A8 and FP8 checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum InputRounding {
-    /// The input stays as it is.
+    /// The input is not rounded.
     None,
-    /// To integers from -128 to 127.
-    /// The scale of a token is its largest magnitude / 127.5 (compressed-tensors, `calculate_qparams`).
+    /// Integers from -128 to 127 with one scale per token.
+    /// The scale is the largest magnitude of the token / 127.5 (compressed-tensors, `calculate_qparams`).
     Int8PerToken,
-    /// To integers from -128 to 127, with this scale.
+    /// Integers from -128 to 127 with a fixed scale.
     Int8Static(f32),
-    /// To E4M3. The scale of a token is its largest magnitude / 448.
+    /// E4M3 with one scale per token: the largest magnitude of the token / 448.
     Fp8PerToken,
-    /// To E4M3, with this scale.
+    /// E4M3 with a fixed scale.
     Fp8Static(f32),
 }
 
-/// A matrix \[R, C\].
+/// A quantized matrix, `[rows, columns]`.
 #[derive(Clone, Debug)]
 pub struct QuantizedMatrix {
     pub format: Format,
     pub(super) columns: usize,
-    /// U8 \[R, bytes of a row\] each: low, high, scales, supers. `None` if the format has no such plane.
+    /// The planes low, high, scales and supers, each u8 `[rows, bytes per row]`. Unused planes are `None`.
     pub(super) planes: [Option<Tensor>; 4],
     pub input_rounding: InputRounding,
 }
 
 impl QuantizedMatrix {
-    /// Copies planes with all rows one after the other to `device`. Fails if their sizes do not fit the format.
+    /// Copies the planes to `device`. Each plane holds all rows consecutively.
+    ///
+    /// Returns an error if the sizes of the planes do not match the format.
     pub fn new(format: Format, columns: usize, planes: [Vec<u8>; 4], device: &Device) -> Result<Self> {
         let row_bytes = format.row_bytes(columns);
         let rows = planes[0].len() / row_bytes[0].max(1);
@@ -45,7 +47,7 @@ impl QuantizedMatrix {
         let fits = planes.iter().zip(row_bytes).all(|(plane, bytes)| plane.len() == rows * bytes);
         if !fits || rows == 0 || !columns.is_multiple_of(column_multiple) {
             let sizes = planes.each_ref().map(Vec::len);
-            bail!("planes of {sizes:?} bytes are not a matrix of {columns} columns in {format:?}");
+            bail!("planes of {sizes:?} bytes do not form a {format:?} matrix with {columns} columns");
         }
         let mut tensors = [const { None }; 4];
         for ((tensor, plane), bytes) in tensors.iter_mut().zip(planes).zip(row_bytes) {
@@ -56,7 +58,7 @@ impl QuantizedMatrix {
         Ok(Self { format, columns, planes: tensors, input_rounding: InputRounding::None })
     }
 
-    /// Returns all planes.
+    /// Returns the planes of this format.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.planes.iter().flatten()
     }
@@ -66,10 +68,10 @@ impl QuantizedMatrix {
     }
 
     pub(super) fn low(&self) -> &Tensor {
-        self.planes[0].as_ref().expect("every format has low bits")
+        self.planes[0].as_ref().expect("every format has a low plane")
     }
 
-    /// (R, C)
+    /// Returns `(rows, columns)`.
     pub fn dims(&self) -> (usize, usize) {
         (self.low().dims()[0], self.columns)
     }
@@ -82,7 +84,7 @@ impl QuantizedMatrix {
         self.tensors().map(crate::kernels::bytes).sum()
     }
 
-    /// Returns rows `first` to `first + rows`, which share memory with this matrix.
+    /// Returns `rows` rows, starting at row `first`. The result shares memory with this matrix.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let mut planes = self.planes.clone();
         for plane in planes.iter_mut().flatten() {

@@ -1,12 +1,16 @@
-// Quantized matrices outside the decode graph: matrix-vector products for few tokens,
-// dequantization and 8-bit rounding for matrix products with many tokens, and embedding lookup.
+// Kernels for quantized matrices outside the decode graph.
+// These are matrix-vector products for few tokens, dequantization and 8-bit rounding for many tokens,
+// and embedding lookup.
 #include "quantized/quantized.cuh"
 
-// y[t] = W·x[t]
-//   x T [T, C]; y S [T, stride]: fills `rows` columns from the given address on
-//   ids u32 [T] or null: y[t] is the product with expert ids[t], which has `rows` rows; every `per_x` of them share a row of x
-//   grid (blocks, T), block 32·QUANTIZED_WARPS; shared memory: see `input_bytes` in quantized_ops.rs; bytes moved: the weights once per token
-// A unit is two rows of the weights.
+// Computes y[t] = W·x[t].
+//   x: T [tokens / per_x, columns]; `per_x` consecutive rows of y share one row of x
+//   y: S [tokens, stride]; only the first `rows` columns are written
+//   ids: u32 [tokens] or null; if not null, W is the matrix of expert ids[t], which has `rows` rows
+//   grid: (blocks, tokens); block: 32 · QUANTIZED_WARPS
+//   shared memory: see `input_bytes` in quantized_ops.rs
+//   bytes moved: the weights, once per token
+// Each unit is two rows of the weights.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns, int stride,
                        int per_x, RoundingArgs rounding) {
@@ -56,8 +60,10 @@ __device__ __forceinline__ void store(T* row, int i, int columns, EightValues v,
     }
 }
 
-// Dequantizes a matrix. out T [rows, C]
-//   grid ceil(rows · ceil(C / 8) / 256), block 256: one thread per 8 columns; bytes moved: the matrix + rows · C · sizeof(T)
+// Dequantizes a matrix.
+//   out: T [rows, columns]
+//   grid: ceil(rows · ceil(columns / 8) / 256); block: 256, one thread per 8 columns
+//   bytes moved: the matrix + rows · columns · sizeof(T)
 template <typename T> __device__ void dequantize(const QuantizedStack& weights, T* out, int rows, int columns) {
     const int eights = (columns + 7) / 8, groups = (columns + 31) / 32;
     const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -69,7 +75,10 @@ template <typename T> __device__ void dequantize(const QuantizedStack& weights, 
     });
 }
 
-// out[t] = row ids[t] of an embedding, multiplied by `factor`. ids u32 [T]; out f32 [T, C]; grid T, block 256
+// Computes out[t] = factor · row ids[t] of an embedding.
+//   ids: u32 [tokens]
+//   out: f32 [tokens, columns]
+//   grid: tokens; block: 256
 extern "C" __global__ void __launch_bounds__(256)
     quantized_embed(const __grid_constant__ QuantizedStack weights, const uint32_t* ids, float* out, int columns,
                     float factor) {
@@ -84,7 +93,10 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // Rounds rows to 8 bits for an int8 or FP8 matrix product.
-//   x T [T, C]; q bytes [T, padded], zero from C on; scales f32 [T]; grid T, block 256
+//   x: T [tokens, columns]
+//   q: 8-bit values [tokens, padded], with zeros after the last column of x
+//   scales: f32 [tokens]
+//   grid: tokens; block: 256
 template <typename T>
 __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, int padded, RoundingArgs rounding) {
     __shared__ float scratch[8];
@@ -101,7 +113,8 @@ __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, i
 }
 
 // Rounds rows to 8 bits and converts them back to floats.
-//   x, y T [T, C]; grid T, block 256
+//   x, y: T [tokens, columns]
+//   grid: tokens; block: 256
 template <typename T>
 __device__ void round_floats(const T* x, T* y, int columns, RoundingArgs rounding) {
     __shared__ float scratch[8];
@@ -113,8 +126,10 @@ __device__ void round_floats(const T* x, T* y, int columns, RoundingArgs roundin
         y[i] = from_float<T>(round_scaled(to_float(x[i]) / scale, rounding.mode) * scale);
 }
 
-// y[t, r] = sums[t, r] · x_scales[t] · w_scales[r], after an 8-bit matrix product.
-//   sums int or float [T, R]; y f32 [T, stride]; grid (T, ceil(R / 256)), block 256
+// Computes y[t, r] = sums[t, r] · x_scales[t] · w_scales[r] after an 8-bit matrix product.
+//   sums: int or float [tokens, rows]
+//   y: f32 [tokens, stride]
+//   grid: (tokens, ceil(rows / 256)); block: 256
 template <typename S>
 __device__ void unround(const S* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
     const int row = blockIdx.y * blockDim.x + threadIdx.x, token = blockIdx.x;

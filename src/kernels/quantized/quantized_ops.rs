@@ -1,8 +1,8 @@
-//! Operations on quantized matrices: products, dequantization, embedding lookup.
+//! Operations on quantized matrices: matrix products, dequantization and embedding lookup.
 //!
-//! On a GPU, products with few tokens read the weights as they are (`quantized_matvec`).
-//! Products with many tokens run on tensor cores:
-//! in 8 bits if weights and input both have them, otherwise on dequantized weights.
+//! On a GPU, products with few tokens read the quantized weights directly (`quantized_matvec`).
+//! Products with many tokens run on tensor cores.
+//! These products are 8-bit if weights and input are both 8-bit. Otherwise, the weights are dequantized first.
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -27,17 +27,17 @@ use crate::kernels::matmul::cublas_lt::{LowType, matmul_lt};
 use crate::kernels::matmul::gemm;
 use crate::kernels::{elements, to_f32, unsupported};
 
-/// Up to this many tokens, the weights are read once per token.
-/// With more tokens it is faster to dequantize them for a product on tensor cores,
-/// which costs as much as reading them about eight times.
+/// The maximum number of tokens for which a product reads the quantized weights once per token.
+/// With more tokens, it is faster to dequantize the weights and use tensor cores.
+/// Dequantization costs about as much as reading the weights eight times.
 #[cfg(feature = "cuda")]
 const MATVEC_TOKENS: usize = 8;
-/// Elements that are dequantized at a time: they stay in L2 until the product has read them.
+/// The number of elements to dequantize at a time. They stay in the L2 cache until the product has read them.
 #[cfg(feature = "cuda")]
 const DEQUANTIZED_AT_A_TIME: usize = 16 << 20;
 
 impl QuantizedMatrix {
-    /// Returns the values in a float dtype, \[R, C\].
+    /// Returns the dequantized matrix, `[rows, columns]` in the float dtype `dtype`.
     pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
         let (rows, columns) = self.dims();
         match self.device() {
@@ -56,11 +56,13 @@ impl QuantizedMatrix {
         }
     }
 
-    /// Returns x · Wᵀ, f32 \[T, R\]. x \[T, C\] has any float dtype and is rounded as `input_rounding` says.
+    /// Returns `x · Wᵀ`, f32 `[tokens, rows]`.
+    ///
+    /// `x` is `[tokens, columns]` in any float dtype. It is rounded according to `input_rounding`.
     pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
         let ((tokens, columns), (rows, _)) = (x.dims2()?, self.dims());
         if columns != self.columns {
-            bail!("cannot multiply x {:?} with a matrix {:?}", x.dims(), self.dims());
+            bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), self.dims());
         }
         match self.device() {
             Device::Cpu => {
@@ -85,19 +87,20 @@ impl QuantizedMatrix {
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => matmul(device, std::slice::from_ref(self), x),
             #[allow(unreachable_patterns)]
-            _ => unsupported("matmul with a quantized matrix", x),
+            _ => unsupported("matmul of a quantized matrix", x),
         }
     }
 
-    /// Returns the rows for ids u32 \[T\], multiplied by `scale`, as f32 \[T, C\].
-    /// Every id must be below R; a GPU does not check it.
+    /// Returns the rows `ids`, multiplied by `scale`, as f32 `[tokens, columns]`.
+    ///
+    /// `ids` are u32 `[tokens]`. Every id must be a valid row index. This is not checked on a GPU.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
         match self.device() {
             Device::Cpu => {
                 let ids: Vec<u32> = ids.to_vec1()?;
                 let (rows, columns) = self.dims();
                 if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {
-                    bail!("embed: token {id} is outside an embedding of {rows} rows");
+                    bail!("cannot embed token {id}: the embedding has only {rows} rows");
                 }
                 let mut values = vec![0.0; ids.len() * columns];
                 with_host_planes(self, |host| {
@@ -117,7 +120,7 @@ impl QuantizedMatrix {
     }
 }
 
-/// Returns the shared memory of a kernel whose input vector has this many columns (`QuantizedInput`), in bytes.
+/// Returns the size of a kernel's input vector in shared memory (`QuantizedInput`), in bytes.
 #[cfg(feature = "cuda")]
 pub fn input_bytes(format: Format, columns: usize) -> usize {
     let groups = columns.div_ceil(GROUP_COLUMNS);
@@ -151,17 +154,19 @@ fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32
     let arguments =
         Arguments::new().stack(std::slice::from_ref(matrix))?.tensor(ids)?.tensor(&out)?.int(columns).float(scale);
     let shape = LaunchShape::linear(tokens, 256);
-    // SAFETY: shapes and dtypes are checked above; the caller answers for the ids.
+    // SAFETY: shapes and dtypes are checked above. The caller must pass valid ids.
     unsafe { Launch::new(module!("quantized_ops"), "quantized_embed", shape, arguments).enqueue(device)? };
     Ok(out)
 }
 
-/// Returns x · Wᵀ, f32 \[T, R\], where W is the stack of all `parts`. x \[T, C\] has any float dtype.
+/// Returns `x · Wᵀ`, f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
+///
+/// `x` is `[tokens, columns]` in any float dtype.
 #[cfg(feature = "cuda")]
 pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Result<Tensor> {
     let ((tokens, columns), x) = (x.dims2()?, x.contiguous()?);
     if let Some(part) = parts.iter().find(|part| part.dims().1 != columns) {
-        bail!("cannot multiply x {:?} with a matrix {:?}", x.dims(), part.dims());
+        bail!("cannot multiply: x has shape {:?}, and the matrix has shape {:?}", x.dims(), part.dims());
     }
     let stride = parts.iter().map(|part| part.dims().0).sum();
     // SAFETY: the products below write every column of every row.
@@ -182,13 +187,13 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Res
     Ok(out)
 }
 
-/// Whether a block on this GPU can hold the input vector of a product, and 1 KiB beside it.
+/// Returns whether the input vector and 1 KiB of static data fit into the shared memory of a block on this GPU.
 #[cfg(feature = "cuda")]
 fn can_matvec(device: &CudaDevice, part: &QuantizedMatrix) -> Result<bool> {
     Ok(input_bytes(part.format, part.dims().1) + 1024 <= max_shared_bytes(device)?)
 }
 
-/// The columns of f32 \[T, stride\] from `first` on.
+/// The columns of an f32 tensor `[tokens, stride]`, starting at column `first`.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy)]
 struct OutputColumns<'t> {
@@ -199,7 +204,7 @@ struct OutputColumns<'t> {
 
 #[cfg(feature = "cuda")]
 impl OutputColumns<'_> {
-    /// Returns the address of a column, counted from `first`, in the first row.
+    /// Returns the address of column `first + column` in the first row.
     fn address(&self, column: usize) -> Result<u64> {
         Ok(address(self.tensor)? + ((self.first + column) * size_of::<f32>()) as u64)
     }
@@ -220,14 +225,16 @@ fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: Outpu
     let shape = LaunchShape::new((blocks, tokens, 1), 32 * QUANTIZED_WARPS)
         .with_shared_bytes(input_bytes(part.format, columns));
     let kernel = format!("quantized_matvec_{}", dtype_suffix(x.dtype())?);
-    // SAFETY: the caller checked shapes; `output` has R columns in each of T rows.
+    // SAFETY: the caller checked the shapes. `output` has enough columns for all rows of the matrix.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
 }
 
-/// Returns the products of x with the experts that `ids` u32 \[T, N\] names, \[T, N, R\] of x's dtype.
+/// Multiplies `x` by the weights of the experts `ids`.
+/// Returns the products as `[tokens, chosen, rows]` in the dtype of `x`.
 ///
-/// `experts` \[E·R, C\]; x \[T, C\], which `pairs_per_x` = N experts share, or \[T, N, C\].
-/// Every id must be below E; this is not checked.
+/// `experts` is `[number of experts * rows, columns]`. `ids` are u32 `[tokens, chosen]`.
+/// `x` is `[tokens, columns]` with `pairs_per_x = chosen`, or `[tokens, chosen, columns]` with `pairs_per_x = 1`.
+/// Every id must be a valid expert. This is not checked.
 #[cfg(feature = "cuda")]
 pub fn expert_matvec(
     device: &CudaDevice,
@@ -238,7 +245,7 @@ pub fn expert_matvec(
     pairs_per_x: usize,
 ) -> Result<Tensor> {
     let ((tokens, chosen), (_, columns)) = (ids.dims2()?, experts.dims());
-    // SAFETY: the kernel writes R elements for each of the T·N pairs.
+    // SAFETY: the kernel writes all rows of the result for each pair of token and expert.
     let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
     let arguments = Arguments::new()
         .tensor(x)?
@@ -253,7 +260,7 @@ pub fn expert_matvec(
     let shape = LaunchShape::new((blocks, tokens * chosen, 1), 32 * QUANTIZED_WARPS)
         .with_shared_bytes(input_bytes(experts.format, columns));
     let kernel = format!("quantized_experts_{}", dtype_suffix(x.dtype())?);
-    // SAFETY: `expert_matmul` checked the shapes of x and ids; its caller answers for the ids.
+    // SAFETY: `expert_matmul` checked the shapes of `x` and `ids`. Its caller must pass valid ids.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device)? };
     Ok(out)
 }
@@ -264,17 +271,17 @@ fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, o
     let rows_at_a_time = (DEQUANTIZED_AT_A_TIME / columns).next_multiple_of(128);
     for first in (0..rows).step_by(rows_at_a_time) {
         let weight = dequantize(device, &part.rows(first, rows_at_a_time.min(rows - first))?, x.dtype())?;
-        // SAFETY: `output` has R columns in each of T rows.
+        // SAFETY: `output` has enough columns for all rows of the matrix.
         unsafe { gemm(device, x, &weight, output.address(first)?, output.stride)? };
     }
     Ok(())
 }
 
-/// Returns the type in which tensor cores can multiply the matrix if the input has 8 bits too.
+/// Returns the 8-bit type for a product on tensor cores, or `None` if the matrix or the GPU does not support one.
 #[cfg(feature = "cuda")]
 fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<LowType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
-    // cuBLASLt needs rows of the result that start at multiples of 16 bytes.
+    // cuBLASLt requires every row of the result to start at a multiple of 16 bytes.
     let is_aligned = part.dims().0.is_multiple_of(16);
     Ok(match part.format {
         Format::Int8 if is_aligned => Some(LowType::Int8),
@@ -283,7 +290,7 @@ fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<LowTyp
     })
 }
 
-/// Returns x \[T, C\] rounded to 8 bits and converted back to its dtype.
+/// Returns `x` rounded to 8 bits and converted back to its dtype. `x` is `[tokens, columns]`.
 #[cfg(feature = "cuda")]
 pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
     let (tokens, columns) = x.dims2()?;
@@ -292,12 +299,12 @@ pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) ->
     let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(columns).input_rounding(rounding);
     let kernel = format!("round_floats_{}", dtype_suffix(x.dtype())?);
     let launch = Launch::new(module!("quantized_ops"), kernel, LaunchShape::linear(tokens, 256), arguments);
-    // SAFETY: both tensors are [T, C] of one dtype.
+    // SAFETY: both tensors have the same shape and dtype.
     unsafe { launch.enqueue(device)? };
     Ok(out)
 }
 
-/// A product on tensor cores with weights and input in 8 bits.
+/// Multiplies 8-bit weights by an input that is rounded to 8 bits, on tensor cores.
 #[cfg(feature = "cuda")]
 fn matmul_low_precision(
     device: &CudaDevice,
@@ -307,11 +314,11 @@ fn matmul_low_precision(
     low_type: LowType,
 ) -> Result<()> {
     let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
-    // cuBLASLt needs multiples of 16.
+    // cuBLASLt requires dimensions that are multiples of 16.
     let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
-    // SAFETY: the kernel writes the rows of all tokens; results from the padding are not used.
+    // SAFETY: the kernel writes the rows of all tokens. Results for padding rows are not used.
     let q = unsafe { Tensor::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
-    // SAFETY: the kernel writes a scale for each token.
+    // SAFETY: the kernel writes one scale per token.
     let scales = unsafe { Tensor::empty(tokens, DType::F32, x.device())? };
     let arguments = Arguments::new()
         .tensor(x)?
@@ -338,6 +345,6 @@ fn matmul_low_precision(
         .int(output.stride);
     let kernel = if low_type == LowType::Int8 { "unround_int" } else { "unround_float" };
     let shape = LaunchShape::new((tokens, rows.div_ceil(256), 1), 256);
-    // SAFETY: `sums` has at least T rows of R columns; `output` has R columns in each of T rows.
+    // SAFETY: `sums` has a row for every token, and `output` has enough columns for all rows of the matrix.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
 }

@@ -1,4 +1,4 @@
-//! Quantized matrices in host memory, element by element: the reference for the kernels.
+//! CPU operations on quantized matrices, element by element. They are the reference for the CUDA kernels.
 
 use candle_core::{Result, Tensor};
 use float8::F8E4M3;
@@ -7,7 +7,7 @@ use super::format::{Format, GROUP_COLUMNS};
 use super::quantized_matrix::{InputRounding, QuantizedMatrix};
 use crate::kernels::elements;
 
-/// Returns the dot product of two slices. It keeps eight sums, which the compiler vectorizes.
+/// Returns the dot product of two slices. The compiler can vectorize the eight partial sums.
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 8];
     let (a, a_rest) = a.as_chunks::<8>();
@@ -20,7 +20,7 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum::<f32>()
 }
 
-/// Calls `then` with the planes of a matrix on the CPU.
+/// Calls `then` with the planes of a matrix in host memory.
 pub fn with_host_planes<R>(matrix: &QuantizedMatrix, then: impl FnOnce(&HostPlanes) -> Result<R>) -> Result<R> {
     let guards = matrix.planes.each_ref().map(|plane| plane.as_ref().map(Tensor::storage_and_layout));
     let mut planes = [&[][..]; 4];
@@ -40,7 +40,7 @@ pub struct HostPlanes<'p> {
 }
 
 impl HostPlanes<'_> {
-    /// Writes the values of a row.
+    /// Dequantizes a row into `values`.
     pub fn row(&self, row: usize, values: &mut [f32]) {
         let [low, high, scales, supers] =
             std::array::from_fn(|i| &self.planes[i][row * self.row_bytes[i]..][..self.row_bytes[i]]);
@@ -62,7 +62,7 @@ impl HostPlanes<'_> {
     }
 }
 
-/// Returns the 32 q of a group from the bytes of its planes.
+/// Unpacks the 32 quantized integers of a group from the bytes of its planes.
 fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) -> [u8; 32] {
     let two = |plane: &[u8; 32], j: usize, i: usize| plane[4 * (j / 4) + i] >> (2 * (j % 4)) & 3;
     std::array::from_fn(|column| {
@@ -80,7 +80,7 @@ fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) 
     })
 }
 
-/// Writes the bytes of 32 q to the planes. `low` and `high` have the lengths of [`super::PlaneBytes`].
+/// Packs 32 quantized integers into the planes. [`super::PlaneBytes`] gives the lengths of `low` and `high`.
 pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {
     let (quads, _) = q.as_chunks::<4>();
     let two = |plane: &mut [u8], shift: usize| {
@@ -120,7 +120,7 @@ pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {
     }
 }
 
-/// How the q of a group become values: a scale and a min for each half of 16 columns.
+/// The scale and min of each half of a group (16 columns), and the zero point of the format.
 struct Scaling {
     scales: [f32; 2],
     mins: [f32; 2],
@@ -171,10 +171,10 @@ impl Scaling {
     }
 }
 
-/// The largest finite E4M3. (`F8E4M3::MAX` of float8 0.7 is 416, one step below.)
+/// The largest finite E4M3 value. `F8E4M3::MAX` in float8 0.7 is 416, which is one step too small.
 pub const E4M3_MAX: f32 = 448.0;
 
-/// Returns x f32 \[T, C\] rounded to 8 bits and converted back.
+/// Returns `x` rounded to 8 bits and converted back to f32. `x` is f32 `[tokens, columns]`.
 pub fn round_input(x: &Tensor, rounding: InputRounding) -> Result<Tensor> {
     if rounding == InputRounding::None {
         return Ok(x.clone());

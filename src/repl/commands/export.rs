@@ -1,4 +1,4 @@
-//! `/export`: writes the conversation as a document, or as JSON for another program.
+//! `/export`: writes the conversation to a Markdown or JSON file.
 
 use std::io::Write;
 
@@ -6,7 +6,7 @@ use super::paths;
 use crate::chat::Role;
 use crate::conversation::{Recording, Session, state_folder};
 
-/// Writes the conversation to a new file. Returns what to tell the person.
+/// Writes the conversation to a new file. Returns a message for the user.
 pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
     let (format, path) = arguments.split_once(char::is_whitespace).unwrap_or((arguments, ""));
     let document = match format {
@@ -15,7 +15,7 @@ pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
         _ => return Err("usage: /export md|json [PATH]".to_string()),
     };
     if session.messages.is_empty() {
-        return Err("there is nothing to export yet".to_string());
+        return Err("nothing to export yet".to_string());
     }
     let name = match &session.recording {
         Recording::To(journal) => journal.name(),

@@ -7,10 +7,10 @@ use super::paths;
 use crate::conversation::{Attachment, Session};
 use crate::tokenizer::ControlTokens;
 
-/// A file with more bytes than this per token of the context is refused. Hardly any text has more than five.
+/// The maximum file size, in bytes per token of context. Most texts have fewer than five bytes per token.
 const MAX_BYTES_PER_TOKEN: u64 = 16;
 
-/// Attaches a file, lists the attached files, or detaches them. Returns what to tell the person.
+/// Attaches a file, lists the attached files, or detaches them. Returns a message for the user.
 pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
     match path {
         "" if session.attached.is_empty() => return Ok("nothing is attached; /file PATH attaches a text file".into()),
@@ -20,7 +20,7 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
         }
         "none" => {
             session.attached.clear();
-            return Ok("nothing is attached any more".to_string());
+            return Ok("nothing is attached now".to_string());
         }
         _ => {}
     }
@@ -31,18 +31,18 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
     let size = tokens.map_or_else(|_| format!("{} bytes", text.len()), |tokens| format!("{tokens} tokens"));
     session.attached.retain(|attachment| attachment.path != path);
     session.attached.push(Attachment { path: path.clone(), text });
-    Ok(format!("{path} ({size}) goes with the next message"))
+    Ok(format!("attached to the next message: {path} ({size})"))
 }
 
-/// Reads a text that may fit the context.
+/// Reads a text file and rejects it if it is too large for the context.
 ///
-/// Only its tokens tell whether it fits. The size is checked first, because encoding a huge text takes minutes.
+/// Checks the size in bytes, because tokenizing a huge file would take minutes.
 fn read(path: &str, context: usize) -> Result<String, String> {
     let path = paths::expand_home(path);
     let metadata = std::fs::metadata(&path).map_err(|error| error.to_string())?;
     // A pipe or a device may never end.
     if !metadata.is_file() {
-        return Err("it is not a regular file".to_string());
+        return Err("not a regular file".to_string());
     }
     let limit = context as u64 * MAX_BYTES_PER_TOKEN;
     let mut bytes = Vec::new();
@@ -52,5 +52,5 @@ fn read(path: &str, context: usize) -> Result<String, String> {
         let size = metadata.len().max(bytes.len() as u64);
         return Err(format!("{size} bytes do not fit the context of {context} tokens; start with a larger --context"));
     }
-    String::from_utf8(bytes).map_err(|_| "it is not UTF-8 text".to_string())
+    String::from_utf8(bytes).map_err(|_| "not UTF-8 text".to_string())
 }

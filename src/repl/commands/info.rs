@@ -51,7 +51,7 @@ pub fn context(session: &Session) -> Result<String> {
     let mut rows = vec![
         ("used", format!("{used} of {context} tokens ({} %)", used * 100 / context.max(1))),
         ("free", context.saturating_sub(used).to_string()),
-        ("cached", format!("{}, which need no prefill", engine.cached_tokens())),
+        ("cached", format!("{} tokens, which need no prefill", engine.cached_tokens())),
         ("model allows", engine.info().max_context.to_string()),
         ("messages", session.messages.len().to_string()),
     ];

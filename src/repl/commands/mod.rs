@@ -8,12 +8,12 @@ mod paths;
 use crate::chat::Role;
 use crate::conversation::{self, Change, Recording, Session, journal};
 
-/// What `/help` says about a command.
+/// The help for one command.
 struct Command {
     name: &'static str,
     arguments: &'static str,
     summary: &'static str,
-    /// What `/help NAME` adds.
+    /// The additional text of `/help NAME`.
     details: &'static str,
 }
 
@@ -24,72 +24,72 @@ const COMMANDS: &[Command] = &[
         name: "clear",
         arguments: "",
         summary: "start a new conversation",
-        details: "The instructions of /system and the settings stay. The old conversation is saved; /load opens it.",
+        details: "Keeps the system prompt and the settings. The old conversation is saved; /load opens it.",
     },
     Command {
         name: "undo",
         arguments: "",
-        summary: "take back the last question and its answer",
-        details: "Repeat it to take back more. The model no longer sees what was taken back.",
+        summary: "remove the last question and its answer",
+        details: "Repeat it to remove more. The model no longer sees the removed messages.",
     },
     Command {
         name: "regen",
         arguments: "",
         summary: "answer the last question again",
-        details: "With a temperature above 0, the new answer can differ. If it fails, or is stopped before its first word, \
-                  the old answer stays.",
+        details: "At a temperature above 0, the new answer can differ. The old answer stays if the new one fails or is \
+                  stopped before its first word.",
     },
     Command {
         name: "system",
         arguments: "[TEXT]",
-        summary: "show the instructions, or start over with new ones",
-        details: "The flag --system sets them at the start.",
+        summary: "show the system prompt, or start over with a new one",
+        details: "The --system flag sets it at startup.",
     },
     Command {
         name: "set",
         arguments: "[NAME VALUE]",
         summary: "show or change the settings",
-        details: "Settings have the names of the flags of `inferno play`. `/set stop none` and `/set max-tokens none` \
-                  remove a limit. `/set plain on` shows answers as the model wrote them.",
+        details: "Settings have the same names as the flags of `inferno play`. `/set stop none` and `/set max-tokens none` \
+                  remove a limit. `/set plain on` turns off Markdown formatting.",
     },
     Command {
         name: "reasoning",
         arguments: "EFFORT",
-        summary: "set how much the model thinks: low, medium, high",
-        details: "`/reasoning show` and `/reasoning hide` show or hide its reasoning. Not every model has efforts. gpt-oss \
-                  always thinks, so there is no off.",
+        summary: "set the reasoning effort: low, medium, high",
+        details: "`/reasoning show` and `/reasoning hide` show or hide the reasoning. Not every model supports an effort. \
+                  gpt-oss always reasons and cannot turn it off.",
     },
     Command {
         name: "file",
         arguments: "[PATH]",
         summary: "attach a text file to the next message",
-        details: "Repeat it to attach more files. Without a path it lists the attached files. `/file none` detaches them.",
+        details: "Repeat it to attach more files. Without a path, it lists the attached files. `/file none` detaches them.",
     },
     Command {
         name: "save",
         arguments: "NAME",
         summary: "name this conversation",
-        details: "Every conversation is saved after each turn. To open one by its name, type /load NAME or start \
+        details: "Every conversation is saved after each turn. To open one by name, type /load NAME or run \
                   `inferno play --resume NAME`.",
     },
     Command {
         name: "load",
         arguments: "[NAME]",
         summary: "continue a saved conversation, or list all",
-        details: "Its messages and settings replace the current ones. The loaded model stays.",
+        details: "Its messages and settings replace the current ones. The model stays the same.",
     },
     Command {
         name: "export",
         arguments: "md|json [PATH]",
         summary: "write the conversation to a new file",
-        details: "json has the messages as in OpenAI's API, with the reasoning. An existing file is not replaced.",
+        details: "The JSON has messages in OpenAI's format and includes reasoning. Existing files are not replaced.",
     },
     Command { name: "stats", arguments: "", summary: "describe the loaded model", details: "" },
     Command {
         name: "context",
         arguments: "",
         summary: "show how full the context is",
-        details: "`/set overflow stop|drop-oldest` sets what happens when it is full.",
+        details: "`/set overflow stop|drop-oldest` selects what happens when it is full.",
     },
     Command {
         name: "model",
@@ -99,9 +99,9 @@ const COMMANDS: &[Command] = &[
     },
 ];
 
-/// What to do about a line.
+/// The outcome of an input line.
 pub enum Outcome {
-    /// The command is done; show this text.
+    /// The command has finished. Show this text.
     Done(String),
     Leave,
     /// Answer the last question again.
@@ -112,12 +112,12 @@ pub enum Outcome {
     NotACommand,
 }
 
-/// Returns the names of all commands with their slash.
+/// Returns the names of all commands, with the slash.
 pub fn names() -> Vec<String> {
     COMMANDS.iter().map(|command| format!("/{}", command.name)).collect()
 }
 
-/// Returns the possible arguments of a command, if they can be listed.
+/// Returns the possible arguments of a command, if it has a fixed set.
 pub fn arguments(command: &str) -> Vec<String> {
     let words: Vec<&str> = match command {
         "/set" => conversation::setting_names().collect(),
@@ -133,7 +133,7 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
     let line = line.trim();
     let (name, arguments) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
     let arguments = arguments.trim();
-    // Several lines, pasted or typed ahead, are a message, however the first one starts.
+    // Multi-line input is a message, even if it starts like a command.
     if line.contains('\n') && name != "/system" {
         return Outcome::NotACommand;
     }
@@ -159,7 +159,7 @@ pub fn run(line: &str, session: &mut Session) -> Outcome {
         "/context" => info::context(session).map_err(message),
         "/model" if arguments.is_empty() => Ok(models(session)),
         "/model" => return Outcome::SwitchModel(arguments.to_string()),
-        // A path or a division may start with a slash too, but not with a slash and one lower-case word.
+        // A path or a formula may start with a slash too, but a single lowercase word after the slash is a command.
         _ if name.len() > 1 && name.starts_with('/') && name[1..].chars().all(|c| c.is_ascii_lowercase()) => {
             Err(unknown_command(&name[1..]))
         }
@@ -173,10 +173,10 @@ fn message(error: anyhow::Error) -> String {
 }
 
 fn unknown_command(name: &str) -> String {
-    format!("there is no command /{name}; /help lists the commands")
+    format!("unknown command /{name}; /help lists the commands")
 }
 
-/// Adds to a message the name under which the old conversation is saved.
+/// Appends the name of the saved old conversation to `text`.
 fn with_saved_name(text: &str, old_name: Option<String>) -> String {
     old_name.map_or_else(|| text.to_string(), |name| format!("{text}; the old one is saved as {name}"))
 }
@@ -191,9 +191,9 @@ fn help(name: &str) -> Result<String, String> {
     let mut lines: Vec<String> =
         COMMANDS.iter().map(|command| format!("{:23} {}", usage(command), command.summary)).collect();
     for (keys, effect) in [
-        ("\"\"\"", "put it around several lines, or end each line with \\"),
-        ("Tab, Ctrl-R, Ctrl-G", "complete, search the history, write in $EDITOR"),
-        ("Ctrl-C, Ctrl-O", "during an answer: stop it, fold its reasoning"),
+        ("\"\"\"", "surround a multi-line message, or end each line with \\"),
+        ("Tab, Ctrl-R, Ctrl-G", "complete, search the history, open $EDITOR"),
+        ("Ctrl-C, Ctrl-O", "while an answer streams: stop it, fold the reasoning"),
     ] {
         lines.push(format!("{keys:23} {effect}"));
     }
@@ -202,18 +202,18 @@ fn help(name: &str) -> Result<String, String> {
 
 fn undo(session: &mut Session) -> Result<String, String> {
     match session.undo().map_err(message)? {
-        Some(question) => Ok(format!("taken back: {}", question.lines().next_back().unwrap_or(""))),
-        None => Err("there is nothing to take back".to_string()),
+        Some(question) => Ok(format!("removed: {}", question.lines().next_back().unwrap_or(""))),
+        None => Err("nothing to undo".to_string()),
     }
 }
 
 fn system(text: &str, session: &mut Session) -> Result<String, String> {
     if !text.is_empty() {
         let old_name = session.clear_with_system(text).map_err(message)?;
-        return Ok(with_saved_name("new instructions and a new conversation", old_name));
+        return Ok(with_saved_name("new conversation with a new system prompt", old_name));
     }
-    let instructions = session.messages.iter().find(|message| message.role == Role::System);
-    Ok(instructions.map_or_else(|| "there are no instructions".to_string(), |message| message.content.clone()))
+    let system = session.messages.iter().find(|message| message.role == Role::System);
+    Ok(system.map_or_else(|| "no system prompt".to_string(), |message| message.content.clone()))
 }
 
 fn set(arguments: &str, session: &mut Session) -> Result<String, String> {
@@ -230,31 +230,31 @@ fn set(arguments: &str, session: &mut Session) -> Result<String, String> {
 fn save(name: &str, session: &mut Session) -> Result<String, String> {
     if name.is_empty() {
         return match &session.recording {
-            Recording::To(journal) => Ok(format!("this conversation is {}; /save NAME renames it", journal.name())),
+            Recording::To(journal) => Ok(format!("the current name is {}; /save NAME changes it", journal.name())),
             _ => Err("usage: /save NAME".to_string()),
         };
     }
     if matches!(session.recording, Recording::FromFirstAnswer) {
-        // An earlier answer may have failed to be saved. Try again, or say why it fails.
+        // Saving an earlier answer may have failed. Try again, or report the error.
         session.record(Change::Messages).map_err(message)?;
     }
     match &mut session.recording {
         Recording::To(journal) => {
             journal.rename(name).map_err(message)?;
-            Ok(format!("saved; continue it: inferno play --resume {name}"))
+            Ok(format!("saved; to continue it: inferno play --resume {name}"))
         }
-        Recording::FromFirstAnswer => Err("there is nothing to save yet".to_string()),
-        Recording::Off => Err("conversations are not saved (INFERNO_NOHISTORY or --raw)".to_string()),
+        Recording::FromFirstAnswer => Err("nothing to save yet".to_string()),
+        Recording::Off => Err("this conversation is not saved (INFERNO_NOHISTORY or --raw)".to_string()),
     }
 }
 
 fn load(name: &str, session: &mut Session) -> Result<String, String> {
     if name.is_empty() {
         let names = journal::names();
-        return if names.is_empty() { Err("there are no conversations yet".to_string()) } else { Ok(names.join("\n")) };
+        return if names.is_empty() { Err("no saved conversations yet".to_string()) } else { Ok(names.join("\n")) };
     }
     if matches!(&session.recording, Recording::To(journal) if journal.name() == name) {
-        return Ok(format!("{name} is this conversation"));
+        return Ok(format!("{name} is already open"));
     }
     let warning = session.load(name).map_err(message)?;
     let summary = format!("continuing {}", summary(session));
@@ -267,12 +267,12 @@ pub fn summary(session: &Session) -> String {
     let (count, last) = (questions.clone().count(), questions.next_back());
     let last = last.and_then(|message| message.content.lines().next_back()).unwrap_or("");
     let questions = if count == 1 { "question" } else { "questions" };
-    format!("a conversation of {count} {questions}, the last one: {last}")
+    format!("a conversation with {count} {questions}; last: {last}")
 }
 
 fn models(session: &Session) -> String {
     let current = session.model_name();
-    let mark = |name: String| if name == current { format!("{name} (this one)") } else { name };
+    let mark = |name: String| if name == current { format!("{name} (current)") } else { name };
     session.models.names().into_iter().map(mark).collect::<Vec<_>>().join("\n")
 }
 
@@ -281,7 +281,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn help_fits_into_79_columns() {
+    fn help_fits_in_79_columns() {
         for line in help("").unwrap().lines() {
             assert!(line.chars().count() <= 79, "{line}");
         }

@@ -1,8 +1,8 @@
-//! Paths as a person types them after a command.
+//! Paths as the user types them after a command.
 
 use std::path::PathBuf;
 
-/// Removes what a shell would remove: quotes around the path, and the backslashes that Tab puts before spaces.
+/// Removes quotes around a path, and the backslashes that Tab completion puts before spaces.
 pub fn unquote(path: &str) -> String {
     let path = path.trim();
     for quote in ['"', '\''] {
@@ -13,7 +13,7 @@ pub fn unquote(path: &str) -> String {
     path.replace("\\ ", " ")
 }
 
-/// Replaces `~` at the start by the home directory.
+/// Replaces `~` at the start of a path with the home directory.
 pub fn expand_home(path: &str) -> PathBuf {
     match (path.strip_prefix("~/"), std::env::home_dir()) {
         (Some(rest), Some(home)) => home.join(rest),

@@ -1,4 +1,4 @@
-//! Syntax highlighting in the terminal's own colors, line by line.
+//! Line-by-line syntax highlighting in the terminal's own colors.
 
 use std::sync::LazyLock;
 
@@ -6,10 +6,10 @@ use syntect::parsing::{ParseState, Scope, ScopeStack, SyntaxSet};
 
 use super::super::styled_text::{Span, Style, StyledLine};
 
-/// The grammars, unpacked for the first block of code. That takes about 10 ms, which other answers do not pay.
+/// The grammars. They are unpacked on first use, which takes about 10 ms.
 static SYNTAXES: LazyLock<SyntaxSet> = LazyLock::new(SyntaxSet::load_defaults_newlines);
 
-/// The style of each scope. The innermost scope of this list decides.
+/// The style of each scope. The innermost scope in this list wins.
 static COLORS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
     let (green, yellow, blue, magenta, cyan) =
         (Style::color(2), Style::color(3), Style::color(4), Style::color(5), Style::color(6));
@@ -33,10 +33,10 @@ static COLORS: LazyLock<Vec<(Scope, Style)>> = LazyLock::new(|| {
     .collect()
 });
 
-/// Longer lines, in bytes, stay plain: the grammars' regular expressions take seconds on a minified file.
+/// The longest line to highlight, in bytes. The grammars' regular expressions take seconds on a minified file.
 const MAX_LINE_BYTES: usize = 1000;
 
-/// Highlights the lines of one block of code, in order.
+/// A highlighter for the lines of one code block, in order.
 #[derive(Clone)]
 pub struct Highlighter {
     /// `None` for a language without a grammar.
@@ -44,16 +44,16 @@ pub struct Highlighter {
 }
 
 impl Highlighter {
-    /// Creates a highlighter for the language named after a fence, such as `rust` or `py`.
+    /// Creates a highlighter for the language of a code fence, such as `rust` or `py`.
     pub fn new(language: &str) -> Self {
         let name = language.split([' ', ',', '{']).next().unwrap_or("");
         let syntax = if name.is_empty() { None } else { SYNTAXES.find_syntax_by_token(name) };
         Self { state: syntax.map(|syntax| (ParseState::new(syntax), ScopeStack::new())) }
     }
 
-    /// Highlights the next line, which has no line break.
+    /// Highlights the next line. `text` must not include the line break.
     pub fn highlight(&mut self, text: &str) -> StyledLine {
-        // Drop control characters first, so that positions in the text stay valid.
+        // Drop control characters first, so that the parser's positions stay valid.
         let text = crate::text::printable(text).replace('\n', "");
         let highlighted = match &mut self.state {
             Some((parse, scopes)) if text.len() <= MAX_LINE_BYTES => highlight(parse, scopes, &text),
@@ -76,7 +76,7 @@ fn highlight(parse: &mut ParseState, scopes: &mut ScopeStack, text: &str) -> Opt
     Some(line)
 }
 
-/// Returns the part of a line from `start` to `end` in the style of its scopes.
+/// Returns the bytes `start..end` of a line in the style of their innermost scope.
 fn span(text: &str, start: usize, end: usize, scopes: &ScopeStack) -> Option<Span> {
     let part = text.get(start..end.min(text.len())).filter(|part| !part.is_empty())?;
     let style_of = |scope: &Scope| COLORS.iter().find(|(name, _)| name.is_prefix_of(*scope)).map(|(_, style)| *style);

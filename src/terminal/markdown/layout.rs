@@ -1,4 +1,4 @@
-//! Lays out Markdown: blocks below each other, with wrapped text.
+//! Lays out Markdown as wrapped, styled lines.
 
 use std::iter::Peekable;
 
@@ -8,20 +8,21 @@ use super::super::styled_text::{Span, Style, StyledLine, wrap};
 use super::code::Highlighter;
 use super::table;
 
-/// Deeper nesting is laid out at this depth: a model may write ten thousand `>` in a row.
+/// The maximum nesting depth. Deeper blocks are flattened: a model may write ten thousand `>` in a row.
 const MAX_DEPTH: usize = 16;
 
-/// The extensions of CommonMark that are supported.
+/// Returns the supported CommonMark extensions.
 pub fn options() -> Options {
     Options::ENABLE_TABLES | Options::ENABLE_STRIKETHROUGH | Options::ENABLE_TASKLISTS
 }
 
-/// Lays out a piece of Markdown. If it starts with a list that continues an earlier piece, `number` is the number of
-/// its first item.
+/// Lays out a piece of Markdown.
+///
+/// If the piece starts with a list that continues an earlier piece, `number` is the number of its first item.
 pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<StyledLine> {
     let mut layout = Layout { events: Parser::new_ext(source, options()).peekable(), number, depth: 0 };
     let mut lines = layout.blocks(columns, Gap::Blank);
-    // The parser's starts and ends always match. If they ever do not, the rest of the text is still shown.
+    // The parser's start and end events always match. If they ever do not, still show the remaining text.
     while layout.events.peek().is_some() {
         layout.events.next();
         lines.extend(layout.blocks(columns, Gap::Blank));
@@ -32,8 +33,9 @@ pub fn layout(source: &str, columns: usize, number: Option<u64>) -> Vec<StyledLi
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Gap {
     Blank,
-    /// No blank line between list items, however they were written. Whether a list is loose is known only at its end,
-    /// when its first items are already on the screen.
+    /// No blank line before a nested list.
+    ///
+    /// Loose lists look like tight lists: a list may turn out to be loose only after its first items are on the screen.
     None,
 }
 
@@ -44,10 +46,10 @@ struct Layout<'a> {
 }
 
 impl<'a> Layout<'a> {
-    /// Lays out blocks up to the end of their container. Does not consume that end.
+    /// Lays out blocks up to the end event of their container, without consuming that event.
     fn blocks(&mut self, columns: usize, gap: Gap) -> Vec<StyledLine> {
         let mut lines: Vec<StyledLine> = Vec::new();
-        // The number of open containers that are nested too deep to be shown.
+        // The number of open containers that are nested too deeply to be shown.
         let mut skipped = 0;
         while let Some(event) = self.events.peek() {
             if let Event::End(_) = event {
@@ -79,7 +81,7 @@ impl<'a> Layout<'a> {
             if self.events.next_if(|event| matches!(event, Event::Rule)).is_some() {
                 return vec![vec![Span::new(&"─".repeat(columns.min(40)), Style::DIM)]];
             }
-            // Text without a paragraph, as in the items of a tight list.
+            // Text outside of a paragraph, as in the items of a tight list.
             let text = self.inlines(Style::default());
             return wrap(&text, columns);
         };
@@ -188,7 +190,7 @@ impl<'a> Layout<'a> {
         rows
     }
 
-    /// Returns the text of code or HTML up to its end.
+    /// Returns the text of a code or HTML block.
     fn text(&mut self) -> String {
         let mut text = String::new();
         while let Some(event) = self.events.next_if(|event| !matches!(event, Event::End(_) | Event::Start(_))) {
@@ -199,7 +201,7 @@ impl<'a> Layout<'a> {
         text
     }
 
-    /// Returns text up to the end of its container or up to the next block.
+    /// Returns the inline text up to the next block or the end of the container.
     fn inlines(&mut self, style: Style) -> StyledLine {
         let mut spans = StyledLine::new();
         let mut skipped = 0;
@@ -242,7 +244,7 @@ impl<'a> Layout<'a> {
             Tag::Strikethrough => self.inlines(Style { strike: true, ..style }),
             Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. } => {
                 let mut text = self.inlines(Style { underline: true, ..style });
-                // Always show the destination of a link: its text may say something else.
+                // Show the URL of a link unless the text is the URL: the text alone may be misleading.
                 let shown: String = text.iter().map(Span::text).collect();
                 if !dest_url.is_empty() && shown != *dest_url {
                     text.push(Span::new(&format!(" ({dest_url})"), Style { dim: true, ..style }));
@@ -273,12 +275,12 @@ fn is_line_break(tag: &str) -> bool {
     tag.eq_ignore_ascii_case("br")
 }
 
-/// Returns the line above or below a block of code, as it is typed.
+/// Returns the fence line above or below a code block, as written in Markdown.
 pub fn fence(language: &str) -> StyledLine {
     vec![Span::new(&format!("```{}", language.replace('\n', " ")), Style::DIM)]
 }
 
-/// Puts a span before a line.
+/// Prepends a span to a line.
 fn prefixed(first: Span, line: StyledLine) -> StyledLine {
     let mut all = vec![first];
     all.extend(line);

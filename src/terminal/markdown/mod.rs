@@ -1,7 +1,7 @@
-//! Markdown as it streams: lines that will never change again, and the block that is still open.
+//! Formats Markdown while it streams: finished lines never change again, and the last block is still open.
 //!
-//! The result depends on the text alone, not on how it is split into pieces: a text that arrives byte by byte ends up
-//! the same as one that arrives at once.
+//! The result depends only on the text, not on how it is split into pieces.
+//! A text that arrives byte by byte looks the same as a text that arrives at once.
 
 mod code;
 mod layout;
@@ -14,14 +14,15 @@ use pulldown_cmark::{CodeBlockKind, Event, Parser, Tag};
 use super::styled_text::{Span, StyledLine};
 use code::Highlighter;
 
-/// A block longer than this, in bytes, is finished early. An open block is parsed again with each line, which must stay
-/// faster than the model writes.
+/// The maximum length of an open block in bytes. A longer block is finished early.
+///
+/// The open block is parsed again after each new line, and this must stay faster than generation.
 const MAX_BLOCK_BYTES: usize = 16 * 1024;
 
-/// The shortest time between two highlights of an open line of code. Each takes a quarter of a millisecond.
+/// The minimum time between two highlights of an open line of code. Each takes 0.25 ms.
 const HIGHLIGHT_INTERVAL: Duration = Duration::from_millis(60);
 
-/// Lays out Markdown for a window while it streams.
+/// A streaming Markdown formatter.
 pub struct Markdown {
     columns: usize,
     /// Complete lines of the open block.
@@ -29,34 +30,34 @@ pub struct Markdown {
     /// The incomplete last line.
     line: String,
     code: Option<OpenCode>,
-    /// Set if the open block is a list whose first items are finished; with the next number if it is numbered.
+    /// `Some` if the open block is a list whose first items are finished. Numbered lists store the next number.
     list: Option<Option<u64>>,
-    /// Whether a block is finished, so that the next one needs a blank line before it.
+    /// Whether any block is finished. If so, the next one needs a blank line before it.
     has_content: bool,
 }
 
-/// An open fenced block of code. Each of its lines is finished as soon as it is complete.
+/// An open fenced code block. Each line is finished as soon as it is complete.
 struct OpenCode {
     fence: u8,
     length: usize,
     indent: usize,
     highlighter: Highlighter,
-    /// The open line as it was last highlighted, and when.
+    /// The open line, its last highlighted form, and the time of that highlight.
     highlighted: Option<(String, StyledLine, Instant)>,
 }
 
 impl Markdown {
-    /// Starts an empty text for a window with this many columns.
+    /// Creates a formatter for a window that is `columns` wide.
     pub fn new(columns: usize) -> Self {
         Self { columns, open: String::new(), line: String::new(), code: None, list: None, has_content: false }
     }
 
-    /// Lays out later lines for a window with this many columns.
+    /// Sets the window width for all later lines.
     pub fn resize(&mut self, columns: usize) {
         self.columns = columns;
     }
 
-    /// Appends text. Returns the lines that it finished.
+    /// Appends text and returns the lines that are now finished.
     pub fn push(&mut self, text: &str) -> Vec<StyledLine> {
         let mut finished = Vec::new();
         for c in text.chars() {
@@ -68,14 +69,14 @@ impl Markdown {
         finished
     }
 
-    /// Lays out the open block as far as it is written.
+    /// Lays out the part of the open block that has arrived so far.
     pub fn open(&mut self) -> Vec<StyledLine> {
         if let Some(code) = &mut self.code {
             let closing = self.line.trim_start().bytes().all(|byte| byte == code.fence);
             return if closing { Vec::new() } else { vec![code.open_line(&self.line)] };
         }
         let source = format!("{}{}", self.open, shown_part(&self.line));
-        // The rows of a table look like text until the line below its header is written.
+        // A table header looks like a paragraph until the line below it arrives.
         if source.trim_start().starts_with('|')
             && matches!(Parser::new_ext(&source, layout::options()).next(), Some(Event::Start(Tag::Paragraph)))
         {
@@ -84,7 +85,7 @@ impl Markdown {
         self.lay_out(&with_marks_closed(&source))
     }
 
-    /// Ends the text. Returns the lines of the open block.
+    /// Ends the text and returns the lines of the open block.
     pub fn finish(&mut self) -> Vec<StyledLine> {
         let mut finished = Vec::new();
         if !self.line.is_empty() {
@@ -115,7 +116,7 @@ impl Markdown {
         self.finish_blocks(finished);
     }
 
-    /// Finishes all open blocks but the last one. If the last one is a list, finishes all its items but the last.
+    /// Finishes all open blocks except the last one. If that is a list, finishes all items except the last one.
     fn finish_blocks(&mut self, finished: &mut Vec<StyledLine>) {
         let blocks = top_level_blocks(&self.open);
         let mut taken = 0;
@@ -166,7 +167,7 @@ impl Markdown {
         self.open.clear();
     }
 
-    /// Lays out the open block or a part of it, with a blank line before it if needed.
+    /// Lays out the open block or a part of it. Adds a blank line before it if needed.
     fn lay_out(&self, source: &str) -> Vec<StyledLine> {
         let mut lines = layout::layout(source, self.columns, self.list.flatten());
         if !lines.is_empty() && self.has_content && self.list.is_none() {
@@ -177,7 +178,7 @@ impl Markdown {
 }
 
 impl OpenCode {
-    /// Returns the incomplete line. Text added since the last highlight may be plain for a moment.
+    /// Returns the incomplete line. Text that arrived after the last highlight may not be highlighted yet.
     fn open_line(&mut self, line: &str) -> StyledLine {
         let line = unindented(line, self.indent);
         if let Some((before, highlighted, when)) = &self.highlighted
@@ -208,9 +209,9 @@ fn unindented(line: &str, indent: usize) -> &str {
     &line[spaces.min(indent)..]
 }
 
-/// A block at the top level.
+/// A top-level block.
 struct Block {
-    /// The position of its first line.
+    /// The byte offset of its first line.
     start: usize,
     kind: Kind,
 }
@@ -218,7 +219,7 @@ struct Block {
 enum Kind {
     List {
         number: Option<u64>,
-        /// The position of the first line of each item.
+        /// The byte offset of the first line of each item.
         items: Vec<usize>,
     },
     Fenced {
@@ -261,14 +262,15 @@ fn top_level_blocks(source: &str) -> Vec<Block> {
     blocks
 }
 
-/// Returns an incomplete line, or nothing while its meaning is open: `-` may start an item, underline a heading or be a
-/// rule.
+/// Returns an incomplete line, or an empty string while its meaning is ambiguous.
+///
+/// For example, `-` may start a list item, underline a heading or be part of a rule.
 fn shown_part(line: &str) -> &str {
     let undecided = |c: char| "-=*_#>`~|+:. ".contains(c) || c.is_ascii_digit();
     if line.chars().all(undecided) { "" } else { line }
 }
 
-/// Closes marks that are open at the end of a text, so that `**bo` looks bold before the closing mark is written.
+/// Closes code and bold marks that are still open, so that `**bo` is bold before the closing mark arrives.
 fn with_marks_closed(source: &str) -> String {
     let fences = source.lines().filter(|line| line.trim_start().starts_with("```")).count();
     if fences % 2 == 1 {

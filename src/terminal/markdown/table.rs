@@ -1,4 +1,4 @@
-//! Tables: each column is as wide as its text, or as the window allows.
+//! Lays out tables. The widest columns shrink if the table does not fit in the window.
 
 use pulldown_cmark::Alignment;
 
@@ -6,7 +6,7 @@ use super::super::styled_text::{Span, Style, StyledLine, width, wrap};
 
 /// The width of the separator between two columns.
 const SEPARATOR: usize = 3;
-/// The smallest width of a column.
+/// The minimum width of a column.
 const MIN_COLUMN: usize = 4;
 
 /// Lays out rows of cells. The first row is the header.
@@ -42,10 +42,10 @@ pub fn layout(rows: &[Vec<StyledLine>], alignments: &[Alignment], columns: usize
     lines
 }
 
-/// Lays out a table in a window too narrow for its columns: each row becomes lines of `header: value`.
+/// Lays out a table that is too wide for the window: each row becomes lines of `header: value`.
 fn stack_cells(rows: &[Vec<StyledLine>], columns: usize) -> Vec<StyledLine> {
     let Some((header, rows)) = rows.split_first() else { return Vec::new() };
-    // A header without rows is shown too.
+    // A table without rows shows only its header.
     if rows.is_empty() {
         return header.iter().flat_map(|cell| wrap(cell, columns)).collect();
     }
@@ -66,7 +66,7 @@ fn stack_cells(rows: &[Vec<StyledLine>], columns: usize) -> Vec<StyledLine> {
     lines
 }
 
-/// Returns the width of each column. If they are too wide together, the widest columns become narrower.
+/// Returns the width of each column. If the table is too wide, the widest columns shrink.
 fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);
     let mut widths: Vec<usize> = (0..count)
@@ -76,7 +76,7 @@ fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
     let mut excess = widths.iter().sum::<usize>().saturating_sub(available);
     while excess > 0 {
         let Some(widest) = widths.iter().copied().max().filter(|&widest| widest > MIN_COLUMN) else { break };
-        // All widest columns shrink to the next smaller width, or share the excess.
+        // Shrink all of the widest columns to the next smaller width, or split the excess among them.
         let next_width = widths.iter().copied().filter(|&width| width < widest).max().unwrap_or(0).max(MIN_COLUMN);
         let widest_count = widths.iter().filter(|&&width| width == widest).count();
         let step = (widest - next_width).min(excess.div_ceil(widest_count)).max(1);
@@ -88,7 +88,7 @@ fn column_widths(rows: &[Vec<StyledLine>], columns: usize) -> Vec<usize> {
     widths
 }
 
-/// Appends one row of a cell, aligned in its column. The last column gets no spaces at its end.
+/// Appends one row of a cell, aligned in its column. The last column gets no trailing spaces.
 fn push_aligned(line: &mut StyledLine, text: StyledLine, columns: usize, alignment: Alignment, is_last: bool) {
     let free = columns.saturating_sub(width(&text));
     let before = match alignment {

@@ -1,9 +1,9 @@
 //! Builds tokenizers from the vocabularies of GGUF files.
 //!
-//! Source: llama.cpp's handling of the keys `tokenizer.ggml.*` (ggml-org/llama.cpp, `src/llama-vocab.cpp`).
-//! Tests use its test vectors.
-//! Where a model's tokenizer.json is known to differ from llama.cpp, tokenizer.json is followed.
-//! Files are not trusted: every value that the library uses as an index, or panics on, is checked first.
+//! Source: llama.cpp's handling of the `tokenizer.ggml.*` keys (ggml-org/llama.cpp, `src/llama-vocab.cpp`).
+//! The tests use llama.cpp's test vectors.
+//! Where llama.cpp is known to differ from a model's tokenizer.json, this code follows tokenizer.json.
+//! Files are untrusted. Values that can make the `tokenizers` library panic are checked first.
 
 mod pre;
 mod sentencepiece;
@@ -26,7 +26,7 @@ use vocabulary::{TokenType, excerpt};
 
 pub use vocabulary::{MAX_MERGES, MAX_TOKENS, SpecialIds, Vocabulary};
 
-/// Builds the library's tokenizer for a vocabulary.
+/// Builds a `tokenizers` tokenizer from a vocabulary.
 pub fn build(vocabulary: &Vocabulary) -> Result<tokenizers::Tokenizer> {
     vocabulary.check_lengths()?;
     let ids = vocabulary.ids()?;
@@ -57,7 +57,7 @@ pub fn build(vocabulary: &Vocabulary) -> Result<tokenizers::Tokenizer> {
     Ok(tokenizer)
 }
 
-/// The parts of a tokenizer that depend on the kind of vocabulary.
+/// The parts of a tokenizer that depend on the type of vocabulary.
 struct Parts {
     model: BPE,
     normalizer: Option<NormalizerWrapper>,
@@ -65,10 +65,10 @@ struct Parts {
     decoder: DecoderWrapper,
 }
 
-/// Byte-level BPE: the model `gpt2`.
+/// Builds the parts of a byte-level BPE tokenizer, the model type `gpt2`.
 fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts> {
     let Some(name) = vocabulary.pre else {
-        bail!("metadata key tokenizer.ggml.pre is missing: the file is older than May 2024; convert the model again");
+        bail!("metadata key tokenizer.ggml.pre is missing: the file predates May 2024; convert the model again");
     };
     let Some(pre) = pre::find(name) else {
         let (name, supported) = (excerpt(name), pre::names().join(", "));
@@ -86,7 +86,7 @@ fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts
     })
 }
 
-/// Returns the merges, each of two tokens that form a third.
+/// Returns the merges. Each merge joins two tokens into a third token.
 fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let lines = vocabulary.merges.as_ref().context("metadata key tokenizer.ggml.merges is missing")?;
     let mut merges = Merges::with_capacity(lines.len());
@@ -108,7 +108,9 @@ fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     Ok(merges)
 }
 
-/// Returns true if the pre-tokenizer splits off a control token as one word. Then whole words must not become tokens.
+/// Returns whether the pre-tokenizer keeps any control token as one word.
+///
+/// If so, whole words must not be looked up in the vocabulary, because text could become a control token.
 fn words_make_controls(vocabulary: &Vocabulary, pre_tokenizer: &PreTokenizerWrapper) -> Result<bool> {
     for (id, token) in vocabulary.tokens.iter().enumerate() {
         if vocabulary.token_type(id) != TokenType::Control || token.is_empty() {
@@ -123,7 +125,7 @@ fn words_make_controls(vocabulary: &Vocabulary, pre_tokenizer: &PreTokenizerWrap
     Ok(false)
 }
 
-/// SentencePiece: the model `llama`.
+/// Builds the parts of a SentencePiece tokenizer, the model type `llama`.
 fn sentencepiece(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>, special: &SpecialIds) -> Result<Parts> {
     let merges = sentencepiece::merges(vocabulary, ids)?;
     let mut builder = BpeBuilder::new().vocab_and_merges(owned(ids), merges).byte_fallback(true).fuse_unk(true);
@@ -159,7 +161,7 @@ fn added_tokens(vocabulary: &Vocabulary) -> Vec<AddedToken> {
     vocabulary.tokens.iter().enumerate().filter_map(added).collect()
 }
 
-/// Returns the post-processor that adds the BOS and EOS tokens.
+/// Returns the post-processor that adds the BOS and EOS tokens, if any.
 fn post_processor(vocabulary: &Vocabulary, special: &SpecialIds) -> Result<Option<PostProcessorWrapper>> {
     let bos = special.bos.filter(|_| special.add_bos);
     let eos = special.eos.filter(|_| special.add_eos);
@@ -187,12 +189,14 @@ fn post_processor(vocabulary: &Vocabulary, special: &SpecialIds) -> Result<Optio
     component(processor).map(Some)
 }
 
-/// Parses a part of a tokenizer from the JSON that tokenizer.json would have.
+/// Parses a tokenizer component from JSON in the format of tokenizer.json.
 fn component<T: DeserializeOwned>(json: Value) -> Result<T> {
     guarded("load the tokenizer", || serde_json::from_value(json))
 }
 
-/// The byte-level pre-tokenizer and decoder: they map bytes to letters and back. Patterns are separate steps.
+/// Returns the JSON of the byte-level pre-tokenizer and decoder, which map bytes to characters and back.
+///
+/// Split patterns are separate steps.
 fn byte_level_json() -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false})
 }

@@ -1,19 +1,19 @@
-//! The pre-tokenizers that `tokenizer.ggml.pre` names.
+//! The pre-tokenizers that the metadata key `tokenizer.ggml.pre` can name.
 //!
-//! A pre-tokenizer splits a text with one pattern after the other.
-//! Each pattern splits the pieces that the previous one left; text between its matches is a piece as well.
+//! A pre-tokenizer applies its split patterns in order.
+//! Each pattern splits the pieces from the previous pattern. Text between matches also becomes a piece.
 //!
-//! Source: the names are from ggml-org/llama.cpp, `src/llama-vocab.cpp`.
-//! The patterns are from the models' tokenizer.json where possible,
-//! because llama.cpp rewrites them for its own matcher.
+//! Source: the names come from ggml-org/llama.cpp, `src/llama-vocab.cpp`.
+//! The patterns come from each model's tokenizer.json where possible,
+//! because llama.cpp rewrites them for its own regex engine.
 
-/// How a byte-level BPE splits a text into words, and other properties that its name implies.
+/// The split patterns of a byte-level BPE, and other settings that its name implies.
 pub struct PreTokenizerSpec {
     names: &'static [&'static str],
     pub patterns: &'static [&'static str],
-    /// Whether a word that is a token becomes that token without applying merges.
+    /// Whether a word in the vocabulary becomes a single token without applying merges.
     pub ignore_merges: bool,
-    /// Whether a text begins with BOS, unless the file says otherwise.
+    /// Whether encoding adds BOS before the text, unless the file overrides this.
     pub add_bos: bool,
     /// Whether the model's tokenizer.json normalizes text to NFC. llama.cpp does not.
     pub nfc: bool,
@@ -78,7 +78,7 @@ const SPECS: &[PreTokenizerSpec] = &[
     PreTokenizerSpec { names: &["qwen2"], patterns: &[QWEN2], nfc: true, ..PLAIN },
     PreTokenizerSpec { names: &["deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"], patterns: &[QWEN2], ..PLAIN },
     PreTokenizerSpec { names: &["qwen35"], patterns: &[QWEN35], nfc: true, ..PLAIN },
-    // These come from tiktoken, which looks up whole words first, as gpt-oss's tokenizer.json does.
+    // tiktoken looks up whole words first, and so does the tokenizer.json of gpt-oss.
     PreTokenizerSpec { names: &["gpt-4o", "llama4"], patterns: &[GPT4O], ignore_merges: true, ..PLAIN },
     PreTokenizerSpec { names: &["tekken"], patterns: &[TEKKEN], ignore_merges: true, add_bos: true, ..PLAIN },
     PreTokenizerSpec {
@@ -94,7 +94,7 @@ const SPECS: &[PreTokenizerSpec] = &[
     PreTokenizerSpec { names: &["falcon"], patterns: &[r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]"], ..PLAIN },
 ];
 
-/// Returns the pre-tokenizer of this name.
+/// Returns the pre-tokenizer with this name.
 pub fn find(name: &str) -> Option<&'static PreTokenizerSpec> {
     SPECS.iter().find(|spec| spec.names.contains(&name))
 }

@@ -1,11 +1,10 @@
-//! Converts SentencePiece's token scores to BPE merges.
+//! Converts SentencePiece token scores to BPE merges.
 //!
-//! SentencePiece joins the two neighbors whose joined token has the highest score.
-//! A BPE does the same if it has one merge for each way to split each token in two, ranked by the token's score.
-//! transformers converts such models in the same way.
-//! Among equal scores, SentencePiece takes the leftmost pair, and this code the lower id.
-//! In the vocabularies of Llama and Mistral only runs of spaces have equal scores,
-//! and for these the result is the same.
+//! SentencePiece repeatedly joins the adjacent pair whose joined token has the highest score.
+//! BPE gives the same result if every split of a token into two tokens is a merge, ranked by the token's score.
+//! transformers uses the same conversion.
+//! For equal scores, SentencePiece takes the leftmost pair, but this code takes the lower id.
+//! In Llama and Mistral vocabularies, only runs of spaces have equal scores, and both rules agree on those.
 
 use std::collections::HashMap;
 
@@ -14,8 +13,8 @@ use tokenizers::models::bpe::Merges;
 
 use super::vocabulary::{MAX_MERGES, TokenType, Vocabulary};
 
-/// The limit on the sum of the squared token lengths in bytes, to which the time is proportional.
-/// Llama 2 has 2 million.
+/// The limit on the sum of squared token lengths in bytes. The run time is proportional to this sum.
+/// Llama 2 has a sum of 2 million.
 const MAX_WORK: usize = 1 << 29;
 
 /// Returns all merges in order of priority.
@@ -27,7 +26,7 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
     for (id, token) in vocabulary.tokens.iter().enumerate().filter(|(id, _)| is_normal(vocabulary, *id)) {
         work = work.saturating_add(token.len().saturating_mul(token.len()));
         if work > MAX_WORK {
-            bail!("metadata key tokenizer.ggml.tokens: token {id} and those before it are too long");
+            bail!("metadata key tokenizer.ggml.tokens: the tokens up to id {id} are too long");
         }
         for (cut, _) in token.char_indices().skip(1) {
             let (left, right) = token.split_at(cut);
@@ -36,17 +35,17 @@ pub fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merge
             }
         }
         if found.len() > MAX_MERGES {
-            bail!("metadata key tokenizer.ggml.tokens: more than {MAX_MERGES} pairs of tokens make tokens");
+            bail!("metadata key tokenizer.ggml.tokens: the tokens form more than {MAX_MERGES} merges");
         }
     }
-    // Among equal scores the lower id wins,
-    // and among splits of one token the parts with lower ids, as in transformers.
+    // As in transformers, the lower id wins for equal scores.
+    // Splits of the same token are ordered by the ids of their parts.
     let by_ids = |(id, left, right): &(usize, &str, &str)| (*id, ids.get(left).copied(), ids.get(right).copied());
     found.sort_by(|a, b| scores[b.0].total_cmp(&scores[a.0]).then_with(|| by_ids(a).cmp(&by_ids(b))));
     Ok(found.into_iter().map(|(_, left, right)| (left.to_string(), right.to_string())).collect())
 }
 
-/// Returns true if merges can produce the token. Control, byte and user-defined tokens are matched in another way.
+/// Returns whether merges can produce the token. Control, byte and user-defined tokens are matched differently.
 fn is_normal(vocabulary: &Vocabulary, id: usize) -> bool {
     vocabulary.token_type(id) == TokenType::Normal
 }

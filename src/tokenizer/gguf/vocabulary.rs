@@ -1,4 +1,4 @@
-//! The vocabulary of a GGUF file, and the ids with a special meaning.
+//! The vocabulary of a GGUF file and its special token ids.
 
 use std::collections::HashMap;
 
@@ -6,23 +6,23 @@ use anyhow::{Result, bail};
 
 use super::pre;
 
-/// The most tokens in a vocabulary. The largest vocabularies have some 260,000.
+/// The maximum number of tokens in a vocabulary. The largest known vocabularies have about 260,000.
 pub const MAX_TOKENS: usize = 1 << 21;
-/// The most merges in a vocabulary. The largest vocabularies have some 450,000.
+/// The maximum number of merges in a vocabulary. The largest known vocabularies have about 450,000.
 pub const MAX_MERGES: usize = 1 << 22;
 
-/// The vocabulary in the metadata of a GGUF file. Each field is the value of a key `tokenizer.ggml.*`.
+/// The vocabulary in GGUF metadata. Each field holds the value of one `tokenizer.ggml.*` key.
 #[derive(Clone, Debug, Default)]
 pub struct Vocabulary<'v> {
     /// `gpt2` for byte-level BPE, `llama` for SentencePiece.
     pub model: &'v str,
-    /// The name of the pre-tokenizer of a byte-level BPE.
+    /// The pre-tokenizer name of a byte-level BPE.
     pub pre: Option<&'v str>,
-    /// The tokens by id.
+    /// The tokens, indexed by id.
     pub tokens: Vec<&'v str>,
-    /// SentencePiece's scores by id.
+    /// The SentencePiece scores, indexed by id.
     pub scores: Option<Vec<f32>>,
-    /// The values of `token_type` by id.
+    /// The values of `token_type`, indexed by id.
     pub types: Option<Vec<i32>>,
     /// The merges in order of priority, each as `left right`.
     pub merges: Option<Vec<&'v str>>,
@@ -37,18 +37,18 @@ pub struct Vocabulary<'v> {
     pub add_space_prefix: Option<bool>,
 }
 
-/// The ids with a special meaning. They are checked, and missing ones have llama.cpp's defaults.
+/// The special token ids, all validated. Ids that the file omits have llama.cpp's defaults.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SpecialIds {
     pub bos: Option<u32>,
     pub eos: Option<u32>,
     pub unk: Option<u32>,
     pub pad: Option<u32>,
-    /// The ids that end a generation, ascending.
+    /// The ids that end a generation, sorted.
     pub stop: Vec<u32>,
-    /// Whether `bos` is added before a text.
+    /// Whether encoding adds `bos` before the text.
     pub add_bos: bool,
-    /// Whether `eos` is added after a text.
+    /// Whether encoding adds `eos` after the text.
     pub add_eos: bool,
 }
 
@@ -112,7 +112,7 @@ impl Vocabulary<'_> {
         Ok(())
     }
 
-    /// Returns the ids by token. Fails if a token occurs twice. Empty tokens only fill gaps and are left out.
+    /// Returns a map from tokens to ids. Omits empty tokens, which only fill gaps. Fails if a token occurs twice.
     pub(super) fn ids(&self) -> Result<HashMap<&str, u32>> {
         let mut ids = HashMap::with_capacity(self.tokens.len());
         for (id, token) in self.tokens.iter().enumerate().filter(|(_, token)| !token.is_empty()) {
@@ -123,12 +123,12 @@ impl Vocabulary<'_> {
         Ok(ids)
     }
 
-    /// Returns the special ids. Checks those that the file names, and finds the others by their text.
+    /// Returns the special ids. Validates ids from the metadata and finds other stop tokens by their text.
     pub fn special_ids(&self) -> Result<SpecialIds> {
         let named = |key: &str, id: Option<u32>| match id {
             Some(id) if id as usize >= self.tokens.len() => {
                 bail!(
-                    "metadata key tokenizer.ggml.{key}: {id} is not a token id, the vocabulary has {} tokens",
+                    "metadata key tokenizer.ggml.{key}: {id} is not a token id: the vocabulary has {} tokens",
                     self.tokens.len()
                 )
             }
@@ -171,7 +171,7 @@ impl Vocabulary<'_> {
     }
 }
 
-/// Returns the beginning of a text from a file, quoted for an error message.
+/// Returns the beginning of a text, quoted for an error message.
 pub fn excerpt(text: &str) -> String {
     const CHARACTERS: usize = 60;
     let more = if text.chars().nth(CHARACTERS).is_some() { "…" } else { "" };

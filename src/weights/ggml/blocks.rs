@@ -1,8 +1,8 @@
-//! Dequantizes one block of each type. `bytes` is exactly one block, `values` exactly its elements.
+//! Dequantization of a single block of each type. `bytes` is the block, and `values` receives its elements.
 //!
-//! d is the block's scale, m or dmin its minimum, q a quantized integer.
-//! One byte holds bits of elements from different halves or quarters of the block,
-//! so that neighboring bytes hold neighboring elements.
+//! The layouts use these names: `d` is the scale of a block, `m` or `dmin` its minimum, and `q` a quantized integer.
+//! The bits of one byte belong to elements of different halves or quarters of the block.
+//! Adjacent bytes therefore hold adjacent elements.
 
 use half::f16;
 
@@ -34,7 +34,7 @@ pub fn q4_1(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: d, 32 fifth bits, 16 bytes of nibbles.
+/// Layout: d, 4 bytes of fifth bits, 16 bytes of nibbles.
 pub fn q5_0(bytes: &[u8], values: &mut [f32]) {
     let (d, high) = (half(bytes, 0), &bytes[2..6]);
     for (i, value) in values.iter_mut().enumerate() {
@@ -43,7 +43,7 @@ pub fn q5_0(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: d, m, 32 fifth bits, 16 bytes of nibbles.
+/// Layout: d, m, 4 bytes of fifth bits, 16 bytes of nibbles.
 pub fn q5_1(bytes: &[u8], values: &mut [f32]) {
     let (d, m, high) = (half(bytes, 0), half(bytes, 2), &bytes[4..8]);
     for (i, value) in values.iter_mut().enumerate() {
@@ -60,7 +60,8 @@ pub fn q8_0(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: 16 bytes, each with the scale and the min of 16 elements as nibbles; 64 bytes of 2-bit integers; d; dmin.
+/// Layout: 16 bytes of scale and min nibbles, 64 bytes of 2-bit integers, d, dmin.
+/// Each scale byte holds the scale and the min of 16 elements.
 pub fn q2_k(bytes: &[u8], values: &mut [f32]) {
     let (scales, low, d, dmin) = (&bytes[..16], &bytes[16..80], half(bytes, 80), half(bytes, 82));
     for (i, value) in values.iter_mut().enumerate() {
@@ -70,18 +71,18 @@ pub fn q2_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: 256 third bits, 64 bytes of 2-bit integers, 16 scales of 6 bits in 12 bytes, d.
+/// Layout: 32 bytes of third bits, 64 bytes of 2-bit integers, 12 bytes with 16 scales of 6 bits, d.
 pub fn q3_k(bytes: &[u8], values: &mut [f32]) {
     let (high, low, scales, d) = (&bytes[..32], &bytes[32..96], &bytes[96..108], half(bytes, 108));
     for (i, value) in values.iter_mut().enumerate() {
         let scale = q3_k_scale(scales, i / 16);
-        // A third bit of 0 subtracts four.
+        // If the third bit is 0, subtract 4.
         let q = f32::from(two_bits(low, i)) - if high[i % 32] >> (i / 32) & 1 == 0 { 4.0 } else { 0.0 };
         *value = d * (f32::from(scale) - 32.0) * q;
     }
 }
 
-/// Layout: d, dmin, 8 scales and 8 mins of 6 bits in 12 bytes, 128 bytes of nibbles.
+/// Layout: d, dmin, 12 bytes with 8 scales and 8 mins of 6 bits, 128 bytes of nibbles.
 pub fn q4_k(bytes: &[u8], values: &mut [f32]) {
     let (d, dmin, scales, low) = (half(bytes, 0), half(bytes, 2), &bytes[4..16], &bytes[16..]);
     for (i, value) in values.iter_mut().enumerate() {
@@ -91,7 +92,7 @@ pub fn q4_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: as Q4_K, with 256 fifth bits before the nibbles.
+/// Layout: same as Q4_K, with 32 bytes of fifth bits before the nibbles.
 pub fn q5_k(bytes: &[u8], values: &mut [f32]) {
     let (d, dmin, scales) = (half(bytes, 0), half(bytes, 2), &bytes[4..16]);
     let (high, low) = (&bytes[16..48], &bytes[48..]);
@@ -103,7 +104,7 @@ pub fn q5_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: 128 bytes of nibbles, 64 bytes of the two high bits, 16 signed scales, d.
+/// Layout: 128 bytes of low nibbles, 64 bytes of high bit pairs, 16 signed scales, d.
 pub fn q6_k(bytes: &[u8], values: &mut [f32]) {
     let (low, high, scales, d) = (&bytes[..128], &bytes[128..192], &bytes[192..208], half(bytes, 208));
     for (i, value) in values.iter_mut().enumerate() {
@@ -112,16 +113,16 @@ pub fn q6_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Twice the E2M1 value of each nibble. ggml's table holds integers, so -0 becomes 0.
+/// Twice the E2M1 value of each nibble. The table in ggml holds integers, so -0 becomes 0.
 const TWICE_E2M1: [f32; 16] = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0];
 
 /// Layout: an E8M0 scale, 16 bytes of nibbles.
-/// The low nibbles are the first 16 elements.
-/// In safetensors files of gpt-oss, they are the even elements.
+/// The low nibbles hold the first 16 elements.
+/// In safetensors files of gpt-oss, the low nibbles hold the even elements.
 pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
-    // Half of 2^(e - 127), because the table holds doubled values.
+    // d is half of 2^(e - 127), because the table holds doubled values.
     // The two smallest scales are subnormal.
-    // ggml reads 255, which is NaN by the standard, as 2^128.
+    // ggml reads the exponent 255 as 2^128, although the standard defines it as NaN.
     let e = u32::from(bytes[0]);
     let d = f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (e - 1) << 23 });
     for (i, value) in values.iter_mut().enumerate() {
@@ -129,29 +130,29 @@ pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Returns the s-th of 16 scales. The first eight bytes hold four bits of each, the last four bytes hold two.
+/// Returns one of 16 scales. The first 8 bytes hold their low 4 bits, and the last 4 bytes hold their high 2 bits.
 pub fn q3_k_scale(scales: &[u8], s: usize) -> u8 {
     (scales[s % 8] >> (4 * (s / 8))) & 15 | ((scales[8 + s % 4] >> (2 * (s / 4))) & 3) << 4
 }
 
-/// Returns the i-th nibble. The low bits hold the first half, the high bits the second.
+/// Returns nibble `i`. The low nibbles hold the first half, and the high nibbles hold the second half.
 fn nibble(bytes: &[u8], i: usize) -> u8 {
     if i < bytes.len() { bytes[i] & 15 } else { bytes[i - bytes.len()] >> 4 }
 }
 
-/// Returns the i-th of 256 pairs of bits. Each 32 bytes hold 128 pairs, the lowest bits first.
+/// Returns one of 256 bit pairs. Each group of 32 bytes holds 128 pairs, starting with the lowest bits.
 fn two_bits(bytes: &[u8], i: usize) -> u8 {
     bytes[32 * (i / 128) + i % 32] >> (2 * (i % 128 / 32)) & 3
 }
 
-/// Returns the i-th bit.
+/// Returns bit `i`.
 pub fn bit(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 8] >> (i % 8) & 1
 }
 
-/// Returns the s-th of 8 scales and mins, 6 bits each.
-/// The first four are the low bits of the first eight bytes.
-/// The others have 4 bits in the last four bytes and 2 in the high bits of the first eight.
+/// Returns one of 8 scales and one of 8 mins, with 6 bits each.
+/// The first four scales and mins are the low 6 bits of the first 8 bytes.
+/// The others have their low 4 bits in the last 4 bytes and their high 2 bits at the top of the first 8 bytes.
 pub fn scale_and_min(scales: &[u8], s: usize) -> (u8, u8) {
     if s < 4 {
         return (scales[s] & 63, scales[s + 4] & 63);
@@ -164,7 +165,7 @@ fn read_u16(bytes: &[u8], offset: usize) -> u16 {
     u16::from_le_bytes([bytes[offset], bytes[offset + 1]])
 }
 
-/// Returns the f16 at an offset as f32.
+/// Reads the f16 value at a byte offset and converts it to f32.
 fn half(bytes: &[u8], offset: usize) -> f32 {
     f16::from_bits(read_u16(bytes, offset)).to_f32_const()
 }

@@ -1,4 +1,4 @@
-//! Dequantizes tensors of any type.
+//! Dequantizes data of every supported ggml type.
 
 use anyhow::{Result, bail};
 

@@ -1,9 +1,9 @@
-//! The element types of GGUF files: the sizes of their blocks, dequantization and quantization, in plain Rust.
-//! Tests compare the kernels with this code.
+//! The element types of GGUF files: block sizes, dequantization and quantization in plain Rust.
+//! Tests use this code as the reference for the kernels.
 //!
-//! Source: the block layouts of ggml (ggml-org/llama.cpp,
-//! `ggml/src/ggml-common.h`) and the arithmetic of `gguf-py/gguf/quants.py`.
-//! The order of the roundings is the same, so the results are equal bit by bit.
+//! Source: ggml-org/llama.cpp, block layouts from `ggml/src/ggml-common.h`
+//! and arithmetic from `gguf-py/gguf/quants.py`.
+//! Rounding happens in the same order, so the results are bit-identical.
 
 mod blocks;
 mod dequantize;

@@ -1,26 +1,26 @@
-//! Quantizes floats to blocks of the K types, without an importance matrix.
+//! Quantizes floats to blocks of the K types (Q2_K to Q6_K) without an importance matrix.
 //!
-//! Source: `quantize_row_q2_K_ref` and the like in ggml, `ggml/src/ggml-quants.c`.
-//! candle has the functions of an older ggml.
-//! The order of operations is the same as in ggml, so the blocks are equal bit by bit.
+//! Source: the `quantize_row_*_ref` functions in `ggml/src/ggml-quants.c`.
+//! candle ports these functions from an older version of ggml.
+//! The order of operations is the same as in ggml, so the blocks are bit-identical.
 
 use half::f16;
 
 use super::types::{GgmlType, SUPER_BLOCK};
 
-/// Rounds to the nearest integer, halves to even, within a range.
+/// Clamps a value to a range and rounds it to the nearest integer, with ties to even.
 ///
-/// Adding 1.5 · 2^23 rounds, because floats of that size have no fractional bits.
-/// `round_ties_even` would be a function call on targets without SSE 4.1.
+/// Adding 1.5 · 2^23 rounds the value, because floats of that magnitude have no fractional bits.
+/// `round_ties_even` compiles to a function call on targets without SSE 4.1.
 fn nearest(value: f32, min: f32, max: f32) -> f32 {
     const ROUNDING: f32 = 12_582_912.0;
     value.clamp(min, max) + ROUNDING - ROUNDING
 }
 
-/// Groups whose largest magnitude is below this count as zeros.
+/// Groups whose largest magnitude is below this limit are quantized as zeros.
 const SMALLEST_MAGNITUDE: f32 = 1e-15;
 
-/// Quantizes 256 finite values to one block. Returns false for a type that is not supported here.
+/// Quantizes 256 finite values to one block. Returns false if the type is not a K type.
 pub fn quantize(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
     match ggml_type {
         GgmlType::Q2K => q2_k(values, block),
@@ -33,7 +33,7 @@ pub fn quantize(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
     true
 }
 
-/// Quantized values with a scale and a minimum for each group. The scales and the minimums are quantized as well.
+/// Quantized values with a scale and a minimum per group. The scales and minimums are also quantized.
 struct TwoLevels {
     d: f16,
     dmin: f16,
@@ -43,9 +43,9 @@ struct TwoLevels {
 }
 
 impl TwoLevels {
-    /// Quantizes groups of `group` values to codes up to `max_code`,
-    /// and their scales and minimums to codes up to `levels`.
-    /// `fit` finds the scale and the minimum of a group.
+    /// Quantizes `x` in groups of `group` values, with codes up to `max_code`.
+    /// The scales and minimums of the groups are quantized to codes up to `levels`.
+    /// `fit` returns the scale and the minimum of a group.
     fn new(x: &[f32], group: usize, max_code: f32, levels: f32, fit: impl Fn(&[f32]) -> (f32, f32)) -> Self {
         let fits: Vec<(f32, f32)> = x.chunks_exact(group).map(fit).collect();
         let largest = |part: fn(&(f32, f32)) -> f32| fits.iter().map(part).fold(0.0, f32::max);
@@ -71,7 +71,7 @@ impl TwoLevels {
         Self { d, dmin, scales, mins, codes }
     }
 
-    /// Quantizes eight groups of 32 values. Their scales and minimums have 6 bits.
+    /// Quantizes eight groups of 32 values, with 6-bit scales and minimums.
     fn with_groups_of_32(x: &[f32], max_code: f32, first: f32, steps: u8) -> Self {
         Self::new(x, 32, max_code, 63.0, |x| {
             let squares = x.iter().fold(0.0, |sum, x| sum + x * x);
@@ -80,7 +80,7 @@ impl TwoLevels {
         })
     }
 
-    /// Packs scales and minimums into 12 bytes, as in Q4_K and Q5_K.
+    /// Packs the scales and minimums into 12 bytes, in the layout of Q4_K and Q5_K.
     fn pack_scales(&self, to: &mut [u8]) {
         for i in 0..4 {
             let (scale, min) = (self.scales[i + 4], self.mins[i + 4]);
@@ -90,17 +90,17 @@ impl TwoLevels {
         }
     }
 
-    /// Returns the bytes of d and dmin.
+    /// Returns the bytes of `d` and `dmin`.
     fn header(&self) -> [u8; 4] {
         let ([a, b], [c, d]) = (self.d.to_le_bytes(), self.dmin.to_le_bytes());
         [a, b, c, d]
     }
 }
 
-/// Fits `code * scale - minimum` to the values by weighted least squares.
-/// Returns the scale and the minimum, both positive.
+/// Fits `code * scale - minimum` to the values with weighted least squares.
+/// Returns the scale and the minimum, both non-negative.
 ///
-/// Several starting points are tried: those for which the largest code is `max_code + first + 0.1 * step`.
+/// Tries several starting points, in which the largest code is `max_code + first + 0.1 * step`.
 fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,
@@ -123,7 +123,7 @@ fn fit_affine(
     if max == min || !inverse.is_finite() {
         return (0.0, -min);
     }
-    // The error of codes that were computed with one scale and minimum, and are read with another.
+    // The error of codes that are computed with one scale and minimum and decoded with another.
     let error = |inverse: f32, from: f32, (scale, min): (f32, f32)| {
         let error = |(&x, w): (&f32, f32)| w * cost(scale * code(inverse, from, x) + min - x);
         x.iter().zip(weights).map(error).fold(0.0, |sum, error| sum + error)
@@ -158,7 +158,7 @@ fn fit_affine(
     (best.0, -best.1)
 }
 
-/// Packs 2-bit codes: a byte holds one code of each quarter of 128 codes.
+/// Packs 2-bit codes in groups of 128. Each byte holds one code from each quarter of a group.
 fn pack_quarters(codes: &[u8], to: &mut [u8]) {
     for (codes, to) in codes.chunks_exact(128).zip(to.chunks_exact_mut(32)) {
         for (i, byte) in to.iter_mut().enumerate() {
@@ -269,9 +269,10 @@ fn q6_k(x: &[f32], block: &mut [u8]) {
     }
 }
 
-/// Quantizes 16 values to codes from -32 to 31, stored plus 32, and returns their scale (`make_qx_quants` in ggml).
+/// Quantizes 16 values to codes from -32 to 31 and returns their scale (`make_qx_quants` in ggml).
 ///
-/// Of several scales, the one with the smallest error wins, weighted by the squares of the values.
+/// The codes are stored with an offset of 32.
+/// Tries several scales and keeps the one with the smallest error, weighted by the squared values.
 fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
     let max = x.iter().fold(0.0f32, |max, x| if x.abs() > max.abs() { *x } else { max });
     if max.abs() < SMALLEST_MAGNITUDE {
@@ -300,7 +301,9 @@ fn fit_q6(x: &[f32], codes: &mut [u8]) -> f32 {
     scale
 }
 
-/// Quantizes 16 values to codes from -4 to 3, stored plus 4, and returns their scale (`make_q3_quants` in ggml).
+/// Quantizes 16 values to codes from -4 to 3 and returns their scale (`make_q3_quants` in ggml).
+///
+/// The codes are stored with an offset of 4.
 fn fit_q3(x: &[f32], codes: &mut [u8]) -> f32 {
     let max = x.iter().fold(0.0f32, |max, x| if x.abs() > max.abs() { *x } else { max });
     if max.abs() < SMALLEST_MAGNITUDE {

@@ -1,13 +1,18 @@
-//! Splits blocks into quantized integers and scales, for the layout of the kernels.
+//! Splits blocks into quantized integers and scales for the memory layout of the kernels.
 
 use super::blocks::{bit, q3_k_scale, scale_and_min};
 use super::types::GgmlType;
 
-/// Returns the quantized integers of the `group`-th 32 elements of a block, and writes their scales to `scales`.
+/// Returns the quantized integers of one group of 32 elements and writes their scales to `scales`.
 ///
+/// `group` is the index of the group in the block.
 /// The integers are unsigned, except for the signed bytes of Q8_0.
-/// The scales are the f16 scale and min of the block;
-/// for the K types one byte for each 16 elements; for Q4_K and Q5_K a scale and a min.
+///
+/// The scales depend on the type:
+/// - Q2_K, Q3_K and Q6_K: one byte per 16 elements.
+/// - Q4_K and Q5_K: one byte for the scale of the group and one for its minimum.
+/// - Other types: the f16 scale of the block, followed by its f16 minimum if the type has one.
+///
 /// The f16 scales of a K block are not written.
 pub fn split_group(ggml_type: GgmlType, bytes: &[u8], group: usize, scales: &mut [u8]) -> [u8; 32] {
     match ggml_type {
@@ -53,12 +58,12 @@ pub fn split_group(ggml_type: GgmlType, bytes: &[u8], group: usize, scales: &mut
     q
 }
 
-/// Sets bits of each integer.
+/// Sets bits in each integer.
 fn set(q: &mut [u8; 32], bits: impl Fn(usize) -> u8) {
     q.iter_mut().enumerate().for_each(|(i, q)| *q |= bits(i));
 }
 
-/// Unpacks 32 nibbles from 16 bytes, the low nibbles first.
+/// Unpacks 32 nibbles from 16 bytes, low nibbles first.
 fn nibbles(bytes: &[u8], q: &mut [u8; 32]) {
     let (low, high) = q.split_at_mut(16);
     for ((low, high), byte) in low.iter_mut().zip(high).zip(bytes) {
@@ -66,12 +71,12 @@ fn nibbles(bytes: &[u8], q: &mut [u8; 32]) {
     }
 }
 
-/// Unpacks the low (half 0) or the high (half 1) nibbles of 32 bytes.
+/// Unpacks the low nibbles (`half` = 0) or the high nibbles (`half` = 1) of 32 bytes.
 fn half_of_nibbles(bytes: &[u8], half: usize, q: &mut [u8; 32]) {
     q.iter_mut().zip(bytes).for_each(|(q, byte)| *q = byte >> (4 * half) & 15);
 }
 
-/// Unpacks the `group`-th 32 of 256 pairs of bits, shifted left by `shift`.
+/// Unpacks the 32 bit pairs of one group and shifts them left by `shift`.
 fn pairs(bytes: &[u8], group: usize, shift: usize, q: &mut [u8; 32]) {
     let bytes = &bytes[32 * (group / 4)..][..32];
     q.iter_mut().zip(bytes).for_each(|(q, byte)| *q |= (byte >> (2 * (group % 4)) & 3) << shift);

@@ -4,7 +4,7 @@ use std::fmt;
 
 use anyhow::{Result, bail};
 
-/// How a tensor's elements are stored. A row is a whole number of blocks.
+/// The storage type of a tensor's elements. Each row is a whole number of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum GgmlType {
     F32,
@@ -26,7 +26,7 @@ pub enum GgmlType {
 /// The number of elements in a block of the K types.
 pub const SUPER_BLOCK: usize = 256;
 
-/// Types that are not supported, with their names for error messages.
+/// The unsupported types and their names for error messages.
 const UNSUPPORTED: &[(u32, &str)] = &[
     (4, "Q4_2, removed in 2023"),
     (5, "Q4_3, removed in 2023"),
@@ -77,7 +77,7 @@ impl GgmlType {
         Self::Mxfp4,
     ];
 
-    /// Returns the type with this number in GGUF files.
+    /// Returns the type with this ID in GGUF files.
     pub fn from_id(id: u32) -> Result<Self> {
         if let Some(found) = Self::ALL.into_iter().find(|candidate| candidate.id() == id) {
             return Ok(found);
@@ -89,12 +89,12 @@ impl GgmlType {
         }
     }
 
-    /// Returns the number of the type in GGUF files.
+    /// Returns the ID of the type in GGUF files.
     pub fn id(self) -> u32 {
         self.properties().0
     }
 
-    /// Returns ggml's name of the type.
+    /// Returns the ggml name of the type.
     pub fn name(self) -> &'static str {
         self.properties().1
     }
@@ -109,7 +109,7 @@ impl GgmlType {
         self.properties().3
     }
 
-    /// Returns the number, the name, the elements per block, and the bytes per block.
+    /// Returns the ID, the name, the elements per block, and the bytes per block.
     fn properties(self) -> (u32, &'static str, usize, usize) {
         match self {
             Self::F32 => (0, "F32", 1, 4),
@@ -129,8 +129,8 @@ impl GgmlType {
         }
     }
 
-    /// Returns the size of a tensor [rows, columns] in bytes.
-    /// `None` if a row is not a whole number of blocks, or if the size overflows 64 bits.
+    /// Returns the size in bytes of a tensor with shape `[rows, columns]`.
+    /// Returns `None` if a row is not a whole number of blocks, or if the size overflows 64 bits.
     pub fn bytes(self, columns: u64, rows: u64) -> Option<u64> {
         let length = self.block_length() as u64;
         if !columns.is_multiple_of(length) {

@@ -1,4 +1,4 @@
-//! The architectures whose GGUF files can be read.
+//! The supported architectures of GGUF files.
 
 use anyhow::Result;
 
@@ -32,7 +32,7 @@ const LLAMA: Layout = Layout {
     add_fields: fields::llama,
 };
 
-/// A layout without permuted rows and without biases.
+/// A layout with neither permuted rows nor biases.
 const PLAIN: Layout = Layout { permuted: false, biased: &[], add_fields: fields::none, ..LLAMA };
 
 /// Every supported architecture.
@@ -116,11 +116,11 @@ const LAYOUTS: &[Layout] = &[
     },
 ];
 
-/// Returns the layout of an architecture. Fails with [`Error::UnsupportedArchitecture`] for an unknown one.
+/// Returns the layout of an architecture. Fails with [`Error::UnsupportedArchitecture`] if it is unknown.
 pub fn find(name: &str) -> Result<&'static Layout> {
     LAYOUTS.iter().find(|layout| layout.name == name).ok_or_else(|| {
         let supported = LAYOUTS.iter().map(|layout| layout.name).collect::<Vec<_>>().join(", ");
-        let supported = format!("{supported} (of GGUF files)");
+        let supported = format!("{supported} (in GGUF files)");
         Error::UnsupportedArchitecture { found: name.to_string(), supported }.into()
     })
 }

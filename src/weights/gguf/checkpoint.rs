@@ -1,4 +1,4 @@
-//! An opened GGUF model: its metadata, its tensor table, and the bytes of its tensors.
+//! An opened GGUF model with its metadata, tensor table and tensor data.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,7 +15,7 @@ use super::tensor_names::ROPE_FACTOR_TENSORS;
 use crate::weights::ggml::GgmlType;
 use crate::weights::read_ahead::{ByteRange, Extent, Retention};
 
-/// Names for the values of `general.file_type`, numbered as in llama.cpp's `llama_ftype`.
+/// The names of `general.file_type` values, numbered as in `llama_ftype` of llama.cpp.
 const FILE_TYPES: &[(u32, &str)] = &[
     (0, "F32"),
     (1, "F16"),
@@ -38,7 +38,7 @@ const FILE_TYPES: &[(u32, &str)] = &[
     (38, "MXFP4"),
 ];
 
-/// An opened GGUF model. Its header is parsed once, when it is opened.
+/// An opened GGUF model. The header is parsed once, when the model is opened.
 pub struct GgufCheckpoint {
     parts: Vec<GgufPart>,
     tensors: BTreeMap<String, GgufTensorInfo>,
@@ -52,18 +52,18 @@ pub struct GgufTensorView<'c> {
 }
 
 impl GgufCheckpoint {
-    /// Maps a file and parses its header; tensor data is not read.
-    /// If the file is a part of a split model, all parts are opened.
+    /// Maps a file and parses its header without reading tensor data.
+    /// If the file is part of a split model, all parts are opened.
     pub fn open(path: &Path) -> Result<Self> {
         Self::from_parts(split::open_parts(path, &LocalParts)?)
     }
 
-    /// Opens a model on a hub. Only headers are fetched, a few megabytes for a file with a vocabulary.
+    /// Opens a model on a hub. Only headers are fetched. A header with a vocabulary takes a few megabytes.
     ///
-    /// `files` lists the parts and their sizes in bytes; `read` fetches a range of a file.
-    /// Tensors are listed, but their data cannot be viewed.
+    /// `files` lists the parts and their sizes in bytes. `read` fetches a range of a file.
+    /// The tensors are listed, but their data is not available.
     pub fn open_remote(files: &[(String, u64)], read: &ReadRange) -> Result<Self> {
-        let (first, _) = files.first().context("cannot open a GGUF model: no file is listed")?;
+        let (first, _) = files.first().context("cannot open a GGUF model: the list of files is empty")?;
         Self::from_parts(split::open_parts(Path::new(first), &RemoteParts { files, read })?)
     }
 
@@ -81,12 +81,12 @@ impl GgufCheckpoint {
         Ok(Self { parts, tensors })
     }
 
-    /// Returns the metadata of the first part, which holds for the whole model.
+    /// Returns the metadata of the first part, which applies to the whole model.
     pub fn metadata(&self) -> Metadata<'_> {
         self.parts[0].metadata()
     }
 
-    /// Returns the name of the model's architecture, such as `llama`. Most metadata keys begin with it.
+    /// Returns the architecture of the model, such as `llama`. Most metadata keys start with this name.
     pub fn architecture(&self) -> Result<&str> {
         self.metadata().required("general.architecture", Metadata::string)
     }
@@ -101,19 +101,20 @@ impl GgufCheckpoint {
         Ok(blocks as usize)
     }
 
-    /// Returns the numbers of query heads and key/value heads. Without a key/value count, both are equal.
+    /// Returns the number of query heads and the number of key/value heads.
+    /// The numbers are equal if the file has no key for the key/value heads.
     pub fn head_counts(&self) -> Result<(usize, usize)> {
         let (architecture, metadata) = (self.architecture()?, self.metadata());
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), Metadata::u32)?;
         let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?.unwrap_or(heads);
         if heads == 0 || kv_heads == 0 {
-            bail!("metadata key {architecture}.attention.head_count is {heads}, head_count_kv {kv_heads}");
+            bail!("metadata key {architecture}.attention.head_count is {heads} and head_count_kv is {kv_heads}");
         }
         Ok((heads as usize, kv_heads as usize))
     }
 
-    /// Returns the name of the file's quantization, such as `Q4_K_M`.
-    /// A file that does not set it gets the type of most of its bytes.
+    /// Returns the quantization of the file, such as `Q4_K_M`.
+    /// If the metadata does not name one, returns the type with the most bytes.
     pub fn quantization(&self) -> Option<String> {
         let file_type = self.metadata().u32("general.file_type").ok().flatten();
         if let Some((_, name)) = file_type.and_then(|id| FILE_TYPES.iter().find(|(known, _)| *known == id)) {
@@ -150,13 +151,13 @@ impl GgufCheckpoint {
         self.tensors.values().map(|info| info.bytes as u64).sum()
     }
 
-    /// Returns the number of parameters. RoPE factors do not count, because other formats keep them in config.json.
+    /// Returns the number of parameters. RoPE factors are not counted: other formats keep them in config.json.
     pub fn parameters(&self) -> u64 {
         let tensors = self.tensors.iter().filter(|(name, _)| !ROPE_FACTOR_TENSORS.contains(&name.as_str()));
         tensors.map(|(_, info)| info.elements() as u64).sum()
     }
 
-    /// Returns where a tensor lies in its file. `None` if it is missing, empty or remote.
+    /// Returns the location of a tensor in its file, or `None` if the tensor is missing, empty or remote.
     pub fn extent(&self, name: &str, retention: Retention) -> Option<Extent> {
         let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
         let Contents::Mapped { source, .. } = &self.parts[info.part].contents else { return None };
@@ -164,7 +165,7 @@ impl GgufCheckpoint {
         Some(Extent { name: name.to_string(), ranges, retention })
     }
 
-    /// Returns a tensor that must exist.
+    /// Returns the table entry of a tensor. Fails if the tensor is missing.
     pub(super) fn required(&self, name: &str) -> Result<&GgufTensorInfo> {
         self.tensors.get(name).with_context(|| {
             let files: Vec<_> = self.files().map(|file| file.display().to_string()).collect();
@@ -172,7 +173,7 @@ impl GgufCheckpoint {
         })
     }
 
-    /// Returns a tensor's bytes.
+    /// Returns the bytes of a tensor.
     pub fn view(&self, name: &str) -> Result<GgufTensorView<'_>> {
         let info = self.required(name)?;
         let part = &self.parts[info.part];
@@ -183,7 +184,7 @@ impl GgufCheckpoint {
         Ok(GgufTensorView { info, file: &part.path, bytes })
     }
 
-    /// Returns a tensor's values as f32, dequantized if necessary.
+    /// Returns the values of a tensor as f32, dequantizing them if necessary.
     pub fn values(&self, name: &str) -> Result<Vec<f32>> {
         let view = self.view(name)?;
         let mut values = vec![0.0; view.info.elements()];

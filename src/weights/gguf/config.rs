@@ -1,8 +1,8 @@
-//! Converts metadata to the fields of config.json and generation_config.json,
-//! so that a family reads and checks one form for every container.
+//! Converts GGUF metadata to the fields of config.json and generation_config.json.
+//! Model families can then read and validate the same fields for every file format.
 //!
-//! Missing keys have llama.cpp's defaults (ggml-org/llama.cpp, `src/llama-model.cpp`):
-//! as many key/value heads as heads, heads that share the hidden size evenly,
+//! Missing keys have the defaults of llama.cpp (ggml-org/llama.cpp, `src/llama-model.cpp`):
+//! one key/value head per query head, a head size of hidden size / heads,
 //! a rope_theta of 10,000, and no RoPE scaling.
 
 use anyhow::Result;
@@ -14,16 +14,16 @@ use super::keys::{ArchitectureKeys, widen};
 use super::metadata::Metadata;
 
 impl GgufCheckpoint {
-    /// Returns the metadata in the form of a config.json.
+    /// Returns the metadata as the contents of a config.json.
     ///
     /// Fails with [`Error::UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture)
-    /// for an unknown architecture, and for metadata that a config.json cannot express.
+    /// for an unknown architecture. Also fails for metadata that a config.json cannot express.
     pub fn config(&self) -> Result<Value> {
         config(self)
     }
 
-    /// Returns the sampling defaults in the form of a generation_config.json;
-    /// fields that the file does not set are null.
+    /// Returns the sampling defaults as the contents of a generation_config.json.
+    /// Fields that the file does not set are null.
     pub fn generation_config(&self) -> Result<Value> {
         generation_config(&self.metadata())
     }
@@ -40,7 +40,7 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
     put("model_type", layout.model_type.into());
     put("vocab_size", keys.vocab_size()?.into());
     put("hidden_size", keys.required_size("embedding_length")?.into());
-    // Models whose layers all have experts may lack the size of a dense MLP.
+    // Models with experts in every layer may not specify the size of a dense MLP.
     let intermediate = keys.size("feed_forward_length")?.filter(|length| *length > 0);
     put("intermediate_size", intermediate.or(keys.size("expert_feed_forward_length")?).into());
     put("num_hidden_layers", file.block_count()?.into());
@@ -59,7 +59,7 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
         put("partial_rotary_factor", fraction(rotated, head_dim).into());
     }
     (layout.add_fields)(&keys, &mut fields)?;
-    // A missing field must stay missing: some families read `null` as a value.
+    // Missing fields must stay absent, because some families treat `null` as a value.
     fields.retain(|_, value| !value.is_null());
     Ok(Value::Object(fields))
 }
@@ -80,7 +80,7 @@ fn generation_config(metadata: &Metadata) -> Result<Value> {
     }))
 }
 
-/// Returns the factor f for which `whole * f`, rounded down, is `part`.
+/// Returns a factor for which `whole * factor`, rounded down, equals `part`.
 fn fraction(part: u64, whole: u64) -> f64 {
     let factor = part as f64 / whole as f64;
     if (whole as f64 * factor) as u64 == part { factor } else { factor.next_up() }

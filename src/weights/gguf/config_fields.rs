@@ -1,4 +1,4 @@
-//! Fields of config.json beyond the common ones, architecture by architecture.
+//! The config.json fields that are specific to individual architectures.
 
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -12,7 +12,8 @@ pub fn none(_: &ArchitectureKeys, _: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
 
-/// Llama, Mistral and Mixtral, all of which llama.cpp calls `llama`. Old files of Mistral lack the sliding window.
+/// Adds the fields of Llama, Mistral and Mixtral. In llama.cpp, all three are named `llama`.
+/// Old Mistral files do not specify the sliding window.
 pub fn llama(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<()> {
     fields.insert("mlp_bias".into(), keys.has("blk.0.ffn_down.bias").into());
     if keys.size("expert_count")?.is_some_and(|experts| experts > 0) {
@@ -32,7 +33,7 @@ fn experts(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<(
     Ok(())
 }
 
-/// Qwen: a sliding window if the file has one, on the layers that the file lists.
+/// Adds the sliding window of a Qwen model and the layers that use it, if the file specifies a window.
 pub fn sliding_window(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<()> {
     if let Some(window) = keys.size("attention.sliding_window")?.filter(|window| *window > 0) {
         fields.insert("use_sliding_window".into(), true.into());
@@ -63,9 +64,11 @@ pub fn phi3(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Result<
     Ok(())
 }
 
-/// Fields that Gemma 2 and 3 share.
-/// The largest model of each, recognized by its number of layers,
-/// scales attention scores by the hidden size per head; the others scale them by the head size.
+/// Adds the fields that Gemma 2 and Gemma 3 share.
+///
+/// Most of these models derive the scale of attention scores from the head size.
+/// The largest model of each generation uses hidden size / heads instead.
+/// It is recognized by its number of layers.
 fn gemma(keys: &ArchitectureKeys, fields: &mut Map<String, Value>, layers_of_largest: usize) -> Result<()> {
     let (heads, _) = keys.file.head_counts()?;
     let scalar = match keys.float("attention.scale")?.filter(|scale| *scale > 0.0) {
@@ -121,7 +124,7 @@ pub fn gpt_oss(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Resu
     fields.insert("sliding_window".into(), keys.required_size("attention.sliding_window")?.into());
     fields.insert("layer_types".into(), keys.layer_types(2)?);
     fields.insert("intermediate_size".into(), keys.required_size("expert_feed_forward_length")?.into());
-    // The published model does not round YaRN's ramp to whole dimensions. No metadata key says so.
+    // The published models do not round the YaRN ramp to whole dimensions, but no metadata key says so.
     if let Some(Value::Object(scaling)) = fields.get_mut("rope_scaling") {
         scaling.insert("truncate".into(), false.into());
     }

@@ -2,28 +2,28 @@
 
 use anyhow::{Result, anyhow};
 
-/// A position in the bytes of a file.
+/// A read position in the bytes of a file.
 #[derive(Clone, Copy)]
 pub struct Cursor<'b> {
     bytes: &'b [u8],
     position: usize,
-    /// The file's size. `bytes` may be only the beginning of the file.
+    /// The size of the file. `bytes` may be only the beginning of the file.
     file_bytes: u64,
 }
 
-/// The value lies in the file, but beyond the bytes that were fetched.
-/// Holds how many bytes from the beginning of the file are needed.
+/// The error for a value that lies in the file but beyond the fetched bytes.
+/// It contains the number of bytes that are needed from the beginning of the file.
 #[derive(Debug, thiserror::Error)]
 #[error("the first {0} bytes of the file are needed")]
 pub struct NeedsMoreBytes(pub u64);
 
 impl<'b> Cursor<'b> {
-    /// Starts at a byte offset. An offset past the end is not an error until something is read.
+    /// Creates a cursor at a byte offset. An offset past the end is not an error until a value is read.
     pub fn at(bytes: &'b [u8], position: usize) -> Self {
         Self { bytes, position, file_bytes: bytes.len() as u64 }
     }
 
-    /// Starts at the beginning of a file of `file_bytes` bytes, of which `head` was fetched.
+    /// Creates a cursor at the start of a file with `file_bytes` bytes, of which only `head` was fetched.
     /// Reading past `head` fails with [`NeedsMoreBytes`].
     pub fn from_head(head: &'b [u8], file_bytes: u64) -> Self {
         let fetched = head.len().min(usize::try_from(file_bytes).unwrap_or(usize::MAX));
@@ -41,7 +41,7 @@ impl<'b> Cursor<'b> {
     /// Reads the next `bytes` bytes.
     #[inline]
     pub fn take(&mut self, bytes: u64) -> Result<&'b [u8]> {
-        // The position may lie past the end.
+        // The position may be past the end.
         let rest = self.bytes.get(self.position..).unwrap_or_default();
         if bytes > rest.len() as u64 {
             return Err(self.too_short(bytes));
@@ -54,12 +54,12 @@ impl<'b> Cursor<'b> {
     fn too_short(&self, bytes: u64) -> anyhow::Error {
         if bytes > self.remaining() {
             return anyhow!(
-                "expected {bytes} bytes at offset {}, but the file ends after {}",
+                "expected {bytes} bytes at offset {}, but only {} are left",
                 self.position,
                 self.remaining()
             );
         }
-        // `bytes` is at most `remaining()`, so the sum is at most the file's size.
+        // `bytes` is at most `remaining()`, so the sum does not exceed the file size.
         NeedsMoreBytes(self.position as u64 + bytes).into()
     }
 
@@ -79,7 +79,7 @@ impl<'b> Cursor<'b> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    /// Reads a string: a 64-bit length, then the bytes.
+    /// Reads a string, which is stored as a 64-bit length followed by the bytes.
     #[inline]
     pub fn string(&mut self) -> Result<&'b [u8]> {
         let bytes = self.u64()?;

@@ -1,6 +1,7 @@
-//! Routed experts.
-//! The file has one tensor each for gate, up and down; the model has gate and up in one tensor.
-//! For gpt-oss, the model's tensors are packed MXFP4.
+//! Maps the routed experts of a GGUF file to tensors of the model.
+//!
+//! The file has separate tensors for gate, up and down. The model has gate and up in one tensor.
+//! For gpt-oss, the expert tensors of the model are packed as MXFP4.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +22,7 @@ pub struct Experts<'c> {
 }
 
 impl Experts<'_> {
-    /// Adds the layer's experts to the model's tensors. A layer without experts adds nothing.
+    /// Adds the experts of the layer, if it has any, to the tensors of the model.
     pub fn add(&self, tensors: &mut BTreeMap<String, ModelTensor>) -> Result<()> {
         let module = format!("{}.{}.mlp.experts", self.layout.outer.layers, self.layer);
         let stack = |matrix: &str| vec![format!("blk.{}.ffn_{matrix}_exps.weight", self.layer)];
@@ -39,7 +40,7 @@ impl Experts<'_> {
         }
         if gate.len() != up.len() || gate.len() != down.len() {
             bail!(
-                "layer {}: the numbers of expert tensors differ: {} gate, {} up, {} down",
+                "layer {}: expected equal numbers of expert tensors, found {} gate, {} up and {} down",
                 self.layer,
                 gate.len(),
                 up.len(),
@@ -48,8 +49,8 @@ impl Experts<'_> {
         }
         let gate_up: Vec<String> = gate.into_iter().zip(up).flat_map(|(gate, up)| [gate, up]).collect();
         if self.layout.model_type == "gpt_oss" && down.len() > 1 {
-            // The model interleaves the rows of gate and up, which works for stacked experts only.
-            // No converter ever wrote such a file.
+            // The model interleaves the rows of gate and up, which requires stacked experts.
+            // No known converter writes gpt-oss files with one tensor per expert.
             bail!("layer {}: gpt-oss needs all experts in one tensor, found {} tensors", self.layer, down.len());
         }
         if self.layout.model_type != "gpt_oss" {
@@ -66,7 +67,7 @@ impl Experts<'_> {
                 tensors.insert(format!("{name}_blocks"), blocks);
                 tensors.insert(format!("{name}_scales"), scales);
             } else {
-                // Unpacked checkpoints of gpt-oss have the input dimension first.
+                // Unpacked gpt-oss checkpoints store the input dimension first.
                 let mut tensor = tensor;
                 tensor.info.shape.swap(1, 2);
                 tensors.insert(name.clone(), ModelTensor { transform: Transform::Transposed, ..tensor });
@@ -79,21 +80,22 @@ impl Experts<'_> {
         Ok(())
     }
 
-    /// Stacks the matrices \[E, R, C\] or biases \[E, R\] of all experts. The sources are down alone, or gate and up.
+    /// Stacks the matrices `[experts, rows, columns]` or the biases `[experts, rows]` of all experts.
+    /// The sources are either the down tensors, or the gate and up tensors in alternation.
     fn stack(&self, sources: &[String], gate_up: GateUpLayout) -> Result<ModelTensor> {
         let infos = sources.iter().map(|name| self.file.required(name)).collect::<Result<Vec<_>>>()?;
         let (first, name) = (infos[0], &sources[0]);
         if let Some((other, info)) = sources.iter().zip(&infos).find(|(_, info)| info.shape != first.shape) {
-            bail!("tensor {other}: expected the shape of {name}, {:?}, found {:?}", first.shape, info.shape);
+            bail!("tensor {other}: expected shape {:?} as in {name}, found {:?}", first.shape, info.shape);
         }
         let (is_stacked, is_bias) = (name.contains("_exps"), name.ends_with(".bias"));
         let matrices = if name.contains("ffn_down") { 1 } else { 2 };
         if first.shape.len() != 1 + usize::from(is_stacked) + usize::from(!is_bias) {
-            bail!("tensor {name}: {:?} is not a shape of experts", first.shape);
+            bail!("tensor {name}: {:?} is not a valid shape for experts", first.shape);
         }
         let experts = if is_stacked { first.shape[0] } else { sources.len() / matrices };
         let expert_shape = &first.shape[usize::from(is_stacked)..];
-        // Each source was checked alone. Empty sources could still overflow when they are combined.
+        // The size of each source was checked, but the combined size of empty sources can still overflow.
         let mut lengths = [experts, matrices].into_iter().chain(expert_shape.iter().copied());
         if lengths.try_fold(1usize, |product, length| product.checked_mul(length.max(1))).is_none() {
             bail!("tensor {name}: {experts} experts of shape {expert_shape:?} have too many elements");
@@ -111,16 +113,17 @@ impl Experts<'_> {
     }
 }
 
-/// How the rows of gate and up lie in their common tensor.
+/// The order of the gate rows and up rows in their combined tensor.
 #[derive(Clone, Copy)]
 enum GateUpLayout {
-    /// All rows of an expert's gate, then all rows of its up.
+    /// All gate rows of an expert, followed by all of its up rows.
     Concatenated,
-    /// A row of gate, a row of up, and so on.
+    /// Gate rows and up rows in alternation.
     Interleaved,
 }
 
-/// Splits stacked MXFP4 matrices into elements [E, R, C/32, 16] and scales [E, R, C/32].
+/// Splits stacked MXFP4 matrices into elements and scales.
+/// Elements have shape `[experts, rows, columns / 32, 16]`, and scales have shape `[experts, rows, columns / 32]`.
 fn packed(tensor: ModelTensor) -> (ModelTensor, ModelTensor) {
     let ModelTensor { info, sources, rows, .. } = tensor;
     let groups = info.elements() / GgmlType::Mxfp4.block_length();

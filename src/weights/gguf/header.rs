@@ -1,4 +1,4 @@
-//! The header of one file: magic, version, counts, metadata, tensor table.
+//! The header of a GGUF file: magic bytes, version, counts, metadata and tensor table.
 //! Every number is checked against the file's size before it is used.
 
 use std::collections::BTreeMap;
@@ -26,10 +26,10 @@ pub struct Header {
 #[derive(Clone, Debug)]
 pub struct GgufTensorInfo {
     pub ggml_type: GgmlType,
-    /// The slowest dimension comes first, as in safetensors. The file has the opposite order.
+    /// The shape with the slowest dimension first, as in safetensors. The file stores the reverse order.
     pub shape: Vec<usize>,
     pub bytes: usize,
-    /// The index of the part that holds the tensor.
+    /// The index of the part that contains the tensor.
     pub(super) part: usize,
     /// The offset in that part, in bytes.
     pub(super) start: usize,
@@ -47,13 +47,13 @@ impl GgufTensorInfo {
 }
 
 impl Header {
-    /// Parses the header of a file. `bytes` is the whole file; tensor data is not read.
+    /// Parses the header of a file without reading tensor data. `bytes` is the whole file.
     pub fn parse(bytes: &[u8]) -> Result<Self> {
         Self::parse_head(bytes, bytes.len() as u64)
     }
 
-    /// Parses the header of a file of `file_bytes` bytes, of which only the beginning was fetched.
-    /// Fails with [`NeedsMoreBytes`] if the header is longer.
+    /// Parses the header from `bytes`, the fetched beginning of a file with `file_bytes` bytes.
+    /// Fails with [`NeedsMoreBytes`] if the header is longer than `bytes`.
     pub(super) fn parse_head(bytes: &[u8], file_bytes: u64) -> Result<Self> {
         let mut cursor = Cursor::from_head(bytes, file_bytes);
         let magic =
@@ -127,7 +127,7 @@ fn alignment(metadata: &Metadata) -> Result<u64> {
 /// A row of the tensor table before its offset is checked.
 struct UncheckedTensor {
     info: GgufTensorInfo,
-    /// Counted from the beginning of the tensor data.
+    /// The offset from the beginning of the tensor data.
     offset: u64,
 }
 
@@ -159,19 +159,16 @@ fn read_tensors(
 fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     let dimensions = cursor.u32()?;
     if dimensions > MAX_DIMENSIONS {
-        bail!("{dimensions} dimensions; at most {MAX_DIMENSIONS} are allowed");
+        bail!("{dimensions} dimensions exceed the limit of {MAX_DIMENSIONS}");
     }
     let mut shape = (0..dimensions).map(|_| cursor.u64()).collect::<Result<Vec<_>>>()?;
     let ggml_type = GgmlType::from_id(cursor.u32()?)?;
     let offset = cursor.u64()?;
     let columns = shape.first().copied().unwrap_or(1);
     if !columns.is_multiple_of(ggml_type.block_length() as u64) {
-        bail!(
-            "a row of {columns} elements is not a multiple of the block of {} ({ggml_type})",
-            ggml_type.block_length()
-        );
+        bail!("row length {columns} is not a multiple of the {ggml_type} block length {}", ggml_type.block_length());
     }
-    // An empty dimension counts as one, so that the dimensions after it are checked for overflow as well.
+    // An empty dimension counts as 1 here. Otherwise, the zero would hide an overflow in the other dimensions.
     let elements = shape.iter().try_fold(1u64, |product, &length| product.checked_mul(length.max(1)));
     if elements.is_none_or(|elements| elements > i64::MAX as u64) {
         bail!("shape {shape:?} has too many elements");
@@ -184,7 +181,8 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     Ok(UncheckedTensor { info: GgufTensorInfo { ggml_type, shape, bytes, part: 0, start: 0 }, offset })
 }
 
-/// Checks that a tensor lies in the file, and computes its offset there. `data` is where the tensor data begins.
+/// Checks that a tensor lies within the file and computes its offset in the file.
+/// `data` is the offset of the tensor data.
 fn check_offset(row: UncheckedTensor, alignment: u64, data: u64, file_bytes: u64) -> Result<GgufTensorInfo> {
     let UncheckedTensor { mut info, offset } = row;
     if !offset.is_multiple_of(alignment) {

@@ -9,7 +9,7 @@ use super::checkpoint::GgufCheckpoint;
 use super::metadata::{Metadata, Value as MetadataValue};
 use super::tensor_names::ROPE_FACTOR_TENSORS;
 
-/// The metadata keys that begin with the architecture's name, such as `llama.block_count`.
+/// The metadata keys that start with the name of the architecture, such as `llama.block_count`.
 pub struct ArchitectureKeys<'c> {
     pub file: &'c GgufCheckpoint,
     pub architecture: &'c str,
@@ -29,7 +29,7 @@ impl<'c> ArchitectureKeys<'c> {
         Ok(self.file.metadata().required(&self.key(name), Metadata::u32)?.into())
     }
 
-    /// Returns a float as the f64 that prints the same: 1e-5, and not 0.000009999999747378752.
+    /// Returns a float as the f64 with the same decimal notation: 1e-5, not 0.000009999999747378752.
     pub fn float(&self, name: &str) -> Result<Option<f64>> {
         Ok(self.file.metadata().f32(&self.key(name))?.map(widen))
     }
@@ -43,7 +43,7 @@ impl<'c> ArchitectureKeys<'c> {
         self.file.info(tensor).is_some()
     }
 
-    /// Returns the size of a head. By default, the heads share the hidden size evenly.
+    /// Returns the head size. The default is the hidden size divided by the number of heads.
     pub fn head_dim(&self) -> Result<u64> {
         let (heads, hidden) = (self.file.head_counts()?.0 as u64, self.required_size("embedding_length")?);
         let head_dim = match self.size("attention.key_length")? {
@@ -51,7 +51,7 @@ impl<'c> ArchitectureKeys<'c> {
             None if heads == 0 || hidden.is_multiple_of(heads) => hidden / heads.max(1),
             None => {
                 let (count, length) = (self.key("attention.head_count"), self.key("embedding_length"));
-                bail!("metadata keys {count} and {length}: {heads} heads cannot share {hidden} dimensions evenly")
+                bail!("metadata keys {count} and {length}: {hidden} is not a multiple of {heads}")
             }
         };
         match self.size("attention.value_length")?.filter(|length| *length != head_dim) {
@@ -60,7 +60,7 @@ impl<'c> ArchitectureKeys<'c> {
         }
     }
 
-    /// Returns the vocabulary size: the key of that name, or the number of tokens, or the rows of the embedding.
+    /// Returns the vocabulary size from the `vocab_size` key, the list of tokens, or the rows of the embedding.
     pub fn vocab_size(&self) -> Result<Option<u64>> {
         let rows = self.file.info("token_embd.weight").and_then(|info| info.shape.first()).map(|rows| *rows as u64);
         let tokens = match self.file.metadata().get("tokenizer.ggml.tokens")? {
@@ -70,11 +70,12 @@ impl<'c> ArchitectureKeys<'c> {
         Ok(self.size("vocab_size")?.or(tokens).or(rows))
     }
 
-    /// Returns the attention type of each layer, as config.json lists it.
+    /// Returns the attention type of each layer in the notation of config.json.
     ///
-    /// The file has one boolean per layer, or a period n: every n-th layer has full attention and the others slide.
-    /// A period of 0 means full attention everywhere.
-    /// `default_period` holds if the file has neither.
+    /// The file has either one boolean per layer or a period n.
+    /// With a period, every n-th layer has full attention, and the other layers have a sliding window.
+    /// A period of 0 means full attention in every layer.
+    /// `default_period` is used if the file has neither.
     pub fn layer_types(&self, default_period: u64) -> Result<Value> {
         let key = self.key("attention.sliding_window_pattern");
         let metadata = self.file.metadata();
@@ -99,7 +100,7 @@ impl<'c> ArchitectureKeys<'c> {
             Ok(values.map(|factors| factors.into_iter().map(widen).collect()))
         };
         let original = self.size("rope.scaling.original_context_length")?;
-        // For Llama 3, the converter computes the divisor of each frequency and stores it as a tensor.
+        // For Llama 3, the converter computes one divisor per frequency and stores the divisors as a tensor.
         let [freqs, short, long] = ROPE_FACTOR_TENSORS;
         if let Some(factors) = factors(freqs)? {
             return Ok(Some(json!({
@@ -115,7 +116,7 @@ impl<'c> ArchitectureKeys<'c> {
         }
         let factor = self.float("rope.scaling.factor")?;
         Ok(match self.string("rope.scaling.type")? {
-            // Files of 2023 have another key, inverted by some converters. Only a plain factor is read.
+            // Files from 2023 use a different key, which some converters inverted. Only `factor` is read.
             None | Some("none") => factor.map(|factor| json!({"rope_type": "linear", "factor": factor})),
             Some("linear") => Some(json!({"rope_type": "linear", "factor": factor.unwrap_or(1.0)})),
             Some("yarn") => Some(json!({
@@ -128,7 +129,7 @@ impl<'c> ArchitectureKeys<'c> {
     }
 }
 
-/// Returns the f64 that prints the same as the f32.
+/// Returns the f64 with the same decimal notation as the f32.
 pub fn widen(value: f32) -> f64 {
     value.to_string().parse().unwrap_or(f64::from(value))
 }

@@ -1,4 +1,4 @@
-//! The tensor names of one architecture, and what the converter did to its tensors.
+//! The tensor names of an architecture and the transformations that the converter applied to its tensors.
 //!
 //! Source: ggml-org/llama.cpp, `convert_hf_to_gguf.py` and `gguf-py/gguf/tensor_mapping.py`.
 
@@ -8,39 +8,39 @@ use serde_json::{Map, Value};
 use super::keys::ArchitectureKeys;
 use super::tensor_names::{LayerTensorName, ROPE_FACTOR_TENSORS};
 
-/// Adds the config.json fields that one architecture has beyond the common ones.
+/// A function that adds the config.json fields specific to one architecture.
 pub type AddFields = fn(&ArchitectureKeys, &mut Map<String, Value>) -> Result<()>;
 
-/// How the files of one architecture differ from a Hugging Face checkpoint.
+/// The differences between the GGUF files of one architecture and a Hugging Face checkpoint.
 pub struct Layout {
     /// The value of `general.architecture`.
     pub name: &'static str,
     /// The value of `model_type` in config.json.
     pub model_type: &'static str,
-    /// Whether the rows of q and k are interleaved, so that the two rows of a rotated pair are neighbors.
+    /// Whether the rows of q and k are interleaved, which makes the two rows of a RoPE pair adjacent.
     pub permuted: bool,
     /// Whether norms are stored as w + 1.
     pub norms_plus_one: bool,
-    /// Whether matrices are transposed: GPT-2's `Conv1D`.
+    /// Whether matrices are transposed, as in the `Conv1D` layers of GPT-2.
     pub transposed: bool,
-    /// The Hugging Face names outside of layers.
+    /// The Hugging Face names of tensors outside the layers.
     pub outer: &'static OuterNames,
-    /// Hugging Face names of a layer's tensors, where they differ from [`STANDARD_PARTS`].
+    /// The Hugging Face names of layer tensors that differ from [`STANDARD_PARTS`].
     pub parts: &'static [(&'static str, &'static str)],
     /// The parts that may have a bias.
     pub biased: &'static [&'static str],
-    /// Adds this architecture's own fields to config.json.
+    /// The function that adds the fields of this architecture to config.json.
     pub add_fields: AddFields,
 }
 
-/// Hugging Face names of the embedding, the layers, and the last norm.
+/// The Hugging Face names of the embedding, the layers and the final norm.
 pub struct OuterNames {
     pub embed_tokens: &'static str,
     pub layers: &'static str,
     pub norm: &'static str,
 }
 
-/// The names of a layer's tensors in Llama and most others, with a dense MLP or a router.
+/// The tensor names of a layer in Llama and most other architectures, with a dense MLP or a router.
 const STANDARD_PARTS: &[(&str, &str)] = &[
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
@@ -53,19 +53,19 @@ const STANDARD_PARTS: &[(&str, &str)] = &[
     ("ffn_down", "mlp.down_proj"),
     ("ffn_gate_inp", "mlp.gate"),
 ];
-/// What a tensor in a file stands for.
+/// The role of a tensor in a GGUF file.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Role {
     /// A tensor of the model, with its Hugging Face name.
     Tensor(String),
-    /// A part of a layer's routed experts, which several tensors form together.
+    /// One of the tensors that make up the routed experts of a layer.
     Expert,
-    /// Not a weight: RoPE factors, which config.json holds, or an obsolete tensor.
+    /// A tensor that is not a weight: RoPE factors, which belong in config.json, or an obsolete tensor.
     NotAWeight,
 }
 
 impl Layout {
-    /// Returns what a tensor stands for. `None` for a tensor that this architecture does not have.
+    /// Returns the role of a tensor, or `None` if this architecture has no such tensor.
     pub fn role(&self, name: &str) -> Option<Role> {
         let tensor = |name: &str, suffix: &str| Some(Role::Tensor(format!("{name}.{suffix}")));
         if ROPE_FACTOR_TENSORS.contains(&name) {
@@ -82,7 +82,7 @@ impl Layout {
                 _ => None,
             };
         };
-        // Old files of Mixtral have one tensor per expert, `ffn_gate.7`; new ones have all experts in one.
+        // Old Mixtral files have one tensor per expert, such as `ffn_gate.7`. New files stack all experts.
         let (stem, expert) = part.split_once('.').unwrap_or((part, ""));
         if part.ends_with("_exps") || (expert.parse::<usize>().is_ok() && stem.starts_with("ffn_")) {
             return Some(Role::Expert);

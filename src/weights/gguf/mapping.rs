@@ -12,8 +12,8 @@ use super::model_tensor::{ModelTensor, RowMapping, Transform, default_dtype};
 use super::tensor_names::LayerTensorName;
 use crate::weights::tensor_info::TensorInfo;
 
-/// Returns the model's tensors by their Hugging Face names.
-/// Fails if the file has a tensor that the architecture lacks.
+/// Returns the tensors of the model, keyed by Hugging Face name.
+/// Fails if the file has a tensor that is not part of the architecture.
 pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor>> {
     let layout = architectures::find(file.architecture()?)?;
     let layers = file.block_count()?;
@@ -30,7 +30,7 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
                 tensors.insert(hf_name, tensor);
             }
             Some(Role::Expert | Role::NotAWeight) => {}
-            None => bail!("tensor {name} {:?} is unknown for the architecture {}", info.shape, layout.name),
+            None => bail!("tensor {name} {:?} is not part of the architecture {}", info.shape, layout.name),
         }
     }
     for layer in 0..layers {
@@ -40,7 +40,7 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
     Ok(tensors)
 }
 
-/// Returns the model's tensor for a tensor of the file that maps to it alone.
+/// Returns the model tensor for a GGUF tensor that maps to it one-to-one.
 fn single(file: &GgufCheckpoint, layout: &Layout, name: &str) -> Result<ModelTensor> {
     let info = file.required(name)?;
     let part = LayerTensorName::parse(name).map(|name| name.part);
@@ -50,7 +50,7 @@ fn single(file: &GgufCheckpoint, layout: &Layout, name: &str) -> Result<ModelTen
         let heads = if part == Some("attn_q") { heads.0 } else { heads.1 };
         let length = shape.first().copied().unwrap_or(0);
         if heads == 0 || !length.is_multiple_of(2 * heads) {
-            bail!("{length} rows cannot form {heads} heads (attention.head_count, attention.head_count_kv)");
+            bail!("{length} rows do not divide into {heads} heads (attention.head_count, attention.head_count_kv)");
         }
         rows = RowMapping::InterleavedHalves(length / heads);
         if shape.len() == 1 {

@@ -1,4 +1,4 @@
-//! Metadata: typed values by key. Strings and arrays are borrowed from the file.
+//! GGUF metadata: typed values by key. Strings and arrays are borrowed from the file.
 
 use std::collections::BTreeMap;
 
@@ -31,7 +31,7 @@ impl ValueType {
         ALL.get(id as usize).copied().ok_or_else(|| anyhow!("unknown value type {id}"))
     }
 
-    /// Returns the smallest size of a value in a file, in bytes.
+    /// Returns the minimum size of a value in a file, in bytes.
     fn min_bytes(self) -> u64 {
         match self {
             Self::U8 | Self::I8 | Self::Bool => 1,
@@ -43,7 +43,7 @@ impl ValueType {
     }
 }
 
-/// A metadata value. The format requires strings to be UTF-8; [`Metadata::string`] checks it.
+/// A metadata value. The format requires strings in UTF-8, which [`Metadata::string`] checks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value<'c> {
     U8(u8),
@@ -178,7 +178,7 @@ impl<'c> Array<'c> {
             _ => drop(end.take(len * element.min_bytes())?),
         }
         let bytes = cursor.take((end.position() - cursor.position()) as u64)?;
-        // The bytes are in memory, so the length fits a usize.
+        // The bytes are in memory, so the length fits in a usize.
         Ok(Self { element, len: len as usize, bytes })
     }
 
@@ -197,7 +197,7 @@ pub struct ValueLocation {
 }
 
 impl ValueLocation {
-    /// Reads past the value at the cursor and returns its location.
+    /// Skips the value at the cursor and returns its location.
     pub fn read(cursor: &mut Cursor) -> Result<Self> {
         let kind = ValueType::from_id(cursor.u32()?)?;
         let location = Self { kind, start: cursor.position() };
@@ -206,7 +206,7 @@ impl ValueLocation {
     }
 }
 
-/// The metadata of a file. A getter returns `None` for a missing key, and an error for a value of another type.
+/// The metadata of a file. Getters return `None` for a missing key and fail for a value of the wrong type.
 #[derive(Clone, Copy)]
 pub struct Metadata<'c> {
     bytes: &'c [u8],
@@ -224,12 +224,12 @@ impl<'c> Metadata<'c> {
 
     pub fn get(&self, key: &str) -> Result<Option<Value<'c>>> {
         let Some(location) = self.locations.get(key) else { return Ok(None) };
-        // This value parsed once already, but a mapped file can change.
+        // This value was already parsed once, but a mapped file can change.
         let value = Value::read(&mut Cursor::at(self.bytes, location.start), location.kind);
         value.map(Some).with_context(|| format!("metadata key {key}"))
     }
 
-    /// Returns a value that must exist: `metadata.required(key, Metadata::string)`.
+    /// Returns a value, and fails if it is missing. Example: `metadata.required(key, Metadata::string)`.
     pub fn required<T>(&self, key: &str, get: impl Fn(&Self, &str) -> Result<Option<T>>) -> Result<T> {
         get(self, key)?.with_context(|| format!("metadata key {key} is missing"))
     }
@@ -246,7 +246,7 @@ impl<'c> Metadata<'c> {
         self.scalar(key, "a float", Value::f32)
     }
 
-    /// Returns an unsigned 32-bit value, stored as any integer type.
+    /// Returns an unsigned 32-bit value. The file may store it as any integer type.
     pub fn u32(&self, key: &str) -> Result<Option<u32>> {
         self.scalar(key, "an integer below 2^32", Value::u32)
     }

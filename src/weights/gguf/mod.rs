@@ -1,11 +1,11 @@
 //! GGUF files, versions 2 and 3, little-endian: metadata and tensors, in one file or split into parts.
 //!
-//! Source: the format's definition (ggml-org/ggml, `docs/gguf.md`).
-//! We parse the format ourselves,
-//! because candle's parser panics on an alignment of 0 and trusts the counts in a file.
-//! This parser checks every number against the file's size before it uses the number, so a hostile file is an error.
-//! Strings and arrays stay in the mapped file until a caller asks for them.
-//! The limits in [`limits`] bound the memory for a header: some 60 bytes per key and 200 per tensor.
+//! Source: the format specification (ggml-org/ggml, `docs/gguf.md`).
+//!
+//! This parser replaces the one in candle, which panics on an alignment of 0 and trusts the counts in a file.
+//! It checks every number against the file size before using it, so a malicious file results in an error.
+//! Strings and arrays stay in the mapped file until they are requested.
+//! The constants in [`limits`] bound the memory of a header: about 60 bytes per key and 200 per tensor.
 
 mod architectures;
 mod checkpoint;

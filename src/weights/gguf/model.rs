@@ -1,7 +1,7 @@
 //! A GGUF file as a checkpoint: tensors under their Hugging Face names.
 //!
-//! Matrices keep their quantized blocks ([`GgufModel::quantized`]);
-//! all other tensors become floats ([`GgufModel::float`]).
+//! Matrices keep their quantized blocks ([`GgufModel::quantized`]).
+//! All other tensors become floats ([`GgufModel::float`]).
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,7 @@ pub struct GgufModel {
 }
 
 impl GgufModel {
-    /// Maps the file's tensors to those of the model. Fails for an unknown architecture or an unknown tensor.
+    /// Maps the tensors of the file to tensors of the model. Fails if the architecture or a tensor is unknown.
     pub fn new(file: GgufCheckpoint) -> Result<Self> {
         let tensors = map_tensors(&file).with_context(|| format!("cannot use {}", file.path().display()))?;
         Ok(Self { file, tensors })
@@ -44,7 +44,7 @@ impl GgufModel {
         self.tensors.iter().map(|(name, tensor)| (name.as_str(), &tensor.info))
     }
 
-    /// Returns a tensor that must exist.
+    /// Returns a tensor. Fails if the tensor is missing.
     pub fn required(&self, name: &str) -> Result<&ModelTensor> {
         self.tensors.get(name).with_context(|| {
             let files: Vec<_> = self.file.files().map(|file| file.display().to_string()).collect();
@@ -52,7 +52,7 @@ impl GgufModel {
         })
     }
 
-    /// Returns the bytes of a tensor that the file stores as it is. `None` for a tensor that must be transformed.
+    /// Returns the bytes of a tensor in the file, or `None` if the tensor must be transformed.
     fn stored(&self, name: &str) -> Result<Option<GgufTensorView<'_>>> {
         let tensor = self.required(name)?;
         let is_unchanged = tensor.rows == RowMapping::Identity && tensor.transform == Transform::None;
@@ -64,7 +64,7 @@ impl GgufModel {
         self.file.info(self.tensors.get(name)?.sources.first()?).map(|info| info.ggml_type)
     }
 
-    /// Describes a tensor for an error message: its names, types and shapes in the file.
+    /// Describes the shape and the source tensors of a tensor for an error message.
     pub fn describe(&self, name: &str) -> String {
         let Ok(tensor) = self.required(name) else { return "nothing".into() };
         let source = |name: &String| match self.file.view(name) {
@@ -72,10 +72,10 @@ impl GgufModel {
             Err(error) => error.to_string(),
         };
         let sources: Vec<_> = tensor.sources.iter().take(2).map(source).collect();
-        format!("{:?}, made from {}", tensor.info.shape, sources.join(" and "))
+        format!("{:?}, built from {}", tensor.info.shape, sources.join(" and "))
     }
 
-    /// Returns the rows of a matrix whose blocks are kept. `None` if the tensor must become floats.
+    /// Returns the rows of a matrix that keeps its quantized blocks, or `None` if it must become floats.
     pub fn quantized(&self, name: &str) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.source_rows(self.required(name)?)?;
@@ -83,7 +83,7 @@ impl GgufModel {
         Ok(MatrixRows::from_blocks(ggml_type, rows, columns, move |row| source.get(row).1))
     }
 
-    /// Returns the rows of a matrix of floats, to be quantized while they load. `None` if they stay floats.
+    /// Returns the rows of a float matrix to quantize during loading, or `None` if the matrix stays in floats.
     pub fn rows_to_quantize(&self, name: &str, target: QuantizationTarget) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.source_rows(self.required(name)?)?;
@@ -94,16 +94,16 @@ impl GgufModel {
         Ok(MatrixRows::from_floats(target, rows, columns, row))
     }
 
-    /// Returns the bytes that a matrix of quantized blocks takes in memory. `None` for a tensor that becomes floats.
+    /// Returns the size in memory of a matrix of quantized blocks, or `None` for a tensor that becomes floats.
     pub fn packed_bytes(&self, name: &str) -> Option<u64> {
         let format = quantized::format(self.stored_type(name)?)?;
         let (rows, columns) = self.matrix_shape(name).ok()??;
         Some(format.bytes(rows as u64, columns as u64))
     }
 
-    /// Returns the rows and columns of a matrix [out, in].
-    /// Stacked matrices count as one with all their rows.
-    /// `None` for other tensors, and for sources of different types.
+    /// Returns the rows and columns of a matrix `[out, in]`.
+    /// Stacked matrices count as one matrix with their rows combined.
+    /// Returns `None` for other tensors, and for a matrix whose sources have different types.
     pub fn matrix_shape(&self, name: &str) -> Result<Option<(usize, usize)>> {
         let tensor = self.required(name)?;
         let mut types = tensor.sources.iter().map(|source| self.file.info(source).map(|info| info.ggml_type));
@@ -113,7 +113,7 @@ impl GgufModel {
         }
         let shape = match tensor.transform {
             Transform::None => &tensor.info.shape,
-            // The file stores the matrix as [out, in], unlike the Hugging Face checkpoint.
+            // The file stores this matrix as `[out, in]`, while the Hugging Face checkpoint stores `[in, out]`.
             Transform::Transposed => match (tensor.sources.as_slice(), self.file.info(&tensor.sources[0])) {
                 ([_], Some(info)) if info.shape.len() == 2 => &info.shape,
                 _ => return Ok(None),
@@ -126,7 +126,7 @@ impl GgufModel {
         })
     }
 
-    /// Returns a tensor as floats of this dtype, on the host. All cores work on it; only the result is allocated.
+    /// Returns a tensor as floats of this dtype on the host. The rows are dequantized on all cores.
     pub fn float(&self, name: &str, dtype: DType) -> Result<Tensor> {
         let make = || match (self.stored(name)?, dtype) {
             (Some(view), _) if float_dtype(view.info.ggml_type) == Some(dtype) => {
@@ -151,7 +151,7 @@ impl GgufModel {
             values.iter_mut().zip(buffer.iter()).for_each(|(value, read)| *value = convert(read + shift));
             anyhow::Ok(())
         };
-        // A hostile file may have an empty tensor with rows of any length.
+        // A malicious file may have an empty tensor with rows of any length.
         let columns = rows.columns.min(values.len()).max(1);
         let buffer = || vec![0.0; columns];
         values
@@ -169,7 +169,7 @@ impl GgufModel {
         Ok(Tensor::from_vec(values, stored, &Device::Cpu)?.transpose(rank - 2, rank - 1)?.contiguous()?)
     }
 
-    /// Returns a tensor of packed MXFP4 bytes in the layout of safetensors files, on the host.
+    /// Returns a tensor of packed MXFP4 bytes on the host, in the layout of safetensors files.
     pub fn packed(&self, name: &str) -> Result<Tensor> {
         let tensor = self.required(name)?;
         let rows = self.source_rows(tensor)?;
@@ -201,14 +201,14 @@ impl GgufModel {
         let bytes = |view: &GgufTensorView| view.info.ggml_type.bytes(columns as u64, 1);
         let sources = sources.into_iter().map(|view| {
             let row_bytes =
-                bytes(&view).with_context(|| format!("a row of {columns} elements is not a multiple of the block"))?;
+                bytes(&view).with_context(|| format!("row length {columns} is not a multiple of the block length"))?;
             Ok((view.info.ggml_type, view.bytes, row_bytes as usize))
         });
         Ok(SourceRows { sources: sources.collect::<Result<_>>()?, columns, mapping: tensor.rows })
     }
 }
 
-/// The rows of a tensor's sources, in the order of the tensor.
+/// The rows of a tensor's sources, in the row order of the tensor.
 struct SourceRows<'c> {
     /// The type, the bytes, and the bytes per row of each source.
     sources: Vec<(GgmlType, &'c [u8], usize)>,
@@ -231,13 +231,13 @@ impl<'c> SourceRows<'c> {
             }
         };
         let (ggml_type, bytes, row_bytes) = self.sources[source];
-        // `map_tensors` checked that the sources have all rows of the tensor.
+        // `map_tensors` has checked that the sources contain all rows of the tensor.
         (ggml_type, &bytes[row * row_bytes..][..row_bytes])
     }
 }
 
-/// Reorders the nibbles of an MXFP4 block.
-/// In ggml the low nibbles hold the first 16 of 32 elements; in safetensors files of gpt-oss they hold the even ones.
+/// Reorders the nibbles of an MXFP4 block from the ggml layout to the safetensors layout of gpt-oss.
+/// In ggml, the low nibbles hold the first 16 of 32 elements. In safetensors, they hold the even elements.
 fn pair_neighbors(from: &[u8], to: &mut [u8]) {
     for i in 0..8 {
         let (a, b) = (from[2 * i], from[2 * i + 1]);
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn nibbles_are_reordered() {
-        // In ggml's order, element i has the value i mod 16.
+        // In the ggml layout, element i has the value i mod 16.
         let from: Vec<u8> = (0..16).map(|i| i | i << 4).collect();
         let mut to = [0; 16];
         pair_neighbors(&from, &mut to);

@@ -1,47 +1,47 @@
-//! How a tensor of the model is made from tensors of a GGUF file.
+//! The tensors of a model and the GGUF tensors that they are built from.
 
 use safetensors::tensor::Dtype;
 
 use crate::weights::ggml::GgmlType;
 use crate::weights::tensor_info::TensorInfo;
 
-/// A tensor of the model, and the tensors of the file that it is made from.
+/// A tensor of the model and the GGUF tensors that it is built from.
 pub struct ModelTensor {
     pub info: TensorInfo,
-    /// Names in the file. All sources have the same shape.
+    /// The names of the GGUF tensors. All sources have the same shape.
     pub sources: Vec<String>,
     pub rows: RowMapping,
     pub transform: Transform,
 }
 
-/// Which row of which source becomes a row of the tensor.
+/// The mapping from the rows of a tensor to the rows of its sources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowMapping {
-    /// The same row of the only source.
+    /// The same row of the single source.
     Identity,
-    /// Heads of this many rows. In the file, the rows of a head's two halves alternate.
+    /// Heads of this many rows. In the file, rows from the two halves of a head alternate.
     InterleavedHalves(usize),
-    /// This many rows of each source in turn.
+    /// This many rows from each source in turn.
     RoundRobin(usize),
 }
 
-/// What is done to the rows of the sources.
+/// The transformation of the source rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transform {
     None,
-    /// The source is a vector; its elements are the rows.
+    /// Treats each element of a source vector as a row.
     Vector,
-    /// Subtracts one: the file stores a norm as w + 1.
+    /// Subtracts 1, because the file stores norm weights as w + 1.
     MinusOne,
     /// Transposes one matrix or a stack of them.
     Transposed,
-    /// Takes the elements of MXFP4 blocks, four bits each.
+    /// Extracts the 4-bit elements of MXFP4 blocks.
     Mxfp4Elements,
-    /// Takes the scales of MXFP4 blocks.
+    /// Extracts the scales of MXFP4 blocks.
     Mxfp4Scales,
 }
 
-/// Returns the dtype that a tensor of this type is loaded as by default.
+/// Returns the default dtype for loading a tensor of this type.
 pub fn default_dtype(ggml_type: GgmlType) -> Dtype {
     match ggml_type {
         GgmlType::F16 => Dtype::F16,

@@ -1,4 +1,4 @@
-//! One file of a GGUF model. A model is one file or several parts.
+//! One file of a GGUF model. A model consists of one file or several parts.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,11 +20,11 @@ pub struct GgufPart {
     pub contents: Contents,
 }
 
-/// The bytes of a file that are available.
+/// The available bytes of a file.
 pub enum Contents {
     /// The whole file, mapped into memory.
     Mapped { source: Arc<Source>, map: Mmap },
-    /// The beginning of a remote file, and some small tensors by their offsets in the file.
+    /// The beginning of a remote file, and some small tensors keyed by their offset in the file.
     Remote { head: Vec<u8>, tensors: BTreeMap<usize, Vec<u8>> },
 }
 
@@ -33,8 +33,8 @@ impl GgufPart {
     pub fn open(path: PathBuf) -> Result<Self> {
         let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
         // SAFETY: the mapping is read-only.
-        // If another process truncates the file, this process is killed, as with any mapped file.
-        // If the file changes in place, every value is checked again when it is read again.
+        // If another process truncates the file, the OS kills this process, as with any mapped file.
+        // If the file changes in place, every value is checked again on the next read.
         let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
         tracing::info!(path = %path.display(), bytes = map.len(), "opened");
         let header = Header::parse(&map).with_context(|| format!("broken GGUF file {}", path.display()))?;
@@ -49,7 +49,7 @@ impl GgufPart {
         }
     }
 
-    /// Returns a range of the file's bytes. `None` for bytes of a remote file that were not fetched.
+    /// Returns a range of the file's bytes, or `None` if the range of a remote file was not fetched.
     pub fn bytes(&self, range: Range<usize>) -> Option<&[u8]> {
         match &self.contents {
             Contents::Mapped { map, .. } => map.get(range),
@@ -60,13 +60,13 @@ impl GgufPart {
     }
 }
 
-/// Opens the parts of a model, on disk or on a hub.
+/// The source of a model's parts: the local disk or a hub.
 pub trait PartOpener {
     fn exists(&self, path: &Path) -> bool;
     fn open(&self, path: &Path) -> Result<GgufPart>;
 }
 
-/// Opens parts on this machine's disk.
+/// Parts on the local disk.
 pub struct LocalParts;
 
 impl PartOpener for LocalParts {

@@ -1,4 +1,4 @@
-//! GGUF files on a hub. Only the header of each file is fetched, and the small tensors that hold RoPE factors.
+//! GGUF files on a hub. Only headers and the small tensors with RoPE factors are fetched.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -11,21 +11,21 @@ use super::header::Header;
 use super::part::{Contents, GgufPart, PartOpener};
 use super::tensor_names::ROPE_FACTOR_TENSORS;
 
-/// The largest header that is fetched. A vocabulary of 260,000 tokens makes a header of some 16 MB.
+/// The maximum size of a fetched header. With a vocabulary of 260,000 tokens, a header takes about 16 MB.
 pub const MAX_HEADER_BYTES: u64 = 64 << 20;
 
-/// How many bytes of a file are fetched, attempt by attempt, until the header is complete.
+/// The number of bytes to fetch in each attempt, until the header is complete.
 const FETCH_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
-/// The largest tensor of RoPE factors that is fetched. It has one factor for each pair of a head's dimensions.
+/// The maximum size of a fetched tensor of RoPE factors. It has one factor per pair of head dimensions.
 const MAX_TENSOR_BYTES: usize = 64 << 10;
 
-/// Fetches a range of the named file. The result is shorter only if the file ends early.
+/// A function that fetches a range of the named file. The result is shorter only if the file ends early.
 pub type ReadRange<'r> = dyn Fn(&str, Range<u64>) -> Result<Vec<u8>> + 'r;
 
 /// The files of a model on a hub.
 pub struct RemoteParts<'r> {
-    /// Names and sizes in bytes.
+    /// The file names and their sizes in bytes.
     pub files: &'r [(String, u64)],
     pub read: &'r ReadRange<'r>,
 }
@@ -38,12 +38,12 @@ impl RemoteParts<'_> {
     fn read(&self, name: &str, range: Range<u64>) -> Result<Vec<u8>> {
         let bytes = (self.read)(name, range.clone())?;
         if bytes.len() as u64 != range.end - range.start {
-            bail!("{name} ends early: {} bytes of the range {}..{}", bytes.len(), range.start, range.end);
+            bail!("{name} ends early: received {} bytes for the range {}..{}", bytes.len(), range.start, range.end);
         }
         Ok(bytes)
     }
 
-    /// Fetches and parses the header of a file of `file_bytes` bytes.
+    /// Fetches and parses the header of a file with `file_bytes` bytes.
     fn header(&self, name: &str, file_bytes: u64) -> Result<(Header, Vec<u8>)> {
         let (mut head, mut needed) = (Vec::new(), 0);
         for size in FETCH_SIZES {

@@ -1,7 +1,7 @@
-//! Models in several parts: `name-00001-of-00003.gguf` and so on.
+//! Models that are split into parts, such as `name-00001-of-00003.gguf`.
 //!
-//! Each part gives its number in `split.no` (from 0), the number of parts in `split.count`,
-//! and the number of tensors in all parts in `split.tensors.count`.
+//! Each part stores its number, counted from 0, in `split.no` and the number of parts in `split.count`.
+//! The total number of tensors in all parts is stored in `split.tensors.count`.
 
 use std::path::Path;
 
@@ -11,7 +11,8 @@ use super::metadata::Metadata;
 use super::part::{GgufPart, PartOpener};
 use crate::snapshot::gguf::{MAX_PARTS, PartName};
 
-/// Opens a file and, if it is one part of a split model, all other parts. Returns them in order.
+/// Opens all parts of a split model, given any part, and returns them in order.
+/// A model that is not split has a single part.
 pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>> {
     let first = opener.open(path)?;
     let split = SplitInfo::read(&first)?;
@@ -21,7 +22,7 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
     let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let Some(name) = PartName::parse(file) else {
         bail!(
-            "cannot open {}: it is one of {} parts, but its name does not end in -00001-of-00003.gguf or the like",
+            "cannot open {}: it is one of {} parts, but its name does not end in a number like -00001-of-00003.gguf",
             path.display(),
             split.count
         );
@@ -55,7 +56,7 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
     let found: usize = parts.iter().map(|part| part.header.tensors.len()).sum();
     if let Some(expected) = split.tensors.filter(|expected| *expected as usize != found) {
         bail!(
-            "the parts of {} hold {found} tensors, but their metadata says {expected}: do they belong to one model?",
+            "the parts of {} hold {found} tensors, but their metadata says {expected}; are they parts of one model?",
             name.prefix
         );
     }
@@ -80,7 +81,7 @@ impl SplitInfo {
             }
             let number = if count == 1 { 0 } else { metadata.required("split.no", Metadata::u32)? };
             if number >= count {
-                bail!("metadata key split.no: part {number} of {count}, counted from 0");
+                bail!("metadata key split.no: {number} is not below split.count {count}");
             }
             Ok(Self { number, count, tensors: metadata.u32("split.tensors.count")? })
         };
@@ -93,7 +94,7 @@ fn check_part(part: &GgufPart, expected: &SplitInfo) -> Result<()> {
     if found != *expected {
         let tensors = |split: &SplitInfo| split.tensors.map_or("unknown".into(), |tensors| tensors.to_string());
         bail!(
-            "{} belongs to another model: it is part {} of {} with {} tensors in all, expected part {} of {} with {}",
+            "{} belongs to another model: it is part {} of {} with {} tensors in total, expected part {} of {} with {}",
             part.path.display(),
             found.number + 1,
             found.count,

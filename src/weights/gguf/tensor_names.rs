@@ -1,7 +1,7 @@
 //! The naming scheme of tensors in GGUF files.
 
-/// Tensors that hold RoPE factors: for all contexts, for short contexts, and for long contexts.
-/// A config.json has them as fields, so they are neither parameters nor weights.
+/// The tensors with RoPE factors: for all contexts, for short contexts, and for long contexts.
+/// In config.json these factors are fields, so they do not count as parameters or weights.
 pub const ROPE_FACTOR_TENSORS: [&str; 3] =
     ["rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"];
 
@@ -14,7 +14,7 @@ pub struct LayerTensorName<'n> {
 }
 
 impl<'n> LayerTensorName<'n> {
-    /// Parses a name. `None` if the tensor is not part of a layer.
+    /// Parses a tensor name. Returns `None` if the tensor is not part of a layer.
     pub fn parse(name: &'n str) -> Option<Self> {
         let (layer, rest) = name.strip_prefix("blk.")?.split_once('.')?;
         let (part, suffix) = rest.rsplit_once('.')?;

@@ -22,7 +22,7 @@ impl GgufCheckpoint {
     }
 }
 
-/// Returns the vocabulary, borrowed from the file and unchecked. `Tokenizer::from_gguf` checks it.
+/// Returns the vocabulary, borrowed from the file, without validating it. `Tokenizer::from_gguf` validates it.
 pub fn vocabulary<'c>(metadata: &Metadata<'c>) -> Result<Vocabulary<'c>> {
     let key = |name: &str| format!("tokenizer.ggml.{name}");
     let id = |name: &str| metadata.u32(&key(name));
@@ -45,7 +45,7 @@ pub fn vocabulary<'c>(metadata: &Metadata<'c>) -> Result<Vocabulary<'c>> {
     })
 }
 
-/// Returns the Jinja chat template: the default one, or the one of this name, such as `tool_use`.
+/// Returns the default Jinja chat template, or the template called `name`, such as `tool_use`.
 pub fn chat_template<'c>(metadata: &Metadata<'c>, name: Option<&str>) -> Result<Option<&'c str>> {
     match name {
         None => metadata.string("tokenizer.chat_template"),

@@ -1,5 +1,5 @@
-//! Compares rendered conversations with transformers and openai-harmony,
-//! for real templates and the tokenizer of gpt-oss.
+//! Compares rendered conversations with transformers and openai-harmony.
+//! The tests use real templates and the gpt-oss tokenizer.
 
 use super::*;
 
@@ -47,7 +47,7 @@ fn templates_agree_with_transformers() {
         let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
         wrong.extend(differences(&golden, name, &source, template));
     }
-    // Templates of families without a file of their own: Llama 2, the first Mistrals, Qwen 2, Phi-3, TinyLlama.
+    // These families have no template file: Llama 2, the first Mistral models, Qwen 2, Phi-3, TinyLlama.
     let lines = std::fs::read_to_string(folder.join("ollama-templates.jsonl")).unwrap();
     for (number, template) in golden["lines"].as_object().unwrap() {
         let line: Value = serde_json::from_str(lines.lines().nth(number.parse().unwrap()).unwrap()).unwrap();
@@ -77,7 +77,7 @@ fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Ve
                 wrong.push(format!("{id}: expected {} bytes, found\n{}", case["bytes"], rendered.text))
             }
             (Err(error), Some("refused")) if error.to_string().contains("rejects this conversation") => {}
-            // minijinja may accept a case on which transformers itself fails, such as invalid tools.
+            // minijinja may accept a conversation that makes transformers fail, such as one with invalid tools.
             (_, Some("broken")) => {}
             (result, expected) => {
                 wrong.push(format!("{id}: expected {expected:?}, got {:?}", result.map(|rendered| rendered.text)))
@@ -87,7 +87,7 @@ fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Ve
     wrong
 }
 
-/// Uses the template, the special tokens and the tokenizer of a whole model.
+/// Uses the template, special tokens and tokenizer of complete models.
 #[test(fixtures)]
 fn ids_agree_with_transformers() {
     let fixtures = fixtures();

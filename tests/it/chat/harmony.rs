@@ -1,4 +1,4 @@
-//! Rendering conversations in harmony.
+//! Renders conversations in the harmony format.
 
 use super::*;
 
@@ -34,7 +34,7 @@ fn system_prompt_becomes_the_developer_message() {
 fn reasoning_before_the_last_answer_is_dropped() {
     let reasoned = |content: &str| Message { reasoning: Some("hm".into()), ..Message::assistant(content) };
     let turns = [Message::user("1"), reasoned("one"), Message::user("2"), reasoned("two"), Message::user("3")];
-    // openai-harmony 0.0.8 would keep the second reasoning. The module's documentation says why we do not.
+    // openai-harmony 0.0.8 would keep the reasoning of the second turn. src/chat/harmony.rs explains the difference.
     assert_eq!(
         after_system(&render(&turns, &options())),
         "<|start|>user<|message|>1<|end|><|start|>assistant<|channel|>final<|message|>one<|end|>\
@@ -115,7 +115,7 @@ fn rendering_agrees_with_the_vectors_of_openai_harmony() {
     assert_eq!(format.stop_ids(), [200002, 200012]);
     let vector = |name: &str| {
         let text = std::fs::read_to_string(fixtures.join(format!("vectors/harmony/{name}.txt"))).unwrap();
-        // Some vectors have no date, but we always write one.
+        // Some vectors have no date, but inferno always writes one.
         text.trim_end().replace("2024-06\n\n", "2024-06\nCurrent date: 2025-06-28\n\n")
     };
     let check = |name: &str, messages: &[Message], options: &RenderOptions| {

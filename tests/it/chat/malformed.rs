@@ -1,4 +1,4 @@
-//! Parsing generated harmony, which is often malformed.
+//! Parses generated harmony output, which is often malformed.
 
 use super::*;
 use Channel::{Answer, Reasoning, ToolCall as Call};
@@ -52,7 +52,7 @@ fn recipient_of_a_tool_call_may_be_in_either_place() {
         assert_eq!(parsed.tool_calls, [call("f", arguments)], "{header}");
         assert_eq!(parsed.malformed, 0, "{header}");
     }
-    // A call may have no arguments. A namespace other than `functions` stays.
+    // A call may have no arguments. A namespace other than `functions` is kept.
     let parsed = check("<|channel|>analysis to=browser.search code<|message|><|call|>", &[]);
     assert_eq!(parsed.tool_calls, [call("browser.search", "")]);
 }
@@ -120,7 +120,7 @@ fn missing_and_doubled_markers_are_recovered() {
         "<|channel|>analysis<|message|>Hm.<|end|>Yes.",
         "<|channel|>analysis<|message|>Hm.<|end|><|end|><|end|><|start|>assistant<|channel|>final<|message|>Yes.<|call|>",
     ] {
-        // «finale» begins with the name of a channel, so its last letter counts as text.
+        // `finale` starts with the channel name `final`, so its last letter counts as text.
         let expected = if text.contains("finale") { [both[0], (Answer, "eYes.")] } else { both };
         let parsed = check(text, &expected);
         assert!(parsed.malformed > 0 || text.contains("<|end|><|end|>"), "{text}");
@@ -133,7 +133,7 @@ fn missing_and_doubled_markers_are_recovered() {
 #[test]
 fn unknown_channels_are_answers_and_foreign_roles_are_reasoning() {
     check("<|channel|>summary<|message|>Hello<|return|>", &[(Answer, "Hello")]);
-    // A message that the model writes in another role is shown as reasoning, and not as the answer.
+    // A message that the model writes in another role is shown as reasoning, not as the answer.
     check(
         "<|channel|>final<|message|>Yes.<|end|><|start|>user<|message|>More?<|end|>",
         &[(Answer, "Yes."), (Reasoning, "More?")],
@@ -143,11 +143,11 @@ fn unknown_channels_are_answers_and_foreign_roles_are_reasoning() {
 
 #[test]
 fn unfinished_headers_are_answers_only_as_a_last_resort() {
-    // A token limit ended the generation in a valid header. There is no answer, and no violation.
+    // A token limit ended the generation inside a valid header, so there is no answer.
     check("<|channel|>ana", &[]);
     check("<|channel|>analysis", &[]);
     check("<|channel|>commentary to", &[]);
-    // The model itself ended the message in the header. Its words are the answer.
+    // The model itself ended the message inside the header, so the header text becomes the answer.
     check("<|start|>assistant<|channel|>fin<|end|>", &[(Answer, "assistant fin")]);
     check("<|channel|>", &[]);
     check("", &[]);
@@ -173,7 +173,7 @@ fn text_is_returned_as_soon_as_it_is_certain() {
     assert_eq!(seen[seen.len() - 5..], ["", "é", "!", "H", "i"]);
 }
 
-/// Random tokens never cause a panic, and all words outside of headers are returned in order.
+/// Random tokens never cause a panic, and all words outside headers are returned in order.
 #[test]
 fn random_tokens_never_lose_text() {
     let tokenizer = harmony_tokenizer();
@@ -218,7 +218,7 @@ fn random_tokens_never_lose_text() {
         // A second <|channel|> discards the first header.
         let has_discarded_header = text.matches("<|channel|>").count() > 1;
         let may_be_empty = !has_text || has_call || has_message || has_discarded_header;
-        assert!(may_be_empty || !all.is_empty(), "no text from {text}");
+        assert!(may_be_empty || !all.is_empty(), "{text} returned no text");
     }
 }
 

@@ -1,4 +1,4 @@
-//! Messages in the form that clients send them.
+//! Parses messages in the JSON format that clients send.
 
 use super::*;
 use inferno::chat::Role;

@@ -1,4 +1,4 @@
-//! Parsing the output of models with a template: answers, reasoning, tool calls.
+//! Parses the output of models with a chat template: answers, reasoning, tool calls.
 
 use super::*;
 use Channel::{Answer, Reasoning, ToolCall as Call};
@@ -50,7 +50,7 @@ fn prompt_may_end_with_the_reasoning_tag() {
 
 #[test]
 fn tags_in_an_answer_are_text() {
-    // This holds for tags as text. A tag that is a single token is always a tag.
+    // This applies to tags written as text. A tag that is a single token always counts as a tag.
     let tokenizer = byte_tokenizer(&[], &[]);
     let text = "<think>Hm.</think>Write <think> first, </think> last, then <tool_call>.";
     let parsed = parse(&format(&tokenizer), &tokenizer, "", text);

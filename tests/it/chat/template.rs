@@ -98,7 +98,7 @@ fn json_is_written_as_in_python() {
 }
 
 #[test]
-fn date_is_that_of_the_session() {
+fn strftime_now_uses_the_date_of_the_session() {
     assert_eq!(text("{{ strftime_now('%d %b %Y, %A %H:%M') }}"), "28 Jun 2025, Saturday 00:00");
     assert_eq!(text("{% macro m() %}{{ strftime_now('%Y') }}{% endmacro %}{{ m() }}"), "2025");
 }

@@ -1,4 +1,4 @@
-//! Dequantized blocks, compared with Python's gguf package.
+//! Compares dequantized blocks with Python's gguf package.
 
 use inferno::weights::ggml::GgmlType;
 use safetensors::SafeTensors;

@@ -1,6 +1,6 @@
-//! Converts golden checkpoints to GGUF files by the rules of llama.cpp's `convert_hf_to_gguf.py`.
+//! Converts golden checkpoints to GGUF files with the rules of llama.cpp's `convert_hf_to_gguf.py`.
 //!
-//! The converter shares no code with the reader, so that both do not make the same mistake.
+//! The converter shares no code with the reader, so the two cannot share a mistake.
 //! `scripts/check_gguf_with_transformers.py` checks the files with transformers.
 
 use std::path::Path;
@@ -21,7 +21,7 @@ struct Source {
     values: Vec<f32>,
 }
 
-/// Returns `general.architecture` for a model_type.
+/// Returns the GGUF `general.architecture` for the `model_type` of a config.
 fn architecture(config: &Value) -> &'static str {
     match config["model_type"].as_str().unwrap() {
         "llama" | "mistral" | "mixtral" => "llama",
@@ -42,9 +42,9 @@ pub fn convert(dir: &Path) -> Writer {
     convert_with(dir, stacked_experts)
 }
 
-/// Converts a checkpoint with each expert in a tensor of its own, as until the spring of 2024.
-pub fn convert_apart(dir: &Path) -> Writer {
-    convert_with(dir, experts_apart)
+/// Converts a checkpoint with one tensor per expert matrix, as llama.cpp did until spring 2024.
+pub fn convert_with_separate_experts(dir: &Path) -> Writer {
+    convert_with(dir, separate_experts)
 }
 
 fn convert_with(dir: &Path, write_experts: impl Fn(Writer, &Value, Vec<Source>) -> Writer) -> Writer {
@@ -88,7 +88,7 @@ fn metadata(config: &Value) -> Writer {
         ("block_count", first(&["num_hidden_layers", "n_layer"])),
         ("feed_forward_length", first(&["intermediate_size", "n_inner"])),
         ("attention.head_count", Some(heads)),
-        // Files of Llama always have it. Without it, transformers does not restore the order of rows.
+        // Llama files always have this key. Without it, transformers does not restore the row order.
         ("attention.head_count_kv", size(config, "num_key_value_heads").or(Some(heads).filter(|_| name == "llama"))),
         ("attention.key_length", size(config, "head_dim")),
         ("attention.value_length", size(config, "head_dim")),
@@ -220,7 +220,7 @@ fn one(writer: Writer, config: &Value, source: Source) -> Writer {
         shape.swap(0, 1);
     }
     if config["scale_attn_by_inverse_layer_idx"] == true && name.contains("attn_qkv") {
-        // GGUF has no key for this. A smaller query has the same effect.
+        // GGUF has no key for this option. Scaling down the query has the same effect.
         let layer: f32 = name.split('.').nth(1).unwrap().parse().unwrap();
         let queries = values.len() / 3;
         values[..queries].iter_mut().for_each(|value| *value /= layer + 1.0);
@@ -248,7 +248,7 @@ fn transposed(values: &[f32], rows: usize, columns: usize) -> Vec<f32> {
     (0..columns).flat_map(|column| (0..rows).map(move |row| values[row * columns + column])).collect()
 }
 
-fn experts_apart(mut writer: Writer, _: &Value, experts: Vec<Source>) -> Writer {
+fn separate_experts(mut writer: Writer, _: &Value, experts: Vec<Source>) -> Writer {
     for source in experts {
         let parts: Vec<&str> = source.name.split('.').collect();
         let [.., expert, matrix, "weight"] = parts[..] else { panic!("{}", source.name) };
@@ -283,7 +283,7 @@ fn stacked_experts(mut writer: Writer, config: &Value, experts: Vec<Source>) -> 
     writer
 }
 
-/// Writes the experts of gpt-oss: gate and up separately, with ggml's order of nibbles and the scale before them.
+/// Writes the gpt-oss experts, with gate and up in separate tensors. Blocks use ggml's layout: scale first, then nibbles.
 fn packed_experts(mut writer: Writer, checkpoint: &Checkpoint, biases: Vec<Source>) -> Writer {
     for source in &biases {
         let layer = source.name.split('.').nth(2).unwrap();
@@ -322,7 +322,7 @@ fn packed_experts(mut writer: Writer, checkpoint: &Checkpoint, biases: Vec<Sourc
     writer
 }
 
-/// Writes the divisors of the RoPE frequencies, if the config scales them.
+/// Writes the RoPE frequency divisors, if the config scales the frequencies.
 fn rope_factors(mut writer: Writer, config: &Value) -> Writer {
     let scaling = &config["rope_scaling"];
     let number = |name: &str| scaling[name].as_f64().unwrap();

@@ -1,4 +1,4 @@
-//! Hostile GGUF files: each one is an error that names the place, and takes little time and memory.
+//! Hostile GGUF files. Each one fails quickly, with little memory, and with an error that names the key or tensor.
 
 use std::time::{Duration, Instant};
 
@@ -99,14 +99,14 @@ fn invalid_tensor_tables_are_errors() {
     let w = Writer::new;
     let alignment = |alignment: u32| w().u32("general.alignment", alignment);
     check(vec![
-        (w().row("a", &[1; 5], 0, 0), "tensor a: 5 dimensions; at most 4 are allowed"),
+        (w().row("a", &[1; 5], 0, 0), "tensor a: 5 dimensions exceed the limit of 4"),
         (w().row("a", &[1 << 32, 1 << 32], 0, 0), "tensor a: shape [4294967296, 4294967296] has too many elements"),
         (w().row("a", &[u64::MAX], 0, 0), "tensor a: shape [18446744073709551615] has too many elements"),
         (w().row("a", &[1 << 62, 2, 0], 0, 0), "tensor a: shape [4611686018427387904, 2, 0] has too many elements"),
         (w().row("a", &[1 << 62], 0, 0), "tensor a: shape [4611686018427387904] has too many bytes"),
-        (w().row("a", &[33], 8, 0), "tensor a: a row of 33 elements is not a multiple of the block of 32 (Q8_0)"),
-        (w().row("a", &[32, 8], 12, 0), "tensor a: a row of 32 elements is not a multiple of the block of 256 (Q4_K)"),
-        (w().row("a", &[], 39, 0), "tensor a: a row of 1 elements is not a multiple of the block of 32 (MXFP4)"),
+        (w().row("a", &[33], 8, 0), "tensor a: row length 33 is not a multiple of the Q8_0 block length 32"),
+        (w().row("a", &[32, 8], 12, 0), "tensor a: row length 32 is not a multiple of the Q4_K block length 256"),
+        (w().row("a", &[], 39, 0), "tensor a: row length 1 is not a multiple of the MXFP4 block length 32"),
         (w().row("a", &[32], 20, 0), "tensor a: type 20 (IQ4_NL) is not supported; supported: F32, F16, BF16"),
         (w().row("a", &[32], 4, 0), "tensor a: type 4 (Q4_2, removed in 2023) is not supported"),
         (w().row("a", &[32], 999, 0), "tensor a: unknown type 999; supported: F32"),
@@ -127,7 +127,7 @@ fn invalid_tensor_tables_are_errors() {
         (w().row("a".repeat(65), &[8], 0, 0), "tensor 1 of 1: the name has 65 bytes"),
         (w().row([0xc0, 0x80], &[8], 0, 0), "tensor 1 of 1: the name is not UTF-8"),
     ]);
-    // Unusual and valid: an empty tensor, no dimensions, gaps between tensors, a small alignment.
+    // Unusual but valid: an empty tensor, no dimensions, gaps between tensors, a small alignment.
     for writer in [
         w().row("a", &[0, 7], 0, 0),
         w().tensor("a", &[], 0, &[0; 4]),
@@ -155,7 +155,7 @@ fn too_many_layers_are_an_error() {
     }
 }
 
-/// Each tensor is empty and fits into any file. Stacked, they would have more elements than 64 bits can count.
+/// Each tensor is empty and fits in any file. Stacked, the tensors would have more elements than a u64 can count.
 #[test]
 fn experts_with_too_many_elements_are_an_error() {
     let mut writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
@@ -171,7 +171,7 @@ fn experts_with_too_many_elements_are_an_error() {
     assert!(error.contains("2 experts of shape [4611686018427387904, 0] have too many elements"), "{error}");
 }
 
-/// Found by fuzzing: a buffer was allocated for one row of a tensor without rows.
+/// Found by fuzzing: the loader allocated a buffer for one row of a tensor without rows.
 #[test]
 fn empty_tensor_with_huge_rows_loads() {
     let writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
@@ -184,7 +184,7 @@ fn empty_tensor_with_huge_rows_loads() {
     assert_eq!(tensor.dims(), [0, 1 << 48]);
 }
 
-/// As many keys, tensors and strings as the limits allow.
+/// Uses nearly as many keys, tensors and strings as the limits allow.
 #[test]
 fn large_valid_tables_parse_quickly() {
     let mut writer = Writer::new().strings("many", &vec!["x"; 1_000_000]);

@@ -1,4 +1,4 @@
-//! Whole models from GGUF files, compared with transformers on the checkpoints that they were converted from.
+//! Compares whole GGUF models with the results of transformers for the original checkpoints.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +12,7 @@ use inferno::weights::gguf::GgufCheckpoint;
 use inferno::weights::{Checkpoint, LoadProgress, Summary, Weights};
 use tempfile::TempDir;
 
-use super::converter::{convert, convert_apart};
+use super::converter::{convert, convert_with_separate_experts};
 use super::tokenizers::converted;
 use super::writer::Writer;
 use crate::support::{Random, demo_dir, golden, relative_error, values};
@@ -35,7 +35,7 @@ const CASES: &[&str] = &[
     "gpt_oss_graph",
 ];
 
-/// Writes a file to a temporary folder, which must stay alive as long as the file is used.
+/// Writes a file to a temporary folder. The returned `TempDir` must outlive the use of the file.
 pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model.gguf");
@@ -49,7 +49,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let report = |_| ();
     let loaded = LoadProgress::new(&report);
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded)?;
-    // The same context as in golden.rs, because LongRoPE depends on it.
+    // Use the same context as golden.rs, because LongRoPE depends on it.
     let decoder = config.architecture.build(&weights, 160)?;
     let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu)?;
     let batch = StepBatch { ids, tokens: &[ids.len()], logits: LogitRows::All };
@@ -61,7 +61,7 @@ fn error(writer: &Writer) -> String {
     format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
-/// INFERNO_GGUF_OUT names a folder for the files, where `scripts/check_gguf_with_transformers.py` reads them.
+/// `INFERNO_GGUF_OUT` names a folder that receives the files, for `scripts/check_gguf_with_transformers.py`.
 #[test]
 fn logits_agree_with_transformers() {
     for case in CASES {
@@ -79,11 +79,11 @@ fn logits_agree_with_transformers() {
     }
 }
 
-/// Files of Mixtral were written like this until the spring of 2024.
+/// Mixtral files had one tensor per expert matrix until spring 2024.
 #[test]
 fn experts_in_separate_tensors_load() {
     let dir = golden("mixtral");
-    let (_folder, path) = saved(&convert_apart(&dir));
+    let (_folder, path) = saved(&convert_with_separate_experts(&dir));
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let error = relative_error(&logits(&path, &ids).unwrap(), &values(&golden["logits"]));
@@ -94,7 +94,7 @@ fn experts_in_separate_tensors_load() {
 fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> Vec<u8> {
     let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
     bytes.fill_with(|| random.next() as u8);
-    // f16 scales of about 2^-8. A value of Q8_0 is at most 127 scales, a value of Q4_K at most 63 * 15.
+    // f16 scales from 2^-15 to 2^-12. A Q8_0 value is up to 127 times its scale, a Q4_K value up to 63 * 15 times.
     let scales: &[(usize, u16)] = match ggml_type {
         GgmlType::Q8_0 => &[(0, 0x0c00)],
         GgmlType::Q4K => &[(0, 0x0400), (2, 0x0800)],
@@ -109,7 +109,7 @@ fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> V
     bytes
 }
 
-/// A Llama whose matrices have three types: its q, k and v differ.
+/// Returns a Llama model whose matrices use three types. Its q, k and v projections differ in type.
 #[cfg(feature = "cuda")]
 pub fn llama_in_many_types() -> Writer {
     let type_of = |name: &str| match name.rsplit('.').nth(1).unwrap_or_default() {
@@ -120,8 +120,8 @@ pub fn llama_in_many_types() -> Writer {
     llama_with_types(type_of, false)
 }
 
-/// A Llama with all matrices of one type: as quantized blocks or,
-/// if `dequantized`, as the f32 values of the same blocks.
+/// Returns a Llama model whose matrices are quantized blocks of one type.
+/// With `dequantized`, the matrices hold the f32 values of the same blocks.
 pub fn quantized_llama(ggml_type: GgmlType, dequantized: bool) -> Writer {
     llama_with_types(|_| ggml_type, dequantized)
 }
@@ -175,7 +175,7 @@ fn llama_with_types(ggml_type: impl Fn(&str) -> GgmlType, dequantized: bool) -> 
     writer
 }
 
-/// blocks.rs and quantized.rs test the blocks bit by bit. Here, only the order of sums may change the logits.
+/// Only the summation order may change the logits. blocks.rs and quantized.rs test the values bit by bit.
 #[test]
 fn quantized_and_dequantized_weights_give_equal_logits() {
     let ids: Vec<u32> = (0..32).map(|i| i * 7 % 64).collect();
@@ -261,18 +261,18 @@ fn unknown_tensors_and_architectures_are_errors() {
     let bytes = [0; 48 * 4];
     let extra = llama.clone().tensor("blk.0.attn_q_norm.weight", &[48], 0, &bytes);
     assert!(
-        error(&extra).contains("blk.0.attn_q_norm.weight [48] is unknown for the architecture llama"),
+        error(&extra).contains("blk.0.attn_q_norm.weight [48] is not part of the architecture llama"),
         "{}",
         error(&extra)
     );
     let bias = convert(&golden("mixtral")).tensor("blk.0.ffn_gate_inp.bias", &[7], 0, &[0; 28]);
-    assert!(error(&bias).contains("blk.0.ffn_gate_inp.bias [7] is unknown"), "{}", error(&bias));
+    assert!(error(&bias).contains("blk.0.ffn_gate_inp.bias [7] is not part of"), "{}", error(&bias));
     let other = Writer::new().string("general.architecture", "mamba");
     let error = error(&other);
     assert!(error.contains("architecture 'mamba' is not supported") && error.contains("qwen3moe"), "{error}");
 }
 
-/// Only old files of Mixtral have experts in separate tensors. No converter ever wrote such a file of gpt-oss.
+/// Only old Mixtral files have experts in separate tensors. No converter ever wrote such a gpt-oss file.
 #[test]
 fn gpt_oss_experts_in_separate_tensors_are_an_error() {
     let mut file = Writer::new().string("general.architecture", "gpt-oss").u32("gpt-oss.block_count", 1);
@@ -286,7 +286,7 @@ fn gpt_oss_experts_in_separate_tensors_are_an_error() {
     assert!(error.contains("layer 0: gpt-oss needs all experts in one tensor, found 2 tensors"), "{error}");
 }
 
-/// The demo model with its tokenizer, as llama.cpp would convert it.
+/// Returns the demo model with its tokenizer, as llama.cpp would convert it.
 fn demo() -> Writer {
     let converted = converted(&demo_dir());
     let id = |token: &str| converted.tokens.iter().position(|other| other == token).unwrap() as u32;
@@ -331,7 +331,7 @@ fn demo_model_plays_from_a_gguf_file() {
     assert_eq!(ask(file.to_str().unwrap()), want);
     assert_eq!(ask(folder.path().to_str().unwrap()), want);
 
-    // A snapshot with two files in the Hugging Face cache.
+    // A snapshot with two GGUF files in the Hugging Face cache.
     let commit = "0123456789012345678901234567890123456789";
     let snapshot = home.path().join("hf/hub/models--some--demo-GGUF/snapshots").join(commit);
     std::fs::create_dir_all(&snapshot).unwrap();
@@ -364,9 +364,8 @@ fn demo_model_plays_from_a_gguf_file() {
     assert_eq!(ids, wanted);
 }
 
-/// Opening a file is what parses its header.
-/// The config, the vocabulary, the chat template,
-/// the sampling defaults and the tensors must all come from the same opened file.
+/// Opening a file parses its header, so a model must open its file only once.
+/// Config, vocabulary, chat template, sampling defaults and tensors all come from the same opened file.
 #[test]
 fn loading_a_model_opens_its_gguf_file_once() {
     let home = TempDir::new().unwrap();

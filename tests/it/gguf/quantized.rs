@@ -1,6 +1,6 @@
-//! A quantized GGUF file of each family,
-//! compared with the logits that transformers computes from
-//! the dequantized values (`scripts/gguf_quantized_golden.py`).
+//! Compares a quantized GGUF file of each family with transformers.
+//!
+//! transformers computes the expected logits from the dequantized values (`scripts/gguf_quantized_golden.py`).
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;
@@ -36,7 +36,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let logits = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));
     println!("{family} on {:?} in {dtype:?}: logits off by {error:e}", device.location());
-    // The same tolerances as for the golden checkpoints.
+    // On a GPU, the tolerances are the same as in golden.rs.
     let tolerance = match (device, dtype) {
         (Device::Cpu, DType::F32) => 1e-5,
         (_, DType::F32) => 1e-4,
@@ -51,7 +51,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
         "{family} in {dtype:?}"
     );
     if dtype == DType::F32 {
-        // The weights take as many bytes as in the file, except for a layer whose gate and up have different types.
+        // Weights take as many bytes as in the file, unless gate and up of a layer have different types.
         let two_types = checkpoint.info("model.layers.1.mlp.experts.gate_up_proj");
         let extra_bytes = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
         assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family), "{family}");

@@ -1,4 +1,4 @@
-//! Reads a file that Python's gguf package wrote, and compares it with what the package lists.
+//! Reads a file written by Python's gguf package and compares it with the package's own listing.
 
 use inferno::weights::gguf::{GgufCheckpoint, Metadata, Value, ValueType};
 use inferno::weights::read_ahead::Retention;

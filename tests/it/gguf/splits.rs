@@ -1,4 +1,4 @@
-//! Models that are split into parts.
+//! Tests of GGUF models that are split into several files.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use tempfile::TempDir;
 use super::writer::Writer;
 use crate::support::golden;
 
-/// Copies golden files to a folder, under other names.
+/// Copies golden files to a temporary folder under new names. Each pair is (old name, new name).
 fn copied(files: &[(&str, &str)]) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     for (from, to) in files {
@@ -64,7 +64,7 @@ fn missing_and_mixed_parts_are_errors() {
     let folder = copied(&[all[0], ("tiny.gguf", PARTS[1]), all[2]]);
     let message = error(&folder.path().join(PARTS[0]));
     assert!(
-        message.contains("it is part 1 of 1 with unknown tensors in all, expected part 2 of 3 with 15"),
+        message.contains("it is part 1 of 1 with unknown tensors in total, expected part 2 of 3 with 15"),
         "{message}"
     );
 }
@@ -77,9 +77,9 @@ fn inconsistent_split_metadata_is_an_error() {
     let one = |writer: Writer| writer.tensor("a.weight", &[1], 0, &[0; 4]);
     let cases = [
         (one(part(0, 2, 2)), one(part(1, 2, 2)), "tensor a.weight is in two parts; the second is "),
-        (one(part(0, 2, 2)), part(1, 2, 2), "hold 1 tensors, but their metadata says 2: do they belong to one model?"),
-        (one(part(0, 2, 1)), part(1, 2, 9), "it is part 2 of 2 with 9 tensors in all, expected part 2 of 2 with 1"),
-        (one(part(2, 2, 1)), part(1, 2, 1), "metadata key split.no: part 2 of 2, counted from 0"),
+        (one(part(0, 2, 2)), part(1, 2, 2), "hold 1 tensors, but their metadata says 2; are they parts of one model?"),
+        (one(part(0, 2, 1)), part(1, 2, 9), "it is part 2 of 2 with 9 tensors in total, expected part 2 of 2 with 1"),
+        (one(part(2, 2, 1)), part(1, 2, 1), "metadata key split.no: 2 is not below split.count 2"),
         (part(0, 1 << 20, 1), part(1, 2, 1), "1048576 parts exceed the limit of 1024"),
         (Writer::new().u32("split.count", 2), part(1, 2, 1), "metadata key split.no is missing"),
         (Writer::new().string("split.count", "2"), part(1, 2, 1), "metadata key split.count: expected an integer"),

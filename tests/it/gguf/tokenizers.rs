@@ -1,4 +1,4 @@
-//! Tokenizers from GGUF metadata, compared with llama.cpp's test vectors and the models' tokenizer.json.
+//! Compares tokenizers from GGUF metadata with llama.cpp's test vectors and with tokenizer.json.
 //! Tests with large vocabularies need INFERNO_FIXTURES.
 
 use std::collections::{BTreeMap, HashMap};
@@ -20,7 +20,7 @@ const USER_DEFINED: i32 = 4;
 const UNUSED: i32 = 5;
 const BYTE: i32 = 6;
 
-/// A tokenizer.json, converted to GGUF metadata as llama.cpp does.
+/// The GGUF metadata that llama.cpp would write for a tokenizer.json.
 pub struct Converted {
     pub tokens: Vec<String>,
     pub types: Vec<i32>,
@@ -87,7 +87,7 @@ fn check_vectors(name: &str, fixtures: &Path, tokenizer: &Tokenizer) {
     let mut checked = 0;
     for (text, ids) in inputs.split("\n__ggml_vocab_test__\n").zip(outputs.lines()) {
         let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
-        // The vectors have no prefix, and `Text` adds none.
+        // The vectors have no prefix such as BOS, and `Text` adds none.
         assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{name}: {text:?}");
         checked += 1;
     }
@@ -111,7 +111,7 @@ fn gguf_vocabulary_agrees_with_llama_cpp() {
     assert_eq!((special.bos, special.eos, special.stop), (Some(50256), Some(50256), vec![50256]));
 }
 
-/// A model with a tokenizer.json, the name of its pre-tokenizer, and llama.cpp's test vectors for it.
+/// Models with a tokenizer.json, as (folder, pre-tokenizer name, llama.cpp test vectors).
 const BYTE_LEVEL: &[(&str, &str, &str)] = &[
     ("gpt2", "gpt-2", "gpt-2"),
     ("Llama-3.1-8B-Instruct", "llama-bpe", "llama-bpe"),
@@ -131,8 +131,8 @@ fn converted_vocabularies_agree_with_llama_cpp() {
 }
 
 /// Returns the scores in Llama 2's tokenizer.model.
-/// Pieces rank by id, except runs of spaces, which come last.
-/// Control tokens and bytes have the score 0.
+/// Pieces are ranked by id, except runs of spaces, which come last.
+/// Control tokens and byte tokens have a score of 0.
 fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
     let score = |(id, token): (usize, &String)| match id {
         259.. if token.chars().all(|c| c == '▁') => -1e9,
@@ -141,8 +141,8 @@ fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
     vocabulary.tokens.iter().enumerate().map(score).collect()
 }
 
-/// SentencePiece's algorithm: of all neighbors that form a piece,
-/// join those with the highest score, the leftmost first.
+/// A naive reference implementation of SentencePiece.
+/// Repeatedly merges the two neighbors that form the piece with the highest score. Ties go to the leftmost pair.
 fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec<u32> {
     let pieces: HashMap<&str, usize> =
         model.tokens.iter().enumerate().map(|(id, token)| (token.as_str(), id)).collect();
@@ -170,14 +170,14 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
     ids
 }
 
-/// Texts with pieces of equal scores are included.
+/// The texts include pieces with equal scores.
 #[test(fixtures)]
 fn merges_agree_with_sentencepiece() {
     let fixtures = fixtures();
     let tinyllama = converted(&fixtures.join("TinyLlama-1.1B-Chat-v1.0"));
     let scores = llama2_scores(&tinyllama);
     let mistral = fs::read(fixtures.join("Mistral-7B-Instruct-v0.3/tokenizer.model.v3")).unwrap();
-    let book = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
+    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
     for (model, scores) in [(tinyllama, scores), sentencepiece_model(&mistral)] {
         let tokenizer = tokenizer(&model.sentencepiece(&scores));
         let runs = (0..80).flat_map(|spaces| {
@@ -186,7 +186,7 @@ fn merges_agree_with_sentencepiece() {
         });
         let repeated = ["a", "e", "-", "=", "0", ".", "/", "\t", "\n", "é", "界", "ab", "na"];
         let runs = runs.chain((1..40).flat_map(|count| repeated.map(|text| text.repeat(count))));
-        let texts = TEXTS.iter().copied().chain(book.lines()).map(str::to_string).chain(runs);
+        let texts = TEXTS.iter().copied().chain(readme.lines()).map(str::to_string).chain(runs);
         let mut wrong = Vec::new();
         for text in texts.filter(|text| !text.is_empty()) {
             let want = sentencepiece_reference(&model, &scores, &text);
@@ -195,12 +195,12 @@ fn merges_agree_with_sentencepiece() {
                 wrong.push((text, got, want));
             }
         }
-        assert!(wrong.is_empty(), "{} texts, such as {:?}", wrong.len(), wrong[0]);
+        assert!(wrong.is_empty(), "{} texts differ, such as {:?}", wrong.len(), wrong[0]);
     }
 }
 
 /// Reads the pieces and scores of a SentencePiece model.
-/// In its protobuf, field 1 is a piece, with its text, score and type as fields 1, 2 and 3.
+/// In the protobuf, field 1 is a piece. Fields 1, 2 and 3 of a piece are its text, score and type.
 fn sentencepiece_model(bytes: &[u8]) -> (Converted, Vec<f32>) {
     let mut found = Converted { tokens: Vec::new(), types: Vec::new(), merges: Vec::new() };
     let mut scores = Vec::new();
@@ -276,7 +276,7 @@ const TEXTS: &[&str] = &[
     "é e\u{301} ｆｕｌｌ \u{200d}\u{feff}\u{0}",
 ];
 
-/// Compares real scores and types with tokenizer.json of the same model.
+/// Compares the real scores and types of a model with its tokenizer.json.
 #[test(fixtures)]
 fn sentencepiece_model_agrees_with_tokenizer_json() {
     let fixtures = fixtures();
@@ -285,13 +285,13 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     assert_eq!(model.tokens.len(), 32768);
     let writer = model.sentencepiece(&scores);
     let (ours, theirs) = (tokenizer(&writer), Tokenizer::from_dir(&folder).unwrap());
-    let book = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
-    for text in TEXTS.iter().copied().chain([book.as_str(), "<s>", "[INST] a", "x</s>y"]) {
+    let readme = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/README.md")).unwrap();
+    for text in TEXTS.iter().copied().chain([readme.as_str(), "<s>", "[INST] a", "x</s>y"]) {
         for controls in [ControlTokens::Text, ControlTokens::Default] {
-            // After a control token, llama.cpp adds a space and this tokenizer.json does not.
+            // After a control token, llama.cpp adds a space, but this tokenizer.json does not.
             let has_controls =
                 controls == ControlTokens::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
-            // Nor does tokenizer.json add a space before another space, as SentencePiece does.
+            // Before another space, SentencePiece adds a space, but this tokenizer.json does not.
             if has_controls || text.starts_with(' ') {
                 continue;
             }
@@ -305,7 +305,7 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
-/// The ids and the decoded text are the same, with control tokens parsed and as text.
+/// Compares ids and decoded text, with control tokens parsed and with control tokens as text.
 #[test(fixtures)]
 fn converted_vocabularies_agree_with_tokenizer_json() {
     let fixtures = fixtures();
@@ -359,7 +359,7 @@ fn prefixes_and_stop_ids_match_the_models() {
     assert_eq!(stops(&oss.u32("tokenizer.ggml.eos_token_id", 200_002)), [199_999, 200_002, 200_012]);
 }
 
-/// Returns a vocabulary of the 256 bytes, extended by the case.
+/// Returns a vocabulary with one token per byte, extended by `case`.
 fn small(case: impl FnOnce(&mut Vec<String>, &mut Vec<i32>, &mut Vec<String>)) -> Converted {
     let byte = |byte: u8| match byte {
         b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte),
@@ -394,7 +394,7 @@ fn every_token_type_is_encoded_correctly() {
         let tokenizer = tokenizer(&vocabulary.byte_level(pre));
         let encode = |text, controls| tokenizer.encode(text, controls).unwrap();
         assert_eq!(encode("ab", ControlTokens::Text), [256], "{pre}");
-        // Text never becomes a control token, neither by merges nor as a whole word.
+        // Text never becomes a control token, either through merges or as a whole word.
         assert_eq!(encode("abc", ControlTokens::Text), [256, u32::from(b'c')], "{pre}");
         assert_eq!(encode("abc", ControlTokens::Parse), [257], "{pre}");
         assert_eq!(encode("<think>", ControlTokens::Parse), [258], "{pre}");
@@ -406,7 +406,7 @@ fn every_token_type_is_encoded_correctly() {
     }
 }
 
-/// Texts that each pre-tokenizer splits differently. llama.cpp's vectors do not cover them.
+/// Uses texts that the pre-tokenizers split differently. llama.cpp's vectors do not cover them.
 #[test]
 fn pre_tokenizers_split_differently() {
     let vocabulary = small(|tokens, types, merges| {
@@ -485,11 +485,11 @@ fn invalid_vocabularies_are_errors() {
         (merged("a "), "is not two tokens"),
         (merged(""), "is not two tokens"),
         (merged("a b"), "tokenizer.ggml.merges[0]: \"a b\" has a part or a result that is not a token"),
-        // Parts longer than any token make the library panic.
+        // Parts longer than any token make the tokenizers crate panic.
         (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "has a part or a result that is not a token"),
         (
             good().u32(&key("bos_token_id"), 256),
-            "tokenizer.ggml.bos_token_id: 256 is not a token id, the vocabulary has 256 tokens",
+            "tokenizer.ggml.bos_token_id: 256 is not a token id: the vocabulary has 256 tokens",
         ),
         (good().u32(&key("eot_token_id"), u32::MAX), "tokenizer.ggml.eot_token_id: 4294967295 is not a token id"),
         (good().string(&key("eos_token_id"), "x"), "tokenizer.ggml.eos_token_id: expected an integer"),
@@ -510,7 +510,7 @@ fn invalid_vocabularies_are_errors() {
     let long = "a".repeat(30_000);
     let begin = std::time::Instant::now();
     let message = error(&Converted { tokens: vec![long], types: vec![NORMAL], merges: vec![] }.sentencepiece(&[0.0]));
-    assert!(message.contains("token 0 and those before it are too long"), "{message}");
+    assert!(message.contains("the tokens up to id 0 are too long"), "{message}");
     assert!(begin.elapsed().as_secs() < 10);
 }
 
@@ -537,7 +537,7 @@ fn sentencepiece_follows_scores_and_falls_back_to_bytes() {
     assert_eq!(text("bc", "abc"), [id("▁a"), id("bc")]);
     assert_eq!(text("ab", "abc"), [id("▁"), id("ab"), id("c")]);
     assert_eq!(text("ab", "é"), [id("▁"), id("<0xC3>"), id("<0xA9>")]);
-    // As text, a control token is encoded by its characters.
+    // As text, a control token is encoded like any other text.
     assert_eq!(text("ab", "<s>"), [id("▁"), id("<"), id("s>")]);
     let writer = model.sentencepiece(&scores("ab"));
     assert_eq!(encode(&writer, "a", ControlTokens::Default), [1, id("▁a")]);

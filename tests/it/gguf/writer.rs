@@ -1,6 +1,6 @@
-//! Writes GGUF files for tests, valid or broken.
+//! Writes valid and invalid GGUF files for tests.
 
-/// Numbers of metadata types.
+/// The ids of GGUF metadata types.
 pub const U32: u32 = 4;
 pub const I32: u32 = 5;
 pub const F32: u32 = 6;
@@ -8,12 +8,12 @@ pub const BOOL: u32 = 7;
 pub const STRING: u32 = 8;
 pub const ARRAY: u32 = 9;
 
-/// Builds a file. Every piece of it may be invalid.
+/// A builder for GGUF files. Every part of the file may be invalid.
 #[derive(Clone)]
 pub struct Writer {
     pub magic: [u8; 4],
     pub version: u32,
-    /// Written instead of the true number.
+    /// The count to write instead of the true number of tensors.
     pub tensor_count: Option<u64>,
     pub key_count: Option<u64>,
     pub alignment: usize,
@@ -36,7 +36,7 @@ impl Writer {
         }
     }
 
-    /// Adds a metadata value of any type as bytes.
+    /// Adds a metadata value of any type from its raw bytes.
     pub fn raw(mut self, key: impl AsRef<[u8]>, kind: u32, value: impl AsRef<[u8]>) -> Self {
         self.keys.0 += 1;
         self.keys.1.extend(string(key));
@@ -76,7 +76,7 @@ impl Writer {
         self.raw(key, ARRAY, [&kind.to_le_bytes()[..], &count.to_le_bytes(), &values].concat())
     }
 
-    /// Adds a row of the tensor table, with the fastest dimension first.
+    /// Adds an entry to the tensor table. `shape` starts with the fastest-varying dimension.
     pub fn row(mut self, name: impl AsRef<[u8]>, shape: &[u64], kind: u32, offset: u64) -> Self {
         self.tensors.0 += 1;
         let table = &mut self.tensors.1;
@@ -88,7 +88,7 @@ impl Writer {
         self
     }
 
-    /// Adds a tensor with its bytes after the others.
+    /// Adds a tensor and appends its bytes to the data section.
     pub fn tensor(mut self, name: &str, shape: &[u64], kind: u32, bytes: &[u8]) -> Self {
         let offset = self.data.len().next_multiple_of(self.alignment);
         self.data.resize(offset, 0);
@@ -115,7 +115,7 @@ impl Writer {
     }
 }
 
-/// Encodes a string as in a file.
+/// Encodes a string as in a GGUF file: the length, then the bytes.
 pub fn string(text: impl AsRef<[u8]>) -> Vec<u8> {
     let text = text.as_ref();
     [&(text.len() as u64).to_le_bytes()[..], text].concat()

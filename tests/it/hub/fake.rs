@@ -1,4 +1,4 @@
-//! A small hub that behaves like huggingface.co: listing, files, redirects, ranges and refusals.
+//! A small fake hub that behaves like huggingface.co: listing, files, redirects, ranges and refusals.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -13,31 +13,32 @@ pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 pub const INDEX: &str = "model.safetensors.index.json";
 pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
 
-/// How the fake hub answers. Tests change this between downloads.
+/// The state of the fake hub. Tests change it between downloads.
 #[derive(Clone)]
 pub struct World {
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
-    /// If true, the listing has sizes and hashes (`?blobs=true`). Mirrors may send none.
-    pub tells_sizes: bool,
-    pub does_ranges: bool,
-    /// Status, x-error-code and body in place of the listing.
+    /// If true, the listing has sizes and hashes (`?blobs=true`). Mirrors may omit them.
+    pub lists_sizes: bool,
+    /// If true, the hub supports range requests.
+    pub supports_ranges: bool,
+    /// The status, x-error-code and body to send in place of the listing.
     pub listing_refused: Option<(u16, &'static str, &'static str)>,
-    /// Status and x-error-code in place of every file.
+    /// The status and x-error-code to send in place of every file.
     pub files_refused: Option<(u16, &'static str)>,
-    /// The faults of the next requests for faulty files. Each request takes the first one.
+    /// The faults of the next requests for faulty files. Each request takes the first fault.
     pub faults: VecDeque<Fault>,
-    /// Selects the faulty files. The default is the weights.
+    /// Selects the files that have faults. By default, these are the weights.
     pub faulty: fn(&str) -> bool,
-    /// The status lines of the next listings, with their headers.
+    /// The status lines and headers of the next listings.
     pub listing_faults: VecDeque<&'static str>,
-    /// Bodies are sent in pieces of this many bytes, with a pause after each.
+    /// If set, bodies are sent in pieces of this many bytes, with this pause after each piece.
     pub pace: Option<(usize, Duration)>,
     /// The host that files are redirected to.
     pub storage: Option<String>,
-    /// If true, the listing and the hub's own headers have the hash of each file.
-    pub tells_hashes: bool,
-    /// The ETag header of files, if it is not the hash.
+    /// If true, the listing and the headers of the hub have the hash of each file.
+    pub lists_hashes: bool,
+    /// The ETag header of files. By default, it is the hash.
     pub etag_header: Option<&'static str>,
     /// A false size of model.safetensors.
     pub claimed_bytes: Option<u64>,
@@ -45,11 +46,11 @@ pub struct World {
     pub claimed_etag: Option<&'static str>,
     /// A file that is listed but cannot be fetched.
     pub lost: Option<&'static str>,
-    /// How many bytes of file contents were sent.
+    /// The number of bytes of file contents sent so far.
     pub sent_bytes: usize,
 }
 
-/// One way in which a response can be wrong.
+/// A fault in a response.
 #[derive(Clone, Copy, Debug)]
 pub enum Fault {
     /// No fault.
@@ -60,19 +61,19 @@ pub enum Fault {
     Stall(usize),
     /// One bit of this byte of the body is flipped.
     Flip(usize),
-    /// A status line with headers, and an empty body.
+    /// The server sends this status line with headers, and an empty body.
     Status(&'static str),
-    /// The login page of a network.
+    /// The server sends the login page of a captive portal.
     Portal,
-    /// The bytes of another part, with the requested range in the header.
+    /// The body is another part of the file, although the header has the requested range.
     OtherPart,
-    /// The header has another range than the requested one.
+    /// The range in the header differs from the requested range.
     WrongRange,
     /// The body is sent twice.
     TooMuch,
-    /// The whole file is sent, whatever range was requested.
+    /// The server sends the whole file and ignores the requested range.
     Everything,
-    /// The whole body is sent without its length, and the connection stays open.
+    /// The whole body is sent without a length, and the connection stays open.
     Endless,
 }
 
@@ -89,9 +90,9 @@ impl FakeHub {
         let world = World {
             commit: COMMIT.to_string(),
             files,
-            tells_sizes: true,
-            tells_hashes: true,
-            does_ranges: true,
+            lists_sizes: true,
+            lists_hashes: true,
+            supports_ranges: true,
             listing_refused: None,
             files_refused: None,
             faults: VecDeque::new(),
@@ -119,7 +120,7 @@ impl FakeHub {
         hub
     }
 
-    /// A repository with an index, two shards, and files that inferno does not need.
+    /// Starts a hub with a sharded repository: an index, two shards, and files that inferno does not need.
     pub fn sharded() -> Self {
         let index = format!(r#"{{"weight_map":{{"a":"{}","b":"{}","c":"{}"}}}}"#, SHARDS[0], SHARDS[1], SHARDS[0]);
         Self::start(&[
@@ -182,14 +183,14 @@ fn is_large(name: &str) -> bool {
     name.ends_with(".safetensors") || name.ends_with(".gguf")
 }
 
-/// Reads one request and answers it. Every answer closes its connection.
+/// Reads one request and answers it. Every response closes its connection.
 fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
     let mut head = String::new();
     let mut reader = BufReader::new(stream.try_clone()?);
     while reader.read_line(&mut head)? > 2 {}
     requests.lock().unwrap().push(head.clone());
     if head.starts_with("CONNECT ") {
-        // The fake hub is also a proxy. It answers the requests that come through it itself.
+        // The fake hub is also a proxy, which answers proxied requests itself.
         stream.write_all(b"HTTP/1.1 200 Connected\r\n\r\n")?;
         return answer(stream, shared, requests);
     }
@@ -224,7 +225,7 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
     let hash = etag(&name, &bytes);
     let etag_header = world.etag_header.unwrap_or(&hash);
     let linked = format!("x-linked-etag: \"{hash}\"\r\nx-linked-size: {}\r\n", bytes.len());
-    let linked = if world.tells_hashes { linked } else { String::new() };
+    let linked = if world.lists_hashes { linked } else { String::new() };
     let metadata = format!("x-repo-commit: {}\r\n{linked}etag: {etag_header}", world.commit);
     if let (Some(storage), true) = (&world.storage, path.contains("/resolve/")) {
         return send(&mut stream, &format!("302 Found\r\n{metadata}\r\nlocation: {storage}/storage/{name}"), b"");
@@ -248,7 +249,7 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
         Fault::WrongRange => named_start += 1,
         _ => {}
     }
-    let (status, body) = if (start > 0 || end < bytes.len()) && world.does_ranges {
+    let (status, body) = if (start > 0 || end < bytes.len()) && world.supports_ranges {
         let range = format!("content-range: bytes {named_start}-{}/{}", named_end - 1, bytes.len());
         (format!("206 Partial Content\r\n{metadata}\r\n{range}"), &bytes[start..end.min(bytes.len())])
     } else {
@@ -306,10 +307,10 @@ fn listing(world: &World) -> String {
         let etag = world.claimed_etag.map_or_else(|| etag(name, bytes), str::to_string);
         let size = world.claimed_bytes.filter(|_| name == "model.safetensors").unwrap_or(bytes.len() as u64);
         let name = serde_json::to_string(name).unwrap();
-        match (world.tells_sizes, is_large(name.trim_matches('"'))) {
+        match (world.lists_sizes, is_large(name.trim_matches('"'))) {
             (false, _) => format!(r#"{{"rfilename":{name}}}"#),
             (true, false) => format!(r#"{{"rfilename":{name},"size":{size},"blobId":"{etag}"}}"#),
-            (true, true) if !world.tells_hashes => {
+            (true, true) if !world.lists_hashes => {
                 format!(r#"{{"rfilename":{name},"size":{size},"blobId":"{}","lfs":{{"size":{size}}}}}"#, "5".repeat(40))
             }
             (true, true) => format!(

@@ -1,5 +1,6 @@
-//! Servers and networks that fail in every way. A download ends with the exact file, or with an error and nothing on
-//! disk that looks like a model.
+//! Tests with servers and networks that fail in many ways.
+//!
+//! Each download ends with the exact file, or with an error and nothing on disk that looks like a model.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -11,19 +12,19 @@ use super::{Machine, Recorder, fast_limits, file_names, include_only, message_an
 
 const WEIGHTS: &str = "model.safetensors";
 
-/// A hub client that fetches the weights in at least five parts.
+/// Returns a hub client that fetches the weights in at least five parts.
 fn in_parts(machine: &Machine) -> Hub {
     let limits = Limits { part_bytes: 10_000, connections: 3, ..fast_limits() };
     Hub::new(HubConfig { limits, ..machine.config() })
 }
 
-/// A hub client that fetches each file as a whole, over one connection.
+/// Returns a hub client that fetches each file as a whole, over one connection.
 fn in_one(machine: &Machine) -> Hub {
     let limits = Limits { connections: 1, ..fast_limits() };
     Hub::new(HubConfig { limits, ..machine.config() })
 }
 
-/// Downloads a model in spite of `faults`, and returns the progress events.
+/// Downloads a model despite `faults` and returns the progress events.
 fn survives(hub: impl Fn(&Machine) -> Hub, faults: &[Fault]) -> Vec<String> {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
@@ -34,11 +35,11 @@ fn survives(hub: impl Fn(&Machine) -> Hub, faults: &[Fault]) -> Vec<String> {
     assert!(weights == pattern(50_000, 3), "{faults:?}");
     let blobs = file_names(&machine.repo().join("blobs"));
     assert!(blobs.iter().all(|name| !name.contains('.')), "no leftovers: {blobs:?}");
-    assert!(fake.world.lock().unwrap().faults.is_empty(), "every fault happened");
+    assert!(fake.world.lock().unwrap().faults.is_empty(), "some faults did not happen");
     events.all()
 }
 
-/// Fails to download because of `fault`, checks that no model is left, and returns the message and exit code.
+/// Checks that `fault` makes a download fail and leaves no model behind. Returns the message and exit code.
 fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
@@ -47,7 +48,7 @@ fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     assert!(!machine.repo().join("refs").exists(), "{fault:?}");
     assert!(machine.hub().find(REPO, None).is_err(), "{fault:?}");
     assert!(!machine.repo().join("blobs").join(etag(WEIGHTS, &pattern(50_000, 3))).exists(), "{fault:?}");
-    // The next attempt can use what was left.
+    // The next attempt can reuse the bytes already fetched.
     fake.change(|world| world.faults.clear());
     let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 3), "{fault:?}");
@@ -82,7 +83,7 @@ fn silent_server_is_given_up_after_the_timeout() {
     let events = survives(with(limits(1, 1 << 30)), &[Fault::Stall(20_000), Fault::Stall(0)]);
     assert!(events.iter().any(|line| line.contains("timeout")), "{events:?}");
     survives(with(limits(3, 10_000)), &[Fault::Stall(5_000), Fault::Fine, Fault::Stall(0)]);
-    assert!(start.elapsed() < Duration::from_secs(15), "the fake hub itself hangs up after 20");
+    assert!(start.elapsed() < Duration::from_secs(15), "the fake hub itself hangs up after 20 s");
 }
 
 #[test]
@@ -94,9 +95,9 @@ fn wrong_part_is_requested_again() {
     let refused = Fault::Status("416 Range Not Satisfiable");
     survives(in_parts, &[refused, Fault::Fine, refused]);
     for (fault, expected) in [
-        (Fault::WrongRange, "another part"),
+        (Fault::WrongRange, "a different range"),
         (Fault::Portal, "login page"),
-        (refused, "no such part"),
+        (refused, "no such range"),
         (Fault::Status("500 No"), "HTTP 500"),
     ] {
         let (message, code) = fails(in_parts, fault);
@@ -107,12 +108,12 @@ fn wrong_part_is_requested_again() {
 
 #[test]
 fn server_without_ranges_sends_whole_files() {
-    // In the middle of a file: once, or from then on.
+    // The server ignores range requests once, or always.
     survives(in_parts, &[Fault::Fine, Fault::Everything]);
     survives(in_one, &[Fault::Cut(20_000), Fault::Everything]);
     let fake = FakeHub::single();
     fake.change(|world| {
-        world.does_ranges = false;
+        world.supports_ranges = false;
         world.faults.extend([Fault::Fine, Fault::Cut(30_000)]);
     });
     let machine = Machine::new(fake.endpoint());
@@ -228,7 +229,7 @@ fn contents_of_two_versions_are_not_mixed() {
         world.faults.extend([Fault::Status("500 No"); 5]);
     });
     assert_eq!(message_and_code(in_one(&machine).download(REPO, None, &FileFilter::default(), &())).1, 5);
-    // The same commit and hash with different contents is an error.
+    // Different contents under the same commit and hash are an error.
     let old = etag(WEIGHTS, &pattern(50_000, 3));
     let old: &'static str = Box::leak(old.into_boxed_str());
     fake.change(|world| {
@@ -311,7 +312,7 @@ fn refusals_are_not_retried() {
 #[test]
 fn redirects_never_take_the_token_to_another_host() {
     let storage = FakeHub::single();
-    // The same machine: at another port (written in two ways), and by another name.
+    // The storage host is the same machine at another port (written in two ways) or under another name.
     for to in ["http://127.0.0.1:", "//127.0.0.1:", "http://localhost:", "http://127.0.0.1@localhost:"] {
         let fake = FakeHub::single();
         fake.change(|world| world.storage = Some(format!("{to}{}", storage.port)));
@@ -322,20 +323,20 @@ fn redirects_never_take_the_token_to_another_host() {
         assert!(!storage_requests.is_empty());
         assert!(storage_requests.iter().all(|head| !head.contains("hf_secret")), "{to}: {storage_requests:?}");
     }
-    // A redirect on the endpoint itself keeps the token.
+    // A redirect within the endpoint keeps the token.
     let fake = FakeHub::single();
     fake.change(|world| world.storage = Some(String::new()));
     let machine = Machine::new(fake.endpoint());
     machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fake.heads().iter().all(|head| head.contains("hf_secret")));
-    // Redirects to other schemes, and endless redirects.
+    // Redirects to other schemes and endless redirects are errors.
     for nowhere in ["ftp://127.0.0.1/x?signature=SECRET&", "file:///etc/passwd?signature=SECRET&"] {
         fake.change(|world| world.storage = Some(nowhere.into()));
         fake.lines();
         let machine = Machine::new(fake.endpoint());
         let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
         assert_eq!(code, 5, "{message}");
-        assert!(message.contains("not a web address") && !message.contains("SECRET"), "{message}");
+        assert!(message.contains("not a valid web address") && !message.contains("SECRET"), "{message}");
         assert!(fake.lines().len() <= 5, "a permanent error is not retried");
     }
     fake.change(|world| world.storage = Some(format!("/{REPO}/resolve/{COMMIT}/model.safetensors?")));

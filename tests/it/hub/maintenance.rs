@@ -1,4 +1,4 @@
-//! Maintenance of the cache: verify, repair, remove, prune, and finding models by a part of their name.
+//! Cache maintenance: verify, repair, remove, prune, and finding a model by part of its name.
 
 use std::fs;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ fn verify(hub: &Hub) -> Vec<(String, FileState)> {
     faults(&hub.verify(Some(REPO), None, &()).unwrap())
 }
 
-/// Downloads a sharded model. Returns the blobs of its two shards too.
+/// Downloads a sharded model. Returns the hub, the machine and the blobs of the two shards.
 fn downloaded() -> (FakeHub, Machine, [PathBuf; 2]) {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
@@ -49,7 +49,7 @@ fn repair_fetches_only_bad_and_missing_files() {
     assert!(verify(&machine.hub()).is_empty());
     assert!(machine.hub().find(REPO, None).is_ok());
 
-    // A deleted link, a missing file, and a truncated blob.
+    // Delete two links and truncate a blob.
     let snapshot = machine.repo().join("snapshots").join(COMMIT);
     fs::remove_file(snapshot.join(SHARDS[0])).unwrap();
     fs::remove_file(snapshot.join("config.json")).unwrap();
@@ -79,9 +79,9 @@ fn error_says_why_a_file_cannot_be_repaired() {
     assert!(machine.hub().repair(&both[0], &()).is_err());
     assert_eq!(fs::read(&blobs[0]).unwrap(), b"bad");
     fake.change(|world| world.commit = "e".repeat(40));
-    assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("refused"));
+    assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("instead of commit"));
 
-    // Plain files without links cannot be verified, and the cache of other tools is not repaired.
+    // Plain files without links cannot be verified, and inferno does not repair the cache of other tools.
     machine.write_snapshot("shared", "org/other", COMMIT, &COMPLETE);
     let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();
     assert_eq!((checked[0].source, checked[0].files.len()), (Source::HuggingFace, 3));
@@ -122,7 +122,7 @@ fn removing_a_revision_keeps_shared_files() {
 
     let removed = machine.hub().remove("tiny", Some("v2"), &()).unwrap();
     assert_eq!((removed.name.as_str(), &removed.revisions[..]), (REPO, &[newer][..]));
-    // 9 bytes of config.json and 40 of the ref. The older revision shares tokenizer.json and the weights.
+    // 9 bytes of config.json and 40 bytes of the ref. The older revision shares tokenizer.json and the weights.
     assert_eq!((removed.freed_bytes, removed.kept_bytes), (9 + 40, 50_002));
     assert!(machine.hub().find(REPO, Some("v2")).is_err());
     assert!(faults(&machine.hub().verify(Some(REPO), None, &()).unwrap()).is_empty());
@@ -142,7 +142,7 @@ fn removing_a_revision_keeps_shared_files() {
             fs::write(machine.repo().join("refs/main"), COMMIT).unwrap();
         }
         let error = machine.hub().remove(REPO, None, &()).unwrap_err();
-        assert!(error.to_string().contains("Python's tools"), "{error}");
+        assert!(error.to_string().contains("shared Hugging Face cache"), "{error}");
         assert_eq!(error.downcast_ref::<inferno::Error>().unwrap().exit_code(), 3);
     }
     assert!(machine.hub().find(REPO, None).is_ok());
@@ -170,7 +170,7 @@ fn leftovers_are_pruned() {
         fs::write(dir.join(name), vec![0; bytes]).unwrap();
     }
     fs::write(machine.repo().join("refs/main.123-4.tmp"), "x").unwrap();
-    // A download that had only just started.
+    // The leftover of a download that had only just started.
     let started = machine.dir.path().join("own/models--org--begun/blobs");
     fs::create_dir_all(&started).unwrap();
     fs::write(started.join("cc.parts"), "12345").unwrap();
@@ -185,7 +185,7 @@ fn leftovers_are_pruned() {
     assert_eq!(file_names(&machine.repo().join("refs")), ["main"]);
 }
 
-/// A user may move a part of the cache to another disk and leave a link.
+/// A user may move part of the cache to another disk and leave a link.
 #[cfg(unix)]
 #[test]
 fn folders_behind_links_are_not_pruned() {
@@ -193,7 +193,7 @@ fn folders_behind_links_are_not_pruned() {
         let (_fake, machine, blobs) = downloaded();
         let elsewhere = machine.dir.path().join("elsewhere");
         fs::rename(machine.repo().join(&moved), &elsewhere).unwrap();
-        // The snapshot's relative links are dangling after the move.
+        // After the move, the relative links of the snapshot are dangling.
         std::os::unix::fs::symlink(&elsewhere, machine.repo().join(&moved)).unwrap();
         let error = machine.hub().prune().unwrap_err();
         assert!(error.to_string().contains("nothing was deleted"), "{error}");
@@ -225,7 +225,7 @@ fn unreadable_folders_do_not_count_as_empty() {
     assert!(machine.hub().remove(REPO, None, &()).is_err());
     fs::remove_file(&snapshots).unwrap();
     fs::rename(&aside, &snapshots).unwrap();
-    // A ref that is a dangling link.
+    // Replace the ref with a dangling link.
     fs::rename(refs.join("main"), machine.repo().join("main")).unwrap();
     std::os::unix::fs::symlink("nowhere", refs.join("main")).unwrap();
     assert!(machine.hub().remove(REPO, None, &()).is_err());
@@ -269,7 +269,7 @@ fn cache_of_other_tools_is_not_changed_through_an_alias() {
         ];
         for error in errors {
             assert_eq!(error.downcast_ref::<inferno::Error>().unwrap().exit_code(), 2, "{error}");
-            assert!(error.to_string().contains("Python's tools"), "{error}");
+            assert!(error.to_string().contains("shared Hugging Face cache"), "{error}");
         }
     }
     assert!(fake.lines().is_empty());
@@ -286,7 +286,7 @@ fn impossible_repair_deletes_nothing() {
     assert!(machine.hub().repair(&checked, &()).unwrap_err().to_string().contains("not-on-the-hub"));
     assert!(blobs[0].exists());
 
-    // If the index is deleted, the index is reported missing, and not model.safetensors.
+    // If the index is deleted, `verify` reports the index as missing, not model.safetensors.
     let (fake, machine, _) = downloaded();
     let index = fake.world.lock().unwrap().files[INDEX].clone();
     let blob = machine.repo().join("blobs").join(etag(INDEX, &index));

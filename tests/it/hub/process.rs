@@ -1,4 +1,4 @@
-//! `inferno download` as a process: killed, run twice at once, on a full disk, behind a proxy, and its output.
+//! Runs `inferno download` as a process: killed, twice at once, on a full disk, behind a proxy. Also checks its output.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -50,7 +50,7 @@ fn repo(home: &TempDir) -> std::path::PathBuf {
 fn wait_until(what: &str, done: impl Fn() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < Duration::from_secs(60), "waiting until {what}");
+        assert!(start.elapsed() < Duration::from_secs(60), "timed out waiting until {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -70,7 +70,7 @@ fn killed_download_is_resumed() {
         assert!(
             !repo(&home).join("refs").exists() && !repo(&home).join("blobs").join(etag(WEIGHTS, &weights)).exists()
         );
-        assert!(fake.world.lock().unwrap().sent_bytes < 3_000_000, "the kill came in the middle");
+        assert!(fake.world.lock().unwrap().sent_bytes < 3_000_000, "the process was killed during the download");
     }
     fake.change(|world| world.pace = None);
     fake.heads();
@@ -86,10 +86,13 @@ fn killed_download_is_resumed() {
         Some(last.trim().parse::<u64>().ok()? + 1 - first.parse::<u64>().ok()?)
     };
     let again: u64 = fake.heads().iter().filter_map(requested_bytes).sum();
-    assert!(recorded > 0 && again == 3_000_000 - recorded, "{again} bytes were requested with {recorded} recorded");
+    assert!(
+        recorded > 0 && again == 3_000_000 - recorded,
+        "{again} bytes were requested again, but {recorded} were recorded"
+    );
 }
 
-/// Kills fifty downloads, in the middle of large files and while files are verified, renamed and linked.
+/// Kills fifty downloads, during transfers and while files are verified, renamed and linked.
 #[test]
 fn repeatedly_killed_download_stays_consistent() {
     std::thread::scope(|scope| {
@@ -122,7 +125,7 @@ fn repeatedly_killed_download_stays_consistent() {
                     } else {
                         assert!(
                             recorded >= recorded_before,
-                            "{recorded} bytes are recorded, and {recorded_before} were before"
+                            "{recorded} bytes are recorded, but {recorded_before} were recorded before"
                         );
                         recorded_before = recorded;
                         was_progress_saved |= recorded > 0;
@@ -131,7 +134,7 @@ fn repeatedly_killed_download_stays_consistent() {
                 }
                 assert!(
                     !is_slow || (was_progress_saved && partial_downloads > 0),
-                    "some kills came in the middle, and progress was saved"
+                    "some processes were killed during a download, and progress was saved"
                 );
                 fake.change(|world| world.pace = None);
                 let output = download(&home, &fake);
@@ -144,11 +147,11 @@ fn repeatedly_killed_download_stays_consistent() {
     });
 }
 
-/// Returns how many bytes of the weights are recorded as fetched, after comparing them with the weights.
+/// Checks the recorded ranges against the weights. Returns the number of bytes that are recorded as fetched.
 fn check_recorded(home: &TempDir, weights: &[u8]) -> usize {
     let blob = repo(home).join("blobs").join(etag(WEIGHTS, weights));
     if let Ok(bytes) = fs::read(&blob) {
-        assert!(bytes == weights, "a blob is complete");
+        assert!(bytes == weights, "a blob is always complete");
         return bytes.len();
     }
     let Ok(json) = fs::read(blob.with_extension("parts.json")) else { return 0 };
@@ -192,7 +195,7 @@ fn leftovers_with_the_same_process_id_are_skipped() {
     let home = TempDir::new().unwrap();
     let snapshot = repo(&home).join("snapshots").join(COMMIT);
     fs::create_dir_all(&snapshot).unwrap();
-    // Leftovers of a process that had the same id.
+    // Leftovers of an earlier process with the same id.
     let script = "i=0; while [ $i -lt 200 ]; do : > \"$0.$$-$i.tmp\"; i=$((i + 1)); done; exec \"$@\"";
     let inferno = command(&home, &fake, &["download", REPO]);
     let output = in_shell(&["sh"], script, &snapshot.join(WEIGHTS), &inferno).output().unwrap();
@@ -236,7 +239,7 @@ fn download_resumes_after_a_full_disk() {
     assert!(again < 2_500_000, "{again} bytes were fetched after the disk had space again");
 }
 
-/// A shell that can mount disks in a namespace of its own.
+/// A shell that can mount disks in its own namespace.
 #[cfg(target_os = "linux")]
 const MOUNTING: [&str; 3] = ["unshare", "-Urm", "sh"];
 
@@ -250,7 +253,7 @@ fn can_mount() -> bool {
     can_mount
 }
 
-/// Another process fills the disk while a download runs, after the check for free space.
+/// Another process fills the disk during a download, after the check for free space.
 #[cfg(target_os = "linux")]
 #[test]
 fn download_resumes_after_another_process_filled_the_disk() {
@@ -332,7 +335,7 @@ fn stall_timeout_comes_from_the_environment() {
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "0.3").output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains(&format!("{WEIGHTS}: timeout")), "{}", text(&output.stderr));
-    assert!(start.elapsed() < Duration::from_secs(15), "the fake hub itself hangs up after 20");
+    assert!(start.elapsed() < Duration::from_secs(15), "the fake hub itself hangs up after 20 s");
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "soon").output().unwrap();
     assert_fails(&output, 2, &["HF_HUB_DOWNLOAD_TIMEOUT"]);
 }
@@ -402,14 +405,14 @@ fn verify_prune_and_remove_report_what_they_did() {
     fs::write(repo(&home).join("blobs/begun.parts"), vec![0; 100_000]).unwrap();
     let output = run(&["prune"]);
     assert_eq!(text(&output.stdout), format!("{REPO}: 1 file, 100.0 KB\n100.0 KB freed\n"));
-    assert_fails(&run(&["remove", "tiny"]), 2, &["only a part of a name", &format!("inferno remove {REPO}")]);
+    assert_fails(&run(&["remove", "tiny"]), 2, &["only part of a name", &format!("inferno remove {REPO}")]);
     let output = run(&["remove", "tiny-model"]);
     assert_eq!(text(&output.stdout), format!("removed {REPO} (0123456): 50.0 KB freed\n"));
     assert_fails(&run(&["remove", "tiny-model"]), 3, &["tiny", "inferno list"]);
     assert_fails(&run(&["verify", "tiny"]), 3, &["tiny"]);
 }
 
-/// A fake hub that has the demo's files under another name.
+/// Starts a fake hub that has the demo model under another name.
 fn demo_hub() -> FakeHub {
     let files: Vec<(String, Vec<u8>)> = fs::read_dir(demo_dir())
         .unwrap()
@@ -426,7 +429,7 @@ fn play_offers_to_download_a_missing_model() {
     let home = TempDir::new().unwrap();
     let args = ["play", REPO, "--device", "cpu", "--prompt", "How do I download a model?"];
     assert_fails(&command(&home, &fake, &args).output().unwrap(), 3, &[&format!("inferno download {REPO}")]);
-    assert!(fake.lines().is_empty(), "a script is not asked, and the hub gets no request");
+    assert!(fake.lines().is_empty(), "a script gets no question, and the hub gets no request");
 
     let ask = |answer: &str| {
         let mut command = command(&home, &fake, &args);
@@ -444,7 +447,7 @@ fn play_offers_to_download_a_missing_model() {
     assert!(answer.contains("inferno download"), "{answer}");
     assert!(repo(&home).join("refs/main").exists());
 
-    // Now there are two models, and this one was used last.
+    // Now there are two models, and this one was used most recently.
     let list = |args: &[&str]| text(&command(&home, &fake, args).output().unwrap().stdout);
     let models: serde_json::Value = serde_json::from_str(&list(&["list", "--json", "--sort", "used"])).unwrap();
     assert_eq!(models[0]["name"], REPO);

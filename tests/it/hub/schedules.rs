@@ -1,5 +1,7 @@
-//! Random schedules of many faults at once. Each download ends with the exact model, or with an error that names the
-//! cause and no partial file under the name of a complete one.
+//! Random schedules of many faults.
+//!
+//! Each download ends with the exact model, or with an error that names the cause.
+//! No partial file has the name of a complete file.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -41,18 +43,18 @@ fn two_hundred_fault_schedules_end_with_a_model_or_an_error() {
     println!("{succeeded} downloads succeeded, {failed} failed with an error");
     assert!(
         succeeded >= SCHEDULES as usize && failed >= 40,
-        "{succeeded} and {failed}: the schedules have too many or too few faults"
+        "{succeeded} succeeded, {failed} failed: the schedules have too many or too few faults"
     );
 }
 
 struct Schedule {
     random: Random,
     fake: FakeHub,
-    /// The host that large files are redirected to, in some schedules.
+    /// The host that files are redirected to, in some schedules.
     storage: Option<FakeHub>,
     machine: Machine,
     limits: Limits,
-    /// Every file that the hub ever had, by its hash.
+    /// The contents of every file that the hub ever had, by etag.
     contents: BTreeMap<String, Vec<u8>>,
 }
 
@@ -71,8 +73,8 @@ impl Schedule {
         };
         let storage = (random.below(3) == 0).then_some(storage);
         fake.change(|world| {
-            world.does_ranges = random.below(8) > 0;
-            world.tells_sizes = random.below(4) > 0;
+            world.supports_ranges = random.below(8) > 0;
+            world.lists_sizes = random.below(4) > 0;
             world.storage = storage.as_ref().map(FakeHub::endpoint);
             if random.below(3) == 0 {
                 let faults = ["503 No", "429 No\r\nretry-after: 0", "500 No", "502 No", "408 No"];
@@ -84,7 +86,7 @@ impl Schedule {
         schedule
     }
 
-    /// Chooses the next faults.
+    /// Chooses the faults of the next downloads.
     fn choose_faults(&mut self) {
         let faults: Vec<Fault> = (0..self.random.below(26)).map(|_| fault(&mut self.random)).collect();
         let in_all_files = self.random.below(2) == 0;
@@ -98,7 +100,7 @@ impl Schedule {
         self.contents.extend(world.files.iter().map(|(name, bytes)| (etag(name, bytes), bytes.clone())));
     }
 
-    /// The server that sends the contents.
+    /// Returns the server that sends the file contents.
     fn content_server(&self) -> &FakeHub {
         self.storage.as_ref().unwrap_or(&self.fake)
     }
@@ -110,8 +112,8 @@ impl Schedule {
         }
     }
 
-    /// Downloads four times, as a user would who runs the same command again. The hub may get new commits in between.
-    /// The last attempt has no faults.
+    /// Downloads four times, like a user who repeats the command. The last attempt has no faults.
+    /// The hub may get new commits in between.
     fn run(mut self) -> (usize, usize) {
         let hub = Hub::new(HubConfig { limits: self.limits.clone(), ..self.machine.config() });
         let (mut succeeded, mut failed) = (0, 0);
@@ -126,11 +128,11 @@ impl Schedule {
                     self.check_complete(&hub, &snapshot);
                 }
                 Err(error) => {
-                    assert!(attempt < 3, "there were no more faults: {error:#}");
+                    assert!(attempt < 3, "the last attempt has no faults, but it failed: {error:#}");
                     failed += 1;
                     let (message, code) = message_and_code(Err(error));
                     assert!([1, 4, 5, 6].contains(&code) && message.len() > 20, "{code}: {message}");
-                    // The only error with exit code 1: the hub does not have a file that it lists.
+                    // Exit code 1 has only one cause here: the hub does not have a file that it lists.
                     assert!(code != 1 || message.contains("does not have it"), "{message}");
                     self.check_cache(&hub);
                 }
@@ -164,7 +166,7 @@ impl Schedule {
             let path = entry.unwrap().path();
             let name = path.file_name().unwrap().to_str().unwrap();
             if !name.contains('.') {
-                assert!(fs::read(&path).unwrap() == self.contents[name], "{name} has other contents");
+                assert!(fs::read(&path).unwrap() == self.contents[name], "{name} has the wrong contents");
             }
         }
         let Ok(snapshot) = hub.find(REPO, None) else { return };

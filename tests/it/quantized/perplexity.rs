@@ -1,4 +1,4 @@
-//! How much whole models lose when they are quantized. The tests print the numbers in the documentation.
+//! Measures how much quantization degrades whole models. The tests print the numbers in the documentation.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ use inferno::{Engine, LoadOptions};
 
 use crate::support::{demo_dir, golden, relative_error, values};
 
-/// A model and a text.
+/// A model and a text to evaluate it on.
 struct Subject {
     dir: PathBuf,
     checkpoint: Checkpoint,
@@ -24,11 +24,11 @@ struct Subject {
 
 /// The output of a model for a text.
 struct Run {
-    /// The log probabilities.
+    /// The log probabilities, `[tokens, vocab_size]`.
     rows: Vec<f32>,
     logits: Vec<f32>,
     vocab_size: usize,
-    /// The size of the weights, with floats in bf16.
+    /// The size of the weights in bytes, with floats in bf16.
     bytes: u64,
 }
 
@@ -64,7 +64,7 @@ impl Subject {
         Run { rows, logits, vocab_size: decoder.vocab_size(), bytes }
     }
 
-    /// Returns the negative log-likelihood of each token from the second on.
+    /// Returns the negative log-likelihood of each token after the first.
     fn nll(&self, run: &Run) -> Vec<f32> {
         let rows = run.rows.chunks_exact(run.vocab_size).zip(&self.ids[1..]);
         rows.map(|(row, &next)| -row[next as usize]).collect()
@@ -89,7 +89,7 @@ fn mean(numbers: &[f32]) -> f64 {
     numbers.iter().map(|&number| f64::from(number)).sum::<f64>() / numbers.len() as f64
 }
 
-/// The rows of the demo model are too short for the K types.
+/// K-quants are left out, because the rows of the demo model are too short for them.
 #[test]
 fn quantized_demo_model_stays_close_to_the_original() {
     let data = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/demo/data/using.toml")).unwrap();
@@ -105,12 +105,12 @@ fn quantized_demo_model_stays_close_to_the_original() {
         let (kl, bytes) = (mean(&plain.kl(&run)), run.bytes);
         println!("demo, {name}: {:.1} MB, perplexity {:.3}, KL {kl:.4}", bytes as f64 / 1e6, demo.perplexity(&run));
         assert!(kl > 0.0 && kl < limit, "{name}: KL {kl}");
-        assert!(bytes < plain.bytes, "{name}: {bytes} of {} bytes", plain.bytes);
+        assert!(bytes < plain.bytes, "{name}: {bytes} bytes, unquantized {}", plain.bytes);
     }
 }
 
-/// A trained model with rows of 256.
-/// Its quantized weights are compared with ggml's, and its losses with transformers (`scripts/trained_golden.py`).
+/// Uses a trained model with rows of 256 values.
+/// Compares its quantized weights with ggml and its losses with transformers (`scripts/trained_golden.py`).
 #[test]
 fn quantized_model_agrees_with_ggml_and_transformers() {
     let dir = golden("trained");
@@ -131,7 +131,11 @@ fn quantized_model_agrees_with_ggml_and_transformers() {
 
     for name in ["q8_0", "int8", "q6_k", "fp8", "q5_k", "q5_1", "q5_0", "q4_k", "q4_1", "q4_0", "q3_k", "q2_k"] {
         let quantize: QuantizationTarget = name.parse().unwrap();
-        assert_eq!(digest(&trained, quantize), integers(&format!("{name}.values"))[0], "{name}: other values");
+        assert_eq!(
+            digest(&trained, quantize),
+            integers(&format!("{name}.values"))[0],
+            "{name}: the quantized values differ"
+        );
         let run = trained.run(Some(quantize));
         let kl = plain.kl(&run);
         let megabytes = run.bytes as f64 / 1e6;
@@ -141,7 +145,7 @@ fn quantized_model_agrees_with_ggml_and_transformers() {
     }
 }
 
-/// Checks that numbers are equal up to the order of sums, which changes a logit of 20 by at most 1e-4.
+/// Checks that numbers differ only by the summation order, which changes a logit of 20 by at most 1e-4.
 fn assert_near(name: &str, got: &[f32], want: &[f32]) {
     assert_eq!(got.len(), want.len(), "{name}");
     let worst = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f32::max);
@@ -159,7 +163,7 @@ fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
     for (name, info) in subject.checkpoint.tensors() {
         let (Some(module), [rows, columns]) = (name.strip_suffix(".weight"), info.shape.as_slice()) else { continue };
         let matrix = Weights::matrix(&[(weights.at(module), *rows)], "weight", *columns).unwrap();
-        let Matrix::Quantized(parts) = matrix else { panic!("{quantize}: {name} stays floats") };
+        let Matrix::Quantized(parts) = matrix else { panic!("{quantize}: {name} is not quantized") };
         for value in values(&parts[0].dequantize(DType::F32).unwrap()) {
             digest = digest.wrapping_mul(0x100_0000_01b3).wrapping_add(u64::from(value.to_bits()));
         }
@@ -167,7 +171,7 @@ fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
     digest as i64
 }
 
-/// Takes the same path as `inferno perplexity`.
+/// Uses the same code path as `inferno perplexity`.
 #[test]
 fn engine_agrees_with_transformers_on_the_loss_of_a_text() {
     let dir = golden("trained");

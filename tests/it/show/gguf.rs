@@ -1,4 +1,4 @@
-//! GGUF models on the hub: `show` reads their headers and no tensors.
+//! GGUF models on the hub: `show` reads their headers, not their weights.
 
 use inferno::weights::ggml::GgmlType;
 use serde_json::{Value, json};
@@ -19,7 +19,7 @@ fn llama() -> Writer {
     llama.string("tokenizer.chat_template", "{{ messages }}")
 }
 
-/// Makes the header longer by about this many bytes.
+/// Makes the header longer by about `bytes`.
 fn with_long_header(writer: Writer, bytes: usize) -> Writer {
     writer.strings("filler", &vec!["x".repeat(992); bytes / 1000])
 }
@@ -36,7 +36,7 @@ fn show_remote(fake: &FakeHub, model: &str) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// Returns the byte ranges of GGUF files that were requested, as `name first-last`.
+/// Returns the byte ranges that were requested from GGUF files, as `name first-last`.
 fn ranges(fake: &FakeHub) -> Vec<String> {
     let ranges = fake.heads().into_iter().filter(|head| head.lines().next().unwrap().contains(".gguf ")).map(|head| {
         let path = head.split(' ').nth(1).unwrap();
@@ -76,7 +76,7 @@ fn remote_file_gives_the_same_report_as_a_local_one() {
     let lines = fake.lines();
     assert!(lines.iter().all(|line| !line.contains("config.json")), "{lines:?}");
 
-    // The header also tells the memory that quantized tensors need.
+    // The header is also enough to estimate the memory that quantized tensors need.
     let quantized = quantized_llama(GgmlType::Q8_0, false).bytes();
     assert!(quantized.len() > MB);
     std::fs::write(&path, &quantized).unwrap();
@@ -91,7 +91,7 @@ fn remote_file_gives_the_same_report_as_a_local_one() {
 #[test]
 fn header_is_read_until_it_is_complete() {
     let small = llama().bytes().len();
-    // Bytes added to the header, the ranges requested for them, and the bytes of the tensors.
+    // Each case is (bytes added to the header, expected range requests, bytes of tensor data).
     let cases = [
         (0, vec![format!("0-{}", small - 1)], 0),
         (3 * MB / 2, vec![format!("0-{}", MB - 1), format!("{MB}-{}", 4 * MB - 1)], 8 * MB),
@@ -103,22 +103,22 @@ fn header_is_read_until_it_is_complete() {
     ];
     for (filler, expected, data) in cases {
         let writer = if filler == 0 { llama() } else { with_long_header(llama(), filler).data(data) };
-        for does_ranges in [true, false] {
+        for supports_ranges in [true, false] {
             let fake = FakeHub::start(&[("tiny.gguf", &writer.bytes())]);
-            fake.change(|world| world.does_ranges = does_ranges);
+            fake.change(|world| world.supports_ranges = supports_ranges);
             let model = show_remote(&fake, REPO);
             assert_eq!((&model["supported"], &model["layers"]), (&json!(true), &json!(3)), "{}", model["reason"]);
             let expected: Vec<String> = expected.iter().map(|range| format!("tiny.gguf {range}")).collect();
             assert_eq!(ranges(&fake), expected);
-            // A server without ranges has filled the buffers before the connection is closed.
+            // A server without ranges sends more than requested before the connection is closed.
             let last: usize = expected.last().unwrap().rsplit_once('-').unwrap().1.parse().unwrap();
             let sent = fake.world.lock().unwrap().sent_bytes;
-            assert!(!does_ranges || sent == last + 1, "{sent} bytes were sent");
+            assert!(!supports_ranges || sent == last + 1, "{sent} bytes were sent");
         }
     }
 }
 
-/// Llama 3's RoPE factors are a small tensor, which may be anywhere in the file.
+/// The RoPE factors of Llama 3 are a small tensor that may be anywhere in the file.
 #[test]
 fn rope_factors_are_fetched_from_the_tensor_data() {
     let head = 20_000;
@@ -160,7 +160,7 @@ fn one_of_several_models_is_chosen_by_name() {
     assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has these GGUF models", list[0], list[1]]);
     fake.change(|world| world.files.retain(|name, _| name == "README.md"));
     assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file; it has README.md"]);
-    // A missing model can be shown from the hub.
+    // The error for a missing model suggests `show --remote`.
     let hints = ["inferno show org/name:Q2_K --remote", "inferno download org/name --include '*Q2_K*'"];
     assert_fails(&crate::cli::run(&["show", "org/name:Q2_K"]), 3, &hints);
 }
@@ -194,7 +194,7 @@ fn all_parts_of_a_split_model_are_read() {
     assert_fails(&remote(&fake, &[]), 1, &["lacks q/t-00002-of-00002.gguf"]);
 }
 
-/// A broken file is reported together with the rest of the report. A failed request is an error.
+/// The report of a broken file names the problem. A failed request is an error.
 #[test]
 fn broken_headers_are_reported() {
     let long = Writer::new().raw("filler", 8, (80u64 << 20).to_le_bytes()).data(90 << 20).bytes();
@@ -221,17 +221,17 @@ fn broken_headers_are_reported() {
         world.lost = Some("tiny.gguf");
     });
     assert_fails(&remote(&fake, &[]), 1, &["the hub lists tiny.gguf", "does not have it"]);
-    // A mirror may not list sizes. Then they are requested.
+    // A mirror may omit sizes. inferno then requests them.
     fake.change(|world| {
         world.lost = None;
-        world.tells_sizes = false;
+        world.lists_sizes = false;
     });
     assert_eq!(show_remote(&fake, REPO)["layers"], 3);
     let home = tempfile::tempdir().unwrap();
     assert!(command(&home, &fake).output().unwrap().status.success());
 }
 
-/// The license of the GGUF file applies, or else that of the repository.
+/// The license in the GGUF file takes precedence over the license in README.md.
 #[test]
 fn license_is_read_from_the_file_or_the_readme() {
     let license = |writer: Writer| {

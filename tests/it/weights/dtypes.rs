@@ -1,4 +1,4 @@
-//! 8-bit tensors without a quantization_config: plain E4M3 loads, and tensors that need scales are errors.
+//! Tests of 8-bit tensors without a quantization_config: plain E4M3 loads, but tensors that need scales are errors.
 
 use std::path::Path;
 
@@ -60,7 +60,7 @@ fn e4m3(value: f32) -> Vec<u8> {
     vec![F8E4M3::from_f32(value).to_bits()]
 }
 
-/// transformers casts such tensors to the requested dtype, too. bf16 can represent every E4M3 value.
+/// transformers also casts such tensors to the requested dtype. bf16 can represent every E4M3 value.
 #[test]
 fn e4m3_without_scales_is_a_float() {
     let cast = rewritten(Dtype::F8_E4M3, e4m3, None);
@@ -74,7 +74,7 @@ fn e4m3_without_scales_is_a_float() {
             assert_eq!(got, want, "{quantize:?} in {dtype:?}");
         }
     }
-    // The cast changed the values, so the comparison above means something.
+    // The cast changes the values, so the comparison above is meaningful.
     let exact = logits(&golden("llama3"), None, &Device::Cpu, DType::F32).unwrap();
     assert_ne!(logits(cast.path(), None, &Device::Cpu, DType::F32).unwrap(), exact);
 }
@@ -105,7 +105,7 @@ fn tensors_that_need_scales_are_errors() {
         for quantize in [None, Some("int8".parse().unwrap())] {
             let error = logits(folder.path(), quantize, &Device::Cpu, DType::F32).unwrap_err();
             let text = format!("{error:#}");
-            // The embedding loads first. It has no scale, so with an extra scale the error is about q_proj.
+            // The embedding loads first. If only q_proj has a scale, the embedding loads and the error names q_proj.
             let name = if extra.is_some() { query } else { "model.embed_tokens.weight" };
             assert!(text.contains(&format!("tensor {name} in {dtype} (")) && text.contains(message), "{text}");
             let kind = error.chain().find_map(|cause| cause.downcast_ref::<Error>()).expect(&text);

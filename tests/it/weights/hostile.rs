@@ -1,5 +1,5 @@
-//! Hostile safetensors files, shard indexes and packed experts:
-//! each one is an error that names the file or the tensor.
+//! Hostile safetensors files, shard indexes and packed experts.
+//! Each one causes an error that names the file or the tensor.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use candle_core::{DType, Device};
 use inferno::weights::{Checkpoint, LoadProgress, Weights, mxfp4};
 use tempfile::TempDir;
 
-/// Makes a safetensors file. `length` replaces the true length of the header.
+/// Returns a safetensors file. `length` overrides the header length in the file.
 fn file(length: Option<u64>, header: &str, data: usize) -> Vec<u8> {
     let length = length.unwrap_or(header.len() as u64);
     [&length.to_le_bytes()[..], header.as_bytes(), &vec![0; data]].concat()
@@ -67,7 +67,7 @@ fn invalid_headers_are_errors() {
         file(None, &two("[0,4]", "[2,6]"), 6),
         file(None, &two("[0,4]", "[8,12]"), 12),
         file(None, &two("[4,8]", "[8,12]"), 12),
-        // Two tensors of the same name: the last one counts, which leaves a gap.
+        // Two tensors have the same name. The last one wins, which leaves a gap.
         file(None, &two("[0,4]", "[4,8]").replace("\"b\"", "\"a\""), 8),
     ]);
     for bytes in cases {
@@ -93,9 +93,9 @@ fn invalid_shard_indexes_are_errors() {
     let both = r#"{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}"#;
     check(both, "b", "no error");
     check(both, "a", "tensor a is in two shards; the second is ");
-    check(both, "c", "tensor b: the index names the shard 2.safetensors, but it is missing there");
+    check(both, "c", "tensor b is missing from shard 2.safetensors, where the index lists it");
     let swapped = r#"{"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}"#;
-    check(swapped, "b", ": the index names the shard ");
+    check(swapped, "b", "but the index lists it in shard ");
     let absent = r#"{"weight_map": {"a": "1.safetensors", "b": "3.safetensors"}}"#;
     check(absent, "b", "shard 3.safetensors is missing from ");
     for broken in ["", "[]", "{}", r#"{"weight_map": []}"#, r#"{"weight_map": {"a": 1}}"#, &"[".repeat(100_000)] {
@@ -142,7 +142,7 @@ fn packed_experts_of_the_wrong_shape_are_errors() {
         ("[2,4,1,15]", scales, 32, "x_blocks: expected shape [2, 4, 1, 16]"),
         ("[2,4,16]", scales, 32, "x_blocks: expected shape [2, 4, 1, 16]"),
         (blocks, scales, 64, "x_blocks: expected shape [2, 4, 2, 16]"),
-        (blocks, scales, 33, "x: 33 columns are not a multiple of the MXFP4 block of 32"),
+        (blocks, scales, 33, "x: 33 columns are not a multiple of the MXFP4 block length 32"),
         ("", scales, 32, "tensor x is missing"),
     ] {
         let error = error(blocks, scales, columns);

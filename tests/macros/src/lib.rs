@@ -1,6 +1,7 @@
-//! The `#[test]` attribute of the integration tests.
-//! It replaces the built-in attribute, which can ignore a test only at compile time:
-//! whether there is a GPU is known only when the tests run.
+//! The `#[test]` attribute for the integration tests.
+//!
+//! It replaces the built-in attribute, which can ignore a test only at compile time.
+//! Whether a GPU is present is known only at run time.
 
 use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 
@@ -11,8 +12,8 @@ use proc_macro::{Delimiter, Group, TokenStream, TokenTree};
 /// - `#[test(fixtures)]` needs the folder that `INFERNO_FIXTURES` names.
 /// - `#[test(full_size)]` needs a GPU and the model that `INFERNO_FULL_SIZE` names.
 ///
-/// A test whose need is not met is reported as ignored.
-/// A `#[cfg]` below `#[test(gpu)]` removes the body of the test only: a build without CUDA still lists the test.
+/// A test whose requirement is not met is reported as ignored.
+/// A `#[cfg]` below `#[test(gpu)]` removes only the body of the test, so builds without CUDA still list it.
 #[proc_macro_attribute]
 pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
     let need = match need.to_string().as_str() {
@@ -20,11 +21,11 @@ pub fn test(need: TokenStream, function: TokenStream) -> TokenStream {
         "gpu" => "Some(crate::harness::Need::Gpu)",
         "fixtures" => "Some(crate::harness::Need::Fixtures)",
         "full_size" => "Some(crate::harness::Need::FullSize)",
-        other => return error(&format!("#[test] does not know '{other}'; use gpu, fixtures or full_size")),
+        other => return error(&format!("unknown #[test] argument '{other}'; use gpu, fixtures or full_size")),
     };
     let tokens: Vec<TokenTree> = function.clone().into_iter().collect();
     let Some(fn_position) = tokens.iter().position(|token| token.to_string() == "fn") else {
-        return error("#[test] belongs on a function");
+        return error("#[test] applies only to functions");
     };
     let name = tokens[fn_position + 1].to_string();
     let attributes = || {
