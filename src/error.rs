@@ -74,7 +74,7 @@ pub enum Error {
 
     /// The model is on this machine, but not in the cache that inferno manages.
     #[error("{0}")]
-    NotOurs(String),
+    NotInOwnCache(String),
 
     /// The command line is invalid.
     #[error("{0}")]
@@ -108,7 +108,7 @@ impl Error {
         match self {
             Error::Usage(_) => 2,
             Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
-            Error::NotOurs(_) => 3,
+            Error::NotInOwnCache(_) => 3,
             Error::Gated { .. } => 4,
             Error::Offline { .. } | Error::Network { .. } => 5,
             Error::Verification { .. } => 6,

@@ -30,7 +30,7 @@ pub fn wrapped(text: &str, columns: Option<usize>) -> String {
 }
 
 /// Formats a parameter count, such as 20.9B, 137M or 5.1M.
-pub fn count(parameters: u64) -> String {
+pub fn parameter_count(parameters: u64) -> String {
     let (value, unit) = match parameters {
         0..1_000_000 => (parameters as f64 / 1e3, "K"),
         1_000_000..1_000_000_000 => (parameters as f64 / 1e6, "M"),
@@ -60,7 +60,7 @@ pub fn home_relative(path: &str) -> String {
 }
 
 /// Shortens a commit hash to seven characters.
-pub fn short(commit: &str) -> String {
+pub fn short_commit(commit: &str) -> String {
     commit.chars().take(7).collect()
 }
 

@@ -92,5 +92,5 @@ pub fn safetensors(data: &[u8]) {
         let _ = info.elements();
     }
     assert_eq!(checkpoint.bytes(), bytes);
-    let _ = (checkpoint.parameters(), checkpoint.extents(DType::F32).len());
+    let _ = (checkpoint.parameters(), checkpoint.read_requests(DType::F32).len());
 }

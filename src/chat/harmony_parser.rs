@@ -21,7 +21,7 @@ pub struct HarmonyParser {
     harmony: Harmony,
     state: State,
     tool_calls: Vec<ToolCall>,
-    malformed: usize,
+    format_violations: usize,
     /// Whether any text or tool call was returned.
     has_output: bool,
     /// Words of headers without a message. They become the answer if nothing else was generated.
@@ -56,7 +56,7 @@ impl HarmonyParser {
             harmony,
             state: State::Header(Header::new(Opening::Implied)),
             tool_calls: Vec::new(),
-            malformed: 0,
+            format_violations: 0,
             has_output: false,
             header_words: String::new(),
         }
@@ -66,8 +66,8 @@ impl HarmonyParser {
         &self.tool_calls
     }
 
-    pub fn malformed(&self) -> usize {
-        self.malformed
+    pub fn format_violations(&self) -> usize {
+        self.format_violations
     }
 
     /// Adds a token and returns the text whose channel is now certain.
@@ -76,7 +76,7 @@ impl HarmonyParser {
         let harmony = self.harmony;
         if id == harmony.start {
             let doubled = matches!(&self.state, State::Header(header) if header.is_fresh());
-            self.malformed += usize::from(doubled);
+            self.format_violations += usize::from(doubled);
             self.close(tokenizer, Ending::Missing, &mut out)?;
             self.state = State::Header(Header::new(Opening::Start));
         } else if id == harmony.end || id == harmony.end_of_turn || Some(id) == harmony.call {
@@ -88,7 +88,7 @@ impl HarmonyParser {
         } else if Some(id) == harmony.constrain {
             match &mut self.state {
                 State::Header(header) => header.constrain = Some(Vec::new()),
-                _ => self.malformed += 1,
+                _ => self.format_violations += 1,
             }
         } else if !tokenizer.is_control(id) {
             self.text(tokenizer, id, &mut out)?;
@@ -140,7 +140,7 @@ impl HarmonyParser {
             // U+FFFD at the end marks an incomplete character, which the next token may complete.
             return Ok(());
         }
-        self.malformed += 1;
+        self.format_violations += 1;
         self.open(parsed, out);
         Ok(())
     }
@@ -161,13 +161,13 @@ impl HarmonyParser {
         match &self.state {
             State::Header(header) => {
                 let parsed = header.parse(tokenizer)?;
-                self.malformed += usize::from(!parsed.well_formed);
+                self.format_violations += usize::from(!parsed.well_formed);
                 self.open(parsed.closed(), out);
             }
             // The content continues after a second <|message|>.
-            State::Content { .. } => self.malformed += 1,
+            State::Content { .. } => self.format_violations += 1,
             State::Between => {
-                self.malformed += 1;
+                self.format_violations += 1;
                 self.state = State::Content { channel: Channel::Answer, stream: TextStream::new() };
             }
         }
@@ -184,7 +184,7 @@ impl HarmonyParser {
             }
             // If a header has two <|channel|> tokens, the last one counts, but an earlier recipient is kept.
             State::Header(current) => {
-                self.malformed += 1;
+                self.format_violations += 1;
                 header.recipient = current.parse(tokenizer)?.recipient;
                 header.opening = current.opening;
                 header.role = std::mem::take(&mut current.role);
@@ -192,7 +192,7 @@ impl HarmonyParser {
             // <|end|> is missing.
             State::Content { .. } => self.close(tokenizer, Ending::Missing, out)?,
             // <|start|> is missing.
-            State::Between => self.malformed += 1,
+            State::Between => self.format_violations += 1,
         }
         header.channel = Some(Vec::new());
         self.state = State::Header(header);
@@ -205,7 +205,7 @@ impl HarmonyParser {
             // Nothing was generated yet, or the <|return|> is redundant.
             State::Between => {}
             State::Content { channel, mut stream } => {
-                self.malformed += usize::from(ending == Ending::Missing);
+                self.format_violations += usize::from(ending == Ending::Missing);
                 let text = stream.finish(tokenizer)?;
                 self.emit(channel, text, out);
             }
@@ -224,7 +224,7 @@ impl HarmonyParser {
                 {
                     return Ok(());
                 }
-                self.malformed += 1;
+                self.format_violations += 1;
                 // A word after the channel is content if the message ends there, but not if the generation ends there.
                 let cut_off = ending == Ending::Generation && header.channel.is_some() && parsed.undecided;
                 if cut_off || (parsed.rest.is_empty() && parsed.recipient.is_none()) {

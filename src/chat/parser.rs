@@ -49,10 +49,10 @@ impl Parser {
     }
 
     /// Returns how often the model violated its format and the parser had to guess.
-    pub fn malformed(&self) -> usize {
+    pub fn format_violations(&self) -> usize {
         match &self.0 {
-            ParserKind::Harmony(parser) => parser.malformed(),
-            ParserKind::Tagged(parser) => parser.malformed(),
+            ParserKind::Harmony(parser) => parser.format_violations(),
+            ParserKind::Tagged(parser) => parser.format_violations(),
         }
     }
 }

@@ -37,7 +37,7 @@ pub struct TaggedParser {
     /// Whether the answer has begun. From then on, `<think>` is ordinary text.
     answered: bool,
     tool_calls: Vec<ToolCall>,
-    malformed: usize,
+    format_violations: usize,
 }
 
 impl TaggedParser {
@@ -52,7 +52,7 @@ impl TaggedParser {
             skip_newlines: if thinking || prompt.ends_with(END_THINK) { MAX_NEWLINES } else { 0 },
             answered: false,
             tool_calls: Vec::new(),
-            malformed: 0,
+            format_violations: 0,
         }
     }
 
@@ -60,8 +60,8 @@ impl TaggedParser {
         &self.tool_calls
     }
 
-    pub fn malformed(&self) -> usize {
-        self.malformed
+    pub fn format_violations(&self) -> usize {
+        self.format_violations
     }
 
     /// Adds a token and returns the text whose channel is now certain.
@@ -78,7 +78,7 @@ impl TaggedParser {
             (THINK, Channel::Answer) => self.enter(Channel::Reasoning, &mut out),
             (END_THINK, Channel::Reasoning) => self.enter(Channel::Answer, &mut out),
             (TOOL_CALL, _) => {
-                self.malformed += usize::from(self.channel != Channel::Answer);
+                self.format_violations += usize::from(self.channel != Channel::Answer);
                 self.enter(Channel::ToolCall, &mut out);
                 self.tool_calls.push(ToolCall::default());
             }
@@ -96,7 +96,7 @@ impl TaggedParser {
         let held = std::mem::take(&mut self.held);
         self.emit(&held, &mut out);
         if self.channel == Channel::ToolCall {
-            self.malformed += 1;
+            self.format_violations += 1;
             self.read_tool_call();
             self.channel = Channel::Answer;
         }
@@ -201,7 +201,7 @@ impl TaggedParser {
                     Some(value) => python::json_dumps(&value),
                 };
             }
-            Err(_) => self.malformed += 1,
+            Err(_) => self.format_violations += 1,
         }
     }
 }

@@ -26,7 +26,7 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     if let Some(warning) = missing_answer(&turn) {
         writeln!(std::io::stderr(), "warning: {warning}")?;
     }
-    note(&turn.figures());
+    note(&turn.statistics());
     for text in &turn.notes {
         note(&printable(text));
     }

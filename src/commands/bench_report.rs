@@ -262,7 +262,10 @@ impl Report {
         let quantization = quantization.as_deref().unwrap_or("unquantized");
         let (weights, cache) = (text::size(*weight_bytes), text::size(*cache_bytes));
         let mut lines = vec![
-            format!("{name}: {family} {quantization}, {} parameters, computed in {dtype}", text::count(*parameters)),
+            format!(
+                "{name}: {family} {quantization}, {} parameters, computed in {dtype}",
+                text::parameter_count(*parameters)
+            ),
             self.device.line(),
             format!(
                 "inferno {version}, commit {commit}, executor {executor}, attention {attention}, {} repetitions",

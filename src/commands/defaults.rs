@@ -106,7 +106,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     let saved = match (arguments.try_get_one::<String>("resume"), known) {
         // Do not read the conversation again, because it may have been renamed since the first parse.
         (_, Some(known)) => known.saved.cloned(),
-        (Ok(Some(name)), None) => Some(journal::peek(Some(name))?),
+        (Ok(Some(name)), None) => Some(journal::read_saved(Some(name))?),
         _ => None,
     };
     let saved_model = saved.as_ref().map(|saved| &saved.model);

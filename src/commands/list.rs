@@ -14,7 +14,7 @@ use super::json;
 use crate::hub::{Hub, Snapshot};
 use crate::models;
 use crate::snapshot::gguf;
-use crate::text::{count, home_relative, printable, short, size};
+use crate::text::{home_relative, parameter_count, printable, short_commit, size};
 use crate::weights::Summary;
 use crate::weights::gguf::GgufCheckpoint;
 
@@ -95,7 +95,7 @@ impl Model {
             },
             None => {
                 let config = models::read_config(path).ok();
-                let declared = if config.is_none() { models::declared_type(path) } else { None };
+                let declared = if config.is_none() { models::declared_model_type(path) } else { None };
                 let weights =
                     Summary::from_safetensors(path).ok().filter(|weights| config.is_some() || !weights.packed);
                 (config, declared, weights)
@@ -141,10 +141,10 @@ pub fn table(models: &[Model]) -> String {
         rows.push([
             (index + 1).to_string(),
             model.name.clone(),
-            model.revision.as_ref().map_or("-".into(), |revision| short(revision)),
+            model.revision.as_ref().map_or("-".into(), |revision| short_commit(revision)),
             if model.supported { family } else { format!("{family} (unsupported)") },
             model.quantization.clone().unwrap_or_else(|| "-".into()),
-            model.parameters.map_or("-".into(), count),
+            model.parameters.map_or("-".into(), parameter_count),
             size(model.size_bytes),
             model.last_used.map_or("-".into(), ago),
             home_relative(&model.path),

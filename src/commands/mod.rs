@@ -174,7 +174,7 @@ fn today() -> String {
 /// Prints a dim note to stderr if stderr is a terminal.
 fn note(text: &str) {
     if std::io::stderr().is_terminal() {
-        crate::terminal::remark(text);
+        crate::terminal::print_dim(text);
     }
 }
 

@@ -277,7 +277,7 @@ fn introduce(snapshot: &Snapshot, engine: &Engine) {
         snapshot.name,
         info.family,
         info.quantization.as_deref().unwrap_or("unquantized"),
-        text::count(info.parameters),
+        text::parameter_count(info.parameters),
         text::size(info.weight_bytes),
         text::size(info.cache_bytes),
         info.load.total_s,

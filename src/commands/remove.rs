@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::progress::{ProgressStyle, ProgressView};
 use crate::error::Error;
 use crate::hub::Hub;
-use crate::text::{short, size};
+use crate::text::{short_commit, size};
 
 /// Delete a model from inferno's cache
 #[derive(clap::Args)]
@@ -25,7 +25,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?.with_force(args.force);
-    if let Some(name) = hub.complete_partial_name(&args.model)
+    if let Some(name) = hub.resolve_partial_name(&args.model)
         && !is_confirmed(&args.model, &name)?
     {
         return Ok(ExitCode::SUCCESS);
@@ -33,9 +33,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let progress = ProgressView::new(ProgressStyle::new(false), "read");
     let removed = hub.remove(&args.model, args.revision.as_deref(), &progress)?;
     let mut out = std::io::stdout().lock();
-    let revisions: Vec<String> = removed.revisions.iter().map(|revision| short(revision)).collect();
+    let revisions: Vec<String> = removed.revisions.iter().map(|revision| short_commit(revision)).collect();
     let at = if revisions.is_empty() { String::new() } else { format!(" ({})", revisions.join(", ")) };
-    let kept = match removed.kept_bytes {
+    let kept = match removed.shared_bytes {
         0 => String::new(),
         bytes => format!("; {} kept for other revisions", size(bytes)),
     };

@@ -8,7 +8,7 @@ use anyhow::Result;
 use super::progress::{ProgressStyle, ProgressView};
 use crate::error::Error;
 use crate::hub::{FileState, Hub, VerifiedSnapshot};
-use crate::text::{printable, short};
+use crate::text::{printable, short_commit};
 
 /// Check the files of downloaded models against their hashes
 #[derive(clap::Args)]
@@ -50,7 +50,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
             let result = hub.repair(&checked, &progress);
             progress.finish();
             match result {
-                Ok(()) => drop(writeln!(out, "  {} fetched again", count(faults, "file"))),
+                Ok(()) => drop(writeln!(out, "  {} fetched again", parameter_count(faults, "file"))),
                 // Repair the other models before reporting the error.
                 Err(error) => {
                     let _ = writeln!(out, "  not repaired");
@@ -68,18 +68,18 @@ pub fn run(args: Args) -> Result<ExitCode> {
     if files == 0 {
         return Ok(ExitCode::SUCCESS);
     }
-    let what = format!("{} of {} bad or missing", count(files, "file"), count(models, "model"));
+    let what = format!("{} of {} bad or missing", parameter_count(files, "file"), parameter_count(models, "model"));
     let model = args.model.map(|model| format!(" {model}")).unwrap_or_default();
     Err(Error::Verification { what, hint: format!("inferno verify{model} --repair") }.into())
 }
 
 fn summary(checked: &VerifiedSnapshot) -> String {
     let good = checked.files.iter().filter(|(_, state)| *state == FileState::Good).count();
-    format!("{}: {good} of {} good", checked.name, count(checked.files.len(), "file"))
+    format!("{}: {good} of {} good", checked.name, parameter_count(checked.files.len(), "file"))
 }
 
 fn short_revision(checked: &VerifiedSnapshot) -> String {
-    format!("({})", short(&checked.revision))
+    format!("({})", short_commit(&checked.revision))
 }
 
 /// Lists the files that are bad, missing or unknown, one per line.
@@ -87,7 +87,7 @@ fn bad_files(checked: &VerifiedSnapshot) -> String {
     let line = |(name, state): &(String, FileState)| {
         let state = match state {
             FileState::Good => return None,
-            FileState::Bad => "bad    ",
+            FileState::Corrupt => "bad    ",
             FileState::Missing => "missing",
             FileState::Unknown => "unknown",
         };
@@ -96,6 +96,6 @@ fn bad_files(checked: &VerifiedSnapshot) -> String {
     checked.files.iter().filter_map(line).collect()
 }
 
-fn count(number: usize, noun: &str) -> String {
+fn parameter_count(number: usize, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }

@@ -209,7 +209,7 @@ impl Journal {
 }
 
 /// Reads a conversation without opening it for writing.
-pub fn peek(name: Option<&str>) -> Result<SavedConversation> {
+pub fn read_saved(name: Option<&str>) -> Result<SavedConversation> {
     Ok(read(&find(name)?.1)?.0)
 }
 

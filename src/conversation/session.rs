@@ -24,7 +24,7 @@ pub enum Recording {
     Off,
     /// Recording starts with the first answer, which creates the journal.
     FromFirstAnswer,
-    To(Journal),
+    Journal(Journal),
 }
 
 /// A callback that receives each piece of a turn's text as it arrives.
@@ -241,7 +241,7 @@ impl Session {
     /// Starts a new conversation. Uses a new journal if the old conversation has a question.
     fn start_over(&mut self, messages: Vec<Message>) -> Result<Option<String>> {
         let old_name = match &self.recording {
-            Recording::To(journal) if self.last_question().is_some() => Some(journal.name().to_string()),
+            Recording::Journal(journal) if self.last_question().is_some() => Some(journal.name().to_string()),
             _ => None,
         };
         if old_name.is_some() {
@@ -360,12 +360,12 @@ impl Session {
         let mut change = change;
         let has_answer = self.messages.iter().any(|message| message.role == Role::Assistant);
         if matches!(self.recording, Recording::FromFirstAnswer) && has_answer {
-            self.recording = Journal::create(&model, &settings)?.map_or(Recording::Off, Recording::To);
+            self.recording = Journal::create(&model, &settings)?.map_or(Recording::Off, Recording::Journal);
             change = Change::Messages;
         }
         let state = ConversationState { model: &model, settings: &settings, messages: &self.messages };
         match &mut self.recording {
-            Recording::To(journal) => journal.write_change(change, &state),
+            Recording::Journal(journal) => journal.write_change(change, &state),
             Recording::Off | Recording::FromFirstAnswer => Ok(()),
         }
     }
@@ -374,8 +374,8 @@ impl Session {
 /// Opens a saved conversation. Turns off recording if the state folder is disabled.
 fn open_saved(name: &str) -> Result<(Recording, SavedConversation)> {
     if !state_folder::is_enabled() {
-        return Ok((Recording::Off, journal::peek(Some(name))?));
+        return Ok((Recording::Off, journal::read_saved(Some(name))?));
     }
     let (journal, saved) = Journal::open(Some(name))?;
-    Ok((Recording::To(journal), saved))
+    Ok((Recording::Journal(journal), saved))
 }

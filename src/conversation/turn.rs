@@ -15,7 +15,7 @@ pub struct Turn {
 impl Turn {
     /// Returns the statistics of the turn in one line:
     /// `57 tokens · 31.2 tok/s (graph) · first token after 0.21 s · context 312 of 4096`.
-    pub fn figures(&self) -> String {
+    pub fn statistics(&self) -> String {
         let summary = &self.summary;
         let tokens = if summary.completion_tokens == 1 { "token" } else { "tokens" };
         let mut parts = vec![format!("{} {tokens}", summary.completion_tokens)];
@@ -31,7 +31,7 @@ impl Turn {
             FinishReason::Length => parts.push("reached --max-tokens".into()),
             FinishReason::Stop | FinishReason::ToolCalls => {}
         }
-        if summary.malformed > 0 {
+        if summary.format_violations > 0 {
             parts.push("the model violated its chat format".into());
         }
         parts.join(" · ")

@@ -77,9 +77,9 @@ impl Output {
     }
 
     /// Returns how often the model violated its chat format.
-    pub fn malformed(&self) -> usize {
+    pub fn format_violations(&self) -> usize {
         match &self.reader {
-            Reader::Chat(parser) => parser.malformed(),
+            Reader::Chat(parser) => parser.format_violations(),
             Reader::Raw(_) => 0,
         }
     }

@@ -80,7 +80,7 @@ pub struct Summary {
     pub executor: &'static str,
     pub tool_calls: Vec<ToolCall>,
     /// How often the model violated its chat format.
-    pub malformed: usize,
+    pub format_violations: usize,
 }
 
 /// The events of one request, returned by [`EngineHandle::submit`](super::EngineHandle::submit).
@@ -172,7 +172,7 @@ impl RequestStream {
             context: self.context,
             executor: self.executor,
             tool_calls,
-            malformed: self.output.malformed(),
+            format_violations: self.output.format_violations(),
         }
     }
 

@@ -79,7 +79,7 @@ pub(super) fn verify(cache: &Path) -> Result<Option<VerifiedSnapshot>> {
     }
     let state = |name: &str, bytes: &[u8]| match fs::read(path.join(name)) {
         Ok(found) if found == bytes => FileState::Good,
-        Ok(_) => FileState::Bad,
+        Ok(_) => FileState::Corrupt,
         Err(_) => FileState::Missing,
     };
     let files = FILES.iter().map(|(name, bytes)| (name.to_string(), state(name, bytes))).collect();

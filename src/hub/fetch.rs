@@ -14,7 +14,7 @@ use anyhow::{Result, bail};
 
 use super::cache::RepoDir;
 use super::hash;
-use super::jobs::{Board, Download, Job, Phase, Task, WantedFile, is_complete};
+use super::jobs::{Download, DownloadState, Job, Phase, Task, WantedFile, is_complete};
 use super::progress::Progress;
 use super::remote::Remote;
 use super::retry::Retry;
@@ -44,22 +44,22 @@ pub(super) fn fetch(
     for job in &jobs {
         job.report(progress);
     }
-    let board = Mutex::new(Board { jobs, failure: None });
-    let download = Download { remote, commit, repo, progress, board, changed: Condvar::new() };
+    let state = Mutex::new(DownloadState { jobs, failure: None });
+    let download = Download { remote, commit, repo, progress, state, changed: Condvar::new() };
     thread::scope(|scope| {
         for _ in 0..remote.limits().connections.clamp(1, 64) {
             scope.spawn(|| download.run_thread());
         }
     });
-    let board = download.board.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
-    for job in board.jobs.iter().filter(|job| matches!(job.phase, Phase::Fetching | Phase::Verifying)) {
+    let state = download.state.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
+    for job in state.jobs.iter().filter(|job| matches!(job.phase, Phase::Fetching | Phase::Verifying)) {
         // If saving fails because the disk is full, the previous record remains.
         let _ = job.partial.save();
     }
-    if let Some(error) = board.failure {
+    if let Some(error) = state.failure {
         return Err(error);
     }
-    for job in &board.jobs {
+    for job in &state.jobs {
         for name in job.names.iter().filter(|name| is_weights_file(Path::new(name))) {
             repo.link(commit, name, job.etag)?;
         }
@@ -76,7 +76,7 @@ impl Download<'_> {
                 Task::Verify { job } => self.verify(job),
             };
             if let Err(error) = result {
-                self.board().failure.get_or_insert(error);
+                self.state().failure.get_or_insert(error);
             }
             self.changed.notify_all();
         }
@@ -103,8 +103,8 @@ impl Download<'_> {
                 break Err(self.gave_up(job, &cause, retry_after));
             };
             let (name, has_failed) = {
-                let board = self.board();
-                (board.jobs[job].names[0], board.failure.is_some())
+                let state = self.state();
+                (state.jobs[job].names[0], state.failure.is_some())
             };
             if !has_failed {
                 self.remote.report_retry(name, &cause, wait);
@@ -113,14 +113,14 @@ impl Download<'_> {
                 break Ok(());
             }
         };
-        self.board().jobs[job].in_flight -= 1;
+        self.state().jobs[job].in_flight -= 1;
         result
     }
 
     /// Returns the error for a file whose retries ran out.
     fn gave_up(&self, job: usize, cause: &str, retry_after: Option<Duration>) -> anyhow::Error {
-        let board = self.board();
-        let job = &board.jobs[job];
+        let state = self.state();
+        let job = &state.jobs[job];
         let wait =
             retry_after.map(|wait| format!(", and the server asks to wait {} s", wait.as_secs())).unwrap_or_default();
         self.remote.temporary_error(format!(
@@ -134,25 +134,25 @@ impl Download<'_> {
     /// Verifies the hash of a complete file. A bad file is deleted and fetched once more.
     fn verify(&self, index: usize) -> Result<()> {
         let (etag, bytes, name, checkpoint) = {
-            let board = self.board();
-            let job = &board.jobs[index];
+            let state = self.state();
+            let job = &state.jobs[index];
             (job.etag, job.bytes, job.names[0], job.partial.checkpoint())
         };
         let blob = self.repo.blob(etag);
         // An existing blob was verified before it got its name.
         let is_good = is_complete(&blob, bytes) || {
             self.progress.verifying(name);
-            let mut stop_on_failure = |_| if self.board().failure.is_some() { bail!("stopped") } else { Ok(()) };
+            let mut stop_on_failure = |_| if self.state().failure.is_some() { bail!("stopped") } else { Ok(()) };
             hash::matches(checkpoint.path(), etag, &mut stop_on_failure)?
         };
         if is_good {
-            // Flush here, while the board is not locked.
+            // Flush here, while the state is not locked.
             checkpoint.sync()?;
         }
-        let mut board = self.board();
-        if let Err(error) = self.conclude(&mut board.jobs[index], is_good) {
-            // Set the failure while the board is locked, so no thread takes another task first.
-            board.failure.get_or_insert(error);
+        let mut state = self.state();
+        if let Err(error) = self.conclude(&mut state.jobs[index], is_good) {
+            // Set the failure while the state is locked, so no thread takes another task first.
+            state.failure.get_or_insert(error);
         }
         Ok(())
     }

@@ -60,13 +60,13 @@ pub(super) struct Download<'a> {
     pub commit: &'a str,
     pub repo: &'a RepoDir,
     pub progress: &'a dyn Progress,
-    pub board: Mutex<Board<'a>>,
+    pub state: Mutex<DownloadState<'a>>,
     /// Notified when there may be new work, or when the download ends.
     pub changed: Condvar,
 }
 
 /// The jobs of a download and its first failure.
-pub(super) struct Board<'a> {
+pub(super) struct DownloadState<'a> {
     pub jobs: Vec<Job<'a>>,
     pub failure: Option<anyhow::Error>,
 }
@@ -102,7 +102,7 @@ pub(super) enum Phase {
     Done,
 }
 
-/// The next piece of work for a thread. `job` is an index into [`Board::jobs`].
+/// The next piece of work for a thread. `job` is an index into [`DownloadState::jobs`].
 pub(super) enum Task {
     FetchPart { job: usize, part: Range<u64>, generation: u32 },
     Verify { job: usize },
@@ -161,32 +161,32 @@ impl<'a> Job<'a> {
 }
 
 impl<'a> Download<'a> {
-    pub fn board(&self) -> MutexGuard<'_, Board<'a>> {
-        self.board.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    pub fn state(&self) -> MutexGuard<'_, DownloadState<'a>> {
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// Returns the next task, in file order. Waits while other threads may still create tasks.
     ///
     /// Returns `None` if the thread should exit.
     pub fn next_task(&self) -> Option<Task> {
-        let mut board = self.board();
+        let mut state = self.state();
         loop {
-            if board.failure.is_some() {
+            if state.failure.is_some() {
                 return None;
             }
-            match self.find_task(&mut board) {
+            match self.find_task(&mut state) {
                 Search::Found(task) => return Some(task),
                 Search::Finished => return None,
                 Search::Busy => {
-                    board = self.changed.wait(board).unwrap_or_else(|poisoned| poisoned.into_inner());
+                    state = self.changed.wait(state).unwrap_or_else(|poisoned| poisoned.into_inner());
                 }
             }
         }
     }
 
-    fn find_task(&self, board: &mut Board) -> Search {
+    fn find_task(&self, state: &mut DownloadState) -> Search {
         let mut is_busy = false;
-        for (index, job) in board.jobs.iter_mut().enumerate() {
+        for (index, job) in state.jobs.iter_mut().enumerate() {
             match job.phase {
                 Phase::Done => continue,
                 Phase::Verifying if job.in_flight > 0 => {
@@ -200,7 +200,7 @@ impl<'a> Download<'a> {
                 Phase::New => {
                     job.phase = Phase::Fetching;
                     if let Err(error) = job.partial.create(&self.repo.blob(job.etag)) {
-                        board.failure = Some(error);
+                        state.failure = Some(error);
                         self.changed.notify_all();
                         return Search::Finished;
                     }
@@ -227,14 +227,14 @@ impl<'a> Download<'a> {
     /// Waits for `wait`, or until the download fails. Returns false if the download failed.
     pub fn sleep(&self, wait: Duration) -> bool {
         let end = Instant::now() + wait;
-        let mut board = self.board();
+        let mut state = self.state();
         loop {
             let left = end.saturating_duration_since(Instant::now());
-            if board.failure.is_some() || left.is_zero() {
-                return board.failure.is_none();
+            if state.failure.is_some() || left.is_zero() {
+                return state.failure.is_none();
             }
-            board = match self.changed.wait_timeout(board, left) {
-                Ok((board, _)) => board,
+            state = match self.changed.wait_timeout(state, left) {
+                Ok((state, _)) => state,
                 Err(poisoned) => poisoned.into_inner().0,
             };
         }

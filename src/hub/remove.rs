@@ -26,7 +26,7 @@ pub struct RemovedModel {
     pub revisions: Vec<String>,
     pub freed_bytes: u64,
     /// The size in bytes of the model's files that are kept because other revisions use them.
-    pub kept_bytes: u64,
+    pub shared_bytes: u64,
 }
 
 /// The result of pruning one repository.
@@ -55,7 +55,7 @@ impl Hub {
     /// Returns the full name of the model if `model` is only part of its name. Returns `None` for a full name.
     ///
     /// Commands that delete require the full name, because a part may match a different model the next time.
-    pub fn complete_partial_name(&self, model: &str) -> Option<String> {
+    pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
         let (name, _) = names::split_revision(model, None).ok()?;
         let (part, _) = gguf::split_tag(name);
         let own_names = self.own_cache().names().into_iter().collect();
@@ -73,7 +73,7 @@ impl Hub {
         if name == demo::NAME {
             self.forget_use(name);
             let freed_bytes = demo::remove(&self.config.cache)?;
-            return Ok(RemovedModel { name: name.into(), revisions: Vec::new(), freed_bytes, kept_bytes: 0 });
+            return Ok(RemovedModel { name: name.into(), revisions: Vec::new(), freed_bytes, shared_bytes: 0 });
         }
         self.check_own_cache()?;
         let (part, tag) = gguf::split_tag(name);
@@ -147,7 +147,7 @@ impl Hub {
                 Err(Error::usage(format!("{model} is not in inferno's cache\n  delete it like any other file")))
             }
             [] => Ok(()),
-            [name, ..] => Err(Error::NotOurs(format!(
+            [name, ..] => Err(Error::NotInOwnCache(format!(
                 "'{name}' is in the shared Hugging Face cache, which inferno does not change\n  to delete it: hf cache rm model/{name}"
             ))
             .into()),
@@ -222,7 +222,7 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
         name,
         revisions,
         freed_bytes: bytes_before.saturating_sub(bytes_below(&repo.path)),
-        kept_bytes: removed_blobs.intersection(&remaining_blobs).map(size).sum(),
+        shared_bytes: removed_blobs.intersection(&remaining_blobs).map(size).sum(),
     })
 }
 

@@ -53,7 +53,7 @@ pub struct VerifiedSnapshot {
 impl VerifiedSnapshot {
     /// Returns the files that are bad or missing.
     pub fn damaged_files(&self) -> impl Iterator<Item = &(String, FileState)> {
-        self.files.iter().filter(|(_, state)| matches!(state, FileState::Bad | FileState::Missing))
+        self.files.iter().filter(|(_, state)| matches!(state, FileState::Corrupt | FileState::Missing))
     }
 }
 
@@ -62,7 +62,7 @@ impl VerifiedSnapshot {
 pub enum FileState {
     Good,
     /// The hash of the contents does not match.
-    Bad,
+    Corrupt,
     /// The model needs the file, but it is not on disk.
     Missing,
     /// The file has no hash to compare with, because it came from a mirror or the disk does not support symlinks.

@@ -47,8 +47,8 @@ impl Transfer<'_, '_> {
     pub fn run(&mut self) -> Result<(), Stop> {
         let Download { remote, commit, .. } = self.download;
         let (name, bytes) = {
-            let board = self.download.board();
-            let job = &board.jobs[self.job];
+            let state = self.download.state();
+            let job = &state.jobs[self.job];
             if job.generation != self.generation {
                 return Err(Stop::Obsolete);
             }
@@ -99,8 +99,8 @@ impl Transfer<'_, '_> {
     ///
     /// Discards the bytes on disk only after several such responses, because only one of several servers may be faulty.
     fn restart_whole(&mut self) -> Result<(), Stop> {
-        let mut board = self.download.board();
-        let job = &mut board.jobs[self.job];
+        let mut state = self.download.state();
+        let job = &mut state.jobs[self.job];
         if job.generation != self.generation {
             return Err(Stop::Obsolete);
         }
@@ -123,8 +123,8 @@ impl Transfer<'_, '_> {
         let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()).map(hash::bare_etag) else {
             return Ok(());
         };
-        let mut board = self.download.board();
-        let job = &mut board.jobs[self.job];
+        let mut state = self.download.state();
+        let job = &mut state.jobs[self.job];
         if job.generation != self.generation {
             return Err(Stop::Obsolete);
         }
@@ -145,8 +145,8 @@ impl Transfer<'_, '_> {
     /// Writes a body to its position in the file. Never writes more bytes than requested.
     fn write_body(&mut self, mut body: BodyReader, name: &str, has_length: bool) -> Result<(), Stop> {
         let (mut output, path) = {
-            let board = self.download.board();
-            let partial = &board.jobs[self.job].partial;
+            let state = self.download.state();
+            let partial = &state.jobs[self.job].partial;
             (partial.open().map_err(Stop::Permanent)?, partial.path().to_path_buf())
         };
         let cannot_write = |error, left| Stop::Permanent(write_error(error, &path, left));
@@ -185,9 +185,9 @@ impl Transfer<'_, '_> {
     /// Records bytes that were written, and saves the record if a save is due.
     fn record_written(&mut self, count: u64) -> Result<(), Stop> {
         let checkpoint = {
-            let mut board = self.download.board();
-            let has_failed = board.failure.is_some();
-            let job = &mut board.jobs[self.job];
+            let mut state = self.download.state();
+            let has_failed = state.failure.is_some();
+            let job = &mut state.jobs[self.job];
             if job.generation != self.generation {
                 return Err(Stop::Obsolete);
             }
@@ -203,7 +203,7 @@ impl Transfer<'_, '_> {
                 job.partial.checkpoint()
             })
         };
-        // Save while the board is not locked.
+        // Save while the state is not locked.
         checkpoint.map_or(Ok(()), |checkpoint| checkpoint.save().map_err(Stop::Permanent))
     }
 }

@@ -205,5 +205,5 @@ fn file_state(
         // An unreadable file counts as bad.
         hash::matches(blob, etag, &mut progress).unwrap_or(false)
     });
-    if is_good { FileState::Good } else { FileState::Bad }
+    if is_good { FileState::Good } else { FileState::Corrupt }
 }

@@ -14,7 +14,7 @@ use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use crate::kernels::moe::grouped_gemm::combine;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::norm::add_norm;
-use crate::kernels::quantized::{Format, PlaneBytes, QuantizedMatrix};
+use crate::kernels::quantized::{PlaneBytes, QuantizedMatrix, WeightFormat};
 use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 use crate::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 
@@ -99,7 +99,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
             }
         }
     }
-    for format in Format::ALL {
+    for format in WeightFormat::ALL {
         // Products with few tokens read the quantized weights. Products with many tokens dequantize them first.
         for (what, tokens) in [("few tokens", 3), ("many tokens", 33)] {
             let name = format!("matmul {format:?}, {what}");
@@ -142,7 +142,7 @@ impl CheckTarget<'_> {
 }
 
 /// Returns a 51×512 matrix of random bits, with scales between 2^-7 and 2^-5.
-fn quantized(target: CheckTarget, format: Format) -> Result<QuantizedMatrix> {
+fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatrix> {
     let (rows, columns) = (51, 512);
     let mut planes = format.row_bytes(columns).map(|bytes| vec![0u8; rows * bytes]);
     let count = planes.iter().map(Vec::len).sum();
@@ -154,7 +154,7 @@ fn quantized(target: CheckTarget, format: Format) -> Result<QuantizedMatrix> {
         0 => halves.chunks_exact_mut(4).for_each(|scale| scale.copy_from_slice(&0.01f32.to_le_bytes())),
         _ => halves.iter_mut().skip(1).step_by(2).for_each(|high| *high = *high & 0x84 | 0x20),
     }
-    if format == Format::Fp8 {
+    if format == WeightFormat::Fp8 {
         // Clears an exponent bit, so that no byte is NaN.
         low.iter_mut().for_each(|byte| *byte &= 0xbf);
     }

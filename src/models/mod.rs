@@ -100,7 +100,7 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
 }
 
 /// Returns the model type in config.json, supported or not, or `None` if the file cannot be read.
-pub fn declared_type(dir: &Path) -> Option<String> {
+pub fn declared_model_type(dir: &Path) -> Option<String> {
     let text = std::fs::read_to_string(dir.join("config.json")).ok()?;
     let json: Value = serde_json::from_str(&text).ok()?;
     json["model_type"].as_str().or(json["architectures"][0].as_str()).map(str::to_string)

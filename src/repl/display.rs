@@ -76,8 +76,8 @@ impl TurnDisplay {
             Output::View(view) => {
                 #[cfg(unix)]
                 if let Some(keys) = &self.keys {
-                    if keys.stops() != self.stops {
-                        self.stops = keys.stops();
+                    if keys.suspensions() != self.stops {
+                        self.stops = keys.suspensions();
                         view.restart_below();
                     }
                     let folds = toggled(self.reasoning, keys.toggles()) == ReasoningVisibility::Hidden;
@@ -105,7 +105,7 @@ impl TurnDisplay {
             for call in &turn.summary.tool_calls {
                 writeln!(out, "{}", dim(&format!("[tool call: {}]", printable(&call.name)), color))?;
             }
-            writeln!(out, "{}", dim_line(&turn.figures()))?;
+            writeln!(out, "{}", dim_line(&turn.statistics()))?;
             for note in &turn.notes {
                 writeln!(out, "{}", dim_line(note))?;
             }

@@ -63,7 +63,7 @@ impl KeyListener {
     }
 
     /// Returns how often the program was suspended. Other programs may have written to the terminal in between.
-    pub fn stops(&self) -> usize {
+    pub fn suspensions(&self) -> usize {
         self.shared.stops.load(Ordering::Relaxed)
     }
 

@@ -29,9 +29,9 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
     let models = session.models.clone();
     let mut editor = LineEditor::new(Box::new(move || models.names()))?;
     if !session.messages.is_empty() {
-        terminal::remark(&format!("continuing {}", commands::summary(&session)));
+        terminal::print_dim(&format!("continuing {}", commands::summary(&session)));
     }
-    terminal::remark("/help lists the commands, Ctrl-C stops an answer, /exit leaves");
+    terminal::print_dim("/help lists the commands, Ctrl-C stops an answer, /exit leaves");
     // Separate the introduction from the first prompt.
     eprintln!();
 
@@ -47,7 +47,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             Input::Interrupted if was_interrupted => break,
             Input::Interrupted => {
                 was_interrupted = true;
-                terminal::remark("press Ctrl-C again to leave");
+                terminal::print_dim("press Ctrl-C again to leave");
                 continue;
             }
             Input::Cleared => {
@@ -82,8 +82,8 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             Err(error) => terminal::print(&format!("error: {}", crate::text::error_message(&error))),
         }
     }
-    if let Recording::To(journal) = &session.recording {
-        terminal::remark(&format!("to continue this conversation: inferno play --resume {}", journal.name()));
+    if let Recording::Journal(journal) = &session.recording {
+        terminal::print_dim(&format!("to continue this conversation: inferno play --resume {}", journal.name()));
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -15,7 +15,7 @@ use super::{EagerReason, KernelTime};
 use crate::kernels::attention::{AttentionMask, EarlyReads, FLASH_HEAD_DIMS, FlashAttention, FlashTensors};
 use crate::kernels::decode::sample::{self, SamplingBuffers, SamplingKernelParams};
 use crate::kernels::decode::{
-    self, Embedding, ExpertBuffers, PostNorm, Projection, QkvProjection, RmsNorm, StepBuffers,
+    self, Embedding, ExpertBuffers, PostNorm, Projection, QkvProjection, RmsNormParams, StepBuffers,
 };
 use crate::kernels::launch::{LaunchGraph, LaunchSequence, Mailbox, is_idle};
 use crate::kernels::moe::experts::ExpertWeights;
@@ -98,7 +98,7 @@ impl DecodeGraph {
             let graph = LaunchGraph::capture(&sequence, &tail).context("cannot capture the decode step")?;
             Ok(Choice { tail, graph })
         };
-        let greedy = choice(&|tail| decode::add_argmax(tail, &buffers, &embedding, head, &mailbox))?;
+        let greedy = choice(&|tail| decode::add_greedy_sampling(tail, &buffers, &embedding, head, &mailbox))?;
         let sampled = choice(&|tail| sample::add_sample(tail, &buffers, &draw, &embedding, &mailbox))?;
         Ok(Ok(Self {
             device: device.clone(),
@@ -331,9 +331,9 @@ fn unsupported_reason(decoder: &Decoder, layer: &DecoderLayer) -> Result<Option<
     }
     let Device::Cuda(device) = decoder.embed_tokens.device() else { return Ok(Some(EagerReason::NotOnGpu)) };
     for (weight, inputs) in products {
-        if !decode::can_multiply(device, &weight, inputs)? {
+        if !decode::has_decode_kernel(device, &weight, inputs)? {
             return Ok(Some(match weight {
-                Matrix::Mixed(_) => EagerReason::UnlikeQkv,
+                Matrix::Concatenated(_) => EagerReason::MixedQkv,
                 _ => EagerReason::RowLength(weight.dims().1),
             }));
         }
@@ -351,7 +351,7 @@ fn mlp_products(mlp: &Mlp) -> Result<std::result::Result<Products, EagerReason>>
             let (gate, up) = (&mlp.gate_proj.weight, &mlp.up_proj.weight);
             match gate.format() == up.format() && gate.input_rounding() == up.input_rounding() {
                 true => Ok([gate, up, &mlp.down_proj.weight].map(|weight| (weight.clone(), 1)).into()),
-                false => Err(EagerReason::UnlikeGate),
+                false => Err(EagerReason::MixedGateUp),
             }
         }
         Mlp::ClampedMoe(mlp) => {
@@ -407,8 +407,8 @@ impl Scratch {
     }
 }
 
-fn rms_norm(norm: &NormLayer) -> RmsNorm<'_> {
-    RmsNorm { weight: &norm.weight, eps: norm.eps }
+fn rms_norm(norm: &NormLayer) -> RmsNormParams<'_> {
+    RmsNormParams { weight: &norm.weight, eps: norm.eps }
 }
 
 /// Returns the norm after a layer's output with its scratch buffer f32 \[C\], or `None` if there is no such norm.

@@ -22,9 +22,9 @@ pub enum EagerReason {
     /// A kind of layer without a decode kernel, such as LayerNorm.
     Layer(&'static str),
     /// `gate_proj` and `up_proj` are quantized differently.
-    UnlikeGate,
+    MixedGateUp,
     /// `q_proj`, `k_proj` and `v_proj` are quantized differently.
-    UnlikeQkv,
+    MixedQkv,
     /// The experts are not in MXFP4, or a scale exceeds 2.
     ExpertFormat,
     /// The routing kernel does not support this many experts.
@@ -55,8 +55,8 @@ impl fmt::Display for EagerReason {
             EagerReason::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
             EagerReason::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
             EagerReason::Layer(what) => write!(f, "the graph has no kernel for {what}"),
-            EagerReason::UnlikeGate => f.write_str("gate_proj and up_proj are quantized differently"),
-            EagerReason::UnlikeQkv => f.write_str("q_proj, k_proj and v_proj are quantized differently"),
+            EagerReason::MixedGateUp => f.write_str("gate_proj and up_proj are quantized differently"),
+            EagerReason::MixedQkv => f.write_str("q_proj, k_proj and v_proj are quantized differently"),
             EagerReason::ExpertFormat => f.write_str("the graph supports only MXFP4 experts with scales up to 2"),
             EagerReason::ExpertCount { chosen, experts } => {
                 write!(f, "the graph does not support choosing {chosen} of {experts} experts")

@@ -12,7 +12,7 @@ mod styled_text;
 mod view;
 
 pub use live_region::WindowSize;
-pub use notice::{print, remark};
+pub use notice::{print, print_dim};
 pub use style::{Color, dim, stderr_color, stdout_color, stdout_columns};
 pub use view::TurnView;
 

@@ -9,6 +9,6 @@ pub fn print(text: &str) {
 }
 
 /// Prints a dim line on stderr, wrapped to the window.
-pub fn remark(text: &str) {
+pub fn print_dim(text: &str) {
     eprintln!("{}", dim(&wrapped(&printable(text), stderr_columns()), stderr_color()));
 }

@@ -7,7 +7,7 @@ use candle_core::DType;
 use safetensors::tensor::Dtype;
 
 use super::gguf::{GgufCheckpoint, GgufModel};
-use super::read_ahead::Extent;
+use super::read_ahead::ReadRequest;
 use super::safetensors::{SafetensorsCheckpoint, TensorView};
 use super::tensor_info::{TensorInfo, parameter_count};
 use crate::snapshot;
@@ -108,9 +108,9 @@ impl Checkpoint {
 
     /// Returns the tensors that can be read ahead for a model with this compute dtype.
     /// The list is empty for a GGUF file, because its tensors are transformed on the host.
-    pub fn extents(&self, dtype: DType) -> Vec<Extent> {
+    pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         match self {
-            Self::Safetensors(checkpoint) => checkpoint.extents(dtype),
+            Self::Safetensors(checkpoint) => checkpoint.read_requests(dtype),
             Self::Gguf(_) => Vec::new(),
         }
     }

@@ -54,10 +54,10 @@ pub enum Format {
 
 impl Format {
     /// Returns the format of the matrix in memory.
-    pub fn memory_format(self) -> quantized::Format {
+    pub fn memory_format(self) -> quantized::WeightFormat {
         match self {
-            Self::Int8 => quantized::Format::Int8,
-            Self::Fp8 => quantized::Format::Fp8,
+            Self::Int8 => quantized::WeightFormat::Int8,
+            Self::Fp8 => quantized::WeightFormat::Fp8,
         }
     }
 }

@@ -55,7 +55,7 @@ pub struct Summary {
 
 /// The tensors of one part of a model.
 #[derive(Clone, Debug, Serialize, PartialEq)]
-pub struct Group {
+pub struct TensorGroup {
     pub name: &'static str,
     pub tensors: usize,
     pub parameters: u64,
@@ -225,14 +225,14 @@ impl Inventory {
     }
 
     /// Returns the groups that contain tensors. The name of a tensor determines its group.
-    pub fn groups(&self) -> Vec<Group> {
+    pub fn groups(&self) -> Vec<TensorGroup> {
         let group = |name| {
             let tensors = || self.tensors.iter().filter(move |tensor| tensor.group() == name);
             let dtype = |tensor: &InventoryTensor| match tensor.is_packed_mxfp4() {
                 true => "mxfp4".to_string(),
                 false => tensor.dtype.clone(),
             };
-            Group {
+            TensorGroup {
                 name,
                 tensors: tensors().count(),
                 parameters: sum(tensors().map(InventoryTensor::parameters)),

@@ -65,11 +65,11 @@ impl<'c> Weights<'c> {
     ) -> Result<Self> {
         #[cfg(feature = "cuda")]
         if let (Device::Cuda(cuda), Checkpoint::Safetensors(_)) = (device, checkpoint) {
-            let mut extents = checkpoint.extents(dtype);
-            extents.retain(|extent| {
+            let mut read_requests = checkpoint.read_requests(dtype);
+            read_requests.retain(|extent| {
                 extent.retention == Retention::Permanent || extent.bytes() > MAX_HOST_CONVERSION_BYTES
             });
-            let reader = ReadAhead::start(CopyStream::new(cuda)?, extents, ReadAheadOptions::default())?;
+            let reader = ReadAhead::start(CopyStream::new(cuda)?, read_requests, ReadAheadOptions::default())?;
             return Ok(Self::with_reader(checkpoint, device, dtype, progress, reader));
         }
         Ok(Self::mapped(checkpoint, device, dtype, progress))

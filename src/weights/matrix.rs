@@ -9,7 +9,7 @@ use super::compressed::{self, Activations, WeightScales};
 use super::loader::Weights;
 use super::quantized::{self, MatrixRows};
 use super::safetensors::{self, SafetensorsCheckpoint, module};
-use crate::kernels::quantized::{Format, InputRounding, Matrix, QuantizedMatrix};
+use crate::kernels::quantized::{InputRounding, Matrix, QuantizedMatrix, WeightFormat};
 
 impl<'c> Weights<'c> {
     /// Loads the matrix `name` of several modules, each with shape `[rows, columns]`, and stacks the matrices.
@@ -20,7 +20,9 @@ impl<'c> Weights<'c> {
         let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;
         // Adjacent matrices are merged if one kernel can multiply by all of them.
         let is_compatible = |a: &Option<MatrixRows>, b: &Option<MatrixRows>| match (a, b) {
-            (Some(a), Some(b)) => a.rounding == b.rounding && (a.format == Format::Fp8) == (b.format == Format::Fp8),
+            (Some(a), Some(b)) => {
+                a.rounding == b.rounding && (a.format == WeightFormat::Fp8) == (b.format == WeightFormat::Fp8)
+            }
             (None, None) => true,
             _ => false,
         };
@@ -43,7 +45,7 @@ impl<'c> Weights<'c> {
         }
         Ok(match matrices.len() {
             1 => matrices.remove(0),
-            _ => Matrix::Mixed(matrices),
+            _ => Matrix::Concatenated(matrices),
         })
     }
 
@@ -152,11 +154,15 @@ impl<'c> Weights<'c> {
         };
         let rounding = match (scheme.activations, format) {
             (Activations::Unquantized, _) => InputRounding::None,
-            (Activations::PerToken, Format::Int8) => InputRounding::Int8PerToken,
+            (Activations::PerToken, WeightFormat::Int8) => InputRounding::Int8PerToken,
             (Activations::PerToken, _) => InputRounding::Fp8PerToken,
             (Activations::Static, _) => {
                 let scale = scales(&format!("{}.input_scale", module(name)), [1, 1])?[0];
-                if format == Format::Int8 { InputRounding::Int8Static(scale) } else { InputRounding::Fp8Static(scale) }
+                if format == WeightFormat::Int8 {
+                    InputRounding::Int8Static(scale)
+                } else {
+                    InputRounding::Fp8Static(scale)
+                }
             }
         };
         // Packed codes are unsigned, with an offset of 128.

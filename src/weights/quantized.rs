@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use super::ggml::{self, GgmlType, split_group};
-use crate::kernels::quantized::{E4M3_MAX, Format, GROUP_COLUMNS, InputRounding, QuantizedMatrix, pack};
+use crate::kernels::quantized::{E4M3_MAX, GROUP_COLUMNS, InputRounding, QuantizedMatrix, WeightFormat, pack};
 
 /// The quantization of float matrices during loading, as set with `--quantize`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,10 +41,10 @@ impl QuantizationTarget {
     ];
 
     /// Returns the format of a matrix with this many columns, or `None` if the matrix stays in floats.
-    pub fn format(self, columns: usize) -> Option<Format> {
+    pub fn format(self, columns: usize) -> Option<WeightFormat> {
         match self {
-            Self::Fp8 => Some(Format::Fp8),
-            Self::Int8 => Some(Format::Int8),
+            Self::Fp8 => Some(WeightFormat::Fp8),
+            Self::Int8 => Some(WeightFormat::Int8),
             Self::Blocks(ggml_type) => format(Self::fitting_type(ggml_type, columns)?),
         }
     }
@@ -82,25 +82,25 @@ impl fmt::Display for QuantizationTarget {
 }
 
 /// Returns the memory format of a ggml type, or `None` for a type that becomes floats.
-pub fn format(ggml_type: GgmlType) -> Option<Format> {
+pub fn format(ggml_type: GgmlType) -> Option<WeightFormat> {
     Some(match ggml_type {
-        GgmlType::Q4_0 => Format::Q4_0,
-        GgmlType::Q4_1 => Format::Q4_1,
-        GgmlType::Q5_0 => Format::Q5_0,
-        GgmlType::Q5_1 => Format::Q5_1,
-        GgmlType::Q8_0 => Format::Q8_0,
-        GgmlType::Q2K => Format::Q2K,
-        GgmlType::Q3K => Format::Q3K,
-        GgmlType::Q4K => Format::Q4K,
-        GgmlType::Q5K => Format::Q5K,
-        GgmlType::Q6K => Format::Q6K,
+        GgmlType::Q4_0 => WeightFormat::Q4_0,
+        GgmlType::Q4_1 => WeightFormat::Q4_1,
+        GgmlType::Q5_0 => WeightFormat::Q5_0,
+        GgmlType::Q5_1 => WeightFormat::Q5_1,
+        GgmlType::Q8_0 => WeightFormat::Q8_0,
+        GgmlType::Q2K => WeightFormat::Q2K,
+        GgmlType::Q3K => WeightFormat::Q3K,
+        GgmlType::Q4K => WeightFormat::Q4K,
+        GgmlType::Q5K => WeightFormat::Q5K,
+        GgmlType::Q6K => WeightFormat::Q6K,
         GgmlType::F32 | GgmlType::F16 | GgmlType::Bf16 | GgmlType::Mxfp4 => return None,
     })
 }
 
 /// The rows of one matrix before they are packed.
 pub struct MatrixRows<'c> {
-    pub format: Format,
+    pub format: WeightFormat,
     pub rows: usize,
     pub columns: usize,
     pub rounding: InputRounding,
@@ -147,9 +147,9 @@ impl<'c> MatrixRows<'c> {
                 bail!("cannot quantize row {index}: it contains NaN or infinity");
             }
             match block_type {
-                None => scale_row(format, &values, planes),
+                None => quantize_row_8bit(format, &values, planes),
                 Some(ggml_type) => {
-                    pack_row(ggml_type, format, &ggml_blocks(ggml_type, values)?, planes);
+                    pack_row(ggml_type, format, &quantize_row(ggml_type, values)?, planes);
                 }
             }
             Ok(())
@@ -194,7 +194,7 @@ impl<'c> MatrixRows<'c> {
 }
 
 /// Quantizes a row with the same results as ggml.
-fn ggml_blocks(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
+fn quantize_row(ggml_type: GgmlType, values: Vec<f32>) -> Result<Vec<u8>> {
     let mut bytes = vec![0; values.len() / ggml_type.block_length() * ggml_type.block_bytes()];
     let mut blocks = bytes.chunks_exact_mut(ggml_type.block_bytes()).zip(values.chunks_exact(ggml_type.block_length()));
     if blocks.all(|(block, values)| ggml::quantize(ggml_type, values, block)) {
@@ -229,7 +229,7 @@ fn plane_rows(plane: &mut [u8], bytes: usize, rows: usize) -> impl IndexedParall
 }
 
 /// Packs a row of blocks into planes.
-fn pack_row(ggml_type: GgmlType, format: Format, bytes: &[u8], planes: [&mut [u8]; 4]) {
+fn pack_row(ggml_type: GgmlType, format: WeightFormat, bytes: &[u8], planes: [&mut [u8]; 4]) {
     let sizes = format.plane_bytes();
     let [low, high, scales, supers] = planes;
     let groups = ggml_type.block_length() / GROUP_COLUMNS;
@@ -253,14 +253,14 @@ fn pack_row(ggml_type: GgmlType, format: Format, bytes: &[u8], planes: [&mut [u8
 }
 
 /// Quantizes a row of floats to 8-bit codes. The largest magnitude determines the scale.
-fn scale_row(format: Format, values: &[f32], planes: [&mut [u8]; 4]) {
+fn quantize_row_8bit(format: WeightFormat, values: &[f32], planes: [&mut [u8]; 4]) {
     let [low, _, scales, _] = planes;
     let max = values.iter().fold(0.0f32, |max, value| max.max(value.abs()));
-    let scale = if format == Format::Int8 { max / 127.0 } else { max / E4M3_MAX };
+    let scale = if format == WeightFormat::Int8 { max / 127.0 } else { max / E4M3_MAX };
     for (q, value) in low.iter_mut().zip(values) {
         let value = if scale > 0.0 { value / scale } else { 0.0 };
         *q = match format {
-            Format::Int8 => value.round_ties_even() as i8 as u8,
+            WeightFormat::Int8 => value.round_ties_even() as i8 as u8,
             _ => F8E4M3::from_f32(value).to_bits(),
         };
     }

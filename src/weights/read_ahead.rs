@@ -25,7 +25,7 @@ pub struct Source {
 }
 
 /// One tensor to read.
-pub struct Extent {
+pub struct ReadRequest {
     pub name: String,
     /// The byte ranges of the tensor in order. A stacked tensor has one range per matrix.
     pub ranges: Vec<ByteRange>,
@@ -79,7 +79,7 @@ pub struct ReadAhead<T: Target> {
 
 struct Shared<T: Target> {
     target: T,
-    extents: Vec<Extent>,
+    read_requests: Vec<ReadRequest>,
     options: ReadAheadOptions,
     queue: Mutex<Queue<T::Memory>>,
     /// Notified on every change of the queue.
@@ -129,13 +129,13 @@ struct Piece<M> {
 }
 
 impl<T: Target> ReadAhead<T> {
-    /// Starts reading `extents` in order.
-    pub fn start(target: T, extents: Vec<Extent>, options: ReadAheadOptions) -> Result<Self> {
-        let names = extents.iter().enumerate().map(|(index, extent)| (extent.name.clone(), index)).collect();
-        let ranges = extents.iter().flat_map(|extent| &extent.ranges);
+    /// Starts reading `read_requests` in order.
+    pub fn start(target: T, read_requests: Vec<ReadRequest>, options: ReadAheadOptions) -> Result<Self> {
+        let names = read_requests.iter().enumerate().map(|(index, extent)| (extent.name.clone(), index)).collect();
+        let ranges = read_requests.iter().flat_map(|extent| &extent.ranges);
         let pieces: usize = ranges.map(|range| range.bytes.div_ceil(options.piece_bytes)).sum();
         let queue = Queue {
-            tensors: extents.iter().map(|_| TensorState::Idle).collect(),
+            tensors: read_requests.iter().map(|_| TensorState::Idle).collect(),
             requested: VecDeque::new(),
             next: 0,
             open: VecDeque::new(),
@@ -143,7 +143,7 @@ impl<T: Target> ReadAhead<T> {
             failure: None,
             stopped: false,
         };
-        let shared = Shared { target, extents, options, queue: Mutex::new(queue), changed: Condvar::new() };
+        let shared = Shared { target, read_requests, options, queue: Mutex::new(queue), changed: Condvar::new() };
         let mut reader = Self { shared: Arc::new(shared), names, threads: Vec::new() };
         for _ in 0..options.threads.clamp(1, pieces.max(1)) {
             let shared = reader.shared.clone();
@@ -194,7 +194,7 @@ impl<T: Target> Shared<T> {
             }
             match std::mem::replace(&mut queue.tensors[index], TensorState::Taken) {
                 TensorState::Ready(memory) => {
-                    queue.ahead_bytes -= self.extents[index].temporary_bytes();
+                    queue.ahead_bytes -= self.read_requests[index].temporary_bytes();
                     self.changed.notify_all();
                     return Ok(memory);
                 }
@@ -221,7 +221,7 @@ impl<T: Target> Shared<T> {
     fn read_pieces(&self) -> Result<()> {
         let mut staging = self.target.staging(self.options.piece_bytes).context("cannot allocate staging buffers")?;
         while let Some(piece) = self.next_piece()? {
-            let name = &self.extents[piece.tensor].name;
+            let name = &self.read_requests[piece.tensor].name;
             self.read_piece(&piece, &mut staging)
                 .with_context(|| format!("cannot load tensor {name} from {}", piece.source.path.display()))?;
             self.piece_done(piece)?;
@@ -254,7 +254,7 @@ impl<T: Target> Shared<T> {
                 continue;
             };
             // Release the lock, because the driver may take a long time to allocate memory.
-            let extent = &self.extents[tensor];
+            let extent = &self.read_requests[tensor];
             queue.ahead_bytes += extent.temporary_bytes();
             drop(queue);
             let memory = self.target.allocate(extent.bytes());
@@ -273,9 +273,9 @@ impl<T: Target> Shared<T> {
     /// Returns the next piece of a started tensor.
     fn cut_piece(&self, queue: &mut Queue<T::Memory>) -> Option<Piece<T::Memory>> {
         let (tensor, offset) = queue.open.pop_front()?;
-        let (range, inside) = self.extents[tensor].range_at(offset)?;
+        let (range, inside) = self.read_requests[tensor].range_at(offset)?;
         let bytes = (range.bytes - inside).min(self.options.piece_bytes);
-        if offset + bytes < self.extents[tensor].bytes() {
+        if offset + bytes < self.read_requests[tensor].bytes() {
             queue.open.push_front((tensor, offset + bytes));
         }
         let TensorState::Reading { memory, .. } = &queue.tensors[tensor] else {
@@ -288,9 +288,9 @@ impl<T: Target> Shared<T> {
     /// Returns the next tensor to start without a request.
     /// Returns `None` if no tensors are left, or if the temporary tensors have reached their limit.
     fn choose(&self, queue: &mut Queue<T::Memory>) -> Option<usize> {
-        while queue.next < self.extents.len() {
+        while queue.next < self.read_requests.len() {
             let tensor = queue.next;
-            let ahead_bytes = queue.ahead_bytes + self.extents[tensor].temporary_bytes();
+            let ahead_bytes = queue.ahead_bytes + self.read_requests[tensor].temporary_bytes();
             let idle = matches!(queue.tensors[tensor], TensorState::Idle);
             if idle && ahead_bytes > self.options.ahead_bytes && queue.ahead_bytes > 0 {
                 return None;
@@ -326,7 +326,7 @@ impl<T: Target> Shared<T> {
     }
 }
 
-impl Extent {
+impl ReadRequest {
     /// Returns the tensor's size in bytes.
     pub fn bytes(&self) -> usize {
         self.ranges.iter().map(|range| range.bytes).sum()

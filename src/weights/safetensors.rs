@@ -18,7 +18,7 @@ use memmap2::Mmap;
 use safetensors::{Dtype, SafeTensors};
 
 use super::compressed::{CompressedConfig, Scheme};
-use super::read_ahead::{ByteRange, Extent, Retention, Source};
+use super::read_ahead::{ByteRange, ReadRequest, Retention, Source};
 use super::tensor_info::TensorInfo;
 use crate::snapshot::{self, safetensors::ShardIndex};
 
@@ -174,7 +174,7 @@ impl SafetensorsCheckpoint {
     ///
     /// Tensors that layers stack form one extent under a combined name.
     /// Stacking them on the device would need twice the memory.
-    pub fn extents(&self, dtype: DType) -> Vec<Extent> {
+    pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, stored)| stored.info.bytes() > 0).collect();
         usable.sort_by_key(|(name, _)| loading_order(name));
         let range = |stored: &StoredTensor| ByteRange {
@@ -190,9 +190,9 @@ impl SafetensorsCheckpoint {
                 Some(names) if names[0] != *name => None,
                 Some(names) => {
                     let ranges = names.iter().map(|name| range(&self.tensors[name])).collect();
-                    Some(Extent { name: stacked_name(&names), ranges, retention })
+                    Some(ReadRequest { name: stacked_name(&names), ranges, retention })
                 }
-                None => Some(Extent { name: name.clone(), ranges: vec![range(stored)], retention }),
+                None => Some(ReadRequest { name: name.clone(), ranges: vec![range(stored)], retention }),
             }
         };
         usable.into_iter().filter_map(extent).collect()

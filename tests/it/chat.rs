@@ -90,7 +90,7 @@ fn options() -> RenderOptions {
 struct Parsed {
     deltas: Vec<(Channel, String)>,
     tool_calls: Vec<ToolCall>,
-    malformed: usize,
+    format_violations: usize,
 }
 
 impl Parsed {
@@ -124,7 +124,7 @@ fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u3
     }
     take(parser.finish(tokenizer).unwrap());
     assert_eq!(parser.finish(tokenizer).unwrap(), [], "finish returns the remaining deltas only once");
-    Parsed { deltas, tool_calls: parser.tool_calls().to_vec(), malformed: parser.malformed() }
+    Parsed { deltas, tool_calls: parser.tool_calls().to_vec(), format_violations: parser.format_violations() }
 }
 
 fn parse(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, text: &str) -> Parsed {

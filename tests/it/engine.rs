@@ -200,7 +200,7 @@ fn demo_model_answers() {
     let answer = ask(&demo(2048), &[Message::user("How do I download a model?")], |_| ());
     assert!(answer.text.contains("inferno download"), "{}", answer.text);
     assert_eq!(answer.summary.finish_reason, FinishReason::Stop);
-    assert_eq!(answer.summary.malformed, 0);
+    assert_eq!(answer.summary.format_violations, 0);
     assert_eq!(answer.summary.completion_tokens, answer.tokens.len());
 }
 

@@ -200,7 +200,7 @@ fn full_size_reading_figures() {
     let read = |settings: ReadAheadOptions| {
         let started = Instant::now();
         let reader =
-            ReadAhead::start(CopyStream::new(gpu).unwrap(), checkpoint.extents(DType::BF16), settings).unwrap();
+            ReadAhead::start(CopyStream::new(gpu).unwrap(), checkpoint.read_requests(DType::BF16), settings).unwrap();
         let mut tensors = Vec::new();
         for (name, info) in checkpoint.tensors() {
             tensors.push(reader.take(name, info.candle_dtype().unwrap(), &info.shape).unwrap());

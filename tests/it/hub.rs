@@ -145,22 +145,22 @@ fn download_writes_the_hugging_face_cache_layout() {
     let wanted =
         ["chat_template.jinja", "config.json", "generation_config.json", SHARDS[0], SHARDS[1], INDEX, "tokenizer.json"];
     assert_eq!(file_names(&path), wanted);
-    let world = fake.world.lock().unwrap().clone();
+    let state = fake.state.lock().unwrap().clone();
     for name in wanted {
-        let target = format!("../../blobs/{}", etag(name, &world.files[name]));
+        let target = format!("../../blobs/{}", etag(name, &state.files[name]));
         assert_eq!(fs::read_link(path.join(name)).unwrap(), Path::new(&target), "{name}");
-        assert_eq!(fs::read(path.join(name)).unwrap(), world.files[name], "{name}");
+        assert_eq!(fs::read(path.join(name)).unwrap(), state.files[name], "{name}");
     }
     assert_eq!(fs::read_to_string(machine.repo().join("refs/main")).unwrap(), COMMIT);
     assert_eq!(file_names(&machine.repo().join("refs")), ["main"]);
     assert_eq!(file_names(&machine.repo().join("blobs")).len(), wanted.len());
 
     let events = events.all();
-    let bytes: usize = wanted.iter().map(|name| world.files[*name].len()).sum();
+    let bytes: usize = wanted.iter().map(|name| state.files[*name].len()).sum();
     assert_eq!(events[0], format!("start 7 files, {bytes} bytes"));
     for name in wanted {
         let mut reported = events.iter().filter(|line| line.starts_with(&format!("{name} ")));
-        assert_eq!(reported.next_back().unwrap(), &format!("{name} {}", world.files[name].len()));
+        assert_eq!(reported.next_back().unwrap(), &format!("{name} {}", state.files[name].len()));
     }
     assert!(events.contains(&format!("verifying {}", SHARDS[0])));
     assert_eq!(machine.hub().find(REPO, None).unwrap(), expected);
@@ -186,9 +186,9 @@ fn unchanged_files_are_shared_between_commits() {
     machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     fake.lines();
     let newer = "f".repeat(40);
-    fake.change(|world| {
-        world.commit = newer.clone();
-        world.files.insert("config.json".into(), b"{\"new\":1}".to_vec());
+    fake.change(|state| {
+        state.commit = newer.clone();
+        state.files.insert("config.json".into(), b"{\"new\":1}".to_vec());
     });
     let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert_eq!(snapshot.revision.as_deref(), Some(newer.as_str()));
@@ -209,7 +209,7 @@ fn interrupted_download_is_resumed() {
     for supports_ranges in [true, false] {
         fs::create_dir_all(&blobs).unwrap();
         fs::write(&partial, &weights[..20_000]).unwrap();
-        fake.change(|world| world.supports_ranges = supports_ranges);
+        fake.change(|state| state.supports_ranges = supports_ranges);
         let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
         assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=20000-")));
         assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), weights, "ranges: {supports_ranges}");
@@ -229,7 +229,7 @@ fn interrupted_download_is_resumed() {
 #[test]
 fn broken_connection_is_resumed() {
     let fake = FakeHub::single();
-    fake.change(|world| world.faults.push_back(Fault::Cut(30_000)));
+    fake.change(|state| state.faults.push_back(Fault::Cut(30_000)));
     let machine = Machine::new(fake.endpoint());
     let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
@@ -257,7 +257,7 @@ fn head_requests_complete_a_listing_without_sizes() {
     let machine = Machine::new(fake.endpoint());
     for storage in [None, Some("http://localhost:1".to_string())] {
         let redirected = storage.is_some();
-        fake.change(|world| (world.lists_sizes, world.storage) = (false, storage));
+        fake.change(|state| (state.lists_sizes, state.storage) = (false, storage));
         let events = Recorder::default();
         if redirected {
             // The redirect has the sizes, but the storage host in it does not answer.
@@ -276,7 +276,7 @@ fn head_requests_complete_a_listing_without_sizes() {
 fn token_is_sent_to_the_endpoint_only() {
     let (fake, storage) = (FakeHub::single(), FakeHub::single());
     // `localhost` is a different host name for the same machine.
-    fake.change(|world| world.storage = Some(format!("http://localhost:{}", storage.port)));
+    fake.change(|state| state.storage = Some(format!("http://localhost:{}", storage.port)));
     let machine = Machine::new(fake.endpoint());
     machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fake.heads().iter().all(|head| head.to_lowercase().contains("authorization: bearer hf_secret")));
@@ -302,21 +302,21 @@ fn each_refusal_of_the_hub_has_its_error() {
         (429, "", "", 5, "HTTP 429"),
         (503, "", "", 5, "HTTP 503"),
     ] {
-        fake.change(|world| world.listing_refused = Some((status, code, body)));
+        fake.change(|state| state.listing_refused = Some((status, code, body)));
         let (message, code) = download();
         assert_eq!(code, exit_code, "{status} {message}");
         assert!(message.contains(expected), "{status} {message}");
     }
-    fake.change(|world| world.listing_refused = Some((200, "", "<html>log in</html>")));
+    fake.change(|state| state.listing_refused = Some((200, "", "<html>log in</html>")));
     let (message, code) = download();
     assert!(code == 5 && message.contains("not from a model hub"), "{message}");
-    fake.change(|world| world.listing_refused = Some((401, "", "")));
+    fake.change(|state| state.listing_refused = Some((401, "", "")));
     let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
     assert!(code == 4 && message.contains("rejects the token"), "{message}");
     // Anyone may list a gated repository. Only its files are restricted.
-    fake.change(|world| (world.listing_refused, world.files_refused) = (None, Some((403, "GatedRepo"))));
+    fake.change(|state| (state.listing_refused, state.files_refused) = (None, Some((403, "GatedRepo"))));
     assert_eq!(download().1, 4);
-    fake.change(|world| world.files_refused = Some((401, "")));
+    fake.change(|state| state.files_refused = Some((401, "")));
     let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 4);
     assert!(!message.contains("hf_secret"));
@@ -365,7 +365,7 @@ fn paths_outside_the_cache_are_refused() {
     }
     for name in ["../config.json", "/tmp/inferno-escaped", "a/../../b", "a\\b", "a\u{0}b"] {
         let fake = FakeHub::single();
-        fake.change(|world| drop(world.files.insert(name.to_string(), b"{}".to_vec())));
+        fake.change(|state| drop(state.files.insert(name.to_string(), b"{}".to_vec())));
         let machine = Machine::new(fake.endpoint());
         let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
         assert!(message.contains("not a path inside the repository"), "{message}");
@@ -373,9 +373,9 @@ fn paths_outside_the_cache_are_refused() {
     }
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
-    fake.change(|world| world.claimed_etag = Some("../../etag"));
+    fake.change(|state| state.claimed_etag = Some("../../etag"));
     assert!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("refused"));
-    fake.change(|world| (world.claimed_etag, world.commit) = (None, "../../../commit".to_string()));
+    fake.change(|state| (state.claimed_etag, state.commit) = (None, "../../../commit".to_string()));
     assert!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("refused"));
     assert!(file_names(machine.dir.path()).is_empty());
 }
@@ -447,7 +447,7 @@ fn one_of_several_gguf_files_is_chosen_by_its_tag() {
 #[test]
 fn full_disk_is_an_error_before_the_download() {
     let fake = FakeHub::single();
-    fake.change(|world| world.claimed_bytes = Some(1 << 49));
+    fake.change(|state| state.claimed_bytes = Some(1 << 49));
     let machine = Machine::new(fake.endpoint());
     let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 11, "{message}");
@@ -457,10 +457,10 @@ fn full_disk_is_an_error_before_the_download() {
 #[test]
 fn model_in_the_shared_cache_is_not_downloaded() {
     let fake = FakeHub::single();
-    let world = fake.world.lock().unwrap().clone();
+    let state = fake.state.lock().unwrap().clone();
     let machine = Machine::new(fake.endpoint());
     let files: Vec<(&str, &[u8])> =
-        ["config.json", "tokenizer.json", "model.safetensors"].map(|name| (name, &world.files[name][..])).to_vec();
+        ["config.json", "tokenizer.json", "model.safetensors"].map(|name| (name, &state.files[name][..])).to_vec();
     let path = machine.write_snapshot("shared", REPO, COMMIT, &files);
     let found = machine.hub().find(REPO, None).unwrap();
     let expected = Snapshot { name: REPO.into(), revision: Some(COMMIT.into()), path, source: Source::HuggingFace };
@@ -482,9 +482,9 @@ fn newest_commit_wins_in_either_cache() {
     let machine = Machine::new(fake.endpoint());
     let old = "a".repeat(40);
     machine.write_snapshot("own", REPO, &old, &COMPLETE);
-    let world = fake.world.lock().unwrap().clone();
+    let state = fake.state.lock().unwrap().clone();
     let files: Vec<(&str, &[u8])> =
-        ["config.json", "tokenizer.json", "model.safetensors"].map(|name| (name, &world.files[name][..])).to_vec();
+        ["config.json", "tokenizer.json", "model.safetensors"].map(|name| (name, &state.files[name][..])).to_vec();
     machine.write_snapshot("shared", REPO, COMMIT, &files);
     assert_eq!(machine.hub().find(REPO, None).unwrap().revision, Some(old.clone()));
     machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
@@ -550,9 +550,9 @@ fn error_for_a_missing_model_names_the_next_command() {
 fn weights_without_the_small_files_are_not_a_model() {
     let fake = FakeHub::sharded();
     // All other files arrive before the client gives up on this one.
-    fake.change(|world| {
-        world.faulty = |name| name == "chat_template.jinja";
-        world.faults.extend([Fault::Stall(0); 5]);
+    fake.change(|state| {
+        state.faulty = |name| name == "chat_template.jinja";
+        state.faults.extend([Fault::Stall(0); 5]);
     });
     let machine = Machine::new(fake.endpoint());
     let limits = Limits { stall_timeout: Duration::from_millis(300), max_failures: 0, ..fast_limits() };
@@ -562,7 +562,7 @@ fn weights_without_the_small_files_are_not_a_model() {
     assert!(blob.exists(), "the weights are on disk");
     assert_eq!(message_and_code(hub.find(REPO, None)).1, 3);
     assert_eq!(message_and_code(machine.offline().download(REPO, None, &FileFilter::default(), &())).1, 5);
-    fake.change(|world| world.faults.clear());
+    fake.change(|state| state.faults.clear());
     fake.lines();
     hub.download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(hub.find(REPO, None).is_ok() && !fake.lines().iter().any(|line| line.ends_with(SHARDS[0])));
@@ -585,23 +585,23 @@ fn files_with_the_same_weak_etag_are_kept_apart() {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
     let fetch = |first: usize, second: usize| {
-        fake.change(|world| {
-            world.files.insert(SHARDS[0].into(), pattern(90_000, first));
-            world.files.insert(SHARDS[1].into(), pattern(90_000, second));
+        fake.change(|state| {
+            state.files.insert(SHARDS[0].into(), pattern(90_000, first));
+            state.files.insert(SHARDS[1].into(), pattern(90_000, second));
         });
         let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
         assert!(fs::read(snapshot.path.join(SHARDS[0])).unwrap() == pattern(90_000, first));
         assert!(fs::read(snapshot.path.join(SHARDS[1])).unwrap() == pattern(90_000, second));
     };
     // Both shards have the same etag.
-    fake.change(|world| (world.lists_sizes, world.lists_hashes, world.etag_header) = (false, false, Some("\"5f-61\"")));
+    fake.change(|state| (state.lists_sizes, state.lists_hashes, state.etag_header) = (false, false, Some("\"5f-61\"")));
     fetch(1, 2);
-    fake.change(|world| world.commit = "f".repeat(40));
+    fake.change(|state| state.commit = "f".repeat(40));
     fetch(3, 4);
     // For a large file, the listing has only the hash of its LFS pointer.
-    fake.change(|world| {
-        world.commit = "e".repeat(40);
-        (world.lists_sizes, world.etag_header) = (true, None);
+    fake.change(|state| {
+        state.commit = "e".repeat(40);
+        (state.lists_sizes, state.etag_header) = (true, None);
     });
     fetch(5, 6);
     let checked = machine.hub().verify(Some(REPO), None, &()).unwrap();
@@ -611,8 +611,8 @@ fn files_with_the_same_weak_etag_are_kept_apart() {
 #[test]
 fn impossible_listings_are_refused() {
     for (change, expected) in [
-        ((|world| world.claimed_bytes = Some(u64::MAX)) as fn(&mut fake::World), "impossible size"),
-        (|world| drop(world.files.insert("config.json/x".into(), b"{}".into())), "as a file and as a folder"),
+        ((|state| state.claimed_bytes = Some(u64::MAX)) as fn(&mut fake::HubState), "impossible size"),
+        (|state| drop(state.files.insert("config.json/x".into(), b"{}".into())), "as a file and as a folder"),
     ] {
         let fake = FakeHub::single();
         fake.change(change);
@@ -632,7 +632,7 @@ fn impossible_listings_are_refused() {
 fn interrupted_download_is_not_a_model() {
     let fake = FakeHub::sharded();
     // The listing has the second shard, but the storage does not.
-    fake.change(|world| world.lost = Some(SHARDS[1]));
+    fake.change(|state| state.lost = Some(SHARDS[1]));
     let machine = Machine::new(fake.endpoint());
     let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert!(message.contains("does not have it"), "{message}");
@@ -640,7 +640,7 @@ fn interrupted_download_is_not_a_model() {
     let (message, code) = message_and_code(machine.hub().find(REPO, None));
     assert_eq!(code, 3);
     assert!(message.contains("it is incomplete"), "{message}");
-    fake.change(|world| world.lost = None);
+    fake.change(|state| state.lost = None);
     fake.lines();
     machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     let fetched = fake.lines();

@@ -7,7 +7,7 @@
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
-use inferno::kernels::quantized::{Format, InputRounding, QuantizedMatrix};
+use inferno::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::{MatrixRows, QuantizationTarget};
 
@@ -98,7 +98,7 @@ fn matrices_of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<
         [QuantizationTarget::Int8, QuantizationTarget::Fp8]
             .map(|quantize| quantized_floats(quantize, &values, columns, device)),
     );
-    assert_eq!(matrices.iter().map(|matrix| matrix.format).collect::<Vec<_>>(), Format::ALL);
+    assert_eq!(matrices.iter().map(|matrix| matrix.format).collect::<Vec<_>>(), WeightFormat::ALL);
     matrices
 }
 
@@ -177,11 +177,11 @@ fn quantization_error_is_bounded() {
     }
     // Row lengths that are not a multiple of the block size fall back to another format.
     let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().format(columns);
-    assert_eq!(format("q4_k", 320), Some(Format::Q5_0));
-    assert_eq!(format("q2_k", 320), Some(Format::Q4_0));
-    assert_eq!(format("q6_k", 320), Some(Format::Q8_0));
+    assert_eq!(format("q4_k", 320), Some(WeightFormat::Q5_0));
+    assert_eq!(format("q2_k", 320), Some(WeightFormat::Q4_0));
+    assert_eq!(format("q6_k", 320), Some(WeightFormat::Q8_0));
     assert_eq!(format("q8_0", 100), None);
-    assert_eq!(format("int8", 100), Some(Format::Int8));
+    assert_eq!(format("int8", 100), Some(WeightFormat::Int8));
     assert!("q9".parse::<QuantizationTarget>().unwrap_err().contains("q8_0, q6_k"));
 }
 
@@ -267,10 +267,10 @@ fn expert_products_use_the_chosen_experts() {
 }
 
 /// Returns the input roundings that a product with this format supports.
-fn roundings(format: Format) -> Vec<InputRounding> {
+fn roundings(format: WeightFormat) -> Vec<InputRounding> {
     match format {
-        Format::Int8 => vec![InputRounding::None, InputRounding::Int8PerToken, InputRounding::Int8Static(0.01)],
-        Format::Fp8 => vec![InputRounding::None, InputRounding::Fp8PerToken, InputRounding::Fp8Static(0.01)],
+        WeightFormat::Int8 => vec![InputRounding::None, InputRounding::Int8PerToken, InputRounding::Int8Static(0.01)],
+        WeightFormat::Fp8 => vec![InputRounding::None, InputRounding::Fp8PerToken, InputRounding::Fp8Static(0.01)],
         _ => vec![InputRounding::None],
     }
 }

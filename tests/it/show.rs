@@ -189,7 +189,7 @@ fn weights_are_not_fetched_even_from_a_server_without_ranges() {
         assert!(output.status.success(), "{}", text(&output.stderr));
         let model: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(model["weight_bytes"], SIZE);
-        let sent = fake.world.lock().unwrap().sent_bytes;
+        let sent = fake.state.lock().unwrap().sent_bytes;
         // Without ranges, the server also fills the buffers of the connection before it is closed.
         let limit = if supports_ranges { 200_000 } else { SIZE / 2 };
         assert!(sent < limit, "{sent} bytes were sent, ranges: {supports_ranges}");

@@ -162,7 +162,7 @@ fn tensors_read_ahead_equal_those_of_the_file() {
             for (threads, dtype) in [(1, DType::F32), (3, DType::BF16), (8, DType::F16)] {
                 let (host, cpu) = (Host::default(), Device::Cpu);
                 let options = ReadAheadOptions { piece_bytes: 1000, ..small(threads) };
-                let reader = ReadAhead::start(host.clone(), checkpoint.extents(dtype), options).unwrap();
+                let reader = ReadAhead::start(host.clone(), checkpoint.read_requests(dtype), options).unwrap();
                 let weights = Weights::with_reader(&checkpoint, &cpu, dtype, &loaded, reader);
                 compare(&checkpoint, &weights, &order, dtype);
                 drop(weights);
@@ -192,14 +192,14 @@ fn stacked_tensors_are_read_as_one() {
     for (device, dtype) in devices {
         let host = Host::default();
         let options = ReadAheadOptions { piece_bytes: 1000, ..small(3) };
-        let extents = checkpoint.extents(dtype);
-        let stacks = extents.iter().filter(|extent| extent.ranges.len() == 3).count();
+        let read_requests = checkpoint.read_requests(dtype);
+        let stacks = read_requests.iter().filter(|extent| extent.ranges.len() == 3).count();
         let layers = checkpoint.tensors().filter(|(name, _)| name.ends_with("q_proj.weight")).count();
         assert_eq!(stacks, if dtype == stored { layers } else { 0 });
         let mapped = Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
         let weights = match &device {
             Device::Cpu => {
-                let reader = ReadAhead::start(host.clone(), extents, options).unwrap();
+                let reader = ReadAhead::start(host.clone(), read_requests, options).unwrap();
                 Weights::with_reader(&checkpoint, &device, dtype, &loaded, reader)
             }
             gpu => Weights::new(&checkpoint, gpu, dtype, &loaded).unwrap(),
@@ -241,7 +241,7 @@ fn thousands_of_tiny_tensors_are_read() {
     let report = |_| ();
     let loaded = LoadProgress::new(&report);
     let names = names(&checkpoint);
-    let reader = ReadAhead::start(Host::default(), checkpoint.extents(DType::F32), small(4)).unwrap();
+    let reader = ReadAhead::start(Host::default(), checkpoint.read_requests(DType::F32), small(4)).unwrap();
     let weights = Weights::with_reader(&checkpoint, &Device::Cpu, DType::F32, &loaded, reader);
     compare(&checkpoint, &weights, &names, DType::F32);
     if let Some(gpu) = gpu_if_expected() {
@@ -263,7 +263,7 @@ fn take_middle_tensor<T: Target>(target: T, spoil: impl FnOnce(PathBuf) + Send +
         let folder = snapshot(["a", "b", "c"].map(|name| (name.to_string(), random(20, DType::BF16))));
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
         spoil(folder.path().join("model.safetensors"));
-        let reader = ReadAhead::start(target, checkpoint.extents(DType::BF16), small(2)).unwrap();
+        let reader = ReadAhead::start(target, checkpoint.read_requests(DType::BF16), small(2)).unwrap();
         format!("{:#}", reader.take("b", DType::BF16, &[20]).unwrap_err())
     })
 }
@@ -309,7 +309,7 @@ fn reader_can_be_dropped_at_any_time() {
 
 fn take_some<T: Target>(target: T, checkpoint: &Checkpoint, names: &[String]) {
     let options = ReadAheadOptions { threads: 4, piece_bytes: 1 << 16, ahead_bytes: 1 << 20 };
-    let reader = ReadAhead::start(target, checkpoint.extents(DType::BF16), options).unwrap();
+    let reader = ReadAhead::start(target, checkpoint.read_requests(DType::BF16), options).unwrap();
     for name in names {
         let info = checkpoint.info(name).unwrap();
         reader.take(name, info.candle_dtype().unwrap(), &info.shape).unwrap();

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::models::{self, ModelConfig};
 use crate::text::one_line;
 use crate::weights::Inventory;
-use crate::weights::inventory::Group;
+use crate::weights::inventory::TensorGroup;
 
 #[derive(Serialize)]
 pub struct Report {
@@ -39,9 +39,9 @@ pub struct Report {
     pub weight_bytes: Option<u64>,
     /// Why the weights could not be read.
     pub weights_problem: Option<String>,
-    pub tensors: Vec<Group>,
+    pub tensors: Vec<TensorGroup>,
     pub files: Vec<File>,
-    pub needs: Option<Needs>,
+    pub needs: Option<MemoryNeeds>,
     #[serde(flatten)]
     pub gpu: Gpu,
 }
@@ -54,7 +54,7 @@ pub struct File {
 
 /// The GPU memory that the model needs, in bytes.
 #[derive(Serialize)]
-pub struct Needs {
+pub struct MemoryNeeds {
     pub dtype: &'static str,
     pub weight_bytes: u64,
     pub cache_bytes_per_1000_tokens: u64,
@@ -179,7 +179,7 @@ fn needs(
     config: &Value,
     context: Option<usize>,
     device: Option<&DeviceInfo>,
-) -> Result<Option<Needs>> {
+) -> Result<Option<MemoryNeeds>> {
     let dtype = candle_core::DType::BF16;
     let need = match model {
         Some(model) => MemoryPlan::new(inventory, model.architecture.as_ref(), dtype, DeviceKind::Gpu),
@@ -201,7 +201,7 @@ fn needs(
         None => (smallest(), None),
     };
     let (per_1000, windows) = need.cache_growth(room.chunk);
-    Ok(Some(Needs {
+    Ok(Some(MemoryNeeds {
         dtype: dtype.as_str(),
         weight_bytes: need.weight_bytes(),
         cache_bytes_per_1000_tokens: per_1000,

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use super::report::{File, Gpu, Needs, Report};
-use crate::text::{self, count, home_relative};
+use super::report::{File, Gpu, MemoryNeeds, Report};
+use crate::text::{self, home_relative, parameter_count};
 
 const COLUMNS: usize = 120;
 /// The column where values start.
@@ -45,8 +45,10 @@ fn facts(out: &mut String, report: &Report) {
     fact(
         "parameters",
         report.parameters.map(|all| match report.active_parameters {
-            Some(active) if active != all => format!("{}, {} of them active per token", count(all), count(active)),
-            _ => count(all),
+            Some(active) if active != all => {
+                format!("{}, {} of them active per token", parameter_count(all), parameter_count(active))
+            }
+            _ => parameter_count(all),
         }),
     );
     fact(
@@ -121,7 +123,7 @@ fn tensors(out: &mut String, report: &Report) {
     let mut rows = vec![["TENSORS", "COUNT", "PARAMS", "SIZE", "DTYPES"].map(String::from)];
     for group in &report.tensors {
         let dtypes: Vec<&str> = group.dtypes.iter().map(String::as_str).collect();
-        let (parameters, bytes) = (count(group.parameters), text::size(group.bytes));
+        let (parameters, bytes) = (parameter_count(group.parameters), text::size(group.bytes));
         rows.push([group.name.into(), group.tensors.to_string(), parameters, bytes, dtypes.join(" ")]);
     }
     aligned(out, &rows, &[1, 2, 3]);
@@ -162,7 +164,7 @@ fn pattern(name: &str) -> String {
     if stem.len() == before.len() { name.to_string() } else { format!("{stem}*-of-{after}") }
 }
 
-fn memory(out: &mut String, needs: &Needs, gpu: &Gpu) {
+fn memory(out: &mut String, needs: &MemoryNeeds, gpu: &Gpu) {
     let heading = match (&gpu.gpu, &gpu.no_gpu) {
         (Some(info), _) => format!("ON THIS GPU, in {}: {info}", needs.dtype),
         (None, reason) => {

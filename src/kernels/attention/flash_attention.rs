@@ -15,7 +15,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_s
 const MAX_SPLITS: usize = 64;
 
 /// The keys of a query tile are not split if the sliding window has at most this many keys.
-const MIN_SPLIT_WINDOW: usize = 256;
+const MAX_UNSPLIT_WINDOW: usize = 256;
 
 /// The launch of one kernel for queries \[T, H, D\] on a KV cache \[S, K, D\].
 pub struct FlashAttention {
@@ -84,7 +84,7 @@ impl FlashAttention {
         let row_tiles = rows.div_ceil(tile.rows);
         // With only a few row tiles, multiprocessors would be idle. Several blocks then share the keys of one tile.
         let splits = match tile.rows {
-            _ if mask.window.is_some_and(|window| window <= MIN_SPLIT_WINDOW) => 1,
+            _ if mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW) => 1,
             FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
             FLASH_MEDIUM_ROWS => 2 * multiprocessors / (kv_heads * row_tiles),
             _ => 1,

@@ -34,7 +34,7 @@ impl StepBuffers {
 
 /// The parameters of an RMSNorm.
 #[derive(Clone, Copy)]
-pub struct RmsNorm<'t> {
+pub struct RmsNormParams<'t> {
     /// f32 `[hidden]`
     pub weight: &'t Tensor,
     pub eps: f32,

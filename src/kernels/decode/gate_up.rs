@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::buffers::{RmsNorm, StepBuffers, check_f32};
+use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, dtype_suffix, module};
 use crate::kernels::quantized::Matrix;
@@ -23,7 +23,7 @@ pub struct Projection<'t> {
 pub fn add_gate_up(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
-    norm: RmsNorm,
+    norm: RmsNormParams,
     gate: Projection,
     up: Projection,
     activation: Activation,

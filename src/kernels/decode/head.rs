@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Result, Tensor, bail};
 
-use super::buffers::{RmsNorm, StepBuffers, check_f32};
+use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, Mailbox, dtype_suffix, module};
 use crate::kernels::quantized::Matrix;
@@ -25,7 +25,7 @@ pub struct Embedding {
 pub fn add_head(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
-    norm: RmsNorm,
+    norm: RmsNormParams,
     weight: &Matrix,
     dtype: DType,
     softcap: Option<f32>,
@@ -62,7 +62,7 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> Result<LaunchShape> {
 /// Adds greedy sampling: the token with the largest logit becomes the next input and is sent to the mailbox.
 ///
 /// `head` is `[vocab, hidden]`.
-pub fn add_argmax(
+pub fn add_greedy_sampling(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
     embedding: &Embedding,

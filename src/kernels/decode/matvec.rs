@@ -13,11 +13,11 @@ use crate::kernels::quantized::{GROUP_COLUMNS, Matrix, quantized_ops};
 /// Returns whether a decode kernel can multiply `weight` by `inputs` vectors at once on this GPU.
 ///
 /// Rows must have a multiple of 8 columns, the vectors must fit in shared memory,
-/// and the weight must not be [`Matrix::Mixed`].
-pub fn can_multiply(device: &CudaDevice, weight: &Matrix, inputs: usize) -> Result<bool> {
+/// and the weight must not be [`Matrix::Concatenated`].
+pub fn has_decode_kernel(device: &CudaDevice, weight: &Matrix, inputs: usize) -> Result<bool> {
     // Kernels have up to 1 KiB of static shared memory.
     let fits = weight.dims().1.is_multiple_of(8) && input_bytes(weight, inputs) + 1024 <= max_shared_bytes(device)?;
-    Ok(fits && !matches!(weight, Matrix::Mixed(_)))
+    Ok(fits && !matches!(weight, Matrix::Concatenated(_)))
 }
 
 /// Returns the size of `inputs` input vectors in shared memory, in bytes.
@@ -59,7 +59,7 @@ pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: 
     let has_kernel = match weight {
         Matrix::Dense(weight) => weight.dtype() == dtype,
         Matrix::Quantized(_) => true,
-        Matrix::Mixed(_) => false,
+        Matrix::Concatenated(_) => false,
     };
     let fits = weight.dims() == (rows, columns) && columns.is_multiple_of(8);
     if fits && has_kernel && matches!(dtype, DType::BF16 | DType::F16) {
@@ -77,7 +77,7 @@ impl Arguments {
         match weight {
             Matrix::Dense(weight) => self.tensor(weight),
             Matrix::Quantized(parts) => self.stack(parts),
-            Matrix::Mixed(_) => {
+            Matrix::Concatenated(_) => {
                 bail!("cannot plan a decode step: no kernel supports a weight with parts in different formats")
             }
         }

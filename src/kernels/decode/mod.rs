@@ -25,10 +25,10 @@ mod routed_experts;
 mod router;
 pub mod sample;
 
-pub use buffers::{RmsNorm, StepBuffers};
+pub use buffers::{RmsNormParams, StepBuffers};
 pub use gate_up::{Projection, add_gate_up};
-pub use head::{Embedding, add_argmax, add_head};
-pub use matvec::can_multiply;
+pub use head::{Embedding, add_greedy_sampling, add_head};
+pub use matvec::has_decode_kernel;
 pub use mxfp4_experts::{ExpertBuffers, MAX_CHOSEN_MXFP4, MAX_EXPERT_COLUMNS, add_mxfp4_down, add_mxfp4_gate_up};
 pub use qkv::{QkNorm, QkvProjection, add_qkv};
 pub use residual::{PostNorm, add_residual};

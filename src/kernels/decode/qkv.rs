@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::buffers::{RmsNorm, StepBuffers, check, check_f32};
+use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, dtype_suffix, module};
 use crate::kernels::quantized::Matrix;
@@ -43,7 +43,7 @@ pub struct QkNorm<'t> {
 pub fn add_qkv(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
-    norm: RmsNorm,
+    norm: RmsNormParams,
     projection: &QkvProjection,
 ) -> Result<()> {
     let QkvProjection { weight, bias, cos, sin, q, k, v, qk_norm } = *projection;

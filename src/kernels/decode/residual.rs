@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::buffers::{RmsNorm, StepBuffers, check_f32};
+use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, dtype_suffix, module};
 use crate::kernels::quantized::Matrix;
@@ -10,7 +10,7 @@ use crate::kernels::quantized::Matrix;
 /// A norm that is applied to the result of a projection before the residual addition.
 #[derive(Clone, Copy)]
 pub struct PostNorm<'t> {
-    pub norm: RmsNorm<'t>,
+    pub norm: RmsNormParams<'t>,
     /// Holds the result of the projection: f32 `[hidden]`.
     pub scratch: &'t Tensor,
 }

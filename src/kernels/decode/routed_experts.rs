@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::buffers::{RmsNorm, StepBuffers, check, check_f32};
+use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape, matvec_shape_for};
 use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, dtype_suffix, module};
@@ -16,7 +16,7 @@ use crate::kernels::quantized::Matrix;
 pub fn add_routed_gate_up(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
-    norm: RmsNorm,
+    norm: RmsNormParams,
     weight: &Matrix,
     logits: &Tensor,
     h: &Tensor,

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use super::buffers::{RmsNorm, StepBuffers, check, check_f32};
+use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::mxfp4_experts::ExpertBuffers;
 use crate::kernels::bytes;
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, module};
@@ -13,7 +13,7 @@ use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, mod
 pub fn add_router(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
-    norm: RmsNorm,
+    norm: RmsNormParams,
     weight: &Tensor,
     bias: Option<&Tensor>,
     logits: &Tensor,

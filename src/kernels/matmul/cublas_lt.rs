@@ -12,7 +12,7 @@ use crate::kernels::launch::address;
 
 /// The element type of both matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LowType {
+pub enum EightBitType {
     /// i8 with i32 sums.
     Int8,
     /// E4M3 with f32 sums.
@@ -22,10 +22,10 @@ pub enum LowType {
 /// The size of cuBLASLt's workspace. NVIDIA recommends 32 MiB for Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// Returns x·wᵀ \[T, R\] in a tensor of dtype F32. For [`LowType::Int8`], its elements are i32 bit patterns.
+/// Returns x·wᵀ \[T, R\] in a tensor of dtype F32. For [`EightBitType::Int8`], its elements are i32 bit patterns.
 ///
 /// x U8 \[T, C\] and w U8 \[R, C\] hold the bytes of `kind`. T and C are multiples of 16.
-pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> Result<Tensor> {
+pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tensor) -> Result<Tensor> {
     let ((rows, columns), (tokens, x_columns)) = (w.dims2()?, x.dims2()?);
     if columns != x_columns
         || !columns.is_multiple_of(16)
@@ -33,27 +33,27 @@ pub fn matmul_lt(device: &CudaDevice, kind: LowType, w: &Tensor, x: &Tensor) -> 
         || w.dtype() != DType::U8
         || x.dtype() != DType::U8
     {
-        bail!("matmul_lt: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
+        bail!("matmul_8bit: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
     // SAFETY: the product below writes all T·R elements, because beta is 0.
     let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
     // SAFETY: only cuBLASLt accesses the workspace.
     let workspace = unsafe { Tensor::empty(WORKSPACE_BYTES, DType::U8, x.device())? };
     let (input, output, compute) = match kind {
-        LowType::Int8 => (
+        EightBitType::Int8 => (
             sys::cudaDataType_t::CUDA_R_8I,
             sys::cudaDataType_t::CUDA_R_32I,
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32I,
         ),
-        LowType::Fp8 => (
+        EightBitType::Fp8 => (
             sys::cudaDataType_t::CUDA_R_8F_E4M3,
             sys::cudaDataType_t::CUDA_R_32F,
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
         ),
     };
     let (one, zero) = match kind {
-        LowType::Int8 => (1u32, 0u32),
-        LowType::Fp8 => (1.0f32.to_bits(), 0u32),
+        EightBitType::Int8 => (1u32, 0u32),
+        EightBitType::Fp8 => (1.0f32.to_bits(), 0u32),
     };
     let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
     // cuBLAS is column-major: it computes outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, and each leading dimension is a row length.

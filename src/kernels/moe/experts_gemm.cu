@@ -1,8 +1,8 @@
 // The MLP of routed experts with MXFP4 weights, for many tokens.
 // The matrix products run on tensor cores. They unpack the weights between shared memory and registers.
 //
-//   x [T, C] -> gather_tokens -> expert_gate_up -> h [P, F] -> expert_down -> y [P, C] -> expert_mix
-//   P = T·N (token, expert) pairs. expert_mix computes Σ weight[t, n] · y[t, n] over n.
+//   x [T, C] -> gather_tokens -> expert_gate_up -> h [P, F] -> expert_down -> y [P, C] -> expert_combine
+//   P = T·N (token, expert) pairs. expert_combine computes Σ weight[t, n] · y[t, n] over n.
 //
 // At load time, `repack_mxfp4` repacks the weights W [E, R, C] into tiles of 16 rows × 64 columns:
 //   blocks [E][ceil(R / 16)][ceil(C / 64)][lane 0..31][16 bytes]: lane 4g + t holds the words of (row g, block 2j),
@@ -109,7 +109,7 @@ __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint
 //   x f32 [T, C]; weights f32 [T, N]; y [T·N, C] in fragment order; n = T·C / 8
 //   grid ceil(n / 256), block 256; bytes moved: T·C · (4 + 2N)
 template <typename T>
-__device__ void expert_mix(const T* y, const float* weights, float* x, int n, int columns, int chosen) {
+__device__ void expert_combine(const T* y, const float* weights, float* x, int n, int columns, int chosen) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const int segments = columns / 8, token = i / segments, segment = i % segments;
@@ -685,9 +685,9 @@ __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*,
                                                       T* out, int columns, int rows, int chosen, int experts) {        \
         gather_tokens<T>(x, sorted, offsets, out, columns, rows, chosen, experts);                                     \
     }                                                                                                                  \
-    extern "C" __global__ void expert_mix_##SUFFIX(const T* y, const float* weights, float* x, int n, int columns,     \
+    extern "C" __global__ void expert_combine_##SUFFIX(const T* y, const float* weights, float* x, int n, int columns,     \
                                                    int chosen) {                                                       \
-        expert_mix<T>(y, weights, x, n, columns, chosen);                                                              \
+        expert_combine<T>(y, weights, x, n, columns, chosen);                                                              \
     }                                                                                                                  \
     DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, expert_product<T COMMA 32)                                     \
     DEFINE_PRODUCT(T, SUFFIX##_t64, EXPERT_MMA_THREADS, expert_product<T COMMA 64)                                     \

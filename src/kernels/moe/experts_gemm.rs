@@ -174,7 +174,7 @@ pub fn expert_mlp(
     let shape = LaunchShape::one_thread_each(count);
     // SAFETY: as above.
     unsafe {
-        Launch::new(module!("experts_gemm"), format!("expert_mix_{suffix}"), shape, arguments).enqueue(device)?;
+        Launch::new(module!("experts_gemm"), format!("expert_combine_{suffix}"), shape, arguments).enqueue(device)?;
     }
     Ok(out)
 }

@@ -135,7 +135,7 @@ DEFINE_GEMM(__nv_bfloat16, bf16, 128)
 
 #define DEFINE_MIX(T, SUFFIX)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256)                                                                 \
-        mix_##SUFFIX(const T* y, const float* routing_weights, float* out, int n, int columns, int chosen) {          \
+        combine_##SUFFIX(const T* y, const float* routing_weights, float* out, int n, int columns, int chosen) {          \
         mix(y, routing_weights, out, n, columns, chosen);                                                             \
     }
 FOR_EACH_DTYPE(DEFINE_MIX)

@@ -70,7 +70,7 @@ pub fn combine(y: &Tensor, routing_weights: &Tensor) -> Result<Tensor> {
             let out = unsafe { Tensor::empty((tokens, columns), DType::F32, y.device())? };
             let arguments =
                 Arguments::new().tensor(y)?.tensor(routing_weights)?.tensor(&out)?.int(count).int(columns).int(chosen);
-            let kernel = format!("mix_{}", dtype_suffix(y.dtype())?);
+            let kernel = format!("combine_{}", dtype_suffix(y.dtype())?);
             let launch = Launch::new(module!("grouped_gemm"), kernel, LaunchShape::one_thread_each(count), arguments);
             // SAFETY: shapes and dtypes are checked above.
             unsafe { launch.enqueue(device)? };

@@ -10,7 +10,7 @@ pub const SUPERBLOCK_COLUMNS: usize = 256;
 /// The number format of a quantized matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
-pub enum Format {
+pub enum WeightFormat {
     Q4_0 = constants::FORMAT_Q4_0 as i32,
     Q4_1 = constants::FORMAT_Q4_1 as i32,
     Q5_0 = constants::FORMAT_Q5_0 as i32,
@@ -40,7 +40,7 @@ pub struct PlaneBytes {
     pub supers: usize,
 }
 
-impl Format {
+impl WeightFormat {
     pub const ALL: [Self; 12] = [
         Self::Q4_0,
         Self::Q4_1,

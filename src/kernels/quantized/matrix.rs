@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::format::Format;
+use super::format::WeightFormat;
 use super::quantized_matrix::{InputRounding, QuantizedMatrix};
 #[cfg(feature = "cuda")]
 use super::quantized_ops;
@@ -18,7 +18,7 @@ pub enum Matrix {
     /// Quantized parts that a single kernel can process.
     Quantized(Vec<QuantizedMatrix>),
     /// Parts that require different kernels.
-    Mixed(Vec<Matrix>),
+    Concatenated(Vec<Matrix>),
 }
 
 impl Matrix {
@@ -27,7 +27,7 @@ impl Matrix {
         match self {
             Self::Dense(weight) => (weight.dims()[0], weight.dims()[1]),
             Self::Quantized(parts) => (parts.iter().map(|part| part.dims().0).sum(), parts[0].dims().1),
-            Self::Mixed(parts) => (parts.iter().map(|part| part.dims().0).sum(), parts[0].dims().1),
+            Self::Concatenated(parts) => (parts.iter().map(|part| part.dims().0).sum(), parts[0].dims().1),
         }
     }
 
@@ -35,7 +35,7 @@ impl Matrix {
         match self {
             Self::Dense(weight) => weight.device(),
             Self::Quantized(parts) => parts[0].device(),
-            Self::Mixed(parts) => parts[0].device(),
+            Self::Concatenated(parts) => parts[0].device(),
         }
     }
 
@@ -43,12 +43,12 @@ impl Matrix {
         match self {
             Self::Dense(weight) => crate::kernels::bytes(weight),
             Self::Quantized(parts) => parts.iter().map(QuantizedMatrix::bytes).sum(),
-            Self::Mixed(parts) => parts.iter().map(Matrix::bytes).sum(),
+            Self::Concatenated(parts) => parts.iter().map(Matrix::bytes).sum(),
         }
     }
 
     /// Returns the format of a quantized matrix, or `None` if it is dense or has several formats.
-    pub fn format(&self) -> Option<Format> {
+    pub fn format(&self) -> Option<WeightFormat> {
         match self {
             Self::Quantized(parts) => {
                 Some(parts[0].format).filter(|first| parts.iter().all(|part| part.format == *first))
@@ -92,7 +92,9 @@ impl Matrix {
                     Tensor::cat(&products, 1)
                 }
             },
-            Self::Mixed(parts) => Tensor::cat(&parts.iter().map(|part| part.matmul(x)).collect::<Result<Vec<_>>>()?, 1),
+            Self::Concatenated(parts) => {
+                Tensor::cat(&parts.iter().map(|part| part.matmul(x)).collect::<Result<Vec<_>>>()?, 1)
+            }
         }
     }
 

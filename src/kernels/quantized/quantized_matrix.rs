@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::format::{Format, GROUP_COLUMNS, SUPERBLOCK_COLUMNS};
+use super::format::{GROUP_COLUMNS, SUPERBLOCK_COLUMNS, WeightFormat};
 
 /// How the input of a product is rounded to 8 bits, as in the calibration of W8A8 and FP8 checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,7 +23,7 @@ pub enum InputRounding {
 /// A quantized matrix, `[rows, columns]`.
 #[derive(Clone, Debug)]
 pub struct QuantizedMatrix {
-    pub format: Format,
+    pub format: WeightFormat,
     pub(super) columns: usize,
     /// The planes low, high, scales and supers, each u8 `[rows, bytes per row]`. Unused planes are `None`.
     pub(super) planes: [Option<Tensor>; 4],
@@ -34,7 +34,7 @@ impl QuantizedMatrix {
     /// Copies the planes to `device`. Each plane holds all rows consecutively.
     ///
     /// Returns an error if the sizes of the planes do not match the format.
-    pub fn new(format: Format, columns: usize, planes: [Vec<u8>; 4], device: &Device) -> Result<Self> {
+    pub fn new(format: WeightFormat, columns: usize, planes: [Vec<u8>; 4], device: &Device) -> Result<Self> {
         let row_bytes = format.row_bytes(columns);
         let rows = planes[0].len() / row_bytes[0].max(1);
         let column_multiple = if format.plane_bytes().supers > 0 {

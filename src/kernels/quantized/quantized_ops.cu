@@ -131,18 +131,18 @@ __device__ void round_floats(const T* x, T* y, int columns, RoundingArgs roundin
 //   y: f32 [tokens, stride]
 //   grid: (tokens, ceil(rows / 256)); block: 256
 template <typename S>
-__device__ void unround(const S* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
+__device__ void rescale(const S* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
     const int row = blockIdx.y * blockDim.x + threadIdx.x, token = blockIdx.x;
     if (row < rows)
         y[(size_t)token * stride + row] = (float)sums[(size_t)token * rows + row] * x_scales[token] * w_scales[row];
 }
 extern "C" __global__ void __launch_bounds__(256)
-    unround_int(const int* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
-    unround(sums, x_scales, w_scales, y, rows, stride);
+    rescale_int(const int* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
+    rescale(sums, x_scales, w_scales, y, rows, stride);
 }
 extern "C" __global__ void __launch_bounds__(256)
-    unround_float(const float* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
-    unround(sums, x_scales, w_scales, y, rows, stride);
+    rescale_float(const float* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {
+    rescale(sums, x_scales, w_scales, y, rows, stride);
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \

@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
-use super::format::{Format, GROUP_COLUMNS};
+use super::format::{GROUP_COLUMNS, WeightFormat};
 #[cfg(feature = "cuda")]
 use super::quantized_matrix::InputRounding;
 use super::quantized_matrix::QuantizedMatrix;
@@ -22,7 +22,7 @@ use crate::kernels::launch::{
     Arguments, Launch, LaunchShape, address, dtype_suffix, max_shared_bytes, module, multiprocessors,
 };
 #[cfg(feature = "cuda")]
-use crate::kernels::matmul::cublas_lt::{LowType, matmul_lt};
+use crate::kernels::matmul::cublas_lt::{EightBitType, matmul_8bit};
 #[cfg(feature = "cuda")]
 use crate::kernels::matmul::gemm;
 use crate::kernels::{elements, to_f32, unsupported};
@@ -122,10 +122,10 @@ impl QuantizedMatrix {
 
 /// Returns the size of a kernel's input vector in shared memory (`QuantizedInput`), in bytes.
 #[cfg(feature = "cuda")]
-pub fn input_bytes(format: Format, columns: usize) -> usize {
+pub fn input_bytes(format: WeightFormat, columns: usize) -> usize {
     let groups = columns.div_ceil(GROUP_COLUMNS);
     match format {
-        Format::Fp8 => 8 * (groups + 1) * 16,
+        WeightFormat::Fp8 => 8 * (groups + 1) * 16,
         _ => 4 * (groups + 1) * 16 + groups * (8 + 4),
     }
 }
@@ -279,13 +279,13 @@ fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, o
 
 /// Returns the 8-bit type for a product on tensor cores, or `None` if the matrix or the GPU does not support one.
 #[cfg(feature = "cuda")]
-fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<LowType>> {
+fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightBitType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
     // cuBLASLt requires every row of the result to start at a multiple of 16 bytes.
     let is_aligned = part.dims().0.is_multiple_of(16);
     Ok(match part.format {
-        Format::Int8 if is_aligned => Some(LowType::Int8),
-        Format::Fp8 if is_aligned && capability >= (8, 9) => Some(LowType::Fp8),
+        WeightFormat::Int8 if is_aligned => Some(EightBitType::Int8),
+        WeightFormat::Fp8 if is_aligned && capability >= (8, 9) => Some(EightBitType::Fp8),
         _ => None,
     })
 }
@@ -311,7 +311,7 @@ fn matmul_low_precision(
     part: &QuantizedMatrix,
     x: &Tensor,
     output: OutputColumns,
-    low_type: LowType,
+    low_type: EightBitType,
 ) -> Result<()> {
     let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
     // cuBLASLt requires dimensions that are multiples of 16.
@@ -335,7 +335,7 @@ fn matmul_low_precision(
     let (Some(low), Some(weight_scales)) = (&part.planes[0], &part.planes[2]) else {
         bail!("cannot multiply in 8 bits: {:?} has no row scales", part.format)
     };
-    let sums = matmul_lt(device, low_type, low, &q)?;
+    let sums = matmul_8bit(device, low_type, low, &q)?;
     let arguments = Arguments::new()
         .tensor(&sums)?
         .tensor(&scales)?
@@ -343,7 +343,7 @@ fn matmul_low_precision(
         .address(output.address(0)?)
         .int(rows)
         .int(output.stride);
-    let kernel = if low_type == LowType::Int8 { "unround_int" } else { "unround_float" };
+    let kernel = if low_type == EightBitType::Int8 { "rescale_int" } else { "rescale_float" };
     let shape = LaunchShape::new((tokens, rows.div_ceil(256), 1), 256);
     // SAFETY: `sums` has a row for every token, and `output` has enough columns for all rows of the matrix.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }

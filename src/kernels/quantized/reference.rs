@@ -3,7 +3,7 @@
 use candle_core::{Result, Tensor};
 use float8::F8E4M3;
 
-use super::format::{Format, GROUP_COLUMNS};
+use super::format::{GROUP_COLUMNS, WeightFormat};
 use super::quantized_matrix::{InputRounding, QuantizedMatrix};
 use crate::kernels::elements;
 
@@ -34,7 +34,7 @@ pub fn with_host_planes<R>(matrix: &QuantizedMatrix, then: impl FnOnce(&HostPlan
 
 /// The planes of a matrix in host memory.
 pub struct HostPlanes<'p> {
-    pub format: Format,
+    pub format: WeightFormat,
     pub row_bytes: [usize; 4],
     pub planes: [&'p [u8]; 4],
 }
@@ -128,43 +128,45 @@ struct Scaling {
 }
 
 impl Scaling {
-    fn read(format: Format, scales: &[u8], supers: &[u8]) -> Self {
+    fn read(format: WeightFormat, scales: &[u8], supers: &[u8]) -> Self {
         let half = |bytes: &[u8], i: usize| half::f16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f32();
         let zero = match format {
-            Format::Q4_0 => 8.0,
-            Format::Q5_0 => 16.0,
-            Format::Q3K => 4.0,
-            Format::Q6K => 32.0,
+            WeightFormat::Q4_0 => 8.0,
+            WeightFormat::Q5_0 => 16.0,
+            WeightFormat::Q3K => 4.0,
+            WeightFormat::Q6K => 32.0,
             _ => 0.0,
         };
         let byte = |i: usize| f32::from(scales[i]);
         let signed = |i: usize| f32::from(scales[i] as i8);
         let mut mins = [0.0; 2];
         let scales = match format {
-            Format::Q4_0 | Format::Q5_0 | Format::Q8_0 => [half(scales, 0); 2],
-            Format::Q4_1 | Format::Q5_1 => {
+            WeightFormat::Q4_0 | WeightFormat::Q5_0 | WeightFormat::Q8_0 => [half(scales, 0); 2],
+            WeightFormat::Q4_1 | WeightFormat::Q5_1 => {
                 mins = [-half(scales, 1); 2];
                 [half(scales, 0); 2]
             }
-            Format::Q2K => {
+            WeightFormat::Q2K => {
                 let (d, dmin) = (half(supers, 0), half(supers, 1));
                 mins = [0, 1].map(|i| dmin * f32::from(scales[i] >> 4));
                 [0, 1].map(|i| d * f32::from(scales[i] & 15))
             }
-            Format::Q3K | Format::Q6K => [half(supers, 0) * signed(0), half(supers, 0) * signed(1)],
-            Format::Q4K | Format::Q5K => {
+            WeightFormat::Q3K | WeightFormat::Q6K => [half(supers, 0) * signed(0), half(supers, 0) * signed(1)],
+            WeightFormat::Q4K | WeightFormat::Q5K => {
                 mins = [half(supers, 1) * byte(1); 2];
                 [half(supers, 0) * byte(0); 2]
             }
-            Format::Int8 | Format::Fp8 => [f32::from_le_bytes([scales[0], scales[1], scales[2], scales[3]]); 2],
+            WeightFormat::Int8 | WeightFormat::Fp8 => {
+                [f32::from_le_bytes([scales[0], scales[1], scales[2], scales[3]]); 2]
+            }
         };
         Self { scales, mins, zero }
     }
 
-    fn value(&self, format: Format, q: u8, column: usize) -> f32 {
+    fn value(&self, format: WeightFormat, q: u8, column: usize) -> f32 {
         let q = match format {
-            Format::Q8_0 | Format::Int8 => f32::from(q as i8),
-            Format::Fp8 => F8E4M3::from_bits(q).to_f32(),
+            WeightFormat::Q8_0 | WeightFormat::Int8 => f32::from(q as i8),
+            WeightFormat::Fp8 => F8E4M3::from_bits(q).to_f32(),
             _ => f32::from(q) - self.zero,
         };
         self.scales[column / 16] * q - self.mins[column / 16]

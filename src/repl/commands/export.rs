@@ -18,7 +18,7 @@ pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
         return Err("nothing to export yet".to_string());
     }
     let name = match &session.recording {
-        Recording::To(journal) => journal.name(),
+        Recording::Journal(journal) => journal.name(),
         _ => "conversation",
     };
     let path = match path.trim() {

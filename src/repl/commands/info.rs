@@ -12,7 +12,7 @@ pub fn stats(session: &Session) -> String {
     let quantization = info.quantization.as_deref().unwrap_or("unquantized");
     let chat_format = engine.language().chat.as_ref().map_or("none", |chat| chat.name());
     let saved_as = match &session.recording {
-        Recording::To(journal) => journal.name(),
+        Recording::Journal(journal) => journal.name(),
         Recording::FromFirstAnswer => "not saved yet",
         Recording::Off => "not saved",
     };

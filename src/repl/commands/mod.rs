@@ -230,7 +230,7 @@ fn set(arguments: &str, session: &mut Session) -> Result<String, String> {
 fn save(name: &str, session: &mut Session) -> Result<String, String> {
     if name.is_empty() {
         return match &session.recording {
-            Recording::To(journal) => Ok(format!("the current name is {}; /save NAME changes it", journal.name())),
+            Recording::Journal(journal) => Ok(format!("the current name is {}; /save NAME changes it", journal.name())),
             _ => Err("usage: /save NAME".to_string()),
         };
     }
@@ -239,7 +239,7 @@ fn save(name: &str, session: &mut Session) -> Result<String, String> {
         session.record(Change::Messages).map_err(message)?;
     }
     match &mut session.recording {
-        Recording::To(journal) => {
+        Recording::Journal(journal) => {
             journal.rename(name).map_err(message)?;
             Ok(format!("saved; to continue it: inferno play --resume {name}"))
         }
@@ -253,7 +253,7 @@ fn load(name: &str, session: &mut Session) -> Result<String, String> {
         let names = journal::names();
         return if names.is_empty() { Err("no saved conversations yet".to_string()) } else { Ok(names.join("\n")) };
     }
-    if matches!(&session.recording, Recording::To(journal) if journal.name() == name) {
+    if matches!(&session.recording, Recording::Journal(journal) if journal.name() == name) {
         return Ok(format!("{name} is already open"));
     }
     let warning = session.load(name).map_err(message)?;

@@ -3,7 +3,7 @@
 use anyhow::Result;
 
 use super::config_fields as fields;
-use super::layout::{Layout, OuterNames};
+use super::layout::{ArchitectureLayout, OuterNames};
 use crate::error::Error;
 
 const OUTER: OuterNames = OuterNames { embed_tokens: "model.embed_tokens", layers: "model.layers", norm: "model.norm" };
@@ -20,7 +20,7 @@ const GEMMA: [(&str, &str); 3] = [
 
 const ATTENTION: &[&str] = &["attn_q", "attn_k", "attn_v", "attn_output"];
 
-const LLAMA: Layout = Layout {
+const LLAMA: ArchitectureLayout = ArchitectureLayout {
     name: "llama",
     model_type: "llama",
     permuted: true,
@@ -33,20 +33,21 @@ const LLAMA: Layout = Layout {
 };
 
 /// A layout with neither permuted rows nor biases.
-const PLAIN: Layout = Layout { permuted: false, biased: &[], add_fields: fields::none, ..LLAMA };
+const PLAIN: ArchitectureLayout =
+    ArchitectureLayout { permuted: false, biased: &[], add_fields: fields::none, ..LLAMA };
 
 /// Every supported architecture.
-const LAYOUTS: &[Layout] = &[
+const LAYOUTS: &[ArchitectureLayout] = &[
     LLAMA,
-    Layout { name: "mistral", ..LLAMA },
-    Layout {
+    ArchitectureLayout { name: "mistral", ..LLAMA },
+    ArchitectureLayout {
         name: "qwen2",
         model_type: "qwen2",
         biased: &["attn_q", "attn_k", "attn_v"],
         add_fields: fields::sliding_window,
         ..PLAIN
     },
-    Layout {
+    ArchitectureLayout {
         name: "qwen3",
         model_type: "qwen3",
         parts: &[Q_NORM, K_NORM],
@@ -54,7 +55,7 @@ const LAYOUTS: &[Layout] = &[
         add_fields: fields::sliding_window,
         ..PLAIN
     },
-    Layout {
+    ArchitectureLayout {
         name: "qwen3moe",
         model_type: "qwen3_moe",
         parts: &[Q_NORM, K_NORM],
@@ -62,14 +63,14 @@ const LAYOUTS: &[Layout] = &[
         add_fields: fields::qwen3_moe,
         ..PLAIN
     },
-    Layout {
+    ArchitectureLayout {
         name: "phi3",
         model_type: "phi3",
         parts: &[("attn_qkv", "self_attn.qkv_proj"), ("ffn_up", "mlp.gate_up_proj")],
         add_fields: fields::phi3,
         ..PLAIN
     },
-    Layout {
+    ArchitectureLayout {
         name: "gemma2",
         model_type: "gemma2",
         norms_plus_one: true,
@@ -77,7 +78,7 @@ const LAYOUTS: &[Layout] = &[
         add_fields: fields::gemma2,
         ..PLAIN
     },
-    Layout {
+    ArchitectureLayout {
         name: "gemma3",
         model_type: "gemma3_text",
         norms_plus_one: true,
@@ -85,7 +86,7 @@ const LAYOUTS: &[Layout] = &[
         add_fields: fields::gemma3,
         ..PLAIN
     },
-    Layout {
+    ArchitectureLayout {
         name: "gpt2",
         model_type: "gpt2",
         transposed: true,
@@ -102,7 +103,7 @@ const LAYOUTS: &[Layout] = &[
         add_fields: fields::gpt2,
         ..PLAIN
     },
-    Layout {
+    ArchitectureLayout {
         name: "gpt-oss",
         model_type: "gpt_oss",
         parts: &[
@@ -117,7 +118,7 @@ const LAYOUTS: &[Layout] = &[
 ];
 
 /// Returns the layout of an architecture. Fails with [`Error::UnsupportedArchitecture`] if it is unknown.
-pub fn find(name: &str) -> Result<&'static Layout> {
+pub fn find(name: &str) -> Result<&'static ArchitectureLayout> {
     LAYOUTS.iter().find(|layout| layout.name == name).ok_or_else(|| {
         let supported = LAYOUTS.iter().map(|layout| layout.name).collect::<Vec<_>>().join(", ");
         let supported = format!("{supported} (in GGUF files)");

@@ -13,7 +13,7 @@ use super::remote::{ReadRange, RemoteParts};
 use super::split;
 use super::tensor_names::ROPE_FACTOR_TENSORS;
 use crate::weights::ggml::GgmlType;
-use crate::weights::read_ahead::{ByteRange, Extent, Retention};
+use crate::weights::read_ahead::{ByteRange, ReadRequest, Retention};
 
 /// The names of `general.file_type` values, numbered as in `llama_ftype` of llama.cpp.
 const FILE_TYPES: &[(u32, &str)] = &[
@@ -158,11 +158,11 @@ impl GgufCheckpoint {
     }
 
     /// Returns the location of a tensor in its file, or `None` if the tensor is missing, empty or remote.
-    pub fn extent(&self, name: &str, retention: Retention) -> Option<Extent> {
+    pub fn read_request(&self, name: &str, retention: Retention) -> Option<ReadRequest> {
         let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
         let Contents::Mapped { source, .. } = &self.parts[info.part].contents else { return None };
         let ranges = vec![ByteRange { source: source.clone(), start: info.start as u64, bytes: info.bytes }];
-        Some(Extent { name: name.to_string(), ranges, retention })
+        Some(ReadRequest { name: name.to_string(), ranges, retention })
     }
 
     /// Returns the table entry of a tensor. Fails if the tensor is missing.

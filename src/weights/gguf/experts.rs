@@ -9,7 +9,7 @@ use anyhow::{Result, bail};
 use safetensors::tensor::Dtype;
 
 use super::checkpoint::GgufCheckpoint;
-use super::layout::Layout;
+use super::layout::ArchitectureLayout;
 use super::model_tensor::{ModelTensor, RowMapping, Transform, default_dtype};
 use crate::weights::ggml::GgmlType;
 use crate::weights::tensor_info::TensorInfo;
@@ -17,7 +17,7 @@ use crate::weights::tensor_info::TensorInfo;
 /// The routed experts of one layer.
 pub struct Experts<'c> {
     pub file: &'c GgufCheckpoint,
-    pub layout: &'static Layout,
+    pub layout: &'static ArchitectureLayout,
     pub layer: usize,
 }
 

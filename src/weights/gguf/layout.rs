@@ -12,7 +12,7 @@ use super::tensor_names::{LayerTensorName, ROPE_FACTOR_TENSORS};
 pub type AddFields = fn(&ArchitectureKeys, &mut Map<String, Value>) -> Result<()>;
 
 /// The differences between the GGUF files of one architecture and a Hugging Face checkpoint.
-pub struct Layout {
+pub struct ArchitectureLayout {
     /// The value of `general.architecture`.
     pub name: &'static str,
     /// The value of `model_type` in config.json.
@@ -64,7 +64,7 @@ pub enum Role {
     NotAWeight,
 }
 
-impl Layout {
+impl ArchitectureLayout {
     /// Returns the role of a tensor, or `None` if this architecture has no such tensor.
     pub fn role(&self, name: &str) -> Option<Role> {
         let tensor = |name: &str, suffix: &str| Some(Role::Tensor(format!("{name}.{suffix}")));

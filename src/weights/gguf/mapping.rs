@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use super::architectures;
 use super::checkpoint::GgufCheckpoint;
 use super::experts::Experts;
-use super::layout::{Layout, Role};
+use super::layout::{ArchitectureLayout, Role};
 use super::model_tensor::{ModelTensor, RowMapping, Transform, default_dtype};
 use super::tensor_names::LayerTensorName;
 use crate::weights::tensor_info::TensorInfo;
@@ -41,7 +41,7 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
 }
 
 /// Returns the model tensor for a GGUF tensor that maps to it one-to-one.
-fn single(file: &GgufCheckpoint, layout: &Layout, name: &str) -> Result<ModelTensor> {
+fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Result<ModelTensor> {
     let info = file.required(name)?;
     let part = LayerTensorName::parse(name).map(|name| name.part);
     let (mut rows, mut transform, mut shape) = (RowMapping::Identity, Transform::None, info.shape.clone());

@@ -1,4 +1,4 @@
-//! Parses generated harmony output, which is often malformed.
+//! Parses generated harmony output, which is often format_violations.
 
 use super::*;
 use Channel::{Answer, Reasoning, ToolCall as Call};
@@ -25,10 +25,10 @@ fn well_formed_output_is_parsed() {
     let text = "<|channel|>analysis<|message|>Hm. 🙂<|end|><|start|>assistant<|channel|>final<|message|>It is 4.";
     for end in ["", "<|return|>", "<|end|>", "<|end|><|return|>", "<|endoftext|>"] {
         let parsed = check(&format!("{text}{end}"), &[(Reasoning, "Hm. 🙂"), (Answer, "It is 4.")]);
-        assert_eq!(parsed.malformed, 0);
+        assert_eq!(parsed.format_violations, 0);
     }
     let empty = check("<|channel|>final<|message|><|return|>", &[]);
-    assert_eq!(empty.malformed, 0);
+    assert_eq!(empty.format_violations, 0);
 }
 
 #[test]
@@ -50,7 +50,7 @@ fn recipient_of_a_tool_call_may_be_in_either_place() {
     ] {
         let parsed = check(&format!("{header}<|message|>{arguments}<|call|>"), &[(Call, arguments)]);
         assert_eq!(parsed.tool_calls, [call("f", arguments)], "{header}");
-        assert_eq!(parsed.malformed, 0, "{header}");
+        assert_eq!(parsed.format_violations, 0, "{header}");
     }
     // A call may have no arguments. A namespace other than `functions` is kept.
     let parsed = check("<|channel|>analysis to=browser.search code<|message|><|call|>", &[]);
@@ -64,7 +64,7 @@ fn text_before_a_tool_call_is_part_of_the_answer() {
          <|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>",
         &[(Answer, "I look it up."), (Call, "{}")],
     );
-    assert_eq!((parsed.tool_calls.len(), parsed.malformed), (1, 0));
+    assert_eq!((parsed.tool_calls.len(), parsed.format_violations), (1, 0));
     check("<|channel|>commentary to=assistant<|message|>Hello<|end|>", &[(Answer, "Hello")]);
     check("<|channel|>commentary to=user<|message|>Hello<|end|>", &[(Answer, "Hello")]);
 }
@@ -75,7 +75,7 @@ fn output_without_a_header_is_the_answer() {
         ["Hello.", "I can't help with that.", "assistants are many", "to be or not to be", "as", "assistant", "你好"]
     {
         let parsed = check(text, &[(Answer, text)]);
-        assert_eq!(parsed.malformed, 1, "{text}");
+        assert_eq!(parsed.format_violations, 1, "{text}");
         check(&format!("{text}<|return|>"), &[(Answer, text)]);
     }
     check("<|message|>Hello<|return|>", &[(Answer, "Hello")]);
@@ -123,7 +123,7 @@ fn missing_and_doubled_markers_are_recovered() {
         // `finale` starts with the channel name `final`, so its last letter counts as text.
         let expected = if text.contains("finale") { [both[0], (Answer, "eYes.")] } else { both };
         let parsed = check(text, &expected);
-        assert!(parsed.malformed > 0 || text.contains("<|end|><|end|>"), "{text}");
+        assert!(parsed.format_violations > 0 || text.contains("<|end|><|end|>"), "{text}");
     }
     let parsed =
         check("<|channel|>commentary to=functions.f<|channel|>commentary<|message|>{}<|call|>", &[(Call, "{}")]);
@@ -232,7 +232,7 @@ fn parsing_agrees_with_the_vectors_of_openai_harmony() {
 
     let parsed = parse_ids(&format, tokenizer, prompt, &ids("test_simple_reasoning_response"));
     assert_eq!(parsed.reasoning(), "User asks: \"What is 2 + 2?\" Simple arithmetic. Provide answer.");
-    assert_eq!((parsed.answer().as_str(), parsed.malformed), ("2 + 2 = 4.", 0));
+    assert_eq!((parsed.answer().as_str(), parsed.format_violations), ("2 + 2 = 4.", 0));
 
     let parsed = parse_ids(&format, tokenizer, prompt, &ids("test_simple_tool_call"));
     assert_eq!(parsed.reasoning(), "User asks: \"What is the weather in Tokyo?\" We need to use lookup_weather tool.");

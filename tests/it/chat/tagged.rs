@@ -67,7 +67,7 @@ fn tool_calls_are_parsed() {
     assert_eq!(parsed.answer(), "Let me see.\n");
     let names: Vec<_> = parsed.tool_calls.iter().map(|call| (call.name.as_str(), call.arguments.as_str())).collect();
     assert_eq!(names, [("f", "{\"x\": [1, 2]}"), ("g", ""), ("", "broken")]);
-    assert!(parsed.malformed > 0);
+    assert!(parsed.format_violations > 0);
     assert!(parsed.deltas.iter().any(|(channel, _)| *channel == Call));
 }
 

@@ -139,7 +139,7 @@ fn version_2_is_supported() {
 fn extents_locate_the_bytes_of_tensors() {
     let (checkpoint, _) = tiny();
     for (name, info) in checkpoint.tensors() {
-        let extent = checkpoint.extent(name, Retention::Permanent).unwrap();
+        let extent = checkpoint.read_request(name, Retention::Permanent).unwrap();
         let file = std::fs::read(&extent.ranges[0].source.path).unwrap();
         assert_eq!(
             &file[extent.ranges[0].start as usize..][..extent.bytes()],
@@ -148,5 +148,5 @@ fn extents_locate_the_bytes_of_tensors() {
         );
         assert_eq!(extent.bytes(), info.bytes);
     }
-    assert!(checkpoint.extent("absent", Retention::Permanent).is_none());
+    assert!(checkpoint.read_request("absent", Retention::Permanent).is_none());
 }

@@ -15,7 +15,7 @@ pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-
 
 /// The state of the fake hub. Tests change it between downloads.
 #[derive(Clone)]
-pub struct World {
+pub struct HubState {
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
     /// If true, the listing has sizes and hashes (`?blobs=true`). Mirrors may omit them.
@@ -54,7 +54,7 @@ pub struct World {
 #[derive(Clone, Copy, Debug)]
 pub enum Fault {
     /// No fault.
-    Fine,
+    None,
     /// The connection closes after this many bytes of the body.
     Cut(usize),
     /// The server stops sending after this many bytes.
@@ -70,16 +70,16 @@ pub enum Fault {
     /// The range in the header differs from the requested range.
     WrongRange,
     /// The body is sent twice.
-    TooMuch,
+    BodyTwice,
     /// The server sends the whole file and ignores the requested range.
-    Everything,
+    WholeFile,
     /// The whole body is sent without a length, and the connection stays open.
-    Endless,
+    NoLength,
 }
 
 pub struct FakeHub {
     pub port: u16,
-    pub world: Arc<Mutex<World>>,
+    pub state: Arc<Mutex<HubState>>,
     /// The head of every request.
     pub requests: Arc<Mutex<Vec<String>>>,
 }
@@ -87,7 +87,7 @@ pub struct FakeHub {
 impl FakeHub {
     pub fn start(files: &[(&str, &[u8])]) -> Self {
         let files = files.iter().map(|(name, bytes)| (name.to_string(), bytes.to_vec())).collect();
-        let world = World {
+        let state = HubState {
             commit: COMMIT.to_string(),
             files,
             lists_sizes: true,
@@ -108,13 +108,13 @@ impl FakeHub {
         };
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
-        let hub = Self { port, world: Arc::new(Mutex::new(world)), requests: Arc::default() };
-        let (world, requests) = (hub.world.clone(), hub.requests.clone());
+        let hub = Self { port, state: Arc::new(Mutex::new(state)), requests: Arc::default() };
+        let (state, requests) = (hub.state.clone(), hub.requests.clone());
         std::thread::spawn(move || {
             for stream in listener.incoming() {
-                let (world, requests) = (world.clone(), requests.clone());
+                let (state, requests) = (state.clone(), requests.clone());
                 // Some tests close the connection early, so errors are ignored.
-                std::thread::spawn(move || answer(stream.unwrap(), &world, &requests));
+                std::thread::spawn(move || answer(stream.unwrap(), &state, &requests));
             }
         });
         hub
@@ -150,8 +150,8 @@ impl FakeHub {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    pub fn change(&self, change: impl FnOnce(&mut World)) {
-        change(&mut self.world.lock().unwrap());
+    pub fn change(&self, change: impl FnOnce(&mut HubState)) {
+        change(&mut self.state.lock().unwrap());
     }
 
     /// Returns the request lines since the last call, as `GET /path`.
@@ -184,7 +184,7 @@ fn is_large(name: &str) -> bool {
 }
 
 /// Reads one request and answers it. Every response closes its connection.
-fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
+fn answer(mut stream: TcpStream, shared: &Mutex<HubState>, requests: &Mutex<Vec<String>>) -> std::io::Result<()> {
     let mut head = String::new();
     let mut reader = BufReader::new(stream.try_clone()?);
     while reader.read_line(&mut head)? > 2 {}
@@ -197,45 +197,45 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
     let mut first = head.split(' ');
     let (method, path) = (first.next().unwrap_or_default(), first.next().unwrap_or_default());
     let mut guard = shared.lock().unwrap();
-    let world = &mut *guard;
+    let state = &mut *guard;
     if path.starts_with(&format!("/api/models/{REPO}/revision/")) {
-        if let Some(status) = world.listing_faults.pop_front() {
+        if let Some(status) = state.listing_faults.pop_front() {
             return send(&mut stream, status, b"");
         }
-        if let Some((status, code, body)) = world.listing_refused {
+        if let Some((status, code, body)) = state.listing_refused {
             return send(&mut stream, &format!("{status} No\r\nx-error-code: {code}"), body.as_bytes());
         }
-        return send(&mut stream, "200 OK", listing(world).as_bytes());
+        return send(&mut stream, "200 OK", listing(state).as_bytes());
     }
     if path == "/api/whoami-v2" {
         let known = head.to_lowercase().contains("authorization: bearer hf_secret");
         return send(&mut stream, if known { "200 OK" } else { "401 Unauthorized" }, b"{}");
     }
     let path = path.split('?').next().unwrap_or_default();
-    let name = path.strip_prefix(&format!("/{REPO}/resolve/{}/", world.commit)).or(path.strip_prefix("/storage/"));
+    let name = path.strip_prefix(&format!("/{REPO}/resolve/{}/", state.commit)).or(path.strip_prefix("/storage/"));
     let Some(name) = name.map(|name| name.replace("%20", " ")) else {
         return send(&mut stream, "404 Not Found\r\nx-error-code: RepoNotFound", b"");
     };
-    if let Some((status, code)) = world.files_refused {
+    if let Some((status, code)) = state.files_refused {
         return send(&mut stream, &format!("{status} No\r\nx-error-code: {code}"), b"");
     }
-    let Some(bytes) = world.files.get(&name).filter(|_| world.lost != Some(&name)).cloned() else {
+    let Some(bytes) = state.files.get(&name).filter(|_| state.lost != Some(&name)).cloned() else {
         return send(&mut stream, "404 Not Found\r\nx-error-code: EntryNotFound", b"");
     };
     let hash = etag(&name, &bytes);
-    let etag_header = world.etag_header.unwrap_or(&hash);
+    let etag_header = state.etag_header.unwrap_or(&hash);
     let linked = format!("x-linked-etag: \"{hash}\"\r\nx-linked-size: {}\r\n", bytes.len());
-    let linked = if world.lists_hashes { linked } else { String::new() };
-    let metadata = format!("x-repo-commit: {}\r\n{linked}etag: {etag_header}", world.commit);
-    if let (Some(storage), true) = (&world.storage, path.contains("/resolve/")) {
+    let linked = if state.lists_hashes { linked } else { String::new() };
+    let metadata = format!("x-repo-commit: {}\r\n{linked}etag: {etag_header}", state.commit);
+    if let (Some(storage), true) = (&state.storage, path.contains("/resolve/")) {
         return send(&mut stream, &format!("302 Found\r\n{metadata}\r\nlocation: {storage}/storage/{name}"), b"");
     }
-    let fault = match method == "GET" && (world.faulty)(&name) {
-        true => world.faults.pop_front().unwrap_or(Fault::Fine),
-        false => Fault::Fine,
+    let fault = match method == "GET" && (state.faulty)(&name) {
+        true => state.faults.pop_front().unwrap_or(Fault::None),
+        false => Fault::None,
     };
     let range = head.lines().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_string));
-    let range = range.filter(|_| !matches!(fault, Fault::Everything));
+    let range = range.filter(|_| !matches!(fault, Fault::WholeFile));
     let (first, last) = range.as_deref().and_then(|range| range.split_once('-')).unwrap_or(("0", ""));
     let mut start: usize = first.parse().unwrap_or(0);
     let mut end = last.parse().map_or(bytes.len(), |last: usize| bytes.len().min(last + 1));
@@ -249,7 +249,7 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
         Fault::WrongRange => named_start += 1,
         _ => {}
     }
-    let (status, body) = if (start > 0 || end < bytes.len()) && world.supports_ranges {
+    let (status, body) = if (start > 0 || end < bytes.len()) && state.supports_ranges {
         let range = format!("content-range: bytes {named_start}-{}/{}", named_end - 1, bytes.len());
         (format!("206 Partial Content\r\n{metadata}\r\n{range}"), &bytes[start..end.min(bytes.len())])
     } else {
@@ -260,12 +260,12 @@ fn answer(mut stream: TcpStream, shared: &Mutex<World>, requests: &Mutex<Vec<Str
         let at = at % body.len();
         body[at] ^= 1;
     }
-    if matches!(fault, Fault::TooMuch) {
+    if matches!(fault, Fault::BodyTwice) {
         body.extend_from_slice(&body.clone());
     }
-    let pace = world.pace;
+    let pace = state.pace;
     drop(guard);
-    if let Fault::Endless = fault {
+    if let Fault::NoLength = fault {
         write!(stream, "HTTP/1.1 {status}\r\ntransfer-encoding: chunked\r\n\r\n{:x}\r\n", body.len())?;
         stream.write_all(&body)?;
         stream.write_all(b"\r\n")?;
@@ -302,15 +302,15 @@ fn send(stream: &mut TcpStream, status: &str, body: &[u8]) -> std::io::Result<()
     stream.write_all(body)
 }
 
-fn listing(world: &World) -> String {
+fn listing(state: &HubState) -> String {
     let file = |(name, bytes): (&String, &Vec<u8>)| {
-        let etag = world.claimed_etag.map_or_else(|| etag(name, bytes), str::to_string);
-        let size = world.claimed_bytes.filter(|_| name == "model.safetensors").unwrap_or(bytes.len() as u64);
+        let etag = state.claimed_etag.map_or_else(|| etag(name, bytes), str::to_string);
+        let size = state.claimed_bytes.filter(|_| name == "model.safetensors").unwrap_or(bytes.len() as u64);
         let name = serde_json::to_string(name).unwrap();
-        match (world.lists_sizes, is_large(name.trim_matches('"'))) {
+        match (state.lists_sizes, is_large(name.trim_matches('"'))) {
             (false, _) => format!(r#"{{"rfilename":{name}}}"#),
             (true, false) => format!(r#"{{"rfilename":{name},"size":{size},"blobId":"{etag}"}}"#),
-            (true, true) if !world.lists_hashes => {
+            (true, true) if !state.lists_hashes => {
                 format!(r#"{{"rfilename":{name},"size":{size},"blobId":"{}","lfs":{{"size":{size}}}}}"#, "5".repeat(40))
             }
             (true, true) => format!(
@@ -318,6 +318,6 @@ fn listing(world: &World) -> String {
             ),
         }
     };
-    let files: Vec<String> = world.files.iter().map(file).collect();
-    format!(r#"{{"id":"{REPO}","sha":"{}","siblings":[{}]}}"#, world.commit, files.join(","))
+    let files: Vec<String> = state.files.iter().map(file).collect();
+    format!(r#"{{"id":"{REPO}","sha":"{}","siblings":[{}]}}"#, state.commit, files.join(","))
 }

@@ -36,7 +36,7 @@ fn repair_fetches_only_bad_and_missing_files() {
     fs::write(&blobs[0], bytes).unwrap();
     fs::remove_file(&blobs[1]).unwrap();
     let found = verify(&machine.offline());
-    assert_eq!(found, [(SHARDS[0].to_string(), FileState::Bad), (SHARDS[1].to_string(), FileState::Missing)]);
+    assert_eq!(found, [(SHARDS[0].to_string(), FileState::Corrupt), (SHARDS[1].to_string(), FileState::Missing)]);
 
     let checked = machine.hub().verify(Some("tiny-m"), Some("main"), &()).unwrap();
     assert_eq!(checked[0].files.len(), 7);
@@ -75,10 +75,10 @@ fn error_says_why_a_file_cannot_be_repaired() {
     // A bad file stays until its replacement arrives.
     fs::write(&blobs[0], "bad").unwrap();
     let both = machine.hub().verify(Some(REPO), None, &()).unwrap();
-    fake.change(|world| world.lost = Some(SHARDS[0]));
+    fake.change(|state| state.lost = Some(SHARDS[0]));
     assert!(machine.hub().repair(&both[0], &()).is_err());
     assert_eq!(fs::read(&blobs[0]).unwrap(), b"bad");
-    fake.change(|world| world.commit = "e".repeat(40));
+    fake.change(|state| state.commit = "e".repeat(40));
     assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("instead of commit"));
 
     // Plain files without links cannot be verified, and inferno does not repair the cache of other tools.
@@ -86,8 +86,10 @@ fn error_says_why_a_file_cannot_be_repaired() {
     let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();
     assert_eq!((checked[0].source, checked[0].files.len()), (Source::HuggingFace, 3));
     assert!(checked[0].files.iter().all(|(_, state)| *state == FileState::Unknown));
-    let bad =
-        VerifiedSnapshot { files: vec![("config.json".into(), FileState::Bad)], ..checked.into_iter().next().unwrap() };
+    let bad = VerifiedSnapshot {
+        files: vec![("config.json".into(), FileState::Corrupt)],
+        ..checked.into_iter().next().unwrap()
+    };
     assert!(machine.hub().repair(&bad, &()).unwrap_err().to_string().contains("hf download org/other"));
 }
 
@@ -100,7 +102,7 @@ fn demo_is_verified_and_repaired() {
     let mut bytes = fs::read(demo.path.join("tokenizer.json")).unwrap();
     bytes[100] ^= 1;
     fs::write(demo.path.join("tokenizer.json"), bytes).unwrap();
-    assert_eq!(state(), [("tokenizer.json".to_string(), FileState::Bad)]);
+    assert_eq!(state(), [("tokenizer.json".to_string(), FileState::Corrupt)]);
     machine.hub().repair(&machine.hub().verify(Some("demo"), None, &()).unwrap()[0], &()).unwrap();
     assert!(state().is_empty());
     assert!(machine.hub().remove("demo", None, &()).unwrap().freed_bytes > 1_000_000);
@@ -113,9 +115,9 @@ fn removing_a_revision_keeps_shared_files() {
     let machine = Machine::new(fake.endpoint());
     machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     let newer = "f".repeat(40);
-    fake.change(|world| {
-        world.commit = newer.clone();
-        world.files.insert("config.json".into(), b"{\"new\":1}".to_vec());
+    fake.change(|state| {
+        state.commit = newer.clone();
+        state.files.insert("config.json".into(), b"{\"new\":1}".to_vec());
     });
     machine.hub().download(REPO, Some("v2"), &FileFilter::default(), &()).unwrap();
     assert_eq!(machine.hub().find(REPO, Some("v2")).unwrap().revision, Some(newer.clone()));
@@ -123,14 +125,14 @@ fn removing_a_revision_keeps_shared_files() {
     let removed = machine.hub().remove("tiny", Some("v2"), &()).unwrap();
     assert_eq!((removed.name.as_str(), &removed.revisions[..]), (REPO, &[newer][..]));
     // 9 bytes of config.json and 40 bytes of the ref. The older revision shares tokenizer.json and the weights.
-    assert_eq!((removed.freed_bytes, removed.kept_bytes), (9 + 40, 50_002));
+    assert_eq!((removed.freed_bytes, removed.shared_bytes), (9 + 40, 50_002));
     assert!(machine.hub().find(REPO, Some("v2")).is_err());
     assert!(faults(&machine.hub().verify(Some(REPO), None, &()).unwrap()).is_empty());
     assert_eq!(machine.hub().find(REPO, None).unwrap().revision.as_deref(), Some(COMMIT));
     assert!(machine.hub().remove(REPO, Some("v2"), &()).is_err());
 
     let removed = machine.hub().remove(REPO, None, &()).unwrap();
-    assert_eq!((removed.freed_bytes, removed.kept_bytes), (50_002 + 40, 0));
+    assert_eq!((removed.freed_bytes, removed.shared_bytes), (50_002 + 40, 0));
     assert!(!machine.repo().exists());
     assert!(machine.hub().list().unwrap().is_empty());
     let error = machine.hub().remove(REPO, None, &()).unwrap_err();
@@ -204,10 +206,10 @@ fn folders_behind_links_are_not_pruned() {
 #[test]
 fn partial_name_is_completed() {
     let (_fake, machine, _) = downloaded();
-    assert_eq!(machine.hub().complete_partial_name("tiny").as_deref(), Some(REPO));
-    assert_eq!(machine.hub().complete_partial_name("tiny:Q4_K_M").as_deref(), Some("org/tiny-model:Q4_K_M"));
+    assert_eq!(machine.hub().resolve_partial_name("tiny").as_deref(), Some(REPO));
+    assert_eq!(machine.hub().resolve_partial_name("tiny:Q4_K_M").as_deref(), Some("org/tiny-model:Q4_K_M"));
     for whole in [REPO, "tiny-model", "ORG/Tiny-Model", "other", "demo"] {
-        assert_eq!(machine.hub().complete_partial_name(whole), None, "{whole}");
+        assert_eq!(machine.hub().resolve_partial_name(whole), None, "{whole}");
     }
 }
 
@@ -257,7 +259,7 @@ fn snapshot_stays_while_it_has_other_weights() {
 fn cache_of_other_tools_is_not_changed_through_an_alias() {
     let (fake, machine, _) = downloaded();
     let checked = machine.hub().verify(Some(REPO), None, &()).unwrap().remove(0);
-    let checked = VerifiedSnapshot { files: vec![("config.json".into(), FileState::Bad)], ..checked };
+    let checked = VerifiedSnapshot { files: vec![("config.json".into(), FileState::Corrupt)], ..checked };
     let own = machine.config().cache;
     for shared_cache in [own.clone(), own.join("../own")] {
         let hub = || Hub::new(HubConfig { shared_cache: shared_cache.clone(), ..machine.config() });
@@ -288,12 +290,12 @@ fn impossible_repair_deletes_nothing() {
 
     // If the index is deleted, `verify` reports the index as missing, not model.safetensors.
     let (fake, machine, _) = downloaded();
-    let index = fake.world.lock().unwrap().files[INDEX].clone();
+    let index = fake.state.lock().unwrap().files[INDEX].clone();
     let blob = machine.repo().join("blobs").join(etag(INDEX, &index));
     fs::remove_file(&blob).unwrap();
     assert_eq!(verify(&machine.hub()), [(INDEX.to_string(), FileState::Missing)]);
     fs::write(&blob, "{").unwrap();
-    assert_eq!(verify(&machine.hub()), [(INDEX.to_string(), FileState::Bad)]);
+    assert_eq!(verify(&machine.hub()), [(INDEX.to_string(), FileState::Corrupt)]);
     machine.hub().repair(&machine.hub().verify(Some(REPO), None, &()).unwrap()[0], &()).unwrap();
     assert!(verify(&machine.hub()).is_empty());
 }

@@ -58,7 +58,7 @@ fn wait_until(what: &str, done: impl Fn() -> bool) {
 #[test]
 fn killed_download_is_resumed() {
     let (fake, weights) = large(3_000_000);
-    fake.change(|world| world.pace = Some((10_000, Duration::from_millis(10))));
+    fake.change(|state| state.pace = Some((10_000, Duration::from_millis(10))));
     let home = TempDir::new().unwrap();
     let record = repo(&home).join("blobs").join(format!("{}.parts.json", etag(WEIGHTS, &weights)));
     for _ in 0..2 {
@@ -70,9 +70,9 @@ fn killed_download_is_resumed() {
         assert!(
             !repo(&home).join("refs").exists() && !repo(&home).join("blobs").join(etag(WEIGHTS, &weights)).exists()
         );
-        assert!(fake.world.lock().unwrap().sent_bytes < 3_000_000, "the process was killed during the download");
+        assert!(fake.state.lock().unwrap().sent_bytes < 3_000_000, "the process was killed during the download");
     }
-    fake.change(|world| world.pace = None);
+    fake.change(|state| state.pace = None);
     fake.heads();
     let recorded: serde_json::Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
     let recorded = recorded["done"].as_array().unwrap().iter();
@@ -103,7 +103,7 @@ fn repeatedly_killed_download_stays_consistent() {
                 let home = TempDir::new().unwrap();
                 let mut random = Random(thread);
                 if is_slow {
-                    fake.change(|world| world.pace = Some((10_000, Duration::from_millis(10))));
+                    fake.change(|state| state.pace = Some((10_000, Duration::from_millis(10))));
                 }
                 let (mut recorded_before, mut partial_downloads, mut was_progress_saved) = (0, 0, false);
                 for _ in 0..10 {
@@ -136,7 +136,7 @@ fn repeatedly_killed_download_stays_consistent() {
                     !is_slow || (was_progress_saved && partial_downloads > 0),
                     "some processes were killed during a download, and progress was saved"
                 );
-                fake.change(|world| world.pace = None);
+                fake.change(|state| state.pace = None);
                 let output = download(&home, &fake);
                 assert!(output.status.success(), "{}", text(&output.stderr));
                 assert!(fetched(&home) == weights);
@@ -167,10 +167,10 @@ fn check_recorded(home: &TempDir, weights: &[u8]) -> usize {
 #[test]
 fn second_process_waits_for_the_first() {
     let (fake, weights) = large(1_000_000);
-    fake.change(|world| world.pace = Some((10_000, Duration::from_millis(10))));
+    fake.change(|state| state.pace = Some((10_000, Duration::from_millis(10))));
     let home = TempDir::new().unwrap();
     let first = start(&home, &fake);
-    wait_until("the first process is downloading", || fake.world.lock().unwrap().sent_bytes > 20_000);
+    wait_until("the first process is downloading", || fake.state.lock().unwrap().sent_bytes > 20_000);
     let mut second = start(&home, &fake);
     let mut line = String::new();
     let mut stderr = BufReader::new(second.stderr.take().unwrap());
@@ -231,11 +231,11 @@ fn download_resumes_after_a_full_disk() {
     assert!(text(&output.stderr).contains("run the same command to resume"), "{}", text(&output.stderr));
     assert!(!repo(&home).join("refs").exists());
     fake.heads();
-    let sent = fake.world.lock().unwrap().sent_bytes;
+    let sent = fake.state.lock().unwrap().sent_bytes;
     let output = download(&home, &fake);
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(fetched(&home) == weights);
-    let again = fake.world.lock().unwrap().sent_bytes - sent;
+    let again = fake.state.lock().unwrap().sent_bytes - sent;
     assert!(again < 2_500_000, "{again} bytes were fetched after the disk had space again");
 }
 
@@ -261,7 +261,7 @@ fn download_resumes_after_another_process_filled_the_disk() {
         return;
     }
     let (fake, _) = large(3_000_000);
-    fake.change(|world| world.pace = Some((50_000, Duration::from_millis(20))));
+    fake.change(|state| state.pace = Some((50_000, Duration::from_millis(20))));
     let home = TempDir::new().unwrap();
     let models = home.path().join("models");
     fs::create_dir(&models).unwrap();
@@ -329,7 +329,7 @@ fn read_only_cache_is_usable() {
 #[test]
 fn stall_timeout_comes_from_the_environment() {
     let fake = FakeHub::single();
-    fake.change(|world| world.faults.push_back(super::fake::Fault::Stall(20_000)));
+    fake.change(|state| state.faults.push_back(super::fake::Fault::Stall(20_000)));
     let home = TempDir::new().unwrap();
     let start = Instant::now();
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "0.3").output().unwrap();

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use inferno::hub::{FileFilter, FileState, Hub, HubConfig, Limits, Snapshot};
 
-use super::fake::{FakeHub, Fault, INDEX, REPO, SHARDS, World, etag, pattern};
+use super::fake::{FakeHub, Fault, HubState, INDEX, REPO, SHARDS, etag, pattern};
 use super::{Machine, fast_limits, message_and_code};
 use crate::support::Random;
 
@@ -72,13 +72,13 @@ impl Schedule {
             ..fast_limits()
         };
         let storage = (random.below(3) == 0).then_some(storage);
-        fake.change(|world| {
-            world.supports_ranges = random.below(8) > 0;
-            world.lists_sizes = random.below(4) > 0;
-            world.storage = storage.as_ref().map(FakeHub::endpoint);
+        fake.change(|state| {
+            state.supports_ranges = random.below(8) > 0;
+            state.lists_sizes = random.below(4) > 0;
+            state.storage = storage.as_ref().map(FakeHub::endpoint);
             if random.below(3) == 0 {
                 let faults = ["503 No", "429 No\r\nretry-after: 0", "500 No", "502 No", "408 No"];
-                world.listing_faults.extend((0..random.below(4)).map(|_| faults[random.below(faults.len())]));
+                state.listing_faults.extend((0..random.below(4)).map(|_| faults[random.below(faults.len())]));
             }
         });
         let mut schedule = Self { random, fake, storage, machine, limits, contents: BTreeMap::new() };
@@ -90,14 +90,14 @@ impl Schedule {
     fn choose_faults(&mut self) {
         let faults: Vec<Fault> = (0..self.random.below(26)).map(|_| fault(&mut self.random)).collect();
         let in_all_files = self.random.below(2) == 0;
-        self.content_server().change(|world| {
-            world.faults = faults.into();
+        self.content_server().change(|state| {
+            state.faults = faults.into();
             if in_all_files {
-                world.faulty = |_| true;
+                state.faulty = |_| true;
             }
         });
-        let world = self.fake.world.lock().unwrap();
-        self.contents.extend(world.files.iter().map(|(name, bytes)| (etag(name, bytes), bytes.clone())));
+        let state = self.fake.state.lock().unwrap();
+        self.contents.extend(state.files.iter().map(|(name, bytes)| (etag(name, bytes), bytes.clone())));
     }
 
     /// Returns the server that sends the file contents.
@@ -105,7 +105,7 @@ impl Schedule {
         self.storage.as_ref().unwrap_or(&self.fake)
     }
 
-    fn change_all(&self, change: impl Fn(&mut World)) {
+    fn change_all(&self, change: impl Fn(&mut HubState)) {
         self.fake.change(&change);
         if let Some(storage) = &self.storage {
             storage.change(&change);
@@ -119,8 +119,8 @@ impl Schedule {
         let (mut succeeded, mut failed) = (0, 0);
         for attempt in 0..4 {
             if attempt == 3 {
-                self.change_all(|world| world.faults.clear());
-                self.fake.change(|world| world.listing_faults.clear());
+                self.change_all(|state| state.faults.clear());
+                self.fake.change(|state| state.listing_faults.clear());
             }
             match hub.download(REPO, None, &FileFilter::default(), &()) {
                 Ok(snapshot) => {
@@ -140,9 +140,9 @@ impl Schedule {
             if attempt < 2 && self.random.below(3) == 0 {
                 let seed = self.random.below(250);
                 let commit = format!("{:040x}", self.random.next());
-                self.change_all(|world| {
-                    world.commit = commit.clone();
-                    world.files.insert(SHARDS[0].into(), pattern(150_000, seed));
+                self.change_all(|state| {
+                    state.commit = commit.clone();
+                    state.files.insert(SHARDS[0].into(), pattern(150_000, seed));
                 });
                 self.choose_faults();
             }
@@ -151,10 +151,10 @@ impl Schedule {
     }
 
     fn check_complete(&self, hub: &Hub, snapshot: &Snapshot) {
-        let world = self.fake.world.lock().unwrap();
-        assert_eq!(snapshot.revision.as_ref(), Some(&world.commit));
+        let state = self.fake.state.lock().unwrap();
+        assert_eq!(snapshot.revision.as_ref(), Some(&state.commit));
         for name in FILES {
-            assert!(fs::read(snapshot.path.join(name)).unwrap() == world.files[name], "{name}");
+            assert!(fs::read(snapshot.path.join(name)).unwrap() == state.files[name], "{name}");
         }
         assert_eq!(hub.find(REPO, None).unwrap(), *snapshot);
         self.check_cache(hub);
@@ -201,8 +201,8 @@ fn fault(random: &mut Random) -> Fault {
         14 => Fault::Portal,
         15 => Fault::OtherPart,
         16 => Fault::WrongRange,
-        17 => Fault::TooMuch,
-        18 => Fault::Everything,
-        _ => Fault::Fine,
+        17 => Fault::BodyTwice,
+        18 => Fault::WholeFile,
+        _ => Fault::None,
     }
 }

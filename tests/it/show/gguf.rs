@@ -112,7 +112,7 @@ fn header_is_read_until_it_is_complete() {
             assert_eq!(ranges(&fake), expected);
             // A server without ranges sends more than requested before the connection is closed.
             let last: usize = expected.last().unwrap().rsplit_once('-').unwrap().1.parse().unwrap();
-            let sent = fake.world.lock().unwrap().sent_bytes;
+            let sent = fake.state.lock().unwrap().sent_bytes;
             assert!(!supports_ranges || sent == last + 1, "{sent} bytes were sent");
         }
     }
@@ -210,7 +210,7 @@ fn broken_headers_are_reported() {
         let model = show_remote(&fake, REPO);
         let problem = model["weights_problem"].as_str().unwrap();
         assert!(problem.contains(message) && problem.contains("tiny.gguf"), "no {message:?} in {problem}");
-        assert!(fake.world.lock().unwrap().sent_bytes <= MB);
+        assert!(fake.state.lock().unwrap().sent_bytes <= MB);
         assert!(text(&remote(&fake, &[]).stdout).contains("why not"));
     }
     let fake = FakeHub::start(&[("tiny.gguf", &llama().bytes())]);

@@ -39,7 +39,7 @@ fn no_module_imports_from_its_layer_or_above() {
 fn layer(module: &str) -> usize {
     let layer = LAYERS.iter().position(|modules| modules.contains(&module));
     layer.unwrap_or_else(|| {
-        panic!("add the module {module} to LAYERS in tests/it/floors.rs and to docs/architecture.md")
+        panic!("add the module {module} to LAYERS in tests/it/layers.rs and to docs/architecture.md")
     })
 }
 
