@@ -54,7 +54,7 @@ def linked_crates():
 
 
 def chosen_licenses(package):
-    """Returns the licenses that apply: one of several joined by OR, or all of those joined by AND."""
+    """Returns the licenses to comply with: the preferred one of `A OR B`, and both of `A AND B`."""
     expression = re.sub(r"\s*/\s*", " OR ", package["license"])
     choices = [[part.strip("() ") for part in choice.split(" AND ")] for choice in expression.split(" OR ")]
 

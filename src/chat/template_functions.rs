@@ -19,7 +19,7 @@ pub fn install(environment: &mut Environment<'static>) {
     environment.add_test("sequence", |value: &Value| matches!(value.kind(), ValueKind::String | ValueKind::Seq));
 }
 
-/// The error of a template that called `raise_exception`.
+/// The error returned when a template calls `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);

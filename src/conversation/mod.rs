@@ -1,6 +1,6 @@
 //! Conversations, independent of how they are displayed: messages, settings, turns and a journal on disk.
 //!
-//! This module does not use the terminal. The chat and one-shot answers both run a [`Session`].
+//! This module does not use the terminal. Interactive chat and one-shot mode both run a [`Session`].
 //! They display each piece of text that it streams.
 
 mod attachment;

@@ -354,7 +354,7 @@ impl Session {
         Ok(saved.damage)
     }
 
-    /// Writes a change to the journal. Creates the journal with the first answer.
+    /// Writes a change to the journal. The journal is not created until the conversation has its first answer.
     pub fn record(&mut self, change: Change) -> Result<()> {
         let (model, settings) = (self.model_name(), self.all_settings());
         let mut change = change;

@@ -15,7 +15,7 @@ use crate::error::Error;
 /// The model caches on this machine, and the hub that models are downloaded from.
 pub struct Hub {
     pub(super) config: HubConfig,
-    /// Whether to delete files even on disks without file locks.
+    /// Whether to delete files even on filesystems that do not support file locking.
     pub(super) force: bool,
 }
 

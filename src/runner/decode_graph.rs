@@ -344,7 +344,7 @@ fn unsupported_reason(decoder: &Decoder, layer: &DecoderLayer) -> Result<Option<
 /// The weight matrices of one MLP, each with its number of input vectors.
 type Products = Vec<(Matrix, usize)>;
 
-/// Returns the matrices of an MLP that the matrix-vector kernels multiply, or why no kernel supports the MLP.
+/// Returns the weight matrices of an MLP for the matrix-vector kernels, or the reason that no kernel supports it.
 fn mlp_products(mlp: &Mlp) -> Result<std::result::Result<Products, EagerReason>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {
@@ -463,7 +463,7 @@ fn add_attention(
     };
     // The kernel may read earlier keys during the QKV projection, because they were written before it started.
     let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
-    // SAFETY: `decode::add_qkv` checked shapes and dtypes. `start` checks that the position is below the context.
+    // SAFETY: `decode::add_qkv` checked the shapes and dtypes. `start` checks that the position is less than the context length.
     // The kernel wraps positions modulo the number of cache rows.
     unsafe { sequence.add(launch)? };
 

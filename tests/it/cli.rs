@@ -401,7 +401,7 @@ fn shards_that_are_missing_or_outside_the_folder_are_rejected() {
     let (_folder, path) = copy_of_demo();
     let index = serde_json::json!({ "weight_map": { "model.missing.weight": "model.safetensors" } });
     fs::write(path.join("model.safetensors.index.json"), index.to_string()).unwrap();
-    assert_fails(&ask(&path, &[]), 1, &["model.missing.weight", "is missing there"]);
+    assert_fails(&ask(&path, &[]), 1, &["model.missing.weight", "is missing from shard"]);
 }
 
 #[test]
@@ -433,7 +433,7 @@ fn broken_tokenizer_error_names_the_file() {
 fn prompt_longer_than_the_context_is_an_error() {
     let long = "download ".repeat(500);
     let output = run(&["play", "demo", "--device", "cpu", "--context", "128", "--prompt", &long]);
-    assert_fails(&output, 10, &["context holds 128", "--context"]);
+    assert_fails(&output, 10, &["context holds only 128", "--context"]);
     assert_fails(&ask(&demo_dir(), &["--context", "99999999"]), 2, &["--context", "99999999"]);
     assert_fails(&ask(&demo_dir(), &["--temperature=-1"]), 2, &["temperature"]);
     assert_fails(&ask(&demo_dir(), &["--top-p", "nan"]), 2, &["top-p"]);

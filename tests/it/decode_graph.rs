@@ -376,10 +376,10 @@ fn unsupported_models_get_a_reason() {
         plan.err().map_or(String::new(), |reason| reason.to_string())
     };
     assert!(reason("gpt_oss", DType::BF16).contains("scales"));
-    assert!(reason("llama2", DType::BF16).contains("heads of 8"));
-    assert!(reason("gemma2", DType::BF16).contains("heads of 10"));
+    assert!(reason("llama2", DType::BF16).contains("head size 8"));
+    assert!(reason("gemma2", DType::BF16).contains("head size 10"));
     assert!(reason("gpt2", DType::BF16).contains("LayerNorm"));
-    assert!(reason("mixtral", DType::BF16).contains("heads of 6"));
+    assert!(reason("mixtral", DType::BF16).contains("head size 6"));
     assert!(reason("llama_graph", DType::F32).contains("F32"));
 }
 

@@ -359,7 +359,7 @@ fn paths_outside_the_cache_are_refused() {
         let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (INDEX, index.as_bytes())]);
         let machine = Machine::new(fake.endpoint());
         let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
-        assert!(message.contains("refused"), "{message}");
+        assert!(message.contains("not a plain file name"), "{message}");
         assert!(outside(&machine).is_empty());
         assert!(!Path::new("/tmp/inferno-escaped").exists());
     }
@@ -374,9 +374,9 @@ fn paths_outside_the_cache_are_refused() {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
     fake.change(|state| state.claimed_etag = Some("../../etag"));
-    assert!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("refused"));
+    assert!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("etag"));
     fake.change(|state| (state.claimed_etag, state.commit) = (None, "../../../commit".to_string()));
-    assert!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("refused"));
+    assert!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &())).0.contains("etag"));
     assert!(file_names(machine.dir.path()).is_empty());
 }
 
@@ -579,7 +579,7 @@ fn another_commit_than_the_requested_one_is_refused() {
     machine.hub().download(REPO, Some(COMMIT), &FileFilter::default(), &()).unwrap();
 }
 
-/// Some mirrors build etags from time and length, which say nothing about the contents.
+/// Some mirrors build etags from the modification time and the file size, which do not identify the contents.
 #[test]
 fn files_with_the_same_weak_etag_are_kept_apart() {
     let fake = FakeHub::sharded();

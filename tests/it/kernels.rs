@@ -479,7 +479,7 @@ fn unsupported_attention_backend_is_rejected_with_its_reason() {
     assert_eq!(choose(AttentionBackend::Auto, true, DType::F32, 64), Ok(AttentionBackend::Eager));
     assert_eq!(choose(AttentionBackend::Auto, false, DType::F32, 64), Ok(AttentionBackend::Eager));
     assert_eq!(choose(AttentionBackend::Eager, true, DType::BF16, 64), Ok(AttentionBackend::Eager));
-    assert!(choose(AttentionBackend::Own, true, DType::BF16, 40).unwrap_err().contains("heads of 40"));
+    assert!(choose(AttentionBackend::Own, true, DType::BF16, 40).unwrap_err().contains("head size 40"));
     let capped = |backend: AttentionBackend| backend.choose(true, DType::BF16, 64, Some(50.0));
     assert_eq!(capped(AttentionBackend::Auto), Ok(AttentionBackend::Own));
     assert!(capped(AttentionBackend::CandleFlashAttn).is_err());

@@ -128,9 +128,9 @@ fn each_ctrl_c_stops_the_answer_clears_the_line_or_leaves() {
     chat.settle();
     chat.send(CTRL_C);
     chat.settle();
-    assert!(!chat.rows().join("\n").contains("once more"), "{:?}", chat.rows());
+    assert!(!chat.rows().join("\n").contains("press Ctrl-C again"), "{:?}", chat.rows());
     chat.send(CTRL_C);
-    chat.wait("once more");
+    chat.wait("press Ctrl-C again");
     chat.settle();
     chat.send(CTRL_C);
     assert_eq!(chat.end(), WaitStatus::Exited(chat.pid(), 0));

@@ -78,7 +78,7 @@ fn ctrl_c_stops_the_answer_and_a_second_one_leaves() {
     expect(&mut chat, "temperature is 0.5");
     expect(&mut chat, ">>> ");
     chat.send_control('c').unwrap();
-    expect(&mut chat, "once more");
+    expect(&mut chat, "press Ctrl-C again");
     chat.send_control('c').unwrap();
     chat.exp_eof().unwrap();
 }
@@ -99,7 +99,7 @@ fn play_without_a_model_asks_for_one() {
     expect(&mut chat, "inferno list");
     expect(&mut chat, ">>> ");
     chat.send_line("/nonsense").unwrap();
-    expect(&mut chat, "no command /nonsense");
+    expect(&mut chat, "unknown command /nonsense");
     expect(&mut chat, ">>> ");
     chat.send_control('d').unwrap();
     chat.exp_eof().unwrap();

@@ -86,7 +86,7 @@ fn resizing_the_window_during_an_answer_loses_nothing() {
     let narrow = wait_for_end(&mut chat);
     let same = narrow.iter().rev().zip(plain.iter().rev()).take_while(|(a, b)| a == b).count();
     assert!(same > plain.len() / 3, "{same} words of {narrow:?}\n{plain:?}");
-    assert!(narrow.len() <= plain.len() + 12, "no word appears twice: {narrow:?}\n{plain:?}");
+    assert!(narrow.len() <= plain.len() + 12, "too many repeated words in the narrow window: {narrow:?}\n{plain:?}");
     chat.resize(24, 80);
     assert!(chat.say("/stats").contains("harmony"));
 }

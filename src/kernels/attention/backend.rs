@@ -12,7 +12,7 @@ pub enum AttentionBackend {
     Auto,
     /// inferno's tensor-core kernels, `flash_attention.cu`.
     Own,
-    /// The kernels of the crate candle-flash-attn, in builds with the feature `flash-attn`.
+    /// The kernels of the `candle-flash-attn` crate, in builds with the feature `flash-attn`.
     CandleFlashAttn,
     /// `eager_attention.cu`: slow, but supports every dtype, and head sizes up to 256.
     Eager,

@@ -1,4 +1,4 @@
-//! Attention with the crate candle-flash-attn (FlashAttention 2).
+//! Attention using the `candle-flash-attn` crate (FlashAttention 2).
 //!
 //! The crate's kernels do not support sinks. A sink adds exp(sink) to the softmax denominator.
 //! The exact result is therefore out · sigmoid(lse - sink), where lse is the logarithm of the denominator.

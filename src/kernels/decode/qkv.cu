@@ -12,7 +12,7 @@
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight
-// Each unit is two rows of the weight: the pair of elements that RoPE rotates together.
+// Each unit is two rows of the weight matrix. RoPE rotates their two outputs together.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"

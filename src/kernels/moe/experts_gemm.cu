@@ -10,7 +10,7 @@
 //   scales [E][ceil(R / 16)][ceil(C / 64)][g 0..7][4 bytes]: the scales of the same four blocks
 //   word: the values 8t .. 8t + 7 of a block, even values in the low half, odd values in the high half; in each half,
 //   pairs 0 to 3 have their magnitudes in bits 11..9, 8..6, 5..3, 2..0 and their signs in bits 15, 14, 13, 12
-// A lane's 16 bytes are its fragments of A for four products of depth 16, so weights never move between lanes.
+// A lane's 16 bytes are its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
 // Columns of x, h and y are in *fragment order*:
 // within each 32 columns, the pair of columns (2i, 2i + 1) with i = 4t + p is stored as pair 4p + t.
