@@ -1,4 +1,4 @@
-//! Benchmarks of the host's work per token and of commands. Run: `cargo bench --bench cpu -- --quick`.
+//! Benchmarks of the host's work per token and of commands. Run them with `cargo bench --bench cpu -- --quick`.
 
 use std::fs::{self, File};
 use std::hint::black_box;
@@ -92,7 +92,7 @@ fn harmony(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     Ok(())
 }
 
-/// Measures decoding a text of a few thousand tokens, one token at a time.
+/// Measures converting a few thousand tokens to text, one token at a time.
 fn text_stream(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     let ids = demo.tokenizer.encode(&SENTENCE.repeat(120), ControlTokens::Text)?;
     let mut group = criterion.benchmark_group("tokenizer");
@@ -106,7 +106,7 @@ fn text_stream(criterion: &mut Criterion, demo: &Language) -> Result<()> {
     Ok(())
 }
 
-/// Measures multiplying one token by the weights of four of eight experts.
+/// Measures multiplying the input of one token by the weights of four of eight experts.
 fn expert_product(criterion: &mut Criterion) -> Result<()> {
     let (experts, rows, columns) = (8, 512, 512);
     let ids = [1, 6, 3, 0];
@@ -124,9 +124,10 @@ fn expert_product(criterion: &mut Criterion) -> Result<()> {
     Ok(())
 }
 
-/// Measures how long the chat takes to draw one token at 900 tokens per second. A thread reads the pseudo terminal.
+/// Measures how long the chat takes to draw one token if 900 tokens arrive per second.
+/// Another thread reads and discards the output of the pseudo terminal.
 ///
-/// The limit is 22 µs, which is 2% of the 1.1 ms between two tokens.
+/// The target is at most 22 µs per token, which is 2% of the 1.1 ms between two tokens.
 #[cfg(unix)]
 fn terminal(criterion: &mut Criterion) -> Result<()> {
     use inferno::chat::{Channel, Delta};

@@ -22,7 +22,7 @@ pub enum Error {
     RevisionNotFound { repo: String, revision: String },
 
     #[error(
-        "access to '{repo}' is restricted\n  accept its license at {endpoint}/{repo}, then set HF_TOKEN to a token with access to it"
+        "access to '{repo}' is restricted\n  accept its license at {endpoint}/{repo}, then set HF_TOKEN to a token that has access"
     )]
     Gated { repo: String, endpoint: String },
 
@@ -44,7 +44,7 @@ pub enum Error {
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
-    /// A downloaded or local file does not match what the hub lists.
+    /// A file or a commit does not match what the hub lists, or cannot be repaired.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
@@ -76,14 +76,14 @@ pub enum Error {
     #[error("{0}")]
     NotInOwnCache(String),
 
-    /// The command line is invalid.
+    /// The command line, an environment variable or the configuration file is invalid.
     #[error("{0}")]
     Usage(String),
 
     #[error(
         "the prompt has {prompt_tokens} tokens, but the context holds only {context_tokens}\n  {}",
         if context_tokens < limit_tokens {
-            format!("shorten it, or raise --context (this model allows {limit_tokens})")
+            format!("shorten it, or raise --context (this model allows up to {limit_tokens})")
         } else {
             "shorten it: this model does not allow a longer context".to_string()
         }

@@ -5,7 +5,7 @@ use std::sync::LazyLock;
 use regex::{Captures, Regex};
 use textwrap::{Options, WordSplitter, WrapAlgorithm};
 
-/// Removes control characters except newline and tab, and characters that change the text direction.
+/// Removes control characters and characters that change the text direction. Keeps newlines and tabs.
 ///
 /// Model output must not move the cursor, set the window title, or write to the clipboard.
 pub fn printable(text: &str) -> String {
@@ -19,7 +19,7 @@ pub fn printable(text: &str) -> String {
 
 /// Wraps lines at word boundaries. Words longer than `columns` are not split.
 ///
-/// Returns the text unchanged if `columns` is `None`. The terminal then wraps long lines itself.
+/// Returns the text unchanged if `columns` is `None` or 0. The terminal then wraps long lines itself.
 pub fn wrapped(text: &str, columns: Option<usize>) -> String {
     let Some(columns) = columns.filter(|columns| *columns > 0) else { return text.to_string() };
     let options = Options::new(columns)
@@ -75,7 +75,7 @@ pub fn one_line(error: &anyhow::Error) -> String {
     text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ")
 }
 
-/// Replaces CUDA errors in the debug format of cudarc with a description and the name of the error.
+/// Replaces every CUDA error in cudarc's debug format with the description and the name of the error.
 ///
 /// `DriverError(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")` becomes
 /// `no CUDA-capable device is detected (CUDA_ERROR_NO_DEVICE)`.

@@ -69,7 +69,7 @@ impl ChatFormat {
 
     /// Renders a conversation to token ids.
     ///
-    /// Fails if the template is invalid, if it rejects the conversation, or if a tool message answers no call.
+    /// Fails if the template is invalid or rejects the conversation, or if a tool message does not answer a call.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         match self {
             ChatFormat::Harmony(format) => format.0.render(tokenizer, messages, options),

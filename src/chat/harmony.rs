@@ -1,15 +1,15 @@
 //! Renders conversations in harmony, the chat format of gpt-oss.
 //!
 //! The output matches openai/harmony v0.0.8 (`src/encoding.rs`, `docs/format.md`) token for token.
-//! Every text and every piece of a header is encoded separately, as in that library.
+//! Every message text and every part of a header is encoded separately, as in that library.
 //!
 //! One difference is intentional: this code drops reasoning from every turn up to the last final answer.
 //! `docs/format.md` and the model's chat_template.jinja do the same.
-//! The library drops reasoning only up to the first final answer, and keeps all of it while a tool call is open.
+//! The library drops reasoning only up to the first final answer. It keeps all reasoning while a tool call is pending.
 //!
 //! This code does not use the chat_template.jinja of gpt-oss, which writes a different dialect:
 //!
-//! - `json` without `<|constrain|>`
+//! - the content type `json` without `<|constrain|>` before it
 //! - tool results quoted as JSON strings
 //! - a blank line after the instructions
 
@@ -33,7 +33,7 @@ pub struct Harmony {
 }
 
 impl Harmony {
-    /// Looks up the control tokens. Returns `None` if the vocabulary does not contain them.
+    /// Looks up the control tokens. Returns `None` if the vocabulary lacks a required one.
     pub fn find(tokenizer: &Tokenizer) -> Option<Self> {
         Some(Self {
             start: tokenizer.token_id("<|start|>")?,
@@ -115,7 +115,7 @@ fn split_instructions(messages: &[Message]) -> (String, &[Message]) {
 
 /// Returns whether a message ends its turn.
 ///
-/// A message with tool calls does not end its turn. Neither does a message that was stopped while reasoning.
+/// A message with tool calls does not end its turn. Neither does a message that was interrupted during reasoning.
 fn is_final(message: &Message) -> bool {
     message.role == Role::Assistant
         && message.tool_calls.is_empty()
@@ -137,7 +137,7 @@ fn address(name: &str) -> String {
 
 /// Returns the name of the function that produced a tool message.
 ///
-/// Uses the name in the message, then the call that the message answers, then the last call.
+/// Tries the name in the message first, then the call that the message answers, then the last call.
 fn function_name(earlier: &[Message], message: &Message) -> Result<String> {
     if let Some(name) = &message.name {
         return Ok(address(name));

@@ -1,7 +1,7 @@
 //! Parses the headers of generated harmony messages, between `<|start|>` and `<|message|>`.
 //!
 //! A header contains a role, a recipient, a channel and a content type.
-//! Models write these parts in any order and sometimes omit some.
+//! Models write these parts in any order and sometimes omit some of them.
 
 use anyhow::Result;
 
@@ -13,11 +13,11 @@ use crate::tokenizer::Tokenizer;
 pub enum Opening {
     /// After a generated `<|start|>`. The header begins with a role.
     Start,
-    /// After `<|start|>assistant` at the end of the prompt, or after a message without a following `<|start|>`.
+    /// After `<|start|>assistant` at the end of the prompt, or where the model omitted `<|start|>`.
     Implied,
 }
 
-/// The part of a header that was generated so far.
+/// The part of a header that has been generated so far.
 pub struct Header {
     pub opening: Opening,
     /// The ids before `<|channel|>`: the role, and possibly a recipient.
@@ -40,7 +40,7 @@ pub struct ParsedHeader {
     pub rest: String,
     /// Whether `rest` may still turn out to be part of the header.
     pub undecided: bool,
-    /// All words of the header, shown if no other text was generated.
+    /// All words of the header. They are shown if no other text was generated.
     pub words: String,
 }
 
@@ -74,14 +74,14 @@ impl Header {
         recipient = recipient.or(self.recipient.as_deref());
         let mut channel = None;
         if let Some(text) = &channel_text {
-            // Undecided words before a control token belong to the header.
+            // `<|channel|>` ends the role part, so its undecided words belong to the header.
             let words = read_channel(text);
             channel = words.name;
             recipient = words.recipient.or(recipient);
             (rest, undecided) = (words.rest, words.undecided);
         }
         if let Some(text) = &constrain_text {
-            // The content type ends at the first character that is not valid in a name: `json{"a": 1}`.
+            // The content type ends at the first character that is not valid in a name, as in `json{"a": 1}`.
             let text = text.trim_start();
             (rest, undecided) = (text.trim_start_matches(is_name_character).trim_start(), false);
         }
@@ -95,7 +95,7 @@ impl Header {
         let name = channel.unwrap_or(role);
         let channel = match name {
             _ if recipient.is_some() => Channel::ToolCall,
-            // The model wrote a message in another role. Show it as reasoning, not as the answer.
+            // The model wrote a message on behalf of another role. Show it as reasoning, not as the answer.
             _ if foreign => Channel::Reasoning,
             "analysis" => Channel::Reasoning,
             _ => Channel::Answer,
@@ -128,7 +128,7 @@ impl ParsedHeader {
     }
 }
 
-/// Appends words after a separating space.
+/// Appends words, separated from earlier text by a space.
 pub fn push_words(text: &mut String, more: &str) {
     if !text.is_empty() && !more.is_empty() {
         text.push(' ');
@@ -144,7 +144,7 @@ struct Words<'t> {
     recipient: Option<&'t str>,
     /// The text after the name and recipient.
     rest: &'t str,
-    /// Whether `rest` may still become part of the header.
+    /// Whether `rest` may still turn out to be part of the header.
     undecided: bool,
 }
 
@@ -176,7 +176,9 @@ fn is_name_character(c: char) -> bool {
     c.is_ascii_alphanumeric() || "_-/+".contains(c)
 }
 
-/// Parses the part before `<|channel|>`: `assistant to=functions.f`, ` to=functions.f`, `functions.f to=assistant`.
+/// Parses the part before `<|channel|>`.
+///
+/// Examples: `assistant to=functions.f`, ` to=functions.f`, `functions.f to=assistant`.
 fn read_role(text: &str, opening: Opening) -> Words<'_> {
     let trimmed = text.trim_start();
     if let Some((recipient, tail)) = split_recipient(trimmed) {
@@ -209,7 +211,7 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
     }
 }
 
-/// Parses the part after `<|channel|>`: `commentary to=functions.f json`.
+/// Parses the part after `<|channel|>`, such as `commentary to=functions.f json`.
 ///
 /// Any further words are content. The `<|message|>` before them is missing.
 fn read_channel(text: &str) -> Words<'_> {
@@ -217,7 +219,7 @@ fn read_channel(text: &str) -> Words<'_> {
     let mut words = Words { undecided: true, ..Words::default() };
     let mut rest = trimmed;
     if !trimmed.starts_with("to=") {
-        // The content may follow the name without a space: `final你好`, `finalHello`.
+        // The content may follow the name without a space, as in `final你好` or `finalHello`.
         let name_end = trimmed.find(|c| !is_name_character(c)).unwrap_or(trimmed.len());
         let known = CHANNELS.iter().find(|name| trimmed.starts_with(**name));
         let (name, tail) = trimmed.split_at(known.map_or(name_end, |name| name.len()));

@@ -1,4 +1,4 @@
-//! Parses generated harmony, the chat format of gpt-oss, into channels of text.
+//! Parses model output in harmony, the chat format of gpt-oss, into channels of text.
 //!
 //! Models violate the format in a few percent of turns (llama.cpp #27720, openai/harmony #33 #80 #82).
 //! The parser therefore never rejects or drops text.
@@ -128,7 +128,7 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Starts the content if the header contains other text, which means that `<|message|>` is missing.
+    /// Starts the content if the header contains text that cannot belong to it. In that case, `<|message|>` is missing.
     fn leave_header_if_text(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         let State::Header(header) = &self.state else { return Ok(()) };
         let mut parsed = header.parse(tokenizer)?;
@@ -202,7 +202,7 @@ impl HarmonyParser {
     /// Ends the current header or content.
     fn close(&mut self, tokenizer: &Tokenizer, ending: Ending, out: &mut Vec<Delta>) -> Result<()> {
         match std::mem::replace(&mut self.state, State::Between) {
-            // Nothing was generated yet, or the <|return|> is redundant.
+            // Nothing was generated after the last message, so there is nothing to close.
             State::Between => {}
             State::Content { channel, mut stream } => {
                 self.format_violations += usize::from(ending == Ending::Missing);

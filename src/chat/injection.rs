@@ -5,7 +5,7 @@
 //! Before rendering, this module marks every control token in a message with a character that no message contains.
 //! After rendering, marked text is encoded as ordinary text.
 //!
-//! Most conversations need no mark. Their text is encoded all at once, as in transformers.
+//! Most conversations need no marks. Their text is encoded all at once, as in transformers.
 
 use anyhow::{Result, bail};
 

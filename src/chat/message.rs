@@ -34,7 +34,7 @@ impl Role {
     }
 }
 
-/// How long a model reasons. Reasoning cannot be turned off, because gpt-oss was not trained for that.
+/// How long a model reasons. Reasoning cannot be turned off, because gpt-oss was not trained to answer without it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReasoningEffort {
     Low,

@@ -10,7 +10,7 @@ use crate::tokenizer::Tokenizer;
 
 /// A parser that splits generated tokens into channels, one token at a time.
 ///
-/// Each call takes the tokenizer as an argument, so that one struct can own both.
+/// Each call takes the tokenizer as an argument, so one struct can own both the parser and the tokenizer.
 pub struct Parser(ParserKind);
 
 /// The parser of one chat format.
@@ -48,7 +48,7 @@ impl Parser {
         }
     }
 
-    /// Returns how often the model violated its format and the parser had to guess.
+    /// Returns how many times the model violated its format and the parser had to guess.
     pub fn format_violations(&self) -> usize {
         match &self.0 {
             ParserKind::Harmony(parser) => parser.format_violations(),

@@ -34,7 +34,7 @@ pub struct Style {
 struct PythonFormatter {
     style: Style,
     depth: usize,
-    /// Whether the innermost list or object has an item. An empty list is `[]` with any indentation.
+    /// Whether the innermost list or object has an item. An empty list is always `[]`, even with indentation.
     has_items: bool,
 }
 
@@ -118,7 +118,7 @@ impl Formatter for PythonFormatter {
 
 /// Formats a finite float like Python's `repr`, with the fewest digits that round-trip.
 ///
-/// Nonzero magnitudes below 1e-4 or from 1e16 up use an exponent, such as `1e-05`.
+/// Nonzero values with a magnitude less than 1e-4 or at least 1e16 use an exponent, such as `1e-05`.
 fn float_repr(value: f64) -> String {
     let scientific = format!("{value:e}");
     let (digits, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));

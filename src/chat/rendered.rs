@@ -2,7 +2,7 @@
 
 use super::message::ReasoningEffort;
 
-/// The inputs of a prompt besides its messages.
+/// The options for rendering a prompt from messages.
 #[derive(Clone, Debug)]
 pub struct RenderOptions {
     /// Tools in OpenAI's format: `{"type": "function", "function": {"name", "description", "parameters"}}`.

@@ -1,4 +1,4 @@
-//! Parses the output of models with a chat template into channels of text.
+//! Parses the output of models that use a chat template into channels of text.
 //!
 //! Reasoning comes before the answer, between `<think>` and `</think>`.
 //! These tags are single tokens in some vocabularies and several tokens in others.
@@ -32,9 +32,9 @@ pub struct TaggedParser {
     stream: TextStream,
     /// Text that may be the start of a tag, or newlines that may belong to a tag.
     held: String,
-    /// The number of newlines that are still skipped after a tag.
+    /// The number of newlines after the last tag that may still be skipped.
     skip_newlines: usize,
-    /// Whether the answer has begun. From then on, `<think>` is ordinary text.
+    /// Whether the answer has begun. From then on, `<think>` counts as a tag only if it is a single token.
     answered: bool,
     tool_calls: Vec<ToolCall>,
     format_violations: usize,
@@ -183,7 +183,7 @@ impl TaggedParser {
 
     /// Parses a complete tool call in the format of Hermes and Qwen, `{"name": .., "arguments": ..}`.
     ///
-    /// A call that is not valid JSON keeps its text as arguments.
+    /// If the call is not valid JSON, its whole text stays in `arguments`.
     fn read_tool_call(&mut self) {
         #[derive(Deserialize)]
         struct Call {

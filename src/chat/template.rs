@@ -23,7 +23,8 @@ use super::rendered::{RenderOptions, Rendered};
 use super::template_functions;
 use crate::tokenizer::Tokenizer;
 
-/// The maximum number of template engine steps, about one second. A long conversation takes about 1% of that.
+/// The maximum number of template engine steps. They take about one second.
+/// A long conversation needs about 1% of them.
 const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
@@ -71,7 +72,7 @@ impl Template {
         Ok(Some(Self::new(file, source, special_tokens(&config, &special_map))))
     }
 
-    /// Compiles a template from `file`. `special_tokens` are the tokens that it can use by name.
+    /// Compiles a template from `file`. `special_tokens` are the tokens that the template can use by name.
     pub fn new(file: &str, source: String, special_tokens: Vec<(String, String)>) -> Self {
         let dialect = Dialect {
             developer_role: has_word(&source, "developer"),
@@ -204,9 +205,9 @@ enum Arguments {
     Strings,
 }
 
-/// The error of a template that failed without rejecting the conversation.
+/// The error returned when a template fails without rejecting the conversation.
 ///
-/// Rendering then retries with tool call arguments as strings.
+/// If the conversation contains tool calls, rendering is retried with their arguments as strings.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateFailed(String);

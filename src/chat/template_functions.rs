@@ -38,7 +38,7 @@ pub fn raised(error: &Error) -> Option<String> {
 
 /// Returns the function `strftime_now(format)`.
 ///
-/// The function always formats midnight of the session's date, so the start of the prompt never changes.
+/// The function always formats midnight on the session's date, so the start of the prompt never changes.
 pub fn strftime_now(date: String) -> Value {
     Value::from_function(move |format: String| -> Result<String, Error> {
         let failed = |error: jiff::Error| Error::new(ErrorKind::InvalidOperation, format!("strftime_now: {error}"));
@@ -49,7 +49,7 @@ pub fn strftime_now(date: String) -> Value {
 
 /// Formats JSON like `json.dumps` with the defaults of transformers.
 ///
-/// Does not escape HTML or non-ASCII characters, and keeps the order of keys.
+/// By default, does not escape HTML or non-ASCII characters and keeps the order of keys.
 fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<Value, Error> {
     let failed = |error: String| Error::new(ErrorKind::InvalidOperation, format!("tojson: {error}"));
     if value.is_undefined() {
@@ -123,7 +123,7 @@ fn method(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Res
     }
 }
 
-/// Replaces `{% generation %}` blocks, which mark assistant tokens for training, with plain scopes.
+/// Replaces `{% generation %}` blocks, which mark assistant tokens for training, with `{% with %}` blocks.
 ///
 /// Does not change whitespace control or line numbers.
 pub fn replace_generation_tags(source: &str) -> String {

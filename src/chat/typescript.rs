@@ -1,16 +1,16 @@
 //! Describes function tools for harmony, as TypeScript types in a `functions` namespace.
 //!
 //! The output matches openai/harmony v0.0.8 byte for byte, because the models were trained on exactly this text.
-//! The source is `template_tools_section` and `json_schema_to_typescript` in its `src/encoding.rs`.
-//! Its bugs are reproduced: only the first line of a multi-line property description becomes a comment.
+//! The source is `template_tools_section` and `json_schema_to_typescript` in that library's `src/encoding.rs`.
+//! Bugs are reproduced too. For example, only the first line of a property description becomes a comment.
 
 use anyhow::{Result, anyhow};
 use serde_json::Value;
 
 /// Returns the `# Tools` section of a developer message.
 ///
-/// `tools` are tool objects in OpenAI's format, or only their inner `function` objects:
-/// `{"type": "function", "function": {"name", "description", "parameters"}}`.
+/// Each tool is an object in OpenAI's format or only its inner `function` object.
+/// OpenAI's format is `{"type": "function", "function": {"name", "description", "parameters"}}`.
 pub fn tools_section(tools: &[Value]) -> Result<String> {
     let mut out = String::from("# Tools\n\n## functions\n\nnamespace functions {\n");
     for tool in tools {
@@ -147,7 +147,7 @@ fn property_of(out: &mut String, key: &str, property: &Value, indent: &str) {
     out.push('\n');
 }
 
-/// Writes a property with `oneOf`: its comments first, then one variant per line.
+/// Writes a `oneOf` property. Its comments come first, then one variant per line.
 fn choice(out: &mut String, key: &str, property: &Value, variants: &[Value], indent: &str) {
     let description = text(property, "description");
     let first_description = variants.first().and_then(|variant| text(variant, "description"));

@@ -14,7 +14,7 @@ use crate::terminal::interrupt::cancel_on_ctrl_c;
 use crate::terminal::{Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
 use crate::text::printable;
 
-/// Writes the answer to stdout. On a terminal, also writes the reasoning and the statistics to stderr.
+/// Writes the answer to stdout. If stderr is a terminal, also writes the reasoning and the statistics there.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;
@@ -44,7 +44,7 @@ fn missing_answer(turn: &Turn) -> Option<String> {
     Some(format!("the model used all {} tokens for reasoning; raise {flag}", summary.completion_tokens))
 }
 
-/// Draws the formatted answer on a terminal, in the same way as the chat.
+/// Draws the formatted answer on a terminal, as in an interactive chat.
 fn draw(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<Turn> {
     let mut out = std::io::stdout().lock();
     let mut view = TurnView::new(WindowSize::now(), false, false);

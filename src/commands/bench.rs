@@ -24,13 +24,13 @@ use crate::text::printable;
 pub struct Args {
     /// Name or directory of a model
     model: String,
-    /// Prompt lengths to measure; 0 for none. Time to first token is also measured for 512 tokens
+    /// Prompt lengths to measure; 0 for none. Time to first token is also measured for 1 and 512 tokens
     #[arg(short, long, value_delimiter = ',', default_value = "512", value_name = "TOKENS")]
     prompt: Vec<u32>,
     /// Number of tokens to decode; 0 for none
     #[arg(short = 'n', long = "decode", default_value_t = 128, value_name = "TOKENS")]
     decode: u32,
-    /// Cached tokens before each test
+    /// Number of tokens in the KV cache before each test
     #[arg(short, long, value_delimiter = ',', default_value = "0", value_name = "TOKENS")]
     depth: Vec<u32>,
     /// Measured runs of each test, after one warm-up run
@@ -46,7 +46,7 @@ pub struct Args {
     load: LoadArgs,
 }
 
-/// The prompt length of the first request, in tokens. Later requests include this length too.
+/// The prompt length of the first request, in tokens. Later requests also measure this length.
 const FIRST_PROMPT: usize = 512;
 /// The extra context positions that a test needs: one for the prompt and one that stays free.
 const EXTRA_POSITIONS: usize = 2;
@@ -97,7 +97,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
             runner.kernel_times()
         })??;
     }
-    // Measured last, because the allocator keeps the memory that this measurement uses.
+    // Measure the bandwidth last, because the allocator keeps the memory that this measurement uses.
     let bandwidth = bandwidth::measure(engine.device())?;
     tests.iter_mut().for_each(|test| test.set_bandwidth_share(bandwidth.as_ref()));
 
@@ -127,7 +127,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns the device memory in use since loading began. `None` on a CPU, where other programs share the memory.
+/// Returns the bytes of device memory allocated since loading began. Returns `None` on a CPU.
 fn memory_in_use(engine: &Engine) -> Result<Option<u64>> {
     let free = device::info(engine.device())?.free_bytes;
     Ok(engine.device().is_cuda().then(|| engine.info().device.free_bytes.saturating_sub(free)))
@@ -145,7 +145,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// Calls `run` once as a warm-up, then `repetitions` times, and returns the seconds of the repetitions.
+    /// Calls `run` once as a warm-up, then `repetitions` times. Returns the times of the repetitions in seconds.
     ///
     /// `run` receives the index of the call. The warm-up has index 0.
     fn repeat(&self, mut run: impl FnMut(&EngineHandle, u64) -> Result<f64>) -> Result<Vec<f64>> {
@@ -153,12 +153,12 @@ impl Bench {
         (1..=self.repetitions as u64).map(|index| run(&self.engine, index)).collect()
     }
 
-    /// Returns the bytes that each of `tokens` decode steps reads, starting with `depth` cached tokens.
+    /// Returns the number of bytes that each of `tokens` decode steps reads, starting with `depth` cached tokens.
     fn step_bytes(&self, tokens: usize, depth: usize) -> Result<Vec<StepBytes>> {
         self.engine.with_runner(move |runner| (depth..depth + tokens).map(|depth| runner.step_bytes(depth)).collect())
     }
 
-    /// Measures the time to first token of the first request, then of prompts of several lengths.
+    /// Measures the time to first token for the first request, then for several prompt lengths.
     fn first_tokens(&self, prompts: &[usize]) -> Result<FirstToken> {
         note("time to first token");
         let cold_ms = 1e3 * first_token_s(&self.engine, FIRST_PROMPT, SEED)?;
@@ -236,7 +236,7 @@ impl Bench {
             gaps.push(run_gaps);
             Ok(seconds)
         })?;
-        // The first run is the warm-up.
+        // Skip the gaps of the first run, which is the warm-up.
         Ok(test
             .with_step_bytes(&self.step_bytes(tokens, depth)?)
             .with_seconds(&seconds)

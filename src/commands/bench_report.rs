@@ -94,7 +94,7 @@ impl DeviceFacts {
     }
 }
 
-/// The device memory that this process has allocated since it opened the device.
+/// The device memory allocated since loading began, in bytes.
 #[derive(Serialize)]
 pub struct Memory {
     after_load_bytes: u64,
@@ -146,7 +146,7 @@ struct Warm {
 }
 
 impl FirstToken {
-    /// Takes pairs of a prompt length in tokens and a time in milliseconds.
+    /// Each pair is a prompt length in tokens and the time to first token in milliseconds.
     pub fn new((prompt_tokens, ms): (usize, f64), warm: Vec<(usize, Stats)>) -> Self {
         let warm = warm.into_iter().map(|(prompt_tokens, ms)| Warm { prompt_tokens, ms }).collect();
         Self { cold: Cold { prompt_tokens, ms }, warm }
@@ -163,7 +163,7 @@ pub enum TestKind {
     Chat,
 }
 
-/// The results of one test, which form one row of the table.
+/// The results of one test, shown as one row of the table.
 #[derive(Serialize)]
 pub struct Test {
     kind: TestKind,
@@ -171,7 +171,7 @@ pub struct Test {
     /// The number of cached tokens before the test.
     depth: usize,
     tok_per_s: Stats,
-    /// The mean number of bytes that a decode step reads.
+    /// The mean number of bytes that a decode step reads. `None` for a prompt test.
     step_bytes: Option<StepBytes>,
     bytes_per_s: Option<f64>,
     share_of_read_bandwidth: Option<f64>,
@@ -391,9 +391,9 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-/// Formats rows as aligned columns: the first column to the left, the others to the right.
+/// Formats rows as columns. The first column is aligned left, and the others are aligned right.
 fn aligned<const COLUMNS: usize>(rows: &[[String; COLUMNS]]) -> String {
-    // Columns that are empty below the header are omitted.
+    // Omit columns that are empty below the header.
     let width = |column: usize| match rows.iter().skip(1).any(|row| !row[column].is_empty()) {
         true => rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0),
         false => 0,

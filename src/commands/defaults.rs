@@ -9,7 +9,7 @@
 //! 5. the configuration file's settings for all models
 //! 6. the flag's own default
 //!
-//! Values from the other sources become clap defaults, and then the command line is parsed again.
+//! Values from sources 2 to 5 become clap defaults, and then the command line is parsed again.
 //! The code that uses a flag therefore does not depend on the source of its value.
 
 use std::ffi::OsString;
@@ -73,19 +73,19 @@ pub struct ParsedCommandLine {
     pub rejected: Vec<String>,
 }
 
-/// The model and the conversation from the first parse, which the second parse uses.
+/// The model and the conversation that the first parse found, for use in the second parse.
 pub struct KnownModel<'a> {
     /// The full name of the model.
     pub name: &'a str,
     pub saved: Option<&'a SavedConversation>,
 }
 
-/// Parses the command line of this process. If it is invalid, prints an error and exits, like clap.
+/// Parses the command line of this process. If it is invalid, prints an error and exits, as clap does.
 pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedCommandLine> {
     let args: Vec<OsString> = std::env::args_os().collect();
     let matches = command.clone().try_get_matches_from(&args).unwrap_or_else(|error| error.exit());
     if known.is_none() {
-        // Start logging now, because `-v` also logs the configuration file.
+        // Start logging now, so that the path of the configuration file is logged too.
         super::logging::start(matches.get_count("verbose"));
     }
     let mut line = ParsedCommandLine {
@@ -113,7 +113,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     let model = known.map(|known| known.name).or(typed_model.or(saved_model).map(String::as_str));
 
     let (mut configured, path) = read_configuration(model, arguments)?;
-    // The file may also set flags of other subcommands.
+    // The file may also set flags that this subcommand does not have.
     configured.retain(|flag, _| flags.contains(&flag.as_str()));
     for (flag, values) in &configured {
         parser.check(flag, values).map_err(|reason| Error::usage(format!("{path}: {reason}")))?;
@@ -121,11 +121,11 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     if let Some(saved) = &saved {
         (line.requested, line.rejected) = fitting_settings(saved, flags, &parser);
         match typed_model {
-            // With a different model, keep only the chat settings and the device.
+            // If the user named a model, keep only the conversation's chat settings and device.
             Some(_) => line.requested.retain(|flag, _| flag == "device" || is_setting(flag)),
             None => drop(line.requested.insert("model".to_string(), vec![saved.model.clone()])),
         }
-        // The conversation has its own instructions, and may have removed a limit that the file sets.
+        // The conversation has its own system prompt, and may have removed a limit that the file sets.
         configured.remove("system");
         configured.retain(|flag, _| !line.requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }
@@ -144,7 +144,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
         line.matches = matches;
     }
     line.requested.extend(typed_values(&line.matches, flags));
-    // The model and the instructions belong to the conversation itself and are not settings.
+    // The model and the system prompt are part of the conversation, not settings.
     for flag in ["system", "model"] {
         line.requested.remove(flag);
         configured.remove(flag);
@@ -185,7 +185,7 @@ fn is_removed_limit(flag: &str, values: &[String]) -> bool {
 
 /// Returns the valid settings of a conversation, and a message about each invalid one.
 ///
-/// The conversation can be resumed even if its journal is damaged or comes from another version.
+/// Tolerates invalid settings, because the journal may be damaged or come from another version.
 fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) -> (SettingValues, Vec<String>) {
     let (mut fitting, mut rejected) = (SettingValues::new(), Vec::new());
     for (flag, values) in &saved.settings {
@@ -196,7 +196,7 @@ fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) 
         };
         match result {
             Ok(()) => drop(fitting.insert(flag.clone(), values.clone())),
-            Err(reason) => rejected.push(format!("ignored a setting of the conversation: {reason}")),
+            Err(reason) => rejected.push(format!("ignored a setting saved in the conversation: {reason}")),
         }
     }
     (fitting, rejected)
@@ -265,7 +265,7 @@ fn flags_of(subcommand: &str) -> &'static [&'static str] {
     }
 }
 
-/// Returns clap's id for a flag, which is the name of its field in `Args`.
+/// Returns clap's ID for a flag: the name of its field in `Args`.
 fn id(flag: &str) -> String {
     flag.replace('-', "_")
 }
@@ -293,7 +293,7 @@ fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(Se
             let Value::Table(table) = table else {
                 return Err(invalid(format!("'{name}'{section} is not a table")));
             };
-            // Report mistakes in the sections of other models too.
+            // Also report mistakes in the sections for other models.
             let mut model_settings = SettingValues::new();
             read_table(table, &section, &mut model_settings).map_err(invalid)?;
             if model.as_ref().is_some_and(|model| is_name_of(name, model)) {
@@ -304,14 +304,14 @@ fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(Se
     Ok((settings, shown_path))
 }
 
-/// Returns the full name of a model, which the command line may abbreviate.
+/// Returns the full name of a model. On the command line, the name may be abbreviated.
 fn full_name(model: &str, arguments: &ArgMatches) -> String {
     let revision = arguments.try_get_one::<String>("revision").ok().flatten();
     let found = Hub::from_env().and_then(|hub| hub.find(model, revision.map(String::as_str)));
     found.map_or_else(|_| model.to_string(), |snapshot| snapshot.name)
 }
 
-/// Returns true if a configuration section applies to a model, named by repository, file or directory.
+/// Returns true if a configuration section applies to a model. A section names a repository, a file or a directory.
 fn is_name_of(section: &str, model: &str) -> bool {
     let is_repository = model.split_once(':').is_some_and(|(repository, _)| repository == section);
     let path = |name: &str| std::fs::canonicalize(name).ok();
@@ -338,7 +338,8 @@ fn read_table(table: &Table, section: &str, settings: &mut SettingValues) -> Res
             Value::Array(values) => values.iter().map(scalar).collect(),
             value => scalar(value).map(|value| vec![value]),
         };
-        let values = values.ok_or_else(|| format!("'{key}'{section} is not a string, a number or a boolean"))?;
+        let values = values
+            .ok_or_else(|| format!("'{key}'{section} must be a string, a number, a boolean, or an array of these"))?;
         settings.insert(key.clone(), values);
     }
     Ok(())

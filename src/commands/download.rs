@@ -16,7 +16,7 @@ pub struct Args {
     /// Branch, tag or commit
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
-    /// Weight files to fetch, such as '*Q4_K_M*' [default: all safetensors]; can be repeated
+    /// Weight files to fetch, such as '*Q4_K_M*' [default: the weights that inferno loads]; can be repeated
     #[arg(long, value_name = "GLOB")]
     include: Vec<String>,
     /// Files to skip; can be repeated

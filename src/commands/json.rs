@@ -4,7 +4,7 @@ use anyhow::Result;
 use serde::Serialize;
 use serde_json::Value;
 
-/// Keys and their old spelling. Scripts may still read the old keys, so both are printed.
+/// Renamed keys and their old spellings. Both are printed, because scripts may still read the old keys.
 const OLD_KEYS: &[(&str, &str)] = &[
     ("quantization", "quantisation"),
     ("license", "licence"),

@@ -57,14 +57,14 @@ pub fn run(args: Args) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What `inferno list` shows about a model.
+/// The information that `inferno list` shows about a model.
 ///
 /// Fields that cannot be read are `None`, so one broken model does not hide the others.
 #[derive(Serialize)]
 pub struct Model {
     pub name: String,
     pub revision: Option<String>,
-    /// The family. For an unsupported model, the model type in its config.
+    /// The model family. For an unsupported model, the model type in its config.json.
     pub family: Option<String>,
     pub supported: bool,
     pub quantization: Option<String>,
@@ -77,7 +77,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// Reads all models in parallel, because reading their headers takes most of the time.
+    /// Reads all models in parallel, because reading a model's headers is slow.
     pub fn read_all(hub: &Hub, snapshots: &[Snapshot]) -> Vec<Self> {
         snapshots.par_iter().map(|snapshot| Self::read(hub, snapshot)).collect()
     }
@@ -85,7 +85,7 @@ impl Model {
     fn read(hub: &Hub, snapshot: &Snapshot) -> Self {
         let path = &snapshot.path;
         let (config, declared, weights) = match gguf::find(path).ok().flatten() {
-            // Parse the header only once, because it includes the vocabulary and takes megabytes.
+            // Parse the header only once. It includes the vocabulary and can be several megabytes long.
             Some(file) => match GgufCheckpoint::open(&file) {
                 Ok(file) => {
                     let declared = file.architecture().ok().map(str::to_string);

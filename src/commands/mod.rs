@@ -1,6 +1,6 @@
-//! The subcommands. Each file has the flags, the help text and the `run` function of one subcommand.
+//! The subcommands. Each file defines the flags, the help text and the `run` function of one subcommand.
 //!
-//! This file has the flags and functions that several subcommands share.
+//! This file defines the flags and functions that several subcommands share.
 //! `answer`, `bench_report`, `defaults`, `json`, `logging`, `progress`, `prompt` and `sampling` are helpers.
 
 mod answer;
@@ -94,7 +94,7 @@ impl LoadArgs {
         Self { quantize: None, ..self.clone() }
     }
 
-    /// Sets the context to `tokens` if `--context` was not given. Fails if `--context` is smaller.
+    /// Sets the context to `tokens` if `--context` was not given. Fails if `--context` is smaller than `tokens`.
     fn require_context(&mut self, tokens: usize) -> Result<()> {
         match self.context {
             Some(context) if context < tokens => {
@@ -159,7 +159,7 @@ impl LoadArgs {
     }
 }
 
-/// Lists all local models: the cached models, then the built-in demo. Omits the demo if the cache is read-only.
+/// Lists all local models: the cached models, then the demo. Omits the demo if it cannot be written to the cache.
 fn playable(hub: &Hub) -> Result<Vec<Snapshot>> {
     let mut snapshots = hub.list()?;
     snapshots.extend(hub.find(demo::NAME, None));

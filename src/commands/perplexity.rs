@@ -18,7 +18,7 @@ use crate::tokenizer::ControlTokens;
 
 /// The maximum number of tokens that `--kl` compares.
 ///
-/// Their logits are kept in memory: 0.8 MB per token for a vocabulary of 200,000.
+/// Their logits are kept in memory. Each token takes 0.8 MB for a vocabulary of 200,000.
 const KL_TOKENS: usize = 512;
 
 /// Measure how well a model predicts a text
@@ -113,7 +113,7 @@ fn logits_on_cpu(engine: &EngineHandle, ids: &[u32]) -> Result<Tensor> {
     Ok(engine.logits(ids)?.to_device(&Device::Cpu)?)
 }
 
-/// Returns the mean KL divergence KL(p ‖ q) in nats. Both logits are f32 `[tokens, vocab]` on the CPU.
+/// Returns the mean KL divergence KL(p ‖ q) in nats. Both logit tensors are f32 `[tokens, vocab]` on the CPU.
 fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
     let (tokens, _) = p_logits.dims2()?;
     // Convert one row at a time, because all rows in f64 would take gigabytes.
@@ -150,7 +150,7 @@ mod tests {
     fn kl_divergence_is_the_mean_over_rows() {
         let logits = |rows: [[f32; 2]; 2]| Tensor::new(&rows, &Device::Cpu).unwrap();
         let (even, skewed) = ([0.0, 0.0], [3f32.ln(), 0.0]);
-        // The first row is 0.5 ln(0.5 / 0.75) + 0.5 ln(0.5 / 0.25), and the second row is 0.
+        // The KL divergence is 0.5 ln(0.5 / 0.75) + 0.5 ln(0.5 / 0.25) for the first row, and 0 for the second.
         let kl = mean_kl(&logits([even, even]), &logits([skewed, even])).unwrap();
         assert!((kl - 0.5 * (4f64 / 3.0).ln() / 2.0).abs() < 1e-7, "{kl}");
     }

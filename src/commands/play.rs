@@ -75,12 +75,12 @@ pub struct Args {
     sampling: SamplingArgs,
     #[command(flatten)]
     load: LoadArgs,
-    /// Where the values of the flags came from. Set after parsing.
+    /// The sources of the flag values. Set after parsing.
     #[arg(skip)]
     pub origin: ValueOrigin,
 }
 
-/// Where the values of the flags came from.
+/// The sources of the flag values.
 #[derive(Default)]
 pub struct ValueOrigin {
     /// Values from the command line, the environment or a resumed conversation.
@@ -135,7 +135,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
     }
 }
 
-/// Finds the model named on the command line, or asks the user for one. Returns `None` if the user quits.
+/// Finds or downloads the model named on the command line, or asks for one. Returns `None` if the user quits.
 fn select_model(hub: &Hub, args: &Args, is_one_shot: bool) -> Result<Option<Snapshot>> {
     match &args.model {
         Some(model) => find_or_download(hub, model, args.load.revision()).map(Some),
@@ -161,7 +161,7 @@ fn new_session(args: &Args, snapshot: Snapshot, loaded: LoadedModel, models: Rc<
     session
 }
 
-/// The models on this machine, to be loaded with the flags from the command line.
+/// The models on this machine. Loads them with the flags from the command line.
 struct HubModels {
     hub: Hub,
     raw: bool,
@@ -171,7 +171,7 @@ struct HubModels {
 impl ModelSource for HubModels {
     fn find(&self, name: &str) -> Result<Snapshot> {
         let snapshot = self.hub.find(name, None)?;
-        // Report flags that are invalid for this model while the old model is still loaded.
+        // Check the flags for the new model while the old model is still loaded.
         let args = (self.reparse)(&snapshot.name)?;
         let revision = args.origin.configured.get("revision").and_then(|values| values.first());
         match revision.filter(|_| snapshot.revision.is_some() && revision_in(name).is_none()) {
@@ -196,7 +196,7 @@ impl ModelSource for HubModels {
     }
 }
 
-/// Resumes a saved conversation. If given, `system` replaces the instructions.
+/// Resumes a saved conversation. If `system` is given, it replaces the system prompt.
 fn resume(session: &mut Session, name: &str, system: Option<&str>) -> Result<()> {
     if let Some(damage) = session.resume(name)? {
         eprintln!("{}", text::printable(&damage));
@@ -218,7 +218,7 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
         Err(error) if matches!(error.downcast_ref(), Some(Error::ModelNotFound { .. })) => error,
         found => return found,
     };
-    // A partial name does not identify the repository to download.
+    // Only a full `org/name` identifies a repository to download.
     let can_download = model.contains('/') && is_repo_name(model) && !hub.config().offline;
     let is_interactive = std::io::stdin().is_terminal() && std::io::stderr().is_terminal();
     if !can_download || !is_interactive {

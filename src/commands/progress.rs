@@ -1,4 +1,4 @@
-//! Shows the progress of a download: bars on a terminal, a line every few seconds elsewhere, or nothing.
+//! Shows the progress of a download or a verification, as bars on a terminal or as lines elsewhere.
 
 use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
@@ -12,10 +12,10 @@ use super::progress_style;
 use crate::hub::{Progress, Snapshot};
 use crate::text::{printable, size};
 
-/// The time between two progress lines if stderr is not a terminal.
+/// The minimum time between two progress lines.
 const LINE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Verifying a file of at least this size takes long enough to be reported.
+/// The minimum size of a file whose verification gets its own progress line.
 const LARGE_BYTES: u64 = 1_000_000_000;
 
 /// How progress is shown.
@@ -40,7 +40,7 @@ impl ProgressStyle {
     }
 }
 
-/// Shows the progress of a download or of a verification.
+/// Shows the progress of a download or a verification.
 pub struct ProgressView {
     style: ProgressStyle,
     /// The verb in progress lines: `fetched` or `read`.
@@ -48,7 +48,7 @@ pub struct ProgressView {
     bars: MultiProgress,
     total: ProgressBar,
     state: Arc<Mutex<State>>,
-    /// Keeps the thread that writes progress lines alive. Dropping the sender ends the thread.
+    /// Dropping this sender ends the thread that writes progress lines.
     _ticker: Option<Sender<()>>,
 }
 

@@ -1,4 +1,4 @@
-//! The prompt of a one-shot call, from `--prompt` and standard input.
+//! Builds the prompt for one-shot mode from `--prompt` and standard input.
 
 use std::fs::File;
 use std::io::{IsTerminal, Read, Seek, stdin};
@@ -7,15 +7,16 @@ use anyhow::{Context, Result};
 
 use crate::error::Error;
 
-/// The maximum size of a prompt in bytes. A larger prompt does not fit in any context.
+/// The maximum size of standard input, in bytes. Longer text does not fit in any context.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// Returns the prompt of a one-shot call, or `None` for a chat.
+/// Returns the prompt for one-shot mode, or `None` for an interactive chat.
 ///
 /// Without `--prompt`, piped standard input is the prompt.
 /// With `--prompt` and `--stdin`, standard input is appended to the prompt.
-/// With `--prompt` alone, standard input is appended only if it is a file that nothing has been read from:
-/// - A pipe may never end, because a script or service may keep it open.
+/// With `--prompt` alone, standard input is appended only if it is a file from which nothing has been read.
+/// In other cases, it is ignored:
+/// - A pipe may never end, because a script or a service may keep it open.
 /// - A partly read file belongs to a surrounding loop, as in `while read ..; do inferno ..; done < list`.
 pub fn one_shot(prompt: Option<&str>, append_stdin: bool, raw: bool, json: bool) -> Result<Option<String>> {
     let missing = || Error::usage("no prompt given: use --prompt TEXT, or pipe one in");
@@ -46,7 +47,7 @@ fn read_stdin(raw: bool) -> Result<String> {
     if text.len() as u64 > MAX_BYTES {
         return Err(Error::usage("cannot use standard input: it is longer than any context"));
     }
-    // With --raw, keep the text unchanged. Otherwise drop the line break that `echo` adds.
+    // With --raw, keep the text unchanged. Otherwise, drop trailing line breaks, such as the one from `echo`.
     Ok(if raw { text } else { text.trim_end_matches(['\n', '\r']).to_string() })
 }
 

@@ -11,7 +11,7 @@ use crate::text::size;
 /// Delete partial downloads and files that no model uses
 #[derive(clap::Args)]
 pub struct Args {
-    /// Delete even if file locks do not work, as on some network disks; make sure no other inferno is running
+    /// Delete even if the filesystem does not support file locking; first make sure no other inferno is running
     #[arg(long)]
     force: bool,
 }
@@ -21,7 +21,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let mut freed_bytes = 0;
     for pruned in Hub::from_env()?.with_force(args.force).prune()? {
         if pruned.is_busy {
-            writeln!(out, "{}: skipped, another inferno process is using it", pruned.name)?;
+            writeln!(out, "{}: skipped because another inferno process is using it", pruned.name)?;
             continue;
         }
         let files = if pruned.files == 1 { "1 file".to_string() } else { format!("{} files", pruned.files) };

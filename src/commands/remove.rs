@@ -15,10 +15,10 @@ use crate::text::{short_commit, size};
 pub struct Args {
     /// Name of a model, or part of a name; NAME:Q4_K_M for one of several GGUF files
     model: String,
-    /// Delete only this branch, tag or commit; files shared with others are kept
+    /// Delete only this branch, tag or commit; files that other revisions use are kept
     #[arg(long, value_name = "REV")]
     revision: Option<String>,
-    /// Delete even if file locks do not work, as on some network disks; make sure no other inferno is running
+    /// Delete even if the filesystem does not support file locking; first make sure no other inferno is running
     #[arg(long)]
     force: bool,
 }
@@ -45,7 +45,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
 
 /// Asks for confirmation to delete the model `name`, because the user typed only `part` of the name.
 ///
-/// A script must pass the full name: on its next run, the same part could match a different model.
+/// A script must pass the full name, because the same part could match a different model on the next run.
 fn is_confirmed(part: &str, name: &str) -> Result<bool> {
     if !stdin().is_terminal() || !stderr().is_terminal() {
         let message = format!("'{part}' is only part of a name; to delete the model: inferno remove {name}");

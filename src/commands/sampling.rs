@@ -7,7 +7,7 @@ use crate::engine::SamplingParams;
 use crate::engine::sampling::{SAMPLING_FIELDS, SamplingField};
 use crate::error::Error;
 
-/// The sampling parameters that were set by flags, the environment, a resumed conversation or the configuration.
+/// The sampling parameters set by flags, the environment, a resumed conversation or the configuration file.
 pub struct SamplingArgs {
     values: Vec<(&'static SamplingField, String)>,
 }

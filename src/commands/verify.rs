@@ -21,7 +21,7 @@ pub struct Args {
     /// Fetch the files that are bad or missing
     #[arg(long)]
     repair: bool,
-    /// Print only the models that have bad files
+    /// Print only the models with bad, missing or unverifiable files
     #[arg(long, short)]
     quiet: bool,
 }
@@ -82,7 +82,7 @@ fn short_revision(checked: &VerifiedSnapshot) -> String {
     format!("({})", short_commit(&checked.revision))
 }
 
-/// Lists the files that are bad, missing or unknown, one per line.
+/// Lists every file that is not known to be good, one per line.
 fn bad_files(checked: &VerifiedSnapshot) -> String {
     let line = |(name, state): &(String, FileState)| {
         let state = match state {

@@ -1,4 +1,4 @@
-//! Conversations on disk. After a crash, `inferno play --resume` continues after the last complete turn.
+//! Conversations on disk. After a crash, `inferno play --resume` continues from the last complete turn.
 //!
 //! Each conversation is an append-only file with one JSON object per line.
 //! Each line is synced to disk before the user is prompted again.
@@ -17,7 +17,7 @@ use super::state_folder;
 use crate::chat::{Message, Role};
 use crate::error::Error;
 
-/// The version of the file format. Newer versions of inferno may write a higher version.
+/// The version of the file format. Newer versions of inferno may write a higher number.
 const VERSION: u32 = 1;
 
 #[derive(Serialize, Deserialize)]
@@ -41,7 +41,7 @@ enum Record {
     Turn {
         messages: Vec<Message>,
     },
-    /// All messages, after `/undo`, `/clear`, `/system` or `/regen`.
+    /// All messages. Written after `/undo`, `/clear`, `/system` or `/regen`.
     Messages {
         messages: Vec<Message>,
     },
@@ -53,7 +53,7 @@ pub struct SavedConversation {
     pub model: String,
     pub settings: SettingValues,
     pub messages: Vec<Message>,
-    /// A description of the first damaged line, if any. That line and all later lines are missing.
+    /// A description of the first damaged line, if any. That line and all later lines were skipped.
     pub damage: Option<String>,
 }
 
@@ -68,9 +68,9 @@ pub struct Journal {
     name: String,
     path: PathBuf,
     file: LockedFile,
-    /// The length of all complete lines in bytes.
+    /// The total length of all complete lines, in bytes.
     length: u64,
-    /// Whether the last write failed, so that part of the conversation is missing from the file.
+    /// Whether the last write failed. If so, part of the conversation is missing from the file.
     is_incomplete: bool,
 }
 
@@ -113,7 +113,7 @@ impl Journal {
                         let _ = fs::remove_file(&journal.path);
                         return Err(error);
                     }
-                    // Sync the folder as well: the new entry must survive a crash.
+                    // Also sync the folder, because the new directory entry must survive a crash.
                     let _ = File::open(&folder).and_then(|folder| folder.sync_all());
                     return Ok(Some(journal));
                 }
@@ -124,7 +124,7 @@ impl Journal {
         Ok(None)
     }
 
-    /// Opens a conversation to continue it. Without a name, opens the most recent one.
+    /// Opens a conversation to continue it. Without a name, opens the most recent resumable one.
     pub fn open(name: Option<&str>) -> Result<(Journal, SavedConversation)> {
         let (name, path) = find(name)?;
         let file = OpenOptions::new().read(true).append(true).open(&path);
@@ -132,11 +132,11 @@ impl Journal {
         let (mut saved, length) = read(&path)?;
         tracing::info!(path = %path.display(), messages = saved.messages.len(), "conversation");
         if let Some(damage) = &mut saved.damage {
-            // Keep a copy: the user may still recover something from it.
+            // Keep a copy, because the user may still be able to recover something from it.
             let copy = copy_damaged(&path).with_context(|| format!("{damage}; cannot make a backup copy"))?;
             damage.push_str(&format!("; skipped this line and all later lines; the backup is {}", copy.display()));
         }
-        // Remove a truncated last line. Otherwise, the next line would be appended to it.
+        // Remove everything from the first incomplete or damaged line on. Otherwise, the next line would follow it.
         file.set_len(length).with_context(|| format!("cannot write {}", path.display()))?;
         Ok((Journal { name, path, file, length, is_incomplete: false }, saved))
     }
@@ -198,7 +198,7 @@ impl Journal {
         if self.is_incomplete {
             self.file.set_len(self.length)?;
         }
-        // Use a single write, so that a reader sees only whole lines or a truncated last line, which it ignores.
+        // Write all lines at once. A reader then sees whole lines and at most one truncated line, which it ignores.
         if let Err(error) = self.file.write_all(lines).and_then(|()| self.file.sync_data()) {
             let _ = self.file.set_len(self.length);
             return Err(error);
@@ -222,7 +222,7 @@ pub fn names() -> Vec<String> {
         .filter_map(|entry| {
             let path = entry.ok()?.path();
             let name = path.file_name()?.to_str()?.strip_suffix(".jsonl")?.to_string();
-            // A crash during creation leaves an empty file.
+            // A crash during creation can leave an empty file.
             let metadata = path.metadata().ok().filter(|metadata| metadata.len() > 0)?;
             Some((metadata.modified().ok()?, name))
         })
@@ -265,7 +265,7 @@ fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
 
 /// Returns whether `--resume` without a name may choose this conversation.
 ///
-/// Skips a conversation that is open in another process, or that contains no questions and is not damaged.
+/// Returns false for a conversation that is open in another process, and for an undamaged one without questions.
 fn is_resumable(path: &Path) -> bool {
     !is_open(path) && read(path).map_or(true, |(saved, _)| saved.has_question() || saved.damage.is_some())
 }

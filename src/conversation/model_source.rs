@@ -1,4 +1,4 @@
-//! The source of the models for a chat.
+//! The interface through which a conversation finds and loads models.
 
 use anyhow::{Result, bail};
 
@@ -9,7 +9,7 @@ use crate::language::Language;
 
 /// Finds and loads models.
 ///
-/// The command line implements this trait, because conversations do not depend on flags or progress bars.
+/// The command line implements this trait, so conversations do not depend on flags or progress bars.
 pub trait ModelSource {
     /// Finds a model on this machine by its name or by a unique part of its name.
     fn find(&self, name: &str) -> Result<Snapshot>;
@@ -24,7 +24,7 @@ pub trait ModelSource {
 /// A loaded model with its settings.
 pub struct LoadedModel {
     pub engine: Engine,
-    /// The model's default sampling parameters, overridden by the requested settings.
+    /// The model's default sampling parameters, with requested settings applied.
     pub sampling: SamplingParams,
     /// Settings for this model from the configuration file.
     pub configured: SettingValues,

@@ -39,11 +39,11 @@ impl fmt::Display for Overflow {
     }
 }
 
-/// Returns the messages that fit the context, and the number of oldest messages that were dropped.
+/// Returns the messages that fit in the context, and the number of oldest messages that were dropped.
 ///
 /// `dropped_before` counts the messages dropped in earlier turns.
 /// Up to a quarter of the context is reserved for the answer.
-/// If messages must be dropped, drops more than needed, which leaves room for the next turns.
+/// If messages must be dropped, drops more than necessary to leave room for later turns.
 /// Otherwise, every turn would change the start of the prompt and require a prefill of the whole prompt.
 pub fn drop_oldest(
     messages: &[Message],
@@ -69,7 +69,7 @@ pub fn drop_oldest(
     Ok((visible, dropped))
 }
 
-/// Returns the messages for the model: the system prompt, then the dialog without its `dropped` oldest messages.
+/// Returns the messages to send: the system prompt, then the dialog without its `dropped` oldest messages.
 pub fn visible_messages(messages: &[Message], dropped: usize) -> Vec<Message> {
     let (instructions, dialog) = split_instructions(messages);
     [instructions, &dialog[dropped.min(dialog.len())..]].concat()
@@ -85,7 +85,7 @@ fn next_question(dialog: &[Message], index: usize) -> Option<usize> {
     (index + 1..dialog.len()).find(|&later| dialog[later].role == Role::User)
 }
 
-/// Returns a warning once 80 % of the context is used.
+/// Returns a warning once 80% of the context is used.
 pub fn warning(summary: &Summary, overflow: Overflow) -> Option<String> {
     let (used, context) = (summary.context_used, summary.context);
     let is_full = summary.finish_reason == FinishReason::Length && used >= context;
@@ -93,10 +93,10 @@ pub fn warning(summary: &Summary, overflow: Overflow) -> Option<String> {
         return None;
     }
     let percent = used * 100 / context.max(1);
-    let state = if is_full { "the context is full".to_string() } else { format!("{percent} % of the context is used") };
+    let state = if is_full { "the context is full".to_string() } else { format!("{percent}% of the context is used") };
     Some(match overflow {
         Overflow::Stop => {
-            format!("{state}: /clear starts over, /set overflow drop-oldest continues without the oldest messages")
+            format!("{state}: /clear starts over; /set overflow drop-oldest continues without the oldest messages")
         }
         Overflow::DropOldest => format!("{state}: the oldest messages will be dropped"),
     })

@@ -22,7 +22,7 @@ use crate::language::Language;
 /// Whether and where a conversation is recorded.
 pub enum Recording {
     Off,
-    /// Recording starts with the first answer, which creates the journal.
+    /// Recording starts with the first answer. The journal is created then.
     FromFirstAnswer,
     Journal(Journal),
 }
@@ -32,7 +32,7 @@ pub type OnDelta<'a> = dyn FnMut(&Delta) -> Result<()> + 'a;
 
 /// A conversation and the model that answers it.
 pub struct Session {
-    /// `None` only while [`Session::switch_model`] loads another model.
+    /// `None` only while [`Session::switch_model`] loads another model, and after it fails to load any model.
     engine: Option<Engine>,
     pub models: Rc<dyn ModelSource>,
     pub snapshot: Snapshot,
@@ -41,9 +41,9 @@ pub struct Session {
     pub requested: SettingValues,
     /// Settings for this model from the configuration file. Requested settings override them.
     pub configured: SettingValues,
-    /// Whether to continue texts without a chat format.
+    /// Whether to continue text as it is, without a chat format.
     pub raw: bool,
-    /// Whether to keep generating after the model's end-of-text token.
+    /// Whether to keep generating after a stop token.
     pub ignore_eos: bool,
     /// A flag that another thread sets to stop the current turn (Ctrl-C).
     pub cancel: Arc<AtomicBool>,
@@ -57,7 +57,7 @@ pub struct Session {
     ///
     /// A new date would change the start of the prompt and require a prefill of the whole conversation.
     date: String,
-    /// The number of turns so far. It changes the seed of each turn, so that `/regen` can answer differently.
+    /// The number of turns so far. It is added to the seed, so `/regen` can answer differently.
     turns: u64,
 }
 
@@ -109,9 +109,9 @@ impl Session {
         }
     }
 
-    /// Answers `text` with the attached files. `on_delta` receives each piece of text as it arrives.
+    /// Sends `text` and the attached files to the model. `on_delta` receives each piece of the answer as it arrives.
     ///
-    /// The conversation does not change on failure. It keeps the part of an interrupted answer that has arrived.
+    /// The conversation does not change on failure. If the answer is interrupted, the part that has arrived is kept.
     pub fn answer(&mut self, text: &str, on_delta: &mut OnDelta) -> Result<Turn> {
         let text = with_attachments(&self.attached, text);
         let turn = self.run_turn(self.messages.clone(), &text, on_delta)?;
@@ -119,9 +119,9 @@ impl Session {
         Ok(turn)
     }
 
-    /// Answers the last question again. The old answer stays on failure.
+    /// Answers the last question again. Keeps the old answer on failure.
     pub fn regenerate(&mut self, on_delta: &mut OnDelta) -> Result<Turn> {
-        let Some(question) = self.last_question() else { bail!("cannot answer again: no answer yet") };
+        let Some(question) = self.last_question() else { bail!("cannot answer again: no question yet") };
         let text = self.messages[question].content.clone();
         self.run_turn(self.messages[..question].to_vec(), &text, on_delta)
     }
@@ -171,7 +171,7 @@ impl Session {
         Ok(Turn { text: answer, reasoning, tokens, summary, notes })
     }
 
-    /// Returns the options of the next turn.
+    /// Returns the generation options for the next turn and counts the turn.
     fn next_options(&mut self) -> GenerateOptions {
         let mut sampling = self.settings.sampling.clone();
         sampling.seed = sampling.seed.wrapping_add(self.turns);
@@ -185,7 +185,7 @@ impl Session {
         }
     }
 
-    /// Returns the messages for the model. Adds a note if more messages were dropped.
+    /// Returns the messages to send to the model. Adds a note if more messages were dropped.
     fn fit_context(&mut self, messages: &[Message], notes: &mut Vec<String>) -> Result<Vec<Message>> {
         if self.settings.overflow == Overflow::Stop {
             return Ok(messages.to_vec());
@@ -194,13 +194,15 @@ impl Session {
         let (context, max_tokens) = (self.engine().context(), self.settings.max_tokens);
         let (visible, dropped) = overflow::drop_oldest(messages, self.dropped, context, max_tokens, &count_tokens)?;
         if dropped > self.dropped {
-            notes.push(format!("the oldest {dropped} messages no longer fit the context: the model does not see them"));
+            notes.push(format!(
+                "the oldest {dropped} messages no longer fit in the context: the model does not see them"
+            ));
         }
         self.dropped = dropped;
         Ok(visible)
     }
 
-    /// Returns whether a message with its attachments would fit the context of an empty conversation.
+    /// Returns whether a message and its attachments would fit in the context of an empty conversation.
     pub fn fits_alone(&self, text: &str) -> bool {
         let mut messages = visible_messages(&self.messages, usize::MAX);
         messages.push(Message::user(with_attachments(&self.attached, text)));
@@ -282,7 +284,7 @@ impl Session {
         self.snapshot = snapshot;
         self.engine = Some(loaded.engine);
         self.dropped = 0;
-        // The revision belongs to the old model.
+        // A requested revision applies only to the old model.
         self.requested.remove("revision");
         self.configured = loaded.configured;
         self.reset_settings(loaded.sampling);

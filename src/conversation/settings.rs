@@ -8,7 +8,7 @@ use crate::chat::ReasoningEffort;
 use crate::engine::SamplingParams;
 use crate::engine::sampling::{SAMPLING_FIELDS, SamplingField};
 
-/// Setting values by flag name, such as `temperature`. A repeatable flag has several values.
+/// Setting values by flag name, such as `temperature`. A repeatable flag can have several values.
 pub type SettingValues = BTreeMap<String, Vec<String>>;
 
 /// The names of the chat settings that are not sampling parameters.
@@ -109,7 +109,7 @@ impl ChatSettings {
 
 /// Converts the arguments of `/set NAME VALUE` to a flag name and its value.
 ///
-/// `reasoning show` and `reasoning hide` set `hide-reasoning`. Switches become `true` or `false`.
+/// `reasoning show` and `reasoning hide` set `hide-reasoning`. The value of a switch becomes `true` or `false`.
 pub fn normalize<'a>(name: &'a str, value: &str) -> Result<(&'a str, String), String> {
     Ok(match (name, value) {
         ("reasoning", "show") => ("hide-reasoning", "false".to_string()),

@@ -13,7 +13,7 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// Returns the statistics of the turn in one line:
+    /// Returns the statistics of the turn on one line. Example:
     /// `57 tokens · 31.2 tok/s (graph) · first token after 0.21 s · context 312 of 4096`.
     pub fn statistics(&self) -> String {
         let summary = &self.summary;

@@ -26,7 +26,7 @@ pub fn open(ordinal: usize) -> Result<Device> {
         return Err(Error::no_gpu(reason, "list the GPUs: nvidia-smi").into());
     }
     let device = CudaDevice::new_with_stream(ordinal).with_context(|| format!("cannot open GPU {ordinal}"))?;
-    // SAFETY: every tensor on this device is used and freed on its single stream.
+    // SAFETY: every tensor on this device is used and freed on the device's single stream.
     // Uploads run on another stream and record their own events.
     unsafe { device.disable_event_tracking() };
     keep_freed_memory(&device)?;
@@ -59,7 +59,7 @@ fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     Ok(())
 }
 
-/// Releases this process's unused GPU memory, then returns [`info`].
+/// Returns this process's unused GPU memory to the driver, then returns [`info`].
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     if let Device::Cuda(cuda) = device {
         let stream = cuda.cuda_stream();

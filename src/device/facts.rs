@@ -48,7 +48,7 @@ impl GpuFacts {
 }
 
 impl GpuState {
-    /// Parses a line of nvidia-smi output with the fields of [`GpuFacts::state`]. Unknown values are `[N/A]`.
+    /// Parses a line of nvidia-smi output that has the fields of [`GpuFacts::state`]. Unknown values are `[N/A]`.
     fn parse(line: &str) -> Option<Self> {
         let fields: Vec<&str> = line.trim().split(',').map(str::trim).collect();
         let [driver, numbers @ ..] = fields.as_slice() else { return None };

@@ -14,7 +14,7 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
-    /// Returns the CPU's thread count, and its memory if /proc/meminfo exists.
+    /// Describes the CPU: its number of threads, and the system memory if /proc/meminfo exists.
     pub fn cpu() -> Self {
         let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let bytes = |field: &str| {

@@ -1,15 +1,16 @@
 //! Loads NVIDIA's libraries on the first use of a GPU. docs/nvidia-libraries.md explains why and lists alternatives.
 //!
-//! candle links against these libraries, so the system would load them before `main`. `inferno --help` would wait 80 ms
-//! for cuBLAS. Without a driver, the program could not even start to report the problem.
+//! candle links against these libraries, so the system would load them before `main`.
+//! `inferno --help` would then wait 80 ms for cuBLAS.
+//! Without a driver, the program could not even start to report the problem.
 //!
-//! This file therefore defines every function that candle and our kernels call in these libraries.
+//! This file therefore defines every function of these libraries that candle and inferno call.
 //! Each definition jumps to an address that [`load`] looks up.
 //!
 //! The linker prefers these definitions over the libraries' own.
-//! rustc passes `--as-needed`, so the linker drops a library that then provides no function.
+//! rustc passes `--as-needed`, so the linker drops a library if the program uses none of its functions.
 //!
-//! A call to a function that is not listed below still works, but it links the library again.
+//! A call to a library function that is not listed below still works, but it makes the linker link the library again.
 //! The test `starting_loads_none_of_nvidias_libraries` detects such calls.
 //! Debug builds with GNU ld always link the libraries, because GNU ld also counts calls in unreachable code.
 
@@ -22,7 +23,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use libloading::Library;
 
-/// The address of a library function. It is valid after [`load`].
+/// The address of a library function. It is valid after [`load`] has succeeded.
 type Address = AtomicPtr<c_void>;
 
 /// The file name of a library, with the names and addresses of its functions.
@@ -78,7 +79,8 @@ fn load_library((file, functions): &LibraryTable) -> Result<(), LoadError> {
     Ok(())
 }
 
-/// Opens a library through the system's loader, or else in other common directories. The error is the loader's message.
+/// Opens a library with the system's loader. If the loader does not find it, tries other common directories.
+/// The error is the loader's message.
 fn open(file: &str) -> Result<Library, String> {
     let open = |path: &OsStr| {
         // SAFETY: the initializers of NVIDIA's libraries have no preconditions.
@@ -125,7 +127,7 @@ macro_rules! libraries {
             )+)+
         }
 
-        /// The functions that candle calls. Each one is a plain jump, so arguments and results pass through unchanged.
+        /// The listed functions. Each one is a plain jump, so arguments and results pass through unchanged.
         #[allow(non_snake_case)]
         mod jumps {
             $($(
@@ -169,7 +171,7 @@ libraries! {
     concat!("libcublas.so.", env!("INFERNO_CUDA_MAJOR")) =>
         cublasCreate_v2 cublasDestroy_v2 cublasDgemmStridedBatched cublasGemmEx cublasGemmStridedBatchedEx
         cublasSetStream_v2;
-    // CUDA 12 and CUDA 13 contain the same version of cuRAND.
+    // CUDA 12 and CUDA 13 contain the same major version of cuRAND.
     "libcurand.so.10" =>
         curandCreateGenerator curandDestroyGenerator curandSetPseudoRandomGeneratorSeed curandSetStream;
 }

@@ -68,7 +68,7 @@ fn open_cuda(_: usize) -> Result<Device> {
     Err(crate::error::Error::no_gpu("this build of inferno has no GPU support", next).into())
 }
 
-/// Returns whether a GPU allocation failed. Only the name of the driver's error identifies this case.
+/// Returns whether the error means that a GPU allocation failed. Only the name of the driver's error shows this.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }
@@ -96,7 +96,7 @@ pub fn info(_: &Device) -> Result<DeviceInfo> {
     Ok(DeviceInfo::cpu())
 }
 
-/// Releases this process's unused GPU memory, then returns [`info`].
+/// Returns this process's unused GPU memory to the driver, then returns [`info`].
 #[cfg(not(feature = "cuda"))]
 pub fn info_after_trim(device: &Device) -> Result<DeviceInfo> {
     info(device)

@@ -1,6 +1,6 @@
-//! The loop of the engine thread: plan, step, deliver. Only this thread uses the model.
+//! The engine thread's loop: plan, step, deliver. Only this thread uses the model.
 //!
-//! Requests run one at a time, in the order of submission.
+//! Requests run one at a time, in submission order.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -35,9 +35,9 @@ enum Job {
     Call(RunnerCall),
 }
 
-/// The action of the next step.
+/// The action that the engine loop performs next.
 enum Plan {
-    /// Find the longest prefix of the prompt in the KV cache.
+    /// Reuse the longest prefix of the prompt that is already in the KV cache.
     Start,
     /// Prefill this part of the prompt.
     Prefill(Range<usize>),

@@ -47,7 +47,7 @@ impl EngineHandle {
 
     /// Queues a request and returns its event stream.
     ///
-    /// Requests run in the order of submission. A prompt prefix that is already in the KV cache is reused.
+    /// Requests run in submission order. A prompt prefix that is already in the KV cache is reused.
     ///
     /// Fails if the prompt is empty, or if the chat format cannot render the conversation.
     /// Fails with [`Error::ContextFull`] if the prompt leaves no room for an answer.
@@ -130,7 +130,7 @@ impl EngineHandle {
         &self.shared.language.tokenizer
     }
 
-    /// Returns the sampling defaults from generation_config.json, or greedy sampling if it has none.
+    /// Returns the sampling defaults of the model, or greedy sampling if it has none.
     pub fn defaults(&self) -> &SamplingParams {
         &self.shared.defaults
     }
@@ -150,7 +150,7 @@ impl EngineHandle {
         &self.shared.device
     }
 
-    /// Returns how decode steps run. See [`ModelInfo::executor`].
+    /// Returns the executor of decode steps: `graph` or `eager`. See [`ModelInfo::executor`].
     pub fn executor(&self) -> &'static str {
         self.shared.info.executor
     }
@@ -181,10 +181,10 @@ impl EngineHandle {
             // The send fails only if the caller no longer waits for the result.
             let _ = sender.send(call(runner));
         })))?;
-        result.recv().map_err(|_| anyhow!("the engine stopped"))
+        result.recv().map_err(|_| anyhow!("the engine stopped before the call returned"))
     }
 
-    /// Returns `count` random token ids that depend only on `seed`.
+    /// Returns `count` random token ids. The same seed always gives the same ids for a model.
     pub fn random_tokens(&self, seed: u64, count: usize) -> Vec<u32> {
         let vocab_size = self.info().vocab_size as f64;
         (0..count as u64).map(|index| (uniform(seed, index) * vocab_size) as u32).collect()

@@ -10,7 +10,7 @@ use crate::runner::EagerReason;
 /// Properties of a loaded model.
 #[derive(Clone, Debug)]
 pub struct ModelInfo {
-    /// The value of `model_type` in config.json.
+    /// The model family, named as in the `model_type` field of config.json.
     pub family: &'static str,
     /// The quantization format, such as `mxfp4` or `Q4_K_M`. `None` for unquantized weights.
     pub quantization: Option<String>,
@@ -20,13 +20,13 @@ pub struct ModelInfo {
     pub vocab_size: usize,
     /// The longest context that the model supports, in tokens.
     pub max_context: usize,
-    /// The context length that was allocated, in tokens.
+    /// The context length for which the KV cache is allocated, in tokens.
     pub context: usize,
     /// The dtype of activations.
     pub dtype: DType,
     /// The attention kernel for prefill and eager decode. The decode graph uses its own kernel.
     pub attention: AttentionBackend,
-    /// How decode steps run: `graph` (a CUDA graph of fused kernels) or `eager` (one operation at a time).
+    /// The executor of decode steps: `graph` (a CUDA graph of fused kernels) or `eager` (one operation at a time).
     pub executor: &'static str,
     /// Why decode does not use a CUDA graph. `None` if it does.
     pub eager_reason: Option<EagerReason>,
@@ -40,7 +40,7 @@ pub struct ModelInfo {
 
 /// Load times in seconds.
 ///
-/// The tokenizer loads in parallel with the weights, so the parts can add up to more than the total.
+/// The tokenizer and the weights load in parallel, so the individual times can add up to more than the total.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct LoadTimes {
     /// Time to read config.json and the weight headers.

@@ -25,7 +25,7 @@ pub struct LoadOptions<'o> {
     pub device: DeviceChoice,
     /// The dtype of activations. `None` selects bf16 on a GPU and f32 on a CPU.
     pub dtype: Option<DType>,
-    /// The context length in tokens. `None` selects as many as fit in memory, up to 32,768.
+    /// The context length in tokens. `None` selects the longest context that fits in memory, up to 32,768.
     pub context: Option<usize>,
     /// The prefill chunk size in tokens. `None` selects the fastest size that fits in memory.
     pub chunk: Option<usize>,
@@ -35,11 +35,11 @@ pub struct LoadOptions<'o> {
     pub eager: bool,
     /// The attention kernel for prefill and eager decode on a GPU.
     pub attention: AttentionBackend,
-    /// A callback that receives the bytes loaded so far and the total bytes.
+    /// A progress callback. Its arguments are the number of bytes loaded so far and the total number of bytes.
     pub progress: &'o dyn Fn(u64, u64),
     /// A callback that runs once the device is open.
     pub on_device: &'o dyn Fn(&DeviceInfo),
-    /// A check of the tokenizer and chat format, run while the weights load. If it fails, loading fails.
+    /// A function that checks the tokenizer and chat format while the weights load. If it fails, loading fails.
     pub check_language: &'o (dyn Fn(&Language) -> Result<()> + Sync),
 }
 
@@ -89,7 +89,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<LoadedModel> {
         let model = load_onto_device(&config, &checkpoint, options, &is_refused, &mut times);
         (language.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), model)
     });
-    // If both failed, report the error in the snapshot, not the device error.
+    // If both failed, report the language error. The other error may only say that loading was canceled.
     let (language, tokenizer_s) = language?;
     times.tokenizer_s = tokenizer_s;
     let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes } = model?;
@@ -146,7 +146,7 @@ struct OnDevice {
     cache_bytes: u64,
 }
 
-/// Loads the weights and allocates the KV cache. Stops early if the language check has already failed.
+/// Loads the weights and allocates the KV cache. Stops early if the tokenizer or chat format was already rejected.
 fn load_onto_device(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
@@ -172,7 +172,7 @@ fn load_onto_device(
 
     let allocated = allocate(config, checkpoint, options, (&device, dtype), (&plan, capacity), times);
     let (runner, attention) = allocated.map_err(|error| match device::is_out_of_memory(&error) {
-        // Another process may have allocated memory since the check. Keep the failed allocation in the message.
+        // Another process may have allocated memory since the check. Keep the original error as the cause.
         true => {
             let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
             error.context(plan.out_of_memory(capacity.context, &device_info))
@@ -183,7 +183,7 @@ fn load_onto_device(
     Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes })
 }
 
-/// Builds the decoder, the KV cache and the decode graph. Also returns the selected attention kernel.
+/// Builds the decoder, the KV cache and the decode graph. Returns the runner and the selected attention kernel.
 fn allocate(
     config: &ModelConfig,
     checkpoint: &Checkpoint,

@@ -1,6 +1,6 @@
-//! Computes the memory that a model needs from its config and weight headers.
+//! Uses a model's config and weight headers to compute how much memory the model needs.
 //!
-//! Loading checks this before it allocates memory. `inferno show` reports it before a download.
+//! The loader checks that the model fits before it allocates memory. `inferno show` reports the size before a download.
 
 use anyhow::Result;
 use candle_core::DType;
@@ -43,7 +43,7 @@ impl DeviceKind {
 /// The memory requirements of a model as a function of its [`Capacity`].
 pub struct MemoryPlan {
     weight_bytes: u64,
-    /// Extra bytes needed during loading, for the experts of one layer in their new layout.
+    /// Extra bytes needed during loading, to repack or stack the experts of one layer.
     /// They are freed before the KV cache is allocated.
     loading_bytes: u64,
     /// Extra bytes needed during a forward pass, for the dequantized experts of one layer.
@@ -57,7 +57,7 @@ pub struct MemoryPlan {
     default_context: usize,
 }
 
-/// The sizes for which a KV cache is allocated.
+/// The context length and chunk size for which memory is allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Capacity {
     /// The context length in tokens.
@@ -123,12 +123,13 @@ impl MemoryPlan {
         kv_cache::bytes(&self.layers, capacity.context, capacity.chunk, self.dtype)
     }
 
-    /// Returns the bytes needed to run one chunk: activations and dequantized experts.
+    /// Returns the number of bytes needed to run one chunk, for activations and dequantized experts.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
         (WORKSPACE_BYTES + capacity.chunk as u64 * WORKSPACE_BYTES_PER_TOKEN).saturating_add(self.unpacked_bytes)
     }
 
-    /// Returns the KV cache bytes per 1,000 tokens of context, and the fixed bytes of sliding-window layers.
+    /// Returns the KV cache size of the full-attention layers, in bytes per 1,000 tokens of context.
+    /// The second value is the fixed size of the sliding-window layers, in bytes.
     pub fn cache_growth(&self, chunk: usize) -> (u64, u64) {
         let (sliding, full): (Vec<LayerSpec>, Vec<LayerSpec>) =
             self.layers.iter().partition(|layer| layer.window.is_some());
@@ -147,7 +148,7 @@ impl MemoryPlan {
         Capacity { context, chunk: self.chunks.last().copied().unwrap_or(context).min(context) }
     }
 
-    /// Returns the default context length, assuming enough memory.
+    /// Returns the default context length for a device that has enough memory.
     pub fn default_context(&self) -> usize {
         self.max_context.min(self.default_context).min(DEFAULT_CONTEXT)
     }
@@ -167,7 +168,7 @@ impl MemoryPlan {
         Some(fitting)
     }
 
-    /// Returns whether the model fits on the device. Always true if the device's memory size is unknown.
+    /// Returns whether the model fits in the free memory of the device. Always true if the total memory is unknown.
     fn fits(&self, capacity: Capacity, device: &DeviceInfo) -> bool {
         device.total_bytes == 0 || self.bytes(capacity) <= device.free_bytes
     }
@@ -180,7 +181,7 @@ impl MemoryPlan {
 
     /// Chooses the capacity for the requested context, or for the default context if none is requested.
     ///
-    /// If memory is short, the chunk size is reduced before the default context.
+    /// If memory is short, reduces the chunk size first, then the default context. Never reduces a requested context.
     pub fn choose(&self, requested: Option<usize>, device: &DeviceInfo) -> Result<Capacity> {
         let Some(context) = self.check_context(requested)? else {
             let default = self.default_context();
@@ -198,7 +199,7 @@ impl MemoryPlan {
             Some(0) => "cannot load a model with --context 0: use --context 1 or more".into(),
             Some(context) if context > self.max_context => {
                 let limit = self.max_context;
-                format!("cannot load with --context {context}: this model supports at most {limit} tokens")
+                format!("cannot load the model with --context {context}: it supports at most {limit} tokens")
             }
             _ => return Ok(requested),
         };

@@ -1,4 +1,4 @@
-//! Runs a model on its own thread and serves requests.
+//! Runs a model on a dedicated thread and serves requests.
 //!
 //! [`Engine`] loads a model and owns the engine thread. Clients submit a [`Request`] through an [`EngineHandle`].
 //! They receive the answer as events from a [`RequestStream`].
@@ -132,7 +132,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the context length in tokens. The default is as many as fit in memory, up to 32,768.
+    /// Sets the context length in tokens. The default is the longest context that fits in memory, up to 32,768.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self
@@ -150,7 +150,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Runs decode steps one operation at a time, even if a CUDA graph could run them.
+    /// Sets whether decode steps run one operation at a time, even if a CUDA graph could run them.
     pub fn eager(mut self, eager: bool) -> Self {
         self.options.eager = eager;
         self
@@ -162,7 +162,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets a callback that receives the bytes loaded so far and the total bytes.
+    /// Sets a progress callback. Its arguments are the number of bytes loaded so far and the total number of bytes.
     pub fn progress(mut self, progress: &'o dyn Fn(u64, u64)) -> Self {
         self.options.progress = progress;
         self
@@ -174,7 +174,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets a check of the tokenizer and chat format, run while the weights load. If it fails, loading fails.
+    /// Sets a function that checks the tokenizer and chat format while the weights load. If it fails, loading fails.
     pub fn check_language(mut self, check: &'o (dyn Fn(&Language) -> Result<()> + Sync)) -> Self {
         self.options.check_language = check;
         self

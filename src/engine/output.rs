@@ -1,4 +1,4 @@
-//! Converts generated tokens to text on the client's thread and ends the answer at a stop string.
+//! Converts generated tokens to text on the client's thread. Ends the answer at the first stop string.
 
 use std::sync::Arc;
 
@@ -76,7 +76,7 @@ impl Output {
         }
     }
 
-    /// Returns how often the model violated its chat format.
+    /// Returns how many times the model violated its chat format.
     pub fn format_violations(&self) -> usize {
         match &self.reader {
             Reader::Chat(parser) => parser.format_violations(),
@@ -84,7 +84,7 @@ impl Output {
         }
     }
 
-    /// Searches the answer for stop strings. Other channels pass through unchanged.
+    /// Ends the answer text at the first stop string. Other channels pass through unchanged.
     fn until_stop(&mut self, deltas: Vec<Delta>) -> Vec<Delta> {
         let mut passed = Vec::new();
         for delta in deltas {

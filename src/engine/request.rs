@@ -19,9 +19,9 @@ pub struct Request {
 /// The input of a generation.
 #[derive(Clone, Debug)]
 pub enum Prompt {
-    /// A conversation, rendered in the model's chat format. Fails if the model has none.
+    /// A conversation, rendered in the model's chat format. Submitting it fails if the model has no chat format.
     Chat { messages: Vec<Message>, render: RenderOptions },
-    /// A text to continue, without a chat format. All generated text is the answer.
+    /// A text to continue, without a chat format. All generated text belongs to the answer.
     Text(String),
     /// Token ids to continue.
     Ids(Vec<u32>),
@@ -66,7 +66,7 @@ impl Request {
     }
 }
 
-/// Options for sampling an answer and for ending it.
+/// Options that control how an answer is sampled and when it ends.
 ///
 /// [`EngineHandle::defaults`](super::EngineHandle::defaults) returns the model's sampling defaults.
 #[derive(Clone, Debug)]
@@ -76,9 +76,9 @@ pub struct GenerateOptions {
     pub max_tokens: Option<usize>,
     /// Strings that end the answer. The answer does not include them.
     pub stop: Vec<String>,
-    /// Whether to continue after the model's stop token, for benchmarks.
+    /// Whether to keep generating after a stop token. Benchmarks set this.
     pub ignore_eos: bool,
-    /// A flag that cancels the request at the next token or prompt chunk. Another thread sets it, such as on Ctrl-C.
+    /// A flag that another thread can set, for example on Ctrl-C. The request ends at the next token or prompt chunk.
     pub cancel: Option<Arc<AtomicBool>>,
 }
 

@@ -1,7 +1,8 @@
 //! Samples a token from logits: penalties, temperature, top-k, top-p and min-p, then a random draw.
 //!
 //! The order is the same as in transformers.
-//! The draw depends only on the seed and the number of earlier draws, so the same seed gives the same text.
+//! Each random number depends only on the seed and the number of earlier draws.
+//! The same seed and prompt therefore give the same text.
 
 use std::collections::HashMap;
 
@@ -13,7 +14,7 @@ use crate::runner::ChooseToken;
 /// The sampler of one generation.
 pub struct Sampler {
     params: SamplingParams,
-    /// How often each token was generated. Tokens that occur only in the prompt have 0.
+    /// The number of times that each token was generated. Tokens that occur only in the prompt map to 0.
     seen: HashMap<u32, u32>,
     /// The number of random draws so far.
     draws: u64,
@@ -39,9 +40,10 @@ impl Sampler {
         repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
     }
 
-    /// Returns the state that lets the GPU sampling kernel continue this generation. `None` means greedy sampling.
+    /// Returns the state that the GPU sampling kernel needs to continue this generation.
     ///
-    /// With penalties, the second value is a list \[V\] with one entry per token.
+    /// Returns `None` for greedy sampling without penalties.
+    /// If any penalty applies, the second value \[V\] has one entry per token of the vocabulary.
     /// An entry is 0 for an unseen token, otherwise 1 plus the number of times the token was generated.
     #[cfg(feature = "cuda")]
     pub fn on_device(&self, vocab_size: usize) -> Option<(SamplingKernelParams, Option<Vec<u32>>)> {
@@ -123,7 +125,7 @@ pub struct Candidate {
     pub weight: f64,
 }
 
-/// Returns the candidates that remain after temperature, top-k, top-p and min-p.
+/// Applies temperature, top-k, top-p and min-p. Returns the candidates that remain.
 ///
 /// If top-k or top-p applies, the candidates are sorted by descending weight.
 pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
@@ -164,7 +166,7 @@ fn keep_top_k(candidates: &mut Vec<Candidate>, count: usize) {
 /// Keeps the smallest set of most likely tokens whose probabilities sum to at least `p`. The set is never empty.
 ///
 /// A vocabulary can have 200,000 tokens, but the kept set usually has only a few dozen.
-/// This function therefore sorts the top 64 first and multiplies that number by 8 until the sum is reached.
+/// This function therefore sorts only the top 64 at first, then 8 times as many until the sum is reached.
 fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     let target = p * candidates.iter().map(|c| c.weight).sum::<f64>();
     let mut head = 64.min(candidates.len());
@@ -186,7 +188,7 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     }
 }
 
-/// Returns the most likely token. The lowest id wins a tie, and NaN never wins.
+/// Returns the id of the highest logit. The lowest id wins a tie, and a NaN never beats a number.
 pub fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, &logit) in logits.iter().enumerate() {
@@ -207,7 +209,7 @@ pub(super) fn uniform(seed: u64, counter: u64) -> f64 {
         z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
         z ^ (z >> 31)
     };
-    // Mix the seed first. Otherwise, neighboring seeds would give the same sequence shifted by one.
+    // Mix the seed first. Otherwise, two seeds that differ by `GOLDEN` would give the same sequence shifted by one.
     let start = mix(seed.wrapping_add(GOLDEN));
     let bits = mix(start.wrapping_add(counter.wrapping_add(1).wrapping_mul(GOLDEN)));
     (bits >> 11) as f64 / (1u64 << 53) as f64

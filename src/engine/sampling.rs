@@ -2,9 +2,9 @@
 //!
 //! Each row of the table defines, for one parameter:
 //!
-//! - the flag of `inferno play` and its help text
+//! - the `inferno play` flag and its help text
 //! - the accepted range
-//! - the setting in a chat
+//! - the name for `/set` in a chat
 //! - the key in `config.toml` and in journals
 //! - the environment variable and the JSON field
 //!
@@ -32,7 +32,7 @@ macro_rules! sampling_table {
         }
 
         impl SamplingParams {
-            /// Returns the parameters of greedy sampling, where each parameter has its neutral value.
+            /// Returns the parameters of greedy sampling. Every parameter has its neutral value.
             pub fn greedy() -> Self {
                 Self { $($field: $neutral,)* }
             }
@@ -65,15 +65,15 @@ sampling_table! {
     temperature: f32, "temperature" "X", neutral: 0.0, range: 0.0..=100.0, generation_config: WhenSampling,
     help: "Sampling temperature; 0 always selects the most likely token";
 
-    /// The number of top tokens to consider. 0 considers all tokens.
+    /// The number of most likely tokens to sample from. 0 keeps all tokens.
     top_k: usize, "top-k" "K", neutral: 0, range: 0..=usize::MAX, generation_config: WhenSampling,
     help: "Sample only from the K most likely tokens; 0 for all";
 
-    /// The cumulative probability of the top tokens to consider. 1 considers all tokens.
+    /// The cumulative probability of the most likely tokens to sample from. 1 keeps all tokens.
     top_p: f32, "top-p" "P", neutral: 1.0, range: 0.0..=1.0, generation_config: WhenSampling,
     help: "Sample only from the top tokens with a cumulative probability of P";
 
-    /// The minimum probability of a token, relative to the most likely token. 0 considers all tokens.
+    /// The minimum probability of a token, relative to the most likely token. 0 keeps all tokens.
     min_p: f32, "min-p" "P", neutral: 0.0, range: 0.0..=1.0, generation_config: WhenSampling,
     help: "Minimum probability of a token relative to the most likely token";
 
@@ -89,22 +89,22 @@ sampling_table! {
     presence_penalty: f32, "presence-penalty" "X", neutral: 0.0, range: -100.0..=100.0, generation_config: Never,
     help: "Penalty on a token that was generated at least once; 0 for none";
 
-    /// The seed of the random draws. The same seed gives the same tokens.
+    /// The seed of the random number generator. The same seed gives the same tokens.
     seed: u64, "seed" "SEED", neutral: 0, range: 0..=u64::MAX, generation_config: Never,
     help: "Random seed; the same seed gives the same text [default: random]";
 }
 
 /// One row of the table: a sampling parameter with its names and valid range.
 pub struct SamplingField {
-    /// The field name in [`SamplingParams`], in JSON and in generation_config.json, such as `top_p`.
+    /// The field name, such as `top_p`. [`SamplingParams`], JSON output and generation_config.json use it.
     pub name: &'static str,
-    /// The name of the flag, also used in `/set`, `config.toml` and journals, such as `top-p`.
+    /// The name of the flag, such as `top-p`. `/set`, `config.toml` and journals use the same name.
     pub flag: &'static str,
     /// The placeholder for the value in `--help`, such as `P` in `--top-p <P>`.
     pub value_name: &'static str,
     /// The description of the flag in `--help`.
     pub help: &'static str,
-    /// When generation_config.json sets this parameter.
+    /// Whether generation_config.json can set this parameter.
     pub generation_config: GenerationConfigUse,
     expected: fn() -> String,
     is_valid: fn(&SamplingParams) -> bool,
@@ -113,7 +113,7 @@ pub struct SamplingField {
     set_json: fn(&mut SamplingParams, &Value),
 }
 
-/// When a model's generation_config.json sets a parameter.
+/// Whether a model's generation_config.json can set a parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GenerationConfigUse {
     Always,
@@ -133,7 +133,7 @@ impl SamplingField {
         (self.get)(params)
     }
 
-    /// Sets this parameter from text. The error describes the valid range: `expected a number from 0 to 1`.
+    /// Sets this parameter from text. The error describes the valid range, such as `expected a number from 0 to 1`.
     pub fn set(&self, params: &mut SamplingParams, text: &str) -> Result<(), String> {
         (self.set_text)(params, text)
     }
@@ -150,7 +150,8 @@ impl SamplingParams {
 
     /// Reads a model's sampling defaults from generation_config.json. JSON null gives greedy sampling.
     ///
-    /// Without `"do_sample": true`, the defaults are greedy, as in transformers.
+    /// Without `"do_sample": true`, the result is greedy sampling, as in transformers.
+    /// The repetition penalty applies in both cases.
     pub fn from_generation_config(generation_config: &Value) -> Self {
         let is_sampling = generation_config["do_sample"].as_bool() == Some(true);
         let mut params = Self::greedy();
@@ -208,7 +209,7 @@ impl FieldType for u64 {
     }
 }
 
-/// Formats a range for an error message: `expected a number from 0 to 1`.
+/// Formats a range for an error message, such as `expected a number from 0 to 1`.
 fn expected<T: FieldType>(range: &RangeInclusive<T>) -> String {
     match T::UNBOUNDED {
         Some(unbounded) if *range.end() == unbounded => format!("expected {}, {} or more", T::KIND, range.start()),

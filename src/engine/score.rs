@@ -1,4 +1,4 @@
-//! Scores known tokens with a model: logits and negative log-likelihoods.
+//! Scores given tokens with a model. Returns their logits or negative log-likelihoods.
 
 use anyhow::{Result, bail};
 use candle_core::{D, DType, Tensor};
@@ -6,7 +6,7 @@ use candle_core::{D, DType, Tensor};
 use super::handle::EngineHandle;
 use crate::runner::Runner;
 
-/// The number of logit rows computed at once. Each row has one f32 per vocabulary entry.
+/// The maximum number of logit rows computed at once. Each row has one f32 per vocabulary entry.
 const LOGITS_ROWS: usize = 256;
 
 impl EngineHandle {
@@ -21,7 +21,7 @@ impl EngineHandle {
     /// Returns the negative log-likelihood, in nats, of each token after the first, given the preceding tokens.
     ///
     /// A text longer than the context is split into windows that overlap by half.
-    /// After the first window, each token is scored with at least half a context before it.
+    /// Each token after the first window has at least half a context of preceding tokens.
     pub fn negative_log_likelihood(&self, ids: &[u32]) -> Result<Vec<f32>> {
         let vocab_size = self.info().vocab_size;
         if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {

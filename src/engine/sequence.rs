@@ -13,11 +13,11 @@ use super::sampler::Sampler;
 /// A message from the engine thread to the client of a sequence.
 #[derive(Debug)]
 pub enum SequenceEvent {
-    /// The prefill has started, after the tokens reused from the KV cache.
+    /// The prefill has started. It skips the tokens that are already in the KV cache.
     Started {
         cached_tokens: usize,
     },
-    /// A generated token, with the time of its generation.
+    /// A generated token and the time at which it was generated.
     Token {
         id: u32,
         at: Instant,
@@ -37,7 +37,7 @@ pub struct Sequence {
     pub sampler: Sampler,
     max_tokens: Option<usize>,
     ignore_eos: bool,
-    /// The caller's cancel flag. Closing the channel also cancels the sequence.
+    /// The caller's cancel flag. Closing the event channel also cancels the sequence.
     cancel: Option<Arc<AtomicBool>>,
     events: UnboundedSender<SequenceEvent>,
 }
@@ -71,13 +71,13 @@ impl Sequence {
         self.prefilled.is_none()
     }
 
-    /// Starts the prefill after the first `cached_tokens` tokens of the prompt.
+    /// Starts the prefill. It skips the first `cached_tokens` tokens of the prompt.
     pub fn start(&mut self, cached_tokens: usize) {
         self.prefilled = Some(cached_tokens);
         self.send(SequenceEvent::Started { cached_tokens });
     }
 
-    /// Returns the next part of the prompt, at most `limit` tokens. `None` once the prefill is complete.
+    /// Returns the range of the next chunk, at most `limit` tokens. Returns `None` once the prefill is complete.
     pub fn next_chunk(&self, limit: usize) -> Option<Range<usize>> {
         let start = self.prefilled.unwrap_or(0);
         (start < self.prompt.len()).then(|| start..self.prompt.len().min(start + limit))

@@ -1,4 +1,4 @@
-//! Counters of the engine, readable from any thread.
+//! Engine counters that any thread can read.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -11,7 +11,7 @@ pub struct EngineStats {
     pub running: u64,
     /// Requests that have ended for any reason.
     pub ended: u64,
-    /// Requests ended by the client: canceled, dropped, or stopped at a stop string.
+    /// Requests that the client ended: canceled, dropped, or stopped at a stop string.
     pub canceled: u64,
     /// Requests that ended with an error.
     pub failed: u64,

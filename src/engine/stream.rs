@@ -19,9 +19,9 @@ use crate::chat::{Channel, Delta, ToolCall};
 /// An event of a generation.
 #[derive(Clone, Debug)]
 pub enum Event {
-    /// A generated token, with the text that it completes, if any.
+    /// A generated token and the text that it completes, if any.
     Token { id: u32, deltas: Vec<Delta> },
-    /// The end of the generation, with any held-back text and a summary.
+    /// The end of the generation. Contains any text that was held back, and a summary.
     End { deltas: Vec<Delta>, summary: Box<Summary> },
 }
 
@@ -70,22 +70,22 @@ pub struct Summary {
     pub completion_tokens: usize,
     /// Time to first token, in seconds.
     pub ttft_s: f64,
-    /// Decode speed in tokens per second, or 0 for fewer than two tokens.
+    /// Decode speed in tokens per second, or 0 if fewer than two tokens were generated.
     pub tok_per_s: f64,
-    /// Tokens of the prompt and the answer.
+    /// The number of tokens in the prompt and the completion together.
     pub context_used: usize,
     /// Context length in tokens.
     pub context: usize,
-    /// How decode steps ran. See [`EngineHandle::executor`](super::EngineHandle::executor).
+    /// The executor of the decode steps. See [`EngineHandle::executor`](super::EngineHandle::executor).
     pub executor: &'static str,
     pub tool_calls: Vec<ToolCall>,
-    /// How often the model violated its chat format.
+    /// The number of times the model violated its chat format.
     pub format_violations: usize,
 }
 
 /// The events of one request, returned by [`EngineHandle::submit`](super::EngineHandle::submit).
 ///
-/// A `for` loop over the stream, or over a mutable reference to it, blocks until the next event.
+/// A `for` loop over the stream, or over a mutable reference to it, blocks until each event arrives.
 /// The [`Stream`] implementation yields the same events in any async runtime.
 /// The type does not implement `Iterator`, because `next()` would be ambiguous in async code.
 ///
@@ -134,7 +134,7 @@ impl RequestStream {
 
     /// Waits for the next event. Returns `None` after the end or an error.
     ///
-    /// Panics inside a tokio task, which must not block. Use the [`Stream`] implementation there.
+    /// Panics if called in a tokio task, which must not block. Use the [`Stream`] implementation there.
     pub fn next_blocking(&mut self) -> Option<Result<Event>> {
         loop {
             if let Some(end) = self.end_if_finished() {

@@ -1,15 +1,16 @@
 //! The Hugging Face cache layout on disk, used for inferno's own cache and for the shared Hugging Face cache.
 //!
-//! A repository is a directory `models--org--name/` with these files (huggingface_hub docs, "Understand caching"):
+//! The layout is described in the `huggingface_hub` docs, "Understand caching".
+//! Each repository has a directory `models--org--name/`, which contains:
 //!
 //! - `blobs/<etag>`
 //! - `snapshots/<commit>/<file> -> ../../blobs/<etag>`
 //! - `refs/<revision>`
 //!
-//! The hf-hub crate provides the directory names. This module handles refs, blobs and links itself for two reasons:
+//! The `hf-hub` crate provides the directory names. This module handles refs, blobs and links itself for two reasons:
 //!
-//! - hf-hub joins etags and revisions to paths without validating them.
-//! - hf-hub writes refs in place, so a crash can leave a truncated ref.
+//! - `hf-hub` joins etags and revisions to paths without validating them.
+//! - `hf-hub` writes refs in place, so a crash can leave a truncated ref.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -26,7 +27,7 @@ use super::disk::{
 use super::lock::{self, Lock};
 use super::names;
 
-/// A cache, which is a directory of repositories.
+/// A cache: one directory that contains a subdirectory for each repository.
 pub(super) struct Cache {
     pub root: PathBuf,
 }
@@ -58,12 +59,12 @@ pub(super) struct RepoDir {
 }
 
 impl RepoDir {
-    /// Acquires the lock of this directory. Every process that changes the directory must hold the lock.
+    /// Acquires the lock for this directory. A process must hold the lock to change the directory.
     pub fn lock(&self, on_wait: impl FnOnce()) -> Result<Lock> {
         lock::acquire(&self.lock_path(), on_wait)
     }
 
-    /// Acquires the lock of this directory without waiting. Returns `None` if another process holds it.
+    /// Acquires the lock for this directory without waiting. Returns `None` if another process holds it.
     pub fn try_lock(&self) -> Result<Option<Lock>> {
         lock::try_acquire(&self.lock_path())
     }
@@ -85,13 +86,13 @@ impl RepoDir {
         self.path.join("blobs").join(etag)
     }
 
-    /// Returns the commit of a branch, tag or commit prefix. Returns `None` if this cache does not have it.
+    /// Resolves a branch, tag or commit prefix to a commit. Returns `None` if the cache has no unique match.
     pub fn commit(&self, revision: &str) -> Option<String> {
         if let Ok(commit) = fs::read_to_string(self.path.join("refs").join(revision)) {
             let commit = commit.trim();
             return names::is_commit(commit).then(|| commit.to_string());
         }
-        // `revision` may be a full commit hash or a unique prefix of one.
+        // `revision` may be a full commit hash, or a unique prefix of at least 7 characters.
         let mut found = self.commits().into_iter().filter(|commit| commit.starts_with(revision));
         match (found.next(), found.next()) {
             (Some(commit), None) if revision.len() >= 7 => Some(commit),
@@ -99,7 +100,7 @@ impl RepoDir {
         }
     }
 
-    /// Returns the commits that have a snapshot, most recently changed first.
+    /// Returns the commits that have a snapshot, most recently modified first.
     pub fn commits(&self) -> Vec<String> {
         let mut commits: Vec<(SystemTime, String)> = entries(&self.path.join("snapshots"))
             .filter_map(|entry| {
@@ -120,7 +121,7 @@ impl RepoDir {
         files_below(&self.path.join("refs")).into_iter().filter_map(commit).collect()
     }
 
-    /// Returns the files of a snapshot: name, path, and the etag of the blob that the file links to.
+    /// Returns the name, path and etag of each file in a snapshot. The etag is `None` if the file is not a symlink.
     pub fn snapshot_files(&self, commit: &str) -> Vec<(String, PathBuf, Option<String>)> {
         let dir = self.snapshot(commit);
         let file = |path: PathBuf| {
@@ -132,7 +133,7 @@ impl RepoDir {
         files_below(&dir).into_iter().filter_map(file).collect()
     }
 
-    /// Links a blob into a snapshot as `name`. Copies the blob if the disk does not support links.
+    /// Links a blob into a snapshot as `name`. Without symlink support, tries a hard link, then copies the blob.
     pub fn link(&self, commit: &str, name: &str, etag: &str) -> Result<()> {
         let pointer = self.snapshot(commit).join(name);
         create_dir(pointer.parent().unwrap_or(&pointer))?;
@@ -151,13 +152,13 @@ impl RepoDir {
                 }
                 created => created,
             };
-            // An earlier process with the same ID left this file behind. `prune` deletes it.
+            // If the name is taken, an earlier process with the same ID left a file behind. Try the next name.
             if !created.as_ref().is_err_and(|error| error.kind() == ErrorKind::AlreadyExists) {
                 break (temporary, created);
             }
         };
         let renamed = created.and_then(|()| fs::rename(&temporary, &pointer));
-        // The temporary file remains after a failure, or if both names are hard links to the same file.
+        // The temporary file still exists if the rename failed, or if both names are hard links to the same file.
         let _ = fs::remove_file(&temporary);
         renamed.map_err(|error| write_error(error, &pointer, 0))
     }
@@ -167,7 +168,7 @@ impl RepoDir {
         revision == commit || fs::read_to_string(self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
     }
 
-    /// Writes the ref from `revision` to `commit`. Call this last, so a ref never points to a partial snapshot.
+    /// Points the ref `revision` at `commit`. Call this last, so a ref never points to a partial snapshot.
     pub fn write_ref(&self, revision: &str, commit: &str) -> Result<()> {
         if self.has_ref(revision, commit) {
             return Ok(());
@@ -192,7 +193,7 @@ impl RepoDir {
     }
 }
 
-/// Returns true if the error means that this disk or system does not support symlinks.
+/// Returns true if an error means that the filesystem or the operating system does not support symlinks.
 fn is_unsupported(error: &io::Error) -> bool {
     cfg!(not(unix)) || matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::PermissionDenied)
 }

@@ -20,7 +20,7 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// Creates a hub from the environment: INFERNO_CACHE, HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE.
+    /// Creates a `Hub` from environment variables such as INFERNO_CACHE, HF_HOME, HF_ENDPOINT and HF_TOKEN.
     pub fn from_env() -> Result<Self> {
         Ok(Self::new(HubConfig::from_env()?))
     }
@@ -29,7 +29,7 @@ impl Hub {
         Self { config, force: false }
     }
 
-    /// Allows [`remove`](Self::remove) and [`prune`](Self::prune) to delete files on disks without file locks.
+    /// Sets whether [`remove`](Self::remove) and [`prune`](Self::prune) delete files even without file locking.
     pub fn with_force(self, force: bool) -> Self {
         Self { force, ..self }
     }
@@ -43,13 +43,13 @@ impl Hub {
         &self.config.cache
     }
 
-    /// Checks that the hub responds, and whether it accepts the token. Uses short timeouts.
+    /// Returns whether the hub accepts the token. Fails if the hub does not respond. Uses short timeouts.
     pub fn check_endpoint(&self) -> Result<TokenStatus> {
         self.check_online(|| "cannot contact the hub: HF_HUB_OFFLINE is set".into())?;
         remote::check_endpoint(&self.config)
     }
 
-    /// Returns the free space on the disk of inferno's cache, in bytes. Returns `None` if it is unknown.
+    /// Returns the free space on the disk that holds inferno's cache, in bytes. Returns `None` if it is unknown.
     pub fn free_bytes(&self) -> Option<u64> {
         disk::free_bytes(&self.config.cache)
     }

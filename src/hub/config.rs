@@ -1,7 +1,7 @@
-//! The cache directories and the hub connection, configured by environment variables.
+//! Reads the cache directories and the connection settings from environment variables.
 //!
 //! Variable names and precedence follow the `huggingface_hub` docs, "Environment variables".
-//! A machine that is set up for Python therefore needs no further setup.
+//! If Hugging Face's Python tools work on a machine, inferno works there without further configuration.
 
 use std::ffi::OsString;
 use std::fs;
@@ -17,7 +17,7 @@ use crate::error::Error;
 /// The cache directories and the connection settings for the hub.
 #[derive(Clone)]
 pub struct HubConfig {
-    /// inferno's own cache, the only cache that it writes to.
+    /// inferno's own cache. inferno writes to no other cache.
     pub cache: PathBuf,
     /// The shared Hugging Face cache. inferno never writes to it.
     pub shared_cache: PathBuf,
@@ -40,7 +40,7 @@ impl HubConfig {
         })
     }
 
-    /// Reads the configuration from `var`, which looks up a variable. An empty variable counts as unset.
+    /// Reads the configuration. `var` looks up an environment variable by name. Empty variables count as unset.
     pub fn from_vars(var: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
         let vars = Variables { var: &|name| var(name).filter(|value| !value.is_empty()) };
         let hf_home = vars.path("HF_HOME").map_or_else(|| vars.below_user_cache("huggingface"), Ok)?;
@@ -77,7 +77,7 @@ impl HubConfig {
     }
 }
 
-/// An environment with typed access to its variables.
+/// Typed access to environment variables.
 struct Variables<'a> {
     var: &'a dyn Fn(&str) -> Option<OsString>,
 }
@@ -95,9 +95,9 @@ impl Variables<'_> {
         (self.var)("HOME").map(PathBuf::from)
     }
 
-    /// Returns a path with a leading `~` expanded, like Python's `expanduser`.
+    /// Reads a path from a variable. Expands a leading `~`, as Python's `expanduser` does.
     ///
-    /// Shells do not expand `~` in quotes, and service files do not go through a shell.
+    /// Shells do not expand `~` inside quotes, and no shell reads the variables in service files.
     fn path(&self, name: &str) -> Option<PathBuf> {
         let path = PathBuf::from((self.var)(name)?);
         match (path.strip_prefix("~"), self.home()) {
@@ -119,7 +119,7 @@ impl Variables<'_> {
         match self.text(name).map(|text| text.parse::<f64>()) {
             None => Ok(default),
             Some(Ok(seconds)) if (0.001..1e6).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
-            Some(_) => Err(Error::usage(format!("{name} must be a number of seconds"))),
+            Some(_) => Err(Error::usage(format!("{name} must be a number of seconds, such as 30"))),
         }
     }
 }
@@ -145,7 +145,7 @@ fn token(vars: &Variables, hf_home: &Path) -> Result<Option<String>> {
     let token = vars.text("HF_TOKEN").or_else(stored).filter(|token| !token.is_empty());
     if token.as_ref().is_some_and(|token| !token.bytes().all(|b| b.is_ascii_graphic())) {
         bail!(
-            "cannot use the Hugging Face token: it contains spaces or control characters\n  check HF_TOKEN, or the file that holds the token"
+            "cannot use the Hugging Face token: it contains spaces, control characters or non-ASCII characters\n  check HF_TOKEN or the token file"
         );
     }
     Ok(token)
@@ -196,7 +196,7 @@ mod tests {
             "HF_TOKEN" => Some("hf_a\nhf_b".into()),
             _ => None,
         });
-        assert!(!format!("{:?}", broken.err().unwrap()).contains("hf_a"), "the error does not show the token");
+        assert!(!format!("{:?}", broken.err().unwrap()).contains("hf_a"), "the error shows the token");
     }
 
     #[test]

@@ -30,12 +30,12 @@ const FILES: &[(&str, &[u8])] = &[
     asset!("model.safetensors"),
 ];
 
-/// Returns a line about the limits of the demo model. Returns `None` for other models.
+/// Returns a one-line notice about the demo model's limits. Returns `None` for other models.
 pub fn notice(snapshot: &Snapshot) -> Option<&'static str> {
     (snapshot.source == Source::BuiltIn).then_some("demo model: answers questions about inferno only")
 }
 
-/// Returns the demo's snapshot in `cache`. Writes the files if they are missing.
+/// Returns the demo's snapshot in `cache`. Writes the demo's files if any of them is missing.
 ///
 /// Each version of the demo has its own directory.
 pub fn materialize(cache: &Path) -> Result<Snapshot> {
@@ -61,9 +61,9 @@ fn write_files(path: &Path) -> io::Result<()> {
     }
     match fs::rename(&temporary, path) {
         Ok(()) => Ok(()),
-        // Another process has written the files in the meantime.
+        // Another process wrote the files in the meantime.
         Err(_) if is_complete(path) => fs::remove_dir_all(&temporary),
-        // The directory is incomplete, because a cleanup tool or a power failure removed some of its files.
+        // Some files are gone, for example after a power failure or a cleanup. Replace the whole directory.
         Err(_) => {
             let _ = fs::remove_dir_all(path);
             fs::rename(&temporary, path)
@@ -71,7 +71,7 @@ fn write_files(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Compares the demo's files on disk with the built-in files. Returns `None` if they were never written.
+/// Compares the demo's files on disk with the built-in files. Returns `None` if the demo is not on disk.
 pub(super) fn verify(cache: &Path) -> Result<Option<VerifiedSnapshot>> {
     let path = cache.join(NAME).join(REVISION);
     if !path.exists() {
@@ -93,7 +93,7 @@ pub(super) fn repair(cache: &Path) -> Result<()> {
     materialize(cache).map(drop)
 }
 
-/// Deletes the demo's files of all versions, and returns the number of bytes freed.
+/// Deletes every version of the demo from `cache` and returns the number of bytes freed.
 pub(super) fn remove(cache: &Path) -> Result<u64> {
     let dir = cache.join(NAME);
     let bytes = disk::files_below(&dir).iter().filter_map(|path| fs::metadata(path).ok()).map(|m| m.len()).sum();

@@ -18,7 +18,7 @@ pub(super) fn create_dir(dir: &Path) -> Result<()> {
     })
 }
 
-/// Fails if the disk of `dir` has less than `needed_bytes` of free space.
+/// Fails if the disk that holds `dir` has less than `needed_bytes` of free space. Creates `dir` if necessary.
 pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
     // Create the directory first, because a failure to create it is the more useful error.
     create_dir(dir)?;
@@ -30,7 +30,7 @@ pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
     }
 }
 
-/// Returns the free disk space at `dir` for unprivileged users, in bytes. `dir` need not exist yet.
+/// Returns the disk space available to unprivileged users at `dir`, in bytes. `dir` need not exist yet.
 #[cfg(unix)]
 pub(super) fn free_bytes(dir: &Path) -> Option<u64> {
     let existing = dir.ancestors().find(|dir| dir.exists())?;
@@ -45,9 +45,9 @@ pub(super) fn free_bytes(_dir: &Path) -> Option<u64> {
     None
 }
 
-/// Returns the error for a failed write. `needed_bytes` is the number of bytes left to write.
+/// Returns the error for a failed write. `needed_bytes` is the number of bytes left to write, or 0 if unknown.
 pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> anyhow::Error {
-    // FileTooLarge: `ulimit -f` or the file system limits the size of a file.
+    // `FileTooLarge` means that `ulimit -f` or the filesystem limits the size of a file.
     if matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge) {
         let free_bytes = free_bytes(path).unwrap_or(0);
         let full = Error::DiskFull { path: path.to_path_buf(), needed_bytes, free_bytes };
@@ -57,7 +57,7 @@ pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> a
     anyhow::Error::new(error).context(format!("cannot write {}", path.display()))
 }
 
-/// Flushes a directory, so its entries survive a power failure. Does nothing where that is not supported.
+/// Flushes a directory, so its entries survive a power failure. Ignores errors, because some systems cannot do this.
 pub(super) fn sync_dir(dir: &Path) {
     let _ = File::open(dir).and_then(|dir| dir.sync_all());
 }
@@ -73,7 +73,7 @@ pub(super) fn create_temporary(path: &Path) -> io::Result<(PathBuf, File)> {
     loop {
         let temporary = temporary_path(path);
         match File::options().write(true).create_new(true).open(&temporary) {
-            // An earlier process with the same ID left this file behind. `prune` deletes it.
+            // An earlier process with the same ID left a file with this name behind. Try the next name.
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             file => return file.map(|file| (temporary, file)),
         }
@@ -94,7 +94,7 @@ pub(super) fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     path.into()
 }
 
-/// Returns all files below a directory, sorted. Symlinks count as files, and unreadable directories as empty.
+/// Returns all files below a directory, sorted. Treats symlinks as files and unreadable directories as empty.
 pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in entries(dir) {
@@ -108,12 +108,12 @@ pub(super) fn files_below(dir: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Returns the entries of a directory, or none if it cannot be read, such as a cache that does not exist yet.
+/// Returns the entries of a directory. Returns no entries if the directory is missing or cannot be read.
 pub(super) fn entries(dir: &Path) -> impl Iterator<Item = fs::DirEntry> {
     fs::read_dir(dir).into_iter().flatten().flatten()
 }
 
-/// Resolves the symlinks in a path. The last components of the path need not exist.
+/// Resolves the symlinks in a path. The last components of the path may not exist yet.
 pub(super) fn resolve(path: &Path) -> PathBuf {
     let resolve = |dir: &Path| Some(fs::canonicalize(dir).ok()?.join(path.strip_prefix(dir).ok()?));
     path.ancestors().find_map(resolve).unwrap_or_else(|| path.to_path_buf())

@@ -21,8 +21,9 @@ use crate::snapshot::{Required, safetensors::INDEX};
 impl Hub {
     /// Downloads a model into inferno's cache and returns its snapshot. Resumes an interrupted download.
     ///
-    /// `revision` is a branch, tag or commit. The default is main.
-    /// Fetches nothing if either cache has all files. Waits while another process downloads the same model.
+    /// `revision` is a branch, tag or commit. The default is `main`.
+    /// Fetches nothing if either cache has all selected files.
+    /// Waits while another process downloads the same model.
     pub fn download(
         &self,
         repo: &str,
@@ -69,7 +70,7 @@ impl Hub {
             return Ok(snapshot);
         }
         let lock = disk::check_space(&self.config.cache, 0).and_then(|()| repo.lock(|| progress.waiting(name)));
-        // The process that held the lock may have fetched the model.
+        // Look again, because the process that held the lock may have downloaded the model.
         if let Some(snapshot) = self.find_present(name, &listing, filter)? {
             // Write the ref even for a snapshot in the shared cache, so both caches agree on the newest commit.
             // A read-only cache is not an error, because the model is complete without the ref.
@@ -90,9 +91,9 @@ impl Hub {
         Ok(Snapshot { name: name.to_string(), revision: Some(commit.clone()), path, source: Source::Inferno })
     }
 
-    /// Returns how many bytes a download would fetch, not counting files that are already present.
+    /// Returns the number of bytes that a download would fetch, not counting files in inferno's cache.
     ///
-    /// For sharded weights, this is an estimate: it counts every safetensors file instead of fetching the index.
+    /// For sharded weights, this is an estimate: the total size of the safetensors files in the root directory.
     pub fn download_bytes(&self, repo: &str, revision: Option<&str>, filter: &FileFilter) -> Result<u64> {
         let (name, revision) = names::split_revision(repo, revision)?;
         names::check_repo(name)?;
@@ -108,7 +109,7 @@ impl Hub {
         Ok(files.iter().filter(|file| !is_present(&path, file)).filter_map(|file| file.bytes).sum())
     }
 
-    /// Fetches files that the cache lacks into the snapshot of `commit`. The caller must hold the lock.
+    /// Adds `files` to the snapshot of `commit`, and fetches only what the cache lacks. The caller must hold the lock.
     pub(super) fn fetch_files(
         &self,
         remote: &Remote,
@@ -118,7 +119,7 @@ impl Hub {
         progress: &dyn Progress,
     ) -> Result<()> {
         let files = files.into_iter().map(|file| WantedFile::new(remote, commit, file)).collect::<Result<Vec<_>>>()?;
-        // Files with the same contents are fetched once.
+        // Files with the same contents are fetched only once.
         let is_first = |index: usize| !files[..index].iter().any(|earlier| earlier.etag == files[index].etag);
         let needed_bytes = (0..files.len())
             .filter(|&index| is_first(index))
@@ -162,7 +163,7 @@ impl Hub {
         Ok(None)
     }
 
-    /// Returns the contents of the shard index, from a cache or the hub. Returns `None` if no index is needed.
+    /// Returns the contents of the shard index, from a cache or the hub. Returns `None` if it is missing or not needed.
     fn fetch_index(
         &self,
         remote: &Remote,
@@ -180,12 +181,12 @@ impl Hub {
     }
 }
 
-/// Returns the message of [`Error::Offline`](crate::error::Error::Offline) for a download.
+/// Returns the [`Error::Offline`](crate::error::Error::Offline) message for a download.
 pub(super) fn cannot_download(name: &str) -> String {
     format!("cannot download '{name}': HF_HUB_OFFLINE is set")
 }
 
-/// Returns true if a snapshot has a file with the size that the hub lists.
+/// Returns true if a snapshot has a file and its size matches the hub's listing.
 fn is_present(dir: &Path, file: &RemoteFile) -> bool {
     let data = fs::metadata(dir.join(&file.name));
     data.is_ok_and(|data| data.is_file() && file.bytes.is_none_or(|bytes| data.len() == bytes))

@@ -22,10 +22,10 @@ use super::transfer::{Stop, Transfer};
 use crate::error::Error;
 use crate::snapshot::is_weights_file;
 
-/// Fetches files into the blobs of `repo` and links them into the snapshot.
+/// Fetches files as blobs of `repo` and links them into the snapshot of `commit`.
 ///
-/// Weights are linked last, because a snapshot with weights counts as a model.
-/// The first failure ends the download. Bytes that were fetched until then are kept.
+/// Links the weights last, so that an incomplete snapshot does not count as a model.
+/// The first failure ends the download. Bytes that were already fetched are kept.
 pub(super) fn fetch(
     remote: &Remote,
     commit: &str,
@@ -35,7 +35,7 @@ pub(super) fn fetch(
 ) -> Result<()> {
     let mut jobs: Vec<Job> = Vec::new();
     for file in files {
-        // Several files may have the same contents.
+        // Files with the same contents share one job.
         match jobs.iter_mut().find(|job| job.etag == file.etag) {
             Some(job) => job.names.push(&file.name),
             None => jobs.push(Job::new(repo, file)),
@@ -53,7 +53,7 @@ pub(super) fn fetch(
     });
     let state = download.state.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
     for job in state.jobs.iter().filter(|job| matches!(job.phase, Phase::Fetching | Phase::Verifying)) {
-        // If saving fails because the disk is full, the previous record remains.
+        // Ignore errors, such as a full disk, because the previous record remains valid.
         let _ = job.partial.save();
     }
     if let Some(error) = state.failure {
@@ -68,7 +68,7 @@ pub(super) fn fetch(
 }
 
 impl Download<'_> {
-    /// Executes tasks on the current thread until none are left.
+    /// Executes tasks on the current thread until none are left or the download fails.
     fn run_thread(&self) {
         while let Some(task) = self.next_task() {
             let result = match task {
@@ -87,7 +87,7 @@ impl Download<'_> {
         let mut transfer = Transfer { download: self, job, part: part.clone(), position: part.start, generation };
         let limits = self.remote.limits();
         let mut retry = Retry::new(limits, limits.max_failures);
-        // The furthest position of any attempt. If the server cannot resume, each attempt starts at the beginning.
+        // The furthest position that any attempt reached. If the server cannot resume, each attempt starts over.
         let mut furthest = part.start;
         let result = loop {
             let (cause, retry_after) = match transfer.run() {
@@ -117,12 +117,13 @@ impl Download<'_> {
         result
     }
 
-    /// Returns the error for a file whose retries ran out.
+    /// Returns the error for a file that has no retries left.
     fn gave_up(&self, job: usize, cause: &str, retry_after: Option<Duration>) -> anyhow::Error {
         let state = self.state();
         let job = &state.jobs[job];
-        let wait =
-            retry_after.map(|wait| format!(", and the server asks to wait {} s", wait.as_secs())).unwrap_or_default();
+        let wait = retry_after
+            .map(|wait| format!(", and the server asks for a wait of {} s", wait.as_secs()))
+            .unwrap_or_default();
         self.remote.temporary_error(format!(
             "{} stopped at {} of {} bytes: {cause}{wait} (downloaded bytes are kept; run the same command to resume)",
             job.names[0],
@@ -139,7 +140,7 @@ impl Download<'_> {
             (job.etag, job.bytes, job.names[0], job.partial.checkpoint())
         };
         let blob = self.repo.blob(etag);
-        // An existing blob was verified before it got its name.
+        // An existing blob was verified before it was renamed into place.
         let is_good = is_complete(&blob, bytes) || {
             self.progress.verifying(name);
             let mut stop_on_failure = |_| if self.state().failure.is_some() { bail!("stopped") } else { Ok(()) };
@@ -157,7 +158,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Links a good file into the snapshot, or restarts a bad one. Weights are linked later, by [`fetch`].
+    /// Links a good file into the snapshot, or restarts the download of a bad one. [`fetch`] links weights later.
     fn conclude(&self, job: &mut Job, is_good: bool) -> Result<()> {
         job.in_flight -= 1;
         if is_good {

@@ -28,7 +28,7 @@ pub struct FileFilter {
     pub exclude: Vec<String>,
 }
 
-/// Parses a model name into the arguments of a download: the repository, the revision, and a filter for its tag.
+/// Splits a model name into the repository, the revision, and a filter that selects the files with its tag.
 pub fn parse_download_name(model: &str, revision: Option<&str>) -> Result<(String, Option<String>, FileFilter)> {
     let (name, revision) = names::split_revision(model, revision)?;
     let (name, tag) = gguf::split_tag(name);
@@ -111,7 +111,7 @@ fn model_files(repo: &str, files: &[RemoteFile], index: Option<&[u8]>) -> Result
         chosen.extend(only_gguf_model(repo, files)?);
         return Ok(chosen);
     }
-    // Check for these files before fetching gigabytes, because no model loads without them.
+    // Check for these files before fetching gigabytes, because no model can be loaded without them.
     for required in ["config.json", "tokenizer.json"] {
         if find(files, required).is_none() {
             bail!("'{repo}' has no {required}, which inferno needs; it has {}", some_names(files));
@@ -141,7 +141,7 @@ fn gguf_parts(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Result<Ve
     gguf::part_names(name).into_iter().map(part).collect()
 }
 
-/// Returns the total size of a GGUF model's parts. Returns `None` if the hub does not list a size.
+/// Returns the total size of a GGUF model's parts. Returns `None` if the hub does not list the size of every part.
 fn gguf_bytes(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Option<u64> {
     gguf_parts(repo, files, first).unwrap_or_default().iter().map(|part| part.bytes).sum()
 }
@@ -198,13 +198,13 @@ fn only_gguf_model(repo: &str, files: &[RemoteFile]) -> Result<Vec<RemoteFile>> 
     }
 }
 
-/// Returns the message for a repository without weights that inferno can load.
+/// Returns the error message for a repository that has no weights that inferno can load.
 fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
     let has = |suffix: &str| files.iter().any(|file| file.name.ends_with(suffix));
     if let Some(other) = files.iter().find(|file| file.name.ends_with(".safetensors")) {
         return format!(
             "'{repo}' has neither {SINGLE_FILE} nor {INDEX}, only other safetensors files such as {}\n  \
-             --include GLOB downloads those",
+             to download them anyway: --include GLOB",
             other.name
         );
     }

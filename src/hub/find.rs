@@ -1,4 +1,4 @@
-//! Finds a model on this machine by its name: a directory, a file, or a snapshot in either cache.
+//! Finds a model on this machine. A model may be a directory, a GGUF file, or a snapshot in either cache.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -44,7 +44,7 @@ impl Hub {
             return choose_model(snapshot, tag);
         }
 
-        // `name` may differ in case, omit the organization, or be only part of a name.
+        // The user may have typed the name in a different case, without the organization, or only in part.
         let is_complete = |other: &String| self.look_up(other, revision, required).is_some();
         let complete: BTreeSet<String> =
             self.caches().iter().flat_map(|(cache, _)| cache.names()).filter(is_complete).collect();
@@ -104,7 +104,7 @@ impl Hub {
 
     /// Returns the incomplete models, each with its first missing file.
     ///
-    /// The shared cache also has repositories that are not models. Those without a tokenizer are skipped.
+    /// Skips repositories in the shared cache that have no tokenizer, because they may not be models.
     pub fn incomplete(&self) -> Vec<(String, String)> {
         let missing = |name: &String| {
             if self.look_up(name, None, Required::Weights).is_some() {
@@ -121,9 +121,9 @@ impl Hub {
         self.repo_names().iter().filter_map(missing).collect()
     }
 
-    /// Adds the organization to a name without one, if only one repository on this machine has that name.
+    /// Adds the organization if `name` lacks it and matches only one repository on this machine.
     ///
-    /// A partial name is not completed here: `gpt2` is a repository, but also part of other names.
+    /// Does not complete partial names: `gpt2` is a repository itself, but also part of other names.
     pub(super) fn full_name(&self, name: &str) -> String {
         let names = self.repo_names();
         match &names.iter().filter(|other| names::is_same_name(other, name)).collect::<Vec<_>>()[..] {
@@ -137,7 +137,7 @@ impl Hub {
         self.caches().iter().flat_map(|(cache, _)| cache.names()).collect()
     }
 
-    /// Returns a repository's snapshot at `revision`. The default is main, or else the newest complete snapshot.
+    /// Returns a repository's snapshot at `revision`. Without a revision, tries `main`, then the newest snapshots.
     pub(super) fn look_up(&self, name: &str, revision: Option<&str>, required: Required) -> Option<Snapshot> {
         let repos: Vec<RepoDir> = self.caches().iter().map(|(cache, _)| cache.repo(name)).collect();
         let wanted = repos.iter().filter_map(|repo| repo.commit(revision.unwrap_or(MAIN)));
@@ -153,7 +153,7 @@ impl Hub {
         })
     }
 
-    /// Fails unless all `names` are the same model. `model` is what the user typed.
+    /// Fails unless `names` identifies exactly one model. `model` is the name that the user typed.
     pub(super) fn check_is_one_model<'a>(&self, model: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
         let names: BTreeSet<&String> = names.collect();
         let hint = match names.len() {
@@ -166,7 +166,7 @@ impl Hub {
     }
 }
 
-/// Finds a model by its path: a file, a directory, or `directory:Q4_K_M`. Returns `None` if `model` is not a path.
+/// Finds the model at a path: a file, a directory, or `directory:Q4_K_M`. Returns `None` if there is none.
 fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<Option<Snapshot>> {
     let path = match find_gguf(model)? {
         Some(file) => file,
@@ -199,7 +199,7 @@ fn invalid_name_hint(model: &str, required: Required) -> String {
     }
 }
 
-/// Returns the GGUF file at a path: a file, the only model in a directory, or `directory:Q4_K_M`.
+/// Returns the GGUF file that `model` names: a file, a directory with one GGUF model, or `directory:Q4_K_M`.
 fn find_gguf(model: &str) -> Result<Option<PathBuf>> {
     let path = Path::new(model);
     if path.is_file() {

@@ -11,19 +11,19 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use ring::digest::{self, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
 
-/// Removes the quotes and the weak marker `W/` from an etag header.
+/// Removes the quotes and the weak marker `W/` from the value of an ETag header.
 pub(super) fn bare_etag(etag: &str) -> &str {
     etag.trim_start_matches("W/").trim_matches('"')
 }
 
-/// Returns true if an etag is a hash of the contents.
+/// Returns true if an etag looks like a SHA-1 or SHA-256 hash.
 pub(super) fn is_hash(etag: &str) -> bool {
     matches!(etag.len(), 40 | 64) && etag.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 /// Returns true if the hash of a file matches `etag`, or if the etag is not a hash.
 ///
-/// `progress` receives the number of bytes read so far. An error from `progress` is returned immediately.
+/// `progress` receives the number of bytes read so far. If `progress` fails, stops and returns the error.
 pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<bool> {
     if !is_hash(etag) {
         return Ok(true);
@@ -53,7 +53,7 @@ pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> 
     Ok(hex(hash.finish().as_ref()).eq_ignore_ascii_case(etag))
 }
 
-/// Returns an etag for a file whose server sends no hash. The result depends only on `words`.
+/// Derives an etag from `words`. Used if the server sends no hash for a file.
 pub(super) fn weak_etag(words: &[&str]) -> String {
     let mut hash = digest::Context::new(&SHA256);
     for word in words {

@@ -32,7 +32,7 @@ pub struct RemoteModel {
     pub commit: String,
     /// All files of the repository, with their sizes in bytes if the hub lists them.
     pub files: Vec<(String, Option<u64>)>,
-    /// The contents of config.json and similar files by name. README.md may be truncated.
+    /// The contents of config.json, tokenizer_config.json and README.md by file name. README.md may be truncated.
     pub texts: BTreeMap<String, Vec<u8>>,
     /// The header of each safetensors file that inferno would load.
     pub headers: Vec<SafetensorsHeader>,
@@ -50,23 +50,23 @@ pub struct SafetensorsHeader {
     pub data_bytes: Option<u64>,
 }
 
-/// The text files to read, with the maximum number of bytes of each.
+/// The text files to read, and the maximum size of each in bytes.
 const TEXTS: [(&str, u64); 3] =
     [("config.json", 4 << 20), ("tokenizer_config.json", 32 << 20), ("README.md", README_BYTES)];
 
-/// The number of bytes to read from a README, which is enough for the front matter.
+/// The number of bytes to read from README.md. The front matter is shorter.
 const README_BYTES: u64 = 16 << 10;
 
-/// The maximum size of a shard index. The index of a hundred thousand tensors is smaller.
+/// The maximum size of a shard index, in bytes. Even an index of 100,000 tensors is smaller.
 const MAX_INDEX_BYTES: u64 = 64 << 20;
 
-/// The maximum header size, as in the safetensors library. The largest real headers are below 1 MB.
+/// The maximum header size in bytes, as in the `safetensors` library. Headers of real models are smaller than 1 MB.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// The size of the first request. Most headers are shorter, so one request is usually enough.
+/// The size of the first request, in bytes. Most headers are shorter, so one request is usually enough.
 const FIRST_REQUEST_BYTES: u64 = 128 << 10;
 
-/// The maximum number of bytes to skip if a server does not support ranges.
+/// The maximum number of bytes to skip if a server does not support range requests.
 const MAX_SKIPPED_BYTES: u64 = 64 << 20;
 
 /// The number of headers to read in parallel.
@@ -87,7 +87,7 @@ impl Hub {
         Inspection { remote: &remote, listing: &listing }.run(tag)
     }
 
-    /// Reads a byte range from a file of an inspected model. Returns fewer bytes at the end of the file.
+    /// Reads a byte range from a file of an inspected model. Returns fewer bytes if the file ends first.
     pub fn read_range(&self, model: &RemoteModel, file: &str, range: Range<u64>) -> Result<Vec<u8>> {
         let (name, _) = gguf::split_tag(&model.name);
         let remote = Remote::new(&self.config, name, &model.commit, &());
@@ -95,7 +95,7 @@ impl Hub {
         if !is_partial && range.start > 0 {
             if range.start > MAX_SKIPPED_BYTES {
                 bail!(
-                    "cannot read {file}: the server does not support ranges, and the range starts too far into the file"
+                    "cannot read {file}: the server does not support range requests, and the range starts too far into the file"
                 );
             }
             let skipped = io::copy(&mut body.by_ref().take(range.start), &mut io::sink());
@@ -105,7 +105,7 @@ impl Hub {
     }
 }
 
-/// The inspection of one model.
+/// A reader for the metadata of one model on the hub.
 struct Inspection<'a> {
     remote: &'a Remote<'a>,
     listing: &'a Listing,
@@ -127,7 +127,9 @@ impl Inspection<'_> {
         })
     }
 
-    /// Returns the GGUF model's parts with their sizes. Empty if `tag` is `None` and there are safetensors files.
+    /// Returns the parts of the GGUF model with their sizes. Returns no parts if there is no GGUF model.
+    ///
+    /// Without a tag, safetensors weights take precedence over GGUF files.
     fn gguf_files(&self, tag: Option<&str>) -> Result<Vec<(String, u64)>> {
         let Listing { commit, files } = self.listing;
         let has_safetensors = self.listing.file(INDEX).or(self.listing.file(SINGLE_FILE)).is_some();
@@ -139,14 +141,14 @@ impl Inspection<'_> {
         parts.into_iter().map(with_size).collect()
     }
 
-    /// Reads the small text files. A GGUF file contains its own configuration, so it needs only README.md.
+    /// Reads the small text files. For a GGUF model, reads only README.md, because the GGUF file has the configuration.
     fn texts(&self, is_gguf: bool) -> Result<BTreeMap<String, Vec<u8>>> {
         let is_wanted = |name: &str| self.listing.file(name).is_some() && (!is_gguf || name == "README.md");
         let mut texts = BTreeMap::new();
         for (name, limit) in TEXTS.into_iter().filter(|(name, _)| is_wanted(name)) {
             let text = self.beginning(name, limit)?;
             if text.len() as u64 == limit && limit != README_BYTES {
-                bail!("cannot read {name}: it is longer than {limit} bytes");
+                bail!("cannot read {name}: it has {limit} bytes or more");
             }
             texts.insert(name.to_string(), text);
         }
@@ -176,7 +178,7 @@ impl Inspection<'_> {
                     while let Some(file) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
                         let header = self.header(file);
                         if header.is_err() {
-                            // One failure fails the whole call, so skip the other files.
+                            // Any failure makes the whole call fail, so skip the remaining files.
                             next.store(files.len(), Ordering::Relaxed);
                         }
                         results.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(header);
@@ -193,8 +195,9 @@ impl Inspection<'_> {
     fn header(&self, file: &RemoteFile) -> Result<SafetensorsHeader> {
         let (remote, name) = (self.remote, &file.name);
         let (mut body, is_partial) = request(remote, &self.listing.commit, name, 0..FIRST_REQUEST_BYTES)?;
-        let truncated =
-            |bytes| format!("{name} is not a complete safetensors file: its header ends after {bytes} bytes");
+        let truncated = |bytes| {
+            format!("{name} is not a complete safetensors file: it ends inside its header, after {bytes} bytes")
+        };
         let start = read_up_to(remote, &mut body, 8)?;
         let Ok(length) = <[u8; 8]>::try_from(start.as_slice()) else { bail!("{}", truncated(start.len())) };
         let length = u64::from_le_bytes(length);
@@ -203,7 +206,10 @@ impl Inspection<'_> {
         }
         let data_bytes = match file.bytes.map(|bytes| bytes.checked_sub(8 + length)) {
             Some(None) => {
-                bail!("{name} claims a header of {length} bytes, but has only {} bytes", file.bytes.unwrap_or(0))
+                bail!(
+                    "{name} claims a header of {length} bytes, but the file has only {} bytes",
+                    file.bytes.unwrap_or(0)
+                )
             }
             data_bytes => data_bytes.flatten(),
         };
@@ -212,7 +218,7 @@ impl Inspection<'_> {
         if is_partial && received == FIRST_REQUEST_BYTES && received < 8 + length {
             let (mut body, is_partial) = request(remote, &self.listing.commit, name, received..8 + length)?;
             if !is_partial {
-                bail!("cannot read {name}: the server sent a part first, and then the whole file");
+                bail!("cannot read {name}: the server sent a range first, but then the whole file");
             }
             json.extend(read_up_to(remote, &mut body, 8 + length - received)?);
         }
@@ -229,9 +235,9 @@ impl Inspection<'_> {
     }
 }
 
-/// Requests a range of a file. Returns the body, and whether it contains only that range.
+/// Requests a range of a file. Returns the response body, and true if the server sent only that range.
 ///
-/// Otherwise, the body is the whole file. Dropping the body before its end closes the connection.
+/// If the server ignored the range, the body is the whole file. Dropping an unfinished body closes the connection.
 fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Result<(impl Read + use<>, bool)> {
     let first = range.start;
     let response: Response<Body> = remote.get_range(commit, name, range)?;
@@ -239,7 +245,7 @@ fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Resu
         StatusCode::PARTIAL_CONTENT if starts_at(&response, first) => true,
         StatusCode::OK => false,
         StatusCode::PARTIAL_CONTENT => bail!("cannot read {name}: the server sent a different range than requested"),
-        // An empty file has no byte at offset 0.
+        // The file is empty, so no range of it can be satisfied.
         StatusCode::RANGE_NOT_SATISFIABLE if first == 0 => return Ok((Body::builder().data("").into_reader(), true)),
         _ => return Err(remote.refusal(response, Some(name))),
     };

@@ -20,7 +20,7 @@ use super::remote::Remote;
 pub(super) struct WantedFile {
     pub name: String,
     pub bytes: u64,
-    /// The hash of the contents if the hub sends one, otherwise a unique name.
+    /// The hash of the contents if the hub sends one, otherwise a unique name that inferno derives.
     pub etag: String,
 }
 
@@ -34,7 +34,7 @@ impl WantedFile {
         let (Some(bytes), Some(etag)) = (complete.bytes, complete.etag) else {
             bail!("cannot download {}: the hub does not send its size", complete.name);
         };
-        // If an etag is not a hash, several files or several versions of a file may have the same etag.
+        // Different files, or different versions of a file, may share an etag that is not a hash.
         let etag = match hash::is_hash(&etag) {
             true => etag,
             false => hash::weak_etag(&[commit, &complete.name, &bytes.to_string(), &etag]),
@@ -75,7 +75,7 @@ pub(super) struct DownloadState<'a> {
 pub(super) struct Job<'a> {
     pub etag: &'a str,
     pub bytes: u64,
-    /// The names of the files with these contents.
+    /// The names of all files that have these contents.
     pub names: Vec<&'a str>,
     pub partial: Partial,
     pub phase: Phase,
@@ -89,7 +89,7 @@ pub(super) struct Job<'a> {
     pub is_whole_only: bool,
     /// How often a server has sent the whole file instead of a part.
     pub whole_responses: u32,
-    /// True if the complete file has had a wrong hash once.
+    /// True if the file was already restarted, after a wrong hash or a changed etag.
     pub was_bad: bool,
     pub last_save: Instant,
 }
@@ -127,7 +127,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Reports the bytes on disk, for each file with these contents.
+    /// Reports the number of bytes on disk for each file that has these contents.
     pub fn report(&self, progress: &dyn Progress) {
         let done_bytes = match self.phase {
             Phase::Done => self.bytes,

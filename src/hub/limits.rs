@@ -11,19 +11,21 @@ pub struct Limits {
     pub response_timeout: Duration,
     /// The maximum pause between two reads of a body. Set by HF_HUB_DOWNLOAD_TIMEOUT.
     pub stall_timeout: Duration,
-    /// The wait before the first retry. Each consecutive failure doubles the wait.
+    /// The wait before the first retry. Each consecutive failure doubles the wait, up to 15 seconds.
     pub first_wait: Duration,
-    /// The maximum wait before a retry. If the server asks for more with Retry-After, the request fails.
+    /// The maximum wait before a retry. The request fails if the server asks for a longer wait with Retry-After.
     pub max_wait: Duration,
-    /// The maximum number of consecutive failures to retry while a file makes no progress.
+    /// The maximum number of consecutive retries for a part of a file that makes no progress.
     pub max_failures: u32,
-    /// The maximum number of consecutive failures to retry for a metadata request, such as the file list.
+    /// The maximum number of retries for a metadata request, such as a request for the file list.
     pub max_metadata_failures: u32,
     /// The number of parallel requests for file contents.
     pub connections: usize,
     /// The maximum number of bytes per request.
     pub part_bytes: u64,
-    /// How often progress is saved. A killed process loses at most the bytes since the last save.
+    /// The minimum time between two saves of a file's progress.
+    ///
+    /// A killed process loses only the bytes that arrived since the last save.
     pub save_interval: Duration,
 }
 

@@ -27,7 +27,7 @@ impl Listing {
 /// A file in a repository, as listed by the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RemoteFile {
-    /// The path inside the repository, validated so that it cannot point outside.
+    /// The path inside the repository. It has been validated, and cannot point outside the repository.
     pub name: String,
     pub bytes: Option<u64>,
     /// The name of the blob: SHA-256 for large files, git's blob SHA-1 for small ones.
@@ -58,7 +58,7 @@ struct LargeFile {
 }
 
 impl ModelInfo {
-    /// Validates the hub's response. Rejects paths that point outside the cache, and impossible values.
+    /// Validates the hub's response. Rejects paths that point outside the repository, and impossible values.
     pub fn check(self, repo: &str) -> Result<Listing> {
         if !names::is_commit(&self.sha) {
             bail!("the hub sent an invalid commit hash for '{repo}': {:?}", self.sha);

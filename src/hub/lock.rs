@@ -1,4 +1,4 @@
-//! File locks, so only one process at a time changes a repository's directory.
+//! File locks that let only one process at a time change a repository's directory.
 
 use std::fs::File;
 use std::path::Path;
@@ -20,7 +20,7 @@ pub(super) struct Lock(Option<Flock<File>>);
 pub(super) struct Lock;
 
 impl Lock {
-    /// Returns false if the disk does not support locks, so the lock does not exclude other processes.
+    /// Returns false if the filesystem does not support file locking. The lock then has no effect.
     #[cfg(unix)]
     pub fn is_effective(&self) -> bool {
         self.0.is_some()
@@ -34,7 +34,7 @@ impl Lock {
 
 /// Acquires the lock at `path`. If another process holds the lock, calls `on_wait` and then waits.
 ///
-/// The lock has no effect on disks without file locks, such as some network disks.
+/// The lock has no effect on filesystems that do not support file locking, such as some network filesystems.
 pub(super) fn acquire(path: &Path, on_wait: impl FnOnce()) -> Result<Lock> {
     if let Some(lock) = try_acquire(path)? {
         return Ok(lock);

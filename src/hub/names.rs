@@ -1,4 +1,4 @@
-//! Names of repositories, revisions and files, validated before they become part of a path or URL.
+//! Validates the names of repositories, revisions and blobs before they become part of a path or URL.
 
 use std::collections::BTreeSet;
 
@@ -16,7 +16,7 @@ pub fn is_repo_name(model: &str) -> bool {
     split_revision(model, None).is_ok_and(|(name, _)| is_repo(gguf::split_tag(name).0))
 }
 
-/// Splits `org/name@revision`. Fails if `revision` is given too and is different.
+/// Splits `org/name@revision`. Fails if `revision` is also given and differs from the one in `model`.
 pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> Result<(&'a str, Option<&'a str>)> {
     let (name, inline) = match model.split_once('@') {
         Some((name, inline)) => (name, Some(inline)),
@@ -58,7 +58,7 @@ pub(super) fn check_repo(name: &str) -> Result<()> {
     Err(Error::usage(format!("{name:?} is not a valid repository name: use org/name, as in openai/gpt-oss-20b")))
 }
 
-/// Returns true for a full git commit hash: SHA-1 or SHA-256.
+/// Returns true if `commit` is a full git commit hash, either SHA-1 or SHA-256.
 pub(super) fn is_commit(commit: &str) -> bool {
     matches!(commit.len(), 40 | 64) && commit.bytes().all(|b| b.is_ascii_hexdigit())
 }
@@ -80,14 +80,14 @@ pub(super) fn encode_path(name: &str) -> String {
     utf8_percent_encode(name, PATH).to_string()
 }
 
-/// Percent-encodes a revision for a URL, including its slashes, because the revision is one segment.
+/// Percent-encodes a revision for a URL, including its slashes, because the revision is a single path segment.
 pub(super) fn encode_segment(name: &str) -> String {
     utf8_percent_encode(name, SEGMENT).to_string()
 }
 
 /// Returns the names that match `model`.
 ///
-/// Exact matches win. They ignore case and may omit the organization.
+/// Exact matches take precedence. An exact match may differ in case or omit the organization.
 /// Otherwise, every name that contains `model` matches, unless `model` has an organization.
 pub(super) fn matching<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
     let exact: Vec<&String> = names.iter().filter(|name| is_same_name(name, model)).collect();
@@ -110,7 +110,7 @@ pub(super) fn nearest<'a>(model: &str, names: &'a [String]) -> Option<&'a String
     let distance = |name: &String| {
         let name = name.to_lowercase();
         let last = name.rsplit('/').next().unwrap_or(&name);
-        // Compare a model without an organization only with the part after the slash.
+        // If `model` has no organization, compare it only with the part after the slash.
         strsim::levenshtein(&model, if model.contains('/') { &name } else { last })
     };
     let (distance, name) = names.iter().map(|name| (distance(name), name)).min()?;
@@ -153,7 +153,7 @@ mod tests {
         let names = BTreeSet::from(names.map(str::to_string));
         let found = |model| matching(model, &names).into_iter().map(String::as_str).collect::<Vec<_>>();
         assert_eq!(found("120B"), ["openai/gpt-oss-120b"]);
-        assert_eq!(found("gpt-oss-20b"), ["openai/gpt-oss-20b"], "an exact match wins");
+        assert_eq!(found("gpt-oss-20b"), ["openai/gpt-oss-20b"], "a partial match was not ignored");
         assert_eq!(found("oss-20b"), ["openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"]);
         assert_eq!(found("OpenAI/GPT-OSS-20B"), ["openai/gpt-oss-20b"]);
         assert!(found("openai/gpt-oss").is_empty() && found("").is_empty() && found("llama").is_empty());

@@ -1,6 +1,6 @@
 //! A partially downloaded file: its bytes on disk, and a record of which byte ranges are present.
 //!
-//! Parts arrive in any order, so the length of `blobs/<etag>.parts` does not tell which bytes are present.
+//! Parts arrive in any order, so the length of `blobs/<etag>.parts` does not show which bytes are present.
 //! `<etag>.parts.json` lists the byte ranges that are safely on disk.
 //! The record is written after the data, so it is correct even after a crash or a power failure.
 #![allow(clippy::single_range_in_vec_init, reason = "lists with a single range are intended here")]
@@ -17,10 +17,10 @@ use serde::{Deserialize, Serialize};
 
 use super::disk::{create_dir, create_temporary, with_suffix, write_error};
 
-/// The suffixes of unfinished files. Hugging Face's Python tools write `.incomplete` files sequentially.
+/// The suffixes of unfinished and bad files. Hugging Face's Python tools write `.incomplete` files sequentially.
 pub(super) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
 
-/// The suffix of a blob with wrong contents, which is kept until its replacement arrives.
+/// The suffix of a blob whose contents are wrong. The blob is kept until its replacement arrives.
 pub(super) const BAD: &str = ".bad";
 
 /// A partially downloaded file.
@@ -29,7 +29,7 @@ pub(super) struct Partial {
     /// The size of the complete file.
     bytes: u64,
     record: Record,
-    /// True if earlier data is gone or could not be flushed. Pending records of that data are not written.
+    /// True if the data was discarded or could not be flushed. Checkpoints that share this flag then write no record.
     ///
     /// Never reset to false, because an operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
@@ -58,7 +58,7 @@ impl Record {
 }
 
 impl Partial {
-    /// Finds the bytes of `blob` that earlier attempts have downloaded. Writes nothing.
+    /// Finds the bytes of `blob` that earlier attempts downloaded. Writes nothing.
     pub fn find(blob: &Path, bytes: u64) -> Self {
         let path = with_suffix(blob, ".parts");
         let json = fs::read(with_suffix(blob, ".parts.json")).ok();
@@ -99,14 +99,14 @@ impl Partial {
             }
         }
         let file = self.open()?;
-        // If the file is too long, it is left over from another file with the same name.
+        // A file that is too long is left over from a different file with the same name.
         if file.metadata().is_ok_and(|data| data.len() > self.bytes) {
             file.set_len(self.bytes).map_err(|error| write_error(error, &self.path, 0))?;
         }
         Ok(())
     }
 
-    /// Opens a new handle for writing.
+    /// Opens a new file handle for writing.
     pub fn open(&self) -> Result<File> {
         let mut options = File::options();
         options.write(true).create(true).truncate(false);
@@ -158,10 +158,10 @@ impl Partial {
         done.splice(first..last, [merged]);
     }
 
-    /// Clears the record. Pending checkpoints of the old bytes are not written.
+    /// Clears the record, and cancels pending checkpoints of the old bytes.
     pub fn clear(&mut self) {
         self.record = Record::default();
-        // Never trust a disk again after it has lost data.
+        // After a failed flush, never trust the disk again.
         let was_lost = self.is_lost.swap(true, Ordering::AcqRel);
         self.is_lost = Arc::new(AtomicBool::new(was_lost));
     }
@@ -210,7 +210,7 @@ impl Checkpoint {
         &self.path
     }
 
-    /// Flushes the data, then writes the record. Skips the record if the data is gone or could not be flushed.
+    /// Flushes the data, then writes the record. Skips the record if the data was discarded or could not be flushed.
     pub fn save(&self) -> Result<()> {
         if self.is_lost.load(Ordering::Acquire) || !self.sync()? || self.is_lost.load(Ordering::Acquire) {
             return Ok(());
@@ -293,7 +293,7 @@ mod tests {
         assert!(partial.has_same_etag("a") && partial.has_same_etag("a") && !partial.has_same_etag("b"));
         partial.save().unwrap();
         assert_eq!(Partial::find(&blob, 100).record, partial.record);
-        assert_eq!(Partial::find(&blob, 85).done_bytes(), 0, "the record belongs to a longer file");
+        assert_eq!(Partial::find(&blob, 85).done_bytes(), 0, "the record of a longer file was accepted");
         partial.open().unwrap().set_len(85).unwrap();
         assert_eq!(Partial::find(&blob, 100).record.done, [0..30, 80..85]);
         let unsorted = r#"{"done":[{"start":9,"end":10},{"start":0,"end":3}]}"#;

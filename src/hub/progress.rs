@@ -8,7 +8,7 @@ use super::snapshot::Snapshot;
 pub trait Progress: Sync {
     /// The snapshot is already complete, so nothing is fetched.
     fn already_present(&self, _snapshot: &Snapshot) {}
-    /// The download starts. `files` has the name and size in bytes of every file, even if it is already present.
+    /// The download starts. `files` lists the name and size in bytes of every file, including those already present.
     fn start(&self, _files: &[(String, u64)]) {}
     /// `done_bytes` bytes of the file `name` are on disk. The file is finished once this equals its size.
     ///
@@ -19,7 +19,7 @@ pub trait Progress: Sync {
     fn verifying(&self, _name: &str) {}
     /// A request for `name` failed and will be sent again after `wait`.
     fn retrying(&self, _name: &str, _cause: &str, _wait: Duration) {}
-    /// Another process holds the lock of this repository, so the download waits.
+    /// Another process holds the lock on this repository, so the download waits.
     fn waiting(&self, _repo: &str) {}
 }
 

@@ -1,14 +1,14 @@
-//! HTTP requests to a hub, and the errors for its responses.
+//! Sends HTTP requests to a hub and converts unsuccessful responses to errors.
 //!
-//! Requests use ureq instead of the hf-hub crate, because hf-hub 0.5 and 1.0 do not verify the SHA-256 of downloads.
-//! hf-hub 0.5 has further problems:
+//! Requests use the `ureq` crate, because `hf-hub` 0.5 and 1.0 do not verify the SHA-256 of downloads.
+//! `hf-hub` 0.5 has further problems:
 //!
 //! - It sends the token to the host that a download is redirected to.
 //! - It joins the server's etag and commit to paths without validating them.
 //! - It appends to a file when a server ignores the Range header.
 //! - It drops the `x-error-code` header, which distinguishes a gated repository from a missing one.
 //!
-//! Redirects are resolved by hand, because the url crate would add about 20 crates for international domain names.
+//! Redirects are resolved by hand, because the `url` crate would add about 20 dependencies.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -26,7 +26,7 @@ use super::retry::{Retry, is_temporary, retry_after};
 use super::{hash, names};
 use crate::error::Error;
 
-/// The maximum size of a listing. A listing of tens of thousands of files is smaller.
+/// The maximum size of a listing, in bytes. Even a listing of tens of thousands of files is smaller.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
 
 /// The maximum number of redirects. The hub normally redirects once, to a storage host.
@@ -42,7 +42,7 @@ pub(super) struct Remote<'a> {
     progress: &'a dyn Progress,
 }
 
-/// What a request fetches, which determines its timeouts.
+/// The kind of response that a request expects. The kind determines the timeouts.
 #[derive(Clone, Copy)]
 enum Purpose {
     /// A short response. The timeout applies to the whole body.
@@ -54,7 +54,7 @@ enum Purpose {
 /// The response to a GET request.
 pub(super) struct Answer {
     pub response: Response<Body>,
-    /// True if the response came from a host other than the endpoint.
+    /// True if a redirect led to a host other than the endpoint.
     pub is_from_other_host: bool,
 }
 
@@ -65,7 +65,7 @@ pub enum TokenStatus {
     NoToken,
     Accepted,
     Refused,
-    /// The endpoint cannot check tokens, as is common for mirrors.
+    /// The endpoint does not support checking tokens, which is common for mirrors.
     NotSupported,
 }
 
@@ -94,7 +94,7 @@ pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
 fn agent(limits: &Limits) -> Agent {
     Agent::config_builder()
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
-        // Lengths and ranges must refer to the bytes of the file, not of a compressed stream.
+        // Lengths and ranges must refer to the bytes of the file, not to those of a compressed stream.
         .accept_encoding("identity")
         // Return error responses as `Ok`, because their headers and bodies are read too.
         .http_status_as_error(false)
@@ -122,7 +122,7 @@ impl<'a> Remote<'a> {
         &self.config.limits
     }
 
-    /// Fetches the commit of the revision, and its file list.
+    /// Resolves the revision to a commit and fetches the list of files at that commit.
     pub fn listing(&self) -> Result<Listing> {
         let revision = names::encode_segment(self.revision);
         let url = format!("{}/api/models/{}/revision/{revision}?blobs=true", self.config.endpoint, self.repo);
@@ -156,11 +156,11 @@ impl<'a> Remote<'a> {
         Ok(listing)
     }
 
-    /// Fetches the size and etag of one file, for hubs whose listing does not have them.
+    /// Fetches the size and etag of one file, for hubs whose listing does not include them.
     pub fn head(&self, commit: &str, name: &str) -> Result<RemoteFile> {
         let mut url = self.file_url(commit, name);
         for _ in 0..MAX_REDIRECTS {
-            // Use the first response with the file's hash, not the response of the storage host.
+            // Use the first response that has the file's hash, not the response of the storage host.
             let request = || self.call(self.prepare(self.agent.head(&url), &url, Purpose::Metadata, true));
             let response = self.with_retries(name, request)?;
             let text = |name: &str| response.headers().get(name).and_then(|value| value.to_str().ok());
@@ -185,7 +185,7 @@ impl<'a> Remote<'a> {
             };
             return Ok(RemoteFile { name: name.to_string(), bytes: Some(bytes), etag: Some(etag.to_string()) });
         }
-        Err(self.permanent_error(format!("it redirects {name} more than {MAX_REDIRECTS} times")))
+        Err(self.permanent_error(format!("it redirects {name} at least {MAX_REDIRECTS} times")))
     }
 
     /// Requests a file, or a range of its bytes. The status shows whether the server honored the range.
@@ -196,12 +196,12 @@ impl<'a> Remote<'a> {
 
     /// Requests a range of a file, with retries.
     ///
-    /// A server without range support sends the whole file with status 200, so the caller must limit what it reads.
+    /// A server without range support sends the whole file with status 200, so the caller must limit how much it reads.
     pub fn get_range(&self, commit: &str, name: &str, range: Range<u64>) -> Result<Response<Body>> {
         self.with_retries(name, || Ok(self.get(commit, name, Some(range.clone()))?.response))
     }
 
-    /// Sends a request and retries temporary failures. `name` is the file or repository, for messages.
+    /// Sends a request and retries temporary failures. Messages refer to the file or repository as `name`.
     fn with_retries(&self, name: &str, send: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
         let limits = self.limits();
         let mut retry = Retry::new(limits, limits.max_metadata_failures);
@@ -340,7 +340,7 @@ impl<'a> Remote<'a> {
         request.call().map_err(|error| self.temporary_error(error.to_string()))
     }
 
-    /// Returns the target of a redirect. Returns `None` for other schemes, and for redirects from https to http.
+    /// Returns the target of a redirect. Returns `None` for a redirect from https to http, or to another scheme.
     fn resolve(&self, url: &str, location: &str) -> Option<String> {
         let scheme_end = url.find("://")?;
         let next = if location.starts_with("//") {
@@ -400,7 +400,7 @@ mod tests {
         assert_eq!(to("/c?d").as_deref(), Some("https://hub.example/c?d"));
         assert_eq!(to("//cdn.example/c").as_deref(), Some("https://cdn.example/c"));
         assert_eq!(to("https://cdn.example/c").as_deref(), Some("https://cdn.example/c"));
-        assert_eq!(to("http://hub.example/c"), None, "from https to http");
+        assert_eq!(to("http://hub.example/c"), None, "a redirect from https to http was accepted");
         assert_eq!(remote.resolve("http://a/b", "http://c/d").as_deref(), Some("http://c/d"));
         assert_eq!((to("ftp://cdn.example/c"), to("c"), to("")), (None, None, None));
     }

@@ -25,7 +25,7 @@ pub struct RemovedModel {
     /// The commits that were removed. Empty for the demo.
     pub revisions: Vec<String>,
     pub freed_bytes: u64,
-    /// The size in bytes of the model's files that are kept because other revisions use them.
+    /// The total size of the files that were kept because other revisions use them, in bytes.
     pub shared_bytes: u64,
 }
 
@@ -45,7 +45,7 @@ pub struct PrunedRepo {
 struct Selection {
     /// All commits that the removal affects.
     revisions: Vec<String>,
-    /// The commits whose whole snapshot is removed.
+    /// The commits whose entire snapshot is removed.
     whole_commits: Vec<String>,
     /// Files to remove from snapshots that are kept.
     files: Vec<PathBuf>,
@@ -54,7 +54,7 @@ struct Selection {
 impl Hub {
     /// Returns the full name of the model if `model` is only part of its name. Returns `None` for a full name.
     ///
-    /// Commands that delete require the full name, because a part may match a different model the next time.
+    /// Commands that delete require the full name, because part of a name may match a different model later.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
         let (name, _) = names::split_revision(model, None).ok()?;
         let (part, _) = gguf::split_tag(name);
@@ -127,11 +127,11 @@ impl Hub {
         Ok(pruned)
     }
 
-    /// Fails if the lock has no effect, because another process could be using the repository. `--force` allows that.
+    /// Fails if the lock has no effect, because another process may be using the repository. `--force` overrides this.
     fn check_lock(&self, lock: &Lock, repo: &RepoDir) -> Result<()> {
         if !lock.is_effective() && !self.force {
             bail!(
-                "cannot delete safely: the disk of {} has no file locks, so another inferno process may be using it\n  to delete anyway: --force",
+                "cannot delete safely: the filesystem of {} does not support file locking, so another inferno process may be using it\n  to delete anyway: --force",
                 repo.path.display()
             );
         }
@@ -157,7 +157,7 @@ impl Hub {
 
 /// Selects what to remove: whole snapshots, or the GGUF files that `tag` selects.
 ///
-/// Selects the whole snapshot if it would have no weights left.
+/// Selects the whole snapshot if removing the GGUF files would leave it without weights.
 fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Selection> {
     let Some(tag) = tag else {
         return Ok(Selection { revisions: commits.clone(), whole_commits: commits, files: Vec::new() });

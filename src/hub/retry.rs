@@ -22,7 +22,7 @@ impl<'a> Retry<'a> {
         Self { limits, max_failures, failures: 0 }
     }
 
-    /// Resets the failure count, after bytes have arrived.
+    /// Resets the failure count. Call this when bytes have arrived.
     pub fn reset(&mut self) {
         self.failures = 0;
     }
@@ -41,7 +41,7 @@ impl<'a> Retry<'a> {
     }
 }
 
-/// Returns a random time between half of `wait` and `wait`, so many clients do not retry at the same moment.
+/// Returns a random time between half of `wait` and `wait`, to keep clients from all retrying at the same moment.
 fn with_jitter(wait: Duration) -> Duration {
     // The keys of the standard hasher are random, which is good enough here.
     let random = RandomState::new().build_hasher().finish() as f64 / u64::MAX as f64;
@@ -80,7 +80,7 @@ mod tests {
         retry.reset();
         let seconds = |seconds| Some(Duration::from_secs(seconds));
         assert_eq!(retry.wait_after_failure(seconds(7)), seconds(7));
-        assert_eq!(retry.wait_after_failure(seconds(301)), None, "longer than the limit");
+        assert_eq!(retry.wait_after_failure(seconds(301)), None, "a wait longer than the limit was accepted");
         let waits: std::collections::BTreeSet<_> = (0..20).map(|_| with_jitter(Duration::from_secs(1))).collect();
         assert!(waits.len() > 1);
     }

@@ -7,9 +7,9 @@ use crate::snapshot::gguf;
 /// A model's files on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// `org/name`, or the path of a directory as the user typed it.
+    /// `org/name`, `org/name:Q4_K_M`, `demo`, or a path as the user typed it.
     pub name: String,
-    /// The commit. `None` for a plain directory.
+    /// The commit, or a hash of the demo's files. `None` for a path.
     pub revision: Option<String>,
     /// The directory with the files, or the GGUF file of the model (the first part if there are several).
     pub path: PathBuf,
@@ -51,7 +51,7 @@ pub struct VerifiedSnapshot {
 }
 
 impl VerifiedSnapshot {
-    /// Returns the files that are bad or missing.
+    /// Returns the files that are corrupt or missing.
     pub fn damaged_files(&self) -> impl Iterator<Item = &(String, FileState)> {
         self.files.iter().filter(|(_, state)| matches!(state, FileState::Corrupt | FileState::Missing))
     }
@@ -65,6 +65,6 @@ pub enum FileState {
     Corrupt,
     /// The model needs the file, but it is not on disk.
     Missing,
-    /// The file has no hash to compare with, because it came from a mirror or the disk does not support symlinks.
+    /// The file has no hash to compare with, because it came from a mirror or the filesystem does not support symlinks.
     Unknown,
 }

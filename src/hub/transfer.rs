@@ -1,6 +1,6 @@
 //! Requests one part of a file, checks the response, and writes it to disk.
 //!
-//! No matter what a server sends, only bytes of the requested part of the requested file are written.
+//! Whatever the server sends, only bytes of the requested part of the requested file are written.
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::mem;
@@ -23,7 +23,7 @@ const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
 /// Why a transfer ended early.
 pub(super) enum Stop {
-    /// Another attempt may succeed. The server may ask to wait first (Retry-After).
+    /// Another attempt may succeed. The server may request a wait first (Retry-After).
     Temporary(String, Option<Duration>),
     /// Another attempt would fail the same way.
     Permanent(anyhow::Error),
@@ -87,7 +87,9 @@ impl Transfer<'_, '_> {
                 return Err(Stop::Temporary(format!("HTTP {status}"), retry_after(response.headers())));
             }
             // Links to a storage host expire. The next request gets a new link.
-            status if is_from_other_host => return Err(temporary(format!("the storage host answered HTTP {status}"))),
+            status if is_from_other_host => {
+                return Err(temporary(format!("the storage host responded with HTTP {status}")));
+            }
             _ => return Err(Stop::Permanent(remote.refusal(response, Some(name)))),
         }
         self.check_etag(response.headers())?;
@@ -97,7 +99,7 @@ impl Transfer<'_, '_> {
 
     /// Switches to fetching the whole file, because the server ignores ranges. Other transfers of the file stop.
     ///
-    /// Discards the bytes on disk only after several such responses, because only one of several servers may be faulty.
+    /// Discards the bytes on disk only after several such responses, because only some of the servers may be faulty.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut state = self.download.state();
         let job = &mut state.jobs[self.job];
@@ -118,7 +120,7 @@ impl Transfer<'_, '_> {
         Ok(())
     }
 
-    /// Checks that the etag of a file without a hash is the same as before. Restarts the file if the etag has changed.
+    /// Checks that the etag of a file without a hash has not changed. Restarts the download of the file if it has.
     fn check_etag(&self, headers: &HeaderMap) -> Result<(), Stop> {
         let Some(etag) = headers.get(header::ETAG).and_then(|etag| etag.to_str().ok()).map(hash::bare_etag) else {
             return Ok(());
@@ -142,7 +144,7 @@ impl Transfer<'_, '_> {
         Err(Stop::Obsolete)
     }
 
-    /// Writes a body to its position in the file. Never writes more bytes than requested.
+    /// Writes a response body at the current position in the file. Never writes more bytes than requested.
     fn write_body(&mut self, mut body: BodyReader, name: &str, has_length: bool) -> Result<(), Stop> {
         let (mut output, path) = {
             let state = self.download.state();
@@ -212,13 +214,13 @@ fn temporary(cause: impl Into<String>) -> Stop {
     Stop::Temporary(cause.into(), None)
 }
 
-/// Returns why a response with status 200 cannot be the requested file, or `None` if it can.
+/// Checks whether a response with status 200 can be the requested file. If not, returns the reason.
 fn wrong_file(response: &Response<Body>, name: &str, bytes: u64) -> Option<String> {
     let text = |name: header::HeaderName| response.headers().get(name).and_then(|value| value.to_str().ok());
     let is_page = text(header::CONTENT_TYPE).is_some_and(|kind| kind.starts_with("text/html"));
     match content_length(response.headers()) {
         _ if is_page && !name.ends_with(".html") => {
-            Some("the server sent a web page instead of the file (the login page of a network?)".into())
+            Some("the server sent a web page instead of the file (a network login page?)".into())
         }
         Some(length) if length != bytes => Some(format!("the server sent {length} bytes, but the file has {bytes}")),
         _ => None,

@@ -1,4 +1,4 @@
-//! Records in inferno's cache when each model was last used.
+//! Records when each model was last used. The records are files in inferno's cache.
 //!
 //! File access times are not reliable, because most systems do not record every access.
 
@@ -24,13 +24,13 @@ impl Hub {
             .and_then(|()| fs::rename(&temporary, &path));
     }
 
-    /// Returns when inferno last used a model, or `None` if there is no record.
+    /// Returns the time when inferno last used a model. Returns `None` if there is no record.
     pub fn last_used(&self, snapshot: &Snapshot) -> Option<SystemTime> {
         let seconds = fs::read_to_string(self.usage_path(&snapshot.name)).ok()?.trim().parse().ok()?;
         SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
     }
 
-    /// Deletes the record of a removed model. `org/name` also includes every `org/name:TAG`.
+    /// Deletes the record of a removed model. For `org/name`, also deletes the records of every `org/name:TAG`.
     pub(super) fn forget_use(&self, name: &str) {
         let name = file_name(name);
         for entry in disk::entries(&self.config.cache.join(".used")) {
@@ -47,7 +47,7 @@ impl Hub {
     }
 }
 
-/// Turns a model's name into a file name. Replaces each slash with `--`, as in the cache.
+/// Converts a model's name to a file name. Replaces each slash or backslash with `--`.
 fn file_name(name: &str) -> String {
     name.replace(['/', '\\'], "--")
 }

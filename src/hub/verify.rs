@@ -54,7 +54,7 @@ impl Hub {
         if model.is_none_or(|model| model == demo::NAME) {
             verified.extend(demo::verify(&self.config.cache)?);
         }
-        // Files of different models may have the same name.
+        // Different models may have files with the same name.
         let has_several = candidates.len() > 1;
         let label = |name: &str, file: &str| if has_several { format!("{name}/{file}") } else { file.to_string() };
         let mut sizes = Vec::new();
@@ -64,7 +64,7 @@ impl Hub {
             }
         }
         progress.start(&sizes);
-        // A blob that several revisions share is read once.
+        // A blob that several revisions share is read only once.
         let mut known_blobs = BTreeMap::new();
         for candidate in candidates {
             let report = |file: &str, bytes| progress.file(&label(&candidate.name, file), bytes);
@@ -103,7 +103,7 @@ impl Hub {
         candidates
     }
 
-    /// Fetches the damaged files that [`verify`](Self::verify) found. Repairs only inferno's own cache.
+    /// Replaces the damaged files that [`verify`](Self::verify) found. Repairs only inferno's own cache.
     pub fn repair(&self, verified: &VerifiedSnapshot, progress: &dyn Progress) -> Result<()> {
         let damaged: BTreeSet<&str> = verified.damaged_files().map(|(file, _)| file.as_str()).collect();
         if damaged.is_empty() {
@@ -147,7 +147,7 @@ impl Hub {
     }
 }
 
-/// Renames the blobs of damaged files, so they are fetched again. Adds the old and new paths to `set_aside`.
+/// Renames the blobs of damaged files, so that they are fetched again. Adds the old and new paths to `set_aside`.
 fn set_bad_blobs_aside(
     repo: &RepoDir,
     commit: &str,

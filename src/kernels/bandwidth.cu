@@ -1,6 +1,6 @@
 // Measures the read bandwidth of the GPU's memory.
 
-// Fills x with random bits, because moving zeros takes less power than moving real weights.
+// Fills x with pseudo-random bits, because moving zeros takes less power than moving real weights.
 //   x [n]; any grid and block size; bytes moved: 16·n
 extern "C" __global__ void fill_random(uint4* x, int n) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
@@ -17,7 +17,7 @@ extern "C" __global__ void fill_random(uint4* x, int n) {
 extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsigned* out, int n) {
     constexpr int LOADS = 8;
     unsigned sum = 0;
-    // 64 bits, because the last stride may exceed 2^31.
+    // The index has 64 bits, because the last increment could overflow 32 bits.
     for (long long tile = (long long)blockIdx.x * LOADS * blockDim.x; tile < n;
          tile += (long long)gridDim.x * LOADS * blockDim.x) {
         uint4 v[LOADS];

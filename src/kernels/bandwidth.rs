@@ -1,6 +1,6 @@
 //! Measures the memory bandwidth of a GPU.
 //!
-//! Decode steps are compared with the measured value, because no kernel reaches the bandwidth of the data sheet.
+//! Reports compare decode steps with the measured bandwidth, because no kernel reaches the bandwidth in the data sheet.
 
 use anyhow::Result;
 use candle_core::Device;
@@ -17,7 +17,7 @@ pub struct Bandwidth {
     pub buffer_bytes: usize,
 }
 
-/// Measures the memory bandwidth of a device. Returns `None` for a CPU, or if almost no memory is free.
+/// Measures the memory bandwidth of a GPU. Returns `None` for a CPU, or if less than 160 MiB of GPU memory is free.
 ///
 /// Allocates 4 GiB of GPU memory, or less if less than 5 GiB is free.
 pub fn measure(device: &Device) -> Result<Option<Bandwidth>> {

@@ -1,16 +1,18 @@
-//! Compiles every `.cu` file under this directory into a fat binary, so the driver compiles nothing at startup.
-//! A fat binary contains machine code for the target GPU, and PTX for later GPUs.
+//! Compiles each `.cu` file under this directory into a fat binary.
 //!
-//! CUDA code is compiled only with the feature `cuda`. Environment variables control how:
+//! A fat binary contains machine code for the target GPU, so the driver compiles nothing at startup on that GPU.
+//! It also contains PTX, which the driver compiles on later GPUs.
+//!
+//! CUDA code is compiled only if the feature `cuda` is enabled. Environment variables select the compiler and the GPUs:
 //! - nvcc: `NVCC`; otherwise `bin/nvcc` in `CUDA_HOME` or `CUDA_PATH`; otherwise nvcc in `PATH` or
 //!   `/usr/local/cuda/bin`.
-//! - Target GPU: `CUDA_COMPUTE_CAP`, such as 90; otherwise the GPU that nvidia-smi reports; otherwise 80.
-//! - Machine code for more GPUs: `INFERNO_EXTRA_COMPUTE_CAPS`, such as 80,86,89.
+//! - Target compute capability: `CUDA_COMPUTE_CAP`, such as 90; otherwise the lowest from nvidia-smi; otherwise 80.
+//! - More compute capabilities to build machine code for: `INFERNO_EXTRA_COMPUTE_CAPS`, such as 80,86,89.
 //!
 //! The script sets these variables for the crate:
-//! - `INFERNO_COMMIT`: the commit
-//! - `INFERNO_DEMO_REVISION`: a hash of the demo model
-//! - `INFERNO_COMPUTE_CAP`: the compute capability of the kernels
+//! - `INFERNO_COMMIT`: the short hash of the Git commit, or `unknown`
+//! - `INFERNO_DEMO_REVISION`: a hash of the demo model's files
+//! - `INFERNO_COMPUTE_CAP`: the target compute capability
 //! - `INFERNO_CUDA_MAJOR`: the major version of the CUDA toolkit
 
 use std::collections::HashSet;
@@ -19,10 +21,10 @@ use std::process::Command;
 
 const KERNELS: &str = "src/kernels";
 
-/// The constants that Rust and CUDA share.
+/// The file that defines the constants shared by the Rust and CUDA code.
 const CONSTANTS: &str = "src/kernels/constants.rs";
 
-/// The files of the demo model, in the order of `hub::demo`.
+/// The files of the demo model, in the same order as in `hub::demo`.
 const DEMO: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -46,7 +48,7 @@ fn main() {
 
 /// Compiles all kernels, unless the last run compiled the same sources with the same options.
 fn build_kernels() {
-    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo should set OUT_DIR"));
     let nvcc = find_nvcc();
     let capability = compute_capability();
     println!("cargo::rustc-env=INFERNO_COMPUTE_CAP={capability}");
@@ -64,7 +66,7 @@ fn build_kernels() {
     if std::fs::read(&stamp).is_ok_and(|inputs_of_last_run| inputs_of_last_run == inputs) {
         return;
     }
-    std::fs::write(out.join("constants.cuh"), constants).expect("OUT_DIR is writable");
+    std::fs::write(out.join("constants.cuh"), constants).expect("OUT_DIR should be writable");
     // Compile all files in parallel.
     let children: Vec<_> = commands.into_iter().map(|mut command| command.spawn()).collect();
     for (source, child) in units.into_iter().zip(children) {
@@ -74,7 +76,7 @@ fn build_kernels() {
             Err(error) => panic!("cannot run {}: {error}", nvcc.display()),
         }
     }
-    std::fs::write(&stamp, inputs).expect("OUT_DIR is writable");
+    std::fs::write(&stamp, inputs).expect("OUT_DIR should be writable");
 }
 
 /// Returns the `.cu` and `.cuh` files under `src/kernels`, sorted.
@@ -111,10 +113,12 @@ fn compile_command(nvcc: &Path, capability: &str, source: &Path, out: &Path) -> 
     command
 }
 
-/// Returns the `-gencode` options for one file: machine code and PTX for `capability`, and machine code for extra GPUs.
+/// Returns the `-gencode` options for one file. They request machine code and PTX for `capability`.
+/// They also request machine code for each of `INFERNO_EXTRA_COMPUTE_CAPS`.
 fn code_targets(name: &str, capability: &str) -> Vec<String> {
     let mut targets = if (name, capability) == ("experts_gemm", "90") {
-        // Hopper's wgmma instructions exist only in sm_90a, which no later GPU can run. The PTX therefore omits them.
+        // Hopper's wgmma instructions need the target sm_90a, and later GPUs cannot run code for sm_90a.
+        // The PTX is for later GPUs, so it is compiled without these instructions.
         vec!["arch=compute_90a,code=sm_90a".into(), "arch=compute_90,code=compute_90".into()]
     } else {
         vec![format!("arch=compute_{capability},code=[compute_{capability},sm_{capability}]")]
@@ -130,7 +134,7 @@ fn code_targets(name: &str, capability: &str) -> Vec<String> {
 
 /// Translates `constants.rs` into a CUDA header.
 fn constants_header() -> String {
-    let text = std::fs::read_to_string(CONSTANTS).expect("constants.rs is readable");
+    let text = std::fs::read_to_string(CONSTANTS).expect("constants.rs should be readable");
     let mut header = String::from("// Generated by build.rs from constants.rs.\n#pragma once\n");
     let code: String = text.lines().filter(|line| !line.trim_start().starts_with("//")).collect();
     for declaration in code.split("pub const ").skip(1) {
@@ -182,7 +186,7 @@ fn commit() -> String {
     }
     // Git appends to `logs/HEAD` at every commit and checkout. `HEAD` is for clones without a reflog.
     for watched in ["logs/HEAD", "HEAD"].iter().filter_map(|name| git(&["rev-parse", "--git-path", name])) {
-        // Cargo would run this script in every build if it watched a path that does not exist.
+        // Cargo reruns this script in every build if a watched path does not exist.
         if Path::new(&watched).exists() {
             println!("cargo::rerun-if-changed={watched}");
         }
@@ -220,7 +224,7 @@ fn compute_capability() -> String {
     }
     let query = Command::new("nvidia-smi").args(["--query-gpu=compute_cap", "--format=csv,noheader"]).output();
     let text = query.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
-    // Without a driver, nvidia-smi prints an error message, in which no line is a bare number.
+    // Without a driver, nvidia-smi prints an error message. None of its lines parses as a number.
     let lowest = text.lines().filter_map(|line| line.trim().replace('.', "").parse::<u32>().ok()).min();
     lowest.unwrap_or(80).to_string()
 }

@@ -11,16 +11,16 @@
 
 // Activations (`swiglu.rs`, `activation.cuh`).
 
-/// The factor on the sigmoid's input in gpt-oss's clamped SwiGLU.
+/// The factor by which gpt-oss's clamped SwiGLU multiplies the input of the sigmoid.
 pub const SWIGLU_ALPHA: f32 = 1.702;
 /// The code of the SiLU activation.
 pub const ACTIVATION_SILU: usize = 0;
-/// The code of the GELU activation with tanh approximation.
+/// The code of the GELU activation with the tanh approximation.
 pub const ACTIVATION_GELU_TANH: usize = 1;
 
 // Rotary embedding (`attention/rope.rs`, `attention/rope.cu`).
 
-/// Heads per warp. Several heads keep enough loads in flight and share one read of the angles.
+/// Heads per warp. A warp with several heads has enough loads in flight and reads the angles only once.
 pub const ROPE_HEADS_PER_WARP: usize = 4;
 
 // Attention without tensor cores (`attention/eager_attention.rs`, `attention/eager_attention.cu`).
@@ -30,8 +30,8 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 
 // Attention on tensor cores (`attention/flash_attention.rs`, `attention/flash_attention.cu`).
 //
-// Each combination of a head size and a number of query rows per tile has its own kernel.
-// The arrays below are in the order of `FLASH_HEAD_DIMS`. Their values were the fastest measured on an H200.
+// There is one kernel for each combination of head size and query rows per tile.
+// The arrays below are in the order of `FLASH_HEAD_DIMS`. Their values gave the fastest kernels on an H200.
 
 /// The supported head sizes.
 pub const FLASH_HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
@@ -53,10 +53,10 @@ pub const FLASH_FEW_TEAMS: [usize; 6] = [8, 8, 8, 8, 8, 4];
 pub const FLASH_MEDIUM_WARPS: usize = 4;
 /// Warps per block in the 128-row kernel, by head size.
 pub const FLASH_MANY_WARPS: [usize; 6] = [4, 4, 4, 4, 4, 8];
-/// Buffers for key and value tiles per team.
+/// Pipeline stages per team. Each stage has buffers for one key tile and one value tile.
 pub const FLASH_STAGES: usize = 2;
 /// Padding elements per row in shared memory.
-/// A padded row is an odd number of 16-byte segments, which avoids bank conflicts in `ldmatrix`.
+/// Padded rows have an odd number of 16-byte segments, which avoids bank conflicts in `ldmatrix`.
 pub const FLASH_ROW_PADDING: usize = 8;
 /// A warp with 16·M rows keeps its queries in registers if M times the head size is at most this value.
 /// Otherwise, the queries are in shared memory.
@@ -82,36 +82,38 @@ pub const MXFP4_TILE_SCALE_BYTES: usize = 32;
 
 // Matrix products of routed experts with MXFP4 blocks (`moe/experts.rs`, `moe/experts.cu`).
 
-/// Weight rows in the tile of a thread block.
+/// Weight rows in each thread block's tile.
 pub const EXPERT_GEMM_ROWS: usize = 64;
-/// (token, expert) pairs in the tile of a thread block.
+/// (token, expert) pairs in each thread block's tile.
 pub const EXPERT_GEMM_PAIRS: usize = 64;
 /// Threads per block.
 pub const EXPERT_GEMM_THREADS: usize = 128;
 
 // Matrix products of routed experts with float weights (`moe/grouped_gemm.rs`, `moe/grouped_gemm.cu`).
 
-/// Weight rows in the tile of a thread block.
+/// Weight rows in each thread block's tile.
 pub const GROUPED_GEMM_ROWS: usize = 128;
-/// Columns per step: 128 bytes of a row in a 16-bit dtype.
+/// Columns per step. With 16-bit elements, they are 128 bytes of each row.
 pub const GROUPED_GEMM_COLUMNS: usize = 64;
-/// Steps that a block keeps in shared memory.
+/// Pipeline stages: the number of steps whose tiles are in shared memory at once.
 pub const GROUPED_GEMM_STAGES: usize = 3;
 /// Threads per block.
 pub const GROUPED_GEMM_THREADS: usize = 256;
 
 // Matrix products of routed experts with MXFP4 tiles (`moe/experts_gemm.rs`, `moe/experts_gemm.cu`).
-// Some kernels use mma.sync, others use wgmma. Wide tiles are for many pairs per expert, narrow tiles for few.
+// Some of these kernels use mma.sync, and others use wgmma.
+// The wgmma kernels have wide tiles for many pairs per expert and narrow tiles for few pairs per expert.
 
-/// 16-row weight tiles per thread block, with mma.sync.
+/// 16-row weight tiles per thread block in the mma.sync kernels.
 pub const EXPERT_MMA_ROW_TILES: usize = 16;
-/// Steps that a block keeps in shared memory, with mma.sync.
+/// Pipeline stages in the mma.sync kernels: the number of steps whose tiles are in shared memory at once.
 pub const EXPERT_MMA_STAGES: usize = 4;
-/// Threads per block, with mma.sync.
+/// Threads per block in the mma.sync kernels.
 pub const EXPERT_MMA_THREADS: usize = 256;
-/// 16-row weight tiles per thread block, with wgmma. Their 192 rows evenly divide gpt-oss's 2880 and 5760 rows.
+/// 16-row weight tiles per thread block in the wgmma kernels.
+/// gpt-oss has matrices of 2880 and 5760 rows, both multiples of 12 · 16 = 192.
 pub const EXPERT_WGMMA_ROW_TILES: usize = 12;
-/// Threads per block, with wgmma.
+/// Threads per block in the wgmma kernels.
 pub const EXPERT_WGMMA_THREADS: usize = 512;
 /// The maximum number of pairs in a wide tile.
 pub const EXPERT_WIDE_PAIRS: usize = 160;
@@ -124,7 +126,7 @@ pub const EXPERT_NARROW_STAGES: usize = 5;
 
 // Quantized matrices (`quantized/mod.rs`, `quantized/quantized.cuh`).
 
-/// The maximum number of matrices in a stack that one kernel launch multiplies.
+/// The maximum number of stacked matrices that one kernel launch multiplies.
 pub const MAX_STACKED_MATRICES: usize = 3;
 /// Warps per block in kernels that multiply by a quantized matrix.
 pub const QUANTIZED_WARPS: usize = 16;
@@ -150,8 +152,8 @@ pub const ROUNDING_INT8_STATIC: usize = 4;
 
 // Kernels of a decode step (`decode/`).
 
-/// The maximum warps per block in kernels that multiply by float weights. One large block per multiprocessor is best,
-/// because all blocks read the same input vector and fewer blocks compete for it.
+/// The maximum number of warps per block in kernels that multiply by float weights.
+/// Every block reads the whole input vector, so one large block per multiprocessor is faster than several small blocks.
 pub const DECODE_MAX_WARPS: usize = 24;
 /// Tiles of gate and up rows per block in `decode_gate_up_mxfp4`.
 pub const DECODE_UP_TILES: usize = 3;
@@ -172,7 +174,7 @@ pub const SAMPLE_THREADS: usize = 1024;
 pub const SAMPLE_IDS_PER_THREAD: usize = 8;
 /// Rounds of the threshold search.
 pub const SAMPLE_ROUNDS: usize = 4;
-/// Bins per round, for eight bits of the key.
+/// Histogram bins per round: one for each value of eight bits of the key.
 pub const SAMPLE_BINS: usize = 256;
 /// The maximum number of blocks per launch.
 pub const SAMPLE_MAX_BLOCKS: usize = 1024;

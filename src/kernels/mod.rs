@@ -2,11 +2,11 @@
 //!
 //! Most operations have two files:
 //! - `x.rs` contains the public operation, its shape and dtype checks, and the launch of the CUDA kernel.
-//!   It also contains `reference`, the same operation in plain Rust on f32. On a CPU, the operation runs its reference.
+//!   It also contains `reference`, which computes the operation in plain Rust on f32. On a CPU, the operation calls it.
 //! - `x.cu` contains the CUDA kernel.
 //!
-//! `moe::expert_mlp` and `decode`, the fused kernels of a decode step, run only on a GPU. Tests compare them with the
-//! operations that they replace.
+//! The fused kernels in `moe::experts_gemm` and `decode` run only on a GPU.
+//! Tests compare them with the operations that they replace.
 //!
 //! `launch` launches kernels, `upload` copies weights to a device, and `bandwidth` measures GPU memory bandwidth.
 //! `selftest` compares every kernel with its reference on the current GPU.
@@ -34,7 +34,7 @@ pub(crate) fn to_f32(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_dtype(DType::F32)?.contiguous()
 }
 
-/// Returns the size of the tensor's elements in bytes. For a view, only the elements of the view count.
+/// Returns the total size of the tensor's elements in bytes. For a view, counts only the elements of the view.
 pub(crate) fn bytes(tensor: &Tensor) -> u64 {
     (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
 }
@@ -47,7 +47,7 @@ pub(crate) fn elements<'s, T: WithDType>(storage: &'s Storage, layout: &Layout) 
     }
 }
 
-/// Returns the error that `op` does not support the device of `tensor`.
+/// Fails with an error that says that `op` does not support the device of `tensor`.
 #[cfg_attr(feature = "cuda", allow(dead_code))]
 pub(crate) fn unsupported<T>(op: &str, tensor: &Tensor) -> Result<T> {
     bail!("{op} has no implementation for {:?}", tensor.device().location())

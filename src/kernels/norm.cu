@@ -1,11 +1,12 @@
 // Residual addition and norm: sum = x + y, normed = sum / sqrt(mean(sum²) + eps) · weight.
-// With a bias, this is LayerNorm: the mean of sum is subtracted first, and the bias is added last.
+// With a bias, the norm is LayerNorm: the mean of sum is subtracted first, and the bias is added last.
 //   x, y, sum f32 [T, C] (without y, x itself is normalized and sum is not written)
 //   weight f32 [C]; bias f32 [C] or null; normed T [T, C]
 //   grid T, block 256; bytes moved: T·C·(12 + sizeof(T)), or T·C·(4 + sizeof(T)) without y
 #include "headers/common.cuh"
 
-// Returns the sum over the block to every thread. The first barrier waits for all earlier reads of `scratch`.
+// Sums `value` over the block and returns the sum to every thread.
+// The first barrier waits for all earlier reads of `scratch`.
 __device__ float block_sum(float value, float* scratch) {
     value = warp_sum(value);
     __syncthreads();
@@ -31,7 +32,7 @@ __device__ void add_norm(const float* x, const float* y, const float* weight, co
         squares += value * value;
         total += value;
     }
-    const float* added = y ? sum : x;  // still in L1: each thread reads what it wrote
+    const float* added = y ? sum : x;  // each thread reads only what it wrote, which is still in L1
     if (bias) {
         center = block_sum(total, scratch) / columns;
         squares = 0.0f;

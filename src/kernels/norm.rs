@@ -5,10 +5,10 @@ use rayon::prelude::*;
 
 use crate::kernels::{elements, to_f32};
 
-/// Returns s = x + y and the norm of s in `dtype`.
+/// Returns s = x + y, or s = x without y, and the norm of s in `dtype`.
 ///
-/// Without a bias, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight. Without y, s is x itself.
-/// With a bias, it is LayerNorm: the mean of s is subtracted first, and the bias is added last.
+/// Without a bias, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight.
+/// With a bias, the norm is LayerNorm, which subtracts the mean of s first and adds the bias last.
 ///
 /// x, y f32 \[T, C\]; weight, bias f32 \[C\].
 pub fn add_norm(
@@ -26,7 +26,7 @@ pub fn add_norm(
         && bias.is_none_or(|bias| bias.dims() == [columns]);
     if !all_f32 || !shapes_match {
         let (x, y, weight) = (x.dims(), y.map(Tensor::dims), weight.dims());
-        bail!("add_norm: inputs must match and be F32: x {x:?}, y {y:?}, weight {weight:?}");
+        bail!("add_norm: the inputs must be F32 and have matching shapes: x {x:?}, y {y:?}, weight {weight:?}");
     }
     match x.device() {
         Device::Cpu => {

@@ -1,14 +1,14 @@
 //! Small operations on the rows of a matrix: embedding lookup, bias, soft cap, copy.
 //!
 //! candle has these operations too, but the driver compiles candle's kernels on first use.
-//! This takes seconds per module on a new machine. The kernels here are compiled at build time, so a forward pass on a
-//! GPU uses no kernels from candle.
+//! On a new machine, this takes seconds per module. The kernels here are compiled at build time.
+//! A forward pass on a GPU uses no kernels from candle.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Returns rows `ids` of an embedding table, multiplied by `scale`, as f32 \[T, C\].
+/// Returns the rows `ids` of an embedding table, multiplied by `scale`, as f32 \[T, C\].
 ///
-/// table \[V, C\]; ids u32 \[T\], each below V (not checked on a GPU).
+/// table \[V, C\]; ids u32 \[T\], each less than V (not checked on a GPU).
 pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     match table.device() {
         Device::Cpu => table.index_select(ids, 0)?.to_dtype(DType::F32)? * f64::from(scale),
@@ -58,7 +58,7 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Returns cap · tanh(x / cap) for each element. x f32.
+/// Returns cap · tanh(x / cap) for each element x of an f32 tensor.
 pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
     if x.dtype() != DType::F32 {
         bail!("soft_cap: x is {:?}, expected F32", x.dtype());
@@ -82,7 +82,7 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
     }
 }
 
-/// Copies `from` \[T, ..\] to the rows of `to` \[S, ..\] that start at `row`.
+/// Copies `from` \[T, ..\] to the T rows of `to` \[S, ..\] that start at index `row`.
 ///
 /// Both tensors are contiguous and have the same dtype and row size.
 pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
@@ -103,7 +103,7 @@ pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {
             let target = address(to)? + (row * row_bytes) as u64;
             let stream = device.cuda_stream();
             stream.context().bind_to_thread().w()?;
-            // SAFETY: both tensors are contiguous and on the device (`address` checks this).
+            // SAFETY: both are contiguous CUDA tensors (`address` checks this).
             // The rows are within `to` (checked above). The copy runs in stream order.
             unsafe { result::memcpy_dtod_async(target, address(from)?, bytes(from) as usize, stream.cu_stream()).w() }
         }

@@ -23,7 +23,8 @@ use crate::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 pub struct Check {
     pub name: String,
     pub dtype: DType,
-    /// The largest difference divided by the largest value, or why the operation failed. NaN if a value is not finite.
+    /// The largest absolute difference divided by the largest absolute value, or the message of an error.
+    /// NaN if a value is not finite or the results have different lengths.
     pub error: std::result::Result<f32, String>,
     pub tolerance: f32,
     /// The run time of the operation, including the copies to and from the device.
@@ -87,9 +88,9 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
         combine(&target.put(&noise(43, &[5, 3, 37], dtype)?)?, &target.f32(&noise(44, &[5, 3], DType::F32)?)?)
     }));
     for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
-        // Backends have different kernels for one token, a few tokens and many tokens.
+        // The number of tokens affects which kernel a backend chooses and how the kernel divides the work.
         for (what, tokens, position) in [("step", 1, 300), ("few", 7, 290), ("prompt", 130, 11)] {
-            // Backends without a kernel for this build or dtype are skipped, which is not a failure.
+            // A backend that does not support this build, dtype or head size is skipped. This is not a failure.
             for (variant, head_dim, softcap) in [("", 64, None), (", head size 256, soft cap", 256, Some(5.0))] {
                 if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_ok() {
                     let name = format!("attention {backend}, {what}{variant}");
@@ -120,7 +121,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     checks
 }
 
-/// The device and the dtype that an operation runs with.
+/// The device that runs an operation, and the dtype that it computes in.
 #[derive(Clone, Copy)]
 struct CheckTarget<'d> {
     device: &'d Device,
@@ -141,7 +142,7 @@ impl CheckTarget<'_> {
     }
 }
 
-/// Returns a 51×512 matrix of random bits, with scales between 2^-7 and 2^-5.
+/// Returns a 51×512 matrix of pseudo-random bits. The magnitudes of its scales are between 2^-7 and 2^-5.
 fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatrix> {
     let (rows, columns) = (51, 512);
     let mut planes = format.row_bytes(columns).map(|bytes| vec![0u8; rows * bytes]);
@@ -155,7 +156,7 @@ fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatri
         _ => halves.iter_mut().skip(1).step_by(2).for_each(|high| *high = *high & 0x84 | 0x20),
     }
     if format == WeightFormat::Fp8 {
-        // Clears an exponent bit, so that no byte is NaN.
+        // Clear the highest exponent bit, so no byte is NaN.
         low.iter_mut().for_each(|byte| *byte &= 0xbf);
     }
     QuantizedMatrix::new(format, columns, planes, target.device)
@@ -163,14 +164,14 @@ fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatri
 
 /// Returns the tensor as f32 on the CPU.
 ///
-/// The conversion also runs on the CPU. On the device, the driver would compile candle's kernels on first use.
+/// The conversion runs on the CPU, because the driver would have to compile candle's conversion kernel for the device.
 fn to_cpu(tensor: &Tensor) -> Result<Tensor> {
     tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)
 }
 
 /// Runs an operation on the target and on the CPU, and compares the results.
 ///
-/// The CPU computes in f32, from values that the target's dtype represents exactly.
+/// The CPU computes in f32, from inputs that the target's dtype represents exactly.
 fn check(name: &str, target: CheckTarget, tolerance: f32, op: &dyn Fn(CheckTarget) -> Result<Tensor>) -> Check {
     let values = |tensor: Tensor| to_cpu(&tensor)?.flatten_all()?.to_vec1::<f32>();
     let started = Instant::now();
@@ -193,14 +194,14 @@ fn distance(got: &[f32], want: &[f32]) -> f32 {
 /// Returns the tolerance for one rounding to `dtype`.
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // The order of summation differs.
+        // Only the order of summation differs.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
     }
 }
 
-/// Returns `count` pseudo-random numbers below `below`. The same seed gives the same numbers.
+/// Returns `count` pseudo-random numbers less than `below`. The same seed gives the same numbers.
 fn numbers(seed: u64, count: usize, below: u64) -> impl Iterator<Item = u64> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     std::iter::repeat_with(move || {
@@ -210,7 +211,8 @@ fn numbers(seed: u64, count: usize, below: u64) -> impl Iterator<Item = u64> {
     .take(count)
 }
 
-/// Returns roughly normal values with some outliers, as f32 on the CPU. `dtype` represents each value exactly.
+/// Returns pseudo-random values around zero with some outliers, as f32 on the CPU.
+/// `dtype` represents each value exactly.
 fn noise(seed: u64, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let count: usize = shape.iter().product();
     let unit = |n: u64| n as f32 / 4096.0 - 0.5;
@@ -270,7 +272,7 @@ struct Queries {
 fn attend(target: CheckTarget, queries: Queries, backend: AttentionBackend) -> Result<Tensor> {
     let Queries { tokens, position, head_dim, softcap } = queries;
     let (heads, kv_heads, rows) = (6, 2, 331);
-    // The values are representable in the narrowest dtype, so every target gets the same values.
+    // Every dtype represents these bf16 values exactly, so every target gets the same values.
     let tensor = |seed, rows, heads| target.put(&noise(seed, &[rows, heads, head_dim], DType::BF16)?);
     let (q, k, v) = (tensor(19, tokens, heads)?, tensor(20, rows, kv_heads)?, tensor(21, rows, kv_heads)?);
     let sinks = target.f32(&noise(22, &[heads], DType::F32)?)?;
@@ -308,7 +310,7 @@ mod fused {
     use crate::kernels::moe::experts_gemm::{self, ExpertLinear, Mxfp4Tiles, RowOrder};
     use crate::kernels::swiglu::clamped_swiglu;
 
-    /// Computes the MLP with fused kernels on a GPU, and one matrix product at a time on a CPU.
+    /// Computes the MLP of routed experts: with fused kernels on a GPU, and with one matrix product at a time on a CPU.
     pub fn expert_mlp(target: CheckTarget, tokens: usize) -> Result<Tensor> {
         let (experts, chosen, columns, intermediate) = (5, 3, 96, 160);
         // The inputs are scaled like normalized activations, so the sums stay near the clamp limit. Halving is exact.
@@ -337,7 +339,7 @@ mod fused {
         let tiles =
             |(blocks, scales, _): &(Tensor, Tensor, Tensor), order| match Mxfp4Tiles::repack(blocks, scales, order)? {
                 Some(tiles) => Ok(tiles),
-                None => bail!("repack rejected scales, although all are at most 2"),
+                None => bail!("repack rejected the scales, although none exceeds 2"),
             };
         let (up_tiles, down_tiles) = (tiles(&up, RowOrder::Paired)?, tiles(&down, RowOrder::Plain)?);
         let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };

@@ -1,9 +1,10 @@
-// Gated activations. All kernels: n = elements of out; grid ceil(n / 256), block 256.
+// Gated activations. In all kernels, n is the number of elements of out.
+//   grid ceil(n / 256), block 256
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
 
-// The clamped SwiGLU of gpt-oss: out = g·sigmoid(alpha·g)·(u + 1), where g = min(x[2i], limit) and u is x[2i + 1]
-// clamped to ±limit.
+// The clamped SwiGLU of gpt-oss: out[i] = g·sigmoid(alpha·g)·(u + 1).
+// g is the minimum of x[2i] and limit. u is x[2i + 1], clamped to [-limit, limit].
 //   x T [R, 2F], out T [R, F]; bytes moved: 3·n·sizeof(T)
 template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,7 +1,7 @@
 //! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss (openai/gpt-oss,
 //! `gpt_oss/torch/model.py`, `swiglu`).
 //!
-//! The clamped SwiGLU clamps the gate only from above. It clamps the linear half on both sides and adds one to it.
+//! The clamped SwiGLU clamps gate values only from above. It clamps linear values on both sides, then adds one to them.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
 
@@ -57,7 +57,7 @@ impl Activation {
         }
     }
 
-    /// Returns the code of this activation in `activation.cuh`.
+    /// Returns the code that `activation.cuh` uses for this activation.
     #[cfg(feature = "cuda")]
     pub fn code(self) -> usize {
         use crate::kernels::constants::{ACTIVATION_GELU_TANH, ACTIVATION_SILU};
@@ -73,7 +73,7 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
     let up_fits = up.is_none_or(|up| up.dims() == gate.dims() && up.dtype() == DType::F32);
     if gate.dtype() != DType::F32 || !up_fits {
         let (dtype, gate, up) = (gate.dtype(), gate.dims(), up.map(Tensor::dims));
-        bail!("gated: inputs must match and be F32: gate {dtype:?} {gate:?}, up {up:?}");
+        bail!("gated: the inputs must be F32 and have the same shape: gate {dtype:?} {gate:?}, up {up:?}");
     }
     match gate.device() {
         Device::Cpu => {
@@ -137,7 +137,7 @@ fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
     let mut shape = x.dims().to_vec();
     match shape.last_mut() {
         Some(width) if width.is_multiple_of(2) => *width /= 2,
-        _ => bail!("{op}: the last dimension of {:?} is not even", x.dims()),
+        _ => bail!("{op}: the last dimension of {:?} must be even", x.dims()),
     }
     Ok(shape)
 }

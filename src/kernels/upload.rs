@@ -1,8 +1,8 @@
-//! Uploads to a device. Bytes are read into a staging buffer, and the device copies them while the next buffer fills.
+//! Uploads weights to a device through staging buffers. The device copies one buffer while a thread fills the next.
 //!
-//! On CUDA, the staging buffers are pinned, and all copies use a dedicated stream next to the candle device's stream.
+//! On CUDA, the staging buffers are pinned, and all copies use their own stream, separate from the candle device's.
 //! Tensor memory comes from candle's stream-ordered pool but is allocated on the copy stream.
-//! No copy therefore waits for a computation. When a tensor is complete, candle's stream waits for its last copy.
+//! Copies therefore never wait for computations. Before candle's stream uses a tensor, it waits for the last copy.
 
 use candle_core::{DType, Result, Tensor};
 
@@ -13,22 +13,22 @@ pub trait Target: Send + Sync + 'static {
     /// The staging buffers of one reader thread.
     type Staging;
 
-    /// Creates staging buffers of `bytes` each.
+    /// Creates the staging buffers of one reader thread, each `bytes` long.
     fn staging(&self, bytes: usize) -> Result<Self::Staging>;
 
     /// Allocates `bytes` of uninitialized memory. `bytes` is at least 1.
     fn allocate(&self, bytes: usize) -> Result<Self::Memory>;
 
-    /// Returns the next buffer to fill. Waits until earlier copies from this buffer have finished.
+    /// Waits until the copies from the next buffer have finished, and returns that buffer to be filled.
     fn buffer<'s>(&self, staging: &'s mut Self::Staging) -> Result<&'s mut [u8]>;
 
     /// Queues a copy of the first `bytes` of the current buffer to `offset` in `memory`.
     fn copy(&self, staging: &mut Self::Staging, bytes: usize, memory: &Self::Memory, offset: usize) -> Result<()>;
 
-    /// Marks `memory` as complete, after copies to all of its bytes have been queued.
+    /// Marks `memory` as complete. Copies to all of its bytes must have been queued.
     fn complete(&self, memory: &mut Self::Memory) -> Result<()>;
 
-    /// Turns complete `memory` into a tensor. Later work on the tensor's device sees the uploaded bytes.
+    /// Turns `memory` into a tensor. The memory must be complete. Later work on the device sees the uploaded bytes.
     fn tensor(&self, memory: Self::Memory, dtype: DType, shape: &[usize]) -> Result<Tensor>;
 }
 
@@ -48,10 +48,10 @@ mod with_cuda {
 
     use super::Target;
 
-    /// Staging buffers per thread. The thread fills one while the copy engine reads the other.
+    /// Staging buffers per reader thread. The thread fills one while the copy engine reads the other.
     const BUFFERS: usize = 2;
 
-    /// A CUDA stream for copies to the GPU of a candle device.
+    /// A CUDA stream that copies data to the GPU of a candle device.
     pub struct CopyStream {
         device: CudaDevice,
         stream: Arc<CudaStream>,
@@ -71,7 +71,7 @@ mod with_cuda {
         }
     }
 
-    /// Memory allocated on the copy stream. If dropped before it becomes a tensor, it is freed after its copies.
+    /// Memory allocated on the copy stream. If it never becomes a tensor, `drop` frees it after its queued copies.
     pub struct DeviceMemory {
         bytes: CudaSlice<u8>,
         /// The event recorded after the last copy.
@@ -103,7 +103,7 @@ mod with_cuda {
             let Some(start) = NonNull::new(start) else {
                 bail!("cannot allocate {len} bytes of pinned memory: the driver returned null")
             };
-            // SAFETY: `len` bytes were allocated. They are zeroed, because a slice must be initialized.
+            // SAFETY: `len` bytes were allocated. Zeroing them initializes the slices that `buffer` returns.
             unsafe { start.write_bytes(0, len) };
             Ok(Self { start, len, copied, stream: stream.clone() })
         }
@@ -145,12 +145,12 @@ mod with_cuda {
             let buffer = &staging.buffers[staging.next];
             assert!(
                 bytes <= buffer.len && offset + bytes <= memory.bytes.len(),
-                "a copy must stay within its buffer and its memory"
+                "the copy exceeds its staging buffer or the device memory"
             );
             let address = memory.bytes.device_ptr(&self.stream).0 + offset as u64;
-            // SAFETY: both ranges are checked above. The buffer is written again only after `copied`.
+            // SAFETY: both ranges are checked above. The buffer is written again only after the event `copied`.
             // The buffer is freed only after the stream has finished.
-            // The memory is freed on this stream, or on one that waits for `arrived`.
+            // The memory is freed on this stream, or on a stream that waits for the event `arrived`.
             unsafe {
                 let source = std::slice::from_raw_parts(buffer.start.as_ptr(), bytes);
                 result::memcpy_htod_async(address, source, self.stream.cu_stream()).w()?;

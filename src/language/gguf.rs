@@ -61,7 +61,7 @@ fn chat_format(
     Ok(ChatFormat::from_template(tokenizer, &file_name(checkpoint), template, named))
 }
 
-/// Loads tokenizer.json from the directory of a GGUF file without a vocabulary.
+/// Loads tokenizer.json from the directory of a GGUF file that has no vocabulary.
 fn from_folder(checkpoint: &GgufCheckpoint) -> Result<(Tokenizer, Option<ChatFormat>)> {
     let dir = checkpoint.path().parent().unwrap_or(Path::new(""));
     let missing = || format!("{} has no vocabulary and needs a tokenizer.json beside it", checkpoint.path().display());

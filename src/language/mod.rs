@@ -1,6 +1,6 @@
 //! The language data of a model: tokenizer, chat format, stop tokens and sampling defaults.
 //!
-//! Loading reads only the tokenizer and config files, or the metadata of a GGUF file, but never the weights.
+//! Loading reads the tokenizer and config files, or the metadata of a GGUF file. It never reads the weights.
 
 mod gguf;
 mod stop_ids;

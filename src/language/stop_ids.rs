@@ -19,7 +19,7 @@ pub fn read_json(dir: &Path, name: &str) -> Result<Value> {
     }
 }
 
-/// Collects stop token ids from every file that can contain them. With only one file, some models never stop.
+/// Collects stop token ids from every file that can contain them. For some models, no single file lists them all.
 pub fn collect(dir: &Path, generation: &Value, tokenizer: &Tokenizer, chat: Option<&ChatFormat>) -> Result<Vec<u32>> {
     let mut ids = BTreeSet::new();
     for json in [&read_json(dir, "config.json")?, generation] {

@@ -15,7 +15,7 @@ use crate::nn::norm::NormConfig;
 use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::weights::Weights;
 
-/// The fields that have the same names in nearly all families.
+/// The config.json fields that have the same names in nearly all families.
 #[derive(Debug, Deserialize)]
 pub(super) struct CommonConfig {
     pub vocab_size: usize,
@@ -72,7 +72,7 @@ pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, 
     Ok(())
 }
 
-/// Fails if one of `fields`, which the family does not support, is set to anything but `null` or `false`.
+/// Fails if any of `fields` is set to anything but `null` or `false`. The family does not support these fields.
 pub(super) fn reject_fields(family: &str, json: &Value, fields: &[&str]) -> Result<()> {
     let is_set = |field: &&&str| !matches!(json[**field], Value::Null | Value::Bool(false));
     match fields.iter().find(is_set) {
@@ -81,7 +81,7 @@ pub(super) fn reject_fields(family: &str, json: &Value, fields: &[&str]) -> Resu
     }
 }
 
-/// Fails if an optional number is not finite and positive.
+/// Fails if `value` is present but not positive and finite.
 pub(super) fn check_positive(name: &str, value: Option<f32>) -> Result<()> {
     match value.filter(|value| !(value.is_finite() && *value > 0.0)) {
         Some(value) => bail!("{name} is {value}; it must be positive and finite"),
@@ -89,15 +89,15 @@ pub(super) fn check_positive(name: &str, value: Option<f32>) -> Result<()> {
     }
 }
 
-/// Fails unless `layer_types` is absent or has an entry for each layer.
+/// Fails unless `layer_types` is absent or has exactly one entry per layer.
 pub(super) fn check_layer_types(layer_types: Option<&Vec<LayerType>>, layers: usize) -> Result<()> {
     match layer_types.filter(|types| types.len() != layers) {
-        Some(types) => bail!("found {} layer_types for {layers} layers", types.len()),
+        Some(types) => bail!("layer_types has {} entries, but the model has {layers} layers", types.len()),
         None => Ok(()),
     }
 }
 
-/// Fails unless the window is absent or between 1 and 2^24 positions.
+/// Fails unless the window is absent or has between 1 and 2^24 positions.
 pub(super) fn check_window(sliding_window: Option<usize>) -> Result<()> {
     match sliding_window.filter(|window| !(1..=1 << 24).contains(window)) {
         Some(window) => bail!("sliding_window is {window}; it must be between 1 and 2^24"),
@@ -132,7 +132,7 @@ impl CommonConfig {
         check_window(self.sliding_window)?;
         let rotary_dim = self.rope.rotary_dim(self.head_dim());
         if rotary_dim > self.head_dim() {
-            bail!("partial_rotary_factor rotates {rotary_dim} dims, but the head size is {}", self.head_dim());
+            bail!("partial_rotary_factor rotates {rotary_dim} dims, but head_dim is {}", self.head_dim());
         }
         // LongRoPE has one list of factors for short contexts and one for long ones. Check both.
         self.frequencies(1)?;
@@ -153,19 +153,19 @@ impl CommonConfig {
         self.rope.frequencies(self.rope.rotary_dim(self.head_dim()), lengths, 10_000.0)
     }
 
-    /// Returns the cache specs of all layers. `window` returns the sliding window of a layer, given its index.
+    /// Returns the KV cache spec of each layer. `window` maps a layer index to the layer's sliding window, if any.
     pub fn layers(&self, window: impl Fn(usize) -> Option<usize>) -> Vec<LayerSpec> {
         let spec = |layer| LayerSpec { kv_heads: self.kv_heads(), head_dim: self.head_dim(), window: window(layer) };
         (0..self.num_hidden_layers).map(spec).collect()
     }
 
-    /// Returns the cache specs of all layers, each with the sliding window of the model.
+    /// Returns the KV cache spec of each layer. All layers have the model's sliding window.
     /// A window that covers the whole context is treated as no window.
     pub fn sliding_layers(&self) -> Vec<LayerSpec> {
         self.layers(|_| self.sliding_window.filter(|&window| window < self.max_position_embeddings))
     }
 
-    /// Returns the sliding window of a layer, if it has one. `is_sliding` is used if `layer_types` is absent.
+    /// Returns the sliding window of a layer, if it has one. If `layer_types` is absent, `is_sliding` decides.
     pub fn window(&self, layer: usize, is_sliding: impl Fn(usize) -> bool) -> Option<usize> {
         let sliding = match &self.layer_types {
             Some(types) => types[layer] == LayerType::SlidingAttention,
@@ -178,7 +178,7 @@ impl CommonConfig {
         AttentionConfig::new(self.hidden_size, self.num_attention_heads, spec)
     }
 
-    /// Loads the MLP of a layer, without biases.
+    /// Loads the gated MLP of a layer. It has no biases.
     pub fn load_mlp(&self, layer: &Weights) -> Result<GatedMlp> {
         let Self { hidden_size, intermediate_size, hidden_act, .. } = *self;
         GatedMlp::load(&layer.at("mlp"), hidden_size, intermediate_size, Bias::Without, hidden_act)
@@ -194,7 +194,7 @@ impl CommonConfig {
     }
 }
 
-/// The sizes that every family has. Invalid sizes would otherwise fail late or cause overflows.
+/// The sizes that every model has. They are validated early because invalid sizes would fail late or overflow.
 pub(super) struct ModelSizes {
     pub hidden_size: usize,
     pub layers: usize,
@@ -218,18 +218,18 @@ impl ModelSizes {
             ("vocab_size", self.vocab_size),
             ("max_position_embeddings", self.max_position_embeddings),
         ];
-        // 2^24 exceeds every real model, and the product of two such sizes fits in a u64.
+        // No real model has a size above 2^24, and the product of two such sizes fits in a u64.
         if let Some((name, value)) = sizes.into_iter().find(|&(_, value)| value == 0 || value > 1 << 24) {
             bail!("{name} is {value}; it must be between 1 and 2^24");
         }
         if self.layers > 4096 || self.heads > 1 << 16 {
-            bail!("{} layers and {} attention heads exceed the limits of 4096 and 65536", self.layers, self.heads);
+            bail!("found {} layers and {} attention heads; the limits are 4096 and 65536", self.layers, self.heads);
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
             bail!("num_attention_heads {} is not a multiple of num_key_value_heads {}", self.heads, self.kv_heads);
         }
         if self.head_dim > 256 || !self.head_dim.is_multiple_of(2) {
-            bail!("head_dim is {}; even sizes up to 256 are supported", self.head_dim);
+            bail!("head_dim is {}; it must be even and at most 256", self.head_dim);
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! The interface of a model family, which recognizes and reads its config.json and builds its decoder.
+//! The interface of a model family. A family recognizes and parses its config.json, and builds its decoder.
 
 use anyhow::Result;
 use serde_json::Value;
@@ -11,13 +11,13 @@ use crate::weights::Weights;
 pub struct Family {
     /// The `model_type` in config.json.
     pub model_type: &'static str,
-    /// The name in `architectures` of config.json, for files without a `model_type`.
+    /// The name in `architectures` of config.json. It identifies the family if the file has no `model_type`.
     pub architecture: &'static str,
     /// Parses and validates config.json.
     pub read: fn(Value) -> Result<Box<dyn Architecture>>,
 }
 
-/// The validated config of one model, which builds the decoder.
+/// The validated config of one model. It can build the model's decoder.
 pub trait Architecture {
     /// Returns the size of the vocabulary.
     fn vocab_size(&self) -> usize;
@@ -25,7 +25,8 @@ pub trait Architecture {
     /// Returns the longest context that the model supports.
     fn max_position_embeddings(&self) -> usize;
 
-    /// Returns the longest context that keeps the short RoPE factors. Longer contexts are opt-in.
+    /// Returns the longest context that uses the short factors of LongRoPE. Longer contexts are opt-in.
+    /// Without LongRoPE, this is the longest context that the model supports.
     fn default_context(&self) -> usize {
         self.max_position_embeddings()
     }

@@ -1,6 +1,6 @@
 //! Gemma 2 (arXiv 2408.00118; transformers `modeling_gemma2.py`).
 //!
-//! Differences from Llama: norms both before and after attention and MLP, GeGLU, scaled embeddings,
+//! Differences from Llama: norms before and after both attention and the MLP, GeGLU, scaled embeddings,
 //! soft caps on attention scores and logits, and a sliding window on every second layer.
 
 use anyhow::Result;
@@ -22,7 +22,7 @@ use crate::weights::Weights;
 pub const FAMILY: Family = Family { model_type: "gemma2", architecture: "Gemma2ForCausalLM", read };
 
 /// In Gemma, `post_attention_layernorm` is the norm of the attention output.
-/// The norm before the MLP has a different name than in Llama.
+/// The norm before the MLP is `pre_feedforward_layernorm`.
 pub(super) const NAMES: DecoderNames = DecoderNames {
     post_attention_layernorm: "pre_feedforward_layernorm",
     post_norms: Some(("post_attention_layernorm", "post_feedforward_layernorm")),
@@ -55,8 +55,8 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     Ok(Box::new(config))
 }
 
-/// Returns the decoder config of all Gemma models, with norms that store w - 1 and scaled embeddings.
-/// The embedding scale is sqrt(hidden_size).
+/// Returns the decoder config that all Gemma models share.
+/// The checkpoint stores norm weights as w - 1, and embeddings are multiplied by sqrt(hidden_size).
 pub(super) fn decoder_config(
     common: &CommonConfig,
     weights: &Weights,

@@ -69,14 +69,14 @@ fn read_multimodal(mut json: Value) -> Result<Box<dyn Architecture>> {
 }
 
 /// Splits the RoPE fields into one config for full-attention layers and one for sliding-window layers.
-/// config.json has either one `rope_parameters` object per layer type,
-/// or the fields `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
+/// Newer files have a `rope_parameters` object with one entry per layer type.
+/// Older files have the fields `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
 fn split_rope(json: &mut Value) -> Result<()> {
     let local = json["rope_local_base_freq"].as_f64().unwrap_or(10_000.0);
     let by_type = json["rope_parameters"].take();
     let parameters = |layer_type: &str| by_type.get(layer_type).cloned();
     if !by_type.is_null() && parameters("full_attention").is_none() {
-        bail!("rope_parameters has no full_attention");
+        bail!("rope_parameters has no entry for full_attention");
     }
     // In older files, `rope_scaling` applies to full-attention layers only.
     let sliding = parameters("sliding_attention").filter(Value::is_object).unwrap_or_else(|| json!({}));

@@ -1,6 +1,6 @@
 //! GPT-2 (Radford et al., 2019; transformers `modeling_gpt2.py`).
 //!
-//! It has learned positions, LayerNorm, an MLP without a gate, and matrices that are stored transposed.
+//! GPT-2 has learned position embeddings, LayerNorm, an MLP without a gate, and matrices that are stored transposed.
 
 use anyhow::{Result, bail};
 use candle_nn::Activation;
@@ -85,7 +85,7 @@ impl Config {
         self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
     }
 
-    /// Returns the scale of the attention scores in a layer.
+    /// Returns the factor that a layer applies to its attention scores.
     fn attention_scale(&self, layer: usize) -> f32 {
         let size_divisor = if self.scale_attn_weights { (self.head_dim() as f32).sqrt() } else { 1.0 };
         let layer_divisor = if self.scale_attn_by_inverse_layer_idx { (layer + 1) as f32 } else { 1.0 };
@@ -127,7 +127,7 @@ impl Architecture for Config {
         let config = DecoderConfig {
             tie_word_embeddings: self.tie_word_embeddings,
             cache_layers: self.cache_layers(),
-            // The oldest checkpoints have no prefix.
+            // In the oldest checkpoints, tensor names do not have the `transformer` prefix.
             prefix: if weights.contains("transformer.wte.weight") { "transformer" } else { "" }.into(),
             names: NAMES,
             learned_positions: Some(("wpe", self.n_positions)),

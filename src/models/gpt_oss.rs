@@ -1,6 +1,6 @@
 //! gpt-oss (openai/gpt-oss, `gpt_oss/torch/model.py`; transformers `modeling_gpt_oss.py`).
 //!
-//! It has MXFP4 experts, attention sinks, a sliding window on every second layer, and YaRN.
+//! gpt-oss has MXFP4 experts, attention sinks, a sliding window on every second layer, and YaRN.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
@@ -62,7 +62,7 @@ fn default_attention_bias() -> bool {
 }
 
 fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
-    // OpenAI's own files use both names for this field, and serde would reject the second as a duplicate.
+    // OpenAI's own files have both this field and its alias, and serde would reject the second one as a duplicate.
     if let Some(fields) = json.as_object_mut().filter(|fields| fields.contains_key("num_experts_per_tok")) {
         fields.remove("experts_per_token");
     }
@@ -86,7 +86,7 @@ impl Config {
         .validate()?;
         let (chosen, experts) = (self.num_experts_per_tok, self.num_local_experts);
         if chosen == 0 || chosen > experts || chosen > 31 || experts > 1024 {
-            bail!("cannot choose {chosen} of {experts} experts");
+            bail!("cannot choose {chosen} of {experts} experts (at most 31 of 1024)");
         }
         config::check_layer_types(self.layer_types.as_ref(), self.num_hidden_layers)?;
         config::check_window(self.sliding_window)?;

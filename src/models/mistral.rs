@@ -1,6 +1,6 @@
 //! Mistral 7B, Nemo, Small, and all other `MistralForCausalLM` models.
 //!
-//! The layers are the same as in Llama. All layers have a sliding window in v0.1 and none in later versions.
+//! The layers are the same as in Llama. In v0.1, all layers have a sliding window. In later versions, none do.
 //!
 //! Source: arXiv 2310.06825; transformers `modeling_mistral.py`.
 

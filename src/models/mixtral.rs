@@ -65,7 +65,7 @@ impl StandardDecoder for Config {
 
     fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)> {
         let attention = Attention::load(&weights.at("self_attn"), self.common.attention(layer.spec), layer.rotary)?;
-        // transformers 5 stacks the experts in one tensor and names the layer `mlp`.
+        // transformers 5 stacks the matrices of all experts and names the MoE layer `mlp`.
         let name = if weights.contains("mlp.gate.weight") { "mlp" } else { "block_sparse_moe" };
         let moe = GatedMoe::load(&weights.at(name), self.moe_config(), &EXPERT_NAMES)?;
         Ok((attention, Mlp::GatedMoe(moe)))

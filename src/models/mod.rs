@@ -62,7 +62,7 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let json: Value = serde_json::from_str(&text).with_context(|| format!("cannot read {}", path.display()))?;
     parse_config(json).map_err(|error| match error.is::<Error>() {
-        // The message of an `Error` is already complete.
+        // An `Error` already has a complete message for the user.
         true => error,
         false => error.context(format!("cannot use {}", path.display())),
     })
@@ -79,7 +79,7 @@ pub fn open(dir: &Path) -> Result<(ModelConfig, Checkpoint)> {
     Ok((config, Checkpoint::Gguf(Box::new(GgufModel::new(file)?))))
 }
 
-/// Returns the config of an opened GGUF file.
+/// Reads the config from an open GGUF file.
 pub fn gguf_config(file: &GgufCheckpoint) -> Result<ModelConfig> {
     let cannot = || format!("cannot use {}", file.path().display());
     let json = file.config().with_context(cannot)?;
@@ -99,7 +99,9 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
     Ok(ModelConfig { family, architecture, quantization })
 }
 
-/// Returns the model type in config.json, supported or not, or `None` if the file cannot be read.
+/// Returns the model type in config.json, whether or not it is supported.
+/// Without a `model_type`, returns the first of `architectures`.
+/// Returns `None` if the file cannot be read or has neither field.
 pub fn declared_model_type(dir: &Path) -> Option<String> {
     let text = std::fs::read_to_string(dir.join("config.json")).ok()?;
     let json: Value = serde_json::from_str(&text).ok()?;
@@ -119,7 +121,7 @@ fn find_family(json: &Value) -> Result<&'static Family> {
         let found = name.unwrap_or("(config.json names none)").to_string();
         let mut supported = FAMILIES.iter().map(|family| family.model_type).collect::<Vec<_>>().join(", ");
         if let Some(near) = name.and_then(nearest_name) {
-            supported += &format!("; the nearest is {near}");
+            supported += &format!("; the closest match is {near}");
         }
         Error::UnsupportedArchitecture { found, supported }.into()
     })

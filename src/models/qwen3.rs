@@ -1,4 +1,4 @@
-//! Qwen3, dense (arXiv 2505.09388; transformers `modeling_qwen3.py`): Qwen2 with q/k norms in place of the biases.
+//! Dense Qwen3 models (arXiv 2505.09388; transformers `modeling_qwen3.py`): Qwen2 with q/k norms instead of biases.
 
 use anyhow::Result;
 use serde::Deserialize;

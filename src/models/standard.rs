@@ -11,8 +11,8 @@ use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::Mlp;
 use crate::weights::Weights;
 
-/// A family whose config.json has the fields of [`CommonConfig`].
-/// Each family provides its layers. All other parts are shared.
+/// The config of a family whose config.json has the fields of [`CommonConfig`].
+/// Each family describes and loads its own layers. All other parts are shared.
 pub(super) trait StandardDecoder {
     fn common(&self) -> &CommonConfig;
 
@@ -22,7 +22,7 @@ pub(super) trait StandardDecoder {
     /// Loads the attention and the MLP of one layer.
     fn load_parts(&self, weights: &Weights, layer: LayerInfo) -> Result<(Attention, Mlp)>;
 
-    /// Returns the config of everything except attention and MLP.
+    /// Returns the decoder config, which covers everything except attention and the MLPs.
     fn decoder_config(&self, _: &Weights, context: usize) -> Result<DecoderConfig> {
         self.common().decoder_config(self.layers(), context)
     }

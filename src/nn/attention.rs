@@ -1,6 +1,6 @@
 //! The self-attention of one layer.
 //!
-//! It consists of the q, k and v projections, optional q/k norms, RoPE, KV cache, attention and output projection.
+//! Its steps: project to q, k and v, normalize q and k, apply RoPE, write to the KV cache, attend, and project back.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ pub struct AttentionConfig {
     pub sinks: Sinks,
     /// The norms applied to each head of q and k before RoPE: `q_norm` and `k_norm`, each `[head_dim]`.
     pub qk_norm: Option<NormConfig>,
-    /// The scale of the scores q·k.
+    /// The factor that the scores q·k are multiplied by.
     pub scale: f32,
     /// The soft cap, if any. Each score s becomes cap · tanh(s / cap).
     pub softcap: Option<f32>,
@@ -60,7 +60,7 @@ impl AttentionConfig {
     }
 }
 
-/// Whether a layer has learned attention sinks, with one logit per head.
+/// Whether a layer has learned attention sinks. Each sink is one logit per head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sinks {
     With,
@@ -77,7 +77,7 @@ pub struct Attention {
     pub(crate) qk_norm: Option<(Norm, Norm)>,
     pub(crate) rotary: Arc<RotaryEmbedding>,
     pub(crate) config: AttentionConfig,
-    /// The dtype of the projections and the KV cache.
+    /// The dtype of the layer's input and of the KV cache.
     dtype: DType,
 }
 
@@ -91,7 +91,7 @@ impl Attention {
         Self::new(weights, config, rotary, qkv_proj, o_proj)
     }
 
-    /// Loads a checkpoint that stores q, k and v as one `qkv_proj`.
+    /// Loads `qkv_proj` and `o_proj`. `qkv_proj` contains the rows of q, k and v, in this order.
     pub fn load_fused(weights: &Weights, config: AttentionConfig, rotary: Arc<RotaryEmbedding>) -> Result<Self> {
         let (q_size, kv_size) = config.projection_sizes();
         let (hidden_size, qkv_size) = (config.hidden_size, q_size + 2 * kv_size);
@@ -135,7 +135,7 @@ impl Attention {
         self.dtype
     }
 
-    /// Computes attention for the tokens of all sequences, from x `[tokens, hidden]` to f32 `[tokens, hidden]`.
+    /// Computes attention for the tokens of all sequences. Maps x `[tokens, hidden]` to f32 `[tokens, hidden]`.
     /// Appends the new keys and values to the cache of each sequence.
     pub fn forward(&self, x: &Tensor, layer: usize, pass: &Pass, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;

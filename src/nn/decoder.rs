@@ -1,4 +1,4 @@
-//! The pre-norm decoder that every family assembles, and its eager forward pass.
+//! The pre-norm decoder that all families share, and its eager forward pass.
 
 use std::sync::Arc;
 
@@ -96,7 +96,7 @@ impl Decoder {
         let device = self.embed_tokens.device();
         let pass = Pass::new(batch, caches, device, self.backend)?;
 
-        // 1. embed: x is the residual stream, and y is added to it by the next norm
+        // 1. embed: x is the residual stream, and the next norm adds y to it
         let mut x = self.embed_tokens.embed(&Tensor::new(batch.ids, device)?, self.embed_scale)?;
         let mut y = self.embed_positions.as_ref().map(|table| embed(table, pass.positions(), 1.0)).transpose()?;
 
@@ -124,11 +124,11 @@ impl Decoder {
         })
     }
 
-    /// Fails if a token id is outside the vocabulary, or if a cache is larger than the loaded context.
+    /// Fails if a token id is outside the vocabulary, or if a cache has more positions than the model was loaded for.
     fn validate(&self, batch: &StepBatch, caches: &[&mut KvCache]) -> Result<()> {
         let vocab_size = self.vocab_size();
         if let Some(id) = batch.ids.iter().find(|&&id| id as usize >= vocab_size) {
-            bail!("token id {id} is outside the model's vocabulary of {vocab_size}");
+            bail!("token id {id} is outside the model's vocabulary of {vocab_size} tokens");
         }
         if let Some(cache) = caches.iter().find(|cache| cache.context() > self.context) {
             bail!("the cache has {} positions, but the model was loaded for {}", cache.context(), self.context);
@@ -151,7 +151,7 @@ impl Decoder {
         Ok(chosen)
     }
 
-    /// Returns a feature of the whole decoder that the decode kernels do not support, if any.
+    /// Returns the name of a decoder feature that the decode kernels do not support, if there is one.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(crate) fn unsupported_reason(&self) -> Option<&'static str> {
         if self.norm.bias.is_some() || self.layers.iter().any(DecoderLayer::has_layer_norm) {
@@ -170,8 +170,8 @@ impl Decoder {
         &self.cache_layers
     }
 
-    /// Returns the bytes of weights that one token reads.
-    /// They include all dense weights, the chosen experts, and one row of the embedding.
+    /// Returns the number of weight bytes that one decode step reads for one token.
+    /// It reads all dense weights, the chosen experts, and one row of the embedding.
     pub fn step_bytes(&self) -> u64 {
         let row = self.embed_tokens.bytes() / self.vocab_size() as u64;
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
@@ -224,7 +224,7 @@ fn load_layers(
 }
 
 /// Loads an embedding `[vocab, hidden]`. A float embedding is quantized only if it is also the output head.
-/// A lookup reads a single row, but the output head reads all rows.
+/// The output head reads all rows, but a lookup reads only one, so quantization would not speed up lookups.
 fn load_embedding(weights: &Weights, vocab_size: usize, hidden_size: usize, is_head: bool) -> Result<Matrix> {
     let weights = if is_head { weights.clone() } else { weights.unquantized() };
     Weights::matrix(&[(weights, vocab_size)], "weight", hidden_size)

@@ -14,13 +14,13 @@ pub struct DecoderConfig {
     /// Whether the output head uses the weights of the embedding.
     pub tie_word_embeddings: bool,
     pub frequencies: RopeFrequencies,
-    /// The RoPE frequencies of sliding-window layers, if they differ from full-attention layers.
+    /// The RoPE frequencies of sliding-window layers. `None` if all layers use `frequencies`.
     pub sliding_frequencies: Option<RopeFrequencies>,
     pub cache_layers: Vec<LayerSpec>,
-    /// The prefix of all tensor names except the output head. It may be empty.
+    /// The prefix of all tensor names except `lm_head`. It may be empty.
     pub prefix: String,
     pub names: DecoderNames,
-    /// The scale of the embeddings.
+    /// The factor that embeddings are multiplied by.
     pub embed_scale: f32,
     /// The name and length of the learned position embedding, if any.
     pub learned_positions: Option<(&'static str, usize)>,

@@ -1,4 +1,4 @@
-//! The keys and values of one sequence, allocated once.
+//! The keys and values of one sequence. Their memory is allocated once.
 //!
 //! A full-attention layer keeps every position. A sliding-window layer keeps a ring buffer of the last positions.
 //!
@@ -40,7 +40,7 @@ pub fn bytes(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType) -
     layers.iter().map(bytes).fold(0, u64::saturating_add)
 }
 
-/// Returns the bytes of keys and values that a token at position `depth` reads, including its own.
+/// Returns the size of the keys and values that a token at position `depth` reads, in bytes. Includes its own.
 pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     let elements = |layer: &LayerSpec| {
         let positions = layer.window.map_or(depth + 1, |window| window.min(depth + 1));
@@ -68,7 +68,7 @@ pub struct LayerCache {
     oldest: usize,
 }
 
-/// A copy of the rows in sliding-window layers that positions from `len` onward attend to.
+/// A copy of the rows that positions from `len` onward attend to in sliding-window layers.
 struct Checkpoint {
     len: usize,
     rows: Vec<Option<(Tensor, Tensor)>>,
@@ -109,7 +109,7 @@ impl KvCache {
     pub fn check_capacity(&self, tokens: usize) -> Result<()> {
         if tokens > self.chunk || self.len + tokens > self.context {
             bail!(
-                "cannot cache {tokens} tokens: {} of {} positions are used, and a pass takes at most {}",
+                "cannot cache {tokens} tokens: {} of {} positions are used, and a pass takes at most {} tokens",
                 self.len,
                 self.context,
                 self.chunk
@@ -119,7 +119,7 @@ impl KvCache {
     }
 
     /// Writes `k` and `v`, both `[tokens, kv_heads, head_dim]`, after the cached positions of one layer.
-    /// Returns the layer. Call `advance` after writing the last layer.
+    /// Returns the cache of this layer. Call `advance` after writing the last layer.
     pub fn write(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<&LayerCache> {
         let layer = &mut self.layers[layer];
         layer.write(self.len, k, v)?;
@@ -161,8 +161,8 @@ impl KvCache {
         Ok(())
     }
 
-    /// Truncates the cache to `len` positions and returns the number of positions left.
-    /// Fewer positions are left if a ring buffer has lost part of the window of position `len`.
+    /// Truncates the cache to at most `len` positions and returns the number of positions left.
+    /// Fewer than `len` are left if a ring buffer has overwritten part of the window of position `len`.
     pub fn truncate(&mut self, len: usize) -> Result<usize> {
         let len = len.min(self.len);
         if self.layers.iter().all(|layer| layer.has_window_of(len)) {
@@ -224,8 +224,8 @@ impl LayerCache {
         self.oldest <= self.past_window().map_or(0, |past| len.saturating_sub(past))
     }
 
-    /// Copies the rows that position `len` attends to. Returns `None` if there is nothing to save.
-    /// A full-attention layer never loses these rows.
+    /// Copies the earlier rows that position `len` attends to. Returns `None` if there are none.
+    /// Also returns `None` for a full-attention layer, because it never overwrites rows.
     fn save_window(&self, len: usize) -> Result<Option<(Tensor, Tensor)>> {
         let Some(past) = self.past_window() else { return Ok(None) };
         let (count, rows) = (past.min(len), self.rows());

@@ -9,10 +9,10 @@ use super::mlp::Mlp;
 use super::norm::Norm;
 use super::pass::Pass;
 
-/// A decoder layer, which computes x + attention(norm(x)), then x + mlp(norm(x)).
+/// A decoder layer. It computes x + attention(norm(x)), then x + mlp(norm(x)).
 ///
 /// x is the residual stream. It is always f32, regardless of the compute dtype.
-/// As a sum over all layers, it would accumulate the rounding error of each layer in a narrower dtype.
+/// It sums the outputs of all layers. In a narrower dtype, the rounding errors of the layers would accumulate.
 pub(crate) struct DecoderLayer {
     pub(crate) input_layernorm: Norm,
     pub(crate) self_attn: Attention,
@@ -27,7 +27,7 @@ pub(crate) struct DecoderLayer {
 impl DecoderLayer {
     /// Runs the layer on the residual stream x and the output y of the previous layer, both f32 `[tokens, hidden]`.
     ///
-    /// Returns the same pair for the next layer. The norm that follows y also adds it to x in the same kernel.
+    /// Returns the same pair for the next layer. The next norm kernel also adds y to x.
     pub(super) fn forward(
         &self,
         x: &Tensor,
@@ -43,7 +43,7 @@ impl DecoderLayer {
         Ok((x, y))
     }
 
-    /// Returns the bytes of weights that one token reads.
+    /// Returns the number of weight bytes that a decode step reads for one token.
     pub(super) fn step_bytes(&self) -> u64 {
         let norms = self.norms().map(Norm::bytes).sum::<u64>();
         norms + self.self_attn.bytes() + self.mlp.step_bytes()

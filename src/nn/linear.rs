@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use crate::kernels::{self, quantized::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
-/// Whether a projection has a bias, according to config.json. The tensors in the file do not matter.
+/// Whether a projection has a bias. config.json decides this, not the tensors in the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bias {
     With,
@@ -57,7 +57,7 @@ impl Linear {
         Ok(Self { weight, bias })
     }
 
-    /// Loads a `Conv1D` layer of GPT-2, which stores `weight` as `[in, out]`, with its `bias` of shape `[out]`.
+    /// Loads a GPT-2 `Conv1D` layer. The checkpoint stores `weight` as `[in, out]` and `bias` as `[out]`.
     pub fn load_transposed(weights: &Weights, input: usize, output: usize) -> Result<Self> {
         let weight = match weights.transposed("weight", output, input)? {
             Some(weight) => weight,

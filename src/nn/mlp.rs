@@ -17,7 +17,7 @@ pub enum Mlp {
 }
 
 impl Mlp {
-    /// Returns the dtype that inputs must have. MoE layers take f32 for their router.
+    /// Returns the dtype that inputs must have. MoE layers take f32 because their router needs it.
     pub fn dtype(&self) -> DType {
         match self {
             Mlp::Gated(mlp) => mlp.dtype,
@@ -36,7 +36,7 @@ impl Mlp {
         }
     }
 
-    /// Returns the bytes of weights that one token reads.
+    /// Returns the number of weight bytes that a decode step reads for one token.
     pub fn step_bytes(&self) -> u64 {
         match self {
             Mlp::Gated(mlp) => mlp.gate_proj.bytes() + mlp.up_proj.bytes() + mlp.down_proj.bytes(),
@@ -74,8 +74,7 @@ impl GatedMlp {
         })
     }
 
-    /// Loads a checkpoint that stores gate and up as one `gate_up_proj`, with the rows of the gate first.
-    /// The projections have no biases.
+    /// Loads `gate_up_proj` and `down_proj`, without biases. The gate rows come first in `gate_up_proj`.
     pub fn load_fused(
         weights: &Weights,
         hidden_size: usize,
@@ -123,8 +122,8 @@ impl PlainMlp {
     }
 }
 
-/// Returns the kernel that computes an activation.
-/// Unlike candle's activations, the kernels also fuse the product and the cast that follow.
+/// Maps an activation to its kernel. Fails if there is no kernel for it.
+/// Unlike candle's activations, the kernels also fuse the multiplication and the cast that follow.
 fn kernel_activation(activation: Activation) -> Result<swiglu::Activation> {
     match activation {
         Activation::Silu | Activation::Swish => Ok(swiglu::Activation::Silu),

@@ -1,4 +1,4 @@
-//! The layers that all families share. They run eagerly on any device, with ops from candle and from `kernels`.
+//! The layers that all families share. They run eagerly on any device, using ops from candle and `kernels`.
 
 pub mod attention;
 pub mod decoder;

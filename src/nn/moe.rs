@@ -49,7 +49,7 @@ pub struct ExpertNames {
 pub struct GatedMoe {
     /// The router, in f32 because a rounding error may send a token to a different expert.
     pub(crate) router: Linear,
-    /// `[experts, 2 * intermediate, hidden]`. The first half of an expert's rows is its gate.
+    /// `[experts, 2 * intermediate, hidden]`. In each expert, the first half of the rows is gate_proj.
     pub(crate) gate_up_proj: ExpertWeights,
     /// `[experts, hidden, intermediate]`
     pub(crate) down_proj: ExpertWeights,
@@ -83,7 +83,7 @@ impl GatedMoe {
         Ok(Self { router, gate_up_proj, down_proj, dtype: weights.dtype(), config })
     }
 
-    /// Returns the bytes of weights that one token reads: the router and the chosen experts.
+    /// Returns the number of weight bytes that a decode step reads for one token: the router and the chosen experts.
     pub fn step_bytes(&self) -> u64 {
         let experts = self.gate_up_proj.bytes() + self.down_proj.bytes();
         self.router.bytes() + experts / self.config.experts as u64 * self.config.experts_per_token as u64
@@ -134,8 +134,8 @@ pub struct ClampedMoeConfig {
     pub swiglu_limit: f32,
 }
 
-/// The experts of gpt-oss, with MXFP4 weights, biases, and a clamped SwiGLU.
-/// The gate rows and the linear rows alternate.
+/// The MoE layer of gpt-oss. The experts have MXFP4 weights, biases, and a clamped SwiGLU.
+/// In `gate_up_proj`, gate rows and up rows alternate.
 pub struct ClampedMoe {
     /// The router, in f32 because a rounding error may send a token to a different expert.
     pub(crate) router: Linear,
@@ -168,7 +168,7 @@ impl ClampedMoe {
         })
     }
 
-    /// Returns the bytes of weights that one token reads: the router and the chosen experts.
+    /// Returns the number of weight bytes that a decode step reads for one token: the router and the chosen experts.
     pub fn step_bytes(&self) -> u64 {
         let biases = kernels::bytes(&self.gate_up_bias) + kernels::bytes(&self.down_bias);
         let experts = self.gate_up_proj.bytes() + self.down_proj.bytes() + biases;

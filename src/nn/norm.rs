@@ -21,7 +21,7 @@ pub struct NormConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NormKind {
     Rms,
-    /// RMSNorm with a checkpoint that stores w - 1 (Gemma).
+    /// RMSNorm whose weight is stored as w - 1 in the checkpoint (Gemma).
     RmsOffByOne,
     /// LayerNorm with a bias.
     Layer,
@@ -58,12 +58,12 @@ impl Norm {
         kernels::bytes(&self.weight) + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Returns x + y as f32 `[tokens, hidden]`, and the norm of the sum in `dtype`.
+    /// Returns the sum x + y as f32 `[tokens, hidden]`, and the normalized sum in `dtype`. `None` counts as 0.
     pub fn add_norm(&self, x: &Tensor, y: Option<&Tensor>, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok(kernels::norm::add_norm(x, y, &self.weight, self.bias.as_ref(), self.eps, dtype)?)
     }
 
-    /// Returns the norm of the f32 tensor x `[tokens, hidden]` in f32.
+    /// Normalizes x `[tokens, hidden]`. Input and output are f32.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         Ok(self.add_norm(x, None, DType::F32)?.1)
     }

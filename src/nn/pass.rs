@@ -1,4 +1,4 @@
-//! One forward pass: its tokens, and the data about them that all layers share.
+//! One forward pass: its tokens and the data that all layers share.
 
 use std::ops::Range;
 
@@ -63,7 +63,7 @@ impl Pass {
         &self.positions
     }
 
-    /// Returns the row range of each sequence in the tokens of the pass.
+    /// Returns the range of token rows of each sequence.
     pub fn spans(&self) -> impl Iterator<Item = Range<usize>> {
         self.spans.iter().cloned()
     }

@@ -1,6 +1,7 @@
-//! Rotary position embedding (RoPE): the frequencies of each scaling rule.
+//! Rotary position embedding (RoPE): the frequencies for each scaling method.
 //!
-//! The formulas are from `modeling_rope_utils.py` in transformers. Both notations of config.json are supported.
+//! The formulas are from `modeling_rope_utils.py` in transformers.
+//! The config.json fields of transformers 4 and 5 are supported.
 //!
 //! The rotation itself is in `kernels::attention::rope`. Unlike `candle_nn::rotary_emb`, it takes a position per token,
 //! can rotate only part of a head, and fuses the bias, the q/k norm and the cast.
@@ -49,7 +50,7 @@ struct RopeParameters {
 /// The context lengths that RoPE frequencies depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeLengths {
-    /// The length in config.json. It is also the original length if the file does not specify one.
+    /// The value in config.json. It is also the original length if the file does not specify one.
     pub max_position_embeddings: usize,
     /// The number of positions that the model is loaded for.
     pub context: usize,
@@ -60,12 +61,12 @@ pub struct RopeLengths {
 pub struct RopeFrequencies {
     /// The angle per position for each rotated pair, in radians, f32 `[rotary_dim / 2]`.
     pub inv_freq: Vec<f32>,
-    /// The scale of cos and sin for YaRN and LongRoPE. It is 1 for the other rules.
+    /// The factor that cos and sin are multiplied by in YaRN and LongRoPE. It is 1 for the other methods.
     pub attention_factor: f32,
 }
 
 impl RopeFrequencies {
-    /// Returns frequencies without any rotation, for models with learned positions.
+    /// Returns frequencies that do not rotate anything, for models with learned positions.
     pub fn none() -> Self {
         Self { inv_freq: vec![0.0], attention_factor: 1.0 }
     }
@@ -88,7 +89,7 @@ impl RopeConfig {
         self.original_max_position_embeddings.or(inner)
     }
 
-    /// Returns the longest context that uses the short factors of LongRoPE, or `None` for other rules.
+    /// Returns the longest context that uses the short factors of LongRoPE, or `None` for other methods.
     pub fn short_context(&self) -> Option<usize> {
         let long = self.parameters().is_some_and(|parameters| parameters.long_factor.is_some());
         self.original_length().filter(|_| long)
@@ -148,7 +149,7 @@ fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f
 ///
 /// When a sequence exceeds the original length, transformers switches to the long list and recomputes all keys.
 /// Here, the loaded context determines the list, so cached keys stay valid.
-/// The results are the same if the loaded context does not exceed the original length.
+/// The results match transformers if the loaded context does not exceed the original length.
 fn longrope(
     plain: Vec<f32>,
     parameters: &RopeParameters,
@@ -171,7 +172,7 @@ fn longrope(
     };
     let inv_freq: Vec<f32> = plain.iter().zip(factors).map(|(f, factor)| 1.0 / (*factor as f32 * (1.0 / f))).collect();
     if let Some(bad) = inv_freq.iter().find(|frequency| !frequency.is_finite()) {
-        bail!("config.json: {name} results in the RoPE frequency {bad}");
+        bail!("config.json: {name} results in an invalid RoPE frequency: {bad}");
     }
     Ok(RopeFrequencies { inv_freq, attention_factor: attention_factor as f32 })
 }
@@ -194,7 +195,7 @@ fn yarn(
         }
         _ => concentration(factor, 1.0),
     };
-    // The dim that completes `rotations` full turns within the original context.
+    // Returns the dim that completes `rotations` full turns within the original context.
     let dimension =
         |rotations: f64| dim as f64 * (original / (rotations * 2.0 * std::f64::consts::PI)).ln() / (2.0 * theta.ln());
     let nonzero = |value: Option<f64>, default: f64| value.filter(|value| *value != 0.0).unwrap_or(default);

@@ -31,7 +31,7 @@ enum Output {
     Plain(PlainText),
 }
 
-/// Plain output of text as it arrives. Without color, labels separate the reasoning from the answer.
+/// Unformatted output of text as it arrives. Without color, labels separate the reasoning from the answer.
 struct PlainText {
     hides_reasoning: bool,
     color: Color,
@@ -39,7 +39,7 @@ struct PlainText {
 }
 
 impl TurnDisplay {
-    /// Prepares the next turn. Input typed during the turn is appended to `type_ahead`.
+    /// Prepares the display for a turn. Input typed during the turn is appended to `type_ahead`.
     pub fn new(session: &Session, type_ahead: TypeAhead) -> Self {
         let settings = &session.settings;
         let hides_reasoning = settings.reasoning == ReasoningVisibility::Hidden;

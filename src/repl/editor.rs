@@ -51,11 +51,11 @@ pub struct LineEditor {
 /// Text that a key handler shares with the line editor.
 type SharedText = Arc<Mutex<Option<String>>>;
 
-/// The longest message to keep in the history. Whole documents would slow down every start.
+/// The longest message to keep in the history, in bytes. Whole documents would slow down startup.
 const MAX_HISTORY_BYTES: usize = 64 << 10;
 
 impl LineEditor {
-    /// Creates the editor: loads the history and binds the keys. `model_names` completes `/model`.
+    /// Creates the editor, loads the history and binds the keys. `model_names` completes `/model`.
     pub fn new(model_names: NameList) -> Result<Self> {
         let config = Config::builder()
             .auto_add_history(false)
@@ -115,12 +115,12 @@ impl LineEditor {
         }
     }
 
-    /// Adds a line to the history and returns the message in it.
+    /// Adds a line to the history and returns the message that it contains.
     pub fn accept(&mut self, line: &str) -> String {
         if !line.trim().is_empty() && line.len() <= MAX_HISTORY_BYTES {
             let _ = self.editor.add_history_entry(line);
             if let Some(path) = &self.history {
-                // Ignore errors, so that the chat continues on a full disk.
+                // Ignore errors. The chat must continue even if the disk is full.
                 let _ = self.editor.append_history(path);
             }
         }
@@ -144,7 +144,7 @@ fn history_path() -> Option<PathBuf> {
     Some(folder.join("history"))
 }
 
-/// Moves a damaged history file aside, because it cannot be written either. A missing file is not an error.
+/// Moves a damaged history file aside, because it cannot be extended either. A missing file is not an error.
 fn move_damaged_history_aside(path: &Path, error: &ReadlineError) {
     if let ReadlineError::Io(error) = error
         && matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied)
@@ -182,7 +182,7 @@ fn edit(text: &str) -> Result<String> {
 
 fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     std::io::Write::write_all(&mut state_folder::create_file(path)?, text.as_bytes())?;
-    // Like git, allow arguments in $EDITOR. The trap keeps the shell alive if Ctrl-C is meant for the editor.
+    // Like git, allow arguments in $EDITOR. The trap keeps the shell alive if the user presses Ctrl-C in the editor.
     let script = format!("trap : INT; {editor} \"$@\"");
     let mut shell = Command::new("sh");
     shell.arg("-c").arg(script).arg(editor).arg(path);
@@ -203,7 +203,7 @@ impl ConditionalEventHandler for EndLine {
     }
 }
 
-/// The rustyline helper: Tab completion, and whether Enter ends a message.
+/// The rustyline helper. It completes words on Tab and decides whether Enter ends the message.
 struct LineHelper {
     files: FilenameCompleter,
     model_names: NameList,
@@ -245,7 +245,7 @@ impl Validator for LineHelper {
 impl Hinter for LineHelper {
     type Hint = String;
 
-    /// Stores the draft, because rustyline calls this on each change of the line. Never returns a hint.
+    /// Stores the draft. rustyline calls this whenever the line changes. Never returns a hint.
     fn hint(&self, line: &str, _: usize, _: &Context<'_>) -> Option<String> {
         put(&self.draft, Some(line.to_string()));
         None

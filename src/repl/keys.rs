@@ -1,6 +1,6 @@
 //! Handles keys while an answer streams.
 //!
-//! The terminal sends each key immediately and without an echo. Ctrl-C still raises a signal.
+//! The terminal sends each key immediately and does not echo it. Ctrl-C still raises a signal.
 //! The original terminal modes are always restored afterwards.
 
 use std::fs::File;
@@ -37,7 +37,7 @@ struct Shared {
 }
 
 impl KeyListener {
-    /// Starts to listen. Appends all input to `type_ahead`, or returns it unchanged if stdin is not a terminal.
+    /// Starts listening. Appends all input to `type_ahead`, or returns it unchanged if stdin is not a terminal.
     pub fn start(type_ahead: TypeAhead) -> Result<KeyListener, TypeAhead> {
         let Some((input, original_modes)) = open_terminal() else { return Err(type_ahead) };
         let mut modes = original_modes.clone();
@@ -57,12 +57,12 @@ impl KeyListener {
         Ok(KeyListener { shared, original_modes, thread: Some(thread) })
     }
 
-    /// Returns how often the user pressed Ctrl-O.
+    /// Returns how many times the user pressed Ctrl-O.
     pub fn toggles(&self) -> usize {
         self.shared.toggles.load(Ordering::Relaxed)
     }
 
-    /// Returns how often the program was suspended. Other programs may have written to the terminal in between.
+    /// Returns how many times the program was suspended. Other programs may have written to the terminal each time.
     pub fn suspensions(&self) -> usize {
         self.shared.stops.load(Ordering::Relaxed)
     }

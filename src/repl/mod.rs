@@ -32,7 +32,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
         terminal::print_dim(&format!("continuing {}", commands::summary(&session)));
     }
     terminal::print_dim("/help lists the commands, Ctrl-C stops an answer, /exit leaves");
-    // Separate the introduction from the first prompt.
+    // Print a blank line between the introduction and the first prompt.
     eprintln!();
 
     let mut was_interrupted = false;
@@ -56,7 +56,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             }
             Input::End => break,
         };
-        // Ignore a Ctrl-C in $EDITOR: it was meant for the editor.
+        // Ignore a Ctrl-C that the user pressed in $EDITOR, because it was meant for the editor.
         cancel.store(false, Ordering::Relaxed);
         was_interrupted = false;
         if input.trim().is_empty() {
@@ -72,7 +72,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
             Outcome::Regenerate => show_turn(&mut session, None, &mut type_ahead),
             Outcome::NotACommand => show_turn(&mut session, Some(&input), &mut type_ahead),
         };
-        // An error, such as a prompt that is too long or a GPU out of memory, ends the turn but not the chat.
+        // An error, such as an overlong prompt or a lack of GPU memory, ends the turn but not the chat.
         match result {
             Ok(()) => {}
             Err(error) if error.is::<NoModelLoaded>() => return Err(error),
@@ -88,12 +88,12 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Explains why a message does not fit the context, and what to do about it.
+/// Explains why a message does not fit in the context, and what to do about it.
 fn context_full(session: &Session, message: &str) -> String {
     let context = session.engine().context();
     if session.fits_alone(message) {
         format!(
-            "this message would exceed the context of {context} tokens: /clear starts over, /set overflow drop-oldest \
+            "this message would exceed the context of {context} tokens: /clear starts over; /set overflow drop-oldest \
              continues without the oldest messages"
         )
     } else if session.attached.is_empty() {

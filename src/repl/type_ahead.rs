@@ -1,7 +1,8 @@
 //! Input that the user types while an answer streams: queued messages and the draft of the next one.
 //!
-//! The `vte` crate does not fit, because it parses the output of programs. It would treat the keys Alt-] and Alt-P as
-//! the start of a control string and swallow the following keys. It also cannot report an incomplete sequence.
+//! The `vte` crate is not suitable, because it parses program output instead of keys.
+//! It would treat Alt-] and Alt-P as the start of a control string and swallow the keys that follow.
+//! It also cannot report an incomplete sequence.
 
 use std::collections::VecDeque;
 
@@ -31,7 +32,7 @@ pub struct TypeAhead {
     follows_return: bool,
 }
 
-/// An incomplete escape sequence, from a key without a character, such as an arrow key.
+/// An incomplete escape sequence from a key that types no character, such as an arrow key.
 #[derive(Default, PartialEq)]
 enum Sequence {
     #[default]
@@ -39,7 +40,7 @@ enum Sequence {
     Escape,
     /// The bytes after `ESC [`.
     Csi(Vec<u8>),
-    /// The state after `ESC O`, which one more byte completes.
+    /// The state after `ESC O`. One more byte completes the sequence.
     Ss3,
 }
 
@@ -47,7 +48,7 @@ enum Sequence {
 const MAX_SEQUENCE_BYTES: usize = 32;
 
 impl TypeAhead {
-    /// Adds a byte. Returns a key if this byte completes one.
+    /// Adds a byte. Returns a [`Key`] if the byte is one.
     pub fn push_byte(&mut self, byte: u8) -> Option<Key> {
         match std::mem::take(&mut self.sequence) {
             Sequence::None => return self.push_text_byte(byte),
@@ -122,7 +123,7 @@ impl TypeAhead {
             Err(error) if error.error_len().is_none() => return None,
             Err(_) => {
                 self.draft.push(char::REPLACEMENT_CHARACTER);
-                // The byte that made the character invalid may start a valid one.
+                // The byte that made the character invalid may start a valid character.
                 if self.partial.len() > 1 {
                     self.partial.clear();
                     return self.push_text_byte(byte);
@@ -141,7 +142,7 @@ impl TypeAhead {
         }
     }
 
-    /// Handles a pause in the input, after which a lone escape byte counts as the Esc key.
+    /// Handles a pause in the input. After a pause, a lone escape byte counts as the Esc key.
     pub fn pause(&mut self) {
         if self.sequence == Sequence::Escape {
             self.sequence = Sequence::None;

@@ -1,4 +1,6 @@
-//! Steps without sampling for `inferno bench`, `inferno doctor` and tests, and the bytes that each step must read.
+//! Prefill and greedy decode steps for `inferno bench`, `inferno doctor` and tests.
+//!
+//! Also reports the bytes that a step must read, its launches, and the time of each kernel.
 
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
@@ -18,7 +20,7 @@ impl Runner {
 
     /// Runs `count` greedy steps after the cached tokens and waits for the device.
     ///
-    /// The first step takes `first` as input. Returns the token that each step chose.
+    /// The input of the first step is `first`. Returns the chosen tokens in order.
     pub fn decode_steps(&mut self, first: u32, count: usize) -> Result<Vec<u32>> {
         let mut chosen = Vec::with_capacity(count);
         let mut token = first;
@@ -121,7 +123,7 @@ impl Runner {
             let Decode::Graph(graph) = &mut self.decode else { return Ok(None) };
             let mut times = graph.kernel_times()?;
             let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.cache.len(), dtype);
-            // The bytes that attention reads depend on the depth.
+            // The bytes that attention reads depend on the number of cached tokens.
             // They are set only if all layers use the same attention kernel.
             let mut attention = times.iter_mut().filter(|time| time.name.starts_with("flash_attention"));
             if let (Some(time), None) = (attention.next(), attention.next()) {

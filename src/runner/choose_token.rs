@@ -10,8 +10,8 @@ pub trait ChooseToken {
 
     /// Returns the parameters that make the sampling kernel choose the same tokens, or `None` for greedy sampling.
     ///
-    /// With penalties, the second part has one entry per token of the vocabulary: 0 if the token was never seen,
-    /// otherwise 1 + the number of times it was generated.
+    /// With penalties, the second part has one entry per vocabulary token.
+    /// An entry is 0 if the token was never seen, and otherwise 1 + the number of times it was generated.
     #[cfg(feature = "cuda")]
     fn on_device(&self, vocab_size: usize) -> Option<(SamplingKernelParams, Option<Vec<u32>>)>;
 }

@@ -120,8 +120,8 @@ impl DecodeGraph {
     ///
     /// Without `draw`, every step chooses the most likely token.
     ///
-    /// With penalties, the second part of `draw` has one entry per vocabulary token: 0 if the token was never seen,
-    /// otherwise 1 + the number of times it was generated.
+    /// With penalties, the second part of `draw` has one entry per vocabulary token.
+    /// An entry is 0 if the token was never seen, and otherwise 1 + the number of times it was generated.
     pub fn start(
         &mut self,
         position: usize,
@@ -131,7 +131,7 @@ impl DecodeGraph {
         let vocab_size = self.buffers.logits.dims1()?;
         if token as usize >= vocab_size || position >= self.context {
             bail!(
-                "cannot decode token {token} at position {position}: the limits are {vocab_size} and {}",
+                "cannot decode token {token} at position {position}: the limits are {vocab_size} tokens, {} positions",
                 self.context
             );
         }
@@ -156,7 +156,7 @@ impl DecodeGraph {
         let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
         // The argmax kernel reads the maxima that the head kernel writes, but no head kernel ran for these logits.
-        // The sampling kernel reads the logits themselves.
+        // The sampling kernel reads only the logits, so it also makes the first greedy choice.
         let tail = match self.sampling {
             Sampling::Greedy => {
                 self.draw.set(&SamplingKernelParams::greedy(), None)?;
@@ -169,7 +169,7 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Waits for all queued steps, then sets how later steps choose their tokens.
+    /// Waits for all queued steps, then sets the sampling mode and parameters of later steps.
     fn set_sampling(&mut self, draw: Option<(SamplingKernelParams, Option<Vec<u32>>)>) -> Result<()> {
         self.drain()?;
         self.sampling = Sampling::Greedy;
@@ -188,7 +188,7 @@ impl DecodeGraph {
         }
     }
 
-    /// Waits for the next token. Queues at most `AHEAD` steps behind it, and none beyond `limit`.
+    /// Waits for the next token. First queues up to `AHEAD` steps after it, but none beyond `limit`.
     ///
     /// `limit` is the maximum number of tokens still to generate, including this one.
     pub fn next(&mut self, limit: usize) -> Result<u32> {
@@ -206,7 +206,7 @@ impl DecodeGraph {
         Ok(token - 1)
     }
 
-    /// Returns the number of steps whose tokens have not been taken. They have written to the cache or will do so.
+    /// Returns the number of queued steps whose tokens have not been taken. These steps also write to the cache.
     pub fn queued_steps(&self) -> usize {
         self.queued - self.taken
     }
@@ -231,7 +231,7 @@ impl DecodeGraph {
             }
             std::hint::spin_loop();
             polls += 1;
-            // A device that failed or ran out of work sends no more words. Querying it is slow, so it is rare.
+            // A device that failed or ran out of work sends no more words. Queries are slow, so they are rare.
             if polls.is_multiple_of(1 << 20) && is_idle(&self.device).context("a decode step failed on the GPU")? {
                 let word = self.mailbox.take(slot);
                 if word == 0 {
@@ -308,7 +308,7 @@ impl Drop for DecodeGraph {
     }
 }
 
-/// Returns why the graph cannot run a layer, or `None` if it can.
+/// Returns the reason that the graph cannot run a layer, or `None` if it can.
 fn unsupported_reason(decoder: &Decoder, layer: &DecoderLayer) -> Result<Option<EagerReason>> {
     let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
@@ -411,7 +411,7 @@ fn rms_norm(norm: &NormLayer) -> RmsNormParams<'_> {
     RmsNormParams { weight: &norm.weight, eps: norm.eps }
 }
 
-/// Returns the norm after a layer's output with its scratch buffer f32 \[C\], or `None` if there is no such norm.
+/// Returns the parameters and scratch buffer f32 \[C\] of a post-norm, or `None` if the layer has no such norm.
 fn post_norm<'t>(norm: &'t Option<NormLayer>, scratch: &'t Tensor) -> Option<PostNorm<'t>> {
     norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), scratch })
 }
@@ -461,9 +461,11 @@ fn add_attention(
         partials: &scratch.tensor(2, &[flash.partials.max(1)], DType::F32, device)?,
         arrivals: &scratch.tensor(3, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
-    // The kernel may read earlier keys during the QKV projection, because they were written before it started.
+    // The kernel may read the keys and values of earlier positions during the QKV projection.
+    // They were written before the projection started.
     let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
-    // SAFETY: `decode::add_qkv` checked the shapes and dtypes. `start` checks that the position is less than the context length.
+    // SAFETY: `decode::add_qkv` checked the shapes and dtypes.
+    // `start` checks that the position is less than the context length.
     // The kernel wraps positions modulo the number of cache rows.
     unsafe { sequence.add(launch)? };
 
@@ -532,7 +534,7 @@ fn add_clamped_moe(
     let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) = (gate_up_proj, down_proj) else {
         bail!("the decode graph supports only MXFP4 experts");
     };
-    let Matrix::Dense(router_weight) = &router.weight else { bail!("the router is quantized") };
+    let Matrix::Dense(router_weight) = &router.weight else { bail!("the decode graph needs an unquantized router") };
     if scratch.experts.is_empty() {
         let (count, chosen) = (config.experts, config.experts_per_token);
         scratch.experts.push(ExpertBuffers::new(&buffers.x, count, chosen, config.intermediate_size)?);

@@ -30,7 +30,7 @@ pub struct DecodeStep<'s> {
     /// `None` for the first step after a prompt, which chooses its token from the prompt's logits.
     pub input: Option<u32>,
     pub sampler: &'s mut dyn ChooseToken,
-    /// The most tokens that the sequence may still generate, including this one. Steps beyond the limit are not queued.
+    /// The maximum number of tokens still to generate, including this one. Steps beyond the limit are not queued.
     pub limit: usize,
 }
 
@@ -73,7 +73,7 @@ impl Decode {
     }
 }
 
-/// Returns whether this process is a unit test, or any test run with INFERNO_REQUIRE_GPU set.
+/// Returns whether this process runs unit tests, or another test that sets INFERNO_REQUIRE_GPU.
 #[cfg(feature = "cuda")]
 fn is_test() -> bool {
     cfg!(test) || std::env::var_os("INFERNO_REQUIRE_GPU").is_some()
@@ -128,7 +128,7 @@ impl Runner {
         }
     }
 
-    /// Returns why decode steps do not run as a graph, or `None` if they do.
+    /// Returns the reason that decode steps do not run as a graph, or `None` if they do.
     pub fn eager_reason(&self) -> Option<&EagerReason> {
         match &self.decode {
             Decode::Eager(eager) => Some(eager.reason()),
@@ -175,9 +175,9 @@ impl Runner {
         }
     }
 
-    /// Sets a checkpoint at the end of the prompt.
+    /// Sets a checkpoint after the cached tokens. It is called at the end of a prompt.
     ///
-    /// [`reuse_prefix`](Self::reuse_prefix) can return to it after any number of generated tokens.
+    /// [`reuse_prefix`](Self::reuse_prefix) can return to the checkpoint after any number of generated tokens.
     pub fn set_checkpoint(&mut self) -> Result<()> {
         self.cache.set_checkpoint()
     }
@@ -211,7 +211,7 @@ impl Runner {
                 return Err(error);
             }
         };
-        // Queued steps have written to the positions after this one or will do so.
+        // Steps that are already queued write to the positions after this one.
         let queued = graph.queued_steps();
         self.cache.advance_written(usize::from(input.is_some()), queued);
         self.cached.extend(input);

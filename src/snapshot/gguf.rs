@@ -1,4 +1,4 @@
-//! The GGUF models in a directory or repository, with their names, tags and parts.
+//! Finds the GGUF models in a directory or repository. Determines their names, tags and parts.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,21 +8,21 @@ use anyhow::{Result, bail};
 use super::safetensors;
 use crate::error::Error;
 
-/// The maximum number of parts of a split model.
+/// The maximum number of parts in a split model.
 pub const MAX_PARTS: u32 = 1024;
 
-/// One GGUF model: a single file, or the first of its parts.
+/// One GGUF model. `path` is its single file or its first part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GgufFile {
     pub path: PathBuf,
-    /// The total size of all parts, in bytes.
+    /// The total size of all parts that exist, in bytes.
     pub bytes: u64,
     /// The file name of the first missing part, if any.
     pub missing_part: Option<String>,
 }
 
 impl GgufFile {
-    /// Looks up the sizes of a model's parts. `first` is the single file or the first part.
+    /// Looks up the size of each part of a model. `first` is the single file or the first part.
     fn from_first_part(first: PathBuf) -> Self {
         let (mut bytes, mut missing_part) = (0, None);
         for name in part_names(&first.file_name().unwrap_or_default().to_string_lossy()) {
@@ -72,10 +72,10 @@ pub fn part_names(first: &str) -> Vec<String> {
     }
 }
 
-/// Returns the GGUF file for `path`: `path` itself, or the only model of a directory.
+/// Returns the GGUF file for `path`: `path` itself, or the only model in the directory.
 ///
 /// Returns `None` if the directory has safetensors weights or no GGUF model.
-/// Fails if the directory has several GGUF models, and lists them in the error.
+/// Fails if the directory has several GGUF models. The error lists them.
 pub fn find(path: &Path) -> Result<Option<PathBuf>> {
     if is_gguf(path) && !path.is_dir() {
         return Ok(Some(path.to_path_buf()));
@@ -97,7 +97,7 @@ pub fn find(path: &Path) -> Result<Option<PathBuf>> {
 
 /// Returns every GGUF model in a directory and its direct subdirectories, sorted by path.
 ///
-/// Vision projectors (`mmproj`) are skipped because they are not models by themselves.
+/// Vision projectors (`mmproj`) are skipped because they are not complete models.
 pub fn models_in(dir: &Path) -> Vec<GgufFile> {
     let entries = |dir: &Path| fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.path());
     let folders = entries(dir).filter(|path| path.is_dir());
@@ -117,14 +117,14 @@ fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"))
 }
 
-/// Returns true if the file name is a valid name for a GGUF model or its first part.
+/// Returns true if `path` names a single-file GGUF model or a first part. Vision projectors are excluded.
 pub fn is_model_name(path: &str) -> bool {
     let file = path.rsplit('/').next().unwrap_or(path);
     let is_first = PartName::parse(file).is_none_or(|part| part.number == 1);
     is_gguf(Path::new(file)) && is_first && !file.to_lowercase().contains("mmproj")
 }
 
-/// Returns the last word of a file name, which distinguishes the model from others in its repository.
+/// Returns the last word of a file name. It distinguishes the models in one repository.
 ///
 /// The tag of `Llama-3.2-1B-Q4_K_M.gguf` is `Q4_K_M`.
 pub fn tag(path: &str) -> &str {
@@ -138,7 +138,7 @@ fn stem(path: &str) -> &str {
     PartName::parse(file).map_or(file.strip_suffix(".gguf").unwrap_or(file), |part| part.prefix)
 }
 
-/// Returns true if `tag` is the name of a file, its name without `.gguf`, or the last words of its name.
+/// Returns true if `tag` is the file name, with or without `.gguf`, or the last words of the name. Ignores case.
 pub fn matches_tag(path: &str, tag: &str) -> bool {
     let (path, stem, tag) = (path.to_lowercase(), stem(path).to_lowercase(), tag.to_lowercase());
     let is_suffix = stem.strip_suffix(&tag).is_some_and(|rest| rest.is_empty() || rest.ends_with(['-', '.']));
@@ -155,7 +155,7 @@ pub fn split_tag(model: &str) -> (&str, Option<&str>) {
 
 /// Returns the name of each model in a repository: `name` for a single model, and `name:TAG` for several.
 ///
-/// If several files have the same tag, their file names are used in place of the tag.
+/// If several files have the same tag, their names end with the file name instead.
 pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
     let tags: Vec<&str> = files.iter().map(|file| tag(file.as_ref())).collect();
     let model_name = |path: &str| {
@@ -170,7 +170,7 @@ pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
     files.iter().map(|file| model_name(file.as_ref())).collect()
 }
 
-/// Returns the complete GGUF models of a directory and their names. `name` is the name of the directory.
+/// Returns the complete GGUF models in a directory, each with its name. `name` is the name of the repository.
 ///
 /// The list is empty if the directory has safetensors weights.
 pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {
@@ -205,7 +205,7 @@ pub fn choose(name: &str, dir: &Path, tag: Option<&str>) -> Result<Option<PathBu
     }
 }
 
-/// Formats one line of a list of models, with the size followed by the name.
+/// Formats one line of a model list: the size, then the name.
 pub fn size_line(name: &str, bytes: Option<u64>) -> String {
     let size = bytes.map_or("?".into(), |bytes| format!("{:.2} GB", bytes as f64 / 1e9));
     format!("  {size:>10}  {name}")
@@ -234,7 +234,7 @@ mod tests {
         assert!(!is_model_name("b.bin"));
         assert_eq!(part_names("b-00001-of-00002.gguf"), ["b-00001-of-00002.gguf", "b-00002-of-00002.gguf"]);
         assert_eq!(part_names("b.gguf"), ["b.gguf"]);
-        assert_eq!(part_names("b-00001-of-09999.gguf"), ["b-00001-of-09999.gguf"], "more parts than the limit");
+        assert_eq!(part_names("b-00001-of-09999.gguf"), ["b-00001-of-09999.gguf"], "more than MAX_PARTS parts");
     }
 
     #[test]

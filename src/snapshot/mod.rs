@@ -1,4 +1,4 @@
-//! The rules for which files in a directory make up a model.
+//! The rules that determine which files in a directory make up a model.
 //!
 //! The weights of a model are in one `model.safetensors`, in the shards listed in `model.safetensors.index.json`,
 //! or in a GGUF file, which may be split into parts.
@@ -17,9 +17,9 @@ use safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 /// The files that a directory must contain to be usable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Required {
-    /// config.json and tokenizer.json, which are enough to count or render tokens.
+    /// config.json and tokenizer.json. They are enough to tokenize text.
     Tokenizer,
-    /// The weights as well: either the single file or every shard in the index.
+    /// The tokenizer files and the weights: either the single weights file or every shard in the index.
     Weights,
 }
 
@@ -51,7 +51,7 @@ pub fn first_missing_file(dir: &Path, required: Required) -> Option<String> {
     missing_files(dir, required).into_iter().next()
 }
 
-/// Returns the path of the missing part of a split GGUF model, relative to `dir`.
+/// Returns the path of the first missing part of a split GGUF model, relative to `dir`.
 fn missing_part(dir: &Path, model: &GgufFile) -> Option<String> {
     let path = model.path.with_file_name(model.missing_part.as_ref()?);
     Some(path.strip_prefix(dir).ok()?.to_str()?.replace(MAIN_SEPARATOR, "/"))
@@ -70,7 +70,7 @@ fn missing_weights(dir: &Path) -> Vec<String> {
     }
 }
 
-/// Returns true if a file has the extension of a weights format, including formats that are not supported.
+/// Returns true if a file has the extension of any weights format, supported or not.
 pub fn is_weights_file(path: &Path) -> bool {
     const EXTENSIONS: [&str; 8] = ["safetensors", "gguf", "bin", "pt", "pth", "ckpt", "h5", "onnx"];
     let extension = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();

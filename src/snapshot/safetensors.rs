@@ -9,21 +9,21 @@ use serde::Deserialize;
 
 use super::paths::is_safe_path;
 
-/// The file of a checkpoint that is not sharded.
+/// The weights file of a checkpoint that is not sharded.
 pub const SINGLE_FILE: &str = "model.safetensors";
 
 /// The file that lists the shards of a sharded checkpoint.
 pub const INDEX: &str = "model.safetensors.index.json";
 
-/// The index of a sharded checkpoint. It lists at least one shard, and every shard has a plain file name.
+/// The index of a sharded checkpoint. It lists at least one shard, and shard names contain no directories.
 #[derive(Debug, Deserialize)]
 pub struct ShardIndex {
-    /// The file name of the shard that contains each tensor.
+    /// Maps each tensor name to the file name of its shard.
     pub weight_map: BTreeMap<String, String>,
 }
 
 impl ShardIndex {
-    /// Parses an index and checks its shard names. Every shard must be in the directory of the index.
+    /// Parses an index and checks its shard names. Every shard must be in the same directory as the index.
     pub fn parse(json: &[u8]) -> Result<Self> {
         let index: Self = serde_json::from_slice(json).with_context(|| format!("{INDEX} is not a shard index"))?;
         if index.weight_map.is_empty() {
@@ -51,7 +51,7 @@ impl ShardIndex {
     }
 }
 
-/// Returns true if a directory has safetensors weights, which take precedence over GGUF files.
+/// Returns true if a directory has safetensors weights. They take precedence over GGUF files.
 pub fn is_present(dir: &Path) -> bool {
     [SINGLE_FILE, INDEX].iter().any(|name| dir.join(name).exists())
 }

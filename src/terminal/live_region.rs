@@ -104,7 +104,7 @@ impl LiveRegion {
             text.push('\r');
         }
         // Overwrite each row and then clear only its remainder, so that no row is ever blank.
-        // A row as wide as the window has no remainder to clear: in that case, clear the whole region first.
+        // A row that is as wide as the window has no remainder. In that case, clear the whole region first.
         let overwrites = same < shown.len() && growth.is_none();
         let clears_first = overwrites && (is_resized || next.iter().skip(first).any(|row| row.width >= size.columns));
         if clears_first {

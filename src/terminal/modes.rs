@@ -33,7 +33,7 @@ pub fn guard() {
             let received: SigSet = [signal].into_iter().collect();
             let _ = received.thread_unblock();
             let _ = raise(signal);
-            // The program is still running, so it ignores this signal, as under `nohup`.
+            // The program is still running, so it must be ignoring this signal, as it does under `nohup`.
             let _ = received.thread_block();
         }
     });
@@ -42,16 +42,16 @@ pub fn guard() {
     }
 }
 
-/// Returns whether this program is in the foreground. A background program that changes the modes is stopped.
+/// Returns whether this program is in the foreground. The system stops a background program that changes the modes.
 pub fn is_foreground() -> bool {
     tcgetpgrp(stdin()).is_ok_and(|group| group == getpgrp())
 }
 
-/// Suspends the process group, as Ctrl-Z does, until the shell resumes it. Restore the modes first.
+/// Suspends the process group, as Ctrl-Z does, until the shell resumes it. The caller must restore the modes first.
 pub fn stop_process() {
     let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
     // Another thread may receive the signal first, so wait until this thread is stopped too.
-    // If the program was told to end while it was stopped, it ends here, before the modes change again.
+    // If a signal to end the program arrived while it was stopped, it ends here, before the modes change again.
     std::thread::sleep(Duration::from_millis(100));
 }
 

@@ -105,7 +105,7 @@ fn push(line: &mut StyledLine, cell: Cell) {
 
 /// Wraps text at spaces, at line breaks and next to wide (East Asian) characters. Splits words wider than `columns`.
 ///
-/// The `textwrap` crate does not support styles: it would count escape sequences as visible columns.
+/// The `textwrap` crate does not support styles. It would count escape sequences as visible columns.
 pub fn wrap(text: &[Span], columns: usize) -> Vec<StyledLine> {
     let columns = columns.max(1);
     let mut wrapper = Wrapper { columns, lines: Vec::new(), line: Vec::new(), width: 0, space: None };

@@ -11,7 +11,7 @@ use crate::chat::{Channel, Delta};
 
 /// The minimum time between two frames. Pieces that arrive faster are drawn together.
 const MIN_FRAME: Duration = Duration::from_millis(12);
-/// The pause after a frame, as a multiple of its drawing time. It limits drawing to about 1 % of the time.
+/// The pause after a frame, as a multiple of its drawing time. It limits drawing to about 1% of the time.
 const REST_FACTOR: u32 = 100;
 /// The maximum time between two frames on a slow terminal. The output still looks smooth.
 const MAX_FRAME: Duration = Duration::from_millis(80);
@@ -42,7 +42,7 @@ enum Section {
 impl TurnView {
     /// Creates an empty view.
     ///
-    /// `folds_reasoning` shows reasoning as one line. `has_keys` means that Ctrl-O can unfold it.
+    /// If `folds_reasoning` is true, reasoning is shown as one line. `has_keys` means that Ctrl-O can unfold it.
     pub fn new(size: WindowSize, folds_reasoning: bool, has_keys: bool) -> Self {
         Self {
             region: LiveRegion::new(size),

@@ -1,7 +1,7 @@
-//! A faster parser for tokenizer.json files with a BPE model.
+//! A faster parser for tokenizer.json files that contain a BPE model.
 //!
-//! The `tokenizers` library parses the vocabulary and merges three or four times to detect their format.
-//! For the 28 MB file of gpt-oss, that takes more than 1 s, longer than loading the weights.
+//! To detect the format, the `tokenizers` library parses the vocabulary and the merges three or four times.
+//! For the 28 MB tokenizer.json of gpt-oss, that takes more than 1 s. Loading the weights takes less time.
 
 use std::fmt;
 
@@ -41,7 +41,7 @@ struct Bpe {
     vocab: Vocab,
 }
 
-/// The merges of the same file. Parsing them is half of the work, so it runs on a second thread.
+/// The merges of a tokenizer.json. Parsing them is half of the work, so it runs on a second thread.
 #[derive(Deserialize)]
 struct MergesFile {
     model: Merges,
@@ -82,7 +82,8 @@ impl<'de> Visitor<'de> for MergeVisitor {
     }
 }
 
-/// Parses a tokenizer.json. Returns `None` for other model types and invalid files, which the library must parse.
+/// Parses a tokenizer.json. Returns `None` if the model is not BPE or the file is invalid.
+/// The caller must then let the library parse the file.
 pub fn parse(bytes: &[u8]) -> Result<Option<Tokenizer>> {
     fn read<'b, T: Deserialize<'b>>(bytes: &'b [u8]) -> Option<T> {
         // This may run on a rayon thread, where the caller's guard has no effect. Rayon passes panics to the caller.

@@ -1,4 +1,4 @@
-//! Encodes text to token ids and decodes ids to text. Streaming decoding never splits a character.
+//! Encodes text to token ids and decodes token ids to text. The streaming decoder never splits a character.
 //!
 //! A tokenizer is loaded from tokenizer.json or from GGUF metadata.
 //! It wraps the `tokenizers` library from Hugging Face.
@@ -30,7 +30,7 @@ pub enum ControlTokens {
 
 /// A loaded tokenizer.
 pub struct Tokenizer {
-    /// Guarded by a mutex, because control token handling is a setting of the tokenizer, not of each call.
+    /// Guarded by a mutex, because control token handling is a setting of the tokenizer, not an argument of each call.
     inner: Mutex<tokenizers::Tokenizer>,
     /// Control tokens, longest first: special tokens and added tokens of the form `<...>` or `[...]`.
     controls: Vec<ControlToken>,
@@ -91,7 +91,7 @@ impl Tokenizer {
             ControlTokens::Parse => self.encode_raw(text, false, false),
             ControlTokens::Text => {
                 // The library can encode special tokens as text, but not added tokens that are not marked special.
-                // Such tokens, like `<think>` and `<tool_call>`, are split so that no piece contains a whole token.
+                // Text is therefore split inside such tokens, such as `<think>`. No piece contains a whole token.
                 let mut ids = Vec::new();
                 for piece in self.split_at_unmarked_controls(text) {
                     ids.extend(self.encode_raw(piece, false, true)?);
@@ -112,7 +112,7 @@ impl Tokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Splits text inside every control token that is not marked special.
+    /// Splits text after the first character of every control token that is not marked special.
     fn split_at_unmarked_controls<'t>(&self, text: &'t str) -> Vec<&'t str> {
         let mut pieces = Vec::new();
         let mut start = 0;
@@ -132,7 +132,7 @@ impl Tokenizer {
         pieces
     }
 
-    /// Returns the control tokens as (text, id), longest first.
+    /// Returns the control tokens as (text, id) pairs, longest text first.
     pub fn controls(&self) -> impl Iterator<Item = (&str, u32)> {
         self.controls.iter().map(|c| (c.content.as_str(), c.id))
     }
@@ -172,7 +172,7 @@ fn looks_like_control(content: &str) -> bool {
 
 /// A streaming decoder. It holds back text while the last character may be incomplete.
 pub struct TextStream {
-    /// The ids of the last complete text, kept as left context, followed by newer ids.
+    /// The ids of the last text that was returned, kept as left context, followed by newer ids.
     ids: Vec<u32>,
     /// The number of leading `ids` whose text was already returned.
     emitted: usize,
@@ -189,7 +189,7 @@ impl TextStream {
 
     /// Creates a decoder that continues a text after `ids`.
     ///
-    /// SentencePiece drops the space before the first word of a text, but keeps it before later words.
+    /// The last few `ids` become left context, because SentencePiece drops the space before the first word of a text.
     pub fn continuing(ids: &[u32]) -> Self {
         let context = &ids[ids.len().saturating_sub(4)..];
         Self { ids: context.to_vec(), emitted: context.len() }
@@ -218,7 +218,7 @@ impl TextStream {
             // The left context ended with an incomplete character, so skip its characters by count instead.
             None => text.chars().skip(emitted.chars().count()).collect(),
         };
-        // Keep the previous left context if the new ids have no text.
+        // Keep the previous left context if the new ids add no text.
         self.ids.drain(..if new.is_empty() { self.ids.len().saturating_sub(MAX_HELD_IDS) } else { self.emitted });
         self.emitted = self.ids.len();
         Ok(new)

@@ -12,14 +12,14 @@ use super::safetensors::{SafetensorsCheckpoint, TensorView};
 use super::tensor_info::{TensorInfo, parameter_count};
 use crate::snapshot;
 
-/// The opened weight files of a model: the list of tensors and the location of their data.
+/// The open weights files of a model, with the list of tensors and the locations of their data.
 pub enum Checkpoint {
     Safetensors(SafetensorsCheckpoint),
     Gguf(Box<GgufModel>),
 }
 
 impl Checkpoint {
-    /// Maps the files and reads their headers, but no tensor data.
+    /// Maps the files into memory and reads their headers, but not the tensor data.
     ///
     /// `path` is a GGUF file, or a directory that contains safetensors files or one GGUF model.
     pub fn open(path: &Path) -> Result<Self> {
@@ -97,7 +97,7 @@ impl Checkpoint {
     pub(super) fn matrix_shape(&self, name: &str) -> Option<(usize, usize)> {
         match self {
             Self::Gguf(model) => model.matrix_shape(name).ok()?,
-            // GPT-2 stores its matrices transposed.
+            // GPT-2 stores these matrices transposed.
             Self::Safetensors(_) if name.contains(".c_") => None,
             Self::Safetensors(checkpoint) => match checkpoint.info(name)?.shape.as_slice() {
                 [rows @ .., columns] if !rows.is_empty() => Some((rows.iter().product(), *columns)),
@@ -106,7 +106,7 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the tensors that can be read ahead for a model with this compute dtype.
+    /// Returns read requests for the tensors that can be read ahead if the model has this compute dtype.
     /// The list is empty for a GGUF file, because its tensors are transformed on the host.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         match self {

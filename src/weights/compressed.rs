@@ -42,13 +42,13 @@ pub struct Scheme {
     pub packed: bool,
 }
 
-/// The type of the codes. Quantizing a value divides it by the scale, clamps it, and rounds half to even.
+/// The type of the codes. A value is divided by the scale, rounded half to even, and clamped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// Codes from -128 to 127. A dynamic scale is the largest magnitude / 127.5, so the code -128 can occur.
-    /// The value 127.5 is clamped to 127.
+    /// The quotient 127.5 rounds to 128 and is clamped to 127.
     Int8,
-    /// E4M3 codes up to 448, without infinities. A dynamic scale is the largest magnitude / 448.
+    /// E4M3 codes with magnitudes up to 448 and no infinities. A dynamic scale is the largest magnitude / 448.
     Fp8,
 }
 
@@ -75,13 +75,13 @@ pub enum WeightScales {
 pub enum Activations {
     /// Only the weights are quantized.
     Unquantized,
-    /// Each token gets its own scale at run time. The scale of an all-zero token is the dtype's epsilon.
+    /// Each token gets its own scale at run time. The scale is at least the smallest positive normal f32.
     PerToken,
     /// All tokens share the `input_scale` of the checkpoint.
     Static,
 }
 
-/// A selector of layers: a name, a class of layers, or `re:` followed by a regex that must match a name prefix.
+/// A layer selector: a layer name, a layer class, or `re:` and a regex that must match at the start of the name.
 #[derive(Debug)]
 struct Target {
     text: String,
@@ -172,7 +172,7 @@ impl CompressedConfig {
     }
 
     fn from_section(section: &Value) -> Result<Self> {
-        let broken = || "broken quantization_config".to_string();
+        let broken = || "invalid quantization_config".to_string();
         let section: Section = serde_json::from_value(section.clone()).with_context(broken)?;
         // Names take precedence over patterns. Both are sorted alphabetically.
         // If a target occurs twice, the last occurrence wins.
@@ -277,7 +277,7 @@ impl Group {
             Some(inputs) if is_set(&inputs.scale_dtype) => return unsupported(format!("scale_dtype in {path}")),
             Some(inputs) => match (inputs.strategy(), inputs.is_dynamic(path)?) {
                 ("token", true) => Activations::PerToken,
-                // If all tokens of a pass shared a scale, the result of a token would depend on the other tokens.
+                // If all tokens of a pass shared one scale, the result for a token would depend on the other tokens.
                 ("tensor", true) => return unsupported(format!("dynamic per-tensor scaling in {path}")),
                 ("tensor", false) => Activations::Static,
                 ("token", false) => return unsupported(format!("strategy='token' without dynamic=true in {path}")),
@@ -314,7 +314,7 @@ impl QuantizationArgs {
         }
     }
 
-    /// Returns the strategy. The default depends on the group size: -1 stands for a whole row.
+    /// Returns the strategy. The default is `channel` if the group size is -1, and `tensor` otherwise.
     fn strategy(&self) -> &str {
         self.strategy.as_deref().unwrap_or(if self.group_size == Some(-1) { "channel" } else { "tensor" })
     }
@@ -373,7 +373,7 @@ mod tests {
         assert_eq!(config.scheme("l.0.q_proj"), scheme(Format::Int8, WeightScales::PerChannel));
         assert_eq!(config.scheme("l.0.o_proj"), scheme(Format::Fp8, WeightScales::PerChannel));
         assert_eq!(config.scheme("l.1.o_proj"), scheme(Format::Fp8, WeightScales::PerTensor));
-        assert_eq!(config.scheme("l.2.o_proj"), None, "a group may leave its layers unquantized");
+        assert_eq!(config.scheme("l.2.o_proj"), None, "a group without weights assigned a scheme");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The list of tensors in the headers of a checkpoint.
+//! The list of tensors in a checkpoint, read from the file headers.
 //! It is enough to compute the size of a model before downloading it.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,7 +32,7 @@ struct InventoryTensor {
 enum MemoryFormat {
     /// Floats in the compute dtype.
     ComputeDtype,
-    /// F32 for every compute dtype: norms, biases, sinks and routers.
+    /// F32, regardless of the compute dtype: norms, biases, sinks and routers.
     F32,
     /// A packed or quantized format with this size in bytes. The size is 0 for tensors that no model loads.
     Bytes(u64),
@@ -47,7 +47,7 @@ pub struct Inventory {
 /// The information about a model's weights that `inferno list` shows.
 pub struct Summary {
     pub parameters: u64,
-    /// The dtype with the most bytes, in lower case. For a GGUF file, its quantization, such as `Q4_K_M`.
+    /// The dtype with the most bytes, in lower case. For a GGUF file, this is its quantization, such as `Q4_K_M`.
     pub main_dtype: Option<String>,
     /// Whether packed words were counted as four parameters each. This is correct only for 8-bit quantization.
     pub packed: bool,
@@ -67,8 +67,8 @@ pub struct TensorGroup {
 const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", "head", "other"];
 
 /// Name fragments of tensors that no model loads.
-/// They match computed tables and masks, input scales, and the vision part of multimodal models.
-/// Input scales are read as plain numbers.
+/// They match computed tables and masks, input scales, shapes of packed weights, and vision parts.
+/// Input scales are read as numbers, not loaded as tensors.
 const NEVER_LOADED: [&str; 7] = [
     "rotary_emb.inv_freq",
     ".attn.bias",
@@ -102,7 +102,7 @@ impl Summary {
 }
 
 impl Inventory {
-    /// Lists the tensors of a checkpoint in the formats in which they will be loaded.
+    /// Lists the tensors of a checkpoint and the formats that they will have in memory.
     /// `target` is the quantization of float matrices during loading, if any.
     pub fn from_checkpoint(checkpoint: &Checkpoint, target: Option<QuantizationTarget>) -> Self {
         let tensor = |(name, info): (&str, &TensorInfo)| {
@@ -127,7 +127,7 @@ impl Inventory {
         for tensor in inventory.tensors.iter_mut().filter(is_matrix) {
             let is_quantized = match tensor.group() {
                 "attention" | "mlp" | "head" => true,
-                // The experts of gpt-oss are the only ones with biases. They stay in floats.
+                // Only the experts of gpt-oss have biases. They are not quantized during loading.
                 "experts" => checkpoint.info(&format!("{}_bias", tensor.name)).is_none(),
                 "embedding" => !has_head && !tensor.name.contains("wpe"),
                 _ => false,
@@ -145,7 +145,7 @@ impl Inventory {
     ///
     /// `header` is the JSON text without the length prefix.
     /// `data_bytes` is the size of the data after the header, if known.
-    /// Unknown dtypes are allowed, because the model is described but not loaded.
+    /// Unknown dtypes are allowed, because the model is only described, not loaded.
     pub fn add_header(&mut self, file: &str, header: &[u8], data_bytes: Option<u64>) -> Result<()> {
         safetensors_header::read(file, header, data_bytes, |tensor| {
             let HeaderTensor { name, dtype, rank, elements, bytes, .. } = tensor;
@@ -245,7 +245,7 @@ impl Inventory {
 }
 
 impl MemoryFormat {
-    /// Returns the format of an unquantized float tensor. `rank` is the number of its dimensions.
+    /// Returns the format of an unquantized float tensor. `rank` is its number of dimensions.
     fn for_floats(name: &str, rank: usize) -> Self {
         let is_router = ["mlp.gate.weight", "block_sparse_moe.gate.weight", "mlp.router.weight"];
         if NEVER_LOADED.iter().any(|part| name.contains(part)) {
@@ -323,7 +323,7 @@ fn is_float(dtype: &str) -> bool {
     matches!(dtype, "f32" | "f16" | "bf16")
 }
 
-/// Adds numbers with saturation, because a remote header may contain any size.
+/// Returns a saturating sum, because a remote header may declare any size.
 fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
     numbers.fold(0, u64::saturating_add)
 }
@@ -347,7 +347,7 @@ mod tests {
         assert_eq!(inventory.bytes(), 300);
         assert_eq!(inventory.parameters(), 40 + 16 + 4 + 8 + 256);
         assert_eq!(inventory.active_parameters(1, 2), 40 + 16 + 4 + 8 + 128);
-        assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 * 4 + 2 * 16 + 136, "norms and routers are in f32");
+        assert_eq!(inventory.loaded_bytes(DType::BF16), 80 + 32 + 4 * 4 + 2 * 16 + 136, "norms or routers are not f32");
         assert_eq!(inventory.largest_expert_layer(DType::BF16), 136);
         assert_eq!(inventory.main_dtype().as_deref(), Some("u8"));
         let groups = inventory.groups();
@@ -365,7 +365,7 @@ mod tests {
         };
         assert_error(HEADER, Some(299));
         assert_error(HEADER, Some(301));
-        // A duplicate tensor, then a gap in the data.
+        // First a duplicate tensor, then a gap in the data.
         let two = r#""a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}"#;
         assert_error(&format!("{{{two},{two}}}"), Some(2));
         assert_error(r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[2,4]}}"#, Some(4));

@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::Target;
 
-/// The tensors of a checkpoint under a name prefix, with the device and dtype to load them to.
+/// The tensors of a checkpoint under a name prefix, plus the target device and dtype.
 #[derive(Clone)]
 pub struct Weights<'c> {
     pub(super) checkpoint: &'c Checkpoint,
@@ -36,7 +36,7 @@ pub struct Weights<'c> {
 /// The maximum size of a tensor whose dtype is converted on the host, before the copy to the device.
 const MAX_HOST_CONVERSION_BYTES: usize = 1 << 20;
 
-/// A [`ReadAhead`] with any type of target memory.
+/// The methods of [`ReadAhead`], independent of its target type.
 pub(super) trait TensorReader {
     fn contains(&self, name: &str) -> bool;
     fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor>;
@@ -53,9 +53,9 @@ impl<T: Target> TensorReader for ReadAhead<T> {
 }
 
 impl<'c> Weights<'c> {
-    /// Creates weights that load float tensors as `dtype` to `device`.
+    /// Creates weights that convert float tensors to `dtype` and load them to `device`.
     ///
-    /// For safetensors on a GPU, background threads start reading immediately.
+    /// For safetensors files and a GPU, background threads start reading immediately.
     /// The copy of a loaded tensor may still be in flight, but work on the device's stream waits for it.
     pub fn new(
         checkpoint: &'c Checkpoint,
@@ -92,7 +92,7 @@ impl<'c> Weights<'c> {
         Self { quantize: Some(quantize), ..Self::mapped(checkpoint, device, dtype, progress) }
     }
 
-    /// Creates weights that take tensors from a reader, which reads them to `device`.
+    /// Creates weights that take tensors from `reader`. Its target must be `device`.
     pub fn with_reader(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -103,7 +103,7 @@ impl<'c> Weights<'c> {
         Self { reader: Some(Arc::new(reader)), ..Self::mapped(checkpoint, device, dtype, progress) }
     }
 
-    /// Returns the same weights without quantization of float matrices.
+    /// Returns the same weights, but without quantizing float matrices.
     pub fn unquantized(&self) -> Self {
         Self { quantize: None, ..self.clone() }
     }
@@ -123,7 +123,7 @@ impl<'c> Weights<'c> {
         Self { prefix: self.full_name(&name.to_string()), ..self.clone() }
     }
 
-    /// Returns the name of a tensor in the checkpoint.
+    /// Returns the full name of a tensor in the checkpoint, including the prefix.
     pub(super) fn full_name(&self, name: &str) -> String {
         if self.prefix.is_empty() { name.to_string() } else { format!("{}.{name}", self.prefix) }
     }
@@ -161,7 +161,7 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(converted))
     }
 
-    /// Loads FP8 values without scales. They are converted on the host, because few GPUs support the type.
+    /// Loads an E4M3 tensor that has no scales. It is converted on the host, because few GPUs support E4M3.
     fn float_from_e4m3(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         let view = self.checkpoint.view(name)?;
         self.check_unscaled(name)?;
@@ -175,7 +175,7 @@ impl<'c> Weights<'c> {
         Ok(self.progress.add_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?))
     }
 
-    /// Fails if the layer has a scale, because its values would be wrong without it.
+    /// Fails if the tensor's layer has a scale, because ignoring the scale would give wrong values.
     pub(super) fn check_unscaled(&self, name: &str) -> Result<()> {
         let is_scale = |other: &str| other.strip_prefix(module(name)).is_some_and(|rest| rest.contains("scale"));
         match self.checkpoint.tensors().find(|(other, _)| is_scale(other)) {
@@ -213,7 +213,7 @@ impl<'c> Weights<'c> {
         Ok(info)
     }
 
-    /// Loads a tensor in its stored dtype, to the device of these weights or to the host.
+    /// Loads a tensor in its stored dtype. `device` is the device of these weights or the host.
     fn load(&self, name: &str, device: &Device) -> Result<Tensor> {
         if let Checkpoint::Gguf(model) = self.checkpoint {
             let tensor = model.packed(name)?.to_device(device)?;

@@ -12,7 +12,7 @@ use super::safetensors::{self, SafetensorsCheckpoint, module};
 use crate::kernels::quantized::{InputRounding, Matrix, QuantizedMatrix, WeightFormat};
 
 impl<'c> Weights<'c> {
-    /// Loads the matrix `name` of several modules, each with shape `[rows, columns]`, and stacks the matrices.
+    /// Loads the matrix `name` of each module in `parts`, with shape `[rows, columns]`, and stacks the matrices.
     /// Matrices that are quantized in the file or during loading become quantized matrices.
     /// All other matrices become floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
@@ -49,7 +49,7 @@ impl<'c> Weights<'c> {
         })
     }
 
-    /// Loads the stacked matrices of all experts from one tensor. Floats have the shape `[experts, rows, columns]`.
+    /// Loads the matrices of all experts from one stacked tensor, with shape `[experts, rows, columns]`.
     pub fn experts(&self, name: &str, shape: [usize; 3]) -> Result<Matrix> {
         let [experts, rows, columns] = shape;
         match self.quantized(name, experts * rows, columns)? {
@@ -178,7 +178,7 @@ impl<'c> Weights<'c> {
         Ok(MatrixRows { format, rows, columns, rounding, write: Box::new(write) })
     }
 
-    /// Loads the float matrix `name` of several modules, each with shape `[rows, columns]`, and stacks the matrices.
+    /// Loads the float matrix `name` of each module in `parts`, with shape `[rows, columns]`, and stacks the matrices.
     /// The result has the compute dtype.
     pub fn stacked(parts: &[(Weights, usize)], name: &str, columns: usize) -> Result<Tensor> {
         if let [(weights, rows)] = parts {

@@ -1,4 +1,4 @@
-//! Checkpoints, whose tensors are loaded by their Hugging Face names.
+//! Opens checkpoints and loads their tensors by Hugging Face name.
 //! The dtype and shape of each tensor are checked before use.
 
 mod checkpoint;

@@ -1,4 +1,4 @@
-//! The stacked expert matrices of gpt-oss checkpoints, packed as MXFP4 or stored as floats in unpacked fine-tunes.
+//! Loads the stacked expert matrices of gpt-oss. They are packed as MXFP4, or stored as floats in some fine-tunes.
 
 use anyhow::{Result, bail};
 
@@ -8,7 +8,7 @@ use crate::kernels::moe::experts::ExpertWeights;
 use crate::kernels::moe::experts_gemm::{Mxfp4Tiles, RowOrder};
 use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 
-/// Loads the matrices of all experts with shape `[experts, rows, columns]`.
+/// Loads the stacked matrices of all experts, with shape `[experts, rows, columns]`.
 ///
 /// A packed checkpoint has `{name}_blocks` with shape `[experts, rows, columns / 32, 16]`
 /// and `{name}_scales` with shape `[experts, rows, columns / 32]`.
@@ -33,7 +33,7 @@ pub fn experts(
 
 /// Repacks the expert matrices of an MLP for the tensor cores of a GPU.
 ///
-/// Returns them unchanged if tensor cores cannot use them: on a CPU, in f32, or with extreme scales.
+/// Returns them unchanged if the tensor cores cannot use them: on a CPU, in f32, or with extreme scales.
 #[cfg(feature = "cuda")]
 pub fn for_tensor_cores(
     weights: &Weights,

@@ -1,4 +1,4 @@
-//! Quantized matrices, built from the blocks of a GGUF file or from floats that are quantized during loading.
+//! Builds quantized matrices from quantized rows in a file, or from floats that are quantized during loading.
 
 use std::fmt;
 use std::str::FromStr;
@@ -49,7 +49,8 @@ impl QuantizationTarget {
         }
     }
 
-    /// Returns the type itself, or the fallback of llama.cpp: a larger type with shorter blocks.
+    /// Returns the type itself if rows of this length consist of whole blocks. Otherwise, tries llama.cpp's fallback.
+    /// The fallback has shorter blocks and more bits. Returns `None` if neither type fits.
     fn fitting_type(ggml_type: GgmlType, columns: usize) -> Option<GgmlType> {
         let fallback = match ggml_type {
             GgmlType::Q2K | GgmlType::Q3K => GgmlType::Q4_0,
@@ -81,7 +82,7 @@ impl fmt::Display for QuantizationTarget {
     }
 }
 
-/// Returns the memory format of a ggml type, or `None` for a type that becomes floats.
+/// Returns the memory format of a ggml type, or `None` for a type that is loaded as floats.
 pub fn format(ggml_type: GgmlType) -> Option<WeightFormat> {
     Some(match ggml_type {
         GgmlType::Q4_0 => WeightFormat::Q4_0,
@@ -112,7 +113,7 @@ pub type WriteRow<'c> = Box<dyn Fn(usize, [&mut [u8]; 4]) -> Result<()> + Sync +
 
 impl<'c> MatrixRows<'c> {
     /// Creates rows from blocks of a ggml type. `row` returns the bytes of a row.
-    /// Returns `None` for a type that becomes floats.
+    /// Returns `None` for a type that is loaded as floats.
     pub fn from_blocks(
         ggml_type: GgmlType,
         rows: usize,
@@ -127,7 +128,7 @@ impl<'c> MatrixRows<'c> {
         Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
     }
 
-    /// Creates rows that quantize floats. `row` writes the values of a row.
+    /// Creates rows from floats, which are quantized when a row is written. `row` fills a slice with a row's values.
     /// Returns `None` if the matrix stays in floats.
     pub fn from_floats(
         target: QuantizationTarget,
@@ -177,7 +178,8 @@ impl<'c> MatrixRows<'c> {
             let [low, high, scales, supers] = split;
             rest = [low.1, high.1, scales.1, supers.1];
             let [low, high, scales, supers] = [low.0, high.0, scales.0, supers.0];
-            // Some formats lack a plane. `plane_rows` yields empty rows for it, as rayon cannot split an empty slice.
+            // Some formats lack one or more planes. `par_chunks_mut` would panic on their row size of 0.
+            // `plane_rows` yields empty rows instead.
             low.par_chunks_mut(row_bytes[0])
                 .zip(plane_rows(high, row_bytes[1], part.rows))
                 .zip(plane_rows(scales, row_bytes[2], part.rows))

@@ -2,7 +2,7 @@
 //!
 //! Each thread takes the next piece of a tensor, reads it into a staging buffer, and queues the copy to the device.
 //! The threads start tensors in the listed order.
-//! A requested tensor that was not started goes first, even beyond the read-ahead limit.
+//! A requested tensor that was not started yet goes first, even if it exceeds the read-ahead limit.
 //! A request therefore never waits forever.
 //! A request returns once all copies of its tensor are queued, which may be before they complete.
 
@@ -56,15 +56,15 @@ pub struct ReadAheadOptions {
     pub threads: usize,
     /// The number of bytes that a thread reads and copies at a time.
     pub piece_bytes: usize,
-    /// The maximum size of the temporary tensors that are read but not yet taken, in bytes.
+    /// The maximum total size of temporary tensors that were started but not yet taken, in bytes.
     pub ahead_bytes: usize,
 }
 
 impl Default for ReadAheadOptions {
     fn default() -> Self {
-        // Eight threads read the page cache as fast as an H200 can copy: 43 GB/s.
+        // From the page cache, eight threads load 43 GB/s, which is as fast as copies to an H200.
         // Four threads reach 28 GB/s, and sixteen are no faster than eight.
-        // The staging buffers take 64 MiB in total.
+        // The staging buffers of eight threads take 64 MiB in total.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self { threads: cores.clamp(2, 8), piece_bytes: 4 << 20, ahead_bytes: 512 << 20 }
     }
@@ -82,7 +82,7 @@ struct Shared<T: Target> {
     read_requests: Vec<ReadRequest>,
     options: ReadAheadOptions,
     queue: Mutex<Queue<T::Memory>>,
-    /// Notified on every change of the queue.
+    /// Notified when a change to the queue may let a waiting thread continue.
     changed: Condvar,
 }
 
@@ -92,9 +92,9 @@ struct Queue<M> {
     requested: VecDeque<usize>,
     /// The index of the next tensor in the listed order.
     next: usize,
-    /// Started tensors, each with the offset of its next piece.
+    /// Started tensors that have pieces left to read, each with the offset of its next piece.
     open: VecDeque<(usize, usize)>,
-    /// The size of the temporary tensors that were started but not yet taken, in bytes.
+    /// The total size of temporary tensors that were started but not yet taken, in bytes.
     ahead_bytes: usize,
     failure: Option<String>,
     stopped: bool,
@@ -104,7 +104,7 @@ struct Queue<M> {
 enum TensorState<M> {
     /// Neither requested nor started.
     Idle,
-    /// Requested, or about to be allocated.
+    /// Requested or next in the list, but not allocated yet.
     Chosen,
     /// Being read. `left` is the number of bytes whose copies are not yet queued.
     Reading {
@@ -116,7 +116,7 @@ enum TensorState<M> {
     Taken,
 }
 
-/// A range of a tensor that one thread reads at a time.
+/// A part of a tensor that one thread reads at once.
 struct Piece<M> {
     tensor: usize,
     memory: Arc<M>,
@@ -153,12 +153,13 @@ impl<T: Target> ReadAhead<T> {
         Ok(reader)
     }
 
-    /// Returns true if the reader was started with this tensor.
+    /// Returns true if the tensor is in the read-ahead list.
     pub fn contains(&self, name: &str) -> bool {
         self.names.contains_key(name)
     }
 
-    /// Waits for a listed tensor and returns it. A tensor that is taken twice is read twice.
+    /// Waits until all copies of a listed tensor are queued, and returns the tensor.
+    /// A tensor that is taken twice is read twice.
     pub fn take(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let Some(&index) = self.names.get(name) else { bail!("tensor {name} is not in the read-ahead list") };
         let memory = self.shared.take(index)?;
@@ -171,7 +172,7 @@ impl<T: Target> Drop for ReadAhead<T> {
         self.shared.lock().stopped = true;
         self.shared.changed.notify_all();
         for thread in self.threads.drain(..) {
-            // `run` catches panics.
+            // `run` catches panics, so `join` cannot fail.
             let _ = thread.join();
         }
     }
@@ -279,7 +280,7 @@ impl<T: Target> Shared<T> {
             queue.open.push_front((tensor, offset + bytes));
         }
         let TensorState::Reading { memory, .. } = &queue.tensors[tensor] else {
-            unreachable!("an open tensor must be in the Reading state")
+            unreachable!("an open tensor is not in the Reading state")
         };
         let (memory, source, start) = (memory.clone(), range.source.clone(), range.start + inside as u64);
         Some(Piece { tensor, memory, offset, source, start, bytes })
@@ -309,7 +310,7 @@ impl<T: Target> Shared<T> {
         drop(piece.memory);
         let progress = std::mem::replace(&mut queue.tensors[piece.tensor], TensorState::Chosen);
         let TensorState::Reading { memory, left } = progress else {
-            unreachable!("the tensor of a piece must be in the Reading state")
+            unreachable!("the tensor of a piece is not in the Reading state")
         };
         let left = left - piece.bytes;
         if left > 0 {
@@ -317,7 +318,7 @@ impl<T: Target> Shared<T> {
             return Ok(());
         }
         let Some(mut memory) = Arc::into_inner(memory) else {
-            unreachable!("all pieces of a complete tensor must have released its memory")
+            unreachable!("a piece still holds the memory of a complete tensor")
         };
         self.target.complete(&mut memory)?;
         queue.tensors[piece.tensor] = TensorState::Ready(memory);

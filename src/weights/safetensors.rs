@@ -1,9 +1,10 @@
-//! The safetensors files of a model: one `model.safetensors`, or the shards that an index lists.
+//! Opens the safetensors files of a model: one `model.safetensors`, or the shards that an index lists.
 //!
 //! The files are mapped into memory. On a CPU, tensors are copied from the mapping.
 //! For a GPU, [`super::read_ahead`] reads the files.
 //!
-//! The safetensors crate validates the header: its length, tensor sizes, overlaps, gaps, and the end of the file.
+//! The `safetensors` crate validates each header: the header length and the sizes of the tensors.
+//! It also checks that the tensors fill the file without gaps or overlaps.
 //! This module checks that every tensor is in the shard where the index lists it.
 //! The `snapshot` module checks the names of the shards.
 
@@ -22,7 +23,7 @@ use super::read_ahead::{ByteRange, ReadRequest, Retention, Source};
 use super::tensor_info::TensorInfo;
 use crate::snapshot::{self, safetensors::ShardIndex};
 
-/// The opened safetensors files of a model.
+/// The open safetensors files of a model.
 pub struct SafetensorsCheckpoint {
     files: Vec<MappedFile>,
     tensors: BTreeMap<String, StoredTensor>,
@@ -52,7 +53,7 @@ pub struct TensorView<'c> {
 }
 
 impl SafetensorsCheckpoint {
-    /// Maps the files and reads their headers, but no tensor data.
+    /// Maps the files into memory and reads their headers, but not the tensor data.
     pub fn open(dir: &Path) -> Result<Self> {
         let index = ShardIndex::read(dir)?;
         let checkpoint = Self::from_files(snapshot::safetensors::files(dir, index.as_ref())?)?;
@@ -79,7 +80,7 @@ impl SafetensorsCheckpoint {
         Ok(self)
     }
 
-    /// Lists each packed tensor as `weight` in I8. The bytes are the same, because a word holds four codes.
+    /// Lists each packed tensor as `weight` in I8. The bytes stay the same, because each word holds four 8-bit codes.
     fn list_packed_as_weights(&mut self) -> Result<()> {
         let packed = |name: &String| {
             let module = name.strip_suffix(".weight_packed")?.to_string();
@@ -100,7 +101,7 @@ impl SafetensorsCheckpoint {
             let columns = words.saturating_mul(4);
             if stored.info.dtype != Dtype::I32 || unpacked_shape != [rows as u64, columns as u64] {
                 bail!(
-                    "tensor {name}: expected packed I32 of shape {unpacked_shape:?}, found {:?} {:?}",
+                    "tensor {name}: expected I32 words that unpack to shape {unpacked_shape:?}, found {:?} {:?}",
                     stored.info.dtype,
                     stored.info.shape
                 );
@@ -108,7 +109,7 @@ impl SafetensorsCheckpoint {
             stored.info = TensorInfo::new(Dtype::I8, vec![rows, columns], stored.info.bytes());
             self.tensors.remove(&format!("{module}.weight_shape"));
             if self.tensors.insert(format!("{module}.weight"), stored).is_some() {
-                bail!("tensor {module}.weight occurs twice: packed and unpacked");
+                bail!("tensor {module}.weight is stored twice, packed and unpacked");
             }
         }
         Ok(())
@@ -170,9 +171,10 @@ impl SafetensorsCheckpoint {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), &stored.info))
     }
 
-    /// Returns every tensor that a model with this compute dtype can load, roughly in loading order.
+    /// Returns a read request for every tensor that a model with this compute dtype can load.
+    /// The requests are roughly in loading order.
     ///
-    /// Tensors that layers stack form one extent under a combined name.
+    /// Tensors that a layer stacks form one request under a combined name.
     /// Stacking them on the device would need twice the memory.
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, stored)| stored.info.bytes() > 0).collect();
@@ -198,8 +200,8 @@ impl SafetensorsCheckpoint {
         usable.into_iter().filter_map(extent).collect()
     }
 
-    /// Returns the names of the tensors that are stacked with this one.
-    /// Returns `None` unless all of them have the compute dtype.
+    /// Returns the names of all tensors in the stack that this tensor belongs to.
+    /// Returns `None` if it belongs to no stack, or if the stack has a tensor that is not in the compute dtype.
     fn stack(&self, name: &str, dtype: DType) -> Option<Vec<String>> {
         let prefix = STACKED.iter().find_map(|part| name.strip_suffix(part))?;
         let names: Vec<String> = STACKED.iter().map(|part| format!("{prefix}{part}")).collect();
@@ -225,7 +227,7 @@ enum Segment<'n> {
     Word(&'n str),
 }
 
-/// The matrices that attention stacks into one for a single multiplication.
+/// The matrices that attention stacks, in order. A single matmul then computes q, k and v.
 const STACKED: [&str; 3] = ["q_proj.weight", "k_proj.weight", "v_proj.weight"];
 
 /// Returns the combined name of stacked tensors.

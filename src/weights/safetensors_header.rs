@@ -1,5 +1,5 @@
-//! Reads the header of a local or remote safetensors file, to describe a model without loading it.
-//! Loading uses the safetensors crate instead, which performs more checks.
+//! Reads the header of a local or remote safetensors file. The result describes a model that is not loaded.
+//! Loading uses the `safetensors` crate instead, which performs more checks.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -25,10 +25,10 @@ pub struct HeaderTensor<'h> {
     pub packed: bool,
 }
 
-/// The maximum size of a header, the same as in the safetensors crate.
+/// The maximum size of a header. The `safetensors` crate has the same limit.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Calls `each` for every tensor of a header, in file order.
+/// Calls `each` for every tensor in a header, in the order of the JSON.
 ///
 /// `header` is the JSON text without the length prefix.
 /// `data_bytes` is the size of the data after the header, if known.
@@ -68,7 +68,7 @@ pub fn read<'h>(
         bail!("the header of {file} is invalid: {invalid}");
     }
     // The tensors must fill the data without gaps or overlaps.
-    ensure!(total == end, "the header of {file} is invalid: its tensors have {total} bytes but span {end}");
+    ensure!(total == end, "the header of {file} is invalid: its tensors have {total} bytes but end at byte {end}");
     if let Some(data_bytes) = data_bytes.filter(|bytes| *bytes != end) {
         bail!("the header of {file} lists {end} bytes of tensors, but the file has {data_bytes} bytes of data");
     }
@@ -85,7 +85,7 @@ pub fn read_file(path: &Path) -> Result<(Vec<u8>, u64)> {
     let length = u64::from_le_bytes(length);
     let data_bytes = file_bytes.checked_sub(8).and_then(|bytes| bytes.checked_sub(length));
     let data_bytes = data_bytes.filter(|_| length <= MAX_HEADER_BYTES);
-    ensure!(data_bytes.is_some(), "{} is not a safetensors file: its header length is {length} bytes", path.display());
+    ensure!(data_bytes.is_some(), "{} is not a safetensors file: it declares a {length}-byte header", path.display());
     let mut header = vec![0; length as usize];
     file.read_exact(&mut header).with_context(context)?;
     Ok((header, data_bytes.unwrap_or_default()))

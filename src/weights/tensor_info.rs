@@ -6,7 +6,7 @@ use safetensors::tensor::Dtype;
 /// The header entry of one tensor.
 #[derive(Clone, Debug)]
 pub struct TensorInfo {
-    /// The default dtype for loading the tensor. It is F32 for quantized tensors of a GGUF file.
+    /// The dtype in the file. Quantized GGUF tensors are listed as F32, and packed MXFP4 experts as U8.
     pub dtype: Dtype,
     pub shape: Vec<usize>,
     bytes: usize,
@@ -28,7 +28,7 @@ impl TensorInfo {
         self.shape.iter().product()
     }
 
-    /// Returns true for floats, including FP8. Elements of other dtypes need scales.
+    /// Returns true for the float dtypes that can be loaded: F32, F16, BF16 and E4M3.
     pub fn is_float(&self) -> bool {
         matches!(self.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3)
     }
@@ -45,7 +45,7 @@ impl TensorInfo {
     }
 }
 
-/// Returns the number of parameters in a tensor, which is usually its number of elements.
+/// Returns the number of parameters in a tensor. This is usually its number of elements.
 /// Packed MXFP4 blocks have two parameters per byte. MXFP4 scales and `weight_shape` have none.
 pub(super) fn parameter_count(name: &str, is_bytes: bool, elements: u64) -> u64 {
     match is_bytes {

@@ -37,7 +37,7 @@ fn bench_json_has_all_figures() {
         assert!(positive(&model[figure]), "{figure}");
     }
     assert!(json["device"]["name"].as_str().unwrap().starts_with("CPU"));
-    // A CPU has no measured bandwidth, and the eager executor neither counts nor times kernels.
+    // The bandwidth of a CPU is not measured. The eager executor neither counts nor times kernels.
     for unknown in ["bandwidth", "memory", "launches_per_token", "kernels"] {
         assert!(json.get(unknown).unwrap().is_null(), "{unknown}");
     }
@@ -82,7 +82,7 @@ fn bench_json_has_all_figures() {
 fn bench_table_has_a_line_for_each_test() {
     let output = bench(&["-p", "8", "-n", "4", "-d", "0,9", "-r", "1", "--kernels"]);
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert_eq!(text(&output.stderr), "", "stderr is empty without a terminal");
+    assert_eq!(text(&output.stderr), "", "inferno wrote to stderr, which is not a terminal");
     let table = text(&output.stdout);
     let lines: Vec<&str> = table.lines().collect();
     for start in
@@ -113,7 +113,7 @@ fn bench_names_the_context_that_it_needs() {
     for wrong in [["-r", "0"], ["-p", "many"], ["-n", "-1"], ["-d", ""]] {
         assert_eq!(bench(&wrong).status.code(), Some(2), "{wrong:?}");
     }
-    // A prompt of 900 tokens at depth 700, plus two spare positions.
+    // The longest test has 900 prompt tokens at depth 700, plus two spare positions.
     let too_small = bench(&["-p", "16,900", "-n", "8", "-d", "0,700", "--context", "1024"]);
     assert_fails(&too_small, 2, &["--context 1602", "1024"]);
     // This depth exceeds the longest context of the demo model.
@@ -150,7 +150,8 @@ fn rewind_restores_the_same_state() {
     let rewinds = engine.with_runner(move |runner| {
         runner.fill(&tokens).unwrap();
         let first = runner.decode_steps(7, 8).unwrap();
-        // After 1 or 3 tokens, the sliding-window layers still hold the window. After more, they need the checkpoint.
+        // After 1 or 3 more tokens, the sliding-window layers still hold the old window.
+        // After 400 or 480, the rewind needs the checkpoint.
         for behind in [1, 400, 480, 3] {
             runner.fill(&more[..behind]).unwrap();
             runner.rewind(200).unwrap();
@@ -159,7 +160,7 @@ fn rewind_restores_the_same_state() {
         }
         runner.fill(&more[..450]).unwrap();
         runner.rewind(150).unwrap();
-        // A rewind to a position before the checkpoint recomputes the missing tokens.
+        // Position 150 is before the checkpoint, so the rewind has prefilled the missing tokens again.
         runner.fill(&tokens[150..]).unwrap();
         assert_eq!(runner.decode_steps(7, 8).unwrap(), first);
         assert!(runner.rewind(500).is_err());
@@ -176,16 +177,16 @@ fn build(case: &str) -> Decoder {
     models::read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap()
 }
 
-/// Sizes come from tests/golden/*/config.json.
-/// Weights take 2 bytes per value. Norms, projection biases, sinks and the router take 4.
+/// The sizes come from tests/golden/*/config.json.
+/// Weights take 2 bytes per value. Norms, attention biases, sinks and the router take 4.
 #[test]
 fn step_bytes_match_a_count_by_hand() {
-    // gpt_oss: V 113, C 64, F 96, H 10, K 2, D 16, E 7, N 4; 3 layers. The second one has a window of 9 positions.
+    // gpt_oss: V 113, C 64, F 96, H 10, K 2, D 16, E 7, N 4; 3 layers. The second layer has a window of 9 positions.
     let q_and_o = 2 * (160 * 64 * 2) + (160 + 64) * 4;
     let k_and_v = 2 * (32 * 64 * 2 + 32 * 4);
     let attention = q_and_o + k_and_v + 10 * 4;
     let router = 7 * 64 * 4 + 7 * 4;
-    // An MXFP4 block has 32 values in 16 bytes and a 1-byte scale. A row of 64 has 2 blocks, a row of 96 has 3.
+    // An MXFP4 block has 32 values in 16 bytes and a 1-byte scale. A row of 64 values has 2 blocks; a row of 96 has 3.
     let expert = 192 * 2 * 17 + 192 * 2 + 64 * 3 * 17 + 64 * 2;
     let layer = 2 * 64 * 4 + attention + router + 4 * expert;
     let decoder = build("gpt_oss");

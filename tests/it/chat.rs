@@ -1,8 +1,8 @@
-//! Chat formats: rendering conversations to ids, and parsing generated ids into channels.
+//! Tests of chat formats: rendering conversations to ids, and parsing generated ids into channels.
 //!
-//! Most tests use a tiny tokenizer that is built here.
-//! Tests of real tokenizers and templates need `INFERNO_FIXTURES`.
-//! Their expected values in `tests/golden/chat.json` come from `scripts/chat_golden.py`.
+//! Most tests use a tiny tokenizer that this module builds.
+//! Tests with real tokenizers and templates need `INFERNO_FIXTURES`.
+//! `scripts/chat_golden.py` writes their expected values to `tests/golden/chat.json`.
 
 use std::path::Path;
 use std::sync::OnceLock;
@@ -32,8 +32,8 @@ const HARMONY: [&str; 9] = [
     "<|reserved|>",
 ];
 
-/// Returns a tokenizer with one token per byte, followed by the added tokens `special` and `plain`.
-/// Every character takes at least one token, so text is split into as many tokens as possible.
+/// Returns a tokenizer with one token per byte value, followed by the added tokens `special` and `plain`.
+/// It has no merges, so it splits text into as many tokens as possible.
 fn byte_tokenizer(special: &[&str], plain: &[&str]) -> Tokenizer {
     // GPT-2 maps every byte to a printable character.
     let printable = |b: &u32| (33..=126).contains(b) || (161..=172).contains(b) || (174..=255).contains(b);
@@ -71,7 +71,7 @@ fn harmony_format(tokenizer: &Tokenizer) -> ChatFormat {
     ChatFormat::load(Path::new("/nonexistent"), tokenizer).unwrap().expect("harmony")
 }
 
-/// Returns the gpt-oss tokenizer. It is loaded only once, because loading is slow.
+/// Returns the gpt-oss tokenizer. All tests share it, because loading is slow.
 fn gpt_oss() -> &'static Tokenizer {
     static TOKENIZER: OnceLock<Tokenizer> = OnceLock::new();
     TOKENIZER.get_or_init(|| Tokenizer::from_dir(&fixtures().join("gpt-oss-20b")).unwrap())
@@ -112,7 +112,7 @@ fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u3
     let mut deltas: Vec<(Channel, String)> = Vec::new();
     let mut take = |new: Vec<Delta>| {
         for Delta { channel, text } in new {
-            assert!(!text.is_empty(), "an empty delta");
+            assert!(!text.is_empty(), "the parser returned an empty delta");
             match deltas.last_mut().filter(|(last, _)| *last == channel) {
                 Some((_, joined)) => joined.push_str(&text),
                 None => deltas.push((channel, text)),
@@ -123,7 +123,7 @@ fn parse_ids(format: &ChatFormat, tokenizer: &Tokenizer, prompt: &str, ids: &[u3
         take(parser.push(tokenizer, id).unwrap());
     }
     take(parser.finish(tokenizer).unwrap());
-    assert_eq!(parser.finish(tokenizer).unwrap(), [], "finish returns the remaining deltas only once");
+    assert_eq!(parser.finish(tokenizer).unwrap(), [], "the second call of `finish` returned deltas");
     Parsed { deltas, tool_calls: parser.tool_calls().to_vec(), format_violations: parser.format_violations() }
 }
 

@@ -13,7 +13,7 @@ use tempfile::TempDir;
 use crate::screen::Screen;
 use crate::support::{demo_dir, golden};
 
-/// Returns a command that runs inferno with empty caches and no network.
+/// Returns a command that runs inferno with an empty home directory and an unreachable hub.
 pub fn inferno(home: &TempDir) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_inferno"));
     for variable in
@@ -52,7 +52,7 @@ fn ask(model: &Path, more: &[&str]) -> Output {
     run(&[&["play", model, "--prompt", "How do I download a model?"], CPU, more].concat())
 }
 
-/// Copies the demo model to a temporary folder, for tests that damage it.
+/// Copies the demo model to a temporary folder, for tests that modify the copy.
 pub fn copy_of_demo() -> (TempDir, PathBuf) {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model");
@@ -80,7 +80,7 @@ fn one_shot_prints_only_the_answer() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     let answer = text(&output.stdout);
     assert!(answer.contains("inferno download") && answer.ends_with('\n') && !answer.contains("<|"), "{answer}");
-    assert_eq!(text(&output.stderr), "", "stderr is empty if it is not a terminal");
+    assert_eq!(text(&output.stderr), "", "inferno wrote to stderr, which is not a terminal");
 }
 
 #[test]
@@ -160,7 +160,7 @@ fn list_shows_the_demo() {
     assert!(demo["size_bytes"].as_u64().unwrap() < 8_000_000);
 }
 
-/// `list` reads only headers. Its numbers must match the loaded checkpoint.
+/// `list` reads only headers, but its numbers must match the numbers from `Checkpoint`.
 #[test]
 fn listed_numbers_equal_those_of_the_checkpoint() {
     let home = TempDir::new().unwrap();
@@ -181,7 +181,7 @@ fn listed_numbers_equal_those_of_the_checkpoint() {
         snapshot
     };
     models.iter().for_each(|model| drop(install(&model.replace('/', "-"), model)));
-    // 4-bit weights, packed eight to a word, are not supported, so their parameter count is unknown.
+    // 4-bit weights, packed eight to a word, are not supported, so `list` does not know the parameter count.
     let four_bits = install("four-bits", "compressed/int8_packed").join("config.json");
     let config = fs::read_to_string(&four_bits).unwrap();
     fs::write(&four_bits, config.replace("\"num_bits\": 8", "\"num_bits\": 4")).unwrap();
@@ -257,7 +257,7 @@ fn perplexity_reports_every_token() {
 fn missing_gpu_is_an_error_that_names_the_next_command() {
     let home = TempDir::new().unwrap();
     if !libraries_are_loaded_on_demand() {
-        return println!("this build does not start without an NVIDIA driver");
+        return println!("skipped: this build does not start without an NVIDIA driver");
     }
     let run = |device: &str| without_driver(&home).args(["play", "demo", "-p", "hello", "--device", device]).output();
     let reason = if cfg!(feature = "cuda") { "libcuda.so.1" } else { "--features cuda" };
@@ -309,14 +309,14 @@ fn missing_model_error_names_the_download_command() {
 #[test]
 fn broken_weights_error_names_the_file() {
     let weights = "model.safetensors";
-    // Truncate the file within the header length, the header and the data.
+    // Truncate the file inside the header length, after it, inside the header, and inside the data.
     for length in [0, 5, 8, 1000, 100_000] {
         let (_folder, path) = copy_of_demo();
         let file = fs::OpenOptions::new().write(true).open(path.join(weights)).unwrap();
         file.set_len(length).unwrap();
         assert_fails(&ask(&path, &[]), 1, &[weights]);
     }
-    // Corrupt the header: longer than the file, absurdly long, invalid JSON, wrong offsets, unknown dtype.
+    // Corrupt the header: a length beyond the file, an absurd length, invalid JSON, wrong offsets, an unknown dtype.
     let rewrite = |change: &dyn Fn(Vec<u8>) -> Vec<u8>| {
         let (folder, path) = copy_of_demo();
         let bytes = fs::read(path.join(weights)).unwrap();
@@ -413,9 +413,9 @@ fn broken_tokenizer_error_names_the_file() {
         fs::write(path.join("tokenizer.json"), broken).unwrap();
         assert_fails(&ask(&path, &[]), 1, &["tokenizer.json"]);
     }
-    // This file makes the tokenizers crate panic (its issue 2094). inferno catches the panic and does not show it.
+    // This file makes the `tokenizers` crate panic (huggingface/tokenizers #2094). inferno hides the panic message.
     let merge = r#"{"version":"1.0","model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":[["a","b"]]}}"#;
-    // This file makes the crate panic on another thread.
+    // This file makes the crate panic on a rayon thread.
     let charsmap = r#"{"version":"1.0","normalizer":{"type":"Precompiled","precompiled_charsmap":"%"},"model":{}}"#;
     for panics in [merge, charsmap] {
         let (_folder, path) = copy_of_demo();
@@ -462,19 +462,19 @@ fn closed_stdout_is_not_a_failure() {
 #[test]
 fn base_model_is_rejected_before_its_weights_are_read() {
     let (_folder, model) = copy_of_demo();
-    // With all harmony tokens in the tokenizer, the model would count as a chat model.
+    // If the tokenizer had all harmony tokens, inferno would treat the model as a chat model.
     let tokenizer = fs::read_to_string(model.join("tokenizer.json")).unwrap();
     fs::write(model.join("tokenizer.json"), tokenizer.replace("<|channel|>", "<|canal|>")).unwrap();
     let name = model.to_str().unwrap();
     assert_fails(&ask(&model, &[]), 1, &["no chat format", &format!("inferno play {name} --raw")]);
     let raw = run(&["play", name, "--device", "cpu", "--raw", "--prompt", "To", "--max-tokens", "1"]);
     assert!(raw.status.success(), "{}", text(&raw.stderr));
-    // In a chat, the current model stays loaded.
+    // In a chat, `/model` rejects this model and keeps the current one.
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     assert!(chat.say(&format!("/model {name}")).contains("no chat format"));
     assert!(chat.say("My name is Ada").contains("tok/s"));
-    // The error is the same if the weights are broken.
+    // Broken weights do not change the error, because the weights are not read.
     for entry in fs::read_dir(&model).unwrap() {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|extension| extension == "safetensors") {
@@ -492,7 +492,7 @@ fn invalid_flags_and_limits_are_explained() {
     assert_fails(&ask(&demo_dir(), &["--temperature", "-3"]), 2, &["temperature"]);
     let output = ask(&demo_dir(), &["--max-tokens", "0"]);
     assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
-    // The answer is empty if reasoning uses all tokens, or if the context is too small.
+    // If reasoning uses up the token limit or the context, the message names the flag to raise.
     let output = ask(&demo_dir(), &["--max-tokens", "8"]);
     assert!(text(&output.stderr).contains("raise --max-tokens"), "{}", text(&output.stderr));
     let tokens = run(&["play", demo_dir().to_str().unwrap(), "--device", "cpu", "--prompt", "How?", "--json"]);
@@ -502,7 +502,7 @@ fn invalid_flags_and_limits_are_explained() {
     let small = ["--device", "cpu", "--prompt", "How?", "--context", &context];
     let output = run(&[&["play", demo_dir().to_str().unwrap()][..], &small].concat());
     assert!(text(&output.stderr).contains("raise --context"), "{}", text(&output.stderr));
-    // `--help` lists the flags of the subcommand first.
+    // `--help` lists the flags of the subcommand before the global flags.
     let help = text(&run(&["play", "--help"]).stdout);
     assert!(help.find("--verbose") > help.find("--seed"), "{help}");
 }

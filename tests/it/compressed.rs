@@ -1,4 +1,4 @@
-//! The compressed-tensors `quantization_config`: golden checkpoints, real configs and unsupported configs.
+//! Tests of the compressed-tensors `quantization_config` in golden checkpoints, real configs and unsupported configs.
 //! Tests of real configs need INFERNO_FIXTURES.
 
 use std::path::Path;
@@ -33,7 +33,7 @@ fn read(config: &Value) -> CompressedConfig {
     CompressedConfig::read(config).unwrap().expect("quantized")
 }
 
-/// Checks the exit code of the error and returns its first line.
+/// Asserts that the config is rejected with exit code 9. Returns the first line of the error.
 fn unsupported(config: &Value) -> String {
     let error = CompressedConfig::read(config).expect_err("an error");
     let error = error.downcast_ref::<Error>().unwrap_or_else(|| panic!("{error:#}"));
@@ -240,6 +240,6 @@ fn malformed_configs_are_errors() {
         (&format!("{WEIGHTS}/group_size"), json!("all")),
     ] {
         let error = CompressedConfig::read(&with(pointer, value)).unwrap_err();
-        assert!(format!("{error:#}").contains("broken quantization_config"), "{error:#}");
+        assert!(format!("{error:#}").contains("invalid quantization_config"), "{error:#}");
     }
 }

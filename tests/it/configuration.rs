@@ -1,4 +1,5 @@
-//! Tests settings from flags, the environment and the configuration file. Also tests piped prompts and JSON lines.
+//! Tests of settings from flags, the environment and the configuration file.
+//! Also tests piped prompts and `--jsonl` output.
 
 use std::fs::{self, File};
 use std::io::{Seek, SeekFrom, Write};
@@ -37,7 +38,7 @@ fn flags_override_the_environment_which_overrides_the_file() {
     let config = "device = \"cpu\"\ntemperature = 0\nseed = 1\nmax-tokens = 3\n[models.demo]\nseed = 2\n[models.\"a/b\"]\nseed = 3\n";
     let home = home_with(config);
     let seed = |more: &[&str], environment: &[(&str, &str)]| json(&ask(&home, more, environment))["seed"].as_u64();
-    assert_eq!(seed(&[], &[]), Some(2), "the section of the model overrides the top-level keys");
+    assert_eq!(seed(&[], &[]), Some(2), "the top-level keys override the section of the model");
     assert_eq!(seed(&[], &[("INFERNO_SEED", "4")]), Some(4));
     assert_eq!(seed(&["--seed", "5"], &[("INFERNO_SEED", "4")]), Some(5));
     let answer = json(&ask(&home, &[], &[]));
@@ -45,7 +46,7 @@ fn flags_override_the_environment_which_overrides_the_file() {
     let other = home.path().join("other.toml");
     fs::write(&other, "device = \"cpu\"\nseed = 6\nmax-tokens = 1\nstop = [\"a\", \"b\"]\nplain = true\n").unwrap();
     assert_eq!(seed(&[], &[("INFERNO_CONFIG", other.to_str().unwrap())]), Some(6));
-    // Other subcommands read `device` and ignore all other keys.
+    // `bench` reads `device` from the file and ignores keys that only `play` uses.
     let output = inferno(&home).args(["bench", "demo", "-p", "8", "-n", "2", "-r", "1"]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
@@ -104,7 +105,7 @@ fn every_sampling_parameter_can_be_set_everywhere() {
     expect(&mut chat, ">>> ");
     for field in SAMPLING_FIELDS {
         let flag = format!("--{} <{}>", field.flag, field.value_name);
-        assert!(help.contains(&flag) && help.contains(field.help), "{flag} in {help}");
+        assert!(help.contains(&flag) && help.contains(field.help), "no {flag} in {help}");
         let variable = format!("INFERNO_{}", field.name.to_uppercase());
         let expected = field.set(&mut SamplingParams::greedy(), "-200").unwrap_err();
         let output = ask(&home, &[], &[(&variable, "-200")]);
@@ -126,7 +127,7 @@ fn every_sampling_parameter_can_be_set_everywhere() {
     let folder = fs::read_dir(home.path().join(".local/state/inferno/conversations")).unwrap();
     let journal = fs::read_to_string(folder.last().unwrap().unwrap().path()).unwrap();
     for field in SAMPLING_FIELDS {
-        assert!(journal.contains(&format!("\"{}\":[", field.flag)), "{} in {journal}", field.flag);
+        assert!(journal.contains(&format!("\"{}\":[", field.flag)), "no {} in {journal}", field.flag);
     }
 }
 
@@ -159,7 +160,7 @@ fn configuration_sections_match_the_full_model_name() {
     expect(&mut chat, "switched to");
     expect(&mut chat, ">>> ");
     assert_eq!(top_k(&mut chat), "5");
-    // A value set with /set applies to every later model.
+    // A value set with /set also applies to models loaded later.
     chat.send_line("/set top-k 3").unwrap();
     expect(&mut chat, ">>> ");
     chat.send_line("/model littl").unwrap();
@@ -189,7 +190,7 @@ fn configuration_sections_match_the_full_model_name() {
     let mut chat = play_with(&home, &["--resume", "branch"], &[]);
     assert!(expect(&mut chat, ">>> ").contains("1 question"));
 
-    // A revision in the model name overrides the environment.
+    // A revision in the model name overrides INFERNO_REVISION.
     let other = [("INFERNO_REVISION", "other")];
     let mut chat = play_with(&home, &["a/little@main", "--device", "cpu"], &other);
     expect(&mut chat, ">>> ");
@@ -214,12 +215,12 @@ fn a_redirected_file_is_appended_and_a_pipe_only_with_stdin_flag() {
     let alone = tokens(Stdio::null(), &[]);
     let with_file = tokens(File::open(&path).unwrap().into(), &[]);
     assert!(with_file > alone + 5, "{with_file} and {alone}");
-    // A shell loop around this call has read the first line, so the rest of the file belongs to the loop.
+    // In a `while read` loop, the shell has already read the first line. inferno must not read the rest.
     let mut partly_read = File::open(&path).unwrap();
     partly_read.seek(SeekFrom::Start(20)).unwrap();
     assert_eq!(tokens(partly_read.into(), &[]), alone);
 
-    // A pipe that is never closed must not block.
+    // A pipe that stays open must not block inferno.
     let mut child = inferno(&home)
         .args(ASK)
         .args(["--device", "cpu", "--max-tokens", "1"])
@@ -266,7 +267,7 @@ fn json_lines_arrive_while_the_answer_streams() {
     let end = events.last().unwrap();
     assert_eq!((end["event"].as_str(), end["finish_reason"].as_str()), (Some("end"), Some("stop")));
     assert_eq!(end["usage"], whole["usage"]);
-    assert!(events.len() > 10, "the answer arrives in pieces");
+    assert!(events.len() > 10, "the answer did not arrive in pieces");
     assert_fails_usage(&run(&["play", "demo", "--prompt", "x", "--json", "--jsonl"]));
     let long = "download ".repeat(500);
     let output = run(&["play", "demo", "--device", "cpu", "--context", "128", "--prompt", &long, "--jsonl"]);
@@ -285,7 +286,7 @@ fn completions_are_generated_and_verbose_logs_go_to_stderr() {
     let output = ask(&home, &["--device", "cpu", "--max-tokens", "1", "-v"], &[]);
     let log = text(&output.stderr);
     for word in ["config.toml", "model.safetensors", "executor"] {
-        assert!(log.contains(word), "{word} in {log}");
+        assert!(log.contains(word), "no {word} in {log}");
     }
     json(&output);
     assert_eq!(text(&ask(&home, &["--device", "cpu", "--max-tokens", "1"], &[]).stderr), "");

@@ -1,4 +1,4 @@
-//! End-to-end conversations: commands, journals on disk, a full context.
+//! End-to-end tests of conversations: commands, journals on disk, and a full context.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ fn prompt(chat: &mut PtySession) -> String {
 /// Types a line and returns the output up to the next prompt.
 fn say(chat: &mut PtySession, line: &str) -> String {
     chat.send_line(line).unwrap();
-    // The terminal echoes the line once, after the prompt.
+    // The echo does not repeat the prompt, so the next prompt comes after the output.
     prompt(chat)
 }
 
@@ -60,13 +60,13 @@ fn commands_do_what_their_help_says() {
     for command in
         "help exit clear undo regen system set reasoning file save load export stats context model".split(' ')
     {
-        assert!(help.contains(&format!("/{command}")), "{command} in {help}");
+        assert!(help.contains(&format!("/{command}")), "no {command} in {help}");
         let about = say(&mut chat, &format!("/help {command}"));
         assert!(about.contains(&format!("/{command}")) && !about.contains("unknown command"), "{about}");
     }
     let all = say(&mut chat, "/set");
     for setting in ["temperature", "top-k", "stop", "hide-reasoning", "plain", "overflow"] {
-        assert!(all.contains(setting), "{setting} in {all}");
+        assert!(all.contains(setting), "no {setting} in {all}");
     }
     assert!(say(&mut chat, "/set temprature 1").contains("unknown setting 'temprature'"));
     assert!(say(&mut chat, "/set temperature hot").contains("expected a number"));
@@ -74,7 +74,7 @@ fn commands_do_what_their_help_says() {
     assert!(say(&mut chat, "/reasoning low").contains("reasoning is low"));
     assert!(say(&mut chat, "/reasoning hide").contains("hidden"));
     assert!(say(&mut chat, "/undo").contains("nothing to undo"));
-    assert!(say(&mut chat, "/regen").contains("no answer yet"));
+    assert!(say(&mut chat, "/regen").contains("no question yet"));
     assert!(say(&mut chat, "/save talk").contains("nothing to save"));
     assert!(say(&mut chat, "/export md").contains("nothing to export"));
 
@@ -146,7 +146,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     };
     assert!(prompt(&mut killed).contains("2 questions"));
     killed.send_line("What is the KV cache?").unwrap();
-    // Wait for the first words of the reasoning.
+    // Wait for dim text, which is the start of the reasoning.
     expect(&mut killed, "\u{1b}[2m");
     killed.process_mut().kill(Signal::SIGKILL).unwrap();
     drop(killed);
@@ -162,7 +162,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
     assert!(banner.contains("demo") && banner.contains("2 questions"), "{banner}");
     let settings = say(&mut chat, "/set");
     for line in ["temperature         0", "top-k               7", "top-p               0.5"] {
-        assert!(settings.contains(line), "{line} in {settings}");
+        assert!(settings.contains(line), "no {line:?} in {settings}");
     }
     assert!(say(&mut chat, "/system").contains("Be kind."));
     assert!(say(&mut chat, "What is my name?").contains("Ada"));
@@ -175,7 +175,7 @@ fn a_killed_conversation_is_resumed_with_every_finished_turn() {
 
     let mut chat = play_with(&home, &["--resume", &name, "--top-k", "9"], &[]);
     assert!(prompt(&mut chat).contains("3 questions"));
-    assert!(say(&mut chat, "/set").contains("top-k               9"), "flags win");
+    assert!(say(&mut chat, "/set").contains("top-k               9"), "the journal overrides the flag");
     leave(chat);
     let mut none = play_with(&home, &["--resume", "other"], &[]);
     expect(&mut none, "conversation 'other': not found");
@@ -228,8 +228,8 @@ fn ctrl_o_folds_reasoning_and_typed_ahead_lines_are_kept() {
     assert!(rest.contains("tok/s") && rest.contains(">>> /context"), "{rest}");
     prompt(&mut chat);
     let second = say(&mut chat, "What is the KV cache?");
-    assert!(second.contains("thought: "), "reasoning stays folded: {second}");
-    // The terminal echoes typed keys again.
+    assert!(second.contains("thought: "), "the reasoning is not folded: {second}");
+    // After the answer, typed keys are echoed again.
     type_in(&mut chat, "/stats");
     expect(&mut chat, "/stats");
     chat.send_line("").unwrap();

@@ -1,7 +1,7 @@
 //! Tests of the decode graph. All of them need a GPU.
 //!
 //! - The logits of every step match the eager decoder.
-//! - Graph replay matches single kernel launches.
+//! - Graph replay matches individual kernel launches.
 //! - Sampling on the GPU matches the sampler on the host.
 
 use std::collections::HashMap;
@@ -24,7 +24,7 @@ use crate::support::{Random, golden, gpu, relative_error, values};
 const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
 
-/// Families whose router may flip a near tie between two experts, because its input is rounded differently.
+/// Families whose router may choose a different expert in a near tie, because its input is rounded differently.
 const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
 
 struct Model {
@@ -156,7 +156,7 @@ const LLAMAS: &[(&str, Llama)] = &[
             tied: true,
         },
     ),
-    // The vocabulary is so large that sampling uses all thread blocks, with several logits per thread.
+    // On an H200, sampling from this vocabulary fills every multiprocessor, and some threads process two logits.
     (
         "V 140001",
         Llama {
@@ -226,7 +226,7 @@ impl Llama {
     }
 }
 
-/// The golden models that the graph supports.
+/// The golden models that the decode graph supports.
 const GOLDEN: [&str; 9] = [
     "gpt_oss_graph",
     "llama_graph",
@@ -263,13 +263,14 @@ fn for_each_model(test: impl Fn(&mut Model)) {
             let quantize: QuantizationTarget = name.parse().unwrap();
             test(&mut Model::load_quantized(&format!("experts in {name}"), dir.path(), &device, dtype, Some(quantize)));
         }
-        // Queries, keys and values use three different formats, and the embedding is quantized.
+        // The q, k and v projections have three different formats, and the embedding is quantized.
         let (_folder, file) = saved(&llama_in_many_types());
         test(&mut Model::load("llama with mixed types", &file, &device, dtype));
     }
 }
 
-/// All row lengths are multiples of 256, which every format supports. The LM head is tied to the embedding.
+/// A Llama model whose LM head is tied to the embedding.
+/// Row lengths are multiples of 256, except in o_proj, where K-quants fall back to formats with blocks of 32.
 const QUANTIZED: Llama = Llama {
     hidden_size: 512,
     heads: 6,
@@ -281,7 +282,8 @@ const QUANTIZED: Llama = Llama {
     tied: true,
 };
 
-/// Writes a Qwen3-MoE model with random weights. All row lengths are multiples of 256.
+/// Writes a Qwen3-MoE model with random weights.
+/// Row lengths are multiples of 256, except in o_proj, where K-quants fall back to formats with blocks of 32.
 fn write_qwen3_moe(dir: &Path) {
     let (hidden, heads, kv_heads, head_dim, experts, chosen, width, vocab) = (256, 6, 2, 64, 37, 5, 512, 301);
     let config = serde_json::json!({
@@ -354,7 +356,7 @@ fn graph_steps_match_transformers() {
             println!("{}: off by {error:e}", model.name);
             assert!(error < tolerance, "{}: off by {error:e}", model.name);
 
-            // bf16 may flip a near tie; f16 must not.
+            // In bf16, rounding may change the greedy token in a near tie. In f16, it must not.
             if dtype == DType::F16 {
                 let (prompt, want) = (ids("greedy_prompt"), ids("greedy"));
                 let (last, rest) = prompt.split_last().unwrap();
@@ -394,14 +396,14 @@ fn graph_steps_match_the_eager_decoder() {
         model.forward(&seen, &mut eager);
         let (mut token, mut steps, mut flipped) = (3, 0, 0);
         for position in seen.len()..CONTEXT {
-            // Restart the graph at each step, so that no queued step overwrites the logits.
+            // Start the graph again at each position. Otherwise, queued steps could overwrite the logits.
             graph.start(position, token, None).unwrap();
             let next = graph.next(1).unwrap();
             let got = values(graph.logits());
             let want = values(&model.forward(&[token], &mut eager));
             let error = relative_error(&got, &want);
             let allowed = if model.dtype == DType::F16 { 1e-2 } else { 5e-2 };
-            // If the router flips a near tie, the logits of this step change.
+            // If the router chooses a different expert in a near tie, the error of this step is larger.
             let is_flipped = model.has_router && (allowed..1.0).contains(&error);
             (steps, flipped) = (steps + 1, flipped + usize::from(is_flipped));
             assert!(error < allowed || is_flipped, "{} at {position}: off by {error:e}", model.name);
@@ -410,14 +412,14 @@ fn graph_steps_match_the_eager_decoder() {
             seen.push(token);
             token = (next * 7 + position as u32) % got.len() as u32;
             if model.has_router {
-                // The effect of a flipped choice stays in the cache, so rebuild both caches from the same tokens.
+                // A flipped choice also changes the cache, so rebuild both caches from the same tokens.
                 model.prefill(&seen);
                 eager = model.fresh_cache();
                 model.forward(&seen, &mut eager);
             }
         }
         let allowed_flips = if model.dtype == DType::F16 { steps / 15 } else { steps / 4 };
-        assert!(flipped <= allowed_flips, "{}: the router flipped {flipped} of {steps} steps", model.name);
+        assert!(flipped <= allowed_flips, "{}: the router flipped in {flipped} of {steps} steps", model.name);
     });
 }
 
@@ -442,8 +444,8 @@ fn graph_replay_matches_single_launches() {
     });
 }
 
-/// Simulates the next turn of a chat after queued steps have written past the last token that was used.
-/// The cache is truncated by a few tokens or by more than a ring buffer holds, and prefill continues.
+/// Simulates the next turn of a chat, after queued steps have written to the cache past the last used token.
+/// Truncates the cache by a few tokens or by more than a ring buffer holds, and prefills the next turn.
 #[test(gpu)]
 fn next_turn_continues_from_the_cache_of_graph_steps() {
     for_each_model(|model| {
@@ -510,7 +512,7 @@ fn device_sampling_matches_host_sampling() {
                 let want = host.sample(&mut values(graph.logits()));
                 assert_eq!(token, want, "{} at {position}, {params:?}", model.name);
             }
-            // Two runs without the host sampler between the steps must agree.
+            // Two runs that sample only on the GPU must give the same tokens.
             let host = Sampler::new(params.clone(), &prompt);
             let run = |graph: &mut DecodeGraph| -> Vec<u32> {
                 graph.start(prompt.len(), 3, host.on_device(vocab)).unwrap();

@@ -1,4 +1,4 @@
-//! Checks that the reference pages in `docs/` are complete: flags, environment variables, exit codes, config keys.
+//! Checks that the pages in `docs/` list all flags, environment variables, exit codes and configuration keys.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -16,7 +16,7 @@ fn page(name: &str) -> String {
     fs::read_to_string(repository().join(name)).unwrap()
 }
 
-/// Returns the output of `inferno ARGS --help` without trailing spaces.
+/// Returns the output of `inferno ARGS --help`, with trailing spaces removed from each line.
 fn help(args: &[&str]) -> String {
     let output = run(&[args, &["--help"]].concat());
     assert!(output.status.success());
@@ -56,7 +56,7 @@ fn reference_page_lists_every_environment_variable() {
         });
         variables.extend(literals.map(str::to_string));
     }
-    // Only the build script sets these, for the compiler. `CUDA_ERROR_*` are names of driver errors.
+    // The build script sets these variables for the compiler. `CUDA_ERROR_*` are names of driver errors.
     let internal =
         ["INFERNO_COMMIT", "INFERNO_COMPUTE_CAP", "INFERNO_CUDA_MAJOR", "INFERNO_DEMO_REVISION"].map(str::to_string);
     let missing: Vec<&String> = variables

@@ -11,7 +11,7 @@ use crate::hub::fake::{COMMIT, FakeHub};
 use crate::support::demo_dir;
 
 /// Runs `inferno doctor --json`.
-/// Returns the report and a function that looks up the status and text of a finding by name.
+/// Returns the report, and a function that returns the status and text of the worst finding with a given name.
 fn diagnose(command: &mut Command) -> (Value, impl Fn(&str) -> (String, String) + use<>) {
     let output = command.args(["doctor", "--json"]).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -48,7 +48,7 @@ fn machine_without_a_gpu_fails_with_the_next_command() {
     let (report, find) = diagnose(&mut without_driver(&home));
     expect(find("build"), "PASS", &[env!("CARGO_PKG_VERSION")]);
     expect(find("cache"), "PASS", &["models"]);
-    assert_eq!(fs::read_dir(home.path().join("models")).unwrap().count(), 0, "the probe file is deleted");
+    assert_eq!(fs::read_dir(home.path().join("models")).unwrap().count(), 0, "the probe file was not deleted");
     expect(find("hub"), "WARN", &["http://127.0.0.1:1", "does not respond", "curl -I"]);
     expect(find("models"), "PASS", &["inferno play demo"]);
     assert_eq!(report["status"], "FAIL");
@@ -77,7 +77,7 @@ fn hub_and_token_are_checked() {
             command.env("HF_HUB_OFFLINE", "1");
         }
         let (report, find) = diagnose(&mut command);
-        assert!(!report.to_string().contains("hf_"), "the token is never shown");
+        assert!(!report.to_string().contains("hf_"), "the report shows the token");
         find("hub")
     };
     expect(with(None, false), "PASS", &["no token"]);
@@ -124,7 +124,7 @@ fn unusable_models_are_reported() {
 #[test]
 fn cache_that_cannot_be_created_is_a_failure() {
     let home = TempDir::new().unwrap();
-    // A file takes the place of the folder. Permissions would not stop root.
+    // Put a file in place of the folder. A read-only folder would not stop root.
     fs::write(home.path().join("models"), "in the way").unwrap();
     let (_, find) = diagnose(&mut inferno(&home));
     expect(find("cache"), "FAIL", &["cannot create", "INFERNO_CACHE"]);

@@ -57,7 +57,7 @@ fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
         ),
         [2, 3]
     );
-    // A nucleus far larger than the part of the logits that is sorted first.
+    // This nucleus is far larger than the part of the logits that is sorted first.
     let flat = vec![0.0; 5000];
     assert_eq!(remaining(&flat, &sampling(|p| p.top_p = 0.5)).len(), 2500);
 }
@@ -95,7 +95,7 @@ fn draws_follow_the_distribution_and_the_seed() {
         let (got, want) = (counts[&(token as u32)] as f64, 20_000.0 * p);
         assert!((got - want).abs() < 4.0 * (want * (1.0 - p)).sqrt(), "token {token}: {got} draws, expected {want}");
     }
-    // The first draws of neighboring seeds are independent too.
+    // The first draws of consecutive seeds are also independent.
     let firsts: Vec<u32> = (0..2000).map(|seed| draw(seed, 1)[0]).collect();
     let threes = firsts.iter().filter(|&&token| token == 3).count() as f64;
     assert!((threes - 800.0).abs() < 4.0 * (480f64).sqrt(), "{threes}");
@@ -104,12 +104,13 @@ fn draws_follow_the_distribution_and_the_seed() {
 #[test]
 fn penalties_change_logits_by_their_definitions() {
     let greedy = SamplingParams::greedy();
-    // The repetition penalty divides positive logits and multiplies negative logits. Prompt tokens count.
+    // The repetition penalty divides positive logits and multiplies negative logits. It also applies to prompt tokens.
     let mut sampler = Sampler::new(SamplingParams { repetition_penalty: 2.0, ..greedy.clone() }, &[0, 1]);
     let mut logits = vec![4.0, -1.0, 3.0];
     assert_eq!(sampler.sample(&mut logits), 2);
     assert_eq!(logits, [2.0, -2.0, 3.0]);
-    // The frequency penalty is subtracted per occurrence, the presence penalty once. Prompt tokens do not count.
+    // The frequency penalty is subtracted for each occurrence, but the presence penalty only once.
+    // Occurrences in the prompt do not count.
     let params = SamplingParams { frequency_penalty: 0.5, presence_penalty: 0.25, ..greedy };
     let mut sampler = Sampler::new(params, &[1]);
     for _ in 0..2 {
@@ -281,7 +282,7 @@ fn dropped_stream_cancels_within_a_step() {
     for _ in 0..3 {
         assert!(stream.next_blocking().unwrap().unwrap().token().is_some());
     }
-    // The engine runs ahead of its client, so compare the engine's own token count.
+    // The engine runs ahead of its client, so compare the engine's own token counts.
     drop(stream);
     let at_drop = engine.stats().generated_tokens;
     let idle = stats_when_idle(&engine);
@@ -331,7 +332,7 @@ fn canceled_prefill_stops_at_the_next_chunk() {
         idle.prompt_tokens
     );
     assert_eq!((idle.generated_tokens, idle.canceled), (0, 1));
-    // The engine continues with the next prompt.
+    // The engine still accepts the next prompt.
     assert_eq!(Answer::read(endless(&engine, Some(3))).tokens.len(), 3);
 }
 
@@ -404,7 +405,7 @@ fn one_async_task_reads_two_streams() {
 fn error_of_one_request_leaves_the_engine_usable() {
     let engine = demo(256);
     let good = ask(&engine, &[Message::user("What is a token?")], |_| ());
-    // The embedding has no row for this id, so the step fails, not the submission.
+    // The embedding has no row for this id. The submission succeeds, but the step fails.
     let vocab_size = engine.info().vocab_size as u32;
     let mut stream = engine.complete_ids(&[1, vocab_size, 2], greedy()).unwrap();
     let error = stream.next_blocking().unwrap().unwrap_err();
@@ -448,7 +449,7 @@ fn streams_of_a_dropped_or_panicked_engine_end_with_an_error() {
     let engine = demo(1024);
     let panicked = engine.with_runner(|_| panic!("a panic that this test expects"));
     assert!(panicked.unwrap_err().to_string().contains("engine stopped"));
-    // A thread that is still unwinding accepts the request, and its stream ends with the error.
+    // If the engine thread is still unwinding, the request is accepted, and its stream ends with an error.
     match engine.complete("How do I", greedy()) {
         Ok(stream) => assert!(last(stream).contains("engine stopped")),
         Err(error) => assert!(error.to_string().contains("engine has stopped"), "{error}"),
@@ -470,7 +471,7 @@ fn likelihoods_of_windows_agree_with_the_whole_text() {
         assert!((a - b).abs() < 1e-4, "{a} {b}");
     }
     assert!(windows.iter().all(|nll| nll.is_finite() && *nll >= 0.0));
-    // Chunked prefill makes no difference.
+    // Each value is the negative log-softmax of the logits.
     let logits = long.logits(&ids).unwrap().to_vec2::<f32>().unwrap();
     for (row, (&next, nll)) in logits.iter().zip(ids[1..].iter().zip(&whole)) {
         let sum: f64 = row.iter().map(|&logit| (logit as f64).exp()).sum();

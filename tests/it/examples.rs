@@ -26,9 +26,9 @@ fn readme_shows_code_of_the_examples() {
     let blocks: Vec<&str> = readme.split("```rust\n").skip(1).filter_map(|rest| rest.split("```").next()).collect();
     assert_eq!(blocks.len(), examples.len());
     for (block, example) in blocks.iter().zip(examples) {
-        // Imports are skipped, because a README block may have fewer of them than the full example.
+        // Skip imports, because a README block may show fewer of them than the full example.
         for line in block.lines().filter(|line| !line.starts_with("use ")) {
-            assert!(example.lines().any(|other| other == line), "not in the example: {line}");
+            assert!(example.lines().any(|other| other == line), "this README line is not in the example: {line}");
         }
     }
 }

@@ -60,9 +60,9 @@ fn sliding_windows_follow_the_config() {
     let mut absent = config("mistral");
     absent.as_object_mut().unwrap().remove("sliding_window");
     absent["max_position_embeddings"] = json!(32_768);
-    assert_eq!(windows(&absent), [Some(4096); 4], "the default in transformers");
+    assert_eq!(windows(&absent), [Some(4096); 4], "the default window is not the one in transformers");
     absent["max_position_embeddings"] = json!(4096);
-    assert_eq!(windows(&absent), [None; 4], "a window as long as the context is ignored");
+    assert_eq!(windows(&absent), [None; 4], "a window as long as the context was kept");
 
     assert_eq!(windows(&config("qwen2")), [None, None, Some(9), Some(9)]);
     assert_eq!(windows(&config_with("qwen2", json!({"use_sliding_window": false}))), [None; 4]);
@@ -76,13 +76,14 @@ fn sliding_windows_follow_the_config() {
     let full: Vec<usize> = (0..12).filter(|&layer| windows(&six)[layer].is_none()).collect();
     assert_eq!(full, [5, 11]);
     assert_eq!(windows(&config("phi3")), [Some(13); 3]);
-    // In Gemma 3, even a wide window keeps a layer sliding, because sliding layers have their own RoPE frequencies.
+    // In Gemma 3, sliding-window layers have their own RoPE frequencies.
+    // A layer therefore keeps its window even if the window is longer than the context.
     let wide = config_with("gemma3", json!({"sliding_window": 4096}));
     assert_eq!(windows(&wide), [Some(4096), Some(4096), None, Some(4096)]);
 }
 
-/// Reads real configs from the hub, reduced to the fields that inferno reads.
-/// Expected values: vocabulary, longest context, layers, sliding-window layers, key/value heads, head dim.
+/// Reads configs of models on the hub, reduced to the fields that inferno uses.
+/// Expected values: vocabulary size, longest context, layers, sliding-window layers, key/value heads, head dim.
 #[test]
 fn configs_from_the_hub_are_read() {
     let phi = |long: bool| {
@@ -193,7 +194,7 @@ fn unsupported_options_are_errors_that_name_the_field() {
         ("mistral", json!({"sliding_window": 0}), "sliding_window is 0"),
         ("mistral", json!({"partial_rotary_factor": 0.5}), "partial_rotary_factor"),
         ("qwen2", json!({"use_mrope": true}), "use_mrope"),
-        ("qwen2", json!({"layer_types": ["full_attention"]}), "1 layer_types for 4 layers"),
+        ("qwen2", json!({"layer_types": ["full_attention"]}), "layer_types has 1 entries, but the model has 4 layers"),
         ("qwen2", json!({"layer_types": ["chunked_attention", "", "", ""]}), "chunked_attention"),
         ("qwen3_moe", json!({"num_experts_per_tok": 8}), "cannot choose 8 of 7"),
         ("mixtral", json!({"num_local_experts": 2000}), "of 2000 experts"),
@@ -217,8 +218,8 @@ fn unsupported_options_are_errors_that_name_the_field() {
     }
 }
 
-/// Replaces every number in a config.json with an absurd value.
-/// Loading must fail or succeed quickly, without allocating much memory.
+/// Replaces each number in a config.json with absurd values, one at a time.
+/// Loading must fail or succeed within ten seconds.
 #[test]
 fn absurd_numbers_fail_quickly_or_load() {
     let sizes = [
@@ -297,7 +298,7 @@ fn longrope_models_default_to_their_original_length() {
     assert_eq!((phi("phi4").default_context(), phi("phi4").max_position_embeddings()), (160, 640));
     assert_eq!(phi("mistral").default_context(), 240);
     let plain = read(&config_with("phi3", json!({"rope_scaling": null}))).unwrap().architecture;
-    assert_eq!(plain.default_context(), 240, "without LongRoPE, all contexts use the same frequencies");
+    assert_eq!(plain.default_context(), 240, "without LongRoPE, the default context differs from the longest");
     assert!(
         read(&config_with(
             "phi3",
@@ -320,7 +321,7 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     values(&decoder.forward(&batch, &mut [&mut cache]).unwrap())
 }
 
-/// Asserts that the golden checkpoint with renamed tensors and this config still gives the golden logits.
+/// Asserts that a golden checkpoint still gives the golden logits with this config and renamed tensors.
 fn assert_same_model(case: &str, config: &Value, rename: impl Fn(HashMap<String, Tensor>) -> HashMap<String, Tensor>) {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
@@ -361,7 +362,7 @@ fn gemma3_loads_from_multimodal_checkpoints_and_with_rope_parameters() {
     assert_same_model("gemma3", &new, |tensors| tensors);
 }
 
-/// transformers 5 stacks the experts of a layer in one tensor. Most repositories have one tensor per expert matrix.
+/// transformers 5 stacks the experts of a layer into two tensors. Most repositories have one tensor per expert matrix.
 #[test]
 fn stacked_experts_load_as_separate_ones_do() {
     let stack = |mut tensors: HashMap<String, Tensor>, block: &str, [gate, up, down]: [&str; 3]| {

@@ -1,4 +1,4 @@
-//! Tests with a full-size model on a GPU. To run them:
+//! Tests of a full-size model on a GPU. To run them:
 //!
 //!     INFERNO_FULL_SIZE=DIR cargo test --release --features cuda full_size -- --nocapture
 //!
@@ -20,7 +20,7 @@ fn load() -> Engine {
     Engine::load(&model(), &LoadOptions { context: Some(8192), ..Default::default() }).unwrap()
 }
 
-/// Returns the mean KL divergence of `got` from `want`, and the share of rows with the same top token.
+/// Returns the mean of KL(want ‖ got) over all rows, and the share of rows with the same top token.
 fn compare(got: &Tensor, want: &Tensor) -> (f64, f64) {
     let probabilities = |row: &[f32]| -> Vec<f64> {
         let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max) as f64;
@@ -55,9 +55,9 @@ fn full_size_logits_agree_with_transformers() {
         let (kl_bf16, top1_bf16) = compare(&got, &reference["bf16"]);
         println!("{what}: mean KL {kl:.3e}, top-1 {:.1} %", 100.0 * top1);
         println!("  against transformers bf16: mean KL {kl_bf16:.3e}, top-1 {:.1} %", 100.0 * top1_bf16);
-        // The limit is the error of transformers in bf16. The factor 1.5 allows for chance.
-        assert!(kl <= 1.5 * their_kl, "{what}: mean KL {kl:e}, but transformers in bf16 has {their_kl:e}");
-        assert!(top1 >= their_top1 - 0.03, "{what}: top-1 {top1}, but transformers in bf16 has {their_top1}");
+        // The limits are the errors of transformers in bf16, plus some tolerance for chance.
+        assert!(kl <= 1.5 * their_kl, "{what}: the mean KL is {kl:e}, but {their_kl:e} in transformers with bf16");
+        assert!(top1 >= their_top1 - 0.03, "{what}: top-1 is {top1}, but {their_top1} in transformers with bf16");
     };
     compare_with_reference("inferno bf16, prefill", engine.logits(&ids).unwrap());
     let steps = engine.with_runner(move |runner| runner.step_logits(&ids)).unwrap().unwrap();
@@ -78,7 +78,7 @@ fn full_size_thousand_generations_leak_nothing() {
     let vocab = engine.info().vocab_size as u32;
     let (mut after_warm_up, mut host_after_warm_up) = (0, 0);
     for round in 0..1000u32 {
-        // Use prompts of one token, and lengths around the window size and the chunk size. Every round has a new prompt.
+        // Prompt lengths include 1 token, about one window and about one chunk. Each round has a new prompt.
         let length = [1, 17, 127, 128, 129, 700, 2048, 2049][round as usize % 8];
         let prompt: Vec<u32> = (0..length).map(|i| (i * 7919 + round * 104_729 + 1) % vocab).collect();
         let mut sampling = SamplingParams::greedy();
@@ -96,9 +96,9 @@ fn full_size_thousand_generations_leak_nothing() {
     }
     let lost = after_warm_up.saturating_sub(free());
     let host_lost = host_bytes().saturating_sub(host_after_warm_up);
-    println!("memory lost over 991 generations: {lost} bytes on the GPU, {host_lost} bytes on the host");
-    assert!(host_lost < 32 << 20, "{host_lost} bytes of host memory lost");
-    assert!(lost < 64 << 20, "{lost} bytes of GPU memory lost");
+    println!("memory leaked by 991 generations: {lost} bytes on the GPU, {host_lost} bytes on the host");
+    assert!(host_lost < 32 << 20, "{host_lost} bytes of host memory leaked");
+    assert!(lost < 64 << 20, "{lost} bytes of GPU memory leaked");
 }
 
 #[test(full_size)]
@@ -116,7 +116,7 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
     };
     let (first, second) = (run(), run());
     let distinct = first.iter().collect::<std::collections::BTreeSet<_>>().len();
-    println!("512 greedy tokens, {distinct} of them distinct, with the executor {}", engine.executor());
+    println!("512 greedy tokens, {distinct} of them distinct; executor: {}", engine.executor());
     assert_eq!(first, second);
     #[cfg(feature = "cuda")]
     if engine.executor() == "graph" {
@@ -125,7 +125,7 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
             runner.fill(&prompt).unwrap();
             runner.decode_steps_ungraphed(17, 512).unwrap()
         });
-        assert_eq!(ungraphed.unwrap(), first, "kernels launched one by one");
+        assert_eq!(ungraphed.unwrap(), first, "individual kernel launches give other tokens");
     }
 }
 
@@ -137,7 +137,7 @@ fn full_size_figures() {
     println!("{}, {} parameters, loaded in {:.2} s", info.device.name, info.parameters, info.load.total_s);
     println!("{:?}", info.load);
     println!("weights {} bytes, cache {} bytes", info.weight_bytes, info.cache_bytes);
-    println!("in use after loading: {} MiB", (info.device.free_bytes - now.free_bytes) >> 20);
+    println!("GPU memory in use after loading: {} MiB", (info.device.free_bytes - now.free_bytes) >> 20);
     for (prompt_tokens, rounds) in [(1, 2), (512, 3), (2048, 3), (6000, 2)] {
         for round in 0..rounds {
             let prompt: Vec<u32> =
@@ -157,7 +157,7 @@ fn full_size_figures() {
         }
     }
     let end = device::info(engine.device()).unwrap();
-    println!("in use at the end: {} MiB", (info.device.free_bytes - end.free_bytes) >> 20);
+    println!("GPU memory in use at the end: {} MiB", (info.device.free_bytes - end.free_bytes) >> 20);
 }
 
 /// Measures how fast weights load from the page cache and from disk, with different reader settings.
@@ -191,7 +191,7 @@ fn full_size_reading_figures() {
     let _rng = CudaRng::new(1, stream).unwrap();
     lap("cuRAND");
     let device = device::open(DeviceChoice::FirstCuda).unwrap();
-    lap("device, with all of the above initialized");
+    lap("candle device, after all of the above");
     let frequencies = RopeFrequencies { inv_freq: vec![0.1; 32], attention_factor: 1.0 };
     RotaryEmbedding::new(&frequencies, 131_072, &device).unwrap();
     lap("RoPE tables for 131,072 positions");

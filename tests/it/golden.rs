@@ -1,4 +1,4 @@
-//! Compares every family with transformers (`tests/golden/make.py`).
+//! Compares every model family with results from transformers, which `tests/golden/make.py` computes.
 //!
 //! The tests compare the logits, the residual stream after each layer, and greedy continuations.
 //! Chunked prefill, truncated caches and batches of two must give the same results as one prefill.
@@ -39,8 +39,8 @@ const CASES: &[&str] = &[
     "gemma3_graph",
 ];
 /// 8-bit models in the compressed-tensors format.
-/// Their inputs are quantized, so a difference in the last bit of a sum can change a quantized value.
-/// Results computed in a different order than in transformers agree less closely.
+/// Most of them also quantize the inputs, so a difference in the last bit of a sum can change a quantized value.
+/// If sums are computed in a different order than in transformers, the results agree less closely.
 const COMPRESSED: &[&str] = &[
     "compressed/int8",
     "compressed/int8_weights",
@@ -91,7 +91,7 @@ impl Case {
         logits
     }
 
-    /// Runs `ids` with a new cache and returns their logits.
+    /// Runs `ids` with an empty cache and returns the logits of all `ids`.
     fn logits(&self, ids: &[u32], chunk: usize) -> Vec<f32> {
         self.run(&mut self.cache(chunk), ids)
     }
@@ -101,13 +101,13 @@ impl Case {
     }
 
     /// Returns the largest relative error allowed against the f32 reference.
-    /// In bf16 and f16, rounding errors of 2^-8 and 2^-11 accumulate over three or four layers.
+    /// In bf16 and f16, rounding errors of 2^-8 and 2^-11 accumulate over two to four layers.
     fn tolerance(&self) -> f32 {
         match (self.dtype, self.name.as_str()) {
-            // In bf16, transformers differs from its own f32 results by 3.3% (int8), 5.6% (fp8) and 9.1% (fp8_static).
+            // transformers in bf16 differs from transformers in f32 by 3.3% (int8), 5.6% (fp8) and 9.1% (fp8_static).
             // The tolerances are about twice these errors.
-            // Tensor cores accumulate FP8 with about 13 bits, which can change later quantized values.
-            // torch's FP8 products have errors of 3e-4 to 9e-4 for the same reason.
+            // Tensor cores accumulate FP8 products with about 13 bits, which can change later quantized values.
+            // For the same reason, FP8 products in torch have errors of 3e-4 to 9e-4.
             (_, "compressed/fp8") if self.is_16_bit() || self.device.is_cuda() => 12e-2,
             (_, "compressed/fp8_static") if self.is_16_bit() || self.device.is_cuda() => 19e-2,
             (DType::F32, _) => 1e-4,
@@ -122,7 +122,7 @@ fn each_case(test: impl Fn(&str, Case)) {
     each_of(CASES, test);
 }
 
-/// Runs `test` on the compressed cases too. Use it only for results computed in the same order as in transformers.
+/// Also runs `test` on the compressed cases. Use it only if the summation order is the same as in transformers.
 fn each_case_and_compressed(test: impl Fn(&str, Case)) {
     each_of(&[CASES, COMPRESSED].concat(), test);
 }
@@ -148,11 +148,11 @@ fn logits_and_every_layer_agree_with_transformers() {
         let logits = case.decoder.forward_tapped(&batch, &mut [&mut cache], Some(&mut tap)).unwrap();
         for (layer, tap) in taps.iter().enumerate() {
             let error = relative_error(tap, &values(&case.golden[&format!("hidden.{layer}")]));
-            assert!(error < case.tolerance(), "{name}: layer {layer} has error {error:e}");
+            assert!(error < case.tolerance(), "{name}: layer {layer} is off by {error:e}");
         }
         let error = relative_error(&values(&logits), &values(&case.golden["logits"]));
-        println!("{name}: logits have error {error:e}");
-        assert!(error < case.tolerance(), "{name}: logits have error {error:e}");
+        println!("{name}: the logits are off by {error:e}");
+        assert!(error < case.tolerance(), "{name}: the logits are off by {error:e}");
     });
 }
 
@@ -172,13 +172,13 @@ fn mean_nll_agrees_with_transformers() {
         };
         let (actual, expected) = (nll(&case.logits(&case.ids, case.ids.len())), nll(&values(&case.golden["logits"])));
         let tolerance = if case.tolerance() > 1e-4 { f64::from(case.tolerance()) / 2.0 } else { 1e-4 };
-        assert!((actual - expected).abs() < tolerance, "{name}: mean NLL {actual}, transformers {expected}");
+        assert!((actual - expected).abs() < tolerance, "{name}: mean NLL {actual}, expected {expected}");
     });
 }
 
 #[test]
 fn greedy_tokens_agree_with_transformers() {
-    // Rounding may flip a near tie, so cases with a loose tolerance are skipped.
+    // Skip cases with a loose tolerance, because rounding may change the greedy token in a near tie.
     each_case_and_compressed(|name, case| {
         if case.tolerance() > 1e-4 {
             return;
@@ -198,11 +198,11 @@ fn greedy_tokens_agree_with_transformers() {
     });
 }
 
-/// Asserts that two computations of the same result differ only in summation order.
+/// Asserts that two results differ only by the rounding errors that a different summation order causes.
 fn assert_same(name: &str, what: &str, case: &Case, actual: &[f32], expected: &[f32]) {
     let error = relative_error(actual, expected);
     let tolerance = if case.dtype == DType::F32 { 2e-5 } else { case.tolerance() };
-    assert!(error < tolerance, "{name}: {what} differs by {error:e}");
+    assert!(error < tolerance, "{name}: {what} is off by {error:e}");
 }
 
 #[test]
@@ -242,12 +242,12 @@ fn truncated_cache_equals_a_fresh_one() {
             let mut cache = case.cache(8);
             case.run(&mut cache, &case.ids[..checkpoint]);
             cache.set_checkpoint().unwrap();
-            // Run another continuation, long enough to overwrite the ring buffers.
+            // Run a different continuation that is long enough to overwrite the ring buffers.
             let other: Vec<u32> = case.ids.iter().rev().copied().collect();
             case.run(&mut cache, &case.ids[checkpoint..(checkpoint + 3).max(target)]);
             case.run(&mut cache, &other[..40]);
             let left = cache.truncate(target).unwrap();
-            assert!(left == target || left == checkpoint || left == 0, "{name}: {left} positions left");
+            assert!(left == target || left == checkpoint || left == 0, "{name}: truncation left {left} positions");
             assert!(left > 0 || checkpoint > target || checkpoint == 0, "{name}: the checkpoint was not used");
             let logits = case.run(&mut cache, &case.ids[left..]);
             let what = format!("truncated to {target} (checkpoint at {checkpoint}, {left} left)");

@@ -1,7 +1,7 @@
 //! Runs the tests in this binary.
 //!
-//! libtest can ignore a test only at compile time. This harness decides at run time.
-//! A test whose GPU or fixtures are missing is reported as ignored.
+//! libtest can ignore a test only at compile time. This harness decides at run time which tests to ignore.
+//! A test is reported as ignored if the GPU, model or fixtures that it needs are missing.
 //! The last lines of output say how to run the ignored tests.
 //!
 //! It accepts libtest's options: `cargo test NAME`, `-- --exact`, `-- --list` and `-- --nocapture` work as usual.
@@ -36,7 +36,7 @@ impl Test {
     }
 }
 
-/// A requirement of a test that not every machine meets.
+/// A test requirement that not every machine meets.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Need {
     Gpu,
@@ -86,7 +86,7 @@ pub fn fail_without_cuda() {
     panic!("this build has no CUDA code; run: {}", Need::Gpu.command());
 }
 
-/// Returns the tests in `decode_graph.rs`, which only CUDA builds compile. Other builds list them as ignored.
+/// Returns the tests in `decode_graph.rs`. Builds without CUDA do not compile them, but list them as ignored.
 #[cfg(not(feature = "cuda"))]
 fn tests_of_cuda_builds() -> Vec<Test> {
     let source = include_str!("decode_graph.rs").split("#[test(gpu)]\nfn ").skip(1);
@@ -100,7 +100,7 @@ fn tests_of_cuda_builds() -> Vec<Test> {
     Vec::new()
 }
 
-/// libtest's options. libtest accepts several filters, libtest-mimic only one.
+/// The command-line options of libtest. Unlike libtest-mimic, libtest accepts several filters.
 #[derive(Parser)]
 struct Options {
     #[command(flatten)]
@@ -156,7 +156,7 @@ thread_local! {
     static CAPTURED: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Runs one test. Its output is shown if the test fails and dropped otherwise.
+/// Runs one test. Its output is shown only if the test fails.
 fn run_captured(run: fn(), is_captured: bool) -> Result<(), Failed> {
     CAPTURED.set(is_captured.then(String::new));
     let outcome = catch_unwind(AssertUnwindSafe(run));
@@ -164,7 +164,7 @@ fn run_captured(run: fn(), is_captured: bool) -> Result<(), Failed> {
     outcome.map_err(|_| Failed::from(output))
 }
 
-/// Prints text, or buffers it in case the test fails.
+/// Prints text, or buffers it if output is captured.
 /// `println!` and the other macros in `main.rs` call this function.
 pub fn print(text: std::fmt::Arguments) {
     let is_kept = CAPTURED.with_borrow_mut(|captured| captured.as_mut().map(|output| output.write_fmt(text))).is_some();

@@ -1,4 +1,4 @@
-//! Tests of `hub` with a fake hub on 127.0.0.1. They use neither the network nor the user's caches.
+//! Tests of `hub` against a fake hub on 127.0.0.1. They use neither the network nor the user's caches.
 
 pub mod fake;
 mod hostile;
@@ -18,7 +18,7 @@ use tempfile::TempDir;
 
 use fake::{COMMIT, FakeHub, Fault, INDEX, REPO, SHARDS, etag, pattern};
 
-/// Returns limits that retry almost at once.
+/// Returns limits with almost no wait before a retry.
 fn fast_limits() -> Limits {
     let ms = Duration::from_millis;
     Limits { first_wait: ms(1), max_wait: ms(2_500), save_interval: ms(0), max_failures: 4, ..Limits::default() }
@@ -66,7 +66,7 @@ impl Machine {
         self.dir.path().join("own/models--org--tiny-model")
     }
 
-    /// Writes a snapshot into a cache as another tool would: plain files and a ref.
+    /// Writes a snapshot into a cache as another tool might: regular files instead of links, and a ref.
     fn write_snapshot(&self, cache: &str, repo: &str, commit: &str, files: &[(&str, &[u8])]) -> PathBuf {
         let repo = self.dir.path().join(cache).join(format!("models--{}", repo.replace('/', "--")));
         let snapshot = repo.join("snapshots").join(commit);
@@ -216,7 +216,7 @@ fn interrupted_download_is_resumed() {
         assert!(!partial.exists());
         fs::remove_dir_all(machine.repo()).unwrap();
     }
-    // A partial file that is complete or too long, but was never renamed.
+    // A leftover partial file may also be complete or too long.
     for leftover in [weights.clone(), pattern(60_000, 9)] {
         fs::create_dir_all(&blobs).unwrap();
         fs::write(&partial, &leftover).unwrap();
@@ -248,7 +248,11 @@ fn concurrent_downloads_fetch_each_file_once() {
     });
     let snapshot = machine.hub().find(REPO, None).unwrap();
     assert_eq!(fs::read(snapshot.path.join("model.safetensors")).unwrap(), pattern(50_000, 3));
-    assert_eq!(fake.lines().iter().filter(|line| line.ends_with("model.safetensors")).count(), 1, "fetched once");
+    assert_eq!(
+        fake.lines().iter().filter(|line| line.ends_with("model.safetensors")).count(),
+        1,
+        "the weights were not fetched exactly once"
+    );
 }
 
 #[test]
@@ -260,7 +264,7 @@ fn head_requests_complete_a_listing_without_sizes() {
         fake.change(|state| (state.lists_sizes, state.storage) = (false, storage));
         let events = Recorder::default();
         if redirected {
-            // The redirect has the sizes, but the storage host in it does not answer.
+            // The redirect response has the sizes, but the storage host that it names does not answer.
             fs::remove_dir_all(machine.repo()).unwrap();
             assert_eq!(message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &events)).1, 5);
         } else {
@@ -281,7 +285,8 @@ fn token_is_sent_to_the_endpoint_only() {
     machine.with_token().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fake.heads().iter().all(|head| head.to_lowercase().contains("authorization: bearer hf_secret")));
     let storage_requests = storage.heads();
-    assert_eq!(storage_requests.len(), 2, "config.json and tokenizer.json have the same contents");
+    // config.json and tokenizer.json have the same contents, so one request fetches both.
+    assert_eq!(storage_requests.len(), 2, "{storage_requests:?}");
     assert!(storage_requests.iter().all(|head| !head.contains("hf_secret")), "{storage_requests:?}");
 }
 
@@ -320,7 +325,7 @@ fn each_refusal_of_the_hub_has_its_error() {
     let (message, code) = message_and_code(machine.with_token().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 4);
     assert!(!message.contains("hf_secret"));
-    assert!(machine.hub().find(REPO, None).is_err(), "no ref or snapshot remains");
+    assert!(machine.hub().find(REPO, None).is_err(), "the refused download left a ref or a snapshot");
 }
 
 #[test]
@@ -408,7 +413,7 @@ fn include_replaces_the_weights() {
     assert!(link.starts_with("../../../blobs"), "{}", link.display());
     assert_eq!(fake.lines()[0], format!("GET /api/models/{REPO}/revision/refs%2Fpr%2F1?blobs=true"));
     assert_eq!(fs::read_to_string(machine.repo().join("refs/refs/pr/1")).unwrap(), COMMIT);
-    // A GGUF file is a complete model.
+    // A GGUF file alone is a complete model.
     let file = snapshot.path.join("gguf/model.Q4.gguf");
     assert_eq!(machine.hub().find_tokenizer(REPO, None).unwrap().path, file);
     assert_eq!(machine.hub().find(REPO, None).unwrap().path, file);
@@ -451,7 +456,7 @@ fn full_disk_is_an_error_before_the_download() {
     let machine = Machine::new(fake.endpoint());
     let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
     assert_eq!(code, 11, "{message}");
-    assert_eq!(fake.lines().len(), 1, "only the listing is requested");
+    assert_eq!(fake.lines().len(), 1, "more than the listing was requested");
 }
 
 #[test]
@@ -469,7 +474,7 @@ fn model_in_the_shared_cache_is_not_downloaded() {
     let events = Recorder::default();
     assert_eq!(machine.hub().download(REPO, None, &FileFilter::default(), &events).unwrap(), expected);
     assert_eq!(events.all(), ["already present: HuggingFace"]);
-    assert_eq!(fake.lines().len(), 1, "only the listing is requested");
+    assert_eq!(fake.lines().len(), 1, "more than the listing was requested");
 
     // A truncated file counts as missing.
     fs::write(expected.path.join("model.safetensors"), b"short").unwrap();
@@ -549,7 +554,7 @@ fn error_for_a_missing_model_names_the_next_command() {
 #[test]
 fn weights_without_the_small_files_are_not_a_model() {
     let fake = FakeHub::sharded();
-    // All other files arrive before the client gives up on this one.
+    // All other files arrive before the client gives up on chat_template.jinja.
     fake.change(|state| {
         state.faulty = |name| name == "chat_template.jinja";
         state.faults.extend([Fault::Stall(0); 5]);
@@ -559,7 +564,7 @@ fn weights_without_the_small_files_are_not_a_model() {
     let hub = Hub::new(HubConfig { limits, ..machine.config() });
     assert_eq!(message_and_code(hub.download(REPO, None, &FileFilter::default(), &())).1, 5);
     let blob = machine.repo().join("blobs").join(etag(SHARDS[0], &pattern(200_000, 1)));
-    assert!(blob.exists(), "the weights are on disk");
+    assert!(blob.exists(), "the weights are not on disk");
     assert_eq!(message_and_code(hub.find(REPO, None)).1, 3);
     assert_eq!(message_and_code(machine.offline().download(REPO, None, &FileFilter::default(), &())).1, 5);
     fake.change(|state| state.faults.clear());
@@ -631,7 +636,7 @@ fn impossible_listings_are_refused() {
 #[test]
 fn interrupted_download_is_not_a_model() {
     let fake = FakeHub::sharded();
-    // The listing has the second shard, but the storage does not.
+    // The listing names the second shard, but the hub cannot send it.
     fake.change(|state| state.lost = Some(SHARDS[1]));
     let machine = Machine::new(fake.endpoint());
     let (message, _) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));

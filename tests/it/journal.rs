@@ -1,4 +1,4 @@
-//! The journal of a conversation survives kills, full disks and damage.
+//! Tests that the journal of a conversation survives kills, full disks and damage.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -36,7 +36,7 @@ fn leave(mut chat: Screen) {
     chat.end();
 }
 
-/// Asks these questions in a chat and leaves it with /exit.
+/// Starts a chat, asks these questions and leaves with /exit.
 fn conversation(home: &TempDir, args: &[&str], questions: &[&str]) {
     let mut chat = Screen::chat(home, args);
     for question in questions {
@@ -83,7 +83,7 @@ fn resume_restores_all_settings_and_ignores_invalid_ones() {
     assert_eq!(shown(&mut chat), (true, true));
     leave(chat);
 
-    // Invalid settings are ignored. All other settings apply.
+    // Invalid settings in a journal are ignored. All other settings apply.
     let path = journal(&home);
     let text = fs::read_to_string(&path).unwrap();
     fs::write(&path, text.replace("\"plain\":[\"true\"]", "\"plain\":[\"maybe\"],\"color\":[\"red\"]")).unwrap();
@@ -107,11 +107,11 @@ fn turns_that_a_full_disk_refused_are_written_later() {
         assert!(status.unwrap().success());
     };
     let before = fs::read(&path).unwrap();
-    // Leave space for part of the next turn.
+    // Limit the file size, so only part of the next turn fits.
     limit(&format!("{}:", before.len() + 60));
     let second = "How do I list my models?";
     assert!(chat.say(second).contains("not saved for --resume"));
-    assert_eq!(fs::read(&path).unwrap(), before, "no part of the turn remains");
+    assert_eq!(fs::read(&path).unwrap(), before, "part of the turn remains in the journal");
     limit("unlimited:");
     let third = chat.say("What is my name?");
     assert!(third.contains("tok/s") && !third.contains("not saved"), "{third}");
@@ -132,14 +132,14 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     let damaged = fs::read(&path).unwrap();
     let (mut chat, banner) = resume(&home, &[]);
     assert!(banner.contains("is damaged in line") && banner.contains("1 question"), "{banner}");
-    assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "the copy is complete");
+    assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "the copy differs from the damaged journal");
     assert!(chat.say("What is my name?").contains("Ada"));
     leave(chat);
     let (chat, banner) = resume(&home, &[]);
     assert!(banner.contains("2 questions") && !banner.contains("damaged"), "{banner}");
     leave(chat);
 
-    // A second copy does not replace the first. A conversation that lost all its questions can still be resumed.
+    // The next copy does not replace the first. A conversation without questions can still be resumed.
     let first_line = fs::read_to_string(&path).unwrap().lines().next().unwrap().to_string();
     fs::write(&path, format!("{first_line}\nnonsense\n")).unwrap();
     let (chat, banner) = resume(&home, &[]);
@@ -230,7 +230,7 @@ fn load_restores_a_cleared_conversation_with_its_settings() {
     assert!(loaded.contains("1 question") && loaded.contains("My name is Ada"), "{loaded}");
     let settings = chat.say("/set");
     for line in ["top-k               3", "max-tokens          none", "\"zebra\", \"yak\""] {
-        assert!(settings.contains(line), "{line} in {settings}");
+        assert!(settings.contains(line), "no {line:?} in {settings}");
     }
     assert!(chat.say("/file").contains("nothing is attached"));
     assert!(chat.say("What is my name?").contains("Ada"));
@@ -312,7 +312,7 @@ fn regen_gives_another_answer_and_the_journal_has_the_last_one() {
 fn an_unusable_state_folder_does_not_stop_the_chat() {
     let home = TempDir::new().unwrap();
     fs::create_dir_all(home.path().join(".local/state")).unwrap();
-    // A file takes the place of the folder. A read-only folder would not stop root.
+    // Put a file in place of the folder. A read-only folder would not stop root.
     fs::write(folder(&home), "not a folder").unwrap();
     let mut chat = Screen::chat(&home, &[]);
     let answer = chat.say("My name is Ada");

@@ -17,7 +17,7 @@ use crate::support::{Random, devices, golden, gpu_with_dtypes, relative_error, v
 
 fn rounding(dtype: DType) -> f32 {
     match dtype {
-        // The summation order differs, in sums of up to 2880 products.
+        // Sums have up to 2880 terms, and the summation order differs.
         DType::F32 => 1e-5,
         DType::F16 => 1e-3,
         _ => 8e-3,
@@ -146,7 +146,8 @@ fn clamped_swiglu_matches_its_reference() {
 
 #[test]
 fn clamped_swiglu_clamps_like_gpt_oss() {
-    // Gate 9 is clamped to 7, and up -8 to -7: 7·σ(11.914)·(-6). Gate -20 stays, because gates have no lower limit.
+    // Gate 9 is clamped to 7, and up -8 is clamped to -7. The first output is 7·σ(7·1.702)·(-7 + 1).
+    // Gate -20 is not clamped, because gates have no lower limit.
     let x = Tensor::new(&[9f32, -8.0, -20.0, 3.0], &Device::Cpu).unwrap();
     let got = values(&clamped_swiglu(&x, 7.0).unwrap());
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
@@ -194,7 +195,7 @@ fn topk_softmax_prefers_lower_experts_in_ties_and_puts_nan_last() {
 
 #[test(gpu)]
 fn attention_matches_its_reference() {
-    // tokens, heads, kv heads, head dim, rows, position, window, sinks
+    // tokens, heads, kv heads, head dim, cache rows, position, window, sinks
     let cases = [
         (1, 1, 1, 2, 1, 0, None, false),
         (1, 8, 2, 64, 300, 250, None, true),
@@ -216,7 +217,7 @@ fn attention_matches_its_reference() {
         (3, 8, 4, 256, 1300, 1290, None, false),
         (1, 8, 2, 64, 700, 1650, Some(600), true),
         (2, 4, 2, 256, 700, 1650, Some(600), false),
-        // Enough heads for tiles of 128 rows.
+        // These cases have enough heads for tiles of 128 rows.
         (130, 140, 140, 256, 133, 3, None, true),
         (130, 140, 140, 128, 140, 3, Some(90), true),
     ];
@@ -243,7 +244,7 @@ fn attention_matches_its_reference() {
             let want = attention(&q, &k, &v, sinks.as_ref(), &positions(&q), mask, AttentionBackend::Auto).unwrap();
             let sinks = sinks.map(|sinks| to_device(&sinks, &device, DType::F32));
             let [q, k, v] = [q, k, v].map(|tensor| to_device(&tensor, &device, dtype));
-            // The error of a sum grows with its length. In 16-bit dtypes, rounding of the result hides this growth.
+            // The error of a sum grows with its length. In 16-bit dtypes, rounding the result hides the growth.
             let error_growth = if dtype == DType::F32 { 1.0 + (position + tokens) as f32 / 2880.0 } else { 1.0 };
             for backend in [AttentionBackend::Own, AttentionBackend::CandleFlashAttn, AttentionBackend::Eager] {
                 if backend.choose(device.is_cuda(), dtype, head_dim, softcap).is_err() {
@@ -268,7 +269,7 @@ fn expert_mlp_matches_separate_products() {
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {
         for (tokens, experts, chosen, columns, intermediate) in cases {
             let mut noise = Random(9);
-            // The inputs are about as large as normalized values, so the sums stay near the clamp limit.
+            // The inputs are about as large as normalized activations, so the sums stay near the clamp limit.
             let x = (noise.tensor(&[tokens, columns], dtype) * 0.5).unwrap();
             let mut stack = |rows: usize, columns: usize| {
                 let blocks = noise.bytes(&[experts, rows, columns / 32, 16], 0..256);
@@ -329,7 +330,7 @@ fn attention_rejects_a_cache_that_has_overwritten_visible_keys() {
 
 #[test(gpu)]
 fn expert_matmul_matches_its_reference() {
-    // tokens, chosen, experts, rows, columns. The last cases are large enough for the tiled kernel.
+    // tokens, chosen, experts, rows, columns. From 64 (token, expert) pairs on, 16-bit dtypes use a GEMM kernel.
     let cases = [
         (1, 4, 32, 130, 96),
         (3, 2, 5, 7, 32),
@@ -393,7 +394,7 @@ fn mxfp4_decodes_every_nibble_with_every_kind_of_scale() {
     assert_eq!(e8m0_to_f32(254), 2f32.powi(127));
     assert!(e8m0_to_f32(255).is_nan());
     for (device, dtype) in devices().into_iter().filter(|(_, dtype)| *dtype == DType::F32) {
-        // Each expert has one row with one scale byte. Each row of x is a unit vector that selects one element.
+        // Each expert has one row with one scale byte. Each input row is a unit vector that selects one element.
         let scales: Vec<u8> = vec![0, 1, 2, 100, 126, 127, 128, 200, 251];
         let experts = scales.len();
         let nibbles: Vec<u8> = (0..16u8).map(|i| ((2 * (i % 8) + 1) << 4) | (2 * (i % 8))).collect();
@@ -425,7 +426,8 @@ fn mxfp4_matches_transformers() {
         let ids = Tensor::from_vec(ids, (columns, experts), &device).unwrap();
         let got = expert_matmul(&unit_vectors, &weights, None, &ids).unwrap().permute((1, 2, 0)).unwrap();
         let (got, want) = (values(&got), values(&file["expected"]));
-        // A NaN or infinite weight makes its whole row NaN here (0 · NaN). Such a row must have a non-finite value.
+        // 0 · NaN and 0 · ∞ are NaN, so a NaN or infinite weight makes the other products of its row NaN.
+        // For such a row, check only that some value is not finite.
         for row in 0..experts * rows {
             let (got, want) = (&got[row * columns..][..columns], &want[row * columns..][..columns]);
             if want.iter().all(|value| value.is_finite()) {
@@ -444,7 +446,7 @@ fn bandwidth_is_measured_only_on_a_gpu() {
         assert_eq!(bandwidth.is_some(), device.is_cuda());
         if let Some(bandwidth) = bandwidth {
             println!("{bandwidth:?}");
-            // The range includes the slowest and the fastest GPU. A kernel that did nothing would appear even faster.
+            // The range, 10 GB/s to 100 TB/s, includes every GPU. A kernel that does nothing would appear to be faster.
             let plausible = 1e10..1e14;
             assert!(plausible.contains(&bandwidth.read_bytes_per_s) && plausible.contains(&bandwidth.copy_bytes_per_s));
         }

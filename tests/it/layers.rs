@@ -1,4 +1,4 @@
-//! Checks the module structure: modules import only from lower layers, and files in a folder form no import cycle.
+//! Checks that modules import only from lower layers, and that the files of a folder form no import cycles.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ fn no_module_imports_from_its_layer_or_above() {
         if module == target {
             continue;
         }
-        // A name re-exported by `lib.rs` would hide the module that defines it.
+        // A name that is imported from the re-exports in `lib.rs` would hide the module that defines it.
         let place = format!("{}:{}", reference.file.display(), reference.line);
         assert!(target.starts_with(char::is_lowercase), "{place}: import {target} from the module that defines it");
         assert!(layer(target) < layer(module), "{place}: {module} may not import {target}");
@@ -48,7 +48,7 @@ fn layer(module: &str) -> usize {
 /// - A folder consists of its `.rs` files and subfolders. `x.rs` and everything in the folder `x/` count as one file.
 /// - The file that declares the modules of a folder counts as a file named `mod`.
 ///   It is `mod.rs`, or `x.rs` beside the folder `x/`.
-/// - A file depends on every file that it names in a path, in a `use` or elsewhere in the code.
+/// - A file depends on every file that a path in its code names, in a `use` declaration or elsewhere.
 /// - An imported or re-exported name counts as a path into the file that defines it.
 /// - In `mod`, declarations (`mod x;`) and re-exports (`pub use x::Name;`) are not dependencies. Uses of `Name` are.
 /// - Modules named `tests` do not count.
@@ -84,7 +84,7 @@ struct Source {
     paths: Vec<(usize, ModulePath)>,
 }
 
-/// All source files by module path, except the crate root and the build script.
+/// All source files by module path, except the crate roots and the build script.
 struct Sources(BTreeMap<ModulePath, Source>);
 
 impl Sources {
@@ -130,7 +130,7 @@ impl Sources {
     /// Follows imports and re-exports. Returns the path where a name is defined.
     fn definition(&self, path: &[String]) -> ModulePath {
         let mut path = path.to_vec();
-        // No chain of imports is longer than this.
+        // Stop after 20 steps. No chain of imports is that long.
         for _ in 0..20 {
             let Some(length) = (0..path.len()).rev().find(|length| self.0.contains_key(&path[..*length])) else {
                 break;
@@ -154,9 +154,9 @@ impl Sources {
         path
     }
 
-    /// Returns the import cycles, each with its folder and its dependencies.
+    /// Returns the folder of each import cycle and the imports that form the cycle.
     fn cycles(&self) -> Vec<(String, String)> {
-        // For each folder, the dependencies as (from, to), each with one example.
+        // Maps each folder to its dependencies (from, to). Each dependency has one example import.
         let mut folders: BTreeMap<ModulePath, BTreeMap<(String, String), String>> = BTreeMap::new();
         for Reference { file, line, from, to } in self.references() {
             let to = self.definition(&to);
@@ -166,7 +166,7 @@ impl Sources {
                 _ => "mod".to_string(),
             };
             let (from, target) = (node(&from), node(&to));
-            // A path that ends at the folder itself is not a dependency. Longer paths through it are.
+            // A path that ends at the folder itself is not a dependency. A longer path through the folder is.
             if shared > 0 && from != target && to.len() > shared {
                 let place = format!("  {from} -> {target}: {}:{line} {}\n", file.display(), to.join("::"));
                 folders.entry(to[..shared].to_vec()).or_default().entry((from, target)).or_insert(place);
@@ -202,7 +202,7 @@ impl Sources {
 }
 
 impl Source {
-    /// Collects names and paths. `module` is the module of the file, `scope` is the innermost inline module.
+    /// Collects names and paths. `module` is the module of the file, and `scope` is the innermost inline module.
     fn scan(&mut self, tokens: TokenStream, module: &ModulePath, scope: &ModulePath) {
         let tokens: Vec<TokenTree> = tokens.into_iter().collect();
         let is_top = module == scope;
@@ -313,7 +313,7 @@ impl Source {
         self.imports.insert(name, target);
     }
 
-    /// Resolves a path in the code to its full path. Returns `None` if it leads out of the crate.
+    /// Resolves a path in the code to its full path. Returns `None` if the path leads out of the crate.
     fn resolve(&self, path: &[String], scope: &ModulePath) -> Option<ModulePath> {
         let mut base = scope.clone();
         let rest = match path[0].as_str() {

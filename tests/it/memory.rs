@@ -1,4 +1,4 @@
-//! Compares the memory estimated before loading with the tensors that loading creates.
+//! Compares the memory estimated before loading with the size of the loaded tensors.
 
 use std::path::Path;
 
@@ -34,7 +34,7 @@ const CASES: [&str; 18] = [
 ];
 const COMPRESSED: [&str; 5] =
     ["compressed/int8", "compressed/int8_weights", "compressed/int8_packed", "compressed/fp8", "compressed/fp8_static"];
-/// Formats with blocks of 32, with blocks of 256 that fall back to blocks of 32, and for rows of any length.
+/// A format with blocks of 32, two with blocks of 256 that fall back to blocks of 32, and one without blocks.
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
 /// Checks that the estimate equals the bytes resident after loading, in f32 and bf16.
@@ -52,7 +52,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
         let decoder = architecture.build(&weights, 32).unwrap();
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
         assert_eq!(inventory.loaded_bytes(dtype), loaded.resident_bytes(), "{name} {what} in {dtype:?}");
-        // The decoder layers hold the same bytes. A step of a dense model reads all of them.
+        // A decode step of a dense model reads all loaded bytes except an untied embedding, plus one embedding row.
         let is_dense = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
             (is_dense, quantize.is_none(), checkpoint.info("model.embed_tokens.weight"))
@@ -95,9 +95,9 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
     }
 }
 
-/// For unquantized models, the headers alone give the same estimate as the files.
-/// For quantized models, headers do not show the layout after loading.
-/// Rows may be padded to 32 columns, and each row may get its own scale.
+/// For most models, the headers alone give the same estimate as the files.
+/// For compressed-tensors models, the headers do not show the layout after loading, so the estimate may be low.
+/// Loading may pad rows to a multiple of 32 columns and give each row its own scale.
 #[test]
 fn estimates_from_headers_agree_with_estimates_from_files() {
     for case in CASES.iter().chain(&COMPRESSED) {
@@ -124,7 +124,7 @@ fn estimates_from_headers_agree_with_estimates_from_files() {
                 let rows: usize = codes.map(|(_, info)| info.shape[0]).sum();
                 assert!(
                     estimate <= exact && exact - estimate <= rows as u64 * (31 + 4),
-                    "{case}: estimate {estimate}, exact {exact}"
+                    "{case}: the estimate is {estimate} bytes, but the exact size is {exact}"
                 );
             } else {
                 assert_eq!(estimate, exact, "{case} in {dtype:?}");

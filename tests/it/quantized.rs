@@ -1,8 +1,8 @@
 //! Tests of quantized matrices.
 //!
-//! - Their values equal the values of the original blocks.
-//! - Their products match the products of the dequantized matrix.
-//! - Every GPU kernel matches the CPU.
+//! - The dequantized values equal the values of the original blocks.
+//! - Products match the products of the dequantized matrix.
+//! - Every GPU kernel gives the same results as the CPU, up to rounding.
 
 use candle_core::{DType, Device, Tensor};
 use float8::F8E4M3;
@@ -36,7 +36,7 @@ fn floats(count: usize, seed: u64) -> Vec<f32> {
 
 /// Returns numbers in [-2, 2) for which the errors of ggml's quantizers are known.
 ///
-/// Do not replace this xorshift generator: the errors are known only for these numbers.
+/// Do not replace this xorshift generator. The errors are known only for its numbers.
 fn floats_with_known_errors(count: usize) -> Vec<f32> {
     let mut state = 11u64.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next_byte = || {
@@ -61,7 +61,7 @@ fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
     };
     for block in bytes.chunks_exact_mut(ggml_type.block_bytes()) {
         for at in halves {
-            // Magnitudes between 2^-7 and 2^-5, with either sign.
+            // Make the magnitude at least 2^-7 and less than 2^-5. Keep the sign.
             block[at + 1] = block[at + 1] & 0x84 | 0x20;
         }
     }
@@ -80,7 +80,7 @@ fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device
     (matrix, values)
 }
 
-/// Quantizes floats to a matrix.
+/// Returns a matrix of quantized floats.
 fn quantized_floats(quantize: QuantizationTarget, values: &[f32], columns: usize, device: &Device) -> QuantizedMatrix {
     let row = |row: usize, to: &mut [f32]| {
         to.copy_from_slice(&values[row * columns..][..columns]);
@@ -90,7 +90,7 @@ fn quantized_floats(quantize: QuantizationTarget, values: &[f32], columns: usize
         .unwrap()
 }
 
-/// Returns one matrix of each format.
+/// Returns one matrix in each format.
 fn matrices_of_each_format(rows: usize, columns: usize, device: &Device) -> Vec<QuantizedMatrix> {
     let mut matrices: Vec<_> = BLOCKS.iter().map(|of| from_blocks(*of, rows, columns, device).0).collect();
     let values = floats(rows * columns, 7);
@@ -109,9 +109,9 @@ fn values_equal_those_of_the_blocks_bit_by_bit() {
         let got = values(&matrix.dequantize(DType::F32).unwrap());
         let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
         assert_eq!(bits(&got), bits(&want), "{of}");
-        // A matrix takes as many bytes as in the file, except that 12 bytes of scales become 16.
+        // A block of 256 may take 6 bytes more than in the file: 4 for unpacked scales and 2 for padding.
         let file = 3 * 512 / of.block_length() * of.block_bytes();
-        assert!(matrix.bytes() as usize <= file + 3 * 2 * 6, "{of}: {} bytes, {file} in the file", matrix.bytes());
+        assert!(matrix.bytes() as usize <= file + 3 * 2 * 6, "{of}: {} bytes, but {file} in the file", matrix.bytes());
     }
 }
 
@@ -149,7 +149,7 @@ fn quantization_error_is_bounded() {
     let (rows, columns) = (4, 512);
     let original = floats_with_known_errors(rows * columns);
     // Each limit is relative to the largest magnitude in a row, which is about 2.
-    // The limit is half a quantization step, or a whole step if a block cannot represent both extremes.
+    // The limit is half a quantization step, or about a whole step in formats that cannot represent both extremes.
     for (name, limit) in [
         ("q8_0", 1.0 / 127.0 / 2.0),
         ("int8", 1.0 / 127.0 / 2.0),
@@ -157,8 +157,8 @@ fn quantization_error_is_bounded() {
         ("q6_k", 1.0 / 31.0),
         ("q5_0", 1.0 / 15.0),
         ("q5_1", 1.0 / 31.0),
-        // q5_k and q4_k fit a group by least squares, which sacrifices the extremes.
-        // The errors in ggml are 0.0481 and 0.0745.
+        // q5_k and q4_k fit a group by least squares, which is less exact for the extremes.
+        // The relative errors in ggml are 0.0481 and 0.0745.
         ("q5_k", 0.0482 / 1.1),
         ("q4_0", 1.0 / 7.0),
         ("q4_1", 1.0 / 15.0),
@@ -175,7 +175,7 @@ fn quantization_error_is_bounded() {
         assert!(worst / 2.0 <= limit * 1.1, "{quantize}: off by {worst}");
         assert!(worst > 0.0, "{quantize} changes nothing");
     }
-    // Row lengths that are not a multiple of the block size fall back to another format.
+    // If the row length is not a multiple of the block length, the matrix gets another format or stays in floats.
     let format = |name: &str, columns| name.parse::<QuantizationTarget>().unwrap().format(columns);
     assert_eq!(format("q4_k", 320), Some(WeightFormat::Q5_0));
     assert_eq!(format("q2_k", 320), Some(WeightFormat::Q4_0));
@@ -185,7 +185,7 @@ fn quantization_error_is_bounded() {
     assert!("q9".parse::<QuantizationTarget>().unwrap_err().contains("q8_0, q6_k"));
 }
 
-/// Tests blocks of equal values, including values too small for a scale.
+/// Tests blocks of equal values, including values that are too small for an f16 scale.
 #[test]
 fn constant_and_tiny_rows_are_quantized_to_finite_values() {
     for format in ["q8_0", "q6_k", "q5_k", "q4_k", "q3_k", "q2_k", "q5_1", "q5_0", "q4_1", "q4_0", "fp8", "int8"] {
@@ -266,7 +266,7 @@ fn expert_products_use_the_chosen_experts() {
     }
 }
 
-/// Returns the input roundings that a product with this format supports.
+/// Returns the input roundings that products with matrices of this format support.
 fn roundings(format: WeightFormat) -> Vec<InputRounding> {
     match format {
         WeightFormat::Int8 => vec![InputRounding::None, InputRounding::Int8PerToken, InputRounding::Int8Static(0.01)],
@@ -275,7 +275,7 @@ fn roundings(format: WeightFormat) -> Vec<InputRounding> {
     }
 }
 
-/// Tests rows that end within a group of columns, and NaN inputs, which must stay NaN.
+/// Tests rows whose length is not a multiple of the group size, and NaN inputs, which must give NaN outputs.
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
     let gpu = gpu();
@@ -305,25 +305,25 @@ fn gpu_kernels_agree_with_the_cpu_at_the_edges() {
                 broken[columns - 1] = f32::NAN;
                 let broken = Tensor::from_vec(broken, (tokens, columns), &Device::Cpu).unwrap();
                 let got = product(&there, &broken.to_dtype(DType::F16).unwrap());
-                assert!(got[..48].iter().all(|value| value.is_nan()), "{what}: a NaN was lost");
-                assert!(got[48..].iter().all(|value| value.is_finite()), "{what}: a NaN spread to another row");
+                assert!(got[..48].iter().all(|value| value.is_nan()), "{what}: a NaN input gave a finite output");
+                assert!(got[48..].iter().all(|value| value.is_finite()), "{what}: a NaN spread to another token");
             }
         }
     }
 }
 
-/// Compares values, rows, and products with few and with many tokens, in all dtypes.
+/// Compares dequantized values, embedding rows, and products with few and with many tokens, in all dtypes.
 #[test(gpu)]
 fn gpu_kernels_agree_with_the_cpu() {
     let gpu = gpu();
-    // The row counts exceed the warps of the grid, are odd, or are multiples of 16, which cuBLASLt needs.
-    // A lane covers the columns in one iteration or in several.
+    // The row counts include an odd one, counts above the number of warps, and multiples of 16 for cuBLASLt.
+    // The column counts need one or several loop iterations per lane.
     for (rows, columns) in [(29 * 159, 256), (29 * 160, 1536), (29 * 16, 4608)] {
         let ids = Tensor::new(&[2u32, 0, rows as u32 - 1], &Device::Cpu).unwrap();
         let here = matrices_of_each_format(rows, columns, &Device::Cpu);
         for (cpu, there) in here.iter().zip(matrices_of_each_format(rows, columns, &gpu)) {
             let format = cpu.format;
-            // 29 experts, with few and with many tokens.
+            // Split the rows among 29 experts. Test few and many tokens.
             for tokens in [3, 50] {
                 let ids: Vec<u32> = (0..2 * tokens).map(|i| i * 7 % 29).collect();
                 let ids = Tensor::from_vec(ids, (tokens as usize, 2), &Device::Cpu).unwrap();
@@ -355,13 +355,13 @@ fn gpu_kernels_agree_with_the_cpu() {
                         let got =
                             there.clone().with_input_rounding(rounding).matmul(&x.to_device(&gpu).unwrap()).unwrap();
                         let error = relative_error(&values(&got), &values(&want));
-                        // For few tokens, the kernels use exact weights and 16-bit integers.
-                        // For many tokens, they round the weights to the dtype.
-                        // Tensor cores accumulate 8-bit integers exactly, and FP8 with about 13 bits.
+                        // With up to 8 tokens, the kernels use exact weights and inputs rounded to 16-bit integers.
+                        // With more tokens, the kernels round the weights to the dtype of the input.
+                        // Tensor cores sum products of 8-bit integers exactly, and products of FP8 with about 13 bits.
                         let tolerance = match rounding {
                             _ if tokens <= 8 => 5e-5,
                             InputRounding::None => tolerance,
-                            // cuBLASLt does not support these row counts, so the product is computed in floats.
+                            // cuBLASLt does not support this row count, so the product is computed in floats.
                             _ if rows % 16 != 0 => tolerance,
                             InputRounding::Int8PerToken | InputRounding::Int8Static(_) => 2e-5,
                             _ => 3e-3,

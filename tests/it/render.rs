@@ -1,4 +1,4 @@
-//! Renders answers on the screen of a terminal that `vt100` emulates.
+//! Tests of rendered answers, on a terminal that the `vt100` crate emulates.
 
 use std::num::NonZero;
 
@@ -7,7 +7,7 @@ use inferno::terminal::{TurnView, WindowSize};
 
 const SIZE: WindowSize = WindowSize { rows: 24, columns: 60 };
 
-/// Returns a terminal of this size with a scrollback.
+/// Returns a terminal of this size with a scrollback buffer.
 fn terminal(size: WindowSize) -> vt100::Parser {
     let (rows, columns) = cells(size);
     vt100::Parser::new(rows, columns, 5000)
@@ -18,7 +18,7 @@ fn cells(size: WindowSize) -> (NonZero<u16>, NonZero<u16>) {
     (cells(size.rows), cells(size.columns))
 }
 
-/// Feeds output to the terminal, with `\r\n` line breaks, as the terminal driver writes them.
+/// Feeds output to the terminal. Replaces `\n` with `\r\n`, as a terminal driver does.
 fn feed(terminal: &mut vt100::Parser, bytes: &[u8]) {
     let text = String::from_utf8(bytes.to_vec()).unwrap();
     terminal.process(text.replace('\n', "\r\n").as_bytes());
@@ -110,8 +110,8 @@ fn markdown_is_laid_out_with_styles() {
     assert!(!shown.contains("**") && !shown.contains("# "), "{shown}");
     assert!(shown.lines().all(|line| line.chars().count() < SIZE.columns), "{shown}");
     let looks = String::from_utf8(written(ORDINARY, usize::MAX, SIZE)).unwrap();
-    assert!(looks.contains("\u{1b}[1;4mMoons"), "headings are bold");
-    assert!(looks.contains("\u{1b}[35mfn"), "keywords are colored: {looks}");
+    assert!(looks.contains("\u{1b}[1;4mMoons"), "the heading is not bold");
+    assert!(looks.contains("\u{1b}[35mfn"), "the keyword is not colored: {looks}");
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn streaming_in_pieces_ends_up_the_same_as_one_piece() {
     }
 }
 
-/// Returns true if inferno writes this escape sequence itself: styles, cursor up, clearing, synchronized output.
+/// Returns true if inferno itself writes this escape sequence: a style, cursor up, clearing or synchronized output.
 fn is_own(sequence: &str) -> bool {
     let Some(rest) = sequence.strip_prefix("\u{1b}[") else { return false };
     let body = &rest[..rest.len() - 1];
@@ -165,11 +165,11 @@ fn assert_harmless(out: &[u8]) {
     while let Some(at) = rest.find(|c: char| c.is_control() && c != '\n' && c != '\r') {
         assert!(
             rest[at..].starts_with('\u{1b}'),
-            "a control character: {:?}",
+            "the output has a control character: {:?}",
             &rest[at..].chars().take(8).collect::<String>()
         );
         let end = rest[at + 2..].find(|c: char| c.is_ascii_alphabetic()).map_or(rest.len(), |end| at + 2 + end + 1);
-        assert!(is_own(&rest[at..end]), "inferno does not write this escape sequence: {:?}", &rest[at..end]);
+        assert!(is_own(&rest[at..end]), "inferno never writes this escape sequence: {:?}", &rest[at..end]);
         rest = &rest[end..];
     }
     assert!(!out.contains(['\u{202e}', '\u{2066}']));
@@ -223,7 +223,7 @@ fn pathological_markdown_is_laid_out_in_time() {
         let started = std::time::Instant::now();
         assert_harmless(&written(&text, 50, SIZE));
         let name: String = text.chars().take(12).collect();
-        // A release build on an idle machine takes well under a second for each text.
+        // A release build on an idle machine needs well under a second for each text.
         assert!(started.elapsed().as_secs() < 60, "{name:?} took {:?}", started.elapsed());
         println!("{name:?} {:?}", started.elapsed());
     }
@@ -237,7 +237,7 @@ fn finished_lines_are_never_written_again() {
     let plain =
         "A sentence of ordinary words that is longer than one row of this window and wraps to the next. ".repeat(3);
     let out = String::from_utf8(written(&plain, 4, SIZE)).unwrap();
-    assert!(out.len() < 4 * plain.len(), "plain text is written about once: {} bytes for {}", out.len(), plain.len());
+    assert!(out.len() < 4 * plain.len(), "plain text was written repeatedly: {} bytes for {}", out.len(), plain.len());
 }
 
 #[test]
@@ -247,7 +247,7 @@ fn a_resized_window_applies_at_once() {
     let mut view = TurnView::new(narrow, false, false);
     let mut terminal = terminal(narrow);
     let mut show = |text: &str, size: WindowSize, terminal: &mut vt100::Parser| {
-        // Wait longer than the longest time between two redraws.
+        // Wait longer than the maximum time between two redraws.
         std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Answer, text), size, &mut out).unwrap();
@@ -260,7 +260,7 @@ fn a_resized_window_applies_at_once() {
     let contents = terminal.screen().contents();
     assert!(contents.starts_with("First\n\nfinished.\n\nalpha"), "{contents}");
     let longest = contents.lines().map(str::len).max().unwrap();
-    assert!((70..80).contains(&longest), "the open paragraph fills the wide window:\n{contents}");
+    assert!((70..80).contains(&longest), "the open paragraph does not fill the wide window:\n{contents}");
     assert_eq!(contents.matches("kappa").count(), 6, "{contents}");
 }
 
@@ -273,7 +273,7 @@ fn reasoning_folds_and_unfolds() {
         terminal.screen().contents()
     };
     let think = |view: &mut TurnView, text: &str| {
-        // Wait longer than the longest time between two redraws.
+        // Wait longer than the maximum time between two redraws.
         std::thread::sleep(std::time::Duration::from_millis(100));
         let mut out = Vec::new();
         view.show(&delta(Channel::Reasoning, text), SIZE, &mut out).unwrap();
@@ -310,6 +310,6 @@ fn a_table_too_wide_for_the_window_becomes_lines() {
     let narrow = WindowSize { rows: 24, columns: 25 };
     let shown = texts(&written(table, usize::MAX, narrow), narrow);
     assert_eq!(shown.trim_end(), "one: a\ntwo: b\nthree: c\nfour: d\n\none: f\ntwo: g\nthree: h\nfour: i\nfive: j");
-    // In a wide window, it stays a table.
+    // In a wider window, it is shown as a table.
     assert!(text(table).contains("─┼─"));
 }

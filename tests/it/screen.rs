@@ -16,7 +16,7 @@ use tempfile::TempDir;
 
 use crate::terminal::at_home;
 
-/// How long to wait for output. A debug build on a busy machine is slow.
+/// The time limit for output. It is long, because a debug build on a busy machine is slow.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 pub const DEMO: [&str; 6] = ["play", "demo", "--device", "cpu", "--temperature", "0"];
@@ -28,7 +28,7 @@ pub struct Screen {
     tty: String,
     file: File,
     terminal: vt100::Parser,
-    /// Everything that the program wrote.
+    /// All output of the program so far.
     pub written: Vec<u8>,
     /// The number of bytes in `written` that `wait` has consumed.
     seen: usize,
@@ -40,7 +40,7 @@ impl Screen {
         Self::with_script(home, "exec \"$@\"", args, environment)
     }
 
-    /// Runs a shell script in which `$@` is the command line of inferno.
+    /// Runs a shell script in which `$@` expands to the command line of inferno.
     pub fn with_script(home: &TempDir, script: &str, args: &[&str], environment: &[(&str, &str)]) -> Self {
         let mut command = at_home(Command::new("sh"), home);
         command.envs(environment.iter().copied());
@@ -76,21 +76,21 @@ impl Screen {
         self.pid
     }
 
-    /// Reads output for at most `timeout_ms` milliseconds. Returns false if there was none.
+    /// Waits for output for at most `timeout_ms` milliseconds and reads it. Returns false if none arrived.
     fn pump(&mut self, timeout_ms: u16) -> bool {
         let mut ready = [PollFd::new(self.file.as_fd(), PollFlags::POLLIN)];
         if poll(&mut ready, PollTimeout::from(timeout_ms)).unwrap_or(0) == 0 {
             return false;
         }
         let mut bytes = [0; 65536];
-        // When the program ends, a pseudo terminal returns an error instead of an end of file.
+        // After the program ends, reading from the pseudo terminal returns an error instead of end-of-file.
         let Ok(length @ 1..) = self.file.read(&mut bytes) else { return false };
         self.terminal.process(&bytes[..length]);
         self.written.extend(&bytes[..length]);
         true
     }
 
-    /// Waits for a text in the output and returns the output before it.
+    /// Waits until `text` appears in the output. Returns the output before it.
     pub fn wait(&mut self, text: &str) -> String {
         let start = Instant::now();
         loop {
@@ -100,11 +100,11 @@ impl Screen {
                 self.seen += at + text.len();
                 return before;
             }
-            // Show only the end of the output.
+            // On failure, show only the end of the output.
             let new = String::from_utf8_lossy(&new[new.len().saturating_sub(2000)..]).into_owned();
             assert!(start.elapsed() < TIMEOUT, "timed out waiting for {text:?} in {new:?}");
             if !self.pump(200) {
-                assert!(self.process.status() == Some(WaitStatus::StillAlive), "ended before {text:?}: {new:?}");
+                assert!(self.process.status() == Some(WaitStatus::StillAlive), "exited before {text:?} in {new:?}");
             }
         }
     }
@@ -122,7 +122,7 @@ impl Screen {
         }
     }
 
-    /// Types bytes and reads the output at the same time.
+    /// Types bytes. Also reads the output, so the program never blocks while it writes.
     pub fn send(&mut self, bytes: &[u8]) {
         for piece in bytes.chunks(1024) {
             let mut rest = piece;
@@ -137,7 +137,7 @@ impl Screen {
         }
     }
 
-    /// Types a line and returns its echo and the output up to the next prompt.
+    /// Types a line. Returns its echo and the output up to the next prompt.
     pub fn say(&mut self, line: &str) -> String {
         self.settle();
         self.seen = self.written.len();
@@ -158,7 +158,7 @@ impl Screen {
         loop {
             while self.pump(100) {}
             match self.process.status() {
-                Some(WaitStatus::StillAlive) => assert!(start.elapsed() < TIMEOUT, "no end: {:?}", self.rows()),
+                Some(WaitStatus::StillAlive) => assert!(start.elapsed() < TIMEOUT, "still running: {:?}", self.rows()),
                 Some(status) => return status,
                 None => panic!("no status"),
             }

@@ -1,4 +1,4 @@
-//! Tests of `inferno show`, for models on this machine and on the hub. It never downloads the weights.
+//! Tests of `inferno show` for models on this machine and on the hub. The command never downloads the weights.
 
 mod gguf;
 
@@ -22,7 +22,7 @@ fn show(args: &[&str]) -> Value {
 fn remote(fake: &FakeHub, args: &[&str]) -> Output {
     let home = TempDir::new().unwrap();
     let output = command(&home, fake).args(args).output().unwrap();
-    assert!(!home.path().join("models").exists(), "show --remote must not write to the cache");
+    assert!(!home.path().join("models").exists(), "show --remote wrote to the cache");
     output
 }
 
@@ -126,7 +126,7 @@ fn unsupported_model_is_shown_with_the_reason() {
     let (_folder, path) = demo_with_config(|config| config["num_attention_heads"] = 0.into());
     assert!(show(&[path.to_str().unwrap()])["reason"].as_str().unwrap().contains("num_attention_heads"));
 
-    // The rest of the report is shown even if config and weights are broken.
+    // If config.json and the weights are broken, the rest of the report is still shown.
     let (_folder, path) = copy_of_demo();
     fs::write(path.join("config.json"), "{").unwrap();
     fs::write(path.join("model.safetensors"), "short").unwrap();
@@ -165,7 +165,7 @@ fn remote_model_is_read_from_its_headers() {
     assert_eq!(model["chat"], "tokenizer_config.json");
     assert_eq!((&model["parameters"], &model["weight_bytes"]), (&json!(88), &json!(192)));
     assert_eq!(model["tied_embeddings"], true);
-    // The weights are loaded in bf16, except the norm of 8 elements, which stays f32.
+    // Weights are loaded in bf16, except the norm of 8 elements, which stays in f32.
     assert_eq!(model["needs"]["weight_bytes"], 192);
     assert_eq!(model["files"].as_array().unwrap().len(), 7);
 
@@ -175,7 +175,7 @@ fn remote_model_is_read_from_its_headers() {
     let mut expected = vec![format!("GET /api/models/{REPO}/revision/main?blobs=true")];
     expected.extend(["README.md", "config.json", SHARDS[0], SHARDS[1], INDEX, "tokenizer_config.json"].map(file));
     expected.sort();
-    assert_eq!(lines, expected, "one request per file, and only for needed files");
+    assert_eq!(lines, expected, "expected one request per needed file");
 }
 
 #[test]
@@ -190,9 +190,9 @@ fn weights_are_not_fetched_even_from_a_server_without_ranges() {
         let model: Value = serde_json::from_slice(&output.stdout).unwrap();
         assert_eq!(model["weight_bytes"], SIZE);
         let sent = fake.state.lock().unwrap().sent_bytes;
-        // Without ranges, the server also fills the buffers of the connection before it is closed.
+        // A server without range support keeps sending until inferno closes the connection.
         let limit = if supports_ranges { 200_000 } else { SIZE / 2 };
-        assert!(sent < limit, "{sent} bytes were sent, ranges: {supports_ranges}");
+        assert!(sent < limit, "the server sent {sent} bytes; range support: {supports_ranges}");
     }
 }
 
@@ -228,21 +228,21 @@ fn broken_headers_are_rejected() {
         (with_length(20), "model.safetensors"),
     ];
     for (weights, message) in cases {
-        // A mirror may omit sizes. The file then ends where the connection ends.
+        // A mirror may omit file sizes. inferno then takes the end of the response as the end of the file.
         for lists_sizes in [true, false] {
             let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &weights)]);
             fake.change(|world| world.lists_sizes = lists_sizes);
             let output = remote(&fake, &[]);
             if output.status.success() {
                 let table = text(&output.stdout);
-                assert!(!lists_sizes || table.contains(message), "{message}:\n{table}");
+                assert!(!lists_sizes || table.contains(message), "no {message:?} in:\n{table}");
             } else {
                 assert_eq!(output.status.code(), Some(1));
                 assert!(text(&output.stderr).contains("model.safetensors"), "{}", text(&output.stderr));
             }
         }
     }
-    // The hub lists a larger size than the stored file has.
+    // The hub lists a size larger than the stored file.
     let fake = FakeHub::start(&[("config.json", CONFIG.as_bytes()), ("model.safetensors", &whole[..30])]);
     fake.change(|world| world.claimed_bytes = Some(whole.len() as u64));
     assert_fails(&remote(&fake, &[]), 1, &["model.safetensors is not a complete safetensors file", "30 bytes"]);
@@ -271,7 +271,7 @@ fn remote_errors_are_those_of_a_download() {
 #[test]
 fn token_is_sent_only_to_the_endpoint() {
     let (fake, storage) = (two_shards(), two_shards());
-    // `localhost` is a different host name for the same machine.
+    // `localhost` is the same machine under a different host name.
     fake.change(|world| world.storage = Some(format!("http://localhost:{}", storage.port)));
     let home = TempDir::new().unwrap();
     let output = command(&home, &fake).env("HF_TOKEN", "hf_secret").output().unwrap();

@@ -1,4 +1,4 @@
-//! Keys and signals during an answer: no input is lost, and the terminal is restored.
+//! Tests of keys and signals: no input is lost, and the terminal is restored.
 
 use std::fs;
 use std::time::Duration;
@@ -51,7 +51,7 @@ fn signals_restore_the_terminal() {
         chat.wait(&format!("ended with {}", 128 + signal as i32));
         assert!(chat.is_sane(), "{signal}, {in_mid_stream}");
         let written = String::from_utf8_lossy(&chat.written).into_owned();
-        assert!(written.rfind("\x1b[?2004l") > written.rfind("\x1b[?2004h"), "bracketed paste is off again");
+        assert!(written.rfind("\x1b[?2004l") > written.rfind("\x1b[?2004h"), "bracketed paste is still on");
     }
 }
 
@@ -95,11 +95,11 @@ fn ctrl_z_stops_the_chat_and_fg_continues_it() {
     shell.send(b"fg\r");
     shell.settle();
     assert!(shell.say("/stats").contains("harmony"));
-    // A stopped program ends on SIGTERM too.
+    // SIGTERM also ends a stopped program.
     shell.settle();
     shell.send(b"\x1a");
     shell.wait("shell: ");
-    // The shell notices the exit a moment later. `jobs -l` would list a job that is still stopped.
+    // The shell notices the exit a moment later. If the job were still stopped, `jobs -l` would list it.
     shell.send(b"kill %1; for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.5; kill -0 %1 2> /dev/null || break; done\r");
     shell.wait("shell: ");
     shell.settle();
@@ -113,14 +113,14 @@ fn ctrl_z_stops_the_chat_and_fg_continues_it() {
 fn each_ctrl_c_stops_the_answer_clears_the_line_or_leaves() {
     let home = TempDir::new().unwrap();
     let mut chat = streaming(&home);
-    // A message typed before the answer is stopped becomes the draft.
+    // If Ctrl-C stops the answer, a line that was typed before becomes the draft.
     chat.send(b"/clear\r");
     chat.settle_briefly();
     chat.send(CTRL_C);
     chat.wait("stopped");
     chat.settle();
     assert_eq!(chat.rows().last().unwrap(), ">>> /clear");
-    // Ctrl-C on a line with text clears the line. It does not count toward leaving.
+    // Ctrl-C on a line with text only clears the line. It is not the first of the two presses that leave.
     chat.send(CTRL_C);
     chat.settle();
     assert_eq!(chat.rows().last().unwrap(), ">>>");
@@ -168,7 +168,7 @@ fn invalid_utf_8_leaves_the_line_unchanged() {
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &[]);
     chat.settle();
-    // The space after 0xe9 shows that 0xe9 does not start a UTF-8 character.
+    // 0xe9 starts a three-byte UTF-8 character, but a space cannot continue one.
     chat.send(b"/st\xe9 ");
     chat.wait("not UTF-8");
     chat.settle();

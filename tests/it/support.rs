@@ -8,8 +8,8 @@ use inferno::device::{self, DeviceChoice};
 
 use crate::harness::is_gpu_expected;
 
-/// Returns the path of a folder in `tests/golden`.
-/// `INFERNO_GOLDEN` overrides the root, for a test binary that was copied to another machine.
+/// Returns the path of a file or folder in `tests/golden`.
+/// `INFERNO_GOLDEN` replaces `tests/golden` if the test binary was copied to another machine.
 pub fn golden(case: &str) -> PathBuf {
     let root = std::env::var_os("INFERNO_GOLDEN").map(PathBuf::from);
     root.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden"))).join(case)
@@ -30,19 +30,19 @@ pub fn gpu() -> Device {
     device::open(DeviceChoice::FirstCuda).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Returns the first GPU, for tests that check the CPU first.
+/// Returns the first GPU, for tests that also run without one.
 /// Returns `None` if there is no GPU and `INFERNO_REQUIRE_GPU` is not set.
 pub fn gpu_if_expected() -> Option<Device> {
     is_gpu_expected().then(gpu)
 }
 
-/// Returns the first GPU with each dtype that kernels compute in, for tests marked `#[test(gpu)]`.
+/// Returns the first GPU once for each dtype that kernels support, for tests marked `#[test(gpu)]`.
 pub fn gpu_with_dtypes() -> Vec<(Device, DType)> {
     let gpu = gpu();
     [DType::F32, DType::BF16, DType::F16].map(|dtype| (gpu.clone(), dtype)).into()
 }
 
-/// Returns the CPU with f32, then the first GPU, if present, with each dtype that kernels compute in.
+/// Returns the CPU with f32 and, if there is a GPU, the first GPU once for each dtype that kernels support.
 pub fn devices() -> Vec<(Device, DType)> {
     let mut devices = vec![(Device::Cpu, DType::F32)];
     if is_gpu_expected() {
@@ -68,13 +68,13 @@ pub fn values(tensor: &Tensor) -> Vec<f32> {
 }
 
 /// Returns the folder of the demo model.
-/// `INFERNO_DEMO` overrides the folder, for a test binary that was copied to another machine.
+/// `INFERNO_DEMO` overrides the folder if the test binary was copied to another machine.
 pub fn demo_dir() -> PathBuf {
     let folder = std::env::var_os("INFERNO_DEMO").map(PathBuf::from);
     folder.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets/demo")))
 }
 
-/// Random numbers that are the same in every run, from the linear congruential generator of Knuth's MMIX.
+/// Reproducible random numbers from the linear congruential generator of Knuth's MMIX.
 pub struct Random(pub u64);
 
 impl Random {
@@ -84,7 +84,7 @@ impl Random {
         self.0 >> 33
     }
 
-    /// Returns a number below `limit`, or 0 if `limit` is 0.
+    /// Returns a number less than `limit`, or 0 if `limit` is 0.
     pub fn below(&mut self, limit: usize) -> usize {
         (self.next() % limit.max(1) as u64) as usize
     }
@@ -101,13 +101,14 @@ impl Random {
         if self.next().is_multiple_of(50) { sum * 40.0 } else { sum }
     }
 
-    /// Returns normal numbers in f32 that `dtype` represents exactly, so that only kernel arithmetic differs.
+    /// Returns an f32 tensor of normal numbers that `dtype` represents exactly.
+    /// Converting it to `dtype` causes no error, so tests measure only the error of the kernel.
     pub fn tensor(&mut self, shape: &[usize], dtype: DType) -> Tensor {
         let values: Vec<f32> = (0..shape.iter().product()).map(|_| self.normal()).collect();
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_dtype(DType::F32).unwrap()
     }
 
-    /// Returns random bytes within a range.
+    /// Returns a tensor of random bytes in `range`.
     pub fn bytes(&mut self, shape: &[usize], range: Range<u64>) -> Tensor {
         let values: Vec<u8> = (0..shape.iter().product())
             .map(|_| (range.start + self.next() % (range.end - range.start)) as u8)

@@ -16,7 +16,7 @@ pub fn play_with(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) ->
     spawn_command(command, Some(120_000)).unwrap()
 }
 
-/// Gives a command its own home directory, a terminal type and no network.
+/// Gives a command its own home directory, a terminal type and an unreachable hub.
 pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     for variable in ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "NO_COLOR"] {
         command.env_remove(variable);
@@ -26,7 +26,7 @@ pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     command
 }
 
-/// Waits for a text in the output and returns the output before it.
+/// Waits until `text` appears in the output. Returns the output before it.
 pub fn expect(session: &mut PtySession, text: &str) -> String {
     session.exp_string(text).unwrap_or_else(|error| panic!("waiting for {text:?}: {error}"))
 }
@@ -44,7 +44,7 @@ fn a_conversation_streams_and_remembers_earlier_turns() {
     chat.send_line("My name is Ada").unwrap();
     let first = expect(&mut chat, "tok/s");
     assert!(first.contains("Ada"), "{first}");
-    assert!(first.contains("\u{1b}[2m"), "reasoning is dim: {first}");
+    assert!(first.contains("\u{1b}[2m"), "the reasoning is not dim: {first}");
     expect(&mut chat, ">>> ");
 
     chat.send_line("What is my name?").unwrap();

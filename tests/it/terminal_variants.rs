@@ -1,4 +1,4 @@
-//! Resized windows, dumb terminals, other locales and huge pastes.
+//! Tests of the chat with resized windows, dumb terminals, the C locale and huge pastes.
 
 use std::fs;
 use std::process::{Command, Stdio};
@@ -54,7 +54,7 @@ fn folding_and_unfolding_reasoning_changes_no_words() {
     chat.send(b"\x0f");
     let unfolded = wait_for_end(&mut chat);
     if unfolded.iter().any(|word| word == "thought:") {
-        // On a busy machine, the reasoning ended before the second key press.
+        // On a busy machine, the reasoning may end before the second key press.
         assert!(unfolded.ends_with(&plain[answer..]), "{unfolded:?}\n{plain:?}");
     } else {
         assert_eq!(unfolded, plain, "{folded:?}");
@@ -78,14 +78,14 @@ fn resizing_the_window_during_an_answer_loses_nothing() {
     chat.resize(30, 100);
     assert_eq!(wait_for_end(&mut chat), plain);
 
-    // In a narrower window, the rows at the top may be cut off. All later words appear once.
+    // A narrower window may cut off the first rows and repeat a few words.
     let mut chat = Screen::chat(&home, &LONG);
     ask(&mut chat);
     chat.wait("inferno");
     chat.resize(24, 50);
     let narrow = wait_for_end(&mut chat);
     let same = narrow.iter().rev().zip(plain.iter().rev()).take_while(|(a, b)| a == b).count();
-    assert!(same > plain.len() / 3, "{same} words of {narrow:?}\n{plain:?}");
+    assert!(same > plain.len() / 3, "only the last {same} words match: {narrow:?}\n{plain:?}");
     assert!(narrow.len() <= plain.len() + 12, "too many repeated words in the narrow window: {narrow:?}\n{plain:?}");
     chat.resize(24, 80);
     assert!(chat.say("/stats").contains("harmony"));
@@ -193,7 +193,7 @@ fn unsuitable_files_are_refused_with_a_reason() {
     assert!(chat.say(&format!("/file {}", at(""))).contains("not a regular file"));
     let refusal = chat.say(&format!("/file {}", at("large.txt")));
     let refusal = refusal.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(refusal.contains("do not fit the context of 4096 tokens"), "{refusal}");
+    assert!(refusal.contains("do not fit in a context of 4096 tokens"), "{refusal}");
     assert!(chat.say("/file").contains("nothing is attached"));
     assert!(chat.say(&format!("/file {}", at("near.txt"))).contains("attached to the next message"));
     assert!(chat.say("My name is Ada").contains("/file none"));

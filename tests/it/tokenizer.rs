@@ -32,7 +32,7 @@ fn ids_agree_with_llama_cpp() {
         let mut checked = 0;
         for (text, ids) in inputs.iter().zip(&outputs) {
             let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
-            // The vectors have no prefix such as BOS, and `Text` adds none.
+            // The expected ids have no prefix such as BOS, and `ControlTokens::Text` adds none.
             assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{model}: {text:?}");
             checked += 1;
         }
@@ -56,7 +56,7 @@ fn streamed_text_is_complete_and_never_splits_a_character() {
         streamed.push_str(&stream.finish(&tokenizer).unwrap());
         assert_eq!(streamed, tokenizer.decode(&ids).unwrap(), "{model}");
         assert_eq!(streamed.trim_start(), text, "{model}");
-        // A stream that continues after part of the text returns the rest, including its first space.
+        // A stream that continues after part of the text returns the rest, including a leading space.
         let complete = |&end: &usize| !tokenizer.decode(&ids[..end]).unwrap().ends_with('\u{FFFD}');
         let half = (0..ids.len() / 2).rev().find(complete).unwrap();
         let mut stream = TextStream::continuing(&ids[..half]);
@@ -78,7 +78,7 @@ fn ids_without_a_token_decode_to_nothing() {
     assert_eq!(text, "HelloHello");
 }
 
-/// Compares inferno's faster parser with the tokenizers crate, for every form of tokenizer.json.
+/// Compares inferno's faster parser with the `tokenizers` crate, for several forms of tokenizer.json.
 #[test]
 fn parser_agrees_with_the_tokenizers_crate() {
     let folders = fixtures_if_set()
@@ -132,7 +132,7 @@ fn small(change: impl FnOnce(&mut Value)) -> Vec<u8> {
     serde_json::to_vec(&json).unwrap()
 }
 
-/// Returns the error of loading, encoding or decoding, or `None` if all of them succeed.
+/// Loads, encodes and decodes. Returns the first error, or `None` if everything succeeds.
 fn outcome(bytes: &[u8], text: &str) -> Option<String> {
     let begin = Instant::now();
     let run = || -> anyhow::Result<()> {
@@ -148,11 +148,11 @@ fn outcome(bytes: &[u8], text: &str) -> Option<String> {
     error
 }
 
-/// These files make the tokenizers crate panic (its pull request 2151), or did in an earlier version.
+/// These files make the `tokenizers` crate panic, or made an earlier version panic (huggingface/tokenizers #2151).
 #[test]
 fn files_that_make_the_library_panic_are_errors() {
     assert_eq!(outcome(&small(|_| ()), "abcab"), None);
-    // Truncation is for training and must be ignored.
+    // The truncation settings are for training and must be ignored.
     let truncation = json!({"max_length": 2, "stride": 5, "strategy": "LongestFirst", "direction": "Right"});
     assert_eq!(outcome(&small(|json| json["truncation"] = truncation), "abcab"), None);
     let template = json!({"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
@@ -174,7 +174,7 @@ fn files_that_make_the_library_panic_are_errors() {
     }
 }
 
-/// Patterns with catastrophic backtracking, and patterns that expand to huge programs.
+/// Tests patterns with catastrophic backtracking and patterns that compile to huge programs.
 #[test]
 fn slow_patterns_terminate() {
     let text = format!("{}!", "a".repeat(20_000));
@@ -195,7 +195,7 @@ fn strange_vocabularies_do_not_panic() {
             "normalized": false, "special": true});
         small(|json| json["added_tokens"] = json!([token]))
     };
-    // Added tokens with the id of another token, with an unused id, with the text of another token, and without text.
+    // Each added token has the id of another token, an unused id, the text of another token, or no text.
     for bytes in [added(0, "<s>"), added(u32::MAX.into(), "<s>"), added(1 << 40, "<s>"), added(4, "a"), added(4, "")] {
         println!("{:?}", outcome(&bytes, "ab<s>c"));
     }

@@ -1,4 +1,4 @@
-//! Tests of reading ahead: tensors equal the file in any order and with any limits. Failures are errors.
+//! Tests of read-ahead. Tensors equal the file in any loading order and with any limits. Failures become errors.
 
 mod dtypes;
 mod hostile;
@@ -19,11 +19,11 @@ use tempfile::TempDir;
 
 use crate::support::{Random, golden, gpu, gpu_if_expected};
 
-/// A target in host memory that counts its allocations.
+/// A target in host memory that counts its live allocations.
 #[derive(Clone, Default)]
 struct Host {
     live: Arc<AtomicUsize>,
-    /// Larger allocations fail.
+    /// The largest allocation that succeeds, in bytes.
     limit: Option<usize>,
     panics: bool,
 }
@@ -74,7 +74,7 @@ impl Target for Host {
 
     fn complete(&self, memory: &mut Self::Memory) -> Result<()> {
         let memory = memory.0.get_mut().unwrap();
-        assert_eq!((memory.1, memory.2), (memory.0.len(), false), "bytes copied and completeness");
+        assert_eq!((memory.1, memory.2), (memory.0.len(), false), "a tensor completed early or twice");
         memory.2 = true;
         Ok(())
     }
@@ -91,7 +91,7 @@ fn small(threads: usize) -> ReadAheadOptions {
     ReadAheadOptions { threads, piece_bytes: 8, ahead_bytes: 64 }
 }
 
-/// Writes a checkpoint with these tensors.
+/// Writes a checkpoint that contains these tensors.
 fn snapshot(tensors: impl IntoIterator<Item = (String, Tensor)>) -> TempDir {
     let folder = TempDir::new().unwrap();
     let tensors: HashMap<String, Tensor> = tensors.into_iter().collect();
@@ -99,14 +99,14 @@ fn snapshot(tensors: impl IntoIterator<Item = (String, Tensor)>) -> TempDir {
     folder
 }
 
-/// Returns random values, different in every call.
+/// Returns random values that differ in each call.
 fn random(elements: usize, dtype: DType) -> Tensor {
     static SEED: AtomicU64 = AtomicU64::new(0);
     let values = Random(SEED.fetch_add(1, Ordering::Relaxed)).tensor(&[elements], DType::F32);
     (values.abs().unwrap() * 50.0).unwrap().to_dtype(dtype).unwrap()
 }
 
-/// Writes tensors of every dtype, with sizes around the piece size and the staging buffer size.
+/// Writes tensors of four dtypes, with sizes around and above the default piece size.
 fn mixed() -> TempDir {
     let sizes = [1, 2, 3, 4, 5, 100, 4096, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 11 << 20];
     let dtypes = [DType::F32, DType::F16, DType::BF16, DType::U8];
@@ -144,7 +144,7 @@ fn names(checkpoint: &Checkpoint) -> Vec<String> {
     checkpoint.tensors().map(|(name, _)| name.to_string()).collect()
 }
 
-/// Returns orders in which a model might load tensors: sorted, reversed, interleaved, and each tensor twice.
+/// Returns orders in which a model might load tensors: as given, reversed, shuffled, and each tensor twice.
 fn orders(names: &[String]) -> Vec<Vec<String>> {
     let reversed = names.iter().rev().cloned().collect();
     let far_apart = (0..names.len()).map(|i| names[i * 7919 % names.len()].clone()).collect();
@@ -166,7 +166,7 @@ fn tensors_read_ahead_equal_those_of_the_file() {
                 let weights = Weights::with_reader(&checkpoint, &cpu, dtype, &loaded, reader);
                 compare(&checkpoint, &weights, &order, dtype);
                 drop(weights);
-                assert_eq!(host.live.load(Ordering::SeqCst), 0, "all memory is freed");
+                assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory is not freed");
             }
         }
     }
@@ -250,14 +250,14 @@ fn thousands_of_tiny_tensors_are_read() {
     }
 }
 
-/// Runs a function that must return within a minute.
+/// Runs a function on another thread. Panics if it does not return within a minute.
 fn in_time<R: Send + 'static>(run: impl FnOnce() -> R + Send + 'static) -> R {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || sender.send(run()));
     receiver.recv_timeout(Duration::from_secs(60)).expect("the function timed out or panicked")
 }
 
-/// Takes the second of three 40-byte tensors and returns the error.
+/// Writes three 40-byte tensors, spoils the file and returns the error from taking the second tensor.
 fn take_middle_tensor<T: Target>(target: T, spoil: impl FnOnce(PathBuf) + Send + 'static) -> String {
     in_time(move || {
         let folder = snapshot(["a", "b", "c"].map(|name| (name.to_string(), random(20, DType::BF16))));
@@ -281,7 +281,7 @@ fn failures_are_errors_that_name_the_tensor() {
     };
     let error = take_middle_tensor(host.clone(), truncate);
     assert!(error.contains("model.safetensors") && error.contains("shorter than its header says"), "{error}");
-    assert_eq!(host.live.load(Ordering::SeqCst), 0, "all memory is freed");
+    assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory is not freed");
     #[cfg(feature = "cuda")]
     if let Some(Device::Cuda(gpu)) = gpu_if_expected() {
         let error = take_middle_tensor(inferno::kernels::upload::CopyStream::new(&gpu).unwrap(), truncate);
@@ -299,7 +299,7 @@ fn reader_can_be_dropped_at_any_time() {
     let gpu = gpu_if_expected();
     for taken in 0..12 {
         take_some(host.clone(), &checkpoint, &names[..taken]);
-        assert_eq!(host.live.load(Ordering::SeqCst), 0, "all memory is freed");
+        assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory is not freed");
         #[cfg(feature = "cuda")]
         if let Some(Device::Cuda(gpu)) = &gpu {
             take_some(inferno::kernels::upload::CopyStream::new(gpu).unwrap(), &checkpoint, &names[..taken]);

@@ -6,9 +6,9 @@ use serde::Serialize;
 #[serde(rename_all = "UPPERCASE")]
 pub enum Status {
     Pass,
-    /// Something does not work, or is slower than it could be.
+    /// inferno works, but something is missing, unavailable or slower than it could be.
     Warn,
-    /// inferno cannot run models on this machine's GPUs.
+    /// Something that inferno needs does not work, such as the GPU or the cache.
     Fail,
 }
 

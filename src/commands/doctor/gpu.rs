@@ -92,9 +92,9 @@ fn gpu(ordinal: usize, info: &DeviceInfo, built: Option<(u32, u32)>) -> Finding 
         );
     }
     if found.0 > built.0 {
-        // The driver compiles the kernels' PTX at startup.
+        // The build has no machine code for this GPU, so the driver compiles the PTX at startup.
         let what = format!(
-            "{what}: this build is for compute capability {}, so it starts and runs more slowly",
+            "{what}: this build is for compute capability {}, so models start and run more slowly",
             number(built)
         );
         return Finding::warn("GPU", what, rebuild);
@@ -125,7 +125,7 @@ fn kernels(ordinal: usize, device: &Device, findings: &mut Vec<Finding>, self_te
     }));
 }
 
-/// Returns one finding if all checks pass; otherwise one per failed check, up to a limit.
+/// Returns one finding if all checks pass. Otherwise, returns one per failed check, up to a limit.
 fn self_test_findings(ordinal: usize, checks: &[Check]) -> Vec<Finding> {
     const MAX_SHOWN: usize = 6;
     let next = "inferno doctor --json > doctor.json, then attach the file to a bug report";

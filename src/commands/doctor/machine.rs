@@ -7,9 +7,9 @@ use crate::error::Error;
 use crate::hub::{Hub, TokenStatus};
 use crate::text::{one_line, size};
 
-/// Enough disk space for a typical model.
+/// Free disk space below this value causes a warning, because large models do not fit.
 const ENOUGH_BYTES: u64 = 20_000_000_000;
-/// Not enough disk space even for a tokenizer.
+/// Free disk space below this value causes a failure.
 const LOW_BYTES: u64 = 100_000_000;
 
 pub fn build() -> Finding {

@@ -32,7 +32,7 @@ pub fn run(device: &Device) -> Vec<Check> {
     cases.map(check).collect()
 }
 
-/// Returns the maximum error of the logits over all steps, relative to the largest logit of the step.
+/// Returns the maximum error of any logit, relative to the largest absolute value of the logits in its step.
 fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<f32> {
     let folder = TemporaryFolder::new()?;
     let dir = folder.0.as_path();
@@ -52,7 +52,7 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
         let scale = expected.iter().fold(f32::MIN_POSITIVE, |scale, value| scale.max(value.abs()));
         for (actual, expected) in actual.iter().zip(expected) {
             let error = (actual - expected).abs() / scale;
-            // `f32::max` would ignore a NaN.
+            // Do not use `f32::max`, which would ignore a NaN.
             max_error = if error > max_error || error.is_nan() { error } else { max_error };
         }
     }
@@ -91,7 +91,7 @@ impl Drop for TemporaryFolder {
 
 /// Writes a Qwen3-MoE checkpoint with random weights: one MoE layer and one dense layer.
 ///
-/// Every token uses all experts. With fewer, a rounding error could change which experts are selected.
+/// Every token uses all experts. Otherwise, a rounding error could change which experts are selected.
 fn write_checkpoint(dir: &Path) -> Result<()> {
     let config = serde_json::json!({
         "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -29,7 +29,7 @@ pub struct Report {
     pub reason: Option<String>,
     pub license: Option<String>,
     pub quantization: Option<String>,
-    /// `harmony`, or the file with the chat template; `None` for a base model.
+    /// `harmony`, or the name of the file or GGUF key that holds the chat template. `None` for a base model.
     pub chat: Option<&'static str>,
     #[serde(flatten)]
     pub sizes: Sizes,
@@ -66,7 +66,7 @@ pub struct MemoryNeeds {
     pub chunk: usize,
     pub cache_bytes: u64,
     pub workspace_bytes: u64,
-    /// Temporary memory for loading, besides the weights. Freed before the cache and the workspace are allocated.
+    /// Temporary memory for loading, in addition to the weights. Freed before the cache and workspace are allocated.
     pub loading_bytes: u64,
     pub total_bytes: u64,
     /// Whether `total_bytes` of memory are free. `None` without a GPU.

@@ -32,7 +32,7 @@ pub struct Sizes {
 #[derive(Debug, PartialEq, Serialize)]
 pub struct Rope {
     pub theta: Option<f64>,
-    /// The scaling rule, such as `yarn` or `llama3`; `default` for none.
+    /// The scaling rule, such as `yarn` or `llama3`. `default` means no scaling.
     pub scaling: String,
     pub factor: Option<f64>,
     pub original_context: Option<u64>,
@@ -73,7 +73,7 @@ impl Sizes {
         }
     }
 
-    /// Replaces sizes with the values that the model's family has parsed.
+    /// Replaces sizes with the values that the model's architecture reports.
     pub fn with_architecture(mut self, architecture: &dyn Architecture) -> Self {
         let layers = architecture.cache_layers();
         let windows: Vec<usize> = layers.iter().filter_map(|layer| layer.window).collect();
@@ -88,7 +88,7 @@ impl Sizes {
         self
     }
 
-    /// Estimates the KV cache of an unsupported family, assuming a key and a value per position and head.
+    /// Estimates the KV cache layers of an unsupported family. Assumes one key and one value per position and head.
     pub fn cache_layers(&self, config: &Value) -> Option<Vec<LayerSpec>> {
         // Latent attention and state-space models do not cache keys and values per position.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };

@@ -71,7 +71,7 @@ impl Metadata {
 
 /// Reads the headers of GGUF files on the hub.
 ///
-/// The outer error means that the hub failed. The inner error means that a file is invalid.
+/// The outer error means that a request to the hub failed. The inner error means that a file is invalid.
 fn remote_gguf(hub: &Hub, model: &RemoteModel) -> Result<Result<GgufCheckpoint>> {
     let failure = Cell::new(None);
     let read = |name: &str, bytes| {
@@ -86,10 +86,10 @@ fn remote_gguf(hub: &Hub, model: &RemoteModel) -> Result<Result<GgufCheckpoint>>
 }
 
 impl Source {
-    /// Reads a model on this machine. Never fails: the metadata contains the errors of unreadable files.
+    /// Reads a model on this machine. Never fails: errors in its files become part of the metadata.
     pub fn local(snapshot: &Snapshot) -> Self {
         let gguf = gguf_files::find(&snapshot.path).ok().flatten();
-        // A GGUF file is a whole model. Of the other files in its directory, only the license matters.
+        // A GGUF file is a whole model. The other files in its directory matter only for the license.
         let dir = match &gguf {
             Some(file) => file.parent().unwrap_or(&snapshot.path),
             None => &snapshot.path,
@@ -129,7 +129,7 @@ impl Source {
         }
     }
 
-    /// Reads a model on the hub. Fails only if the hub fails: the metadata contains the errors of invalid files.
+    /// Reads a model on the hub. Fails only if a request fails. Errors in the files become part of the metadata.
     pub fn remote(hub: &Hub, model: RemoteModel) -> Result<Self> {
         let text = |name: &str| model.texts.get(name).map(|bytes| String::from_utf8_lossy(bytes));
         let readme = text("README.md").and_then(|readme| front_matter_license(&readme));
@@ -214,7 +214,7 @@ fn license_file(files: &[(String, Option<u64>)]) -> Option<&str> {
     files.iter().map(|(name, _)| name.as_str()).find(|name| is_license(name))
 }
 
-/// Returns the title of a license, which is the first nonblank line of its text.
+/// Returns the title of a license: the first nonblank line of its text.
 fn license_title(text: &str, file: &str) -> Option<String> {
     let title = text
         .lines()

@@ -4,24 +4,24 @@ use candle_core::DType;
 
 use crate::kernels::constants::FLASH_HEAD_DIMS;
 
-/// The kernels that compute attention on a GPU.
+/// The attention kernels to use on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AttentionBackend {
-    /// The first of the other backends that supports the model.
+    /// The first of the backends below that supports the queries.
     #[default]
     Auto,
     /// inferno's tensor-core kernels, `flash_attention.cu`.
     Own,
     /// The kernels of the `candle-flash-attn` crate, in builds with the feature `flash-attn`.
     CandleFlashAttn,
-    /// `eager_attention.cu`: slow, but supports every dtype, and head sizes up to 256.
+    /// The kernels in `eager_attention.cu`. They are slow but support every compute dtype and head sizes up to 256.
     Eager,
 }
 
 impl AttentionBackend {
-    /// Returns the backend for queries of this dtype and head size, never `Auto`.
+    /// Returns the backend to use for queries of this dtype and head size. It is never `Auto`.
     ///
-    /// The error says why `self` does not support such queries.
+    /// Fails if `self` does not support such queries. The error message explains why.
     pub fn choose(self, is_on_gpu: bool, dtype: DType, head_dim: usize, softcap: Option<f32>) -> Result<Self, String> {
         let has_tensor_cores = is_on_gpu && matches!(dtype, DType::BF16 | DType::F16);
         let has_own = has_tensor_cores && FLASH_HEAD_DIMS.contains(&head_dim);

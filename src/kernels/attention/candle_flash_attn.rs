@@ -3,7 +3,7 @@
 //! The crate's kernels do not support sinks. A sink adds exp(sink) to the softmax denominator.
 //! The exact result is therefore out · sigmoid(lse - sink), where lse is the logarithm of the denominator.
 //!
-//! The crate does not expose lse in Rust, so this module calls its C function directly. That function is not stable.
+//! The crate does not expose lse in Rust, so this module calls its C function directly. That function may change.
 //! The version of the crate is therefore pinned, and `tests/it/kernels.rs` compares the results with the reference.
 
 use std::ffi::{c_int, c_void};
@@ -97,7 +97,7 @@ pub(super) fn attention(
     let length = k.dim(0)?;
     // SAFETY: the kernel writes every element.
     let lse = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
-    // As in the crate: causal without a window; otherwise up to window - 1 keys to the left and none to the right.
+    // The crate passes the same values: `is_causal` only without a window, and otherwise window - 1 keys to the left.
     let (is_causal, left) = mask.window.map_or((1, length), |window| (0, (window - 1).min(length)));
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);
     let pointer = |tensor: &Tensor| address(tensor).map(|address| address as *const c_void);

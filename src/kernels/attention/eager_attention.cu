@@ -1,5 +1,5 @@
 // Causal attention over a KV cache without tensor cores.
-// Supports grouped queries, and optionally a sliding window, sinks and a soft cap.
+// Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
 // Used for f32, and for head sizes that flash_attention.cu does not support.
 //   q, out [T, H, D]; k, v [S, K, D] (position p is in row p mod S); sinks f32 [H] or null; D <= 256
 //   grid (T, H), block 32·W: W warps share the keys of one query head
@@ -73,8 +73,8 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
     }
 }
 
-// Adds sinks to attention that was computed without them: out · sigmoid(lse - sink).
-//   out [T, H, D]; lse f32 [H, T], the logarithm of each softmax's denominator; grid (T, H), block 32
+// Applies sinks to the output of attention that was computed without them: out · sigmoid(lse - sink).
+//   out [T, H, D]; lse f32 [H, T], the logarithm of each softmax denominator; grid (T, H), block 32
 template <typename T>
 __device__ void scale_by_sinks(T* out, const float* lse, const float* sinks, int tokens, int heads, int head_dim) {
     const int token = blockIdx.x, head = blockIdx.y;

@@ -1,6 +1,6 @@
 //! Attention without tensor cores, for every dtype and for head sizes up to 256.
 //!
-//! Contains the launch of the kernels in `eager_attention.cu` and the reference in plain Rust.
+//! This file launches the kernels in `eager_attention.cu` and implements the reference in plain Rust.
 
 use rayon::prelude::*;
 
@@ -54,7 +54,7 @@ mod with_cuda {
             .int(mask.window.unwrap_or(0))
             .float(mask.scale)
             .float(mask.softcap.unwrap_or(0.0));
-        // With few blocks, each needs many warps to keep enough loads in flight. With many, small blocks waste less.
+        // With few blocks, each block needs many warps to keep enough loads in flight. With many, 4 warps suffice.
         let warps = if tokens * heads <= 512 { 32 } else { 4 };
         let shared_bytes = warps * (head_dim + 2) * size_of::<f32>();
         let kernel = format!("attention_{}", dtype_suffix(q.dtype())?);
@@ -63,9 +63,9 @@ mod with_cuda {
         unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
     }
 
-    /// Adds sinks to attention that was computed without them: out · sigmoid(lse - sink).
+    /// Applies sinks to the output of attention that was computed without them: out · sigmoid(lse - sink).
     ///
-    /// out \[T, H, D\]; lse f32 \[H, T\], the logarithm of each softmax's denominator; sinks f32 \[H\].
+    /// out \[T, H, D\]; lse f32 \[H, T\], the logarithm of each softmax denominator; sinks f32 \[H\].
     #[cfg(feature = "flash-attn")]
     pub fn scale_by_sinks(device: &CudaDevice, out: &Tensor, lse: &Tensor, sinks: &Tensor) -> Result<()> {
         let (tokens, heads, head_dim) = out.dims3()?;

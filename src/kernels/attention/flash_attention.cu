@@ -1,13 +1,13 @@
 // Causal attention on tensor cores over a KV cache (FlashAttention-2, arXiv 2307.08691).
-// Supports grouped queries, and optionally a sliding window, sinks and a soft cap.
+// Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
 //   q, out [T, H, D]; k, v [S, K, D] (position p is in row p mod S); sinks f32 [H] or null; G = H/K
 //   positions u32 (in device memory, so a CUDA graph can be replayed): query t is at position positions[0] + t
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid (K, row tiles, splits); block 32·WARPS·TEAMS
-//   bytes moved: 2·D·sizeof(T) for each visible key, KV head and row tile; all row tiles but the first read from L2
+//   bytes moved: 2·D·sizeof(T) for each visible key, KV head and row tile; only the first row tile misses L2
 //
-// A row is one token and one query head of the group: row r of KV head k is token r / G and head k·G + r % G.
-// A tile of rows therefore reads each key and value only once for all heads of the group.
+// A row is one query head of one token: row r of KV head k is head k·G + r % G of token r / G.
+// A row tile therefore reads each key and value only once for all query heads of the KV head.
 //
 // Splits share the keys of a row tile. The last split to finish combines the f32 partial results through L2:
 //   partials [row tiles, K, splits, ROWS·(D + 2)]: sums [ROWS, D], then (maximum, total) of each row
@@ -19,9 +19,10 @@
 #include "headers/tensor_core.cuh"
 
 constexpr float LOG2_E = 1.44269504f;
-// Weights may grow to 2^8 before the sums are rescaled. This is safe in f32 and f16 and avoids nearly all rescaling.
+// Softmax weights may grow to 2^8 before the sums are rescaled.
+// This is safe in f32 and f16 and avoids nearly all rescaling.
 constexpr float SLACK = 8.0f;
-// The number of partial results to combine at once. Their loads are in flight at the same time.
+// The number of partial results to combine at once. All of their loads are in flight at the same time.
 constexpr int COMBINE_BATCH = 16;
 
 constexpr int head_dim_index(int head_dim) {
@@ -31,8 +32,9 @@ constexpr int head_dim_index(int head_dim) {
 }
 
 // The division of work within a block.
-//   TEAMS = 1 (prompts): WARPS warps of 16·M rows each share tiles of KEYS keys, in STAGES buffers.
-//   TEAMS > 1 (decoding): one-warp teams share the same 16 rows but use different key tiles. Their sums are merged.
+//   TEAMS = 1 (prompts): all warps use the same tiles of KEYS keys. Each warp computes its own 16·M rows.
+//   TEAMS > 1 (decoding): each team is one warp. All teams compute the same 16 rows, each for its own key tiles.
+//   The sums of the teams are merged at the end.
 template <int HEAD_DIM, int TILE_ROWS> struct Tile {
     static constexpr int D = HEAD_DIM, ROWS = TILE_ROWS, INDEX = head_dim_index(HEAD_DIM);
     static constexpr bool FEW = ROWS == FLASH_FEW_ROWS, MANY = ROWS == FLASH_MANY_ROWS;
@@ -42,7 +44,7 @@ template <int HEAD_DIM, int TILE_ROWS> struct Tile {
     static constexpr int STAGES = FLASH_STAGES;
     static constexpr int M = ROWS / 16 / WARPS;
     static constexpr int MIN_TILES = FEW ? 128 / KEYS : 4;  // a split with fewer key tiles is not worth combining
-    // Resident blocks per multiprocessor. With D = 256, the sums of 16 rows fill half of a warp's registers.
+    // Resident blocks per multiprocessor. With D = 256, the sums of 16 rows take 128 registers of each thread.
     static constexpr int MIN_BLOCKS = FEW ? 1 : MANY ? (D <= 128 ? 2 : 1) : D <= 64 ? 3 : 2;
     static constexpr int TEAM_THREADS = 32 * WARPS, THREADS = TEAM_THREADS * TEAMS;
     static constexpr int STRIDE = D + FLASH_ROW_PADDING, KEY_ELEMENTS = KEYS * STRIDE;
@@ -51,8 +53,8 @@ template <int HEAD_DIM, int TILE_ROWS> struct Tile {
     static constexpr int PIPELINE_BYTES = TEAMS * STAGES * 2 * KEY_ELEMENTS * 2;
     static constexpr int MERGE_STRIDE = D + 8;  // puts the float2 values of four rows into different banks
     static constexpr int MERGE_BYTES = TEAMS > 1 ? TEAMS * ROWS * (MERGE_STRIDE + 2) * 4 : 0;
-    static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge reuses the memory of the pipeline");
-    static_assert(WARPS == 1 || TEAMS == 1, "a team of several warps would need its own barrier");
+    static_assert(MERGE_BYTES <= PIPELINE_BYTES, "the merge does not fit into the memory of the pipeline");
+    static_assert(WARPS == 1 || TEAMS == 1, "several teams of several warps would need a barrier per team");
     static_assert(ROWS <= THREADS && STAGES >= 2);
 };
 
@@ -67,7 +69,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
 // Replaces a maximum of -infinity, which would give NaN when subtracted. Without visible keys, any finite number works.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
-// Returns the factor that turns weighted sums relative to 2^maximum into the output. Adds the sink to the total.
+// Returns the factor that converts the weighted sums of values into the output.
+// The sums and `total` are relative to 2^maximum. The sink is added to the softmax denominator.
 __device__ __forceinline__ float normalizer(float maximum, float total, float sink) {
     const float base = fmaxf(maximum, sink);
     const float keep = exp2_fast(maximum - base);
@@ -103,7 +106,8 @@ template <typename C> struct Rows {
     __device__ __forceinline__ int token(int row) const { return (first + min(row, count - 1)) / group; }
 };
 
-// The keys of this team: tiles begin, begin + TEAMS, ..., below end. Tile 0 starts at position `oldest`.
+// The key tiles of this team: begin, begin + TEAMS, and so on, up to but not including end.
+// Tile 0 starts at position `oldest`.
 struct Keys {
     int oldest, newest, begin, end;
 };
@@ -112,7 +116,7 @@ struct Keys {
 
 // Starts copying a tile of keys and values to the buffers of a stage, and commits the copies as one group.
 //
-// Keys that no row sees become zeros, because their memory may hold NaN, and zero times NaN is NaN.
+// Keys and values after position `newest` become zeros. Their memory may hold NaN, and zero times NaN is NaN.
 // At most S positions are visible, so a tile wraps around the end of the cache at most once.
 template <typename T, typename C>
 __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* pipeline, const Keys& keys, int tile,
@@ -127,10 +131,10 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
         for (uint32_t c = 0; c < (COPIES + THREADS - 1) / THREADS; ++c) {
             const uint32_t copy = thread + c * THREADS;
             if (COPIES % THREADS != 0 && copy >= COPIES) break;
-            const bool even = THREADS % SEGMENTS == 0;  // if so, a thread stays in one column
+            const bool even = THREADS % SEGMENTS == 0;  // if so, a thread copies the same segment of every row
             const uint32_t j = even ? thread / SEGMENTS + c * (THREADS / SEGMENTS) : copy / SEGMENTS;
             const uint32_t segment = even ? thread % SEGMENTS : copy % SEGMENTS;
-            const uint32_t row = min(base + j, base + j - size);  // unsigned: the smaller value is in range
+            const uint32_t row = min(base + j, base + j - size);  // with unsigned wraparound, the smaller is in range
             const size_t from = (size_t)row * row_elements + kv_head * C::D + segment * 8;
             const uint32_t target = to + (j * C::STRIDE + segment * 8) * sizeof(T);
             copy_async_or_zero(target, k + from, j <= left);
@@ -142,10 +146,10 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
 
 // ---- queries ----
 
-// Starts copying the queries of the block's rows to shared memory, as one group.
+// Starts copying the queries of the block's rows to shared memory, and commits the copies as one group.
 template <typename T, typename C>
 __device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile, const Rows<C>& rows) {
-    static_assert(C::STAGES == 2, "the first wait of the main loop must cover this group too");
+    static_assert(C::STAGES == 2, "with more stages, the first wait of the main loop would not cover this group");
     for (int copy = threadIdx.x; copy < C::ROWS * (C::D / 8); copy += C::THREADS) {
         const int row = copy / (C::D / 8), segment = copy % (C::D / 8);
         const T* from = q + rows.element(min(row, rows.count - 1)) + segment * 8;
@@ -177,12 +181,12 @@ __device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, c
 
 // ---- one tile of keys ----
 
-// The scores of a warp's rows for one key tile, in the layout of mma.sync results:
-// a thread holds two adjacent columns of row lane/4 (elements 0, 1) and of row lane/4 + 8 (elements 2, 3).
+// The scores of a warp's rows for one key tile, in the layout of mma.sync results.
+// A thread holds two adjacent columns of row lane/4 (elements 0, 1) and of row lane/4 + 8 (elements 2, 3).
 template <typename C> using Scores = float[C::M][C::KEYS / 8][4];
 // The weighted sums of the values, in the same layout as the scores.
 template <typename C> using Sums = float[C::M][C::D / 8][4];
-// One number for each of a thread's two rows in each group of 16 rows.
+// One number per row. A thread has two rows in each group of 16 rows.
 template <typename C> using RowFloats = float[C::M][2];
 template <typename C> using RowInts = int[C::M][2];
 
@@ -344,7 +348,7 @@ __device__ __forceinline__ void store_partial(float* partial, int row, int colum
     if (column == 0) __stcg(reinterpret_cast<float2*>(partial + C::ROWS * C::D + 2 * row), float2{maximum, total});
 }
 
-// Writes the result of a block with one team: the output, or a partial result if there are splits.
+// Writes the result of a block with one team: the output, or a partial result if several splits share the keys.
 template <typename T, typename C>
 __device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloats<C>& maxima,
                                               const RowFloats<C>& totals, const Rows<C>& rows, const float* row_sinks,
@@ -374,7 +378,8 @@ __device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloa
     }
 }
 
-// Merges the results of all teams in shared memory. Writes the output, or a partial result if there are splits.
+// Merges the results of all teams in shared memory.
+// Writes the output, or a partial result if several splits share the keys.
 template <typename T, typename C>
 __device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats<C>& maxima,
                                             const RowFloats<C>& totals, const Rows<C>& rows, const float* row_sinks,
@@ -466,11 +471,11 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     // The sinks are needed last, but their load starts here.
     float sink = -INFINITY;
     if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
-    // With `early`, the caller guarantees that positions[0] and all earlier keys were complete when the previous kernel
-    // started. Only the queries and the keys of this step must then wait for the previous kernel.
+    // With `early`, the caller guarantees that positions[0] and all earlier keys and values are already complete.
+    // Then only the loads of this step's queries, keys and values must wait for the previous kernel.
     if (!early) pdl_wait();
 
-    // 1. Find the keys that any row of the tile sees, and the part of them for this split and team.
+    // 1. Find the keys that any row of the tile sees, and select the key tiles of this split and team.
     const int position = (int)__ldcg(positions), newest = position + last_token;
     const int oldest = window > 0 ? max(0, position + first_token - window + 1) : 0;
     const int tiles = (newest - oldest) / C::KEYS + 1;
@@ -487,7 +492,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
 #pragma unroll
     for (int stage = 0; stage < C::STAGES - 1; ++stage) {
         const int tile = keys.begin + stage * C::TEAMS;
-        if (oldest + tile * C::KEYS + C::KEYS > position) pdl_wait();  // for this step's own keys
+        if (oldest + tile * C::KEYS + C::KEYS > position) pdl_wait();  // the tile includes keys of this step
         load(tile, stage);
     }
     pdl_wait();
@@ -542,9 +547,9 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     }
     reduce_totals<C>(totals);
 
-    // 4. Write the output if this block has processed all keys, or else its partial result.
+    // 4. Write the output, or a partial result if other splits process the rest of the keys.
     if (threadIdx.x < rows.count) row_sinks[threadIdx.x] = sink * LOG2_E;
-    __syncthreads();  // the memory of the pipeline is free from here on
+    __syncthreads();  // from here on, the memory of the pipeline is free
     const int slot = row_tile * kv_heads + kv_head;
     float* const slot_partials = partials + (size_t)slot * gridDim.z * C::ROWS * (C::D + 2);
     float* const partial = slot_partials + split * C::ROWS * (C::D + 2);
@@ -573,7 +578,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
         attention<T, Tile<D, ROWS>>(q, k, v, sinks, out, positions, partials, arrivals, tokens, heads, kv_heads,        \
                                     cache_rows, window, scale, softcap, early);                                         \
     }
-// 16 rows for decoding, 128 for long prompts, and 64 where 128 would leave multiprocessors idle.
+// Tiles have 16 rows for decoding, 128 rows for long prompts, and 64 rows if 128 would leave multiprocessors idle.
 #define DEFINE_HEAD_DIM(D)                        \
     DEFINE_KERNEL(16, D, __half, f16)             \
     DEFINE_KERNEL(64, D, __half, f16)             \

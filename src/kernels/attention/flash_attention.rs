@@ -17,7 +17,7 @@ const MAX_SPLITS: usize = 64;
 /// The keys of a query tile are not split if the sliding window has at most this many keys.
 const MAX_UNSPLIT_WINDOW: usize = 256;
 
-/// The launch of one kernel for queries \[T, H, D\] on a KV cache \[S, K, D\].
+/// The kernel and launch shape for queries \[T, H, D\] and a KV cache \[S, K, D\].
 pub struct FlashAttention {
     kernel: String,
     shape: LaunchShape,
@@ -46,9 +46,10 @@ pub struct FlashTensors<'t> {
     pub positions: &'t Tensor,
     /// The output, \[T, H, D\] in the dtype of `q`.
     pub out: &'t Tensor,
-    /// Scratch memory: at least [`FlashAttention::partials`] elements, f32.
+    /// Scratch memory for partial results: at least [`FlashAttention::partials`] elements, f32.
     pub partials: &'t Tensor,
-    /// Counters: at least [`FlashAttention::arrivals`] elements, u32. They are zero before and after each launch.
+    /// Counters of finished splits: at least [`FlashAttention::arrivals`] elements, u32.
+    /// They are zero before and after each launch.
     pub arrivals: &'t Tensor,
 }
 
@@ -57,8 +58,8 @@ pub struct FlashTensors<'t> {
 pub enum EarlyReads {
     /// Nothing.
     None,
-    /// The first position, and the keys and values of earlier positions.
-    /// They must be complete when the previous kernel starts.
+    /// The first element of `positions`, and the keys and values of earlier positions.
+    /// They must have been written before the previous kernel starts.
     EarlierPositions,
 }
 
@@ -70,7 +71,7 @@ impl FlashAttention {
             bail!("flash_attention has no kernel for head size {head_dim} in {:?}", q.dtype());
         };
         let (max_shared_bytes, multiprocessors) = (max_shared_bytes(device)?, multiprocessors(device)?);
-        // A row is one token and one of the query heads that share a KV head.
+        // Each row is one query head of one token. The row tiles of a KV head contain all query heads that share it.
         let rows = tokens * (heads / kv_heads);
         let [few, medium, many] = tiles;
         let fills_gpu = kv_heads * rows.div_ceil(FLASH_MANY_ROWS) >= 2 * multiprocessors;
@@ -82,7 +83,7 @@ impl FlashAttention {
             medium
         };
         let row_tiles = rows.div_ceil(tile.rows);
-        // With only a few row tiles, multiprocessors would be idle. Several blocks then share the keys of one tile.
+        // A few row tiles would leave multiprocessors idle. Several blocks then share the keys of one row tile.
         let splits = match tile.rows {
             _ if mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW) => 1,
             FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
@@ -139,12 +140,12 @@ impl FlashAttention {
         let partials = &unsafe { Tensor::empty(self.partials.max(1), DType::F32, q.device())? };
         let arrivals = &Tensor::zeros(self.arrivals.max(1), DType::U32, q.device())?;
         let tensors = FlashTensors { q, k, v, sinks, positions, out, partials, arrivals };
-        // SAFETY: `attention` has checked shapes and dtypes; the kernel wraps positions modulo the cache rows.
+        // SAFETY: `attention` has checked shapes and dtypes; the kernel wraps positions modulo the number of rows.
         unsafe { self.launch(&tensors, EarlyReads::None)?.enqueue(device) }
     }
 }
 
-/// The tile that one thread block computes: `Tile` in `flash_attention.cu`.
+/// The tile that one thread block computes. Must match `Tile` in `flash_attention.cu`.
 struct Tile {
     /// Query rows.
     rows: usize,
@@ -154,7 +155,7 @@ struct Tile {
 }
 
 impl Tile {
-    /// Returns the tiles of 16, 64 and 128 rows for a head size, or `None` if there are no kernels for the head size.
+    /// Returns the tiles of 16, 64 and 128 rows for a head size, or `None` if no kernel supports the head size.
     fn for_head_dim(head_dim: usize) -> Option<[Self; 3]> {
         let index = FLASH_HEAD_DIMS.iter().position(|&dim| dim == head_dim)?;
         let tile = |rows: usize, warps: usize, teams: usize, keys: usize| {

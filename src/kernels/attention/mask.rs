@@ -5,7 +5,7 @@
 pub struct AttentionMask {
     /// The position of the first query. Query t is at `position + t`.
     pub position: usize,
-    /// The sliding window: the number of keys that a query sees, including its own. `None` means all keys.
+    /// The sliding window: the number of keys that a query sees, including its own. `None` means no limit.
     pub window: Option<usize>,
     /// The factor applied to q·k, usually 1/sqrt(D).
     pub scale: f32,

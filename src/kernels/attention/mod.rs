@@ -1,7 +1,8 @@
 //! Causal grouped-query attention over a KV cache, with an optional sliding window and optional sinks.
 //!
-//! A sink is a learned logit per head that takes part in the softmax but has no value (openai/gpt-oss,
-//! `gpt_oss/torch/model.py`, `sdpa`). With a window of w, position i sees the keys i-w+1 ..= i.
+//! A sink is a learned logit per head that takes part in the softmax but has no value.
+//! The definition is `sdpa` in `gpt_oss/torch/model.py` of openai/gpt-oss.
+//! With a sliding window of w keys, position i sees the keys i-w+1 ..= i.
 
 mod backend;
 #[cfg(feature = "flash-attn")]
@@ -27,11 +28,11 @@ pub use mask::AttentionMask;
 /// Returns the attention of the queries over the cached keys and values, \[T, H, D\] in q's dtype.
 ///
 /// - q \[T, H, D\]
-/// - k, v \[S, K, D\] of q's dtype. Position p is stored in row p mod S. All visible positions must be written.
+/// - k, v \[S, K, D\] in q's dtype. Position p is stored in row p mod S. All visible positions must have been written.
 /// - sinks f32 \[H\]
 /// - positions u32 \[T\]: the positions of the queries, on the device
 ///
-/// On a CPU, the reference runs regardless of the backend.
+/// On a CPU, the backend must be `Auto` or `Eager`, and the reference runs.
 pub fn attention(
     q: &Tensor,
     k: &Tensor,
@@ -114,10 +115,10 @@ fn check_inputs(
     if positions.dims() != [tokens] || positions.dtype() != DType::U32 {
         bail!("attention: positions are {:?} {:?}, expected U32 [{tokens}]", positions.dtype(), positions.dims());
     }
-    // Cache rows are reused. The oldest key that the first query sees must not be overwritten by the last write.
+    // Cache rows are reused. The key of the last query must not overwrite the oldest key that the first query sees.
     let visible = mask.window.unwrap_or(usize::MAX).min(mask.position + 1) + tokens - 1;
     if visible > cache_rows {
-        bail!("attention: the queries see {visible} positions, but the cache has {cache_rows} rows");
+        bail!("attention: the queries see {visible} positions, but the cache has only {cache_rows} rows");
     }
     Ok(AttentionShape { tokens, heads, kv_heads, head_dim, cache_rows })
 }

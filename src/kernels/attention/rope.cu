@@ -1,4 +1,5 @@
-// Splits the fused projection into q, k and v: bias, RMSNorm and rotary position embedding (RoPE) of q and k, rounding.
+// Splits the output of the fused QKV projection into q, k and v, and rounds them to T.
+// Before that, adds the bias and applies RMSNorm and rotary position embedding (RoPE) to q and k.
 // Split-half RoPE: pair i of a head is (x[i], x[i + R/2]) for R rotated dimensions. The other dimensions are unchanged.
 //   qkv f32 [T, H + 2K, D]; bias f32 [H + 2K, D] or null; cos, sin f32 [P, R/2]; positions u32 [T]
 //   q_norm, k_norm f32 [D] or null: each head is normalized before the rotation

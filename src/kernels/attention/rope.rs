@@ -1,25 +1,25 @@
-//! Splits the fused projection into queries, keys and values.
+//! Splits the output of the fused QKV projection into queries, keys and values.
 //!
 //! Adds the bias, applies optional norms to queries and keys, and rotates queries and keys.
 //! RoPE (RoFormer, arXiv 2104.09864) uses the split-half layout of Hugging Face checkpoints.
 //!
-//! The angle tables and all arithmetic are f32, so late positions stay precise in bf16.
+//! The tables and all arithmetic are f32, because bf16 would be too imprecise at large positions.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::kernels::{elements, norm, to_f32};
 
-/// The rotation of q and k by position.
+/// The tables and positions that determine the rotation of q and k.
 #[derive(Clone, Copy)]
 pub struct Rotation<'t> {
     /// f32 \[P, R/2\]
     pub cos: &'t Tensor,
     pub sin: &'t Tensor,
-    /// u32 \[T\], each below P.
+    /// u32 \[T\], each less than P.
     pub positions: &'t Tensor,
 }
 
-/// The RMSNorm of each head of q and k, applied before the rotation.
+/// The RMSNorm that is applied to each head of q and k before the rotation.
 #[derive(Clone, Copy)]
 pub struct QkNorm<'t> {
     /// f32 \[D\]
@@ -28,7 +28,7 @@ pub struct QkNorm<'t> {
     pub eps: f32,
 }
 
-/// Returns q \[T, H, D\], k \[T, K, D\] and v \[T, K, D\] in `dtype` from their fused projection.
+/// Splits the output of the fused QKV projection into q \[T, H, D\], k \[T, K, D\] and v \[T, K, D\] in `dtype`.
 ///
 /// Adds the bias, applies the norms to q and k, and rotates the first R dimensions of every head of q and k.
 /// The other dimensions are unchanged. cos and sin are \[P, R/2\].
@@ -50,7 +50,8 @@ pub fn split_qkv(
         bail!("split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, (H, K, D) {heads:?}", qkv.dims());
     }
     if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
-        bail!("split_qkv: cos {:?}, sin {:?}, positions {:?}, D {head_dim}", cos.dims(), sin.dims(), positions.dims());
+        let (cos, sin, positions) = (cos.dims(), sin.dims(), positions.dims());
+        bail!("split_qkv: shapes do not match: cos {cos:?}, sin {sin:?}, positions {positions:?}, D {head_dim}");
     }
     let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
     if let Some(norm) = [q_norm, k_norm].into_iter().flatten().find(|norm| norm.dims() != [head_dim]) {
@@ -110,7 +111,7 @@ pub fn split_qkv(
             let kernel = format!("split_qkv_{}", dtype_suffix(dtype)?);
             let warps = tokens * (q_heads + 2 * kv_heads).div_ceil(ROPE_HEADS_PER_WARP);
             let launch = Launch::new(module!("rope"), kernel, LaunchShape::linear(warps.div_ceil(8), 256), arguments);
-            // SAFETY: shapes and dtypes are checked above; the caller guarantees positions below P.
+            // SAFETY: shapes and dtypes are checked above; the caller guarantees positions less than P.
             unsafe { launch.enqueue(device)? };
             Ok((q, k, v))
         }
@@ -119,7 +120,7 @@ pub fn split_qkv(
     }
 }
 
-/// Computes norms and rotation in plain Rust.
+/// Computes the norms and the rotation in plain Rust.
 ///
 /// Returns x with the heads of q and k normalized and rotated. The heads of v are unchanged.
 ///

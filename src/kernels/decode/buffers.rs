@@ -1,11 +1,11 @@
-//! Static buffers, norm parameters and shape checks for the kernels of a decode step.
+//! Static buffers, norm parameters and argument checks for the kernels of a decode step.
 
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::kernels::launch::multiprocessors;
 
-/// The buffers that all kernels of a decode step share. Their addresses never change.
+/// The buffers that the kernels of a decode step share. Their addresses never change.
 pub struct StepBuffers {
     /// The residual stream: f32 `[hidden]`.
     pub x: Tensor,
@@ -13,7 +13,7 @@ pub struct StepBuffers {
     pub state: Tensor,
     /// f32 `[vocab]`
     pub logits: Tensor,
-    /// The largest logit and its token for each thread block of the head: u32 `[2 * blocks]`.
+    /// The largest logit and its token for each thread block of the head kernel: u32 `[2 * multiprocessors]`.
     pub(super) best: Tensor,
     pub(super) multiprocessors: usize,
 }
@@ -40,15 +40,15 @@ pub struct RmsNormParams<'t> {
     pub eps: f32,
 }
 
-/// Returns an error unless `fits`. The message names `what` and the dtype and shape of `tensor`.
+/// Returns an error if `fits` is false. The message contains `what`, and the dtype and shape of `tensor`.
 pub(super) fn check(what: &str, fits: bool, tensor: &Tensor) -> Result<()> {
     if fits {
         return Ok(());
     }
-    bail!("cannot plan a decode step: {what} has the wrong dtype or shape: {:?} {:?}", tensor.dtype(), tensor.dims())
+    bail!("cannot plan a decode step: unsupported dtype or shape for {what}: {:?} {:?}", tensor.dtype(), tensor.dims())
 }
 
-/// Returns an error unless `tensor` has `size` f32 elements.
+/// Returns an error unless `tensor` has exactly `size` elements of type f32.
 pub(super) fn check_f32(what: &str, tensor: &Tensor, size: usize) -> Result<()> {
     check(what, tensor.dtype() == DType::F32 && tensor.elem_count() == size, tensor)
 }

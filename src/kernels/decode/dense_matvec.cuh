@@ -1,14 +1,14 @@
 // Matrix-vector products with bf16 or f16 weights, for the decode kernels.
 //
-// A *segment* is 8 consecutive elements of a row: 16 bytes, which one lane loads at once.
-// A *unit* is a set of rows that one warp multiplies together.
-// The warps of the grid process the units in round-robin order.
+// A *segment* is 8 consecutive elements (16 bytes) of a row. A lane loads one segment at a time.
+// A *unit* is a set of rows that one warp multiplies at the same time.
+// Units are assigned to the warps of the grid in round-robin order.
 #pragma once
 #include "constants.cuh"
 #include "decode/block_sum.cuh"
 #include "headers/streaming_loads.cuh"
 
-// Loads in flight per row, for units of two rows and for units of one row.
+// The number of loads that a lane has in flight per row: for units of two rows, and for units of one row.
 constexpr int DENSE_DEPTH_2 = 3, DENSE_DEPTH_1 = 6;
 
 template <typename T> __device__ __forceinline__ float2 unpack(uint32_t pair);
@@ -19,7 +19,7 @@ template <> __device__ __forceinline__ float2 unpack<__half>(uint32_t pair) {
     return __half22float2(*reinterpret_cast<const __half2*>(&pair));
 }
 
-// Returns `sum` plus the dot product of one segment of weights with 8 inputs: first `a`, then `b`.
+// Returns `sum` plus the dot product of a segment `w` of weights and eight inputs, four in `a` and four in `b`.
 template <typename T> __device__ __forceinline__ float dot8(uint4 w, float4 a, float4 b, float sum) {
     const float2 w0 = unpack<T>(w.x), w1 = unpack<T>(w.y), w2 = unpack<T>(w.z), w3 = unpack<T>(w.w);
     sum = fmaf(w0.x, a.x, sum), sum = fmaf(w0.y, a.y, sum), sum = fmaf(w1.x, a.z, sum), sum = fmaf(w1.y, a.w, sum);
@@ -27,13 +27,13 @@ template <typename T> __device__ __forceinline__ float dot8(uint4 w, float4 a, f
     return sum;
 }
 
-// The input vector in shared memory, as f32 in two planes.
-// The first plane holds the first four elements of every segment, the second plane the last four.
-// A warp that reads one segment per lane has no bank conflicts.
+// The input vector in shared memory, stored as f32 in two planes.
+// The first plane holds the first four elements of every segment, and the second plane holds the last four.
+// With this layout, a warp that reads one segment per lane has no bank conflicts.
 struct DenseInput {
     float4* planes;
     int segments;
-    // Returns elements 4 * index to 4 * index + 3.
+    // Returns the elements 4 * index to 4 * index + 3.
     __device__ __forceinline__ float4& quad(int index) const { return planes[(index & 1) * segments + (index >> 1)]; }
 };
 
@@ -42,9 +42,9 @@ template <typename T> __device__ __forceinline__ const uint4* as_segments(const 
 }
 
 // Streams the rows of a matrix through a warp, one unit of ROWS rows at a time.
-// Each row has DEPTH loads in flight.
-// `locate(u, r)` returns the start of row r of unit u, as a pointer or as an Address.
-// For an Address `a`, `a + s` is a pointer to segment s.
+// Each lane has DEPTH loads in flight per row.
+// `locate(u, r)` returns the Address of row r of unit u.
+// An Address is a pointer or a struct. For an Address `a`, `a + s` is a pointer to segment s of the row.
 template <typename T, int ROWS, int DEPTH, class Locate, class Address = const uint4*> struct DenseStream {
     const Locate locate;
     const int segments, units, stride, lane;
@@ -64,7 +64,7 @@ template <typename T, int ROWS, int DEPTH, class Locate, class Address = const u
 
     __device__ __forceinline__ bool has_unit() const { return unit < units; }
 
-    // Returns zeros past the end of a row, so the unrolled loops below need no branches.
+    // Loads a segment of row r. Returns zeros past the end of the row, so the unrolled loops below need no branches.
     __device__ __forceinline__ uint4 load(int r, int segment) const {
         return segment < segments ? load_stream_16(rows[r] + segment) : make_uint4(0, 0, 0, 0);
     }
@@ -80,7 +80,7 @@ template <typename T, int ROWS, int DEPTH, class Locate, class Address = const u
             for (int r = 0; r < ROWS; ++r) loaded[d][r] = load(r, lane + 32 * d);
     }
 
-    // Computes the dot products of the current unit with `x` and advances to the next unit.
+    // Computes the dot product of `x` and each row of the current unit, and advances to the next unit.
     // All lanes receive the results.
     __device__ __forceinline__ void multiply(const DenseInput& x, float (&sum)[ROWS]) {
 #pragma unroll
@@ -104,7 +104,8 @@ template <typename T, int ROWS, int DEPTH, class Locate, class Address = const u
     }
 };
 
-// Writes x · norm to shared memory and returns 1 / rms(x). The caller multiplies the dot products by this factor.
+// Writes x · norm (elementwise) to shared memory and returns 1 / rms(x).
+// The caller multiplies the dot products by the returned factor.
 __device__ __forceinline__ float load_normed(const DenseInput& input, const float* x, const float* norm, int columns,
                                              float eps, float* scratch) {
     float squares = 0.0f;
@@ -117,7 +118,7 @@ __device__ __forceinline__ float load_normed(const DenseInput& input, const floa
     return rsqrtf(block_sum(squares, scratch) / columns + eps);
 }
 
-// Writes x to shared memory and multiplies each segment s by factor(s).
+// Multiplies each segment s of x by factor(s) and writes the result to shared memory.
 template <typename T, class Factor>
 __device__ __forceinline__ void load_vector(const DenseInput& input, const T* x, Factor factor) {
     for (int i = threadIdx.x; i < input.segments; i += blockDim.x) {

@@ -1,4 +1,4 @@
-// The first half of a gated MLP: h = activation(gate(norm(x))) · up(norm(x)).
+// The first half of a gated MLP. Computes h = activation(gate(norm(x))) · up(norm(x)).
 //
 //   x, norm: f32 [columns]
 //   gate, up: T [rows, columns], or two quantized matrices
@@ -6,8 +6,8 @@
 //   h: T [rows]
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
-//   bytes moved: both weights
-// Each unit computes one element of h from one row of gate and the same row of up.
+//   bytes moved: the gate and up weights
+// Each unit is one row of gate and the corresponding row of up. It produces one element of h.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/activation.cuh"

@@ -1,4 +1,4 @@
-//! Launches the first half of a gated MLP (`gate_up.cu`).
+//! Launches the gate and up projections of a gated MLP and its activation (`gate_up.cu`).
 
 use candle_core::{Result, Tensor};
 

@@ -6,7 +6,7 @@
 // Returns cap · tanh(x / cap), or x if cap is 0.
 __device__ __forceinline__ float soft_capped(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
-// The largest logit so far and its token. Among equal logits, the lowest token id wins. NaN never wins.
+// The largest logit so far and its token. If logits are equal, the lowest token id wins. NaN never wins.
 struct Argmax {
     float logit;
     uint32_t token;
@@ -15,8 +15,9 @@ struct Argmax {
     }
 };
 
-// Writes the argmax of the block to best[blockIdx.x]. Lane 0 of each warp holds the argmax of the warp.
-// `warps` is shared memory for one Argmax per warp.
+// Writes the argmax of the block to best[blockIdx.x].
+// In lane 0 of each warp, `own` is the argmax of the warp. The values of `own` in other lanes are ignored.
+// `warps` is shared memory with space for one Argmax per warp.
 __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* best) {
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = own;
     __syncthreads();
@@ -26,12 +27,12 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
     }
 }
 
-// Computes logits = head(norm(x)) and the argmax of each block.
+// Computes logits = head(norm(x)), and the argmax of the logits that each block computes.
 // If softcap > 0, each logit l becomes softcap · tanh(l / softcap).
 //   x, norm: f32 [columns]
 //   weight: T [vocab, columns], or one quantized matrix
 //   logits: f32 [vocab]
-//   best: one Argmax per block
+//   best: receives one Argmax per block
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight
@@ -97,9 +98,11 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
 }
 
 // Chooses the token with the largest logit and writes its embedding to x, the input of the next step.
-//   best: the argmax of each block of the head
-//   embedding: T [vocab, columns], multiplied by embedding_scale; if null, quantized_next writes x
-//   mailbox: u32 [slots] in host memory; step s writes its token + 1 to slot s % slots, or 0xffffffff on error
+//   best: the argmax of each block of the head kernel
+//   embedding: T [vocab, columns], or null if quantized_next writes x
+//   embedding_scale: the factor by which the embedding is multiplied
+//   mailbox: u32 [slots] in host memory
+//     Step s writes its token + 1 to slot s % slots. If every logit is NaN, it writes 0xffffffff.
 //   grid: 1; block: 1024
 template <typename T>
 __device__ void decode_next(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,
@@ -118,7 +121,7 @@ __device__ void decode_next(const Argmax* best, int blocks, const T* embedding, 
     __syncthreads();
     own = warps[lane];
     reduce();
-    // If every logit is NaN, the mailbox gets the error value and the host stops. The next input is then irrelevant.
+    // If every logit is NaN, the host reads the error value from the mailbox and stops. The next input is not used.
     const bool is_nan = own.token == 0xffffffffu;
     const uint32_t token = is_nan ? 0 : own.token;
     for (int i = threadIdx.x; embedding && i < columns; i += blockDim.x)
@@ -151,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)
     quantized_head(x, norm, weight, logits, best, vocab, columns, eps, softcap, {rounding, static_scale});
 }
 
-// Writes the embedding of the token in `state` to x, multiplied by embedding_scale.
+// Multiplies the embedding of the token in `state` by embedding_scale and writes it to x.
 // Runs after decode_next or decode_sample if the embedding is quantized.
 //   x: f32 [columns]
 //   grid: ceil(columns / 8 / 256); block: 256, one thread per 8 columns

@@ -1,4 +1,4 @@
-//! Launches the end of a decode step: the logits, the argmax and the next input (`head.cu`).
+//! Launches the last kernels of a decode step, which compute the logits, the argmax and the next input (`head.cu`).
 
 use std::sync::Arc;
 
@@ -9,19 +9,19 @@ use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, Mailbox, dtype_suffix, module};
 use crate::kernels::quantized::Matrix;
 
-/// The token embedding, which provides the input of the next step.
+/// The token embedding. Each step looks up the input of the next step in this table.
 #[derive(Clone)]
 pub struct Embedding {
     /// `[vocab, hidden]`
     pub table: Matrix,
-    /// The factor that multiplies every row of the table.
+    /// The factor by which every row is multiplied when it is loaded.
     pub scale: f32,
 }
 
 /// Adds a launch that computes the logits of `norm(x)` and the largest logit of each thread block.
 ///
 /// `weight` is `[vocab, hidden]`. A dense weight has the dtype `dtype`.
-/// With a soft cap, each logit `l` becomes `softcap · tanh(l / softcap)`.
+/// With a `softcap`, each logit `l` becomes `softcap · tanh(l / softcap)`.
 pub fn add_head(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -54,14 +54,15 @@ pub fn add_head(
     unsafe { sequence.add(launch.with_bytes_moved(weight.bytes())) }
 }
 
-/// Returns the launch shape of the head. Each unit is two rows.
+/// Returns the launch shape of the head kernel. Each unit is two rows of the weight.
 fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> Result<LaunchShape> {
     Ok(matvec_shape(buffers, buffers.logits.dims1()?.div_ceil(2), weight))
 }
 
-/// Adds greedy sampling: the token with the largest logit becomes the next input and is sent to the mailbox.
+/// Adds greedy sampling. The kernel sends the token with the largest logit to the mailbox.
+/// The embedding of this token becomes the next input.
 ///
-/// `head` is `[vocab, hidden]`.
+/// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`.
 pub fn add_greedy_sampling(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -87,7 +88,7 @@ pub fn add_greedy_sampling(
     add_quantized_embedding(sequence, buffers, embedding)
 }
 
-/// Returns `(vocab, hidden)`, or an error if the embedding has a different shape.
+/// Returns `(vocab, hidden)`, or an error if the embedding does not have this shape.
 pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Result<(usize, usize)> {
     let dims = (buffers.logits.dims1()?, buffers.x.dims1()?);
     if embedding.dims() == dims {
@@ -98,7 +99,7 @@ pub(super) fn check_embedding(buffers: &StepBuffers, embedding: &Matrix) -> Resu
 
 /// Returns the embedding table for a sampling kernel and the dtype suffix of the kernel's name.
 ///
-/// The table is `None` if the embedding is quantized. [`add_quantized_embedding`] must then follow the kernel.
+/// The table is `None` if the embedding is quantized. [`add_quantized_embedding`] must then add the lookup.
 pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'static str)> {
     match embedding {
         Matrix::Dense(table) => Ok((Some(table), dtype_suffix(table.dtype())?)),
@@ -106,7 +107,7 @@ pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'stat
     }
 }
 
-/// Adds the embedding lookup of the sampled token if the embedding is quantized.
+/// Adds the lookup of the sampled token's embedding if the embedding is quantized. Otherwise, adds nothing.
 pub(super) fn add_quantized_embedding(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -117,6 +118,6 @@ pub(super) fn add_quantized_embedding(
     let arguments =
         Arguments::new().stack(parts)?.tensor(&buffers.state)?.tensor(&buffers.x)?.int(columns).float(embedding.scale);
     let shape = LaunchShape::one_thread_each(columns.div_ceil(8));
-    // SAFETY: the embedding has a row for every token, and as many columns as `x` has elements.
+    // SAFETY: the embedding has one row for each token, and one column for each element of `x`.
     unsafe { sequence.add(Launch::new(module!("head"), "quantized_next", shape, arguments)) }
 }

@@ -10,12 +10,12 @@ use crate::kernels::constants::{DECODE_MAX_WARPS, QUANTIZED_WARPS};
 use crate::kernels::launch::{Arguments, LaunchShape, max_shared_bytes};
 use crate::kernels::quantized::{GROUP_COLUMNS, Matrix, quantized_ops};
 
-/// Returns whether a decode kernel can multiply `weight` by `inputs` vectors at once on this GPU.
+/// Returns whether the decode kernels support `weight` with `inputs` input vectors on this GPU.
 ///
-/// Rows must have a multiple of 8 columns, the vectors must fit in shared memory,
-/// and the weight must not be [`Matrix::Concatenated`].
+/// The number of columns must be a multiple of 8, and all input vectors must fit in shared memory.
+/// The weight must not be [`Matrix::Concatenated`].
 pub fn has_decode_kernel(device: &CudaDevice, weight: &Matrix, inputs: usize) -> Result<bool> {
-    // Kernels have up to 1 KiB of static shared memory.
+    // 1 KiB is reserved for static shared memory. No kernel needs more.
     let fits = weight.dims().1.is_multiple_of(8) && input_bytes(weight, inputs) + 1024 <= max_shared_bytes(device)?;
     Ok(fits && !matches!(weight, Matrix::Concatenated(_)))
 }
@@ -31,14 +31,15 @@ pub(super) fn input_bytes(weight: &Matrix, inputs: usize) -> usize {
     }
 }
 
-/// Returns the launch shape for `units` work units and one input vector. Each warp processes one unit at a time.
+/// Returns the launch shape for a kernel with one input vector. See [`matvec_shape_for`].
 pub(super) fn matvec_shape(buffers: &StepBuffers, units: usize, weight: &Matrix) -> LaunchShape {
     matvec_shape_for(buffers, units, weight, 1)
 }
 
-/// Returns the launch shape for `units` work units and `inputs` input vectors. Each warp processes one unit at a time.
+/// Returns the launch shape for a kernel with `inputs` input vectors and `units` units of work.
 ///
-/// The grid has at most one block per multiprocessor. Blocks have more warps if the number of units requires it.
+/// Each warp processes one unit at a time. The grid has at most one block per multiprocessor.
+/// A block has at least 4 warps. It has more if there are more than 4 units per multiprocessor.
 pub(super) fn matvec_shape_for(buffers: &StepBuffers, units: usize, weight: &Matrix, inputs: usize) -> LaunchShape {
     let max_warps = if matches!(weight, Matrix::Dense(_)) { DECODE_MAX_WARPS } else { QUANTIZED_WARPS };
     let warps = units.div_ceil(buffers.multiprocessors).clamp(4, max_warps);
@@ -54,7 +55,7 @@ pub(super) fn matvec_kernel(weight: &Matrix, name: &str) -> String {
     }
 }
 
-/// Returns an error unless `weight` is `[rows, columns]` and a kernel supports it with activations of `dtype`.
+/// Returns an error unless `weight` has shape `[rows, columns]` and a kernel supports it for activations in `dtype`.
 pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: DType) -> Result<()> {
     let has_kernel = match weight {
         Matrix::Dense(weight) => weight.dtype() == dtype,
@@ -66,24 +67,24 @@ pub(super) fn check_weight(weight: &Matrix, rows: usize, columns: usize, dtype: 
         return Ok(());
     }
     bail!(
-        "cannot plan a decode step: a weight has shape {:?}, expected [{rows}, {columns}] in {dtype:?}",
+        "cannot plan a decode step: unsupported weight of shape {:?}, expected [{rows}, {columns}] in {dtype:?}",
         weight.dims()
     )
 }
 
 impl Arguments {
-    /// Adds a weight: an address if it is dense, or a stack of matrices if it is quantized.
+    /// Adds a weight. A dense weight is passed as an address, and a quantized weight as a stack of matrices.
     pub(super) fn weight(self, weight: &Matrix) -> Result<Self> {
         match weight {
             Matrix::Dense(weight) => self.tensor(weight),
             Matrix::Quantized(parts) => self.stack(parts),
             Matrix::Concatenated(_) => {
-                bail!("cannot plan a decode step: no kernel supports a weight with parts in different formats")
+                bail!("cannot plan a decode step: no single kernel supports all parts of a weight")
             }
         }
     }
 
-    /// Adds two weights that are both dense (two addresses) or both quantized (one stack).
+    /// Adds two weights. Two dense weights are passed as two addresses, and two quantized weights as one stack.
     pub(super) fn two_weights(self, first: &Matrix, second: &Matrix) -> Result<Self> {
         match (first, second) {
             (Matrix::Dense(first), Matrix::Dense(second)) => self.tensor(first)?.tensor(second),
@@ -92,11 +93,11 @@ impl Arguments {
         }
     }
 
-    /// Adds the input rounding if the weight is quantized. Kernels for quantized weights take it last.
+    /// Adds the arguments for input rounding if the weight is quantized. Kernels take these arguments last.
     pub(super) fn rounding(self, weight: &Matrix) -> Result<Self> {
         let Matrix::Quantized(_) = weight else { return Ok(self) };
         let Some(rounding) = weight.input_rounding() else {
-            bail!("cannot plan a decode step: the parts of a weight use different input rounding")
+            bail!("cannot plan a decode step: the parts of a weight require different input rounding")
         };
         Ok(self.input_rounding(rounding))
     }

@@ -1,17 +1,19 @@
-//! Fused CUDA kernels for one decode step: one token of one sequence, in static buffers.
+//! Fused CUDA kernels for decode steps. A step computes one token of one sequence in static buffers.
 //!
-//! Each function checks shapes and adds one or two launches to a `LaunchSequence` for a CUDA graph.
-//! A CUDA graph replays fixed arguments, so the position, the token and the chosen experts are in device memory.
-//! Each step reads its weights once, so the speed of these kernels depends on their memory bandwidth.
+//! Each `add_*` function checks shapes and adds one or two launches to a `LaunchSequence`.
+//! The sequence is captured as a CUDA graph, which replays each launch with the same arguments.
+//! The position, the token and the router logits change in every step, so kernels read them from device memory.
+//! A step reads each weight only once, so memory bandwidth limits the speed of these kernels.
 //!
-//! Launches overlap (programmatic dependent launch).
-//! A kernel loads its first weights while the previous kernel still runs, then waits for its input.
+//! On Hopper and later GPUs, launches overlap (programmatic dependent launch).
+//! A kernel loads its first weights while the previous kernel is still running, and then waits for its input.
+//! Gate and up projections of routed experts wait first, because the router decides which weights they need.
 //!
-//! All kernels share two buffers of [`StepBuffers`]:
+//! Two buffers of [`StepBuffers`] carry data from one step to the next:
 //! - `x`: the residual stream, f32 `[hidden]`
-//! - `state`: u32 `[4]` with the current position, the current token, the number of finished steps and an unused word
+//! - `state`: u32 `[4]`, the current position, the current token, the number of finished steps and an unused word
 //!
-//! In the CUDA files, `T` is bf16 or f16: the dtype of q, k, v and unquantized weights.
+//! In the CUDA files, `T` is bf16 or f16. It is the dtype of q, k, v and the weights of unquantized projections.
 //! Tests compare these kernels with the eager decoder (`tests/it/decode_graph.rs`).
 
 mod buffers;

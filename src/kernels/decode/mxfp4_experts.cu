@@ -1,4 +1,5 @@
-// Routed experts of one token with MXFP4 weights: a clamped SwiGLU MLP with biases (gpt-oss), on tensor cores.
+// Routed experts with MXFP4 weights for one token, computed on tensor cores.
+// Each expert is an MLP with clamped SwiGLU and biases, as in gpt-oss.
 // Each block determines the chosen experts from the router logits.
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -7,25 +8,25 @@
 #include "headers/tensor_core.cuh"
 #include "moe/routing.cuh"
 
-// MXFP4 weights in the layout of `repack_mxfp4` (experts_gemm.cu). Tile counts are rounded up.
+// MXFP4 weights in the layout that `repack_mxfp4` (experts_gemm.cu) produces. Tile counts are rounded up.
 //   blocks: [experts][rows / 16][columns / 64][lane][16 bytes]
 //   scales: [experts][rows / 16][columns / 64][8][4 bytes]
 // The 16 bytes of a lane are its fragments of A for four mma.m16n8k16 instructions.
-// They contain rows g and g + 8 of two MXFP4 blocks of 32 columns, where g = lane / 4.
+// The fragments contain values from rows g and g + 8 of two MXFP4 blocks (32 columns each), where g = lane / 4.
 struct Mxfp4Tiles {
     const uint8_t *blocks, *scales;
     int groups;  // the number of 64-column groups in a row
 };
 
-// Returns pair I of the 8 E2M1 values in a word, as f16x2 and multiplied by 2^-14.
+// Returns pair I of the 8 E2M1 values in a word as f16x2. Each value is multiplied by 2^-14.
 template <int I> __device__ __forceinline__ uint32_t e2m1_pair(uint32_t w) {
     if (I == 0) return w & 0x8e008e00u;
     return ((w << (3 * I)) & 0x0e000e00u) | ((w << I) & 0x80008000u);
 }
 
-// Multiplies 16 rows × 32 columns of weights by x.
-// In the lanes that hold column 0 of the product, c[0] and c[2] are the sums of rows g and g + 8.
-// All eight columns of B contain x, so the other seven columns of the product are copies. They add no cost.
+// Multiplies 16 rows × 32 columns of weights by x. The results for rows g and g + 8 are in c[0] and c[2].
+// All eight columns of B contain x, so all eight columns of the product are equal.
+// An MMA always computes eight columns, so the redundant columns add no cost.
 __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4 x, float (&c)[4]) {
     c[0] = c[1] = c[2] = c[3] = 0.0f;
     const uint32_t first[4] = {e2m1_pair<0>(low), e2m1_pair<0>(high), e2m1_pair<1>(low), e2m1_pair<1>(high)};
@@ -34,22 +35,22 @@ __device__ __forceinline__ void block_product(uint32_t low, uint32_t high, uint4
     multiply_add<__half>(c, second, x.z, x.w);
 }
 
-// Returns 2^(s - 127) for scale byte `index` of a word.
-// Byte 0 becomes zero instead of 2^-127, which is too small to matter in an f32 sum.
-// Byte 255 would become infinity, but `repack_mxfp4` rejects scales above 2.
+// Returns 2^(s - 127), where s is byte `index` of a word of scales.
+// If s is 0, returns 0 instead of 2^-127, which is too small to matter in an f32 sum.
+// If s were 255, the result would be infinity, but `Mxfp4Tiles::repack` rejects scales above 2.
 __device__ __forceinline__ float scale_of(uint32_t word, int index) {
     return __uint_as_float((index == 3 ? word >> 1 : word << (23 - 8 * index)) & 0x7f800000u);
 }
 
-// One warp's share of a product with one row of tiles.
-// The warp processes groups first, first + STEP, first + 2 · STEP and so on, and keeps DEPTH groups in flight.
+// Computes one warp's share of the product of x and one row of tiles.
+// The warp processes the groups first, first + STEP, first + 2 · STEP and so on, with DEPTH groups in flight.
 template <int STEP, int DEPTH> struct TileStream {
     const uint8_t *blocks, *scales;  // this lane's bytes of the oldest group in flight
     uint4 weights[DEPTH];
     uint32_t exponents[DEPTH];
     const int first, groups;
 
-    // Loads the group that is i · STEP groups ahead into slot d.
+    // Loads into slot d the group that is i · STEP groups after the oldest group in flight.
     __device__ __forceinline__ void load(int d, int i) {
         weights[d] = load_stream_16(blocks + i * STEP * MXFP4_TILE_BYTES);
         exponents[d] = load_stream_4(scales + i * STEP * MXFP4_TILE_SCALE_BYTES);
@@ -74,19 +75,19 @@ template <int STEP, int DEPTH> struct TileStream {
         low += scale_of(s, 2) * c[0], high += scale_of(s, 3) * c[2];
     }
 
-    // Computes the sums of rows g and g + 8. The caller multiplies the sums by 2^14.
-    //   x: f16 in shared memory, padded with zeros to a multiple of 64
+    // Computes this warp's sums for rows g (`low`) and g + 8 (`high`). The caller multiplies them by 2^14.
+    //   x: f16 in shared memory, padded with zeros to a multiple of 64 columns
     __device__ __forceinline__ void multiply(const uint4* x, int lane, float& low, float& high) {
         low = high = 0.0f;
         x += first * 8 + lane % 4;
         int base = first;
-        // No bounds checks are necessary as long as another full round follows.
+        // No bounds checks are necessary while the next round is a full round.
         for (; base + (2 * DEPTH - 1) * STEP < groups; base += DEPTH * STEP) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) multiply_group(d, x, low, high), load(d, d + DEPTH);
             blocks += DEPTH * STEP * MXFP4_TILE_BYTES, scales += DEPTH * STEP * MXFP4_TILE_SCALE_BYTES, x += DEPTH * STEP * 8;
         }
-        // The last full round and a partial round need bounds checks.
+        // The last full round and the partial round after it need bounds checks.
         for (; base < groups; base += DEPTH * STEP) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
@@ -101,7 +102,7 @@ template <int STEP, int DEPTH> struct TileStream {
 // Cancels the factor 2^-14 of e2m1_pair.
 constexpr float E2M1_UNIT = 16384.0f;
 
-// Computes h[n], the clamped SwiGLU of the n-th chosen expert.
+// Computes h[n], the clamped SwiGLU output of the n-th chosen expert.
 //   normed: f16 [columns], from the router kernel
 //   normed_scale: f32 [1], from the router kernel
 //   logits: f32 [experts]
@@ -146,7 +147,7 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
 #pragma unroll
         for (int w = 0; w < DECODE_UP_WARPS; ++w) gate += sums[block_tile][w][lane], up += sums[block_tile][w][lane + 8];
         gate = gate * unscale + b.x, up = up * unscale + b.y;
-        // Comparisons propagate NaN, as torch.clamp does. fminf would drop it.
+        // These comparisons keep NaN, like torch.clamp. fminf would drop it.
         gate = gate > limit ? limit : gate;
         up = up > limit ? limit : up < -limit ? -limit : up;
         h[(size_t)blockIdx.y * intermediate + unit] =

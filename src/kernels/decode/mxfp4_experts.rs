@@ -1,4 +1,4 @@
-//! Launches the routed experts of one token with MXFP4 weights (`mxfp4_experts.cu`).
+//! Launches routed experts with MXFP4 weights for one token (`mxfp4_experts.cu`).
 
 use candle_core::{DType, Result, Tensor};
 
@@ -8,23 +8,23 @@ use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, mod
 use crate::kernels::moe::experts_gemm::Mxfp4Tiles;
 use crate::kernels::swiglu::ALPHA;
 
-/// The maximum number of MXFP4 experts per token.
+/// The maximum number of experts per token with MXFP4 weights.
 pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;
 
-/// The maximum intermediate size of MXFP4 experts.
+/// The maximum intermediate size of experts with MXFP4 weights.
 ///
-/// The down projection keeps the inputs of all chosen experts in shared memory.
+/// The inputs of the down projection must fit in shared memory for all chosen experts.
 pub const MAX_EXPERT_COLUMNS: usize = 24 << 10;
 
-/// The intermediate results of a layer with MXFP4 experts.
+/// The buffers for intermediate results of a layer with MXFP4 experts.
 pub struct ExpertBuffers {
     /// The router logits: f32 `[experts]`.
     pub logits: Tensor,
     /// The normalized input divided by `normed_scale`: f16 `[hidden]`.
     pub(super) normed: Tensor,
-    /// A power of two: f32 `[1]`.
+    /// The power of two that brings `normed` into the range of f16: f32 `[1]`.
     pub(super) normed_scale: Tensor,
-    /// The outputs of SwiGLU: f16 `[chosen, intermediate]`.
+    /// The output of SwiGLU for each chosen expert: f16 `[chosen, intermediate]`.
     h: Tensor,
 }
 
@@ -40,7 +40,7 @@ impl ExpertBuffers {
     }
 }
 
-/// Adds a launch that computes the clamped SwiGLU of each chosen expert.
+/// Adds a launch that computes the gate and up projections and the clamped SwiGLU of each chosen expert.
 ///
 /// `weights` are `[experts, 2 * intermediate, hidden]` in paired tiles.
 /// `bias` is f32 `[experts, 2 * intermediate]`.
@@ -73,7 +73,7 @@ pub fn add_mxfp4_gate_up(
     let shape = LaunchShape::new(grid, DECODE_UP_THREADS).with_shared_bytes(columns.next_multiple_of(64) * 2);
     let launch = Launch::new(module!("mxfp4_experts"), "decode_gate_up_mxfp4", shape, arguments);
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
-    // SAFETY: shapes and dtypes are checked above. The routing returns valid expert ids.
+    // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
     unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
 }
 
@@ -109,6 +109,6 @@ pub fn add_mxfp4_down(
         LaunchShape::linear(rows.div_ceil(MXFP4_TILE_ROWS), 32 * warps).with_shared_bytes(input_bytes + sum_bytes);
     let launch = Launch::new(module!("mxfp4_experts"), "decode_down_mxfp4", shape, arguments);
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
-    // SAFETY: shapes and dtypes are checked above. The routing returns valid expert ids.
+    // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
     unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
 }

@@ -1,5 +1,5 @@
-// Computes the queries, keys and values of one token: RMSNorm, projection, bias and RoPE.
-// Writes queries to a buffer, and keys and values to the KV cache.
+// Computes the queries, keys and values of one token. Applies RMSNorm, the projection, its bias and RoPE.
+// Writes the queries to a buffer, and the keys and values to the KV cache.
 //
 //   x, norm: f32 [columns]
 //   weight: T [(heads + 2 · kv_heads) · head_dim, columns], or up to three quantized matrices
@@ -8,16 +8,17 @@
 //   state: see decode/mod.rs
 //   q: T [heads, head_dim]
 //   k, v: the KV cache, T [rows, kv_heads, head_dim]; position p is in row p % rows
-//   raw: f32 [heads + kv_heads, head_dim] or null; with QK norms, the input of decode_qk_norm
+//   raw: f32 [heads + kv_heads, head_dim] or null
+//     If the model has QK norms, `raw` receives queries and keys before RoPE, as the input of decode_qk_norm.
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight
-// Each unit is two rows of the weight matrix. RoPE rotates their two outputs together.
+// Each unit is two rows of the weight. RoPE rotates the outputs of the two rows as a pair.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
 #include "headers/pdl.cuh"
 
-// The outputs of the projection, and the bias and RoPE tables applied to them.
+// The output buffers of the projection, and the bias and RoPE tables that are applied to the outputs.
 template <typename T> struct QkvTarget {
     const float *bias, *cos, *sin;
     T *q, *k, *v;
@@ -34,7 +35,7 @@ template <typename T> struct QkvTarget {
     }
 };
 
-// The two elements of a unit. The constructor loads biases and angles before the dot products are ready.
+// The two outputs of a unit. The constructor loads their biases and angles before the dot products are ready.
 template <typename T> struct QkvPair {
     int head, first, second;
     float a_bias, b_bias, cos, sin;
@@ -111,8 +112,8 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
     }
 }
 
-// Applies RMSNorm and then RoPE to each head of q and k.
-// Writes queries to their buffer and keys to the KV cache.
+// Applies the QK norms and then RoPE to each head of q and k.
+// Writes the queries to their buffer and the keys to the KV cache.
 //   raw: f32 [heads + kv_heads, head_dim]
 //   q_norm, k_norm: f32 [head_dim]
 //   grid: ceil((heads + kv_heads) / 8); block: 256, one warp per head

@@ -1,4 +1,4 @@
-//! Launches the QKV projection of one token (`qkv.cu`).
+//! Launches the QKV projection for one token (`qkv.cu`).
 
 use candle_core::{Result, Tensor};
 
@@ -7,13 +7,13 @@ use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, dtype_suffix, module};
 use crate::kernels::quantized::Matrix;
 
-/// The query, key and value projection of a layer, with its output buffers.
+/// The query, key and value projections of a layer, with the RoPE tables and the output buffers.
 pub struct QkvProjection<'t> {
     /// `[(heads + 2 * kv_heads) * head_dim, hidden]`
     pub weight: &'t Matrix,
     /// f32 `[(heads + 2 * kv_heads) * head_dim]`
     pub bias: Option<&'t Tensor>,
-    /// f32 `[positions, rotated / 2]`, where `rotated` is the number of elements per head that RoPE rotates.
+    /// f32 `[positions, rotated / 2]`. RoPE rotates the first `rotated` elements of each head.
     pub cos: &'t Tensor,
     /// f32 `[positions, rotated / 2]`
     pub sin: &'t Tensor,
@@ -23,11 +23,11 @@ pub struct QkvProjection<'t> {
     pub k: &'t Tensor,
     /// The values in the KV cache: `[cache_rows, kv_heads, head_dim]` in the dtype of `q`.
     pub v: &'t Tensor,
-    /// The norms of query and key heads before RoPE, if the model has them.
+    /// The norms that are applied to query and key heads before RoPE, if the model has them.
     pub qk_norm: Option<QkNorm<'t>>,
 }
 
-/// The RMSNorms of query heads and key heads.
+/// The RMSNorms for query heads and key heads.
 #[derive(Clone, Copy)]
 pub struct QkNorm<'t> {
     /// f32 `[head_dim]`
@@ -35,11 +35,14 @@ pub struct QkNorm<'t> {
     /// f32 `[head_dim]`
     pub k: &'t Tensor,
     pub eps: f32,
-    /// Holds q and k between the projection and the norm: f32 `[heads + kv_heads, head_dim]`.
+    /// Holds q and k after the projection and before the norm: f32 `[heads + kv_heads, head_dim]`.
     pub scratch: &'t Tensor,
 }
 
-/// Adds the norm, projection, bias and RoPE of a layer. Writes q to its buffer, and k and v to the KV cache.
+/// Adds a launch that computes the norm, projection, bias and RoPE of a layer.
+/// With QK norms, a second launch applies these norms and RoPE.
+///
+/// The launches write q to its buffer, and k and v to the KV cache.
 pub fn add_qkv(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,
@@ -86,7 +89,8 @@ pub fn add_qkv(
         .rounding(weight)?;
     let kernel = matvec_kernel(weight, &format!("qkv_{}", dtype_suffix(dtype)?));
     let launch = Launch::new(module!("qkv"), kernel, matvec_shape(buffers, rows / 2, weight), arguments);
-    // SAFETY: shapes and dtypes are checked above. The RoPE tables cover every position, and cache rows wrap around.
+    // SAFETY: shapes and dtypes are checked above. The RoPE tables cover every position.
+    // The kernel wraps positions modulo the number of cache rows.
     unsafe { sequence.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(norms) = qk_norm else { return Ok(()) };
     let arguments = Arguments::new()

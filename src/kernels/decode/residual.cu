@@ -1,11 +1,11 @@
-// Projections that add to the residual stream: o_proj of attention and down_proj of the MLP.
+// Projections whose outputs are added to the residual stream: o_proj of attention and down_proj of the MLP.
 //
 // Computes out = x + W·y + bias.
 //   weight: T [rows, columns], or one quantized matrix
 //   y: T [columns]
 //   bias: f32 [rows] or null
-//   x, out: f32 [rows]; both may be the same buffer
-//   x is null if decode_add_normed adds `out` to the residual stream
+//   x: f32 [rows], or null if decode_add_normed adds `out` to the residual stream
+//   out: f32 [rows]; may be the same buffer as x
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight

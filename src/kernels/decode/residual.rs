@@ -1,4 +1,4 @@
-//! Launches the projections that add to the residual stream (`residual.cu`).
+//! Launches the projections whose outputs are added to the residual stream (`residual.cu`).
 
 use candle_core::{Result, Tensor};
 
@@ -7,15 +7,16 @@ use super::matvec::{check_weight, matvec_kernel, matvec_shape};
 use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, dtype_suffix, module};
 use crate::kernels::quantized::Matrix;
 
-/// A norm that is applied to the result of a projection before the residual addition.
+/// A norm that is applied to the output of a projection before the residual addition.
 #[derive(Clone, Copy)]
 pub struct PostNorm<'t> {
     pub norm: RmsNormParams<'t>,
-    /// Holds the result of the projection: f32 `[hidden]`.
+    /// Holds the output of the projection: f32 `[hidden]`.
     pub scratch: &'t Tensor,
 }
 
-/// Adds a launch that computes `x += W·y + bias`. With a `post_norm`, two launches compute `x += norm(W·y + bias)`.
+/// Adds a launch that computes `x += W·y + bias`.
+/// With a `post_norm`, adds two launches that compute `x += norm(W·y + bias)`.
 ///
 /// `weight` is `[hidden, columns]`, `y` is bf16 or f16 `[columns]`, and `bias` is f32 `[hidden]`.
 pub fn add_residual(

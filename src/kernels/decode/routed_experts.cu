@@ -1,4 +1,4 @@
-// Routed experts of one token with bf16, f16 or quantized weights, without biases.
+// Routed experts with bf16, f16 or quantized weights and without biases, for one token.
 // Each block determines the chosen experts from the router logits.
 #include "decode/dense_matvec.cuh"
 #include "decode/quantized_matvec.cuh"
@@ -8,13 +8,14 @@
 
 // Computes h[n] = silu(gate(norm(x))) · up(norm(x)) for the n-th chosen expert.
 //   x, norm: f32 [columns]
-//   weight: T [experts, 2 · rows, columns], or one quantized matrix; each expert's gate rows come before its up rows
+//   weight: T [experts, 2 · rows, columns], or one quantized matrix
+//     For each expert, the gate rows come before the up rows.
 //   logits: f32 [experts]
 //   h: T [chosen, rows]
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weights of the chosen experts
-// Each unit computes one element of h from one row of gate and the same row of up.
+// Each unit is one row of gate and the corresponding row of up. It produces one element of h.
 template <typename T>
 __device__ void decode_routed_gate_up(const float* x, const float* norm, const T* weight, const float* logits, T* h,
                                       int experts, int chosen, int rows, int columns, float eps) {
@@ -68,24 +69,25 @@ __device__ void quantized_routed_gate_up(const float* x, const float* norm, cons
     }
 }
 
-// One row of each chosen expert, concatenated.
-// A piece is the part of a row that one lane loads at a time: a segment of a dense row or a group of a quantized row.
+// One row from each chosen expert, concatenated.
+// A piece is the part of a row that a lane loads at a time. It is a segment if the weight is dense, otherwise a group.
 struct ChosenRows {
     const uint32_t* experts;
     int pieces;            // the number of pieces in one expert's row
     size_t expert_pieces;  // the number of pieces in one expert's matrix
-    uint32_t inverse;      // 2^32 / pieces, rounded up: exact for indexes below 2^32 / pieces
+    uint32_t inverse;      // 2^32 / pieces, rounded up; index_of is exact for pieces below 2^32 / pieces
 
     __device__ __forceinline__ ChosenRows() {}
     __device__ __forceinline__ ChosenRows(const uint32_t* experts, int pieces, size_t expert_pieces)
         : experts(experts), pieces(pieces), expert_pieces(expert_pieces), inverse(0xffffffffu / pieces + 1) {}
-    // Returns the index of the chosen expert that contains a piece. With one piece per row, `inverse` overflows to 0.
+    // Returns piece / pieces, the index of the chosen expert that contains the piece.
+    // If `pieces` is 1, `inverse` has overflowed to 0 and is not used.
     __device__ __forceinline__ int index_of(int piece) const {
         return pieces == 1 ? piece : __umulhi(piece, inverse);
     }
 };
 
-// The address of a dense row of each chosen expert. Adding the index of a segment gives the address of the segment.
+// One dense row from each chosen expert, concatenated. This is the Address type of a DenseStream.
 struct ChosenSegments {
     const uint4* row;  // the row of expert 0
     ChosenRows rows;
@@ -95,7 +97,7 @@ struct ChosenSegments {
     }
 };
 
-// The layout of a quantized row of each chosen expert, for QuantizedStream.
+// One quantized row from each chosen expert, concatenated. This is the Layout type of a QuantizedStream.
 struct ChosenGroups {
     static constexpr bool is_gathered = true;
     ChosenRows rows;
@@ -110,16 +112,16 @@ struct ChosenGroups {
 };
 
 // Computes x += Σ routing weight · down(h) over the chosen experts.
-// Multiplies the rows of the chosen experts as one long row.
+// For each element of x, treats one row from each chosen expert as a single long row.
 //   x: f32 [rows]
 //   h: T [chosen, columns]
 //   logits: f32 [experts]
 //   weight: T [experts, rows, columns], or one quantized matrix
-//   over_all: whether the routing softmax covers all experts or only the chosen experts
+//   over_all: 1 if the routing softmax covers all experts, 0 if it covers only the chosen experts
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weights of the chosen experts
-// Each unit is one row of the result.
+// Each unit is one long row. It produces one element of x.
 template <typename T>
 __device__ void decode_routed_down(float* x, const T* h, const float* logits, const T* weight, int experts, int chosen,
                                    int rows, int columns, int over_all) {
@@ -148,8 +150,9 @@ __device__ void decode_routed_down(float* x, const T* h, const float* logits, co
     }
 }
 
-// Writes h to shared memory. Rounds the part of each expert separately and multiplies it by the routing weight.
-// `factors` holds one float per chosen expert.
+// Writes h to shared memory.
+// Rounds the input of each expert separately and multiplies it by the expert's routing weight.
+// `factors` is shared memory for the rounding scale of each chosen expert.
 template <typename T>
 __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T* h, const Routing& routing,
                                             const ChosenRows& rows, int chosen, int columns, RoundingArgs rounding,
@@ -160,7 +163,7 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
         const T* values = reinterpret_cast<const T*>(&two);
         return make_float4(to_float(values[0]), to_float(values[1]), to_float(values[2]), to_float(values[3]));
     };
-    // Returns quad i of the input with `change` applied to each value, or zeros past the last column of an expert.
+    // Returns quad i of the input with `change` applied to each value. Returns zeros past an expert's last column.
     const auto quad = [&](int i, auto change) {
         const int n = rows.index_of(i / 8), quad = i - n * rows.pieces * 8;
         if (4 * quad >= columns) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);

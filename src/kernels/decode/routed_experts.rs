@@ -1,4 +1,4 @@
-//! Launches the routed experts of one token with dense or quantized weights (`routed_experts.cu`).
+//! Launches routed experts with dense or quantized weights for one token (`routed_experts.cu`).
 
 use candle_core::{DType, Result, Tensor};
 
@@ -9,9 +9,9 @@ use crate::kernels::launch::{Arguments, Launch, LaunchSequence, dtype_suffix, mo
 use crate::kernels::moe::topk::Softmax;
 use crate::kernels::quantized::Matrix;
 
-/// Adds a launch that computes `h[n] = silu(gate(norm(x))) · up(norm(x))` for each chosen expert `n`.
+/// Adds a launch that computes `h[n] = silu(gate(norm(x))) · up(norm(x))` for the n-th chosen expert.
 ///
-/// `weight` is `[experts * 2 * intermediate, hidden]`. The gate rows of each expert come before its up rows.
+/// `weight` is `[experts * 2 * intermediate, hidden]`. For each expert, the gate rows come before the up rows.
 /// The router `logits` are f32 `[experts]`, and `h` is bf16 or f16 `[chosen, intermediate]`.
 pub fn add_routed_gate_up(
     sequence: &mut LaunchSequence,
@@ -41,7 +41,7 @@ pub fn add_routed_gate_up(
     let shape = matvec_shape(buffers, chosen * rows, weight);
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
     let bytes = weight.bytes() / experts as u64 * chosen as u64;
-    // SAFETY: shapes and dtypes are checked above. The routing returns valid expert ids.
+    // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
     unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
 }
 
@@ -75,7 +75,7 @@ pub fn add_routed_down(
     let shape = matvec_shape_for(buffers, rows, weight, chosen);
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
     let bytes = weight.bytes() / experts as u64 * chosen as u64;
-    // SAFETY: shapes and dtypes are checked above. The routing returns valid expert ids.
+    // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
     unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
 }
 

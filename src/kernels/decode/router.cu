@@ -1,19 +1,20 @@
-// Computes the router logits of one token, and norm(x) in f16 as the input of MXFP4 experts.
+// Computes the router logits of one token. For MXFP4 experts, also computes their input norm(x) in f16.
 //
 //   x, norm: f32 [columns]
 //   weight: f32 [experts, columns]
 //   bias: f32 [experts] or null
 //   logits: f32 [experts]
 //   normed: f16 [columns] or null; receives norm(x) / 2^k
-//   normed_scale: f32 [1]; receives 2^k
+//   normed_scale: f32 [1] or null; receives 2^k
 //   grid: experts; block: 256
 //   bytes moved: the weight
 // Each block computes the logit of one expert and a slice of `normed`.
-// f16 has three more bits of precision than bf16. k is 0 unless norm(x) would overflow f16.
+// `normed` is f16, because f16 has three more bits of precision than bf16.
+// k is 0 if all magnitudes in norm(x) are below 2^15. Otherwise, k scales norm(x) down to this range.
 #include "headers/common.cuh"
 #include "headers/pdl.cuh"
 
-// Loads constants before pdl_wait(). The compiler would move a plain load past the wait.
+// Loads four weights before pdl_wait(). The compiler would move a plain load past the wait.
 __device__ __forceinline__ float4 load_early(const float4* address) {
     float4 v;
     asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(address));
@@ -38,7 +39,7 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
     const float own_norm = writes_normed ? __ldg(norm + own) : 0.0f, router_bias = bias ? __ldg(bias + expert) : 0.0f;
     pdl_wait();
     pdl_launch_dependents();
-    // Loaded early to hide the latency. The value is used at the end.
+    // Loaded early to hide the latency. The value is not needed until the end of the kernel.
     const float own_x = writes_normed ? __ldcg(x + own) : 0.0f;
     float squares = 0.0f, dot = 0.0f, largest = 0.0f;
     const auto add = [&](float4 v, float4 n, float4 w) {

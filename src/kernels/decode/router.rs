@@ -1,4 +1,4 @@
-//! Launches the router of one token (`router.cu`).
+//! Launches the router for one token (`router.cu`).
 
 use candle_core::{DType, Result, Tensor};
 

@@ -1,20 +1,21 @@
 // Samples the next token from the logits on the GPU with penalties, temperature, top-k, top-p and min-p.
-// The random number depends only on the seed and the step.
-// The sampler on the host applies the same rules in the same order, with one difference:
-// this kernel keeps or drops tokens with equal logits together.
+// The random number depends only on the seed and the number of earlier draws.
+// The sampler on the host applies the same rules in the same order.
+// There is one difference: if tokens have equal logits, this kernel keeps all of them or none.
 //
 // A launch has at most one block per multiprocessor, so all blocks run at the same time and can wait for each other.
-// Each block handles a range of token ids, and each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.
-// Probabilities are 64-bit integers, and the most likely token has the probability mass 2^40.
-// Integer sums do not depend on the order of additions, so the same seed always gives the same text.
+// Each block handles a range of token ids. Each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.
+// Probability masses are 64-bit integers. The mass of the most likely token is 2^40.
+// Integer sums do not depend on the order of the additions, so the same seed always gives the same text.
 //   logits: f32 [vocab]
 //   seen: u32 [vocab]; 0 if the token has not appeared, otherwise 1 + the number of times it was generated
 //   params: SamplingParams
-//   embedding: T [vocab, columns], multiplied by embedding_scale; if null, quantized_next writes x
+//   embedding: T [vocab, columns], or null if quantized_next (head.cu) writes x
+//   embedding_scale: the factor by which the embedding is multiplied
 //   x: f32 [columns], the input of the next step
 //   state: see decode/mod.rs
 //   mailbox: see decode_next in head.cu
-//   scratch: all zeros before and after each launch
+//   scratch: zeros before and after each launch, except for block_masses
 //   grid: ceil(vocab / 1024), but at most one block per multiprocessor; block: 1024
 //   bytes moved: 4 · vocab, or 8 · vocab with penalties
 // A launch has 2 to 10 grid-wide barriers.
@@ -26,7 +27,7 @@ constexpr float UNIT = 1099511627776.0f;  // 2^40
 
 struct SamplingParams {
     float temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty;
-    uint32_t top_k, sampled_before;  // sampled_before: the number of tokens sampled before the first step
+    uint32_t top_k, sampled_before;  // sampled_before: the number of random draws before the first step
     uint32_t seed[2];
 };
 
@@ -37,13 +38,14 @@ struct Scratch {
     unsigned long long block_masses[SAMPLE_MAX_BLOCKS];
 };
 
-// Maps a float to an integer that has the same order.
+// Maps floats to integers that sort in the same order.
 __device__ __forceinline__ uint32_t sort_key(float value) {
     const uint32_t bits = __float_as_uint(value);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Waits for all blocks of the grid. Their earlier writes are visible after the barrier.
+// Waits until all blocks of the grid have called this function. Writes before the call are visible after it.
+// `expected` is the number of earlier arrivals. It must be 0 before the first call.
 __device__ void grid_barrier(Scratch* scratch, uint32_t& expected) {
     __syncthreads();
     expected += gridDim.x;
@@ -69,7 +71,8 @@ __device__ double uniform(unsigned long long seed, unsigned long long counter) {
     return (double)(mix(mix(seed + golden) + (counter + 1) * golden) >> 11) / 9007199254740992.0;
 }
 
-// Returns the inclusive prefix sum over the threads of the block. `warps` is shared memory for 32 values.
+// Returns the inclusive prefix sum of `value` over the threads of the block.
+// `warps` is shared memory for 32 values.
 __device__ unsigned long long inclusive_scan(unsigned long long value, unsigned long long* warps) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -84,11 +87,11 @@ __device__ unsigned long long inclusive_scan(unsigned long long value, unsigned 
     return value + before;
 }
 
-// Returns the largest key for which the tokens with this key or a larger key reach the target.
-// Ignores keys below `floor`.
-// With BY_MASS, the target is the fraction `share` of the total mass.
-// Otherwise, the target is `target` tokens.
-// Each of four rounds determines eight bits of the key.
+// Returns the largest key k such that the tokens with keys >= k together reach the target.
+// Ignores tokens with keys below `floor`.
+// If BY_MASS is true, the target is the fraction `share` of the total mass, and `target` is ignored.
+// Otherwise, the target is a number of tokens (`target`), and `share` is ignored.
+// Each of the four rounds determines eight bits of the key, from the highest to the lowest.
 template <bool BY_MASS>
 __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
                               const unsigned long long (&masses)[SAMPLE_IDS_PER_THREAD], int own_ids, uint32_t floor,
@@ -114,7 +117,7 @@ __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
                 atomicAdd(&scratch->counts[round][threadIdx.x], (uint32_t)bins[threadIdx.x]);
         }
         grid_barrier(scratch, expected);
-        // Sums start at the largest bin: thread t handles bin 255 - t.
+        // Sums start at the highest bin, so thread t handles bin 255 - t.
         const int bin = SAMPLE_BINS - 1 - threadIdx.x;
         unsigned long long value = 0;
         if (bin >= 0)
@@ -122,7 +125,7 @@ __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
                             : (unsigned long long)__ldcg(&scratch->counts[round][bin]);
         const unsigned long long sum = inclusive_scan(value, warps);
         if (round == 0 && BY_MASS) {
-            // The sum of thread 255 is the total mass.
+            // Thread 255 has the sum of all bins, which is the total mass.
             if (threadIdx.x == SAMPLE_BINS - 1) rest = (unsigned long long)((double)share * (double)sum);
             __syncthreads();
             target = rest;
@@ -131,7 +134,7 @@ __device__ uint32_t threshold(const uint32_t (&keys)[SAMPLE_IDS_PER_THREAD],
         if (threadIdx.x == 0) chosen = 0, rest = 0;
         __syncthreads();
         if (bin >= 0 && value > 0 && sum >= target && sum - value < target) chosen = bin, rest = target - (sum - value);
-        // If the target is 0, choose the first bin that is not empty.
+        // If the target is 0, choose the highest bin that is not empty.
         if (bin >= 0 && value > 0 && target == 0 && sum == value) chosen = bin;
         __syncthreads();
         prefix = prefix << 8 | chosen, target = rest;
@@ -211,7 +214,8 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     if (threadIdx.x == SAMPLE_THREADS - 1) scratch->block_masses[blockIdx.x] = block_mass;
     grid_barrier(scratch, expected);
 
-    // 3. Draw a random point below the total mass. Each block computes the same point and its own offset.
+    // 3. Draw a random point below the total mass. All blocks draw the same point.
+    // `before` starts as the total mass of all earlier blocks. The winner is the token whose mass contains the point.
     unsigned long long before = 0, all = 0;
     {
         const unsigned long long value = threadIdx.x < gridDim.x ? __ldcg(&scratch->block_masses[threadIdx.x]) : 0;
@@ -239,7 +243,8 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         before += round_total;
         __syncthreads();
     }
-    // If every logit is NaN, the mailbox gets the error value and the host stops. The next input is then irrelevant.
+    // If every logit is NaN or -inf, the host reads the error value from the mailbox and stops.
+    // The next input is not used.
     const bool has_winner = is_nan ? blockIdx.x == 0 : winner != 0xffffffffu;
     if (has_winner) {
         const uint32_t token = is_nan ? 0 : winner;
@@ -253,7 +258,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         }
     }
 
-    // 4. The last block to finish clears the scratch memory.
+    // 4. The last block to finish resets `scratch`, except for block_masses.
     __shared__ bool is_last;
     __syncthreads();
     if (threadIdx.x == 0) {

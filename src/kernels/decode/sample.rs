@@ -1,6 +1,6 @@
 //! Sampling on the GPU with penalties, temperature, top-k, top-p and min-p (`sample.cu`).
 //!
-//! Tests compare the kernel with the sampler on the host (`tests/it/decode_graph.rs`).
+//! Tests check that the kernel samples the same tokens as the sampler on the host (`tests/it/decode_graph.rs`).
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ pub struct SamplingKernelParams {
     pub frequency_penalty: f32,
     pub presence_penalty: f32,
     pub seed: u64,
-    /// The number of tokens sampled before the first step.
+    /// The number of random draws before the first step. The next random number depends on it.
     pub sampled_before: u32,
 }
 
@@ -47,18 +47,18 @@ impl SamplingKernelParams {
 
 /// The device buffers of the sampling kernel.
 pub struct SamplingBuffers {
-    /// `SamplingParams` in `sample.cu`, as u32 words.
+    /// The contents of `SamplingParams` in `sample.cu`, as u32 words.
     params: Tensor,
     /// u32 `[vocab]`: 0 for a token that has not appeared, otherwise 1 + the number of times it was generated.
     seen: Tensor,
-    /// `Scratch` in `sample.cu`, as u32 words.
+    /// The contents of `Scratch` in `sample.cu`, as u32 words.
     scratch: Tensor,
 }
 
 /// The size of `SamplingParams` in u32 words.
 const PARAM_WORDS: usize = 10;
-/// The size of `Scratch` in u32 words: four counters, counts per bin, masses per bin and masses per block.
-/// Masses are 64-bit.
+/// The size of `Scratch` in u32 words: four words, then a count per bin, a mass per bin and a mass per block.
+/// A count takes one word, and a mass takes two.
 const SCRATCH_WORDS: usize =
     4 + SAMPLE_ROUNDS * SAMPLE_BINS + 2 * (SAMPLE_ROUNDS * SAMPLE_BINS) + 2 * SAMPLE_MAX_BLOCKS;
 
@@ -72,7 +72,9 @@ impl SamplingBuffers {
         })
     }
 
-    /// Sets the sampling parameters of the next steps. `seen` has one entry per token and is needed only for penalties.
+    /// Sets the sampling parameters for the next steps.
+    ///
+    /// `seen` has one entry for each token in the vocabulary. It is needed only for penalties.
     pub fn set(&self, params: &SamplingKernelParams, seen: Option<Vec<u32>>) -> Result<()> {
         let words: [u32; PARAM_WORDS] = [
             params.temperature.to_bits(),
@@ -100,12 +102,13 @@ pub fn can_sample(buffers: &StepBuffers) -> bool {
     vocab <= sample_blocks(vocab, buffers) * SAMPLE_THREADS * SAMPLE_IDS_PER_THREAD
 }
 
-/// Returns the number of thread blocks. Blocks wait for each other, so all of them must run at the same time.
+/// Returns the number of thread blocks. The blocks wait for each other, so all of them must run at the same time.
 fn sample_blocks(vocab: usize, buffers: &StepBuffers) -> usize {
     vocab.div_ceil(SAMPLE_THREADS).min(buffers.multiprocessors)
 }
 
-/// Adds sampling: the sampled token becomes the next input and is sent to the mailbox.
+/// Adds sampling with the parameters in `sampling`. The kernel sends the sampled token to the mailbox.
+/// The embedding of this token becomes the next input.
 pub fn add_sample(
     sequence: &mut LaunchSequence,
     buffers: &StepBuffers,

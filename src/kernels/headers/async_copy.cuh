@@ -1,4 +1,4 @@
-// Asynchronous copies from device memory to shared memory (cp.async, compute capability 8.0).
+// Asynchronous copies from device memory to shared memory (cp.async, compute capability 8.0 and later).
 #pragma once
 
 #include <stdint.h>

@@ -1,5 +1,6 @@
-// Programmatic dependent launch (Hopper and later): a kernel of a launch sequence may start before the previous kernel
-// has ended. It loads data that no kernel writes, such as weights, and then waits for the results that it needs.
+// Programmatic dependent launch (Hopper and later).
+// A kernel of a launch sequence may start before the previous kernel has ended.
+// It first loads data that no kernel writes, such as weights, and then waits for the results of earlier kernels.
 //
 // On older GPUs, and in launches without the attribute, the kernels of a stream do not overlap.
 // These functions then do nothing.
@@ -15,7 +16,7 @@ __device__ __forceinline__ void pdl_wait() {
 #endif
 }
 
-// Lets the next kernel start as soon as all blocks have called this function.
+// Lets the next kernel start as soon as all blocks have called this function or exited.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

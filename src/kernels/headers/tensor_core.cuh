@@ -1,4 +1,4 @@
-// Matrix products on tensor cores (ldmatrix and mma.sync, compute capability 8.0).
+// Matrix products on tensor cores (ldmatrix and mma.sync, compute capability 8.0 and later).
 #pragma once
 
 #include "headers/common.cuh"

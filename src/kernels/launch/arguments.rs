@@ -16,7 +16,7 @@ pub fn address(tensor: &Tensor) -> Result<CUdeviceptr> {
         bail!("a kernel needs a contiguous tensor, got {:?} with strides {:?}", tensor.shape(), tensor.stride());
     }
     let (storage, layout) = tensor.storage_and_layout();
-    let Storage::Cuda(storage) = &*storage else { bail!("a CUDA kernel got a tensor on {:?}", tensor.device()) };
+    let Storage::Cuda(storage) = &*storage else { bail!("a kernel needs a CUDA tensor, got one on {:?}", tensor.device()) };
     let stream = storage.device.cuda_stream();
     let base = match &storage.slice {
         CudaStorageSlice::U8(slice) => slice.device_ptr(&stream).0,
@@ -45,7 +45,7 @@ impl Arg {
         Ok(Arg::Address(address(tensor)?))
     }
 
-    /// Returns the address of the tensor, or null if there is none.
+    /// Returns the address of the tensor, or a null address for `None`.
     pub fn optional(tensor: Option<&Tensor>) -> Result<Self> {
         tensor.map_or(Ok(Arg::Address(0)), Arg::tensor)
     }
@@ -62,7 +62,7 @@ impl Arg {
 }
 
 impl From<usize> for Arg {
-    /// Converts a size to i32, as kernels expect it. No dimension of a real model overflows.
+    /// Converts a size to i32, the type of integer parameters in kernels. The sizes of real models fit.
     ///
     /// Panics on overflow, because a wrapped value would read out of bounds.
     fn from(value: usize) -> Self {
@@ -102,7 +102,7 @@ impl Arguments {
         Ok(self)
     }
 
-    /// Adds the address of a tensor, or null.
+    /// Adds the address of a tensor, or a null address for `None`.
     pub fn optional(mut self, tensor: Option<&Tensor>) -> Result<Self> {
         match tensor {
             Some(tensor) => self.tensor(tensor),

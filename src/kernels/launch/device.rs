@@ -14,12 +14,12 @@ pub fn multiprocessors(device: &CudaDevice) -> Result<usize> {
     attribute(device, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
 }
 
-/// Returns the maximum shared memory of a block on the device, in bytes.
+/// Returns the maximum shared memory per block on the device, in bytes.
 pub fn max_shared_bytes(device: &CudaDevice) -> Result<usize> {
     attribute(device, sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 }
 
-/// Returns whether the device has finished all queued work, or the error that stopped it.
+/// Returns whether the device's stream has finished all queued work. Fails if a kernel failed.
 pub fn is_idle(device: &CudaDevice) -> Result<bool> {
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;
@@ -30,7 +30,7 @@ pub fn is_idle(device: &CudaDevice) -> Result<bool> {
     }
 }
 
-/// Returns the suffix of kernel names for a dtype.
+/// Returns the suffix for the names of kernels that compute in `dtype`.
 pub fn dtype_suffix(dtype: DType) -> Result<&'static str> {
     match dtype {
         DType::F32 => Ok("f32"),

@@ -14,24 +14,24 @@ pub struct LaunchGraph {
     _memory: Vec<Memory>,
 }
 
-// SAFETY: the driver lets any thread use a graph, one at a time, and a `LaunchGraph` is not `Sync`.
+// SAFETY: any thread may use a graph, but only one at a time. `LaunchGraph` is not `Sync`.
 unsafe impl Send for LaunchGraph {}
 
 impl LaunchGraph {
-    /// Captures the launches of `first` and then those of `second` on their device's stream.
+    /// Captures the launches of `first`, followed by the launches of `second`, on the stream of their device.
     pub fn capture(first: &LaunchSequence, second: &LaunchSequence) -> Result<Self> {
         let stream = first.device().cuda_stream();
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
         let queued = first.enqueue().and_then(|()| second.enqueue());
-        // The capture must end even if one of its launches failed.
+        // The capture must end even if a launch failed.
         let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0)).w();
         queued?;
-        let Some(graph) = graph? else { bail!("cannot capture a CUDA graph: the stream captured no launch") };
+        let Some(graph) = graph? else { bail!("cannot capture a CUDA graph: no launches were captured") };
         graph.upload().w()?;
         Ok(Self { graph, _memory: first.memory().chain(second.memory()).cloned().collect() })
     }
 
-    /// Queues all launches on the stream they were captured on.
+    /// Queues all launches on the stream on which they were captured.
     pub fn enqueue(&self) -> Result<()> {
         self.graph.launch().w()
     }

@@ -8,7 +8,8 @@ use candle_core::{Result, bail};
 use super::arguments::Arguments;
 use super::module::Module;
 
-/// The dynamic shared memory that every kernel may use: 48 KiB, minus 16 KiB for static shared memory.
+/// The bytes of dynamic shared memory that every kernel may use without raising its limit.
+/// The default limit of 48 KiB includes static shared memory, for which 16 KiB are reserved here.
 const DEFAULT_SHARED_BYTES: usize = 32 << 10;
 
 /// The size of one launch.
@@ -46,7 +47,7 @@ impl LaunchShape {
     }
 }
 
-/// One launch: the kernel, its size and its arguments.
+/// One launch: the kernel, its launch shape and its arguments.
 pub struct Launch {
     module: Module,
     kernel: String,
@@ -70,7 +71,7 @@ impl Launch {
     ///
     /// # Safety
     /// The arguments must match the kernel's parameters.
-    /// Every address must be valid for all reads and writes of the kernel.
+    /// Every address must be valid for all of the kernel's reads and writes.
     pub unsafe fn enqueue(self, device: &CudaDevice) -> Result<()> {
         if self.shape.is_empty() {
             return Ok(());

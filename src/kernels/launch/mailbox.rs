@@ -6,7 +6,7 @@ use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 
-/// u32 slots in host memory. Kernels write them, and the host takes their words. Zero means empty.
+/// u32 slots in host memory. Kernels write words to the slots, and the host takes them. An empty slot is zero.
 pub struct Mailbox {
     slots: *mut u32,
     count: usize,
@@ -23,7 +23,7 @@ impl Mailbox {
     pub fn new(device: &CudaDevice, count: usize) -> Result<Arc<Self>> {
         device.cuda_stream().context().bind_to_thread().w()?;
         // The memory is mapped into the device's address space.
-        // With unified addressing, as on Linux, its address is the same there.
+        // With unified addressing, as on Linux, host and device use the same address for it.
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: the memory is set to zero right away and freed in `drop`.
         let slots = unsafe { result::malloc_host(count * size_of::<u32>(), flags) }.w()?.cast::<u32>();
@@ -32,11 +32,11 @@ impl Mailbox {
         Ok(Arc::new(Self { slots, count, device: device.clone() }))
     }
 
-    /// Takes the word of a slot and empties the slot. Returns zero if no word has arrived.
+    /// Returns the word in a slot and empties the slot. Returns zero if no word has arrived.
     pub fn take(&self, slot: usize) -> u32 {
         assert!(slot < self.count, "slot {slot} is out of range for {} slots", self.count);
-        // SAFETY: the slot is within the allocation. By protocol, the device does not write to a slot again until the
-        // host has emptied it.
+        // SAFETY: the slot is within the allocation.
+        // By convention, the device does not write to a slot again until the host has emptied it.
         unsafe {
             let word = self.slots.add(slot).read_volatile();
             if word != 0 {

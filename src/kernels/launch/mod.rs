@@ -1,8 +1,8 @@
 //! Launches CUDA kernels.
 //!
-//! A [`Launch`] names a kernel, its grid and block, its shared memory and its arguments.
+//! A [`Launch`] specifies a kernel, the sizes of its grid, blocks and shared memory, and its arguments.
 //! [`Launch::enqueue`] queues a launch immediately. A [`LaunchSequence`] records launches and queues them together.
-//! A [`LaunchGraph`] is a captured sequence.
+//! A [`LaunchGraph`] contains sequences that were captured as a CUDA graph.
 //!
 //! Every launch goes to the candle device's stream, and candle frees memory in stream order.
 //! A tensor may therefore be dropped as soon as a launch that uses it is queued, and no launch needs an event.

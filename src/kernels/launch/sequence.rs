@@ -48,7 +48,7 @@ impl LaunchSequence {
     ///
     /// # Safety
     /// The arguments must match the kernel's parameters.
-    /// Every address must be valid for all reads and writes of the kernel, whenever the sequence is queued.
+    /// Every address must be valid for all of the kernel's reads and writes, every time the sequence is queued.
     pub unsafe fn add(&mut self, launch: Launch) -> Result<()> {
         self.launches.push(launch.prepare(&self.device)?);
         Ok(())
@@ -62,7 +62,7 @@ impl LaunchSequence {
         self.launches.iter().try_for_each(|launch| unsafe { launch.enqueue(&stream, self.overlap) })
     }
 
-    /// Runs the launches one by one, measures each with CUDA events, and waits for all of them.
+    /// Runs the launches without overlap, measures each one with CUDA events, and waits for all of them.
     pub fn time_each(&self) -> Result<Vec<TimedLaunch>> {
         let stream = self.device.cuda_stream();
         stream.context().bind_to_thread().w()?;
@@ -87,7 +87,7 @@ impl LaunchSequence {
         &self.device
     }
 
-    /// Returns the memory that the launches read and write.
+    /// Returns the memory that the launches use.
     pub(super) fn memory(&self) -> impl Iterator<Item = &Memory> {
         self.launches.iter().map(|launch| launch.arguments.memory())
     }

@@ -10,7 +10,7 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use crate::kernels::launch::address;
 
-/// The element type of both matrices.
+/// The element type of both input matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EightBitType {
     /// i8 with i32 sums.
@@ -24,7 +24,7 @@ const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Returns x·wᵀ \[T, R\] in a tensor of dtype F32. For [`EightBitType::Int8`], its elements are i32 bit patterns.
 ///
-/// x U8 \[T, C\] and w U8 \[R, C\] hold the bytes of `kind`. T and C are multiples of 16.
+/// x \[T, C\] and w \[R, C\] are U8 tensors whose bytes are elements of type `kind`. T and C are multiples of 16.
 pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tensor) -> Result<Tensor> {
     let ((rows, columns), (tokens, x_columns)) = (w.dims2()?, x.dims2()?);
     if columns != x_columns
@@ -56,7 +56,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
         EightBitType::Fp8 => (1.0f32.to_bits(), 0u32),
     };
     let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
-    // cuBLAS is column-major: it computes outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, and each leading dimension is a row length.
+    // cuBLAS is column-major, so it computes outᵀ [R, T] = (wᵀ)ᵀ · xᵀ. Each leading dimension is the length of a row.
     let shapes = [(input, columns, rows), (input, columns, tokens), (output, rows, tokens)];
     let mut descriptors = Descriptors::default();
     let layouts = shapes.map(|(dtype, height, width)| {
@@ -74,8 +74,8 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     let stream = device.cuda_stream();
     stream.context().bind_to_thread().w()?;
     let handle = handle(device)?;
-    // SAFETY: the descriptors live until the end of this function. The tensors have these sizes. `address` checks that
-    // they are contiguous and on the device. candle frees their memory in stream order.
+    // SAFETY: the descriptors live until the end of this function. The tensors have the sizes in `shapes`.
+    // `address` checks that they are contiguous and on a GPU. candle frees their memory in stream order.
     unsafe {
         checked(result::set_matmul_desc_attribute(
             desc,

@@ -1,5 +1,5 @@
-//! Matrix products y = x·Wᵀ with f32 results. The result of a projection is rounded only once, after the bias is added.
-//! Logits are not rounded at all.
+//! Matrix products y = x·Wᵀ with f32 results.
+//! The result of a projection is rounded only once, after the bias is added. Logits are not rounded at all.
 
 #[cfg(feature = "cuda")]
 pub mod cublas_lt;
@@ -33,12 +33,12 @@ fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     Ok(out)
 }
 
-/// Writes x·wᵀ to the first R columns of a matrix f32 \[T, stride\] at address `out`.
+/// Writes x·wᵀ to the first R columns of the f32 matrix \[T, stride\] at address `out`.
 ///
 /// x \[T, C\] and w \[R, C\] have the same dtype.
 ///
 /// # Safety
-/// `out` must point to device memory for the whole result.
+/// `out` must point to device memory that is large enough for the whole result.
 #[cfg(feature = "cuda")]
 pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride: usize) -> Result<()> {
     use candle_core::cuda_backend::WrapErr;
@@ -54,8 +54,8 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
         other => bail!("cannot multiply matrices of {other:?}"),
     };
     let (alpha, beta) = (1.0f32, 0.0f32);
-    // cuBLAS is column-major: it computes outᵀ [R, T] = (wᵀ)ᵀ · xᵀ, and each leading dimension is a row length.
-    // SAFETY: the tensors are contiguous and on the device (`address` checks this) and have these sizes.
+    // cuBLAS is column-major, so it computes outᵀ [R, T] = (wᵀ)ᵀ · xᵀ. Each leading dimension is the length of a row.
+    // SAFETY: the tensors are contiguous and on a GPU (`address` checks this) and have these sizes.
     // The handle is bound to the device's stream. The caller guarantees that `out` is valid.
     unsafe {
         result::gemm_ex(

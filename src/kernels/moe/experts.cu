@@ -1,12 +1,12 @@
 // Matrix products of routed experts: out[t, n] = W[ids[t, n]] · x[t or (t, n)] + bias[ids[t, n]].
 //   MXFP4 weights: blocks u8 [E, R, C/32, 16] (low nibble: even element), scales u8 [E, R, C/32] (2^(s-127), 255 = NaN)
-//   dense weights: [E, R, C] of the compute dtype; bias [E, R] of the compute dtype or null
+//   dense weights: [E, R, C] in the compute dtype; bias [E, R] in the compute dtype or null
 //   x [T, C] (shared by a token's experts) or [T, N, C]; ids u32 [T, N]; out [T, N, R]
 // `expert_gemv` is for few tokens. `expert_gemm` is for many tokens with MXFP4 weights.
 // `expert_gemm` reads each expert's weights once per 64 (token, expert) pairs instead of once per pair.
 // Its pairs are sorted by sort_by_expert.cu.
-// MXFP4 in bf16 and f16 uses experts_gemm.cu and decode/mxfp4_experts.cu instead, unless a scale exceeds 2.
-// Many tokens with float weights use grouped_gemm.cu instead.
+// MXFP4 models that compute in bf16 or f16 use experts_gemm.cu and decode/mxfp4_experts.cu, unless a scale exceeds 2.
+// For many tokens with float weights, grouped_gemm.cu is used instead.
 #include "constants.cuh"
 #include "headers/common.cuh"
 #include <mma.h>
@@ -30,8 +30,8 @@ template <typename T> struct Dense {
     const T* weights;
 };
 
-// Returns one lane's part of the dot product of x with weight row `row` of the E·R rows.
-// The lane takes MXFP4 blocks lane, lane + 32, ...
+// Returns one lane's part of the dot product of x and row `row` of the E·R weight rows.
+// With MXFP4 weights, the lane processes the blocks lane, lane + 32, ...
 template <typename T> __device__ float lane_dot(const Mxfp4& w, size_t row, const T* x, int columns, int lane) {
     const int groups = columns / 32;
     float sum = 0.0f;
@@ -102,7 +102,7 @@ template <typename T> __device__ void load_weights(const Mxfp4& w, T* tile, size
 template <typename T>
 __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int rows,
                             int columns, int pairs_per_x, int experts) {
-    // Finds the expert and the tile of this block. A linear search is enough, because there are few experts.
+    // Find the expert and the tile of this block. A linear search is fast enough, because there are few experts.
     int expert = 0, tile_index = blockIdx.y;
     for (; expert < experts; ++expert) {
         const int tiles = (offsets[expert + 1] - offsets[expert] + EXPERT_GEMM_PAIRS - 1) / EXPERT_GEMM_PAIRS;
@@ -116,7 +116,7 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
     const size_t weight_row = (size_t)expert * rows + first_row;
 
     using namespace nvcuda;
-    // Holds the inputs of a step, and the results after the last step.
+    // Holds the inputs of the current step. After the last step, holds the results.
     __shared__ __align__(32) unsigned char buffer[EXPERT_GEMM_PAIRS * (EXPERT_GEMM_ROWS + 4) * sizeof(float)];
     static_assert(sizeof(buffer) >= (EXPERT_GEMM_ROWS + EXPERT_GEMM_PAIRS) * PITCH * sizeof(T));
     T *tile_w = reinterpret_cast<T*>(buffer), *tile_x = tile_w + EXPERT_GEMM_ROWS * PITCH;

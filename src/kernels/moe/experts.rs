@@ -20,10 +20,10 @@ use crate::kernels::quantized::{InputRounding, quantized_ops};
 use crate::kernels::quantized::{Matrix, QuantizedMatrix};
 use crate::kernels::{bytes, elements, to_f32, unsupported};
 
-/// The maximum number of (token, expert) pairs in one call: the limit of a grid's y dimension.
+/// The maximum number of (token, expert) pairs in one call, which is the maximum size of a grid in y.
 pub const MAX_PAIRS: usize = 65_535;
 
-/// With at least this many pairs, each expert's weights are read once per tile instead of once per pair.
+/// With at least this many pairs, each expert's weights are read once per tile of pairs instead of once per pair.
 #[cfg(feature = "cuda")]
 const GEMM_FROM_PAIRS: usize = 64;
 
@@ -32,11 +32,11 @@ const GEMM_FROM_PAIRS: usize = 64;
 pub enum ExpertWeights {
     /// Blocks u8 \[E, R, C/32, 16\], scales u8 \[E, R, C/32\].
     Mxfp4 { blocks: Tensor, scales: Tensor },
-    /// \[E, R, C\] of the compute dtype.
+    /// \[E, R, C\] in the compute dtype.
     Dense(Tensor),
     /// One matrix \[E·R, C\], and the number of experts E.
     Quantized(QuantizedMatrix, usize),
-    /// MXFP4 repacked for tensor cores, for a GPU that computes in bf16 or f16.
+    /// MXFP4 weights that are repacked for tensor cores, for GPUs and the compute dtypes bf16 and f16.
     #[cfg(feature = "cuda")]
     Mxfp4Tiles(Mxfp4Tiles),
 }
@@ -76,11 +76,11 @@ impl ExpertWeights {
     }
 }
 
-/// Returns out\[t, n\] = W\[ids\[t, n\]\] · x + bias\[ids\[t, n\]\], \[T, N, R\] of x's dtype.
+/// Returns out\[t, n\] = W\[ids\[t, n\]\] · x + bias\[ids\[t, n\]\], \[T, N, R\] in x's dtype.
 ///
 /// - x \[T, C\], shared by a token's experts, or \[T, N, C\]
-/// - ids u32 \[T, N\], each below E (not checked on a GPU)
-/// - bias \[E, R\] of x's dtype
+/// - ids u32 \[T, N\], each less than E (not checked on a GPU)
+/// - bias \[E, R\] in x's dtype
 pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>, ids: &Tensor) -> Result<Tensor> {
     let (experts, rows, columns) = weights.dims()?;
     let (tokens, chosen) = ids.dims2()?;
@@ -94,8 +94,8 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
     if ids.dtype() != DType::U32 || experts > MAX_EXPERTS || tokens * chosen > MAX_PAIRS {
         let dtype = ids.dtype();
         bail!(
-            "expert_matmul: ids {dtype:?} [{tokens}, {chosen}] of {experts} experts, expected U32, at most {MAX_PAIRS} \
-             ids and {MAX_EXPERTS} experts"
+            "expert_matmul: ids are {dtype:?} [{tokens}, {chosen}] for {experts} experts, expected U32 with at most \
+             {MAX_PAIRS} ids and {MAX_EXPERTS} experts"
         );
     }
     if let Some(bias) = bias
@@ -125,7 +125,7 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
     }
 }
 
-/// The launches of [`expert_matmul`], which has checked the shapes.
+/// The kernel launches of [`expert_matmul`], which checks the shapes first.
 #[cfg(feature = "cuda")]
 mod cuda {
     use candle_core::cuda_backend::CudaDevice;
@@ -167,7 +167,7 @@ mod cuda {
                 unsafe { grouped_gemm(device, x, dense, bias, ids, pairs_per_x, &out)? };
             }
             ExpertWeights::Mxfp4Tiles(_) | ExpertWeights::Quantized(..) => {
-                bail!("expert_matmul: no kernel for these weights")
+                bail!("expert_matmul: no kernel supports these weights")
             }
         }
         Ok(out)
@@ -305,7 +305,7 @@ pub fn reference(
     Ok(out)
 }
 
-/// Returns the dot product of 32 elements of x and one MXFP4 block without its scale.
+/// Returns the dot product of one MXFP4 block, without its scale, and 32 elements of x.
 fn block_dot(block: &[u8], x: &[f32]) -> f32 {
     let pairs = block.iter().zip(x.chunks_exact(2));
     pairs.map(|(byte, x)| E2M1_VALUES[(byte & 15) as usize] * x[0] + E2M1_VALUES[(byte >> 4) as usize] * x[1]).sum()

@@ -1,25 +1,26 @@
 // The MLP of routed experts with MXFP4 weights, for many tokens.
-// The matrix products run on tensor cores. They unpack the weights between shared memory and registers.
+// The matrix products run on tensor cores. Weights are unpacked on their way from shared memory to registers.
 //
 //   x [T, C] -> gather_tokens -> expert_gate_up -> h [P, F] -> expert_down -> y [P, C] -> expert_combine
 //   P = T·N (token, expert) pairs. expert_combine computes Σ weight[t, n] · y[t, n] over n.
 //
 // At load time, `repack_mxfp4` repacks the weights W [E, R, C] into tiles of 16 rows × 64 columns:
-//   blocks [E][ceil(R / 16)][ceil(C / 64)][lane 0..31][16 bytes]: lane 4g + t holds the words of (row g, block 2j),
-//   (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
+//   blocks [E][ceil(R / 16)][ceil(C / 64)][lane 0..31][16 bytes]: lane 4g + t holds one word of each of four blocks
+//   The blocks are (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1).
 //   scales [E][ceil(R / 16)][ceil(C / 64)][g 0..7][4 bytes]: the scales of the same four blocks
-//   word: the values 8t .. 8t + 7 of a block, even values in the low half, odd values in the high half; in each half,
-//   pairs 0 to 3 have their magnitudes in bits 11..9, 8..6, 5..3, 2..0 and their signs in bits 15, 14, 13, 12
+//   A word holds the values 8t .. 8t + 7 of a block: even values in the low half, odd values in the high half.
+//   In each half, the four values have their magnitudes in bits 11..9, 8..6, 5..3 and 2..0.
+//   Their signs are in bits 15, 14, 13 and 12.
 // A lane's 16 bytes are its A fragments for four MMAs with K = 16, so weights never move between lanes.
 //
-// Columns of x, h and y are in *fragment order*:
-// within each 32 columns, the pair of columns (2i, 2i + 1) with i = 4t + p is stored as pair 4p + t.
-// Each lane then reads the columns that match its weights.
+// Columns of x, h and y are in *fragment order*.
+// Within each group of 32 columns, the column pair (2i, 2i + 1) with i = 4t + p is stored as pair 4p + t.
+// In this order, each lane reads the columns that match its weights.
 // This permutation is its own inverse.
 //
 // Rows of x and h are *tiled*: [ceil(C / 64)][rows][128 bytes], in the order of `sorted` (see sort_by_expert).
-// The first row of each expert is a multiple of 8, so P + 8·E rows are always enough.
-// Segment s (16 bytes) of row r is stored at s ^ (r % 8), and columns past C are zeros.
+// Each expert's rows start at a multiple of 8, so P + 8·E rows are always enough.
+// Segment s (16 bytes) of row r is stored at position s ^ (r % 8), and columns past C are zeros.
 // Consecutive rows of 64 columns are then contiguous, and tensor cores read them without bank conflicts.
 // y is [P, C], in the order of the pairs.
 #include "constants.cuh"
@@ -47,10 +48,11 @@ template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
 // ---- repacking and reordering ----
 
 // Repacks blocks u8 [E, R, C/32, 16] and scales u8 [E, R, C/32] into tiles.
-// `paired` moves rows 2g and 2g + 1 of each 16 (a gate row and its up row) to g and g + 8.
+// With `paired`, rows 2g and 2g + 1 of each 16-row tile (a gate row and its up row) are stored at g and g + 8.
 // One lane then gets the products of both rows.
-// Padding is zeros with a scale of 1.
-// Sets `has_large_scale` if a scale exceeds 2 (byte 128). scale_factors would overflow, so other kernels must be used.
+// Padding values are zero and have a scale of 1.
+// Sets `has_large_scale` if a scale exceeds 2 (byte 128) or is NaN (byte 255).
+// scale_factors would overflow for large scales, so other kernels must be used.
 //   grid ceil(E · ceil(R / 16) · ceil(C / 64) / 8), block 256: one warp per tile
 //   bytes moved: 2 · E·R·C · 17/32
 extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* scales, uint8_t* tile_blocks,
@@ -81,7 +83,7 @@ extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* sc
     reinterpret_cast<uint4*>(tile_blocks)[tile * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Copies the input row of each pair's token.
+// Copies the input row of each pair's token to `out`, in fragment order.
 //   x f32 [T, C]; out T, tiled [ceil(C / 64)][rows][64]
 //   grid ceil(P / 8), block 256: one warp per pair; bytes moved: T·C · 4 + P·C · 2
 template <typename T>
@@ -137,12 +139,12 @@ __device__ void expert_combine(const T* y, const float* weights, float* x, int n
 // repack_mxfp4 checks that bytes are at most 128.
 // The factor of a NaN scale is arbitrary, because nan_scales handles NaN.
 template <typename T> __device__ __forceinline__ void scale_factors(uint32_t scales, uint32_t (&factors)[4]);
-// bf16: unpacked values are E2M1 · 2^-126, so the factor for 2^(s - 127) is 2^(s - 1), exact down to s = 0.
+// bf16: unpacked values are E2M1 · 2^-126, so the factor for a scale of 2^(s - 127) is 2^(s - 1), exact even for s = 0.
 template <> __device__ __forceinline__ void scale_factors<__nv_bfloat16>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) factors[i] = __byte_perm(scales, 0, 0x4040 + 0x0101 * i) * 128u + 0x3F003F00u;
 }
-// f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), which is normal from s = 99 on.
+// f16: unpacked values are E2M1 · 2^-14, so the factor is 2^(s - 113), which is a normal number for s >= 99.
 // For smaller s, all products round to zero.
 template <> __device__ __forceinline__ void scale_factors<__half>(uint32_t scales, uint32_t (&factors)[4]) {
 #pragma unroll
@@ -178,8 +180,8 @@ struct Weights {
     int rows, columns;
 };
 
-// A token tile combined with a tile of weight rows.
-// A token tile has at most `max_pairs` pairs of one expert. The pairs of an expert are divided evenly.
+// One tile of the output: a token tile and a tile of weight rows.
+// A token tile has at most `max_pairs` pairs of one expert. An expert's pairs are divided evenly among its token tiles.
 struct Tile {
     int expert, first_pair, pairs;
     int row;       // the first row of tiled x and h
@@ -193,7 +195,7 @@ struct Tile {
 template <int ROW_TILES, bool GATE_UP>
 __device__ __forceinline__ bool find_tile(const uint32_t* offsets, int experts, int weight_rows, int max_pairs,
                                           int number, Tile& tile) {
-    // The columns of h are padded to a multiple of 64, which is 128 rows of gate and up.
+    // The columns of h are padded to a multiple of 64. Each 64 columns of h come from 128 gate and up rows.
     const int rows = GATE_UP ? (weight_rows + 127) / 128 * 128 : weight_rows;
     const int row_blocks = (rows + ROW_TILES * 16 - 1) / (ROW_TILES * 16);
     WorkItem item;
@@ -252,7 +254,7 @@ template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* 
 
 // Stores the results of 8 tokens × TILES weight tiles.
 // TILES is 1 or 2. With 2, the index of the first tile is even.
-// For each tile, `sums` has the products of row g with tokens 2t and 2t + 1, then those of row g + 8.
+// For each tile, `sums` has the products of row g with tokens 2t and 2t + 1, then the same products of row g + 8.
 template <typename T, bool GATE_UP, int TILES>
 __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& tile, int row_tile, int token,
                                       const float* const (&sums)[TILES], const float2 (&bias)[TILES]) {
@@ -377,7 +379,7 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 #pragma unroll
                     for (int i = 0; i < 2; ++i)
                         load_matrices(b[i], x_stage + (token + i * COLUMN_WARPS * 8) * 128 + segment);
-                    // Products that add to the same sum are spread out, because each one waits for the previous one.
+                    // MMAs that add to the same sum are spread out, because each one waits for the previous one.
 #pragma unroll
                     for (int k = 0; k < 2; ++k)
 #pragma unroll
@@ -407,8 +409,8 @@ __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x,
 // ---- products by wgmma (sm_90a) ----
 
 // The tile of a block: at most PAIRS pairs × 192 rows. Three warpgroups compute 64 rows each, and a fourth one copies.
-// 192 evenly divides gpt-oss's 2880 and 5760 rows.
-// With three warpgroups, some unpack while others wait for their products.
+// gpt-oss has matrices of 2880 and 5760 rows, both multiples of 192.
+// While some of the three warpgroups wait for their products, the others can unpack weights.
 // A fourth computing warpgroup would not fit, because each thread needs 160 registers.
 // With at most UNROLL_PAIRS pairs, the loop over columns is unrolled by two.
 template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_> struct TileShape {
@@ -419,7 +421,7 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_> struct TileShape {
     static constexpr int SCALE_BYTES = 2 * EXPERT_WGMMA_ROW_TILES * MXFP4_TILE_SCALE_BYTES;
     static constexpr int W_BYTES = WEIGHT_BYTES + SCALE_BYTES;
 };
-// For many pairs per expert: few passes over the weights.
+// For many pairs per expert. Wide tiles need fewer passes over the weights.
 using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES>;
 // For few pairs per expert, where unpacking takes most of the time.
 using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES>;
@@ -525,7 +527,7 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
     float sum[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) sum[i] = 0.0f;
-    uint32_t a[2][4];  // weights of two products of depth 16: one runs while the next is unpacked
+    uint32_t a[2][4];  // the weights of two MMAs with K = 16: one runs while the next is unpacked
     uint32_t nan = 0;
     int previous = -1;
     const auto multiply = [&](int half) __attribute__((always_inline)) {
@@ -597,8 +599,8 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
     consume<S, T, N, GATE_UP>(ring, position, w, o, tile);
 }
 
-// Three warpgroups multiply. The fourth one copies and runs ahead of them, across tiles.
-// It uses bulk copies, which belong to the same memory proxy as wgmma.
+// Three warpgroups multiply. The fourth one copies the data ahead of them, also across tiles.
+// It uses bulk copies, which access memory through the same proxy as wgmma.
 // With cp.async, each stage would need a fence that waits for all copies.
 //   grid: any number of blocks; one block fits on a multiprocessor
 //   block EXPERT_WGMMA_THREADS; shared memory: see `wgmma_shared_bytes` in experts_gemm.rs

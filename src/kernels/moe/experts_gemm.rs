@@ -30,15 +30,15 @@ pub struct Mxfp4Tiles {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowOrder {
     Plain,
-    /// Rows 2g and 2g + 1, a gate row and its up row, are at g and g + 8.
+    /// Rows 2g and 2g + 1, which are a gate row and its up row, are stored at g and g + 8.
     Paired,
 }
 
 impl Mxfp4Tiles {
     /// Repacks blocks \[E, R, C/32, 16\] and scales \[E, R, C/32\] on the GPU and waits for the result.
     ///
-    /// Returns `None` if a scale exceeds 2. The tensor-core kernels do not support such scales.
-    /// No known checkpoint has them.
+    /// Returns `None` if a scale exceeds 2 or is NaN. The tensor-core kernels do not support such scales.
+    /// No known checkpoint has such scales.
     pub fn repack(blocks: &Tensor, scales: &Tensor, order: RowOrder) -> Result<Option<Self>> {
         let (experts, rows, columns) = mxfp4_dims(blocks, scales)?;
         let Device::Cuda(device) = blocks.device() else { return unsupported("Mxfp4Tiles::repack", blocks) };
@@ -82,7 +82,7 @@ impl Mxfp4Tiles {
     }
 }
 
-/// One linear layer of all experts.
+/// The same linear layer of all experts.
 #[derive(Clone, Copy)]
 pub struct ExpertLinear<'t> {
     pub tiles: &'t Mxfp4Tiles,
@@ -92,8 +92,8 @@ pub struct ExpertLinear<'t> {
 
 /// Returns Σ routing weight · down(clamped_swiglu(gate_up(x))) over each token's chosen experts, f32 \[T, C\].
 ///
-/// - x f32 \[T, C\], which is rounded to the dtype of the biases, bf16 or f16
-/// - ids u32 \[T, N\], each below E (not checked)
+/// - x f32 \[T, C\]; the first kernel rounds it to the dtype of the biases, which is bf16 or f16
+/// - ids u32 \[T, N\], each less than E (not checked)
 /// - routing_weights f32 \[T, N\]
 /// - gate_up \[E, 2F, C\] in paired tiles, down \[E, C, F\] in plain tiles
 pub fn expert_mlp(
@@ -110,7 +110,7 @@ pub fn expert_mlp(
     check_shapes(x, ids, routing_weights, gate_up, down)?;
     let Device::Cuda(device) = x.device() else { return unsupported("expert_mlp", x) };
     let pairs = tokens * chosen;
-    // The rows of each expert start at a multiple of 8.
+    // Each expert's rows start at a multiple of 8, so each expert may need padding.
     let tiled_rows = pairs + 8 * experts;
     // SAFETY: the kernels below write every element that a later kernel reads.
     let empty = |count: usize, dtype| unsafe { Tensor::empty(count, dtype, x.device()) };
@@ -211,7 +211,7 @@ fn check_shapes(
     Ok(())
 }
 
-/// A kernel for the matrix products of all experts. Its blocks take tiles until none are left.
+/// A kernel for the matrix products of all experts. Each of its blocks processes several tiles.
 struct ProductKernel {
     /// The suffix of the kernel's name.
     name: &'static str,

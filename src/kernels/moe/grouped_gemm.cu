@@ -3,7 +3,8 @@
 //   weights T [E, R, C]; bias T [E, R] or null; x T [T, C] (shared by a token's experts) or [T, N, C]; out T [T, N, R]
 //   sorted, offsets: from sort_by_expert.cu; C is a multiple of 8
 // A block computes a tile of up to BM pairs of one expert × BN weight rows. A segment is 16 bytes of a row.
-// Shared memory holds segment s of row r at s ^ (r % 8), so ldmatrix has no bank conflicts. Segments past C are zeros.
+// Shared memory holds segment s of row r at position s ^ (r % 8), so ldmatrix has no bank conflicts.
+// Segments past C are zeros.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/tensor_core.cuh"
@@ -82,7 +83,7 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
             }
         }
     }
-    // A lane has two adjacent elements of `out` for pairs lane / 4 and lane / 4 + 8 of each group of 16 pairs.
+    // A lane holds two adjacent elements of `out` for pairs lane / 4 and lane / 4 + 8 of each group of 16 pairs.
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
 #pragma unroll

@@ -14,13 +14,13 @@ use crate::kernels::constants::{GROUPED_GEMM_COLUMNS, GROUPED_GEMM_ROWS, GROUPED
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::unsupported;
 
-/// Writes out[t, n] = W[ids[t, n]] · x[t or (t, n)] + bias[ids[t, n]].
+/// Writes out[t, n] = W[ids[t, n]] · x + bias[ids[t, n]], where x is x[t] or x[t, n].
 ///
-/// weights \[E, R, C\], bias \[E, R\], x and out \[T, N, R\] have the same dtype, bf16 or f16. C is a multiple of 8.
-/// Every `pairs_per_x` pairs share a row of x.
+/// weights \[E, R, C\], bias \[E, R\], x \[T, C\] or \[T, N, C\], and out \[T, N, R\] have the same dtype: bf16 or f16.
+/// C is a multiple of 8. Each row of x is the input of `pairs_per_x` consecutive pairs.
 ///
 /// # Safety
-/// The tensors must have these shapes, and every id must be below E.
+/// The tensors must have these shapes, and every id must be less than E.
 #[cfg(feature = "cuda")]
 pub(super) unsafe fn grouped_gemm(
     device: &CudaDevice,

@@ -1,6 +1,6 @@
 //! The MXFP4 format (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale.
 //!
-//! Blocks are \[E, R, C/32, 16\], as in openai/gpt-oss-20b. Each byte holds two values, the even one in the low half.
+//! Blocks are \[E, R, C/32, 16\], as in openai/gpt-oss-20b. The low half of each byte holds the even value.
 //! Scales are \[E, R, C/32\]. A scale is 2^(byte - 127).
 
 use candle_core::{DType, Result, Tensor, bail};

@@ -1,5 +1,5 @@
 // Chooses the experts of one token.
-// In every block that needs the choice, one warp computes it from the E router logits.
+// In each thread block that needs the chosen experts, one warp finds them from the E router logits.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -8,9 +8,9 @@ struct Routing {
     uint32_t expert[MAX_CHOSEN_EXPERTS];
     float weight[MAX_CHOSEN_EXPERTS];
 
-    // Finds the `count` largest of E logits, in descending order. Ties go to the lower expert id, and NaN comes last.
-    // The routing weights of the first `chosen` experts are a softmax over them, or over all experts.
-    // The whole warp must call this. E <= MAX_EXPERTS, so one word has a bit for each expert of a lane.
+    // Finds the `count` largest of E logits, in descending order. Ties go to the lower expert id, and NaN ranks last.
+    // The routing weights of the first `chosen` experts are their softmax over these experts, or over all experts.
+    // All lanes of the warp must call this. E <= MAX_EXPERTS, so one word has a bit for each expert of a lane.
     __device__ __forceinline__ void choose(const float* logits, int experts, int count, int chosen, int lane,
                                            bool over_all = false) {
         uint32_t taken = 0;  // one bit per expert of this lane: lane, lane + 32, ...
@@ -20,7 +20,7 @@ struct Routing {
 #pragma unroll
         for (int i = 0; i < HELD; ++i) held[i] = lane + 32 * i < experts ? __ldcg(logits + lane + 32 * i) : -INFINITY;
         for (int n = 0; n < count; ++n) {
-            // Keys are ordered like the logits. Key 0: already taken, or no expert. Key 1: NaN.
+            // Keys have the same order as logits. Key 0 means that the expert is taken. Key 1 means NaN.
             uint32_t best = 0, id = 0xffffffffu;
             const auto offer = [&](int i, float logit) {
                 const uint32_t bits = __float_as_uint(logit);

@@ -1,5 +1,5 @@
 // Expert routing: the N largest of E logits, and their softmax over the chosen experts or over all experts.
-// Ties go to the lower expert id, and NaN comes last.
+// Ties go to the lower expert id, and NaN ranks last.
 //   logits [T, E]; ids u32 [T, N]; weights f32 [T, N]; grid T, block 32 (one warp per token); E <= 1024, N <= 32
 #include "headers/common.cuh"
 

@@ -1,4 +1,4 @@
-//! Quantized matrices as kernel arguments, which are structs passed by value.
+//! Kernel arguments for quantized matrices. The matrices are passed as structs by value.
 
 use candle_core::cuda_backend::cudarc::driver::DeviceRepr;
 use candle_core::{Result, bail};
@@ -52,12 +52,12 @@ impl RawStack {
 }
 
 impl Arguments {
-    /// Adds vertically stacked quantized matrices with the same number of columns.
+    /// Adds a vertical stack of quantized matrices. All of them must have the same number of columns.
     pub fn stack(self, matrices: &[QuantizedMatrix]) -> Result<Self> {
         Ok(self.value(RawStack::new(matrices)?, matrices.iter().flat_map(QuantizedMatrix::tensors)))
     }
 
-    /// Adds the input rounding of the kernel: the rounding mode and the static scale.
+    /// Adds two arguments for the input rounding: the rounding mode and the static scale.
     pub fn input_rounding(self, rounding: InputRounding) -> Self {
         let (number, scale) = match rounding {
             InputRounding::None => (ROUNDING_NONE, 0.0),

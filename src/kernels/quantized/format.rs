@@ -27,7 +27,7 @@ pub enum WeightFormat {
     Fp8 = constants::FORMAT_FP8 as i32,
 }
 
-/// The bytes of each plane per group or superblock.
+/// The size of each plane in bytes, per group or superblock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlaneBytes {
     /// Bytes per group.
@@ -78,7 +78,7 @@ impl WeightFormat {
         self.plane_bytes().scales == 0
     }
 
-    /// Returns the size of one row in each plane, in bytes: low, high, scales, supers.
+    /// Returns the size in bytes of one row in each plane. The order is low, high, scales, supers.
     pub fn row_bytes(self, columns: usize) -> [usize; 4] {
         let PlaneBytes { low, high, scales, supers } = self.plane_bytes();
         let groups = columns.div_ceil(GROUP_COLUMNS);
@@ -86,7 +86,7 @@ impl WeightFormat {
         [low * groups, high * groups, scales, supers * (columns / SUPERBLOCK_COLUMNS)]
     }
 
-    /// Returns the size of a matrix in bytes.
+    /// Returns the size in bytes of a matrix with this format.
     pub fn bytes(self, rows: u64, columns: u64) -> u64 {
         (self.row_bytes(columns as usize).iter().sum::<usize>() as u64).saturating_mul(rows)
     }

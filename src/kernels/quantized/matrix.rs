@@ -1,4 +1,4 @@
-//! The weight matrix of a layer, dense or quantized.
+//! Weight matrices of linear layers and embeddings, dense or quantized.
 
 use candle_core::{Device, Result, Tensor, bail};
 
@@ -8,14 +8,15 @@ use super::quantized_matrix::{InputRounding, QuantizedMatrix};
 use super::quantized_ops;
 use crate::kernels::matmul::matmul_f32;
 
-/// The weight matrix of a layer, dense or quantized.
+/// The weight matrix of a linear layer or an embedding, dense or quantized.
 ///
-/// Parts of a matrix are stacked vertically and have the same number of columns.
+/// A matrix can have several parts, such as the query, key and value projections.
+/// The parts are stacked vertically and have the same number of columns.
 #[derive(Clone, Debug)]
 pub enum Matrix {
-    /// Floats, `[rows, columns]`.
+    /// A float tensor, `[rows, columns]`.
     Dense(Tensor),
-    /// Quantized parts that a single kernel can process.
+    /// Quantized parts that a single kernel can process. There is at least one part.
     Quantized(Vec<QuantizedMatrix>),
     /// Parts that require different kernels.
     Concatenated(Vec<Matrix>),
@@ -47,7 +48,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the format of a quantized matrix, or `None` if it is dense or has several formats.
+    /// Returns the format of a quantized matrix if all its parts have the same format. Otherwise, returns `None`.
     pub fn format(&self) -> Option<WeightFormat> {
         match self {
             Self::Quantized(parts) => {
@@ -57,7 +58,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the input rounding of a quantized matrix, or `None` if it is dense or its parts differ.
+    /// Returns the input rounding of a quantized matrix if all its parts have the same one. Otherwise, returns `None`.
     pub fn input_rounding(&self) -> Option<InputRounding> {
         match self {
             Self::Quantized(parts) => {
@@ -67,7 +68,7 @@ impl Matrix {
         }
     }
 
-    /// Returns `rows` rows, starting at row `first`. The result shares memory with this matrix.
+    /// Returns the `rows` rows that start at row `first`. The result shares memory with this matrix.
     ///
     /// Returns an error if the matrix has several parts.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
@@ -78,9 +79,9 @@ impl Matrix {
         })
     }
 
-    /// Returns `x · Wᵀ`, f32 `[tokens, rows]`.
+    /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
     ///
-    /// `x` is `[tokens, columns]`. It must have the dtype of the matrix if the matrix is dense.
+    /// `x` is `[tokens, columns]`. If the matrix is dense, `x` must have the same dtype as the matrix.
     pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::Dense(weight) => matmul_f32(x, weight),
@@ -98,7 +99,7 @@ impl Matrix {
         }
     }
 
-    /// Returns the rows `ids`, multiplied by `scale`, as f32 `[tokens, columns]`.
+    /// Looks up the rows `ids` and multiplies them by `scale`. Returns f32 `[tokens, columns]`.
     ///
     /// `ids` are u32 `[tokens]`. Every id must be a valid row index. This is not checked on a GPU.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {

@@ -1,24 +1,24 @@
-//! Matrices whose weights stay quantized in memory: matrix products, embedding lookup and dequantization.
+//! Matrices that stay quantized in memory. The operations are matrix products, embedding lookup and dequantization.
 //!
-//! All formats share one memory layout, in which each lane of a warp reads a group of 32 columns at a time.
+//! All formats share one memory layout. Each lane of a warp reads a group of 32 columns at a time.
 //! The bits of each quantized integer `q` are split across **planes**.
-//! Each plane stores the groups of a row in order, so loads are aligned.
+//! In each plane, all groups have the same power-of-two size in bytes, so loads are aligned.
 //!
 //! | plane  | contents for each group of 32 columns |
 //! | ------ | ------------------------------------- |
 //! | low    | the low 2, 4 or 8 bits of each `q` |
 //! | high   | the next 1 or 2 bits of each `q`, in some formats |
-//! | scales | the scales of the group; `Int8` and `Fp8` have one f32 per row instead |
-//! | supers | two f16 factors per 256 columns for scales and mins, in the K formats |
+//! | scales | the scales of the group, and its mins in some formats; `Int8` and `Fp8` have one f32 per row instead |
+//! | supers | in the K formats, two f16 factors for each 256 columns: one for scales, one for mins |
 //!
 //! The value of an element is `scale · (q - zero) - min`.
-//! The ggml formats take as many bytes as in GGUF files, with two exceptions in each block of 256 columns:
-//! - The 12 scale bytes of Q3_K, Q4_K and Q5_K become 16 bytes.
-//! - The single super-scale of Q3_K and Q6_K is followed by two unused bytes.
+//! The ggml formats take as many bytes as in GGUF files, with two exceptions:
+//! - In Q3_K, Q4_K and Q5_K, the 12 scale bytes of each 256 columns become 16 bytes.
+//! - In Q3_K and Q6_K, the single super-scale of each 256 columns is followed by two unused bytes.
 //!
-//! A group consists of eight *quads* of four columns, numbered 0 to 7.
-//! The bits of column `i` in quad `j` have these positions within the group:
-//! - 4 low bits: byte `4 · (j / 2) + i`, in the low half if `j` is even and in the high half if `j` is odd
+//! A group consists of eight *quads*, numbered 0 to 7. A quad is four consecutive columns.
+//! In each plane, the bits of column `i` in quad `j` have these positions within the bytes of the group:
+//! - 4 low bits: byte `4 · (j / 2) + i`, in the low nibble if `j` is even, in the high nibble if `j` is odd
 //! - 2 low bits or 2 high bits: byte `4 · (j / 4) + i`, starting at bit `2 · (j mod 4)`
 //! - 1 high bit: bit `j` of byte `i`
 //! - 8 low bits: byte `4 · j + i`

@@ -2,9 +2,9 @@
 //
 // A *group* is 32 columns of a row. A lane reads one group at a time.
 // The input vector is rounded to 16-bit integers with one scale per group.
-// These integers keep seven more bits of the largest value than bf16.
-// Their high and low bytes are stored in separate planes, so dp4a can sum four products at a time exactly.
-// Only the scale and the min of each group are applied in floating point.
+// The integers represent the largest value of a group with seven more bits of precision than bf16.
+// The high and low bytes of the integers are stored separately, so dp4a can sum four exact products at a time.
+// Only the scales and mins are applied in floating point.
 // With FP8 weights, all arithmetic is in floating point.
 #pragma once
 #include <cuda_fp8.h>
@@ -28,22 +28,22 @@ enum WeightFormat {
     FP8 = FORMAT_FP8,
 };
 
-// A quantized matrix, or a range of its rows.
+// A quantized matrix or a range of rows of a larger matrix.
 struct QuantizedMatrix {
     const uint8_t *low, *high, *scales, *supers;
     int format, rows;
 };
 
-// Vertically stacked matrices with the same number of columns. The rows of matrix m end before row_ends[m].
+// Vertically stacked matrices with the same number of columns. In the stack, matrix m ends before row row_ends[m].
 struct QuantizedStack {
     QuantizedMatrix matrices[MAX_STACKED_MATRICES];
     int row_ends[MAX_STACKED_MATRICES];
 };
 
-// The bytes of a group in each plane, and the scaling of its values.
-//   low: bytes that hold the low bits of q
-//   high: bytes that hold the high bits of q
-//   scales: bytes that hold scales, or 0 if each row has a single f32 scale
+// The number of bytes per group in each plane, and how the values of a group are scaled.
+//   low: bytes for the low bits of q
+//   high: bytes for the high bits of q
+//   scales: bytes for scales and mins, or 0 if each row has a single f32 scale
 //   zero: the zero point, which is subtracted from q
 //   has_half_scales: whether each half of the group has its own scale
 template <int F> struct FormatLayout {
@@ -56,7 +56,7 @@ template <int F> struct FormatLayout {
     static constexpr bool has_mins = F == Q4_1 || F == Q5_1 || F == Q2_K || F == Q4_K || F == Q5_K;
 };
 
-// A group in registers: the words of the low plane and then of the high plane, the scales, and the super-scales.
+// A group in registers. `words` contains the words of the low plane, followed by the words of the high plane.
 struct RawGroup {
     uint32_t words[8], scales, supers;
 };
@@ -68,7 +68,7 @@ template <int F> __device__ __forceinline__ void load_scales(RawGroup& raw, cons
     if (L::has_supers) raw.supers = __ldg(reinterpret_cast<const uint32_t*>(m.supers) + group / 8);
 }
 
-// Loads a group of a matrix. Groups are numbered from the first row of the matrix.
+// Loads a group of a matrix. Groups are numbered from the start of the matrix, row after row.
 template <int F> __device__ __forceinline__ void load_group(RawGroup& raw, const QuantizedMatrix& m, size_t group) {
     using L = FormatLayout<F>;
     const uint8_t* low = m.low + group * L::low;
@@ -116,7 +116,8 @@ template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
         const float2 a = pair(q & 0xffff), b = pair(q >> 16);
         return make_float4(a.x, a.y, b.x, b.y);
     }
-    // A float 2^23 with q in its low mantissa bits has the value 2^23 + q. Signed bytes are offset by 128 first.
+    // If the low mantissa bits of the float 2^23 are set to q, its value is 2^23 + q.
+    // Signed bytes are first increased by 128, which `offset` also subtracts.
     constexpr bool is_signed = FormatLayout<F>::low == 32;
     constexpr float offset = 8388608.0f + (is_signed ? 128 : FormatLayout<F>::zero);
     if (is_signed) q ^= 0x80808080u;
@@ -124,7 +125,7 @@ template <int F> __device__ __forceinline__ float4 to_floats(uint32_t q) {
     return make_float4(one(0x7440), one(0x7441), one(0x7442), one(0x7443));
 }
 
-// The scale and the min of each half of a group. The scale is 1 if each row has a single scale.
+// The scale and the min of each half of a group. If the format has row scales, the scale here is 1.
 struct Scaling {
     float scale[2], min[2];
 };
@@ -144,7 +145,7 @@ template <int F> __device__ __forceinline__ Scaling scaling(const RawGroup& raw)
     return {{pair.x, pair.x}, {m, m}};
 }
 
-// The values of quads 2p and 2p + 1 of a group, which are columns 8p to 8p + 7.
+// The values of quads 2p and 2p + 1 of a group (columns 8p to 8p + 7).
 struct EightValues {
     float4 first, second;
 };
@@ -186,11 +187,11 @@ __device__ __forceinline__ EightValues dequantize8(const QuantizedMatrix& m, int
 
 // The input vector in shared memory. Lanes that read neighboring groups have no bank conflicts.
 // If the vector is stored as integers:
-//   pieces[0][g], pieces[1][g]: the high bytes of columns 0 to 15 and of columns 16 to 31 of group g
+//   pieces[0][g], pieces[1][g]: the high bytes of columns 0 to 15 and columns 16 to 31 of group g
 //   pieces[2][g], pieces[3][g]: the low bytes of the same columns, as signed integers
 //   scales[g]: the scale of group g
-//   sums[g]: the sums of the two halves of group g
-// If the vector is stored as floats, pieces[j][g] holds quad j of group g.
+//   sums[g]: the sum of the integers in each half of group g
+// If the vector is stored as floats (for FP8 weights), pieces[j][g] is quad j of group g.
 struct QuantizedInput {
     uint4* pieces;
     float* scales;
@@ -210,8 +211,9 @@ struct QuantizedInput {
     }
 
     // Stores quad(i) for every quad i. quad(i) must return zeros past the last column.
-    // With INTEGERS, the values are integers of up to 15 bits and are stored exactly.
-    // All threads of the block must call this function, followed by __syncthreads().
+    // If INTEGERS is true and the vector is stored as integers, quad(i) must return integers from -32512 to 32512.
+    // These integers are stored exactly, with a scale of 1.
+    // All threads of the block must call this function and then __syncthreads().
     template <bool INTEGERS, class Quad> __device__ __forceinline__ void fill(Quad quad) const {
         for (int i = threadIdx.x; i < (8 * groups + 31) / 32 * 32; i += blockDim.x) {
             const int group = i / 8, j = i % 8;
@@ -223,7 +225,7 @@ struct QuantizedInput {
             }
             float scale = 1.0f, inverse = 1.0f;
             if (!INTEGERS) {
-                // Magnitudes are compared as integers, so NaN is the largest.
+                // Magnitudes are compared as integers, so NaN counts as the largest magnitude.
                 const auto bits = [](float x) { return __float_as_uint(x) & 0x7fffffffu; };
                 uint32_t largest = max(max(bits(v.x), bits(v.y)), max(bits(v.z), bits(v.w)));
 #pragma unroll
@@ -256,7 +258,7 @@ __device__ __forceinline__ float dot4(float4 a, float4 b, float sum) {
 }
 __device__ __forceinline__ int word(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// Multiplies one group of ROWS rows by the same group of the input and adds the dot products to `sum`.
+// Multiplies one group of each of ROWS rows by the same group of the input. Adds the dot products to `sum`.
 template <int F, int ROWS>
 __device__ __forceinline__ void multiply_integers(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                                   float (&sum)[ROWS]) {
@@ -327,7 +329,7 @@ template <class Then> __device__ __forceinline__ void with_format(int format, Th
     }
 }
 
-// The layout of rows with contiguous groups.
+// The layout of rows whose groups are contiguous in memory.
 struct ContiguousRows {
     static constexpr bool is_gathered = false;
     int groups;
@@ -336,10 +338,10 @@ struct ContiguousRows {
 };
 
 // Streams the rows of a stack through a warp, one unit of ROWS rows at a time.
-// Each row has DEPTH groups in flight. Near the end of a unit, the warp loads the first groups of the next unit.
-// The warps of the grid process the units in round-robin order.
-// `locate(u, r, matrix)` sets `matrix` for row r of unit u and returns the index of the row in this matrix.
-// All rows of a unit have the same format.
+// Each lane has DEPTH groups of each row in flight. Near the end of a unit, it loads the first groups of the next unit.
+// Units are assigned to the warps of the grid in round-robin order.
+// `locate(u, r, matrix)` finds row r of unit u. It sets `matrix` and returns the index of the row in this matrix.
+// All rows of a unit must have the same format.
 template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> struct QuantizedStream {
     struct UnitRows {
         int row[ROWS], matrix[ROWS];
@@ -392,7 +394,7 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
         }
     }
 
-    // Adds the products of a group. Applies the row scales here if the rows are gathered.
+    // Adds the dot products of a group to `sum`. If the rows are gathered, applies the row scales here.
     template <int F>
     __device__ __forceinline__ void add_group(const RawGroup (&raw)[ROWS], const QuantizedInput& x, int group,
                                               float (&sum)[ROWS]) const {
@@ -411,7 +413,7 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
         });
     }
 
-    // Computes the dot products of the current unit with `x` and advances to the next unit.
+    // Computes the dot product of `x` and each row of the current unit, and advances to the next unit.
     // All lanes receive the results.
     __device__ __forceinline__ void multiply(const QuantizedInput& x, float (&sum)[ROWS]) {
 #pragma unroll
@@ -462,17 +464,17 @@ __device__ __forceinline__ float rounding_scale(float largest, int rounding, flo
     const float scale = rounding == ROUNDING_INT8_PER_TOKEN  ? largest / 127.5f
                         : rounding == ROUNDING_FP8_PER_TOKEN ? largest / 448.0f
                                                              : static_scale;
-    // If the vector contains a NaN or an infinity, the scale is NaN, so the result is NaN as well.
+    // If the vector contains a NaN or an infinity, the scale is NaN, which makes all results NaN.
     return !isfinite(largest) ? __uint_as_float(0x7fc00000u) : scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
 }
 
-// The rounding of a product's input: one of the ROUNDING_ constants, and the scale of the static modes.
+// How the input of a product is rounded. `mode` is a ROUNDING_ constant, and only static modes use `static_scale`.
 struct RoundingArgs {
     int mode;
     float static_scale;
 };
 
-// Returns the larger magnitude. Magnitudes are compared as integers, so NaN is the largest.
+// Returns the larger magnitude. Magnitudes are compared as integers, so NaN counts as the largest magnitude.
 __device__ __forceinline__ float max_magnitude(float a, float b) {
     return __uint_as_float(max(__float_as_uint(a) & 0x7fffffffu, __float_as_uint(b) & 0x7fffffffu));
 }
@@ -480,7 +482,8 @@ __device__ __forceinline__ float max_magnitude(float4 v) {
     return max_magnitude(max_magnitude(v.x, v.y), max_magnitude(v.z, v.w));
 }
 
-// Returns the largest magnitude over the block to every thread. `scratch` holds one float per warp.
+// Returns the largest magnitude of `value` over all threads of the block. Every thread gets the result.
+// `scratch` holds one float per warp.
 __device__ __forceinline__ float block_max_magnitude(float value, float* scratch) {
     for (int offset = 16; offset > 0; offset /= 2)
         value = max_magnitude(value, __shfl_xor_sync(0xffffffffu, value, offset));
@@ -492,9 +495,9 @@ __device__ __forceinline__ float block_max_magnitude(float value, float* scratch
     return largest;
 }
 
-// Rounds factor · quad(i) for every quad i and stores the result in `input`.
-// `largest` is the largest magnitude among the quads that this thread has read.
-// Returns the scale. The caller multiplies the dot products by it.
+// Rounds factor · quad(i) / scale for every quad i, stores the result in `input`, and returns the scale.
+// The caller multiplies the dot products by the scale.
+// `largest` is the largest magnitude among the quads that this thread has read, before multiplication by `factor`.
 template <class Quad>
 __device__ __forceinline__ float fill_rounded(const QuantizedInput& input, Quad quad, float largest, float factor,
                                               RoundingArgs rounding, float* scratch) {

@@ -4,19 +4,19 @@ use candle_core::{Device, Result, Tensor, bail};
 
 use super::format::{GROUP_COLUMNS, SUPERBLOCK_COLUMNS, WeightFormat};
 
-/// How the input of a product is rounded to 8 bits, as in the calibration of W8A8 and FP8 checkpoints.
+/// How the input of a matrix product is rounded to 8 bits. W8A8 and FP8 checkpoints were calibrated for this rounding.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum InputRounding {
     /// The input is not rounded.
     None,
-    /// Integers from -128 to 127 with one scale per token.
-    /// The scale is the largest magnitude of the token / 127.5 (compressed-tensors, `calculate_qparams`).
+    /// Rounds to integers from -128 to 127 with one scale per token.
+    /// The scale is the token's largest magnitude divided by 127.5 (compressed-tensors, `calculate_qparams`).
     Int8PerToken,
-    /// Integers from -128 to 127 with a fixed scale.
+    /// Rounds to integers from -128 to 127 with a fixed scale.
     Int8Static(f32),
-    /// E4M3 with one scale per token: the largest magnitude of the token / 448.
+    /// Rounds to E4M3 with one scale per token. The scale is the token's largest magnitude divided by 448.
     Fp8PerToken,
-    /// E4M3 with a fixed scale.
+    /// Rounds to E4M3 with a fixed scale.
     Fp8Static(f32),
 }
 
@@ -31,9 +31,9 @@ pub struct QuantizedMatrix {
 }
 
 impl QuantizedMatrix {
-    /// Copies the planes to `device`. Each plane holds all rows consecutively.
+    /// Creates a matrix and copies its planes to `device`. Each plane holds all rows consecutively.
     ///
-    /// Returns an error if the sizes of the planes do not match the format.
+    /// Returns an error if the sizes of the planes or the number of columns do not match the format.
     pub fn new(format: WeightFormat, columns: usize, planes: [Vec<u8>; 4], device: &Device) -> Result<Self> {
         let row_bytes = format.row_bytes(columns);
         let rows = planes[0].len() / row_bytes[0].max(1);
@@ -58,7 +58,7 @@ impl QuantizedMatrix {
         Ok(Self { format, columns, planes: tensors, input_rounding: InputRounding::None })
     }
 
-    /// Returns the planes of this format.
+    /// Returns the planes that this format uses.
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         self.planes.iter().flatten()
     }
@@ -68,7 +68,7 @@ impl QuantizedMatrix {
     }
 
     pub(super) fn low(&self) -> &Tensor {
-        self.planes[0].as_ref().expect("every format has a low plane")
+        self.planes[0].as_ref().expect("every format should have a low plane")
     }
 
     /// Returns `(rows, columns)`.
@@ -84,7 +84,7 @@ impl QuantizedMatrix {
         self.tensors().map(crate::kernels::bytes).sum()
     }
 
-    /// Returns `rows` rows, starting at row `first`. The result shares memory with this matrix.
+    /// Returns the `rows` rows that start at row `first`. The result shares memory with this matrix.
     pub fn rows(&self, first: usize, rows: usize) -> Result<Self> {
         let mut planes = self.planes.clone();
         for plane in planes.iter_mut().flatten() {

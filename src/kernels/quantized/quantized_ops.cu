@@ -1,15 +1,16 @@
-// Kernels for quantized matrices outside the decode graph.
-// These are matrix-vector products for few tokens, dequantization and 8-bit rounding for many tokens,
-// and embedding lookup.
+// Kernels for quantized matrices outside the decode graph:
+// - matrix-vector products, for few tokens
+// - dequantization and 8-bit rounding, for many tokens
+// - embedding lookup
 #include "quantized/quantized.cuh"
 
-// Computes y[t] = W·x[t].
+// Computes y[t] = W·x[t / per_x].
 //   x: T [tokens / per_x, columns]; `per_x` consecutive rows of y share one row of x
 //   y: S [tokens, stride]; only the first `rows` columns are written
-//   ids: u32 [tokens] or null; if not null, W is the matrix of expert ids[t], which has `rows` rows
+//   ids: u32 [tokens] or null; if it is not null, W is the matrix of expert ids[t] and has `rows` rows
 //   grid: (blocks, tokens); block: 32 · QUANTIZED_WARPS
 //   shared memory: see `input_bytes` in quantized_ops.rs
-//   bytes moved: the weights, once per token
+//   bytes moved: the size of W for each token
 // Each unit is two rows of the weights.
 template <typename T, typename S>
 __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns, int stride,
@@ -43,7 +44,7 @@ __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t
     }
 }
 
-// Stores eight values, multiplied by `factor`, in columns 8i to 8i + 7 of a row.
+// Multiplies eight values by `factor` and stores them in columns 8i to 8i + 7 of a row.
 template <typename T>
 __device__ __forceinline__ void store(T* row, int i, int columns, EightValues v, float factor) {
     const float values[8] = {v.first.x,  v.first.y,  v.first.z,  v.first.w,
@@ -63,7 +64,7 @@ __device__ __forceinline__ void store(T* row, int i, int columns, EightValues v,
 // Dequantizes a matrix.
 //   out: T [rows, columns]
 //   grid: ceil(rows · ceil(columns / 8) / 256); block: 256, one thread per 8 columns
-//   bytes moved: the matrix + rows · columns · sizeof(T)
+//   bytes moved: the size of the matrix, plus rows · columns · sizeof(T)
 template <typename T> __device__ void dequantize(const QuantizedStack& weights, T* out, int rows, int columns) {
     const int eights = (columns + 7) / 8, groups = (columns + 31) / 32;
     const long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -75,7 +76,7 @@ template <typename T> __device__ void dequantize(const QuantizedStack& weights, 
     });
 }
 
-// Computes out[t] = factor · row ids[t] of an embedding.
+// Looks up token embeddings. Computes out[t] = factor · weights[ids[t]].
 //   ids: u32 [tokens]
 //   out: f32 [tokens, columns]
 //   grid: tokens; block: 256
@@ -112,7 +113,7 @@ __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, i
     }
 }
 
-// Rounds rows to 8 bits and converts them back to floats.
+// Rounds rows to 8 bits and converts them back to T.
 //   x, y: T [tokens, columns]
 //   grid: tokens; block: 256
 template <typename T>
@@ -126,7 +127,7 @@ __device__ void round_floats(const T* x, T* y, int columns, RoundingArgs roundin
         y[i] = from_float<T>(round_scaled(to_float(x[i]) / scale, rounding.mode) * scale);
 }
 
-// Computes y[t, r] = sums[t, r] · x_scales[t] · w_scales[r] after an 8-bit matrix product.
+// Applies the scales after an 8-bit matrix product: y[t, r] = sums[t, r] · x_scales[t] · w_scales[r].
 //   sums: int or float [tokens, rows]
 //   y: f32 [tokens, stride]
 //   grid: (tokens, ceil(rows / 256)); block: 256

@@ -2,7 +2,8 @@
 //!
 //! On a GPU, products with few tokens read the quantized weights directly (`quantized_matvec`).
 //! Products with many tokens run on tensor cores.
-//! These products are 8-bit if weights and input are both 8-bit. Otherwise, the weights are dequantized first.
+//! They use 8-bit arithmetic if the weights and the rounded input are 8-bit and the GPU supports the type.
+//! Otherwise, the weights are dequantized first.
 
 #[cfg(feature = "cuda")]
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -32,12 +33,13 @@ use crate::kernels::{elements, to_f32, unsupported};
 /// Dequantization costs about as much as reading the weights eight times.
 #[cfg(feature = "cuda")]
 const MATVEC_TOKENS: usize = 8;
-/// The number of elements to dequantize at a time. They stay in the L2 cache until the product has read them.
+/// The approximate number of elements to dequantize at a time.
+/// They stay in the L2 cache until the product has read them.
 #[cfg(feature = "cuda")]
 const DEQUANTIZED_AT_A_TIME: usize = 16 << 20;
 
 impl QuantizedMatrix {
-    /// Returns the dequantized matrix, `[rows, columns]` in the float dtype `dtype`.
+    /// Returns the dequantized matrix as `[rows, columns]` in the float dtype `dtype`.
     pub fn dequantize(&self, dtype: DType) -> Result<Tensor> {
         let (rows, columns) = self.dims();
         match self.device() {
@@ -56,9 +58,9 @@ impl QuantizedMatrix {
         }
     }
 
-    /// Returns `x · Wᵀ`, f32 `[tokens, rows]`.
+    /// Returns `x · Wᵀ` as f32 `[tokens, rows]`.
     ///
-    /// `x` is `[tokens, columns]` in any float dtype. It is rounded according to `input_rounding`.
+    /// `x` is `[tokens, columns]` in any float dtype. It is first rounded according to `input_rounding`.
     pub fn matmul(&self, x: &Tensor) -> Result<Tensor> {
         let ((tokens, columns), (rows, _)) = (x.dims2()?, self.dims());
         if columns != self.columns {
@@ -91,7 +93,7 @@ impl QuantizedMatrix {
         }
     }
 
-    /// Returns the rows `ids`, multiplied by `scale`, as f32 `[tokens, columns]`.
+    /// Looks up the rows `ids` and multiplies them by `scale`. Returns f32 `[tokens, columns]`.
     ///
     /// `ids` are u32 `[tokens]`. Every id must be a valid row index. This is not checked on a GPU.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
@@ -120,7 +122,7 @@ impl QuantizedMatrix {
     }
 }
 
-/// Returns the size of a kernel's input vector in shared memory (`QuantizedInput`), in bytes.
+/// Returns the size in bytes of a kernel's input vector in shared memory (`QuantizedInput`).
 #[cfg(feature = "cuda")]
 pub fn input_bytes(format: WeightFormat, columns: usize) -> usize {
     let groups = columns.div_ceil(GROUP_COLUMNS);
@@ -159,7 +161,7 @@ fn embed(device: &CudaDevice, matrix: &QuantizedMatrix, ids: &Tensor, scale: f32
     Ok(out)
 }
 
-/// Returns `x · Wᵀ`, f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
+/// Returns `x · Wᵀ` as f32 `[tokens, rows]`, where `W` is the vertical stack of all `parts`.
 ///
 /// `x` is `[tokens, columns]` in any float dtype.
 #[cfg(feature = "cuda")]
@@ -187,13 +189,13 @@ pub fn matmul(device: &CudaDevice, parts: &[QuantizedMatrix], x: &Tensor) -> Res
     Ok(out)
 }
 
-/// Returns whether the input vector and 1 KiB of static data fit into the shared memory of a block on this GPU.
+/// Returns whether the input vector and 1 KiB of static data fit in the shared memory of a block on this GPU.
 #[cfg(feature = "cuda")]
 fn can_matvec(device: &CudaDevice, part: &QuantizedMatrix) -> Result<bool> {
     Ok(input_bytes(part.format, part.dims().1) + 1024 <= max_shared_bytes(device)?)
 }
 
-/// The columns of an f32 tensor `[tokens, stride]`, starting at column `first`.
+/// The columns of an f32 tensor `[tokens, stride]` from column `first` on.
 #[cfg(feature = "cuda")]
 #[derive(Clone, Copy)]
 struct OutputColumns<'t> {
@@ -225,16 +227,16 @@ fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: Outpu
     let shape = LaunchShape::new((blocks, tokens, 1), 32 * QUANTIZED_WARPS)
         .with_shared_bytes(input_bytes(part.format, columns));
     let kernel = format!("quantized_matvec_{}", dtype_suffix(x.dtype())?);
-    // SAFETY: the caller checked the shapes. `output` has enough columns for all rows of the matrix.
+    // SAFETY: the caller checked the shapes. `output` has a column for each row of the matrix.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
 }
 
-/// Multiplies `x` by the weights of the experts `ids`.
+/// Multiplies each row of `x` by the weights of its chosen experts, which are in `ids`.
 /// Returns the products as `[tokens, chosen, rows]` in the dtype of `x`.
 ///
 /// `experts` is `[number of experts * rows, columns]`. `ids` are u32 `[tokens, chosen]`.
-/// `x` is `[tokens, columns]` with `pairs_per_x = chosen`, or `[tokens, chosen, columns]` with `pairs_per_x = 1`.
-/// Every id must be a valid expert. This is not checked.
+/// If `pairs_per_x` is `chosen`, `x` is `[tokens, columns]`. If it is 1, `x` is `[tokens, chosen, columns]`.
+/// Every id must be the id of an expert. This is not checked.
 #[cfg(feature = "cuda")]
 pub fn expert_matvec(
     device: &CudaDevice,
@@ -245,7 +247,7 @@ pub fn expert_matvec(
     pairs_per_x: usize,
 ) -> Result<Tensor> {
     let ((tokens, chosen), (_, columns)) = (ids.dims2()?, experts.dims());
-    // SAFETY: the kernel writes all rows of the result for each pair of token and expert.
+    // SAFETY: the kernel writes `rows` elements for each pair of a token and an expert.
     let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
     let arguments = Arguments::new()
         .tensor(x)?
@@ -271,17 +273,17 @@ fn matmul_dequantized(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, o
     let rows_at_a_time = (DEQUANTIZED_AT_A_TIME / columns).next_multiple_of(128);
     for first in (0..rows).step_by(rows_at_a_time) {
         let weight = dequantize(device, &part.rows(first, rows_at_a_time.min(rows - first))?, x.dtype())?;
-        // SAFETY: `output` has enough columns for all rows of the matrix.
+        // SAFETY: `output` has a column for each row of the matrix.
         unsafe { gemm(device, x, &weight, output.address(first)?, output.stride)? };
     }
     Ok(())
 }
 
-/// Returns the 8-bit type for a product on tensor cores, or `None` if the matrix or the GPU does not support one.
+/// Returns the type for an 8-bit product on tensor cores, or `None` if the matrix or the GPU does not support it.
 #[cfg(feature = "cuda")]
 fn low_type(device: &CudaDevice, part: &QuantizedMatrix) -> Result<Option<EightBitType>> {
     let capability = device.cuda_stream().context().compute_capability().w()?;
-    // cuBLASLt requires every row of the result to start at a multiple of 16 bytes.
+    // cuBLASLt requires every row of the result to be aligned to 16 bytes. A multiple of 16 elements guarantees this.
     let is_aligned = part.dims().0.is_multiple_of(16);
     Ok(match part.format {
         WeightFormat::Int8 if is_aligned => Some(EightBitType::Int8),
@@ -304,7 +306,7 @@ pub fn round_floats(device: &CudaDevice, x: &Tensor, rounding: InputRounding) ->
     Ok(out)
 }
 
-/// Multiplies 8-bit weights by an input that is rounded to 8 bits, on tensor cores.
+/// Rounds `x` to 8 bits and multiplies it by 8-bit weights on tensor cores.
 #[cfg(feature = "cuda")]
 fn matmul_low_precision(
     device: &CudaDevice,
@@ -314,9 +316,9 @@ fn matmul_low_precision(
     low_type: EightBitType,
 ) -> Result<()> {
     let ((tokens, columns), (rows, _)) = (x.dims2()?, part.dims());
-    // cuBLASLt requires dimensions that are multiples of 16.
+    // cuBLASLt requires dimensions that are multiples of 16. The low plane is already padded to whole groups.
     let (padded_columns, padded_tokens) = (columns.next_multiple_of(GROUP_COLUMNS), tokens.next_multiple_of(16));
-    // SAFETY: the kernel writes the rows of all tokens. Results for padding rows are not used.
+    // SAFETY: the kernel writes the row of every token. Results for padding rows are not used.
     let q = unsafe { Tensor::empty((padded_tokens, padded_columns), DType::U8, x.device())? };
     // SAFETY: the kernel writes one scale per token.
     let scales = unsafe { Tensor::empty(tokens, DType::F32, x.device())? };
@@ -345,6 +347,6 @@ fn matmul_low_precision(
         .int(output.stride);
     let kernel = if low_type == EightBitType::Int8 { "rescale_int" } else { "rescale_float" };
     let shape = LaunchShape::new((tokens, rows.div_ceil(256), 1), 256);
-    // SAFETY: `sums` has a row for every token, and `output` has enough columns for all rows of the matrix.
+    // SAFETY: `sums` has one row for each token, and `output` has a column for each row of the matrix.
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
 }

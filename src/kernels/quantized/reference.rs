@@ -1,4 +1,4 @@
-//! CPU operations on quantized matrices, element by element. They are the reference for the CUDA kernels.
+//! CPU operations on quantized matrices. They are the reference for the CUDA kernels.
 
 use candle_core::{Result, Tensor};
 use float8::F8E4M3;
@@ -7,7 +7,7 @@ use super::format::{GROUP_COLUMNS, WeightFormat};
 use super::quantized_matrix::{InputRounding, QuantizedMatrix};
 use crate::kernels::elements;
 
-/// Returns the dot product of two slices. The compiler can vectorize the eight partial sums.
+/// Returns the dot product of two slices. The eight partial sums let the compiler vectorize the loop.
 pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0.0f32; 8];
     let (a, a_rest) = a.as_chunks::<8>();
@@ -20,7 +20,7 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum::<f32>()
 }
 
-/// Calls `then` with the planes of a matrix in host memory.
+/// Calls `then` with the planes of `matrix`, which must be in host memory.
 pub fn with_host_planes<R>(matrix: &QuantizedMatrix, then: impl FnOnce(&HostPlanes) -> Result<R>) -> Result<R> {
     let guards = matrix.planes.each_ref().map(|plane| plane.as_ref().map(Tensor::storage_and_layout));
     let mut planes = [&[][..]; 4];
@@ -32,7 +32,7 @@ pub fn with_host_planes<R>(matrix: &QuantizedMatrix, then: impl FnOnce(&HostPlan
     then(&HostPlanes { format: matrix.format, row_bytes: matrix.format.row_bytes(matrix.columns), planes })
 }
 
-/// The planes of a matrix in host memory.
+/// Borrowed planes of a matrix in host memory.
 pub struct HostPlanes<'p> {
     pub format: WeightFormat,
     pub row_bytes: [usize; 4],
@@ -80,7 +80,9 @@ fn unpack(low: &[u8; 32], low_bytes: usize, high: &[u8; 32], high_bytes: usize) 
     })
 }
 
-/// Packs 32 quantized integers into the planes. [`super::PlaneBytes`] gives the lengths of `low` and `high`.
+/// Packs the 32 quantized integers of a group into its bytes in the low and high planes.
+///
+/// The lengths of `low` and `high` must match [`super::PlaneBytes`].
 pub fn pack(q: &[u8; 32], low: &mut [u8], high: &mut [u8]) {
     let (quads, _) = q.as_chunks::<4>();
     let two = |plane: &mut [u8], shift: usize| {

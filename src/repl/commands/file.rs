@@ -40,7 +40,7 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
 fn read(path: &str, context: usize) -> Result<String, String> {
     let path = paths::expand_home(path);
     let metadata = std::fs::metadata(&path).map_err(|error| error.to_string())?;
-    // A pipe or a device may never end.
+    // Reading a pipe or a device may never end.
     if !metadata.is_file() {
         return Err("not a regular file".to_string());
     }
@@ -50,7 +50,7 @@ fn read(path: &str, context: usize) -> Result<String, String> {
     file.take(limit + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
     if bytes.len() as u64 > limit {
         let size = metadata.len().max(bytes.len() as u64);
-        return Err(format!("{size} bytes do not fit the context of {context} tokens; start with a larger --context"));
+        return Err(format!("{size} bytes do not fit in a context of {context} tokens; start with a larger --context"));
     }
     String::from_utf8(bytes).map_err(|_| "not UTF-8 text".to_string())
 }

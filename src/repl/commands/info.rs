@@ -49,7 +49,7 @@ pub fn context(session: &Session) -> Result<String> {
     };
     let context = engine.context();
     let mut rows = vec![
-        ("used", format!("{used} of {context} tokens ({} %)", used * 100 / context.max(1))),
+        ("used", format!("{used} of {context} tokens ({}%)", used * 100 / context.max(1))),
         ("free", context.saturating_sub(used).to_string()),
         ("cached", format!("{} tokens, which need no prefill", engine.cached_tokens())),
         ("model allows", engine.info().max_context.to_string()),
@@ -61,7 +61,7 @@ pub fn context(session: &Session) -> Result<String> {
     rows.push((
         "when full",
         match session.settings.overflow {
-            Overflow::Stop => "stop; /set overflow drop-oldest continues without the oldest".to_string(),
+            Overflow::Stop => "stop; /set overflow drop-oldest continues without the oldest messages".to_string(),
             Overflow::DropOldest => "drop-oldest: the model no longer sees the oldest messages".to_string(),
         },
     ));

@@ -30,7 +30,7 @@ const COMMANDS: &[Command] = &[
         name: "undo",
         arguments: "",
         summary: "remove the last question and its answer",
-        details: "Repeat it to remove more. The model no longer sees the removed messages.",
+        details: "Repeat it to remove earlier turns. The model no longer sees the removed messages.",
     },
     Command {
         name: "regen",
@@ -49,21 +49,23 @@ const COMMANDS: &[Command] = &[
         name: "set",
         arguments: "[NAME VALUE]",
         summary: "show or change the settings",
-        details: "Settings have the same names as the flags of `inferno play`. `/set stop none` and `/set max-tokens none` \
-                  remove a limit. `/set plain on` turns off Markdown formatting.",
+        details: "Settings have the same names as the flags of `inferno play`. `/set stop none` removes all stop \
+                  strings. `/set max-tokens none` removes the token limit. `/set plain on` turns off Markdown \
+                  formatting.",
     },
     Command {
         name: "reasoning",
         arguments: "EFFORT",
         summary: "set the reasoning effort: low, medium, high",
-        details: "`/reasoning show` and `/reasoning hide` show or hide the reasoning. Not every model supports an effort. \
-                  gpt-oss always reasons and cannot turn it off.",
+        details: "`/reasoning show` and `/reasoning hide` show or hide the reasoning. Not every model supports effort \
+                  levels. gpt-oss always reasons; its reasoning cannot be turned off.",
     },
     Command {
         name: "file",
         arguments: "[PATH]",
         summary: "attach a text file to the next message",
-        details: "Repeat it to attach more files. Without a path, it lists the attached files. `/file none` detaches them.",
+        details: "Repeat it to attach more files. Without a path, it lists the attached files. `/file none` detaches \
+                  them.",
     },
     Command {
         name: "save",
@@ -95,7 +97,8 @@ const COMMANDS: &[Command] = &[
         name: "model",
         arguments: "[NAME]",
         summary: "switch to another model, or list all",
-        details: "The conversation and its settings stay. If the new model cannot be loaded, the old one is loaded again.",
+        details: "The conversation and its settings stay. If the new model cannot be loaded, the old one is loaded \
+                  again.",
     },
 ];
 
@@ -117,7 +120,7 @@ pub fn names() -> Vec<String> {
     COMMANDS.iter().map(|command| format!("/{}", command.name)).collect()
 }
 
-/// Returns the possible arguments of a command, if it has a fixed set.
+/// Returns the possible arguments of a command. The list is empty if they are not a fixed set.
 pub fn arguments(command: &str) -> Vec<String> {
     let words: Vec<&str> = match command {
         "/set" => conversation::setting_names().collect(),
@@ -128,12 +131,12 @@ pub fn arguments(command: &str) -> Vec<String> {
     words.into_iter().map(str::to_string).collect()
 }
 
-/// Runs a line if it is a command.
+/// Runs `line` if it is a command.
 pub fn run(line: &str, session: &mut Session) -> Outcome {
     let line = line.trim();
     let (name, arguments) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
     let arguments = arguments.trim();
-    // Multi-line input is a message, even if it starts like a command.
+    // Multi-line input is a message, even if it starts like a command. Only `/system` accepts several lines.
     if line.contains('\n') && name != "/system" {
         return Outcome::NotACommand;
     }
@@ -176,7 +179,7 @@ fn unknown_command(name: &str) -> String {
     format!("unknown command /{name}; /help lists the commands")
 }
 
-/// Appends the name of the saved old conversation to `text`.
+/// Appends the name of the old conversation to `text`, if it was saved.
 fn with_saved_name(text: &str, old_name: Option<String>) -> String {
     old_name.map_or_else(|| text.to_string(), |name| format!("{text}; the old one is saved as {name}"))
 }

@@ -8,7 +8,7 @@ use super::super::styled_text::{Span, Style, StyledLine, wrap};
 use super::code::Highlighter;
 use super::table;
 
-/// The maximum nesting depth. Deeper blocks are flattened: a model may write ten thousand `>` in a row.
+/// The maximum nesting depth. Deeper blocks are flattened, because a model may write ten thousand `>` in a row.
 const MAX_DEPTH: usize = 16;
 
 /// Returns the supported CommonMark extensions.
@@ -35,7 +35,7 @@ enum Gap {
     Blank,
     /// No blank line before a nested list.
     ///
-    /// Loose lists look like tight lists: a list may turn out to be loose only after its first items are on the screen.
+    /// Loose lists look like tight lists, because a list may turn out to be loose after its first items are shown.
     None,
 }
 
@@ -49,7 +49,7 @@ impl<'a> Layout<'a> {
     /// Lays out blocks up to the end event of their container, without consuming that event.
     fn blocks(&mut self, columns: usize, gap: Gap) -> Vec<StyledLine> {
         let mut lines: Vec<StyledLine> = Vec::new();
-        // The number of open containers that are nested too deeply to be shown.
+        // The number of open containers that are nested too deeply and are therefore flattened.
         let mut skipped = 0;
         while let Some(event) = self.events.peek() {
             if let Event::End(_) = event {
@@ -244,7 +244,7 @@ impl<'a> Layout<'a> {
             Tag::Strikethrough => self.inlines(Style { strike: true, ..style }),
             Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. } => {
                 let mut text = self.inlines(Style { underline: true, ..style });
-                // Show the URL of a link unless the text is the URL: the text alone may be misleading.
+                // Show the URL of a link unless the text is the URL, because the text alone may be misleading.
                 let shown: String = text.iter().map(Span::text).collect();
                 if !dest_url.is_empty() && shown != *dest_url {
                     text.push(Span::new(&format!(" ({dest_url})"), Style { dim: true, ..style }));

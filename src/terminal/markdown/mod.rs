@@ -1,4 +1,4 @@
-//! Formats Markdown while it streams: finished lines never change again, and the last block is still open.
+//! Formats Markdown while it streams. Finished lines never change. The last block is open and may still change.
 //!
 //! The result depends only on the text, not on how it is split into pieces.
 //! A text that arrives byte by byte looks the same as a text that arrives at once.
@@ -19,7 +19,7 @@ use code::Highlighter;
 /// The open block is parsed again after each new line, and this must stay faster than generation.
 const MAX_BLOCK_BYTES: usize = 16 * 1024;
 
-/// The minimum time between two highlights of an open line of code. Each takes 0.25 ms.
+/// The minimum time between two highlights of an open line of code. One highlight takes 0.25 ms.
 const HIGHLIGHT_INTERVAL: Duration = Duration::from_millis(60);
 
 /// A streaming Markdown formatter.

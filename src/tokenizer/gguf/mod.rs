@@ -65,7 +65,7 @@ struct Parts {
     decoder: DecoderWrapper,
 }
 
-/// Builds the parts of a byte-level BPE tokenizer, the model type `gpt2`.
+/// Builds the parts of a byte-level BPE tokenizer (model type `gpt2`).
 fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts> {
     let Some(name) = vocabulary.pre else {
         bail!("metadata key tokenizer.ggml.pre is missing: the file predates May 2024; convert the model again");
@@ -125,7 +125,7 @@ fn words_make_controls(vocabulary: &Vocabulary, pre_tokenizer: &PreTokenizerWrap
     Ok(false)
 }
 
-/// Builds the parts of a SentencePiece tokenizer, the model type `llama`.
+/// Builds the parts of a SentencePiece tokenizer (model type `llama`).
 fn sentencepiece(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>, special: &SpecialIds) -> Result<Parts> {
     let merges = sentencepiece::merges(vocabulary, ids)?;
     let mut builder = BpeBuilder::new().vocab_and_merges(owned(ids), merges).byte_fallback(true).fuse_unk(true);
@@ -196,7 +196,7 @@ fn component<T: DeserializeOwned>(json: Value) -> Result<T> {
 
 /// Returns the JSON of the byte-level pre-tokenizer and decoder, which map bytes to characters and back.
 ///
-/// Split patterns are separate steps.
+/// The pre-tokenizer's built-in regex is off, because split patterns are separate steps.
 fn byte_level_json() -> Value {
     json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false})
 }

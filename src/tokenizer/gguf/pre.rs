@@ -3,15 +3,15 @@
 //! A pre-tokenizer applies its split patterns in order.
 //! Each pattern splits the pieces from the previous pattern. Text between matches also becomes a piece.
 //!
-//! Source: the names come from ggml-org/llama.cpp, `src/llama-vocab.cpp`.
-//! The patterns come from each model's tokenizer.json where possible,
-//! because llama.cpp rewrites them for its own regex engine.
+//! The names come from ggml-org/llama.cpp, `src/llama-vocab.cpp`.
+//! Where possible, the patterns come from each model's tokenizer.json.
+//! llama.cpp's versions of the patterns are rewritten for its own regex engine.
 
-/// The split patterns of a byte-level BPE, and other settings that its name implies.
+/// The split patterns of a byte-level BPE tokenizer, and the other settings that the pre-tokenizer's name implies.
 pub struct PreTokenizerSpec {
     names: &'static [&'static str],
     pub patterns: &'static [&'static str],
-    /// Whether a word in the vocabulary becomes a single token without applying merges.
+    /// Whether a word that is in the vocabulary becomes a single token, without applying merges.
     pub ignore_merges: bool,
     /// Whether encoding adds BOS before the text, unless the file overrides this.
     pub add_bos: bool,
@@ -78,7 +78,7 @@ const SPECS: &[PreTokenizerSpec] = &[
     PreTokenizerSpec { names: &["qwen2"], patterns: &[QWEN2], nfc: true, ..PLAIN },
     PreTokenizerSpec { names: &["deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan"], patterns: &[QWEN2], ..PLAIN },
     PreTokenizerSpec { names: &["qwen35"], patterns: &[QWEN35], nfc: true, ..PLAIN },
-    // tiktoken looks up whole words first, and so does the tokenizer.json of gpt-oss.
+    // Like tiktoken, the tokenizer.json of gpt-oss looks up whole words before it applies merges.
     PreTokenizerSpec { names: &["gpt-4o", "llama4"], patterns: &[GPT4O], ignore_merges: true, ..PLAIN },
     PreTokenizerSpec { names: &["tekken"], patterns: &[TEKKEN], ignore_merges: true, add_bos: true, ..PLAIN },
     PreTokenizerSpec {

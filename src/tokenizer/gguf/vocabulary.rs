@@ -16,7 +16,7 @@ pub const MAX_MERGES: usize = 1 << 22;
 pub struct Vocabulary<'v> {
     /// `gpt2` for byte-level BPE, `llama` for SentencePiece.
     pub model: &'v str,
-    /// The pre-tokenizer name of a byte-level BPE.
+    /// The name of the pre-tokenizer, for byte-level BPE.
     pub pre: Option<&'v str>,
     /// The tokens, indexed by id.
     pub tokens: Vec<&'v str>,
@@ -37,7 +37,7 @@ pub struct Vocabulary<'v> {
     pub add_space_prefix: Option<bool>,
 }
 
-/// The special token ids, all validated. Ids that the file omits have llama.cpp's defaults.
+/// The special token ids, all validated. If the file omits an id, llama.cpp's default applies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SpecialIds {
     pub bos: Option<u32>,
@@ -58,13 +58,13 @@ pub enum TokenType {
     Normal,
     Unknown,
     Control,
-    /// Matched before all merges, like a control token, but part of ordinary text.
+    /// Matched before merges are applied, like a control token, but may come from ordinary text.
     UserDefined,
     Unused,
     Byte,
 }
 
-/// Control tokens that always end a generation. Most files name only one of them in their metadata.
+/// Tokens that end a generation, except `<|end|>` in gpt-oss. Most files name only one of them in their metadata.
 const STOPS: &[&str] = &[
     "<|eot_id|>",
     "<|eom_id|>",

@@ -1,8 +1,8 @@
-//! Dequantization of a single block of each type. `bytes` is the block, and `values` receives its elements.
+//! Dequantizes a single block of each type. `bytes` is the block, and `values` receives its elements.
 //!
 //! The layouts use these names: `d` is the scale of a block, `m` or `dmin` its minimum, and `q` a quantized integer.
-//! The bits of one byte belong to elements of different halves or quarters of the block.
-//! Adjacent bytes therefore hold adjacent elements.
+//! A byte of nibbles has one element from each half of a group. A byte of bit pairs has one from each quarter.
+//! Adjacent elements are therefore in adjacent bytes.
 
 use half::f16;
 
@@ -71,7 +71,7 @@ pub fn q2_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: 32 bytes of third bits, 64 bytes of 2-bit integers, 12 bytes with 16 scales of 6 bits, d.
+/// Layout: 32 bytes of third bits, 64 bytes of 2-bit integers, 12 bytes with sixteen 6-bit scales, d.
 pub fn q3_k(bytes: &[u8], values: &mut [f32]) {
     let (high, low, scales, d) = (&bytes[..32], &bytes[32..96], &bytes[96..108], half(bytes, 108));
     for (i, value) in values.iter_mut().enumerate() {
@@ -82,7 +82,7 @@ pub fn q3_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: d, dmin, 12 bytes with 8 scales and 8 mins of 6 bits, 128 bytes of nibbles.
+/// Layout: d, dmin, 12 bytes with eight 6-bit scales and eight 6-bit mins, 128 bytes of nibbles.
 pub fn q4_k(bytes: &[u8], values: &mut [f32]) {
     let (d, dmin, scales, low) = (half(bytes, 0), half(bytes, 2), &bytes[4..16], &bytes[16..]);
     for (i, value) in values.iter_mut().enumerate() {
@@ -92,7 +92,7 @@ pub fn q4_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: same as Q4_K, with 32 bytes of fifth bits before the nibbles.
+/// Layout: the same as Q4_K, but with 32 bytes of fifth bits before the nibbles.
 pub fn q5_k(bytes: &[u8], values: &mut [f32]) {
     let (d, dmin, scales) = (half(bytes, 0), half(bytes, 2), &bytes[4..16]);
     let (high, low) = (&bytes[16..48], &bytes[48..]);
@@ -104,7 +104,7 @@ pub fn q5_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Layout: 128 bytes of low nibbles, 64 bytes of high bit pairs, 16 signed scales, d.
+/// Layout: 128 bytes with the low 4 bits, 64 bytes with the high 2 bits, 16 signed scales, d.
 pub fn q6_k(bytes: &[u8], values: &mut [f32]) {
     let (low, high, scales, d) = (&bytes[..128], &bytes[128..192], &bytes[192..208], half(bytes, 208));
     for (i, value) in values.iter_mut().enumerate() {
@@ -130,7 +130,7 @@ pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Returns one of 16 scales. The first 8 bytes hold their low 4 bits, and the last 4 bytes hold their high 2 bits.
+/// Returns scale `s` of 16. The first 8 bytes hold their low 4 bits, and the last 4 bytes hold their high 2 bits.
 pub fn q3_k_scale(scales: &[u8], s: usize) -> u8 {
     (scales[s % 8] >> (4 * (s / 8))) & 15 | ((scales[8 + s % 4] >> (2 * (s / 4))) & 3) << 4
 }
@@ -140,7 +140,8 @@ fn nibble(bytes: &[u8], i: usize) -> u8 {
     if i < bytes.len() { bytes[i] & 15 } else { bytes[i - bytes.len()] >> 4 }
 }
 
-/// Returns one of 256 bit pairs. Each group of 32 bytes holds 128 pairs, starting with the lowest bits.
+/// Returns 2-bit value `i` of 256. Each run of 32 bytes holds 128 of them.
+/// The lowest two bits of its bytes hold the first 32 values, the next two bits hold the next 32, and so on.
 fn two_bits(bytes: &[u8], i: usize) -> u8 {
     bytes[32 * (i / 128) + i % 32] >> (2 * (i % 128 / 32)) & 3
 }
@@ -150,7 +151,7 @@ pub fn bit(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 8] >> (i % 8) & 1
 }
 
-/// Returns one of 8 scales and one of 8 mins, with 6 bits each.
+/// Returns scale `s` and min `s` of eight each. They have 6 bits.
 /// The first four scales and mins are the low 6 bits of the first 8 bytes.
 /// The others have their low 4 bits in the last 4 bytes and their high 2 bits at the top of the first 8 bytes.
 pub fn scale_and_min(scales: &[u8], s: usize) -> (u8, u8) {

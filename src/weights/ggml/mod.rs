@@ -1,9 +1,9 @@
 //! The element types of GGUF files: block sizes, dequantization and quantization in plain Rust.
 //! Tests use this code as the reference for the kernels.
 //!
-//! Source: ggml-org/llama.cpp, block layouts from `ggml/src/ggml-common.h`
-//! and arithmetic from `gguf-py/gguf/quants.py`.
-//! Rounding happens in the same order, so the results are bit-identical.
+//! The block layouts are from `ggml/src/ggml-common.h` in ggml-org/llama.cpp.
+//! The arithmetic is from `gguf-py/gguf/quants.py` in the same repository.
+//! The order of operations is the same, so the results are bit-identical.
 
 mod blocks;
 mod dequantize;

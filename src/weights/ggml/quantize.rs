@@ -1,7 +1,7 @@
 //! Quantizes floats to blocks of the K types (Q2_K to Q6_K) without an importance matrix.
 //!
 //! Source: the `quantize_row_*_ref` functions in `ggml/src/ggml-quants.c`.
-//! candle ports these functions from an older version of ggml.
+//! candle has ports of these functions too, but from an older version of ggml.
 //! The order of operations is the same as in ggml, so the blocks are bit-identical.
 
 use half::f16;
@@ -33,7 +33,7 @@ pub fn quantize(ggml_type: GgmlType, values: &[f32], block: &mut [u8]) -> bool {
     true
 }
 
-/// Quantized values with a scale and a minimum per group. The scales and minimums are also quantized.
+/// Quantized values with a scale and a minimum per group. The scales and minimums are themselves quantized.
 struct TwoLevels {
     d: f16,
     dmin: f16,
@@ -100,7 +100,7 @@ impl TwoLevels {
 /// Fits `code * scale - minimum` to the values with weighted least squares.
 /// Returns the scale and the minimum, both non-negative.
 ///
-/// Tries several starting points, in which the largest code is `max_code + first + 0.1 * step`.
+/// Tries several starting points. Each maps the range of the values to `max_code + first + 0.1 * step` code steps.
 fn fit_affine(
     x: &[f32],
     weight: impl Fn(f32) -> f32,

@@ -13,7 +13,7 @@ use super::types::GgmlType;
 /// - Q4_K and Q5_K: one byte for the scale of the group and one for its minimum.
 /// - Other types: the f16 scale of the block, followed by its f16 minimum if the type has one.
 ///
-/// The f16 scales of a K block are not written.
+/// For K types, `d` and `dmin` of the block are not written.
 pub fn split_group(ggml_type: GgmlType, bytes: &[u8], group: usize, scales: &mut [u8]) -> [u8; 32] {
     match ggml_type {
         GgmlType::Q2K => scales.copy_from_slice(&bytes[2 * group..][..2]),
@@ -76,7 +76,7 @@ fn half_of_nibbles(bytes: &[u8], half: usize, q: &mut [u8; 32]) {
     q.iter_mut().zip(bytes).for_each(|(q, byte)| *q = byte >> (4 * half) & 15);
 }
 
-/// Unpacks the 32 bit pairs of one group and shifts them left by `shift`.
+/// Unpacks the 2-bit values of one group of 32, shifts them left by `shift`, and ORs them into `q`.
 fn pairs(bytes: &[u8], group: usize, shift: usize, q: &mut [u8; 32]) {
     let bytes = &bytes[32 * (group / 4)..][..32];
     q.iter_mut().zip(bytes).for_each(|(q, byte)| *q |= (byte >> (2 * (group % 4)) & 3) << shift);

@@ -23,7 +23,7 @@ pub enum GgmlType {
     Mxfp4,
 }
 
-/// The number of elements in a block of the K types.
+/// The number of elements in a block of any K type.
 pub const SUPER_BLOCK: usize = 256;
 
 /// The unsupported types and their names for error messages.

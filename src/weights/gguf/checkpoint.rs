@@ -1,4 +1,4 @@
-//! An opened GGUF model with its metadata, tensor table and tensor data.
+//! An open GGUF model with its metadata, tensor table and tensor data.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -38,7 +38,7 @@ const FILE_TYPES: &[(u32, &str)] = &[
     (38, "MXFP4"),
 ];
 
-/// An opened GGUF model. The header is parsed once, when the model is opened.
+/// An open GGUF model. Headers are parsed only once, when the model is opened.
 pub struct GgufCheckpoint {
     parts: Vec<GgufPart>,
     tensors: BTreeMap<String, GgufTensorInfo>,
@@ -52,16 +52,17 @@ pub struct GgufTensorView<'c> {
 }
 
 impl GgufCheckpoint {
-    /// Maps a file and parses its header without reading tensor data.
+    /// Maps a file into memory and parses its header without reading tensor data.
     /// If the file is part of a split model, all parts are opened.
     pub fn open(path: &Path) -> Result<Self> {
         Self::from_parts(split::open_parts(path, &LocalParts)?)
     }
 
-    /// Opens a model on a hub. Only headers are fetched. A header with a vocabulary takes a few megabytes.
+    /// Opens a model on a hub. Only headers and RoPE factors are fetched.
+    /// A header with a vocabulary takes a few megabytes.
     ///
     /// `files` lists the parts and their sizes in bytes. `read` fetches a range of a file.
-    /// The tensors are listed, but their data is not available.
+    /// All tensors are listed, but the data of most of them is not available.
     pub fn open_remote(files: &[(String, u64)], read: &ReadRange) -> Result<Self> {
         let (first, _) = files.first().context("cannot open a GGUF model: the list of files is empty")?;
         Self::from_parts(split::open_parts(Path::new(first), &RemoteParts { files, read })?)
@@ -108,13 +109,15 @@ impl GgufCheckpoint {
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), Metadata::u32)?;
         let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?.unwrap_or(heads);
         if heads == 0 || kv_heads == 0 {
-            bail!("metadata key {architecture}.attention.head_count is {heads} and head_count_kv is {kv_heads}");
+            bail!(
+                "metadata keys {architecture}.attention.head_count ({heads}) and head_count_kv ({kv_heads}) must not be 0"
+            );
         }
         Ok((heads as usize, kv_heads as usize))
     }
 
     /// Returns the quantization of the file, such as `Q4_K_M`.
-    /// If the metadata does not name one, returns the type with the most bytes.
+    /// If the metadata does not specify a known one, returns the type with the most bytes.
     pub fn quantization(&self) -> Option<String> {
         let file_type = self.metadata().u32("general.file_type").ok().flatten();
         if let Some((_, name)) = file_type.and_then(|id| FILE_TYPES.iter().find(|(known, _)| *known == id)) {
@@ -157,7 +160,7 @@ impl GgufCheckpoint {
         tensors.map(|(_, info)| info.elements() as u64).sum()
     }
 
-    /// Returns the location of a tensor in its file, or `None` if the tensor is missing, empty or remote.
+    /// Returns a request to read a tensor, or `None` if the tensor is missing, empty or remote.
     pub fn read_request(&self, name: &str, retention: Retention) -> Option<ReadRequest> {
         let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
         let Contents::Mapped { source, .. } = &self.parts[info.part].contents else { return None };
@@ -184,7 +187,7 @@ impl GgufCheckpoint {
         Ok(GgufTensorView { info, file: &part.path, bytes })
     }
 
-    /// Returns the values of a tensor as f32, dequantizing them if necessary.
+    /// Returns the values of a tensor as f32. Dequantizes them if necessary.
     pub fn values(&self, name: &str) -> Result<Vec<f32>> {
         let view = self.view(name)?;
         let mut values = vec![0.0; view.info.elements()];

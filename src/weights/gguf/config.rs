@@ -1,9 +1,10 @@
 //! Converts GGUF metadata to the fields of config.json and generation_config.json.
 //! Model families can then read and validate the same fields for every file format.
 //!
-//! Missing keys have the defaults of llama.cpp (ggml-org/llama.cpp, `src/llama-model.cpp`):
-//! one key/value head per query head, a head size of hidden size / heads,
-//! a rope_theta of 10,000, and no RoPE scaling.
+//! Missing keys get the defaults of llama.cpp (ggml-org/llama.cpp, `src/llama-model.cpp`):
+//! - one key/value head per query head
+//! - a head size of hidden size / heads
+//! - a rope_theta of 10,000 and no RoPE scaling
 
 use anyhow::Result;
 use serde_json::{Map, Value, json};
@@ -40,7 +41,7 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
     put("model_type", layout.model_type.into());
     put("vocab_size", keys.vocab_size()?.into());
     put("hidden_size", keys.required_size("embedding_length")?.into());
-    // Models with experts in every layer may not specify the size of a dense MLP.
+    // A model with experts in every layer might not specify the size of a dense MLP.
     let intermediate = keys.size("feed_forward_length")?.filter(|length| *length > 0);
     put("intermediate_size", intermediate.or(keys.size("expert_feed_forward_length")?).into());
     put("num_hidden_layers", file.block_count()?.into());

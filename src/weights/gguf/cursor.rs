@@ -11,7 +11,7 @@ pub struct Cursor<'b> {
     file_bytes: u64,
 }
 
-/// The error for a value that lies in the file but beyond the fetched bytes.
+/// The error returned when a value is in the file, but beyond the bytes that were fetched.
 /// It contains the number of bytes that are needed from the beginning of the file.
 #[derive(Debug, thiserror::Error)]
 #[error("the first {0} bytes of the file are needed")]
@@ -41,7 +41,7 @@ impl<'b> Cursor<'b> {
     /// Reads the next `bytes` bytes.
     #[inline]
     pub fn take(&mut self, bytes: u64) -> Result<&'b [u8]> {
-        // The position may be past the end.
+        // `position` may be past the end of `bytes`.
         let rest = self.bytes.get(self.position..).unwrap_or_default();
         if bytes > rest.len() as u64 {
             return Err(self.too_short(bytes));

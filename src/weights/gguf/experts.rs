@@ -1,6 +1,6 @@
 //! Maps the routed experts of a GGUF file to tensors of the model.
 //!
-//! The file has separate tensors for gate, up and down. The model has gate and up in one tensor.
+//! The file has separate gate, up and down tensors. The model has gate and up in one tensor.
 //! For gpt-oss, the expert tensors of the model are packed as MXFP4.
 
 use std::collections::BTreeMap;
@@ -81,7 +81,7 @@ impl Experts<'_> {
     }
 
     /// Stacks the matrices `[experts, rows, columns]` or the biases `[experts, rows]` of all experts.
-    /// The sources are either the down tensors, or the gate and up tensors in alternation.
+    /// The sources are either down tensors, or gate and up tensors in alternation.
     fn stack(&self, sources: &[String], gate_up: GateUpLayout) -> Result<ModelTensor> {
         let infos = sources.iter().map(|name| self.file.required(name)).collect::<Result<Vec<_>>>()?;
         let (first, name) = (infos[0], &sources[0]);
@@ -95,7 +95,7 @@ impl Experts<'_> {
         }
         let experts = if is_stacked { first.shape[0] } else { sources.len() / matrices };
         let expert_shape = &first.shape[usize::from(is_stacked)..];
-        // The size of each source was checked, but the combined size of empty sources can still overflow.
+        // The header parser checked the size of each source, but the combined size of empty sources can overflow.
         let mut lengths = [experts, matrices].into_iter().chain(expert_shape.iter().copied());
         if lengths.try_fold(1usize, |product, length| product.checked_mul(length.max(1))).is_none() {
             bail!("tensor {name}: {experts} experts of shape {expert_shape:?} have too many elements");

@@ -26,7 +26,7 @@ pub struct Header {
 #[derive(Clone, Debug)]
 pub struct GgufTensorInfo {
     pub ggml_type: GgmlType,
-    /// The shape with the slowest dimension first, as in safetensors. The file stores the reverse order.
+    /// The shape with the outermost dimension first, as in safetensors. The file stores the reverse order.
     pub shape: Vec<usize>,
     pub bytes: usize,
     /// The index of the part that contains the tensor.
@@ -76,13 +76,13 @@ impl Header {
         Ok(Self { version, values, tensors })
     }
 
-    /// Returns the metadata. `bytes` must be the bytes that were parsed.
+    /// Returns the metadata. `bytes` must be the same bytes that were parsed.
     pub fn metadata<'c>(&'c self, bytes: &'c [u8]) -> Metadata<'c> {
         Metadata::new(bytes, &self.values)
     }
 }
 
-/// Reads the number of `things`.
+/// Reads a count of at most `limit`. `things` names the counted items in error messages.
 fn count(cursor: &mut Cursor, things: &str, limit: u64) -> Result<u64> {
     let count = cursor.u64().with_context(|| format!("the number of {things} is missing"))?;
     if count > limit {
@@ -168,7 +168,7 @@ fn read_row(cursor: &mut Cursor) -> Result<UncheckedTensor> {
     if !columns.is_multiple_of(ggml_type.block_length() as u64) {
         bail!("row length {columns} is not a multiple of the {ggml_type} block length {}", ggml_type.block_length());
     }
-    // An empty dimension counts as 1 here. Otherwise, the zero would hide an overflow in the other dimensions.
+    // A dimension of 0 counts as 1 here. Otherwise, the zero would hide an overflow in the other dimensions.
     let elements = shape.iter().try_fold(1u64, |product, &length| product.checked_mul(length.max(1)));
     if elements.is_none_or(|elements| elements > i64::MAX as u64) {
         bail!("shape {shape:?} has too many elements");

@@ -9,7 +9,7 @@ use super::checkpoint::GgufCheckpoint;
 use super::metadata::{Metadata, Value as MetadataValue};
 use super::tensor_names::ROPE_FACTOR_TENSORS;
 
-/// The metadata keys that start with the name of the architecture, such as `llama.block_count`.
+/// Access to the metadata keys that start with the name of the architecture, such as `llama.block_count`.
 pub struct ArchitectureKeys<'c> {
     pub file: &'c GgufCheckpoint,
     pub architecture: &'c str,
@@ -70,7 +70,7 @@ impl<'c> ArchitectureKeys<'c> {
         Ok(self.size("vocab_size")?.or(tokens).or(rows))
     }
 
-    /// Returns the attention type of each layer in the notation of config.json.
+    /// Returns the attention type of each layer, as in `layer_types` of config.json.
     ///
     /// The file has either one boolean per layer or a period n.
     /// With a period, every n-th layer has full attention, and the other layers have a sliding window.
@@ -116,7 +116,7 @@ impl<'c> ArchitectureKeys<'c> {
         }
         let factor = self.float("rope.scaling.factor")?;
         Ok(match self.string("rope.scaling.type")? {
-            // Files from 2023 use a different key, which some converters inverted. Only `factor` is read.
+            // Files from 2023 use `rope.scale_linear` instead. It is ignored because some converters inverted it.
             None | Some("none") => factor.map(|factor| json!({"rope_type": "linear", "factor": factor})),
             Some("linear") => Some(json!({"rope_type": "linear", "factor": factor.unwrap_or(1.0)})),
             Some("yarn") => Some(json!({

@@ -17,15 +17,15 @@ pub struct ArchitectureLayout {
     pub name: &'static str,
     /// The value of `model_type` in config.json.
     pub model_type: &'static str,
-    /// Whether the rows of q and k are interleaved, which makes the two rows of a RoPE pair adjacent.
+    /// Whether the rows of q and k are interleaved. If so, the two rows of each RoPE pair are adjacent.
     pub permuted: bool,
     /// Whether norms are stored as w + 1.
     pub norms_plus_one: bool,
-    /// Whether matrices are transposed, as in the `Conv1D` layers of GPT-2.
+    /// Whether the Hugging Face checkpoint stores matrices transposed, as in the `Conv1D` layers of GPT-2.
     pub transposed: bool,
     /// The Hugging Face names of tensors outside the layers.
     pub outer: &'static OuterNames,
-    /// The Hugging Face names of layer tensors that differ from [`STANDARD_PARTS`].
+    /// The GGUF and Hugging Face names of layer tensors that differ from [`STANDARD_PARTS`].
     pub parts: &'static [(&'static str, &'static str)],
     /// The parts that may have a bias.
     pub biased: &'static [&'static str],
@@ -40,7 +40,7 @@ pub struct OuterNames {
     pub norm: &'static str,
 }
 
-/// The tensor names of a layer in Llama and most other architectures, with a dense MLP or a router.
+/// The GGUF and Hugging Face names of layer tensors in Llama and most other architectures.
 const STANDARD_PARTS: &[(&str, &str)] = &[
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),

@@ -30,7 +30,7 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
                 tensors.insert(hf_name, tensor);
             }
             Some(Role::Expert | Role::NotAWeight) => {}
-            None => bail!("tensor {name} {:?} is not part of the architecture {}", info.shape, layout.name),
+            None => bail!("tensor {name} {:?} is not part of the {} architecture", info.shape, layout.name),
         }
     }
     for layer in 0..layers {
@@ -50,7 +50,7 @@ fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Res
         let heads = if part == Some("attn_q") { heads.0 } else { heads.1 };
         let length = shape.first().copied().unwrap_or(0);
         if heads == 0 || !length.is_multiple_of(2 * heads) {
-            bail!("{length} rows do not divide into {heads} heads (attention.head_count, attention.head_count_kv)");
+            bail!("cannot split {length} rows into {heads} heads (attention.head_count, attention.head_count_kv)");
         }
         rows = RowMapping::InterleavedHalves(length / heads);
         if shape.len() == 1 {

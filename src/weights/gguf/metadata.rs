@@ -31,7 +31,7 @@ impl ValueType {
         ALL.get(id as usize).copied().ok_or_else(|| anyhow!("unknown value type {id}"))
     }
 
-    /// Returns the minimum size of a value in a file, in bytes.
+    /// Returns the minimum size of a value of this type in a file, in bytes.
     fn min_bytes(self) -> u64 {
         match self {
             Self::U8 | Self::I8 | Self::Bool => 1,
@@ -43,7 +43,7 @@ impl ValueType {
     }
 }
 
-/// A metadata value. The format requires strings in UTF-8, which [`Metadata::string`] checks.
+/// A metadata value. The format requires strings to be UTF-8. [`Metadata::string`] checks this.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value<'c> {
     U8(u8),
@@ -110,7 +110,7 @@ impl<'c> Value<'c> {
         }
     }
 
-    /// Returns the value of an integer of any width.
+    /// Returns the value if it is an integer of any width.
     fn integer(&self) -> Option<i128> {
         match *self {
             Self::U8(value) => Some(value.into()),
@@ -224,12 +224,12 @@ impl<'c> Metadata<'c> {
 
     pub fn get(&self, key: &str) -> Result<Option<Value<'c>>> {
         let Some(location) = self.locations.get(key) else { return Ok(None) };
-        // This value was already parsed once, but a mapped file can change.
+        // This value was parsed successfully before, but a mapped file can change.
         let value = Value::read(&mut Cursor::at(self.bytes, location.start), location.kind);
         value.map(Some).with_context(|| format!("metadata key {key}"))
     }
 
-    /// Returns a value, and fails if it is missing. Example: `metadata.required(key, Metadata::string)`.
+    /// Returns a value. Fails if the key is missing. Example: `metadata.required(key, Metadata::string)`.
     pub fn required<T>(&self, key: &str, get: impl Fn(&Self, &str) -> Result<Option<T>>) -> Result<T> {
         get(self, key)?.with_context(|| format!("metadata key {key} is missing"))
     }

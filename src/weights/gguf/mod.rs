@@ -5,7 +5,7 @@
 //! This parser replaces the one in candle, which panics on an alignment of 0 and trusts the counts in a file.
 //! It checks every number against the file size before using it, so a malicious file results in an error.
 //! Strings and arrays stay in the mapped file until they are requested.
-//! The constants in [`limits`] bound the memory of a header: about 60 bytes per key and 200 per tensor.
+//! The constants in [`limits`] bound the memory for a parsed header: about 60 bytes per key and 200 per tensor.
 
 mod architectures;
 mod checkpoint;

@@ -1,7 +1,7 @@
 //! A GGUF file as a checkpoint: tensors under their Hugging Face names.
 //!
 //! Matrices keep their quantized blocks ([`GgufModel::quantized`]).
-//! All other tensors become floats ([`GgufModel::float`]).
+//! All other tensors are loaded as floats ([`GgufModel::float`]).
 
 use std::collections::BTreeMap;
 
@@ -17,7 +17,7 @@ use crate::weights::ggml::GgmlType;
 use crate::weights::quantized::{self, MatrixRows, QuantizationTarget};
 use crate::weights::tensor_info::TensorInfo;
 
-/// An opened GGUF file and the tensors of its model.
+/// An open GGUF file and the tensors of its model.
 pub struct GgufModel {
     file: GgufCheckpoint,
     tensors: BTreeMap<String, ModelTensor>,
@@ -52,7 +52,7 @@ impl GgufModel {
         })
     }
 
-    /// Returns the bytes of a tensor in the file, or `None` if the tensor must be transformed.
+    /// Returns the bytes of a tensor in the file, or `None` if loading must transform the tensor.
     fn stored(&self, name: &str) -> Result<Option<GgufTensorView<'_>>> {
         let tensor = self.required(name)?;
         let is_unchanged = tensor.rows == RowMapping::Identity && tensor.transform == Transform::None;
@@ -75,7 +75,7 @@ impl GgufModel {
         format!("{:?}, built from {}", tensor.info.shape, sources.join(" and "))
     }
 
-    /// Returns the rows of a matrix that keeps its quantized blocks, or `None` if it must become floats.
+    /// Returns the rows of a matrix that keeps its quantized blocks, or `None` if it is loaded as floats.
     pub fn quantized(&self, name: &str) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.source_rows(self.required(name)?)?;
@@ -94,7 +94,7 @@ impl GgufModel {
         Ok(MatrixRows::from_floats(target, rows, columns, row))
     }
 
-    /// Returns the size in memory of a matrix of quantized blocks, or `None` for a tensor that becomes floats.
+    /// Returns the size in memory of a matrix of quantized blocks, or `None` for a tensor that is loaded as floats.
     pub fn packed_bytes(&self, name: &str) -> Option<u64> {
         let format = quantized::format(self.stored_type(name)?)?;
         let (rows, columns) = self.matrix_shape(name).ok()??;
@@ -113,7 +113,7 @@ impl GgufModel {
         }
         let shape = match tensor.transform {
             Transform::None => &tensor.info.shape,
-            // The file stores this matrix as `[out, in]`, while the Hugging Face checkpoint stores `[in, out]`.
+            // The file stores this matrix as `[out, in]`, but the Hugging Face checkpoint stores it as `[in, out]`.
             Transform::Transposed => match (tensor.sources.as_slice(), self.file.info(&tensor.sources[0])) {
                 ([_], Some(info)) if info.shape.len() == 2 => &info.shape,
                 _ => return Ok(None),
@@ -151,7 +151,7 @@ impl GgufModel {
             values.iter_mut().zip(buffer.iter()).for_each(|(value, read)| *value = convert(read + shift));
             anyhow::Ok(())
         };
-        // A malicious file may have an empty tensor with rows of any length.
+        // A malicious file may have a tensor without rows but with any row length.
         let columns = rows.columns.min(values.len()).max(1);
         let buffer = || vec![0.0; columns];
         values

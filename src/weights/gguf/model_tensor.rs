@@ -19,7 +19,7 @@ pub struct ModelTensor {
 pub enum RowMapping {
     /// The same row of the single source.
     Identity,
-    /// Heads of this many rows. In the file, rows from the two halves of a head alternate.
+    /// Heads of this many rows each. In the file, rows from the two halves of a head alternate.
     InterleavedHalves(usize),
     /// This many rows from each source in turn.
     RoundRobin(usize),
@@ -41,7 +41,7 @@ pub enum Transform {
     Mxfp4Scales,
 }
 
-/// Returns the default dtype for loading a tensor of this type.
+/// Returns the dtype that a tensor of this type is listed with. Quantized types are listed as F32.
 pub fn default_dtype(ggml_type: GgmlType) -> Dtype {
     match ggml_type {
         GgmlType::F16 => Dtype::F16,

@@ -29,7 +29,7 @@ pub enum Contents {
 }
 
 impl GgufPart {
-    /// Maps a file and parses its header.
+    /// Maps a file into memory and parses its header.
     pub fn open(path: PathBuf) -> Result<Self> {
         let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
         // SAFETY: the mapping is read-only.
@@ -37,7 +37,7 @@ impl GgufPart {
         // If the file changes in place, every value is checked again on the next read.
         let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
         tracing::info!(path = %path.display(), bytes = map.len(), "opened");
-        let header = Header::parse(&map).with_context(|| format!("broken GGUF file {}", path.display()))?;
+        let header = Header::parse(&map).with_context(|| format!("invalid GGUF file {}", path.display()))?;
         let source = Arc::new(Source { path: path.clone(), file });
         Ok(Self { path, header, contents: Contents::Mapped { source, map } })
     }
@@ -60,7 +60,7 @@ impl GgufPart {
     }
 }
 
-/// The source of a model's parts: the local disk or a hub.
+/// Finds and opens the parts of a model, on the local disk or on a hub.
 pub trait PartOpener {
     fn exists(&self, path: &Path) -> bool;
     fn open(&self, path: &Path) -> Result<GgufPart>;

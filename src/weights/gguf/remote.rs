@@ -14,10 +14,10 @@ use super::tensor_names::ROPE_FACTOR_TENSORS;
 /// The maximum size of a fetched header. With a vocabulary of 260,000 tokens, a header takes about 16 MB.
 pub const MAX_HEADER_BYTES: u64 = 64 << 20;
 
-/// The number of bytes to fetch in each attempt, until the header is complete.
+/// The total number of bytes that have been fetched after each attempt. Attempts stop when the header is complete.
 const FETCH_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
-/// The maximum size of a fetched tensor of RoPE factors. It has one factor per pair of head dimensions.
+/// The maximum size of a fetched tensor of RoPE factors, in bytes. It has one factor per pair of head dimensions.
 const MAX_TENSOR_BYTES: usize = 64 << 10;
 
 /// A function that fetches a range of the named file. The result is shorter only if the file ends early.
@@ -55,7 +55,7 @@ impl RemoteParts<'_> {
                 Ok(header) => return Ok((header, head)),
                 Err(error) => match error.downcast_ref() {
                     Some(NeedsMoreBytes(bytes)) => needed = *bytes,
-                    None => return Err(error).with_context(|| format!("broken GGUF file {name}")),
+                    None => return Err(error).with_context(|| format!("invalid GGUF file {name}")),
                 },
             }
         }

@@ -1,6 +1,6 @@
 //! Models that are split into parts, such as `name-00001-of-00003.gguf`.
 //!
-//! Each part stores its number, counted from 0, in `split.no` and the number of parts in `split.count`.
+//! Each part stores its number, counted from 0, in `split.no`, and the number of parts in `split.count`.
 //! The total number of tensors in all parts is stored in `split.tensors.count`.
 
 use std::path::Path;
@@ -22,7 +22,7 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
     let file = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let Some(name) = PartName::parse(file) else {
         bail!(
-            "cannot open {}: it is one of {} parts, but its name does not end in a number like -00001-of-00003.gguf",
+            "cannot open {}: it is one of {} parts, but its name does not end in a number such as -00001-of-00003.gguf",
             path.display(),
             split.count
         );
@@ -81,11 +81,11 @@ impl SplitInfo {
             }
             let number = if count == 1 { 0 } else { metadata.required("split.no", Metadata::u32)? };
             if number >= count {
-                bail!("metadata key split.no: {number} is not below split.count {count}");
+                bail!("metadata key split.no: {number} is not less than split.count {count}");
             }
             Ok(Self { number, count, tensors: metadata.u32("split.tensors.count")? })
         };
-        read(part.metadata()).with_context(|| format!("broken GGUF file {}", part.path.display()))
+        read(part.metadata()).with_context(|| format!("invalid GGUF file {}", part.path.display()))
     }
 }
 

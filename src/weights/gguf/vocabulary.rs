@@ -45,7 +45,7 @@ pub fn vocabulary<'c>(metadata: &Metadata<'c>) -> Result<Vocabulary<'c>> {
     })
 }
 
-/// Returns the default Jinja chat template, or the template called `name`, such as `tool_use`.
+/// Returns the Jinja chat template with this name, such as `tool_use`, or the default template if `name` is `None`.
 pub fn chat_template<'c>(metadata: &Metadata<'c>, name: Option<&str>) -> Result<Option<&'c str>> {
     match name {
         None => metadata.string("tokenizer.chat_template"),

@@ -1,4 +1,4 @@
-//! Renders conversations in the harmony format.
+//! Tests rendering in the harmony format.
 
 use super::*;
 
@@ -115,7 +115,7 @@ fn rendering_agrees_with_the_vectors_of_openai_harmony() {
     assert_eq!(format.stop_ids(), [200002, 200012]);
     let vector = |name: &str| {
         let text = std::fs::read_to_string(fixtures.join(format!("vectors/harmony/{name}.txt"))).unwrap();
-        // Some vectors have no date, but inferno always writes one.
+        // Some test vectors have no date, but inferno always writes one.
         text.trim_end().replace("2024-06\n\n", "2024-06\nCurrent date: 2025-06-28\n\n")
     };
     let check = |name: &str, messages: &[Message], options: &RenderOptions| {

@@ -1,4 +1,4 @@
-//! Parses generated harmony output, which is often format_violations.
+//! Tests the parsing of generated harmony output, which is often malformed.
 
 use super::*;
 use Channel::{Answer, Reasoning, ToolCall as Call};
@@ -8,7 +8,7 @@ fn parse_harmony(text: &str) -> Parsed {
     parse(&harmony_format(tokenizer), tokenizer, "<|start|>assistant", text)
 }
 
-/// Checks the channels and texts of a generation after `<|start|>assistant`.
+/// Parses text generated after `<|start|>assistant`, and checks its channels and their texts.
 fn check(text: &str, expected: &[(Channel, &str)]) -> Parsed {
     let parsed = parse_harmony(text);
     let deltas: Vec<(Channel, &str)> = parsed.deltas.iter().map(|(channel, text)| (*channel, text.as_str())).collect();
@@ -52,7 +52,7 @@ fn recipient_of_a_tool_call_may_be_in_either_place() {
         assert_eq!(parsed.tool_calls, [call("f", arguments)], "{header}");
         assert_eq!(parsed.format_violations, 0, "{header}");
     }
-    // A call may have no arguments. A namespace other than `functions` is kept.
+    // A call may have no arguments. Namespaces other than `functions` remain part of the name.
     let parsed = check("<|channel|>analysis to=browser.search code<|message|><|call|>", &[]);
     assert_eq!(parsed.tool_calls, [call("browser.search", "")]);
 }
@@ -147,7 +147,7 @@ fn unfinished_headers_are_answers_only_as_a_last_resort() {
     check("<|channel|>ana", &[]);
     check("<|channel|>analysis", &[]);
     check("<|channel|>commentary to", &[]);
-    // The model itself ended the message inside the header, so the header text becomes the answer.
+    // The model itself ended the message inside the header, so the text of the header becomes the answer.
     check("<|start|>assistant<|channel|>fin<|end|>", &[(Answer, "assistant fin")]);
     check("<|channel|>", &[]);
     check("", &[]);
@@ -173,7 +173,7 @@ fn text_is_returned_as_soon_as_it_is_certain() {
     assert_eq!(seen[seen.len() - 5..], ["", "é", "!", "H", "i"]);
 }
 
-/// Random tokens never cause a panic, and all words outside headers are returned in order.
+/// Random tokens never cause a panic, and all text outside headers is returned in order.
 #[test]
 fn random_tokens_never_lose_text() {
     let tokenizer = harmony_tokenizer();
@@ -188,7 +188,7 @@ fn random_tokens_never_lose_text() {
             match numbers.below(3) {
                 0 => text.push_str(HARMONY[numbers.below(HARMONY.len())]),
                 1 => text.push_str(headers[numbers.below(headers.len())]),
-                // Two words in brackets cannot be part of a header.
+                // Bracketed words like these cannot be part of a header.
                 _ => {
                     let words = format!("[{round} {step}]");
                     text.push_str(&words);
@@ -198,7 +198,7 @@ fn random_tokens_never_lose_text() {
         }
         let mut ids = tokenizer.encode(&text, ControlTokens::Parse).unwrap();
         if round % 4 == 0 {
-            // An id without a token, and a byte that is not valid UTF-8.
+            // Insert an id that has no token, and a byte that is not valid UTF-8.
             ids.insert(numbers.below(ids.len() + 1), 9_999_999);
             ids.insert(numbers.below(ids.len() + 1), 0xff);
             expected.clear();
@@ -218,7 +218,7 @@ fn random_tokens_never_lose_text() {
         // A second <|channel|> discards the first header.
         let has_discarded_header = text.matches("<|channel|>").count() > 1;
         let may_be_empty = !has_text || has_call || has_message || has_discarded_header;
-        assert!(may_be_empty || !all.is_empty(), "{text} returned no text");
+        assert!(may_be_empty || !all.is_empty(), "the parser returned no text for {text}");
     }
 }
 

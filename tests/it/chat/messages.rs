@@ -1,4 +1,4 @@
-//! Parses messages in the JSON format that clients send.
+//! Tests the parsing of messages in OpenAI's JSON format.
 
 use super::*;
 use inferno::chat::Role;

@@ -1,4 +1,4 @@
-//! Parses the output of models with a chat template: answers, reasoning, tool calls.
+//! Tests the parsing of output from models with a chat template: answers, reasoning and tool calls.
 
 use super::*;
 use Channel::{Answer, Reasoning, ToolCall as Call};
@@ -11,7 +11,7 @@ fn format(tokenizer: &Tokenizer) -> ChatFormat {
     ChatFormat::load(dir.path(), tokenizer).unwrap().unwrap()
 }
 
-/// Returns one tokenizer with tags as tokens, and one with tags as plain text.
+/// Returns two tokenizers: one that has a token for each tag, and one that encodes tags as plain text.
 fn tokenizers() -> [Tokenizer; 2] {
     [byte_tokenizer(&["<|im_end|>"], &TAGS), byte_tokenizer(&["<|im_end|>"], &[])]
 }
@@ -50,7 +50,7 @@ fn prompt_may_end_with_the_reasoning_tag() {
 
 #[test]
 fn tags_in_an_answer_are_text() {
-    // This applies to tags written as text. A tag that is a single token always counts as a tag.
+    // This applies only to tags encoded as text. A tag that is a single token always counts as a tag.
     let tokenizer = byte_tokenizer(&[], &[]);
     let text = "<think>Hm.</think>Write <think> first, </think> last, then <tool_call>.";
     let parsed = parse(&format(&tokenizer), &tokenizer, "", text);

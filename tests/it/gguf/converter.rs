@@ -1,6 +1,6 @@
-//! Converts golden checkpoints to GGUF files with the rules of llama.cpp's `convert_hf_to_gguf.py`.
+//! Converts golden checkpoints to GGUF files by the rules of llama.cpp's `convert_hf_to_gguf.py`.
 //!
-//! The converter shares no code with the reader, so the two cannot share a mistake.
+//! The converter shares no code with the GGUF reader, so the two cannot share a mistake.
 //! `scripts/check_gguf_with_transformers.py` checks the files with transformers.
 
 use std::path::Path;
@@ -21,7 +21,7 @@ struct Source {
     values: Vec<f32>,
 }
 
-/// Returns the GGUF `general.architecture` for the `model_type` of a config.
+/// Returns the `general.architecture` in GGUF for the `model_type` in config.json.
 fn architecture(config: &Value) -> &'static str {
     match config["model_type"].as_str().unwrap() {
         "llama" | "mistral" | "mixtral" => "llama",
@@ -37,12 +37,12 @@ fn architecture(config: &Value) -> &'static str {
     }
 }
 
-/// Converts a checkpoint to F32. MXFP4 stays packed.
+/// Converts a checkpoint to a GGUF file with F32 tensors. MXFP4 tensors stay packed.
 pub fn convert(dir: &Path) -> Writer {
     convert_with(dir, stacked_experts)
 }
 
-/// Converts a checkpoint with one tensor per expert matrix, as llama.cpp did until spring 2024.
+/// Like `convert`, but writes one tensor per expert matrix, as llama.cpp did until spring 2024.
 pub fn convert_with_separate_experts(dir: &Path) -> Writer {
     convert_with(dir, separate_experts)
 }
@@ -220,7 +220,7 @@ fn one(writer: Writer, config: &Value, source: Source) -> Writer {
         shape.swap(0, 1);
     }
     if config["scale_attn_by_inverse_layer_idx"] == true && name.contains("attn_qkv") {
-        // GGUF has no key for this option. Scaling down the query has the same effect.
+        // GGUF has no key for this option. Scaling down the queries has the same effect.
         let layer: f32 = name.split('.').nth(1).unwrap().parse().unwrap();
         let queries = values.len() / 3;
         values[..queries].iter_mut().for_each(|value| *value /= layer + 1.0);
@@ -228,7 +228,7 @@ fn one(writer: Writer, config: &Value, source: Source) -> Writer {
     write(writer, &name, &shape, &values)
 }
 
-/// Reorders the rows of each head from (half, i) to (i, half).
+/// Reorders the rows of each head from [half, i] to [i, half].
 fn permuted(values: &[f32], heads: usize, columns: usize) -> Vec<f32> {
     let head = values.len() / columns / heads;
     let mut out = Vec::with_capacity(values.len());
@@ -263,7 +263,7 @@ fn separate_experts(mut writer: Writer, _: &Value, experts: Vec<Source>) -> Writ
     writer
 }
 
-/// Stacks the tensors `layers.N.….experts.E.matrix.weight` of all experts.
+/// Stacks the tensors `layers.N.….experts.E.matrix.weight` of all experts into one tensor per layer and matrix.
 fn stacked_experts(mut writer: Writer, config: &Value, experts: Vec<Source>) -> Writer {
     let layers = size(config, "num_hidden_layers").unwrap_or(0);
     for layer in 0..layers {
@@ -283,7 +283,8 @@ fn stacked_experts(mut writer: Writer, config: &Value, experts: Vec<Source>) -> 
     writer
 }
 
-/// Writes the gpt-oss experts, with gate and up in separate tensors. Blocks use ggml's layout: scale first, then nibbles.
+/// Writes the gpt-oss experts, with gate and up in separate tensors.
+/// Blocks use ggml's layout: first the scale, then the nibbles.
 fn packed_experts(mut writer: Writer, checkpoint: &Checkpoint, biases: Vec<Source>) -> Writer {
     for source in &biases {
         let layer = source.name.split('.').nth(2).unwrap();
@@ -322,7 +323,7 @@ fn packed_experts(mut writer: Writer, checkpoint: &Checkpoint, biases: Vec<Sourc
     writer
 }
 
-/// Writes the RoPE frequency divisors, if the config scales the frequencies.
+/// Writes the RoPE frequency divisors of Llama 3 scaling or LongRoPE, if the config uses either.
 fn rope_factors(mut writer: Writer, config: &Value) -> Writer {
     let scaling = &config["rope_scaling"];
     let number = |name: &str| scaling[name].as_f64().unwrap();
@@ -361,7 +362,7 @@ impl Writer {
         self.raw(key, F32, value.to_le_bytes())
     }
 
-    /// Returns the file with one u32 value changed.
+    /// Replaces the value of an existing u32 key.
     pub fn with_u32(mut self, key: &str, value: u32) -> Self {
         let mark = [string(key), super::writer::U32.to_le_bytes().to_vec()].concat();
         let at = self.keys.1.windows(mark.len()).position(|window| window == mark).expect(key) + mark.len();

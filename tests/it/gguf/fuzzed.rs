@@ -1,4 +1,4 @@
-//! Runs the fuzz targets over their corpora and over seeded mutations of them.
+//! Runs the fuzz targets on their corpora and on seeded mutations of the corpus files.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use crate::support::Random;
 #[path = "../../../fuzz/src/lib.rs"]
 mod bodies;
 
-/// Returns the number of mutations per corpus file. `INFERNO_MUTATIONS` overrides it.
+/// Returns the number of mutations per corpus file: `INFERNO_MUTATIONS`, or 100 by default.
 fn mutations() -> u64 {
     std::env::var("INFERNO_MUTATIONS").ok().and_then(|count| count.parse().ok()).unwrap_or(100)
 }
@@ -18,7 +18,7 @@ const NUMBERS: [u64; 12] = [0, 1, 2, 3, 31, 255, 1 << 16, 1 << 31, 1 << 32, 1 <<
 
 fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
     for _ in 0..1 + random.below(4) {
-        // Half of the mutations hit the header, because the parsers mostly read the header.
+        // At least half of the mutations start in the first 256 bytes, because the parsers mostly read the header.
         let reach = if random.below(2) == 0 { bytes.len().min(256) } else { bytes.len() };
         let at = random.below(reach);
         match random.below(7) {

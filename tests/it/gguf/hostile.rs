@@ -1,4 +1,6 @@
-//! Hostile GGUF files. Each one fails quickly, with little memory, and with an error that names the key or tensor.
+//! Tests with hostile GGUF files.
+//!
+//! Each file must fail quickly, without using much memory, and with an error that names the key or tensor.
 
 use std::time::{Duration, Instant};
 
@@ -155,7 +157,8 @@ fn too_many_layers_are_an_error() {
     }
 }
 
-/// Each tensor is empty and fits in any file. Stacked, the tensors would have more elements than a u64 can count.
+/// Each tensor is empty, so it fits in any file.
+/// The product of the stacked dimensions overflows a u64 even if dimensions of length 0 count as 1.
 #[test]
 fn experts_with_too_many_elements_are_an_error() {
     let mut writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
@@ -171,7 +174,7 @@ fn experts_with_too_many_elements_are_an_error() {
     assert!(error.contains("2 experts of shape [4611686018427387904, 0] have too many elements"), "{error}");
 }
 
-/// Found by fuzzing: the loader allocated a buffer for one row of a tensor without rows.
+/// Found by fuzzing: the loader allocated a buffer for one row of a tensor that has no rows.
 #[test]
 fn empty_tensor_with_huge_rows_loads() {
     let writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);
@@ -184,7 +187,7 @@ fn empty_tensor_with_huge_rows_loads() {
     assert_eq!(tensor.dims(), [0, 1 << 48]);
 }
 
-/// Uses nearly as many keys, tensors and strings as the limits allow.
+/// Uses nearly the maximum number of keys, the maximum number of tensors, and an array of a million strings.
 #[test]
 fn large_valid_tables_parse_quickly() {
     let mut writer = Writer::new().strings("many", &vec!["x"; 1_000_000]);
@@ -206,7 +209,7 @@ fn missing_and_empty_files_are_errors() {
     let empty = folder.path().join("empty.gguf");
     std::fs::write(&empty, "").unwrap();
     let error = format!("{:#}", GgufCheckpoint::open(&empty).err().unwrap());
-    assert!(error.starts_with("broken GGUF file ") && error.contains("not a GGUF file"), "{error}");
+    assert!(error.starts_with("invalid GGUF file ") && error.contains("not a GGUF file"), "{error}");
     let error = format!("{:#}", GgufCheckpoint::open(&folder.path().join("absent.gguf")).err().unwrap());
     assert!(error.starts_with("cannot open ") && error.contains("absent.gguf"), "{error}");
 }

@@ -1,4 +1,4 @@
-//! Compares whole GGUF models with the results of transformers for the original checkpoints.
+//! Compares whole GGUF models with the results that transformers computes from the original checkpoints.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -35,7 +35,7 @@ const CASES: &[&str] = &[
     "gpt_oss_graph",
 ];
 
-/// Writes a file to a temporary folder. The returned `TempDir` must outlive the use of the file.
+/// Writes a file to a temporary folder. Dropping the returned `TempDir` deletes the file.
 pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("model.gguf");
@@ -61,7 +61,7 @@ fn error(writer: &Writer) -> String {
     format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
-/// `INFERNO_GGUF_OUT` names a folder that receives the files, for `scripts/check_gguf_with_transformers.py`.
+/// If `INFERNO_GGUF_OUT` is set, copies the files to that folder for `scripts/check_gguf_with_transformers.py`.
 #[test]
 fn logits_agree_with_transformers() {
     for case in CASES {
@@ -71,7 +71,7 @@ fn logits_agree_with_transformers() {
         let ids: Vec<u32> = golden["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
         let got = logits(&path, &ids).unwrap_or_else(|error| panic!("{case}: {error:#}"));
         let error = relative_error(&got, &values(&golden["logits"]));
-        println!("{case}: off by {error:e}");
+        println!("{case}: logits are off by {error:e}");
         assert!(error < 1e-5, "{case}: logits are off by {error:e}");
         if let Some(out) = std::env::var_os("INFERNO_GGUF_OUT").map(PathBuf::from) {
             std::fs::copy(&path, out.join(format!("{case}.gguf"))).unwrap();
@@ -90,11 +90,11 @@ fn experts_in_separate_tensors_load() {
     assert!(error < 1e-5, "logits are off by {error:e}");
 }
 
-/// Returns random blocks, with scales that keep activations finite.
+/// Returns random blocks whose scales keep activations finite.
 fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> Vec<u8> {
     let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
     bytes.fill_with(|| random.next() as u8);
-    // f16 scales from 2^-15 to 2^-12. A Q8_0 value is up to 127 times its scale, a Q4_K value up to 63 * 15 times.
+    // The f16 scales range from 2^-15 to 2^-12. Magnitudes reach 128 times the scale in Q8_0, 63 * 15 times in Q4_K.
     let scales: &[(usize, u16)] = match ggml_type {
         GgmlType::Q8_0 => &[(0, 0x0c00)],
         GgmlType::Q4K => &[(0, 0x0400), (2, 0x0800)],
@@ -109,7 +109,7 @@ fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> V
     bytes
 }
 
-/// Returns a Llama model whose matrices use three types. Its q, k and v projections differ in type.
+/// Returns a Llama model whose matrices use three types. The q, k and v projections all have different types.
 #[cfg(feature = "cuda")]
 pub fn llama_in_many_types() -> Writer {
     let type_of = |name: &str| match name.rsplit('.').nth(1).unwrap_or_default() {
@@ -121,7 +121,7 @@ pub fn llama_in_many_types() -> Writer {
 }
 
 /// Returns a Llama model whose matrices are quantized blocks of one type.
-/// With `dequantized`, the matrices hold the f32 values of the same blocks.
+/// If `dequantized` is true, the matrices hold the dequantized f32 values of these blocks instead.
 pub fn quantized_llama(ggml_type: GgmlType, dequantized: bool) -> Writer {
     llama_with_types(|_| ggml_type, dequantized)
 }
@@ -175,7 +175,8 @@ fn llama_with_types(ggml_type: impl Fn(&str) -> GgmlType, dequantized: bool) -> 
     writer
 }
 
-/// Only the summation order may change the logits. blocks.rs and quantized.rs test the values bit by bit.
+/// The logits may differ only because of the order of summation.
+/// `gguf/blocks.rs` and `tests/it/quantized.rs` compare the values bit by bit.
 #[test]
 fn quantized_and_dequantized_weights_give_equal_logits() {
     let ids: Vec<u32> = (0..32).map(|i| i * 7 % 64).collect();
@@ -220,7 +221,7 @@ fn metadata_that_contradicts_the_tensors_is_an_error() {
     let llama = convert(&golden("llama2"));
     let cases: &[(&[(&str, u32)], &str)] = &[
         (&[("attention.head_count", 5)], "llama.attention.head_count"),
-        (&[("attention.head_count", 0)], "llama.attention.head_count is 0"),
+        (&[("attention.head_count", 0)], "llama.attention.head_count (0) and "),
         (&[("attention.head_count", 12)], "rotates 8 of 4 dims"),
         (&[("block_count", 2)], "llama.block_count is 2"),
         (&[("block_count", 4)], "model.layers.3."),
@@ -261,7 +262,7 @@ fn unknown_tensors_and_architectures_are_errors() {
     let bytes = [0; 48 * 4];
     let extra = llama.clone().tensor("blk.0.attn_q_norm.weight", &[48], 0, &bytes);
     assert!(
-        error(&extra).contains("blk.0.attn_q_norm.weight [48] is not part of the architecture llama"),
+        error(&extra).contains("blk.0.attn_q_norm.weight [48] is not part of the llama architecture"),
         "{}",
         error(&extra)
     );
@@ -272,7 +273,7 @@ fn unknown_tensors_and_architectures_are_errors() {
     assert!(error.contains("architecture 'mamba' is not supported") && error.contains("qwen3moe"), "{error}");
 }
 
-/// Only old Mixtral files have experts in separate tensors. No converter ever wrote such a gpt-oss file.
+/// Only old Mixtral files have a tensor per expert. No converter has ever written such a gpt-oss file.
 #[test]
 fn gpt_oss_experts_in_separate_tensors_are_an_error() {
     let mut file = Writer::new().string("general.architecture", "gpt-oss").u32("gpt-oss.block_count", 1);
@@ -286,7 +287,7 @@ fn gpt_oss_experts_in_separate_tensors_are_an_error() {
     assert!(error.contains("layer 0: gpt-oss needs all experts in one tensor, found 2 tensors"), "{error}");
 }
 
-/// Returns the demo model with its tokenizer, as llama.cpp would convert it.
+/// Returns the demo model and its tokenizer as llama.cpp would convert them.
 fn demo() -> Writer {
     let converted = converted(&demo_dir());
     let id = |token: &str| converted.tokens.iter().position(|other| other == token).unwrap() as u32;
@@ -331,7 +332,7 @@ fn demo_model_plays_from_a_gguf_file() {
     assert_eq!(ask(file.to_str().unwrap()), want);
     assert_eq!(ask(folder.path().to_str().unwrap()), want);
 
-    // A snapshot with two GGUF files in the Hugging Face cache.
+    // Create a snapshot with two GGUF files in the Hugging Face cache.
     let commit = "0123456789012345678901234567890123456789";
     let snapshot = home.path().join("hf/hub/models--some--demo-GGUF/snapshots").join(commit);
     std::fs::create_dir_all(&snapshot).unwrap();
@@ -364,8 +365,8 @@ fn demo_model_plays_from_a_gguf_file() {
     assert_eq!(ids, wanted);
 }
 
-/// Opening a file parses its header, so a model must open its file only once.
-/// Config, vocabulary, chat template, sampling defaults and tensors all come from the same opened file.
+/// Opening a GGUF file parses its header, so inferno must open it only once per model.
+/// The config, vocabulary, chat template, sampling defaults and tensors all come from the same open file.
 #[test]
 fn loading_a_model_opens_its_gguf_file_once() {
     let home = TempDir::new().unwrap();

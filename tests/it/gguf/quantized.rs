@@ -1,6 +1,6 @@
-//! Compares a quantized GGUF file of each family with transformers.
+//! Compares the logits of a quantized GGUF file of each family with those of transformers.
 //!
-//! transformers computes the expected logits from the dequantized values (`scripts/gguf_quantized_golden.py`).
+//! transformers computes the expected logits from the dequantized weights (`scripts/gguf_quantized_golden.py`).
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;
@@ -35,8 +35,8 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let batch = StepBatch { ids: &ids, tokens: &[ids.len()], logits: LogitRows::All };
     let logits = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));
-    println!("{family} on {:?} in {dtype:?}: logits off by {error:e}", device.location());
-    // On a GPU, the tolerances are the same as in golden.rs.
+    println!("{family} on {:?} in {dtype:?}: logits are off by {error:e}", device.location());
+    // The GPU tolerances match those in golden.rs.
     let tolerance = match (device, dtype) {
         (Device::Cpu, DType::F32) => 1e-5,
         (_, DType::F32) => 1e-4,
@@ -51,7 +51,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
         "{family} in {dtype:?}"
     );
     if dtype == DType::F32 {
-        // Weights take as many bytes as in the file, unless gate and up of a layer have different types.
+        // Weights take as many bytes as in the file, unless a layer's gate and up projections differ in type.
         let two_types = checkpoint.info("model.layers.1.mlp.experts.gate_up_proj");
         let extra_bytes = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
         assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family), "{family}");

@@ -1,4 +1,4 @@
-//! Reads a file written by Python's gguf package and compares it with the package's own listing.
+//! Reads a file written by Python's gguf package and compares it with what that package reads from it.
 
 use inferno::weights::gguf::{GgufCheckpoint, Metadata, Value, ValueType};
 use inferno::weights::read_ahead::Retention;

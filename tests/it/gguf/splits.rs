@@ -8,7 +8,7 @@ use tempfile::TempDir;
 use super::writer::Writer;
 use crate::support::golden;
 
-/// Copies golden files to a temporary folder under new names. Each pair is (old name, new name).
+/// Copies golden files to a temporary folder. Each pair is (name of the golden file, name of the copy).
 fn copied(files: &[(&str, &str)]) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     for (from, to) in files {
@@ -79,7 +79,7 @@ fn inconsistent_split_metadata_is_an_error() {
         (one(part(0, 2, 2)), one(part(1, 2, 2)), "tensor a.weight is in two parts; the second is "),
         (one(part(0, 2, 2)), part(1, 2, 2), "hold 1 tensors, but their metadata says 2; are they parts of one model?"),
         (one(part(0, 2, 1)), part(1, 2, 9), "it is part 2 of 2 with 9 tensors in total, expected part 2 of 2 with 1"),
-        (one(part(2, 2, 1)), part(1, 2, 1), "metadata key split.no: 2 is not below split.count 2"),
+        (one(part(2, 2, 1)), part(1, 2, 1), "metadata key split.no: 2 is not less than split.count 2"),
         (part(0, 1 << 20, 1), part(1, 2, 1), "1048576 parts exceed the limit of 1024"),
         (Writer::new().u32("split.count", 2), part(1, 2, 1), "metadata key split.no is missing"),
         (Writer::new().string("split.count", "2"), part(1, 2, 1), "metadata key split.count: expected an integer"),

@@ -1,5 +1,5 @@
-//! Compares tokenizers from GGUF metadata with llama.cpp's test vectors and with tokenizer.json.
-//! Tests with large vocabularies need INFERNO_FIXTURES.
+//! Compares tokenizers built from GGUF metadata with llama.cpp's test vectors and with tokenizer.json.
+//! Tests with large vocabularies need `INFERNO_FIXTURES`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -20,7 +20,7 @@ const USER_DEFINED: i32 = 4;
 const UNUSED: i32 = 5;
 const BYTE: i32 = 6;
 
-/// The GGUF metadata that llama.cpp would write for a tokenizer.json.
+/// The GGUF tokenizer metadata that llama.cpp would write for a tokenizer.json.
 pub struct Converted {
     pub tokens: Vec<String>,
     pub types: Vec<i32>,
@@ -71,7 +71,7 @@ impl Converted {
     }
 }
 
-/// Writes a file, parses its header, and builds its tokenizer.
+/// Builds the tokenizer of a GGUF file from the file's header.
 fn tokenizer(writer: &Writer) -> Tokenizer {
     let bytes = writer.bytes();
     let header = Header::parse(&bytes).unwrap();
@@ -87,7 +87,7 @@ fn check_vectors(name: &str, fixtures: &Path, tokenizer: &Tokenizer) {
     let mut checked = 0;
     for (text, ids) in inputs.split("\n__ggml_vocab_test__\n").zip(outputs.lines()) {
         let want: Vec<u32> = ids.split_whitespace().map(|id| id.parse().unwrap()).collect();
-        // The vectors have no prefix such as BOS, and `Text` adds none.
+        // The expected ids have no prefix such as BOS, and `ControlTokens::Text` adds none.
         assert_eq!(tokenizer.encode(text, ControlTokens::Text).unwrap(), want, "{name}: {text:?}");
         checked += 1;
     }
@@ -111,7 +111,7 @@ fn gguf_vocabulary_agrees_with_llama_cpp() {
     assert_eq!((special.bos, special.eos, special.stop), (Some(50256), Some(50256), vec![50256]));
 }
 
-/// Models with a tokenizer.json, as (folder, pre-tokenizer name, llama.cpp test vectors).
+/// Models with a tokenizer.json: (folder, pre-tokenizer name, name of llama.cpp's test vectors).
 const BYTE_LEVEL: &[(&str, &str, &str)] = &[
     ("gpt2", "gpt-2", "gpt-2"),
     ("Llama-3.1-8B-Instruct", "llama-bpe", "llama-bpe"),
@@ -131,7 +131,7 @@ fn converted_vocabularies_agree_with_llama_cpp() {
 }
 
 /// Returns the scores in Llama 2's tokenizer.model.
-/// Pieces are ranked by id, except runs of spaces, which come last.
+/// Scores decrease with the id of a piece, but runs of spaces have the lowest score.
 /// Control tokens and byte tokens have a score of 0.
 fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
     let score = |(id, token): (usize, &String)| match id {
@@ -142,7 +142,7 @@ fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
 }
 
 /// A naive reference implementation of SentencePiece.
-/// Repeatedly merges the two neighbors that form the piece with the highest score. Ties go to the leftmost pair.
+/// Repeatedly merges the adjacent pair that forms the piece with the highest score. Ties go to the leftmost pair.
 fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec<u32> {
     let pieces: HashMap<&str, usize> =
         model.tokens.iter().enumerate().map(|(id, token)| (token.as_str(), id)).collect();
@@ -170,7 +170,7 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
     ids
 }
 
-/// The texts include pieces with equal scores.
+/// Some pieces that occur in the texts have equal scores.
 #[test(fixtures)]
 fn merges_agree_with_sentencepiece() {
     let fixtures = fixtures();
@@ -195,12 +195,12 @@ fn merges_agree_with_sentencepiece() {
                 wrong.push((text, got, want));
             }
         }
-        assert!(wrong.is_empty(), "{} texts differ, such as {:?}", wrong.len(), wrong[0]);
+        assert!(wrong.is_empty(), "{} texts differ, for example {:?}", wrong.len(), wrong[0]);
     }
 }
 
 /// Reads the pieces and scores of a SentencePiece model.
-/// In the protobuf, field 1 is a piece. Fields 1, 2 and 3 of a piece are its text, score and type.
+/// In the protobuf message, each field 1 is a piece. Fields 1, 2 and 3 of a piece are its text, score and type.
 fn sentencepiece_model(bytes: &[u8]) -> (Converted, Vec<f32>) {
     let mut found = Converted { tokens: Vec::new(), types: Vec::new(), merges: Vec::new() };
     let mut scores = Vec::new();
@@ -276,7 +276,7 @@ const TEXTS: &[&str] = &[
     "é e\u{301} ｆｕｌｌ \u{200d}\u{feff}\u{0}",
 ];
 
-/// Compares the real scores and types of a model with its tokenizer.json.
+/// Compares a tokenizer built from a model's published scores and types with the model's tokenizer.json.
 #[test(fixtures)]
 fn sentencepiece_model_agrees_with_tokenizer_json() {
     let fixtures = fixtures();
@@ -291,7 +291,7 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
             // After a control token, llama.cpp adds a space, but this tokenizer.json does not.
             let has_controls =
                 controls == ControlTokens::Default && ["<s>", "</s>", "[INST]"].iter().any(|mark| text.contains(mark));
-            // Before another space, SentencePiece adds a space, but this tokenizer.json does not.
+            // SentencePiece adds a space even to text that starts with one, but this tokenizer.json does not.
             if has_controls || text.starts_with(' ') {
                 continue;
             }
@@ -300,12 +300,12 @@ fn sentencepiece_model_agrees_with_tokenizer_json() {
             assert_eq!(ours.decode(&want).unwrap(), theirs.decode(&want).unwrap(), "{text:?}");
         }
     }
-    // Text after a control token begins with a space again, as in llama.cpp.
+    // As in llama.cpp, a space is added to text after a control token.
     let ids = ours.encode("x</s>y", ControlTokens::Parse).unwrap();
     assert_eq!(ids.iter().map(|id| ours.token(*id).unwrap()).collect::<Vec<_>>(), ["▁x", "</s>", "▁y"]);
 }
 
-/// Compares ids and decoded text, with control tokens parsed and with control tokens as text.
+/// Compares ids and decoded text, both when control tokens are parsed and when they are encoded as text.
 #[test(fixtures)]
 fn converted_vocabularies_agree_with_tokenizer_json() {
     let fixtures = fixtures();
@@ -359,11 +359,11 @@ fn prefixes_and_stop_ids_match_the_models() {
     assert_eq!(stops(&oss.u32("tokenizer.ggml.eos_token_id", 200_002)), [199_999, 200_002, 200_012]);
 }
 
-/// Returns a vocabulary with one token per byte, extended by `case`.
+/// Returns a vocabulary with one token per byte value, plus the tokens and merges that `case` adds.
 fn small(case: impl FnOnce(&mut Vec<String>, &mut Vec<i32>, &mut Vec<String>)) -> Converted {
     let byte = |byte: u8| match byte {
         b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte),
-        // The other bytes map to U+0100 and above, in order.
+        // The other bytes map to U+0100 and the following code points, in order.
         0..=0x20 => char::from_u32(0x100 + u32::from(byte)).unwrap(),
         0x7f..=0xa0 => char::from_u32(0x121 + u32::from(byte - 0x7f)).unwrap(),
         0xad => '\u{143}',
@@ -394,7 +394,7 @@ fn every_token_type_is_encoded_correctly() {
         let tokenizer = tokenizer(&vocabulary.byte_level(pre));
         let encode = |text, controls| tokenizer.encode(text, controls).unwrap();
         assert_eq!(encode("ab", ControlTokens::Text), [256], "{pre}");
-        // Text never becomes a control token, either through merges or as a whole word.
+        // With `ControlTokens::Text`, text never becomes a control token, neither through merges nor as a whole word.
         assert_eq!(encode("abc", ControlTokens::Text), [256, u32::from(b'c')], "{pre}");
         assert_eq!(encode("abc", ControlTokens::Parse), [257], "{pre}");
         assert_eq!(encode("<think>", ControlTokens::Parse), [258], "{pre}");
@@ -406,7 +406,7 @@ fn every_token_type_is_encoded_correctly() {
     }
 }
 
-/// Uses texts that the pre-tokenizers split differently. llama.cpp's vectors do not cover them.
+/// Uses texts that the pre-tokenizers split differently. llama.cpp's test vectors do not cover these texts.
 #[test]
 fn pre_tokenizers_split_differently() {
     let vocabulary = small(|tokens, types, merges| {
@@ -485,7 +485,7 @@ fn invalid_vocabularies_are_errors() {
         (merged("a "), "is not two tokens"),
         (merged(""), "is not two tokens"),
         (merged("a b"), "tokenizer.ggml.merges[0]: \"a b\" has a part or a result that is not a token"),
-        // Parts longer than any token make the tokenizers crate panic.
+        // The `tokenizers` crate would panic, because the parts are longer than any token.
         (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "has a part or a result that is not a token"),
         (
             good().u32(&key("bos_token_id"), 256),
@@ -537,7 +537,7 @@ fn sentencepiece_follows_scores_and_falls_back_to_bytes() {
     assert_eq!(text("bc", "abc"), [id("▁a"), id("bc")]);
     assert_eq!(text("ab", "abc"), [id("▁"), id("ab"), id("c")]);
     assert_eq!(text("ab", "é"), [id("▁"), id("<0xC3>"), id("<0xA9>")]);
-    // As text, a control token is encoded like any other text.
+    // With `ControlTokens::Text`, the text of a control token is encoded like any other text.
     assert_eq!(text("ab", "<s>"), [id("▁"), id("<"), id("s>")]);
     let writer = model.sentencepiece(&scores("ab"));
     assert_eq!(encode(&writer, "a", ControlTokens::Default), [1, id("▁a")]);

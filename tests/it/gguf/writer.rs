@@ -8,12 +8,12 @@ pub const BOOL: u32 = 7;
 pub const STRING: u32 = 8;
 pub const ARRAY: u32 = 9;
 
-/// A builder for GGUF files. Every part of the file may be invalid.
+/// A builder for GGUF files, which can make every part of the file invalid.
 #[derive(Clone)]
 pub struct Writer {
     pub magic: [u8; 4],
     pub version: u32,
-    /// The count to write instead of the true number of tensors.
+    /// If set, the tensor count to write instead of the true one.
     pub tensor_count: Option<u64>,
     pub key_count: Option<u64>,
     pub alignment: usize,
@@ -36,7 +36,7 @@ impl Writer {
         }
     }
 
-    /// Adds a metadata value of any type from its raw bytes.
+    /// Adds a metadata key with a value of any type, given as raw bytes.
     pub fn raw(mut self, key: impl AsRef<[u8]>, kind: u32, value: impl AsRef<[u8]>) -> Self {
         self.keys.0 += 1;
         self.keys.1.extend(string(key));
@@ -96,7 +96,7 @@ impl Writer {
         self.row(name, shape, kind, offset as u64)
     }
 
-    /// Adds bytes that belong to no tensor.
+    /// Appends zero bytes to the data section without adding a tensor.
     pub fn data(mut self, bytes: usize) -> Self {
         self.data.resize(self.data.len() + bytes, 0);
         self
@@ -115,7 +115,7 @@ impl Writer {
     }
 }
 
-/// Encodes a string as in a GGUF file: the length, then the bytes.
+/// Encodes a string as in a GGUF file: the length as a u64, then the bytes.
 pub fn string(text: impl AsRef<[u8]>) -> Vec<u8> {
     let text = text.as_ref();
     [&(text.len() as u64).to_le_bytes()[..], text].concat()

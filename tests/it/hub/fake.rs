@@ -18,31 +18,31 @@ pub const SHARDS: [&str; 2] = ["model-00001-of-00002.safetensors", "model-00002-
 pub struct HubState {
     pub commit: String,
     pub files: BTreeMap<String, Vec<u8>>,
-    /// If true, the listing has sizes and hashes (`?blobs=true`). Mirrors may omit them.
+    /// If true, the listing has the size and hash of each file (`?blobs=true`). Mirrors may omit them.
     pub lists_sizes: bool,
     /// If true, the hub supports range requests.
     pub supports_ranges: bool,
-    /// The status, x-error-code and body to send in place of the listing.
+    /// The status, `x-error-code` header and body to send instead of the listing.
     pub listing_refused: Option<(u16, &'static str, &'static str)>,
-    /// The status and x-error-code to send in place of every file.
+    /// The status and `x-error-code` header to send instead of every file.
     pub files_refused: Option<(u16, &'static str)>,
-    /// The faults of the next requests for faulty files. Each request takes the first fault.
+    /// The faults of the next GET requests for faulty files. Each request removes and uses the first fault.
     pub faults: VecDeque<Fault>,
-    /// Selects the files that have faults. By default, these are the weights.
+    /// Returns true for the names of faulty files. By default, these are the weights.
     pub faulty: fn(&str) -> bool,
-    /// The status lines and headers of the next listings.
+    /// Statuses, with optional headers, to send instead of the next listings. Each listing request removes the first.
     pub listing_faults: VecDeque<&'static str>,
-    /// If set, bodies are sent in pieces of this many bytes, with this pause after each piece.
+    /// If set, bodies are sent in pieces of the given number of bytes, with the given pause after each piece.
     pub pace: Option<(usize, Duration)>,
-    /// The host that files are redirected to.
+    /// If set, the base URL that requests for files are redirected to.
     pub storage: Option<String>,
-    /// If true, the listing and the headers of the hub have the hash of each file.
+    /// If true, the listing contains the hash of each large file, and file responses have an `x-linked-etag` header.
     pub lists_hashes: bool,
-    /// The ETag header of files. By default, it is the hash.
+    /// The `etag` header of every file. By default, it is the file's hash.
     pub etag_header: Option<&'static str>,
-    /// A false size of model.safetensors.
+    /// If set, the listing claims that model.safetensors has this size.
     pub claimed_bytes: Option<u64>,
-    /// A false etag of every file.
+    /// If set, the listing claims that every file has this hash.
     pub claimed_etag: Option<&'static str>,
     /// A file that is listed but cannot be fetched.
     pub lost: Option<&'static str>,
@@ -55,32 +55,32 @@ pub struct HubState {
 pub enum Fault {
     /// No fault.
     None,
-    /// The connection closes after this many bytes of the body.
+    /// The server closes the connection after this many bytes of the body.
     Cut(usize),
-    /// The server stops sending after this many bytes.
+    /// The server stops sending after this many bytes of the body, but keeps the connection open.
     Stall(usize),
     /// One bit of this byte of the body is flipped.
     Flip(usize),
-    /// The server sends this status line with headers, and an empty body.
+    /// The server sends this status, with any headers in it, and an empty body.
     Status(&'static str),
     /// The server sends the login page of a captive portal.
     Portal,
-    /// The body is another part of the file, although the header has the requested range.
+    /// The body is a different part of the file, although the `content-range` header has the requested range.
     OtherPart,
-    /// The range in the header differs from the requested range.
+    /// The `content-range` header differs from the requested range.
     WrongRange,
     /// The body is sent twice.
     BodyTwice,
     /// The server sends the whole file and ignores the requested range.
     WholeFile,
-    /// The whole body is sent without a length, and the connection stays open.
+    /// The body is sent as one HTTP chunk without a content length or a final chunk, and the connection stays open.
     NoLength,
 }
 
 pub struct FakeHub {
     pub port: u16,
     pub state: Arc<Mutex<HubState>>,
-    /// The head of every request.
+    /// The request line and headers of every request.
     pub requests: Arc<Mutex<Vec<String>>>,
 }
 
@@ -113,14 +113,14 @@ impl FakeHub {
         std::thread::spawn(move || {
             for stream in listener.incoming() {
                 let (state, requests) = (state.clone(), requests.clone());
-                // Some tests close the connection early, so errors are ignored.
+                // Errors are ignored, because some tests close the connection early.
                 std::thread::spawn(move || answer(stream.unwrap(), &state, &requests));
             }
         });
         hub
     }
 
-    /// Starts a hub with a sharded repository: an index, two shards, and files that inferno does not need.
+    /// Starts a hub that has a sharded model: an index, two shards, small files, and files that inferno does not need.
     pub fn sharded() -> Self {
         let index = format!(r#"{{"weight_map":{{"a":"{}","b":"{}","c":"{}"}}}}"#, SHARDS[0], SHARDS[1], SHARDS[0]);
         Self::start(&[
@@ -154,7 +154,7 @@ impl FakeHub {
         change(&mut self.state.lock().unwrap());
     }
 
-    /// Returns the request lines since the last call, as `GET /path`.
+    /// Removes and returns the recorded request lines, each in the form `GET /path`.
     pub fn lines(&self) -> Vec<String> {
         let line = |head: String| head.lines().next().unwrap().trim_end_matches(" HTTP/1.1").to_string();
         self.requests.lock().unwrap().drain(..).map(line).collect()
@@ -169,7 +169,7 @@ pub fn pattern(length: usize, seed: usize) -> Vec<u8> {
     (0..length).map(|i| ((i * 31 + seed * 7 + i / 251) % 256) as u8).collect()
 }
 
-/// Returns the hub's etag of a file: SHA-256 for large files, else git's blob id.
+/// Returns the etag that the hub reports for a file: SHA-256 for large files, git's blob hash for small ones.
 pub fn etag(name: &str, bytes: &[u8]) -> String {
     let hash = if is_large(name) {
         digest(&SHA256, bytes)
@@ -190,7 +190,7 @@ fn answer(mut stream: TcpStream, shared: &Mutex<HubState>, requests: &Mutex<Vec<
     while reader.read_line(&mut head)? > 2 {}
     requests.lock().unwrap().push(head.clone());
     if head.starts_with("CONNECT ") {
-        // The fake hub is also a proxy, which answers proxied requests itself.
+        // The fake hub is also a proxy. It answers the proxied requests itself.
         stream.write_all(b"HTTP/1.1 200 Connected\r\n\r\n")?;
         return answer(stream, shared, requests);
     }

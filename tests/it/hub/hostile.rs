@@ -1,6 +1,6 @@
 //! Tests with servers and networks that fail in many ways.
 //!
-//! Each download ends with the exact file, or with an error and nothing on disk that looks like a model.
+//! Each download must end either with the exact file, or with an error and nothing on disk that looks like a model.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -18,13 +18,13 @@ fn in_parts(machine: &Machine) -> Hub {
     Hub::new(HubConfig { limits, ..machine.config() })
 }
 
-/// Returns a hub client that fetches each file as a whole, over one connection.
+/// Returns a hub client that uses one connection and requests each file as a single part.
 fn in_one(machine: &Machine) -> Hub {
     let limits = Limits { connections: 1, ..fast_limits() };
     Hub::new(HubConfig { limits, ..machine.config() })
 }
 
-/// Downloads a model despite `faults` and returns the progress events.
+/// Checks that a download succeeds despite `faults`. Returns its progress events.
 fn survives(hub: impl Fn(&Machine) -> Hub, faults: &[Fault]) -> Vec<String> {
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
@@ -34,7 +34,7 @@ fn survives(hub: impl Fn(&Machine) -> Hub, faults: &[Fault]) -> Vec<String> {
     let weights = fs::read(snapshot.path.join(WEIGHTS)).unwrap();
     assert!(weights == pattern(50_000, 3), "{faults:?}");
     let blobs = file_names(&machine.repo().join("blobs"));
-    assert!(blobs.iter().all(|name| !name.contains('.')), "no leftovers: {blobs:?}");
+    assert!(blobs.iter().all(|name| !name.contains('.')), "temporary files remain: {blobs:?}");
     assert!(fake.state.lock().unwrap().faults.is_empty(), "some faults did not happen");
     events.all()
 }
@@ -48,7 +48,7 @@ fn fails(hub: impl Fn(&Machine) -> Hub, fault: Fault) -> (String, u8) {
     assert!(!machine.repo().join("refs").exists(), "{fault:?}");
     assert!(machine.hub().find(REPO, None).is_err(), "{fault:?}");
     assert!(!machine.repo().join("blobs").join(etag(WEIGHTS, &pattern(50_000, 3))).exists(), "{fault:?}");
-    // The next attempt can reuse the bytes already fetched.
+    // Without faults, the next attempt succeeds. It may reuse bytes that were already fetched.
     fake.change(|state| state.faults.clear());
     let snapshot = machine.hub().download(REPO, None, &FileFilter::default(), &()).unwrap();
     assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 3), "{fault:?}");
@@ -61,7 +61,7 @@ fn truncated_body_is_resumed() {
         survives(in_one, &[Fault::Cut(cut)]);
         survives(in_parts, &[Fault::Cut(cut % 10_000), Fault::None, Fault::Cut(1), Fault::Cut(cut % 7_000)]);
     }
-    // A download survives any number of cuts, as long as bytes arrive.
+    // A download survives any number of broken connections, as long as each one delivers some bytes.
     survives(in_one, &[Fault::Cut(2_000); 20]);
     let (message, code) = fails(in_one, Fault::Cut(0));
     assert_eq!(code, 5, "{message}");
@@ -74,7 +74,7 @@ fn truncated_body_is_resumed() {
 #[test]
 fn silent_server_is_given_up_after_the_timeout() {
     let start = Instant::now();
-    // Long enough for a busy test machine.
+    // This is long enough even for a busy test machine.
     let stall_timeout = Duration::from_millis(200);
     let limits =
         |connections, part_bytes| Limits { connections, part_bytes, stall_timeout, max_failures: 20, ..fast_limits() };
@@ -83,7 +83,8 @@ fn silent_server_is_given_up_after_the_timeout() {
     let events = survives(with(limits(1, 1 << 30)), &[Fault::Stall(20_000), Fault::Stall(0)]);
     assert!(events.iter().any(|line| line.contains("timeout")), "{events:?}");
     survives(with(limits(3, 10_000)), &[Fault::Stall(5_000), Fault::None, Fault::Stall(0)]);
-    assert!(start.elapsed() < Duration::from_secs(15), "the fake hub itself hangs up after 20 s");
+    // The fake hub itself hangs up after 20 s.
+    assert!(start.elapsed() < Duration::from_secs(15), "the client did not hang up: {:?}", start.elapsed());
 }
 
 #[test]
@@ -108,7 +109,7 @@ fn wrong_part_is_requested_again() {
 
 #[test]
 fn server_without_ranges_sends_whole_files() {
-    // The server ignores range requests once, or always.
+    // A server may ignore a single range request, or all of them.
     survives(in_parts, &[Fault::None, Fault::WholeFile]);
     survives(in_one, &[Fault::Cut(20_000), Fault::WholeFile]);
     let fake = FakeHub::single();
@@ -239,7 +240,7 @@ fn contents_of_two_versions_are_not_mixed() {
     });
     let (message, code) = message_and_code(in_one(&machine).download(REPO, None, &include_only("*.safetensors"), &()));
     assert_eq!(code, 6, "{message}");
-    // A new commit with the new hash is downloaded.
+    // If a new commit lists the new hash, the new contents are downloaded.
     let newer = "f".repeat(40);
     fake.change(|state| {
         (state.claimed_etag, state.commit) = (None, newer.clone());
@@ -270,7 +271,7 @@ fn changed_etag_restarts_a_file_without_a_hash() {
         state.files.insert(WEIGHTS.into(), pattern(50_000, 4));
     });
     let snapshot = in_one(&machine).download(REPO, None, &weights, &()).unwrap();
-    assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 4), "no mixture");
+    assert!(fs::read(snapshot.path.join(WEIGHTS)).unwrap() == pattern(50_000, 4), "the file mixes both versions");
 }
 
 #[test]
@@ -282,7 +283,7 @@ fn retry_after_header_is_obeyed() {
     assert!(events.contains(&format!("retrying {WEIGHTS} after 1000 ms: HTTP 429 Too Many Requests")), "{events:?}");
     let (message, code) = fails(in_one, Fault::Status("429 No\r\nretry-after: 3600"));
     assert_eq!(code, 5);
-    assert!(message.contains("asks to wait 3600 s"), "{message}");
+    assert!(message.contains("asks for a wait of 3600 s"), "{message}");
 
     let fake = FakeHub::single();
     let machine = Machine::new(fake.endpoint());
@@ -311,7 +312,7 @@ fn refusals_are_not_retried() {
 #[test]
 fn redirects_never_take_the_token_to_another_host() {
     let storage = FakeHub::single();
-    // The storage host is the same machine at another port (written in two ways) or under another name.
+    // The storage server runs on another port of this machine. The URLs name it by the same address or as `localhost`.
     for to in ["http://127.0.0.1:", "//127.0.0.1:", "http://localhost:", "http://127.0.0.1@localhost:"] {
         let fake = FakeHub::single();
         fake.change(|state| state.storage = Some(format!("{to}{}", storage.port)));
@@ -336,7 +337,7 @@ fn redirects_never_take_the_token_to_another_host() {
         let (message, code) = message_and_code(machine.hub().download(REPO, None, &FileFilter::default(), &()));
         assert_eq!(code, 5, "{message}");
         assert!(message.contains("not a valid web address") && !message.contains("SECRET"), "{message}");
-        assert!(fake.lines().len() <= 5, "a permanent error is not retried");
+        assert!(fake.lines().len() <= 5, "a permanent error was retried");
     }
     fake.change(|state| state.storage = Some(format!("/{REPO}/resolve/{COMMIT}/model.safetensors?")));
     let machine = Machine::new(fake.endpoint());

@@ -1,4 +1,4 @@
-//! Cache maintenance: verify, repair, remove, prune, and finding a model by part of its name.
+//! Tests of cache maintenance: verify, repair, remove, prune, and finding a model by part of its name.
 
 use std::fs;
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ fn verify(hub: &Hub) -> Vec<(String, FileState)> {
     faults(&hub.verify(Some(REPO), None, &()).unwrap())
 }
 
-/// Downloads a sharded model. Returns the hub, the machine and the blobs of the two shards.
+/// Downloads a sharded model. Returns the hub, the machine and the paths of the two shards' blobs.
 fn downloaded() -> (FakeHub, Machine, [PathBuf; 2]) {
     let fake = FakeHub::sharded();
     let machine = Machine::new(fake.endpoint());
@@ -30,7 +30,7 @@ fn downloaded() -> (FakeHub, Machine, [PathBuf; 2]) {
 #[test]
 fn repair_fetches_only_bad_and_missing_files() {
     let (fake, machine, blobs) = downloaded();
-    assert!(verify(&machine.offline()).is_empty(), "verification needs no hub");
+    assert!(verify(&machine.offline()).is_empty(), "offline verification found damaged files");
     let mut bytes = fs::read(&blobs[0]).unwrap();
     bytes[150_000] ^= 1;
     fs::write(&blobs[0], bytes).unwrap();
@@ -72,7 +72,7 @@ fn error_says_why_a_file_cannot_be_repaired() {
     let checked = machine.hub().verify(Some(REPO), None, &()).unwrap();
     let error = machine.offline().repair(&checked[0], &()).unwrap_err();
     assert_eq!(error.downcast_ref::<inferno::Error>().unwrap().exit_code(), 5);
-    // A bad file stays until its replacement arrives.
+    // A damaged file is kept until its replacement arrives.
     fs::write(&blobs[0], "bad").unwrap();
     let both = machine.hub().verify(Some(REPO), None, &()).unwrap();
     fake.change(|state| state.lost = Some(SHARDS[0]));
@@ -81,7 +81,8 @@ fn error_says_why_a_file_cannot_be_repaired() {
     fake.change(|state| state.commit = "e".repeat(40));
     assert!(machine.hub().repair(&checked[0], &()).unwrap_err().to_string().contains("instead of commit"));
 
-    // Plain files without links cannot be verified, and inferno does not repair the cache of other tools.
+    // Only the name of a blob contains a hash, so files that are not links to blobs cannot be verified.
+    // inferno does not repair the shared cache.
     machine.write_snapshot("shared", "org/other", COMMIT, &COMPLETE);
     let checked = machine.hub().verify(Some("org/other"), None, &()).unwrap();
     assert_eq!((checked[0].source, checked[0].files.len()), (Source::HuggingFace, 3));
@@ -124,7 +125,7 @@ fn removing_a_revision_keeps_shared_files() {
 
     let removed = machine.hub().remove("tiny", Some("v2"), &()).unwrap();
     assert_eq!((removed.name.as_str(), &removed.revisions[..]), (REPO, &[newer][..]));
-    // 9 bytes of config.json and 40 bytes of the ref. The older revision shares tokenizer.json and the weights.
+    // config.json has 9 bytes and the ref has 40. The older revision shares tokenizer.json and the weights.
     assert_eq!((removed.freed_bytes, removed.shared_bytes), (9 + 40, 50_002));
     assert!(machine.hub().find(REPO, Some("v2")).is_err());
     assert!(faults(&machine.hub().verify(Some(REPO), None, &()).unwrap()).is_empty());
@@ -172,7 +173,7 @@ fn leftovers_are_pruned() {
         fs::write(dir.join(name), vec![0; bytes]).unwrap();
     }
     fs::write(machine.repo().join("refs/main.123-4.tmp"), "x").unwrap();
-    // The leftover of a download that had only just started.
+    // A leftover of a download that had just started.
     let started = machine.dir.path().join("own/models--org--begun/blobs");
     fs::create_dir_all(&started).unwrap();
     fs::write(started.join("cc.parts"), "12345").unwrap();
@@ -187,7 +188,7 @@ fn leftovers_are_pruned() {
     assert_eq!(file_names(&machine.repo().join("refs")), ["main"]);
 }
 
-/// A user may move part of the cache to another disk and leave a link.
+/// A user may move a folder of the cache to another disk and leave a link in its place.
 #[cfg(unix)]
 #[test]
 fn folders_behind_links_are_not_pruned() {
@@ -195,7 +196,7 @@ fn folders_behind_links_are_not_pruned() {
         let (_fake, machine, blobs) = downloaded();
         let elsewhere = machine.dir.path().join("elsewhere");
         fs::rename(machine.repo().join(&moved), &elsewhere).unwrap();
-        // After the move, the relative links of the snapshot are dangling.
+        // After the move, the snapshot's relative links are dangling.
         std::os::unix::fs::symlink(&elsewhere, machine.repo().join(&moved)).unwrap();
         let error = machine.hub().prune().unwrap_err();
         assert!(error.to_string().contains("nothing was deleted"), "{error}");
@@ -216,7 +217,7 @@ fn partial_name_is_completed() {
 #[test]
 fn unreadable_folders_do_not_count_as_empty() {
     let (_fake, machine, blobs) = downloaded();
-    // A file in place of a folder cannot be listed, even by root.
+    // Even root cannot list a folder that was replaced by a file.
     let refs = machine.repo().join("refs");
     fs::write(machine.repo().join("blobs/unreferenced"), "x").unwrap();
     let snapshots = machine.repo().join("snapshots");
@@ -321,7 +322,7 @@ fn part_of_a_name_finds_the_model() {
     assert_eq!(found("oss-20b").unwrap(), "openai/gpt-oss-20b");
     assert_eq!(found("llama").unwrap(), "meta-llama/Llama-3.2-1B");
     assert_eq!(found("oss@main").unwrap(), "openai/gpt-oss-20b");
-    assert!(found("openai/gpt-oss").is_err(), "a full name matches only itself");
+    assert!(found("openai/gpt-oss").is_err(), "a full name matched another model");
     machine.write_snapshot("own", "openai/gpt-oss-120b", COMMIT, &COMPLETE);
     assert!(format!("{:#}", found("oss").unwrap_err()).contains("openai/gpt-oss-120b, openai/gpt-oss-20b"));
     assert_eq!(found("oss-20b").unwrap(), "openai/gpt-oss-20b");

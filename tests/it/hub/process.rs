@@ -1,4 +1,4 @@
-//! Runs `inferno download` as a process: killed, twice at once, on a full disk, behind a proxy. Also checks its output.
+//! Tests `inferno download` as a process: kills, concurrent downloads, full and read-only disks, a proxy, its output.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -70,7 +70,7 @@ fn killed_download_is_resumed() {
         assert!(
             !repo(&home).join("refs").exists() && !repo(&home).join("blobs").join(etag(WEIGHTS, &weights)).exists()
         );
-        assert!(fake.state.lock().unwrap().sent_bytes < 3_000_000, "the process was killed during the download");
+        assert!(fake.state.lock().unwrap().sent_bytes < 3_000_000, "the download ended before the kill");
     }
     fake.change(|state| state.pace = None);
     fake.heads();
@@ -88,7 +88,7 @@ fn killed_download_is_resumed() {
     let again: u64 = fake.heads().iter().filter_map(requested_bytes).sum();
     assert!(
         recorded > 0 && again == 3_000_000 - recorded,
-        "{again} bytes were requested again, but {recorded} were recorded"
+        "{again} of 3000000 bytes were requested, although {recorded} had been recorded"
     );
 }
 
@@ -112,12 +112,12 @@ fn repeatedly_killed_download_stays_consistent() {
                     child.kill().unwrap();
                     child.wait().unwrap();
                     let recorded = check_recorded(&home, &weights);
-                    // A model that can be found is complete.
+                    // Once the ref exists, the model can be found and is complete.
                     let found = command(&home, &fake, &["show", REPO]).output().unwrap().status.code() != Some(3);
                     if repo(&home).join("refs/main").exists() {
                         assert!(found && fetched(&home) == weights);
                         let snapshot = repo(&home).join("snapshots").join(COMMIT);
-                        // A kill may leave a temporary link.
+                        // A killed process may leave a temporary link.
                         let files = super::file_names(&snapshot).into_iter().filter(|name| !name.ends_with(".tmp"));
                         assert_eq!(files.count(), 4);
                         fs::remove_dir_all(repo(&home)).unwrap();
@@ -125,7 +125,7 @@ fn repeatedly_killed_download_stays_consistent() {
                     } else {
                         assert!(
                             recorded >= recorded_before,
-                            "{recorded} bytes are recorded, but {recorded_before} were recorded before"
+                            "{recorded} bytes are recorded, but {recorded_before} were recorded earlier"
                         );
                         recorded_before = recorded;
                         was_progress_saved |= recorded > 0;
@@ -134,7 +134,7 @@ fn repeatedly_killed_download_stays_consistent() {
                 }
                 assert!(
                     !is_slow || (was_progress_saved && partial_downloads > 0),
-                    "some processes were killed during a download, and progress was saved"
+                    "no process was killed during a download, or no progress was saved"
                 );
                 fake.change(|state| state.pace = None);
                 let output = download(&home, &fake);
@@ -147,11 +147,11 @@ fn repeatedly_killed_download_stays_consistent() {
     });
 }
 
-/// Checks the recorded ranges against the weights. Returns the number of bytes that are recorded as fetched.
+/// Checks that the recorded ranges contain the right bytes. Returns the number of bytes recorded as fetched.
 fn check_recorded(home: &TempDir, weights: &[u8]) -> usize {
     let blob = repo(home).join("blobs").join(etag(WEIGHTS, weights));
     if let Ok(bytes) = fs::read(&blob) {
-        assert!(bytes == weights, "a blob is always complete");
+        assert!(bytes == weights, "a blob has the wrong contents");
         return bytes.len();
     }
     let Ok(json) = fs::read(blob.with_extension("parts.json")) else { return 0 };
@@ -185,7 +185,7 @@ fn second_process_waits_for_the_first() {
     assert!(second.wait().unwrap().success(), "{rest}");
     assert!(fetched(&home) == weights);
     let weights = fake.lines().iter().filter(|line| line.ends_with(WEIGHTS)).count();
-    assert_eq!(weights, 1, "fetched once");
+    assert_eq!(weights, 1, "the weights were not fetched exactly once");
 }
 
 #[cfg(unix)]
@@ -195,16 +195,17 @@ fn leftovers_with_the_same_process_id_are_skipped() {
     let home = TempDir::new().unwrap();
     let snapshot = repo(&home).join("snapshots").join(COMMIT);
     fs::create_dir_all(&snapshot).unwrap();
-    // Leftovers of an earlier process with the same id.
+    // Create leftovers of an earlier process that had the same process id.
     let script = "i=0; while [ $i -lt 200 ]; do : > \"$0.$$-$i.tmp\"; i=$((i + 1)); done; exec \"$@\"";
     let inferno = command(&home, &fake, &["download", REPO]);
     let output = in_shell(&["sh"], script, &snapshot.join(WEIGHTS), &inferno).output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert!(fs::read_link(snapshot.join(WEIGHTS)).is_ok(), "a link, not the blob itself");
+    assert!(fs::read_link(snapshot.join(WEIGHTS)).is_ok(), "the snapshot contains no link to the blob");
     assert!(fetched(&home) == weights);
 }
 
-/// Runs a shell script in which `"$0"` is a path and `"$@"` is an inferno command, with its environment.
+/// Returns a command that runs a shell script with the environment of an inferno command.
+/// In the script, `"$0"` is `path` and `"$@"` is the inferno command.
 #[cfg(unix)]
 fn in_shell(shell: &[&str], script: &str, path: &Path, inferno: &Command) -> Command {
     let mut command = Command::new(shell[0]);
@@ -223,7 +224,8 @@ fn in_shell(shell: &[&str], script: &str, path: &Path, inferno: &Command) -> Com
 fn download_resumes_after_a_full_disk() {
     let (fake, weights) = large(3_000_000);
     let home = TempDir::new().unwrap();
-    // No file may be larger than 1 MB (2,048 blocks of 512 bytes). With the signal ignored, writes fail as on a full disk.
+    // No file may be larger than 1 MB (2,048 blocks of 512 bytes).
+    // With SIGXFSZ ignored, a larger write fails with an error, as on a full disk.
     let limited = "trap '' XFSZ 2> /dev/null || trap '' 25; ulimit -f 2048; exec \"$@\"";
     let inferno = command(&home, &fake, &["download", REPO]);
     let output = in_shell(&["sh"], limited, home.path(), &inferno).output().unwrap();
@@ -236,10 +238,10 @@ fn download_resumes_after_a_full_disk() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(fetched(&home) == weights);
     let again = fake.state.lock().unwrap().sent_bytes - sent;
-    assert!(again < 2_500_000, "{again} bytes were fetched after the disk had space again");
+    assert!(again < 2_500_000, "{again} bytes were fetched by the second run");
 }
 
-/// A shell that can mount disks in its own namespace.
+/// A shell that can mount filesystems in its own mount namespace.
 #[cfg(target_os = "linux")]
 const MOUNTING: [&str; 3] = ["unshare", "-Urm", "sh"];
 
@@ -253,7 +255,7 @@ fn can_mount() -> bool {
     can_mount
 }
 
-/// Another process fills the disk during a download, after the check for free space.
+/// Fills the disk from another process during a download, after inferno has checked the free space.
 #[cfg(target_os = "linux")]
 #[test]
 fn download_resumes_after_another_process_filled_the_disk() {
@@ -287,7 +289,7 @@ fn download_resumes_after_another_process_filled_the_disk() {
 #[cfg(target_os = "linux")]
 const READ_ONLY: &str = r#"mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@""#;
 
-/// Models on a read-only disk can be used, and commands that change them fail with an error.
+/// Commands can use models on a read-only disk. Commands that change the cache fail.
 #[cfg(target_os = "linux")]
 #[test]
 fn read_only_cache_is_usable() {
@@ -317,7 +319,7 @@ fn read_only_cache_is_usable() {
     }
     let output = command(&home, &fake, &["verify"]).output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stdout));
-    // A model in the shared cache needs no ref in inferno's own cache.
+    // For a model in the shared cache, `download` writes nothing to inferno's own cache.
     let own = home.path().join("own");
     fs::create_dir(&own).unwrap();
     let mut inferno = command(&home, &fake, &["download", REPO]);
@@ -335,7 +337,8 @@ fn stall_timeout_comes_from_the_environment() {
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "0.3").output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains(&format!("{WEIGHTS}: timeout")), "{}", text(&output.stderr));
-    assert!(start.elapsed() < Duration::from_secs(15), "the fake hub itself hangs up after 20 s");
+    // The fake hub itself hangs up after 20 s.
+    assert!(start.elapsed() < Duration::from_secs(15), "the client did not hang up: {:?}", start.elapsed());
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "soon").output().unwrap();
     assert_fails(&output, 2, &["HF_HUB_DOWNLOAD_TIMEOUT"]);
 }
@@ -356,7 +359,7 @@ fn proxy_is_used() {
     assert!(heads.iter().any(|head| head.starts_with("CONNECT hub.invalid:80 ")), "{heads:?}");
     assert!(
         heads.iter().all(|head| !head.starts_with("CONNECT") || !head.contains("hf_secret")),
-        "the proxy does not get the token"
+        "the proxy received the token"
     );
     assert_fails(&through("http://hub.invalid", "hub.invalid"), 5, &["hub.invalid"]);
     assert!(fake.heads().is_empty());
@@ -412,7 +415,7 @@ fn verify_prune_and_remove_report_what_they_did() {
     assert_fails(&run(&["verify", "tiny"]), 3, &["tiny"]);
 }
 
-/// Starts a fake hub that has the demo model under another name.
+/// Starts a fake hub that serves the demo model as `REPO`.
 fn demo_hub() -> FakeHub {
     let files: Vec<(String, Vec<u8>)> = fs::read_dir(demo_dir())
         .unwrap()
@@ -429,7 +432,7 @@ fn play_offers_to_download_a_missing_model() {
     let home = TempDir::new().unwrap();
     let args = ["play", REPO, "--device", "cpu", "--prompt", "How do I download a model?"];
     assert_fails(&command(&home, &fake, &args).output().unwrap(), 3, &[&format!("inferno download {REPO}")]);
-    assert!(fake.lines().is_empty(), "a script gets no question, and the hub gets no request");
+    assert!(fake.lines().is_empty(), "a script must not contact the hub");
 
     let ask = |answer: &str| {
         let mut command = command(&home, &fake, &args);
@@ -447,7 +450,7 @@ fn play_offers_to_download_a_missing_model() {
     assert!(answer.contains("inferno download"), "{answer}");
     assert!(repo(&home).join("refs/main").exists());
 
-    // Now there are two models, and this one was used most recently.
+    // The cache now has two models. `REPO` was used most recently.
     let list = |args: &[&str]| text(&command(&home, &fake, args).output().unwrap().stdout);
     let models: serde_json::Value = serde_json::from_str(&list(&["list", "--json", "--sort", "used"])).unwrap();
     assert_eq!(models[0]["name"], REPO);

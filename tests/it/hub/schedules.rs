@@ -1,7 +1,7 @@
-//! Random schedules of many faults.
+//! Tests downloads with random schedules of many faults.
 //!
-//! Each download ends with the exact model, or with an error that names the cause.
-//! No partial file has the name of a complete file.
+//! Each download must end with the exact model or with an error that names the cause.
+//! No partial file may have the name of a complete file.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -32,7 +32,7 @@ fn two_hundred_fault_schedules_end_with_a_model_or_an_error() {
                         return;
                     }
                     let schedule = std::panic::catch_unwind(|| Schedule::new(seed).run());
-                    let (good, bad) = schedule.unwrap_or_else(|_| panic!("in schedule {seed}"));
+                    let (good, bad) = schedule.unwrap_or_else(|_| panic!("schedule {seed} failed"));
                     succeeded.fetch_add(good, Ordering::Relaxed);
                     failed.fetch_add(bad, Ordering::Relaxed);
                 }
@@ -50,11 +50,11 @@ fn two_hundred_fault_schedules_end_with_a_model_or_an_error() {
 struct Schedule {
     random: Random,
     fake: FakeHub,
-    /// The host that files are redirected to, in some schedules.
+    /// In some schedules, the host to which the hub redirects requests for files.
     storage: Option<FakeHub>,
     machine: Machine,
     limits: Limits,
-    /// The contents of every file that the hub ever had, by etag.
+    /// The contents of every file that the hub has ever had, by etag.
     contents: BTreeMap<String, Vec<u8>>,
 }
 
@@ -66,7 +66,7 @@ impl Schedule {
         let limits = Limits {
             connections: 1 + random.below(4),
             part_bytes: [3_000, 10_000, 1 << 16, 1 << 30][random.below(4)],
-            // Long enough for a busy test machine.
+            // This is long enough even for a busy test machine.
             stall_timeout: Duration::from_millis(400),
             max_failures: 1 + random.below(4) as u32,
             ..fast_limits()
@@ -86,7 +86,7 @@ impl Schedule {
         schedule
     }
 
-    /// Chooses the faults of the next downloads.
+    /// Chooses the faults for the next downloads.
     fn choose_faults(&mut self) {
         let faults: Vec<Fault> = (0..self.random.below(26)).map(|_| fault(&mut self.random)).collect();
         let in_all_files = self.random.below(2) == 0;
@@ -112,8 +112,8 @@ impl Schedule {
         }
     }
 
-    /// Downloads four times, like a user who repeats the command. The last attempt has no faults.
-    /// The hub may get new commits in between.
+    /// Attempts the download four times, like a user who repeats the command. The last attempt has no faults.
+    /// Between attempts, the hub may get a new commit. Returns how many attempts succeeded and how many failed.
     fn run(mut self) -> (usize, usize) {
         let hub = Hub::new(HubConfig { limits: self.limits.clone(), ..self.machine.config() });
         let (mut succeeded, mut failed) = (0, 0);
@@ -160,7 +160,7 @@ impl Schedule {
         self.check_cache(hub);
     }
 
-    /// Checks that every blob and every snapshot is complete.
+    /// Checks that every blob is complete, and that the model is complete if it can be found.
     fn check_cache(&self, hub: &Hub) {
         for entry in fs::read_dir(self.machine.repo().join("blobs")).into_iter().flatten() {
             let path = entry.unwrap().path();
@@ -170,7 +170,7 @@ impl Schedule {
             }
         }
         let Ok(snapshot) = hub.find(REPO, None) else { return };
-        // A model needs the small files too, not only its weights.
+        // A model consists of its weights and all small files.
         assert!(FILES.iter().all(|name| snapshot.path.join(name).is_file()), "{snapshot:?}");
         for checked in hub.verify(Some(REPO), snapshot.revision.as_deref(), &()).unwrap() {
             assert!(checked.files.iter().all(|(_, state)| *state == FileState::Good), "{checked:?}");
@@ -195,7 +195,7 @@ fn fault(random: &mut Random) -> Fault {
         0..=6 => Fault::Cut(random.below(120_000) >> random.below(12)),
         7 => Fault::Stall(random.below(60_000)),
         8 => Fault::Flip(random.below(200_000)),
-        // The last two are refusals, which end a download, so they are rarer.
+        // The last two statuses end the download, so they are rarer.
         9..=12 => Fault::Status(STATUSES[random.below(8)]),
         13 => Fault::Status(STATUSES[random.below(10)]),
         14 => Fault::Portal,

@@ -1,4 +1,4 @@
-//! Measures how much quantization degrades whole models. The tests print the numbers in the documentation.
+//! Measures how much quantization degrades whole models. The documentation quotes the numbers that the tests print.
 
 use std::path::{Path, PathBuf};
 
@@ -28,7 +28,7 @@ struct Run {
     rows: Vec<f32>,
     logits: Vec<f32>,
     vocab_size: usize,
-    /// The size of the weights in bytes, with floats in bf16.
+    /// The size of the loaded weights in bytes, if unquantized weights are bf16.
     bytes: u64,
 }
 
@@ -76,7 +76,7 @@ impl Subject {
 }
 
 impl Run {
-    /// Returns the KL divergence of another run from this one at each token.
+    /// Returns KL(self ‖ other) for each token.
     fn kl(&self, other: &Self) -> Vec<f32> {
         let rows = self.rows.chunks_exact(self.vocab_size).zip(other.rows.chunks_exact(self.vocab_size));
         let of_row =
@@ -89,7 +89,7 @@ fn mean(numbers: &[f32]) -> f64 {
     numbers.iter().map(|&number| f64::from(number)).sum::<f64>() / numbers.len() as f64
 }
 
-/// K-quants are left out, because the rows of the demo model are too short for them.
+/// K-quants are left out, because the row lengths of the demo model are not multiples of 256.
 #[test]
 fn quantized_demo_model_stays_close_to_the_original() {
     let data = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/scripts/demo/data/using.toml")).unwrap();
@@ -125,7 +125,7 @@ fn quantized_model_agrees_with_ggml_and_transformers() {
     let rows = integers("positions").into_iter().map(|at| &plain.logits[at as usize * plain.vocab_size..]);
     let logits: Vec<f32> = rows.flat_map(|row| &row[..plain.vocab_size]).copied().collect();
     let error = relative_error(&logits, &floats("logits"));
-    assert!(error < 1e-5, "logits are off by {error:e}");
+    assert!(error < 1e-5, "the logits are off by {error:e}");
     println!("trained, unquantized: {:.2} MB, perplexity {:.3}", plain.bytes as f64 / 1e6, trained.perplexity(&plain));
     assert_near("unquantized", &trained.nll(&plain), &floats("nll"));
 
@@ -134,7 +134,7 @@ fn quantized_model_agrees_with_ggml_and_transformers() {
         assert_eq!(
             digest(&trained, quantize),
             integers(&format!("{name}.values"))[0],
-            "{name}: the quantized values differ"
+            "{name}: the quantized values differ from ggml"
         );
         let run = trained.run(Some(quantize));
         let kl = plain.kl(&run);
@@ -145,13 +145,13 @@ fn quantized_model_agrees_with_ggml_and_transformers() {
     }
 }
 
-/// Checks that numbers differ only by the summation order, which changes a logit of 20 by at most 1e-4.
+/// Asserts that values differ only by rounding errors, which change a logit of 20 by at most 1e-4.
 fn assert_near(name: &str, got: &[f32], want: &[f32]) {
     assert_eq!(got.len(), want.len(), "{name}");
     let worst = got.iter().zip(want).map(|(got, want)| (got - want).abs()).fold(0.0, f32::max);
     assert!(worst < 2e-4, "{name}: the worst token is off by {worst:e}");
     let (got, want) = (mean(got), mean(want));
-    assert!((got - want).abs() < 2e-6, "{name}: {got}, but transformers has {want}");
+    assert!((got - want).abs() < 2e-6, "{name}: the mean is {got}, but {want} in transformers");
 }
 
 /// Returns a hash of the quantized values of all matrices.

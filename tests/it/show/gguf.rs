@@ -1,4 +1,4 @@
-//! GGUF models on the hub: `show` reads their headers, not their weights.
+//! Tests of `inferno show` for GGUF models on the hub. It reads the headers, not the weights.
 
 use inferno::weights::ggml::GgmlType;
 use serde_json::{Value, json};
@@ -19,7 +19,7 @@ fn llama() -> Writer {
     llama.string("tokenizer.chat_template", "{{ messages }}")
 }
 
-/// Makes the header longer by about `bytes`.
+/// Adds about `bytes` bytes to the header.
 fn with_long_header(writer: Writer, bytes: usize) -> Writer {
     writer.strings("filler", &vec!["x".repeat(992); bytes / 1000])
 }
@@ -32,7 +32,7 @@ fn show_remote(fake: &FakeHub, model: &str) -> Value {
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
-    assert!(!home.path().join("models").exists(), "show --remote must not write to the cache");
+    assert!(!home.path().join("models").exists(), "show --remote wrote to the cache");
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
@@ -41,7 +41,7 @@ fn ranges(fake: &FakeHub) -> Vec<String> {
     let ranges = fake.heads().into_iter().filter(|head| head.lines().next().unwrap().contains(".gguf ")).map(|head| {
         let path = head.split(' ').nth(1).unwrap();
         let range = head.lines().find_map(|line| line.to_lowercase().strip_prefix("range: bytes=").map(str::to_string));
-        format!("{} {}", path.rsplit('/').next().unwrap(), range.expect("a request without a range"))
+        format!("{} {}", path.rsplit('/').next().unwrap(), range.expect("a request has no Range header"))
     });
     ranges.collect()
 }
@@ -91,7 +91,7 @@ fn remote_file_gives_the_same_report_as_a_local_one() {
 #[test]
 fn header_is_read_until_it_is_complete() {
     let small = llama().bytes().len();
-    // Each case is (bytes added to the header, expected range requests, bytes of tensor data).
+    // (bytes added to the header, expected byte ranges, bytes of tensor data)
     let cases = [
         (0, vec![format!("0-{}", small - 1)], 0),
         (3 * MB / 2, vec![format!("0-{}", MB - 1), format!("{MB}-{}", 4 * MB - 1)], 8 * MB),
@@ -110,15 +110,15 @@ fn header_is_read_until_it_is_complete() {
             assert_eq!((&model["supported"], &model["layers"]), (&json!(true), &json!(3)), "{}", model["reason"]);
             let expected: Vec<String> = expected.iter().map(|range| format!("tiny.gguf {range}")).collect();
             assert_eq!(ranges(&fake), expected);
-            // A server without ranges sends more than requested before the connection is closed.
+            // A server without range support sends more than requested before inferno closes the connection.
             let last: usize = expected.last().unwrap().rsplit_once('-').unwrap().1.parse().unwrap();
             let sent = fake.state.lock().unwrap().sent_bytes;
-            assert!(!supports_ranges || sent == last + 1, "{sent} bytes were sent");
+            assert!(!supports_ranges || sent == last + 1, "the server sent {sent} bytes");
         }
     }
 }
 
-/// The RoPE factors of Llama 3 are a small tensor that may be anywhere in the file.
+/// In GGUF, Llama 3's RoPE factors are a small tensor that may be anywhere in the file.
 #[test]
 fn rope_factors_are_fetched_from_the_tensor_data() {
     let head = 20_000;
@@ -146,7 +146,7 @@ fn one_of_several_models_is_chosen_by_name() {
     let fake = FakeHub::start(files);
     let list = [&format!("inferno show {REPO}:Q4_K_M --remote")[..], &format!("inferno show {REPO}:Q8_0 --remote")];
     assert_fails(&remote(&fake, &[]), 2, &["several GGUF models", list[0], list[1]]);
-    assert!(ranges(&fake).is_empty(), "no file may be read");
+    assert!(ranges(&fake).is_empty(), "inferno read a GGUF file");
     let model = show_remote(&fake, &format!("{REPO}:q4_k_m"));
     assert_eq!((&model["name"], &model["layers"]), (&json!(format!("{REPO}:q4_k_m")), &json!(3)));
     assert_eq!(model["files"], json!([{"name": "tiny-Q4_K_M.gguf", "bytes": q4.len()}]));
@@ -194,7 +194,7 @@ fn all_parts_of_a_split_model_are_read() {
     assert_fails(&remote(&fake, &[]), 1, &["lacks q/t-00002-of-00002.gguf"]);
 }
 
-/// The report of a broken file names the problem. A failed request is an error.
+/// For a broken file, the report names the problem. A failed request is an error.
 #[test]
 fn broken_headers_are_reported() {
     let long = Writer::new().raw("filler", 8, (80u64 << 20).to_le_bytes()).data(90 << 20).bytes();
@@ -221,7 +221,7 @@ fn broken_headers_are_reported() {
         world.lost = Some("tiny.gguf");
     });
     assert_fails(&remote(&fake, &[]), 1, &["the hub lists tiny.gguf", "does not have it"]);
-    // A mirror may omit sizes. inferno then requests them.
+    // A mirror may omit file sizes. inferno then requests the size of each file.
     fake.change(|world| {
         world.lost = None;
         world.lists_sizes = false;

@@ -1,4 +1,4 @@
-//! Tests of 8-bit tensors without a quantization_config: plain E4M3 loads, but tensors that need scales are errors.
+//! Tests of 8-bit tensors without a quantization_config. Plain E4M3 loads, but tensors that need scales are errors.
 
 use std::path::Path;
 
@@ -17,7 +17,7 @@ use crate::support::{devices, golden, values};
 
 const IDS: [u32; 7] = [3, 1, 4, 1, 5, 9, 2];
 
-/// Writes the golden Llama 3 with its matrices and embedding in another dtype. `extra` names an additional tensor.
+/// Writes the golden Llama 3 with its matrices and embedding in `dtype`. `extra` names an additional tensor.
 fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, extra: Option<&str>) -> TempDir {
     let (dir, folder) = (golden("llama3"), TempDir::new().unwrap());
     std::fs::copy(dir.join("config.json"), folder.path().join("config.json")).unwrap();
@@ -74,7 +74,7 @@ fn e4m3_without_scales_is_a_float() {
             assert_eq!(got, want, "{quantize:?} in {dtype:?}");
         }
     }
-    // The cast changes the values, so the comparison above is meaningful.
+    // Rounding to E4M3 changes the logits, so the comparison above is meaningful.
     let exact = logits(&golden("llama3"), None, &Device::Cpu, DType::F32).unwrap();
     assert_ne!(logits(cast.path(), None, &Device::Cpu, DType::F32).unwrap(), exact);
 }
@@ -105,7 +105,7 @@ fn tensors_that_need_scales_are_errors() {
         for quantize in [None, Some("int8".parse().unwrap())] {
             let error = logits(folder.path(), quantize, &Device::Cpu, DType::F32).unwrap_err();
             let text = format!("{error:#}");
-            // The embedding loads first. If only q_proj has a scale, the embedding loads and the error names q_proj.
+            // The embedding loads first. If only q_proj has a scale, the embedding causes no error, but q_proj does.
             let name = if extra.is_some() { query } else { "model.embed_tokens.weight" };
             assert!(text.contains(&format!("tensor {name} in {dtype} (")) && text.contains(message), "{text}");
             let kind = error.chain().find_map(|cause| cause.downcast_ref::<Error>()).expect(&text);

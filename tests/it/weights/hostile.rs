@@ -1,4 +1,4 @@
-//! Hostile safetensors files, shard indexes and packed experts.
+//! Tests of hostile safetensors files, shard indexes and packed experts.
 //! Each one causes an error that names the file or the tensor.
 
 use std::path::Path;
@@ -8,21 +8,21 @@ use candle_core::{DType, Device};
 use inferno::weights::{Checkpoint, LoadProgress, Weights, mxfp4};
 use tempfile::TempDir;
 
-/// Returns a safetensors file. `length` overrides the header length in the file.
+/// Returns the bytes of a safetensors file. `length` overrides the header length that the file claims.
 fn file(length: Option<u64>, header: &str, data: usize) -> Vec<u8> {
     let length = length.unwrap_or(header.len() as u64);
     [&length.to_le_bytes()[..], header.as_bytes(), &vec![0; data]].concat()
 }
 
-/// Returns the error of opening a checkpoint, or `no error`.
+/// Opens a checkpoint. Returns the error, or `no error`.
 fn error(dir: &Path) -> String {
     let begin = Instant::now();
     let error = Checkpoint::open(dir).err().map_or("no error".into(), |error| format!("{error:#}"));
-    assert!(begin.elapsed() < Duration::from_secs(10), "{error}: took {:?}", begin.elapsed());
+    assert!(begin.elapsed() < Duration::from_secs(10), "{error} after {:?}", begin.elapsed());
     error
 }
 
-/// Returns the error of opening a single file with these bytes.
+/// Opens a checkpoint whose single file has these bytes. Returns the error, or `no error`.
 fn error_for_file(bytes: &[u8]) -> String {
     let folder = TempDir::new().unwrap();
     std::fs::write(folder.path().join("model.safetensors"), bytes).unwrap();
@@ -67,7 +67,7 @@ fn invalid_headers_are_errors() {
         file(None, &two("[0,4]", "[2,6]"), 6),
         file(None, &two("[0,4]", "[8,12]"), 12),
         file(None, &two("[4,8]", "[8,12]"), 12),
-        // Two tensors have the same name. The last one wins, which leaves a gap.
+        // Two tensors have the same name. The second one replaces the first, which leaves a gap in the data.
         file(None, &two("[0,4]", "[4,8]").replace("\"b\"", "\"a\""), 8),
     ]);
     for bytes in cases {
