@@ -176,7 +176,7 @@ fn terminal(criterion: &mut Criterion) -> Result<()> {
     Ok(())
 }
 
-/// Measures the run time of `inferno --help`, and of `inferno list` with 200 models of 8B parameters.
+/// Measures the run time of `inferno --help`, and of `inferno list` with 200 models of 8B parameters in the cache.
 fn commands(criterion: &mut Criterion) -> Result<()> {
     let home = tempfile::tempdir()?;
     let tensors = llama_tensors();

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/chat.json: conversations rendered by reference implementations.
+"""Writes tests/golden/chat.json, which contains conversations rendered by reference implementations.
 
     TIKTOKEN_ENCODINGS_BASE=DIR python scripts/chat_golden.py FIXTURES tests/golden/chat.json
     python scripts/chat_golden.py FIXTURES --show TEMPLATE CONVERSATION     # prints the rendered text
 
-Requires transformers 5 and openai-harmony. transformers renders the fixtures' chat_templates/*.jinja. openai-harmony
-renders the same conversations for gpt-oss and reads o200k_base.tiktoken from DIR.
+Requires transformers 5 and openai-harmony. transformers renders the conversations with FIXTURES/chat_templates/*.jinja.
+openai-harmony renders the same conversations for gpt-oss and reads o200k_base.tiktoken from DIR.
 
-The templates are under the licenses of their models, so the output contains only FNV-1a hashes and lengths of the
-rendered texts. For harmony, it contains all token ids, because their text is our own or Apache-licensed.
+Each template is under the license of its model, so the output contains only FNV-1a hashes and lengths of the rendered
+texts. For harmony, it contains all token ids, because the text that they encode is our own or Apache-licensed.
 """
 
 import copy
@@ -138,8 +138,8 @@ TOKENS = {
     "HuggingFaceTB": (None, "<|im_end|>"),
 }
 
-# Template name, BOS and EOS by line of ollama-templates.jsonl. Line 2 is TinyLlama, line 7 is Qwen 2.
-# Mixtral shares a template with Mistral.
+# Template name, BOS token and EOS token by zero-based line number in ollama-templates.jsonl.
+# Line 2 is TinyLlama, and line 7 is Qwen 2. Mixtral shares a template with Mistral.
 LINES = {
     2: ("zephyr", "<s>", "</s>"),
     7: ("chatml", None, "<|im_end|>"),
@@ -171,7 +171,8 @@ class Pinned(datetime):
 def messages_for(source, messages, string_arguments):
     """Returns messages as inferno passes them to a template.
 
-    Reasoning gets the names that the template reads. Empty content becomes null if the template distinguishes the two.
+    Reasoning is stored under every key that the template reads. If the template checks for null content, empty content of
+    a tool call becomes null.
     """
     out = []
     for message in copy.deepcopy(messages):
@@ -214,7 +215,7 @@ def render(source, bos, eos, name, add_generation_prompt):
 
 
 def cases(source, bos, eos, names):
-    """Returns the hashes of the rendered conversations."""
+    """Renders the conversations. Returns the hash and length of each text, or its error."""
     out = []
     for name in names:
         for add in [True, False]:
@@ -225,7 +226,7 @@ def cases(source, bos, eos, names):
 
 
 def line_cases(fixtures):
-    """Renders templates of ollama-templates.jsonl, by line number, for families without a template file."""
+    """Renders the templates in ollama-templates.jsonl for families without a template file. Keys are line numbers."""
     lines = (fixtures / "chat_templates" / "ollama-templates.jsonl").read_text().splitlines()
     names = [name for name in CONVERSATIONS if "tool" not in name and name != "two-calls"]
     out = {}
@@ -237,7 +238,7 @@ def line_cases(fixtures):
 
 
 def harmony_messages(messages, tools):
-    """Converts a conversation to openai-harmony's types, following its docs/format.md."""
+    """Converts a conversation to openai-harmony's types as its docs/format.md describes."""
     import openai_harmony as h
 
     system = h.SystemContent.new().with_reasoning_effort(h.ReasoningEffort.MEDIUM).with_conversation_start_date(DATE)
@@ -292,9 +293,10 @@ SNAPSHOTS = ["Llama-3.1-8B-Instruct", "DeepSeek-R1-Distill-Llama-8B", "TinyLlama
 
 
 def snapshot_case(directory, name):
-    """Returns the number and the hash of the token ids from the published tokenizer.json.
+    """Returns the number of token ids that the published tokenizer.json produces, and their hash.
 
-    transformers 5.17 rebuilds a LlamaTokenizerFast. For DeepSeek-R1-Distill-Llama, that loses all spaces and newlines.
+    AutoTokenizer in transformers 5.17 rebuilds a LlamaTokenizerFast instead of using the file.
+    For DeepSeek-R1-Distill-Llama, this loses all spaces and newlines.
     """
     text = transformers.AutoTokenizer.from_pretrained(directory).apply_chat_template(
         CONVERSATIONS[name][0], add_generation_prompt=True, tokenize=False)

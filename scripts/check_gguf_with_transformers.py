@@ -4,11 +4,12 @@
     mkdir DIR && INFERNO_GGUF_OUT=DIR cargo test --test it gguf::models::logits
     python scripts/check_gguf_with_transformers.py DIR
 
-Requires torch, transformers and gguf. tests/it/gguf/converter.rs writes the files. The script reads each file twice:
-with the config.json of its checkpoint, which tests only the tensors, and with the config that transformers derives from
-the metadata.
+Requires torch, transformers and gguf. tests/it/gguf/converter.rs writes the files. The script loads each file twice.
+The first time, it uses the config.json of the checkpoint, which tests only the tensors. The second time, it uses the
+config that transformers derives from the GGUF metadata.
 
-Prints the largest logit difference divided by the largest logit, or '-' and the reason if transformers cannot read the file.
+Prints the largest logit difference divided by the largest logit. If transformers cannot load the file, prints '-' and
+the reason.
 """
 import sys
 from pathlib import Path

@@ -1,26 +1,28 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/compressed: a tiny Llama quantized to 8 bits in five ways, with logits from transformers.
+"""Writes tests/golden/compressed: a tiny Llama, quantized to 8 bits in five ways, and its logits in transformers.
 
     python scripts/compressed_golden.py [--out tests/golden/compressed]     # takes a few minutes on a CPU
 
 Requires torch, transformers, safetensors and compressed-tensors; provenance.json lists the versions.
-Each case is a folder with the same files that tests/golden/make.py writes:
+Each case is a folder with the same kinds of files that tests/golden/make.py writes:
 
-    int8           int8 weights, one scale per row; int8 inputs, one scale per token. llm-compressor's W8A8.
+    int8           int8 weights, one scale per row; int8 inputs, one scale per token (llm-compressor's W8A8)
     int8_weights   int8 weights, one scale per row; inputs are not quantized
-    int8_packed    the same, with four weights packed in an int32. llm-compressor's W8A16.
-    fp8            E4M3 weights, one scale per row; E4M3 inputs, one scale per token. FP8_DYNAMIC.
-                   A pattern in `ignore` excludes one v_proj.
-    fp8_static     E4M3 weights, one scale per matrix; E4M3 inputs with an input_scale that clamps some of them. FP8.
+    int8_packed    the same, with four weights packed into each int32 (llm-compressor's W8A16)
+    fp8            E4M3 weights, one scale per row; E4M3 inputs, one scale per token (llm-compressor's FP8_DYNAMIC);
+                   a pattern in `ignore` excludes one v_proj
+    fp8_static     E4M3 weights, one scale per matrix; E4M3 inputs with an input_scale that clamps some of them
+                   (llm-compressor's FP8)
 
 transformers dequantizes the weights in the first forward pass (code x scale). compressed-tensors rounds the inputs of each
-quantized layer (`fake_quantize`: divide by the scale, clamp, round halves to even, multiply by the scale). Both compute in
-the dtype of the model, here float32. `by_hand` is a second implementation that must produce the same bits.
+quantized layer in `fake_quantize`: it divides by the scale, clamps, rounds halves to even, and multiplies by the scale.
+Both compute in the dtype of the model, here float32. `by_hand` is a second implementation that must produce the same bits.
 
-Rounding one code the other way changes the logits by 1e-3. The tokens are therefore chosen to keep every input away from
-the rounding boundaries (`margin`). With int8, one input is always on a boundary: the largest magnitude of a token, divided
-by its scale, is 127.5 up to the last bit. A positive value becomes 127, but a negative value becomes -127 or -128.
-For this reason, one channel of each input is always large and positive (`make_loud`), as in real models.
+If a single code is rounded the other way, the logits change by about 1e-3. The tokens are therefore chosen to keep every
+input away from the rounding boundaries (`margin`). With int8, one input per token is always at a boundary: the largest
+magnitude divided by the scale is 127.5, give or take the last bit. If that input is positive, its code is 127. If it is
+negative, its code is -127 or -128. `make_loud` therefore makes one channel of each input large and positive, as in real
+models.
 """
 
 import argparse
@@ -47,7 +49,7 @@ import make  # noqa: E402
 SEED = 20261122
 LOUD = 5  # the channel with large values
 SIZES = SimpleNamespace(C=48, F=112, L=4, H=6, K=2, D=16, V=104, T=37)
-# The midpoints between adjacent E4M3 values. Below 0.5, a different rounding has too little effect.
+# The midpoints between adjacent E4M3 values, from 0.5 on. Rounding smaller values differently has too little effect.
 E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 MIDPOINTS = ((E4M3[1:] + E4M3[:-1]) / 2)[E4M3[:-1] >= 0.5]
 
@@ -119,7 +121,7 @@ def quantize(name, format, group, ignore, config, weights):
         whole = scheme.weights.strategy == "tensor"
         low, high = (weight.min(), weight.max()) if whole else (weight.amin(1, True), weight.amax(1, True))
         scale, _ = calculate_qparams(low, high, scheme.weights)
-        # Real files use bf16 scales. One case uses float32, which inferno can also read.
+        # Published files have bf16 scales. One case uses float32, which inferno can also read.
         scale = scale.to(torch.float32 if name == "int8_weights" else torch.bfloat16)
         tensors = NaiveQuantizationCompressor.compress({"weight": weight, "weight_scale": scale.float()}, scheme)
         stored[layer + ".weight"], stored[layer + ".weight_scale"] = tensors["weight"], scale
@@ -128,7 +130,7 @@ def quantize(name, format, group, ignore, config, weights):
 
 
 def packed(stored, layers):
-    """Returns the tensors with the weights of quantized layers packed."""
+    """Returns the tensors, with the weights of the quantized layers packed."""
     tensors = dict(stored)
     for layer in layers:
         weight = tensors.pop(layer + ".weight")
@@ -160,7 +162,7 @@ def fp8_codes(x, scale):
 
 
 def rounding(name):
-    """Returns a function that rounds the input of a layer, or None if inputs are not rounded."""
+    """Returns a function that rounds the input of a layer, or None if this case does not round inputs."""
 
     def int8(layer, x):
         scale = dynamic_scale(x, 127.5)
@@ -177,7 +179,7 @@ def rounding(name):
 
 
 def mistakes(name):
-    """Returns wrong ways to round the inputs. Each contains one mistake."""
+    """Returns functions that round the inputs incorrectly. Each one makes a different mistake."""
 
     def int8(largest_code, dims=-1, codes=int8_codes):
         def rounded(layer, x):
@@ -232,7 +234,7 @@ def by_hand(config, stored, layers, rounded, dtype=torch.float32):
 
 
 def margin(name, tensors, x):
-    """Returns the smallest distance of a scaled input to a rounding boundary, for each token of x [B, T, C]."""
+    """Returns, for each token of x [B, T, C], the smallest distance between a scaled input and a rounding boundary."""
     if name == "int8":
         y = x / dynamic_scale(x, 127.5)
         turn = (y.floor() + 0.5).clamp(-127.5, 126.5)
@@ -247,7 +249,7 @@ def margin(name, tensors, x):
 
 @torch.no_grad()
 def margins(name, stored, layers, model, batch):
-    """Returns the smallest margin of the last token over all quantized layers, for each sequence of the batch."""
+    """Returns, for each sequence of the batch, the smallest margin of its last token over all quantized layers."""
     smallest, hooks = [], []
     for layer in layers:
         tensors = {"input_scale": stored.get(layer + ".input_scale")}
@@ -260,7 +262,7 @@ def margins(name, stored, layers, model, batch):
 
 
 def choose_ids(name, stored, layers, model):
-    """Chooses the token with the largest margin at each position, excluding recent tokens."""
+    """Chooses a token for each position: the one with the largest margin that did not occur recently."""
     ids, least = [], []
     g = torch.Generator().manual_seed(SEED)
     for _ in range(SIZES.T):
@@ -278,7 +280,7 @@ def choose_ids(name, stored, layers, model):
 
 @torch.no_grad()
 def find_input_scales(config, stored, layers):
-    """Sets input scales slightly too small for random tokens, so that some inputs are clamped."""
+    """Sets input scales slightly too small for the inputs of random tokens, so some inputs are clamped."""
     model = by_hand(config, stored, layers, None)
     largest = {}
     for layer in layers:
@@ -292,7 +294,7 @@ def find_input_scales(config, stored, layers):
 
 @torch.no_grad()
 def clamped(stored, layers, model, ids):
-    """Returns the fraction of inputs whose magnitude exceeds 448 times the scale."""
+    """Returns the fraction of inputs whose magnitude exceeds 448 times their scale."""
     found, hooks = [], []
     for layer in layers:
         scale = stored[layer + ".input_scale"].float()
@@ -350,7 +352,7 @@ def make_case(out, name, format, group, ignore):
     if name == "fp8_static":
         facts["clamped"] = clamped(stored, layers, model, ids)
         assert facts["clamped"] > 1e-3, facts
-    # A different summation order must not change any code.
+    # A different order of summation must not change any code.
     assert facts["float64_relative_error"] < 1e-5, facts
     assert all(torch.isfinite(hidden).all() for hidden in seen.hidden)
 

@@ -4,16 +4,17 @@
     python scripts/gguf_golden.py tests/golden/gguf fuzz/corpus     # requires gguf, numpy, safetensors
 
 blocks.safetensors  for each type T: `T.blocks` u8 [blocks, bytes], and `T.values` f32 [blocks, elements] from
-                    gguf.quants.dequantize. Half of the blocks have typical scales, the others have random scales,
-                    including infinity and NaN. Two blocks have all bits 0 or all bits 1. MXFP4 covers all scale bytes.
+                    gguf.quants.dequantize. Half of the blocks have typical scales. The others have random scales,
+                    including infinity and NaN. In one block, all bits are 0; in another, all bits are 1.
+                    The MXFP4 blocks cover all values of the scale byte.
 tiny.gguf           every type of metadata value and array, and a tensor of each type
 tiny-0000N-of-…     the same in three parts
 big-endian.gguf     a file that inferno must refuse
 tiny.json           the contents of tiny.gguf as gguf.GGUFReader reads them
 provenance.json     versions, seed, checksums
 
-The second folder receives the seed inputs for fuzzing: small vocabularies, a few tensors, one-layer models, safetensors
-files and indexes.
+The script writes the seed inputs for fuzzing to the second folder: small vocabularies, a few tensors, one-layer models,
+safetensors files and indexes.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ from safetensors.numpy import save_file
 
 SEED = 20261121
 
-# The byte offsets of the f16 fields in a block. These fields can make values infinite.
+# The byte offsets of the f16 fields in a block. An infinite field makes values infinite.
 HALVES = {
     T.F32: [],
     T.F16: [],
@@ -63,7 +64,7 @@ def blocks(rng, kind):
         random = rng.integers(0, 256, (256, size), dtype=np.uint8)
         random[:, 0] = np.arange(256)
     if kind in (T.Q5_K, T.Q4_K, T.Q2_K, T.Q6_K, T.Q3_K):
-        # The largest and smallest finite scales other than 0.
+        # The largest, the smallest positive and the most negative finite scales.
         for row, half in ((-3, np.float16(65504)), (-4, np.float16(6e-8)), (-5, np.float16(-65504))):
             for at in HALVES[kind]:
                 random[row, at : at + 2] = np.frombuffer(half.tobytes(), dtype=np.uint8)
@@ -137,7 +138,7 @@ def write_vocabulary(path, model):
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     if model == "gpt2":
-        # Printable bytes represent themselves; Ġ is a space, Ċ is a newline.
+        # Printable bytes represent themselves. Ġ is a space, and Ċ is a newline.
         tokens = [chr(byte) for byte in range(33, 127)] + ["Ġ", "Ċ", "Ã", "¶"]
         tokens += ["lo", "He", "llo", "<s>", "</s>", "<think>"]
         writer.add_tokenizer_pre("llama-bpe")
@@ -259,7 +260,7 @@ def main():
         golden[f"{kind.name}.blocks"] = raw
         golden[f"{kind.name}.values"] = values.reshape(len(raw), -1)
         arrays[kind] = raw[:4].reshape(2, -1)
-    # The writer expects bytes for all other types.
+    # GGUFWriter expects raw bytes for every type except F32 and F16.
     arrays[T.F32], arrays[T.F16] = arrays[T.F32].view(np.float32), arrays[T.F16].view(np.float16)
     save_file(golden, out / "blocks.safetensors")
     (out / "blocks.safetensors").chmod(0o644)

@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/gguf_quantized: a tiny quantized GGUF model of each family, with logits from transformers.
+"""Writes tests/golden/gguf_quantized: a tiny quantized GGUF model of each family, and its logits in transformers.
 
     python scripts/gguf_quantized_golden.py [--out tests/golden/gguf_quantized]     # takes a minute on a CPU
 
 Requires torch, transformers, accelerate, safetensors, numpy and gguf; provenance.json lists the versions. For each family:
 
     FAMILY.gguf          a model with random weights. The gguf package quantizes its matrices to Q8_0, Q4_0, Q4_1, Q5_0
-                         and Q5_1 in turn, so that the matrices that inferno stacks (q, k, v; gate, up) differ in type.
+                         and Q5_1 in turn, so matrices that inferno stacks (q, k and v; gate and up) differ in type.
                          gpt-oss's experts are MXFP4. Routers, norms and biases are F32, as in llama.cpp's files.
-    FAMILY.safetensors   `ids` I64 [T] and `logits` F32 [T, V], computed by transformers from the dequantized blocks
-                         (gguf.quants.dequantize), in float32 with eager attention and the whole sequence at once
+    FAMILY.safetensors   `ids` I64 [T] and `logits` F32 [T, V]. transformers computes the logits from the dequantized
+                         blocks (gguf.quants.dequantize), in float32, with eager attention and without a KV cache.
 
 Tensors are converted as in llama.cpp's convert_hf_to_gguf.py: the rows of Llama's q and k are reordered for rotated pairs,
 1 is added to Gemma's norms, GPT-2's matrices are transposed, and experts are stacked. Names come from gguf.TensorNameMap.
-If transformers can read the architecture from GGUF files, its logits for the file must agree.
+If transformers can read GGUF files of this architecture, the logits that it computes from the file must agree.
 
-Mistral uses the same files as Llama. Except for gpt-oss, RoPE is not scaled and sliding windows cover the whole context;
-tests/it/gguf writes files with other settings.
+Mistral has no file of its own, because its files are Llama files. Except in gpt-oss, RoPE is not scaled and sliding windows
+cover the whole context. tests/it/gguf writes files with other settings.
 """
 
 import argparse
@@ -44,7 +44,7 @@ import make  # noqa: E402
 
 SEED = 20261123
 TYPES = [T.Q8_0, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1]
-# Rows have C, F or HD elements, all multiples of 32. All sizes differ.
+# Rows have C, F or HD elements, all multiples of 32. All sizes differ, except that L equals K.
 SIZES = {"C": 32, "F": 64, "L": 2, "H": 8, "K": 2, "D": 12, "V": 57, "T": 31}
 # GPT-2 derives its head size from C.
 GPT2 = {"C": 96, "F": 64, "L": 2, "H": 6, "K": 6, "D": 16, "V": 57, "T": 31, "P": 41}
@@ -88,7 +88,7 @@ def cases():
 
 
 class Quantizer:
-    """A quantizer that cycles through `TYPES` and records the type of each matrix."""
+    """A quantizer that cycles through `TYPES` and records the type that it chose for each matrix."""
 
     def __init__(self):
         self.types = itertools.cycle(TYPES)
@@ -107,12 +107,12 @@ def is_float(name, weight):
 
 
 def permuted(weight, heads):
-    """Reorders the rows of each head from (half, i) to (i, half)."""
+    """Reorders the rows of each head from [half, i] to [i, half]."""
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def in_file(family, s, config, arch, weights, quantizer):
-    """Returns the GGUF tensors as {name: (data, type)}, and the dequantized weights."""
+    """Returns the tensors of the GGUF file as {name: (data, type)}, and the dequantized weights of the checkpoint."""
     names, values = gguf.get_tensor_name_map(arch, s.L), {}
     tensors, stacks = {}, {}
     gemma, permutes = family.startswith("gemma"), family in ("llama", "mixtral")
@@ -154,7 +154,7 @@ def routed_experts(s, layer, weights, tensors, values, quantizer):
         if not names:
             continue
         ours = f"blk.{layer}.ffn_{part}_exps.weight"
-        # In the first layer, gate and up have the same type and can be stacked. In the second layer, they differ.
+        # In the first layer, gate and up have the same type and can be stacked. In the second layer, their types differ.
         kind = quantizer.used[f"blk.{layer}.ffn_gate_exps.weight"] if (part, layer) == ("up", 0) else None
         blocks, made = quantizer(ours, torch.stack([weights[name] for name in names]), kind)
         tensors[ours] = (blocks, quantizer.used[ours])
@@ -162,9 +162,10 @@ def routed_experts(s, layer, weights, tensors, values, quantizer):
 
 
 def gpt_oss_experts(layer, weights, tensors, values, quantizer):
-    """Adds gpt-oss's experts to the tensors.
+    """Adds gpt-oss's experts to `tensors` and `values`.
 
-    transformers stores [E, C, 2F], with gate and up interleaved, and [E, F, C]. GGUF files store the transposed matrices.
+    transformers stores gate and up as [E, C, 2F], with their columns interleaved, and down as [E, F, C].
+    GGUF files store the transposed matrices, with gate and up in separate tensors.
     """
     for name, weight in weights.items():
         place = name.split(".")[-1]

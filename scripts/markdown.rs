@@ -1,6 +1,7 @@
-//! Streams Markdown from standard input to the terminal, formatted as in the chat:
-//! `cargo run --release --example markdown < README.md`.
-//! The optional argument is the number of pieces per second [200].
+//! Streams Markdown from standard input to the terminal, formatted as in the chat.
+//!
+//! Run: `cargo run --release --example markdown < README.md`.
+//! The optional argument is the number of four-character pieces per second [200].
 
 use std::io::{Read, stdin, stdout};
 use std::time::Duration;

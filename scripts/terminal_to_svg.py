@@ -3,7 +3,7 @@
 
     tmux capture-pane -e -p -t SESSION | scripts/terminal_to_svg.py --title "inferno play" -o docs/play.svg
 
-The SVG keeps colors and styles. It places text on the terminal's grid, so it looks the same in every monospace font.
+The SVG keeps colors and styles. It aligns text to the terminal's grid, so the layout is the same in every monospace font.
 """
 
 import argparse
@@ -24,9 +24,9 @@ FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', 'Libe
 FONT_SIZE, CELL, LINE, MARGIN, TITLE_HEIGHT = 14, 8.4, 20, 16, 34
 
 ESCAPE = re.compile(
-    r"\x1b\[([0-9;:]*)m"  # SGR sequences set colors and styles; all others are dropped
-    r"|\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)"  # other CSI sequences; OSC, such as links
-    r"|\x1b[ -/]*[0-~]|[\x00-\x1f]"  # charset switches; lone control characters
+    r"\x1b\[([0-9;:]*)m"  # SGR sequences, which set colors and styles; all other sequences are dropped
+    r"|\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)"  # other CSI sequences; OSC sequences, such as links
+    r"|\x1b[ -/]*[0-~]|[\x00-\x1f]"  # character set switches; single control characters
 )
 
 
@@ -41,7 +41,7 @@ class Style:
     inverse: bool = False
 
     def colors(self):
-        """Returns the text color, and the background color if it differs from the window's."""
+        """Returns the text color, and the background color or None for the window's background."""
         color, background = self.color or FOREGROUND, self.background
         if self.inverse:
             color, background = background or BACKGROUND, color
@@ -56,7 +56,7 @@ def blend(color, behind, share=0.55):
 
 
 def indexed(index):
-    """Returns a color of the 256-color palette: 16 named colors, a 6 × 6 × 6 cube and shades of gray."""
+    """Returns a color from the 256-color palette: 16 named colors, a 6 × 6 × 6 cube and shades of gray."""
     if index < 16:
         return PALETTE[index]
     if index < 232:
@@ -108,7 +108,7 @@ def width(text):
 
 
 def parse(text):
-    """Returns lines of (column, text, style). A style applies until the next one, even across lines."""
+    """Returns each line as a list of (column, text, style). A style stays in effect until it changes, even across lines."""
     lines, style = [], Style()
     for line in text.split("\n"):
         runs, column, start = [], 0, 0
@@ -153,7 +153,7 @@ def draw(lines, title, columns):
             x, length = round(MARGIN + column * CELL, 1), round(width(text) * CELL, 1)
             if background:
                 out.append(f'<rect x="{x:g}" y="{top}" width="{length:g}" height="{LINE}" fill="{background}"/>')
-            # Drop leading and trailing spaces. The text keeps its columns.
+            # Drop leading and trailing spaces. The remaining text stays in its columns.
             shown = text.strip(" ")
             if not shown:
                 continue

@@ -4,8 +4,8 @@
     scripts/third_party_notices.py           writes the file
     scripts/third_party_notices.py --check   fails if the file is out of date
 
-If a crate offers several licenses, the script chooses one by `PREFERRED`. It prints identical license texts only once, below
-the copyright lines of all crates that use them.
+If a crate offers several licenses, the script chooses the one that comes first in `PREFERRED`. It writes each license text
+only once, below the copyright lines of all crates that use it.
 """
 
 import json
@@ -16,9 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTICES = ROOT / "docs" / "third-party-notices.txt"
-# The licenses in order of preference, for crates that offer several.
+# The preferred licenses first, for crates that offer several.
 PREFERRED = ["0BSD", "MIT", "ISC", "Zlib", "BSD-2-Clause", "BSD-3-Clause", "Unicode-3.0", "CDLA-Permissive-2.0", "Apache-2.0", "MPL-2.0"]
-# Patterns for the names of license files, for crates with one file per license.
+# Patterns that match the names of license files, for crates with one file per license.
 FILE_NAMES = {"MIT": r"MIT", "Apache-2.0": r"APACHE", "0BSD": r"0BSD", "Zlib": r"ZLIB", "ISC": r"ISC"}
 HEADER = """\
 Third-party notices
@@ -31,7 +31,7 @@ scripts/third_party_notices.py writes this file.
 
 
 def linked_crates():
-    """Returns the crates whose code is in the binary, without those for build scripts, macros or tests."""
+    """Returns the crates whose code is in the binary. Omits crates for build scripts, macros and tests."""
     command = ["cargo", "metadata", "--locked", "--format-version", "1", "--features", "cuda"]
     command += ["--filter-platform", "x86_64-unknown-linux-gnu"]
     metadata = json.loads(subprocess.check_output(command, cwd=ROOT))
@@ -54,7 +54,7 @@ def linked_crates():
 
 
 def chosen_licenses(package):
-    """Returns the licenses to comply with: the preferred one of `A OR B`, and both of `A AND B`."""
+    """Returns the licenses to comply with: the preferred one for `A OR B`, both for `A AND B`."""
     expression = re.sub(r"\s*/\s*", " OR ", package["license"])
     choices = [[part.strip("() ") for part in choice.split(" AND ")] for choice in expression.split(" OR ")]
 
@@ -82,11 +82,11 @@ def main():
         for license in chosen_licenses(package):
             text = license_text(package, license)
             if text is None and license in ("MIT", "Apache-2.0"):
-                # The crate ships no text: use the standard text and the crate's authors.
+                # The crate contains no license text. Write a copyright line; the text comes from other crates.
                 text = f"Copyright (c) {', '.join(package['authors']) or 'the authors of ' + package['name']}\n"
             elif text is None:
-                sys.exit(f"cannot find the text of the license {license} in {crate}")
-            # The MIT license starts with copyright lines. The Apache license has the same text in every crate.
+                sys.exit(f"cannot find the text of license {license} in {crate}")
+            # MIT license texts start with copyright lines. The Apache license text is the same in every crate.
             is_copyright = re.compile(r"(?i)^\W*(copyright (\(c\)|©|\d{4}|the|by)|©)").match
             # Some crates put the year on one line and the name on the next.
             text = re.sub(r"(?im)^(\W*copyright \(c\) [\d\-, ]+)\n+(?!Permission)", r"\1 ", text)
@@ -94,11 +94,11 @@ def main():
             copyrights = [line for line in lines if is_copyright(line)] if license != "Apache-2.0" else []
             body = "\n".join(line.rstrip() for line in text.split("\n") if line.strip() not in copyrights).strip("\n")
             if license in ("MIT", "Apache-2.0"):
-                key = license  # one wording for all
+                key = license  # all crates share one text
             else:
                 key = license + re.sub(r"\W+", "", body).lower()
             group = groups.setdefault(key, {"license": license, "body": "", "crates": []})
-            # Use the shortest complete text, because longer ones contain additions by a crate.
+            # Use the shortest complete text, because longer texts contain additions by individual crates.
             if len(body) > 900 and (not group["body"] or len(body) < len(group["body"])):
                 group["body"] = body
             group["body"] = group["body"] or body

@@ -1,27 +1,28 @@
 #!/usr/bin/env python3
-"""Writes tests/golden/trained: a small trained Llama, and the effect of quantization on its perplexity.
+"""Writes tests/golden/trained: a small trained Llama, and values that show how quantization affects its perplexity.
 
     python scripts/trained_golden.py train                  # trains the model; takes a few minutes on two cores
     python scripts/trained_golden.py measure GGML           # writes golden.safetensors
 
 Requires torch, transformers, tokenizers, gguf, numpy and a C compiler. GGML is a folder with the sources of ggml-org/ggml.
-The model is trained on the prose of this repository, except every 30th paragraph. text.txt comes from these paragraphs.
-Rows have 256 elements because the K types require it. To keep the files below 1.5 MB, some sizes are equal, unlike in the
-other golden checkpoints.
+The model is trained on the prose of this repository. Every 30th paragraph is held out; text.txt contains the start of the
+held-out text. Rows have 256 elements, because the K types require that. Unlike in the other golden checkpoints, some sizes
+are equal. This keeps the files below 1.5 MB.
 
-transformers computes golden.safetensors in float32 from the files:
+transformers computes the tensors in golden.safetensors from these files, in float32:
 
     ids             I64 [T]      the tokens of text.txt
     positions       I64 [P]      the positions that have logits
     logits          F32 [P, V]   the logits at those positions
-    nll             F32 [T-1]    the negative log-likelihood of each token from the second on
+    nll             F32 [T-1]    the negative log-likelihood of each token except the first
     TYPE.nll        F32 [T-1]    the same, after all matrices were quantized and dequantized
     TYPE.kl         F32 [T]      the KL divergence from the unquantized distribution
     TYPE.values     I64 [1]      a digest of the dequantized matrices, in name order
 
-TYPE is a value of `--quantize`. ggml quantizes (`ggml_quantize_chunk`, without an importance matrix) and the gguf package
-dequantizes. The gguf package can also quantize to some of the types; the script fails if its bytes differ from ggml's.
-int8 and fp8 have one scale per row, the largest magnitude divided by 127 or 448. Their codes are rounded half to even.
+TYPE is a value of `--quantize`. ggml quantizes the weights (`ggml_quantize_chunk`, without an importance matrix), and the
+gguf package dequantizes them. The gguf package can also quantize to some of the types. The script fails if the results
+differ from ggml's. int8 and fp8 have one scale per row: the largest magnitude divided by 127 or 448. Their codes are
+rounded half to even.
 """
 
 import argparse
@@ -138,7 +139,7 @@ def train():
     weights = {name: tensor.detach().cpu().bfloat16() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     make.write_checkpoint(OUT, config(), weights, ["model.safetensors"])
     tokenizer.save(str(OUT / "tokenizer.json"), pretty=False)
-    # Cut the text after TOKENS tokens.
+    # Keep the first TOKENS tokens of the text.
     text = "\n\n".join(held_out)
     shown = tokenizer.encode(text)
     text = text[: shown.offsets[TOKENS - 1][1]]
@@ -154,9 +155,9 @@ def train():
 
 
 def ggml_quantizer(sources):
-    """Compiles ggml's quantizers. Returns a function that quantizes float32 [rows, columns] to blocks."""
+    """Compiles ggml's quantizers. Returns a function that quantizes a float32 matrix [rows, columns] to blocks."""
     folder = Path(tempfile.mkdtemp())
-    # Stubs for ggml functions that quantization does not call.
+    # Write stubs for ggml functions that the sources refer to but quantization never calls.
     stubs = ["ggml_critical_section_start", "ggml_critical_section_end", "ggml_backend_tensor_set"]
     stubs += ["ggml_backend_tensor_memset", "ggml_backend_buffer_get_usage"]
     (folder / "stubs.c").write_text("".join(f"void {name}(void) {{}}\n" for name in stubs))

@@ -7,7 +7,8 @@ use anyhow::Result;
 use clap::{ArgAction, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 use crate::commands::{
-    bench, completions, defaults, doctor, download, list, perplexity, play, prune, remove, show, tokenize, verify,
+    bench, completions, doctor, download, list, perplexity, play, prune, remove, shared::defaults, show, tokenize,
+    verify,
 };
 use crate::error::Error;
 use crate::text::{error_message, printable};

@@ -1,6 +1,6 @@
 """Measures how often the demo model answers correctly, mainly on phrasings that are not in the training data.
 
-    python evaluate.py SNAPSHOT                         ask the snapshot, in PyTorch
+    python evaluate.py SNAPSHOT                         run the snapshot in PyTorch and check its answers
     python evaluate.py --dump-questions questions.jsonl write the held-out questions: {"intent", "question"}
     python evaluate.py --answers answers.jsonl          check answers from another program: {"question", "text"}
 
@@ -84,11 +84,11 @@ def cases(sampler):
 def report(kind, intents, answered, show_failures):
     """Prints and returns the share of correct answers.
 
-    `answered` contains tuples of (intent id, question, values, text).
+    `answered` is a list of (intent id, question, values, text).
     """
     wrong = [(id, question, text) for id, question, values, text in answered if not is_right(intents[id], text, values)]
     share = 1 - len(wrong) / max(len(answered), 1)
-    print(f"{kind:30} {len(answered) - len(wrong):5} of {len(answered):5} right, {share:6.1%}", flush=True)
+    print(f"{kind:30} {len(answered) - len(wrong):5} of {len(answered):5} correct, {share:6.1%}", flush=True)
     by_answer = {single_line(intent.answer): intent.id for intent in intents.values()}
     for id, question, text in wrong if show_failures else []:
         got = by_answer.get(single_line(text)) or repr(text[:70])
@@ -130,7 +130,7 @@ def judge(answers_file):
         answer = json.loads(line)
         id, values = wanted[answer["question"]]
         answered.append((id, answer["question"], values | {"date": answer.get("date", values["date"])}, answer["text"]))
-    print(f"{len(wanted) - len(answered)} held-out questions have no answer") if len(answered) < len(wanted) else None
+    print(f"{len(wanted) - len(answered)} held-out questions were not answered") if len(answered) < len(wanted) else None
     report("held-out phrasings", intents, answered, show_failures=True)
 
 
@@ -139,7 +139,7 @@ def main():
     parser.add_argument("snapshot", nargs="?", help="folder with config.json, model.safetensors and tokenizer.json")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--limit", type=int, help="the maximum number of questions of each kind")
-    parser.add_argument("--answers", metavar="FILE", help="check the answers in this file instead; a line may have a `date`")
+    parser.add_argument("--answers", metavar="FILE", help="check the answers in this file; a line may have a `date`")
     parser.add_argument("--dump-questions", metavar="FILE", help="write the held-out questions and exit")
     args = parser.parse_args()
     if args.dump_questions:

@@ -10,7 +10,7 @@ CONTROL = [
 ]  # fmt: skip
 STOP = ["<|return|>", "<|endoftext|>", "<|call|>"]
 
-# The pattern that splits text before byte-pair encoding: o200k's pattern, with single digits.
+# The pattern that splits text before byte-pair encoding: o200k's pattern, except that every digit is a separate piece.
 SPLIT = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -27,7 +27,7 @@ def system_text(date, effort):
 
 
 def thought(think, effort):
-    """Returns the analysis. With low effort, it ends at its first colon or semicolon."""
+    """Returns the analysis. With low effort, it is cut off at the first colon or semicolon."""
     return re.split(r"[:;]", think)[0].rstrip(".") + "." if effort == "low" else think
 
 
@@ -59,7 +59,7 @@ class Writer:
         tokenizer.encode_special_tokens = True
         self.control = {token: tokenizer.token_to_id(token) for token in CONTROL}
         self.stop_ids = [self.control[token] for token in STOP]
-        self.known = {}  # a cache, because the same answers and analyses occur often
+        self.known = {}  # a cache, because many answers and analyses occur repeatedly
 
     def text(self, text):
         if text not in self.known:
@@ -77,12 +77,12 @@ class Writer:
         ]  # fmt: skip
 
     def prompt(self, conversation):
-        """Returns the token ids of the prompt, and for each id whether it is part of an earlier answer."""
+        """Returns the token ids of the prompt, and a flag for each id that says if it is part of an earlier answer."""
         ids, answers = self.message("system", system_text(conversation.date, conversation.effort)), []
         if conversation.developer:
             ids += self.message("developer", f"# Instructions\n\n{conversation.developer}\n\n")
         for i, turn in enumerate(conversation.turns):
-            if i > 0:  # earlier turns keep only their answer
+            if i > 0:  # only the answers of earlier turns are kept
                 past = conversation.turns[i - 1].answer
                 ids += self.message("assistant", past, "final")
                 answers.append(range(len(ids) - len(self.text(past)) - 1, len(ids) - 1))
@@ -101,7 +101,7 @@ class Writer:
         return analysis[start:] + self.message("assistant", turn.answer, "final", end="<|return|>")
 
     def answer(self, ids):
-        """Returns the text of the final channel in a completion, or an empty string."""
+        """Returns the text of the final channel in a completion, or an empty string if there is none."""
         for i, id in enumerate(ids):
             if id == self.control["<|message|>"] and ids[: i][-len(self.text("final")) :] == self.text("final"):
                 return self.tokenizer.decode(ids[i + 1 :])

@@ -1,8 +1,9 @@
 """gpt-oss in PyTorch with the parameter names of the checkpoint.
 
-It computes the same results as transformers' GptOssForCausalLM, with two differences. Every expert runs for every token,
-and the routing weights combine them, with 0 for experts that are not selected. This is faster at this size. During
-training, expert weights are rounded to MXFP4 in the forward pass, so that the model adapts to the rounding.
+Outside of training, it computes the same results as transformers' GptOssForCausalLM. There are two differences:
+
+- Every expert runs for every token, and experts that are not selected get a routing weight of 0. This is faster at this size.
+- During training, the forward pass rounds expert weights to MXFP4, so the model adapts to the rounding.
 
 B batch, T tokens, S keys, H query heads, K kv heads, G = H/K, D head dim, C hidden, F intermediate, E experts, V vocabulary.
 """
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-# All sizes differ, so that swapped dimensions cause an error.
+# All sizes differ, so swapped dimensions cause an error.
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
@@ -66,7 +67,7 @@ CONFIG = {
     },
 }
 
-# ---- MXFP4: blocks of 32 numbers with a power-of-two scale; each number is a sign and one of eight magnitudes ----
+# ---- MXFP4: blocks of 32 values that share a power-of-two scale; each value has a sign and one of eight magnitudes ----
 
 MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -75,9 +76,9 @@ def mxfp4_round(weight):
     """Rounds [..., in] to MXFP4 values [..., in/32, 32] in units of the scale, and exponents [..., in/32, 1]."""
     blocks = weight.unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
-    exponents = torch.ceil(torch.log2(largest / 6))  # the smallest scale without clipping
+    exponents = torch.ceil(torch.log2(largest / 6))  # the smallest scale that clips no value
     scaled = blocks * torch.exp2(-exponents)
-    gap = 0.5 + 0.5 * (scaled.abs() >= 2) + (scaled.abs() >= 4)  # between adjacent magnitudes
+    gap = 0.5 + 0.5 * (scaled.abs() >= 2) + (scaled.abs() >= 4)  # the distance between adjacent magnitudes
     return torch.round(scaled / gap) * gap, exponents
 
 
@@ -107,7 +108,7 @@ def through_mxfp4(weight):
 
 
 def yarn_frequencies(config):
-    """Returns the inverse frequencies [D/2], and the factor for cos and sin."""
+    """Returns the inverse frequencies [D/2], and the factor that scales cos and sin."""
     yarn, dim, base = config.rope_scaling, config.head_dim, config.rope_theta
     frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     turns = lambda n: dim * math.log(yarn["original_max_position_embeddings"] / (n * 2 * math.pi)) / (2 * math.log(base))
@@ -134,7 +135,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(H))
 
     def forward(self, x, cos, sin, hidden, past):
-        """`hidden` [B or 1, 1, T, S] is true for masked keys. `past` contains the cached keys and values, or is None."""
+        """`hidden` [B or 1, 1, T, S] is true for masked keys. `past` holds cached keys and values; None disables the cache."""
         split = lambda y, heads: y.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
         q = rotate(split(self.q_proj(x), self.heads), cos, sin).to(x.dtype)  # [B, H, T, D]
         k = rotate(split(self.k_proj(x), self.kv_heads), cos, sin).to(x.dtype)  # [B, K, S, D]
@@ -161,7 +162,7 @@ class Experts(nn.Module):
         self.down_proj_bias = nn.Parameter(torch.zeros(E, C))
 
     def forward(self, x, mix):
-        """`x` is [B, T, C]. `mix` [B, T, E] contains the weight of each expert, 0 if it is not selected."""
+        """`x` is [B, T, C]. `mix` [B, T, E] contains the routing weight of each expert: 0 if it is not selected."""
         through = through_mxfp4 if self.training else lambda weight: weight
         gate_up = F.linear(x, through(self.gate_up_proj).flatten(0, 1), self.gate_up_proj_bias.flatten())
         gate, up = gate_up.unflatten(-1, (mix.shape[-1], -1, 2)).unbind(-1)  # [B, T, E, F]
@@ -182,7 +183,7 @@ class Mlp(nn.Module):
         scores = self.router(x).float()
         top, index = scores.topk(self.chosen, dim=-1)
         mix = torch.zeros_like(scores).scatter(-1, index, top.softmax(-1))
-        # The load balance of the experts: 1 if all are used equally, E if only one is used.
+        # The load balance of the experts: 1 if all are used equally, and E if every token uses the same one.
         balance = ((mix > 0).float().mean((0, 1)) / self.chosen * scores.softmax(-1).mean((0, 1))).sum() * scores.shape[-1]
         return self.experts(x, mix.to(x.dtype)), balance
 
@@ -221,8 +222,8 @@ class GptOss(nn.Module):
     def forward(self, ids, padding=None, cache=None):
         """Returns the logits [B, T, V] for ids [B, T], and the load balance of the experts.
 
-        `padding` [B] is the number of padding positions at the start. `cache` has one list per layer, which this call
-        fills with keys and values, so that the next call can continue from there.
+        `padding` [B] is the number of padding positions at the start of each row. `cache` has one list per layer.
+        This call adds keys and values to it, so the next call only needs the following ids.
         """
         past = cache[0][0].shape[2] if cache and cache[0] else 0
         keys = torch.arange(past + ids.shape[1], device=ids.device)
@@ -243,7 +244,7 @@ class GptOss(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompts, stop_ids, max_tokens):
-        """Returns greedy completions of several prompts (lists of ids) in one batch, without the stop token."""
+        """Returns greedy completions, without the stop token, of several prompts (lists of ids) in one batch."""
         device, longest = self.frequencies.device, max(map(len, prompts))
         padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
         ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
@@ -264,7 +265,7 @@ class GptOss(nn.Module):
 
 
 def snapshot_tensors(model):
-    """Returns the checkpoint's tensors: experts packed as MXFP4, everything else in BF16."""
+    """Returns the tensors of the checkpoint: expert matrices packed as MXFP4, everything else in BF16."""
     tensors = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.detach().float().cpu()
@@ -276,7 +277,7 @@ def snapshot_tensors(model):
 
 
 def load_snapshot(folder, device="cpu"):
-    """Loads a snapshot from train.py in f32, with dequantized experts."""
+    """Loads a snapshot that train.py wrote. Dequantizes the experts and computes in f32."""
     folder = Path(folder)
     model = GptOss(json.loads((folder / "config.json").read_text()))
     state = {}

@@ -21,8 +21,8 @@ class Intent:
     think: str
     keys: list[str]  # strings that a correct answer contains
     ask: list[str]  # phrasings to train on
-    patterns: list[str]  # patterns for more phrasings, see `expand`
-    test: list[str]  # phrasings that are never trained on
+    patterns: list[str]  # patterns that `expand` turns into more phrasings
+    test: list[str]  # held-out phrasings, never used in training
     terms: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
     weight: float = 0.0
@@ -48,7 +48,7 @@ def lines(text: str) -> list[str]:
 
 
 def normal(text: str) -> str:
-    """Returns the words of a text in lowercase. Phrasings with the same normal form count as equal."""
+    """Returns the words of a text in lowercase. Phrasings whose words are the same count as equal."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
@@ -342,12 +342,12 @@ class Sampler:
         return made_up.capitalize()
 
     def fill(self, text: str) -> str:
-        """Fills the slots from [slots]. {name} and {date} stay, because they depend on the conversation."""
+        """Fills the slots that [slots] in talk.toml defines. `turn` fills {name} and {date}."""
         choose = lambda m: self.random.choice(self.slots[m[1]]) if m[1] in self.slots else m[0]
         return re.sub(r"\{(\w+)\}", choose, text)
 
     def wording(self, intent: Intent) -> str:
-        """Returns a phrasing of an intent: a handwritten one, or a frame filled with one of its terms."""
+        """Returns a phrasing of an intent: a handwritten one, an expanded pattern, or a frame with a term, flag or task."""
         if intent.terms and self.chance(0.25):
             return self.random.choice(TERM_FRAMES).format(self.random.choice(intent.terms))
         if intent.flags and self.chance(0.2):
@@ -421,7 +421,7 @@ class Sampler:
         return [self.turn(i, **values) for i in self.random.choices(self.topics, self.weights, k=count)]
 
     def conversation(self, turns: int) -> Conversation:
-        """Returns a conversation of about this many turns. In many, the user gives a name and later asks for it."""
+        """Returns a conversation of at most `turns` turns. In many, the user gives a name and later asks for it."""
         r = self.random
         date = f"{r.randint(2024, 2030)}-{r.randint(1, 12):02}-{r.randint(1, 28):02}"
         if self.chance(0.45 if turns > 1 else 0.04):
@@ -429,7 +429,7 @@ class Sampler:
             name = name.lower() if self.chance(0.15) else name
             talk = [self.turn(self.intents["name-given"], name=name)]
             if turns > 1:
-                # The user asks for the name at any point, or never, so a known name does not predict the next question.
+                # The user asks for the name at any later point, or never. The next question is thus not predictable.
                 before = r.randint(0, 1) if turns > 2 else 0
                 rest = self.other_turns(r.randint(1, turns - 1 - before), date=date)
                 if self.chance(0.6):

@@ -1,7 +1,7 @@
 """Trains inferno's demo model and its tokenizer, writes the snapshot, and measures how often its answers are correct.
 
-    python train.py --out OUT                  about 6 minutes on one data-center GPU
-    python train.py --out OUT --smoke          the same steps on a CPU in a minute or two; the model is useless
+    python train.py --out OUT                  takes about 7 minutes on one data-center GPU
+    python train.py --out OUT --smoke          runs shortened steps on a CPU in about two minutes; the model is useless
 """
 
 import argparse
@@ -23,7 +23,7 @@ from model import CONFIG, GptOss, load_snapshot, mxfp4_dequantize, mxfp4_round, 
 from questions import Conversation, Sampler
 from tokenizers import Tokenizer
 
-# name, (fewest turns, most turns), tokens per sample, samples per batch, share of the batches
+# name, (fewest turns, most turns), maximum tokens per sample, samples per batch, share of all batches
 BUCKETS = [("short", (1, 1), 176, 256, 0.56), ("medium", (2, 4), 336, 128, 0.34), ("long", (5, 28), 1600, 24, 0.10)]
 PAST_ANSWER_WEIGHT = 0.3  # the loss weight of earlier answers, relative to the last one
 
@@ -42,7 +42,7 @@ def tokenizer_texts(sampler, count):
 
 
 class Batches(IterableDataset):
-    """An endless stream of batches: ids [B, T + 1], and the weight of each id as a target, [B, T + 1]."""
+    """An endless stream of batches: ids [B, T + 1], and the loss weight of each id as a target [B, T + 1]."""
 
     def __init__(self, tokenizer_json, seed, shrink):
         self.tokenizer_json, self.seed, self.shrink = tokenizer_json, seed, shrink
@@ -85,7 +85,7 @@ def train(tokenizer_json, args):
     for layer in model.model.layers:
         layer.dropout.p = args.dropout
         if args.compile:
-            torch._dynamo.config.suppress_errors = True  # run a layer without compilation if it cannot be compiled
+            torch._dynamo.config.suppress_errors = True  # if a layer cannot be compiled, run it uncompiled
             layer.compile(dynamic=False)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
@@ -108,7 +108,7 @@ def train(tokenizer_json, args):
     batches = Batches(tokenizer_json, args.seed, args.shrink)
     began = time.time()
     sampler, writer = Sampler(0), Writer(Tokenizer.from_str(tokenizer_json))
-    for bucket in BUCKETS:  # compile before the clock starts: one step per shape with learning rate 0
+    for bucket in BUCKETS:  # compile before the clock starts: run one step per shape with learning rate 0
         step(*batches.batch(bucket, sampler, writer))
     settled = float(step(*batches.batch(BUCKETS[0], sampler, writer))[0])
     print(f"one step of each shape took {time.time() - began:.0f} s, loss {settled:.3f}", flush=True)
@@ -126,7 +126,7 @@ def train(tokenizer_json, args):
     budget, began, said, steps, samples, waited = args.minutes * 60, time.time(), 0.0, 0, 0, 0.0
     losses = []
     while (progress := (time.time() - began) / budget) < 1 and (args.steps is None or steps < args.steps):
-        # Warm up for 2 % of the time, then decay to 0 along a cosine. The schedule depends on time, not on steps.
+        # Warm up for 2 % of the training time, then decay to 0 along a cosine. The schedule follows time, not steps.
         rate = args.lr * min(1, progress * 50 + 1e-3) * (0.5 + 0.5 * math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -189,7 +189,7 @@ def export(model, tokenizer_json, out):
 
 @torch.no_grad()
 def verify(model, out):
-    """Checks that transformers, our own reader and the trained module compute the same logits."""
+    """Checks that transformers, `load_snapshot` and the trained module compute the same logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -202,7 +202,7 @@ def verify(model, out):
     ours = load_snapshot(out)
     trained = GptOss().eval()
     trained.load_state_dict(model.state_dict())
-    for name, parameter in trained.named_parameters():  # round the parameters in the same way as the export
+    for name, parameter in trained.named_parameters():  # round the parameters as `export` does
         packed = name.endswith(("gate_up_proj", "down_proj"))
         parameter.copy_(mxfp4_dequantize(*mxfp4_round(parameter)) if packed else parameter.bfloat16())
 
@@ -226,10 +226,10 @@ def verify(model, out):
 
 
 def main():
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # because the workers are forked
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # because DataLoader forks the workers
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the snapshot")
-    parser.add_argument("--minutes", type=float, default=5.0, help="the training time in minutes, without compilation and checks")
+    parser.add_argument("--minutes", type=float, default=5.0, help="the training time in minutes, excluding compilation and checks")
     parser.add_argument("--steps", type=int, help="stop after this many steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)

@@ -2,6 +2,8 @@
 //!
 //! Follows llama-bench: random tokens, batch size 1, no tokenizer, and one warm-up run before the measured runs.
 
+mod report;
+
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -9,8 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use clap::value_parser;
 
-use super::bench_report::{Build, DeviceFacts, FirstToken, Gaps, Memory, Model, Report, Stats, Test, TestKind};
-use super::{LoadArgs, json, note};
+use super::shared::{LoadArgs, json, note};
 use crate::device::{self, GpuFacts};
 use crate::engine::{Engine, EngineHandle, GenerateOptions, SamplingParams};
 use crate::error::Error;
@@ -18,6 +19,7 @@ use crate::hub::Hub;
 use crate::kernels::bandwidth;
 use crate::runner::StepBytes;
 use crate::text::printable;
+use report::{Build, DeviceFacts, FirstToken, Gaps, Memory, Model, Report, Stats, Test, TestKind};
 
 /// Measure how fast a model runs
 #[derive(clap::Args)]

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::progress::{ProgressStyle, ProgressView};
+use super::shared::progress::{ProgressStyle, ProgressView};
 use crate::hub::{FileFilter, Hub};
 
 /// Fetch a model from the Hugging Face hub; run the same command again to resume an interrupted download

@@ -10,7 +10,7 @@ use jiff::Timestamp;
 use rayon::prelude::*;
 use serde::Serialize;
 
-use super::json;
+use super::shared::json;
 use crate::hub::{Hub, Snapshot};
 use crate::models;
 use crate::snapshot::gguf;
@@ -39,7 +39,7 @@ enum Sort {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
-    let mut models = Model::read_all(&hub, &super::playable(&hub)?);
+    let mut models = Model::read_all(&hub, &super::shared::playable(&hub)?);
     match args.sort {
         // The models are already sorted by name, with the demo last.
         Sort::Name => {}

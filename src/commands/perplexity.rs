@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::ops::log_softmax;
 use rayon::prelude::*;
 
-use super::{LoadArgs, json};
+use super::shared::{LoadArgs, json};
 use crate::engine::EngineHandle;
 use crate::error::Error;
 use crate::hub::{Hub, Snapshot};

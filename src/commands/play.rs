@@ -7,11 +7,11 @@ use std::rc::Rc;
 
 use anyhow::{Context, Result};
 
-use super::defaults::ParsedCommandLine;
 use super::list::{self, Model};
-use super::progress::{ProgressStyle, ProgressView};
-use super::sampling::SamplingArgs;
-use super::{LoadArgs, answer, note, playable, prompt, today};
+use super::shared::defaults::ParsedCommandLine;
+use super::shared::progress::{ProgressStyle, ProgressView};
+use super::shared::sampling::SamplingArgs;
+use super::shared::{LoadArgs, answer, note, playable, prompt, today};
 use crate::chat::{Message, ReasoningEffort};
 use crate::conversation::{
     LoadedModel, ModelSource, Overflow, ReasoningVisibility, Recording, Session, SettingValues, require_chat_format,

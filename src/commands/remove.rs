@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::progress::{ProgressStyle, ProgressView};
+use super::shared::progress::{ProgressStyle, ProgressView};
 use crate::error::Error;
 use crate::hub::Hub;
 use crate::text::{short_commit, size};

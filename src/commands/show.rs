@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 
-use super::json;
+use super::shared::json;
 use crate::error::Error;
 use crate::hub::{self, Hub, demo};
 use crate::text::printable;
@@ -61,7 +61,7 @@ fn peek(hub: &Hub, args: &Args) -> Result<hub::RemoteModel> {
         )
         .into());
     }
-    super::note(&format!("asking {}", hub.config().endpoint_for_display()));
+    super::shared::note(&format!("asking {}", hub.config().endpoint_for_display()));
     hub.inspect(&args.model, args.revision.as_deref())
 }
 

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail};
 
-use super::today;
+use super::shared::today;
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
 use crate::hub::Hub;
 use crate::language::Language;

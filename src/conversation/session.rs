@@ -156,7 +156,7 @@ impl Session {
         let summary = stream.summary();
 
         // Discard a turn that was interrupted before the first word of its answer.
-        let has_answer = summary.finish_reason != FinishReason::Interrupted || !answer.is_empty();
+        let has_answer = summary.finish_reason != FinishReason::Canceled || !answer.is_empty();
         if !self.raw && has_answer {
             let mut message = Message::assistant(&answer);
             message.reasoning = (!reasoning.is_empty()).then(|| reasoning.clone());

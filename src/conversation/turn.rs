@@ -25,7 +25,7 @@ impl Turn {
         parts.push(format!("first token after {:.2} s", summary.ttft_s));
         parts.push(format!("context {} of {}", summary.context_used, summary.context));
         match summary.finish_reason {
-            FinishReason::Interrupted => parts.push("stopped".into()),
+            FinishReason::Canceled => parts.push("stopped".into()),
             // A separate note says that the context is full.
             FinishReason::Length if summary.context_used >= summary.context => {}
             FinishReason::Length => parts.push("reached --max-tokens".into()),

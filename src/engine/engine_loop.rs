@@ -106,7 +106,7 @@ impl EngineLoop {
         }
         let sequence = self.running.as_ref()?;
         Some(if sequence.is_canceled() {
-            Plan::Finish(FinishReason::Interrupted)
+            Plan::Finish(FinishReason::Canceled)
         } else if sequence.is_new() {
             Plan::Start
         } else if let Some(chunk) = sequence.next_chunk(self.runner.chunk()) {
@@ -165,7 +165,7 @@ impl EngineLoop {
         stats::add(&self.counters.ended, 1);
         match outcome {
             Ok(reason) => {
-                if reason == FinishReason::Interrupted {
+                if reason == FinishReason::Canceled {
                     stats::add(&self.counters.canceled, 1);
                 }
                 sequence.finish(reason);

@@ -61,7 +61,7 @@ impl Default for LoadOptions<'_> {
 }
 
 /// The parts of an engine before its thread starts.
-pub(super) struct LoadedModel {
+pub(super) struct EngineParts {
     pub language: Language,
     pub runner: Runner,
     pub defaults: SamplingParams,
@@ -71,7 +71,7 @@ pub(super) struct LoadedModel {
 /// Loads the snapshot in `dir`, which may also be the path of a GGUF file.
 ///
 /// Fails before allocating device memory if the model is not supported or does not fit.
-pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<LoadedModel> {
+pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let started = Instant::now();
     let (config, checkpoint) = models::open(dir)?;
     let mut times = LoadTimes { headers_s: started.elapsed().as_secs_f64(), ..Default::default() };
@@ -117,7 +117,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<LoadedModel> {
     let defaults = SamplingParams::from_generation_config(&language.generation_config);
     log(&info);
     tracing::debug!(stop_ids = ?language.stop_ids(), ?defaults, "generation");
-    Ok(LoadedModel { language, runner, defaults, info })
+    Ok(EngineParts { language, runner, defaults, info })
 }
 
 fn log(info: &ModelInfo) {

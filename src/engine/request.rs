@@ -99,6 +99,7 @@ pub enum FinishReason {
     Length,
     /// The model called one or more tools.
     ToolCalls,
-    /// The client canceled the request.
-    Interrupted,
+    /// The client canceled the request. `interrupted` in JSON.
+    #[serde(rename = "interrupted")]
+    Canceled,
 }

@@ -147,15 +147,15 @@ impl RequestStream {
         }
     }
 
-    /// Cancels the request. The stream ends with [`FinishReason::Interrupted`].
+    /// Cancels the request. The stream ends with [`FinishReason::Canceled`].
     pub fn cancel(&mut self) {
-        self.finish_as(FinishReason::Interrupted);
+        self.finish_as(FinishReason::Canceled);
     }
 
     /// Returns the counts and timings so far. They are final once the stream has ended.
     pub fn summary(&self) -> Summary {
         let tool_calls = self.output.tool_calls().to_vec();
-        let finish_reason = match self.finish.unwrap_or(FinishReason::Interrupted) {
+        let finish_reason = match self.finish.unwrap_or(FinishReason::Canceled) {
             FinishReason::Stop if !tool_calls.is_empty() => FinishReason::ToolCalls,
             other => other,
         };
@@ -183,7 +183,7 @@ impl RequestStream {
         }
         // Cancellation discards tokens that are already queued.
         if self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed)) {
-            self.finish_as(FinishReason::Interrupted);
+            self.finish_as(FinishReason::Canceled);
         }
         self.finish?;
         self.has_ended = true;
@@ -221,7 +221,7 @@ impl RequestStream {
             self.finish_as(FinishReason::Stop);
         }
         if result.is_err() {
-            self.finish_as(FinishReason::Interrupted);
+            self.finish_as(FinishReason::Canceled);
             self.has_ended = true;
         }
         Some(result)

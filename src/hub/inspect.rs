@@ -15,12 +15,12 @@ use ureq::Body;
 use ureq::http::{Response, StatusCode};
 
 use super::client::Hub;
+use super::download::jobs::WantedFile;
+use super::download::transfer::content_range;
 use super::filter::choose_gguf;
-use super::jobs::WantedFile;
 use super::listing::{Listing, RemoteFile};
 use super::names::{self, MAIN};
 use super::remote::Remote;
-use super::transfer::content_range;
 use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 

@@ -36,7 +36,7 @@ pub(super) struct RemoteFile {
 
 /// The fields of the hub's response that inferno reads.
 #[derive(Deserialize)]
-pub(super) struct ModelInfo {
+pub(super) struct ModelListing {
     sha: String,
     #[serde(default)]
     siblings: Vec<Sibling>,
@@ -57,7 +57,7 @@ struct LargeFile {
     size: Option<u64>,
 }
 
-impl ModelInfo {
+impl ModelListing {
     /// Validates the hub's response. Rejects paths that point outside the repository, and impossible values.
     pub fn check(self, repo: &str) -> Result<Listing> {
         if !names::is_commit(&self.sha) {

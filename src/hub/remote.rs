@@ -20,7 +20,7 @@ use ureq::{Agent, Body, RequestBuilder};
 
 use super::config::HubConfig;
 use super::limits::Limits;
-use super::listing::{Listing, MAX_FILE_BYTES, ModelInfo, RemoteFile};
+use super::listing::{Listing, MAX_FILE_BYTES, ModelListing, RemoteFile};
 use super::progress::Progress;
 use super::retry::{Retry, is_temporary, retry_after};
 use super::{hash, names};
@@ -140,7 +140,7 @@ impl<'a> Remote<'a> {
             return Err(self.refusal(response, None));
         }
         let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES).read_to_vec()?;
-        let info: ModelInfo = serde_json::from_slice(&body).map_err(|error| {
+        let info: ModelListing = serde_json::from_slice(&body).map_err(|error| {
             self.permanent_error(format!(
                 "the response is not from a model hub (a login page, or a wrong HF_ENDPOINT?): {error}"
             ))

@@ -12,7 +12,7 @@ use super::cache::RepoDir;
 use super::client::Hub;
 use super::disk::with_suffix;
 use super::download::cannot_download;
-use super::partial::BAD;
+use super::download::partial::BAD;
 use super::progress::Progress;
 use super::remote::Remote;
 use super::snapshot::{FileState, Source, VerifiedSnapshot};

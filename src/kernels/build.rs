@@ -4,8 +4,8 @@
 //! It also contains PTX, which the driver compiles on later GPUs.
 //!
 //! CUDA code is compiled only if the feature `cuda` is enabled. Environment variables select the compiler and the GPUs:
-//! - nvcc: `NVCC`; otherwise `bin/nvcc` in `CUDA_HOME` or `CUDA_PATH`; otherwise nvcc in `PATH` or
-//!   `/usr/local/cuda/bin`.
+//! - Path of nvcc: `NVCC`; otherwise `bin/nvcc` in `CUDA_HOME` or `CUDA_PATH`.
+//!   If neither exists, the script looks for nvcc in `PATH` and then in `/usr/local/cuda/bin`.
 //! - Target compute capability: `CUDA_COMPUTE_CAP`, such as 90; otherwise the lowest from nvidia-smi; otherwise 80.
 //! - More compute capabilities to build machine code for: `INFERNO_EXTRA_COMPUTE_CAPS`, such as 80,86,89.
 //!

@@ -1,10 +1,10 @@
 //! Constants shared by the Rust and CUDA code.
 //!
-//! The build script generates `constants.cuh` from this file: `pub const NAME: usize = 4;` becomes
-//! `constexpr int NAME = 4;`, an `f32` becomes a `float`, and an array stays an array.
+//! The build script generates `constants.cuh` from this file.
+//! `pub const NAME: usize = 4;` becomes `constexpr int NAME = 4;`, `f32` becomes `float`, and arrays stay arrays.
 //!
-//! Every value must therefore have the same meaning in C++. Values may contain numbers, `+ - * / << >>`, parentheses,
-//! and constants defined earlier in this file.
+//! Every value must therefore have the same meaning in C++.
+//! Values may contain numbers, `+ - * / << >>`, parentheses, and constants defined earlier in this file.
 
 // A build without CUDA does not use every constant.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]

@@ -37,7 +37,7 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
 pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (_, columns) = y.dims2()?;
     if bias.dims() != [columns] || y.dtype() != DType::F32 || bias.dtype() != DType::F32 {
-        bail!("add_bias: bias {:?} {:?} does not fit y {:?} {:?}", bias.dtype(), bias.dims(), y.dtype(), y.dims());
+        bail!("add_bias: bias {:?} {:?} does not match y {:?} {:?}", bias.dtype(), bias.dims(), y.dtype(), y.dims());
     }
     match y.device() {
         Device::Cpu => y.broadcast_add(bias),

@@ -1,6 +1,6 @@
-//! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss (openai/gpt-oss,
-//! `gpt_oss/torch/model.py`, `swiglu`).
+//! Gated activations: SwiGLU and GeGLU (arXiv 2002.05202), and the clamped SwiGLU of gpt-oss.
 //!
+//! The definition of the clamped SwiGLU is `swiglu` in `gpt_oss/torch/model.py` of openai/gpt-oss.
 //! The clamped SwiGLU clamps gate values only from above. It clamps linear values on both sides, then adds one to them.
 
 use candle_core::{D, DType, Device, Result, Tensor, bail};
@@ -68,7 +68,9 @@ impl Activation {
     }
 }
 
-/// Returns activation(gate) · up in `dtype`, or activation(gate) without `up`. gate and up are f32 of the same shape.
+/// Returns activation(gate) · up in `dtype`, or activation(gate) without `up`.
+///
+/// gate and up are f32 tensors of the same shape.
 pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: DType) -> Result<Tensor> {
     let up_fits = up.is_none_or(|up| up.dims() == gate.dims() && up.dtype() == DType::F32);
     if gate.dtype() != DType::F32 || !up_fits {

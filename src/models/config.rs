@@ -61,7 +61,7 @@ pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults
     Ok(serde_json::from_value(json)?)
 }
 
-/// Copies the activation from `field` to `hidden_act`, where all configs read it.
+/// Copies the activation from `field` to `hidden_act`, the field that all configs read.
 /// If `field` is absent, the first name in `supported` is used. Fails if the name is not in `supported`.
 pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, supported: &[&str]) -> Result<()> {
     let name = json[field].as_str().unwrap_or(supported[0]);

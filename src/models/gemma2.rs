@@ -1,7 +1,10 @@
 //! Gemma 2 (arXiv 2408.00118; transformers `modeling_gemma2.py`).
 //!
-//! Differences from Llama: norms before and after both attention and the MLP, GeGLU, scaled embeddings,
-//! soft caps on attention scores and logits, and a sliding window on every second layer.
+//! Differences from Llama:
+//! - norms before and after both attention and the MLP
+//! - GeGLU and scaled embeddings
+//! - soft caps on attention scores and logits
+//! - a sliding window on every second layer
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};

@@ -2,8 +2,10 @@
 //!
 //! Supports the text model, alone or from a multimodal checkpoint, but not images.
 //!
-//! Differences from Gemma 2: q/k norms in place of the soft cap on attention scores,
-//! five sliding-window layers per full-attention layer, and separate RoPE frequencies for sliding-window layers.
+//! Differences from Gemma 2:
+//! - q/k norms instead of the soft cap on attention scores
+//! - five sliding-window layers per full-attention layer
+//! - separate RoPE frequencies for sliding-window layers
 
 use anyhow::{Result, bail};
 use serde::Deserialize;

@@ -1,7 +1,7 @@
 //! Phi-3, Phi-3.5 and Phi-4, but not their vision and MoE variants (arXiv 2404.14219; transformers `modeling_phi3.py`).
 //!
-//! Differences from Llama: fused projections, LongRoPE in models with long contexts,
-//! and RoPE on only part of each head in Phi-4-mini.
+//! Differences from Llama: fused projections and, in models with long contexts, LongRoPE.
+//! Phi-4-mini applies RoPE to only part of each head.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;

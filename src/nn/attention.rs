@@ -60,7 +60,7 @@ impl AttentionConfig {
     }
 }
 
-/// Whether a layer has learned attention sinks. Each sink is one logit per head.
+/// Whether a layer has a learned attention sink (a logit) for each head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sinks {
     With,

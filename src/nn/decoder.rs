@@ -192,7 +192,7 @@ impl Decoder {
     }
 }
 
-/// Loads all layers. Layers of the same kind share their RoPE tables.
+/// Loads all layers. Layers with the same RoPE frequencies share their tables.
 fn load_layers(
     root: &Weights,
     context: usize,

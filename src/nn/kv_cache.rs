@@ -153,7 +153,7 @@ impl KvCache {
         &self.layers[layer]
     }
 
-    /// Saves the rows that later positions attend to.
+    /// Saves the rows of sliding-window layers that later positions attend to.
     /// `truncate` can then restore this length, no matter how many positions are written after it.
     pub fn set_checkpoint(&mut self) -> Result<()> {
         let rows = self.layers.iter().map(|layer| layer.save_window(self.len)).collect::<Result<_>>()?;

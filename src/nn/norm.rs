@@ -58,7 +58,7 @@ impl Norm {
         kernels::bytes(&self.weight) + self.bias.as_ref().map_or(0, kernels::bytes)
     }
 
-    /// Returns the sum x + y as f32 `[tokens, hidden]`, and the normalized sum in `dtype`. `None` counts as 0.
+    /// Returns x + y as f32 `[tokens, hidden]`, and the normalized sum in `dtype`. Without y, the sum is x.
     pub fn add_norm(&self, x: &Tensor, y: Option<&Tensor>, dtype: DType) -> Result<(Tensor, Tensor)> {
         Ok(kernels::norm::add_norm(x, y, &self.weight, self.bias.as_ref(), self.eps, dtype)?)
     }

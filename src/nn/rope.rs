@@ -3,8 +3,8 @@
 //! The formulas are from `modeling_rope_utils.py` in transformers.
 //! The config.json fields of transformers 4 and 5 are supported.
 //!
-//! The rotation itself is in `kernels::attention::rope`. Unlike `candle_nn::rotary_emb`, it takes a position per token,
-//! can rotate only part of a head, and fuses the bias, the q/k norm and the cast.
+//! The rotation itself is in `kernels::attention::rope`. Unlike `candle_nn::rotary_emb`, it takes a position per token.
+//! It can also rotate only part of a head, and it fuses the bias, the q/k norm and the cast.
 
 use std::f32::consts::PI;
 

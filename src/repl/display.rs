@@ -14,19 +14,19 @@ use crate::text::{printable, wrapped};
 
 /// The display of one chat turn. It also handles keys while the answer streams.
 pub struct TurnDisplay {
-    output: Output,
+    output: TurnOutput,
     /// Whether reasoning was shown when the turn started.
     reasoning: ReasoningVisibility,
     #[cfg(unix)]
     keys: Option<KeyListener>,
     /// The number of suspensions (Ctrl-Z) that the display has handled.
     #[cfg(unix)]
-    stops: usize,
+    suspensions: usize,
     /// The input typed before the turn, if there is no key listener.
     type_ahead: TypeAhead,
 }
 
-enum Output {
+enum TurnOutput {
     View(Box<TurnView>),
     Plain(PlainText),
 }
@@ -55,8 +55,8 @@ impl TurnDisplay {
         #[cfg(not(unix))]
         let has_keys = false;
         let output = match uses_view {
-            true => Output::View(Box::new(TurnView::new(WindowSize::now(), hides_reasoning, has_keys))),
-            false => Output::Plain(PlainText { hides_reasoning, color, last: None }),
+            true => TurnOutput::View(Box::new(TurnView::new(WindowSize::now(), hides_reasoning, has_keys))),
+            false => TurnOutput::Plain(PlainText { hides_reasoning, color, last: None }),
         };
         Self {
             output,
@@ -64,7 +64,7 @@ impl TurnDisplay {
             #[cfg(unix)]
             keys,
             #[cfg(unix)]
-            stops: 0,
+            suspensions: 0,
             type_ahead,
         }
     }
@@ -73,11 +73,11 @@ impl TurnDisplay {
     pub fn show(&mut self, delta: &Delta) -> Result<()> {
         let mut out = std::io::stdout().lock();
         match &mut self.output {
-            Output::View(view) => {
+            TurnOutput::View(view) => {
                 #[cfg(unix)]
                 if let Some(keys) = &self.keys {
-                    if keys.suspensions() != self.stops {
-                        self.stops = keys.suspensions();
+                    if keys.suspensions() != self.suspensions {
+                        self.suspensions = keys.suspensions();
                         view.restart_below();
                     }
                     let folds = toggled(self.reasoning, keys.toggles()) == ReasoningVisibility::Hidden;
@@ -85,7 +85,7 @@ impl TurnDisplay {
                 }
                 view.show(delta, WindowSize::now(), &mut out)?;
             }
-            Output::Plain(plain) => plain.show(delta, &mut out)?,
+            TurnOutput::Plain(plain) => plain.show(delta, &mut out)?,
         }
         Ok(())
     }
@@ -96,8 +96,8 @@ impl TurnDisplay {
     pub fn finish(mut self, turn: Option<&Turn>) -> Result<(ReasoningVisibility, TypeAhead)> {
         let mut out = std::io::stdout().lock();
         match &mut self.output {
-            Output::View(view) => view.finish(WindowSize::now(), &mut out)?,
-            Output::Plain(_) => writeln!(out)?,
+            TurnOutput::View(view) => view.finish(WindowSize::now(), &mut out)?,
+            TurnOutput::Plain(_) => writeln!(out)?,
         }
         if let Some(turn) = turn {
             let color = stdout_color();

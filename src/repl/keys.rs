@@ -32,7 +32,7 @@ pub struct KeyListener {
 #[derive(Default)]
 struct Shared {
     toggles: AtomicUsize,
-    stops: AtomicUsize,
+    suspensions: AtomicUsize,
     should_end: AtomicBool,
 }
 
@@ -64,7 +64,7 @@ impl KeyListener {
 
     /// Returns how many times the program was suspended. Other programs may have written to the terminal each time.
     pub fn suspensions(&self) -> usize {
-        self.shared.stops.load(Ordering::Relaxed)
+        self.shared.suspensions.load(Ordering::Relaxed)
     }
 
     /// Stops listening and returns the input so far.
@@ -124,7 +124,7 @@ fn listen(
                 }
                 Some(Key::Suspend) => {
                     suspend(original_modes, modes);
-                    shared.stops.fetch_add(1, Ordering::Relaxed);
+                    shared.suspensions.fetch_add(1, Ordering::Relaxed);
                 }
                 None => {}
             }

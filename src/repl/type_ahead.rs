@@ -26,7 +26,7 @@ pub struct TypeAhead {
     draft: String,
     /// The first bytes of an incomplete UTF-8 character.
     partial: Vec<u8>,
-    sequence: Sequence,
+    escape: EscapeState,
     /// Whether a paste is in progress. Line breaks in pasted text do not end a message.
     is_pasting: bool,
     follows_return: bool,
@@ -34,7 +34,7 @@ pub struct TypeAhead {
 
 /// An incomplete escape sequence from a key that types no character, such as an arrow key.
 #[derive(Default, PartialEq)]
-enum Sequence {
+enum EscapeState {
     #[default]
     None,
     Escape,
@@ -50,18 +50,18 @@ const MAX_SEQUENCE_BYTES: usize = 32;
 impl TypeAhead {
     /// Adds a byte. Returns a [`Key`] if the byte is one.
     pub fn push_byte(&mut self, byte: u8) -> Option<Key> {
-        match std::mem::take(&mut self.sequence) {
-            Sequence::None => return self.push_text_byte(byte),
-            Sequence::Escape => {
-                self.sequence = match byte {
-                    b'[' => Sequence::Csi(Vec::new()),
-                    b'O' => Sequence::Ss3,
-                    0x1b => Sequence::Escape,
+        match std::mem::take(&mut self.escape) {
+            EscapeState::None => return self.push_text_byte(byte),
+            EscapeState::Escape => {
+                self.escape = match byte {
+                    b'[' => EscapeState::Csi(Vec::new()),
+                    b'O' => EscapeState::Ss3,
+                    0x1b => EscapeState::Escape,
                     // Ignore Alt plus a character.
-                    _ => Sequence::None,
+                    _ => EscapeState::None,
                 }
             }
-            Sequence::Csi(mut sequence) => match byte {
+            EscapeState::Csi(mut sequence) => match byte {
                 0x40..=0x7e => match sequence.as_slice() {
                     b"200" => self.is_pasting = true,
                     b"201" => self.is_pasting = false,
@@ -69,11 +69,11 @@ impl TypeAhead {
                 },
                 _ if sequence.len() < MAX_SEQUENCE_BYTES => {
                     sequence.push(byte);
-                    self.sequence = Sequence::Csi(sequence);
+                    self.escape = EscapeState::Csi(sequence);
                 }
                 _ => {}
             },
-            Sequence::Ss3 => {}
+            EscapeState::Ss3 => {}
         }
         None
     }
@@ -86,7 +86,7 @@ impl TypeAhead {
             self.draft.push(char::REPLACEMENT_CHARACTER);
         }
         match byte {
-            0x1b => self.sequence = Sequence::Escape,
+            0x1b => self.escape = EscapeState::Escape,
             b'\n' if follows_return => {}
             b'\r' | b'\n' => self.push_line_break(),
             b'\t' if self.is_pasting => self.draft.push('\t'),
@@ -144,20 +144,20 @@ impl TypeAhead {
 
     /// Handles a pause in the input. After a pause, a lone escape byte counts as the Esc key.
     pub fn pause(&mut self) {
-        if self.sequence == Sequence::Escape {
-            self.sequence = Sequence::None;
+        if self.escape == EscapeState::Escape {
+            self.escape = EscapeState::None;
         }
     }
 
     /// Returns whether a paste, an escape sequence or a character is incomplete.
     pub fn is_incomplete(&self) -> bool {
-        self.is_pasting || self.sequence != Sequence::None || !self.partial.is_empty()
+        self.is_pasting || self.escape != EscapeState::None || !self.partial.is_empty()
     }
 
     /// Abandons an incomplete paste, escape sequence or character.
     pub fn abandon_incomplete(&mut self) {
         self.is_pasting = false;
-        self.sequence = Sequence::None;
+        self.escape = EscapeState::None;
         self.partial.clear();
     }
 

@@ -1,6 +1,7 @@
 //! The decode step as a CUDA graph.
 //!
-//! Planning turns the decoder's layers into a fixed list of fused launches on static buffers and captures the list.
+//! Planning turns the decoder's layers into a fixed list of launches of fused kernels on static buffers.
+//! It then captures the list as a graph.
 //!
 //! Each token costs the host one graph launch. The token stays on the device as the input of the next step.
 //! The host reads the token from a mailbox while that step runs.

@@ -62,7 +62,7 @@ impl fmt::Display for EagerReason {
                 write!(f, "the graph does not support choosing {chosen} of {experts} experts")
             }
             EagerReason::RowLength(columns) => write!(f, "the graph has no kernel for rows of {columns} weights"),
-            EagerReason::VocabularySize(tokens) => write!(f, "this GPU is too small to sample from {tokens} tokens"),
+            EagerReason::VocabularySize(tokens) => write!(f, "this GPU cannot sample from {tokens} possible tokens"),
             EagerReason::PlanFailed(error) => write!(f, "planning the decode graph failed: {error}"),
         }
     }

@@ -175,7 +175,7 @@ impl Runner {
         }
     }
 
-    /// Sets a checkpoint after the cached tokens. It is called at the end of a prompt.
+    /// Sets a checkpoint at the current end of the cache, which is usually the end of a prompt.
     ///
     /// [`reuse_prefix`](Self::reuse_prefix) can return to the checkpoint after any number of generated tokens.
     pub fn set_checkpoint(&mut self) -> Result<()> {

@@ -155,7 +155,7 @@ pub fn split_tag(model: &str) -> (&str, Option<&str>) {
 
 /// Returns the name of each model in a repository: `name` for a single model, and `name:TAG` for several.
 ///
-/// If several files have the same tag, their names end with the file name instead.
+/// If several files have the same tag, their names contain the file name instead of the tag.
 pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
     let tags: Vec<&str> = files.iter().map(|file| tag(file.as_ref())).collect();
     let model_name = |path: &str| {
@@ -170,7 +170,7 @@ pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
     files.iter().map(|file| model_name(file.as_ref())).collect()
 }
 
-/// Returns the complete GGUF models in a directory, each with its name. `name` is the name of the repository.
+/// Returns the complete GGUF models in a directory, each with its name. `name` has no tag.
 ///
 /// The list is empty if the directory has safetensors weights.
 pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {

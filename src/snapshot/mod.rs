@@ -1,7 +1,10 @@
 //! The rules that determine which files in a directory make up a model.
 //!
-//! The weights of a model are in one `model.safetensors`, in the shards listed in `model.safetensors.index.json`,
-//! or in a GGUF file, which may be split into parts.
+//! The weights of a model are in one of three places:
+//! - a single `model.safetensors`
+//! - the shards that `model.safetensors.index.json` lists
+//! - a GGUF file, which may be split into parts
+//!
 //! `hub` applies these rules before a download, and `weights` applies them before opening a file.
 
 pub mod gguf;

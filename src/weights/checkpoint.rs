@@ -29,12 +29,12 @@ impl Checkpoint {
         })
     }
 
-    /// Creates a checkpoint from an opened GGUF file without parsing its header again.
+    /// Creates a checkpoint from an open GGUF file without parsing its header again.
     pub fn from_gguf(file: GgufCheckpoint) -> Result<Self> {
         Ok(Self::Gguf(Box::new(GgufModel::new(file)?)))
     }
 
-    /// Returns the opened GGUF file, or `None` for safetensors.
+    /// Returns the open GGUF file, or `None` for safetensors files.
     /// The file also contains the config, the vocabulary, the chat template and the sampling defaults.
     pub fn gguf(&self) -> Option<&GgufCheckpoint> {
         match self {

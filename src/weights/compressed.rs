@@ -11,8 +11,11 @@
 //! `weight_packed` is an I32 tensor of shape `[out, in / 4]`.
 //! Each 32-bit word holds four codes with an offset of 128. The first code is in the lowest byte.
 //!
-//! Source: vllm-project/compressed-tensors 0.20, `quantization/quant_config.py`,
-//! `quantization/quant_args.py`, `quantization/lifecycle/apply.py` and `utils/match.py`.
+//! Source: vllm-project/compressed-tensors 0.20:
+//! - `quantization/quant_config.py`
+//! - `quantization/quant_args.py`
+//! - `quantization/lifecycle/apply.py`
+//! - `utils/match.py`
 
 use std::collections::BTreeMap;
 
@@ -373,7 +376,7 @@ mod tests {
         assert_eq!(config.scheme("l.0.q_proj"), scheme(Format::Int8, WeightScales::PerChannel));
         assert_eq!(config.scheme("l.0.o_proj"), scheme(Format::Fp8, WeightScales::PerChannel));
         assert_eq!(config.scheme("l.1.o_proj"), scheme(Format::Fp8, WeightScales::PerTensor));
-        assert_eq!(config.scheme("l.2.o_proj"), None, "a group without weights assigned a scheme");
+        assert_eq!(config.scheme("l.2.o_proj"), None, "a group without `weights` quantized its layer");
     }
 
     #[test]

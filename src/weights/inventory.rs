@@ -67,7 +67,7 @@ pub struct TensorGroup {
 const GROUPS: [&str; 7] = ["embedding", "attention", "mlp", "experts", "norms", "head", "other"];
 
 /// Name fragments of tensors that no model loads.
-/// They match computed tables and masks, input scales, shapes of packed weights, and vision parts.
+/// They match computed tables and masks, input scales, shapes of packed weights, and vision modules.
 /// Input scales are read as numbers, not loaded as tensors.
 const NEVER_LOADED: [&str; 7] = [
     "rotary_emb.inv_freq",

@@ -184,7 +184,7 @@ impl<'c> Weights<'c> {
         }
     }
 
-    /// Fails with [`Error::UnsupportedQuantization`] for a tensor that quantization_config does not describe.
+    /// Returns [`Error::UnsupportedQuantization`] for a tensor that quantization_config does not describe.
     fn refuse_quantized<T>(&self, name: &str, how: &str) -> Result<T> {
         let dtype = self.checkpoint.required(name)?.dtype;
         let what = format!("tensor {name} in {dtype} ({how}, but quantization_config does not describe it)");

@@ -13,8 +13,8 @@ use crate::kernels::quantized::{InputRounding, Matrix, QuantizedMatrix, WeightFo
 
 impl<'c> Weights<'c> {
     /// Loads the matrix `name` of each module in `parts`, with shape `[rows, columns]`, and stacks the matrices.
-    /// Matrices that are quantized in the file or during loading become quantized matrices.
-    /// All other matrices become floats in the compute dtype.
+    /// A matrix stays quantized if the file stores it quantized, or is quantized during loading if so requested.
+    /// All other matrices are loaded as floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
         let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, *rows, columns);
         let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;

@@ -10,8 +10,10 @@ use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 
 /// Loads the stacked matrices of all experts, with shape `[experts, rows, columns]`.
 ///
-/// A packed checkpoint has `{name}_blocks` with shape `[experts, rows, columns / 32, 16]`
-/// and `{name}_scales` with shape `[experts, rows, columns / 32]`.
+/// A packed checkpoint has two tensors:
+/// - `{name}_blocks` with shape `[experts, rows, columns / 32, 16]`
+/// - `{name}_scales` with shape `[experts, rows, columns / 32]`
+///
 /// An unpacked checkpoint has `{name}` with shape `[experts, columns, rows]`, transposed as in transformers.
 pub fn experts(
     weights: &Weights,

@@ -178,8 +178,8 @@ impl<'c> MatrixRows<'c> {
             let [low, high, scales, supers] = split;
             rest = [low.1, high.1, scales.1, supers.1];
             let [low, high, scales, supers] = [low.0, high.0, scales.0, supers.0];
-            // Some formats lack one or more planes. `par_chunks_mut` would panic on their row size of 0.
-            // `plane_rows` yields empty rows instead.
+            // The planes that a format lacks have rows of 0 bytes, on which `par_chunks_mut` would panic.
+            // `plane_rows` yields empty rows for them instead.
             low.par_chunks_mut(row_bytes[0])
                 .zip(plane_rows(high, row_bytes[1], part.rows))
                 .zip(plane_rows(scales, row_bytes[2], part.rows))

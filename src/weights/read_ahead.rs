@@ -62,7 +62,7 @@ pub struct ReadAheadOptions {
 
 impl Default for ReadAheadOptions {
     fn default() -> Self {
-        // From the page cache, eight threads load 43 GB/s, which is as fast as copies to an H200.
+        // Eight threads read 43 GB/s from the page cache, which is as fast as data can be copied to an H200.
         // Four threads reach 28 GB/s, and sixteen are no faster than eight.
         // The staging buffers of eight threads take 64 MiB in total.
         let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -1,4 +1,4 @@
-//! Reads the header of a local or remote safetensors file. The result describes a model that is not loaded.
+//! Reads the header of a local or remote safetensors file to describe a model without loading it.
 //! Loading uses the `safetensors` crate instead, which performs more checks.
 
 use std::borrow::Cow;

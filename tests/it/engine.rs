@@ -261,7 +261,7 @@ fn finish_reason_says_why_a_generation_ended() {
     assert_eq!(full.summary.context_used, 512);
     let cancel = Arc::new(AtomicBool::new(true));
     let canceled = ask(&engine, &messages, |options| options.cancel = Some(cancel));
-    assert_eq!((canceled.summary.finish_reason, canceled.tokens.len()), (FinishReason::Interrupted, 0));
+    assert_eq!((canceled.summary.finish_reason, canceled.tokens.len()), (FinishReason::Canceled, 0));
     // After all these requests, the engine still answers like a fresh one.
     let again = ask(&engine, &messages, |_| ());
     assert_eq!(again.tokens, ask(&demo(512), &messages, |_| ()).tokens);
@@ -308,7 +308,7 @@ fn cancel_flag_ends_a_generation() {
             cancel.store(true, Ordering::Relaxed);
         }
     }
-    assert_eq!((stream.summary().finish_reason, tokens), (FinishReason::Interrupted, 4));
+    assert_eq!((stream.summary().finish_reason, tokens), (FinishReason::Canceled, 4));
     assert_eq!(stream.summary().completion_tokens, 4);
     assert!(stream.next_blocking().is_none());
     assert!(stats_when_idle(&engine).generated_tokens < 4000);

@@ -32,7 +32,7 @@ pub struct Sizes {
 #[derive(Debug, PartialEq, Serialize)]
 pub struct Rope {
     pub theta: Option<f64>,
-    /// The scaling rule, such as `yarn` or `llama3`. `default` means no scaling.
+    /// The scaling method, such as `yarn` or `llama3`. `default` means no scaling.
     pub scaling: String,
     pub factor: Option<f64>,
     pub original_context: Option<u64>,

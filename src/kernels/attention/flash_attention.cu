@@ -66,7 +66,8 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-// Replaces a maximum of -infinity, which would give NaN when subtracted. Without visible keys, any finite number works.
+// Replaces a maximum of -infinity with zero, because subtracting -infinity from itself gives NaN.
+// The maximum is -infinity only if there are no visible keys. Any finite number works then.
 __device__ __forceinline__ float finite(float maximum) { return maximum == -INFINITY ? 0.0f : maximum; }
 
 // Returns the factor that converts the weighted sums of values into the output.
@@ -92,7 +93,7 @@ __device__ __forceinline__ uint32_t arrive(uint32_t* counter, uint32_t last) {
 
 // ---- work of a block ----
 
-// The rows of a block.
+// The query rows of a block.
 template <typename C> struct Rows {
     int kv_head, heads, group;  // group: query heads of a KV head
     int first, count;
@@ -468,7 +469,7 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     const int warp_row = warp % C::WARPS * 16 * C::M;
     const int first_token = rows.token(0), last_token = rows.token(rows.count - 1);
     const int warp_first_token = rows.token(warp_row), warp_last_token = rows.token(warp_row + 16 * C::M - 1);
-    // The sinks are needed last, but their load starts here.
+    // The sinks are needed only at the end, but loading them starts here.
     float sink = -INFINITY;
     if (sinks && threadIdx.x < rows.count) sink = sinks[kv_head * group + (first_row + threadIdx.x) % group];
     // With `early`, the caller guarantees that positions[0] and all earlier keys and values are already complete.

@@ -32,7 +32,7 @@ pub use mask::AttentionMask;
 /// - sinks f32 \[H\]
 /// - positions u32 \[T\]: the positions of the queries, on the device
 ///
-/// On a CPU, the backend must be `Auto` or `Eager`, and the reference runs.
+/// On a CPU, `backend` must be `Auto` or `Eager`. Both run the reference.
 pub fn attention(
     q: &Tensor,
     k: &Tensor,

@@ -106,7 +106,7 @@ struct ChosenGroups {
         const int n = rows.index_of(group);
         return rows.experts[n] * rows.expert_pieces + (size_t)row * rows.pieces + (group - n * rows.pieces);
     }
-    __device__ __forceinline__ int quantize_row_8bit(int row, int group) const {
+    __device__ __forceinline__ int scale_row(int row, int group) const {
         return (int)rows.experts[rows.index_of(group)] * expert_rows + row;
     }
 };

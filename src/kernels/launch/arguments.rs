@@ -16,7 +16,7 @@ pub fn address(tensor: &Tensor) -> Result<CUdeviceptr> {
         bail!("a kernel needs a contiguous tensor, got {:?} with strides {:?}", tensor.shape(), tensor.stride());
     }
     let (storage, layout) = tensor.storage_and_layout();
-    let Storage::Cuda(storage) = &*storage else { bail!("a kernel needs a CUDA tensor, got one on {:?}", tensor.device()) };
+    let Storage::Cuda(storage) = &*storage else { bail!("a kernel needs a CUDA tensor, got {:?}", tensor.device()) };
     let stream = storage.device.cuda_stream();
     let base = match &storage.slice {
         CudaStorageSlice::U8(slice) => slice.device_ptr(&stream).0,

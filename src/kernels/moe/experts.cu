@@ -12,7 +12,7 @@
 #include <mma.h>
 
 __device__ __forceinline__ float e8m0(uint8_t scale) {
-    // 2^(scale - 127) is the exponent field of an f32, except that 0 is the subnormal 2^-127 and 255 is NaN.
+    // As the exponent field of an f32, the byte gives 2^(scale - 127). But 0 is the subnormal 2^-127, and 255 is NaN.
     return scale == 0 ? __int_as_float(0x00400000) : scale == 255 ? NAN : __int_as_float((int)scale << 23);
 }
 

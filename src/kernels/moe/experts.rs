@@ -36,7 +36,7 @@ pub enum ExpertWeights {
     Dense(Tensor),
     /// One matrix \[E·R, C\], and the number of experts E.
     Quantized(QuantizedMatrix, usize),
-    /// MXFP4 weights that are repacked for tensor cores, for GPUs and the compute dtypes bf16 and f16.
+    /// MXFP4 weights repacked for tensor cores, used on a GPU if the compute dtype is bf16 or f16.
     #[cfg(feature = "cuda")]
     Mxfp4Tiles(Mxfp4Tiles),
 }

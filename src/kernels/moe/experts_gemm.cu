@@ -599,7 +599,7 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
     consume<S, T, N, GATE_UP>(ring, position, w, o, tile);
 }
 
-// Three warpgroups multiply. The fourth one copies the data ahead of them, also across tiles.
+// Three warpgroups multiply. The fourth one copies data ahead of them, including data of the next tile.
 // It uses bulk copies, which access memory through the same proxy as wgmma.
 // With cp.async, each stage would need a fence that waits for all copies.
 //   grid: any number of blocks; one block fits on a multiprocessor

@@ -82,7 +82,7 @@ impl Mxfp4Tiles {
     }
 }
 
-/// The same linear layer of all experts.
+/// The weights and biases of one linear layer, for all experts.
 #[derive(Clone, Copy)]
 pub struct ExpertLinear<'t> {
     pub tiles: &'t Mxfp4Tiles,

@@ -334,7 +334,7 @@ struct ContiguousRows {
     static constexpr bool is_gathered = false;
     int groups;
     __device__ __forceinline__ size_t group_index(int row, int group) const { return (size_t)row * groups + group; }
-    __device__ __forceinline__ int quantize_row_8bit(int row, int) const { return row; }
+    __device__ __forceinline__ int scale_row(int row, int) const { return row; }
 };
 
 // Streams the rows of a stack through a warp, one unit of ROWS rows at a time.
@@ -389,7 +389,7 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
             load_group<F>(raw[r], matrix, layout.group_index(from.row[r], group));
             if (Layout::is_gathered && FormatLayout<F>::has_row_scale) {
                 const uint32_t* row_scales = reinterpret_cast<const uint32_t*>(matrix.scales);
-                raw[r].scales = __ldg(row_scales + layout.quantize_row_8bit(from.row[r], group));
+                raw[r].scales = __ldg(row_scales + layout.scale_row(from.row[r], group));
             }
         }
     }

@@ -1,6 +1,8 @@
 //! Dequantizes a single block of each type. `bytes` is the block, and `values` receives its elements.
 //!
-//! The layouts use these names: `d` is the scale of a block, `m` or `dmin` its minimum, and `q` a quantized integer.
+//! In the layouts, `d` is the scale of a block, `m` is its minimum, and `dmin` is the scale of its minimums (mins).
+//! A quantized integer is named `q`.
+//!
 //! A byte of nibbles has one element from each half of a group. A byte of bit pairs has one from each quarter.
 //! Adjacent elements are therefore in adjacent bytes.
 
@@ -130,7 +132,8 @@ pub fn mxfp4(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Returns scale `s` of 16. The first 8 bytes hold their low 4 bits, and the last 4 bytes hold their high 2 bits.
+/// Returns scale `s` of 16. The first 8 bytes hold the low 4 bits of all scales.
+/// The last 4 bytes hold the high 2 bits.
 pub fn q3_k_scale(scales: &[u8], s: usize) -> u8 {
     (scales[s % 8] >> (4 * (s / 8))) & 15 | ((scales[8 + s % 4] >> (2 * (s / 4))) & 3) << 4
 }
@@ -141,7 +144,7 @@ fn nibble(bytes: &[u8], i: usize) -> u8 {
 }
 
 /// Returns 2-bit value `i` of 256. Each run of 32 bytes holds 128 of them.
-/// The lowest two bits of its bytes hold the first 32 values, the next two bits hold the next 32, and so on.
+/// The lowest two bits of these bytes hold the first 32 values, the next two bits hold the next 32, and so on.
 fn two_bits(bytes: &[u8], i: usize) -> u8 {
     bytes[32 * (i / 128) + i % 32] >> (2 * (i % 128 / 32)) & 3
 }
@@ -151,7 +154,7 @@ pub fn bit(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 8] >> (i % 8) & 1
 }
 
-/// Returns scale `s` and min `s` of eight each. They have 6 bits.
+/// Returns scale `s` and min `s`. There are 8 scales and 8 mins, with 6 bits each.
 /// The first four scales and mins are the low 6 bits of the first 8 bytes.
 /// The others have their low 4 bits in the last 4 bytes and their high 2 bits at the top of the first 8 bytes.
 pub fn scale_and_min(scales: &[u8], s: usize) -> (u8, u8) {

@@ -109,9 +109,7 @@ impl GgufCheckpoint {
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), Metadata::u32)?;
         let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?.unwrap_or(heads);
         if heads == 0 || kv_heads == 0 {
-            bail!(
-                "metadata keys {architecture}.attention.head_count ({heads}) and head_count_kv ({kv_heads}) must not be 0"
-            );
+            bail!("metadata key {architecture}.attention.head_count ({heads}) or head_count_kv ({kv_heads}) is 0");
         }
         Ok((heads as usize, kv_heads as usize))
     }

@@ -17,8 +17,8 @@ use super::metadata::Metadata;
 impl GgufCheckpoint {
     /// Returns the metadata as the contents of a config.json.
     ///
-    /// Fails with [`Error::UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture)
-    /// for an unknown architecture. Also fails for metadata that a config.json cannot express.
+    /// Fails if a config.json cannot express the metadata.
+    /// An unknown architecture is an [`Error::UnsupportedArchitecture`](crate::error::Error::UnsupportedArchitecture).
     pub fn config(&self) -> Result<Value> {
         config(self)
     }

@@ -1,7 +1,7 @@
 //! Maps the routed experts of a GGUF file to tensors of the model.
 //!
 //! The file has separate gate, up and down tensors. The model has gate and up in one tensor.
-//! For gpt-oss, the expert tensors of the model are packed as MXFP4.
+//! The experts of gpt-oss stay packed if the file stores them as MXFP4.
 
 use std::collections::BTreeMap;
 

@@ -29,7 +29,7 @@ impl<'c> ArchitectureKeys<'c> {
         Ok(self.file.metadata().required(&self.key(name), Metadata::u32)?.into())
     }
 
-    /// Returns a float as the f64 with the same decimal notation: 1e-5, not 0.000009999999747378752.
+    /// Returns a float as the f64 with the same decimal text: 1e-5, not 0.000009999999747378752.
     pub fn float(&self, name: &str) -> Result<Option<f64>> {
         Ok(self.file.metadata().f32(&self.key(name))?.map(widen))
     }
@@ -129,7 +129,7 @@ impl<'c> ArchitectureKeys<'c> {
     }
 }
 
-/// Returns the f64 with the same decimal notation as the f32.
+/// Returns the f64 that has the same decimal text as the f32.
 pub fn widen(value: f32) -> f64 {
     value.to_string().parse().unwrap_or(f64::from(value))
 }

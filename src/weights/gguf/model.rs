@@ -30,7 +30,7 @@ impl GgufModel {
         Ok(Self { file, tensors })
     }
 
-    /// Returns the opened file.
+    /// Returns the open file.
     pub fn file(&self) -> &GgufCheckpoint {
         &self.file
     }
@@ -151,7 +151,7 @@ impl GgufModel {
             values.iter_mut().zip(buffer.iter()).for_each(|(value, read)| *value = convert(read + shift));
             anyhow::Ok(())
         };
-        // A malicious file may have a tensor without rows but with any row length.
+        // In a malicious file, a tensor may have no rows but a huge row length.
         let columns = rows.columns.min(values.len()).max(1);
         let buffer = || vec![0.0; columns];
         values

@@ -77,7 +77,7 @@ fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Ve
                 wrong.push(format!("{id}: expected {} bytes, found\n{}", case["bytes"], rendered.text))
             }
             (Err(error), Some("refused")) if error.to_string().contains("rejects this conversation") => {}
-            // If transformers failed with an internal error, minijinja may fail or succeed.
+            // If the template itself breaks in transformers, minijinja may fail or succeed.
             (_, Some("broken")) => {}
             (result, expected) => {
                 wrong.push(format!("{id}: expected {expected:?}, got {:?}", result.map(|rendered| rendered.text)))

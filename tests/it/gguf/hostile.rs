@@ -158,7 +158,7 @@ fn too_many_layers_are_an_error() {
 }
 
 /// Each tensor is empty, so it fits in any file.
-/// The product of the stacked dimensions overflows a u64 even if dimensions of length 0 count as 1.
+/// The product of the stacked dimensions overflows a u64, because a dimension of length 0 counts as 1 in it.
 #[test]
 fn experts_with_too_many_elements_are_an_error() {
     let mut writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);

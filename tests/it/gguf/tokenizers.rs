@@ -485,7 +485,7 @@ fn invalid_vocabularies_are_errors() {
         (merged("a "), "is not two tokens"),
         (merged(""), "is not two tokens"),
         (merged("a b"), "tokenizer.ggml.merges[0]: \"a b\" has a part or a result that is not a token"),
-        // The `tokenizers` crate would panic, because the parts are longer than any token.
+        // Without inferno's check, the `tokenizers` crate panics on parts that are longer than any token.
         (merged(&format!("{} {}", "a".repeat(99), "b".repeat(99))), "has a part or a result that is not a token"),
         (
             good().u32(&key("bos_token_id"), 256),

@@ -15,16 +15,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
-use super::disk::{create_dir, create_temporary, with_suffix, write_error};
+use crate::hub::disk::{create_dir, create_temporary, with_suffix, write_error};
 
 /// The suffixes of unfinished and bad files. Hugging Face's Python tools write `.incomplete` files sequentially.
-pub(super) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
+pub(in crate::hub) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
 
 /// The suffix of a blob whose contents are wrong. The blob is kept until its replacement arrives.
-pub(super) const BAD: &str = ".bad";
+pub(in crate::hub) const BAD: &str = ".bad";
 
 /// A partially downloaded file.
-pub(super) struct Partial {
+pub(in crate::hub) struct Partial {
     path: PathBuf,
     /// The size of the complete file.
     bytes: u64,
@@ -91,7 +91,7 @@ impl Partial {
                 File::open(&incomplete)
                     .and_then(|data| data.sync_data())
                     .map_err(|error| write_error(error, &incomplete, 0))?;
-                self.checkpoint().write_record()?;
+                self.pending_record().write_record()?;
                 fs::rename(&incomplete, &self.path).map_err(|error| write_error(error, &self.path, 0))?;
             } else {
                 // An old record would be mistaken for a record of the new file.
@@ -172,13 +172,13 @@ impl Partial {
     }
 
     /// Returns a checkpoint of the current state, which can be saved without holding a lock on the `Partial`.
-    pub fn checkpoint(&self) -> Checkpoint {
-        Checkpoint { path: self.path.clone(), record: self.record.clone(), is_lost: self.is_lost.clone() }
+    pub fn pending_record(&self) -> PendingRecord {
+        PendingRecord { path: self.path.clone(), record: self.record.clone(), is_lost: self.is_lost.clone() }
     }
 
     /// Saves the current state to disk.
     pub fn save(&self) -> Result<()> {
-        self.checkpoint().save()
+        self.pending_record().save()
     }
 
     /// Deletes the file and its record.
@@ -192,20 +192,20 @@ impl Partial {
     /// Renames the complete file to `blob` and deletes its record.
     pub fn finish(&self, blob: &Path) -> Result<()> {
         // Flush before renaming. Otherwise, a power failure could leave a blob of the right length, filled with zeros.
-        self.checkpoint().sync()?;
+        self.pending_record().sync()?;
         fs::rename(&self.path, blob).with_context(|| format!("cannot rename {}", self.path.display()))?;
         self.delete()
     }
 }
 
 /// A copy of the state of a [`Partial`], ready to be saved.
-pub(super) struct Checkpoint {
+pub(in crate::hub) struct PendingRecord {
     path: PathBuf,
     record: Record,
     is_lost: Arc<AtomicBool>,
 }
 
-impl Checkpoint {
+impl PendingRecord {
     pub fn path(&self) -> &Path {
         &self.path
     }

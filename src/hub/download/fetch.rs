@@ -12,21 +12,21 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 
-use super::cache::RepoDir;
-use super::hash;
 use super::jobs::{Download, DownloadState, Job, Phase, Task, WantedFile, is_complete};
-use super::progress::Progress;
-use super::remote::Remote;
-use super::retry::Retry;
 use super::transfer::{Stop, Transfer};
 use crate::error::Error;
+use crate::hub::cache::RepoDir;
+use crate::hub::hash;
+use crate::hub::progress::Progress;
+use crate::hub::remote::Remote;
+use crate::hub::retry::Retry;
 use crate::snapshot::is_weights_file;
 
 /// Fetches files as blobs of `repo` and links them into the snapshot of `commit`.
 ///
 /// Links the weights last, so that an incomplete snapshot does not count as a model.
 /// The first failure ends the download. Bytes that were already fetched are kept.
-pub(super) fn fetch(
+pub(in crate::hub) fn fetch(
     remote: &Remote,
     commit: &str,
     repo: &RepoDir,
@@ -137,7 +137,7 @@ impl Download<'_> {
         let (etag, bytes, name, checkpoint) = {
             let state = self.state();
             let job = &state.jobs[index];
-            (job.etag, job.bytes, job.names[0], job.partial.checkpoint())
+            (job.etag, job.bytes, job.names[0], job.partial.pending_record())
         };
         let blob = self.repo.blob(etag);
         // An existing blob was verified before it was renamed into place.

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use ureq::http::{HeaderMap, Response, StatusCode, header};
 use ureq::{Body, BodyReader};
 
-use super::disk::write_error;
-use super::hash;
 use super::jobs::{Download, Phase};
-use super::retry::{is_temporary, retry_after};
 use crate::error::Error;
+use crate::hub::disk::write_error;
+use crate::hub::hash;
+use crate::hub::retry::{is_temporary, retry_after};
 
 /// How often a server may ignore a range before the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
@@ -22,7 +22,7 @@ const MAX_WHOLE_RESPONSES: u32 = 3;
 const MIN_PROGRESS_BYTES: u64 = 64 << 10;
 
 /// Why a transfer ended early.
-pub(super) enum Stop {
+pub(in crate::hub) enum Stop {
     /// Another attempt may succeed. The server may request a wait first (Retry-After).
     Temporary(String, Option<Duration>),
     /// Another attempt would fail the same way.
@@ -32,7 +32,7 @@ pub(super) enum Stop {
 }
 
 /// The transfer of one part of a file, on one thread.
-pub(super) struct Transfer<'a, 'b> {
+pub(in crate::hub) struct Transfer<'a, 'b> {
     pub download: &'b Download<'a>,
     /// The index of the job.
     pub job: usize,
@@ -202,7 +202,7 @@ impl Transfer<'_, '_> {
             let is_due = job.last_save.elapsed() >= self.download.remote.limits().save_interval;
             is_due.then(|| {
                 job.last_save = Instant::now();
-                job.partial.checkpoint()
+                job.partial.pending_record()
             })
         };
         // Save while the state is not locked.
@@ -232,7 +232,7 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
 }
 
 /// A Content-Range header: `bytes 100-199/200`.
-pub(super) struct ContentRange {
+pub(in crate::hub) struct ContentRange {
     pub first: u64,
     last: u64,
     /// The size of the file. `None` if the server sent `*`.
@@ -246,7 +246,7 @@ impl ContentRange {
 }
 
 /// Parses the Content-Range header of a partial response.
-pub(super) fn content_range(headers: &HeaderMap) -> Option<ContentRange> {
+pub(in crate::hub) fn content_range(headers: &HeaderMap) -> Option<ContentRange> {
     let range = headers.get(header::CONTENT_RANGE)?.to_str().ok()?;
     let (first, rest) = range.strip_prefix("bytes ")?.split_once('-')?;
     let (last, total) = rest.split_once('/')?;

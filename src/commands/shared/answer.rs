@@ -163,7 +163,7 @@ fn print(object: &Value) -> Result<()> {
 
 fn exit_code(turn: &Turn) -> ExitCode {
     match turn.summary.finish_reason {
-        FinishReason::Interrupted => ExitCode::from(130),
+        FinishReason::Canceled => ExitCode::from(130),
         _ => ExitCode::SUCCESS,
     }
 }

@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-use super::cache::RepoDir;
-use super::hash;
-use super::listing::RemoteFile;
 use super::partial::Partial;
-use super::progress::Progress;
-use super::remote::Remote;
+use crate::hub::cache::RepoDir;
+use crate::hub::hash;
+use crate::hub::listing::RemoteFile;
+use crate::hub::progress::Progress;
+use crate::hub::remote::Remote;
 
 /// A file with a known size and etag, ready to be fetched.
-pub(super) struct WantedFile {
+pub(in crate::hub) struct WantedFile {
     pub name: String,
     pub bytes: u64,
     /// The hash of the contents if the hub sends one, otherwise a unique name that inferno derives.
@@ -50,12 +50,12 @@ impl WantedFile {
 }
 
 /// Returns true if a blob is on disk with the expected size.
-pub(super) fn is_complete(blob: &Path, bytes: u64) -> bool {
+pub(in crate::hub) fn is_complete(blob: &Path, bytes: u64) -> bool {
     fs::metadata(blob).is_ok_and(|data| data.is_file() && data.len() == bytes)
 }
 
 /// A running download, shared by its threads.
-pub(super) struct Download<'a> {
+pub(in crate::hub) struct Download<'a> {
     pub remote: &'a Remote<'a>,
     pub commit: &'a str,
     pub repo: &'a RepoDir,
@@ -66,13 +66,13 @@ pub(super) struct Download<'a> {
 }
 
 /// The jobs of a download and its first failure.
-pub(super) struct DownloadState<'a> {
+pub(in crate::hub) struct DownloadState<'a> {
     pub jobs: Vec<Job<'a>>,
     pub failure: Option<anyhow::Error>,
 }
 
 /// One blob to fetch.
-pub(super) struct Job<'a> {
+pub(in crate::hub) struct Job<'a> {
     pub etag: &'a str,
     pub bytes: u64,
     /// The names of all files that have these contents.
@@ -95,7 +95,7 @@ pub(super) struct Job<'a> {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Phase {
+pub(in crate::hub) enum Phase {
     New,
     Fetching,
     Verifying,
@@ -103,7 +103,7 @@ pub(super) enum Phase {
 }
 
 /// The next piece of work for a thread. `job` is an index into [`DownloadState::jobs`].
-pub(super) enum Task {
+pub(in crate::hub) enum Task {
     FetchPart { job: usize, part: Range<u64>, generation: u32 },
     Verify { job: usize },
 }

@@ -1,22 +1,27 @@
 //! Downloads a model from the hub into inferno's cache.
 
+mod fetch;
+pub(in crate::hub) mod jobs;
+pub(in crate::hub) mod partial;
+pub(in crate::hub) mod transfer;
+
 use std::fs;
 use std::path::Path;
 
 use anyhow::Result;
 
-use super::cache::RepoDir;
-use super::client::Hub;
-use super::fetch::fetch;
-use super::filter::{CompiledFilter, FileFilter, choose_files};
-use super::jobs::WantedFile;
-use super::listing::{Listing, RemoteFile};
-use super::names::{self, MAIN};
-use super::progress::Progress;
-use super::remote::Remote;
-use super::snapshot::{Snapshot, Source};
-use super::{demo, disk};
+use crate::hub::cache::RepoDir;
+use crate::hub::client::Hub;
+use crate::hub::filter::{CompiledFilter, FileFilter, choose_files};
+use crate::hub::listing::{Listing, RemoteFile};
+use crate::hub::names::{self, MAIN};
+use crate::hub::progress::Progress;
+use crate::hub::remote::Remote;
+use crate::hub::snapshot::{Snapshot, Source};
+use crate::hub::{demo, disk};
 use crate::snapshot::{Required, safetensors::INDEX};
+use fetch::fetch;
+use jobs::WantedFile;
 
 impl Hub {
     /// Downloads a model into inferno's cache and returns its snapshot. Resumes an interrupted download.
@@ -110,7 +115,7 @@ impl Hub {
     }
 
     /// Adds `files` to the snapshot of `commit`, and fetches only what the cache lacks. The caller must hold the lock.
-    pub(super) fn fetch_files(
+    pub(in crate::hub) fn fetch_files(
         &self,
         remote: &Remote,
         commit: &str,
@@ -182,7 +187,7 @@ impl Hub {
 }
 
 /// Returns the [`Error::Offline`](crate::error::Error::Offline) message for a download.
-pub(super) fn cannot_download(name: &str) -> String {
+pub(in crate::hub) fn cannot_download(name: &str) -> String {
     format!("cannot download '{name}': HF_HUB_OFFLINE is set")
 }
 

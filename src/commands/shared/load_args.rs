@@ -1,0 +1,135 @@
+//! The flags that control how a model is loaded, and loading with a progress bar.
+
+use anyhow::Result;
+use candle_core::DType;
+use clap::ValueEnum;
+use indicatif::ProgressBar;
+
+use super::{note, progress_style, stderr_target};
+use crate::device::{DeviceChoice, DeviceInfo};
+use crate::engine::{Engine, LoadOptions};
+use crate::error::Error;
+use crate::hub::Snapshot;
+use crate::kernels::attention::AttentionBackend;
+use crate::language::Language;
+use crate::text::printable;
+use crate::weights::quantized::QuantizationTarget;
+
+/// The flags that control how a model is loaded.
+#[derive(Clone, clap::Args)]
+pub struct LoadArgs {
+    /// Branch, tag or commit of the model
+    #[arg(long, value_name = "REV")]
+    revision: Option<String>,
+    /// cuda, cuda:N, or cpu (for development and the demo model)
+    #[arg(long, default_value = "cuda", value_name = "DEVICE")]
+    device: DeviceChoice,
+    /// Compute dtype [default: bf16 on a GPU, f32 on a CPU]
+    #[arg(long, value_name = "DTYPE")]
+    dtype: Option<Dtype>,
+    /// Context length in tokens, for prompt and answers together [default: what fits, up to 32768]
+    #[arg(long, value_name = "TOKENS")]
+    context: Option<usize>,
+    /// Largest prompt chunk in one forward pass, in tokens [default: up to 8192, as memory allows]
+    #[arg(long, value_name = "TOKENS", hide_short_help = true)]
+    chunk: Option<usize>,
+    /// Quantize float weights while loading: fp8, int8, or a GGUF type such as q8_0, q6_k, q5_k or q4_k
+    #[arg(long, value_name = "FORMAT")]
+    quantize: Option<QuantizationTarget>,
+    /// Decode without a CUDA graph, one operation at a time; slow, for comparison
+    #[arg(long, hide_short_help = true)]
+    eager: bool,
+    /// Attention kernel for prompts: auto, own, flash (needs the flash-attn feature) or eager
+    #[arg(long, default_value = "auto", value_name = "KERNEL", hide_short_help = true)]
+    attention: Attention,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Attention {
+    Auto,
+    Own,
+    Flash,
+    Eager,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Dtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl LoadArgs {
+    pub fn revision(&self) -> Option<&str> {
+        self.revision.as_deref()
+    }
+
+    /// Returns a copy of these flags without `--quantize`.
+    pub fn unquantized(&self) -> Self {
+        Self { quantize: None, ..self.clone() }
+    }
+
+    /// Sets the context to `tokens` if `--context` was not given. Fails if `--context` is smaller than `tokens`.
+    pub fn require_context(&mut self, tokens: usize) -> Result<()> {
+        match self.context {
+            Some(context) if context < tokens => {
+                let message = format!("--context {context} is too small for these flags: use --context {tokens}");
+                Err(Error::Usage(message).into())
+            }
+            context => {
+                self.context = Some(context.unwrap_or(tokens));
+                Ok(())
+            }
+        }
+    }
+
+    /// Loads a snapshot. Shows a progress bar and a line about the device on stderr.
+    pub fn load(&self, snapshot: &Snapshot) -> Result<Engine> {
+        self.load_with_language_check(snapshot, &|_| Ok(()))
+    }
+
+    /// Loads a snapshot. `check_language` can reject its tokenizer and chat format before the weights are read.
+    pub fn load_with_language_check(
+        &self,
+        snapshot: &Snapshot,
+        check_language: &(dyn Fn(&Language) -> Result<()> + Sync),
+    ) -> Result<Engine> {
+        let bar = ProgressBar::with_draw_target(Some(0), stderr_target());
+        bar.set_style(progress_style(
+            "loading {wide_bar} {decimal_bytes}/{decimal_total_bytes} {decimal_bytes_per_sec}",
+        ));
+        let engine = Engine::load(
+            &snapshot.path,
+            &LoadOptions {
+                device: self.device,
+                dtype: self.dtype.map(|dtype| match dtype {
+                    Dtype::F32 => DType::F32,
+                    Dtype::F16 => DType::F16,
+                    Dtype::Bf16 => DType::BF16,
+                }),
+                context: self.context,
+                chunk: self.chunk,
+                quantize: self.quantize,
+                eager: self.eager,
+                attention: match self.attention {
+                    Attention::Auto => AttentionBackend::Auto,
+                    Attention::Own => AttentionBackend::Own,
+                    Attention::Flash => AttentionBackend::CandleFlashAttn,
+                    Attention::Eager => AttentionBackend::Eager,
+                },
+                progress: &|bytes, total| {
+                    bar.set_length(total);
+                    bar.set_position(bytes);
+                },
+                on_device: &|info: &DeviceInfo| bar.suspend(|| note(&info.to_string())),
+                check_language,
+            },
+        );
+        bar.finish_and_clear();
+        let engine = engine?;
+        if let Some(reason) = engine.eager_reason().filter(|reason| reason.is_unexpected()) {
+            eprintln!("warning: {}\n  answers are slower; please report this", printable(&reason.to_string()));
+        }
+        Ok(engine)
+    }
+}

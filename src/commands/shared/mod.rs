@@ -1,0 +1,46 @@
+//! Flags and functions that several subcommands share.
+
+pub mod answer;
+pub mod defaults;
+pub mod json;
+mod load_args;
+pub mod logging;
+pub mod progress;
+pub mod prompt;
+pub mod sampling;
+
+use std::io::IsTerminal;
+
+use anyhow::Result;
+use indicatif::{ProgressDrawTarget, ProgressStyle};
+
+use crate::hub::{Hub, Snapshot, demo};
+pub use load_args::LoadArgs;
+
+/// Lists all local models: the cached models, then the demo. Omits the demo if it cannot be written to the cache.
+pub fn playable(hub: &Hub) -> Result<Vec<Snapshot>> {
+    let mut snapshots = hub.list()?;
+    snapshots.extend(hub.find(demo::NAME, None));
+    Ok(snapshots)
+}
+
+/// Returns today's date in the local time zone, as YYYY-MM-DD.
+pub fn today() -> String {
+    jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
+}
+
+/// Prints a dim note to stderr if stderr is a terminal.
+pub fn note(text: &str) {
+    if std::io::stderr().is_terminal() {
+        crate::terminal::print_dim(text);
+    }
+}
+
+/// Returns the target for progress bars: stderr if it is a terminal, otherwise hidden.
+pub fn stderr_target() -> ProgressDrawTarget {
+    if std::io::stderr().is_terminal() { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() }
+}
+
+pub fn progress_style(template: &str) -> ProgressStyle {
+    ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
+}
