@@ -37,7 +37,7 @@ type_and_wait() {
 # picture NAME TITLE: saves the terminal as docs/NAME.svg.
 picture() {
   sleep 0.3
-  tmux capture-pane -e -p -t $session | scripts/terminal_picture.py --title "$2" --columns 92 -o "docs/$1.svg"
+  tmux capture-pane -e -p -t $session | scripts/terminal_to_svg.py --title "$2" --columns 92 -o "docs/$1.svg"
 }
 
 start 42

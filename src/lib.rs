@@ -1,6 +1,6 @@
 //! inferno runs open-weight language models on a single NVIDIA GPU.
 //!
-//! Tensor shapes in the documentation use these letters:
+//! Tensor shapes in the documentation use names, such as `[tokens, hidden]`, or these letters:
 //!
 //! - T: tokens in the current forward pass
 //! - S: length of the KV cache in tokens
@@ -8,11 +8,13 @@
 //! - K: key/value heads
 //! - G: query heads per key/value head, H / K
 //! - D: head dimension
-//! - C: hidden size
+//! - C: hidden size, or the columns of a matrix
 //! - F: intermediate size
 //! - E: experts
 //! - N: experts selected per token
 //! - V: vocabulary size
+//! - R: rows of a matrix
+//! - P: (token, expert) pairs, T · N
 
 pub mod chat;
 #[doc(hidden)]

@@ -9,7 +9,7 @@ use inferno::models;
 use inferno::tokenizer::{ControlTokens, Tokenizer};
 use inferno::weights::gguf::{self, GgufCheckpoint, GgufModel, Header};
 use inferno::weights::quantized::MatrixRows;
-use inferno::weights::{Checkpoint, Inventory, Summary};
+use inferno::weights::{Checkpoint, Inventory, WeightsSummary};
 
 /// Larger tensors are not loaded, to save time.
 const MAX_ELEMENTS: usize = 1 << 16;
@@ -82,7 +82,7 @@ pub fn safetensors(data: &[u8]) {
     if !written {
         return;
     }
-    let _ = Summary::from_safetensors(folder.path());
+    let _ = WeightsSummary::from_safetensors(folder.path());
     let Ok(checkpoint) = Checkpoint::open(folder.path()) else { return };
     let mut bytes = 0;
     for (name, info) in checkpoint.tensors() {

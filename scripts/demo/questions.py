@@ -276,10 +276,10 @@ flag: option, switch, parameter, argument
 flags: options, switches, parameters
 command: instruction, verb, subcommand
 commands: instructions, verbs
-license: license
-license: license
-quantization: quantization
-quantized: quantized, compressed
+licence: license
+license: licence
+quantisation: quantization
+quantised: quantized, compressed
 list: show, enumerate, display
 print: show, output, write
 made: created, built, developed, written

@@ -116,7 +116,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         repetitions: args.repetitions,
         tests,
         first_token,
-        launches_per_token: engine.with_runner(|runner| runner.launch_counts())?,
+        launches_per_token: engine.with_runner(|runner| runner.launch_counts())??,
         kernels,
     };
     let mut out = std::io::stdout().lock();

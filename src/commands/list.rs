@@ -15,7 +15,7 @@ use crate::hub::{Hub, Snapshot};
 use crate::models;
 use crate::snapshot::gguf;
 use crate::text::{home_relative, parameter_count, printable, short_commit, size};
-use crate::weights::Summary;
+use crate::weights::WeightsSummary;
 use crate::weights::gguf::GgufCheckpoint;
 
 /// Show the models on this machine
@@ -89,7 +89,7 @@ impl Model {
             Some(file) => match GgufCheckpoint::open(&file) {
                 Ok(file) => {
                     let declared = file.architecture().ok().map(str::to_string);
-                    (models::gguf_config(&file).ok(), declared, Some(Summary::from_gguf(&file)))
+                    (models::gguf_config(&file).ok(), declared, Some(WeightsSummary::from_gguf(&file)))
                 }
                 Err(_) => (None, None, None),
             },
@@ -97,7 +97,7 @@ impl Model {
                 let config = models::read_config(path).ok();
                 let declared = if config.is_none() { models::declared_model_type(path) } else { None };
                 let weights =
-                    Summary::from_safetensors(path).ok().filter(|weights| config.is_some() || !weights.packed);
+                    WeightsSummary::from_safetensors(path).ok().filter(|weights| config.is_some() || !weights.packed);
                 (config, declared, weights)
             }
         };

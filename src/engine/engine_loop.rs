@@ -45,8 +45,6 @@ enum Plan {
     Decode,
     /// End the running sequence.
     Finish(FinishReason),
-    /// Call a function with the runner.
-    Call(RunnerCall),
 }
 
 /// The state of the engine thread.
@@ -67,11 +65,13 @@ impl EngineLoop {
     /// Runs until shutdown, or until all handles are dropped.
     pub fn run(mut self) {
         while self.receive_commands() {
-            if let Some(plan) = self.plan() {
-                let outcome = self.step(plan);
-                self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
+            self.admit();
+            if let Some(sequence) = &mut self.running {
+                let plan = plan(sequence, &self.runner);
+                let outcome = step(plan, sequence, &mut self.runner, &self.language, &self.counters);
                 self.deliver(outcome);
             }
+            self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
         }
     }
 
@@ -92,65 +92,20 @@ impl EngineLoop {
         }
     }
 
-    /// Plans the next step. Starts the next job if none is running.
-    fn plan(&mut self) -> Option<Plan> {
-        if self.running.is_none() {
-            match self.waiting.pop_front()? {
-                Job::Call(call) => return Some(Plan::Call(call)),
-                Job::Sequence(sequence) => {
-                    stats::subtract_one(&self.counters.waiting);
-                    stats::add(&self.counters.running, 1);
-                    self.running = Some(sequence);
-                }
+    /// Starts the next job if no sequence is running. A call runs to its end here.
+    fn admit(&mut self) {
+        if self.running.is_some() {
+            return;
+        }
+        match self.waiting.pop_front() {
+            None => {}
+            Some(Job::Call(call)) => call(&mut self.runner),
+            Some(Job::Sequence(sequence)) => {
+                stats::subtract_one(&self.counters.waiting);
+                stats::add(&self.counters.running, 1);
+                self.running = Some(sequence);
             }
         }
-        let sequence = self.running.as_ref()?;
-        Some(if sequence.is_canceled() {
-            Plan::Finish(FinishReason::Canceled)
-        } else if sequence.is_new() {
-            Plan::Start
-        } else if let Some(chunk) = sequence.next_chunk(self.runner.chunk()) {
-            Plan::Prefill(chunk)
-        } else if sequence.is_prefill_only() {
-            Plan::Finish(FinishReason::Length)
-        } else {
-            Plan::Decode
-        })
-    }
-
-    /// Runs the plan. Returns the finish reason if the running sequence ends.
-    fn step(&mut self, plan: Plan) -> Result<Option<FinishReason>> {
-        let Some(sequence) = &mut self.running else {
-            if let Plan::Call(call) = plan {
-                call(&mut self.runner);
-            }
-            return Ok(None);
-        };
-        match plan {
-            Plan::Start => {
-                let cached_tokens = self.runner.reuse_prefix(sequence.prompt())?;
-                sequence.start(cached_tokens);
-            }
-            Plan::Prefill(chunk) => {
-                let logits = self.runner.prefill(&sequence.prompt()[chunk.clone()])?;
-                stats::add(&self.counters.prompt_tokens, chunk.len() as u64);
-                if sequence.advance_prefill(chunk.end) {
-                    self.runner.set_checkpoint()?;
-                    if !sequence.is_prefill_only() {
-                        self.runner.start_decode(&logits, &sequence.sampler)?;
-                    }
-                }
-            }
-            Plan::Decode => {
-                let (input, limit) = (sequence.last, sequence.remaining());
-                let token = self.runner.step(&mut DecodeStep { input, sampler: &mut sequence.sampler, limit })?;
-                stats::add(&self.counters.generated_tokens, 1);
-                return Ok(sequence.push(token, self.language.is_stop(token), self.runner.context()));
-            }
-            Plan::Finish(reason) => return Ok(Some(reason)),
-            Plan::Call(_) => {}
-        }
-        Ok(None)
     }
 
     /// Sends the outcome to the client if the running sequence has ended.
@@ -178,4 +133,53 @@ impl EngineLoop {
             }
         }
     }
+}
+
+/// Plans the next step of the running sequence.
+fn plan(sequence: &Sequence, runner: &Runner) -> Plan {
+    if sequence.is_canceled() {
+        Plan::Finish(FinishReason::Canceled)
+    } else if sequence.is_new() {
+        Plan::Start
+    } else if let Some(chunk) = sequence.next_chunk(runner.chunk()) {
+        Plan::Prefill(chunk)
+    } else if sequence.is_prefill_only() {
+        Plan::Finish(FinishReason::Length)
+    } else {
+        Plan::Decode
+    }
+}
+
+/// Runs the plan. Returns the finish reason if the sequence ends.
+fn step(
+    plan: Plan,
+    sequence: &mut Sequence,
+    runner: &mut Runner,
+    language: &Language,
+    counters: &Counters,
+) -> Result<Option<FinishReason>> {
+    match plan {
+        Plan::Start => {
+            let cached_tokens = runner.reuse_prefix(sequence.prompt())?;
+            sequence.start(cached_tokens);
+        }
+        Plan::Prefill(chunk) => {
+            let logits = runner.prefill(&sequence.prompt()[chunk.clone()])?;
+            stats::add(&counters.prompt_tokens, chunk.len() as u64);
+            if sequence.advance_prefill(chunk.end) {
+                runner.set_savepoint()?;
+                if !sequence.is_prefill_only() {
+                    runner.start_decode(&logits, &sequence.sampler)?;
+                }
+            }
+        }
+        Plan::Decode => {
+            let (input, limit) = (sequence.last, sequence.remaining());
+            let token = runner.step(&mut DecodeStep { input, sampler: &mut sequence.sampler, limit })?;
+            stats::add(&counters.generated_tokens, 1);
+            return Ok(sequence.push(token, language.is_stop(token), runner.context()));
+        }
+        Plan::Finish(reason) => return Ok(Some(reason)),
+    }
+    Ok(None)
 }

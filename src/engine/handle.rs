@@ -91,7 +91,7 @@ impl EngineHandle {
         let (sender, events) = unbounded_channel();
         let sequence = Sequence::new(ids, options, sender);
         stats::add(&counters.waiting, 1);
-        self.send(Command::Submit(Box::new(sequence)))?;
+        self.send(Command::Submit(Box::new(sequence))).inspect_err(|_| stats::subtract_one(&counters.waiting))?;
         Ok(RequestStream::new(events, output, options, prompt_tokens, (context, self.executor()), submitted))
     }
 

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 
 use super::sampling::SamplingParams;
 #[cfg(feature = "cuda")]
-use crate::kernels::decode::sample::SamplingKernelParams;
+use crate::kernels::decode::sample::{DeviceSampling, SamplingKernelParams};
 use crate::runner::ChooseToken;
 
 /// The sampler of one generation.
@@ -38,40 +38,6 @@ impl Sampler {
     fn has_penalties(&self) -> bool {
         let SamplingParams { repetition_penalty, frequency_penalty, presence_penalty, .. } = self.params;
         repetition_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
-    }
-
-    /// Returns the state that the GPU sampling kernel needs to continue this generation.
-    ///
-    /// Returns `None` for greedy sampling without penalties.
-    /// If any penalty applies, the second value \[V\] has one entry per token of the vocabulary.
-    /// An entry is 0 for an unseen token, otherwise 1 plus the number of times the token was generated.
-    #[cfg(feature = "cuda")]
-    pub fn on_device(&self, vocab_size: usize) -> Option<(SamplingKernelParams, Option<Vec<u32>>)> {
-        let SamplingParams { temperature, top_k, top_p, min_p, seed, .. } = self.params;
-        if temperature == 0.0 && !self.has_penalties() {
-            return None;
-        }
-        let params = SamplingKernelParams {
-            temperature,
-            top_k: top_k.min(u32::MAX as usize) as u32,
-            top_p,
-            min_p,
-            repetition_penalty: self.params.repetition_penalty,
-            frequency_penalty: self.params.frequency_penalty,
-            presence_penalty: self.params.presence_penalty,
-            seed,
-            sampled_before: self.draws as u32,
-        };
-        let seen = self.has_penalties().then(|| {
-            let mut seen = vec![0; vocab_size];
-            for (&id, &generated) in &self.seen {
-                if let Some(seen) = seen.get_mut(id as usize) {
-                    *seen = 1 + generated;
-                }
-            }
-            seen
-        });
-        Some((params, seen))
     }
 
     fn penalize(&self, logits: &mut [f32]) {
@@ -113,8 +79,32 @@ impl ChooseToken for Sampler {
     }
 
     #[cfg(feature = "cuda")]
-    fn on_device(&self, vocab_size: usize) -> Option<(SamplingKernelParams, Option<Vec<u32>>)> {
-        Sampler::on_device(self, vocab_size)
+    fn on_device(&self, vocab_size: usize) -> Option<DeviceSampling> {
+        let SamplingParams { temperature, top_k, top_p, min_p, seed, .. } = self.params;
+        if temperature == 0.0 && !self.has_penalties() {
+            return None;
+        }
+        let params = SamplingKernelParams {
+            temperature,
+            top_k: top_k.min(u32::MAX as usize) as u32,
+            top_p,
+            min_p,
+            repetition_penalty: self.params.repetition_penalty,
+            frequency_penalty: self.params.frequency_penalty,
+            presence_penalty: self.params.presence_penalty,
+            seed,
+            sampled_before: self.draws as u32,
+        };
+        let seen = self.has_penalties().then(|| {
+            let mut seen = vec![0; vocab_size];
+            for (&id, &generated) in &self.seen {
+                if let Some(seen) = seen.get_mut(id as usize) {
+                    *seen = 1 + generated;
+                }
+            }
+            seen
+        });
+        Some(DeviceSampling { params, seen })
     }
 }
 

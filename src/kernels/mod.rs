@@ -19,6 +19,7 @@ pub mod decode;
 #[cfg(feature = "cuda")]
 pub mod launch;
 pub mod matmul;
+pub mod matrix;
 pub mod moe;
 pub mod norm;
 pub mod quantized;

@@ -8,6 +8,7 @@ use serde_json::Value;
 
 use super::config::{self, LayerType, ModelSizes};
 use super::family::{Architecture, Family};
+use crate::kernels::moe::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
 use crate::nn::attention::{Attention, AttentionConfig, Sinks};
 use crate::nn::decoder::Decoder;
 use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
@@ -85,8 +86,8 @@ impl Config {
         }
         .validate()?;
         let (chosen, experts) = (self.num_experts_per_tok, self.num_local_experts);
-        if chosen == 0 || chosen > experts || chosen > 31 || experts > 1024 {
-            bail!("cannot choose {chosen} of {experts} experts (at most 31 of 1024)");
+        if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
+            bail!("cannot choose {chosen} of {experts} experts (at most {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS})");
         }
         config::check_layer_types(self.layer_types.as_ref(), self.num_hidden_layers)?;
         config::check_window(self.sliding_window)?;

@@ -26,7 +26,7 @@ use crate::error::Error;
 use crate::snapshot;
 use crate::weights::Checkpoint;
 use crate::weights::compressed::CompressedConfig;
-use crate::weights::gguf::{GgufCheckpoint, GgufModel};
+use crate::weights::gguf::GgufCheckpoint;
 
 /// All supported families.
 const FAMILIES: &[&Family] = &[
@@ -76,7 +76,7 @@ pub fn open(dir: &Path) -> Result<(ModelConfig, Checkpoint)> {
     };
     let file = GgufCheckpoint::open(&path)?;
     let config = gguf_config(&file)?;
-    Ok((config, Checkpoint::Gguf(Box::new(GgufModel::new(file)?))))
+    Ok((config, Checkpoint::from_gguf(file)?))
 }
 
 /// Reads the config from an open GGUF file.

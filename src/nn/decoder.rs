@@ -17,7 +17,7 @@ use super::rope::RotaryEmbedding;
 use crate::error::Error;
 use crate::kernels::{
     attention::AttentionBackend,
-    quantized::Matrix,
+    matrix::Matrix,
     rows::{embed, soft_cap},
 };
 use crate::weights::Weights;

@@ -6,7 +6,7 @@
 //! The cache can therefore be truncated.
 //! A full-attention layer can be truncated to any position.
 //! A ring buffer has overwritten its oldest positions, so it can only be truncated by a few positions.
-//! To go back further, it is restored from the checkpoint taken at the end of the prefill.
+//! To go back further, it is restored from the savepoint taken at the end of the prefill.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
@@ -56,7 +56,7 @@ pub struct KvCache {
     chunk: usize,
     /// The number of cached positions.
     len: usize,
-    checkpoint: Option<Checkpoint>,
+    savepoint: Option<Savepoint>,
 }
 
 /// The keys and values of one layer, both `[rows, kv_heads, head_dim]`. Position p is in row p mod rows.
@@ -69,7 +69,7 @@ pub struct LayerCache {
 }
 
 /// A copy of the rows that positions from `len` onward attend to in sliding-window layers.
-struct Checkpoint {
+struct Savepoint {
     len: usize,
     rows: Vec<Option<(Tensor, Tensor)>>,
 }
@@ -83,7 +83,7 @@ impl KvCache {
             Ok(LayerCache { k, v, window: spec.window, oldest: 0 })
         };
         let layers = layers.iter().map(layer).collect::<Result<_>>()?;
-        Ok(Self { layers, context, chunk, len: 0, checkpoint: None })
+        Ok(Self { layers, context, chunk, len: 0, savepoint: None })
     }
 
     /// Returns the number of cached positions.
@@ -126,10 +126,10 @@ impl KvCache {
         Ok(layer)
     }
 
-    /// Removes all positions and the checkpoint.
+    /// Removes all positions and the savepoint.
     pub fn reset(&mut self) {
         self.len = 0;
-        self.checkpoint = None;
+        self.savepoint = None;
         self.layers.iter_mut().for_each(|layer| layer.oldest = 0);
     }
 
@@ -155,9 +155,9 @@ impl KvCache {
 
     /// Saves the rows of sliding-window layers that later positions attend to.
     /// `truncate` can then restore this length, no matter how many positions are written after it.
-    pub fn set_checkpoint(&mut self) -> Result<()> {
+    pub fn set_savepoint(&mut self) -> Result<()> {
         let rows = self.layers.iter().map(|layer| layer.save_window(self.len)).collect::<Result<_>>()?;
-        self.checkpoint = Some(Checkpoint { len: self.len, rows });
+        self.savepoint = Some(Savepoint { len: self.len, rows });
         Ok(())
     }
 
@@ -167,19 +167,19 @@ impl KvCache {
         let len = len.min(self.len);
         if self.layers.iter().all(|layer| layer.has_window_of(len)) {
             self.len = len;
-        } else if let Some(checkpoint) = self.checkpoint.take_if(|checkpoint| checkpoint.len <= len) {
-            for (layer, rows) in self.layers.iter_mut().zip(&checkpoint.rows) {
+        } else if let Some(savepoint) = self.savepoint.take_if(|savepoint| savepoint.len <= len) {
+            for (layer, rows) in self.layers.iter_mut().zip(&savepoint.rows) {
                 if let Some((k, v)) = rows {
-                    layer.oldest = checkpoint.len - k.dim(0)?;
+                    layer.oldest = savepoint.len - k.dim(0)?;
                     layer.write(layer.oldest, k, v)?;
                 }
             }
-            self.len = checkpoint.len;
-            self.checkpoint = Some(checkpoint);
+            self.len = savepoint.len;
+            self.savepoint = Some(savepoint);
         } else {
             self.reset();
         }
-        self.checkpoint.take_if(|checkpoint| checkpoint.len > self.len);
+        self.savepoint.take_if(|savepoint| savepoint.len > self.len);
         Ok(self.len)
     }
 }

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use candle_core::{DType, Tensor};
 
-use crate::kernels::{self, quantized::Matrix, rows::add_bias};
+use crate::kernels::{self, matrix::Matrix, rows::add_bias};
 use crate::weights::Weights;
 
 /// Whether a projection has a bias. config.json decides this, not the tensors in the checkpoint.

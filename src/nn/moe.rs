@@ -5,12 +5,13 @@ use candle_core::{DType, Tensor};
 
 use super::linear::{Bias, Linear};
 use crate::kernels;
+use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::experts_gemm::{ExpertLinear, expert_mlp};
 use crate::kernels::moe::grouped_gemm::combine;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
-use crate::kernels::quantized::Matrix;
+use crate::kernels::moe::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
 use crate::kernels::swiglu::{Activation, clamped_swiglu, gated_halves};
 use crate::weights::{Weights, mxfp4};
 
@@ -31,8 +32,8 @@ impl GatedMoeConfig {
         if self.intermediate_size == 0 || self.intermediate_size > 1 << 24 {
             bail!("the intermediate size of experts is {}; it must be between 1 and 2^24", self.intermediate_size);
         }
-        if chosen == 0 || chosen > experts || chosen > 32 || experts > 1024 {
-            bail!("cannot choose {chosen} of {experts} experts (at most 32 of 1024)");
+        if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
+            bail!("cannot choose {chosen} of {experts} experts (at most {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS})");
         }
         Ok(())
     }

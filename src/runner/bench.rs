@@ -95,7 +95,7 @@ impl Runner {
         }
     }
 
-    /// Rewinds to the first `len` cached tokens and sets a checkpoint there, so the next rewind needs no prefill.
+    /// Rewinds to the first `len` cached tokens and sets a savepoint there, so the next rewind needs no prefill.
     pub fn rewind(&mut self, len: usize) -> Result<()> {
         if len > self.cached.len() {
             bail!("cannot rewind to {len} tokens: only {} are cached", self.cached.len());
@@ -105,7 +105,7 @@ impl Runner {
         let missing = self.cached[held..len].to_vec();
         self.cached.truncate(held);
         self.fill(&missing).context("cannot prefill the cached tokens again")?;
-        self.cache.set_checkpoint()?;
+        self.cache.set_savepoint()?;
         Ok(self.device.synchronize()?)
     }
 
@@ -136,13 +136,13 @@ impl Runner {
     }
 
     /// Counts the launches of a decode step. Returns `None` if there is no graph.
-    pub fn launch_counts(&self) -> Option<LaunchCounts> {
+    pub fn launch_counts(&self) -> Result<Option<LaunchCounts>> {
         match &self.decode {
-            Decode::Eager(_) => None,
+            Decode::Eager(_) => Ok(None),
             #[cfg(feature = "cuda")]
             Decode::Graph(graph) => {
-                let kernels = graph.launches();
-                Some(LaunchCounts { kernels, graph_nodes: kernels, host_syncs: 0, copies: 0 })
+                let (kernels, graph_nodes) = (graph.launches(), graph.nodes()?);
+                Ok(Some(LaunchCounts { kernels, graph_nodes, host_syncs: 0, copies: graph_nodes - kernels }))
             }
         }
     }

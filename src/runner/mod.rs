@@ -7,7 +7,7 @@ mod choose_token;
 #[cfg(feature = "cuda")]
 pub mod decode_graph;
 mod eager;
-mod figures;
+mod step_cost;
 
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -21,7 +21,7 @@ use eager::EagerDecode;
 
 pub use choose_token::ChooseToken;
 pub use eager::EagerReason;
-pub use figures::{KernelTime, LaunchCounts, StepBytes};
+pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
 
 /// One decode step of one sequence.
 pub struct DecodeStep<'s> {
@@ -177,9 +177,9 @@ impl Runner {
 
     /// Sets a checkpoint at the current end of the cache, which is usually the end of a prompt.
     ///
-    /// [`reuse_prefix`](Self::reuse_prefix) can return to the checkpoint after any number of generated tokens.
-    pub fn set_checkpoint(&mut self) -> Result<()> {
-        self.cache.set_checkpoint()
+    /// [`reuse_prefix`](Self::reuse_prefix) can return to the savepoint after any number of generated tokens.
+    pub fn set_savepoint(&mut self) -> Result<()> {
+        self.cache.set_savepoint()
     }
 
     /// Runs one decode step. Returns the token that it chose.

@@ -45,7 +45,7 @@ pub struct Inventory {
 }
 
 /// The information about a model's weights that `inferno list` shows.
-pub struct Summary {
+pub struct WeightsSummary {
     pub parameters: u64,
     /// The dtype with the most bytes, in lower case. For a GGUF file, this is its quantization, such as `Q4_K_M`.
     pub main_dtype: Option<String>,
@@ -79,7 +79,7 @@ const NEVER_LOADED: [&str; 7] = [
     "multi_modal_projector.",
 ];
 
-impl Summary {
+impl WeightsSummary {
     /// Summarizes a GGUF file.
     pub fn from_gguf(file: &GgufCheckpoint) -> Self {
         Self { parameters: file.parameters(), main_dtype: file.quantization(), packed: false }

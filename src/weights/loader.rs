@@ -66,8 +66,8 @@ impl<'c> Weights<'c> {
         #[cfg(feature = "cuda")]
         if let (Device::Cuda(cuda), Checkpoint::Safetensors(_)) = (device, checkpoint) {
             let mut read_requests = checkpoint.read_requests(dtype);
-            read_requests.retain(|extent| {
-                extent.retention == Retention::Permanent || extent.bytes() > MAX_HOST_CONVERSION_BYTES
+            read_requests.retain(|request| {
+                request.retention == Retention::Permanent || request.bytes() > MAX_HOST_CONVERSION_BYTES
             });
             let reader = ReadAhead::start(CopyStream::new(cuda)?, read_requests, ReadAheadOptions::default())?;
             return Ok(Self::with_reader(checkpoint, device, dtype, progress, reader));

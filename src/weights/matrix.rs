@@ -9,7 +9,8 @@ use super::compressed::{self, Activations, WeightScales};
 use super::loader::Weights;
 use super::quantized::{self, MatrixRows};
 use super::safetensors::{self, SafetensorsCheckpoint, module};
-use crate::kernels::quantized::{InputRounding, Matrix, QuantizedMatrix, WeightFormat};
+use crate::kernels::matrix::Matrix;
+use crate::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
 
 impl<'c> Weights<'c> {
     /// Loads the matrix `name` of each module in `parts`, with shape `[rows, columns]`, and stacks the matrices.

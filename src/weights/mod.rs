@@ -17,7 +17,7 @@ mod safetensors_header;
 mod tensor_info;
 
 pub use checkpoint::Checkpoint;
-pub use inventory::{Inventory, Summary};
+pub use inventory::{Inventory, WeightsSummary};
 pub use loader::Weights;
 pub use progress::LoadProgress;
 pub use tensor_info::TensorInfo;

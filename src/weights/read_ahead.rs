@@ -131,8 +131,8 @@ struct Piece<M> {
 impl<T: Target> ReadAhead<T> {
     /// Starts reading `read_requests` in order.
     pub fn start(target: T, read_requests: Vec<ReadRequest>, options: ReadAheadOptions) -> Result<Self> {
-        let names = read_requests.iter().enumerate().map(|(index, extent)| (extent.name.clone(), index)).collect();
-        let ranges = read_requests.iter().flat_map(|extent| &extent.ranges);
+        let names = read_requests.iter().enumerate().map(|(index, request)| (request.name.clone(), index)).collect();
+        let ranges = read_requests.iter().flat_map(|request| &request.ranges);
         let pieces: usize = ranges.map(|range| range.bytes.div_ceil(options.piece_bytes)).sum();
         let queue = Queue {
             tensors: read_requests.iter().map(|_| TensorState::Idle).collect(),
@@ -244,25 +244,25 @@ impl<T: Target> Shared<T> {
             if queue.stopped || queue.failure.is_some() {
                 return Ok(None);
             }
-            let request = queue.requested.pop_front();
-            if request.is_none()
+            let demanded = queue.requested.pop_front();
+            if demanded.is_none()
                 && let Some(piece) = self.cut_piece(&mut queue)
             {
                 return Ok(Some(piece));
             }
-            let Some(tensor) = request.or_else(|| self.choose(&mut queue)) else {
+            let Some(tensor) = demanded.or_else(|| self.choose(&mut queue)) else {
                 queue = self.wait(queue);
                 continue;
             };
             // Release the lock, because the driver may take a long time to allocate memory.
-            let extent = &self.read_requests[tensor];
-            queue.ahead_bytes += extent.temporary_bytes();
+            let request = &self.read_requests[tensor];
+            queue.ahead_bytes += request.temporary_bytes();
             drop(queue);
-            let memory = self.target.allocate(extent.bytes());
-            let memory = memory.with_context(|| format!("cannot allocate tensor {}", extent.name))?;
+            let memory = self.target.allocate(request.bytes());
+            let memory = memory.with_context(|| format!("cannot allocate tensor {}", request.name))?;
             queue = self.lock();
-            queue.tensors[tensor] = TensorState::Reading { memory: Arc::new(memory), left: extent.bytes() };
-            if request.is_some() {
+            queue.tensors[tensor] = TensorState::Reading { memory: Arc::new(memory), left: request.bytes() };
+            if demanded.is_some() {
                 queue.open.push_front((tensor, 0))
             } else {
                 queue.open.push_back((tensor, 0))

@@ -184,7 +184,7 @@ impl SafetensorsCheckpoint {
             start: stored.start as u64,
             bytes: stored.info.bytes(),
         };
-        let extent = |(name, stored): (&String, &StoredTensor)| {
+        let request = |(name, stored): (&String, &StoredTensor)| {
             let stored_dtype = stored.info.candle_dtype()?;
             let is_final = stored_dtype == dtype || stored_dtype == DType::U8;
             let retention = if is_final { Retention::Permanent } else { Retention::Temporary };
@@ -197,7 +197,7 @@ impl SafetensorsCheckpoint {
                 None => Some(ReadRequest { name: name.clone(), ranges: vec![range(stored)], retention }),
             }
         };
-        usable.into_iter().filter_map(extent).collect()
+        usable.into_iter().filter_map(request).collect()
     }
 
     /// Returns the names of all tensors in the stack that this tensor belongs to.

@@ -14,6 +14,7 @@ use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::KvCache;
 use inferno::nn::pass::{LogitRows, StepBatch};
+use inferno::runner::ChooseToken;
 use inferno::runner::decode_graph::DecodeGraph;
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
@@ -456,7 +457,7 @@ fn next_turn_continues_from_the_cache_of_graph_steps() {
         let mut graph = model.graph();
         for length in [opening.len() + steps - 2, opening.len() + 20, opening.len()] {
             model.prefill(&opening);
-            model.cache.set_checkpoint().unwrap();
+            model.cache.set_savepoint().unwrap();
             graph.start(opening.len(), 5, None).unwrap();
             let answer: Vec<u32> = (0..steps).map(|_| graph.next(CONTEXT - opening.len() - steps).unwrap()).collect();
             let ahead = graph.queued_steps();

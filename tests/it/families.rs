@@ -206,7 +206,7 @@ fn unsupported_options_are_errors_that_name_the_field() {
         ("gemma2", json!({"use_bidirectional_attention": true}), "use_bidirectional_attention"),
         ("gemma3", json!({"attn_logit_softcapping": 50.0}), "attn_logit_softcapping"),
         ("gemma3", json!({"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}), "'dynamic'"),
-        ("gemma3", json!({"rope_parameters": "broken"}), "no full_attention"),
+        ("gemma3", json!({"rope_parameters": "broken"}), "no entry for full_attention"),
         ("gemma3", json!({"sliding_window_pattern": 0}), "sliding_window_pattern is 0"),
         ("gpt2", json!({"activation_function": "relu"}), "activation_function 'relu'"),
         ("gpt2", json!({"n_head": 7}), "n_head 7"),
@@ -283,10 +283,10 @@ fn absurd_numbers_fail_quickly_or_load() {
 #[test]
 fn unsupported_architecture_error_names_the_nearest_supported_one() {
     let message = |name: &str| read(&json!({"model_type": name})).err().unwrap().to_string();
-    assert!(message("mistral3").contains("nearest is mistral"), "{}", message("mistral3"));
-    assert!(message("qwen3_next").contains("nearest is qwen3_moe"), "{}", message("qwen3_next"));
-    assert!(message("gemma").contains("nearest is gemma2"), "{}", message("gemma"));
-    assert!(!message("mamba2").contains("nearest"), "{}", message("mamba2"));
+    assert!(message("mistral3").contains("closest match is mistral"), "{}", message("mistral3"));
+    assert!(message("qwen3_next").contains("closest match is qwen3_moe"), "{}", message("qwen3_next"));
+    assert!(message("gemma").contains("closest match is gemma2"), "{}", message("gemma"));
+    assert!(!message("mamba2").contains("closest"), "{}", message("mamba2"));
     assert!(message("mamba2").contains("gpt_oss, llama, mistral"));
 }
 

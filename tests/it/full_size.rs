@@ -2,7 +2,7 @@
 //!
 //!     INFERNO_FULL_SIZE=DIR cargo test --release --features cuda full_size -- --nocapture
 //!
-//! `scripts/reference_logits.py DIR` writes the reference logits for the first test.
+//! `tests/golden/reference_logits.py DIR` writes the reference logits for the first test.
 
 use std::path::PathBuf;
 
@@ -126,119 +126,5 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
             runner.decode_steps_ungraphed(17, 512).unwrap()
         });
         assert_eq!(ungraphed.unwrap(), first, "individual kernel launches give other tokens");
-    }
-}
-
-#[test(full_size)]
-fn full_size_figures() {
-    let engine = load();
-    let info = engine.info().clone();
-    let now = device::info(engine.device()).unwrap();
-    println!("{}, {} parameters, loaded in {:.2} s", info.device.name, info.parameters, info.load.total_s);
-    println!("{:?}", info.load);
-    println!("weights {} bytes, cache {} bytes", info.weight_bytes, info.cache_bytes);
-    println!("GPU memory in use after loading: {} MiB", (info.device.free_bytes - now.free_bytes) >> 20);
-    for (prompt_tokens, rounds) in [(1, 2), (512, 3), (2048, 3), (6000, 2)] {
-        for round in 0..rounds {
-            let prompt: Vec<u32> =
-                (0..prompt_tokens).map(|i| (i * 7919 + round * 31 + 5) % info.vocab_size as u32).collect();
-            let mut options = GenerateOptions::new(SamplingParams::greedy());
-            options.max_tokens = Some(128);
-            options.ignore_eos = true;
-            let mut stream = engine.complete_ids(&prompt, options).unwrap();
-            (&mut stream).into_iter().for_each(|event| drop(event.unwrap()));
-            let summary = stream.summary();
-            println!(
-                "prompt {prompt_tokens:5}: first token after {:.4} s ({:.0} tok/s), then {:.1} tok/s",
-                summary.ttft_s,
-                prompt_tokens as f64 / summary.ttft_s,
-                summary.tok_per_s
-            );
-        }
-    }
-    let end = device::info(engine.device()).unwrap();
-    println!("GPU memory in use at the end: {} MiB", (info.device.free_bytes - end.free_bytes) >> 20);
-}
-
-/// Measures how fast weights load from the page cache and from disk, with different reader settings.
-#[test(full_size)]
-#[cfg(feature = "cuda")]
-fn full_size_reading_figures() {
-    use std::time::Instant;
-
-    use candle_core::DType;
-    use candle_core::cuda_backend::cudarc::cublas::CudaBlas;
-    use candle_core::cuda_backend::cudarc::curand::CudaRng;
-    use candle_core::cuda_backend::cudarc::driver;
-    use inferno::kernels::upload::CopyStream;
-    use inferno::nn::rope::{RopeFrequencies, RotaryEmbedding};
-    use inferno::weights::Checkpoint;
-    use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
-
-    let mut last = Instant::now();
-    let mut lap = |what: &str| {
-        println!("{what}: {:.3} s", last.elapsed().as_secs_f64());
-        last = Instant::now();
-    };
-    assert!(device::gpu_count() > 0);
-    lap("NVIDIA libraries and driver");
-    let context = driver::CudaContext::new(0).unwrap();
-    lap("context");
-    let stream = context.new_stream().unwrap();
-    lap("stream");
-    let _blas = CudaBlas::new(stream.clone()).unwrap();
-    lap("cuBLAS");
-    let _rng = CudaRng::new(1, stream).unwrap();
-    lap("cuRAND");
-    let device = device::open(DeviceChoice::FirstCuda).unwrap();
-    lap("candle device, after all of the above");
-    let frequencies = RopeFrequencies { inv_freq: vec![0.1; 32], attention_factor: 1.0 };
-    RotaryEmbedding::new(&frequencies, 131_072, &device).unwrap();
-    lap("RoPE tables for 131,072 positions");
-    let Device::Cuda(gpu) = &device else { unreachable!() };
-    let checkpoint = Checkpoint::open(&model()).unwrap();
-    let read = |settings: ReadAheadOptions| {
-        let started = Instant::now();
-        let reader =
-            ReadAhead::start(CopyStream::new(gpu).unwrap(), checkpoint.read_requests(DType::BF16), settings).unwrap();
-        let mut tensors = Vec::new();
-        for (name, info) in checkpoint.tensors() {
-            tensors.push(reader.take(name, info.candle_dtype().unwrap(), &info.shape).unwrap());
-        }
-        let handed_out = started.elapsed().as_secs_f64();
-        device.synchronize().unwrap();
-        let arrived = started.elapsed().as_secs_f64();
-        drop(reader);
-        let dropped = started.elapsed().as_secs_f64();
-        drop(tensors);
-        device.synchronize().unwrap();
-        println!(
-            "{:2} threads, {:5} KiB pieces: tensors returned {handed_out:.3} s, copied {arrived:.3} s = {:.1} GB/s, \
-             threads joined {dropped:.3} s",
-            settings.threads,
-            settings.piece_bytes >> 10,
-            checkpoint.bytes() as f64 / 1e9 / arrived,
-        );
-    };
-    let standard = ReadAheadOptions::default();
-    println!("the first run allocates GPU memory from the driver, later runs from the pool");
-    read(standard);
-    for threads in [4, 8, 16] {
-        for piece_bytes in [2 << 20, 4 << 20] {
-            read(ReadAheadOptions { threads, piece_bytes, ..standard });
-        }
-    }
-    if cfg!(target_os = "linux") {
-        for threads in [8, 16] {
-            for file in std::fs::read_dir(model()).unwrap() {
-                let status = std::process::Command::new("dd")
-                    .arg(format!("of={}", file.unwrap().path().display()))
-                    .args(["oflag=nocache", "conv=notrunc,fdatasync", "count=0", "status=none"])
-                    .status();
-                assert!(status.is_ok_and(|status| status.success()));
-            }
-            println!("after eviction from the page cache:");
-            read(ReadAheadOptions { threads, ..standard });
-        }
     }
 }

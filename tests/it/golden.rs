@@ -238,19 +238,19 @@ fn truncated_cache_equals_a_fresh_one() {
     each_case(|name, case| {
         let vocab = case.golden["logits"].dim(1).unwrap();
         let fresh = case.logits(&case.ids, 8);
-        for (checkpoint, target) in [(20, 20), (20, 23), (41, 41), (6, 9), (0, 12), (30, 10)] {
+        for (savepoint, target) in [(20, 20), (20, 23), (41, 41), (6, 9), (0, 12), (30, 10)] {
             let mut cache = case.cache(8);
-            case.run(&mut cache, &case.ids[..checkpoint]);
-            cache.set_checkpoint().unwrap();
+            case.run(&mut cache, &case.ids[..savepoint]);
+            cache.set_savepoint().unwrap();
             // Run a different continuation that is long enough to overwrite the ring buffers.
             let other: Vec<u32> = case.ids.iter().rev().copied().collect();
-            case.run(&mut cache, &case.ids[checkpoint..(checkpoint + 3).max(target)]);
+            case.run(&mut cache, &case.ids[savepoint..(savepoint + 3).max(target)]);
             case.run(&mut cache, &other[..40]);
             let left = cache.truncate(target).unwrap();
-            assert!(left == target || left == checkpoint || left == 0, "{name}: truncation left {left} positions");
-            assert!(left > 0 || checkpoint > target || checkpoint == 0, "{name}: the checkpoint was not used");
+            assert!(left == target || left == savepoint || left == 0, "{name}: truncation left {left} positions");
+            assert!(left > 0 || savepoint > target || savepoint == 0, "{name}: the savepoint was not used");
             let logits = case.run(&mut cache, &case.ids[left..]);
-            let what = format!("truncated to {target} (checkpoint at {checkpoint}, {left} left)");
+            let what = format!("truncated to {target} (savepoint at {savepoint}, {left} left)");
             assert_same(name, &what, &case, &logits, &fresh[left * vocab..]);
         }
     });
@@ -275,7 +275,7 @@ fn truncating_twice_does_not_use_overwritten_rows() {
     });
 }
 
-/// Appends, truncates and sets checkpoints in random order.
+/// Appends, truncates and sets savepoints in random order.
 #[test]
 fn random_cache_operations_equal_a_fresh_cache() {
     each_case(|name, case| {
@@ -286,7 +286,7 @@ fn random_cache_operations_equal_a_fresh_cache() {
             let (mut cache, mut ids) = (case.cache(8), Vec::new());
             for _ in 0..12 {
                 match random(4) {
-                    0 if !ids.is_empty() => cache.set_checkpoint().unwrap(),
+                    0 if !ids.is_empty() => cache.set_savepoint().unwrap(),
                     1 if !ids.is_empty() => {
                         // Usually truncate by less than a ring buffer holds.
                         let limit = [4, 9, 14, ids.len() + 1][random(4)];

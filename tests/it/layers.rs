@@ -84,7 +84,7 @@ struct Source {
     paths: Vec<(usize, ModulePath)>,
 }
 
-/// All source files by module path, except the crate roots and the build script.
+/// All source files by module path, except the crate roots.
 struct Sources(BTreeMap<ModulePath, Source>);
 
 impl Sources {
@@ -100,7 +100,7 @@ impl Sources {
             if module.last().is_some_and(|name| name == "mod") {
                 module.pop();
             }
-            if [vec!["lib"], vec!["main"], vec!["kernels", "build"]].iter().any(|root| module == *root) {
+            if [vec!["lib"], vec!["main"]].iter().any(|root| module == *root) {
                 continue;
             }
             let text = std::fs::read_to_string(&file).unwrap();

@@ -193,7 +193,7 @@ fn stacked_tensors_are_read_as_one() {
         let host = Host::default();
         let options = ReadAheadOptions { piece_bytes: 1000, ..small(3) };
         let read_requests = checkpoint.read_requests(dtype);
-        let stacks = read_requests.iter().filter(|extent| extent.ranges.len() == 3).count();
+        let stacks = read_requests.iter().filter(|request| request.ranges.len() == 3).count();
         let layers = checkpoint.tensors().filter(|(name, _)| name.ends_with("q_proj.weight")).count();
         assert_eq!(stacks, if dtype == stored { layers } else { 0 });
         let mapped = Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap();

@@ -4,8 +4,8 @@ use candle_core::{Result, Tensor};
 
 use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
-use crate::kernels::launch::{Arguments, Launch, LaunchSequence, dtype_suffix, module};
-use crate::kernels::quantized::Matrix;
+use crate::kernels::launch::{Arguments, Launch, LaunchList, dtype_suffix, module};
+use crate::kernels::matrix::Matrix;
 use crate::kernels::swiglu::Activation;
 
 /// The gate or up projection of a gated MLP.
@@ -21,7 +21,7 @@ pub struct Projection<'t> {
 ///
 /// `h` is bf16 or f16 `[intermediate]`.
 pub fn add_gate_up(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     norm: RmsNormParams,
     gate: Projection,
@@ -46,12 +46,12 @@ pub fn add_gate_up(
         .tensor(h)?
         .int(rows)
         .int(columns)
-        .int(activation as usize)
+        .int(activation.code())
         .float(norm.eps)
         .rounding(gate.weight)?;
     let kernel = matvec_kernel(gate.weight, &format!("gate_up_{}", dtype_suffix(h.dtype())?));
     let launch = Launch::new(module!("gate_up"), kernel, matvec_shape(buffers, rows, gate.weight), arguments);
     let bytes = gate.weight.bytes() + up.weight.bytes();
     // SAFETY: shapes and dtypes are checked above.
-    unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
+    unsafe { launches.add(launch.with_bytes_moved(bytes)) }
 }

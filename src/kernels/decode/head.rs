@@ -6,8 +6,8 @@ use candle_core::{DType, Result, Tensor, bail};
 
 use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
-use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, Mailbox, dtype_suffix, module};
-use crate::kernels::quantized::Matrix;
+use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, Mailbox, dtype_suffix, module};
+use crate::kernels::matrix::Matrix;
 
 /// The token embedding. Each step looks up the input of the next step in this table.
 #[derive(Clone)]
@@ -23,7 +23,7 @@ pub struct Embedding {
 /// `weight` is `[vocab, hidden]`. A dense weight has the dtype `dtype`.
 /// With a `softcap`, each logit `l` becomes `softcap · tanh(l / softcap)`.
 pub fn add_head(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     norm: RmsNormParams,
     weight: &Matrix,
@@ -51,7 +51,7 @@ pub fn add_head(
     let launch = Launch::new(module!("head"), kernel, head_shape(buffers, weight)?, arguments);
     // SAFETY: shapes and dtypes are checked above.
     // The grid has at most one block per multiprocessor, and `best` has one entry for each multiprocessor.
-    unsafe { sequence.add(launch.with_bytes_moved(weight.bytes())) }
+    unsafe { launches.add(launch.with_bytes_moved(weight.bytes())) }
 }
 
 /// Returns the launch shape of the head kernel. Each unit is two rows of the weight.
@@ -64,7 +64,7 @@ fn head_shape(buffers: &StepBuffers, weight: &Matrix) -> Result<LaunchShape> {
 ///
 /// `head` is the weight that was passed to [`add_head`]: `[vocab, hidden]`.
 pub fn add_greedy_sampling(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     embedding: &Embedding,
     head: &Matrix,
@@ -84,8 +84,8 @@ pub fn add_greedy_sampling(
         .float(embedding.scale);
     let kernel = format!("decode_next_{suffix}");
     // SAFETY: shapes are checked above. The head and the embedding have one row for each token.
-    unsafe { sequence.add(Launch::new(module!("head"), kernel, LaunchShape::linear(1, 1024), arguments))? };
-    add_quantized_embedding(sequence, buffers, embedding)
+    unsafe { launches.add(Launch::new(module!("head"), kernel, LaunchShape::linear(1, 1024), arguments))? };
+    add_quantized_embedding(launches, buffers, embedding)
 }
 
 /// Returns `(vocab, hidden)`, or an error if the embedding does not have this shape.
@@ -109,7 +109,7 @@ pub(super) fn dense_table(embedding: &Matrix) -> Result<(Option<&Tensor>, &'stat
 
 /// Adds the lookup of the sampled token's embedding if the embedding is quantized. Otherwise, adds nothing.
 pub(super) fn add_quantized_embedding(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     embedding: &Embedding,
 ) -> Result<()> {
@@ -119,5 +119,5 @@ pub(super) fn add_quantized_embedding(
         Arguments::new().stack(parts)?.tensor(&buffers.state)?.tensor(&buffers.x)?.int(columns).float(embedding.scale);
     let shape = LaunchShape::one_thread_each(columns.div_ceil(8));
     // SAFETY: the embedding has one row for each token, and one column for each element of `x`.
-    unsafe { sequence.add(Launch::new(module!("head"), "quantized_next", shape, arguments)) }
+    unsafe { launches.add(Launch::new(module!("head"), "quantized_next", shape, arguments)) }
 }

@@ -8,7 +8,8 @@ use candle_core::{DType, Result, bail};
 use super::buffers::StepBuffers;
 use crate::kernels::constants::{DECODE_MAX_WARPS, QUANTIZED_WARPS};
 use crate::kernels::launch::{Arguments, LaunchShape, max_shared_bytes};
-use crate::kernels::quantized::{GROUP_COLUMNS, Matrix, quantized_ops};
+use crate::kernels::matrix::Matrix;
+use crate::kernels::quantized::{GROUP_COLUMNS, quantized_ops};
 
 /// Returns whether the decode kernels support `weight` with `inputs` input vectors on this GPU.
 ///

@@ -1,6 +1,6 @@
 //! Fused CUDA kernels for decode steps. A step computes one token of one sequence in static buffers.
 //!
-//! Each `add_*` function checks shapes and adds one or two launches to a `LaunchSequence`.
+//! Each `add_*` function checks shapes and adds one or two launches to a `LaunchList`.
 //! The sequence is captured as a CUDA graph, which replays each launch with the same arguments.
 //! The position, the token and the router logits change in every step, so kernels read them from device memory.
 //! A step reads each weight only once, so memory bandwidth limits the speed of these kernels.
@@ -36,5 +36,3 @@ pub use qkv::{QkNorm, QkvProjection, add_qkv};
 pub use residual::{PostNorm, add_residual};
 pub use routed_experts::{add_routed_down, add_routed_gate_up};
 pub use router::add_router;
-
-pub use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};

@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor};
 
 use super::buffers::{StepBuffers, check, check_f32};
 use crate::kernels::constants::{DECODE_DOWN_SPLITS, DECODE_UP_THREADS, DECODE_UP_TILES, MXFP4_TILE_ROWS};
-use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, module};
+use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
 use crate::kernels::moe::experts_gemm::Mxfp4Tiles;
 use crate::kernels::swiglu::ALPHA;
 
@@ -45,7 +45,7 @@ impl ExpertBuffers {
 /// `weights` are `[experts, 2 * intermediate, hidden]` in paired tiles.
 /// `bias` is f32 `[experts, 2 * intermediate]`.
 pub fn add_mxfp4_gate_up(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     weights: &Mxfp4Tiles,
     bias: &Tensor,
@@ -74,14 +74,14 @@ pub fn add_mxfp4_gate_up(
     let launch = Launch::new(module!("mxfp4_experts"), "decode_gate_up_mxfp4", shape, arguments);
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
-    unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
+    unsafe { launches.add(launch.with_bytes_moved(bytes)) }
 }
 
 /// Adds a launch that computes `x += Σ routing weight · (down(h) + bias)` over the chosen experts.
 ///
 /// `weights` are `[experts, hidden, intermediate]` in plain tiles. `bias` is f32 `[experts, hidden]`.
 pub fn add_mxfp4_down(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     weights: &Mxfp4Tiles,
     bias: &Tensor,
@@ -110,5 +110,5 @@ pub fn add_mxfp4_down(
     let launch = Launch::new(module!("mxfp4_experts"), "decode_down_mxfp4", shape, arguments);
     let bytes = weights.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
-    unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
+    unsafe { launches.add(launch.with_bytes_moved(bytes)) }
 }

@@ -4,8 +4,8 @@ use candle_core::{Result, Tensor};
 
 use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
-use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, dtype_suffix, module};
-use crate::kernels::quantized::Matrix;
+use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, dtype_suffix, module};
+use crate::kernels::matrix::Matrix;
 
 /// The query, key and value projections of a layer, with the RoPE tables and the output buffers.
 pub struct QkvProjection<'t> {
@@ -44,7 +44,7 @@ pub struct QkNorm<'t> {
 ///
 /// The launches write q to its buffer, and k and v to the KV cache.
 pub fn add_qkv(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     norm: RmsNormParams,
     projection: &QkvProjection,
@@ -91,7 +91,7 @@ pub fn add_qkv(
     let launch = Launch::new(module!("qkv"), kernel, matvec_shape(buffers, rows / 2, weight), arguments);
     // SAFETY: shapes and dtypes are checked above. The RoPE tables cover every position.
     // The kernel wraps positions modulo the number of cache rows.
-    unsafe { sequence.add(launch.with_bytes_moved(weight.bytes()))? };
+    unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(norms) = qk_norm else { return Ok(()) };
     let arguments = Arguments::new()
         .tensor(norms.scratch)?
@@ -111,5 +111,5 @@ pub fn add_qkv(
     let shape = LaunchShape::linear((heads + kv_heads).div_ceil(8), 256);
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);
     // SAFETY: as above.
-    unsafe { sequence.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }
+    unsafe { launches.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }
 }

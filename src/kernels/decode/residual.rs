@@ -4,8 +4,8 @@ use candle_core::{Result, Tensor};
 
 use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
-use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, dtype_suffix, module};
-use crate::kernels::quantized::Matrix;
+use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, dtype_suffix, module};
+use crate::kernels::matrix::Matrix;
 
 /// A norm that is applied to the output of a projection before the residual addition.
 #[derive(Clone, Copy)]
@@ -20,7 +20,7 @@ pub struct PostNorm<'t> {
 ///
 /// `weight` is `[hidden, columns]`, `y` is bf16 or f16 `[columns]`, and `bias` is f32 `[hidden]`.
 pub fn add_residual(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     y: &Tensor,
     weight: &Matrix,
@@ -46,7 +46,7 @@ pub fn add_residual(
     let kernel = matvec_kernel(weight, &format!("residual_{}", dtype_suffix(y.dtype())?));
     let launch = Launch::new(module!("residual"), kernel, matvec_shape(buffers, rows, weight), arguments);
     // SAFETY: shapes and dtypes are checked above.
-    unsafe { sequence.add(launch.with_bytes_moved(weight.bytes()))? };
+    unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(PostNorm { norm, scratch }) = post_norm else { return Ok(()) };
     check_f32("the norm weight", norm.weight, rows)?;
     let arguments =
@@ -54,6 +54,6 @@ pub fn add_residual(
     // SAFETY: shapes and dtypes are checked above.
     // The hidden size is a multiple of 4, because `add_head` accepts only multiples of 8.
     unsafe {
-        sequence.add(Launch::new(module!("residual"), "decode_add_normed_f32", LaunchShape::linear(1, 1024), arguments))
+        launches.add(Launch::new(module!("residual"), "decode_add_normed_f32", LaunchShape::linear(1, 1024), arguments))
     }
 }

@@ -5,16 +5,16 @@ use candle_core::{DType, Result, Tensor};
 use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape, matvec_shape_for};
 use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
-use crate::kernels::launch::{Arguments, Launch, LaunchSequence, dtype_suffix, module};
+use crate::kernels::launch::{Arguments, Launch, LaunchList, dtype_suffix, module};
+use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::topk::Softmax;
-use crate::kernels::quantized::Matrix;
 
 /// Adds a launch that computes `h[n] = silu(gate(norm(x))) · up(norm(x))` for the n-th chosen expert.
 ///
 /// `weight` is `[experts * 2 * intermediate, hidden]`. For each expert, the gate rows come before the up rows.
 /// The router `logits` are f32 `[experts]`, and `h` is bf16 or f16 `[chosen, intermediate]`.
 pub fn add_routed_gate_up(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     norm: RmsNormParams,
     weight: &Matrix,
@@ -42,7 +42,7 @@ pub fn add_routed_gate_up(
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
     let bytes = weight.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
-    unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
+    unsafe { launches.add(launch.with_bytes_moved(bytes)) }
 }
 
 /// Adds a launch that computes `x += Σ routing weight · down(h)` over the chosen experts.
@@ -50,7 +50,7 @@ pub fn add_routed_gate_up(
 /// `weight` is `[experts * hidden, intermediate]`.
 /// The router `logits` are f32 `[experts]`, and `h` is bf16 or f16 `[chosen, intermediate]`.
 pub fn add_routed_down(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     weight: &Matrix,
     logits: &Tensor,
@@ -76,7 +76,7 @@ pub fn add_routed_down(
     let launch = Launch::new(module!("routed_experts"), kernel, shape, arguments);
     let bytes = weight.bytes() / experts as u64 * chosen as u64;
     // SAFETY: shapes and dtypes are checked above. The kernel chooses only valid expert ids.
-    unsafe { sequence.add(launch.with_bytes_moved(bytes)) }
+    unsafe { launches.add(launch.with_bytes_moved(bytes)) }
 }
 
 fn check_routing(logits: &Tensor, chosen: usize) -> Result<()> {

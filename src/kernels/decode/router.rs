@@ -5,13 +5,13 @@ use candle_core::{DType, Result, Tensor};
 use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::mxfp4_experts::ExpertBuffers;
 use crate::kernels::bytes;
-use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, module};
+use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
 
 /// Adds a launch that computes the router logits of `norm(x)` and, for MXFP4 experts, `norm(x)` itself.
 ///
 /// `weight` is f32 `[experts, hidden]`. `bias` and `logits` are f32 `[experts]`.
 pub fn add_router(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     norm: RmsNormParams,
     weight: &Tensor,
@@ -40,5 +40,5 @@ pub fn add_router(
         .float(norm.eps);
     let launch = Launch::new(module!("router"), "decode_router_f32", LaunchShape::linear(experts, 256), arguments);
     // SAFETY: shapes and dtypes are checked above.
-    unsafe { sequence.add(launch.with_bytes_moved(bytes(weight))) }
+    unsafe { launches.add(launch.with_bytes_moved(bytes(weight))) }
 }

@@ -10,7 +10,7 @@ use super::buffers::{StepBuffers, check, check_f32};
 use super::head::{Embedding, add_quantized_embedding, check_embedding, dense_table};
 use crate::kernels::bytes;
 use crate::kernels::constants::{SAMPLE_BINS, SAMPLE_IDS_PER_THREAD, SAMPLE_MAX_BLOCKS, SAMPLE_ROUNDS, SAMPLE_THREADS};
-use crate::kernels::launch::{Arguments, Launch, LaunchSequence, LaunchShape, Mailbox, module};
+use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, Mailbox, module};
 use crate::kernels::rows::copy_rows;
 
 /// The parameters of the sampling kernel (`SamplingParams` in `sample.cu`).
@@ -45,6 +45,15 @@ impl SamplingKernelParams {
     }
 }
 
+/// The state that the sampling kernel needs to choose the same tokens as a sampler on the host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DeviceSampling {
+    pub params: SamplingKernelParams,
+    /// One entry per token of the vocabulary: 0 if the token was never seen, otherwise 1 + the number of times it was
+    /// generated. Needed only for penalties.
+    pub seen: Option<Vec<u32>>,
+}
+
 /// The device buffers of the sampling kernel.
 pub struct SamplingBuffers {
     /// The contents of `SamplingParams` in `sample.cu`, as u32 words.
@@ -73,9 +82,8 @@ impl SamplingBuffers {
     }
 
     /// Sets the sampling parameters for the next steps.
-    ///
-    /// `seen` has one entry for each token in the vocabulary. It is needed only for penalties.
-    pub fn set(&self, params: &SamplingKernelParams, seen: Option<Vec<u32>>) -> Result<()> {
+    pub fn set(&self, sampling: DeviceSampling) -> Result<()> {
+        let DeviceSampling { params, seen } = sampling;
         let words: [u32; PARAM_WORDS] = [
             params.temperature.to_bits(),
             params.top_p.to_bits(),
@@ -110,7 +118,7 @@ fn sample_blocks(vocab: usize, buffers: &StepBuffers) -> usize {
 /// Adds sampling with the parameters in `sampling`. The kernel sends the sampled token to the mailbox.
 /// The embedding of this token becomes the next input.
 pub fn add_sample(
-    sequence: &mut LaunchSequence,
+    launches: &mut LaunchList,
     buffers: &StepBuffers,
     sampling: &SamplingBuffers,
     embedding: &Embedding,
@@ -137,6 +145,6 @@ pub fn add_sample(
     let launch = Launch::new(module!("sample"), format!("decode_sample_{suffix}"), shape, arguments);
     // SAFETY: shapes are checked above.
     // The grid has at most one block per multiprocessor, so all blocks can run at the same time.
-    unsafe { sequence.add(launch.with_bytes_moved(bytes(&buffers.logits)))? };
-    add_quantized_embedding(sequence, buffers, embedding)
+    unsafe { launches.add(launch.with_bytes_moved(bytes(&buffers.logits)))? };
+    add_quantized_embedding(launches, buffers, embedding)
 }

@@ -1,11 +1,11 @@
-//! Launch sequences captured as one CUDA graph, so a whole decode step costs the host a single call.
+//! Launch lists captured as one CUDA graph, so a whole decode step costs the host a single call.
 
 use candle_core::cuda_backend::WrapErr;
 use candle_core::cuda_backend::cudarc::driver::{CudaGraph, sys};
 use candle_core::{Result, bail};
 
 use super::arguments::Memory;
-use super::sequence::LaunchSequence;
+use super::list::LaunchList;
 
 /// Captured launches.
 pub struct LaunchGraph {
@@ -19,7 +19,7 @@ unsafe impl Send for LaunchGraph {}
 
 impl LaunchGraph {
     /// Captures the launches of `first`, followed by the launches of `second`, on the stream of their device.
-    pub fn capture(first: &LaunchSequence, second: &LaunchSequence) -> Result<Self> {
+    pub fn capture(first: &LaunchList, second: &LaunchList) -> Result<Self> {
         let stream = first.device().cuda_stream();
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).w()?;
         let queued = first.enqueue().and_then(|()| second.enqueue());
@@ -29,6 +29,14 @@ impl LaunchGraph {
         let Some(graph) = graph? else { bail!("cannot capture a CUDA graph: no launches were captured") };
         graph.upload().w()?;
         Ok(Self { graph, _memory: first.memory().chain(second.memory()).cloned().collect() })
+    }
+
+    /// Returns the number of nodes in the graph.
+    pub fn nodes(&self) -> Result<usize> {
+        let mut count = 0;
+        // SAFETY: the graph is valid. Without an array for the nodes, the driver only writes their number.
+        unsafe { sys::cuGraphGetNodes(self.graph.cu_graph(), std::ptr::null_mut(), &mut count) }.result().w()?;
+        Ok(count)
     }
 
     /// Queues all launches on the stream on which they were captured.

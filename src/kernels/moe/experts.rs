@@ -15,9 +15,10 @@ use crate::kernels::constants::MAX_EXPERTS;
 use crate::kernels::constants::{EXPERT_GEMM_PAIRS, EXPERT_GEMM_ROWS, EXPERT_GEMM_THREADS};
 #[cfg(feature = "cuda")]
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
+use crate::kernels::matrix::Matrix;
+use crate::kernels::quantized::QuantizedMatrix;
 #[cfg(feature = "cuda")]
 use crate::kernels::quantized::{InputRounding, quantized_ops};
-use crate::kernels::quantized::{Matrix, QuantizedMatrix};
 use crate::kernels::{bytes, elements, to_f32, unsupported};
 
 /// The maximum number of (token, expert) pairs in one call, which is the maximum size of a grid in y.

@@ -10,3 +10,5 @@ pub mod mxfp4;
 #[cfg(feature = "cuda")]
 mod sort_by_expert;
 pub mod topk;
+
+pub use crate::kernels::constants::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};

@@ -26,12 +26,10 @@
 #[cfg(feature = "cuda")]
 mod arguments;
 mod format;
-mod matrix;
 mod quantized_matrix;
 pub(crate) mod quantized_ops;
 mod reference;
 
 pub use format::{GROUP_COLUMNS, PlaneBytes, SUPERBLOCK_COLUMNS, WeightFormat};
-pub use matrix::Matrix;
 pub use quantized_matrix::{InputRounding, QuantizedMatrix};
 pub use reference::{E4M3_MAX, pack};

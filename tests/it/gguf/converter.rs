@@ -1,7 +1,7 @@
 //! Converts golden checkpoints to GGUF files by the rules of llama.cpp's `convert_hf_to_gguf.py`.
 //!
 //! The converter shares no code with the GGUF reader, so the two cannot share a mistake.
-//! `scripts/check_gguf_with_transformers.py` checks the files with transformers.
+//! `tests/golden/check_gguf.py` checks the files with transformers.
 
 use std::path::Path;
 

@@ -9,7 +9,7 @@ use inferno::nn::kv_cache::KvCache;
 use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::gguf::GgufCheckpoint;
-use inferno::weights::{Checkpoint, LoadProgress, Summary, Weights};
+use inferno::weights::{Checkpoint, LoadProgress, Weights, WeightsSummary};
 use tempfile::TempDir;
 
 use super::converter::{convert, convert_with_separate_experts};
@@ -61,7 +61,7 @@ fn error(writer: &Writer) -> String {
     format!("{:#}", logits(&path, &[1, 2, 3]).expect_err("an error"))
 }
 
-/// If `INFERNO_GGUF_OUT` is set, copies the files to that folder for `scripts/check_gguf_with_transformers.py`.
+/// If `INFERNO_GGUF_OUT` is set, copies the files to that folder for `tests/golden/check_gguf.py`.
 #[test]
 fn logits_agree_with_transformers() {
     for case in CASES {
@@ -94,7 +94,8 @@ fn experts_in_separate_tensors_load() {
 fn random_blocks(ggml_type: GgmlType, elements: usize, random: &mut Random) -> Vec<u8> {
     let mut bytes = vec![0; elements / ggml_type.block_length() * ggml_type.block_bytes()];
     bytes.fill_with(|| random.next() as u8);
-    // The f16 scales range from 2^-15 to 2^-12. Magnitudes reach 128 times the scale in Q8_0, 63 * 15 times in Q4_K.
+    // The f16 scales range from 2^-15 to 2^-12.
+    // A magnitude is at most 128 times the scale in Q8_0, and about 63 * 15 times the scale in Q4_K.
     let scales: &[(usize, u16)] = match ggml_type {
         GgmlType::Q8_0 => &[(0, 0x0c00)],
         GgmlType::Q4K => &[(0, 0x0400), (2, 0x0800)],
@@ -188,7 +189,7 @@ fn quantized_and_dequantized_weights_give_equal_logits() {
         let error = relative_error(&got, &want);
         assert!(error < 2e-6, "{ggml_type}: off by {error:e}");
         let checkpoint = Checkpoint::open(&quantized).unwrap();
-        let summary = Summary::from_gguf(&GgufCheckpoint::open(&quantized).unwrap());
+        let summary = WeightsSummary::from_gguf(&GgufCheckpoint::open(&quantized).unwrap());
         assert_eq!(
             (summary.parameters, summary.main_dtype.as_deref()),
             (checkpoint.parameters(), Some(ggml_type.name()))

@@ -1,6 +1,6 @@
 //! Compares the logits of a quantized GGUF file of each family with those of transformers.
 //!
-//! transformers computes the expected logits from the dequantized weights (`scripts/gguf_quantized_golden.py`).
+//! transformers computes the expected logits from the dequantized weights (`tests/golden/make_gguf_quantized.py`).
 
 use candle_core::{DType, Device, safetensors};
 use inferno::models;

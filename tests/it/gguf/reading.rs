@@ -1,4 +1,4 @@
-//! Reads a file written by Python's gguf package and compares it with what that package reads from it.
+//! Reads a file written by Python's gguf package. Compares the contents with those that the package itself reads.
 
 use inferno::weights::gguf::{GgufCheckpoint, Metadata, Value, ValueType};
 use inferno::weights::read_ahead::Retention;
@@ -136,17 +136,17 @@ fn version_2_is_supported() {
 }
 
 #[test]
-fn extents_locate_the_bytes_of_tensors() {
+fn read_requests_locate_the_bytes_of_tensors() {
     let (checkpoint, _) = tiny();
     for (name, info) in checkpoint.tensors() {
-        let extent = checkpoint.read_request(name, Retention::Permanent).unwrap();
-        let file = std::fs::read(&extent.ranges[0].source.path).unwrap();
+        let request = checkpoint.read_request(name, Retention::Permanent).unwrap();
+        let file = std::fs::read(&request.ranges[0].source.path).unwrap();
         assert_eq!(
-            &file[extent.ranges[0].start as usize..][..extent.bytes()],
+            &file[request.ranges[0].start as usize..][..request.bytes()],
             checkpoint.view(name).unwrap().bytes,
             "{name}"
         );
-        assert_eq!(extent.bytes(), info.bytes);
+        assert_eq!(request.bytes(), info.bytes);
     }
     assert!(checkpoint.read_request("absent", Retention::Permanent).is_none());
 }

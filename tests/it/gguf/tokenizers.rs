@@ -267,7 +267,7 @@ const TEXTS: &[&str] = &[
     " ",
     "   ",
     "Hello",
-    " Hello  HubState ",
+    " Hello  World ",
     "I've been to Zürich, don't you know? 12345 + 678 = 13023",
     "naïve Ångström 你好，世界 🦀🏳️‍🌈 अच्छा",
     "fn main() {\n\tprintln!(\"{}\", 1 << 3);\n}\n\n\n",

@@ -84,7 +84,7 @@ fn silent_server_is_given_up_after_the_timeout() {
     assert!(events.iter().any(|line| line.contains("timeout")), "{events:?}");
     survives(with(limits(3, 10_000)), &[Fault::Stall(5_000), Fault::None, Fault::Stall(0)]);
     // The fake hub itself hangs up after 20 s.
-    assert!(start.elapsed() < Duration::from_secs(15), "the client did not hang up: {:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(15), "no timeout within {:?}", start.elapsed());
 }
 
 #[test]

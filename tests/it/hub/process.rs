@@ -338,7 +338,7 @@ fn stall_timeout_comes_from_the_environment() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     assert!(text(&output.stderr).contains(&format!("{WEIGHTS}: timeout")), "{}", text(&output.stderr));
     // The fake hub itself hangs up after 20 s.
-    assert!(start.elapsed() < Duration::from_secs(15), "the client did not hang up: {:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(15), "no timeout within {:?}", start.elapsed());
     let output = command(&home, &fake, &["download", REPO]).env("HF_HUB_DOWNLOAD_TIMEOUT", "soon").output().unwrap();
     assert_fails(&output, 2, &["HF_HUB_DOWNLOAD_TIMEOUT"]);
 }

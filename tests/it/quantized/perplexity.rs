@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, safetensors};
 use inferno::device::DeviceChoice;
-use inferno::kernels::quantized::Matrix;
+use inferno::kernels::matrix::Matrix;
 use inferno::models;
 use inferno::nn::kv_cache::KvCache;
 use inferno::nn::pass::{LogitRows, StepBatch};
@@ -110,7 +110,7 @@ fn quantized_demo_model_stays_close_to_the_original() {
 }
 
 /// Uses a trained model with rows of 256 values.
-/// Compares its quantized weights with ggml and its losses with transformers (`scripts/trained_golden.py`).
+/// Compares its quantized weights with ggml and its losses with transformers (`tests/golden/make_trained.py`).
 #[test]
 fn quantized_model_agrees_with_ggml_and_transformers() {
     let dir = golden("trained");

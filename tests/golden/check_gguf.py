@@ -2,7 +2,7 @@
 """Compares the logits that transformers computes from GGUF files with the golden values.
 
     mkdir DIR && INFERNO_GGUF_OUT=DIR cargo test --test it gguf::models::logits
-    python scripts/check_gguf_with_transformers.py DIR
+    python tests/golden/check_gguf.py DIR
 
 Requires torch, transformers and gguf. tests/it/gguf/converter.rs writes the files. The script loads each file twice.
 The first time, it uses the config.json of the checkpoint, which tests only the tensors. The second time, it uses the
@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
+GOLDEN = Path(__file__).parent
 
 def error(folder, file, golden, **options):
     try:

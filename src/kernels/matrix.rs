@@ -2,11 +2,10 @@
 
 use candle_core::{Device, Result, Tensor, bail};
 
-use super::format::WeightFormat;
-use super::quantized_matrix::{InputRounding, QuantizedMatrix};
+use super::matmul::matmul_f32;
 #[cfg(feature = "cuda")]
-use super::quantized_ops;
-use crate::kernels::matmul::matmul_f32;
+use super::quantized::quantized_ops;
+use super::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
 
 /// The weight matrix of a linear layer or an embedding, dense or quantized.
 ///

@@ -11,13 +11,13 @@ use super::arguments::Memory;
 use super::kernel_launch::{Launch, Overlap, PreparedLaunch};
 
 /// An ordered list of launches on the stream of one device.
-pub struct LaunchSequence {
+pub struct LaunchList {
     device: CudaDevice,
     launches: Vec<PreparedLaunch>,
     overlap: Overlap,
 }
 
-/// The run time of one kernel of a sequence, measured without overlap.
+/// The run time of one kernel of a list, measured without overlap.
 pub struct TimedLaunch {
     /// The name of the kernel.
     pub name: String,
@@ -26,8 +26,8 @@ pub struct TimedLaunch {
     pub bytes: u64,
 }
 
-impl LaunchSequence {
-    /// Creates an empty sequence.
+impl LaunchList {
+    /// Creates an empty list.
     pub fn new(device: &CudaDevice) -> Result<Self> {
         let (major, _) = device.cuda_stream().context().compute_capability().w()?;
         // Code built for older GPUs contains no waits, so its launches must not overlap on any GPU.
@@ -44,11 +44,11 @@ impl LaunchSequence {
         self.launches.is_empty()
     }
 
-    /// Appends a launch. The sequence keeps alive the tensors and mailboxes that the arguments point to.
+    /// Appends a launch. The list keeps alive the tensors and mailboxes that the arguments point to.
     ///
     /// # Safety
     /// The arguments must match the kernel's parameters.
-    /// Every address must be valid for all of the kernel's reads and writes, every time the sequence is queued.
+    /// Every address must be valid for all of the kernel's reads and writes, every time the list is queued.
     pub unsafe fn add(&mut self, launch: Launch) -> Result<()> {
         self.launches.push(launch.prepare(&self.device)?);
         Ok(())

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes tests/golden/chat.json, which contains conversations rendered by reference implementations.
 
-    TIKTOKEN_ENCODINGS_BASE=DIR python scripts/chat_golden.py FIXTURES tests/golden/chat.json
-    python scripts/chat_golden.py FIXTURES --show TEMPLATE CONVERSATION     # prints the rendered text
+    TIKTOKEN_ENCODINGS_BASE=DIR python tests/golden/make_chat.py FIXTURES tests/golden/chat.json
+    python tests/golden/make_chat.py FIXTURES --show TEMPLATE CONVERSATION     # prints the rendered text
 
 Requires transformers 5 and openai-harmony. transformers renders the conversations with FIXTURES/chat_templates/*.jinja.
 openai-harmony renders the same conversations for gpt-oss and reads o200k_base.tiktoken from DIR.
@@ -326,7 +326,7 @@ def main():
         for name in CONVERSATIONS for add in [True, False]
     ]
     golden = {
-        "made_by": f"scripts/chat_golden.py, transformers {transformers.__version__}, jinja2 {jinja2.__version__}, openai-harmony 0.0.8",
+        "made_by": f"tests/golden/make_chat.py, transformers {transformers.__version__}, jinja2 {jinja2.__version__}, openai-harmony 0.0.8",
         "date": DATE,
         "conversations": {name: {"messages": m, "tools": t or []} for name, (m, t) in CONVERSATIONS.items()},
         "templates": templates,

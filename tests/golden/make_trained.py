@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes tests/golden/trained: a small trained Llama, and values that show how quantization affects its perplexity.
 
-    python scripts/trained_golden.py train                  # trains the model; takes a few minutes on two cores
-    python scripts/trained_golden.py measure GGML           # writes golden.safetensors
+    python tests/golden/make_trained.py train                  # trains the model; takes a few minutes on two cores
+    python tests/golden/make_trained.py measure GGML           # writes golden.safetensors
 
 Requires torch, transformers, tokenizers, gguf, numpy and a C compiler. GGML is a folder with the sources of ggml-org/ggml.
 The model is trained on the prose of this repository. Every 30th paragraph is held out; text.txt contains the start of the
@@ -46,9 +46,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 OUT = ROOT / "tests" / "golden" / "trained"
-sys.path.insert(0, str(OUT.parent))
 import make  # noqa: E402
 
 SEED = 20261122

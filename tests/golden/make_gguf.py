@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes tests/golden/gguf with the `gguf` package: blocks with their dequantized values, and small GGUF files.
 
-    python scripts/gguf_golden.py tests/golden/gguf fuzz/corpus     # requires gguf, numpy, safetensors
+    python tests/golden/make_gguf.py tests/golden/gguf fuzz/corpus     # requires gguf, numpy, safetensors
 
 blocks.safetensors  for each type T: `T.blocks` u8 [blocks, bytes], and `T.values` f32 [blocks, elements] from
                     gguf.quants.dequantize. Half of the blocks have typical scales. The others have random scales,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes tests/golden/gguf_quantized: a tiny quantized GGUF model of each family, and its logits in transformers.
 
-    python scripts/gguf_quantized_golden.py [--out tests/golden/gguf_quantized]     # takes a minute on a CPU
+    python tests/golden/make_gguf_quantized.py [--out tests/golden/gguf_quantized]     # takes a minute on a CPU
 
 Requires torch, transformers, accelerate, safetensors, numpy and gguf; provenance.json lists the versions. For each family:
 
@@ -37,14 +37,13 @@ from gguf import GGMLQuantizationType as T
 from gguf import GGUFWriter
 from transformers import AutoConfig, AutoModelForCausalLM
 
-GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
-sys.path.insert(0, str(GOLDEN))
+GOLDEN = Path(__file__).parent
 import families  # noqa: E402
 import make  # noqa: E402
 
 SEED = 20261123
 TYPES = [T.Q8_0, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1]
-# Rows have C, F or HD elements, all multiples of 32. All sizes differ, except that L equals K.
+# Rows have C, F or H·D elements, which are multiples of 32. All sizes except L and K differ.
 SIZES = {"C": 32, "F": 64, "L": 2, "H": 8, "K": 2, "D": 12, "V": 57, "T": 31}
 # GPT-2 derives its head size from C.
 GPT2 = {"C": 96, "F": 64, "L": 2, "H": 6, "K": 6, "D": 16, "V": 57, "T": 31, "P": 41}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes tests/golden/compressed: a tiny Llama, quantized to 8 bits in five ways, and its logits in transformers.
 
-    python scripts/compressed_golden.py [--out tests/golden/compressed]     # takes a few minutes on a CPU
+    python tests/golden/make_compressed.py [--out tests/golden/compressed]     # takes a few minutes on a CPU
 
 Requires torch, transformers, safetensors and compressed-tensors; provenance.json lists the versions.
 Each case is a folder with the same kinds of files that tests/golden/make.py writes:
@@ -42,8 +42,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from compressed_tensors.utils.match import match_named_modules
 from transformers import AutoConfig, AutoModelForCausalLM
 
-GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
-sys.path.insert(0, str(GOLDEN))
+GOLDEN = Path(__file__).parent
 import make  # noqa: E402
 
 SEED = 20261122

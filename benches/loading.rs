@@ -1,0 +1,89 @@
+//! Measures how fast weights load from the page cache and from disk, with different reader settings.
+//!
+//!     INFERNO_FULL_SIZE=DIR cargo bench --features cuda --bench loading
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use candle_core::cuda_backend::cudarc::cublas::CudaBlas;
+use candle_core::cuda_backend::cudarc::curand::CudaRng;
+use candle_core::cuda_backend::cudarc::driver;
+use candle_core::{DType, Device};
+use inferno::device::{self, DeviceChoice};
+use inferno::kernels::upload::CopyStream;
+use inferno::nn::rope::{RopeFrequencies, RotaryEmbedding};
+use inferno::weights::Checkpoint;
+use inferno::weights::read_ahead::{ReadAhead, ReadAheadOptions};
+
+fn main() -> Result<()> {
+    let model =
+        PathBuf::from(std::env::var_os("INFERNO_FULL_SIZE").context("set INFERNO_FULL_SIZE to a model directory")?);
+    let mut last = Instant::now();
+    let mut lap = |what: &str| {
+        println!("{what}: {:.3} s", last.elapsed().as_secs_f64());
+        last = Instant::now();
+    };
+    ensure!(device::gpu_count() > 0, "no GPU");
+    lap("NVIDIA libraries and driver");
+    let context = driver::CudaContext::new(0)?;
+    lap("context");
+    let stream = context.new_stream()?;
+    lap("stream");
+    let _blas = CudaBlas::new(stream.clone())?;
+    lap("cuBLAS");
+    let _rng = CudaRng::new(1, stream)?;
+    lap("cuRAND");
+    let device = device::open(DeviceChoice::FirstCuda)?;
+    lap("candle device, after all of the above");
+    let frequencies = RopeFrequencies { inv_freq: vec![0.1; 32], attention_factor: 1.0 };
+    RotaryEmbedding::new(&frequencies, 131_072, &device)?;
+    lap("RoPE tables for 131,072 positions");
+    let Device::Cuda(gpu) = &device else { anyhow::bail!("no GPU") };
+    let checkpoint = Checkpoint::open(&model)?;
+    let read = |settings: ReadAheadOptions| -> Result<()> {
+        let started = Instant::now();
+        let reader = ReadAhead::start(CopyStream::new(gpu)?, checkpoint.read_requests(DType::BF16), settings)?;
+        let mut tensors = Vec::new();
+        for (name, info) in checkpoint.tensors() {
+            tensors.push(reader.take(name, info.candle_dtype()?, &info.shape)?);
+        }
+        let handed_out = started.elapsed().as_secs_f64();
+        device.synchronize()?;
+        let arrived = started.elapsed().as_secs_f64();
+        drop(reader);
+        let dropped = started.elapsed().as_secs_f64();
+        drop(tensors);
+        device.synchronize()?;
+        println!(
+            "{:2} threads, {:5} KiB pieces: tensors returned {handed_out:.3} s, copied {arrived:.3} s = {:.1} GB/s, \
+             threads joined {dropped:.3} s",
+            settings.threads,
+            settings.piece_bytes >> 10,
+            checkpoint.bytes() as f64 / 1e9 / arrived,
+        );
+        Ok(())
+    };
+    let standard = ReadAheadOptions::default();
+    println!("the first run allocates GPU memory from the driver, later runs from the pool");
+    read(standard)?;
+    for threads in [4, 8, 16] {
+        for piece_bytes in [2 << 20, 4 << 20] {
+            read(ReadAheadOptions { threads, piece_bytes, ..standard })?;
+        }
+    }
+    if cfg!(target_os = "linux") {
+        for threads in [8, 16] {
+            for file in std::fs::read_dir(&model)? {
+                let status = std::process::Command::new("dd")
+                    .arg(format!("of={}", file?.path().display()))
+                    .args(["oflag=nocache", "conv=notrunc,fdatasync", "count=0", "status=none"])
+                    .status();
+                ensure!(status?.success(), "dd failed");
+            }
+            println!("after eviction from the page cache:");
+            read(ReadAheadOptions { threads, ..standard })?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,207 @@
+//! The launches of one decoder layer and the buffers between them.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
+use anyhow::{Result, bail};
+use candle_core::{DType, Device, Tensor};
+
+use crate::kernels::attention::{AttentionMask, EarlyReads, FlashAttention, FlashTensors};
+use crate::kernels::decode::{self, ExpertBuffers, PostNorm, Projection, QkvProjection, RmsNormParams, StepBuffers};
+use crate::kernels::launch::LaunchList;
+use crate::kernels::matrix::Matrix;
+use crate::kernels::moe::experts::ExpertWeights;
+use crate::nn::attention::Attention;
+use crate::nn::kv_cache::LayerCache;
+use crate::nn::layer::DecoderLayer;
+use crate::nn::linear::Linear;
+use crate::nn::mlp::GatedMlp;
+use crate::nn::moe::{ClampedMoe, GatedMoe};
+use crate::nn::norm::Norm as NormLayer;
+
+/// A buffer between two kernels of a layer.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Slot {
+    /// The rotated queries.
+    Queries,
+    /// The output of attention.
+    Attended,
+    /// The partial results of attention over parts of the cache.
+    Partials,
+    /// The counters of the thread blocks that finished their part of the cache.
+    Arrivals,
+    /// The input of the down projection.
+    Intermediate,
+    /// The queries and keys before QK norm.
+    UnnormalizedQk,
+    /// The output of attention or of the MLP before a post-norm.
+    UnnormalizedOutput,
+    /// The logits of a router.
+    RouterLogits,
+}
+
+/// Buffers between kernels. Layers with the same shapes share them.
+#[derive(Default)]
+pub(super) struct Scratch {
+    tensors: HashMap<(Slot, Vec<usize>, DType), Tensor>,
+    experts: Option<ExpertBuffers>,
+}
+
+impl Scratch {
+    /// Returns the buffer of `slot` with this shape. Allocates it on first use.
+    fn tensor(&mut self, slot: Slot, shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+        Ok(match self.tensors.entry((slot, shape.to_vec(), dtype)) {
+            Entry::Occupied(entry) => entry.get().clone(),
+            Entry::Vacant(entry) => entry.insert(Tensor::zeros(shape, dtype, device)?).clone(),
+        })
+    }
+}
+
+pub(super) fn rms_norm(norm: &NormLayer) -> RmsNormParams<'_> {
+    RmsNormParams { weight: &norm.weight, eps: norm.eps }
+}
+
+/// Returns the parameters and scratch buffer f32 \[C\] of a post-norm, or `None` if the layer has no such norm.
+fn post_norm<'t>(norm: &'t Option<NormLayer>, scratch: &'t Tensor) -> Option<PostNorm<'t>> {
+    norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), scratch })
+}
+
+fn projection(linear: &Linear) -> Projection<'_> {
+    Projection { weight: &linear.weight, bias: linear.bias.as_ref() }
+}
+
+/// Adds the attention of a layer: norm, QKV projection, attention, output projection.
+pub(super) fn add_attention(
+    launches: &mut LaunchList,
+    buffers: &StepBuffers,
+    scratch: &mut Scratch,
+    layer: &DecoderLayer,
+    cache: &LayerCache,
+) -> Result<()> {
+    let Attention { qkv_proj, o_proj, sinks, qk_norm, rotary, config, .. } = &layer.self_attn;
+    let (device, dtype) = (buffers.x.device(), layer.self_attn.dtype());
+    let (heads, head_dim) = (config.heads, config.spec.head_dim);
+    let q = scratch.tensor(Slot::Queries, &[heads, head_dim], dtype, device)?;
+    let attended = scratch.tensor(Slot::Attended, &[heads, head_dim], dtype, device)?;
+    let raw = scratch.tensor(Slot::UnnormalizedQk, &[heads + config.spec.kv_heads, head_dim], DType::F32, device)?;
+    let qk_norm =
+        qk_norm.as_ref().map(|(q, k)| decode::QkNorm { q: &q.weight, k: &k.weight, eps: q.eps, scratch: &raw });
+    let qkv = QkvProjection {
+        weight: &qkv_proj.weight,
+        bias: qkv_proj.bias.as_ref(),
+        cos: &rotary.cos,
+        sin: &rotary.sin,
+        q: &q,
+        k: cache.k(),
+        v: cache.v(),
+        qk_norm,
+    };
+    decode::add_qkv(launches, buffers, rms_norm(&layer.input_layernorm), &qkv)?;
+
+    let Device::Cuda(cuda) = device else { bail!("the decode graph needs a GPU") };
+    let mask = AttentionMask { position: 0, window: config.spec.window, scale: config.scale, softcap: config.softcap };
+    let flash = FlashAttention::new(cuda, &q.unsqueeze(0)?, cache.k(), mask)?;
+    let tensors = FlashTensors {
+        q: &q,
+        k: cache.k(),
+        v: cache.v(),
+        sinks: sinks.as_ref(),
+        positions: &buffers.state,
+        out: &attended,
+        partials: &scratch.tensor(Slot::Partials, &[flash.partials.max(1)], DType::F32, device)?,
+        arrivals: &scratch.tensor(Slot::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
+    };
+    // The kernel may read the keys and values of earlier positions during the QKV projection.
+    // They were written before the projection started.
+    let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
+    // SAFETY: `decode::add_qkv` checked the shapes and dtypes.
+    // `start` checks that the position is less than the context length.
+    // The kernel wraps positions modulo the number of cache rows.
+    unsafe { launches.add(launch)? };
+
+    let raw = scratch.tensor(Slot::UnnormalizedOutput, buffers.x.dims(), DType::F32, device)?;
+    let post_norm = post_norm(&layer.attention_post_norm, &raw);
+    Ok(decode::add_residual(
+        launches,
+        buffers,
+        &attended.flatten_all()?,
+        &o_proj.weight,
+        o_proj.bias.as_ref(),
+        post_norm,
+    )?)
+}
+
+/// Adds an MLP with a gate: norm, gate and up projections, down projection.
+pub(super) fn add_gated_mlp(
+    launches: &mut LaunchList,
+    buffers: &StepBuffers,
+    scratch: &mut Scratch,
+    layer: &DecoderLayer,
+    mlp: &GatedMlp,
+) -> Result<()> {
+    let GatedMlp { gate_proj, up_proj, down_proj, activation, .. } = mlp;
+    let (intermediate, _) = gate_proj.weight.dims();
+    let h = scratch.tensor(Slot::Intermediate, &[intermediate], mlp.dtype(), buffers.x.device())?;
+    let raw = scratch.tensor(Slot::UnnormalizedOutput, buffers.x.dims(), DType::F32, buffers.x.device())?;
+    let (gate, up) = (projection(gate_proj), projection(up_proj));
+    decode::add_gate_up(launches, buffers, rms_norm(&layer.post_attention_layernorm), gate, up, *activation, &h)?;
+    let post_norm = post_norm(&layer.mlp_post_norm, &raw);
+    Ok(decode::add_residual(launches, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), post_norm)?)
+}
+
+/// Adds the experts of Mixtral and Qwen3-MoE: router, gate and up projections, down projection.
+pub(super) fn add_gated_moe(
+    launches: &mut LaunchList,
+    buffers: &StepBuffers,
+    scratch: &mut Scratch,
+    layer: &DecoderLayer,
+    mlp: &GatedMoe,
+) -> Result<()> {
+    let GatedMoe { router, gate_up_proj, down_proj, dtype, config } = mlp;
+    let (Matrix::Dense(router), Some(gate_up), Some(down)) =
+        (&router.weight, gate_up_proj.as_matrix()?, down_proj.as_matrix()?)
+    else {
+        bail!("the decode graph has no kernel for experts in this format");
+    };
+    let device = buffers.x.device();
+    let logits = scratch.tensor(Slot::RouterLogits, &[config.experts], DType::F32, device)?;
+    let h =
+        scratch.tensor(Slot::Intermediate, &[config.experts_per_token, config.intermediate_size], *dtype, device)?;
+    let norm = rms_norm(&layer.post_attention_layernorm);
+    decode::add_router(launches, buffers, norm, router, None, &logits, None)?;
+    decode::add_routed_gate_up(launches, buffers, norm, &gate_up, &logits, &h)?;
+    Ok(decode::add_routed_down(launches, buffers, &down, &logits, config.softmax, &h)?)
+}
+
+/// Adds the MXFP4 experts of gpt-oss: router, gate and up projections, down projection.
+pub(super) fn add_clamped_moe(
+    launches: &mut LaunchList,
+    buffers: &StepBuffers,
+    scratch: &mut Scratch,
+    layer: &DecoderLayer,
+    mlp: &ClampedMoe,
+) -> Result<()> {
+    let ClampedMoe { router, gate_up_proj, gate_up_bias, down_proj, down_bias, config } = mlp;
+    let (ExpertWeights::Mxfp4Tiles(gate_up), ExpertWeights::Mxfp4Tiles(down)) = (gate_up_proj, down_proj) else {
+        bail!("the decode graph supports only MXFP4 experts");
+    };
+    let Matrix::Dense(router_weight) = &router.weight else { bail!("the decode graph needs an unquantized router") };
+    if scratch.experts.is_none() {
+        let (count, chosen) = (config.experts, config.experts_per_token);
+        scratch.experts = Some(ExpertBuffers::new(&buffers.x, count, chosen, config.intermediate_size)?);
+    }
+    let Some(expert_buffers) = &scratch.experts else { bail!("the expert buffers were not allocated") };
+    let norm = rms_norm(&layer.post_attention_layernorm);
+    decode::add_router(
+        launches,
+        buffers,
+        norm,
+        router_weight,
+        router.bias.as_ref(),
+        &expert_buffers.logits,
+        Some(expert_buffers),
+    )?;
+    let (up_bias, down_bias) = (gate_up_bias.to_dtype(DType::F32)?, down_bias.to_dtype(DType::F32)?);
+    decode::add_mxfp4_gate_up(launches, buffers, gate_up, &up_bias, config.swiglu_limit, expert_buffers)?;
+    Ok(decode::add_mxfp4_down(launches, buffers, down, &down_bias, expert_buffers)?)
+}

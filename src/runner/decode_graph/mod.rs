@@ -1,0 +1,307 @@
+//! The decode step as a CUDA graph.
+//!
+//! Planning turns the decoder's layers into a fixed list of launches of fused kernels on static buffers.
+//! It then captures the list as a graph.
+//!
+//! Each token costs the host one graph launch. The token stays on the device as the input of the next step.
+//! The host reads the token from a mailbox while that step runs.
+
+mod layers;
+mod support;
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, bail};
+use candle_core::cuda_backend::CudaDevice;
+use candle_core::{Device, Tensor};
+
+use super::{EagerReason, KernelTime};
+use crate::kernels::decode::sample::{self, DeviceSampling, SamplingBuffers, SamplingKernelParams};
+use crate::kernels::decode::{self, Embedding, StepBuffers};
+use crate::kernels::launch::{LaunchGraph, LaunchList, Mailbox, is_idle};
+use crate::kernels::rows::copy_rows;
+use crate::nn::decoder::Decoder;
+use crate::nn::kv_cache::KvCache;
+use crate::nn::mlp::Mlp;
+use layers::{Scratch, add_attention, add_clamped_moe, add_gated_mlp, add_gated_moe, rms_norm};
+use support::unsupported_reason;
+
+/// The number of extra steps to queue while the host waits for a token.
+const AHEAD: usize = 2;
+/// The word that the kernels write to the mailbox in place of a token if all logits are NaN.
+const NAN_WORD: u32 = u32::MAX;
+
+/// A captured decode step for one sequence.
+pub struct DecodeGraph {
+    device: CudaDevice,
+    buffers: StepBuffers,
+    embedding: Embedding,
+    /// The number of positions that fit in both the cache and the rotary tables.
+    context: usize,
+    mailbox: Arc<Mailbox>,
+    sampling_buffers: SamplingBuffers,
+    /// The launches of a step, up to its logits.
+    layers: LaunchList,
+    greedy: StepTail,
+    sampled: StepTail,
+    sampling: Sampling,
+    /// Steps queued since the start. Step s writes its token to slot s mod `mailbox.slots()`.
+    queued: usize,
+    /// Tokens taken from the mailbox since the start.
+    taken: usize,
+}
+
+impl DecodeGraph {
+    /// Plans and captures the decode step of `decoder` on `cache`. Returns the reason if the decoder must run eagerly.
+    pub fn plan(decoder: &Decoder, cache: &KvCache) -> Result<std::result::Result<Self, EagerReason>> {
+        let Device::Cuda(device) = decoder.embed_tokens.device() else {
+            return Ok(Err(EagerReason::NotOnGpu));
+        };
+        for layer in &decoder.layers {
+            if let Some(reason) = unsupported_reason(decoder, layer)? {
+                return Ok(Err(reason));
+            }
+        }
+        let embedding = Embedding { table: decoder.embed_tokens.clone(), scale: decoder.embed_scale };
+        let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
+        let buffers = StepBuffers::new(device, hidden_size, vocab_size)?;
+        if !sample::can_sample(&buffers) {
+            return Ok(Err(EagerReason::VocabularySize(vocab_size)));
+        }
+        let mailbox = Mailbox::new(device, 64)?;
+        let mut launches = LaunchList::new(device)?;
+        let sampling_buffers = SamplingBuffers::new(&buffers.logits)?;
+        let mut scratch = Scratch::default();
+        for (index, layer) in decoder.layers.iter().enumerate() {
+            add_attention(&mut launches, &buffers, &mut scratch, layer, cache.layer(index))?;
+            match &layer.mlp {
+                Mlp::Gated(mlp) => add_gated_mlp(&mut launches, &buffers, &mut scratch, layer, mlp)?,
+                Mlp::ClampedMoe(mlp) => add_clamped_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
+                Mlp::GatedMoe(mlp) => add_gated_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
+                Mlp::Plain(_) => bail!("the decode graph has no kernel for an MLP without a gate"),
+            }
+        }
+        let head = &decoder.lm_head.weight;
+        decode::add_head(
+            &mut launches,
+            &buffers,
+            rms_norm(&decoder.norm),
+            head,
+            decoder.dtype(),
+            decoder.final_softcap,
+        )?;
+        let step_tail = |add: &dyn Fn(&mut LaunchList) -> candle_core::Result<()>| -> Result<StepTail> {
+            let mut tail = LaunchList::new(device)?;
+            add(&mut tail)?;
+            let graph = LaunchGraph::capture(&launches, &tail).context("cannot capture the decode step")?;
+            Ok(StepTail { launches: tail, graph })
+        };
+        let greedy = step_tail(&|tail| decode::add_greedy_sampling(tail, &buffers, &embedding, head, &mailbox))?;
+        let sampled = step_tail(&|tail| sample::add_sample(tail, &buffers, &sampling_buffers, &embedding, &mailbox))?;
+        Ok(Ok(Self {
+            device: device.clone(),
+            buffers,
+            embedding,
+            context: cache.context().min(decoder.context()),
+            mailbox,
+            sampling_buffers,
+            layers: launches,
+            greedy,
+            sampled,
+            sampling: Sampling::Greedy,
+            queued: 0,
+            taken: 0,
+        }))
+    }
+
+    /// Starts at `position` with `token` as the input of the first step.
+    ///
+    /// Without `sampling`, every step chooses the most likely token.
+    pub fn start(&mut self, position: usize, token: u32, sampling: Option<DeviceSampling>) -> Result<()> {
+        let vocab_size = self.buffers.logits.dims1()?;
+        if token as usize >= vocab_size || position >= self.context {
+            bail!(
+                "cannot decode token {token} at position {position}: the limits are {vocab_size} tokens, {} positions",
+                self.context
+            );
+        }
+        self.set_sampling(sampling)?;
+        let id = Tensor::new(&[token], self.buffers.x.device())?;
+        copy_rows(&self.buffers.x, &self.embedding.table.embed(&id, self.embedding.scale)?.flatten_all()?, 0)?;
+        let state = Tensor::new(&[position as u32, token, 0, 0], self.buffers.x.device())?;
+        copy_rows(&self.buffers.state, &state, 0)?;
+        (self.queued, self.taken) = (0, 0);
+        Ok(())
+    }
+
+    /// Starts after `tokens` cached tokens. Chooses the first new token from the last token's `logits`, f32 \[1, V\].
+    pub fn start_from(&mut self, tokens: usize, logits: &Tensor, sampling: Option<DeviceSampling>) -> Result<()> {
+        self.set_sampling(sampling)?;
+        copy_rows(&self.buffers.logits, &logits.flatten_all()?, 0)?;
+        let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
+        copy_rows(&self.buffers.state, &state, 0)?;
+        // The argmax kernel reads the maxima that the head kernel writes, but no head kernel ran for these logits.
+        // The sampling kernel reads only the logits, so it also makes the first greedy choice.
+        let tail = match self.sampling {
+            Sampling::Greedy => {
+                self.sampling_buffers.set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: None })?;
+                &self.sampled.launches
+            }
+            Sampling::Sampled => &self.sampled.launches,
+        };
+        tail.enqueue()?;
+        (self.queued, self.taken) = (1, 0);
+        Ok(())
+    }
+
+    /// Waits for all queued steps, then sets the sampling mode and parameters of later steps.
+    fn set_sampling(&mut self, sampling: Option<DeviceSampling>) -> Result<()> {
+        self.drain()?;
+        self.sampling = match sampling {
+            None => Sampling::Greedy,
+            Some(sampling) => {
+                self.sampling_buffers.set(sampling)?;
+                Sampling::Sampled
+            }
+        };
+        Ok(())
+    }
+
+    /// Returns the tail for the current sampling mode.
+    fn tail(&self) -> &StepTail {
+        match self.sampling {
+            Sampling::Greedy => &self.greedy,
+            Sampling::Sampled => &self.sampled,
+        }
+    }
+
+    /// Waits for the next token. First queues up to `AHEAD` steps after it, but none beyond `limit`.
+    ///
+    /// `limit` is the maximum number of tokens still to generate, including this one.
+    pub fn next(&mut self, limit: usize) -> Result<u32> {
+        if limit == 0 {
+            bail!("the context is full");
+        }
+        while self.queued - self.taken < limit.min(1 + AHEAD) {
+            self.tail().graph.enqueue()?;
+            self.queued += 1;
+        }
+        self.take_token()
+    }
+
+    /// Waits for the next token. Fails if all logits of its step are NaN.
+    fn take_token(&mut self) -> Result<u32> {
+        match self.wait()? {
+            NAN_WORD => {
+                bail!("cannot choose a token: the logits are NaN; the weights are corrupt or overflow in this --dtype")
+            }
+            word => Ok(word - 1),
+        }
+    }
+
+    /// Returns the number of queued steps whose tokens have not been taken. These steps also write to the cache.
+    pub fn queued_steps(&self) -> usize {
+        self.queued - self.taken
+    }
+
+    /// Waits for the queued steps and discards their tokens.
+    pub fn drain(&mut self) -> Result<()> {
+        while self.taken < self.queued {
+            self.wait()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the next word in the mailbox: 1 + the token, or [`NAN_WORD`].
+    fn wait(&mut self) -> Result<u32> {
+        let slot = self.taken % self.mailbox.slots();
+        let mut polls = 0u32;
+        loop {
+            let word = self.mailbox.take(slot);
+            if word != 0 {
+                self.taken += 1;
+                return Ok(word);
+            }
+            std::hint::spin_loop();
+            polls += 1;
+            // A device that failed or ran out of work sends no more words. Queries are slow, so they are rare.
+            if polls.is_multiple_of(1 << 20) && is_idle(&self.device).context("a decode step failed on the GPU")? {
+                let word = self.mailbox.take(slot);
+                if word == 0 {
+                    bail!("the GPU finished without sending a token");
+                }
+                self.taken += 1;
+                return Ok(word);
+            }
+        }
+    }
+
+    /// Returns the logits of the last step that ran, f32 \[V\].
+    pub fn logits(&self) -> &Tensor {
+        &self.buffers.logits
+    }
+
+    /// Returns the number of launches in a step.
+    pub fn launches(&self) -> usize {
+        self.layers.len() + self.tail().launches.len()
+    }
+
+    /// Returns the number of nodes in the graph of a step.
+    pub fn nodes(&self) -> Result<usize> {
+        Ok(self.tail().graph.nodes()?)
+    }
+
+    /// Runs one step as individual launches and times each kernel.
+    pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
+        let mut times: Vec<KernelTime> = Vec::new();
+        let mut timed = self.layers.time_each()?;
+        timed.extend(self.tail().launches.time_each()?);
+        self.queued += 1;
+        self.wait()?;
+        for kernel in timed {
+            let known = times.iter().position(|time| time.name == kernel.name);
+            let index = known.unwrap_or_else(|| {
+                times.push(KernelTime { name: kernel.name.clone(), calls: 0, seconds: 0.0, bytes: 0 });
+                times.len() - 1
+            });
+            let time = &mut times[index];
+            (time.calls, time.seconds, time.bytes) =
+                (time.calls + 1, time.seconds + kernel.seconds, time.bytes + kernel.bytes);
+        }
+        Ok(times)
+    }
+
+    /// Runs one step as individual launches instead of the graph, for tests. Returns its token.
+    pub fn next_ungraphed(&mut self) -> Result<u32> {
+        self.layers.enqueue()?;
+        self.tail().launches.enqueue()?;
+        self.queued += 1;
+        self.take_token()
+    }
+}
+
+/// One way to choose the token of a step: greedy or by sampling.
+struct StepTail {
+    /// The launches after the logits.
+    launches: LaunchList,
+    /// The whole step with this tail.
+    graph: LaunchGraph,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sampling {
+    Greedy,
+    Sampled,
+}
+
+const _: fn() = || {
+    fn is_send<T: Send>() {}
+    is_send::<DecodeGraph>();
+};
+
+impl Drop for DecodeGraph {
+    fn drop(&mut self) {
+        // Queued steps write to the buffers that are about to be freed. `drop` cannot return an error.
+        let _ = self.device.cuda_stream().synchronize();
+    }
+}
