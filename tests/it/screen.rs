@@ -186,21 +186,40 @@ impl Screen {
         text.trim_end().lines().map(|line| line.trim_end().to_string()).collect()
     }
 
-    /// Returns all rows, including rows that scrolled off the screen.
+    /// Returns all rows, including those that scrolled out of view.
     pub fn all_rows(&mut self) -> Vec<String> {
-        let (rows, columns) = self.terminal.screen().size();
+        self.rows_with_history(|_| true)
+    }
+
+    /// Returns all rows without dim text. Reasoning is dim, and answers are not.
+    pub fn bright_rows(&mut self) -> Vec<String> {
+        self.rows_with_history(|cell| !cell.dim())
+    }
+
+    /// Returns all rows. Spaces replace the cells that `is_shown` rejects.
+    fn rows_with_history(&mut self, is_shown: impl Fn(&vt100::Cell) -> bool) -> Vec<String> {
+        let (height, width) = self.terminal.screen().size();
+        let (height, width) = (height.get(), width.get());
+        let read_row = |screen: &vt100::Screen, row: u16| {
+            let cells = (0..width).filter_map(|column| screen.cell(row, column));
+            let text = |cell: &vt100::Cell| match is_shown(cell) && cell.has_contents() {
+                true => cell.contents().to_string(),
+                false => " ".repeat(usize::from(!cell.is_wide_continuation())),
+            };
+            cells.map(text).collect::<String>().trim_end().to_string()
+        };
         self.terminal.screen_mut().set_scrollback(usize::MAX);
         let mut back = self.terminal.screen().scrollback();
         let mut all = Vec::new();
         while back > 0 {
             self.terminal.screen_mut().set_scrollback(back);
-            let here = (back).min(usize::from(rows.get()));
-            all.extend(self.terminal.screen().rows(0, columns.get()).take(here));
-            back -= here;
+            let count = back.min(usize::from(height));
+            all.extend((0..count as u16).map(|row| read_row(self.terminal.screen(), row)));
+            back -= count;
         }
         self.terminal.screen_mut().set_scrollback(0);
-        all.extend(self.terminal.screen().rows(0, columns.get()));
-        all.iter().map(|row| row.trim_end().to_string()).collect()
+        all.extend((0..height).map(|row| read_row(self.terminal.screen(), row)));
+        all
     }
 }
 
