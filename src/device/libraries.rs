@@ -11,7 +11,7 @@
 //! rustc passes `--as-needed`, so the linker drops a library if the program uses none of its functions.
 //!
 //! A call to a library function that is not listed below still works, but it makes the linker link the library again.
-//! The test `starting_loads_none_of_nvidias_libraries` detects such calls.
+//! The test `startup_loads_no_nvidia_library` detects such calls.
 //! Debug builds with GNU ld always link the libraries, because GNU ld also counts calls in unreachable code.
 
 use std::arch::naked_asm;
@@ -156,9 +156,9 @@ libraries! {
         cuDeviceGetCount cuDeviceGetDefaultMemPool cuDeviceGetName cuDeviceGetUuid cuDeviceGetUuid_v2
         cuDevicePrimaryCtxRelease_v2 cuDevicePrimaryCtxRetain cuDriverGetVersion cuEventCreate cuEventDestroy_v2
         cuEventElapsedTime cuEventElapsedTime_v2 cuEventRecord cuEventSynchronize cuFuncGetAttribute
-        cuFuncSetAttribute cuGetErrorString cuGraphDestroy cuGraphExecDestroy cuGraphInstantiateWithFlags
-        cuGraphLaunch cuGraphUpload cuInit cuLaunchKernel cuLaunchKernelEx cuMemAllocAsync cuMemAlloc_v2
-        cuMemFreeAsync cuMemFreeHost cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemPoolSetAttribute
+        cuFuncSetAttribute cuGetErrorString cuGraphDestroy cuGraphExecDestroy cuGraphGetNodes
+        cuGraphInstantiateWithFlags cuGraphLaunch cuGraphUpload cuInit cuLaunchKernel cuLaunchKernelEx
+        cuMemAllocAsync cuMemAlloc_v2 cuMemFreeAsync cuMemFreeHost cuMemFree_v2 cuMemGetInfo_v2 cuMemHostAlloc cuMemPoolSetAttribute
         cuMemPoolTrimTo cuMemcpyDtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2 cuMemcpyPeerAsync
         cuMemsetD8Async cuModuleGetFunction cuModuleLoad cuModuleLoadData cuModuleUnload cuStreamBeginCapture_v2
         cuStreamCreate cuStreamDestroy_v2 cuStreamEndCapture cuStreamIsCapturing cuStreamQuery

@@ -66,7 +66,8 @@ pub struct SamplingBuffers {
 
 /// The size of `SamplingParams` in u32 words.
 const PARAM_WORDS: usize = 10;
-/// The size of `Scratch` in u32 words: four words, then a count per bin, a mass per bin and a mass per block.
+/// The size of `Scratch` in u32 words: a header of four words, then one count and one mass per round and bin,
+/// and one mass per block.
 /// A count takes one word, and a mass takes two.
 const SCRATCH_WORDS: usize =
     4 + SAMPLE_ROUNDS * SAMPLE_BINS + 2 * (SAMPLE_ROUNDS * SAMPLE_BINS) + 2 * SAMPLE_MAX_BLOCKS;

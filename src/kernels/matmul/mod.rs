@@ -54,7 +54,8 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
         other => bail!("cannot multiply matrices of {other:?}"),
     };
     let (alpha, beta) = (1.0f32, 0.0f32);
-    // cuBLAS is column-major, so it computes outᵀ [R, T] = (wᵀ)ᵀ · xᵀ. Each leading dimension is the length of a row.
+    // cuBLAS is column-major, so it computes outᵀ [R, T] = (wᵀ)ᵀ · xᵀ.
+    // Each leading dimension is the row stride of the row-major tensor.
     // SAFETY: the tensors are contiguous and on a GPU (`address` checks this) and have these sizes.
     // The handle is bound to the device's stream. The caller guarantees that `out` is valid.
     unsafe {

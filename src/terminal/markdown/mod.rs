@@ -42,7 +42,7 @@ struct OpenCode {
     length: usize,
     indent: usize,
     highlighter: Highlighter,
-    /// The open line, its last highlighted form, and the time of that highlight.
+    /// The most recent highlighting of the incomplete line: its text, the styled result, and the time.
     highlighted: Option<(String, StyledLine, Instant)>,
 }
 
