@@ -152,6 +152,7 @@ fn constants_header() -> String {
 fn cpp_declaration(name: &str, kind: &str, value: &str) -> Option<String> {
     match kind {
         "usize" => Some(format!("constexpr int {name} = {value};\n")),
+        "u32" => Some(format!("constexpr unsigned {name} = {value}u;\n")),
         "f32" => Some(format!("constexpr float {name} = {value}f;\n")),
         _ => {
             let count = kind.strip_prefix("[usize; ")?.strip_suffix(']')?;

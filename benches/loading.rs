@@ -46,7 +46,11 @@ fn main() -> Result<()> {
         let reader = ReadAhead::start(CopyStream::new(gpu)?, checkpoint.read_requests(DType::BF16), settings)?;
         let mut tensors = Vec::new();
         for (name, info) in checkpoint.tensors() {
-            tensors.push(reader.take(name, info.candle_dtype()?, &info.shape)?);
+            tensors.push(reader.take(
+                name,
+                info.candle_dtype().with_context(|| format!("cannot load {name}"))?,
+                &info.shape,
+            )?);
         }
         let handed_out = started.elapsed().as_secs_f64();
         device.synchronize()?;

@@ -29,7 +29,7 @@ pub struct Args {
 struct Report {
     status: Status,
     findings: Vec<Finding>,
-    /// The self-test results of every kernel on every GPU.
+    /// The self-test results on every GPU.
     self_test: Vec<SelfTest>,
 }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, TryRecvError};
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 
 use super::request::FinishReason;
 use super::sequence::Sequence;
@@ -22,6 +22,8 @@ pub enum Command {
     Submit(Box<Sequence>),
     /// Call a function with the runner, after all earlier requests.
     Run(RunnerCall),
+    /// Reject all later requests.
+    Drain,
     /// End the thread. Unfinished requests end with an error.
     Shutdown,
 }
@@ -55,11 +57,12 @@ pub struct EngineLoop {
     counters: Arc<Counters>,
     waiting: VecDeque<Job>,
     running: Option<Box<Sequence>>,
+    is_draining: bool,
 }
 
 impl EngineLoop {
     pub fn new(runner: Runner, language: Arc<Language>, commands: Receiver<Command>, counters: Arc<Counters>) -> Self {
-        Self { runner, language, commands, counters, waiting: VecDeque::new(), running: None }
+        Self { runner, language, commands, counters, waiting: VecDeque::new(), running: None, is_draining: false }
     }
 
     /// Runs until shutdown, or until all handles are dropped.
@@ -84,7 +87,12 @@ impl EngineLoop {
                 false => self.commands.try_recv(),
             };
             match command {
+                Ok(Command::Submit(sequence)) if self.is_draining => {
+                    stats::subtract_one(&self.counters.waiting);
+                    sequence.fail(anyhow!("cannot accept a request: the engine is draining"));
+                }
                 Ok(Command::Submit(sequence)) => self.waiting.push_back(Job::Sequence(sequence)),
+                Ok(Command::Drain) => self.is_draining = true,
                 Ok(Command::Run(call)) => self.waiting.push_back(Job::Call(call)),
                 Err(TryRecvError::Empty) => return true,
                 Ok(Command::Shutdown) | Err(TryRecvError::Disconnected) => return false,

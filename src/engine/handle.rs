@@ -168,6 +168,8 @@ impl EngineHandle {
     /// Rejects new requests and waits until all submitted requests have ended.
     pub fn drain(&self) -> Result<()> {
         self.shared.counters.is_draining.store(true, Ordering::Relaxed);
+        // A request that passed the check before this point may still arrive. The engine thread rejects it.
+        self.send(Command::Drain)?;
         self.with_runner(|_| ())
     }
 

@@ -277,8 +277,8 @@ mod tests {
         let all = ["config.json", "tokenizer.json", INDEX, "s1.safetensors", "s2.safetensors"];
         assert_eq!(choose(&names, &[], Some(index)).unwrap(), all);
         for (index, expected) in [
-            (r#"{"weight_map":{"a":"../../x"}}"#, "refused"),
-            (r#"{"weight_map":{"a":"/etc/passwd"}}"#, "refused"),
+            (r#"{"weight_map":{"a":"../../x"}}"#, "not a plain file name"),
+            (r#"{"weight_map":{"a":"/etc/passwd"}}"#, "not a plain file name"),
             (r#"{"weight_map":{"a":"s9.safetensors"}}"#, "lacks s9.safetensors"),
             (r#"{"weight_map":{}}"#, "no shards"),
             ("<html>", "not a shard index"),

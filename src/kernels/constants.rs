@@ -1,7 +1,8 @@
 //! Constants shared by the Rust and CUDA code.
 //!
 //! The build script generates `constants.cuh` from this file.
-//! `pub const NAME: usize = 4;` becomes `constexpr int NAME = 4;`, `f32` becomes `float`, and arrays stay arrays.
+//! `pub const NAME: usize = 4;` becomes `constexpr int NAME = 4;`, `u32` becomes `unsigned`,
+//! `f32` becomes `float`, and arrays stay arrays.
 //!
 //! Every value must therefore have the same meaning in C++.
 //! Values may contain numbers, `+ - * / << >>`, parentheses, and constants defined earlier in this file.
@@ -166,6 +167,11 @@ pub const DECODE_DOWN_SPLITS: usize = 3;
 /// The maximum number of experts per token in `decode_down_mxfp4`.
 pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
+// The mailbox (`decode/head.cu`, `decode/sample.cu`, `runner/decode_graph/mod.rs`).
+
+/// The word that a step writes to the mailbox in place of 1 + its token if all logits are NaN.
+pub const MAILBOX_NAN: u32 = 0xffffffff;
+
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`).
 
 /// Threads per block.
@@ -178,3 +184,8 @@ pub const SAMPLE_ROUNDS: usize = 4;
 pub const SAMPLE_BINS: usize = 256;
 /// The maximum number of blocks per launch.
 pub const SAMPLE_MAX_BLOCKS: usize = 1024;
+/// The size of `SamplingKernelParams` in 32-bit words.
+pub const SAMPLE_PARAM_WORDS: usize = 10;
+/// The size of `Scratch` in 32-bit words: a header of four words, then one count and one mass per round and bin,
+/// and one mass per block. A count takes one word, and a mass takes two.
+pub const SAMPLE_SCRATCH_WORDS: usize = 4 + 3 * SAMPLE_ROUNDS * SAMPLE_BINS + 2 * SAMPLE_MAX_BLOCKS;

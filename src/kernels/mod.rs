@@ -9,7 +9,7 @@
 //! Tests compare them with the operations that they replace.
 //!
 //! `launch` launches kernels, `upload` copies weights to a device, and `bandwidth` measures GPU memory bandwidth.
-//! `selftest` compares every kernel with its reference on the current GPU.
+//! `selftest` compares kernels with their references on the current GPU.
 
 pub mod attention;
 pub mod bandwidth;

@@ -108,7 +108,7 @@ impl Decoder {
             }
             (x, y) = (sum, Some(output));
         }
-        for (&tokens, cache) in batch.tokens.iter().zip(caches.iter_mut()) {
+        for (&tokens, cache) in batch.lengths.iter().zip(caches.iter_mut()) {
             cache.advance(tokens);
         }
 

@@ -14,7 +14,7 @@ pub struct StepBatch<'b> {
     /// The token ids of all sequences, one sequence after the other.
     pub ids: &'b [u32],
     /// The number of new tokens in each sequence. Their positions start at the end of the sequence's cache.
-    pub tokens: &'b [usize],
+    pub lengths: &'b [usize],
     pub logits: LogitRows,
 }
 
@@ -43,13 +43,13 @@ impl Pass {
         device: &Device,
         backend: AttentionBackend,
     ) -> Result<Self> {
-        let StepBatch { ids, tokens: counts, .. } = *batch;
-        if counts.len() != caches.len() || counts.iter().sum::<usize>() != ids.len() {
-            bail!("the batch has {} token ids, token counts {counts:?}, and {} caches", ids.len(), caches.len());
+        let StepBatch { ids, lengths, .. } = *batch;
+        if lengths.len() != caches.len() || lengths.iter().sum::<usize>() != ids.len() {
+            bail!("the batch has {} token ids, lengths {lengths:?}, and {} caches", ids.len(), caches.len());
         }
         let mut spans = Vec::new();
         let mut positions = Vec::with_capacity(ids.len());
-        for (&tokens, cache) in counts.iter().zip(caches) {
+        for (&tokens, cache) in lengths.iter().zip(caches) {
             cache.check_capacity(tokens)?;
             spans.push(positions.len()..positions.len() + tokens);
             positions.extend((cache.len()..cache.len() + tokens).map(|position| position as u32));

@@ -221,7 +221,7 @@ fn yarn(
 
 /// Tables of cos and sin for every position of a context, on the device.
 pub struct RotaryEmbedding {
-    /// f32 `[P, R/2]`
+    /// f32 `[positions, rotated / 2]`
     pub(crate) cos: Tensor,
     pub(crate) sin: Tensor,
 }

@@ -9,6 +9,9 @@ use candle_core::{DType, Tensor};
 
 use super::choose_token::ChooseToken;
 
+pub(super) const NAN_LOGITS: &str =
+    "cannot choose a token: the logits are NaN; the weights are corrupt or overflow in this --dtype";
+
 /// The reason why decode steps run operation by operation instead of as a CUDA graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EagerReason {
@@ -98,7 +101,7 @@ impl EagerDecode {
 /// Chooses a token on the host. Fails if all logits are NaN.
 pub(super) fn choose(logits: &mut [f32], sampler: &mut dyn ChooseToken) -> Result<u32> {
     if logits.iter().all(|logit| logit.is_nan()) {
-        bail!("cannot choose a token: the logits are NaN; the weights are corrupt or overflow in this --dtype");
+        bail!(NAN_LOGITS);
     }
     Ok(sampler.choose(logits))
 }

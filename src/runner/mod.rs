@@ -175,7 +175,7 @@ impl Runner {
         }
     }
 
-    /// Sets a checkpoint at the current end of the cache, which is usually the end of a prompt.
+    /// Sets a savepoint at the current end of the cache, which is usually the end of a prompt.
     ///
     /// [`reuse_prefix`](Self::reuse_prefix) can return to the savepoint after any number of generated tokens.
     pub fn set_savepoint(&mut self) -> Result<()> {
@@ -220,7 +220,7 @@ impl Runner {
 
     /// Runs tokens after the cached ones, operation by operation. Returns f32 logits.
     fn forward(&mut self, ids: &[u32], logits: LogitRows) -> Result<Tensor> {
-        let batch = StepBatch { ids, tokens: &[ids.len()], logits };
+        let batch = StepBatch { ids, lengths: &[ids.len()], logits };
         let logits = self.decoder.forward(&batch, &mut [&mut self.cache])?;
         self.cached.extend(ids);
         Ok(logits)

@@ -11,19 +11,12 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::screen::Screen;
-use crate::support::{demo_dir, golden};
+use crate::support::{at_home, demo_dir, golden};
 
 /// Returns a command that runs inferno with an empty home directory and an unreachable hub.
 pub fn inferno(home: &TempDir) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_inferno"));
-    for variable in
-        ["HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME"]
-    {
-        command.env_remove(variable);
-    }
-    command.env("HOME", home.path()).env("INFERNO_CACHE", home.path().join("models"));
-    // No server listens on this port.
-    command.env("HF_ENDPOINT", "http://127.0.0.1:1").stdin(Stdio::null());
+    let mut command = at_home(Command::new(env!("CARGO_BIN_EXE_inferno")), home);
+    command.stdin(Stdio::null());
     command
 }
 

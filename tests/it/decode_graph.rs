@@ -77,7 +77,7 @@ impl Model {
     fn prefill(&mut self, prompt: &[u32]) {
         self.cache.reset();
         for chunk in prompt.chunks(CHUNK) {
-            let batch = StepBatch { ids: chunk, tokens: &[chunk.len()], logits: LogitRows::Last };
+            let batch = StepBatch { ids: chunk, lengths: &[chunk.len()], logits: LogitRows::Last };
             self.decoder.forward(&batch, &mut [&mut self.cache]).unwrap();
         }
     }
@@ -85,7 +85,7 @@ impl Model {
     /// Prefills another cache and returns the logits of the last token.
     fn forward(&self, ids: &[u32], cache: &mut KvCache) -> Tensor {
         let logits = ids.chunks(CHUNK).map(|chunk| {
-            let batch = StepBatch { ids: chunk, tokens: &[chunk.len()], logits: LogitRows::Last };
+            let batch = StepBatch { ids: chunk, lengths: &[chunk.len()], logits: LogitRows::Last };
             self.decoder.forward(&batch, &mut [&mut *cache]).unwrap()
         });
         logits.last().unwrap()

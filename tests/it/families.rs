@@ -317,7 +317,7 @@ fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
     let decoder = models::read_config(dir).unwrap().architecture.build(&weights, 160).unwrap();
     let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu).unwrap();
-    let batch = StepBatch { ids, tokens: &[ids.len()], logits: LogitRows::All };
+    let batch = StepBatch { ids, lengths: &[ids.len()], logits: LogitRows::All };
     values(&decoder.forward(&batch, &mut [&mut cache]).unwrap())
 }
 

@@ -85,7 +85,7 @@ impl Case {
     fn run(&self, cache: &mut KvCache, ids: &[u32]) -> Vec<f32> {
         let mut logits = Vec::new();
         for part in ids.chunks(cache.chunk()) {
-            let batch = StepBatch { ids: part, tokens: &[part.len()], logits: LogitRows::All };
+            let batch = StepBatch { ids: part, lengths: &[part.len()], logits: LogitRows::All };
             logits.extend(values(&self.decoder.forward(&batch, &mut [cache]).unwrap()));
         }
         logits
@@ -139,7 +139,7 @@ fn each_of(cases: &[&str], test: impl Fn(&str, Case)) {
 fn logits_and_every_layer_agree_with_transformers() {
     each_case_and_compressed(|name, case| {
         let mut cache = case.cache(case.ids.len());
-        let batch = StepBatch { ids: &case.ids, tokens: &[case.ids.len()], logits: LogitRows::All };
+        let batch = StepBatch { ids: &case.ids, lengths: &[case.ids.len()], logits: LogitRows::All };
         let mut taps = Vec::new();
         let mut tap = |_: usize, x: &Tensor| {
             taps.push(values(x));
@@ -188,7 +188,7 @@ fn greedy_tokens_agree_with_transformers() {
         let mut cache = case.cache(ids.len());
         let mut tokens = Vec::new();
         while tokens.len() < expected.len() {
-            let batch = StepBatch { ids: &ids, tokens: &[ids.len()], logits: LogitRows::Last };
+            let batch = StepBatch { ids: &ids, lengths: &[ids.len()], logits: LogitRows::Last };
             let logits = values(&case.decoder.forward(&batch, &mut [&mut cache]).unwrap());
             let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32;
             tokens.push(best);
@@ -221,10 +221,10 @@ fn batch_of_two_equals_each_sequence_alone() {
         let (first, second) = (&case.ids[..19], &case.ids[7..20]);
         let (mut a, mut b) = (case.cache(64), case.cache(64));
         // The second sequence has cached tokens when the batch starts.
-        let start = StepBatch { ids: &second[..4], tokens: &[4], logits: LogitRows::All };
+        let start = StepBatch { ids: &second[..4], lengths: &[4], logits: LogitRows::All };
         let mut second_logits = values(&case.decoder.forward(&start, &mut [&mut b]).unwrap());
         let ids = [first, &second[4..]].concat();
-        let batch = StepBatch { ids: &ids, tokens: &[first.len(), second.len() - 4], logits: LogitRows::All };
+        let batch = StepBatch { ids: &ids, lengths: &[first.len(), second.len() - 4], logits: LogitRows::All };
         let both = values(&case.decoder.forward(&batch, &mut [&mut a, &mut b]).unwrap());
         let split = both.len() / ids.len() * first.len();
         second_logits.extend(&both[split..]);
@@ -300,7 +300,7 @@ fn random_cache_operations_equal_a_fresh_cache() {
                         let more = (1 + random(limit)).min(CONTEXT - 2 - ids.len());
                         let new: Vec<u32> = (0..more).map(|_| random(vocab as usize) as u32).collect();
                         for part in new.chunks(8) {
-                            let batch = StepBatch { ids: part, tokens: &[part.len()], logits: LogitRows::Last };
+                            let batch = StepBatch { ids: part, lengths: &[part.len()], logits: LogitRows::Last };
                             case.decoder.forward(&batch, &mut [&mut cache]).unwrap();
                         }
                         ids.extend(new);
@@ -309,7 +309,7 @@ fn random_cache_operations_equal_a_fresh_cache() {
                 assert_eq!(cache.len(), ids.len(), "{name}");
             }
             let next = [random(vocab as usize) as u32];
-            let batch = StepBatch { ids: &next, tokens: &[1], logits: LogitRows::Last };
+            let batch = StepBatch { ids: &next, lengths: &[1], logits: LogitRows::Last };
             let logits = values(&case.decoder.forward(&batch, &mut [&mut cache]).unwrap());
             ids.extend(next);
             let fresh = case.logits(&ids, 8);

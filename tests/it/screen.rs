@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 use rexpect::process::{PtyProcess, Signal};
 use tempfile::TempDir;
 
-use crate::terminal::at_home;
+use crate::support::at_home;
 
 /// The time limit for output. It is long, because a debug build on a busy machine is slow.
 const TIMEOUT: Duration = Duration::from_secs(120);

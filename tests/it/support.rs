@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 use std::path::PathBuf;
+use std::process::Command;
 
 use candle_core::{DType, Device, Tensor};
 use inferno::device::{self, DeviceChoice};
+use tempfile::TempDir;
 
 use crate::harness::is_gpu_expected;
 
@@ -115,4 +117,21 @@ impl Random {
             .collect();
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
     }
+}
+
+/// Gives a command its own home directory, a terminal type and an unreachable hub.
+/// Removes the variables that would change what inferno does.
+pub fn at_home(mut command: Command, home: &TempDir) -> Command {
+    let prefixes = ["HF_", "INFERNO_", "XDG_", "NO_COLOR", "RUST_LOG"];
+    for (variable, _) in std::env::vars_os() {
+        let name = variable.to_string_lossy();
+        // The program itself reads INFERNO_REQUIRE_GPU: without a GPU, it then fails.
+        if prefixes.iter().any(|prefix| name.starts_with(prefix)) && name != "INFERNO_REQUIRE_GPU" {
+            command.env_remove(&variable);
+        }
+    }
+    command.env("HOME", home.path()).env("INFERNO_CACHE", home.path().join("models"));
+    // No server listens on this port.
+    command.env("HF_ENDPOINT", "http://127.0.0.1:1").env("TERM", "xterm-256color");
+    command
 }

@@ -5,6 +5,8 @@ use std::process::Command;
 use rexpect::session::{PtySession, spawn_command};
 use tempfile::TempDir;
 
+use crate::support::at_home;
+
 pub fn play(home: &TempDir, args: &[&str]) -> PtySession {
     play_with(home, &[args, &["--device", "cpu"]].concat(), &[])
 }
@@ -14,16 +16,6 @@ pub fn play_with(home: &TempDir, args: &[&str], environment: &[(&str, &str)]) ->
     command.envs(environment.iter().copied()).arg("play").args(args);
     // Use a long timeout, because a debug build on a busy machine is slow.
     spawn_command(command, Some(120_000)).unwrap()
-}
-
-/// Gives a command its own home directory, a terminal type and an unreachable hub.
-pub fn at_home(mut command: Command, home: &TempDir) -> Command {
-    for variable in ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME", "NO_COLOR"] {
-        command.env_remove(variable);
-    }
-    command.env("HOME", home.path()).env("INFERNO_CACHE", home.path().join("models")).env("TERM", "xterm-256color");
-    command.env("HF_ENDPOINT", "http://127.0.0.1:1");
-    command
 }
 
 /// Waits until `text` appears in the output. Returns the output before it.

@@ -40,7 +40,7 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
     let (reference, mut reference_cache) = load(dir, &Device::Cpu, DType::F32, quantize)?;
     let (decoder, cache) = load(dir, device, dtype, quantize)?;
     let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % reference.vocab_size() as u32).collect();
-    let batch = StepBatch { ids: &ids, tokens: &[STEPS], logits: LogitRows::All };
+    let batch = StepBatch { ids: &ids, lengths: &[STEPS], logits: LogitRows::All };
     let expected = reference.forward(&batch, &mut [&mut reference_cache])?.to_vec2::<f32>()?;
     let graph = DecodeGraph::plan(&decoder, &cache)?;
     let mut graph = graph.map_err(|reason| anyhow::anyhow!("no decode graph: {reason}"))?;

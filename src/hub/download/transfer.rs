@@ -186,7 +186,7 @@ impl Transfer<'_, '_> {
 
     /// Records bytes that were written, and saves the record if a save is due.
     fn record_written(&mut self, count: u64) -> Result<(), Stop> {
-        let checkpoint = {
+        let record = {
             let mut state = self.download.state();
             let has_failed = state.failure.is_some();
             let job = &mut state.jobs[self.job];
@@ -206,7 +206,7 @@ impl Transfer<'_, '_> {
             })
         };
         // Save while the state is not locked.
-        checkpoint.map_or(Ok(()), |checkpoint| checkpoint.save().map_err(Stop::Permanent))
+        record.map_or(Ok(()), |record| record.save().map_err(Stop::Permanent))
     }
 }
 

@@ -53,7 +53,7 @@ pub struct FlashTensors<'t> {
     pub arrivals: &'t Tensor,
 }
 
-/// The data that the kernel may read before the previous kernel of a launch sequence has ended.
+/// The data that the kernel may read before the previous kernel of a launch list has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EarlyReads {
     /// Nothing.

@@ -1,7 +1,7 @@
 // Splits the output of the fused QKV projection into q, k and v, and rounds them to T.
 // Before that, adds the bias and applies RMSNorm and rotary position embedding (RoPE) to q and k.
 // Split-half RoPE: pair i of a head is (x[i], x[i + R/2]) for R rotated dimensions. The other dimensions are unchanged.
-//   qkv f32 [T, H + 2K, D]; bias f32 [H + 2K, D] or null; cos, sin f32 [P, R/2]; positions u32 [T]
+//   qkv f32 [T, H + 2K, D]; bias f32 [H + 2K, D] or null; cos, sin f32 [positions, rotated / 2]; positions u32 [T]
 //   q_norm, k_norm f32 [D] or null: each head is normalized before the rotation
 //   q T [T, H, D]; k, v T [T, K, D]
 //   one warp per HEADS heads of a token; grid ceil(T · ceil((H + 2K) / HEADS) / 8), block 256

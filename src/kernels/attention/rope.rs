@@ -12,7 +12,7 @@ use crate::kernels::{elements, norm, to_f32};
 /// The tables and positions that determine the rotation of q and k.
 #[derive(Clone, Copy)]
 pub struct Rotation<'t> {
-    /// f32 \[P, R/2\]
+    /// f32 `[positions, rotated / 2]`
     pub cos: &'t Tensor,
     pub sin: &'t Tensor,
     /// u32 \[T\], each less than P.
@@ -31,7 +31,7 @@ pub struct QkNorm<'t> {
 /// Splits the output of the fused QKV projection into q \[T, H, D\], k \[T, K, D\] and v \[T, K, D\] in `dtype`.
 ///
 /// Adds the bias, applies the norms to q and k, and rotates the first R dimensions of every head of q and k.
-/// The other dimensions are unchanged. cos and sin are \[P, R/2\].
+/// The other dimensions are unchanged. cos and sin are `[positions, rotated / 2]`.
 ///
 /// qkv f32 \[T, (H + 2K) · D\]; `heads` is (H, K, D); bias f32 \[(H + 2K) · D\].
 pub fn split_qkv(
@@ -124,7 +124,7 @@ pub fn split_qkv(
 ///
 /// Returns x with the heads of q and k normalized and rotated. The heads of v are unchanged.
 ///
-/// x \[T, (H + 2K) · D\]; `norms` is (q weight, k weight, eps); (cos, sin) \[P, `rotated` / 2\].
+/// x \[T, (H + 2K) · D\]; `norms` is (q weight, k weight, eps); (cos, sin) `[positions, rotated / 2]`.
 pub fn reference(
     x: &[f32],
     norms: Option<(&[f32], &[f32], f32)>,

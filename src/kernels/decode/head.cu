@@ -102,7 +102,7 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
 //   embedding: T [vocab, columns], or null if quantized_next writes x
 //   embedding_scale: the factor by which the embedding is multiplied
 //   mailbox: u32 [slots] in host memory
-//     Step s writes its token + 1 to slot s % slots. If every logit is NaN, it writes 0xffffffff.
+//     Step s writes its token + 1 to slot s % slots. If every logit is NaN, it writes MAILBOX_NAN.
 //   grid: 1; block: 1024
 template <typename T>
 __device__ void decode_next(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,
@@ -128,7 +128,7 @@ __device__ void decode_next(const Argmax* best, int blocks, const T* embedding, 
         x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
     if (threadIdx.x == 0) {
         const uint32_t steps = state[2];
-        mailbox[steps % slots] = is_nan ? 0xffffffffu : token + 1;
+        mailbox[steps % slots] = is_nan ? MAILBOX_NAN : token + 1;
         __threadfence_system();
         state[0] += 1, state[1] = token, state[2] = steps + 1;
     }

@@ -58,7 +58,7 @@ template <int STEP, int DEPTH> struct TileStream {
 
     __device__ __forceinline__ TileStream(const Mxfp4Tiles& tiles, size_t tile_row, int first, int lane)
         : first(first), groups(tiles.groups) {
-        blocks = tiles.blocks + (tile_row * groups + first) * MXFP4_TILE_BYTES + lane * 16,
+        blocks = tiles.blocks + (tile_row * groups + first) * MXFP4_TILE_BYTES + lane * 16;
         scales = tiles.scales + (tile_row * groups + first) * MXFP4_TILE_SCALE_BYTES + lane / 4 * 4;
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d)

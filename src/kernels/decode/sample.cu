@@ -9,7 +9,7 @@
 // Integer sums do not depend on the order of the additions, so the same seed always gives the same text.
 //   logits: f32 [vocab]
 //   seen: u32 [vocab]; 0 if the token has not appeared, otherwise 1 + the number of times it was generated
-//   params: SamplingParams
+//   params: SamplingKernelParams
 //   embedding: T [vocab, columns], or null if quantized_next (head.cu) writes x
 //   embedding_scale: the factor by which the embedding is multiplied
 //   x: f32 [columns], the input of the next step
@@ -25,7 +25,7 @@
 
 constexpr float UNIT = 1099511627776.0f;  // 2^40
 
-struct SamplingParams {
+struct SamplingKernelParams {
     float temperature, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty;
     uint32_t top_k, sampled_before;  // sampled_before: the number of random draws before the first step
     uint32_t seed[2];
@@ -37,6 +37,9 @@ struct Scratch {
     unsigned long long masses[SAMPLE_ROUNDS][SAMPLE_BINS];
     unsigned long long block_masses[SAMPLE_MAX_BLOCKS];
 };
+
+static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS, "constants.rs must have the size of SamplingKernelParams");
+static_assert(sizeof(Scratch) == 4 * SAMPLE_SCRATCH_WORDS, "constants.rs must have the size of Scratch");
 
 // Maps floats to integers that sort in the same order.
 __device__ __forceinline__ uint32_t sort_key(float value) {
@@ -150,7 +153,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     __shared__ unsigned long long warps[32];
     __shared__ uint32_t winner;
     pdl_wait();
-    const SamplingParams params = *reinterpret_cast<const SamplingParams*>(param_words);
+    const SamplingKernelParams params = *reinterpret_cast<const SamplingKernelParams*>(param_words);
     const uint32_t steps = __ldcg(state + 2);  // read before any block can finish and increment it
     // This block handles the token ids from `first` to `last` - 1.
     // This thread handles the ids first + threadIdx.x + i · SAMPLE_THREADS for i < own_ids.
@@ -252,7 +255,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
             x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
         if (threadIdx.x == 0) {
             if (has_penalty) seen[token] = max(seen[token], 1u) + 1;
-            mailbox[steps % slots] = is_nan ? 0xffffffffu : token + 1;
+            mailbox[steps % slots] = is_nan ? MAILBOX_NAN : token + 1;
             __threadfence_system();
             state[0] += 1, state[1] = token, state[2] = steps + 1;
         }

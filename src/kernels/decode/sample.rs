@@ -9,11 +9,11 @@ use candle_core::{DType, Result, Tensor};
 use super::buffers::{StepBuffers, check, check_f32};
 use super::head::{Embedding, add_quantized_embedding, check_embedding, dense_table};
 use crate::kernels::bytes;
-use crate::kernels::constants::{SAMPLE_BINS, SAMPLE_IDS_PER_THREAD, SAMPLE_MAX_BLOCKS, SAMPLE_ROUNDS, SAMPLE_THREADS};
+use crate::kernels::constants::{SAMPLE_IDS_PER_THREAD, SAMPLE_PARAM_WORDS, SAMPLE_SCRATCH_WORDS, SAMPLE_THREADS};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, Mailbox, module};
 use crate::kernels::rows::copy_rows;
 
-/// The parameters of the sampling kernel (`SamplingParams` in `sample.cu`).
+/// The parameters of the sampling kernel (the struct of the same name in `sample.cu`).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SamplingKernelParams {
     pub temperature: f32,
@@ -56,7 +56,7 @@ pub struct DeviceSampling {
 
 /// The device buffers of the sampling kernel.
 pub struct SamplingBuffers {
-    /// The contents of `SamplingParams` in `sample.cu`, as u32 words.
+    /// The contents of `SamplingKernelParams` in `sample.cu`, as u32 words.
     params: Tensor,
     /// u32 `[vocab]`: 0 for a token that has not appeared, otherwise 1 + the number of times it was generated.
     seen: Tensor,
@@ -64,28 +64,20 @@ pub struct SamplingBuffers {
     scratch: Tensor,
 }
 
-/// The size of `SamplingParams` in u32 words.
-const PARAM_WORDS: usize = 10;
-/// The size of `Scratch` in u32 words: a header of four words, then one count and one mass per round and bin,
-/// and one mass per block.
-/// A count takes one word, and a mass takes two.
-const SCRATCH_WORDS: usize =
-    4 + SAMPLE_ROUNDS * SAMPLE_BINS + 2 * (SAMPLE_ROUNDS * SAMPLE_BINS) + 2 * SAMPLE_MAX_BLOCKS;
-
 impl SamplingBuffers {
     pub fn new(logits: &Tensor) -> Result<Self> {
         let device = logits.device();
         Ok(Self {
-            params: Tensor::zeros(PARAM_WORDS, DType::U32, device)?,
+            params: Tensor::zeros(SAMPLE_PARAM_WORDS, DType::U32, device)?,
             seen: Tensor::zeros(logits.dims1()?, DType::U32, device)?,
-            scratch: Tensor::zeros(SCRATCH_WORDS, DType::U32, device)?,
+            scratch: Tensor::zeros(SAMPLE_SCRATCH_WORDS, DType::U32, device)?,
         })
     }
 
     /// Sets the sampling parameters for the next steps.
     pub fn set(&self, sampling: DeviceSampling) -> Result<()> {
         let DeviceSampling { params, seen } = sampling;
-        let words: [u32; PARAM_WORDS] = [
+        let words: [u32; SAMPLE_PARAM_WORDS] = [
             params.temperature.to_bits(),
             params.top_p.to_bits(),
             params.min_p.to_bits(),

@@ -1,11 +1,11 @@
 // Programmatic dependent launch (Hopper and later).
-// A kernel of a launch sequence may start before the previous kernel has ended.
+// A kernel of a launch list may start before the previous kernel has ended.
 // It first loads data that no kernel writes, such as weights, and then waits for the results of earlier kernels.
 //
 // On older GPUs, and in launches without the attribute, the kernels of a stream do not overlap.
 // These functions then do nothing.
 //
-// Every kernel of a sequence calls pdl_launch_dependents() after its own pdl_wait().
+// Every kernel of a list calls pdl_launch_dependents() after its own pdl_wait().
 // When a kernel starts, all earlier kernels except the previous one have therefore ended.
 #pragma once
 

@@ -45,11 +45,6 @@ impl Arg {
         Ok(Arg::Address(address(tensor)?))
     }
 
-    /// Returns the address of the tensor, or a null address for `None`.
-    pub fn optional(tensor: Option<&Tensor>) -> Result<Self> {
-        tensor.map_or(Ok(Arg::Address(0)), Arg::tensor)
-    }
-
     /// Returns a pointer to the argument's value, as `cuLaunchKernelEx` expects it.
     fn pointer(&self) -> *mut c_void {
         match self {
@@ -160,12 +155,5 @@ impl Arguments {
 
     pub(super) fn memory(&self) -> &Memory {
         &self.memory
-    }
-}
-
-impl From<Vec<Arg>> for Arguments {
-    /// Creates arguments that keep no memory alive, for launches that are queued immediately.
-    fn from(args: Vec<Arg>) -> Self {
-        Self { args, memory: Memory::default() }
     }
 }

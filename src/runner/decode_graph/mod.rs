@@ -15,6 +15,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Device, Tensor};
 
+use super::eager::NAN_LOGITS;
 use super::{EagerReason, KernelTime};
 use crate::kernels::decode::sample::{self, DeviceSampling, SamplingBuffers, SamplingKernelParams};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
@@ -28,8 +29,9 @@ use support::unsupported_reason;
 
 /// The number of extra steps to queue while the host waits for a token.
 const AHEAD: usize = 2;
-/// The word that the kernels write to the mailbox in place of a token if all logits are NaN.
-const NAN_WORD: u32 = u32::MAX;
+/// The mailbox must have a slot for every queued step and for the token that the host is waiting for.
+const MAILBOX_SLOTS: usize = 64;
+const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
 
 /// A captured decode step for one sequence.
 pub struct DecodeGraph {
@@ -68,7 +70,7 @@ impl DecodeGraph {
         if !sample::can_sample(&buffers) {
             return Ok(Err(EagerReason::VocabularySize(vocab_size)));
         }
-        let mailbox = Mailbox::new(device, 64)?;
+        let mailbox = Mailbox::new(device, MAILBOX_SLOTS)?;
         let mut launches = LaunchList::new(device)?;
         let sampling_buffers = SamplingBuffers::new(&buffers.logits)?;
         let mut scratch = Scratch::default();
@@ -192,8 +194,8 @@ impl DecodeGraph {
     /// Waits for the next token. Fails if all logits of its step are NaN.
     fn take_token(&mut self) -> Result<u32> {
         match self.wait()? {
-            NAN_WORD => {
-                bail!("cannot choose a token: the logits are NaN; the weights are corrupt or overflow in this --dtype")
+            decode::MAILBOX_NAN => {
+                bail!(NAN_LOGITS)
             }
             word => Ok(word - 1),
         }
@@ -212,7 +214,7 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Waits for the next word in the mailbox: 1 + the token, or [`NAN_WORD`].
+    /// Waits for the next word in the mailbox: 1 + the token, or [`decode::MAILBOX_NAN`].
     fn wait(&mut self) -> Result<u32> {
         let slot = self.taken % self.mailbox.slots();
         let mut polls = 0u32;

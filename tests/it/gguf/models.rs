@@ -52,7 +52,7 @@ fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     // Use the same context as golden.rs, because LongRoPE depends on it.
     let decoder = config.architecture.build(&weights, 160)?;
     let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu)?;
-    let batch = StepBatch { ids, tokens: &[ids.len()], logits: LogitRows::All };
+    let batch = StepBatch { ids, lengths: &[ids.len()], logits: LogitRows::All };
     Ok(values(&decoder.forward(&batch, &mut [&mut cache])?))
 }
 

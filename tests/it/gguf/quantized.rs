@@ -32,7 +32,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
     let decoder = models::read_config(&path).unwrap().architecture.build(&weights, ids.len()).unwrap();
     let mut cache = KvCache::new(decoder.cache_layers(), ids.len(), ids.len(), dtype, device).unwrap();
-    let batch = StepBatch { ids: &ids, tokens: &[ids.len()], logits: LogitRows::All };
+    let batch = StepBatch { ids: &ids, lengths: &[ids.len()], logits: LogitRows::All };
     let logits = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
     let error = relative_error(&logits, &values(&expected["logits"]));
     println!("{family} on {:?} in {dtype:?}: logits are off by {error:e}", device.location());

@@ -53,7 +53,7 @@ impl Subject {
         let weights = self.weights(quantize, &loaded);
         let decoder = models::read_config(&self.dir).unwrap().architecture.build(&weights, tokens).unwrap();
         let mut cache = KvCache::new(decoder.cache_layers(), tokens, tokens, DType::F32, &Device::Cpu).unwrap();
-        let batch = StepBatch { ids: &self.ids, tokens: &[tokens], logits: LogitRows::All };
+        let batch = StepBatch { ids: &self.ids, lengths: &[tokens], logits: LogitRows::All };
         let logits = values(&decoder.forward(&batch, &mut [&mut cache]).unwrap());
         let mut rows = logits.clone();
         for row in rows.chunks_exact_mut(decoder.vocab_size()) {

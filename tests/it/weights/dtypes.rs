@@ -52,7 +52,7 @@ fn logits(dir: &Path, quantize: Option<QuantizationTarget>, device: &Device, dty
     let decoder = models::read_config(dir)?.architecture.build(&weights, IDS.len())?;
     assert_eq!(Inventory::from_checkpoint(&checkpoint, quantize).loaded_bytes(dtype), loaded.resident_bytes());
     let mut cache = KvCache::new(decoder.cache_layers(), IDS.len(), IDS.len(), dtype, device)?;
-    let batch = StepBatch { ids: &IDS, tokens: &[IDS.len()], logits: LogitRows::All };
+    let batch = StepBatch { ids: &IDS, lengths: &[IDS.len()], logits: LogitRows::All };
     Ok(values(&decoder.forward(&batch, &mut [&mut cache])?))
 }
 
