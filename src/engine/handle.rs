@@ -21,7 +21,7 @@ use super::stream::RequestStream;
 use crate::chat::{Message, RenderOptions};
 use crate::error::Error;
 use crate::language::Language;
-use crate::runner::{EagerReason, Runner};
+use crate::runner::{EagerReason, Executor, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
 /// A handle to an engine. Clones refer to the same engine and can be used on any thread.
@@ -151,7 +151,7 @@ impl EngineHandle {
     }
 
     /// Returns the executor of decode steps: `graph` or `eager`. See [`ModelInfo::executor`].
-    pub fn executor(&self) -> &'static str {
+    pub fn executor(&self) -> Executor {
         self.shared.info.executor
     }
 

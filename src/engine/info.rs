@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::device::DeviceInfo;
 use crate::kernels::attention::AttentionBackend;
-use crate::runner::EagerReason;
+use crate::runner::{EagerReason, Executor};
 
 /// Properties of a loaded model.
 #[derive(Clone, Debug)]
@@ -27,7 +27,7 @@ pub struct ModelInfo {
     /// The attention kernel for prefill and eager decode. The decode graph uses its own kernel.
     pub attention: AttentionBackend,
     /// The executor of decode steps: `graph` (a CUDA graph of fused kernels) or `eager` (one operation at a time).
-    pub executor: &'static str,
+    pub executor: Executor,
     /// Why decode does not use a CUDA graph. `None` if it does.
     pub eager_reason: Option<EagerReason>,
     pub device: DeviceInfo,

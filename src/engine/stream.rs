@@ -15,6 +15,7 @@ use super::output::Output;
 use super::request::{FinishReason, GenerateOptions};
 use super::sequence::SequenceEvent;
 use crate::chat::{Channel, Delta, ToolCall};
+use crate::runner::Executor;
 
 /// An event of a generation.
 #[derive(Clone, Debug)]
@@ -77,7 +78,7 @@ pub struct Summary {
     /// Context length in tokens.
     pub context: usize,
     /// The executor of the decode steps. See [`EngineHandle::executor`](super::EngineHandle::executor).
-    pub executor: &'static str,
+    pub executor: Executor,
     pub tool_calls: Vec<ToolCall>,
     /// The number of times the model violated its chat format.
     pub format_violations: usize,
@@ -97,7 +98,7 @@ pub struct RequestStream {
     prompt_tokens: usize,
     cached_tokens: usize,
     context: usize,
-    executor: &'static str,
+    executor: Executor,
     generated: usize,
     submitted: Instant,
     first_token: Option<Instant>,
@@ -112,7 +113,7 @@ impl RequestStream {
         output: Output,
         options: &GenerateOptions,
         prompt_tokens: usize,
-        (context, executor): (usize, &'static str),
+        (context, executor): (usize, Executor),
         submitted: Instant,
     ) -> Self {
         Self {

@@ -27,7 +27,7 @@ pub const FAMILY: Family = Family { model_type: "gemma2", architecture: "Gemma2F
 /// In Gemma, `post_attention_layernorm` is the norm of the attention output.
 /// The norm before the MLP is `pre_feedforward_layernorm`.
 pub(super) const NAMES: DecoderNames = DecoderNames {
-    post_attention_layernorm: "pre_feedforward_layernorm",
+    mlp_norm: "pre_feedforward_layernorm",
     post_norms: Some(("post_attention_layernorm", "post_feedforward_layernorm")),
     ..DecoderNames::LLAMA
 };

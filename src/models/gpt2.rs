@@ -24,8 +24,8 @@ pub const FAMILY: Family = Family { model_type: "gpt2", architecture: "GPT2LMHea
 const NAMES: DecoderNames = DecoderNames {
     embed_tokens: "wte",
     layers: "h",
-    input_layernorm: "ln_1",
-    post_attention_layernorm: "ln_2",
+    attention_norm: "ln_1",
+    mlp_norm: "ln_2",
     post_norms: None,
     norm: "ln_f",
 };

@@ -208,16 +208,16 @@ fn load_layers(
     let load_layer = |(index, &spec): (usize, &LayerSpec)| -> Result<DecoderLayer> {
         let (names, weights) = (config.names, root.at(config.names.layers).at(index));
         let norm = |name| Norm::load(&weights.at(name), config.hidden_size, config.norm);
-        let (attention_norm, mlp_norm) = names.post_norms.unzip();
+        let (attention_post_norm, mlp_post_norm) = names.post_norms.unzip();
         let rotary = if spec.window.is_some() { &sliding_rotary } else { &full_rotary };
         let (self_attn, mlp) = load_parts(&weights, LayerInfo { index, spec, rotary: rotary.clone() })?;
         Ok(DecoderLayer {
-            input_layernorm: norm(names.input_layernorm)?,
+            attention_norm: norm(names.attention_norm)?,
             self_attn,
-            attention_post_norm: attention_norm.map(norm).transpose()?,
-            post_attention_layernorm: norm(names.post_attention_layernorm)?,
+            attention_post_norm: attention_post_norm.map(norm).transpose()?,
+            mlp_norm: norm(names.mlp_norm)?,
             mlp,
-            mlp_post_norm: mlp_norm.map(norm).transpose()?,
+            mlp_post_norm: mlp_post_norm.map(norm).transpose()?,
         })
     };
     config.cache_layers.iter().enumerate().map(load_layer).collect()

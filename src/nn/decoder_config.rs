@@ -54,9 +54,9 @@ pub struct DecoderNames {
     pub embed_tokens: &'static str,
     pub layers: &'static str,
     /// The norm before attention.
-    pub input_layernorm: &'static str,
+    pub attention_norm: &'static str,
     /// The norm before the MLP.
-    pub post_attention_layernorm: &'static str,
+    pub mlp_norm: &'static str,
     /// The norms of the attention output and the MLP output.
     pub post_norms: Option<(&'static str, &'static str)>,
     /// The norm before the output head.
@@ -68,8 +68,8 @@ impl DecoderNames {
     pub const LLAMA: Self = Self {
         embed_tokens: "embed_tokens",
         layers: "layers",
-        input_layernorm: "input_layernorm",
-        post_attention_layernorm: "post_attention_layernorm",
+        attention_norm: "input_layernorm",
+        mlp_norm: "post_attention_layernorm",
         post_norms: None,
         norm: "norm",
     };

@@ -14,11 +14,11 @@ use super::pass::Pass;
 /// x is the residual stream. It is always f32, regardless of the compute dtype.
 /// It sums the outputs of all layers. In a narrower dtype, the rounding errors of the layers would accumulate.
 pub(crate) struct DecoderLayer {
-    pub(crate) input_layernorm: Norm,
+    pub(crate) attention_norm: Norm,
     pub(crate) self_attn: Attention,
     /// The norm of the attention output, before the residual addition (Gemma).
     pub(crate) attention_post_norm: Option<Norm>,
-    pub(crate) post_attention_layernorm: Norm,
+    pub(crate) mlp_norm: Norm,
     pub(crate) mlp: Mlp,
     /// The norm of the MLP output, before the residual addition (Gemma).
     pub(crate) mlp_post_norm: Option<Norm>,
@@ -36,9 +36,9 @@ impl DecoderLayer {
         pass: &Pass,
         caches: &mut [&mut KvCache],
     ) -> Result<(Tensor, Tensor)> {
-        let (x, normed) = self.input_layernorm.add_norm(x, y, self.self_attn.dtype())?;
+        let (x, normed) = self.attention_norm.add_norm(x, y, self.self_attn.dtype())?;
         let y = post_norm(&self.attention_post_norm, self.self_attn.forward(&normed, index, pass, caches)?)?;
-        let (x, normed) = self.post_attention_layernorm.add_norm(&x, Some(&y), self.mlp.dtype())?;
+        let (x, normed) = self.mlp_norm.add_norm(&x, Some(&y), self.mlp.dtype())?;
         let y = post_norm(&self.mlp_post_norm, self.mlp.forward(&normed)?)?;
         Ok((x, y))
     }
@@ -52,7 +52,7 @@ impl DecoderLayer {
     /// Returns all norms of the layer except the q/k norms.
     fn norms(&self) -> impl Iterator<Item = &Norm> {
         let post_norms = [&self.attention_post_norm, &self.mlp_post_norm].into_iter().flatten();
-        [&self.input_layernorm, &self.post_attention_layernorm].into_iter().chain(post_norms)
+        [&self.attention_norm, &self.mlp_norm].into_iter().chain(post_norms)
     }
 
     /// Returns true if any norm of the layer is a LayerNorm.

@@ -9,8 +9,11 @@ pub mod decode_graph;
 mod eager;
 mod step_cost;
 
+use std::fmt;
+
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
+use serde::Serialize;
 
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
@@ -42,6 +45,25 @@ pub struct Runner {
     cached: Vec<u32>,
     decode: Decode,
     device: Device,
+}
+
+/// How decode steps run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Executor {
+    /// A CUDA graph of fused kernels.
+    Graph,
+    /// Operation by operation.
+    Eager,
+}
+
+impl fmt::Display for Executor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Graph => "graph",
+            Self::Eager => "eager",
+        })
+    }
 }
 
 /// The implementation of decode steps.
@@ -119,12 +141,12 @@ impl Runner {
         self.cached.len()
     }
 
-    /// Returns how decode steps run: `graph`, a CUDA graph of fused kernels, or `eager`, operation by operation.
-    pub fn executor(&self) -> &'static str {
+    /// Returns how decode steps run.
+    pub fn executor(&self) -> Executor {
         match self.decode {
-            Decode::Eager(_) => "eager",
+            Decode::Eager(_) => Executor::Eager,
             #[cfg(feature = "cuda")]
-            Decode::Graph(_) => "graph",
+            Decode::Graph(_) => Executor::Graph,
         }
     }
 

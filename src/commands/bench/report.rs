@@ -9,7 +9,7 @@ use crate::device::{GpuFacts, GpuState};
 use crate::engine::{EngineHandle, LoadTimes, ModelInfo};
 use crate::hub::Snapshot;
 use crate::kernels::bandwidth::Bandwidth;
-use crate::runner::{KernelTime, LaunchCounts, StepBytes};
+use crate::runner::{Executor, KernelTime, LaunchCounts, StepBytes};
 use crate::text;
 
 #[derive(Serialize)]
@@ -35,7 +35,7 @@ pub struct Report {
 pub struct Build {
     version: &'static str,
     commit: &'static str,
-    executor: &'static str,
+    executor: Executor,
     attention: String,
 }
 

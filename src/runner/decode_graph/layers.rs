@@ -96,7 +96,7 @@ pub(super) fn add_attention(
         v: cache.v(),
         qk_norm,
     };
-    decode::add_qkv(launches, buffers, rms_norm(&layer.input_layernorm), &qkv)?;
+    decode::add_qkv(launches, buffers, rms_norm(&layer.attention_norm), &qkv)?;
 
     let Device::Cuda(cuda) = device else { bail!("the decode graph needs a GPU") };
     let mask = AttentionMask { position: 0, window: config.spec.window, scale: config.scale, softcap: config.softcap };
@@ -144,7 +144,7 @@ pub(super) fn add_gated_mlp(
     let h = scratch.tensor(Slot::Intermediate, &[intermediate], mlp.dtype(), buffers.x.device())?;
     let raw = scratch.tensor(Slot::UnnormalizedOutput, buffers.x.dims(), DType::F32, buffers.x.device())?;
     let (gate, up) = (projection(gate_proj), projection(up_proj));
-    decode::add_gate_up(launches, buffers, rms_norm(&layer.post_attention_layernorm), gate, up, *activation, &h)?;
+    decode::add_gate_up(launches, buffers, rms_norm(&layer.mlp_norm), gate, up, *activation, &h)?;
     let post_norm = post_norm(&layer.mlp_post_norm, &raw);
     Ok(decode::add_residual(launches, buffers, &h, &down_proj.weight, down_proj.bias.as_ref(), post_norm)?)
 }
@@ -167,7 +167,7 @@ pub(super) fn add_gated_moe(
     let logits = scratch.tensor(Slot::RouterLogits, &[config.experts], DType::F32, device)?;
     let h =
         scratch.tensor(Slot::Intermediate, &[config.experts_per_token, config.intermediate_size], *dtype, device)?;
-    let norm = rms_norm(&layer.post_attention_layernorm);
+    let norm = rms_norm(&layer.mlp_norm);
     decode::add_router(launches, buffers, norm, router, None, &logits, None)?;
     decode::add_routed_gate_up(launches, buffers, norm, &gate_up, &logits, &h)?;
     Ok(decode::add_routed_down(launches, buffers, &down, &logits, config.softmax, &h)?)
@@ -191,7 +191,7 @@ pub(super) fn add_clamped_moe(
         scratch.experts = Some(ExpertBuffers::new(&buffers.x, count, chosen, config.intermediate_size)?);
     }
     let Some(expert_buffers) = &scratch.experts else { bail!("the expert buffers were not allocated") };
-    let norm = rms_norm(&layer.post_attention_layernorm);
+    let norm = rms_norm(&layer.mlp_norm);
     decode::add_router(
         launches,
         buffers,
