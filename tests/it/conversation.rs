@@ -16,11 +16,22 @@ fn prompt(chat: &mut PtySession) -> String {
     expect(chat, ">>> ")
 }
 
-/// Types a line and returns the output up to the next prompt.
+/// Types a line and returns the output up to the next prompt, without escape sequences.
 fn say(chat: &mut PtySession, line: &str) -> String {
     chat.send_line(line).unwrap();
     // The echo does not repeat the prompt, so the next prompt comes after the output.
-    prompt(chat)
+    without_escapes(&prompt(chat))
+}
+
+/// Removes CSI escape sequences. A frame that ends inside a word puts some of them into the word.
+fn without_escapes(output: &str) -> String {
+    let mut parts = output.split("\u{1b}[");
+    let mut text = parts.next().unwrap_or_default().to_string();
+    for part in parts {
+        let end = part.find(|c: char| ('@'..='~').contains(&c)).map_or(part.len(), |end| end + 1);
+        text += &part[end..];
+    }
+    text
 }
 
 /// Types text without pressing Enter.

@@ -8,7 +8,6 @@ use std::path::PathBuf;
 
 use candle_core::{Device, Tensor, safetensors};
 use inferno::device::{self, DeviceChoice};
-use inferno::runner::Executor;
 use inferno::{Engine, GenerateOptions, LoadOptions, SamplingParams};
 
 use crate::support::values;
@@ -120,7 +119,7 @@ fn full_size_greedy_tokens_are_the_same_in_every_run() {
     println!("512 greedy tokens, {distinct} of them distinct; executor: {}", engine.executor());
     assert_eq!(first, second);
     #[cfg(feature = "cuda")]
-    if engine.executor() == Executor::Graph {
+    if engine.executor() == inferno::runner::Executor::Graph {
         let ungraphed = engine.with_runner(move |runner| {
             runner.reset();
             runner.fill(&prompt).unwrap();
