@@ -36,7 +36,7 @@ pub struct Decoder {
     pub(crate) lm_head: Linear,
     pub(crate) embed_scale: f32,
     /// `[positions, hidden]`
-    embed_positions: Option<Tensor>,
+    pub(crate) embed_positions: Option<Tensor>,
     pub(crate) final_softcap: Option<f32>,
     cache_layers: Vec<LayerSpec>,
     /// The number of positions that the RoPE tables cover.
@@ -149,15 +149,6 @@ impl Decoder {
         }
         self.backend = backend;
         Ok(chosen)
-    }
-
-    /// Returns the name of a decoder feature that the decode kernels do not support, if there is one.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(crate) fn unsupported_reason(&self) -> Option<&'static str> {
-        if self.norm.bias.is_some() || self.layers.iter().any(DecoderLayer::has_layer_norm) {
-            return Some("LayerNorm");
-        }
-        self.embed_positions.as_ref().map(|_| "learned positions")
     }
 
     /// Returns the dtype of activations and of the KV cache.

@@ -50,15 +50,9 @@ impl DecoderLayer {
     }
 
     /// Returns all norms of the layer except the q/k norms.
-    fn norms(&self) -> impl Iterator<Item = &Norm> {
+    pub(crate) fn norms(&self) -> impl Iterator<Item = &Norm> {
         let post_norms = [&self.attention_post_norm, &self.mlp_post_norm].into_iter().flatten();
         [&self.attention_norm, &self.mlp_norm].into_iter().chain(post_norms)
-    }
-
-    /// Returns true if any norm of the layer is a LayerNorm.
-    pub(super) fn has_layer_norm(&self) -> bool {
-        let qk_norms = self.self_attn.qk_norm.iter().flat_map(|(q, k)| [q, k]);
-        self.norms().chain(qk_norms).any(|norm| norm.bias.is_some())
     }
 }
 

@@ -57,7 +57,8 @@ impl Runner {
         chosen
     }
 
-    /// Runs `ids` from an empty cache, one decode step per token. Returns the logits of every token, f32 \[T, V\].
+    /// Runs `ids` from an empty cache, one decode step per token.
+    /// Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
     /// [`logits`](Self::logits) computes the same logits with prefill.
     pub fn step_logits(&mut self, ids: &[u32]) -> Result<Tensor> {

@@ -2,74 +2,11 @@
 //!
 //! They are the reference for the decode graph, and the fallback for models and devices that it does not support.
 
-use std::fmt;
-
 use anyhow::{Context, Result, bail};
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
-use super::choose_token::ChooseToken;
-
-pub(super) const NAN_LOGITS: &str =
-    "cannot choose a token: the logits are NaN; the weights are corrupt or overflow in this --dtype";
-
-/// The reason why decode steps run operation by operation instead of as a CUDA graph.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum EagerReason {
-    /// `--eager`.
-    Requested,
-    NotOnGpu,
-    /// The graph supports only bf16 and f16.
-    Dtype(DType),
-    /// No decode attention kernel supports this head size.
-    HeadDim(usize),
-    /// A kind of layer without a decode kernel, such as LayerNorm.
-    Layer(&'static str),
-    /// `gate_proj` and `up_proj` are quantized differently.
-    MixedGateUp,
-    /// `q_proj`, `k_proj` and `v_proj` are quantized differently.
-    MixedQkv,
-    /// The experts are not in MXFP4, or a scale exceeds 2.
-    ExpertFormat,
-    /// The routing kernel does not support this many experts.
-    ExpertCount {
-        chosen: usize,
-        experts: usize,
-    },
-    /// No matrix-vector kernel supports rows of this length.
-    RowLength(usize),
-    /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
-    VocabularySize(usize),
-    /// Planning failed unexpectedly. This is a bug: see [`is_unexpected`](Self::is_unexpected).
-    PlanFailed(String),
-}
-
-impl EagerReason {
-    /// Returns whether this is a bug that the user should report.
-    pub fn is_unexpected(&self) -> bool {
-        matches!(self, EagerReason::PlanFailed(_))
-    }
-}
-
-impl fmt::Display for EagerReason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            EagerReason::Requested => f.write_str("--eager was given"),
-            EagerReason::NotOnGpu => f.write_str("the model is not on a GPU"),
-            EagerReason::Dtype(dtype) => write!(f, "the graph supports bf16 and f16, not {dtype:?}"),
-            EagerReason::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
-            EagerReason::Layer(what) => write!(f, "the graph has no kernel for {what}"),
-            EagerReason::MixedGateUp => f.write_str("gate_proj and up_proj are quantized differently"),
-            EagerReason::MixedQkv => f.write_str("q_proj, k_proj and v_proj are quantized differently"),
-            EagerReason::ExpertFormat => f.write_str("the graph supports only MXFP4 experts with scales up to 2"),
-            EagerReason::ExpertCount { chosen, experts } => {
-                write!(f, "the graph does not support choosing {chosen} of {experts} experts")
-            }
-            EagerReason::RowLength(columns) => write!(f, "the graph has no kernel for rows of {columns} weights"),
-            EagerReason::VocabularySize(tokens) => write!(f, "this GPU cannot sample from {tokens} possible tokens"),
-            EagerReason::PlanFailed(error) => write!(f, "planning the decode graph failed: {error}"),
-        }
-    }
-}
+use super::EagerReason;
+use super::choose_token::{ChooseToken, NAN_LOGITS};
 
 /// The state of decoding without a graph.
 pub(super) struct EagerDecode {
@@ -87,7 +24,7 @@ impl EagerDecode {
         &self.reason
     }
 
-    /// Stores the logits of a prompt's last token, \[1, V\].
+    /// Stores the logits of a prompt's last token, `[1, vocab]`.
     pub(super) fn start(&mut self, logits: &Tensor) -> Result<()> {
         self.logits = Some(logits.flatten_all()?.to_vec1()?);
         Ok(())

@@ -7,6 +7,7 @@ mod choose_token;
 #[cfg(feature = "cuda")]
 pub mod decode_graph;
 mod eager;
+mod eager_reason;
 mod step_cost;
 
 use std::fmt;
@@ -19,11 +20,11 @@ use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{LogitRows, StepBatch};
 #[cfg(feature = "cuda")]
-use decode_graph::DecodeGraph;
+use decode_graph::{DecodeGraph, DecodePlan};
 use eager::EagerDecode;
 
 pub use choose_token::ChooseToken;
-pub use eager::EagerReason;
+pub use eager_reason::EagerReason;
 pub use step_cost::{KernelTime, LaunchCounts, StepBytes};
 
 /// One decode step of one sequence.
@@ -80,11 +81,11 @@ impl Decode {
         #[cfg(feature = "cuda")]
         if decoder.is_on_gpu() {
             return match DecodeGraph::plan(decoder, cache) {
-                Ok(Ok(graph)) => Ok(Decode::Graph(Box::new(graph))),
-                Ok(Err(reason)) => Ok(Decode::Eager(EagerDecode::new(reason))),
+                Ok(DecodePlan::Graph(graph)) => Ok(Decode::Graph(graph)),
+                Ok(DecodePlan::Unsupported(reason)) => Ok(Decode::Eager(EagerDecode::new(reason))),
                 Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
-                // Tests fail here. Users get a warning and slower answers.
-                Err(error) if is_test() => Err(error.context("cannot plan the decode graph")),
+                // Debug builds, and therefore tests, fail here. Users get a warning and slower answers.
+                Err(error) if cfg!(debug_assertions) => Err(error.context("cannot plan the decode graph")),
                 Err(error) => {
                     Ok(Decode::Eager(EagerDecode::new(EagerReason::PlanFailed(crate::text::error_message(&error)))))
                 }
@@ -93,12 +94,6 @@ impl Decode {
         let _ = (decoder, cache);
         Ok(Decode::Eager(EagerDecode::new(EagerReason::NotOnGpu)))
     }
-}
-
-/// Returns whether this process runs unit tests, or another test that sets INFERNO_REQUIRE_GPU.
-#[cfg(feature = "cuda")]
-fn is_test() -> bool {
-    cfg!(test) || std::env::var_os("INFERNO_REQUIRE_GPU").is_some()
 }
 
 impl Runner {
@@ -178,12 +173,12 @@ impl Runner {
 
     /// Runs up to [`chunk`](Self::chunk) prompt tokens after the cached ones.
     ///
-    /// Returns the logits of the last token, f32 \[1, V\].
+    /// Returns the logits of the last token, f32 `[1, vocab]`.
     pub fn prefill(&mut self, chunk: &[u32]) -> Result<Tensor> {
         self.forward(chunk, LogitRows::Last)
     }
 
-    /// Starts decoding after a prompt whose last token has these logits, \[1, V\].
+    /// Starts decoding after a prompt whose last token has these logits, `[1, vocab]`.
     pub fn start_decode(&mut self, logits: &Tensor, sampler: &dyn ChooseToken) -> Result<()> {
         match &mut self.decode {
             Decode::Eager(eager) => {
@@ -248,14 +243,15 @@ impl Runner {
         Ok(logits)
     }
 
-    /// Runs up to [`chunk`](Self::chunk) tokens after the cached ones. Returns the logits of every token, f32 \[T, V\].
+    /// Runs up to [`chunk`](Self::chunk) tokens after the cached ones.
+    /// Returns the logits of every token, f32 `[tokens, vocab]`.
     pub fn chunk_logits(&mut self, chunk: &[u32]) -> Result<Tensor> {
         self.forward(chunk, LogitRows::All)
     }
 
-    /// Runs `ids` from an empty cache. Returns the logits of every token, f32 \[T, V\].
+    /// Runs `ids` from an empty cache. Returns the logits of every token, f32 `[tokens, vocab]`.
     ///
-    /// Fails if `ids` do not fit in the context. Needs 2 · T · V · 4 bytes on the device.
+    /// Fails if `ids` do not fit in the context. Needs 2 · tokens · vocab · 4 bytes on the device.
     pub fn logits(&mut self, ids: &[u32]) -> Result<Tensor> {
         self.reset();
         let rows: Vec<Tensor> =

@@ -15,12 +15,12 @@ use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::KvCache;
 use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::runner::ChooseToken;
-use inferno::runner::decode_graph::DecodeGraph;
+use inferno::runner::decode_graph::{DecodeGraph, DecodePlan};
 use inferno::weights::quantized::QuantizationTarget;
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
 use crate::gguf::models::{llama_in_many_types, saved};
-use crate::support::{Random, golden, gpu, relative_error, values};
+use crate::support::{Random, golden, golden_models, gpu, relative_error, values};
 
 const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
@@ -50,8 +50,7 @@ impl Model {
         quantize: Option<QuantizationTarget>,
     ) -> Self {
         let checkpoint = Checkpoint::open(dir).unwrap();
-        let report = |_| ();
-        let loaded = LoadProgress::new(&report);
+        let loaded = LoadProgress::silent();
         let weights = match quantize {
             Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
             None => Weights::new(&checkpoint, device, dtype, &loaded).unwrap(),
@@ -68,9 +67,10 @@ impl Model {
     }
 
     fn graph(&self) -> DecodeGraph {
-        DecodeGraph::plan(&self.decoder, &self.cache)
-            .unwrap()
-            .unwrap_or_else(|reason| panic!("{}: {reason}", self.name))
+        match DecodeGraph::plan(&self.decoder, &self.cache).unwrap() {
+            DecodePlan::Graph(graph) => *graph,
+            DecodePlan::Unsupported(reason) => panic!("{}: {reason}", self.name),
+        }
     }
 
     /// Resets the graph's cache and prefills it with a prompt.
@@ -227,24 +227,11 @@ impl Llama {
     }
 }
 
-/// The golden models that the decode graph supports.
-const GOLDEN: [&str; 9] = [
-    "gpt_oss_graph",
-    "llama_graph",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral_graph",
-    "qwen3_moe_graph",
-    "gemma2_graph",
-    "gemma3_graph",
-];
-
 /// Runs a test on every model that the graph supports, in bf16 and f16.
 fn for_each_model(test: impl Fn(&mut Model)) {
     let device = gpu();
     for dtype in [DType::BF16, DType::F16] {
-        for case in GOLDEN {
+        for case in golden_models(|model| model.has_graph) {
             test(&mut Model::load(case, &golden(case), &device, dtype));
         }
         for (name, llama) in LLAMAS {
@@ -339,7 +326,7 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
 fn graph_steps_match_transformers() {
     let device = gpu();
     for (dtype, tolerance) in [(DType::BF16, 6e-2), (DType::F16, 2e-2)] {
-        for case in GOLDEN {
+        for case in golden_models(|model| model.has_graph) {
             let mut model = Model::load(case, &golden(case), &device, dtype);
             let golden = safetensors::load(golden(case).join("golden.safetensors"), &Device::Cpu).unwrap();
             let ids = |name: &str| -> Vec<u32> {
@@ -375,8 +362,10 @@ fn unsupported_models_get_a_reason() {
     let device = gpu();
     let reason = |case, dtype| {
         let model = Model::load(case, &golden(case), &device, dtype);
-        let plan = DecodeGraph::plan(&model.decoder, &model.cache).unwrap();
-        plan.err().map_or(String::new(), |reason| reason.to_string())
+        match DecodeGraph::plan(&model.decoder, &model.cache).unwrap() {
+            DecodePlan::Graph(_) => String::new(),
+            DecodePlan::Unsupported(reason) => reason.to_string(),
+        }
     };
     assert!(reason("gpt_oss", DType::BF16).contains("scales"));
     assert!(reason("llama2", DType::BF16).contains("head size 8"));

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candle_core::{DType, Device, Tensor};
 
 use crate::kernels::selftest::Check;
@@ -12,7 +12,7 @@ use crate::models;
 use crate::nn::decoder::Decoder;
 use crate::nn::kv_cache::KvCache;
 use crate::nn::pass::{LogitRows, StepBatch};
-use crate::runner::decode_graph::DecodeGraph;
+use crate::runner::decode_graph::{DecodeGraph, DecodePlan};
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, LoadProgress, Weights};
 
@@ -42,8 +42,10 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
     let ids: Vec<u32> = (0..STEPS).map(|step| (step * 31 + 7) as u32 % reference.vocab_size() as u32).collect();
     let batch = StepBatch { ids: &ids, lengths: &[STEPS], logits: LogitRows::All };
     let expected = reference.forward(&batch, &mut [&mut reference_cache])?.to_vec2::<f32>()?;
-    let graph = DecodeGraph::plan(&decoder, &cache)?;
-    let mut graph = graph.map_err(|reason| anyhow::anyhow!("no decode graph: {reason}"))?;
+    let mut graph = match DecodeGraph::plan(&decoder, &cache)? {
+        DecodePlan::Graph(graph) => graph,
+        DecodePlan::Unsupported(reason) => bail!("no decode graph: {reason}"),
+    };
     let mut max_error = 0f32;
     for (position, (&id, expected)) in ids.iter().zip(&expected).enumerate() {
         graph.start(position, id, None)?;
@@ -61,8 +63,7 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
 
 fn load(dir: &Path, device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<(Decoder, KvCache)> {
     let checkpoint = Checkpoint::open(dir)?;
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let weights = match quantize {
         Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
         None => Weights::new(&checkpoint, device, dtype, &loaded)?,

@@ -17,7 +17,7 @@ use crate::nn::layer::DecoderLayer;
 use crate::nn::linear::Linear;
 use crate::nn::mlp::GatedMlp;
 use crate::nn::moe::{ClampedMoe, GatedMoe};
-use crate::nn::norm::Norm as NormLayer;
+use crate::nn::norm::Norm;
 
 /// A buffer between two kernels of a layer.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -57,12 +57,12 @@ impl Scratch {
     }
 }
 
-pub(super) fn rms_norm(norm: &NormLayer) -> RmsNormParams<'_> {
+pub(super) fn rms_norm(norm: &Norm) -> RmsNormParams<'_> {
     RmsNormParams { weight: &norm.weight, eps: norm.eps }
 }
 
-/// Returns the parameters and scratch buffer f32 \[C\] of a post-norm, or `None` if the layer has no such norm.
-fn post_norm<'t>(norm: &'t Option<NormLayer>, scratch: &'t Tensor) -> Option<PostNorm<'t>> {
+/// Returns the parameters and scratch buffer f32 `[hidden]` of a post-norm, or `None` if the layer has no such norm.
+fn post_norm<'t>(norm: &'t Option<Norm>, scratch: &'t Tensor) -> Option<PostNorm<'t>> {
     norm.as_ref().map(|norm| PostNorm { norm: rms_norm(norm), scratch })
 }
 

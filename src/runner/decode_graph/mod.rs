@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Device, Tensor};
 
-use super::eager::NAN_LOGITS;
+use super::choose_token::NAN_LOGITS;
 use super::{EagerReason, KernelTime};
 use crate::kernels::decode::sample::{self, DeviceSampling, SamplingBuffers, SamplingKernelParams};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
@@ -32,6 +32,13 @@ const AHEAD: usize = 2;
 /// The mailbox must have a slot for every queued step and for the token that the host is waiting for.
 const MAILBOX_SLOTS: usize = 64;
 const _: () = assert!(MAILBOX_SLOTS > 1 + AHEAD);
+
+/// The result of planning a decode step.
+pub enum DecodePlan {
+    Graph(Box<DecodeGraph>),
+    /// The graph does not support the decoder, for this reason.
+    Unsupported(EagerReason),
+}
 
 /// A captured decode step for one sequence.
 pub struct DecodeGraph {
@@ -51,24 +58,24 @@ pub struct DecodeGraph {
     queued: usize,
     /// Tokens taken from the mailbox since the start.
     taken: usize,
+    /// Tokens that can be generated since the start before the context is full.
+    possible: usize,
 }
 
 impl DecodeGraph {
-    /// Plans and captures the decode step of `decoder` on `cache`. Returns the reason if the decoder must run eagerly.
-    pub fn plan(decoder: &Decoder, cache: &KvCache) -> Result<std::result::Result<Self, EagerReason>> {
+    /// Plans and captures the decode step of `decoder` on `cache`.
+    pub fn plan(decoder: &Decoder, cache: &KvCache) -> Result<DecodePlan> {
         let Device::Cuda(device) = decoder.embed_tokens.device() else {
-            return Ok(Err(EagerReason::NotOnGpu));
+            return Ok(DecodePlan::Unsupported(EagerReason::NotOnGpu));
         };
-        for layer in &decoder.layers {
-            if let Some(reason) = unsupported_reason(decoder, layer)? {
-                return Ok(Err(reason));
-            }
+        if let Some(reason) = unsupported_reason(decoder, device)? {
+            return Ok(DecodePlan::Unsupported(reason));
         }
         let embedding = Embedding { table: decoder.embed_tokens.clone(), scale: decoder.embed_scale };
         let (vocab_size, hidden_size) = decoder.embed_tokens.dims();
         let buffers = StepBuffers::new(device, hidden_size, vocab_size)?;
         if !sample::can_sample(&buffers) {
-            return Ok(Err(EagerReason::VocabularySize(vocab_size)));
+            return Ok(DecodePlan::Unsupported(EagerReason::VocabularySize(vocab_size)));
         }
         let mailbox = Mailbox::new(device, MAILBOX_SLOTS)?;
         let mut launches = LaunchList::new(device)?;
@@ -100,7 +107,7 @@ impl DecodeGraph {
         };
         let greedy = step_tail(&|tail| decode::add_greedy_sampling(tail, &buffers, &embedding, head, &mailbox))?;
         let sampled = step_tail(&|tail| sample::add_sample(tail, &buffers, &sampling_buffers, &embedding, &mailbox))?;
-        Ok(Ok(Self {
+        Ok(DecodePlan::Graph(Box::new(Self {
             device: device.clone(),
             buffers,
             embedding,
@@ -113,7 +120,8 @@ impl DecodeGraph {
             sampling: Sampling::Greedy,
             queued: 0,
             taken: 0,
-        }))
+            possible: 0,
+        })))
     }
 
     /// Starts at `position` with `token` as the input of the first step.
@@ -132,27 +140,32 @@ impl DecodeGraph {
         copy_rows(&self.buffers.x, &self.embedding.table.embed(&id, self.embedding.scale)?.flatten_all()?, 0)?;
         let state = Tensor::new(&[position as u32, token, 0, 0], self.buffers.x.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
-        (self.queued, self.taken) = (0, 0);
+        (self.queued, self.taken, self.possible) = (0, 0, self.context - position);
         Ok(())
     }
 
-    /// Starts after `tokens` cached tokens. Chooses the first new token from the last token's `logits`, f32 \[1, V\].
+    /// Starts after `tokens` cached tokens.
+    /// Chooses the first new token from the last token's `logits`, f32 `[1, vocab]`.
     pub fn start_from(&mut self, tokens: usize, logits: &Tensor, sampling: Option<DeviceSampling>) -> Result<()> {
+        let logits = logits.flatten_all()?;
+        let (vocab_size, context) = (self.buffers.logits.dims1()?, self.context);
+        if tokens == 0 || tokens > context || logits.dims1()? != vocab_size {
+            bail!(
+                "cannot decode after {tokens} tokens with {} logits: the limits are 1 to {context} tokens, {vocab_size} logits",
+                logits.dims1()?
+            );
+        }
         self.set_sampling(sampling)?;
-        copy_rows(&self.buffers.logits, &logits.flatten_all()?, 0)?;
+        copy_rows(&self.buffers.logits, &logits, 0)?;
         let state = Tensor::new(&[tokens as u32 - 1, 0, 0, 0], logits.device())?;
         copy_rows(&self.buffers.state, &state, 0)?;
         // The argmax kernel reads the maxima that the head kernel writes, but no head kernel ran for these logits.
         // The sampling kernel reads only the logits, so it also makes the first greedy choice.
-        let tail = match self.sampling {
-            Sampling::Greedy => {
-                self.sampling_buffers.set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: None })?;
-                &self.sampled.launches
-            }
-            Sampling::Sampled => &self.sampled.launches,
-        };
-        tail.enqueue()?;
-        (self.queued, self.taken) = (1, 0);
+        if self.sampling == Sampling::Greedy {
+            self.sampling_buffers.set(DeviceSampling { params: SamplingKernelParams::greedy(), seen: None })?;
+        }
+        self.sampled.launches.enqueue()?;
+        (self.queued, self.taken, self.possible) = (1, 0, 1 + context - tokens);
         Ok(())
     }
 
@@ -180,15 +193,26 @@ impl DecodeGraph {
     /// Waits for the next token. First queues up to `AHEAD` steps after it, but none beyond `limit`.
     ///
     /// `limit` is the maximum number of tokens still to generate, including this one.
+    /// Steps beyond the context are never queued.
     pub fn next(&mut self, limit: usize) -> Result<u32> {
+        let limit = limit.min(self.possible - self.taken);
         if limit == 0 {
-            bail!("the context is full");
+            bail!("cannot decode a token: the context is full, or the request's limit is reached");
         }
         while self.queued - self.taken < limit.min(1 + AHEAD) {
+            self.count_step()?;
             self.tail().graph.enqueue()?;
-            self.queued += 1;
         }
         self.take_token()
+    }
+
+    /// Counts one more queued step. Fails if the context is full.
+    fn count_step(&mut self) -> Result<()> {
+        if self.queued == self.possible {
+            bail!("cannot decode a token: the context is full");
+        }
+        self.queued += 1;
+        Ok(())
     }
 
     /// Waits for the next token. Fails if all logits of its step are NaN.
@@ -238,7 +262,7 @@ impl DecodeGraph {
         }
     }
 
-    /// Returns the logits of the last step that ran, f32 \[V\].
+    /// Returns the logits of the last step that ran, f32 `[vocab]`.
     pub fn logits(&self) -> &Tensor {
         &self.buffers.logits
     }
@@ -255,10 +279,10 @@ impl DecodeGraph {
 
     /// Runs one step as individual launches and times each kernel.
     pub fn kernel_times(&mut self) -> Result<Vec<KernelTime>> {
+        self.count_step()?;
         let mut times: Vec<KernelTime> = Vec::new();
         let mut timed = self.layers.time_each()?;
         timed.extend(self.tail().launches.time_each()?);
-        self.queued += 1;
         self.wait()?;
         for kernel in timed {
             let known = times.iter().position(|time| time.name == kernel.name);
@@ -275,9 +299,9 @@ impl DecodeGraph {
 
     /// Runs one step as individual launches instead of the graph, for tests. Returns its token.
     pub fn next_ungraphed(&mut self) -> Result<u32> {
+        self.count_step()?;
         self.layers.enqueue()?;
         self.tail().launches.enqueue()?;
-        self.queued += 1;
         self.take_token()
     }
 }

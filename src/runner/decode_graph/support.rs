@@ -1,7 +1,8 @@
 //! Which decoders the decode graph supports.
 
 use anyhow::Result;
-use candle_core::{DType, Device};
+use candle_core::DType;
+use candle_core::cuda_backend::CudaDevice;
 
 use crate::kernels::attention::FLASH_HEAD_DIMS;
 use crate::kernels::decode;
@@ -13,28 +14,47 @@ use crate::nn::mlp::Mlp;
 use crate::nn::moe::ClampedMoe;
 use crate::runner::EagerReason;
 
-/// Returns the reason that the graph cannot run a layer, or `None` if it can.
-pub(super) fn unsupported_reason(decoder: &Decoder, layer: &DecoderLayer) -> Result<Option<EagerReason>> {
+/// Returns the reason that the graph cannot run a decoder, or `None` if it can.
+pub(super) fn unsupported_reason(decoder: &Decoder, device: &CudaDevice) -> Result<Option<EagerReason>> {
     let dtype = decoder.dtype();
     if !matches!(dtype, DType::BF16 | DType::F16) {
         return Ok(Some(EagerReason::Dtype(dtype)));
     }
-    if let Some(what) = decoder.unsupported_reason() {
-        return Ok(Some(EagerReason::Layer(what)));
+    if decoder.norm.bias.is_some() || decoder.layers.iter().any(has_layer_norm) {
+        return Ok(Some(EagerReason::Layer("LayerNorm")));
     }
+    if decoder.embed_positions.is_some() {
+        return Ok(Some(EagerReason::Layer("learned positions")));
+    }
+    for layer in &decoder.layers {
+        if let Some(reason) = unsupported_layer(layer, device)? {
+            return Ok(Some(reason));
+        }
+    }
+    Ok(None)
+}
+
+/// Returns whether any norm of a layer is a LayerNorm.
+fn has_layer_norm(layer: &DecoderLayer) -> bool {
+    let qk_norms = layer.self_attn.qk_norm.iter().flat_map(|(q, k)| [q, k]);
+    layer.norms().chain(qk_norms).any(|norm| norm.bias.is_some())
+}
+
+/// Returns the reason that the graph cannot run a layer, or `None` if it can.
+fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option<EagerReason>> {
     let head_dim = layer.self_attn.config.spec.head_dim;
     if !FLASH_HEAD_DIMS.contains(&head_dim) {
         return Ok(Some(EagerReason::HeadDim(head_dim)));
     }
-    let mut products = vec![(layer.self_attn.qkv_proj.weight.clone(), 1), (layer.self_attn.o_proj.weight.clone(), 1)];
-    match mlp_products(&layer.mlp)? {
-        Ok(mlp_products) => products.extend(mlp_products),
-        Err(reason) => return Ok(Some(reason)),
+    if let Some(reason) = unsupported_mlp(&layer.mlp)? {
+        return Ok(Some(reason));
     }
     if layer.mlp_post_norm.is_some() && !matches!(layer.mlp, Mlp::Gated(_)) {
         return Ok(Some(EagerReason::Layer("a norm after the experts")));
     }
-    let Device::Cuda(device) = decoder.embed_tokens.device() else { return Ok(Some(EagerReason::NotOnGpu)) };
+    let attention = [&layer.self_attn.qkv_proj.weight, &layer.self_attn.o_proj.weight];
+    let mut products: Vec<Product> = attention.map(|weight| (weight.clone(), 1)).into();
+    products.extend(mlp_products(&layer.mlp)?);
     for (weight, inputs) in products {
         if !decode::has_decode_kernel(device, &weight, inputs)? {
             return Ok(Some(match weight {
@@ -46,48 +66,61 @@ pub(super) fn unsupported_reason(decoder: &Decoder, layer: &DecoderLayer) -> Res
     Ok(None)
 }
 
-/// The weight matrices of one MLP, each with its number of input vectors.
-type Products = Vec<(Matrix, usize)>;
+/// A weight matrix and the number of vectors that one step multiplies by it.
+type Product = (Matrix, usize);
 
-/// Returns the weight matrices of an MLP for the matrix-vector kernels, or the reason that no kernel supports it.
-fn mlp_products(mlp: &Mlp) -> Result<std::result::Result<Products, EagerReason>> {
+/// Returns the reason that the graph cannot run an MLP, or `None` if it can. Does not check its matrices.
+fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {
             let (gate, up) = (&mlp.gate_proj.weight, &mlp.up_proj.weight);
-            match gate.format() == up.format() && gate.input_rounding() == up.input_rounding() {
-                true => Ok([gate, up, &mlp.down_proj.weight].map(|weight| (weight.clone(), 1)).into()),
-                false => Err(EagerReason::MixedGateUp),
-            }
+            let is_mixed = gate.format() != up.format() || gate.input_rounding() != up.input_rounding();
+            is_mixed.then_some(EagerReason::MixedGateUp)
         }
         Mlp::ClampedMoe(mlp) => {
             let ClampedMoe { gate_up_proj, down_proj, config, .. } = mlp;
             let (chosen, experts, columns) = (config.experts_per_token, config.experts, config.intermediate_size);
             if !matches!(mlp.router.weight, Matrix::Dense(_)) {
-                Err(EagerReason::Layer("a quantized router"))
+                Some(EagerReason::Layer("a quantized router"))
             } else if !matches!((gate_up_proj, down_proj), (ExpertWeights::Mxfp4Tiles(_), ExpertWeights::Mxfp4Tiles(_)))
             {
-                Err(EagerReason::ExpertFormat)
+                Some(EagerReason::ExpertFormat)
             } else if chosen > decode::MAX_CHOSEN_MXFP4 || experts > moe::MAX_EXPERTS {
-                Err(EagerReason::ExpertCount { chosen, experts })
+                Some(EagerReason::ExpertCount { chosen, experts })
             } else if columns % 8 != 0 || columns > decode::MAX_EXPERT_COLUMNS {
-                Err(EagerReason::RowLength(columns))
+                Some(EagerReason::RowLength(columns))
             } else {
-                Ok(Vec::new())
+                None
             }
         }
         Mlp::GatedMoe(mlp) => {
             let (chosen, experts) = (mlp.config.experts_per_token, mlp.config.experts);
             if !matches!(mlp.router.weight, Matrix::Dense(_)) {
-                Err(EagerReason::Layer("a quantized router"))
+                Some(EagerReason::Layer("a quantized router"))
             } else if chosen > moe::MAX_CHOSEN_EXPERTS || experts > moe::MAX_EXPERTS {
-                Err(EagerReason::ExpertCount { chosen, experts })
+                Some(EagerReason::ExpertCount { chosen, experts })
+            } else if mlp.gate_up_proj.as_matrix()?.is_none() || mlp.down_proj.as_matrix()?.is_none() {
+                Some(EagerReason::Layer("experts in this format"))
             } else {
-                match (mlp.gate_up_proj.as_matrix()?, mlp.down_proj.as_matrix()?) {
-                    (Some(gate_up), Some(down)) => Ok(vec![(gate_up, 1), (down, chosen)]),
-                    _ => Err(EagerReason::Layer("experts in this format")),
-                }
+                None
             }
         }
-        Mlp::Plain(_) => Err(EagerReason::Layer("an MLP without a gate")),
+        Mlp::Plain(_) => Some(EagerReason::Layer("an MLP without a gate")),
+    })
+}
+
+/// Returns the weight matrices of an MLP that a matrix-vector kernel multiplies.
+/// MXFP4 experts are not among them, because they have a kernel of their own.
+fn mlp_products(mlp: &Mlp) -> Result<Vec<Product>> {
+    Ok(match mlp {
+        Mlp::Gated(mlp) => {
+            [&mlp.gate_proj.weight, &mlp.up_proj.weight, &mlp.down_proj.weight].map(|weight| (weight.clone(), 1)).into()
+        }
+        Mlp::GatedMoe(mlp) => {
+            let gate_up = mlp.gate_up_proj.as_matrix()?.map(|weight| (weight, 1));
+            let down = mlp.down_proj.as_matrix()?.map(|weight| (weight, mlp.config.experts_per_token));
+            gate_up.into_iter().chain(down).collect()
+        }
+        Mlp::ClampedMoe(_) | Mlp::Plain(_) => Vec::new(),
     })
 }
