@@ -68,13 +68,18 @@ impl EngineLoop {
     /// Runs until shutdown, or until all handles are dropped.
     pub fn run(mut self) {
         while self.receive_commands() {
+            self.end_canceled();
             self.admit();
             if let Some(sequence) = &mut self.running {
                 let plan = plan(sequence, &self.runner);
                 let outcome = step(plan, sequence, &mut self.runner, &self.language, &self.counters);
+                if outcome.is_err() {
+                    // After an error, the contents of the KV cache are unknown.
+                    self.runner.reset();
+                }
+                self.count_cached_tokens();
                 self.deliver(outcome);
             }
-            self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
         }
     }
 
@@ -100,6 +105,21 @@ impl EngineLoop {
         }
     }
 
+    /// Ends the requests in the queue that their clients canceled.
+    fn end_canceled(&mut self) {
+        let counters = &self.counters;
+        self.waiting.retain(|job| match job {
+            Job::Sequence(sequence) if sequence.is_canceled() => {
+                stats::subtract_one(&counters.waiting);
+                stats::add(&counters.ended, 1);
+                stats::add(&counters.canceled, 1);
+                sequence.finish(FinishReason::Canceled);
+                false
+            }
+            _ => true,
+        });
+    }
+
     /// Starts the next job if no sequence is running. A call runs to its end here.
     fn admit(&mut self) {
         if self.running.is_some() {
@@ -107,13 +127,21 @@ impl EngineLoop {
         }
         match self.waiting.pop_front() {
             None => {}
-            Some(Job::Call(call)) => call(&mut self.runner),
+            Some(Job::Call(call)) => {
+                call(&mut self.runner);
+                self.count_cached_tokens();
+            }
             Some(Job::Sequence(sequence)) => {
                 stats::subtract_one(&self.counters.waiting);
                 stats::add(&self.counters.running, 1);
                 self.running = Some(sequence);
             }
         }
+    }
+
+    /// Publishes the number of tokens in the KV cache.
+    fn count_cached_tokens(&self) {
+        self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
     }
 
     /// Sends the outcome to the client if the running sequence has ended.
@@ -134,8 +162,6 @@ impl EngineLoop {
                 sequence.finish(reason);
             }
             Err(error) => {
-                // After an error, the contents of the KV cache are unknown.
-                self.runner.reset();
                 stats::add(&self.counters.failed, 1);
                 sequence.fail(error);
             }

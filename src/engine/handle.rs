@@ -49,9 +49,10 @@ impl EngineHandle {
     ///
     /// Requests run in submission order. A prompt prefix that is already in the KV cache is reused.
     ///
-    /// Fails if the prompt is empty, or if the chat format cannot render the conversation.
+    /// Fails if the prompt is empty or contains a token id outside the vocabulary, or if the chat format cannot render the conversation.
     /// Fails with [`Error::ContextFull`] if the prompt leaves no room for an answer.
     pub fn submit(&self, request: Request) -> Result<RequestStream> {
+        let submitted = Instant::now();
         let language = &self.shared.language;
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.shared.defaults.clone()));
         let (ids, output) = match request.prompt {
@@ -70,14 +71,23 @@ impl EngineHandle {
                 (ids, output)
             }
         };
-        self.submit_ids(ids, output, &options)
+        self.submit_ids(ids, output, &options, submitted)
     }
 
-    fn submit_ids(&self, ids: Vec<u32>, output: Output, options: &GenerateOptions) -> Result<RequestStream> {
-        let submitted = Instant::now();
+    fn submit_ids(
+        &self,
+        ids: Vec<u32>,
+        output: Output,
+        options: &GenerateOptions,
+        submitted: Instant,
+    ) -> Result<RequestStream> {
         options.sampling.validate().map_err(anyhow::Error::msg)?;
         if ids.is_empty() {
             bail!("cannot generate text: the prompt is empty");
+        }
+        let vocab_size = self.info().vocab_size;
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {
+            bail!("cannot generate text: token id {id} is outside the model's vocabulary of {vocab_size} tokens");
         }
         let (prompt_tokens, context) = (ids.len(), self.context());
         if prompt_tokens >= context {
@@ -92,7 +102,7 @@ impl EngineHandle {
         let sequence = Sequence::new(ids, options, sender);
         stats::add(&counters.waiting, 1);
         self.send(Command::Submit(Box::new(sequence))).inspect_err(|_| stats::subtract_one(&counters.waiting))?;
-        Ok(RequestStream::new(events, output, options, prompt_tokens, (context, self.executor()), submitted))
+        Ok(RequestStream::new(events, output, options, prompt_tokens, self.info(), submitted))
     }
 
     /// Submits a conversation to answer. See [`submit`](Self::submit) and [`Prompt::Chat`].

@@ -170,7 +170,8 @@ fn load_onto_device(
     let plan = MemoryPlan::new(&inventory, architecture.as_ref(), dtype, device_kind).with_chunk(options.chunk)?;
     let capacity = plan.choose(options.context, &device_info)?;
 
-    let allocated = allocate(config, checkpoint, options, (&device, dtype), (&plan, capacity), times);
+    let allocated =
+        allocate(config, checkpoint, options, &Target { device: &device, dtype, plan: &plan, capacity }, times);
     let (runner, attention) = allocated.map_err(|error| match device::is_out_of_memory(&error) {
         // Another process may have allocated memory since the check. Keep the original error as the cause.
         true => {
@@ -183,16 +184,23 @@ fn load_onto_device(
     Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes })
 }
 
+/// The place and size of a model in memory.
+struct Target<'t> {
+    device: &'t Device,
+    dtype: DType,
+    plan: &'t MemoryPlan,
+    capacity: Capacity,
+}
+
 /// Builds the decoder, the KV cache and the decode graph. Returns the runner and the selected attention kernel.
 fn allocate(
     config: &ModelConfig,
     checkpoint: &Checkpoint,
     options: &LoadOptions,
-    (device, dtype): (&Device, DType),
-    (plan, capacity): (&MemoryPlan, Capacity),
+    target: &Target,
     times: &mut LoadTimes,
 ) -> Result<(Runner, AttentionBackend)> {
-    let Capacity { context, chunk } = capacity;
+    let &Target { device, dtype, plan, capacity: Capacity { context, chunk } } = target;
     let total = checkpoint.bytes();
     let report = |bytes| (options.progress)(bytes, total);
     let started = Instant::now();

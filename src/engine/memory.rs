@@ -16,9 +16,13 @@ const DEFAULT_CONTEXT: usize = 32_768;
 /// The shortest default context when memory is limited, in tokens.
 const SMALLEST_CONTEXT: usize = 2048;
 
-/// Activation memory that does not depend on the chunk size, in bytes.
+/// An upper bound on activation memory that does not depend on the chunk size, in bytes.
+/// cuBLASLt uses 32 MiB of it. The buffers and graphs of decode steps and the logits of one token use the rest.
 const WORKSPACE_BYTES: u64 = 192 << 20;
-/// Activation memory for each token of a chunk, in bytes.
+/// An upper bound on activation memory for each token of a chunk, in bytes.
+///
+/// A token in an MLP of Llama 3 70B needs 296 KiB: 168 KiB for gate, up and their product (3 · 28,672 · 2 bytes), and
+/// 128 KiB for four rows of the residual stream (4 · 8,192 · 4 bytes). A token in the experts of gpt-oss needs less.
 const WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 
 /// The kind of device that a model runs on.

@@ -27,7 +27,7 @@ impl Sampler {
         Self { params, seen, draws: 0 }
     }
 
-    /// Samples the next token. Applies penalties to `logits` \[V\] in place.
+    /// Samples the next token. Applies penalties to `logits`, f32 `[vocab]`, in place.
     pub fn sample(&mut self, logits: &mut [f32]) -> u32 {
         self.penalize(logits);
         let token = if self.params.temperature == 0.0 { argmax(logits) } else { self.draw(logits) };

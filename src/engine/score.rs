@@ -10,9 +10,9 @@ use crate::runner::Runner;
 const LOGITS_ROWS: usize = 256;
 
 impl EngineHandle {
-    /// Returns the logits of every token in `ids`, f32 \[T, V\], on the engine's device.
+    /// Returns the logits of every token in `ids`, f32 `[tokens, vocab]`, on the engine's device.
     ///
-    /// Fails if `ids` do not fit in the context. Needs 2 × T × V × 4 bytes of device memory.
+    /// Fails if `ids` do not fit in the context. Needs 2 × tokens × vocab × 4 bytes of device memory.
     pub fn logits(&self, ids: &[u32]) -> Result<Tensor> {
         let ids = ids.to_vec();
         self.with_runner(move |runner| runner.logits(&ids))?

@@ -114,12 +114,12 @@ impl Sequence {
     }
 
     /// Sends the finish reason to the client.
-    pub fn finish(self, reason: FinishReason) {
+    pub fn finish(&self, reason: FinishReason) {
         self.send(SequenceEvent::Finished(reason));
     }
 
     /// Ends the client's stream with an error.
-    pub fn fail(self, error: anyhow::Error) {
+    pub fn fail(&self, error: anyhow::Error) {
         self.send(SequenceEvent::Failed(error));
     }
 

@@ -11,6 +11,7 @@ use anyhow::{Result, anyhow};
 use futures_core::Stream;
 use tokio::sync::mpsc::UnboundedReceiver;
 
+use super::info::ModelInfo;
 use super::output::Output;
 use super::request::{FinishReason, GenerateOptions};
 use super::sequence::SequenceEvent;
@@ -69,7 +70,8 @@ pub struct Summary {
     /// Prompt tokens reused from the KV cache.
     pub cached_tokens: usize,
     pub completion_tokens: usize,
-    /// Time to first token, in seconds.
+    /// The time from the call of [`submit`](super::EngineHandle::submit) to the first token, in seconds.
+    /// It includes rendering, tokenizing and waiting in the queue.
     pub ttft_s: f64,
     /// Decode speed in tokens per second, or 0 if fewer than two tokens were generated.
     pub tok_per_s: f64,
@@ -113,7 +115,7 @@ impl RequestStream {
         output: Output,
         options: &GenerateOptions,
         prompt_tokens: usize,
-        (context, executor): (usize, Executor),
+        info: &ModelInfo,
         submitted: Instant,
     ) -> Self {
         Self {
@@ -122,8 +124,8 @@ impl RequestStream {
             cancel: options.cancel.clone(),
             prompt_tokens,
             cached_tokens: 0,
-            context,
-            executor,
+            context: info.context,
+            executor: info.executor,
             generated: 0,
             submitted,
             first_token: None,

@@ -6,7 +6,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
+use candle_core::{Device, Tensor, safetensors};
 use futures::StreamExt;
 use futures::executor::block_on;
 
@@ -16,6 +18,7 @@ use inferno::engine::sampler::{Sampler, candidates};
 use inferno::engine::{EngineStats, FinishReason, StopStrings, Summary};
 use inferno::{Engine, EngineHandle, Event, GenerateOptions, RequestStream, SamplingParams};
 
+use crate::cli::copy_of_demo;
 use crate::support::demo_dir;
 
 fn sampling(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
@@ -296,6 +299,21 @@ fn dropped_stream_cancels_within_a_step() {
 }
 
 #[test]
+fn canceled_request_leaves_the_queue_at_once() {
+    let engine = demo(4096);
+    let mut running = endless(&engine, None);
+    running.next_blocking().unwrap().unwrap();
+    drop(endless(&engine, None));
+    // The next step removes the request from the queue, although the first request still runs.
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while engine.stats().canceled == 0 && Instant::now() < deadline {
+        running.next_blocking().unwrap().unwrap();
+    }
+    let stats = engine.stats();
+    assert_eq!((stats.waiting, stats.running, stats.ended, stats.canceled), (0, 1, 1, 1));
+}
+
+#[test]
 fn cancel_flag_ends_a_generation() {
     let engine = demo(4096);
     let cancel = Arc::new(AtomicBool::new(false));
@@ -403,15 +421,28 @@ fn one_async_task_reads_two_streams() {
 
 #[test]
 fn error_of_one_request_leaves_the_engine_usable() {
-    let engine = demo(256);
+    // A prompt with this token gives only NaN, so its first decode step fails.
+    const BROKEN_TOKEN: u32 = 1999;
+    let (_folder, dir) = copy_of_demo();
+    let file = dir.join("model.safetensors");
+    let mut tensors = safetensors::load(&file, &Device::Cpu).unwrap();
+    let embedding = tensors["model.embed_tokens.weight"].clone();
+    let hidden_size = embedding.dim(1).unwrap();
+    let row = Tensor::full(f32::NAN, (1, hidden_size), &Device::Cpu).unwrap().to_dtype(embedding.dtype()).unwrap();
+    let broken = embedding.slice_scatter(&row, 0, BROKEN_TOKEN as usize).unwrap();
+    tensors.insert("model.embed_tokens.weight".into(), broken);
+    safetensors::save(&tensors, &file).unwrap();
+    let engine = Engine::builder(&dir).device(DeviceChoice::Cpu).context(256).load().unwrap();
+
     let good = ask(&engine, &[Message::user("What is a token?")], |_| ());
-    // The embedding has no row for this id. The submission succeeds, but the step fails.
-    let vocab_size = engine.info().vocab_size as u32;
-    let mut stream = engine.complete_ids(&[1, vocab_size, 2], greedy()).unwrap();
+    let mut stream = engine.complete_ids(&[1, BROKEN_TOKEN, 2], greedy()).unwrap();
     let error = stream.next_blocking().unwrap().unwrap_err();
-    assert!(error.to_string().contains("vocabulary"), "{error}");
+    assert!(error.to_string().contains("the logits are NaN"), "{error}");
     assert!(stream.next_blocking().is_none());
+    assert_eq!(engine.stats().cached_tokens, 0);
     // These requests fail before they reach the engine.
+    let error = engine.complete_ids(&[1, engine.info().vocab_size as u32, 2], greedy()).err().unwrap();
+    assert!(error.to_string().contains("outside the model's vocabulary"), "{error}");
     let prompt = engine.random_tokens(1, 256);
     let error = engine.complete_ids(&prompt, greedy()).err().unwrap();
     assert!(matches!(error.downcast_ref(), Some(inferno::Error::ContextFull { prompt_tokens: 256, .. })), "{error}");

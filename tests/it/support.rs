@@ -1,4 +1,4 @@
-//! Shared test helpers: fixture paths, devices, relative error, random numbers.
+//! Shared test helpers: golden models, fixture paths, devices, relative error, random numbers.
 
 use std::ops::Range;
 use std::path::PathBuf;
@@ -15,6 +15,67 @@ use crate::harness::is_gpu_expected;
 pub fn golden(case: &str) -> PathBuf {
     let root = std::env::var_os("INFERNO_GOLDEN").map(PathBuf::from);
     root.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden"))).join(case)
+}
+
+/// A checkpoint in `tests/golden` with the results that transformers computes from it.
+pub struct GoldenModel {
+    /// The path of its folder in `tests/golden`.
+    pub name: &'static str,
+    pub kind: GoldenKind,
+    /// Whether the tests convert the checkpoint to a GGUF file.
+    pub has_gguf: bool,
+    /// Whether the decode graph supports the model.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only `decode_graph.rs` reads it"))]
+    pub has_graph: bool,
+}
+
+/// The purpose of a golden model.
+#[derive(PartialEq)]
+pub enum GoldenKind {
+    /// Resembles a published model of its family.
+    Family,
+    /// Has the config that transformers 5 writes (`_new`), or sizes that the decode graph supports (`_graph`).
+    Variant,
+    /// Has 8-bit weights in the compressed-tensors format.
+    ///
+    /// Most of these models also quantize the inputs, so a difference in the last bit of a sum can change a quantized
+    /// value. If sums are computed in a different order than in transformers, the results agree less closely.
+    Compressed,
+}
+
+/// All golden models.
+const GOLDEN_MODELS: &[GoldenModel] = &[
+    GoldenModel { name: "gpt_oss", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
+    GoldenModel { name: "gpt_oss_new", kind: GoldenKind::Variant, has_gguf: false, has_graph: false },
+    GoldenModel { name: "llama2", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
+    GoldenModel { name: "llama3", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
+    GoldenModel { name: "llama_new", kind: GoldenKind::Variant, has_gguf: false, has_graph: false },
+    GoldenModel { name: "gpt_oss_graph", kind: GoldenKind::Variant, has_gguf: true, has_graph: true },
+    GoldenModel { name: "llama_graph", kind: GoldenKind::Variant, has_gguf: true, has_graph: true },
+    GoldenModel { name: "mistral", kind: GoldenKind::Family, has_gguf: true, has_graph: true },
+    GoldenModel { name: "qwen2", kind: GoldenKind::Family, has_gguf: true, has_graph: true },
+    GoldenModel { name: "qwen3", kind: GoldenKind::Family, has_gguf: true, has_graph: true },
+    GoldenModel { name: "qwen3_moe", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
+    GoldenModel { name: "mixtral", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
+    GoldenModel { name: "phi3", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
+    GoldenModel { name: "phi4", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
+    GoldenModel { name: "gemma2", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
+    GoldenModel { name: "gemma3", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
+    GoldenModel { name: "gpt2", kind: GoldenKind::Family, has_gguf: true, has_graph: false },
+    GoldenModel { name: "mixtral_graph", kind: GoldenKind::Variant, has_gguf: false, has_graph: true },
+    GoldenModel { name: "qwen3_moe_graph", kind: GoldenKind::Variant, has_gguf: false, has_graph: true },
+    GoldenModel { name: "gemma2_graph", kind: GoldenKind::Variant, has_gguf: false, has_graph: true },
+    GoldenModel { name: "gemma3_graph", kind: GoldenKind::Variant, has_gguf: false, has_graph: true },
+    GoldenModel { name: "compressed/int8", kind: GoldenKind::Compressed, has_gguf: false, has_graph: false },
+    GoldenModel { name: "compressed/int8_weights", kind: GoldenKind::Compressed, has_gguf: false, has_graph: false },
+    GoldenModel { name: "compressed/int8_packed", kind: GoldenKind::Compressed, has_gguf: false, has_graph: false },
+    GoldenModel { name: "compressed/fp8", kind: GoldenKind::Compressed, has_gguf: false, has_graph: false },
+    GoldenModel { name: "compressed/fp8_static", kind: GoldenKind::Compressed, has_gguf: false, has_graph: false },
+];
+
+/// Returns the names of the golden models for which `is_selected` returns true.
+pub fn golden_models(is_selected: impl Fn(&GoldenModel) -> bool) -> Vec<&'static str> {
+    GOLDEN_MODELS.iter().filter(|model| is_selected(model)).map(|model| model.name).collect()
 }
 
 /// Returns the folder of real tokenizers, configs and chat templates, for tests marked `#[test(fixtures)]`.
