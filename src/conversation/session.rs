@@ -261,8 +261,9 @@ impl Session {
 
     /// Switches to another model. If it cannot be loaded, loads the old model again.
     ///
+    /// Returns a message for each setting that is invalid.
     /// Fails with [`NoModelLoaded`] if the old model cannot be loaded either.
-    pub fn switch_model(&mut self, name: &str) -> Result<()> {
+    pub fn switch_model(&mut self, name: &str) -> Result<Vec<String>> {
         let models = self.models.clone();
         let snapshot = models.find(name)?;
         if !self.raw {
@@ -287,8 +288,9 @@ impl Session {
         // A requested revision applies only to the old model.
         self.requested.remove("revision");
         self.configured = loaded.configured;
-        self.reset_settings(loaded.sampling);
-        self.record(Change::Model)
+        let problems = self.reset_settings(loaded.sampling);
+        self.record(Change::Model)?;
+        Ok(problems)
     }
 
     /// Changes a setting for the rest of the conversation and for `--resume`. Returns a message for the user.

@@ -125,8 +125,8 @@ fn parse<T: FromStr>(name: &str, value: &str, expected: &str) -> Result<T, Strin
 
 fn parse_switch(name: &str, value: &str) -> Result<bool, String> {
     match value {
-        "true" | "on" | "yes" => Ok(true),
-        "false" | "off" | "no" => Ok(false),
+        "true" | "on" | "yes" | "1" => Ok(true),
+        "false" | "off" | "no" | "0" => Ok(false),
         _ => Err(format!("cannot set {name} to '{value}': expected on or off")),
     }
 }

@@ -128,7 +128,9 @@ fn show_turn(session: &mut Session, message: Option<&str>, type_ahead: &mut Type
 }
 
 fn switch_model(session: &mut Session, name: &str) -> Result<()> {
-    session.switch_model(name)?;
+    for problem in session.switch_model(name)? {
+        terminal::print(&problem);
+    }
     eprintln!("switched to {}", printable(&session.model_name()));
     Ok(())
 }

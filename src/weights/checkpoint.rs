@@ -4,7 +4,6 @@ use std::path::Path;
 
 use anyhow::{Result, bail};
 use candle_core::DType;
-use safetensors::tensor::Dtype;
 
 use super::gguf::{GgufCheckpoint, GgufModel};
 use super::read_ahead::ReadRequest;
@@ -65,18 +64,14 @@ impl Checkpoint {
 
     /// Returns the number of parameters.
     pub fn parameters(&self) -> u64 {
-        let count =
-            |(name, info): (&str, &TensorInfo)| parameter_count(name, info.dtype == Dtype::U8, info.elements() as u64);
+        let count = |(name, info): (&str, &TensorInfo)| parameter_count(name, info.is_packed(), info.elements() as u64);
         self.tensors().map(count).sum()
     }
 
     /// Returns the element type of a tensor in its file, in lower case, such as `bf16` or `q4_k`.
     pub fn stored_as(&self, name: &str, info: &TensorInfo) -> String {
         let stored = match self {
-            // Packed experts are listed as U8 in both file formats.
-            Self::Gguf(model) if info.dtype != Dtype::U8 => {
-                model.stored_type(name).map(|stored| stored.name().to_string())
-            }
+            Self::Gguf(model) if !info.is_packed() => model.stored_type(name).map(|stored| stored.name().to_string()),
             _ => None,
         };
         stored.unwrap_or(info.dtype.to_string()).to_lowercase()
@@ -86,7 +81,7 @@ impl Checkpoint {
     /// Returns `None` for a tensor that is loaded as floats.
     pub(super) fn packed_bytes(&self, name: &str, info: &TensorInfo) -> Option<u64> {
         match self {
-            Self::Gguf(model) if info.dtype != Dtype::U8 => model.packed_bytes(name),
+            Self::Gguf(model) if !info.is_packed() => model.packed_bytes(name),
             Self::Gguf(_) => Some(info.bytes() as u64),
             Self::Safetensors(checkpoint) => checkpoint.packed_bytes(name, info),
         }

@@ -3,9 +3,9 @@
 use anyhow::{Result, bail};
 
 use super::loader::Weights;
-use crate::kernels::moe::experts::ExpertWeights;
 #[cfg(feature = "cuda")]
-use crate::kernels::moe::experts_gemm::{Mxfp4Tiles, RowOrder};
+use crate::kernels::moe::expert_mlp::{Mxfp4Tiles, RowOrder};
+use crate::kernels::moe::experts::ExpertWeights;
 use crate::kernels::moe::mxfp4::MXFP4_BLOCK;
 
 /// Loads the stacked matrices of all experts, with shape `[experts, rows, columns]`.

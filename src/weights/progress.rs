@@ -19,6 +19,11 @@ impl<'p> LoadProgress<'p> {
         Self { read_bytes: Cell::new(0), resident_bytes: Cell::new(0), report }
     }
 
+    /// Creates counters that report nothing.
+    pub fn silent() -> Self {
+        Self::new(&|_| ())
+    }
+
     /// Returns the size of the loaded tensors in memory, in bytes.
     pub fn resident_bytes(&self) -> u64 {
         self.resident_bytes.get()

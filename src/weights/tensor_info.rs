@@ -33,6 +33,11 @@ impl TensorInfo {
         matches!(self.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F8_E4M3)
     }
 
+    /// Returns true for packed MXFP4 blocks and scales, which are listed as U8 in both file formats.
+    pub fn is_packed(&self) -> bool {
+        self.dtype == Dtype::U8
+    }
+
     /// Returns the candle dtype, or `None` for dtypes that are not loaded directly.
     pub fn candle_dtype(&self) -> Option<DType> {
         match self.dtype {

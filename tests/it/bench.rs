@@ -90,6 +90,7 @@ fn bench_table_has_a_line_for_each_test() {
     {
         assert!(lines.iter().any(|line| line.starts_with(start)), "no line {start:?} in\n{table}");
     }
+    assert!(lines.iter().any(|line| line.ends_with(", 1 repetition")), "{table}");
     for test in ["pp8", "tg4", "chat4", "pp8 @ d9", "tg4 @ d9", "chat4 @ d9", "1 token", "512 tokens, cold"] {
         assert!(lines.iter().any(|line| line.starts_with(&format!("{test}  "))), "no line for {test} in\n{table}");
     }
@@ -171,8 +172,7 @@ fn rewind_restores_the_same_state() {
 fn build(case: &str) -> Decoder {
     let dir = golden(case);
     let checkpoint = Checkpoint::open(&dir).unwrap();
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::BF16, &loaded).unwrap();
     models::read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap()
 }

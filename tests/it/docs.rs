@@ -68,15 +68,27 @@ fn reference_page_lists_every_environment_variable() {
     assert!(missing.is_empty(), "docs/reference.md does not list {missing:?}");
 }
 
+/// The table, `--help` and the program must have the same exit codes.
 #[test]
-fn reference_page_lists_every_exit_code() {
-    let page = page("docs/reference.md");
+fn reference_page_lists_exactly_the_exit_codes() {
+    let reference = page("docs/reference.md");
+    let section = reference.split_once("## Exit codes\n").unwrap().1.split("\n## ").next().unwrap();
+    let rows = section.lines().filter_map(|line| line.strip_prefix("| ")?.split_once(" |"));
+    let documented: BTreeSet<u8> = rows.filter_map(|(code, _)| code.parse().ok()).collect();
+
+    // The code of each error is the number after the last arrow in a line of `Error::exit_code`.
+    let source = page("src/error.rs");
+    let function = source.split_once("pub fn exit_code").unwrap().1;
+    let arms = function.lines().filter_map(|line| line.trim_end_matches(',').rsplit_once("=> "));
+    let errors = arms.map(|(_, code)| code.parse::<u8>().unwrap_or_else(|_| panic!("'{code}' is not an exit code")));
+    // Success, all other errors, and Ctrl-C.
+    let codes: BTreeSet<u8> = errors.chain([0, 1, 130]).collect();
+    assert_eq!(documented, codes, "docs/reference.md and src/error.rs differ");
+
     let help = help(&[]);
-    let codes = help.split_once("Exit codes:").unwrap().1;
-    let numbers = codes.split(|c: char| !c.is_ascii_digit()).filter(|number| !number.is_empty());
-    for number in numbers {
-        assert!(page.contains(&format!("\n| {number} | ")), "docs/reference.md does not list exit code {number}");
-    }
+    let numbers = help.split_once("Exit codes:").unwrap().1.split(|c: char| !c.is_ascii_digit());
+    let in_help: BTreeSet<u8> = numbers.filter_map(|number| number.parse().ok()).collect();
+    assert_eq!(documented, in_help, "docs/reference.md and `inferno --help` differ");
     assert_eq!(Error::Usage(String::new()).exit_code(), 2);
 }
 

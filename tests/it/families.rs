@@ -12,23 +12,7 @@ use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 use serde_json::{Value, json};
 
-use crate::support::{golden, relative_error, values};
-
-const CASES: [&str; 13] = [
-    "llama2",
-    "llama3",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "phi3",
-    "phi4",
-    "gemma2",
-    "gemma3",
-    "gpt2",
-    "gpt_oss",
-];
+use crate::support::{GoldenKind, golden, golden_models, relative_error, values};
 
 fn config(case: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(golden(case).join("config.json")).unwrap()).unwrap()
@@ -243,9 +227,8 @@ fn absurd_numbers_fail_quickly_or_load() {
     let impossible =
         [json!(0), json!(-1), json!(u64::MAX), json!(1e300), json!(0.5), json!("many"), json!([4]), json!({})];
     let unusual = [json!(1), json!(3), json!(u32::MAX), json!(1u64 << 53), json!(-1e300), json!(null), json!(true)];
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
-    for case in CASES {
+    let loaded = LoadProgress::silent();
+    for case in golden_models(|model| model.kind == GoldenKind::Family) {
         let checkpoint = Checkpoint::open(&golden(case)).unwrap();
         let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
         let original = config(case);
@@ -312,8 +295,7 @@ fn longrope_models_default_to_their_original_length() {
 /// Returns the logits that the checkpoint in `dir` computes for all `ids`.
 fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let checkpoint = Checkpoint::open(dir).unwrap();
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
     let decoder = models::read_config(dir).unwrap().architecture.build(&weights, 160).unwrap();
     let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu).unwrap();

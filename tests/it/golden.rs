@@ -13,41 +13,8 @@ use inferno::nn::pass::{LogitRows, StepBatch};
 use inferno::nn::rope::{RopeConfig, RopeLengths};
 use inferno::weights::{Checkpoint, LoadProgress, Weights};
 
-use crate::support::{Random, devices, golden, relative_error, values};
+use crate::support::{GoldenKind, Random, devices, golden, golden_models, relative_error, values};
 
-const CASES: &[&str] = &[
-    "gpt_oss",
-    "gpt_oss_new",
-    "llama2",
-    "llama3",
-    "llama_new",
-    "gpt_oss_graph",
-    "llama_graph",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "phi3",
-    "phi4",
-    "gemma2",
-    "gemma3",
-    "gpt2",
-    "mixtral_graph",
-    "qwen3_moe_graph",
-    "gemma2_graph",
-    "gemma3_graph",
-];
-/// 8-bit models in the compressed-tensors format.
-/// Most of them also quantize the inputs, so a difference in the last bit of a sum can change a quantized value.
-/// If sums are computed in a different order than in transformers, the results agree less closely.
-const COMPRESSED: &[&str] = &[
-    "compressed/int8",
-    "compressed/int8_weights",
-    "compressed/int8_packed",
-    "compressed/fp8",
-    "compressed/fp8_static",
-];
 const CONTEXT: usize = 160;
 
 struct Case {
@@ -62,8 +29,7 @@ struct Case {
 fn load(case: &str, device: &Device, dtype: DType) -> Case {
     let dir = golden(case);
     let checkpoint = Checkpoint::open(&dir).unwrap();
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
     let config = models::read_config(&dir).unwrap();
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
@@ -119,12 +85,12 @@ impl Case {
 }
 
 fn each_case(test: impl Fn(&str, Case)) {
-    each_of(CASES, test);
+    each_of(&golden_models(|model| model.kind != GoldenKind::Compressed), test);
 }
 
 /// Also runs `test` on the compressed cases. Use it only if the summation order is the same as in transformers.
 fn each_case_and_compressed(test: impl Fn(&str, Case)) {
-    each_of(&[CASES, COMPRESSED].concat(), test);
+    each_of(&golden_models(|_| true), test);
 }
 
 fn each_of(cases: &[&str], test: impl Fn(&str, Case)) {

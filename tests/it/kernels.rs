@@ -1,5 +1,8 @@
-//! Compares every CUDA kernel with its reference, including outliers, odd sizes and poisoned padding.
-//! Also compares the references with independent values.
+//! Compares CUDA kernels with their references in plain Rust, with candle, or with the operations that they replace.
+//! The inputs include outliers, odd sizes and cache rows filled with NaN.
+//! Some tests compare the references with independent values.
+//!
+//! `quantized.rs` tests the kernels of quantized matrices. `decode_graph.rs` tests the fused kernels of decode steps.
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
@@ -37,7 +40,7 @@ fn assert_close(what: &str, got: &Tensor, want: &Tensor, tolerance: f32) {
 #[test(gpu)]
 fn split_qkv_matches_its_reference() {
     for (device, dtype) in gpu_with_dtypes() {
-        // T, (H, K, D), rotated dims, bias, norms
+        // tokens, (heads, kv_heads, head_dim), rotated dims, bias, norms
         let cases = [
             (1, (1, 1, 2), 2, false, false),
             (3, (5, 1, 64), 64, true, false),
@@ -262,8 +265,8 @@ fn attention_matches_its_reference() {
 #[cfg(feature = "cuda")]
 #[test(gpu)]
 fn expert_mlp_matches_separate_products() {
-    use inferno::kernels::moe::experts_gemm::{ExpertLinear, Mxfp4Tiles, RowOrder, expert_mlp};
-    // tokens, experts, chosen, C, F
+    use inferno::kernels::moe::expert_mlp::{ExpertLinear, Mxfp4Tiles, RowOrder, expert_mlp};
+    // tokens, experts, chosen, hidden, intermediate
     let cases =
         [(1, 7, 4, 64, 96), (5, 4, 2, 96, 160), (70, 32, 4, 192, 64), (300, 3, 1, 64, 32), (900, 5, 4, 160, 96)];
     for (device, dtype) in gpu_with_dtypes().into_iter().filter(|(_, dtype)| *dtype != DType::F32) {

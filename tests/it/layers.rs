@@ -1,4 +1,5 @@
 //! Checks that modules import only from lower layers, and that the files of a folder form no import cycles.
+//! Also checks the table of layers in docs/architecture.md.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
@@ -33,6 +34,30 @@ fn no_module_imports_from_its_layer_or_above() {
         let place = format!("{}:{}", reference.file.display(), reference.line);
         assert!(target.starts_with(char::is_lowercase), "{place}: import {target} from the module that defines it");
         assert!(layer(target) < layer(module), "{place}: {module} may not import {target}");
+    }
+}
+
+/// The table in docs/architecture.md lists the layers from the highest to the lowest. Folders end in a slash.
+#[test]
+fn architecture_page_lists_the_layers() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let page = std::fs::read_to_string(root.join("docs/architecture.md")).unwrap();
+    let table = page.lines().skip_while(|line| !line.starts_with("| layer |"));
+    let rows: Vec<&str> = table.skip(2).take_while(|line| line.starts_with('|')).collect();
+    assert_eq!(rows.len(), LAYERS.len(), "docs/architecture.md and LAYERS differ in the number of layers");
+    for (row, (layer, modules)) in rows.into_iter().zip(LAYERS.iter().enumerate().rev()) {
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        assert_eq!(cells[1], layer.to_string(), "{row}");
+        let names: Vec<&str> = cells[2].split('`').skip(1).step_by(2).collect();
+        for name in &names {
+            let path = root.join("src").join(name);
+            let exists = if name.ends_with('/') { path.is_dir() } else { path.with_extension("rs").is_file() };
+            assert!(exists, "docs/architecture.md lists {name}, which is not in src");
+        }
+        // `main` is a crate root, so it is not in LAYERS.
+        let names = names.iter().map(|name| name.trim_end_matches('/'));
+        let listed: Vec<&str> = names.filter(|name| *name != "main").collect();
+        assert_eq!(listed, *modules, "{row}");
     }
 }
 

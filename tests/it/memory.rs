@@ -10,30 +10,8 @@ use inferno::weights::{Checkpoint, Inventory, LoadProgress, Weights};
 
 use crate::gguf::converter::{convert, convert_with_separate_experts};
 use crate::gguf::models::{quantized_llama, saved};
-use crate::support::{demo_dir, golden};
+use crate::support::{demo_dir, golden, golden_models};
 
-const CASES: [&str; 18] = [
-    "gpt_oss",
-    "gpt_oss_new",
-    "llama2",
-    "llama3",
-    "llama_new",
-    "gpt_oss_graph",
-    "llama_graph",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "phi3",
-    "phi4",
-    "gemma2",
-    "gemma3",
-    "gpt2",
-    "trained",
-];
-const COMPRESSED: [&str; 5] =
-    ["compressed/int8", "compressed/int8_weights", "compressed/int8_packed", "compressed/fp8", "compressed/fp8_static"];
 /// A format with blocks of 32, two with blocks of 256 that fall back to blocks of 32, and one without blocks.
 const QUANTIZED: [&str; 4] = ["q8_0", "q4_k", "q3_k", "int8"];
 
@@ -43,8 +21,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let architecture = models::read_config(path).unwrap().architecture;
     let inventory = Inventory::from_checkpoint(&checkpoint, quantize);
     for dtype in [DType::F32, DType::BF16] {
-        let report = |_| ();
-        let loaded = LoadProgress::new(&report);
+        let loaded = LoadProgress::silent();
         let weights = match quantize {
             Some(quantize) => Weights::quantizing(&checkpoint, &Device::Cpu, dtype, &loaded, quantize),
             None => Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap(),
@@ -75,7 +52,7 @@ fn each_quantization(name: &str, path: &Path) {
 
 #[test]
 fn estimates_equal_the_loaded_bytes() {
-    for case in CASES.iter().chain(&COMPRESSED) {
+    for case in golden_models(|_| true).into_iter().chain(["trained"]) {
         each_quantization(case, &golden(case));
     }
     each_quantization("demo", &demo_dir());
@@ -83,7 +60,7 @@ fn estimates_equal_the_loaded_bytes() {
 
 #[test]
 fn estimates_of_gguf_files_equal_the_loaded_bytes() {
-    for case in CASES.iter().filter(|case| !["gpt_oss_new", "llama_new", "trained"].contains(case)) {
+    for case in golden_models(|model| model.has_gguf) {
         let (_folder, path) = saved(&convert(&golden(case)));
         each_quantization(&format!("{case}.gguf"), &path);
     }
@@ -100,7 +77,7 @@ fn estimates_of_gguf_files_equal_the_loaded_bytes() {
 /// Loading may pad rows to a multiple of 32 columns and give each row its own scale.
 #[test]
 fn estimates_from_headers_agree_with_estimates_from_files() {
-    for case in CASES.iter().chain(&COMPRESSED) {
+    for case in golden_models(|_| true).into_iter().chain(["trained"]) {
         let (dir, mut inventory) = (golden(case), Inventory::default());
         let mut tensors = 0;
         for file in std::fs::read_dir(&dir).unwrap().map(|file| file.unwrap().path()) {

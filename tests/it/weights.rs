@@ -125,8 +125,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
 
 /// Loads tensors in the given order and compares them with the mapped file.
 fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: DType) {
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let mapped = Weights::new(checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
     for name in names {
         let info = checkpoint.info(name).unwrap();
@@ -154,8 +153,7 @@ fn orders(names: &[String]) -> Vec<Vec<String>> {
 
 #[test]
 fn tensors_read_ahead_equal_those_of_the_file() {
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     for case in ["gpt_oss", "llama3"] {
         let checkpoint = Checkpoint::open(&golden(case)).unwrap();
         for order in orders(&names(&checkpoint)) {
@@ -183,8 +181,7 @@ fn attention_parts<'c>(checkpoint: &Checkpoint, weights: &Weights<'c>, layer: us
 
 #[test]
 fn stacked_tensors_are_read_as_one() {
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let checkpoint = Checkpoint::open(&golden("llama3")).unwrap();
     let stored = checkpoint.info("model.layers.0.self_attn.q_proj.weight").unwrap().candle_dtype().unwrap();
     let mut devices = vec![(Device::Cpu, stored)];
@@ -221,8 +218,7 @@ fn stacked_tensors_are_read_as_one() {
 #[test(gpu)]
 fn tensors_on_a_gpu_equal_those_of_the_file() {
     let gpu = gpu();
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let folder = mixed();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
@@ -238,8 +234,7 @@ fn thousands_of_tiny_tensors_are_read() {
     let tensor = |i: usize| (format!("model.layers.{i}.x"), random(i % 5 + 1, DType::BF16));
     let folder = snapshot((0..5000).map(tensor));
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let names = names(&checkpoint);
     let reader = ReadAhead::start(Host::default(), checkpoint.read_requests(DType::F32), small(4)).unwrap();
     let weights = Weights::with_reader(&checkpoint, &Device::Cpu, DType::F32, &loaded, reader);
@@ -327,8 +322,7 @@ fn tensor_larger_than_gpu_memory_is_an_error() {
     let file = OpenOptions::new().write(true).open(&path).unwrap();
     file.set_len(8 + header.len() as u64 + bytes).unwrap();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &loaded).unwrap();
     let error = format!("{:#}", weights.bytes("x", &[bytes as usize]).unwrap_err());
     assert!(error.contains("tensor x") && error.contains("OUT_OF_MEMORY"), "{error}");

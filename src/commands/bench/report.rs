@@ -261,6 +261,7 @@ impl Report {
         let Build { version, commit, executor, attention } = &self.inferno;
         let quantization = quantization.as_deref().unwrap_or("unquantized");
         let (weights, cache) = (text::size(*weight_bytes), text::size(*cache_bytes));
+        let repetitions = if self.repetitions == 1 { "repetition" } else { "repetitions" };
         let mut lines = vec![
             format!(
                 "{name}: {family} {quantization}, {} parameters, computed in {dtype}",
@@ -268,7 +269,7 @@ impl Report {
             ),
             self.device.line(),
             format!(
-                "inferno {version}, commit {commit}, executor {executor}, attention {attention}, {} repetitions",
+                "inferno {version}, commit {commit}, executor {executor}, attention {attention}, {} {repetitions}",
                 self.repetitions
             ),
             format!("weights {weights}, cache {cache} for {context} tokens"),

@@ -50,8 +50,7 @@ pub fn convert_with_separate_experts(dir: &Path) -> Writer {
 fn convert_with(dir: &Path, write_experts: impl Fn(Writer, &Value, Vec<Source>) -> Writer) -> Writer {
     let config: Value = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
     let checkpoint = Checkpoint::open(dir).unwrap();
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
     let mut writer = metadata(&config);
     let mut experts: Vec<Source> = Vec::new();

@@ -15,25 +15,7 @@ use tempfile::TempDir;
 use super::converter::{convert, convert_with_separate_experts};
 use super::tokenizers::converted;
 use super::writer::Writer;
-use crate::support::{Random, demo_dir, golden, relative_error, values};
-
-const CASES: &[&str] = &[
-    "llama2",
-    "llama3",
-    "llama_graph",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "phi3",
-    "phi4",
-    "gemma2",
-    "gemma3",
-    "gpt2",
-    "gpt_oss",
-    "gpt_oss_graph",
-];
+use crate::support::{Random, demo_dir, golden, golden_models, relative_error, values};
 
 /// Writes a file to a temporary folder. Dropping the returned `TempDir` deletes the file.
 pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
@@ -46,8 +28,7 @@ pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
 fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let config = models::read_config(path)?;
     let checkpoint = Checkpoint::open(path)?;
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded)?;
     // Use the same context as golden.rs, because LongRoPE depends on it.
     let decoder = config.architecture.build(&weights, 160)?;
@@ -64,7 +45,7 @@ fn error(writer: &Writer) -> String {
 /// If `INFERNO_GGUF_OUT` is set, copies the files to that folder for `tests/golden/check_gguf.py`.
 #[test]
 fn logits_agree_with_transformers() {
-    for case in CASES {
+    for case in golden_models(|model| model.has_gguf) {
         let dir = golden(case);
         let (_folder, path) = saved(&convert(&dir));
         let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();
@@ -203,8 +184,7 @@ fn quantized_and_dequantized_weights_give_equal_logits() {
 fn values_are_rounded_once_to_16_bits() {
     let (_folder, path) = saved(&quantized_llama(GgmlType::Q4K, false));
     let checkpoint = Checkpoint::open(&path).unwrap();
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let load = |dtype| {
         let weights = Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
         weights.float("model.layers.1.self_attn.k_proj.weight", &[64, 256]).unwrap()

@@ -27,8 +27,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let expected = safetensors::load(path.with_extension("safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = expected["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let checkpoint = Checkpoint::open(&path).unwrap();
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
     let decoder = models::read_config(&path).unwrap().architecture.build(&weights, ids.len()).unwrap();
     let mut cache = KvCache::new(decoder.cache_layers(), ids.len(), ids.len(), dtype, device).unwrap();

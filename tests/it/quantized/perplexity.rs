@@ -48,8 +48,7 @@ impl Subject {
 
     fn run(&self, quantize: Option<QuantizationTarget>) -> Run {
         let tokens = self.ids.len();
-        let report = |_| ();
-        let loaded = LoadProgress::new(&report);
+        let loaded = LoadProgress::silent();
         let weights = self.weights(quantize, &loaded);
         let decoder = models::read_config(&self.dir).unwrap().architecture.build(&weights, tokens).unwrap();
         let mut cache = KvCache::new(decoder.cache_layers(), tokens, tokens, DType::F32, &Device::Cpu).unwrap();
@@ -156,8 +155,7 @@ fn assert_near(name: &str, got: &[f32], want: &[f32]) {
 
 /// Returns a hash of the quantized values of all matrices.
 fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let weights = subject.weights(Some(quantize), &loaded);
     let mut digest = 0u64;
     for (name, info) in subject.checkpoint.tensors() {

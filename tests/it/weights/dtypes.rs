@@ -22,8 +22,7 @@ fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, extra: Option<&str>
     let (dir, folder) = (golden("llama3"), TempDir::new().unwrap());
     std::fs::copy(dir.join("config.json"), folder.path().join("config.json")).unwrap();
     let checkpoint = Checkpoint::open(&dir).unwrap();
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
     let tensors = checkpoint.tensors().map(|(name, info)| {
         if info.shape.len() < 2 {
@@ -43,8 +42,7 @@ fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, extra: Option<&str>
 
 fn logits(dir: &Path, quantize: Option<QuantizationTarget>, device: &Device, dtype: DType) -> anyhow::Result<Vec<f32>> {
     let checkpoint = Checkpoint::open(dir)?;
-    let report = |_| ();
-    let loaded = LoadProgress::new(&report);
+    let loaded = LoadProgress::silent();
     let weights = match quantize {
         Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
         None => Weights::new(&checkpoint, device, dtype, &loaded)?,
