@@ -116,7 +116,7 @@ fn compile_command(nvcc: &Path, capability: &str, source: &Path, out: &Path) -> 
 /// Returns the `-gencode` options for one file. They request machine code and PTX for `capability`.
 /// They also request machine code for each of `INFERNO_EXTRA_COMPUTE_CAPS`.
 fn code_targets(name: &str, capability: &str) -> Vec<String> {
-    let mut targets = if (name, capability) == ("experts_gemm", "90") {
+    let mut targets = if (name, capability) == ("expert_mlp", "90") {
         // Hopper's wgmma instructions need the target sm_90a, and later GPUs cannot run code for sm_90a.
         // The PTX is for later GPUs, so it is compiled without these instructions.
         vec!["arch=compute_90a,code=sm_90a".into(), "arch=compute_90,code=compute_90".into()]

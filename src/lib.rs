@@ -1,20 +1,22 @@
 //! inferno runs open-weight language models on a single NVIDIA GPU.
 //!
-//! Tensor shapes in the documentation use names, such as `[tokens, hidden]`, or these letters:
+//! Tensor shapes in the documentation name their sizes, such as `[tokens, hidden]`:
 //!
-//! - T: tokens in the current forward pass
-//! - S: length of the KV cache in tokens
-//! - H: query heads
-//! - K: key/value heads
-//! - G: query heads per key/value head, H / K
-//! - D: head dimension
-//! - C: hidden size, or the columns of a matrix
-//! - F: intermediate size
-//! - E: experts
-//! - N: experts selected per token
-//! - V: vocabulary size
-//! - R: rows of a matrix
-//! - P: (token, expert) pairs, T · N
+//! - `tokens`: tokens in the current forward pass
+//! - `vocab`: vocabulary size
+//! - `hidden`: hidden size
+//! - `intermediate`: intermediate size of an MLP, or of one expert
+//! - `heads`, `kv_heads`: query heads and key/value heads
+//! - `head_dim`: size of one head; RoPE rotates the first `rotated` elements
+//! - `positions`: positions that a table covers
+//! - `cache_rows`: positions that the KV cache of one layer can hold
+//! - `experts`: experts of one layer
+//! - `chosen`: experts selected per token
+//! - `pairs`: (token, expert) pairs, tokens · chosen
+//! - `out`, `in`: outputs and inputs of a linear layer
+//! - `rows`, `columns`: sizes of any other matrix; `columns` is the length of the input vector
+//!
+//! In CUDA comments, `T` is the element type that a kernel is compiled for.
 
 pub mod chat;
 #[doc(hidden)]

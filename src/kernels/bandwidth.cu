@@ -1,7 +1,9 @@
 // Measures the read bandwidth of the GPU's memory.
 
 // Fills x with pseudo-random bits, because moving zeros takes less power than moving real weights.
-//   x [n]; any grid and block size; bytes moved: 16·n
+//   x: [n]
+//   grid, block: any size
+//   bytes moved: 16 · n
 extern "C" __global__ void fill_random(uint4* x, int n) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
         unsigned h = i * 0x9E3779B9u;
@@ -13,7 +15,10 @@ extern "C" __global__ void fill_random(uint4* x, int n) {
 }
 
 // Reads all of x with eight independent 16-byte loads per thread.
-//   x [n], n a multiple of 8·blockDim; out [1]; any grid and block size; bytes moved: 16·n
+//   x: [n]; n is a multiple of 8 · blockDim
+//   out: [1]
+//   grid, block: any size
+//   bytes moved: 16 · n
 extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsigned* out, int n) {
     constexpr int LOADS = 8;
     unsigned sum = 0;

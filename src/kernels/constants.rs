@@ -32,7 +32,7 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 // Attention on tensor cores (`attention/flash_attention.rs`, `attention/flash_attention.cu`).
 //
 // There is one kernel for each combination of head size and query rows per tile.
-// The arrays below are in the order of `FLASH_HEAD_DIMS`. Their values gave the fastest kernels on an H200.
+// The arrays below are in the order of `FLASH_HEAD_DIMS`. Their values affect only the speed; they suit an H200.
 
 /// The supported head sizes.
 pub const FLASH_HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
@@ -70,7 +70,7 @@ pub const MAX_EXPERTS: usize = 1024;
 /// The maximum number of experts per token for GPU routing: one per lane of a warp.
 pub const MAX_CHOSEN_EXPERTS: usize = 32;
 
-// MXFP4 weights in tiles (`moe/experts_gemm.rs`, `moe/experts_gemm.cu`, `decode/mxfp4_experts.cu`).
+// MXFP4 weights in tiles (`moe/expert_mlp.rs`, `moe/expert_mlp.cu`, `decode/mxfp4_experts.cu`).
 
 /// Weight rows per tile.
 pub const MXFP4_TILE_ROWS: usize = 16;
@@ -101,7 +101,7 @@ pub const GROUPED_GEMM_STAGES: usize = 3;
 /// Threads per block.
 pub const GROUPED_GEMM_THREADS: usize = 256;
 
-// Matrix products of routed experts with MXFP4 tiles (`moe/experts_gemm.rs`, `moe/experts_gemm.cu`).
+// Matrix products of routed experts with MXFP4 tiles (`moe/expert_mlp.rs`, `moe/expert_mlp.cu`).
 // Some of these kernels use mma.sync, and others use wgmma.
 // The wgmma kernels have wide tiles for many pairs per expert and narrow tiles for few pairs per expert.
 
@@ -154,7 +154,7 @@ pub const ROUNDING_INT8_STATIC: usize = 4;
 // Kernels of a decode step (`decode/`).
 
 /// The maximum number of warps per block in kernels that multiply by float weights.
-/// Every block reads the whole input vector, so one large block per multiprocessor is faster than several small blocks.
+/// Every block reads the whole input vector, so one large block per multiprocessor reads less than several small ones.
 pub const DECODE_MAX_WARPS: usize = 24;
 /// Tiles of gate and up rows per block in `decode_gate_up_mxfp4`.
 pub const DECODE_UP_TILES: usize = 3;

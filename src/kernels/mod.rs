@@ -5,7 +5,7 @@
 //!   It also contains `reference`, which computes the operation in plain Rust on f32. On a CPU, the operation calls it.
 //! - `x.cu` contains the CUDA kernel.
 //!
-//! The fused kernels in `moe::experts_gemm` and `decode` run only on a GPU.
+//! The fused kernels in `moe::expert_mlp` and `decode` run only on a GPU.
 //! Tests compare them with the operations that they replace.
 //!
 //! `launch` launches kernels, `upload` copies weights to a device, and `bandwidth` measures GPU memory bandwidth.

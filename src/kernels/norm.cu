@@ -1,8 +1,11 @@
 // Residual addition and norm: sum = x + y, normed = sum / sqrt(mean(sum²) + eps) · weight.
 // With a bias, the norm is LayerNorm: the mean of sum is subtracted first, and the bias is added last.
-//   x, y, sum f32 [T, C] (without y, x itself is normalized and sum is not written)
-//   weight f32 [C]; bias f32 [C] or null; normed T [T, C]
-//   grid T, block 256; bytes moved: T·C·(12 + sizeof(T)), or T·C·(4 + sizeof(T)) without y
+//   x, y, sum: f32 [tokens, columns]; y may be null, and then x itself is normalized and sum is not written
+//   weight: f32 [columns]
+//   bias: f32 [columns] or null
+//   normed: T [tokens, columns]
+//   grid: tokens; block: 256
+//   bytes moved: tokens · columns · (12 + sizeof(T)), or tokens · columns · (4 + sizeof(T)) without y
 #include "headers/common.cuh"
 
 // Sums `value` over the block and returns the sum to every thread.
@@ -46,9 +49,9 @@ __device__ void add_norm(const float* x, const float* y, const float* weight, co
         normed[row + i] = from_float<T>((added[row + i] - center) * scale * weight[i] + (bias ? bias[i] : 0.0f));
 }
 
-#define DEFINE(T, SUFFIX)                                                                                          \
-    extern "C" __global__ void add_norm_##SUFFIX(const float* x, const float* y, const float* weight,              \
-                                                 const float* bias, float* sum, T* normed, int columns, float eps) { \
-        add_norm<T>(x, y, weight, bias, sum, normed, columns, eps);                                                \
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void add_norm_##SUFFIX(const float* x, const float* y, const float* weight,                  \
+                                                 const float* bias, float* sum, T* normed, int columns, float eps) {   \
+        add_norm<T>(x, y, weight, bias, sum, normed, columns, eps);                                                    \
     }
 FOR_EACH_DTYPE(DEFINE)

@@ -10,7 +10,8 @@ use crate::kernels::{elements, to_f32};
 /// Without a bias, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight.
 /// With a bias, the norm is LayerNorm, which subtracts the mean of s first and adds the bias last.
 ///
-/// x, y f32 \[T, C\]; weight, bias f32 \[C\].
+/// - x, y: f32 `[tokens, hidden]`
+/// - weight, bias: f32 `[hidden]`
 pub fn add_norm(
     x: &Tensor,
     y: Option<&Tensor>,
@@ -68,12 +69,12 @@ pub fn add_norm(
             unsafe { launch.enqueue(device)? };
             Ok((sum, normed))
         }
-        #[allow(unreachable_patterns)]
         _ => crate::kernels::unsupported("add_norm", x),
     }
 }
 
-/// Computes the norm of each row in plain Rust. Takes x \[T, C\] and weight \[C\], and returns \[T, C\].
+/// Computes the norm of each row in plain Rust. Takes x `[tokens, hidden]` and weight `[hidden]`,
+/// and returns `[tokens, hidden]`.
 pub fn reference(x: &[f32], weight: &[f32], bias: Option<&[f32]>, eps: f32) -> Vec<f32> {
     let mut out = vec![0f32; x.len()];
     let columns = weight.len();

@@ -2,29 +2,38 @@
 #include "headers/common.cuh"
 
 // Embedding lookup: table rows times a scale, as f32.
-//   table T [V, C]; ids u32 [T]; out f32 [T, C]; grid T, block 256; bytes moved: T·C·(4 + sizeof(T))
+//   table: T [vocab, columns]
+//   ids: u32 [tokens]
+//   out: f32 [tokens, columns]
+//   grid: tokens; block: 256
+//   bytes moved: tokens · columns · (4 + sizeof(T))
 template <typename T> __device__ void embed(const T* table, const uint32_t* ids, float* out, int columns, float scale) {
     const T* row = table + (size_t)ids[blockIdx.x] * columns;
     for (int i = threadIdx.x; i < columns; i += blockDim.x)
         out[(size_t)blockIdx.x * columns + i] = to_float(row[i]) * scale;
 }
 
-#define DEFINE(T, SUFFIX)                                                                                       \
-    extern "C" __global__ void embed_##SUFFIX(const T* table, const uint32_t* ids, float* out, int columns,     \
-                                              float scale) {                                                    \
-        embed<T>(table, ids, out, columns, scale);                                                              \
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void embed_##SUFFIX(const T* table, const uint32_t* ids, float* out, int columns,            \
+                                              float scale) {                                                           \
+        embed<T>(table, ids, out, columns, scale);                                                                     \
     }
 FOR_EACH_DTYPE(DEFINE)
 
 // Adds a bias to every row.
-//   y, out f32 [T, R]; bias f32 [R]; n = T·R; grid ceil(n / 256), block 256; bytes moved: 8·n
+//   y, out: f32 [tokens, columns]; n = tokens · columns
+//   bias: f32 [columns]
+//   grid: ceil(n / 256); block: 256
+//   bytes moved: 8 · n
 extern "C" __global__ void add_bias(const float* y, const float* bias, float* out, int n, int columns) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = y[i] + bias[i % columns];
 }
 
 // Soft cap: computes cap · tanh(x / cap) for every element.
-//   x, out f32 [n]; grid ceil(n / 256), block 256; bytes moved: 8·n
+//   x, out: f32 [n]
+//   grid: ceil(n / 256); block: 256
+//   bytes moved: 8 · n
 extern "C" __global__ void soft_cap(const float* x, float* out, int n, float cap) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = cap * tanhf(x[i] / cap);

@@ -1,14 +1,15 @@
 //! Small operations on the rows of a matrix: embedding lookup, bias, soft cap, copy.
 //!
 //! candle has these operations too, but the driver compiles candle's kernels on first use.
-//! On a new machine, this takes seconds per module. The kernels here are compiled at build time.
+//! This delays the first answer on a new machine. The kernels here are compiled at build time.
 //! A forward pass on a GPU uses no kernels from candle.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Returns the rows `ids` of an embedding table, multiplied by `scale`, as f32 \[T, C\].
+/// Returns the rows `ids` of an embedding table, multiplied by `scale`, as f32 `[tokens, hidden]`.
 ///
-/// table \[V, C\]; ids u32 \[T\], each less than V (not checked on a GPU).
+/// - table: `[vocab, hidden]`
+/// - ids: u32 `[tokens]`, each less than `vocab` (not checked on a GPU)
 pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     match table.device() {
         Device::Cpu => table.index_select(ids, 0)?.to_dtype(DType::F32)? * f64::from(scale),
@@ -28,12 +29,11 @@ pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
-        #[allow(unreachable_patterns)]
         _ => crate::kernels::unsupported("embed", table),
     }
 }
 
-/// Returns y with the bias added to every row. y f32 \[T, R\]; bias f32 \[R\].
+/// Returns y, f32 `[tokens, columns]`, with the bias, f32 `[columns]`, added to every row.
 pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let (_, columns) = y.dims2()?;
     if bias.dims() != [columns] || y.dtype() != DType::F32 || bias.dtype() != DType::F32 {
@@ -53,7 +53,6 @@ pub fn add_bias(y: &Tensor, bias: &Tensor) -> Result<Tensor> {
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
-        #[allow(unreachable_patterns)]
         _ => crate::kernels::unsupported("add_bias", y),
     }
 }
@@ -77,12 +76,11 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
-        #[allow(unreachable_patterns)]
         _ => crate::kernels::unsupported("soft_cap", x),
     }
 }
 
-/// Copies `from` \[T, ..\] to the T rows of `to` \[S, ..\] that start at index `row`.
+/// Copies all rows of `from` to the rows of `to` that start at index `row`.
 ///
 /// Both tensors are contiguous and have the same dtype and row size.
 pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {

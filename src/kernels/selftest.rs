@@ -247,7 +247,7 @@ fn routing(target: CheckTarget, dtype: DType, softmax: Softmax) -> Result<Tensor
 }
 
 fn rope(target: CheckTarget, normed: bool) -> Result<Tensor> {
-    let (tokens, heads) = (5, (6, 2, 24)); // H, K, D
+    let (tokens, heads) = (5, (6, 2, 24)); // heads, kv_heads, head_dim
     let width = (heads.0 + 2 * heads.1) * heads.2;
     let [cos, sin] = [15, 16].map(|seed| noise(seed, &[90, 10], DType::F32));
     let (cos, sin) = (target.f32(&cos?)?, target.f32(&sin?)?);
@@ -306,8 +306,8 @@ mod fused {
     use candle_core::{DType, Result, Tensor, bail};
 
     use super::{CheckTarget, bytes, noise, numbers};
+    use crate::kernels::moe::expert_mlp::{self, ExpertLinear, Mxfp4Tiles, RowOrder};
     use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
-    use crate::kernels::moe::experts_gemm::{self, ExpertLinear, Mxfp4Tiles, RowOrder};
     use crate::kernels::swiglu::clamped_swiglu;
 
     /// Computes the MLP of routed experts: with fused kernels on a GPU, and with one matrix product at a time on a CPU.
@@ -344,7 +344,7 @@ mod fused {
         let (up_tiles, down_tiles) = (tiles(&up, RowOrder::Paired)?, tiles(&down, RowOrder::Plain)?);
         let gate_up = ExpertLinear { tiles: &up_tiles, bias: &up.2 };
         let down = ExpertLinear { tiles: &down_tiles, bias: &down.2 };
-        experts_gemm::expert_mlp(&target.f32(&x)?, &ids, &shares, gate_up, down, 7.0)
+        expert_mlp::expert_mlp(&target.f32(&x)?, &ids, &shares, gate_up, down, 7.0)
     }
 }
 

@@ -1,11 +1,13 @@
 // Gated activations. In all kernels, n is the number of elements of out.
-//   grid ceil(n / 256), block 256
+//   grid: ceil(n / 256); block: 256
 #include "headers/activation.cuh"
 #include "headers/common.cuh"
 
 // The clamped SwiGLU of gpt-oss: out[i] = g·sigmoid(alpha·g)·(u + 1).
 // g is the minimum of x[2i] and limit. u is x[2i + 1], clamped to [-limit, limit].
-//   x T [R, 2F], out T [R, F]; bytes moved: 3·n·sizeof(T)
+//   x: T [tokens, 2 · columns]
+//   out: T [tokens, columns]
+//   bytes moved: 3 · n · sizeof(T)
 template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, float alpha, float limit) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -16,14 +18,18 @@ template <typename T> __device__ void clamped_swiglu(const T* x, T* out, int n, 
 }
 
 // out = activation(gate) · up, or activation(gate) if up is null.
-//   gate, up f32 [n], out T [n]; bytes moved: n·(8 + sizeof(T))
+//   gate, up: f32 [n]
+//   out: T [n]
+//   bytes moved: n · (8 + sizeof(T))
 template <typename T> __device__ void gated(const float* gate, const float* up, T* out, int n, int activation) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = from_float<T>(activate(gate[i], activation) * (up ? up[i] : 1.0f));
 }
 
-// out = activation(gate) · up, where each row of x holds F gate values followed by F up values.
-//   x T [R, 2F], out T [R, F]; bytes moved: 3·n·sizeof(T)
+// out = activation(gate) · up, where each row of x holds `columns` gate values followed by `columns` up values.
+//   x: T [tokens, 2 · columns]
+//   out: T [tokens, columns]
+//   bytes moved: 3 · n · sizeof(T)
 template <typename T> __device__ void gated_halves(const T* x, T* out, int n, int columns, int activation) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
@@ -31,15 +37,14 @@ template <typename T> __device__ void gated_halves(const T* x, T* out, int n, in
     out[i] = from_float<T>(activate(to_float(x[gate]), activation) * to_float(x[gate + columns]));
 }
 
-#define DEFINE(T, SUFFIX)                                                                                     \
-    extern "C" __global__ void clamped_swiglu_##SUFFIX(const T* x, T* out, int n, float alpha, float limit) { \
-        clamped_swiglu<T>(x, out, n, alpha, limit);                                                           \
-    }                                                                                                         \
-    extern "C" __global__ void gated_##SUFFIX(const float* gate, const float* up, T* out, int n,              \
-                                              int activation) {                                               \
-        gated<T>(gate, up, out, n, activation);                                                               \
-    }                                                                                                         \
-    extern "C" __global__ void gated_halves_##SUFFIX(const T* x, T* out, int n, int columns, int activation) { \
-        gated_halves<T>(x, out, n, columns, activation);                                                      \
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void clamped_swiglu_##SUFFIX(const T* x, T* out, int n, float alpha, float limit) {          \
+        clamped_swiglu<T>(x, out, n, alpha, limit);                                                                    \
+    }                                                                                                                  \
+    extern "C" __global__ void gated_##SUFFIX(const float* gate, const float* up, T* out, int n, int activation) {     \
+        gated<T>(gate, up, out, n, activation);                                                                        \
+    }                                                                                                                  \
+    extern "C" __global__ void gated_halves_##SUFFIX(const T* x, T* out, int n, int columns, int activation) {         \
+        gated_halves<T>(x, out, n, columns, activation);                                                               \
     }
 FOR_EACH_DTYPE(DEFINE)

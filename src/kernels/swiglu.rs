@@ -9,9 +9,9 @@ use crate::kernels::{elements, to_f32};
 
 pub use crate::kernels::constants::SWIGLU_ALPHA as ALPHA;
 
-/// Returns the clamped SwiGLU of x, \[.., F\] in x's dtype.
+/// Returns the clamped SwiGLU of x, `[.., intermediate]` in x's dtype.
 ///
-/// x \[.., 2F\] interleaves gate and linear values, starting with a gate value.
+/// x `[.., 2 * intermediate]` interleaves gate and linear values, starting with a gate value.
 pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
     let shape = half_width("clamped_swiglu", x)?;
     match x.device() {
@@ -33,7 +33,6 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
-        #[allow(unreachable_patterns)]
         _ => crate::kernels::unsupported("clamped_swiglu", x),
     }
 }
@@ -102,12 +101,13 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
-        #[allow(unreachable_patterns)]
         _ => crate::kernels::unsupported("gated", gate),
     }
 }
 
-/// Returns activation(gate) · up, \[.., F\] in x's dtype. The first half of each row of x \[.., 2F\] is the gate.
+/// Returns activation(gate) · up, `[.., intermediate]` in x's dtype.
+///
+/// The first half of each row of x `[.., 2 * intermediate]` is the gate.
 pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
     let out_shape = half_width("gated_halves", x)?;
     let columns = out_shape[out_shape.len() - 1];
@@ -125,11 +125,10 @@ pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).int(columns).int(activation.code());
             let kernel = format!("gated_halves_{}", dtype_suffix(x.dtype())?);
             let launch = Launch::new(module!("swiglu"), kernel, LaunchShape::one_thread_each(count), arguments);
-            // SAFETY: both tensors are contiguous (`Arguments::tensor` checks this); x holds rows of 2F elements.
+            // SAFETY: both tensors are contiguous (`Arguments::tensor` checks this); x holds twice `count` elements.
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
-        #[allow(unreachable_patterns)]
         _ => crate::kernels::unsupported("gated_halves", x),
     }
 }

@@ -59,7 +59,7 @@ pub struct KvCache {
     savepoint: Option<Savepoint>,
 }
 
-/// The keys and values of one layer, both `[rows, kv_heads, head_dim]`. Position p is in row p mod rows.
+/// The keys and values of one layer, both `[cache_rows, kv_heads, head_dim]`. Position p is in row p mod `cache_rows`.
 pub struct LayerCache {
     k: Tensor,
     v: Tensor,
@@ -105,7 +105,7 @@ impl KvCache {
         self.chunk
     }
 
-    /// Fails unless the cache has room for `tokens` more positions.
+    /// Fails unless the cache has room for `tokens` more positions and one pass may write that many.
     pub fn check_capacity(&self, tokens: usize) -> Result<()> {
         if tokens > self.chunk || self.len + tokens > self.context {
             bail!(
@@ -120,7 +120,14 @@ impl KvCache {
 
     /// Writes `k` and `v`, both `[tokens, kv_heads, head_dim]`, after the cached positions of one layer.
     /// Returns the cache of this layer. Call `advance` after writing the last layer.
+    ///
+    /// Fails without writing anything if the cache has no room for the tokens, because they would overwrite rows that
+    /// are still needed.
     pub fn write(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<&LayerCache> {
+        if k.dims() != v.dims() {
+            bail!("cannot cache keys {:?} with values {:?}: their shapes differ", k.dims(), v.dims());
+        }
+        self.check_capacity(k.dim(0)?)?;
         let layer = &mut self.layers[layer];
         layer.write(self.len, k, v)?;
         Ok(layer)
@@ -185,12 +192,12 @@ impl KvCache {
 }
 
 impl LayerCache {
-    /// `[rows, kv_heads, head_dim]`
+    /// `[cache_rows, kv_heads, head_dim]`
     pub fn k(&self) -> &Tensor {
         &self.k
     }
 
-    /// `[rows, kv_heads, head_dim]`
+    /// `[cache_rows, kv_heads, head_dim]`
     pub fn v(&self) -> &Tensor {
         &self.v
     }
@@ -200,6 +207,7 @@ impl LayerCache {
         self.k.dims()[0]
     }
 
+    /// Writes `k` and `v` from `position` on. The caller has checked that the rows may be overwritten.
     fn write(&mut self, position: usize, k: &Tensor, v: &Tensor) -> Result<()> {
         let (tokens, rows) = (k.dim(0)?, self.rows());
         let mut written = 0;
@@ -243,5 +251,51 @@ impl LayerCache {
             Ok(if parts.len() == 1 { parts[0].force_contiguous()? } else { Tensor::cat(&parts, 0)? })
         };
         Ok(Some((copy(&self.k)?, copy(&self.v)?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns the keys of `tokens` positions, f32 `[tokens, 1, 1]`. The key of position p is p.
+    fn keys(first: usize, tokens: usize) -> Tensor {
+        let positions = (first..first + tokens).map(|position| position as f32);
+        Tensor::from_iter(positions, &Device::Cpu).unwrap().reshape((tokens, 1, 1)).unwrap()
+    }
+
+    fn cached(cache: &KvCache) -> [Vec<f32>; 2] {
+        [0, 1].map(|layer| cache.layer(layer).k().flatten_all().unwrap().to_vec1().unwrap())
+    }
+
+    #[test]
+    fn write_fails_without_room() {
+        let layers = [None, Some(3)].map(|window| LayerSpec { kv_heads: 1, head_dim: 1, window });
+        let mut cache = KvCache::new(&layers, 10, 4, DType::F32, &Device::Cpu).unwrap();
+        let mut append = |first: usize, tokens: usize| {
+            let k = keys(first, tokens);
+            for layer in 0..layers.len() {
+                cache.write(layer, &k, &k).map(|_| ())?;
+            }
+            cache.advance(tokens);
+            anyhow::Ok(cached(&cache))
+        };
+        assert!(append(0, 5).is_err(), "a pass takes at most 4 tokens");
+        append(0, 4).unwrap();
+        append(4, 4).unwrap();
+        assert!(append(8, 3).is_err(), "the context has only 10 positions");
+        // The failed writes have changed nothing. Position p of the second layer is in row p mod 6.
+        let [full, sliding] = append(8, 2).unwrap();
+        assert_eq!(full, [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]);
+        assert_eq!(sliding, [6.0, 7.0, 8.0, 9.0, 4.0, 5.0]);
+        assert!(append(10, 1).is_err());
+    }
+
+    #[test]
+    fn write_fails_if_keys_and_values_differ_in_shape() {
+        let layers = [LayerSpec { kv_heads: 1, head_dim: 1, window: None }];
+        let mut cache = KvCache::new(&layers, 10, 4, DType::F32, &Device::Cpu).unwrap();
+        assert!(cache.write(0, &keys(0, 2), &keys(0, 3)).is_err());
+        assert!(cache.write(0, &keys(0, 3), &keys(0, 2)).is_err());
     }
 }

@@ -6,9 +6,9 @@ use candle_core::{DType, Tensor};
 use super::linear::{Bias, Linear};
 use crate::kernels;
 use crate::kernels::matrix::Matrix;
-use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
 #[cfg(feature = "cuda")]
-use crate::kernels::moe::experts_gemm::{ExpertLinear, expert_mlp};
+use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
+use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
 use crate::kernels::moe::grouped_gemm::combine;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::moe::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};

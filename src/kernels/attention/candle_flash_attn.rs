@@ -18,7 +18,8 @@ use super::mask::AttentionMask;
 use crate::kernels::launch::address;
 
 unsafe extern "C" {
-    /// Declared in `src/ffi.rs` of candle-flash-attn 0.11.1. Strides are in elements; `softmax_lse` is f32 \[H, T\].
+    /// Declared in `src/ffi.rs` of candle-flash-attn 0.11.1. Strides are in elements; `softmax_lse` is f32
+    /// `[heads, tokens]`.
     fn run_mha(
         q: *const c_void,
         k: *const c_void,
@@ -68,7 +69,7 @@ unsafe extern "C" {
     );
 }
 
-/// Returns the keys and values that the queries see, ordered by position, \[L, K, D\].
+/// Returns the keys and values that the queries see, ordered by position, `[visible, kv_heads, head_dim]`.
 ///
 /// The results are views, or copies if the positions wrap around the end of the cache.
 fn visible_rows(k: &Tensor, v: &Tensor, tokens: usize, mask: AttentionMask) -> Result<(Tensor, Tensor)> {
@@ -84,7 +85,10 @@ fn visible_rows(k: &Tensor, v: &Tensor, tokens: usize, mask: AttentionMask) -> R
 
 /// Writes the attention of q, k and v to `out`.
 ///
-/// q, out \[T, H, D\]; k, v \[S, K, D\]; all bf16 or f16. D is a multiple of 8. The caller has checked the inputs.
+/// - q, out: bf16 or f16 `[tokens, heads, head_dim]`; `head_dim` is a multiple of 8
+/// - k, v: `[cache_rows, kv_heads, head_dim]` in q's dtype
+///
+/// The caller has checked the inputs.
 pub(super) fn attention(
     device: &CudaDevice,
     (q, k, v): (&Tensor, &Tensor, &Tensor),

@@ -1,24 +1,28 @@
 // Causal attention over a KV cache without tensor cores.
 // Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
 // Used for f32, and for head sizes that flash_attention.cu does not support.
-//   q, out [T, H, D]; k, v [S, K, D] (position p is in row p mod S); sinks f32 [H] or null; D <= 256
-//   grid (T, H), block 32·W: W warps share the keys of one query head
-//   Each warp runs an online softmax. The results of all warps are merged at the end.
-//   W is 4 with many queries. It is 32 with few queries, to hide the latency of reading many keys.
-//   shared memory: W·(D + 2) floats
-//   bytes moved: about 2·T·H·L·D·sizeof(T) from L2 for L visible keys; the heads of a group do not share reads
-//   softcap > 0: a score s becomes softcap·tanh(s / softcap)
+//   q, out: T [tokens, heads, head_dim]; head_dim <= EAGER_MAX_HEAD_DIM
+//   k, v: T [cache_rows, kv_heads, head_dim]; position p is in row p mod cache_rows
+//   sinks: f32 [heads] or null
+//   softcap > 0: a score s becomes softcap · tanh(s / softcap)
+//   grid: (tokens, heads); block: 32 · warps
+//     All warps of a block share the keys of one query head. Each warp runs an online softmax.
+//     The results of all warps are merged at the end.
+//     A block has 4 warps with many queries. It has 32 with few queries, to hide the latency of reading many keys.
+//   shared memory: warps · (head_dim + 2) floats
+//   bytes moved: about 2 · head_dim · sizeof(T) from L2 for each query head and visible key
+//     The query heads of a KV head do not share reads.
 #include "constants.cuh"
 #include "headers/common.cuh"
 
 constexpr int MAX_LANE_DIMS = EAGER_MAX_HEAD_DIM / 32;
 
 template <typename T>
-__device__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out, int heads, int kv_heads, int head_dim,
-                          int rows, int position, int window, float scale, float softcap) {
+__device__ void attention(const T* q, const T* k, const T* v, const float* sinks, T* out, int heads, int kv_heads,
+                          int head_dim, int cache_rows, int position, int window, float scale, float softcap) {
     const int token = blockIdx.x, head = blockIdx.y, kv_head = head / (heads / kv_heads);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const int last = position + token;                                      // the position of this query
+    const int last = position + token;                                       // the position of this query
     const int first = window > 0 && last >= window ? last - window + 1 : 0;  // the oldest visible key
     const size_t base = ((size_t)token * heads + head) * head_dim;
 
@@ -31,7 +35,7 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
     }
     float top = -INFINITY, total = 0.0f;
     for (int p = first + warp; p <= last; p += warps) {
-        const size_t row = ((size_t)(p % rows) * kv_heads + kv_head) * head_dim;
+        const size_t row = ((size_t)(p % cache_rows) * kv_heads + kv_head) * head_dim;
         float score = 0.0f;
 #pragma unroll
         for (int i = 0; i < MAX_LANE_DIMS; ++i) {
@@ -74,7 +78,10 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
 }
 
 // Applies sinks to the output of attention that was computed without them: out · sigmoid(lse - sink).
-//   out [T, H, D]; lse f32 [H, T], the logarithm of each softmax denominator; grid (T, H), block 32
+//   out: T [tokens, heads, head_dim]
+//   lse: f32 [heads, tokens], the logarithm of each softmax denominator
+//   sinks: f32 [heads]
+//   grid: (tokens, heads); block: 32
 template <typename T>
 __device__ void scale_by_sinks(T* out, const float* lse, const float* sinks, int tokens, int heads, int head_dim) {
     const int token = blockIdx.x, head = blockIdx.y;
@@ -83,14 +90,14 @@ __device__ void scale_by_sinks(T* out, const float* lse, const float* sinks, int
     for (int d = threadIdx.x; d < head_dim; d += 32) row[d] = from_float<T>(to_float(row[d]) * share);
 }
 
-#define DEFINE(T, SUFFIX)                                                                                             \
-    extern "C" __global__ void attention_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,     \
-                                                  int heads, int kv_heads, int head_dim, int rows, int position,      \
-                                                  int window, float scale, float softcap) {                           \
-        attention<T>(q, k, v, sinks, out, heads, kv_heads, head_dim, rows, position, window, scale, softcap);         \
-    }                                                                                                                 \
-    extern "C" __global__ void scale_by_sinks_##SUFFIX(T* out, const float* lse, const float* sinks, int tokens,      \
-                                                       int heads, int head_dim) {                                     \
-        scale_by_sinks<T>(out, lse, sinks, tokens, heads, head_dim);                                                  \
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void attention_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,      \
+                                                  int heads, int kv_heads, int head_dim, int cache_rows, int position, \
+                                                  int window, float scale, float softcap) {                            \
+        attention<T>(q, k, v, sinks, out, heads, kv_heads, head_dim, cache_rows, position, window, scale, softcap);    \
+    }                                                                                                                  \
+    extern "C" __global__ void scale_by_sinks_##SUFFIX(T* out, const float* lse, const float* sinks, int tokens,       \
+                                                       int heads, int head_dim) {                                      \
+        scale_by_sinks<T>(out, lse, sinks, tokens, heads, head_dim);                                                   \
     }
 FOR_EACH_DTYPE(DEFINE)

@@ -65,21 +65,27 @@ mod with_cuda {
 
     /// Applies sinks to the output of attention that was computed without them: out · sigmoid(lse - sink).
     ///
-    /// out \[T, H, D\]; lse f32 \[H, T\], the logarithm of each softmax denominator; sinks f32 \[H\].
+    /// - out: `[tokens, heads, head_dim]`
+    /// - lse: f32 `[heads, tokens]`, the logarithm of each softmax denominator
+    /// - sinks: f32 `[heads]`
     #[cfg(feature = "flash-attn")]
     pub fn scale_by_sinks(device: &CudaDevice, out: &Tensor, lse: &Tensor, sinks: &Tensor) -> Result<()> {
         let (tokens, heads, head_dim) = out.dims3()?;
         let arguments = Arguments::new().tensor(out)?.tensor(lse)?.tensor(sinks)?.int(tokens).int(heads).int(head_dim);
         let kernel = format!("scale_by_sinks_{}", dtype_suffix(out.dtype())?);
         let shape = LaunchShape::new((tokens, heads, 1), 32);
-        // SAFETY: out has T·H·D elements, lse H·T, sinks H.
+        // SAFETY: the caller guarantees that out, lse and sinks have these shapes.
         unsafe { Launch::new(module!("eager_attention"), kernel, shape, arguments).enqueue(device) }
     }
 }
 
 /// Computes attention in plain Rust: scores, softmax with the sink in its denominator, weighted sum of values.
 ///
-/// q \[T, H, D\]; k, v \[S, K, D\]; sinks \[H\]. Returns \[T, H, D\].
+/// - q: `[tokens, heads, head_dim]`
+/// - k, v: `[cache_rows, kv_heads, head_dim]`
+/// - sinks: `[heads]`
+///
+/// Returns `[tokens, heads, head_dim]`.
 pub fn reference(
     q: &[f32],
     k: &[f32],

@@ -1,17 +1,22 @@
 // Causal attention on tensor cores over a KV cache (FlashAttention-2, arXiv 2307.08691).
 // Supports grouped-query attention, and optionally a sliding window, sinks and a soft cap.
-//   q, out [T, H, D]; k, v [S, K, D] (position p is in row p mod S); sinks f32 [H] or null; G = H/K
-//   positions u32 (in device memory, so a CUDA graph can be replayed): query t is at position positions[0] + t
+//   q, out: T [tokens, heads, head_dim]
+//   k, v: T [cache_rows, kv_heads, head_dim]; position p is in row p mod cache_rows
+//   sinks: f32 [heads] or null
+//   positions: u32 [tokens]; query t is at position positions[0] + t
+//     They are in device memory, so a CUDA graph can be replayed.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
-//   grid (K, row tiles, splits); block 32·WARPS·TEAMS
-//   bytes moved: 2·D·sizeof(T) for each visible key, KV head and row tile; only the first row tile misses L2
+//   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
+//   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile; only the first row tile misses L2
 //
-// A row is one query head of one token: row r of KV head k is head k·G + r % G of token r / G.
+// A row is one query head of one token. With group = heads / kv_heads query heads per KV head, row r of KV head k is
+// head k · group + r % group of token r / group.
 // A row tile therefore reads each key and value only once for all query heads of the KV head.
 //
 // Splits share the keys of a row tile. The last split to finish combines the f32 partial results through L2:
-//   partials [row tiles, K, splits, ROWS·(D + 2)]: sums [ROWS, D], then (maximum, total) of each row
-//   arrivals u32 [row tiles, K]: the number of finished splits; all zero between launches
+//   partials: f32 [row tiles, kv_heads, splits, ROWS · (head_dim + 2)]
+//     Each partial result is sums [ROWS, head_dim], then (maximum, total) of each row.
+//   arrivals: u32 [row tiles, kv_heads], the number of finished splits; all zero between launches
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/common.cuh"
@@ -20,7 +25,7 @@
 
 constexpr float LOG2_E = 1.44269504f;
 // Softmax weights may grow to 2^8 before the sums are rescaled.
-// This is safe in f32 and f16 and avoids nearly all rescaling.
+// This is safe in f32 and f16, and the sums are rescaled less often.
 constexpr float SLACK = 8.0f;
 // The number of partial results to combine at once. All of their loads are in flight at the same time.
 constexpr int COMBINE_BATCH = 16;
@@ -118,7 +123,7 @@ struct Keys {
 // Starts copying a tile of keys and values to the buffers of a stage, and commits the copies as one group.
 //
 // Keys and values after position `newest` become zeros. Their memory may hold NaN, and zero times NaN is NaN.
-// At most S positions are visible, so a tile wraps around the end of the cache at most once.
+// At most cache_rows positions are visible, so a tile wraps around the end of the cache at most once.
 template <typename T, typename C>
 __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* pipeline, const Keys& keys, int tile,
                                                      int stage, int cache_rows, int kv_heads, int kv_head) {
@@ -160,8 +165,8 @@ __device__ __forceinline__ void load_queries_to_shared(const T* q, T* query_tile
 }
 
 // The queries of a warp as fragments. A thread holds rows lane/4 and lane/4 + 8 of each group of 16 rows.
-template <typename C> using Queries =
-    uint32_t[C::QUERIES_IN_REGISTERS ? C::M : 1][C::QUERIES_IN_REGISTERS ? C::D / 16 : 1][4];
+template <typename C>
+using Queries = uint32_t[C::QUERIES_IN_REGISTERS ? C::M : 1][C::QUERIES_IN_REGISTERS ? C::D / 16 : 1][4];
 
 template <typename T, typename C>
 __device__ __forceinline__ void load_queries_to_registers(Queries<C>& queries, const T* q, const Rows<C>& rows,
@@ -193,8 +198,8 @@ template <typename C> using RowInts = int[C::M][2];
 
 // scores += q·k
 template <typename T, typename C>
-__device__ __forceinline__ void multiply_queries_and_keys(Scores<C>& scores, const Queries<C>& queries,
-                                                          uint32_t q_lane, uint32_t keys) {
+__device__ __forceinline__ void multiply_queries_and_keys(Scores<C>& scores, const Queries<C>& queries, uint32_t q_lane,
+                                                          uint32_t keys) {
 #pragma unroll
     for (int step = 0; step < C::D / 16; ++step) {
         uint32_t a[C::M][4];
@@ -302,7 +307,7 @@ __device__ __forceinline__ void accumulate_values(const Scores<C>& scores, float
         for (int m = 0; m < C::M; ++m) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float(&from)[4] = scores[m][2 * step + i / 2];
+                const float (&from)[4] = scores[m][2 * step + i / 2];
                 const int h = i % 2;
                 const float x = exp2_fast(from[2 * h] * factor - bases[m][h]);
                 const float y = exp2_fast(from[2 * h + 1] * factor - bases[m][h]);
@@ -341,7 +346,7 @@ template <typename T> __device__ __forceinline__ void store_pair(T* to, float x,
     *reinterpret_cast<uint32_t*>(to) = pack<T>(x, y);
 }
 
-// Stores two columns of a partial result: sums [ROWS, D], then (maximum, total) of each row.
+// Stores two columns of a partial result: sums [ROWS, head_dim], then (maximum, total) of each row.
 template <typename C>
 __device__ __forceinline__ void store_partial(float* partial, int row, int column, float x, float y, float maximum,
                                               float total) {
@@ -382,9 +387,9 @@ __device__ __forceinline__ void store_results(const Sums<C>& sums, const RowFloa
 // Merges the results of all teams in shared memory.
 // Writes the output, or a partial result if several splits share the keys.
 template <typename T, typename C>
-__device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats<C>& maxima,
-                                            const RowFloats<C>& totals, const Rows<C>& rows, const float* row_sinks,
-                                            float* merge_sums, int team, int lane, int splits, T* out, float* partial) {
+__device__ __forceinline__ void merge_teams(const Sums<C>& sums, const RowFloats<C>& maxima, const RowFloats<C>& totals,
+                                            const Rows<C>& rows, const float* row_sinks, float* merge_sums, int team,
+                                            int lane, int splits, T* out, float* partial) {
     float2* const merge_maxima = reinterpret_cast<float2*>(merge_sums + C::TEAMS * C::ROWS * C::MERGE_STRIDE);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -529,7 +534,10 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     int stage = 0;
     for (int tile = keys.begin; tile < keys.end; tile += C::TEAMS) {
         wait_for_copies<C::STAGES - 2>();
-        if constexpr (C::WARPS > 1) __syncthreads(); else __syncwarp();
+        if constexpr (C::WARPS > 1)
+            __syncthreads();
+        else
+            __syncwarp();
         load(tile + (C::STAGES - 1) * C::TEAMS, stage == 0 ? C::STAGES - 1 : stage - 1);
         const uint32_t stage_keys = shared_address(pipeline + stage * 2 * C::KEY_ELEMENTS) + k_lane;
         const uint32_t stage_values = stage_keys - k_lane + v_lane;
@@ -570,22 +578,22 @@ __device__ __forceinline__ void attention(const T* q, const T* k, const T* v, co
     if (is_last) combine_splits<T, C>(slot_partials, splits, rows, row_sinks, out);
 }
 
-#define DEFINE_KERNEL(ROWS, D, T, SUFFIX)                                                                               \
-    extern "C" __global__ void __launch_bounds__(Tile<D, ROWS>::THREADS, Tile<D, ROWS>::MIN_BLOCKS)                     \
-        flash_attention_##ROWS##_rows_##D##_##SUFFIX(                                                                   \
-            const T* q, const T* k, const T* v, const float* sinks, T* out, const uint32_t* positions, float* partials, \
-            uint32_t* arrivals, int tokens, int heads, int kv_heads, int cache_rows, int window, float scale,           \
-            float softcap, int early) {                                                                                 \
-        attention<T, Tile<D, ROWS>>(q, k, v, sinks, out, positions, partials, arrivals, tokens, heads, kv_heads,        \
-                                    cache_rows, window, scale, softcap, early);                                         \
+#define DEFINE_KERNEL(ROWS, D, T, SUFFIX)                                                                              \
+    extern "C" __global__ void __launch_bounds__(Tile<D, ROWS>::THREADS, Tile<D, ROWS>::MIN_BLOCKS)                    \
+        flash_attention_##ROWS##_rows_##D##_##SUFFIX(const T* q, const T* k, const T* v, const float* sinks, T* out,   \
+                                                     const uint32_t* positions, float* partials, uint32_t* arrivals,   \
+                                                     int tokens, int heads, int kv_heads, int cache_rows, int window,  \
+                                                     float scale, float softcap, int early) {                          \
+        attention<T, Tile<D, ROWS>>(q, k, v, sinks, out, positions, partials, arrivals, tokens, heads, kv_heads,       \
+                                    cache_rows, window, scale, softcap, early);                                        \
     }
 // Tiles have 16 rows for decoding, 128 rows for long prompts, and 64 rows if 128 would leave multiprocessors idle.
-#define DEFINE_HEAD_DIM(D)                        \
-    DEFINE_KERNEL(16, D, __half, f16)             \
-    DEFINE_KERNEL(64, D, __half, f16)             \
-    DEFINE_KERNEL(128, D, __half, f16)            \
-    DEFINE_KERNEL(16, D, __nv_bfloat16, bf16)     \
-    DEFINE_KERNEL(64, D, __nv_bfloat16, bf16)     \
+#define DEFINE_HEAD_DIM(D)                                                                                             \
+    DEFINE_KERNEL(16, D, __half, f16)                                                                                  \
+    DEFINE_KERNEL(64, D, __half, f16)                                                                                  \
+    DEFINE_KERNEL(128, D, __half, f16)                                                                                 \
+    DEFINE_KERNEL(16, D, __nv_bfloat16, bf16)                                                                          \
+    DEFINE_KERNEL(64, D, __nv_bfloat16, bf16)                                                                          \
     DEFINE_KERNEL(128, D, __nv_bfloat16, bf16)
 DEFINE_HEAD_DIM(16)
 DEFINE_HEAD_DIM(64)

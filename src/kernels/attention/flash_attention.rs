@@ -17,7 +17,8 @@ const MAX_SPLITS: usize = 64;
 /// The keys of a query tile are not split if the sliding window has at most this many keys.
 const MAX_UNSPLIT_WINDOW: usize = 256;
 
-/// The kernel and launch shape for queries \[T, H, D\] and a KV cache \[S, K, D\].
+/// The kernel and launch shape for queries `[tokens, heads, head_dim]` and a KV cache
+/// `[cache_rows, kv_heads, head_dim]`.
 pub struct FlashAttention {
     kernel: String,
     shape: LaunchShape,
@@ -34,17 +35,17 @@ pub struct FlashAttention {
 
 /// The tensors of one launch, all contiguous.
 pub struct FlashTensors<'t> {
-    /// The queries, \[T, H, D\] in bf16 or f16.
+    /// The queries: bf16 or f16 `[tokens, heads, head_dim]`.
     pub q: &'t Tensor,
-    /// The cached keys, \[S, K, D\] in the dtype of `q`.
+    /// The cached keys: `[cache_rows, kv_heads, head_dim]` in the dtype of `q`.
     pub k: &'t Tensor,
-    /// The cached values, \[S, K, D\] in the dtype of `q`.
+    /// The cached values: `[cache_rows, kv_heads, head_dim]` in the dtype of `q`.
     pub v: &'t Tensor,
-    /// The sinks, f32 \[H\].
+    /// The sinks: f32 `[heads]`.
     pub sinks: Option<&'t Tensor>,
-    /// The positions of the queries, u32. The kernel reads only the first element.
+    /// The positions of the queries: u32 `[tokens]`. The kernel reads only the first element.
     pub positions: &'t Tensor,
-    /// The output, \[T, H, D\] in the dtype of `q`.
+    /// The output: `[tokens, heads, head_dim]` in the dtype of `q`.
     pub out: &'t Tensor,
     /// Scratch memory for partial results: at least [`FlashAttention::partials`] elements, f32.
     pub partials: &'t Tensor,

@@ -7,7 +7,7 @@ pub struct AttentionMask {
     pub position: usize,
     /// The sliding window: the number of keys that a query sees, including its own. `None` means no limit.
     pub window: Option<usize>,
-    /// The factor applied to q·k, usually 1/sqrt(D).
+    /// The factor applied to q·k, usually 1/sqrt(head_dim).
     pub scale: f32,
     /// The soft cap: a score s becomes cap · tanh(s / cap) before the softmax (Gemma 2).
     pub softcap: Option<f32>,

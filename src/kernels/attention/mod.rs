@@ -25,12 +25,13 @@ pub use eager_attention::{AttentionShape, reference};
 pub use flash_attention::{EarlyReads, FlashAttention, FlashTensors};
 pub use mask::AttentionMask;
 
-/// Returns the attention of the queries over the cached keys and values, \[T, H, D\] in q's dtype.
+/// Returns the attention of the queries over the cached keys and values, in the shape and dtype of q.
 ///
-/// - q \[T, H, D\]
-/// - k, v \[S, K, D\] in q's dtype. Position p is stored in row p mod S. All visible positions must have been written.
-/// - sinks f32 \[H\]
-/// - positions u32 \[T\]: the positions of the queries, on the device
+/// - q: `[tokens, heads, head_dim]`
+/// - k, v: `[cache_rows, kv_heads, head_dim]` in q's dtype. Position p is stored in row p mod `cache_rows`.
+///   All visible positions must have been written.
+/// - sinks: f32 `[heads]`
+/// - positions: u32 `[tokens]`, the positions of the queries, on the device
 ///
 /// On a CPU, `backend` must be `Auto` or `Eager`. Both run the reference.
 pub fn attention(
@@ -60,7 +61,7 @@ pub fn attention(
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
-            // SAFETY: every backend writes D elements for each of the T·H rows.
+            // SAFETY: every backend writes every element.
             let out = unsafe { Tensor::empty((tokens, heads, head_dim), q.dtype(), q.device())? };
             match backend {
                 AttentionBackend::Own => {
@@ -75,7 +76,6 @@ pub fn attention(
             }
             Ok(out)
         }
-        #[allow(unreachable_patterns)]
         _ => crate::kernels::unsupported("attention", q),
     }
 }

@@ -1,11 +1,16 @@
 // Splits the output of the fused QKV projection into q, k and v, and rounds them to T.
 // Before that, adds the bias and applies RMSNorm and rotary position embedding (RoPE) to q and k.
-// Split-half RoPE: pair i of a head is (x[i], x[i + R/2]) for R rotated dimensions. The other dimensions are unchanged.
-//   qkv f32 [T, H + 2K, D]; bias f32 [H + 2K, D] or null; cos, sin f32 [positions, rotated / 2]; positions u32 [T]
-//   q_norm, k_norm f32 [D] or null: each head is normalized before the rotation
-//   q T [T, H, D]; k, v T [T, K, D]
-//   one warp per HEADS heads of a token; grid ceil(T · ceil((H + 2K) / HEADS) / 8), block 256
-//   bytes moved: T·(H + 2K)·D·(4 + sizeof(T))
+// Split-half RoPE: pair i of a head is (x[i], x[i + rotated / 2]), for the first `rotated` elements of a head.
+// The other elements are unchanged.
+//   qkv: f32 [tokens, heads + 2 · kv_heads, head_dim]
+//   bias: f32 [heads + 2 · kv_heads, head_dim] or null
+//   q_norm, k_norm: f32 [head_dim] or null; each head is normalized before the rotation
+//   cos, sin: f32 [positions, rotated / 2]
+//   positions: u32 [tokens]
+//   q: T [tokens, heads, head_dim]
+//   k, v: T [tokens, kv_heads, head_dim]
+//   grid: ceil(tokens · ceil((heads + 2 · kv_heads) / HEADS) / 8); block: 256, one warp per HEADS heads of a token
+//   bytes moved: tokens · (heads + 2 · kv_heads) · head_dim · (4 + sizeof(T))
 #include "constants.cuh"
 #include "headers/common.cuh"
 
@@ -15,7 +20,8 @@ template <typename T>
 __device__ void split_qkv(const float* qkv, const float* bias, const float* q_norm, const float* k_norm,
                           const float* cos, const float* sin, const uint32_t* positions, T* q, T* k, T* v, int tokens,
                           int heads, int kv_heads, int head_dim, int rotated, float eps) {
-    const int all = heads + 2 * kv_heads, groups = (all + HEADS - 1) / HEADS, half = rotated / 2, lane = threadIdx.x % 32;
+    const int all = heads + 2 * kv_heads, groups = (all + HEADS - 1) / HEADS, half = rotated / 2;
+    const int lane = threadIdx.x % 32;
     const int item = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, token = item / groups;
     if (token >= tokens) return;
     const int first = item % groups * HEADS, count = min(HEADS, all - first);
@@ -67,12 +73,12 @@ __device__ void split_qkv(const float* qkv, const float* bias, const float* q_no
     }
 }
 
-#define DEFINE(T, SUFFIX)                                                                                            \
-    extern "C" __global__ void split_qkv_##SUFFIX(const float* qkv, const float* bias, const float* q_norm,          \
-                                                  const float* k_norm, const float* cos, const float* sin,           \
-                                                  const uint32_t* positions, T* q, T* k, T* v, int tokens,           \
-                                                  int heads, int kv_heads, int head_dim, int rotated, float eps) {   \
-        split_qkv<T>(qkv, bias, q_norm, k_norm, cos, sin, positions, q, k, v, tokens, heads, kv_heads, head_dim,     \
-                     rotated, eps);                                                                                  \
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void split_qkv_##SUFFIX(const float* qkv, const float* bias, const float* q_norm,            \
+                                                  const float* k_norm, const float* cos, const float* sin,             \
+                                                  const uint32_t* positions, T* q, T* k, T* v, int tokens, int heads,  \
+                                                  int kv_heads, int head_dim, int rotated, float eps) {                \
+        split_qkv<T>(qkv, bias, q_norm, k_norm, cos, sin, positions, q, k, v, tokens, heads, kv_heads, head_dim,       \
+                     rotated, eps);                                                                                    \
     }
 FOR_EACH_DTYPE(DEFINE)

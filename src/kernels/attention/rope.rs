@@ -15,25 +15,29 @@ pub struct Rotation<'t> {
     /// f32 `[positions, rotated / 2]`
     pub cos: &'t Tensor,
     pub sin: &'t Tensor,
-    /// u32 \[T\], each less than P.
+    /// u32 `[tokens]`, each less than the number of positions in `cos` and `sin`.
     pub positions: &'t Tensor,
 }
 
 /// The RMSNorm that is applied to each head of q and k before the rotation.
 #[derive(Clone, Copy)]
 pub struct QkNorm<'t> {
-    /// f32 \[D\]
+    /// f32 `[head_dim]`
     pub q: &'t Tensor,
     pub k: &'t Tensor,
     pub eps: f32,
 }
 
-/// Splits the output of the fused QKV projection into q \[T, H, D\], k \[T, K, D\] and v \[T, K, D\] in `dtype`.
+/// Splits the output of the fused QKV projection into q, k and v in `dtype`.
 ///
-/// Adds the bias, applies the norms to q and k, and rotates the first R dimensions of every head of q and k.
-/// The other dimensions are unchanged. cos and sin are `[positions, rotated / 2]`.
+/// Adds the bias, applies the norms to q and k, and rotates the first `rotated` elements of every head of q and k.
+/// The other elements are unchanged.
 ///
-/// qkv f32 \[T, (H + 2K) · D\]; `heads` is (H, K, D); bias f32 \[(H + 2K) · D\].
+/// - qkv: f32 `[tokens, (heads + 2 * kv_heads) * head_dim]`
+/// - bias: f32 `[(heads + 2 * kv_heads) * head_dim]`
+/// - `heads`: `(heads, kv_heads, head_dim)`
+///
+/// Returns q, `[tokens, heads, head_dim]`, and k and v, both `[tokens, kv_heads, head_dim]`.
 pub fn split_qkv(
     qkv: &Tensor,
     bias: Option<&Tensor>,
@@ -47,11 +51,14 @@ pub fn split_qkv(
     let (_, half) = cos.dims2()?;
     if width != (q_heads + 2 * kv_heads) * head_dim || bias.is_some_and(|bias| bias.dims() != [width]) {
         let bias = bias.map(Tensor::dims);
-        bail!("split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, (H, K, D) {heads:?}", qkv.dims());
+        bail!(
+            "split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, (heads, kv_heads, head_dim) {heads:?}",
+            qkv.dims()
+        );
     }
     if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
         let (cos, sin, positions) = (cos.dims(), sin.dims(), positions.dims());
-        bail!("split_qkv: shapes do not match: cos {cos:?}, sin {sin:?}, positions {positions:?}, D {head_dim}");
+        bail!("split_qkv: shapes do not match: cos {cos:?}, sin {sin:?}, positions {positions:?}, head_dim {head_dim}");
     }
     let (q_norm, k_norm) = (norms.map(|norms| norms.q), norms.map(|norms| norms.k));
     if let Some(norm) = [q_norm, k_norm].into_iter().flatten().find(|norm| norm.dims() != [head_dim]) {
@@ -111,11 +118,10 @@ pub fn split_qkv(
             let kernel = format!("split_qkv_{}", dtype_suffix(dtype)?);
             let warps = tokens * (q_heads + 2 * kv_heads).div_ceil(ROPE_HEADS_PER_WARP);
             let launch = Launch::new(module!("rope"), kernel, LaunchShape::linear(warps.div_ceil(8), 256), arguments);
-            // SAFETY: shapes and dtypes are checked above; the caller guarantees positions less than P.
+            // SAFETY: shapes and dtypes are checked above; the caller guarantees that the tables cover all positions.
             unsafe { launch.enqueue(device)? };
             Ok((q, k, v))
         }
-        #[allow(unreachable_patterns)]
         _ => crate::kernels::unsupported("split_qkv", qkv),
     }
 }
@@ -124,7 +130,9 @@ pub fn split_qkv(
 ///
 /// Returns x with the heads of q and k normalized and rotated. The heads of v are unchanged.
 ///
-/// x \[T, (H + 2K) · D\]; `norms` is (q weight, k weight, eps); (cos, sin) `[positions, rotated / 2]`.
+/// - x: `[tokens, (heads + 2 * kv_heads) * head_dim]`
+/// - `norms`: the weights of the q norm and the k norm, and eps
+/// - cos, sin: `[positions, rotated / 2]`
 pub fn reference(
     x: &[f32],
     norms: Option<(&[f32], &[f32], f32)>,

@@ -19,9 +19,7 @@ __device__ void decode_gate_up(const float* x, const float* norm, const T* gate,
     extern __shared__ float4 shared[];
     __shared__ float scratch[DECODE_MAX_WARPS];
     const DenseInput input{shared, columns / 8};
-    const auto row = [=](int unit, int r) {
-        return as_segments((r == 0 ? gate : up) + (size_t)unit * columns);
-    };
+    const auto row = [=](int unit, int r) { return as_segments((r == 0 ? gate : up) + (size_t)unit * columns); };
     DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, rows, row);
     pdl_wait();
     pdl_launch_dependents();

@@ -173,6 +173,7 @@ extern "C" __global__ void __launch_bounds__(256)
             return make_float4(a.x * embedding_scale, a.y * embedding_scale, a.z * embedding_scale,
                                a.w * embedding_scale);
         };
-        reinterpret_cast<float4*>(x)[2 * i] = scaled(v.first), reinterpret_cast<float4*>(x)[2 * i + 1] = scaled(v.second);
+        float4* to = reinterpret_cast<float4*>(x) + 2 * i;
+        to[0] = scaled(v.first), to[1] = scaled(v.second);
     });
 }

@@ -8,7 +8,7 @@
 #include "headers/tensor_core.cuh"
 #include "moe/routing.cuh"
 
-// MXFP4 weights in the layout that `repack_mxfp4` (experts_gemm.cu) produces. Tile counts are rounded up.
+// MXFP4 weights in the layout that `repack_mxfp4` (expert_mlp.cu) produces. Tile counts are rounded up.
 //   blocks: [experts][rows / 16][columns / 64][lane][16 bytes]
 //   scales: [experts][rows / 16][columns / 64][8][4 bytes]
 // The 16 bytes of a lane are its fragments of A for four mma.m16n8k16 instructions.
@@ -78,23 +78,24 @@ template <int STEP, int DEPTH> struct TileStream {
     // Computes this warp's sums for rows g (`low`) and g + 8 (`high`). The caller multiplies them by 2^14.
     //   x: f16 in shared memory, padded with zeros to a multiple of 64 columns
     __device__ __forceinline__ void multiply(const uint4* x, int lane, float& low, float& high) {
+        constexpr int ROUND = DEPTH * STEP;
         low = high = 0.0f;
         x += first * 8 + lane % 4;
         int base = first;
         // No bounds checks are necessary while the next round is a full round.
-        for (; base + (2 * DEPTH - 1) * STEP < groups; base += DEPTH * STEP) {
+        for (; base + (2 * DEPTH - 1) * STEP < groups; base += ROUND) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) multiply_group(d, x, low, high), load(d, d + DEPTH);
-            blocks += DEPTH * STEP * MXFP4_TILE_BYTES, scales += DEPTH * STEP * MXFP4_TILE_SCALE_BYTES, x += DEPTH * STEP * 8;
+            blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 8;
         }
         // The last full round and the partial round after it need bounds checks.
-        for (; base < groups; base += DEPTH * STEP) {
+        for (; base < groups; base += ROUND) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
                 if (base + d * STEP < groups) multiply_group(d, x, low, high);
                 if (base + (d + DEPTH) * STEP < groups) load(d, d + DEPTH);
             }
-            blocks += DEPTH * STEP * MXFP4_TILE_BYTES, scales += DEPTH * STEP * MXFP4_TILE_SCALE_BYTES, x += DEPTH * STEP * 8;
+            blocks += ROUND * MXFP4_TILE_BYTES, scales += ROUND * MXFP4_TILE_SCALE_BYTES, x += ROUND * 8;
         }
     }
 };
@@ -120,9 +121,10 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
     extern __shared__ uint4 x[];
     __shared__ float sums[DECODE_UP_TILES][DECODE_UP_WARPS][16];
     __shared__ Routing routing;
-    const int warp = threadIdx.x / 32 % DECODE_UP_WARPS, block_tile = threadIdx.x / 32 / DECODE_UP_WARPS, lane = threadIdx.x % 32;
-    const int segments = weights.groups * 8, full_segments = columns / 8, tiles = (intermediate + 7) / 8,
-              tile = blockIdx.x * DECODE_UP_TILES + block_tile;
+    const int warp = threadIdx.x / 32 % DECODE_UP_WARPS, lane = threadIdx.x % 32;
+    const int block_tile = threadIdx.x / 32 / DECODE_UP_WARPS;
+    const int segments = weights.groups * 8, full_segments = columns / 8;
+    const int tiles = (intermediate + 7) / 8, tile = blockIdx.x * DECODE_UP_TILES + block_tile;
     pdl_wait();
     pdl_launch_dependents();
     if (threadIdx.x < 32) routing.choose(logits, experts, blockIdx.y + 1, 0, lane);
@@ -145,7 +147,8 @@ __device__ void decode_gate_up_experts(const __half* normed, const float* normed
     if (writes_h) {
         float gate = 0.0f, up = 0.0f;
 #pragma unroll
-        for (int w = 0; w < DECODE_UP_WARPS; ++w) gate += sums[block_tile][w][lane], up += sums[block_tile][w][lane + 8];
+        for (int w = 0; w < DECODE_UP_WARPS; ++w)
+            gate += sums[block_tile][w][lane], up += sums[block_tile][w][lane + 8];
         gate = gate * unscale + b.x, up = up * unscale + b.y;
         // These comparisons keep NaN, like torch.clamp. fminf would drop it.
         gate = gate > limit ? limit : gate;

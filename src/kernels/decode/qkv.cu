@@ -7,7 +7,7 @@
 //   cos, sin: f32 [positions, rotated / 2]; RoPE applies to the first `rotated` elements of a head
 //   state: see decode/mod.rs
 //   q: T [heads, head_dim]
-//   k, v: the KV cache, T [rows, kv_heads, head_dim]; position p is in row p % rows
+//   k, v: the KV cache, T [cache_rows, kv_heads, head_dim]; position p is in row p mod cache_rows
 //   raw: f32 [heads + kv_heads, head_dim] or null
 //     If the model has QK norms, `raw` receives queries and keys before RoPE, as the input of decode_qk_norm.
 //   grid: at most one block per multiprocessor
@@ -23,7 +23,7 @@ template <typename T> struct QkvTarget {
     const float *bias, *cos, *sin;
     T *q, *k, *v;
     float* raw;
-    int heads, kv_heads, head_dim, rotated, rows;
+    int heads, kv_heads, head_dim, rotated, cache_rows;
 
     __device__ __forceinline__ int units() const { return (heads + 2 * kv_heads) * (head_dim / 2); }
     __device__ __forceinline__ int in_head(int unit, int r) const {
@@ -52,7 +52,7 @@ template <typename T> struct QkvPair {
     }
 
     __device__ __forceinline__ void store(const QkvTarget<T>& to, int position, float a, float b) const {
-        const size_t base = (size_t)head * to.head_dim, cache_row = (size_t)(position % to.rows) * to.kv_heads;
+        const size_t base = (size_t)head * to.head_dim, cache_row = (size_t)(position % to.cache_rows) * to.kv_heads;
         a += a_bias, b += b_bias;
         if (to.raw && head < to.heads + to.kv_heads) {
             to.raw[base + first] = a, to.raw[base + second] = b;
@@ -71,9 +71,7 @@ __device__ void decode_qkv(const float* x, const float* norm, const T* weight, c
     extern __shared__ float4 shared[];
     __shared__ float scratch[DECODE_MAX_WARPS];
     const DenseInput input{shared, columns / 8};
-    const auto row = [=](int unit, int r) {
-        return as_segments(weight + (size_t)qkv.row(unit, r) * columns);
-    };
+    const auto row = [=](int unit, int r) { return as_segments(weight + (size_t)qkv.row(unit, r) * columns); };
     DenseStream<T, 2, DENSE_DEPTH_2, decltype(row)> stream(input.segments, qkv.units(), row);
     pdl_wait();
     pdl_launch_dependents();
@@ -120,7 +118,7 @@ __device__ void quantized_qkv(const float* x, const float* norm, const Quantized
 template <typename T>
 __device__ void decode_qk_norm(const float* raw, const float* q_norm, const float* k_norm, const float* cos,
                                const float* sin, const uint32_t* state, T* q, T* k, int heads, int kv_heads,
-                               int head_dim, int rotated, int rows, float eps) {
+                               int head_dim, int rotated, int cache_rows, float eps) {
     const int head = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, half = rotated / 2;
     pdl_wait();
     pdl_launch_dependents();
@@ -129,7 +127,7 @@ __device__ void decode_qk_norm(const float* raw, const float* q_norm, const floa
     const float *x = raw + (size_t)head * head_dim, *weight = head < heads ? q_norm : k_norm;
     const float *c = cos + (size_t)position * half, *s = sin + (size_t)position * half;
     T* out = head < heads ? q + (size_t)head * head_dim
-                          : k + ((size_t)(position % rows) * kv_heads + head - heads) * head_dim;
+                          : k + ((size_t)(position % cache_rows) * kv_heads + head - heads) * head_dim;
     float squares = 0.0f;
     for (int i = lane; i < head_dim; i += 32) squares += __ldcg(x + i) * __ldcg(x + i);
     const float scale = rsqrtf(warp_sum(squares) / head_dim + eps);
@@ -144,23 +142,24 @@ __device__ void decode_qk_norm(const float* raw, const float* q_norm, const floa
     extern "C" __global__ void __launch_bounds__(32 * DECODE_MAX_WARPS, 1)                                             \
         decode_qkv_##SUFFIX(const float* x, const float* norm, const T* weight, const float* bias, const float* cos,   \
                             const float* sin, const uint32_t* state, T* q, T* k, T* v, float* raw, int columns,        \
-                            int heads, int kv_heads, int head_dim, int rotated, int rows, float eps) {                 \
-        const QkvTarget<T> target{bias, cos, sin, q, k, v, raw, heads, kv_heads, head_dim, rotated, rows};             \
+                            int heads, int kv_heads, int head_dim, int rotated, int cache_rows, float eps) {           \
+        const QkvTarget<T> target{bias, cos, sin, q, k, v, raw, heads, kv_heads, head_dim, rotated, cache_rows};       \
         decode_qkv<T>(x, norm, weight, state, target, columns, eps);                                                   \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)                                              \
         quantized_qkv_##SUFFIX(const float* x, const float* norm, const __grid_constant__ QuantizedStack weight,       \
                                const float* bias, const float* cos, const float* sin, const uint32_t* state, T* q,     \
                                T* k, T* v, float* raw, int columns, int heads, int kv_heads, int head_dim,             \
-                               int rotated, int rows, float eps, int rounding, float static_scale) {                   \
-        const QkvTarget<T> target{bias, cos, sin, q, k, v, raw, heads, kv_heads, head_dim, rotated, rows};             \
+                               int rotated, int cache_rows, float eps, int rounding, float static_scale) {             \
+        const QkvTarget<T> target{bias, cos, sin, q, k, v, raw, heads, kv_heads, head_dim, rotated, cache_rows};       \
         quantized_qkv<T>(x, norm, weight, state, target, columns, eps, {rounding, static_scale});                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(256)                                                                  \
         decode_qk_norm_##SUFFIX(const float* raw, const float* q_norm, const float* k_norm, const float* cos,          \
                                 const float* sin, const uint32_t* state, T* q, T* k, int heads, int kv_heads,          \
-                                int head_dim, int rotated, int rows, float eps) {                                      \
-        decode_qk_norm<T>(raw, q_norm, k_norm, cos, sin, state, q, k, heads, kv_heads, head_dim, rotated, rows, eps);  \
+                                int head_dim, int rotated, int cache_rows, float eps) {                                \
+        decode_qk_norm<T>(raw, q_norm, k_norm, cos, sin, state, q, k, heads, kv_heads, head_dim, rotated, cache_rows,  \
+                          eps);                                                                                        \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

@@ -55,6 +55,7 @@ __device__ __forceinline__ float load_vector(const QuantizedInput& input, const 
         return 1.0f;
     }
     float largest = 0.0f;
-    for (int i = threadIdx.x; i < columns / 4; i += blockDim.x) largest = max_magnitude(largest, max_magnitude(quad(i)));
+    for (int i = threadIdx.x; i < columns / 4; i += blockDim.x)
+        largest = max_magnitude(largest, max_magnitude(quad(i)));
     return fill_rounded(input, quad, largest, 1.0f, rounding, scratch);
 }

@@ -82,9 +82,7 @@ struct ChosenRows {
         : experts(experts), pieces(pieces), expert_pieces(expert_pieces), inverse(0xffffffffu / pieces + 1) {}
     // Returns piece / pieces, the index of the chosen expert that contains the piece.
     // If `pieces` is 1, `inverse` has overflowed to 0 and is not used.
-    __device__ __forceinline__ int index_of(int piece) const {
-        return pieces == 1 ? piece : __umulhi(piece, inverse);
-    }
+    __device__ __forceinline__ int index_of(int piece) const { return pieces == 1 ? piece : __umulhi(piece, inverse); }
 };
 
 // One dense row from each chosen expert, concatenated. This is the Address type of a DenseStream.
@@ -171,9 +169,8 @@ __device__ __forceinline__ void load_chosen(const QuantizedInput& input, const T
         return make_float4(change(a.x, n), change(a.y, n), change(a.z, n), change(a.w, n));
     };
     if (rounding.mode == ROUNDING_NONE) {
-        input.fill<false>([&](int i) {
-            return quad(i, [&](float value, int n) { return value * routing.weight[n]; });
-        });
+        const auto weighted = [&](float value, int n) { return value * routing.weight[n]; };
+        input.fill<false>([&](int i) { return quad(i, weighted); });
         __syncthreads();
         return;
     }

@@ -17,7 +17,9 @@
 // Loads four weights before pdl_wait(). The compiler would move a plain load past the wait.
 __device__ __forceinline__ float4 load_early(const float4* address) {
     float4 v;
-    asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(address));
+    asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(address));
     return v;
 }
 
@@ -27,11 +29,12 @@ __device__ void decode_router(const float* x, const float* norm, const float* we
     const int expert = blockIdx.x, quads = columns / 4, warps = blockDim.x / 32;
     constexpr int PREFETCHED = 4;
     const float4* row = reinterpret_cast<const float4*>(weight + (size_t)expert * columns);
+    const float4* norms = reinterpret_cast<const float4*>(norm);
     float4 w[PREFETCHED], n[PREFETCHED];
 #pragma unroll
     for (int i = 0; i < PREFETCHED; ++i) {
         const int quad = threadIdx.x + i * blockDim.x;
-        if (quad < quads) w[i] = load_early(row + quad), n[i] = load_early(reinterpret_cast<const float4*>(norm) + quad);
+        if (quad < quads) w[i] = load_early(row + quad), n[i] = load_early(norms + quad);
     }
     // This block writes `slice` elements of norm(x), starting at `first`. This thread starts at element `own`.
     const int slice = (columns + experts - 1) / experts, first = expert * slice, own = first + threadIdx.x;

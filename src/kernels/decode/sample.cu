@@ -38,7 +38,8 @@ struct Scratch {
     unsigned long long block_masses[SAMPLE_MAX_BLOCKS];
 };
 
-static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS, "constants.rs must have the size of SamplingKernelParams");
+static_assert(sizeof(SamplingKernelParams) == 4 * SAMPLE_PARAM_WORDS,
+              "constants.rs must have the size of SamplingKernelParams");
 static_assert(sizeof(Scratch) == 4 * SAMPLE_SCRATCH_WORDS, "constants.rs must have the size of Scratch");
 
 // Maps floats to integers that sort in the same order.
@@ -232,8 +233,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     }
     const unsigned long long seed = (unsigned long long)params.seed[1] << 32 | params.seed[0];
     const unsigned long long point =
-        is_greedy ? 0
-                  : min((unsigned long long)(uniform(seed, params.sampled_before + steps) * (double)all), all - 1);
+        is_greedy ? 0 : min((unsigned long long)(uniform(seed, params.sampled_before + steps) * (double)all), all - 1);
 #pragma unroll
     for (int i = 0; i < SAMPLE_IDS_PER_THREAD; ++i) {
         if (i * SAMPLE_THREADS >= last - first) break;
@@ -275,12 +275,13 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     if (threadIdx.x == 0) scratch->arrived = scratch->finished = scratch->top = 0;
 }
 
-#define DEFINE(T, SUFFIX)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1) decode_sample_##SUFFIX(                                \
-        const float* logits, uint32_t* seen, const uint32_t* params, const T* embedding, float* x, uint32_t* state, \
-        volatile uint32_t* mailbox, Scratch* scratch, int vocab, int columns, int slots, float embedding_scale) {   \
-        sample<T>(logits, seen, params, embedding, x, state, mailbox, scratch, vocab, columns, slots,               \
-                  embedding_scale);                                                                                 \
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(SAMPLE_THREADS, 1)                                                    \
+        decode_sample_##SUFFIX(const float* logits, uint32_t* seen, const uint32_t* params, const T* embedding,        \
+                               float* x, uint32_t* state, volatile uint32_t* mailbox, Scratch* scratch, int vocab,     \
+                               int columns, int slots, float embedding_scale) {                                        \
+        sample<T>(logits, seen, params, embedding, x, state, mailbox, scratch, vocab, columns, slots,                  \
+                  embedding_scale);                                                                                    \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)

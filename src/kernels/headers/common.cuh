@@ -11,7 +11,9 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162f
 template <typename T> __device__ __forceinline__ T from_float(float x);
 template <> __device__ __forceinline__ float from_float<float>(float x) { return x; }
 template <> __device__ __forceinline__ __half from_float<__half>(float x) { return __float2half_rn(x); }
-template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+    return __float2bfloat16_rn(x);
+}
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -21,7 +23,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 // Templates have no extern "C" names, so each .cu file defines its kernels with a macro.
 // FOR_EACH_DTYPE(DEFINE) expands DEFINE(type, suffix) for every dtype that kernels compute in.
-#define FOR_EACH_DTYPE(DEFINE) \
-    DEFINE(float, f32)         \
-    DEFINE(__half, f16)        \
+#define FOR_EACH_DTYPE(DEFINE)                                                                                         \
+    DEFINE(float, f32)                                                                                                 \
+    DEFINE(__half, f16)                                                                                                \
     DEFINE(__nv_bfloat16, bf16)

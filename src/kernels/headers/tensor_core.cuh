@@ -24,14 +24,13 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
-#define DEFINE_MULTIPLY_ADD(T, NAME)                                                                    \
-    template <>                                                                                         \
-    __device__ __forceinline__ void multiply_add<T>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, \
-                                                    uint32_t b1) {                                      \
-        asm("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME                                      \
-            ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                \
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                            \
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                            \
+#define DEFINE_MULTIPLY_ADD(T, NAME)                                                                                   \
+    template <>                                                                                                        \
+    __device__ __forceinline__ void multiply_add<T>(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME                                                     \
+            ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                               \
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                           \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));                                           \
     }
 DEFINE_MULTIPLY_ADD(__half, "f16")
 DEFINE_MULTIPLY_ADD(__nv_bfloat16, "bf16")

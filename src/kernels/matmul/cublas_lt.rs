@@ -19,12 +19,14 @@ pub enum EightBitType {
     Fp8,
 }
 
-/// The size of cuBLASLt's workspace. NVIDIA recommends 32 MiB for Hopper.
+/// The size of cuBLASLt's workspace: what the cuBLAS documentation recommends for Hopper (`cublasSetWorkspace`).
 const WORKSPACE_BYTES: usize = 32 << 20;
 
-/// Returns x·wᵀ \[T, R\] in a tensor of dtype F32. For [`EightBitType::Int8`], its elements are i32 bit patterns.
+/// Returns x·wᵀ `[tokens, rows]` in a tensor of dtype F32.
+/// For [`EightBitType::Int8`], its elements are i32 bit patterns.
 ///
-/// x \[T, C\] and w \[R, C\] are U8 tensors whose bytes are elements of type `kind`. T and C are multiples of 16.
+/// x `[tokens, columns]` and w `[rows, columns]` are U8 tensors whose bytes are elements of type `kind`.
+/// `tokens` and `columns` are multiples of 16.
 pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tensor) -> Result<Tensor> {
     let ((rows, columns), (tokens, x_columns)) = (w.dims2()?, x.dims2()?);
     if columns != x_columns
@@ -35,7 +37,7 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
     {
         bail!("matmul_8bit: unsupported inputs: x {:?} {:?}, w {:?} {:?}", x.dtype(), x.dims(), w.dtype(), w.dims());
     }
-    // SAFETY: the product below writes all T·R elements, because beta is 0.
+    // SAFETY: the product below writes every element, because beta is 0.
     let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
     // SAFETY: only cuBLASLt accesses the workspace.
     let workspace = unsafe { Tensor::empty(WORKSPACE_BYTES, DType::U8, x.device())? };
@@ -56,7 +58,8 @@ pub fn matmul_8bit(device: &CudaDevice, kind: EightBitType, w: &Tensor, x: &Tens
         EightBitType::Fp8 => (1.0f32.to_bits(), 0u32),
     };
     let scalar = |value: &u32| (value as *const u32).cast::<c_void>();
-    // cuBLAS is column-major, so it computes outᵀ [R, T] = (wᵀ)ᵀ · xᵀ. Each leading dimension is the length of a row.
+    // cuBLAS is column-major, so it computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
+    // Each leading dimension is the length of a row.
     let shapes = [(input, columns, rows), (input, columns, tokens), (output, rows, tokens)];
     let mut descriptors = Descriptors::default();
     let layouts = shapes.map(|(dtype, height, width)| {

@@ -8,7 +8,9 @@ pub mod cublas_lt;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Device, Result, Tensor, bail};
 
-/// Returns x·wᵀ as f32 \[T, R\]. x \[T, C\] and w \[R, C\] have the same dtype: f32, f16 or bf16.
+/// Returns x·wᵀ as f32 `[tokens, rows]`.
+///
+/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype: f32, f16 or bf16.
 pub fn matmul_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let ((_, columns), (_, w_columns)) = (x.dims2()?, w.dims2()?);
     if columns != w_columns || x.dtype() != w.dtype() {
@@ -26,16 +28,16 @@ pub fn matmul_f32(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 #[cfg(feature = "cuda")]
 fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     let (tokens, rows) = (x.dim(0)?, w.dim(0)?);
-    // SAFETY: the product below writes all T·R elements, because beta is 0.
+    // SAFETY: the product below writes every element, because beta is 0.
     let out = unsafe { Tensor::empty((tokens, rows), DType::F32, x.device())? };
-    // SAFETY: `out` holds T·R floats.
+    // SAFETY: `out` holds tokens · rows floats.
     unsafe { gemm(device, x, w, crate::kernels::launch::address(&out)?, rows)? };
     Ok(out)
 }
 
-/// Writes x·wᵀ to the first R columns of the f32 matrix \[T, stride\] at address `out`.
+/// Writes x·wᵀ to the first `rows` columns of the f32 matrix `[tokens, stride]` at address `out`.
 ///
-/// x \[T, C\] and w \[R, C\] have the same dtype.
+/// x `[tokens, columns]` and w `[rows, columns]` have the same dtype.
 ///
 /// # Safety
 /// `out` must point to device memory that is large enough for the whole result.
@@ -54,7 +56,7 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
         other => bail!("cannot multiply matrices of {other:?}"),
     };
     let (alpha, beta) = (1.0f32, 0.0f32);
-    // cuBLAS is column-major, so it computes outᵀ [R, T] = (wᵀ)ᵀ · xᵀ.
+    // cuBLAS is column-major, so it computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
     // Each leading dimension is the row stride of the row-major tensor.
     // SAFETY: the tensors are contiguous and on a GPU (`address` checks this) and have these sizes.
     // The handle is bound to the device's stream. The caller guarantees that `out` is valid.

@@ -1,11 +1,15 @@
-// Matrix products of routed experts: out[t, n] = W[ids[t, n]] · x[t or (t, n)] + bias[ids[t, n]].
-//   MXFP4 weights: blocks u8 [E, R, C/32, 16] (low nibble: even element), scales u8 [E, R, C/32] (2^(s-127), 255 = NaN)
-//   dense weights: [E, R, C] in the compute dtype; bias [E, R] in the compute dtype or null
-//   x [T, C] (shared by a token's experts) or [T, N, C]; ids u32 [T, N]; out [T, N, R]
+// Matrix products of routed experts: out[p] = W[ids[p]] · x[p / pairs_per_x] + bias[ids[p]] for each pair p.
+//   blocks: u8 [experts, rows, columns / 32, 16], the values of MXFP4 weights; the low half of a byte is the even value
+//   scales: u8 [experts, rows, columns / 32], the scales of MXFP4 weights; byte s is 2^(s - 127), or NaN if s is 255
+//   weights: T [experts, rows, columns], instead of blocks and scales
+//   bias: T [experts, rows] or null
+//   x: T [pairs / pairs_per_x, columns]; `pairs_per_x` consecutive pairs share one row of x
+//   ids: u32 [pairs]
+//   out: T [pairs, rows]
 // `expert_gemv` is for few tokens. `expert_gemm` is for many tokens with MXFP4 weights.
 // `expert_gemm` reads each expert's weights once per 64 (token, expert) pairs instead of once per pair.
 // Its pairs are sorted by sort_by_expert.cu.
-// MXFP4 models that compute in bf16 or f16 use experts_gemm.cu and decode/mxfp4_experts.cu, unless a scale exceeds 2.
+// MXFP4 models that compute in bf16 or f16 use expert_mlp.cu and decode/mxfp4_experts.cu, unless a scale exceeds 2.
 // For many tokens with float weights, grouped_gemm.cu is used instead.
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -30,7 +34,7 @@ template <typename T> struct Dense {
     const T* weights;
 };
 
-// Returns one lane's part of the dot product of x and row `row` of the E·R weight rows.
+// Returns one lane's part of the dot product of x and row `row` of the stacked matrices of all experts.
 // With MXFP4 weights, the lane processes the blocks lane, lane + 32, ...
 template <typename T> __device__ float lane_dot(const Mxfp4& w, size_t row, const T* x, int columns, int lane) {
     const int groups = columns / 32;
@@ -53,9 +57,11 @@ template <typename T> __device__ float lane_dot(const Dense<T>& w, size_t row, c
 }
 
 // One warp computes one output element.
-//   grid (ceil(R / 8), T·N), block 256; bytes moved: R rows of weights for each of the T·N pairs
+//   grid: (ceil(rows / 8), pairs); block: 256
+//   bytes moved: one expert's weights for each pair
 template <typename W, typename T>
-__device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids, T* out, int rows, int columns, int pairs_per_x) {
+__device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids, T* out, int rows, int columns,
+                            int pairs_per_x) {
     const int pair = blockIdx.y, row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
     const size_t expert_row = (size_t)ids[pair] * rows + row;
@@ -63,27 +69,29 @@ __device__ void expert_gemv(W w, const T* bias, const T* x, const uint32_t* ids,
     if (lane == 0) out[(size_t)pair * rows + row] = from_float<T>(sum + (bias ? to_float(bias[expert_row]) : 0.0f));
 }
 
-#define DEFINE_GEMV(T, SUFFIX)                                                                                            \
-    extern "C" __global__ void expert_gemv_mxfp4_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias,    \
-                                                          const T* x, const uint32_t* ids, T* out, int rows, int columns, \
-                                                          int pairs_per_x) {                                              \
-        expert_gemv<Mxfp4, T>({blocks, scales}, bias, x, ids, out, rows, columns, pairs_per_x);                           \
-    }                                                                                                                     \
-    extern "C" __global__ void expert_gemv_dense_##SUFFIX(const T* weights, const uint8_t*, const T* bias, const T* x,    \
-                                                          const uint32_t* ids, T* out, int rows, int columns,             \
-                                                          int pairs_per_x) {                                              \
-        expert_gemv<Dense<T>, T>({weights}, bias, x, ids, out, rows, columns, pairs_per_x);                               \
+#define DEFINE_GEMV(T, SUFFIX)                                                                                         \
+    extern "C" __global__ void expert_gemv_mxfp4_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, \
+                                                          const T* x, const uint32_t* ids, T* out, int rows,           \
+                                                          int columns, int pairs_per_x) {                              \
+        expert_gemv<Mxfp4, T>({blocks, scales}, bias, x, ids, out, rows, columns, pairs_per_x);                        \
+    }                                                                                                                  \
+    extern "C" __global__ void expert_gemv_dense_##SUFFIX(const T* weights, const uint8_t*, const T* bias, const T* x, \
+                                                          const uint32_t* ids, T* out, int rows, int columns,          \
+                                                          int pairs_per_x) {                                           \
+        expert_gemv<Dense<T>, T>({weights}, bias, x, ids, out, rows, columns, pairs_per_x);                            \
     }
 FOR_EACH_DTYPE(DEFINE_GEMV)
 
 // A block computes a tile of EXPERT_GEMM_ROWS weight rows × EXPERT_GEMM_PAIRS pairs of one expert.
 // Each of its four warps computes 32 × 32 results, and each step covers one MXFP4 block of 32 columns.
-//   grid (ceil(R / EXPERT_GEMM_ROWS), ceil(P / EXPERT_GEMM_PAIRS) + E), block EXPERT_GEMM_THREADS
-//   A block past the last tile exits immediately.
+//   grid: (ceil(rows / EXPERT_GEMM_ROWS), ceil(pairs / EXPERT_GEMM_PAIRS) + experts)
+//     A block past the last tile exits immediately.
+//   block: EXPERT_GEMM_THREADS
 //   bytes moved: the weights once per tile of pairs
-constexpr int STEP = 32, PITCH = STEP + 8;
+constexpr int STEP = 32, PITCH = STEP + 8, OUT_PITCH = EXPERT_GEMM_ROWS + 4;
 
-template <typename T> __device__ void load_weights(const Mxfp4& w, T* tile, size_t first_row, int valid, int group, int groups) {
+template <typename T>
+__device__ void load_weights(const Mxfp4& w, T* tile, size_t first_row, int valid, int group, int groups) {
     // Each of the 128 threads unpacks half an MXFP4 block: 16 values.
     // E2M1 · 2^k is exact in bf16, and in f16 within its range.
     const int r = threadIdx.x / 2, half = threadIdx.x % 2;
@@ -96,12 +104,13 @@ template <typename T> __device__ void load_weights(const Mxfp4& w, T* tile, size
     const uint2 packed = *reinterpret_cast<const uint2*>(w.blocks + block * 16 + half * 8);
     const float scale = e8m0(w.scales[block]);
 #pragma unroll
-    for (int i = 0; i < 16; ++i) to[i] = from_float<T>(e2m1((i < 8 ? packed.x : packed.y) >> (4 * (i % 8)) & 15) * scale);
+    for (int i = 0; i < 16; ++i)
+        to[i] = from_float<T>(e2m1((i < 8 ? packed.x : packed.y) >> (4 * (i % 8)) & 15) * scale);
 }
 
 template <typename T>
-__device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int rows,
-                            int columns, int pairs_per_x, int experts) {
+__device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uint32_t* sorted, const uint32_t* offsets,
+                            T* out, int rows, int columns, int pairs_per_x, int experts) {
     // Find the expert and the tile of this block. A linear search is fast enough, because there are few experts.
     int expert = 0, tile_index = blockIdx.y;
     for (; expert < experts; ++expert) {
@@ -112,12 +121,13 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
     if (expert == experts) return;
     const int first_pair = offsets[expert] + tile_index * EXPERT_GEMM_PAIRS;
     const int pairs = min(EXPERT_GEMM_PAIRS, (int)offsets[expert + 1] - first_pair);
-    const int first_row = blockIdx.x * EXPERT_GEMM_ROWS, valid_rows = min(EXPERT_GEMM_ROWS, rows - first_row), groups = columns / 32;
+    const int first_row = blockIdx.x * EXPERT_GEMM_ROWS, valid_rows = min(EXPERT_GEMM_ROWS, rows - first_row);
+    const int groups = columns / 32;
     const size_t weight_row = (size_t)expert * rows + first_row;
 
     using namespace nvcuda;
     // Holds the inputs of the current step. After the last step, holds the results.
-    __shared__ __align__(32) unsigned char buffer[EXPERT_GEMM_PAIRS * (EXPERT_GEMM_ROWS + 4) * sizeof(float)];
+    __shared__ __align__(32) unsigned char buffer[EXPERT_GEMM_PAIRS * OUT_PITCH * sizeof(float)];
     static_assert(sizeof(buffer) >= (EXPERT_GEMM_ROWS + EXPERT_GEMM_PAIRS) * PITCH * sizeof(T));
     T *tile_w = reinterpret_cast<T*>(buffer), *tile_x = tile_w + EXPERT_GEMM_ROWS * PITCH;
     float* tile_out = reinterpret_cast<float*>(buffer);
@@ -156,23 +166,24 @@ __device__ void expert_gemm(const Mxfp4& w, const T* bias, const T* x, const uin
     for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-            wmma::store_matrix_sync(tile_out + (warp_p + 16 * j) * (EXPERT_GEMM_ROWS + 4) + warp_r + 16 * i, sum[i][j], EXPERT_GEMM_ROWS + 4,
+            wmma::store_matrix_sync(tile_out + (warp_p + 16 * j) * OUT_PITCH + warp_r + 16 * i, sum[i][j], OUT_PITCH,
                                     wmma::mem_col_major);
     __syncthreads();
     for (int i = threadIdx.x; i < pairs * EXPERT_GEMM_ROWS; i += blockDim.x) {
         const int pair = i / EXPERT_GEMM_ROWS, row = i % EXPERT_GEMM_ROWS;
         if (row >= valid_rows) continue;
-        const float value = tile_out[pair * (EXPERT_GEMM_ROWS + 4) + row] + (bias ? to_float(bias[weight_row + row]) : 0.0f);
-        out[(size_t)sorted[first_pair + pair] * rows + first_row + row] = from_float<T>(value);
+        const float b = bias ? to_float(bias[weight_row + row]) : 0.0f;
+        out[(size_t)sorted[first_pair + pair] * rows + first_row + row] =
+            from_float<T>(tile_out[pair * OUT_PITCH + row] + b);
     }
 }
 
-#define DEFINE_GEMM(T, SUFFIX)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(EXPERT_GEMM_THREADS)                                                                       \
-        expert_gemm_mxfp4_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,                 \
-                                   const uint32_t* sorted, const uint32_t* offsets, T* out, int rows, int columns,          \
-                                   int pairs_per_x, int experts) {                                                          \
-        expert_gemm<T>({blocks, scales}, bias, x, sorted, offsets, out, rows, columns, pairs_per_x, experts);        \
+#define DEFINE_GEMM(T, SUFFIX)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(EXPERT_GEMM_THREADS)                                                  \
+        expert_gemm_mxfp4_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,            \
+                                   const uint32_t* sorted, const uint32_t* offsets, T* out, int rows, int columns,     \
+                                   int pairs_per_x, int experts) {                                                     \
+        expert_gemm<T>({blocks, scales}, bias, x, sorted, offsets, out, rows, columns, pairs_per_x, experts);          \
     }
 DEFINE_GEMM(__half, f16)
 DEFINE_GEMM(__nv_bfloat16, bf16)

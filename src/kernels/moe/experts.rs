@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 use rayon::prelude::*;
 
 #[cfg(feature = "cuda")]
-use super::experts_gemm::Mxfp4Tiles;
+use super::expert_mlp::Mxfp4Tiles;
 #[cfg(feature = "cuda")]
 use super::grouped_gemm::grouped_gemm;
 use super::mxfp4::{E2M1_VALUES, MXFP4_BLOCK, e8m0_to_f32, mxfp4_dims};
@@ -28,14 +28,14 @@ pub const MAX_PAIRS: usize = 65_535;
 #[cfg(feature = "cuda")]
 const GEMM_FROM_PAIRS: usize = 64;
 
-/// The weight matrices of all experts, each \[R, C\].
+/// The weight matrices of all experts, each `[rows, columns]`.
 #[derive(Clone, Debug)]
 pub enum ExpertWeights {
-    /// Blocks u8 \[E, R, C/32, 16\], scales u8 \[E, R, C/32\].
+    /// Blocks u8 `[experts, rows, columns / 32, 16]`, scales u8 `[experts, rows, columns / 32]`.
     Mxfp4 { blocks: Tensor, scales: Tensor },
-    /// \[E, R, C\] in the compute dtype.
+    /// `[experts, rows, columns]` in the compute dtype.
     Dense(Tensor),
-    /// One matrix \[E·R, C\], and the number of experts E.
+    /// One matrix `[experts * rows, columns]`, and the number of experts.
     Quantized(QuantizedMatrix, usize),
     /// MXFP4 weights repacked for tensor cores, used on a GPU if the compute dtype is bf16 or f16.
     #[cfg(feature = "cuda")]
@@ -43,7 +43,7 @@ pub enum ExpertWeights {
 }
 
 impl ExpertWeights {
-    /// Returns (E, R, C).
+    /// Returns `(experts, rows, columns)`.
     pub fn dims(&self) -> Result<(usize, usize, usize)> {
         match self {
             ExpertWeights::Mxfp4 { blocks, scales } => mxfp4_dims(blocks, scales),
@@ -57,7 +57,7 @@ impl ExpertWeights {
         }
     }
 
-    /// Returns the rows of all experts as one matrix \[E·R, C\], or `None` for MXFP4.
+    /// Returns the rows of all experts as one matrix `[experts * rows, columns]`, or `None` for MXFP4.
     pub fn as_matrix(&self) -> Result<Option<Matrix>> {
         Ok(match self {
             ExpertWeights::Dense(weights) => Some(Matrix::Dense(weights.flatten(0, 1)?)),
@@ -77,11 +77,12 @@ impl ExpertWeights {
     }
 }
 
-/// Returns out\[t, n\] = W\[ids\[t, n\]\] · x + bias\[ids\[t, n\]\], \[T, N, R\] in x's dtype.
+/// Returns `out[t, n] = weights[ids[t, n]] · x + bias[ids[t, n]]`, where x is `x[t]` or `x[t, n]`.
 ///
-/// - x \[T, C\], shared by a token's experts, or \[T, N, C\]
-/// - ids u32 \[T, N\], each less than E (not checked on a GPU)
-/// - bias \[E, R\] in x's dtype
+/// - x: `[tokens, columns]`, shared by a token's experts, or `[tokens, chosen, columns]`
+/// - ids: u32 `[tokens, chosen]`, each less than `experts` (not checked on a GPU)
+/// - bias: `[experts, rows]` in x's dtype
+/// - out: `[tokens, chosen, rows]` in x's dtype
 pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>, ids: &Tensor) -> Result<Tensor> {
     let (experts, rows, columns) = weights.dims()?;
     let (tokens, chosen) = ids.dims2()?;
@@ -121,7 +122,6 @@ pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>,
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => cuda::expert_matmul(device, x, weights, bias, ids, pairs_per_x),
-        #[allow(unreachable_patterns)]
         _ => unsupported("expert_matmul", x),
     }
 }
@@ -148,7 +148,7 @@ mod cuda {
             }
             return quantized_expert_matmul(device, x, matrix, *experts, ids, pairs_per_x);
         }
-        // SAFETY: all kernels below write R elements for each of the T·N pairs.
+        // SAFETY: all kernels below write every element.
         let out = unsafe { Tensor::empty((tokens, chosen, rows), x.dtype(), x.device())? };
         let needs_gemv = tokens * chosen < GEMM_FROM_PAIRS || x.dtype() == DType::F32;
         match weights {
@@ -183,7 +183,8 @@ mod cuda {
         pairs_per_x: usize,
     ) -> Result<Tensor> {
         let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
-        // Dequantizing all experts moves about four times as many bytes as multiplying one pair per expert.
+        // Dequantizing writes and reads all experts in the compute dtype.
+        // It is therefore used only with several pairs per expert.
         if ids.elem_count() < GEMM_FROM_PAIRS.max(4 * experts) || x.dtype() == DType::F32 {
             return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
         }

@@ -1,10 +1,13 @@
 // Matrix products of routed experts with float weights on tensor cores, for many tokens.
 // Also computes the weighted sum of the experts' outputs.
-//   weights T [E, R, C]; bias T [E, R] or null; x T [T, C] (shared by a token's experts) or [T, N, C]; out T [T, N, R]
-//   sorted, offsets: from sort_by_expert.cu; C is a multiple of 8
+//   weights: T [experts, rows, columns]; columns is a multiple of 8
+//   bias: T [experts, rows] or null
+//   x: T [pairs / per_x, columns]; `per_x` consecutive pairs share one row of x
+//   sorted, offsets: see sort_by_expert.cu
+//   out: T [pairs, rows]
 // A block computes a tile of up to BM pairs of one expert × BN weight rows. A segment is 16 bytes of a row.
 // Shared memory holds segment s of row r at position s ^ (r % 8), so ldmatrix has no bank conflicts.
-// Segments past C are zeros.
+// Segments past the last column are zeros.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/tensor_core.cuh"
@@ -12,7 +15,8 @@
 
 constexpr int BN = GROUPED_GEMM_ROWS, BK = GROUPED_GEMM_COLUMNS, STAGES = GROUPED_GEMM_STAGES, ROW_BYTES = 2 * BK;
 
-// grid (ceil(R / BN), ceil(P / BM) + E), block GROUPED_GEMM_THREADS; a block past the last tile exits immediately.
+//   grid: (ceil(rows / BN), ceil(pairs / BM) + experts); a block past the last tile exits immediately
+//   block: GROUPED_GEMM_THREADS
 //   shared memory: STAGES · (BM + BN) · ROW_BYTES
 //   bytes moved: the weights once per tile of pairs, from L2 after the first tile
 template <typename T, int BM>
@@ -49,7 +53,8 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
 #pragma unroll
             for (int i = 0; i < BM / 32; ++i) copy_async_or_zero(to + i * 32 * ROW_BYTES, x_rows[i] + step * BK, valid);
 #pragma unroll
-            for (int i = 0; i < BN / 32; ++i) copy_async_or_zero(to + (BM + i * 32) * ROW_BYTES, w_rows[i] + step * BK, valid);
+            for (int i = 0; i < BN / 32; ++i)
+                copy_async_or_zero(to + (BM + i * 32) * ROW_BYTES, w_rows[i] + step * BK, valid);
         }
         commit_copies();
     };
@@ -58,8 +63,8 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
 
     float sums[2][TILES][4] = {};
     const int warp_pair = warp % WM * 32, warp_row = warp / WM * COLUMNS;
-    const int x_row = warp_pair + lane % 16, x_segment = lane / 16;                     // of A: 16 pairs × 16 columns
-    const int w_row = warp_row + lane % 8 + lane / 16 * 8, w_segment = lane / 8 % 2;    // of B: 16 rows × 16 columns
+    const int x_row = warp_pair + lane % 16, x_segment = lane / 16;                   // of A: 16 pairs × 16 columns
+    const int w_row = warp_row + lane % 8 + lane / 16 * 8, w_segment = lane / 8 % 2;  // of B: 16 rows × 16 columns
     for (int step = 0; step < steps; ++step) {
         wait_for_copies<STAGES - 2>();
         __syncthreads();
@@ -110,8 +115,12 @@ __device__ void grouped_gemm(const T* weights, const T* bias, const T* x, const 
     }
 }
 
-// out[t] = Σ routing_weights[t, n] · y[t, n]: y T [T, N, C], routing_weights f32 [T, N], out f32 [T, C]
-//   grid ceil(T·C / 256), block 256; bytes moved: T·C·(N·sizeof(T) + 4)
+// out[t] = Σ routing_weights[t, n] · y[t, n] over n
+//   y: T [tokens, chosen, columns]
+//   routing_weights: f32 [tokens, chosen]
+//   out: f32 [tokens, columns]; n = tokens · columns
+//   grid: ceil(n / 256); block: 256
+//   bytes moved: n · (chosen · sizeof(T) + 4)
 template <typename T>
 __device__ void mix(const T* y, const float* routing_weights, float* out, int n, int columns, int chosen) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -123,20 +132,20 @@ __device__ void mix(const T* y, const float* routing_weights, float* out, int n,
     out[i] = sum;
 }
 
-#define DEFINE_GEMM(T, SUFFIX, BM)                                                                                    \
-    extern "C" __global__ void __launch_bounds__(GROUPED_GEMM_THREADS, 2)                                                          \
-        grouped_gemm_##BM##_##SUFFIX(const T* weights, const T* bias, const T* x, const uint32_t* sorted,             \
+#define DEFINE_GEMM(T, SUFFIX, BM)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(GROUPED_GEMM_THREADS, 2)                                              \
+        grouped_gemm_##BM##_##SUFFIX(const T* weights, const T* bias, const T* x, const uint32_t* sorted,              \
                                      const uint32_t* offsets, T* out, int rows, int columns, int per_x, int experts) { \
-        grouped_gemm<T, BM>(weights, bias, x, sorted, offsets, out, rows, columns, per_x, experts);                   \
+        grouped_gemm<T, BM>(weights, bias, x, sorted, offsets, out, rows, columns, per_x, experts);                    \
     }
 DEFINE_GEMM(__half, f16, 64)
 DEFINE_GEMM(__half, f16, 128)
 DEFINE_GEMM(__nv_bfloat16, bf16, 64)
 DEFINE_GEMM(__nv_bfloat16, bf16, 128)
 
-#define DEFINE_MIX(T, SUFFIX)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(256)                                                                 \
-        combine_##SUFFIX(const T* y, const float* routing_weights, float* out, int n, int columns, int chosen) {          \
-        mix(y, routing_weights, out, n, columns, chosen);                                                             \
+#define DEFINE_MIX(T, SUFFIX)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(256)                                                                  \
+        combine_##SUFFIX(const T* y, const float* routing_weights, float* out, int n, int columns, int chosen) {       \
+        mix(y, routing_weights, out, n, columns, chosen);                                                              \
     }
 FOR_EACH_DTYPE(DEFINE_MIX)

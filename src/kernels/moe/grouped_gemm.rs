@@ -14,13 +14,18 @@ use crate::kernels::constants::{GROUPED_GEMM_COLUMNS, GROUPED_GEMM_ROWS, GROUPED
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
 use crate::kernels::unsupported;
 
-/// Writes out[t, n] = W[ids[t, n]] · x + bias[ids[t, n]], where x is x[t] or x[t, n].
+/// Writes `out[t, n] = weights[ids[t, n]] · x + bias[ids[t, n]]`, where x is `x[t]` or `x[t, n]`.
 ///
-/// weights \[E, R, C\], bias \[E, R\], x \[T, C\] or \[T, N, C\], and out \[T, N, R\] have the same dtype: bf16 or f16.
-/// C is a multiple of 8. Each row of x is the input of `pairs_per_x` consecutive pairs.
+/// - weights: `[experts, rows, columns]`; `columns` is a multiple of 8
+/// - bias: `[experts, rows]`
+/// - x: `[tokens, columns]` or `[tokens, chosen, columns]`; each row is the input of `pairs_per_x` consecutive pairs
+/// - ids: u32 `[tokens, chosen]`
+/// - out: `[tokens, chosen, rows]`
+///
+/// All tensors except `ids` have the same dtype: bf16 or f16.
 ///
 /// # Safety
-/// The tensors must have these shapes, and every id must be less than E.
+/// The tensors must have these shapes, and every id must be less than `experts`.
 #[cfg(feature = "cuda")]
 pub(super) unsafe fn grouped_gemm(
     device: &CudaDevice,
@@ -54,7 +59,10 @@ pub(super) unsafe fn grouped_gemm(
     unsafe { Launch::new(module!("grouped_gemm"), kernel, shape, arguments).enqueue(device) }
 }
 
-/// Returns Σ routing_weights\[t, n\] · y\[t, n\] over n, f32 \[T, C\]. y \[T, N, C\], routing_weights f32 \[T, N\].
+/// Returns `Σ routing_weights[t, n] · y[t, n]` over n, f32 `[tokens, columns]`.
+///
+/// - y: `[tokens, chosen, columns]`
+/// - routing_weights: f32 `[tokens, chosen]`
 pub fn combine(y: &Tensor, routing_weights: &Tensor) -> Result<Tensor> {
     let (tokens, chosen, columns) = y.dims3()?;
     if routing_weights.dims() != [tokens, chosen] || routing_weights.dtype() != DType::F32 {
@@ -76,7 +84,6 @@ pub fn combine(y: &Tensor, routing_weights: &Tensor) -> Result<Tensor> {
             unsafe { launch.enqueue(device)? };
             Ok(out)
         }
-        #[allow(unreachable_patterns)]
         _ => {
             let _ = columns;
             unsupported("combine", y)

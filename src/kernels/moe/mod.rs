@@ -1,10 +1,10 @@
 //! Mixture of experts: routing and matrix products.
 //!
-//! A *pair* is a token and one of its chosen experts. T tokens with N experts each make T·N pairs.
+//! A *pair* is a token and one of its chosen experts. There are tokens · chosen pairs.
 
-pub mod experts;
 #[cfg(feature = "cuda")]
-pub mod experts_gemm;
+pub mod expert_mlp;
+pub mod experts;
 pub mod grouped_gemm;
 pub mod mxfp4;
 #[cfg(feature = "cuda")]

@@ -1,7 +1,8 @@
 //! The MXFP4 format (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale.
 //!
-//! Blocks are \[E, R, C/32, 16\], as in openai/gpt-oss-20b. The low half of each byte holds the even value.
-//! Scales are \[E, R, C/32\]. A scale is 2^(byte - 127).
+//! Blocks are `[experts, rows, columns / 32, 16]`, as in openai/gpt-oss-20b.
+//! The low half of each byte holds the even value.
+//! Scales are `[experts, rows, columns / 32]`. A scale is 2^(byte - 127).
 
 use candle_core::{DType, Result, Tensor, bail};
 
@@ -21,7 +22,8 @@ pub fn e8m0_to_f32(byte: u8) -> f32 {
     }
 }
 
-/// Returns (E, R, C) of u8 blocks \[E, R, C/32, 16\] and scales \[E, R, C/32\].
+/// Returns `(experts, rows, columns)` of u8 blocks `[experts, rows, columns / 32, 16]` and u8 scales
+/// `[experts, rows, columns / 32]`.
 pub(super) fn mxfp4_dims(blocks: &Tensor, scales: &Tensor) -> Result<(usize, usize, usize)> {
     let (experts, rows, groups, bytes) = blocks.dims4()?;
     let are_bytes = blocks.dtype() == DType::U8 && scales.dtype() == DType::U8;

@@ -1,5 +1,5 @@
 // Chooses the experts of one token.
-// In each thread block that needs the chosen experts, one warp finds them from the E router logits.
+// In each thread block that needs the chosen experts, one warp finds them from the router logits.
 #pragma once
 #include "constants.cuh"
 #include "headers/common.cuh"
@@ -8,9 +8,9 @@ struct Routing {
     uint32_t expert[MAX_CHOSEN_EXPERTS];
     float weight[MAX_CHOSEN_EXPERTS];
 
-    // Finds the `count` largest of E logits, in descending order. Ties go to the lower expert id, and NaN ranks last.
+    // Finds the `count` largest logits, in descending order. Ties go to the lower expert id, and NaN ranks last.
     // The routing weights of the first `chosen` experts are their softmax over these experts, or over all experts.
-    // All lanes of the warp must call this. E <= MAX_EXPERTS, so one word has a bit for each expert of a lane.
+    // All lanes of the warp must call this. experts <= MAX_EXPERTS, so one word has a bit for each expert of a lane.
     __device__ __forceinline__ void choose(const float* logits, int experts, int count, int chosen, int lane,
                                            bool over_all = false) {
         uint32_t taken = 0;  // one bit per expert of this lane: lane, lane + 32, ...

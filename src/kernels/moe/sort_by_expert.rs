@@ -8,13 +8,13 @@ use crate::kernels::launch::{Arguments, Launch, LaunchShape, module};
 
 /// Pairs sorted by expert: `sorted[offsets[e] .. offsets[e + 1]]` are the pairs of expert e, in any order.
 pub(super) struct SortedPairs {
-    /// u32 \[T·N\]
+    /// u32 `[pairs]`
     pub sorted: Tensor,
-    /// u32 \[E + 1\]
+    /// u32 `[experts + 1]`
     pub offsets: Tensor,
 }
 
-/// Sorts the pairs of `ids` u32 \[T, N\]. Every id must be less than `experts`, which is not checked.
+/// Sorts the pairs of `ids`, u32 `[tokens, chosen]`. Every id must be less than `experts`, which is not checked.
 pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) -> Result<SortedPairs> {
     if experts > MAX_EXPERTS {
         bail!("sort_by_expert: {experts} experts exceed the limit of {MAX_EXPERTS}");

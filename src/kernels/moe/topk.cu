@@ -1,11 +1,13 @@
-// Expert routing: the N largest of E logits, and their softmax over the chosen experts or over all experts.
+// Expert routing: the `chosen` largest logits, and their softmax over the chosen experts or over all experts.
 // Ties go to the lower expert id, and NaN ranks last.
-//   logits [T, E]; ids u32 [T, N]; weights f32 [T, N]; grid T, block 32 (one warp per token); E <= 1024, N <= 32
+//   logits: T [tokens, experts]; experts <= MAX_EXPERTS
+//   ids: u32 [tokens, chosen]; chosen <= MAX_CHOSEN_EXPERTS
+//   weights: f32 [tokens, chosen]
+//   grid: tokens; block: 32
 #include "headers/common.cuh"
 
 template <typename T>
-__device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int experts, int chosen,
-                             int over_all) {
+__device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int experts, int chosen, int over_all) {
     const T* row = logits + (size_t)blockIdx.x * experts;
     const int lane = threadIdx.x;
     // One bit per expert of this lane (lane, lane + 32, ...), set when the expert is chosen.
@@ -24,8 +26,8 @@ __device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int
         for (int offset = 16; offset > 0; offset /= 2) {
             const float other = __shfl_xor_sync(0xffffffffu, best, offset);
             const int other_id = __shfl_xor_sync(0xffffffffu, best_id, offset);
-            if (other_id != 0x7fffffff && (best_id == 0x7fffffff || other > best || (other == best && other_id < best_id)))
-                best = other, best_id = other_id;
+            const bool wins = best_id == 0x7fffffff || other > best || (other == best && other_id < best_id);
+            if (other_id != 0x7fffffff && wins) best = other, best_id = other_id;
         }
         if (round == 0) top = best;
         if (lane == round) mine = best, mine_id = best_id;
@@ -47,9 +49,9 @@ __device__ void topk_softmax(const T* logits, uint32_t* ids, float* weights, int
     }
 }
 
-#define DEFINE(T, SUFFIX)                                                                                       \
-    extern "C" __global__ void topk_softmax_##SUFFIX(const T* logits, uint32_t* ids, float* weights, int experts, \
-                                                     int chosen, int over_all) {                                 \
-        topk_softmax<T>(logits, ids, weights, experts, chosen, over_all);                                        \
+#define DEFINE(T, SUFFIX)                                                                                              \
+    extern "C" __global__ void topk_softmax_##SUFFIX(const T* logits, uint32_t* ids, float* weights, int experts,      \
+                                                     int chosen, int over_all) {                                       \
+        topk_softmax<T>(logits, ids, weights, experts, chosen, over_all);                                              \
     }
 FOR_EACH_DTYPE(DEFINE)

@@ -1,4 +1,4 @@
-//! Expert routing: the N largest router logits of each token, and their softmax.
+//! Expert routing: the largest router logits of each token, and their softmax.
 
 #[cfg(feature = "cuda")]
 use candle_core::DType;
@@ -16,9 +16,10 @@ pub enum Softmax {
     OverAll,
 }
 
-/// Returns the ids of the N experts with the largest logits, u32 \[T, N\], and their weights, f32 \[T, N\].
+/// Returns the ids of the `chosen` experts with the largest logits, and their routing weights.
 ///
-/// logits \[T, E\]. The ids are in descending order of their logits. Ties go to the lower expert id.
+/// `logits` is `[tokens, experts]`. The ids are u32 `[tokens, chosen]`, and the weights are f32 `[tokens, chosen]`.
+/// The ids are in descending order of their logits. Ties go to the lower expert id.
 pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<(Tensor, Tensor)> {
     let (tokens, experts) = logits.dims2()?;
     if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
@@ -37,7 +38,7 @@ pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
             use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, module};
-            // SAFETY: the kernel writes N ids and N weights for each of the T tokens.
+            // SAFETY: the kernel writes every element.
             let ids = unsafe { Tensor::empty((tokens, chosen), DType::U32, logits.device())? };
             // SAFETY: as above.
             let weights = unsafe { Tensor::empty((tokens, chosen), DType::F32, logits.device())? };
@@ -54,7 +55,6 @@ pub fn topk_softmax(logits: &Tensor, chosen: usize, softmax: Softmax) -> Result<
             unsafe { launch.enqueue(device)? };
             Ok((ids, weights))
         }
-        #[allow(unreachable_patterns)]
         _ => crate::kernels::unsupported("topk_softmax", logits),
     }
 }

@@ -200,7 +200,9 @@ struct QuantizedInput {
     bool is_float;
 
     __device__ __forceinline__ QuantizedInput(void* shared, const QuantizedStack& weights, int groups)
-        : pieces(reinterpret_cast<uint4*>(shared)), groups(groups), stride(groups + 1),
+        : pieces(reinterpret_cast<uint4*>(shared)),
+          groups(groups),
+          stride(groups + 1),
           is_float(weights.matrices[0].format == FP8) {
         sums = reinterpret_cast<int2*>(pieces + 4 * stride);
         scales = reinterpret_cast<float*>(sums + groups);
@@ -436,8 +438,10 @@ template <int ROWS, int DEPTH, class Locate, class Layout = ContiguousRows> stru
             }
             if (FormatLayout<F>::has_row_scale && !Layout::is_gathered) {
 #pragma unroll
-                for (int r = 0; r < ROWS; ++r)
-                    sum[r] *= __ldg(reinterpret_cast<const float*>(weights.matrices[rows.matrix[r]].scales) + rows.row[r]);
+                for (int r = 0; r < ROWS; ++r) {
+                    const QuantizedMatrix& matrix = weights.matrices[rows.matrix[r]];
+                    sum[r] *= __ldg(reinterpret_cast<const float*>(matrix.scales) + rows.row[r]);
+                }
             }
         });
         rows = next;

@@ -13,8 +13,8 @@
 //   bytes moved: the size of W for each token
 // Each unit is two rows of the weights.
 template <typename T, typename S>
-__device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns, int stride,
-                       int per_x, RoundingArgs rounding) {
+__device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t* ids, S* y, int rows, int columns,
+                       int stride, int per_x, RoundingArgs rounding) {
     extern __shared__ float4 vector[];
     __shared__ float scratch[QUANTIZED_WARPS];
     const int groups = (columns + 31) / 32;
@@ -45,8 +45,7 @@ __device__ void matvec(const T* x, const QuantizedStack& weights, const uint32_t
 }
 
 // Multiplies eight values by `factor` and stores them in columns 8i to 8i + 7 of a row.
-template <typename T>
-__device__ __forceinline__ void store(T* row, int i, int columns, EightValues v, float factor) {
+template <typename T> __device__ __forceinline__ void store(T* row, int i, int columns, EightValues v, float factor) {
     const float values[8] = {v.first.x,  v.first.y,  v.first.z,  v.first.w,
                              v.second.x, v.second.y, v.second.z, v.second.w};
     alignas(16) T rounded[8];
@@ -116,8 +115,7 @@ __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, i
 // Rounds rows to 8 bits and converts them back to T.
 //   x, y: T [tokens, columns]
 //   grid: tokens; block: 256
-template <typename T>
-__device__ void round_floats(const T* x, T* y, int columns, RoundingArgs rounding) {
+template <typename T> __device__ void round_floats(const T* x, T* y, int columns, RoundingArgs rounding) {
     __shared__ float scratch[8];
     x += (size_t)blockIdx.x * columns, y += (size_t)blockIdx.x * columns;
     float largest = 0.0f;

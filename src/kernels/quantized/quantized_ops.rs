@@ -30,7 +30,8 @@ use crate::kernels::{elements, to_f32, unsupported};
 
 /// The maximum number of tokens for which a product reads the quantized weights once per token.
 /// With more tokens, it is faster to dequantize the weights and use tensor cores.
-/// Dequantization costs about as much as reading the weights eight times.
+///
+/// A Q4_0 weight has 4.5 bits. Reading it, writing it as bf16 and reading the bf16 moves 36.5 bits, eight times as many.
 #[cfg(feature = "cuda")]
 const MATVEC_TOKENS: usize = 8;
 /// The approximate number of elements to dequantize at a time.
@@ -53,7 +54,6 @@ impl QuantizedMatrix {
             }
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => dequantize(device, self, dtype),
-            #[allow(unreachable_patterns)]
             _ => unsupported("dequantize", self.low()),
         }
     }
@@ -88,7 +88,6 @@ impl QuantizedMatrix {
             }
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => matmul(device, std::slice::from_ref(self), x),
-            #[allow(unreachable_patterns)]
             _ => unsupported("matmul of a quantized matrix", x),
         }
     }
@@ -116,7 +115,6 @@ impl QuantizedMatrix {
             }
             #[cfg(feature = "cuda")]
             Device::Cuda(device) => embed(device, self, ids, scale),
-            #[allow(unreachable_patterns)]
             _ => unsupported("embed", ids),
         }
     }

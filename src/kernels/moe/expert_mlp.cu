@@ -1,13 +1,15 @@
 // The MLP of routed experts with MXFP4 weights, for many tokens.
 // The matrix products run on tensor cores. Weights are unpacked on their way from shared memory to registers.
 //
-//   x [T, C] -> gather_tokens -> expert_gate_up -> h [P, F] -> expert_down -> y [P, C] -> expert_combine
-//   P = T·N (token, expert) pairs. expert_combine computes Σ weight[t, n] · y[t, n] over n.
+//   x [tokens, hidden] -> gather_tokens -> expert_gate_up -> h [pairs, intermediate]
+//   h -> expert_down -> y [pairs, hidden] -> expert_combine, which computes Σ weights[t, n] · y[t, n] over n
 //
-// At load time, `repack_mxfp4` repacks the weights W [E, R, C] into tiles of 16 rows × 64 columns:
-//   blocks [E][ceil(R / 16)][ceil(C / 64)][lane 0..31][16 bytes]: lane 4g + t holds one word of each of four blocks
-//   The blocks are (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1).
-//   scales [E][ceil(R / 16)][ceil(C / 64)][g 0..7][4 bytes]: the scales of the same four blocks
+// At load time, `repack_mxfp4` repacks the weights [experts, rows, columns] into tiles of 16 rows × 64 columns:
+//   blocks: [experts][ceil(rows / 16)][ceil(columns / 64)][lane][16 bytes]
+//     Lane 4g + t holds one word of each of four blocks:
+//     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
+//   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
+//     The four bytes are the scales of the same four blocks.
 //   A word holds the values 8t .. 8t + 7 of a block: even values in the low half, odd values in the high half.
 //   In each half, the four values have their magnitudes in bits 11..9, 8..6, 5..3 and 2..0.
 //   Their signs are in bits 15, 14, 13 and 12.
@@ -18,11 +20,12 @@
 // In this order, each lane reads the columns that match its weights.
 // This permutation is its own inverse.
 //
-// Rows of x and h are *tiled*: [ceil(C / 64)][rows][128 bytes], in the order of `sorted` (see sort_by_expert).
-// Each expert's rows start at a multiple of 8, so P + 8·E rows are always enough.
-// Segment s (16 bytes) of row r is stored at position s ^ (r % 8), and columns past C are zeros.
+// Rows of x and h are *tiled*: [ceil(columns / 64)][tiled_rows][128 bytes].
+// They are in the order of `sorted` (see sort_by_expert).
+// Each expert's rows start at a multiple of 8, so pairs + 8 · experts rows are always enough.
+// Segment s (16 bytes) of row r is stored at position s ^ (r % 8), and padding columns are zeros.
 // Consecutive rows of 64 columns are then contiguous, and tensor cores read them without bank conflicts.
-// y is [P, C], in the order of the pairs.
+// y is [pairs, hidden], in the order of the pairs.
 #include "constants.cuh"
 #include "headers/async_copy.cuh"
 #include "headers/common.cuh"
@@ -47,17 +50,19 @@ template <typename T> __device__ __forceinline__ float2 unpack(uint32_t word) {
 
 // ---- repacking and reordering ----
 
-// Repacks blocks u8 [E, R, C/32, 16] and scales u8 [E, R, C/32] into tiles.
+// Repacks MXFP4 weights into tiles.
 // With `paired`, rows 2g and 2g + 1 of each 16-row tile (a gate row and its up row) are stored at g and g + 8.
 // One lane then gets the products of both rows.
 // Padding values are zero and have a scale of 1.
 // Sets `has_large_scale` if a scale exceeds 2 (byte 128) or is NaN (byte 255).
 // scale_factors would overflow for large scales, so other kernels must be used.
-//   grid ceil(E · ceil(R / 16) · ceil(C / 64) / 8), block 256: one warp per tile
-//   bytes moved: 2 · E·R·C · 17/32
+//   blocks: u8 [experts, rows, columns / 32, 16]
+//   scales: u8 [experts, rows, columns / 32]
+//   grid: ceil(experts · ceil(rows / 16) · ceil(columns / 64) / 8); block: 256, one warp per tile
+//   bytes moved: 2 · 17/32 · experts · rows · columns
 extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* scales, uint8_t* tile_blocks,
-                                        uint8_t* tile_scales, uint32_t* has_large_scale, int experts, int rows, int columns,
-                                        int paired) {
+                                        uint8_t* tile_scales, uint32_t* has_large_scale, int experts, int rows,
+                                        int columns, int paired) {
     const int row_tiles = (rows + 15) / 16, column_tiles = (columns + 63) / 64, groups = columns / 32;
     const size_t tile = (size_t)blockIdx.x * 8 + threadIdx.x / 32;
     if (tile >= (size_t)experts * row_tiles * column_tiles) return;
@@ -84,8 +89,10 @@ extern "C" __global__ void repack_mxfp4(const uint8_t* blocks, const uint8_t* sc
 }
 
 // Copies the input row of each pair's token to `out`, in fragment order.
-//   x f32 [T, C]; out T, tiled [ceil(C / 64)][rows][64]
-//   grid ceil(P / 8), block 256: one warp per pair; bytes moved: T·C · 4 + P·C · 2
+//   x: f32 [tokens, columns]
+//   out: T, tiled [ceil(columns / 64)][rows][64]
+//   grid: ceil(pairs / 8); block: 256, one warp per pair
+//   bytes moved: 4 · tokens · columns + 2 · pairs · columns
 template <typename T>
 __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint32_t* offsets, T* out, int columns,
                               int rows, int chosen, int experts) {
@@ -107,9 +114,12 @@ __device__ void gather_tokens(const float* x, const uint32_t* sorted, const uint
     }
 }
 
-// x[t] = Σ weights[t, n] · y[t·N + n] over n
-//   x f32 [T, C]; weights f32 [T, N]; y [T·N, C] in fragment order; n = T·C / 8
-//   grid ceil(n / 256), block 256; bytes moved: T·C · (4 + 2N)
+// x[t] = Σ weights[t, c] · y[t, c] over c
+//   y: T [tokens, chosen, columns] in fragment order
+//   weights: f32 [tokens, chosen]
+//   x: f32 [tokens, columns]; n = tokens · columns / 8
+//   grid: ceil(n / 256); block: 256
+//   bytes moved: tokens · columns · (4 + 2 · chosen)
 template <typename T>
 __device__ void expert_combine(const T* y, const float* weights, float* x, int n, int columns, int chosen) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -223,9 +233,9 @@ __device__ __forceinline__ float clamped_swiglu(float g, float u, float limit) {
 }
 
 template <typename T> struct Output {
-    const T* bias;           // [E, R] or null
+    const T* bias;  // [experts, rows] or null
     const uint32_t* sorted;
-    T* out;                  // gate_up: h [P, R / 2], tiled; down: y [P, R]
+    T* out;  // gate_up: h [pairs, rows / 2], tiled; down: y [pairs, rows]
     int tiled_rows;
     float limit;
 };
@@ -244,9 +254,15 @@ __device__ __forceinline__ float2 row_bias(const Output<T>& o, int rows, int exp
 }
 
 template <int WORDS> struct Vector;
-template <> struct Vector<1> { using type = uint32_t; };
-template <> struct Vector<2> { using type = uint2; };
-template <> struct Vector<4> { using type = uint4; };
+template <> struct Vector<1> {
+    using type = uint32_t;
+};
+template <> struct Vector<2> {
+    using type = uint2;
+};
+template <> struct Vector<4> {
+    using type = uint4;
+};
 template <int WORDS, typename T> __device__ __forceinline__ void store_words(T* to, const uint32_t (&words)[WORDS]) {
     using V = typename Vector<WORDS>::type;
     *reinterpret_cast<V*>(to) = *reinterpret_cast<const V*>(words);
@@ -292,7 +308,8 @@ __device__ __forceinline__ void store(const Output<T>& o, int rows, const Tile& 
 // A tile covers TOKENS pairs × 256 rows.
 // Each of the eight warps computes TOKENS × 32 results (64 × 64 for 128 tokens).
 //   grid: any number of blocks; each block takes every gridDim.x-th tile
-//   block EXPERT_MMA_THREADS; shared memory: STAGES · (X_BYTES + W_BYTES)
+//   block: EXPERT_MMA_THREADS
+//   shared memory: STAGES · (X_BYTES + W_BYTES)
 template <typename T, int TOKENS, bool GATE_UP>
 __device__ void expert_product(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets, int experts) {
     constexpr int ROW_TILES = EXPERT_MMA_ROW_TILES, STAGES = EXPERT_MMA_STAGES;
@@ -423,7 +440,7 @@ template <int PAIRS_, int UNROLL_PAIRS_, int STAGES_> struct TileShape {
 };
 // For many pairs per expert. Wide tiles need fewer passes over the weights.
 using Wide = TileShape<EXPERT_WIDE_PAIRS, 0, EXPERT_WIDE_STAGES>;
-// For few pairs per expert, where unpacking takes most of the time.
+// For few pairs per expert, where each unpacked weight is used for few products.
 using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW_STAGES>;
 
 // In builds for targets other than sm_90a, the wgmma kernels (narrow and wide) are empty and must not be launched.
@@ -452,11 +469,13 @@ using Narrow = TileShape<EXPERT_NARROW_PAIRS, EXPERT_NARROW_PAIRS, EXPERT_NARROW
 #define NAMES128 NAMES112 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define NAMES144 NAMES128 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define NAMES160 NAMES144 ", %72, %73, %74, %75, %76, %77, %78, %79"
+// clang-format off: it would put line breaks between the parts of the string
 #define WGMMA(N, TYPE, A, B)                                                                                           \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" NAMES##N "}, {" A "}, " B ", "   \
                  "1, 1, 1, 0;"                                                                                         \
                  : SUMS##N                                                                                             \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+// clang-format on
 #define DEFINE_WGMMA(N, A, B)                                                                                          \
     template <typename T>                                                                                              \
     __device__ __forceinline__ void wgmma(float (&sum)[N / 2], const uint32_t (&a)[4], uint64_t b) {                   \
@@ -494,7 +513,9 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
     asm volatile(
         "{\n.reg .pred done;\n"
         "again: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-        "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier), "r"(parity) : "memory");
+        "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
 }
 
 // The ring buffer of stages. The barrier `full` counts copied bytes; `empty` counts warps that have finished reading.
@@ -545,7 +566,7 @@ __device__ __forceinline__ void consume(const Ring<S>& ring, Position<S::STAGES>
         for (int k = 0; k < 4; ++k) {
             const uint32_t low = k / 2 ? words.z : words.x, high = k / 2 ? words.w : words.y;
             const uint32_t f = factors[k / 2 * 2], f8 = factors[k / 2 * 2 + 1];
-            uint32_t(&to)[4] = a[k % 2];
+            uint32_t (&to)[4] = a[k % 2];
             to[0] = k % 2 ? unpack_pair<T, 2>(low, f) : unpack_pair<T, 0>(low, f);
             to[1] = k % 2 ? unpack_pair<T, 2>(high, f8) : unpack_pair<T, 0>(high, f8);
             to[2] = k % 2 ? unpack_pair<T, 3>(low, f) : unpack_pair<T, 1>(low, f);
@@ -603,7 +624,8 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
 // It uses bulk copies, which access memory through the same proxy as wgmma.
 // With cp.async, each stage would need a fence that waits for all copies.
 //   grid: any number of blocks; one block fits on a multiprocessor
-//   block EXPERT_WGMMA_THREADS; shared memory: see `wgmma_shared_bytes` in experts_gemm.rs
+//   block: EXPERT_WGMMA_THREADS
+//   shared memory: see `wgmma_shared_bytes` in expert_mlp.rs
 template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const Weights& w, const Output<T>& o, const T* x, const uint32_t* offsets,
                                      int experts) {
@@ -665,36 +687,40 @@ template <typename S, typename T, bool GATE_UP>
 __device__ void expert_product_wgmma(const Weights&, const Output<T>&, const T*, const uint32_t*, int) {}
 #endif
 
-//   gate_up: tiled x, paired weights, bias [E, 2F] -> tiled h [P, F]; rows = 2F, columns = C
-//   down: tiled h, plain weights, bias [E, C] -> y [P, C]; rows = C, columns = F
-// C and F are multiples of 32, the size of an MXFP4 block.
-#define DEFINE_PRODUCT(T, SUFFIX, THREADS, PRODUCT)                                                                    \
+//   gate_up: tiled x, paired weights, bias [experts, 2 · intermediate] -> tiled h [pairs, intermediate]
+//     rows = 2 · intermediate, columns = hidden
+//   down: tiled h, plain weights, bias [experts, hidden] -> y [pairs, hidden]
+//     rows = hidden, columns = intermediate
+// `hidden` and `intermediate` are multiples of 32, the size of an MXFP4 block.
+// The last arguments are the template arguments of PRODUCT.
+#define DEFINE_PRODUCT(T, SUFFIX, THREADS, PRODUCT, ...)                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
         expert_gate_up_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* x,               \
                                 const uint32_t* sorted, const uint32_t* offsets, T* h, int rows, int columns,          \
                                 int tiled_rows, int experts, float limit) {                                            \
-        PRODUCT, true>({blocks, scales, rows, columns}, {bias, sorted, h, tiled_rows, limit}, x, offsets, experts);    \
+        PRODUCT<__VA_ARGS__, true>({blocks, scales, rows, columns}, {bias, sorted, h, tiled_rows, limit}, x, offsets,  \
+                                   experts);                                                                           \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(THREADS, 1)                                                           \
         expert_down_##SUFFIX(const uint8_t* blocks, const uint8_t* scales, const T* bias, const T* h,                  \
-                             const uint32_t* sorted, const uint32_t* offsets, T* y, int rows, int columns, int tiled_rows,\
-                             int experts) {                                                                            \
-        PRODUCT, false>({blocks, scales, rows, columns}, {bias, sorted, y, tiled_rows, 0.0f}, h, offsets, experts);    \
+                             const uint32_t* sorted, const uint32_t* offsets, T* y, int rows, int columns,             \
+                             int tiled_rows, int experts) {                                                            \
+        PRODUCT<__VA_ARGS__, false>({blocks, scales, rows, columns}, {bias, sorted, y, tiled_rows, 0.0f}, h, offsets,  \
+                                    experts);                                                                          \
     }
-#define COMMA ,
 #define DEFINE(T, SUFFIX)                                                                                              \
     extern "C" __global__ void gather_tokens_##SUFFIX(const float* x, const uint32_t* sorted, const uint32_t* offsets, \
                                                       T* out, int columns, int rows, int chosen, int experts) {        \
         gather_tokens<T>(x, sorted, offsets, out, columns, rows, chosen, experts);                                     \
     }                                                                                                                  \
-    extern "C" __global__ void expert_combine_##SUFFIX(const T* y, const float* weights, float* x, int n, int columns,     \
-                                                   int chosen) {                                                       \
-        expert_combine<T>(y, weights, x, n, columns, chosen);                                                              \
+    extern "C" __global__ void expert_combine_##SUFFIX(const T* y, const float* weights, float* x, int n, int columns, \
+                                                       int chosen) {                                                   \
+        expert_combine<T>(y, weights, x, n, columns, chosen);                                                          \
     }                                                                                                                  \
-    DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, expert_product<T COMMA 32)                                     \
-    DEFINE_PRODUCT(T, SUFFIX##_t64, EXPERT_MMA_THREADS, expert_product<T COMMA 64)                                     \
-    DEFINE_PRODUCT(T, SUFFIX##_t128, EXPERT_MMA_THREADS, expert_product<T COMMA 128)                                   \
-    DEFINE_PRODUCT(T, SUFFIX##_narrow, EXPERT_WGMMA_THREADS, expert_product_wgmma<Narrow COMMA T)                      \
-    DEFINE_PRODUCT(T, SUFFIX##_wide, EXPERT_WGMMA_THREADS, expert_product_wgmma<Wide COMMA T)
+    DEFINE_PRODUCT(T, SUFFIX##_t32, EXPERT_MMA_THREADS, expert_product, T, 32)                                         \
+    DEFINE_PRODUCT(T, SUFFIX##_t64, EXPERT_MMA_THREADS, expert_product, T, 64)                                         \
+    DEFINE_PRODUCT(T, SUFFIX##_t128, EXPERT_MMA_THREADS, expert_product, T, 128)                                       \
+    DEFINE_PRODUCT(T, SUFFIX##_narrow, EXPERT_WGMMA_THREADS, expert_product_wgmma, Narrow, T)                          \
+    DEFINE_PRODUCT(T, SUFFIX##_wide, EXPERT_WGMMA_THREADS, expert_product_wgmma, Wide, T)
 DEFINE(__half, f16)
 DEFINE(__nv_bfloat16, bf16)

@@ -1,4 +1,4 @@
-//! MXFP4 weights in tiles for tensor cores, and the MLP of routed experts that uses them (`experts_gemm.cu`).
+//! MXFP4 weights in tiles for tensor cores, and the MLP of routed experts that uses them (`expert_mlp.cu`).
 //!
 //! The CPU reference of the MLP combines `expert_matmul` and `clamped_swiglu`.
 
@@ -18,9 +18,9 @@ use crate::kernels::{bytes, unsupported};
 /// MXFP4 matrices in tiles of 16 rows × 64 columns, in the order in which tensor cores read them.
 #[derive(Clone, Debug)]
 pub struct Mxfp4Tiles {
-    /// u8 \[E, ceil(R/16), ceil(C/64), 512\]
+    /// u8 `[experts, ceil(rows / 16), ceil(columns / 64), 512]`
     blocks: Tensor,
-    /// u8 \[E, ceil(R/16), ceil(C/64), 32\]
+    /// u8 `[experts, ceil(rows / 16), ceil(columns / 64), 32]`
     scales: Tensor,
     rows: usize,
     columns: usize,
@@ -35,7 +35,9 @@ pub enum RowOrder {
 }
 
 impl Mxfp4Tiles {
-    /// Repacks blocks \[E, R, C/32, 16\] and scales \[E, R, C/32\] on the GPU and waits for the result.
+    /// Repacks blocks and scales on the GPU and waits for the result.
+    ///
+    /// The blocks are u8 `[experts, rows, columns / 32, 16]`, and the scales are u8 `[experts, rows, columns / 32]`.
     ///
     /// Returns `None` if a scale exceeds 2 or is NaN. The tensor-core kernels do not support such scales.
     /// No known checkpoint has such scales.
@@ -60,11 +62,11 @@ impl Mxfp4Tiles {
             .flag(order == RowOrder::Paired);
         let shape = LaunchShape::linear((experts * row_tiles * column_tiles).div_ceil(8), 256);
         // SAFETY: `mxfp4_dims` checked blocks and scales; the tiles have the sizes that the kernel expects.
-        unsafe { Launch::new(module!("experts_gemm"), "repack_mxfp4", shape, arguments).enqueue(device)? };
+        unsafe { Launch::new(module!("expert_mlp"), "repack_mxfp4", shape, arguments).enqueue(device)? };
         Ok((has_large_scale.to_vec1::<u32>()?[0] == 0).then_some(tiles))
     }
 
-    /// (E, R, C)
+    /// Returns `(experts, rows, columns)`.
     pub fn dims(&self) -> (usize, usize, usize) {
         (self.blocks.dims()[0], self.rows, self.columns)
     }
@@ -86,16 +88,19 @@ impl Mxfp4Tiles {
 #[derive(Clone, Copy)]
 pub struct ExpertLinear<'t> {
     pub tiles: &'t Mxfp4Tiles,
-    /// T \[E, R\]
+    /// bf16 or f16 `[experts, rows]`
     pub bias: &'t Tensor,
 }
 
-/// Returns Σ routing weight · down(clamped_swiglu(gate_up(x))) over each token's chosen experts, f32 \[T, C\].
+/// Returns Σ routing weight · down(clamped_swiglu(gate_up(x))) over each token's chosen experts.
 ///
-/// - x f32 \[T, C\]; the first kernel rounds it to the dtype of the biases, which is bf16 or f16
-/// - ids u32 \[T, N\], each less than E (not checked)
-/// - routing_weights f32 \[T, N\]
-/// - gate_up \[E, 2F, C\] in paired tiles, down \[E, C, F\] in plain tiles
+/// - x: f32 `[tokens, hidden]`; the first kernel rounds it to the dtype of the biases, which is bf16 or f16
+/// - ids: u32 `[tokens, chosen]`, each less than `experts` (not checked)
+/// - routing_weights: f32 `[tokens, chosen]`
+/// - gate_up: `[experts, 2 * intermediate, hidden]` in paired tiles
+/// - down: `[experts, hidden, intermediate]` in plain tiles
+///
+/// The result is f32 `[tokens, hidden]`.
 pub fn expert_mlp(
     x: &Tensor,
     ids: &Tensor,
@@ -135,7 +140,7 @@ pub fn expert_mlp(
     let shape = LaunchShape::linear(pairs.div_ceil(8), 256);
     // SAFETY: all shapes are checked above; all grids cover all elements; the caller guarantees valid ids.
     unsafe {
-        Launch::new(module!("experts_gemm"), format!("gather_tokens_{suffix}"), shape, arguments).enqueue(device)?;
+        Launch::new(module!("expert_mlp"), format!("gather_tokens_{suffix}"), shape, arguments).enqueue(device)?;
     }
 
     // 2. h = clamped_swiglu(gate_up · x), y = down · h
@@ -157,7 +162,7 @@ pub fn expert_mlp(
         )
     };
     let launch = |name: &str, arguments| {
-        Launch::new(module!("experts_gemm"), format!("{name}_{suffix}_{}", product.name), product.shape, arguments)
+        Launch::new(module!("expert_mlp"), format!("{name}_{suffix}_{}", product.name), product.shape, arguments)
     };
     let up_arguments = arguments(gate_up, &gathered, &h, up_rows, columns)?.float(limit);
     let down_arguments = arguments(down, &h, &y, columns, intermediate)?;
@@ -174,7 +179,7 @@ pub fn expert_mlp(
     let shape = LaunchShape::one_thread_each(count);
     // SAFETY: as above.
     unsafe {
-        Launch::new(module!("experts_gemm"), format!("expert_combine_{suffix}"), shape, arguments).enqueue(device)?;
+        Launch::new(module!("expert_mlp"), format!("expert_combine_{suffix}"), shape, arguments).enqueue(device)?;
     }
     Ok(out)
 }
@@ -206,7 +211,10 @@ fn check_shapes(
     }
     let are_whole_blocks = columns.is_multiple_of(MXFP4_BLOCK) && intermediate.is_multiple_of(MXFP4_BLOCK);
     if experts > MAX_EXPERTS || chosen > MAX_CHOSEN_EXPERTS || !are_whole_blocks {
-        bail!("expert_mlp: unsupported sizes: {chosen} of {experts} experts, C {columns}, F {intermediate}");
+        bail!(
+            "expert_mlp: unsupported sizes: {chosen} of {experts} experts, hidden size {columns}, intermediate size \
+             {intermediate}"
+        );
     }
     Ok(())
 }
