@@ -18,6 +18,12 @@
 //!
 //! In CUDA comments, `T` is the element type that a kernel is compiled for.
 
+#![deny(
+    clippy::print_stderr,
+    clippy::print_stdout,
+    reason = "these macros panic if the stream is closed or its disk is full; write to the stream, or use `terminal`"
+)]
+
 pub mod chat;
 #[doc(hidden)]
 pub mod cli;
@@ -28,6 +34,8 @@ pub mod conversation;
 pub mod device;
 pub mod engine;
 pub mod error;
+#[doc(hidden)]
+pub mod files;
 pub mod hub;
 pub mod kernels;
 pub mod language;
@@ -43,8 +51,10 @@ pub mod terminal;
 pub mod text;
 pub mod tokenizer;
 pub mod weights;
+pub mod worker;
 
 pub use engine::{
     Engine, EngineHandle, Event, FinishReason, GenerateOptions, LoadOptions, Request, RequestStream, SamplingParams,
 };
 pub use error::Error;
+pub use worker::init;

@@ -1,3 +1,4 @@
 fn main() -> std::process::ExitCode {
+    inferno::init();
     inferno::cli::main()
 }

@@ -13,6 +13,7 @@ async fn answer(engine: &Engine) -> anyhow::Result<()> {
 }
 
 fn main() -> anyhow::Result<()> {
+    inferno::init();
     let snapshot = hub::Hub::from_env()?.find("demo", None)?;
     let engine = Engine::builder(&snapshot.path).device(DeviceChoice::Cpu).load()?;
     futures::executor::block_on(answer(&engine))

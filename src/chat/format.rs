@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use super::harmony::Harmony;
 use super::harmony_parser::HarmonyParser;
@@ -23,7 +23,18 @@ pub enum ChatFormat {
 pub struct HarmonyFormat(Harmony);
 
 /// A Jinja template from the model's files.
-pub struct TemplateFormat(Box<Template>);
+pub struct TemplateFormat {
+    /// The name of the template file.
+    name: String,
+    /// `None` if another process renders the template.
+    template: Option<Box<Template>>,
+}
+
+impl TemplateFormat {
+    fn new(template: Template) -> Self {
+        Self { name: template.name().to_string(), template: Some(Box::new(template)) }
+    }
+}
 
 impl ChatFormat {
     /// Loads the chat format of the model in `dir`.
@@ -39,7 +50,7 @@ impl ChatFormat {
         if let Some(harmony) = Harmony::find(tokenizer) {
             return Ok(Some(ChatFormat::Harmony(HarmonyFormat(harmony))));
         }
-        Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat(Box::new(template)))))
+        Ok(Template::load(dir)?.map(|template| ChatFormat::Template(TemplateFormat::new(template))))
     }
 
     /// Creates the chat format from a template that was read from `file`.
@@ -56,14 +67,22 @@ impl ChatFormat {
             return Some(ChatFormat::Harmony(HarmonyFormat(harmony)));
         }
         let template = Template::new(file, template.filter(|template| !template.is_empty())?.into(), special_tokens);
-        Some(ChatFormat::Template(TemplateFormat(Box::new(template))))
+        Some(ChatFormat::Template(TemplateFormat::new(template)))
+    }
+
+    /// Creates the chat format with this [`name`](Self::name), for a conversation that another process renders.
+    pub fn rendered_elsewhere(tokenizer: &Tokenizer, name: String) -> ChatFormat {
+        match Harmony::find(tokenizer) {
+            Some(harmony) => ChatFormat::Harmony(HarmonyFormat(harmony)),
+            None => ChatFormat::Template(TemplateFormat { name, template: None }),
+        }
     }
 
     /// Returns `harmony` or the name of the template file.
     pub fn name(&self) -> &str {
         match self {
             ChatFormat::Harmony(_) => "harmony",
-            ChatFormat::Template(format) => format.0.name(),
+            ChatFormat::Template(format) => &format.name,
         }
     }
 
@@ -73,7 +92,10 @@ impl ChatFormat {
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         match self {
             ChatFormat::Harmony(format) => format.0.render(tokenizer, messages, options),
-            ChatFormat::Template(format) => format.0.render(tokenizer, messages, options),
+            ChatFormat::Template(format) => match &format.template {
+                Some(template) => template.render(tokenizer, messages, options),
+                None => bail!("cannot render the conversation in this process"),
+            },
         }
     }
 

@@ -1,8 +1,9 @@
 //! Parses model output in harmony, the chat format of gpt-oss, into channels of text.
 //!
 //! Models violate the format in a few percent of turns (llama.cpp #27720, openai/harmony #33 #80 #82).
-//! The parser therefore never rejects or drops text.
-//! It recognizes control tokens by id, recovers at the next valid token, and counts violations.
+//! The parser therefore never rejects output, and keeps all text outside headers.
+//! Words of a header that has no message become the answer only if nothing else was generated.
+//! The parser recognizes control tokens by id, recovers at the next valid token, and counts violations.
 //! It returns text as soon as that text cannot be part of a header.
 
 use anyhow::Result;

@@ -37,15 +37,32 @@ impl<'t> Marker<'t> {
     }
 
     /// Returns `text` with a mark inside every control token, except those in `allowed`.
-    pub fn mark(&self, text: &str, allowed: &[&str]) -> String {
+    ///
+    /// If normalization turns the text into a control token, returns it with a mark after every character.
+    pub fn mark(&self, text: &str, allowed: &[&str]) -> Result<String> {
         let mut out = String::with_capacity(text.len());
+        if self.becomes_control(text)? {
+            out.extend(text.chars().flat_map(|c| [c, self.mark]));
+            return Ok(out);
+        }
         for (at, c) in text.char_indices() {
             out.push(c);
             if self.control_at(text, at).is_some_and(|control| !allowed.contains(&control)) {
                 out.push(self.mark);
             }
         }
-        out
+        Ok(out)
+    }
+
+    /// Returns whether normalization turns other text in `text` into a control token, such as `＜|end|＞` after NFKC.
+    fn becomes_control(&self, text: &str) -> Result<bool> {
+        if !self.tokenizer.normalizes_controls() {
+            return Ok(false);
+        }
+        let found = self.tokenizer.encode(text, ControlTokens::Parse)?;
+        let found = found.into_iter().filter(|&id| self.tokenizer.is_control(id)).count();
+        let spelled = text.char_indices().filter(|&(at, _)| self.control_at(text, at).is_some()).count();
+        Ok(found > spelled)
     }
 
     /// Returns the longest control token that starts at offset `at` in `text`.

@@ -35,7 +35,7 @@ impl Role {
 }
 
 /// How long a model reasons. Reasoning cannot be turned off, because gpt-oss was not trained to answer without it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ReasoningEffort {
     Low,
     #[default]
@@ -98,6 +98,23 @@ impl Message {
 
     pub fn assistant(content: impl Into<String>) -> Self {
         Self::new(Role::Assistant, content)
+    }
+
+    /// Returns all strings in the message, including its tool calls.
+    pub fn texts(&self) -> Vec<&str> {
+        let mut texts = vec![self.content.as_str()];
+        let optional = [&self.reasoning, &self.tool_call_id, &self.name];
+        texts.extend(optional.into_iter().flatten().map(String::as_str));
+        for call in &self.tool_calls {
+            texts.extend([call.name.as_str(), call.arguments.as_str()]);
+            texts.extend(call.id.as_deref());
+        }
+        texts
+    }
+
+    /// Returns the size of all strings in the message, in bytes.
+    pub fn text_bytes(&self) -> usize {
+        self.texts().into_iter().map(str::len).sum()
     }
 }
 

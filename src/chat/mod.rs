@@ -24,4 +24,4 @@ pub use channel::{Channel, Delta};
 pub use format::{ChatFormat, HarmonyFormat, TemplateFormat};
 pub use message::{Message, ReasoningEffort, Role, ToolCall};
 pub use parser::Parser;
-pub use rendered::{RenderOptions, Rendered};
+pub use rendered::{Render, RenderOptions, Rendered};

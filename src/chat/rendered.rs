@@ -1,9 +1,12 @@
 //! The options and the result of rendering a conversation.
 
-use super::message::ReasoningEffort;
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+
+use super::message::{Message, ReasoningEffort};
 
 /// The options for rendering a prompt from messages.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RenderOptions {
     /// Tools in OpenAI's format: `{"type": "function", "function": {"name", "description", "parameters"}}`.
     pub tools: Vec<serde_json::Value>,
@@ -15,6 +18,11 @@ pub struct RenderOptions {
     pub date: String,
     /// Whether the prompt ends with the start of an assistant message.
     pub add_generation_prompt: bool,
+}
+
+/// Renders conversations to token ids.
+pub trait Render: Send + Sync {
+    fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered>;
 }
 
 /// A rendered conversation, ready for prefill.

@@ -6,12 +6,14 @@
 //!
 //! Templates are untrusted code.
 //! They cannot read files, and their steps, recursion depth and output are limited.
-//! Memory is not limited, because minijinja cannot stop a loop that keeps doubling a string.
+//! minijinja cannot limit memory, nor the time of a single step, nor recursion while it compiles a template.
+//! Therefore, the templates of downloaded models run in another process (see `worker`).
 
 use std::io;
 use std::path::Path;
+use std::sync::OnceLock;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, anyhow, bail};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::Serde;
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value};
@@ -21,6 +23,7 @@ use super::injection::Marker;
 use super::message::{Message, ReasoningEffort, Role};
 use super::rendered::{RenderOptions, Rendered};
 use super::template_functions;
+use crate::files;
 use crate::tokenizer::Tokenizer;
 
 /// The maximum number of template engine steps. They take about one second.
@@ -37,10 +40,11 @@ const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 pub struct Template {
     /// The name of the template file.
     file: String,
+    source: String,
     /// The compiled template, or the compile error.
     ///
-    /// Only rendering returns this error, because a model can be used without its template.
-    environment: std::result::Result<Environment<'static>, String>,
+    /// Rendering compiles the template, because a model can be used without its template, and compiling can fail or crash.
+    environment: OnceLock<std::result::Result<Environment<'static>, String>>,
     /// The special tokens by name, such as `bos_token`.
     special_tokens: Vec<(String, String)>,
     dialect: Dialect,
@@ -61,8 +65,7 @@ impl Template {
     pub fn load(dir: &Path) -> Result<Option<Self>> {
         let config = read_json(&dir.join("tokenizer_config.json"))?;
         let path = dir.join("chat_template.jinja");
-        let (file, source) = if path.exists() {
-            let source = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let (file, source) = if let Some(source) = files::read_text_if_present(&path, files::CHAT_TEMPLATE)? {
             ("chat_template.jinja", source)
         } else {
             let Some(source) = config.get("chat_template").and_then(named_template) else { return Ok(None) };
@@ -72,7 +75,7 @@ impl Template {
         Ok(Some(Self::new(file, source, special_tokens(&config, &special_map))))
     }
 
-    /// Compiles a template from `file`. `special_tokens` are the tokens that the template can use by name.
+    /// Creates a template that was read from `file`. `special_tokens` are the tokens that the template can use by name.
     pub fn new(file: &str, source: String, special_tokens: Vec<(String, String)>) -> Self {
         let dialect = Dialect {
             developer_role: has_word(&source, "developer"),
@@ -85,8 +88,7 @@ impl Template {
                 .flat_map(|content| [format!("{content} is none"), format!("{content} is not none")])
                 .any(|test| source.contains(&test)),
         };
-        let environment = environment(source).map_err(|error| explain(file, &error));
-        Self { file: file.to_string(), environment, special_tokens, dialect }
+        Self { file: file.to_string(), source, environment: OnceLock::new(), special_tokens, dialect }
     }
 
     /// Returns the name of the template file.
@@ -97,9 +99,9 @@ impl Template {
     /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let tools = Json::Array(options.tools.clone());
-        let written = messages.iter().flat_map(texts_of).chain(strings_of(&tools));
+        let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools));
         let marker = Marker::new(tokenizer, written.collect::<Vec<_>>().into_iter())?;
-        let tools = map_strings(&tools, &|text| marker.mark(text, &[]));
+        let tools = map_strings(&tools, &|text| marker.mark(text, &[]))?;
 
         // In OpenAI's format, the arguments of a tool call are a string that contains JSON.
         // Nearly every template expects an object instead. The few that expect a string fail on an object.
@@ -125,8 +127,10 @@ impl Template {
         marker: &Marker,
         arguments: Arguments,
     ) -> Result<String> {
-        let environment = self.environment.as_ref().map_err(|cause| anyhow!("{cause}"))?;
-        let messages: Vec<Json> = messages.iter().map(|message| self.message(message, marker, arguments)).collect();
+        let compile = || environment(&self.source).map_err(|error| explain(&self.file, &error));
+        let environment = self.environment.get_or_init(compile).as_ref().map_err(|cause| anyhow!("{cause}"))?;
+        let messages: Vec<Json> =
+            messages.iter().map(|message| self.message(message, marker, arguments)).collect::<Result<_>>()?;
         let tools = if options.tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
         let mut context = vec![
             ("messages".to_string(), Value::from(Serde(&messages))),
@@ -156,7 +160,7 @@ impl Template {
     }
 
     /// Returns a message as the dictionary that templates expect, without keys for absent values.
-    fn message(&self, message: &Message, marker: &Marker, arguments: Arguments) -> Json {
+    fn message(&self, message: &Message, marker: &Marker, arguments: Arguments) -> Result<Json> {
         let allowed = if message.role == Role::Assistant { &ASSISTANT_TAGS[..] } else { &[] };
         let mark = |text: &str| marker.mark(text, allowed);
         let role = match message.role {
@@ -166,35 +170,35 @@ impl Template {
         let mut dict = Map::new();
         dict.insert("role".into(), json!(role.as_str()));
         let absent = self.dialect.null_content && message.content.is_empty() && !message.tool_calls.is_empty();
-        dict.insert("content".into(), if absent { Json::Null } else { json!(mark(&message.content)) });
+        dict.insert("content".into(), if absent { Json::Null } else { json!(mark(&message.content)?) });
         for (key, value) in [("name", &message.name), ("tool_call_id", &message.tool_call_id)] {
             if let Some(value) = value {
-                dict.insert(key.into(), json!(mark(value)));
+                dict.insert(key.into(), json!(mark(value)?));
             }
         }
         if let Some(reasoning) = &message.reasoning {
             for key in &self.dialect.reasoning_keys {
-                dict.insert((*key).into(), json!(mark(reasoning)));
+                dict.insert((*key).into(), json!(mark(reasoning)?));
             }
         }
         if !message.tool_calls.is_empty() {
             let calls = message.tool_calls.iter().map(|call| {
                 let mut dict = Map::new();
                 if let Some(id) = &call.id {
-                    dict.insert("id".into(), json!(mark(id)));
+                    dict.insert("id".into(), json!(mark(id)?));
                 }
                 dict.insert("type".into(), json!("function"));
                 let parsed = serde_json::from_str::<Json>(&call.arguments).ok().filter(Json::is_object);
                 let arguments = match parsed.filter(|_| arguments == Arguments::Objects) {
-                    Some(object) => map_strings(&object, &mark),
-                    None => json!(mark(&call.arguments)),
+                    Some(object) => map_strings(&object, &mark)?,
+                    None => json!(mark(&call.arguments)?),
                 };
-                dict.insert("function".into(), json!({ "name": mark(&call.name), "arguments": arguments }));
-                Json::Object(dict)
+                dict.insert("function".into(), json!({ "name": mark(&call.name)?, "arguments": arguments }));
+                Ok(Json::Object(dict))
             });
-            dict.insert("tool_calls".into(), calls.collect());
+            dict.insert("tool_calls".into(), calls.collect::<Result<_>>()?);
         }
-        Json::Object(dict)
+        Ok(Json::Object(dict))
     }
 }
 
@@ -213,14 +217,14 @@ enum Arguments {
 struct TemplateFailed(String);
 
 /// Compiles a template.
-fn environment(source: String) -> std::result::Result<Environment<'static>, Error> {
+fn environment(source: &str) -> std::result::Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
     environment.set_fuel(Some(FUEL));
     environment.set_recursion_limit(MAX_DEPTH);
     template_functions::install(&mut environment);
-    environment.add_template_owned(NAME, template_functions::replace_generation_tags(&source))?;
+    environment.add_template_owned(NAME, template_functions::replace_generation_tags(source))?;
     Ok(environment)
 }
 
@@ -258,11 +262,9 @@ impl io::Write for LimitedOutput {
 
 /// Reads a JSON object from an optional file. Returns an empty object if the file does not exist.
 fn read_json(path: &Path) -> Result<Json> {
-    if !path.exists() {
+    let Some(value) = files::read_json_if_present::<Json>(path, files::TOKENIZER_CONFIG)? else {
         return Ok(json!({}));
-    }
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let value: Json = serde_json::from_str(&text).with_context(|| format!("{} is not valid JSON", path.display()))?;
+    };
     if !value.is_object() {
         bail!("{} is not a JSON object", path.display());
     }
@@ -301,18 +303,6 @@ fn has_word(source: &str, word: &str) -> bool {
         .any(|(at, _)| !is_part(source[..at].chars().next_back()) && !is_part(source[at + word.len()..].chars().next()))
 }
 
-/// Returns all strings in a message, including its tool calls.
-fn texts_of(message: &Message) -> Vec<&str> {
-    let mut texts = vec![message.content.as_str()];
-    let optional = [&message.reasoning, &message.tool_call_id, &message.name];
-    texts.extend(optional.into_iter().flatten().map(String::as_str));
-    for call in &message.tool_calls {
-        texts.extend([call.name.as_str(), call.arguments.as_str()]);
-        texts.extend(call.id.as_deref());
-    }
-    texts
-}
-
 /// Returns all strings in a JSON value, including keys.
 fn strings_of(value: &Json) -> Vec<&str> {
     match value {
@@ -326,13 +316,13 @@ fn strings_of(value: &Json) -> Vec<&str> {
 }
 
 /// Applies a function to all strings in a JSON value, including keys.
-fn map_strings(value: &Json, change: &dyn Fn(&str) -> String) -> Json {
-    match value {
-        Json::String(text) => Json::String(change(text)),
-        Json::Array(items) => items.iter().map(|item| map_strings(item, change)).collect(),
-        Json::Object(map) => {
-            Json::Object(map.iter().map(|(key, value)| (change(key), map_strings(value, change))).collect())
-        }
+fn map_strings(value: &Json, change: &dyn Fn(&str) -> Result<String>) -> Result<Json> {
+    Ok(match value {
+        Json::String(text) => Json::String(change(text)?),
+        Json::Array(items) => Json::Array(items.iter().map(|item| map_strings(item, change)).collect::<Result<_>>()?),
+        Json::Object(map) => Json::Object(
+            map.iter().map(|(key, value)| Ok((change(key)?, map_strings(value, change)?))).collect::<Result<_>>()?,
+        ),
         other => other.clone(),
-    }
+    })
 }

@@ -1,16 +1,19 @@
 //! `inferno tokenize`: prints the token ids of a text or conversation.
 
-use std::io::{Read, Write};
-use std::path::PathBuf;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
+use serde::de::DeserializeOwned;
 
 use super::shared::today;
 use crate::chat::{Message, ReasoningEffort, RenderOptions};
+use crate::files;
 use crate::hub::Hub;
-use crate::language::Language;
+use crate::text::library_error;
 use crate::tokenizer::ControlTokens;
+use crate::worker;
 
 /// Show the tokens of a text or a conversation
 #[derive(clap::Args)]
@@ -44,7 +47,7 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let snapshot = Hub::from_env()?.find_tokenizer(&args.model, args.revision.as_deref())?;
-    let language = Language::load(&snapshot.path)?;
+    let language = worker::load_language(&snapshot.path)?;
     let (ids, rendered) = match &args.chat {
         Some(path) => {
             let (messages, tools) = read_conversation(path)?;
@@ -62,7 +65,8 @@ pub fn run(args: Args) -> Result<ExitCode> {
             (language.tokenizer.encode(&text, ControlTokens::Default)?, text)
         }
     };
-    let pieces: Vec<String> = ids.iter().map(|&id| language.tokenizer.token(id).unwrap_or_default()).collect();
+    let pieces: Vec<String> =
+        ids.iter().map(|&id| language.tokenizer.token(id).unwrap_or_default().to_string()).collect();
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{}", serde_json::json!({ "ids": ids, "pieces": pieces, "rendered": rendered }))?;
@@ -80,29 +84,29 @@ fn read_text(args: &Args) -> Result<String> {
         return Ok(text.clone());
     }
     if let Some(path) = &args.file {
-        return std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()));
+        return files::read_input_text(path, files::TEXT);
     }
-    let mut text = String::new();
-    std::io::stdin().read_to_string(&mut text).context("cannot read standard input")?;
-    Ok(text)
+    files::read_stdin(files::TEXT)
 }
 
-fn read_conversation(path: &PathBuf) -> Result<(Vec<Message>, Vec<serde_json::Value>)> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+fn read_conversation(path: &Path) -> Result<(Vec<Message>, Vec<serde_json::Value>)> {
+    let text = files::read_input(path, files::CONVERSATION)?;
     let json: serde_json::Value =
-        serde_json::from_str(&text).with_context(|| format!("cannot parse {}: it is not JSON", path.display()))?;
+        files::parse_json(&text).with_context(|| format!("cannot read {}", path.display()))?;
     let (messages, tools) = match json {
         serde_json::Value::Object(mut fields) => (fields.remove("messages"), fields.remove("tools")),
         list => (Some(list), None),
     };
     let Some(messages) = messages else { bail!("cannot read {}: it has no 'messages'", path.display()) };
-    let messages =
-        serde_json::from_value(messages).with_context(|| format!("cannot parse 'messages' in {}", path.display()))?;
+    let messages = parse_part(path, "messages", messages)?;
     let tools = match tools {
         None | Some(serde_json::Value::Null) => Vec::new(),
-        Some(tools) => {
-            serde_json::from_value(tools).with_context(|| format!("cannot parse 'tools' in {}", path.display()))?
-        }
+        Some(tools) => parse_part(path, "tools", tools)?,
     };
     Ok((messages, tools))
+}
+
+fn parse_part<T: DeserializeOwned>(path: &Path, name: &str, json: serde_json::Value) -> Result<T> {
+    let parsed = serde_json::from_value(json).map_err(|error| anyhow!("{}", library_error(&error)));
+    parsed.with_context(|| format!("cannot read '{name}' in {}", path.display()))
 }

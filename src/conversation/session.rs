@@ -17,7 +17,7 @@ use super::turn::Turn;
 use crate::chat::{Channel, Delta, Message, RenderOptions, Role};
 use crate::engine::{Engine, FinishReason, GenerateOptions, SamplingParams};
 use crate::hub::Snapshot;
-use crate::language::Language;
+use crate::worker;
 
 /// Whether and where a conversation is recorded.
 pub enum Recording {
@@ -97,7 +97,7 @@ impl Session {
 
     /// Returns the number of tokens in the rendered messages.
     pub fn count_tokens(&self, messages: &[Message]) -> Result<usize> {
-        Ok(self.engine().language().render(messages, &self.render_options())?.ids.len())
+        Ok(self.engine().render(messages, &self.render_options())?.ids.len())
     }
 
     fn render_options(&self) -> RenderOptions {
@@ -268,7 +268,7 @@ impl Session {
         let snapshot = models.find(name)?;
         if !self.raw {
             // Check this before dropping the old model.
-            require_chat_format(&Language::load(&snapshot.path)?, &snapshot.name)?;
+            require_chat_format(&worker::load_language(&snapshot.path)?, &snapshot.name)?;
         }
         // The device may not have enough memory for both models.
         drop(self.engine.take());

@@ -18,11 +18,17 @@ use super::sampling::SamplingParams;
 use super::sequence::Sequence;
 use super::stats::{self, Counters, EngineStats};
 use super::stream::RequestStream;
-use crate::chat::{Message, RenderOptions};
+use crate::chat::{Message, RenderOptions, Rendered};
 use crate::error::Error;
 use crate::language::Language;
 use crate::runner::{EagerReason, Executor, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
+
+/// The most bytes of text that a prompt may have for each token of the context. Text has 3 to 5 bytes per token.
+const MAX_BYTES_PER_TOKEN: usize = 32;
+
+/// Prompts up to this size are always encoded, so that the error can give their number of tokens.
+const MIN_TEXT_BYTES: usize = 1 << 20;
 
 /// A handle to an engine. Clones refer to the same engine and can be used on any thread.
 #[derive(Clone)]
@@ -49,7 +55,8 @@ impl EngineHandle {
     ///
     /// Requests run in submission order. A prompt prefix that is already in the KV cache is reused.
     ///
-    /// Fails if the prompt is empty or contains a token id outside the vocabulary, or if the chat format cannot render the conversation.
+    /// Fails if the prompt is empty or contains a token id outside the vocabulary, or if the chat format cannot render
+    /// the conversation.
     /// Fails with [`Error::ContextFull`] if the prompt leaves no room for an answer.
     pub fn submit(&self, request: Request) -> Result<RequestStream> {
         let submitted = Instant::now();
@@ -57,11 +64,12 @@ impl EngineHandle {
         let options = request.options.unwrap_or_else(|| GenerateOptions::new(self.shared.defaults.clone()));
         let (ids, output) = match request.prompt {
             Prompt::Chat { messages, render } => {
-                let rendered = language.render(&messages, &render)?;
+                let rendered = self.render(&messages, &render)?;
                 let parser = language.chat_format()?.parser(&rendered);
                 (rendered.ids, Output::chat(language.clone(), parser, &options))
             }
             Prompt::Text(text) => {
+                self.check_text(text.len())?;
                 let ids = language.tokenizer.encode(&text, ControlTokens::Default)?;
                 let output = Output::raw(language.clone(), &ids, &options);
                 (ids, output)
@@ -103,6 +111,23 @@ impl EngineHandle {
         stats::add(&counters.waiting, 1);
         self.send(Command::Submit(Box::new(sequence))).inspect_err(|_| stats::subtract_one(&counters.waiting))?;
         Ok(RequestStream::new(events, output, options, prompt_tokens, self.info(), submitted))
+    }
+
+    /// Renders a conversation to token ids.
+    ///
+    /// Fails with [`Error::PromptTooLong`] before rendering if the conversation is far longer than the context.
+    pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
+        self.check_text(messages.iter().map(Message::text_bytes).sum())?;
+        self.shared.language.render(messages, options)
+    }
+
+    /// Fails if a text of this size cannot fit in the context. Encoding it would take memory and time for nothing.
+    fn check_text(&self, prompt_bytes: usize) -> Result<()> {
+        let context_tokens = self.context();
+        if prompt_bytes > MIN_TEXT_BYTES.max(context_tokens.saturating_mul(MAX_BYTES_PER_TOKEN)) {
+            return Err(Error::PromptTooLong { prompt_bytes, context_tokens }.into());
+        }
+        Ok(())
     }
 
     /// Submits a conversation to answer. See [`submit`](Self::submit) and [`Prompt::Chat`].

@@ -19,6 +19,7 @@ use crate::nn::kv_cache::KvCache;
 use crate::runner::Runner;
 use crate::weights::quantized::QuantizationTarget;
 use crate::weights::{Checkpoint, Inventory, LoadProgress, Weights};
+use crate::worker;
 
 /// Options for loading a model.
 pub struct LoadOptions<'o> {
@@ -81,7 +82,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
     let (language, model) = thread::scope(|scope| {
         let language = scope.spawn(|| {
             let started = Instant::now();
-            let language = Language::from_checkpoint(dir, &checkpoint);
+            let language = worker::load_language_of(dir, &checkpoint);
             let language = language.and_then(|language| check(&language).map(|()| language));
             is_refused.store(language.is_err(), Ordering::Relaxed);
             language.map(|language| (language, started.elapsed().as_secs_f64()))
@@ -204,10 +205,10 @@ fn allocate(
     let total = checkpoint.bytes();
     let report = |bytes| (options.progress)(bytes, total);
     let started = Instant::now();
-    let loaded = LoadProgress::new(&report);
+    let progress = LoadProgress::new(&report);
     let weights = match options.quantize {
-        Some(quantize) => Weights::quantizing(checkpoint, device, dtype, &loaded, quantize),
-        None => Weights::new(checkpoint, device, dtype, &loaded)?,
+        Some(quantize) => Weights::quantizing(checkpoint, device, dtype, &progress, quantize),
+        None => Weights::new(checkpoint, device, dtype, &progress)?,
     };
     let mut decoder = config.architecture.build(&weights, context)?;
     let attention = decoder.set_attention_backend(options.attention)?;

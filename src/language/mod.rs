@@ -10,7 +10,7 @@ use std::path::Path;
 use anyhow::{Result, bail};
 use serde_json::Value;
 
-use crate::chat::{ChatFormat, Message, RenderOptions, Rendered};
+use crate::chat::{ChatFormat, Message, Render, RenderOptions, Rendered};
 use crate::snapshot;
 use crate::tokenizer::Tokenizer;
 use crate::weights::Checkpoint;
@@ -26,10 +26,14 @@ pub struct Language {
     pub generation_config: Value,
     /// The ids of tokens that end a generation, sorted.
     stop_ids: Vec<u32>,
+    /// Renders conversations in place of `chat`.
+    renderer: Option<Box<dyn Render>>,
 }
 
 impl Language {
     /// Loads the language data of the snapshot in `dir`, which may also be the path of a GGUF file.
+    ///
+    /// A hostile model can make this take any time and memory. `worker::load_language` limits both.
     pub fn load(dir: &Path) -> Result<Self> {
         match snapshot::gguf::find(dir)? {
             Some(file) => Self::from_gguf(&GgufCheckpoint::open(&file)?),
@@ -45,10 +49,20 @@ impl Language {
         }
     }
 
+    /// Replaces the renderer of conversations.
+    pub fn with_renderer(self, renderer: Box<dyn Render>) -> Self {
+        Self { renderer: Some(renderer), ..self }
+    }
+
+    /// Creates the language data from its parts.
+    pub fn new(tokenizer: Tokenizer, chat: Option<ChatFormat>, generation_config: Value, stop_ids: Vec<u32>) -> Self {
+        Self { tokenizer, chat, generation_config, stop_ids, renderer: None }
+    }
+
     /// Loads the language data from GGUF metadata.
     fn from_gguf(checkpoint: &GgufCheckpoint) -> Result<Self> {
         let GgufLanguage { tokenizer, chat, generation_config, stop_ids } = gguf::read(checkpoint)?;
-        Ok(Self { tokenizer, chat, generation_config, stop_ids })
+        Ok(Self::new(tokenizer, chat, generation_config, stop_ids))
     }
 
     /// Loads the language data from tokenizer.json and the config files.
@@ -57,7 +71,7 @@ impl Language {
         let chat = ChatFormat::load(dir, &tokenizer)?;
         let generation_config = stop_ids::read_json(dir, "generation_config.json")?;
         let stop_ids = stop_ids::collect(dir, &generation_config, &tokenizer, chat.as_ref())?;
-        Ok(Self { tokenizer, chat, generation_config, stop_ids })
+        Ok(Self::new(tokenizer, chat, generation_config, stop_ids))
     }
 
     /// Returns whether `token` ends a generation.
@@ -72,7 +86,11 @@ impl Language {
 
     /// Renders a conversation to token ids. Fails for a model without a chat format.
     pub fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
-        self.chat_format()?.render(&self.tokenizer, messages, options)
+        let chat_format = self.chat_format()?;
+        match &self.renderer {
+            Some(renderer) => renderer.render(messages, options),
+            None => chat_format.render(&self.tokenizer, messages, options),
+        }
     }
 
     /// Returns the chat format. Fails for a base model, which has none.

@@ -3,20 +3,22 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use serde_json::Value;
 
 use crate::chat::ChatFormat;
+use crate::files;
 use crate::tokenizer::Tokenizer;
 
 /// Reads a JSON file from the snapshot. Returns null if the file does not exist.
 pub fn read_json(dir: &Path, name: &str) -> Result<Value> {
     let path = dir.join(name);
-    match std::fs::read_to_string(&path) {
-        Ok(text) => serde_json::from_str(&text).with_context(|| format!("cannot parse {}", path.display())),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
-        Err(error) => Err(error).with_context(|| format!("cannot read {}", path.display())),
-    }
+    let limit = match name {
+        "tokenizer_config.json" => files::TOKENIZER_CONFIG,
+        "generation_config.json" => files::GENERATION_CONFIG,
+        _ => files::CONFIG,
+    };
+    Ok(files::read_json_if_present(&path, limit)?.unwrap_or_default())
 }
 
 /// Collects stop token ids from every file that can contain them. For some models, no single file lists them all.

@@ -20,6 +20,7 @@ macro_rules! eprintln {
 }
 
 mod bench;
+mod bounded;
 mod chat;
 mod cli;
 mod compressed;
@@ -32,10 +33,14 @@ mod doctor;
 mod engine;
 mod examples;
 mod families;
+#[cfg(target_os = "linux")]
+mod full_disk;
 mod full_size;
 mod gguf;
 mod golden;
 mod harness;
+mod hostile_files;
+mod hostile_language;
 mod hub;
 mod journal;
 mod kernels;
@@ -50,8 +55,10 @@ mod support;
 mod terminal;
 mod terminal_variants;
 mod tokenizer;
+mod truncated;
 mod weights;
 
 fn main() -> std::process::ExitCode {
+    inferno::init();
     harness::main()
 }

@@ -21,8 +21,9 @@ use tokenizers::{
 };
 
 use super::guard::guarded;
+use crate::text::quote;
 use pre::PreTokenizerSpec;
-use vocabulary::{TokenType, excerpt};
+use vocabulary::TokenType;
 
 pub use vocabulary::{MAX_MERGES, MAX_TOKENS, SpecialIds, Vocabulary};
 
@@ -35,7 +36,7 @@ pub fn build(vocabulary: &Vocabulary) -> Result<tokenizers::Tokenizer> {
         "gpt2" => byte_level(vocabulary, &ids)?,
         "llama" => sentencepiece(vocabulary, &ids, &special)?,
         other => {
-            bail!("metadata key tokenizer.ggml.model: {} is not supported; supported: gpt2, llama", excerpt(other))
+            bail!("metadata key tokenizer.ggml.model: {} is not supported; supported: gpt2, llama", quote(other))
         }
     };
     let post_processor = post_processor(vocabulary, &special)?;
@@ -52,7 +53,7 @@ pub fn build(vocabulary: &Vocabulary) -> Result<tokenizers::Tokenizer> {
     if let Some((content, id)) =
         tokenizer.get_added_vocabulary().get_vocab().iter().find(|(c, id)| ids.get(c.as_str()) != Some(id))
     {
-        bail!("cannot load the tokenizer: token {} has the wrong id {id}", excerpt(content));
+        bail!("cannot load the tokenizer: token {} has the wrong id {id}", quote(content));
     }
     Ok(tokenizer)
 }
@@ -71,7 +72,7 @@ fn byte_level(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Parts
         bail!("metadata key tokenizer.ggml.pre is missing: the file predates May 2024; convert the model again");
     };
     let Some(pre) = pre::find(name) else {
-        let (name, supported) = (excerpt(name), pre::names().join(", "));
+        let (name, supported) = (quote(name), pre::names().join(", "));
         bail!("metadata key tokenizer.ggml.pre: {name} is not supported; supported: {supported}");
     };
     let pre_tokenizer: PreTokenizerWrapper = component(pre.pre_tokenizer())?;
@@ -91,7 +92,7 @@ fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
     let lines = vocabulary.merges.as_ref().context("metadata key tokenizer.ggml.merges is missing")?;
     let mut merges = Merges::with_capacity(lines.len());
     for (rank, line) in lines.iter().enumerate() {
-        let invalid = |why: &str| anyhow!("metadata key tokenizer.ggml.merges[{rank}]: {} {why}", excerpt(line));
+        let invalid = |why: &str| anyhow!("metadata key tokenizer.ggml.merges[{rank}]: {} {why}", quote(line));
         let (left, right) = line.split_once(' ').ok_or_else(|| invalid("is not two tokens"))?;
         if left.is_empty() || right.is_empty() || right.contains(' ') {
             return Err(invalid("is not two tokens"));

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use anyhow::{Result, bail};
 
 use super::pre;
+use crate::text::quote;
 
 /// The maximum number of tokens in a vocabulary. The largest known vocabularies have about 260,000.
 pub const MAX_TOKENS: usize = 1 << 21;
@@ -117,7 +118,7 @@ impl Vocabulary<'_> {
         let mut ids = HashMap::with_capacity(self.tokens.len());
         for (id, token) in self.tokens.iter().enumerate().filter(|(_, token)| !token.is_empty()) {
             if let Some(first) = ids.insert(*token, id as u32) {
-                bail!("metadata key tokenizer.ggml.tokens: {} has the ids {first} and {id}", excerpt(token));
+                bail!("metadata key tokenizer.ggml.tokens: {} has the ids {first} and {id}", quote(token));
             }
         }
         Ok(ids)
@@ -169,11 +170,4 @@ impl Vocabulary<'_> {
             add_eos: is_added("add_eos_token", self.add_eos, false, eos)?,
         })
     }
-}
-
-/// Returns the beginning of a text, quoted for an error message.
-pub fn excerpt(text: &str) -> String {
-    const CHARACTERS: usize = 60;
-    let more = if text.chars().nth(CHARACTERS).is_some() { "…" } else { "" };
-    format!("{:?}{more}", text.chars().take(CHARACTERS).collect::<String>())
 }

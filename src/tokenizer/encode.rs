@@ -1,0 +1,21 @@
+//! The interface of encoders.
+
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+
+/// How `encode` treats control tokens in a text, such as `<|start|>` and `</s>`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ControlTokens {
+    /// Parse control tokens, and add the tokenizer's own prefix and suffix, such as `<s>`.
+    /// This is the default of `encode` in Hugging Face libraries.
+    Default,
+    /// Parse control tokens and add nothing. Used for rendered chat templates.
+    Parse,
+    /// Encode control tokens as ordinary text. Used for text from users and tools.
+    Text,
+}
+
+/// Encodes text to token ids.
+pub trait Encode: Send + Sync {
+    fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>>;
+}

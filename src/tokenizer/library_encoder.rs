@@ -1,0 +1,94 @@
+//! Encodes text with the `tokenizers` library.
+
+use std::sync::Mutex;
+
+use anyhow::{Result, anyhow, bail};
+
+use super::encode::{ControlTokens, Encode};
+use super::guard::guarded;
+use super::table::ControlToken;
+use crate::text::quote;
+
+/// The `tokenizers` library, which runs in this process.
+pub struct LibraryEncoder {
+    /// Guarded by a mutex, because control token handling is a setting of the tokenizer, not an argument of each call.
+    library: Mutex<tokenizers::Tokenizer>,
+    /// The ids of all control tokens, sorted.
+    control_ids: Vec<u32>,
+    /// The control tokens that the library does not know as special, longest first.
+    unmarked: Vec<String>,
+}
+
+impl LibraryEncoder {
+    pub fn new(mut library: tokenizers::Tokenizer, controls: &[ControlToken]) -> Result<Self> {
+        // The file may contain truncation and padding settings from training. Generation must not use them.
+        library.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
+        let mut control_ids: Vec<u32> = controls.iter().map(|control| control.id).collect();
+        control_ids.sort_unstable();
+        let unmarked = controls.iter().filter(|control| !control.is_special && !control.content.is_empty());
+        let unmarked = unmarked.map(|control| control.content.clone()).collect();
+        Ok(Self { library: Mutex::new(library), control_ids, unmarked })
+    }
+
+    fn encode_raw(&self, text: &str, add_special_tokens: bool, controls_are_text: bool) -> Result<Vec<u32>> {
+        let mut library = self.library.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        library.set_encode_special_tokens(controls_are_text);
+        let encoding = guarded("encode the text", || library.encode_fast(text, add_special_tokens))?;
+        Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Encodes text that must not become a control token.
+    fn encode_text(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
+        let piece_ids = self.encode_raw(text, false, true)?;
+        if !piece_ids.iter().any(|id| self.control_ids.binary_search(id).is_ok()) {
+            ids.extend(piece_ids);
+            return Ok(());
+        }
+        // The library can match a control token after normalization, for example `＜|end|＞` after NFKC.
+        // Halving the text splits each such match sooner or later.
+        let middle = text.char_indices().map(|(at, _)| at).nth(text.chars().count() / 2).unwrap_or(0);
+        if middle == 0 {
+            bail!("cannot encode {} as text: this tokenizer turns it into a control token", quote(text));
+        }
+        let (left, right) = text.split_at(middle);
+        self.encode_text(left, ids)?;
+        self.encode_text(right, ids)
+    }
+
+    /// Splits text after the first character of every control token that is not marked special.
+    fn split_at_unmarked_controls<'t>(&self, text: &'t str) -> Vec<&'t str> {
+        let mut pieces = Vec::new();
+        let mut start = 0;
+        let mut at = 0;
+        while at < text.len() {
+            let width = text[at..].chars().next().map_or(1, char::len_utf8);
+            if self.unmarked.iter().any(|control| text[at..].starts_with(control)) {
+                pieces.push(&text[start..at + width]);
+                start = at + width;
+            }
+            at += width;
+        }
+        if start < text.len() {
+            pieces.push(&text[start..]);
+        }
+        pieces
+    }
+}
+
+impl Encode for LibraryEncoder {
+    fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
+        match controls {
+            ControlTokens::Default => self.encode_raw(text, true, false),
+            ControlTokens::Parse => self.encode_raw(text, false, false),
+            ControlTokens::Text => {
+                // The library can encode special tokens as text, but not added tokens that are not marked special.
+                // Text is therefore split inside such tokens, such as `<think>`. No piece contains a whole token.
+                let mut ids = Vec::new();
+                for piece in self.split_at_unmarked_controls(text) {
+                    self.encode_text(piece, &mut ids)?;
+                }
+                Ok(ids)
+            }
+        }
+    }
+}

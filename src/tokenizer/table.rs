@@ -1,0 +1,245 @@
+//! The tokens of a vocabulary and the decoder that joins them to text.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Result, bail};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tokenizers::{AddedToken, Decoder, DecoderWrapper};
+
+use super::guard::guarded;
+
+/// The longest token, in bytes. Known vocabularies have tokens of up to a few hundred bytes.
+const MAX_TOKEN_BYTES: usize = 64 << 10;
+/// The size of all tokens together, in bytes.
+const MAX_TABLE_BYTES: usize = 256 << 20;
+/// The maximum number of steps of a decoder. Known decoders have four.
+const MAX_DECODER_STEPS: usize = 32;
+/// The maximum factor by which the steps of a decoder lengthen a text. Known decoders replace `▁` (3 bytes) with a space.
+const MAX_DECODER_GROWTH: usize = 64;
+
+/// An added token that acts as a control token.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ControlToken {
+    pub content: String,
+    pub id: u32,
+    /// Whether the tokenizer's file marks it as special. Many vocabularies do not mark tokens such as `<think>`.
+    pub is_special: bool,
+}
+
+/// The tokens of a vocabulary by id, its control tokens and its decoder.
+///
+/// Decoding takes time and memory in proportion to the text: tokens and decoders that could take more are rejected.
+pub struct TokenTable {
+    /// All tokens, one after the other, in the order of their ids.
+    text: String,
+    /// The ids of the tokens, sorted.
+    ids: Vec<u32>,
+    /// The end of each token in `text`.
+    ends: Vec<u32>,
+    /// Control tokens, longest first: special tokens and added tokens of the form `<...>` or `[...]`.
+    controls: Vec<ControlToken>,
+    /// The ids of the control tokens, sorted.
+    control_ids: Vec<u32>,
+    decoder: Option<DecoderWrapper>,
+    normalizes_controls: bool,
+}
+
+/// Everything in a table except the tokens, as JSON.
+#[derive(Serialize, Deserialize)]
+struct Header {
+    controls: Vec<ControlToken>,
+    decoder: Option<Value>,
+    normalizes_controls: bool,
+}
+
+impl TokenTable {
+    /// Copies the tokens and the decoder of a tokenizer.
+    pub fn new(library: &tokenizers::Tokenizer) -> Result<Self> {
+        let (controls, is_any_normalized) = controls(library);
+        let mut table = Self::empty(Header {
+            controls,
+            decoder: library.get_decoder().map(serde_json::to_value).transpose()?,
+            normalizes_controls: library.get_normalizer().is_some() && is_any_normalized,
+        })?;
+        // Two tokens can have the same id. `id_to_token` decides which token wins.
+        let count = u32::try_from(library.get_vocab_size(true)).unwrap_or(u32::MAX);
+        for id in 0..count {
+            if let Some(token) = library.id_to_token(id) {
+                table.push(id, &token)?;
+            }
+        }
+        // Ids can have gaps, so some can be larger than the number of tokens.
+        if table.len() < count as usize {
+            let larger: BTreeSet<u32> = library.get_vocab(true).into_values().filter(|&id| id >= count).collect();
+            for id in larger {
+                table.push(id, &library.id_to_token(id).unwrap_or_default())?;
+            }
+        }
+        Ok(table)
+    }
+
+    fn empty(header: Header) -> Result<Self> {
+        let Header { controls, decoder, normalizes_controls } = header;
+        if let Some(decoder) = &decoder {
+            check_decoder(decoder)?;
+        }
+        let decoder = guarded("load the decoder of the tokenizer", || decoder.map(serde_json::from_value).transpose())?;
+        let mut control_ids: Vec<u32> = controls.iter().map(|control| control.id).collect();
+        control_ids.sort_unstable();
+        let (text, ids, ends) = (String::new(), Vec::new(), Vec::new());
+        Ok(Self { text, ids, ends, controls, control_ids, decoder, normalizes_controls })
+    }
+
+    /// Adds a token with a larger id than all others.
+    fn push(&mut self, id: u32, token: &str) -> Result<()> {
+        if token.len() > MAX_TOKEN_BYTES {
+            bail!("cannot load the tokenizer: token {id} has {} bytes; the limit is {MAX_TOKEN_BYTES}", token.len());
+        }
+        if self.text.len() + token.len() > MAX_TABLE_BYTES {
+            bail!("cannot load the tokenizer: its tokens have more than {MAX_TABLE_BYTES} bytes");
+        }
+        self.text.push_str(token);
+        self.ids.push(id);
+        self.ends.push(self.text.len() as u32);
+        Ok(())
+    }
+
+    /// Returns the table as JSON and, for each token, its id, its length and its bytes.
+    pub fn to_parts(&self) -> Result<(Value, Vec<u8>)> {
+        let header = Header {
+            controls: self.controls.clone(),
+            decoder: self.decoder.as_ref().map(serde_json::to_value).transpose()?,
+            normalizes_controls: self.normalizes_controls,
+        };
+        let mut bytes = Vec::with_capacity(self.text.len() + self.len() * 8);
+        for (index, id) in self.ids.iter().enumerate() {
+            let token = self.at(index).as_bytes();
+            bytes.extend_from_slice(&id.to_le_bytes());
+            bytes.extend_from_slice(&(token.len() as u32).to_le_bytes());
+            bytes.extend_from_slice(token);
+        }
+        Ok((serde_json::to_value(header)?, bytes))
+    }
+
+    /// Rebuilds a table from the result of [`to_parts`](Self::to_parts).
+    pub fn from_parts(header: Value, mut bytes: &[u8]) -> Result<Self> {
+        fn number(bytes: &mut &[u8]) -> Option<u32> {
+            let (number, rest) = bytes.split_first_chunk()?;
+            *bytes = rest;
+            Some(u32::from_le_bytes(*number))
+        }
+        let mut table = Self::empty(serde_json::from_value(header)?)?;
+        while !bytes.is_empty() {
+            let (id, length) = (number(&mut bytes), number(&mut bytes));
+            let token = length.and_then(|length| bytes.split_at_checked(length as usize));
+            let (Some(id), Some((token, rest))) = (id, token) else { bail!("the table of tokens is incomplete") };
+            if table.ids.last().is_some_and(|&last| last >= id) {
+                bail!("the table of tokens is not sorted");
+            }
+            table.push(id, std::str::from_utf8(token)?)?;
+            bytes = rest;
+        }
+        Ok(table)
+    }
+
+    /// Returns the number of tokens.
+    pub fn len(&self) -> usize {
+        self.ids.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.ids.is_empty()
+    }
+
+    /// Returns the control tokens, longest first.
+    pub fn controls(&self) -> &[ControlToken] {
+        &self.controls
+    }
+
+    pub fn is_control(&self, id: u32) -> bool {
+        self.control_ids.binary_search(&id).is_ok()
+    }
+
+    /// Returns whether normalization can turn other text into a control token.
+    pub fn normalizes_controls(&self) -> bool {
+        self.normalizes_controls
+    }
+
+    pub fn token(&self, id: u32) -> Option<&str> {
+        self.ids.binary_search(&id).ok().map(|index| self.at(index))
+    }
+
+    fn at(&self, index: usize) -> &str {
+        let start = if index == 0 { 0 } else { self.ends[index - 1] };
+        &self.text[start as usize..self.ends[index] as usize]
+    }
+
+    /// Returns the id of a token. Compares with every token.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        (0..self.len()).find(|&index| self.at(index) == token).map(|index| self.ids[index])
+    }
+
+    /// Decodes ids to text. Ignores ids that have no token.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        let tokens: Vec<String> = ids.iter().filter_map(|&id| self.token(id).map(str::to_string)).collect();
+        match &self.decoder {
+            Some(decoder) => guarded("decode the tokens", || decoder.decode(tokens)),
+            None => Ok(tokens.join(" ")),
+        }
+    }
+}
+
+/// Returns the control tokens of a tokenizer, longest first, and whether any is matched after normalization.
+fn controls(library: &tokenizers::Tokenizer) -> (Vec<ControlToken>, bool) {
+    let mut added = library.get_added_tokens_decoder();
+    added.retain(|_, token| token.special || looks_like_control(&token.content));
+    let is_any_normalized = added.values().any(|token| token.normalized);
+    let control =
+        |(id, token): (u32, AddedToken)| ControlToken { content: token.content, id, is_special: token.special };
+    let mut controls: Vec<ControlToken> = added.into_iter().map(control).collect();
+    controls.sort_by(|a, b| b.content.len().cmp(&a.content.len()).then(a.id.cmp(&b.id)));
+    (controls, is_any_normalized)
+}
+
+/// Returns whether a token looks like a control token, such as `<think>`, `</tool_call>` or `[INST]`.
+fn looks_like_control(content: &str) -> bool {
+    let inner = content
+        .strip_prefix('<')
+        .and_then(|rest| rest.strip_suffix('>'))
+        .or_else(|| content.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')));
+    inner.is_some_and(|inner| !inner.is_empty() && !inner.contains(char::is_whitespace))
+}
+
+/// Fails if a decoder, in the format of tokenizer.json, could take unbounded time or memory.
+fn check_decoder(decoder: &Value) -> Result<()> {
+    let mut steps = Vec::new();
+    collect_steps(decoder, &mut steps);
+    if steps.len() > MAX_DECODER_STEPS {
+        bail!("cannot load the tokenizer: its decoder has {} steps; the limit is {MAX_DECODER_STEPS}", steps.len());
+    }
+    let mut growth = 1usize;
+    for step in steps.iter().filter(|step| step["type"] == "Replace") {
+        let Some(pattern) = step["pattern"]["String"].as_str() else {
+            bail!("cannot load the tokenizer: its decoder replaces a regular expression, which is not supported");
+        };
+        let content = step["content"].as_str().map_or(0, str::len);
+        // An empty pattern matches before every byte.
+        let factor = if pattern.is_empty() { content + 1 } else { content.div_ceil(pattern.len()) };
+        growth = growth.saturating_mul(factor.max(1));
+    }
+    if growth > MAX_DECODER_GROWTH {
+        bail!(
+            "cannot load the tokenizer: its decoder can lengthen text {growth}-fold; the limit is {MAX_DECODER_GROWTH}"
+        );
+    }
+    Ok(())
+}
+
+/// Adds the steps of a decoder in order, also those of nested sequences.
+fn collect_steps<'d>(decoder: &'d Value, steps: &mut Vec<&'d Value>) {
+    match decoder["decoders"].as_array() {
+        Some(decoders) => decoders.iter().for_each(|decoder| collect_steps(decoder, steps)),
+        None => steps.push(decoder),
+    }
+}

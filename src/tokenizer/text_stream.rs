@@ -1,0 +1,66 @@
+//! A streaming decoder that never splits a character.
+
+use anyhow::Result;
+
+use super::Tokenizer;
+
+/// A streaming decoder. It holds back text while the last character may be incomplete.
+pub struct TextStream {
+    /// The ids of the last text that was returned, kept as left context, followed by newer ids.
+    ids: Vec<u32>,
+    /// The number of leading `ids` whose text was already returned.
+    emitted: usize,
+}
+
+/// The number of ids after which an incomplete character is returned as U+FFFD. Valid characters need fewer.
+const MAX_HELD_IDS: usize = 8;
+
+impl TextStream {
+    /// Creates a decoder for a new text.
+    pub fn new() -> Self {
+        Self { ids: Vec::new(), emitted: 0 }
+    }
+
+    /// Creates a decoder that continues a text after `ids`.
+    ///
+    /// The last few `ids` become left context, because SentencePiece drops the space before the first word of a text.
+    pub fn continuing(ids: &[u32]) -> Self {
+        let context = &ids[ids.len().saturating_sub(4)..];
+        Self { ids: context.to_vec(), emitted: context.len() }
+    }
+
+    /// Adds an id and returns the text that is now complete, if any.
+    pub fn push(&mut self, tokenizer: &Tokenizer, id: u32) -> Result<String> {
+        self.ids.push(id);
+        self.take(tokenizer, self.ids.len() - self.emitted >= MAX_HELD_IDS)
+    }
+
+    /// Ends the text and returns any text that was held back.
+    pub fn finish(&mut self, tokenizer: &Tokenizer) -> Result<String> {
+        self.take(tokenizer, true)
+    }
+
+    fn take(&mut self, tokenizer: &Tokenizer, force: bool) -> Result<String> {
+        // Some text depends on its left context, such as the space before a word in SentencePiece vocabularies.
+        let emitted = tokenizer.decode(&self.ids[..self.emitted])?;
+        let text = tokenizer.decode(&self.ids)?;
+        if !force && text.ends_with('\u{FFFD}') {
+            return Ok(String::new());
+        }
+        let new = match text.strip_prefix(emitted.as_str()) {
+            Some(new) => new.to_string(),
+            // The left context ended with an incomplete character, so skip its characters by count instead.
+            None => text.chars().skip(emitted.chars().count()).collect(),
+        };
+        // Keep the previous left context if the new ids add no text.
+        self.ids.drain(..if new.is_empty() { self.ids.len().saturating_sub(MAX_HELD_IDS) } else { self.emitted });
+        self.emitted = self.ids.len();
+        Ok(new)
+    }
+}
+
+impl Default for TextStream {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,177 @@
+//! inferno's side of a worker: starts the process, sends requests, and explains how it ended.
+
+use std::io::{self, Read};
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::Signal;
+
+use super::limits::Budget;
+use super::protocol::{self, Loaded, Request, Response};
+use crate::chat::{ChatFormat, Message, Render, RenderOptions, Rendered};
+use crate::language::Language;
+use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
+
+/// The process that runs the tokenizer and the chat template of one model.
+pub struct Worker {
+    dir: PathBuf,
+    /// `None` after the process has ended. The next request starts a new one.
+    process: Mutex<Option<Process>>,
+}
+
+impl Worker {
+    /// Loads the language data of the snapshot in `dir` in a worker.
+    pub fn load(dir: &Path) -> Result<Language> {
+        let dir = std::path::absolute(dir)?;
+        let (process, Loaded { table, chat, generation_config, stop_ids }, tokens) = Process::start(&dir)?;
+        let worker = Arc::new(Self { dir, process: Mutex::new(Some(process)) });
+        let table = TokenTable::from_parts(table, &tokens)?;
+        let tokenizer = Tokenizer::from_table(table, Box::new(Remote(worker.clone())));
+        let chat = chat.map(|name| ChatFormat::rendered_elsewhere(&tokenizer, name));
+        let language = Language::new(tokenizer, chat, generation_config, stop_ids);
+        Ok(language.with_renderer(Box::new(Remote(worker))))
+    }
+
+    /// Sends a request to the process, which is started again if it has ended. Returns the response.
+    fn call(&self, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
+        let mut slot = self.process.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut process = match slot.take() {
+            Some(process) => process,
+            None => Process::start(&self.dir)?.0,
+        };
+        let response = process.call(&self.dir, request, body)?;
+        *slot = Some(process);
+        drop(slot);
+        match response {
+            (Response::Failed(message), _) => bail!(message),
+            response => Ok(response),
+        }
+    }
+}
+
+/// Encodes text and renders conversations in a worker.
+struct Remote(Arc<Worker>);
+
+impl Encode for Remote {
+    fn encode(&self, text: &str, controls: ControlTokens) -> Result<Vec<u32>> {
+        let (_, body) = self.0.call(&Request::Encode(controls), text.as_bytes())?;
+        Ok(protocol::ids_from_bytes(&body))
+    }
+}
+
+impl Render for Remote {
+    fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
+        let (response, body) = self.0.call(&Request::Render(messages.to_vec(), options.clone()), &[])?;
+        let Response::Rendered(text) = response else { bail!("the worker answered another request") };
+        Ok(Rendered { ids: protocol::ids_from_bytes(&body), text })
+    }
+}
+
+/// A running worker.
+struct Process {
+    child: Child,
+    stdin: ChildStdin,
+    stdout: ChildStdout,
+    stderr: ChildStderr,
+}
+
+impl Process {
+    /// Starts a worker and loads the model in `dir`.
+    fn start(dir: &Path) -> Result<(Self, Loaded, Vec<u8>)> {
+        // This name works even if the program's file was replaced.
+        let mut command = Command::new("/proc/self/exe");
+        command.arg(protocol::ARGUMENT).env_clear().env("RAYON_NUM_THREADS", "2");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        // Ctrl-C goes to the whole process group. It must end the answer, not the worker.
+        command.process_group(0);
+        let mut child = command.spawn().context("cannot start the process for the tokenizer and the chat template")?;
+        let (Some(stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
+        else {
+            bail!("cannot start the process for the tokenizer and the chat template: it has no pipes");
+        };
+        let mut process = Self { child, stdin, stdout, stderr };
+        match process.call(dir, &Request::Load, dir.as_os_str().as_bytes())? {
+            (Response::Loaded(loaded), tokens) => Ok((process, *loaded, tokens)),
+            (Response::Failed(message), _) => bail!(message),
+            _ => bail!("the worker answered another request"),
+        }
+    }
+
+    /// Sends a request and waits for the response. Fails if the process ends or takes too long.
+    fn call(&mut self, dir: &Path, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
+        let budget = Budget::of(request, body);
+        // A write fails if the process has ended. Then, so does the read.
+        let written = protocol::write(&mut self.stdin, request, body);
+        let mut input = WithDeadline { stdout: &mut self.stdout, deadline: Instant::now() + budget.wait() };
+        match protocol::read(&mut input) {
+            Ok(Some(response)) => written.map(|()| response),
+            Ok(None) | Err(_) => Err(self.failure(dir, request, budget)),
+        }
+    }
+
+    /// Ends the process and returns why the request failed.
+    fn failure(&mut self, dir: &Path, request: &Request, budget: Budget) -> anyhow::Error {
+        let is_ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)));
+        // The pipe closes shortly before the process ends.
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while !is_ended(&mut self.child) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let is_late = !is_ended(&mut self.child);
+        let _ = self.child.kill();
+        let status = self.child.wait();
+        let mut last_words = String::new();
+        let _ = self.stderr.by_ref().take(4096).read_to_string(&mut last_words);
+
+        let (action, what) = match request {
+            Request::Load => ("load the tokenizer", "it"),
+            Request::Encode(_) => ("encode the text", "the tokenizer"),
+            Request::Render(..) => ("render the conversation", "the chat template"),
+        };
+        let signal = status.as_ref().ok().and_then(|status| Signal::try_from(status.signal()?).ok());
+        let reason = if is_late || signal == Some(Signal::SIGXCPU) {
+            format!("{what} took more than {} s", budget.cpu_s)
+        } else if last_words.contains("memory allocation of") || last_words.contains("out of memory") {
+            format!("{what} needed more than {} MB of memory", budget.memory_bytes >> 20)
+        } else if last_words.contains("overflowed its stack") || signal == Some(Signal::SIGSEGV) {
+            format!("{what} is nested too deeply")
+        } else {
+            format!("its process ended unexpectedly ({})", status.map_or_else(|e| e.to_string(), |s| s.to_string()))
+        };
+        anyhow!("cannot {action} of {}: {reason}", dir.display())
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Both fail only if the process has already ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A pipe whose reads fail after a deadline.
+struct WithDeadline<'p> {
+    stdout: &'p mut ChildStdout,
+    deadline: Instant,
+}
+
+impl Read for WithDeadline<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let left = self.deadline.saturating_duration_since(Instant::now()).as_millis();
+        let timeout = PollTimeout::try_from(left.min(i32::MAX as u128) as i32).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(self.stdout.as_fd(), PollFlags::POLLIN)], timeout) {
+            Ok(0) => Err(io::ErrorKind::TimedOut.into()),
+            Ok(_) => self.stdout.read(buffer),
+            Err(nix::errno::Errno::EINTR) => Err(io::ErrorKind::Interrupted.into()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}

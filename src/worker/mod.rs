@@ -1,0 +1,66 @@
+//! Runs the tokenizer and the chat template of a model in another process, with limits on memory, time and stack.
+//!
+//! Both are untrusted: a template is a program, and a tokenizer can take any time and memory for any text. A process is the
+//! only place where all of that can be stopped. It is this program again, with a hidden argument, so [`init`] must run
+//! first in `main`. It lives as long as the model. If a request exceeds a limit, the process ends, the request fails with
+//! one sentence, and the next request starts a new process.
+//!
+//! Programs that do not call [`init`] load tokenizers and templates in their own process. Then only the number of template
+//! steps, the recursion depth and the output are limited.
+
+#[cfg(target_os = "linux")]
+mod client;
+#[cfg(target_os = "linux")]
+mod limits;
+#[cfg(target_os = "linux")]
+mod protocol;
+#[cfg(target_os = "linux")]
+mod server;
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::Result;
+
+use crate::language::Language;
+use crate::weights::Checkpoint;
+
+/// Whether this program can start itself as a worker.
+static IS_ENABLED: AtomicBool = AtomicBool::new(false);
+
+/// Lets inferno run tokenizers and chat templates in a process of their own. Call it first in `main`.
+///
+/// In that process, this function serves requests and does not return. Does nothing on systems other than Linux.
+pub fn init() {
+    #[cfg(target_os = "linux")]
+    if std::env::args_os().skip(1).eq([protocol::ARGUMENT]) {
+        std::process::exit(server::run());
+    }
+    IS_ENABLED.store(true, Ordering::Relaxed);
+}
+
+/// Loads the language data of the snapshot in `dir`, which may also be the path of a GGUF file.
+pub fn load_language(dir: &Path) -> Result<Language> {
+    match start(dir) {
+        Some(language) => language,
+        None => Language::load(dir),
+    }
+}
+
+/// Loads the language data of a snapshot whose checkpoint is already open.
+pub fn load_language_of(dir: &Path, checkpoint: &Checkpoint) -> Result<Language> {
+    match start(dir) {
+        Some(language) => language,
+        None => Language::from_checkpoint(dir, checkpoint),
+    }
+}
+
+/// Loads the language data in a worker. Returns `None` if the program cannot start workers.
+#[cfg_attr(not(target_os = "linux"), expect(unused_variables))]
+fn start(dir: &Path) -> Option<Result<Language>> {
+    #[cfg(target_os = "linux")]
+    if IS_ENABLED.load(Ordering::Relaxed) {
+        return Some(client::Worker::load(dir));
+    }
+    None
+}

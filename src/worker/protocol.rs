@@ -1,0 +1,111 @@
+//! The messages between inferno and a worker, over its standard input and output.
+//!
+//! A frame has a head, which is JSON, and a body of bytes: two lengths (u32, little-endian), the head, the body.
+
+use std::io::{self, Read, Write};
+
+use anyhow::{Result, bail};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::chat::{Message, RenderOptions};
+use crate::tokenizer::ControlTokens;
+
+/// The argument that turns this program into a worker. It is visible in lists of processes.
+pub const ARGUMENT: &str = "language-worker";
+
+/// The longest head or body, in bytes.
+const MAX_BYTES: usize = 1 << 30;
+
+#[derive(Serialize, Deserialize)]
+pub enum Request {
+    /// Load the model whose path is in the body. Always the first request.
+    Load,
+    /// Encode the text in the body.
+    Encode(ControlTokens),
+    Render(Vec<Message>, RenderOptions),
+}
+
+impl Request {
+    /// Returns the size of the texts in a request with this body.
+    pub fn text_bytes(&self, body: &[u8]) -> usize {
+        match self {
+            Request::Load => 0,
+            Request::Encode(_) => body.len(),
+            Request::Render(messages, options) => {
+                let tools = options.tools.iter().map(|tool| tool.to_string().len()).sum::<usize>();
+                messages.iter().map(Message::text_bytes).sum::<usize>() + tools
+            }
+        }
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+pub enum Response {
+    /// The tokens are in the body.
+    Loaded(Box<Loaded>),
+    /// The token ids are in the body.
+    Encoded,
+    /// A rendered conversation, as text. The token ids are in the body.
+    Rendered(String),
+    /// The request failed with this message. The worker can take more requests.
+    Failed(String),
+}
+
+/// The language data of a model, except its tokens.
+#[derive(Serialize, Deserialize)]
+pub struct Loaded {
+    pub table: Value,
+    /// The name of the chat format.
+    pub chat: Option<String>,
+    pub generation_config: Value,
+    pub stop_ids: Vec<u32>,
+}
+
+/// Writes a frame.
+pub fn write(out: &mut impl Write, head: &impl Serialize, body: &[u8]) -> Result<()> {
+    let head = serde_json::to_vec(head)?;
+    if head.len().max(body.len()) > MAX_BYTES {
+        bail!("a text of {} bytes is too long", head.len().max(body.len()));
+    }
+    let lengths = [head.len(), body.len()].map(|length| (length as u32).to_le_bytes());
+    out.write_all(&lengths.concat())?;
+    out.write_all(&head)?;
+    out.write_all(body)?;
+    Ok(out.flush()?)
+}
+
+/// Reads a frame. Returns `None` at the end of the input.
+pub fn read<T: DeserializeOwned>(input: &mut impl Read) -> Result<Option<(T, Vec<u8>)>> {
+    let mut lengths = [[0; 4]; 2];
+    match input.read_exact(lengths.as_flattened_mut()) {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        result => result?,
+    }
+    let [head, body] = lengths.map(|length| u32::from_le_bytes(length) as usize);
+    let head = read_bytes(input, head)?;
+    Ok(Some((serde_json::from_slice(&head)?, read_bytes(input, body)?)))
+}
+
+/// Reads `length` bytes. Memory grows with the bytes that arrive.
+fn read_bytes(input: &mut impl Read, length: usize) -> Result<Vec<u8>> {
+    if length > MAX_BYTES {
+        bail!("a frame of {length} bytes is too long");
+    }
+    let mut bytes = Vec::new();
+    if input.take(length as u64).read_to_end(&mut bytes)? < length {
+        bail!("the frame is incomplete");
+    }
+    Ok(bytes)
+}
+
+/// Returns token ids as bytes.
+pub fn ids_to_bytes(ids: &[u32]) -> Vec<u8> {
+    ids.iter().flat_map(|id| id.to_le_bytes()).collect()
+}
+
+/// Returns the token ids in a body.
+pub fn ids_from_bytes(bytes: &[u8]) -> Vec<u32> {
+    bytes.as_chunks().0.iter().map(|id| u32::from_le_bytes(*id)).collect()
+}

@@ -1,0 +1,79 @@
+//! The worker's side: serves requests until its input ends.
+
+use std::ffi::OsString;
+use std::io::{BufReader, BufWriter, stdin, stdout};
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+use std::thread;
+
+use anyhow::{Context, Result, bail};
+
+use super::limits::{self, Budget};
+use super::protocol::{self, Loaded, Request, Response};
+use crate::language::Language;
+use crate::text::error_message;
+
+/// Serves requests until the input ends. Returns the exit code.
+pub fn run() -> i32 {
+    // Templates and regular expressions are recursive, so the stack must not depend on `ulimit -s`.
+    let server = thread::Builder::new().name("language-worker".into()).stack_size(limits::STACK_BYTES).spawn(serve);
+    match server.map(thread::JoinHandle::join) {
+        Ok(Ok(Ok(()))) => 0,
+        _ => 1,
+    }
+}
+
+fn serve() -> Result<()> {
+    close_inherited_files();
+    limits::disable_core_dumps()?;
+    let (mut input, mut output) = (BufReader::new(stdin().lock()), BufWriter::new(stdout().lock()));
+    let mut language = None;
+    while let Some((request, body)) = protocol::read::<Request>(&mut input)? {
+        Budget::of(&request, &body).enforce()?;
+        let (response, body) =
+            answer(request, body, &mut language).unwrap_or_else(|e| (Response::Failed(error_message(&e)), Vec::new()));
+        protocol::write(&mut output, &response, &body)?;
+    }
+    Ok(())
+}
+
+/// Answers one request.
+fn answer(request: Request, body: Vec<u8>, language: &mut Option<Language>) -> Result<(Response, Vec<u8>)> {
+    if let Request::Load = request {
+        let loaded = language.insert(Language::load(&path(body))?);
+        let (table, tokens) = loaded.tokenizer.table().to_parts()?;
+        let response = Loaded {
+            table,
+            chat: loaded.chat.as_ref().map(|chat| chat.name().to_string()),
+            generation_config: loaded.generation_config.clone(),
+            stop_ids: loaded.stop_ids().to_vec(),
+        };
+        return Ok((Response::Loaded(Box::new(response)), tokens));
+    }
+    let language = language.as_ref().context("no model is loaded")?;
+    match request {
+        Request::Load => bail!("a model is already loaded"),
+        Request::Encode(controls) => {
+            let ids = language.tokenizer.encode(&String::from_utf8(body)?, controls)?;
+            Ok((Response::Encoded, protocol::ids_to_bytes(&ids)))
+        }
+        Request::Render(messages, options) => {
+            let rendered = language.render(&messages, &options)?;
+            Ok((Response::Rendered(rendered.text), protocol::ids_to_bytes(&rendered.ids)))
+        }
+    }
+}
+
+fn path(bytes: Vec<u8>) -> PathBuf {
+    OsString::from_vec(bytes).into()
+}
+
+/// Closes the files that NVIDIA's driver leaves open in child processes. Otherwise, the worker could hold GPU memory.
+fn close_inherited_files() {
+    let Ok(files) = std::fs::read_dir("/proc/self/fd") else { return };
+    let numbers: Vec<i32> = files.flatten().filter_map(|file| file.file_name().to_str()?.parse().ok()).collect();
+    for number in numbers.into_iter().filter(|&number| number > 2) {
+        // The folder's own descriptor is in the list and is already closed.
+        let _ = nix::unistd::close(number);
+    }
+}
