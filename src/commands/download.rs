@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use anyhow::Result;
 
 use super::shared::progress::{ProgressStyle, ProgressView};
-use crate::hub::{FileFilter, Hub};
+use super::shared::warn_about_token;
+use crate::hub::{FileFilter, Hub, shell_word};
+use crate::text::printable;
 
 /// Fetch a model from the Hugging Face hub; run the same command again to resume an interrupted download
 #[derive(clap::Args)]
@@ -29,6 +31,9 @@ pub struct Args {
 
 pub fn run(args: Args) -> Result<ExitCode> {
     let hub = Hub::from_env()?;
+    if !args.quiet {
+        warn_about_token(&hub);
+    }
     let progress = ProgressView::new(ProgressStyle::new(args.quiet), "fetched");
     let filter = FileFilter { include: args.include, exclude: args.exclude };
     let result = hub.download(&args.repo, args.revision.as_deref(), &filter, &progress);
@@ -41,7 +46,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     writeln!(err, "{} is in {}", snapshot.name, snapshot.path.display())?;
     // With --include, the download may be only part of a model.
     for model in snapshot.models().iter().filter(|model| hub.find(&model.name, None).is_ok()) {
-        writeln!(err, "to chat with it: inferno play {}", model.name)?;
+        writeln!(err, "to chat with it: inferno play {}", printable(&shell_word(&model.name)))?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -8,6 +8,7 @@ use anyhow::Result;
 use super::shared::progress::{ProgressStyle, ProgressView};
 use crate::error::Error;
 use crate::hub::Hub;
+use crate::terminal;
 use crate::text::{short_commit, size};
 
 /// Delete a model from inferno's cache
@@ -51,7 +52,7 @@ fn is_confirmed(part: &str, name: &str) -> Result<bool> {
         let message = format!("'{part}' is only part of a name; to delete the model: inferno remove {name}");
         return Err(Error::Usage(message).into());
     }
-    eprint!("remove {name}? [y/N] ");
+    terminal::write_stderr(&format!("remove {name}? [y/N] "));
     let mut line = String::new();
     stdin().read_line(&mut line)?;
     Ok(matches!(line.trim().to_lowercase().as_str(), "y" | "yes"))

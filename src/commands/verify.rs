@@ -1,13 +1,15 @@
 //! `inferno verify`: checks downloaded files against their hashes.
 
 use std::io::Write;
+use std::mem;
 use std::process::ExitCode;
 
 use anyhow::Result;
 
 use super::shared::progress::{ProgressStyle, ProgressView};
+use super::shared::warn_about_token;
 use crate::error::Error;
-use crate::hub::{FileState, Hub, VerifiedSnapshot};
+use crate::hub::{FileState, Hub, Source, VerifiedSnapshot};
 use crate::text::{printable, short_commit};
 
 /// Check the files of downloaded models against their hashes
@@ -32,7 +34,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let result = hub.verify(args.model.as_deref(), args.revision.as_deref(), &progress);
     progress.finish();
     let mut out = std::io::stdout().lock();
-    let (mut models, mut files, mut failure) = (0, 0, None);
+    let (mut models, mut files, mut failure, mut has_warned) = (0, 0, None, false);
     for checked in result? {
         let bad_files = bad_files(&checked);
         if !bad_files.is_empty() || !args.quiet {
@@ -46,6 +48,9 @@ pub fn run(args: Args) -> Result<ExitCode> {
         }
         let faults = checked.damaged_files().count();
         if faults > 0 && args.repair {
+            if checked.source == Source::Inferno && !mem::replace(&mut has_warned, true) {
+                warn_about_token(&hub);
+            }
             let progress = ProgressView::new(ProgressStyle::new(args.quiet), "fetched");
             let result = hub.repair(&checked, &progress);
             progress.finish();

@@ -26,6 +26,7 @@ use super::disk::{
 };
 use super::lock::{self, Lock};
 use super::names;
+use crate::files;
 
 /// A cache: one directory that contains a subdirectory for each repository.
 pub(super) struct Cache {
@@ -88,7 +89,7 @@ impl RepoDir {
 
     /// Resolves a branch, tag or commit prefix to a commit. Returns `None` if the cache has no unique match.
     pub fn commit(&self, revision: &str) -> Option<String> {
-        if let Ok(commit) = fs::read_to_string(self.path.join("refs").join(revision)) {
+        if let Ok(commit) = read_ref(&self.path.join("refs").join(revision)) {
             let commit = commit.trim();
             return names::is_commit(commit).then(|| commit.to_string());
         }
@@ -115,7 +116,7 @@ impl RepoDir {
     /// Returns the commits that refs point to.
     pub fn referenced_commits(&self) -> BTreeSet<String> {
         let commit = |path: PathBuf| {
-            let commit = fs::read_to_string(&path).ok()?.trim().to_string();
+            let commit = read_ref(&path).ok()?.trim().to_string();
             names::is_commit(&commit).then_some(commit)
         };
         files_below(&self.path.join("refs")).into_iter().filter_map(commit).collect()
@@ -165,7 +166,7 @@ impl RepoDir {
 
     /// Returns true if this cache resolves `revision` to `commit`.
     pub fn has_ref(&self, revision: &str, commit: &str) -> bool {
-        revision == commit || fs::read_to_string(self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
+        revision == commit || read_ref(&self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
     }
 
     /// Points the ref `revision` at `commit`. Call this last, so a ref never points to a partial snapshot.
@@ -198,9 +199,14 @@ fn is_unsupported(error: &io::Error) -> bool {
     cfg!(not(unix)) || matches!(error.kind(), ErrorKind::Unsupported | ErrorKind::PermissionDenied)
 }
 
+/// Reads the commit hash in a ref.
+fn read_ref(path: &Path) -> Result<String> {
+    files::read_text(path, files::SINGLE_VALUE)
+}
+
 fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let mut file = fs::File::options().write(true).create_new(true).open(to)?;
-    io::copy(&mut fs::File::open(from)?, &mut file)?;
+    io::copy(&mut files::open(from).map_err(io::Error::other)?, &mut file)?;
     file.sync_data()
 }
 

@@ -43,6 +43,11 @@ impl Hub {
         &self.config.cache
     }
 
+    /// Returns a warning if there is a token, but it is not sent to the hub because the connection is not encrypted.
+    pub fn token_warning(&self) -> Option<String> {
+        self.config.token_warning().filter(|_| !self.config.offline)
+    }
+
     /// Returns whether the hub accepts the token. Fails if the hub does not respond. Uses short timeouts.
     pub fn check_endpoint(&self) -> Result<TokenStatus> {
         self.check_online(|| "cannot contact the hub: HF_HUB_OFFLINE is set".into())?;

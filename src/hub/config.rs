@@ -4,15 +4,17 @@
 //! If Hugging Face's Python tools work on a machine, inferno works there without further configuration.
 
 use std::ffi::OsString;
-use std::fs;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Result, anyhow, bail};
 use hf_hub::Cache as HuggingFaceCache;
+use ureq::http::Uri;
 
 use super::limits::Limits;
 use crate::error::Error;
+use crate::files;
 
 /// The cache directories and the connection settings for the hub.
 #[derive(Clone)]
@@ -23,7 +25,7 @@ pub struct HubConfig {
     pub shared_cache: PathBuf,
     /// `https://huggingface.co` or a mirror, without a trailing slash.
     pub endpoint: String,
-    /// The access token, which is sent only to the endpoint's host.
+    /// The access token. [`sent_token`](Self::sent_token) decides whether it is sent.
     pub token: Option<String>,
     /// True if network access is disabled.
     pub offline: bool,
@@ -65,6 +67,24 @@ impl HubConfig {
         })
     }
 
+    /// Returns the token for requests to the endpoint.
+    ///
+    /// Returns `None` if the token would travel over a network without encryption.
+    pub(super) fn sent_token(&self) -> Option<&str> {
+        let is_safe = self.endpoint.starts_with("https://") || is_loopback(&self.endpoint);
+        self.token.as_deref().filter(|_| is_safe)
+    }
+
+    /// Returns a warning if there is a token, but it is not sent to the endpoint.
+    pub fn token_warning(&self) -> Option<String> {
+        (self.token.is_some() && self.sent_token().is_none()).then(|| {
+            format!(
+                "HF_TOKEN is not sent to {}: http does not encrypt it; set HF_ENDPOINT to an https:// URL",
+                self.endpoint_for_display()
+            )
+        })
+    }
+
     /// Returns the endpoint for use in messages, without the user name and password.
     pub fn endpoint_for_display(&self) -> String {
         match self.endpoint.split_once("://") {
@@ -75,6 +95,13 @@ impl HubConfig {
             None => self.endpoint.clone(),
         }
     }
+}
+
+/// Returns true if a URL leads to this machine.
+pub(super) fn is_loopback(url: &str) -> bool {
+    let Some(host) = url.parse::<Uri>().ok().and_then(|url| url.host().map(str::to_lowercase)) else { return false };
+    let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(&host).parse::<IpAddr>();
+    host == "localhost" || address.is_ok_and(|address| address.is_loopback())
 }
 
 /// Typed access to environment variables.
@@ -138,9 +165,10 @@ fn token(vars: &Variables, hf_home: &Path) -> Result<Option<String>> {
     if vars.is_on("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
         return Ok(None);
     }
-    let stored = || match vars.path("HF_TOKEN_PATH") {
-        Some(file) => fs::read_to_string(file).ok().map(|token| token.trim().to_string()),
-        None => HuggingFaceCache::new(hf_home.join("hub")).token(),
+    let stored = || {
+        let default = || HuggingFaceCache::new(hf_home.join("hub")).token_path();
+        let path = vars.path("HF_TOKEN_PATH").unwrap_or_else(default);
+        files::read_input_text(&path, files::SINGLE_VALUE).ok().map(|token| token.trim().to_string())
     };
     let token = vars.text("HF_TOKEN").or_else(stored).filter(|token| !token.is_empty());
     if token.as_ref().is_some_and(|token| !token.bytes().all(|b| b.is_ascii_graphic())) {
@@ -153,6 +181,8 @@ fn token(vars: &Variables, hf_home: &Path) -> Result<Option<String>> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn config(vars: &[(&str, &str)]) -> HubConfig {
@@ -197,6 +227,38 @@ mod tests {
             _ => None,
         });
         assert!(!format!("{:?}", broken.err().unwrap()).contains("hf_a"), "the error shows the token");
+    }
+
+    #[test]
+    fn token_is_not_sent_over_a_network_without_encryption() {
+        let config = |endpoint| config(&[("HOME", "/nonexistent/h"), ("HF_TOKEN", "hf_a"), ("HF_ENDPOINT", endpoint)]);
+        for safe in [
+            "https://hub.example",
+            "http://localhost:8080/x",
+            "http://LOCALHOST",
+            "http://127.0.0.1",
+            "http://127.1.2.3:80",
+            "http://[::1]:8080",
+            "http://me@localhost",
+        ] {
+            assert_eq!((config(safe).sent_token(), config(safe).token_warning()), (Some("hf_a"), None), "{safe}");
+        }
+        for unsafe_endpoint in [
+            "http://hub.example",
+            "http://localhost.example",
+            "http://127.0.0.1.example",
+            "http://localhost@hub.example",
+            "http://10.0.0.1",
+            "http://0.0.0.0",
+            "http://[::ffff:127.0.0.1]",
+        ] {
+            let config = config(unsafe_endpoint);
+            assert_eq!(config.sent_token(), None, "{unsafe_endpoint}");
+            assert!(
+                config.token_warning().unwrap().starts_with("HF_TOKEN is not sent to http://"),
+                "{unsafe_endpoint}"
+            );
+        }
     }
 
     #[test]

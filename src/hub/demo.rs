@@ -1,19 +1,30 @@
 //! The demo model: a small gpt-oss model that is built into the binary and written to the cache on first use.
+//!
+//! Any number of processes may write the demo at the same time. Each file is written under a temporary name and then
+//! renamed, so a good file never disappears, and no process sees part of a file.
 
 use std::fs;
-use std::io;
-use std::path::Path;
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 
-use super::disk;
+use super::disk::{self, entries};
+use super::lock::{self, Lock};
 use super::snapshot::{FileState, Snapshot, Source, VerifiedSnapshot};
+use crate::error::Error;
+use crate::files;
 
 /// The demo model's name.
 pub const NAME: &str = "demo";
 
-/// A hash of the demo's files, used as the revision instead of a commit.
+/// A hash of the demo's files, which identifies the version of the demo.
 const REVISION: &str = env!("INFERNO_DEMO_REVISION");
+
+/// The longest wait for another process that writes the demo.
+const MAX_WAIT: Duration = Duration::from_secs(5);
 
 macro_rules! asset {
     ($name:literal) => {
@@ -35,72 +46,158 @@ pub fn notice(snapshot: &Snapshot) -> Option<&'static str> {
     (snapshot.source == Source::BuiltIn).then_some("demo model: answers questions about inferno only")
 }
 
-/// Returns the demo's snapshot in `cache`. Writes the demo's files if any of them is missing.
+/// Returns true if `model` names the demo. Fails if a revision is given too, because the demo has no revisions.
+pub(super) fn is_demo(model: &str, revision: Option<&str>) -> Result<bool> {
+    match revision.filter(|_| model == NAME) {
+        Some(revision) => Err(Error::NoRevisions {
+            model: NAME.to_string(),
+            revision: revision.to_string(),
+            why: "the demo model has no revisions",
+        }
+        .into()),
+        None => Ok(model == NAME),
+    }
+}
+
+/// Returns the demo's snapshot in `cache`. Writes the files that are missing or have the wrong size.
 ///
 /// Each version of the demo has its own directory.
 pub fn materialize(cache: &Path) -> Result<Snapshot> {
-    let path = cache.join(NAME).join(REVISION);
-    if !is_complete(&path) {
-        write_files(&path).with_context(|| format!("cannot write the demo model to {}", path.display()))?;
+    let path = directory(cache);
+    if !FILES.iter().all(|(name, bytes)| has_size(&path.join(name), bytes)) {
+        write_files(cache, has_size)?;
     }
     Ok(Snapshot { name: NAME.to_string(), revision: Some(REVISION.to_string()), path, source: Source::BuiltIn })
 }
 
-fn is_complete(path: &Path) -> bool {
-    let is_present =
-        |(name, bytes): &(&str, &[u8])| fs::metadata(path.join(name)).is_ok_and(|m| m.len() == bytes.len() as u64);
-    FILES.iter().all(is_present)
+fn directory(cache: &Path) -> PathBuf {
+    cache.join(NAME).join(REVISION)
 }
 
-/// Writes the files to a temporary directory and renames it, so no process sees a partial model.
-fn write_files(path: &Path) -> io::Result<()> {
-    let temporary = disk::temporary_path(path);
-    fs::create_dir_all(&temporary)?;
-    for (name, bytes) in FILES {
-        fs::write(temporary.join(name), bytes)?;
-    }
-    match fs::rename(&temporary, path) {
-        Ok(()) => Ok(()),
-        // Another process wrote the files in the meantime.
-        Err(_) if is_complete(path) => fs::remove_dir_all(&temporary),
-        // Some files are gone, for example after a power failure or a cleanup. Replace the whole directory.
-        Err(_) => {
-            let _ = fs::remove_dir_all(path);
-            fs::rename(&temporary, path)
+fn has_size(path: &Path, bytes: &[u8]) -> bool {
+    fs::metadata(path).is_ok_and(|data| data.is_file() && data.len() == bytes.len() as u64)
+}
+
+fn has_contents(path: &Path, bytes: &[u8]) -> bool {
+    files::read(path, bytes.len() as u64).is_ok_and(|found| found == bytes)
+}
+
+/// Writes the files that are not good yet.
+fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
+    let path = directory(cache);
+    let write = || -> io::Result<()> {
+        // The other processes wait for this lock, and then find good files.
+        let _lock = wait_for_lock(cache);
+        create_directory(&cache.join(NAME))?;
+        create_directory(&path)?;
+        for (name, bytes) in FILES {
+            let file = path.join(name);
+            if !is_good(&file, bytes) {
+                // Another process may have written the file in the meantime.
+                write_file(&file, bytes).or_else(|error| if is_good(&file, bytes) { Ok(()) } else { Err(error) })?;
+            }
+        }
+        disk::sync_dir(&path);
+        Ok(())
+    };
+    write().with_context(|| format!("cannot write the demo model to {}", path.display()))
+}
+
+/// Waits for the lock on the demo.
+///
+/// Returns `None` if there is no lock, or if another process holds it for too long. Writing without the lock is safe,
+/// but several processes may then write the same files.
+fn wait_for_lock(cache: &Path) -> Option<Lock> {
+    let start = Instant::now();
+    loop {
+        match try_lock(cache) {
+            Ok(Some(lock)) => return Some(lock),
+            Ok(None) if start.elapsed() < MAX_WAIT => thread::sleep(Duration::from_millis(10)),
+            Ok(None) | Err(_) => return None,
         }
     }
 }
 
+/// Acquires the lock on the demo without waiting. Returns `None` if another process holds it.
+pub(super) fn try_lock(cache: &Path) -> Result<Option<Lock>> {
+    lock::try_acquire(&cache.join(".locks").join("demo.lock"))
+}
+
+/// Creates a directory. Replaces a file or a dangling link of the same name.
+fn create_directory(path: &Path) -> io::Result<()> {
+    if path.symlink_metadata().is_ok() && !path.is_dir() {
+        fs::remove_file(path)?;
+    }
+    fs::create_dir_all(path)
+}
+
+/// Writes a file and flushes it to disk. Replaces whatever has its name.
+fn write_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let (temporary, mut file) = disk::create_temporary(path)?;
+    let rename = || match fs::rename(&temporary, path) {
+        Err(error) if error.kind() == ErrorKind::IsADirectory => {
+            fs::remove_dir_all(path)?;
+            fs::rename(&temporary, path)
+        }
+        renamed => renamed,
+    };
+    // Without the flush, a power failure could leave a file of the right size, filled with zeros.
+    let written = file.write_all(bytes).and_then(|()| file.sync_data()).and_then(|()| rename());
+    if written.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    written
+}
+
 /// Compares the demo's files on disk with the built-in files. Returns `None` if the demo is not on disk.
 pub(super) fn verify(cache: &Path) -> Result<Option<VerifiedSnapshot>> {
-    let path = cache.join(NAME).join(REVISION);
+    let path = directory(cache);
     if !path.exists() {
         return Ok(None);
     }
-    let state = |name: &str, bytes: &[u8]| match fs::read(path.join(name)) {
-        Ok(found) if found == bytes => FileState::Good,
-        Ok(_) => FileState::Corrupt,
-        Err(_) => FileState::Missing,
+    let state = |name: &str, bytes: &[u8]| match path.join(name) {
+        file if has_contents(&file, bytes) => FileState::Good,
+        file if file.exists() => FileState::Corrupt,
+        _ => FileState::Missing,
     };
     let files = FILES.iter().map(|(name, bytes)| (name.to_string(), state(name, bytes))).collect();
     let (name, revision) = (NAME.to_string(), REVISION.to_string());
     Ok(Some(VerifiedSnapshot { name, revision, source: Source::BuiltIn, files }))
 }
 
-/// Deletes the demo's files and writes them again.
+/// Writes the files again whose contents are wrong.
 pub(super) fn repair(cache: &Path) -> Result<()> {
-    remove(cache)?;
-    materialize(cache).map(drop)
+    write_files(cache, has_contents)
 }
 
 /// Deletes every version of the demo from `cache` and returns the number of bytes freed.
 pub(super) fn remove(cache: &Path) -> Result<u64> {
     let dir = cache.join(NAME);
-    let bytes = disk::files_below(&dir).iter().filter_map(|path| fs::metadata(path).ok()).map(|m| m.len()).sum();
-    if dir.exists() {
-        fs::remove_dir_all(&dir).with_context(|| format!("cannot delete {}", dir.display()))?;
+    if dir.symlink_metadata().is_err() {
+        return Ok(0);
     }
-    Ok(bytes)
+    let _lock = wait_for_lock(cache);
+    let bytes = disk::files_below(&dir).iter().filter_map(|path| fs::metadata(path).ok()).map(|m| m.len()).sum();
+    match fs::remove_dir_all(&dir) {
+        // Another process deleted the demo in the meantime.
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(bytes),
+        removed => removed.map(|()| bytes).with_context(|| format!("cannot delete {}", dir.display())),
+    }
+}
+
+/// Returns the temporary files and directories that killed processes left behind, sorted.
+///
+/// Earlier versions of inferno wrote the whole demo to a temporary directory.
+pub(super) fn leftovers(cache: &Path) -> Vec<PathBuf> {
+    let versions: Vec<PathBuf> = entries(&cache.join(NAME)).map(|entry| entry.path()).collect();
+    let is_leftover = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        disk::is_temporary(&name)
+    };
+    let (mut found, versions): (Vec<PathBuf>, Vec<PathBuf>) = versions.into_iter().partition(is_leftover);
+    found.extend(versions.iter().flat_map(|dir| entries(dir)).map(|entry| entry.path()).filter(is_leftover));
+    found.sort();
+    found
 }
 
 #[cfg(test)]

@@ -3,11 +3,15 @@
 use anyhow::{Context, Result, bail};
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
-use super::listing::RemoteFile;
-use super::names;
+use super::listing::{FileList, RemoteFile};
+use super::names::{self, shell_word};
 use crate::error::Error;
 use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
+use crate::text::quote;
+
+/// The most GGUF models that an error message lists.
+const MAX_LISTED_MODELS: usize = 30;
 
 /// The small files at the root of a repository that are always downloaded if they exist.
 const SMALL_FILES: [&str; 6] = [
@@ -53,6 +57,19 @@ impl CompiledFilter {
     pub fn needs_index(&self) -> bool {
         self.include.is_none()
     }
+
+    /// Returns the files to download, small files first. `index` is the contents of [`INDEX`] if it is there.
+    pub fn choose(&self, repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
+        let mut chosen = match &self.include {
+            Some(patterns) => included_files(repo, files, patterns)?,
+            None => model_files(repo, files, index)?,
+        };
+        chosen.retain(|file| !self.exclude.is_match(&file.name));
+        if chosen.is_empty() {
+            bail!("cannot download '{repo}': --exclude leaves no files; the repository has {}", some_names(files));
+        }
+        Ok(chosen)
+    }
 }
 
 fn compile(patterns: &[String]) -> Result<GlobSet> {
@@ -64,85 +81,77 @@ fn compile(patterns: &[String]) -> Result<GlobSet> {
     Ok(set.build()?)
 }
 
-/// Returns the files to download, small files first. `index` is the contents of [`INDEX`] if the repository has it.
-pub(super) fn choose_files(
+/// Returns the files of a repository that `filter` selects. `index` is the contents of [`INDEX`] if it is there.
+#[doc(hidden)]
+pub fn choose_files(
     repo: &str,
-    files: &[RemoteFile],
-    filter: &CompiledFilter,
+    files: &FileList,
+    filter: &FileFilter,
     index: Option<&[u8]>,
 ) -> Result<Vec<RemoteFile>> {
-    let mut chosen = match &filter.include {
-        Some(patterns) => included_files(repo, files, patterns)?,
-        None => model_files(repo, files, index)?,
-    };
-    chosen.retain(|file| !filter.exclude.is_match(&file.name));
-    if chosen.is_empty() {
-        bail!("cannot download '{repo}': --exclude leaves no files; the repository has {}", some_names(files));
-    }
-    Ok(chosen)
+    CompiledFilter::new(filter)?.choose(repo, files, index)
 }
 
-fn small_files(files: &[RemoteFile]) -> Vec<RemoteFile> {
-    SMALL_FILES.into_iter().filter_map(|name| find(files, name)).cloned().collect()
-}
-
-fn find<'f>(files: &'f [RemoteFile], name: &str) -> Option<&'f RemoteFile> {
-    files.iter().find(|file| file.name == name)
+fn small_files(files: &FileList) -> Vec<RemoteFile> {
+    SMALL_FILES.into_iter().filter_map(|name| files.get(name)).cloned().collect()
 }
 
 /// Returns the small files and the files that `--include` selects.
-fn included_files(repo: &str, files: &[RemoteFile], patterns: &GlobSet) -> Result<Vec<RemoteFile>> {
+fn included_files(repo: &str, files: &FileList, patterns: &GlobSet) -> Result<Vec<RemoteFile>> {
     if !files.iter().any(|file| patterns.is_match(&file.name)) {
         bail!("nothing in '{repo}' matches --include; the repository has {}", some_names(files));
     }
     let mut chosen = small_files(files);
     // `--include '*.safetensors'` selects shards, which cannot be loaded without the index.
-    chosen.extend(find(files, INDEX).cloned());
-    let is_new = |file: &&RemoteFile| patterns.is_match(&file.name) && find(&chosen, &file.name).is_none();
+    chosen.extend(files.get(INDEX).cloned());
+    // `chosen` has few files so far.
+    let is_chosen = |file: &RemoteFile| chosen.iter().any(|other| other.name == file.name);
+    let is_new = |file: &&RemoteFile| patterns.is_match(&file.name) && !is_chosen(file);
     let matching: Vec<RemoteFile> = files.iter().filter(is_new).cloned().collect();
     chosen.extend(matching);
     Ok(chosen)
 }
 
 /// Returns the small files and the weights that inferno loads.
-fn model_files(repo: &str, files: &[RemoteFile], index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
+fn model_files(repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
     let mut chosen = small_files(files);
-    if index.is_none() && find(files, SINGLE_FILE).is_none() {
+    if index.is_none() && files.get(SINGLE_FILE).is_none() {
         chosen.extend(only_gguf_model(repo, files)?);
         return Ok(chosen);
     }
     // Check for these files before fetching gigabytes, because no model can be loaded without them.
     for required in ["config.json", "tokenizer.json"] {
-        if find(files, required).is_none() {
+        if files.get(required).is_none() {
             bail!("'{repo}' has no {required}, which inferno needs; it has {}", some_names(files));
         }
     }
     let Some(index) = index else {
-        chosen.extend(find(files, SINGLE_FILE).cloned());
+        chosen.extend(files.get(SINGLE_FILE).cloned());
         return Ok(chosen);
     };
-    chosen.extend(find(files, INDEX).cloned());
+    chosen.extend(files.get(INDEX).cloned());
     for name in ShardIndex::parse(index)?.shards() {
-        let shard = find(files, name).with_context(|| format!("'{repo}' lacks {name}, which {INDEX} lists"))?;
+        let lacks = || format!("'{repo}' lacks {}, which {INDEX} lists", quote(name));
+        let shard = files.get(name).with_context(lacks)?;
         chosen.push(shard.clone());
     }
     Ok(chosen)
 }
 
 /// Returns all parts of a GGUF model, given its first part.
-fn gguf_parts(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Result<Vec<RemoteFile>> {
+fn gguf_parts(repo: &str, files: &FileList, first: &RemoteFile) -> Result<Vec<RemoteFile>> {
     let (folder, name) = first.name.rsplit_once('/').map_or(("", first.name.as_str()), |(folder, name)| (folder, name));
     let path = |name: String| if folder.is_empty() { name } else { format!("{folder}/{name}") };
     let part = |name: String| {
         let path = path(name);
-        let part = find(files, &path).cloned();
-        part.with_context(|| format!("'{repo}' lacks {path}, a part of {}", first.name))
+        let part = files.get(&path).cloned();
+        part.with_context(|| format!("'{repo}' lacks {}, a part of {}", quote(&path), quote(&first.name)))
     };
     gguf::part_names(name).into_iter().map(part).collect()
 }
 
 /// Returns the total size of a GGUF model's parts. Returns `None` if the hub does not list the size of every part.
-fn gguf_bytes(repo: &str, files: &[RemoteFile], first: &RemoteFile) -> Option<u64> {
+fn gguf_bytes(repo: &str, files: &FileList, first: &RemoteFile) -> Option<u64> {
     gguf_parts(repo, files, first).unwrap_or_default().iter().map(|part| part.bytes).sum()
 }
 
@@ -154,16 +163,16 @@ fn gguf_models(files: &[RemoteFile]) -> Vec<&RemoteFile> {
 /// Returns the parts of the GGUF model that `tag` selects, or of the only GGUF model.
 ///
 /// Returns `None` if the repository has no GGUF model and there is no tag.
-pub(super) fn choose_gguf(repo: &str, files: &[RemoteFile], tag: Option<&str>) -> Result<Option<Vec<RemoteFile>>> {
+pub(super) fn choose_gguf(repo: &str, files: &FileList, tag: Option<&str>) -> Result<Option<Vec<RemoteFile>>> {
     let models = gguf_models(files);
     let selected: Vec<&&RemoteFile> =
         models.iter().filter(|file| tag.is_none_or(|tag| gguf::matches_tag(&file.name, tag))).collect();
     let list = || {
         let names: Vec<&str> = models.iter().map(|file| file.name.as_str()).collect();
         let line = |(name, file): (String, &&RemoteFile)| {
-            gguf::size_line(&format!("inferno show {name} --remote"), gguf_bytes(repo, files, file))
+            gguf::size_line(&format!("inferno show {} --remote", shell_word(&name)), gguf_bytes(repo, files, file))
         };
-        gguf::model_names(repo, &names).into_iter().zip(&models).map(line).collect::<Vec<_>>().join("\n")
+        model_list(gguf::model_names(repo, &names).into_iter().zip(&models).map(line))
     };
     match (&selected[..], tag) {
         ([model], _) => gguf_parts(repo, files, model).map(Some),
@@ -180,22 +189,31 @@ pub(super) fn choose_gguf(repo: &str, files: &[RemoteFile], tag: Option<&str>) -
 }
 
 /// Returns the parts of the only GGUF model in a repository. Fails if the repository has none or several.
-fn only_gguf_model(repo: &str, files: &[RemoteFile]) -> Result<Vec<RemoteFile>> {
+fn only_gguf_model(repo: &str, files: &FileList) -> Result<Vec<RemoteFile>> {
     let models = gguf_models(files);
     match models[..] {
         [] => bail!("{}", no_weights(repo, files)),
         [model] => gguf_parts(repo, files, model),
         [first, ..] => {
             let line = |model: &&RemoteFile| gguf::size_line(&model.name, gguf_bytes(repo, files, model));
-            let list: Vec<String> = models.iter().map(line).collect();
             let suggested = models.iter().find(|file| file.name.contains("Q4_K_M")).unwrap_or(&first);
             Err(Error::usage(format!(
-                "'{repo}' has several GGUF models; choose one, for example:\n  inferno download {repo} --include '*{}*'\n{}",
-                gguf::tag(&suggested.name),
-                list.join("\n")
+                "'{repo}' has several GGUF models; choose one, for example:\n  inferno download {repo} --include {}\n{}",
+                shell_word(&format!("*{}*", gguf::tag(&suggested.name))),
+                model_list(models.iter().map(line))
             )))
         }
     }
+}
+
+/// Joins the lines of a list of models. Lists only the first [`MAX_LISTED_MODELS`].
+fn model_list(mut lines: impl ExactSizeIterator<Item = String>) -> String {
+    let mut list: Vec<String> = lines.by_ref().take(MAX_LISTED_MODELS).collect();
+    match lines.len() {
+        0 => {}
+        more => list.push(format!("  and {more} more")),
+    }
+    list.join("\n")
 }
 
 /// Returns the error message for a repository that has no weights that inferno can load.
@@ -205,7 +223,7 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
         return format!(
             "'{repo}' has neither {SINGLE_FILE} nor {INDEX}, only other safetensors files such as {}\n  \
              to download them anyway: --include GLOB",
-            other.name
+            quote(&other.name)
         );
     }
     let formats: Vec<&str> =
@@ -220,7 +238,7 @@ fn no_weights(repo: &str, files: &[RemoteFile]) -> String {
 /// Formats a few file names for an error message.
 fn some_names(files: &[RemoteFile]) -> String {
     const SHOWN: usize = 8;
-    let names: Vec<&str> = files.iter().take(SHOWN).map(|file| file.name.as_str()).collect();
+    let names: Vec<String> = files.iter().take(SHOWN).map(|file| quote(&file.name)).collect();
     match files.len() {
         0 => "no files".to_string(),
         count if count > SHOWN => format!("{} and {} more", names.join(", "), count - SHOWN),
@@ -232,15 +250,16 @@ fn some_names(files: &[RemoteFile]) -> String {
 mod tests {
     use super::*;
 
-    fn files(names: &[&str]) -> Vec<RemoteFile> {
-        names.iter().map(|name| RemoteFile { name: name.to_string(), bytes: None, etag: None }).collect()
+    fn files(names: &[&str]) -> FileList {
+        let file = |name: &&str| RemoteFile { name: name.to_string(), bytes: None, etag: None };
+        FileList::new(names.iter().map(file).collect())
     }
 
     /// Returns the files that `patterns` select. A leading `!` marks a pattern for --exclude.
     fn choose(names: &[&str], patterns: &[&str], index: Option<&str>) -> Result<Vec<String>> {
         let (exclude, include): (Vec<&str>, Vec<&str>) = patterns.iter().partition(|glob| glob.starts_with('!'));
         let globs = |globs: Vec<&str>| globs.iter().map(|glob| glob.trim_start_matches('!').to_string()).collect();
-        let filter = CompiledFilter::new(&FileFilter { include: globs(include), exclude: globs(exclude) })?;
+        let filter = FileFilter { include: globs(include), exclude: globs(exclude) };
         let chosen = choose_files("a/b", &files(names), &filter, index.map(str::as_bytes))?;
         Ok(chosen.into_iter().map(|file| file.name).collect())
     }
@@ -279,7 +298,7 @@ mod tests {
         for (index, expected) in [
             (r#"{"weight_map":{"a":"../../x"}}"#, "not a plain file name"),
             (r#"{"weight_map":{"a":"/etc/passwd"}}"#, "not a plain file name"),
-            (r#"{"weight_map":{"a":"s9.safetensors"}}"#, "lacks s9.safetensors"),
+            (r#"{"weight_map":{"a":"s9.safetensors"}}"#, "lacks 's9.safetensors'"),
             (r#"{"weight_map":{}}"#, "no shards"),
             ("<html>", "not a shard index"),
         ] {
@@ -293,7 +312,9 @@ mod tests {
         assert_eq!(choose(&["README.md", "m-Q8_0.gguf", "mmproj.gguf"], &[], None).unwrap(), ["m-Q8_0.gguf"]);
         let parts = ["config.json", "q/m-Q8_0-00001-of-00002.gguf", "q/m-Q8_0-00002-of-00002.gguf"];
         assert_eq!(choose(&parts, &[], None).unwrap(), parts);
-        assert!(choose(&parts[..2], &[], None).unwrap_err().to_string().contains("lacks q/m-Q8_0-00002-of-00002.gguf"));
+        assert!(
+            choose(&parts[..2], &[], None).unwrap_err().to_string().contains("lacks 'q/m-Q8_0-00002-of-00002.gguf'")
+        );
         let several = ["m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"];
         let error = choose(&several, &[], None).unwrap_err().to_string();
         assert!(

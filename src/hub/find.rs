@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 
 use super::cache::RepoDir;
 use super::client::Hub;
@@ -31,11 +31,11 @@ impl Hub {
         if let Some(snapshot) = find_path(model, revision, required)? {
             return Ok(snapshot);
         }
-        if model == demo::NAME {
-            return demo::materialize(&self.config.cache);
-        }
         let not_found = |hint: String| anyhow::Error::from(Error::ModelNotFound { model: model.to_string(), hint });
         let (name, revision) = names::split_revision(model, revision)?;
+        if demo::is_demo(name, revision)? {
+            return demo::materialize(&self.config.cache);
+        }
         let (name, tag) = gguf::split_tag(name);
         if !names::is_repo(name) {
             return Err(not_found(invalid_name_hint(model, required)));
@@ -157,7 +157,6 @@ impl Hub {
     pub(super) fn check_is_one_model<'a>(&self, model: &str, names: impl Iterator<Item = &'a String>) -> Result<()> {
         let names: BTreeSet<&String> = names.collect();
         let hint = match names.len() {
-            0 if model == demo::NAME => return Ok(()),
             1 => return Ok(()),
             0 => "list the models on this machine: inferno list".to_string(),
             _ => format!("several models match: {}", Vec::from_iter(names.into_iter().map(String::as_str)).join(", ")),
@@ -174,7 +173,8 @@ fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<
         None => return Ok(None),
     };
     if let Some(revision) = revision {
-        bail!("cannot find revision '{revision}' of {model}: local files have no revisions");
+        let (model, revision) = (model.to_string(), revision.to_string());
+        return Err(Error::NoRevisions { model, revision, why: "local files have no revisions" }.into());
     }
     Ok(Some(Snapshot { name: model.to_string(), revision: None, path, source: Source::Directory }))
 }
@@ -192,6 +192,9 @@ fn invalid_name_hint(model: &str, required: Required) -> String {
     let is_path = model.starts_with(['/', '.', '~']) || model.ends_with(".gguf");
     match (Path::new(model).is_dir(), is_path) {
         (true, _) => format!("the directory {model} has no {}", marker_file(required)),
+        (false, true) if Path::new(model).exists() => {
+            "it is not a model: not a directory, and no regular .gguf file".into()
+        }
         (false, true) => "there is no such file or directory".into(),
         (false, false) => {
             "use org/name as on huggingface.co, or a directory; `inferno list` lists the models on this machine".into()

@@ -4,12 +4,13 @@
 //! For small files, the etag is git's blob ID: the SHA-1 of `blob <length>\0` followed by the contents.
 //! Mirrors may send other etags, which cannot be checked.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
 use anyhow::{Context, Result};
 use ring::digest::{self, SHA1_FOR_LEGACY_USE_ONLY, SHA256};
+
+use crate::files;
 
 /// Removes the quotes and the weak marker `W/` from the value of an ETag header.
 pub(super) fn bare_etag(etag: &str) -> &str {
@@ -29,7 +30,7 @@ pub(super) fn matches(path: &Path, etag: &str, progress: &mut dyn FnMut(u64) -> 
         return Ok(true);
     }
     let context = || format!("cannot read {}", path.display());
-    let mut file = File::open(path).with_context(context)?;
+    let mut file = files::open(path)?;
     let mut hash = match etag.len() {
         64 => digest::Context::new(&SHA256),
         _ => {

@@ -4,25 +4,28 @@
 //! A GGUF header does not state its length, so the GGUF parser reads ranges as needed ([`Hub::read_range`]).
 
 use std::collections::BTreeMap;
-use std::io::{self, Read};
+use std::io::Read;
 use std::ops::Range;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Result, bail};
 use ureq::Body;
 use ureq::http::{Response, StatusCode};
 
 use super::client::Hub;
+use super::demo;
 use super::download::jobs::WantedFile;
 use super::download::transfer::content_range;
 use super::filter::choose_gguf;
 use super::listing::{Listing, RemoteFile};
 use super::names::{self, MAIN};
+use super::parallel::try_map;
 use super::remote::Remote;
+use crate::error::Error;
+use crate::files;
 use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
+use crate::text::quote;
 
 /// A model on the hub, without its weights.
 #[derive(Debug)]
@@ -52,16 +55,17 @@ pub struct SafetensorsHeader {
 
 /// The text files to read, and the maximum size of each in bytes.
 const TEXTS: [(&str, u64); 3] =
-    [("config.json", 4 << 20), ("tokenizer_config.json", 32 << 20), ("README.md", README_BYTES)];
+    [("config.json", files::CONFIG), ("tokenizer_config.json", files::TOKENIZER_CONFIG), ("README.md", README_BYTES)];
 
 /// The number of bytes to read from README.md. The front matter is shorter.
 const README_BYTES: u64 = 16 << 10;
 
-/// The maximum size of a shard index, in bytes. Even an index of 100,000 tensors is smaller.
-const MAX_INDEX_BYTES: u64 = 64 << 20;
-
-/// The maximum header size in bytes, as in the `safetensors` library. Headers of real models are smaller than 1 MB.
+/// The maximum size of all headers of a model, in bytes. The `safetensors` library allows as much for each header.
+/// The headers of real models are smaller than 1 MB each, and smaller than 30 MB together.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// The maximum number of shards. Known models have up to 200.
+const MAX_SHARDS: usize = 2048;
 
 /// The size of the first request, in bytes. Most headers are shorter, so one request is usually enough.
 const FIRST_REQUEST_BYTES: u64 = 128 << 10;
@@ -78,6 +82,9 @@ impl Hub {
     /// `org/name:Q4_K_M` selects one of several GGUF models. Use [`read_range`](Self::read_range) to read GGUF headers.
     pub fn inspect(&self, model: &str, revision: Option<&str>) -> Result<RemoteModel> {
         let (name, revision) = names::split_revision(model, revision)?;
+        if demo::is_demo(name, revision)? {
+            return Err(Error::usage("the demo is built into inferno, not on the hub; to show it: inferno show demo"));
+        }
         let (name, tag) = gguf::split_tag(name);
         let name = &self.full_name(name);
         names::check_repo(name)?;
@@ -95,13 +102,13 @@ impl Hub {
         if !is_partial && range.start > 0 {
             if range.start > MAX_SKIPPED_BYTES {
                 bail!(
-                    "cannot read {file}: the server does not support range requests, and the range starts too far into the file"
+                    "cannot read {}: the server does not support range requests, and the range starts too far into the file",
+                    quote(file)
                 );
             }
-            let skipped = io::copy(&mut body.by_ref().take(range.start), &mut io::sink());
-            skipped.map_err(|error| remote.temporary_error(error.to_string()))?;
+            remote.skip_body(&mut body, range.start)?;
         }
-        read_up_to(&remote, &mut body, range.end.saturating_sub(range.start))
+        remote.read_body(&mut body, range.end.saturating_sub(range.start))
     }
 }
 
@@ -148,7 +155,7 @@ impl Inspection<'_> {
         for (name, limit) in TEXTS.into_iter().filter(|(name, _)| is_wanted(name)) {
             let text = self.beginning(name, limit)?;
             if text.len() as u64 == limit && limit != README_BYTES {
-                bail!("cannot read {name}: it has {limit} bytes or more");
+                bail!("cannot read {name}: it has at least {limit} bytes, which no real one has");
             }
             texts.insert(name.to_string(), text);
         }
@@ -160,67 +167,58 @@ impl Inspection<'_> {
         if self.listing.file(INDEX).is_none() {
             return Ok(self.listing.file(SINGLE_FILE).into_iter().collect());
         }
-        let index = ShardIndex::parse(&self.beginning(INDEX, MAX_INDEX_BYTES)?)?;
+        let index = ShardIndex::parse(&self.beginning(INDEX, files::SHARD_INDEX)?)?;
+        let shards = index.shards();
+        if shards.len() > MAX_SHARDS {
+            bail!("{INDEX} lists {} shards, but the limit is {MAX_SHARDS}", shards.len());
+        }
         let shard = |name: &str| match self.listing.file(name) {
             Some(file) => Ok(file),
-            None => bail!("the repository lacks {name}, which {INDEX} lists"),
+            None => bail!("the repository lacks {}, which {INDEX} lists", quote(name)),
         };
-        index.shards().into_iter().map(shard).collect()
+        shards.into_iter().map(shard).collect()
     }
 
-    /// Reads the headers of all files in parallel, and sorts them by file name.
+    /// Reads the headers of all files in parallel.
     fn headers(&self, files: &[&RemoteFile]) -> Result<Vec<SafetensorsHeader>> {
-        let next = AtomicUsize::new(0);
-        let results = Mutex::new(Vec::with_capacity(files.len()));
-        thread::scope(|scope| {
-            for _ in 0..THREADS.min(files.len()) {
-                scope.spawn(|| {
-                    while let Some(file) = files.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        let header = self.header(file);
-                        if header.is_err() {
-                            // Any failure makes the whole call fail, so skip the remaining files.
-                            next.store(files.len(), Ordering::Relaxed);
-                        }
-                        results.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(header);
-                    }
-                });
-            }
-        });
-        let results = results.into_inner().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let mut headers = results.into_iter().collect::<Result<Vec<SafetensorsHeader>>>()?;
-        headers.sort_by(|a, b| a.file.cmp(&b.file));
-        Ok(headers)
+        let total_bytes = AtomicU64::new(0);
+        try_map(files, THREADS, |file| self.header(file, &total_bytes))
     }
 
-    fn header(&self, file: &RemoteFile) -> Result<SafetensorsHeader> {
+    /// Reads the header of a file. Adds its size to `total_bytes`, which is limited.
+    fn header(&self, file: &RemoteFile, total_bytes: &AtomicU64) -> Result<SafetensorsHeader> {
         let (remote, name) = (self.remote, &file.name);
+        let shown = quote(name);
         let (mut body, is_partial) = request(remote, &self.listing.commit, name, 0..FIRST_REQUEST_BYTES)?;
         let truncated = |bytes| {
-            format!("{name} is not a complete safetensors file: it ends inside its header, after {bytes} bytes")
+            format!("{shown} is not a complete safetensors file: it ends inside its header, after {bytes} bytes")
         };
-        let start = read_up_to(remote, &mut body, 8)?;
+        let start = remote.read_body(&mut body, 8)?;
         let Ok(length) = <[u8; 8]>::try_from(start.as_slice()) else { bail!("{}", truncated(start.len())) };
         let length = u64::from_le_bytes(length);
         if length > MAX_HEADER_BYTES {
-            bail!("cannot read {name}: it claims a header of {length} bytes, but the limit is {MAX_HEADER_BYTES}");
+            bail!("cannot read {shown}: it claims a header of {length} bytes, but the limit is {MAX_HEADER_BYTES}");
+        }
+        if total_bytes.fetch_add(length, Ordering::Relaxed) + length > MAX_HEADER_BYTES {
+            bail!("cannot read {shown}: the headers of all files have more than {MAX_HEADER_BYTES} bytes");
         }
         let data_bytes = match file.bytes.map(|bytes| bytes.checked_sub(8 + length)) {
             Some(None) => {
                 bail!(
-                    "{name} claims a header of {length} bytes, but the file has only {} bytes",
+                    "{shown} claims a header of {length} bytes, but the file has only {} bytes",
                     file.bytes.unwrap_or(0)
                 )
             }
             data_bytes => data_bytes.flatten(),
         };
-        let mut json = read_up_to(remote, &mut body, length)?;
+        let mut json = remote.read_body(&mut body, length)?;
         let received = 8 + json.len() as u64;
         if is_partial && received == FIRST_REQUEST_BYTES && received < 8 + length {
             let (mut body, is_partial) = request(remote, &self.listing.commit, name, received..8 + length)?;
             if !is_partial {
-                bail!("cannot read {name}: the server sent a range first, but then the whole file");
+                bail!("cannot read {shown}: the server sent a range first, but then the whole file");
             }
-            json.extend(read_up_to(remote, &mut body, 8 + length - received)?);
+            json.extend(remote.read_body(&mut body, 8 + length - received)?);
         }
         if (json.len() as u64) < length {
             bail!("{}", truncated(8 + json.len()));
@@ -231,7 +229,7 @@ impl Inspection<'_> {
     /// Reads the first `limit` bytes of a file, or the whole file if it is shorter.
     fn beginning(&self, name: &str, limit: u64) -> Result<Vec<u8>> {
         let (mut body, _) = request(self.remote, &self.listing.commit, name, 0..limit)?;
-        read_up_to(self.remote, &mut body, limit)
+        self.remote.read_body(&mut body, limit)
     }
 }
 
@@ -244,7 +242,9 @@ fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Resu
     let is_partial = match response.status() {
         StatusCode::PARTIAL_CONTENT if starts_at(&response, first) => true,
         StatusCode::OK => false,
-        StatusCode::PARTIAL_CONTENT => bail!("cannot read {name}: the server sent a different range than requested"),
+        StatusCode::PARTIAL_CONTENT => {
+            bail!("cannot read {}: the server sent a different range than requested", quote(name))
+        }
         // The file is empty, so no range of it can be satisfied.
         StatusCode::RANGE_NOT_SATISFIABLE if first == 0 => return Ok((Body::builder().data("").into_reader(), true)),
         _ => return Err(remote.refusal(response, Some(name))),
@@ -254,13 +254,4 @@ fn request(remote: &Remote, commit: &str, name: &str, range: Range<u64>) -> Resu
 
 fn starts_at(response: &Response<Body>, first: u64) -> bool {
     content_range(response.headers()).is_some_and(|range| range.first == first)
-}
-
-/// Reads up to `limit` bytes. Allocates memory only for bytes that arrive, not for a claimed length.
-fn read_up_to(remote: &Remote, body: &mut impl Read, limit: u64) -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    match body.take(limit).read_to_end(&mut bytes) {
-        Ok(_) => Ok(bytes),
-        Err(error) => Err(remote.temporary_error(error.to_string())),
-    }
 }

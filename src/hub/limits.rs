@@ -7,7 +7,7 @@ use std::time::Duration;
 pub struct Limits {
     /// The maximum time to open a connection.
     pub connect_timeout: Duration,
-    /// The maximum wait for the headers of a response. Set by HF_HUB_ETAG_TIMEOUT.
+    /// The maximum wait for the headers of a response, and for a slow metadata response. Set by HF_HUB_ETAG_TIMEOUT.
     pub response_timeout: Duration,
     /// The maximum pause between two reads of a body. Set by HF_HUB_DOWNLOAD_TIMEOUT.
     pub stall_timeout: Duration,
@@ -15,7 +15,7 @@ pub struct Limits {
     pub first_wait: Duration,
     /// The maximum wait before a retry. The request fails if the server asks for a longer wait with Retry-After.
     pub max_wait: Duration,
-    /// The maximum number of consecutive retries for a part of a file that makes no progress.
+    /// The maximum number of consecutive retries for a part of a file that makes too little progress.
     pub max_failures: u32,
     /// The maximum number of retries for a metadata request, such as a request for the file list.
     pub max_metadata_failures: u32,
@@ -27,6 +27,15 @@ pub struct Limits {
     ///
     /// A killed process loses only the bytes that arrived since the last save.
     pub save_interval: Duration,
+}
+
+impl Limits {
+    /// Returns how much of a file must arrive to reset its count of failures: 1 % of the file, from 4 KB to 1 MB.
+    ///
+    /// A slow connection may need several attempts for this. A server that sends one byte per attempt is given up.
+    pub(super) fn min_progress(file_bytes: u64) -> u64 {
+        (file_bytes / 100).clamp(4 << 10, 1 << 20)
+    }
 }
 
 impl Default for Limits {

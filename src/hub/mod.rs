@@ -18,6 +18,7 @@ mod limits;
 mod listing;
 mod lock;
 mod names;
+mod parallel;
 mod progress;
 mod remote;
 mod remove;
@@ -28,10 +29,14 @@ mod verify;
 
 pub use client::Hub;
 pub use config::HubConfig;
+#[doc(hidden)]
+pub use filter::choose_files;
 pub use filter::{FileFilter, parse_download_name};
 pub use inspect::{RemoteModel, SafetensorsHeader};
 pub use limits::Limits;
-pub use names::is_repo_name;
+#[doc(hidden)]
+pub use listing::{FileList, Listing, RemoteFile};
+pub use names::{is_repo_name, shell_word};
 pub use progress::Progress;
 pub use remote::TokenStatus;
 pub use remove::{PrunedRepo, RemovedModel};

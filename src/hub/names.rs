@@ -7,6 +7,7 @@ use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 
 use crate::error::Error;
 use crate::snapshot::{gguf, is_safe_path};
+use crate::text::printable;
 
 /// The default revision.
 pub(super) const MAIN: &str = "main";
@@ -56,6 +57,26 @@ pub(super) fn check_repo(name: &str) -> Result<()> {
         return Ok(());
     }
     Err(Error::usage(format!("{name:?} is not a valid repository name: use org/name, as in openai/gpt-oss-20b")))
+}
+
+/// Returns why a file name from a hub is refused, as in «which {reason}». Returns `None` for a good name.
+pub(super) fn file_name_problem(name: &str) -> Option<&'static str> {
+    if !is_safe_path(name) {
+        return Some("is not a path inside the repository");
+    }
+    // A name that looks like another name could deceive the user.
+    (printable(name) != name).then_some("has invisible characters in its name")
+}
+
+/// Returns `word` for use in a shell command. Adds quotes if the shell would interpret it.
+///
+/// inferno prints commands with file names from a hub, and the user may paste them into a shell.
+pub fn shell_word(word: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-/:@%+=,".contains(c);
+    if !word.is_empty() && !word.starts_with('-') && word.chars().all(is_plain) {
+        return word.to_string();
+    }
+    format!("'{}'", word.replace('\'', "'\\''"))
 }
 
 /// Returns true if `commit` is a full git commit hash, either SHA-1 or SHA-256.
@@ -138,6 +159,30 @@ mod tests {
         assert_eq!(split_revision("a/b", Some("refs/pr/1")).unwrap(), ("a/b", Some("refs/pr/1")));
         assert!(split_revision("a/b@v1", Some("v2")).is_err());
         assert!(split_revision("a/b@../x", None).is_err());
+    }
+
+    #[test]
+    fn file_names_are_safe_and_visible() {
+        for good in ["config.json", "a b/ü-木星.bin", "README 👍.md", "'; rm -rf ~.gguf"] {
+            assert_eq!(file_name_problem(good), None, "{good}");
+        }
+        for bad in ["../x", "/x", "a\\b", "a\0", "a\nb", "\u{1b}[2J", "\u{9b}", ""] {
+            assert_eq!(file_name_problem(bad), Some("is not a path inside the repository"), "{bad:?}");
+        }
+        for bad in ["a\u{202e}gpj.exe", "\u{200b}config.json", "a\u{2028}b", "\u{feff}a", "a\u{ad}b", "a\u{e0041}"] {
+            assert_eq!(file_name_problem(bad), Some("has invisible characters in its name"), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn shell_words_are_quoted_if_necessary() {
+        for plain in ["org/name:Q4_K_M", "a-1.0@v1"] {
+            assert_eq!(shell_word(plain), plain);
+        }
+        assert_eq!(shell_word("*Q4*"), "'*Q4*'");
+        assert_eq!(shell_word("a b"), "'a b'");
+        assert_eq!(shell_word("$(x)'; y"), r"'$(x)'\''; y'");
+        assert_eq!((shell_word(""), shell_word("-x")), ("''".to_string(), "'-x'".to_string()));
     }
 
     #[test]

@@ -8,6 +8,8 @@ use super::snapshot::Snapshot;
 pub trait Progress: Sync {
     /// The snapshot is already complete, so nothing is fetched.
     fn already_present(&self, _snapshot: &Snapshot) {}
+    /// The hub does not list the sizes of `files` files, so a request is sent for each of them.
+    fn asking_for_sizes(&self, _files: usize) {}
     /// The download starts. `files` lists the name and size in bytes of every file, including those already present.
     fn start(&self, _files: &[(String, u64)]) {}
     /// `done_bytes` bytes of the file `name` are on disk. The file is finished once this equals its size.

@@ -10,24 +10,33 @@
 //!
 //! Redirects are resolved by hand, because the `url` crate would add about 20 dependencies.
 
+use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 use ureq::http::{Response, StatusCode, Uri, header};
 use ureq::typestate::WithoutBody;
 use ureq::{Agent, Body, RequestBuilder};
 
-use super::config::HubConfig;
+use super::config::{HubConfig, is_loopback};
 use super::limits::Limits;
-use super::listing::{Listing, MAX_FILE_BYTES, ModelListing, RemoteFile};
+use super::listing::{Listing, MAX_FILE_BYTES, RemoteFile};
 use super::progress::Progress;
 use super::retry::{Retry, is_temporary, retry_after};
 use super::{hash, names};
 use crate::error::Error;
+use crate::text::{library_error, quote};
 
 /// The maximum size of a listing, in bytes. Even a listing of tens of thousands of files is smaller.
 const MAX_LISTING_BYTES: u64 = 64 << 20;
+
+/// The maximum number of bytes to read from the body of an error response.
+const MAX_ERROR_BYTES: u64 = 64 << 10;
+
+/// A metadata response may take the response timeout, and this time for each byte that has arrived.
+/// A server that sends fewer than 16 KB per second is given up soon after the timeout.
+const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10));
 
 /// The maximum number of redirects. The hub normally redirects once, to a storage host.
 const MAX_REDIRECTS: usize = 5;
@@ -45,7 +54,7 @@ pub(super) struct Remote<'a> {
 /// The kind of response that a request expects. The kind determines the timeouts.
 #[derive(Clone, Copy)]
 enum Purpose {
-    /// A short response. The timeout applies to the whole body.
+    /// A short response. The time for the whole body is limited, see also [`Remote::read_body`].
     Metadata,
     /// A file of any length. The timeout applies only to the pauses between reads.
     Contents,
@@ -67,23 +76,27 @@ pub enum TokenStatus {
     Refused,
     /// The endpoint does not support checking tokens, which is common for mirrors.
     NotSupported,
+    /// There is a token, but it is not sent, because the connection to the endpoint is not encrypted.
+    NotSent,
 }
 
 /// Sends one short request to the endpoint. Does not follow redirects.
 pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     let unreachable =
         |cause: String| Error::Network { endpoint: config.endpoint_for_display(), cause, is_temporary: true };
-    let path = if config.token.is_some() { "/api/whoami-v2" } else { "/api/models?limit=1" };
+    let token = config.sent_token();
+    let path = if token.is_some() { "/api/whoami-v2" } else { "/api/models?limit=1" };
     let (connect_timeout, timeout) = (Duration::from_secs(5), Duration::from_secs(10));
     let limits = Limits { connect_timeout, response_timeout: timeout, stall_timeout: timeout, ..config.limits.clone() };
     let url = format!("{}{path}", config.endpoint);
     let mut request = bypass_proxy_if_local(agent(&limits).get(&url), &url);
-    if let Some(token) = &config.token {
+    if let Some(token) = token {
         request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
     }
-    let response = request.call().map_err(|error| unreachable(error.to_string()))?;
-    match (response.status(), config.token.is_some()) {
+    let response = request.call().map_err(|error| unreachable(library_error(&error)))?;
+    match (response.status(), token.is_some()) {
         (status, _) if status.is_server_error() => Err(unreachable(format!("HTTP {status}")).into()),
+        (_, false) if config.token.is_some() => Ok(TokenStatus::NotSent),
         (_, false) => Ok(TokenStatus::NoToken),
         (StatusCode::UNAUTHORIZED, true) => Ok(TokenStatus::Refused),
         (status, true) if status.is_success() => Ok(TokenStatus::Accepted),
@@ -130,22 +143,27 @@ impl<'a> Remote<'a> {
             let mut response = self.follow(&url, None, Purpose::Metadata)?.response;
             // Read the body here, so the request is retried if the body is truncated.
             if response.status().is_success() {
-                let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES).read_to_vec();
-                *response.body_mut() =
-                    Body::builder().data(body.map_err(|error| self.temporary_error(error.to_string()))?);
+                let body = self.read_body(&mut response.body_mut().as_reader(), MAX_LISTING_BYTES + 1)?;
+                if body.len() as u64 > MAX_LISTING_BYTES {
+                    let limit = MAX_LISTING_BYTES >> 20;
+                    return Err(self.permanent_error(format!("the list of files is larger than {limit} MB")));
+                }
+                *response.body_mut() = Body::builder().data(body);
             }
             Ok(response)
         })?;
         if !response.status().is_success() {
             return Err(self.refusal(response, None));
         }
-        let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES).read_to_vec()?;
-        let info: ModelListing = serde_json::from_slice(&body).map_err(|error| {
-            self.permanent_error(format!(
-                "the response is not from a model hub (a login page, or a wrong HF_ENDPOINT?): {error}"
-            ))
-        })?;
-        let listing = info.check(self.repo)?;
+        let body = response.body_mut().with_config().limit(MAX_LISTING_BYTES + 1).read_to_vec()?;
+        let listing =
+            Listing::parse(self.repo, &body).map_err(|error| match error.downcast::<serde_json::Error>() {
+                Ok(error) => self.permanent_error(format!(
+                    "the response is not from a model hub (a login page, or a wrong HF_ENDPOINT?): {}",
+                    library_error(&error)
+                )),
+                Err(error) => error,
+            })?;
         if names::is_commit(self.revision) && !listing.commit.eq_ignore_ascii_case(self.revision) {
             let what = format!(
                 "the hub sent commit {} of '{}' instead of commit {}",
@@ -168,7 +186,9 @@ impl<'a> Remote<'a> {
             if response.status().is_redirection() && linked_etag.is_none() {
                 match text("location").and_then(|to| self.resolve(&url, to)).filter(|to| self.is_endpoint(to)) {
                     Some(next) => url = next,
-                    None => bail!("the hub redirects {name} to another host without sending its size and hash"),
+                    None => {
+                        bail!("the hub redirects {} to another host without sending its size and hash", quote(name))
+                    }
                 }
                 continue;
             }
@@ -181,32 +201,40 @@ impl<'a> Remote<'a> {
             let bytes = text("x-linked-size").or(length).and_then(|bytes| bytes.parse().ok());
             let bytes = bytes.filter(|bytes| *bytes <= MAX_FILE_BYTES);
             let (true, Some(bytes)) = (names::is_etag(etag), bytes) else {
-                bail!("the hub sent no valid size and etag for {name} (etag {etag:?})");
+                bail!("the hub sent no valid size and etag for {} (etag {})", quote(name), quote(etag));
             };
             return Ok(RemoteFile { name: name.to_string(), bytes: Some(bytes), etag: Some(etag.to_string()) });
         }
-        Err(self.permanent_error(format!("it redirects {name} at least {MAX_REDIRECTS} times")))
+        Err(self.permanent_error(format!("it redirects {} at least {MAX_REDIRECTS} times", quote(name))))
     }
 
     /// Requests a file, or a range of its bytes. The status shows whether the server honored the range.
     pub fn get(&self, commit: &str, name: &str, range: Option<Range<u64>>) -> Result<Answer> {
-        let range = range.map(|range| format!("bytes={}-{}", range.start, range.end.saturating_sub(1)));
-        self.follow(&self.file_url(commit, name), range.as_deref(), Purpose::Contents)
+        self.follow(&self.file_url(commit, name), range.map(range_header).as_deref(), Purpose::Contents)
     }
 
-    /// Requests a range of a file, with retries.
+    /// Requests a short range of a file, with retries. The caller reads it with [`read_body`](Self::read_body).
     ///
     /// A server without range support sends the whole file with status 200, so the caller must limit how much it reads.
     pub fn get_range(&self, commit: &str, name: &str, range: Range<u64>) -> Result<Response<Body>> {
-        self.with_retries(name, || Ok(self.get(commit, name, Some(range.clone()))?.response))
+        let (url, range) = (self.file_url(commit, name), range_header(range));
+        self.with_retries(name, || Ok(self.follow(&url, Some(&range), Purpose::Metadata)?.response))
     }
 
     /// Sends a request and retries temporary failures. Messages refer to the file or repository as `name`.
+    ///
+    /// Does not retry once the attempts have taken twice the response timeout.
     fn with_retries(&self, name: &str, send: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
         let limits = self.limits();
         let mut retry = Retry::new(limits, limits.max_metadata_failures);
+        let mut time_left = limits.response_timeout.saturating_mul(2);
         loop {
+            let start = Instant::now();
             let result = send();
+            time_left = time_left.saturating_sub(start.elapsed());
+            if time_left.is_zero() {
+                return result;
+            }
             let (cause, retry_after) = match &result {
                 Ok(response) if is_temporary(response.status()) => {
                     (format!("HTTP {}", response.status()), retry_after(response.headers()))
@@ -223,6 +251,44 @@ impl<'a> Remote<'a> {
         }
     }
 
+    /// Reads at most `limit` bytes of a metadata response. Allocates memory only for bytes that arrive.
+    ///
+    /// Fails if the server sends the bytes too slowly.
+    pub fn read_body(&self, body: &mut impl Read, limit: u64) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        self.copy_body(body, limit, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Reads and discards at most `limit` bytes of a metadata response, like [`read_body`](Self::read_body).
+    pub fn skip_body(&self, body: &mut impl Read, limit: u64) -> Result<()> {
+        self.copy_body(body, limit, &mut io::sink())
+    }
+
+    fn copy_body(&self, body: &mut impl Read, limit: u64, output: &mut impl Write) -> Result<()> {
+        let start = Instant::now();
+        let mut buffer = vec![0; 64 << 10];
+        let mut copied = 0;
+        while copied < limit {
+            let most = buffer.len().min(usize::try_from(limit - copied).unwrap_or(usize::MAX));
+            match body.read(&mut buffer[..most]) {
+                Ok(0) => break,
+                Ok(count) => {
+                    output.write_all(&buffer[..count])?;
+                    copied += count as u64;
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.temporary_error(library_error(&error))),
+            }
+            let (elapsed, bytes) = (start.elapsed(), u32::try_from(copied).unwrap_or(u32::MAX));
+            if elapsed > self.limits().response_timeout.saturating_add(TIME_PER_BYTE.saturating_mul(bytes)) {
+                let seconds = elapsed.as_secs_f32();
+                return Err(self.permanent_error(format!("it sent only {copied} bytes in {seconds:.1} s")));
+            }
+        }
+        Ok(())
+    }
+
     /// Reports that the request for `name` will be sent again after `wait`.
     pub fn report_retry(&self, name: &str, cause: &str, wait: Duration) {
         tracing::info!(name, cause, wait_ms = wait.as_millis() as u64, "retrying a request");
@@ -232,6 +298,7 @@ impl<'a> Remote<'a> {
     /// Sends a GET request and follows redirects.
     ///
     /// Sends the token only to the endpoint: never to another host or port, and never over http instead of https.
+    /// [`HubConfig::sent_token`] decides whether the endpoint may see it.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<Answer> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;
@@ -250,9 +317,9 @@ impl<'a> Remote<'a> {
                     Some(next) => url = next,
                     None => {
                         // Do not show the query, which may contain a signature.
-                        let to = to.split(['?', '#']).next().unwrap_or_default();
+                        let to = quote(to.split(['?', '#']).next().unwrap_or_default());
                         return Err(
-                            self.permanent_error(format!("it redirects to {to:?}, which is not a valid web address"))
+                            self.permanent_error(format!("it redirects to {to}, which is not a valid web address"))
                         );
                     }
                 },
@@ -276,24 +343,26 @@ impl<'a> Remote<'a> {
             (_, "RevisionNotFound") => no_revision.into(),
             // Listing the repository succeeded, so only its files are restricted.
             (StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN, _) if file.is_some() => gated.into(),
-            (StatusCode::UNAUTHORIZED, _) if self.config.token.is_some() => {
+            (StatusCode::UNAUTHORIZED, _) if self.config.sent_token().is_some() => {
                 anyhow::Error::new(gated).context("the hub rejects the token: it is invalid or has expired")
             }
             // Without a token, the hub hides whether a private repository exists.
             (StatusCode::UNAUTHORIZED, _) => no_repository.into(),
             (StatusCode::FORBIDDEN, _) => gated.into(),
             (StatusCode::NOT_FOUND, _) => match file {
-                Some(file) => anyhow::anyhow!("the hub lists {file} in '{repo}' but does not have it"),
+                Some(file) => anyhow::anyhow!("the hub lists {} in '{repo}' but does not have it", quote(file)),
                 // Mirrors that send no error codes state the cause in the body.
-                None => match response.body_mut().with_config().limit(1 << 16).read_to_string() {
-                    Ok(body) if body.to_lowercase().contains("invalid rev") => no_revision.into(),
+                None => match self.read_body(&mut response.body_mut().as_reader(), MAX_ERROR_BYTES) {
+                    Ok(body) if String::from_utf8_lossy(&body).to_lowercase().contains("invalid rev") => {
+                        no_revision.into()
+                    }
                     _ => no_repository.into(),
                 },
             },
             (StatusCode::TOO_MANY_REQUESTS, _) => {
-                let wait = match text("retry-after") {
-                    "" => "later".to_string(),
-                    seconds => format!("in {seconds} s"),
+                let wait = match retry_after(response.headers()) {
+                    None => "later".to_string(),
+                    Some(wait) => format!("in {} s", wait.as_secs()),
                 };
                 self.temporary_error(format!("too many requests (HTTP 429); try again {wait}"))
             }
@@ -324,11 +393,13 @@ impl<'a> Remote<'a> {
         with_token: bool,
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
-            let body_timeout = self.limits().response_timeout.saturating_mul(5);
-            request = request.config().timeout_per_read(None).timeout_recv_body(Some(body_timeout)).build();
+            let timeout = self.limits().response_timeout;
+            // The total also ends a response that drips invisible bytes, such as the framing of chunks.
+            let total = timeout.saturating_mul(5);
+            request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }
         request = bypass_proxy_if_local(request, url);
-        match &self.config.token {
+        match self.config.sent_token() {
             Some(token) if with_token && self.is_endpoint(url) => {
                 request.header(header::AUTHORIZATION, format!("Bearer {token}"))
             }
@@ -337,7 +408,7 @@ impl<'a> Remote<'a> {
     }
 
     fn call(&self, request: RequestBuilder<WithoutBody>) -> Result<Response<Body>> {
-        request.call().map_err(|error| self.temporary_error(error.to_string()))
+        request.call().map_err(|error| self.temporary_error(library_error(&error)))
     }
 
     /// Returns the target of a redirect. Returns `None` for a redirect from https to http, or to another scheme.
@@ -369,13 +440,13 @@ impl<'a> Remote<'a> {
     }
 }
 
+fn range_header(range: Range<u64>) -> String {
+    format!("bytes={}-{}", range.start, range.end.saturating_sub(1))
+}
+
 /// Disables the proxy for requests to this machine, which a proxy could not reach.
 fn bypass_proxy_if_local(request: RequestBuilder<WithoutBody>, url: &str) -> RequestBuilder<WithoutBody> {
-    let host = url.parse::<Uri>().ok().and_then(|url| url.host().map(str::to_lowercase));
-    match host.as_deref() {
-        Some("127.0.0.1" | "localhost" | "[::1]") => request.config().proxy(None).build(),
-        _ => request,
-    }
+    if is_loopback(url) { request.config().proxy(None).build() } else { request }
 }
 
 #[cfg(test)]

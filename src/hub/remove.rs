@@ -15,6 +15,7 @@ use super::lock::Lock;
 use super::progress::Progress;
 use super::{demo, names};
 use crate::error::Error;
+use crate::files;
 use crate::snapshot::{gguf, is_weights_file};
 
 /// The result of removing a model.
@@ -70,7 +71,7 @@ impl Hub {
     /// Keeps files that other revisions use. Waits while another process uses the same repository.
     pub fn remove(&self, model: &str, revision: Option<&str>, progress: &dyn Progress) -> Result<RemovedModel> {
         let (name, revision) = names::split_revision(model, revision)?;
-        if name == demo::NAME {
+        if demo::is_demo(name, revision)? {
             self.forget_use(name);
             let freed_bytes = demo::remove(&self.config.cache)?;
             return Ok(RemovedModel { name: name.into(), revisions: Vec::new(), freed_bytes, shared_bytes: 0 });
@@ -87,7 +88,7 @@ impl Hub {
         let name = matching[0];
         let repo = self.own_cache().repo(name);
         let lock = repo.lock(|| progress.waiting(name))?;
-        self.check_lock(&lock, &repo)?;
+        self.check_lock(&lock, &repo.path)?;
         let commits = match revision {
             None => read_commits(&repo)?,
             Some(revision) => repo.commit(revision).into_iter().collect(),
@@ -106,7 +107,7 @@ impl Hub {
         Ok(removed)
     }
 
-    /// Deletes the leftovers of interrupted downloads, and blobs that no revision links to.
+    /// Deletes the leftovers of interrupted processes, and blobs that no revision links to.
     ///
     /// Skips repositories that another process is using.
     pub fn prune(&self) -> Result<Vec<PrunedRepo>> {
@@ -118,21 +119,49 @@ impl Hub {
                 pruned.push(PrunedRepo { name, files: 0, freed_bytes: 0, is_busy: true });
                 continue;
             };
-            self.check_lock(&lock, &repo)?;
+            self.check_lock(&lock, &repo.path)?;
             let freed = prune_repo(&repo)?;
             if !freed.is_empty() {
                 pruned.push(PrunedRepo { name, files: freed.len(), freed_bytes: freed.iter().sum(), is_busy: false });
             }
         }
+        pruned.extend(self.prune_demo()?);
         Ok(pruned)
     }
 
-    /// Fails if the lock has no effect, because another process may be using the repository. `--force` overrides this.
-    fn check_lock(&self, lock: &Lock, repo: &RepoDir) -> Result<()> {
+    /// Deletes the temporary files of the demo. Returns `None` if there are none.
+    fn prune_demo(&self) -> Result<Option<PrunedRepo>> {
+        let cache = &self.config.cache;
+        let name = demo::NAME.to_string();
+        if demo::leftovers(cache).is_empty() {
+            return Ok(None);
+        }
+        let Some(lock) = demo::try_lock(cache)? else {
+            return Ok(Some(PrunedRepo { name, files: 0, freed_bytes: 0, is_busy: true }));
+        };
+        self.check_lock(&lock, &cache.join(demo::NAME))?;
+        let (mut files, mut freed_bytes) = (0, 0);
+        // Look again, because the process that held the lock may have renamed its files.
+        for path in demo::leftovers(cache) {
+            if path.symlink_metadata().is_ok_and(|data| data.is_dir()) {
+                files += files_below(&path).len();
+                freed_bytes += bytes_below(&path);
+                remove_dir(&path)?;
+            } else {
+                files += 1;
+                freed_bytes += file_bytes(&path);
+                remove_file(&path)?;
+            }
+        }
+        Ok((files > 0).then_some(PrunedRepo { name, files, freed_bytes, is_busy: false }))
+    }
+
+    /// Fails if the lock has no effect, because another process may be using the files. `--force` overrides this.
+    fn check_lock(&self, lock: &Lock, dir: &Path) -> Result<()> {
         if !lock.is_effective() && !self.force {
             bail!(
                 "cannot delete safely: the filesystem of {} does not support file locking, so another inferno process may be using it\n  to delete anyway: --force",
-                repo.path.display()
+                dir.display()
             );
         }
         Ok(())
@@ -257,7 +286,7 @@ fn read_commits(repo: &RepoDir) -> Result<Vec<String>> {
 /// Returns the path of each ref and the commit that the ref points to. Fails if a ref cannot be read.
 fn read_refs(repo: &RepoDir) -> Result<Vec<(PathBuf, String)>> {
     let commit = |path: PathBuf| {
-        let commit = fs::read_to_string(&path).with_context(|| cannot_read(&path))?.trim().to_string();
+        let commit = files::read_text(&path, files::SINGLE_VALUE)?.trim().to_string();
         Ok((path, commit))
     };
     walk(&repo.path.join("refs"))?.into_iter().map(commit).collect()

@@ -10,19 +10,25 @@ use super::limits::Limits;
 /// The wait stops doubling at this value. A server may still ask for a longer wait.
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
-/// Counts the consecutive failures of one request.
+/// A request may fail this many times as often in total as consecutively. The total bounds a request that makes
+/// progress, but always fails again.
+const MAX_RESETS: u32 = 100;
+
+/// Counts the failures of one request.
 pub(super) struct Retry<'a> {
     limits: &'a Limits,
     max_failures: u32,
+    /// The failures since the last reset.
     failures: u32,
+    total_failures: u32,
 }
 
 impl<'a> Retry<'a> {
     pub fn new(limits: &'a Limits, max_failures: u32) -> Self {
-        Self { limits, max_failures, failures: 0 }
+        Self { limits, max_failures, failures: 0, total_failures: 0 }
     }
 
-    /// Resets the failure count. Call this when bytes have arrived.
+    /// Resets the count of consecutive failures. Call this when the request has made progress.
     pub fn reset(&mut self) {
         self.failures = 0;
     }
@@ -32,7 +38,8 @@ impl<'a> Retry<'a> {
     /// `retry_after` is the wait that the server asked for.
     pub fn wait_after_failure(&mut self, retry_after: Option<Duration>) -> Option<Duration> {
         self.failures += 1;
-        if self.failures > self.max_failures {
+        self.total_failures += 1;
+        if self.failures > self.max_failures || self.total_failures > self.max_failures.saturating_mul(MAX_RESETS) {
             return None;
         }
         let backoff = self.limits.first_wait.saturating_mul(1 << (self.failures - 1).min(16)).min(MAX_BACKOFF);
@@ -81,6 +88,12 @@ mod tests {
         let seconds = |seconds| Some(Duration::from_secs(seconds));
         assert_eq!(retry.wait_after_failure(seconds(7)), seconds(7));
         assert_eq!(retry.wait_after_failure(seconds(301)), None, "a wait longer than the limit was accepted");
+        let mut retry = Retry::new(&limits, 3);
+        let total = (0..1000).take_while(|_| {
+            retry.reset();
+            retry.wait_after_failure(None).is_some()
+        });
+        assert_eq!(total.count(), 300);
         let waits: std::collections::BTreeSet<_> = (0..20).map(|_| with_jitter(Duration::from_secs(1))).collect();
         assert!(waits.len() > 1);
     }

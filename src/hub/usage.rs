@@ -9,6 +9,7 @@ use std::time::{Duration, SystemTime};
 use super::client::Hub;
 use super::disk;
 use super::snapshot::{Snapshot, Source};
+use crate::files;
 
 impl Hub {
     /// Records that a model is being used now. Ignores write errors.
@@ -19,14 +20,18 @@ impl Hub {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let path = self.usage_path(&snapshot.name);
         let temporary = disk::temporary_path(&path);
-        let _ = fs::create_dir_all(path.parent().unwrap_or(&path))
+        let written = fs::create_dir_all(path.parent().unwrap_or(&path))
             .and_then(|()| fs::write(&temporary, now.as_secs().to_string()))
             .and_then(|()| fs::rename(&temporary, &path));
+        if written.is_err() {
+            let _ = fs::remove_file(&temporary);
+        }
     }
 
     /// Returns the time when inferno last used a model. Returns `None` if there is no record.
     pub fn last_used(&self, snapshot: &Snapshot) -> Option<SystemTime> {
-        let seconds = fs::read_to_string(self.usage_path(&snapshot.name)).ok()?.trim().parse().ok()?;
+        let seconds =
+            files::read_text(&self.usage_path(&snapshot.name), files::SINGLE_VALUE).ok()?.trim().parse().ok()?;
         SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(seconds))
     }
 

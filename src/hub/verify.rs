@@ -45,13 +45,19 @@ impl Hub {
             }
             None => (None, revision),
         };
-        let candidates = self.candidates(model, revision);
-        if let Some(model) = model {
+        let verifies_demo = match model {
+            Some(model) => demo::is_demo(model, revision)?,
+            None => revision.is_none(),
+        };
+        // `demo` is a whole name, not part of another name.
+        let names_demo = model.is_some() && verifies_demo;
+        let candidates = if names_demo { Vec::new() } else { self.candidates(model, revision) };
+        if let Some(model) = model.filter(|_| !names_demo) {
             self.check_is_one_model(model, candidates.iter().map(|candidate| &candidate.name))?;
         }
 
         let mut verified = Vec::new();
-        if model.is_none_or(|model| model == demo::NAME) {
+        if verifies_demo {
             verified.extend(demo::verify(&self.config.cache)?);
         }
         // Different models may have files with the same name.

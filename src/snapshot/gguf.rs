@@ -1,10 +1,12 @@
 //! Finds the GGUF models in a directory or repository. Determines their names, tags and parts.
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 
+use super::paths::is_safe_path;
 use super::safetensors;
 use crate::error::Error;
 
@@ -103,7 +105,9 @@ pub fn models_in(dir: &Path) -> Vec<GgufFile> {
     let folders = entries(dir).filter(|path| path.is_dir());
     let mut files: Vec<PathBuf> =
         entries(dir).chain(folders.flat_map(|dir| entries(&dir).collect::<Vec<_>>())).collect();
-    files.retain(|path| path.is_file() && is_model_name(&path.to_string_lossy()));
+    // Names with newlines would pass for lines of a message.
+    let is_usable = |name: &str| is_model_name(name) && is_safe_path(name);
+    files.retain(|path| path.is_file() && is_usable(&path.file_name().unwrap_or_default().to_string_lossy()));
     files.sort();
     files.into_iter().map(GgufFile::from_first_part).collect()
 }
@@ -157,10 +161,13 @@ pub fn split_tag(model: &str) -> (&str, Option<&str>) {
 ///
 /// If several files have the same tag, their names contain the file name instead of the tag.
 pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
-    let tags: Vec<&str> = files.iter().map(|file| tag(file.as_ref())).collect();
+    let mut counts = HashMap::new();
+    for file in files {
+        *counts.entry(tag(file.as_ref())).or_insert(0) += 1;
+    }
     let model_name = |path: &str| {
         let own_tag = tag(path);
-        let is_unique = tags.iter().filter(|tag| **tag == own_tag).count() == 1;
+        let is_unique = counts.get(own_tag) == Some(&1);
         match (files.len(), is_unique) {
             (1, _) => name.to_string(),
             (_, true) => format!("{name}:{own_tag}"),

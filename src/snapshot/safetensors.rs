@@ -1,13 +1,14 @@
 //! The safetensors files of a model: one `model.safetensors`, or the shards that an index lists.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 
 use super::paths::is_safe_path;
+use crate::files;
+use crate::text::quote;
 
 /// The weights file of a checkpoint that is not sharded.
 pub const SINGLE_FILE: &str = "model.safetensors";
@@ -25,12 +26,12 @@ pub struct ShardIndex {
 impl ShardIndex {
     /// Parses an index and checks its shard names. Every shard must be in the same directory as the index.
     pub fn parse(json: &[u8]) -> Result<Self> {
-        let index: Self = serde_json::from_slice(json).with_context(|| format!("{INDEX} is not a shard index"))?;
+        let index: Self = files::parse_json(json).with_context(|| format!("{INDEX} is not a shard index"))?;
         if index.weight_map.is_empty() {
             bail!("{INDEX} lists no shards");
         }
         if let Some(name) = index.shards().into_iter().find(|name| !is_safe_path(name) || name.contains('/')) {
-            bail!("{INDEX} lists the shard {name:?}, which is not a plain file name");
+            bail!("{INDEX} lists the shard {}, which is not a plain file name", quote(name));
         }
         Ok(index)
     }
@@ -38,10 +39,7 @@ impl ShardIndex {
     /// Reads the index of a directory. Returns `None` if the directory has no index.
     pub fn read(dir: &Path) -> Result<Option<Self>> {
         let path = dir.join(INDEX);
-        if !path.exists() {
-            return Ok(None);
-        }
-        let json = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let Some(json) = files::read_if_present(&path, files::SHARD_INDEX)? else { return Ok(None) };
         Self::parse(&json).map(Some).with_context(|| format!("cannot use {}", path.display()))
     }
 

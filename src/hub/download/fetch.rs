@@ -3,6 +3,8 @@
 //! An unfinished file is stored as a [`Partial`](super::partial::Partial), so an interrupted download can resume.
 //! A file becomes a blob only once it is complete and its hash matches, so every blob is complete.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::mem;
 use std::ops::Range;
 use std::path::Path;
@@ -17,10 +19,12 @@ use super::transfer::{Stop, Transfer};
 use crate::error::Error;
 use crate::hub::cache::RepoDir;
 use crate::hub::hash;
+use crate::hub::limits::Limits;
 use crate::hub::progress::Progress;
 use crate::hub::remote::Remote;
 use crate::hub::retry::Retry;
 use crate::snapshot::is_weights_file;
+use crate::text::quote;
 
 /// Fetches files as blobs of `repo` and links them into the snapshot of `commit`.
 ///
@@ -34,17 +38,22 @@ pub(in crate::hub) fn fetch(
     progress: &dyn Progress,
 ) -> Result<()> {
     let mut jobs: Vec<Job> = Vec::new();
+    let mut by_etag: HashMap<&str, usize> = HashMap::new();
     for file in files {
         // Files with the same contents share one job.
-        match jobs.iter_mut().find(|job| job.etag == file.etag) {
-            Some(job) => job.names.push(&file.name),
-            None => jobs.push(Job::new(repo, file)),
+        match by_etag.entry(&file.etag) {
+            Entry::Occupied(index) => jobs[*index.get()].names.push(&file.name),
+            Entry::Vacant(entry) => {
+                entry.insert(jobs.len());
+                jobs.push(Job::new(repo, file));
+            }
         }
     }
     for job in &jobs {
         job.report(progress);
     }
-    let state = Mutex::new(DownloadState { jobs, failure: None });
+    let unfinished = (0..jobs.len()).collect();
+    let state = Mutex::new(DownloadState { jobs, unfinished, failure: None });
     let download = Download { remote, commit, repo, progress, state, changed: Condvar::new() };
     thread::scope(|scope| {
         for _ in 0..remote.limits().connections.clamp(1, 64) {
@@ -87,7 +96,8 @@ impl Download<'_> {
         let mut transfer = Transfer { download: self, job, part: part.clone(), position: part.start, generation };
         let limits = self.remote.limits();
         let mut retry = Retry::new(limits, limits.max_failures);
-        // The furthest position that any attempt reached. If the server cannot resume, each attempt starts over.
+        let min_progress = Limits::min_progress(self.state().jobs[job].bytes);
+        // The furthest position at a reset. If the server cannot resume, each attempt starts over.
         let mut furthest = part.start;
         let result = loop {
             let (cause, retry_after) = match transfer.run() {
@@ -95,7 +105,7 @@ impl Download<'_> {
                 Err(Stop::Permanent(error)) => break Err(error),
                 Err(Stop::Temporary(cause, retry_after)) => (cause, retry_after),
             };
-            if transfer.position > furthest {
+            if transfer.position >= furthest.saturating_add(min_progress) {
                 furthest = transfer.position;
                 retry.reset();
             }
@@ -126,7 +136,7 @@ impl Download<'_> {
             .unwrap_or_default();
         self.remote.temporary_error(format!(
             "{} stopped at {} of {} bytes: {cause}{wait} (downloaded bytes are kept; run the same command to resume)",
-            job.names[0],
+            quote(job.names[0]),
             job.partial.done_bytes(),
             job.bytes
         ))
@@ -155,6 +165,9 @@ impl Download<'_> {
             // Set the failure while the state is locked, so no thread takes another task first.
             state.failure.get_or_insert(error);
         }
+        if state.jobs[index].phase == Phase::Done {
+            state.unfinished.remove(&index);
+        }
         Ok(())
     }
 
@@ -177,7 +190,8 @@ impl Download<'_> {
         let name = job.names[0];
         if mem::replace(&mut job.was_bad, true) {
             let what = format!(
-                "cannot download {name} from '{}': the downloaded file failed hash verification twice",
+                "cannot download {} from '{}': the downloaded file failed hash verification twice",
+                quote(name),
                 self.remote.repo()
             );
             let hint = "a proxy or mirror may be changing the file: try again, or set HF_ENDPOINT to another hub";

@@ -1,6 +1,6 @@
 //! The shared state of a download: the parts left to fetch and the parts already on disk.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fs;
 use std::ops::Range;
 use std::path::Path;
@@ -15,6 +15,7 @@ use crate::hub::hash;
 use crate::hub::listing::RemoteFile;
 use crate::hub::progress::Progress;
 use crate::hub::remote::Remote;
+use crate::text::quote;
 
 /// A file with a known size and etag, ready to be fetched.
 pub(in crate::hub) struct WantedFile {
@@ -27,12 +28,9 @@ pub(in crate::hub) struct WantedFile {
 impl WantedFile {
     /// Adds the size and the etag to a listed file, with a HEAD request if necessary.
     pub fn new(remote: &Remote, commit: &str, file: RemoteFile) -> Result<Self> {
-        let complete = match file {
-            RemoteFile { bytes: Some(_), etag: Some(_), .. } => file,
-            file => remote.head(commit, &file.name)?,
-        };
+        let complete = if file.has_size_and_etag() { file } else { remote.head(commit, &file.name)? };
         let (Some(bytes), Some(etag)) = (complete.bytes, complete.etag) else {
-            bail!("cannot download {}: the hub does not send its size", complete.name);
+            bail!("cannot download {}: the hub does not send its size", quote(&complete.name));
         };
         // Different files, or different versions of a file, may share an etag that is not a hash.
         let etag = match hash::is_hash(&etag) {
@@ -68,6 +66,8 @@ pub(in crate::hub) struct Download<'a> {
 /// The jobs of a download and its first failure.
 pub(in crate::hub) struct DownloadState<'a> {
     pub jobs: Vec<Job<'a>>,
+    /// The indices of the jobs that are not done.
+    pub unfinished: BTreeSet<usize>,
     pub failure: Option<anyhow::Error>,
 }
 
@@ -186,7 +186,8 @@ impl<'a> Download<'a> {
 
     fn find_task(&self, state: &mut DownloadState) -> Search {
         let mut is_busy = false;
-        for (index, job) in state.jobs.iter_mut().enumerate() {
+        for &index in &state.unfinished {
+            let job = &mut state.jobs[index];
             match job.phase {
                 Phase::Done => continue,
                 Phase::Verifying if job.in_flight > 0 => {

@@ -5,23 +5,30 @@ pub(in crate::hub) mod jobs;
 pub(in crate::hub) mod partial;
 pub(in crate::hub) mod transfer;
 
+use std::collections::HashSet;
 use std::fs;
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
+use crate::files;
 use crate::hub::cache::RepoDir;
 use crate::hub::client::Hub;
-use crate::hub::filter::{CompiledFilter, FileFilter, choose_files};
+use crate::hub::filter::{CompiledFilter, FileFilter};
 use crate::hub::listing::{Listing, RemoteFile};
 use crate::hub::names::{self, MAIN};
+use crate::hub::parallel::try_map;
 use crate::hub::progress::Progress;
 use crate::hub::remote::Remote;
 use crate::hub::snapshot::{Snapshot, Source};
 use crate::hub::{demo, disk};
 use crate::snapshot::{Required, safetensors::INDEX};
+use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
+
+/// So many requests for the sizes of files take seconds, so the user is told about them.
+const MANY_REQUESTS: usize = 100;
 
 impl Hub {
     /// Downloads a model into inferno's cache and returns its snapshot. Resumes an interrupted download.
@@ -36,12 +43,12 @@ impl Hub {
         filter: &FileFilter,
         progress: &dyn Progress,
     ) -> Result<Snapshot> {
-        if repo == demo::NAME {
+        let (name, revision) = names::split_revision(repo, revision)?;
+        if demo::is_demo(name, revision)? {
             let snapshot = demo::materialize(&self.config.cache)?;
             progress.already_present(&snapshot);
             return Ok(snapshot);
         }
-        let (name, revision) = names::split_revision(repo, revision)?;
         let name = &self.full_name(name);
         names::check_repo(name)?;
         self.check_own_cache()?;
@@ -89,7 +96,7 @@ impl Hub {
         let _lock = lock?;
 
         let index = self.fetch_index(&remote, &listing, filter, &repo)?;
-        let files = choose_files(name, &listing.files, filter, index.as_deref())?;
+        let files = filter.choose(name, &listing.files, index.as_deref())?;
         self.fetch_files(&remote, commit, &repo, files, progress)?;
         repo.write_ref(revision, commit)?;
         let path = repo.snapshot(commit);
@@ -108,7 +115,7 @@ impl Hub {
         let is_shard = |file: &&RemoteFile| file.name.ends_with(".safetensors") && !file.name.contains('/');
         let files = match filter.needs_index() && listing.file(INDEX).is_some() {
             true => listing.files.iter().filter(is_shard).cloned().collect(),
-            false => choose_files(name, &listing.files, &filter, None)?,
+            false => filter.choose(name, &listing.files, None)?,
         };
         let path = self.own_cache().repo(name).snapshot(&listing.commit);
         Ok(files.iter().filter(|file| !is_present(&path, file)).filter_map(|file| file.bytes).sum())
@@ -123,12 +130,18 @@ impl Hub {
         files: Vec<RemoteFile>,
         progress: &dyn Progress,
     ) -> Result<()> {
-        let files = files.into_iter().map(|file| WantedFile::new(remote, commit, file)).collect::<Result<Vec<_>>>()?;
+        let requests = files.iter().filter(|file| !file.has_size_and_etag()).count();
+        if requests >= MANY_REQUESTS {
+            progress.asking_for_sizes(requests);
+        }
+        let threads = if requests == 0 { 1 } else { remote.limits().connections.clamp(1, 64) };
+        let files = try_map(&files, threads, |file| WantedFile::new(remote, commit, file.clone()))?;
         // Files with the same contents are fetched only once.
-        let is_first = |index: usize| !files[..index].iter().any(|earlier| earlier.etag == files[index].etag);
-        let needed_bytes = (0..files.len())
-            .filter(|&index| is_first(index))
-            .fold(0u64, |sum, index| sum.saturating_add(files[index].bytes - files[index].present_bytes(repo)));
+        let mut etags = HashSet::new();
+        let needed_bytes = files
+            .iter()
+            .filter(|file| etags.insert(file.etag.as_str()))
+            .fold(0u64, |sum, file| sum.saturating_add(file.bytes - file.present_bytes(repo)));
         disk::check_space(&self.config.cache, needed_bytes)?;
         progress.start(&files.iter().map(|file| (file.name.clone(), file.bytes)).collect::<Vec<_>>());
         fetch(remote, commit, repo, &files, progress)
@@ -143,7 +156,7 @@ impl Hub {
             },
             _ => None,
         };
-        let files = choose_files(name, &listing.files, filter, index.as_deref())?;
+        let files = filter.choose(name, &listing.files, index.as_deref())?;
         let found = self.caches().into_iter().find_map(|(cache, source)| {
             let path = cache.repo(name).snapshot(&listing.commit);
             let is_complete = files.iter().all(|file| is_present(&path, file));
@@ -157,12 +170,12 @@ impl Hub {
         Ok(found)
     }
 
-    /// Reads a file from either cache. Returns `None` if neither cache has it.
+    /// Reads the shard index from either cache. Returns `None` if neither cache has it.
     fn read_present(&self, name: &str, commit: &str, file: &RemoteFile) -> Result<Option<Vec<u8>>> {
         for (cache, _) in self.caches() {
             let dir = cache.repo(name).snapshot(commit);
             if is_present(&dir, file) {
-                return Ok(Some(fs::read(dir.join(&file.name))?));
+                return files::read(&dir.join(&file.name), files::SHARD_INDEX).map(Some);
             }
         }
         Ok(None)
@@ -181,8 +194,12 @@ impl Hub {
         if let Some(index) = self.read_present(remote.repo(), commit, file)? {
             return Ok(Some(index));
         }
-        self.fetch_files(remote, commit, repo, vec![file.clone()], &())?;
-        Ok(Some(fs::read(repo.snapshot(commit).join(INDEX))?))
+        let file = if file.has_size_and_etag() { file.clone() } else { remote.head(commit, INDEX)? };
+        if let Some(bytes) = file.bytes.filter(|bytes| *bytes > files::SHARD_INDEX) {
+            bail!("cannot download '{}': {INDEX} has {}, which no real index has", remote.repo(), size(bytes));
+        }
+        self.fetch_files(remote, commit, repo, vec![file], &())?;
+        files::read(&repo.snapshot(commit).join(INDEX), files::SHARD_INDEX).map(Some)
     }
 }
 

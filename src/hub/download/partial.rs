@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 
+use crate::files;
 use crate::hub::disk::{create_dir, create_temporary, with_suffix, write_error};
 
 /// The suffixes of unfinished and bad files. Hugging Face's Python tools write `.incomplete` files sequentially.
@@ -61,8 +62,8 @@ impl Partial {
     /// Finds the bytes of `blob` that earlier attempts downloaded. Writes nothing.
     pub fn find(blob: &Path, bytes: u64) -> Self {
         let path = with_suffix(blob, ".parts");
-        let json = fs::read(with_suffix(blob, ".parts.json")).ok();
-        let mut record: Record = json.and_then(|json| serde_json::from_slice(&json).ok()).unwrap_or_default();
+        let json = files::read(&with_suffix(blob, ".parts.json"), files::DOWNLOAD_RECORD).ok();
+        let mut record: Record = json.and_then(|json| files::parse_json(&json).ok()).unwrap_or_default();
         let length = |path: &Path| fs::metadata(path).ok().filter(|data| data.is_file()).map(|data| data.len());
         let length_on_disk = match (length(&path), length(&with_suffix(blob, ".incomplete"))) {
             (Some(length), _) => length,
@@ -88,7 +89,8 @@ impl Partial {
         if !self.path.exists() {
             let incomplete = with_suffix(blob, ".incomplete");
             if incomplete.exists() {
-                File::open(&incomplete)
+                files::open(&incomplete)
+                    .map_err(io::Error::other)
                     .and_then(|data| data.sync_data())
                     .map_err(|error| write_error(error, &incomplete, 0))?;
                 self.pending_record().write_record()?;

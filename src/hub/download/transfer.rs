@@ -15,6 +15,7 @@ use crate::error::Error;
 use crate::hub::disk::write_error;
 use crate::hub::hash;
 use crate::hub::retry::{is_temporary, retry_after};
+use crate::text::{library_error, quote};
 
 /// How often a server may ignore a range before the bytes on disk are discarded.
 const MAX_WHOLE_RESPONSES: u32 = 3;
@@ -135,7 +136,7 @@ impl Transfer<'_, '_> {
         }
         job.restart().map_err(Stop::Permanent)?;
         if mem::replace(&mut job.was_bad, true) {
-            let what = format!("cannot download {}: it keeps changing on the server", job.names[0]);
+            let what = format!("cannot download {}: it keeps changing on the server", quote(job.names[0]));
             let hint = "try again, or set HF_ENDPOINT to another hub".to_string();
             return Err(Stop::Permanent(Error::Verification { what, hint }.into()));
         }
@@ -168,11 +169,11 @@ impl Transfer<'_, '_> {
                 Ok(0) => return Err(temporary("the server closed the connection")),
                 Ok(count) => count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) => return Err(temporary(error.to_string())),
+                Err(error) => return Err(temporary(library_error(&error))),
             };
             let left = self.part.end - self.position;
             if count as u64 > left {
-                return Err(temporary(format!("the server sent more of {name} than was requested")));
+                return Err(temporary(format!("the server sent more of {} than was requested", quote(name))));
             }
             output.write_all(&buffer[..count]).map_err(|error| cannot_write(error, left))?;
             self.record_written(count as u64)?;

@@ -32,6 +32,10 @@ pub struct HubState {
     pub faulty: fn(&str) -> bool,
     /// Statuses, with optional headers, to send instead of the next listings. Each listing request removes the first.
     pub listing_faults: VecDeque<&'static str>,
+    /// If set, the body to send instead of the listing.
+    pub raw_listing: Option<Arc<Vec<u8>>>,
+    /// If set, the listing is sent in pieces of the given number of bytes, with the given pause after each piece.
+    pub listing_pace: Option<(usize, Duration)>,
     /// If set, bodies are sent in pieces of the given number of bytes, with the given pause after each piece.
     pub pace: Option<(usize, Duration)>,
     /// If set, the base URL that requests for files are redirected to.
@@ -98,6 +102,8 @@ impl FakeHub {
             faults: VecDeque::new(),
             faulty: is_large,
             listing_faults: VecDeque::new(),
+            raw_listing: None,
+            listing_pace: None,
             pace: None,
             storage: None,
             etag_header: None,
@@ -205,7 +211,15 @@ fn answer(mut stream: TcpStream, shared: &Mutex<HubState>, requests: &Mutex<Vec<
         if let Some((status, code, body)) = state.listing_refused {
             return send(&mut stream, &format!("{status} No\r\nx-error-code: {code}"), body.as_bytes());
         }
-        return send(&mut stream, "200 OK", listing(state).as_bytes());
+        let body = state.raw_listing.clone().unwrap_or_else(|| Arc::new(listing(state).into_bytes()));
+        let (piece_bytes, pause) = state.listing_pace.unwrap_or((body.len().max(1), Duration::ZERO));
+        drop(guard);
+        write!(stream, "HTTP/1.1 200 OK\r\ncontent-length: {}\r\nconnection: close\r\n\r\n", body.len())?;
+        for piece in body.chunks(piece_bytes) {
+            stream.write_all(piece)?;
+            std::thread::sleep(pause);
+        }
+        return Ok(());
     }
     if path == "/api/whoami-v2" {
         let known = head.to_lowercase().contains("authorization: bearer hf_secret");

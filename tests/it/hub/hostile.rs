@@ -61,7 +61,7 @@ fn truncated_body_is_resumed() {
         survives(in_one, &[Fault::Cut(cut)]);
         survives(in_parts, &[Fault::Cut(cut % 10_000), Fault::None, Fault::Cut(1), Fault::Cut(cut % 7_000)]);
     }
-    // A download survives any number of broken connections, as long as each one delivers some bytes.
+    // A download survives many broken connections, as long as they deliver enough bytes.
     survives(in_one, &[Fault::Cut(2_000); 20]);
     let (message, code) = fails(in_one, Fault::Cut(0));
     assert_eq!(code, 5, "{message}");
@@ -69,6 +69,22 @@ fn truncated_body_is_resumed() {
         message.contains("stopped at 0 of 50000 bytes") && message.contains("run the same command to resume"),
         "{message}"
     );
+}
+
+#[test]
+fn server_that_sends_one_byte_per_connection_is_given_up() {
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    fake.change(|state| state.faults.extend([Fault::Cut(1); 100]));
+    let (message, code) = message_and_code(in_one(&machine).download(REPO, None, &FileFilter::default(), &()));
+    assert_eq!(code, 5, "{message}");
+    assert!(message.contains("stopped at 5 of 50000 bytes"), "{message}");
+    // One attempt and four retries.
+    assert_eq!(fake.lines().iter().filter(|line| line.ends_with(WEIGHTS)).count(), 5);
+    // The five bytes are not fetched again.
+    fake.change(|state| state.faults.clear());
+    in_one(&machine).download(REPO, None, &FileFilter::default(), &()).unwrap();
+    assert!(fake.heads().iter().any(|head| head.to_lowercase().contains("range: bytes=5-49999")));
 }
 
 #[test]

@@ -1,0 +1,287 @@
+//! Tests of what a hub answers: listings that are long, slow, deceptive or malformed.
+//!
+//! Each answer must lead to the right result or to one error, within limits on time and memory.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::process::Stdio;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use inferno::hub::{FileFilter, Hub, HubConfig, Limits};
+use tempfile::TempDir;
+
+use super::fake::{COMMIT, FakeHub, INDEX, REPO};
+use super::process::command;
+use super::{Machine, fast_limits, include_only, message_and_code};
+use crate::bounded::bounded;
+use crate::cli::text;
+
+/// Starts a hub that sends `listing` as the listing of the repository.
+fn with_listing(listing: impl Into<Vec<u8>>) -> FakeHub {
+    let fake = FakeHub::single();
+    fake.change(|state| state.raw_listing = Some(Arc::new(listing.into())));
+    fake
+}
+
+/// Returns a listing with files that are given as JSON.
+fn listing_of(files: impl IntoIterator<Item = String>) -> String {
+    format!(r#"{{"sha":"{COMMIT}","siblings":[{}]}}"#, files.into_iter().collect::<Vec<_>>().join(","))
+}
+
+fn file(name: &str) -> String {
+    format!(r#"{{"rfilename":{},"size":1,"blobId":"{}"}}"#, serde_json::to_string(name).unwrap(), "a".repeat(40))
+}
+
+#[test]
+fn download_of_sixty_thousand_files_starts_at_once() {
+    let files = (0..60_000)
+        .map(|number| format!(r#"{{"rfilename":"data/{number:05}.bin","size":1000,"blobId":"{number:040x}"}}"#));
+    let fake = with_listing(listing_of(files));
+    let home = TempDir::new().unwrap();
+    let start = Instant::now();
+    let mut download = command(&home, &fake, &["download", REPO, "--include", "*"]);
+    let mut child = download.stderr(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stderr.take().unwrap()).read_line(&mut line).unwrap();
+    let elapsed = start.elapsed();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(line, "60000 files, 60.0 MB\n");
+    println!("the first line came after {elapsed:.1?}");
+    // Less than 2 s, unless other tests take most of the CPU time.
+    assert!(elapsed < Duration::from_secs(8), "{elapsed:?}");
+}
+
+#[test]
+fn many_names_of_one_file_are_downloaded() {
+    let config = br#"{"a":1}"#;
+    let etag = super::etag("config.json", config);
+    let name = |number: usize| if number == 0 { "config.json".to_string() } else { format!("copies/{number}.json") };
+    let files = (0..20_000)
+        .map(|number| format!(r#"{{"rfilename":"{}","size":{},"blobId":"{etag}"}}"#, name(number), config.len()));
+    let fake = with_listing(listing_of(files));
+    fake.change(|state| drop(state.files.insert("config.json".into(), config.to_vec())));
+    let home = TempDir::new().unwrap();
+    let output = bounded(command(&home, &fake, &["download", REPO, "--include", "*"]));
+    output.assert_succeeds();
+    let snapshot = home.path().join("models/models--org--tiny-model/snapshots").join(COMMIT);
+    assert_eq!(fs::read(snapshot.join("copies/19999.json")).unwrap(), config);
+    assert_eq!(fake.lines().len(), 2, "the contents were not fetched exactly once");
+}
+
+#[test]
+fn long_lists_are_searched_and_shown_quickly() {
+    // Sixty thousand shards in the index and on the hub.
+    let shard = |number: usize| format!("model-{number:05}-of-60000.safetensors");
+    let map: Vec<String> = (0..60_000).map(|number| format!(r#""{number}":"{}""#, shard(number))).collect();
+    let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));
+    let names = ["config.json".to_string(), "tokenizer.json".to_string(), INDEX.to_string()];
+    let fake = FakeHub::start(&[(INDEX, index.as_bytes())]);
+    let etag = super::etag(INDEX, index.as_bytes());
+    let mut files: Vec<String> = names.into_iter().chain((0..59_999).map(shard)).map(|name| file(&name)).collect();
+    files[2] = format!(r#"{{"rfilename":"{INDEX}","size":{},"blobId":"{etag}"}}"#, index.len());
+    fake.change(|state| state.raw_listing = Some(Arc::new(listing_of(files).into())));
+    let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
+    output.assert_fails(1, &["lacks 'model-59999-of-60000.safetensors'"]);
+    let output = bounded(command(&TempDir::new().unwrap(), &fake, &["show", REPO, "--remote"]));
+    output.assert_fails(1, &["lists 60000 shards, but the limit is 2048"]);
+
+    // Sixty thousand GGUF models, each with 1024 parts.
+    let models = (0..60_000).map(|number| file(&format!("m-Q{number}-00001-of-01024.gguf")));
+    let fake = with_listing(listing_of(models));
+    for (args, model) in [
+        (&["download", REPO][..], "m-Q29-00001-of-01024.gguf"),
+        (&["show", REPO, "--remote"], "inferno show org/tiny-model:Q29 --remote"),
+    ] {
+        let output = bounded(command(&TempDir::new().unwrap(), &fake, args));
+        output.assert_fails(2, &["several GGUF models", model, "and 59970 more"]);
+    }
+
+    // Deep folders with long names.
+    let folder = "a/".repeat(250);
+    let files = (0..60_000).map(|number| file(&format!("{folder}{number}")));
+    let fake = with_listing(listing_of(files.chain([file(&folder[..499])])));
+    let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
+    output.assert_fails(1, &["both as a file and as a folder"]);
+}
+
+#[test]
+fn slow_answers_are_given_up() {
+    let limits = Limits { response_timeout: Duration::from_millis(300), ..fast_limits() };
+    let slow = |machine: &Machine| Hub::new(HubConfig { limits: limits.clone(), ..machine.config() });
+    let fake = FakeHub::single();
+    let machine = Machine::new(fake.endpoint());
+    let start = Instant::now();
+    fake.change(|state| state.listing_pace = Some((1, Duration::from_millis(20))));
+    let (message, code) = message_and_code(slow(&machine).download(REPO, None, &FileFilter::default(), &()));
+    assert!(code == 5 && message.contains("it sent only"), "{message}");
+    assert_eq!(fake.lines().len(), 1, "a slow listing was requested again");
+
+    // `show --remote` also reads small parts of files.
+    let fake = FakeHub::start(&[("config.json", &[b' '; 10_000])]);
+    let machine = Machine::new(fake.endpoint());
+    fake.change(|state| state.pace = Some((1, Duration::from_millis(20))));
+    let error = slow(&machine).inspect(REPO, None).unwrap_err();
+    assert!(error.to_string().contains("it sent only"), "{error:#}");
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+
+    // A slow connection that delivers enough is not given up.
+    let files = (0..2_000).map(|number| file(&format!("{number}.txt")));
+    let fake = with_listing(listing_of(files));
+    fake.change(|state| state.listing_pace = Some((5_000, Duration::from_millis(20))));
+    let machine = Machine::new(fake.endpoint());
+    let (message, _) = message_and_code(slow(&machine).download(REPO, None, &include_only("*.onnx"), &()));
+    assert!(message.contains("nothing in 'org/tiny-model' matches"), "{message}");
+}
+
+#[test]
+fn deceptive_file_names_are_refused() {
+    for (name, shown) in [
+        ("model\u{202e}sr.gguf", r"'model\u{202e}sr.gguf'"),
+        ("\u{200b}config.json", r"'\u{200b}config.json'"),
+        ("a\u{2028}error: run this", r"'a\u{2028}error: run this'"),
+        ("a\nerror: run this", r"'a\nerror: run this'"),
+        ("a\u{1b}[2J", r"'a\u{1b}[2J'"),
+        ("a\u{0}b", r"'a\u{0}b'"),
+    ] {
+        let fake = with_listing(listing_of([file("config.json"), file(name)]));
+        for args in [&["download", REPO][..], &["show", REPO, "--remote"]] {
+            let output = bounded(command(&TempDir::new().unwrap(), &fake, args));
+            output.assert_fails(1, &[&format!("the hub lists {shown} in 'org/tiny-model'")]);
+        }
+    }
+}
+
+#[test]
+fn malformed_listings_are_one_error() {
+    let sha = format!(r#""sha":"{COMMIT}""#);
+    let sibling = |fields: &str| format!(r#"{{{sha},"siblings":[{{"rfilename":"a",{fields}}}]}}"#);
+    let long = "x".repeat(1 << 20);
+    let not_a_hub: Vec<Vec<u8>> = vec![
+        b"".into(),
+        b"null".into(),
+        b"[]".into(),
+        b"\xff\xfe".into(),
+        b"{\"sha\":\"\xc3\"}".into(),
+        br#"{"sha":"\ud800"}"#.into(),
+        r#"{"siblings":[]}"#.into(),
+        format!("{{{sha},{sha}}}").into(),
+        format!(r#"{{{sha},"siblings":{{}}}}"#).into(),
+        format!(r#"{{{sha},"siblings":[1]}}"#).into(),
+        format!(r#"{{{sha},"siblings":"{long}"}}"#).into(),
+        sibling(r#""size":-1"#).into(),
+        sibling(r#""size":1e3"#).into(),
+        sibling(r#""size":18446744073709551616"#).into(),
+        sibling(&format!(r#""size":{}"#, "9".repeat(1 << 20))).into(),
+        sibling(&format!(r#""blobId":{{"{long}":1}}"#)).into(),
+        format!(r#"{{{sha},"siblings":{}"#, "[".repeat(1 << 20)).into(),
+        format!(r#"{{{sha},"x":{}"#, "[".repeat(1 << 20)).into(),
+        format!(r#"{{{sha},"x":{}"#, r#"{"a":"#.repeat(1 << 20)).into(),
+    ];
+    for listing in not_a_hub {
+        let fake = with_listing(listing);
+        let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
+        output.assert_fails(5, &["the response is not from a model hub"]);
+    }
+    let files = |names: &[&str]| listing_of(names.iter().map(|name| file(name)));
+    for (listing, expected) in [
+        (format!(r#"{{"sha":"{long}"}}"#), "invalid commit hash for 'org/tiny-model': 'xxx"),
+        (files(&[&long]), "which is not a path inside the repository"),
+        (files(&["a", "a"]), "lists 'a' in 'org/tiny-model' twice"),
+        (files(&["../a"]), "lists '../a' in 'org/tiny-model'"),
+        (files(&["/a"]), "lists '/a' in 'org/tiny-model'"),
+        (sibling(r#""size":1125899906842625"#), "impossible size for 'a'"),
+        (sibling(&format!(r#""blobId":"{long}""#)), "invalid hash for 'a': 'xxx"),
+        (listing_of((0..300_000).map(|_| file("a"))), "more than 200000 files"),
+    ] {
+        let fake = with_listing(listing);
+        bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO])).assert_fails(1, &[expected]);
+    }
+    // Names that differ only in case are different files. Unknown fields may have any form.
+    let fake = FakeHub::start(&[("README.md", b"1"), ("readme.md", b"2"), ("config.json", b"{}")]);
+    let machine = Machine::new(fake.endpoint());
+    let snapshot = machine.hub().download(REPO, None, &include_only("*.md"), &()).unwrap();
+    assert_eq!(fs::read(snapshot.path.join("README.md")).unwrap(), b"1");
+    assert_eq!(fs::read(snapshot.path.join("readme.md")).unwrap(), b"2");
+}
+
+#[test]
+fn huge_answers_are_not_read_to_the_end() {
+    // Without the limit, the program would read 200 MB.
+    let fake = with_listing(vec![b' '; 200 << 20]);
+    let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
+    output.assert_fails(5, &["the list of files is larger than 64 MB"]);
+    assert_eq!(fake.lines().len(), 1, "the list was requested again");
+
+    let index = vec![b' '; 40 << 20];
+    let fake = FakeHub::start(&[("config.json", b"{}"), ("tokenizer.json", b"{}"), (INDEX, &index)]);
+    for lists_sizes in [true, false] {
+        fake.change(|state| state.lists_sizes = lists_sizes);
+        let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
+        output.assert_fails(1, &["model.safetensors.index.json has 41.9 MB"]);
+    }
+    // Each header may be large, but not all of them.
+    let name = |number: usize| format!("{number}.safetensors");
+    let map: Vec<String> = (0..20).map(|number| format!(r#""{number}":"{}""#, name(number))).collect();
+    let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));
+    let header = [&(90_000_000u64).to_le_bytes()[..], &vec![b' '; 90_000_000]].concat();
+    let names: Vec<String> = (0..20).map(name).collect();
+    let mut files: Vec<(&str, &[u8])> = vec![("config.json", b"{}"), (INDEX, index.as_bytes())];
+    files.extend(names[..1].iter().map(|name| (name.as_str(), &header[..])));
+    let fake = FakeHub::start(&files);
+    let listed = ["config.json".to_string(), INDEX.to_string()].into_iter().chain(names.iter().cloned());
+    let listed = listed.map(|name| format!(r#"{{"rfilename":"{name}"}}"#));
+    fake.change(|state| {
+        state.raw_listing = Some(Arc::new(listing_of(listed).into()));
+        for name in &names[1..] {
+            state.files.insert(name.clone(), header[..200_000].to_vec());
+        }
+    });
+    let output = bounded(command(&TempDir::new().unwrap(), &fake, &["show", REPO, "--remote"]));
+    assert_eq!(output.status.code(), Some(1), "{}", output.stderr);
+    assert!(output.stderr.contains("header"), "{}", output.stderr);
+}
+
+#[test]
+fn suggested_commands_are_safe_to_paste() {
+    let fake = FakeHub::start(&[("a-$(reboot).gguf", b"GGUF"), ("b-'; reboot; '.gguf", b"GGUF")]);
+    let home = TempDir::new().unwrap();
+    let output = bounded(command(&home, &fake, &["download", REPO]));
+    output.assert_fails(2, &["inferno download org/tiny-model --include '*$(reboot)*'\n"]);
+    let output = bounded(command(&home, &fake, &["show", REPO, "--remote"]));
+    let shown =
+        ["inferno show 'org/tiny-model:$(reboot)' --remote", r"inferno show 'org/tiny-model:'\''; reboot; '\''' --"];
+    output.assert_fails(2, &shown);
+}
+
+#[test]
+fn token_is_sent_over_https_or_to_this_machine_only() {
+    let fake = FakeHub::single();
+    let run = |endpoint: &str, args: &[&str]| {
+        let home = TempDir::new().unwrap();
+        let mut command = command(&home, &fake, args);
+        // The fake hub is also the proxy for all other hosts.
+        command.env("HF_ENDPOINT", endpoint).env("HTTP_PROXY", fake.endpoint()).env("HF_TOKEN", "hf_secret");
+        let output = command.output().unwrap();
+        (output, fake.heads().iter().filter(|head| head.contains("hf_secret")).count())
+    };
+    let (output, sent) = run(&fake.endpoint(), &["download", REPO]);
+    assert!(output.status.success() && sent > 0, "{}", text(&output.stderr));
+    assert!(!text(&output.stderr).contains("warning"), "{}", text(&output.stderr));
+    let warning = "warning: HF_TOKEN is not sent to http://hub.invalid: ";
+    for args in [&["download", REPO][..], &["show", REPO, "--remote"]] {
+        let (output, sent) = run("http://hub.invalid", args);
+        let stderr = text(&output.stderr);
+        assert_eq!(sent, 0, "{args:?}");
+        assert_eq!(stderr.matches(warning).count(), 1, "{stderr}");
+    }
+    let (output, sent) = run("http://hub.invalid", &["doctor"]);
+    assert_eq!(sent, 0);
+    assert!(text(&output.stdout).contains("HF_TOKEN is not sent"), "{}", text(&output.stdout));
+    // Without the token, a private repository looks like a missing one, not like a rejected token.
+    fake.change(|state| state.listing_refused = Some((401, "", "")));
+    let (output, _) = run("http://hub.invalid", &["download", REPO]);
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
+    assert!(!text(&output.stderr).contains("rejects the token"), "{}", text(&output.stderr));
+}
