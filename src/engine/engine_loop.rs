@@ -1,5 +1,7 @@
 //! The engine thread's loop: plan, step, deliver. Only this thread uses the model.
 //!
+//! A step sends its token to the client. `deliver` sends the end of a sequence: its finish reason or its error.
+//!
 //! Requests run one at a time, in submission order.
 
 use std::collections::VecDeque;
@@ -94,6 +96,8 @@ impl EngineLoop {
             match command {
                 Ok(Command::Submit(sequence)) if self.is_draining => {
                     stats::subtract_one(&self.counters.waiting);
+                    stats::add(&self.counters.ended, 1);
+                    stats::add(&self.counters.failed, 1);
                     sequence.fail(anyhow!("cannot accept a request: the engine is draining"));
                 }
                 Ok(Command::Submit(sequence)) => self.waiting.push_back(Job::Sequence(sequence)),

@@ -19,11 +19,36 @@ const SMALLEST_CONTEXT: usize = 2048;
 /// An upper bound on activation memory that does not depend on the chunk size, in bytes.
 /// cuBLASLt uses 32 MiB of it. The buffers and graphs of decode steps and the logits of one token use the rest.
 const WORKSPACE_BYTES: u64 = 192 << 20;
-/// An upper bound on activation memory for each token of a chunk, in bytes.
+/// The smallest bound on activation memory for each token of a chunk, in bytes.
+/// The bound is larger for models with wide MLPs: see [`workspace_bytes_per_token`].
+const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
+
+/// The maximum chunk size in tokens.
 ///
-/// A token in an MLP of Llama 3 70B needs 296 KiB: 168 KiB for gate, up and their product (3 · 28,672 · 2 bytes), and
-/// 128 KiB for four rows of the residual stream (4 · 8,192 · 4 bytes). A token in the experts of gpt-oss needs less.
-const WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
+/// Kernels count the elements of an activation as an i32, so its tokens · columns must be less than 2^31.
+/// With this chunk size, a token may have 131,071 columns.
+/// Llama 3.1 405B has the largest known number, 106,496 (gate and up, 2 · 53,248).
+/// Larger chunks are not faster than the largest of [`DeviceKind::chunk_sizes`].
+const MAX_CHUNK: usize = 16_384;
+
+/// Returns an upper bound on activation memory for each token of a chunk, in bytes.
+///
+/// Activations take the most memory in the down projection of an MLP. With b bytes in `dtype`, a token then has:
+///
+/// - gate and up in f32: 8 · intermediate
+/// - their product in `dtype`, and a copy that is rounded for some quantized weights: 2b · intermediate
+/// - in f32, the residual stream at three points, two outputs of layers and the output of the MLP: 24 · hidden
+/// - the two normed inputs in `dtype`: 2b · hidden
+/// - 8 · hidden in reserve, for the sums and the rounded input of a product of 8-bit matrices
+///
+/// The sums of such a product and a bias take at most as much in the up projection as the rounded copy does here.
+/// For example, a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
+/// Attention needs less, and so do the experts of all supported families.
+fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
+    let (hidden, intermediate, bytes) = (hidden_size as u64, intermediate_size as u64, dtype.size_in_bytes() as u64);
+    let needed = intermediate.saturating_mul(8 + 2 * bytes).saturating_add(hidden.saturating_mul(32 + 2 * bytes));
+    needed.max(MIN_WORKSPACE_BYTES_PER_TOKEN)
+}
 
 /// The kind of device that a model runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +77,8 @@ pub struct MemoryPlan {
     loading_bytes: u64,
     /// Extra bytes needed during a forward pass, for the dequantized experts of one layer.
     unpacked_bytes: u64,
+    /// An upper bound on activation memory for each token of a chunk.
+    workspace_bytes_per_token: u64,
     layers: Vec<LayerSpec>,
     /// The chunk sizes to choose from, best first.
     chunks: Vec<usize>,
@@ -74,8 +101,15 @@ impl MemoryPlan {
     /// Plans memory for a model with these tensors and activations in `dtype`.
     pub fn new(inventory: &Inventory, architecture: &dyn Architecture, dtype: DType, device_kind: DeviceKind) -> Self {
         let (layers, max_context) = (architecture.cache_layers(), architecture.max_position_embeddings());
-        let default_context = architecture.default_context();
-        Self { default_context, ..Self::from_layers(inventory, layers, max_context, dtype, device_kind) }
+        Self {
+            default_context: architecture.default_context(),
+            workspace_bytes_per_token: workspace_bytes_per_token(
+                architecture.hidden_size(),
+                architecture.intermediate_size(),
+                dtype,
+            ),
+            ..Self::from_layers(inventory, layers, max_context, dtype, device_kind)
+        }
     }
 
     /// Plans memory for a model of an unknown family. `layers` describes its KV cache.
@@ -90,6 +124,7 @@ impl MemoryPlan {
             weight_bytes: inventory.loaded_bytes(dtype),
             loading_bytes: if device_kind == DeviceKind::Gpu { inventory.largest_expert_layer(dtype) } else { 0 },
             unpacked_bytes: if device_kind == DeviceKind::Gpu { inventory.unpacked_expert_layer(dtype) } else { 0 },
+            workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,
             layers,
             chunks: device_kind.chunk_sizes().to_vec(),
             dtype,
@@ -98,10 +133,14 @@ impl MemoryPlan {
         }
     }
 
-    /// Sets the chunk size, if one is given. Fails if it is 0.
+    /// Sets the chunk size, if one is given. Fails if it is 0 or more than [`MAX_CHUNK`].
     pub fn with_chunk(self, chunk: Option<usize>) -> Result<Self> {
         match chunk {
             Some(0) => Err(Error::Usage("cannot load a model with --chunk 0: use --chunk 1 or more".into()).into()),
+            Some(chunk) if chunk > MAX_CHUNK => {
+                let message = format!("cannot load a model with --chunk {chunk}: use --chunk {MAX_CHUNK} or less");
+                Err(Error::Usage(message).into())
+            }
             Some(chunk) => Ok(Self { chunks: vec![chunk], ..self }),
             None => Ok(self),
         }
@@ -129,7 +168,8 @@ impl MemoryPlan {
 
     /// Returns the number of bytes needed to run one chunk, for activations and dequantized experts.
     pub fn workspace_bytes(&self, capacity: Capacity) -> u64 {
-        (WORKSPACE_BYTES + capacity.chunk as u64 * WORKSPACE_BYTES_PER_TOKEN).saturating_add(self.unpacked_bytes)
+        let chunk_bytes = self.workspace_bytes_per_token.saturating_mul(capacity.chunk as u64);
+        WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes)
     }
 
     /// Returns the KV cache size of the full-attention layers, in bytes per 1,000 tokens of context.
@@ -238,6 +278,7 @@ mod tests {
             weight_bytes: 10 << 30,
             loading_bytes: 0,
             unpacked_bytes: 0,
+            workspace_bytes_per_token: MIN_WORKSPACE_BYTES_PER_TOKEN,
             layers: vec![FULL, SLIDING],
             chunks: vec![2048, 512],
             dtype: DType::BF16,
@@ -293,6 +334,16 @@ mod tests {
             let bytes = plan.bytes(plan.smallest(context));
             assert_eq!(plan.largest_context(&device(bytes)), Some(context));
         }
+    }
+
+    #[test]
+    fn wide_mlps_need_more_memory_per_token() {
+        let kib = |hidden, intermediate, dtype| workspace_bytes_per_token(hidden, intermediate, dtype) >> 10;
+        assert_eq!(kib(4096, 14_336, DType::BF16), 448, "Llama 3 8B");
+        assert_eq!(kib(2880, 2880, DType::BF16), 448, "gpt-oss");
+        assert_eq!(kib(8192, 28_672, DType::BF16), 624, "Llama 3 70B");
+        assert_eq!(kib(4608, 36_864, DType::BF16), 594, "Gemma 2 27B");
+        assert_eq!(kib(8192, 28_672, DType::F32), 768, "Llama 3 70B in f32");
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //!
 //! The order is the same as in transformers.
 //! Each random number depends only on the seed and the number of earlier draws.
-//! The same seed and prompt therefore give the same text.
+//! The same seed and prompt therefore give the same text. The sampling kernel applies the same rules on a GPU, and
+//! `sample.cu` lists the rare differences.
 
 use std::collections::HashMap;
 
@@ -80,7 +81,17 @@ impl ChooseToken for Sampler {
 
     #[cfg(feature = "cuda")]
     fn on_device(&self, vocab_size: usize) -> Option<DeviceSampling> {
-        let SamplingParams { temperature, top_k, top_p, min_p, seed, .. } = self.params;
+        // Without `..`, so that a new parameter does not compile until it is passed to the kernel.
+        let SamplingParams {
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            frequency_penalty,
+            presence_penalty,
+            seed,
+        } = self.params;
         if temperature == 0.0 && !self.has_penalties() {
             return None;
         }
@@ -89,9 +100,9 @@ impl ChooseToken for Sampler {
             top_k: top_k.min(u32::MAX as usize) as u32,
             top_p,
             min_p,
-            repetition_penalty: self.params.repetition_penalty,
-            frequency_penalty: self.params.frequency_penalty,
-            presence_penalty: self.params.presence_penalty,
+            repetition_penalty,
+            frequency_penalty,
+            presence_penalty,
             seed,
             sampled_before: self.draws as u32,
         };
@@ -123,19 +134,30 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     if top == f32::NEG_INFINITY {
         return Vec::new();
     }
+    // Without `..`, so that a new parameter does not compile until the sampler applies it, here or in `sample`.
+    let &SamplingParams {
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        repetition_penalty: _,
+        frequency_penalty: _,
+        presence_penalty: _,
+        seed: _,
+    } = params;
     let weigh = |(id, &logit): (usize, &f32)| Candidate {
         id: id as u32,
-        weight: if logit == top { 1.0 } else { ((logit - top) as f64 / params.temperature.max(1e-6) as f64).exp() },
+        weight: if logit == top { 1.0 } else { ((logit - top) as f64 / temperature.max(1e-6) as f64).exp() },
     };
     let mut all: Vec<Candidate> = logits.iter().enumerate().map(weigh).filter(|c| c.weight > 0.0).collect();
-    if params.top_k > 0 {
-        keep_top_k(&mut all, params.top_k);
+    if top_k > 0 {
+        keep_top_k(&mut all, top_k);
     }
-    if params.top_p < 1.0 {
-        keep_top_p(&mut all, params.top_p as f64);
+    if top_p < 1.0 {
+        keep_top_p(&mut all, top_p as f64);
     }
-    if params.min_p > 0.0 {
-        all.retain(|candidate| candidate.weight >= params.min_p as f64);
+    if min_p > 0.0 {
+        all.retain(|candidate| candidate.weight >= min_p as f64);
     }
     all
 }

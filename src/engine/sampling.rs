@@ -8,7 +8,8 @@
 //! - the key in `config.toml` and in journals
 //! - the environment variable and the JSON field
 //!
-//! [`Sampler`](super::sampler::Sampler) applies the parameters. A new parameter also needs code there.
+//! [`Sampler`](super::sampler::Sampler) applies the parameters on the host, and the sampling kernel on a GPU.
+//! docs/contributing.md lists the files that a new parameter needs.
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;

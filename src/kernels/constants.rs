@@ -10,7 +10,7 @@
 // A build without CUDA does not use every constant.
 #![cfg_attr(not(feature = "cuda"), allow(dead_code))]
 
-// Activations (`swiglu.rs`, `activation.cuh`).
+// Activations (`activation.rs`, `activation.cuh`).
 
 /// The factor by which gpt-oss's clamped SwiGLU multiplies the input of the sigmoid.
 pub const SWIGLU_ALPHA: f32 = 1.702;
@@ -169,8 +169,8 @@ pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
 // The mailbox (`decode/head.cu`, `decode/sample.cu`, `runner/decode_graph/mod.rs`).
 
-/// The word that a step writes to the mailbox in place of 1 + its token if all logits are NaN.
-pub const MAILBOX_NAN: u32 = 0xffffffff;
+/// The word that a step writes to the mailbox in place of 1 + its token if every logit is NaN or -inf.
+pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`).
 

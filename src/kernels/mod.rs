@@ -2,7 +2,7 @@
 //!
 //! Most operations have two files:
 //! - `x.rs` contains the public operation, its shape and dtype checks, and the launch of the CUDA kernel.
-//!   It also contains `reference`, which computes the operation in plain Rust on f32. On a CPU, the operation calls it.
+//!   On a CPU, the operation runs `reference`, which is plain Rust on f32, or operations of candle.
 //! - `x.cu` contains the CUDA kernel.
 //!
 //! The fused kernels in `moe::expert_mlp` and `decode` run only on a GPU.
@@ -11,6 +11,7 @@
 //! `launch` launches kernels, `upload` copies weights to a device, and `bandwidth` measures GPU memory bandwidth.
 //! `selftest` compares kernels with their references on the current GPU.
 
+pub mod activation;
 pub mod attention;
 pub mod bandwidth;
 mod constants;
@@ -25,7 +26,6 @@ pub mod norm;
 pub mod quantized;
 pub mod rows;
 pub mod selftest;
-pub mod swiglu;
 pub mod upload;
 
 use candle_core::{DType, Layout, Result, Storage, Tensor, WithDType, bail};

@@ -2,7 +2,9 @@
 //!
 //! candle has these operations too, but the driver compiles candle's kernels on first use.
 //! This delays the first answer on a new machine. The kernels here are compiled at build time.
-//! A forward pass on a GPU uses no kernels from candle.
+//! The forward pass of most models uses no kernel from candle on a GPU. There are two exceptions:
+//! - Mixtral, Qwen3-MoE, and gpt-oss with scales above 2 cast the input of their experts with candle.
+//! - If no single kernel supports the formats of q_proj, k_proj and v_proj, candle joins their products.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 

@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use crate::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
+use crate::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};
+use crate::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, split_qkv};
 use crate::kernels::attention::{AttentionBackend, AttentionMask, attention};
 use crate::kernels::matmul::matmul_f32;
 use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
@@ -16,7 +17,6 @@ use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::norm::add_norm;
 use crate::kernels::quantized::{PlaneBytes, QuantizedMatrix, WeightFormat};
 use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
-use crate::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 
 /// The result of one operation in one dtype.
 #[derive(Clone, Debug)]
@@ -247,17 +247,17 @@ fn routing(target: CheckTarget, dtype: DType, softmax: Softmax) -> Result<Tensor
 }
 
 fn rope(target: CheckTarget, normed: bool) -> Result<Tensor> {
-    let (tokens, heads) = (5, (6, 2, 24)); // heads, kv_heads, head_dim
-    let width = (heads.0 + 2 * heads.1) * heads.2;
+    let (tokens, sizes) = (5, HeadSizes { heads: 6, kv_heads: 2, head_dim: 24 });
+    let (width, head_dim) = (sizes.qkv_rows(), sizes.head_dim);
     let [cos, sin] = [15, 16].map(|seed| noise(seed, &[90, 10], DType::F32));
     let (cos, sin) = (target.f32(&cos?)?, target.f32(&sin?)?);
     let positions = target.ids(&[89, 0, 7, 7, 31])?;
     let (qkv, bias) = (noise(17, &[tokens, width], DType::F32)?, noise(18, &[width], DType::F32)?);
     let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
     let (q_norm, k_norm) =
-        (target.f32(&noise(41, &[heads.2], DType::F32)?)?, target.f32(&noise(42, &[heads.2], DType::F32)?)?);
+        (target.f32(&noise(41, &[head_dim], DType::F32)?)?, target.f32(&noise(42, &[head_dim], DType::F32)?)?);
     let norms = normed.then_some(QkNorm { q: &q_norm, k: &k_norm, eps: 1e-5 });
-    let (q, k, v) = split_qkv(&target.f32(&qkv)?, Some(&target.f32(&bias)?), norms, rotation, heads, target.dtype)?;
+    let (q, k, v) = split_qkv(&target.f32(&qkv)?, Some(&target.f32(&bias)?), norms, rotation, sizes, target.dtype)?;
     Tensor::cat(&[to_cpu(&q)?, to_cpu(&k)?, to_cpu(&v)?], 1)
 }
 
@@ -306,9 +306,9 @@ mod fused {
     use candle_core::{DType, Result, Tensor, bail};
 
     use super::{CheckTarget, bytes, noise, numbers};
+    use crate::kernels::activation::clamped_swiglu;
     use crate::kernels::moe::expert_mlp::{self, ExpertLinear, Mxfp4Tiles, RowOrder};
     use crate::kernels::moe::experts::{ExpertWeights, expert_matmul};
-    use crate::kernels::swiglu::clamped_swiglu;
 
     /// Computes the MLP of routed experts: with fused kernels on a GPU, and with one matrix product at a time on a CPU.
     pub fn expert_mlp(target: CheckTarget, tokens: usize) -> Result<Tensor> {

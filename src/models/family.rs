@@ -31,6 +31,12 @@ pub trait Architecture {
         self.max_position_embeddings()
     }
 
+    /// Returns the size of the residual stream.
+    fn hidden_size(&self) -> usize;
+
+    /// Returns the `intermediate_size` in config.json. A family with experts may use it for them or for dense layers.
+    fn intermediate_size(&self) -> usize;
+
     /// Returns the KV cache spec of each layer.
     fn cache_layers(&self) -> Vec<LayerSpec>;
 

@@ -61,6 +61,7 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
 
 impl Config {
     fn validate(&self) -> Result<()> {
+        config::check_eps("layer_norm_epsilon", self.layer_norm_epsilon)?;
         if self.n_head == 0 || !self.n_embd.is_multiple_of(self.n_head) {
             bail!("n_embd {} is not a multiple of n_head {}", self.n_embd, self.n_head);
         }
@@ -79,10 +80,6 @@ impl Config {
 
     fn head_dim(&self) -> usize {
         self.n_embd / self.n_head
-    }
-
-    fn intermediate_size(&self) -> usize {
-        self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
     }
 
     /// Returns the factor that a layer applies to its attention scores.
@@ -116,6 +113,14 @@ impl Architecture for Config {
 
     fn max_position_embeddings(&self) -> usize {
         self.n_positions
+    }
+
+    fn hidden_size(&self) -> usize {
+        self.n_embd
+    }
+
+    fn intermediate_size(&self) -> usize {
+        self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
     }
 
     fn cache_layers(&self) -> Vec<LayerSpec> {

@@ -67,7 +67,7 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     if let Some(fields) = json.as_object_mut().filter(|fields| fields.contains_key("num_experts_per_tok")) {
         fields.remove("experts_per_token");
     }
-    let config: Config = serde_json::from_value(json)?;
+    let config: Config = config::from_json(json)?;
     config.validate()?;
     Ok(Box::new(config))
 }
@@ -91,9 +91,8 @@ impl Config {
         }
         config::check_layer_types(self.layer_types.as_ref(), self.num_hidden_layers)?;
         config::check_window(self.sliding_window)?;
-        if self.swiglu_limit.is_nan() || self.swiglu_limit <= 0.0 {
-            bail!("swiglu_limit is {}; it must be positive", self.swiglu_limit);
-        }
+        config::check_scale("swiglu_limit", Some(self.swiglu_limit))?;
+        config::check_eps("rms_norm_eps", self.rms_norm_eps)?;
         self.frequencies()?;
         Ok(())
     }
@@ -139,6 +138,14 @@ impl Architecture for Config {
 
     fn max_position_embeddings(&self) -> usize {
         self.max_position_embeddings
+    }
+
+    fn hidden_size(&self) -> usize {
+        self.hidden_size
+    }
+
+    fn intermediate_size(&self) -> usize {
+        self.intermediate_size
     }
 
     fn cache_layers(&self) -> Vec<LayerSpec> {

@@ -45,6 +45,14 @@ impl<T: StandardDecoder> Architecture for T {
         StandardDecoder::default_context(self)
     }
 
+    fn hidden_size(&self) -> usize {
+        self.common().hidden_size
+    }
+
+    fn intermediate_size(&self) -> usize {
+        self.common().intermediate_size
+    }
+
     fn cache_layers(&self) -> Vec<LayerSpec> {
         self.layers()
     }

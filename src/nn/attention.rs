@@ -16,7 +16,7 @@ use crate::kernels::{
     self,
     attention::{
         AttentionMask, attention,
-        rope::{QkNorm, split_qkv},
+        rope::{HeadSizes, QkNorm, split_qkv},
     },
 };
 use crate::weights::Weights;
@@ -146,8 +146,8 @@ impl Attention {
         let qkv = self.qkv_proj.matmul(x)?;
         let norms = self.qk_norm.as_ref().map(|(q, k)| QkNorm { q: &q.weight, k: &k.weight, eps: q.eps });
         let rotation = self.rotary.rotation(pass.positions());
-        let (q, k, v) =
-            split_qkv(&qkv, self.qkv_proj.bias.as_ref(), norms, rotation, (heads, kv_heads, head_dim), self.dtype)?;
+        let sizes = HeadSizes { heads, kv_heads, head_dim };
+        let (q, k, v) = split_qkv(&qkv, self.qkv_proj.bias.as_ref(), norms, rotation, sizes, self.dtype)?;
 
         // 2. compute attention for each sequence with its own cache
         let attend = |q: &Tensor, cached: &LayerCache, positions: &Tensor, mask: AttentionMask| {

@@ -59,9 +59,11 @@ impl Decoder {
             bail!("cannot load a context of {context} positions: the model has only {positions} learned positions");
         }
         let root = if config.prefix.is_empty() { weights.clone() } else { weights.at(&config.prefix) };
+        let layers = root.at(names.layers);
+        layers.check_layer_count(config.cache_layers.len())?;
         let embed_tokens = load_embedding(&root.at(names.embed_tokens), vocab_size, hidden_size, tie_word_embeddings)?;
         let load_positions = |(name, positions)| root.at(name).float("weight", &[positions, hidden_size]);
-        Ok(Self {
+        let decoder = Self {
             layers: load_layers(&root, context, &config, load_parts)?,
             norm: Norm::load(&root.at(names.norm), hidden_size, config.norm)?,
             lm_head: match tie_word_embeddings {
@@ -76,7 +78,9 @@ impl Decoder {
             cache_layers: config.cache_layers,
             context,
             backend: AttentionBackend::Auto,
-        })
+        };
+        layers.check_all_loaded(decoder.layers.len())?;
+        Ok(decoder)
     }
 
     /// Runs a batch and appends its keys and values to the cache of each sequence.

@@ -6,7 +6,7 @@ use candle_nn::Activation;
 
 use super::linear::{Bias, Linear};
 use super::moe::{ClampedMoe, GatedMoe};
-use crate::kernels::swiglu::{self, gated};
+use crate::kernels::activation::{self, gated};
 use crate::weights::Weights;
 
 pub enum Mlp {
@@ -52,7 +52,7 @@ pub struct GatedMlp {
     pub(crate) gate_proj: Linear,
     pub(crate) up_proj: Linear,
     pub(crate) down_proj: Linear,
-    pub(crate) activation: swiglu::Activation,
+    pub(crate) activation: activation::Activation,
     dtype: DType,
 }
 
@@ -107,7 +107,7 @@ impl GatedMlp {
 pub struct PlainMlp {
     fc: Linear,
     proj: Linear,
-    activation: swiglu::Activation,
+    activation: activation::Activation,
     dtype: DType,
 }
 
@@ -124,10 +124,10 @@ impl PlainMlp {
 
 /// Maps an activation to its kernel. Fails if there is no kernel for it.
 /// Unlike candle's activations, the kernels also fuse the multiplication and the cast that follow.
-fn kernel_activation(activation: Activation) -> Result<swiglu::Activation> {
+fn kernel_activation(activation: Activation) -> Result<activation::Activation> {
     match activation {
-        Activation::Silu | Activation::Swish => Ok(swiglu::Activation::Silu),
-        Activation::NewGelu | Activation::GeluPytorchTanh => Ok(swiglu::Activation::GeluTanh),
+        Activation::Silu | Activation::Swish => Ok(activation::Activation::Silu),
+        Activation::NewGelu | Activation::GeluPytorchTanh => Ok(activation::Activation::GeluTanh),
         other => bail!("activation {other:?} is not supported"),
     }
 }

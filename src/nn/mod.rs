@@ -1,6 +1,7 @@
 //! The layers that all families share. They run eagerly on any device, using ops from candle and `kernels`.
 
 pub mod attention;
+pub mod checks;
 pub mod decoder;
 pub mod decoder_config;
 pub mod kv_cache;

@@ -3,8 +3,10 @@
 use anyhow::{Result, bail};
 use candle_core::{DType, Tensor};
 
+use super::checks::check_size;
 use super::linear::{Bias, Linear};
 use crate::kernels;
+use crate::kernels::activation::{Activation, clamped_swiglu, gated_halves};
 use crate::kernels::matrix::Matrix;
 #[cfg(feature = "cuda")]
 use crate::kernels::moe::expert_mlp::{ExpertLinear, expert_mlp};
@@ -12,7 +14,6 @@ use crate::kernels::moe::experts::{ExpertWeights, MAX_PAIRS, expert_matmul};
 use crate::kernels::moe::grouped_gemm::combine;
 use crate::kernels::moe::topk::{Softmax, topk_softmax};
 use crate::kernels::moe::{MAX_CHOSEN_EXPERTS, MAX_EXPERTS};
-use crate::kernels::swiglu::{Activation, clamped_swiglu, gated_halves};
 use crate::weights::{Weights, mxfp4};
 
 /// The sizes of a [`GatedMoe`] and the method for weighting the chosen experts.
@@ -29,9 +30,7 @@ impl GatedMoeConfig {
     /// Fails if the kernels do not support these numbers of experts, or if a product of sizes could overflow.
     pub fn validate(&self) -> Result<()> {
         let (chosen, experts) = (self.experts_per_token, self.experts);
-        if self.intermediate_size == 0 || self.intermediate_size > 1 << 24 {
-            bail!("the intermediate size of experts is {}; it must be between 1 and 2^24", self.intermediate_size);
-        }
+        check_size("the intermediate size of experts", self.intermediate_size)?;
         if chosen == 0 || chosen > experts || chosen > MAX_CHOSEN_EXPERTS || experts > MAX_EXPERTS {
             bail!("cannot choose {chosen} of {experts} experts (at most {MAX_CHOSEN_EXPERTS} of {MAX_EXPERTS})");
         }

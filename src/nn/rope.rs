@@ -8,12 +8,22 @@
 
 use std::f32::consts::PI;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
 use serde::Deserialize;
 
+use super::checks::{check_optional, check_range, check_size};
 use crate::kernels::attention::rope::Rotation;
+use crate::text::quote;
+
+/// The range of rope_theta. Models for contexts of a million tokens have up to 5e10.
+const MIN_THETA: f64 = 2.0;
+const MAX_THETA: f64 = 1e15;
+
+/// The range of the factors of all scaling methods. Real ones are between 0.5 and 100.
+const MIN_FACTOR: f64 = 1e-3;
+const MAX_FACTOR: f64 = 1e6;
 
 /// The RoPE fields of config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` from transformers 5.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -96,41 +106,81 @@ impl RopeConfig {
     }
 
     /// Computes the frequencies for `dim` rotated dims of a head.
+    /// Fails if a number in the config is out of range, or if a frequency is not a positive number.
     pub fn frequencies(&self, dim: usize, lengths: RopeLengths, default_theta: f64) -> Result<RopeFrequencies> {
         let default = RopeParameters::default();
         let parameters = self.parameters().unwrap_or(&default);
-        let theta = parameters.rope_theta.or(self.rope_theta).unwrap_or(default_theta) as f32;
-        if !(theta.is_finite() && theta > 0.0) || dim == 0 || !dim.is_multiple_of(2) {
-            bail!("config.json: RoPE cannot rotate {dim} dims with rope_theta {theta}");
+        let theta = parameters.rope_theta.or(self.rope_theta).unwrap_or(default_theta);
+        check_range("rope_theta", theta, MIN_THETA..=MAX_THETA)?;
+        if dim == 0 || !dim.is_multiple_of(2) {
+            bail!("RoPE cannot rotate {dim} dims of each head; the number must be even and positive");
         }
-        let plain: Vec<f32> = (0..dim / 2).map(|i| 1.0 / theta.powf((2 * i) as f32 / dim as f32)).collect();
+        let plain: Vec<f32> = (0..dim / 2).map(|i| 1.0 / (theta as f32).powf((2 * i) as f32 / dim as f32)).collect();
         let original = self.original_length().unwrap_or(lengths.max_position_embeddings);
-        let factor = || match parameters.factor {
-            Some(factor) if factor.is_finite() && factor >= 1.0 => Ok(factor),
-            other => bail!("config.json: RoPE scaling needs a factor of at least 1, found {other:?}"),
-        };
+        check_size("original_max_position_embeddings", original)?;
+        parameters.check()?;
+        let factor = || parameters.factor.context("RoPE scaling needs a factor, but config.json has none");
         let rope_type = parameters.rope_type.as_deref().or(parameters.old_type.as_deref());
-        match rope_type.unwrap_or("default") {
-            "default" | "mrope" => Ok(RopeFrequencies { inv_freq: plain, attention_factor: 1.0 }),
+        let frequencies = match rope_type.unwrap_or("default") {
+            "default" | "mrope" => RopeFrequencies { inv_freq: plain, attention_factor: 1.0 },
             "linear" => {
                 let factor = factor()? as f32;
-                Ok(RopeFrequencies { inv_freq: plain.iter().map(|f| f / factor).collect(), attention_factor: 1.0 })
+                RopeFrequencies { inv_freq: plain.iter().map(|f| f / factor).collect(), attention_factor: 1.0 }
             }
-            "llama3" => Ok(llama3(plain, parameters, factor()? as f32, original as f32)),
-            "yarn" => yarn(plain, parameters, factor()?, theta as f64, original as f64),
-            "longrope" | "su" => longrope(plain, parameters, original, lengths),
+            "llama3" => llama3(plain, parameters, factor()? as f32, original as f32)?,
+            "yarn" => yarn(plain, parameters, factor()?, theta as f32 as f64, original as f64),
+            "longrope" | "su" => longrope(plain, parameters, original, lengths)?,
             other => {
-                bail!("config.json: unknown RoPE scaling '{other}'; supported: default, linear, llama3, yarn, longrope")
+                let supported = "default, linear, llama3, yarn, longrope";
+                bail!("RoPE scaling {} is not supported; supported: {supported}", quote(other))
+            }
+        };
+        let is_positive = |value: &f32| value.is_finite() && *value > 0.0;
+        if !frequencies.inv_freq.iter().all(is_positive) || !is_positive(&frequencies.attention_factor) {
+            bail!("the RoPE scaling in config.json results in frequencies that are not positive numbers");
+        }
+        Ok(frequencies)
+    }
+}
+
+impl RopeParameters {
+    /// Fails if a number is out of range.
+    fn check(&self) -> Result<()> {
+        check_optional("the RoPE scaling factor", self.factor, 1.0..=MAX_FACTOR)?;
+        let positive = [
+            ("low_freq_factor", self.low_freq_factor),
+            ("high_freq_factor", self.high_freq_factor),
+            ("attention_factor", self.attention_factor),
+        ];
+        for (key, value) in positive {
+            check_optional(key, value, MIN_FACTOR..=MAX_FACTOR)?;
+        }
+        let zero_is_absent = [
+            ("beta_fast", self.beta_fast),
+            ("beta_slow", self.beta_slow),
+            ("mscale", self.mscale),
+            ("mscale_all_dim", self.mscale_all_dim),
+        ];
+        for (key, value) in zero_is_absent {
+            check_optional(key, value.filter(|value| *value != 0.0), MIN_FACTOR..=MAX_FACTOR)?;
+        }
+        for (key, factors) in [("short_factor", &self.short_factor), ("long_factor", &self.long_factor)] {
+            for (index, factor) in factors.iter().flatten().enumerate() {
+                check_range(&format!("{key}[{index}]"), *factor, MIN_FACTOR..=MAX_FACTOR)?;
             }
         }
+        Ok(())
     }
 }
 
 /// Computes the frequencies of Llama 3.1. Low frequencies are divided by `factor`, and high frequencies are kept.
 /// Frequencies in between are interpolated.
-fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f32) -> RopeFrequencies {
+fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f32) -> Result<RopeFrequencies> {
     let low = parameters.low_freq_factor.unwrap_or(1.0) as f32;
     let high = parameters.high_freq_factor.unwrap_or(4.0) as f32;
+    if high <= low {
+        bail!("high_freq_factor is {high:?}; it must be greater than low_freq_factor, which is {low:?}");
+    }
     let scale = |frequency: f32| {
         let wavelength = 2.0 * PI / frequency;
         if wavelength > original / low {
@@ -142,7 +192,7 @@ fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f
             (1.0 - smooth) * frequency / factor + smooth * frequency
         }
     };
-    RopeFrequencies { inv_freq: plain.into_iter().map(scale).collect(), attention_factor: 1.0 }
+    Ok(RopeFrequencies { inv_freq: plain.into_iter().map(scale).collect(), attention_factor: 1.0 })
 }
 
 /// Computes the frequencies of LongRoPE (arXiv 2402.13753) with one of two lists of divisors.
@@ -162,7 +212,7 @@ fn longrope(
     };
     let Some(factors) = list.as_ref().filter(|list| list.len() == plain.len()) else {
         let found = list.as_ref().map_or(0, Vec::len);
-        bail!("config.json: RoPE scaling needs {} numbers in {name}, found {found}", plain.len());
+        bail!("RoPE scaling needs {} numbers in {name}, found {found}", plain.len());
     };
     let factor = parameters.factor.unwrap_or(lengths.max_position_embeddings as f64 / original as f64);
     let attention_factor = match parameters.attention_factor {
@@ -171,21 +221,12 @@ fn longrope(
         None => (1.0 + factor.ln() / (original as f64).ln()).sqrt(),
     };
     let inv_freq: Vec<f32> = plain.iter().zip(factors).map(|(f, factor)| 1.0 / (*factor as f32 * (1.0 / f))).collect();
-    if let Some(bad) = inv_freq.iter().find(|frequency| !frequency.is_finite()) {
-        bail!("config.json: {name} results in an invalid RoPE frequency: {bad}");
-    }
     Ok(RopeFrequencies { inv_freq, attention_factor: attention_factor as f32 })
 }
 
 /// Computes the frequencies of YaRN (arXiv 2309.00071), which blends interpolated and plain frequencies with a ramp.
 /// YaRN also scales cos and sin.
-fn yarn(
-    plain: Vec<f32>,
-    parameters: &RopeParameters,
-    factor: f64,
-    theta: f64,
-    original: f64,
-) -> Result<RopeFrequencies> {
+fn yarn(plain: Vec<f32>, parameters: &RopeParameters, factor: f64, theta: f64, original: f64) -> RopeFrequencies {
     let dim = 2 * plain.len();
     let concentration = |scale: f64, mscale: f64| if scale <= 1.0 { 1.0 } else { 0.1 * mscale * scale.ln() + 1.0 };
     let attention_factor = match (parameters.attention_factor, parameters.mscale, parameters.mscale_all_dim) {
@@ -213,10 +254,10 @@ fn yarn(
         let interpolated = 1.0 / (factor as f32 * (1.0 / frequency));
         interpolated * ramp + frequency * (1.0 - ramp)
     };
-    Ok(RopeFrequencies {
+    RopeFrequencies {
         inv_freq: plain.iter().enumerate().map(blend).collect(),
         attention_factor: attention_factor as f32,
-    })
+    }
 }
 
 /// Tables of cos and sin for every position of a context, on the device.
@@ -250,7 +291,7 @@ mod tests {
     use candle_core::DType;
 
     use super::*;
-    use crate::kernels::attention::rope::split_qkv;
+    use crate::kernels::attention::rope::{HeadSizes, split_qkv};
 
     #[test]
     fn rotation_agrees_with_candle_nn() {
@@ -262,7 +303,7 @@ mod tests {
         let qkv = Tensor::from_iter(values, &Device::Cpu).unwrap().reshape((tokens, ())).unwrap();
         let positions = Tensor::arange(first as u32, (first + tokens) as u32, &Device::Cpu).unwrap();
 
-        let sizes = (heads, kv_heads, head_dim);
+        let sizes = HeadSizes { heads, kv_heads, head_dim };
         let (q, ..) = split_qkv(&qkv, None, None, rotary.rotation(&positions), sizes, DType::F32).unwrap();
 
         // candle's rope takes [batch, heads, tokens, head_dim].

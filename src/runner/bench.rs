@@ -143,7 +143,7 @@ impl Runner {
             #[cfg(feature = "cuda")]
             Decode::Graph(graph) => {
                 let (kernels, graph_nodes) = (graph.launches(), graph.nodes()?);
-                Ok(Some(LaunchCounts { kernels, graph_nodes, host_syncs: 0, copies: graph_nodes - kernels }))
+                Ok(Some(LaunchCounts { kernels, graph_nodes, copies: graph_nodes - kernels }))
             }
         }
     }

@@ -3,16 +3,19 @@
 #[cfg(feature = "cuda")]
 use crate::kernels::decode::sample::DeviceSampling;
 
-/// The error of a step whose logits are all NaN.
-pub(super) const NAN_LOGITS: &str =
-    "cannot choose a token: the logits are NaN; the weights are corrupt or overflow in this --dtype";
+/// The error of a step in which every logit is NaN or -inf.
+pub(super) const NO_TOKEN: &str =
+    "cannot choose a token: every logit is NaN or -inf; the weights are corrupt or overflow in this --dtype";
 
 /// Chooses the next token of a sequence.
 pub trait ChooseToken {
     /// Returns the next token for `logits`, f32 `[vocab]`. May modify the logits in place.
+    ///
+    /// At least one logit is greater than -inf. A NaN or -inf is never chosen.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
-    /// Returns the state with which the sampling kernel chooses the same tokens, or `None` for greedy sampling.
+    /// Returns the state with which the sampling kernel continues, or `None` for greedy sampling.
+    /// The kernel chooses the same tokens, except for the rare differences that `sample.cu` lists.
     #[cfg(feature = "cuda")]
     fn on_device(&self, vocab_size: usize) -> Option<DeviceSampling>;
 }

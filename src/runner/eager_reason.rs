@@ -16,10 +16,11 @@ pub enum EagerReason {
     HeadDim(usize),
     /// A kind of layer without a decode kernel, such as LayerNorm.
     Layer(&'static str),
-    /// `gate_proj` and `up_proj` are quantized differently.
+    /// `gate_proj` and `up_proj` have different formats, or round their inputs differently.
     MixedGateUp,
-    /// `q_proj`, `k_proj` and `v_proj` are quantized differently.
-    MixedQkv,
+    /// No single kernel computes `q_proj`, `k_proj` and `v_proj`, because only some of them are quantized or in FP8, or
+    /// because they round their inputs differently. One kernel does compute three different GGUF types.
+    IncompatibleQkv,
     /// The experts are not in MXFP4, or a scale exceeds 2.
     ExpertFormat,
     /// The routing kernel does not support this many experts.
@@ -51,7 +52,9 @@ impl fmt::Display for EagerReason {
             EagerReason::HeadDim(size) => write!(f, "the graph has no attention kernel for head size {size}"),
             EagerReason::Layer(what) => write!(f, "the graph has no kernel for {what}"),
             EagerReason::MixedGateUp => f.write_str("gate_proj and up_proj are quantized differently"),
-            EagerReason::MixedQkv => f.write_str("q_proj, k_proj and v_proj are quantized differently"),
+            EagerReason::IncompatibleQkv => {
+                f.write_str("the graph has no kernel for the combined formats of q_proj, k_proj and v_proj")
+            }
             EagerReason::ExpertFormat => f.write_str("the graph supports only MXFP4 experts with scales up to 2"),
             EagerReason::ExpertCount { chosen, experts } => {
                 write!(f, "the graph does not support choosing {chosen} of {experts} experts")

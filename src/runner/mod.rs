@@ -218,9 +218,7 @@ impl Runner {
     #[cfg(feature = "cuda")]
     fn graph_step(&mut self, input: Option<u32>, limit: usize) -> Result<u32> {
         let Decode::Graph(graph) = &mut self.decode else { anyhow::bail!("no decode graph was planned") };
-        let free = self.cache.context() - self.cache.len();
-        let possible = if input.is_none() { 1 + free } else { free };
-        let token = match graph.next(possible.min(limit)) {
+        let token = match graph.next(limit) {
             Ok(token) => token,
             Err(error) => {
                 // Queued steps may have written to any later position.

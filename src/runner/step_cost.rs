@@ -35,8 +35,6 @@ pub struct LaunchCounts {
     pub kernels: usize,
     /// Nodes of the launched graph, or 0 without a graph.
     pub graph_nodes: usize,
-    /// Calls that wait for the device. The host polls a mailbox instead, so there are none.
-    pub host_syncs: usize,
     /// Nodes of the graph that are not kernels, such as copies.
     pub copies: usize,
 }

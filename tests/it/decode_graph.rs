@@ -2,14 +2,14 @@
 //!
 //! - The logits of every step match the eager decoder.
 //! - Graph replay matches individual kernel launches.
-//! - Sampling on the GPU matches the sampler on the host.
+//! - Sampling on the GPU matches the sampler on the host, also for logits that are NaN, infinite or equal.
 
 use std::collections::HashMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, safetensors};
 use inferno::SamplingParams;
-use inferno::engine::sampler::Sampler;
+use inferno::engine::sampler::{Sampler, argmax};
 use inferno::models;
 use inferno::nn::decoder::Decoder;
 use inferno::nn::kv_cache::KvCache;
@@ -50,10 +50,10 @@ impl Model {
         quantize: Option<QuantizationTarget>,
     ) -> Self {
         let checkpoint = Checkpoint::open(dir).unwrap();
-        let loaded = LoadProgress::silent();
+        let progress = LoadProgress::silent();
         let weights = match quantize {
-            Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
-            None => Weights::new(&checkpoint, device, dtype, &loaded).unwrap(),
+            Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &progress, quantize),
+            None => Weights::new(&checkpoint, device, dtype, &progress).unwrap(),
         };
         let config = models::read_config(dir).unwrap();
         let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
@@ -511,4 +511,122 @@ fn device_sampling_matches_host_sampling() {
             assert_eq!(run(&mut graph), run(&mut graph), "{}, {params:?}", model.name);
         }
     });
+}
+
+/// Returns logits of -3 for 301 tokens, except for these.
+fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
+    let mut logits = vec![-3.0; LLAMAS[0].1.vocab_size];
+    special.iter().for_each(|&(token, logit)| logits[token] = logit);
+    logits
+}
+
+/// The sampling kernel follows the rules of the host for logits that are NaN, infinite or equal.
+/// It also makes the first greedy choice after a prompt, so the cases include greedy sampling.
+#[test(gpu)]
+fn special_logits_are_sampled_as_on_the_host() {
+    const INF: f32 = f32::INFINITY;
+    let (device, dir) = (gpu(), tempfile::tempdir().unwrap());
+    LLAMAS[0].1.write(dir.path());
+    let model = Model::load("llama", dir.path(), &device, DType::BF16);
+    let mut graph = model.graph();
+    let vocab = model.decoder.vocab_size();
+    let mut start = |logits: &[f32], host: &Sampler| {
+        let logits = Tensor::new(logits, &device).unwrap().unsqueeze(0).unwrap();
+        graph.start_from(1, &logits, host.on_device(vocab)).unwrap();
+        graph.next(1)
+    };
+
+    let greedy = SamplingParams::greedy();
+    let penalties = SamplingParams { repetition_penalty: 1.5, presence_penalty: 0.5, ..greedy.clone() };
+    let mut all_params = vec![greedy.clone(), penalties];
+    for seed in 0..20 {
+        all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
+        // Not top-k or top-p: among equal tokens at the limit, the host keeps fewer.
+        all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
+    }
+    let mut only_one = vec![-INF; vocab];
+    only_one[9] = -40.0;
+    let cases = [
+        ("NaN", logits_with(&[(0, f32::NAN), (7, f32::NAN), (5, 2.0), (6, 1.5), (300, f32::NAN)])),
+        ("-inf", logits_with(&[(0, -INF), (299, 2.0), (300, -INF)])),
+        ("all but one -inf", only_one),
+        ("inf", logits_with(&[(11, INF), (200, f32::NAN), (280, 9.0)])),
+        ("two inf", logits_with(&[(11, INF), (280, INF)])),
+        ("ties", logits_with(&[(4, 5.0), (200, 5.0), (300, 5.0)])),
+        ("all equal", vec![1.0; vocab]),
+        ("zeros", logits_with(&[(3, -0.0), (8, 0.0), (250, -0.0)])),
+    ];
+    for (name, logits) in &cases {
+        for params in &all_params {
+            let mut host = Sampler::new(params.clone(), &[1, 2]);
+            let token = start(logits, &host).unwrap();
+            let want = host.sample(&mut logits.clone());
+            assert_eq!(token, want, "{name}, {params:?}");
+            assert!(logits[token as usize] > -INF, "{name}, {params:?}");
+        }
+    }
+    // Without any logit above -inf, the step fails. The graph can then be started again.
+    for logits in [vec![f32::NAN; vocab], vec![-INF; vocab], [vec![f32::NAN; 150], vec![-INF; 151]].concat()] {
+        for params in [&all_params[0], &all_params[1], &all_params[2]] {
+            let host = Sampler::new(params.clone(), &[1, 2]);
+            let error = start(&logits, &host).unwrap_err();
+            assert!(error.to_string().contains("every logit is NaN or -inf"), "{error}");
+            assert_eq!(start(&cases[2].1, &host).unwrap(), 9);
+        }
+    }
+}
+
+/// The greedy kernel chooses the lowest of equal tokens, as `argmax` on the host, and never a NaN.
+#[test(gpu)]
+fn special_logits_of_greedy_steps_follow_the_host() {
+    let device = gpu();
+    let (name, llama) = &LLAMAS[0];
+    assert!(!llama.tied);
+    // Each row of the output head is replaced by the row that this function returns, or by NaN.
+    let graph_with_head = |row_of: &dyn Fn(usize) -> Option<usize>| {
+        let dir = tempfile::tempdir().unwrap();
+        llama.write(dir.path());
+        let file = dir.path().join("model.safetensors");
+        let mut tensors = safetensors::load(&file, &Device::Cpu).unwrap();
+        let head = tensors["lm_head.weight"].to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap();
+        let nan = vec![f32::NAN; llama.hidden_size];
+        let rows: Vec<f32> =
+            (0..head.len()).flat_map(|row| row_of(row).map_or(&nan, |row| &head[row]).clone()).collect();
+        let head = Tensor::from_vec(rows, (llama.vocab_size, llama.hidden_size), &Device::Cpu).unwrap();
+        tensors.insert("lm_head.weight".into(), head.to_dtype(DType::BF16).unwrap());
+        safetensors::save(&tensors, &file).unwrap();
+        Model::load(name, dir.path(), &device, DType::BF16)
+    };
+    // Rows 150 to 299 equal rows 0 to 149, so most steps have a tie.
+    let model = graph_with_head(&|row| Some(if (150..300).contains(&row) { row - 150 } else { row }));
+    let mut graph = model.graph();
+    let (mut token, mut ties) = (3, 0);
+    for position in 0..40 {
+        graph.start(position, token, None).unwrap();
+        let next = graph.next(1).unwrap();
+        let logits = values(graph.logits());
+        assert_eq!(next, argmax(&logits), "at {position}");
+        ties += usize::from(logits.iter().filter(|&&logit| logit == logits[next as usize]).count() > 1);
+        token = (next * 7 + position as u32) % logits.len() as u32;
+    }
+    assert!(ties > 20, "{ties} of 40 steps had a tie");
+
+    let model = graph_with_head(&|row| (row % 3 != 0).then_some(row));
+    let mut graph = model.graph();
+    for position in 0..10 {
+        graph.start(position, 5, None).unwrap();
+        let next = graph.next(1).unwrap();
+        let logits = values(graph.logits());
+        assert!(logits[0].is_nan() && logits[300].is_nan());
+        assert_eq!(next, argmax(&logits), "at {position}");
+    }
+
+    let model = graph_with_head(&|_| None);
+    let mut graph = model.graph();
+    for use_graph in [true, false] {
+        graph.start(0, 5, None).unwrap();
+        let token = if use_graph { graph.next(1) } else { graph.next_ungraphed() };
+        let error = token.unwrap_err();
+        assert!(error.to_string().contains("every logit is NaN or -inf"), "{error}");
+    }
 }

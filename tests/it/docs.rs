@@ -1,10 +1,12 @@
 //! Checks that the pages in `docs/` list all flags, environment variables, exit codes and configuration keys.
+//! Also checks speeds against benches/results, and names of tests.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use inferno::error::Error;
+use serde_json::Value;
 
 use crate::cli::{run, text};
 
@@ -76,11 +78,13 @@ fn reference_page_lists_exactly_the_exit_codes() {
     let rows = section.lines().filter_map(|line| line.strip_prefix("| ")?.split_once(" |"));
     let documented: BTreeSet<u8> = rows.filter_map(|(code, _)| code.parse().ok()).collect();
 
-    // The code of each error is the number after the last arrow in a line of `Error::exit_code`.
+    // The code of each error is after the last arrow in a line of `Error::exit_code`, as a number or as a constant.
     let source = page("src/error.rs");
     let function = source.split_once("pub fn exit_code").unwrap().1;
     let arms = function.lines().filter_map(|line| line.trim_end_matches(',').rsplit_once("=> "));
-    let errors = arms.map(|(_, code)| code.parse::<u8>().unwrap_or_else(|_| panic!("'{code}' is not an exit code")));
+    let constant = |name: &str| source.split_once(&format!("const {name}: u8 = "))?.1.split(';').next()?.parse().ok();
+    let number = |code: &str| code.parse::<u8>().ok().or_else(|| constant(code));
+    let errors = arms.map(|(_, code)| number(code).unwrap_or_else(|| panic!("'{code}' is not an exit code")));
     // Success, all other errors, and Ctrl-C.
     let codes: BTreeSet<u8> = errors.chain([0, 1, 130]).collect();
     assert_eq!(documented, codes, "docs/reference.md and src/error.rs differ");
@@ -109,6 +113,88 @@ fn reference_page_lists_every_configuration_key() {
 #[test]
 fn readme_is_short() {
     assert!(page("README.md").lines().count() <= 250);
+}
+
+/// The results of `inferno bench --json` in benches/results. Several runs of one model are averaged.
+struct Results(Vec<Value>);
+
+impl Results {
+    fn read(names: &[&str]) -> Self {
+        let path = |name: &&str| format!("benches/results/2026-11-22-nvidia-h200-{name}.json");
+        Self(names.iter().map(|name| serde_json::from_str(&page(&path(name))).unwrap()).collect())
+    }
+
+    fn mean(&self, number: impl Fn(&Value) -> f64) -> f64 {
+        self.0.iter().map(number).sum::<f64>() / self.0.len() as f64
+    }
+
+    /// Returns the speed of a test in tokens per second, in the notation of the tables: 751, 1,353, 9,900 or 40,100.
+    fn speed(&self, kind: &str, tokens: u64, depth: u64) -> String {
+        let is_wanted = |test: &&Value| test["kind"] == kind && test["tokens"] == tokens && test["depth"] == depth;
+        let speed = |run: &Value| run["tests"].as_array().unwrap().iter().find(is_wanted).unwrap()["tok_per_s"].clone();
+        let mean = self.mean(|run| speed(run)["mean"].as_f64().unwrap());
+        let rounded = if mean < 2000.0 { mean.round() } else { (mean / 100.0).round() * 100.0 } as u64;
+        if rounded < 1000 { rounded.to_string() } else { format!("{},{:03}", rounded / 1000, rounded % 1000) }
+    }
+
+    fn gigabytes(&self, when: &str) -> String {
+        format!("{:.1}", self.mean(|run| run["memory"][when].as_f64().unwrap()) / 1e9)
+    }
+}
+
+#[test]
+fn speeds_and_memory_agree_with_the_stored_results() {
+    let oss = Results::read(&["gpt-oss-20b-1", "gpt-oss-20b-2"]);
+    let (llama, small) = (Results::read(&["llama-3.1-8b"]), Results::read(&["llama-3.2-1b"]));
+    let (qwen, qwen_q8) = (Results::read(&["qwen3-30b-a3b"]), Results::read(&["qwen3-30b-a3b-q8_0"]));
+    let decode = |results: &Results| format!("{} / {}", results.speed("tg", 128, 0), results.speed("tg", 128, 8192));
+    let prefill = |results: &Results| format!("{} / {}", results.speed("pp", 512, 0), results.speed("pp", 2048, 0));
+    let each = |kind, tokens| [&oss, &llama, &small].map(|results| results.speed(kind, tokens, 0)).join(" | ");
+    let (loaded, end) = ("after_load_bytes", "at_end_bytes");
+    let overview =
+        |results: &Results| format!("{} | {} | {} GB", decode(results), prefill(results), results.gigabytes(loaded));
+    let memory = [&oss, &llama, &small]
+        .map(|results| format!("{} / {} GB", results.gigabytes(loaded), results.gigabytes(end)))
+        .join(" | ");
+
+    let rows = [
+        ("README.md", format!("gpt-oss-20b (MXFP4) | {}", overview(&oss))),
+        ("README.md", format!("Qwen3-30B-A3B | {}", overview(&qwen))),
+        ("docs/benchmarks.md", format!("decode, empty context | {}", each("tg", 128))),
+        ("docs/benchmarks.md", format!("decode after 8,192 tokens | {}", oss.speed("tg", 128, 8192))),
+        ("docs/benchmarks.md", format!("prefill, 512 tokens | {}", each("pp", 512))),
+        ("docs/benchmarks.md", format!("prefill, 2,048 tokens | {}", each("pp", 2048))),
+        ("docs/benchmarks.md", format!("prefill, 8,192 tokens | {}", oss.speed("pp", 8192, 0))),
+        ("docs/benchmarks.md", format!("(context 16,386 / 2,050 / 2,050) | {memory}")),
+        ("docs/benchmarks.md", format!("(Gemma-2: 6,000) | {} | {}", decode(&qwen), decode(&qwen_q8))),
+        ("docs/benchmarks.md", format!("prefill of 512 / 2,048 tokens | {} | {}", prefill(&qwen), prefill(&qwen_q8))),
+    ];
+    for (name, row) in rows {
+        assert!(page(name).contains(&format!("{row} |")), "{name} has no row with: {row}");
+    }
+}
+
+/// Code in the docs that consists of at least four words joined by underscores is the name of a test.
+#[test]
+fn tests_that_the_docs_name_exist() {
+    let mut files = Vec::new();
+    collect(&repository().join("tests/it"), &mut files);
+    let code: String = files.iter().map(|file| fs::read_to_string(file).unwrap()).collect();
+    let pages = fs::read_dir(repository().join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let mut names = Vec::new();
+    for path in pages.filter(|path| path.extension().is_some_and(|extension| extension == "md")) {
+        let text = fs::read_to_string(&path).unwrap().replace('\n', " ");
+        // Every second part between backticks is code.
+        let is_test = |name: &&str| {
+            let is_name = name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
+            is_name && name.matches('_').count() >= 3
+        };
+        names.extend(text.split('`').skip(1).step_by(2).filter(is_test).map(str::to_string));
+    }
+    assert!(!names.is_empty());
+    for name in names {
+        assert!(code.contains(&format!("fn {name}(")), "the docs name the test {name}, which does not exist");
+    }
 }
 
 fn collect(folder: &Path, files: &mut Vec<PathBuf>) {

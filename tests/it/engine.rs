@@ -1,14 +1,17 @@
 //! Tests of sampling, stop strings and generation with the demo model.
 //!
 //! They cover the choice of tokens, the end of a generation, cancellation, and clients that share one engine.
+//! The last tests repeat some of this on a GPU, with tiny models whose decode steps run as a CUDA graph.
 
 use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use candle_core::{Device, Tensor, safetensors};
+use candle_core::{DType, Device, Tensor, safetensors};
 use futures::StreamExt;
 use futures::executor::block_on;
 
@@ -16,10 +19,12 @@ use inferno::chat::{Message, ReasoningEffort, RenderOptions};
 use inferno::device::DeviceChoice;
 use inferno::engine::sampler::{Sampler, candidates};
 use inferno::engine::{EngineStats, FinishReason, StopStrings, Summary};
+use inferno::runner::Executor;
 use inferno::{Engine, EngineHandle, Event, GenerateOptions, RequestStream, SamplingParams};
+use tempfile::TempDir;
 
 use crate::cli::copy_of_demo;
-use crate::support::demo_dir;
+use crate::support::{demo_dir, golden};
 
 fn sampling(change: impl FnOnce(&mut SamplingParams)) -> SamplingParams {
     let mut params = SamplingParams { temperature: 1.0, ..SamplingParams::greedy() };
@@ -419,25 +424,30 @@ fn one_async_task_reads_two_streams() {
     assert_eq!(first, second);
 }
 
-#[test]
-fn error_of_one_request_leaves_the_engine_usable() {
-    // A prompt with this token gives only NaN, so its first decode step fails.
-    const BROKEN_TOKEN: u32 = 1999;
-    let (_folder, dir) = copy_of_demo();
+/// Replaces a token's embedding with NaN. Every logit after this token is then NaN.
+fn break_embedding(dir: &Path, token: u32) {
     let file = dir.join("model.safetensors");
     let mut tensors = safetensors::load(&file, &Device::Cpu).unwrap();
     let embedding = tensors["model.embed_tokens.weight"].clone();
     let hidden_size = embedding.dim(1).unwrap();
     let row = Tensor::full(f32::NAN, (1, hidden_size), &Device::Cpu).unwrap().to_dtype(embedding.dtype()).unwrap();
-    let broken = embedding.slice_scatter(&row, 0, BROKEN_TOKEN as usize).unwrap();
+    let broken = embedding.slice_scatter(&row, 0, token as usize).unwrap();
     tensors.insert("model.embed_tokens.weight".into(), broken);
     safetensors::save(&tensors, &file).unwrap();
+}
+
+#[test]
+fn error_of_one_request_leaves_the_engine_usable() {
+    // A prompt with this token gives only NaN, so its first decode step fails.
+    const BROKEN_TOKEN: u32 = 1999;
+    let (_folder, dir) = copy_of_demo();
+    break_embedding(&dir, BROKEN_TOKEN);
     let engine = Engine::builder(&dir).device(DeviceChoice::Cpu).context(256).load().unwrap();
 
     let good = ask(&engine, &[Message::user("What is a token?")], |_| ());
     let mut stream = engine.complete_ids(&[1, BROKEN_TOKEN, 2], greedy()).unwrap();
     let error = stream.next_blocking().unwrap().unwrap_err();
-    assert!(error.to_string().contains("the logits are NaN"), "{error}");
+    assert!(error.to_string().contains("every logit is NaN or -inf"), "{error}");
     assert!(stream.next_blocking().is_none());
     assert_eq!(engine.stats().cached_tokens, 0);
     // These requests fail before they reach the engine.
@@ -507,5 +517,198 @@ fn likelihoods_of_windows_agree_with_the_whole_text() {
     for (row, (&next, nll)) in logits.iter().zip(ids[1..].iter().zip(&whole)) {
         let sum: f64 = row.iter().map(|&logit| (logit as f64).exp()).sum();
         assert!((sum.ln() - row[next as usize] as f64 - *nll as f64).abs() < 1e-4);
+    }
+}
+
+/// Tiny models that the decode graph supports. All of them have layers with a sliding window.
+const GRAPH_MODELS: [&str; 3] = ["mistral", "gpt_oss_graph", "gemma3_graph"];
+
+/// A golden model in a temporary folder, with the tokenizer of the demo model.
+struct GraphModel {
+    _folder: TempDir,
+    dir: PathBuf,
+    /// A prompt of 38 to 65 tokens.
+    prompt: Vec<u32>,
+}
+
+impl GraphModel {
+    fn new(name: &str) -> Self {
+        let (_folder, dir) = copy_of_demo();
+        for file in ["config.json", "model.safetensors"] {
+            fs::copy(golden(name).join(file), dir.join(file)).unwrap();
+        }
+        let results = safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();
+        let prompt = results["greedy_prompt"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
+        Self { _folder, dir, prompt }
+    }
+
+    /// Loads the model on a GPU in f16, which rounds less than bf16.
+    fn load(&self, context: usize, executor: Executor) -> Engine {
+        let builder = Engine::builder(&self.dir).device(DeviceChoice::FirstCuda).dtype(DType::F16);
+        let engine = builder.context(context).chunk(16).eager(executor == Executor::Eager).load().unwrap();
+        assert_eq!(engine.executor(), executor, "{:?}", engine.eager_reason());
+        engine
+    }
+
+    /// Loads the model on a GPU, with a context of 110 tokens and decode steps that run as a graph.
+    fn graph(&self) -> Engine {
+        self.load(110, Executor::Graph)
+    }
+}
+
+/// Generates `count` tokens. Stop tokens do not end the generation.
+fn generate(engine: &EngineHandle, prompt: &[u32], sampling: SamplingParams, count: usize) -> Answer {
+    let options = GenerateOptions { ignore_eos: true, max_tokens: Some(count), ..GenerateOptions::new(sampling) };
+    Answer::read(engine.complete_ids(prompt, options).unwrap())
+}
+
+/// Checks that each token has the largest logit after the tokens before it, according to a prefill without a cache.
+/// Rounding may change the order of nearly equal logits.
+fn assert_greedy(engine: &EngineHandle, prompt: &[u32], tokens: &[u32]) {
+    let ids = [prompt, &tokens[..tokens.len() - 1]].concat();
+    let logits = engine.logits(&ids).unwrap().to_vec2::<f32>().unwrap();
+    for (index, (row, &token)) in logits[prompt.len() - 1..].iter().zip(tokens).enumerate() {
+        let (best, scale) = row.iter().fold((f32::MIN, 0f32), |(a, b), x| (a.max(*x), b.max(x.abs())));
+        let gap = best - row[token as usize];
+        assert!(gap <= 2e-2 * scale, "token {index} is {token}, whose logit is {gap} below the largest of {best}");
+    }
+}
+
+#[test(gpu)]
+fn graph_continues_a_prompt_with_greedy_tokens() {
+    for name in GRAPH_MODELS {
+        let model = GraphModel::new(name);
+        let engine = model.graph();
+        let tokens = generate(&engine, &model.prompt, SamplingParams::greedy(), 24).tokens;
+        assert_eq!(tokens.len(), 24);
+        assert_greedy(&engine, &model.prompt, &tokens);
+    }
+    let model = GraphModel::new("mistral");
+    let engines = [model.graph(), model.load(110, Executor::Eager)];
+    let [graph, eager] = engines.each_ref().map(|engine| generate(engine, &model.prompt, SamplingParams::greedy(), 24));
+    assert_eq!(graph.tokens, eager.tokens);
+    assert_eq!((graph.summary.executor, eager.summary.executor), (Executor::Graph, Executor::Eager));
+}
+
+#[test(gpu)]
+fn graph_samples_the_same_tokens_with_the_same_seed() {
+    for name in GRAPH_MODELS {
+        let model = GraphModel::new(name);
+        let engine = model.graph();
+        let run = |seed| {
+            engine.with_runner(|runner| runner.reset()).unwrap();
+            let params = sampling(|p| {
+                p.seed = seed;
+                p.temperature = 3.0;
+                p.top_p = 0.9;
+                p.repetition_penalty = 1.1;
+            });
+            generate(&engine, &model.prompt, params, 40).tokens
+        };
+        let (a, b, c) = (run(5), run(5), run(6));
+        assert_eq!(a, b, "{name}");
+        assert_ne!(a, c, "{name}");
+        // Greedy steps use another graph. They still work after sampled steps.
+        let tokens = generate(&engine, &model.prompt, SamplingParams::greedy(), 8).tokens;
+        assert_greedy(&engine, &model.prompt, &tokens);
+    }
+}
+
+#[test(gpu)]
+fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
+    // The embedding and the output head of this model are separate tensors.
+    let model = GraphModel::new("mistral");
+    let prompt = &model.prompt;
+    let tokens = generate(&model.graph(), prompt, SamplingParams::greedy(), 24).tokens;
+    // The step after the first token that is new breaks.
+    let is_new = |&index: &usize| !prompt.contains(&tokens[index]) && !tokens[..index].contains(&tokens[index]);
+    let last = (1..tokens.len() - 3).find(is_new).unwrap();
+    break_embedding(&model.dir, tokens[last]);
+    let engine = model.graph();
+
+    let options = || GenerateOptions { ignore_eos: true, max_tokens: Some(24), ..greedy() };
+    let read = |prompt: &[u32], options| {
+        let (mut seen, mut error) = (Vec::new(), None);
+        for event in engine.complete_ids(prompt, options).unwrap() {
+            match event {
+                Ok(event) => seen.extend(event.token()),
+                Err(failure) => error = Some(failure.to_string()),
+            }
+        }
+        (seen, error.unwrap_or_default())
+    };
+    let (seen, error) = read(prompt, options());
+    assert_eq!(seen, tokens[..=last]);
+    assert!(error.contains("every logit is NaN or -inf"), "{error}");
+    assert_eq!(engine.cached_tokens(), 0);
+    // A request that ends before this step works, and so does sampling.
+    assert_eq!(generate(&engine, prompt, SamplingParams::greedy(), last + 1).tokens, tokens[..=last]);
+    assert_eq!(generate(&engine, prompt, sampling(|p| p.top_k = 1), last + 1).tokens, tokens[..=last]);
+    // The first token after a prompt comes from another kernel.
+    for sampling in [SamplingParams::greedy(), sampling(|p| p.seed = 1)] {
+        let options = GenerateOptions { sampling, ..options() };
+        let (seen, error) = read(&[&prompt[..], &tokens[last..=last]].concat(), options);
+        assert!(seen.is_empty() && error.contains("every logit is NaN or -inf"), "{seen:?} {error}");
+    }
+    assert_eq!(generate(&engine, prompt, SamplingParams::greedy(), last + 1).tokens, tokens[..=last]);
+    let idle = stats_when_idle(&engine);
+    assert_eq!((idle.ended, idle.failed), (6, 3));
+}
+
+#[test(gpu)]
+fn graph_ends_at_the_context_limit() {
+    for name in GRAPH_MODELS {
+        let model = GraphModel::new(name);
+        let context = model.prompt.len() + 10;
+        let engine = model.load(context, Executor::Graph);
+        for _ in 0..2 {
+            let options = GenerateOptions { ignore_eos: true, ..greedy() };
+            let answer = Answer::read(engine.complete_ids(&model.prompt, options).unwrap());
+            assert_eq!((answer.summary.finish_reason, answer.tokens.len()), (FinishReason::Length, 10), "{name}");
+            assert_eq!(answer.summary.context_used, context, "{name}");
+            assert_greedy(&engine, &model.prompt, &answer.tokens);
+        }
+    }
+}
+
+#[test(gpu)]
+fn graph_reuses_the_prefix_of_an_earlier_request() {
+    for name in GRAPH_MODELS {
+        let model = GraphModel::new(name);
+        let engine = model.graph();
+        // With 30 generated tokens, the ring buffers no longer contain the window at the end of the prompt.
+        // A prompt with 20 of them continues there. A prompt with 2 of them continues at the savepoint.
+        for kept in [20, 2] {
+            engine.with_runner(|runner| runner.reset()).unwrap();
+            let first = generate(&engine, &model.prompt, SamplingParams::greedy(), 30);
+            assert_eq!(first.summary.cached_tokens, 0);
+            let next = [&model.prompt[..], &first.tokens[..kept], &[1, 2, 3]].concat();
+            let second = generate(&engine, &next, SamplingParams::greedy(), 8);
+            assert!(second.summary.cached_tokens >= model.prompt.len(), "{name}, {kept}: {:?}", second.summary);
+            assert_greedy(&engine, &next, &second.tokens);
+        }
+    }
+}
+
+#[test(gpu)]
+fn canceled_generation_leaves_the_graph_usable() {
+    for name in GRAPH_MODELS {
+        let model = GraphModel::new(name);
+        let engine = model.graph();
+        for tokens in 0..8 {
+            let options = GenerateOptions { ignore_eos: true, ..greedy() };
+            let mut stream = engine.complete_ids(&model.prompt, options).unwrap();
+            for _ in 0..tokens {
+                stream.next_blocking().unwrap().unwrap();
+            }
+            drop(stream);
+            // Queued steps of the canceled request may still run. They write to cache rows after its last token.
+            let next = [&model.prompt[..], &[tokens, 7]].concat();
+            let answer = generate(&engine, &next, SamplingParams::greedy(), 6);
+            assert_greedy(&engine, &next, &answer.tokens);
+        }
+        let idle = stats_when_idle(&engine);
+        assert_eq!((idle.running, idle.waiting, idle.ended, idle.failed), (0, 0, 16, 0), "{name}");
+        assert!(idle.canceled > 0, "{name}: every request ended before it was canceled");
     }
 }

@@ -5,7 +5,8 @@
 //! `quantized.rs` tests the kernels of quantized matrices. `decode_graph.rs` tests the fused kernels of decode steps.
 
 use candle_core::{DType, Device, Tensor, safetensors};
-use inferno::kernels::attention::rope::{QkNorm, Rotation, split_qkv};
+use inferno::kernels::activation::{Activation, clamped_swiglu, gated, gated_halves};
+use inferno::kernels::attention::rope::{HeadSizes, QkNorm, Rotation, split_qkv};
 use inferno::kernels::attention::{AttentionBackend, AttentionMask, attention};
 use inferno::kernels::bandwidth;
 use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
@@ -14,7 +15,6 @@ use inferno::kernels::moe::mxfp4::{E2M1_VALUES, e8m0_to_f32};
 use inferno::kernels::moe::topk::{Softmax, topk_softmax};
 use inferno::kernels::norm::add_norm;
 use inferno::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
-use inferno::kernels::swiglu::{Activation, clamped_swiglu, gated, gated_halves};
 
 use crate::support::{Random, devices, golden, gpu_with_dtypes, relative_error, values};
 
@@ -49,14 +49,15 @@ fn split_qkv_matches_its_reference() {
             (5, (4, 2, 128), 96, false, true),
             (2, (3, 1, 256), 256, false, true),
         ];
-        for (tokens, heads, rotated, with_bias, with_norms) in cases {
+        for (tokens, (heads, kv_heads, head_dim), rotated, with_bias, with_norms) in cases {
             let mut noise = Random(1);
-            let width = (heads.0 + 2 * heads.1) * heads.2;
+            let sizes = HeadSizes { heads, kv_heads, head_dim };
+            let width = sizes.qkv_rows();
             let qkv = noise.tensor(&[tokens, width], DType::F32);
             let bias = with_bias.then(|| noise.tensor(&[width], DType::F32));
             let (cos, sin) =
                 (noise.tensor(&[400, rotated / 2], DType::F32), noise.tensor(&[400, rotated / 2], DType::F32));
-            let norms = [noise.tensor(&[heads.2], DType::F32), noise.tensor(&[heads.2], DType::F32)];
+            let norms = [noise.tensor(&[head_dim], DType::F32), noise.tensor(&[head_dim], DType::F32)];
             let positions: Vec<u32> = (0..tokens).map(|_| (noise.next() % 400) as u32).collect();
             let positions = Tensor::new(positions, &Device::Cpu).unwrap();
             let run = |device: &Device, dtype| {
@@ -65,7 +66,7 @@ fn split_qkv_matches_its_reference() {
                 let rotation = Rotation { cos: &cos, sin: &sin, positions: &positions };
                 let [q, k] = norms.each_ref().map(on_device);
                 let norms = with_norms.then_some(QkNorm { q: &q, k: &k, eps: 1e-3 });
-                split_qkv(&on_device(&qkv), bias.as_ref().map(on_device).as_ref(), norms, rotation, heads, dtype)
+                split_qkv(&on_device(&qkv), bias.as_ref().map(on_device).as_ref(), norms, rotation, sizes, dtype)
                     .unwrap()
             };
             let (want, got) = (run(&Device::Cpu, DType::F32), run(&device, dtype));

@@ -21,14 +21,14 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
     let architecture = models::read_config(path).unwrap().architecture;
     let inventory = Inventory::from_checkpoint(&checkpoint, quantize);
     for dtype in [DType::F32, DType::BF16] {
-        let loaded = LoadProgress::silent();
+        let progress = LoadProgress::silent();
         let weights = match quantize {
-            Some(quantize) => Weights::quantizing(&checkpoint, &Device::Cpu, dtype, &loaded, quantize),
-            None => Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap(),
+            Some(quantize) => Weights::quantizing(&checkpoint, &Device::Cpu, dtype, &progress, quantize),
+            None => Weights::new(&checkpoint, &Device::Cpu, dtype, &progress).unwrap(),
         };
         let decoder = architecture.build(&weights, 32).unwrap();
         let what = quantize.map_or("unquantized".into(), |quantize| quantize.to_string());
-        assert_eq!(inventory.loaded_bytes(dtype), loaded.resident_bytes(), "{name} {what} in {dtype:?}");
+        assert_eq!(inventory.loaded_bytes(dtype), progress.resident_bytes(), "{name} {what} in {dtype:?}");
         // A decode step of a dense model reads all loaded bytes except an untied embedding, plus one embedding row.
         let is_dense = !name.contains("oss") && !name.contains("moe") && !name.contains("mixtral") && name != "demo";
         if let (true, true, Some(embedding)) =
@@ -38,7 +38,7 @@ fn check(name: &str, path: &Path, quantize: Option<QuantizationTarget>) {
             let row = (embedding.shape[1] * dtype.size_in_bytes()) as u64;
             let tied = checkpoint.info("lm_head.weight").is_none();
             let unread = if tied { 0 } else { row * embedding.shape[0] as u64 };
-            assert_eq!(decoder.step_bytes(), loaded.resident_bytes() - unread + row, "{name} in {dtype:?}");
+            assert_eq!(decoder.step_bytes(), progress.resident_bytes() - unread + row, "{name} in {dtype:?}");
         }
     }
 }

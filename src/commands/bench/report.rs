@@ -286,10 +286,8 @@ impl Report {
             }
             None => "memory bandwidth: not measured".into(),
         });
-        if let Some(LaunchCounts { kernels, graph_nodes, host_syncs, copies }) = self.launches_per_token {
-            lines.push(format!(
-                "per token: {kernels} launches, {graph_nodes} graph nodes, {host_syncs} syncs, {copies} copies"
-            ));
+        if let Some(LaunchCounts { kernels, graph_nodes, copies }) = self.launches_per_token {
+            lines.push(format!("per token: {kernels} launches, {graph_nodes} graph nodes, {copies} copies"));
         }
         lines.join("\n") + "\n"
     }
@@ -298,8 +296,8 @@ impl Report {
         let LoadTimes { headers_s, tokenizer_s, device_s, weights_s, cache_s, graph_s, total_s } = self.load;
         let rate = weight_bytes as f64 / 1e9 / weights_s;
         format!(
-            "loaded in {total_s:.2} s: headers {headers_s:.3}, device {device_s:.2}, weights {weights_s:.2} ({rate:.1} GB/s), \
-             cache {cache_s:.3}, graph {graph_s:.3}; tokenizer {tokenizer_s:.2}"
+            "loaded in {total_s:.2} s: headers {headers_s:.3}, device {device_s:.2}, \
+             weights {weights_s:.2} ({rate:.1} GB/s), cache {cache_s:.3}, graph {graph_s:.3}; tokenizer {tokenizer_s:.2}"
         )
     }
 

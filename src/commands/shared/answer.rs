@@ -11,10 +11,13 @@ use crate::chat::Channel;
 use crate::conversation::{ReasoningVisibility, Session, Turn};
 use crate::engine::FinishReason;
 use crate::terminal::interrupt::cancel_on_ctrl_c;
-use crate::terminal::{Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
-use crate::text::printable;
+use crate::terminal::{self, Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
+use crate::text::{printable, without_controls};
 
-/// Writes the answer to stdout. If stderr is a terminal, also writes the reasoning and the statistics there.
+/// Writes the answer to stdout, formatted on a terminal with colors.
+///
+/// If stderr is a terminal, also shows the reasoning and the statistics. The reasoning precedes a formatted answer on
+/// stdout. An unformatted answer is the only text on stdout, and the reasoning goes to stderr.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;
@@ -24,7 +27,7 @@ pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
         false => write(&mut session, prompt, shows_reasoning)?,
     };
     if let Some(warning) = missing_answer(&turn) {
-        writeln!(std::io::stderr(), "warning: {warning}")?;
+        terminal::write_stderr(&format!("warning: {warning}\n"));
     }
     note(&turn.statistics());
     for text in &turn.notes {
@@ -67,7 +70,7 @@ fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<T
         match delta.channel {
             Channel::Reasoning if shows_reasoning => {
                 is_reasoning = true;
-                write!(err, "{}", dim(&printable(&delta.text), color))?;
+                write!(err, "{}", dim(&without_controls(&delta.text), color))?;
                 err.flush()?;
             }
             Channel::Answer => {
@@ -76,7 +79,7 @@ fn write(session: &mut Session, prompt: &str, shows_reasoning: bool) -> Result<T
                 }
                 ends_line = delta.text.ends_with('\n');
                 if is_terminal {
-                    out.write_all(printable(&delta.text).as_bytes())?;
+                    out.write_all(without_controls(&delta.text).as_bytes())?;
                 } else {
                     out.write_all(delta.text.as_bytes())?;
                 }

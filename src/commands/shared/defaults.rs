@@ -25,6 +25,7 @@ use toml::{Table, Value};
 use crate::conversation::{SavedConversation, SettingValues, is_setting, journal};
 use crate::engine::sampling::SAMPLING_FIELDS;
 use crate::error::Error;
+use crate::files;
 use crate::hub::Hub;
 
 /// The flags of `play`, other than the sampling flags, that can be set outside the command line.
@@ -275,10 +276,10 @@ fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(Se
     let Some(path) = configuration_path() else { return Ok((SettingValues::new(), String::new())) };
     let shown_path = path.display().to_string();
     let invalid = |reason: String| Error::usage(format!("{shown_path}: {reason}"));
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok((SettingValues::new(), shown_path)),
-        Err(error) => return Err(invalid(error.to_string())),
+    let text = match files::read_text_if_present(&path, files::CONFIGURATION) {
+        Ok(Some(text)) => text,
+        Ok(None) => return Ok((SettingValues::new(), shown_path)),
+        Err(error) => return Err(Error::usage(format!("{error:#}"))),
     };
     tracing::info!(path = shown_path, "configuration");
     let mut table: Table = text.parse().map_err(|error: toml::de::Error| invalid(error.to_string()))?;

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::hub::Snapshot;
 use crate::kernels::attention::AttentionBackend;
 use crate::language::Language;
-use crate::text::printable;
+use crate::terminal;
 use crate::weights::quantized::QuantizationTarget;
 
 /// The flags that control how a model is loaded.
@@ -128,7 +128,7 @@ impl LoadArgs {
         bar.finish_and_clear();
         let engine = engine?;
         if let Some(reason) = engine.eager_reason().filter(|reason| reason.is_unexpected()) {
-            eprintln!("warning: {}\n  answers are slower; please report this", printable(&reason.to_string()));
+            terminal::print(&format!("warning: {reason}\n  answers are slower; please report this"));
         }
         Ok(engine)
     }

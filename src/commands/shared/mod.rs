@@ -29,6 +29,13 @@ pub fn today() -> String {
     jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
 }
 
+/// Prints a warning to stderr if there is a token, but it is not sent to the hub.
+pub fn warn_about_token(hub: &Hub) {
+    if let Some(warning) = hub.token_warning() {
+        crate::terminal::print(&format!("warning: {warning}"));
+    }
+}
+
 /// Prints a dim note to stderr if stderr is a terminal.
 pub fn note(text: &str) {
     if std::io::stderr().is_terminal() {

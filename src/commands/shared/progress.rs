@@ -54,18 +54,17 @@ pub struct ProgressView {
 
 struct State {
     files: HashMap<String, File>,
+    /// The sum of `done` of all files. There may be many files and many reports.
+    done_bytes: u64,
+    total_bytes: u64,
     lines: LineTimer,
     has_ended: bool,
 }
 
 impl State {
-    fn done_bytes(&self) -> u64 {
-        self.files.values().map(|file| file.done).sum()
-    }
-
     /// Writes a progress line if one is due, even if no bytes have arrived since the last line.
     fn tick(&mut self, verb: &str) {
-        let (done, total) = (self.done_bytes(), self.files.values().map(|file| file.size).sum());
+        let (done, total) = (self.done_bytes, self.total_bytes);
         if !self.files.is_empty()
             && !self.has_ended
             && let Some(line) = self.lines.next_line(Instant::now(), done, total, verb)
@@ -91,7 +90,13 @@ impl ProgressView {
         };
         let bars = MultiProgress::with_draw_target(target);
         let total = ProgressBar::new(0);
-        let state = State { files: HashMap::new(), lines: LineTimer::new(Instant::now()), has_ended: false };
+        let state = State {
+            files: HashMap::new(),
+            done_bytes: 0,
+            total_bytes: 0,
+            lines: LineTimer::new(Instant::now()),
+            has_ended: false,
+        };
         let state = Arc::new(Mutex::new(state));
         let _ticker = (style == ProgressStyle::Lines).then(|| {
             let (sender, receiver) = mpsc::channel();
@@ -151,11 +156,16 @@ impl Progress for ProgressView {
         self.message("nothing to fetch: all files are already downloaded");
     }
 
+    fn asking_for_sizes(&self, files: usize) {
+        self.message(&format!("asking for the sizes of {files} files"));
+    }
+
     fn start(&self, files: &[(String, u64)]) {
-        let total_bytes = files.iter().map(|(_, size)| size).sum();
+        let total_bytes = files.iter().fold(0u64, |sum, (_, size)| sum.saturating_add(*size));
         let entry = |(name, size): &(String, u64)| (name.clone(), File { size: *size, ..File::default() });
         let mut state = self.state();
         state.files = files.iter().map(entry).collect();
+        (state.done_bytes, state.total_bytes) = (0, total_bytes);
         state.lines = LineTimer::new(Instant::now());
         drop(state);
         match self.style {
@@ -171,10 +181,12 @@ impl Progress for ProgressView {
     }
 
     fn file(&self, name: &str, done_bytes: u64) {
-        let mut state = self.state();
+        let mut guard = self.state();
+        let state = &mut *guard;
         let Some(file) = state.files.get_mut(name) else { return };
         let is_first = !std::mem::replace(&mut file.is_started, true);
-        file.done = done_bytes.min(file.size);
+        let before = std::mem::replace(&mut file.done, done_bytes.min(file.size));
+        state.done_bytes = state.done_bytes.saturating_sub(before).saturating_add(file.done);
         if self.style == ProgressStyle::Bars {
             if done_bytes >= file.size {
                 if let Some(bar) = file.bar.take() {
@@ -189,7 +201,7 @@ impl Progress for ProgressView {
                 bar.set_position(done_bytes);
             }
         }
-        let done_bytes = state.done_bytes();
+        let done_bytes = state.done_bytes;
         self.total.set_position(done_bytes);
         if is_first {
             self.total.reset_eta();

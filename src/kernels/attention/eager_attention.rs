@@ -5,17 +5,7 @@
 use rayon::prelude::*;
 
 use super::mask::AttentionMask;
-
-/// The sizes of one attention call.
-#[derive(Clone, Copy)]
-pub struct AttentionShape {
-    pub tokens: usize,
-    pub heads: usize,
-    pub kv_heads: usize,
-    pub head_dim: usize,
-    /// Rows of the KV cache. Position p is stored in row p mod `cache_rows`.
-    pub cache_rows: usize,
-}
+use super::shape::AttentionShape;
 
 #[cfg(feature = "cuda")]
 pub(super) use with_cuda::launch;

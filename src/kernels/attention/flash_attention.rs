@@ -4,6 +4,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{DType, Result, Tensor, bail};
 
 use super::mask::AttentionMask;
+use super::shape::AttentionShape;
 use crate::kernels::constants::{
     FLASH_FEW_KEYS, FLASH_FEW_ROWS, FLASH_FEW_TEAMS, FLASH_HEAD_DIMS, FLASH_MANY_KEYS, FLASH_MANY_ROWS,
     FLASH_MANY_WARPS, FLASH_MEDIUM_KEYS, FLASH_MEDIUM_ROWS, FLASH_MEDIUM_WARPS, FLASH_REGISTER_ELEMENTS,
@@ -21,11 +22,9 @@ const MAX_UNSPLIT_WINDOW: usize = 256;
 /// `[cache_rows, kv_heads, head_dim]`.
 pub struct FlashAttention {
     kernel: String,
-    shape: LaunchShape,
-    tokens: usize,
-    heads: usize,
-    kv_heads: usize,
-    cache_rows: usize,
+    launch_shape: LaunchShape,
+    shape: AttentionShape,
+    dtype: DType,
     mask: AttentionMask,
     /// The number of f32 scratch elements for the partial results of splits.
     pub partials: usize,
@@ -44,6 +43,7 @@ pub struct FlashTensors<'t> {
     /// The sinks: f32 `[heads]`.
     pub sinks: Option<&'t Tensor>,
     /// The positions of the queries: u32 `[tokens]`. The kernel reads only the first element.
+    /// It must not exceed [`AttentionMask::position`].
     pub positions: &'t Tensor,
     /// The output: `[tokens, heads, head_dim]` in the dtype of `q`.
     pub out: &'t Tensor,
@@ -66,8 +66,13 @@ pub enum EarlyReads {
 
 impl FlashAttention {
     /// Chooses the kernel. q must be bf16 or f16 and have a head size in [`FLASH_HEAD_DIMS`].
+    ///
+    /// `mask.position` is the largest position of the first query in any launch of this kernel.
     pub fn new(device: &CudaDevice, q: &Tensor, k: &Tensor, mask: AttentionMask) -> Result<Self> {
         let ((tokens, heads, head_dim), (cache_rows, kv_heads, _)) = (q.dims3()?, k.dims3()?);
+        if kv_heads == 0 || heads % kv_heads != 0 {
+            bail!("flash_attention: {heads} query heads cannot share {kv_heads} KV heads");
+        }
         let Some(tiles) = Tile::for_head_dim(head_dim).filter(|_| matches!(q.dtype(), DType::BF16 | DType::F16)) else {
             bail!("flash_attention has no kernel for head size {head_dim} in {:?}", q.dtype());
         };
@@ -95,19 +100,20 @@ impl FlashAttention {
         let is_split = splits > 1;
         Ok(Self {
             kernel: format!("flash_attention_{}_rows_{head_dim}_{}", tile.rows, dtype_suffix(q.dtype())?),
-            shape: LaunchShape::new((kv_heads, row_tiles, splits), tile.threads).with_shared_bytes(tile.shared_bytes),
-            tokens,
-            heads,
-            kv_heads,
-            cache_rows,
+            launch_shape: LaunchShape::new((kv_heads, row_tiles, splits), tile.threads)
+                .with_shared_bytes(tile.shared_bytes),
+            shape: AttentionShape { tokens, heads, kv_heads, head_dim, cache_rows },
+            dtype: q.dtype(),
             mask,
             partials: if is_split { row_tiles * kv_heads * splits * tile.rows * (head_dim + 2) } else { 0 },
             arrivals: if is_split { row_tiles * kv_heads } else { 0 },
         })
     }
 
-    /// Returns the launch of the kernel on `tensors`. The caller must ensure that their shapes and dtypes are correct.
+    /// Returns the launch of the kernel on `tensors`. Fails if a shape or dtype is not the one that the kernel expects.
     pub fn launch(&self, tensors: &FlashTensors, early_reads: EarlyReads) -> Result<Launch> {
+        self.check(tensors)?;
+        let AttentionShape { tokens, heads, kv_heads, cache_rows, .. } = self.shape;
         let arguments = Arguments::new()
             .tensor(tensors.q)?
             .tensor(tensors.k)?
@@ -117,15 +123,31 @@ impl FlashAttention {
             .tensor(tensors.positions)?
             .tensor(tensors.partials)?
             .tensor(tensors.arrivals)?
-            .int(self.tokens)
-            .int(self.heads)
-            .int(self.kv_heads)
-            .int(self.cache_rows)
+            .int(tokens)
+            .int(heads)
+            .int(kv_heads)
+            .int(cache_rows)
             .int(self.mask.window.unwrap_or(0))
             .float(self.mask.scale)
             .float(self.mask.softcap.unwrap_or(0.0))
             .flag(early_reads == EarlyReads::EarlierPositions);
-        Ok(Launch::new(module!("flash_attention"), &self.kernel, self.shape, arguments))
+        Ok(Launch::new(module!("flash_attention"), &self.kernel, self.launch_shape, arguments))
+    }
+
+    /// Fails unless the kernel accepts these tensors.
+    fn check(&self, tensors: &FlashTensors) -> Result<()> {
+        let FlashTensors { q, k, v, sinks, positions, out, partials, arrivals } = *tensors;
+        let shape = AttentionShape::of_inputs(q, k, v, sinks, positions, self.mask)?;
+        let has_dtype = q.dtype() == self.dtype && out.dtype() == self.dtype;
+        if shape != self.shape || out.dims() != q.dims() || !has_dtype {
+            let (q_dtype, out_dtype, out) = (q.dtype(), out.dtype(), out.dims());
+            bail!("flash_attention: expected {:?}, got {shape:?} {q_dtype:?}, out {out:?} {out_dtype:?}", self.shape);
+        }
+        let is_scratch = |tensor: &Tensor, dtype, count| tensor.dtype() == dtype && tensor.elem_count() >= count;
+        if !is_scratch(partials, DType::F32, self.partials) || !is_scratch(arrivals, DType::U32, self.arrivals) {
+            bail!("flash_attention: scratch memory is too small or has the wrong dtype");
+        }
+        Ok(())
     }
 
     /// Allocates scratch memory and queues the kernel immediately.
@@ -141,7 +163,7 @@ impl FlashAttention {
         let partials = &unsafe { Tensor::empty(self.partials.max(1), DType::F32, q.device())? };
         let arrivals = &Tensor::zeros(self.arrivals.max(1), DType::U32, q.device())?;
         let tensors = FlashTensors { q, k, v, sinks, positions, out, partials, arrivals };
-        // SAFETY: `attention` has checked shapes and dtypes; the kernel wraps positions modulo the number of rows.
+        // SAFETY: `launch` checks shapes and dtypes. The kernel wraps positions modulo the number of rows.
         unsafe { self.launch(&tensors, EarlyReads::None)?.enqueue(device) }
     }
 }

@@ -12,18 +12,19 @@ mod eager_attention;
 mod flash_attention;
 mod mask;
 pub mod rope;
+mod shape;
 
-use candle_core::{DType, Device, Result, Tensor, bail};
+use candle_core::{Device, Result, Tensor};
 
-use crate::kernels::constants::EAGER_MAX_HEAD_DIM;
 use crate::kernels::{elements, to_f32};
 
 pub use crate::kernels::constants::FLASH_HEAD_DIMS;
 pub use backend::AttentionBackend;
-pub use eager_attention::{AttentionShape, reference};
+pub use eager_attention::reference;
 #[cfg(feature = "cuda")]
 pub use flash_attention::{EarlyReads, FlashAttention, FlashTensors};
 pub use mask::AttentionMask;
+pub use shape::AttentionShape;
 
 /// Returns the attention of the queries over the cached keys and values, in the shape and dtype of q.
 ///
@@ -43,7 +44,7 @@ pub fn attention(
     mask: AttentionMask,
     backend: AttentionBackend,
 ) -> Result<Tensor> {
-    let shape = check_inputs(q, k, v, sinks, positions, mask)?;
+    let shape = AttentionShape::of_inputs(q, k, v, sinks, positions, mask)?;
     let AttentionShape { tokens, heads, head_dim, .. } = shape;
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     let backend = backend
@@ -78,47 +79,4 @@ pub fn attention(
         }
         _ => crate::kernels::unsupported("attention", q),
     }
-}
-
-/// Checks the inputs of [`attention()`] and returns their sizes.
-fn check_inputs(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    sinks: Option<&Tensor>,
-    positions: &Tensor,
-    mask: AttentionMask,
-) -> Result<AttentionShape> {
-    let (tokens, heads, head_dim) = q.dims3()?;
-    let (cache_rows, kv_heads, kv_head_dim) = k.dims3()?;
-    if kv_head_dim != head_dim
-        || k.dims() != v.dims()
-        || kv_heads == 0
-        || heads % kv_heads != 0
-        || head_dim > EAGER_MAX_HEAD_DIM
-    {
-        bail!(
-            "attention: unsupported shapes: q {:?}, k {:?}, v {:?} (the maximum head_dim is {EAGER_MAX_HEAD_DIM})",
-            q.dims(),
-            k.dims(),
-            v.dims()
-        );
-    }
-    if k.dtype() != q.dtype() || v.dtype() != q.dtype() {
-        bail!("attention: dtypes do not match: q {:?}, k {:?}, v {:?}", q.dtype(), k.dtype(), v.dtype());
-    }
-    if let Some(sinks) = sinks
-        && (sinks.dims() != [heads] || sinks.dtype() != DType::F32)
-    {
-        bail!("attention: sinks are {:?} {:?}, expected F32 [{heads}]", sinks.dtype(), sinks.dims());
-    }
-    if positions.dims() != [tokens] || positions.dtype() != DType::U32 {
-        bail!("attention: positions are {:?} {:?}, expected U32 [{tokens}]", positions.dtype(), positions.dims());
-    }
-    // Cache rows are reused. The key of the last query must not overwrite the oldest key that the first query sees.
-    let visible = mask.window.unwrap_or(usize::MAX).min(mask.position + 1) + tokens - 1;
-    if visible > cache_rows {
-        bail!("attention: the queries see {visible} positions, but the cache has only {cache_rows} rows");
-    }
-    Ok(AttentionShape { tokens, heads, kv_heads, head_dim, cache_rows })
 }

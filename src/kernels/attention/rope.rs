@@ -9,6 +9,21 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 
 use crate::kernels::{elements, norm, to_f32};
 
+/// The numbers of heads of an attention layer, and the size of each head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeadSizes {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+}
+
+impl HeadSizes {
+    /// Returns the number of rows of the fused QKV projection.
+    pub fn qkv_rows(self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+}
+
 /// The tables and positions that determine the rotation of q and k.
 #[derive(Clone, Copy)]
 pub struct Rotation<'t> {
@@ -35,7 +50,6 @@ pub struct QkNorm<'t> {
 ///
 /// - qkv: f32 `[tokens, (heads + 2 * kv_heads) * head_dim]`
 /// - bias: f32 `[(heads + 2 * kv_heads) * head_dim]`
-/// - `heads`: `(heads, kv_heads, head_dim)`
 ///
 /// Returns q, `[tokens, heads, head_dim]`, and k and v, both `[tokens, kv_heads, head_dim]`.
 pub fn split_qkv(
@@ -43,18 +57,15 @@ pub fn split_qkv(
     bias: Option<&Tensor>,
     norms: Option<QkNorm>,
     rotation: Rotation,
-    heads: (usize, usize, usize),
+    sizes: HeadSizes,
     dtype: DType,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let Rotation { cos, sin, positions } = rotation;
-    let ((q_heads, kv_heads, head_dim), (tokens, width)) = (heads, qkv.dims2()?);
-    let (_, half) = cos.dims2()?;
-    if width != (q_heads + 2 * kv_heads) * head_dim || bias.is_some_and(|bias| bias.dims() != [width]) {
+    let HeadSizes { heads, kv_heads, head_dim } = sizes;
+    let ((tokens, width), (_, half)) = (qkv.dims2()?, cos.dims2()?);
+    if width != sizes.qkv_rows() || bias.is_some_and(|bias| bias.dims() != [width]) {
         let bias = bias.map(Tensor::dims);
-        bail!(
-            "split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, (heads, kv_heads, head_dim) {heads:?}",
-            qkv.dims()
-        );
+        bail!("split_qkv: shapes do not match: qkv {:?}, bias {bias:?}, {sizes:?}", qkv.dims());
     }
     if cos.dims() != sin.dims() || 2 * half > head_dim || positions.dims() != [tokens] {
         let (cos, sin, positions) = (cos.dims(), sin.dims(), positions.dims());
@@ -69,7 +80,7 @@ pub fn split_qkv(
     if !all_f32 || positions.dtype() != DType::U32 {
         bail!("split_qkv: positions must be U32 and all other tensors F32");
     }
-    let (q_shape, kv_shape) = ((tokens, q_heads, head_dim), (tokens, kv_heads, head_dim));
+    let (q_shape, kv_shape) = ((tokens, heads, head_dim), (tokens, kv_heads, head_dim));
     match qkv.device() {
         Device::Cpu => {
             let qkv = match bias {
@@ -84,12 +95,12 @@ pub fn split_qkv(
             let weights = |norm: Option<&Tensor>| norm.map(Tensor::to_vec1::<f32>).transpose();
             let (q_norm, k_norm, eps) = (weights(q_norm)?, weights(k_norm)?, norms.map_or(0.0, |norms| norms.eps));
             let norms = q_norm.as_deref().zip(k_norm.as_deref()).map(|(q, k)| (q, k, eps));
-            let out = reference(elements(&values, v)?, norms, tables, &positions, heads, 2 * half);
+            let out = reference(elements(&values, v)?, norms, tables, &positions, sizes, 2 * half);
             let out = Tensor::from_vec(out, (tokens, width), &Device::Cpu)?.to_dtype(dtype)?;
             let part = |first: usize, shape: (usize, usize, usize)| {
                 out.narrow(1, first * head_dim, shape.1 * head_dim)?.reshape(shape)?.contiguous()
             };
-            Ok((part(0, q_shape)?, part(q_heads, kv_shape)?, part(q_heads + kv_heads, kv_shape)?))
+            Ok((part(0, q_shape)?, part(heads, kv_shape)?, part(heads + kv_heads, kv_shape)?))
         }
         #[cfg(feature = "cuda")]
         Device::Cuda(device) => {
@@ -110,13 +121,13 @@ pub fn split_qkv(
                 .tensor(&k)?
                 .tensor(&v)?
                 .int(tokens)
-                .int(q_heads)
+                .int(heads)
                 .int(kv_heads)
                 .int(head_dim)
                 .int(2 * half)
                 .float(norms.map_or(0.0, |norms| norms.eps));
             let kernel = format!("split_qkv_{}", dtype_suffix(dtype)?);
-            let warps = tokens * (q_heads + 2 * kv_heads).div_ceil(ROPE_HEADS_PER_WARP);
+            let warps = tokens * (heads + 2 * kv_heads).div_ceil(ROPE_HEADS_PER_WARP);
             let launch = Launch::new(module!("rope"), kernel, LaunchShape::linear(warps.div_ceil(8), 256), arguments);
             // SAFETY: shapes and dtypes are checked above; the caller guarantees that the tables cover all positions.
             unsafe { launch.enqueue(device)? };
@@ -138,9 +149,10 @@ pub fn reference(
     norms: Option<(&[f32], &[f32], f32)>,
     (cos, sin): (&[f32], &[f32]),
     positions: &[u32],
-    (heads, kv_heads, head_dim): (usize, usize, usize),
+    sizes: HeadSizes,
     rotated: usize,
 ) -> Vec<f32> {
+    let HeadSizes { heads, kv_heads, head_dim } = sizes;
     let (half, all_heads) = (rotated / 2, heads + 2 * kv_heads);
     let mut out = x.to_vec();
     for (row, out) in out.chunks_exact_mut(head_dim).enumerate() {

@@ -13,6 +13,21 @@
 #include "headers/activation.cuh"
 #include "headers/pdl.cuh"
 
+// Computes this warp's units. `scale` is the factor of all dot products.
+template <typename T, typename Stream, typename Input>
+__device__ __forceinline__ void store_units(Stream& stream, const Input& input, float scale, const float* gate_bias,
+                                            const float* up_bias, T* h, int activation) {
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane != 0) continue;
+        const float g = sum[0] * scale + (gate_bias ? gate_bias[unit] : 0.0f),
+                    u = sum[1] * scale + (up_bias ? up_bias[unit] : 0.0f);
+        h[unit] = from_float<T>(activate(g, activation) * u);
+    }
+}
+
 template <typename T>
 __device__ void decode_gate_up(const float* x, const float* norm, const T* gate, const T* up, const float* gate_bias,
                                const float* up_bias, T* h, int rows, int columns, int activation, float eps) {
@@ -24,15 +39,7 @@ __device__ void decode_gate_up(const float* x, const float* norm, const T* gate,
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, scratch);
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
-        float sum[2];
-        stream.multiply(input, sum);
-        if (stream.lane != 0) continue;
-        const float g = sum[0] * scale + (gate_bias ? gate_bias[unit] : 0.0f),
-                    u = sum[1] * scale + (up_bias ? up_bias[unit] : 0.0f);
-        h[unit] = from_float<T>(activate(g, activation) * u);
-    }
+    store_units(stream, input, scale, gate_bias, up_bias, h, activation);
 }
 
 template <typename T>
@@ -48,15 +55,7 @@ __device__ void quantized_gate_up(const float* x, const float* norm, const Quant
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, rounding, scratch);
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
-        float sum[2];
-        stream.multiply(input, sum);
-        if (stream.lane != 0) continue;
-        const float g = sum[0] * scale + (gate_bias ? gate_bias[unit] : 0.0f),
-                    u = sum[1] * scale + (up_bias ? up_bias[unit] : 0.0f);
-        h[unit] = from_float<T>(activate(g, activation) * u);
-    }
+    store_units(stream, input, scale, gate_bias, up_bias, h, activation);
 }
 
 #define DEFINE(T, SUFFIX)                                                                                              \

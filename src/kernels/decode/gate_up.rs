@@ -4,9 +4,9 @@ use candle_core::{Result, Tensor};
 
 use super::buffers::{RmsNormParams, StepBuffers, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
+use crate::kernels::activation::Activation;
 use crate::kernels::launch::{Arguments, Launch, LaunchList, dtype_suffix, module};
 use crate::kernels::matrix::Matrix;
-use crate::kernels::swiglu::Activation;
 
 /// The gate or up projection of a gated MLP.
 #[derive(Clone, Copy)]

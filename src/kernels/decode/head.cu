@@ -7,6 +7,7 @@
 __device__ __forceinline__ float soft_capped(float x, float cap) { return cap > 0.0f ? cap * tanhf(x / cap) : x; }
 
 // The largest logit so far and its token. If logits are equal, the lowest token id wins. NaN never wins.
+// The initial value is -inf with the token 0xffffffff.
 struct Argmax {
     float logit;
     uint32_t token;
@@ -27,6 +28,28 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
     }
 }
 
+// Computes the logits of this warp's units. Returns their argmax in lane 0.
+// Each unit is two rows of the weight. `scale` is the factor of all dot products.
+template <typename Stream, typename Input>
+__device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input, float scale, float softcap,
+                                              float* logits, int vocab) {
+    Argmax own{-INFINITY, 0xffffffffu};
+    while (stream.has_unit()) {
+        const int unit = stream.unit;
+        float sum[2];
+        stream.multiply(input, sum);
+        if (stream.lane != 0) continue;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (2 * unit + r >= vocab) break;
+            const float logit = soft_capped(sum[r] * scale, softcap);
+            logits[2 * unit + r] = logit;
+            own.offer(logit, 2 * unit + r);
+        }
+    }
+    return own;
+}
+
 // Computes logits = head(norm(x)), and the argmax of the logits that each block computes.
 // If softcap > 0, each logit l becomes softcap · tanh(l / softcap).
 //   x, norm: f32 [columns]
@@ -36,7 +59,6 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
 //   grid: at most one block per multiprocessor
 //   block: at most 24 warps, or 16 with quantized weights
 //   bytes moved: the weight
-// Each unit is two rows of the weight.
 template <typename T>
 __device__ void decode_head(const float* x, const float* norm, const T* weight, float* logits, Argmax* best, int vocab,
                             int columns, float eps, float softcap) {
@@ -51,21 +73,7 @@ __device__ void decode_head(const float* x, const float* norm, const T* weight, 
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, scratch);
-    Argmax own{-INFINITY, 0xffffffffu};
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
-        float sum[2];
-        stream.multiply(input, sum);
-        if (stream.lane != 0) continue;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (2 * unit + r >= vocab) break;
-            const float logit = soft_capped(sum[r] * scale, softcap);
-            logits[2 * unit + r] = logit;
-            own.offer(logit, 2 * unit + r);
-        }
-    }
-    block_argmax(own, warps, best);
+    block_argmax(warp_logits(stream, input, scale, softcap, logits, vocab), warps, best);
 }
 
 __device__ void quantized_head(const float* x, const float* norm, const QuantizedStack& weight, float* logits,
@@ -80,33 +88,23 @@ __device__ void quantized_head(const float* x, const float* norm, const Quantize
     pdl_wait();
     pdl_launch_dependents();
     const float scale = load_normed(input, x, norm, columns, eps, rounding, scratch);
-    Argmax own{-INFINITY, 0xffffffffu};
-    while (stream.has_unit()) {
-        const int unit = stream.unit;
-        float sum[2];
-        stream.multiply(input, sum);
-        if (stream.lane != 0) continue;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if (2 * unit + r >= vocab) break;
-            const float logit = soft_capped(sum[r] * scale, softcap);
-            logits[2 * unit + r] = logit;
-            own.offer(logit, 2 * unit + r);
-        }
-    }
-    block_argmax(own, warps, best);
+    block_argmax(warp_logits(stream, input, scale, softcap, logits, vocab), warps, best);
 }
 
 // Chooses the token with the largest logit and writes its embedding to x, the input of the next step.
+// A NaN or -inf is never chosen. If every logit is NaN or -inf, the step fails.
 //   best: the argmax of each block of the head kernel
 //   embedding: T [vocab, columns], or null if quantized_next writes x
 //   embedding_scale: the factor by which the embedding is multiplied
+//   x: f32 [columns]
+//   state: see decode/mod.rs
 //   mailbox: u32 [slots] in host memory
-//     Step s writes its token + 1 to slot s % slots. If every logit is NaN, it writes MAILBOX_NAN.
+//     Step s writes its token + 1 to slot s % slots, or MAILBOX_NO_TOKEN if it fails.
 //   grid: 1; block: 1024
+//   bytes moved: 8 · blocks, one row of the embedding and 4 · columns
 template <typename T>
-__device__ void decode_next(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,
-                            volatile uint32_t* mailbox, int slots, int columns, float embedding_scale) {
+__device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,
+                              volatile uint32_t* mailbox, int slots, int columns, float embedding_scale) {
     __shared__ Argmax warps[32];
     const int lane = threadIdx.x % 32;
     pdl_wait();
@@ -121,14 +119,14 @@ __device__ void decode_next(const Argmax* best, int blocks, const T* embedding, 
     __syncthreads();
     own = warps[lane];
     reduce();
-    // If every logit is NaN, the host reads the error value from the mailbox and stops. The next input is not used.
-    const bool is_nan = own.token == 0xffffffffu;
-    const uint32_t token = is_nan ? 0 : own.token;
+    // If the step fails, the host reads that from the mailbox and stops. The next input is not used.
+    const bool has_token = own.logit > -INFINITY;
+    const uint32_t token = has_token ? own.token : 0;
     for (int i = threadIdx.x; embedding && i < columns; i += blockDim.x)
         x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
     if (threadIdx.x == 0) {
         const uint32_t steps = state[2];
-        mailbox[steps % slots] = is_nan ? MAILBOX_NAN : token + 1;
+        mailbox[steps % slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
         __threadfence_system();
         state[0] += 1, state[1] = token, state[2] = steps + 1;
     }
@@ -141,9 +139,9 @@ __device__ void decode_next(const Argmax* best, int blocks, const T* embedding, 
         decode_head<T>(x, norm, weight, logits, best, vocab, columns, eps, softcap);                                   \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(1024)                                                                 \
-        decode_next_##SUFFIX(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,            \
-                             volatile uint32_t* mailbox, int slots, int columns, float embedding_scale) {              \
-        decode_next<T>(best, blocks, embedding, x, state, mailbox, slots, columns, embedding_scale);                   \
+        decode_greedy_##SUFFIX(const Argmax* best, int blocks, const T* embedding, float* x, uint32_t* state,          \
+                               volatile uint32_t* mailbox, int slots, int columns, float embedding_scale) {            \
+        decode_greedy<T>(best, blocks, embedding, x, state, mailbox, slots, columns, embedding_scale);                 \
     }
 DEFINE(__nv_bfloat16, bf16)
 DEFINE(__half, f16)
@@ -155,9 +153,12 @@ extern "C" __global__ void __launch_bounds__(32 * QUANTIZED_WARPS, 1)
 }
 
 // Multiplies the embedding of the token in `state` by embedding_scale and writes it to x.
-// Runs after decode_next or decode_sample if the embedding is quantized.
+// Runs after decode_greedy or decode_sample if the embedding is quantized.
+//   embedding: one quantized matrix [vocab, columns]
+//   state: see decode/mod.rs
 //   x: f32 [columns]
 //   grid: ceil(columns / 8 / 256); block: 256, one thread per 8 columns
+//   bytes moved: one row of the embedding and 4 · columns
 extern "C" __global__ void __launch_bounds__(256)
     quantized_next(const __grid_constant__ QuantizedStack embedding, const uint32_t* state, float* x, int columns,
                    float embedding_scale) {

@@ -82,7 +82,7 @@ pub fn add_greedy_sampling(
         .int(mailbox.slots())
         .int(columns)
         .float(embedding.scale);
-    let kernel = format!("decode_next_{suffix}");
+    let kernel = format!("decode_greedy_{suffix}");
     // SAFETY: shapes are checked above. The head and the embedding have one row for each token.
     unsafe { launches.add(Launch::new(module!("head"), kernel, LaunchShape::linear(1, 1024), arguments))? };
     add_quantized_embedding(launches, buffers, embedding)

@@ -3,10 +3,10 @@
 use candle_core::{DType, Result, Tensor};
 
 use super::buffers::{StepBuffers, check, check_f32};
+use crate::kernels::activation::ALPHA;
 use crate::kernels::constants::{DECODE_DOWN_SPLITS, DECODE_UP_THREADS, DECODE_UP_TILES, MXFP4_TILE_ROWS};
 use crate::kernels::launch::{Arguments, Launch, LaunchList, LaunchShape, module};
 use crate::kernels::moe::expert_mlp::Mxfp4Tiles;
-use crate::kernels::swiglu::ALPHA;
 
 /// The maximum number of experts per token with MXFP4 weights.
 pub use crate::kernels::constants::DECODE_DOWN_MAX_CHOSEN as MAX_CHOSEN_MXFP4;

@@ -1,6 +1,6 @@
 //! Launches the QKV projection for one token (`qkv.cu`).
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 use super::buffers::{RmsNormParams, StepBuffers, check, check_f32};
 use super::matvec::{check_weight, matvec_kernel, matvec_shape};
@@ -24,12 +24,12 @@ pub struct QkvProjection<'t> {
     /// The values in the KV cache: `[cache_rows, kv_heads, head_dim]` in the dtype of `q`.
     pub v: &'t Tensor,
     /// The norms that are applied to query and key heads before RoPE, if the model has them.
-    pub qk_norm: Option<QkNorm<'t>>,
+    pub qk_norm: Option<QkNormBuffers<'t>>,
 }
 
-/// The RMSNorms for query heads and key heads.
+/// The RMSNorms for query heads and key heads, and the buffer for their input.
 #[derive(Clone, Copy)]
-pub struct QkNorm<'t> {
+pub struct QkNormBuffers<'t> {
     /// f32 `[head_dim]`
     pub q: &'t Tensor,
     /// f32 `[head_dim]`
@@ -43,6 +43,7 @@ pub struct QkNorm<'t> {
 /// With QK norms, a second launch applies these norms and RoPE.
 ///
 /// The launches write q to its buffer, and k and v to the KV cache.
+/// `cos` and `sin` must have a row for every position at which the launches run.
 pub fn add_qkv(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
@@ -52,13 +53,14 @@ pub fn add_qkv(
     let QkvProjection { weight, bias, cos, sin, q, k, v, qk_norm } = *projection;
     let ((heads, head_dim), (cache_rows, kv_heads, kv_dim)) = (q.dims2()?, k.dims3()?);
     let (columns, rows) = (buffers.x.dims1()?, (heads + 2 * kv_heads) * head_dim);
-    let half_rotated = cos.dim(1)?;
+    let (_, half_rotated) = cos.dims2()?;
     let dtype = q.dtype();
     check_weight(weight, rows, columns, dtype)?;
     check_f32("the norm weight", norm.weight, columns)?;
     let fits = kv_dim == head_dim && head_dim % 2 == 0 && k.dtype() == dtype && v.dtype() == dtype;
     check("the KV cache", fits && v.dims() == k.dims(), k)?;
-    check("the RoPE table", cos.dims() == sin.dims() && 2 * half_rotated <= head_dim, cos)?;
+    check("the cosine table", cos.dtype() == DType::F32 && 2 * half_rotated <= head_dim, cos)?;
+    check("the sine table", sin.dtype() == DType::F32 && sin.dims() == cos.dims(), sin)?;
     if let Some(bias) = bias {
         check_f32("the bias", bias, rows)?;
     }
@@ -89,7 +91,8 @@ pub fn add_qkv(
         .rounding(weight)?;
     let kernel = matvec_kernel(weight, &format!("qkv_{}", dtype_suffix(dtype)?));
     let launch = Launch::new(module!("qkv"), kernel, matvec_shape(buffers, rows / 2, weight), arguments);
-    // SAFETY: shapes and dtypes are checked above. The RoPE tables cover every position.
+    // SAFETY: the shapes and dtypes of all tensors are checked above, or by `StepBuffers::new` for `x` and `state`.
+    // The caller guarantees that the RoPE tables cover every position.
     // The kernel wraps positions modulo the number of cache rows.
     unsafe { launches.add(launch.with_bytes_moved(weight.bytes()))? };
     let Some(norms) = qk_norm else { return Ok(()) };
@@ -110,6 +113,6 @@ pub fn add_qkv(
         .float(norms.eps);
     let shape = LaunchShape::linear((heads + kv_heads).div_ceil(8), 256);
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);
-    // SAFETY: as above.
+    // SAFETY: as above. The buffer between the two kernels and both norm weights are also checked above.
     unsafe { launches.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }
 }

@@ -57,6 +57,7 @@ __device__ void quantized_residual(const float* x, float* out, const T* y, const
 // Computes x += norm(y).
 //   x, y, norm: f32 [columns]
 //   grid: 1; block: 1024
+//   bytes moved: 16 · columns
 __device__ void decode_add_normed(float* x, const float* y, const float* norm, int columns, float eps) {
     __shared__ float scratch[32];
     pdl_wait();

@@ -1,7 +1,15 @@
 // Samples the next token from the logits on the GPU with penalties, temperature, top-k, top-p and min-p.
 // The random number depends only on the seed and the number of earlier draws.
-// The sampler on the host applies the same rules in the same order.
-// There is one difference: if tokens have equal logits, this kernel keeps all of them or none.
+// A NaN or -inf is never chosen. If every logit is NaN or -inf, the step fails.
+//
+// The sampler on the host (engine/sampler.rs) applies the same rules in the same order.
+// It chooses the same tokens, with these exceptions:
+// - At the limit of top-k or top-p, this kernel keeps all tokens with equal logits.
+//   The host keeps those with the lowest ids, as many as the limit allows.
+// - This kernel computes probabilities in f32 and truncates them to multiples of 2^-40 of the largest.
+//   The host uses f64. A token below 2^-40 of the largest is therefore never chosen here.
+//   Tokens at the limits of top-p and min-p or next to the random point can differ.
+// - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
 //
 // A launch has at most one block per multiprocessor, so all blocks run at the same time and can wait for each other.
 // Each block handles a range of token ids. Each thread holds up to SAMPLE_IDS_PER_THREAD logits in registers.
@@ -14,7 +22,7 @@
 //   embedding_scale: the factor by which the embedding is multiplied
 //   x: f32 [columns], the input of the next step
 //   state: see decode/mod.rs
-//   mailbox: see decode_next in head.cu
+//   mailbox: see decode_greedy in head.cu
 //   scratch: zeros before and after each launch, except for block_masses
 //   grid: ceil(vocab / 1024), but at most one block per multiprocessor; block: 1024
 //   bytes moved: 4 · vocab, or 8 · vocab with penalties
@@ -180,7 +188,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
             if (times > 1) logit -= params.frequency_penalty * (times - 1) + params.presence_penalty;
         }
         if (isnan(logit)) continue;
-        values[i] = logit, keys[i] = sort_key(logit);
+        values[i] = logit, keys[i] = sort_key(logit + 0.0f);  // -0 becomes +0, which is equal to it
         top = max(top, keys[i]);
     }
     top = __reduce_max_sync(0xffffffffu, top);
@@ -188,7 +196,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
     grid_barrier(scratch, expected);
     top = __ldcg(&scratch->top);
     const float best = __uint_as_float(top & 0x80000000u ? top & 0x7fffffffu : ~top);
-    const bool is_nan = top <= sort_key(-INFINITY);
+    const bool has_token = top > sort_key(-INFINITY);
 
     // 2. Compute the probability mass of each token, and set the mass of dropped tokens to 0.
     unsigned long long masses[SAMPLE_IDS_PER_THREAD];
@@ -246,16 +254,15 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         before += round_total;
         __syncthreads();
     }
-    // If every logit is NaN or -inf, the host reads the error value from the mailbox and stops.
-    // The next input is not used.
-    const bool has_winner = is_nan ? blockIdx.x == 0 : winner != 0xffffffffu;
+    // If the step fails, the host reads that from the mailbox and stops. The next input is not used.
+    const bool has_winner = has_token ? winner != 0xffffffffu : blockIdx.x == 0;
     if (has_winner) {
-        const uint32_t token = is_nan ? 0 : winner;
+        const uint32_t token = has_token ? winner : 0;
         for (int i = threadIdx.x; embedding && i < columns; i += SAMPLE_THREADS)
             x[i] = to_float(embedding[(size_t)token * columns + i]) * embedding_scale;
         if (threadIdx.x == 0) {
             if (has_penalty) seen[token] = max(seen[token], 1u) + 1;
-            mailbox[steps % slots] = is_nan ? MAILBOX_NAN : token + 1;
+            mailbox[steps % slots] = has_token ? token + 1 : MAILBOX_NO_TOKEN;
             __threadfence_system();
             state[0] += 1, state[1] = token, state[2] = steps + 1;
         }

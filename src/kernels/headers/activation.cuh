@@ -1,4 +1,4 @@
-// Computes an activation function. Matches `Activation` in swiglu.rs.
+// Computes an activation function. Matches `Activation` in activation.rs.
 #pragma once
 #include "constants.cuh"
 

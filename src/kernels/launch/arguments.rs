@@ -56,25 +56,12 @@ impl Arg {
     }
 }
 
-impl From<usize> for Arg {
-    /// Converts a size to i32, the type of integer parameters in kernels. The sizes of real models fit.
-    ///
-    /// Panics on overflow, because a wrapped value would read out of bounds.
-    fn from(value: usize) -> Self {
-        Arg::Int(i32::try_from(value).expect("kernel sizes should fit in 31 bits"))
-    }
-}
-
-impl From<f32> for Arg {
-    fn from(value: f32) -> Self {
-        Arg::Float(value)
-    }
-}
-
 /// The arguments of one launch, in the order of the kernel's parameters, and the memory that they point to.
 #[derive(Default)]
 pub struct Arguments {
     args: Vec<Arg>,
+    /// A size that does not fit in an i32. The launch must fail, because a wrapped size would read out of bounds.
+    too_large: Option<usize>,
     memory: Memory,
 }
 
@@ -131,15 +118,18 @@ impl Arguments {
         self
     }
 
-    /// Adds an i32.
+    /// Adds a size as an i32, the type of integer parameters in kernels. If it does not fit, the launch fails.
     pub fn int(mut self, value: usize) -> Self {
-        self.args.push(value.into());
+        match i32::try_from(value) {
+            Ok(value) => self.args.push(Arg::Int(value)),
+            Err(_) => self.too_large = Some(value),
+        }
         self
     }
 
     /// Adds an f32.
     pub fn float(mut self, value: f32) -> Self {
-        self.args.push(value.into());
+        self.args.push(Arg::Float(value));
         self
     }
 
@@ -151,6 +141,16 @@ impl Arguments {
     /// Returns pointers to the arguments' values. They are valid for the lifetime of the arguments.
     pub(super) fn pointers(&self) -> Vec<*mut c_void> {
         self.args.iter().map(Arg::pointer).collect()
+    }
+
+    /// Fails if a size does not fit in an i32.
+    pub(super) fn check(&self) -> Result<()> {
+        match self.too_large {
+            Some(value) => {
+                bail!("a tensor is too large: a kernel cannot process {value} elements; try a smaller --chunk")
+            }
+            None => Ok(()),
+        }
     }
 
     pub(super) fn memory(&self) -> &Memory {

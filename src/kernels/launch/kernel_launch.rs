@@ -12,6 +12,9 @@ use super::module::Module;
 /// The default limit of 48 KiB includes static shared memory, for which 16 KiB are reserved here.
 const DEFAULT_SHARED_BYTES: usize = 32 << 10;
 
+/// The maximum number of blocks in y and in z on every GPU. In x, it is 2^31 - 1.
+const MAX_GRID_YZ: usize = 65_535;
+
 /// The size of one launch.
 #[derive(Clone, Copy, Debug)]
 pub struct LaunchShape {
@@ -44,6 +47,15 @@ impl LaunchShape {
 
     fn is_empty(&self) -> bool {
         self.grid.0 == 0 || self.grid.1 == 0 || self.grid.2 == 0
+    }
+
+    /// Fails if the grid has more blocks than a GPU allows.
+    fn check(&self) -> Result<()> {
+        let (x, y, z) = self.grid;
+        if x > i32::MAX as usize || y > MAX_GRID_YZ || z > MAX_GRID_YZ {
+            bail!("a tensor is too large: a GPU has no grid of {x} × {y} × {z} blocks; try a smaller --chunk");
+        }
+        Ok(())
     }
 }
 
@@ -89,6 +101,8 @@ impl Launch {
         if shape.is_empty() {
             bail!("cannot record a launch of {kernel}: the grid {:?} is empty", shape.grid);
         }
+        let checked = shape.check().and_then(|()| arguments.check());
+        checked.map_err(|error| error.context(format!("cannot launch {kernel}")))?;
         let function = module.function(device, &kernel)?;
         if shape.shared_bytes > DEFAULT_SHARED_BYTES {
             allow_shared_bytes(&function, shape.shared_bytes)?;

@@ -1,19 +1,21 @@
 //! A mailbox for words that kernels send to the host while the device keeps running.
 
+use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
-use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{result, sys};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{Result, bail};
 
 /// u32 slots in host memory. Kernels write words to the slots, and the host takes them. An empty slot is zero.
 pub struct Mailbox {
-    slots: *mut u32,
+    slots: NonNull<AtomicU32>,
     count: usize,
     device: CudaDevice,
 }
 
-// SAFETY: every access is volatile and covers a whole word, and the mailbox owns the memory until `drop`.
+// SAFETY: the mailbox owns the memory until `drop`, and the host accesses the slots only as atomics.
 unsafe impl Send for Mailbox {}
 // SAFETY: as above.
 unsafe impl Sync for Mailbox {}
@@ -25,9 +27,12 @@ impl Mailbox {
         // The memory is mapped into the device's address space.
         // With unified addressing, as on Linux, host and device use the same address for it.
         let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: the memory is set to zero right away and freed in `drop`.
-        let slots = unsafe { result::malloc_host(count * size_of::<u32>(), flags) }.w()?.cast::<u32>();
-        // SAFETY: `count` words were allocated.
+        // SAFETY: any length is allowed, and the context is bound. `drop` frees the memory.
+        let slots = unsafe { result::malloc_host(count * size_of::<AtomicU32>(), flags) }.w()?;
+        let Some(slots) = NonNull::new(slots.cast::<AtomicU32>()) else {
+            bail!("cannot allocate a mailbox in pinned memory: the driver returned null")
+        };
+        // SAFETY: `count` words were allocated, aligned to a page. Zeroing them initializes the slots.
         unsafe { slots.write_bytes(0, count) };
         Ok(Arc::new(Self { slots, count, device: device.clone() }))
     }
@@ -35,15 +40,14 @@ impl Mailbox {
     /// Returns the word in a slot and empties the slot. Returns zero if no word has arrived.
     pub fn take(&self, slot: usize) -> u32 {
         assert!(slot < self.count, "slot {slot} is out of range for {} slots", self.count);
-        // SAFETY: the slot is within the allocation.
-        // By convention, the device does not write to a slot again until the host has emptied it.
-        unsafe {
-            let word = self.slots.add(slot).read_volatile();
-            if word != 0 {
-                self.slots.add(slot).write_volatile(0);
-            }
-            word
+        // SAFETY: the slot is within the allocation, is initialized, and lives as long as `self`.
+        let slot = unsafe { self.slots.add(slot).as_ref() };
+        let word = slot.load(Ordering::Acquire);
+        // The device does not write to a slot again until the host has emptied it, so no word is lost here.
+        if word != 0 {
+            slot.store(0, Ordering::Release);
         }
+        word
     }
 
     /// Returns the number of slots.
@@ -53,15 +57,16 @@ impl Mailbox {
 
     /// Returns the address of the slots on the device.
     pub(super) fn address(&self) -> u64 {
-        self.slots as u64
+        self.slots.as_ptr() as u64
     }
 }
 
 impl Drop for Mailbox {
     fn drop(&mut self) {
-        // A kernel that is still queued must not write to freed memory. `drop` cannot report an error.
-        let _ = self.device.cuda_stream().synchronize();
-        // SAFETY: allocated by `new`, freed once.
-        let _ = unsafe { result::free_host(self.slots.cast()) };
+        // If the stream fails, a queued kernel may still write to the slots, so they are leaked.
+        if self.device.cuda_stream().synchronize().is_ok() {
+            // SAFETY: allocated by `malloc_host`, freed once, and no kernel is running that could write to the slots.
+            let _ = unsafe { result::free_host(self.slots.as_ptr().cast()) };
+        }
     }
 }

@@ -40,7 +40,7 @@ fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype.
 ///
 /// # Safety
-/// `out` must point to device memory that is large enough for the whole result.
+/// `out` must point to device memory that holds `tokens` · `stride` floats, less the columns before `out` in its row.
 #[cfg(feature = "cuda")]
 pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride: usize) -> Result<()> {
     use candle_core::cuda_backend::WrapErr;
@@ -48,7 +48,14 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
 
     use crate::kernels::launch::address;
 
-    let ((tokens, columns), (rows, _)) = (x.dims2()?, w.dims2()?);
+    let ((tokens, columns), (rows, w_columns)) = (x.dims2()?, w.dims2()?);
+    if columns != w_columns || x.dtype() != w.dtype() || rows > stride {
+        bail!("gemm: x {:?} {:?} and w {:?} {:?} do not match", x.dtype(), x.dims(), w.dtype(), w.dims());
+    }
+    // A wrapped size would read or write out of bounds.
+    if [tokens, columns, stride].into_iter().any(|size| i32::try_from(size).is_err()) {
+        bail!("gemm: x {:?} or w {:?} is too large", x.dims(), w.dims());
+    }
     let dtype = match x.dtype() {
         DType::F16 => sys::cudaDataType::CUDA_R_16F,
         DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
@@ -58,7 +65,7 @@ pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride
     let (alpha, beta) = (1.0f32, 0.0f32);
     // cuBLAS is column-major, so it computes outᵀ [rows, tokens] = (wᵀ)ᵀ · xᵀ.
     // Each leading dimension is the row stride of the row-major tensor.
-    // SAFETY: the tensors are contiguous and on a GPU (`address` checks this) and have these sizes.
+    // SAFETY: the tensors are contiguous and on a GPU (`address` checks this) and have these sizes (checked above).
     // The handle is bound to the device's stream. The caller guarantees that `out` is valid.
     unsafe {
         result::gemm_ex(

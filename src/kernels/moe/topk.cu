@@ -4,6 +4,7 @@
 //   ids: u32 [tokens, chosen]; chosen <= MAX_CHOSEN_EXPERTS
 //   weights: f32 [tokens, chosen]
 //   grid: tokens; block: 32
+//   bytes moved: tokens · (sizeof(T) · experts + 8 · chosen)
 #include "headers/common.cuh"
 
 template <typename T>

@@ -35,6 +35,10 @@ impl RawStack {
         if matrices.is_empty() || matrices.len() > MAX_STACKED_MATRICES {
             bail!("a kernel accepts 1 to {MAX_STACKED_MATRICES} quantized matrices, got {}", matrices.len());
         }
+        let columns = matrices[0].dims().1;
+        if matrices.iter().any(|matrix| matrix.dims().1 != columns) {
+            bail!("the quantized matrices of a stack must have the same number of columns");
+        }
         let mut raw = Self::default();
         let mut row_end = 0;
         for (i, matrix) in matrices.iter().enumerate() {
@@ -42,10 +46,10 @@ impl RawStack {
             for (raw_plane, plane) in planes.iter_mut().zip(&matrix.planes) {
                 *raw_plane = plane.as_ref().map(address).transpose()?.unwrap_or(0);
             }
-            let rows = matrix.dims().0;
-            row_end += rows;
-            raw.matrices[i] = RawMatrix { planes, format: matrix.format as i32, rows: rows as i32 };
-            raw.row_ends[i] = row_end as i32;
+            let rows = i32::try_from(matrix.dims().0)?;
+            row_end += matrix.dims().0;
+            raw.matrices[i] = RawMatrix { planes, format: matrix.format as i32, rows };
+            raw.row_ends[i] = i32::try_from(row_end)?;
         }
         Ok(raw)
     }

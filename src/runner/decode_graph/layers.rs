@@ -7,7 +7,9 @@ use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 
 use crate::kernels::attention::{AttentionMask, EarlyReads, FlashAttention, FlashTensors};
-use crate::kernels::decode::{self, ExpertBuffers, PostNorm, Projection, QkvProjection, RmsNormParams, StepBuffers};
+use crate::kernels::decode::{
+    self, ExpertBuffers, PostNorm, Projection, QkNormBuffers, QkvProjection, RmsNormParams, StepBuffers,
+};
 use crate::kernels::launch::LaunchList;
 use crate::kernels::matrix::Matrix;
 use crate::kernels::moe::experts::ExpertWeights;
@@ -71,12 +73,15 @@ fn projection(linear: &Linear) -> Projection<'_> {
 }
 
 /// Adds the attention of a layer: norm, QKV projection, attention, output projection.
+///
+/// Every position of a step must be less than `context`.
 pub(super) fn add_attention(
     launches: &mut LaunchList,
     buffers: &StepBuffers,
     scratch: &mut Scratch,
     layer: &DecoderLayer,
     cache: &LayerCache,
+    context: usize,
 ) -> Result<()> {
     let Attention { qkv_proj, o_proj, sinks, qk_norm, rotary, config, .. } = &layer.self_attn;
     let (device, dtype) = (buffers.x.device(), layer.self_attn.dtype());
@@ -85,7 +90,7 @@ pub(super) fn add_attention(
     let attended = scratch.tensor(Slot::Attended, &[heads, head_dim], dtype, device)?;
     let raw = scratch.tensor(Slot::UnnormalizedQk, &[heads + config.spec.kv_heads, head_dim], DType::F32, device)?;
     let qk_norm =
-        qk_norm.as_ref().map(|(q, k)| decode::QkNorm { q: &q.weight, k: &k.weight, eps: q.eps, scratch: &raw });
+        qk_norm.as_ref().map(|(q, k)| QkNormBuffers { q: &q.weight, k: &k.weight, eps: q.eps, scratch: &raw });
     let qkv = QkvProjection {
         weight: &qkv_proj.weight,
         bias: qkv_proj.bias.as_ref(),
@@ -99,23 +104,27 @@ pub(super) fn add_attention(
     decode::add_qkv(launches, buffers, rms_norm(&layer.attention_norm), &qkv)?;
 
     let Device::Cuda(cuda) = device else { bail!("the decode graph needs a GPU") };
-    let mask = AttentionMask { position: 0, window: config.spec.window, scale: config.scale, softcap: config.softcap };
-    let flash = FlashAttention::new(cuda, &q.unsqueeze(0)?, cache.k(), mask)?;
+    // The kernel reads the position from `state`. At the last position, it needs the most cache rows.
+    let position = context.saturating_sub(1);
+    let mask = AttentionMask { position, window: config.spec.window, scale: config.scale, softcap: config.softcap };
+    let queries = q.unsqueeze(0)?;
+    let flash = FlashAttention::new(cuda, &queries, cache.k(), mask)?;
     let tensors = FlashTensors {
-        q: &q,
+        q: &queries,
         k: cache.k(),
         v: cache.v(),
         sinks: sinks.as_ref(),
-        positions: &buffers.state,
-        out: &attended,
+        positions: &buffers.state.narrow(0, 0, 1)?,
+        out: &attended.unsqueeze(0)?,
         partials: &scratch.tensor(Slot::Partials, &[flash.partials.max(1)], DType::F32, device)?,
         arrivals: &scratch.tensor(Slot::Arrivals, &[flash.arrivals.max(1)], DType::U32, device)?,
     };
     // The kernel may read the keys and values of earlier positions during the QKV projection.
     // They were written before the projection started.
     let launch = flash.launch(&tensors, EarlyReads::EarlierPositions)?;
-    // SAFETY: `decode::add_qkv` checked the shapes and dtypes.
-    // `start` checks that the position is less than the context length.
+    // SAFETY: `FlashAttention::launch` checks the shapes and dtypes.
+    // It also checks that the cache has a row for every key that the last position sees.
+    // `DecodeGraph` runs no step at a position beyond the context.
     // The kernel wraps positions modulo the number of cache rows.
     unsafe { launches.add(launch)? };
 

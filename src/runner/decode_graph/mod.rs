@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Device, Tensor};
 
-use super::choose_token::NAN_LOGITS;
+use super::choose_token::NO_TOKEN;
 use super::{EagerReason, KernelTime};
 use crate::kernels::decode::sample::{self, DeviceSampling, SamplingBuffers, SamplingKernelParams};
 use crate::kernels::decode::{self, Embedding, StepBuffers};
@@ -81,8 +81,9 @@ impl DecodeGraph {
         let mut launches = LaunchList::new(device)?;
         let sampling_buffers = SamplingBuffers::new(&buffers.logits)?;
         let mut scratch = Scratch::default();
+        let context = cache.context().min(decoder.context());
         for (index, layer) in decoder.layers.iter().enumerate() {
-            add_attention(&mut launches, &buffers, &mut scratch, layer, cache.layer(index))?;
+            add_attention(&mut launches, &buffers, &mut scratch, layer, cache.layer(index), context)?;
             match &layer.mlp {
                 Mlp::Gated(mlp) => add_gated_mlp(&mut launches, &buffers, &mut scratch, layer, mlp)?,
                 Mlp::ClampedMoe(mlp) => add_clamped_moe(&mut launches, &buffers, &mut scratch, layer, mlp)?,
@@ -111,7 +112,7 @@ impl DecodeGraph {
             device: device.clone(),
             buffers,
             embedding,
-            context: cache.context().min(decoder.context()),
+            context,
             mailbox,
             sampling_buffers,
             layers: launches,
@@ -151,7 +152,8 @@ impl DecodeGraph {
         let (vocab_size, context) = (self.buffers.logits.dims1()?, self.context);
         if tokens == 0 || tokens > context || logits.dims1()? != vocab_size {
             bail!(
-                "cannot decode after {tokens} tokens with {} logits: the limits are 1 to {context} tokens, {vocab_size} logits",
+                "cannot decode after {tokens} tokens with {} logits: \
+                 the limits are 1 to {context} tokens, {vocab_size} logits",
                 logits.dims1()?
             );
         }
@@ -215,12 +217,10 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Waits for the next token. Fails if all logits of its step are NaN.
+    /// Waits for the next token. Fails if every logit of its step is NaN or -inf.
     fn take_token(&mut self) -> Result<u32> {
         match self.wait()? {
-            decode::MAILBOX_NAN => {
-                bail!(NAN_LOGITS)
-            }
+            decode::MAILBOX_NO_TOKEN => bail!(NO_TOKEN),
             word => Ok(word - 1),
         }
     }
@@ -238,7 +238,7 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Waits for the next word in the mailbox: 1 + the token, or [`decode::MAILBOX_NAN`].
+    /// Waits for the next word in the mailbox: 1 + the token, or [`decode::MAILBOX_NO_TOKEN`].
     fn wait(&mut self) -> Result<u32> {
         let slot = self.taken % self.mailbox.slots();
         let mut polls = 0u32;

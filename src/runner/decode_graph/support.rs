@@ -58,7 +58,7 @@ fn unsupported_layer(layer: &DecoderLayer, device: &CudaDevice) -> Result<Option
     for (weight, inputs) in products {
         if !decode::has_decode_kernel(device, &weight, inputs)? {
             return Ok(Some(match weight {
-                Matrix::Concatenated(_) => EagerReason::MixedQkv,
+                Matrix::Concatenated(_) => EagerReason::IncompatibleQkv,
                 _ => EagerReason::RowLength(weight.dims().1),
             }));
         }

@@ -28,7 +28,7 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).float(ALPHA).float(limit);
             let kernel = format!("clamped_swiglu_{}", dtype_suffix(x.dtype())?);
-            let launch = Launch::new(module!("swiglu"), kernel, LaunchShape::one_thread_each(count), arguments);
+            let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments);
             // SAFETY: both tensors are contiguous (`Arguments::tensor` checks this); x holds twice `count` elements.
             unsafe { launch.enqueue(device)? };
             Ok(out)
@@ -96,7 +96,7 @@ pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: 
             let arguments =
                 Arguments::new().tensor(gate)?.optional(up)?.tensor(&out)?.int(count).int(activation.code());
             let kernel = format!("gated_{}", dtype_suffix(dtype)?);
-            let launch = Launch::new(module!("swiglu"), kernel, LaunchShape::one_thread_each(count), arguments);
+            let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments);
             // SAFETY: all tensors are contiguous (`Arguments::tensor` checks this) and hold `count` elements.
             unsafe { launch.enqueue(device)? };
             Ok(out)
@@ -124,7 +124,7 @@ pub fn gated_halves(x: &Tensor, activation: Activation) -> Result<Tensor> {
             let count = out.elem_count();
             let arguments = Arguments::new().tensor(x)?.tensor(&out)?.int(count).int(columns).int(activation.code());
             let kernel = format!("gated_halves_{}", dtype_suffix(x.dtype())?);
-            let launch = Launch::new(module!("swiglu"), kernel, LaunchShape::one_thread_each(count), arguments);
+            let launch = Launch::new(module!("activation"), kernel, LaunchShape::one_thread_each(count), arguments);
             // SAFETY: both tensors are contiguous (`Arguments::tensor` checks this); x holds twice `count` elements.
             unsafe { launch.enqueue(device)? };
             Ok(out)
