@@ -10,7 +10,8 @@ use crate::commands::{
     bench, completions, doctor, download, list, perplexity, play, prune, remove, shared::defaults, show, tokenize,
     verify,
 };
-use crate::error::Error;
+use crate::error::{exit_code, is_disk_full};
+use crate::terminal;
 use crate::text::{error_message, printable};
 
 const AFTER_HELP: &str = "\
@@ -57,14 +58,21 @@ enum Command {
 
 /// Runs the command line of the current process and returns the exit code.
 pub fn main() -> ExitCode {
+    terminal::survive_file_size_limit();
     match parse().and_then(run) {
         Ok(code) => code,
         // The reader closed the pipe, as in `| head`. That is not an error.
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
+            // Only writes to stdout have no context.
+            let has_no_context = |error: &anyhow::Error| error.chain().next()?.downcast_ref().map(is_disk_full);
+            let error = match has_no_context(&error) {
+                Some(true) => error.context("cannot write the output"),
+                _ => error,
+            };
             // Escape control characters, because messages quote untrusted files. Ignore a closed stderr.
             let _ = writeln!(std::io::stderr(), "error: {}", printable(&error_message(&error)));
-            ExitCode::from(error.downcast_ref::<Error>().map_or(1, Error::exit_code))
+            ExitCode::from(exit_code(&error))
         }
     }
 }

@@ -11,14 +11,14 @@ use super::list::{self, Model};
 use super::shared::defaults::ParsedCommandLine;
 use super::shared::progress::{ProgressStyle, ProgressView};
 use super::shared::sampling::SamplingArgs;
-use super::shared::{LoadArgs, answer, note, playable, prompt, today};
+use super::shared::{LoadArgs, answer, note, playable, prompt, today, warn_about_token};
 use crate::chat::{Message, ReasoningEffort};
 use crate::conversation::{
     LoadedModel, ModelSource, Overflow, ReasoningVisibility, Recording, Session, SettingValues, require_chat_format,
 };
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::hub::{Hub, Snapshot, is_repo_name, parse_download_name};
+use crate::hub::{Hub, Snapshot, Source, is_repo_name, parse_download_name};
 use crate::language::Language;
 use crate::repl;
 use crate::terminal;
@@ -108,7 +108,7 @@ pub fn run(mut args: Args) -> Result<ExitCode> {
         terminal::guard();
     }
     for warning in &args.origin.rejected {
-        eprintln!("{}", text::printable(warning));
+        terminal::print(warning);
     }
     let hub = Hub::from_env()?;
     let Some(snapshot) = select_model(&hub, &args, prompt.is_some())? else { return Ok(ExitCode::SUCCESS) };
@@ -174,7 +174,8 @@ impl ModelSource for HubModels {
         // Check the flags for the new model while the old model is still loaded.
         let args = (self.reparse)(&snapshot.name)?;
         let revision = args.origin.configured.get("revision").and_then(|values| values.first());
-        match revision.filter(|_| snapshot.revision.is_some() && revision_in(name).is_none()) {
+        let has_revisions = matches!(snapshot.source, Source::Inferno | Source::HuggingFace);
+        match revision.filter(|_| has_revisions && revision_in(name).is_none()) {
             Some(revision) => self.hub.find(name, Some(revision)),
             None => Ok(snapshot),
         }
@@ -199,7 +200,7 @@ impl ModelSource for HubModels {
 /// Resumes a saved conversation. If `system` is given, it replaces the system prompt.
 fn resume(session: &mut Session, name: &str, system: Option<&str>) -> Result<()> {
     if let Some(damage) = session.resume(name)? {
-        eprintln!("{}", text::printable(&damage));
+        terminal::write_stderr(&format!("{}\n", text::printable(&damage)));
     }
     match system {
         Some(system) => session.replace_system(system),
@@ -225,8 +226,9 @@ fn find_or_download(hub: &Hub, model: &str, revision: Option<&str>) -> Result<Sn
         return Err(missing);
     }
     let (name, revision, pick) = parse_download_name(model, revision)?;
+    warn_about_token(hub);
     let bytes = hub.download_bytes(&name, revision.as_deref(), &pick)?;
-    eprint!("{model} is not downloaded; download {}? [Y/n] ", text::size(bytes));
+    terminal::write_stderr(&format!("{model} is not downloaded; download {}? [Y/n] ", text::size(bytes)));
     let mut line = String::new();
     std::io::stdin().read_line(&mut line)?;
     if !line.ends_with('\n') || !matches!(line.trim().to_lowercase().as_str(), "" | "y" | "yes") {
@@ -247,9 +249,9 @@ fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
         "no model is on this machine; to download one: inferno download openai/gpt-oss-20b"
     );
     let models = Model::read_all(hub, &snapshots);
-    eprint!("{}", list::table(&models));
+    terminal::write_stderr(&list::table(&models));
     loop {
-        eprint!("which model? [1-{}] ", models.len());
+        terminal::write_stderr(&format!("which model? [1-{}] ", models.len()));
         let mut line = String::new();
         if std::io::stdin().read_line(&mut line)? == 0 || line.trim() == "q" {
             return Ok(None);
@@ -259,7 +261,7 @@ fn choose(hub: &Hub) -> Result<Option<Snapshot>> {
         let by_name = snapshots.iter().position(|snapshot| snapshot.name == line);
         match number.map(|number| number - 1).or(by_name) {
             Some(index) => return Ok(Some(snapshots[index].clone())),
-            None => eprintln!("type a number from 1 to {}, a name, or q to quit", models.len()),
+            None => terminal::print(&format!("type a number from 1 to {}, a name, or q to quit", models.len())),
         }
     }
 }

@@ -16,6 +16,8 @@ use super::settings::SettingValues;
 use super::state_folder;
 use crate::chat::{Message, Role};
 use crate::error::Error;
+use crate::files;
+use crate::text::library_error;
 
 /// The version of the file format. Newer versions of inferno may write a higher number.
 const VERSION: u32 = 1;
@@ -295,7 +297,7 @@ fn copy_damaged(path: &Path) -> io::Result<PathBuf> {
 
 /// Returns whether another inferno process has the conversation open.
 fn is_open(path: &Path) -> bool {
-    File::open(path).is_ok_and(|file| lock(file, path).is_err())
+    files::open(path).is_ok_and(|file| lock(file, path).is_err())
 }
 
 #[cfg(unix)]
@@ -318,7 +320,7 @@ fn lock(file: File, _: &Path) -> Result<LockedFile> {
 
 /// Reads a journal up to its first incomplete or damaged line. Also returns the number of bytes before that line.
 fn read(path: &Path) -> Result<(SavedConversation, u64)> {
-    let bytes = fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let bytes = files::read(path, files::JOURNAL)?;
     let mut saved = SavedConversation::default();
     let mut length = 0;
     for (index, line) in bytes.split_inclusive(|byte| *byte == b'\n').enumerate() {
@@ -328,6 +330,7 @@ fn read(path: &Path) -> Result<(SavedConversation, u64)> {
         let record = match serde_json::from_slice(line) {
             Ok(record) => record,
             Err(error) => {
+                let error = library_error(&error);
                 saved.damage = Some(format!("{} is damaged in line {} ({error})", path.display(), index + 1));
                 break;
             }

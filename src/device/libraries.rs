@@ -107,7 +107,9 @@ fn other_directories() -> Vec<PathBuf> {
 
 /// The jump target of every function until [`load`] replaces it.
 extern "C" fn called_before_load() -> ! {
-    eprintln!("error: internal error: inferno called an NVIDIA library before loading it");
+    // `eprintln!` would panic if stderr is closed or its disk is full.
+    let message = "error: internal error: inferno called an NVIDIA library before loading it\n";
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), message.as_bytes());
     std::process::abort()
 }
 

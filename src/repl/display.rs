@@ -10,7 +10,7 @@ use super::type_ahead::TypeAhead;
 use crate::chat::{Channel, Delta};
 use crate::conversation::{ReasoningVisibility, Session, Turn};
 use crate::terminal::{Color, TurnView, WindowSize, dim, stdout_color, stdout_columns};
-use crate::text::{printable, wrapped};
+use crate::text::{printable, without_controls, wrapped};
 
 /// The display of one chat turn. It also handles keys while the answer streams.
 pub struct TurnDisplay {
@@ -134,7 +134,7 @@ fn toggled(reasoning: ReasoningVisibility, presses: usize) -> ReasoningVisibilit
 impl PlainText {
     fn show(&mut self, delta: &Delta, out: &mut dyn Write) -> Result<()> {
         let (thinking, answer) = if self.color == Color::On { ("", "") } else { ("[thinking] ", "[answer] ") };
-        let text = printable(&delta.text);
+        let text = without_controls(&delta.text);
         match delta.channel {
             Channel::Reasoning if self.hides_reasoning => return Ok(()),
             Channel::Answer => {

@@ -19,6 +19,7 @@ use rustyline::{
 
 use super::{commands, multiline};
 use crate::conversation::{journal, state_folder};
+use crate::files;
 use crate::terminal;
 use crate::text::printable;
 
@@ -96,7 +97,7 @@ impl LineEditor {
                         initial = text;
                     } else if let Some(text) = take(&self.sent_to_editor) {
                         initial = edit(&text).unwrap_or_else(|error| {
-                            eprintln!("{}", printable(&crate::text::error_message(&error)));
+                            terminal::print(&crate::text::error_message(&error));
                             text
                         });
                     } else {
@@ -106,7 +107,7 @@ impl LineEditor {
                 }
                 Err(ReadlineError::Eof) => return Ok(Input::End),
                 Err(ReadlineError::Io(error)) if error.kind() == ErrorKind::InvalidData => {
-                    eprintln!("cannot read the input: it is not UTF-8; the line is unchanged");
+                    terminal::print("cannot read the input: it is not UTF-8; the line is unchanged");
                     discard_input();
                     initial = take(&self.draft).unwrap_or_default();
                 }
@@ -153,7 +154,8 @@ fn move_damaged_history_aside(path: &Path, error: &ReadlineError) {
     }
     let backup = path.with_extension("bad");
     if std::fs::rename(path, &backup).is_ok() {
-        eprintln!("the input history is damaged: moved it to {} and started a new one", backup.display());
+        let backup = backup.display();
+        terminal::print(&format!("the input history is damaged: moved it to {backup} and started a new one"));
     }
 }
 
@@ -189,7 +191,7 @@ fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     let status = terminal::interrupt::ignore_ctrl_c_during(|| shell.status());
     let status = status.with_context(|| format!("cannot run {editor}"))?;
     anyhow::ensure!(status.success(), "{editor} failed ({status}); set EDITOR to another editor");
-    let edited = std::fs::read_to_string(path).context("cannot read the edited text")?;
+    let edited = files::read_text(path, files::TEXT)?;
     Ok(edited.trim_end().to_string())
 }
 

@@ -16,7 +16,7 @@ use anyhow::Result;
 use crate::conversation::{NoModelLoaded, Recording, Session};
 use crate::error::Error;
 use crate::terminal;
-use crate::text::printable;
+use crate::text::without_controls;
 use commands::Outcome;
 use display::TurnDisplay;
 use editor::{Input, LineEditor};
@@ -33,7 +33,7 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
     }
     terminal::print_dim("/help lists the commands, Ctrl-C stops an answer, /exit leaves");
     // Print a blank line between the introduction and the first prompt.
-    eprintln!();
+    terminal::print("");
 
     let mut was_interrupted = false;
     let mut type_ahead = TypeAhead::default();
@@ -76,7 +76,9 @@ pub fn run(mut session: Session) -> Result<ExitCode> {
         match result {
             Ok(()) => {}
             Err(error) if error.is::<NoModelLoaded>() => return Err(error),
-            Err(error) if matches!(error.downcast_ref(), Some(Error::ContextFull { .. })) => {
+            Err(error)
+                if matches!(error.downcast_ref(), Some(Error::ContextFull { .. } | Error::PromptTooLong { .. })) =>
+            {
                 terminal::print(&context_full(&session, &input));
             }
             Err(error) => terminal::print(&format!("error: {}", crate::text::error_message(&error))),
@@ -109,7 +111,7 @@ fn context_full(session: &Session, message: &str) -> String {
 fn next_input(editor: &mut LineEditor, type_ahead: &mut TypeAhead) -> Result<Input> {
     match type_ahead.next_message() {
         Some(line) => {
-            eprintln!(">>> {}", printable(&line));
+            terminal::write_stderr(&format!(">>> {}\n", without_controls(&line)));
             Ok(Input::Message(editor.accept(&line)))
         }
         None => editor.read(&type_ahead.take_draft()),
@@ -131,6 +133,6 @@ fn switch_model(session: &mut Session, name: &str) -> Result<()> {
     for problem in session.switch_model(name)? {
         terminal::print(&problem);
     }
-    eprintln!("switched to {}", printable(&session.model_name()));
+    terminal::print(&format!("switched to {}", session.model_name()));
     Ok(())
 }

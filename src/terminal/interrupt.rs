@@ -14,8 +14,7 @@ static IS_SUSPENDED: AtomicBool = AtomicBool::new(false);
 pub fn cancel_on_ctrl_c(cancel: Arc<AtomicBool>) -> Result<()> {
     ctrlc::set_handler(move || {
         if !IS_SUSPENDED.load(Ordering::Relaxed) && cancel.swap(true, Ordering::Relaxed) {
-            #[cfg(unix)]
-            super::modes::restore();
+            // `modes::save` registered a function that restores the terminal modes on exit.
             std::process::exit(130);
         }
     })

@@ -7,19 +7,27 @@ mod markdown;
 pub mod modes;
 mod notice;
 mod reasoning;
+#[cfg(unix)]
+mod signals;
 mod style;
 mod styled_text;
 mod view;
 
 pub use live_region::WindowSize;
-pub use notice::{print, print_dim};
+pub use notice::{print, print_dim, write_stderr};
 pub use style::{Color, dim, stderr_color, stdout_color, stdout_columns};
 pub use view::TurnView;
 
-/// Saves the terminal modes and restores them if a signal ends the chat.
-///
-/// Call this before any other thread starts.
+/// Saves the terminal modes and restores them when the program ends, even if a signal or a crash ends it.
 pub fn guard() {
     #[cfg(unix)]
-    modes::guard();
+    if modes::save() {
+        signals::restore_modes_on_end();
+    }
+}
+
+/// Makes a write beyond the limit on the size of files (`ulimit -f`) fail instead of ending the program.
+pub fn survive_file_size_limit() {
+    #[cfg(unix)]
+    signals::survive_file_size_limit();
 }

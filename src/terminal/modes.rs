@@ -1,45 +1,39 @@
-//! Saves and restores the terminal modes.
+//! Saves the terminal modes and restores them when the program ends.
 
 use std::io::{IsTerminal, stderr, stdin, stdout};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Mutex, PoisonError};
+use std::os::fd::AsFd;
+use std::sync::OnceLock;
 use std::time::Duration;
 
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{SigSet, Signal, kill, raise};
-use nix::sys::termios::{SetArg, Termios, tcgetattr, tcsetattr};
+use nix::libc;
+use nix::sys::signal::{Signal, kill};
+use nix::sys::termios::tcgetattr;
 use nix::unistd::{Pid, getpgrp, tcgetpgrp};
 
-/// The modes before the chat started.
-static ORIGINAL: Mutex<Option<Termios>> = Mutex::new(None);
+/// The terminal before the chat started.
+static ORIGINAL: OnceLock<Original> = OnceLock::new();
 
-/// Saves the terminal modes and restores them when a signal ends the program.
-///
-/// Call this before any other thread starts, because threads inherit the mask of blocked signals.
-/// A dedicated thread waits for SIGTERM, SIGHUP and SIGQUIT, restores the modes and raises the signal again.
-pub fn guard() {
-    let Ok(original) = tcgetattr(stdin().as_fd()) else { return };
-    *ORIGINAL.lock().unwrap_or_else(PoisonError::into_inner) = Some(original);
-    let fatal: SigSet = [Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT].into_iter().collect();
-    let mut blocked = fatal;
-    // With SIGXFSZ blocked, a write beyond `ulimit -f` fails with an error instead of ending the chat.
-    blocked.add(Signal::SIGXFSZ);
-    if blocked.thread_block().is_err() {
-        return;
+struct Original {
+    modes: libc::termios,
+    /// The file descriptor for control sequences. `None` if the terminal does not understand them.
+    output: Option<libc::c_int>,
+}
+
+/// Saves the modes of the terminal on stdin, and restores them when the program exits.
+/// Returns false if stdin is not a terminal.
+pub(super) fn save() -> bool {
+    let Ok(modes) = tcgetattr(stdin().as_fd()) else { return false };
+    let is_dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
+    let output = match is_dumb {
+        true => None,
+        false if stdout().is_terminal() => Some(libc::STDOUT_FILENO),
+        false => stderr().is_terminal().then_some(libc::STDERR_FILENO),
+    };
+    if ORIGINAL.set(Original { modes: modes.into(), output }).is_ok() {
+        // SAFETY: the function takes no arguments, does not unwind, and stays loaded until the process ends.
+        unsafe { libc::atexit(restore_at_exit) };
     }
-    let waiting = std::thread::Builder::new().spawn(move || {
-        while let Ok(signal) = fatal.wait() {
-            restore();
-            let received: SigSet = [signal].into_iter().collect();
-            let _ = received.thread_unblock();
-            let _ = raise(signal);
-            // The program is still running, so it must be ignoring this signal, as it does under `nohup`.
-            let _ = received.thread_block();
-        }
-    });
-    if waiting.is_err() {
-        let _ = blocked.thread_unblock();
-    }
+    true
 }
 
 /// Returns whether this program is in the foreground. The system stops a background program that changes the modes.
@@ -55,14 +49,30 @@ pub fn stop_process() {
     std::thread::sleep(Duration::from_millis(100));
 }
 
-/// Restores the modes that [`guard`] saved.
-pub fn restore() {
-    if !is_foreground() {
+/// Restores the modes that [`save`] saved. Does nothing if this program is in the background.
+///
+/// Signal handlers call this function at any point of the program. Therefore, it does not allocate, lock or panic, and it
+/// calls only async-signal-safe functions.
+pub(super) fn restore() {
+    let Some(original) = ORIGINAL.get() else { return };
+    // SAFETY: the functions take no pointers.
+    if unsafe { libc::tcgetpgrp(libc::STDIN_FILENO) != libc::getpgrp() } {
         return;
     }
-    if let Some(original) = ORIGINAL.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
-        let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, original);
-        write("\x1b[0m\x1b[?2004l");
+    // SAFETY: `modes` is a valid termios that nothing changes.
+    unsafe { libc::tcsetattr(libc::STDIN_FILENO, libc::TCSANOW, &original.modes) };
+    write("\x1b[0m\x1b[?2004l");
+}
+
+/// Restores the modes if something changed them, for example if a thread ends the program during an answer.
+extern "C" fn restore_at_exit() {
+    let Some(original) = ORIGINAL.get() else { return };
+    let mut modes = original.modes;
+    // SAFETY: `modes` is valid for the call, which overwrites it.
+    let is_known = unsafe { libc::tcgetattr(libc::STDIN_FILENO, &mut modes) } == 0;
+    let flags = |modes: &libc::termios| (modes.c_iflag, modes.c_oflag, modes.c_cflag, modes.c_lflag);
+    if is_known && flags(&modes) != flags(&original.modes) {
+        restore();
     }
 }
 
@@ -73,21 +83,13 @@ pub fn set_bracketed_paste(on: bool) {
 
 /// Writes to the terminal without locking stdout or stderr, because another thread may hold the lock.
 ///
-/// Gives up if output is paused (Ctrl-S).
+/// Gives up if output is paused (Ctrl-S). Async-signal-safe, like [`restore`].
 fn write(text: &str) {
-    if std::env::var_os("TERM").is_none_or(|term| term == "dumb") {
-        return;
-    }
-    if stdout().is_terminal() {
-        write_to(stdout().as_fd(), text);
-    } else if stderr().is_terminal() {
-        write_to(stderr().as_fd(), text);
-    }
-}
-
-fn write_to(out: BorrowedFd, text: &str) {
-    let mut ready = [PollFd::new(out, PollFlags::POLLOUT)];
-    if poll(&mut ready, PollTimeout::from(100u8)).is_ok_and(|ready| ready > 0) {
-        let _ = nix::unistd::write(out, text.as_bytes());
+    let Some(output) = ORIGINAL.get().and_then(|original| original.output) else { return };
+    let mut ready = libc::pollfd { fd: output, events: libc::POLLOUT, revents: 0 };
+    // SAFETY: `ready` is one valid entry.
+    if unsafe { libc::poll(&mut ready, 1, 100) } > 0 {
+        // SAFETY: the pointer and the length are those of `text`.
+        unsafe { libc::write(output, text.as_ptr().cast(), text.len()) };
     }
 }

@@ -1,14 +1,21 @@
 //! Messages from inferno to the user, on stderr.
 
+use std::io::Write;
+
 use super::style::{dim, stderr_color, stderr_columns};
 use crate::text::{printable, wrapped};
 
 /// Prints a line on stderr, wrapped to the window.
 pub fn print(text: &str) {
-    eprintln!("{}", wrapped(&printable(text), stderr_columns()));
+    write_stderr(&format!("{}\n", wrapped(&printable(text), stderr_columns())));
 }
 
 /// Prints a dim line on stderr, wrapped to the window.
 pub fn print_dim(text: &str) {
-    eprintln!("{}", dim(&wrapped(&printable(text), stderr_columns()), stderr_color()));
+    write_stderr(&format!("{}\n", dim(&wrapped(&printable(text), stderr_columns()), stderr_color())));
+}
+
+/// Writes text to stderr. Errors are ignored, because a closed stderr or a full disk must not end the program.
+pub fn write_stderr(text: &str) {
+    let _ = std::io::stderr().lock().write_all(text.as_bytes());
 }

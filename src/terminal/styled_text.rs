@@ -3,7 +3,7 @@
 use unicode_segmentation::UnicodeSegmentation;
 use unicode_width::UnicodeWidthStr;
 
-use crate::text::printable;
+use crate::text::without_controls;
 
 /// The style of a span. Colors come from the terminal's palette, which suits its background.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,7 +47,7 @@ impl Span {
     /// It is not enough to filter the Markdown source, which can encode control characters as entities (`&#27;`).
     /// Tabs become four spaces, because their width on the screen is unknown.
     pub fn new(text: &str, style: Style) -> Span {
-        Span { text: printable(text).replace('\t', "    "), style }
+        Span { text: without_controls(text).replace('\t', "    "), style }
     }
 
     /// Creates a span without a style.

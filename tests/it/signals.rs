@@ -4,6 +4,7 @@ use std::fs;
 use std::time::Duration;
 
 use nix::sys::signal::kill;
+use nix::sys::termios::{SetArg, cfmakeraw, tcgetattr, tcsetattr};
 use nix::sys::wait::WaitStatus;
 use nix::unistd::Pid;
 use rexpect::process::Signal;
@@ -32,10 +33,20 @@ fn stream(chat: &mut Screen) {
 fn signals_restore_the_terminal() {
     let home = TempDir::new().unwrap();
     // The shell outlives the program, so the test can check the terminal state that the program leaves behind.
-    let shell = "ulimit -c 0; trap : TERM HUP QUIT; \"$@\"; echo ended with $?; read line";
-    for (signal, in_mid_stream) in
-        [(Signal::SIGTERM, true), (Signal::SIGTERM, false), (Signal::SIGHUP, true), (Signal::SIGQUIT, false)]
-    {
+    let shell = "ulimit -c 0; trap : TERM HUP QUIT ABRT SEGV BUS XCPU USR1; \"$@\"; echo ended with $?; read line";
+    for (signal, in_mid_stream) in [
+        (Signal::SIGTERM, true),
+        (Signal::SIGTERM, false),
+        (Signal::SIGHUP, true),
+        (Signal::SIGQUIT, false),
+        // These signals report crashes and limits. They can also be sent by `kill`.
+        (Signal::SIGABRT, true),
+        (Signal::SIGSEGV, false),
+        (Signal::SIGSEGV, true),
+        (Signal::SIGBUS, true),
+        (Signal::SIGXCPU, true),
+        (Signal::SIGUSR1, false),
+    ] {
         if is_ignored(signal) {
             println!("skipped: this process and its children ignore {signal}, as under nohup");
             continue;
@@ -52,6 +63,47 @@ fn signals_restore_the_terminal() {
         assert!(chat.is_sane(), "{signal}, {in_mid_stream}");
         let written = String::from_utf8_lossy(&chat.written).into_owned();
         assert!(written.rfind("\x1b[?2004l") > written.rfind("\x1b[?2004h"), "bracketed paste is still on");
+    }
+}
+
+/// The variable that makes [`crash`] crash, in a process that [`crashes_restore_the_terminal`] starts.
+const CRASH: &str = "INFERNO_TEST_CRASH";
+
+/// Switches the terminal to raw mode and crashes. Does nothing unless [`CRASH`] names a kind of crash.
+#[test]
+fn crash() {
+    let Ok(kind) = std::env::var(CRASH) else { return };
+    inferno::terminal::guard();
+    let mut modes = tcgetattr(std::io::stdin()).unwrap();
+    cfmakeraw(&mut modes);
+    tcsetattr(std::io::stdin(), SetArg::TCSANOW, &modes).unwrap();
+    let _: u64 = match kind.as_str() {
+        "abort" => std::process::abort(),
+        "exit" => std::process::exit(3),
+        "panic" => panic!("on purpose"),
+        // SAFETY: none. The access raises SIGSEGV, which ends this process.
+        "fault" => unsafe { std::ptr::null::<u8>().wrapping_add(16).read_volatile() }.into(),
+        "overflow" => overflow(0),
+        other => panic!("unknown crash {other}"),
+    };
+}
+
+/// Overflows the stack.
+#[expect(unconditional_recursion, reason = "the stack must overflow")]
+fn overflow(depth: u64) -> u64 {
+    std::hint::black_box([depth; 100])[0] + overflow(depth + 1)
+}
+
+#[test]
+fn crashes_restore_the_terminal() {
+    let home = TempDir::new().unwrap();
+    let program = std::env::current_exe().unwrap();
+    for (kind, code) in [("fault", 139), ("overflow", 134), ("abort", 134), ("panic", 101), ("exit", 3)] {
+        let script = "ulimit -c 0; \"$PROGRAM\" --exact signals::crash; echo ended with $?; read line";
+        let environment = [(CRASH, kind), ("PROGRAM", program.to_str().unwrap())];
+        let mut shell = Screen::with_script(&home, script, &[], &environment);
+        shell.wait(&format!("ended with {code}"));
+        assert!(shell.is_sane(), "{kind}");
     }
 }
 

@@ -25,9 +25,14 @@ pub fn run(arguments: &str, session: &Session) -> Result<String, String> {
         "" => format!("{name}.{format}"),
         path => paths::unquote(path),
     };
-    state_folder::create_file(&paths::expand_home(&path))
-        .and_then(|mut file| file.write_all(document.as_bytes()))
-        .map_err(|error| format!("cannot write {path}: {error}"))?;
+    let target = paths::expand_home(&path);
+    let cannot_write = |error| format!("cannot write {path}: {error}");
+    let mut file = state_folder::create_file(&target).map_err(cannot_write)?;
+    file.write_all(document.as_bytes()).map_err(|error| {
+        // Remove the incomplete file, so that the same command can be repeated.
+        let _ = std::fs::remove_file(&target);
+        cannot_write(error)
+    })?;
     Ok(format!("written to {path}"))
 }
 

@@ -1,10 +1,10 @@
 //! `/file`: attaches text files to the next message.
 
-use std::fs::File;
 use std::io::Read;
 
 use super::paths;
 use crate::conversation::{Attachment, Session};
+use crate::files;
 use crate::tokenizer::ControlTokens;
 
 /// The maximum file size, in bytes per token of context. Most texts have fewer than five bytes per token.
@@ -40,13 +40,13 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
 fn read(path: &str, context: usize) -> Result<String, String> {
     let path = paths::expand_home(path);
     let metadata = std::fs::metadata(&path).map_err(|error| error.to_string())?;
-    // Reading a pipe or a device may never end.
+    // Reading a pipe or a device may never end. Opening the file checks this again.
     if !metadata.is_file() {
         return Err("not a regular file".to_string());
     }
     let limit = context as u64 * MAX_BYTES_PER_TOKEN;
     let mut bytes = Vec::new();
-    let file = File::open(&path).map_err(|error| error.to_string())?;
+    let file = files::open(&path).map_err(|error| error.root_cause().to_string())?;
     file.take(limit + 1).read_to_end(&mut bytes).map_err(|error| error.to_string())?;
     if bytes.len() as u64 > limit {
         let size = metadata.len().max(bytes.len() as u64);

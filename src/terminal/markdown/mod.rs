@@ -187,7 +187,7 @@ impl OpenCode {
         {
             let mut shown = highlighted.clone();
             if !more.is_empty() {
-                shown.push(Span::plain(&crate::text::printable(more)));
+                shown.push(Span::plain(&crate::text::without_controls(more)));
             }
             return shown;
         }

@@ -1,0 +1,76 @@
+//! Handlers for signals that would end the program.
+
+use std::ptr;
+use std::sync::OnceLock;
+
+use nix::libc;
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+
+use super::modes;
+
+/// The actions of the handled signals before [`restore_modes_on_end`], by signal number.
+static PREVIOUS: OnceLock<[Option<libc::sigaction>; 64]> = OnceLock::new();
+
+/// Makes a write beyond `ulimit -f` fail. Without this, the system would end the program with SIGXFSZ.
+///
+/// The handler does nothing. Unlike `SIG_IGN`, it does not apply to programs that inferno starts, such as $EDITOR.
+pub(super) fn survive_file_size_limit() {
+    extern "C" fn do_nothing(_: libc::c_int) {}
+    let action = SigAction::new(SigHandler::Handler(do_nothing), SaFlags::SA_RESTART, SigSet::empty());
+    // SAFETY: a handler that does nothing is async-signal-safe.
+    let _ = unsafe { sigaction(Signal::SIGXFSZ, &action) };
+}
+
+/// Restores the terminal modes whenever a signal ends the program.
+pub(super) fn restore_modes_on_end() {
+    let mut previous = [None; 64];
+    for signal in Signal::iterator().filter(|signal| ends_program(*signal)) {
+        let action = current_action(signal);
+        // A signal that is ignored, as SIGHUP is under `nohup`, stays ignored.
+        previous[signal as usize] = action.filter(|action| action.sa_sigaction != libc::SIG_IGN);
+    }
+    let previous = PREVIOUS.get_or_init(|| previous);
+    // Stack overflows need the separate stack that Rust allocates for each thread.
+    let flags = SaFlags::SA_SIGINFO | SaFlags::SA_ONSTACK;
+    let action = SigAction::new(SigHandler::SigAction(restore_and_end), flags, SigSet::empty());
+    for signal in Signal::iterator().filter(|signal| previous[*signal as usize].is_some()) {
+        // SAFETY: the handler calls only async-signal-safe functions.
+        let _ = unsafe { sigaction(signal, &action) };
+    }
+}
+
+/// Returns whether the default action of a signal ends the program, except for signals that are handled elsewhere.
+fn ends_program(signal: Signal) -> bool {
+    use Signal::*;
+    let is_uncatchable = matches!(signal, SIGKILL | SIGSTOP);
+    let has_other_default = matches!(signal, SIGCHLD | SIGCONT | SIGURG | SIGWINCH | SIGTSTP | SIGTTIN | SIGTTOU);
+    // `interrupt` handles SIGINT, and Rust ignores SIGPIPE.
+    !is_uncatchable && !has_other_default && !matches!(signal, SIGINT | SIGPIPE | SIGXFSZ)
+}
+
+fn current_action(signal: Signal) -> Option<libc::sigaction> {
+    // SAFETY: an all-zero sigaction is valid.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    // SAFETY: without a new action, the call only writes the current one to `action`.
+    (unsafe { libc::sigaction(signal as libc::c_int, ptr::null(), &mut action) } == 0).then_some(action)
+}
+
+/// Restores the terminal modes, then lets the signal end the program as it would without this handler.
+extern "C" fn restore_and_end(number: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    modes::restore();
+    // SAFETY: the system passes a valid siginfo to a handler with SA_SIGINFO.
+    let is_from_kernel = unsafe { (*info).si_code } > 0;
+    // After this handler returns, a faulting instruction runs again, and then Rust's handler reports stack overflows.
+    // Any other signal must be raised again. It stays pending until this handler returns.
+    let recurs = is_from_kernel && matches!(number, libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE);
+    let previous = PREVIOUS.get().and_then(|previous| previous[number as usize]).filter(|_| recurs);
+    // SAFETY: an all-zero sigaction is the default action.
+    let next = previous.unwrap_or(unsafe { std::mem::zeroed() });
+    // SAFETY: `next` is valid. Both functions are async-signal-safe.
+    unsafe {
+        libc::sigaction(number, &next, ptr::null_mut());
+        if !recurs {
+            libc::raise(number);
+        }
+    }
+}
