@@ -2,7 +2,10 @@
 //!
 //! All other errors are `anyhow::Error`s whose context names the file, tensor or layer.
 
+use std::io::{self, ErrorKind};
 use std::path::PathBuf;
+
+use crate::text::{escaped, quote};
 
 /// An error that the user can act on. Use `downcast_ref` to find it in an `anyhow::Error`.
 #[derive(Debug, thiserror::Error)]
@@ -10,16 +13,21 @@ pub enum Error {
     #[error("cannot use an NVIDIA GPU: {reason}\n  {hint}")]
     NoGpu { reason: String, hint: String },
 
-    #[error("model '{model}' is not on this machine\n  {hint}")]
+    #[error("model '{}' is not on this machine\n  {hint}", escaped(model))]
     ModelNotFound { model: String, hint: String },
 
     #[error(
-        "cannot find repository '{repo}' at {endpoint}: it does not exist or is private\n  check the name; for a private repository, set HF_TOKEN"
+        "cannot find repository '{}' at {endpoint}: it does not exist or is private\n  check the name; for a private repository, set HF_TOKEN",
+        escaped(repo)
     )]
     RepositoryNotFound { repo: String, endpoint: String },
 
-    #[error("repository '{repo}' has no revision '{revision}'")]
+    #[error("repository '{}' has no revision '{}'", escaped(repo), escaped(revision))]
     RevisionNotFound { repo: String, revision: String },
+
+    /// The demo and local files have no revisions.
+    #[error("cannot find revision '{}' of {}: {why}\n  omit the revision", escaped(revision), escaped(model))]
+    NoRevisions { model: String, revision: String, why: &'static str },
 
     #[error(
         "access to '{repo}' is restricted\n  accept its license at {endpoint}/{repo}, then set HF_TOKEN to a token that has access"
@@ -48,7 +56,7 @@ pub enum Error {
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
-    #[error("architecture '{found}' is not supported\n  supported: {supported}")]
+    #[error("architecture {} is not supported\n  supported: {supported}", quote(found))]
     UnsupportedArchitecture { found: String, supported: String },
 
     #[error("{what} is not supported\n  use unquantized weights, a GGUF file, or 8-bit compressed-tensors weights")]
@@ -89,6 +97,13 @@ pub enum Error {
         }
     )]
     ContextFull { prompt_tokens: usize, context_tokens: usize, limit_tokens: usize },
+
+    /// The text of a prompt is so long that it was not even tokenized.
+    #[error(
+        "the prompt has {:.1} MB of text, but the context holds only {context_tokens} tokens\n  shorten it",
+        *prompt_bytes as f64 / 1e6
+    )]
+    PromptTooLong { prompt_bytes: usize, context_tokens: usize },
 }
 
 impl Error {
@@ -103,20 +118,37 @@ impl Error {
         Self::NoGpu { reason: reason.into(), hint }
     }
 
-    /// Returns the exit code of the process. Other errors exit with 1, clap's usage errors with 2, and Ctrl-C with 130.
+    /// Returns the exit code of the process.
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Usage(_) => 2,
             Error::ModelNotFound { .. } | Error::RepositoryNotFound { .. } | Error::RevisionNotFound { .. } => 3,
-            Error::NotInOwnCache(_) => 3,
+            Error::NotInOwnCache(_) | Error::NoRevisions { .. } => 3,
             Error::Gated { .. } => 4,
             Error::Offline { .. } | Error::Network { .. } => 5,
             Error::Verification { .. } => 6,
             Error::NoGpu { .. } => 7,
             Error::OutOfMemory { .. } => 8,
             Error::UnsupportedArchitecture { .. } | Error::UnsupportedQuantization { .. } => 9,
-            Error::ContextFull { .. } => 10,
-            Error::DiskFull { .. } => 11,
+            Error::ContextFull { .. } | Error::PromptTooLong { .. } => 10,
+            Error::DiskFull { .. } => DISK_FULL,
         }
     }
+}
+
+/// The exit code after a failed write because of a full disk, a quota or a limit on the size of files.
+const DISK_FULL: u8 = 11;
+
+/// Returns the exit code of the process for any error. Clap's usage errors exit with 2, and Ctrl-C exits with 130.
+pub fn exit_code(error: &anyhow::Error) -> u8 {
+    if let Some(error) = error.downcast_ref::<Error>() {
+        return error.exit_code();
+    }
+    let is_disk_full = error.chain().filter_map(|cause| cause.downcast_ref()).any(is_disk_full);
+    if is_disk_full { DISK_FULL } else { 1 }
+}
+
+/// Returns true if a write failed because of a full disk, a quota or a limit on the size of files (`ulimit -f`).
+pub fn is_disk_full(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge)
 }

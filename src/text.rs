@@ -5,16 +5,110 @@ use std::sync::LazyLock;
 use regex::{Captures, Regex};
 use textwrap::{Options, WordSplitter, WrapAlgorithm};
 
+/// The most characters of a string that [`quote`] shows.
+const QUOTED_CHARACTERS: usize = 80;
+
+/// The longest message of a library that [`library_error`] shows, in characters.
+const LIBRARY_CHARACTERS: usize = 300;
+
+/// The longest error message, in characters. No honest message is longer, except lists of models.
+const MESSAGE_CHARACTERS: usize = 4000;
+
 /// Removes control characters and characters that change the text direction. Keeps newlines and tabs.
 ///
 /// Model output must not move the cursor, set the window title, or write to the clipboard.
-pub fn printable(text: &str) -> String {
+/// It may contain invisible characters, because emoji and many scripts consist of joined characters.
+pub fn without_controls(text: &str) -> String {
     let is_harmless = |c: &char| match c {
         '\n' | '\t' => true,
         '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}' => false,
         c => !c.is_control(),
     };
     text.chars().filter(is_harmless).collect()
+}
+
+/// Escapes control characters and invisible characters in a message. Keeps newlines and tabs.
+///
+/// Use [`quote`] for each untrusted string in the message. Otherwise, its newlines would become part of the message.
+pub fn printable(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '\n' | '\t' => out.push(c),
+            c => push_visible(&mut out, c),
+        }
+    }
+    out
+}
+
+/// Quotes a string from a file, a hub or a server for a message.
+///
+/// The result is a single line. It shows at most 80 characters of the string.
+/// Quotes, control characters and invisible characters are escaped.
+pub fn quote(untrusted: &str) -> String {
+    format!("'{}'", excerpt(untrusted).replace('\'', "\\'"))
+}
+
+/// Returns a string like [`quote`], but without quotes around it. For names of tensors, keys and other identifiers.
+pub fn excerpt(untrusted: &str) -> String {
+    let mut out = String::new();
+    for c in untrusted.chars().take(QUOTED_CHARACTERS) {
+        match c {
+            '\\' => out.push_str("\\\\"),
+            c => push_visible(&mut out, c),
+        }
+    }
+    if untrusted.chars().nth(QUOTED_CHARACTERS).is_some() {
+        out.push('…');
+    }
+    out
+}
+
+/// Returns a name as a single line, however long it is. For names that the user may type or copy.
+pub fn escaped(name: &str) -> String {
+    let mut out = String::new();
+    name.chars().for_each(|c| push_visible(&mut out, c));
+    out
+}
+
+/// Returns the message of a library's error as a single line of at most 300 characters.
+///
+/// Some libraries quote whole strings from a file in their messages.
+pub fn library_error(error: &impl std::fmt::Display) -> String {
+    let message = error.to_string();
+    let mut out = String::new();
+    for c in message.chars().take(LIBRARY_CHARACTERS) {
+        push_visible(&mut out, c);
+    }
+    if message.chars().nth(LIBRARY_CHARACTERS).is_some() {
+        out.push('…');
+    }
+    out
+}
+
+fn push_visible(out: &mut String, c: char) {
+    if c.is_control() || is_invisible(c) {
+        out.extend(c.escape_default());
+    } else {
+        out.push(c);
+    }
+}
+
+/// Returns true for characters that have no width, and for characters that change the text direction or break lines.
+/// Variation selectors up to U+FE0F are not included, because they are part of common emoji.
+fn is_invisible(c: char) -> bool {
+    matches!(c,
+        '\u{AD}' | '\u{34F}' | '\u{61C}' | '\u{115F}' | '\u{1160}' | '\u{17B4}' | '\u{17B5}' | '\u{3164}' | '\u{FFA0}'
+        | '\u{180B}'..='\u{180F}'
+        | '\u{200B}'..='\u{200F}'
+        | '\u{2028}'..='\u{202E}'
+        | '\u{2060}'..='\u{206F}'
+        | '\u{FEFF}'
+        | '\u{FFF0}'..='\u{FFFB}'
+        | '\u{1BCA0}'..='\u{1BCA3}'
+        | '\u{1D173}'..='\u{1D17A}'
+        | '\u{E0000}'..='\u{E0FFF}'
+    )
 }
 
 /// Wraps lines at word boundaries. Words longer than `columns` are not split.
@@ -65,8 +159,16 @@ pub fn short_commit(commit: &str) -> String {
 }
 
 /// Returns the message of an error and its causes, formatted for display.
+/// A message that is too long to read loses its middle.
 pub fn error_message(error: &anyhow::Error) -> String {
-    plain_cuda_errors(&format!("{error:#}"))
+    let message = plain_cuda_errors(&format!("{error:#}"));
+    let length = message.chars().count();
+    if length <= MESSAGE_CHARACTERS {
+        return message;
+    }
+    let part = MESSAGE_CHARACTERS / 2;
+    let (start, end) = (message.chars().take(part), message.chars().skip(length - part));
+    start.chain(['…']).chain(end).collect()
 }
 
 /// Returns [`error_message`] on a single line.
@@ -110,6 +212,38 @@ fn library_name(library: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn untrusted_strings_are_quoted_on_one_line() {
+        assert_eq!(quote("llama"), "'llama'");
+        assert_eq!(quote("木星 é 👍"), "'木星 é 👍'");
+        assert_eq!(quote("x\nerror: run\tcurl\r"), r"'x\nerror: run\tcurl\r'");
+        assert_eq!(quote("it's \\"), r"'it\'s \\'");
+        assert_eq!(quote("\u{1b}[2J\u{9b}\0"), r"'\u{1b}[2J\u{9b}\u{0}'");
+        assert_eq!(
+            quote("a\u{200b}\u{202e}\u{2028}\u{feff}\u{e0041}"),
+            r"'a\u{200b}\u{202e}\u{2028}\u{feff}\u{e0041}'"
+        );
+        assert_eq!(excerpt("model.layers.0\nit's"), r"model.layers.0\nit's");
+        assert_eq!(quote(&"é".repeat(80)), format!("'{}'", "é".repeat(80)));
+        assert_eq!(quote(&"é".repeat(81)), format!("'{}…'", "é".repeat(80)));
+    }
+
+    #[test]
+    fn messages_show_invisible_characters_and_answers_keep_them() {
+        let text = "a\tb\nc\u{1b}[2J \u{200d} \u{202e} \u{61c}";
+        assert_eq!(printable(text), "a\tb\nc\\u{1b}[2J \\u{200d} \\u{202e} \\u{61c}");
+        assert_eq!(without_controls(text), "a\tb\nc[2J \u{200d}  \u{61c}");
+        assert_eq!(printable("❤\u{fe0f}"), "❤\u{fe0f}");
+    }
+
+    #[test]
+    fn long_messages_are_shortened() {
+        assert_eq!(library_error(&"a\nb"), r"a\nb");
+        assert_eq!(library_error(&"x".repeat(1000)).chars().count(), 301);
+        let message = error_message(&anyhow::anyhow!("a{}z", "é".repeat(1 << 20)));
+        assert!(message.starts_with("aé") && message.ends_with("éz") && message.chars().count() == 4001);
+    }
 
     #[test]
     fn lines_are_wrapped_between_words() {

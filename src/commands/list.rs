@@ -14,7 +14,7 @@ use super::shared::json;
 use crate::hub::{Hub, Snapshot};
 use crate::models;
 use crate::snapshot::gguf;
-use crate::text::{home_relative, parameter_count, printable, short_commit, size};
+use crate::text::{excerpt, home_relative, parameter_count, printable, short_commit, size};
 use crate::weights::WeightsSummary;
 use crate::weights::gguf::GgufCheckpoint;
 
@@ -137,13 +137,13 @@ pub fn table(models: &[Model]) -> String {
     let header = ["", "NAME", "REVISION", "FAMILY", "QUANT", "PARAMS", "SIZE", "USED", "PATH"].map(String::from);
     let mut rows = vec![header];
     for (index, model) in models.iter().enumerate() {
-        let family = model.family.clone().unwrap_or_else(|| "?".into());
+        let family = model.family.as_deref().map_or("?".into(), excerpt);
         rows.push([
             (index + 1).to_string(),
             model.name.clone(),
             model.revision.as_ref().map_or("-".into(), |revision| short_commit(revision)),
             if model.supported { family } else { format!("{family} (unsupported)") },
-            model.quantization.clone().unwrap_or_else(|| "-".into()),
+            model.quantization.as_deref().map_or("-".into(), excerpt),
             model.parameters.map_or("-".into(), parameter_count),
             size(model.size_bytes),
             model.last_used.map_or("-".into(), ago),

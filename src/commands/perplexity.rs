@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::ops::log_softmax;
 use rayon::prelude::*;
@@ -12,6 +12,7 @@ use rayon::prelude::*;
 use super::shared::{LoadArgs, json};
 use crate::engine::EngineHandle;
 use crate::error::Error;
+use crate::files;
 use crate::hub::{Hub, Snapshot};
 use crate::text::size;
 use crate::tokenizer::ControlTokens;
@@ -49,9 +50,7 @@ struct QuantizationEffect {
 }
 
 pub fn run(args: Args) -> Result<ExitCode> {
-    let text = std::fs::read(&args.file).with_context(|| format!("cannot read {}", args.file.display()))?;
-    let text = String::from_utf8(text)
-        .with_context(|| format!("cannot read {}: it is not valid UTF-8", args.file.display()))?;
+    let text = files::read_input_text(&args.file, files::TEXT)?;
     let hub = Hub::from_env()?;
     let snapshot = hub.find(&args.model, args.load.revision())?;
     hub.record_use(&snapshot);
@@ -59,11 +58,15 @@ pub fn run(args: Args) -> Result<ExitCode> {
     let engine = args.load.load(&snapshot)?;
     let ids = engine.tokenizer().encode(&text, ControlTokens::Default)?;
     let nll = engine.negative_log_likelihood(&ids)?;
+    check_losses(&nll)?;
     let change = before.map(|(logits, bytes)| -> Result<QuantizationEffect> {
         let tokens = logits.dim(0)?;
         Ok(QuantizationEffect { kl: mean_kl(&logits, &logits_on_cpu(&engine, &ids[..tokens])?)?, tokens, bytes })
     });
     let change = change.transpose()?;
+    if let Some(QuantizationEffect { kl, .. }) = change.as_ref().filter(|change| !change.kl.is_finite()) {
+        bail!("cannot compute the KL divergence: it is {kl}; the weights of the model are broken");
+    }
     let weight_bytes = engine.info().weight_bytes;
     let mean_nll = nll.iter().map(|&nll| nll as f64).sum::<f64>() / nll.len() as f64;
     let mut out = std::io::stdout().lock();
@@ -126,6 +129,19 @@ fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
     Ok(rows.iter().sum::<f64>() / tokens as f64)
 }
 
+/// Fails if a loss is NaN or infinite.
+fn check_losses(nll: &[f32]) -> Result<()> {
+    match nll.iter().position(|loss| !loss.is_finite()) {
+        // The first token has no loss.
+        Some(index) => bail!(
+            "cannot compute the perplexity: the loss of token {} is {}; the weights or the config of the model are broken",
+            index + 2,
+            nll[index]
+        ),
+        None => Ok(()),
+    }
+}
+
 /// Formats the perplexity for a mean negative log-likelihood. Large values use scientific notation.
 fn perplexity(mean_nll: f64) -> String {
     match mean_nll.exp() {
@@ -137,6 +153,14 @@ fn perplexity(mean_nll: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn losses_that_are_not_numbers_are_errors() {
+        assert!(check_losses(&[1.0, 1e30]).is_ok());
+        let error = check_losses(&[1.0, f32::NAN]).unwrap_err().to_string();
+        assert!(error.starts_with("cannot compute the perplexity: the loss of token 3 is NaN;"), "{error}");
+        assert!(check_losses(&[f32::INFINITY]).unwrap_err().to_string().contains("token 2 is inf"));
+    }
 
     #[test]
     fn large_perplexities_are_printed_with_an_exponent() {

@@ -55,13 +55,14 @@ pub fn run(args: Args) -> Result<ExitCode> {
 }
 
 fn peek(hub: &Hub, args: &Args) -> Result<hub::RemoteModel> {
-    if args.model == demo::NAME {
+    if args.model == demo::NAME && args.revision.is_none() {
         return Err(Error::Usage(
             "the demo is built into inferno, not on the hub; to show it: inferno show demo".into(),
         )
         .into());
     }
     super::shared::note(&format!("asking {}", hub.config().endpoint_for_display()));
+    super::shared::warn_about_token(hub);
     hub.inspect(&args.model, args.revision.as_deref())
 }
 

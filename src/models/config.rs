@@ -1,18 +1,20 @@
 //! The config.json fields that most families share, and their validation.
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use candle_nn::Activation;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use crate::nn::attention::AttentionConfig;
+use crate::nn::checks::{MAX_SIZE, check_optional, check_range, check_size};
 use crate::nn::decoder_config::DecoderConfig;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::GatedMlp;
 use crate::nn::norm::NormConfig;
 use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
+use crate::text::{excerpt, library_error, quote};
 use crate::weights::Weights;
 
 /// The config.json fields that have the same names in nearly all families.
@@ -58,7 +60,12 @@ pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults
             fields.entry(name).or_insert(value);
         });
     }
-    Ok(serde_json::from_value(json)?)
+    from_json(json)
+}
+
+/// Parses the fields of config.json.
+pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
+    serde_json::from_value(json).map_err(|error| anyhow!("{}", library_error(&error)))
 }
 
 /// Copies the activation from `field` to `hidden_act`, the field that all configs read.
@@ -66,7 +73,7 @@ pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults
 pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, supported: &[&str]) -> Result<()> {
     let name = json[field].as_str().unwrap_or(supported[0]);
     if !supported.contains(&name) {
-        bail!("{field} '{name}' is not supported for {family}; supported: {}", supported.join(", "));
+        bail!("{field} {} is not supported for {family}; supported: {}", quote(name), supported.join(", "));
     }
     json["hidden_act"] = name.into();
     Ok(())
@@ -76,17 +83,19 @@ pub(super) fn normalize_activation(family: &str, json: &mut Value, field: &str, 
 pub(super) fn reject_fields(family: &str, json: &Value, fields: &[&str]) -> Result<()> {
     let is_set = |field: &&&str| !matches!(json[**field], Value::Null | Value::Bool(false));
     match fields.iter().find(is_set) {
-        Some(field) => bail!("{field} {} is not supported for {family}", json[*field]),
+        Some(field) => bail!("{field} {} is not supported for {family}", excerpt(&json[*field].to_string())),
         None => Ok(()),
     }
 }
 
-/// Fails if `value` is present but not positive and finite.
-pub(super) fn check_positive(name: &str, value: Option<f32>) -> Result<()> {
-    match value.filter(|value| !(value.is_finite() && *value > 0.0)) {
-        Some(value) => bail!("{name} is {value}; it must be positive and finite"),
-        None => Ok(()),
-    }
+/// Fails if a scale or a soft cap is present but not a positive number.
+pub(super) fn check_scale(key: &str, value: Option<f32>) -> Result<()> {
+    check_optional(key, value, 1e-6..=1e9)
+}
+
+/// Fails if the epsilon of a norm is not a small positive number.
+pub(super) fn check_eps(key: &str, eps: f64) -> Result<()> {
+    check_range(key, eps, 1e-20..=1.0)
 }
 
 /// Fails unless `layer_types` is absent or has exactly one entry per layer.
@@ -97,12 +106,9 @@ pub(super) fn check_layer_types(layer_types: Option<&Vec<LayerType>>, layers: us
     }
 }
 
-/// Fails unless the window is absent or has between 1 and 2^24 positions.
+/// Fails unless the window is absent or has a valid size.
 pub(super) fn check_window(sliding_window: Option<usize>) -> Result<()> {
-    match sliding_window.filter(|window| !(1..=1 << 24).contains(window)) {
-        Some(window) => bail!("sliding_window is {window}; it must be between 1 and 2^24"),
-        None => Ok(()),
-    }
+    check_optional("sliding_window", sliding_window, 1..=MAX_SIZE)
 }
 
 impl CommonConfig {
@@ -130,6 +136,7 @@ impl CommonConfig {
         .validate()?;
         check_layer_types(self.layer_types.as_ref(), self.num_hidden_layers)?;
         check_window(self.sliding_window)?;
+        check_eps("rms_norm_eps", self.rms_norm_eps)?;
         let rotary_dim = self.rope.rotary_dim(self.head_dim());
         if rotary_dim > self.head_dim() {
             bail!("partial_rotary_factor rotates {rotary_dim} dims, but head_dim is {}", self.head_dim());
@@ -218,13 +225,11 @@ impl ModelSizes {
             ("vocab_size", self.vocab_size),
             ("max_position_embeddings", self.max_position_embeddings),
         ];
-        // No real model has a size above 2^24, and the product of two such sizes fits in a u64.
-        if let Some((name, value)) = sizes.into_iter().find(|&(_, value)| value == 0 || value > 1 << 24) {
-            bail!("{name} is {value}; it must be between 1 and 2^24");
+        for (name, value) in sizes {
+            check_size(name, value)?;
         }
-        if self.layers > 4096 || self.heads > 1 << 16 {
-            bail!("found {} layers and {} attention heads; the limits are 4096 and 65536", self.layers, self.heads);
-        }
+        check_range("num_hidden_layers", self.layers, 1..=4096)?;
+        check_range("num_attention_heads", self.heads, 1..=1 << 16)?;
         if !self.heads.is_multiple_of(self.kv_heads) {
             bail!("num_attention_heads {} is not a multiple of num_key_value_heads {}", self.heads, self.kv_heads);
         }

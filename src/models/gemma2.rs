@@ -52,9 +52,9 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     });
     let config: Config = config::parse("gemma2", json, defaults)?;
     config.common.validate()?;
-    config::check_positive("query_pre_attn_scalar", Some(config.query_pre_attn_scalar as f32))?;
-    config::check_positive("attn_logit_softcapping", config.attn_logit_softcapping)?;
-    config::check_positive("final_logit_softcapping", config.final_logit_softcapping)?;
+    config::check_scale("query_pre_attn_scalar", Some(config.query_pre_attn_scalar as f32))?;
+    config::check_scale("attn_logit_softcapping", config.attn_logit_softcapping)?;
+    config::check_scale("final_logit_softcapping", config.final_logit_softcapping)?;
     Ok(Box::new(config))
 }
 

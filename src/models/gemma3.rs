@@ -16,11 +16,12 @@ use super::family::{Architecture, Family};
 use super::gemma2;
 use super::standard::StandardDecoder;
 use crate::nn::attention::{Attention, AttentionConfig};
+use crate::nn::checks::check_size;
 use crate::nn::decoder_config::{DecoderConfig, LayerInfo};
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
 use crate::nn::mlp::Mlp;
-use crate::nn::rope::{RopeConfig, RopeLengths};
+use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::weights::Weights;
 
 pub const TEXT: Family = Family { model_type: "gemma3_text", architecture: "Gemma3ForCausalLM", read };
@@ -54,11 +55,10 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     });
     let config: Config = config::parse("gemma3", json, defaults)?;
     config.common.validate()?;
-    config::check_positive("query_pre_attn_scalar", Some(config.query_pre_attn_scalar as f32))?;
-    config::check_positive("final_logit_softcapping", config.final_logit_softcapping)?;
-    if config.sliding_window_pattern == 0 {
-        bail!("sliding_window_pattern is 0; it must be at least 1");
-    }
+    config::check_scale("query_pre_attn_scalar", Some(config.query_pre_attn_scalar as f32))?;
+    config::check_scale("final_logit_softcapping", config.final_logit_softcapping)?;
+    check_size("sliding_window_pattern", config.sliding_window_pattern)?;
+    config.sliding_frequencies(config.common.max_position_embeddings)?;
     Ok(Box::new(config))
 }
 
@@ -87,6 +87,13 @@ fn split_rope(json: &mut Value) -> Result<()> {
     Ok(())
 }
 
+impl Config {
+    fn sliding_frequencies(&self, context: usize) -> Result<RopeFrequencies> {
+        let lengths = RopeLengths { max_position_embeddings: self.common.max_position_embeddings, context };
+        self.sliding_rope.frequencies(self.common.head_dim(), lengths, 10_000.0)
+    }
+}
+
 impl StandardDecoder for Config {
     fn common(&self) -> &CommonConfig {
         &self.common
@@ -113,10 +120,9 @@ impl StandardDecoder for Config {
 
     fn decoder_config(&self, weights: &Weights, context: usize) -> Result<DecoderConfig> {
         let prefix = PREFIXES.into_iter().find(|prefix| weights.contains(&format!("{prefix}.embed_tokens.weight")));
-        let lengths = RopeLengths { max_position_embeddings: self.common.max_position_embeddings, context };
         Ok(DecoderConfig {
             final_softcap: self.final_logit_softcapping,
-            sliding_frequencies: Some(self.sliding_rope.frequencies(self.common.head_dim(), lengths, 10_000.0)?),
+            sliding_frequencies: Some(self.sliding_frequencies(context)?),
             prefix: prefix.unwrap_or("model").into(),
             ..gemma2::decoder_config(&self.common, weights, self.layers(), context)?
         })

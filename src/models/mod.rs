@@ -23,6 +23,7 @@ use serde_json::Value;
 pub use family::{Architecture, Family};
 
 use crate::error::Error;
+use crate::files;
 use crate::snapshot;
 use crate::weights::Checkpoint;
 use crate::weights::compressed::CompressedConfig;
@@ -44,6 +45,9 @@ const FAMILIES: &[&Family] = &[
     &gpt2::FAMILY,
 ];
 
+/// The longest model type that is compared with the supported ones.
+const MAX_NAME_BYTES: usize = 100;
+
 /// A model's config, parsed by its family.
 pub struct ModelConfig {
     pub family: &'static Family,
@@ -59,9 +63,7 @@ pub fn read_config(dir: &Path) -> Result<ModelConfig> {
         return gguf_config(&GgufCheckpoint::open(&path)?);
     }
     let path = dir.join("config.json");
-    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-    let json: Value = serde_json::from_str(&text).with_context(|| format!("cannot read {}", path.display()))?;
-    parse_config(json).map_err(|error| match error.is::<Error>() {
+    parse_config(files::read_json(&path, files::CONFIG)?).map_err(|error| match error.is::<Error>() {
         // An `Error` already has a complete message for the user.
         true => error,
         false => error.context(format!("cannot use {}", path.display())),
@@ -103,8 +105,7 @@ pub fn parse_config(json: Value) -> Result<ModelConfig> {
 /// Without a `model_type`, returns the first of `architectures`.
 /// Returns `None` if the file cannot be read or has neither field.
 pub fn declared_model_type(dir: &Path) -> Option<String> {
-    let text = std::fs::read_to_string(dir.join("config.json")).ok()?;
-    let json: Value = serde_json::from_str(&text).ok()?;
+    let json: Value = files::read_json(&dir.join("config.json"), files::CONFIG).ok()?;
     json["model_type"].as_str().or(json["architectures"][0].as_str()).map(str::to_string)
 }
 
@@ -129,6 +130,10 @@ fn find_family(json: &Value) -> Result<&'static Family> {
 
 /// Returns the supported name that is most similar to `found`, if any name is similar enough.
 fn nearest_name(found: &str) -> Option<&'static str> {
+    // Comparing takes as many steps as the product of both lengths.
+    if found.len() > MAX_NAME_BYTES {
+        return None;
+    }
     let names = FAMILIES.iter().flat_map(|family| [family.model_type, family.architecture]);
     let by_distance = |name: &&str| strsim::levenshtein(&found.to_lowercase(), &name.to_lowercase());
     names.min_by_key(by_distance).filter(|name| 5 * by_distance(name) <= 2 * name.len().max(found.len()))

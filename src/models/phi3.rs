@@ -14,6 +14,7 @@ use crate::nn::attention::Attention;
 use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::mlp::{GatedMlp, Mlp};
+use crate::text::quote;
 use crate::weights::Weights;
 
 pub const FAMILY: Family = Family { model_type: "phi3", architecture: "Phi3ForCausalLM", read };
@@ -47,7 +48,7 @@ fn rename_longrope(scaling: &mut Value) -> Result<()> {
         match fields.get_mut(key) {
             Some(Value::String(name)) if name == "su" || name == "yarn" => *name = "longrope".into(),
             Some(Value::String(name)) if name != "longrope" && name != "default" => {
-                bail!("RoPE scaling '{name}' is not supported for phi3; supported: default, longrope")
+                bail!("RoPE scaling {} is not supported for phi3; supported: default, longrope", quote(name))
             }
             _ => {}
         }

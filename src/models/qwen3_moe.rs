@@ -9,6 +9,7 @@ use super::family::{Architecture, Family};
 use super::standard::StandardDecoder;
 use crate::kernels::moe::topk::Softmax;
 use crate::nn::attention::{Attention, AttentionConfig};
+use crate::nn::checks::{check_range, check_size};
 use crate::nn::decoder_config::LayerInfo;
 use crate::nn::kv_cache::LayerSpec;
 use crate::nn::linear::Bias;
@@ -50,6 +51,9 @@ fn read(mut json: Value) -> Result<Box<dyn Architecture>> {
     }
     config.common.validate()?;
     config.moe_config().validate()?;
+    check_size("decoder_sparse_step", config.decoder_sparse_step)?;
+    let dense_layers = config.mlp_only_layers.as_ref().map_or(0, Vec::len);
+    check_range("the length of mlp_only_layers", dense_layers, 0..=config.common.num_hidden_layers)?;
     Ok(Box::new(config))
 }
 

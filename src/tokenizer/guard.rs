@@ -6,6 +6,8 @@ use std::sync::Once;
 
 use anyhow::{Result, bail};
 
+use crate::text::library_error;
+
 thread_local! {
     /// Whether a panic on this thread is caught and reported as an error.
     static GUARDED: Cell<bool> = const { Cell::new(false) };
@@ -46,7 +48,7 @@ pub fn guarded<T, E: std::fmt::Display>(action: &str, call: impl FnOnce() -> Res
     drop(silenced);
     match result {
         Ok(Ok(value)) => Ok(value),
-        Ok(Err(error)) => bail!("cannot {action}: {error}"),
+        Ok(Err(error)) => bail!("cannot {action}: {}", library_error(&error)),
         Err(_) => bail!("cannot {action}: the tokenizer is inconsistent and caused a panic in the tokenizers library"),
     }
 }

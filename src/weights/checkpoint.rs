@@ -18,7 +18,7 @@ pub enum Checkpoint {
 }
 
 impl Checkpoint {
-    /// Maps the files into memory and reads their headers, but not the tensor data.
+    /// Opens the files and reads their headers, but not the tensor data.
     ///
     /// `path` is a GGUF file, or a directory that contains safetensors files or one GGUF model.
     pub fn open(path: &Path) -> Result<Self> {
@@ -110,7 +110,8 @@ impl Checkpoint {
         }
     }
 
-    /// Returns the bytes of a tensor. Fails for a GGUF file, because it stores tensors in a different layout.
+    /// Returns the metadata of a tensor and the location of its bytes.
+    /// Fails for a GGUF file, because it stores tensors in a different layout.
     pub fn view(&self, name: &str) -> Result<TensorView<'_>> {
         match self {
             Self::Safetensors(checkpoint) => checkpoint.view(name),

@@ -19,13 +19,24 @@
 
 use std::collections::BTreeMap;
 
-use anyhow::{Context, Result};
-use regex::Regex;
+use anyhow::{Context, Result, anyhow};
+use regex::{Regex, RegexBuilder};
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use crate::error::Error;
 use crate::kernels::quantized;
+use crate::text::{excerpt, library_error, quote};
+
+/// The prefix of a target that is a pattern.
+const PATTERN: &str = "re:";
+
+/// The maximum number of layers that a config names. Real configs name up to a few hundred, with up to ten patterns.
+const MAX_TARGETS: usize = 10_000;
+const MAX_PATTERNS: usize = 100;
+
+/// The maximum size of a compiled pattern.
+const MAX_PATTERN_BYTES: usize = 1 << 20;
 
 /// The `quantization_config` of a model, which assigns quantization schemes to linear layers.
 #[derive(Debug)]
@@ -158,7 +169,7 @@ impl CompressedConfig {
         match section["quant_method"].as_str() {
             Some("compressed-tensors" | "compressed_tensors" | "sparseml") => {}
             Some("mxfp4") => return Ok(None),
-            Some(other) => return unsupported(format!("quantization '{other}'")),
+            Some(other) => return unsupported(format!("quantization {}", quote(other))),
             None => return unsupported("quantization_config without quant_method"),
         }
         for field in ["kv_cache_scheme", "transform_config", "moe_sparsity_config"] {
@@ -168,7 +179,7 @@ impl CompressedConfig {
         }
         for sparsity in [&outer["sparsity_config"]["format"], &section["sparsity_config"]["format"]] {
             if is_set(sparsity) && sparsity != "dense" {
-                return unsupported(format!("compressed-tensors sparsity_config {sparsity}"));
+                return unsupported(format!("compressed-tensors sparsity_config {}", excerpt(&sparsity.to_string())));
             }
         }
         Self::from_section(section).map(Some)
@@ -176,16 +187,16 @@ impl CompressedConfig {
 
     fn from_section(section: &Value) -> Result<Self> {
         let broken = || "invalid quantization_config".to_string();
-        let section: Section = serde_json::from_value(section.clone()).with_context(broken)?;
+        let section: Section = from_json(section).with_context(broken)?;
         // Names take precedence over patterns. Both are sorted alphabetically.
         // If a target occurs twice, the last occurrence wins.
         let mut schemes: BTreeMap<(bool, String), Option<Scheme>> = BTreeMap::new();
         for (name, group) in section.config_groups {
-            let path = format!("config_groups.{name}");
+            let path = format!("config_groups.{}", excerpt(&name));
             if group.is_array() {
                 return unsupported(format!("the preset {path}"));
             }
-            let group: Group = serde_json::from_value(group).with_context(|| format!("{}: {path}", broken()))?;
+            let group: Group = from_json(&group).with_context(|| format!("{}: {path}", broken()))?;
             let scheme = group.scheme(&path, section.format.as_deref())?;
             for target in group.targets {
                 if target == "Embedding" && scheme.is_some() {
@@ -194,8 +205,16 @@ impl CompressedConfig {
                 schemes.insert((target.contains("re:"), target), scheme);
             }
         }
+        let ignore = section.ignore.unwrap_or_default();
+        let targets = schemes.keys().map(|(_, target)| target).chain(&ignore);
+        let patterns = targets.clone().filter(|target| target.starts_with(PATTERN)).count();
+        if targets.count() > MAX_TARGETS || patterns > MAX_PATTERNS {
+            return unsupported(format!(
+                "quantization_config with more than {MAX_TARGETS} layers or {MAX_PATTERNS} patterns"
+            ));
+        }
         let rules = schemes.into_iter().map(|((_, target), scheme)| Ok((Target::new(target)?, scheme)));
-        let ignore = section.ignore.unwrap_or_default().into_iter().map(Target::new);
+        let ignore = ignore.into_iter().map(Target::new);
         Ok(Self { rules: rules.collect::<Result<_>>()?, ignore: ignore.collect::<Result<_>>()? })
     }
 
@@ -221,10 +240,11 @@ impl CompressedConfig {
 
 impl Target {
     fn new(text: String) -> Result<Self> {
-        let pattern = match text.strip_prefix("re:").map(|pattern| Regex::new(&format!("^(?:{pattern})"))) {
+        let compile = |pattern| RegexBuilder::new(&format!("^(?:{pattern})")).size_limit(MAX_PATTERN_BYTES).build();
+        let pattern = match text.strip_prefix(PATTERN).map(compile) {
             Some(Ok(pattern)) => Some(pattern),
-            // Python patterns may use lookaround, which the regex crate does not support.
-            Some(Err(_)) => return unsupported(format!("pattern '{text}' in quantization_config")),
+            // Python patterns may use lookaround, which the regex crate does not support. Others may be too large.
+            Some(Err(_)) => return unsupported(format!("pattern {} in quantization_config", quote(&text))),
             None => None,
         };
         Ok(Self { text, pattern })
@@ -256,7 +276,7 @@ impl Group {
         let packed = match self.format.as_deref().or(format) {
             Some("int-quantized" | "float-quantized" | "naive-quantized") => false,
             Some("pack-quantized") => true,
-            Some(other) => return unsupported(format!("compressed-tensors format '{other}'")),
+            Some(other) => return unsupported(format!("compressed-tensors format {}", quote(other))),
             None => return unsupported("a compressed-tensors quantization_config without a format"),
         };
         let group_path = path;
@@ -269,7 +289,7 @@ impl Group {
             ("tensor", false) => WeightScales::PerTensor,
             ("channel", false) => WeightScales::PerChannel,
             (_, true) => return unsupported(format!("dynamic=true in {path}")),
-            (other, false) => return unsupported(format!("strategy='{other}' in {path}")),
+            (other, false) => return unsupported(format!("strategy={} in {path}", quote(other))),
         };
         let path = &format!("{group_path}.input_activations");
         let activations = match &self.input_activations {
@@ -284,7 +304,7 @@ impl Group {
                 ("tensor", true) => return unsupported(format!("dynamic per-tensor scaling in {path}")),
                 ("tensor", false) => Activations::Static,
                 ("token", false) => return unsupported(format!("strategy='token' without dynamic=true in {path}")),
-                (other, _) => return unsupported(format!("strategy='{other}' in {path}")),
+                (other, _) => return unsupported(format!("strategy={} in {path}", quote(other))),
             },
         };
         Ok(Some(Scheme { format, weight_scales, activations, packed }))
@@ -297,14 +317,14 @@ impl QuantizationArgs {
             return unsupported(format!("per-layer num_bits in {path}"));
         }
         if self.num_bits != 8 {
-            return unsupported(format!("num_bits={} in {path}", self.num_bits));
+            return unsupported(format!("num_bits={} in {path}", excerpt(&self.num_bits.to_string())));
         }
         if self.symmetric == Some(false) {
             return unsupported(format!("symmetric=false in {path}"));
         }
         for (field, value) in [("actorder", &self.actorder), ("block_structure", &self.block_structure)] {
             if is_set(value) {
-                return unsupported(format!("{field}={value} in {path}"));
+                return unsupported(format!("{field}={} in {path}", excerpt(&value.to_string())));
             }
         }
         if let Some(size) = self.group_size.filter(|&size| size != -1) {
@@ -313,7 +333,7 @@ impl QuantizationArgs {
         match self.kind.as_deref().unwrap_or("int").to_lowercase().as_str() {
             "int" => Ok(Format::Int8),
             "float" => Ok(Format::Fp8),
-            other => unsupported(format!("type='{other}' in {path}")),
+            other => unsupported(format!("type={} in {path}", quote(other))),
         }
     }
 
@@ -326,9 +346,13 @@ impl QuantizationArgs {
         match &self.dynamic {
             Value::Null => Ok(false),
             Value::Bool(dynamic) => Ok(*dynamic),
-            other => unsupported(format!("dynamic={other} in {path}")),
+            other => unsupported(format!("dynamic={} in {path}", excerpt(&other.to_string()))),
         }
     }
+}
+
+fn from_json<'j, T: Deserialize<'j>>(json: &'j Value) -> Result<T> {
+    T::deserialize(json).map_err(|error| anyhow!("{}", library_error(&error)))
 }
 
 /// Returns false for `null`, `false` and an empty object, and true for all other values.

@@ -4,14 +4,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use candle_core::DType;
 use serde::Serialize;
 
 use super::checkpoint::Checkpoint;
 use super::gguf::GgufCheckpoint;
 use super::quantized::QuantizationTarget;
-use super::safetensors_header::{self, HeaderTensor};
+use super::safetensors_header::{self, HeaderTensor, MAX_HEADER_BYTES};
 use super::tensor_info::{TensorInfo, parameter_count};
 use crate::snapshot::safetensors::{self, ShardIndex};
 
@@ -88,8 +88,14 @@ impl WeightsSummary {
     /// Summarizes the safetensors files of a directory. Only the headers are read and validated.
     pub fn from_safetensors(dir: &Path) -> Result<Self> {
         let (mut parameters, mut bytes, mut packed) = (0u64, BytesByDtype::default(), false);
+        let mut header_bytes = 0;
         for file in safetensors::files(dir, ShardIndex::read(dir)?.as_ref())? {
             let (json, data_bytes) = safetensors_header::read_file(&file)?;
+            header_bytes += json.len() as u64;
+            ensure!(
+                header_bytes <= MAX_HEADER_BYTES,
+                "the headers of all shards are larger than {MAX_HEADER_BYTES} bytes"
+            );
             safetensors_header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
                 let count = parameter_count(&tensor.name, tensor.dtype == "U8", tensor.elements);
                 parameters = parameters.saturating_add(count);

@@ -18,6 +18,7 @@ use crate::error::Error;
 #[cfg(feature = "cuda")]
 use crate::kernels::upload::CopyStream;
 use crate::kernels::upload::Target;
+use crate::text::excerpt;
 
 /// The tensors of a checkpoint under a name prefix, plus the target device and dtype.
 #[derive(Clone)]
@@ -72,10 +73,15 @@ impl<'c> Weights<'c> {
             let reader = ReadAhead::start(CopyStream::new(cuda)?, read_requests, ReadAheadOptions::default())?;
             return Ok(Self::with_reader(checkpoint, device, dtype, progress, reader));
         }
-        Ok(Self::mapped(checkpoint, device, dtype, progress))
+        Ok(Self::without_reader(checkpoint, device, dtype, progress))
     }
 
-    fn mapped(checkpoint: &'c Checkpoint, device: &Device, dtype: DType, progress: &'c LoadProgress<'c>) -> Self {
+    fn without_reader(
+        checkpoint: &'c Checkpoint,
+        device: &Device,
+        dtype: DType,
+        progress: &'c LoadProgress<'c>,
+    ) -> Self {
         let (prefix, device) = (String::new(), device.clone());
         Self { checkpoint, prefix, device, dtype, quantize: None, progress, reader: None }
     }
@@ -89,7 +95,7 @@ impl<'c> Weights<'c> {
         progress: &'c LoadProgress<'c>,
         quantize: QuantizationTarget,
     ) -> Self {
-        Self { quantize: Some(quantize), ..Self::mapped(checkpoint, device, dtype, progress) }
+        Self { quantize: Some(quantize), ..Self::without_reader(checkpoint, device, dtype, progress) }
     }
 
     /// Creates weights that take tensors from `reader`. Its target must be `device`.
@@ -100,7 +106,7 @@ impl<'c> Weights<'c> {
         progress: &'c LoadProgress<'c>,
         reader: ReadAhead<impl Target>,
     ) -> Self {
-        Self { reader: Some(Arc::new(reader)), ..Self::mapped(checkpoint, device, dtype, progress) }
+        Self { reader: Some(Arc::new(reader)), ..Self::without_reader(checkpoint, device, dtype, progress) }
     }
 
     /// Returns the same weights, but without quantizing float matrices.
@@ -143,6 +149,7 @@ impl<'c> Weights<'c> {
     pub fn float_as(&self, name: &str, shape: &[usize], dtype: DType) -> Result<Tensor> {
         let name = self.full_name(name);
         if self.checkpoint.required(&name)?.dtype == Dtype::F8_E4M3 {
+            self.progress.add_name(&name);
             return self.float_from_e4m3(&name, shape, dtype);
         }
         let info = self.check(&name, &[DType::F32, DType::F16, DType::BF16], shape)?;
@@ -169,9 +176,10 @@ impl<'c> Weights<'c> {
             bail!("tensor {name}: expected shape {shape:?}, found {}", self.checkpoint.describe(name));
         }
         let mut values = vec![0.0; view.info.elements()];
-        quantized::read_floats(Dtype::F8_E4M3, view.bytes, &mut values)?;
+        let bytes = view.bytes.read().with_context(|| format!("cannot load tensor {name}"))?;
+        quantized::read_floats(Dtype::F8_E4M3, &bytes, &mut values)?;
         let tensor = Tensor::from_vec(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(&self.device);
-        self.progress.add_read(view.bytes.len() as u64);
+        self.progress.add_read(view.info.bytes() as u64);
         Ok(self.progress.add_tensor(tensor.with_context(|| format!("cannot load tensor {name}"))?))
     }
 
@@ -179,7 +187,7 @@ impl<'c> Weights<'c> {
     pub(super) fn check_unscaled(&self, name: &str) -> Result<()> {
         let is_scale = |other: &str| other.strip_prefix(module(name)).is_some_and(|rest| rest.contains("scale"));
         match self.checkpoint.tensors().find(|(other, _)| is_scale(other)) {
-            Some((scale, _)) => self.refuse_quantized(name, &format!("its scale is {scale}")),
+            Some((scale, _)) => self.refuse_quantized(name, &format!("its scale is {}", excerpt(scale))),
             None => Ok(()),
         }
     }
@@ -201,6 +209,7 @@ impl<'c> Weights<'c> {
     /// Checks the dtype and the shape of a tensor.
     pub(super) fn check(&self, name: &str, dtypes: &[DType], shape: &[usize]) -> Result<&'c TensorInfo> {
         let info = self.checkpoint.required(name)?;
+        self.progress.add_name(name);
         if matches!(info.dtype, Dtype::I8 | Dtype::U8 | Dtype::F8_E5M2) && !dtypes.contains(&DType::U8) {
             return self.refuse_quantized(name, "it needs scales");
         }
@@ -221,7 +230,7 @@ impl<'c> Weights<'c> {
             return Ok(tensor);
         }
         let view = self.checkpoint.view(name)?;
-        let (shape, file) = (&view.info.shape, view.file.display());
+        let shape = &view.info.shape;
         let Some(dtype) = view.info.candle_dtype() else {
             bail!("tensor {name}: the dtype {} is not supported", view.info.dtype)
         };
@@ -229,10 +238,12 @@ impl<'c> Weights<'c> {
             Some(reader) if reader.contains(name) && device.same_device(&self.device) => {
                 reader.take(name, dtype, shape)?
             }
-            _ => Tensor::from_raw_buffer(view.bytes, dtype, shape, device)
-                .with_context(|| format!("cannot load tensor {name} from {file}"))?,
+            _ => {
+                let tensor = view.bytes.tensor(dtype, shape).and_then(|tensor| Ok(tensor.to_device(device)?));
+                tensor.with_context(|| format!("cannot load tensor {name}"))?
+            }
         };
-        self.progress.add_read(view.bytes.len() as u64);
+        self.progress.add_read(view.info.bytes() as u64);
         Ok(tensor)
     }
 }

@@ -9,6 +9,7 @@ use super::compressed::{self, Activations, WeightScales};
 use super::loader::Weights;
 use super::quantized::{self, MatrixRows};
 use super::safetensors::{self, SafetensorsCheckpoint, module};
+use super::source::{RowBuffer, RowSource, StoredRows};
 use crate::kernels::matrix::Matrix;
 use crate::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
 
@@ -84,6 +85,7 @@ impl<'c> Weights<'c> {
     fn quantized(&self, name: &str, rows: usize, columns: usize) -> Result<Option<MatrixRows<'c>>> {
         let name = self.full_name(name);
         let info = self.checkpoint.required(&name)?;
+        self.progress.add_name(&name);
         let found = match self.checkpoint {
             Checkpoint::Gguf(model) => match (model.quantized(&name)?, self.quantize) {
                 (None, Some(target)) => model.rows_to_quantize(&name, target)?,
@@ -98,13 +100,14 @@ impl<'c> Weights<'c> {
                     if info.dtype == Dtype::F8_E4M3 {
                         self.check_unscaled(&name)?;
                     }
-                    let (bytes, dtype) = (self.checkpoint.view(&name)?.bytes, info.dtype);
-                    let row_bytes = columns * dtype.bitsize() / 8;
+                    let dtype = info.dtype;
+                    let bytes = self.checkpoint.view(&name)?.bytes;
+                    let source = StoredRows { bytes, row_bytes: columns * dtype.bitsize() / 8 };
                     if info.elements() != rows * columns || info.shape.last() != Some(&columns) {
                         bail!("tensor {name}: expected shape {:?}, found {:?}", [rows, columns], info.shape);
                     }
-                    MatrixRows::from_floats(target, rows, columns, move |row, values| {
-                        quantized::read_floats(dtype, &bytes[row * row_bytes..][..row_bytes], values)
+                    MatrixRows::from_floats(target, rows, columns, move |row, buffer, values| {
+                        quantized::read_floats(dtype, source.row(row, buffer)?, values)
                     })
                 }
                 _ => None,
@@ -144,9 +147,10 @@ impl<'c> Weights<'c> {
             if !view.info.is_float() || !counts.contains(&elements) {
                 bail!("tensor {name}: expected {counts:?} scales, found {}", self.checkpoint.describe(name));
             }
+            self.progress.add_name(name);
             let mut values = vec![0.0; elements];
-            quantized::read_floats(view.info.dtype, view.bytes, &mut values)?;
-            self.progress.add_read(view.bytes.len() as u64);
+            quantized::read_floats(view.info.dtype, &view.bytes.read()?, &mut values)?;
+            self.progress.add_read(view.info.bytes() as u64);
             Ok(values)
         };
         let weight_scales = match scheme.weight_scales {
@@ -167,9 +171,10 @@ impl<'c> Weights<'c> {
             }
         };
         // Packed codes are unsigned, with an offset of 128.
-        let (bytes, flip) = (view.bytes, if scheme.packed { 0x80 } else { 0 });
-        let write = move |row: usize, [low, _, scales, _]: [&mut [u8]; 4]| {
-            for (code, byte) in low.iter_mut().zip(&bytes[row * columns..][..columns]) {
+        let flip = if scheme.packed { 0x80 } else { 0 };
+        let source = StoredRows { bytes: view.bytes, row_bytes: columns };
+        let write = move |row: usize, buffer: &mut RowBuffer, [low, _, scales, _]: [&mut [u8]; 4]| {
+            for (code, byte) in low.iter_mut().zip(source.row(row, buffer)?) {
                 *code = byte ^ flip;
             }
             let scale = weight_scales.get(row).unwrap_or(&weight_scales[0]);

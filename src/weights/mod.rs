@@ -14,10 +14,13 @@ pub mod quantized;
 pub mod read_ahead;
 mod safetensors;
 mod safetensors_header;
+mod source;
 mod tensor_info;
+mod unused;
 
 pub use checkpoint::Checkpoint;
 pub use inventory::{Inventory, WeightsSummary};
 pub use loader::Weights;
 pub use progress::LoadProgress;
+pub use source::{ByteRange, RowBuffer, RowSource, Source, StoredBytes, StoredRows};
 pub use tensor_info::TensorInfo;

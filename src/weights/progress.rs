@@ -1,22 +1,25 @@
-//! Progress reports during model loading.
+//! The progress of model loading.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
+use std::collections::HashSet;
 
 use candle_core::Tensor;
 
 use crate::kernels;
 
-/// Counts the bytes of loaded tensors and reports them to a progress display.
+/// Counts the bytes of loaded tensors and reports them to a progress display. Also collects the names of the tensors.
 pub struct LoadProgress<'p> {
     read_bytes: Cell<u64>,
     resident_bytes: Cell<u64>,
+    /// The names of the loaded tensors.
+    names: RefCell<HashSet<String>>,
     report: &'p dyn Fn(u64),
 }
 
 impl<'p> LoadProgress<'p> {
     /// Creates counters that call `report` after each tensor, with the total number of bytes read so far.
     pub fn new(report: &'p dyn Fn(u64)) -> Self {
-        Self { read_bytes: Cell::new(0), resident_bytes: Cell::new(0), report }
+        Self { read_bytes: Cell::new(0), resident_bytes: Cell::new(0), names: RefCell::default(), report }
     }
 
     /// Creates counters that report nothing.
@@ -33,6 +36,16 @@ impl<'p> LoadProgress<'p> {
     pub(super) fn add_read(&self, bytes: u64) {
         self.read_bytes.set(self.read_bytes.get() + bytes);
         (self.report)(self.read_bytes.get());
+    }
+
+    /// Adds the name of a tensor that is being loaded.
+    pub(super) fn add_name(&self, name: &str) {
+        self.names.borrow_mut().insert(name.to_string());
+    }
+
+    /// Returns true if the tensor was loaded.
+    pub(super) fn has_loaded(&self, name: &str) -> bool {
+        self.names.borrow().contains(name)
     }
 
     /// Counts bytes that stay in memory.

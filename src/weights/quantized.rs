@@ -11,6 +11,7 @@ use rayon::prelude::*;
 use safetensors::tensor::Dtype;
 
 use super::ggml::{self, GgmlType, split_group};
+use super::source::{RowBuffer, RowSource};
 use crate::kernels::quantized::{E4M3_MAX, GROUP_COLUMNS, InputRounding, QuantizedMatrix, WeightFormat, pack};
 
 /// The quantization of float matrices during loading, as set with `--quantize`.
@@ -108,21 +109,15 @@ pub struct MatrixRows<'c> {
     pub write: WriteRow<'c>,
 }
 
-/// A function that writes one row to the planes of a matrix.
-pub type WriteRow<'c> = Box<dyn Fn(usize, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
+/// A function that writes one row to the planes of a matrix. It may read the row into the buffer of its thread.
+pub type WriteRow<'c> = Box<dyn Fn(usize, &mut RowBuffer, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 
 impl<'c> MatrixRows<'c> {
-    /// Creates rows from blocks of a ggml type. `row` returns the bytes of a row.
-    /// Returns `None` for a type that is loaded as floats.
-    pub fn from_blocks(
-        ggml_type: GgmlType,
-        rows: usize,
-        columns: usize,
-        row: impl Fn(usize) -> &'c [u8] + Sync + 'c,
-    ) -> Option<Self> {
+    /// Creates rows from blocks of a ggml type. Returns `None` for a type that is loaded as floats.
+    pub fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, source: impl RowSource + 'c) -> Option<Self> {
         let format = format(ggml_type)?;
-        let write = move |index: usize, planes: [&mut [u8]; 4]| {
-            pack_row(ggml_type, format, row(index), planes);
+        let write = move |row: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| {
+            pack_row(ggml_type, format, source.row(row, buffer)?, planes);
             Ok(())
         };
         Some(Self { format, rows, columns, rounding: InputRounding::None, write: Box::new(write) })
@@ -134,12 +129,12 @@ impl<'c> MatrixRows<'c> {
         target: QuantizationTarget,
         rows: usize,
         columns: usize,
-        row: impl Fn(usize, &mut [f32]) -> Result<()> + Sync + 'c,
+        row: impl Fn(usize, &mut RowBuffer, &mut [f32]) -> Result<()> + Sync + 'c,
     ) -> Option<Self> {
         let format = target.format(columns)?;
-        let write = move |index: usize, planes: [&mut [u8]; 4]| {
+        let write = move |index: usize, buffer: &mut RowBuffer, planes: [&mut [u8]; 4]| {
             let mut values = vec![0.0; columns];
-            row(index, &mut values)?;
+            row(index, buffer, &mut values)?;
             let block_type = match target {
                 QuantizationTarget::Blocks(ggml_type) => QuantizationTarget::fitting_type(ggml_type, columns),
                 QuantizationTarget::Fp8 | QuantizationTarget::Int8 => None,
@@ -186,8 +181,8 @@ impl<'c> MatrixRows<'c> {
                 .zip(plane_rows(supers, row_bytes[3], part.rows))
                 .with_min_len(16)
                 .enumerate()
-                .try_for_each(|(row, (((low, high), scales), supers))| {
-                    (part.write)(row, [low, high, scales, supers])
+                .try_for_each_init(RowBuffer::default, |buffer, (row, (((low, high), scales), supers))| {
+                    (part.write)(row, buffer, [low, high, scales, supers])
                 })?;
         }
         let matrix = QuantizedMatrix::new(format, columns, planes, device)?;

@@ -7,38 +7,22 @@
 //! A request returns once all copies of its tensor are queued, which may be before they complete.
 
 use std::collections::{HashMap, VecDeque};
-use std::fs::File;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 
 use anyhow::{Context, Result, anyhow, bail};
 use candle_core::{DType, Tensor};
 
+use super::source::{ByteRange, Source};
 use crate::kernels::upload::Target;
-
-/// A file that contains weights.
-pub struct Source {
-    pub path: PathBuf,
-    pub file: File,
-}
 
 /// One tensor to read.
 pub struct ReadRequest {
     pub name: String,
-    /// The byte ranges of the tensor in order. A stacked tensor has one range per matrix.
+    /// The byte ranges of the tensor in order, none of them empty. A stacked tensor has one range per matrix.
     pub ranges: Vec<ByteRange>,
     pub retention: Retention,
-}
-
-/// A range of bytes in a file.
-pub struct ByteRange {
-    pub source: Arc<Source>,
-    /// The offset in the file.
-    pub start: u64,
-    /// The length in bytes, at least 1.
-    pub bytes: usize,
 }
 
 /// Whether the memory that a tensor is read into is kept after loading.
@@ -345,39 +329,5 @@ impl ReadRequest {
             range_start += range.bytes;
             (inside < range.bytes).then_some((range, inside))
         })
-    }
-}
-
-impl Source {
-    /// Tells the operating system that these bytes will be read soon. Errors are ignored.
-    fn advise(&self, offset: u64, bytes: usize) {
-        #[cfg(target_os = "linux")]
-        {
-            use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-            let advice = PosixFadviseAdvice::POSIX_FADV_WILLNEED;
-            let _ = posix_fadvise(&self.file, offset as _, bytes as _, advice);
-        }
-        #[cfg(not(target_os = "linux"))]
-        let _ = (offset, bytes);
-    }
-
-    /// Fills `buffer` with the bytes at `offset` in the file.
-    fn read(&self, mut buffer: &mut [u8], mut offset: u64) -> Result<()> {
-        while !buffer.is_empty() {
-            #[cfg(unix)]
-            let read = std::os::unix::fs::FileExt::read_at(&self.file, buffer, offset);
-            #[cfg(windows)]
-            let read = std::os::windows::fs::FileExt::seek_read(&self.file, buffer, offset);
-            match read {
-                Ok(0) => bail!("the file is {} bytes shorter than its header says", buffer.len()),
-                Ok(bytes) => {
-                    buffer = &mut buffer[bytes..];
-                    offset += bytes as u64;
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error).context("cannot read the file"),
-            }
-        }
-        Ok(())
     }
 }

@@ -1,39 +1,33 @@
 //! Opens the safetensors files of a model: one `model.safetensors`, or the shards that an index lists.
 //!
-//! The files are mapped into memory. On a CPU, tensors are copied from the mapping.
-//! For a GPU, [`super::read_ahead`] reads the files.
-//!
-//! The `safetensors` crate validates each header: the header length and the sizes of the tensors.
-//! It also checks that the tensors fill the file without gaps or overlaps.
-//! This module checks that every tensor is in the shard where the index lists it.
+//! The `safetensors` crate validates each header: the sizes of the tensors, and that there are no gaps or overlaps.
+//! This module checks that the tensors fill the file, and that every tensor is in the shard where the index lists it.
 //! The `snapshot` module checks the names of the shards.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::DType;
-use memmap2::Mmap;
-use safetensors::{Dtype, SafeTensors};
+use safetensors::Dtype;
+use safetensors::tensor::Metadata;
 
 use super::compressed::{CompressedConfig, Scheme};
-use super::read_ahead::{ByteRange, ReadRequest, Retention, Source};
+use super::read_ahead::{ReadRequest, Retention};
+use super::safetensors_header::{MAX_HEADER_BYTES, MAX_HEADER_VALUES};
+use super::source::{ByteRange, Source, StoredBytes};
 use super::tensor_info::TensorInfo;
+use crate::files;
 use crate::snapshot::{self, safetensors::ShardIndex};
+use crate::text::excerpt;
 
 /// The open safetensors files of a model.
 pub struct SafetensorsCheckpoint {
-    files: Vec<MappedFile>,
+    files: Vec<Arc<Source>>,
     tensors: BTreeMap<String, StoredTensor>,
     /// The `quantization_config` of config.json.
     compressed: Option<CompressedConfig>,
-}
-
-struct MappedFile {
-    source: Arc<Source>,
-    map: Mmap,
 }
 
 /// A tensor and its location.
@@ -49,22 +43,30 @@ struct StoredTensor {
 pub struct TensorView<'c> {
     pub info: &'c TensorInfo,
     pub file: &'c Path,
-    pub bytes: &'c [u8],
+    pub bytes: StoredBytes<'static>,
 }
 
 impl SafetensorsCheckpoint {
-    /// Maps the files into memory and reads their headers, but not the tensor data.
+    /// Opens the files and reads their headers, but not the tensor data.
     pub fn open(dir: &Path) -> Result<Self> {
         let index = ShardIndex::read(dir)?;
         let checkpoint = Self::from_files(snapshot::safetensors::files(dir, index.as_ref())?)?;
         for (tensor, shard) in index.iter().flat_map(|index| &index.weight_map) {
-            let found = checkpoint.tensors.get(tensor).map(|stored| &checkpoint.files[stored.file].source.path);
+            let found = checkpoint.tensors.get(tensor).map(|stored| &checkpoint.files[stored.file].path);
             match found {
                 Some(path) if path.file_name().is_some_and(|name| name == shard.as_str()) => {}
                 Some(path) => {
-                    bail!("tensor {tensor} is in {}, but the index lists it in shard {shard}", path.display())
+                    let tensor = excerpt(tensor);
+                    bail!(
+                        "tensor {tensor} is in {}, but the index lists it in shard {}",
+                        path.display(),
+                        excerpt(shard)
+                    )
                 }
-                None => bail!("tensor {tensor} is missing from shard {shard}, where the index lists it"),
+                None => {
+                    let (tensor, shard) = (excerpt(tensor), excerpt(shard));
+                    bail!("tensor {tensor} is missing from shard {shard}, where the index lists it")
+                }
             }
         }
         checkpoint.with_config(dir)
@@ -72,8 +74,8 @@ impl SafetensorsCheckpoint {
 
     /// Reads `quantization_config` from config.json, if the directory has one.
     fn with_config(mut self, dir: &Path) -> Result<Self> {
-        let Ok(text) = std::fs::read(dir.join("config.json")) else { return Ok(self) };
-        if let Ok(json) = serde_json::from_slice(&text) {
+        // A broken config.json is reported by the code that reads the config.
+        if let Ok(json) = files::read_json(&dir.join("config.json"), files::CONFIG) {
             self.compressed = CompressedConfig::read(&json)?;
         }
         self.list_packed_as_weights()?;
@@ -89,11 +91,12 @@ impl SafetensorsCheckpoint {
         for module in self.tensors.keys().filter_map(packed).collect::<Vec<_>>() {
             let name = format!("{module}.weight_packed");
             let shape = self.view(&format!("{module}.weight_shape"))?;
-            let unpacked_shape: Vec<u64> = shape
-                .bytes
-                .chunks_exact(8)
-                .map(|size| u64::from_le_bytes(size.try_into().unwrap_or_default()))
-                .collect();
+            if shape.info.bytes() != 16 {
+                bail!("tensor {module}.weight_shape: expected two I64 values, found {:?}", shape.info.shape);
+            }
+            let shape = shape.bytes.read()?;
+            let unpacked_shape: Vec<u64> =
+                shape.chunks_exact(8).map(|size| u64::from_le_bytes(size.try_into().unwrap_or_default())).collect();
             let Some(mut stored) = self.tensors.remove(&name) else { continue };
             let &[rows, words] = stored.info.shape.as_slice() else {
                 bail!("tensor {name}: expected two dimensions, found {:?}", stored.info.shape)
@@ -140,24 +143,24 @@ impl SafetensorsCheckpoint {
     fn from_files(paths: Vec<PathBuf>) -> Result<Self> {
         let mut files = Vec::new();
         let mut tensors = BTreeMap::new();
+        let mut header_bytes = 0;
         for path in paths {
-            let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
-            // SAFETY: the mapping is read-only.
-            // If another process truncates the file, the OS kills this process, as with any mapped file.
-            // Downloaded files are written once and then renamed into place.
-            let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
-            tracing::info!(path = %path.display(), bytes = map.len(), "opened");
-            let (header, metadata) = SafeTensors::read_metadata(&map)
-                .map_err(|error| anyhow!("{} is not a valid safetensors file: {error}", path.display()))?;
-            let data = header + 8;
+            let source = Source::open(&path)?;
+            let (data, metadata) =
+                read_header(&source).with_context(|| format!("{} is not a valid safetensors file", path.display()))?;
+            header_bytes += data as u64;
+            ensure!(
+                header_bytes <= MAX_HEADER_BYTES,
+                "the headers of all shards are larger than {MAX_HEADER_BYTES} bytes"
+            );
             for (name, info) in metadata.tensors() {
                 let (start, end) = (data + info.data_offsets.0, data + info.data_offsets.1);
                 let info = TensorInfo::new(info.dtype, info.shape.clone(), end - start);
                 if tensors.insert(name.clone(), StoredTensor { info, file: files.len(), start }).is_some() {
-                    bail!("tensor {name} is in two shards; the second is {}", path.display());
+                    bail!("tensor {} is in two shards; the second is {}", excerpt(&name), path.display());
                 }
             }
-            files.push(MappedFile { source: Arc::new(Source { path, file }), map });
+            files.push(Arc::new(source));
         }
         Ok(Self { files, tensors, compressed: None })
     }
@@ -179,11 +182,6 @@ impl SafetensorsCheckpoint {
     pub fn read_requests(&self, dtype: DType) -> Vec<ReadRequest> {
         let mut usable: Vec<_> = self.tensors.iter().filter(|(_, stored)| stored.info.bytes() > 0).collect();
         usable.sort_by_key(|(name, _)| loading_order(name));
-        let range = |stored: &StoredTensor| ByteRange {
-            source: self.files[stored.file].source.clone(),
-            start: stored.start as u64,
-            bytes: stored.info.bytes(),
-        };
         let request = |(name, stored): (&String, &StoredTensor)| {
             let stored_dtype = stored.info.candle_dtype()?;
             let is_final = stored_dtype == dtype || stored_dtype == DType::U8;
@@ -191,10 +189,10 @@ impl SafetensorsCheckpoint {
             match self.stack(name, dtype) {
                 Some(names) if names[0] != *name => None,
                 Some(names) => {
-                    let ranges = names.iter().map(|name| range(&self.tensors[name])).collect();
+                    let ranges = names.iter().map(|name| self.range(&self.tensors[name])).collect();
                     Some(ReadRequest { name: stacked_name(&names), ranges, retention })
                 }
-                None => Some(ReadRequest { name: name.clone(), ranges: vec![range(stored)], retention }),
+                None => Some(ReadRequest { name: name.clone(), ranges: vec![self.range(stored)], retention }),
             }
         };
         usable.into_iter().filter_map(request).collect()
@@ -209,15 +207,38 @@ impl SafetensorsCheckpoint {
         names.iter().all(|name| self.tensors.get(name).is_some_and(is_usable)).then_some(names)
     }
 
-    /// Returns the bytes of a tensor.
+    /// Returns the location of a tensor's bytes.
+    fn range(&self, stored: &StoredTensor) -> ByteRange {
+        let source = self.files[stored.file].clone();
+        ByteRange { source, start: stored.start as u64, bytes: stored.info.bytes() }
+    }
+
+    /// Returns the metadata of a tensor and the location of its bytes.
     pub fn view(&self, name: &str) -> Result<TensorView<'_>> {
-        let Some(StoredTensor { info, file, start }) = self.tensors.get(name) else {
-            let files: Vec<_> = self.files.iter().map(|file| file.source.path.display().to_string()).collect();
+        let Some(stored) = self.tensors.get(name) else {
+            let files: Vec<_> = self.files.iter().map(|file| file.path.display().to_string()).collect();
             bail!("tensor {name} is missing from {}", files.join(", "));
         };
-        let file = &self.files[*file];
-        Ok(TensorView { info, file: &file.source.path, bytes: &file.map[*start..start + info.bytes()] })
+        let bytes = StoredBytes::File(self.range(stored));
+        Ok(TensorView { info: &stored.info, file: &self.files[stored.file].path, bytes })
     }
+}
+
+/// Reads and validates the header of a file. Returns the offset of the tensor data, in bytes, and the header.
+fn read_header(source: &Source) -> Result<(usize, Metadata)> {
+    ensure!(source.bytes() >= 8, "it has only {} bytes", source.bytes());
+    let mut length = [0; 8];
+    source.read(&mut length, 0)?;
+    let length = u64::from_le_bytes(length);
+    let data_bytes = (source.bytes() - 8).checked_sub(length).filter(|_| length <= MAX_HEADER_BYTES);
+    let data_bytes = data_bytes.with_context(|| format!("it declares a {length}-byte header"))?;
+    let metadata: Metadata = files::parse_json_up_to(MAX_HEADER_VALUES, &source.read_to_vec(8, length as usize)?)?;
+    let tensor_bytes = metadata.data_len() as u64;
+    ensure!(
+        tensor_bytes == data_bytes,
+        "its tensors have {tensor_bytes} bytes, but {data_bytes} bytes follow the header"
+    );
+    Ok((8 + length as usize, metadata))
 }
 
 /// A segment of a tensor name. Numbers sort by value and come before words.

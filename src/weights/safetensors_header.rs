@@ -3,13 +3,15 @@
 
 use std::borrow::Cow;
 use std::fmt;
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::de::{DeserializeSeed, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
+
+use crate::files;
+use crate::text::{excerpt, library_error};
 
 /// One tensor in a header.
 pub struct HeaderTensor<'h> {
@@ -25,8 +27,11 @@ pub struct HeaderTensor<'h> {
     pub packed: bool,
 }
 
-/// The maximum size of a header. The `safetensors` crate has the same limit.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// The maximum size of the headers of all shards. The `safetensors` crate has the same limit for each header.
+pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// The maximum number of JSON values in a header: about 12 for each of 300,000 tensors.
+pub(super) const MAX_HEADER_VALUES: usize = 1 << 22;
 
 /// Calls `each` for every tensor in a header, in the order of the JSON.
 ///
@@ -38,17 +43,20 @@ pub fn read<'h>(
     data_bytes: Option<u64>,
     mut each: impl FnMut(HeaderTensor<'h>),
 ) -> Result<()> {
+    files::check_json_values(MAX_HEADER_VALUES, header).with_context(|| format!("the header of {file} is invalid"))?;
     let (mut end, mut total) = (0, 0u64);
     let mut invalid = None;
     let mut json = serde_json::Deserializer::from_slice(header);
     let tensors = TensorMap(|name: Cow<'h, str>, JsonTensor { dtype, shape, data_offsets: (first, last) }| {
         let elements = shape.iter().try_fold(1u64, |product, &size| product.checked_mul(size));
         let (Some(elements), Some(bytes)) = (elements, last.checked_sub(first)) else {
-            invalid = Some(format!("tensor {name:?} has shape {shape:?} and byte range {first} to {last}"));
+            let name = excerpt(&name);
+            invalid = Some(format!("tensor {name} has {} dims and byte range {first} to {last}", shape.len()));
             return;
         };
         if bits(&dtype).is_some_and(|bits| elements.checked_mul(bits) != bytes.checked_mul(8)) {
-            invalid = Some(format!("tensor {name:?} has {elements} elements of {dtype} in {bytes} bytes"));
+            let name = excerpt(&name);
+            invalid = Some(format!("tensor {name} has {elements} elements of {dtype} in {bytes} bytes"));
             return;
         }
         end = end.max(last);
@@ -63,7 +71,8 @@ pub fn read<'h>(
         });
     });
     let read = tensors.deserialize(&mut json).and_then(|()| json.end());
-    read.with_context(|| format!("{file} does not have a valid safetensors header"))?;
+    read.map_err(|error| anyhow!("{}", library_error(&error)))
+        .with_context(|| format!("{file} does not have a valid safetensors header"))?;
     if let Some(invalid) = invalid {
         bail!("the header of {file} is invalid: {invalid}");
     }
@@ -78,7 +87,7 @@ pub fn read<'h>(
 /// Reads a file's header. Returns its JSON and the size of the data after it, in bytes.
 pub fn read_file(path: &Path) -> Result<(Vec<u8>, u64)> {
     let context = || format!("cannot read {}", path.display());
-    let mut file = File::open(path).with_context(context)?;
+    let mut file = files::open(path)?;
     let file_bytes = file.metadata().with_context(context)?.len();
     let mut length = [0; 8];
     file.read_exact(&mut length).with_context(context)?;

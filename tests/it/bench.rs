@@ -172,8 +172,8 @@ fn rewind_restores_the_same_state() {
 fn build(case: &str) -> Decoder {
     let dir = golden(case);
     let checkpoint = Checkpoint::open(&dir).unwrap();
-    let loaded = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::BF16, &loaded).unwrap();
+    let progress = LoadProgress::silent();
+    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::BF16, &progress).unwrap();
     models::read_config(&dir).unwrap().architecture.build(&weights, 64).unwrap()
 }
 

@@ -499,3 +499,11 @@ fn invalid_flags_and_limits_are_explained() {
     let help = text(&run(&["play", "--help"]).stdout);
     assert!(help.find("--verbose") > help.find("--seed"), "{help}");
 }
+
+#[test]
+fn chunk_sizes_that_a_kernel_cannot_process_are_usage_errors() {
+    for chunk in ["0", "16385", "18446744073709551615"] {
+        let output = run(&["play", "demo", "--device", "cpu", "--prompt", "Hi", "--chunk", chunk]);
+        assert_fails(&output, 2, &[&format!("--chunk {chunk}: use --chunk ")]);
+    }
+}

@@ -227,10 +227,10 @@ fn absurd_numbers_fail_quickly_or_load() {
     let impossible =
         [json!(0), json!(-1), json!(u64::MAX), json!(1e300), json!(0.5), json!("many"), json!([4]), json!({})];
     let unusual = [json!(1), json!(3), json!(u32::MAX), json!(1u64 << 53), json!(-1e300), json!(null), json!(true)];
-    let loaded = LoadProgress::silent();
+    let progress = LoadProgress::silent();
     for case in golden_models(|model| model.kind == GoldenKind::Family) {
         let checkpoint = Checkpoint::open(&golden(case)).unwrap();
-        let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
+        let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress).unwrap();
         let original = config(case);
         let build = |json: Value| -> anyhow::Result<()> {
             let model = models::parse_config(json)?.architecture;
@@ -295,8 +295,8 @@ fn longrope_models_default_to_their_original_length() {
 /// Returns the logits that the checkpoint in `dir` computes for all `ids`.
 fn logits(dir: &Path, ids: &[u32]) -> Vec<f32> {
     let checkpoint = Checkpoint::open(dir).unwrap();
-    let loaded = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
+    let progress = LoadProgress::silent();
+    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress).unwrap();
     let decoder = models::read_config(dir).unwrap().architecture.build(&weights, 160).unwrap();
     let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu).unwrap();
     let batch = StepBatch { ids, lengths: &[ids.len()], logits: LogitRows::All };

@@ -29,8 +29,8 @@ struct Case {
 fn load(case: &str, device: &Device, dtype: DType) -> Case {
     let dir = golden(case);
     let checkpoint = Checkpoint::open(&dir).unwrap();
-    let loaded = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
+    let progress = LoadProgress::silent();
+    let weights = Weights::new(&checkpoint, device, dtype, &progress).unwrap();
     let config = models::read_config(&dir).unwrap();
     let decoder = config.architecture.build(&weights, CONTEXT).unwrap();
     let golden = safetensors::load(dir.join("golden.safetensors"), &Device::Cpu).unwrap();

@@ -1,5 +1,7 @@
 //! Tests of `hub` against a fake hub on 127.0.0.1. They use neither the network nor the user's caches.
 
+mod answers;
+mod demo;
 pub mod fake;
 mod hostile;
 mod maintenance;

@@ -8,13 +8,14 @@ use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
 /// The modules of the crate, lowest layer first.
 const LAYERS: &[&[&str]] = &[
-    &["error", "text"],
+    &["text"],
+    &["error", "files"],
     &["device", "snapshot"],
     &["kernels", "hub", "tokenizer"],
     &["weights", "chat"],
     &["nn"],
     &["models", "language"],
-    &["runner"],
+    &["runner", "worker"],
     &["engine"],
     &["conversation", "terminal"],
     &["repl"],

@@ -10,6 +10,7 @@ use inferno::kernels::moe::experts::{ExpertWeights, expert_matmul};
 use inferno::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
 use inferno::weights::ggml::GgmlType;
 use inferno::weights::quantized::{MatrixRows, QuantizationTarget};
+use inferno::weights::{RowBuffer, StoredBytes, StoredRows};
 
 use crate::support::{Random, gpu, relative_error, values};
 
@@ -71,9 +72,8 @@ fn blocks(ggml_type: GgmlType, count: usize) -> Vec<u8> {
 /// Returns a matrix of random blocks and its dequantized values.
 fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device) -> (QuantizedMatrix, Vec<f32>) {
     let bytes = blocks(ggml_type, rows * columns / ggml_type.block_length());
-    let row_bytes = bytes.len() / rows;
-    let matrix_rows =
-        MatrixRows::from_blocks(ggml_type, rows, columns, |row| &bytes[row * row_bytes..][..row_bytes]).unwrap();
+    let stored = StoredRows { bytes: StoredBytes::Memory(&bytes), row_bytes: bytes.len() / rows };
+    let matrix_rows = MatrixRows::from_blocks(ggml_type, rows, columns, stored).unwrap();
     let matrix = MatrixRows::build(&[&matrix_rows], device).unwrap();
     let mut values = vec![0.0; rows * columns];
     ggml_type.dequantize(&bytes, &mut values).unwrap();
@@ -82,7 +82,7 @@ fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device
 
 /// Returns a matrix of quantized floats.
 fn quantized_floats(quantize: QuantizationTarget, values: &[f32], columns: usize, device: &Device) -> QuantizedMatrix {
-    let row = |row: usize, to: &mut [f32]| {
+    let row = |row: usize, _: &mut RowBuffer, to: &mut [f32]| {
         to.copy_from_slice(&values[row * columns..][..columns]);
         Ok(())
     };
@@ -136,7 +136,8 @@ fn matrices_are_stacked_in_order() {
     let (bytes, columns) = (blocks(GgmlType::Q6K, 10), 256);
     let of = |first: usize, rows: usize| {
         let bytes = &bytes[first * 210..];
-        MatrixRows::from_blocks(GgmlType::Q6K, rows, columns, move |row| &bytes[row * 210..][..210]).unwrap()
+        let stored = StoredRows { bytes: StoredBytes::Memory(bytes), row_bytes: 210 };
+        MatrixRows::from_blocks(GgmlType::Q6K, rows, columns, stored).unwrap()
     };
     let whole = MatrixRows::build(&[&of(0, 10)], &Device::Cpu).unwrap();
     let parts = MatrixRows::build(&[&of(0, 3), &of(3, 1), &of(4, 6)], &Device::Cpu).unwrap();

@@ -123,17 +123,17 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     values.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// Loads tensors in the given order and compares them with the mapped file.
+/// Loads tensors in the given order and compares them with those that are loaded without read-ahead.
 fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: DType) {
-    let loaded = LoadProgress::silent();
-    let mapped = Weights::new(checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
+    let progress = LoadProgress::silent();
+    let plain = Weights::new(checkpoint, &Device::Cpu, dtype, &progress).unwrap();
     for name in names {
         let info = checkpoint.info(name).unwrap();
         let take = |weights: &Weights| match info.candle_dtype().unwrap() {
             DType::U8 => weights.bytes(name, &info.shape).unwrap(),
             _ => weights.float(name, &info.shape).unwrap(),
         };
-        let (got, want) = (take(weights), take(&mapped));
+        let (got, want) = (take(weights), take(&plain));
         assert_eq!((got.dtype(), got.dims()), (want.dtype(), want.dims()), "{name}");
         assert!(bits(&got) == bits(&want), "{name} as {dtype:?} differs from the file");
     }
@@ -153,7 +153,7 @@ fn orders(names: &[String]) -> Vec<Vec<String>> {
 
 #[test]
 fn tensors_read_ahead_equal_those_of_the_file() {
-    let loaded = LoadProgress::silent();
+    let progress = LoadProgress::silent();
     for case in ["gpt_oss", "llama3"] {
         let checkpoint = Checkpoint::open(&golden(case)).unwrap();
         for order in orders(&names(&checkpoint)) {
@@ -161,7 +161,7 @@ fn tensors_read_ahead_equal_those_of_the_file() {
                 let (host, cpu) = (Host::default(), Device::Cpu);
                 let options = ReadAheadOptions { piece_bytes: 1000, ..small(threads) };
                 let reader = ReadAhead::start(host.clone(), checkpoint.read_requests(dtype), options).unwrap();
-                let weights = Weights::with_reader(&checkpoint, &cpu, dtype, &loaded, reader);
+                let weights = Weights::with_reader(&checkpoint, &cpu, dtype, &progress, reader);
                 compare(&checkpoint, &weights, &order, dtype);
                 drop(weights);
                 assert_eq!(host.live.load(Ordering::SeqCst), 0, "some memory is not freed");
@@ -181,7 +181,7 @@ fn attention_parts<'c>(checkpoint: &Checkpoint, weights: &Weights<'c>, layer: us
 
 #[test]
 fn stacked_tensors_are_read_as_one() {
-    let loaded = LoadProgress::silent();
+    let progress = LoadProgress::silent();
     let checkpoint = Checkpoint::open(&golden("llama3")).unwrap();
     let stored = checkpoint.info("model.layers.0.self_attn.q_proj.weight").unwrap().candle_dtype().unwrap();
     let mut devices = vec![(Device::Cpu, stored)];
@@ -193,18 +193,18 @@ fn stacked_tensors_are_read_as_one() {
         let stacks = read_requests.iter().filter(|request| request.ranges.len() == 3).count();
         let layers = checkpoint.tensors().filter(|(name, _)| name.ends_with("q_proj.weight")).count();
         assert_eq!(stacks, if dtype == stored { layers } else { 0 });
-        let mapped = Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
+        let plain = Weights::new(&checkpoint, &Device::Cpu, dtype, &progress).unwrap();
         let weights = match &device {
             Device::Cpu => {
                 let reader = ReadAhead::start(host.clone(), read_requests, options).unwrap();
-                Weights::with_reader(&checkpoint, &device, dtype, &loaded, reader)
+                Weights::with_reader(&checkpoint, &device, dtype, &progress, reader)
             }
-            gpu => Weights::new(&checkpoint, gpu, dtype, &loaded).unwrap(),
+            gpu => Weights::new(&checkpoint, gpu, dtype, &progress).unwrap(),
         };
         for layer in 0..layers {
             let columns = checkpoint.info("model.norm.weight").unwrap().shape[0];
             let got = Weights::stacked(&attention_parts(&checkpoint, &weights, layer), "weight", columns).unwrap();
-            let want = Weights::stacked(&attention_parts(&checkpoint, &mapped, layer), "weight", columns).unwrap();
+            let want = Weights::stacked(&attention_parts(&checkpoint, &plain, layer), "weight", columns).unwrap();
             assert_eq!(got.dims(), want.dims());
             assert!(bits(&got) == bits(&want), "layer {layer}");
             let mut wrong = attention_parts(&checkpoint, &weights, layer);
@@ -218,12 +218,12 @@ fn stacked_tensors_are_read_as_one() {
 #[test(gpu)]
 fn tensors_on_a_gpu_equal_those_of_the_file() {
     let gpu = gpu();
-    let loaded = LoadProgress::silent();
+    let progress = LoadProgress::silent();
     let folder = mixed();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for order in orders(&names(&checkpoint)) {
-            let weights = Weights::new(&checkpoint, &gpu, dtype, &loaded).unwrap();
+            let weights = Weights::new(&checkpoint, &gpu, dtype, &progress).unwrap();
             compare(&checkpoint, &weights, &order, dtype);
         }
     }
@@ -234,13 +234,13 @@ fn thousands_of_tiny_tensors_are_read() {
     let tensor = |i: usize| (format!("model.layers.{i}.x"), random(i % 5 + 1, DType::BF16));
     let folder = snapshot((0..5000).map(tensor));
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let loaded = LoadProgress::silent();
+    let progress = LoadProgress::silent();
     let names = names(&checkpoint);
     let reader = ReadAhead::start(Host::default(), checkpoint.read_requests(DType::F32), small(4)).unwrap();
-    let weights = Weights::with_reader(&checkpoint, &Device::Cpu, DType::F32, &loaded, reader);
+    let weights = Weights::with_reader(&checkpoint, &Device::Cpu, DType::F32, &progress, reader);
     compare(&checkpoint, &weights, &names, DType::F32);
     if let Some(gpu) = gpu_if_expected() {
-        let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &loaded).unwrap();
+        let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &progress).unwrap();
         compare(&checkpoint, &weights, &names, DType::BF16);
     }
 }
@@ -322,8 +322,8 @@ fn tensor_larger_than_gpu_memory_is_an_error() {
     let file = OpenOptions::new().write(true).open(&path).unwrap();
     file.set_len(8 + header.len() as u64 + bytes).unwrap();
     let checkpoint = Checkpoint::open(folder.path()).unwrap();
-    let loaded = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &loaded).unwrap();
+    let progress = LoadProgress::silent();
+    let weights = Weights::new(&checkpoint, &gpu, DType::BF16, &progress).unwrap();
     let error = format!("{:#}", weights.bytes("x", &[bytes as usize]).unwrap_err());
     assert!(error.contains("tensor x") && error.contains("OUT_OF_MEMORY"), "{error}");
 }

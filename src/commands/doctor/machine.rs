@@ -55,6 +55,10 @@ fn reach(hub: &Hub) -> Finding {
         }
         Ok(TokenStatus::Accepted) => Finding::pass("hub", format!("{endpoint} responds and accepts the token")),
         Ok(TokenStatus::NotSupported) => Finding::pass("hub", format!("{endpoint} responds; a token is set")),
+        Ok(TokenStatus::NotSent) => {
+            let what = format!("{endpoint} responds; HF_TOKEN is not sent, because http does not encrypt it");
+            Finding::warn("hub", what, "export HF_ENDPOINT=https://...")
+        }
         Ok(TokenStatus::Refused) => {
             let what = format!("{endpoint} rejects the token: it is invalid or has expired");
             Finding::warn("hub", what, "export HF_TOKEN=<a new token from huggingface.co/settings/tokens>")

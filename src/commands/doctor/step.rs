@@ -63,10 +63,10 @@ fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>
 
 fn load(dir: &Path, device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<(Decoder, KvCache)> {
     let checkpoint = Checkpoint::open(dir)?;
-    let loaded = LoadProgress::silent();
+    let progress = LoadProgress::silent();
     let weights = match quantize {
-        Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
-        None => Weights::new(&checkpoint, device, dtype, &loaded)?,
+        Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &progress, quantize),
+        None => Weights::new(&checkpoint, device, dtype, &progress)?,
     };
     let decoder = models::read_config(dir)?.architecture.build(&weights, STEPS)?;
     let cache = KvCache::new(decoder.cache_layers(), STEPS, STEPS, dtype, device)?;

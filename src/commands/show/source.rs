@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Value, json};
 
+use crate::files;
 use crate::hub::{self, Hub, RemoteModel, Snapshot};
 use crate::snapshot::gguf as gguf_files;
 use crate::weights::gguf::GgufCheckpoint;
 use crate::weights::{Checkpoint, Inventory};
 
 /// The number of bytes to read from a README for its front matter, or from a license file for its title.
-const HEAD_BYTES: usize = 16 << 10;
+const HEAD_BYTES: u64 = 16 << 10;
 
 pub struct Source {
     pub name: String,
@@ -105,8 +106,8 @@ impl Source {
         let metadata = match &gguf {
             Some(file) => Metadata::from_gguf(GgufCheckpoint::open(file)),
             None => Metadata {
-                config: json(dir, "config.json"),
-                tokenizer_config: json(dir, "tokenizer_config.json").unwrap_or_default(),
+                config: json(dir, "config.json", files::CONFIG),
+                tokenizer_config: json(dir, "tokenizer_config.json", files::TOKENIZER_CONFIG).unwrap_or_default(),
                 tokenizer_config_name: "tokenizer_config.json",
                 license: built_in_license,
                 inventory: Checkpoint::open(&snapshot.path)
@@ -137,10 +138,11 @@ impl Source {
         let metadata = match model.gguf.is_empty() {
             true => {
                 let config = match text("config.json") {
-                    Some(text) => serde_json::from_str(&text).context("cannot parse config.json"),
+                    Some(text) => files::parse_json(text.as_bytes()).context("cannot read config.json"),
                     None => Err(anyhow!("the repository has no config.json")),
                 };
-                let tokenizer_config = text("tokenizer_config.json").and_then(|text| serde_json::from_str(&text).ok());
+                let tokenizer_config =
+                    text("tokenizer_config.json").and_then(|text| files::parse_json(text.as_bytes()).ok());
                 Metadata {
                     config,
                     tokenizer_config: tokenizer_config.unwrap_or_default(),
@@ -182,10 +184,8 @@ fn file_name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-fn json(dir: &Path, name: &str) -> Result<Value> {
-    let path = dir.join(name);
-    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-    serde_json::from_str(&text).with_context(|| format!("cannot parse {}", path.display()))
+fn json(dir: &Path, name: &str, limit: u64) -> Result<Value> {
+    files::read_json(&dir.join(name), limit)
 }
 
 /// Lists the files in a directory, sorted by name. Skips subdirectories.
@@ -203,10 +203,7 @@ fn files(dir: &Path) -> Vec<(String, Option<u64>)> {
 
 /// Reads the first [`HEAD_BYTES`] of a file.
 fn head(path: &Path) -> Option<String> {
-    use std::io::Read;
-    let mut bytes = Vec::new();
-    std::fs::File::open(path).ok()?.take(HEAD_BYTES as u64).read_to_end(&mut bytes).ok()?;
-    Some(String::from_utf8_lossy(&bytes).into_owned())
+    Some(String::from_utf8_lossy(&files::read_head(path, HEAD_BYTES).ok()?).into_owned())
 }
 
 fn license_file(files: &[(String, Option<u64>)]) -> Option<&str> {

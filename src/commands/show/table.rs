@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use super::report::{File, Gpu, MemoryNeeds, Report};
-use crate::text::{self, home_relative, parameter_count};
+use crate::text::{self, excerpt, home_relative, parameter_count};
 
 const COLUMNS: usize = 120;
 /// The column where values start.
@@ -37,8 +37,8 @@ fn facts(out: &mut String, report: &Report) {
     let sizes = &report.sizes;
     fact("revision", report.revision.clone());
     fact("path", report.path.as_deref().map(home_relative));
-    let family = report.family.as_deref().unwrap_or("unknown");
-    fact("family", Some(if report.supported { family.to_string() } else { format!("{family}, not supported") }));
+    let family = report.family.as_deref().map_or("unknown".into(), excerpt);
+    fact("family", Some(if report.supported { family } else { format!("{family}, not supported") }));
     fact("why not", report.reason.clone());
     fact("license", Some(report.license.clone().unwrap_or("not stated in the files".into())));
     fact("chat", Some(report.chat.unwrap_or("none: a base model; use inferno play --raw").to_string()));
@@ -55,7 +55,7 @@ fn facts(out: &mut String, report: &Report) {
         "weights",
         match (report.weight_bytes, &report.weights_problem) {
             (Some(bytes), _) => {
-                Some(format!("{}, {}", text::size(bytes), report.quantization.as_deref().unwrap_or("?")))
+                Some(format!("{}, {}", text::size(bytes), report.quantization.as_deref().map_or("?".into(), excerpt)))
             }
             (None, problem) => problem.clone(),
         },
@@ -109,7 +109,7 @@ fn facts(out: &mut String, report: &Report) {
                 }
                 let factor = rope.factor.map(|factor| format!(" by {factor}")).unwrap_or_default();
                 let original = rope.original_context.map(|from| format!(" from {}", grouped(from))).unwrap_or_default();
-                format!("{theta}, scaled {}{factor}{original}", rope.scaling)
+                format!("{theta}, scaled {}{factor}{original}", excerpt(&rope.scaling))
             });
             format!("{} tokens{}", grouped(context), rope.unwrap_or_default())
         }),

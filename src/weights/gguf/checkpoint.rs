@@ -8,12 +8,14 @@ use anyhow::{Context, Result, bail};
 use super::header::GgufTensorInfo;
 use super::limits::MAX_BLOCKS;
 use super::metadata::Metadata;
-use super::part::{Contents, GgufPart, LocalParts};
+use super::part::{GgufPart, LocalParts};
 use super::remote::{ReadRange, RemoteParts};
 use super::split;
 use super::tensor_names::ROPE_FACTOR_TENSORS;
+use crate::text::excerpt;
 use crate::weights::ggml::GgmlType;
-use crate::weights::read_ahead::{ByteRange, ReadRequest, Retention};
+use crate::weights::read_ahead::{ReadRequest, Retention};
+use crate::weights::source::StoredBytes;
 
 /// The names of `general.file_type` values, numbered as in `llama_ftype` of llama.cpp.
 const FILE_TYPES: &[(u32, &str)] = &[
@@ -44,15 +46,15 @@ pub struct GgufCheckpoint {
     tensors: BTreeMap<String, GgufTensorInfo>,
 }
 
-/// The bytes of one tensor in its file.
+/// The table entry of one tensor and the location of its bytes.
 pub struct GgufTensorView<'c> {
     pub info: &'c GgufTensorInfo,
     pub file: &'c Path,
-    pub bytes: &'c [u8],
+    pub bytes: StoredBytes<'c>,
 }
 
 impl GgufCheckpoint {
-    /// Maps a file into memory and parses its header without reading tensor data.
+    /// Opens a file and parses its header without reading tensor data.
     /// If the file is part of a split model, all parts are opened.
     pub fn open(path: &Path) -> Result<Self> {
         Self::from_parts(split::open_parts(path, &LocalParts)?)
@@ -74,7 +76,7 @@ impl GgufCheckpoint {
             for (name, info) in std::mem::take(&mut part.header.tensors) {
                 let info = GgufTensorInfo { part: number, ..info };
                 if tensors.contains_key(&name) {
-                    bail!("tensor {name} is in two parts; the second is {}", part.path.display());
+                    bail!("tensor {} is in two parts; the second is {}", excerpt(&name), part.path.display());
                 }
                 tensors.insert(name, info);
             }
@@ -97,7 +99,7 @@ impl GgufCheckpoint {
         let key = format!("{}.block_count", self.architecture()?);
         let blocks = self.metadata().required(&key, Metadata::u32)?;
         if blocks > MAX_BLOCKS {
-            bail!("metadata key {key}: {blocks} layers exceed the limit of {MAX_BLOCKS}");
+            bail!("metadata key {}: {blocks} layers exceed the limit of {MAX_BLOCKS}", excerpt(&key));
         }
         Ok(blocks as usize)
     }
@@ -109,7 +111,8 @@ impl GgufCheckpoint {
         let heads = metadata.required(&format!("{architecture}.attention.head_count"), Metadata::u32)?;
         let kv_heads = metadata.u32(&format!("{architecture}.attention.head_count_kv"))?.unwrap_or(heads);
         if heads == 0 || kv_heads == 0 {
-            bail!("metadata key {architecture}.attention.head_count ({heads}) or head_count_kv ({kv_heads}) is 0");
+            let key = format!("{}.attention.head_count", excerpt(architecture));
+            bail!("metadata key {key} ({heads}) or head_count_kv ({kv_heads}) is 0");
         }
         Ok((heads as usize, kv_heads as usize))
     }
@@ -161,25 +164,23 @@ impl GgufCheckpoint {
     /// Returns a request to read a tensor, or `None` if the tensor is missing, empty or remote.
     pub fn read_request(&self, name: &str, retention: Retention) -> Option<ReadRequest> {
         let info = self.tensors.get(name).filter(|info| info.bytes > 0)?;
-        let Contents::Mapped { source, .. } = &self.parts[info.part].contents else { return None };
-        let ranges = vec![ByteRange { source: source.clone(), start: info.start as u64, bytes: info.bytes }];
-        Some(ReadRequest { name: name.to_string(), ranges, retention })
+        let Some(StoredBytes::File(range)) = self.parts[info.part].tensor(info) else { return None };
+        Some(ReadRequest { name: name.to_string(), ranges: vec![range], retention })
     }
 
     /// Returns the table entry of a tensor. Fails if the tensor is missing.
     pub(super) fn required(&self, name: &str) -> Result<&GgufTensorInfo> {
         self.tensors.get(name).with_context(|| {
             let files: Vec<_> = self.files().map(|file| file.display().to_string()).collect();
-            format!("tensor {name} is missing from {}", files.join(", "))
+            format!("tensor {} is missing from {}", excerpt(name), files.join(", "))
         })
     }
 
-    /// Returns the bytes of a tensor.
+    /// Returns the table entry of a tensor and the location of its bytes.
     pub fn view(&self, name: &str) -> Result<GgufTensorView<'_>> {
         let info = self.required(name)?;
         let part = &self.parts[info.part];
-        let bytes = part.bytes(info.range());
-        let bytes = bytes.with_context(|| {
+        let bytes = part.tensor(info).with_context(|| {
             format!("cannot read tensor {name}: only the header of {} was fetched", part.path.display())
         })?;
         Ok(GgufTensorView { info, file: &part.path, bytes })
@@ -188,8 +189,9 @@ impl GgufCheckpoint {
     /// Returns the values of a tensor as f32. Dequantizes them if necessary.
     pub fn values(&self, name: &str) -> Result<Vec<f32>> {
         let view = self.view(name)?;
+        let bytes = view.bytes.read().with_context(|| format!("cannot load tensor {name}"))?;
         let mut values = vec![0.0; view.info.elements()];
-        let dequantized = view.info.ggml_type.dequantize(view.bytes, &mut values);
+        let dequantized = view.info.ggml_type.dequantize(&bytes, &mut values);
         dequantized.with_context(|| format!("tensor {name} in {}", view.file.display()))?;
         Ok(values)
     }

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 use super::architectures;
 use super::checkpoint::GgufCheckpoint;
 use super::keys::{ArchitectureKeys, widen};
-use super::metadata::Metadata;
+use super::metadata::{Metadata, Value as MetadataValue};
 
 impl GgufCheckpoint {
     /// Returns the metadata as the contents of a config.json.
@@ -68,10 +68,10 @@ fn config(file: &GgufCheckpoint) -> Result<Value> {
 /// Returns the fields of a generation_config.json. Fields that the file does not set are null.
 fn generation_config(metadata: &Metadata) -> Result<Value> {
     let float = |name: &str| Ok::<_, anyhow::Error>(metadata.f32(&format!("general.sampling.{name}"))?.map(widen));
-    let top_k = metadata.i32s("general.sampling.top_k").ok().flatten().and_then(|ks| ks.first().copied());
-    let top_k = match top_k {
-        Some(k) => u32::try_from(k).ok(),
-        None => metadata.u32("general.sampling.top_k").unwrap_or(None),
+    let top_k = match metadata.get("general.sampling.top_k")? {
+        Some(MetadataValue::Array(ks)) => ks.values().next().transpose()?.and_then(MetadataValue::u32),
+        Some(k) => k.u32(),
+        None => None,
     };
     let temperature = float("temp")?;
     Ok(json!({

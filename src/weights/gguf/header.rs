@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail};
 use super::cursor::{Cursor, NeedsMoreBytes};
 use super::limits::{MAX_DIMENSIONS, MAX_KEY_BYTES, MAX_KEYS, MAX_NAME_BYTES, MAX_TENSORS};
 use super::metadata::{Metadata, Value, ValueLocation};
+use crate::text::excerpt;
 use crate::weights::ggml::GgmlType;
 
 const MAGIC: [u8; 4] = *b"GGUF";
@@ -104,9 +105,9 @@ fn read_metadata(cursor: &mut Cursor, count: u64) -> Result<BTreeMap<String, Val
     let mut values = BTreeMap::new();
     for number in 1..=count {
         let key = name(cursor, MAX_KEY_BYTES).with_context(|| format!("metadata key {number} of {count}"))?;
-        let value = ValueLocation::read(cursor).with_context(|| format!("metadata key {key}"))?;
+        let value = ValueLocation::read(cursor).with_context(|| format!("metadata key {}", excerpt(key)))?;
         if values.insert(key.to_string(), value).is_some() {
-            bail!("metadata key {key} occurs twice");
+            bail!("metadata key {} occurs twice", excerpt(key));
         }
     }
     Ok(values)
@@ -140,15 +141,16 @@ fn read_tensors(
     let mut rows = BTreeMap::new();
     for number in 1..=count {
         let name = name(cursor, MAX_NAME_BYTES).with_context(|| format!("tensor {number} of {count}"))?;
-        let row = read_row(cursor).with_context(|| format!("tensor {name}"))?;
+        let row = read_row(cursor).with_context(|| format!("tensor {}", excerpt(name)))?;
         match rows.entry(name.to_string()) {
             Slot::Vacant(slot) => drop(slot.insert(row)),
-            Slot::Occupied(_) => bail!("tensor {name} occurs twice"),
+            Slot::Occupied(_) => bail!("tensor {} occurs twice", excerpt(name)),
         }
     }
     let data = (cursor.position() as u64).next_multiple_of(alignment);
-    let check = |(name, row)| {
-        let info = check_offset(row, alignment, data, file_bytes).with_context(|| format!("tensor {name}"))?;
+    let check = |(name, row): (String, _)| {
+        let info =
+            check_offset(row, alignment, data, file_bytes).with_context(|| format!("tensor {}", excerpt(&name)))?;
         Ok((name, info))
     };
     let tensors: BTreeMap<String, GgufTensorInfo> = rows.into_iter().map(check).collect::<Result<_>>()?;
@@ -204,7 +206,7 @@ fn check_overlaps(tensors: &BTreeMap<String, GgufTensorInfo>) -> Result<()> {
     for pair in by_offset.windows(2) {
         let ((name, info), (next_name, next)) = (pair[0], pair[1]);
         if info.start + info.bytes > next.start {
-            bail!("tensors {name} and {next_name} overlap at byte {}", next.start);
+            bail!("tensors {} and {} overlap at byte {}", excerpt(name), excerpt(next_name), next.start);
         }
     }
     Ok(())

@@ -6,8 +6,10 @@ use anyhow::{Result, bail};
 use serde_json::{Value, json};
 
 use super::checkpoint::GgufCheckpoint;
+use super::limits::MAX_HEAD_DIM;
 use super::metadata::{Metadata, Value as MetadataValue};
 use super::tensor_names::ROPE_FACTOR_TENSORS;
+use crate::text::quote;
 
 /// Access to the metadata keys that start with the name of the architecture, such as `llama.block_count`.
 pub struct ArchitectureKeys<'c> {
@@ -81,6 +83,9 @@ impl<'c> ArchitectureKeys<'c> {
         let metadata = self.file.metadata();
         let layers = self.file.block_count()? as u64;
         let slides: Vec<bool> = match metadata.get(&key)? {
+            Some(MetadataValue::Array(array)) if array.len as u64 != layers => {
+                bail!("metadata key {key}: {} entries for {layers} layers", array.len)
+            }
             Some(MetadataValue::Array(_)) => match metadata.bools(&key) {
                 Ok(Some(slides)) => slides,
                 _ => metadata.u32s(&key)?.unwrap_or_default().into_iter().map(|slides| slides != 0).collect(),
@@ -95,9 +100,23 @@ impl<'c> ArchitectureKeys<'c> {
 
     /// Returns the `rope_scaling` object of config.json, if the file scales RoPE.
     pub fn rope_scaling(&self) -> Result<Option<Value>> {
+        let rotated = self.size("rope.dimension_count")?.unwrap_or(self.head_dim()?);
         let factors = |name: &str| -> Result<Option<Vec<f64>>> {
-            let values = self.has(name).then(|| self.file.values(name)).transpose()?;
-            Ok(values.map(|factors| factors.into_iter().map(widen).collect()))
+            let Some(info) = self.file.info(name) else { return Ok(None) };
+            // Check the length first, because the tensor may have any size.
+            if info.elements() as u64 != rotated / 2 || rotated > MAX_HEAD_DIM {
+                bail!(
+                    "tensor {name}: expected {} factors, one per pair of dims, found {}",
+                    rotated / 2,
+                    info.elements()
+                );
+            }
+            let values = self.file.values(name)?;
+            // JSON has no NaN and no infinity.
+            if let Some(value) = values.iter().find(|value| !value.is_finite()) {
+                bail!("tensor {name}: one of its factors is {value}");
+            }
+            Ok(Some(values.into_iter().map(widen).collect()))
         };
         let original = self.size("rope.scaling.original_context_length")?;
         // For Llama 3, the converter computes one divisor per frequency and stores the divisors as a tensor.
@@ -124,7 +143,9 @@ impl<'c> ArchitectureKeys<'c> {
                 "beta_fast": self.float("rope.scaling.yarn_beta_fast")?,
                 "beta_slow": self.float("rope.scaling.yarn_beta_slow")?
             })),
-            Some(other) => bail!("metadata key {}: '{other}' is not supported", self.key("rope.scaling.type")),
+            Some(other) => {
+                bail!("metadata key {}: {} is not supported", self.key("rope.scaling.type"), quote(other))
+            }
         })
     }
 }

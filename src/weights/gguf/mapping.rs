@@ -1,6 +1,6 @@
 //! Maps the tensors of a GGUF file to the tensors of the model.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 use anyhow::{Context, Result, bail};
 
@@ -10,6 +10,7 @@ use super::experts::Experts;
 use super::layout::{ArchitectureLayout, Role};
 use super::model_tensor::{ModelTensor, RowMapping, Transform, default_dtype};
 use super::tensor_names::LayerTensorName;
+use crate::text::excerpt;
 use crate::weights::tensor_info::TensorInfo;
 
 /// Returns the tensors of the model, keyed by Hugging Face name.
@@ -22,20 +23,27 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
         if let Some(LayerTensorName { layer, .. }) = LayerTensorName::parse(name)
             && layer >= layers
         {
-            bail!("tensor {name} belongs to layer {layer}, but {}.block_count is {layers}", layout.name);
+            bail!("tensor {} belongs to layer {layer}, but {}.block_count is {layers}", excerpt(name), layout.name);
         }
         match layout.role(name) {
             Some(Role::Tensor(hf_name)) => {
-                let tensor = single(file, layout, name).with_context(|| format!("tensor {name}"))?;
+                let tensor = single(file, layout, name).with_context(|| format!("tensor {}", excerpt(name)))?;
                 tensors.insert(hf_name, tensor);
             }
             Some(Role::Expert | Role::NotAWeight) => {}
-            None => bail!("tensor {name} {:?} is not part of the {} architecture", info.shape, layout.name),
+            None => {
+                bail!("tensor {} {:?} is not part of the {} architecture", excerpt(name), info.shape, layout.name)
+            }
         }
     }
     for layer in 0..layers {
         let experts = Experts { file, layout, layer };
         experts.add(&mut tensors)?;
+    }
+    let used: HashSet<&str> = tensors.values().flat_map(|tensor| &tensor.sources).map(String::as_str).collect();
+    let is_unused = |name: &&str| layout.role(name) == Some(Role::Expert) && !used.contains(name);
+    if let Some(name) = file.tensors().map(|(name, _)| name).find(is_unused) {
+        bail!("tensor {} is not part of the experts of {}", excerpt(name), layout.name);
     }
     Ok(tensors)
 }

@@ -1,10 +1,12 @@
-//! GGUF metadata: typed values by key. Strings and arrays are borrowed from the file.
+//! GGUF metadata: typed values by key. Strings and arrays are borrowed from the bytes of the header.
 
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, anyhow, bail};
 
 use super::cursor::Cursor;
+use super::limits::MAX_ARRAY_VALUES;
+use crate::text::excerpt;
 
 /// The type of a metadata value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -125,7 +127,8 @@ impl<'c> Value<'c> {
         }
     }
 
-    fn u32(self) -> Option<u32> {
+    /// Returns the value if it is an integer below 2^32.
+    pub fn u32(self) -> Option<u32> {
         self.integer()?.try_into().ok()
     }
 
@@ -170,6 +173,9 @@ impl<'c> Array<'c> {
         let min_bytes = len.checked_mul(element.min_bytes());
         if min_bytes.is_none_or(|bytes| bytes > cursor.remaining()) {
             bail!("an array of {len} {element:?} does not fit in the remaining {} bytes", cursor.remaining());
+        }
+        if len > MAX_ARRAY_VALUES {
+            bail!("an array of {len} {element:?} exceeds the limit of {MAX_ARRAY_VALUES} values");
         }
         let mut end = *cursor;
         match element {
@@ -224,14 +230,13 @@ impl<'c> Metadata<'c> {
 
     pub fn get(&self, key: &str) -> Result<Option<Value<'c>>> {
         let Some(location) = self.locations.get(key) else { return Ok(None) };
-        // This value was parsed successfully before, but a mapped file can change.
         let value = Value::read(&mut Cursor::at(self.bytes, location.start), location.kind);
-        value.map(Some).with_context(|| format!("metadata key {key}"))
+        value.map(Some).with_context(|| format!("metadata key {}", excerpt(key)))
     }
 
     /// Returns a value. Fails if the key is missing. Example: `metadata.required(key, Metadata::string)`.
     pub fn required<T>(&self, key: &str, get: impl Fn(&Self, &str) -> Result<Option<T>>) -> Result<T> {
-        get(self, key)?.with_context(|| format!("metadata key {key} is missing"))
+        get(self, key)?.with_context(|| format!("metadata key {} is missing", excerpt(key)))
     }
 
     pub fn string(&self, key: &str) -> Result<Option<&'c str>> {
@@ -242,8 +247,9 @@ impl<'c> Metadata<'c> {
         self.scalar(key, "a boolean", Value::bool)
     }
 
+    /// Returns a float. Fails for infinity and NaN, which no setting of a model can be.
     pub fn f32(&self, key: &str) -> Result<Option<f32>> {
-        self.scalar(key, "a float", Value::f32)
+        self.scalar(key, "a finite float", |value| value.f32().filter(|value| value.is_finite()))
     }
 
     /// Returns an unsigned 32-bit value. The file may store it as any integer type.
@@ -273,7 +279,7 @@ impl<'c> Metadata<'c> {
 
     fn scalar<T>(&self, key: &str, expected: &str, convert: impl Fn(Value<'c>) -> Option<T>) -> Result<Option<T>> {
         let Some(value) = self.get(key)? else { return Ok(None) };
-        let type_error = || anyhow!("metadata key {key}: expected {expected}, found {}", value.describe());
+        let type_error = || anyhow!("metadata key {}: expected {expected}, found {}", excerpt(key), value.describe());
         convert(value).map(Some).ok_or_else(type_error)
     }
 
@@ -281,7 +287,9 @@ impl<'c> Metadata<'c> {
         let array = match self.get(key)? {
             None => return Ok(None),
             Some(Value::Array(array)) => array,
-            Some(other) => bail!("metadata key {key}: expected an array of {expected}, found {}", other.describe()),
+            Some(other) => {
+                bail!("metadata key {}: expected an array of {expected}, found {}", excerpt(key), other.describe())
+            }
         };
         let element = |(index, value): (usize, Result<Value<'c>>)| {
             let value = value.with_context(|| format!("metadata key {key}"))?;

@@ -4,7 +4,7 @@
 //!
 //! This parser replaces the one in candle, which panics on an alignment of 0 and trusts the counts in a file.
 //! It checks every number against the file size before using it, so a malicious file results in an error.
-//! Strings and arrays stay in the mapped file until they are requested.
+//! The bytes of the header stay in memory. Strings and arrays are parsed when they are requested.
 //! The constants in [`limits`] bound the memory for a parsed header: about 60 bytes per key and 200 per tensor.
 
 mod architectures;
@@ -31,5 +31,5 @@ pub use checkpoint::{GgufCheckpoint, GgufTensorView};
 pub use header::{GgufTensorInfo, Header};
 pub use metadata::{Array, Metadata, Value, ValueType};
 pub use model::GgufModel;
-pub use remote::{MAX_HEADER_BYTES, ReadRange};
+pub use remote::ReadRange;
 pub use vocabulary::{chat_template, vocabulary};

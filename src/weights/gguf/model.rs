@@ -15,6 +15,7 @@ use super::mapping::map_tensors;
 use super::model_tensor::{ModelTensor, RowMapping, Transform};
 use crate::weights::ggml::GgmlType;
 use crate::weights::quantized::{self, MatrixRows, QuantizationTarget};
+use crate::weights::source::{RowBuffer, RowSource, StoredRows};
 use crate::weights::tensor_info::TensorInfo;
 
 /// An open GGUF file and the tensors of its model.
@@ -52,7 +53,7 @@ impl GgufModel {
         })
     }
 
-    /// Returns the bytes of a tensor in the file, or `None` if loading must transform the tensor.
+    /// Returns the tensor in the file, or `None` if loading must transform the tensor.
     fn stored(&self, name: &str) -> Result<Option<GgufTensorView<'_>>> {
         let tensor = self.required(name)?;
         let is_unchanged = tensor.rows == RowMapping::Identity && tensor.transform == Transform::None;
@@ -79,16 +80,16 @@ impl GgufModel {
     pub fn quantized(&self, name: &str) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.source_rows(self.required(name)?)?;
-        let (ggml_type, ..) = source.sources[0];
-        Ok(MatrixRows::from_blocks(ggml_type, rows, columns, move |row| source.get(row).1))
+        let (ggml_type, _) = source.sources[0];
+        Ok(MatrixRows::from_blocks(ggml_type, rows, columns, source))
     }
 
     /// Returns the rows of a float matrix to quantize during loading, or `None` if the matrix stays in floats.
     pub fn rows_to_quantize(&self, name: &str, target: QuantizationTarget) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.source_rows(self.required(name)?)?;
-        let row = move |row: usize, values: &mut [f32]| {
-            let (ggml_type, bytes) = source.get(row);
+        let row = move |row: usize, buffer: &mut RowBuffer, values: &mut [f32]| {
+            let (ggml_type, bytes) = source.get(row, buffer)?;
             ggml_type.dequantize(bytes, values)
         };
         Ok(MatrixRows::from_floats(target, rows, columns, row))
@@ -130,7 +131,7 @@ impl GgufModel {
     pub fn float(&self, name: &str, dtype: DType) -> Result<Tensor> {
         let make = || match (self.stored(name)?, dtype) {
             (Some(view), _) if float_dtype(view.info.ggml_type) == Some(dtype) => {
-                Ok(Tensor::from_raw_buffer(view.bytes, dtype, &view.info.shape, &Device::Cpu)?)
+                view.bytes.tensor(dtype, &view.info.shape)
             }
             (_, DType::F32) => self.make::<f32>(name, |value| value),
             (_, DType::F16) => self.make(name, f16::from_f32),
@@ -145,21 +146,17 @@ impl GgufModel {
         let rows = self.source_rows(tensor)?;
         let shift = if tensor.transform == Transform::MinusOne { -1.0 } else { 0.0 };
         let mut values = vec![T::zero(); tensor.info.elements()];
-        let row = |buffer: &mut Vec<f32>, (row, values): (usize, &mut [T])| {
-            let (ggml_type, bytes) = rows.get(row);
-            ggml_type.dequantize(bytes, buffer)?;
-            values.iter_mut().zip(buffer.iter()).for_each(|(value, read)| *value = convert(read + shift));
+        let row = |(buffer, floats): &mut (RowBuffer, Vec<f32>), (row, values): (usize, &mut [T])| {
+            let (ggml_type, bytes) = rows.get(row, buffer)?;
+            ggml_type.dequantize(bytes, floats)?;
+            values.iter_mut().zip(floats.iter()).for_each(|(value, float)| *value = convert(float + shift));
             anyhow::Ok(())
         };
         // In a malicious file, a tensor may have no rows but a huge row length.
         let columns = rows.columns.min(values.len()).max(1);
-        let buffer = || vec![0.0; columns];
-        values
-            .par_chunks_mut(columns)
-            .with_min_len(16)
-            .enumerate()
-            .map_init(buffer, |b, r| row(b, r))
-            .collect::<Result<()>>()?;
+        let buffers = || (RowBuffer::default(), vec![0.0; columns]);
+        let rows_of_values = values.par_chunks_mut(columns).with_min_len(16).enumerate();
+        rows_of_values.try_for_each_init(buffers, row)?;
         let shape = &tensor.info.shape;
         if tensor.transform != Transform::Transposed {
             return Ok(Tensor::from_vec(values, shape.as_slice(), &Device::Cpu)?);
@@ -180,15 +177,19 @@ impl GgufModel {
         };
         let mut bytes = vec![0u8; tensor.info.elements()];
         let row_bytes = (rows.columns / GgmlType::Mxfp4.block_length() * per_block).max(1);
-        bytes.par_chunks_mut(row_bytes).with_min_len(16).enumerate().for_each(|(row, out)| {
-            let blocks = rows.get(row).1.chunks_exact(GgmlType::Mxfp4.block_bytes());
+        let unpack = |buffer: &mut RowBuffer, (row, out): (usize, &mut [u8])| {
+            let (_, row) = rows.get(row, buffer)?;
+            let blocks = row.chunks_exact(GgmlType::Mxfp4.block_bytes());
             for (block, out) in blocks.zip(out.chunks_exact_mut(per_block)) {
                 match out {
                     [scale] => *scale = block[0],
                     nibbles => pair_neighbors(&block[1..], nibbles),
                 }
             }
-        });
+            anyhow::Ok(())
+        };
+        let unpacked = bytes.par_chunks_mut(row_bytes).with_min_len(16).enumerate();
+        unpacked.try_for_each_init(RowBuffer::default, unpack).with_context(|| format!("tensor {name}"))?;
         Ok(Tensor::from_vec(bytes, tensor.info.shape.as_slice(), &Device::Cpu)?)
     }
 
@@ -202,7 +203,7 @@ impl GgufModel {
         let sources = sources.into_iter().map(|view| {
             let row_bytes =
                 bytes(&view).with_context(|| format!("row length {columns} is not a multiple of the block length"))?;
-            Ok((view.info.ggml_type, view.bytes, row_bytes as usize))
+            Ok((view.info.ggml_type, StoredRows { bytes: view.bytes, row_bytes: row_bytes as usize }))
         });
         Ok(SourceRows { sources: sources.collect::<Result<_>>()?, columns, mapping: tensor.rows })
     }
@@ -210,15 +211,15 @@ impl GgufModel {
 
 /// The rows of a tensor's sources, in the row order of the tensor.
 struct SourceRows<'c> {
-    /// The type, the bytes, and the bytes per row of each source.
-    sources: Vec<(GgmlType, &'c [u8], usize)>,
+    /// The type and the rows of each source.
+    sources: Vec<(GgmlType, StoredRows<'c>)>,
     columns: usize,
     mapping: RowMapping,
 }
 
-impl<'c> SourceRows<'c> {
-    /// Returns the type and the bytes of one row.
-    fn get(&self, row: usize) -> (GgmlType, &'c [u8]) {
+impl SourceRows<'_> {
+    /// Returns the type and the bytes of one row. The bytes may be in `buffer`.
+    fn get<'b>(&'b self, row: usize, buffer: &'b mut RowBuffer) -> Result<(GgmlType, &'b [u8])> {
         let (source, row) = match self.mapping {
             RowMapping::Identity => (0, row),
             RowMapping::InterleavedHalves(head) => {
@@ -230,9 +231,15 @@ impl<'c> SourceRows<'c> {
                 (turn % self.sources.len(), turn / self.sources.len() * rows + within)
             }
         };
-        let (ggml_type, bytes, row_bytes) = self.sources[source];
+        let (ggml_type, rows) = &self.sources[source];
         // `map_tensors` has checked that the sources contain all rows of the tensor.
-        (ggml_type, &bytes[row * row_bytes..][..row_bytes])
+        Ok((*ggml_type, rows.row(row, buffer)?))
+    }
+}
+
+impl RowSource for SourceRows<'_> {
+    fn row<'b>(&'b self, row: usize, buffer: &'b mut RowBuffer) -> Result<&'b [u8]> {
+        Ok(self.get(row, buffer)?.1)
     }
 }
 
@@ -258,6 +265,7 @@ fn float_dtype(ggml_type: GgmlType) -> Option<DType> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::weights::source::StoredBytes;
 
     #[test]
     fn nibbles_are_reordered() {
@@ -273,11 +281,13 @@ mod tests {
     fn interleaved_halves_are_separated() {
         let bytes: Vec<u8> = (0..12).flat_map(|i| (i as f32).to_le_bytes()).collect();
         let rows = SourceRows {
-            sources: vec![(GgmlType::F32, &bytes, 4)],
+            sources: vec![(GgmlType::F32, StoredRows { bytes: StoredBytes::Memory(&bytes), row_bytes: 4 })],
             columns: 1,
             mapping: RowMapping::InterleavedHalves(6),
         };
-        let read: Vec<f32> = (0..12).map(|row| f32::from_le_bytes(rows.get(row).1.try_into().unwrap())).collect();
+        let mut buffer = RowBuffer::default();
+        let mut read = |row| f32::from_le_bytes(rows.row(row, &mut buffer).unwrap().try_into().unwrap());
+        let read: Vec<f32> = (0..12).map(&mut read).collect();
         assert_eq!(read, [0., 2., 4., 1., 3., 5., 6., 8., 10., 7., 9., 11.]);
     }
 }

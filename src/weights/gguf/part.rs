@@ -1,63 +1,93 @@
 //! One file of a GGUF model. A model consists of one file or several parts.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use anyhow::{Context, Result};
-use memmap2::Mmap;
+use anyhow::{Context, Result, bail};
 
-use super::header::Header;
+use super::cursor::NeedsMoreBytes;
+use super::header::{GgufTensorInfo, Header};
+use super::limits::MAX_HEADER_BYTES;
 use super::metadata::Metadata;
-use crate::weights::read_ahead::Source;
+use crate::weights::source::{ByteRange, Source, StoredBytes};
+
+/// The total number of bytes that have been read after each attempt. Attempts stop when the header is complete.
+const READ_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
 /// One file of a model, with its parsed header.
 pub struct GgufPart {
     pub path: PathBuf,
     pub header: Header,
-    pub contents: Contents,
+    /// The beginning of the file, which contains the header.
+    pub head: Vec<u8>,
+    pub data: TensorData,
 }
 
-/// The available bytes of a file.
-pub enum Contents {
-    /// The whole file, mapped into memory.
-    Mapped { source: Arc<Source>, map: Mmap },
-    /// The beginning of a remote file, and some small tensors keyed by their offset in the file.
-    Remote { head: Vec<u8>, tensors: BTreeMap<usize, Vec<u8>> },
+/// The tensor data of a file.
+pub enum TensorData {
+    Local(Arc<Source>),
+    /// Some small tensors of a remote file, keyed by their offset in the file. Others may be in the head of the file.
+    Remote(BTreeMap<usize, Vec<u8>>),
 }
 
 impl GgufPart {
-    /// Maps a file into memory and parses its header.
+    /// Opens a file and parses its header.
     pub fn open(path: PathBuf) -> Result<Self> {
-        let file = File::open(&path).with_context(|| format!("cannot open {}", path.display()))?;
-        // SAFETY: the mapping is read-only.
-        // If another process truncates the file, the OS kills this process, as with any mapped file.
-        // If the file changes in place, every value is checked again on the next read.
-        let map = unsafe { Mmap::map(&file) }.with_context(|| format!("cannot map {}", path.display()))?;
-        tracing::info!(path = %path.display(), bytes = map.len(), "opened");
-        let header = Header::parse(&map).with_context(|| format!("invalid GGUF file {}", path.display()))?;
-        let source = Arc::new(Source { path: path.clone(), file });
-        Ok(Self { path, header, contents: Contents::Mapped { source, map } })
+        let source = Source::open(&path)?;
+        let read = |range: Range<u64>| source.read_to_vec(range.start, (range.end - range.start) as usize);
+        let (header, mut head) = read_header(&path.display().to_string(), source.bytes(), &read)?;
+        // Only the header is needed again. The tensor data begins at the first tensor.
+        let data = header.tensors.values().map(|info| info.range().start).min();
+        head.truncate(data.unwrap_or(head.len()));
+        head.shrink_to_fit();
+        Ok(Self { path, header, head, data: TensorData::Local(Arc::new(source)) })
     }
 
     pub fn metadata(&self) -> Metadata<'_> {
-        match &self.contents {
-            Contents::Mapped { map, .. } => self.header.metadata(map),
-            Contents::Remote { head, .. } => self.header.metadata(head),
-        }
+        self.header.metadata(&self.head)
     }
 
-    /// Returns a range of the file's bytes, or `None` if the range of a remote file was not fetched.
-    pub fn bytes(&self, range: Range<usize>) -> Option<&[u8]> {
-        match &self.contents {
-            Contents::Mapped { map, .. } => map.get(range),
-            Contents::Remote { head, tensors } => {
-                head.get(range.clone()).or_else(|| tensors.get(&range.start)?.get(..range.len()))
+    /// Returns the bytes of a tensor, or `None` if the tensor of a remote file was not fetched.
+    pub fn tensor(&self, info: &GgufTensorInfo) -> Option<StoredBytes<'_>> {
+        let range = info.range();
+        match &self.data {
+            TensorData::Local(source) => {
+                let (source, start) = (source.clone(), range.start as u64);
+                Some(StoredBytes::File(ByteRange { source, start, bytes: info.bytes }))
+            }
+            TensorData::Remote(tensors) => {
+                let fetched = self.head.get(range.clone());
+                fetched.or_else(|| tensors.get(&range.start)?.get(..range.len())).map(StoredBytes::Memory)
             }
         }
     }
+}
+
+/// Reads and parses the header of a file with `file_bytes` bytes. Returns it with the beginning of the file.
+///
+/// `read` returns a range of the file. Most headers are complete after the first or second call.
+pub fn read_header(
+    name: &str,
+    file_bytes: u64,
+    read: &dyn Fn(Range<u64>) -> Result<Vec<u8>>,
+) -> Result<(Header, Vec<u8>)> {
+    let (mut head, mut needed) = (Vec::new(), 0);
+    for size in READ_SIZES {
+        if size < needed {
+            continue;
+        }
+        head.extend(read(head.len() as u64..size.min(file_bytes))?);
+        match Header::parse_head(&head, file_bytes) {
+            Ok(header) => return Ok((header, head)),
+            Err(error) => match error.downcast_ref() {
+                Some(NeedsMoreBytes(bytes)) => needed = *bytes,
+                None => return Err(error).with_context(|| format!("invalid GGUF file {name}")),
+            },
+        }
+    }
+    bail!("cannot read {name}: its header is larger than {} MB", MAX_HEADER_BYTES >> 20)
 }
 
 /// Finds and opens the parts of a model, on the local disk or on a hub.

@@ -6,16 +6,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
-use super::cursor::NeedsMoreBytes;
-use super::header::Header;
-use super::part::{Contents, GgufPart, PartOpener};
+use super::part::{GgufPart, PartOpener, TensorData, read_header};
 use super::tensor_names::ROPE_FACTOR_TENSORS;
-
-/// The maximum size of a fetched header. With a vocabulary of 260,000 tokens, a header takes about 16 MB.
-pub const MAX_HEADER_BYTES: u64 = 64 << 20;
-
-/// The total number of bytes that have been fetched after each attempt. Attempts stop when the header is complete.
-const FETCH_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
 /// The maximum size of a fetched tensor of RoPE factors, in bytes. It has one factor per pair of head dimensions.
 const MAX_TENSOR_BYTES: usize = 64 << 10;
@@ -42,25 +34,6 @@ impl RemoteParts<'_> {
         }
         Ok(bytes)
     }
-
-    /// Fetches and parses the header of a file with `file_bytes` bytes.
-    fn header(&self, name: &str, file_bytes: u64) -> Result<(Header, Vec<u8>)> {
-        let (mut head, mut needed) = (Vec::new(), 0);
-        for size in FETCH_SIZES {
-            if size < needed {
-                continue;
-            }
-            head.extend(self.read(name, head.len() as u64..size.min(file_bytes))?);
-            match Header::parse_head(&head, file_bytes) {
-                Ok(header) => return Ok((header, head)),
-                Err(error) => match error.downcast_ref() {
-                    Some(NeedsMoreBytes(bytes)) => needed = *bytes,
-                    None => return Err(error).with_context(|| format!("invalid GGUF file {name}")),
-                },
-            }
-        }
-        bail!("cannot read {name}: its header is larger than {} MB", MAX_HEADER_BYTES >> 20)
-    }
 }
 
 impl PartOpener for RemoteParts<'_> {
@@ -70,7 +43,7 @@ impl PartOpener for RemoteParts<'_> {
 
     fn open(&self, path: &Path) -> Result<GgufPart> {
         let (name, file_bytes) = self.find(path).with_context(|| format!("cannot find {}", path.display()))?;
-        let (header, head) = self.header(name, *file_bytes)?;
+        let (header, head) = read_header(name, *file_bytes, &|range| self.read(name, range))?;
         let mut tensors = BTreeMap::new();
         for info in ROPE_FACTOR_TENSORS.iter().filter_map(|name| header.tensors.get(*name)) {
             let Range { start, end } = info.range();
@@ -78,13 +51,14 @@ impl PartOpener for RemoteParts<'_> {
                 tensors.insert(start, self.read(name, start as u64..end as u64)?);
             }
         }
-        Ok(GgufPart { path: path.to_path_buf(), header, contents: Contents::Remote { head, tensors } })
+        Ok(GgufPart { path: path.to_path_buf(), header, head, data: TensorData::Remote(tensors) })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::super::cursor::NeedsMoreBytes;
+    use super::super::header::Header;
 
     #[test]
     fn every_prefix_parses_or_reports_how_many_bytes_are_needed() {

@@ -7,9 +7,11 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
+use super::limits::MAX_SPLIT_HEADER_BYTES;
 use super::metadata::Metadata;
 use super::part::{GgufPart, PartOpener};
 use crate::snapshot::gguf::{MAX_PARTS, PartName};
+use crate::text::size;
 
 /// Opens all parts of a split model, given any part, and returns them in order.
 /// A model that is not split has a single part.
@@ -35,7 +37,7 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
             split.count
         );
     }
-    let mut parts = Vec::new();
+    let (mut parts, mut head_bytes) = (Vec::new(), 0);
     let mut opened = Some(first);
     for number in 1..=name.count {
         let path = path.with_file_name(name.with_number(number));
@@ -51,6 +53,14 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
             None => opener.open(&path)?,
         };
         check_part(&part, &SplitInfo { number: number - 1, ..split })?;
+        head_bytes += part.head.len() as u64;
+        if head_bytes > MAX_SPLIT_HEADER_BYTES {
+            bail!(
+                "the headers of the parts of {} are larger than {} in total",
+                name.prefix,
+                size(MAX_SPLIT_HEADER_BYTES)
+            );
+        }
         parts.push(part);
     }
     let found: usize = parts.iter().map(|part| part.header.tensors.len()).sum();

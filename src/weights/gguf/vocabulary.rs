@@ -1,9 +1,11 @@
 //! The vocabulary and the chat template in the metadata of a GGUF file.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use super::checkpoint::GgufCheckpoint;
 use super::metadata::Metadata;
+use crate::files::CHAT_TEMPLATE;
+use crate::text::{excerpt, size};
 use crate::tokenizer::gguf::Vocabulary;
 
 impl GgufCheckpoint {
@@ -47,8 +49,14 @@ pub fn vocabulary<'c>(metadata: &Metadata<'c>) -> Result<Vocabulary<'c>> {
 
 /// Returns the Jinja chat template with this name, such as `tool_use`, or the default template if `name` is `None`.
 pub fn chat_template<'c>(metadata: &Metadata<'c>, name: Option<&str>) -> Result<Option<&'c str>> {
-    match name {
-        None => metadata.string("tokenizer.chat_template"),
-        Some(name) => metadata.string(&format!("tokenizer.chat_template.{name}")),
+    let key = match name {
+        None => "tokenizer.chat_template".to_string(),
+        Some(name) => format!("tokenizer.chat_template.{name}"),
+    };
+    match metadata.string(&key)? {
+        Some(template) if template.len() as u64 > CHAT_TEMPLATE => {
+            bail!("metadata key {}: the template is larger than {}", excerpt(&key), size(CHAT_TEMPLATE))
+        }
+        template => Ok(template),
     }
 }

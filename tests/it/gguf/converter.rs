@@ -50,8 +50,8 @@ pub fn convert_with_separate_experts(dir: &Path) -> Writer {
 fn convert_with(dir: &Path, write_experts: impl Fn(Writer, &Value, Vec<Source>) -> Writer) -> Writer {
     let config: Value = serde_json::from_slice(&std::fs::read(dir.join("config.json")).unwrap()).unwrap();
     let checkpoint = Checkpoint::open(dir).unwrap();
-    let loaded = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
+    let progress = LoadProgress::silent();
+    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress).unwrap();
     let mut writer = metadata(&config);
     let mut experts: Vec<Source> = Vec::new();
     for (name, info) in checkpoint.tensors() {
@@ -303,14 +303,15 @@ fn packed_experts(mut writer: Writer, checkpoint: &Checkpoint, biases: Vec<Sourc
         let blocks = checkpoint.view(name).unwrap();
         let scales = checkpoint.view(&name.replace("_blocks", "_scales")).unwrap();
         let [experts, rows, groups, _] = blocks.info.shape[..] else { panic!("{name}") };
+        let (blocks, scales) = (blocks.bytes.read().unwrap(), scales.bytes.read().unwrap());
         let parts: &[(&str, usize, usize)] =
             if name.contains("gate_up") { &[("gate", 0, 2), ("up", 1, 2)] } else { &[("down", 0, 1)] };
         for (part, first, step) in parts {
             let mut bytes = Vec::new();
             for row in (0..experts * rows).skip(*first).step_by(*step) {
                 for block in row * groups..(row + 1) * groups {
-                    bytes.push(scales.bytes[block]);
-                    let packed = &blocks.bytes[16 * block..][..16];
+                    bytes.push(scales[block]);
+                    let packed = &blocks[16 * block..][..16];
                     let element = |i: usize| if i.is_multiple_of(2) { packed[i / 2] & 15 } else { packed[i / 2] >> 4 };
                     bytes.extend((0..16).map(|i| element(i) | element(16 + i) << 4));
                 }

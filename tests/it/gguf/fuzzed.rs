@@ -79,6 +79,11 @@ fn mutated_gguf_files_are_checkpoints_or_errors() {
 }
 
 #[test]
+fn mutated_hub_listings_are_listings_or_errors() {
+    run("hub_json", bodies::hub::hub_json);
+}
+
+#[test]
 fn mutated_safetensors_files_are_checkpoints_or_errors() {
     run("safetensors", bodies::safetensors);
 }

@@ -211,5 +211,5 @@ fn missing_and_empty_files_are_errors() {
     let error = format!("{:#}", GgufCheckpoint::open(&empty).err().unwrap());
     assert!(error.starts_with("invalid GGUF file ") && error.contains("not a GGUF file"), "{error}");
     let error = format!("{:#}", GgufCheckpoint::open(&folder.path().join("absent.gguf")).err().unwrap());
-    assert!(error.starts_with("cannot open ") && error.contains("absent.gguf"), "{error}");
+    assert!(error.starts_with("cannot read ") && error.contains("absent.gguf"), "{error}");
 }

@@ -28,8 +28,8 @@ pub fn saved(writer: &Writer) -> (TempDir, PathBuf) {
 fn logits(path: &Path, ids: &[u32]) -> anyhow::Result<Vec<f32>> {
     let config = models::read_config(path)?;
     let checkpoint = Checkpoint::open(path)?;
-    let loaded = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded)?;
+    let progress = LoadProgress::silent();
+    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress)?;
     // Use the same context as golden.rs, because LongRoPE depends on it.
     let decoder = config.architecture.build(&weights, 160)?;
     let mut cache = KvCache::new(decoder.cache_layers(), 160, ids.len(), DType::F32, &Device::Cpu)?;
@@ -184,9 +184,9 @@ fn quantized_and_dequantized_weights_give_equal_logits() {
 fn values_are_rounded_once_to_16_bits() {
     let (_folder, path) = saved(&quantized_llama(GgmlType::Q4K, false));
     let checkpoint = Checkpoint::open(&path).unwrap();
-    let loaded = LoadProgress::silent();
+    let progress = LoadProgress::silent();
     let load = |dtype| {
-        let weights = Weights::new(&checkpoint, &Device::Cpu, dtype, &loaded).unwrap();
+        let weights = Weights::new(&checkpoint, &Device::Cpu, dtype, &progress).unwrap();
         weights.float("model.layers.1.self_attn.k_proj.weight", &[64, 256]).unwrap()
     };
     let exact = load(DType::F32);
@@ -269,7 +269,7 @@ fn gpt_oss_experts_in_separate_tensors_are_an_error() {
 }
 
 /// Returns the demo model and its tokenizer as llama.cpp would convert them.
-fn demo() -> Writer {
+pub fn demo_as_gguf() -> Writer {
     let converted = converted(&demo_dir());
     let id = |token: &str| converted.tokens.iter().position(|other| other == token).unwrap() as u32;
     convert(&demo_dir())
@@ -309,7 +309,7 @@ fn demo_model_plays_from_a_gguf_file() {
     let want = ask("demo");
     assert!(want.contains("inferno download"), "{want}");
 
-    let (folder, file) = saved(&demo());
+    let (folder, file) = saved(&demo_as_gguf());
     assert_eq!(ask(file.to_str().unwrap()), want);
     assert_eq!(ask(folder.path().to_str().unwrap()), want);
 
@@ -351,7 +351,7 @@ fn demo_model_plays_from_a_gguf_file() {
 #[test]
 fn loading_a_model_opens_its_gguf_file_once() {
     let home = TempDir::new().unwrap();
-    let (_folder, file) = saved(&demo());
+    let (_folder, file) = saved(&demo_as_gguf());
     let path = file.to_str().unwrap();
     let (code, _, log) = inferno(home.path(), &["-v", "play", path, "--device", "cpu", "--prompt", "Hi"]);
     assert_eq!(code, Some(0), "{log}");

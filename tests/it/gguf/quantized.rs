@@ -27,8 +27,8 @@ fn check(family: &str, device: &Device, dtype: DType) {
     let expected = safetensors::load(path.with_extension("safetensors"), &Device::Cpu).unwrap();
     let ids: Vec<u32> = expected["ids"].to_vec1::<i64>().unwrap().into_iter().map(|id| id as u32).collect();
     let checkpoint = Checkpoint::open(&path).unwrap();
-    let loaded = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, device, dtype, &loaded).unwrap();
+    let progress = LoadProgress::silent();
+    let weights = Weights::new(&checkpoint, device, dtype, &progress).unwrap();
     let decoder = models::read_config(&path).unwrap().architecture.build(&weights, ids.len()).unwrap();
     let mut cache = KvCache::new(decoder.cache_layers(), ids.len(), ids.len(), dtype, device).unwrap();
     let batch = StepBatch { ids: &ids, lengths: &[ids.len()], logits: LogitRows::All };
@@ -46,7 +46,7 @@ fn check(family: &str, device: &Device, dtype: DType) {
 
     assert_eq!(
         Inventory::from_checkpoint(&checkpoint, None).loaded_bytes(dtype),
-        loaded.resident_bytes(),
+        progress.resident_bytes(),
         "{family} in {dtype:?}"
     );
     if dtype == DType::F32 {
@@ -54,6 +54,6 @@ fn check(family: &str, device: &Device, dtype: DType) {
         let two_types = checkpoint.info("model.layers.1.mlp.experts.gate_up_proj");
         let extra_bytes = two_types.map_or(0, |info| 4 * info.elements() as u64 - info.bytes() as u64);
         assert_eq!(two_types.is_some(), ["mixtral", "qwen3_moe"].contains(&family), "{family}");
-        assert_eq!(loaded.resident_bytes(), checkpoint.bytes() + extra_bytes, "{family}");
+        assert_eq!(progress.resident_bytes(), checkpoint.bytes() + extra_bytes, "{family}");
     }
 }

@@ -39,17 +39,17 @@ impl Subject {
         Self { checkpoint: Checkpoint::open(&dir).unwrap(), dir, ids }
     }
 
-    fn weights<'c>(&'c self, quantize: Option<QuantizationTarget>, loaded: &'c LoadProgress<'c>) -> Weights<'c> {
+    fn weights<'c>(&'c self, quantize: Option<QuantizationTarget>, progress: &'c LoadProgress<'c>) -> Weights<'c> {
         match quantize {
-            Some(quantize) => Weights::quantizing(&self.checkpoint, &Device::Cpu, DType::F32, loaded, quantize),
-            None => Weights::new(&self.checkpoint, &Device::Cpu, DType::F32, loaded).unwrap(),
+            Some(quantize) => Weights::quantizing(&self.checkpoint, &Device::Cpu, DType::F32, progress, quantize),
+            None => Weights::new(&self.checkpoint, &Device::Cpu, DType::F32, progress).unwrap(),
         }
     }
 
     fn run(&self, quantize: Option<QuantizationTarget>) -> Run {
         let tokens = self.ids.len();
-        let loaded = LoadProgress::silent();
-        let weights = self.weights(quantize, &loaded);
+        let progress = LoadProgress::silent();
+        let weights = self.weights(quantize, &progress);
         let decoder = models::read_config(&self.dir).unwrap().architecture.build(&weights, tokens).unwrap();
         let mut cache = KvCache::new(decoder.cache_layers(), tokens, tokens, DType::F32, &Device::Cpu).unwrap();
         let batch = StepBatch { ids: &self.ids, lengths: &[tokens], logits: LogitRows::All };
@@ -155,8 +155,8 @@ fn assert_near(name: &str, got: &[f32], want: &[f32]) {
 
 /// Returns a hash of the quantized values of all matrices.
 fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
-    let loaded = LoadProgress::silent();
-    let weights = subject.weights(Some(quantize), &loaded);
+    let progress = LoadProgress::silent();
+    let weights = subject.weights(Some(quantize), &progress);
     let mut digest = 0u64;
     for (name, info) in subject.checkpoint.tensors() {
         let (Some(module), [rows, columns]) = (name.strip_suffix(".weight"), info.shape.as_slice()) else { continue };

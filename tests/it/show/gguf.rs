@@ -159,7 +159,7 @@ fn one_of_several_models_is_chosen_by_name() {
     };
     assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has these GGUF models", list[0], list[1]]);
     fake.change(|world| world.files.retain(|name, _| name == "README.md"));
-    assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file; it has README.md"]);
+    assert_fails(&show_named(&format!("{REPO}:Q2_K")), 3, &["has no GGUF file; it has 'README.md'"]);
     // The error for a missing model suggests `show --remote`.
     let hints = ["inferno show org/name:Q2_K --remote", "inferno download org/name --include '*Q2_K*'"];
     assert_fails(&crate::cli::run(&["show", "org/name:Q2_K"]), 3, &hints);
@@ -191,7 +191,7 @@ fn all_parts_of_a_split_model_are_read() {
     let model = show_remote(&fake, REPO);
     assert!(model["weights_problem"].as_str().unwrap().contains("belongs to another model"));
     fake.change(|world| drop(world.files.remove(parts[1])));
-    assert_fails(&remote(&fake, &[]), 1, &["lacks q/t-00002-of-00002.gguf"]);
+    assert_fails(&remote(&fake, &[]), 1, &["lacks 'q/t-00002-of-00002.gguf'"]);
 }
 
 /// For a broken file, the report names the problem. A failed request is an error.
@@ -220,7 +220,7 @@ fn broken_headers_are_reported() {
         world.files_refused = None;
         world.lost = Some("tiny.gguf");
     });
-    assert_fails(&remote(&fake, &[]), 1, &["the hub lists tiny.gguf", "does not have it"]);
+    assert_fails(&remote(&fake, &[]), 1, &["the hub lists 'tiny.gguf'", "does not have it"]);
     // A mirror may omit file sizes. inferno then requests the size of each file.
     fake.change(|world| {
         world.lost = None;

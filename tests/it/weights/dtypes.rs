@@ -22,11 +22,12 @@ fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, extra: Option<&str>
     let (dir, folder) = (golden("llama3"), TempDir::new().unwrap());
     std::fs::copy(dir.join("config.json"), folder.path().join("config.json")).unwrap();
     let checkpoint = Checkpoint::open(&dir).unwrap();
-    let loaded = LoadProgress::silent();
-    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
+    let progress = LoadProgress::silent();
+    let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress).unwrap();
     let tensors = checkpoint.tensors().map(|(name, info)| {
         if info.shape.len() < 2 {
-            return (name.to_string(), info.dtype, info.shape.clone(), checkpoint.view(name).unwrap().bytes.to_vec());
+            let bytes = checkpoint.view(name).unwrap().bytes.read().unwrap().into_owned();
+            return (name.to_string(), info.dtype, info.shape.clone(), bytes);
         }
         let floats = values(&weights.float(name, &info.shape).unwrap());
         (name.to_string(), dtype, info.shape.clone(), floats.into_iter().flat_map(&element).collect())
@@ -42,13 +43,13 @@ fn rewritten(dtype: Dtype, element: impl Fn(f32) -> Vec<u8>, extra: Option<&str>
 
 fn logits(dir: &Path, quantize: Option<QuantizationTarget>, device: &Device, dtype: DType) -> anyhow::Result<Vec<f32>> {
     let checkpoint = Checkpoint::open(dir)?;
-    let loaded = LoadProgress::silent();
+    let progress = LoadProgress::silent();
     let weights = match quantize {
-        Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &loaded, quantize),
-        None => Weights::new(&checkpoint, device, dtype, &loaded)?,
+        Some(quantize) => Weights::quantizing(&checkpoint, device, dtype, &progress, quantize),
+        None => Weights::new(&checkpoint, device, dtype, &progress)?,
     };
     let decoder = models::read_config(dir)?.architecture.build(&weights, IDS.len())?;
-    assert_eq!(Inventory::from_checkpoint(&checkpoint, quantize).loaded_bytes(dtype), loaded.resident_bytes());
+    assert_eq!(Inventory::from_checkpoint(&checkpoint, quantize).loaded_bytes(dtype), progress.resident_bytes());
     let mut cache = KvCache::new(decoder.cache_layers(), IDS.len(), IDS.len(), dtype, device)?;
     let batch = StepBatch { ids: &IDS, lengths: &[IDS.len()], logits: LogitRows::All };
     Ok(values(&decoder.forward(&batch, &mut [&mut cache])?))

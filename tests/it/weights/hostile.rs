@@ -126,8 +126,8 @@ fn packed_experts_of_the_wrong_shape_are_errors() {
         let file = file(None, &format!("{{{}}}", tensors.join(",")), end);
         std::fs::write(folder.path().join("model.safetensors"), file).unwrap();
         let checkpoint = Checkpoint::open(folder.path()).unwrap();
-        let loaded = LoadProgress::silent();
-        let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &loaded).unwrap();
+        let progress = LoadProgress::silent();
+        let weights = Weights::new(&checkpoint, &Device::Cpu, DType::F32, &progress).unwrap();
         let experts = mxfp4::experts(&weights, "x", (count, rows, columns));
         experts.err().map_or("no error".into(), |error| format!("{error:#}"))
     };

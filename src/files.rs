@@ -1,0 +1,254 @@
+//! Reads files that may come from a stranger: the small files of models, caches and conversations.
+//!
+//! Every function checks the open file, so a file that is replaced in the meantime cannot evade the checks.
+//! Opening never waits: a plain `open` of a named pipe would wait until another program writes to it.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind, Read};
+use std::path::Path;
+
+use anyhow::{Context, Result, bail};
+use serde::de::DeserializeOwned;
+
+use crate::text::{library_error, size};
+
+const KB: u64 = 1000;
+const MB: u64 = 1000 * KB;
+
+/// The largest config.json. The largest known ones have 250 KB, because they list the layers that are not quantized.
+pub const CONFIG: u64 = MB;
+/// The largest generation_config.json. Known ones have less than 1 KB.
+pub const GENERATION_CONFIG: u64 = MB;
+/// The largest chat template. Known ones have up to 20 KB.
+pub const CHAT_TEMPLATE: u64 = MB;
+/// The largest tokenizer_config.json or special_tokens_map.json. Known ones have up to 2 MB.
+pub const TOKENIZER_CONFIG: u64 = 16 * MB;
+/// The largest tokenizer.json. Known ones have up to 35 MB.
+pub const TOKENIZER: u64 = 128 * MB;
+/// The largest shard index. Known ones have up to 15 MB.
+pub const SHARD_INDEX: u64 = 32 * MB;
+/// The largest saved conversation.
+pub const JOURNAL: u64 = 128 * MB;
+/// The largest conversation for `tokenize --chat`. Longer ones do not fit in any context.
+pub const CONVERSATION: u64 = 16 * MB;
+/// The largest text that the user names: `--file` of `tokenize` and `perplexity`, or a text from an editor.
+pub const TEXT: u64 = 256 * MB;
+/// The largest configuration file of inferno.
+pub const CONFIGURATION: u64 = MB;
+/// The largest record of a partial download.
+pub const DOWNLOAD_RECORD: u64 = 16 * MB;
+/// The largest file with a single value, such as a commit hash, a token or a time.
+pub const SINGLE_VALUE: u64 = 64 * KB;
+
+/// The most values in a JSON file. A parsed value takes up to 50 times as many bytes as its text.
+/// The largest known file, a tokenizer_config.json, has 50,000 values.
+const MAX_JSON_VALUES: usize = 1 << 20;
+
+/// Opens a regular file for reading.
+pub fn open(path: &Path) -> Result<File> {
+    open_regular(path).with_context(|| cannot_read(path))
+}
+
+/// Reads a regular file of at most `limit` bytes.
+pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>> {
+    let file = open(path)?;
+    read_to_limit(&file, limit).with_context(|| cannot_read(path))
+}
+
+/// Reads a file like [`read`]. Returns `None` if there is no file.
+pub fn read_if_present(path: &Path, limit: u64) -> Result<Option<Vec<u8>>> {
+    let file = match open_regular(path) {
+        Ok(file) => file,
+        Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => return Ok(None),
+        Err(error) => return Err(error).with_context(|| cannot_read(path)),
+    };
+    read_to_limit(&file, limit).with_context(|| cannot_read(path)).map(Some)
+}
+
+/// Reads a UTF-8 file like [`read`].
+pub fn read_text(path: &Path, limit: u64) -> Result<String> {
+    to_text(path, read(path, limit)?)
+}
+
+/// Reads a UTF-8 file like [`read`]. Returns `None` if there is no file.
+pub fn read_text_if_present(path: &Path, limit: u64) -> Result<Option<String>> {
+    read_if_present(path, limit)?.map(|bytes| to_text(path, bytes)).transpose()
+}
+
+/// Reads and parses a JSON file like [`read`].
+pub fn read_json<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<T> {
+    parse_json(&read(path, limit)?).with_context(|| cannot_read(path))
+}
+
+/// Reads and parses a JSON file like [`read`]. Returns `None` if there is no file.
+pub fn read_json_if_present<T: DeserializeOwned>(path: &Path, limit: u64) -> Result<Option<T>> {
+    let Some(bytes) = read_if_present(path, limit)? else { return Ok(None) };
+    parse_json(&bytes).with_context(|| cannot_read(path)).map(Some)
+}
+
+/// Parses JSON from a file or a server. Fails if it has so many values that they would take too much memory.
+pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    parse_json_up_to(MAX_JSON_VALUES, bytes)
+}
+
+/// Parses JSON like [`parse_json`], with another limit on the number of values.
+pub fn parse_json_up_to<T: DeserializeOwned>(limit: usize, bytes: &[u8]) -> Result<T> {
+    check_json_values(limit, bytes)?;
+    match serde_json::from_slice(bytes) {
+        Ok(value) => Ok(value),
+        Err(error) if error.is_data() => bail!("{}", library_error(&error)),
+        Err(error) => bail!("it is not valid JSON: {}", library_error(&error)),
+    }
+}
+
+/// Fails if a JSON text has more than `limit` values. Does not parse it. The limit is not exact.
+pub fn check_json_values(limit: usize, json: &[u8]) -> Result<()> {
+    if count_json_values(json) > limit {
+        bail!("it has more than {limit} JSON values");
+    }
+    Ok(())
+}
+
+/// Reads the first `bytes` bytes of a regular file, or all of it if it is shorter.
+pub fn read_head(path: &Path, bytes: u64) -> Result<Vec<u8>> {
+    let mut head = Vec::new();
+    open(path)?.take(bytes).read_to_end(&mut head).with_context(|| cannot_read(path))?;
+    Ok(head)
+}
+
+/// Reads a file that the user names, of at most `limit` bytes. It may be a pipe, as in `--file <(command)`.
+pub fn read_input(path: &Path, limit: u64) -> Result<Vec<u8>> {
+    let file = File::open(path).with_context(|| cannot_read(path))?;
+    read_to_limit(&file, limit).with_context(|| cannot_read(path))
+}
+
+/// Reads standard input as UTF-8, at most `limit` bytes.
+pub fn read_stdin(limit: u64) -> Result<String> {
+    let mut text = String::new();
+    io::stdin().take(limit + 1).read_to_string(&mut text).context("cannot read standard input as UTF-8 text")?;
+    if text.len() as u64 > limit {
+        bail!("cannot read standard input: it is larger than {}", size(limit).replace(".0 ", " "));
+    }
+    Ok(text)
+}
+
+/// Reads a UTF-8 file like [`read_input`].
+pub fn read_input_text(path: &Path, limit: u64) -> Result<String> {
+    to_text(path, read_input(path, limit)?)
+}
+
+fn open_regular(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true);
+    #[cfg(unix)]
+    {
+        use nix::libc::{O_NOCTTY, O_NONBLOCK};
+        std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, O_NONBLOCK | O_NOCTTY);
+    }
+    let file = options.open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::new(ErrorKind::InvalidInput, "it is not a regular file")),
+    }
+}
+
+/// Reads a file to its end. It may grow in the meantime, and a pipe or a device may never end.
+fn read_to_limit(file: &File, limit: u64) -> Result<Vec<u8>> {
+    let expected = file.metadata()?.len();
+    let mut bytes = Vec::new();
+    if expected <= limit {
+        bytes.reserve(expected as usize + 1);
+        file.take(limit + 1).read_to_end(&mut bytes)?;
+    }
+    if expected > limit || bytes.len() as u64 > limit {
+        bail!("it is larger than {}", size(limit).replace(".0 ", " "));
+    }
+    Ok(bytes)
+}
+
+fn to_text(path: &Path, bytes: Vec<u8>) -> Result<String> {
+    match String::from_utf8(bytes) {
+        Ok(text) => Ok(text),
+        Err(error) => {
+            bail!("{}: it is not UTF-8 text (see byte {})", cannot_read(path), error.utf8_error().valid_up_to())
+        }
+    }
+}
+
+/// Returns at least the number of values in a JSON text, without parsing it.
+fn count_json_values(json: &[u8]) -> usize {
+    let (mut count, mut bytes) = (1, json.iter());
+    while let Some(byte) = bytes.next() {
+        match byte {
+            b',' | b':' | b'[' | b'{' => count += 1,
+            b'"' => loop {
+                match bytes.next() {
+                    Some(b'\\') => drop(bytes.next()),
+                    Some(b'"') | None => break,
+                    Some(_) => {}
+                }
+            },
+            _ => {}
+        }
+    }
+    count
+}
+
+fn cannot_read(path: &Path) -> String {
+    format!("cannot read {}", path.display())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use serde_json::Value;
+
+    use super::*;
+
+    fn message<T>(result: Result<T>) -> String {
+        result.err().map(|error| format!("{error:#}")).unwrap_or_default()
+    }
+
+    #[test]
+    fn only_regular_files_up_to_the_limit_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, absent) = (folder.path().join("a"), folder.path().join("absent"));
+        fs::write(&path, "12345").unwrap();
+        assert_eq!(read(&path, 5).unwrap(), b"12345");
+        assert_eq!(message(read(&path, 4)), format!("cannot read {}: it is larger than 4 B", path.display()));
+        assert!(message(read(folder.path(), 4)).ends_with("it is not a regular file"));
+        assert!(message(read(&absent, 4)).starts_with("cannot read "));
+        assert!(read_if_present(&absent, 4).unwrap().is_none());
+        assert!(read_if_present(&path.join("b"), 4).unwrap().is_none());
+        assert!(message(read_if_present(folder.path(), 4)).ends_with("it is not a regular file"));
+        assert_eq!(read_head(&path, 2).unwrap(), b"12");
+        fs::write(&path, b"a\xff").unwrap();
+        assert!(message(read_text(&path, 5)).ends_with("it is not UTF-8 text (see byte 1)"));
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn pipes_and_devices_are_refused_at_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let pipe = folder.path().join("pipe");
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        for path in [pipe.as_path(), Path::new("/dev/zero"), Path::new("/dev/null")] {
+            assert!(message(read(path, MB)).ends_with("it is not a regular file"), "{}", path.display());
+            assert!(message(read_if_present(path, MB)).ends_with("it is not a regular file"), "{}", path.display());
+        }
+        assert!(message(read_input(Path::new("/dev/zero"), MB)).ends_with("it is larger than 1 MB"));
+    }
+
+    #[test]
+    fn json_values_are_counted_before_parsing() {
+        assert_eq!(count_json_values(br#"{"a,[\",": [1, 2, {}], "b": ""}"#), 9);
+        let list = |values: usize| format!("[{}0]", "0,".repeat(values));
+        assert!(parse_json::<Value>(list(1000).as_bytes()).is_ok());
+        assert!(message(parse_json::<Value>(list(1 << 20).as_bytes())).starts_with("it has more than 1048576"));
+        let text = format!("\"{}\"", ",".repeat(1 << 21));
+        assert!(parse_json::<Value>(text.as_bytes()).is_ok());
+        assert!(message(parse_json::<Value>(b"{")).starts_with("it is not valid JSON: EOF"));
+        assert!(message(parse_json::<u8>(br#""a""#)).starts_with("invalid type"));
+    }
+}

@@ -1,0 +1,73 @@
+//! Finds tensors of a checkpoint that the model does not use. They show that config.json belongs to another model.
+
+use anyhow::{Result, bail};
+
+use super::loader::Weights;
+use crate::text::excerpt;
+
+/// The ends of the names of tensors that have no effect on the results:
+/// - masks that GPT-2 stores
+/// - calibration results for inputs, outputs and the KV cache, which remain in compressed checkpoints
+/// - zero points, which are all zero because only symmetric quantization is supported
+const WITHOUT_EFFECT: [&str; 12] = [
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".input_scale",
+    ".output_scale",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+    ".prob_scale",
+    ".prob_output_scale",
+    ".weight_shape",
+    ".weight_g_idx",
+    "_zero_point",
+];
+
+/// Part of the names of tables that are computed from config.json.
+const TABLE: &str = "rotary_emb.";
+
+/// A matrix that only layers for multi-token prediction have. They follow the other layers, and only help to guess tokens.
+const MTP_MATRIX: &str = "eh_proj.weight";
+
+impl Weights<'_> {
+    /// Fails if the checkpoint has a tensor of layer `layers` or above. These weights are the module of the layers.
+    pub fn check_layer_count(&self, layers: usize) -> Result<()> {
+        let is_surplus = |&(_, layer): &(&str, usize)| layer >= layers && !self.at(layer).contains(MTP_MATRIX);
+        match self.layer_tensors().find(is_surplus) {
+            Some((name, layer)) => bail!(
+                "tensor {} belongs to layer {layer}, but the model has only {layers} layers (num_hidden_layers)",
+                excerpt(name)
+            ),
+            None => Ok(()),
+        }
+    }
+
+    /// Fails if a tensor of the first `layers` layers was not loaded, unless it is known to have no effect.
+    /// These weights are the module of the layers. Logs other tensors that were not loaded.
+    pub fn check_all_loaded(&self, layers: usize) -> Result<()> {
+        let is_unused = |name: &str| {
+            !self.progress.has_loaded(name)
+                && !name.contains(TABLE)
+                && !WITHOUT_EFFECT.iter().any(|end| name.ends_with(end))
+        };
+        let mut of_layers = self.layer_tensors().filter(|&(_, layer)| layer < layers);
+        if let Some((name, _)) = of_layers.find(|(name, _)| is_unused(name)) {
+            bail!("the checkpoint has tensor {}, which a model with this config.json does not use", excerpt(name));
+        }
+        let mut others = self.checkpoint.tensors().map(|(name, _)| name).filter(|name| is_unused(name));
+        if let Some(first) = others.next() {
+            tracing::warn!(first = excerpt(first), count = 1 + others.count(), "unused tensors");
+        }
+        Ok(())
+    }
+
+    /// Returns the tensors of all layers, each with its layer.
+    fn layer_tensors(&self) -> impl Iterator<Item = (&str, usize)> {
+        let prefix = self.full_name("");
+        self.checkpoint.tensors().filter_map(move |(name, _)| {
+            let (layer, _) = name.strip_prefix(&prefix)?.split_once('.')?;
+            Some((name, layer.parse().ok()?))
+        })
+    }
+}

@@ -1,0 +1,157 @@
+//! Runs the program on hostile input as a child process with limits on its time and memory.
+
+use std::io::{Read, Write};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::libc;
+
+/// The most seconds that the program may take.
+const MAX_SECONDS: f64 = 10.0;
+/// Other tests may delay the program. A program that has used less CPU time than [`MAX_SECONDS`] is killed only now.
+const HANG: Duration = Duration::from_secs(60);
+/// The most bytes of resident memory.
+const MAX_BYTES: u64 = 1_000_000_000;
+/// The limit of the operating system on the program's data, which includes buffers that are never touched.
+const MAX_DATA: libc::rlim_t = 1_500_000_000;
+/// The longest error message.
+const MAX_MESSAGE: usize = 2000;
+
+/// The result of a program that kept to the limits.
+pub struct Bounded {
+    pub status: ExitStatus,
+    pub stdout: String,
+    pub stderr: String,
+    pub seconds: f64,
+    pub peak_bytes: u64,
+}
+
+impl Bounded {
+    /// Asserts that the program failed with exit code `code` and an error message that contains all `words`.
+    #[track_caller]
+    pub fn assert_fails(&self, code: i32, words: &[&str]) {
+        assert_eq!(self.status.code(), Some(code), "{}\n{}", self.stdout, self.stderr);
+        for word in words {
+            assert!(self.stderr.contains(word), "no {word:?} in: {}", self.stderr);
+        }
+    }
+
+    #[track_caller]
+    pub fn assert_succeeds(&self) {
+        assert_eq!(self.status.code(), Some(0), "{}\n{}", self.stdout, self.stderr);
+    }
+}
+
+/// Runs a command without input.
+///
+/// Asserts that no signal or panic ends it, that it takes at most 10 seconds and 1 GB, and that an error is one message
+/// of at most 2000 bytes.
+#[track_caller]
+pub fn bounded(command: Command) -> Bounded {
+    bounded_with_input(command, b"")
+}
+
+/// Runs a command with `input` on its standard input. Asserts the same as [`bounded`].
+#[track_caller]
+#[expect(clippy::zombie_processes, reason = "`wait` waits with wait4, which also returns the CPU time")]
+pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
+    let name = format!("{command:?}");
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // A backtrace would hide the message of a panic.
+    command.env("RUST_BACKTRACE", "0");
+    // SAFETY: setrlimit is async-signal-safe, and the closure does not allocate.
+    unsafe {
+        command.pre_exec(|| {
+            for (resource, limit) in [(libc::RLIMIT_DATA, MAX_DATA), (libc::RLIMIT_CORE, 0)] {
+                let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
+                if libc::setrlimit(resource, &limit) != 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+            }
+            Ok(())
+        });
+    }
+    let start = Instant::now();
+    let mut child = command.spawn().unwrap();
+    let (mut stdin, input) = (child.stdin.take().unwrap(), input.to_vec());
+    thread::spawn(move || stdin.write_all(&input));
+    let (mut stdout, mut stderr) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
+    let stdout = thread::spawn(move || read(&mut stdout));
+    let stderr = thread::spawn(move || read(&mut stderr));
+
+    let pid = child.id() as libc::pid_t;
+    let (mut peak_bytes, mut is_killed) = (0, false);
+    let (status, cpu_seconds) = loop {
+        peak_bytes = peak_resident_bytes(pid).unwrap_or(0).max(peak_bytes);
+        if let Some(ended) = wait(pid) {
+            break ended;
+        }
+        let is_over = cpu_seconds(pid).is_some_and(|seconds| seconds > MAX_SECONDS);
+        if !is_killed && (is_over || start.elapsed() > HANG) {
+            child.kill().unwrap();
+            is_killed = true;
+        }
+        thread::sleep(Duration::from_millis(2));
+    };
+    let seconds = start.elapsed().as_secs_f64();
+    let (stdout, stderr) = (stdout.join().unwrap(), stderr.join().unwrap());
+
+    let shown: String = stderr.chars().take(4000).collect();
+    assert!(!is_killed, "{name} was killed after {seconds:.1} s and {cpu_seconds:.1} s of CPU time\n{shown}");
+    assert_eq!(status.signal(), None, "{name} ended by a signal\n{shown}");
+    assert_ne!(status.code(), Some(101), "{name} panicked\n{shown}");
+    assert!(!stderr.contains("panicked at"), "{name} panicked\n{shown}");
+    assert!(seconds <= MAX_SECONDS || cpu_seconds <= MAX_SECONDS, "{name} took {seconds:.1} s\n{shown}");
+    assert!(peak_bytes <= MAX_BYTES, "{name} needed {peak_bytes} bytes\n{shown}");
+    let has_controls = stderr.chars().any(|c| c != '\n' && c.is_control());
+    assert!(!has_controls, "{name} wrote control characters\n{shown:?}");
+    if !status.success() {
+        assert!(stderr.len() <= MAX_MESSAGE, "{name} wrote {} bytes\n{shown}", stderr.len());
+        let errors = stderr.lines().filter(|line| line.starts_with("error: ")).count();
+        assert_eq!(errors, 1, "{name} must write one error\n{shown}");
+    }
+    Bounded { status, stdout, stderr, seconds, peak_bytes }
+}
+
+fn read(stream: &mut impl Read) -> String {
+    let mut bytes = Vec::new();
+    let _ = stream.read_to_end(&mut bytes);
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Returns the exit status and the CPU time if the process has ended. Then the process no longer exists.
+fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
+    let mut status = 0;
+    // SAFETY: an all-zero rusage is valid.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: both pointers are valid for the call. `pid` is a child that nothing else waits for.
+    let ended = unsafe { libc::wait4(pid, &mut status, libc::WNOHANG, &mut usage) };
+    assert!(ended >= 0, "cannot wait for the child process: {}", std::io::Error::last_os_error());
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
+    (ended == pid).then(|| (ExitStatus::from_raw(status), seconds(usage.ru_utime) + seconds(usage.ru_stime)))
+}
+
+/// Returns the peak resident memory of a running process.
+/// The value in `rusage` does not help: it includes the memory of the test process before `exec`.
+fn peak_resident_bytes(pid: libc::pid_t) -> Option<u64> {
+    // Until `exec`, the child has the memory of this process.
+    let program = std::fs::read_link(format!("/proc/{pid}/exe")).ok()?;
+    if std::env::current_exe().is_ok_and(|this| this == program) {
+        return None;
+    }
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    Some(line.trim().trim_end_matches(" kB").parse::<u64>().ok()? * 1024)
+}
+
+fn cpu_seconds(pid: libc::pid_t) -> Option<f64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name of the program, in parentheses, can contain spaces. utime and stime are fields 14 and 15.
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let ticks = fields.get(11)?.parse::<u64>().ok()? + fields.get(12)?.parse::<u64>().ok()?;
+    // SAFETY: sysconf only returns a number.
+    let ticks_per_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
+    Some(ticks as f64 / ticks_per_second as f64)
+}

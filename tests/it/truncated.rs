@@ -1,0 +1,114 @@
+//! Tests of weights that another program truncates while they load. The result is an error or a loaded model.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use candle_core::{DType, Device};
+use inferno::models;
+use inferno::weights::{Checkpoint, LoadProgress, Weights};
+use tempfile::TempDir;
+
+use crate::cli::{copy_of_demo, inferno};
+use crate::gguf::models::{demo_as_gguf, saved};
+use crate::support::{Random, devices, golden};
+
+/// The number of loads that [`truncation_during_a_load_never_ends_the_program_by_a_signal`] disturbs per file format.
+const LOADS: usize = 12;
+
+/// Copies a golden model to a temporary folder. Returns the path of the model and the path of its weights.
+fn copy(name: &str) -> (TempDir, PathBuf, PathBuf) {
+    let (from, folder) = (golden(name), TempDir::new().unwrap());
+    if from.extension().is_some_and(|extension| extension == "gguf") {
+        let path = folder.path().join("model.gguf");
+        fs::copy(from, &path).unwrap();
+        return (folder, path.clone(), path);
+    }
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(from.join(file), folder.path().join(file)).unwrap();
+    }
+    let path = folder.path().to_path_buf();
+    (folder, path.clone(), path.join("model.safetensors"))
+}
+
+fn truncate(path: &Path, bytes: u64) {
+    OpenOptions::new().write(true).open(path).unwrap().set_len(bytes).unwrap();
+}
+
+/// Opens a model, truncates its weights, and returns the error of loading them.
+fn load_after_truncation(name: &str, quantize: Option<&str>, (device, dtype): (&Device, DType)) -> String {
+    let (_folder, model, weights_file) = copy(name);
+    let config = models::read_config(&model).unwrap();
+    let checkpoint = Checkpoint::open(&model).unwrap();
+    truncate(&weights_file, File::open(&weights_file).unwrap().metadata().unwrap().len() / 2);
+    let progress = LoadProgress::silent();
+    let weights = match quantize {
+        Some(quantize) => Ok(Weights::quantizing(&checkpoint, device, dtype, &progress, quantize.parse().unwrap())),
+        None => Weights::new(&checkpoint, device, dtype, &progress),
+    };
+    let decoder = weights.and_then(|weights| config.architecture.build(&weights, 32));
+    decoder.err().map_or("no error".into(), |error| format!("{error:#}"))
+}
+
+#[test]
+fn truncation_between_header_and_tensors_is_an_error() {
+    let models = [
+        ("llama3", "model.safetensors"),
+        ("mixtral", "model.safetensors"),
+        ("compressed/int8_packed", "model.safetensors"),
+        ("compressed/fp8", "model.safetensors"),
+        ("gguf_quantized/llama.gguf", "model.gguf"),
+        ("gguf_quantized/gpt_oss.gguf", "model.gguf"),
+        ("gguf_quantized/gpt2.gguf", "model.gguf"),
+    ];
+    for (device, dtype) in devices() {
+        for (name, file) in models {
+            for quantize in [None, Some("q8_0"), Some("int8")] {
+                let error = load_after_truncation(name, quantize, (&device, dtype));
+                let is_clear = error.contains(file) && error.contains("shorter than its header says");
+                assert!(is_clear, "{name}, {quantize:?}, {dtype:?}: {error}");
+            }
+        }
+    }
+}
+
+/// A process opens the weights of `model`, loads them and answers. Another thread truncates the file at a random time.
+fn disturb_loads(model: &Path, weights_file: &Path) {
+    let (home, original) = (TempDir::new().unwrap(), fs::read(weights_file).unwrap());
+    let mut random = Random(original.len() as u64);
+    let mut failures = 0;
+    for run in 0..LOADS {
+        fs::write(weights_file, &original).unwrap();
+        let mut command = inferno(&home);
+        command.args(["-v", "play", "--device", "cpu", "--max-tokens", "1", "--prompt", "Hi"]).arg(model);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut stderr = BufReader::new(child.stderr.take().unwrap());
+        let mut log = String::new();
+        // The program logs this line when it has opened the file. It then reads the header and the tensors.
+        while !log.contains("opened") && stderr.read_line(&mut log).unwrap() > 0 {}
+        std::thread::sleep(Duration::from_micros(random.below(60_000) as u64));
+        truncate(weights_file, random.below(original.len()) as u64);
+        stderr.read_to_string(&mut log).unwrap();
+        let status = child.wait().unwrap();
+        match status.code() {
+            Some(0) => {}
+            Some(1) => {
+                failures += 1;
+                let error = log.lines().find(|line| line.starts_with("error: ")).unwrap_or_default();
+                assert!(error.contains(weights_file.to_str().unwrap()), "run {run}: {log}");
+            }
+            _ => panic!("run {run}: {status}\n{log}"),
+        }
+    }
+    println!("{failures} of {LOADS} loads of {} failed", weights_file.display());
+}
+
+#[test]
+fn truncation_during_a_load_never_ends_the_program_by_a_signal() {
+    let (_folder, model) = copy_of_demo();
+    disturb_loads(&model, &model.join("model.safetensors"));
+    let (_folder, file) = saved(&demo_as_gguf());
+    disturb_loads(&file, &file);
+}
