@@ -51,6 +51,11 @@ impl<'t> Marker<'t> {
                 out.push(self.mark);
             }
         }
+        // The template may write the rest of a control token after this text, for example as part of the next message.
+        let is_start_of = |control: &str| control.char_indices().skip(1).any(|(at, _)| text.ends_with(&control[..at]));
+        if !out.ends_with(self.mark) && self.tokenizer.controls().any(|(control, _)| is_start_of(control)) {
+            out.push(self.mark);
+        }
         Ok(out)
     }
 
@@ -59,8 +64,9 @@ impl<'t> Marker<'t> {
         if !self.tokenizer.normalizes_controls() {
             return Ok(false);
         }
+        let unknown = self.tokenizer.encode(&self.mark.to_string(), ControlTokens::Text)?;
         let found = self.tokenizer.encode(text, ControlTokens::Parse)?;
-        let found = found.into_iter().filter(|&id| self.tokenizer.is_control(id)).count();
+        let found = found.into_iter().filter(|id| self.tokenizer.is_control(*id) && !unknown.contains(id)).count();
         let spelled = text.char_indices().filter(|&(at, _)| self.control_at(text, at).is_some()).count();
         Ok(found > spelled)
     }
@@ -83,7 +89,9 @@ impl<'t> Marker<'t> {
         // `begin` is the start of the text that is not encoded yet. `control_end` is the end of the last control token.
         let (mut begin, mut control_end, mut at) = (0, 0, 0);
         while at < rendered.len() {
-            let Some(control) = self.control_at(&rendered, at) else {
+            // A control token of one character has its mark after it.
+            let control = self.control_at(&rendered, at);
+            let Some(control) = control.filter(|control| !rendered[at + control.len()..].starts_with(self.mark)) else {
                 at += rendered[at..].chars().next().map_or(1, char::len_utf8);
                 continue;
             };

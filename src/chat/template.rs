@@ -99,7 +99,11 @@ impl Template {
     /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let tools = Json::Array(options.tools.clone());
+        // Parsing can reveal characters that the text of the arguments only spells, such as \ufdd0.
+        let calls = messages.iter().flat_map(|message| &message.tool_calls);
+        let arguments: Vec<Json> = calls.filter_map(|call| serde_json::from_str(&call.arguments).ok()).collect();
         let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools));
+        let written = written.chain(arguments.iter().flat_map(strings_of));
         let marker = Marker::new(tokenizer, written.collect::<Vec<_>>().into_iter())?;
         let tools = map_strings(&tools, &|text| marker.mark(text, &[]))?;
 

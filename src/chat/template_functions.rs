@@ -83,7 +83,8 @@ fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<
 fn escape_non_ascii(text: &str) -> String {
     let mut out = String::new();
     for c in text.chars() {
-        if c.is_ascii() {
+        // Unicode noncharacters are marks of `injection`.
+        if c.is_ascii() || matches!(c, '\u{FDD0}'..='\u{FDEF}') {
             out.push(c);
         } else {
             out.extend(c.encode_utf16(&mut [0; 2]).iter().map(|unit| format!("\\u{unit:04x}")));

@@ -133,7 +133,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Sets the chunk size, if one is given. Fails if it is 0 or more than [`MAX_CHUNK`].
+    /// Sets the chunk size, if one is given. Fails if it is 0 or larger than a kernel can process.
     pub fn with_chunk(self, chunk: Option<usize>) -> Result<Self> {
         match chunk {
             Some(0) => Err(Error::Usage("cannot load a model with --chunk 0: use --chunk 1 or more".into()).into()),

@@ -132,7 +132,8 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets the context length in tokens. The default is the longest context that fits in memory, up to 32,768.
+    /// Sets the context length in tokens. The default is the longest of 32,768, 16,384 and so on that fits in memory.
+    /// Models with RoPE scaling can have a shorter default.
     pub fn context(mut self, context: usize) -> Self {
         self.options.context = Some(context);
         self

@@ -25,7 +25,7 @@ pub struct HubConfig {
     pub shared_cache: PathBuf,
     /// `https://huggingface.co` or a mirror, without a trailing slash.
     pub endpoint: String,
-    /// The access token. [`sent_token`](Self::sent_token) decides whether it is sent.
+    /// The access token. It is sent only over https, or to this machine.
     pub token: Option<String>,
     /// True if network access is disabled.
     pub offline: bool,

@@ -1,4 +1,5 @@
-//! Compares every operation on a device with its CPU reference, using small, irregular shapes.
+//! Compares operations on a device with their CPU references, using small, irregular shapes.
+//! Decode steps of gpt-oss and sampling are not among them: `tests/it/decode_graph.rs` tests these.
 //!
 //! The comparison shows whether this GPU, driver and build compute correct results.
 //! `tests/it/kernels.rs` tests the kernels in more depth.

@@ -1,6 +1,6 @@
 //! The config.json fields that most families share, and their validation.
 
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Result, bail};
 use candle_nn::Activation;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -16,6 +16,9 @@ use crate::nn::norm::NormConfig;
 use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::text::{excerpt, library_error, quote};
 use crate::weights::Weights;
+
+/// The most fields of a config.json in which the cause of an error is searched. Real ones have up to 100.
+const MAX_FIELDS: usize = 200;
 
 /// The config.json fields that have the same names in nearly all families.
 #[derive(Debug, Deserialize)]
@@ -63,9 +66,23 @@ pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults
     from_json(json)
 }
 
-/// Parses the fields of config.json.
+/// Parses the fields of config.json. An error names the field that has the wrong type.
 pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
-    serde_json::from_value(json).map_err(|error| anyhow!("{}", library_error(&error)))
+    let parse = |json: &Value| serde_json::from_value::<T>(json.clone()).map_err(|error| library_error(&error));
+    let error = match parse(&json) {
+        Ok(config) => return Ok(config),
+        Err(error) => error,
+    };
+    // serde does not name the field. It is the one without which the error differs.
+    let is_cause = |key: &&String| {
+        let mut others = json.clone();
+        others.as_object_mut().and_then(|fields| fields.shift_remove(*key));
+        parse(&others).err().as_ref() != Some(&error)
+    };
+    match json.as_object().filter(|fields| fields.len() <= MAX_FIELDS).and_then(|fields| fields.keys().find(is_cause)) {
+        Some(key) => bail!("{}: {error}", excerpt(key)),
+        None => bail!("{error}"),
+    }
 }
 
 /// Copies the activation from `field` to `hidden_act`, the field that all configs read.

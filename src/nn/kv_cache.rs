@@ -5,7 +5,7 @@
 //! The next turn of a chat often changes the end of the prompt. For example, gpt-oss drops past reasoning.
 //! The cache can therefore be truncated.
 //! A full-attention layer can be truncated to any position.
-//! A ring buffer has overwritten its oldest positions, so it can only be truncated by a few positions.
+//! A ring buffer has overwritten its oldest positions, so it can only be truncated by less than a chunk.
 //! To go back further, it is restored from the savepoint taken at the end of the prefill.
 
 use anyhow::{Result, bail};

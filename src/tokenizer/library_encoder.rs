@@ -9,6 +9,9 @@ use super::guard::guarded;
 use super::table::ControlToken;
 use crate::text::quote;
 
+/// A Unicode noncharacter, which no vocabulary contains.
+const UNKNOWN: &str = "\u{FDD0}";
+
 /// The `tokenizers` library, which runs in this process.
 pub struct LibraryEncoder {
     /// Guarded by a mutex, because control token handling is a setting of the tokenizer, not an argument of each call.
@@ -25,6 +28,10 @@ impl LibraryEncoder {
         library.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
         let mut control_ids: Vec<u32> = controls.iter().map(|control| control.id).collect();
         control_ids.sort_unstable();
+        // A character that is not in the vocabulary becomes the unknown token, which is harmless.
+        library.set_encode_special_tokens(true);
+        let unknown = guarded("encode the text", || library.encode_fast(UNKNOWN, false))?;
+        control_ids.retain(|id| !unknown.get_ids().contains(id));
         let unmarked = controls.iter().filter(|control| !control.is_special && !control.content.is_empty());
         let unmarked = unmarked.map(|control| control.content.clone()).collect();
         Ok(Self { library: Mutex::new(library), control_ids, unmarked })

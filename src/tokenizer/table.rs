@@ -5,18 +5,18 @@ use std::collections::BTreeSet;
 use anyhow::{Result, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use tokenizers::{AddedToken, Decoder, DecoderWrapper};
+use tokenizers::{AddedToken, Decoder, DecoderWrapper, Model};
 
 use super::guard::guarded;
 
 /// The longest token, in bytes. Known vocabularies have tokens of up to a few hundred bytes.
-const MAX_TOKEN_BYTES: usize = 64 << 10;
+const MAX_TOKEN_BYTES: usize = 4 << 10;
 /// The size of all tokens together, in bytes.
 const MAX_TABLE_BYTES: usize = 256 << 20;
 /// The maximum number of steps of a decoder. Known decoders have four.
 const MAX_DECODER_STEPS: usize = 32;
 /// The maximum factor by which the steps of a decoder lengthen a text. Known decoders replace `▁` (3 bytes) with a space.
-const MAX_DECODER_GROWTH: usize = 64;
+const MAX_DECODER_GROWTH: usize = 2;
 
 /// An added token that acts as a control token.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -57,10 +57,13 @@ impl TokenTable {
     /// Copies the tokens and the decoder of a tokenizer.
     pub fn new(library: &tokenizers::Tokenizer) -> Result<Self> {
         let (controls, is_any_normalized) = controls(library);
+        // The model itself can also produce a control token from normalized text.
+        let is_any_in_model = || controls.iter().any(|c| library.get_model().token_to_id(&c.content).is_some());
+        let normalizes_controls = library.get_normalizer().is_some() && (is_any_normalized || is_any_in_model());
         let mut table = Self::empty(Header {
             controls,
             decoder: library.get_decoder().map(serde_json::to_value).transpose()?,
-            normalizes_controls: library.get_normalizer().is_some() && is_any_normalized,
+            normalizes_controls,
         })?;
         // Two tokens can have the same id. `id_to_token` decides which token wins.
         let count = u32::try_from(library.get_vocab_size(true)).unwrap_or(u32::MAX);
@@ -217,6 +220,15 @@ fn check_decoder(decoder: &Value) -> Result<()> {
     collect_steps(decoder, &mut steps);
     if steps.len() > MAX_DECODER_STEPS {
         bail!("cannot load the tokenizer: its decoder has {} steps; the limit is {MAX_DECODER_STEPS}", steps.len());
+    }
+    // These steps replace a text with a space. An empty text matches at every character.
+    let pattern = |step: &Value| match step["type"].as_str() {
+        Some("BPEDecoder") => step["suffix"].as_str().map(str::len),
+        Some("CTC") => step["word_delimiter_token"].as_str().map(str::len),
+        _ => None,
+    };
+    if steps.iter().any(|step| pattern(step) == Some(0)) {
+        bail!("cannot load the tokenizer: its decoder replaces an empty text");
     }
     let mut growth = 1usize;
     for step in steps.iter().filter(|step| step["type"] == "Replace") {

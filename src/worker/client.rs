@@ -109,6 +109,11 @@ impl Process {
         let budget = Budget::of(request, body);
         // A write fails if the process has ended. Then, so does the read.
         let written = protocol::write(&mut self.stdin, request, body);
+        if let Err(error) = &written
+            && error.downcast_ref().is_none_or(|error: &io::Error| error.kind() != io::ErrorKind::BrokenPipe)
+        {
+            return Err(anyhow!("cannot send the request: {error}"));
+        }
         let mut input = WithDeadline { stdout: &mut self.stdout, deadline: Instant::now() + budget.wait() };
         match protocol::read(&mut input) {
             Ok(Some(response)) => written.map(|()| response),

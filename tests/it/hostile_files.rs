@@ -377,6 +377,8 @@ fn numbers_out_of_range_are_errors_that_name_the_key() {
         (("hidden_size", json!(1u64 << 60)), "hidden_size is 1152921504606846976"),
         (("vocab_size", json!(0)), "vocab_size is 0"),
         (("max_position_embeddings", json!(1u64 << 40)), "max_position_embeddings is 1099511627776"),
+        (("vocab_size", json!(-1)), "vocab_size: invalid value: integer `-1`, expected usize"),
+        (("rms_norm_eps", json!("x")), "rms_norm_eps: invalid type: string"),
         (("num_key_value_heads", json!(3)), "not a multiple of num_key_value_heads 3"),
         (("head_dim", json!(63)), "head_dim is 63"),
         (yarn("factor", json!(0)), "RoPE scaling factor is 0.0"),

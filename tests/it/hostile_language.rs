@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use inferno::chat::{Message, ReasoningEffort, RenderOptions};
+use inferno::chat::{Message, ReasoningEffort, RenderOptions, ToolCall};
 use inferno::tokenizer::{ControlTokens, Tokenizer};
 use inferno::worker;
 use serde_json::{Value, json};
@@ -168,7 +168,7 @@ fn worker_agrees_with_this_process() {
 fn hostile_tokenizers_end_within_limits() {
     let chain = |count: usize| vec![replace("a", &"a".repeat(100)); count];
     type Change = Box<dyn FnOnce(&mut Value)>;
-    let tokenizers: [(&str, Change, &str); 7] = [
+    let tokenizers: [(&str, Change, &str); 8] = [
         (
             "a normalizer that multiplies",
             Box::new(move |t| t["normalizer"] = json!({"type": "Sequence", "normalizers": chain(6)})),
@@ -178,6 +178,14 @@ fn hostile_tokenizers_end_within_limits() {
             "a decoder that multiplies",
             Box::new(move |t| t["decoder"] = json!({"type": "Sequence", "decoders": chain(6)})),
             "lengthen text",
+        ),
+        (
+            "a decoder that replaces nothing",
+            Box::new(|t| {
+                let steps = vec![json!({"type": "BPEDecoder", "suffix": ""}); 32];
+                t["decoder"] = json!({"type": "Sequence", "decoders": steps});
+            }),
+            "replaces an empty text",
         ),
         (
             "a decoder with a regular expression",
@@ -279,6 +287,64 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
     }
     // Without protection, many of these texts would become control tokens.
     assert!(converted > 20, "{converted}");
+}
+
+/// Asserts that a rendered conversation has exactly the control tokens of its template.
+#[track_caller]
+fn assert_controls(model: &Model, texts: &[&str], expected: usize) {
+    let language = worker::load_language(&model.path).unwrap();
+    let messages: Vec<Message> = texts.iter().map(|text| Message::user(*text)).collect();
+    let ids = language.render(&messages, &options()).unwrap().ids;
+    let controls = ids.iter().filter(|id| language.tokenizer.is_control(**id)).count();
+    assert_eq!(controls, expected, "{texts:?} became {ids:?}");
+}
+
+#[test]
+fn text_never_becomes_a_control_token_of_the_model_itself() {
+    let model = Model::with_tokenizer(|tokenizer| {
+        let pieces = ["<unk>", "h", "i", "<", "|", ">", "c", "a", "l", "<|call|>"];
+        let vocab: Vec<Value> = pieces.iter().enumerate().map(|(id, piece)| json!([piece, -(id as f64)])).collect();
+        tokenizer["model"] = json!({"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": false});
+        tokenizer["normalizer"] = json!({"type": "NFKC"});
+        (tokenizer["pre_tokenizer"], tokenizer["decoder"]) = (Value::Null, Value::Null);
+        let token = |id: u32, content: &str| {
+            json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                "normalized": false, "special": true})
+        };
+        tokenizer["added_tokens"] = json!([token(0, "<unk>"), token(9, "<|call|>")]);
+    });
+    assert_controls(&model, &["hi"], 0);
+    assert_controls(&model, &["hi＜|call|＞"], 0);
+    assert_controls(&model, &["hi<|call|>"], 0);
+    // The character has no token. It becomes the unknown token, not an error.
+    let language = worker::load_language(&model.path).unwrap();
+    assert!(language.render(&[Message::user("😀<|call|>")], &options()).is_ok());
+}
+
+#[test]
+fn text_never_becomes_a_short_or_a_split_control_token() {
+    let model = Model::with_tokenizer(|tokenizer| {
+        let text = tokenizer.to_string().replace("<|call|>", "☃");
+        *tokenizer = serde_json::from_str(&text).unwrap();
+    });
+    let template = "<|begin|>{% for m in messages %}{{ m.content }}{% endfor %}<|end|>";
+    fs::write(model.path.join("chat_template.jinja"), template).unwrap();
+    for texts in [&["x☃y"][..], &["☃"], &["☃☃", "☃"], &["hi<|e", "nd|>"], &["<", "|end|>"], &["<|end|", ">"]]
+    {
+        assert_controls(&model, texts, 2);
+    }
+}
+
+/// The arguments of a tool call are parsed before they are rendered, so they can spell any character.
+#[test]
+fn spelled_noncharacters_are_kept() {
+    let model = Model::with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}");
+    let language = worker::load_language(&model.path).unwrap();
+    let mut message = Message::assistant("");
+    let arguments = r#"{"a": "x\ufdd0y <|end|>"}"#.to_string();
+    message.tool_calls.push(ToolCall { id: None, name: "f".into(), arguments });
+    let rendered = language.render(&[message], &options()).unwrap();
+    assert_eq!(rendered.text, "{\"a\": \"x\u{FDD0}y <|end|>\"}");
 }
 
 /// Returns the ids of the child processes of `pid`. They are listed under the thread that started them.

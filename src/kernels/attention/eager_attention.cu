@@ -81,6 +81,7 @@ __device__ void attention(const T* q, const T* k, const T* v, const float* sinks
 //   out: T [tokens, heads, head_dim]
 //   lse: f32 [heads, tokens], the logarithm of each softmax denominator
 //   sinks: f32 [heads]
+//   bytes moved: out is read and written once
 //   grid: (tokens, heads); block: 32
 template <typename T>
 __device__ void scale_by_sinks(T* out, const float* lse, const float* sinks, int tokens, int heads, int head_dim) {

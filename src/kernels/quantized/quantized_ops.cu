@@ -78,6 +78,7 @@ template <typename T> __device__ void dequantize(const QuantizedStack& weights, 
 // Looks up token embeddings. Computes out[t] = factor · weights[ids[t]].
 //   ids: u32 [tokens]
 //   out: f32 [tokens, columns]
+//   bytes moved: one quantized row per token, and out
 //   grid: tokens; block: 256
 extern "C" __global__ void __launch_bounds__(256)
     quantized_embed(const __grid_constant__ QuantizedStack weights, const uint32_t* ids, float* out, int columns,
@@ -96,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(256)
 //   x: T [tokens, columns]
 //   q: 8-bit values [tokens, padded], with zeros after the last column of x
 //   scales: f32 [tokens]
+//   bytes moved: x twice, q and scales once
 //   grid: tokens; block: 256
 template <typename T>
 __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, int padded, RoundingArgs rounding) {
@@ -114,6 +116,7 @@ __device__ void round_rows(const T* x, uint8_t* q, float* scales, int columns, i
 
 // Rounds rows to 8 bits and converts them back to T.
 //   x, y: T [tokens, columns]
+//   bytes moved: x twice, y once
 //   grid: tokens; block: 256
 template <typename T> __device__ void round_floats(const T* x, T* y, int columns, RoundingArgs rounding) {
     __shared__ float scratch[8];
@@ -128,6 +131,7 @@ template <typename T> __device__ void round_floats(const T* x, T* y, int columns
 // Applies the scales after an 8-bit matrix product: y[t, r] = sums[t, r] · x_scales[t] · w_scales[r].
 //   sums: int or float [tokens, rows]
 //   y: f32 [tokens, stride]
+//   bytes moved: sums and y once
 //   grid: (tokens, ceil(rows / 256)); block: 256
 template <typename S>
 __device__ void rescale(const S* sums, const float* x_scales, const float* w_scales, float* y, int rows, int stride) {

@@ -4,6 +4,8 @@
 pub const MAX_KEYS: u64 = 1 << 16;
 /// The maximum number of tensors in one file. The largest models, with one tensor per expert, have about 50,000.
 pub const MAX_TENSORS: u64 = 1 << 17;
+/// The maximum number of tensors in all parts of a split model.
+pub const MAX_SPLIT_TENSORS: usize = 1 << 19;
 /// The longest metadata key that the format allows.
 pub const MAX_KEY_BYTES: usize = (1 << 16) - 1;
 /// The longest tensor name that the format allows.

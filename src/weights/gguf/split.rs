@@ -7,7 +7,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 
-use super::limits::MAX_SPLIT_HEADER_BYTES;
+use super::limits::{MAX_SPLIT_HEADER_BYTES, MAX_SPLIT_TENSORS};
 use super::metadata::Metadata;
 use super::part::{GgufPart, PartOpener};
 use crate::snapshot::gguf::{MAX_PARTS, PartName};
@@ -37,7 +37,7 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
             split.count
         );
     }
-    let (mut parts, mut head_bytes) = (Vec::new(), 0);
+    let (mut parts, mut head_bytes, mut found) = (Vec::new(), 0, 0);
     let mut opened = Some(first);
     for number in 1..=name.count {
         let path = path.with_file_name(name.with_number(number));
@@ -61,9 +61,12 @@ pub fn open_parts(path: &Path, opener: &dyn PartOpener) -> Result<Vec<GgufPart>>
                 size(MAX_SPLIT_HEADER_BYTES)
             );
         }
+        found += part.header.tensors.len();
+        if found > MAX_SPLIT_TENSORS {
+            bail!("the parts of {} hold more than {MAX_SPLIT_TENSORS} tensors in total", name.prefix);
+        }
         parts.push(part);
     }
-    let found: usize = parts.iter().map(|part| part.header.tensors.len()).sum();
     if let Some(expected) = split.tensors.filter(|expected| *expected as usize != found) {
         bail!(
             "the parts of {} hold {found} tensors, but their metadata says {expected}; are they parts of one model?",
