@@ -12,9 +12,10 @@ determine its model, mutations and command.
 A run fails if the program
 
 - ends by a signal, panics, or exits with an undocumented code
-- takes more than 10 s, 1.5 GB of data or 1.5 GB of resident memory
-- fails without exactly one `error:` line, or with a message of more than 5000 bytes
-- writes control characters or invisible characters to stderr, or in a table for people to stdout
+- takes more than 10 s of CPU time or 60 s in total, or needs more than 1.5 GB of data or resident memory
+- fails without exactly one `error:` line
+- writes more than 5000 bytes to stderr
+- writes control characters or invisible characters to stderr or, in a table, to stdout
 - reports a perplexity that is NaN
 
 The script keeps the folder of a failed run. The folder contains `reproduce.sh`. At the end, the script exits with 1 if
@@ -44,10 +45,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COMMIT = "0123456789012345678901234567890123456789"
 
-# As in tests/it/bounded.rs.
+# The same limits as in tests/it/bounded.rs.
 MAX_SECONDS = 10
 MAX_DATA = 1_500_000_000
-# A busy machine delays the program. It is killed only after this time.
+# On a busy machine, the program may take longer than MAX_SECONDS. The script kills it after this time.
 HANG_SECONDS = 60
 MAX_RESIDENT = 1_500_000_000
 MAX_MESSAGE = 5000
@@ -61,7 +62,7 @@ PATHS = ["../../config.json", "/etc/passwd", "..", "a/b", "a\\b", "a\0b", "model
 
 
 class Raw(str):
-    """Text that becomes part of a JSON file as it is."""
+    """Text that is written to a JSON file unquoted."""
 
 
 class Pairs(list):
@@ -103,7 +104,7 @@ def parse(text):
 
 
 def encoded(node):
-    """Returns JSON, which is invalid if the value contains invalid parts."""
+    """Returns a value as JSON. The JSON is invalid if the value contains invalid `Raw` text."""
     if isinstance(node, Raw):
         return str(node)
     if isinstance(node, dict):
@@ -140,7 +141,7 @@ def shown(value):
 
 
 def random_slot(rng, root):
-    """Returns a container, an index in it and the path to that place, or None if the root is no container."""
+    """Returns a container, an index in it and the path of that item, or None if the root has no items."""
     node, path, slot = root, "", None
     while isinstance(node, list) and node:
         index = rng.randrange(len(node))
@@ -196,7 +197,7 @@ def mutate_tree(rng, root):
     return replace(hostile(rng))
 
 
-# Values for config.json that are valid on their own. They contradict the rest of the file, or have extreme parameters.
+# Returns a key and a value for config.json. The value is often valid by itself, but extreme or inconsistent.
 def config_addition(rng):
     number = rng.choice([0, 1e-9, 0.5, 1, 2, 8, 40, 1e9, -1, 1e30])
     size = rng.choice([0, 1, 2, 3, 8, 16, 64, 128, 1000, 4096, 2**31, 2**40])
@@ -239,7 +240,7 @@ def tree_bytes(rng, root):
     description = mutate_tree(rng, root)
     if description is None:
         root = hostile(rng)
-        description = f"replace everything by {shown(root)}"
+        description = f"replace everything with {shown(root)}"
     return to_bytes(root), description
 
 
@@ -356,7 +357,7 @@ TEMPLATES = [
     "{{ 'abc'[::-1] }}{{ 'abc'[0:10000000000:0] }}", "{{ messages[-9223372036854775808] }}", "{{ dict(a=1) | dictsort(by='x') }}", "{{ loop }}",
     "{% generation %}{% generation %}", "{{ [1, 2] | sort | batch(0) }}", "{{ range(0, 10, 0) }}", "{{ 'é' | slice(0) }}", "{{ 'a' | indent(10000000000) }}",
 ]
-# These take the whole three seconds of a template, so they are rare.
+# Each of these templates runs until the limit of three seconds, so the script chooses them rarely.
 SLOW_TEMPLATES = ["{% set ns = namespace() %}{% set ns.x = ns %}{{ ns | pprint }}",
                   repeated("{% set ns.l = [ns.l, ns.l] %}{% set ns.x = [ns.x, ns.x] %}", 40) + "{{ ns.l == ns.x }}"]
 
@@ -547,7 +548,7 @@ def mutate_gguf(rng, data):
         file.put(key, *new)
         return file.bytes(), f"set {key} to {shown(str(new))}"
     if kind < 11 and file.pairs:
-        # The long arrays of a vocabulary would hide the other keys otherwise.
+        # Choosing a key first gives short values the same chance as the long arrays of a vocabulary.
         pair = rng.choice(file.pairs)
         key, value = pair[0].decode("utf-8", "replace"), pair[2]
         change = rng.randrange(7)
@@ -615,7 +616,7 @@ def mutate_bytes(rng, data):
     kind = rng.randrange(7)
     if kind == 0 or not data:
         new = rng.choice([b"", b"\0", b"{", b"[]", b"null", b"\xef\xbb\xbf{}", b"\xff\xfe{\0}\0", bytes(range(256)) * 16, b"\n" * 1000])
-        return new, f"replace the contents by {len(new)} bytes: {shown(repr(new[:20]))}"
+        return new, f"replace the contents with {len(new)} bytes: {shown(repr(new[:20]))}"
     if kind == 1:
         end = rng.randrange(len(data))
         return data[:end], f"truncate to {end} bytes"
@@ -636,7 +637,7 @@ def mutate_bytes(rng, data):
 
 
 def mutate_file_system(rng, folder, path):
-    """Replaces a file by something else. Returns the description of the change."""
+    """Replaces, adds or deletes a file. Returns the description of the change."""
     kind = rng.randrange(13)
     if kind < 4 or leads_outside(folder, path):
         remove(path)
@@ -686,7 +687,7 @@ def mutate_file_system(rng, folder, path):
 
 
 def leads_outside(folder, path):
-    """Returns whether a path leads out of the home folder of its model. This script must not change such files."""
+    """Returns whether a path leads out of the home folder of its model. The script must not change files out there."""
     home = next(parent for parent in folder.parents if parent.name == "home")
     try:
         return not path.resolve().is_relative_to(home)
@@ -751,7 +752,7 @@ def mutate(rng, folder):
 
 
 def mutate_cache(rng, repo):
-    """Changes the files that a cache keeps beside a snapshot. Returns the description of the change."""
+    """Changes the refs or snapshots of a cached repository. Returns the description of the change."""
     kind = rng.randrange(5)
     if kind == 0:
         text = rng.choice(["", COMMIT[:7], COMMIT[::-1], "../../..", STRANGE, "f" * 100_000, COMMIT + "\n"])
@@ -786,7 +787,7 @@ def small_tokenizer(size):
 
 
 def make_models(folder):
-    """Writes the models that runs mutate, one subfolder each. Returns their names."""
+    """Writes each model that the runs mutate to a subfolder. Returns the names of the models."""
     golden = ROOT / "tests/golden"
 
     def copy(name, source):
@@ -887,7 +888,7 @@ def command_of(rng, name, home, names, repo):
 
 
 def limit():
-    """Limits the program that this process is about to become."""
+    """Sets resource limits for the program. The child process calls this before exec."""
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, HANG_SECONDS))
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA, MAX_DATA))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -916,7 +917,7 @@ def execute(program, arguments, home, scratch):
             if not ended:
                 time.sleep(0.002)
         seconds = time.monotonic() - start
-        child.returncode = 0 # it was waited for above
+        child.returncode = 0 # os.wait4 has reaped the child
         texts = []
         for stream in (stdout, stderr):
             stream.seek(0)
@@ -976,7 +977,7 @@ def prepare(seed, number, models, folder):
 
 
 def run(job):
-    """Executes one run. Returns its number, its exit code, its complaints and their description."""
+    """Executes one run. Returns its number, its exit code, whether it failed, its seconds and its description."""
     program, seed, number, models, scratch, keep, is_verbose = job
     folder = scratch / str(number)
     name, mutations, arguments = prepare(seed, number, models, folder)
@@ -1010,7 +1011,7 @@ def write_script(folder, program, arguments):
 
 
 def check_models(program, models, scratch):
-    """Fails if the program does not run an unchanged model. The mutations would then test little."""
+    """Exits if the program fails on an unchanged model, because runs on its mutations would then test little."""
     for name in sorted(path.name for path in models.iterdir()):
         folder = scratch / "unchanged"
         folder.mkdir()

@@ -98,7 +98,7 @@ pub enum Error {
     )]
     ContextFull { prompt_tokens: usize, context_tokens: usize, limit_tokens: usize },
 
-    /// The text of a prompt is so long that it was not even tokenized.
+    /// The prompt was rejected before tokenization, because its text is too long for the context.
     #[error(
         "the prompt has {:.1} MB of text, but the context holds only {context_tokens} tokens\n  shorten it",
         *prompt_bytes as f64 / 1e6
@@ -136,7 +136,7 @@ impl Error {
     }
 }
 
-/// The exit code after a failed write because of a full disk, a quota or a limit on the size of files.
+/// The exit code if a write fails because of a full disk, a quota or a file size limit.
 const DISK_FULL: u8 = 11;
 
 /// Returns the exit code of the process for any error. Clap's usage errors exit with 2, and Ctrl-C exits with 130.
@@ -148,7 +148,7 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
     if is_disk_full { DISK_FULL } else { 1 }
 }
 
-/// Returns true if a write failed because of a full disk, a quota or a limit on the size of files (`ulimit -f`).
+/// Returns true if a write failed because of a full disk, a quota or a file size limit (`ulimit -f`).
 pub fn is_disk_full(error: &io::Error) -> bool {
     matches!(error.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge)
 }

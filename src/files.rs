@@ -1,7 +1,8 @@
-//! Reads files that may come from a stranger: the small files of models, caches and conversations.
+//! Reads small untrusted files, such as those of models, caches and conversations, and limits their size.
 //!
-//! Every function checks the open file, so a file that is replaced in the meantime cannot evade the checks.
-//! Opening never waits: a plain `open` of a named pipe would wait until another program writes to it.
+//! The checks apply to the open file, so replacing the file between the check and the read cannot evade them.
+//! Only the functions for input that the user names accept pipes. The others reject a named pipe without waiting,
+//! although a plain `open` would block until another program writes to it.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -15,33 +16,33 @@ use crate::text::{library_error, size};
 const KB: u64 = 1000;
 const MB: u64 = 1000 * KB;
 
-/// The largest config.json. The largest known ones have 250 KB, because they list the layers that are not quantized.
+/// The maximum size of config.json, in bytes. The largest known files list unquantized layers and have 250 KB.
 pub const CONFIG: u64 = MB;
-/// The largest generation_config.json. Known ones have less than 1 KB.
+/// The maximum size of generation_config.json, in bytes. Known files have less than 1 KB.
 pub const GENERATION_CONFIG: u64 = MB;
-/// The largest chat template. Known ones have up to 20 KB.
+/// The maximum size of a chat template, in bytes. Known templates have up to 20 KB.
 pub const CHAT_TEMPLATE: u64 = MB;
-/// The largest tokenizer_config.json or special_tokens_map.json. Known ones have up to 2 MB.
+/// The maximum size of tokenizer_config.json and of special_tokens_map.json, in bytes. Known files have up to 2 MB.
 pub const TOKENIZER_CONFIG: u64 = 16 * MB;
-/// The largest tokenizer.json. Known ones have up to 35 MB.
+/// The maximum size of tokenizer.json, in bytes. Known files have up to 35 MB.
 pub const TOKENIZER: u64 = 128 * MB;
-/// The largest shard index. Known ones have up to 15 MB.
+/// The maximum size of a shard index, in bytes. Known indexes have up to 15 MB.
 pub const SHARD_INDEX: u64 = 32 * MB;
-/// The largest saved conversation.
+/// The maximum size of a saved conversation, in bytes.
 pub const JOURNAL: u64 = 128 * MB;
-/// The largest conversation for `tokenize --chat`. Longer ones do not fit in any context.
+/// The maximum size of a conversation for `tokenize --chat`, in bytes. Larger ones exceed the context of any model.
 pub const CONVERSATION: u64 = 16 * MB;
-/// The largest text that the user names: `--file` of `tokenize` and `perplexity`, or a text from an editor.
+/// The maximum size of a text that the user provides, in bytes: with `--file`, on standard input or in an editor.
 pub const TEXT: u64 = 256 * MB;
-/// The largest configuration file of inferno.
+/// The maximum size of inferno's configuration file, in bytes.
 pub const CONFIGURATION: u64 = MB;
-/// The largest record of a partial download.
+/// The maximum size of the record of a partial download, in bytes.
 pub const DOWNLOAD_RECORD: u64 = 16 * MB;
-/// The largest file with a single value, such as a commit hash, a token or a time.
+/// The maximum size of a file with a single value, such as a commit hash, an access token or a time, in bytes.
 pub const SINGLE_VALUE: u64 = 64 * KB;
 
-/// The most values in a JSON file. A parsed value takes up to 50 times as many bytes as its text.
-/// The largest known file, a tokenizer_config.json, has 50,000 values.
+/// The maximum number of values in JSON. A parsed value takes up to 50 times as much memory as its text.
+/// The known file with the most values, a tokenizer_config.json, has 50,000.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
 /// Opens a regular file for reading.
@@ -86,12 +87,12 @@ pub fn read_json_if_present<T: DeserializeOwned>(path: &Path, limit: u64) -> Res
     parse_json(&bytes).with_context(|| cannot_read(path)).map(Some)
 }
 
-/// Parses JSON from a file or a server. Fails if it has so many values that they would take too much memory.
+/// Parses JSON from a file or a server. Fails if it has too many values, because they would take too much memory.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     parse_json_up_to(MAX_JSON_VALUES, bytes)
 }
 
-/// Parses JSON like [`parse_json`], with another limit on the number of values.
+/// Parses JSON like [`parse_json`], but with `limit` as the maximum number of values.
 pub fn parse_json_up_to<T: DeserializeOwned>(limit: usize, bytes: &[u8]) -> Result<T> {
     check_json_values(limit, bytes)?;
     match serde_json::from_slice(bytes) {
@@ -101,7 +102,7 @@ pub fn parse_json_up_to<T: DeserializeOwned>(limit: usize, bytes: &[u8]) -> Resu
     }
 }
 
-/// Fails if a JSON text has more than `limit` values. Does not parse it. The limit is not exact.
+/// Fails if JSON has more than `limit` values, without parsing it. Object keys count as values.
 pub fn check_json_values(limit: usize, json: &[u8]) -> Result<()> {
     if count_json_values(json) > limit {
         bail!("it has more than {limit} JSON values");
@@ -116,7 +117,7 @@ pub fn read_head(path: &Path, bytes: u64) -> Result<Vec<u8>> {
     Ok(head)
 }
 
-/// Reads a file that the user names, of at most `limit` bytes. It may be a pipe, as in `--file <(command)`.
+/// Reads at most `limit` bytes from a file that the user names. It may be a pipe, as in `--file <(command)`.
 pub fn read_input(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let file = File::open(path).with_context(|| cannot_read(path))?;
     read_to_limit(&file, limit).with_context(|| cannot_read(path))
@@ -152,7 +153,8 @@ fn open_regular(path: &Path) -> io::Result<File> {
     }
 }
 
-/// Reads a file to its end. It may grow in the meantime, and a pipe or a device may never end.
+/// Reads a file to its end. Fails if it has more than `limit` bytes.
+/// Also limits the read itself, because the file may grow, and a pipe or a device may never end.
 fn read_to_limit(file: &File, limit: u64) -> Result<Vec<u8>> {
     let expected = file.metadata()?.len();
     let mut bytes = Vec::new();
@@ -175,7 +177,7 @@ fn to_text(path: &Path, bytes: Vec<u8>) -> Result<String> {
     }
 }
 
-/// Returns at least the number of values in a JSON text, without parsing it.
+/// Returns an upper bound on the number of values in JSON, without parsing it.
 fn count_json_values(json: &[u8]) -> usize {
     let (mut count, mut bytes) = (1, json.iter());
     while let Some(byte) = bytes.next() {

@@ -5,19 +5,19 @@ use std::sync::LazyLock;
 use regex::{Captures, Regex};
 use textwrap::{Options, WordSplitter, WrapAlgorithm};
 
-/// The most characters of a string that [`quote`] shows.
+/// The maximum number of characters of a string that [`quote`] shows.
 const QUOTED_CHARACTERS: usize = 80;
 
-/// The longest message of a library that [`library_error`] shows, in characters.
+/// The maximum number of characters of a library's message that [`library_error`] shows.
 const LIBRARY_CHARACTERS: usize = 300;
 
-/// The longest error message, in characters. No honest message is longer, except lists of models.
+/// The maximum length of an error message, in characters. Only long lists of models and untrusted strings exceed it.
 const MESSAGE_CHARACTERS: usize = 4000;
 
 /// Removes control characters and characters that change the text direction. Keeps newlines and tabs.
 ///
 /// Model output must not move the cursor, set the window title, or write to the clipboard.
-/// It may contain invisible characters, because emoji and many scripts consist of joined characters.
+/// It may contain other invisible characters, because emoji and many scripts need joiners.
 pub fn without_controls(text: &str) -> String {
     let is_harmless = |c: &char| match c {
         '\n' | '\t' => true,
@@ -29,7 +29,7 @@ pub fn without_controls(text: &str) -> String {
 
 /// Escapes control characters and invisible characters in a message. Keeps newlines and tabs.
 ///
-/// Use [`quote`] for each untrusted string in the message. Otherwise, its newlines would become part of the message.
+/// Use [`quote`] for each untrusted string in the message. Otherwise, a newline in the string could fake a new message.
 pub fn printable(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -49,7 +49,7 @@ pub fn quote(untrusted: &str) -> String {
     format!("'{}'", excerpt(untrusted).replace('\'', "\\'"))
 }
 
-/// Returns a string like [`quote`], but without quotes around it. For names of tensors, keys and other identifiers.
+/// Returns a string like [`quote`], but without adding or escaping quotes. For names of tensors, keys and the like.
 pub fn excerpt(untrusted: &str) -> String {
     let mut out = String::new();
     for c in untrusted.chars().take(QUOTED_CHARACTERS) {
@@ -64,7 +64,7 @@ pub fn excerpt(untrusted: &str) -> String {
     out
 }
 
-/// Returns a name as a single line, however long it is. For names that the user may type or copy.
+/// Escapes a name to a single line without shortening it. For names that the user may type or copy.
 pub fn escaped(name: &str) -> String {
     let mut out = String::new();
     name.chars().for_each(|c| push_visible(&mut out, c));
@@ -159,7 +159,7 @@ pub fn short_commit(commit: &str) -> String {
 }
 
 /// Returns the message of an error and its causes, formatted for display.
-/// A message that is too long to read loses its middle.
+/// Omits the middle of a message with more than 4000 characters.
 pub fn error_message(error: &anyhow::Error) -> String {
     let message = plain_cuda_errors(&format!("{error:#}"));
     let length = message.chars().count();

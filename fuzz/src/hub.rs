@@ -1,4 +1,4 @@
-//! The hub's listing of a repository from any bytes.
+//! Fuzzes the listing of a repository that a hub sends.
 
 use std::collections::HashSet;
 use std::path::{Component, Path};
@@ -7,7 +7,7 @@ use inferno::hub::{FileFilter, Listing, choose_files};
 
 use super::MAX_BYTES;
 
-/// Parses a listing and chooses the files of a download. If there is a NUL byte, a shard index follows it.
+/// Parses a listing and chooses the files of a download. The bytes after the first NUL byte, if any, are a shard index.
 pub fn hub_json(data: &[u8]) {
     if data.len() > MAX_BYTES {
         return;

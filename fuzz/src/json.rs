@@ -1,4 +1,4 @@
-//! The config of a model and saved conversations from any bytes.
+//! Fuzzes the config of a model and saved conversations.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -67,7 +67,7 @@ pub fn journal(data: &[u8]) {
     let saved = SavedConversation { damage: None, ..saved };
     assert_eq!(SavedConversation { damage: None, ..read.unwrap() }, saved);
     let backup = fs::read(path.with_extension("damaged")).ok();
-    assert_eq!(backup.as_deref(), is_damaged.then_some(data), "a damaged conversation must be copied, and no other");
+    assert_eq!(backup.as_deref(), is_damaged.then_some(data), "only a damaged conversation must be copied");
     assert_eq!(journal::read_saved(Some(NAME)).unwrap(), saved, "opening must remove the damage");
 
     let SavedConversation { model, settings, messages, .. } = &saved;
@@ -75,12 +75,12 @@ pub fn journal(data: &[u8]) {
     assert_eq!(journal::read_saved(Some(NAME)).unwrap(), saved);
 }
 
-/// Makes inferno save conversations in a folder for temporary files. Returns that folder, which is never removed.
+/// Makes inferno save conversations in a temporary folder. Returns the folder, which is never removed.
 fn state_folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let folder = std::env::temp_dir().join(format!("inferno-fuzz-state-{}", std::process::id()));
-        // SAFETY: only Rust code runs in other threads, and the standard library synchronizes its access.
+        // SAFETY: only Rust code runs in other threads, and the standard library locks the environment.
         unsafe { std::env::set_var("XDG_STATE_HOME", &folder) };
         folder
     })

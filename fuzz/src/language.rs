@@ -1,4 +1,4 @@
-//! Tokenizers, chat formats and chat templates from any bytes.
+//! Fuzzes tokenizers, chat formats and chat templates.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -29,7 +29,7 @@ const CONVERSATION: &str = r#"[
 /// Harmony's control tokens, except those that do not change the state of the parser.
 const HARMONY: [&str; 6] = ["<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"];
 
-/// The texts that occur in the headers of harmony messages.
+/// Texts that occur in the headers of harmony messages.
 const HEADERS: [&str; 12] = [
     "assistant",
     "analysis",
@@ -47,7 +47,8 @@ const HEADERS: [&str; 12] = [
 
 /// Loads a tokenizer.json, then encodes and decodes short texts.
 ///
-/// A hostile tokenizer can take any time and memory, which the worker limits in inferno. This function skips such files.
+/// A hostile tokenizer can take unlimited time and memory. In inferno, the worker limits both.
+/// This function has no such limits, so it skips files whose normalizer lengthens text too much.
 pub fn tokenizer_json(data: &[u8]) {
     if data.len() > MAX_BYTES || normalizer_growth(data) > MAX_BYTES {
         return;
@@ -103,7 +104,8 @@ fn control_id(text: &str) -> u32 {
     tokenizer().controls().find(|(control, _)| *control == text).expect("a control token").1
 }
 
-/// Converts bytes to token ids. A single byte is a control token or a part of a header. Two bytes are any other id.
+/// Converts bytes to token ids. A byte with a small value becomes a control token or a text of a header.
+/// Any other byte forms an id together with the next byte.
 fn to_ids(data: &[u8]) -> Vec<u32> {
     let tokenizer = tokenizer();
     let mut controls: Vec<u32> = tokenizer.controls().map(|(_, id)| id).collect();
@@ -123,7 +125,7 @@ fn to_ids(data: &[u8]) -> Vec<u32> {
     ids
 }
 
-/// Parses token ids as generated harmony. No text after `<|message|>` may be lost.
+/// Parses token ids as generated harmony. The parser must keep all text after `<|message|>`.
 pub fn harmony_parser(data: &[u8]) {
     if data.len() > MAX_BYTES / 8 {
         return;
@@ -195,12 +197,13 @@ pub fn chat_messages(data: &[u8]) {
             (Ok(one), Ok(other)) => assert_eq!(controls(&one.ids), controls(&other.ids), "{messages:?}"),
             // The template's marker fails if the messages contain every noncharacter.
             (Err(error), Ok(_)) => assert!(error.to_string().contains("noncharacter"), "{error}"),
-            (result, Err(_)) => assert!(result.is_err(), "only other texts are an error"),
+            (result, Err(_)) => assert!(result.is_err(), "the conversation is an error only with neutral texts"),
         }
     }
 }
 
-/// Returns a message with other texts. Empty texts stay empty, because they can change the structure of a prompt.
+/// Returns a copy of a message in which every text is `x`.
+/// Empty texts stay empty, because they can change the structure of a prompt.
 fn with_neutral_texts(message: &Message) -> Message {
     let neutral = |text: &String| if text.is_empty() { String::new() } else { "x".to_string() };
     let mut message = message.clone();
@@ -232,8 +235,8 @@ fn options() -> RenderOptions {
 
 /// Renders a conversation with a chat template, in a worker. The program must have called `worker::init`.
 ///
-/// The worker is another process, which the fuzzer does not observe. Therefore, small templates are also compiled here:
-/// that is how the fuzzer finds new kinds of templates.
+/// The fuzzer cannot measure the coverage of the worker, which is another process. Therefore, this function also
+/// compiles small templates in this process, so that coverage guides the fuzzer to new kinds of templates.
 pub fn template(data: &[u8]) {
     if let Ok(source) = std::str::from_utf8(data)
         && data.len() <= MAX_COMPILED_BYTES
@@ -253,7 +256,7 @@ pub fn template(data: &[u8]) {
     assert_eq!(encode(), ids, "the worker does not work after it rendered a template");
 }
 
-/// Creates a model without weights in the folder for temporary files. Returns its folder, which is never removed.
+/// Creates a model without weights in a temporary folder. Returns the folder, which is never removed.
 fn model_folder() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {

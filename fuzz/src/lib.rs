@@ -1,4 +1,4 @@
-//! The functions that fuzzing runs, one per target. Any bytes must end in a result or in an error.
+//! The functions that fuzzing runs, one per target. They must return a result or an error for any bytes.
 //!
 //! The functions in this file read checkpoints. The test suite includes this file too.
 #![allow(dead_code, reason = "the test suite does not run all functions")]
@@ -19,7 +19,7 @@ use inferno::weights::{Checkpoint, Inventory, WeightsSummary};
 /// Larger tensors are not loaded, to save time.
 const MAX_ELEMENTS: usize = 1 << 16;
 
-/// Larger texts are skipped, to save time.
+/// Larger inputs are skipped, to save time.
 const MAX_BYTES: usize = 1 << 16;
 
 /// Reads a GGUF file: its header, its metadata, its tensors, its tokenizer, and its model.

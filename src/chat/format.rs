@@ -70,7 +70,7 @@ impl ChatFormat {
         Some(ChatFormat::Template(TemplateFormat::new(template)))
     }
 
-    /// Creates the chat format with this [`name`](Self::name), for a conversation that another process renders.
+    /// Creates the chat format with this [`name`](Self::name). Another process renders its conversations.
     pub fn rendered_elsewhere(tokenizer: &Tokenizer, name: String) -> ChatFormat {
         match Harmony::find(tokenizer) {
             Some(harmony) => ChatFormat::Harmony(HarmonyFormat(harmony)),

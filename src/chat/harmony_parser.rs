@@ -2,7 +2,7 @@
 //!
 //! Models violate the format in a few percent of turns (llama.cpp #27720, openai/harmony #33 #80 #82).
 //! The parser therefore never rejects output, and keeps all text outside headers.
-//! Words of a header that has no message become the answer only if nothing else was generated.
+//! The text of a header without a message becomes the answer only if the model generated nothing else.
 //! The parser recognizes control tokens by id, recovers at the next valid token, and counts violations.
 //! It returns text as soon as that text cannot be part of a header.
 
@@ -129,7 +129,7 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Starts the content if the header contains text that cannot belong to it. In that case, `<|message|>` is missing.
+    /// Treats the text of a header as content if it cannot be a header. In that case, `<|message|>` is missing.
     fn leave_header_if_text(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         let State::Header(header) = &self.state else { return Ok(()) };
         let mut parsed = header.parse(tokenizer)?;

@@ -38,7 +38,7 @@ impl<'t> Marker<'t> {
 
     /// Returns `text` with a mark inside every control token, except those in `allowed`.
     ///
-    /// If normalization turns the text into a control token, returns it with a mark after every character.
+    /// If normalization creates a control token in the text, adds a mark after every character instead.
     pub fn mark(&self, text: &str, allowed: &[&str]) -> Result<String> {
         let mut out = String::with_capacity(text.len());
         if self.becomes_control(text)? {
@@ -59,7 +59,7 @@ impl<'t> Marker<'t> {
         Ok(out)
     }
 
-    /// Returns whether normalization turns other text in `text` into a control token, such as `＜|end|＞` after NFKC.
+    /// Returns whether normalization creates a control token in `text`. NFKC, for example, creates one in `＜|end|＞`.
     fn becomes_control(&self, text: &str) -> Result<bool> {
         if !self.tokenizer.normalizes_controls() {
             return Ok(false);
@@ -89,7 +89,7 @@ impl<'t> Marker<'t> {
         // `begin` is the start of the text that is not encoded yet. `control_end` is the end of the last control token.
         let (mut begin, mut control_end, mut at) = (0, 0, 0);
         while at < rendered.len() {
-            // A control token of one character has its mark after it.
+            // The mark of a one-character control token follows the token.
             let control = self.control_at(&rendered, at);
             let Some(control) = control.filter(|control| !rendered[at + control.len()..].starts_with(self.mark)) else {
                 at += rendered[at..].chars().next().map_or(1, char::len_utf8);

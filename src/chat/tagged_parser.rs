@@ -26,7 +26,7 @@ const END_TOOL_CALL: &str = "</tool_call>";
 /// The maximum number of newlines that belong to the tag before them. Models write `</think>\n\n`.
 const MAX_NEWLINES: usize = 2;
 
-/// The parser of one generation.
+/// The parser state of one generation.
 pub struct TaggedParser {
     channel: Channel,
     stream: TextStream,

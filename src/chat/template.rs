@@ -6,8 +6,8 @@
 //!
 //! Templates are untrusted code.
 //! They cannot read files, and their steps, recursion depth and output are limited.
-//! minijinja cannot limit memory, nor the time of a single step, nor recursion while it compiles a template.
-//! Therefore, the templates of downloaded models run in another process (see `worker`).
+//! minijinja cannot limit memory, the time of a single step, or recursion during compilation.
+//! The templates of downloaded models therefore run in another process (see `worker`).
 
 use std::io;
 use std::path::Path;
@@ -43,7 +43,7 @@ pub struct Template {
     source: String,
     /// The compiled template, or the compile error.
     ///
-    /// Rendering compiles the template, because a model can be used without its template, and compiling can fail or crash.
+    /// Compiled on first use, because compiling can fail or crash, and a model can be used without its template.
     environment: OnceLock<std::result::Result<Environment<'static>, String>>,
     /// The special tokens by name, such as `bos_token`.
     special_tokens: Vec<(String, String)>,
@@ -99,7 +99,7 @@ impl Template {
     /// Renders a conversation to token ids.
     pub fn render(&self, tokenizer: &Tokenizer, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let tools = Json::Array(options.tools.clone());
-        // Parsing can reveal characters that the text of the arguments only spells, such as \ufdd0.
+        // Parsing the arguments turns escapes such as \ufdd0 into characters that the JSON text does not contain.
         let calls = messages.iter().flat_map(|message| &message.tool_calls);
         let arguments: Vec<Json> = calls.filter_map(|call| serde_json::from_str(&call.arguments).ok()).collect();
         let written = messages.iter().flat_map(Message::texts).chain(strings_of(&tools));

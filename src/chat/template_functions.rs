@@ -83,7 +83,7 @@ fn tojson(value: &Value, ensure_ascii: Option<bool>, options: Kwargs) -> Result<
 fn escape_non_ascii(text: &str) -> String {
     let mut out = String::new();
     for c in text.chars() {
-        // Unicode noncharacters are marks of `injection`.
+        // The `injection` module uses these noncharacters as marks, so they must not be escaped.
         if c.is_ascii() || matches!(c, '\u{FDD0}'..='\u{FDEF}') {
             out.push(c);
         } else {

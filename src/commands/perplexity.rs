@@ -65,7 +65,7 @@ pub fn run(args: Args) -> Result<ExitCode> {
     });
     let change = change.transpose()?;
     if let Some(QuantizationEffect { kl, .. }) = change.as_ref().filter(|change| !change.kl.is_finite()) {
-        bail!("cannot compute the KL divergence: it is {kl}; the weights of the model are broken");
+        bail!("cannot compute the KL divergence: it is {kl}; the model's weights are broken");
     }
     let weight_bytes = engine.info().weight_bytes;
     let mean_nll = nll.iter().map(|&nll| nll as f64).sum::<f64>() / nll.len() as f64;
@@ -134,7 +134,7 @@ fn check_losses(nll: &[f32]) -> Result<()> {
     match nll.iter().position(|loss| !loss.is_finite()) {
         // The first token has no loss.
         Some(index) => bail!(
-            "cannot compute the perplexity: the loss of token {} is {}; the weights or the config of the model are broken",
+            "cannot compute the perplexity: the loss of token {} is {}; the model's weights or config are broken",
             index + 2,
             nll[index]
         ),

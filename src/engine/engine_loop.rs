@@ -1,6 +1,6 @@
 //! The engine thread's loop: plan, step, deliver. Only this thread uses the model.
 //!
-//! A step sends its token to the client. `deliver` sends the end of a sequence: its finish reason or its error.
+//! A step sends its token to the client. `deliver` sends the finish reason or the error that ends a sequence.
 //!
 //! Requests run one at a time, in submission order.
 
@@ -109,7 +109,7 @@ impl EngineLoop {
         }
     }
 
-    /// Ends the requests in the queue that their clients canceled.
+    /// Ends the queued requests that were canceled by their clients.
     fn end_canceled(&mut self) {
         let counters = &self.counters;
         self.waiting.retain(|job| match job {

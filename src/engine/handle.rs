@@ -24,10 +24,10 @@ use crate::language::Language;
 use crate::runner::{EagerReason, Executor, Runner};
 use crate::tokenizer::{ControlTokens, Tokenizer};
 
-/// The most bytes of text that a prompt may have for each token of the context. Text has 3 to 5 bytes per token.
+/// The maximum size of a prompt in bytes per token of context. Typical text has 3 to 5 bytes per token.
 const MAX_BYTES_PER_TOKEN: usize = 32;
 
-/// Prompts up to this size are always encoded, so that the error can give their number of tokens.
+/// Prompts of up to this many bytes are always encoded, so that an error can state their number of tokens.
 const MIN_TEXT_BYTES: usize = 1 << 20;
 
 /// A handle to an engine. Clones refer to the same engine and can be used on any thread.
@@ -121,7 +121,7 @@ impl EngineHandle {
         self.shared.language.render(messages, options)
     }
 
-    /// Fails if a text of this size cannot fit in the context. Encoding it would take memory and time for nothing.
+    /// Fails if a text of this size is far too long for the context, to avoid the cost of encoding it.
     fn check_text(&self, prompt_bytes: usize) -> Result<()> {
         let context_tokens = self.context();
         if prompt_bytes > MIN_TEXT_BYTES.max(context_tokens.saturating_mul(MAX_BYTES_PER_TOKEN)) {

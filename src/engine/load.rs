@@ -186,7 +186,7 @@ fn load_onto_device(
     Ok(OnDevice { runner, attention, device_info, weight_bytes, cache_bytes })
 }
 
-/// The place and size of a model in memory.
+/// The device, the dtype and the memory plan for loading a model.
 struct Target<'t> {
     device: &'t Device,
     dtype: DType,

@@ -16,10 +16,10 @@ const DEFAULT_CONTEXT: usize = 32_768;
 /// The shortest default context when memory is limited, in tokens.
 const SMALLEST_CONTEXT: usize = 2048;
 
-/// An upper bound on activation memory that does not depend on the chunk size, in bytes.
+/// An upper bound on the activation memory that does not depend on the chunk size, in bytes.
 /// cuBLASLt uses 32 MiB of it. The buffers and graphs of decode steps and the logits of one token use the rest.
 const WORKSPACE_BYTES: u64 = 192 << 20;
-/// The smallest bound on activation memory for each token of a chunk, in bytes.
+/// The minimum of the bound on activation memory for each token of a chunk, in bytes.
 /// The bound is larger for models with wide MLPs: see [`workspace_bytes_per_token`].
 const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 
@@ -28,20 +28,20 @@ const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 /// Kernels count the elements of an activation as an i32, so its tokens · columns must be less than 2^31.
 /// With this chunk size, a token may have 131,071 columns.
 /// Llama 3.1 405B has the largest known number, 106,496 (gate and up, 2 · 53,248).
-/// Larger chunks are not faster than the largest of [`DeviceKind::chunk_sizes`].
+/// Chunks larger than those in [`DeviceKind::chunk_sizes`] are not faster.
 const MAX_CHUNK: usize = 16_384;
 
 /// Returns an upper bound on activation memory for each token of a chunk, in bytes.
 ///
-/// Activations take the most memory in the down projection of an MLP. With b bytes in `dtype`, a token then has:
+/// Activation memory peaks in the down projection of an MLP. With b bytes per element of `dtype`, a token then needs:
 ///
-/// - gate and up in f32: 8 · intermediate
+/// - the outputs of gate_proj and up_proj in f32: 8 · intermediate
 /// - their product in `dtype`, and a copy that is rounded for some quantized weights: 2b · intermediate
 /// - in f32, the residual stream at three points, two outputs of layers and the output of the MLP: 24 · hidden
 /// - the two normed inputs in `dtype`: 2b · hidden
-/// - 8 · hidden in reserve, for the sums and the rounded input of a product of 8-bit matrices
+/// - a reserve for the sums and the rounded input of an 8-bit matrix product: 8 · hidden
 ///
-/// The sums of such a product and a bias take at most as much in the up projection as the rounded copy does here.
+/// In the up projection, the sums of an 8-bit product and a bias take at most as much memory as the rounded copy here.
 /// For example, a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
 /// Attention needs less, and so do the experts of all supported families.
 fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
@@ -77,7 +77,7 @@ pub struct MemoryPlan {
     loading_bytes: u64,
     /// Extra bytes needed during a forward pass, for the dequantized experts of one layer.
     unpacked_bytes: u64,
-    /// An upper bound on activation memory for each token of a chunk.
+    /// An upper bound on activation memory for each token of a chunk, in bytes.
     workspace_bytes_per_token: u64,
     layers: Vec<LayerSpec>,
     /// The chunk sizes to choose from, best first.

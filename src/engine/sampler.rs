@@ -81,7 +81,7 @@ impl ChooseToken for Sampler {
 
     #[cfg(feature = "cuda")]
     fn on_device(&self, vocab_size: usize) -> Option<DeviceSampling> {
-        // Without `..`, so that a new parameter does not compile until it is passed to the kernel.
+        // Without `..`, a new parameter is a compile error until it is passed to the kernel.
         let SamplingParams {
             temperature,
             top_k,
@@ -134,7 +134,7 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     if top == f32::NEG_INFINITY {
         return Vec::new();
     }
-    // Without `..`, so that a new parameter does not compile until the sampler applies it, here or in `sample`.
+    // Without `..`, a new parameter is a compile error until the sampler applies it, here or in `sample`.
     let &SamplingParams {
         temperature,
         top_k,

@@ -9,7 +9,7 @@ pub struct EngineStats {
     pub waiting: u64,
     /// Requests in progress.
     pub running: u64,
-    /// Requests that have ended for any reason, except those that the end of the engine cut off.
+    /// Requests that have ended for any reason, except those that were cut off when the engine stopped.
     pub ended: u64,
     /// Requests that the client ended: canceled, dropped, or stopped at a stop string.
     pub canceled: u64,

@@ -43,7 +43,7 @@ impl Hub {
         &self.config.cache
     }
 
-    /// Returns a warning if there is a token, but it is not sent to the hub because the connection is not encrypted.
+    /// Returns a warning if a token is set but not sent to the hub, because the connection is not encrypted.
     pub fn token_warning(&self) -> Option<String> {
         self.config.token_warning().filter(|_| !self.config.offline)
     }

@@ -25,7 +25,7 @@ pub struct HubConfig {
     pub shared_cache: PathBuf,
     /// `https://huggingface.co` or a mirror, without a trailing slash.
     pub endpoint: String,
-    /// The access token. It is sent only over https, or to this machine.
+    /// The access token. It is sent only over https or to a loopback address.
     pub token: Option<String>,
     /// True if network access is disabled.
     pub offline: bool,
@@ -67,15 +67,15 @@ impl HubConfig {
         })
     }
 
-    /// Returns the token for requests to the endpoint.
+    /// Returns the token to send to the endpoint.
     ///
-    /// Returns `None` if the token would travel over a network without encryption.
+    /// Returns `None` if no token is set, or if sending it would expose it on an unencrypted network connection.
     pub(super) fn sent_token(&self) -> Option<&str> {
         let is_safe = self.endpoint.starts_with("https://") || is_loopback(&self.endpoint);
         self.token.as_deref().filter(|_| is_safe)
     }
 
-    /// Returns a warning if there is a token, but it is not sent to the endpoint.
+    /// Returns a warning if a token is set but not sent to the endpoint.
     pub fn token_warning(&self) -> Option<String> {
         (self.token.is_some() && self.sent_token().is_none()).then(|| {
             format!(
@@ -97,7 +97,7 @@ impl HubConfig {
     }
 }
 
-/// Returns true if a URL leads to this machine.
+/// Returns true if the host of a URL is `localhost` or a loopback address.
 pub(super) fn is_loopback(url: &str) -> bool {
     let Some(host) = url.parse::<Uri>().ok().and_then(|url| url.host().map(str::to_lowercase)) else { return false };
     let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(&host).parse::<IpAddr>();

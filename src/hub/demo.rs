@@ -1,7 +1,7 @@
 //! The demo model: a small gpt-oss model that is built into the binary and written to the cache on first use.
 //!
 //! Any number of processes may write the demo at the same time. Each file is written under a temporary name and then
-//! renamed, so a good file never disappears, and no process sees part of a file.
+//! renamed, so a valid file never disappears, and no process sees a partial file.
 
 use std::fs;
 use std::io::{self, ErrorKind, Write};
@@ -23,7 +23,7 @@ pub const NAME: &str = "demo";
 /// A hash of the demo's files, which identifies the version of the demo.
 const REVISION: &str = env!("INFERNO_DEMO_REVISION");
 
-/// The longest wait for another process that writes the demo.
+/// The maximum wait for another process that is writing the demo.
 const MAX_WAIT: Duration = Duration::from_secs(5);
 
 macro_rules! asset {
@@ -82,11 +82,11 @@ fn has_contents(path: &Path, bytes: &[u8]) -> bool {
     files::read(path, bytes.len() as u64).is_ok_and(|found| found == bytes)
 }
 
-/// Writes the files that are not good yet.
+/// Writes the files that `is_good` rejects.
 fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
     let path = directory(cache);
     let write = || -> io::Result<()> {
-        // The other processes wait for this lock, and then find good files.
+        // Other processes wait for this lock and then find valid files.
         let _lock = wait_for_lock(cache);
         create_directory(&cache.join(NAME))?;
         create_directory(&path)?;
@@ -105,8 +105,8 @@ fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
 
 /// Waits for the lock on the demo.
 ///
-/// Returns `None` if there is no lock, or if another process holds it for too long. Writing without the lock is safe,
-/// but several processes may then write the same files.
+/// Returns `None` if locking fails, or if another process holds the lock for too long. Writing without the lock is
+/// safe, but several processes may then write the same files.
 fn wait_for_lock(cache: &Path) -> Option<Lock> {
     let start = Instant::now();
     loop {
@@ -123,7 +123,7 @@ pub(super) fn try_lock(cache: &Path) -> Result<Option<Lock>> {
     lock::try_acquire(&cache.join(".locks").join("demo.lock"))
 }
 
-/// Creates a directory. Replaces a file or a dangling link of the same name.
+/// Creates a directory. Replaces a file or a dangling link at `path`.
 fn create_directory(path: &Path) -> io::Result<()> {
     if path.symlink_metadata().is_ok() && !path.is_dir() {
         fs::remove_file(path)?;
@@ -131,7 +131,7 @@ fn create_directory(path: &Path) -> io::Result<()> {
     fs::create_dir_all(path)
 }
 
-/// Writes a file and flushes it to disk. Replaces whatever has its name.
+/// Writes a file and flushes it to disk. Replaces any file or directory at `path`.
 fn write_file(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let (temporary, mut file) = disk::create_temporary(path)?;
     let rename = || match fs::rename(&temporary, path) {
@@ -165,7 +165,7 @@ pub(super) fn verify(cache: &Path) -> Result<Option<VerifiedSnapshot>> {
     Ok(Some(VerifiedSnapshot { name, revision, source: Source::BuiltIn, files }))
 }
 
-/// Writes the files again whose contents are wrong.
+/// Rewrites the files that are missing or have wrong contents.
 pub(super) fn repair(cache: &Path) -> Result<()> {
     write_files(cache, has_contents)
 }

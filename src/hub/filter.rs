@@ -10,7 +10,7 @@ use crate::snapshot::gguf;
 use crate::snapshot::safetensors::{INDEX, SINGLE_FILE, ShardIndex};
 use crate::text::quote;
 
-/// The most GGUF models that an error message lists.
+/// The maximum number of GGUF models to list in an error message.
 const MAX_LISTED_MODELS: usize = 30;
 
 /// The small files at the root of a repository that are always downloaded if they exist.
@@ -58,7 +58,7 @@ impl CompiledFilter {
         self.include.is_none()
     }
 
-    /// Returns the files to download, small files first. `index` is the contents of [`INDEX`] if it is there.
+    /// Returns the files to download, small files first. `index` is the contents of [`INDEX`], if there is one.
     pub fn choose(&self, repo: &str, files: &FileList, index: Option<&[u8]>) -> Result<Vec<RemoteFile>> {
         let mut chosen = match &self.include {
             Some(patterns) => included_files(repo, files, patterns)?,
@@ -81,7 +81,7 @@ fn compile(patterns: &[String]) -> Result<GlobSet> {
     Ok(set.build()?)
 }
 
-/// Returns the files of a repository that `filter` selects. `index` is the contents of [`INDEX`] if it is there.
+/// Returns the files that `filter` selects. `index` is the contents of [`INDEX`], if the repository has one.
 #[doc(hidden)]
 pub fn choose_files(
     repo: &str,
@@ -104,7 +104,7 @@ fn included_files(repo: &str, files: &FileList, patterns: &GlobSet) -> Result<Ve
     let mut chosen = small_files(files);
     // `--include '*.safetensors'` selects shards, which cannot be loaded without the index.
     chosen.extend(files.get(INDEX).cloned());
-    // `chosen` has few files so far.
+    // A linear search is fast, because `chosen` has few files so far.
     let is_chosen = |file: &RemoteFile| chosen.iter().any(|other| other.name == file.name);
     let is_new = |file: &&RemoteFile| patterns.is_match(&file.name) && !is_chosen(file);
     let matching: Vec<RemoteFile> = files.iter().filter(is_new).cloned().collect();

@@ -192,9 +192,7 @@ fn invalid_name_hint(model: &str, required: Required) -> String {
     let is_path = model.starts_with(['/', '.', '~']) || model.ends_with(".gguf");
     match (Path::new(model).is_dir(), is_path) {
         (true, _) => format!("the directory {model} has no {}", marker_file(required)),
-        (false, true) if Path::new(model).exists() => {
-            "it is not a model: not a directory, and no regular .gguf file".into()
-        }
+        (false, true) if Path::new(model).exists() => "it is neither a directory nor a regular .gguf file".into(),
         (false, true) => "there is no such file or directory".into(),
         (false, false) => {
             "use org/name as on huggingface.co, or a directory; `inferno list` lists the models on this machine".into()

@@ -60,8 +60,8 @@ const TEXTS: [(&str, u64); 3] =
 /// The number of bytes to read from README.md. The front matter is shorter.
 const README_BYTES: u64 = 16 << 10;
 
-/// The maximum size of all headers of a model, in bytes. The `safetensors` library allows as much for each header.
-/// The headers of real models are smaller than 1 MB each, and smaller than 30 MB together.
+/// The maximum total size of a model's headers, in bytes. The `safetensors` crate has the same limit for each header.
+/// The headers of real models are smaller than 1 MB each and smaller than 30 MB in total.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The maximum number of shards. Known models have up to 200.
@@ -155,7 +155,7 @@ impl Inspection<'_> {
         for (name, limit) in TEXTS.into_iter().filter(|(name, _)| is_wanted(name)) {
             let text = self.beginning(name, limit)?;
             if text.len() as u64 == limit && limit != README_BYTES {
-                bail!("cannot read {name}: it has at least {limit} bytes, which no real one has");
+                bail!("cannot read {name}: it is too large (at least {limit} bytes)");
             }
             texts.insert(name.to_string(), text);
         }
@@ -185,7 +185,7 @@ impl Inspection<'_> {
         try_map(files, THREADS, |file| self.header(file, &total_bytes))
     }
 
-    /// Reads the header of a file. Adds its size to `total_bytes`, which is limited.
+    /// Reads the header of a file and adds its size to `total_bytes`. Fails if the total exceeds [`MAX_HEADER_BYTES`].
     fn header(&self, file: &RemoteFile, total_bytes: &AtomicU64) -> Result<SafetensorsHeader> {
         let (remote, name) = (self.remote, &file.name);
         let shown = quote(name);
@@ -200,7 +200,7 @@ impl Inspection<'_> {
             bail!("cannot read {shown}: it claims a header of {length} bytes, but the limit is {MAX_HEADER_BYTES}");
         }
         if total_bytes.fetch_add(length, Ordering::Relaxed) + length > MAX_HEADER_BYTES {
-            bail!("cannot read {shown}: the headers of all files have more than {MAX_HEADER_BYTES} bytes");
+            bail!("cannot read {shown}: the headers of all files have more than {MAX_HEADER_BYTES} bytes in total");
         }
         let data_bytes = match file.bytes.map(|bytes| bytes.checked_sub(8 + length)) {
             Some(None) => {
@@ -216,7 +216,7 @@ impl Inspection<'_> {
         if is_partial && received == FIRST_REQUEST_BYTES && received < 8 + length {
             let (mut body, is_partial) = request(remote, &self.listing.commit, name, received..8 + length)?;
             if !is_partial {
-                bail!("cannot read {shown}: the server sent a range first, but then the whole file");
+                bail!("cannot read {shown}: the server honored only the first range request");
             }
             json.extend(remote.read_body(&mut body, 8 + length - received)?);
         }

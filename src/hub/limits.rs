@@ -7,7 +7,8 @@ use std::time::Duration;
 pub struct Limits {
     /// The maximum time to open a connection.
     pub connect_timeout: Duration,
-    /// The maximum wait for the headers of a response, and for a slow metadata response. Set by HF_HUB_ETAG_TIMEOUT.
+    /// The maximum wait for the headers of a response. Also limits the time for a metadata response.
+    /// Set by HF_HUB_ETAG_TIMEOUT.
     pub response_timeout: Duration,
     /// The maximum pause between two reads of a body. Set by HF_HUB_DOWNLOAD_TIMEOUT.
     pub stall_timeout: Duration,
@@ -15,7 +16,7 @@ pub struct Limits {
     pub first_wait: Duration,
     /// The maximum wait before a retry. The request fails if the server asks for a longer wait with Retry-After.
     pub max_wait: Duration,
-    /// The maximum number of consecutive retries for a part of a file that makes too little progress.
+    /// The maximum number of consecutive retries for a part of a file without sufficient progress.
     pub max_failures: u32,
     /// The maximum number of retries for a metadata request, such as a request for the file list.
     pub max_metadata_failures: u32,
@@ -30,9 +31,10 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Returns how much of a file must arrive to reset its count of failures: 1 % of the file, from 4 KB to 1 MB.
+    /// Returns the number of bytes that must arrive to reset the count of consecutive failures.
     ///
-    /// A slow connection may need several attempts for this. A server that sends one byte per attempt is given up.
+    /// This is 1% of the file, but at least 4 KiB and at most 1 MiB. A slow connection may need several attempts to
+    /// receive that much. A server that sends one byte per attempt runs out of retries.
     pub(super) fn min_progress(file_bytes: u64) -> u64 {
         (file_bytes / 100).clamp(4 << 10, 1 << 20)
     }

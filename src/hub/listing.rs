@@ -100,7 +100,7 @@ impl Deref for FileList {
     }
 }
 
-/// Orders paths so that the files of a folder directly follow a file with the name of the folder.
+/// Orders paths so that those below `a/` directly follow `a`, before names such as `a-b`.
 fn path_order(a: &str, b: &str) -> Ordering {
     let key = |byte: u8| if byte == b'/' { 0 } else { byte };
     a.bytes().map(key).cmp(b.bytes().map(key))
@@ -129,7 +129,7 @@ struct LargeFile {
     size: Option<u64>,
 }
 
-/// Deserializes the list of files. Keeps at most one file more than the maximum, so that it cannot fill the memory.
+/// Deserializes the list of files. Keeps at most one file more than the maximum, to bound the memory.
 fn deserialize_files<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Sibling>, D::Error> {
     struct Files;
 
@@ -163,13 +163,13 @@ impl ModelListing {
             bail!("the hub sent an invalid commit hash for '{repo}': {}", quote(&self.sha));
         }
         if self.siblings.len() > MAX_FILES {
-            bail!("the hub lists more than {MAX_FILES} files in '{repo}', which is the limit");
+            bail!("the hub lists more than {MAX_FILES} files in '{repo}', but {MAX_FILES} is the limit");
         }
         let files = self.siblings.into_iter().map(|file| file.check(repo)).collect::<Result<Vec<_>>>()?;
         // With this limit, sums of file sizes cannot overflow.
         let total_bytes = files.iter().filter_map(|file| file.bytes).fold(0u64, u64::saturating_add);
         if total_bytes > MAX_FILE_BYTES {
-            bail!("the hub sent an impossible size for '{repo}': {total_bytes} bytes in all files");
+            bail!("the hub sent an impossible size for '{repo}': {total_bytes} bytes in total");
         }
         let files = FileList::new(files);
         files.check(repo)?;

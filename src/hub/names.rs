@@ -59,12 +59,12 @@ pub(super) fn check_repo(name: &str) -> Result<()> {
     Err(Error::usage(format!("{name:?} is not a valid repository name: use org/name, as in openai/gpt-oss-20b")))
 }
 
-/// Returns why a file name from a hub is refused, as in «which {reason}». Returns `None` for a good name.
+/// Returns why a file name from a hub is rejected, as a clause that follows "which". Returns `None` for a valid name.
 pub(super) fn file_name_problem(name: &str) -> Option<&'static str> {
     if !is_safe_path(name) {
         return Some("is not a path inside the repository");
     }
-    // A name that looks like another name could deceive the user.
+    // With invisible characters, a name could look like another name.
     (printable(name) != name).then_some("has invisible characters in its name")
 }
 
@@ -108,8 +108,8 @@ pub(super) fn encode_segment(name: &str) -> String {
 
 /// Returns the names that match `model`.
 ///
-/// Exact matches take precedence. An exact match may differ in case or omit the organization.
-/// Otherwise, every name that contains `model` matches, unless `model` has an organization.
+/// Matching ignores case. If `model` is a whole name, with or without its organization, only that name matches.
+/// Otherwise, every name that contains `model` matches, unless `model` includes an organization.
 pub(super) fn matching<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
     let exact: Vec<&String> = names.iter().filter(|name| is_same_name(name, model)).collect();
     let model = model.to_lowercase();

@@ -34,8 +34,8 @@ const MAX_LISTING_BYTES: u64 = 64 << 20;
 /// The maximum number of bytes to read from the body of an error response.
 const MAX_ERROR_BYTES: u64 = 64 << 10;
 
-/// A metadata response may take the response timeout, and this time for each byte that has arrived.
-/// A server that sends fewer than 16 KB per second is given up soon after the timeout.
+/// The time per byte that a metadata response may take in addition to the response timeout.
+/// A response that arrives at less than 16 KiB/s fails some time after the timeout.
 const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10));
 
 /// The maximum number of redirects. The hub normally redirects once, to a storage host.
@@ -54,7 +54,7 @@ pub(super) struct Remote<'a> {
 /// The kind of response that a request expects. The kind determines the timeouts.
 #[derive(Clone, Copy)]
 enum Purpose {
-    /// A short response. The time for the whole body is limited, see also [`Remote::read_body`].
+    /// A short response. The time for the whole body is limited. See [`Remote::read_body`].
     Metadata,
     /// A file of any length. The timeout applies only to the pauses between reads.
     Contents,
@@ -76,7 +76,7 @@ pub enum TokenStatus {
     Refused,
     /// The endpoint does not support checking tokens, which is common for mirrors.
     NotSupported,
-    /// There is a token, but it is not sent, because the connection to the endpoint is not encrypted.
+    /// A token is set but not sent, because the connection to the endpoint is not encrypted.
     NotSent,
 }
 
@@ -251,7 +251,7 @@ impl<'a> Remote<'a> {
         }
     }
 
-    /// Reads at most `limit` bytes of a metadata response. Allocates memory only for bytes that arrive.
+    /// Reads at most `limit` bytes of a metadata response. Allocates memory only for bytes that have arrived.
     ///
     /// Fails if the server sends the bytes too slowly.
     pub fn read_body(&self, body: &mut impl Read, limit: u64) -> Result<Vec<u8>> {
@@ -298,7 +298,7 @@ impl<'a> Remote<'a> {
     /// Sends a GET request and follows redirects.
     ///
     /// Sends the token only to the endpoint: never to another host or port, and never over http instead of https.
-    /// [`HubConfig::sent_token`] decides whether the endpoint may see it.
+    /// [`HubConfig::sent_token`] decides whether the endpoint may receive it.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<Answer> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;
@@ -394,7 +394,7 @@ impl<'a> Remote<'a> {
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
-            // The total also ends a response that drips invisible bytes, such as the framing of chunks.
+            // The total also ends a response that trickles in bytes outside of the body, such as chunk headers.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }

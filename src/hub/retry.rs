@@ -10,8 +10,8 @@ use super::limits::Limits;
 /// The wait stops doubling at this value. A server may still ask for a longer wait.
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
-/// A request may fail this many times as often in total as consecutively. The total bounds a request that makes
-/// progress, but always fails again.
+/// The maximum number of failures in total, as a multiple of the maximum number of consecutive failures.
+/// It stops a request that makes some progress before every failure.
 const MAX_RESETS: u32 = 100;
 
 /// Counts the failures of one request.

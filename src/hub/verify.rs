@@ -49,7 +49,7 @@ impl Hub {
             Some(model) => demo::is_demo(model, revision)?,
             None => revision.is_none(),
         };
-        // `demo` is a whole name, not part of another name.
+        // `demo` selects only the demo, not the models whose names contain "demo".
         let names_demo = model.is_some() && verifies_demo;
         let candidates = if names_demo { Vec::new() } else { self.candidates(model, revision) };
         if let Some(model) = model.filter(|_| !names_demo) {

@@ -4,7 +4,7 @@
 #include "headers/common.cuh"
 
 // The clamped SwiGLU of gpt-oss: out[i] = g·sigmoid(alpha·g)·(u + 1).
-// g is the minimum of x[2i] and limit. u is x[2i + 1], clamped to [-limit, limit].
+// g is min(x[2i], limit), and u is x[2i + 1] clamped to [-limit, limit].
 //   x: T [tokens, 2 · columns]
 //   out: T [tokens, columns]
 //   bytes moved: 3 · n · sizeof(T)

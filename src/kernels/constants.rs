@@ -154,7 +154,7 @@ pub const ROUNDING_INT8_STATIC: usize = 4;
 // Kernels of a decode step (`decode/`).
 
 /// The maximum number of warps per block in kernels that multiply by float weights.
-/// Every block reads the whole input vector, so one large block per multiprocessor reads less than several small ones.
+/// Every block reads the whole input vector, so one large block per multiprocessor causes less traffic than small ones.
 pub const DECODE_MAX_WARPS: usize = 24;
 /// Tiles of gate and up rows per block in `decode_gate_up_mxfp4`.
 pub const DECODE_UP_TILES: usize = 3;

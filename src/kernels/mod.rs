@@ -2,7 +2,7 @@
 //!
 //! Most operations have two files:
 //! - `x.rs` contains the public operation, its shape and dtype checks, and the launch of the CUDA kernel.
-//!   On a CPU, the operation runs `reference`, which is plain Rust on f32, or operations of candle.
+//!   On a CPU, the operation runs `reference`, which is plain Rust in f32, or candle operations.
 //! - `x.cu` contains the CUDA kernel.
 //!
 //! The fused kernels in `moe::expert_mlp` and `decode` run only on a GPU.

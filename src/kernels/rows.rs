@@ -1,10 +1,10 @@
 //! Small operations on the rows of a matrix: embedding lookup, bias, soft cap, copy.
 //!
 //! candle has these operations too, but the driver compiles candle's kernels on first use.
-//! This delays the first answer on a new machine. The kernels here are compiled at build time.
+//! That delays the first answer on a new machine. The kernels here are compiled at build time.
 //! The forward pass of most models uses no kernel from candle on a GPU. There are two exceptions:
-//! - Mixtral, Qwen3-MoE, and gpt-oss with scales above 2 cast the input of their experts with candle.
-//! - If no single kernel supports the formats of q_proj, k_proj and v_proj, candle joins their products.
+//! - candle casts the input of the experts in Mixtral, Qwen3-MoE, and gpt-oss with scales above 2.
+//! - candle concatenates the outputs of q_proj, k_proj and v_proj if no single kernel supports their formats.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
 

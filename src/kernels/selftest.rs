@@ -1,5 +1,5 @@
 //! Compares operations on a device with their CPU references, using small, irregular shapes.
-//! Decode steps of gpt-oss and sampling are not among them: `tests/it/decode_graph.rs` tests these.
+//! Does not cover sampling or decode steps of gpt-oss, which `tests/it/decode_graph.rs` tests.
 //!
 //! The comparison shows whether this GPU, driver and build compute correct results.
 //! `tests/it/kernels.rs` tests the kernels in more depth.

@@ -97,7 +97,7 @@ mod with_cuda {
         fn new(len: usize, stream: &Arc<CudaStream>) -> Result<Self> {
             // A waiting thread sleeps, because a spinning thread would take a core from the reader threads.
             let copied = stream.context().new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC)).w()?;
-            // Flags of 0 select cached memory, not write-combined memory.
+            // Flags 0: ordinary cached memory, not write-combined memory.
             // SAFETY: any length is allowed, and creating the event has bound the context.
             let start = unsafe { result::malloc_host(len, 0) }.w()?.cast::<u8>();
             let Some(start) = NonNull::new(start) else {

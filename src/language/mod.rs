@@ -26,14 +26,14 @@ pub struct Language {
     pub generation_config: Value,
     /// The ids of tokens that end a generation, sorted.
     stop_ids: Vec<u32>,
-    /// Renders conversations in place of `chat`.
+    /// If present, renders conversations instead of `chat`.
     renderer: Option<Box<dyn Render>>,
 }
 
 impl Language {
     /// Loads the language data of the snapshot in `dir`, which may also be the path of a GGUF file.
     ///
-    /// A hostile model can make this take any time and memory. `worker::load_language` limits both.
+    /// With a hostile model, this can take unbounded time and memory. `worker::load_language` limits both.
     pub fn load(dir: &Path) -> Result<Self> {
         match snapshot::gguf::find(dir)? {
             Some(file) => Self::from_gguf(&GgufCheckpoint::open(&file)?),

@@ -17,7 +17,7 @@ use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::text::{excerpt, library_error, quote};
 use crate::weights::Weights;
 
-/// The most fields of a config.json in which the cause of an error is searched. Real ones have up to 100.
+/// The maximum number of fields for which [`from_json`] looks for the cause of an error. Real files have up to 100.
 const MAX_FIELDS: usize = 200;
 
 /// The config.json fields that have the same names in nearly all families.
@@ -66,14 +66,14 @@ pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults
     from_json(json)
 }
 
-/// Parses the fields of config.json. An error names the field that has the wrong type.
+/// Parses the fields of config.json. If possible, an error names the invalid field.
 pub(super) fn from_json<T: DeserializeOwned>(json: Value) -> Result<T> {
     let parse = |json: &Value| serde_json::from_value::<T>(json.clone()).map_err(|error| library_error(&error));
     let error = match parse(&json) {
         Ok(config) => return Ok(config),
         Err(error) => error,
     };
-    // serde does not name the field. It is the one without which the error differs.
+    // serde does not name the invalid field. Find the field whose removal changes the error.
     let is_cause = |key: &&String| {
         let mut others = json.clone();
         others.as_object_mut().and_then(|fields| fields.shift_remove(*key));

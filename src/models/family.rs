@@ -34,7 +34,7 @@ pub trait Architecture {
     /// Returns the size of the residual stream.
     fn hidden_size(&self) -> usize;
 
-    /// Returns the `intermediate_size` in config.json. A family with experts may use it for them or for dense layers.
+    /// Returns the `intermediate_size` in config.json. In an MoE family, it may apply to experts or dense layers.
     fn intermediate_size(&self) -> usize;
 
     /// Returns the KV cache spec of each layer.

@@ -45,7 +45,7 @@ const FAMILIES: &[&Family] = &[
     &gpt2::FAMILY,
 ];
 
-/// The longest model type that is compared with the supported ones.
+/// The maximum length of a name for which [`nearest_name`] searches for a similar one, in bytes.
 const MAX_NAME_BYTES: usize = 100;
 
 /// A model's config, parsed by its family.
@@ -130,7 +130,7 @@ fn find_family(json: &Value) -> Result<&'static Family> {
 
 /// Returns the supported name that is most similar to `found`, if any name is similar enough.
 fn nearest_name(found: &str) -> Option<&'static str> {
-    // Comparing takes as many steps as the product of both lengths.
+    // The time of a comparison is proportional to the product of both lengths.
     if found.len() > MAX_NAME_BYTES {
         return None;
     }

@@ -1,14 +1,14 @@
-//! Checks of numbers from config.json. The file may come from a stranger, so a number may have any value.
+//! Range checks for numbers from config.json. The file is untrusted, so a number may have any value.
 
 use std::fmt::Debug;
 use std::ops::RangeInclusive;
 
 use anyhow::{Result, bail};
 
-/// The largest size that config.json may contain. No real model has a larger one, and products of two sizes fit in a u64.
+/// The maximum size in config.json. No known model has a larger one, and the product of two sizes fits in a u64.
 pub const MAX_SIZE: usize = 1 << 24;
 
-/// Fails unless `value` is in `range`. NaN is in no range. `key` is the name of the field in config.json.
+/// Fails unless `value` is in `range`. Always fails for NaN. `key` names the field in the error.
 pub fn check_range<T: PartialOrd + Debug>(key: &str, value: T, range: RangeInclusive<T>) -> Result<()> {
     if !range.contains(&value) {
         bail!("{key} is {value:?}; it must be between {:?} and {:?}", range.start(), range.end());

@@ -5,7 +5,7 @@
 //! The next turn of a chat often changes the end of the prompt. For example, gpt-oss drops past reasoning.
 //! The cache can therefore be truncated.
 //! A full-attention layer can be truncated to any position.
-//! A ring buffer has overwritten its oldest positions, so it can only be truncated by less than a chunk.
+//! Once a ring buffer has overwritten its oldest positions, it can be truncated by at most a chunk.
 //! To go back further, it is restored from the savepoint taken at the end of the prefill.
 
 use anyhow::{Result, bail};
@@ -105,7 +105,7 @@ impl KvCache {
         self.chunk
     }
 
-    /// Fails unless the cache has room for `tokens` more positions and one pass may write that many.
+    /// Fails if the cache has no room for `tokens` more positions, or if one pass may not write that many.
     pub fn check_capacity(&self, tokens: usize) -> Result<()> {
         if tokens > self.chunk || self.len + tokens > self.context {
             bail!(
@@ -121,8 +121,8 @@ impl KvCache {
     /// Writes `k` and `v`, both `[tokens, kv_heads, head_dim]`, after the cached positions of one layer.
     /// Returns the cache of this layer. Call `advance` after writing the last layer.
     ///
-    /// Fails without writing anything if the cache has no room for the tokens, because they would overwrite rows that
-    /// are still needed.
+    /// Fails without writing anything if [`check_capacity`](Self::check_capacity) does, because the tokens would
+    /// overwrite rows that are still needed.
     pub fn write(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<&LayerCache> {
         if k.dims() != v.dims() {
             bail!("cannot cache keys {:?} with values {:?}: their shapes differ", k.dims(), v.dims());
@@ -207,7 +207,7 @@ impl LayerCache {
         self.k.dims()[0]
     }
 
-    /// Writes `k` and `v` from `position` on. The caller has checked that the rows may be overwritten.
+    /// Writes `k` and `v` starting at `position`. The caller has checked that these rows may be overwritten.
     fn write(&mut self, position: usize, k: &Tensor, v: &Tensor) -> Result<()> {
         let (tokens, rows) = (k.dim(0)?, self.rows());
         let mut written = 0;

@@ -17,11 +17,11 @@ use super::checks::{check_optional, check_range, check_size};
 use crate::kernels::attention::rope::Rotation;
 use crate::text::quote;
 
-/// The range of rope_theta. Models for contexts of a million tokens have up to 5e10.
+/// The range of `rope_theta`. Models with million-token contexts have values up to 5e10.
 const MIN_THETA: f64 = 2.0;
 const MAX_THETA: f64 = 1e15;
 
-/// The range of the factors of all scaling methods. Real ones are between 0.5 and 100.
+/// The range of the RoPE scaling parameters, except that `factor` is at least 1. Real values are between 0.5 and 100.
 const MIN_FACTOR: f64 = 1e-3;
 const MAX_FACTOR: f64 = 1e6;
 

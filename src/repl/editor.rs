@@ -155,7 +155,9 @@ fn move_damaged_history_aside(path: &Path, error: &ReadlineError) {
     let backup = path.with_extension("bad");
     if std::fs::rename(path, &backup).is_ok() {
         let backup = backup.display();
-        terminal::print(&format!("the input history is damaged: moved it to {backup} and started a new one"));
+        terminal::print(&format!(
+            "cannot read the input history: it is damaged; moved it to {backup} and started a new one"
+        ));
     }
 }
 

@@ -1,4 +1,4 @@
-//! Why decode steps run without a CUDA graph.
+//! The reasons why decode steps run without a CUDA graph.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use candle_core::DType;
 /// The reason why decode steps run operation by operation instead of as a CUDA graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EagerReason {
-    /// `--eager`.
+    /// The user gave `--eager`.
     Requested,
     NotOnGpu,
     /// The graph supports only bf16 and f16.
@@ -19,11 +19,11 @@ pub enum EagerReason {
     /// `gate_proj` and `up_proj` have different formats, or round their inputs differently.
     MixedGateUp,
     /// No single kernel computes `q_proj`, `k_proj` and `v_proj`, because only some of them are quantized or in FP8, or
-    /// because they round their inputs differently. One kernel does compute three different GGUF types.
+    /// because they round their inputs differently. Three different GGUF types are supported.
     IncompatibleQkv,
     /// The experts are not in MXFP4, or a scale exceeds 2.
     ExpertFormat,
-    /// The routing kernel does not support this many experts.
+    /// The kernels do not support this many experts, or this many chosen experts per token.
     ExpertCount {
         chosen: usize,
         experts: usize,
@@ -53,14 +53,16 @@ impl fmt::Display for EagerReason {
             EagerReason::Layer(what) => write!(f, "the graph has no kernel for {what}"),
             EagerReason::MixedGateUp => f.write_str("gate_proj and up_proj are quantized differently"),
             EagerReason::IncompatibleQkv => {
-                f.write_str("the graph has no kernel for the combined formats of q_proj, k_proj and v_proj")
+                f.write_str("the graph has no kernel for this combination of q_proj, k_proj and v_proj formats")
             }
             EagerReason::ExpertFormat => f.write_str("the graph supports only MXFP4 experts with scales up to 2"),
             EagerReason::ExpertCount { chosen, experts } => {
                 write!(f, "the graph does not support choosing {chosen} of {experts} experts")
             }
             EagerReason::RowLength(columns) => write!(f, "the graph has no kernel for rows of {columns} weights"),
-            EagerReason::VocabularySize(tokens) => write!(f, "this GPU cannot sample from {tokens} possible tokens"),
+            EagerReason::VocabularySize(tokens) => {
+                write!(f, "this GPU cannot sample from a vocabulary of {tokens} tokens")
+            }
             EagerReason::PlanFailed(error) => write!(f, "planning the decode graph failed: {error}"),
         }
     }

@@ -26,7 +26,7 @@ pub fn guard() {
     }
 }
 
-/// Makes a write beyond the limit on the size of files (`ulimit -f`) fail instead of ending the program.
+/// Makes a write beyond the file size limit (`ulimit -f`) fail instead of ending the program.
 pub fn survive_file_size_limit() {
     #[cfg(unix)]
     signals::survive_file_size_limit();

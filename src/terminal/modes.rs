@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::termios::tcgetattr;
 use nix::unistd::{Pid, getpgrp, tcgetpgrp};
 
-/// The terminal before the chat started.
+/// The state of the terminal before the chat started.
 static ORIGINAL: OnceLock<Original> = OnceLock::new();
 
 struct Original {
@@ -51,8 +51,8 @@ pub fn stop_process() {
 
 /// Restores the modes that [`save`] saved. Does nothing if this program is in the background.
 ///
-/// Signal handlers call this function at any point of the program. Therefore, it does not allocate, lock or panic, and it
-/// calls only async-signal-safe functions.
+/// Signal handlers can call this function at any point. It therefore does not allocate, lock or panic, and calls only
+/// async-signal-safe functions.
 pub(super) fn restore() {
     let Some(original) = ORIGINAL.get() else { return };
     // SAFETY: the functions take no pointers.
@@ -64,7 +64,7 @@ pub(super) fn restore() {
     write("\x1b[0m\x1b[?2004l");
 }
 
-/// Restores the modes if something changed them, for example if a thread ends the program during an answer.
+/// Restores the modes if they have changed, for example if a thread exits the program during an answer.
 extern "C" fn restore_at_exit() {
     let Some(original) = ORIGINAL.get() else { return };
     let mut modes = original.modes;

@@ -11,9 +11,9 @@ use super::modes;
 /// The actions of the handled signals before [`restore_modes_on_end`], by signal number.
 static PREVIOUS: OnceLock<[Option<libc::sigaction>; 64]> = OnceLock::new();
 
-/// Makes a write beyond `ulimit -f` fail. Without this, the system would end the program with SIGXFSZ.
+/// Makes a write beyond the file size limit (`ulimit -f`) fail. By default, SIGXFSZ would end the program.
 ///
-/// The handler does nothing. Unlike `SIG_IGN`, it does not apply to programs that inferno starts, such as $EDITOR.
+/// The handler does nothing. Unlike `SIG_IGN`, programs that inferno starts, such as $EDITOR, do not inherit it.
 pub(super) fn survive_file_size_limit() {
     extern "C" fn do_nothing(_: libc::c_int) {}
     let action = SigAction::new(SigHandler::Handler(do_nothing), SaFlags::SA_RESTART, SigSet::empty());
@@ -30,7 +30,7 @@ pub(super) fn restore_modes_on_end() {
         previous[signal as usize] = action.filter(|action| action.sa_sigaction != libc::SIG_IGN);
     }
     let previous = PREVIOUS.get_or_init(|| previous);
-    // Stack overflows need the separate stack that Rust allocates for each thread.
+    // After a stack overflow, the handler must run on the alternate signal stack that Rust allocates for each thread.
     let flags = SaFlags::SA_SIGINFO | SaFlags::SA_ONSTACK;
     let action = SigAction::new(SigHandler::SigAction(restore_and_end), flags, SigSet::empty());
     for signal in Signal::iterator().filter(|signal| previous[*signal as usize].is_some()) {
@@ -60,13 +60,13 @@ extern "C" fn restore_and_end(number: libc::c_int, info: *mut libc::siginfo_t, _
     modes::restore();
     // SAFETY: the system passes a valid siginfo to a handler with SA_SIGINFO.
     let is_from_kernel = unsafe { (*info).si_code } > 0;
-    // After this handler returns, a faulting instruction runs again, and then Rust's handler reports stack overflows.
+    // When this handler returns, the faulting instruction runs again, and Rust's handler reports the stack overflow.
     // Any other signal must be raised again. It stays pending until this handler returns.
     let recurs = is_from_kernel && matches!(number, libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE);
     let previous = PREVIOUS.get().and_then(|previous| previous[number as usize]).filter(|_| recurs);
     // SAFETY: an all-zero sigaction is the default action.
     let next = previous.unwrap_or(unsafe { std::mem::zeroed() });
-    // SAFETY: `next` is valid. Both functions are async-signal-safe.
+    // SAFETY: `next` is a valid action. `sigaction` and `raise` are async-signal-safe.
     unsafe {
         libc::sigaction(number, &next, ptr::null_mut());
         if !recurs {

@@ -1,4 +1,4 @@
-//! The interface of encoders.
+//! The `Encode` trait and the handling of control tokens.
 
 use anyhow::Result;
 use serde::{Deserialize, Serialize};

@@ -12,13 +12,13 @@ use crate::text::quote;
 /// A Unicode noncharacter, which no vocabulary contains.
 const UNKNOWN: &str = "\u{FDD0}";
 
-/// The `tokenizers` library, which runs in this process.
+/// An encoder that calls the `tokenizers` library in this process.
 pub struct LibraryEncoder {
-    /// Guarded by a mutex, because control token handling is a setting of the tokenizer, not an argument of each call.
+    /// Guarded by a mutex, because the library handles control tokens by a setting, not by an argument of each call.
     library: Mutex<tokenizers::Tokenizer>,
-    /// The ids of all control tokens, sorted.
+    /// The ids of all control tokens except the unknown token, sorted.
     control_ids: Vec<u32>,
-    /// The control tokens that the library does not know as special, longest first.
+    /// The control tokens that are not marked special, longest first.
     unmarked: Vec<String>,
 }
 
@@ -28,7 +28,7 @@ impl LibraryEncoder {
         library.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
         let mut control_ids: Vec<u32> = controls.iter().map(|control| control.id).collect();
         control_ids.sort_unstable();
-        // A character that is not in the vocabulary becomes the unknown token, which is harmless.
+        // Characters outside the vocabulary become the unknown token. It is harmless, even if it is a control token.
         library.set_encode_special_tokens(true);
         let unknown = guarded("encode the text", || library.encode_fast(UNKNOWN, false))?;
         control_ids.retain(|id| !unknown.get_ids().contains(id));
@@ -44,7 +44,7 @@ impl LibraryEncoder {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Encodes text that must not become a control token.
+    /// Encodes text without producing control tokens.
     fn encode_text(&self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         let piece_ids = self.encode_raw(text, false, true)?;
         if !piece_ids.iter().any(|id| self.control_ids.binary_search(id).is_ok()) {
@@ -52,7 +52,7 @@ impl LibraryEncoder {
             return Ok(());
         }
         // The library can match a control token after normalization, for example `＜|end|＞` after NFKC.
-        // Halving the text splits each such match sooner or later.
+        // Halving the text repeatedly splits every such match.
         let middle = text.char_indices().map(|(at, _)| at).nth(text.chars().count() / 2).unwrap_or(0);
         if middle == 0 {
             bail!("cannot encode {} as text: this tokenizer turns it into a control token", quote(text));
@@ -89,7 +89,7 @@ impl Encode for LibraryEncoder {
             ControlTokens::Parse => self.encode_raw(text, false, false),
             ControlTokens::Text => {
                 // The library can encode special tokens as text, but not added tokens that are not marked special.
-                // Text is therefore split inside such tokens, such as `<think>`. No piece contains a whole token.
+                // Text is therefore split inside each unmarked token, such as `<think>`.
                 let mut ids = Vec::new();
                 for piece in self.split_at_unmarked_controls(text) {
                     self.encode_text(piece, &mut ids)?;

@@ -5,8 +5,8 @@
 //! Malformed files can make that library panic (huggingface/tokenizers #2094), so every call catches panics.
 //! An invalid file causes an error, never a crash.
 //!
-//! Encoding can take unbounded time and memory with a hostile file. Therefore, [`Encode`] is a trait: the encoder of a
-//! downloaded model runs in another process (see `worker`). Decoding runs here, because [`TokenTable`] bounds it.
+//! With a hostile file, encoding can take unbounded time and memory. [`Encode`] is therefore a trait, so that the
+//! encoder can run in another process (see `worker`). Decoding runs in this process: [`TokenTable`] bounds its cost.
 
 mod bpe;
 mod encode;
@@ -59,12 +59,12 @@ impl Tokenizer {
         Ok(Self { table, encoder: Box::new(encoder) })
     }
 
-    /// Creates a tokenizer from its tokens and an encoder for the same tokens.
+    /// Creates a tokenizer from a table of tokens and an encoder for the same vocabulary.
     pub fn from_table(table: TokenTable, encoder: Box<dyn Encode>) -> Self {
         Self { table, encoder }
     }
 
-    /// Returns the tokens.
+    /// Returns the table of tokens.
     pub fn table(&self) -> &TokenTable {
         &self.table
     }

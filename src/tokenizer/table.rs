@@ -9,13 +9,13 @@ use tokenizers::{AddedToken, Decoder, DecoderWrapper, Model};
 
 use super::guard::guarded;
 
-/// The longest token, in bytes. Known vocabularies have tokens of up to a few hundred bytes.
+/// The maximum size of a token, in bytes. Known vocabularies have tokens of up to a few hundred bytes.
 const MAX_TOKEN_BYTES: usize = 4 << 10;
-/// The size of all tokens together, in bytes.
+/// The maximum size of all tokens together, in bytes.
 const MAX_TABLE_BYTES: usize = 256 << 20;
 /// The maximum number of steps of a decoder. Known decoders have four.
 const MAX_DECODER_STEPS: usize = 32;
-/// The maximum factor by which the steps of a decoder lengthen a text. Known decoders replace `▁` (3 bytes) with a space.
+/// The maximum factor by which a decoder may lengthen text. Known decoders replace `▁` (3 bytes) with a space.
 const MAX_DECODER_GROWTH: usize = 2;
 
 /// An added token that acts as a control token.
@@ -29,9 +29,9 @@ pub struct ControlToken {
 
 /// The tokens of a vocabulary by id, its control tokens and its decoder.
 ///
-/// Decoding takes time and memory in proportion to the text: tokens and decoders that could take more are rejected.
+/// Decoding takes time and memory proportional to the text. Tokens and decoders that could take more are rejected.
 pub struct TokenTable {
-    /// All tokens, one after the other, in the order of their ids.
+    /// All tokens, concatenated in the order of their ids.
     text: String,
     /// The ids of the tokens, sorted.
     ids: Vec<u32>,
@@ -57,7 +57,7 @@ impl TokenTable {
     /// Copies the tokens and the decoder of a tokenizer.
     pub fn new(library: &tokenizers::Tokenizer) -> Result<Self> {
         let (controls, is_any_normalized) = controls(library);
-        // The model itself can also produce a control token from normalized text.
+        // The vocabulary can also contain a control token, and normalized text can then match it.
         let is_any_in_model = || controls.iter().any(|c| library.get_model().token_to_id(&c.content).is_some());
         let normalizes_controls = library.get_normalizer().is_some() && (is_any_normalized || is_any_in_model());
         let mut table = Self::empty(Header {
@@ -72,7 +72,7 @@ impl TokenTable {
                 table.push(id, &token)?;
             }
         }
-        // Ids can have gaps, so some can be larger than the number of tokens.
+        // Ids can have gaps, so some ids can be `count` or larger.
         if table.len() < count as usize {
             let larger: BTreeSet<u32> = library.get_vocab(true).into_values().filter(|&id| id >= count).collect();
             for id in larger {
@@ -94,7 +94,7 @@ impl TokenTable {
         Ok(Self { text, ids, ends, controls, control_ids, decoder, normalizes_controls })
     }
 
-    /// Adds a token with a larger id than all others.
+    /// Adds a token. Its id must be larger than all ids in the table.
     fn push(&mut self, id: u32, token: &str) -> Result<()> {
         if token.len() > MAX_TOKEN_BYTES {
             bail!("cannot load the tokenizer: token {id} has {} bytes; the limit is {MAX_TOKEN_BYTES}", token.len());
@@ -178,7 +178,7 @@ impl TokenTable {
         &self.text[start as usize..self.ends[index] as usize]
     }
 
-    /// Returns the id of a token. Compares with every token.
+    /// Returns the id of a token. Searches the whole table.
     pub fn id(&self, token: &str) -> Option<u32> {
         (0..self.len()).find(|&index| self.at(index) == token).map(|index| self.ids[index])
     }
@@ -193,7 +193,7 @@ impl TokenTable {
     }
 }
 
-/// Returns the control tokens of a tokenizer, longest first, and whether any is matched after normalization.
+/// Returns the control tokens of a tokenizer, longest first, and whether any of them matches normalized text.
 fn controls(library: &tokenizers::Tokenizer) -> (Vec<ControlToken>, bool) {
     let mut added = library.get_added_tokens_decoder();
     added.retain(|_, token| token.special || looks_like_control(&token.content));
@@ -221,14 +221,14 @@ fn check_decoder(decoder: &Value) -> Result<()> {
     if steps.len() > MAX_DECODER_STEPS {
         bail!("cannot load the tokenizer: its decoder has {} steps; the limit is {MAX_DECODER_STEPS}", steps.len());
     }
-    // These steps replace a text with a space. An empty text matches at every character.
+    // These steps replace a string with a space. An empty string matches at every character.
     let pattern = |step: &Value| match step["type"].as_str() {
         Some("BPEDecoder") => step["suffix"].as_str().map(str::len),
         Some("CTC") => step["word_delimiter_token"].as_str().map(str::len),
         _ => None,
     };
     if steps.iter().any(|step| pattern(step) == Some(0)) {
-        bail!("cannot load the tokenizer: its decoder replaces an empty text");
+        bail!("cannot load the tokenizer: its decoder replaces an empty string");
     }
     let mut growth = 1usize;
     for step in steps.iter().filter(|step| step["type"] == "Replace") {
@@ -248,7 +248,7 @@ fn check_decoder(decoder: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Adds the steps of a decoder in order, also those of nested sequences.
+/// Appends the steps of a decoder to `steps` in order, including the steps of nested sequences.
 fn collect_steps<'d>(decoder: &'d Value, steps: &mut Vec<&'d Value>) {
     match decoder["decoders"].as_array() {
         Some(decoders) => decoders.iter().for_each(|decoder| collect_steps(decoder, steps)),

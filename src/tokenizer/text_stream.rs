@@ -4,7 +4,7 @@ use anyhow::Result;
 
 use super::Tokenizer;
 
-/// A streaming decoder. It holds back text while the last character may be incomplete.
+/// A streaming decoder. It holds text back while the last character may be incomplete.
 pub struct TextStream {
     /// The ids of the last text that was returned, kept as left context, followed by newer ids.
     ids: Vec<u32>,

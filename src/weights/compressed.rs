@@ -28,14 +28,15 @@ use crate::error::Error;
 use crate::kernels::quantized;
 use crate::text::{excerpt, library_error, quote};
 
-/// The prefix of a target that is a pattern.
+/// The prefix of a target that is a regular expression.
 const PATTERN: &str = "re:";
 
-/// The maximum number of layers that a config names. Real configs name up to a few hundred, with up to ten patterns.
+/// The maximum number of targets in a config, and of patterns among them. Real configs have up to a few hundred targets
+/// and ten patterns.
 const MAX_TARGETS: usize = 10_000;
 const MAX_PATTERNS: usize = 100;
 
-/// The maximum size of a compiled pattern.
+/// The maximum size of a compiled pattern, in bytes.
 const MAX_PATTERN_BYTES: usize = 1 << 20;
 
 /// The `quantization_config` of a model, which assigns quantization schemes to linear layers.
@@ -243,7 +244,7 @@ impl Target {
         let compile = |pattern| RegexBuilder::new(&format!("^(?:{pattern})")).size_limit(MAX_PATTERN_BYTES).build();
         let pattern = match text.strip_prefix(PATTERN).map(compile) {
             Some(Ok(pattern)) => Some(pattern),
-            // Python patterns may use lookaround, which the regex crate does not support. Others may be too large.
+            // The pattern is too large or uses syntax that the regex crate does not support, such as lookaround.
             Some(Err(_)) => return unsupported(format!("pattern {} in quantization_config", quote(&text))),
             None => None,
         };

@@ -94,7 +94,7 @@ impl WeightsSummary {
             header_bytes += json.len() as u64;
             ensure!(
                 header_bytes <= MAX_HEADER_BYTES,
-                "the headers of all shards are larger than {MAX_HEADER_BYTES} bytes"
+                "the headers of all shards have more than {MAX_HEADER_BYTES} bytes in total"
             );
             safetensors_header::read(&file.display().to_string(), &json, Some(data_bytes), |tensor| {
                 let count = parameter_count(&tensor.name, tensor.dtype == "U8", tensor.elements);
@@ -319,7 +319,7 @@ impl BytesByDtype {
         }
     }
 
-    /// Returns the dtype with the most bytes, in lower case.
+    /// Returns the lowercase name of the dtype that accounts for the most bytes.
     fn main(self) -> Option<String> {
         self.0.into_iter().max_by_key(|(_, bytes)| *bytes).map(|(dtype, _)| dtype.to_lowercase())
     }

@@ -109,7 +109,7 @@ pub struct MatrixRows<'c> {
     pub write: WriteRow<'c>,
 }
 
-/// A function that writes one row to the planes of a matrix. It may read the row into the buffer of its thread.
+/// A function that writes one row to the planes of a matrix. It may read the row through the thread's `RowBuffer`.
 pub type WriteRow<'c> = Box<dyn Fn(usize, &mut RowBuffer, [&mut [u8]; 4]) -> Result<()> + Sync + 'c>;
 
 impl<'c> MatrixRows<'c> {

@@ -1,6 +1,6 @@
 //! Opens the safetensors files of a model: one `model.safetensors`, or the shards that an index lists.
 //!
-//! The `safetensors` crate validates each header: the sizes of the tensors, and that there are no gaps or overlaps.
+//! The `safetensors` crate validates each header: it checks the tensor sizes and rejects gaps and overlaps.
 //! This module checks that the tensors fill the file, and that every tensor is in the shard where the index lists it.
 //! The `snapshot` module checks the names of the shards.
 
@@ -151,7 +151,7 @@ impl SafetensorsCheckpoint {
             header_bytes += data as u64;
             ensure!(
                 header_bytes <= MAX_HEADER_BYTES,
-                "the headers of all shards are larger than {MAX_HEADER_BYTES} bytes"
+                "the headers of all shards have more than {MAX_HEADER_BYTES} bytes in total"
             );
             for (name, info) in metadata.tensors() {
                 let (start, end) = (data + info.data_offsets.0, data + info.data_offsets.1);

@@ -27,7 +27,7 @@ pub struct HeaderTensor<'h> {
     pub packed: bool,
 }
 
-/// The maximum size of the headers of all shards. The `safetensors` crate has the same limit for each header.
+/// The maximum total size of the headers of all shards, in bytes. The `safetensors` crate allows as much per header.
 pub(super) const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The maximum number of JSON values in a header: about 12 for each of 300,000 tensors.

@@ -1,7 +1,7 @@
 //! Reads the bytes of weights files.
 //!
-//! Files are read and never mapped into memory. If another process truncates a file while it is read, the read fails.
-//! Touching a page of a truncated mapping would end this process with SIGBUS instead.
+//! Files are read, never memory-mapped. If another process truncates a file during loading, the read returns an error.
+//! With a mapping, access to a truncated page would kill this process with SIGBUS.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -14,7 +14,7 @@ use half::{bf16, f16};
 
 use crate::files;
 
-/// The number of bytes that one read of rows or elements fetches. It fits in the L2 cache of a core.
+/// The number of bytes to read from a file at a time, at least. They fit in the L2 cache of a core.
 const WINDOW_BYTES: usize = 64 << 10;
 
 /// An open file that contains weights.
@@ -51,7 +51,7 @@ impl Source {
         let _ = (offset, bytes);
     }
 
-    /// Fills `buffer` with the bytes at `offset` in the file. Fails if the file ends before that.
+    /// Fills `buffer` with the bytes at `offset` in the file. Fails if the file ends first.
     pub(super) fn read(&self, mut buffer: &mut [u8], mut offset: u64) -> Result<()> {
         while !buffer.is_empty() {
             #[cfg(unix)]
@@ -80,7 +80,7 @@ impl Source {
     }
 }
 
-/// Creates an empty vector. Fails if there is not enough memory, because a file may claim any size.
+/// Creates an empty vector. Fails, rather than aborts, without enough memory, because a file may claim any size.
 fn with_capacity<T>(capacity: usize) -> Result<Vec<T>> {
     let mut vec = Vec::new();
     let reserved = vec.try_reserve_exact(capacity);
@@ -114,7 +114,7 @@ impl<'c> StoredBytes<'c> {
         })
     }
 
-    /// Returns a tensor of these bytes on the host.
+    /// Returns the bytes as a tensor in host memory.
     pub fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         Ok(match dtype {
             DType::U8 => Tensor::from_vec(self.read()?.into_owned(), shape, &Device::Cpu)?,
@@ -125,7 +125,7 @@ impl<'c> StoredBytes<'c> {
         })
     }
 
-    /// Returns the elements of `N` bytes each. Reads them window by window, so the bytes are never all in memory twice.
+    /// Converts the bytes to elements of `N` bytes each. Reads a file in windows, so it is never in memory twice.
     fn elements<T: WithDType, const N: usize>(&self, convert: fn([u8; N]) -> T) -> Result<Vec<T>> {
         let mut window = RowBuffer::default();
         let mut elements = with_capacity(self.len() / N)?;
@@ -162,10 +162,10 @@ impl RowSource for StoredRows<'_> {
     }
 }
 
-/// The bytes around the rows that a thread read last. Most rows are then in memory already when they are requested.
+/// The file contents that a thread read last. Reads ahead, so most rows are in memory before they are requested.
 #[derive(Default)]
 pub struct RowBuffer {
-    /// A matrix may take its rows from two tensors in turn, so there are two windows. The last used one is the first.
+    /// Two windows, because the rows of a matrix may alternate between two tensors. The most recently used is first.
     windows: [Window; 2],
 }
 
@@ -189,7 +189,7 @@ impl Window {
 
     /// Replaces the contents with `bytes` bytes at the offset `start` of a file.
     fn fill(&mut self, source: &Arc<Source>, start: u64, bytes: usize) -> Result<()> {
-        // If reading fails, the window stays empty.
+        // Mark the window as empty, in case the read fails.
         self.source = None;
         self.bytes.resize(bytes, 0);
         source.read(&mut self.bytes, start).with_context(|| format!("cannot read {}", source.path.display()))?;

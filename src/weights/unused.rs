@@ -1,13 +1,14 @@
-//! Finds tensors of a checkpoint that the model does not use. They show that config.json belongs to another model.
+//! Finds tensors of a checkpoint that the model does not use. They suggest that config.json belongs to another model.
 
 use anyhow::{Result, bail};
 
 use super::loader::Weights;
 use crate::text::excerpt;
 
-/// The ends of the names of tensors that have no effect on the results:
-/// - masks that GPT-2 stores
-/// - calibration results for inputs, outputs and the KV cache, which remain in compressed checkpoints
+/// The suffixes of tensors that are not loaded as weights, but do not indicate a wrong config.json:
+/// - attention masks that GPT-2 stores
+/// - activation and KV cache scales from calibration in compressed checkpoints
+/// - the shapes and group indices of packed weights
 /// - zero points, which are all zero because only symmetric quantization is supported
 const WITHOUT_EFFECT: [&str; 12] = [
     ".attn.bias",
@@ -24,14 +25,16 @@ const WITHOUT_EFFECT: [&str; 12] = [
     "_zero_point",
 ];
 
-/// Part of the names of tables that are computed from config.json.
+/// A part of the names of RoPE tables, which inferno computes from config.json instead.
 const TABLE: &str = "rotary_emb.";
 
-/// A matrix that only layers for multi-token prediction have. They follow the other layers, and only help to guess tokens.
+/// A matrix that only the layers for multi-token prediction (MTP) have. These follow the decoder layers. inferno skips
+/// them, because they only draft tokens for speculative decoding.
 const MTP_MATRIX: &str = "eh_proj.weight";
 
 impl Weights<'_> {
-    /// Fails if the checkpoint has a tensor of layer `layers` or above. These weights are the module of the layers.
+    /// Fails if the checkpoint has a tensor of layer `layers` or above, except in MTP layers.
+    /// The prefix of `self` must be that of the layers, such as `model.layers`.
     pub fn check_layer_count(&self, layers: usize) -> Result<()> {
         let is_surplus = |&(_, layer): &(&str, usize)| layer >= layers && !self.at(layer).contains(MTP_MATRIX);
         match self.layer_tensors().find(is_surplus) {
@@ -44,7 +47,8 @@ impl Weights<'_> {
     }
 
     /// Fails if a tensor of the first `layers` layers was not loaded, unless it is known to have no effect.
-    /// These weights are the module of the layers. Logs other tensors that were not loaded.
+    /// Logs a warning about tensors outside of these layers that were not loaded.
+    /// The prefix of `self` must be that of the layers, such as `model.layers`.
     pub fn check_all_loaded(&self, layers: usize) -> Result<()> {
         let is_unused = |name: &str| {
             !self.progress.has_loaded(name)
@@ -62,7 +66,7 @@ impl Weights<'_> {
         Ok(())
     }
 
-    /// Returns the tensors of all layers, each with its layer.
+    /// Returns the names of the tensors of all layers, each with its layer index.
     fn layer_tensors(&self) -> impl Iterator<Item = (&str, usize)> {
         let prefix = self.full_name("");
         self.checkpoint.tensors().filter_map(move |(name, _)| {

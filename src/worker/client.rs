@@ -1,4 +1,4 @@
-//! inferno's side of a worker: starts the process, sends requests, and explains how it ended.
+//! The client side of a worker: starts the process, sends requests, and reports why the process ended.
 
 use std::io::{self, Read};
 use std::os::fd::AsFd;
@@ -22,7 +22,7 @@ use crate::tokenizer::{ControlTokens, Encode, TokenTable, Tokenizer};
 /// The process that runs the tokenizer and the chat template of one model.
 pub struct Worker {
     dir: PathBuf,
-    /// `None` after the process has ended. The next request starts a new one.
+    /// `None` after the process has failed. The next request starts a new process.
     process: Mutex<Option<Process>>,
 }
 
@@ -39,7 +39,7 @@ impl Worker {
         Ok(language.with_renderer(Box::new(Remote(worker))))
     }
 
-    /// Sends a request to the process, which is started again if it has ended. Returns the response.
+    /// Sends a request to the worker and returns the response. Starts a new process if the last one has failed.
     fn call(&self, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
         let mut slot = self.process.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let mut process = match slot.take() {
@@ -69,7 +69,7 @@ impl Encode for Remote {
 impl Render for Remote {
     fn render(&self, messages: &[Message], options: &RenderOptions) -> Result<Rendered> {
         let (response, body) = self.0.call(&Request::Render(messages.to_vec(), options.clone()), &[])?;
-        let Response::Rendered(text) = response else { bail!("the worker answered another request") };
+        let Response::Rendered(text) = response else { bail!("internal error: the worker sent the wrong response") };
         Ok(Rendered { ids: protocol::ids_from_bytes(&body), text })
     }
 }
@@ -85,29 +85,30 @@ struct Process {
 impl Process {
     /// Starts a worker and loads the model in `dir`.
     fn start(dir: &Path) -> Result<(Self, Loaded, Vec<u8>)> {
-        // This name works even if the program's file was replaced.
+        // This path works even if the executable was replaced on disk.
         let mut command = Command::new("/proc/self/exe");
         command.arg(protocol::ARGUMENT).env_clear().env("RAYON_NUM_THREADS", "2");
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // Ctrl-C goes to the whole process group. It must end the answer, not the worker.
+        // Ctrl-C sends SIGINT to the whole process group. It must stop the answer but not the worker.
         command.process_group(0);
         let mut child = command.spawn().context("cannot start the process for the tokenizer and the chat template")?;
         let (Some(stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
         else {
-            bail!("cannot start the process for the tokenizer and the chat template: it has no pipes");
+            bail!("cannot start the process for the tokenizer and the chat template: its pipes are missing");
         };
         let mut process = Self { child, stdin, stdout, stderr };
         match process.call(dir, &Request::Load, dir.as_os_str().as_bytes())? {
             (Response::Loaded(loaded), tokens) => Ok((process, *loaded, tokens)),
             (Response::Failed(message), _) => bail!(message),
-            _ => bail!("the worker answered another request"),
+            _ => bail!("internal error: the worker sent the wrong response"),
         }
     }
 
     /// Sends a request and waits for the response. Fails if the process ends or takes too long.
     fn call(&mut self, dir: &Path, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
         let budget = Budget::of(request, body);
-        // A write fails if the process has ended. Then, so does the read.
+        // If the process has ended, the write fails with a broken pipe. The read below then fails too.
+        // Its failure reports why the process ended.
         let written = protocol::write(&mut self.stdin, request, body);
         if let Err(error) = &written
             && error.downcast_ref().is_none_or(|error: &io::Error| error.kind() != io::ErrorKind::BrokenPipe)
@@ -121,7 +122,7 @@ impl Process {
         }
     }
 
-    /// Ends the process and returns why the request failed.
+    /// Kills the process and returns an error that says why the request failed.
     fn failure(&mut self, dir: &Path, request: &Request, budget: Budget) -> anyhow::Error {
         let is_ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)));
         // The pipe closes shortly before the process ends.
@@ -156,7 +157,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Both fail only if the process has already ended.
+        // Errors are ignored, because the process may have already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

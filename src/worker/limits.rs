@@ -1,4 +1,4 @@
-//! What one request to a worker may use. The worker sets these limits for itself before it touches untrusted data.
+//! The memory and CPU limits of a request. The worker applies them to itself before it processes untrusted data.
 
 use std::fs;
 use std::time::Duration;
@@ -8,26 +8,26 @@ use nix::sys::resource::{Resource, UsageWho, getrlimit, getrusage, setrlimit};
 
 use super::protocol::Request;
 
-/// The stack of the thread that serves requests.
+/// The stack size of the thread that serves requests, in bytes.
 pub const STACK_BYTES: usize = 64 << 20;
 
-/// The page size of x86-64 Linux. On a system with larger pages, the limits are lower than stated.
+/// The page size on x86-64 Linux, in bytes. With larger pages, memory limits are stricter than [`Budget`] states.
 const PAGE_BYTES: u64 = 4096;
 
-/// What one request may use.
+/// The memory and CPU time that one request may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Budget {
-    /// Memory in addition to what the worker already uses, in bytes.
+    /// Memory beyond what the worker already uses, in bytes.
     pub memory_bytes: u64,
-    /// Processor time of all threads, in seconds.
+    /// CPU time, summed over all threads, in seconds.
     pub cpu_s: u64,
 }
 
 impl Budget {
     /// Returns the budget of a request with this body.
     ///
-    /// The 28 MB tokenizer.json of gpt-oss needs 0.3 GB and 0.6 s. A text needs about 120 bytes and 0.5 µs for each of its
-    /// bytes. The budgets are several times as large.
+    /// Loading the 28 MB tokenizer.json of gpt-oss takes 0.3 GB and 0.6 s. Encoding takes about 120 bytes of memory and
+    /// 0.5 µs per byte of text. The budgets are two to thirteen times as large, plus a fixed amount for texts.
     pub fn of(request: &Request, body: &[u8]) -> Self {
         let text_bytes = request.text_bytes(body) as u64;
         match request {
@@ -38,13 +38,13 @@ impl Budget {
         }
     }
 
-    /// The time after which inferno stops waiting for a worker. It is long because other processes may be busy:
-    /// the limit on processor time ends a worker first.
+    /// Returns how long inferno waits for a response. This is much longer than the CPU limit, because other processes
+    /// may slow the worker down. On an idle machine, the CPU limit ends a runaway worker first.
     pub fn wait(self) -> Duration {
         Duration::from_secs(30 + 10 * self.cpu_s)
     }
 
-    /// Limits this process to the budget. A process that exceeds it receives SIGXCPU or fails to allocate, which aborts it.
+    /// Limits this process to the budget. If it exceeds the budget, SIGXCPU or a failed allocation ends it.
     pub fn enforce(self) -> Result<()> {
         let usage = getrusage(UsageWho::RUSAGE_SELF)?;
         let used_s = usage.user_time().tv_sec() + usage.system_time().tv_sec() + 1;
@@ -53,7 +53,7 @@ impl Budget {
     }
 }
 
-/// Sets the soft limit, so that the next request can raise it again.
+/// Sets only the soft limit, so that the next request can raise it.
 fn set_soft_limit(resource: Resource, limit: u64) -> Result<()> {
     let (_, hard) = getrlimit(resource)?;
     setrlimit(resource, limit.min(hard), hard).with_context(|| format!("cannot limit {resource:?}"))
@@ -64,7 +64,8 @@ pub fn disable_core_dumps() -> Result<()> {
     set_soft_limit(Resource::RLIMIT_CORE, 0)
 }
 
-/// Returns the writable private memory of this process in bytes, which is what RLIMIT_DATA limits.
+/// Returns the size of this process's private writable mappings in bytes, which RLIMIT_DATA limits.
+/// Includes the main thread's stack, which RLIMIT_DATA does not count.
 fn data_bytes() -> Result<u64> {
     let statm = fs::read_to_string("/proc/self/statm").context("cannot read /proc/self/statm")?;
     let pages: u64 = statm.split(' ').nth(5).and_then(|pages| pages.parse().ok()).context("cannot parse statm")?;

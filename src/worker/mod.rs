@@ -1,12 +1,12 @@
-//! Runs the tokenizer and the chat template of a model in another process, with limits on memory, time and stack.
+//! Runs the tokenizer and the chat template of a model in a worker process with limits on memory, CPU time and stack.
 //!
-//! Both are untrusted: a template is a program, and a tokenizer can take any time and memory for any text. A process is the
-//! only place where all of that can be stopped. It is this program again, with a hidden argument, so [`init`] must run
-//! first in `main`. It lives as long as the model. If a request exceeds a limit, the process ends, the request fails with
-//! one sentence, and the next request starts a new process.
+//! Both are untrusted: a template is a program, and a hostile tokenizer can take unbounded time and memory. The
+//! operating system can enforce these limits only on a whole process. The worker runs the same executable with a hidden
+//! argument, so `main` must call [`init`] first. The worker lives as long as the model. If a request exceeds a limit,
+//! the worker ends, the request fails with an error, and the next request starts a new worker.
 //!
-//! Programs that do not call [`init`] load tokenizers and templates in their own process. Then only the number of template
-//! steps, the recursion depth and the output are limited.
+//! Programs that do not call [`init`] run tokenizers and templates in their own process. Then only the steps, the
+//! recursion depth and the output of templates are limited.
 
 #[cfg(target_os = "linux")]
 mod client;
@@ -28,9 +28,9 @@ use crate::weights::Checkpoint;
 /// Whether this program can start itself as a worker.
 static IS_ENABLED: AtomicBool = AtomicBool::new(false);
 
-/// Lets inferno run tokenizers and chat templates in a process of their own. Call it first in `main`.
+/// Lets inferno run tokenizers and chat templates in worker processes. Call this first in `main`.
 ///
-/// In that process, this function serves requests and does not return. Does nothing on systems other than Linux.
+/// In a worker, this function serves requests and never returns. It has no effect on systems other than Linux.
 pub fn init() {
     #[cfg(target_os = "linux")]
     if std::env::args_os().skip(1).eq([protocol::ARGUMENT]) {
@@ -47,7 +47,7 @@ pub fn load_language(dir: &Path) -> Result<Language> {
     }
 }
 
-/// Loads the language data of a snapshot whose checkpoint is already open.
+/// Loads the language data of the snapshot in `dir`. Reads `checkpoint`, which is already open, if there is no worker.
 pub fn load_language_of(dir: &Path, checkpoint: &Checkpoint) -> Result<Language> {
     match start(dir) {
         Some(language) => language,

@@ -1,6 +1,6 @@
-//! The messages between inferno and a worker, over its standard input and output.
+//! The messages between inferno and a worker, sent over the worker's standard input and output.
 //!
-//! A frame has a head, which is JSON, and a body of bytes: two lengths (u32, little-endian), the head, the body.
+//! A frame is the length of the head, the length of the body (both u32, little-endian), the head (JSON) and the body.
 
 use std::io::{self, Read, Write};
 
@@ -12,10 +12,10 @@ use serde_json::Value;
 use crate::chat::{Message, RenderOptions};
 use crate::tokenizer::ControlTokens;
 
-/// The argument that turns this program into a worker. It is visible in lists of processes.
+/// The argument that makes this program a worker. `ps` and `top` show it.
 pub const ARGUMENT: &str = "language-worker";
 
-/// The longest head or body, in bytes.
+/// The maximum size of a head or a body, in bytes.
 const MAX_BYTES: usize = 1 << 30;
 
 #[derive(Serialize, Deserialize)]
@@ -28,7 +28,7 @@ pub enum Request {
 }
 
 impl Request {
-    /// Returns the size of the texts in a request with this body.
+    /// Returns the total size of the strings in a request with this body, in bytes.
     pub fn text_bytes(&self, body: &[u8]) -> usize {
         match self {
             Request::Load => 0,
@@ -49,7 +49,7 @@ pub enum Response {
     Encoded,
     /// A rendered conversation, as text. The token ids are in the body.
     Rendered(String),
-    /// The request failed with this message. The worker can take more requests.
+    /// The request failed with this error message. The worker can still serve requests.
     Failed(String),
 }
 
@@ -67,7 +67,7 @@ pub struct Loaded {
 pub fn write(out: &mut impl Write, head: &impl Serialize, body: &[u8]) -> Result<()> {
     let head = serde_json::to_vec(head)?;
     if head.len().max(body.len()) > MAX_BYTES {
-        bail!("a text of {} bytes is too long", head.len().max(body.len()));
+        bail!("a message of {} bytes is too long", head.len().max(body.len()));
     }
     let lengths = [head.len(), body.len()].map(|length| (length as u32).to_le_bytes());
     out.write_all(&lengths.concat())?;
@@ -88,7 +88,7 @@ pub fn read<T: DeserializeOwned>(input: &mut impl Read) -> Result<Option<(T, Vec
     Ok(Some((serde_json::from_slice(&head)?, read_bytes(input, body)?)))
 }
 
-/// Reads `length` bytes. Memory grows with the bytes that arrive.
+/// Reads `length` bytes. Allocates memory only as bytes arrive.
 fn read_bytes(input: &mut impl Read, length: usize) -> Result<Vec<u8>> {
     if length > MAX_BYTES {
         bail!("a frame of {length} bytes is too long");
@@ -100,7 +100,7 @@ fn read_bytes(input: &mut impl Read, length: usize) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Returns token ids as bytes.
+/// Returns token ids as little-endian bytes.
 pub fn ids_to_bytes(ids: &[u32]) -> Vec<u8> {
     ids.iter().flat_map(|id| id.to_le_bytes()).collect()
 }

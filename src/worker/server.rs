@@ -1,4 +1,4 @@
-//! The worker's side: serves requests until its input ends.
+//! The server side of a worker: serves requests until standard input ends.
 
 use std::ffi::OsString;
 use std::io::{BufReader, BufWriter, stdin, stdout};
@@ -13,9 +13,9 @@ use super::protocol::{self, Loaded, Request, Response};
 use crate::language::Language;
 use crate::text::error_message;
 
-/// Serves requests until the input ends. Returns the exit code.
+/// Serves requests until standard input ends. Returns the exit code.
 pub fn run() -> i32 {
-    // Templates and regular expressions are recursive, so the stack must not depend on `ulimit -s`.
+    // Templates and regular expressions can recurse deeply. This thread's stack does not depend on `ulimit -s`.
     let server = thread::Builder::new().name("language-worker".into()).stack_size(limits::STACK_BYTES).spawn(serve);
     match server.map(thread::JoinHandle::join) {
         Ok(Ok(Ok(()))) => 0,
@@ -68,12 +68,12 @@ fn path(bytes: Vec<u8>) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
-/// Closes the files that NVIDIA's driver leaves open in child processes. Otherwise, the worker could hold GPU memory.
+/// Closes the files that child processes inherit from NVIDIA's driver. Otherwise, the worker could hold GPU memory.
 fn close_inherited_files() {
     let Ok(files) = std::fs::read_dir("/proc/self/fd") else { return };
     let numbers: Vec<i32> = files.flatten().filter_map(|file| file.file_name().to_str()?.parse().ok()).collect();
     for number in numbers.into_iter().filter(|&number| number > 2) {
-        // The folder's own descriptor is in the list and is already closed.
+        // The list includes the descriptor of /proc/self/fd itself, which is already closed.
         let _ = nix::unistd::close(number);
     }
 }

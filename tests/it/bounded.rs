@@ -8,18 +8,18 @@ use std::time::{Duration, Instant};
 
 use nix::libc;
 
-/// The most seconds that the program may take.
+/// The most seconds of CPU time that the program may take.
 const MAX_SECONDS: f64 = 10.0;
-/// Other tests may delay the program. A program that has used less CPU time than [`MAX_SECONDS`] is killed only now.
+/// The most time that the program may take in total. Other tests may delay it, so this exceeds [`MAX_SECONDS`].
 const HANG: Duration = Duration::from_secs(60);
 /// The most bytes of resident memory.
 const MAX_BYTES: u64 = 1_000_000_000;
-/// The limit of the operating system on the program's data, which includes buffers that are never touched.
+/// The value of RLIMIT_DATA in bytes. This limit also counts memory that the program allocates but never touches.
 const MAX_DATA: libc::rlim_t = 1_500_000_000;
-/// The longest error message.
+/// The most bytes of an error message.
 const MAX_MESSAGE: usize = 2000;
 
-/// The result of a program that kept to the limits.
+/// The result of a program that stayed within the limits.
 pub struct Bounded {
     pub status: ExitStatus,
     pub stdout: String,
@@ -46,8 +46,8 @@ impl Bounded {
 
 /// Runs a command without input.
 ///
-/// Asserts that no signal or panic ends it, that it takes at most 10 seconds and 1 GB, and that an error is one message
-/// of at most 2000 bytes.
+/// Asserts that no signal or panic ends the command, that it takes at most 10 s of CPU time, 60 s in total and 1 GB of
+/// memory, and that it reports a failure in one message of at most 2000 bytes.
 #[track_caller]
 pub fn bounded(command: Command) -> Bounded {
     bounded_with_input(command, b"")
@@ -55,11 +55,11 @@ pub fn bounded(command: Command) -> Bounded {
 
 /// Runs a command with `input` on its standard input. Asserts the same as [`bounded`].
 #[track_caller]
-#[expect(clippy::zombie_processes, reason = "`wait` waits with wait4, which also returns the CPU time")]
+#[expect(clippy::zombie_processes, reason = "`wait` calls wait4, which also returns the CPU time")]
 pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
     let name = format!("{command:?}");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // A backtrace would hide the message of a panic.
+    // Without a backtrace, the shortened output shows the message of a panic.
     command.env("RUST_BACKTRACE", "0");
     // SAFETY: setrlimit is async-signal-safe, and the closure does not allocate.
     unsafe {
@@ -121,7 +121,7 @@ fn read(stream: &mut impl Read) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Returns the exit status and the CPU time if the process has ended. Then the process no longer exists.
+/// Returns the exit status and the CPU time if the process has ended. In that case, also reaps the process.
 fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
     let mut status = 0;
     // SAFETY: an all-zero rusage is valid.
@@ -134,9 +134,9 @@ fn wait(pid: libc::pid_t) -> Option<(ExitStatus, f64)> {
 }
 
 /// Returns the peak resident memory of a running process.
-/// The value in `rusage` does not help: it includes the memory of the test process before `exec`.
+/// `rusage` cannot be used: its value includes the memory of the test process before `exec`.
 fn peak_resident_bytes(pid: libc::pid_t) -> Option<u64> {
-    // Until `exec`, the child has the memory of this process.
+    // Until `exec`, the child shares or copies the memory of this process.
     let program = std::fs::read_link(format!("/proc/{pid}/exe")).ok()?;
     if std::env::current_exe().is_ok_and(|this| this == program) {
         return None;

@@ -2,7 +2,7 @@
 //!
 //! - The logits of every step match the eager decoder.
 //! - Graph replay matches individual kernel launches.
-//! - Sampling on the GPU matches the sampler on the host, also for logits that are NaN, infinite or equal.
+//! - Sampling on the GPU matches the sampler on the host, even if logits are NaN, infinite or equal.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -513,7 +513,7 @@ fn device_sampling_matches_host_sampling() {
     });
 }
 
-/// Returns logits of -3 for 301 tokens, except for these.
+/// Returns 301 logits: those in `special`, and -3 for all others.
 fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
     let mut logits = vec![-3.0; LLAMAS[0].1.vocab_size];
     special.iter().for_each(|&(token, logit)| logits[token] = logit);
@@ -521,7 +521,7 @@ fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
 }
 
 /// The sampling kernel follows the rules of the host for logits that are NaN, infinite or equal.
-/// It also makes the first greedy choice after a prompt, so the cases include greedy sampling.
+/// The kernel also chooses the first token after a prompt in greedy decoding, so the cases include greedy decoding.
 #[test(gpu)]
 fn special_logits_are_sampled_as_on_the_host() {
     const INF: f32 = f32::INFINITY;
@@ -541,7 +541,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let mut all_params = vec![greedy.clone(), penalties];
     for seed in 0..20 {
         all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
-        // Not top-k or top-p: among equal tokens at the limit, the host keeps fewer.
+        // No case uses top-k or top-p: of equal tokens at the limit, the host keeps fewer than the kernel.
         all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
     }
     let mut only_one = vec![-INF; vocab];
@@ -565,7 +565,7 @@ fn special_logits_are_sampled_as_on_the_host() {
             assert!(logits[token as usize] > -INF, "{name}, {params:?}");
         }
     }
-    // Without any logit above -inf, the step fails. The graph can then be started again.
+    // If no logit is above -inf, the step fails. Afterward, the graph can be started again.
     for logits in [vec![f32::NAN; vocab], vec![-INF; vocab], [vec![f32::NAN; 150], vec![-INF; 151]].concat()] {
         for params in [&all_params[0], &all_params[1], &all_params[2]] {
             let host = Sampler::new(params.clone(), &[1, 2]);
@@ -576,13 +576,13 @@ fn special_logits_are_sampled_as_on_the_host() {
     }
 }
 
-/// The greedy kernel chooses the lowest of equal tokens, as `argmax` on the host, and never a NaN.
+/// Like `argmax` on the host, the greedy kernel chooses the lowest id among equal logits, and never a NaN.
 #[test(gpu)]
 fn special_logits_of_greedy_steps_follow_the_host() {
     let device = gpu();
     let (name, llama) = &LLAMAS[0];
     assert!(!llama.tied);
-    // Each row of the output head is replaced by the row that this function returns, or by NaN.
+    // Replaces each row of the output head with the row whose index `row_of` returns, or with NaN for None.
     let graph_with_head = |row_of: &dyn Fn(usize) -> Option<usize>| {
         let dir = tempfile::tempdir().unwrap();
         llama.write(dir.path());

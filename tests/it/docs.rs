@@ -1,5 +1,5 @@
 //! Checks that the pages in `docs/` list all flags, environment variables, exit codes and configuration keys.
-//! Also checks speeds against benches/results, and names of tests.
+//! Also checks that speeds equal those in benches/results, and that the tests that the pages name exist.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -78,7 +78,7 @@ fn reference_page_lists_exactly_the_exit_codes() {
     let rows = section.lines().filter_map(|line| line.strip_prefix("| ")?.split_once(" |"));
     let documented: BTreeSet<u8> = rows.filter_map(|(code, _)| code.parse().ok()).collect();
 
-    // The code of each error is after the last arrow in a line of `Error::exit_code`, as a number or as a constant.
+    // In `Error::exit_code`, each match arm ends with an exit code: a number or the name of a constant.
     let source = page("src/error.rs");
     let function = source.split_once("pub fn exit_code").unwrap().1;
     let arms = function.lines().filter_map(|line| line.trim_end_matches(',').rsplit_once("=> "));
@@ -115,7 +115,7 @@ fn readme_is_short() {
     assert!(page("README.md").lines().count() <= 250);
 }
 
-/// The results of `inferno bench --json` in benches/results. Several runs of one model are averaged.
+/// Results of `inferno bench --json` in benches/results: one or more runs of one model, which are averaged.
 struct Results(Vec<Value>);
 
 impl Results {
@@ -128,7 +128,7 @@ impl Results {
         self.0.iter().map(number).sum::<f64>() / self.0.len() as f64
     }
 
-    /// Returns the speed of a test in tokens per second, in the notation of the tables: 751, 1,353, 9,900 or 40,100.
+    /// Returns the speed of a test in tokens per second, as the tables write it, such as "751", "1,353" or "40,100".
     fn speed(&self, kind: &str, tokens: u64, depth: u64) -> String {
         let is_wanted = |test: &&Value| test["kind"] == kind && test["tokens"] == tokens && test["depth"] == depth;
         let speed = |run: &Value| run["tests"].as_array().unwrap().iter().find(is_wanted).unwrap()["tok_per_s"].clone();
@@ -174,7 +174,7 @@ fn speeds_and_memory_agree_with_the_stored_results() {
     }
 }
 
-/// Code in the docs that consists of at least four words joined by underscores is the name of a test.
+/// In the docs, code of at least four words joined by underscores is the name of a test.
 #[test]
 fn tests_that_the_docs_name_exist() {
     let mut files = Vec::new();
@@ -184,7 +184,7 @@ fn tests_that_the_docs_name_exist() {
     let mut names = Vec::new();
     for path in pages.filter(|path| path.extension().is_some_and(|extension| extension == "md")) {
         let text = fs::read_to_string(&path).unwrap().replace('\n', " ");
-        // Every second part between backticks is code.
+        // Splitting at backticks makes every second part code.
         let is_test = |name: &&str| {
             let is_name = name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_');
             is_name && name.matches('_').count() >= 3

@@ -1,7 +1,7 @@
 //! Tests of sampling, stop strings and generation with the demo model.
 //!
 //! They cover the choice of tokens, the end of a generation, cancellation, and clients that share one engine.
-//! The last tests repeat some of this on a GPU, with tiny models whose decode steps run as a CUDA graph.
+//! The last tests cover some of the same behavior on a GPU, with tiny models whose decode steps run as a CUDA graph.
 
 use std::collections::HashMap;
 use std::fs;
@@ -424,7 +424,7 @@ fn one_async_task_reads_two_streams() {
     assert_eq!(first, second);
 }
 
-/// Replaces a token's embedding with NaN. Every logit after this token is then NaN.
+/// Replaces a token's embedding with NaN. Every logit at and after this token is then NaN.
 fn break_embedding(dir: &Path, token: u32) {
     let file = dir.join("model.safetensors");
     let mut tensors = safetensors::load(&file, &Device::Cpu).unwrap();
@@ -438,7 +438,7 @@ fn break_embedding(dir: &Path, token: u32) {
 
 #[test]
 fn error_of_one_request_leaves_the_engine_usable() {
-    // A prompt with this token gives only NaN, so its first decode step fails.
+    // Every logit of a prompt with this token is NaN, so no first token can be chosen.
     const BROKEN_TOKEN: u32 = 1999;
     let (_folder, dir) = copy_of_demo();
     break_embedding(&dir, BROKEN_TOKEN);
@@ -620,7 +620,7 @@ fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
     let model = GraphModel::new("mistral");
     let prompt = &model.prompt;
     let tokens = generate(&model.graph(), prompt, SamplingParams::greedy(), 24).tokens;
-    // The step after the first token that is new breaks.
+    // Break the step after the first new token: one that is neither in the prompt nor generated earlier.
     let is_new = |&index: &usize| !prompt.contains(&tokens[index]) && !tokens[..index].contains(&tokens[index]);
     let last = (1..tokens.len() - 3).find(is_new).unwrap();
     break_embedding(&model.dir, tokens[last]);
@@ -641,7 +641,7 @@ fn graph_step_without_a_token_fails_and_leaves_the_engine_usable() {
     assert_eq!(seen, tokens[..=last]);
     assert!(error.contains("every logit is NaN or -inf"), "{error}");
     assert_eq!(engine.cached_tokens(), 0);
-    // A request that ends before this step works, and so does sampling.
+    // A request that ends before the broken step succeeds, with greedy decoding and with sampling.
     assert_eq!(generate(&engine, prompt, SamplingParams::greedy(), last + 1).tokens, tokens[..=last]);
     assert_eq!(generate(&engine, prompt, sampling(|p| p.top_k = 1), last + 1).tokens, tokens[..=last]);
     // The first token after a prompt comes from another kernel.
@@ -677,7 +677,7 @@ fn graph_reuses_the_prefix_of_an_earlier_request() {
         let model = GraphModel::new(name);
         let engine = model.graph();
         // With 30 generated tokens, the ring buffers no longer contain the window at the end of the prompt.
-        // A prompt with 20 of them continues there. A prompt with 2 of them continues at the savepoint.
+        // A prompt with 20 generated tokens continues from the ring buffers, and one with 2 from the savepoint.
         for kept in [20, 2] {
             engine.with_runner(|runner| runner.reset()).unwrap();
             let first = generate(&engine, &model.prompt, SamplingParams::greedy(), 30);

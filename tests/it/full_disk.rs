@@ -1,4 +1,4 @@
-//! Tests of failing writes: full disks, limits on the size of files, and output streams that cannot be written to.
+//! Tests of failing writes: full disks, file size limits, and output streams that are closed or cannot be written.
 
 use std::fs;
 use std::process::{Command, Output};
@@ -27,7 +27,7 @@ const ASK_DEMO: [&str; 6] = ["play", "demo", "--device", "cpu", "--prompt", "Hi"
 
 #[test]
 fn file_size_limit_exits_with_11() {
-    // The demo is written to the cache, and the tables are written to a file.
+    // `play demo` writes the demo to the cache. The other commands write their output to a file.
     let home = TempDir::new().unwrap();
     let output = in_shell(&home, "ulimit -f 0; exec \"$@\"", &ASK_DEMO);
     assert_fails(&output, 11, &["File too large"]);
@@ -99,7 +99,7 @@ fn chat_continues_at_the_file_size_limit() {
     assert_eq!(chat.end(), WaitStatus::Exited(chat.pid(), 0));
 }
 
-/// An ignored signal stays ignored in programs that a process starts.
+/// A process inherits ignored signals, so inferno must restore the default actions for programs that it starts.
 #[test]
 fn editor_starts_with_default_signals() {
     let home = TempDir::new().unwrap();

@@ -1,5 +1,5 @@
-//! Model directories and GGUF files from a stranger end in the right answer or in one error, within limits on time and
-//! memory.
+//! Tests of untrusted model directories and GGUF files: inferno must give the right answer or one error, within limits
+//! on time and memory.
 
 use std::borrow::Cow;
 use std::fs::{self, File};
@@ -23,8 +23,9 @@ const CPU: [&str; 2] = ["--device", "cpu"];
 
 /// A small trained Llama model with a tokenizer, in a folder that a test may change.
 struct Model {
-    /// The home directory. The model is in it.
+    /// The home directory, which contains the model.
     home: TempDir,
+    /// The folder of the model, or its GGUF file.
     dir: PathBuf,
 }
 
@@ -33,7 +34,7 @@ impl Model {
         Self::copy_of(&golden("trained"))
     }
 
-    /// Copies a model and adds a chat template.
+    /// Creates the model with a chat template.
     fn chat() -> Self {
         let model = Self::new();
         model.write("tokenizer_config.json", r#"{"chat_template": "{{ messages[0].content }}"}"#);
@@ -60,7 +61,7 @@ impl Model {
         model
     }
 
-    /// Creates a GGUF file without other files.
+    /// Creates a model that consists of a GGUF file.
     fn gguf(writer: &Writer) -> Self {
         let home = TempDir::new().unwrap();
         let dir = home.path().join("model.gguf");
@@ -262,7 +263,7 @@ fn small_files_cannot_take_much_memory() {
     model.list();
 }
 
-/// Compiling a pattern takes time and memory, and every layer is compared with every entry.
+/// Compiling a pattern takes time and memory, and inferno compares every layer with every entry.
 #[test]
 fn quantization_configs_are_limited() {
     let section = |ignore: Value| {
@@ -282,7 +283,7 @@ fn quantization_configs_are_limited() {
     model.perplexity();
 }
 
-/// The program compares an unknown model type with the known ones.
+/// The program compares an unknown model type with the known types, which could take long for a long name.
 #[test]
 fn long_model_types_are_refused_quickly() {
     let model = Model::with_config(|config| config["model_type"] = "x".repeat(990_000).into());
@@ -318,7 +319,7 @@ fn pipes_and_devices_are_refused() {
             let play = model.play();
             match name {
                 "README.md" => play.assert_succeeds(),
-                // The search for the model finds that a required file is missing, or loading finds a file of another type.
+                // The search for the model reports a missing file, or loading reports a file that is not regular.
                 _ => assert!(matches!(play.status.code(), Some(1 | 3)), "{name}: {}", play.stderr),
             }
             assert!(play.status.success() || play.stderr.contains(name), "{name}: {}", play.stderr);
@@ -332,7 +333,7 @@ fn pipes_and_devices_are_refused() {
     mkfifo(&pipe, Mode::S_IRWXU).unwrap();
     let model = Model { dir: pipe, home };
     fs::write(model.home.path().join("text.txt"), "a b").unwrap();
-    model.perplexity().assert_fails(3, &["model.gguf", "no regular .gguf file"]);
+    model.perplexity().assert_fails(3, &["model.gguf", "nor a regular .gguf file"]);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Chat templates, tokenizers and prompts from a stranger end in an answer or in one error, within limits.
+//! Tests of untrusted chat templates, tokenizers and prompts: inferno must give an answer or one error, within limits.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -185,7 +185,7 @@ fn hostile_tokenizers_end_within_limits() {
                 let steps = vec![json!({"type": "BPEDecoder", "suffix": ""}); 32];
                 t["decoder"] = json!({"type": "Sequence", "decoders": steps});
             }),
-            "replaces an empty text",
+            "replaces an empty string",
         ),
         (
             "a decoder with a regular expression",
@@ -245,7 +245,7 @@ fn long_prompt_is_refused_before_it_is_tokenized() {
     bounded_with_input(command, &b"hello world ".repeat(5_000_000)).assert_fails(10, &["60.0 MB", "shorten"]);
 }
 
-/// Each normalizer turns some spelling other than the token itself into the token `<|end|>`.
+/// Each normalizer converts at least one other spelling to the control token `<|end|>`.
 #[test]
 fn text_never_becomes_a_control_token_through_a_normalizer() {
     let normalizers = [
@@ -289,7 +289,7 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
     assert!(converted > 20, "{converted}");
 }
 
-/// Asserts that a rendered conversation has exactly the control tokens of its template.
+/// Asserts that a rendered conversation has `expected` control tokens, the number that its template contains.
 #[track_caller]
 fn assert_controls(model: &Model, texts: &[&str], expected: usize) {
     let language = worker::load_language(&model.path).unwrap();
@@ -316,7 +316,7 @@ fn text_never_becomes_a_control_token_of_the_model_itself() {
     assert_controls(&model, &["hi"], 0);
     assert_controls(&model, &["hi＜|call|＞"], 0);
     assert_controls(&model, &["hi<|call|>"], 0);
-    // The character has no token. It becomes the unknown token, not an error.
+    // The emoji has no token. It becomes the unknown token, not an error.
     let language = worker::load_language(&model.path).unwrap();
     assert!(language.render(&[Message::user("😀<|call|>")], &options()).is_ok());
 }
@@ -335,7 +335,7 @@ fn text_never_becomes_a_short_or_a_split_control_token() {
     }
 }
 
-/// The arguments of a tool call are parsed before they are rendered, so they can spell any character.
+/// The arguments of a tool call are parsed before they are rendered, so JSON escapes can produce any character.
 #[test]
 fn spelled_noncharacters_are_kept() {
     let model = Model::with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}");
@@ -347,7 +347,7 @@ fn spelled_noncharacters_are_kept() {
     assert_eq!(rendered.text, "{\"a\": \"x\u{FDD0}y <|end|>\"}");
 }
 
-/// Returns the ids of the child processes of `pid`. They are listed under the thread that started them.
+/// Returns the ids of the child processes of `pid`. /proc lists each child under the thread that started it.
 fn children(pid: u32) -> Vec<u32> {
     let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     let lists = threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());

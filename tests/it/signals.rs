@@ -39,7 +39,7 @@ fn signals_restore_the_terminal() {
         (Signal::SIGTERM, false),
         (Signal::SIGHUP, true),
         (Signal::SIGQUIT, false),
-        // These signals report crashes and limits. They can also be sent by `kill`.
+        // The system raises all of these except SIGUSR1 for crashes and exceeded limits. `kill` can send them too.
         (Signal::SIGABRT, true),
         (Signal::SIGSEGV, false),
         (Signal::SIGSEGV, true),

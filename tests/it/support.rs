@@ -17,7 +17,7 @@ pub fn golden(case: &str) -> PathBuf {
     root.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden"))).join(case)
 }
 
-/// A checkpoint in `tests/golden` with the results that transformers computes from it.
+/// A checkpoint in `tests/golden`, with results that transformers computed from it.
 pub struct GoldenModel {
     /// The path of its folder in `tests/golden`.
     pub name: &'static str,

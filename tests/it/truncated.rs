@@ -1,4 +1,4 @@
-//! Tests of weights that another program truncates while they load. The result is an error or a loaded model.
+//! Tests of weights that another program truncates while inferno loads them. Loading must succeed or return an error.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufRead, BufReader, Read};
@@ -74,7 +74,7 @@ fn truncation_between_header_and_tensors_is_an_error() {
     }
 }
 
-/// A process opens the weights of `model`, loads them and answers. Another thread truncates the file at a random time.
+/// Starts processes that load `model` and answer. Truncates the weights at a random time after each process opens them.
 fn disturb_loads(model: &Path, weights_file: &Path) {
     let (home, original) = (TempDir::new().unwrap(), fs::read(weights_file).unwrap());
     let mut random = Random(original.len() as u64);

@@ -123,7 +123,7 @@ fn bits(tensor: &Tensor) -> Vec<u32> {
     values.to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect()
 }
 
-/// Loads tensors in the given order and compares them with those that are loaded without read-ahead.
+/// Loads tensors in the given order and compares them with the same tensors loaded without read-ahead.
 fn compare(checkpoint: &Checkpoint, weights: &Weights, names: &[String], dtype: DType) {
     let progress = LoadProgress::silent();
     let plain = Weights::new(checkpoint, &Device::Cpu, dtype, &progress).unwrap();

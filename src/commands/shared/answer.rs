@@ -14,10 +14,10 @@ use crate::terminal::interrupt::cancel_on_ctrl_c;
 use crate::terminal::{self, Color, TurnView, WindowSize, dim, stderr_color, stdout_color};
 use crate::text::{printable, without_controls};
 
-/// Writes the answer to stdout, formatted on a terminal with colors.
+/// Writes the answer to stdout. Formats it if stdout is a terminal with colors, unless `plain` or `raw` is set.
 ///
-/// If stderr is a terminal, also shows the reasoning and the statistics. The reasoning precedes a formatted answer on
-/// stdout. An unformatted answer is the only text on stdout, and the reasoning goes to stderr.
+/// If stderr is a terminal, also shows the statistics and, unless hidden, the reasoning. With a formatted answer, the
+/// reasoning goes to stdout. Otherwise, it goes to stderr, and stdout contains only the answer.
 pub fn text(mut session: Session, prompt: &str) -> Result<ExitCode> {
     cancel_on_ctrl_c(session.cancel.clone())?;
     let shows_reasoning = std::io::stderr().is_terminal() && session.settings.reasoning == ReasoningVisibility::Shown;

@@ -29,7 +29,7 @@ pub fn today() -> String {
     jiff::Zoned::now().strftime("%Y-%m-%d").to_string()
 }
 
-/// Prints a warning to stderr if there is a token, but it is not sent to the hub.
+/// Prints a warning to stderr if a token is set but not sent to the hub.
 pub fn warn_about_token(hub: &Hub) {
     if let Some(warning) = hub.token_warning() {
         crate::terminal::print(&format!("warning: {warning}"));

@@ -54,7 +54,7 @@ pub struct ProgressView {
 
 struct State {
     files: HashMap<String, File>,
-    /// The sum of `done` of all files. There may be many files and many reports.
+    /// The sum of `done` over all files, kept up to date because adding it up for every report would be slow.
     done_bytes: u64,
     total_bytes: u64,
     lines: LineTimer,

@@ -27,7 +27,7 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// So many requests for the sizes of files take seconds, so the user is told about them.
+/// The number of file-size requests from which the user is notified, because they take seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
@@ -196,7 +196,7 @@ impl Hub {
         }
         let file = if file.has_size_and_etag() { file.clone() } else { remote.head(commit, INDEX)? };
         if let Some(bytes) = file.bytes.filter(|bytes| *bytes > files::SHARD_INDEX) {
-            bail!("cannot download '{}': {INDEX} has {}, which no real index has", remote.repo(), size(bytes));
+            bail!("cannot download '{}': {INDEX} is too large ({})", remote.repo(), size(bytes));
         }
         self.fetch_files(remote, commit, repo, vec![file], &())?;
         files::read(&repo.snapshot(commit).join(INDEX), files::SHARD_INDEX).map(Some)

@@ -88,7 +88,7 @@ fn visible_rows(k: &Tensor, v: &Tensor, tokens: usize, mask: AttentionMask) -> R
 /// - q, out: bf16 or f16 `[tokens, heads, head_dim]`; `head_dim` is a multiple of 8
 /// - k, v: `[cache_rows, kv_heads, head_dim]` in q's dtype
 ///
-/// The caller has checked the inputs.
+/// The caller must have checked the inputs.
 pub(super) fn attention(
     device: &CudaDevice,
     (q, k, v): (&Tensor, &Tensor, &Tensor),

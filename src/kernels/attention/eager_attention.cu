@@ -8,7 +8,7 @@
 //   grid: (tokens, heads); block: 32 · warps
 //     All warps of a block share the keys of one query head. Each warp runs an online softmax.
 //     The results of all warps are merged at the end.
-//     A block has 4 warps with many queries. It has 32 with few queries, to hide the latency of reading many keys.
+//     A block has 4 warps if there are many queries, and 32 if there are few, to hide the latency of reading keys.
 //   shared memory: warps · (head_dim + 2) floats
 //   bytes moved: about 2 · head_dim · sizeof(T) from L2 for each query head and visible key
 //     The query heads of a KV head do not share reads.

@@ -4,7 +4,7 @@
 //   k, v: T [cache_rows, kv_heads, head_dim]; position p is in row p mod cache_rows
 //   sinks: f32 [heads] or null
 //   positions: u32 [tokens]; query t is at position positions[0] + t
-//     They are in device memory, so a CUDA graph can be replayed.
+//     They are in device memory, so that a CUDA graph can be replayed at any position.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile; only the first row tile misses L2

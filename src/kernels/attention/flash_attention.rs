@@ -67,7 +67,7 @@ pub enum EarlyReads {
 impl FlashAttention {
     /// Chooses the kernel. q must be bf16 or f16 and have a head size in [`FLASH_HEAD_DIMS`].
     ///
-    /// `mask.position` is the largest position of the first query in any launch of this kernel.
+    /// `mask.position` is the largest position that the first query will have in any launch.
     pub fn new(device: &CudaDevice, q: &Tensor, k: &Tensor, mask: AttentionMask) -> Result<Self> {
         let ((tokens, heads, head_dim), (cache_rows, kv_heads, _)) = (q.dims3()?, k.dims3()?);
         if kv_heads == 0 || heads % kv_heads != 0 {
@@ -145,7 +145,7 @@ impl FlashAttention {
         }
         let is_scratch = |tensor: &Tensor, dtype, count| tensor.dtype() == dtype && tensor.elem_count() >= count;
         if !is_scratch(partials, DType::F32, self.partials) || !is_scratch(arrivals, DType::U32, self.arrivals) {
-            bail!("flash_attention: scratch memory is too small or has the wrong dtype");
+            bail!("flash_attention: a scratch buffer is too small or has the wrong dtype");
         }
         Ok(())
     }

@@ -119,7 +119,7 @@ __device__ void decode_greedy(const Argmax* best, int blocks, const T* embedding
     __syncthreads();
     own = warps[lane];
     reduce();
-    // If the step fails, the host reads that from the mailbox and stops. The next input is not used.
+    // If the step fails, the host sees MAILBOX_NO_TOKEN in the mailbox and stops. It ignores all later steps.
     const bool has_token = own.logit > -INFINITY;
     const uint32_t token = has_token ? own.token : 0;
     for (int i = threadIdx.x; embedding && i < columns; i += blockDim.x)

@@ -113,6 +113,6 @@ pub fn add_qkv(
         .float(norms.eps);
     let shape = LaunchShape::linear((heads + kv_heads).div_ceil(8), 256);
     let kernel = format!("decode_qk_norm_{}", dtype_suffix(dtype)?);
-    // SAFETY: as above. The buffer between the two kernels and both norm weights are also checked above.
+    // SAFETY: as for the first launch. The buffer between the kernels and both norm weights are also checked above.
     unsafe { launches.add(Launch::new(module!("qkv"), kernel, shape, arguments)) }
 }

@@ -8,7 +8,7 @@
 //   The host keeps those with the lowest ids, as many as the limit allows.
 // - This kernel computes probabilities in f32 and truncates them to multiples of 2^-40 of the largest.
 //   The host uses f64. A token below 2^-40 of the largest is therefore never chosen here.
-//   Tokens at the limits of top-p and min-p or next to the random point can differ.
+//   Tokens at the limits of top-p and min-p or next to the random draw can differ.
 // - nvcc fuses multiplications and additions, so penalized logits can differ in the last bit.
 //
 // A launch has at most one block per multiprocessor, so all blocks run at the same time and can wait for each other.
@@ -254,7 +254,7 @@ __device__ void sample(const float* logits, uint32_t* seen, const uint32_t* para
         before += round_total;
         __syncthreads();
     }
-    // If the step fails, the host reads that from the mailbox and stops. The next input is not used.
+    // If the step fails, the host sees MAILBOX_NO_TOKEN in the mailbox and stops. It ignores all later steps.
     const bool has_winner = has_token ? winner != 0xffffffffu : blockIdx.x == 0;
     if (has_winner) {
         const uint32_t token = has_token ? winner : 0;

@@ -46,7 +46,7 @@ impl SamplingKernelParams {
     }
 }
 
-/// The state that the sampling kernel needs to continue where a sampler on the host is.
+/// The state that the sampling kernel needs to continue from a sampler on the host.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceSampling {
     pub params: SamplingKernelParams,
@@ -78,7 +78,7 @@ impl SamplingBuffers {
     /// Sets the sampling parameters for the next steps.
     pub fn set(&self, sampling: DeviceSampling) -> Result<()> {
         let DeviceSampling { params, seen } = sampling;
-        // Without `..`, so that a new parameter does not compile until it is passed to the kernel.
+        // Without `..`, a new parameter is a compile error until it is passed to the kernel.
         let SamplingKernelParams {
             temperature,
             top_k,
@@ -90,7 +90,7 @@ impl SamplingBuffers {
             seed,
             sampled_before,
         } = params;
-        // In the order of the fields in `sample.cu`.
+        // In the order of the fields of `SamplingKernelParams` in `sample.cu`.
         let words: [u32; SAMPLE_PARAM_WORDS] = [
             temperature.to_bits(),
             top_p.to_bits(),

@@ -5,12 +5,12 @@
 // On older GPUs, and in launches without the attribute, the kernels of a stream do not overlap.
 // These functions then do nothing.
 //
-// A kernel calls pdl_launch_dependents() only after its own pdl_wait(), or not at all.
-// Without the call, the next kernel starts when all blocks have ended.
+// A kernel that calls pdl_launch_dependents() calls it after its own pdl_wait().
+// If a kernel never calls it, the next kernel starts when all blocks have ended.
 // When a kernel starts, all earlier kernels except the previous one have therefore ended.
 //
 // decode_greedy and decode_sample do not call it, because they end a step.
-// At most quantized_next follows them, which loads nothing before its wait.
+// Only quantized_next can follow them in the step, and it loads nothing before its wait.
 #pragma once
 
 // Waits until all earlier kernels have ended and their writes are visible.

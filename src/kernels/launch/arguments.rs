@@ -60,7 +60,7 @@ impl Arg {
 #[derive(Default)]
 pub struct Arguments {
     args: Vec<Arg>,
-    /// A size that does not fit in an i32. The launch must fail, because a wrapped size would read out of bounds.
+    /// A size that does not fit in an i32. The launch must fail, or the kernel would read out of bounds.
     too_large: Option<usize>,
     memory: Memory,
 }
@@ -147,7 +147,7 @@ impl Arguments {
     pub(super) fn check(&self) -> Result<()> {
         match self.too_large {
             Some(value) => {
-                bail!("a tensor is too large: a kernel cannot process {value} elements; try a smaller --chunk")
+                bail!("a tensor is too large: kernels cannot process a size of {value}; try a smaller --chunk")
             }
             None => Ok(()),
         }

@@ -12,7 +12,7 @@ use super::module::Module;
 /// The default limit of 48 KiB includes static shared memory, for which 16 KiB are reserved here.
 const DEFAULT_SHARED_BYTES: usize = 32 << 10;
 
-/// The maximum number of blocks in y and in z on every GPU. In x, it is 2^31 - 1.
+/// The maximum grid size in y and in z on every GPU. In x, it is 2^31 - 1.
 const MAX_GRID_YZ: usize = 65_535;
 
 /// The size of one launch.
@@ -53,7 +53,7 @@ impl LaunchShape {
     fn check(&self) -> Result<()> {
         let (x, y, z) = self.grid;
         if x > i32::MAX as usize || y > MAX_GRID_YZ || z > MAX_GRID_YZ {
-            bail!("a tensor is too large: a GPU has no grid of {x} × {y} × {z} blocks; try a smaller --chunk");
+            bail!("a tensor is too large: GPUs do not support a grid of {x} × {y} × {z} blocks; try a smaller --chunk");
         }
         Ok(())
     }

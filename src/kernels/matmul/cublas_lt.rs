@@ -19,7 +19,7 @@ pub enum EightBitType {
     Fp8,
 }
 
-/// The size of cuBLASLt's workspace: what the cuBLAS documentation recommends for Hopper (`cublasSetWorkspace`).
+/// The size of cuBLASLt's workspace in bytes. NVIDIA recommends it for Hopper (see `cublasSetWorkspace`).
 const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Returns x·wᵀ `[tokens, rows]` in a tensor of dtype F32.

@@ -40,7 +40,8 @@ fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype.
 ///
 /// # Safety
-/// `out` must point to device memory that holds `tokens` · `stride` floats, less the columns before `out` in its row.
+/// `out` must be the address of a column in row 0 of a `[tokens, stride]` matrix in device memory.
+/// That column and the next `rows` - 1 columns must be within the row.
 #[cfg(feature = "cuda")]
 pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride: usize) -> Result<()> {
     use candle_core::cuda_backend::WrapErr;

@@ -20,8 +20,8 @@
 // In this order, each lane reads the columns that match its weights.
 // This permutation is its own inverse.
 //
-// Rows of x and h are *tiled*: [ceil(columns / 64)][tiled_rows][128 bytes].
-// They are in the order of `sorted` (see sort_by_expert).
+// x and h are *tiled*: [ceil(columns / 64)][tiled_rows][128 bytes].
+// Their rows are in the order of `sorted` (see sort_by_expert).
 // Each expert's rows start at a multiple of 8, so pairs + 8 · experts rows are always enough.
 // Segment s (16 bytes) of row r is stored at position s ^ (r % 8), and padding columns are zeros.
 // Consecutive rows of 64 columns are then contiguous, and tensor cores read them without bank conflicts.

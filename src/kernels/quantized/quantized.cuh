@@ -2,7 +2,7 @@
 //
 // A *group* is 32 columns of a row. A lane reads one group at a time.
 // The input vector is rounded to 16-bit integers with one scale per group.
-// The integers represent the largest value of a group with seven more bits of precision than bf16.
+// For the largest value of a group, the integers have seven more bits of precision than bf16.
 // The high and low bytes of the integers are stored separately, so dp4a can sum four exact products at a time.
 // Only the scales and mins are applied in floating point.
 // With FP8 weights, all arithmetic is in floating point.

@@ -31,12 +31,12 @@ use crate::kernels::{elements, to_f32, unsupported};
 /// The maximum number of tokens for which a product reads the quantized weights once per token.
 /// With more tokens, it is faster to dequantize the weights and use tensor cores.
 ///
-/// A Q4_0 weight has 4.5 bits. Reading it, writing it as bf16 and reading the bf16 moves 36.5 bits: eight times as many.
+/// A Q4_0 weight has 4.5 bits. Dequantizing to bf16 moves 36.5 bits per weight: 4.5 read, 16 written, 16 read again.
 #[cfg(feature = "cuda")]
 const MATVEC_TOKENS: usize = 8;
 /// The approximate number of elements to dequantize at a time.
-/// As bf16, they take 32 MiB. The L2 cache of an A100, an H100 or an H200 (40 to 50 MB) can hold them until the product
-/// has read them. On a GPU with a smaller L2 cache, the product reads part of them from device memory.
+/// In bf16, they take 32 MiB and stay in the L2 cache of an A100, H100 or H200 (40 to 50 MB) until they are read.
+/// On a GPU with a smaller L2 cache, the product reads part of them from device memory.
 #[cfg(feature = "cuda")]
 const DEQUANTIZED_AT_A_TIME: usize = 16 << 20;
 

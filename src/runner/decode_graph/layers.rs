@@ -104,7 +104,7 @@ pub(super) fn add_attention(
     decode::add_qkv(launches, buffers, rms_norm(&layer.attention_norm), &qkv)?;
 
     let Device::Cuda(cuda) = device else { bail!("the decode graph needs a GPU") };
-    // The kernel reads the position from `state`. At the last position, it needs the most cache rows.
+    // The kernel reads the position from `state`. Plan for the last position, which needs the most cache rows.
     let position = context.saturating_sub(1);
     let mask = AttentionMask { position, window: config.spec.window, scale: config.scale, softcap: config.softcap };
     let queries = q.unsqueeze(0)?;

@@ -58,7 +58,7 @@ pub struct DecodeGraph {
     queued: usize,
     /// Tokens taken from the mailbox since the start.
     taken: usize,
-    /// Tokens that can be generated since the start before the context is full.
+    /// The number of tokens, counted from the start, that fill the context.
     possible: usize,
 }
 
@@ -199,7 +199,7 @@ impl DecodeGraph {
     pub fn next(&mut self, limit: usize) -> Result<u32> {
         let limit = limit.min(self.possible - self.taken);
         if limit == 0 {
-            bail!("cannot decode a token: the context is full, or the request's limit is reached");
+            bail!("cannot decode a token: the context is full or the request's limit is reached");
         }
         while self.queued - self.taken < limit.min(1 + AHEAD) {
             self.count_step()?;

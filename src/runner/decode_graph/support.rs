@@ -110,7 +110,7 @@ fn unsupported_mlp(mlp: &Mlp) -> Result<Option<EagerReason>> {
 }
 
 /// Returns the weight matrices of an MLP that a matrix-vector kernel multiplies.
-/// MXFP4 experts are not among them, because they have a kernel of their own.
+/// Excludes MXFP4 experts, which have their own kernels.
 fn mlp_products(mlp: &Mlp) -> Result<Vec<Product>> {
     Ok(match mlp {
         Mlp::Gated(mlp) => {

@@ -46,7 +46,7 @@ pub struct GgufCheckpoint {
     tensors: BTreeMap<String, GgufTensorInfo>,
 }
 
-/// The table entry of one tensor and the location of its bytes.
+/// The tensor info of one tensor and the location of its bytes.
 pub struct GgufTensorView<'c> {
     pub info: &'c GgufTensorInfo,
     pub file: &'c Path,
@@ -176,7 +176,7 @@ impl GgufCheckpoint {
         })
     }
 
-    /// Returns the table entry of a tensor and the location of its bytes.
+    /// Returns the tensor info of a tensor and the location of its bytes.
     pub fn view(&self, name: &str) -> Result<GgufTensorView<'_>> {
         let info = self.required(name)?;
         let part = &self.parts[info.part];

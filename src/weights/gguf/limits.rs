@@ -10,15 +10,15 @@ pub const MAX_SPLIT_TENSORS: usize = 1 << 19;
 pub const MAX_KEY_BYTES: usize = (1 << 16) - 1;
 /// The longest tensor name that the format allows.
 pub const MAX_NAME_BYTES: usize = 64;
-/// The maximum number of values in an array. The longest arrays in real files are 450,000 merges of a vocabulary.
+/// The maximum number of values in an array. The longest arrays in real files are the BPE merges, up to 450,000.
 pub const MAX_ARRAY_VALUES: u64 = 1 << 22;
 /// The maximum number of dimensions that the format allows.
 pub const MAX_DIMENSIONS: u32 = 4;
-/// The maximum size of a header. With a vocabulary of 260,000 tokens, a header takes about 16 MB.
+/// The maximum size of a header, in bytes. A header with a vocabulary of 260,000 tokens has about 16 MB.
 pub const MAX_HEADER_BYTES: u64 = 64 << 20;
-/// The maximum size of the headers of all parts of a split model. Only the header of the first part has a vocabulary.
+/// The maximum total size of the headers of a split model, in bytes. Only the first part's header has a vocabulary.
 pub const MAX_SPLIT_HEADER_BYTES: u64 = 256 << 20;
-/// The maximum size of a head. The kernels support up to 256.
+/// The maximum head dimension. The kernels support up to 256.
 pub const MAX_HEAD_DIM: u64 = 1024;
 /// The maximum number of layers. The deepest models have about 130.
 pub const MAX_BLOCKS: u32 = 1024;

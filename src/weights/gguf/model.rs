@@ -53,7 +53,7 @@ impl GgufModel {
         })
     }
 
-    /// Returns the tensor in the file, or `None` if loading must transform the tensor.
+    /// Returns the stored tensor, or `None` if loading must transform it.
     fn stored(&self, name: &str) -> Result<Option<GgufTensorView<'_>>> {
         let tensor = self.required(name)?;
         let is_unchanged = tensor.rows == RowMapping::Identity && tensor.transform == Transform::None;

@@ -1,6 +1,6 @@
-//! Tests of what a hub answers: listings that are long, slow, deceptive or malformed.
+//! Tests of a hub's responses that are long, slow, deceptive or malformed.
 //!
-//! Each answer must lead to the right result or to one error, within limits on time and memory.
+//! Each response must lead to the right result or to one error, within limits on time and memory.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -221,7 +221,7 @@ fn huge_answers_are_not_read_to_the_end() {
         let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
         output.assert_fails(1, &["model.safetensors.index.json has 41.9 MB"]);
     }
-    // Each header may be large, but not all of them.
+    // Each header is within the limit for one header, but all headers together exceed the total limit.
     let name = |number: usize| format!("{number}.safetensors");
     let map: Vec<String> = (0..20).map(|number| format!(r#""{number}":"{}""#, name(number))).collect();
     let index = format!(r#"{{"weight_map":{{{}}}}}"#, map.join(","));

@@ -1,4 +1,4 @@
-//! Tests of the demo model: many processes that repair it, its leftovers, and its missing revisions.
+//! Tests of the demo model: concurrent repair, leftover files, and requests for revisions, which it does not have.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -84,7 +84,11 @@ fn file_of_the_right_size_is_repaired_in_place() {
     machine.hub().repair(&checked[0], &()).unwrap();
     assert!(fs::read(&weights).unwrap() == good);
     assert_eq!(open.metadata().unwrap().len(), good.len() as u64);
-    assert_eq!(fs::metadata(demo.join("config.json")).unwrap().modified().unwrap(), other, "a good file was written");
+    assert_eq!(
+        fs::metadata(demo.join("config.json")).unwrap().modified().unwrap(),
+        other,
+        "an undamaged file was rewritten"
+    );
 }
 
 #[test]

@@ -356,7 +356,7 @@ fn proxy_is_used() {
     assert!(fetched(&home) == weights);
     let heads = fake.heads();
     assert!(heads.iter().any(|head| head.starts_with("CONNECT hub.invalid:80 ")), "{heads:?}");
-    // The endpoint is not on this machine, and http would show the token to the network.
+    // The endpoint is not on this machine, and http would reveal the token to the network.
     assert!(heads.iter().all(|head| !head.contains("hf_secret")), "the token was sent over http");
     let warning = "warning: HF_TOKEN is not sent to http://hub.invalid: http does not encrypt it";
     assert!(text(&output.stderr).starts_with(warning), "{}", text(&output.stderr));
