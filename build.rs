@@ -1,4 +1,4 @@
-//! Compiles each `.cu` file under this directory into a fat binary.
+//! Compiles each `.cu` file under `src/kernels` into a fat binary.
 //!
 //! A fat binary contains machine code for the target GPU, so the driver compiles nothing at startup on that GPU.
 //! It also contains PTX, which the driver compiles on later GPUs.
@@ -59,7 +59,7 @@ fn build_kernels() {
     let commands: Vec<Command> = units.iter().map(|source| compile_command(&nvcc, &capability, source, &out)).collect();
     let constants = constants_header();
 
-    // This script runs after every commit, but most commits do not change the kernels.
+    // Cargo reruns this script after every commit, but most commits do not change the kernels.
     let mut inputs = format!("{commands:?}\n{constants}").into_bytes();
     inputs.extend(sources.iter().flat_map(|source| std::fs::read(source).expect("CUDA sources should be readable")));
     let stamp = out.join("inputs");

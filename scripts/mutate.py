@@ -135,7 +135,7 @@ def put(pairs, key, value):
 
 
 def shown(value):
-    """Returns a value for the description of a mutation."""
+    """Returns a value as short ASCII text for the description of a mutation."""
     text = value if isinstance(value, str) else encoded(value)
     return ascii(text if len(text) <= 60 else f"{text[:50]}… ({len(text)} characters)")
 
@@ -687,7 +687,7 @@ def mutate_file_system(rng, folder, path):
 
 
 def leads_outside(folder, path):
-    """Returns whether a path leads out of the home folder of its model. The script must not change files out there."""
+    """Returns whether a path leads out of the home folder of its model. The script must not change files outside."""
     home = next(parent for parent in folder.parents if parent.name == "home")
     try:
         return not path.resolve().is_relative_to(home)

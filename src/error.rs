@@ -1,6 +1,6 @@
 //! Errors that the user can act on. Each maps to an exit code, and most messages suggest the next command.
 //!
-//! All other errors are `anyhow::Error`s whose context names the file, tensor or layer.
+//! All other errors are plain `anyhow::Error`s. Their context names the file, tensor or layer.
 
 use std::io::{self, ErrorKind};
 use std::path::PathBuf;
@@ -25,7 +25,7 @@ pub enum Error {
     #[error("repository '{}' has no revision '{}'", escaped(repo), escaped(revision))]
     RevisionNotFound { repo: String, revision: String },
 
-    /// The demo and local files have no revisions.
+    /// A revision was given for the demo or for local files, which have no revisions.
     #[error("cannot find revision '{}' of {}: {why}\n  omit the revision", escaped(revision), escaped(model))]
     NoRevisions { model: String, revision: String, why: &'static str },
 
@@ -52,7 +52,7 @@ pub enum Error {
     )]
     DiskFull { path: PathBuf, needed_bytes: u64, free_bytes: u64 },
 
-    /// A file or a commit does not match what the hub lists, or cannot be repaired.
+    /// A file does not match its hash, changes on the server or cannot be repaired, or the hub sent the wrong commit.
     #[error("{what}\n  {hint}")]
     Verification { what: String, hint: String },
 
@@ -139,7 +139,9 @@ impl Error {
 /// The exit code if a write fails because of a full disk, a quota or a file size limit.
 const DISK_FULL: u8 = 11;
 
-/// Returns the exit code of the process for any error. Clap's usage errors exit with 2, and Ctrl-C exits with 130.
+/// Returns the exit code of the process for an error.
+///
+/// Two codes are set elsewhere: clap exits with 2 after a usage error, and Ctrl-C exits with 130.
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<Error>() {
         return error.exit_code();

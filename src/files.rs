@@ -1,8 +1,8 @@
 //! Reads small untrusted files, such as those of models, caches and conversations, and limits their size.
 //!
 //! The checks apply to the open file, so replacing the file between the check and the read cannot evade them.
-//! Only the functions for input that the user names accept pipes. The others reject a named pipe without waiting,
-//! although a plain `open` would block until another program writes to it.
+//! Only [`read_input`], [`read_input_text`] and [`read_stdin`] accept pipes. The other functions reject a named pipe
+//! immediately, whereas a plain `open` would block until another program opens the pipe for writing.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -16,23 +16,23 @@ use crate::text::{library_error, size};
 const KB: u64 = 1000;
 const MB: u64 = 1000 * KB;
 
-/// The maximum size of config.json, in bytes. The largest known files list unquantized layers and have 250 KB.
+/// The maximum size of config.json, in bytes. The largest known files list unquantized layers and take up 250 KB.
 pub const CONFIG: u64 = MB;
-/// The maximum size of generation_config.json, in bytes. Known files have less than 1 KB.
+/// The maximum size of generation_config.json, in bytes. Known files are smaller than 1 KB.
 pub const GENERATION_CONFIG: u64 = MB;
-/// The maximum size of a chat template, in bytes. Known templates have up to 20 KB.
+/// The maximum size of a chat template, in bytes. The largest known template takes up 20 KB.
 pub const CHAT_TEMPLATE: u64 = MB;
-/// The maximum size of tokenizer_config.json and of special_tokens_map.json, in bytes. Known files have up to 2 MB.
+/// The maximum size of tokenizer_config.json or special_tokens_map.json, in bytes. Known files take up at most 2 MB.
 pub const TOKENIZER_CONFIG: u64 = 16 * MB;
-/// The maximum size of tokenizer.json, in bytes. Known files have up to 35 MB.
+/// The maximum size of tokenizer.json, in bytes. The largest known file takes up 35 MB.
 pub const TOKENIZER: u64 = 128 * MB;
-/// The maximum size of a shard index, in bytes. Known indexes have up to 15 MB.
+/// The maximum size of a shard index, in bytes. The largest known index takes up 15 MB.
 pub const SHARD_INDEX: u64 = 32 * MB;
 /// The maximum size of a saved conversation, in bytes.
 pub const JOURNAL: u64 = 128 * MB;
-/// The maximum size of a conversation for `tokenize --chat`, in bytes. Larger ones exceed the context of any model.
+/// The maximum size of a conversation for `tokenize --chat`, in bytes. A larger one exceeds the context of any model.
 pub const CONVERSATION: u64 = 16 * MB;
-/// The maximum size of a text that the user provides, in bytes: with `--file`, on standard input or in an editor.
+/// The maximum size of a text from `--file`, standard input or an editor, in bytes.
 pub const TEXT: u64 = 256 * MB;
 /// The maximum size of inferno's configuration file, in bytes.
 pub const CONFIGURATION: u64 = MB;
@@ -41,8 +41,8 @@ pub const DOWNLOAD_RECORD: u64 = 16 * MB;
 /// The maximum size of a file with a single value, such as a commit hash, an access token or a time, in bytes.
 pub const SINGLE_VALUE: u64 = 64 * KB;
 
-/// The maximum number of values in JSON. A parsed value takes up to 50 times as much memory as its text.
-/// The known file with the most values, a tokenizer_config.json, has 50,000.
+/// The maximum number of values in a JSON text. A parsed value takes up to 50 times as much memory as its text.
+/// The known file with the most values is a tokenizer_config.json with 50,000 values.
 const MAX_JSON_VALUES: usize = 1 << 20;
 
 /// Opens a regular file for reading.
@@ -50,7 +50,7 @@ pub fn open(path: &Path) -> Result<File> {
     open_regular(path).with_context(|| cannot_read(path))
 }
 
-/// Reads a regular file of at most `limit` bytes.
+/// Reads a regular file. Fails if the file has more than `limit` bytes.
 pub fn read(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let file = open(path)?;
     read_to_limit(&file, limit).with_context(|| cannot_read(path))
@@ -87,7 +87,7 @@ pub fn read_json_if_present<T: DeserializeOwned>(path: &Path, limit: u64) -> Res
     parse_json(&bytes).with_context(|| cannot_read(path)).map(Some)
 }
 
-/// Parses JSON from a file or a server. Fails if it has too many values, because they would take too much memory.
+/// Parses JSON from a file or a server. Fails if the JSON has too many values, which would take too much memory.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     parse_json_up_to(MAX_JSON_VALUES, bytes)
 }
@@ -102,7 +102,7 @@ pub fn parse_json_up_to<T: DeserializeOwned>(limit: usize, bytes: &[u8]) -> Resu
     }
 }
 
-/// Fails if JSON has more than `limit` values, without parsing it. Object keys count as values.
+/// Fails if JSON may have more than `limit` values. Counts object keys as values, and does not parse the JSON.
 pub fn check_json_values(limit: usize, json: &[u8]) -> Result<()> {
     if count_json_values(json) > limit {
         bail!("it has more than {limit} JSON values");
@@ -110,20 +110,20 @@ pub fn check_json_values(limit: usize, json: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Reads the first `bytes` bytes of a regular file, or all of it if it is shorter.
+/// Reads the first `bytes` bytes of a regular file, or the whole file if it is shorter.
 pub fn read_head(path: &Path, bytes: u64) -> Result<Vec<u8>> {
     let mut head = Vec::new();
     open(path)?.take(bytes).read_to_end(&mut head).with_context(|| cannot_read(path))?;
     Ok(head)
 }
 
-/// Reads at most `limit` bytes from a file that the user names. It may be a pipe, as in `--file <(command)`.
+/// Reads a file that the user named, or a pipe, as in `--file <(command)`. Fails if it has more than `limit` bytes.
 pub fn read_input(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let file = File::open(path).with_context(|| cannot_read(path))?;
     read_to_limit(&file, limit).with_context(|| cannot_read(path))
 }
 
-/// Reads standard input as UTF-8, at most `limit` bytes.
+/// Reads standard input as UTF-8. Fails if it has more than `limit` bytes.
 pub fn read_stdin(limit: u64) -> Result<String> {
     let mut text = String::new();
     io::stdin().take(limit + 1).read_to_string(&mut text).context("cannot read standard input as UTF-8 text")?;

@@ -14,10 +14,10 @@ const LIBRARY_CHARACTERS: usize = 300;
 /// The maximum length of an error message, in characters. Only long lists of models and untrusted strings exceed it.
 const MESSAGE_CHARACTERS: usize = 4000;
 
-/// Removes control characters and characters that change the text direction. Keeps newlines and tabs.
+/// Removes control characters and bidirectional embeddings, overrides and isolates. Keeps newlines and tabs.
 ///
 /// Model output must not move the cursor, set the window title, or write to the clipboard.
-/// It may contain other invisible characters, because emoji and many scripts need joiners.
+/// Other invisible characters are kept, because emoji and many scripts need joiners.
 pub fn without_controls(text: &str) -> String {
     let is_harmless = |c: &char| match c {
         '\n' | '\t' => true,
@@ -41,15 +41,15 @@ pub fn printable(text: &str) -> String {
     out
 }
 
-/// Quotes a string from a file, a hub or a server for a message.
+/// Quotes an untrusted string, such as one from a file or a hub, for use in a message.
 ///
 /// The result is a single line. It shows at most 80 characters of the string.
-/// Quotes, control characters and invisible characters are escaped.
+/// Quotes, backslashes, control characters and invisible characters are escaped.
 pub fn quote(untrusted: &str) -> String {
     format!("'{}'", excerpt(untrusted).replace('\'', "\\'"))
 }
 
-/// Returns a string like [`quote`], but without adding or escaping quotes. For names of tensors, keys and the like.
+/// Escapes and shortens a string like [`quote`], but does not add or escape quotes. Use it for tensor names and keys.
 pub fn excerpt(untrusted: &str) -> String {
     let mut out = String::new();
     for c in untrusted.chars().take(QUOTED_CHARACTERS) {
@@ -64,7 +64,9 @@ pub fn excerpt(untrusted: &str) -> String {
     out
 }
 
-/// Escapes a name to a single line without shortening it. For names that the user may type or copy.
+/// Escapes control characters and invisible characters in a name, including newlines and tabs.
+///
+/// Does not shorten the name, because the user may type or copy it.
 pub fn escaped(name: &str) -> String {
     let mut out = String::new();
     name.chars().for_each(|c| push_visible(&mut out, c));
@@ -144,7 +146,7 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// Abbreviates a path inside the home directory to `~/x`.
+/// Replaces the home directory at the start of a path with `~`, as in `~/models`.
 pub fn home_relative(path: &str) -> String {
     let home = std::env::var("HOME").unwrap_or_default();
     match path.strip_prefix(&home) {

@@ -14,7 +14,7 @@ use inferno::{files, models};
 
 use super::MAX_BYTES;
 
-/// The name of the conversation.
+/// The name of the conversation that the target `journal` reads.
 const NAME: &str = "fuzzed";
 
 /// Parses a config.json and plans the memory of a model without weights.

@@ -14,7 +14,7 @@ use super::MAX_BYTES;
 const TOKENIZER: &str = include_str!("../../assets/demo/tokenizer.json");
 const TOKENIZER_CONFIG: &str = include_str!("../../assets/demo/tokenizer_config.json");
 
-/// Larger templates are not compiled in this process, because the compiler is recursive.
+/// The longest template to compile in this process. The compiler is recursive, so it may overflow the stack.
 const MAX_COMPILED_BYTES: usize = 4096;
 
 /// The conversation that templates render.
@@ -26,7 +26,7 @@ const CONVERSATION: &str = r#"[
     {"role": "tool", "tool_call_id": "1", "content": "42"}
 ]"#;
 
-/// Harmony's control tokens, except those that do not change the state of the parser.
+/// The control tokens of harmony that change the state of the parser.
 const HARMONY: [&str; 6] = ["<|message|>", "<|start|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"];
 
 /// Texts that occur in the headers of harmony messages.
@@ -104,7 +104,7 @@ fn control_id(text: &str) -> u32 {
     tokenizer().controls().find(|(control, _)| *control == text).expect("a control token").1
 }
 
-/// Converts bytes to token ids. A byte with a small value becomes a control token or a text of a header.
+/// Converts bytes to token ids. A byte with a small value becomes a control token or the ids of one of [`HEADERS`].
 /// Any other byte forms an id together with the next byte.
 fn to_ids(data: &[u8]) -> Vec<u32> {
     let tokenizer = tokenizer();
@@ -195,7 +195,7 @@ pub fn chat_messages(data: &[u8]) {
         let controls = |ids: &[u32]| ids.iter().filter(|&&id| tokenizer.is_control(id)).count();
         match (render(&messages), render(&neutral)) {
             (Ok(one), Ok(other)) => assert_eq!(controls(&one.ids), controls(&other.ids), "{messages:?}"),
-            // The template's marker fails if the messages contain every noncharacter.
+            // Rendering marks texts with a noncharacter. It fails if the messages already contain every one.
             (Err(error), Ok(_)) => assert!(error.to_string().contains("noncharacter"), "{error}"),
             (result, Err(_)) => assert!(result.is_err(), "the conversation is an error only with neutral texts"),
         }

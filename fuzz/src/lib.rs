@@ -1,4 +1,4 @@
-//! The functions that fuzzing runs, one per target. They must return a result or an error for any bytes.
+//! One function per fuzz target. Each function must handle any bytes without a panic.
 //!
 //! The functions in this file read checkpoints. The test suite includes this file too.
 #![allow(dead_code, reason = "the test suite does not run all functions")]
@@ -16,10 +16,10 @@ use inferno::weights::gguf::{self, GgufCheckpoint, GgufModel, Header};
 use inferno::weights::quantized::MatrixRows;
 use inferno::weights::{Checkpoint, Inventory, WeightsSummary};
 
-/// Larger tensors are not loaded, to save time.
+/// The most elements of a tensor that a fuzz target loads. Larger tensors take too long.
 const MAX_ELEMENTS: usize = 1 << 16;
 
-/// Larger inputs are skipped, to save time.
+/// The most bytes of an input. Fuzz targets skip larger inputs, which take too long.
 const MAX_BYTES: usize = 1 << 16;
 
 /// Reads a GGUF file: its header, its metadata, its tensors, its tokenizer, and its model.
@@ -76,8 +76,8 @@ fn model(data: &[u8]) {
     let _ = (inventory.groups(), inventory.loaded_bytes(DType::BF16), inventory.largest_expert_layer(DType::BF16));
 }
 
-/// Reads a snapshot whose `model.safetensors` has these bytes.
-/// Bytes that start with a brace are an index, beside one valid shard.
+/// Reads a snapshot whose `model.safetensors` contains `data`.
+/// If `data` starts with a brace, the snapshot instead contains `data` as the shard index, and one valid shard.
 pub fn safetensors(data: &[u8]) {
     // One tensor `a` with two bytes.
     const SHARD: &[u8] = b"\x35\0\0\0\0\0\0\0{\"a\":{\"dtype\":\"U8\",\"shape\":[2],\"data_offsets\":[0,2]}}\x01\x02";

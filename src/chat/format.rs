@@ -39,7 +39,7 @@ impl TemplateFormat {
 impl ChatFormat {
     /// Loads the chat format of the model in `dir`.
     ///
-    /// The first of these that exists is used:
+    /// Uses the first of these formats that exists:
     ///
     /// 1. harmony, if the vocabulary contains its control tokens
     /// 2. the file chat_template.jinja
@@ -70,7 +70,7 @@ impl ChatFormat {
         Some(ChatFormat::Template(TemplateFormat::new(template)))
     }
 
-    /// Creates the chat format with this [`name`](Self::name). Another process renders its conversations.
+    /// Creates the chat format with this [`name`](Self::name), for conversations that another process renders.
     pub fn rendered_elsewhere(tokenizer: &Tokenizer, name: String) -> ChatFormat {
         match Harmony::find(tokenizer) {
             Some(harmony) => ChatFormat::Harmony(HarmonyFormat(harmony)),
@@ -99,7 +99,7 @@ impl ChatFormat {
         }
     }
 
-    /// Returns the stop token ids of the format. The model's config can define more.
+    /// Returns the stop token ids of the format. The model's config files can add others.
     pub fn stop_ids(&self) -> Vec<u32> {
         match self {
             ChatFormat::Harmony(format) => format.0.stop_ids(),

@@ -113,9 +113,9 @@ fn split_instructions(messages: &[Message]) -> (String, &[Message]) {
     (texts.join("\n\n"), turns)
 }
 
-/// Returns whether a message ends its turn.
+/// Returns whether an assistant message is the final answer of its turn.
 ///
-/// A message with tool calls does not end its turn. Neither does a message that was interrupted during reasoning.
+/// Returns false for a message with tool calls, and for a message that was interrupted during reasoning.
 fn is_final(message: &Message) -> bool {
     message.role == Role::Assistant
         && message.tool_calls.is_empty()

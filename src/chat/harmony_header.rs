@@ -40,7 +40,7 @@ pub struct ParsedHeader {
     pub rest: String,
     /// Whether `rest` may still turn out to be part of the header.
     pub undecided: bool,
-    /// All words of the header. They are shown if no other text was generated.
+    /// All words of the header, to show if no other text was generated.
     pub words: String,
 }
 
@@ -49,7 +49,7 @@ impl Header {
         Self { opening, role: Vec::new(), channel: None, constrain: None, recipient: None }
     }
 
-    /// Returns the ids of the current part.
+    /// Returns the ids of the part that is being generated: the role, the channel or the content type.
     pub fn part(&mut self) -> &mut Vec<u32> {
         self.constrain.as_mut().or(self.channel.as_mut()).unwrap_or(&mut self.role)
     }
@@ -100,7 +100,7 @@ impl Header {
             "analysis" => Channel::Reasoning,
             _ => Channel::Answer,
         };
-        // The role repeats `assistant` from the end of the prompt, or has no `<|start|>` before it.
+        // A role after an implied opening repeats `assistant` from the prompt, or has no `<|start|>` before it.
         let repeated = self.opening == Opening::Implied && !role.is_empty();
         let parts = [Some(&role_text), channel_text.as_ref(), constrain_text.as_ref()];
         let words: Vec<&str> = parts.into_iter().flatten().flat_map(|text| text.split_whitespace()).collect();
@@ -148,7 +148,7 @@ struct Words<'t> {
     undecided: bool,
 }
 
-/// Splits off the first word. The second value is the text after it, or `None` if the word may still grow.
+/// Returns the first word and the text after it. The second value is `None` if the word may still grow.
 fn split_word(text: &str) -> (&str, Option<&str>) {
     match text.find(char::is_whitespace) {
         Some(end) => (&text[..end], Some(text[end..].trim_start())),
@@ -158,7 +158,7 @@ fn split_word(text: &str) -> (&str, Option<&str>) {
 
 /// Splits off a recipient, such as `to=functions.f`. Returns `None` if the text does not start with one.
 ///
-/// The second value is the text after it, or `None` if the name may still grow.
+/// The second value is the text after the recipient, or `None` if the recipient may still grow.
 fn split_recipient(text: &str) -> Option<(&str, Option<&str>)> {
     let text = text.strip_prefix("to=")?;
     Some(match text.find(|c| !(is_name_character(c) || ".:".contains(c))) {
@@ -176,7 +176,7 @@ fn is_name_character(c: char) -> bool {
     c.is_ascii_alphanumeric() || "_-/+".contains(c)
 }
 
-/// Parses the part before `<|channel|>`.
+/// Parses the role part, which comes before `<|channel|>`.
 ///
 /// Examples: `assistant to=functions.f`, ` to=functions.f`, `functions.f to=assistant`.
 fn read_role(text: &str, opening: Opening) -> Words<'_> {
@@ -200,7 +200,7 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
         return Words { name: Some(first), recipient: Some(recipient), rest, undecided: false };
     }
     if second.is_empty() || (after_second.is_none() && may_be_recipient(second)) {
-        // Only a role so far. An unknown role becomes content if nothing follows it.
+        // The text contains only a role so far. An unknown role becomes content if nothing follows it.
         let rest = if known { second } else { text };
         return Words { name: Some(first), recipient: None, rest, undecided: true };
     }
@@ -211,7 +211,7 @@ fn read_role(text: &str, opening: Opening) -> Words<'_> {
     }
 }
 
-/// Parses the part after `<|channel|>`, such as `commentary to=functions.f json`.
+/// Parses the channel part, which comes after `<|channel|>`, such as `commentary to=functions.f json`.
 ///
 /// Any further words are content. The `<|message|>` before them is missing.
 fn read_channel(text: &str) -> Words<'_> {

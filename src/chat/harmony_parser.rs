@@ -4,7 +4,7 @@
 //! The parser therefore never rejects output, and keeps all text outside headers.
 //! The text of a header without a message becomes the answer only if the model generated nothing else.
 //! The parser recognizes control tokens by id, recovers at the next valid token, and counts violations.
-//! It returns text as soon as that text cannot be part of a header.
+//! It returns text as soon as the text cannot be part of a header.
 
 use anyhow::Result;
 
@@ -17,7 +17,7 @@ use crate::tokenizer::{TextStream, Tokenizer};
 /// The maximum length of a header in tokens. Longer text without `<|message|>` is content.
 const MAX_HEADER_TOKENS: usize = 64;
 
-/// The parser of one generation.
+/// Splits the harmony tokens of one answer into channels and tool calls.
 pub struct HarmonyParser {
     harmony: Harmony,
     state: State,
@@ -25,7 +25,7 @@ pub struct HarmonyParser {
     format_violations: usize,
     /// Whether any text or tool call was returned.
     has_output: bool,
-    /// Words of headers without a message. They become the answer if nothing else was generated.
+    /// Words of headers without a message, which become the answer if nothing else was generated.
     header_words: String,
 }
 
@@ -129,7 +129,8 @@ impl HarmonyParser {
         Ok(())
     }
 
-    /// Treats the text of a header as content if it cannot be a header. In that case, `<|message|>` is missing.
+    /// Starts the content if the current header contains text that cannot belong to a header.
+    /// In that case, the model omitted `<|message|>`.
     fn leave_header_if_text(&mut self, tokenizer: &Tokenizer, out: &mut Vec<Delta>) -> Result<()> {
         let State::Header(header) = &self.state else { return Ok(()) };
         let mut parsed = header.parse(tokenizer)?;

@@ -36,7 +36,7 @@ impl<'t> Marker<'t> {
         Ok(Self { tokenizer, mark, first_bytes })
     }
 
-    /// Returns `text` with a mark inside every control token, except those in `allowed`.
+    /// Returns `text` with a mark inside every control token, except the control tokens in `allowed`.
     ///
     /// If normalization creates a control token in the text, adds a mark after every character instead.
     pub fn mark(&self, text: &str, allowed: &[&str]) -> Result<String> {
@@ -89,7 +89,7 @@ impl<'t> Marker<'t> {
         // `begin` is the start of the text that is not encoded yet. `control_end` is the end of the last control token.
         let (mut begin, mut control_end, mut at) = (0, 0, 0);
         while at < rendered.len() {
-            // The mark of a one-character control token follows the token.
+            // A mark right after a one-character control token belongs to that token.
             let control = self.control_at(&rendered, at);
             let Some(control) = control.filter(|control| !rendered[at + control.len()..].starts_with(self.mark)) else {
                 at += rendered[at..].chars().next().map_or(1, char::len_utf8);

@@ -74,9 +74,9 @@ pub struct Message {
     pub content: String,
     /// The assistant's reasoning before the answer.
     pub reasoning: Option<String>,
-    /// The functions that the assistant calls.
+    /// The function calls of the assistant.
     pub tool_calls: Vec<ToolCall>,
-    /// In a tool message, the id of the call that it answers.
+    /// In a tool message, the id of the tool call that the message answers.
     pub tool_call_id: Option<String>,
     /// The name of the author. In a tool message, the name of the function.
     pub name: Option<String>,

@@ -1,6 +1,6 @@
 //! Chat formats, which render messages to token ids and parse generated ids into channels of text.
 //!
-//! gpt-oss uses harmony, which is implemented here.
+//! gpt-oss uses harmony, which this module implements.
 //! All other models use a Jinja template.
 //! In both cases, text from users and tools never becomes a control token.
 //! The parsers accept malformed output and never drop text.

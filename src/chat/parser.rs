@@ -40,7 +40,7 @@ impl Parser {
         }
     }
 
-    /// Returns the tool calls so far. The arguments of the last one may still grow.
+    /// Returns the tool calls so far. The arguments of the last call may still grow.
     pub fn tool_calls(&self) -> &[ToolCall] {
         match &self.0 {
             ParserKind::Harmony(parser) => parser.tool_calls(),

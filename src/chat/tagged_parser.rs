@@ -2,10 +2,10 @@
 //!
 //! Reasoning comes before the answer, between `<think>` and `</think>`.
 //! These tags are single tokens in some vocabularies and several tokens in others.
-//! The parser therefore recognizes them both as tokens and as text.
+//! The parser therefore recognizes `<think>` and `</think>` both as tokens and as text.
 //!
 //! Tool calls are part of the answer, between `<tool_call>` and `</tool_call>`.
-//! The parser recognizes these tags only as tokens, because an answer may contain them as text.
+//! The parser recognizes tool call tags only as tokens, because an answer may quote the tags as text.
 //!
 //! Other control tokens are dropped.
 
@@ -26,7 +26,7 @@ const END_TOOL_CALL: &str = "</tool_call>";
 /// The maximum number of newlines that belong to the tag before them. Models write `</think>\n\n`.
 const MAX_NEWLINES: usize = 2;
 
-/// The parser state of one generation.
+/// Splits the tokens of one answer into reasoning, answer text and tool calls.
 pub struct TaggedParser {
     channel: Channel,
     stream: TextStream,
@@ -145,7 +145,7 @@ impl TaggedParser {
         self.held[..at].trim_end_matches('\n').len()
     }
 
-    /// Emits the held text, without whitespace that belongs to the tag, and switches the channel.
+    /// Emits the held text, without whitespace that belongs to a tag, and switches to the channel `next`.
     fn enter(&mut self, next: Channel, out: &mut Vec<Delta>) {
         let held = std::mem::take(&mut self.held);
         let text = match self.channel {

@@ -26,14 +26,14 @@ use super::template_functions;
 use crate::files;
 use crate::tokenizer::Tokenizer;
 
-/// The maximum number of template engine steps. They take about one second.
-/// A long conversation needs about 1% of them.
+/// The maximum number of template engine steps, which take about one second.
+/// A long conversation needs about 1% of this limit.
 const FUEL: u64 = 20_000_000;
 const MAX_DEPTH: usize = 200;
 const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const NAME: &str = "chat_template";
 
-/// Tags that models write themselves. Templates use them to remove the reasoning from earlier answers.
+/// Tags that models write around reasoning. Templates search for the tags to remove reasoning from earlier answers.
 const ASSISTANT_TAGS: [&str; 2] = ["<think>", "</think>"];
 
 /// A compiled chat template.

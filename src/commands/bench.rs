@@ -1,6 +1,6 @@
 //! `inferno bench`: measures how fast a model runs.
 //!
-//! Follows llama-bench: random tokens, batch size 1, no tokenizer, and one warm-up run before the measured runs.
+//! Follows llama-bench: random token ids as prompts, batch size 1, and one warm-up run before the measured runs.
 
 mod report;
 

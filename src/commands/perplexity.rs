@@ -19,7 +19,7 @@ use crate::tokenizer::ControlTokens;
 
 /// The maximum number of tokens that `--kl` compares.
 ///
-/// Their logits are kept in memory. Each token takes 0.8 MB for a vocabulary of 200,000.
+/// The logits of these tokens are kept in memory, 0.8 MB per token for a vocabulary of 200,000.
 const KL_TOKENS: usize = 512;
 
 /// Measure how well a model predicts a text
@@ -132,7 +132,7 @@ fn mean_kl(p_logits: &Tensor, q_logits: &Tensor) -> Result<f64> {
 /// Fails if a loss is NaN or infinite.
 fn check_losses(nll: &[f32]) -> Result<()> {
     match nll.iter().position(|loss| !loss.is_finite()) {
-        // The first token has no loss.
+        // The first token has no loss, and messages count tokens from 1.
         Some(index) => bail!(
             "cannot compute the perplexity: the loss of token {} is {}; the model's weights or config are broken",
             index + 2,

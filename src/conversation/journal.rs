@@ -55,7 +55,7 @@ pub struct SavedConversation {
     pub model: String,
     pub settings: SettingValues,
     pub messages: Vec<Message>,
-    /// A description of the first damaged line, if any. That line and all later lines were skipped.
+    /// A description of the first damaged line, if any. `messages` omits that line and all later lines.
     pub damage: Option<String>,
 }
 
@@ -126,7 +126,7 @@ impl Journal {
         Ok(None)
     }
 
-    /// Opens a conversation to continue it. Without a name, opens the most recent resumable one.
+    /// Opens a conversation to continue it. Without a name, opens the most recent resumable conversation.
     pub fn open(name: Option<&str>) -> Result<(Journal, SavedConversation)> {
         let (name, path) = find(name)?;
         let file = OpenOptions::new().read(true).append(true).open(&path);
@@ -134,11 +134,11 @@ impl Journal {
         let (mut saved, length) = read(&path)?;
         tracing::info!(path = %path.display(), messages = saved.messages.len(), "conversation");
         if let Some(damage) = &mut saved.damage {
-            // Keep a copy, because the user may still be able to recover something from it.
+            // Keep a copy, because the user may still be able to recover messages from the damaged lines.
             let copy = copy_damaged(&path).with_context(|| format!("{damage}; cannot make a backup copy"))?;
             damage.push_str(&format!("; skipped this line and all later lines; the backup is {}", copy.display()));
         }
-        // Remove everything from the first incomplete or damaged line on. Otherwise, the next line would follow it.
+        // Remove the first incomplete or damaged line and all later lines, so that new lines follow valid lines.
         file.set_len(length).with_context(|| format!("cannot write {}", path.display()))?;
         Ok((Journal { name, path, file, length, is_incomplete: false }, saved))
     }
@@ -200,7 +200,7 @@ impl Journal {
         if self.is_incomplete {
             self.file.set_len(self.length)?;
         }
-        // Write all lines at once. A reader then sees whole lines and at most one truncated line, which it ignores.
+        // Write all lines at once, so that a crash truncates at most one line. Readers ignore a truncated line.
         if let Err(error) = self.file.write_all(lines).and_then(|()| self.file.sync_data()) {
             let _ = self.file.set_len(self.length);
             return Err(error);
@@ -241,7 +241,7 @@ fn journal_path(folder: &Path, name: &str) -> PathBuf {
     folder.join(format!("{name}.jsonl"))
 }
 
-/// Returns the name and path of a conversation. Without a name, finds the most recent resumable one.
+/// Returns the name and path of a conversation. Without a name, finds the most recent resumable conversation.
 fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
     let folder =
         folder().ok_or_else(|| Error::usage("cannot find conversations: no home directory found; set HOME"))?;
@@ -267,7 +267,7 @@ fn find(name: Option<&str>) -> Result<(String, PathBuf)> {
 
 /// Returns whether `--resume` without a name may choose this conversation.
 ///
-/// Returns false for a conversation that is open in another process, and for an undamaged one without questions.
+/// Returns false for a conversation that is open, and for an undamaged conversation without questions.
 fn is_resumable(path: &Path) -> bool {
     !is_open(path) && read(path).map_or(true, |(saved, _)| saved.has_question() || saved.damage.is_some())
 }
@@ -295,7 +295,7 @@ fn copy_damaged(path: &Path) -> io::Result<PathBuf> {
     unreachable!("cannot find a free name for the copy")
 }
 
-/// Returns whether another inferno process has the conversation open.
+/// Returns whether the journal is locked because an inferno process has the conversation open.
 fn is_open(path: &Path) -> bool {
     files::open(path).is_ok_and(|file| lock(file, path).is_err())
 }

@@ -39,12 +39,13 @@ impl fmt::Display for Overflow {
     }
 }
 
-/// Returns the messages that fit in the context, and the number of oldest messages that were dropped.
+/// Returns the messages to send to the model, and the number of oldest messages that were dropped.
 ///
 /// `dropped_before` counts the messages dropped in earlier turns.
 /// Up to a quarter of the context is reserved for the answer.
 /// If messages must be dropped, drops more than necessary to leave room for later turns.
 /// Otherwise, every turn would change the start of the prompt and require a prefill of the whole prompt.
+/// The last question is never dropped, even if it does not fit in the context.
 pub fn drop_oldest(
     messages: &[Message],
     dropped_before: usize,
@@ -80,7 +81,7 @@ fn split_instructions(messages: &[Message]) -> (&[Message], &[Message]) {
     messages.split_at(messages.iter().take_while(|message| message.role != Role::User).count())
 }
 
-/// Returns the index of the first question after `index`. The visible dialog must begin with a question.
+/// Returns the index of the first question after `index`, because the visible dialog must begin with a question.
 fn next_question(dialog: &[Message], index: usize) -> Option<usize> {
     (index + 1..dialog.len()).find(|&later| dialog[later].role == Role::User)
 }

@@ -22,7 +22,7 @@ use crate::worker;
 /// Whether and where a conversation is recorded.
 pub enum Recording {
     Off,
-    /// Recording starts with the first answer. The journal is created then.
+    /// The journal is created with the first answer.
     FromFirstAnswer,
     Journal(Journal),
 }
@@ -57,7 +57,7 @@ pub struct Session {
     ///
     /// A new date would change the start of the prompt and require a prefill of the whole conversation.
     date: String,
-    /// The number of turns so far. It is added to the seed, so `/regen` can answer differently.
+    /// The number of turns so far, which is added to the seed so that `/regen` can answer differently.
     turns: u64,
 }
 
@@ -185,7 +185,7 @@ impl Session {
         }
     }
 
-    /// Returns the messages to send to the model. Adds a note if more messages were dropped.
+    /// Returns the messages to send to the model. Adds a note if more messages were dropped than in earlier turns.
     fn fit_context(&mut self, messages: &[Message], notes: &mut Vec<String>) -> Result<Vec<Message>> {
         if self.settings.overflow == Overflow::Stop {
             return Ok(messages.to_vec());
@@ -259,7 +259,7 @@ impl Session {
         self.record(Change::Messages)
     }
 
-    /// Switches to another model. If it cannot be loaded, loads the old model again.
+    /// Switches to another model. If the new model cannot be loaded, loads the old model again.
     ///
     /// Returns a message for each setting that is invalid.
     /// Fails with [`NoModelLoaded`] if the old model cannot be loaded either.
@@ -267,7 +267,7 @@ impl Session {
         let models = self.models.clone();
         let snapshot = models.find(name)?;
         if !self.raw {
-            // Check this before dropping the old model.
+            // Check the chat format before dropping the old model.
             require_chat_format(&worker::load_language(&snapshot.path)?, &snapshot.name)?;
         }
         // The device may not have enough memory for both models.

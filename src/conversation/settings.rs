@@ -1,4 +1,4 @@
-//! The settings that `/set` shows and changes. They have the same names as the flags of `inferno play`.
+//! The settings that `/set` shows and changes, named like the flags of `inferno play`.
 
 use std::collections::BTreeMap;
 use std::str::FromStr;

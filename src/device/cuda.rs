@@ -44,7 +44,8 @@ pub fn gpu_count() -> usize {
 
 /// Configures the stream-ordered allocator to keep freed memory.
 ///
-/// By default, it returns freed memory to the driver at every synchronization, which slows down later allocations.
+/// By default, the allocator returns freed memory to the driver at every synchronization, which slows down later
+/// allocations.
 fn keep_freed_memory(device: &CudaDevice) -> Result<()> {
     let context = device.cuda_stream().context().clone();
     context.bind_to_thread()?;

@@ -48,7 +48,7 @@ impl GpuFacts {
 }
 
 impl GpuState {
-    /// Parses a line of nvidia-smi output that has the fields of [`GpuFacts::state`]. Unknown values are `[N/A]`.
+    /// Parses a line of nvidia-smi output with the fields that [`GpuFacts::state`] requests. `[N/A]` means unknown.
     fn parse(line: &str) -> Option<Self> {
         let fields: Vec<&str> = line.trim().split(',').map(str::trim).collect();
         let [driver, numbers @ ..] = fields.as_slice() else { return None };

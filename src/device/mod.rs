@@ -68,7 +68,7 @@ fn open_cuda(_: usize) -> Result<Device> {
     Err(crate::error::Error::no_gpu("this build of inferno has no GPU support", next).into())
 }
 
-/// Returns whether the error means that a GPU allocation failed. Looks for the name of the driver's error in the text.
+/// Returns true if an error means that a GPU allocation failed. Searches the message for the driver's error name.
 pub fn is_out_of_memory(error: &anyhow::Error) -> bool {
     format!("{error:#}").contains("OUT_OF_MEMORY")
 }

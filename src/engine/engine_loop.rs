@@ -1,6 +1,6 @@
 //! The engine thread's loop: plan, step, deliver. Only this thread uses the model.
 //!
-//! A step sends its token to the client. `deliver` sends the finish reason or the error that ends a sequence.
+//! Each decode step sends its token to the client. `deliver` sends the finish reason or the error of a sequence.
 //!
 //! Requests run one at a time, in submission order.
 
@@ -41,9 +41,9 @@ enum Job {
 
 /// The action that the engine loop performs next.
 enum Plan {
-    /// Reuse the longest prefix of the prompt that is already in the KV cache.
+    /// Start the sequence: keep the longest prefix of its prompt that is already in the KV cache.
     Start,
-    /// Prefill this part of the prompt.
+    /// Prefill the chunk of the prompt in this range of token positions.
     Prefill(Range<usize>),
     /// Generate a token.
     Decode,
@@ -124,7 +124,7 @@ impl EngineLoop {
         });
     }
 
-    /// Starts the next job if no sequence is running. A call runs to its end here.
+    /// Starts the next job if no sequence is running. If the job is a call, runs the whole call.
     fn admit(&mut self) {
         if self.running.is_some() {
             return;
@@ -143,12 +143,12 @@ impl EngineLoop {
         }
     }
 
-    /// Publishes the number of tokens in the KV cache.
+    /// Copies the number of tokens in the KV cache to the counters, where clients can read it.
     fn count_cached_tokens(&self) {
         self.counters.cached_tokens.store(self.runner.cached_tokens() as u64, Ordering::Relaxed);
     }
 
-    /// Sends the outcome to the client if the running sequence has ended.
+    /// Ends the running sequence and sends the outcome to its client. Does nothing for `Ok(None)`.
     fn deliver(&mut self, outcome: Result<Option<FinishReason>>) {
         let outcome = match outcome {
             Ok(None) => return,
@@ -188,7 +188,7 @@ fn plan(sequence: &Sequence, runner: &Runner) -> Plan {
     }
 }
 
-/// Runs the plan. Returns the finish reason if the sequence ends.
+/// Runs one planned step. Returns the finish reason if the step ends the sequence.
 fn step(
     plan: Plan,
     sequence: &mut Sequence,

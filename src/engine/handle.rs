@@ -121,7 +121,7 @@ impl EngineHandle {
         self.shared.language.render(messages, options)
     }
 
-    /// Fails if a text of this size is far too long for the context, to avoid the cost of encoding it.
+    /// Fails if a prompt of `prompt_bytes` is far too long for the context. Avoids the cost of encoding such a prompt.
     fn check_text(&self, prompt_bytes: usize) -> Result<()> {
         let context_tokens = self.context();
         if prompt_bytes > MIN_TEXT_BYTES.max(context_tokens.saturating_mul(MAX_BYTES_PER_TOKEN)) {
@@ -130,7 +130,7 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Submits a conversation to answer. See [`submit`](Self::submit) and [`Prompt::Chat`].
+    /// Submits a conversation and returns the stream of the answer. See [`submit`](Self::submit) and [`Prompt::Chat`].
     pub fn chat(
         &self,
         messages: &[Message],
@@ -140,12 +140,12 @@ impl EngineHandle {
         self.submit(Request::chat(messages).render(render.clone()).options(options))
     }
 
-    /// Submits a text to continue. See [`submit`](Self::submit) and [`Prompt::Text`].
+    /// Submits a text and returns the stream of its continuation. See [`submit`](Self::submit) and [`Prompt::Text`].
     pub fn complete(&self, text: &str, options: GenerateOptions) -> Result<RequestStream> {
         self.submit(Request::text(text).options(options))
     }
 
-    /// Submits token ids to continue. See [`submit`](Self::submit) and [`Prompt::Ids`].
+    /// Submits token ids and returns the stream of the continuation. See [`submit`](Self::submit) and [`Prompt::Ids`].
     pub fn complete_ids(&self, ids: &[u32], options: GenerateOptions) -> Result<RequestStream> {
         self.submit(Request::ids(ids).options(options))
     }
@@ -165,7 +165,7 @@ impl EngineHandle {
         &self.shared.language.tokenizer
     }
 
-    /// Returns the sampling defaults of the model, or greedy sampling if it has none.
+    /// Returns the sampling defaults of the model, or greedy sampling if the model has no defaults.
     pub fn defaults(&self) -> &SamplingParams {
         &self.shared.defaults
     }
@@ -185,12 +185,12 @@ impl EngineHandle {
         &self.shared.device
     }
 
-    /// Returns the executor of decode steps: `graph` or `eager`. See [`ModelInfo::executor`].
+    /// Returns how decode steps run: as a CUDA graph or operation by operation. See [`ModelInfo::executor`].
     pub fn executor(&self) -> Executor {
         self.shared.info.executor
     }
 
-    /// Returns why decode does not use a CUDA graph, or `None` if it does.
+    /// Returns why decode steps do not run as a CUDA graph, or `None` if they do.
     pub fn eager_reason(&self) -> Option<&EagerReason> {
         self.shared.info.eager_reason.as_ref()
     }

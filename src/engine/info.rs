@@ -16,7 +16,7 @@ pub struct ModelInfo {
     pub quantization: Option<String>,
     /// The number of parameters, counted after unpacking quantized weights.
     pub parameters: u64,
-    /// The number of logits per token.
+    /// The vocabulary size: the number of logits per token.
     pub vocab_size: usize,
     /// The longest context that the model supports, in tokens.
     pub max_context: usize,
@@ -26,9 +26,9 @@ pub struct ModelInfo {
     pub dtype: DType,
     /// The attention kernel for prefill and eager decode. The decode graph uses its own kernel.
     pub attention: AttentionBackend,
-    /// The executor of decode steps: `graph` (a CUDA graph of fused kernels) or `eager` (one operation at a time).
+    /// How decode steps run: `graph` (a CUDA graph of fused kernels) or `eager` (one operation at a time).
     pub executor: Executor,
-    /// Why decode does not use a CUDA graph. `None` if it does.
+    /// Why decode steps do not run as a CUDA graph. `None` if they do.
     pub eager_reason: Option<EagerReason>,
     pub device: DeviceInfo,
     /// The size of the weights on the device, in bytes.

@@ -41,7 +41,7 @@ pub struct LoadOptions<'o> {
     pub progress: &'o dyn Fn(u64, u64),
     /// A callback that runs once the device is open.
     pub on_device: &'o dyn Fn(&DeviceInfo),
-    /// A function that checks the tokenizer and chat format while the weights load. If it fails, loading fails.
+    /// A function that checks the tokenizer and chat format while the weights load. Its errors make loading fail.
     pub check_language: &'o (dyn Fn(&Language) -> Result<()> + Sync),
 }
 
@@ -91,7 +91,7 @@ pub(super) fn load(dir: &Path, options: &LoadOptions) -> Result<EngineParts> {
         let model = load_onto_device(&config, &checkpoint, options, &is_refused, &mut times);
         (language.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), model)
     });
-    // If both failed, report the language error. The other error may only say that loading was canceled.
+    // If both threads failed, report the language error. The model error may only say that loading was canceled.
     let (language, tokenizer_s) = language?;
     times.tokenizer_s = tokenizer_s;
     let OnDevice { runner, attention, device_info, weight_bytes, cache_bytes } = model?;
@@ -175,7 +175,7 @@ fn load_onto_device(
     let allocated =
         allocate(config, checkpoint, options, &Target { device: &device, dtype, plan: &plan, capacity }, times);
     let (runner, attention) = allocated.map_err(|error| match device::is_out_of_memory(&error) {
-        // Another process may have allocated memory since the check. Keep the original error as the cause.
+        // Another process may have allocated memory since `choose` checked it. Keep the original error as the cause.
         true => {
             let device_info = device::info_after_trim(&device).unwrap_or(device_info.clone());
             error.context(plan.out_of_memory(capacity.context, &device_info))

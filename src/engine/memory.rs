@@ -1,4 +1,4 @@
-//! Uses a model's config and weight headers to compute how much memory the model needs.
+//! Computes how much memory a model needs from its config and weight headers.
 //!
 //! The loader checks that the model fits before it allocates memory. `inferno show` reports the size before a download.
 
@@ -13,21 +13,20 @@ use crate::weights::Inventory;
 
 /// The longest default context, in tokens.
 const DEFAULT_CONTEXT: usize = 32_768;
-/// The shortest default context when memory is limited, in tokens.
+/// The shortest context to choose by default if memory is limited, in tokens.
 const SMALLEST_CONTEXT: usize = 2048;
 
 /// An upper bound on the activation memory that does not depend on the chunk size, in bytes.
-/// cuBLASLt uses 32 MiB of it. The buffers and graphs of decode steps and the logits of one token use the rest.
+/// cuBLASLt uses 32 MiB. The buffers and graphs of decode steps and the logits of one token use the rest.
 const WORKSPACE_BYTES: u64 = 192 << 20;
-/// The minimum of the bound on activation memory for each token of a chunk, in bytes.
-/// The bound is larger for models with wide MLPs: see [`workspace_bytes_per_token`].
+/// The smallest value of [`workspace_bytes_per_token`]. Models with wide MLPs need more.
 const MIN_WORKSPACE_BYTES_PER_TOKEN: u64 = 448 << 10;
 
 /// The maximum chunk size in tokens.
 ///
 /// Kernels count the elements of an activation as an i32, so its tokens · columns must be less than 2^31.
-/// With this chunk size, a token may have 131,071 columns.
-/// Llama 3.1 405B has the largest known number, 106,496 (gate and up, 2 · 53,248).
+/// With this chunk size, an activation may have 131,071 columns.
+/// The widest known activation has 106,496: gate and up of Llama 3.1 405B, 2 · 53,248.
 /// Chunks larger than those in [`DeviceKind::chunk_sizes`] are not faster.
 const MAX_CHUNK: usize = 16_384;
 
@@ -43,7 +42,7 @@ const MAX_CHUNK: usize = 16_384;
 ///
 /// In the up projection, the sums of an 8-bit product and a bias take at most as much memory as the rounded copy here.
 /// For example, a token of Llama 3 70B in bf16 needs 504 KiB, and this bound is 624 KiB.
-/// Attention needs less, and so do the experts of all supported families.
+/// Attention needs less memory, and so do the experts of all supported families.
 fn workspace_bytes_per_token(hidden_size: usize, intermediate_size: usize, dtype: DType) -> u64 {
     let (hidden, intermediate, bytes) = (hidden_size as u64, intermediate_size as u64, dtype.size_in_bytes() as u64);
     let needed = intermediate.saturating_mul(8 + 2 * bytes).saturating_add(hidden.saturating_mul(32 + 2 * bytes));
@@ -73,7 +72,7 @@ impl DeviceKind {
 pub struct MemoryPlan {
     weight_bytes: u64,
     /// Extra bytes needed during loading, to repack or stack the experts of one layer.
-    /// They are freed before the KV cache is allocated.
+    /// The memory is freed before the KV cache is allocated.
     loading_bytes: u64,
     /// Extra bytes needed during a forward pass, for the dequantized experts of one layer.
     unpacked_bytes: u64,
@@ -133,7 +132,7 @@ impl MemoryPlan {
         }
     }
 
-    /// Sets the chunk size, if one is given. Fails if it is 0 or larger than a kernel can process.
+    /// Sets the chunk size, if `chunk` is given. Fails if `chunk` is 0 or larger than a kernel can process.
     pub fn with_chunk(self, chunk: Option<usize>) -> Result<Self> {
         match chunk {
             Some(0) => Err(Error::Usage("cannot load a model with --chunk 0: use --chunk 1 or more".into()).into()),
@@ -172,8 +171,8 @@ impl MemoryPlan {
         WORKSPACE_BYTES.saturating_add(chunk_bytes).saturating_add(self.unpacked_bytes)
     }
 
-    /// Returns the KV cache size of the full-attention layers, in bytes per 1,000 tokens of context.
-    /// The second value is the fixed size of the sliding-window layers, in bytes.
+    /// Returns the KV cache size of the full-attention layers, in bytes per 1,000 tokens of context, and of the
+    /// sliding-window layers, in bytes for the longest context.
     pub fn cache_growth(&self, chunk: usize) -> (u64, u64) {
         let (sliding, full): (Vec<LayerSpec>, Vec<LayerSpec>) =
             self.layers.iter().partition(|layer| layer.window.is_some());
@@ -237,7 +236,7 @@ impl MemoryPlan {
         self.fit(context, device).ok_or_else(|| self.out_of_memory(context, device).into())
     }
 
-    /// Returns the requested context. Fails if it is 0 or longer than the model supports.
+    /// Returns `requested` unchanged. Fails if the requested context is 0 or longer than the model supports.
     pub fn check_context(&self, requested: Option<usize>) -> Result<Option<usize>> {
         let error = match requested {
             Some(0) => "cannot load a model with --context 0: use --context 1 or more".into(),
@@ -250,7 +249,7 @@ impl MemoryPlan {
         Err(Error::Usage(error).into())
     }
 
-    /// Yields `longest`, then half of it, and so on down to [`SMALLEST_CONTEXT`].
+    /// Yields `longest`, then repeatedly half the previous context, down to [`SMALLEST_CONTEXT`].
     fn halvings(&self, longest: usize) -> impl Iterator<Item = usize> {
         let shortest = SMALLEST_CONTEXT.min(longest);
         let next = move |&context: &usize| (context > shortest).then(|| (context / 2).max(shortest));

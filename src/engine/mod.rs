@@ -175,7 +175,7 @@ impl<'o> EngineBuilder<'o> {
         self
     }
 
-    /// Sets a function that checks the tokenizer and chat format while the weights load. If it fails, loading fails.
+    /// Sets a function that checks the tokenizer and chat format while the weights load. Its errors make loading fail.
     pub fn check_language(mut self, check: &'o (dyn Fn(&Language) -> Result<()> + Sync)) -> Self {
         self.options.check_language = check;
         self

@@ -18,11 +18,11 @@ pub struct Output {
     ignore_eos: bool,
 }
 
-/// The decoder of generated tokens.
+/// Decodes generated tokens to text, with or without a chat format.
 enum Reader {
     /// The parser of a chat format.
     Chat(Box<Parser>),
-    /// Plain text. All of it belongs to the answer.
+    /// A decoder of plain text. All text belongs to the answer.
     Raw(TextStream),
 }
 
@@ -41,7 +41,7 @@ impl Output {
         Self { language, reader, stop: StopStrings::new(&options.stop), ignore_eos: options.ignore_eos }
     }
 
-    /// Adds a token. Returns the text that is now complete, if any.
+    /// Adds a token. Returns the text that cannot change anymore, if any.
     pub fn push(&mut self, token: u32) -> Result<Vec<Delta>> {
         let ends_text = self.language.is_stop(token) && !self.ignore_eos;
         let deltas = match &mut self.reader {

@@ -16,7 +16,7 @@ pub struct Request {
     pub options: Option<GenerateOptions>,
 }
 
-/// The input of a generation.
+/// The prompt of a request: a conversation, a text or token ids.
 #[derive(Clone, Debug)]
 pub enum Prompt {
     /// A conversation, rendered in the model's chat format. Submitting it fails if the model has no chat format.
@@ -76,7 +76,7 @@ pub struct GenerateOptions {
     pub max_tokens: Option<usize>,
     /// Strings that end the answer. The answer does not include them.
     pub stop: Vec<String>,
-    /// Whether to keep generating after a stop token. Benchmarks set this.
+    /// Whether to keep generating after a stop token, as benchmarks do.
     pub ignore_eos: bool,
     /// A flag that another thread can set, for example on Ctrl-C. The request ends at the next token or prompt chunk.
     pub cancel: Option<Arc<AtomicBool>>,

@@ -12,7 +12,7 @@ use super::sampling::SamplingParams;
 use crate::kernels::decode::sample::{DeviceSampling, SamplingKernelParams};
 use crate::runner::ChooseToken;
 
-/// The sampler of one generation.
+/// Samples the tokens of one answer and counts them for the penalties.
 pub struct Sampler {
     params: SamplingParams,
     /// The number of times that each token was generated. Tokens that occur only in the prompt map to 0.
@@ -119,7 +119,7 @@ impl ChooseToken for Sampler {
     }
 }
 
-/// A token that may be drawn. Weights are relative to the most likely token, which has weight 1.
+/// A token that may be drawn, with its probability relative to the most likely token, which has weight 1.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
     pub id: u32,
@@ -162,7 +162,7 @@ pub fn candidates(logits: &[f32], params: &SamplingParams) -> Vec<Candidate> {
     all
 }
 
-/// Orders candidates by descending weight, then by id. This makes unstable sorting deterministic.
+/// Orders candidates by descending weight, then by id. The id makes unstable sorting deterministic.
 fn by_weight(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
     b.weight.total_cmp(&a.weight).then(a.id.cmp(&b.id))
 }
@@ -200,7 +200,7 @@ fn keep_top_p(candidates: &mut Vec<Candidate>, p: f64) {
     }
 }
 
-/// Returns the id of the highest logit. The lowest id wins a tie, and a NaN never beats a number.
+/// Returns the id of the highest logit. Equal logits give the lowest id. NaN logits are ignored unless all are NaN.
 pub fn argmax(logits: &[f32]) -> u32 {
     let mut best = 0;
     for (id, &logit) in logits.iter().enumerate() {

@@ -95,7 +95,7 @@ sampling_table! {
     help: "Random seed; the same seed gives the same text [default: random]";
 }
 
-/// One row of the table: a sampling parameter with its names and valid range.
+/// A sampling parameter with its names and valid range: one row of the table.
 pub struct SamplingField {
     /// The field name, such as `top_p`. [`SamplingParams`], JSON output and generation_config.json use it.
     pub name: &'static str,
@@ -141,7 +141,7 @@ impl SamplingField {
 }
 
 impl SamplingParams {
-    /// Checks that every parameter is in range. The error names the first parameter that is not.
+    /// Checks that every parameter is in range. The error names the first parameter that is out of range.
     pub fn validate(&self) -> Result<(), String> {
         match SAMPLING_FIELDS.iter().find(|field| !(field.is_valid)(self)) {
             Some(field) => Err(format!("{} is {}: {}", field.flag, field.get(self), (field.expected)())),

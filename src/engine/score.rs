@@ -20,8 +20,8 @@ impl EngineHandle {
 
     /// Returns the negative log-likelihood, in nats, of each token after the first, given the preceding tokens.
     ///
-    /// A text longer than the context is split into windows that overlap by half.
-    /// Each token after the first window has at least half a context of preceding tokens.
+    /// A text longer than the context is split into windows that overlap by half a context.
+    /// The model therefore sees at least half a context before each token after the first window.
     pub fn negative_log_likelihood(&self, ids: &[u32]) -> Result<Vec<f32>> {
         let vocab_size = self.info().vocab_size;
         if let Some(id) = ids.iter().find(|&&id| id as usize >= vocab_size) {

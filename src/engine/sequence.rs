@@ -13,7 +13,7 @@ use super::sampler::Sampler;
 /// A message from the engine thread to the client of a sequence.
 #[derive(Debug)]
 pub enum SequenceEvent {
-    /// The prefill has started. It skips the tokens that are already in the KV cache.
+    /// The prefill has started. It skips the `cached_tokens` that are already in the KV cache.
     Started {
         cached_tokens: usize,
     },
@@ -61,7 +61,7 @@ impl Sequence {
         &self.prompt
     }
 
-    /// Returns whether the client dropped its stream, found a stop string, or set its cancel flag.
+    /// Returns whether the client canceled the request, dropped its stream or found a stop string.
     pub fn is_canceled(&self) -> bool {
         self.events.is_closed() || self.cancel.as_ref().is_some_and(|cancel| cancel.load(Ordering::Relaxed))
     }
@@ -71,7 +71,7 @@ impl Sequence {
         self.prefilled.is_none()
     }
 
-    /// Starts the prefill. It skips the first `cached_tokens` tokens of the prompt.
+    /// Starts the prefill after the first `cached_tokens` tokens of the prompt, which are already in the KV cache.
     pub fn start(&mut self, cached_tokens: usize) {
         self.prefilled = Some(cached_tokens);
         self.send(SequenceEvent::Started { cached_tokens });

@@ -1,6 +1,6 @@
 //! Finds stop strings in streamed text, even if they span several tokens.
 
-/// A filter that ends streamed text at a stop string. It holds back text that may be the start of one.
+/// A filter that ends streamed text at the first stop string. Holds back text that may be the start of a stop string.
 pub struct StopStrings {
     stops: Vec<String>,
     held: String,

@@ -18,12 +18,12 @@ use super::sequence::SequenceEvent;
 use crate::chat::{Channel, Delta, ToolCall};
 use crate::runner::Executor;
 
-/// An event of a generation.
+/// An event of a [`RequestStream`]: a token or the end.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// A generated token and the text that it completes, if any.
     Token { id: u32, deltas: Vec<Delta> },
-    /// The end of the generation. Contains any text that was held back, and a summary.
+    /// The end of the generation, with any text that was held back and a summary.
     End { deltas: Vec<Delta>, summary: Box<Summary> },
 }
 
@@ -71,7 +71,7 @@ pub struct Summary {
     pub cached_tokens: usize,
     pub completion_tokens: usize,
     /// The time from the call of [`submit`](super::EngineHandle::submit) to the first token, in seconds.
-    /// It includes rendering, tokenizing and waiting in the queue.
+    /// Includes rendering, tokenizing and waiting in the queue. 0 if no token was generated.
     pub ttft_s: f64,
     /// Decode speed in tokens per second, or 0 if fewer than two tokens were generated.
     pub tok_per_s: f64,
@@ -155,7 +155,7 @@ impl RequestStream {
         self.finish_as(FinishReason::Canceled);
     }
 
-    /// Returns the counts and timings so far. They are final once the stream has ended.
+    /// Returns the counts and timings so far. The values are final once the stream has ended.
     pub fn summary(&self) -> Summary {
         let tool_calls = self.output.tool_calls().to_vec();
         let finish_reason = match self.finish.unwrap_or(FinishReason::Canceled) {

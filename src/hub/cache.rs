@@ -164,12 +164,12 @@ impl RepoDir {
         renamed.map_err(|error| write_error(error, &pointer, 0))
     }
 
-    /// Returns true if this cache resolves `revision` to `commit`.
+    /// Returns true if `revision` is `commit` itself, or a ref in this cache that points to `commit`.
     pub fn has_ref(&self, revision: &str, commit: &str) -> bool {
         revision == commit || read_ref(&self.path.join("refs").join(revision)).is_ok_and(|c| c == commit)
     }
 
-    /// Points the ref `revision` at `commit`. Call this last, so a ref never points to a partial snapshot.
+    /// Points the ref `revision` at `commit`. Call this once the snapshot is complete.
     pub fn write_ref(&self, revision: &str, commit: &str) -> Result<()> {
         if self.has_ref(revision, commit) {
             return Ok(());

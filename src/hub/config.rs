@@ -1,7 +1,7 @@
 //! Reads the cache directories and the connection settings from environment variables.
 //!
 //! Variable names and precedence follow the `huggingface_hub` docs, "Environment variables".
-//! If Hugging Face's Python tools work on a machine, inferno works there without further configuration.
+//! A machine that is configured for Hugging Face's Python tools needs no further configuration.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -124,7 +124,7 @@ impl Variables<'_> {
 
     /// Reads a path from a variable. Expands a leading `~`, as Python's `expanduser` does.
     ///
-    /// Shells do not expand `~` inside quotes, and no shell reads the variables in service files.
+    /// Shells do not expand `~` inside quotes, and systemd does not expand `~` in the variables of a service.
     fn path(&self, name: &str) -> Option<PathBuf> {
         let path = PathBuf::from((self.var)(name)?);
         match (path.strip_prefix("~"), self.home()) {

@@ -105,8 +105,8 @@ fn write_files(cache: &Path, is_good: fn(&Path, &[u8]) -> bool) -> Result<()> {
 
 /// Waits for the lock on the demo.
 ///
-/// Returns `None` if locking fails, or if another process holds the lock for too long. Writing without the lock is
-/// safe, but several processes may then write the same files.
+/// Returns `None` if locking fails, or if another process holds the lock for more than [`MAX_WAIT`]. Writing without
+/// the lock is safe, but several processes may then write the same files.
 fn wait_for_lock(cache: &Path) -> Option<Lock> {
     let start = Instant::now();
     loop {
@@ -187,7 +187,7 @@ pub(super) fn remove(cache: &Path) -> Result<u64> {
 
 /// Returns the temporary files and directories that killed processes left behind, sorted.
 ///
-/// Earlier versions of inferno wrote the whole demo to a temporary directory.
+/// The directories come from earlier versions of inferno, which wrote the whole demo to a temporary directory.
 pub(super) fn leftovers(cache: &Path) -> Vec<PathBuf> {
     let versions: Vec<PathBuf> = entries(&cache.join(NAME)).map(|entry| entry.path()).collect();
     let is_leftover = |path: &PathBuf| {

@@ -20,7 +20,7 @@ pub(super) fn create_dir(dir: &Path) -> Result<()> {
 
 /// Fails if the disk that holds `dir` has less than `needed_bytes` of free space. Creates `dir` if necessary.
 pub(super) fn check_space(dir: &Path, needed_bytes: u64) -> Result<()> {
-    // Create the directory first, because a failure to create it is the more useful error.
+    // Create the directory first: if that fails, the error is more useful than one about free space.
     create_dir(dir)?;
     match free_bytes(dir) {
         Some(free_bytes) if free_bytes < needed_bytes => {
@@ -57,7 +57,7 @@ pub(super) fn write_error(error: io::Error, path: &Path, needed_bytes: u64) -> a
     anyhow::Error::new(error).context(format!("cannot write {}", path.display()))
 }
 
-/// Flushes a directory, so its entries survive a power failure. Ignores errors, because some systems cannot do this.
+/// Flushes a directory, so its entries survive a power failure. Ignores errors, because not every system can do so.
 pub(super) fn sync_dir(dir: &Path) {
     let _ = File::open(dir).and_then(|dir| dir.sync_all());
 }

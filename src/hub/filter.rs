@@ -13,7 +13,7 @@ use crate::text::quote;
 /// The maximum number of GGUF models to list in an error message.
 const MAX_LISTED_MODELS: usize = 30;
 
-/// The small files at the root of a repository that are always downloaded if they exist.
+/// The small files at the root of a repository that are downloaded if they exist, unless `--exclude` matches them.
 const SMALL_FILES: [&str; 6] = [
     "config.json",
     "generation_config.json",
@@ -32,7 +32,7 @@ pub struct FileFilter {
     pub exclude: Vec<String>,
 }
 
-/// Splits a model name into the repository, the revision, and a filter that selects the files with its tag.
+/// Splits a model name into the repository, the revision, and a filter for the files that match the tag.
 pub fn parse_download_name(model: &str, revision: Option<&str>) -> Result<(String, Option<String>, FileFilter)> {
     let (name, revision) = names::split_revision(model, revision)?;
     let (name, tag) = gguf::split_tag(name);

@@ -137,7 +137,7 @@ impl Hub {
         self.caches().iter().flat_map(|(cache, _)| cache.names()).collect()
     }
 
-    /// Returns a repository's snapshot at `revision`. Without a revision, tries `main`, then the newest snapshots.
+    /// Returns a repository's snapshot at `revision`. Without one, tries `main`, then all snapshots, newest first.
     pub(super) fn look_up(&self, name: &str, revision: Option<&str>, required: Required) -> Option<Snapshot> {
         let repos: Vec<RepoDir> = self.caches().iter().map(|(cache, _)| cache.repo(name)).collect();
         let wanted = repos.iter().filter_map(|repo| repo.commit(revision.unwrap_or(MAIN)));
@@ -165,7 +165,7 @@ impl Hub {
     }
 }
 
-/// Finds the model at a path: a file, a directory, or `directory:Q4_K_M`. Returns `None` if there is none.
+/// Finds the model at a path: a file, a directory, or `directory:Q4_K_M`. Returns `None` if there is no model.
 fn find_path(model: &str, revision: Option<&str>, required: Required) -> Result<Option<Snapshot>> {
     let path = match find_gguf(model)? {
         Some(file) => file,

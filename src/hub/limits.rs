@@ -7,7 +7,7 @@ use std::time::Duration;
 pub struct Limits {
     /// The maximum time to open a connection.
     pub connect_timeout: Duration,
-    /// The maximum wait for the headers of a response. Also limits the time for a metadata response.
+    /// The maximum wait for the headers of a response. A metadata body may take as long, plus extra time per byte.
     /// Set by HF_HUB_ETAG_TIMEOUT.
     pub response_timeout: Duration,
     /// The maximum pause between two reads of a body. Set by HF_HUB_DOWNLOAD_TIMEOUT.
@@ -16,11 +16,11 @@ pub struct Limits {
     pub first_wait: Duration,
     /// The maximum wait before a retry. The request fails if the server asks for a longer wait with Retry-After.
     pub max_wait: Duration,
-    /// The maximum number of consecutive retries for a part of a file without sufficient progress.
+    /// The maximum number of consecutive retries for a part of a file. Sufficient progress resets the count.
     pub max_failures: u32,
     /// The maximum number of retries for a metadata request, such as a request for the file list.
     pub max_metadata_failures: u32,
-    /// The number of parallel requests for file contents.
+    /// The maximum number of parallel requests for files.
     pub connections: usize,
     /// The maximum number of bytes per request.
     pub part_bytes: u64,

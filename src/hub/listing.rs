@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer};
 use super::names;
 use crate::text::quote;
 
-/// One pebibyte. No real file is larger.
+/// The maximum size of a file, in bytes: 1 PiB. No real file is larger.
 pub(super) const MAX_FILE_BYTES: u64 = 1 << 50;
 
 /// The maximum number of files in a repository. Few repositories have more than 10,000.
@@ -27,7 +27,7 @@ pub struct Listing {
 impl Listing {
     /// Parses and validates the hub's listing of the repository `repo`.
     ///
-    /// Fails if the JSON has a different structure, or if it contains unsafe paths or impossible values.
+    /// Fails if the JSON does not have the expected structure, or contains unsafe paths or impossible values.
     pub fn parse(repo: &str, json: &[u8]) -> Result<Self> {
         serde_json::from_slice::<ModelListing>(json)?.check(repo)
     }
@@ -41,7 +41,7 @@ impl Listing {
 /// A file in a repository, as listed by the hub.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemoteFile {
-    /// The path inside the repository. It has been validated, and cannot point outside the repository.
+    /// The path inside the repository, validated so that it cannot point outside the repository.
     pub name: String,
     pub bytes: Option<u64>,
     /// The name of the blob: SHA-256 for large files, git's blob SHA-1 for small ones.
@@ -100,7 +100,7 @@ impl Deref for FileList {
     }
 }
 
-/// Orders paths so that those below `a/` directly follow `a`, before names such as `a-b`.
+/// Orders paths so that the paths below `a/` directly follow `a`, before names such as `a-b`.
 fn path_order(a: &str, b: &str) -> Ordering {
     let key = |byte: u8| if byte == b'/' { 0 } else { byte };
     a.bytes().map(key).cmp(b.bytes().map(key))
@@ -129,7 +129,7 @@ struct LargeFile {
     size: Option<u64>,
 }
 
-/// Deserializes the list of files. Keeps at most one file more than the maximum, to bound the memory.
+/// Deserializes the list of files. Keeps at most [`MAX_FILES`] + 1 files, to limit the memory use.
 fn deserialize_files<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Sibling>, D::Error> {
     struct Files;
 

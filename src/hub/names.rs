@@ -17,7 +17,7 @@ pub fn is_repo_name(model: &str) -> bool {
     split_revision(model, None).is_ok_and(|(name, _)| is_repo(gguf::split_tag(name).0))
 }
 
-/// Splits `org/name@revision`. Fails if `revision` is also given and differs from the one in `model`.
+/// Splits `org/name@revision` into name and revision. Fails if `revision` differs from the revision in `model`.
 pub(super) fn split_revision<'a>(model: &'a str, revision: Option<&'a str>) -> Result<(&'a str, Option<&'a str>)> {
     let (name, inline) = match model.split_once('@') {
         Some((name, inline)) => (name, Some(inline)),
@@ -59,16 +59,18 @@ pub(super) fn check_repo(name: &str) -> Result<()> {
     Err(Error::usage(format!("{name:?} is not a valid repository name: use org/name, as in openai/gpt-oss-20b")))
 }
 
-/// Returns why a file name from a hub is rejected, as a clause that follows "which". Returns `None` for a valid name.
+/// Returns the problem with a file name from a hub, such as `is not a path inside the repository`.
+///
+/// Returns `None` for a valid name.
 pub(super) fn file_name_problem(name: &str) -> Option<&'static str> {
     if !is_safe_path(name) {
         return Some("is not a path inside the repository");
     }
-    // With invisible characters, a name could look like another name.
+    // Invisible characters could make a name look like another name.
     (printable(name) != name).then_some("has invisible characters in its name")
 }
 
-/// Returns `word` for use in a shell command. Adds quotes if the shell would interpret it.
+/// Quotes a word for use in a shell command. Returns the word unchanged if it needs no quotes.
 ///
 /// inferno prints commands with file names from a hub, and the user may paste them into a shell.
 pub fn shell_word(word: &str) -> String {
@@ -108,8 +110,8 @@ pub(super) fn encode_segment(name: &str) -> String {
 
 /// Returns the names that match `model`.
 ///
-/// Matching ignores case. If `model` is a whole name, with or without its organization, only that name matches.
-/// Otherwise, every name that contains `model` matches, unless `model` includes an organization.
+/// Matching ignores case. If `model` equals names, with or without the organization, only these names match.
+/// Otherwise, every name that contains `model` matches. If `model` has an organization, no other name matches.
 pub(super) fn matching<'a>(model: &str, names: &'a BTreeSet<String>) -> Vec<&'a String> {
     let exact: Vec<&String> = names.iter().filter(|name| is_same_name(name, model)).collect();
     let model = model.to_lowercase();

@@ -12,7 +12,7 @@ pub trait Progress: Sync {
     fn asking_for_sizes(&self, _files: usize) {}
     /// The download starts. `files` lists the name and size in bytes of every file, including those already present.
     fn start(&self, _files: &[(String, u64)]) {}
-    /// `done_bytes` bytes of the file `name` are on disk. The file is finished once this equals its size.
+    /// `done_bytes` bytes of the file `name` are on disk. The file is finished once `done_bytes` equals its size.
     ///
     /// The first report for a file counts the bytes from earlier attempts.
     /// The count decreases if the server cannot resume.

@@ -34,8 +34,8 @@ const MAX_LISTING_BYTES: u64 = 64 << 20;
 /// The maximum number of bytes to read from the body of an error response.
 const MAX_ERROR_BYTES: u64 = 64 << 10;
 
-/// The time per byte that a metadata response may take in addition to the response timeout.
-/// A response that arrives at less than 16 KiB/s fails some time after the timeout.
+/// The time that each byte of a metadata response may take, in addition to the response timeout.
+/// A response that keeps arriving at less than 16 KiB/s therefore fails after the timeout.
 const TIME_PER_BYTE: Duration = Duration::from_nanos(1_000_000_000 / (16 << 10));
 
 /// The maximum number of redirects. The hub normally redirects once, to a storage host.
@@ -80,7 +80,7 @@ pub enum TokenStatus {
     NotSent,
 }
 
-/// Sends one short request to the endpoint. Does not follow redirects.
+/// Checks that the endpoint responds and whether it accepts the token. Does not follow redirects.
 pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
     let unreachable =
         |cause: String| Error::Network { endpoint: config.endpoint_for_display(), cause, is_temporary: true };
@@ -107,7 +107,7 @@ pub(super) fn check_endpoint(config: &HubConfig) -> Result<TokenStatus> {
 fn agent(limits: &Limits) -> Agent {
     Agent::config_builder()
         .user_agent(concat!("inferno/", env!("CARGO_PKG_VERSION")))
-        // Lengths and ranges must refer to the bytes of the file, not to those of a compressed stream.
+        // Lengths and ranges must refer to the bytes of the file, not to the bytes of a compressed stream.
         .accept_encoding("identity")
         // Return error responses as `Ok`, because their headers and bodies are read too.
         .http_status_as_error(false)
@@ -213,7 +213,7 @@ impl<'a> Remote<'a> {
         self.follow(&self.file_url(commit, name), range.map(range_header).as_deref(), Purpose::Contents)
     }
 
-    /// Requests a short range of a file, with retries. The caller reads it with [`read_body`](Self::read_body).
+    /// Requests a short range of a file, with retries. The caller reads the body with [`read_body`](Self::read_body).
     ///
     /// A server without range support sends the whole file with status 200, so the caller must limit how much it reads.
     pub fn get_range(&self, commit: &str, name: &str, range: Range<u64>) -> Result<Response<Body>> {
@@ -221,7 +221,7 @@ impl<'a> Remote<'a> {
         self.with_retries(name, || Ok(self.follow(&url, Some(&range), Purpose::Metadata)?.response))
     }
 
-    /// Sends a request and retries temporary failures. Messages refer to the file or repository as `name`.
+    /// Sends a request and retries temporary failures. `name` is the file or repository to show in messages.
     ///
     /// Does not retry once the attempts have taken twice the response timeout.
     fn with_retries(&self, name: &str, send: impl Fn() -> Result<Response<Body>>) -> Result<Response<Body>> {
@@ -298,7 +298,7 @@ impl<'a> Remote<'a> {
     /// Sends a GET request and follows redirects.
     ///
     /// Sends the token only to the endpoint: never to another host or port, and never over http instead of https.
-    /// [`HubConfig::sent_token`] decides whether the endpoint may receive it.
+    /// [`HubConfig::sent_token`] decides whether the endpoint may receive the token.
     fn follow(&self, url: &str, range: Option<&str>, purpose: Purpose) -> Result<Answer> {
         let mut url = url.to_string();
         let mut is_from_other_host = false;
@@ -394,7 +394,7 @@ impl<'a> Remote<'a> {
     ) -> RequestBuilder<WithoutBody> {
         if let Purpose::Metadata = purpose {
             let timeout = self.limits().response_timeout;
-            // The total also ends a response that trickles in bytes outside of the body, such as chunk headers.
+            // The total also limits bytes that arrive slowly but are not part of the body, such as chunk headers.
             let total = timeout.saturating_mul(5);
             request = request.config().timeout_per_read(Some(timeout)).timeout_recv_body(Some(total)).build();
         }
@@ -411,7 +411,9 @@ impl<'a> Remote<'a> {
         request.call().map_err(|error| self.temporary_error(library_error(&error)))
     }
 
-    /// Returns the target of a redirect. Returns `None` for a redirect from https to http, or to another scheme.
+    /// Returns the URL that a redirect leads to. Accepts absolute URLs and paths that start with `/`.
+    ///
+    /// Returns `None` for any other location, such as a redirect from https to http.
     fn resolve(&self, url: &str, location: &str) -> Option<String> {
         let scheme_end = url.find("://")?;
         let next = if location.starts_with("//") {

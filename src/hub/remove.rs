@@ -53,9 +53,9 @@ struct Selection {
 }
 
 impl Hub {
-    /// Returns the full name of the model if `model` is only part of its name. Returns `None` for a full name.
+    /// Returns the full name if `model` is only part of one model's name. Returns `None` if `model` is a whole name.
     ///
-    /// Commands that delete require the full name, because part of a name may match a different model later.
+    /// `inferno remove` asks before it deletes by part of a name, because the part may match a different model later.
     pub fn resolve_partial_name(&self, model: &str) -> Option<String> {
         let (name, _) = names::split_revision(model, None).ok()?;
         let (part, _) = gguf::split_tag(name);
@@ -156,7 +156,7 @@ impl Hub {
         Ok((files > 0).then_some(PrunedRepo { name, files, freed_bytes, is_busy: false }))
     }
 
-    /// Fails if the lock has no effect, because another process may be using the files. `--force` overrides this.
+    /// Fails if the lock has no effect, because another process may be using the files. `--force` skips this check.
     fn check_lock(&self, lock: &Lock, dir: &Path) -> Result<()> {
         if !lock.is_effective() && !self.force {
             bail!(
@@ -216,7 +216,7 @@ fn select(repo: &RepoDir, commits: Vec<String>, tag: Option<&str>) -> Result<Sel
     Ok(selection)
 }
 
-/// Deletes the selection. Reads everything first, because an unreadable directory must not count as empty.
+/// Deletes the selection. Reads all directories first, because an unreadable directory must not count as empty.
 fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Result<RemovedModel> {
     let Selection { revisions, whole_commits, files } = selection;
     let bytes_before = bytes_below(&repo.path);
@@ -257,7 +257,7 @@ fn delete_selection(repo: &RepoDir, name: String, selection: Selection) -> Resul
 
 /// Deletes the leftovers in a repository and returns the sizes of the deleted files.
 fn prune_repo(repo: &RepoDir) -> Result<Vec<u64>> {
-    // Read everything first, because an unreadable directory must not count as empty.
+    // Read all directories first, because an unreadable directory must not count as empty.
     let snapshot_files: Vec<PathBuf> =
         walk(&repo.path.join("snapshots"))?.into_iter().filter(|path| !is_leftover(path)).collect();
     let linked = linked_blobs(&snapshot_files)?;
@@ -292,7 +292,7 @@ fn read_refs(repo: &RepoDir) -> Result<Vec<(PathBuf, String)>> {
     walk(&repo.path.join("refs"))?.into_iter().map(commit).collect()
 }
 
-/// Returns the names of the blobs that these snapshot files link to.
+/// Returns the names of the blobs that snapshot files link to.
 fn linked_blobs(files: &[PathBuf]) -> Result<BTreeSet<String>> {
     let mut etags = BTreeSet::new();
     for path in files {
@@ -315,7 +315,7 @@ fn walk(dir: &Path) -> Result<Vec<PathBuf>> {
         if kind.is_dir() {
             files.extend(walk(&path)?);
         } else if kind.is_symlink() && path.is_dir() {
-            // The user has moved part of the cache. Do not delete files behind the symlink.
+            // The symlink means that the user moved part of the cache elsewhere. Do not delete files there.
             bail!("cannot delete safely: {} is a link to another directory; nothing was deleted there", path.display());
         } else {
             files.push(path);

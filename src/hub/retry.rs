@@ -11,7 +11,7 @@ use super::limits::Limits;
 const MAX_BACKOFF: Duration = Duration::from_secs(15);
 
 /// The maximum number of failures in total, as a multiple of the maximum number of consecutive failures.
-/// It stops a request that makes some progress before every failure.
+/// This limit ends a request that makes some progress before every failure.
 const MAX_RESETS: u32 = 100;
 
 /// Counts the failures of one request.
@@ -55,7 +55,7 @@ fn with_jitter(wait: Duration) -> Duration {
     wait.mul_f64(0.5 + random / 2.0)
 }
 
-/// Returns true if the same request may succeed later.
+/// Returns true if a request that failed with this status may succeed later.
 pub(super) fn is_temporary(status: StatusCode) -> bool {
     status.is_server_error() || matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::REQUEST_TIMEOUT)
 }

@@ -37,7 +37,7 @@ pub fn clamped_swiglu(x: &Tensor, limit: f32) -> Result<Tensor> {
     }
 }
 
-/// An activation function.
+/// The activation function of a gated MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// x · sigmoid(x)
@@ -47,7 +47,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// Computes the activation of `x`.
+    /// Applies the activation function to `x`.
     pub fn apply(self, x: f32) -> f32 {
         const SQRT_2_OVER_PI: f32 = 0.797_884_6;
         match self {
@@ -67,7 +67,7 @@ impl Activation {
     }
 }
 
-/// Returns activation(gate) · up in `dtype`, or activation(gate) without `up`.
+/// Returns activation(gate) · up in `dtype`, or activation(gate) if `up` is `None`.
 ///
 /// gate and up are f32 tensors of the same shape.
 pub fn gated(gate: &Tensor, up: Option<&Tensor>, activation: Activation, dtype: DType) -> Result<Tensor> {
@@ -147,7 +147,7 @@ fn half_width(op: &str, x: &Tensor) -> Result<Vec<usize>> {
 pub fn reference(x: &[f32], limit: f32) -> Vec<f32> {
     x.chunks_exact(2)
         .map(|pair| {
-            // A comparison preserves NaN, as torch.clamp does.
+            // The comparison keeps a NaN gate, as torch.clamp does. f32::min would return the limit.
             let gate = if pair[0] > limit { limit } else { pair[0] };
             let up = pair[1].clamp(-limit, limit);
             gate / (1.0 + (-ALPHA * gate).exp()) * (up + 1.0)

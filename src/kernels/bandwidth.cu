@@ -31,6 +31,6 @@ extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* x, unsig
 #pragma unroll
         for (int j = 0; j < LOADS; ++j) sum += v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
     }
-    // The compiler cannot evaluate this condition, so it keeps the loads. The condition is almost never true.
+    // This use of `sum` keeps the compiler from removing the loads. The condition is almost never true.
     if (sum == 0x5EED5EED) *out = sum;
 }

@@ -6,7 +6,7 @@ use anyhow::Result;
 use candle_core::Device;
 use serde::Serialize;
 
-/// The memory bandwidth in the fastest of ten rounds.
+/// The memory bandwidth of a GPU: the fastest of ten reads and the fastest of ten copies.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Bandwidth {
     /// The bandwidth of a kernel that only reads.

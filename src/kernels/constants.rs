@@ -32,7 +32,8 @@ pub const EAGER_MAX_HEAD_DIM: usize = 256;
 // Attention on tensor cores (`attention/flash_attention.rs`, `attention/flash_attention.cu`).
 //
 // There is one kernel for each combination of head size and query rows per tile.
-// The arrays below are in the order of `FLASH_HEAD_DIMS`. Their values affect only the speed; they suit an H200.
+// Arrays have one value per head size, in the order of `FLASH_HEAD_DIMS`.
+// Tile sizes and the numbers of warps and teams affect only speed, and were chosen for an H200.
 
 /// The supported head sizes.
 pub const FLASH_HEAD_DIMS: [usize; 6] = [16, 64, 80, 96, 128, 256];
@@ -65,9 +66,9 @@ pub const FLASH_REGISTER_ELEMENTS: usize = 160;
 
 // Mixture of experts (`moe/`).
 
-/// The maximum number of experts for GPU routing.
+/// The maximum number of experts in a layer: 32 per lane of a warp.
 pub const MAX_EXPERTS: usize = 1024;
-/// The maximum number of experts per token for GPU routing: one per lane of a warp.
+/// The maximum number of experts per token: one per lane of a warp.
 pub const MAX_CHOSEN_EXPERTS: usize = 32;
 
 // MXFP4 weights in tiles (`moe/expert_mlp.rs`, `moe/expert_mlp.cu`, `decode/mxfp4_experts.cu`).
@@ -94,7 +95,7 @@ pub const EXPERT_GEMM_THREADS: usize = 128;
 
 /// Weight rows in each thread block's tile.
 pub const GROUPED_GEMM_ROWS: usize = 128;
-/// Columns per step. With 16-bit elements, they are 128 bytes of each row.
+/// Columns per step: 128 bytes of each row, because elements have 16 bits.
 pub const GROUPED_GEMM_COLUMNS: usize = 64;
 /// Pipeline stages: the number of steps whose tiles are in shared memory at once.
 pub const GROUPED_GEMM_STAGES: usize = 3;
@@ -169,7 +170,7 @@ pub const DECODE_DOWN_MAX_CHOSEN: usize = 4;
 
 // The mailbox (`decode/head.cu`, `decode/sample.cu`, `runner/decode_graph/mod.rs`).
 
-/// The word that a step writes to the mailbox in place of 1 + its token if every logit is NaN or -inf.
+/// The word that a step writes to the mailbox instead of token + 1 if every logit is NaN or -inf.
 pub const MAILBOX_NO_TOKEN: u32 = 0xffffffff;
 
 // Sampling on the GPU (`decode/sample.rs`, `decode/sample.cu`).

@@ -100,7 +100,7 @@ impl Matrix {
 
     /// Looks up the rows `ids` and multiplies them by `scale`. Returns f32 `[tokens, columns]`.
     ///
-    /// `ids` are u32 `[tokens]`. Every id must be a valid row index. This is not checked on a GPU.
+    /// `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that every id is a valid row index.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
         match self {
             Self::Dense(table) => crate::kernels::rows::embed(table, ids, scale),

@@ -35,7 +35,7 @@ __device__ void add_norm(const float* x, const float* y, const float* weight, co
         squares += value * value;
         total += value;
     }
-    const float* added = y ? sum : x;  // each thread reads only what it wrote, which is still in L1
+    const float* added = y ? sum : x;  // each thread rereads only its own elements, which are still in L1
     if (bias) {
         center = block_sum(total, scratch) / columns;
         squares = 0.0f;

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use crate::kernels::{elements, to_f32};
 
-/// Returns s = x + y, or s = x without y, and the norm of s in `dtype`.
+/// Returns s and the norm of s in `dtype`, where s is x + y, or x if `y` is `None`.
 ///
 /// Without a bias, the norm is RMSNorm: s / sqrt(mean(s²) + eps) · weight.
 /// With a bias, the norm is LayerNorm, which subtracts the mean of s first and adds the bias last.

@@ -1,9 +1,9 @@
 //! Small operations on the rows of a matrix: embedding lookup, bias, soft cap, copy.
 //!
-//! candle has these operations too, but the driver compiles candle's kernels on first use.
-//! That delays the first answer on a new machine. The kernels here are compiled at build time.
+//! candle has these operations too, but the driver compiles candle's kernels on first use,
+//! which delays the first answer on a new machine. The kernels here are compiled at build time.
 //! The forward pass of most models uses no kernel from candle on a GPU. There are two exceptions:
-//! - candle casts the input of the experts in Mixtral, Qwen3-MoE, and gpt-oss with scales above 2.
+//! - candle casts the input of the experts in Mixtral and Qwen3-MoE, and in gpt-oss if an MXFP4 scale exceeds 2.
 //! - candle concatenates the outputs of q_proj, k_proj and v_proj if no single kernel supports their formats.
 
 use candle_core::{DType, Device, Result, Tensor, bail};
@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Result, Tensor, bail};
 /// Returns the rows `ids` of an embedding table, multiplied by `scale`, as f32 `[tokens, hidden]`.
 ///
 /// - table: `[vocab, hidden]`
-/// - ids: u32 `[tokens]`, each less than `vocab` (not checked on a GPU)
+/// - ids: u32 `[tokens]`. On a GPU, the caller guarantees that each id is less than `vocab`.
 pub fn embed(table: &Tensor, ids: &Tensor, scale: f32) -> Result<Tensor> {
     match table.device() {
         Device::Cpu => table.index_select(ids, 0)?.to_dtype(DType::F32)? * f64::from(scale),
@@ -82,7 +82,7 @@ pub fn soft_cap(x: &Tensor, cap: f32) -> Result<Tensor> {
     }
 }
 
-/// Copies all rows of `from` to the rows of `to` that start at index `row`.
+/// Copies all rows of `from` into `to`, starting at row `row` of `to`.
 ///
 /// Both tensors are contiguous and have the same dtype and row size.
 pub fn copy_rows(to: &Tensor, from: &Tensor, row: usize) -> Result<()> {

@@ -1,5 +1,5 @@
 //! Compares operations on a device with their CPU references, using small, irregular shapes.
-//! Does not cover sampling or decode steps of gpt-oss, which `tests/it/decode_graph.rs` tests.
+//! Does not cover the kernels of decode steps and sampling (`decode`), which `tests/it/decode_graph.rs` tests.
 //!
 //! The comparison shows whether this GPU, driver and build compute correct results.
 //! `tests/it/kernels.rs` tests the kernels in more depth.
@@ -24,7 +24,7 @@ use crate::kernels::rows::{add_bias, copy_rows, embed, soft_cap};
 pub struct Check {
     pub name: String,
     pub dtype: DType,
-    /// The largest absolute difference divided by the largest absolute value, or the message of an error.
+    /// The largest absolute difference divided by the largest absolute reference value, or an error message.
     /// NaN if a value is not finite or the results have different lengths.
     pub error: std::result::Result<f32, String>,
     pub tolerance: f32,
@@ -38,7 +38,7 @@ impl Check {
     }
 }
 
-/// Checks every operation in each dtype that has kernels.
+/// Runs all checks in f32, bf16 and f16.
 pub fn run(device: &Device) -> Vec<Check> {
     [DType::F32, DType::BF16, DType::F16].into_iter().flat_map(|dtype| run_with_dtype(device, dtype)).collect()
 }
@@ -122,7 +122,7 @@ fn run_with_dtype(device: &Device, dtype: DType) -> Vec<Check> {
     checks
 }
 
-/// The device that runs an operation, and the dtype that it computes in.
+/// The device on which a check runs an operation, and the dtype of the computation.
 #[derive(Clone, Copy)]
 struct CheckTarget<'d> {
     device: &'d Device,
@@ -143,7 +143,7 @@ impl CheckTarget<'_> {
     }
 }
 
-/// Returns a 51×512 matrix of pseudo-random bits. The magnitudes of its scales are between 2^-7 and 2^-5.
+/// Returns a 51×512 matrix of pseudo-random bits. Floating-point scales have magnitudes between 2^-7 and 2^-5.
 fn quantized(target: CheckTarget, format: WeightFormat) -> Result<QuantizedMatrix> {
     let (rows, columns) = (51, 512);
     let mut planes = format.row_bytes(columns).map(|bytes| vec![0u8; rows * bytes]);
@@ -243,7 +243,7 @@ fn activation(target: CheckTarget, activation: Activation) -> Result<Tensor> {
 
 fn routing(target: CheckTarget, dtype: DType, softmax: Softmax) -> Result<Tensor> {
     let (ids, shares) = topk_softmax(&target.put(&noise(12, &[7, 33], dtype)?)?, 4, softmax)?;
-    // A wrong expert id changes the result by at least one, regardless of its weight.
+    // A wrong expert id changes the result by at least one, regardless of the routing weights.
     Tensor::cat(&[to_cpu(&ids)?, to_cpu(&shares)?], 1)
 }
 

@@ -1,12 +1,12 @@
 //! Uploads weights to a device through staging buffers. The device copies one buffer while a thread fills the next.
 //!
-//! On CUDA, the staging buffers are pinned, and all copies use their own stream, separate from the candle device's.
+//! On CUDA, the staging buffers are pinned, and all copies run on one stream that is separate from candle's stream.
 //! Tensor memory comes from candle's stream-ordered pool but is allocated on the copy stream.
 //! Copies therefore never wait for computations. Before candle's stream uses a tensor, it waits for the last copy.
 
 use candle_core::{DType, Result, Tensor};
 
-/// An upload destination. Its copies run in the order in which they are queued.
+/// A device to upload to. Copies run in the order in which they are queued.
 pub trait Target: Send + Sync + 'static {
     /// Memory that is filled piece by piece and then becomes a tensor.
     type Memory: Send + Sync;
@@ -178,7 +178,7 @@ mod with_cuda {
             macro_rules! slice {
                 ($variant:ident) => {
                     // SAFETY: the allocation has this length, and any bit pattern is valid for these types.
-                    // Its copies finish before later work on candle's stream starts. That stream also frees it.
+                    // The copies finish before later work on candle's stream starts. That stream frees the allocation.
                     CudaStorageSlice::$variant(unsafe { stream.upgrade_device_ptr(bytes.leak(), elements) })
                 };
             }

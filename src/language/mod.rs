@@ -33,7 +33,7 @@ pub struct Language {
 impl Language {
     /// Loads the language data of the snapshot in `dir`, which may also be the path of a GGUF file.
     ///
-    /// With a hostile model, this can take unbounded time and memory. `worker::load_language` limits both.
+    /// With a hostile model, loading can take unbounded time and memory. `worker::load_language` limits both.
     pub fn load(dir: &Path) -> Result<Self> {
         match snapshot::gguf::find(dir)? {
             Some(file) => Self::from_gguf(&GgufCheckpoint::open(&file)?),
@@ -93,7 +93,7 @@ impl Language {
         }
     }
 
-    /// Returns the chat format. Fails for a base model, which has none.
+    /// Returns the chat format. Fails for a base model, which has no chat format.
     pub fn chat_format(&self) -> Result<&ChatFormat> {
         match &self.chat {
             Some(chat) => Ok(chat),

@@ -17,7 +17,8 @@ use crate::nn::rope::{RopeConfig, RopeFrequencies, RopeLengths};
 use crate::text::{excerpt, library_error, quote};
 use crate::weights::Weights;
 
-/// The maximum number of fields for which [`from_json`] looks for the cause of an error. Real files have up to 100.
+/// The maximum number of fields in a config that [`from_json`] searches for the cause of an error.
+/// Real files have up to 100.
 const MAX_FIELDS: usize = 200;
 
 /// The config.json fields that have the same names in nearly all families.
@@ -51,7 +52,7 @@ pub(super) enum LayerType {
 }
 
 /// Parses a family's config.json. `defaults` are the values that transformers uses for absent fields.
-/// A field with the value `null` does not count as absent.
+/// A field that is `null` stays `null`.
 pub(super) fn parse<T: DeserializeOwned>(family: &str, mut json: Value, defaults: Value) -> Result<T> {
     if json["quantization_config"]["quant_method"] == "mxfp4" {
         bail!("quantization 'mxfp4' is not supported for {family}");
@@ -105,12 +106,12 @@ pub(super) fn reject_fields(family: &str, json: &Value, fields: &[&str]) -> Resu
     }
 }
 
-/// Fails if a scale or a soft cap is present but not a positive number.
+/// Fails if a scale or a soft cap is present but outside the range of plausible positive numbers.
 pub(super) fn check_scale(key: &str, value: Option<f32>) -> Result<()> {
     check_optional(key, value, 1e-6..=1e9)
 }
 
-/// Fails if the epsilon of a norm is not a small positive number.
+/// Fails if the epsilon of a norm is outside the range of plausible positive numbers.
 pub(super) fn check_eps(key: &str, eps: f64) -> Result<()> {
     check_range(key, eps, 1e-20..=1.0)
 }
@@ -202,7 +203,7 @@ impl CommonConfig {
         AttentionConfig::new(self.hidden_size, self.num_attention_heads, spec)
     }
 
-    /// Loads the gated MLP of a layer. It has no biases.
+    /// Loads the gated MLP of a layer, without biases.
     pub fn load_mlp(&self, layer: &Weights) -> Result<GatedMlp> {
         let Self { hidden_size, intermediate_size, hidden_act, .. } = *self;
         GatedMlp::load(&layer.at("mlp"), hidden_size, intermediate_size, Bias::Without, hidden_act)
@@ -218,7 +219,7 @@ impl CommonConfig {
     }
 }
 
-/// The sizes that every model has. They are validated early because invalid sizes would fail late or overflow.
+/// The sizes that every model has. They are validated first, because invalid sizes could overflow later computations.
 pub(super) struct ModelSizes {
     pub hidden_size: usize,
     pub layers: usize,

@@ -1,4 +1,4 @@
-//! The interface of a model family. A family recognizes and parses its config.json, and builds its decoder.
+//! The interface of a model family, which parses config.json and builds the decoder.
 
 use anyhow::Result;
 use serde_json::Value;
@@ -11,13 +11,13 @@ use crate::weights::Weights;
 pub struct Family {
     /// The `model_type` in config.json.
     pub model_type: &'static str,
-    /// The name in `architectures` of config.json. It identifies the family if the file has no `model_type`.
+    /// The name in `architectures` of config.json, which identifies the family if the file has no `model_type`.
     pub architecture: &'static str,
     /// Parses and validates config.json.
     pub read: fn(Value) -> Result<Box<dyn Architecture>>,
 }
 
-/// The validated config of one model. It can build the model's decoder.
+/// The validated config of one model, which builds the model's decoder.
 pub trait Architecture {
     /// Returns the size of the vocabulary.
     fn vocab_size(&self) -> usize;
@@ -34,7 +34,7 @@ pub trait Architecture {
     /// Returns the size of the residual stream.
     fn hidden_size(&self) -> usize;
 
-    /// Returns the `intermediate_size` in config.json. In an MoE family, it may apply to experts or dense layers.
+    /// Returns the `intermediate_size` in config.json. MoE families may use it for experts or for dense MLPs.
     fn intermediate_size(&self) -> usize;
 
     /// Returns the KV cache spec of each layer.

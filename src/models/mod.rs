@@ -1,4 +1,4 @@
-//! The model families. Each family has its own file and an entry in `FAMILIES`.
+//! The model families: one file per architecture, and one entry in `FAMILIES` per `model_type`.
 
 mod config;
 mod family;
@@ -45,7 +45,7 @@ const FAMILIES: &[&Family] = &[
     &gpt2::FAMILY,
 ];
 
-/// The maximum length of a name for which [`nearest_name`] searches for a similar one, in bytes.
+/// The maximum length in bytes of a name that [`nearest_name`] compares with the supported names.
 const MAX_NAME_BYTES: usize = 100;
 
 /// A model's config, parsed by its family.
@@ -130,7 +130,7 @@ fn find_family(json: &Value) -> Result<&'static Family> {
 
 /// Returns the supported name that is most similar to `found`, if any name is similar enough.
 fn nearest_name(found: &str) -> Option<&'static str> {
-    // The time of a comparison is proportional to the product of both lengths.
+    // Comparing two names takes time proportional to the product of their lengths.
     if found.len() > MAX_NAME_BYTES {
         return None;
     }

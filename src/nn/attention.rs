@@ -1,6 +1,6 @@
 //! The self-attention of one layer.
 //!
-//! Its steps: project to q, k and v, normalize q and k, apply RoPE, write to the KV cache, attend, and project back.
+//! The steps: project to q, k and v, normalize q and k, apply RoPE, write to the KV cache, attend, and project back.
 
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ impl AttentionConfig {
         }
     }
 
-    /// Returns two output sizes: one for q_proj, and one for both k_proj and v_proj.
+    /// Returns the output size of q_proj, and the common output size of k_proj and v_proj.
     fn projection_sizes(&self) -> (usize, usize) {
         (self.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim)
     }

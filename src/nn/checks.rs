@@ -5,7 +5,8 @@ use std::ops::RangeInclusive;
 
 use anyhow::{Result, bail};
 
-/// The maximum size in config.json. No known model has a larger one, and the product of two sizes fits in a u64.
+/// The maximum value of a size in config.json, such as `hidden_size`. No known model has a larger size.
+/// The product of two sizes fits in a u64.
 pub const MAX_SIZE: usize = 1 << 24;
 
 /// Fails unless `value` is in `range`. Always fails for NaN. `key` names the field in the error.
@@ -16,7 +17,7 @@ pub fn check_range<T: PartialOrd + Debug>(key: &str, value: T, range: RangeInclu
     Ok(())
 }
 
-/// Checks a value like [`check_range`] if it is present.
+/// Fails if `value` is present and [`check_range`] fails for it.
 pub fn check_optional<T: PartialOrd + Debug>(key: &str, value: Option<T>, range: RangeInclusive<T>) -> Result<()> {
     value.map_or(Ok(()), |value| check_range(key, value, range))
 }

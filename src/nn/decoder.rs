@@ -83,7 +83,7 @@ impl Decoder {
         Ok(decoder)
     }
 
-    /// Runs a batch and appends its keys and values to the cache of each sequence.
+    /// Runs a batch and appends the new keys and values to the cache of each sequence.
     /// Returns f32 logits `[rows, vocab]`, with one row per token that `batch.logits` selects.
     pub fn forward(&self, batch: &StepBatch, caches: &mut [&mut KvCache]) -> Result<Tensor> {
         self.forward_tapped(batch, caches, None)
@@ -100,7 +100,7 @@ impl Decoder {
         let device = self.embed_tokens.device();
         let pass = Pass::new(batch, caches, device, self.backend)?;
 
-        // 1. embed: x is the residual stream, and the next norm adds y to it
+        // 1. embed: x is the residual stream, and y is the output that the next norm adds to x
         let mut x = self.embed_tokens.embed(&Tensor::new(batch.ids, device)?, self.embed_scale)?;
         let mut y = self.embed_positions.as_ref().map(|table| embed(table, pass.positions(), 1.0)).transpose()?;
 
@@ -140,7 +140,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Sets the attention backend for later passes and returns the backend that `Auto` resolves to.
+    /// Sets the attention backend for later passes. Returns the backend that will run, which is never `Auto`.
     /// Fails if a layer cannot use the backend.
     pub fn set_attention_backend(&mut self, backend: AttentionBackend) -> Result<AttentionBackend> {
         let (on_gpu, mut chosen) = (self.is_on_gpu(), backend);
@@ -166,7 +166,7 @@ impl Decoder {
     }
 
     /// Returns the number of weight bytes that one decode step reads for one token.
-    /// It reads all dense weights, the chosen experts, and one row of the embedding.
+    /// The step reads all dense weights, the chosen experts, and one row of the embedding.
     pub fn step_bytes(&self) -> u64 {
         let row = self.embed_tokens.bytes() / self.vocab_size() as u64;
         row + self.layers.iter().map(DecoderLayer::step_bytes).sum::<u64>() + self.norm.bytes() + self.lm_head.bytes()
@@ -187,7 +187,7 @@ impl Decoder {
     }
 }
 
-/// Loads all layers. Layers with the same RoPE frequencies share their tables.
+/// Loads all layers. Layers with the same RoPE frequencies share one pair of cos and sin tables.
 fn load_layers(
     root: &Weights,
     context: usize,

@@ -17,7 +17,7 @@ pub struct DecoderConfig {
     /// The RoPE frequencies of sliding-window layers. `None` if all layers use `frequencies`.
     pub sliding_frequencies: Option<RopeFrequencies>,
     pub cache_layers: Vec<LayerSpec>,
-    /// The prefix of all tensor names except `lm_head`. It may be empty.
+    /// The prefix of all tensor names except `lm_head`, or an empty string.
     pub prefix: String,
     pub names: DecoderNames,
     /// The factor that embeddings are multiplied by.
@@ -75,7 +75,7 @@ impl DecoderNames {
     };
 }
 
-/// The layer that `load_parts` loads.
+/// The index, KV cache spec and RoPE tables of the layer that `load_parts` loads.
 pub struct LayerInfo {
     pub index: usize,
     pub spec: LayerSpec,

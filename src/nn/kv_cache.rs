@@ -4,9 +4,9 @@
 //!
 //! The next turn of a chat often changes the end of the prompt. For example, gpt-oss drops past reasoning.
 //! The cache can therefore be truncated.
-//! A full-attention layer can be truncated to any position.
-//! Once a ring buffer has overwritten its oldest positions, it can be truncated by at most a chunk.
-//! To go back further, it is restored from the savepoint taken at the end of the prefill.
+//! A full-attention layer can be truncated to any length.
+//! Once a ring buffer has overwritten its oldest positions, truncation can remove at most `chunk` positions from it.
+//! A longer truncation restores the savepoint, a copy of the sliding windows at the end of the prefill.
 
 use anyhow::{Result, bail};
 use candle_core::{DType, Device, Tensor};
@@ -23,7 +23,7 @@ pub struct LayerSpec {
 }
 
 impl LayerSpec {
-    /// Returns the number of rows to allocate for `context` positions if one pass writes at most `chunk` of them.
+    /// Returns the number of rows to allocate for `context` positions if one pass writes at most `chunk` positions.
     /// After a chunk is written, the whole window of its first query must still be in the cache.
     fn rows(&self, context: usize, chunk: usize) -> usize {
         self.window.map_or(context, |window| context.min(window + chunk - 1))
@@ -40,7 +40,7 @@ pub fn bytes(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType) -
     layers.iter().map(bytes).fold(0, u64::saturating_add)
 }
 
-/// Returns the size of the keys and values that a token at position `depth` reads, in bytes. Includes its own.
+/// Returns the size in bytes of the keys and values that a token at position `depth` reads, including its own.
 pub fn step_bytes(layers: &[LayerSpec], depth: usize, dtype: DType) -> u64 {
     let elements = |layer: &LayerSpec| {
         let positions = layer.window.map_or(depth + 1, |window| window.min(depth + 1));
@@ -64,18 +64,18 @@ pub struct LayerCache {
     k: Tensor,
     v: Tensor,
     window: Option<usize>,
-    /// The oldest position that has not been overwritten. Truncation does not restore overwritten rows.
+    /// The oldest position that has not been overwritten. Truncation recovers older ones only from the savepoint.
     oldest: usize,
 }
 
-/// A copy of the rows that positions from `len` onward attend to in sliding-window layers.
+/// A copy of the last rows before position `len` of each sliding-window layer, to which later positions attend.
 struct Savepoint {
     len: usize,
     rows: Vec<Option<(Tensor, Tensor)>>,
 }
 
 impl KvCache {
-    /// Allocates a cache for `context` positions. One pass may write at most `chunk` of them.
+    /// Allocates a cache for `context` positions. One pass may write at most `chunk` positions.
     pub fn new(layers: &[LayerSpec], context: usize, chunk: usize, dtype: DType, device: &Device) -> Result<Self> {
         let layer = |spec: &LayerSpec| {
             let shape = (spec.rows(context, chunk), spec.kv_heads, spec.head_dim);
@@ -121,7 +121,7 @@ impl KvCache {
     /// Writes `k` and `v`, both `[tokens, kv_heads, head_dim]`, after the cached positions of one layer.
     /// Returns the cache of this layer. Call `advance` after writing the last layer.
     ///
-    /// Fails without writing anything if [`check_capacity`](Self::check_capacity) does, because the tokens would
+    /// Fails without writing anything if [`check_capacity`](Self::check_capacity) fails, because the tokens would
     /// overwrite rows that are still needed.
     pub fn write(&mut self, layer: usize, k: &Tensor, v: &Tensor) -> Result<&LayerCache> {
         if k.dims() != v.dims() {
@@ -146,8 +146,8 @@ impl KvCache {
     }
 
     /// Advances the length by `tokens` positions that the decode graph has written.
-    /// The graph has also written `beyond` positions after them, which are not part of the new length.
-    /// Those extra positions have overwritten rows of the ring buffers.
+    /// The graph has also written `beyond` more positions. The new length excludes these positions, but they have
+    /// overwritten rows of the ring buffers.
     pub fn advance_written(&mut self, tokens: usize, beyond: usize) {
         self.len += tokens;
         for layer in &mut self.layers {
@@ -160,7 +160,7 @@ impl KvCache {
         &self.layers[layer]
     }
 
-    /// Saves the rows of sliding-window layers that later positions attend to.
+    /// Copies the rows of sliding-window layers that later positions attend to.
     /// `truncate` can then restore this length, no matter how many positions are written after it.
     pub fn set_savepoint(&mut self) -> Result<()> {
         let rows = self.layers.iter().map(|layer| layer.save_window(self.len)).collect::<Result<_>>()?;
@@ -207,7 +207,7 @@ impl LayerCache {
         self.k.dims()[0]
     }
 
-    /// Writes `k` and `v` starting at `position`. The caller has checked that these rows may be overwritten.
+    /// Writes `k` and `v` starting at `position`. The caller guarantees that the rows may be overwritten.
     fn write(&mut self, position: usize, k: &Tensor, v: &Tensor) -> Result<()> {
         let (tokens, rows) = (k.dim(0)?, self.rows());
         let mut written = 0;
@@ -222,7 +222,7 @@ impl LayerCache {
         Ok(())
     }
 
-    /// Returns the number of previous positions that a token in a sliding-window layer attends to.
+    /// Returns the number of previous positions that a token attends to, or `None` for a full-attention layer.
     fn past_window(&self) -> Option<usize> {
         self.window.map(|window| window - 1)
     }
@@ -232,8 +232,8 @@ impl LayerCache {
         self.oldest <= self.past_window().map_or(0, |past| len.saturating_sub(past))
     }
 
-    /// Copies the earlier rows that position `len` attends to. Returns `None` if there are none.
-    /// Also returns `None` for a full-attention layer, because it never overwrites rows.
+    /// Copies the rows of all positions before `len` that position `len` attends to. Returns `None` if there are none,
+    /// and for a full-attention layer, which never overwrites rows.
     fn save_window(&self, len: usize) -> Result<Option<(Tensor, Tensor)>> {
         let Some(past) = self.past_window() else { return Ok(None) };
         let (count, rows) = (past.min(len), self.rows());

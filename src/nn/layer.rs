@@ -11,8 +11,8 @@ use super::pass::Pass;
 
 /// A decoder layer. It computes x + attention(norm(x)), then x + mlp(norm(x)).
 ///
-/// x is the residual stream. It is always f32, regardless of the compute dtype.
-/// It sums the outputs of all layers. In a narrower dtype, the rounding errors of the layers would accumulate.
+/// x is the residual stream, the sum of the embedding and the outputs of all earlier layers.
+/// x is f32 regardless of the compute dtype, because rounding errors in a narrower dtype would accumulate.
 pub(crate) struct DecoderLayer {
     pub(crate) attention_norm: Norm,
     pub(crate) self_attn: Attention,
@@ -27,7 +27,7 @@ pub(crate) struct DecoderLayer {
 impl DecoderLayer {
     /// Runs the layer on the residual stream x and the output y of the previous layer, both f32 `[tokens, hidden]`.
     ///
-    /// Returns the same pair for the next layer. The next norm kernel also adds y to x.
+    /// Returns x and y for the next layer. y is not yet added to x: the next norm kernel performs the addition.
     pub(super) fn forward(
         &self,
         x: &Tensor,

@@ -112,7 +112,7 @@ pub struct PlainMlp {
 }
 
 impl PlainMlp {
-    /// Builds the MLP from loaded projections. `dtype` is the dtype of its inputs.
+    /// Builds the MLP from loaded projections. `dtype` is the dtype that inputs must have.
     pub fn new(fc: Linear, proj: Linear, activation: Activation, dtype: DType) -> Result<Self> {
         Ok(Self { fc, proj, activation: kernel_activation(activation)?, dtype })
     }
@@ -122,7 +122,7 @@ impl PlainMlp {
     }
 }
 
-/// Maps an activation to its kernel. Fails if there is no kernel for it.
+/// Returns the kernel for an activation. Fails if the activation has no kernel.
 /// Unlike candle's activations, the kernels also fuse the multiplication and the cast that follow.
 fn kernel_activation(activation: Activation) -> Result<activation::Activation> {
     match activation {

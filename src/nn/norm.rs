@@ -2,8 +2,8 @@
 //!
 //! RMSNorm is x / sqrt(mean(x²) + eps) · w. LayerNorm first subtracts the mean of x, and adds a bias at the end.
 //!
-//! Unlike the norms in candle_nn, these fuse the residual addition and the cast to the compute dtype into one kernel.
-//! They also support f32 weights with bf16 outputs.
+//! Unlike in candle_nn, one kernel also performs the residual addition and the cast to the compute dtype.
+//! The kernel supports f32 weights with bf16 outputs.
 
 use anyhow::Result;
 use candle_core::{DType, Tensor};

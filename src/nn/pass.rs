@@ -13,7 +13,7 @@ use crate::kernels::attention::AttentionBackend;
 pub struct StepBatch<'b> {
     /// The token ids of all sequences, one sequence after the other.
     pub ids: &'b [u32],
-    /// The number of new tokens in each sequence. Their positions start at the end of the sequence's cache.
+    /// The number of new tokens in each sequence. The positions of new tokens follow the cached positions.
     pub lengths: &'b [usize],
     pub logits: LogitRows,
 }
@@ -27,7 +27,7 @@ pub enum LogitRows {
     All,
 }
 
-/// The part of a forward pass that is the same for all layers.
+/// The data of a forward pass that all layers share: token positions, row ranges and the attention backend.
 pub struct Pass {
     /// u32 `[tokens]`
     positions: Tensor,
@@ -63,7 +63,7 @@ impl Pass {
         &self.positions
     }
 
-    /// Returns the range of token rows of each sequence.
+    /// Returns the range of batch rows that hold the tokens of each sequence.
     pub fn spans(&self) -> impl Iterator<Item = Range<usize>> {
         self.spans.iter().cloned()
     }

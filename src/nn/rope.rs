@@ -60,13 +60,13 @@ struct RopeParameters {
 /// The context lengths that RoPE frequencies depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct RopeLengths {
-    /// The value in config.json. It is also the original length if the file does not specify one.
+    /// The field in config.json. Also serves as the original length if the file does not specify one.
     pub max_position_embeddings: usize,
     /// The number of positions that the model is loaded for.
     pub context: usize,
 }
 
-/// The angles by which a model rotates each pair of dims per position.
+/// The angle per position by which a model rotates each pair of dims, and the scale of cos and sin.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeFrequencies {
     /// The angle per position for each rotated pair, in radians, f32 `[rotary_dim / 2]`.
@@ -93,7 +93,7 @@ impl RopeConfig {
         (head_dim as f64 * inner.or(self.partial_rotary_factor).unwrap_or(1.0)) as usize
     }
 
-    /// Returns the context length of the model before its extension to longer contexts.
+    /// Returns the context length of the model before RoPE scaling extended it, if config.json specifies it.
     fn original_length(&self) -> Option<usize> {
         let inner = self.parameters().and_then(|parameters| parameters.original_max_position_embeddings);
         self.original_max_position_embeddings.or(inner)
@@ -198,7 +198,7 @@ fn llama3(plain: Vec<f32>, parameters: &RopeParameters, factor: f32, original: f
 /// Computes the frequencies of LongRoPE (arXiv 2402.13753) with one of two lists of divisors.
 ///
 /// When a sequence exceeds the original length, transformers switches to the long list and recomputes all keys.
-/// Here, the loaded context determines the list, so cached keys stay valid.
+/// In inferno, the loaded context determines the list, so cached keys stay valid.
 /// The results match transformers if the loaded context does not exceed the original length.
 fn longrope(
     plain: Vec<f32>,
@@ -236,7 +236,7 @@ fn yarn(plain: Vec<f32>, parameters: &RopeParameters, factor: f64, theta: f64, o
         }
         _ => concentration(factor, 1.0),
     };
-    // Returns the dim that completes `rotations` full turns within the original context.
+    // Returns the fractional index of the pair that completes `rotations` full turns within the original context.
     let dimension =
         |rotations: f64| dim as f64 * (original / (rotations * 2.0 * std::f64::consts::PI)).ln() / (2.0 * theta.ln());
     let nonzero = |value: Option<f64>, default: f64| value.filter(|value| *value != 0.0).unwrap_or(default);

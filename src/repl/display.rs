@@ -12,10 +12,10 @@ use crate::conversation::{ReasoningVisibility, Session, Turn};
 use crate::terminal::{Color, TurnView, WindowSize, dim, stdout_color, stdout_columns};
 use crate::text::{printable, without_controls, wrapped};
 
-/// The display of one chat turn. It also handles keys while the answer streams.
+/// The display of one chat turn. Also handles keys while the answer streams.
 pub struct TurnDisplay {
     output: TurnOutput,
-    /// Whether reasoning was shown when the turn started.
+    /// The visibility of reasoning when the turn started.
     reasoning: ReasoningVisibility,
     #[cfg(unix)]
     keys: Option<KeyListener>,
@@ -92,7 +92,7 @@ impl TurnDisplay {
 
     /// Ends the turn. Prints its statistics and notes unless it failed.
     ///
-    /// Returns whether the next turn shows reasoning, and the input that was typed ahead.
+    /// Returns the visibility of reasoning in the next turn, and the input that was typed ahead.
     pub fn finish(mut self, turn: Option<&Turn>) -> Result<(ReasoningVisibility, TypeAhead)> {
         let mut out = std::io::stdout().lock();
         match &mut self.output {

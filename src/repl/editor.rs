@@ -37,7 +37,7 @@ pub enum Input {
     End,
 }
 
-/// The line editor that reads messages at the prompt.
+/// The line editor of the chat, with a history and Tab completion.
 pub struct LineEditor {
     editor: Editor<LineHelper, FileHistory>,
     history: Option<PathBuf>,
@@ -145,7 +145,7 @@ fn history_path() -> Option<PathBuf> {
     Some(folder.join("history"))
 }
 
-/// Moves a damaged history file aside, because it cannot be extended either. A missing file is not an error.
+/// Renames a damaged history file, because lines cannot be appended to it. Ignores missing and unreadable files.
 fn move_damaged_history_aside(path: &Path, error: &ReadlineError) {
     if let ReadlineError::Io(error) = error
         && matches!(error.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied)
@@ -197,7 +197,7 @@ fn edit_file(editor: &str, path: &Path, text: &str) -> Result<String> {
     Ok(edited.trim_end().to_string())
 }
 
-/// A key handler for Ctrl-G and Ctrl-Z. It stores the text of the line and ends the input.
+/// A key handler for Ctrl-G and Ctrl-Z that stores the text of the line and ends the input.
 struct EndLine(SharedText);
 
 impl ConditionalEventHandler for EndLine {
@@ -207,7 +207,7 @@ impl ConditionalEventHandler for EndLine {
     }
 }
 
-/// The rustyline helper. It completes words on Tab and decides whether Enter ends the message.
+/// The rustyline helper, which completes words on Tab and decides whether Enter ends the message.
 struct LineHelper {
     files: FilenameCompleter,
     model_names: NameList,
@@ -249,7 +249,7 @@ impl Validator for LineHelper {
 impl Hinter for LineHelper {
     type Hint = String;
 
-    /// Stores the draft. rustyline calls this whenever the line changes. Never returns a hint.
+    /// Stores the line as the draft. rustyline calls `hint` whenever the line changes. Never returns a hint.
     fn hint(&self, line: &str, _: usize, _: &Context<'_>) -> Option<String> {
         put(&self.draft, Some(line.to_string()));
         None

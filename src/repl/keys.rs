@@ -37,7 +37,9 @@ struct Shared {
 }
 
 impl KeyListener {
-    /// Starts listening. Appends all input to `type_ahead`, or returns it unchanged if stdin is not a terminal.
+    /// Starts listening. Appends all input to `type_ahead`.
+    ///
+    /// Fails with the unchanged `type_ahead` if stdin is not a terminal or its modes cannot be set.
     pub fn start(type_ahead: TypeAhead) -> Result<KeyListener, TypeAhead> {
         let Some((input, original_modes)) = open_terminal() else { return Err(type_ahead) };
         let mut modes = original_modes.clone();
@@ -134,7 +136,7 @@ fn listen(
     type_ahead
 }
 
-/// Suspends the program, as Ctrl-Z normally does. Handles keys again only if it resumes in the foreground.
+/// Suspends the program, as Ctrl-Z normally does. Sets `modes` again only if the program resumes in the foreground.
 fn suspend(original_modes: &Termios, modes: &Termios) {
     modes::set_bracketed_paste(false);
     let _ = tcsetattr(stdin().as_fd(), SetArg::TCSANOW, original_modes);

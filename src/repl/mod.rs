@@ -118,7 +118,7 @@ fn next_input(editor: &mut LineEditor, type_ahead: &mut TypeAhead) -> Result<Inp
     }
 }
 
-/// Streams one turn: reasoning, answer and statistics. Without a message, answers the last one again.
+/// Streams one turn: reasoning, answer and statistics. Without a message, answers the last question again.
 fn show_turn(session: &mut Session, message: Option<&str>, type_ahead: &mut TypeAhead) -> Result<()> {
     let mut display = TurnDisplay::new(session, std::mem::take(type_ahead));
     let turn = match message {

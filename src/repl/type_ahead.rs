@@ -48,7 +48,7 @@ enum EscapeState {
 const MAX_SEQUENCE_BYTES: usize = 32;
 
 impl TypeAhead {
-    /// Adds a byte. Returns a [`Key`] if the byte is one.
+    /// Adds a byte. Returns the [`Key`] if the byte is Ctrl-O or Ctrl-Z.
     pub fn push_byte(&mut self, byte: u8) -> Option<Key> {
         match std::mem::take(&mut self.escape) {
             EscapeState::None => return self.push_text_byte(byte),

@@ -1,6 +1,6 @@
 //! Prefill and greedy decode steps for `inferno bench`, `inferno doctor` and tests.
 //!
-//! Also reports the bytes that a step must read, its launches, and the time of each kernel.
+//! Also reports the bytes that a step reads, the number of launches, and the time of each kernel.
 
 use anyhow::{Context, Result, bail};
 use candle_core::{D, Tensor};
@@ -10,7 +10,7 @@ use crate::nn::kv_cache;
 use crate::nn::pass::LogitRows;
 
 impl Runner {
-    /// Prefills `tokens` after the cached ones, in chunks, and waits for the device.
+    /// Prefills `tokens` after the cached tokens, in chunks, and waits for the device.
     pub fn fill(&mut self, tokens: &[u32]) -> Result<()> {
         for chunk in tokens.chunks(self.cache.chunk()) {
             self.forward(chunk, LogitRows::Last)?;
@@ -35,7 +35,7 @@ impl Runner {
         }
         for _ in 0..count {
             let logits = self.forward(&[token], LogitRows::Last)?;
-            // Copies only the four bytes of the token to the host, not the logits.
+            // Copy only the four bytes of the token to the host, not the logits.
             token = logits.argmax(D::Minus1)?.to_vec1::<u32>()?[0];
             chosen.push(token);
         }
@@ -79,7 +79,7 @@ impl Runner {
         match &self.decode {
             Decode::Eager(_) => bail!("no decode graph was planned"),
             #[cfg(feature = "cuda")]
-            // Copied, because the next step overwrites these logits.
+            // Copy the logits, because the next step overwrites them.
             Decode::Graph(graph) => Ok(graph.logits().unsqueeze(0)?.force_contiguous()?),
         }
     }
@@ -96,13 +96,13 @@ impl Runner {
         }
     }
 
-    /// Rewinds to the first `len` cached tokens and sets a savepoint there, so the next rewind needs no prefill.
+    /// Rewinds to the first `len` cached tokens and sets a savepoint, so the next rewind to `len` needs no prefill.
     pub fn rewind(&mut self, len: usize) -> Result<()> {
         if len > self.cached.len() {
             bail!("cannot rewind to {len} tokens: only {} are cached", self.cached.len());
         }
         let held = self.cache.truncate(len)?;
-        // Sliding-window layers may have forced a shorter prefix.
+        // Sliding-window layers may have kept fewer than `len` tokens. Prefill the missing tokens again.
         let missing = self.cached[held..len].to_vec();
         self.cached.truncate(held);
         self.fill(&missing).context("cannot prefill the cached tokens again")?;
@@ -125,7 +125,7 @@ impl Runner {
             let mut times = graph.kernel_times()?;
             let cache = kv_cache::step_bytes(self.decoder.cache_layers(), self.cache.len(), dtype);
             // The bytes that attention reads depend on the number of cached tokens.
-            // They are set only if all layers use the same attention kernel.
+            // Report them only if all layers use the same attention kernel.
             let mut attention = times.iter_mut().filter(|time| time.name.starts_with("flash_attention"));
             if let (Some(time), None) = (attention.next(), attention.next()) {
                 time.bytes = cache;

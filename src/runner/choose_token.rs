@@ -11,11 +11,11 @@ pub(super) const NO_TOKEN: &str =
 pub trait ChooseToken {
     /// Returns the next token for `logits`, f32 `[vocab]`. May modify the logits in place.
     ///
-    /// At least one logit is greater than -inf. A NaN or -inf is never chosen.
+    /// The caller guarantees that at least one logit is greater than -inf. Never chooses a NaN or -inf.
     fn choose(&mut self, logits: &mut [f32]) -> u32;
 
-    /// Returns the state with which the sampling kernel continues, or `None` for greedy sampling.
-    /// The kernel chooses the same tokens, except for the rare differences that `sample.cu` lists.
+    /// Returns the parameters and token counts for the sampling kernel, or `None` for greedy sampling.
+    /// The kernel chooses the same tokens as `choose`, except for the rare differences that `sample.cu` lists.
     #[cfg(feature = "cuda")]
     fn on_device(&self, vocab_size: usize) -> Option<DeviceSampling>;
 }

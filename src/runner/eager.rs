@@ -1,6 +1,6 @@
 //! Decode steps that run operation by operation, on any device.
 //!
-//! They are the reference for the decode graph, and the fallback for models and devices that it does not support.
+//! Eager decode is the reference for the decode graph and the fallback for models and devices without graph support.
 
 use anyhow::{Context, Result, bail};
 use candle_core::Tensor;

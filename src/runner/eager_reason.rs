@@ -32,12 +32,12 @@ pub enum EagerReason {
     RowLength(usize),
     /// The vocabulary is too large for one launch of the sampling kernel on this GPU.
     VocabularySize(usize),
-    /// Planning failed unexpectedly. This is a bug: see [`is_unexpected`](Self::is_unexpected).
+    /// Planning failed because of a bug in inferno. Holds the error message.
     PlanFailed(String),
 }
 
 impl EagerReason {
-    /// Returns whether this is a bug that the user should report.
+    /// Returns whether the reason is a bug in inferno that the user should report.
     pub fn is_unexpected(&self) -> bool {
         matches!(self, EagerReason::PlanFailed(_))
     }
@@ -59,7 +59,7 @@ impl fmt::Display for EagerReason {
             EagerReason::ExpertCount { chosen, experts } => {
                 write!(f, "the graph does not support choosing {chosen} of {experts} experts")
             }
-            EagerReason::RowLength(columns) => write!(f, "the graph has no kernel for rows of {columns} weights"),
+            EagerReason::RowLength(columns) => write!(f, "no decode kernel supports matrices with {columns} columns"),
             EagerReason::VocabularySize(tokens) => {
                 write!(f, "this GPU cannot sample from a vocabulary of {tokens} tokens")
             }

@@ -84,7 +84,7 @@ impl Decode {
                 Ok(DecodePlan::Graph(graph)) => Ok(Decode::Graph(graph)),
                 Ok(DecodePlan::Unsupported(reason)) => Ok(Decode::Eager(EagerDecode::new(reason))),
                 Err(error) if crate::device::is_out_of_memory(&error) => Err(error),
-                // Debug builds, and therefore tests, fail here. Users get a warning and slower answers.
+                // Debug builds fail here, so that tests find the bug. Release builds warn and decode without a graph.
                 Err(error) if cfg!(debug_assertions) => Err(error.context("cannot plan the decode graph")),
                 Err(error) => {
                     Ok(Decode::Eager(EagerDecode::new(EagerReason::PlanFailed(crate::text::error_message(&error)))))
@@ -160,7 +160,7 @@ impl Runner {
         self.cache.reset();
     }
 
-    /// Truncates the cache to the longest prefix that it shares with `prompt`. Returns the number of tokens kept.
+    /// Truncates the cache to a prefix of `prompt`, as long as possible. Returns the number of tokens kept.
     ///
     /// Never keeps the last token of the prompt, because its logits are needed.
     pub fn reuse_prefix(&mut self, prompt: &[u32]) -> Result<usize> {
@@ -171,7 +171,7 @@ impl Runner {
         Ok(cached_tokens)
     }
 
-    /// Runs up to [`chunk`](Self::chunk) prompt tokens after the cached ones.
+    /// Prefills up to [`chunk`](Self::chunk) prompt tokens after the cached tokens.
     ///
     /// Returns the logits of the last token, f32 `[1, vocab]`.
     pub fn prefill(&mut self, chunk: &[u32]) -> Result<Tensor> {
@@ -199,7 +199,7 @@ impl Runner {
         self.cache.set_savepoint()
     }
 
-    /// Runs one decode step. Returns the token that it chose.
+    /// Runs one decode step. Returns the chosen token.
     pub fn step(&mut self, step: &mut DecodeStep) -> Result<u32> {
         match &mut self.decode {
             Decode::Eager(eager) => {
@@ -226,14 +226,14 @@ impl Runner {
                 return Err(error);
             }
         };
-        // Steps that are already queued write to the positions after this one.
+        // Steps that are already queued write to the positions after this token.
         let queued = graph.queued_steps();
         self.cache.advance_written(usize::from(input.is_some()), queued);
         self.cached.extend(input);
         Ok(token)
     }
 
-    /// Runs tokens after the cached ones, operation by operation. Returns f32 logits.
+    /// Runs the decoder on `ids` after the cached tokens, operation by operation. Returns f32 logits.
     fn forward(&mut self, ids: &[u32], logits: LogitRows) -> Result<Tensor> {
         let batch = StepBatch { ids, lengths: &[ids.len()], logits };
         let logits = self.decoder.forward(&batch, &mut [&mut self.cache])?;
@@ -241,7 +241,7 @@ impl Runner {
         Ok(logits)
     }
 
-    /// Runs up to [`chunk`](Self::chunk) tokens after the cached ones.
+    /// Runs up to [`chunk`](Self::chunk) tokens after the cached tokens.
     /// Returns the logits of every token, f32 `[tokens, vocab]`.
     pub fn chunk_logits(&mut self, chunk: &[u32]) -> Result<Tensor> {
         self.forward(chunk, LogitRows::All)

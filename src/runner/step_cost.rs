@@ -17,7 +17,7 @@ impl StepBytes {
     }
 }
 
-/// The cost of one kernel in a decode step.
+/// The launches, time and memory traffic of one kernel in a decode step.
 #[derive(Clone, Debug, Serialize)]
 pub struct KernelTime {
     pub name: String,
@@ -29,11 +29,11 @@ pub struct KernelTime {
     pub bytes: u64,
 }
 
-/// The work of the host and the driver per token.
+/// The number of kernels and graph nodes of one decode step.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LaunchCounts {
     pub kernels: usize,
-    /// Nodes of the launched graph, or 0 without a graph.
+    /// All nodes of the graph.
     pub graph_nodes: usize,
     /// Nodes of the graph that are not kernels, such as copies.
     pub copies: usize,

@@ -105,7 +105,7 @@ pub fn models_in(dir: &Path) -> Vec<GgufFile> {
     let folders = entries(dir).filter(|path| path.is_dir());
     let mut files: Vec<PathBuf> =
         entries(dir).chain(folders.flat_map(|dir| entries(&dir).collect::<Vec<_>>())).collect();
-    // A newline in a name would break a message into lines that look like messages of their own.
+    // A newline in a file name could make part of a message look like a separate message.
     let is_usable = |name: &str| is_model_name(name) && is_safe_path(name);
     files.retain(|path| path.is_file() && is_usable(&path.file_name().unwrap_or_default().to_string_lossy()));
     files.sort();
@@ -128,9 +128,9 @@ pub fn is_model_name(path: &str) -> bool {
     is_gguf(Path::new(file)) && is_first && !file.to_lowercase().contains("mmproj")
 }
 
-/// Returns the last word of a file name. It distinguishes the models in one repository.
+/// Returns the tag of a GGUF file: the last word of its name, such as `Q4_K_M` in `Llama-3.2-1B-Q4_K_M.gguf`.
 ///
-/// The tag of `Llama-3.2-1B-Q4_K_M.gguf` is `Q4_K_M`.
+/// The tag distinguishes the models in one repository.
 pub fn tag(path: &str) -> &str {
     let stem = stem(path);
     stem.rsplit(['-', '.']).next().unwrap_or(stem)
@@ -177,7 +177,7 @@ pub fn model_names(name: &str, files: &[impl AsRef<str>]) -> Vec<String> {
     files.iter().map(|file| model_name(file.as_ref())).collect()
 }
 
-/// Returns the complete GGUF models in a directory, each with its name. `name` has no tag.
+/// Returns the complete GGUF models in a directory with their names. `name` is the repository or path without a tag.
 ///
 /// The list is empty if the directory has safetensors weights.
 pub fn named_models(name: &str, dir: &Path) -> Vec<(String, GgufFile)> {

@@ -2,7 +2,7 @@
 
 use std::path::{Component, Path};
 
-/// Returns true if a file name, joined to a directory, stays inside it on every operating system.
+/// Returns true if a file name, joined to a directory, is a path inside that directory.
 ///
 /// Every name from a server or a shard index is checked before it is used as a path.
 pub fn is_safe_path(name: &str) -> bool {

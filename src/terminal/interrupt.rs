@@ -1,4 +1,4 @@
-//! Handles Ctrl-C: it stops the current answer instead of ending the program.
+//! Makes Ctrl-C stop the current answer instead of ending the program.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

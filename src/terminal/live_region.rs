@@ -1,7 +1,7 @@
 //! The live region: the last rows on the screen, which may still change.
 //!
-//! Finished lines above the region are never rewritten. An update rewrites only the rows that changed.
-//! It writes them all at once, which avoids flicker.
+//! Finished lines above the region are never rewritten.
+//! An update rewrites only the rows that changed, in a single write, which avoids flicker.
 
 use std::io::{self, Write};
 

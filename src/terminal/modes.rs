@@ -15,7 +15,7 @@ static ORIGINAL: OnceLock<Original> = OnceLock::new();
 
 struct Original {
     modes: libc::termios,
-    /// The file descriptor for control sequences. `None` if the terminal does not understand them.
+    /// The file descriptor for control sequences. `None` if the terminal does not support control sequences.
     output: Option<libc::c_int>,
 }
 
@@ -45,7 +45,7 @@ pub fn is_foreground() -> bool {
 pub fn stop_process() {
     let _ = kill(Pid::from_raw(0), Signal::SIGTSTP);
     // Another thread may receive the signal first, so wait until this thread is stopped too.
-    // If a signal to end the program arrived while it was stopped, it ends here, before the modes change again.
+    // If a fatal signal arrived while the program was stopped, the program ends here, before the modes change again.
     std::thread::sleep(Duration::from_millis(100));
 }
 

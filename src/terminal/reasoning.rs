@@ -19,7 +19,7 @@ impl ReasoningText {
         Self { rows: Vec::new(), printed: 0, rest: String::new(), words: 0, is_in_word: false }
     }
 
-    /// Appends text. All rows except the last one become finished.
+    /// Appends text. Finishes all rows except the last row, which may still grow.
     pub fn push(&mut self, text: &str, columns: usize) {
         for c in text.chars() {
             self.words += usize::from(!c.is_whitespace() && !self.is_in_word);

@@ -9,11 +9,11 @@ use super::reasoning::ReasoningText;
 use super::styled_text::StyledLine;
 use crate::chat::{Channel, Delta};
 
-/// The minimum time between two frames. Pieces that arrive faster are drawn together.
+/// The minimum pause after a frame (one update of the screen). Pieces that arrive during the pause are drawn together.
 const MIN_FRAME: Duration = Duration::from_millis(12);
-/// The pause after a frame, as a multiple of its drawing time. It limits drawing to about 1% of the time.
+/// The pause after a frame, as a multiple of the drawing time, between `MIN_FRAME` and `MAX_FRAME`.
 const REST_FACTOR: u32 = 100;
-/// The maximum time between two frames on a slow terminal. The output still looks smooth.
+/// The maximum pause after a frame. Even on a slow terminal, the output then looks smooth.
 const MAX_FRAME: Duration = Duration::from_millis(80);
 
 /// The view of one turn.
@@ -55,7 +55,7 @@ impl TurnView {
         }
     }
 
-    /// Adds a piece of the turn. Draws a frame unless the previous one is too recent.
+    /// Adds a piece of the turn. Draws a frame unless the pause after the previous frame has not ended.
     pub fn show(&mut self, delta: &Delta, size: WindowSize, out: &mut dyn Write) -> io::Result<()> {
         let columns = size.text_columns();
         let is_same_section = matches!(
@@ -106,7 +106,7 @@ impl TurnView {
         self.draw(size, out)
     }
 
-    /// Continues below the output that other programs wrote to the terminal.
+    /// Starts drawing at the cursor, below any output that other programs wrote to the terminal.
     pub fn restart_below(&mut self) {
         self.region.restart();
     }

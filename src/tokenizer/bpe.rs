@@ -41,7 +41,7 @@ struct Bpe {
     vocab: Vocab,
 }
 
-/// The merges of a tokenizer.json. Parsing them is half of the work, so it runs on a second thread.
+/// The merges of a tokenizer.json. A second thread parses the merges, because they are half of the work.
 #[derive(Deserialize)]
 struct MergesFile {
     model: Merges,
@@ -86,7 +86,7 @@ impl<'de> Visitor<'de> for MergeVisitor {
 /// The caller must then let the library parse the file.
 pub fn parse(bytes: &[u8]) -> Result<Option<Tokenizer>> {
     fn read<'b, T: Deserialize<'b>>(bytes: &'b [u8]) -> Option<T> {
-        // This may run on a rayon thread, where the caller's guard has no effect. Rayon passes panics to the caller.
+        // `read` may run on a rayon thread, where the caller's guard has no effect. Rayon passes panics to the caller.
         let _silenced = SilencedPanics::new();
         serde_json::from_slice(bytes).ok()
     }

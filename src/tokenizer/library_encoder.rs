@@ -14,7 +14,7 @@ const UNKNOWN: &str = "\u{FDD0}";
 
 /// An encoder that calls the `tokenizers` library in this process.
 pub struct LibraryEncoder {
-    /// Guarded by a mutex, because the library handles control tokens by a setting, not by an argument of each call.
+    /// In a mutex, because the treatment of control tokens is a setting of the library, not an argument of each call.
     library: Mutex<tokenizers::Tokenizer>,
     /// The ids of all control tokens except the unknown token, sorted.
     control_ids: Vec<u32>,
@@ -28,7 +28,7 @@ impl LibraryEncoder {
         library.with_truncation(None).map_err(|e| anyhow!("{e}"))?.with_padding(None);
         let mut control_ids: Vec<u32> = controls.iter().map(|control| control.id).collect();
         control_ids.sort_unstable();
-        // Characters outside the vocabulary become the unknown token. It is harmless, even if it is a control token.
+        // Characters outside the vocabulary become the unknown token, which is harmless even if it is a control token.
         library.set_encode_special_tokens(true);
         let unknown = guarded("encode the text", || library.encode_fast(UNKNOWN, false))?;
         control_ids.retain(|id| !unknown.get_ids().contains(id));
@@ -52,7 +52,7 @@ impl LibraryEncoder {
             return Ok(());
         }
         // The library can match a control token after normalization, for example `＜|end|＞` after NFKC.
-        // Halving the text repeatedly splits every such match.
+        // Halve the text until no half contains a whole match.
         let middle = text.char_indices().map(|(at, _)| at).nth(text.chars().count() / 2).unwrap_or(0);
         if middle == 0 {
             bail!("cannot encode {} as text: this tokenizer turns it into a control token", quote(text));

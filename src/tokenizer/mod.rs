@@ -1,7 +1,6 @@
 //! Encodes text to token ids and decodes token ids to text. The streaming decoder never splits a character.
 //!
-//! A tokenizer is loaded from tokenizer.json or from GGUF metadata.
-//! It wraps the `tokenizers` library from Hugging Face.
+//! A tokenizer is loaded from tokenizer.json or from GGUF metadata with the `tokenizers` library from Hugging Face.
 //! Malformed files can make that library panic (huggingface/tokenizers #2094), so every call catches panics.
 //! An invalid file causes an error, never a crash.
 //!

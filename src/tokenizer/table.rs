@@ -1,4 +1,4 @@
-//! The tokens of a vocabulary and the decoder that joins them to text.
+//! The tokens of a vocabulary and the decoder that joins tokens to text.
 
 use std::collections::BTreeSet;
 
@@ -23,13 +23,13 @@ const MAX_DECODER_GROWTH: usize = 2;
 pub struct ControlToken {
     pub content: String,
     pub id: u32,
-    /// Whether the tokenizer's file marks it as special. Many vocabularies do not mark tokens such as `<think>`.
+    /// Whether the tokenizer's file marks the token as special. Many files do not mark tokens such as `<think>`.
     pub is_special: bool,
 }
 
 /// The tokens of a vocabulary by id, its control tokens and its decoder.
 ///
-/// Decoding takes time and memory proportional to the text. Tokens and decoders that could take more are rejected.
+/// Decoding takes time and memory proportional to the text. Rejects tokens and decoders that could take more.
 pub struct TokenTable {
     /// All tokens, concatenated in the order of their ids.
     text: String,
@@ -57,7 +57,7 @@ impl TokenTable {
     /// Copies the tokens and the decoder of a tokenizer.
     pub fn new(library: &tokenizers::Tokenizer) -> Result<Self> {
         let (controls, is_any_normalized) = controls(library);
-        // The vocabulary can also contain a control token, and normalized text can then match it.
+        // If the model's vocabulary also contains a control token, normalized text can match that token.
         let is_any_in_model = || controls.iter().any(|c| library.get_model().token_to_id(&c.content).is_some());
         let normalizes_controls = library.get_normalizer().is_some() && (is_any_normalized || is_any_in_model());
         let mut table = Self::empty(Header {
@@ -108,7 +108,7 @@ impl TokenTable {
         Ok(())
     }
 
-    /// Returns the table as JSON and, for each token, its id, its length and its bytes.
+    /// Returns the header as JSON, and the tokens as bytes: the id, the length and the text of each token.
     pub fn to_parts(&self) -> Result<(Value, Vec<u8>)> {
         let header = Header {
             controls: self.controls.clone(),
@@ -221,7 +221,7 @@ fn check_decoder(decoder: &Value) -> Result<()> {
     if steps.len() > MAX_DECODER_STEPS {
         bail!("cannot load the tokenizer: its decoder has {} steps; the limit is {MAX_DECODER_STEPS}", steps.len());
     }
-    // These steps replace a string with a space. An empty string matches at every character.
+    // BPEDecoder and CTC steps replace a string with a space. An empty string matches at every character.
     let pattern = |step: &Value| match step["type"].as_str() {
         Some("BPEDecoder") => step["suffix"].as_str().map(str::len),
         Some("CTC") => step["word_delimiter_token"].as_str().map(str::len),

@@ -4,9 +4,9 @@ use anyhow::Result;
 
 use super::Tokenizer;
 
-/// A streaming decoder. It holds text back while the last character may be incomplete.
+/// A streaming decoder that holds text back while the last character may be incomplete.
 pub struct TextStream {
-    /// The ids of the last text that was returned, kept as left context, followed by newer ids.
+    /// The ids of the text that was returned last, which are the left context, followed by newer ids.
     ids: Vec<u32>,
     /// The number of leading `ids` whose text was already returned.
     emitted: usize,

@@ -1,5 +1,5 @@
 //! The list of tensors in a checkpoint, read from the file headers.
-//! It is enough to compute the size of a model before downloading it.
+//! The list is enough to compute the size of a model before downloading it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -187,7 +187,7 @@ impl Inventory {
     }
 
     /// Returns the size of the loaded weights in memory, in bytes.
-    /// The result is too large only for a model with tied embeddings whose files contain an unused output head.
+    /// Also counts tensors that some models skip: an output head despite tied embeddings, and MTP layers.
     pub fn loaded_bytes(&self, dtype: DType) -> u64 {
         sum(self.tensors.iter().map(|tensor| tensor.loaded_bytes(dtype)))
     }
@@ -285,7 +285,7 @@ impl InventoryTensor {
         self.name.contains(".experts.")
     }
 
-    /// Returns one of [`GROUPS`].
+    /// Returns the name of the tensor's group, one of [`GROUPS`].
     fn group(&self) -> &'static str {
         let parts: Vec<&str> = self.name.split('.').collect();
         let any = |is: &dyn Fn(&str) -> bool| parts.iter().any(|part| is(part));

@@ -57,7 +57,7 @@ impl<'c> Weights<'c> {
     /// Creates weights that convert float tensors to `dtype` and load them to `device`.
     ///
     /// For safetensors files and a GPU, background threads start reading immediately.
-    /// The copy of a loaded tensor may still be in flight, but work on the device's stream waits for it.
+    /// When a load returns, the copy to the device may still be in flight. Work on the device's stream waits for it.
     pub fn new(
         checkpoint: &'c Checkpoint,
         device: &Device,
@@ -98,7 +98,7 @@ impl<'c> Weights<'c> {
         Self { quantize: Some(quantize), ..Self::without_reader(checkpoint, device, dtype, progress) }
     }
 
-    /// Creates weights that take tensors from `reader`. Its target must be `device`.
+    /// Creates weights that take tensors from `reader`, which must copy them to `device`.
     pub fn with_reader(
         checkpoint: &'c Checkpoint,
         device: &Device,

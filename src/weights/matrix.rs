@@ -15,8 +15,8 @@ use crate::kernels::quantized::{InputRounding, QuantizedMatrix, WeightFormat};
 
 impl<'c> Weights<'c> {
     /// Loads the matrix `name` of each module in `parts`, with shape `[rows, columns]`, and stacks the matrices.
-    /// A matrix stays quantized if the file stores it quantized, or is quantized during loading if so requested.
-    /// All other matrices are loaded as floats in the compute dtype.
+    /// A matrix that is quantized in the file stays quantized. With a quantization target, a float matrix is quantized
+    /// if the target supports its row length. All other matrices are loaded as floats in the compute dtype.
     pub fn matrix(parts: &[(Self, usize)], name: &str, columns: usize) -> Result<Matrix> {
         let quantized = |(weights, rows): &(Self, usize)| weights.quantized(name, *rows, columns);
         let found = parts.iter().map(quantized).collect::<Result<Vec<_>>>()?;

@@ -32,7 +32,7 @@ impl<'p> LoadProgress<'p> {
         self.resident_bytes.get()
     }
 
-    /// Counts bytes that were read from a file.
+    /// Adds to the number of bytes read from files, and reports the new total.
     pub(super) fn add_read(&self, bytes: u64) {
         self.read_bytes.set(self.read_bytes.get() + bytes);
         (self.report)(self.read_bytes.get());
@@ -48,12 +48,12 @@ impl<'p> LoadProgress<'p> {
         self.names.borrow().contains(name)
     }
 
-    /// Counts bytes that stay in memory.
+    /// Adds the size of a loaded tensor to [`resident_bytes`](Self::resident_bytes).
     pub(super) fn add_resident(&self, bytes: u64) {
         self.resident_bytes.set(self.resident_bytes.get() + bytes);
     }
 
-    /// Counts a tensor that stays in memory, and returns it.
+    /// Adds the size of `tensor` to [`resident_bytes`](Self::resident_bytes), and returns the tensor.
     pub(super) fn add_tensor(&self, tensor: Tensor) -> Tensor {
         self.add_resident(kernels::bytes(&tensor));
         tensor

@@ -100,7 +100,7 @@ enum TensorState<M> {
     Taken,
 }
 
-/// A part of a tensor that one thread reads at once.
+/// A part of a tensor that one thread reads into its staging buffer and copies to the device.
 struct Piece<M> {
     tensor: usize,
     memory: Arc<M>,
@@ -194,7 +194,7 @@ impl<T: Target> Shared<T> {
         }
     }
 
-    /// Runs one reading thread until the reader is stopped.
+    /// Runs one reading thread until all reading stops or fails. Records the first failure.
     fn run(&self) {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.read_pieces()));
         if let Err(error) = outcome.unwrap_or_else(|_| Err(anyhow!("a weight-reading thread panicked"))) {
@@ -221,7 +221,7 @@ impl<T: Target> Shared<T> {
         Ok(self.target.copy(staging, piece.bytes, &piece.memory, piece.offset)?)
     }
 
-    /// Returns the next piece to read, waiting if necessary. Returns `None` once the reader is stopped.
+    /// Returns the next piece to read, waiting if necessary. Returns `None` once the reader is stopped or has failed.
     fn next_piece(&self) -> Result<Option<Piece<T::Memory>>> {
         let mut queue = self.lock();
         loop {
@@ -270,7 +270,7 @@ impl<T: Target> Shared<T> {
         Some(Piece { tensor, memory, offset, source, start, bytes })
     }
 
-    /// Returns the next tensor to start without a request.
+    /// Returns the next tensor to start before it is requested.
     /// Returns `None` if no tensors are left, or if the temporary tensors have reached their limit.
     fn choose(&self, queue: &mut Queue<T::Memory>) -> Option<usize> {
         while queue.next < self.read_requests.len() {

@@ -33,13 +33,13 @@ pub struct SafetensorsCheckpoint {
 /// A tensor and its location.
 struct StoredTensor {
     info: TensorInfo,
-    /// The index of its file.
+    /// The index of the tensor's file in `SafetensorsCheckpoint::files`.
     file: usize,
     /// The offset in that file, in bytes.
     start: usize,
 }
 
-/// The bytes of one tensor in its file.
+/// The metadata of one tensor and the location of its bytes.
 pub struct TensorView<'c> {
     pub info: &'c TensorInfo,
     pub file: &'c Path,
@@ -199,7 +199,7 @@ impl SafetensorsCheckpoint {
     }
 
     /// Returns the names of all tensors in the stack that this tensor belongs to.
-    /// Returns `None` if it belongs to no stack, or if the stack has a tensor that is not in the compute dtype.
+    /// Returns `None` if the tensor belongs to no stack, or if the stack is incomplete or not all in the compute dtype.
     fn stack(&self, name: &str, dtype: DType) -> Option<Vec<String>> {
         let prefix = STACKED.iter().find_map(|part| name.strip_suffix(part))?;
         let names: Vec<String> = STACKED.iter().map(|part| format!("{prefix}{part}")).collect();
@@ -256,7 +256,7 @@ pub fn stacked_name(names: &[String]) -> String {
     names.join(" + ")
 }
 
-/// Returns a key that sorts the embedding first, then the layers by number, the final norm, and the output head.
+/// Returns a sort key. With Llama's names, it sorts the embedding first, then layers by number, final norm and head.
 /// Sorting by name alone would place layer 10 before layer 2.
 fn loading_order(name: &str) -> (bool, Vec<Segment<'_>>) {
     let segment = |part| str::parse(part).map_or(Segment::Word(part), Segment::Number);

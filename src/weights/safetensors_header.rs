@@ -21,9 +21,9 @@ pub struct HeaderTensor<'h> {
     pub rank: usize,
     pub elements: u64,
     pub bytes: u64,
-    /// Whether compressed-tensors packed four I8 values into each word.
-    /// A packed tensor is reported as an unpacked `weight` in I8.
-    /// The actual number of values per word is in config.json. Loading supports only four.
+    /// Whether the tensor is a packed compressed-tensors weight, which is reported as an unpacked `weight` in I8.
+    /// Four values per word are assumed, because loading supports no other packing.
+    /// Only config.json has the actual number.
     pub packed: bool,
 }
 

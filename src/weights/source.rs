@@ -14,14 +14,14 @@ use half::{bf16, f16};
 
 use crate::files;
 
-/// The number of bytes to read from a file at a time, at least. They fit in the L2 cache of a core.
+/// The number of bytes to read from a file at a time, unless a row is longer. They fit in the L2 cache of a core.
 const WINDOW_BYTES: usize = 64 << 10;
 
 /// An open file that contains weights.
 pub struct Source {
     pub path: PathBuf,
     file: File,
-    /// The size of the file when it was opened. Another process may change it.
+    /// The size of the file when it was opened. Another process may have changed the size since.
     bytes: u64,
 }
 
@@ -51,7 +51,7 @@ impl Source {
         let _ = (offset, bytes);
     }
 
-    /// Fills `buffer` with the bytes at `offset` in the file. Fails if the file ends first.
+    /// Fills `buffer` with the bytes at `offset` in the file. Fails if the file ends before the buffer is full.
     pub(super) fn read(&self, mut buffer: &mut [u8], mut offset: u64) -> Result<()> {
         while !buffer.is_empty() {
             #[cfg(unix)]
@@ -80,7 +80,8 @@ impl Source {
     }
 }
 
-/// Creates an empty vector. Fails, rather than aborts, without enough memory, because a file may claim any size.
+/// Creates an empty vector with this capacity. Returns an error, rather than aborting, if there is not enough memory.
+/// A file may claim any size.
 fn with_capacity<T>(capacity: usize) -> Result<Vec<T>> {
     let mut vec = Vec::new();
     let reserved = vec.try_reserve_exact(capacity);
@@ -125,7 +126,7 @@ impl<'c> StoredBytes<'c> {
         })
     }
 
-    /// Converts the bytes to elements of `N` bytes each. Reads a file in windows, so it is never in memory twice.
+    /// Converts the bytes to elements of `N` bytes each. Reads a file piece by piece to avoid a second copy in memory.
     fn elements<T: WithDType, const N: usize>(&self, convert: fn([u8; N]) -> T) -> Result<Vec<T>> {
         let mut window = RowBuffer::default();
         let mut elements = with_capacity(self.len() / N)?;
@@ -146,7 +147,7 @@ impl<'c> StoredBytes<'c> {
 
 /// The rows of a matrix in a file or in memory.
 pub trait RowSource: Sync {
-    /// Returns the bytes of a row. They may be in `buffer`.
+    /// Returns the bytes of a row, which may be stored in `buffer`.
     fn row<'b>(&'b self, row: usize, buffer: &'b mut RowBuffer) -> Result<&'b [u8]>;
 }
 
@@ -180,7 +181,7 @@ struct Window {
 }
 
 impl Window {
-    /// Returns the position of `bytes` bytes at the offset `start` of a file, if the window contains them.
+    /// Returns the position in the window of the `bytes` bytes at offset `start` of a file, if the window has them all.
     fn position(&self, source: &Arc<Source>, start: u64, bytes: usize) -> Option<usize> {
         self.source.as_ref().filter(|own| Arc::ptr_eq(own, source))?;
         let position = usize::try_from(start.checked_sub(self.start)?).ok()?;

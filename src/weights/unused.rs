@@ -1,4 +1,5 @@
-//! Finds tensors of a checkpoint that the model does not use. They suggest that config.json belongs to another model.
+//! Finds tensors in a checkpoint that the model does not use.
+//! Such tensors suggest that config.json belongs to another model.
 
 use anyhow::{Result, bail};
 
@@ -28,13 +29,13 @@ const WITHOUT_EFFECT: [&str; 12] = [
 /// A part of the names of RoPE tables, which inferno computes from config.json instead.
 const TABLE: &str = "rotary_emb.";
 
-/// A matrix that only the layers for multi-token prediction (MTP) have. These follow the decoder layers. inferno skips
-/// them, because they only draft tokens for speculative decoding.
+/// A matrix that only the layers for multi-token prediction (MTP) have. MTP layers follow the decoder layers. inferno
+/// skips MTP layers, because they only draft tokens for speculative decoding.
 const MTP_MATRIX: &str = "eh_proj.weight";
 
 impl Weights<'_> {
     /// Fails if the checkpoint has a tensor of layer `layers` or above, except in MTP layers.
-    /// The prefix of `self` must be that of the layers, such as `model.layers`.
+    /// `self` must have the prefix of the layers, such as `model.layers`.
     pub fn check_layer_count(&self, layers: usize) -> Result<()> {
         let is_surplus = |&(_, layer): &(&str, usize)| layer >= layers && !self.at(layer).contains(MTP_MATRIX);
         match self.layer_tensors().find(is_surplus) {
@@ -48,7 +49,7 @@ impl Weights<'_> {
 
     /// Fails if a tensor of the first `layers` layers was not loaded, unless it is known to have no effect.
     /// Logs a warning about tensors outside of these layers that were not loaded.
-    /// The prefix of `self` must be that of the layers, such as `model.layers`.
+    /// `self` must have the prefix of the layers, such as `model.layers`.
     pub fn check_all_loaded(&self, layers: usize) -> Result<()> {
         let is_unused = |name: &str| {
             !self.progress.has_loaded(name)

@@ -27,7 +27,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Loads the language data of the snapshot in `dir` in a worker.
+    /// Starts a worker that loads the language data of the snapshot in `dir`.
     pub fn load(dir: &Path) -> Result<Language> {
         let dir = std::path::absolute(dir)?;
         let (process, Loaded { table, chat, generation_config, stop_ids }, tokens) = Process::start(&dir)?;
@@ -85,11 +85,11 @@ struct Process {
 impl Process {
     /// Starts a worker and loads the model in `dir`.
     fn start(dir: &Path) -> Result<(Self, Loaded, Vec<u8>)> {
-        // This path works even if the executable was replaced on disk.
+        // /proc/self/exe works even if the executable was replaced on disk.
         let mut command = Command::new("/proc/self/exe");
         command.arg(protocol::ARGUMENT).env_clear().env("RAYON_NUM_THREADS", "2");
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // Ctrl-C sends SIGINT to the whole process group. It must stop the answer but not the worker.
+        // Ctrl-C sends SIGINT to the whole process group. The worker must survive, so it gets its own group.
         command.process_group(0);
         let mut child = command.spawn().context("cannot start the process for the tokenizer and the chat template")?;
         let (Some(stdin), Some(stdout), Some(stderr)) = (child.stdin.take(), child.stdout.take(), child.stderr.take())
@@ -107,8 +107,8 @@ impl Process {
     /// Sends a request and waits for the response. Fails if the process ends or takes too long.
     fn call(&mut self, dir: &Path, request: &Request, body: &[u8]) -> Result<(Response, Vec<u8>)> {
         let budget = Budget::of(request, body);
-        // If the process has ended, the write fails with a broken pipe. The read below then fails too.
-        // Its failure reports why the process ended.
+        // If the process has ended, the write fails with a broken pipe. Ignore that error: the read below then fails
+        // too, and `failure` reports why the process ended.
         let written = protocol::write(&mut self.stdin, request, body);
         if let Err(error) = &written
             && error.downcast_ref().is_none_or(|error: &io::Error| error.kind() != io::ErrorKind::BrokenPipe)
@@ -125,7 +125,7 @@ impl Process {
     /// Kills the process and returns an error that says why the request failed.
     fn failure(&mut self, dir: &Path, request: &Request, budget: Budget) -> anyhow::Error {
         let is_ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)));
-        // The pipe closes shortly before the process ends.
+        // The pipe closes shortly before the process ends, so wait for the exit status.
         let deadline = Instant::now() + Duration::from_secs(1);
         while !is_ended(&mut self.child) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));

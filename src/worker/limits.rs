@@ -27,7 +27,7 @@ impl Budget {
     /// Returns the budget of a request with this body.
     ///
     /// Loading the 28 MB tokenizer.json of gpt-oss takes 0.3 GB and 0.6 s. Encoding takes about 120 bytes of memory and
-    /// 0.5 µs per byte of text. The budgets are two to thirteen times as large, plus a fixed amount for texts.
+    /// 0.5 µs per byte of text. The budgets are two to thirteen times these amounts, plus a fixed amount for texts.
     pub fn of(request: &Request, body: &[u8]) -> Self {
         let text_bytes = request.text_bytes(body) as u64;
         match request {
@@ -38,13 +38,15 @@ impl Budget {
         }
     }
 
-    /// Returns how long inferno waits for a response. This is much longer than the CPU limit, because other processes
-    /// may slow the worker down. On an idle machine, the CPU limit ends a runaway worker first.
+    /// Returns how long inferno waits for a response.
+    ///
+    /// The wait is much longer than the CPU limit, because other processes may slow the worker down.
+    /// On an idle machine, the CPU limit ends a runaway worker first.
     pub fn wait(self) -> Duration {
         Duration::from_secs(30 + 10 * self.cpu_s)
     }
 
-    /// Limits this process to the budget. If it exceeds the budget, SIGXCPU or a failed allocation ends it.
+    /// Limits this process to the budget. A process that exceeds the budget ends by SIGXCPU or a failed allocation.
     pub fn enforce(self) -> Result<()> {
         let usage = getrusage(UsageWho::RUSAGE_SELF)?;
         let used_s = usage.user_time().tv_sec() + usage.system_time().tv_sec() + 1;

@@ -1,6 +1,7 @@
 //! The messages between inferno and a worker, sent over the worker's standard input and output.
 //!
-//! A frame is the length of the head, the length of the body (both u32, little-endian), the head (JSON) and the body.
+//! Each message is sent as a frame with a head (a request or response in JSON) and a body (text or binary data).
+//! The frame begins with the lengths of the head and the body (both u32, little-endian).
 
 use std::io::{self, Read, Write};
 
@@ -20,7 +21,7 @@ const MAX_BYTES: usize = 1 << 30;
 
 #[derive(Serialize, Deserialize)]
 pub enum Request {
-    /// Load the model whose path is in the body. Always the first request.
+    /// Load the language data of the model whose path is in the body. Always the first request.
     Load,
     /// Encode the text in the body.
     Encode(ControlTokens),
@@ -28,7 +29,7 @@ pub enum Request {
 }
 
 impl Request {
-    /// Returns the total size of the strings in a request with this body, in bytes.
+    /// Returns the total size of the texts in the request and its body, in bytes.
     pub fn text_bytes(&self, body: &[u8]) -> usize {
         match self {
             Request::Load => 0,
@@ -88,7 +89,7 @@ pub fn read<T: DeserializeOwned>(input: &mut impl Read) -> Result<Option<(T, Vec
     Ok(Some((serde_json::from_slice(&head)?, read_bytes(input, body)?)))
 }
 
-/// Reads `length` bytes. Allocates memory only as bytes arrive.
+/// Reads `length` bytes. Allocates memory as bytes arrive, because `length` may be wrong.
 fn read_bytes(input: &mut impl Read, length: usize) -> Result<Vec<u8>> {
     if length > MAX_BYTES {
         bail!("a frame of {length} bytes is too long");

@@ -1,4 +1,5 @@
-"""The families that need only a config, weights and a list of mistakes. make.py uses this module.
+"""The golden cases of all families except gpt-oss and Llama: configs, weights, and mistakes that the tests must detect.
+make.py uses this module.
 
 Weights have the names used in hub repositories, with one tensor per expert matrix, not the names that transformers 5 saves.
 `state` returns the parameters that transformers should load. Shape letters are defined in src/lib.rs; also L layers, W window,
@@ -158,7 +159,7 @@ def state(config, weights):
     return out
 
 def mistakes_in_config(s, config):
-    """Returns mistakes in reading config.json, each as the config entries to overwrite."""
+    """Simulates mistakes in reading config.json. Returns {mistake: config entries to overwrite}."""
     family, wrong = config["model_type"], {}
     if family == "gpt2": return {"scale by layer": {"scale_attn_by_inverse_layer_idx": False}, "no scale": {"scale_attn_weights": False}, "gelu as relu": {"activation_function": "relu"}}
     if "rope_parameters" in config: wrong["rope_theta x 1.1"] = {"rope_parameters": {**config["rope_parameters"], "rope_theta": 550.0}}
@@ -180,7 +181,7 @@ def mistakes_in_config(s, config):
     return wrong
 
 def mistakes_in_layers(s, config, weights):
-    """Returns mistakes in the computation, each as a change to a loaded decoder layer."""
+    """Simulates mistakes in the computation. Returns {mistake: function that changes a loaded decoder layer}."""
     family = config["model_type"]
     def zero(name): return lambda layer: [p.data.zero_() for n, p in layer.named_parameters() if n.endswith(name)]
     def swap(name, dim): return lambda layer: [p.data.copy_(p.data.unflatten(dim, (2, -1)).flip(dim).flatten(dim, dim + 1)) for n, p in layer.named_parameters() if n.endswith(name)]

@@ -3,8 +3,8 @@
 
     python tests/golden/make.py [CASE ...] [--out DIR]
 
-It needs torch, transformers and safetensors, and takes two minutes on a CPU. provenance.json records the versions. A case is a
-directory with config.json, the weights as a hub repository stores them, and golden.safetensors:
+Requires torch, transformers and safetensors. Takes two minutes on a CPU. provenance.json records the versions.
+A case is a directory with config.json, the weights as a hub repository stores them, and golden.safetensors:
 
     ids            I64 [T]       the input
     logits         F32 [T, V]    computed in float32, with eager attention, in one forward pass, without a cache
@@ -244,7 +244,7 @@ def routing_gap(model, batch):
     return torch.stack(gaps).min(0).values
 
 def choose_ids(model, s, g):
-    """Returns random ids. With experts, each id is the candidate with the largest routing margin, so that rounding cannot change the experts."""
+    """Returns random ids. With experts, prefers a large routing margin, so rounding rarely changes the experts."""
     ids = []
     for _ in range(s.T):
         candidates = torch.randperm(s.V, generator=g)[:16]
@@ -263,7 +263,7 @@ def greedy(model, prompt):
     return ids[len(prompt):], margins
 
 def choose_greedy(model, ids, s, config):
-    """Chooses the prompt length whose continuation has no stop id, is varied, and has the largest margin."""
+    """Chooses a prompt length by its greedy continuation: no stop id, varied tokens, and the largest minimum margin."""
     stops = config["eos_token_id"] if isinstance(config["eos_token_id"], list) else [config["eos_token_id"]]
     lengths = range(s.T // 2 - 8, s.T - 2, 2)
     runs = [(p, *greedy(model, ids[:p])) for p in lengths]
@@ -289,7 +289,7 @@ def built_by_hand(folder, config, weights, model):
 def relative(a, b): return float((a.double() - b.double()).abs().max() / b.double().abs().max())
 
 def mistakes_in_config(s, config):
-    """Returns mistakes in reading config.json, each as the config entries to overwrite."""
+    """Simulates mistakes in reading config.json. Returns {mistake: config entries to overwrite}."""
     if config["model_type"] not in OURS: return families.mistakes_in_config(s, config)
     key = "rope_parameters" if "rope_parameters" in config else "rope_scaling"
     rope, theta = config.get(key) or {}, (config.get(key) or config).get("rope_theta", config.get("rope_theta", 10000.0))
@@ -308,7 +308,7 @@ def mistakes_in_config(s, config):
     return wrong
 
 def mistakes_in_layers(s, config, weights):
-    """Returns mistakes in the computation, each as a change to a loaded decoder layer."""
+    """Simulates mistakes in the computation. Returns {mistake: function that changes a loaded decoder layer}."""
     if config["model_type"] not in OURS: return families.mistakes_in_layers(s, config, weights)
     def zero(name): return lambda layer: [p.data.zero_() for n, p in layer.named_parameters() if n.endswith(name)]
     def rows(change, *projections): return lambda layer: [setattr(x, "data", change(x.data).contiguous()) for p in projections for x in getattr(layer.self_attn, p).parameters()]
@@ -327,7 +327,7 @@ def mistakes_in_layers(s, config, weights):
     return wrong
 
 def sensitivity(folder, config, s, weights, ids, logits):
-    """Returns how much each mistake changes the logits. This shows which mistakes a tolerance catches."""
+    """Returns how much each mistake changes the logits. Fails if the tests would miss a mistake."""
     moved, file = {}, folder / "config.json"
     right = file.read_text()
     for what, edit in mistakes_in_config(s, config).items():

@@ -218,7 +218,7 @@ def mistakes(name):
 
 
 def by_hand(config, stored, layers, rounded, dtype=torch.float32):
-    """Returns the same model, implemented without compressed-tensors."""
+    """Builds the quantized model without compressed-tensors."""
     plain = {name: config[name] for name in config if name != "quantization_config"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**plain), attn_implementation="eager", dtype=dtype)
     state = {name: tensor.to(dtype) for name, tensor in stored.items() if not name.endswith("_scale")}
@@ -261,7 +261,10 @@ def margins(name, stored, layers, model, batch):
 
 
 def choose_ids(name, stored, layers, model):
-    """Chooses a token for each position: the one with the largest margin that did not occur recently."""
+    """Chooses a recently unused token for each position: randomly, or with the largest margin if inputs are rounded.
+
+    Returns the tokens and the smallest margin.
+    """
     ids, least = [], []
     g = torch.Generator().manual_seed(SEED)
     for _ in range(SIZES.T):

@@ -37,7 +37,7 @@ fn bench_json_has_all_figures() {
         assert!(positive(&model[figure]), "{figure}");
     }
     assert!(json["device"]["name"].as_str().unwrap().starts_with("CPU"));
-    // The bandwidth of a CPU is not measured. The eager executor neither counts nor times kernels.
+    // On a CPU, `bench` does not measure bandwidth, and the eager executor neither counts nor times kernels.
     for unknown in ["bandwidth", "memory", "launches_per_token", "kernels"] {
         assert!(json.get(unknown).unwrap().is_null(), "{unknown}");
     }
@@ -152,7 +152,7 @@ fn rewind_restores_the_same_state() {
         runner.fill(&tokens).unwrap();
         let first = runner.decode_steps(7, 8).unwrap();
         // After 1 or 3 more tokens, the sliding-window layers still hold the old window.
-        // After 400 or 480, the rewind needs the checkpoint.
+        // After 400 or 480, the rewind needs the savepoint.
         for behind in [1, 400, 480, 3] {
             runner.fill(&more[..behind]).unwrap();
             runner.rewind(200).unwrap();
@@ -161,7 +161,7 @@ fn rewind_restores_the_same_state() {
         }
         runner.fill(&more[..450]).unwrap();
         runner.rewind(150).unwrap();
-        // Position 150 is before the checkpoint, so the rewind has prefilled the missing tokens again.
+        // Position 150 is before the savepoint, so the rewind has prefilled the missing tokens again.
         runner.fill(&tokens[150..]).unwrap();
         assert_eq!(runner.decode_steps(7, 8).unwrap(), first);
         assert!(runner.rewind(500).is_err());

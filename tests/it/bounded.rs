@@ -59,7 +59,7 @@ pub fn bounded(command: Command) -> Bounded {
 pub fn bounded_with_input(mut command: Command, input: &[u8]) -> Bounded {
     let name = format!("{command:?}");
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    // Without a backtrace, the shortened output shows the message of a panic.
+    // Disable backtraces, so that the shortened output still contains the panic message.
     command.env("RUST_BACKTRACE", "0");
     // SAFETY: setrlimit is async-signal-safe, and the closure does not allocate.
     unsafe {

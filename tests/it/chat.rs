@@ -33,7 +33,7 @@ const HARMONY: [&str; 9] = [
 ];
 
 /// Returns a tokenizer with one token per byte value, followed by the added tokens `special` and `plain`.
-/// It has no merges, so it splits text into as many tokens as possible.
+/// The tokenizer has no merges, so each byte of ordinary text becomes one token.
 fn byte_tokenizer(special: &[&str], plain: &[&str]) -> Tokenizer {
     // GPT-2 maps every byte to a printable character.
     let printable = |b: &u32| (33..=126).contains(b) || (161..=172).contains(b) || (174..=255).contains(b);

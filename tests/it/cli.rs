@@ -302,7 +302,7 @@ fn missing_model_error_names_the_download_command() {
 #[test]
 fn broken_weights_error_names_the_file() {
     let weights = "model.safetensors";
-    // Truncate the file inside the header length, after it, inside the header, and inside the data.
+    // Truncate the file to 0 bytes, inside and right after the header length, inside the header, and inside the data.
     for length in [0, 5, 8, 1000, 100_000] {
         let (_folder, path) = copy_of_demo();
         let file = fs::OpenOptions::new().write(true).open(path.join(weights)).unwrap();

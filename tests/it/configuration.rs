@@ -91,7 +91,7 @@ fn mistakes_in_the_environment_are_reported() {
     assert_eq!(json(&with("INFERNO_SEED", "12"))["seed"], 12);
     assert_fails(&with("INFERNO_TEMPERATURE", "abc"), 2, &["INFERNO_TEMPERATURE", "'abc'"]);
     assert_fails(&with("INFERNO_PLAIN", "perhaps"), 2, &["INFERNO_PLAIN"]);
-    // A flag overrides an invalid variable.
+    // A flag overrides an environment variable, even if the variable has an invalid value.
     json(&ask(&home, &["--device", "cpu", "--max-tokens", "1", "--seed", "3"], &[("INFERNO_SEED", "abc")]));
 }
 

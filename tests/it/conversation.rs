@@ -19,11 +19,11 @@ fn prompt(chat: &mut PtySession) -> String {
 /// Types a line and returns the output up to the next prompt, without escape sequences.
 fn say(chat: &mut PtySession, line: &str) -> String {
     chat.send_line(line).unwrap();
-    // The echo does not repeat the prompt, so the next prompt comes after the output.
+    // The echo of the line contains no prompt, so the next prompt marks the end of the output.
     without_escapes(&prompt(chat))
 }
 
-/// Removes CSI escape sequences. A frame that ends inside a word puts some of them into the word.
+/// Removes CSI escape sequences, which may occur in the middle of a word if the chat redraws the word while it streams.
 fn without_escapes(output: &str) -> String {
     let mut parts = output.split("\u{1b}[");
     let mut text = parts.next().unwrap_or_default().to_string();

@@ -25,7 +25,8 @@ use crate::support::{Random, golden, golden_models, gpu, relative_error, values}
 const CONTEXT: usize = 160;
 const CHUNK: usize = 32;
 
-/// Families whose router may choose a different expert in a near tie, because its input is rounded differently.
+/// Families whose router may choose different experts in the graph than in the eager decoder.
+/// The two round the input of the router differently, which can decide a near tie.
 const ROUTED: [&str; 2] = ["mixtral", "qwen3_moe"];
 
 struct Model {
@@ -82,7 +83,7 @@ impl Model {
         }
     }
 
-    /// Prefills another cache and returns the logits of the last token.
+    /// Prefills `cache` with `ids` and returns the logits of the last token.
     fn forward(&self, ids: &[u32], cache: &mut KvCache) -> Tensor {
         let logits = ids.chunks(CHUNK).map(|chunk| {
             let batch = StepBatch { ids: chunk, lengths: &[chunk.len()], logits: LogitRows::Last };
@@ -321,7 +322,7 @@ fn prompt(model: &Model, tokens: usize) -> Vec<u32> {
     (0..tokens as u32).map(|i| (i * 31 + 7) % vocab).collect()
 }
 
-/// Runs one graph step per position and compares the logits. Also compares the greedy continuation.
+/// Compares the logits of one graph step per position, and a greedy continuation, with transformers.
 #[test(gpu)]
 fn graph_steps_match_transformers() {
     let device = gpu();
@@ -402,7 +403,7 @@ fn graph_steps_match_the_eager_decoder() {
             seen.push(token);
             token = (next * 7 + position as u32) % got.len() as u32;
             if model.has_router {
-                // A flipped choice also changes the cache, so rebuild both caches from the same tokens.
+                // A different expert also changes the cache, so rebuild both caches from the same tokens.
                 model.prefill(&seen);
                 eager = model.fresh_cache();
                 model.forward(&seen, &mut eager);
@@ -520,7 +521,7 @@ fn logits_with(special: &[(usize, f32)]) -> Vec<f32> {
     logits
 }
 
-/// The sampling kernel follows the rules of the host for logits that are NaN, infinite or equal.
+/// The sampling kernel treats NaN, infinite and equal logits in the same way as the sampler on the host.
 /// The kernel also chooses the first token after a prompt in greedy decoding, so the cases include greedy decoding.
 #[test(gpu)]
 fn special_logits_are_sampled_as_on_the_host() {
@@ -541,7 +542,7 @@ fn special_logits_are_sampled_as_on_the_host() {
     let mut all_params = vec![greedy.clone(), penalties];
     for seed in 0..20 {
         all_params.push(SamplingParams { temperature: 1.0, seed, ..greedy.clone() });
-        // No case uses top-k or top-p: of equal tokens at the limit, the host keeps fewer than the kernel.
+        // No case uses top-k or top-p: of equally likely tokens at the limit, the host keeps fewer than the kernel.
         all_params.push(SamplingParams { temperature: 0.5, min_p: 0.1, seed, ..greedy.clone() });
     }
     let mut only_one = vec![-INF; vocab];

@@ -1,5 +1,5 @@
 //! Checks that the pages in `docs/` list all flags, environment variables, exit codes and configuration keys.
-//! Also checks that speeds equal those in benches/results, and that the tests that the pages name exist.
+//! Also compares the speeds with benches/results, and checks that every test named on a page exists.
 
 use std::collections::BTreeSet;
 use std::fs;

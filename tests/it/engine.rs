@@ -65,7 +65,7 @@ fn top_k_top_p_and_min_p_keep_the_likeliest_tokens() {
         ),
         [2, 3]
     );
-    // This nucleus is far larger than the part of the logits that is sorted first.
+    // This nucleus is far larger than the part of the logits that the sampler sorts first.
     let flat = vec![0.0; 5000];
     assert_eq!(remaining(&flat, &sampling(|p| p.top_p = 0.5)).len(), 2500);
 }
@@ -608,7 +608,7 @@ fn graph_samples_the_same_tokens_with_the_same_seed() {
         let (a, b, c) = (run(5), run(5), run(6));
         assert_eq!(a, b, "{name}");
         assert_ne!(a, c, "{name}");
-        // Greedy steps use another graph. They still work after sampled steps.
+        // Greedy steps use a separate graph, which must still work after sampled steps.
         let tokens = generate(&engine, &model.prompt, SamplingParams::greedy(), 8).tokens;
         assert_greedy(&engine, &model.prompt, &tokens);
     }
@@ -677,7 +677,7 @@ fn graph_reuses_the_prefix_of_an_earlier_request() {
         let model = GraphModel::new(name);
         let engine = model.graph();
         // With 30 generated tokens, the ring buffers no longer contain the window at the end of the prompt.
-        // A prompt with 20 generated tokens continues from the ring buffers, and one with 2 from the savepoint.
+        // A prompt that repeats 20 of these tokens can use the ring buffers; one that repeats 2 needs the savepoint.
         for kept in [20, 2] {
             engine.with_runner(|runner| runner.reset()).unwrap();
             let first = generate(&engine, &model.prompt, SamplingParams::greedy(), 30);
@@ -702,7 +702,7 @@ fn canceled_generation_leaves_the_graph_usable() {
                 stream.next_blocking().unwrap().unwrap();
             }
             drop(stream);
-            // Queued steps of the canceled request may still run. They write to cache rows after its last token.
+            // Queued steps of the canceled request may still write to cache rows after the request's last token.
             let next = [&model.prompt[..], &[tokens, 7]].concat();
             let answer = generate(&engine, &next, SamplingParams::greedy(), 6);
             assert_greedy(&engine, &next, &answer.tokens);

@@ -88,7 +88,8 @@ fn each_case(test: impl Fn(&str, Case)) {
     each_of(&golden_models(|model| model.kind != GoldenKind::Compressed), test);
 }
 
-/// Also runs `test` on the compressed cases. Use it only if the summation order is the same as in transformers.
+/// Like [`each_case`], but also runs `test` on the compressed cases.
+/// Use this function only in tests whose summation order is the same as in transformers.
 fn each_case_and_compressed(test: impl Fn(&str, Case)) {
     each_of(&golden_models(|_| true), test);
 }
@@ -222,7 +223,7 @@ fn truncated_cache_equals_a_fresh_one() {
     });
 }
 
-/// Truncating does not restore overwritten rows of a ring buffer. A second truncation must still account for them.
+/// Truncation does not restore overwritten rows of a ring buffer, so a second truncation must not use those rows.
 #[test]
 fn truncating_twice_does_not_use_overwritten_rows() {
     each_case(|name, case| {

@@ -230,7 +230,7 @@ fn large_files_are_refused() {
     ] {
         let model = Model::chat();
         model.play().assert_succeeds();
-        // The file takes no space on the disk.
+        // The file is sparse, so it takes no disk space.
         File::create(model.dir.join(name)).unwrap().set_len(bytes).unwrap();
         model.play().assert_fails(1, &["cannot read ", name, &format!("it is larger than {limit}")]);
         model.show();
@@ -263,7 +263,7 @@ fn small_files_cannot_take_much_memory() {
     model.list();
 }
 
-/// Compiling a pattern takes time and memory, and inferno compares every layer with every entry.
+/// Compiling an `ignore` pattern takes time and memory, and inferno compares every layer with every `ignore` entry.
 #[test]
 fn quantization_configs_are_limited() {
     let section = |ignore: Value| {
@@ -439,7 +439,7 @@ fn layers_that_the_config_leaves_out_are_an_error() {
     for name in ["model.layers.1.self_attn.q_proj.bias", "model.layers.0.mlp.experts.0.w1.weight"] {
         extra(name).assert_fails(1, &[&format!("the checkpoint has tensor {name}, which a model")]);
     }
-    // Published checkpoints contain such tensors.
+    // Published checkpoints contain these extra tensors, which inferno ignores.
     for name in [
         "model.layers.0.self_attn.rotary_emb.inv_freq",
         "model.layers.1.self_attn.k_proj.k_scale",

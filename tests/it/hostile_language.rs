@@ -285,11 +285,11 @@ fn text_never_becomes_a_control_token_through_a_normalizer() {
             }
         }
     }
-    // Without protection, many of these texts would become control tokens.
+    // The checks above are meaningful only if `ControlTokens::Parse` converts many of the texts to control tokens.
     assert!(converted > 20, "{converted}");
 }
 
-/// Asserts that a rendered conversation has `expected` control tokens, the number that its template contains.
+/// Asserts that a conversation with these texts renders to `expected` control tokens, all from the template.
 #[track_caller]
 fn assert_controls(model: &Model, texts: &[&str], expected: usize) {
     let language = worker::load_language(&model.path).unwrap();

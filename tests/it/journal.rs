@@ -131,7 +131,7 @@ fn damaged_journals_load_up_to_the_damage_and_are_copied() {
     fs::write(&path, whole.replacen("How do I list", "How do\" I list", 1)).unwrap();
     let damaged = fs::read(&path).unwrap();
     let (mut chat, banner) = resume(&home, &[]);
-    // The terminal wraps the message.
+    // The terminal wraps the message, so join the lines.
     let banner = banner.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(banner.contains("is damaged in line") && banner.contains("1 question"), "{banner}");
     assert_eq!(fs::read(path.with_extension("damaged")).unwrap(), damaged, "the copy differs from the damaged journal");

@@ -195,7 +195,7 @@ fn escape_sequences_of_a_model_never_reach_the_terminal() {
             assert_eq!(screen(&out, SIZE), screen(&written(text, usize::MAX, SIZE), SIZE));
         }
     }
-    // The same applies to reasoning and to tool call arguments.
+    // Reasoning and tool call arguments must be harmless too.
     for channel in [Channel::Reasoning, Channel::ToolCall] {
         let (mut view, mut out) = (TurnView::new(SIZE, false, false), Vec::new());
         view.show(&delta(channel, hostile[0]), SIZE, &mut out).unwrap();
@@ -310,6 +310,6 @@ fn a_table_too_wide_for_the_window_becomes_lines() {
     let narrow = WindowSize { rows: 24, columns: 25 };
     let shown = texts(&written(table, usize::MAX, narrow), narrow);
     assert_eq!(shown.trim_end(), "one: a\ntwo: b\nthree: c\nfour: d\n\none: f\ntwo: g\nthree: h\nfour: i\nfive: j");
-    // In a wider window, it is shown as a table.
+    // In a wider window, the same text is shown as a table.
     assert!(text(table).contains("─┼─"));
 }

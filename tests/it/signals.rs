@@ -39,7 +39,7 @@ fn signals_restore_the_terminal() {
         (Signal::SIGTERM, false),
         (Signal::SIGHUP, true),
         (Signal::SIGQUIT, false),
-        // The system raises all of these except SIGUSR1 for crashes and exceeded limits. `kill` can send them too.
+        // Crashes and exceeded limits raise the signals below, except SIGUSR1. `kill` can send them too.
         (Signal::SIGABRT, true),
         (Signal::SIGSEGV, false),
         (Signal::SIGSEGV, true),
@@ -165,14 +165,14 @@ fn ctrl_z_stops_the_chat_and_fg_continues_it() {
 fn each_ctrl_c_stops_the_answer_clears_the_line_or_leaves() {
     let home = TempDir::new().unwrap();
     let mut chat = streaming(&home);
-    // If Ctrl-C stops the answer, a line that was typed before becomes the draft.
+    // When Ctrl-C stops an answer, a line that was typed during the answer becomes the draft.
     chat.send(b"/clear\r");
     chat.settle_briefly();
     chat.send(CTRL_C);
     chat.wait("stopped");
     chat.settle();
     assert_eq!(chat.rows().last().unwrap(), ">>> /clear");
-    // Ctrl-C on a line with text only clears the line. It is not the first of the two presses that leave.
+    // Ctrl-C on a line with text only clears the line. To leave, the user must press Ctrl-C twice on an empty line.
     chat.send(CTRL_C);
     chat.settle();
     assert_eq!(chat.rows().last().unwrap(), ">>>");

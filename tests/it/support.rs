@@ -19,7 +19,7 @@ pub fn golden(case: &str) -> PathBuf {
 
 /// A checkpoint in `tests/golden`, with results that transformers computed from it.
 pub struct GoldenModel {
-    /// The path of its folder in `tests/golden`.
+    /// The path of the model's folder, relative to `tests/golden`.
     pub name: &'static str,
     pub kind: GoldenKind,
     /// Whether the tests convert the checkpoint to a GGUF file.
@@ -181,12 +181,12 @@ impl Random {
 }
 
 /// Gives a command its own home directory, a terminal type and an unreachable hub.
-/// Removes the variables that would change what inferno does.
+/// Removes the environment variables that would change inferno's behavior.
 pub fn at_home(mut command: Command, home: &TempDir) -> Command {
     let prefixes = ["HF_", "INFERNO_", "XDG_", "NO_COLOR", "RUST_LOG"];
     for (variable, _) in std::env::vars_os() {
         let name = variable.to_string_lossy();
-        // The program itself reads INFERNO_REQUIRE_GPU: without a GPU, it then fails.
+        // Keep INFERNO_REQUIRE_GPU, which makes the program fail if there is no GPU.
         if prefixes.iter().any(|prefix| name.starts_with(prefix)) && name != "INFERNO_REQUIRE_GPU" {
             command.env_remove(&variable);
         }

@@ -11,7 +11,7 @@ use crate::screen::{DEMO, Screen};
 
 const QUESTION: &str = "How do I download a model?";
 
-/// Returns the words of the last turn, without the figures, which differ each time.
+/// Returns the words of the last turn, without the row that contains the speed, which differs in each run.
 fn words(rows: &[String]) -> Vec<String> {
     let turn = rows.iter().skip_while(|row| !row.contains(QUESTION)).take_while(|row| !row.contains("tok/s"));
     turn.flat_map(|row| row.split_whitespace()).map(str::to_string).collect()
@@ -40,7 +40,7 @@ fn words_without_disturbance(home: &TempDir) -> Vec<String> {
 
 #[test]
 fn folding_and_unfolding_reasoning_changes_no_words() {
-    // With --ignore-eos the demo may reason again after its answer. Only text that is not dim is therefore compared.
+    // With --ignore-eos, the demo may reason again after its answer, so compare the answers without dim text.
     let home = TempDir::new().unwrap();
     let mut chat = Screen::chat(&home, &LONG);
     ask(&mut chat);
@@ -57,7 +57,7 @@ fn folding_and_unfolding_reasoning_changes_no_words() {
     chat.send(b"\x0f");
     let unfolded = wait_for_end(&mut chat);
     assert_eq!(words(&chat.bright_rows()), answers);
-    // On a busy machine, the first reasoning ends before the second key and stays folded.
+    // On a busy machine, the first reasoning may end before the second Ctrl-O, and then stays folded.
     assert!(unfolded == plain || unfolded.iter().any(|word| word == "thought:"), "{unfolded:?}\n{plain:?}");
 
     let mut chat = Screen::chat(&home, &LONG);

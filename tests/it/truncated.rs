@@ -86,7 +86,7 @@ fn disturb_loads(model: &Path, weights_file: &Path) {
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let mut stderr = BufReader::new(child.stderr.take().unwrap());
         let mut log = String::new();
-        // The program logs this line when it has opened the file. It then reads the header and the tensors.
+        // The program logs a line with `opened` after it opens the file and before it reads the header and the tensors.
         while !log.contains("opened") && stderr.read_line(&mut log).unwrap() > 0 {}
         std::thread::sleep(Duration::from_micros(random.below(60_000) as u64));
         truncate(weights_file, random.below(original.len()) as u64);

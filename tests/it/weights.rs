@@ -1,4 +1,4 @@
-//! Tests of read-ahead. Tensors equal the file in any loading order and with any limits. Failures become errors.
+//! Tests of read-ahead: tensors equal the file in any loading order and with any limits, and failures become errors.
 
 mod dtypes;
 mod hostile;
@@ -86,7 +86,7 @@ impl Target for Host {
     }
 }
 
-/// Returns options with tiny pieces and limits.
+/// Returns read-ahead options with tiny pieces and limits.
 fn small(threads: usize) -> ReadAheadOptions {
     ReadAheadOptions { threads, piece_bytes: 8, ahead_bytes: 64 }
 }
@@ -252,7 +252,7 @@ fn in_time<R: Send + 'static>(run: impl FnOnce() -> R + Send + 'static) -> R {
     receiver.recv_timeout(Duration::from_secs(60)).expect("the function timed out or panicked")
 }
 
-/// Writes three 40-byte tensors, spoils the file and returns the error from taking the second tensor.
+/// Writes three 40-byte tensors, calls `spoil` on the file, and returns the error from taking the second tensor.
 fn take_middle_tensor<T: Target>(target: T, spoil: impl FnOnce(PathBuf) + Send + 'static) -> String {
     in_time(move || {
         let folder = snapshot(["a", "b", "c"].map(|name| (name.to_string(), random(20, DType::BF16))));

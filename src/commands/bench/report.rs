@@ -146,7 +146,7 @@ struct Warm {
 }
 
 impl FirstToken {
-    /// Each pair is a prompt length in tokens and the time to first token in milliseconds.
+    /// Creates the results from pairs of a prompt length in tokens and a time to first token in milliseconds.
     pub fn new((prompt_tokens, ms): (usize, f64), warm: Vec<(usize, Stats)>) -> Self {
         let warm = warm.into_iter().map(|(prompt_tokens, ms)| Warm { prompt_tokens, ms }).collect();
         Self { cold: Cold { prompt_tokens, ms }, warm }
@@ -235,7 +235,7 @@ impl Gaps {
     /// Computes the percentiles of `gaps`, which must not be empty.
     pub fn new(mut gaps: Vec<Duration>) -> Self {
         gaps.sort();
-        // The nearest-rank percentile.
+        // Use the nearest-rank percentile.
         let percentile = |share: f64| {
             let rank = (share * gaps.len() as f64).ceil() as usize;
             1e3 * gaps[rank.clamp(1, gaps.len()) - 1].as_secs_f64()

@@ -125,7 +125,7 @@ fn kernels(ordinal: usize, device: &Device, findings: &mut Vec<Finding>, self_te
     }));
 }
 
-/// Returns one finding if all checks pass. Otherwise, returns one per failed check, up to a limit.
+/// Returns one finding if all checks pass. Otherwise, returns one per failed check, up to a limit, then the total.
 fn self_test_findings(ordinal: usize, checks: &[Check]) -> Vec<Finding> {
     const MAX_SHOWN: usize = 6;
     let next = "inferno doctor --json > doctor.json, then attach the file to a bug report";

@@ -19,7 +19,7 @@ use crate::weights::{Checkpoint, LoadProgress, Weights};
 /// The number of decode steps.
 const STEPS: usize = 80;
 
-/// Runs the check with float and with quantized weights, for both dtypes that the decode graph supports.
+/// Checks decode steps with float and with quantized weights, for both dtypes that the decode graph supports.
 pub fn run(device: &Device) -> Vec<Check> {
     let weights = [("", None), (", quantized", "q8_0".parse().ok())];
     let cases = weights.into_iter().flat_map(|weights| [(weights, DType::BF16, 6e-2), (weights, DType::F16, 2e-2)]);
@@ -32,7 +32,7 @@ pub fn run(device: &Device) -> Vec<Check> {
     cases.map(check).collect()
 }
 
-/// Returns the maximum error of any logit, relative to the largest absolute value of the logits in its step.
+/// Returns the maximum error of any logit, relative to the largest absolute reference logit of the same step.
 fn max_error(device: &Device, dtype: DType, quantize: Option<QuantizationTarget>) -> Result<f32> {
     let folder = TemporaryFolder::new()?;
     let dir = folder.0.as_path();

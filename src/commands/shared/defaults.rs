@@ -10,7 +10,7 @@
 //! 6. the flag's own default
 //!
 //! Values from sources 2 to 5 become clap defaults, and then the command line is parsed again.
-//! The code that uses a flag therefore does not depend on the source of its value.
+//! The code that uses a flag therefore does not depend on the source of the value.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -114,7 +114,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
     let model = known.map(|known| known.name).or(typed_model.or(saved_model).map(String::as_str));
 
     let (mut configured, path) = read_configuration(model, arguments)?;
-    // The file may also set flags that this subcommand does not have.
+    // The configuration file may also set flags that this subcommand does not have.
     configured.retain(|flag, _| flags.contains(&flag.as_str()));
     for (flag, values) in &configured {
         parser.check(flag, values).map_err(|reason| Error::usage(format!("{path}: {reason}")))?;
@@ -126,7 +126,7 @@ pub fn parse(command: Command, known: Option<&KnownModel>) -> Result<ParsedComma
             Some(_) => line.requested.retain(|flag, _| flag == "device" || is_setting(flag)),
             None => drop(line.requested.insert("model".to_string(), vec![saved.model.clone()])),
         }
-        // The conversation has its own system prompt, and may have removed a limit that the file sets.
+        // The conversation has its own system prompt, and may have removed a limit that the configuration file sets.
         configured.remove("system");
         configured.retain(|flag, _| !line.requested.get(flag).is_some_and(|values| is_removed_limit(flag, values)));
     }
@@ -186,7 +186,7 @@ fn is_removed_limit(flag: &str, values: &[String]) -> bool {
 
 /// Returns the valid settings of a conversation, and a message about each invalid one.
 ///
-/// Tolerates invalid settings, because the journal may be damaged or come from another version.
+/// Tolerates invalid settings, because the saved conversation may be damaged or come from another version.
 fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) -> (SettingValues, Vec<String>) {
     let (mut fitting, mut rejected) = (SettingValues::new(), Vec::new());
     for (flag, values) in &saved.settings {
@@ -203,7 +203,7 @@ fn fitting_settings(saved: &SavedConversation, flags: &[&str], parser: &Parser) 
     (fitting, rejected)
 }
 
-/// Parses the command line with different defaults, to check values from other sources.
+/// A parser that checks values from other sources by using them as defaults for the command line.
 struct Parser<'a> {
     command: Command,
     subcommand: &'a str,
@@ -211,7 +211,7 @@ struct Parser<'a> {
 }
 
 impl Parser<'_> {
-    /// Parses the command line with these default values for flags.
+    /// Parses the command line with `defaults` as the default values of flags.
     fn parse_with_defaults(&self, defaults: &SettingValues) -> Result<ArgMatches, clap::Error> {
         let command = defaults
             .iter()
@@ -219,7 +219,7 @@ impl Parser<'_> {
         command.try_get_matches_from(self.args)
     }
 
-    /// Fails if a flag does not accept these values as its default.
+    /// Fails if a flag does not accept `values`.
     fn check(&self, flag: &str, values: &[String]) -> Result<(), String> {
         let arg = self.command.find_subcommand(self.subcommand);
         let arg = arg.and_then(|command| command.get_arguments().find(|arg| arg.get_id() == &id(flag)));
@@ -305,7 +305,7 @@ fn read_configuration(model: Option<&str>, arguments: &ArgMatches) -> Result<(Se
     Ok((settings, shown_path))
 }
 
-/// Returns the full name of a model. On the command line, the name may be abbreviated.
+/// Returns the full name of a model, or `model` itself if no model is found. `model` may be part of a name.
 fn full_name(model: &str, arguments: &ArgMatches) -> String {
     let revision = arguments.try_get_one::<String>("revision").ok().flatten();
     let found = Hub::from_env().and_then(|hub| hub.find(model, revision.map(String::as_str)));

@@ -1,4 +1,4 @@
-//! The flags that control how a model is loaded, and loading with a progress bar.
+//! The flags that control how a model is loaded. Loads a model with a progress bar.
 
 use anyhow::Result;
 use candle_core::DType;

@@ -88,7 +88,9 @@ impl Sizes {
         self
     }
 
-    /// Estimates the KV cache layers of an unsupported family. Assumes one key and one value per position and head.
+    /// Estimates the KV cache shape of each layer from config.json, for an unsupported family.
+    ///
+    /// Assumes that each layer caches one key and one value per position and KV head. Returns `None` for other caches.
     pub fn cache_layers(&self, config: &Value) -> Option<Vec<LayerSpec>> {
         // Latent attention and state-space models do not cache keys and values per position.
         let config = if config["text_config"].is_object() { &config["text_config"] } else { config };

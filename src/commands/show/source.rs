@@ -23,7 +23,7 @@ pub struct Source {
     /// Where the model is, as a phrase such as `a directory`.
     pub location: &'static str,
     pub metadata: Metadata,
-    /// The names and sizes of the model's files.
+    /// The names of the model's files, and their sizes in bytes if known.
     pub files: Vec<(String, Option<u64>)>,
 }
 

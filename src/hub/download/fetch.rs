@@ -97,8 +97,8 @@ impl Download<'_> {
         let limits = self.remote.limits();
         let mut retry = Retry::new(limits, limits.max_failures);
         let min_progress = Limits::min_progress(self.state().jobs[job].bytes);
-        // The position at the last reset of `retry`. Compare with it rather than with the start of the attempt, because
-        // each attempt starts over if the server cannot resume.
+        // The position at the last reset of `retry`. Progress counts from here, not from the start of an attempt,
+        // because an attempt starts over if the server cannot resume.
         let mut furthest = part.start;
         let result = loop {
             let (cause, retry_after) = match transfer.run() {

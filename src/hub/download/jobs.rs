@@ -21,7 +21,7 @@ use crate::text::quote;
 pub(in crate::hub) struct WantedFile {
     pub name: String,
     pub bytes: u64,
-    /// The hash of the contents if the hub sends one, otherwise a unique name that inferno derives.
+    /// The hash of the contents if the hub sends one. Otherwise, a name that [`hash::weak_etag`] derives.
     pub etag: String,
 }
 
@@ -131,7 +131,7 @@ impl<'a> Job<'a> {
     pub fn report(&self, progress: &dyn Progress) {
         let done_bytes = match self.phase {
             Phase::Done => self.bytes,
-            // A count equal to the size would mean that the file is finished.
+            // Report less than the full size, because the full size would mean that the file is finished.
             _ => self.partial.done_bytes().min(self.bytes.saturating_sub(1)),
         };
         self.names.iter().for_each(|name| progress.file(name, done_bytes));

@@ -27,7 +27,7 @@ use crate::text::size;
 use fetch::fetch;
 use jobs::WantedFile;
 
-/// The number of file-size requests from which the user is notified, because they take seconds.
+/// If a download needs at least this many requests for file sizes, the user is told, because they take seconds.
 const MANY_REQUESTS: usize = 100;
 
 impl Hub {
@@ -181,7 +181,9 @@ impl Hub {
         Ok(None)
     }
 
-    /// Returns the contents of the shard index, from a cache or the hub. Returns `None` if it is missing or not needed.
+    /// Returns the contents of the shard index, from a cache or the hub.
+    ///
+    /// Returns `None` if the repository has no index, or if `filter` does not need one.
     fn fetch_index(
         &self,
         remote: &Remote,

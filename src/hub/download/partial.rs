@@ -2,7 +2,7 @@
 //!
 //! Parts arrive in any order, so the length of `blobs/<etag>.parts` does not show which bytes are present.
 //! `<etag>.parts.json` lists the byte ranges that are safely on disk.
-//! The record is written after the data, so it is correct even after a crash or a power failure.
+//! The record is written after the data is flushed, so it is correct even after a crash or a power failure.
 #![allow(clippy::single_range_in_vec_init, reason = "lists with a single range are intended here")]
 
 use std::fs::{self, File};
@@ -18,7 +18,9 @@ use serde::{Deserialize, Serialize};
 use crate::files;
 use crate::hub::disk::{create_dir, create_temporary, with_suffix, write_error};
 
-/// The suffixes of unfinished and bad files. Hugging Face's Python tools write `.incomplete` files sequentially.
+/// The suffixes of unfinished and bad files.
+///
+/// `.incomplete` files come from Hugging Face's Python tools, which write each file from start to end.
 pub(in crate::hub) const SUFFIXES: [&str; 4] = [".parts", ".parts.json", ".incomplete", BAD];
 
 /// The suffix of a blob whose contents are wrong. The blob is kept until its replacement arrives.
@@ -30,7 +32,7 @@ pub(in crate::hub) struct Partial {
     /// The size of the complete file.
     bytes: u64,
     record: Record,
-    /// True if the data was discarded or could not be flushed. Checkpoints that share this flag then write no record.
+    /// True if the data was discarded or could not be flushed. A [`PendingRecord`] with this flag is then not written.
     ///
     /// Never reset to false, because an operating system reports a failed flush only once.
     is_lost: Arc<AtomicBool>,
@@ -96,7 +98,7 @@ impl Partial {
                 self.pending_record().write_record()?;
                 fs::rename(&incomplete, &self.path).map_err(|error| write_error(error, &self.path, 0))?;
             } else {
-                // An old record would be mistaken for a record of the new file.
+                // Otherwise, an old record would be mistaken for the record of the new file.
                 delete(&record_path(&self.path))?;
             }
         }
@@ -160,7 +162,7 @@ impl Partial {
         done.splice(first..last, [merged]);
     }
 
-    /// Clears the record, and cancels pending checkpoints of the old bytes.
+    /// Clears the record, and cancels every [`PendingRecord`] of the old bytes.
     pub fn clear(&mut self) {
         self.record = Record::default();
         // After a failed flush, never trust the disk again.
@@ -173,7 +175,7 @@ impl Partial {
         *self.record.etag.get_or_insert_with(|| etag.to_string()) == etag
     }
 
-    /// Returns a checkpoint of the current state, which can be saved without holding a lock on the `Partial`.
+    /// Returns a copy of the current state, which can be saved without holding a lock on the `Partial`.
     pub fn pending_record(&self) -> PendingRecord {
         PendingRecord { path: self.path.clone(), record: self.record.clone(), is_lost: self.is_lost.clone() }
     }

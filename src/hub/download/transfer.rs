@@ -1,6 +1,6 @@
 //! Requests one part of a file, checks the response, and writes it to disk.
 //!
-//! Whatever the server sends, only bytes of the requested part of the requested file are written.
+//! Rejects responses with the wrong range or file size, and never writes outside the requested part.
 
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::mem;
@@ -100,7 +100,7 @@ impl Transfer<'_, '_> {
 
     /// Switches to fetching the whole file, because the server ignores ranges. Other transfers of the file stop.
     ///
-    /// Discards the bytes on disk only after several such responses, because only some of the servers may be faulty.
+    /// Discards the bytes on disk only after several such responses, because other servers may support ranges.
     fn restart_whole(&mut self) -> Result<(), Stop> {
         let mut state = self.download.state();
         let job = &mut state.jobs[self.job];
@@ -215,7 +215,7 @@ fn temporary(cause: impl Into<String>) -> Stop {
     Stop::Temporary(cause.into(), None)
 }
 
-/// Checks whether a response with status 200 can be the requested file. If not, returns the reason.
+/// Returns why a response with status 200 cannot be the requested file. Returns `None` if it can be.
 fn wrong_file(response: &Response<Body>, name: &str, bytes: u64) -> Option<String> {
     let text = |name: header::HeaderName| response.headers().get(name).and_then(|value| value.to_str().ok());
     let is_page = text(header::CONTENT_TYPE).is_some_and(|kind| kind.starts_with("text/html"));

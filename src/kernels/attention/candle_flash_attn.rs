@@ -101,7 +101,7 @@ pub(super) fn attention(
     let length = k.dim(0)?;
     // SAFETY: the kernel writes every element.
     let lse = unsafe { Tensor::empty((heads, tokens), DType::F32, q.device())? };
-    // The crate passes the same values: `is_causal` only without a window, and otherwise window - 1 keys to the left.
+    // As in the crate: `is_causal` is set only without a window. With a window, a query sees window - 1 earlier keys.
     let (is_causal, left) = mask.window.map_or((1, length), |window| (0, (window - 1).min(length)));
     let (q_row, kv_row) = ((heads * head_dim) as u32, (kv_heads * head_dim) as u32);
     let pointer = |tensor: &Tensor| address(tensor).map(|address| address as *const c_void);

@@ -4,7 +4,7 @@
 //   k, v: T [cache_rows, kv_heads, head_dim]; position p is in row p mod cache_rows
 //   sinks: f32 [heads] or null
 //   positions: u32 [tokens]; query t is at position positions[0] + t
-//     They are in device memory, so that a CUDA graph can be replayed at any position.
+//     Positions are in device memory, so that a CUDA graph can be replayed at any position.
 //   softcap > 0: a score s becomes softcap · tanh(s / softcap)
 //   grid: (kv_heads, row tiles, splits); block: 32 · WARPS · TEAMS
 //   bytes moved: 2 · head_dim · sizeof(T) for each visible key, KV head and row tile; only the first row tile misses L2
@@ -25,7 +25,7 @@
 
 constexpr float LOG2_E = 1.44269504f;
 // Softmax weights may grow to 2^8 before the sums are rescaled.
-// This is safe in f32 and f16, and the sums are rescaled less often.
+// Weights of this size are safe in f32 and f16, and rescaling is needed less often.
 constexpr float SLACK = 8.0f;
 // The number of partial results to combine at once. All of their loads are in flight at the same time.
 constexpr int COMBINE_BATCH = 16;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void load_keys_and_values(const T* k, const T* v, T* 
         for (uint32_t c = 0; c < (COPIES + THREADS - 1) / THREADS; ++c) {
             const uint32_t copy = thread + c * THREADS;
             if (COPIES % THREADS != 0 && copy >= COPIES) break;
-            const bool even = THREADS % SEGMENTS == 0;  // if so, a thread copies the same segment of every row
+            const bool even = THREADS % SEGMENTS == 0;  // if true, a thread copies the same segment of each row
             const uint32_t j = even ? thread / SEGMENTS + c * (THREADS / SEGMENTS) : copy / SEGMENTS;
             const uint32_t segment = even ? thread % SEGMENTS : copy % SEGMENTS;
             const uint32_t row = min(base + j, base + j - size);  // with unsigned wraparound, the smaller is in range

@@ -12,10 +12,10 @@ use crate::kernels::constants::{
 };
 use crate::kernels::launch::{Arguments, Launch, LaunchShape, dtype_suffix, max_shared_bytes, module, multiprocessors};
 
-/// The maximum number of blocks that share the keys of one query tile.
+/// The maximum number of blocks that share the keys of one row tile.
 const MAX_SPLITS: usize = 64;
 
-/// The keys of a query tile are not split if the sliding window has at most this many keys.
+/// The keys of a row tile are not split across blocks if the sliding window has at most this many keys.
 const MAX_UNSPLIT_WINDOW: usize = 256;
 
 /// The kernel and launch shape for queries `[tokens, heads, head_dim]` and a KV cache
@@ -42,15 +42,15 @@ pub struct FlashTensors<'t> {
     pub v: &'t Tensor,
     /// The sinks: f32 `[heads]`.
     pub sinks: Option<&'t Tensor>,
-    /// The positions of the queries: u32 `[tokens]`. The kernel reads only the first element.
-    /// It must not exceed [`AttentionMask::position`].
+    /// The positions of the queries: u32 `[tokens]`. The kernel reads only the first element,
+    /// which must not exceed [`AttentionMask::position`].
     pub positions: &'t Tensor,
     /// The output: `[tokens, heads, head_dim]` in the dtype of `q`.
     pub out: &'t Tensor,
     /// Scratch memory for partial results: at least [`FlashAttention::partials`] elements, f32.
     pub partials: &'t Tensor,
     /// Counters of finished splits: at least [`FlashAttention::arrivals`] elements, u32.
-    /// They are zero before and after each launch.
+    /// All counters are zero before and after each launch.
     pub arrivals: &'t Tensor,
 }
 
@@ -60,7 +60,7 @@ pub enum EarlyReads {
     /// Nothing.
     None,
     /// The first element of `positions`, and the keys and values of earlier positions.
-    /// They must have been written before the previous kernel starts.
+    /// All of this data must have been written before the previous kernel starts.
     EarlierPositions,
 }
 
@@ -89,7 +89,7 @@ impl FlashAttention {
             medium
         };
         let row_tiles = rows.div_ceil(tile.rows);
-        // A few row tiles would leave multiprocessors idle. Several blocks then share the keys of one row tile.
+        // If there are too few row tiles to fill the GPU, several blocks share the keys of each row tile.
         let splits = match tile.rows {
             _ if mask.window.is_some_and(|window| window <= MAX_UNSPLIT_WINDOW) => 1,
             FLASH_FEW_ROWS => multiprocessors / (kv_heads * row_tiles),
@@ -163,7 +163,7 @@ impl FlashAttention {
         let partials = &unsafe { Tensor::empty(self.partials.max(1), DType::F32, q.device())? };
         let arrivals = &Tensor::zeros(self.arrivals.max(1), DType::U32, q.device())?;
         let tensors = FlashTensors { q, k, v, sinks, positions, out, partials, arrivals };
-        // SAFETY: `launch` checks shapes and dtypes. The kernel wraps positions modulo the number of rows.
+        // SAFETY: `launch` checks shapes and dtypes. The kernel wraps positions modulo the number of cache rows.
         unsafe { self.launch(&tensors, EarlyReads::None)?.enqueue(device) }
     }
 }

@@ -29,7 +29,7 @@ __device__ __forceinline__ void block_argmax(Argmax own, Argmax* warps, Argmax* 
 }
 
 // Computes the logits of this warp's units. Returns their argmax in lane 0.
-// Each unit is two rows of the weight. `scale` is the factor of all dot products.
+// Each unit is two rows of the weight. All dot products are multiplied by `scale`.
 template <typename Stream, typename Input>
 __device__ __forceinline__ Argmax warp_logits(Stream& stream, const Input& input, float scale, float softcap,
                                               float* logits, int vocab) {

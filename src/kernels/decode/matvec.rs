@@ -40,7 +40,7 @@ pub(super) fn matvec_shape(buffers: &StepBuffers, units: usize, weight: &Matrix)
 /// Returns the launch shape for a kernel with `inputs` input vectors and `units` units of work.
 ///
 /// Each warp processes one unit at a time. The grid has at most one block per multiprocessor.
-/// A block has at least 4 warps. It has more if there are more than 4 units per multiprocessor.
+/// A block has one warp per unit of its multiprocessor, but at least 4 warps and at most the kernel's maximum.
 pub(super) fn matvec_shape_for(buffers: &StepBuffers, units: usize, weight: &Matrix, inputs: usize) -> LaunchShape {
     let max_warps = if matches!(weight, Matrix::Dense(_)) { DECODE_MAX_WARPS } else { QUANTIZED_WARPS };
     let warps = units.div_ceil(buffers.multiprocessors).clamp(4, max_warps);
@@ -48,7 +48,7 @@ pub(super) fn matvec_shape_for(buffers: &StepBuffers, units: usize, weight: &Mat
     LaunchShape::linear(blocks, 32 * warps).with_shared_bytes(input_bytes(weight, inputs))
 }
 
-/// Returns the name of the dense or quantized variant of the kernel `name`.
+/// Returns the name of the variant of kernel `name` for `weight`: `decode_{name}` or `quantized_{name}`.
 pub(super) fn matvec_kernel(weight: &Matrix, name: &str) -> String {
     match weight {
         Matrix::Dense(_) => format!("decode_{name}"),

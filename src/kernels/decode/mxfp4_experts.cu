@@ -50,7 +50,7 @@ template <int STEP, int DEPTH> struct TileStream {
     uint32_t exponents[DEPTH];
     const int first, groups;
 
-    // Loads into slot d the group that is i · STEP groups after the oldest group in flight.
+    // Loads slot d with the group that is i · STEP groups after the oldest group in flight.
     __device__ __forceinline__ void load(int d, int i) {
         weights[d] = load_stream_16(blocks + i * STEP * MXFP4_TILE_BYTES);
         exponents[d] = load_stream_4(scales + i * STEP * MXFP4_TILE_SCALE_BYTES);

@@ -5,7 +5,7 @@
 // The sampler on the host (engine/sampler.rs) applies the same rules in the same order.
 // It chooses the same tokens, with these exceptions:
 // - At the limit of top-k or top-p, this kernel keeps all tokens with equal logits.
-//   The host keeps those with the lowest ids, as many as the limit allows.
+//   The host keeps only the lowest ids among them, up to the limit.
 // - This kernel computes probabilities in f32 and truncates them to multiples of 2^-40 of the largest.
 //   The host uses f64. A token below 2^-40 of the largest is therefore never chosen here.
 //   Tokens at the limits of top-p and min-p or next to the random draw can differ.

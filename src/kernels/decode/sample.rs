@@ -25,7 +25,7 @@ pub struct SamplingKernelParams {
     pub frequency_penalty: f32,
     pub presence_penalty: f32,
     pub seed: u64,
-    /// The number of random draws before the first step. The next random number depends on it.
+    /// The number of random draws before the first step. Random numbers depend only on the seed and the draw's number.
     pub sampled_before: u32,
 }
 

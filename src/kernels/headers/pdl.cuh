@@ -3,13 +3,13 @@
 // It first loads data that no kernel writes, such as weights, and then waits for the results of earlier kernels.
 //
 // On older GPUs, and in launches without the attribute, the kernels of a stream do not overlap.
-// These functions then do nothing.
+// pdl_wait() and pdl_launch_dependents() then have no effect.
 //
 // A kernel that calls pdl_launch_dependents() calls it after its own pdl_wait().
-// If a kernel never calls it, the next kernel starts when all blocks have ended.
+// After a kernel that never calls it, the next kernel starts when all blocks of that kernel have ended.
 // When a kernel starts, all earlier kernels except the previous one have therefore ended.
 //
-// decode_greedy and decode_sample do not call it, because they end a step.
+// decode_greedy and decode_sample never call pdl_launch_dependents(), because they end a step.
 // Only quantized_next can follow them in the step, and it loads nothing before its wait.
 #pragma once
 

@@ -40,7 +40,7 @@ pub enum Arg {
 }
 
 impl Arg {
-    /// Returns the address of the tensor.
+    /// Creates an argument from the address of a tensor.
     pub fn tensor(tensor: &Tensor) -> Result<Self> {
         Ok(Arg::Address(address(tensor)?))
     }
@@ -65,7 +65,7 @@ pub struct Arguments {
     memory: Memory,
 }
 
-/// Memory whose addresses are arguments of a launch. A recorded launch keeps it alive.
+/// Memory whose addresses are arguments of a launch. A recorded launch keeps this memory alive.
 #[derive(Clone, Default)]
 pub(super) struct Memory {
     tensors: Vec<Tensor>,
@@ -95,7 +95,7 @@ impl Arguments {
         }
     }
 
-    /// Adds an address. The caller must keep its memory alive.
+    /// Adds a device address. The caller must keep the memory at this address alive.
     pub fn address(mut self, address: CUdeviceptr) -> Self {
         self.args.push(Arg::Address(address));
         self
@@ -118,7 +118,7 @@ impl Arguments {
         self
     }
 
-    /// Adds a size as an i32, the type of integer parameters in kernels. If it does not fit, the launch fails.
+    /// Adds a size as an i32, the type of integer parameters in kernels. If the size does not fit, the launch fails.
     pub fn int(mut self, value: usize) -> Self {
         match i32::try_from(value) {
             Ok(value) => self.args.push(Arg::Int(value)),

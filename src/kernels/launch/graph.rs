@@ -7,7 +7,7 @@ use candle_core::{Result, bail};
 use super::arguments::Memory;
 use super::list::LaunchList;
 
-/// Captured launches.
+/// A CUDA graph of captured launches.
 pub struct LaunchGraph {
     graph: CudaGraph,
     /// Keeps the memory of the launches alive.

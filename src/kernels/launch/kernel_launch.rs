@@ -12,10 +12,10 @@ use super::module::Module;
 /// The default limit of 48 KiB includes static shared memory, for which 16 KiB are reserved here.
 const DEFAULT_SHARED_BYTES: usize = 32 << 10;
 
-/// The maximum grid size in y and in z on every GPU. In x, it is 2^31 - 1.
+/// The maximum grid size in y and in z on every GPU. The maximum in x is 2^31 - 1.
 const MAX_GRID_YZ: usize = 65_535;
 
-/// The size of one launch.
+/// The grid size, block size and dynamic shared memory of one launch.
 #[derive(Clone, Copy, Debug)]
 pub struct LaunchShape {
     /// Blocks in x, y and z.

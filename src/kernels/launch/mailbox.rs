@@ -63,7 +63,7 @@ impl Mailbox {
 
 impl Drop for Mailbox {
     fn drop(&mut self) {
-        // After a failed synchronization, a queued kernel may still write to the slots, so they are leaked.
+        // After a failed synchronization, a queued kernel may still write to the slots, so the slots are leaked.
         if self.device.cuda_stream().synchronize().is_ok() {
             // SAFETY: allocated by `malloc_host`, freed once, and no kernel is running that could write to the slots.
             let _ = unsafe { result::free_host(self.slots.as_ptr().cast()) };

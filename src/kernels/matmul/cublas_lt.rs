@@ -19,11 +19,11 @@ pub enum EightBitType {
     Fp8,
 }
 
-/// The size of cuBLASLt's workspace in bytes. NVIDIA recommends it for Hopper (see `cublasSetWorkspace`).
+/// The size of cuBLASLt's workspace in bytes. NVIDIA recommends this size for Hopper (see `cublasSetWorkspace`).
 const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Returns x·wᵀ `[tokens, rows]` in a tensor of dtype F32.
-/// For [`EightBitType::Int8`], its elements are i32 bit patterns.
+/// For [`EightBitType::Int8`], the elements of the result are i32 bit patterns.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` are U8 tensors whose bytes are elements of type `kind`.
 /// `tokens` and `columns` are multiples of 16.

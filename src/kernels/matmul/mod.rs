@@ -35,13 +35,13 @@ fn cublas(device: &CudaDevice, x: &Tensor, w: &Tensor) -> Result<Tensor> {
     Ok(out)
 }
 
-/// Writes x·wᵀ to the first `rows` columns of the f32 matrix `[tokens, stride]` at address `out`.
+/// Writes x·wᵀ, f32 `[tokens, rows]`, to address `out`. Consecutive rows of the result are `stride` elements apart.
 ///
 /// x `[tokens, columns]` and w `[rows, columns]` have the same dtype.
 ///
 /// # Safety
-/// `out` must be the address of a column in row 0 of a `[tokens, stride]` matrix in device memory.
-/// That column and the next `rows` - 1 columns must be within the row.
+/// `out` must be the address of an element in row 0 of an f32 matrix `[tokens, stride]` in device memory.
+/// At least `rows` - 1 elements must follow this element in row 0.
 #[cfg(feature = "cuda")]
 pub unsafe fn gemm(device: &CudaDevice, x: &Tensor, w: &Tensor, out: u64, stride: usize) -> Result<()> {
     use candle_core::cuda_backend::WrapErr;

@@ -10,7 +10,7 @@
 //     (row g, block 2j), (row g + 8, block 2j), (row g, block 2j + 1), (row g + 8, block 2j + 1)
 //   scales: [experts][ceil(rows / 16)][ceil(columns / 64)][g][4 bytes]
 //     The four bytes are the scales of the same four blocks.
-//   A word holds the values 8t .. 8t + 7 of a block: even values in the low half, odd values in the high half.
+//   A word holds the values 8t .. 8t + 7 of a block: even columns in the low half, odd columns in the high half.
 //   In each half, the four values have their magnitudes in bits 11..9, 8..6, 5..3 and 2..0.
 //   Their signs are in bits 15, 14, 13 and 12.
 // A lane's 16 bytes are its A fragments for four MMAs with K = 16, so weights never move between lanes.
@@ -620,8 +620,8 @@ __device__ __forceinline__ void multiply_tile(const Ring<S>& ring, Position<S::S
     consume<S, T, N, GATE_UP>(ring, position, w, o, tile);
 }
 
-// Three warpgroups multiply. The fourth one copies data ahead of them, including data of the next tile.
-// It uses bulk copies, which access memory through the same proxy as wgmma.
+// Three warpgroups multiply. The fourth copies data for later steps, including data of the next tile.
+// The fourth uses bulk copies, which access memory through the same proxy as wgmma.
 // With cp.async, each stage would need a fence that waits for all copies.
 //   grid: any number of blocks; one block fits on a multiprocessor
 //   block: EXPERT_WGMMA_THREADS

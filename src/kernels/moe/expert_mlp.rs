@@ -39,8 +39,8 @@ impl Mxfp4Tiles {
     ///
     /// The blocks are u8 `[experts, rows, columns / 32, 16]`, and the scales are u8 `[experts, rows, columns / 32]`.
     ///
-    /// Returns `None` if a scale exceeds 2 or is NaN. The tensor-core kernels do not support such scales.
-    /// No known checkpoint has such scales.
+    /// Returns `None` if a scale exceeds 2 or is NaN, which the tensor-core kernels do not support.
+    /// No known checkpoint contains such a scale.
     pub fn repack(blocks: &Tensor, scales: &Tensor, order: RowOrder) -> Result<Option<Self>> {
         let (experts, rows, columns) = mxfp4_dims(blocks, scales)?;
         let Device::Cuda(device) = blocks.device() else { return unsupported("Mxfp4Tiles::repack", blocks) };
@@ -95,7 +95,7 @@ pub struct ExpertLinear<'t> {
 /// Returns Σ routing weight · down(clamped_swiglu(gate_up(x))) over each token's chosen experts.
 ///
 /// - x: f32 `[tokens, hidden]`; the first kernel rounds it to the dtype of the biases, which is bf16 or f16
-/// - ids: u32 `[tokens, chosen]`, each less than `experts` (not checked)
+/// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than `experts`
 /// - routing_weights: f32 `[tokens, chosen]`
 /// - gate_up: `[experts, 2 * intermediate, hidden]` in paired tiles
 /// - down: `[experts, hidden, intermediate]` in plain tiles

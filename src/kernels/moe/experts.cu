@@ -1,5 +1,5 @@
 // Matrix products of routed experts: out[p] = W[ids[p]] · x[p / pairs_per_x] + bias[ids[p]] for each pair p.
-//   blocks: u8 [experts, rows, columns / 32, 16], the values of MXFP4 weights; the low half of a byte is the even value
+//   blocks: u8 [experts, rows, columns / 32, 16], MXFP4 values; the low half of a byte is the even column
 //   scales: u8 [experts, rows, columns / 32], the scales of MXFP4 weights; byte s is 2^(s - 127), or NaN if s is 255
 //   weights: T [experts, rows, columns], instead of blocks and scales
 //   bias: T [experts, rows] or null

@@ -21,10 +21,10 @@ use crate::kernels::quantized::QuantizedMatrix;
 use crate::kernels::quantized::{InputRounding, quantized_ops};
 use crate::kernels::{bytes, elements, to_f32, unsupported};
 
-/// The maximum number of (token, expert) pairs in one call, which is the maximum size of a grid in y.
+/// The maximum number of (token, expert) pairs in one call. The limit is the maximum grid size in y.
 pub const MAX_PAIRS: usize = 65_535;
 
-/// With at least this many pairs, each expert's weights are read once per tile of pairs instead of once per pair.
+/// The number of pairs from which each expert's weights are read once per tile of pairs instead of once per pair.
 #[cfg(feature = "cuda")]
 const GEMM_FROM_PAIRS: usize = 64;
 
@@ -80,7 +80,7 @@ impl ExpertWeights {
 /// Returns `out[t, n] = weights[ids[t, n]] · x + bias[ids[t, n]]`, where x is `x[t]` or `x[t, n]`.
 ///
 /// - x: `[tokens, columns]`, shared by a token's experts, or `[tokens, chosen, columns]`
-/// - ids: u32 `[tokens, chosen]`, each less than `experts` (not checked on a GPU)
+/// - ids: u32 `[tokens, chosen]`; the caller guarantees that each id is less than `experts`
 /// - bias: `[experts, rows]` in x's dtype
 /// - out: `[tokens, chosen, rows]` in x's dtype
 pub fn expert_matmul(x: &Tensor, weights: &ExpertWeights, bias: Option<&Tensor>, ids: &Tensor) -> Result<Tensor> {
@@ -184,7 +184,7 @@ mod cuda {
     ) -> Result<Tensor> {
         let (rows, columns) = (matrix.dims().0 / experts, matrix.dims().1);
         // Dequantizing writes and reads all experts in the compute dtype.
-        // It is therefore used only with several pairs per expert.
+        // It therefore pays off only with several pairs per expert.
         if ids.elem_count() < GEMM_FROM_PAIRS.max(4 * experts) || x.dtype() == DType::F32 {
             return quantized_ops::expert_matvec(device, matrix, rows, x, ids, pairs_per_x);
         }

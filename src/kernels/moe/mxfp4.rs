@@ -1,7 +1,7 @@
 //! The MXFP4 format (OCP Microscaling Formats 1.0): 32 E2M1 values share one E8M0 scale.
 //!
 //! Blocks are `[experts, rows, columns / 32, 16]`, as in openai/gpt-oss-20b.
-//! The low half of each byte holds the even value.
+//! The low half of each byte is the value of an even column, and the high half is the value of the next column.
 //! Scales are `[experts, rows, columns / 32]`. A scale is 2^(byte - 127).
 
 use candle_core::{DType, Result, Tensor, bail};

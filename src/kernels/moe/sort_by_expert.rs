@@ -14,7 +14,7 @@ pub(super) struct SortedPairs {
     pub offsets: Tensor,
 }
 
-/// Sorts the pairs of `ids`, u32 `[tokens, chosen]`. Every id must be less than `experts`, which is not checked.
+/// Sorts the pairs of `ids`, u32 `[tokens, chosen]`. The caller guarantees that every id is less than `experts`.
 pub(super) fn sort_by_expert(device: &CudaDevice, ids: &Tensor, experts: usize) -> Result<SortedPairs> {
     if experts > MAX_EXPERTS {
         bail!("sort_by_expert: {experts} experts exceed the limit of {MAX_EXPERTS}");

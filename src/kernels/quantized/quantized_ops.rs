@@ -2,7 +2,7 @@
 //!
 //! On a GPU, products with few tokens read the quantized weights directly (`quantized_matvec`).
 //! Products with many tokens run on tensor cores.
-//! They use 8-bit arithmetic if the weights and the rounded input are 8-bit and the GPU supports the type.
+//! These products use 8-bit arithmetic if the weights and the rounded input are 8-bit and the GPU supports the type.
 //! Otherwise, the weights are dequantized first.
 
 #[cfg(feature = "cuda")]
@@ -95,7 +95,7 @@ impl QuantizedMatrix {
 
     /// Looks up the rows `ids` and multiplies them by `scale`. Returns f32 `[tokens, columns]`.
     ///
-    /// `ids` are u32 `[tokens]`. Every id must be a valid row index. This is not checked on a GPU.
+    /// `ids` are u32 `[tokens]`. On a GPU, the caller guarantees that every id is a valid row index.
     pub fn embed(&self, ids: &Tensor, scale: f32) -> Result<Tensor> {
         match self.device() {
             Device::Cpu => {
@@ -230,12 +230,12 @@ fn matvec(device: &CudaDevice, part: &QuantizedMatrix, x: &Tensor, output: Outpu
     unsafe { Launch::new(module!("quantized_ops"), kernel, shape, arguments).enqueue(device) }
 }
 
-/// Multiplies each row of `x` by the weights of its chosen experts, which are in `ids`.
+/// Multiplies `x` by the weights of each token's chosen experts. `ids` lists the chosen experts.
 /// Returns the products as `[tokens, chosen, rows]` in the dtype of `x`.
 ///
 /// `experts` is `[number of experts * rows, columns]`. `ids` are u32 `[tokens, chosen]`.
 /// If `pairs_per_x` is `chosen`, `x` is `[tokens, columns]`. If it is 1, `x` is `[tokens, chosen, columns]`.
-/// Every id must be the id of an expert. This is not checked.
+/// The caller guarantees that every id is less than the number of experts.
 #[cfg(feature = "cuda")]
 pub fn expert_matvec(
     device: &CudaDevice,

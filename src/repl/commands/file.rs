@@ -36,7 +36,7 @@ pub fn run(path: &str, session: &mut Session) -> Result<String, String> {
 
 /// Reads a text file and rejects it if it is too large for the context.
 ///
-/// Checks the size in bytes, because tokenizing a huge file would take minutes.
+/// Checks the size in bytes instead of tokens, because tokenizing a huge file would take minutes.
 fn read(path: &str, context: usize) -> Result<String, String> {
     let path = paths::expand_home(path);
     let metadata = std::fs::metadata(&path).map_err(|error| error.to_string())?;

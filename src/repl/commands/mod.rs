@@ -131,7 +131,7 @@ pub fn arguments(command: &str) -> Vec<String> {
     words.into_iter().map(str::to_string).collect()
 }
 
-/// Runs `line` if it is a command.
+/// Runs `line` if it is a slash command. Otherwise, returns [`Outcome::NotACommand`].
 pub fn run(line: &str, session: &mut Session) -> Outcome {
     let line = line.trim();
     let (name, arguments) = line.split_once(char::is_whitespace).unwrap_or((line, ""));
@@ -238,7 +238,7 @@ fn save(name: &str, session: &mut Session) -> Result<String, String> {
         };
     }
     if matches!(session.recording, Recording::FromFirstAnswer) {
-        // Saving an earlier answer may have failed. Try again, or report the error.
+        // Creating the journal may have failed after an earlier answer. Try again, or report the error.
         session.record(Change::Messages).map_err(message)?;
     }
     match &mut session.recording {

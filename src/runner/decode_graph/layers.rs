@@ -30,7 +30,7 @@ enum Slot {
     Attended,
     /// The partial results of attention over parts of the cache.
     Partials,
-    /// The counters of the thread blocks that finished their part of the cache.
+    /// Counters of the thread blocks that have finished their part of the cache.
     Arrivals,
     /// The input of the down projection.
     Intermediate,
@@ -42,7 +42,7 @@ enum Slot {
     RouterLogits,
 }
 
-/// Buffers between kernels. Layers with the same shapes share them.
+/// The buffers between kernels. Layers with the same shapes share buffers.
 #[derive(Default)]
 pub(super) struct Scratch {
     tensors: HashMap<(Slot, Vec<usize>, DType), Tensor>,

@@ -1,6 +1,6 @@
 //! The decode step as a CUDA graph.
 //!
-//! Planning turns the decoder's layers into a fixed list of launches of fused kernels on static buffers.
+//! [`DecodeGraph::plan`] turns the decoder's layers into a fixed list of fused kernel launches on static buffers.
 //! It then captures the list as a graph.
 //!
 //! Each token costs the host one graph launch. The token stays on the device as the input of the next step.
@@ -125,7 +125,7 @@ impl DecodeGraph {
         })))
     }
 
-    /// Starts at `position` with `token` as the input of the first step.
+    /// Starts decoding at `position` with `token` as the input of the first step.
     ///
     /// Without `sampling`, every step chooses the most likely token.
     pub fn start(&mut self, position: usize, token: u32, sampling: Option<DeviceSampling>) -> Result<()> {
@@ -145,8 +145,8 @@ impl DecodeGraph {
         Ok(())
     }
 
-    /// Starts after `tokens` cached tokens.
-    /// Chooses the first new token from the last token's `logits`, f32 `[1, vocab]`.
+    /// Starts decoding after `tokens` cached tokens.
+    /// The first new token is chosen from `logits`, f32 `[1, vocab]`, the logits of the last cached token.
     pub fn start_from(&mut self, tokens: usize, logits: &Tensor, sampling: Option<DeviceSampling>) -> Result<()> {
         let logits = logits.flatten_all()?;
         let (vocab_size, context) = (self.buffers.logits.dims1()?, self.context);
@@ -192,7 +192,7 @@ impl DecodeGraph {
         }
     }
 
-    /// Waits for the next token. First queues up to `AHEAD` steps after it, but none beyond `limit`.
+    /// Waits for the next token. First queues its step and up to `AHEAD` later steps, but none beyond `limit`.
     ///
     /// `limit` is the maximum number of tokens still to generate, including this one.
     /// Steps beyond the context are never queued.
@@ -250,7 +250,7 @@ impl DecodeGraph {
             }
             std::hint::spin_loop();
             polls += 1;
-            // A device that failed or ran out of work sends no more words. Queries are slow, so they are rare.
+            // A device that failed or ran out of work sends no more words. Check rarely, because each check is slow.
             if polls.is_multiple_of(1 << 20) && is_idle(&self.device).context("a decode step failed on the GPU")? {
                 let word = self.mailbox.take(slot);
                 if word == 0 {
@@ -306,7 +306,7 @@ impl DecodeGraph {
     }
 }
 
-/// One way to choose the token of a step: greedy or by sampling.
+/// The launches that choose the token of a step, either greedily or by sampling.
 struct StepTail {
     /// The launches after the logits.
     launches: LaunchList,

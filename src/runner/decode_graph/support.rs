@@ -1,4 +1,4 @@
-//! Which decoders the decode graph supports.
+//! Checks whether the decode graph supports a decoder.
 
 use anyhow::Result;
 use candle_core::DType;

@@ -6,7 +6,7 @@ use syntect::parsing::{ParseState, Scope, ScopeStack, SyntaxSet};
 
 use super::super::styled_text::{Span, Style, StyledLine};
 
-/// The grammars. They are unpacked on first use, which takes about 10 ms.
+/// The grammars of all supported languages. Unpacking them on first use takes about 10 ms.
 static SYNTAXES: LazyLock<SyntaxSet> = LazyLock::new(SyntaxSet::load_defaults_newlines);
 
 /// The style of each scope. The innermost scope that is in this list wins.

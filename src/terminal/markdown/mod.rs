@@ -16,7 +16,7 @@ use code::Highlighter;
 
 /// The maximum length of an open block in bytes. A longer block is finished early.
 ///
-/// The open block is parsed again after each new line, and this must stay faster than generation.
+/// The open block is parsed again after each new line, and parsing must stay faster than generation.
 const MAX_BLOCK_BYTES: usize = 16 * 1024;
 
 /// The minimum time between two highlights of an open line of code. One highlight takes 0.25 ms.
@@ -32,7 +32,7 @@ pub struct Markdown {
     code: Option<OpenCode>,
     /// `Some` if the open block is a list whose first items are finished. Numbered lists store the next number.
     list: Option<Option<u64>>,
-    /// Whether any block is finished. If so, the next one needs a blank line before it.
+    /// Whether any block is finished. If so, the next block needs a blank line before it.
     has_content: bool,
 }
 
@@ -116,7 +116,7 @@ impl Markdown {
         self.finish_blocks(finished);
     }
 
-    /// Finishes all open blocks except the last one. If that is a list, finishes all items except the last one.
+    /// Finishes all open blocks except the last block. If that block is a list, also finishes all but its last item.
     fn finish_blocks(&mut self, finished: &mut Vec<StyledLine>) {
         let blocks = top_level_blocks(&self.open);
         let mut taken = 0;
@@ -167,7 +167,7 @@ impl Markdown {
         self.open.clear();
     }
 
-    /// Lays out the open block or a part of it. Adds a blank line before it if needed.
+    /// Lays out `source`, the open block or a part of it. Adds a blank line before the block if needed.
     fn lay_out(&self, source: &str) -> Vec<StyledLine> {
         let mut lines = layout::layout(source, self.columns, self.list.flatten());
         if !lines.is_empty() && self.has_content && self.list.is_none() {

@@ -111,7 +111,7 @@ fn merges(vocabulary: &Vocabulary, ids: &HashMap<&str, u32>) -> Result<Merges> {
 
 /// Returns whether the pre-tokenizer keeps any control token as one word.
 ///
-/// If so, whole words must not be looked up in the vocabulary, because text could become a control token.
+/// In that case, looking up whole words in the vocabulary could turn ordinary text into a control token.
 fn words_make_controls(vocabulary: &Vocabulary, pre_tokenizer: &PreTokenizerWrapper) -> Result<bool> {
     for (id, token) in vocabulary.tokens.iter().enumerate() {
         if vocabulary.token_type(id) != TokenType::Control || token.is_empty() {

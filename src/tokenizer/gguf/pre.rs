@@ -13,7 +13,7 @@ pub struct PreTokenizerSpec {
     pub patterns: &'static [&'static str],
     /// Whether a word that is in the vocabulary becomes a single token, without applying merges.
     pub ignore_merges: bool,
-    /// Whether encoding adds BOS before the text, unless the file overrides this.
+    /// Whether encoding adds BOS before the text by default. The file can override the default.
     pub add_bos: bool,
     /// Whether the model's tokenizer.json normalizes text to NFC. llama.cpp does not.
     pub nfc: bool,

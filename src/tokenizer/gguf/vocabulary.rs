@@ -38,7 +38,7 @@ pub struct Vocabulary<'v> {
     pub add_space_prefix: Option<bool>,
 }
 
-/// The special token ids, all validated. If the file omits an id, llama.cpp's default applies.
+/// The validated special token ids. If the file omits an id, llama.cpp's default applies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SpecialIds {
     pub bos: Option<u32>,
@@ -65,7 +65,7 @@ pub enum TokenType {
     Byte,
 }
 
-/// Tokens that end a generation, except `<|end|>` in gpt-oss. Most files name only one of them in their metadata.
+/// Tokens that end a generation, except `<|end|>` in gpt-oss. The metadata of most files names only one such token.
 const STOPS: &[&str] = &[
     "<|eot_id|>",
     "<|eom_id|>",

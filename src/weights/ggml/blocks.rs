@@ -3,7 +3,7 @@
 //! In the layouts, `d` is the scale of a block, `m` is its minimum, and `dmin` is the scale of its minimums (mins).
 //! A quantized integer is named `q`.
 //!
-//! A byte of nibbles has one element from each half of a group. A byte of bit pairs has one from each quarter.
+//! A byte of nibbles has one element from each half of a group. A byte of 2-bit integers has one from each quarter.
 //! Adjacent elements are therefore in adjacent bytes.
 
 use half::f16;
@@ -138,18 +138,18 @@ pub fn q3_k_scale(scales: &[u8], s: usize) -> u8 {
     (scales[s % 8] >> (4 * (s / 8))) & 15 | ((scales[8 + s % 4] >> (2 * (s / 4))) & 3) << 4
 }
 
-/// Returns nibble `i`. The low nibbles hold the first half, and the high nibbles hold the second half.
+/// Returns nibble `i`. The low nibbles of `bytes` are the first half, and the high nibbles are the second half.
 fn nibble(bytes: &[u8], i: usize) -> u8 {
     if i < bytes.len() { bytes[i] & 15 } else { bytes[i - bytes.len()] >> 4 }
 }
 
-/// Returns 2-bit value `i` of 256. Each run of 32 bytes holds 128 of them.
-/// The lowest two bits of these bytes hold the first 32 values, the next two bits hold the next 32, and so on.
+/// Returns 2-bit value `i` of 256. Each run of 32 bytes holds 128 values.
+/// The lowest two bits of the 32 bytes hold the first 32 values, the next two bits hold the next 32, and so on.
 fn two_bits(bytes: &[u8], i: usize) -> u8 {
     bytes[32 * (i / 128) + i % 32] >> (2 * (i % 128 / 32)) & 3
 }
 
-/// Returns bit `i`.
+/// Returns bit `i` of `bytes`, as 0 or 1. Bit 0 is the lowest bit of the first byte.
 pub fn bit(bytes: &[u8], i: usize) -> u8 {
     bytes[i / 8] >> (i % 8) & 1
 }

@@ -58,7 +58,7 @@ pub fn split_group(ggml_type: GgmlType, bytes: &[u8], group: usize, scales: &mut
     q
 }
 
-/// Sets bits in each integer.
+/// ORs `bits(i)` into integer `i` of `q`.
 fn set(q: &mut [u8; 32], bits: impl Fn(usize) -> u8) {
     q.iter_mut().enumerate().for_each(|(i, q)| *q |= bits(i));
 }

@@ -117,7 +117,7 @@ const LAYOUTS: &[ArchitectureLayout] = &[
     },
 ];
 
-/// Returns the layout of an architecture. Fails with [`Error::UnsupportedArchitecture`] if it is unknown.
+/// Returns the layout of the architecture `name`. Fails with [`Error::UnsupportedArchitecture`] if there is none.
 pub fn find(name: &str) -> Result<&'static ArchitectureLayout> {
     LAYOUTS.iter().find(|layout| layout.name == name).ok_or_else(|| {
         let supported = LAYOUTS.iter().map(|layout| layout.name).collect::<Vec<_>>().join(", ");

@@ -118,7 +118,7 @@ impl GgufCheckpoint {
     }
 
     /// Returns the quantization of the file, such as `Q4_K_M`.
-    /// If the metadata does not specify a known one, returns the type with the most bytes.
+    /// If the metadata does not specify a known quantization, returns the tensor type with the most bytes.
     pub fn quantization(&self) -> Option<String> {
         let file_type = self.metadata().u32("general.file_type").ok().flatten();
         if let Some((_, name)) = file_type.and_then(|id| FILE_TYPES.iter().find(|(known, _)| *known == id)) {
@@ -168,7 +168,7 @@ impl GgufCheckpoint {
         Some(ReadRequest { name: name.to_string(), ranges: vec![range], retention })
     }
 
-    /// Returns the table entry of a tensor. Fails if the tensor is missing.
+    /// Returns the entry of a tensor in the tensor table. Fails if the tensor is missing.
     pub(super) fn required(&self, name: &str) -> Result<&GgufTensorInfo> {
         self.tensors.get(name).with_context(|| {
             let files: Vec<_> = self.files().map(|file| file.display().to_string()).collect();

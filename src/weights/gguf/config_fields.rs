@@ -7,7 +7,7 @@ use super::keys::ArchitectureKeys;
 use super::tensor_names::LayerTensorName;
 use crate::weights::ggml::GgmlType;
 
-/// Adds nothing.
+/// Adds no fields, for an architecture that needs none.
 pub fn none(_: &ArchitectureKeys, _: &mut Map<String, Value>) -> Result<()> {
     Ok(())
 }
@@ -49,7 +49,7 @@ pub fn qwen3_moe(keys: &ArchitectureKeys, fields: &mut Map<String, Value>) -> Re
     let layers: Vec<usize> = (0..keys.file.block_count()?).filter(dense).collect();
     fields.insert("mlp_only_layers".into(), layers.into());
     fields.insert("moe_intermediate_size".into(), keys.required_size("expert_feed_forward_length")?.into());
-    // Without the key, normalize the weights of the chosen experts. llama.cpp always does.
+    // If the key is missing, normalize the weights of the chosen experts, as llama.cpp always does.
     let normalized = keys.file.metadata().bool(&keys.key("expert_weights_norm"))?;
     fields.insert("norm_topk_prob".into(), normalized.unwrap_or(true).into());
     Ok(())

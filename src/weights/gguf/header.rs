@@ -1,5 +1,5 @@
 //! The header of a GGUF file: magic bytes, version, counts, metadata and tensor table.
-//! Every number is checked against the file's size before it is used.
+//! Every count, length and offset is checked against a limit or the file size before it is used.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry as Slot;
@@ -32,7 +32,7 @@ pub struct GgufTensorInfo {
     pub bytes: usize,
     /// The index of the part that contains the tensor.
     pub(super) part: usize,
-    /// The offset in that part, in bytes.
+    /// The offset of the tensor in the file of that part, in bytes.
     pub(super) start: usize,
 }
 
@@ -77,7 +77,7 @@ impl Header {
         Ok(Self { version, values, tensors })
     }
 
-    /// Returns the metadata. `bytes` must be the same bytes that were parsed.
+    /// Returns the metadata. `bytes` must be the bytes that the header was parsed from.
     pub fn metadata<'c>(&'c self, bytes: &'c [u8]) -> Metadata<'c> {
         Metadata::new(bytes, &self.values)
     }

@@ -135,7 +135,8 @@ impl<'c> ArchitectureKeys<'c> {
         }
         let factor = self.float("rope.scaling.factor")?;
         Ok(match self.string("rope.scaling.type")? {
-            // Files from 2023 use `rope.scale_linear` instead. It is ignored because some converters inverted it.
+            // Files from 2023 use `rope.scale_linear` instead.
+            // That key is ignored, because some converters inverted its value.
             None | Some("none") => factor.map(|factor| json!({"rope_type": "linear", "factor": factor})),
             Some("linear") => Some(json!({"rope_type": "linear", "factor": factor.unwrap_or(1.0)})),
             Some("yarn") => Some(json!({

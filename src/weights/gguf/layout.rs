@@ -19,7 +19,7 @@ pub struct ArchitectureLayout {
     pub model_type: &'static str,
     /// Whether the rows of q and k are interleaved. If so, the two rows of each RoPE pair are adjacent.
     pub permuted: bool,
-    /// Whether norms are stored as w + 1.
+    /// Whether the file stores each norm weight as the Hugging Face value plus 1.
     pub norms_plus_one: bool,
     /// Whether the Hugging Face checkpoint stores matrices transposed, as in the `Conv1D` layers of GPT-2.
     pub transposed: bool,

@@ -14,11 +14,11 @@ pub const MAX_NAME_BYTES: usize = 64;
 pub const MAX_ARRAY_VALUES: u64 = 1 << 22;
 /// The maximum number of dimensions that the format allows.
 pub const MAX_DIMENSIONS: u32 = 4;
-/// The maximum size of a header, in bytes. A header with a vocabulary of 260,000 tokens has about 16 MB.
+/// The maximum size of a header, in bytes. A header with a vocabulary of 260,000 tokens takes about 16 MB.
 pub const MAX_HEADER_BYTES: u64 = 64 << 20;
 /// The maximum total size of the headers of a split model, in bytes. Only the first part's header has a vocabulary.
 pub const MAX_SPLIT_HEADER_BYTES: u64 = 256 << 20;
-/// The maximum head dimension. The kernels support up to 256.
+/// The maximum number of rotated dims per head for which RoPE factors are read. The kernels support up to 256.
 pub const MAX_HEAD_DIM: u64 = 1024;
 /// The maximum number of layers. The deepest models have about 130.
 pub const MAX_BLOCKS: u32 = 1024;

@@ -48,7 +48,7 @@ pub fn map_tensors(file: &GgufCheckpoint) -> Result<BTreeMap<String, ModelTensor
     Ok(tensors)
 }
 
-/// Returns the model tensor for a GGUF tensor that maps to it one-to-one.
+/// Returns the model tensor that is built from the single GGUF tensor `name`.
 fn single(file: &GgufCheckpoint, layout: &ArchitectureLayout, name: &str) -> Result<ModelTensor> {
     let info = file.required(name)?;
     let part = LayerTensorName::parse(name).map(|name| name.part);

@@ -45,7 +45,7 @@ impl ValueType {
     }
 }
 
-/// A metadata value. The format requires strings to be UTF-8. [`Metadata::string`] checks this.
+/// A metadata value. Strings are unchecked bytes: [`Metadata::string`] and [`Metadata::strings`] require UTF-8.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Value<'c> {
     U8(u8),
@@ -127,7 +127,7 @@ impl<'c> Value<'c> {
         }
     }
 
-    /// Returns the value if it is an integer below 2^32.
+    /// Returns the value if it is an integer from 0 to 2^32 - 1.
     pub fn u32(self) -> Option<u32> {
         self.integer()?.try_into().ok()
     }
@@ -234,7 +234,7 @@ impl<'c> Metadata<'c> {
         value.map(Some).with_context(|| format!("metadata key {}", excerpt(key)))
     }
 
-    /// Returns a value. Fails if the key is missing. Example: `metadata.required(key, Metadata::string)`.
+    /// Returns the result of `get`. Fails if the key is missing. Example: `metadata.required(key, Metadata::string)`.
     pub fn required<T>(&self, key: &str, get: impl Fn(&Self, &str) -> Result<Option<T>>) -> Result<T> {
         get(self, key)?.with_context(|| format!("metadata key {} is missing", excerpt(key)))
     }

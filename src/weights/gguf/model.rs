@@ -76,7 +76,7 @@ impl GgufModel {
         format!("{:?}, built from {}", tensor.info.shape, sources.join(" and "))
     }
 
-    /// Returns the rows of a matrix that keeps its quantized blocks, or `None` if it is loaded as floats.
+    /// Returns the rows of a matrix that keeps its quantized blocks, or `None` for a tensor that is loaded as floats.
     pub fn quantized(&self, name: &str) -> Result<Option<MatrixRows<'_>>> {
         let Some((rows, columns)) = self.matrix_shape(name)? else { return Ok(None) };
         let source = self.source_rows(self.required(name)?)?;
@@ -127,7 +127,7 @@ impl GgufModel {
         })
     }
 
-    /// Returns a tensor as floats of this dtype on the host. The rows are dequantized on all cores.
+    /// Returns a tensor as floats of `dtype` in host memory. The rows are dequantized on all cores.
     pub fn float(&self, name: &str, dtype: DType) -> Result<Tensor> {
         let make = || match (self.stored(name)?, dtype) {
             (Some(view), _) if float_dtype(view.info.ggml_type) == Some(dtype) => {
@@ -152,7 +152,7 @@ impl GgufModel {
             values.iter_mut().zip(floats.iter()).for_each(|(value, float)| *value = convert(float + shift));
             anyhow::Ok(())
         };
-        // In a malicious file, a tensor may have no rows but a huge row length.
+        // Limit the row length, which may be huge in a malicious tensor without rows.
         let columns = rows.columns.min(values.len()).max(1);
         let buffers = || (RowBuffer::default(), vec![0.0; columns]);
         let rows_of_values = values.par_chunks_mut(columns).with_min_len(16).enumerate();
@@ -166,7 +166,7 @@ impl GgufModel {
         Ok(Tensor::from_vec(values, stored, &Device::Cpu)?.transpose(rank - 2, rank - 1)?.contiguous()?)
     }
 
-    /// Returns a tensor of packed MXFP4 bytes on the host, in the layout of safetensors files.
+    /// Returns a tensor of packed MXFP4 bytes in host memory, in the layout of safetensors files.
     pub fn packed(&self, name: &str) -> Result<Tensor> {
         let tensor = self.required(name)?;
         let rows = self.source_rows(tensor)?;

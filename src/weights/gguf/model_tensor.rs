@@ -31,7 +31,7 @@ pub enum Transform {
     None,
     /// Treats each element of a source vector as a row.
     Vector,
-    /// Subtracts 1, because the file stores norm weights as w + 1.
+    /// Subtracts 1, because the file stores each norm weight as the Hugging Face value plus 1.
     MinusOne,
     /// Transposes one matrix or a stack of them.
     Transposed,
@@ -41,7 +41,7 @@ pub enum Transform {
     Mxfp4Scales,
 }
 
-/// Returns the dtype that a tensor of this type is listed with. Quantized types are listed as F32.
+/// Returns the dtype in the [`TensorInfo`] of a GGUF tensor of this type. It is F32 for quantized types.
 pub fn default_dtype(ggml_type: GgmlType) -> Dtype {
     match ggml_type {
         GgmlType::F16 => Dtype::F16,

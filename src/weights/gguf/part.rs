@@ -13,7 +13,7 @@ use super::limits::MAX_HEADER_BYTES;
 use super::metadata::Metadata;
 use crate::weights::source::{ByteRange, Source, StoredBytes};
 
-/// The total number of bytes to read before each attempt to parse the header. The first success ends the attempts.
+/// The total number of bytes to have read before each attempt to parse the header, until an attempt succeeds.
 const READ_SIZES: [u64; 4] = [1 << 20, 4 << 20, 16 << 20, MAX_HEADER_BYTES];
 
 /// One file of a model, with its parsed header.
@@ -65,7 +65,7 @@ impl GgufPart {
     }
 }
 
-/// Reads and parses the header of a file with `file_bytes` bytes. Returns it with the beginning of the file.
+/// Reads and parses the header of a file with `file_bytes` bytes. Returns the header and all bytes that were read.
 ///
 /// `read` returns a range of the file. Most headers are complete after the first or second call.
 pub fn read_header(

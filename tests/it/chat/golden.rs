@@ -47,7 +47,7 @@ fn templates_agree_with_transformers() {
         let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
         wrong.extend(differences(&golden, name, &source, template));
     }
-    // Some families have no template file: Llama 2, the first Mistral models, Qwen 2, Phi-3 and TinyLlama.
+    // Templates of the families without a template file: Llama 2, the first Mistral models, Qwen 2, Phi-3, TinyLlama.
     let lines = std::fs::read_to_string(folder.join("ollama-templates.jsonl")).unwrap();
     for (number, template) in golden["lines"].as_object().unwrap() {
         let line: Value = serde_json::from_str(lines.lines().nth(number.parse().unwrap()).unwrap()).unwrap();
@@ -77,7 +77,7 @@ fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Ve
                 wrong.push(format!("{id}: expected {} bytes, found\n{}", case["bytes"], rendered.text))
             }
             (Err(error), Some("refused")) if error.to_string().contains("rejects this conversation") => {}
-            // If the template itself breaks in transformers, minijinja may fail or succeed.
+            // If a bug in the template makes transformers fail, minijinja may fail or succeed.
             (_, Some("broken")) => {}
             (result, expected) => {
                 wrong.push(format!("{id}: expected {expected:?}, got {:?}", result.map(|rendered| rendered.text)))
@@ -87,7 +87,7 @@ fn differences(golden: &Value, name: &str, source: &str, template: &Value) -> Ve
     wrong
 }
 
-/// Compares token ids for the template, special tokens and tokenizer of each model.
+/// Compares the token ids of conversations, rendered with each model's own template, special tokens and tokenizer.
 #[test(fixtures)]
 fn ids_agree_with_transformers() {
     let fixtures = fixtures();

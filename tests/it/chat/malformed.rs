@@ -120,7 +120,7 @@ fn missing_and_doubled_markers_are_recovered() {
         "<|channel|>analysis<|message|>Hm.<|end|>Yes.",
         "<|channel|>analysis<|message|>Hm.<|end|><|end|><|end|><|start|>assistant<|channel|>final<|message|>Yes.<|call|>",
     ] {
-        // `finale` starts with the channel name `final`, so its last letter counts as text.
+        // The parser reads `finale` as the channel name `final`, followed by the text `e`.
         let expected = if text.contains("finale") { [both[0], (Answer, "eYes.")] } else { both };
         let parsed = check(text, &expected);
         assert!(parsed.format_violations > 0 || text.contains("<|end|><|end|>"), "{text}");
@@ -188,7 +188,7 @@ fn random_tokens_never_lose_text() {
             match numbers.below(3) {
                 0 => text.push_str(HARMONY[numbers.below(HARMONY.len())]),
                 1 => text.push_str(headers[numbers.below(headers.len())]),
-                // Bracketed words like these cannot be part of a header.
+                // Words in brackets cannot be part of a header, so the parser must return them as text.
                 _ => {
                     let words = format!("[{round} {step}]");
                     text.push_str(&words);

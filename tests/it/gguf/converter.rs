@@ -87,7 +87,7 @@ fn metadata(config: &Value) -> Writer {
         ("block_count", first(&["num_hidden_layers", "n_layer"])),
         ("feed_forward_length", first(&["intermediate_size", "n_inner"])),
         ("attention.head_count", Some(heads)),
-        // Llama files always have this key. Without it, transformers does not restore the row order.
+        // Llama files always have this key. Without it, transformers does not restore the row order of q and k.
         ("attention.head_count_kv", size(config, "num_key_value_heads").or(Some(heads).filter(|_| name == "llama"))),
         ("attention.key_length", size(config, "head_dim")),
         ("attention.value_length", size(config, "head_dim")),

@@ -157,8 +157,8 @@ fn too_many_layers_are_an_error() {
     }
 }
 
-/// Each tensor is empty, so it fits in any file.
-/// The product of the stacked dimensions overflows a u64, because a dimension of length 0 counts as 1 in it.
+/// Stacks empty tensors, which fit in a file of any size.
+/// The element count of the stack overflows a u64, because the check counts a dimension of length 0 as 1.
 #[test]
 fn experts_with_too_many_elements_are_an_error() {
     let mut writer = Writer::new().string("general.architecture", "llama").u32("llama.block_count", 1);

@@ -1,4 +1,4 @@
-//! Reads a file written by Python's gguf package. Compares the contents with those that the package itself reads.
+//! Reads a file written by Python's gguf package, and compares the contents with what the package itself reads.
 
 use inferno::weights::gguf::{GgufCheckpoint, Metadata, Value, ValueType};
 use inferno::weights::read_ahead::Retention;

@@ -130,7 +130,7 @@ fn converted_vocabularies_agree_with_llama_cpp() {
     check_vectors("llama-spm", &fixtures, &tokenizer(&tinyllama.sentencepiece(&llama2_scores(&tinyllama))));
 }
 
-/// Returns the scores in Llama 2's tokenizer.model.
+/// Returns the scores in Llama 2's tokenizer.model, derived from the ids of the tokens.
 /// Scores decrease with the id of a piece, but runs of spaces have the lowest score.
 /// Control tokens and byte tokens have a score of 0.
 fn llama2_scores(vocabulary: &Converted) -> Vec<f32> {
@@ -170,7 +170,7 @@ fn sentencepiece_reference(model: &Converted, scores: &[f32], text: &str) -> Vec
     ids
 }
 
-/// Some pieces that occur in the texts have equal scores.
+/// Compares ids with the reference implementation, on texts that include pieces with equal scores.
 #[test(fixtures)]
 fn merges_agree_with_sentencepiece() {
     let fixtures = fixtures();

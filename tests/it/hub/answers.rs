@@ -49,7 +49,7 @@ fn download_of_sixty_thousand_files_starts_at_once() {
     child.wait().unwrap();
     assert_eq!(line, "60000 files, 60.0 MB\n");
     println!("the first line came after {elapsed:.1?}");
-    // Less than 2 s, unless other tests take most of the CPU time.
+    // The command takes less than 2 s, unless other tests use most of the CPU time.
     assert!(elapsed < Duration::from_secs(8), "{elapsed:?}");
 }
 
@@ -126,7 +126,7 @@ fn slow_answers_are_given_up() {
     assert!(error.to_string().contains("it sent only"), "{error:#}");
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
 
-    // A slow connection that delivers enough is not given up.
+    // The client keeps a slow connection as long as enough bytes arrive.
     let files = (0..2_000).map(|number| file(&format!("{number}.txt")));
     let fake = with_listing(listing_of(files));
     fake.change(|state| state.listing_pace = Some((5_000, Duration::from_millis(20))));
@@ -219,7 +219,7 @@ fn huge_answers_are_not_read_to_the_end() {
     for lists_sizes in [true, false] {
         fake.change(|state| state.lists_sizes = lists_sizes);
         let output = bounded(command(&TempDir::new().unwrap(), &fake, &["download", REPO]));
-        output.assert_fails(1, &["model.safetensors.index.json has 41.9 MB"]);
+        output.assert_fails(1, &["model.safetensors.index.json is too large (41.9 MB)"]);
     }
     // Each header is within the limit for one header, but all headers together exceed the total limit.
     let name = |number: usize| format!("{number}.safetensors");

@@ -1,4 +1,4 @@
-//! Tests of the demo model: concurrent repair, leftover files, and requests for revisions, which it does not have.
+//! Tests of the demo model: concurrent repair, leftover files, and errors for `--revision`.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -77,7 +77,7 @@ fn file_of_the_right_size_is_repaired_in_place() {
     let mut bad = good.clone();
     bad[5_000_000] ^= 1;
     fs::write(&weights, bad).unwrap();
-    // A process that has loaded the demo keeps its file.
+    // Stands for a process that has loaded the demo. The repair must not change the open file.
     let open = File::open(&weights).unwrap();
     let checked = machine.hub().verify(Some("demo"), None, &()).unwrap();
     assert_eq!(checked[0].damaged_files().collect::<Vec<_>>(), [&("model.safetensors".into(), FileState::Corrupt)]);

@@ -28,7 +28,7 @@ pub struct HubState {
     pub files_refused: Option<(u16, &'static str)>,
     /// The faults of the next GET requests for faulty files. Each request removes and uses the first fault.
     pub faults: VecDeque<Fault>,
-    /// Returns true for the names of faulty files. By default, these are the weights.
+    /// Returns true if the faults apply to the file with this name. By default, they apply only to the weights.
     pub faulty: fn(&str) -> bool,
     /// Statuses, with optional headers, to send instead of the next listings. Each listing request removes the first.
     pub listing_faults: VecDeque<&'static str>,
@@ -63,9 +63,9 @@ pub enum Fault {
     Cut(usize),
     /// The server stops sending after this many bytes of the body, but keeps the connection open.
     Stall(usize),
-    /// One bit of this byte of the body is flipped.
+    /// One bit is flipped in the byte at this index of the body.
     Flip(usize),
-    /// The server sends this status, with any headers in it, and an empty body.
+    /// The server sends this status line, which may include headers, and an empty body.
     Status(&'static str),
     /// The server sends the login page of a captive portal.
     Portal,

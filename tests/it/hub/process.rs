@@ -147,7 +147,7 @@ fn repeatedly_killed_download_stays_consistent() {
     });
 }
 
-/// Checks that the recorded ranges contain the right bytes. Returns the number of bytes recorded as fetched.
+/// Checks the fetched bytes of the weights. Returns the number of bytes recorded as fetched, or all if complete.
 fn check_recorded(home: &TempDir, weights: &[u8]) -> usize {
     let blob = repo(home).join("blobs").join(etag(WEIGHTS, weights));
     if let Ok(bytes) = fs::read(&blob) {

@@ -66,7 +66,7 @@ impl Schedule {
         let limits = Limits {
             connections: 1 + random.below(4),
             part_bytes: [3_000, 10_000, 1 << 16, 1 << 30][random.below(4)],
-            // This is long enough even for a busy test machine.
+            // The timeout is long enough even for a busy test machine.
             stall_timeout: Duration::from_millis(400),
             max_failures: 1 + random.below(4) as u32,
             ..fast_limits()
@@ -86,7 +86,7 @@ impl Schedule {
         schedule
     }
 
-    /// Chooses the faults for the next downloads.
+    /// Chooses the faults for the next downloads, and records the hub's current files in `contents`.
     fn choose_faults(&mut self) {
         let faults: Vec<Fault> = (0..self.random.below(26)).map(|_| fault(&mut self.random)).collect();
         let in_all_files = self.random.below(2) == 0;
@@ -128,7 +128,7 @@ impl Schedule {
                     self.check_complete(&hub, &snapshot);
                 }
                 Err(error) => {
-                    assert!(attempt < 3, "the last attempt has no faults, but it failed: {error:#}");
+                    assert!(attempt < 3, "no faults were injected into the last attempt, but it failed: {error:#}");
                     failed += 1;
                     let (message, code) = message_and_code(Err(error));
                     assert!([1, 4, 5, 6].contains(&code) && message.len() > 20, "{code}: {message}");

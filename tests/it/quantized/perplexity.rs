@@ -108,8 +108,8 @@ fn quantized_demo_model_stays_close_to_the_original() {
     }
 }
 
-/// Uses a trained model with rows of 256 values.
-/// Compares its quantized weights with ggml and its losses with transformers (`tests/golden/make_trained.py`).
+/// Compares the quantized weights of a trained model with ggml, and the model's losses with transformers.
+/// The rows have 256 values, so K-quants apply. `tests/golden/make_trained.py` writes the model.
 #[test]
 fn quantized_model_agrees_with_ggml_and_transformers() {
     let dir = golden("trained");
@@ -169,7 +169,7 @@ fn digest(subject: &Subject, quantize: QuantizationTarget) -> i64 {
     digest as i64
 }
 
-/// Uses the same code path as `inferno perplexity`.
+/// Compares the losses that the engine computes, on the same code path as `inferno perplexity`.
 #[test]
 fn engine_agrees_with_transformers_on_the_loss_of_a_text() {
     let dir = golden("trained");

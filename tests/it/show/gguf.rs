@@ -1,4 +1,4 @@
-//! Tests of `inferno show` for GGUF models on the hub. It reads the headers, not the weights.
+//! Tests of `inferno show` for GGUF models on the hub. The command reads the headers, but not the weights.
 
 use inferno::weights::ggml::GgmlType;
 use serde_json::{Value, json};

@@ -59,7 +59,8 @@ fn e4m3(value: f32) -> Vec<u8> {
     vec![F8E4M3::from_f32(value).to_bits()]
 }
 
-/// transformers also casts such tensors to the requested dtype. bf16 can represent every E4M3 value.
+/// E4M3 weights without scales give the same logits as equal bf16 weights. bf16 can represent every E4M3 value.
+/// transformers also casts E4M3 tensors without scales to the requested dtype.
 #[test]
 fn e4m3_without_scales_is_a_float() {
     let cast = rewritten(Dtype::F8_E4M3, e4m3, None);
@@ -104,7 +105,7 @@ fn tensors_that_need_scales_are_errors() {
         for quantize in [None, Some("int8".parse().unwrap())] {
             let error = logits(folder.path(), quantize, &Device::Cpu, DType::F32).unwrap_err();
             let text = format!("{error:#}");
-            // The embedding loads first. If only q_proj has a scale, the embedding causes no error, but q_proj does.
+            // The embedding loads first. If only q_proj has a scale, the embedding loads and q_proj causes the error.
             let name = if extra.is_some() { query } else { "model.embed_tokens.weight" };
             assert!(text.contains(&format!("tensor {name} in {dtype} (")) && text.contains(message), "{text}");
             let kind = error.chain().find_map(|cause| cause.downcast_ref::<Error>()).expect(&text);
