@@ -421,7 +421,7 @@ class Sampler:
         return [self.turn(i, **values) for i in self.random.choices(self.topics, self.weights, k=count)]
 
     def conversation(self, turns: int) -> Conversation:
-        """Returns a conversation of at most `turns` turns. In many, the user gives a name and later asks for it."""
+        """Returns a conversation of at most `turns` turns. In many conversations, the user gives a name and later asks for it."""
         r = self.random
         date = f"{r.randint(2024, 2030)}-{r.randint(1, 12):02}-{r.randint(1, 28):02}"
         if self.chance(0.45 if turns > 1 else 0.04):

@@ -2,7 +2,7 @@
 //!
 //! Each thread takes the next piece of a tensor, reads it into a staging buffer, and queues the copy to the device.
 //! The threads start tensors in the listed order.
-//! A requested tensor that was not started yet goes first, even if it exceeds the read-ahead limit.
+//! A requested tensor whose read has not started goes first, even if it exceeds the read-ahead limit.
 //! A request therefore never waits forever.
 //! A request returns once all copies of its tensor are queued, which may be before they complete.
 
@@ -76,7 +76,7 @@ struct Queue<M> {
     requested: VecDeque<usize>,
     /// The index of the next tensor in the listed order.
     next: usize,
-    /// Started tensors that have pieces left to read, each with the offset of its next piece.
+    /// Partially read tensors, each with the offset of its next piece.
     open: VecDeque<(usize, usize)>,
     /// The total size of temporary tensors that were started but not yet taken, in bytes.
     ahead_bytes: usize,

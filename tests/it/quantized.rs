@@ -80,7 +80,7 @@ fn from_blocks(ggml_type: GgmlType, rows: usize, columns: usize, device: &Device
     (matrix, values)
 }
 
-/// Returns a matrix of quantized floats.
+/// Quantizes rows of floats and returns them as a matrix.
 fn quantized_floats(quantize: QuantizationTarget, values: &[f32], columns: usize, device: &Device) -> QuantizedMatrix {
     let row = |row: usize, _: &mut RowBuffer, to: &mut [f32]| {
         to.copy_from_slice(&values[row * columns..][..columns]);

@@ -59,7 +59,7 @@ impl LaunchShape {
     }
 }
 
-/// One launch: the kernel, its launch shape and its arguments.
+/// One launch: the kernel, its grid and block dimensions, and its arguments.
 pub struct Launch {
     module: Module,
     kernel: String,

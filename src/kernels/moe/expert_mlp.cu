@@ -32,7 +32,7 @@
 #include "headers/tensor_core.cuh"
 #include "moe/work_items.cuh"
 
-// Columns per step: one weight tile, and 128 bytes of a row of x.
+// Columns per step: the width of a weight tile, which is 128 bytes of a row of x.
 constexpr int STEP = MXFP4_TILE_COLUMNS;
 
 // The type of two packed values.

@@ -41,7 +41,7 @@ pub enum Transform {
     Mxfp4Scales,
 }
 
-/// Returns the dtype in the [`TensorInfo`] of a GGUF tensor of this type. It is F32 for quantized types.
+/// Returns the dtype that [`TensorInfo`] reports for this GGUF type: F32 for all quantized types.
 pub fn default_dtype(ggml_type: GgmlType) -> Dtype {
     match ggml_type {
         GgmlType::F16 => Dtype::F16,
