@@ -15,7 +15,7 @@ const UNKNOWN: &str = "\u{FDD0}";
 /// An encoder that calls the `tokenizers` library in this process.
 pub struct LibraryEncoder {
     /// In a mutex, because the treatment of control tokens is a setting of the library, not an argument of each call.
-    library: Mutex<tokenizers::Tokenizer>,
+    tokenizer: Mutex<tokenizers::Tokenizer>,
     /// The ids of all control tokens except the unknown token, sorted.
     control_ids: Vec<u32>,
     /// The control tokens that are not marked special, longest first.
@@ -34,13 +34,13 @@ impl LibraryEncoder {
         control_ids.retain(|id| !unknown.get_ids().contains(id));
         let unmarked = controls.iter().filter(|control| !control.is_special && !control.content.is_empty());
         let unmarked = unmarked.map(|control| control.content.clone()).collect();
-        Ok(Self { library: Mutex::new(library), control_ids, unmarked })
+        Ok(Self { tokenizer: Mutex::new(library), control_ids, unmarked })
     }
 
     fn encode_raw(&self, text: &str, add_special_tokens: bool, controls_are_text: bool) -> Result<Vec<u32>> {
-        let mut library = self.library.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        library.set_encode_special_tokens(controls_are_text);
-        let encoding = guarded("encode the text", || library.encode_fast(text, add_special_tokens))?;
+        let mut tokenizer = self.tokenizer.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        tokenizer.set_encode_special_tokens(controls_are_text);
+        let encoding = guarded("encode the text", || tokenizer.encode_fast(text, add_special_tokens))?;
         Ok(encoding.get_ids().to_vec())
     }
 

@@ -117,22 +117,22 @@ impl Process {
         {
             return Err(anyhow!("cannot send the request: {error}"));
         }
-        let mut input = WithDeadline { stdout: &mut self.stdout, deadline: Instant::now() + budget.wait() };
+        let deadline = Instant::now() + budget.wait();
+        let mut input = WithDeadline { stdout: &mut self.stdout, deadline };
         match protocol::read(&mut input) {
             Ok(Some(response)) => written.map(|()| response),
-            Ok(None) | Err(_) => Err(self.failure(dir, request, budget)),
+            Ok(None) | Err(_) => Err(self.failure(dir, request, budget, Instant::now() >= deadline)),
         }
     }
 
-    /// Kills the process and returns an error that says why the request failed.
-    fn failure(&mut self, dir: &Path, request: &Request, budget: Budget) -> anyhow::Error {
+    /// Kills the process and returns an error that says why the request failed. `is_late`: the deadline has passed.
+    fn failure(&mut self, dir: &Path, request: &Request, budget: Budget, is_late: bool) -> anyhow::Error {
         let is_ended = |child: &mut Child| matches!(child.try_wait(), Ok(Some(_)));
         // The pipe closes shortly before the process ends, so wait for the exit status.
         let deadline = Instant::now() + Duration::from_secs(1);
         while !is_ended(&mut self.child) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(1));
         }
-        let is_late = !is_ended(&mut self.child);
         let _ = self.child.kill();
         let status = self.child.wait();
         let mut last_words = String::new();
