@@ -56,10 +56,12 @@ pub fn tokenizer_json(data: &[u8]) {
     let Ok(tokenizer) = Tokenizer::from_bytes(data) else { return };
     let added = tokenizer.controls().flat_map(|(text, _)| [text.to_string(), format!("a{text}b {text}")]).take(8);
     let texts = ["", "Hello wörld, 123\n\n <s> </s>", "＜|ＥＮＤ|＞ <|end|> é\u{300}", "\u{200B}世界 🦀\t\u{FDD0}"];
+    // The unknown token is harmless, even if it is a control token.
+    let unknown = tokenizer.encode("\u{FDD0}", ControlTokens::Text).unwrap_or_default();
     for text in texts.into_iter().map(str::to_string).chain(added) {
         for controls in [ControlTokens::Default, ControlTokens::Parse, ControlTokens::Text] {
             let Ok(ids) = tokenizer.encode(&text, controls) else { continue };
-            let has_control = ids.iter().any(|&id| tokenizer.is_control(id));
+            let has_control = ids.iter().any(|&id| tokenizer.is_control(id) && !unknown.contains(&id));
             assert!(!has_control || controls != ControlTokens::Text, "{text:?} became a control token");
             let _ = tokenizer.decode(&ids);
         }
